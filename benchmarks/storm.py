@@ -351,7 +351,7 @@ def questions(args: argparse.Namespace, config: ServeConfig) -> list[Question]:
         hub.resolve_target(args.target),
         None,
         config.dtype,
-        EngineConfig(max_length=MAX_LENGTH, prefix_reuse=False),
+        EngineConfig(max_length=MAX_LENGTH, prefix_reuse=False, speculation="off"),
     )
     asked = []
     for messages in held_out.dialogues(args.data, args.prompts):

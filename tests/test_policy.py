@@ -10,7 +10,7 @@ import pytest
 
 from eyas.engine.acceptance import RequestAcceptance
 from eyas.engine.outlook import Outlook, who_drafts, who_drafts_natively
-from eyas.engine.policy import Policy, RoundPlan
+from eyas.engine.policy import NUM_KINDS, Policy, RoundPlan
 from eyas.engine.tree import Speculation
 from eyas.errors import ConfigError
 from eyas.model import native
@@ -291,13 +291,16 @@ def test_in_a_mixture_each_request_decides_for_itself(machine, B):
 
 
 def random_outlook(rng: np.random.Generator, S: int) -> Outlook:
-    usual = -np.sort(-(rng.uniform(0, 0.9, (2, 8, K, 11)) ** 2), axis=-1)
+    usual = -np.sort(-(rng.uniform(0, 0.9, (NUM_KINDS, 8, K, 11)) ** 2), axis=-1)
+    text = -np.sort(-(rng.uniform(0, 0.9, (S, 11)) ** 3), axis=-1)
+    text[rng.uniform(size=S) < 0.5] = 0.0
     known = rng.normal(0, 1, S)
     return Outlook(
         S + int(rng.integers(0, 3)),
         usual,
-        rng.integers(1, K + 1, (2, 8)),
-        rng.uniform(size=S) < 0.5,
+        rng.integers(1, K + 1, (NUM_KINDS, 8)),
+        rng.integers(0, NUM_KINDS, S),
+        text,
         known,
         known + rng.uniform(0, 0.5, S),
         rng.integers(1, 9, S),

@@ -318,6 +318,7 @@ def test_what_looked_like_a_stop_string_is_shown_in_the_end(client, truth):
         ({"tool_choice": "required"}, "tool_choice"),
         ({"stream_options": {"include_usage": True}}, "stream_options"),
         ({"extra_body": {"speculation": True}}, "speculation"),
+        ({"extra_body": {"text_drafts": True}}, "text_drafts"),
         ({"extra_body": {"guided_jsn": "{}"}}, "guided_jsn"),
         ({"extra_body": {"temperature": "hot"}}, "temperature"),
         (

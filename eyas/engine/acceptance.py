@@ -38,6 +38,7 @@ _NUM_TREES = 16  # of late
 _LEAST_GAIN = 0.02
 # tokens that a level brings for a frontier of probability 1, before it is learned
 _FIRST_GAIN, _FIRST_GAIN_WEIGHT = 0.4, 0.4
+UNPROPOSED = -50.0  # the score of a path that the head did not propose is below it
 # at first every round is counted at once, later eight are counted together
 _EAGER_ROUNDS, _COUNT_EVERY = 32, 8
 
@@ -57,6 +58,14 @@ class RequestAcceptance:
     information: float = 0.0
     pull: float = 0.0  # log_odds times the precision
     variance: float = SPREAD**2  # of the requests' shifts
+    of_text: RequestAcceptance | None = None
+
+    @property
+    def text(self) -> RequestAcceptance:
+        """The same of drafts from text."""
+        if self.of_text is None:
+            self.of_text = RequestAcceptance(self.greedy)
+        return self.of_text
 
     @property
     def precision(self) -> float:
@@ -75,6 +84,8 @@ class RequestAcceptance:
         self.information *= _REQUEST_MEMORY
         self.pull *= _REQUEST_MEMORY
         self.variance = variance
+        if self.of_text is not None:
+            self.of_text.forget(self.of_text.variance)
 
     def observe(self, surplus: float, information: float) -> None:
         """Of a round's judged candidates: how many more were drawn than expected, and the sum of
@@ -145,6 +156,10 @@ class Acceptance:
         else:
             judged, drawn = judge(proposals, emitted)
             surplus = (drawn.sum(1) - (conditional * judged).sum(1)).tolist()
+        if proposals.text is not None:  # of the head's candidates only
+            own = proposals.scores > UNPROPOSED
+            judged, drawn = judged & own, drawn & own
+            surplus = (drawn.sum(1) - (conditional * judged).sum(1)).tolist()
         information = (conditional * (1 - conditional) * judged).sum(1).tolist()
         for request, *seen in zip(requests, surplus, information, strict=True):
             request.observe(*seen)
@@ -183,18 +198,18 @@ class Acceptance:
 class ExpectedTrees:
     """What a tree that is not drafted yet will be: one of the trees of late.
 
-    Letters: K draft steps, N nodes of a tree, R trees of late.
+    Letters: K draft steps, N nodes of a tree, R trees of late, Q kinds of requests.
     """
 
-    def __init__(self, num_draft_steps: int, max_nodes: int) -> None:
+    def __init__(self, num_draft_steps: int, max_nodes: int, num_kinds: int) -> None:
         # path probabilities of the trees of each depth at most, the best first, and how deep they
-        # were drafted; sampled and greedy apart
+        # were drafted; kinds apart
         first_KN = np.tile(_FIRST_PATH ** np.arange(1.0, max_nodes + 1), (num_draft_steps, 1))
         for depth in range(num_draft_steps):
             first_KN[depth, depth + 1 :] *= 0.3
-        self.paths_2RKN = np.tile(first_KN, (2, _NUM_TREES, 1, 1))
-        self.reached_2R = np.full((2, _NUM_TREES), num_draft_steps)
-        self._num_seen = [0, 0]
+        self.paths_QRKN = np.tile(first_KN, (num_kinds, _NUM_TREES, 1, 1))
+        self.reached_QR = np.full((num_kinds, _NUM_TREES), num_draft_steps)
+        self._num_seen = [0] * num_kinds
         # by level but the last: tokens that the next one brought, the probability that it grew from
         self._prior = np.full(num_draft_steps - 1, _FIRST_GAIN_WEIGHT)
         self._brought, self._grown_from = _FIRST_GAIN * self._prior, self._prior.copy()
@@ -209,41 +224,51 @@ class ExpectedTrees:
         proposals: Proposals,
         paths: np.ndarray,
         requests: Sequence[RequestAcceptance],
+        kinds: np.ndarray,
         least: float,
     ) -> None:
-        """Trees that were drafted. least: the path probability below which a node is not worth its
-        time.
+        """Trees that were drafted, text's candidates in them at any depth. kinds: int64, of the
+        requests for which the head has drafted. least: the path probability below which a node is
+        not worth its time.
         """
-        K, N = self.paths_2RKN.shape[2:]
+        K, N = self.paths_QRKN.shape[2:]
+        bounds, is_text, scores = levels(proposals.depths), None, proposals.scores
+        if (text := proposals.text) is not None:
+            requests = [one for one, grown in zip(requests, text.grown, strict=True) if grown]
+            paths, scores = paths[text.grown], scores[text.grown]
+            is_text, bounds = text.cells[text.grown] >= 0, bounds[: text.head_depth]
         shifts = np.exp([-request.log_odds for request in requests])[:, None]
-        bounds = levels(proposals.depths)
         self._brought += _LEAST_GAIN * (_FIRST_GAIN * self._prior - self._brought)
         self._grown_from += _LEAST_GAIN * (self._prior - self._grown_from)
         before = 0.0
         for level in range(K):
             if level < len(bounds):
-                within = -np.sort(-paths[:, : bounds[level].stop], axis=1)[:, :N]
+                there = paths[:, : bounds[level].stop]
+                if is_text is not None:
+                    there = np.where(is_text | (proposals.depths <= level + 1), paths, 0.0)
+                within = -np.sort(-there, axis=1)[:, :N]
                 value = float(np.maximum(within - least, 0).sum()) / len(within)
                 if level:
-                    frontier = proposals.scores[:, bounds[level - 1]].max(1)
+                    frontier = scores[:, bounds[level - 1]].max(1)
                     self._brought[level - 1] += value - before
                     self._grown_from[level - 1] += float(np.exp(frontier).sum()) / len(within)
                 before = value
                 odds = shifts * within
                 usual = odds / (1 - within + odds)  # as of a request without a shift
-            for place, row in zip(self._places(requests), usual, strict=True):
-                self.paths_2RKN[place][level, : len(row)] = row
-                self.paths_2RKN[place][level, len(row) :] = 0.0
-        for place, request in zip(self._places(requests), requests, strict=True):
-            self.reached_2R[place] = len(bounds)
-            self._num_seen[request.greedy] += 1
+            for place, row in zip(self._places(kinds), usual, strict=True):
+                self.paths_QRKN[place][level, : len(row)] = row
+                self.paths_QRKN[place][level, len(row) :] = 0.0
+        for place in self._places(kinds):
+            self.reached_QR[place] = len(bounds)
+        for kind in kinds.tolist():
+            self._num_seen[kind] += 1
 
-    def _places(self, requests: Sequence[RequestAcceptance]) -> list[tuple[int, int]]:
-        """Where the requests' trees go, each in place of the oldest of its kind."""
+    def _places(self, kinds: np.ndarray) -> list[tuple[int, int]]:
+        """Where trees of these kinds go, each in place of the oldest of its kind."""
         seen, places = list(self._num_seen), []
-        for request in requests:
-            places.append((int(request.greedy), seen[request.greedy] % _NUM_TREES))
-            seen[request.greedy] += 1
+        for kind in kinds.tolist():
+            places.append((kind, seen[kind] % _NUM_TREES))
+            seen[kind] += 1
         return places
 
 

@@ -292,7 +292,7 @@ def round_costs(work: RoundWork) -> CostTable:
     target = work.target
     identity = CostIdentity(
         target=target.fingerprint,
-        head=work.draft.config.model_dump_json(),
+        head=work.draft.config.model_dump_json() if work.draft is not None else "none",
         dtype=target.precision,
         device=device_name(target.device),
         threads=torch.get_num_threads(),
@@ -325,21 +325,25 @@ class RoundWork:
     def __init__(
         self,
         target: Target,
-        draft: Draft,
+        draft: Draft | None,
         tree_topk: int,
-        caches: tuple[PagedCache, PagedCache],
-        features: FeatureCache,
+        cache: PagedCache,
+        drafts: tuple[PagedCache, FeatureCache] | None,
     ) -> None:
-        """caches: the target's and the draft's."""
+        """cache: the target's. drafts: where the draft's entries and their features lie. Without a
+        draft its work costs nothing.
+        """
+        assert (draft is None) == (drafts is None)
         self.target, self.draft, self._topk = target, draft, tree_topk
-        (self._cache, self._draft_cache), self._features = caches, features
+        self._cache, self._drafts = cache, drafts
         self._num_slots = self._cache.num_pages * self._cache.page_size
         self._length = max(2, min(TYPICAL_LENGTH, self._num_slots // 2))
         self._table = np.arange(self._cache.num_pages, dtype=np.int32)[None]
         self._roots: dict[int, tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]]] = {}
 
     def measured(self) -> CostTable:
-        table = measure((self.forward, self.decode, self.steps, self.extend, self.enter), POINTS)
+        works = (self.steps, self.extend, self.enter) if self.draft is not None else (_nothing,) * 3
+        table = measure((self.forward, self.decode, *works), POINTS)
         one = Curve(table.step.rows, [ms / NUM_LEVELS for ms in table.step.ms])
         return replace(table, step=one)
 
@@ -350,7 +354,8 @@ class RoundWork:
 
     def _forward(self, arrays: RowArrays, pages: np.ndarray) -> None:
         rows = rows_of(arrays, pages, self.target.device)
-        self.target.forward(rows, self._cache, self.draft.config.taps).best.tolist()
+        taps = self.draft.config.taps if self.draft is not None else None
+        self.target.forward(rows, self._cache, taps).best.tolist()
 
     def decode(self, B: int) -> None:
         """Requests beyond those that the cache has room for read the pages of others."""
@@ -364,21 +369,25 @@ class RoundWork:
 
     def extend(self, M: int) -> None:
         """One entry of each of M requests."""
+        assert self.draft is not None
+        assert self._drafts is not None
         last = min(self._length, self._num_slots - 1)
         roots = Roots([last] * M, [last] * M, [0] * M, np.repeat(self._table, M, axis=0))
-        h = self.draft.catch_up(roots, self._draft_cache, self._features)
+        h = self.draft.catch_up(roots, *self._drafts)
         self.draft.proposals(h[-1:], self._topk)[0].tolist()
 
     def enter(self, M: int) -> None:
         """Of a prompt: consecutive columns of one request."""
+        assert self.draft is not None
+        assert self._drafts is not None
         last = min(max(self._length, M), self._num_slots - 1)
         M = min(M, last)
-        self.draft.enter(
-            Roots([last], [last - M + 1], [0] * M, self._table), self._draft_cache, self._features
-        )
+        self.draft.enter(Roots([last], [last - M + 1], [0] * M, self._table), *self._drafts)
 
     def steps(self, R: int) -> None:
         """NUM_LEVELS levels of trees: R rows each, k of them to a request."""
+        assert self.draft is not None
+        assert self._drafts is not None
         k = self._topk
         B = max(1, R // k)
         if B not in self._roots:  # what the trees grow from; not part of what is timed
@@ -389,7 +398,7 @@ class RoundWork:
         h, first = self._roots[B]
         lens = [min(self._length, self._num_slots - NUM_LEVELS * k - 2)] * B
         tables, tree = np.repeat(self._table, B, axis=0), Speculation("fixed", 1 + NUM_LEVELS, k)
-        self.draft.propose(lens, h, first, tables, self._draft_cache, tree, [0.0] * NUM_LEVELS)
+        self.draft.propose(lens, h, first, tables, self._drafts[0], tree, [0.0] * NUM_LEVELS)
 
     def fastest_ms(self) -> float:
         """The fastest of a few forwards of one row."""
@@ -399,3 +408,7 @@ class RoundWork:
             self.forward(1)
             times.append((time.perf_counter() - started) * 1e3)
         return min(times)
+
+
+def _nothing(rows: int) -> None:
+    """The work of no draft."""

@@ -22,6 +22,7 @@ from eyas.engine.costs import CostTable, RoundWork, round_costs
 from eyas.engine.cuda.rounds import TensorRounds
 from eyas.engine.draft import Draft
 from eyas.engine.grammar import Grammar, Grammars
+from eyas.engine.memory import TextMemory
 from eyas.engine.pages import PagePool
 from eyas.engine.policy import Policy
 from eyas.engine.request import Request, Result, SamplingParams, Update
@@ -29,6 +30,7 @@ from eyas.engine.rounds import Rounds
 from eyas.engine.sampling import Sampler
 from eyas.engine.scheduler import BatchLimits, Job, Outcome, RunningSample, Scheduler
 from eyas.engine.stop import StopChecker
+from eyas.engine.text import CHAIN
 from eyas.engine.tree import Speculation
 from eyas.errors import InputError, MismatchError
 from eyas.log import Track, quiet
@@ -51,7 +53,8 @@ class EngineConfig(BaseModel):
     if the defaults do not fit: fixed(6,3,12) are num_draft_steps, tree_topk and num_verify_tokens,
     root included. overlap: of host and device; None takes the overlapped loop on CUDA, the normal
     one on a CPU.
-    prefix_reuse: keep computed prefixes for other requests.
+    prefix_reuse: keep computed prefixes for other requests. text_drafts: in auto, draft also what
+    followed the same tokens before, with or without a head.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -63,6 +66,7 @@ class EngineConfig(BaseModel):
     speculation: str = "auto"
     overlap: bool | None = None
     prefix_reuse: bool = True
+    text_drafts: bool = True
 
     @field_validator("speculation")
     @classmethod
@@ -88,8 +92,13 @@ class Engine:
         draft: Draft | None = None,
         config: EngineConfig | None = None,
         tokenizer: PreTrainedTokenizerBase | None = None,
+        memory: TextMemory | None = None,
     ) -> None:
-        """tokenizer: the target's; requests with stop strings or a grammar need it."""
+        """tokenizer: the target's; requests with stop strings or a grammar need it. memory: what
+        follows what in the target's answers, for drafts from text.
+
+        Raises MismatchError for a head or a memory of another target.
+        """
         self.config = config = config or EngineConfig()
         self.speculation = speculation = config.parsed()
         self.target = target
@@ -101,10 +110,19 @@ class Engine:
                 f"take a tree of fewer branches: {speculation} are draft steps, branches, tokens",
             )
         self.max_length = min(config.max_length, target.config.max_position_embeddings)
+        kind_of_rounds = self.kind_of_rounds(target)
+        # what waits for no host looks nothing up there
+        self.drafts_text = (
+            config.text_drafts and speculation.mode == "auto" and kind_of_rounds is Rounds
+        )
+        depth = max(
+            speculation.num_draft_steps if self.draft is not None else 0,
+            CHAIN if self.drafts_text else 0,
+        )
         limits = BatchLimits(
             config.max_batch,
             config.prefill_chunk,
-            max_emitted=speculation.num_draft_steps + 1 if self.draft is not None else 1,
+            max_emitted=depth + 1,
             # What a tree writes behind its root; and on CUDA the entry of the next root, made at
             # the end of the round.
             tree_columns=max(
@@ -112,7 +130,7 @@ class Engine:
                 1 + speculation.num_columns,
                 speculation.num_draft_steps + 2,
             )
-            if self.draft
+            if depth
             else 1,
             scored_chunk=max(1, SCORED_LOGITS // target.config.vocab_size),
         )
@@ -121,13 +139,17 @@ class Engine:
         )
         self._pool = PagePool(config.num_pages or config.max_batch * most, PAGE_SIZE)
         self._scheduler = Scheduler(self._pool, limits, config.prefix_reuse)
-        self.rounds = self.kind_of_rounds(target)(
+        self.rounds = kind_of_rounds(
             target, self.draft, speculation, config.max_batch, self._pool.num_pages
         )
-        if self.draft is None:
+        if memory is not None:
+            memory.check(target.config.vocab_size, tokenizer)
+        self.rounds.drafts_text, self.rounds.memory = self.drafts_text, memory
+        if not depth:
             speculation = replace(speculation, mode="off")
         costs = self._costs() if speculation.mode == "auto" else None
         self.policy = self.rounds.policy = Policy(speculation, costs, native=target.is_native)
+        self.policy.has_head = self.draft is not None
         self._tokenizer = tokenizer
         self._end_tokens = frozenset(target.config.eos_token_ids)
         self._grammars = (
@@ -153,14 +175,17 @@ class Engine:
         config: EngineConfig | None = None,
         device: str = "cpu",
         tokenizer: PreTrainedTokenizerBase | None = None,
+        memory: str | Path | None = None,
     ) -> Engine:
-        """Load a target folder and, optionally, a head folder in any form that `read_head` knows.
+        """Load a target folder and, optionally, a head folder in any form that `read_head` knows
+        and a memory's folder.
 
         device: cpu, cuda, cuda:1. Raises MissingInputError, CorruptError, MismatchError.
         """
         loaded = Target.load(target, dtype, device)
         draft = Draft(*read_head(head, loaded.config), loaded) if head is not None else None
-        return cls(loaded, draft, config, tokenizer)
+        text = TextMemory.open(memory) if memory is not None else None
+        return cls(loaded, draft, config, tokenizer, text)
 
     @staticmethod
     def kind_of_rounds(target: Target) -> type[Rounds]:
@@ -172,17 +197,10 @@ class Engine:
 
         Only before the first request: measuring writes into the caches.
         """
-        rounds = self.rounds
-        assert rounds.entries is not None
-        return round_costs(
-            RoundWork(
-                self.target,
-                rounds.entries.draft,
-                self.speculation.tree_topk,
-                (rounds.cache, rounds.entries.cache),
-                rounds.entries.features,
-            )
-        )
+        entries = self.rounds.entries
+        drafts = (entries.cache, entries.features) if entries is not None else None
+        topk = self.speculation.tree_topk
+        return round_costs(RoundWork(self.target, self.draft, topk, self.rounds.cache, drafts))
 
     # Requests
 
@@ -341,7 +359,7 @@ class Engine:
 
         Such a head was trained for another target or for other traffic.
         """
-        if self._has_warned:
+        if self._has_warned or self.draft is None:
             return
         count_round(self._accept_hist, num_accepted_drafts)
         if sum(self._accept_hist) < TAU_WINDOW:

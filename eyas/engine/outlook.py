@@ -5,7 +5,7 @@ request's own past shifts them; the rule is that of `tree.choose`, which decides
 trees are there.
 
 Letters: S requests that may speculate, B all that decode, K draft steps, N nodes of a tree, R trees
-of late.
+of late, Q kinds of requests.
 """
 
 from __future__ import annotations
@@ -25,9 +25,10 @@ from eyas.model.native import library
 class Outlook:
     """What is known before a round. All ms are the cost table's.
 
-    num_requests: B. usual_2RKN: path probabilities of the trees of late, as of an average request,
-    sampled and greedy, of each depth at most, descending. reached_2R: int64, how deep each was
-    drafted. greedy_S: bool. known_S, hoped_S: log-odds by which
+    num_requests: B. usual_QRKN: path probabilities of the trees of late, as of an average request,
+    by kind of request (Q), of each depth at most, descending. reached_QR: int64, how deep each was
+    drafted. kind_S: int64. text_SN: those of text's candidates, which need no drafting; 0 for none.
+    known_S, hoped_S: log-odds by which
     each request differs, as known and as hoped. due_S: int64, entries made with its root's. late_S:
     ms of those that it lacks besides, by round. forwards: [S * N + 1], by nodes. extends: by
     entries. steps: [S + 1], one level of trees of so many requests. known_factor, hoped_factor: by
@@ -35,9 +36,10 @@ class Outlook:
     """
 
     num_requests: int
-    usual_2RKN: np.ndarray
-    reached_2R: np.ndarray
-    greedy_S: np.ndarray
+    usual_QRKN: np.ndarray
+    reached_QR: np.ndarray
+    kind_S: np.ndarray
+    text_SN: np.ndarray
     known_S: np.ndarray
     hoped_S: np.ndarray
     due_S: np.ndarray
@@ -51,7 +53,9 @@ class Outlook:
 
 @dataclass(frozen=True, slots=True)
 class WhoDrafts:
-    """drafting: bool [S]. rate: tokens by ms of the table that a node must bring."""
+    """drafting: bool [S], whose trees the head grows. rate: tokens by ms of the table that a node
+    must bring.
+    """
 
     drafting: np.ndarray
     num_drafting: int
@@ -65,13 +69,13 @@ def who_drafts(outlook: Outlook) -> WhoDrafts:
     What is not known is hoped to be better where it is decided who drafts, so that it is tried; it
     is taken as known for what a node must be worth.
     """
-    S, deepest = len(outlook.greedy_S), int(outlook.reached_2R.max())
-    best = plain = outlook.num_requests / float(outlook.forwards[0])
+    S, deepest = len(outlook.kind_S), int(outlook.reached_QR.max())
+    best = plain = text_rate(outlook)
     found: tuple[np.ndarray, int] | None = None
-    kind_S = outlook.greedy_S.astype(np.int64)
     for depth in range(1, deepest + 1):
-        mean_SN = outlook.usual_2RKN[:, :, depth - 1].mean(1)[kind_S]
-        gain_S = shifted(mean_SN, outlook.hoped_S).sum(1)
+        mean_SN = outlook.usual_QRKN[:, :, depth - 1].mean(1)[outlook.kind_S]
+        of_S = np.maximum(shifted(mean_SN, outlook.hoped_S), outlook.text_SN)
+        gain_S = of_S.sum(1) - outlook.text_SN.sum(1)
         order_S = np.argsort(outlook.late_S * plain - gain_S, kind="stable")
         for count in counts(S):
             which = order_S[:count]
@@ -80,7 +84,7 @@ def who_drafts(outlook: Outlook) -> WhoDrafts:
                 best, found = rate, (which, depth)
     drafting = np.zeros(S, dtype=bool)
     if found is None:
-        return WhoDrafts(drafting, 0, 0.0)
+        return WhoDrafts(drafting, 0, plain)
     which, depth = found
     drafting[which] = True
     rate = plain
@@ -105,19 +109,21 @@ def rate_of(
     factor: float,
     least: float,
 ) -> float:
-    """Tokens/ms of rounds in which `which` draft and every node is worth `least`: the trees of late
-    are dealt out to them, until all were.
+    """Tokens/ms of rounds in which the head drafts for `which` and text for all, and every node is
+    worth `least`: the trees of late are dealt out to them, until all were.
     """
-    count, R = len(which), outlook.usual_2RKN.shape[1]
-    kinds = outlook.greedy_S[which].astype(np.int64)
+    count, R = len(which), outlook.usual_QRKN.shape[1]
+    kinds = outlook.kind_S[which]
     before_ms = float(outlook.extends[outlook.due_S[which].sum()] + outlook.late_S[which].sum())
-    tokens = ms = 0.0
+    has_text = outlook.text_SN[:, 0] > 0
+    has_text[which] = False
+    of_others, tokens, ms = outlook.text_SN[has_text], 0.0, 0.0
     for start in range(0, R, count):
         trees = (start + np.arange(count)) % R
-        levels = min(depth, int(outlook.reached_2R[kinds, trees].max()))
-        paths = shifted(outlook.usual_2RKN[kinds, trees, depth - 1], log_odds_S[which])
+        levels = min(depth, int(outlook.reached_QR[kinds, trees].max()))
+        paths = shifted(outlook.usual_QRKN[kinds, trees, depth - 1], log_odds_S[which])
         choice = choose(
-            paths,
+            np.concatenate((np.maximum(paths, outlook.text_SN[which]), of_others)),
             outlook.forwards,
             outlook.num_requests,
             before_ms + (levels - 1) * float(outlook.steps[count]),
@@ -130,6 +136,16 @@ def rate_of(
     return tokens / ms
 
 
+def text_rate(outlook: Outlook) -> float:
+    """Tokens/ms of a round in which the head drafts for nobody, and text for all."""
+    plain = outlook.num_requests / float(outlook.forwards[0])
+    text_SN = outlook.text_SN[outlook.text_SN[:, 0] > 0]
+    if not len(text_SN):
+        return plain
+    choice = choose(text_SN, outlook.forwards, outlook.num_requests, 0.0, text_SN.shape[1], plain)
+    return max(plain, choice.expected_tokens / choice.predicted_ms)
+
+
 def counts(most: int) -> list[int]:
     """1, 2, 4, ... and `most`."""
     return sorted({most, *(2**n for n in range(int(math.log2(most)) + 1))})
@@ -137,13 +153,14 @@ def counts(most: int) -> list[int]:
 
 def who_drafts_natively(outlook: Outlook) -> WhoDrafts:
     """`who_drafts` in the native library, which must be available."""
-    _, R, K, N = outlook.usual_2RKN.shape
-    S = len(outlook.greedy_S)
+    Q, R, K, N = outlook.usual_QRKN.shape
+    S = len(outlook.kind_S)
     drafting, rate = np.zeros(S, dtype=bool), np.zeros(1)
     arrays = (
-        outlook.usual_2RKN,
-        outlook.reached_2R,
-        np.ascontiguousarray(outlook.greedy_S, dtype=bool),
+        outlook.usual_QRKN,
+        outlook.reached_QR,
+        outlook.kind_S.astype(np.uint8),
+        np.ascontiguousarray(outlook.text_SN),
         outlook.known_S,
         outlook.hoped_S,
         outlook.due_S,
@@ -152,7 +169,7 @@ def who_drafts_natively(outlook: Outlook) -> WhoDrafts:
         np.ascontiguousarray(outlook.extends),
         np.ascontiguousarray(outlook.steps),
     )
-    sizes = (ctypes.c_int64 * 5)(outlook.num_requests, S, K, N, R)
+    sizes = (ctypes.c_int64 * 6)(outlook.num_requests, S, K, N, R, Q)
     factors = outlook.known_factor, outlook.hoped_factor
     num_drafting: int = library().eyas_who_drafts(
         sizes, *factors, pointers(*arrays, drafting, rate)

@@ -10,9 +10,12 @@ past rounds only, never at what the target is about to draw: outputs stay exact.
     choose    after drafting: which candidates the target verifies               -> kept
     observe   after the round: what was emitted and how long it took
 
-Requests here are the samples of a job. Letters: S requests that may speculate, B' of them that
-draft, B all that decode (S and the plain ones), K draft steps, k tree_topk, C candidates, N nodes
-of a tree, D levels drafted.
+Candidates come from the head and from text (`text.py`, `graft.py`). Text's are there before a round
+is planned and cost nothing, so the plan is whose trees the head grows beside them.
+
+Requests here are the samples of a job. Letters: S requests that may speculate, B' of them that have
+candidates, B all that decode (S and the plain ones), K draft steps, k tree_topk, C candidates, N
+nodes of a tree, D levels drafted, Q kinds of requests.
 """
 
 from __future__ import annotations
@@ -30,7 +33,10 @@ from eyas.engine.acceptance import (
     RequestAcceptance,
 )
 from eyas.engine.costs import AT_ONCE, Correction, CostTable
-from eyas.engine.outlook import Outlook, who_drafts, who_drafts_natively
+from eyas.engine.graft import SOURCES, accepted_by_source
+from eyas.engine.outlook import Outlook, text_rate, who_drafts, who_drafts_natively
+from eyas.engine.text import TextChain
+from eyas.engine.text_acceptance import TextAcceptance
 from eyas.engine.tree import Speculation, choose, choose_natively, most_probable
 from eyas.model.rows import Proposals
 
@@ -41,6 +47,8 @@ ROUNDS_TO_PAY = 32  # rounds of a request over which catching up its draft may p
 _LEARN_EVERY = 4  # trees, once _WELL_KNOWN have been seen: learning takes longer than choosing
 _WELL_KNOWN = 256
 _NUM_RECORDS = 1024
+_TEXT_BOUNDS = (1e-9, 0.4, 1.2)  # of the tokens that text is expected to bring
+NUM_KINDS = 2 * (len(_TEXT_BOUNDS) + 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,17 +70,20 @@ class RoundPlan:
     """A round between `plan` and `observe`. Several may be under way: the policy holds none.
 
     pending: int64 [S], `RunningSample.num_missing` of each request that may speculate.
-    num_requests: B. drafting: bool [S]. thresholds: [K - 1], for `Draft.propose`. `plan` sets the
-    fields up to rate, `choose` the others.
+    num_requests: B. drafting: bool [S], whose trees the head grows. kinds: int64 [S], of
+    `ExpectedTrees`. thresholds: [K - 1], for `Draft.propose`. `plan` sets the fields up to rate,
+    `choose` the others.
     """
 
     pending: np.ndarray
     num_requests: int
     drafting: np.ndarray
+    kinds: np.ndarray = field(default_factory=lambda: np.empty(0, dtype=np.int64))
     thresholds: list[float] = field(default_factory=list)
     rate: float = 0.0  # tokens/ms of the table that a node must beat
     proposals: Proposals | None = None
-    calibration: Calibration | None = None
+    calibration: Calibration | None = None  # by the head's counts
+    weighed: Calibration | None = None  # with text's
     requests: Sequence[RequestAcceptance] = ()
     depth: int = 0
     num_nodes: int = 0
@@ -95,8 +106,10 @@ class Policy:
         self.speculation, self.costs = speculation, costs
         self.records: deque[RoundRecord] = deque(maxlen=_NUM_RECORDS)
         self.acceptance, self.correction = Acceptance(native=native), Correction()
+        self.text = TextAcceptance(native=native)
+        self.has_head = True  # the rounds say when it has none, or no longer
         self.expected = ExpectedTrees(
-            speculation.num_draft_steps, speculation.num_verify_tokens - 1
+            speculation.num_draft_steps, speculation.num_verify_tokens - 1, NUM_KINDS
         )
         self.expects_drafts = speculation.mode != "off"  # of a request that comes now
         self._pick = choose_natively if native else choose
@@ -107,12 +120,17 @@ class Policy:
     # Before drafting
 
     def plan(
-        self, pending: Sequence[int], requests: Sequence[RequestAcceptance], num_plain: int = 0
+        self,
+        pending: Sequence[int],
+        requests: Sequence[RequestAcceptance],
+        num_plain: int = 0,
+        chains: Sequence[Sequence[TextChain]] = (),
     ) -> RoundPlan:
-        """Decide who drafts, and when to stop going deeper.
+        """Decide whose trees the head grows, and when to stop going deeper.
 
         pending: [S], the entries that each request lacks (`RunningSample.num_missing`). requests:
-        [S], what is known of each. num_plain: requests that may not speculate.
+        [S], what is known of each. num_plain: requests that may not speculate. chains: [S], what
+        text proposes to each; nothing at all for nobody.
         """
         waiting, B = np.asarray(pending, dtype=np.int64), len(pending) + num_plain
         plan = RoundPlan(waiting, B, np.zeros(len(pending), dtype=bool))
@@ -120,24 +138,35 @@ class Policy:
             plan.drafting[:] = True
             plan.thresholds = [0.0] * (self.speculation.num_draft_steps - 1)
         elif self.speculation.mode == "auto" and len(waiting):
-            self._plan(plan, requests)
+            self._plan(plan, requests, chains)
             self.expects_drafts = plan.drafts
         if not plan.drafts:
             plan.expected_tokens = B
             plan.predicted_ms = self._table.forward(B, B) if self.costs else 0.0
         return plan
 
-    def _plan(self, plan: RoundPlan, requests: Sequence[RequestAcceptance]) -> None:
+    def _plan(
+        self,
+        plan: RoundPlan,
+        requests: Sequence[RequestAcceptance],
+        chains: Sequence[Sequence[TextChain]],
+    ) -> None:
         for request in requests:
             request.forget(self.acceptance.variance)
         table, B, S, K = self._table, plan.num_requests, len(requests), self._steps
+        text_SN = np.zeros((S, self._most))
+        for row, request, own in zip(text_SN, requests, chains, strict=False):
+            paths = self.text.paths(own, request, self._most)
+            row[: len(paths)] = paths
+        plan.kinds = kinds_of(requests, text_SN)
         known_S = np.array([one.log_odds for one in requests])
         deviation_S = np.array([one.deviation for one in requests])
         outlook = Outlook(
             num_requests=B,
-            usual_2RKN=self.expected.paths_2RKN,
-            reached_2R=self.expected.reached_2R,
-            greedy_S=np.array([one.greedy for one in requests]),
+            usual_QRKN=self.expected.paths_QRKN,
+            reached_QR=self.expected.reached_QR,
+            kind_S=plan.kinds,
+            text_SN=text_SN,
             known_S=known_S,
             hoped_S=known_S + HOPE * deviation_S,
             due_S=np.minimum(plan.pending, AT_ONCE),
@@ -150,9 +179,13 @@ class Policy:
             known_factor=self.correction.factor(B, 0.0),
             hoped_factor=self.correction.factor(B, HOPE),
         )
+        if not self.has_head:
+            plan.rate = text_rate(outlook)
+            return
         who = self._who(outlook)
+        plan.rate = who.rate
         if who.num_drafting:
-            plan.drafting, plan.rate = who.drafting, who.rate
+            plan.drafting = who.drafting
             step_ms = float(outlook.steps[who.num_drafting])
             plan.thresholds = [
                 plan.rate * step_ms / gain for gain in self.expected.gains()[: K - 1]
@@ -171,12 +204,15 @@ class Policy:
     ) -> np.ndarray:
         """Which candidates the target verifies: kept, bool [B', C].
 
-        proposals, requests: of the B' drafting requests, in their order.
+        proposals, requests: of the B' requests with candidates, in their order.
         """
-        plan.proposals, plan.requests = proposals, requests
+        plan.proposals, plan.requests, text = proposals, requests, proposals.text
         plan.depth = int(proposals.depths[-1]) if len(proposals.depths) else 0
-        plan.calibration = self.acceptance.calibrate(proposals, requests)
-        paths, most = plan.calibration.paths, self._most
+        plan.calibration = plan.weighed = self.acceptance.calibrate(proposals, requests)
+        if text is not None:
+            plan.depth = text.head_depth
+            plan.weighed = self.text.weigh(proposals, plan.calibration, requests)
+        paths, most = plan.weighed.paths, self._most
         B = plan.num_requests
         before_ms = self._before_ms(plan) if self.costs else 0.0
         if self.speculation.mode == "auto":
@@ -188,11 +224,12 @@ class Policy:
                 choice.predicted_ms,
             )
             kept = choice.kept
-            if self._learns:
-                self.expected.observe(
-                    proposals, paths, requests, float(np.where(kept, 0.0, paths).max())
-                )
+            if self._learns and plan.drafts:
+                least = float(np.where(kept, 0.0, paths).max())
+                kinds = plan.kinds[plan.drafting]
+                self.expected.observe(proposals, paths, requests, kinds, least)
         else:
+            assert text is None, "a tree of fixed size is the head's"
             kept = most_probable(proposals.scores, most)
             plan.num_nodes = int(np.count_nonzero(kept))
             plan.expected_tokens = B + float(paths[kept].sum())
@@ -206,24 +243,29 @@ class Policy:
         missing = plan.pending[plan.drafting].tolist()
         far = [tokens for tokens in missing if tokens > AT_ONCE]
         ms = self._table.extend(sum(missing) - sum(far) + len(far)) + self._table.enter(sum(far))
-        return ms + (plan.depth - 1) * self._table.step(len(missing) * self.speculation.tree_topk)
+        return ms + max(0, plan.depth - 1) * self._table.step(
+            len(missing) * self.speculation.tree_topk
+        )
 
     # After the round
 
     def observe(self, plan: RoundPlan, emitted: Sequence[Sequence[int]], real_ms: float) -> None:
         """Learn from a round that is done.
 
-        emitted: the tokens of the drafting requests, in the order of `choose`; the others have
-        emitted one each. real_ms: how long the round took.
+        emitted: the tokens of the requests with candidates, in the order of `choose`; the others
+        have emitted one each. real_ms: how long the round took.
         """
-        assert len(emitted) == np.count_nonzero(plan.drafting)
+        assert len(emitted) == len(plan.requests)
         assert real_ms > 0
         if plan.proposals is not None and plan.calibration is not None and self._learns:
-            self.acceptance.observe(plan.proposals, plan.calibration, emitted, plan.requests)
+            if plan.drafts:
+                self.acceptance.observe(plan.proposals, plan.calibration, emitted, plan.requests)
+            if plan.proposals.text is not None and plan.weighed is not None:
+                self.text.observe(plan.proposals, plan.weighed, emitted, plan.requests)
         predicted_ms = 0.0
         if plan.predicted_ms > 0:
             predicted_ms = self.correction.observe(
-                plan.num_requests, bool(emitted), plan.predicted_ms, real_ms
+                plan.num_requests, plan.drafts, plan.predicted_ms, real_ms
             )
         record = RoundRecord(
             plan.num_requests,
@@ -237,6 +279,9 @@ class Policy:
         )
         self.records.append(record)
         self._count("tree" if emitted else "plain", record)
+        if plan.proposals is not None:
+            for source, count in accepted_by_source(plan.proposals, emitted).items():
+                self._sums[f"accepted_{source}"] += count
 
     @property
     def _learns(self) -> bool:
@@ -252,10 +297,11 @@ class Policy:
         self._sums["draft_steps"] += max(0, record.depth - 1)
 
     def metrics(self) -> dict[str, float]:
-        """Sums since the start: rounds, tokens, ms."""
+        """Sums since the start: rounds, tokens, ms; accepted drafts by who proposed them."""
         names = ("rounds", "tokens", "expected_tokens", "predicted_ms", "real_ms")
         sums = {f"{kind}_{name}": 0.0 for kind in ("plain", "tree") for name in names}
-        return sums | dict.fromkeys(("verified_nodes", "draft_steps"), 0.0) | self._sums
+        rest = ("verified_nodes", "draft_steps", *(f"accepted_{source}" for source in SOURCES))
+        return sums | dict.fromkeys(rest, 0.0) | self._sums
 
     @property
     def _steps(self) -> int:
@@ -270,3 +316,13 @@ class Policy:
     def _table(self) -> CostTable:
         assert self.costs is not None
         return self.costs
+
+
+def kinds_of(requests: Sequence[RequestAcceptance], text_SN: np.ndarray) -> np.ndarray:
+    """What trees are to be expected of each request, int64 [S]: sampled or greedy, and how much
+    text there is already, which the head's trees can only add to.
+    """
+    greedy_S = np.array([one.greedy for one in requests], dtype=np.int64)
+    text_S = np.searchsorted(_TEXT_BOUNDS, text_SN.sum(1), side="right")
+    kinds_S: np.ndarray = greedy_S + 2 * text_S
+    return kinds_S

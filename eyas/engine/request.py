@@ -159,7 +159,8 @@ class Request:
     """A prompt to continue, as the server builds it and the scheduler keeps it.
 
     id: its caller's, unlike that of any other request under way. speculation: False decodes it
-    plainly, to the same tokens, one per round. returns_trees: updates have what was drafted.
+    plainly, to the same tokens, one per round. text_drafts: False leaves drafting to the
+    head. returns_trees: updates have what was drafted.
     cache_salt: computed prefixes are shared only with requests of the same salt.
     """
 
@@ -169,6 +170,7 @@ class Request:
     speculation: bool = True
     returns_trees: bool = False
     cache_salt: str | None = None
+    text_drafts: bool = True
 
 
 @dataclass(frozen=True, slots=True)

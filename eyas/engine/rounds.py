@@ -11,7 +11,8 @@ their launch.
 An entry is the draft's key and value of one column. That of column c is computed from the feature
 of column c - 1 and the token of column c, so a page that has its features can get its entries
 later, and a head that does not draft costs next to nothing. A sample that does not draft is a tree
-of its root alone: plain decoding is the same round.
+of its root alone: plain decoding is the same round. Text's candidates are looked up in the tokens
+and grafted into the head's tree, or are a tree without it.
 
 Letters: b a sample's place in the job, B samples of the job, B' samples that draft, C candidates, H
 draft hidden.
@@ -30,10 +31,13 @@ import torch
 
 from eyas.engine.costs import AT_ONCE
 from eyas.engine.draft import Draft, to_device
+from eyas.engine.graft import graft
+from eyas.engine.memory import TextMemory
 from eyas.engine.policy import Policy, RoundPlan
 from eyas.engine.request import DraftedTree, Update
 from eyas.engine.sampling import host_logits, token_logprob, token_logprob_natively
 from eyas.engine.scheduler import Job, Outcome, RunningSample
+from eyas.engine.text import TextChain
 from eyas.engine.tree import Speculation, Tree, drafted_tree, tree_of_line
 from eyas.engine.verify import accept
 from eyas.model.native import one_torch_thread
@@ -201,6 +205,9 @@ class Rounds:
         self.target, self.draft, self.speculation = target, draft, speculation
         self.policy = Policy(Speculation("off"))
         # If set, it gets the proposals of every round, and no node is verified: a token a round.
+        # where the engine says so
+        self.drafts_text = False
+        self.memory: TextMemory | None = None
         self.recorder: Recorder | None = None
         self.draft_failure: str | None = None  # why the head is off since; None while it drafts
         self._end_tokens = frozenset(target.config.eos_token_ids)
@@ -279,8 +286,9 @@ class Rounds:
         if not alive:
             return [outcome_of(sample, []) for sample in job.samples]
         able, missing = self._able(job, alive)
+        chains = [self._chains(job.samples[b]) for b in able]
         requests = [job.samples[b].acceptance for b in able]
-        plan = self.policy.plan(missing, requests, len(alive) - len(able))
+        plan = self.policy.plan(missing, requests, len(alive) - len(able), chains)
         drafting = [b for b, drafts in zip(able, plan.drafting, strict=True) if drafts]
         try:
             proposals = self._propose(job, drafting, plan)
@@ -289,6 +297,9 @@ class Rounds:
             self.switch_off(error)
             started = time.perf_counter()
             plan, drafting, proposals = self.policy.plan([], [], len(alive)), [], NOTHING
+            chains = []
+        if any(chains):
+            drafting, proposals = with_text(able, chains, drafting, proposals)
         kept = self._choose(job, drafting, plan, proposals)
         lines = {b: line for line, b in enumerate(drafting)}
         chosen = NodesToVerify([lines.get(b, -1) for b in alive], proposals, kept)
@@ -307,10 +318,20 @@ class Rounds:
 
     def _able(self, job: Job, alive: list[int]) -> tuple[list[int], list[int]]:
         """The samples whose requests may draft, and the num_missing of each."""
-        if self.entries is None:
+        if self.entries is None and not self.drafts_text:
             return [], []
         able = [b for b in alive if job.samples[b].request.speculation]
         return able, [job.samples[b].num_missing for b in able]
+
+    def _chains(self, sample: RunningSample) -> list[TextChain]:
+        """What text proposes to a sample."""
+        if not (self.drafts_text and sample.request.text_drafts):
+            return []
+        sample.text.extend(sample.tokens[len(sample.text.tokens) :])
+        chains = [sample.text.chain()]
+        if self.memory is not None:
+            chains.append(self.memory.chain(sample.tokens))
+        return [chain for chain in chains if chain is not None]
 
     def _propose(self, job: Job, drafting: list[int], plan: RoundPlan) -> Proposals:
         """The draft's proposals to the B' samples in `drafting`. Raises DraftError for scores that
@@ -345,8 +366,9 @@ class Rounds:
         # of other errors the type alone: who asks for the server's health need not see more
         self.draft_failure = str(error) if isinstance(error, DraftError) else type(error).__name__
         self.entries = self._taps = self._features = None
+        self.policy.has_head = False
         log.warning(
-            "the head failed and is off, all requests are decoded plainly until a restart: %s: %s",
+            "the head failed and is off, requests are decoded without it until a restart: %s: %s",
             type(error).__name__,
             error,
         )
@@ -460,6 +482,22 @@ class Rounds:
         arrays[3] = slots_of(job.page_table, arrays[1], column, self.cache.page_size)
         arrays[5].view(np.uint64)[:] = seen
         return rows_of(arrays, job.page_table, self._device), starts
+
+
+def with_text(
+    able: list[int],
+    chains: list[list[TextChain]],
+    growing: list[int],
+    proposals: Proposals,
+) -> tuple[list[int], Proposals]:
+    """The places b of the samples that have candidates of the head or of text, and all of these.
+
+    chains: by place in `able`. growing: the places b that the head's proposals are of.
+    """
+    by_sample, lines = dict(zip(able, chains, strict=True)), {b: n for n, b in enumerate(growing)}
+    drafting = [b for b in able if b in lines or by_sample[b]]
+    own = [by_sample[b] for b in drafting]
+    return drafting, graft(proposals, [lines.get(b, -1) for b in drafting], own)
 
 
 def _judged_columns(sample: RunningSample, chunk: range) -> range:

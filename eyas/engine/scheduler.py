@@ -24,6 +24,7 @@ from eyas.engine.pages import ROOT, PagePool
 from eyas.engine.request import FinishReason, Request, TokenLogprob, Update
 from eyas.engine.sampling import Sampler
 from eyas.engine.stop import StopChecker
+from eyas.engine.text import TextIndex
 
 
 class RunningSample:
@@ -68,6 +69,9 @@ class RunningSample:
         self.prompt_logprobs: list[TokenLogprob] | None = (
             None if request.params.prompt_logprobs is None else []
         )
+        self.text = (
+            TextIndex()
+        )  # of its tokens, as far as drafts were looked up; a preemption keeps it
         self.acceptance = RequestAcceptance(greedy=request.params.temperature == 0)
         self.finish_reason: FinishReason | None = None
 

@@ -90,6 +90,7 @@ class Models:
             speculation=str(speculation),
             max_batch=self.config.max_batch,
             max_length=self.config.max_length,
+            text_drafts=False,  # the head is judged
         )
         return Engine(self.target, self.draft, config)
 

@@ -222,7 +222,9 @@ def open_backend(
     """
     if not config.servers:
         head = resolve_head(config.head) if config.head is not None else None
-        sizes = EngineConfig(max_batch=config.max_batch, max_length=max_length)
+        # without a head plainly: text's drafts pay for few requests at a time
+        mode = "auto" if head is not None else "off"
+        sizes = EngineConfig(max_batch=config.max_batch, max_length=max_length, speculation=mode)
         engine = Engine.load(folder, head, config.dtype, sizes, default_device())
         return EngineBackend(engine, chat, config.head)
     if config.sends_messages and Chat(folder).needs_a_date:

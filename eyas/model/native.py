@@ -208,6 +208,7 @@ def _declared(lib: ctypes.CDLL) -> ctypes.CDLL:
         "eyas_calibrate": (None, [pointer, ctypes.c_double, pointer]),
         "eyas_choose": (integer, [pointer, ctypes.c_double, ctypes.c_double, pointer]),
         "eyas_judge": (None, [pointer, pointer]),
+        "eyas_weigh_text": (None, [pointer, ctypes.c_double, pointer]),
         "eyas_who_drafts": (integer, [pointer, ctypes.c_double, ctypes.c_double, pointer]),
     }
     for name, (result, arguments) in signatures.items():

@@ -210,18 +210,36 @@ class TargetOutput:
 
 
 @dataclass(frozen=True, slots=True)
+class TextEvidence:
+    """What text says about candidates (`engine/graft.py`).
+
+    cells: int32 [B, C], -1 where it says nothing. grown: bool [B], lines that have candidates of
+    the head. head_depth: levels that the head has drafted, 0 for none.
+    """
+
+    cells: np.ndarray
+    grown: np.ndarray
+    head_depth: int
+
+
+PAD = -9  # the parent of a place without a candidate: no node has this index
+
+
+@dataclass(frozen=True, slots=True)
 class Proposals:
     """All candidates of B trees, level by level: k in the first, k * k in every further level.
 
     tokens int64 [B, C]; scores fp32 [B, C]: log-probability of the whole path; parents int32 [B,
     C]: a candidate's index, -1 for the root; depths int32 [C], from 1. The children of the
-    frontier's place j in one level stand at j * k .. j * k + k - 1 of the level's candidates.
+    frontier's place j in one level stand at j * k .. j * k + k - 1 of the level's candidates. With
+    text: see `engine/graft.py`, which adds candidates at the end of each level.
     """
 
     tokens: np.ndarray
     scores: np.ndarray
     parents: np.ndarray
     depths: np.ndarray
+    text: TextEvidence | None = None
 
 
 @dataclass(frozen=True, slots=True)

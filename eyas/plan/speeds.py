@@ -163,7 +163,7 @@ def generate_speed(
         folder,
         None,
         config.dtype,
-        EngineConfig(max_batch=config.max_batch, max_length=config.max_length),
+        EngineConfig(max_batch=config.max_batch, max_length=config.max_length, speculation="off"),
         default_device(),
     )
     params = SamplingParams(max_tokens=config.max_tokens)

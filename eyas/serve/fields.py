@@ -250,7 +250,9 @@ class SamplingFields(RequestBody):
 
 
 class OpenAIFields(SamplingFields):
-    """Fields of both of OpenAI's endpoints, with OpenAI's defaults. `speculation` is our own."""
+    """Fields of both of OpenAI's endpoints, with OpenAI's defaults. `speculation` and `text_drafts`
+    are our own.
+    """
 
     ignored: ClassVar[frozenset[str]] = IGNORED
     off: ClassVar[dict[str, tuple[Any, ...]]] = OFF
@@ -271,7 +273,8 @@ class OpenAIFields(SamplingFields):
     cache_salt: Salt | None = None
     # vLLM's; the header x-request-id is the other way
     request_id: str | None = Field(default=None, max_length=128)
-    speculation: bool | None = None  # None: where the server has a head
+    speculation: bool | None = None  # None: where the server drafts
+    text_drafts: bool | None = None  # None: where the server drafts from text
 
     @model_validator(mode="after")
     def _check_pairs(self) -> Self:

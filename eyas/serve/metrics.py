@@ -214,6 +214,10 @@ class Metrics(Collector):
         for name, counter, scale, about in _OF_ROUNDS:
             values = {kind: scale * counters[f"{kind}_{counter}"] for kind in ("plain", "tree")}
             yield self._family(CounterMetricFamily, name, about, values, "kind")
+        sources = {source: counters[f"accepted_{source}"] for source in ("head", "text", "both")}
+        about = "accepted drafts of the head, of text, and of both alike"
+        name = "spec_decode_num_accepted_tokens_by_source"
+        yield self._family(CounterMetricFamily, name, about, sources, "source")
         # a round accepts at position p when it accepts more than p drafts
         accepted = enumerate(accepted_by_position(self._accept_hist))
         yield self._family(

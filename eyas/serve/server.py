@@ -54,9 +54,10 @@ log = logging.getLogger("eyas.serve")
 
 class ServeConfig(BaseModel):
     """The served model, its precision, and the address. target: a folder, or a name of a hub.
-    head: the same, in any form. dtype: of the weights, auto as in the checkpoint. device: cpu,
-    cuda, cuda:1. model: the name in requests, else that of the folder. host: address to listen on.
-    port: 0 takes a free one. vertex: routes of Vertex AI, from its environment.
+    head: the same, in any form. memory: a folder of `eyas memory`, to draft from text. dtype: of
+    the weights, auto as in the checkpoint. device: cpu, cuda, cuda:1. model: the name in requests,
+    else that of the folder. host: address to listen on. port: 0 takes a free one. vertex: routes of
+    Vertex AI, from its environment.
 
     threads: of the engine on a CPU; by default torch's own choice, all cores. On few cores a small
     model is served faster with one thread less: threads that wait for each other at every operator
@@ -67,6 +68,7 @@ class ServeConfig(BaseModel):
 
     target: str | None = None
     head: str | None = None
+    memory: str | None = None
     dtype: Dtype = "auto"
     device: str = Field("cpu", pattern=r"^(cpu|cuda(:[0-9]+)?)$")
     model: str | None = None
@@ -121,6 +123,7 @@ def load(config: ServeConfig) -> ModelService:
         config=config.engine,
         device=config.device,
         tokenizer=chat.tokenizer,
+        memory=config.memory,
     )
     engine.prepare_grammars()
     # What is here stays: a full collection need not walk it, which takes tens of milliseconds.
@@ -132,6 +135,7 @@ def load(config: ServeConfig) -> ModelService:
         head is not None,
         engine.max_length,
         fingerprint(target),
+        engine.drafts_text,
     )
     return ModelService.of(engine, chat, info)
 

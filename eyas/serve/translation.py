@@ -30,7 +30,8 @@ class ModelInfo:
     """What the server reports about its model.
 
     model: the name in requests. max_length: tokens of prompt and answer together.
-    target_fingerprint: of the target's files; `eyas generate` compares it with its own target's.
+    drafts_text: whether it drafts what followed the same tokens before. target_fingerprint: of the
+    target's files; `eyas generate` compares it with its own target's.
     """
 
     model: str
@@ -38,6 +39,11 @@ class ModelInfo:
     has_head: bool
     max_length: int
     target_fingerprint: str | None = None
+    drafts_text: bool = False
+
+    @property
+    def speculates(self) -> bool:
+        return self.has_head or self.drafts_text
 
 
 def check_logprobs(requests: Sequence[Request]) -> None:
@@ -160,8 +166,10 @@ class Translator:
         if body.model != self._info.model:
             message = f"no model {body.model[:128]!r} here, only {self._info.model!r}"
             raise ApiError(404, message, "model", "model_not_found")
-        if body.speculation and not self._info.has_head:
+        if body.speculation and not self._info.speculates:
             raise unsupported("speculation", "needs a head, and this server has none")
+        if body.text_drafts and not self._info.drafts_text:
+            raise unsupported("text_drafts", "this server does not draft from text")
 
     def _chat_prompt(self, body: ChatRequest) -> list[int]:
         in_messages = any(turn.uses_tools for turn in body.messages)
@@ -242,12 +250,13 @@ class Translator:
     def _request(
         self, body: OpenAIFields, prompt_ids: Sequence[int], params: SamplingParams
     ) -> Request:
-        speculates = self._info.has_head and body.speculation is not False
+        speculates = self._info.speculates and body.speculation is not False
         return Request(
             id=uuid.uuid4().hex,
             prompt_ids=tuple(prompt_ids),
             params=params,
             speculation=speculates,
+            text_drafts=body.text_drafts is not False,
             returns_trees=body.include_rounds,
             cache_salt=body.cache_salt,
         )

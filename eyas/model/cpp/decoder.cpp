@@ -1084,6 +1084,14 @@ void eyas_calibrate(const int64_t* ints, double bins_per_unit, void* const* p) {
   calibrate(tree, known, static_cast<double*>(p[6]), static_cast<double*>(p[7]), static_cast<int64_t*>(p[8]));
 }
 
+// ints: B, C, E, opinions. pointers: cells, parents, table, greedy, log_odds, conditional, then weighed and paths.
+void eyas_weigh_text(const int64_t* ints, double largest, void* const* p) {
+  const Candidates tree{ints[0], ints[1], nullptr, static_cast<const int32_t*>(p[1]), nullptr};
+  const TextCounts text{static_cast<const int32_t*>(p[0]), static_cast<const double*>(p[2]), ints[2], ints[3], static_cast<const uint8_t*>(p[3]),
+                        static_cast<const double*>(p[4]), largest};
+  weigh_text(tree, text, static_cast<const double*>(p[5]), static_cast<double*>(p[6]), static_cast<double*>(p[7]));
+}
+
 // ints: B, C, limit, max_nodes, num_tokens. pointers: paths, ms_of_nodes, then kept, tokens and ms. Returns the number of nodes.
 int64_t eyas_choose(const int64_t* ints, double fixed_ms, double rate, void* const* p) {
   const Candidates tree{ints[0], ints[1], nullptr, nullptr, nullptr};
@@ -1092,13 +1100,15 @@ int64_t eyas_choose(const int64_t* ints, double fixed_ms, double rate, void* con
                 static_cast<double*>(p[4]));
 }
 
-// ints: B, S, K, N, R. pointers: usual, reached, greedy, known, hoped, due, late, forwards, extends, steps, then drafting and rate.
+// ints: B, S, K, N, R, Q. pointers: usual, reached, kind, text, known, hoped, due, late, forwards, extends, steps, then drafting and
+// rate.
 int64_t eyas_who_drafts(const int64_t* ints, double known_factor, double hoped_factor, void* const* p) {
   const auto doubles = [&](int n) { return static_cast<const double*>(p[n]); };
   const auto integers = [&](int n) { return static_cast<const int64_t*>(p[n]); };
-  const Outlook outlook{ints[0], ints[1], ints[2], ints[3], ints[4], doubles(0), integers(1), static_cast<const uint8_t*>(p[2]), doubles(3),
-                        doubles(4), integers(5), doubles(6), doubles(7), doubles(8), doubles(9), known_factor, hoped_factor};
-  return who_drafts(outlook, static_cast<uint8_t*>(p[10]), static_cast<double*>(p[11]));
+  const Outlook outlook{ints[0], ints[1], ints[2], ints[3], ints[4], ints[5], doubles(0), integers(1), static_cast<const uint8_t*>(p[2]),
+                        doubles(3), doubles(4), doubles(5), integers(6), doubles(7), doubles(8), doubles(9), doubles(10), known_factor,
+                        hoped_factor};
+  return who_drafts(outlook, static_cast<uint8_t*>(p[11]), static_cast<double*>(p[12]));
 }
 
 // ints: B, C. pointers: tokens, parents, emitted, counts, conditional, then judged, drawn, surplus.

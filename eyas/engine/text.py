@@ -1,0 +1,132 @@
+"""Drafts from text: what followed the last tokens before, in this request or in other answers.
+
+Knows tokens; no model, no request and no cost. A match is a run of tokens that ends where the
+answer ends now and stood somewhere before; what followed it there is a chain of candidates. Chains
+are looked up in microseconds, and the target verifies them like any other candidate.
+
+    TextIndex    the request's own prompt and answer: the longest match, of those the most recent
+    kinds        what is known of a candidate before any model looks at it
+    (memory.py has the counts of other answers)
+
+Prompt lookup (github.com/apoorvumang/prompt-lookup-decoding) with the match that Deflate looks for
+(RFC 1951, section 4): chains of earlier places by hash, here of three tokens, of which the most
+recent are compared. A suffix automaton (SAM-Decoding, arXiv 2411.10666) gives the longest match of
+all places; bounded chains give the same but for texts that repeat three tokens dozens of times,
+forget nothing of recency, and are a tenth of the code.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+CHAIN = 8  # tokens of a chain: a verify of so many rows costs hardly more than one of a row
+_LONGEST = 16  # tokens of a match that are looked at: longer ones come true no more often
+_PLACES = 24  # earlier places that are compared
+_KEY = 3  # tokens by which they are found
+
+# A candidate's kind: its source, how long the match was, how often the memory was right, and
+# whether it is a chain's first token.
+# tokens that match behind a candidate's parent, those of the chain included: 1, 2, 3, 4-5, ...
+_MATCHES = (2, 3, 4, 6, 9, 14)
+NUM_MATCHES = len(_MATCHES) + 1
+_CLASS_OF = [bisect_right(_MATCHES, length) for length in range(_LONGEST + CHAIN + 1)]
+# shares of the memory's count, by tokens of context
+_SHARES = (0.25, 0.45, 0.65, 0.85)
+LONGEST_CONTEXT = 3
+NUM_KINDS = 2 * (NUM_MATCHES + LONGEST_CONTEXT * (len(_SHARES) + 1))
+# how often candidates of a class came true in 270 greedy answers of SmolLM2, before any are seen
+_FIRST_OF_MATCHES = (0.3, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95)
+_FIRST_OF_SHARES = (0.15, 0.3, 0.45, 0.6, 0.8)
+FIRST_ACCEPTANCE = (
+    *_FIRST_OF_MATCHES,
+    *(sure * share for sure in (0.6, 0.8, 1.0) for share in _FIRST_OF_SHARES),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class TextChain:
+    """Candidates, each the child of the one before, and the kind of each."""
+
+    tokens: list[int]
+    kinds: list[int]
+
+
+class TextIndex:
+    """The tokens of one request, and where each run of three, two and one of them stood last."""
+
+    def __init__(self) -> None:
+        self.tokens: list[int] = []
+        self._last: tuple[dict[int, int], dict[int, int]] = ({}, {})  # by one token, by two
+        self._last_3: dict[int, int] = {}
+        self._before: list[int] = []  # by place: the place before it with the same three tokens
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        """Append tokens. A place is the index of the token behind a run."""
+        ones, twos = self._last
+        threes, before, known = self._last_3, self._before, self.tokens
+        for token in tokens:
+            place = len(known)
+            if place >= 1:
+                ones[known[-1]] = place
+            if place >= 2:
+                twos[known[-2] << 32 | known[-1]] = place
+            if place >= _KEY:
+                key = (known[-3] << 32 | known[-2]) << 32 | known[-1]
+                before.append(threes.get(key, -1))
+                threes[key] = place
+            else:
+                before.append(-1)
+            known.append(token)
+
+    def match(self) -> tuple[int, int]:
+        """Of the last tokens: the place behind their longest earlier match, and its length up to
+        _LONGEST; the most recent of several. (-1, 0) where there is none.
+        """
+        known, n = self.tokens, len(self.tokens)
+        if n > _KEY:
+            key = (known[-3] << 32 | known[-2]) << 32 | known[-1]
+            place = self._last_3.get(key, -1)
+            best, found, left = 0, -1, _PLACES
+            while place >= 0 and left and best < _LONGEST:
+                length = _KEY
+                while (
+                    length < _LONGEST
+                    and length < place
+                    and known[place - 1 - length] == known[n - 1 - length]
+                ):
+                    length += 1
+                if length > best:
+                    best, found = length, place
+                place, left = self._before[place], left - 1
+            if found >= 0:
+                return found, best
+        if n > 2 and (place := self._last[1].get(known[-2] << 32 | known[-1], -1)) >= 0:
+            return place, 2
+        if n > 1 and (place := self._last[0].get(known[-1], -1)) >= 0:
+            return place, 1
+        return -1, 0
+
+    def chain(self) -> TextChain | None:
+        """What followed the match; where it is the text's end, the same over again: what has been
+        repeated goes on to be.
+        """
+        place, length = self.match()
+        if place < 0:
+            return None
+        tokens = self.tokens[place : place + CHAIN]
+        if len(tokens) < CHAIN:
+            tokens = (tokens * CHAIN)[:CHAIN]
+        return TextChain(tokens, kinds_of(length, CHAIN))
+
+
+def kinds_of(length: int, count: int) -> list[int]:
+    """Of a chain of `count` tokens behind a match of so many."""
+    return [2 * _CLASS_OF[length + depth] + (depth > 0) for depth in range(count)]
+
+
+def kind_in_memory(context: int, share: float, is_first: bool) -> int:
+    """Of the memory's most frequent token behind `context` tokens; share: of its count there."""
+    place = (context - 1) * (len(_SHARES) + 1) + bisect_right(_SHARES, share)
+    return 2 * (NUM_MATCHES + place) + (not is_first)

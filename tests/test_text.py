@@ -1,0 +1,266 @@
+"""Drafts from text: the index against a search by hand, the grafted trees, what is expected of
+them, and that the native library computes the same.
+"""
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from eyas.engine.acceptance import Acceptance, RequestAcceptance, judge, path_probs
+from eyas.engine.graft import NUM_CELLS, NUM_OPINIONS, graft, opinion_of
+from eyas.engine.text import CHAIN, FIRST_ACCEPTANCE, NUM_KINDS, TextChain, TextIndex, kinds_of
+from eyas.engine.text_acceptance import TextAcceptance, is_proposed
+from eyas.model import native
+from eyas.model.rows import PAD, Proposals
+from tests.test_acceptance import plainly_judged, random_trees
+from tests.test_tree import forest
+
+NOTHING = Proposals(
+    np.empty((0, 0), dtype=np.int64),
+    np.empty((0, 0), dtype=np.float32),
+    np.empty((0, 0), dtype=np.int32),
+    np.empty(0, dtype=np.int32),
+)
+
+
+def index_of(tokens: list[int]) -> TextIndex:
+    index = TextIndex()
+    index.extend(tokens)
+    return index
+
+
+def longest_match(tokens: list[int]) -> tuple[int, int]:
+    """As `TextIndex.match` says, by trying every place."""
+    best = (0, -1)
+    for place in range(1, len(tokens)):
+        length = 0
+        while length < min(place, 16) and tokens[place - 1 - length] == tokens[-1 - length]:
+            length += 1
+        if length:
+            best = max(best, (length, place))
+    return best[1], best[0]
+
+
+@given(st.lists(st.integers(0, 3), max_size=40), st.integers(0, 40))
+def test_the_match_is_the_longest_and_most_recent(tokens: list[int], cut: int):
+    index = index_of(tokens[:cut])
+    index.extend(tokens[cut:])
+    place, length = index.match()
+    expected = longest_match(tokens)
+    # of many places of the same three tokens only the most recent are compared
+    assert (place, length) == expected or (len(tokens) > 24 + 3 and length >= 3)
+    assert tokens[place - length : place] == tokens[len(tokens) - length :] or not length
+
+
+def test_large_ids_are_told_apart():
+    tokens = [2**31 - 1, 5, 2**31 - 2, 5, 7, 2**31 - 1, 5]
+    assert index_of(tokens).match() == (2, 2)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "expected"),
+    [
+        ([1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 1, 2], list(range(3, 11))),
+        ([1, 2, 9, 1, 2], [9, 1, 2, 9, 1, 2, 9, 1]),
+        ([7, 7], [7] * CHAIN),
+    ],
+)
+def test_the_chain_is_what_followed_and_goes_round_at_the_end(tokens, expected):
+    chain = index_of(tokens).chain()
+    assert chain is not None
+    assert chain.tokens == expected
+    assert len(chain.kinds) == CHAIN
+
+
+def test_no_match_no_chain():
+    for tokens in ([], [1], [1, 2, 3]):
+        assert index_of(tokens).chain() is None
+
+
+def test_kinds_know_longer_matches_and_first_tokens():
+    kinds = [kinds_of(length, CHAIN) for length in range(1, 17)]
+    assert {kind % 2 for row in kinds for kind in row[:1]} == {0}
+    assert {kind % 2 for row in kinds for kind in row[1:]} == {1}
+    classes = [[kind // 2 for kind in row] for row in kinds]
+    assert all(row == sorted(row) for row in classes)
+    assert max(map(max, kinds)) < NUM_KINDS == 2 * len(FIRST_ACCEPTANCE)
+    assert classes[0][0] == 0
+
+
+def test_opinions_fall_with_the_probability():
+    opinions = [opinion_of(-math.log(p)) for p in (0.99, 0.5, 0.2, 0.05, 0.0001)]
+    assert opinions == [2, 3, 4, 5, 5]
+    assert opinion_of(-1e-9) == 2
+
+
+chains_of_few_tokens = st.lists(
+    st.lists(st.integers(0, 5), min_size=1, max_size=6).map(
+        lambda tokens: TextChain(tokens, kinds_of(2, len(tokens)))
+    ),
+    max_size=2,
+)
+
+
+def children(proposals: Proposals, b: int, parent: int) -> dict[int, int]:
+    found = {}
+    for c in (proposals.parents[b] == parent).nonzero()[0].tolist():
+        assert int(proposals.tokens[b, c]) not in found, "a token twice behind one node"
+        found[int(proposals.tokens[b, c])] = c
+    return found
+
+
+def paths_in(proposals: Proposals, b: int) -> dict[tuple[int, ...], int]:
+    """The candidates of line b by their tokens from the root."""
+    found: dict[tuple[int, ...], int] = {}
+    for c, parent in enumerate(proposals.parents[b].tolist()):
+        if parent != PAD:
+            assert -1 <= parent < c, "a parent comes first"
+            above = next(path for path, at in found.items() if at == parent) if parent >= 0 else ()
+            assert proposals.depths[c] == len(above) + 1
+            found[(*above, int(proposals.tokens[b, c]))] = c
+    return found
+
+
+@settings(max_examples=150)
+@given(
+    st.integers(0, 10**6),
+    st.lists(st.tuples(st.booleans(), chains_of_few_tokens), min_size=1, max_size=4),
+    st.integers(1, 3),
+    st.integers(0, 3),
+)
+def test_grafted_trees_hold_both_and_each_once(seed, asked, k: int, num_levels: int):
+    """asked: of each line, whether the head drafts for it, and text's chains."""
+    rng = np.random.default_rng(seed)
+    drafts = [line for line, (has_head, _) in enumerate(asked) if has_head]
+    head = random_trees(rng, len(drafts), k, num_levels) if drafts else NOTHING
+    lines = [drafts.index(line) if line in drafts else -1 for line in range(len(asked))]
+    chains = [own for _, own in asked]
+    grafted = graft(head, lines, chains)
+    assert grafted.text is not None
+    assert (np.diff(grafted.depths) >= 0).all()
+    assert grafted.text.grown.tolist() == [line >= 0 for line in lines]
+    for b, (line, own) in enumerate(zip(lines, chains, strict=True)):
+        for parent in range(-1, grafted.tokens.shape[1]):
+            children(grafted, b, parent)
+        found = paths_in(grafted, b)
+        of_head = paths_in(head, line) if line >= 0 else {}
+        of_text = {
+            tuple(one.tokens[: depth + 1]) for one in own for depth in range(len(one.tokens))
+        }
+        assert set(found) == set(of_head) | of_text
+        for path, c in found.items():
+            cell = int(grafted.text.cells[b, c])
+            assert (cell >= 0) == (path in of_text)
+            assert cell < NUM_CELLS
+            if path in of_head:
+                assert grafted.scores[b, c] == head.scores[line, of_head[path]]
+                assert cell < 0 or is_proposed(cell)
+            else:
+                was_asked = any(len(p) == len(path) and p[:-1] == path[:-1] for p in of_head)
+                assert cell % NUM_OPINIONS == was_asked
+        used = sorted(found.values())
+        assert (np.delete(grafted.parents[b], used) == PAD).all()
+        assert (np.delete(grafted.tokens[b], used) == -1).all()
+
+
+def grafted_trees(rng: np.random.Generator, B: int) -> Proposals:
+    k, levels = int(rng.integers(1, 4)), int(rng.integers(0, 4))
+    which = [b for b in range(B) if rng.uniform() < 0.7]
+    head = random_trees(rng, len(which), k, levels) if which else NOTHING
+    chains = []
+    for _ in range(B):
+        rows = [rng.integers(0, 2 * k, rng.integers(1, 9)).tolist() for _ in range(rng.integers(3))]
+        chains.append([TextChain(row, kinds_of(int(rng.integers(1, 9)), len(row))) for row in rows])
+    return graft(head, [which.index(b) if b in which else -1 for b in range(B)], chains)
+
+
+@pytest.mark.parametrize(
+    "is_native",
+    [
+        False,
+        pytest.param(
+            True,
+            marks=pytest.mark.skipif(native.unavailable() is not None, reason="no native path"),
+        ),
+    ],
+)
+@settings(max_examples=60)
+@given(seed=st.integers(0, 10**6), B=st.integers(1, 4))
+def test_both_ways_learn_and_expect_the_same(is_native: bool, seed: int, B: int):
+    """The second way is the plain one as well where there is no native library."""
+    rng = np.random.default_rng(seed)
+    ways = [(Acceptance(), TextAcceptance()), (Acceptance(is_native), TextAcceptance(is_native))]
+    greedy = [bool(rng.integers(2)) for _ in range(B)]
+    own = [[RequestAcceptance(flag) for flag in greedy] for _ in ways]
+    for _ in range(10):
+        proposed = grafted_trees(rng, B)
+        emitted = [rng.integers(0, 4, rng.integers(1, 6)).tolist() for _ in range(B)]
+        judged, drawn = judge(proposed, emitted)
+        plain = plainly_judged(proposed, emitted)
+        assert {tuple(at) for at in np.argwhere(judged).tolist()} == plain[0]
+        assert {tuple(at) for at in np.argwhere(drawn).tolist()} == plain[1]
+        weighed = []
+        for (head, text), requests in zip(ways, own, strict=True):
+            first = head.calibrate(proposed, requests)
+            weighed.append(text.weigh(proposed, first, requests))
+            head.observe(proposed, first, emitted, requests)
+            text.observe(proposed, weighed[-1], emitted, requests)
+        np.testing.assert_allclose(weighed[1].conditional, weighed[0].conditional, rtol=1e-9)
+        np.testing.assert_allclose(weighed[1].paths, weighed[0].paths, rtol=1e-9)
+        paths, parents = weighed[0].paths, proposed.parents
+        assert (paths[parents == PAD] == 0).all()
+        above = np.where(parents < 0, 1.0, np.take_along_axis(paths, np.maximum(parents, 0), 1))
+        assert (paths <= above).all()
+        for one, other in zip(*own, strict=True):
+            assert one.log_odds == pytest.approx(other.log_odds)
+            assert one.text.log_odds == pytest.approx(other.text.log_odds)
+
+
+def test_text_takes_from_the_others_what_it_gives():
+    """Two tokens of .5 and .3 by the head, one of which text makes nearly sure."""
+    scores = np.log(np.array([[0.5, 0.3]])).astype(np.float32)
+    head = Proposals(
+        np.array([[10, 11]]), scores, np.full((1, 2), -1, np.int32), np.ones(2, np.int32)
+    )
+    request, text = [RequestAcceptance(True)], TextAcceptance()
+    proposed = graft(head, [0], [[TextChain([11], kinds_of(16, 1))]])
+    before = Acceptance().calibrate(proposed, request)
+    after = text.weigh(proposed, before, request).conditional[0]
+    assert after[1] > 0.9
+    left = (1 - after[1]) / (1 - before.conditional[0, 1])
+    assert after[0] == pytest.approx(before.conditional[0, 0] * left)
+
+
+def test_what_text_alone_brings_is_what_its_tree_is_expected_to_bring():
+    text, request = TextAcceptance(), RequestAcceptance(True)
+    chains = [TextChain([1, 2, 3], kinds_of(3, 3)), TextChain([1, 5], kinds_of(1, 2))]
+    proposed = graft(NOTHING, [-1], [chains])
+    weighed = text.weigh(proposed, Acceptance().calibrate(proposed, [request]), [request])
+    assert text.paths(chains, request, 9) == pytest.approx(sorted(weighed.paths[0], reverse=True))
+    assert len(text.paths(chains, request, 2)) == 2
+
+
+def test_a_kind_that_comes_true_is_believed_and_a_request_whose_text_never_does_is_not():
+    text, head = TextAcceptance(), Acceptance()
+    requests = [RequestAcceptance(True), RequestAcceptance(True)]
+    chain = [TextChain([1, 2, 3], kinds_of(2, 3))]
+    for _ in range(40):
+        proposed = graft(NOTHING, [-1, -1], [chain, chain])
+        weighed = text.weigh(proposed, head.calibrate(proposed, requests), requests)
+        text.observe(proposed, weighed, [[1, 2, 3, 9], [9]], requests)
+    good, bad = (text.paths(chain, request, 9) for request in requests)
+    assert good[0] > 0.8
+    assert bad[0] < 0.3
+    assert head.calibrate(random_trees(np.random.default_rng(0), 2, 2, 1), requests) is not None
+
+
+def test_forest_and_path_probs_take_grafted_trees():
+    proposed = grafted_trees(np.random.default_rng(3), 3)
+    steps = np.full(proposed.tokens.shape, 0.5)
+    paths = path_probs(steps, proposed.parents, proposed.depths)
+    there = proposed.parents != PAD
+    assert paths[there] == pytest.approx((0.5 ** np.tile(proposed.depths, (3, 1)))[there])
+    assert forest is not None

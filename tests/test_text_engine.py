@@ -1,0 +1,140 @@
+"""Text's drafts in the engine: no token changes, whatever drafts, and what a request may ask."""
+
+from pathlib import Path
+
+import pytest
+
+from eyas.engine.costs import CostTable, Curve
+from eyas.engine.draft import Draft
+from eyas.engine.engine import Engine, EngineConfig
+from eyas.engine.request import Request, SamplingParams
+from eyas.engine.rounds import DraftError
+from eyas.model.target import Target
+from tests.test_engine import SAMPLED, VOCAB, decoded, load_as, plainly, random_head, requests
+from tests.tiny import tiny_target
+
+FREE = Curve([1, 64], [1.0, 1.0])
+# rows cost nothing more than a round: everything is drafted and verified
+EVERYTHING = CostTable(FREE, FREE, *[Curve([1, 64], [1e-6, 1e-6])] * 3)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_target(tmp_path_factory.mktemp("target"), vocab_size=VOCAB)
+
+
+@pytest.fixture(scope="module", params=["native", "torch"])
+def target(request: pytest.FixtureRequest, folder: Path) -> Target:
+    return load_as(request.param, folder)
+
+
+@pytest.fixture(autouse=True)
+def costs_of_this_test(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("eyas.engine.costs.cache_folder", lambda _: tmp_path)
+
+
+def engine(target: Target, head: bool = True, **config: object) -> Engine:
+    sizes = EngineConfig(**{"max_batch": 3, "max_length": 120, "speculation": "auto", **config})
+    made = Engine(target, Draft(*random_head(target), target) if head else None, sizes)
+    made.policy.costs = EVERYTHING
+    return made
+
+
+def repeating(count: int, **params: object) -> list[Request]:
+    """Prompts that repeat themselves, so that text always has something to say."""
+    return [
+        Request(one.id, tuple((one.prompt_ids * 30)[: 12 + 5 * index]), one.params, one.speculation)
+        for index, one in enumerate(requests(count, **params))
+    ]
+
+
+@pytest.mark.parametrize("head", [True, False])
+@pytest.mark.parametrize("params", [{}, SAMPLED])
+def test_text_changes_no_token(target, head, params):
+    asked = [
+        *repeating(6, **params),
+        *(Request(f"{one.id}-plain", one.prompt_ids, one.params) for one in requests(5, **params)),
+    ]
+    drafting = engine(target, head)
+    assert decoded(list(drafting.run(asked))) == plainly(target, asked)
+    drafting.check()
+    metrics = drafting.metrics()
+    assert metrics["accepted_text"] > 0
+    assert (metrics["accepted_head"] + metrics["accepted_both"] > 0) == head
+
+
+def test_sizes_of_trees_and_samples_of_a_request_change_no_token(target):
+    asked = repeating(4, n=3, temperature=0.7)
+    for sizes in ("auto(1,1,2)", "auto(2,4,64)", "auto(8,2,20)"):
+        drafting = engine(target, speculation=sizes)
+        assert decoded(list(drafting.run(asked))) == plainly(target, asked)
+        drafting.check()
+
+
+def test_a_preempted_request_goes_on_with_its_text(target):
+    asked = repeating(3, max_tokens=60, ignore_eos=True)
+    drafting = engine(target, num_pages=15)
+    assert decoded(list(drafting.run(asked))) == plainly(target, asked)
+    assert drafting.metrics()["preemptions"] > 0
+    drafting.check()
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_requests_may_do_without_text(target, overlap):
+    asked = [Request(one.id, one.prompt_ids, one.params, text_drafts=False) for one in repeating(4)]
+    drafting = engine(target, overlap=overlap)
+    assert decoded(list(drafting.run(asked))) == plainly(target, repeating(4))
+    assert drafting.metrics()["accepted_text"] == drafting.metrics()["accepted_both"] == 0
+    off = engine(target, text_drafts=False)
+    assert decoded(list(off.run(repeating(4)))) == plainly(target, repeating(4))
+    assert off.metrics()["accepted_text"] == 0
+
+
+def test_who_asks_for_no_speculation_gets_none(target):
+    drafting = engine(target, head=False)
+    results = list(drafting.run(repeating(3, speculation=False)))
+    assert decoded(results) == plainly(target, repeating(3))
+    assert all(sum(result.accept_hist) == 0 for result in results)
+
+
+def test_a_tree_of_fixed_size_is_the_heads(target):
+    drafting = engine(target, speculation="fixed(2,2,4)")
+    list(drafting.run(repeating(2)))
+    assert drafting.metrics()["accepted_text"] == drafting.metrics()["accepted_both"] == 0
+
+
+def test_text_goes_on_where_the_head_fails(target, monkeypatch):
+    drafting = engine(target)
+
+    def fail(*_: object) -> None:
+        raise DraftError("broken")
+
+    monkeypatch.setattr(drafting.rounds.entries, "grow", fail)
+    asked = repeating(3, max_tokens=30, ignore_eos=True)
+    assert decoded(list(drafting.run(asked))) == plainly(target, asked)
+    assert drafting.draft_failure == "broken"
+    assert drafting.metrics()["accepted_text"] > 0
+
+
+def test_drafted_trees_are_returned_with_texts_nodes(target):
+    drafting, seen = engine(target), 0
+    for one in repeating(3, max_tokens=30):
+        drafting.add(
+            Request(one.id, one.prompt_ids, SamplingParams(max_tokens=30), returns_trees=True)
+        )
+    while drafting.has_work:
+        for update in drafting.step():
+            if update.tree is not None:
+                tree = update.tree
+                assert all(parent < node for node, parent in enumerate(tree.parents))
+                assert len(tree.accepted) == update.num_accepted_drafts or update.finish_reason
+                assert all(0 <= p <= 1 for p in tree.probabilities)
+                seen += 1
+    assert seen
+
+
+def test_a_cost_table_without_a_head_is_measured(target: Target, tmp_path: Path):
+    made = Engine(target, None, EngineConfig(max_batch=2, max_length=64))
+    assert made.policy.costs is not None
+    assert made.policy.costs.target(1) > 0
+    assert list(tmp_path.glob("*.json"))
