@@ -135,6 +135,20 @@ class CostTable:
         return cls(*(Curve(row[name]["rows"], row[name]["ms"]) for name in _WORKS))
 
 
+@dataclass(slots=True)
+class _Load:
+    """Means and covariances of a load's slowness and factor, logs, and the round that showed them
+    last. Plain numbers: arrays of two take longer than a draft step.
+    """
+
+    slowness: float
+    factor: float
+    seen: int
+    slowness_variance: float = _UNKNOWN[0] ** 2
+    covariance: float = 0.0
+    factor_variance: float = _UNKNOWN[1] ** 2
+
+
 class Correction:
     """The table against real times: by how much plain rounds take longer than it says, and drafting
     rounds longer still.
@@ -146,47 +160,49 @@ class Correction:
     """
 
     def __init__(self) -> None:
-        self._means: dict[int, np.ndarray] = {}  # of slowness and factor, logs [2]
-        self._covariances: dict[int, np.ndarray] = {}  # [2, 2]
-        self._seen: dict[int, int] = {}
-        self._num_rounds, self._latest = 0, np.zeros(2)
+        self._loads: dict[int, _Load] = {}
+        self._num_rounds, self._latest = 0, (0.0, 0.0)
 
     def factor(self, num_requests: int, hope: float) -> float:
         """Of drafting rounds against plain ones, `hope` standard deviations better than known."""
         load = self._at(num_requests)
-        deviation = math.sqrt(self._covariances[load][1, 1] + self._wandered(load)[1, 1])
-        return float(np.exp(self._means[load][1] - hope * deviation))
+        variance = load.factor_variance + self._rounds_since(load) * _WANDERS[1] ** 2
+        return math.exp(load.factor - hope * math.sqrt(variance))
 
     def observe(
         self, num_requests: int, drafted: bool, predicted_ms: float, real_ms: float
     ) -> float:
         """Learn from a round; returns what was expected of it, in real ms."""
-        load = self._at(num_requests)
-        mean, covariance = self._means[load], self._covariances[load] + self._wandered(load)
-        shown = np.array([1.0, float(drafted)])
-        expected = float(shown @ mean)
+        load, shown = self._at(num_requests), float(drafted)
+        rounds, joint = self._rounds_since(load), load.covariance
+        of_slowness = load.slowness_variance + rounds * _WANDERS[0] ** 2
+        of_factor = load.factor_variance + rounds * _WANDERS[1] ** 2
+        expected = load.slowness + shown * load.factor
         # a pause of the machine is not to be believed in full
         error = math.log(real_ms / predicted_ms) - expected
         error = max(-_ROUND_NOISE, min(_ROUND_NOISE, error))
-        gain = covariance @ shown / (shown @ covariance @ shown + _ROUND_NOISE**2)
-        self._means[load] = self._latest = mean + gain * error
-        self._covariances[load] = covariance - np.outer(gain, shown @ covariance)
+        # the covariances of slowness and of factor with what is seen
+        slowness_seen, factor_seen = of_slowness + shown * joint, joint + shown * of_factor
+        variance = slowness_seen + shown * factor_seen + _ROUND_NOISE**2
+        load.slowness += slowness_seen / variance * error
+        load.factor += factor_seen / variance * error
+        load.slowness_variance = of_slowness - slowness_seen**2 / variance
+        load.covariance = joint - slowness_seen * factor_seen / variance
+        load.factor_variance = of_factor - factor_seen**2 / variance
+        self._latest = load.slowness, load.factor
         self._num_rounds += 1
-        self._seen[load] = self._num_rounds
+        load.seen = self._num_rounds
         return predicted_ms * math.exp(expected)
 
-    def _at(self, num_requests: int) -> int:
-        load = int(2 * math.log2(num_requests))
-        if load not in self._means:
-            self._means[load] = self._latest.copy()
-            self._covariances[load] = np.diag(np.square(_UNKNOWN))
-            self._seen[load] = self._num_rounds
-        return load
+    def _at(self, num_requests: int) -> _Load:
+        key = int(2 * math.log2(num_requests))
+        if key not in self._loads:
+            self._loads[key] = _Load(*self._latest, self._num_rounds)
+        return self._loads[key]
 
-    def _wandered(self, load: int) -> np.ndarray:
-        """The variance that came since the load was last seen."""
-        rounds = self._num_rounds - self._seen[load]
-        return np.diag((rounds + 1) * np.square(_WANDERS))
+    def _rounds_since(self, load: _Load) -> int:
+        """How often it may have wandered since the load was last seen."""
+        return self._num_rounds - load.seen + 1
 
 
 @dataclass(frozen=True, slots=True)
