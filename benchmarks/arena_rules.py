@@ -20,7 +20,7 @@ from eyas.engine.costs import AT_ONCE, CostTable, Curve
 from eyas.engine.policy import Policy, RoundPlan
 from eyas.engine.tree import Speculation, most_probable
 from eyas.evaluate.recording import num_accepted
-from eyas.model import native
+from eyas.model.library import unavailable
 from eyas.model.rows import Proposals
 
 
@@ -267,7 +267,7 @@ class Ours(Plain):
     """The engine's own policy."""
 
     def __init__(self, table: CostTable, K: int, k: int, most_nodes: int) -> None:
-        fast = native.unavailable() is None
+        fast = unavailable() is None
         self._policy = Policy(Speculation("auto", K, k, most_nodes + 1), table, native=fast)
         self._plan: RoundPlan | None = None
         self._width = k

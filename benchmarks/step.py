@@ -25,8 +25,10 @@ import numpy as np
 import torch
 
 from eyas.gguf.blocks import BlockMatrix, Kind
-from eyas.model import native
 from eyas.model.config import HeadConfig, HeadOptions, RopeConfig, TargetConfig
+from eyas.model.library import library
+from eyas.model.native import NativeTarget
+from eyas.model.native_draft import NativeDraft
 from eyas.model.rows import PagedCache, Rows, prompt_rows, rows_of, slots_of
 from eyas.model.target import DTYPES
 
@@ -112,7 +114,7 @@ def block_matrix(tensor: torch.Tensor, kind: Kind) -> BlockMatrix | None:
 
 def decoders(
     args: argparse.Namespace,
-) -> tuple[native.NativeTarget, native.NativeDraft, torch.dtype]:
+) -> tuple[NativeTarget, NativeDraft, torch.dtype]:
     """A target whose layers have the same weights, each in a place of its own, and a draft."""
     H, inner, L, Hq, Hk, D, V, W = SHAPES[args.shape]
     dtype = DTYPES[args.dtype]
@@ -150,8 +152,8 @@ def decoders(
         }
         blocks["model.embed_tokens.weight"] = block_matrix(embed_tokens, Kind.Q8_0)
     return (
-        native.NativeTarget(target, tensors, dtype, blocks),
-        native.NativeDraft(head, draft, embed_tokens, embed_tokens, dtype),
+        NativeTarget(target, tensors, dtype, blocks),
+        NativeDraft(head, draft, embed_tokens, embed_tokens, dtype),
         dtype,
     )
 
@@ -171,9 +173,7 @@ def tree(M: int, context: int, page_table: np.ndarray, first_column: int = 0) ->
 
 def floor_ms(num_bytes: int, threads: int, seconds: float) -> float:
     data = torch.ones(num_bytes, dtype=torch.uint8)
-    return milliseconds(
-        lambda: native.library().eyas_read(data.data_ptr(), num_bytes, threads), seconds
-    )
+    return milliseconds(lambda: library().eyas_read(data.data_ptr(), num_bytes, threads), seconds)
 
 
 def main() -> None:

@@ -19,16 +19,16 @@ from eyas.engine.outlook import who_drafts_natively
 from eyas.engine.request import SamplingParams
 from eyas.engine.sampling import Sampler
 from eyas.engine.tree import choose_natively
-from eyas.model import native
+from eyas.model import library
 
 SANITIZERS = (
     "-fsanitize=address,undefined,float-cast-overflow",
     "-fno-sanitize-recover=all",
     "-fno-omit-frame-pointer",
 )
-native.FLAGS = ("-O0", *native.FLAGS[1:], *SANITIZERS)
-if native.unavailable() is not None:
-    print(f"unavailable: {native.unavailable()}")
+library.FLAGS = ("-O0", *library.FLAGS[1:], *SANITIZERS)
+if library.unavailable() is not None:
+    print(f"unavailable: {library.unavailable()}")
     raise SystemExit(3)
 
 from eyas.model.rows import NodesToVerify, Proposals, Roots  # noqa: E402
@@ -212,7 +212,7 @@ def planted() -> None:
     if child == 0:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
         data = np.zeros(4096, dtype=np.uint8)
-        native.library().eyas_read(native.address(data), 8192, 1)
+        library.library().eyas_read(library.address(data), 8192, 1)
         os._exit(0)
     assert os.waitpid(child, 0)[1] != 0, "a read out of bounds went unnoticed: no sanitizer here"
 

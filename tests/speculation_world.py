@@ -16,7 +16,7 @@ from eyas.engine.acceptance import RequestAcceptance, levels, path_probs
 from eyas.engine.costs import CostTable, Curve
 from eyas.engine.policy import Policy
 from eyas.engine.tree import Speculation
-from eyas.model import native
+from eyas.model.library import unavailable
 from eyas.model.rows import Proposals
 
 K, TOPK, MOST = 6, 3, 12  # draft steps, branches, tokens judged
@@ -183,7 +183,7 @@ def played(
     """
     first = worlds[0]
     machine = first.machine
-    speculation, fast = Speculation("auto", K, TOPK, MOST), native.unavailable() is None
+    speculation, fast = Speculation("auto", K, TOPK, MOST), unavailable() is None
     policy = Policy(speculation, machine.table(errors), native=fast)
     rng = np.random.default_rng(first.seed + 2)
     requests, pending = [RequestAcceptance(True) for _ in range(B)], [1] * B

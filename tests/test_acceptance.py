@@ -13,7 +13,7 @@ from eyas.engine.acceptance import (
     judge,
     path_probs,
 )
-from eyas.model import native
+from eyas.model.library import unavailable
 from eyas.model.rows import Proposals
 from tests.test_tree import forest
 
@@ -250,7 +250,7 @@ def random_trees(rng: np.random.Generator, B: int, k: int, num_levels: int) -> P
     return Proposals(tokens, scores, parents, depths)
 
 
-@pytest.mark.skipif(native.unavailable() is not None, reason="no native path here")
+@pytest.mark.skipif(unavailable() is not None, reason="no native path here")
 @settings(max_examples=60, deadline=None)
 @given(st.integers(0, 10**6), st.integers(1, 5), st.integers(1, 3), st.integers(0, 3))
 def test_the_native_library_learns_the_same(seed: int, B: int, k: int, num_levels: int):

@@ -19,7 +19,7 @@ from eyas.engine.request import Request, Result
 from eyas.errors import EyasError, MismatchError
 from eyas.evaluate.trees import decode
 from eyas.log import quiet
-from eyas.model.native import library, unavailable
+from eyas.model.library import library, unavailable
 from eyas.model.rows import Proposals
 from eyas.model.target import Target
 from tests.serving import World, ask, health

@@ -26,13 +26,12 @@ from eyas.engine.sampling import (
     token_logprob_natively,
     weights_of,
 )
-from eyas.model import native
-from eyas.model.native import address
+from eyas.model.library import address, library, unavailable
 from eyas.model.target import Target
 from tests.test_engine import VOCAB, idle, random_head, requests
 from tests.tiny import tiny_target
 
-pytestmark = pytest.mark.skipif(native.unavailable() is not None, reason=str(native.unavailable()))
+pytestmark = pytest.mark.skipif(unavailable() is not None, reason=str(unavailable()))
 
 SIZES = (1, 2, 7, 16, 17, 300, 511, 513, 1024, 5000)
 FEW = settings(max_examples=250, deadline=None)
@@ -43,8 +42,7 @@ def drawn(sampler: Sampler, rows: np.ndarray) -> list[int]:
     tokens = np.full(len(rows), -1, dtype=np.int64)
     state = sampler.draw_state()
     assert state is not None
-    library = native.library()
-    library.eyas_draw(ctypes.addressof(state), address(rows), *rows.shape, address(tokens))
+    library().eyas_draw(ctypes.addressof(state), address(rows), *rows.shape, address(tokens))
     return tokens.tolist()
 
 

@@ -23,9 +23,10 @@ from eyas.engine.draft import Draft
 from eyas.engine.tree import tree_of
 from eyas.engine.verify import accept
 from eyas.errors import MismatchError
-from eyas.model import native
+from eyas.model import library, native, packed
 from eyas.model.config import HeadConfig, TargetConfig
-from eyas.model.native import NativeDraft, NativeTarget
+from eyas.model.native import NativeTarget
+from eyas.model.native_draft import NativeDraft
 from eyas.model.rows import (
     FeatureCache,
     NodesToVerify,
@@ -44,7 +45,7 @@ from tests.tiny import tiny_target
 from tests.tiny_head import tiny_head
 
 needs_native = pytest.mark.skipif(
-    native.unavailable() is not None, reason=str(native.unavailable())
+    library.unavailable() is not None, reason=str(library.unavailable())
 )
 LLAMA3_ROPE = {
     "rope_type": "llama3",
@@ -115,7 +116,7 @@ def new_target(
 ) -> NativeTarget:
     """A tiny target whose weights are packed as those of a large one."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(native, "SQUEEZED_FROM", 0 if squeezed else 1 << 40)
+        patch.setattr(packed, "SQUEEZED_FROM", 0 if squeezed else 1 << 40)
         return NativeTarget(config, tensors, DTYPES[dtype])
 
 
@@ -434,11 +435,11 @@ def test_a_forked_child_has_threads_of_its_own():
 
 def test_why_there_is_no_native_path(monkeypatch, tmp_path):
     monkeypatch.setenv("EYAS_NATIVE", "0")
-    assert native.unavailable() == "EYAS_NATIVE=0 turns it off"
-    load = native._loaded.__wrapped__
-    monkeypatch.setattr(native, "_cpu", lambda: "some processor avx2")
+    assert library.unavailable() == "EYAS_NATIVE=0 turns it off"
+    load = library._loaded.__wrapped__
+    monkeypatch.setattr(library, "_cpu", lambda: "some processor avx2")
     assert load()[1] == "the processor has no avx512bw, avx512dq, avx512f, avx512vl"
-    monkeypatch.setattr(native, "_cpu", lambda: " ".join(native.NEEDED))
+    monkeypatch.setattr(library, "_cpu", lambda: " ".join(library.NEEDED))
     monkeypatch.setenv("EYAS_CACHE", str(tmp_path))
     monkeypatch.setenv("CXX", "false")
     assert "failed" in str(load()[1])

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from eyas.model import native
+from eyas.model.library import unavailable
 
 PARTS = ["planted", "shapes", "blocks", "drafts", "ids", "rounds", "draws"]
 
@@ -30,7 +30,7 @@ def runtimes() -> list[str]:
     return found
 
 
-@pytest.mark.skipif(native.unavailable() is not None, reason=str(native.unavailable()))
+@pytest.mark.skipif(unavailable() is not None, reason=str(unavailable()))
 def test_no_read_or_write_is_out_of_bounds():
     """The library is built with the sanitizers once for each of its versions: half a minute."""
     environment = {

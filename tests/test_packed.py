@@ -19,9 +19,10 @@ from eyas.features.decoder import OwnDecoder
 from eyas.gguf.blocks import KINDS, BlockMatrix, Kind
 from eyas.gguf.folder import LINK
 from eyas.hub import resolve_target
-from eyas.model import native
+from eyas.model import library
 from eyas.model.config import TargetConfig
-from eyas.model.native import NativeTarget, PackedLinear
+from eyas.model.native import NativeTarget
+from eyas.model.packed import PackedLinear
 from eyas.model.quantised import QuantisedLinear, parts_of
 from eyas.model.rows import PagedCache, prompt_rows
 from eyas.model.target import Layers, Target
@@ -90,7 +91,7 @@ def product(linear: PackedLinear, x: Tensor, N: int, threads: int = 1) -> Tensor
     """x [M, K] -> [M, N] by the library."""
     y = torch.empty(len(x), -(-N // 16) * 16)
     x = x.contiguous()
-    native.library().eyas_multiply(linear.handle, x.data_ptr(), len(x), threads, y.data_ptr())
+    library.library().eyas_multiply(linear.handle, x.data_ptr(), len(x), threads, y.data_ptr())
     return y[:, :N]
 
 
@@ -162,16 +163,16 @@ def test_without_the_instruction_the_bits_are_the_same(monkeypatch):
         for kind in KINDS
     }
     extreme = product(PackedLinear.of_blocks([one], [], 1), x, 48)
-    flags = ("-O1", *native.FLAGS[1:], "-mno-avx512vnni", "-mno-avxvnni")
-    monkeypatch.setattr(native, "FLAGS", flags)
-    native._loaded.cache_clear()
+    flags = ("-O1", *library.FLAGS[1:], "-mno-avx512vnni", "-mno-avxvnni")
+    monkeypatch.setattr(library, "FLAGS", flags)
+    library._loaded.cache_clear()
     try:
         for kind in KINDS:
             packed = PackedLinear.of_blocks([matrix(kind, 48, 512)], [], 1)
             assert torch.equal(product(packed, x, 48), expected[kind])
         assert torch.equal(product(PackedLinear.of_blocks([one], [], 1), x, 48), extreme)
     finally:
-        native._loaded.cache_clear()
+        library._loaded.cache_clear()
 
 
 # Targets

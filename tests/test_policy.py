@@ -13,7 +13,7 @@ from eyas.engine.outlook import Outlook, who_drafts, who_drafts_natively
 from eyas.engine.policy import NUM_KINDS, Policy, RoundPlan
 from eyas.engine.tree import Speculation
 from eyas.errors import ConfigError
-from eyas.model import native
+from eyas.model.library import unavailable
 from tests.speculation_world import MACHINES, TOPK, K, World, played, propose
 
 WEAK = {"power": 2.0, "share": 0.8, "sure": 1.0}
@@ -313,7 +313,7 @@ def random_outlook(rng: np.random.Generator, S: int) -> Outlook:
     )
 
 
-@pytest.mark.skipif(native.unavailable() is not None, reason="no native path here")
+@pytest.mark.skipif(unavailable() is not None, reason="no native path here")
 @pytest.mark.parametrize("S", [1, 3, 17])
 def test_the_library_says_who_drafts_as_the_plain_version_does(S):
     for seed in range(60):

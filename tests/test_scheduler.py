@@ -9,9 +9,9 @@ import random
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from eyas.engine.entries import Entries
 from eyas.engine.pages import PagePool
 from eyas.engine.request import Request, SamplingParams, Update
-from eyas.engine.rounds import Entries
 from eyas.engine.scheduler import BatchLimits, Job, Outcome, RunningSample, Scheduler
 from eyas.model.rows import Roots
 

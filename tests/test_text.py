@@ -13,7 +13,7 @@ from eyas.engine.acceptance import Acceptance, RequestAcceptance, judge, path_pr
 from eyas.engine.graft import NUM_CELLS, NUM_OPINIONS, graft, opinion_of
 from eyas.engine.text import CHAIN, FIRST_ACCEPTANCE, NUM_KINDS, TextChain, TextIndex, kinds_of
 from eyas.engine.text_acceptance import TextAcceptance, is_proposed
-from eyas.model import native
+from eyas.model.library import unavailable
 from eyas.model.rows import PAD, Proposals
 from tests.test_acceptance import plainly_judged, random_trees
 from tests.test_tree import forest
@@ -183,7 +183,7 @@ def grafted_trees(rng: np.random.Generator, B: int) -> Proposals:
         False,
         pytest.param(
             True,
-            marks=pytest.mark.skipif(native.unavailable() is not None, reason="no native path"),
+            marks=pytest.mark.skipif(unavailable() is not None, reason="no native path"),
         ),
     ],
 )

@@ -7,8 +7,8 @@ import pytest
 from eyas.engine.costs import CostTable, Curve
 from eyas.engine.draft import Draft
 from eyas.engine.engine import Engine, EngineConfig
+from eyas.engine.entries import DraftError
 from eyas.engine.request import Request, SamplingParams
-from eyas.engine.rounds import DraftError
 from eyas.model.target import Target
 from tests.test_engine import SAMPLED, VOCAB, decoded, load_as, plainly, random_head, requests
 from tests.tiny import tiny_target

@@ -14,7 +14,7 @@ from eyas.engine.tree import (
     choose_natively,
     most_probable,
 )
-from eyas.model import native
+from eyas.model.library import unavailable
 
 
 def forest(
@@ -147,7 +147,7 @@ def test_fixed_size_keeps_the_best_of_each_request():
     ]
 
 
-@pytest.mark.skipif(native.unavailable() is not None, reason="no native path here")
+@pytest.mark.skipif(unavailable() is not None, reason="no native path here")
 @settings(max_examples=100, deadline=None)
 @given(
     st.integers(0, 10**6),

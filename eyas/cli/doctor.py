@@ -25,7 +25,7 @@ from eyas.builtin import (
     target_folder,
 )
 from eyas.errors import MissingInputError
-from eyas.model.native import unavailable
+from eyas.model.library import unavailable
 
 REQUIRED = (
     "torch",

@@ -20,7 +20,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from eyas.model.native import address, library
+from eyas.model.library import library, pointers
 from eyas.model.rows import Proposals
 
 _NUM_BINS, _BINS_PER_UNIT = 20, 7.0  # of sqrt(-log p): fine near p = 1, where trees are decided
@@ -335,11 +335,6 @@ def judge(proposals: Proposals, emitted: Sequence[Sequence[int]]) -> tuple[np.nd
 
 
 # The same in the native library
-
-
-def pointers(*arrays: np.ndarray) -> ctypes.Array[ctypes.c_void_p]:
-    """The arrays' addresses, as the library's functions take them; contiguous arrays only."""
-    return (ctypes.c_void_p * len(arrays))(*map(address, arrays))
 
 
 def _calibrate_natively(

@@ -31,7 +31,7 @@ import torch
 from eyas.artifact import cache_folder
 from eyas.engine.draft import Draft
 from eyas.engine.tree import Speculation
-from eyas.model.native import one_torch_thread
+from eyas.model.library import one_torch_thread
 from eyas.model.rows import FeatureCache, PagedCache, Roots, RowArrays, rows_of, slots_of
 from eyas.model.target import Target
 

@@ -27,7 +27,8 @@ from eyas.engine.tree import Speculation
 from eyas.errors import MismatchError
 from eyas.model.block import Block, Linear, Rope, rms_norm
 from eyas.model.config import HeadConfig, check_head
-from eyas.model.native import MAX_HEAD_DIM, NativeDraft, runs
+from eyas.model.native import MAX_HEAD_DIM, runs
+from eyas.model.native_draft import NativeDraft
 from eyas.model.rows import (
     FeatureCache,
     PagedCache,

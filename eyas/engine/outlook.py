@@ -16,9 +16,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from eyas.engine.acceptance import pointers
 from eyas.engine.tree import choose
-from eyas.model.native import library
+from eyas.model.library import library, pointers
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from eyas.engine.grammar import GrammarMatcher
 from eyas.engine.request import SamplingParams, TokenLogprob
 from eyas.model.draws import DrawState, Scores, no_best_logit
-from eyas.model.native import address, library
+from eyas.model.library import address, library
 
 Logits = NDArray[np.float32] | NDArray[np.float64]
 Weights = NDArray[np.int64]

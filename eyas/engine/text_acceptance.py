@@ -20,10 +20,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from eyas.engine.acceptance import Calibration, RequestAcceptance, judge, path_probs, pointers
+from eyas.engine.acceptance import Calibration, RequestAcceptance, judge, path_probs
 from eyas.engine.graft import NUM_CELLS, NUM_COMPANIES, NUM_OPINIONS, cell_of
 from eyas.engine.text import FIRST_ACCEPTANCE, NUM_KINDS, TextChain
-from eyas.model.native import library
+from eyas.model.library import library, pointers
 from eyas.model.rows import PAD, Proposals
 
 _FIRST_COUNT, _POOLED_COUNT = 6.0, 8.0  # weight of what is believed before it is seen; of the kind

@@ -24,10 +24,9 @@ from typing import Literal, cast
 
 import numpy as np
 
-from eyas.engine.acceptance import pointers
 from eyas.engine.request import DraftedTree
 from eyas.errors import ConfigError
-from eyas.model.native import library
+from eyas.model.library import library, pointers
 from eyas.model.rows import NodesToVerify, Proposals
 
 MAX_NODES = 63  # of a request, root excluded: the bits of a row's mask

@@ -25,7 +25,8 @@ from eyas.gguf.blocks import block_matrices
 from eyas.model.block import Block, Linear, Rope, rms_norm
 from eyas.model.config import Taps, TargetConfig, TargetShape
 from eyas.model.draws import DrawState
-from eyas.model.native import NativeTarget, Verified, runs, unavailable
+from eyas.model.library import unavailable
+from eyas.model.native import NativeTarget, Verified, runs
 from eyas.model.quantised import Blocks, QuantisedLinear, parts_of
 from eyas.model.rows import (
     FeatureCache,

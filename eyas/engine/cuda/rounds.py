@@ -46,9 +46,10 @@ from eyas.engine.cuda.tree import (
     walk,
 )
 from eyas.engine.draft import Draft, to_device
+from eyas.engine.entries import DraftError, Entries, check_scores
 from eyas.engine.policy import RoundPlan
 from eyas.engine.request import DraftedTree
-from eyas.engine.rounds import DraftError, Entries, Rounds, check_scores, outcome_of
+from eyas.engine.rounds import Rounds, outcome_of
 from eyas.engine.scheduler import Job, Outcome, RunningSample
 from eyas.engine.tree import Speculation, drafted_tree
 from eyas.model.rows import Proposals, TargetOutput

@@ -1,0 +1,182 @@
+"""The C++ library of `cpp/` for x86-64 with AVX-512, built when first used, and how it is called.
+
+Knows compilers, signatures and addresses; no model. Without a compiler or AVX-512 there is none,
+and PyTorch and NumPy do its work.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import logging
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from eyas.artifact import cache_folder
+
+SOURCES = Path(__file__).parent / "cpp"
+FLAGS = (
+    "-O3",
+    "-march=native",
+    "-std=c++20",
+    "-ffp-contract=off",
+    "-fvisibility=hidden",
+    "-shared",
+    "-fPIC",
+    "-pthread",
+)
+NEEDED = ("avx512f", "avx512bw", "avx512dq", "avx512vl")
+
+logger = logging.getLogger(__name__)
+
+
+def unavailable() -> str | None:
+    """Why this machine or process has no native path, in one line; None when it has. Builds the
+    library when there is none.
+    """
+    if os.environ.get("EYAS_NATIVE") == "0":
+        return "EYAS_NATIVE=0 turns it off"
+    return _loaded()[1]
+
+
+def library() -> ctypes.CDLL:
+    """The library, built at need. Only for a process in which `unavailable()` is None."""
+    lib, why = _loaded()
+    assert lib is not None, why
+    return lib
+
+
+@functools.cache
+def _loaded() -> tuple[ctypes.CDLL | None, str | None]:
+    missing = sorted(set(NEEDED) - set(_cpu().split()))
+    if platform.machine() != "x86_64" or missing:
+        return None, f"the processor has no {', '.join(missing) or 'AVX-512'}"
+    compiler = next(
+        filter(None, map(shutil.which, (os.environ.get("CXX") or "g++", "c++", "clang++"))), None
+    )
+    if compiler is None:
+        return None, "there is no C++ compiler (g++)"
+    try:
+        return _declared(ctypes.CDLL(str(_built(compiler)))), None
+    except subprocess.CalledProcessError as error:
+        lines = (error.stderr or str(error)).strip().splitlines()
+        return (
+            None,
+            f"{compiler} failed: {next((line for line in lines if 'error' in line), lines[0])}",
+        )
+    except OSError as error:
+        return None, f"the library cannot be built or loaded: {error}"
+
+
+def _cpu() -> str:
+    """Model and flags of the processor, as Linux says it: what -march=native compiles for."""
+    path = Path("/proc/cpuinfo")
+    lines = path.read_text().splitlines() if path.exists() else []
+    kept = {
+        line.partition(":")[0].strip(): line.partition(":")[2].strip() for line in reversed(lines)
+    }
+    return f"{kept.get('model name', '')} {kept.get('flags', '')}"
+
+
+def _built(compiler: str) -> Path:
+    """The library's file, built unless there is one of these sources, this compiler and this
+    processor.
+    """
+    sources = sorted(SOURCES.glob("*.*"))
+    version = subprocess.run(
+        [compiler, "--version"], capture_output=True, text=True, check=True
+    ).stdout
+    parts = [*(source.read_text() for source in sources), *FLAGS, version, _cpu()]
+    key = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:24]
+    folder = cache_folder("native")
+    built = folder / f"decoder-{key}.so"
+    if built.exists():
+        return built
+    logger.warning("building the native decoder, once for this machine (%s)", built)
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder) as scratch:
+        fresh = Path(scratch) / built.name
+        command = [compiler, *FLAGS, str(SOURCES / "decoder.cpp"), "-o", str(fresh)]
+        subprocess.run(command, capture_output=True, text=True, check=True)
+        fresh.replace(built)
+    return built
+
+
+def _declared(lib: ctypes.CDLL) -> ctypes.CDLL:
+    pointer, integer = ctypes.c_void_p, ctypes.c_int64
+    signatures = {
+        "eyas_linear": (
+            pointer,
+            [pointer, pointer, integer, integer, integer, integer, pointer, integer],
+        ),
+        "eyas_quantised": (
+            pointer,
+            [pointer, pointer, pointer, integer, integer, integer, pointer, integer],
+        ),
+        "eyas_multiply": (None, [pointer, pointer, integer, integer, pointer]),
+        "eyas_free_linear": (None, [pointer]),
+        "eyas_linear_bytes": (integer, [pointer]),
+        "eyas_read": (integer, [pointer, integer, integer]),
+        "eyas_new": (
+            pointer,
+            [integer, pointer, ctypes.c_float, pointer, pointer, pointer, pointer],
+        ),
+        "eyas_free": (None, [pointer]),
+        "eyas_set_rope": (None, [pointer, pointer, pointer, integer]),
+        "eyas_forward": (integer, [*[pointer] * 5, integer, pointer, integer, *[pointer] * 3]),
+        "eyas_verify": (integer, [pointer] * 3),
+        "eyas_score": (integer, [pointer, integer, integer, integer, pointer, pointer]),
+        "eyas_draw": (None, [pointer, pointer, integer, integer, pointer]),
+        "eyas_extend": (integer, [pointer] * 5),
+        "eyas_step": (integer, [pointer] * 5),
+        "eyas_proposals": (integer, [pointer, pointer, integer, integer, pointer, pointer]),
+        "eyas_propose": (integer, [pointer] * 3),
+        "eyas_grow": (integer, [pointer] * 3),
+        "eyas_calibrate": (None, [pointer, ctypes.c_double, pointer]),
+        "eyas_choose": (integer, [pointer, ctypes.c_double, ctypes.c_double, pointer]),
+        "eyas_judge": (None, [pointer, pointer]),
+        "eyas_weigh_text": (None, [pointer, ctypes.c_double, pointer]),
+        "eyas_who_drafts": (integer, [pointer, ctypes.c_double, ctypes.c_double, pointer]),
+    }
+    for name, (result, arguments) in signatures.items():
+        function = getattr(lib, name)
+        function.restype, function.argtypes = result, arguments
+    return lib
+
+
+# Arguments of a call
+
+
+@contextmanager
+def one_torch_thread(enabled: bool) -> Iterator[None]:
+    """Keep PyTorch's small operators on one thread while the native path's own threads work beside
+    them: two pools on the same cores wait for each other, and a copy of a few kilobytes takes
+    milliseconds.
+    """
+    threads = torch.get_num_threads()
+    if enabled:
+        torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+def address(array: np.ndarray) -> int:
+    """Where an array's numbers lie, in half the time that `array.ctypes` takes."""
+    return array.__array_interface__["data"][0]  # type: ignore[no-any-return]
+
+
+def pointers(*arrays: np.ndarray) -> ctypes.Array[ctypes.c_void_p]:
+    """The arrays' addresses, as the library's functions take them; contiguous arrays only."""
+    return (ctypes.c_void_p * len(arrays))(*map(address, arrays))

@@ -1,0 +1,250 @@
+"""A draft head through the C++ library: its entries, its proposals, and whole trees in one call.
+
+Its PyTorch twin is `engine/draft.py`.
+
+Letters: M rows, R rows with proposals, B requests, H hidden of the head, Ht of the target, W draft
+vocabulary, K draft steps, k tree_topk, C candidates.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from eyas.model.block import Tensors
+from eyas.model.config import HeadConfig
+from eyas.model.library import address
+from eyas.model.native import DecoderRole, NativeDecoder
+from eyas.model.packed import PackedLinear, is_large, layer_linears
+from eyas.model.rows import MAX_TREE_COLUMNS, FeatureCache, PagedCache, Proposals, Roots, Rows
+
+MAX_TOPK = 16
+
+
+class NativeDraft(NativeDecoder):
+    """A draft head's extend, step, proposals and growth of trees. Hidden states are float32, and
+    fresh with every call.
+    """
+
+    def __init__(
+        self,
+        config: HeadConfig,
+        tensors: Tensors,
+        embed_tokens: torch.Tensor,
+        lm_head_fallback: torch.Tensor,
+        dtype: torch.dtype,
+    ) -> None:
+        """tensors under EAGLE's names; the head's own `embed_tokens` and `lm_head`, if it has them,
+        go before the target's.
+        """
+        threads, layer = torch.get_num_threads(), "midlayer."
+        lm_head = tensors.get("lm_head.weight", lm_head_fallback)
+        squeezed = is_large(tensors.values())
+        linears = [
+            *layer_linears(tensors, layer, dtype, threads, squeezed),
+            PackedLinear.of_tensors([lm_head], [], dtype, threads, squeezed),
+            PackedLinear.of_tensors([tensors["fc.weight"]], [], dtype, threads, squeezed),
+        ]
+        features = tensors["input_norm.weight"] if config.norm_before_fc else None
+        each = [
+            tensors[f"fc_norm.{stream}.weight"] if config.fc_norm else None for stream in range(3)
+        ]
+        norms = [
+            tensors[f"{layer}input_layernorm.weight"],
+            tensors[f"{layer}post_attention_layernorm.weight"],
+            tensors.get(f"{layer}self_attn.q_norm.weight"),
+            tensors.get(f"{layer}self_attn.k_norm.weight"),
+            tensors["norm.weight"],
+            tensors[f"{layer}hidden_norm.weight"],
+            features,
+            *each,
+        ]
+        self._W = len(lm_head)
+        d2t_offset = tensors.get("d2t")
+        target_ids_W = (
+            None if d2t_offset is None else (torch.arange(self._W) + d2t_offset.cpu()).contiguous()
+        )
+        role = DecoderRole(self._W, True, config.norm_before_residual, config.norm_output)
+        embed_tokens = tensors.get("embed_tokens.weight", embed_tokens)
+        super().__init__(config, dtype, role, linears, norms, embed_tokens, target_ids_W)
+
+    def extend(self, rows: Rows, aux_hidden: torch.Tensor, cache: PagedCache) -> torch.Tensor:
+        """The target's features [M, 3 * Ht] of the columns before the rows' -> outputs [M, H].
+        Raises IndexError.
+        """
+        assert aux_hidden.shape == (len(rows), 3 * self._config.hidden_size)
+        aux_hidden = aux_hidden.to(self.dtype).contiguous()
+        return self._states("eyas_extend", rows, aux_hidden, cache)
+
+    def enter(self, rows: Rows, aux_hidden: torch.Tensor, cache: PagedCache) -> None:
+        """`extend` without its outputs: the rows' keys and values, in half the time."""
+        ints, pointers = self._arguments(rows, cache)
+        assert aux_hidden.shape == (len(rows), 3 * self._config.hidden_size)
+        features = aux_hidden.to(self.dtype).contiguous()
+        while (
+            status := self._lib.eyas_extend(self._handle, ints, pointers, features.data_ptr(), None)
+        ) != 0:
+            self._is_done(status, int(rows.position.max()))
+
+    def step(self, rows: Rows, h: torch.Tensor, cache: PagedCache) -> torch.Tensor:
+        """Outputs [M, H] of the rows' parents -> the rows' own [M, H]. Raises IndexError."""
+        assert h.shape == (len(rows), self._config.hidden_size)
+        return self._states("eyas_step", rows, h.float().contiguous(), cache)
+
+    def proposals(self, h: torch.Tensor, tree_topk: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Outputs [R, H] -> the k best next tokens of each (target ids, int64 [R, k]) and their
+        log-probs, float32 [R, k].
+        """
+        assert 0 < tree_topk <= min(MAX_TOPK, self._W)
+        assert h.shape[1:] == (self._config.hidden_size,)
+        h, R = h.float().contiguous(), len(h)
+        ids, log_probs = torch.empty(R, tree_topk, dtype=torch.int64), torch.empty(R, tree_topk)
+        status = self._lib.eyas_proposals(
+            self._handle, h.data_ptr(), R, tree_topk, ids.data_ptr(), log_probs.data_ptr()
+        )
+        assert status == 0
+        return (ids if self._target_ids_W is None else self._target_ids_W[ids]), log_probs
+
+    def propose(
+        self,
+        lens: Sequence[int],
+        h_BH: torch.Tensor,
+        first: tuple[torch.Tensor, torch.Tensor],
+        page_table: np.ndarray,
+        cache: PagedCache,
+        growth: tuple[int, int],
+        thresholds: Sequence[float],
+    ) -> Proposals:
+        """Grow B trees by up to K - 1 levels, growth being (K, k): see
+        `engine.draft.Draft.propose`. Raises IndexError.
+        """
+        K, out = growth[0], self._room(len(lens), growth, thresholds)
+        lens_B = np.asarray(lens, dtype=np.int64)
+        assert h_BH.shape == (len(lens), self._config.hidden_size)
+        assert first[0].shape == first[1].shape == (len(lens), growth[1])
+        assert len(page_table) == len(lens)
+        h_BH, first_ids, first_log_probs = (
+            h_BH.float().contiguous(),
+            first[0].contiguous(),
+            first[1].float().contiguous(),
+        )
+        page_table = np.ascontiguousarray(page_table, dtype=np.int32)
+        ints = self._growth_sizes(len(lens), growth, page_table, cache)
+        pointers = (ctypes.c_void_p * 10)(
+            address(lens_B),
+            first_ids.data_ptr(),
+            h_BH.data_ptr(),
+            first_log_probs.data_ptr(),
+            address(page_table),
+            out.least,
+            cache.data.data_ptr(),
+            *out.pointers,
+        )
+        while (drafted := self._lib.eyas_propose(self._handle, ints, pointers)) < 0:
+            self._is_done(-drafted, int(lens_B.max()) + K - 2)
+        return out.proposals(drafted)
+
+    def grow(
+        self,
+        roots: Roots,
+        cache: PagedCache,
+        features: FeatureCache,
+        growth: tuple[int, int],
+        thresholds: Sequence[float],
+    ) -> Proposals:
+        """`extend`, `proposals` and `propose` in one call: see `engine.draft.Draft.grow`. Raises
+        IndexError.
+        """
+        assert features.data.dtype == self.dtype
+        K, out = growth[0], self._room(len(roots.lens), growth, thresholds)
+        lens, starts, tokens = (
+            np.array(one, dtype=np.int64) for one in (roots.lens, roots.starts, roots.tokens)
+        )
+        assert len(tokens) == (lens + 1 - starts).sum()
+        assert len(roots.page_table) == len(lens) == len(starts)
+        assert features.data.shape == (cache.data.shape[1], 3 * self._config.hidden_size)
+        page_table = np.ascontiguousarray(roots.page_table, dtype=np.int32)
+        ints = self._growth_sizes(len(lens), growth, page_table, cache)
+        pointers = (ctypes.c_void_p * 10)(
+            address(lens),
+            address(starts),
+            address(tokens),
+            features.data.data_ptr(),
+            address(page_table),
+            out.least,
+            cache.data.data_ptr(),
+            *out.pointers,
+        )
+        while (drafted := self._lib.eyas_grow(self._handle, ints, pointers)) < 0:
+            self._is_done(-drafted, max(roots.lens) + K - 2)
+        return out.proposals(drafted)
+
+    def _room(
+        self, B: int, growth: tuple[int, int], thresholds: Sequence[float]
+    ) -> CandidateBuffers:
+        assert 0 < growth[1] <= min(MAX_TOPK, self._W)
+        return CandidateBuffers(B, growth, thresholds)
+
+    def _growth_sizes(
+        self, B: int, growth: tuple[int, int], page_table: np.ndarray, cache: PagedCache
+    ) -> ctypes.Array[ctypes.c_int64]:
+        assert cache.data.dtype == self.dtype
+        return (ctypes.c_int64 * 6)(
+            B, *growth, page_table.shape[1], cache.page_size, cache.data.shape[1]
+        )
+
+    def _states(
+        self, call: str, rows: Rows, inputs: torch.Tensor, cache: PagedCache
+    ) -> torch.Tensor:
+        ints, pointers = self._arguments(rows, cache)
+        h = torch.empty(len(rows.token), self._config.hidden_size)
+        function = getattr(self._lib, call)
+        while (
+            status := function(self._handle, ints, pointers, inputs.data_ptr(), h.data_ptr())
+        ) != 0:
+            self._is_done(status, int(rows.position.max()))
+        return h
+
+
+class CandidateBuffers:
+    """Room for the candidates of B trees of K levels, and what a level must promise."""
+
+    def __init__(self, B: int, growth: tuple[int, int], thresholds: Sequence[float]) -> None:
+        K, k = growth
+        assert (K - 1) * k <= MAX_TREE_COLUMNS
+        assert len(thresholds) >= K - 1
+        C = k + (K - 1) * k * k
+        self._K, self._k = K, k
+        self._tokens, self._scores = (
+            np.empty((B, C), dtype=np.int64),
+            np.empty((B, C), dtype=np.float32),
+        )
+        self._parents = np.empty((B, C), dtype=np.int32)
+        self._least = (ctypes.c_double * max(K - 1, 1))(*thresholds[: K - 1])
+
+    @property
+    def least(self) -> int:
+        return ctypes.addressof(self._least)
+
+    @property
+    def pointers(self) -> tuple[int, int, int]:
+        return address(self._tokens), address(self._parents), address(self._scores)
+
+    def proposals(self, drafted: int) -> Proposals:
+        """Of so many levels behind the first."""
+        count = self._k + drafted * self._k * self._k
+        depths = _depths(self._K, self._k)[:count]
+        return Proposals(
+            self._tokens[:, :count], self._scores[:, :count], self._parents[:, :count], depths
+        )
+
+
+@functools.cache
+def _depths(K: int, k: int) -> np.ndarray:
+    """Depths int32 [C] of all candidates that K draft steps can give."""
+    depths: np.ndarray = np.repeat(np.arange(1, K + 1), [k, *[k * k] * (K - 1)]).astype(np.int32)
+    return depths

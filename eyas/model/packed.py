@@ -1,0 +1,179 @@
+"""Weights packed for the library's products, once, in the order in which they are read.
+
+A float32 weight whose numbers are bfloat16's is stored as such; blocks of a GGUF file stay as they
+are. Knows a layer's names; no forward.
+
+Letters: N outputs, K inputs.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import weakref
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+import torch
+
+from eyas.gguf.blocks import BlockMatrix
+from eyas.model.block import Tensors
+from eyas.model.library import address, library
+from eyas.model.quantised import Blocks, parts_of
+
+FULL, PLAIN, SQUEEZED = 0, 1, 2  # how weights are packed: float32, bfloat16, bfloat16 in 12 bits
+# bytes in bfloat16: fewer stay in the caches, where unpacking takes longer than reading more
+SQUEEZED_FROM = 1 << 24
+
+
+class PackedLinear:
+    """Weights [N, K] of one product, stacked from parts and packed for streaming."""
+
+    def __init__(self, handle: int | None) -> None:
+        """handle: of the library's product. Raises MemoryError for none."""
+        if handle is None:
+            raise MemoryError("no memory for the packed weights")
+        self.handle = handle
+        weakref.finalize(self, library().eyas_free_linear, handle)
+        self.num_bytes: int = library().eyas_linear_bytes(handle)
+
+    @classmethod
+    def of_tensors(
+        cls,
+        weights: Sequence[torch.Tensor],
+        biases: Sequence[torch.Tensor],
+        dtype: torch.dtype,
+        threads: int,
+        squeezed: bool,
+        gated: bool = False,
+    ) -> PackedLinear:
+        """squeezed: bfloat16 in 12 bits; gated: two parts, gate and up, whose outputs are joined.
+        Raises MemoryError.
+        """
+        stored = (
+            torch.bfloat16
+            if dtype == torch.bfloat16 or all(map(_is_bfloat16, weights))
+            else torch.float32
+        )
+        parts = [weight.detach().to(stored).contiguous() for weight in weights]
+        bias = _joined(biases)
+        rows = (ctypes.c_int64 * len(parts))(*map(len, parts))
+        kind = FULL if stored == torch.float32 else SQUEEZED if squeezed else PLAIN
+        return cls(
+            library().eyas_linear(
+                tensor_pointers(parts),
+                rows,
+                len(parts),
+                parts[0].shape[1],
+                kind,
+                gated,
+                tensor_pointer(bias),
+                threads,
+            )
+        )
+
+    @classmethod
+    def of_blocks(
+        cls,
+        matrices: Sequence[BlockMatrix],
+        biases: Sequence[torch.Tensor],
+        threads: int,
+        gated: bool = False,
+    ) -> PackedLinear:
+        """From the blocks of a GGUF file, which `quantised.parts_of` says fit together. Raises
+        MemoryError.
+        """
+        parts = [np.ascontiguousarray(matrix.data) for matrix in matrices]
+        bias, count, K = _joined(biases), len(parts), matrices[0].shape[1]
+        integers = ctypes.c_int64 * count
+        return cls(
+            library().eyas_quantised(
+                (ctypes.c_void_p * count)(*map(address, parts)),
+                integers(*map(len, parts)),
+                integers(*(int(matrix.kind) for matrix in matrices)),
+                count,
+                K,
+                gated,
+                tensor_pointer(bias),
+                threads,
+            )
+        )
+
+
+def _joined(biases: Sequence[torch.Tensor]) -> torch.Tensor | None:
+    return torch.cat([part.detach().float() for part in biases]).contiguous() if biases else None
+
+
+def _is_bfloat16(weight: torch.Tensor) -> bool:
+    """Whether every number of it is one of bfloat16."""
+    if weight.dtype == torch.bfloat16:
+        return True
+    first = weight[:1].float()
+    return bool((first.bfloat16().float() == first).all()) and bool(
+        (weight.bfloat16().float() == weight.float()).all()
+    )
+
+
+def is_large(tensors: Iterable[torch.Tensor]) -> bool:
+    """Whether a model's weights are squeezed."""
+    return 2 * sum(tensor.numel() for tensor in tensors) >= SQUEEZED_FROM
+
+
+def tensor_pointer(tensor: torch.Tensor | None) -> int | None:
+    """Where a tensor's numbers lie, as the library takes it."""
+    return None if tensor is None else tensor.data_ptr()
+
+
+def tensor_pointers(tensors: Sequence[torch.Tensor | None]) -> ctypes.Array[ctypes.c_void_p]:
+    """The same of several."""
+    return (ctypes.c_void_p * len(tensors))(*map(tensor_pointer, tensors))
+
+
+def layer_linears(
+    tensors: Tensors,
+    prefix: str,
+    dtype: torch.dtype,
+    threads: int,
+    squeezed: bool,
+    blocks: Blocks | None = None,
+) -> list[PackedLinear]:
+    """The products of one layer in the order of their use, so that they lie in memory as they are
+    read.
+    """
+
+    def packed(names: Sequence[str], gated: bool = False) -> PackedLinear:
+        biases = [
+            tensors[f"{prefix}{name}.bias"] for name in names if f"{prefix}{name}.bias" in tensors
+        ]
+        weights = [f"{prefix}{name}.weight" for name in names]
+        parts = parts_of(blocks or {}, weights, gated)
+        if parts is not None:
+            return PackedLinear.of_blocks(parts, biases, threads, gated)
+        return PackedLinear.of_tensors(
+            [tensors[name] for name in weights],
+            biases,
+            dtype,
+            threads,
+            squeezed,
+            gated,
+        )
+
+    return [
+        packed([f"self_attn.{name}_proj" for name in "qkv"]),
+        packed(["self_attn.o_proj"]),
+        packed(["mlp.gate_proj", "mlp.up_proj"], gated=True),
+        packed(["mlp.down_proj"]),
+    ]
+
+
+def rows_of_embeddings(
+    embed_tokens: torch.Tensor | BlockMatrix,
+) -> tuple[torch.Tensor | np.ndarray, int, int]:
+    """What must be kept alive, how the library reads it (0 float32, 1 bfloat16, else a number of
+    ggml's), and where it lies.
+    """
+    if isinstance(embed_tokens, BlockMatrix):
+        data = np.ascontiguousarray(embed_tokens.data)
+        return data, int(embed_tokens.kind), address(data)
+    kept = embed_tokens.detach().contiguous()
+    kept = kept if kept.dtype in (torch.bfloat16, torch.float32) else kept.float()
+    return kept, int(kept.dtype == torch.bfloat16), kept.data_ptr()
