@@ -23,8 +23,8 @@ from eyas.engine.request import MAX_SAMPLES, Request, SamplingParams
 from eyas.engine.sampling import Sampler
 from eyas.model.draws import DrawState
 from eyas.model.target import Target
-from tests.test_engine import VOCAB, random_head
-from tests.tiny import tiny_target
+from tests import tiny_engine
+from tests.tiny_engine import VOCAB, random_head
 
 PROMPT = (5, 9, 5)
 END = 2
@@ -61,9 +61,7 @@ THOROUGH = {
 }
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_target(tmp_path_factory.mktemp("target"), vocab_size=VOCAB)
+folder = tiny_engine.folder
 
 
 @pytest.fixture(scope="module")

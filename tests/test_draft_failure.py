@@ -22,37 +22,24 @@ from eyas.log import quiet
 from eyas.model.library import library, unavailable
 from eyas.model.rows import Proposals
 from eyas.model.target import Target
+from tests import tiny_engine
 from tests.serving import World, ask, health
-from tests.test_engine import (
+from tests.test_tensor_rounds import TensorEngine
+from tests.tiny_engine import (
     SAMPLED,
-    VOCAB,
     decoded,
     engine,
     idle,
-    load_as,
     plainly,
     random_head,
     requests,
 )
-from tests.test_tensor_rounds import TensorEngine
-from tests.tiny import tiny_target
 
 ROUNDS = 4  # drafted before the head fails
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_target(tmp_path_factory.mktemp("target"), vocab_size=VOCAB)
-
-
-@pytest.fixture(scope="module", params=["native", "torch"])
-def target(request: pytest.FixtureRequest, folder: Path) -> Target:
-    return load_as(request.param, folder)
-
-
-@pytest.fixture(autouse=True)
-def costs_of_this_test(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("eyas.engine.costs.cache_folder", lambda _: tmp_path)
+folder, target = tiny_engine.folder, tiny_engine.target
+costs_of_this_test = tiny_engine.costs_of_this_test
 
 
 def nan_scores(proposals: Proposals) -> Proposals:

@@ -19,16 +19,14 @@ from eyas.engine.rounds import Rounds
 from eyas.engine.tree import drafted_tree
 from eyas.model.rows import Proposals
 from eyas.model.target import Target
+from tests import tiny_engine
 from tests.serving import MODEL, World, ask, complete, post
-from tests.test_engine import VOCAB, random_head, requests
-from tests.tiny import tiny_target
+from tests.tiny_engine import random_head, requests
 
 SAMPLED = {"temperature": 0.8, "repetition_penalty": 1.2}
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return tiny_target(tmp_path_factory.mktemp("target"), vocab_size=VOCAB)
+folder = tiny_engine.folder
 
 
 @pytest.fixture(params=["native", "torch", "tensors"])

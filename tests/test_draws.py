@@ -28,8 +28,8 @@ from eyas.engine.sampling import (
 )
 from eyas.model.library import address, library, unavailable
 from eyas.model.target import Target
-from tests.test_engine import VOCAB, idle, random_head, requests
-from tests.tiny import tiny_target
+from tests import tiny_engine
+from tests.tiny_engine import idle, random_head, requests
 
 pytestmark = pytest.mark.skipif(unavailable() is not None, reason=str(unavailable()))
 
@@ -174,9 +174,7 @@ MIXTURE = (
 )
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_target(tmp_path_factory.mktemp("target"), vocab_size=VOCAB)
+folder = tiny_engine.folder
 
 
 def mixture() -> list[Request]:

@@ -12,120 +12,24 @@ from transformers import AutoModelForCausalLM
 
 from eyas.engine.draft import Draft
 from eyas.engine.engine import Engine, EngineConfig
-from eyas.engine.request import Request, Result, SamplingParams, Update
+from eyas.engine.request import Request, SamplingParams, Update
 from eyas.errors import ConfigError, InputError, MismatchError
-from eyas.model.config import HeadConfig, HeadOptions
 from eyas.model.target import Target
-from tests.tiny import tiny_target
+from tests import tiny_engine
+from tests.tiny_engine import (
+    SAMPLED,
+    VOCAB,
+    Decoded,
+    decoded,
+    engine,
+    idle,
+    plainly,
+    random_head,
+    requests,
+)
 
-VOCAB = 24  # so small that a random head's proposals are often right
-SAMPLED = {"temperature": 0.8, "top_p": 0.9, "min_p": 0.01, "repetition_penalty": 1.2}
-
-
-def random_head(
-    target: Target, seed: int = 0, draft_vocab_size: int = 20
-) -> tuple[HeadConfig, dict[str, torch.Tensor]]:
-    config = HeadConfig.for_target(target.config, HeadOptions(draft_vocab_size=draft_vocab_size))
-    H, inner, W = config.hidden_size, config.intermediate_size, config.draft_vocab_size
-    q, kv = (
-        config.num_attention_heads * config.head_dim,
-        config.num_key_value_heads * config.head_dim,
-    )
-    shapes = {
-        "fc.weight": (H, 3 * config.target_hidden_size),
-        "midlayer.self_attn.q_proj.weight": (q, 2 * H),
-        "midlayer.self_attn.k_proj.weight": (kv, 2 * H),
-        "midlayer.self_attn.v_proj.weight": (kv, 2 * H),
-        "midlayer.self_attn.o_proj.weight": (H, q),
-        "midlayer.mlp.gate_proj.weight": (inner, H),
-        "midlayer.mlp.up_proj.weight": (inner, H),
-        "midlayer.mlp.down_proj.weight": (H, inner),
-        "lm_head.weight": (W, H),
-        **{
-            f"midlayer.{name}.weight": (H,)
-            for name in ("hidden_norm", "input_layernorm", "post_attention_layernorm")
-        },
-        "norm.weight": (H,),
-    }
-    generator = torch.Generator().manual_seed(seed)
-    tensors = {
-        name: torch.randn(*shape, generator=generator) * 0.3 for name, shape in shapes.items()
-    }
-    used = torch.randperm(config.vocab_size, generator=generator)[:W].sort().values
-    tensors["d2t"] = used - torch.arange(W)
-    tensors["t2d"] = torch.zeros(config.vocab_size, dtype=torch.bool).index_fill(0, used, True)
-    return config, tensors
-
-
-def load_as(kind: str, folder: Path) -> Target:
-    """A target that runs "native" or by "torch" operators."""
-    loaded = Target.load(folder, native=kind == "native")
-    if kind == "native" and not loaded.is_native:
-        pytest.skip("no native path on this machine")
-    return loaded
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_target(tmp_path_factory.mktemp("target"), vocab_size=VOCAB)
-
-
-@pytest.fixture(scope="module", params=["native", "torch"])
-def target(request: pytest.FixtureRequest, folder: Path) -> Target:
-    return load_as(request.param, folder)
-
-
-@pytest.fixture(autouse=True)
-def costs_of_this_test(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("eyas.engine.costs.cache_folder", lambda _: tmp_path)
-
-
-def engine(target: Target, head: bool = True, **config: object) -> Engine:
-    sizes = EngineConfig(**{"max_batch": 3, "max_length": 120, "speculation": "fixed", **config})
-    return Engine(target, Draft(*random_head(target), target) if head else None, sizes)
-
-
-def requests(
-    count: int, speculation: bool = True, shared: int = 0, **params: object
-) -> list[Request]:
-    """Prompts of 1 to 29 tokens behind `shared` tokens that all have in common."""
-    generator = torch.Generator().manual_seed(1)
-    prefix = torch.randint(0, VOCAB, (shared,), generator=generator).tolist()
-    made = []
-    for index in range(count):
-        length = int(torch.randint(1, 30, (), generator=generator))
-        prompt = torch.randint(0, VOCAB, (length,), generator=generator).tolist()
-        sampling = SamplingParams(**{"max_tokens": 5 + 7 * (index % 4), "seed": index, **params})
-        made.append(Request(str(index), tuple(prefix + prompt), sampling, speculation))
-    return made
-
-
-Decoded = dict[tuple[str, int], tuple[list[int], str]]
-PLAIN: dict[tuple[int, str], tuple[Target, Decoded]] = {}
-
-
-def decoded(results: list[Result]) -> Decoded:
-    return {
-        (result.request_id, result.index): (result.token_ids, result.finish_reason)
-        for result in results
-    }
-
-
-def plainly(target: Target, asked: list[Request]) -> Decoded:
-    """What plain decoding gives; decoded once for the many tests that ask for the same."""
-    key = id(target), repr(asked)
-    if key not in PLAIN:
-        results = list(engine(target, head=False, prefix_reuse=False).run(asked))
-        PLAIN[key] = target, decoded(results)  # with the target, so that its id stays its own
-    return PLAIN[key][1]
-
-
-def idle(running: Engine) -> Engine:
-    """Nothing left of what ran: the check of every page and slot, and no page held."""
-    running.check()
-    assert running.metrics()["running"] == running.metrics()["waiting"] == 0
-    assert running.metrics()["pages_available"] == running._pool.num_pages
-    return running
+folder, target = tiny_engine.folder, tiny_engine.target
+costs_of_this_test = tiny_engine.costs_of_this_test
 
 
 # The same tokens

@@ -29,7 +29,6 @@ from eyas.model.target import Layers, Target
 from eyas.model.weights import read_tensors
 from tests.gguf_files import gguf_file
 from tests.test_cli import assert_one_clear_error, run_eyas
-from tests.test_engine import SAMPLED, decoded, engine, plainly, requests
 from tests.test_native import (
     DTYPES,
     PAGE_SIZE,
@@ -43,6 +42,7 @@ from tests.test_native import (
     tree_rows,
 )
 from tests.tiny import tiny_target
+from tests.tiny_engine import SAMPLED, decoded, engine, plainly, requests
 
 # where the scales of half precision lie in a block, and of what size they are in usual weights
 HALVES_OF = {Kind.Q4_K: ((0, 2), 5e-4), Kind.Q6_K: ((208,), 1e-4)}

@@ -31,9 +31,10 @@ from eyas.engine.tree import tree_of
 from eyas.engine.verify import accept
 from eyas.model.rows import Proposals, Rows
 from eyas.model.target import Target
-from tests.test_engine import decoded, idle, random_head, requests
+from tests import tiny_engine
 from tests.test_sampling import exact_draw, kept_weights
 from tests.tiny import tiny_target
+from tests.tiny_engine import decoded, idle, random_head, requests
 
 VOCAB = 24
 SAMPLED = {"temperature": 0.8, "top_p": 0.9, "min_p": 0.01}
@@ -47,9 +48,7 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Target:
     )
 
 
-@pytest.fixture(autouse=True)
-def costs_of_this_test(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("eyas.engine.costs.cache_folder", lambda _: tmp_path)
+costs_of_this_test = tiny_engine.costs_of_this_test
 
 
 class TensorEngine(Engine):

@@ -5,37 +5,22 @@ from pathlib import Path
 import pytest
 
 from eyas.engine.costs import CostTable, Curve
-from eyas.engine.draft import Draft
 from eyas.engine.engine import Engine, EngineConfig
 from eyas.engine.entries import DraftError
 from eyas.engine.request import Request, SamplingParams
 from eyas.model.target import Target
-from tests.test_engine import SAMPLED, VOCAB, decoded, load_as, plainly, random_head, requests
-from tests.tiny import tiny_target
+from tests import tiny_engine
+from tests.tiny_engine import SAMPLED, decoded, plainly, requests
 
 FREE = Curve([1, 64], [1.0, 1.0])
 # rows cost nothing more than a round: everything is drafted and verified
 EVERYTHING = CostTable(FREE, FREE, *[Curve([1, 64], [1e-6, 1e-6])] * 3)
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_target(tmp_path_factory.mktemp("target"), vocab_size=VOCAB)
-
-
-@pytest.fixture(scope="module", params=["native", "torch"])
-def target(request: pytest.FixtureRequest, folder: Path) -> Target:
-    return load_as(request.param, folder)
-
-
-@pytest.fixture(autouse=True)
-def costs_of_this_test(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("eyas.engine.costs.cache_folder", lambda _: tmp_path)
+folder, target = tiny_engine.folder, tiny_engine.target
+costs_of_this_test = tiny_engine.costs_of_this_test
 
 
 def engine(target: Target, head: bool = True, **config: object) -> Engine:
-    sizes = EngineConfig(**{"max_batch": 3, "max_length": 120, "speculation": "auto", **config})
-    made = Engine(target, Draft(*random_head(target), target) if head else None, sizes)
+    made = tiny_engine.engine(target, head, **{"speculation": "auto", **config})
     made.policy.costs = EVERYTHING
     return made
 
