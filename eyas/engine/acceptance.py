@@ -28,7 +28,7 @@ _NUM_DEPTHS = 6  # the last one holds all deeper
 _PRIOR_SHRINK = 0.9  # a draft is surer of itself than the target is of it
 # weight of the draft's own probability; of the same bin pooled over all depths
 _PRIOR_COUNT, _POOLED_COUNT = 6.0, 12.0
-_LARGEST = 0.995
+LARGEST = 0.995  # probability that is believed
 _MEMORY = 0.998  # what is kept of the counts from one round to the next
 SPREAD = 0.8  # of requests' log-odds, before it is learned
 _REQUEST_MEMORY = 0.99  # what is kept of a request's own rounds from one to the next
@@ -107,6 +107,32 @@ class Calibration:
     cells: np.ndarray
 
 
+class CellCounts:
+    """How many candidates of each cell were judged and drawn, float64 of a table's shape; slowly
+    forgotten.
+    """
+
+    def __init__(self, shape: tuple[int, ...]) -> None:
+        self.judged, self.drawn = np.zeros(shape), np.zeros(shape)
+        self._waiting: list[tuple[np.ndarray, np.ndarray]] = []  # not yet counted
+        self._num_rounds = 0
+
+    def add(self, judged: np.ndarray, drawn: np.ndarray) -> bool:
+        """A round's cells, places in the flat table. Returns whether the counts have changed."""
+        self._waiting.append((judged, drawn))
+        self._num_rounds += 1
+        if self._num_rounds >= _EAGER_ROUNDS and len(self._waiting) < _COUNT_EVERY:
+            return False
+        kept, size = _MEMORY ** len(self._waiting), self.judged.size
+        for counts, cells in zip(
+            (self.judged, self.drawn), zip(*self._waiting, strict=True), strict=True
+        ):
+            counts *= kept
+            counts += np.bincount(np.concatenate(cells), minlength=size).reshape(counts.shape)
+        self._waiting.clear()
+        return True
+
+
 class Acceptance:
     """Counts of judged and drawn candidates, by greedy or sampled, depth and probability; slowly
     forgotten.
@@ -118,13 +144,10 @@ class Acceptance:
         """
         self._native = native
         shape = (2, _NUM_DEPTHS, _NUM_BINS)
-        self._judged, self._drawn = np.zeros(shape), np.zeros(shape)
+        self._counts = CellCounts(shape)
         middles = (np.arange(_NUM_BINS) + 0.5) / _BINS_PER_UNIT
-        self._prior = np.minimum(_PRIOR_SHRINK * np.exp(-(middles**2)), _LARGEST)
+        self._prior = np.minimum(_PRIOR_SHRINK * np.exp(-(middles**2)), LARGEST)
         self._table = np.broadcast_to(self._prior, shape).reshape(-1)
-        # cells judged and drawn, not yet counted
-        self._waiting: list[tuple[np.ndarray, np.ndarray]] = []
-        self._num_rounds = 0
         # of requests' shifts: learned by expectation maximization (empirical Bayes)
         self.variance = SPREAD**2
 
@@ -165,25 +188,16 @@ class Acceptance:
             request.observe(*seen)
         shown = sum(one.log_odds**2 + 1 / one.precision for one in requests) / len(requests)
         self.variance += (1 - _MEMORY) * (shown - self.variance)
-        self._waiting.append((calibration.cells[judged], calibration.cells[drawn]))
-        self._num_rounds += 1
-        if self._num_rounds < _EAGER_ROUNDS or len(self._waiting) == _COUNT_EVERY:
-            self._count()
+        if self._counts.add(calibration.cells[judged], calibration.cells[drawn]):
+            self._make_table()
 
-    def _count(self) -> None:
-        kept, size = _MEMORY ** len(self._waiting), self._judged.size
-        for counts, cells in zip(
-            (self._judged, self._drawn), zip(*self._waiting, strict=True), strict=True
-        ):
-            counts *= kept
-            counts += np.bincount(np.concatenate(cells), minlength=size).reshape(counts.shape)
-        self._waiting.clear()
-        pooled = (self._drawn.sum(1, keepdims=True) + _PRIOR_COUNT * self._prior) / (
-            self._judged.sum(1, keepdims=True) + _PRIOR_COUNT
+    def _make_table(self) -> None:
+        judged, drawn = self._counts.judged, self._counts.drawn
+        pooled = (drawn.sum(1, keepdims=True) + _PRIOR_COUNT * self._prior) / (
+            judged.sum(1, keepdims=True) + _PRIOR_COUNT
         )
-        self._table = np.minimum(
-            (self._drawn + _POOLED_COUNT * pooled) / (self._judged + _POOLED_COUNT), _LARGEST
-        ).reshape(-1)
+        table = (drawn + _POOLED_COUNT * pooled) / (judged + _POOLED_COUNT)
+        self._table = np.minimum(table, LARGEST).reshape(-1)
 
     def _cells(self, proposals: Proposals, requests: Sequence[RequestAcceptance]) -> np.ndarray:
         """Where in the flat table each candidate is, int64 [B, C]."""

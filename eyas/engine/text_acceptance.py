@@ -20,21 +20,25 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from eyas.engine.acceptance import Calibration, RequestAcceptance, judge, path_probs
+from eyas.engine.acceptance import (
+    LARGEST,
+    Calibration,
+    CellCounts,
+    RequestAcceptance,
+    judge,
+    path_probs,
+)
 from eyas.engine.graft import NUM_CELLS, NUM_COMPANIES, NUM_OPINIONS, cell_of
 from eyas.engine.text import FIRST_ACCEPTANCE, NUM_KINDS, TextChain
 from eyas.model.library import library, pointers
 from eyas.model.rows import PAD, Proposals
 
 _FIRST_COUNT, _POOLED_COUNT = 6.0, 8.0  # weight of what is believed before it is seen; of the kind
-_LARGEST = 0.995
-_MEMORY = 0.998  # what is kept of the counts from one observed round to the next
 # of a kind's acceptance, where the head disagrees, or other text before it; where it agrees, half
 # of what would be wrong is right
 _DISAGREES, _RIVAL, _AGREES = 0.4, 0.6, 0.5
 # of a token that the head proposes too: about what it accepts at each opinion, before it is seen
 _HEAD_AGREES = (0.9, 0.55, 0.25, 0.08)
-_EAGER_ROUNDS, _COUNT_EVERY = 32, 8
 
 
 class TextAcceptance:
@@ -44,11 +48,9 @@ class TextAcceptance:
         """native: compute in the native library, which must be available."""
         self._native = native
         shape = (2, NUM_KINDS, NUM_COMPANIES, NUM_OPINIONS)
-        self._judged, self._drawn = np.zeros(shape), np.zeros(shape)
+        self._counts = CellCounts(shape)
         kinds = np.repeat(FIRST_ACCEPTANCE, 2)
         self._first = np.stack((kinds, _RIVAL * kinds, 1 - _AGREES * (1 - kinds)), axis=-1)
-        self._waiting: list[tuple[np.ndarray, np.ndarray]] = []
-        self._num_rounds = 0
         self._make_table()
 
     def paths(
@@ -94,7 +96,7 @@ class TextAcceptance:
             before = calibration.conditional[b, c] if is_proposed(cells[b, c]) else 0.0
             beside = (parents[b] == parents[b, c]) & (cells[b] < 0)
             weighed[b, beside] *= (1.0 - now) / (1.0 - before)
-        weighed = np.minimum(weighed, _LARGEST)
+        weighed = np.minimum(weighed, LARGEST)
         paths = path_probs(weighed, parents, proposals.depths)
         return Calibration(weighed, paths, calibration.cells)
 
@@ -116,7 +118,7 @@ class TextAcceptance:
             calibration.conditional,
         )
         sizes = (ctypes.c_int64 * 4)(B, C, NUM_CELLS, NUM_OPINIONS)
-        library().eyas_weigh_text(sizes, _LARGEST, pointers(*inputs, weighed, paths))
+        library().eyas_weigh_text(sizes, LARGEST, pointers(*inputs, weighed, paths))
         return Calibration(weighed, paths, calibration.cells)
 
     def observe(
@@ -138,30 +140,17 @@ class TextAcceptance:
             request.text.observe(*seen)
         greedy = np.array([[one.greedy * NUM_CELLS] for one in requests])
         places = cells + greedy
-        self._waiting.append((places[judged], places[drawn]))
-        self._num_rounds += 1
-        if self._num_rounds < _EAGER_ROUNDS or len(self._waiting) == _COUNT_EVERY:
-            self._count()
-
-    def _count(self) -> None:
-        kept, size = _MEMORY ** len(self._waiting), self._judged.size
-        for counts, cells in zip(
-            (self._judged, self._drawn), zip(*self._waiting, strict=True), strict=True
-        ):
-            counts *= kept
-            counts += np.bincount(np.concatenate(cells), minlength=size).reshape(counts.shape)
-        self._waiting.clear()
-        self._make_table()
+        if self._counts.add(places[judged], places[drawn]):
+            self._make_table()
 
     def _make_table(self) -> None:
-        of_kind = (self._drawn.sum(-1) + _FIRST_COUNT * self._first) / (
-            self._judged.sum(-1) + _FIRST_COUNT
-        )
-        pooled = np.empty(self._judged.shape)
+        judged, drawn = self._counts.judged, self._counts.drawn
+        of_kind = (drawn.sum(-1) + _FIRST_COUNT * self._first) / (judged.sum(-1) + _FIRST_COUNT)
+        pooled = np.empty(judged.shape)
         pooled[..., 0], pooled[..., 1] = of_kind, _DISAGREES * of_kind
         pooled[..., 2:] = 1 - (1 - of_kind[..., None]) * (1 - np.array(_HEAD_AGREES))
-        table = (self._drawn + _POOLED_COUNT * pooled) / (self._judged + _POOLED_COUNT)
-        self._table = np.minimum(table, _LARGEST).reshape(-1)
+        table = (drawn + _POOLED_COUNT * pooled) / (judged + _POOLED_COUNT)
+        self._table = np.minimum(table, LARGEST).reshape(-1)
         self._list: list[float] = self._table.tolist()
 
 
