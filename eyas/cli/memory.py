@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Annotated
-
-import typer
-
 from eyas.artifact import Artifact
-from eyas.cli.options import Output, Overrides, RunFile, TargetOption, stage_config
+from eyas.cli.options import Answers, Output, Overrides, RunFile, TargetOption, stage_config
 from eyas.cli.stage import stage
 from eyas.features.memory import MemoryConfig, pack
 
@@ -15,7 +11,7 @@ CONFIG = MemoryConfig
 
 
 def command(
-    answers: Annotated[str, typer.Argument(help="output of `eyas generate`")],
+    answers: Answers,
     target: TargetOption,
     output: Output,
     run_file: RunFile = None,

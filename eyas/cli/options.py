@@ -28,6 +28,7 @@ TargetOption = Annotated[
         "--target", "-t", help='folder of the target, a GGUF file, a hub id, or "smollm2"'
     ),
 ]
+Answers = Annotated[str, typer.Argument(help="output of `eyas generate`")]
 Output = Annotated[str, typer.Option("--output", "-o", help="folder or URL of the result")]
 RunFile = Annotated[
     Path | None,
