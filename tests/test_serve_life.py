@@ -54,7 +54,7 @@ def test_models_and_health(client):
         "model": MODEL,
         "dtype": "float32",
         "has_head": False,
-        "drafts_text": False,
+        "text_drafts": False,
         "max_length": MAX_LENGTH,
         "target_fingerprint": None,
     }

@@ -112,12 +112,12 @@ class Engine:
         self.max_length = min(config.max_length, target.config.max_position_embeddings)
         kind_of_rounds = self.kind_of_rounds(target)
         # what waits for no host looks nothing up there
-        self.drafts_text = (
+        self.text_drafts = (
             config.text_drafts and speculation.mode == "auto" and kind_of_rounds is Rounds
         )
         depth = max(
             speculation.num_draft_steps if self.draft is not None else 0,
-            CHAIN if self.drafts_text else 0,
+            CHAIN if self.text_drafts else 0,
         )
         limits = BatchLimits(
             config.max_batch,
@@ -144,7 +144,7 @@ class Engine:
         )
         if memory is not None:
             memory.check(target.config.vocab_size, tokenizer)
-        self.rounds.drafts_text, self.rounds.memory = self.drafts_text, memory
+        self.rounds.text_drafts, self.rounds.memory = self.text_drafts, memory
         if not depth:
             speculation = replace(speculation, mode="off")
         costs = self._costs() if speculation.mode == "auto" else None

@@ -104,7 +104,7 @@ class Rounds:
         self.policy = Policy(Speculation("off"))
         # If set, it gets the proposals of every round, and no node is verified: a token a round.
         # where the engine says so
-        self.drafts_text = False
+        self.text_drafts = False
         self.memory: TextMemory | None = None
         self.recorder: Recorder | None = None
         self.draft_failure: str | None = None  # why the head is off since; None while it drafts
@@ -216,14 +216,14 @@ class Rounds:
 
     def _able(self, job: Job, alive: list[int]) -> tuple[list[int], list[int]]:
         """The samples whose requests may draft, and the num_missing of each."""
-        if self.entries is None and not self.drafts_text:
+        if self.entries is None and not self.text_drafts:
             return [], []
         able = [b for b in alive if job.samples[b].request.speculation]
         return able, [job.samples[b].num_missing for b in able]
 
     def _chains(self, sample: RunningSample) -> list[TextChain]:
         """What text proposes to a sample."""
-        if not (self.drafts_text and sample.request.text_drafts):
+        if not (self.text_drafts and sample.request.text_drafts):
             return []
         sample.text.extend(sample.tokens[len(sample.text.tokens) :])
         chains = [sample.text.chain()]

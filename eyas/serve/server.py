@@ -135,7 +135,7 @@ def load(config: ServeConfig) -> ModelService:
         head is not None,
         engine.max_length,
         fingerprint(target),
-        engine.drafts_text,
+        engine.text_drafts,
     )
     return ModelService.of(engine, chat, info)
 

@@ -30,7 +30,7 @@ class ModelInfo:
     """What the server reports about its model.
 
     model: the name in requests. max_length: tokens of prompt and answer together.
-    drafts_text: whether it drafts what followed the same tokens before. target_fingerprint: of the
+    text_drafts: whether it drafts what followed the same tokens before. target_fingerprint: of the
     target's files; `eyas generate` compares it with its own target's.
     """
 
@@ -39,11 +39,11 @@ class ModelInfo:
     has_head: bool
     max_length: int
     target_fingerprint: str | None = None
-    drafts_text: bool = False
+    text_drafts: bool = False
 
     @property
     def speculates(self) -> bool:
-        return self.has_head or self.drafts_text
+        return self.has_head or self.text_drafts
 
 
 def check_logprobs(requests: Sequence[Request]) -> None:
@@ -168,7 +168,7 @@ class Translator:
             raise ApiError(404, message, "model", "model_not_found")
         if body.speculation and not self._info.speculates:
             raise unsupported("speculation", "needs a head, and this server has none")
-        if body.text_drafts and not self._info.drafts_text:
+        if body.text_drafts and not self._info.text_drafts:
             raise unsupported("text_drafts", "this server does not draft from text")
 
     def _chat_prompt(self, body: ChatRequest) -> list[int]:
