@@ -21,7 +21,8 @@ def main() -> None:
     args = held_out.arguments(__doc__, prompts=400).parse_args()
     if args.quick:
         args.prompts = min(args.prompts, 60)
-    engine = Engine.load(hub.resolve_target(args.target), config=EngineConfig(max_batch=16))
+    config = EngineConfig(max_batch=16, speculation="off")
+    engine = Engine.load(hub.resolve_target(args.target), config=config)
     results = list(engine.run(held_out.requests(args)))
     lengths = [len(result.token_ids) for result in results]
     figures = {

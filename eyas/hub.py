@@ -91,9 +91,10 @@ def _folder(place: str, role: str, what: str) -> str:
     if role == "target" and is_gguf(place):
         return str(target_folder(place))
     if not Path(place).is_dir():
+        packaged = ", ".join(f'"{name}"' for name in PACKAGED)
         raise MissingInputError(
             f"no {role} folder at {place}",
-            f'give {what}, "{BUILTIN}", or an id of the hub (OWNER/NAME)',
+            f"give {what}, {packaged}, or an id of the hub (OWNER/NAME)",
         )
     return place
 

@@ -575,8 +575,8 @@ def test_every_tau_of_the_report_has_its_meaning():
         ("tau (eagle, 1 at a time)", "2.00"),
         ("tokens a forward (eagle, 1 at a time)", "1.40"),
         ("tokens per chunk (eagle, 1 at a time)", "2.20"),
-        ("tau, held-out", "2.50"),
-        ("tau, predicted (eagle, 1 at a time)", "2.10"),
+        ("tau on held-out answers", "2.50"),
+        ("tau predicted (eagle, 1 at a time)", "2.10"),
     ]
     assert "Which tau is which" in words(render(Contents(bench, said)))
 

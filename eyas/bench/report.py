@@ -219,14 +219,14 @@ def taus(contents: Contents) -> list[tuple[str, str, str]]:
             found.append((f"tokens per chunk {of}", row["tokens_per_chunk"], what))
     if evaluation is not None:
         what = (
-            f"before any server ran, on held-out answers ({evaluation['assumes']}): of the draft "
-            "that was evaluated, which may be another than the served one"
+            f"before any server ran ({evaluation['assumes']}): of the draft that was evaluated, "
+            "which may be another than the served one"
         )
-        found.append(("tau, held-out", evaluation["tau"], what))
+        found.append(("tau on held-out answers", evaluation["tau"], what))
     for one in predictions(contents)[:1]:
         what = "what the evaluation expected of the served draft at this load"
         of = f"({one['arm']}, {one['concurrency']} at a time)"
-        found.append((f"tau, predicted {of}", one["predicted"].get("tau"), what))
+        found.append((f"tau predicted {of}", one["predicted"].get("tau"), what))
     return [(name, headline.number(value), what) for name, value, what in found]
 
 

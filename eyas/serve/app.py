@@ -183,12 +183,11 @@ class Api:
     def drain(self) -> None:
         """Take no more requests; those that run have limits.shutdown_s to finish."""
         self._is_draining = True
-        service = self._service
-        num_requests = service.worker.num_requests if service is not None else 0
-        log.info("shutting down", extra={"data": {"requests": num_requests}})
-        if service is not None:
-            loop = asyncio.get_running_loop()
-            loop.call_later(self.limits.shutdown_s, service.worker.fail_all)
+        if self._service is None:  # it never served, and what ended it says why
+            return
+        worker = self._service.worker
+        log.info("shutting down", extra={"data": {"requests": worker.num_requests}})
+        asyncio.get_running_loop().call_later(self.limits.shutdown_s, worker.fail_all)
 
     async def close(self) -> None:
         """End the threads."""

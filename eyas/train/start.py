@@ -267,5 +267,5 @@ def recount(
     was_W = old_row_V[ids_W]
     fresh_WH = vocabulary.lm_head.cpu()[ids_W].to(lm_head.weight) * scale
     rows_WH = torch.where((was_W >= 0).unsqueeze(1), lm_head.weight[was_W.clamp(min=0)], fresh_WH)
-    lm_head.weight = nn.Parameter(rows_WH, requires_grad=lm_head.weight.requires_grad)
-    lm_head.out_features = W
+    head.lm_head = nn.Linear(rows_WH.shape[1], W, bias=False, device="meta")  # draws no numbers
+    head.lm_head.weight = nn.Parameter(rows_WH, requires_grad=lm_head.weight.requires_grad)
