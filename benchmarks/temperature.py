@@ -7,19 +7,24 @@ Every setting (temperatures, cuts, penalties, log-probabilities) runs the same p
 of Spec-Bench's tasks, through three engines on one target: plain, `--speculation`, and a fixed
 tree, whose rounds cost the same at every temperature but for the draws. The settings take turns
 prompt by prompt, so that a busy minute hits all alike. By setting: ms a token of each engine
-(medians over requests), the speed-up, tau, and ms a round of the fixed tree. The last line of
-stdout is one JSON.
+(medians over requests), the speed-up, tau, and ms a round of the fixed tree; and microseconds of a
+single draw, as of a first token or under a grammar, in NumPy and in the native library. The last
+line of stdout is one JSON.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
+import math
 import random
 import statistics
+import time
 from dataclasses import replace
 
 import held_out
+import torch
 from speedup import Measured, turn
 
 from eyas import hub
@@ -27,6 +32,7 @@ from eyas.chat import Chat
 from eyas.engine.draft import Draft
 from eyas.engine.engine import Engine, EngineConfig
 from eyas.engine.request import Request, SamplingParams
+from eyas.engine.sampling import Sampler
 from eyas.model.checkpoint import read_head
 from eyas.model.target import Target
 
@@ -72,6 +78,7 @@ def main() -> None:
     args = arguments()
     target = Target.load(hub.resolve_target(args.target), "bfloat16")
     draft = Draft(*read_head(hub.resolve_head(args.head)), target)
+    single = single_draws(args.settings, target.config.vocab_size)
     shared = {"max_batch": args.concurrency, "max_length": args.most, "prefix_reuse": False}
     ways = {"plain": "off", "auto": args.speculation, "tree": args.tree}
     engines = {
@@ -95,6 +102,7 @@ def main() -> None:
     rows = {setting: row(measured, setting) for setting in args.settings}
     for setting, figures in rows.items():
         figures["plain_to_greedy"] = ratio(figures["ms_plain"], rows[args.settings[0]]["ms_plain"])
+        figures |= single.get(setting, {})
         print(setting, json.dumps(figures), flush=True)
     print(
         json.dumps(
@@ -106,6 +114,25 @@ def main() -> None:
             }
         )
     )
+
+
+def single_draws(settings: list[str], vocab_size: int) -> dict[str, dict[str, float]]:
+    """Microseconds of a draw from a row of logits, the fastest of 100, by setting that is sampled:
+    in turns, since other work on the machine only ever adds.
+    """
+    generator = torch.Generator().manual_seed(0)
+    logits_V = 4 * torch.randn(vocab_size, generator=generator)
+    params = {name: SamplingParams(seed=0, **SETTINGS[name]) for name in settings if SETTINGS[name]}
+    found = {name: {"us_draw_plain": math.inf, "us_draw_native": math.inf} for name in params}
+    for _ in range(100):
+        for (name, one), native in itertools.product(params.items(), (False, True)):
+            sampler = Sampler(one, range(500), vocab_size, frozenset())
+            started = time.perf_counter()
+            sampler.draw(logits_V, native)
+            us = (time.perf_counter() - started) * 1e6
+            key = "us_draw_native" if native else "us_draw_plain"
+            found[name][key] = min(found[name][key], round(us, 1))
+    return found
 
 
 def row(measured: dict[tuple[str, str], Measured], setting: str) -> dict[str, float | None]:

@@ -26,6 +26,7 @@ from eyas.engine.sampling import (
     token_logprob_natively,
     weights_of,
 )
+from eyas.errors import EyasError
 from eyas.model.library import address, library, unavailable
 from eyas.model.target import Target
 from tests import tiny_engine
@@ -107,16 +108,17 @@ def sampler_of(prompt, params, V):
 def test_the_library_draws_the_tokens_of_the_plain_sampler(answer):
     rows, prompt, params = answer
     V = rows.shape[1]
-    plain, ours = sampler_of(prompt, params, V), sampler_of(prompt, params, V)
+    plain, ours, single = (sampler_of(prompt, params, V) for _ in range(3))
     if plain.is_plain_greedy:
         return
     with np.errstate(all="ignore"):
         expected = [plain.draw(torch.from_numpy(row)) for row in rows]
+        assert [single.draw(torch.from_numpy(row), native=True) for row in rows] == expected
         tokens = drawn(ours, rows)
     ours.take_drawn(tokens)
     assert ours.num_drawn == plain.num_drawn
     assert tokens[: plain.num_drawn] == expected[: plain.num_drawn]
-    assert ours.logprobs == plain.logprobs
+    assert ours.logprobs == single.logprobs == plain.logprobs
 
 
 @settings(max_examples=60, deadline=None)
@@ -146,9 +148,12 @@ def test_logits_that_overflowed_give_no_token(bad, options):
     rows = np.zeros((2, 40), np.float32)
     rows[1, 7] = bad
     params = SamplingParams(**{"temperature": 1.0, "seed": 0} | options)
-    tokens = drawn(Sampler(params, [], 40, frozenset()), rows)
+    sampler = Sampler(params, [], 40, frozenset())
+    tokens = drawn(sampler, rows)
     assert tokens[0] >= 0
     assert tokens[1] == -1
+    with pytest.raises(EyasError, match="best logit is"):
+        sampler.draw(torch.from_numpy(rows[1]), native=True)
 
 
 @FEW

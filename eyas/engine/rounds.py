@@ -151,7 +151,7 @@ class Rounds:
             if column + 1 < len(sample.tokens):
                 _score(sample, column + 1, output.logits[place], self.target.is_native)
             else:
-                token = _draw(sample, best, output.logits, place)
+                token = _draw(sample, best, output.logits, place, self.target.is_native)
                 emitted[b] = sample.take([token], self._end_tokens)
         for sample, chunk in zip(job.samples, chunks, strict=True):
             sample.num_cached = chunk.stop
@@ -317,7 +317,7 @@ class Rounds:
         """
         tree = tree_of_line(sample.root, chosen, place)
         path, tokens = accept(
-            tree.tokens, tree.parents, lambda node: sample.sampler.draw(logits[node])
+            tree.tokens, tree.parents, lambda node: sample.sampler.draw(logits[node], native=True)
         )
         columns = np.array([path, range(1, len(path) + 1)], dtype=np.int64) + sample.num_cached
         request = np.zeros_like(columns)
@@ -423,7 +423,9 @@ def _score(sample: RunningSample, column: int, logits_V: torch.Tensor, is_native
     sample.prompt_logprobs.append(scored)
 
 
-def _draw(sample: RunningSample, best: list[int], logits: torch.Tensor, row: int) -> int:
+def _draw(
+    sample: RunningSample, best: list[int], logits: torch.Tensor, row: int, native: bool = False
+) -> int:
     """The target's next token at a row of best [R] and logits [R, V].
 
     It advances the sampler, so it is called along the accepted path only, in its order.
@@ -431,7 +433,7 @@ def _draw(sample: RunningSample, best: list[int], logits: torch.Tensor, row: int
     if sample.sampler.is_plain_greedy:
         sample.sampler.take(best[row])
         return best[row]
-    return sample.sampler.draw(logits[row])
+    return sample.sampler.draw(logits[row], native)
 
 
 def outcome_of(

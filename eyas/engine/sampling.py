@@ -15,6 +15,7 @@ V vocabulary, C candidates.
 
 from __future__ import annotations
 
+import ctypes
 import math
 import secrets
 from collections.abc import Sequence
@@ -113,6 +114,27 @@ def sample(logits_V: Logits, params: SamplingParams, uniform: float) -> int:
         ids_C, weights_C = kept_C if ids_C is None else ids_C[kept_C], weights_C[kept_C]
     at = _quantile(weights_C, uniform)
     return at if ids_C is None else int(ids_C[at])
+
+
+def sample_natively(logits_V: Logits, params: SamplingParams, seed: int, index: int) -> int:
+    """`sample` in the native library at the number of token `index`, of fp32 logits."""
+    assert logits_V.dtype == np.float32
+    assert logits_V.flags.c_contiguous
+    token = ctypes.c_int64()
+    state = DrawState(
+        temperature=params.temperature,
+        top_p=params.top_p,
+        min_p=params.min_p,
+        top_k=min(params.top_k, 2**62),
+        repetition=1.0,
+        seed=seed,
+        num_drawn=index,
+    )
+    call = ctypes.addressof(state), address(logits_V), 1, len(logits_V), ctypes.addressof(token)
+    library().eyas_draw(*call)
+    if token.value < 0:
+        raise no_best_logit(float(logits_V.max()))
+    return token.value
 
 
 def weights_of(logits_V: Logits, temperature: float) -> Weights:
@@ -374,17 +396,22 @@ class Sampler:
                 )
             self._advance(token)
 
-    def draw(self, logits_V: torch.Tensor) -> int:
+    def draw(self, logits_V: torch.Tensor, native: bool = False) -> int:
         """The next token. The token that ended the answer is repeated: the walk through a tree may
-        go past the end.
+        go past the end. native: compute in the native library, which must be available; of fp32
+        logits on a CPU.
         """
         if self._over_with is not None:
             return self._over_with
         raw_V = host_logits(logits_V)
-        number = uniform(self.seed, self.num_drawn) if self.params.temperature > 0 else 0.0
-        token = self._draw_allowed(self._adjusted(raw_V), number)
+        token = self._draw_allowed(self._adjusted(raw_V), native)
         if self.logprobs is not None:
-            self.logprobs.append(token_logprob(raw_V, token, self.params.logprobs or 0))
+            num_top = self.params.logprobs or 0
+            self.logprobs.append(
+                token_logprob_natively(logits_V, token, num_top)
+                if native
+                else token_logprob(raw_V, token, num_top)
+            )
         self._advance(token)
         return token
 
@@ -402,12 +429,15 @@ class Sampler:
             adjusted_V[self._end_ids] = -np.inf
         return adjusted_V
 
-    def _draw_allowed(self, logits_V: Logits, number: float) -> int:
+    def _draw_allowed(self, logits_V: Logits, native: bool) -> int:
         """The draw among what the grammar allows: mostly few tokens, so the others are left out."""
-        if self._matcher is None:
-            return sample(logits_V, self.params, number)
-        ids_C = np.flatnonzero(self._matcher.mask())
-        return int(ids_C[sample(logits_V[ids_C], self.params, number)])
+        ids_C = None if self._matcher is None else np.flatnonzero(self._matcher.mask())
+        logits_C = logits_V if ids_C is None else logits_V[ids_C]
+        if native:
+            at = sample_natively(logits_C, self.params, self.seed, self.num_drawn)
+        else:
+            at = sample(logits_C, self.params, uniform(self.seed, self.num_drawn))
+        return at if ids_C is None else int(ids_C[at])
 
     def _advance(self, token: int) -> None:
         self.num_drawn += 1
