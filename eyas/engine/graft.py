@@ -127,6 +127,11 @@ def in_company(cell: int) -> int:
     return cell_of(kind, 2, opinion)
 
 
+def is_proposed(cell: int) -> bool:
+    """Whether the head proposes this candidate of text too."""
+    return cell % NUM_OPINIONS >= 2
+
+
 def opinion_of(surprise: float) -> int:
     """Of a token that the head proposed; surprise: -log of its probability there."""
     return 2 + min(3, int(2.0 * math.sqrt(max(surprise, 0.0))))
@@ -138,9 +143,8 @@ def _laid_out(
     """Level by level: the head's candidates, then the new ones of the line that has most."""
     B, C, levels = len(lines), starts[-1], len(starts) - 1
     depth = max([levels, *(1 + level for one in added for level, *_ in one.new)])
-    places: list[
-        list[int]
-    ] = []  # of each line's new nodes: how many of its own are before it in its level
+    # of each line's new nodes: how many of its own are before it in its level
+    places: list[list[int]] = []
     extra = [0] * depth
     for one in added:
         counts = [0] * depth
@@ -197,6 +201,5 @@ def accepted_by_source(proposals: Proposals, emitted: Sequence[Sequence[int]]) -
             if node == len(parents):
                 break
             cell = int(text.cells[b, node])
-            both = cell % NUM_OPINIONS >= 2
-            counts["head" if cell < 0 else "both" if both else "text"] += 1
+            counts["head" if cell < 0 else "both" if is_proposed(cell) else "text"] += 1
     return counts

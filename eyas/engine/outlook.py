@@ -27,11 +27,11 @@ class Outlook:
     num_requests: B. usual_QRKN: path probabilities of the trees of late, as of an average request,
     by kind of request (Q), of each depth at most, descending. reached_QR: int64, how deep each was
     drafted. kind_S: int64. text_SN: those of text's candidates, which need no drafting; 0 for none.
-    known_S, hoped_S: log-odds by which
-    each request differs, as known and as hoped. due_S: int64, entries made with its root's. late_S:
-    ms of those that it lacks besides, by round. forwards: [S * N + 1], by nodes. extends: by
-    entries. steps: [S + 1], one level of trees of so many requests. known_factor, hoped_factor: by
-    which drafting rounds take longer than the table says, against plain ones.
+    known_S, hoped_S: log-odds by which each request differs, as known and as hoped. due_S: int64,
+    entries made with its root's. late_S: ms of those that it lacks besides, by round. forwards:
+    [S * N + 1], by nodes. extends: by entries. steps: [S + 1], one level of trees of so many
+    requests. known_factor, hoped_factor: by which drafting rounds take longer than the table says,
+    against plain ones.
     """
 
     num_requests: int

@@ -158,7 +158,7 @@ class Policy:
         for row, request, own in zip(text_SN, requests, chains, strict=False):
             paths = self.text.paths(own, request, self._most)
             row[: len(paths)] = paths
-        plan.kinds = kinds_of(requests, text_SN)
+        plan.kinds = tree_kinds(requests, text_SN)
         known_S = np.array([one.log_odds for one in requests])
         deviation_S = np.array([one.deviation for one in requests])
         outlook = Outlook(
@@ -318,7 +318,7 @@ class Policy:
         return self.costs
 
 
-def kinds_of(requests: Sequence[RequestAcceptance], text_SN: np.ndarray) -> np.ndarray:
+def tree_kinds(requests: Sequence[RequestAcceptance], text_SN: np.ndarray) -> np.ndarray:
     """What trees are to be expected of each request, int64 [S]: sampled or greedy, and how much
     text there is already, which the head's trees can only add to.
     """

@@ -102,10 +102,10 @@ class Rounds:
         self.trace = Trace()
         self.target, self.draft, self.speculation = target, draft, speculation
         self.policy = Policy(Speculation("off"))
-        # If set, it gets the proposals of every round, and no node is verified: a token a round.
         # where the engine says so
         self.text_drafts = False
         self.memory: TextMemory | None = None
+        # If set, it gets the proposals of every round, and no node is verified: a token a round.
         self.recorder: Recorder | None = None
         self.draft_failure: str | None = None  # why the head is off since; None while it drafts
         self._end_tokens = frozenset(target.config.eos_token_ids)

@@ -28,7 +28,7 @@ from eyas.engine.acceptance import (
     judge,
     path_probs,
 )
-from eyas.engine.graft import NUM_CELLS, NUM_COMPANIES, NUM_OPINIONS, cell_of
+from eyas.engine.graft import NUM_CELLS, NUM_COMPANIES, NUM_OPINIONS, cell_of, is_proposed
 from eyas.engine.text import FIRST_ACCEPTANCE, NUM_KINDS, TextChain
 from eyas.model.library import library, pointers
 from eyas.model.rows import PAD, Proposals
@@ -152,8 +152,3 @@ class TextAcceptance:
         table = (drawn + _POOLED_COUNT * pooled) / (judged + _POOLED_COUNT)
         self._table = np.minimum(table, LARGEST).reshape(-1)
         self._list: list[float] = self._table.tolist()
-
-
-def is_proposed(cell: int) -> bool:
-    """Whether the head proposes this candidate of text too."""
-    return cell % NUM_OPINIONS >= 2
