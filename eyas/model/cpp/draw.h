@@ -22,7 +22,6 @@ constexpr int kStripVectors = 16;  // of 16 logits, whose maxima by lane say wha
 constexpr int kMostPlaces = 64;    // of a walk: a tree's columns
 constexpr int64_t kWeightSlack = 4;  // units, above what rounding can turn around
 constexpr int kFewLeft = 64;         // candidates: sorting them costs less than closing in once more
-constexpr double kTwo53 = 9007199254740992.0;
 
 // How a request draws: the fields of `model/draws.py`'s DrawState, in its order. The arrays are the caller's.
 struct DrawState {
