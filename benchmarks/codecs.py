@@ -75,7 +75,6 @@ def tau_of(
     """Train and measure one head."""
     folder = args.folder / "heads" / f"{args.epochs}-{codec.replace('/', '-')}-{seed}"
     config = TrainConfig(
-        head={"draft_vocab_size": 2048},
         epochs=args.epochs,
         learning_rate=args.learning_rate,
         stop=NOT_MEASURED,
@@ -111,7 +110,7 @@ def main() -> None:
     )
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--epochs", type=int, default=8)
-    parser.add_argument("--learning-rate", type=float, default=2.5e-3)
+    parser.add_argument("--learning-rate", type=float, help="as `eyas train` takes it, if none")
     parser.add_argument("--held-out-share", type=float, default=0.15)
     args = parser.parse_args()
     args.training = {"head": {"draft_vocab_size": 2048}}

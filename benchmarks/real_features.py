@@ -63,7 +63,7 @@ def captured(args: argparse.Namespace, held_out_share: float) -> Artifact:
         generate(generation, prompts_artifact(args, str(made / "prompts")), answers, track)
     with progress_bar("capture") as track:
         capture(
-            CaptureConfig(target=args.target, held_out_share=held_out_share),
+            CaptureConfig(target=args.target, held_out_share=held_out_share, codec="lossless"),
             answers,
             features,
             track,
