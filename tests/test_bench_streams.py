@@ -166,6 +166,7 @@ def test_what_counters_say_of_rounds():
         "tau": 2.5,
         "nodes_mean": 4,
         "acceptance_by_position": [1, 0.5, 0],
+        "num_draft_steps": 3,
     }
     assert rounds_of({"spec_accept_length": 2.9}) == {"tau": 2.9}  # SGLang's gauge
     assert rounds_of({"spec_decode_num_drafts_total": 0.0}) == rounds_of({}) == {}

@@ -4,7 +4,8 @@ arms did the same work. Knows no figure of time.
 All of it is voluntary, and each server tells something else: eyas in its model card, and its
 version in its OpenAPI document, SGLang at /server_info, llama.cpp in its model card's `meta`, vLLM
 its version and no precision. Counters are read from /metrics, where eyas, vLLM and llama.cpp have
-the same names for speculation, each with its own prefix; SGLang has a gauge.
+the same names for speculation, each with its own prefix. SGLang counts rounds and tokens of answers
+that are over, from which accepted drafts follow.
 
 What differs between two arms is refused, unless the user insists, or only reported:
 
@@ -43,8 +44,11 @@ DTYPES = {
 SALTED = ("eyas", "vllm")
 Counters = dict[str, float]  # name without prefix, with the labels in LABELS: "rounds_total|tree"
 LABELS = ("position", "kind")
+REQUESTS = ("request_success_total", "num_requests_total")  # answers that are over; SGLang's name
 _SAMPLE = re.compile(r"^(?:\w+:)?(\w+)(?:\{(.*)\})? (\S+)(?: \d+)?$")
 _LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
+# every answer makes one of them larger; llama.cpp's name of the first is the second
+ONLY_UP = ("generation_tokens_total", "tokens_predicted_total", *REQUESTS)
 LENGTHS_APART = 0.1
 BEGINNING = 16  # characters
 ALIKE = 0.5
@@ -175,8 +179,17 @@ def parse_metrics(page: str) -> Counters:
     return found
 
 
+def is_restarted(before: Counters, after: Counters) -> bool:
+    """Whether counters began anew between two readings."""
+    return any(after.get(name, 0.0) < before.get(name, 0.0) for name in ONLY_UP)
+
+
 def counted_between(before: Counters, after: Counters) -> Counters:
-    """Counts from one reading to the next; gauges (no `_total`) as they are at the end."""
+    """Counts from one reading to the next; gauges (no `_total`) as they are at the end. Of a server
+    that restarted, what it counted since.
+    """
+    if is_restarted(before, after):
+        before = {}
     return {
         name: value - before.get(name, 0.0) if "_total" in name else value
         for name, value in after.items()
@@ -195,13 +208,11 @@ def add_counters(one: Counters, other: Counters) -> Counters:
 def rounds_of(counted: Counters) -> dict[str, Any]:
     """What the counters of a stretch say of its rounds; a figure that they lack is left out.
 
-    nodes_mean: drafted tokens that the target judged, a sample and round. plain_share: of the
-    engine's rounds, those without drafts. predicted_over_real: of the rounds' time.
+    nodes_mean: drafted tokens that the target judged, a sample and round; 0 for not known.
+    num_draft_steps: positions that are counted; of eyas those that accepted at all. plain_share: of
+    the engine's rounds, those without drafts. predicted_over_real: of the rounds' time.
     """
-    drafts, accepted = (
-        counted.get(f"spec_decode_num_{what}_total", 0.0) for what in ("drafts", "accepted_tokens")
-    )
-    nodes = counted.get("spec_decode_num_draft_tokens_total", 0.0)
+    drafts, accepted, nodes = _drafts(counted)
     found: dict[str, Any] = {}
     if drafts > 0:
         found |= {"num_rounds": drafts, "tau": 1 + accepted / drafts, "nodes_mean": nodes / drafts}
@@ -209,6 +220,7 @@ def rounds_of(counted: Counters) -> dict[str, Any]:
         found["acceptance_by_position"] = acceptance_of_positions(
             drafts, list(by_position.values())
         )
+        found["num_draft_steps"] = int(counted.get("spec_num_steps", 0)) or len(by_position)
     elif (
         "spec_decode_num_drafts_total" not in counted and counted.get("spec_accept_length", 0.0) > 0
     ):
@@ -223,6 +235,28 @@ def rounds_of(counted: Counters) -> dict[str, Any]:
     if predicted > 0 and real > 0:
         found["predicted_over_real"] = predicted / real
     return found
+
+
+def num_ended(counted: Counters) -> float:
+    """Answers that came to their end."""
+    return sum(counted.get(name, 0.0) for name in REQUESTS)
+
+
+def _drafts(counted: Counters) -> tuple[float, float, float]:
+    """Rounds with drafts, accepted drafts, judged drafts.
+
+    SGLang counts rounds and tokens when an answer is over. The first token of an answer is the
+    prefill's, and every round adds one of the target; what a round gave beyond the end of its
+    answer is not among the tokens, so tau comes out low by at most that. Its gauge of the drafts'
+    size is 0 until the first round was logged.
+    """
+    if (rounds := counted.get("spec_verify_calls_total", 0.0)) > 0:
+        of_rounds = counted.get("generation_tokens_total", 0.0) - num_ended(counted)
+        nodes = max(counted.get("spec_num_draft_tokens", 0.0) - 1, 0.0)  # the root counted there
+        return rounds, max(of_rounds - rounds, 0.0), nodes * rounds
+    names = ("drafts", "accepted_tokens", "draft_tokens")
+    drafts, accepted, nodes = (counted.get(f"spec_decode_num_{what}_total", 0.0) for what in names)
+    return drafts, accepted, nodes
 
 
 def _series(counted: Counters, name: str) -> dict[str, float]:

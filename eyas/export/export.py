@@ -6,6 +6,7 @@ Does not know what a form looks like (checkpoint) nor what makes a head bad (che
     sglang/   config.json  model.safetensors     each is read back from where it was written: same
     vllm/     config.json  model.safetensors     config, bit-equal tensors, equal logits of a sample
     README.md                                    the model card, with the commands that launch both
+    eval.json                                    of an evaluation, if one was given
 """
 
 from __future__ import annotations
@@ -137,6 +138,8 @@ def export(
         gguf=read_config(folder).get(GGUF),
     )
     output.write(CARD, card.text().encode())
+    if measured is not None:  # as measured, for `eyas watch`: the card rounds
+        output.write_json("eval.json", measured)
     counts = {"forms": len(config.forms), "tensors": len(tensors), "parameters": num_parameters}
     facts = {
         "target": launch.target,

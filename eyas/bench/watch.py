@@ -1,0 +1,331 @@
+"""A watch over production: whether servers take a head's drafts as its card foretold, from what
+they count alone. Knows cards' figures and counters; keeps nothing, and asks no model anything.
+
+A window is the stretch in which `requests` answers came to their end on all servers together; tau
+is over all its rounds. The head is stale in a window where
+
+    tau_card - MARGIN * (tau_card - 1) - tau  >  z * sqrt(se_card^2 + sd^2 / n)
+
+    tau_card, se_card   of the card, for drafts of the same size; se from its 95 % interval
+    sd                  of tau over answers like the card's: se_card * sqrt(answers)
+    n                   answers that the window is worth: its requests, or as many of the card's
+                        answers as have its rounds, where that is less
+    z                   3.09: one window in a thousand (FALSE_ALARMS) by chance, at most
+
+A round's neighbours in an answer are like it, so rounds are no independent draws, and answers are
+what is counted: of long ones each counts once, short ones count by their rounds. MARGIN is there
+because no traffic is the card's prompts: what is lost must also be worth a new head.
+deploy/prometheus-rules.yaml has the same formula.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import re
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate, zip_longest
+from operator import mul
+from statistics import NormalDist
+from typing import Any
+
+from eyas.artifact import Artifact
+from eyas.bench.server import (
+    Counters,
+    add_counters,
+    counted_between,
+    is_restarted,
+    num_ended,
+    read_counters,
+    rounds_of,
+)
+from eyas.client import Client
+from eyas.errors import EyasError, InputError, MismatchError, MissingInputError
+from eyas.tau import Interval, acceptance_of_positions
+
+MARGIN = 0.1  # of the accepted drafts a round: less is not worth a training run
+FALSE_ALARMS = 0.001  # of windows
+Z = NormalDist().inv_cdf(1 - FALSE_ALARMS)
+Z_95 = NormalDist().inv_cdf(0.975)
+POLL_S = 5.0
+LOST_S = 300.0  # longer than a server takes to load: none is coming back
+# Of judged drafts a round. eyas counts drafts as they are judged, and rounds as answers end: those
+# under way are the difference, a batch at most.
+SIZE_APART = 0.25
+EVAL, README = "eval.json", "README.md"
+_FIXED = re.compile(r"fixed\((\d+),(\d+),(\d+)\)")
+_TAU = re.compile(r"^tau (\d+\.\d+) \(95 %: (\d+\.\d+)-(\d+\.\d+)\)", re.M)
+_ASSUMES = re.compile(r"^It assumes (\S+) in \w+ at temperature ([\d.]+\d)", re.M)
+_LIST = re.compile(r"^(acceptance_by_position|accept_hist): (.+)$", re.M)
+_PARTS = re.compile(r"^### by source\n\n\|(.+)\|\n\|[-|]+\|\n((?:\|.+\|\n)+)", re.M)
+
+
+@dataclass(frozen=True, slots=True)
+class CardTau:
+    """What a card says of one size of drafts. speculation: as `eyas serve` takes it."""
+
+    speculation: str
+    temperature: float
+    tau: float
+    interval: Interval
+    num_answers: int
+    num_rounds: int
+    acceptance_by_position: tuple[float, ...]
+
+    @property
+    def size(self) -> tuple[int, int, int] | None:
+        """Draft steps, branches, tokens that the target judges (the root counted); None of auto."""
+        found = _FIXED.fullmatch(self.speculation)
+        return (int(found[1]), int(found[2]), int(found[3])) if found else None
+
+    @property
+    def se(self) -> float:
+        """Standard error of tau."""
+        return (self.interval[1] - self.interval[0]) / (2 * Z_95)
+
+    def cut(self, num_draft_steps: int) -> CardTau:
+        """A chain's figures with fewer drafts a round: the same acceptance, no drafts behind."""
+        shares = list(accumulate(self.acceptance_by_position, mul))
+        kept = sum(shares[:num_draft_steps]) / sum(shares)
+        tau, low, high = (1 + kept * (one - 1) for one in (self.tau, *self.interval))
+        return replace(
+            self,
+            speculation=f"fixed({num_draft_steps},1,{num_draft_steps + 1})",
+            tau=tau,
+            interval=(low, high),
+            num_rounds=round(self.num_rounds * self.tau / tau),
+            acceptance_by_position=self.acceptance_by_position[:num_draft_steps],
+        )
+
+
+def read_card(place: str) -> list[CardTau]:
+    """The figures of a head's card: of an eval.json or README.md, or of a folder or URL that has
+    one: output of `eyas eval`, or of `eyas export` with an evaluation.
+
+    Raises MissingInputError, InputError for a card without a tau and its interval.
+    """
+    folder, _, name = place.rpartition("/")
+    if name not in (EVAL, README):
+        folder, name = place, ""
+    output = Artifact(folder or ".")
+    found = next((one for one in (EVAL, README) if name in ("", one) and output.exists(one)), None)
+    if found is None:
+        raise MissingInputError(
+            f"no {name or f'{EVAL} and no {README}'} in {output.url}",
+            "give the output of `eyas eval` or `eyas export`",
+        )
+    text = output.read(found).decode(errors="replace")
+    figures = _of_eval(json.loads(text)) if found == EVAL else _of_readme(text)
+    if not figures:
+        raise InputError(
+            f"{output.url}/{found} states no tau with its interval",
+            "measure the head with `eyas eval` (6 answers or more), and give its output",
+        )
+    return figures
+
+
+def _of_eval(result: Mapping[str, Any]) -> list[CardTau]:
+    """Trees first, as they were served; a chain on features has no `speculation`."""
+    found = [*result.get("trees", [])]
+    if "tau_by_num_draft_steps" in result:
+        found.append(result)
+    return [_card_tau(one) for one in found if one["tau_interval"] and one["rounds"]]
+
+
+def _card_tau(one: Mapping[str, Any]) -> CardTau:
+    steps = one["num_draft_steps"]
+    is_tree = "tau_by_num_draft_steps" not in one
+    return CardTau(
+        one["speculation"] if is_tree else f"fixed({steps},1,{steps + 1})",
+        one["temperature"] if is_tree else 0.0,
+        one["tau"],
+        (one["tau_interval"][0], one["tau_interval"][1]),
+        one["answers"],
+        one["rounds"],
+        tuple(one["acceptance_by_position"]),
+    )
+
+
+def _of_readme(text: str) -> list[CardTau]:
+    """The headline of a card that `eyas export` wrote; two decimals of tau."""
+    tau, lists, parts = _TAU.search(text), dict(_LIST.findall(text)), _PARTS.search(text)
+    if tau is None or parts is None or len(lists) < 2:
+        return []
+    names, *rows = (
+        [cell.strip() for cell in line.strip("|").split("|")]
+        for line in (parts[1], *parts[2].splitlines())
+    )
+    acceptance = tuple(map(float, lists["acceptance_by_position"].split(", ")))
+    assumed = _ASSUMES.search(text)
+    chain = f"fixed({len(acceptance)},1,{len(acceptance) + 1})"
+    return [
+        CardTau(
+            assumed[1] if assumed else chain,
+            float(assumed[2]) if assumed else 0.0,
+            float(tau[1]),
+            (float(tau[2]), float(tau[3])),
+            sum(int(row[names.index("answers")]) for row in rows),
+            sum(map(int, lists["accept_hist"].split(", "))),
+            acceptance,
+        )
+    ]
+
+
+def choose(figures: Sequence[CardTau], temperature: float, rounds: Mapping[str, Any]) -> CardTau:
+    """The card's figures for drafts of the size that a server makes (`rounds_of` its counters): the
+    nearest, a longer chain cut to its steps among them; else those of auto. Where the server does
+    not tell the size, the first. Raises MismatchError.
+    """
+    own = [one for one in figures if one.temperature == temperature]
+    nodes, steps = rounds["nodes_mean"], rounds["num_draft_steps"]  # of the second at least so many
+    if own and not nodes:
+        return own[0]
+    sized = [one for one in own if one.size is not None and one.size[0] >= steps]
+    longer = [one for one in sized if one.size and one.size[1] == 1 and one.size[0] > steps > 0]
+
+    def apart(one: CardTau) -> float:
+        assert one.size is not None
+        return abs(nodes / (one.size[2] - 1) - 1)
+
+    nearest = min([*sized, *(one.cut(steps) for one in longer)], key=apart, default=None)
+    if nearest is not None and apart(nearest) <= SIZE_APART:
+        return nearest
+    if auto := [one for one in own if one.size is None]:
+        return auto[0]
+    known = ", ".join(f"{one.speculation} at temperature {one.temperature:g}" for one in figures)
+    raise MismatchError(
+        f"the target judges {nodes:.1f} drafts a round; the card has {known}",
+        "measure what is served: `eyas eval` with --trees and --temperatures; auto is a tree too",
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class WatchWindow:
+    """What all servers counted in one window, beside the card. restarted, lost: of the servers'
+    addresses, in this window.
+    """
+
+    num_requests: int
+    num_rounds: int
+    tau: float
+    acceptance_by_position: tuple[float, ...]  # empty of SGLang, which does not count it
+    card: CardTau
+    restarted: tuple[str, ...] = ()
+    lost: tuple[str, ...] = ()
+
+    @property
+    def worth(self) -> float:
+        """Answers of the card that the window is worth."""
+        return min(
+            self.num_requests, self.num_rounds * self.card.num_answers / self.card.num_rounds
+        )
+
+    @property
+    def se(self) -> float:
+        """Standard error of tau, of answers that differ as the card's do."""
+        return self.card.se * math.sqrt(self.card.num_answers / self.worth)
+
+    @property
+    def interval(self) -> Interval:
+        """95 % of tau."""
+        return max(1.0, self.tau - Z_95 * self.se), self.tau + Z_95 * self.se
+
+    @property
+    def least_tau(self) -> float:
+        """Below it the head is stale."""
+        return self.card.tau - MARGIN * (self.card.tau - 1) - Z * math.hypot(self.card.se, self.se)
+
+    @property
+    def is_stale(self) -> bool:
+        return self.tau < self.least_tau
+
+
+def window_of(
+    figures: Sequence[CardTau],
+    temperature: float,
+    counted: Mapping[str, Counters],
+    since_start: Mapping[str, Counters],
+) -> WatchWindow:
+    """What servers counted in a window, and since they started, by address. Raises EyasError where one drafts nothing, MismatchError
+    where they draft in different sizes, or in one that the card has not.
+    """
+    drafting: dict[str, Mapping[str, Any]] = {}
+    for url, own in counted.items():
+        if "num_rounds" in (rounds := rounds_of(own)):
+            drafting[url] = rounds
+        elif ended := num_ended(own):
+            raise EyasError(
+                f"{url} ended {ended:.0f} requests and counts no round of drafts",
+                "start it with the head: its card, which `eyas export` writes, has the command",
+            )
+    cards = {
+        url: choose(figures, temperature, {**rounds, **rounds_of(since_start[url])})
+        for url, rounds in drafting.items()
+    }
+    sizes = {card.speculation: url for url, card in cards.items()}
+    if len(sizes) > 1:
+        found = " and ".join(f"{url} in {size}" for size, url in sizes.items())
+        raise MismatchError(f"servers draft differently: {found}", "watch them apart")
+    total = sum(rounds["num_rounds"] for rounds in drafting.values())
+    by_server = [
+        list(accumulate(rounds["acceptance_by_position"], mul, initial=rounds["num_rounds"]))
+        for rounds in drafting.values()
+    ]
+    by_position = [sum(counts) for counts in zip_longest(*by_server, fillvalue=0.0)]
+    is_known = all(len(counts) > 1 for counts in by_server)
+    return WatchWindow(
+        round(sum(map(num_ended, counted.values()))),
+        round(total),
+        sum(rounds["tau"] * rounds["num_rounds"] for rounds in drafting.values()) / total,
+        tuple(acceptance_of_positions(total, by_position[1:])) if is_known else (),
+        next(iter(cards.values())),
+    )
+
+
+async def windows(
+    clients: Sequence[Client],
+    figures: Sequence[CardTau],
+    temperature: float,
+    requests: int,
+    poll_s: float = POLL_S,
+) -> AsyncIterator[WatchWindow]:
+    """Windows of `requests` answers or a few more, without an end.
+
+    Raises MissingInputError where a server has no counters at the start, or none answers for
+    LOST_S; what `window_of` raises.
+    """
+    last = dict(zip([one.url for one in clients], await _read(clients), strict=True))
+    if silent := [url for url, counters in last.items() if not counters]:
+        raise MissingInputError(
+            f"no counters at {', '.join(f'{url}/metrics' for url in silent)}",
+            "check the address; SGLang counts with --enable-metrics",
+        )
+    counted: dict[str, Counters] = {url: {} for url in last}
+    restarted, lost = list[str](), set[str]()
+    waited_s = 0.0
+    while True:
+        await asyncio.sleep(poll_s)
+        now = dict(zip(last, await _read(clients), strict=True))
+        waited_s = 0.0 if any(now.values()) else waited_s + poll_s
+        if waited_s >= LOST_S:
+            raise MissingInputError(
+                f"no answer from {', '.join(last)} for {waited_s:.0f} s", "look at the servers"
+            )
+        for url, counters in now.items():
+            if not counters:
+                lost.add(url)
+                continue
+            if is_restarted(last[url], counters):
+                restarted.append(url)
+            counted[url] = add_counters(counted[url], counted_between(last[url], counters))
+            last[url] = counters
+        if sum(map(num_ended, counted.values())) >= requests:
+            window = window_of(figures, temperature, counted, last)
+            yield replace(window, restarted=tuple(restarted), lost=tuple(sorted(lost)))
+            counted, restarted, lost = {url: {} for url in last}, [], set()
+
+
+async def _read(clients: Sequence[Client]) -> list[Counters]:
+    return await asyncio.gather(*map(read_counters, clients))

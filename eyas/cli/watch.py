@@ -1,0 +1,122 @@
+"""`eyas watch`: running servers -> tau by window beside the card's; whether the head is stale."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Sequence
+from contextlib import AsyncExitStack
+from dataclasses import asdict
+from datetime import datetime
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from eyas.bench.watch import CardTau, WatchWindow, read_card, windows
+from eyas.client import Client
+from eyas.hub import locate
+
+STALE = 3  # exit code; 1 and 2 are errors
+LEAST_REQUESTS = 30  # of a window: its tau is taken to be normally distributed
+TIMEOUT_S = 30.0
+
+
+def command(
+    urls: Annotated[
+        list[str], typer.Argument(metavar="URL...", help="servers: eyas, vLLM, SGLang")
+    ],
+    head: Annotated[
+        str,
+        typer.Option(
+            help="the head's card: its README.md, the output of `eyas eval` or of `eyas export` "
+            "with an evaluation, or a name of a head"
+        ),
+    ],
+    requests: Annotated[
+        int, typer.Option(min=LEAST_REQUESTS, help="answers of a window, on all servers together")
+    ] = 200,
+    temperature: Annotated[
+        float, typer.Option(help="of the card's figures: the one that most requests have")
+    ] = 0.0,
+    once: Annotated[
+        bool, typer.Option("--once", help="end after one window, with 3 if the head is stale")
+    ] = False,
+) -> None:
+    """Compare what servers count at /metrics with a head's card, window by window, until stopped.
+
+    A head is stale where tau is lower than the card's by more than a tenth of the accepted drafts
+    and more than chance: of a thousand windows that lose just that tenth, one is called stale.
+    """
+    figures = read_card(head if Path(head).exists() else locate(head))
+    window = asyncio.run(_watch(urls, figures, temperature, requests, once))
+    print(json.dumps(facts(window)))
+    raise typer.Exit(STALE if window.is_stale else 0)
+
+
+async def _watch(
+    urls: Sequence[str],
+    figures: Sequence[CardTau],
+    temperature: float,
+    requests: int,
+    once: bool,
+) -> WatchWindow:
+    """Print each window, without an end or `once`; gives the one."""
+    was_stale = False
+    async with AsyncExitStack() as stack:
+        clients = [await stack.enter_async_context(Client(url, TIMEOUT_S)) for url in urls]
+        async for window in windows(clients, figures, temperature, requests):
+            print(f"{datetime.now():%Y-%m-%d %H:%M:%S}  {line(window)}", flush=True)
+            if window.is_stale and not was_stale:
+                print(f"  -> {advice(window)}", flush=True)
+            if once:
+                return window
+            was_stale = window.is_stale
+    raise AssertionError("windows have no end")
+
+
+def line(window: WatchWindow) -> str:
+    """A window for people."""
+    card = window.card
+    parts = [
+        f"{'STALE' if window.is_stale else 'ok':<5}  tau {_tau(window)}, card {_tau(card)}, stale "
+        f"below {window.least_tau:.2f}",
+        f"{window.num_requests:,} requests, {window.num_rounds:,} rounds of {card.speculation}",
+    ]
+    if window.acceptance_by_position:
+        shares, of_card = _shares(window), _shares(card)
+        parts.append(f"acceptance by position {shares}, card {of_card}")
+    parts += [f"{url} restarted" for url in window.restarted]
+    parts += [f"no answer from {url} for a while" for url in window.lost]
+    return "; ".join(parts)
+
+
+def _tau(one: WatchWindow | CardTau) -> str:
+    return f"{one.tau:.2f} ({one.interval[0]:.2f}-{one.interval[1]:.2f})"
+
+
+def _shares(one: WatchWindow | CardTau) -> str:
+    return " ".join(f"{share:.2f}" for share in one.acceptance_by_position)
+
+
+def advice(window: WatchWindow) -> str:
+    """What to run next."""
+    lost = (window.card.tau - window.tau) / (window.card.tau - 1)
+    return (
+        f"the head lost {lost:.0%} of its accepted drafts: this traffic is not what it was "
+        "measured on, or the served target is not the one it was trained for. `eyas check HEAD "
+        "--target TARGET` tells the second; for the first make a new head from the servers' "
+        "logs: `eyas run runs/refresh.yaml` (docs/production.md)"
+    )
+
+
+def facts(window: WatchWindow) -> dict[str, object]:
+    """The last line: the window, and the card's numbers that deploy/prometheus-rules.yaml needs."""
+    found = asdict(window)
+    del found["card"]["acceptance_by_position"]
+    return {
+        "stale": window.is_stale,
+        "tau_interval": window.interval,
+        "least_tau": window.least_tau,
+        **found,
+    }
