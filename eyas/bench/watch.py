@@ -187,7 +187,7 @@ def choose(figures: Sequence[CardTau], temperature: float, rounds: Mapping[str, 
 
     def apart(one: CardTau) -> float:
         assert one.size is not None
-        return abs(nodes / (one.size[2] - 1) - 1)
+        return abs(float(nodes) / (one.size[2] - 1) - 1)
 
     nearest = min([*sized, *(one.cut(steps) for one in longer)], key=apart, default=None)
     if nearest is not None and apart(nearest) <= SIZE_APART:
@@ -248,8 +248,9 @@ def window_of(
     counted: Mapping[str, Counters],
     since_start: Mapping[str, Counters],
 ) -> WatchWindow:
-    """What servers counted in a window, and since they started, by address. Raises EyasError where one drafts nothing, MismatchError
-    where they draft in different sizes, or in one that the card has not.
+    """What servers counted in a window, and since they started, by address. Raises EyasError where
+    one drafts nothing, MismatchError where they draft in different sizes, or in one that the card
+    has not.
     """
     drafting: dict[str, Mapping[str, Any]] = {}
     for url, own in counted.items():
