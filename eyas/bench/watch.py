@@ -49,7 +49,6 @@ MARGIN = 0.1  # of the accepted drafts a round: less is not worth a training run
 FALSE_ALARMS = 0.001  # of windows
 Z = NormalDist().inv_cdf(1 - FALSE_ALARMS)
 Z_95 = NormalDist().inv_cdf(0.975)
-POLL_S = 5.0
 LOST_S = 300.0  # longer than a server takes to load: none is coming back
 # Of judged drafts a round. eyas counts drafts as they are judged, and rounds as answers end: those
 # under way are the difference, a batch at most.
@@ -290,7 +289,7 @@ async def windows(
     figures: Sequence[CardTau],
     temperature: float,
     requests: int,
-    poll_s: float = POLL_S,
+    poll_s: float,
 ) -> AsyncIterator[WatchWindow]:
     """Windows of `requests` answers or a few more, without an end.
 

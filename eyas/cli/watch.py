@@ -19,7 +19,7 @@ from eyas.hub import locate
 
 STALE = 3  # exit code; 1 and 2 are errors
 LEAST_REQUESTS = 30  # of a window: its tau is taken to be normally distributed
-TIMEOUT_S = 30.0
+POLL_S, TIMEOUT_S = 5.0, 30.0
 
 
 def command(
@@ -65,7 +65,7 @@ async def _watch(
     was_stale = False
     async with AsyncExitStack() as stack:
         clients = [await stack.enter_async_context(Client(url, TIMEOUT_S)) for url in urls]
-        async for window in windows(clients, figures, temperature, requests):
+        async for window in windows(clients, figures, temperature, requests, POLL_S):
             print(f"{datetime.now():%Y-%m-%d %H:%M:%S}  {line(window)}", flush=True)
             if window.is_stale and not was_stale:
                 print(f"  -> {advice(window)}", flush=True)

@@ -1,0 +1,407 @@
+"""The watch over production: what cards and counters say, the test's errors, restarts, several
+servers, the command's codes; against pages of vLLM, SGLang and a server of our own.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler
+from time import sleep
+
+import httpx
+import numpy as np
+import pytest
+
+from eyas.artifact import Artifact, identity
+from eyas.bench import watch
+from eyas.bench.server import counted_between, is_restarted, parse_metrics, rounds_of
+from eyas.bench.watch import CardTau, WatchWindow, choose, read_card, window_of
+from eyas.errors import EyasError, InputError, MismatchError, MissingInputError
+from eyas.export.export import ExportConfig, export
+from eyas.export.launch import Launch
+from eyas.hub import locate, resolve_target
+from tests.bench_servers import web_server
+from tests.object_stores import free_port
+from tests.serving import World, ask
+from tests.test_cli import assert_one_clear_error, run_eyas
+from tests.test_export import trained
+from tests.tiny import tiny_target
+from tests.watched_pages import sglang_page, vllm_pages
+
+VLLM_PYTHON = os.environ.get("EYAS_VLLM_PYTHON")  # of an environment with vLLM
+CHAIN = CardTau("fixed(4,1,5)", 0.0, 2.4, (2.2, 2.6), 100, 2000, (0.6, 0.6, 0.65, 0.7))
+TREE = CardTau("fixed(6,3,12)", 0.0, 3.0, (2.8, 3.2), 100, 1600, (0.75,) * 6)
+SAMPLED = CardTau("fixed(4,1,5)", 1.0, 1.6, (1.5, 1.7), 100, 3000, (0.4, 0.4, 0.4, 0.4))
+AUTO = CardTau("auto", 0.0, 2.8, (2.6, 3.0), 100, 1700, (0.7,) * 6)
+
+
+def rounds(nodes, steps):
+    return {"nodes_mean": nodes, "num_draft_steps": steps}
+
+
+def evaluation(**changes):
+    """What `eyas eval` leaves, as far as cards and the watch read it."""
+    part = {"tau": 2.4, "tau_interval": [2.2, 2.6], "rounds": 1000, "answers": 50}
+    trees = [
+        {
+            "speculation": one.speculation,
+            "temperature": one.temperature,
+            "num_draft_steps": one.size[0],
+            "tau": one.tau,
+            "tau_interval": list(one.interval),
+            "accept_hist": [one.num_rounds - 7, 4, 3],
+            "acceptance_by_position": list(one.acceptance_by_position),
+            "rounds": one.num_rounds,
+            "answers": one.num_answers,
+        }
+        for one in (CHAIN, SAMPLED)
+    ]
+    return {
+        **trees[0],
+        "by_source": {"a": part, "b": part},
+        "assumes": "fixed(4,1,5) in float32 at temperature 0",
+        "dtype": "float32",
+        "trees": trees,
+        **changes,
+    }
+
+
+# Cards
+
+
+def test_an_evaluation_an_export_and_its_card_say_the_same(tmp_path):
+    target = tiny_target(tmp_path / "target")
+    head = trained(target, str(tmp_path / "train"))
+    measured, inputs = Artifact(str(tmp_path / "eval")), {"head": head.manifest()}
+    measured.begin(identity("eval", {}, inputs))
+    measured.write_json("eval.json", evaluation())
+    measured.finish("eval", {}, inputs, {})
+    out = tmp_path / "export"
+    export(ExportConfig(), str(target), head, Artifact(str(out)), evaluation=measured)
+    figures = read_card(str(tmp_path / "eval"))
+    assert figures == [CHAIN, SAMPLED]
+    assert read_card(str(out)) == read_card(f"{out}/eval.json") == figures
+    assert read_card(f"{out}/README.md") == [CHAIN]
+
+
+def test_the_packaged_head_s_card_is_read():
+    (card,) = read_card(locate("smollm2"))
+    assert (card.speculation, card.tau, card.interval) == ("fixed(7,1,8)", 1.84, (1.74, 1.94))
+    assert (card.num_answers, card.num_rounds) == (294, 24318)
+    assert card.se == pytest.approx(0.051, abs=1e-4)
+
+
+def test_a_chain_on_features_is_a_figure_too(tmp_path):
+    found = evaluation(tau_by_num_draft_steps=[1.6, 2.0, 2.2, 2.4], trees=[])
+    (tmp_path / "eval.json").write_text(json.dumps(found))
+    (card,) = read_card(str(tmp_path))
+    assert card == CHAIN
+
+
+def test_cards_without_an_interval_are_refused(tmp_path):
+    with pytest.raises(MissingInputError, match="no README"):
+        read_card(str(tmp_path))
+    (tmp_path / "README.md").write_text("tau 3.39 on held-out answers\n")
+    with pytest.raises(InputError, match="no tau with its interval"):
+        read_card(str(tmp_path))
+    few = evaluation(tau_interval=None)
+    few["trees"] = [{**one, "tau_interval": None} for one in few["trees"]]
+    (tmp_path / "eval.json").write_text(json.dumps(few))
+    with pytest.raises(InputError, match="no tau with its interval"):
+        read_card(str(tmp_path))
+
+
+def test_a_chain_cut_to_its_own_length_is_itself():
+    assert CHAIN.cut(4) == CHAIN
+    taus = [CHAIN.cut(steps).tau for steps in (1, 2, 3, 4)]
+    assert taus == sorted(taus)
+    cut = CHAIN.cut(1)
+    assert cut.size == (1, 1, 2)
+    # the same tokens in more rounds
+    assert cut.num_rounds * cut.tau == pytest.approx(CHAIN.num_rounds * CHAIN.tau, rel=1e-3)
+
+
+def test_the_card_s_figures_are_those_of_the_served_drafts():
+    figures = [TREE, CHAIN, SAMPLED]
+    assert choose(figures, 0.0, rounds(4.0, 4)) is CHAIN
+    assert choose(figures, 0.0, rounds(4.3, 4)) is CHAIN  # rounds under way
+    assert choose(figures, 0.0, rounds(11.4, 6)) is TREE
+    assert choose(figures, 1.0, rounds(4.0, 4)) is SAMPLED
+    assert choose(figures, 0.0, rounds(3.1, 3)).speculation == "fixed(3,1,4)"
+    assert choose(figures, 0.0, rounds(4.0, 0)) is CHAIN  # a head that is never right
+    assert choose([*figures, AUTO], 0.0, rounds(8.0, 6)) is AUTO
+    assert choose(figures, 0.0, rounds(0.0, 0)) is TREE  # SGLang before its first round
+    with pytest.raises(MismatchError, match=r"judges 8\.0 drafts a round; the card has fixed"):
+        choose(figures, 0.0, rounds(8.0, 6))
+    with pytest.raises(MismatchError, match="at temperature 1"):
+        choose(figures, 0.5, rounds(4.0, 4))
+
+
+# The test
+
+
+def test_the_formula():
+    window = WatchWindow(100, 2000, 2.0, (), CHAIN)
+    assert window.worth == 100
+    assert window.se == pytest.approx(CHAIN.se)
+    least = 2.4 - 0.14 - 3.0902 * CHAIN.se * math.sqrt(2)
+    assert window.least_tau == pytest.approx(least, abs=1e-4)
+    assert not window.is_stale
+    assert WatchWindow(100, 2000, least - 0.01, (), CHAIN).is_stale
+    # short answers count by their rounds, long ones once
+    assert WatchWindow(100, 200, 2.0, (), CHAIN).worth == 10
+    assert WatchWindow(100, 90_000, 2.0, (), CHAIN).worth == 100
+
+
+def test_false_alarms_are_as_rare_as_promised_and_shifts_are_caught():
+    """Answers whose rounds are alike, as a head's are: each has an acceptance of its own."""
+    rng = np.random.default_rng(0)
+
+    def answers(share):
+        """Emitted tokens of 20,000 answers in 25 rounds each."""
+        of_answer = rng.beta(8 * share, 8 * (1 - share), size=(20_000, 1, 1))
+        hits = rng.random((20_000, 25, 4)) < of_answer
+        return 25 + hits.cumprod(-1).sum((-1, -2))
+
+    def share_stale(card, emitted):
+        taus = emitted[rng.integers(len(emitted), size=(1000, 100))].sum(1) / 2500
+        return np.mean([WatchWindow(100, 2500, tau, (), card).is_stale for tau in taus])
+
+    same, shifted, alone = answers(0.6), answers(0.4), []
+    for _ in range(20):
+        measured = same[rng.integers(len(same), size=200)] / 25
+        tau, half = measured.mean(), watch.Z_95 * measured.std() / math.sqrt(200)
+        card = CardTau("auto", 0.0, tau, (tau - half, tau + half), 200, 5000, ())
+        assert share_stale(card, same) <= 1e-3
+        assert share_stale(card, shifted) >= 0.95
+        # traffic at the margin: its tau is what the card's may lose
+        high = 1 + (tau - 1) / (1 - watch.MARGIN)
+        edge = CardTau("auto", 0.0, high, (high - half, high + half), 200, 5000, ())
+        alone.append(share_stale(edge, same))
+    assert np.mean(alone) <= 3e-3  # promised: 1e-3
+
+
+# Counters
+
+
+def test_a_restarted_server_counts_from_zero():
+    before = {"generation_tokens_total": 500.0, "spec_decode_num_drafts_total": 200.0}
+    after = {"generation_tokens_total": 30.0, "spec_decode_num_drafts_total": 12.0}
+    assert is_restarted(before, after)
+    assert counted_between(before, after) == after
+    assert not is_restarted(after, before)
+    # a gauge that SGLang names like a counter
+    assert not is_restarted({"max_total_num_tokens": 9.0}, {"max_total_num_tokens": 8.0})
+
+
+def test_what_vllm_counted_of_dialogues_and_of_summaries():
+    dialogues, both = map(parse_metrics, vllm_pages())
+    first = rounds_of(dialogues)
+    assert (first["nodes_mean"], first["num_draft_steps"]) == (4, 4)
+    assert len(first["acceptance_by_position"]) == 4
+    card = CardTau("fixed(4,1,5)", 0.0, first["tau"], (2.1, 2.6), 100, 1400, (0.6,) * 4)
+    same = window_of([card], 0.0, {"a": dialogues}, {"a": dialogues})
+    assert (same.num_requests, same.num_rounds) == (40, 560)
+    assert same.tau == pytest.approx(1 + 757 / 560)
+    assert not same.is_stale
+    shifted = window_of([card], 0.0, {"a": counted_between(dialogues, both)}, {"a": both})
+    assert shifted.card is card
+    assert shifted.tau < 1.8
+
+
+def test_what_sglang_counted():
+    counted = parse_metrics(sglang_page(requests=10, rounds=100, tokens=250))
+    found = rounds_of(counted)
+    # 250 tokens: 10 of prefills, 100 of the target, 140 drafts
+    assert found["tau"] == pytest.approx(2.4)
+    assert (found["num_rounds"], found["nodes_mean"], found["num_draft_steps"]) == (100, 4, 4)
+    window = window_of([TREE, CHAIN], 0.0, {"a": counted}, {"a": counted})
+    assert (window.card, window.num_requests) == (CHAIN, 10)
+    assert window.acceptance_by_position == ()
+
+
+def test_several_servers_are_added_up():
+    dialogues, both = map(parse_metrics, vllm_pages())
+    sglang = parse_metrics(sglang_page(requests=10, rounds=100, tokens=250))
+    counted = {"a": dialogues, "b": both}
+    window = window_of([CHAIN], 0.0, counted, counted)
+    parts = [rounds_of(one) for one in counted.values()]
+    total = sum(one["num_rounds"] for one in parts)
+    assert window.num_rounds == total
+    emitted = sum(one["num_rounds"] * one["tau"] for one in parts)
+    assert window.tau == pytest.approx(emitted / total)
+    first = sum(one["num_rounds"] * one["acceptance_by_position"][0] for one in parts)
+    assert window.acceptance_by_position[0] == pytest.approx(first / total)
+    mixed = {"a": dialogues, "c": sglang}
+    window = window_of([CHAIN], 0.0, mixed, mixed)
+    assert window.num_rounds == 660
+    assert window.acceptance_by_position == ()
+    other = parse_metrics(sglang_page(10, 100, 250, steps=6, num_draft_tokens=12))
+    with pytest.raises(MismatchError, match="servers draft differently"):
+        window_of([CHAIN, TREE], 0.0, {"a": dialogues, "c": other}, {"a": dialogues, "c": other})
+
+
+def test_a_server_without_a_head_is_an_error():
+    counted = {"request_success_total": 40.0, "generation_tokens_total": 400.0}
+    with pytest.raises(EyasError, match="ended 40 requests and counts no round"):
+        window_of([CHAIN], 0.0, {"a": counted}, {"a": counted})
+
+
+# The command
+
+
+@contextmanager
+def paged(*pages):
+    """A server with these pages of /metrics, one a question, the last one again and again; "" is an
+    answer without a page.
+    """
+    left = list(pages)
+
+    class Pages(BaseHTTPRequestHandler):
+        def do_GET(self):
+            page = left.pop(0) if len(left) > 1 else left[0]
+            self.send_response(200 if page else 503)
+            self.send_header("content-length", str(len(page)))
+            self.end_headers()
+            self.wfile.write(page.encode())
+
+        def log_message(self, *_):
+            pass
+
+    with web_server(Pages) as url:
+        yield url
+
+
+@pytest.fixture
+def card(tmp_path, monkeypatch):
+    monkeypatch.setattr("eyas.cli.watch.POLL_S", 0.01)
+    (tmp_path / "eval.json").write_text(json.dumps(evaluation()))
+    return str(tmp_path)
+
+
+def test_once_ends_with_a_code(card):
+    start, good = sglang_page(10, 100, 250), sglang_page(110, 2100, 5150)
+    with paged(start, good) as url:
+        done = run_eyas("watch", url, "--head", card, "--requests", "100", "--once")
+    assert done.exit_code == 0, done.output
+    assert "ok     tau 2.40 (2.20-2.60), card 2.40 (2.20-2.60), stale below" in done.stdout
+    facts = json.loads(done.stdout.splitlines()[-1])
+    assert (facts["stale"], facts["num_requests"], facts["num_rounds"]) == (False, 100, 2000)
+    assert facts["card"]["num_answers"] == 100
+    with paged(start, sglang_page(110, 2100, 3750)) as url:
+        done = run_eyas("watch", url, "--head", card, "--requests", "100", "--once")
+    assert done.exit_code == 3, done.output
+    assert "STALE" in done.stdout
+    assert "lost 50% of its accepted drafts" in done.stdout
+    assert "eyas run runs/refresh.yaml" in done.stdout
+    assert json.loads(done.stdout.splitlines()[-1])["stale"]
+
+
+def test_restarts_and_pauses_lose_nothing_but_what_was_not_read(card):
+    pages = (
+        sglang_page(10, 100, 250),
+        sglang_page(40, 700, 1720),
+        "",
+        sglang_page(70, 1300, 3190),
+        sglang_page(40, 800, 1960),  # from zero
+    )
+    with paged(*pages) as url:
+        done = run_eyas("watch", url, "--head", card, "--requests", "100", "--once")
+    assert done.exit_code == 0, done.output
+    facts = json.loads(done.stdout.splitlines()[-1])
+    assert (facts["num_requests"], facts["num_rounds"]) == (60 + 40, 1200 + 800)
+    assert (facts["restarted"], facts["lost"]) == ([url], [url])
+    assert f"{url} restarted; no answer from {url} for a while" in done.stdout
+
+
+def test_what_is_no_server_or_no_card_is_one_clear_error(card, tmp_path, monkeypatch):
+    monkeypatch.setattr(watch, "LOST_S", 0.05)
+    with paged(sglang_page(10, 100, 250), "") as url:
+        done = run_eyas("watch", url, "--head", card, "--once")
+    assert_one_clear_error(done, "no answer from")
+    url = f"http://127.0.0.1:{free_port()}"
+    assert_one_clear_error(run_eyas("watch", url, "--head", card), f"no counters at {url}/metrics")
+    nothing = str(tmp_path / "nothing")
+    assert_one_clear_error(run_eyas("watch", url, "--head", nothing), "no eval.json")
+    assert_one_clear_error(run_eyas("watch", "example", "--head", card), "has no scheme")
+
+
+# Servers that run
+
+
+def test_our_own_server_is_watched(tmp_path):
+    """A random head is right next to never; so says its card."""
+    world = World.make(tmp_path / "target")
+    engine = world.drafting(tmp_path / "head", "fixed(4,1,5)")
+    with world.served(engine, has_head=True) as client:
+        pages = [parse_metrics(httpx.get(f"{client.url}/metrics").text)]
+        for number in range(3):
+            ask(client, [{"role": "user", "content": f"Table {number}, please."}], n=2)
+        pages.append(parse_metrics(httpx.get(f"{client.url}/metrics").text))
+    counted = counted_between(*pages)
+    found = rounds_of(counted)
+    card = CardTau("fixed(4,1,5)", 0.0, found["tau"], (1.0, 1.1), 100, 2000, ())
+    window = window_of([card], 0.0, {"a": counted}, {"a": pages[1]})
+    assert window.card is card
+    assert window.num_requests == 6
+    assert window.tau == found["tau"] < 1.5
+    assert not window.is_stale
+
+
+@pytest.mark.skipif(VLLM_PYTHON is None, reason="EYAS_VLLM_PYTHON names no Python with vLLM")
+def test_a_live_vllm_is_watched(tmp_path):
+    """SmolLM2 and its packaged head, with the command that export writes; a minute and more."""
+    target = resolve_target("smollm2")
+    config = ExportConfig(forms=("vllm",), speculation="fixed(4,1,5)")
+    out = tmp_path / "export"
+    export(config, "smollm2", Artifact(locate("smollm2")), Artifact(str(out)))
+    launch = Launch(target, 4, 1, 5, "bfloat16", 512)
+    _, _, model, *flags = launch.arguments("vllm", str(out / "vllm"))
+    url = f"http://127.0.0.1:{(port := free_port())}"
+    command = [VLLM_PYTHON, "-m", "vllm.entrypoints.openai.api_server", "--model", model, *flags]
+    command += ["--served-model-name", "m", "--enforce-eager", "--port", str(port)]
+    environment = os.environ | {
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "VLLM_NO_USAGE_STATS": "1",
+    }
+    environment.pop("PYTHONPATH", None)
+    with (
+        open(tmp_path / "log", "w") as log,
+        subprocess.Popen(command, env=environment, stdout=log, stderr=log) as process,
+    ):
+        try:
+            wait_for(url, process, 600)
+            pages = [parse_metrics(httpx.get(f"{url}/metrics").text)]
+            for number in range(2):
+                message = {"role": "user", "content": f"What is {number} plus two?"}
+                body = {"model": "m", "messages": [message], "max_tokens": 24, "temperature": 0}
+                httpx.post(f"{url}/v1/chat/completions", json=body, timeout=600).raise_for_status()
+            pages.append(parse_metrics(httpx.get(f"{url}/metrics").text))
+        finally:
+            process.terminate()
+            process.wait(60)
+    window = window_of(
+        read_card(locate("smollm2")), 0.0, {url: counted_between(*pages)}, {url: pages[1]}
+    )
+    assert window.card.speculation == "fixed(4,1,5)"  # the card's chain of 7, cut
+    assert window.num_requests == 2
+    assert len(window.acceptance_by_position) == 4
+    assert 1 <= window.tau <= 5
+
+
+def wait_for(url, process, seconds):
+    """Until the server is healthy."""
+    for _ in range(seconds):
+        assert process.poll() is None
+        try:
+            if httpx.get(f"{url}/health", timeout=1).status_code == 200:
+                return
+        except httpx.HTTPError:
+            pass
+        sleep(1)
+    raise AssertionError("the server does not start")
