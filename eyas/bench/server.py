@@ -44,6 +44,7 @@ DTYPES = {
 SALTED = ("eyas", "vllm")
 Counters = dict[str, float]  # name without prefix, with the labels in LABELS: "rounds_total|tree"
 LABELS = ("position", "kind")
+SIZES = ("spec_num_steps", "spec_num_draft_tokens")  # SGLang's, of each of its schedulers
 REQUESTS = ("request_success_total", "num_requests_total")  # answers that are over; SGLang's name
 _SAMPLE = re.compile(r"^(?:\w+:)?(\w+)(?:\{(.*)\})? (\S+)(?: \d+)?$")
 _LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
@@ -164,7 +165,9 @@ async def read_counters(client: Client) -> Counters:
 
 
 def parse_metrics(page: str) -> Counters:
-    """Prometheus' text format; samples that differ in other labels (engine, model) are added up."""
+    """Prometheus' text format; samples that differ in other labels (engine, model) are added up, of
+    SIZES the largest is taken.
+    """
     found: Counters = {}
     for line in page.splitlines():
         if not (sample := _SAMPLE.match(line)):
@@ -173,9 +176,11 @@ def parse_metrics(page: str) -> Counters:
         kept = [text for label, text in _LABEL.findall(labels or "") if label in LABELS]
         key = "|".join([name, *kept])
         try:
-            found[key] = found.get(key, 0.0) + float(value)
+            number = float(value)
         except ValueError:
             continue
+        before = found.get(key, 0.0)
+        found[key] = max(before, number) if name in SIZES else before + number
     return found
 
 
