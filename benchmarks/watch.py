@@ -13,7 +13,7 @@ What each answer counted (usage.eyas) is kept, and windows are drawn from answer
     caught          of windows of the new traffic, by size: called stale
     false_alarms    of windows of dialogues, against the card
     test_alone      the same without the margin, against NUM_CARDS cards that are themselves drawn
-                    from these dialogues: the test promises 0.001
+                    from these dialogues: 0.001, were sums of answers normal
 
 The last line of stdout is one JSON object.
 """

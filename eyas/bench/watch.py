@@ -10,12 +10,14 @@ is over all its rounds. The head is stale in a window where
     sd                  of tau over answers like the card's: se_card * sqrt(answers)
     n                   answers that the window is worth: its requests, or as many of the card's
                         answers as have its rounds, where that is less
-    z                   3.09: one window in a thousand (FALSE_ALARMS) by chance, at most
+    z                   3.09: by chance one window in a thousand (FALSE_ALARMS) of those that lose
+                        just the margin, if sums of answers are normally distributed
 
 A round's neighbours in an answer are like it, so rounds are no independent draws, and answers are
 what is counted: of long ones each counts once, short ones count by their rounds. MARGIN is there
 because no traffic is the card's prompts: what is lost must also be worth a new head.
-deploy/prometheus-rules.yaml has the same formula.
+docs/decisions/watch.md has the rates that were measured; deploy/prometheus-rules.yaml the same
+formula.
 """
 
 from __future__ import annotations

@@ -46,7 +46,7 @@ def command(
     """Compare what servers count at /metrics with a head's card, window by window, until stopped.
 
     A head is stale where tau is lower than the card's by more than a tenth of the accepted drafts
-    and more than chance: of a thousand windows that lose just that tenth, one is called stale.
+    and, on top of that, by more than 3.09 standard errors.
     """
     figures = read_card(head if Path(head).exists() else locate(head))
     window = asyncio.run(_watch(urls, figures, temperature, requests, once))
