@@ -24,7 +24,7 @@ import pytest
 from eyas.artifact import VERSION, Artifact
 from eyas.errors import ConfigError, EyasError, MismatchError, MissingInputError, TemplateError
 from eyas.features import generate as stage
-from eyas.features.fleet import ClientConfig, Fleet, TargetProof, server_urls
+from eyas.features.fleet import ClientConfig, TargetProof, TargetServer, server_urls
 from eyas.features.generate import GenerateConfig, generate
 from eyas.model.weights import fingerprint
 from eyas.records import Prompt, read_answers, read_origins
@@ -414,7 +414,7 @@ def test_addresses_and_keys(
     assert server_urls(["http://a:1/v1/", "https://b/api/v1"]) == ["http://a:1", "https://b/api"]
     monkeypatch.setenv("EYAS_API_KEY", "a\nb")
     with pytest.raises(ConfigError, match="characters that no header takes"):
-        Fleet(["http://a:1"], ClientConfig(), TargetProof("", 1, ()))
+        TargetServer("http://a:1", ClientConfig(), TargetProof("", 1, ()))
 
 
 def test_the_key_comes_from_the_environment_and_goes_nowhere_else(

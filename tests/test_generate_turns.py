@@ -24,7 +24,7 @@ from eyas.engine.engine import Engine
 from eyas.engine.request import SamplingParams
 from eyas.errors import TemplateError
 from eyas.features.conversation import Conversation, Sampling, TurnRequest, sampling_of
-from eyas.features.fleet import ClientConfig, TargetServer
+from eyas.features.fleet import ClientConfig, TargetProof, TargetServer
 from eyas.features.generate import GenerateConfig, generate
 from eyas.features.samples import plan_samples
 from eyas.records import Prompt, read_answers
@@ -179,7 +179,7 @@ def test_servers_are_asked_for_the_names_of_control_tokens(monkeypatch: pytest.M
 
     async def ask(names_tokens: bool) -> None:
         config = ClientConfig(model="m", send="tokens")
-        server = TargetServer("http://127.0.0.1:1", config, names_tokens)
+        server = TargetServer("http://127.0.0.1:1", config, TargetProof("", 1, ()), names_tokens)
         await server.answer(TurnRequest("a", (), (1, 2, 3), SamplingParams(max_tokens=4)))
         await server.client.close()
 

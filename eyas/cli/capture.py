@@ -14,15 +14,24 @@ def command(
     answers: Answers,
     target: TargetOption,
     output: Output,
+    server: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="address of a vLLM or SGLang server that gives hidden states of the target; "
+            "several may be given"
+        ),
+    ] = None,
     run_file: RunFile = None,
     overrides: Overrides = None,
 ) -> None:
     """Store the target's three taps and last hidden state for every token of finished answers.
 
     Any causal language model that transformers knows can be captured; those that eyas serves, by
-    its own decoder.
+    its own decoder; or by servers (vLLM, SGLang), which are proved on some of the samples first.
+    vLLM's files of states are read from a folder that it shares with this process.
     """
-    config = stage_config(CaptureConfig, "capture", run_file, overrides, target=target)
+    options = {"target": target, "servers": server or None}
+    config = stage_config(CaptureConfig, "capture", run_file, overrides, **options)
     artifact = Artifact(output)
     with stage("capture", artifact) as track:
         capture(config, Artifact(answers), artifact, track)

@@ -14,6 +14,7 @@ import typer
 from eyas.artifact import Artifact
 from eyas.cli.options import Output, Overrides, RunFile, TargetOption, stage_config
 from eyas.cli.stage import stage
+from eyas.errors import ConfigError
 from eyas.log import quiet
 from eyas.shards import Features, FeatureSource
 from eyas.shards.sample import Split
@@ -51,15 +52,29 @@ def command(
             "`capture`",
         ),
     ] = False,
+    server: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="with --online: address of a vLLM or SGLang server that computes the features, as "
+            "for `eyas capture`; several may be given"
+        ),
+    ] = None,
     run_file: RunFile = None,
     overrides: Overrides = None,
 ) -> None:
     """Train a head on captured features; interrupted, it resumes from its last checkpoint.
 
-    With --online nothing is stored: the target works in this process, on the answers. On several
-    devices: torchrun --nproc-per-node 8 -m eyas.cli.main train ... --set batches.per_step=8
+    With --online nothing is stored: the target works on the answers, in this process or in
+    servers.
+    On several devices: torchrun --nproc-per-node 8 -m eyas.cli.main train ... --set
+    batches.per_step=8
     (--set start.head=HEAD for --start there: torchrun would read that as an option of its own)
     """
+    if server and not online:
+        raise ConfigError(
+            "--server without --online: stored features need no server",
+            "add --online, with the answers in place of the features",
+        )
     options = {"start.head": start, "start.keep_mix": keep_mix}
     assignments = [
         f"{name}={json.dumps(value)}" for name, value in options.items() if value is not None
@@ -73,7 +88,12 @@ def command(
             # imported here only: it loads the target's code, its tokenizer and its chat template
             online_features = importlib.import_module("eyas.features.online")
             capture = stage_config(
-                online_features.CaptureConfig, "capture", run_file, [], target=target
+                online_features.CaptureConfig,
+                "capture",
+                run_file,
+                [],
+                target=target,
+                servers=server or None,
             )
             open_split = online_features.OnlineTarget(capture, source).features
         else:

@@ -8,21 +8,32 @@ disk (shards).
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import hashlib
+import itertools
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from contextlib import closing
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal, Protocol, get_args
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field
 
 from eyas.artifact import Artifact, Manifest, identity
 from eyas.chat import Chat
-from eyas.errors import EmptyInputError, MismatchError, StorageFullError
-from eyas.features.decoder import FeatureDecoder, HookedDecoder, OwnDecoder, SharedPrefix
+from eyas.errors import EmptyInputError, MismatchError, StorageFullError, TemplateError
+from eyas.features.conversation import PROBES
+from eyas.features.decoder import (
+    FeatureDecoder,
+    HiddenStates,
+    HookedDecoder,
+    OwnDecoder,
+    SharedPrefix,
+)
+from eyas.features.fleet import FleetConfig
 from eyas.features.marks import Mark
 from eyas.features.samples import (
     CapturePlan,
@@ -31,20 +42,21 @@ from eyas.features.samples import (
     forward_batches,
     plan_samples,
 )
+from eyas.features.states import StateFleet, StateRequest, prove_by, start_commands
 from eyas.hub import resolve_target
 from eyas.log import Track, quiet
 from eyas.model.config import TargetConfig, TargetShape
 from eyas.model.target import Dtype, default_device, resolve_dtype, stored_dtype
 from eyas.model.vocab import target_shape
 from eyas.model.weights import fingerprint
-from eyas.records import read_answers
+from eyas.records import Message, read_answers
 from eyas.shards import CodecName, FeatureMeta, Sample, ShardWriter, Split
 from eyas.shards.sample import EXACT
 
 SAMPLES_PER_SHARD = 50
 SPLITS: tuple[Split, ...] = get_args(Split)
 # Where the run takes place: no part of the identity.
-PLACES = {"target", "device_map"}
+PLACES = {"target", "device_map", "servers", "client"}
 
 
 class CaptureConfig(BaseModel):
@@ -59,6 +71,10 @@ class CaptureConfig(BaseModel):
     with 1 every sample is computed alone, and its values, to the last bit, depend on nothing beside
     it. `leave_out` are marks (features.marks) of answers that no head learns from: answers that
     were cut and loops are the target's own words, as a server will have to decode them, and stay.
+
+    `servers` (vLLM, SGLang: features.states) compute instead, asked as `client` says; `decoder` is
+    then what proves them on some of the samples, and `dtype` what they are to compute in ("auto":
+    the checkpoint's own).
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -73,6 +89,8 @@ class CaptureConfig(BaseModel):
     teacher: Literal["everywhere", "supervised"] = "everywhere"
     held_out_share: float = Field(default=0.05, ge=0, lt=1)
     leave_out: tuple[Mark, ...] = ("empty", "refused")
+    servers: tuple[str, ...] = ()
+    client: FleetConfig = FleetConfig()
 
     def decoder_of(self, shape: TargetShape) -> str:
         """`decoder` without "auto": transformers' where our own does not know the target, or where
@@ -84,11 +102,14 @@ class CaptureConfig(BaseModel):
         return "own" if is_ours else "transformers"
 
     def dtype_of(self, shape: TargetShape) -> Dtype:
-        """`dtype` without "auto". Raises MismatchError for "packed" by transformers' decoder."""
-        if self.decoder_of(shape) == "transformers":
+        """`dtype` without "auto". Raises MismatchError for "packed" where others than our decoder
+        compute.
+        """
+        if self.servers or self.decoder_of(shape) == "transformers":
             if self.dtype == "packed":
+                whose = "servers have" if self.servers else "transformers' decoder has"
                 raise MismatchError(
-                    "transformers' decoder has no dtype packed", "take our own: decoder: own"
+                    f"{whose} no dtype packed", "take our own decoder: decoder: own, no servers"
                 )
             return stored_dtype(shape) if self.dtype == "auto" else self.dtype
         return resolve_dtype(self.dtype, shape, default_device())
@@ -143,7 +164,7 @@ class CaptureTask:
         self.settings: dict[str, Any] = {
             **config.model_dump(mode="json", exclude=PLACES),
             "splits": list(splits),
-            "decoder": config.decoder_of(self.shape),
+            "decoder": "servers" if config.servers else config.decoder_of(self.shape),
             "dtype": config.dtype_of(self.shape),
             "target_fingerprint": target_fingerprint,
         }
@@ -151,10 +172,12 @@ class CaptureTask:
     def plan(self) -> CapturePlan:
         """What becomes of the answers. Raises EmptyInputError when none can be used."""
         chat = Chat(self.folder, datetime.date.fromisoformat(self.made.config["date"]))
+        # servers decode a token behind the sample
+        room = self.shape.max_position_embeddings - bool(self.config.servers)
         plan = plan_samples(
             read_answers(self.answers),
             chat,
-            self.shape.max_position_embeddings,
+            room,
             self.config.leave_out,
         )
         if not plan.samples:
@@ -170,12 +193,23 @@ class CaptureTask:
         share = self.config.held_out_share
         return [one for one in plan.samples if split_of(one.prompt_id, share) == split]
 
-    def batches(
-        self, plan: CapturePlan, split: Split, decoder: FeatureDecoder
-    ) -> list[ForwardBatch]:
-        """The forwards of a split: what the other split holds changes no value of this one."""
+    def batches(self, plan: CapturePlan, split: Split, reuses: bool) -> list[ForwardBatch]:
+        """The forwards of a split: what the other split holds changes no value of this one.
+        reuses: whether a common beginning can be computed once.
+        """
         samples = self.samples(plan, split)
-        return list(forward_batches(samples, self.config.batch_tokens, decoder.reuses))
+        return list(forward_batches(samples, self.config.batch_tokens, reuses))
+
+    def templates(self) -> tuple[tuple[tuple[Message, ...], tuple[int, ...]], ...]:
+        """Messages and their tokens by the target's template; none where it prints a date."""
+        chat = Chat(self.folder)
+        if chat.needs_a_date:
+            return ()
+        found = []
+        for messages in PROBES:
+            with contextlib.suppress(TemplateError):  # some templates take no system prompt
+                found.append((messages, tuple(chat.prompt_ids(messages))))
+        return tuple(found)
 
     def counts(self, plan: CapturePlan) -> dict[str, int]:
         """For the manifest: all answers, and samples and tokens of the splits that are stored."""
@@ -198,12 +232,77 @@ def load_decoder(config: CaptureConfig, shape: TargetShape, folder: str) -> Feat
     return HookedDecoder.load(folder, config.dtype_of(shape), config.device_map)
 
 
+def open_source(task: CaptureTask, plan: CapturePlan) -> FeatureSource:
+    """What computes the samples of a task: a decoder here, or servers, which are proved first.
+    Raises what loading, `Fleet` and proving raise.
+    """
+    config, shape = task.config, task.shape
+    decoder = load_decoder(config, shape, task.folder)
+    if not config.servers:
+        return FeatureForward(decoder)
+    requests = [request_of(one) for one in plan.samples]
+    dtype = config.dtype_of(shape)
+    proof = prove_by(decoder, dtype, requests, task.templates())
+    commands = start_commands(task.folder, shape, dtype, proof.max_length)
+    sha256, tails = decoder.lm_head_sha256, decoder.tails()
+    del decoder  # it may be large, and has done its work
+    run = identity("capture", task.settings, {"answers": task.made})
+    fleet = StateFleet.open(config.servers, config.client, proof, tails, run, commands)
+    return ServedForward(fleet, sha256)
+
+
+def request_of(sample: SamplePlan) -> StateRequest:
+    return StateRequest(sample.key, tuple(sample.token_ids.tolist()))
+
+
+def sample_of(plan: SamplePlan, states: HiddenStates) -> Sample:
+    """A sample with its states."""
+    ids, mask = torch.from_numpy(plan.token_ids), torch.from_numpy(plan.loss_mask)
+    return Sample(plan.key, ids, mask, states.aux_hidden, states.last_hidden, plan.source)
+
+
 def split_of(prompt_id: str, held_out_share: float) -> Split:
     """The split of all samples of a prompt: a hash of its id alone, so it stays the same when other
     prompts come or go.
     """
     number = int.from_bytes(hashlib.sha256(prompt_id.encode()).digest()[:8], "big")
     return "held_out" if number < held_out_share * 2**64 else "train"
+
+
+class FeatureSource(Protocol):
+    """What computes samples, batch by batch."""
+
+    reuses: bool
+    lm_head_sha256: str
+
+    def samples(self, batches: Iterable[ForwardBatch]) -> Iterator[list[Sample]]:
+        """The samples of each batch, in order."""
+
+    def status(self) -> str:
+        """For the line of progress."""
+
+    def facts(self) -> dict[str, Any]:
+        """For the manifest."""
+
+    def close(self) -> None:
+        """Let go of what it holds."""
+
+
+class ServedForward:
+    """Samples by servers, each alone: batches are only how they are listed."""
+
+    reuses = False
+
+    def __init__(self, fleet: StateFleet, lm_head_sha256: str) -> None:
+        self._fleet, self.lm_head_sha256 = fleet, lm_head_sha256
+        self.status, self.facts, self.close = fleet.status, fleet.facts, fleet.close
+
+    def samples(self, batches: Iterable[ForwardBatch]) -> Iterator[list[Sample]]:
+        """Asked for ahead, as far as the servers take."""
+        listed, asked = itertools.tee(batches)
+        states = self._fleet.states(request_of(one) for batch in asked for one in batch.samples)
+        for batch in listed:
+            yield [sample_of(one, next(states)) for one in batch.samples]
 
 
 class FeatureForward:
@@ -214,6 +313,22 @@ class FeatureForward:
     def __init__(self, decoder: FeatureDecoder) -> None:
         self._decoder = decoder
         self._prefix: tuple[bytes, SharedPrefix] | None = None
+        self.reuses, self.lm_head_sha256 = decoder.reuses, decoder.lm_head_sha256
+
+    def samples(self, batches: Iterable[ForwardBatch]) -> Iterator[list[Sample]]:
+        """Nothing is computed ahead."""
+        return (list(self(batch)) for batch in batches)
+
+    def status(self) -> str:
+        """Nothing: it works or the process ends."""
+        return ""
+
+    def facts(self) -> dict[str, Any]:
+        """Nothing that the settings do not say."""
+        return {}
+
+    def close(self) -> None:
+        """Nothing is held that Python does not release."""
 
     def __call__(self, batch: ForwardBatch) -> Iterator[Sample]:
         """The samples of one batch."""
@@ -230,8 +345,7 @@ class FeatureForward:
             if prefix is not None:
                 aux_hidden = torch.cat([prefix.states.aux_hidden, aux_hidden])
                 last_hidden = torch.cat([prefix.states.last_hidden, last_hidden])
-            ids, mask = torch.from_numpy(one.token_ids), torch.from_numpy(one.loss_mask)
-            yield Sample(one.key, ids, mask, aux_hidden, last_hidden, one.source)
+            yield sample_of(one, HiddenStates(aux_hidden, last_hidden))
 
 
 def capture(
@@ -252,15 +366,33 @@ def capture(
         return output.manifest()
     plan = task.plan()
     output.write_jsonl("dropped.jsonl", plan.dropped)
-    decoder = load_decoder(task.config, task.shape, task.folder)
-    meta = config.meta_of(task.shape, decoder.lm_head_sha256)
-    metas: dict[Split, FeatureMeta] = {"train": meta, "held_out": held_out_meta(meta)}
-    writers = {
-        split: ShardWriter(output, split, meta, SAMPLES_PER_SHARD) for split, meta in metas.items()
-    }
-    work = [
-        (writers[split], batch) for split in splits for batch in task.batches(plan, split, decoder)
-    ]
+    with closing(open_source(task, plan)) as source:
+        meta = config.meta_of(task.shape, source.lm_head_sha256)
+        metas: dict[Split, FeatureMeta] = {"train": meta, "held_out": held_out_meta(meta)}
+        writers = {
+            split: ShardWriter(output, split, meta, SAMPLES_PER_SHARD)
+            for split, meta in metas.items()
+        }
+        work = [
+            (writers[split], batch)
+            for split in splits
+            for batch in task.batches(plan, split, source.reuses)
+        ]
+        refuse_without_room(work, output)
+        _capture_missing(source, work, track)
+        for writer in writers.values():
+            writer.close()
+        facts = {
+            "target": config.target,
+            "features": meta.model_dump(mode="json"),
+            "num_retokenised": plan.num_retokenised,
+            **source.facts(),
+        }
+    return output.finish("capture", task.settings, inputs, task.counts(plan), facts)
+
+
+def refuse_without_room(work: list[tuple[ShardWriter, ForwardBatch]], output: Artifact) -> None:
+    """Raise StorageFullError where what is missing does not fit."""
     num_bytes = sum(
         len(one) * writer.meta.bytes_per_token
         for writer, batch in work
@@ -275,15 +407,6 @@ def capture(
             "free some space, choose another folder, an object store or a smaller codec, or "
             "capture fewer answers",
         )
-    _capture_missing(FeatureForward(decoder), work, track)
-    for writer in writers.values():
-        writer.close()
-    facts = {
-        "target": config.target,
-        "features": meta.model_dump(mode="json"),
-        "num_retokenised": plan.num_retokenised,
-    }
-    return output.finish("capture", task.settings, inputs, task.counts(plan), facts)
 
 
 def room_at(output: Artifact) -> int | None:
@@ -300,19 +423,25 @@ def room_at(output: Artifact) -> int | None:
 
 
 def _capture_missing(
-    forward: FeatureForward, work: list[tuple[ShardWriter, ForwardBatch]], track: Track
+    source: FeatureSource, work: list[tuple[ShardWriter, ForwardBatch]], track: Track
 ) -> None:
     """All samples that no whole shard holds yet. A batch is computed whole or not at all, so that
     its values, to the last bit, do not depend on where an earlier run was cut.
     """
     total = sum(len(batch.samples) for _, batch in work)
-    done, num_tokens, started = 0, 0, time.monotonic()
-    for writer, batch in work:
-        missing = {one.key for one in batch.samples} - writer.keys
-        if missing:
-            num_tokens += sum(map(len, batch.samples))
-            for sample in forward(batch):
-                if sample.key in missing:
-                    writer.add(sample)
+    missing = [
+        (writer, batch)
+        for writer, batch in work
+        if any(one.key not in writer.keys for one in batch.samples)
+    ]
+    done = total - sum(len(batch.samples) for _, batch in missing)
+    num_tokens, started = 0, time.monotonic()
+    computed = source.samples(batch for _, batch in missing)
+    for (writer, batch), samples in zip(missing, computed, strict=True):
+        for sample in samples:
+            if sample.key not in writer.keys:
+                writer.add(sample)
+        num_tokens += sum(map(len, batch.samples))
         done += len(batch.samples)
-        track(done, total, f"{num_tokens / (time.monotonic() - started):.0f} tokens/s")
+        speed = f"{num_tokens / (time.monotonic() - started):.0f} tokens/s"
+        track(done, total, ", ".join(filter(None, (speed, source.status()))))

@@ -40,6 +40,16 @@ ENDS: dict[str, DropReason] = {
     "empty": "earlier_turn_marked",
 }
 SEED_BITS = 31  # what every server takes
+# What servers are asked first: do they count as many tokens as the target's template gives?
+PROBES: tuple[tuple[Message, ...], ...] = (
+    ({"role": "user", "content": "Name a colour."},),
+    (
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "Name a colour."},
+        {"role": "assistant", "content": "Blue."},
+        {"role": "user", "content": "Another one?"},
+    ),
+)
 
 
 class Sampling(BaseModel):

@@ -15,7 +15,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import importlib.util
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -28,7 +28,7 @@ from transformers import AutoModelForCausalLM, DynamicCache
 from eyas.errors import ConfigError, MismatchError
 from eyas.model.config import TargetShape
 from eyas.model.rows import prompt_rows
-from eyas.model.target import PAGE_SIZE, Dtype, Target, default_device
+from eyas.model.target import PAGE_SIZE, Dtype, Target, TargetTail, default_device
 from eyas.model.vocab import (
     ANOTHER,
     first_line,
@@ -38,6 +38,7 @@ from eyas.model.vocab import (
 )
 from eyas.model.weights import refuse_nonfinite, tensor_sha256
 
+Tail = Callable[[Tensor], Tensor]
 PROOF_TOKENS = 40  # of each of two random rows
 # Relative to a stream's own size.
 TOLERANCE = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 6e-2}
@@ -87,6 +88,14 @@ class FeatureDecoder(Protocol):
         beyond a row's end hold no meaning.
         """
 
+    def layers(self, tokens: Sequence[int]) -> Tensor:
+        """The residual stream behind every layer, [layers, T, H]: for proofs."""
+
+    def tails(self) -> tuple[Tail, Tail]:
+        """The final norm, and the last layer with it: the residual stream that they take, [T, H] of
+        one sample, -> last_hidden [T, H]. Ends this decoder: other layers' weights can go.
+        """
+
 
 class OwnDecoder:
     """Our own decoder: the values that the built-in engine computes."""
@@ -122,6 +131,14 @@ class OwnDecoder:
         self, tokens: Sequence[Sequence[int]], after: SharedPrefix | None = None
     ) -> HiddenStates:
         return self._forward(tokens, after)[0]
+
+    def layers(self, tokens: Sequence[int]) -> Tensor:
+        count, T = self._target.config.num_hidden_layers, len(tokens)
+        streams, _ = self._target.features(torch.tensor([list(tokens)]), tuple(range(count)))
+        return streams.view(T, count, -1).transpose(0, 1)
+
+    def tails(self) -> tuple[Tail, Tail]:
+        return TargetTail(self._target, 0), TargetTail(self._target, 1)
 
     def _forward(
         self, tokens: Sequence[Sequence[int]], after: SharedPrefix | None
@@ -222,13 +239,66 @@ class HookedDecoder:
         cache.batch_repeat_interleave(len(tokens))
         return self._forward(tokens_BT, past_key_values=cache, use_cache=True)[0]
 
+    def layers(self, tokens: Sequence[int]) -> Tensor:
+        every, T = range(self.shape.num_hidden_layers), len(tokens)
+        states, _ = self._forward(torch.tensor([list(tokens)]), taps=every, use_cache=False)
+        return states.aux_hidden.view(T, len(every), -1).transpose(0, 1)
+
+    def tails(self) -> tuple[Tail, Tail]:
+        """Raises MismatchError where more than one module is between the layers and lm_head."""
+        last, final = self._layers[-1], self._final_module()
+        del self._layers[:-1]  # the model's own list: it calls the last layer alone from now on
+        norm = torch.inference_mode()(lambda hidden_TH: final(hidden_TH.to(self._device)))
+
+        def finish(hidden_TH: Tensor) -> Tensor:
+            def enter(_: nn.Module, args: Any, named: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+                given = hidden_TH[None].to(self._device)
+                rest = {**named, "hidden_states": given} if not args else named
+                return ((given, *args[1:]) if args else args), rest
+
+            handle = last.register_forward_pre_hook(enter, with_kwargs=True)
+            with contextlib.ExitStack() as hooks:
+                hooks.callback(handle.remove)
+                tokens = torch.zeros(1, len(hidden_TH), dtype=torch.long)
+                return self._forward(tokens, taps=(), use_cache=False)[0].last_hidden[0]
+
+        return norm, finish
+
+    def _final_module(self) -> nn.Module:
+        """What takes the last layer's output and gives what feeds lm_head. Raises MismatchError."""
+        found: list[tuple[nn.Module, Any, Any]] = []
+        with contextlib.ExitStack() as hooks:
+            for module in self._model.modules():
+                handle = module.register_forward_hook(
+                    lambda of, given, output: found.append(
+                        (of, given[0] if given else None, output)
+                    )
+                )
+                hooks.callback(handle.remove)
+            states, _ = self._forward(self._proof_tokens(), all_logits=True, use_cache=False)
+        ends = [output for module, _, output in found if module is self._layers[-1]]
+        end = ends[0][0] if isinstance(ends[0], tuple) else ends[0]
+        fits = [of for of, given, output in found if given is end and output is states.last_hidden]
+        if len(fits) != 1:
+            raise MismatchError(
+                f"{type(self._model).__name__}: no single module is between its last layer and "
+                "lm_head",
+                "servers do not give what feeds lm_head: capture it here, without --server",
+            )
+        return fits[0]
+
     @torch.inference_mode()
     def _forward(
-        self, tokens_BT: Tensor, all_logits: bool = False, **options: Any
+        self,
+        tokens_BT: Tensor,
+        all_logits: bool = False,
+        taps: Sequence[int] | None = None,
+        **options: Any,
     ) -> tuple[HiddenStates, Any]:
         """The states and the model's own output. lm_head computes the last position alone, unless
-        all are asked for.
+        all are asked for. taps: by default the three of EAGLE-3.
         """
+        wanted = self.shape.default_taps if taps is None else taps
         tapped: dict[int, Tensor] = {}
         fed: list[Tensor] = []
 
@@ -240,7 +310,7 @@ class HookedDecoder:
             return None if all_logits else (given[0][:, -1:], *given[1:])
 
         with contextlib.ExitStack() as hooks:
-            for number in self.shape.default_taps:
+            for number in wanted:
                 handle = self._layers[number].register_forward_hook(
                     lambda _m, _i, output, at=number: tap(at, output)
                 )
@@ -248,12 +318,11 @@ class HookedDecoder:
             hooks.callback(self._lm_head.register_forward_pre_hook(feed).remove)
             output = self._model(input_ids=tokens_BT.to(self._device), **options)
         assert len(fed) == 1
-        assert len(tapped) == 3
+        assert len(tapped) == len(wanted)
         device = fed[0].device
-        return HiddenStates(
-            torch.cat([tapped[number].to(device) for number in self.shape.default_taps], dim=-1),
-            fed[0],
-        ), output
+        streams = [tapped[number].to(device) for number in wanted]
+        aux_hidden = torch.cat(streams, dim=-1) if streams else fed[0][..., :0]
+        return HiddenStates(aux_hidden, fed[0]), output
 
     def _proof_tokens(self) -> Tensor:
         size = 2, min(PROOF_TOKENS, self.shape.max_position_embeddings)

@@ -1,5 +1,5 @@
-"""Any number of OpenAI-compatible servers (SGLang, vLLM, ours) as one backend: which one is asked
-next, which ones are healthy, and when to ask again.
+"""Any number of servers (SGLang, vLLM, ours) as one backend: which one is asked next, which ones
+are healthy, and when to ask again. `generate` asks for answers, `capture` for hidden states.
 
     healthy    is asked, up to `concurrency` requests at once, fewer while it answers 429
     failing    is not asked; it is checked again, with pauses that double, until it passes
@@ -9,8 +9,8 @@ A request that failed goes to the front of the queue, for any free server. It is
 the request itself fails: refused for good, or failing again and again at servers that answer
 others. Without a server left the run ends, and every answer is kept.
 
-Knows health and order, and what a server of the target must show. Does not know HTTP
-(eyas/client.py) or conversations.
+Knows health and order, and what a server of answers must show (one of states: features/states).
+Does not know HTTP (eyas/client.py) or conversations.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import time
 from collections import deque
 from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Generic, Literal, Protocol, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -46,13 +46,9 @@ VERSION_PATHS = {"vllm": "/version", "sglang": "/get_server_info", "eyas": "/ope
 log = logging.getLogger(__name__)
 
 
-class ClientConfig(BaseModel):
+class FleetConfig(BaseModel):
     """How servers are asked. concurrency: requests at once, of each. timeout_s: for a whole answer.
-
-    model: its name at the servers; by default the only one that they list. send: `messages`
-    (/v1/chat/completions: the server renders its own template, and its token counts must be ours),
-    or `tokens` (/v1/completions with token ids, which SGLang, vLLM and eyas take: the server sees
-    our tokens, whatever they spell).
+    model: its name at the servers; by default the only one that they list.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -60,6 +56,14 @@ class ClientConfig(BaseModel):
     concurrency: int = Field(default=32, ge=1)
     timeout_s: float = Field(default=600.0, gt=0)
     model: str | None = None
+
+
+class ClientConfig(FleetConfig):
+    """How servers are asked for answers. send: `messages` (/v1/chat/completions: the server renders
+    its own template, and its token counts must be ours), or `tokens` (/v1/completions with token
+    ids, which SGLang, vLLM and eyas take: the server sees our tokens, whatever they spell).
+    """
+
     send: Literal["messages", "tokens"] = "messages"
 
 
@@ -82,20 +86,62 @@ class PromptMismatch(RequestFailure):
         super().__init__("refused", what)
 
 
-class TargetServer:
-    """A server of the target. model and engine are known once `check` has passed."""
+class FleetRequest(Protocol):
+    """What a server is asked for."""
 
-    def __init__(self, url: str, config: ClientConfig, names_tokens: bool = False) -> None:
+    @property
+    def id(self) -> str:
+        """Of the request; its reply has the same."""
+
+
+Asked = TypeVar("Asked", bound=FleetRequest)
+Reply = TypeVar("Reply")
+Given = TypeVar("Given", covariant=True)
+
+
+@dataclass(slots=True)
+class FleetJob(Generic[Asked]):
+    """A request with its history. started: perf_counter, seconds."""
+
+    request: Asked
+    started: float
+    attempts: int = 0
+    strikes: int = 0
+    last: object = None  # the member where it failed
+
+
+class FleetServer(Protocol[Asked, Given]):
+    """A server as the fleet knows it. model and engine are known once `check` has passed."""
+
+    url: str
+    model: str
+    engine: str
+    client: Client
+
+    async def check(self) -> None:
+        """Raises RequestFailure, "unfit" where something else than the target is served."""
+
+    async def reply(self, job: FleetJob[Asked]) -> Given:
+        """What the fleet hands out. Raises RequestFailure."""
+
+
+class TargetServer:
+    """A server of the target that answers turns."""
+
+    def __init__(
+        self, url: str, config: ClientConfig, proof: TargetProof, names_tokens: bool = False
+    ) -> None:
         """names_tokens: answers are to hold the names of control tokens."""
         self.url, self.model, self.engine = url, config.model or "", "unknown"
-        self._names_tokens = names_tokens
+        self._proof, self._names_tokens = proof, names_tokens
         self._config, self.client = config, Client(url, config.timeout_s)
 
-    async def check(self, proof: TargetProof) -> None:
+    async def check(self) -> None:
         """Raises RequestFailure, "unfit" where something else than the target is served."""
-        card = await self._card()
+        proof = self._proof
+        card = await model_card(self.client, self._config.model)
         self.model = card["id"]
-        self.engine = await self._engine(str(card.get("owned_by", "")))
+        self.engine = await engine_name(self.client, str(card.get("owned_by", "")))
         own = card.get("eyas")
         served = own.get("target_fingerprint") if isinstance(own, dict) else None
         if served and served != proof.fingerprint:
@@ -128,26 +174,42 @@ class TargetServer:
             raise PromptMismatch(completion.num_prompt_tokens, len(request.prompt_ids))
         return completion
 
-    async def _card(self) -> dict[str, Any]:
-        """The model card of the target, by its name or as the only one."""
-        cards, wanted = await self.client.cards(), self._config.model
-        found = [card for card in cards if wanted in (None, card["id"])]
-        if len(found) != 1:
-            names = ", ".join(card["id"][:80] for card in cards[:5])
-            several = f"serves {len(cards)} models ({names}): name one as client.model"
-            what = f"does not serve {wanted}, only {names}" if wanted else several
-            raise RequestFailure("unfit", what)
-        return found[0]
+    async def reply(self, job: FleetJob[TurnRequest]) -> TurnAnswer:
+        """The answer with how it came. Raises RequestFailure."""
+        completion = await self.answer(job.request)
+        return TurnAnswer(
+            job.request.id,
+            completion.text,
+            completion.finish_reason,
+            completion.num_tokens,
+            self.engine,
+            self.url,
+            latency_ms=1000 * (time.perf_counter() - job.started),
+            attempts=job.attempts,
+        )
 
-    async def _engine(self, owner: str) -> str:
-        """The engine's name and version, as far as the server tells."""
-        version: Any = None
-        if owner in VERSION_PATHS:
-            with contextlib.suppress(ValueError, AttributeError, RecursionError):
-                facts = json.loads(await self.client.page(VERSION_PATHS[owner]))
-                version = facts.get("info", facts).get("version")
-        name = owner[:40] if owner.isprintable() and owner else "unknown"
-        return f"{name} {version[:40]}" if isinstance(version, str) else name
+
+async def model_card(client: Client, wanted: str | None) -> dict[str, Any]:
+    """The model card of the target, by its name or as the only one. Raises RequestFailure."""
+    cards = await client.cards()
+    found = [card for card in cards if wanted in (None, card["id"])]
+    if len(found) != 1:
+        names = ", ".join(card["id"][:80] for card in cards[:5])
+        several = f"serves {len(cards)} models ({names}): name one as client.model"
+        what = f"does not serve {wanted}, only {names}" if wanted else several
+        raise RequestFailure("unfit", what)
+    return found[0]
+
+
+async def engine_name(client: Client, owner: str) -> str:
+    """The engine's name and version, as far as the server tells. owner: `owned_by` of a card."""
+    version: Any = None
+    if owner in VERSION_PATHS:
+        with contextlib.suppress(ValueError, AttributeError, RecursionError):
+            facts = json.loads(await client.page(VERSION_PATHS[owner]))
+            version = facts.get("info", facts).get("version")
+    name = owner[:40] if owner.isprintable() and owner else "unknown"
+    return f"{name} {version[:40]}" if isinstance(version, str) else name
 
 
 def server_urls(urls: Sequence[str]) -> list[str]:
@@ -173,22 +235,11 @@ def _openai_fields(params: SamplingParams) -> dict[str, Any]:
     return fields
 
 
-@dataclass(slots=True)
-class TurnJob:
-    """A request with its history. started: perf_counter, seconds."""
-
-    request: TurnRequest
-    started: float
-    attempts: int = 0
-    strikes: int = 0
-    last: Member | None = None  # where it failed
-
-
 @dataclass(eq=False)
-class Member:
+class Member(Generic[Asked, Reply]):
     """A server and its health. allowed: requests at once, which follows what the server takes."""
 
-    server: TargetServer
+    server: FleetServer[Asked, Reply]
     allowed: float
     state: ServerState = "failing"
     reason: str = ""
@@ -230,32 +281,30 @@ class Member:
         }
 
 
-class Fleet:
-    """The servers as a Backend. All requests run on an event loop of this object, which runs while
+class Fleet(Generic[Asked, Reply]):
+    """The servers as a backend. All requests run on an event loop of this object, which runs while
     `wait` waits.
     """
 
     def __init__(
         self,
-        urls: Sequence[str],
-        config: ClientConfig,
-        proof: TargetProof,
-        names_tokens: bool = False,
+        servers: Sequence[FleetServer[Asked, Reply]],
+        config: FleetConfig,
+        start_hint: str = "start one, e.g. with `eyas serve`, or check the address",
+        fit_hint: str = "give servers of this target, with its own tokenizer and chat template",
     ) -> None:
-        """Check all servers. names_tokens: see TargetServer. Raises ConfigError, MissingInputError
-        (none answers), MismatchError (one serves something else: a mistake in the settings).
+        """Check all servers. start_hint, fit_hint: what to do where none answers, and where one
+        serves something else. Raises MissingInputError (none answers), MismatchError (one serves
+        something else: a mistake in the settings).
         """
-        addresses = server_urls(urls)
-        self.capacity = len(addresses) * config.concurrency
-        self._config, self._proof = config, proof
-        self._pending: deque[TurnJob] = deque()
-        self._done: list[TurnAnswer | TurnFailure] = []
+        self.capacity = len(servers) * config.concurrency
+        self._config, self._hints = config, (start_hint, fit_hint)
+        self._pending: deque[FleetJob[Asked]] = deque()
+        self._done: list[Reply | TurnFailure] = []
         self._tasks: set[asyncio.Task[None]] = set()
         self._bug: BaseException | None = None
         self._news = asyncio.Event()
-        self._members = [
-            Member(TargetServer(url, config, names_tokens), config.concurrency) for url in addresses
-        ]
+        self._members = [Member(server, config.concurrency) for server in servers]
         self._runner = asyncio.Runner()
         try:
             self._runner.run(self._check_all())
@@ -263,11 +312,11 @@ class Fleet:
             self.close()
             raise
 
-    def add(self, request: TurnRequest) -> None:
-        """Ask for a turn."""
-        self._pending.append(TurnJob(request, time.perf_counter()))
+    def add(self, request: Asked) -> None:
+        """Ask for a reply to this."""
+        self._pending.append(FleetJob(request, time.perf_counter()))
 
-    def wait(self) -> list[TurnAnswer | TurnFailure]:
+    def wait(self) -> list[Reply | TurnFailure]:
         """What is ready, after a second at most. Raises EyasError when no server is left."""
         return self._runner.run(self._wait())
 
@@ -298,18 +347,14 @@ class Fleet:
         await asyncio.gather(*(self._check(one) for one in self._members))
         unfit = [one for one in self._members if one.state == "retired"]
         if unfit:
-            raise MismatchError(
-                _reasons(unfit),
-                "give servers of this target, with its own tokenizer and chat template",
-            )
+            raise MismatchError(_reasons(unfit), self._hints[1])
         if all(one.state == "failing" and one.last_kind != "busy" for one in self._members):
-            hint = "start one, e.g. with `eyas serve`, or check the address"
-            raise MissingInputError(f"no server answers: {_reasons(self._members)}", hint)
+            raise MissingInputError(f"no server answers: {_reasons(self._members)}", self._hints[0])
         for one in self._members:
             if one.state == "failing":
                 self._start(self._revive(one))
 
-    async def _wait(self) -> list[TurnAnswer | TurnFailure]:
+    async def _wait(self) -> list[Reply | TurnFailure]:
         self._hand_out()
         if not self._done and self._bug is None:
             self._news.clear()
@@ -343,36 +388,28 @@ class Fleet:
             member.num_running += 1
             self._start(self._ask(member, job))
 
-    async def _ask(self, member: Member, job: TurnJob) -> None:
+    async def _ask(self, member: Member[Asked, Reply], job: FleetJob[Asked]) -> None:
         job.attempts += 1
         try:
-            completion = await member.server.answer(job.request)
+            reply = await member.server.reply(job)
         except RequestFailure as failure:
             self._fail(member, job, failure)
         else:
-            self._finish(member, job, completion)
+            self._finish(member, reply)
         finally:
             member.num_running -= 1
             self._hand_out()
             self._news.set()
 
-    def _finish(self, member: Member, job: TurnJob, completion: Completion) -> None:
+    def _finish(self, member: Member[Asked, Reply], reply: Reply) -> None:
         member.num_answers += 1
         member.last_good = time.monotonic()
         member.allowed = min(self._config.concurrency, member.allowed + 1 / member.allowed)
-        answer = TurnAnswer(
-            job.request.id,
-            completion.text,
-            completion.finish_reason,
-            completion.num_tokens,
-            member.server.engine,
-            member.server.url,
-            latency_ms=1000 * (time.perf_counter() - job.started),
-            attempts=job.attempts,
-        )
-        self._done.append(answer)
+        self._done.append(reply)
 
-    def _fail(self, member: Member, job: TurnJob, failure: RequestFailure) -> None:
+    def _fail(
+        self, member: Member[Asked, Reply], job: FleetJob[Asked], failure: RequestFailure
+    ) -> None:
         """Decide on the request, and on the server."""
         if failure.kind == "refused":
             self._done.append(
@@ -403,7 +440,7 @@ class Fleet:
         else:
             self._pending.appendleft(job)
 
-    def _slow_down(self, member: Member, failure: RequestFailure) -> None:
+    def _slow_down(self, member: Member[Asked, Reply], failure: RequestFailure) -> None:
         """A server that answers 429 gets fewer requests, later."""
         member.num_busy += 1
         member.allowed = max(1, min(member.allowed, member.num_running - 1))
@@ -414,7 +451,7 @@ class Fleet:
         if time.monotonic() - member.last_good > PATIENCE_S and member.num_running == 1:
             member.become("retired", f"{failure.what} for {PATIENCE_S:g} s")
 
-    async def _revive(self, member: Member, pause: float = FIRST_PAUSE_S) -> None:
+    async def _revive(self, member: Member[Asked, Reply], pause: float = FIRST_PAUSE_S) -> None:
         """Check a failing server until it passes, or is given up."""
         await asyncio.sleep(min(pause, LONGEST_PAUSE_S))
         pause = FIRST_PAUSE_S
@@ -427,9 +464,9 @@ class Fleet:
         self._hand_out()
         self._news.set()
 
-    async def _check(self, member: Member) -> ServerState:
+    async def _check(self, member: Member[Asked, Reply]) -> ServerState:
         try:
-            await member.server.check(self._proof)
+            await member.server.check()
         except RequestFailure as failure:
             member.last_kind = failure.kind
             member.become("retired" if failure.kind == "unfit" else "failing", failure.what)
@@ -457,5 +494,5 @@ class Fleet:
             self._news.set()
 
 
-def _reasons(members: Sequence[Member]) -> str:
+def _reasons(members: Sequence[Member[Asked, Reply]]) -> str:
     return "; ".join(f"{one.server.url} {one.reason}" for one in members)

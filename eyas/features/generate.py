@@ -36,13 +36,14 @@ from eyas.errors import EmptyInputError, TemplateError
 from eyas.features import marks
 from eyas.features.answers import AnswerParts, folder_lock
 from eyas.features.conversation import (
+    PROBES,
     Conversation,
     Sampling,
     TurnAnswer,
     TurnRequest,
     TurnRules,
 )
-from eyas.features.fleet import ClientConfig, Fleet, TargetProof
+from eyas.features.fleet import ClientConfig, Fleet, TargetProof, TargetServer, server_urls
 from eyas.hub import resolve_head, resolve_target
 from eyas.log import Track, quiet
 from eyas.model.target import Dtype, default_device, resolve_dtype
@@ -50,22 +51,12 @@ from eyas.model.vocab import target_shape
 from eyas.model.weights import fingerprint
 from eyas.privacy.detector import LeakDetector
 from eyas.privacy.policy import ANSWER_POLICY, PrivacyConfig
-from eyas.records import Message, Prompt
+from eyas.records import Prompt
 
 ENGINE = f"eyas {VERSION}"
 ROWS_PER_PART = 200  # prompts in a file of answers
 # Where the run takes place, and how fast it is: no part of the identity.
 PLACES = {"target", "head", "max_batch", "servers", "client"}
-# What servers are asked first: do they count as many tokens as the target's template gives?
-PROBES: tuple[tuple[Message, ...], ...] = (
-    ({"role": "user", "content": "Name a colour."},),
-    (
-        {"role": "system", "content": "Be brief."},
-        {"role": "user", "content": "Name a colour."},
-        {"role": "assistant", "content": "Blue."},
-        {"role": "user", "content": "Another one?"},
-    ),
-)
 
 
 class GenerateConfig(BaseModel):
@@ -216,7 +207,7 @@ class EngineBackend:
 
 def open_backend(
     config: GenerateConfig, chat: Chat, folder: str, max_length: int
-) -> EngineBackend | Fleet:
+) -> EngineBackend | Fleet[TurnRequest, TurnAnswer]:
     """The engine, on a GPU where there is one, or the servers. Raises what loading the engine or
     checking servers raises.
     """
@@ -241,7 +232,11 @@ def open_backend(
             "set client.send=tokens where the servers take token ids (SGLang, vLLM)",
         )
     proof = TargetProof(fingerprint(folder), max_length, probes(chat, config.sampling))
-    return Fleet(config.servers, config.client, proof, names_tokens=chat.has_channels)
+    servers = [
+        TargetServer(url, config.client, proof, names_tokens=chat.has_channels)
+        for url in server_urls(config.servers)
+    ]
+    return Fleet(servers, config.client)
 
 
 def probes(chat: Chat, samplings: Sequence[Sampling]) -> tuple[TurnRequest, ...]:
@@ -296,7 +291,7 @@ class Conversations:
 
 
 def answer_all(
-    backend: EngineBackend | Fleet,
+    backend: EngineBackend | Fleet[TurnRequest, TurnAnswer],
     rules: TurnRules,
     conversations: Conversations,
     num_prompts: int,

@@ -19,8 +19,7 @@ import torch
 from torch import Tensor
 
 from eyas.artifact import Artifact, Manifest, identity
-from eyas.features.capture import CaptureConfig, CaptureTask, FeatureForward, load_decoder
-from eyas.features.decoder import FeatureDecoder
+from eyas.features.capture import CaptureConfig, CaptureTask, FeatureSource, open_source
 from eyas.features.samples import CapturePlan, ForwardBatch, packed
 from eyas.model.vocab import TargetVocabulary
 from eyas.shards import FeatureMeta, Sample, Split
@@ -44,14 +43,9 @@ class OnlineTarget:
         return self.task.plan()
 
     @cached_property
-    def decoder(self) -> FeatureDecoder:
-        """The target, loaded."""
-        return load_decoder(self.task.config, self.task.shape, self.task.folder)
-
-    @cached_property
-    def forward(self) -> FeatureForward:
-        """What computes samples."""
-        return FeatureForward(self.decoder)
+    def source(self) -> FeatureSource:
+        """The target, loaded, or the servers, proved."""
+        return open_source(self.task, self.plan)
 
     @cached_property
     def meta(self) -> FeatureMeta:
@@ -64,7 +58,8 @@ class OnlineTarget:
     def manifest(self) -> Manifest:
         """A store's manifest, with the same identity where the values are the same."""
         config, settings = self.task.config, self.task.settings
-        is_alone, is_whole = config.batch_tokens == 1, config.teacher == "everywhere"
+        is_alone = config.batch_tokens == 1 or bool(config.servers)
+        is_whole = config.teacher == "everywhere"
         if not (is_alone and is_whole and config.codec in EXACT):
             settings = {**settings, "codec": "raw", "teacher": "everywhere", "online": True}
         inputs = {"answers": self.task.made}
@@ -101,7 +96,9 @@ class OnlineFeatures:
     @cached_property
     def _singles(self) -> list[ForwardBatch]:
         """A batch for each sample, in the order of a store."""
-        batches = self._target.task.batches(self._target.plan, self._split, self._target.decoder)
+        batches = self._target.task.batches(
+            self._target.plan, self._split, self._target.source.reuses
+        )
         return [ForwardBatch([one], batch.num_shared) for batch in batches for one in batch.samples]
 
     @property
@@ -118,28 +115,34 @@ class OnlineFeatures:
             yield torch.from_numpy(one.token_ids), torch.from_numpy(one.loss_mask)
 
     def batches(self, batches: Sequence[Sequence[int]]) -> Iterator[list[Sample]]:
-        """As FeatureSource.batches; nothing is computed ahead."""
-        return (
-            self._computed([self._singles[number] for number in numbers]) for numbers in batches
-        )
+        """As FeatureSource.batches; servers are asked for later batches ahead, a decoder in this
+        process computes nothing ahead.
+        """
+        source = self._target.source
+        if self._target.task.config.servers:
+            singles = (self._singles[number] for numbers in batches for number in numbers)
+            computed = source.samples(singles)
+            for numbers in batches:
+                yield [self._as_stored(next(computed)[0]) for _ in numbers]
+            return
+        for numbers in batches:
+            singles_of = [self._singles[number] for number in numbers]
+            made = {
+                sample.key: sample
+                for samples in source.samples(self._joined(singles_of))
+                for sample in samples
+            }
+            yield [self._as_stored(made[single.samples[0].key]) for single in singles_of]
 
-    def _computed(self, singles: list[ForwardBatch]) -> list[Sample]:
-        """Their samples, in order and in the dtype that a store would give them."""
+    def _as_stored(self, one: Sample) -> Sample:
+        """In the dtype that a store would give it."""
         dtype = DTYPES[self.meta.dtype]
-        made = {
-            sample.key: sample
-            for batch in self._joined(singles)
-            for sample in self._target.forward(batch)
-        }
-        return [
-            dataclasses.replace(
-                one,
-                # copies: tensors of inference mode have no gradient
-                aux_hidden=one.aux_hidden.to(dtype, copy=True),
-                last_hidden=one.last_hidden.to(dtype, copy=True),
-            )
-            for one in (made[single.samples[0].key] for single in singles)
-        ]
+        return dataclasses.replace(
+            one,
+            # copies: tensors of inference mode have no gradient
+            aux_hidden=one.aux_hidden.to(dtype, copy=True),
+            last_hidden=one.last_hidden.to(dtype, copy=True),
+        )
 
     def _joined(self, singles: list[ForwardBatch]) -> Iterator[ForwardBatch]:
         """The same samples in as few forwards as the settings allow: those of one prefix and of

@@ -11,6 +11,7 @@ vocabulary.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
@@ -119,8 +120,13 @@ class Layers:
         self, rows: Rows, cache: PagedCache, taps: tuple[int, ...] | None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Last hidden [M, Ht] after the final norm; aux_hidden [M, 3 * Ht] where taps are given."""
+        return self.go_on(F.embedding(rows.token, self._embed_tokens), rows, cache, taps)
+
+    def go_on(
+        self, h: torch.Tensor, rows: Rows, cache: PagedCache, taps: tuple[int, ...] | None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """As `hidden`, from what the first layer takes, [M, Ht]."""
         at = self._rope.place(rows, cache.page_size)
-        h = F.embedding(rows.token, self._embed_tokens)
         tapped = []
         for layer, (input_norm, block) in enumerate(
             zip(self._input_norms, self._blocks, strict=True)
@@ -130,6 +136,13 @@ class Layers:
                 tapped.append(h)
         aux_hidden = torch.cat(tapped, dim=-1) if taps is not None else None
         return rms_norm(h, self._norm, self._eps), aux_hidden
+
+    def last(self, count: int) -> Layers:
+        """The last `count` layers and the norm, to `go_on` with."""
+        first = len(self._blocks) - count
+        short = copy.copy(self)
+        short._input_norms, short._blocks = self._input_norms[first:], self._blocks[first:]
+        return short
 
 
 class Target:
@@ -295,6 +308,30 @@ class Target:
         """int64 [B, T] -> logits [B, T, V]: for checks, not for decoding."""
         _, hidden_BTH = self.features(tokens_BT)
         return self.layers.head(hidden_BTH.flatten(0, 1)).view(*tokens_BT.shape, -1)
+
+
+class TargetTail:
+    """The last layers of a target, and its final norm, without the weights of the others: what is
+    left to compute of hidden states that another engine computed.
+    """
+
+    def __init__(self, target: Target, count: int) -> None:
+        """count: layers, 0 for the norm alone."""
+        self._config, self._device, self._dtype = target.config, target.device, target.dtype
+        self._layers = target.layers.last(count)
+
+    @torch.inference_mode()
+    def __call__(self, hidden_TH: torch.Tensor) -> torch.Tensor:
+        """What the first of the layers takes, [T, Ht] of one sample -> last hidden [T, Ht]."""
+        T, config = len(hidden_TH), self._config
+        pages = np.arange(-(-T // PAGE_SIZE), dtype=np.int32)[None]
+        rows = prompt_rows([[0] * T], [0], pages, PAGE_SIZE, self._device)  # the tokens: not read
+        heads = (config.num_key_value_heads, config.head_dim)
+        cache = PagedCache(
+            config.num_hidden_layers, pages.size, PAGE_SIZE, heads, self._dtype, self._device
+        )
+        h = hidden_TH.to(self._device, self._dtype)
+        return self._layers.go_on(h, rows, cache, None)[0]
 
 
 def check_blocks(tensors: dict[str, torch.Tensor], blocks: Blocks) -> None:

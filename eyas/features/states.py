@@ -1,0 +1,499 @@
+"""Hidden states from servers that run the target: vLLM and SGLang, as members of a fleet.
+
+Knows how each engine is asked for states and in what form they come, and proves, before a server is
+used, that they are the target's: the same conversations through a decoder of ours, stream by
+stream. Does not know HTTP (eyas/client.py), which server is asked when (fleet), samples, nor what
+is stored.
+
+    vLLM     `extract_hidden_states`: a file of each request, in a folder that this process shares
+             with the server, read and deleted here; streams: three taps, what the final norm takes
+    SGLang   `return_hidden_states`: numbers in the answer; streams: three taps, what the last layer
+             takes, which is computed here
+
+Token ids are sent, so that template and mask are ours.
+
+Letters: T tokens of a sample, S the four streams, L layers, H the target's hidden size.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import fcntl
+import hashlib
+import itertools
+import json
+import os
+import shlex
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load as load_safetensors
+from torch import Tensor
+
+from eyas.client import Client, RequestFailure
+from eyas.errors import EyasError
+from eyas.features.conversation import TurnFailure
+from eyas.features.decoder import TOLERANCE, FeatureDecoder, HiddenStates, Tail
+from eyas.features.fleet import Fleet, FleetConfig, FleetJob, engine_name, model_card, server_urls
+from eyas.model.config import TargetShape
+from eyas.model.target import DTYPES
+from eyas.records import Message
+
+PROOF_SAMPLES = 4  # the shortest, the longest, and between: one step of a server, and several
+LAYERS_TOKENS = 32  # of the shortest, of which every layer is compared
+NUM_STREAMS = 4
+LOCK_POLL_S = 0.01
+NUMBER_BYTES = 32  # of a number in JSON, at most
+CONNECTOR = "eyas_states"
+FOLDER = "/dev/shm/eyas-states"  # in the commands: memory, no disk
+
+
+@dataclass(frozen=True, slots=True)
+class StateRequest:
+    """A sample to compute: its key and its tokens."""
+
+    id: str
+    token_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class StateReply:
+    """A request's states, aux_hidden [T, 3 * H] and last_hidden [T, H], in the server's dtype."""
+
+    id: str
+    states: HiddenStates
+
+
+@dataclass(frozen=True, slots=True)
+class StateProof:
+    """What a server must show before it is asked. Tensors are of the settings' dtype.
+
+    samples: what a decoder of ours made of them. layers_LTH: every layer's output of the first
+    tokens of the first one. max_length: tokens of the longest sample. templates: messages and their
+    tokens by the target's template, none where it prints a date.
+    """
+
+    shape: TargetShape
+    dtype: torch.dtype
+    samples: tuple[tuple[StateRequest, HiddenStates], ...]
+    layers_LTH: Tensor
+    max_length: int
+    templates: tuple[tuple[tuple[Message, ...], tuple[int, ...]], ...]
+
+
+def prove_by(
+    decoder: FeatureDecoder,
+    dtype: str,
+    requests: Sequence[StateRequest],
+    templates: tuple[tuple[tuple[Message, ...], tuple[int, ...]], ...],
+) -> StateProof:
+    """Compute some of the requests here, by their lengths: the proof that all servers are given."""
+    by_length = sorted(requests, key=lambda one: len(one.token_ids))
+    last = len(by_length) - 1
+    places = sorted({last * step // (PROOF_SAMPLES - 1) for step in range(PROOF_SAMPLES)})
+    samples = []
+    for place in places:
+        states = decoder.states([by_length[place].token_ids])
+        of_one = HiddenStates(states.aux_hidden[0].cpu(), states.last_hidden[0].cpu())
+        samples.append((by_length[place], of_one))
+    layers_LTH = decoder.layers(by_length[0].token_ids[:LAYERS_TOKENS]).cpu()
+    longest = len(by_length[-1].token_ids)
+    return StateProof(decoder.shape, DTYPES[dtype], tuple(samples), layers_LTH, longest, templates)
+
+
+class StateServer:
+    """A vLLM or SGLang server that gives states. Its replies hold what feeds lm_head: the layers
+    behind a server's last stream are computed here, by `tail`.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        config: FleetConfig,
+        proof: StateProof,
+        tails: Sequence[Tail],
+        run: str,
+    ) -> None:
+        """tails: see FeatureDecoder.tails. run: names this run's
+        requests, so that its files are told from others'.
+        """
+        self.url, self.model, self.engine = url, config.model or "", "unknown"
+        self.client = Client(url, config.timeout_s)
+        self._config, self._proof, self._tails = config, proof, tails
+        # of each server its own: several may share a folder
+        self._run = f"eyas-{run[:12]}-{hashlib.sha256(url.encode()).hexdigest()[:6]}"
+        self._numbers, self._folder = itertools.count(), Path()
+
+    @property
+    def _is_vllm(self) -> bool:
+        return self.engine.startswith("vllm")
+
+    async def check(self) -> None:
+        """Prove that its states are the target's. Raises RequestFailure, "unfit" with the one
+        thing that differs.
+        """
+        card = await model_card(self.client, self._config.model)
+        self.model = card["id"]
+        self.engine = await engine_name(self.client, str(card.get("owned_by", "")))
+        if self.engine.split()[0] not in ("vllm", "sglang"):
+            raise unfit(f"is {self.engine}, and hidden states come from vLLM and SGLang")
+        room, needed = card.get("max_model_len"), self._proof.max_length + 1
+        if isinstance(room, int) and room < needed:
+            raise unfit(
+                f"holds {room} tokens a request; the longest sample and one token of an answer are "
+                f"{needed}: start it with room for them"
+            )
+        await self._check_template()
+        try:
+            # beside each other, so that they share steps; then the longest from its prefix cache
+            asked = [request for request, _ in self._proof.samples]
+            streams = [*await asyncio.gather(*(self._streams(one.token_ids) for one in asked))]
+            streams.append(await self._streams(asked[-1].token_ids))
+        except RequestFailure as failure:
+            if failure.kind != "refused":
+                raise
+            raise unfit(f"{failure.what}, when asked for hidden states") from failure
+        self._compare(streams)
+
+    async def reply(self, job: FleetJob[StateRequest]) -> StateReply:
+        """The states of a sample. Raises RequestFailure."""
+        streams_TSH = await self._streams(job.request.token_ids)
+        states = await asyncio.to_thread(self._finished, streams_TSH)
+        return StateReply(job.request.id, states)
+
+    def sweep(self) -> None:
+        """Delete what the server wrote for requests of this run that were given up."""
+        if self._folder != Path():
+            for path in self._folder.glob(f"*{self._run}*.safetensors*"):
+                path.unlink(missing_ok=True)
+
+    def _finished(self, streams_TSH: Tensor) -> HiddenStates:
+        """With what feeds lm_head in place of the fourth stream."""
+        tail = self._tails[0 if self._is_vllm else 1]
+        last_hidden = tail(streams_TSH[:, 3]).to("cpu", streams_TSH.dtype)
+        return HiddenStates(streams_TSH[:, :3].flatten(1), last_hidden)
+
+    # The proof
+
+    async def _check_template(self) -> None:
+        """Compare the server's own rendering with ours, where it tells (vLLM): its users' tokens
+        are to be those that a head is trained on.
+        """
+        for messages, ours in self._proof.templates:
+            body = {"model": self.model, "messages": list(messages)}
+            try:
+                theirs = json.loads(await self.client.request("/tokenize", body))["tokens"]
+            except (RequestFailure, ValueError, LookupError, TypeError):
+                return
+            if tuple(theirs) != ours:
+                raise unfit(
+                    f"has another chat template or tokenizer: {len(theirs)} tokens where the "
+                    f"target's gives {len(ours)}, or others; start it with the target's own folder"
+                )
+
+    def _compare(self, streams: Sequence[Tensor]) -> None:
+        """Compare the proof's samples, the longest again as the last. Raises RequestFailure."""
+        proof = self._proof
+        if (dtype := streams[0].dtype) != proof.dtype:
+            raise unfit(
+                f"computes in {name_of(dtype)}, and the settings say {name_of(proof.dtype)}: start "
+                f"it with --dtype {name_of(proof.dtype)}, or set dtype={name_of(dtype)}"
+            )
+        self._compare_layers(streams[0])
+        again = (*proof.samples, proof.samples[-1])
+        for number, ((_, ours), theirs) in enumerate(zip(again, streams, strict=True)):
+            found = self._finished(theirs)
+            at = first_difference(found, ours)
+            if at is not None:
+                cached = (
+                    " when it is asked for the second time" if number == len(streams) - 1 else ""
+                )
+                raise unfit(
+                    f"gives other states than the target from token {at} of {len(theirs)} on"
+                    f"{cached}: its chunked prefill or prefix cache loses or mixes them"
+                )
+
+    def _compare_layers(self, streams_TSH: Tensor) -> None:
+        """Find, for every stream, the layer that it is nearest to: a shift by one can be less than
+        the noise of a low precision.
+        """
+        layers_LTH = self._proof.layers_LTH.float()
+        T, dtype = layers_LTH.shape[1], streams_TSH.dtype
+        expected = stream_layers(self._proof.shape, self._is_vllm)
+        sizes = layers_LTH.norm(dim=-1) + 1e-6
+        for number, layer in enumerate(expected):
+            stream_TH = streams_TSH[:T, number].float()
+            errors = ((layers_LTH - stream_TH).norm(dim=-1) / sizes).median(dim=-1).values
+            nearest = int(errors.argmin())
+            if errors[nearest] > TOLERANCE[dtype]:
+                raise unfit(
+                    f"gives states of no layer of the target (stream {number + 1} of {NUM_STREAMS} "
+                    f"differs by {float(errors[nearest]):.0%} from the nearest, layer {nearest}): "
+                    "other weights, fine-tuned or quantised, or the embeddings (layer id 0)"
+                )
+            if nearest != layer:
+                raise unfit(
+                    f"gives the output of layer {nearest} (counted from 0) where layer {layer} is "
+                    f"wanted: shift its layer id by {layer - nearest:+d}"
+                )
+
+    # What each engine says
+
+    async def _streams(self, token_ids: Sequence[int]) -> Tensor:
+        """[T, S, H] in the server's dtype. Raises RequestFailure."""
+        if self._is_vllm:
+            streams_TSH = await self._from_vllm(token_ids)
+        else:
+            streams_TSH = await self._from_sglang(token_ids)
+        T, S, H = streams_TSH.shape
+        if S != NUM_STREAMS or self._proof.shape.hidden_size != H:
+            raise unfit(
+                f"gives {S} layers of {H} numbers a token, and {NUM_STREAMS} of "
+                f"{self._proof.shape.hidden_size} are wanted: see its layer ids and its model"
+            )
+        if len(token_ids) != T:
+            raise unfit(
+                f"gives states of {T} of {len(token_ids)} tokens: what it has cached or cut is "
+                "missing (SGLang: start it with --disable-radix-cache)"
+            )
+        if streams_TSH.dtype not in TOLERANCE or not bool(streams_TSH.isfinite().all()):
+            raise unfit(f"gives {name_of(streams_TSH.dtype)} or numbers that are not finite")
+        return streams_TSH
+
+    async def _from_vllm(self, token_ids: Sequence[int]) -> Tensor:
+        name = f"{self._run}-{next(self._numbers)}"
+        body = {
+            "model": self.model,
+            "prompt": list(token_ids),
+            "max_tokens": 1,
+            "temperature": 0,
+            "request_id": name,
+        }
+        content = await self.client.request("/v1/completions", body)
+        try:
+            path = Path(json.loads(content)["kv_transfer_params"]["hidden_states_path"])
+        except (ValueError, LookupError, TypeError) as error:
+            raise unfit("answers without hidden states: it runs without our connector") from error
+        # deleted below: nothing but this request's own file
+        if name not in path.name or path.suffix != ".safetensors":
+            raise unfit("names a file of hidden states that is not of the request")
+        self._folder = path.parent
+        lock = path.with_name(f"{path.name}.lock")
+        try:
+            tensors = await self._read_unlocked(path, lock)
+            streams_TSH, seen = tensors["hidden_states"], tensors["token_ids"]
+        except FileNotFoundError as error:
+            if path.parent.is_dir():
+                raise RequestFailure("lost", f"wrote no file {path}") from error
+            raise unfit(
+                f"writes states to {path.parent}, which is no folder here: share it at the same "
+                "path with this machine"
+            ) from error
+        except PermissionError as error:
+            raise unfit(f"writes states to {path.parent}, where this user may not read") from error
+        except (SafetensorError, LookupError, OSError) as error:
+            raise RequestFailure("broken", f"wrote {path}, which is no file of states") from error
+        finally:
+            for one in (path, lock):
+                with contextlib.suppress(OSError):
+                    one.unlink(missing_ok=True)
+        if seen.tolist() != list(token_ids):
+            raise unfit("saw other tokens than it was sent: its tokenizer adds some")
+        if streams_TSH.dim() != 3:
+            raise unfit(f"gives states of the shape {list(streams_TSH.shape)}")
+        return streams_TSH
+
+    async def _read_unlocked(self, path: Path, lock: Path) -> dict[str, Tensor]:
+        """Read the file once its writer has let go of the lock, which it takes before it answers.
+
+        Read into memory and not mapped: the file is deleted at once. Raises OSError,
+        SafetensorError, RequestFailure.
+        """
+        async with asyncio.timeout(self._config.timeout_s):
+            descriptor = os.open(lock, os.O_RDONLY)
+            try:
+                while True:
+                    try:
+                        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+                        break
+                    except BlockingIOError:
+                        await asyncio.sleep(LOCK_POLL_S)
+            finally:
+                os.close(descriptor)
+        return await asyncio.to_thread(lambda: load_safetensors(path.read_bytes()))
+
+    async def _from_sglang(self, token_ids: Sequence[int]) -> Tensor:
+        H = self._proof.shape.hidden_size
+        body = {
+            "input_ids": list(token_ids),
+            "sampling_params": {"max_new_tokens": 1, "temperature": 0},
+            "return_hidden_states": True,
+        }
+        most = (len(token_ids) + 1) * NUM_STREAMS * H * NUMBER_BYTES + (1 << 20)
+        content = await self.client.request("/generate", body, max_body=most)
+        return await asyncio.to_thread(sglang_streams, content, H, self._proof.dtype)
+
+
+def sglang_streams(content: bytes, hidden_size: int, wanted: torch.dtype) -> Tensor:
+    """[T, S, H] of an answer of /generate: `meta_info.hidden_states` is a list of chunks of the
+    prompt, each a list of rows, and of rows of further tokens.
+
+    JSON names no dtype: the states are of `wanted` if that holds every number exactly, else
+    float32. Raises RequestFailure.
+    """
+    try:
+        parts = json.loads(content)["meta_info"].get("hidden_states")
+        rows = [row for part in parts or () if part and isinstance(part[0], list) for row in part]
+        numbers = torch.tensor(rows, dtype=torch.float32)
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        raise RequestFailure("broken", "answers what is no hidden states") from error
+    if not rows:
+        raise unfit("answers without hidden states: it runs without the options for them")
+    if numbers.dim() != 2 or numbers.shape[1] % hidden_size:
+        raise unfit(
+            f"gives {numbers.shape[-1]} numbers a token, no multiple of the hidden size "
+            f"{hidden_size}: it serves another model"
+        )
+    exact = numbers.to(wanted)
+    streams = exact if bool((exact.float() == numbers).all()) else numbers
+    return streams.view(len(rows), -1, hidden_size)
+
+
+def stream_layers(shape: TargetShape, is_vllm: bool) -> tuple[int, int, int, int]:
+    """The layers (0-based) whose outputs the four streams are."""
+    last = shape.num_hidden_layers - 1
+    return (*shape.default_taps, last if is_vllm else last - 1)
+
+
+def first_difference(found: HiddenStates, expected: HiddenStates) -> int | None:
+    """The first token whose states differ by more than the precision's noise, stream by stream."""
+    T, H = expected.last_hidden.shape
+    ours, theirs = (
+        torch.cat([one.aux_hidden, one.last_hidden], dim=-1).float().view(T, -1, H)
+        for one in (expected, found)
+    )
+    errors, sizes = (theirs - ours).norm(dim=-1), ours.norm(dim=-1)
+    differs = (errors > TOLERANCE[found.last_hidden.dtype] * sizes + 1e-6).any(dim=-1).nonzero()
+    return int(differs[0]) if len(differs) else None
+
+
+def unfit(what: str) -> RequestFailure:
+    """A server that is not asked any more."""
+    return RequestFailure("unfit", what)
+
+
+def name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+class StateFleet:
+    """Servers as a source of samples' states, in the order in which they are asked for."""
+
+    def __init__(
+        self, fleet: Fleet[StateRequest, StateReply], servers: Sequence[StateServer]
+    ) -> None:
+        self._fleet, self._servers = fleet, servers
+
+    @classmethod
+    def open(
+        cls,
+        urls: Sequence[str],
+        config: FleetConfig,
+        proof: StateProof,
+        tails: Sequence[Tail],
+        run: str,
+        commands: str,
+    ) -> StateFleet:
+        """Check and prove all servers. commands: how to start one. Raises what Fleet raises."""
+        servers = [StateServer(url, config, proof, tails, run) for url in server_urls(urls)]
+        try:
+            return cls(Fleet(servers, config, commands, commands), servers)
+        finally:
+            for one in servers:
+                one.sweep()  # what an earlier run left
+
+    def states(self, requests: Iterator[StateRequest]) -> Iterator[HiddenStates]:
+        """The states of each, in order; as many are asked for ahead as the servers take at once, so
+        that so many are held, here and in their files. Raises EyasError where one gets none.
+        """
+        asked: list[str] = []  # not yet handed out, in order
+        ready: dict[str, HiddenStates] = {}
+        at, is_over = 0, False
+        while True:
+            while not is_over and len(asked) - at < 2 * self._fleet.capacity:
+                request = next(requests, None)
+                is_over = request is None
+                if request is not None:
+                    asked.append(request.id)
+                    self._fleet.add(request)
+            if at == len(asked):
+                return
+            while asked[at] not in ready:
+                for reply in self._fleet.wait():
+                    if isinstance(reply, TurnFailure):
+                        raise EyasError(
+                            f"no states of {reply.id}: {reply.detail}",
+                            "every whole shard is kept: run the same command again",
+                        )
+                    ready[reply.id] = reply.states
+            yield ready.pop(asked[at])
+            at += 1
+
+    def status(self) -> str:
+        """How many servers are healthy."""
+        return self._fleet.status()
+
+    def facts(self) -> dict[str, Any]:
+        """Every server with what it is and how it went."""
+        return self._fleet.facts()
+
+    def close(self) -> None:
+        """Stop all requests, and delete what they left."""
+        self._fleet.close()
+        for one in self._servers:
+            one.sweep()
+
+
+def start_commands(target: str, shape: TargetShape, dtype: str, length: int) -> str:
+    """How to start a server of each engine that gives this target's states, for a shell.
+
+    target: as the settings name it. length: tokens of the longest sample.
+    """
+    ids = [layer + 1 for layer in stream_layers(shape, is_vllm=True)]  # vLLM: 0 is the embeddings
+    speculative = {
+        "method": "extract_hidden_states",
+        "num_speculative_tokens": 1,
+        "draft_model_config": {"hf_config": {"eagle_aux_hidden_state_layer_ids": ids}},
+    }
+    transfer = {
+        "kv_connector": "StatesConnector",
+        "kv_role": "kv_producer",
+        "kv_connector_module_path": CONNECTOR,
+        "kv_connector_extra_config": {"shared_storage_path": FOLDER},
+    }
+    spec = find_spec(f"{__package__}.vllm")
+    assert spec is not None
+    assert spec.submodule_search_locations is not None
+    vllm = [
+        f"PYTHONPATH={shlex.quote(next(iter(spec.submodule_search_locations)))}",
+        f"vllm serve {shlex.quote(target)} --dtype {dtype} --max-model-len {length + 1}",
+        f"--speculative-config {shlex.quote(json.dumps(speculative))}",
+        f"--kv-transfer-config {shlex.quote(json.dumps(transfer))}",
+    ]
+    layers = " ".join(map(str, stream_layers(shape, is_vllm=False)))
+    sglang = [
+        f"python -m sglang.launch_server --model-path {shlex.quote(target)} --dtype {dtype}",
+        f"--context-length {length + 1} --disable-radix-cache --enable-return-aux-hidden-states",
+        f"--speculative-algorithm EAGLE3 --return-aux-hidden-state-layer-ids {layers}",
+    ]
+    return (
+        f"start one as follows (vLLM's files of states lie in {FOLDER}, which this process must "
+        f"see at the same path):\n  {' '.join(vllm)}\nor, without files, for Llama and Qwen:\n  "
+        f"{' '.join(sglang)}"
+    )
