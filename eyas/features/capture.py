@@ -232,7 +232,7 @@ def load_decoder(config: CaptureConfig, shape: TargetShape, folder: str) -> Feat
     return HookedDecoder.load(folder, config.dtype_of(shape), config.device_map)
 
 
-def open_source(task: CaptureTask, plan: CapturePlan) -> FeatureSource:
+def open_source(task: CaptureTask, plan: CapturePlan) -> SampleSource:
     """What computes the samples of a task: a decoder here, or servers, which are proved first.
     Raises what loading, `Fleet` and proving raise.
     """
@@ -269,7 +269,7 @@ def split_of(prompt_id: str, held_out_share: float) -> Split:
     return "held_out" if number < held_out_share * 2**64 else "train"
 
 
-class FeatureSource(Protocol):
+class SampleSource(Protocol):
     """What computes samples, batch by batch."""
 
     reuses: bool
@@ -423,7 +423,7 @@ def room_at(output: Artifact) -> int | None:
 
 
 def _capture_missing(
-    source: FeatureSource, work: list[tuple[ShardWriter, ForwardBatch]], track: Track
+    source: SampleSource, work: list[tuple[ShardWriter, ForwardBatch]], track: Track
 ) -> None:
     """All samples that no whole shard holds yet. A batch is computed whole or not at all, so that
     its values, to the last bit, do not depend on where an earlier run was cut.

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from eyas.artifact import Artifact, Manifest, identity
-from eyas.features.capture import CaptureConfig, CaptureTask, FeatureSource, open_source
+from eyas.features.capture import CaptureConfig, CaptureTask, SampleSource, open_source
 from eyas.features.samples import CapturePlan, ForwardBatch, packed
 from eyas.model.vocab import TargetVocabulary
 from eyas.shards import FeatureMeta, Sample, Split
@@ -43,7 +43,7 @@ class OnlineTarget:
         return self.task.plan()
 
     @cached_property
-    def source(self) -> FeatureSource:
+    def source(self) -> SampleSource:
         """The target, loaded, or the servers, proved."""
         return open_source(self.task, self.plan)
 
@@ -79,7 +79,7 @@ class OnlineTarget:
 
 
 class OnlineFeatures:
-    """A FeatureSource: the samples of one split, computed when they are read."""
+    """A SampleSource: the samples of one split, computed when they are read."""
 
     def __init__(self, target: OnlineTarget, split: Split) -> None:
         self._target, self._split = target, split

@@ -153,7 +153,13 @@ class StateServer:
         try:
             # beside each other, so that they share steps; then the longest from its prefix cache
             asked = [request for request, _ in self._proof.samples]
-            streams = [*await asyncio.gather(*(self._streams(one.token_ids) for one in asked))]
+            together = (self._streams(one.token_ids) for one in asked)
+            # the others' files too are read and deleted before a failure is raised
+            replies = await asyncio.gather(*together, return_exceptions=True)
+            for failure in replies:
+                if isinstance(failure, BaseException):
+                    raise failure
+            streams = [one for one in replies if isinstance(one, Tensor)]
             streams.append(await self._streams(asked[-1].token_ids))
         except RequestFailure as failure:
             if failure.kind != "refused":

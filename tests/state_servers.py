@@ -1,0 +1,170 @@
+"""vLLM and SGLang as they were seen to answer for hidden states (vLLM 0.32 on a CPU, recorded;
+SGLang 0.5.23 by its source), with a tiny target of transformers behind them, and what can be wrong
+with one.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+
+@dataclass
+class Behaviour:
+    """How a server was started, or is broken.
+
+    layers: those whose outputs it gives, 0-based. cuts: at this token its prefill is cut into two
+    chunks. mixes: from its second answer to the same tokens on, the states of other tokens.
+    dies_after: answers, then connections break."""
+
+    engine: str
+    target: Path
+    layers: tuple[int, ...]
+    folder: Path = Path()
+    dtype: torch.dtype = torch.float32
+    template: str | None = None
+    has_states: bool = True
+    loses_cached: bool = False
+    mixes: bool = False
+    length: int = 512
+    dies_after: int = 1 << 30
+    cut: int = 5
+
+
+class StateHTTP(ThreadingHTTPServer):
+    """asked: token ids that came, in order."""
+
+    daemon_threads = True
+    request_queue_size = 128
+
+    def __init__(self, behaviour: Behaviour) -> None:
+        super().__init__(("127.0.0.1", 0), _Handler)
+        self.behaviour, self.asked, self.lock = behaviour, [], threading.Lock()
+        model: Any = AutoModelForCausalLM.from_pretrained(behaviour.target, dtype=behaviour.dtype)
+        self.model = model.eval()
+        self.tokenizer = AutoTokenizer.from_pretrained(behaviour.target)
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_address[1]}"
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A client that has gone."""
+
+    def streams(self, ids: list[int]) -> torch.Tensor:
+        """[T, S, H], before the final norm, as hooks on the layers see them."""
+        seen: dict[int, torch.Tensor] = {}
+        with self.lock, torch.inference_mode():
+            hooks = [
+                layer.register_forward_hook(
+                    lambda _m, _i, out, at=at: seen.__setitem__(
+                        at, (out[0] if isinstance(out, tuple) else out)[0].clone()
+                    )
+                )
+                for at, layer in enumerate(self.model.model.layers)
+            ]
+            self.model(torch.tensor([ids]))
+            for hook in hooks:
+                hook.remove()
+        return torch.stack([seen[layer] for layer in self.behaviour.layers], dim=1)
+
+
+class _Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    server: StateHTTP
+
+    def do_GET(self) -> None:
+        of = self.server.behaviour
+        if self.path == "/v1/models":
+            card = {"id": "m", "owned_by": of.engine, "max_model_len": of.length}
+            self._send({"data": [card]})
+        elif self.path in ("/version", "/get_server_info"):
+            self._send({"version": "0.0.1"})
+        else:
+            self._send({}, 404)
+
+    def do_POST(self) -> None:
+        of = self.server.behaviour
+        body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+        if self.path == "/tokenize":
+            if of.engine != "vllm":
+                self._send({}, 404)
+                return
+            options = {} if of.template is None else {"chat_template": of.template}
+            rendered = self.server.tokenizer.apply_chat_template(
+                body["messages"], add_generation_prompt=True, tokenize=False, **options
+            )
+            ids = self.server.tokenizer(rendered, add_special_tokens=False)["input_ids"]
+            self._send({"count": len(ids), "tokens": ids})
+            return
+        ids = body["prompt"] if of.engine == "vllm" else body["input_ids"]
+        self.server.asked.append(tuple(ids))
+        if len(self.server.asked) > of.dies_after:
+            self.close_connection = True
+            return
+        again = self.server.asked.count(tuple(ids)) > 1
+        states = self.server.streams(ids[::-1] if of.mixes and again else ids)
+        if of.engine == "vllm":
+            self._vllm(body, ids, states)
+        else:
+            self._sglang(ids, states[3:] if of.loses_cached and again else states)
+
+    def _vllm(self, body: dict[str, Any], ids: list[int], states: torch.Tensor) -> None:
+        """Locks, answers, writes, lets go: the file is not there yet when the answer comes."""
+        choice = {"index": 0, "text": "", "finish_reason": "length"}
+        answer: dict[str, Any] = {"id": "cmpl", "choices": [choice], "kv_transfer_params": None}
+        of = self.server.behaviour
+        if not of.has_states:
+            self._send(answer)
+            return
+        of.folder.mkdir(exist_ok=True)
+        path = of.folder / f"cmpl-{body['request_id']}-0-9256bd1b.safetensors"
+        with open(f"{path}.lock", "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            self._send({**answer, "kv_transfer_params": {"hidden_states_path": str(path)}})
+            save_file(
+                {"hidden_states": states.contiguous(), "token_ids": torch.tensor(ids)}, str(path)
+            )
+
+    def _sglang(self, ids: list[int], states: torch.Tensor) -> None:
+        """The prompt's chunks, then rows of what was decoded."""
+        rows, cut = states.flatten(1).tolist(), self.server.behaviour.cut
+        meta: dict[str, Any] = {"prompt_tokens": len(ids), "completion_tokens": 1}
+        if self.server.behaviour.has_states:
+            meta["hidden_states"] = [rows[:cut], rows[cut:], rows[-1]]
+        self._send({"text": "", "meta_info": meta})
+
+    def _send(self, content: Any, status: int = 200) -> None:
+        data = json.dumps(content).encode()
+        self.send_response(status)
+        self.send_header("content-type", "application/json")
+        self.send_header("content-length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def log_message(self, *args: Any) -> None:
+        """Nothing on the terminal."""
+
+
+@contextmanager
+def serving_states(behaviour: Behaviour) -> Iterator[StateHTTP]:
+    server = StateHTTP(behaviour)
+    thread = threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True)
+    thread.start()
+    try:
+        yield server
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()

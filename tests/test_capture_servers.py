@@ -1,0 +1,309 @@
+"""Features from servers are our own decoder's within the precision's noise, or nothing is stored.
+
+The live test needs a vLLM: EYAS_VLLM_PYTHON names its interpreter.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import socket
+import subprocess
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import torch
+
+from eyas.artifact import Artifact
+from eyas.builtin import target_folder
+from eyas.errors import EyasError, MismatchError, MissingInputError
+from eyas.features import capture as stage
+from eyas.features.capture import CaptureConfig, capture
+from eyas.features.decoder import HookedDecoder, OwnDecoder
+from eyas.features.fleet import FleetConfig
+from eyas.features.generate import GenerateConfig, generate
+from eyas.features.online import OnlineTarget
+from eyas.features.states import StateServer, start_commands, stream_layers
+from eyas.model.config import TargetConfig
+from eyas.shards import Features, Sample
+from eyas.train.trainer import TrainConfig, train
+from tests.stages import ending_target, prompts_of, write_prompts
+from tests.state_servers import Behaviour, serving_states
+from tests.tiny import TEMPLATE, tiny_target
+
+ENGINES = ("vllm", "sglang")
+LIVE = os.environ.get("EYAS_VLLM_PYTHON")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def small_and_quick() -> Iterator[None]:
+    """Several shards of few samples; a server that is gone is given up soon."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(stage, "SAMPLES_PER_SHARD", 4)
+        patch.setattr("eyas.features.fleet.PATIENCE_S", 1)
+        yield
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return ending_target(tmp_path_factory.mktemp("target"))
+
+
+def answers_of(target: str, root: Path, count: int = 17, max_tokens: int = 12) -> Artifact:
+    output = Artifact(str(root / "answers"))
+    prompts = write_prompts(root / "prompts", prompts_of(count))
+    generate(GenerateConfig(target=target, max_tokens=max_tokens), prompts, output)
+    return output
+
+
+@pytest.fixture(scope="module")
+def answers(target: Path, tmp_path_factory: pytest.TempPathFactory) -> Artifact:
+    return answers_of(str(target), tmp_path_factory.mktemp("answers"))
+
+
+def config_of(target: Path | str, *urls: str, **settings: Any) -> CaptureConfig:
+    defaults = {
+        "target": str(target),
+        "dtype": "float32",
+        "store_dtype": "float32",
+        "codec": "lossless",
+        "held_out_share": 0.3,
+        "servers": urls,
+        "client": {"concurrency": 3, "timeout_s": 20},
+    }
+    return CaptureConfig.model_validate({**defaults, **settings})
+
+
+def right(engine: str, target: Path, root: Path, **faults: Any) -> Behaviour:
+    """A server as our command starts it, but for its faults."""
+    layers = stream_layers(TargetConfig.from_folder(target), engine == "vllm")
+    return replace(Behaviour(engine, target, layers, root / "states"), **faults)
+
+
+def all_samples(artifact: Artifact) -> dict[str, Sample]:
+    return {
+        sample.key: sample
+        for split in ("train", "held_out")
+        for sample in Features(artifact, split)
+    }
+
+
+def assert_alike(served: Artifact, own: Artifact, tolerance: float) -> None:
+    ours, theirs = all_samples(own), all_samples(served)
+    assert list(ours) == list(theirs)
+    for key, one in ours.items():
+        assert torch.equal(one.token_ids, theirs[key].token_ids)
+        assert torch.equal(one.loss_mask, theirs[key].loss_mask)
+        for name in ("aux_hidden", "last_hidden"):
+            torch.testing.assert_close(
+                getattr(theirs[key], name), getattr(one, name), rtol=tolerance, atol=tolerance
+            )
+
+
+@pytest.fixture(scope="module")
+def own(target: Path, answers: Artifact, tmp_path_factory: pytest.TempPathFactory) -> Artifact:
+    output = Artifact(str(tmp_path_factory.mktemp("own") / "features"))
+    capture(config_of(target), answers, output)
+    return output
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_servers_give_the_features_of_our_decoder(
+    engine: str, target: Path, answers: Artifact, own: Artifact, tmp_path: Path
+) -> None:
+    """Of both engines and by two servers, in the store's order; no file stays."""
+    behaviour, output = right(engine, target, tmp_path), Artifact(str(tmp_path / "features"))
+    with serving_states(behaviour) as one, serving_states(behaviour) as other:
+        manifest = capture(config_of(target, one.url, other.url), answers, output)
+        assert len(one.asked) > 5
+        assert len(other.asked) > 5
+    assert_alike(output, own, 1e-4)
+    assert {server["engine"] for server in manifest.facts["servers"]} == {f"{engine} 0.0.1"}
+    assert manifest.config["decoder"] == "servers"
+    assert "servers" not in manifest.config
+    assert not [*behaviour.folder.glob("*")]
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize(
+    ("faults", "match"),
+    [
+        ({"shift": -1}, r"output of layer 0 .* where layer 1 is wanted: shift its layer id by \+1"),
+        ({"shift": 1}, r"output of layer 2 .* where layer 1 is wanted: shift its layer id by -1"),
+        ({"layers": (1, 2)}, "gives 2 layers of 32 numbers a token, and 4 of 32 are wanted"),
+        ({"dtype": torch.bfloat16}, "bfloat16"),
+        ({"has_states": False}, "without hidden states"),
+        ({"template": TEMPLATE.replace("user", "User") + "\n"}, "another chat template"),
+        ({"length": 30}, "holds 30 tokens a request; the longest sample"),
+        ({"mixes": True}, "gives other states than the target from token 0 .* second time"),
+        ({"loses_cached": True}, "missing .SGLang: start it with --disable-radix-cache"),
+    ],
+)
+def test_a_server_that_differs_is_named_before_anything_is_stored(
+    engine: str, faults: dict[str, Any], match: str, target: Path, answers: Artifact, tmp_path: Path
+) -> None:
+    only = {"template": "vllm", "loses_cached": "sglang", "dtype": "vllm"}
+    if engine != next((of for name, of in only.items() if name in faults), engine):
+        pytest.skip("the other engine's")
+    behaviour = right(engine, target, tmp_path)
+    if "shift" in faults:
+        first, *others = behaviour.layers
+        faults = {"layers": (first + faults["shift"], *others)}
+    output = Artifact(str(tmp_path / "features"))
+    with (
+        serving_states(replace(behaviour, **faults)) as server,
+        pytest.raises(MismatchError, match=match) as error,
+    ):
+        capture(config_of(target, server.url), answers, output)
+    assert "vllm serve" in error.value.hint
+    assert not output.is_done()
+    assert not any("train" in name or "held_out" in name for name in output.all_names())
+    assert not [*behaviour.folder.glob("*")]
+
+
+def test_other_weights_are_named(target: Path, answers: Artifact, tmp_path: Path) -> None:
+    other = tiny_target(tmp_path / "other", seed=7)
+    behaviour = replace(right("vllm", target, tmp_path), target=other)
+    with (
+        serving_states(behaviour) as server,
+        pytest.raises(MismatchError, match="states of no layer of the target"),
+    ):
+        capture(config_of(target, server.url), answers, Artifact(str(tmp_path / "features")))
+
+
+def test_without_a_server_the_command_to_start_one_is_shown(
+    target: Path, answers: Artifact, tmp_path: Path
+) -> None:
+    with pytest.raises(MissingInputError, match="no server answers") as error:
+        capture(config_of(target, "http://127.0.0.1:1"), answers, Artifact(str(tmp_path / "f")))
+    assert "extract_hidden_states" in error.value.hint
+    assert "--enable-return-aux-hidden-states" in error.value.hint
+
+
+def test_a_killed_server_costs_nothing(
+    target: Path, answers: Artifact, own: Artifact, tmp_path: Path
+) -> None:
+    """The run ends, whole shards stay, and another server does the rest."""
+    output, behaviour = Artifact(str(tmp_path / "features")), right("vllm", target, tmp_path)
+    with (
+        serving_states(replace(behaviour, dies_after=14)) as server,
+        pytest.raises(EyasError, match=r"no server is left|no states of"),
+    ):
+        capture(config_of(target, server.url), answers, output)
+    with serving_states(behaviour) as server:
+        capture(config_of(target, server.url), answers, output)
+        assert len(server.asked) < len(all_samples(own)) + 5  # five are the proof's
+    assert_alike(output, own, 1e-4)
+
+
+def test_what_a_dead_client_left_is_deleted_and_nothing_else(tmp_path: Path) -> None:
+    """Files of this run's requests to this server; other runs may share the folder."""
+    server, other = (
+        StateServer("http://127.0.0.1:1", FleetConfig(), None, (), run)  # type: ignore[arg-type]
+        for run in ("1234567890abcd", "other")
+    )
+    paths = [
+        tmp_path / f"cmpl-{of._run}-3-0-9256bd1b.safetensors{end}"
+        for of in (server, other)
+        for end in ("", ".lock")
+    ]
+    for path in paths:
+        path.touch()
+    server.sweep()  # it knows no folder yet
+    server._folder = tmp_path
+    server.sweep()
+    assert [path.exists() for path in paths] == [False, False, True, True]
+
+
+def test_both_decoders_finish_what_a_server_leaves(target: Path) -> None:
+    """The norm, and the last layer with it, by ours and by transformers' modules."""
+    ids = list(range(40, 75))
+    for decoder in (OwnDecoder.load(target, "float32"), HookedDecoder.load(target, "float32")):
+        layers, states = decoder.layers(ids), decoder.states([ids])
+        taps = torch.cat([layers[tap] for tap in decoder.shape.default_taps], dim=-1)
+        torch.testing.assert_close(taps, states.aux_hidden[0], rtol=1e-5, atol=1e-5)
+        norm, last = decoder.tails()
+        for tail, layer in ((norm, -1), (last, -2)):
+            torch.testing.assert_close(
+                tail(layers[layer]), states.last_hidden[0], rtol=1e-4, atol=1e-4
+            )
+
+
+def test_training_reads_servers_without_a_store(
+    target: Path, answers: Artifact, own: Artifact, tmp_path: Path
+) -> None:
+    behaviour = right("vllm", target, tmp_path)
+    with serving_states(behaviour) as server:
+        online = OnlineTarget(config_of(target, server.url), answers)
+        source = online.features("train")
+        stored = [*Features(own, "train")]
+        assert source.lengths == [len(one.token_ids) for one in stored]
+        batches = [*source.batches([[2, 0], [1]])]
+        for number, sample in zip((2, 0, 1), [*batches[0], *batches[1]], strict=True):
+            assert sample.key == stored[number].key
+            torch.testing.assert_close(
+                sample.aux_hidden, stored[number].aux_hidden, rtol=1e-4, atol=1e-4
+            )
+        settings = {"head": {"draft_vocab_size": 320}, "epochs": 1, "batches": {"tokens": 256}}
+        train(
+            TrainConfig.model_validate({**settings, "dtype": "float32"}),
+            str(target),
+            source,
+            Artifact(str(tmp_path / "head")),
+            held_out=online.features("held_out"),
+        )
+        online.source.close()
+    assert not [*behaviour.folder.glob("*")]
+
+
+@pytest.mark.skipif(LIVE is None, reason="EYAS_VLLM_PYTHON names no interpreter with vLLM")
+def test_a_live_vllm_gives_the_features_of_our_decoder(tmp_path: Path) -> None:
+    """By the command that we print; its prefill is cut into chunks and its prefix cache is used."""
+    target = str(target_folder())
+    answers = answers_of(target, tmp_path, count=12, max_tokens=60)
+    own, served = Artifact(str(tmp_path / "own")), Artifact(str(tmp_path / "served"))
+    capture(config_of(target), answers, own)
+    shape = TargetConfig.from_folder(target)
+    command = start_commands(target, shape, "float32", 511).split("\n")[1]
+    variables, arguments = command.strip().split(" vllm serve ")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    assert LIVE is not None
+    model, *options = shlex.split(arguments.replace("/dev/shm/eyas-states", str(tmp_path / "s")))
+    process = subprocess.Popen(
+        shlex.split(
+            f"{LIVE} -m vllm.entrypoints.openai.api_server --model {model} --port {port} "
+            "--max-num-batched-tokens 64 --max-num-seqs 4 --enforce-eager"
+        )
+        + options,
+        env={
+            **os.environ,
+            "PYTHONPATH": variables.split("=")[1],
+            "OMP_NUM_THREADS": "2",
+            "VLLM_CPU_KVCACHE_SPACE": "1",
+        },
+        cwd=tmp_path,
+        stdout=(tmp_path / "log").open("w"),
+        stderr=subprocess.STDOUT,
+    )
+    url = f"http://127.0.0.1:{port}"
+    try:
+        for _ in range(400):
+            try:
+                httpx.get(f"{url}/health", timeout=2)
+                break
+            except httpx.HTTPError:
+                assert process.poll() is None, (tmp_path / "log").read_text()[-2000:]
+                time.sleep(1)
+        capture(config_of(target, url), answers, served)
+        assert_alike(served, own, 2e-3)
+        assert not [*(tmp_path / "s").glob("*")]
+    finally:
+        process.terminate()
+        process.wait(60)
