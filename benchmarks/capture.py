@@ -1,14 +1,17 @@
-"""How fast a target's features are computed: our own decoder or transformers' with hooks, common
-beginnings once or each time.
+"""How fast a target's features are computed: our own decoder, transformers' with hooks, or a vLLM
+server; common beginnings once or each time.
 
     python benchmarks/capture.py [--quick] [--target smollm2] [--dtype float32] [--samples 48]
-    [--system 0,64,256] [--rounds 3] python benchmarks/capture.py --data FILE.jsonl.gz --data ...
-    --template FOLDER --template ...
+    [--system 0,64,256] [--rounds 3] [--vllm PYTHON]
+
+    python benchmarks/capture.py --data FILE.jsonl.gz --data ... --template FOLDER --template ...
 
 First form: samples are prompts that ship in the package, behind a system prompt of so many tokens,
 with an answer of English filler; every method computes the same batches, in turns, and the median
 of the rounds counts. Tokens a second are of samples: what is computed once for many counts for each
-of them. Nothing is stored.
+of them. Nothing is stored. With --vllm, an interpreter that has vLLM, a server of the target is
+started by the command that `eyas capture --server` prints, proved, and measured as a third method,
+over HTTP and its files; bytes a second are of three taps and the last hidden state.
 
 Second form: which share of real conversations' tokens is a beginning that others have too, under
 each target's own template: what computing it once saves within a window of `capture`, and what
@@ -22,22 +25,29 @@ from __future__ import annotations
 import argparse
 import gzip
 import json
+import os
 import random
+import socket
 import statistics
+import subprocess
+import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import httpx
 import numpy as np
 import torch
 
 from eyas.bench.machine import machine
 from eyas.builtin import demo_prompts
 from eyas.chat import Chat
-from eyas.features.capture import FeatureForward
+from eyas.features.capture import FeatureForward, request_of
 from eyas.features.decoder import FeatureDecoder, HookedDecoder, OwnDecoder
+from eyas.features.fleet import FleetConfig
 from eyas.features.samples import (
     WINDOW,
     SamplePlan,
@@ -45,7 +55,9 @@ from eyas.features.samples import (
     plan_samples,
     shared_groups,
 )
+from eyas.features.states import StateFleet, connector_folder, prove_by, vllm_arguments
 from eyas.hub import resolve_target
+from eyas.model.vocab import target_shape
 from eyas.plan.needs import FILLER
 from eyas.records import Answer, Message
 
@@ -108,6 +120,69 @@ def tokens_per_s(decoder: FeatureDecoder, samples: Sequence[SamplePlan], shares:
     return sum(map(len, samples)) / (time.perf_counter() - started)
 
 
+@contextmanager
+def vllm_server(python: str, folder: str, dtype: str, length: int, *options: str) -> Iterator[str]:
+    """The address of a server of the target, started for as long as the block lasts."""
+    with tempfile.TemporaryDirectory() as work, socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+        free.close()
+        states = vllm_arguments(folder, target_shape(folder), dtype, length, f"{work}/states")
+        log = Path(work, "log")
+        # not `vllm serve`: the command of the CPU's package does not find its own version
+        command = [python, "-m", "vllm.entrypoints.openai.api_server", "--model", *states]
+        process = subprocess.Popen(
+            [*command, "--port", str(port), "--enforce-eager", *options],
+            env={
+                **os.environ,
+                "PYTHONPATH": connector_folder(),
+                "OMP_NUM_THREADS": str(os.cpu_count()),
+                "VLLM_CPU_KVCACHE_SPACE": "2",  # GiB
+            },
+            cwd=work,
+            stdout=log.open("w"),
+            stderr=subprocess.STDOUT,
+        )
+        url = f"http://127.0.0.1:{port}"
+        try:
+            while not is_up(url):
+                if process.poll() is not None:
+                    raise SystemExit(f"vLLM ended: {log.read_text()[-2000:]}")
+                time.sleep(1)
+            yield url
+        finally:
+            process.terminate()
+            process.wait(60)
+
+
+def is_up(url: str) -> bool:
+    try:
+        return httpx.get(f"{url}/health", timeout=2).status_code == httpx.codes.OK
+    except httpx.HTTPError:
+        return False
+
+
+def served(args: argparse.Namespace, folder: str, samples: Sequence[SamplePlan]) -> float:
+    """Tokens a second of a vLLM server that was proved, the median of the rounds; without its
+    prefix cache, which would hold the round before.
+    """
+    length = max(map(len, samples))
+    options = folder, args.dtype, length, "--no-enable-prefix-caching"
+    with vllm_server(args.vllm, *options) as url:
+        requests = [request_of(one) for one in samples]
+        decoder = OwnDecoder.load(folder, args.dtype)
+        proof = prove_by(decoder, args.dtype, requests, ())
+        tails, found = decoder.tails(), []
+        for _ in range(args.rounds):
+            fleet = StateFleet.open([url], FleetConfig(timeout_s=3600), proof, tails, "bench", "")
+            with closing(fleet):
+                started = time.perf_counter()
+                for states in fleet.states(iter(requests)):
+                    assert len(states.last_hidden)
+                found.append(sum(map(len, samples)) / (time.perf_counter() - started))
+        return statistics.median(found)
+
+
 def speeds(args: argparse.Namespace) -> dict[str, Any]:
     """By length of the system prompt and method."""
     folder = resolve_target(args.target)
@@ -128,12 +203,19 @@ def speeds(args: argparse.Namespace) -> dict[str, Any]:
         for _ in range(args.rounds):
             for name, shares in methods:
                 found[name, shares].append(tokens_per_s(decoders[name], samples, shares))
+        if args.vllm:
+            found["vllm", False] = [served(args, folder, samples)]
         mean_length = sum(map(len, samples)) / len(samples)
         row = {
             f"{name}{' shared' if shares else ''}": round(statistics.median(of))
             for (name, shares), of in found.items()
         }
-        rows[str(system_tokens)] = {"tokens_per_sample": round(mean_length), **row}
+        by_token = 4 * decoders["own"].shape.hidden_size * getattr(torch, args.dtype).itemsize
+        rows[str(system_tokens)] = {
+            "tokens_per_sample": round(mean_length),
+            **row,
+            "mb_per_s": {name: round(speed * by_token / 1e6, 2) for name, speed in row.items()},
+        }
         print(f"system prompt of {system_tokens}: {rows[str(system_tokens)]}", flush=True)
     return {"benchmark": "capture", "dtype": args.dtype, "tokens_per_s": rows, "machine": machine()}
 
@@ -204,6 +286,7 @@ def main() -> None:
         "--system", type=lambda text: [int(one) for one in text.split(",")], default=[0, 64, 256]
     )
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--vllm", help="an interpreter that has vLLM: measure a server of it too")
     parser.add_argument(
         "--data", type=Path, action="append", help="gzip JSON lines of {'messages': [...]}"
     )

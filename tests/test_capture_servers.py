@@ -6,19 +6,15 @@ The live test needs a vLLM: EYAS_VLLM_PYTHON names its interpreter.
 from __future__ import annotations
 
 import os
-import shlex
-import socket
-import subprocess
-import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 import torch
 
+from benchmarks.capture import vllm_server
 from eyas.artifact import Artifact
 from eyas.builtin import target_folder
 from eyas.errors import EyasError, MismatchError, MissingInputError
@@ -28,7 +24,7 @@ from eyas.features.decoder import HookedDecoder, OwnDecoder
 from eyas.features.fleet import FleetConfig
 from eyas.features.generate import GenerateConfig, generate
 from eyas.features.online import OnlineTarget
-from eyas.features.states import StateServer, start_commands, stream_layers
+from eyas.features.states import StateServer, stream_layers
 from eyas.model.config import TargetConfig
 from eyas.shards import Features, Sample
 from eyas.train.trainer import TrainConfig, train
@@ -268,42 +264,7 @@ def test_a_live_vllm_gives_the_features_of_our_decoder(tmp_path: Path) -> None:
     answers = answers_of(target, tmp_path, count=12, max_tokens=60)
     own, served = Artifact(str(tmp_path / "own")), Artifact(str(tmp_path / "served"))
     capture(config_of(target), answers, own)
-    shape = TargetConfig.from_folder(target)
-    command = start_commands(target, shape, "float32", 511).split("\n")[1]
-    variables, arguments = command.strip().split(" vllm serve ")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
     assert LIVE is not None
-    model, *options = shlex.split(arguments.replace("/dev/shm/eyas-states", str(tmp_path / "s")))
-    process = subprocess.Popen(
-        shlex.split(
-            f"{LIVE} -m vllm.entrypoints.openai.api_server --model {model} --port {port} "
-            "--max-num-batched-tokens 64 --max-num-seqs 4 --enforce-eager"
-        )
-        + options,
-        env={
-            **os.environ,
-            "PYTHONPATH": variables.split("=")[1],
-            "OMP_NUM_THREADS": "2",
-            "VLLM_CPU_KVCACHE_SPACE": "1",
-        },
-        cwd=tmp_path,
-        stdout=(tmp_path / "log").open("w"),
-        stderr=subprocess.STDOUT,
-    )
-    url = f"http://127.0.0.1:{port}"
-    try:
-        for _ in range(400):
-            try:
-                httpx.get(f"{url}/health", timeout=2)
-                break
-            except httpx.HTTPError:
-                assert process.poll() is None, (tmp_path / "log").read_text()[-2000:]
-                time.sleep(1)
+    with vllm_server(LIVE, target, "float32", 511, "--max-num-batched-tokens=64") as url:
         capture(config_of(target, url), answers, served)
-        assert_alike(served, own, 2e-3)
-        assert not [*(tmp_path / "s").glob("*")]
-    finally:
-        process.terminate()
-        process.wait(60)
+    assert_alike(served, own, 2e-3)

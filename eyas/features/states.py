@@ -50,7 +50,6 @@ LAYERS_TOKENS = 32  # of the shortest, of which every layer is compared
 NUM_STREAMS = 4
 LOCK_POLL_S = 0.01
 NUMBER_BYTES = 32  # of a number in JSON, at most
-CONNECTOR = "eyas_states"
 FOLDER = "/dev/shm/eyas-states"  # in the commands: memory, no disk
 
 
@@ -466,11 +465,10 @@ class StateFleet:
             one.sweep()
 
 
-def start_commands(target: str, shape: TargetShape, dtype: str, length: int) -> str:
-    """How to start a server of each engine that gives this target's states, for a shell.
-
-    target: as the settings name it. length: tokens of the longest sample.
-    """
+def vllm_arguments(
+    target: str, shape: TargetShape, dtype: str, length: int, folder: str = FOLDER
+) -> list[str]:
+    """What follows `vllm serve`. length: tokens of the longest sample. folder: of the files."""
     ids = [layer + 1 for layer in stream_layers(shape, is_vllm=True)]  # vLLM: 0 is the embeddings
     speculative = {
         "method": "extract_hidden_states",
@@ -480,26 +478,40 @@ def start_commands(target: str, shape: TargetShape, dtype: str, length: int) -> 
     transfer = {
         "kv_connector": "StatesConnector",
         "kv_role": "kv_producer",
-        "kv_connector_module_path": CONNECTOR,
-        "kv_connector_extra_config": {"shared_storage_path": FOLDER},
+        "kv_connector_module_path": "eyas_states",
+        "kv_connector_extra_config": {"shared_storage_path": folder},
     }
+    options = {
+        "dtype": dtype,
+        "max-model-len": str(length + 1),  # the token of an answer
+        "speculative-config": json.dumps(speculative),
+        "kv-transfer-config": json.dumps(transfer),
+    }
+    return [target, *itertools.chain(*((f"--{name}", value) for name, value in options.items()))]
+
+
+def connector_folder() -> str:
+    """For PYTHONPATH of vLLM: where the file that it loads lies."""
     spec = find_spec(f"{__package__}.vllm")
     assert spec is not None
     assert spec.submodule_search_locations is not None
-    vllm = [
-        f"PYTHONPATH={shlex.quote(next(iter(spec.submodule_search_locations)))}",
-        f"vllm serve {shlex.quote(target)} --dtype {dtype} --max-model-len {length + 1}",
-        f"--speculative-config {shlex.quote(json.dumps(speculative))}",
-        f"--kv-transfer-config {shlex.quote(json.dumps(transfer))}",
-    ]
+    return next(iter(spec.submodule_search_locations))
+
+
+def start_commands(target: str, shape: TargetShape, dtype: str, length: int) -> str:
+    """How to start a server of each engine that gives this target's states, for a shell.
+
+    target: as the settings name it. length: tokens of the longest sample.
+    """
+    vllm = shlex.join(vllm_arguments(target, shape, dtype, length))
     layers = " ".join(map(str, stream_layers(shape, is_vllm=False)))
-    sglang = [
-        f"python -m sglang.launch_server --model-path {shlex.quote(target)} --dtype {dtype}",
-        f"--context-length {length + 1} --disable-radix-cache --enable-return-aux-hidden-states",
-        f"--speculative-algorithm EAGLE3 --return-aux-hidden-state-layer-ids {layers}",
-    ]
+    sglang = (
+        f"python -m sglang.launch_server --model-path {shlex.quote(target)} --dtype {dtype} "
+        f"--context-length {length + 1} --disable-radix-cache --enable-return-aux-hidden-states "
+        f"--speculative-algorithm EAGLE3 --return-aux-hidden-state-layer-ids {layers}"
+    )
     return (
         f"start one as follows (vLLM's files of states lie in {FOLDER}, which this process must "
-        f"see at the same path):\n  {' '.join(vllm)}\nor, without files, for Llama and Qwen:\n  "
-        f"{' '.join(sglang)}"
+        f"see at the same path):\n  PYTHONPATH={shlex.quote(connector_folder())} vllm serve {vllm}"
+        f"\nor, without files, for Llama and Qwen:\n  {sglang}"
     )
