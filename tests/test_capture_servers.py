@@ -50,7 +50,7 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return ending_target(tmp_path_factory.mktemp("target"))
 
 
-def answers_of(target: str, root: Path, count: int = 17, max_tokens: int = 12) -> Artifact:
+def answers_of(target: str, root: Path, count: int = 30, max_tokens: int = 12) -> Artifact:
     output = Artifact(str(root / "answers"))
     prompts = write_prompts(root / "prompts", prompts_of(count))
     generate(GenerateConfig(target=target, max_tokens=max_tokens), prompts, output)
@@ -187,7 +187,7 @@ def test_a_killed_server_costs_nothing(
     """The run ends, whole shards stay, and another server does the rest."""
     output, behaviour = Artifact(str(tmp_path / "features")), right("vllm", target, tmp_path)
     with (
-        serving_states(replace(behaviour, dies_after=14)) as server,
+        serving_states(replace(behaviour, dies_after=12)) as server,
         pytest.raises(EyasError, match=r"no server is left|no states of"),
     ):
         capture(config_of(target, server.url), answers, output)

@@ -198,7 +198,9 @@ class CaptureTask:
         reuses: whether a common beginning can be computed once.
         """
         samples = self.samples(plan, split)
-        return list(forward_batches(samples, self.config.batch_tokens, reuses))
+        # a server is asked for one sample, which is stored as soon as it comes
+        batch_tokens = 1 if self.config.servers else self.config.batch_tokens
+        return list(forward_batches(samples, batch_tokens, reuses))
 
     def templates(self) -> tuple[tuple[tuple[Message, ...], tuple[int, ...]], ...]:
         """Messages and their tokens by the target's template; none where it prints a date."""
@@ -289,7 +291,7 @@ class SampleSource(Protocol):
 
 
 class ServedForward:
-    """Samples by servers, each alone: batches are only how they are listed."""
+    """Samples by servers, each alone."""
 
     reuses = False
 

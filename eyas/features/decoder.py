@@ -278,7 +278,14 @@ class HookedDecoder:
             states, _ = self._forward(self._proof_tokens(), all_logits=True, use_cache=False)
         ends = [output for module, _, output in found if module is self._layers[-1]]
         end = ends[0][0] if isinstance(ends[0], tuple) else ends[0]
-        fits = [of for of, given, output in found if given is end and output is states.last_hidden]
+        fed = states.last_hidden  # a view of it, in most models
+        fits = [
+            of
+            for of, given, output in found
+            if given is end
+            and isinstance(output, Tensor)
+            and (output.data_ptr(), output.shape) == (fed.data_ptr(), fed.shape)
+        ]
         if len(fits) != 1:
             raise MismatchError(
                 f"{type(self._model).__name__}: no single module is between its last layer and "
