@@ -98,8 +98,9 @@ class PlainHead:
         self, x: Tensor, h: Tensor, position: int, seen: Sequence[list[tuple[Tensor, Tensor]]]
     ) -> Tensor:
         """The layer's output at one slot: `seen` are the key-value pairs of what it attends to,
-        itself included.
+        itself the last; with a window, to so many of them from the end.
         """
+        seen = seen if self.c.sliding_window is None else seen[-self.c.sliding_window :]
         D, eps = self.c.head_dim, self.c.rms_norm_eps
         q = self.w["midlayer.self_attn.q_proj.weight"] @ x
         mixed = []

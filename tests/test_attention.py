@@ -14,7 +14,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -121,8 +121,14 @@ def laid_out(
     for b, count in enumerate(pages):
         page_table[b, :count], free = free[:count], free[count:]
     unused = np.zeros(len(request), dtype=np.int64)
+    # of a prompt's token the last of its prefix, of a node as many behind as it has ancestors
+    depth_M = np.array([int(seen).bit_count() for seen in seen_M.view(np.uint64)])
+    position_M = prefix_len_M - 1 - first_column + depth_M
     return rows_of(
-        (unused, request_M, unused, unused, prefix_len_M, seen_M), page_table, DEVICE, first_column
+        (unused, request_M, position_M, unused, prefix_len_M, seen_M),
+        page_table,
+        DEVICE,
+        first_column,
     )
 
 
@@ -138,7 +144,7 @@ def tensors(rows: Rows, page_size: int, heads: tuple[int, int, int], dtype: torc
 def slots_seen(rows: Rows, page_size: int, m: int) -> np.ndarray:
     prefix_len, bits = int(rows.prefix_len[m]), int(rows.seen[m])
     columns = [
-        *range(rows.first_column, prefix_len),
+        *range(int(rows.first_seen[m]), prefix_len),
         *(prefix_len + e for e in range(64) if bits >> e & 1),
     ]
     request = np.full(len(columns), int(rows.request[m]))
@@ -175,6 +181,19 @@ def test_equals_the_definition(name, case, heads) -> None:
 def test_equals_the_definition_for_any_page_size_and_order_of_rows(name, page_size) -> None:
     rows = laid_out(MIXED, page_size, 1, seed=page_size, shuffled_rows=True)
     assert_equals_definition(name, rows, page_size, (2, 3, 64), torch.float32)
+
+
+@pytest.mark.parametrize("window", [64, 65, 100])
+@pytest.mark.parametrize("name", PLANS)
+def test_a_window_sees_the_last_positions(name, window) -> None:
+    """Also where rows of one tile begin at different columns, and where some see all."""
+    parts = [Tree(15, 5), Prompt(0, 70), Tree(200, 13), Tree(66, 1), Prompt(140, 3), Tree(64, 5)]
+    rows = replace(laid_out(parts, 16, 1, seed=window, shuffled_rows=True), window=window)
+    for m in range(len(rows)):  # said in another way than `Rows.first_seen` says it
+        own = int(rows.position[m])
+        seen = [c for c in range(1, int(rows.prefix_len[m])) if own - window < c - 1 <= own]
+        assert int(rows.prefix_len[m]) - int(rows.first_seen[m]) == len(seen)
+    assert_equals_definition(name, rows, 16, (2, 3, 64), torch.float32)
 
 
 parts = st.one_of(

@@ -29,6 +29,7 @@ FLAGS = [
     {"fc_norm": True},
     {"norm_output": True},
     {"own_rope": True},
+    {"sliding_window": 128},
     {"norm_before_residual": True, "fc_norm": True, "norm_output": True, "own_rope": True},
 ]
 LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
@@ -408,6 +409,25 @@ def test_specforge_and_torchspec(target, tmp_path):
     expect(
         saved(tmp_path / "b", tensors, **config, norm_output=False), target, tensors, fc_norm=True
     )
+
+
+def test_the_keys_that_turn_a_window_on(target, tmp_path):
+    """The list of layers goes before the flag that it replaced; without either nothing is known."""
+    _, tensors = tiny_head(target)
+    shape = TargetConfig.from_folder(target)
+    window = {"sliding_window": 128}
+    for name, keys, expected in (
+        ("list", {"layer_types": ["sliding_attention"]}, 128),
+        ("flag", {"use_sliding_window": True}, 128),
+        ("no flag", {"use_sliding_window": False}, None),
+        ("both", {"layer_types": ["full_attention"], "use_sliding_window": True}, None),
+    ):
+        config, _ = read_head(saved(tmp_path / name, tensors, **window, **keys), shape)
+        assert config.sliding_window == expected, name
+    keys = {"layer_types": ["sliding_attention"]}
+    for number in (63, True, "128"):  # 63: a tree can be deeper
+        with pytest.raises(MismatchError, match="sliding_window"):
+            read_head(saved(tmp_path / str(number), tensors, sliding_window=number, **keys), shape)
 
 
 def test_norm_output_of_specforge_is_never_carried_over(target, tmp_path):

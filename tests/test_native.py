@@ -456,12 +456,15 @@ FLAGS = [
     {"fc_norm": True},
     {"norm_output": True},
     {"norm_before_residual": True, "norm_before_fc": True, "fc_norm": True, "norm_output": True},
+    {"sliding_window": True},
 ]
+WINDOW = 7  # shorter than configs allow, longer than the trees below are deep
 
 
 @functools.cache
 def head_of(flags: tuple[str, ...] = ()) -> tuple[HeadConfig, dict[str, Tensor]]:
-    return tiny_head(folder_of("llama"), **dict.fromkeys(flags, True))
+    values = {flag: WINDOW if flag == "sliding_window" else True for flag in flags}
+    return tiny_head(folder_of("llama"), **values)
 
 
 def draft_of(flags: tuple[str, ...], dtype: str, threads: int = 1, **others: Tensor) -> NativeDraft:
@@ -524,10 +527,13 @@ def test_extend_step_and_proposals_are_the_plain_heads(flags: tuple[str, ...], d
 
 @needs_native
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_drafts_rows_depend_on_nothing_beside_them(dtype: str):
-    draft, aux = draft_of(("norm_before_residual", "fc_norm"), dtype), features(dtype)
+@pytest.mark.parametrize(
+    "flags", [("norm_before_residual", "fc_norm"), ("sliding_window",)], ids=" ".join
+)
+def test_a_drafts_rows_depend_on_nothing_beside_them(dtype: str, flags: tuple[str, ...]):
+    draft, aux = draft_of(flags, dtype), features(dtype)
     together = draft.extend(chunk(TOKENS[1:], 1, first_column=1), aux[:-1], draft_cache(dtype))
-    draft = draft_of(("norm_before_residual", "fc_norm"), dtype, threads=2)
+    draft = draft_of(flags, dtype, threads=2)
     cache = draft_cache(dtype)
     alone = [
         draft.extend(chunk([token], c, SHUFFLED, first_column=1), aux[c - 1 : c], cache)
@@ -637,7 +643,7 @@ def grown_plainly(
 @pytest.mark.parametrize(
     ("growth", "least"), [((4, 3), 0.0), ((6, 1), 0.0), ((3, 6), 0.0), ((1, 4), 0.0), ((5, 2), 0.4)]
 )
-@pytest.mark.parametrize("flags", [(), ("norm_output",)], ids=" ".join)
+@pytest.mark.parametrize("flags", [(), ("norm_output",), ("sliding_window",)], ids=" ".join)
 def test_propose_is_the_plain_growth_to_the_bit(
     dtype: str, growth: tuple[int, int], least: float, flags: tuple[str, ...]
 ):
@@ -663,6 +669,30 @@ def test_propose_is_the_plain_growth_to_the_bit(
     assert np.array_equal(ours.depths, plain.depths)
     if least > 0:
         assert len(ours.depths) < 2 + 4 * 4  # so high a threshold ends the growth early
+
+
+@needs_native
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_what_is_behind_a_window_is_not_read(dtype: str):
+    """Its keys and values may be anything, and of its pages there need be none."""
+    draft, aux, n = draft_of(("sliding_window",), dtype), features(dtype), 4 * PAGE_SIZE - 1
+    results = []
+    for is_there in (True, False):
+        cache, pages = draft_cache(dtype), STRAIGHT.copy()
+        rows = prompt_rows([TOKENS[1 : n + 1]], [1], pages, PAGE_SIZE, "cpu", 1)
+        h = draft.extend(rows, aux[:n], cache)[-1:]
+        if not is_there:  # the root stands in column n and sees columns n - WINDOW + 1 .. n
+            cache.data[:, : n - WINDOW + 1] = math.nan
+            pages[:, : (n - WINDOW + 1) // PAGE_SIZE] = -1
+        first, thresholds = draft.proposals(h, 2), [0.0] * 4
+        found = draft.propose([n], h, first, pages, cache, (5, 2), thresholds)
+        step = prompt_rows([[TOKENS[n]]], [n], pages, PAGE_SIZE, "cpu", 1)
+        results.append((found, draft.extend(step, aux[n - 1 : n], cache)))
+    (found, own), (expected, whole) = results
+    assert torch.equal(own, whole)
+    assert np.array_equal(found.tokens, expected.tokens)
+    assert np.array_equal(found.scores, expected.scores)
+    assert np.isfinite(expected.scores).all()
 
 
 @needs_native

@@ -95,10 +95,11 @@ def test_a_packed_row_costs_what_its_documents_do():
     assert all(high - low <= 128 + 40 + 2 * ttt.COLUMNS_IN_STEPS_OF for _, _, low, high in tiles)
 
 
-def test_the_gradient_of_attention_is_autograds_own():
+@pytest.mark.parametrize("window", [None, 2])
+def test_the_gradient_of_attention_is_autograds_own(window):
     torch.manual_seed(0)
     active_BT = torch.tensor([[True, False, True, True], [False, True, True, False]])
-    slots = Slots.where(active_BT, torch.tensor([[0, 0, 2, 2], [0, 0, 0, -1]]))
+    slots = Slots.where(active_BT, torch.tensor([[0, 0, 2, 2], [0, 0, 0, -1]]), window)
     sizes = [(5, 4, 6), (8, 2, 6), (8, 2, 6), *[(5, 2, 6)] * 4]
     tensors = [torch.randn(*size, dtype=torch.float64, requires_grad=True) for size in sizes]
     assert torch.autograd.gradcheck(lambda *given: ttt.Attend.apply(slots, *given), tensors)
@@ -159,11 +160,16 @@ def test_the_fed_back_state_is_not_detached(head, batch):
     assert (grad.abs().sum(-1) > 0).all()
 
 
-def test_equals_the_loops(head, batch):
+@pytest.mark.parametrize("window", [None, 5])
+@pytest.mark.parametrize("columns", [1, 32])
+def test_equals_the_loops(head, batch, window, columns, monkeypatch):
+    monkeypatch.setattr(ttt, "COLUMNS_IN_STEPS_OF", columns)
+    monkeypatch.setitem(ttt.SLOTS_OF_A_TILE, "cpu", 3)
+    head.config = head.config.model_copy(update={"sliding_window": window})
     examples = as_examples(made_up_samples([[True] * length for length in LENGTHS]))
     vocabulary = tiny_vocabulary(torch.float64)
     plain = PlainHead(weights_of(head), head.config)
-    slots = Slots.where(everywhere())
+    slots = Slots.where(everywhere(), window=window)
     after = {step: F.pad(batch.tokens_BT[:, 1 + step :], (0, 1 + step)) for step in range(K)}
 
     def true_embeds(step, _):

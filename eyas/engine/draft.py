@@ -17,6 +17,7 @@ P pages.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import islice
 
 import numpy as np
@@ -89,6 +90,7 @@ class DraftLayers:
 
     def step(self, rows: Rows, h: torch.Tensor, cache: PagedCache) -> torch.Tensor:
         """Features or previous outputs [M, H] -> outputs [M, H]: what is fed back."""
+        rows = replace(rows, window=self._config.sliding_window)
         normed = rms_norm(h, self._hidden_norm, self._eps)
         embedded = rms_norm(
             F.embedding(rows.token, self._embed_tokens), self._embed_norm, self._eps

@@ -108,7 +108,7 @@ def export(
         head.url, [fault for form in config.forms for fault in form_faults(shape, tensors, form)]
     )
     output.begin(work)  # not before: a head that is refused takes no folder
-    launch = launch_of(config, target, folder, vocabulary)
+    launch = launch_of(config, target, folder, vocabulary, shape.sliding_window)
     hashes: dict[str, str] = {}
     for number, form in enumerate(config.forms):
         track(number, len(config.forms), form)
@@ -186,7 +186,11 @@ def served_head(source: Path, vocabulary: TargetVocabulary) -> tuple[HeadConfig,
 
 
 def launch_of(
-    config: ExportConfig, target: str, folder: str, vocabulary: TargetVocabulary
+    config: ExportConfig,
+    target: str,
+    folder: str,
+    vocabulary: TargetVocabulary,
+    draft_window: int | None,
 ) -> Launch:
     """What the commands say."""
     drafts = Speculation.parse(config.speculation)
@@ -197,6 +201,7 @@ def launch_of(
         drafts.tree_topk,
         drafts.num_verify_tokens,
         dtype,
+        draft_window=draft_window,
     )
 
 

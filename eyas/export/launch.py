@@ -23,6 +23,7 @@ class Launch:
 
     dtype: the target's precision, one of DTYPES, which the engines compute the head in as well;
     None leaves it to them. max_length: of a request in tokens; None is the target's own.
+    draft_window: the head's `sliding_window`, which SGLang takes from the command only.
     """
 
     target: str
@@ -31,6 +32,7 @@ class Launch:
     num_verify_tokens: int
     dtype: str | None = None
     max_length: int | None = None
+    draft_window: int | None = None
 
     @property
     def title(self) -> str:
@@ -71,6 +73,7 @@ class Launch:
             "--speculative-num-steps": self.num_draft_steps,
             "--speculative-eagle-topk": self.tree_topk,
             "--speculative-num-draft-tokens": self.served_nodes,
+            "--speculative-draft-window-size": self.draft_window,
         }
 
     def _vllm(self, head: str) -> tuple[list[str], dict[str, object]]:

@@ -82,7 +82,7 @@ def tree_attention_reference(
             int(rows.seen[m]),
             rows.page_table[int(rows.request[m])].tolist(),
         )
-        columns = list(range(rows.first_column, prefix_len))
+        columns = list(range(int(rows.first_seen[m]), prefix_len))
         columns += [prefix_len + e for e in range(MAX_TREE_COLUMNS) if bits >> e & 1]
         slots = [pages[column // page_size] * page_size + column % page_size for column in columns]
         k, v = kv[slots].double().repeat_interleave(Hq // kv.shape[2], 2).unbind(1)
@@ -172,14 +172,15 @@ def _bucket(
     each request.
     """
     device = rows.page_table.device
-    columns = torch.arange(int(ends.max()), device=device)
     places_bN = torch.from_numpy(places).to(device)
+    first_seen = rows.first_seen[places_bN][..., None]
+    columns = torch.arange(int(first_seen.min()), int(ends.max()), device=device)
     pages = rows.page_table[rows.request[places_bN[:, 0]]]
     slots = pages[:, columns // page_size].long() * page_size + columns % page_size
     # What a page table holds behind a request's last page has no meaning: any valid slot will do.
     slots.masked_fill_(columns >= torch.from_numpy(ends).to(device)[:, None], 0)
     prefix_len, seen = rows.prefix_len[places_bN][..., None], rows.seen[places_bN][..., None]
-    mask = (columns >= rows.first_column) & (columns < prefix_len)
+    mask = (columns >= first_seen) & (columns < prefix_len)
     if with_tree:
         e = columns - prefix_len
         in_tree = (e >= 0) & (e < MAX_TREE_COLUMNS)

@@ -53,7 +53,7 @@ def measure(
     starts_BT = F.pad(mask_BT[:, 1:-1] & mask_BT[:, 2:], (0, 2))
     matches_BT = torch.zeros_like(batch.tokens_BT)
     if starts_BT.any():
-        slots = Slots.where(starts_BT)
+        slots = Slots.where(starts_BT, window=head.config.sliding_window)
         drafts_NK = free_running_drafts(
             head, vocabulary.embed_tokens, batch, slots, num_draft_steps
         )

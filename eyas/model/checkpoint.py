@@ -64,6 +64,7 @@ from eyas.model.dialects import (
     decisions,
     fed_back,
     setting_faults,
+    uses_window,
 )
 from eyas.model.weights import nonfinite, read_tensors, tensor_sha256
 
@@ -203,6 +204,7 @@ def head_config(checkpoint: Checkpoint, target: TargetShape | None = None) -> He
             fc_norm=True in checkpoint.stated("fc_norm") | checkpoint.stated(OLD_FC_NORM),
             norm_output=True in checkpoint.stated("norm_output") and fed_back(checkpoint) is True,
             own_rope=given(settings, OWN_ROPE, False),
+            sliding_window=(layer.get("sliding_window") or None) if uses_window(layer) else None,
         )
     except KeyError as error:
         raise MismatchError(

@@ -260,6 +260,10 @@ def in_words(error: ValidationError) -> str:
     )
 
 
+# As deep as a tree can be (`rows.MAX_TREE_COLUMNS`): a node always sees its own path.
+LEAST_WINDOW = 64
+Window = Annotated[int, Field(strict=True, ge=LEAST_WINDOW)]
+
 # The published heads for targets of 128,000 and more tokens (EAGLE-3, SpecForge) have these many.
 MOST_DRAFT_TOKENS = 32_000
 
@@ -270,7 +274,7 @@ class HeadOptions(BaseModel):
 
     draft_vocab_size: None is as many tokens as cover the training answers (train/start.py), at most
     MOST_DRAFT_TOKENS. hidden_size: a width of its own, with embeddings of its own; None is the
-    target's, whose embeddings it shares.
+    target's, whose embeddings it shares. sliding_window: see `HeadConfig`.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -282,6 +286,7 @@ class HeadOptions(BaseModel):
     norm_before_fc: bool = False
     fc_norm: bool = False  # with norm_output, EAGLE-3.1
     norm_output: bool = False
+    sliding_window: Window | None = None
 
     @model_validator(mode="after")
     def _one_norm_of_features(self) -> HeadOptions:
@@ -297,6 +302,9 @@ class HeadConfig(DecoderConfig):
 
     `vocab_size` is the target's V; `draft_vocab_size` is W. `taps` are after_layer indices of the
     target. The flags are variants of the layer that published heads are trained with.
+
+    sliding_window: how many positions attention sees, the query's own among them: p - window + 1 ..
+    p, as vLLM and transformers count under this name; None is all.
     """
 
     draft_vocab_size: Size
@@ -310,6 +318,7 @@ class HeadConfig(DecoderConfig):
     # it was trained with another rotary embedding than its target's, and says so
     own_rope: StrictBool = False
     train_lm_head: StrictBool = True  # else lm_head is the target's rows as they were
+    sliding_window: Window | None = None
 
     @model_validator(mode="after")
     def _has_whole_heads(self) -> Self:

@@ -52,6 +52,9 @@ EMBED_TOKENS_SHA256 = "target_embed_tokens_sha256"
 FED_BACK = "norm_output_is_fed_back"  # what norm_output cannot say by itself: see FED_BACK_HINT
 OWN_ROPE = "own_rope"
 
+# Which layers `sliding_window` holds for, one by one.
+LAYER_TYPES, SLIDING = "layer_types", "sliding_attention"
+
 # Who writes flat configs by which name. Others are refused: their layer is not Llama's
 # (Eagle3DeepseekV2ForCausalLM).
 ARCHITECTURES = {
@@ -200,12 +203,13 @@ def layer_faults(checkpoint: Checkpoint) -> list[MismatchError]:
         faults.append(MismatchError(what, "train a Llama-shaped head"))
     window, length = settings.get("sliding_window"), settings.get("max_position_embeddings") or 2048
     sees_all = isinstance(window, int) and isinstance(length, int) and window >= length
-    if window and not sees_all and settings.get("use_sliding_window", True):
+    if window and not sees_all and uses_window(settings) is None:
         what = (
-            f"sliding_window is {window} of a context of {length} (attention sees a window "
-            "only): not supported"
+            f"sliding_window is {window} of a context of {length}, and nothing says whether the "
+            "head was trained with it: engines go by layer_types"
         )
-        faults.append(MismatchError(what, "train a head without it"))
+        hint = f'write "{LAYER_TYPES}": ["{SLIDING}"] if it was, ["full_attention"] if not'
+        faults.append(MismatchError(what, hint))
     # Of W tokens, an output matrix of its own cannot be the embedding of V, whatever a config
     # copied from the target says.
     is_own = (
@@ -217,6 +221,17 @@ def layer_faults(checkpoint: Checkpoint) -> list[MismatchError]:
         what = "tie_word_embeddings is set (the output matrix is the embedding): not supported"
         faults.append(MismatchError(what, "train a head without it"))
     return faults
+
+
+def uses_window(settings: Mapping[str, Any]) -> bool | None:
+    """Whether the layer attends to `sliding_window` positions only: by the list that vLLM and
+    transformers go by, or by the flag that this list replaced; None when neither is there.
+    """
+    kinds = settings.get(LAYER_TYPES)
+    if isinstance(kinds, list) and kinds:
+        return bool(kinds[0] == SLIDING)
+    flag = settings.get("use_sliding_window")
+    return None if flag is None else bool(flag)
 
 
 def flag_faults(checkpoint: Checkpoint) -> list[MismatchError]:

@@ -27,11 +27,13 @@ from eyas.model.dialects import (
     HEAD_JSON,
     LAYER,
     LAYER_IDS,
+    LAYER_TYPES,
     LM_HEAD,
     LM_HEAD_SHA256,
     MAPS,
     OWN_ROPE,
     SGLANG_ARCHITECTURE,
+    SLIDING,
     SPECULATORS_LAYER,
     VLLM_ARCHITECTURE,
     Form,
@@ -141,7 +143,7 @@ def _layer_keys(config: HeadConfig) -> dict[str, Any]:
         "mlp_bias": False,
         "tie_word_embeddings": False,
     }
-    return {**fixed, **shape, **config.rope.to_hf()}
+    return {**fixed, **shape, **config.rope.to_hf(), **_window(config)}
 
 
 def _sglang_settings(config: HeadConfig, dtype: str) -> dict[str, Any]:
@@ -204,6 +206,19 @@ def _vllm_settings(config: HeadConfig, dtype: str, verifier: Verifier) -> dict[s
 
 def _flags(config: HeadConfig) -> dict[str, bool]:
     return config.model_dump(include={"norm_before_residual", "norm_before_fc", "fc_norm"})
+
+
+def _window(config: HeadConfig) -> dict[str, Any]:
+    """As vLLM reads it, from this list. SGLang reads no window from a config: it is set by
+    `--speculative-draft-window-size`.
+    """
+    if config.sliding_window is None:
+        return {}
+    return {
+        "sliding_window": config.sliding_window,
+        "use_sliding_window": True,
+        LAYER_TYPES: [SLIDING],
+    }
 
 
 def _own_rope(config: HeadConfig) -> dict[str, bool]:

@@ -238,7 +238,10 @@ class Head(nn.Module):
         scores = (
             torch.einsum("bthd,bshd->bhts", queries, keys_of_queries) * self.config.head_dim**-0.5
         )
-        unseen = torch.arange(S + T, device=hidden_BTH.device) > positions_T[:, None]
+        columns, window = torch.arange(S + T, device=hidden_BTH.device), self.config.sliding_window
+        unseen = columns > positions_T[:, None]
+        if window is not None:
+            unseen |= columns <= positions_T[:, None] - window
         weights = scores.masked_fill(unseen, float("-inf")).softmax(-1)
         mixed = torch.einsum("bhts,bshd->bthd", weights, values_of_queries)
         return self.output(hidden_BTH, mixed), (keys, values)

@@ -63,6 +63,7 @@ class DecoderRole:
     is_draft: bool = False
     norm_before_residual: bool = False
     norm_output: bool = False
+    sliding_window: int | None = None
 
 
 class NativeDecoder:
@@ -88,7 +89,7 @@ class NativeDecoder:
         ]
         self._embed, embed_kind, embed_at = rows_of_embeddings(embed_tokens)
         self._target_ids_W = target_ids_W
-        shape = (ctypes.c_int64 * 13)(
+        shape = (ctypes.c_int64 * 14)(
             config.num_hidden_layers,
             config.hidden_size,
             config.intermediate_size,
@@ -102,6 +103,7 @@ class NativeDecoder:
             role.norm_before_residual,
             role.norm_output,
             torch.get_num_threads(),
+            role.sliding_window or 0,
         )
         linear_handles = [None if linear is None else linear.handle for linear in self._linears]
         handles = (ctypes.c_void_p * len(linear_handles))(*linear_handles)

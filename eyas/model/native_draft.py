@@ -68,7 +68,8 @@ class NativeDraft(NativeDecoder):
         target_ids_W = (
             None if d2t_offset is None else (torch.arange(self._W) + d2t_offset.cpu()).contiguous()
         )
-        role = DecoderRole(self._W, True, config.norm_before_residual, config.norm_output)
+        flags = config.norm_before_residual, config.norm_output
+        role = DecoderRole(self._W, True, *flags, config.sliding_window)
         embed_tokens = tensors.get("embed_tokens.weight", embed_tokens)
         super().__init__(config, dtype, role, linears, norms, embed_tokens, target_ids_W)
 

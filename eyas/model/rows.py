@@ -12,7 +12,7 @@ page_table[b, c // page_size] * page_size + c % page_size. A row sees a dense pr
 request's columns and, behind it, the columns of its tree that its bits name:
 
     columns   first_column ....... prefix_len-1 | prefix_len + 0, + 1, ... + 63
-    row m     all seen                          | those whose bit is set in seen[m], its own too
+    row m     all seen, or the last of a window | those whose bit is set in seen[m], its own too
 
 A token of a prompt sees its prefix with itself (prefix_len = column + 1, no bits); a node of a tree
 its ancestors' bits. Read in this order, prefix first and bits ascending, a row's keys stand in the
@@ -47,7 +47,9 @@ class Rows:
 
     All int64 [M], but page_table int32 [B, P]. request: the row's line of page_table. position: of
     the rotation. slot: where its key and value are written. seen holds 64 bits as a signed number.
-    first_column is 0 for a target; a draft has no entry in column 0.
+    first_column is 0 for a target; a draft has no entry in column 0. window: how many positions a
+    row sees, its own among them; None is all. It is more than the levels of a tree, so that only
+    the prefix is cut.
     """
 
     token: torch.Tensor
@@ -58,9 +60,19 @@ class Rows:
     seen: torch.Tensor
     page_table: torch.Tensor
     first_column: int = 0
+    window: int | None = None
 
     def __len__(self) -> int:
         return len(self.token)
+
+    @property
+    def first_seen(self) -> torch.Tensor:
+        """The first column of the prefix that each row sees, int64 [M]."""
+        if self.window is None:
+            return torch.full_like(self.position, self.first_column)
+        # the entry in column c has the position c - first_column
+        first = self.position - self.window + 1 + self.first_column
+        return first.clamp(min=self.first_column).minimum(self.prefix_len)
 
 
 @dataclass(frozen=True, slots=True)

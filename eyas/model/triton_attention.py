@@ -69,11 +69,11 @@ class TritonPlan:
         BLOCK_D, halves = triton.next_power_of_2(D), q.element_size() == 2
         _attend[(len(tiles.first), Hk, S)](
             q, kv, parts, weights, tiles.first, tiles.stop, tiles.order,
-            rows.request, rows.prefix_len, rows.seen, rows.page_table,
+            rows.request, rows.prefix_len, rows.seen, rows.position, rows.page_table,
             M, Hk, rows.page_table.shape[1], rows.first_column, q.stride(0), q.stride(1),
             D**-0.5 * math.log2(math.e),
             GROUP=Hq // Hk, ROWS=tiles.R, D=D, PAGE=self.page_size, S=S,
-            BLOCK_M=tiles.block_m(Hq // Hk),
+            WINDOW=rows.window or 0, BLOCK_M=tiles.block_m(Hq // Hk),
             BLOCK_N=64 if halves else 32, BLOCK_D=BLOCK_D, DOT=_dot_dtype(q.dtype),
             num_warps=4 if halves else 8, num_stages=2, enable_fp_fusion=True,
         )  # fmt: skip
@@ -159,9 +159,10 @@ def _dot_dtype(dtype: torch.dtype) -> tl.dtype:
 @triton.jit
 def _attend(
     q, kv, parts, weights, tile_first, tile_stop, order,
-    request_M, prefix_len_M, seen_M, page_table,
+    request_M, prefix_len_M, seen_M, position_M, page_table,
     M, Hk, P, first_column, q_row, q_head, scale,
     GROUP: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, S: tl.constexpr,
+    WINDOW: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
     """parts [S, M, Hq, D] and weights [S, M, Hq] from one tile, one key head, and one of S ranges
@@ -184,13 +185,22 @@ def _attend(
     bit_length = tl.max(((seen[:, None] >> bit[None, :]) & 1).to(tl.int32) * (bit + 1)[None, :], 1)
     end = tl.max(prefix_len + bit_length)  # one behind the last column that a row of the tile sees
     dense_end = tl.min(tl.where(real, prefix_len, end))
-    span = tl.cdiv(tl.cdiv(end - first_column, S), BLOCK_N) * BLOCK_N
-    from_column = first_column + split * span
+    begin, first_dense = first_column, first_column
+    if WINDOW:
+        position = tl.load(position_M + row, mask=real, other=0).to(tl.int32)
+        first_seen = tl.maximum(position - WINDOW + 1, 0) + first_column
+        first_seen = tl.minimum(first_seen, prefix_len)
+        begin = tl.min(tl.where(real, first_seen, end))
+        first_dense = tl.max(tl.where(real, first_seen, begin))
+    span = tl.cdiv(tl.cdiv(end - begin, S), BLOCK_N) * BLOCK_N
+    from_column = begin + split * span
     if (S > 1) & (from_column >= end):
         tl.store(weights + place, float("-inf"), mask=real)
         return
     to_column = tl.minimum(from_column + span, end)
     dense_blocks = tl.maximum(tl.minimum(to_column, dense_end) - from_column, 0) // BLOCK_N
+    if WINDOW:
+        dense_blocks = tl.where(from_column >= first_dense, dense_blocks, 0)
     masked_from = from_column + dense_blocks * BLOCK_N
 
     d = tl.arange(0, BLOCK_D)
@@ -225,6 +235,8 @@ def _attend(
         e = column[None, :] - prefix_len[:, None]
         bits = (seen[:, None] >> tl.minimum(tl.maximum(e, 0), 63)) & 1
         visible = ((e < 0) | ((e < 64) & (bits != 0))) & real_n[None, :]
+        if WINDOW:
+            visible = visible & (column[None, :] >= first_seen[:, None])
         scores = tl.dot(q_MD, tl.trans(k_ND.to(DOT)), input_precision="ieee") * scale
         best, total, mixed = _take_in(
             tl.where(visible, scores, float("-inf")), v_ND.to(DOT), best, total, mixed

@@ -79,7 +79,8 @@ class Slots:
 
     All int64. flat_N = b * T + t. slot_N: the slot's place in its document. first_N: where in the
     stream of B x T tokens its document begins. position_M: each token's place in its document.
-    tiles: the N slots cut into tiles.
+    tiles: the N slots cut into tiles. window: how many positions a slot sees, that of its own step
+    among them; None is all. It is at least as long as the unroll, so that only tokens leave it.
     """
 
     flat_N: Tensor
@@ -87,9 +88,12 @@ class Slots:
     first_N: Tensor
     position_M: Tensor
     tiles: tuple[TileRange, ...]
+    window: int | None = None
 
     @classmethod
-    def where(cls, active_BT: Tensor, starts_BT: Tensor | None = None) -> Slots:
+    def where(
+        cls, active_BT: Tensor, starts_BT: Tensor | None = None, window: int | None = None
+    ) -> Slots:
         """The slots where a bool [B, T] is true; at least one must be.
 
         starts_BT: int64, the column where each token's document begins, -1 in padding; without it a
@@ -107,9 +111,9 @@ class Slots:
         assert len(flat_N) > 0, "no slot to unroll"
         first_N = (starts_BT + rows_B1).flatten()[flat_N]
         position_M = (columns_T - starts_BT).flatten()
-        return cls(
-            flat_N, position_M[flat_N], first_N, position_M, tiles_of(flat_N, first_N, B * T)
-        )
+        looks_N = first_N if window is None else torch.maximum(first_N, flat_N - window + 1)
+        tiles = tiles_of(flat_N, looks_N, B * T)
+        return cls(flat_N, position_M[flat_N], first_N, position_M, tiles, window)
 
     def take(self, x_BT: Tensor) -> Tensor:
         """[B, T, ...] -> [N, ...]."""
@@ -119,8 +123,8 @@ class Slots:
 def tiles_of(flat_N: Tensor, first_N: Tensor, num_tokens: int) -> tuple[TileRange, ...]:
     """`Slots.tiles` for the stream of num_tokens tokens.
 
-    Both tensors ascend, so the document of a tile's first slot and its last slot bound what it
-    looks at.
+    first_N: the first token that each slot sees. Both tensors ascend, so that of a tile's first
+    slot and its last slot bound what it looks at.
     """
     size = SLOTS_OF_A_TILE.get(flat_N.device.type, SLOTS_OF_A_TILE_ELSEWHERE)
     begins = range(0, len(flat_N), size)
@@ -267,6 +271,8 @@ class Tile:
         columns_c = torch.arange(low, high, device=queries.device)
         last_n1, first_n1 = slots.flat_N[begin:end, None], slots.first_N[begin:end, None]
         half = len(own) // 2
+        if slots.window is not None:  # at step i a slot stands i positions behind its token
+            first_n1 = torch.maximum(first_n1, last_n1 + half - slots.window + 1)
 
         def stacked(of_steps: Sequence[Tensor]) -> Tensor | None:
             if not of_steps:

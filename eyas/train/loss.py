@@ -360,7 +360,7 @@ def objective(
         embed_tokens if head.embed_tokens is None else head.embed_tokens.to(embed_tokens.dtype)
     )
     row_at_step_BT = rows_at_steps(batch, teacher, config)
-    slots_K = slots_at_steps(row_at_step_BT, batch.starts_BT)
+    slots_K = slots_at_steps(row_at_step_BT, batch.starts_BT, head.config.sliding_window)
 
     def true_embeds(step: int, _: Tensor) -> Tensor:
         return F.embedding(slots_K[step].take(shifted(batch.tokens_BT, 1 + step)), embed_tokens)
@@ -410,8 +410,12 @@ def rows_at_steps(batch: Batch, teacher: Teacher, config: ObjectiveConfig) -> li
     ]
 
 
-def slots_at_steps(row_at_step_BT: Sequence[Tensor], starts_BT: Tensor) -> list[Slots]:
-    """The slots to unroll at each step: those with a row at it or later, rounded up."""
+def slots_at_steps(
+    row_at_step_BT: Sequence[Tensor], starts_BT: Tensor, window: int | None = None
+) -> list[Slots]:
+    """The slots to unroll at each step: those with a row at it or later, rounded up. window: the
+    head's.
+    """
     slots_K: list[Slots] = []
     left_BT, reverse = torch.zeros_like(starts_BT, dtype=torch.bool), []
     for row_BT in reversed(row_at_step_BT):
@@ -423,7 +427,7 @@ def slots_at_steps(row_at_step_BT: Sequence[Tensor], starts_BT: Tensor) -> list[
         if slots_K and torch.equal(wanted_BT, candidates_BT):
             slots_K.append(slots_K[-1])
         else:
-            slots_K.append(Slots.where(wanted_BT, starts_BT))
+            slots_K.append(Slots.where(wanted_BT, starts_BT, window))
         candidates_BT = wanted_BT
     return slots_K
 

@@ -186,9 +186,10 @@ def existing_head(
             "head's",
             "set start.vocabulary: keep",
         )
-    head.config = head.config.model_copy(
-        update={"target_lm_head_sha256": vocabulary.lm_head_sha256}
-    )
+    changed: dict[str, object] = {"target_lm_head_sha256": vocabulary.lm_head_sha256}
+    if "sliding_window" in options.model_fields_set:
+        changed["sliding_window"] = options.sliding_window
+    head.config = head.config.model_copy(update=changed)
     return head
 
 
@@ -235,6 +236,8 @@ def refuse_other(
         asked = getattr(options, name)
         if name == "draft_vocab_size" and config.vocabulary == "recount":
             continue
+        if name == "sliding_window":
+            continue  # no weight depends on it: a head is trained on under any
         if asked is not None and asked != getattr(shape, name):
             faults.append(f"head.{name} is {asked}, its own is {getattr(shape, name)}")
     if faults:

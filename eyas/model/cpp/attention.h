@@ -1,6 +1,7 @@
 // Attention of rows over a paged cache. Knows the cache's layout and which columns a row sees, no weights.
 //
 //   a row's keys, in order:   columns first_column .. prefix_len - 1,   then the tree columns of its bits, ascending
+//   with a window             the columns of positions position - window + 1 .. of these; it is longer than a tree is deep
 //
 // Every sum runs over this logical list in the same order and in the same groups, however many rows are worked on together:
 // a tree's node gets the very bits of plain decoding.
@@ -33,13 +34,15 @@ struct RowTile {
 class Visible {
  public:
   // False when a row names a slot or page that is not there.
-  bool plan(const RowsView& rows, int rows_a_tile) {
+  bool plan(const RowsView& rows, int rows_a_tile, int64_t window) {
     tiles.clear();
+    window_ = window;
     const int M = rows.M;
     prefix_of_.resize(M);
     tail_count_.resize(M);
     tail_.resize(static_cast<size_t>(M) * kTreeColumns);
     starts_.clear();
+    begins_.clear();
     slots_.clear();
     longest = 0;
     for (int m = 0; m < M; ++m) {
@@ -49,7 +52,8 @@ class Visible {
       if (prefix_count(rows, m) + tail_count_[m] == 0) return false;
       longest = std::max(longest, prefix_count(rows, m) + tail_count_[m]);
       const bool joins = !tiles.empty() && tiles.back().count < rows_a_tile && rows.request[m] == rows.request[m - 1] &&
-                         std::abs(rows.prefix_len[m] - rows.prefix_len[tiles.back().first]) <= kMaxApart / 2;
+                         std::abs(rows.prefix_len[m] - rows.prefix_len[tiles.back().first]) <= kMaxApart / 2 &&
+                         begin(rows, m) == begin(rows, tiles.back().first);
       if (joins)
         ++tiles.back().count;
       else
@@ -58,8 +62,10 @@ class Visible {
     return true;
   }
 
-  static int prefix_count(const RowsView& rows, int m) { return static_cast<int>(rows.prefix_len[m] - rows.first_column); }
-  const int* prefix(int m) const { return slots_.data() + starts_[prefix_of_[m]]; }
+  int prefix_count(const RowsView& rows, int m) const { return static_cast<int>(rows.prefix_len[m] - begin(rows, m)); }
+  const int* prefix(const RowsView& rows, int m) const {
+    return slots_.data() + starts_[prefix_of_[m]] + (begin(rows, m) - begins_[prefix_of_[m]]);
+  }
   // Whether no tile before it has read this tile's keys.
   bool begins_prefix(int tile) const { return tile == 0 || prefix_of_[tiles[tile].first] != prefix_of_[tiles[tile - 1].first]; }
   const int* tail(int m) const { return tail_.data() + static_cast<size_t>(m) * kTreeColumns; }
@@ -75,18 +81,26 @@ class Visible {
     return slot >= 0 && slot < rows.num_slots ? slot : -1;
   }
 
-  // Rows of one request stand together, so its slots are listed once, up to its longest prefix among them.
+  // The first column of its prefix that a row sees: the entry in column c has the position c - first_column.
+  int64_t begin(const RowsView& rows, int m) const {
+    if (window_ == 0) return rows.first_column;
+    return std::min(std::max<int64_t>(rows.position[m] - window_ + 1, 0) + rows.first_column, rows.prefix_len[m]);
+  }
+
+  // Rows of one request stand together, so its slots are listed once, from the first to the last column that one of them sees.
   bool add_prefix(const RowsView& rows, int m) {
     const int64_t request = rows.request[m];
     if (m > 0 && rows.request[m - 1] == request) {
       prefix_of_[m] = prefix_of_[m - 1];
       return true;
     }
-    int64_t end = 0;
-    for (int i = m; i < rows.M && rows.request[i] == request; ++i) end = std::max(end, rows.prefix_len[i]);
+    int64_t first = begin(rows, m), end = 0;
+    for (int i = m; i < rows.M && rows.request[i] == request; ++i)
+      first = std::min(first, begin(rows, i)), end = std::max(end, rows.prefix_len[i]);
     prefix_of_[m] = static_cast<int>(starts_.size());
     starts_.push_back(slots_.size());
-    for (int64_t column = rows.first_column; column < end;) {
+    begins_.push_back(first);
+    for (int64_t column = first; column < end;) {
       const int64_t slot = slot_of(rows, request, column);
       const int64_t count = std::min(rows.page_size - column % rows.page_size, end - column);
       if (slot < 0) return false;
@@ -109,6 +123,8 @@ class Visible {
 
   std::vector<int> prefix_of_, tail_count_, tail_, slots_;
   std::vector<size_t> starts_;
+  std::vector<int64_t> begins_;
+  int64_t window_ = 0;  // 0: none
 };
 
 // One layer's cache [num_slots, 2, Hk, D] and its queries [M, Hq, padded D].
@@ -336,7 +352,7 @@ void attend(const AttentionView<A>& at, const RowsView& rows, const Visible& vis
   alignas(64) float sums_space[kTileQueries][kMaxHeadDim];
   int shortest = 1 << 30, longest = 0;
   for (int i = 0; i < tile.count; ++i) {
-    const int m = tile.first + i, count = Visible::prefix_count(rows, m);
+    const int m = tile.first + i, count = visible.prefix_count(rows, m);
     shortest = std::min(shortest, count);
     longest = std::max(longest, count);
     for (int h = 0; h < heads; ++h) {
@@ -349,10 +365,10 @@ void attend(const AttentionView<A>& at, const RowsView& rows, const Visible& vis
         _mm512_store_ps(sums[r] + d, _mm512_setzero_ps());
     }
   }
-  const int* prefix = visible.prefix(tile.first);
+  const int* prefix = visible.prefix(rows, tile.first);
   with_queries(R, [&](auto n) { scores_of<A, n>(q, keys, stride, to_values, prefix, longest, at.D, scores, later); });
   for (int i = 0; i < tile.count; ++i) {
-    const int m = tile.first + i, count = Visible::prefix_count(rows, m), tail = visible.tail_count(m);
+    const int m = tile.first + i, count = visible.prefix_count(rows, m), tail = visible.tail_count(m);
     float* behind[kTileQueries];
     for (int h = 0; h < heads; ++h) behind[h] = scores[i * heads + h] + count;
     if (tail > 0)
@@ -367,7 +383,7 @@ void attend(const AttentionView<A>& at, const RowsView& rows, const Visible& vis
   const int common = A::is_bf16 ? shortest & ~1 : shortest;
   with_queries(R, [&](auto n) { mix<A, n>(weights, values, stride, prefix, common, at.D, sums); });
   for (int i = 0; i < tile.count; ++i) {
-    const int m = tile.first + i, count = Visible::prefix_count(rows, m);
+    const int m = tile.first + i, count = visible.prefix_count(rows, m);
     int rest[kMaxRest], n_rest = 0;
     for (int j = common; j < count; ++j) rest[n_rest++] = prefix[j];
     for (int j = 0; j < visible.tail_count(m); ++j) rest[n_rest++] = visible.tail(m)[j];

@@ -22,7 +22,7 @@ enum Status : int { kDone = 0, kBadToken = 1, kBadPosition = 2, kBadSlot = 3, kB
 
 struct Shape {
   int64_t layers, hidden, inner, Hq, Hk, D, vocab, embed_rows, embed_kind, is_draft;
-  int64_t norm_before_residual, norm_output, threads;
+  int64_t norm_before_residual, norm_output, threads, window;
 };
 
 // Norm weights; null where the model has none. Of a layer: input, post, q, k; of a draft also hidden.
@@ -381,7 +381,7 @@ class Model final : public Decoder {
 
   bool plan(const RowsView& rows) {
     const int group = Hq_ / Hk_;
-    if (!visible_.plan(rows, std::max(1, kTileQueries / group))) return false;
+    if (!visible_.plan(rows, std::max(1, kTileQueries / group), shape_.window)) return false;
     scores_stride_ = round_up(visible_.longest + 64, 1024) + 16;
     scores_.reserve(static_cast<size_t>(team_) * kTileQueries * scores_stride_);
     return true;
@@ -513,7 +513,7 @@ class Model final : public Decoder {
       Later<T> later{cache + (i + T_) % Hk_ * D_, nullptr, 0};
       if (next < tiles && visible_.begins_prefix(next)) {
         const int m = visible_.tiles[next].first;
-        later.slots = visible_.prefix(m), later.count = Visible::prefix_count(rows, m);
+        later.slots = visible_.prefix(rows, m), later.count = visible_.prefix_count(rows, m);
       }
       for (int head = 0; head < group; head += kTileQueries)
         attend(view, rows, visible_, visible_.tiles[i / Hk_], i % Hk_, i % Hk_ * group + head, std::min(kTileQueries, group - head),
@@ -987,7 +987,7 @@ int64_t eyas_linear_bytes(const Product* product) { return static_cast<int64_t>(
 Decoder* eyas_new(int64_t is_bf16, const int64_t* shape_ints, float eps, const Product* const* linears, const float* const* norms,
                   const void* embed, const int64_t* target_ids) {
   Shape shape;
-  static_assert(sizeof(Shape) == 13 * sizeof(int64_t));
+  static_assert(sizeof(Shape) == 14 * sizeof(int64_t));
   std::memcpy(&shape, shape_ints, sizeof(Shape));
   std::vector<Layer> layers;
   for (int64_t l = 0; l < shape.layers; ++l, linears += 4, norms += 4)
