@@ -28,6 +28,7 @@ from tests.tiny_engine import (
     requests,
 )
 
+WINDOW = 9  # shorter than configs allow, longer than a tree is deep
 folder, target = tiny_engine.folder, tiny_engine.target
 costs_of_this_test = tiny_engine.costs_of_this_test
 
@@ -100,6 +101,7 @@ def test_speculation_changes_no_token(
         {"num_pages": 13, "max_batch": 5},
         {"prefix_reuse": False},
         {"speculation": "off"},
+        {"num_pages": 13, "max_batch": 5, "window": WINDOW},
     ],
 )
 def test_neither_loop_nor_cache_nor_policy_changes_a_token(
@@ -211,14 +213,17 @@ def test_preempted_requests_continue_where_they_were(
     idle(running)
 
 
-def test_a_reused_prefix_gives_the_draft_what_it_would_have_made(target: Target) -> None:
+@pytest.mark.parametrize("window", [None, WINDOW])
+def test_a_reused_prefix_gives_the_draft_what_it_would_have_made(
+    target: Target, window: int | None
+) -> None:
     """Not only the tokens: the very rounds are the same, so the draft's entries are, up to the
     first behind the prefix.
     """
     asked = requests(5, shared=50, ignore_eos=True, max_tokens=30)
     found = {}
     for reuse in (False, True):
-        running = engine(target, max_batch=1, prefix_reuse=reuse)
+        running = engine(target, window=window, max_batch=1, prefix_reuse=reuse)
         found[reuse] = {
             result.request_id: (result.token_ids, result.accept_hist)
             for result in running.run(asked)

@@ -74,9 +74,15 @@ def costs_of_this_test(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("eyas.engine.costs.cache_folder", lambda _: tmp_path)
 
 
-def engine(target: Target, head: bool = True, **config: object) -> Engine:
+def engine(
+    target: Target, head: bool = True, window: int | None = None, **config: object
+) -> Engine:
     sizes = EngineConfig(**{"max_batch": 3, "max_length": 120, "speculation": "fixed", **config})
-    return Engine(target, Draft(*random_head(target), target) if head else None, sizes)
+    if not head:
+        return Engine(target, None, sizes)
+    shape, tensors = random_head(target)
+    shape = shape.model_copy(update={"sliding_window": window})
+    return Engine(target, Draft(shape, tensors, target), sizes)
 
 
 def requests(
