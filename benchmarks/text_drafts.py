@@ -4,10 +4,11 @@
     [--prompts 20] [--max-tokens 128] [--data FOLDER] [--also "head, auto(8,2,16)" ...]
 
 One request at a time, greedy, bf16, in one process. The arms take turns prompt by prompt, the order
-changing, so that a busy moment hits all alike: plain decoding, the head alone, head and text, text
-alone without a head; with --memory (of `eyas memory`) also text and memory, with the head and
+changing, so that a busy moment hits all alike: plain decoding, the head alone, head and text, the
+same without recent answers of the server, text alone without a head; with --memory (of `eyas memory`) also text and memory, with the head and
 without. Spec-Bench's six tasks, and four sets whose answers repeat their prompts, made here of the
-Python library's own source and documentation (PSF-2.0). --also adds arms of other trees.
+Python library's own source and documentation (PSF-2.0). "asked again" are Spec-Bench's questions a
+second time in other words, so that an earlier answer may help. --also adds arms of other trees.
 
 Tokens a second are those behind the first token over the time since; speed-ups are ratios of
 medians of a token's time over prompts, and of the sums. The last line of stdout is one JSON object.
@@ -39,12 +40,14 @@ from eyas.engine.draft import Draft
 from eyas.engine.engine import Engine, EngineConfig
 from eyas.engine.memory import TextMemory
 from eyas.engine.request import Request, SamplingParams
+from eyas.engine.text import RecentAnswers
 from eyas.model.checkpoint import read_head
 from eyas.model.target import Target
 
 MAX_LENGTH = 2048
 LIBRARY: tuple[ModuleType, ...] = (argparse, fnmatch, heapq, inspect, json, random, statistics)
 LIBRARY += (string, textwrap)
+AGAIN = "I would like to ask you something."
 SIZES = 300, 1600  # characters of what is to be repeated
 
 
@@ -105,6 +108,13 @@ def asked(args: argparse.Namespace, chat: Chat) -> list[tuple[str, str, Request]
             for task, prompts in repeating(args.prompts).items()
         },
     }
+    groups["asked again"] = {
+        f"{task}, again": [
+            [{"role": "user", "content": f"{AGAIN} {messages[0]['content']}"}]
+            for messages in prompts
+        ]
+        for task, prompts in spec_bench.items()
+    }
     params, found = SamplingParams(max_tokens=args.max_tokens), []
     for group, by_task in groups.items():
         for task, prompts in by_task.items():
@@ -114,7 +124,8 @@ def asked(args: argparse.Namespace, chat: Chat) -> list[tuple[str, str, Request]
                     found.append((group, task, Request(f"{task}-{number}", ids, params)))
     # tasks in turns: what is learned of acceptance is of no task alone
     random.Random(0).shuffle(found)
-    return found
+    # nobody asks again before having asked
+    return sorted(found, key=lambda one: one[0] == "asked again")
 
 
 def engines(args: argparse.Namespace, chat: Chat) -> dict[str, Engine]:
@@ -131,8 +142,10 @@ def engines(args: argparse.Namespace, chat: Chat) -> dict[str, Engine]:
         "plain": engine(False, speculation="off"),
         "head": engine(True, text_drafts=False),
         "head and text": engine(True),
+        "head and text, not recent": engine(True),
         "text": engine(False),
     }
+    arms["head and text, not recent"].rounds.recent = RecentAnswers(0)
     if memory is not None:
         arms["head, text and memory"] = engine(True, memory)
         arms["text and memory"] = engine(False, memory)

@@ -11,7 +11,15 @@ from hypothesis import strategies as st
 
 from eyas.engine.acceptance import Acceptance, RequestAcceptance, judge, path_probs
 from eyas.engine.graft import NUM_CELLS, NUM_OPINIONS, graft, opinion_of
-from eyas.engine.text import CHAIN, FIRST_ACCEPTANCE, NUM_KINDS, TextChain, TextIndex, kinds_of
+from eyas.engine.text import (
+    CHAIN,
+    FIRST_ACCEPTANCE,
+    NUM_KINDS,
+    RecentAnswers,
+    TextChain,
+    TextIndex,
+    kinds_of,
+)
 from eyas.engine.text_acceptance import TextAcceptance, is_proposed
 from eyas.model.library import unavailable
 from eyas.model.rows import PAD, Proposals
@@ -78,6 +86,56 @@ def test_the_chain_is_what_followed_and_goes_round_at_the_end(tokens, expected):
 def test_no_match_no_chain():
     for tokens in ([], [1], [1, 2, 3]):
         assert index_of(tokens).chain() is None
+
+
+def test_recent_answers_go_on_where_one_of_them_did():
+    recent = RecentAnswers()
+    recent.add(None, [1, 2, 3, 4, 5, 6])
+    recent.add(None, [9, 2, 3, 4, 7, 8])
+    longer = recent.chain(None, [0, 1, 2, 3, 4])
+    assert longer is not None
+    assert longer.tokens == [5, 6, 9, 2, 3, 4, 7, 8]
+    latest = recent.chain(None, [2, 3, 4])
+    assert latest is not None
+    assert latest.tokens == [7, 8]
+    own = index_of([2, 3, 4, 7, 2, 3, 4]).chain()
+    assert own is not None
+    assert not set(own.kinds) & set(latest.kinds)  # counted apart
+    assert max(latest.kinds) < NUM_KINDS
+    for known in ([], [3, 4], [4, 3, 2]):
+        assert recent.chain(None, known) is None
+
+
+def test_recent_answers_of_one_salt_are_not_found_under_another():
+    recent = RecentAnswers()
+    recent.add("a", [1, 2, 3, 4])
+    recent.add(None, [1, 2, 3, 5])
+    assert recent.chain("b", [1, 2, 3]) is None
+    for salt, expected in (("a", [4]), (None, [5])):
+        chain = recent.chain(salt, [1, 2, 3])
+        assert chain is not None
+        assert chain.tokens == expected
+
+
+def test_recent_answers_are_bounded_and_the_oldest_are_forgotten():
+    recent = RecentAnswers(most_tokens=40)
+    for first in range(0, 100, 10):
+        recent.add("a", list(range(first, first + 10)))
+        assert recent.num_tokens <= 40
+    assert recent.chain("a", [1, 2, 3]) is None
+    for first in (80, 90):
+        assert recent.chain("a", [first, first + 1, first + 2]) is not None
+    recent.add("b", list(range(500)))  # alone more than there is room for: its end is kept
+    assert recent.num_tokens <= 40
+    assert recent.chain("b", [490, 491, 492]) is not None
+    recent.add("c", list(range(20)))
+    recent.add("d", list(range(20)))
+    assert recent.chain("a", [90, 91, 92]) is None  # added to longest ago
+    assert recent.num_tokens <= 40
+    for number in range(1000):  # nor do salts without end cost memory
+        recent.add(str(number), [number])
+    assert recent.chain("0", [1, 2, 3]) is None
+    assert recent.num_tokens <= 40
 
 
 def test_kinds_know_longer_matches_and_first_tokens():

@@ -75,6 +75,28 @@ def test_requests_may_do_without_text(target, overlap):
     assert off.metrics()["accepted_text"] == 0
 
 
+def test_nothing_of_an_answer_is_drafted_under_another_salt(target):
+    """The rounds of a request tell whether an answer like its own has been given: only to its own
+    salt, and of no request that wants no text.
+    """
+
+    def rounds_of(drafting: Engine, salt: str | None, text_drafts: bool = True) -> list[int]:
+        one = requests(1, max_tokens=40, ignore_eos=True)[0]
+        asked = [Request("0", one.prompt_ids, one.params, cache_salt=salt, text_drafts=text_drafts)]
+        (result,) = drafting.run(asked)
+        assert {("0", 0): (result.token_ids, "length")} == plainly(target, [one])
+        return result.accept_hist
+
+    fresh = rounds_of(engine(target, head=False), "b")
+    drafting = engine(target, head=False)
+    rounds_of(drafting, "off", text_drafts=False)
+    for salt in ("a", None, "off", "b"):
+        assert rounds_of(drafting, salt) == fresh, salt
+    again = rounds_of(drafting, "b")
+    assert sum(again) < sum(fresh)
+    assert sum(again) <= 2 + 40 // 8
+
+
 def test_who_asks_for_no_speculation_gets_none(target):
     drafting = engine(target, head=False)
     results = list(drafting.run(repeating(3, speculation=False)))

@@ -160,8 +160,8 @@ class Request:
 
     id: its caller's, unlike that of any other request under way. speculation: False decodes it
     plainly, to the same tokens, one per round. text_drafts: False leaves drafting to the
-    head. returns_trees: updates have what was drafted.
-    cache_salt: computed prefixes are shared only with requests of the same salt.
+    head, and its answer is not remembered for others. returns_trees: updates have what was drafted.
+    cache_salt: computed prefixes and recent answers are shared only with requests of the same salt.
     """
 
     id: str

@@ -32,7 +32,7 @@ from eyas.engine.policy import Policy, RoundPlan
 from eyas.engine.request import DraftedTree, Update
 from eyas.engine.sampling import host_logits, token_logprob, token_logprob_natively
 from eyas.engine.scheduler import Job, Outcome, RunningSample
-from eyas.engine.text import TextChain
+from eyas.engine.text import RecentAnswers, TextChain
 from eyas.engine.tree import Speculation, Tree, drafted_tree, tree_of_line
 from eyas.engine.verify import accept
 from eyas.model.library import one_torch_thread
@@ -105,6 +105,7 @@ class Rounds:
         # where the engine says so
         self.text_drafts = False
         self.memory: TextMemory | None = None
+        self.recent = RecentAnswers()
         # If set, it gets the proposals of every round, and no node is verified: a token a round.
         self.recorder: Recorder | None = None
         self.draft_failure: str | None = None  # why the head is off since; None while it drafts
@@ -211,6 +212,9 @@ class Rounds:
                 accepted = len(tokens) - 1
                 if sample.request.returns_trees:
                     tree = drafted_tree(proposals, lines[b], kept[lines[b]], tokens)
+            if tokens and sample.finish_reason and self.drafts_text and sample.request.text_drafts:
+                answer = sample.tokens[len(sample.request.prompt_ids) :]
+                self.recent.add(sample.request.cache_salt, answer)
             outcomes.append(outcome_of(sample, tokens, accepted, tree))
         return outcomes
 
@@ -226,7 +230,8 @@ class Rounds:
         if not (self.text_drafts and sample.request.text_drafts):
             return []
         sample.text.extend(sample.tokens[len(sample.text.tokens) :])
-        chains = [sample.text.chain()]
+        salt = sample.request.cache_salt
+        chains = [sample.text.chain(), self.recent.chain(salt, sample.tokens)]
         if self.memory is not None:
             chains.append(self.memory.chain(sample.tokens))
         return [chain for chain in chains if chain is not None]

@@ -4,8 +4,9 @@ Knows tokens; no model, no request and no cost. A match is a run of tokens that 
 answer ends now and stood somewhere before; what followed it there is a chain of candidates. Chains
 are looked up in microseconds, and the target verifies them like any other candidate.
 
-    TextIndex    the request's own prompt and answer: the longest match, of those the most recent
-    kinds        what is known of a candidate before any model looks at it
+    TextIndex      the request's own prompt and answer: the longest match, of those the most recent
+    RecentAnswers  answers that ended lately, by salt: the longest match, of three tokens or more
+    kinds          what is known of a candidate before any model looks at it
     (memory.py has the counts of other answers)
 
 Prompt lookup (github.com/apoorvumang/prompt-lookup-decoding) with the match that Deflate looks for
@@ -18,6 +19,7 @@ forget nothing of recency, and are a tenth of the code.
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -25,6 +27,8 @@ CHAIN = 8  # tokens of a chain: a verify of so many rows costs hardly more than 
 _LONGEST = 16  # tokens of a match that are looked at: longer ones come true no more often
 _PLACES = 24  # earlier places that are compared
 _KEY = 3  # tokens by which they are found
+RECENT_TOKENS = 1 << 16  # of all recent answers: some 25 MB, and hundreds of answers
+_SALTS = 256  # that are remembered at a time: an index costs memory without any token
 
 # A candidate's kind: its source, how long the match was, how often the memory was right, and
 # whether it is a chain's first token.
@@ -35,13 +39,15 @@ _CLASS_OF = [bisect_right(_MATCHES, length) for length in range(_LONGEST + CHAIN
 # shares of the memory's count, by tokens of context
 _SHARES = (0.25, 0.45, 0.65, 0.85)
 LONGEST_CONTEXT = 3
-NUM_KINDS = 2 * (NUM_MATCHES + LONGEST_CONTEXT * (len(_SHARES) + 1))
+_RECENT = NUM_MATCHES + LONGEST_CONTEXT * (len(_SHARES) + 1)  # where matches in others begin
+NUM_KINDS = 2 * (_RECENT + NUM_MATCHES)
 # how often candidates of a class came true in 270 greedy answers of SmolLM2, before any are seen
 _FIRST_OF_MATCHES = (0.3, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95)
 _FIRST_OF_SHARES = (0.15, 0.3, 0.45, 0.6, 0.8)
 FIRST_ACCEPTANCE = (
     *_FIRST_OF_MATCHES,
     *(sure * share for sure in (0.6, 0.8, 1.0) for share in _FIRST_OF_SHARES),
+    *_FIRST_OF_MATCHES,
 )
 
 
@@ -85,28 +91,35 @@ class TextIndex:
         _LONGEST; the most recent of several. (-1, 0) where there is none.
         """
         known, n = self.tokens, len(self.tokens)
-        if n > _KEY:
-            key = (known[-3] << 32 | known[-2]) << 32 | known[-1]
-            place = self._last_3.get(key, -1)
-            best, found, left = 0, -1, _PLACES
-            while place >= 0 and left and best < _LONGEST:
-                length = _KEY
-                while (
-                    length < _LONGEST
-                    and length < place
-                    and known[place - 1 - length] == known[n - 1 - length]
-                ):
-                    length += 1
-                if length > best:
-                    best, found = length, place
-                place, left = self._before[place], left - 1
-            if found >= 0:
-                return found, best
+        found, best = self.match_of(known)
+        if found >= 0:
+            return found, best
         if n > 2 and (place := self._last[1].get(known[-2] << 32 | known[-1], -1)) >= 0:
             return place, 2
         if n > 1 and (place := self._last[0].get(known[-1], -1)) >= 0:
             return place, 1
         return -1, 0
+
+    def match_of(self, tokens: Sequence[int]) -> tuple[int, int]:
+        """As `match`, of the last of these tokens, three or more of them."""
+        known, n = self.tokens, len(tokens)
+        if n < _KEY:
+            return -1, 0
+        key = (tokens[-3] << 32 | tokens[-2]) << 32 | tokens[-1]
+        place = self._last_3.get(key, -1)
+        best, found, left, longest = 0, -1, _PLACES, min(_LONGEST, n)
+        while place >= 0 and left and best < longest:
+            length = _KEY
+            while (
+                length < longest
+                and length < place
+                and known[place - 1 - length] == tokens[n - 1 - length]
+            ):
+                length += 1
+            if length > best:
+                best, found = length, place
+            place, left = self._before[place], left - 1
+        return found, best
 
     def chain(self) -> TextChain | None:
         """What followed the match; where it is the text's end, the same over again: what has been
@@ -121,9 +134,52 @@ class TextIndex:
         return TextChain(tokens, kinds_of(length, CHAIN))
 
 
-def kinds_of(length: int, count: int) -> list[int]:
-    """Of a chain of `count` tokens behind a match of so many."""
-    return [2 * _CLASS_OF[length + depth] + (depth > 0) for depth in range(count)]
+class RecentAnswers:
+    """Answers of the server that ended lately, each found under its own salt alone.
+
+    A salt has two generations: when the newer is half of what may be kept, the older is forgotten.
+    Where all salts together have too much, the one that was added to longest ago is forgotten.
+    """
+
+    def __init__(self, most_tokens: int = RECENT_TOKENS) -> None:
+        self._most = most_tokens
+        self._by_salt: OrderedDict[str | None, list[TextIndex]] = OrderedDict()
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(map(self._size, self._by_salt))
+
+    def add(self, salt: str | None, tokens: Sequence[int]) -> None:
+        """An answer's tokens, its end token the last."""
+        generations = self._by_salt.setdefault(salt, [TextIndex()])
+        self._by_salt.move_to_end(salt)
+        if generations[0].tokens and len(generations[0].tokens) + len(tokens) > self._most // 2:
+            generations.insert(0, TextIndex())
+            del generations[2:]
+        generations[0].extend(tokens[-(self._most // 2) :])
+        while len(self._by_salt) > _SALTS or self.num_tokens > self._most:
+            self._by_salt.popitem(last=False)
+
+    def chain(self, salt: str | None, tokens: Sequence[int]) -> TextChain | None:
+        """What followed the longest match of the last tokens, up to where the text ends."""
+        last = tokens[-_LONGEST:]
+        found: tuple[int, list[int]] = 0, []
+        for index in self._by_salt.get(salt, ()):
+            place, length = index.match_of(last)
+            if length > found[0]:
+                found = length, index.tokens[place : place + CHAIN]
+        length, following = found
+        if not following:
+            return None
+        return TextChain(following, kinds_of(length, len(following), _RECENT))
+
+    def _size(self, salt: str | None) -> int:
+        return sum(len(index.tokens) for index in self._by_salt[salt])
+
+
+def kinds_of(length: int, count: int, first: int = 0) -> list[int]:
+    """Of a chain of `count` tokens behind a match of so many; first: the source's first class."""
+    return [2 * (first + _CLASS_OF[length + depth]) + (depth > 0) for depth in range(count)]
 
 
 def kind_in_memory(context: int, share: float, is_first: bool) -> int:
