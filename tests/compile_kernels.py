@@ -14,7 +14,7 @@ from triton.compiler import ASTSource
 from eyas.model.triton_attention import _add_parts, _attend
 
 TARGET = GPUTarget("cuda", 80, 32)
-INT64 = ("tile_first", "tile_stop", "order", "request_M", "prefix_len_M", "seen_M")
+INT64 = ("tile_first", "tile_stop", "order", "request_M", "prefix_len_M", "seen_M", "position_M")
 
 
 def compile_kernel(
@@ -43,11 +43,11 @@ def compile_kernel(
 def main() -> None:
     sizes = {"GROUP": 5, "ROWS": 3, "D": 96, "PAGE": 16, "BLOCK_M": 16, "BLOCK_D": 128}
     halves = {"q": "*bf16", "kv": "*bf16", "parts": "*bf16", "weights": "*fp32"}
-    compile_kernel(
-        _attend, halves, sizes | {"S": 1, "BLOCK_N": 64, "DOT": tl.bfloat16}, num_warps=4
-    )
+    whole = sizes | {"S": 1, "WINDOW": 0, "BLOCK_N": 64, "DOT": tl.bfloat16}
+    compile_kernel(_attend, halves, whole, num_warps=4)
     floats = dict.fromkeys(halves, "*fp32")
-    compile_kernel(_attend, floats, sizes | {"S": 3, "BLOCK_N": 32, "DOT": tl.float32}, num_warps=8)
+    split = sizes | {"S": 3, "WINDOW": 512, "BLOCK_N": 32, "DOT": tl.float32}
+    compile_kernel(_attend, floats, split, num_warps=8)
     parts = {"parts": "*fp32", "weights": "*fp32", "mixed": "*bf16"}
     compile_kernel(_add_parts, parts, {"D": 96, "S": 3, "BLOCK_S": 4, "BLOCK_D": 128}, num_warps=1)
 
