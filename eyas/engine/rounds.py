@@ -212,7 +212,7 @@ class Rounds:
                 accepted = len(tokens) - 1
                 if sample.request.returns_trees:
                     tree = drafted_tree(proposals, lines[b], kept[lines[b]], tokens)
-            if tokens and sample.finish_reason and self.drafts_text and sample.request.text_drafts:
+            if tokens and sample.finish_reason and self.text_drafts and sample.request.text_drafts:
                 answer = sample.tokens[len(sample.request.prompt_ids) :]
                 self.recent.add(sample.request.cache_salt, answer)
             outcomes.append(outcome_of(sample, tokens, accepted, tree))
