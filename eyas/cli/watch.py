@@ -64,7 +64,9 @@ async def _watch(
     """Print each window, without an end or `once`; gives the one."""
     was_stale = False
     async with AsyncExitStack() as stack:
-        clients = [await stack.enter_async_context(Client(url, TIMEOUT_S)) for url in urls]
+        clients = [
+            await stack.enter_async_context(Client(url, TIMEOUT_S)) for url in dict.fromkeys(urls)
+        ]
         async for window in windows(clients, figures, temperature, requests, POLL_S):
             print(f"{datetime.now():%Y-%m-%d %H:%M:%S}  {line(window)}", flush=True)
             if window.is_stale and not was_stale:
