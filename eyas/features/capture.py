@@ -254,6 +254,7 @@ def open_source(task: CaptureTask, plan: CapturePlan) -> SampleSource:
 
 
 def request_of(sample: SamplePlan) -> StateRequest:
+    """What servers are asked for."""
     return StateRequest(sample.key, tuple(sample.token_ids.tolist()))
 
 

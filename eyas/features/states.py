@@ -403,6 +403,7 @@ def unfit(what: str) -> RequestFailure:
 
 
 def name_of(dtype: torch.dtype) -> str:
+    """As settings and servers write it."""
     return str(dtype).removeprefix("torch.")
 
 
