@@ -1,7 +1,7 @@
 """A window for the draft's attention: tau, and what a round costs, by the length of the context.
 
     python benchmarks/window.py [--quick] [--target smollm2] [--head smollm2] [--window 512]
-    [--contexts 512 2048 4096 8192] [--prompts 8] [--max-tokens 96] [--data FILE]
+    [--contexts 512 2048 4096 8192] [--prompts 8] [--max-tokens 96] [--data FILE] [--costs]
 
 One request at a time, greedy, bf16, in one process. A prompt is a chat of held-out dialogues one
 after the other, cut before an answer where the context is full. The arms take turns prompt by
@@ -10,12 +10,14 @@ trained it for. Both draft one fixed tree, so that nothing but attention differs
 
 round_ms is the median round, draft_ms the head's part of it (entries of the last tokens and growth
 of the tree), plain_ms the target's forward of one row: the target sees all of the context, so its
-part grows in every arm. The last line of stdout is one JSON object.
+part grows in every arm. --costs measures the head's part alone, the fastest of many growths behind
+random features: seconds instead of minutes, and no tau. The last line of stdout is one JSON object.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import random
 import statistics
 import time
@@ -23,14 +25,17 @@ from collections import defaultdict
 from typing import Any
 
 import held_out
+import numpy as np
 
 from eyas import hub
 from eyas.chat import Chat
 from eyas.engine.draft import Draft
 from eyas.engine.engine import Engine, EngineConfig
 from eyas.engine.request import Request, SamplingParams
+from eyas.engine.tree import Speculation
 from eyas.model.checkpoint import read_head
-from eyas.model.target import Target
+from eyas.model.rows import FeatureCache, Roots
+from eyas.model.target import PAGE_SIZE, Target
 from eyas.tau import tau_of
 
 TREE = "fixed(5,3,8)"
@@ -84,10 +89,29 @@ def decode(engine: Engine, request: Request) -> tuple[list[int], list[int], list
     return tokens, accepted, seconds
 
 
+def growth_ms(draft: Draft, context: int) -> float:
+    """Milliseconds of two entries and a tree at the end of a context of random features."""
+    sizes, tree = draft.config, Speculation.parse(TREE)
+    pages = -(-(context + 64) // PAGE_SIZE)
+    cache = draft.new_cache(pages)
+    cache.data.normal_()
+    features = FeatureCache(pages * PAGE_SIZE, 3 * sizes.target_hidden_size, cache.data.dtype)
+    features.data.normal_()
+    table = np.arange(pages, dtype=np.int32)[None]
+    roots = Roots([context], [context - 1], [5, 6], table)
+    fastest = math.inf
+    for _ in range(60):
+        begin = time.perf_counter()
+        draft.grow(roots, cache, features, tree, [0.0] * tree.num_draft_steps)
+        fastest = min(fastest, time.perf_counter() - begin)
+    return round(1e3 * fastest, 3)
+
+
 def main() -> None:
     parser = held_out.arguments(__doc__, prompts=8)
     parser.add_argument("--window", type=int, default=512)
     parser.add_argument("--contexts", type=int, nargs="+", default=[512, 2048, 4096, 8192])
+    parser.add_argument("--costs", action="store_true", help="of the head alone")
     parser.set_defaults(max_tokens=96)
     args = parser.parse_args()
     if args.quick:
@@ -100,6 +124,15 @@ def main() -> None:
         "head": TimedDraft(config, tensors, target),
         "window": TimedDraft(windowed, tensors, target),
     }
+    if args.costs:
+        for draft in drafts.values():
+            draft.seconds = []
+        ms = {
+            name: {str(context): growth_ms(draft, context - 64) for context in args.contexts}
+            for name, draft in drafts.items()
+        }
+        print(json.dumps({"window": args.window, "tree": TREE, "draft_ms": ms}))
+        return
     dialogues = held_out.dialogues(args.data, 100 * args.prompts)
     found: dict[str, dict[str, Any]] = {}
     for context in args.contexts:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+from dataclasses import replace
 
 import pytest
 
@@ -36,6 +37,13 @@ def test_sglangs_command():
         *("--speculative-eagle-topk", "4"),
         *("--speculative-num-draft-tokens", "12"),
     ]
+
+
+def test_sglang_takes_a_window_from_the_command_and_vllm_from_the_config():
+    windowed = replace(LAUNCH, draft_window=512)
+    added = set(words(windowed.command("sglang"))) - set(words(LAUNCH.command("sglang")))
+    assert added == {"--speculative-draft-window-size", "512"}
+    assert windowed.command("vllm") == LAUNCH.command("vllm")
 
 
 def test_vllms_command():
