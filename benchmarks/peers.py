@@ -40,7 +40,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from itertools import takewhile
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import held_out
 import safetensors.torch
@@ -50,7 +50,8 @@ from eyas import hub
 from eyas.gguf.folder import is_gguf
 from eyas.model.checkpoint import read_head
 from eyas.model.config import HeadConfig, RopeConfig, read_config
-from eyas.model.forms import Verifier, write_head
+from eyas.model.dialects import Form
+from eyas.model.forms import EMBEDDINGS_BESIDE, Verifier, form_faults, write_head
 from eyas.model.weights import read_tensors
 
 WORKERS = Path(__file__).parent / "peers"
@@ -207,22 +208,16 @@ def folder_of(files: dict[str, bytes], folder: Path) -> str:
 def head_folders(
     config: HeadConfig, tensors: dict[str, torch.Tensor], target: str, work: Path, name: str
 ) -> dict[str, str]:
-    """A head in every form that an engine asks for, by the name of the setting. The forms are those
-    of `eyas export`; OpenVINO's converter does not take the embedding from the target, so it is
-    laid beside that head."""
+    """A head in every form of `eyas export` that can say it, by the name of the setting."""
     embed_tokens = read_tensors(target)["model.embed_tokens.weight"]
-    verifier = Verifier(target, ("LlamaForCausalLM",), embed_tokens)
-    forms = {
-        form: write_head(config, tensors, form, verifier) for form in ("eyas", "sglang", "vllm")
-    }
-    bare = safetensors.torch.load(forms["sglang"]["model.safetensors"])
-    forms["sglang"]["model.safetensors"] = safetensors.torch.save(
-        {**bare, "embed_tokens.weight": embed_tokens}, {"format": "pt"}
-    )
-    return {
-        f"head_{form}": folder_of(files, work / f"{name}-head-{form}")
-        for form, files in forms.items()
-    }
+    architectures = ("LlamaForCausalLM",)
+    found = {}
+    for form in get_args(Form):
+        if not form_faults(config, tensors, form):
+            beside = embed_tokens if form in EMBEDDINGS_BESIDE else None
+            files = write_head(config, tensors, form, Verifier(target, architectures, beside))
+            found[f"head_{form}"] = folder_of(files, work / f"{name}-head-{form}")
+    return found
 
 
 def given_models(args: argparse.Namespace, work: Path) -> dict[str, str]:

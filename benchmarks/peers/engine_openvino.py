@@ -35,7 +35,7 @@ class OpenVino:
         self.speculates = "num_draft_steps" in settings
         if self.speculates:
             options["draft_model"] = genai.draft_model(
-                exported(settings, settings["head_sglang"]), "CPU", **device
+                exported(settings, settings["head_openvino"]), "CPU", **device
             )
         if self.speculates or settings.get("paged"):
             scheduler = genai.SchedulerConfig()

@@ -35,7 +35,7 @@ from eyas.log import Track, quiet
 from eyas.model.checkpoint import read_head, refuse
 from eyas.model.config import FAMILIES, HeadConfig, RopeConfig, read_config
 from eyas.model.dialects import EMBED_TOKENS, HEAD_JSON, LM_HEAD
-from eyas.model.forms import Verifier, form_faults, write_head
+from eyas.model.forms import EMBEDDINGS_BESIDE, Verifier, form_faults, write_head
 from eyas.model.head import Head, load_head
 from eyas.model.vocab import TargetVocabulary
 from eyas.model.weights import fingerprint
@@ -213,13 +213,15 @@ def verifier_of(
     tensors: Mapping[str, Tensor],
 ) -> Verifier:
     """What a form says of the target. Its embeddings, in the head's precision, go along where each
-    form's own tools put them: vLLM's with, SGLang's without.
+    form's own tools put them: vLLM's and OpenVINO's with, SGLang's without.
     """
     architectures = read_config(folder).get("architectures") or [
         f"{FAMILIES.get(vocabulary.config.family, vocabulary.config.family)}ForCausalLM"
     ]
     embed_tokens = (
-        vocabulary.embed_tokens.to(tensors["fc.weight"].dtype) if form == "vllm" else None
+        vocabulary.embed_tokens.to(tensors["fc.weight"].dtype)
+        if form in EMBEDDINGS_BESIDE
+        else None
     )
     return Verifier(launch.target, tuple(architectures), embed_tokens, launch.num_draft_steps)
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-EngineForm = Literal["sglang", "vllm"]
+EngineForm = Literal["sglang", "vllm", "openvino"]
 DTYPES = ("bfloat16", "float16", "float32")  # names that both engines know
 
 

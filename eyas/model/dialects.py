@@ -18,7 +18,7 @@ from torch import Tensor
 from eyas.errors import MismatchError
 from eyas.model.config import HeadConfig
 
-Form = Literal["eyas", "sglang", "vllm"]
+Form = Literal["eyas", "sglang", "vllm", "openvino"]
 HEAD_JSON, CONFIG_JSON = "eyas_head.json", "config.json"
 FORMAT = "eyas head 1"
 SGLANG_ARCHITECTURE, VLLM_ARCHITECTURE = "LlamaForCausalLMEagle3", "Eagle3Speculator"

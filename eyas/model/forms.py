@@ -1,4 +1,5 @@
-"""Draft heads on disk, written in three forms: our own, SGLang's and vLLM's (see `checkpoint`).
+"""Draft heads on disk, written in four forms: our own, SGLang's, vLLM's (see `checkpoint`), and
+OpenVINO's, which is SGLang's with the target's embeddings beside the head.
 
 Knows the config keys and tensor names that each engine reads, and what it has no word for. Equal
 heads give equal bytes.
@@ -39,6 +40,10 @@ from eyas.model.dialects import (
     Form,
 )
 from eyas.model.weights import tensor_sha256, weight_files
+
+EMBEDDINGS_BESIDE = ("vllm", "openvino")  # forms that hold the target's embeddings as well
+# optimum-intel 2.2 builds a head without them, and leaves their weights out with a warning
+OPENVINO_DROPS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,9 +95,9 @@ def write_head(
         written = {name: tensor for name, tensor in written.items() if name not in MAPS}
     dtype = str(tensors["fc.weight"].dtype).removeprefix("torch.")
     settings = (
-        _sglang_settings(config, dtype)
-        if form == "sglang"
-        else _vllm_settings(config, dtype, verifier)
+        _vllm_settings(config, dtype, verifier)
+        if form == "vllm"
+        else _sglang_settings(config, dtype)
     )
     if LM_HEAD not in written:
         # SGLang takes the target's lm_head then, and random numbers otherwise
@@ -127,9 +132,19 @@ def form_faults(
     if form == "sglang" and EMBED_TOKENS in tensors and not config.owns_embeddings:
         what = "the head has embeddings of its own: SGLang uses the target's in their place"
         faults.append(MismatchError(what, "export for vLLM only"))
-    if form == "vllm" and LM_HEAD not in tensors:
-        what = "the head uses its target's lm_head: speculators' form needs one in the file"
+    if form in ("vllm", "openvino") and LM_HEAD not in tensors:
+        reader = "speculators' form" if form == "vllm" else "OpenVINO's converter"
+        what = f"the head uses its target's lm_head: {reader} needs one in the file"
         faults.append(MismatchError(what, "export for SGLang only"))
+    if form == "openvino":
+        faults += [
+            MismatchError(
+                f"{flag} is set: OpenVINO's converter drops it, and the head loses acceptance",
+                "export for vLLM or SGLang, or train a head without it",
+            )
+            for flag in OPENVINO_DROPS
+            if getattr(config, flag)
+        ]
     return faults
 
 

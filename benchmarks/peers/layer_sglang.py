@@ -1,0 +1,131 @@
+"""SGLang's EAGLE-3 loader and layer on an exported head, without its server. Run by SGLang's own
+Python.
+
+    python layer_sglang.py HEAD INPUTS    # folder; safetensors: embeddings [T, H], aux_hidden
+                                          # [T, 3 Ht], hidden [T, H], logits [T, W]
+
+torchvision and sgl_kernel, which a CPU install does not have, are stubs: nothing of theirs is
+called. Its attention kernel refuses EAGLE on a CPU without AMX, so a causal attention of torch's
+stands in its place, behind SGLang's own projections and rotary embedding. Loading starts from NaN:
+what its loader skips shows. Prints one JSON: names that were not loaded; of the fed-back states
+and the logits the greatest difference from those given, as a share of the greatest value.
+"""
+
+from __future__ import annotations
+
+import importlib.abc
+import importlib.machinery
+import json
+import os
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+import torch
+
+STUBS = ("compressed_tensors", "sentencepiece", "torchvision", "sgl_kernel", "tvm_ffi")
+
+
+class Stub(types.ModuleType):
+    """A module that has every name, each again such a module; as a decorator it changes nothing."""
+
+    __path__: list[str] = []
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return Stub(f"{self.__name__}.{name}")
+
+    def __call__(self, *args: Any, **_: Any) -> Any:
+        return args[0] if len(args) == 1 and callable(args[0]) else self
+
+    def __mro_entries__(self, _: Any) -> tuple[type, ...]:
+        return (object,)
+
+
+class Stubs(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Finds the modules that are not here."""
+
+    def find_spec(self, name: str, *_: Any) -> importlib.machinery.ModuleSpec | None:
+        if name.split(".")[0] not in STUBS:
+            return None
+        return importlib.machinery.ModuleSpec(name, self, is_package=True)
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> types.ModuleType:
+        return Stub(spec.name)
+
+    def exec_module(self, module: types.ModuleType) -> None:
+        module.__version__ = "0.0.0"  # type: ignore[attr-defined]
+
+
+class CausalAttention(torch.nn.Module):
+    """In RadixAttention's place: queries, keys and values [T, heads * D] of one sequence."""
+
+    def __init__(self, heads: int, key_heads: int, head_dim: int) -> None:
+        super().__init__()
+        self.shape = heads, key_heads, head_dim
+
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, _: Any) -> torch.Tensor:
+        heads, key_heads, D = self.shape
+        q, k, v = (
+            x.view(len(x), count, D).transpose(0, 1)
+            for x, count in ((q, heads), (k, key_heads), (v, key_heads))
+        )
+        out = torch.nn.functional.scaled_dot_product_attention(
+            q[None], k[None], v[None], is_causal=True, enable_gqa=True
+        )[0]
+        return out.transpose(0, 1).flatten(1)
+
+
+def model_of(head: Path) -> Any:
+    """SGLang's own class, built from the head's config and loaded with its own loader, float32."""
+    from sglang.srt import server_args
+    from sglang.srt.distributed import parallel_state
+    from transformers import AutoConfig
+
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29511"}
+    arguments = server_args.ServerArgs(model_path=str(head), device="cpu")
+    server_args.set_global_server_args_for_scheduler(arguments)
+    parallel_state.init_distributed_environment(1, 0, local_rank=0, backend="gloo")
+    parallel_state.initialize_model_parallel(1)
+    from sglang.srt.models.llama_eagle3 import LlamaForCausalLMEagle3
+
+    model = LlamaForCausalLMEagle3(AutoConfig.from_pretrained(head))
+    model.float()
+    for weight in model.parameters():
+        torch.nn.init.constant_(weight, float("nan"))
+    model.load_weights(safetensors.torch.load_file(head / "model.safetensors").items())
+    attention = model.model.layers[0].self_attn
+    attention.attn = CausalAttention(
+        attention.num_heads, attention.num_kv_heads, attention.head_dim
+    )
+    return model
+
+
+@torch.inference_mode()
+def main() -> None:
+    head, inputs = Path(sys.argv[1]), safetensors.torch.load_file(sys.argv[2])
+    model = model_of(head)
+    unloaded = [
+        name
+        for name, weight in model.named_parameters()
+        if weight.isnan().any() and "embed_tokens" not in name  # the target's, shared later
+    ]
+    batch = types.SimpleNamespace(
+        spec_info=types.SimpleNamespace(hidden_states=inputs["aux_hidden"])
+    )
+    positions = torch.arange(len(inputs["embeddings"]))
+    normed, (fed_back,) = model.model(None, positions, batch, inputs["embeddings"])
+    found = {"hidden": fed_back, "logits": normed @ model.lm_head.weight.T}
+    off = {
+        name: float((given - inputs[name]).abs().max() / inputs[name].abs().max())
+        for name, given in found.items()
+    }
+    print(json.dumps({"unloaded": unloaded, "off": off, "draft_ids": len(model.hot_token_id)}))
+
+
+if __name__ == "__main__":
+    sys.meta_path.insert(0, Stubs())
+    main()
