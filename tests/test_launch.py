@@ -61,6 +61,15 @@ def test_vllms_command():
     }
 
 
+def test_openvinos_conversion():
+    assert words(LAUNCH.command("openvino")) == [
+        *("optimum-cli", "export", "openvino"),
+        *("--model", "./openvino"),
+        *("--task", "text-generation-with-past"),
+        *("--trust-remote-code", "./openvino-ir"),
+    ]
+
+
 @pytest.mark.parametrize("engine", ["sglang", "vllm"])
 def test_the_words_are_those_of_the_shell_with_another_head(engine):
     assert LAUNCH.arguments(engine, f"./{engine}") == words(LAUNCH.command(engine))

@@ -13,6 +13,7 @@ and the logits the greatest difference from those given, as a share of the great
 
 from __future__ import annotations
 
+import importlib
 import importlib.abc
 import importlib.machinery
 import json
@@ -25,13 +26,27 @@ from typing import Any
 import safetensors.torch
 import torch
 
-STUBS = ("compressed_tensors", "sentencepiece", "torchvision", "sgl_kernel", "tvm_ffi")
+STUBS = (
+    "compressed_tensors",
+    "interegular",
+    "llguidance",
+    "openai",
+    "openai_harmony",
+    "outlines",
+    "partial_json_parser",
+    "sentencepiece",
+    "setproctitle",
+    "sgl_kernel",
+    "torchvision",
+    "tvm_ffi",
+    "xgrammar",
+)
 
 
 class Stub(types.ModuleType):
     """A module that has every name, each again such a module; as a decorator it changes nothing."""
 
-    __path__: list[str] = []
+    __path__ = ()
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -81,18 +96,17 @@ class CausalAttention(torch.nn.Module):
 
 def model_of(head: Path) -> Any:
     """SGLang's own class, built from the head's config and loaded with its own loader, float32."""
-    from sglang.srt import server_args
-    from sglang.srt.distributed import parallel_state
-    from transformers import AutoConfig
-
+    server_args = importlib.import_module("sglang.srt.server_args")
+    parallel_state = importlib.import_module("sglang.srt.distributed.parallel_state")
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29511"}
     arguments = server_args.ServerArgs(model_path=str(head), device="cpu")
     server_args.set_global_server_args_for_scheduler(arguments)
     parallel_state.init_distributed_environment(1, 0, local_rank=0, backend="gloo")
-    parallel_state.initialize_model_parallel(1)
-    from sglang.srt.models.llama_eagle3 import LlamaForCausalLMEagle3
-
-    model = LlamaForCausalLMEagle3(AutoConfig.from_pretrained(head))
+    parallel_state.initialize_model_parallel("gloo")
+    eagle3 = importlib.import_module("sglang.srt.models.llama_eagle3")
+    model = eagle3.LlamaForCausalLMEagle3(
+        importlib.import_module("transformers").AutoConfig.from_pretrained(head)
+    )
     model.float()
     for weight in model.parameters():
         torch.nn.init.constant_(weight, float("nan"))
@@ -127,5 +141,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    sys.meta_path.insert(0, Stubs())
+    sys.meta_path.append(Stubs())  # last: for what is not installed
     main()

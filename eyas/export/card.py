@@ -34,7 +34,7 @@ DATA = re.compile(r"^## +Data\b[^\n]*\n(.*?)(?=^##? |\Z)", re.S | re.M | re.I)
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 HUB_SET = re.compile(r"hf://datasets/([\w.-]+/[\w.-]+)")
 TEMPLATE = Path(__file__).with_name("card.md")
-ENGINES: dict[EngineForm, str] = {"sglang": "SGLang", "vllm": "vLLM"}
+ENGINES: dict[EngineForm, str] = {"sglang": "SGLang", "vllm": "vLLM", "openvino": "OpenVINO"}
 
 
 @dataclass(frozen=True, slots=True)

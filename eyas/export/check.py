@@ -22,6 +22,7 @@ from eyas.export.lint import (
     CheckFinding,
     changed_findings,
     check_is_head,
+    engine_findings,
     errors,
     form_findings,
     in_order,
@@ -97,6 +98,8 @@ def check(head: str | Path, target: str | Path) -> list[CheckFinding]:
         *value_findings(checkpoint),
         *form_findings(checkpoint),
     ]
+    if not any(finding.level == "error" for finding in findings):
+        findings += engine_findings(config)
     return in_order(findings)
 
 

@@ -5,6 +5,7 @@ Does not know what a form looks like (checkpoint) nor what makes a head bad (che
 
     sglang/   config.json  model.safetensors     each is read back from where it was written: same
     vllm/     config.json  model.safetensors     config, bit-equal tensors, equal logits of a sample
+    openvino/ config.json  model.safetensors     if asked for (forms)
     README.md                                    the model card, with the commands that launch both
     eval.json                                    of an evaluation, if one was given
 """
@@ -27,6 +28,7 @@ from eyas.errors import ConfigError, CorruptError, MismatchError
 from eyas.export.card import CARD, CardOrigin, HeadCard
 from eyas.export.check import check
 from eyas.export.launch import DTYPES, EngineForm, Launch
+from eyas.export.lint import FORMS
 from eyas.export.readings import DECLARED, HeadReading, assembled
 from eyas.gguf.configuration import SOURCE as GGUF
 from eyas.hub import fetch, is_hub_id, resolve_head, resolve_target
@@ -165,7 +167,7 @@ def manifest_of(head: Artifact, folder: Path) -> Manifest:
 def origin_of(head: Artifact) -> CardOrigin:
     """What a head's own card says; of one form of an export the card lies in the folder above."""
     above, _, name = head.url.rstrip("/").rpartition("/")
-    for folder in (head, Artifact(above)) if name in ("sglang", "vllm") else (head,):
+    for folder in (head, Artifact(above)) if name in FORMS else (head,):
         if folder.exists(CARD):
             return CardOrigin.of(folder.read(CARD).decode(errors="replace"))
     return CardOrigin()

@@ -1,4 +1,5 @@
-"""The commands that start SGLang and vLLM with an exported head: two templates, filled with values.
+"""The commands that start SGLang and vLLM with an exported head, and the one that converts it for
+OpenVINO, which has no server: three templates, filled with values.
 
 Read from SGLang 0.5.23 (docs.sglang.io/docs/advanced_features/speculative_decoding; the wheel's
 sglang/srt/arg_groups/speculative_hook.py) and vLLM 0.32.0 (docs.vllm.ai, "EAGLE draft models"; the
@@ -52,6 +53,8 @@ class Launch:
 
     def arguments(self, engine: EngineForm, head: str) -> list[str]:
         """The words of the command. head: the folder that the engine loads the head from."""
+        if engine == "openvino":
+            return ["optimum-cli", "export", "openvino", *self._openvino(head)]
         program, options = self._sglang(head) if engine == "sglang" else self._vllm(head)
         given = ((name, str(value)) for name, value in options.items() if value is not None)
         return [*program, *(word for option in given for word in option)]
@@ -88,3 +91,9 @@ class Launch:
             "--max-model-len": self.max_length,
             "--speculative-config": json.dumps(speculation),
         }
+
+    def _openvino(self, head: str) -> list[str]:
+        """For openvino_genai.draft_model; the target is converted in the same way. The folder that
+        is written comes last."""
+        task = ["--task", "text-generation-with-past"]
+        return ["--model", head, *task, "--trust-remote-code", f"{head.rstrip('/')}-ir"]

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from eyas.artifact import MANIFEST, Manifest, file_identity
 from eyas.errors import EyasError, MismatchError, MissingInputError
+from eyas.export.engines import LOADERS
 from eyas.lineage import HEAD_FILES
 from eyas.model.checkpoint import ANEW
 from eyas.model.config import HeadConfig, TargetShape, rope_faults, same_rotation, spelled
@@ -55,7 +56,7 @@ from eyas.model.weights import (
 Level = Literal["error", "warning", "note"]
 LEVELS: tuple[Level, ...] = ("error", "warning", "note")
 STAGES = ("train", "export")  # whose output is a head
-FORMS = ("sglang", "vllm")
+FORMS = ("sglang", "vllm", "openvino")
 UNSAID = "the head does not say which lm_head it was trained against"
 # what older speculators wrote of the target
 VERIFIER_SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "vocab_size")
@@ -203,7 +204,8 @@ def target_findings(config: HeadConfig, target: TargetShape) -> Iterator[CheckFi
         yield warning(
             f"the head taps the outputs of layers {config.taps}, the default is "
             f"{target.default_taps}",
-            "fine if it was trained on these; engines that ignore the list will misread it",
+            "fine if it was trained on these; engines that ignore the list, as OpenVINO does, will "
+            "misread it",
         )
     if (
         not rope_faults(config, target)
@@ -296,6 +298,19 @@ def verifier_findings(
                 f"the config names a verifier of {key} {verifier[key]}, the target's is "
                 f"{getattr(target, key)}",
                 hint,
+            )
+
+
+def engine_findings(config: HeadConfig) -> Iterator[CheckFinding]:
+    """What of this head engines have no word for, though others serve it as it is."""
+    for name, loader in LOADERS.items():
+        flags = loader.unread_flags(config)
+        if flags:
+            effects = dict.fromkeys(loader.unread[flag] for flag in flags)
+            yield CheckFinding(
+                "note",
+                f"{name} does not read {', '.join(flags)}: it {'; '.join(effects)}",
+                f"serve it with another engine, or train a head without ({loader.where})",
             )
 
 
