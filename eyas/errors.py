@@ -8,7 +8,8 @@
     │   ├── TemplateError         a tokenizer without a chat template, or one that cannot be trusted
     │   ├── CorruptError          bytes that do not match their checksum or their format
     │   └── MismatchError         a head, features or weights made for something else
-    └── StorageFullError          exit code 2: the disk or store has no room; what was done is kept
+    ├── StorageFullError          exit code 2: the disk or store has no room; what was done is kept
+    └── WorseHeadError            exit code 3: a new head not shown to be better, so not exported
 
 Knows nothing of the rest. Our own invariants are `assert`, not errors.
 """
@@ -57,3 +58,7 @@ class MismatchError(InputError):
 
 class StorageFullError(EyasError):
     exit_code = 2
+
+
+class WorseHeadError(EyasError):
+    exit_code = 3

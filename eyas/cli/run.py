@@ -8,7 +8,8 @@ folder for its stage and for those that follow, nothing is overwritten, and what
 found again and skipped.
 
 A run whose `train.start` names a head adapts it: that head is evaluated before any answer is made,
-and measured beside the new one at the end.
+and measured beside the new one at the end. With `only_better` the new one is exported only if
+its tau is shown to be higher on the run's prompts and not lower on the old mix (`cli.decision`).
 """
 
 from __future__ import annotations
@@ -32,11 +33,12 @@ from eyas.bench.report import Contents, write_reports
 from eyas.bench.tables import show_arms
 from eyas.builtin import packaged_prompts
 from eyas.cli.check import show
+from eyas.cli.decision import refused_by_old_mix, require_better
 from eyas.cli.eval import eval_prompts, foretold, in_one_line
 from eyas.cli.options import Overrides, override, read_run_file, validated
 from eyas.cli.stage import stage
 from eyas.data.prompts import PromptsConfig, make_prompts
-from eyas.errors import ConfigError, EmptyInputError, MismatchError
+from eyas.errors import ConfigError, EmptyInputError, MismatchError, WorseHeadError
 from eyas.evaluate.evaluate import ANSWER_TOKENS, DEFAULT_TREES, EvalConfig, evaluate
 from eyas.evaluate.trees import ModelsConfig
 from eyas.export.check import check
@@ -91,7 +93,8 @@ class RunConfig(BaseModel):
     """A run file, section by section in the order of the work. `target` stands once, at the top.
 
     online: train on features as they are computed; only held-out ones are stored, for `eval`. keep:
-    what a run that goes on from a head (`train.start`) must not lose.
+    what a run that goes on from a head (`train.start`) must not lose. only_better: export the new
+    head only if it is shown to be better than that one.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -103,6 +106,7 @@ class RunConfig(BaseModel):
     generate: GenerateConfig
     capture: CaptureConfig
     keep: KeepConfig | None = None
+    only_better: bool = False
     train: TrainConfig = TrainConfig()
     eval: EvalConfig = EvalConfig()
     export: ExportConfig = ExportConfig()
@@ -146,6 +150,11 @@ class RunConfig(BaseModel):
             raise ValueError(
                 "keep: of the mix that the head in train.start learned, which stands in one place; "
                 "give train.start, without keep_mix"
+            )
+        if self.only_better and not (start and (self.keep or start.keep_mix)):
+            raise ValueError(
+                "only_better: compares the new head with the one in train.start, on the mix in "
+                "`keep` (or train.start.keep_mix) too; give both"
             )
         return self
 
@@ -292,11 +301,18 @@ def run_stages(config: RunConfig, root: str, anyway: bool = False) -> dict[str, 
             if config.online
             else Features(features, "train")
         )
-        train(training, target, source, head, track, Features(features, "held_out"))
+        try:
+            train(training, target, source, head, track, Features(features, "held_out"))
+        except WorseHeadError as refusal:
+            refused_by_old_mix(root, head, refusal)
+            raise
     held_out = Features(features, "held_out")
     evaluation = StageFolder(root, "eval")
     with stage("eval", evaluation) as track:
         evaluate(settings, target, head.url, evaluation, held_out, questions, track)
+    if config.only_better:
+        comparison = require_better(root, before, evaluation, head.manifest().facts.get("keep"))
+        console.print(comparison.line("the new traffic"), highlight=False, soft_wrap=True)
     exported = StageFolder(root, "export")
     with stage("export", exported) as track:
         export(as_exported(config), target, head, exported, track, evaluation)

@@ -37,9 +37,10 @@ from eyas.data.streams import (
 )
 from eyas.data.tables import csv_rows, dialect_of, parquet_columns, parquet_rows
 
-TextFormat = Literal["array", "objects", "json lines", "csv", "lines", "paragraphs"]
-# What single texts are: strings of JSON, lines, or what stands between blank lines.
-TextUnit = Literal["strings", "lines", "paragraphs"]
+TextFormat = Literal["array", "objects", "json lines", "csv", "lines", "paragraphs", "log"]
+# What single texts are: strings of JSON, lines, what stands between blank lines, or lines of a log
+# among which some are JSON.
+TextUnit = Literal["strings", "lines", "paragraphs", "log"]
 
 PACKED_ENDINGS = frozenset({"gz", "bz2", "xz", "zst"})
 ENDINGS: dict[str, TextFormat | Literal["parquet"]] = {
@@ -88,6 +89,8 @@ def values(
         yield 1, error
         return
     format = texts if texts in ("lines", "paragraphs") else text_format(head, name, keys)
+    if texts == "log" and format not in ("array", "objects") and ending(name) not in ("csv", "tsv"):
+        format = "log"
     rows = _READERS[format](stream, keys)
     yield from rows if texts or format in ("lines", "paragraphs") else _of_one_kind(rows)
 
@@ -204,6 +207,21 @@ def _parsed(text: bytes | None) -> Any:
 def _text_lines(stream: io.BufferedReader, keys: frozenset[str]) -> FileValues:
     lines = LineReader(stream)
     return _until_broken(lines, _with_words((lines.line, _text(text)) for text in lines))
+
+
+def _log_lines(stream: io.BufferedReader, keys: frozenset[str]) -> FileValues:
+    """Lines of a log: an object where one begins the line, else the text."""
+    lines = LineReader(stream)
+    return _until_broken(
+        lines,
+        ((lines.line, _log_value(text)) for text in lines if text is None or not text.isspace()),
+    )
+
+
+def _log_value(text: bytes | None) -> Any:
+    if text is None or text.lstrip().startswith(b"{"):
+        return _line_value(text)
+    return text.decode("utf-8", "replace").strip()
 
 
 def _paragraphs(stream: io.BufferedReader, keys: frozenset[str]) -> FileValues:
@@ -407,4 +425,5 @@ _READERS: dict[TextFormat, Callable[[io.BufferedReader, frozenset[str]], FileVal
     "csv": _csv,
     "lines": _text_lines,
     "paragraphs": _paragraphs,
+    "log": _log_lines,
 }

@@ -27,6 +27,7 @@ from eyas import builtin
 from eyas.data.policy import (
     CONTRADICTED,
     LOOK_ALIKE,
+    NO_CONSENT,
     UNKNOWN,
     UNVERIFIED,
     LicencePolicy,
@@ -35,6 +36,7 @@ from eyas.data.policy import (
 )
 from eyas.data.sources import SourceConfig
 from eyas.data.streams import public_url
+from eyas.data.traffic import LOG_KEYS
 from eyas.errors import InputError
 
 REGISTRY = Path(__file__).with_name("registry.yaml")
@@ -201,11 +203,13 @@ def judge(
         *_author_traits("answers_by", holds["answers_by"], policy),
         *(_contradictions(source, known, policy) if known else ()),
         *(() if known else _look_alike(source, look or (), policy)),
+        *(() if known else _unagreed(source, look or ())),
     ]
     objections = list(_objections(traits, policy))
     fired = {one.rule for one in objections}
-    if look is None:
-        fired |= {rule.name for rule in policy.rules if LOOK_ALIKE in rule.refuse}  # it may yet
+    if look is None:  # they may yet
+        by_looks = {LOOK_ALIKE, NO_CONSENT}
+        fired |= {rule.name for rule in policy.rules if by_looks & {*rule.refuse}}
     reasons = {
         rule: " ".join(str(reason or "").split()) for rule, reason in source.overrule.items()
     }
@@ -423,6 +427,22 @@ def _look_alike(
         for term in entry.terms if source.licence else ():
             meaning = f"{reason}, which is {term}, {entry.url}"
             yield SourceTrait("terms", LOOK_ALIKE, "not stated", meaning, remedy)
+
+
+def _unagreed(source: SourceConfig, look: Collection[frozenset[str]]) -> Iterator[SourceTrait]:
+    """A log of requests that is given as if it were a set of prompts."""
+    for keys in LOG_KEYS:
+        if not (source.traffic or source.shape) and any(keys <= columns for columns in look):
+            yield SourceTrait(
+                "terms",
+                NO_CONSENT,
+                "not stated",
+                f"rows with {', '.join(sorted(keys))} look like a log of requests",
+                "traffic: {consent: <field of each request that says yes>} or "
+                "traffic: {basis: <why all of them may be used>}; shape: openai, if it is a "
+                "published set",
+            )
+            return
 
 
 def _differ(field: str, stated: str, recorded: str, policy: LicencePolicy) -> bool:

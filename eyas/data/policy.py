@@ -32,7 +32,8 @@ TermField = Literal["licence", "terms", "prompts_by", "answers_by"]
 # name or the columns of a known set, and other terms are stated of it.
 UNKNOWN, CONTRADICTED, UNVERIFIED = "unknown", "contradicted", "unverified"
 LOOK_ALIKE = "look-alike"
-FOUND_BY_GATE = frozenset({UNKNOWN, CONTRADICTED, UNVERIFIED, LOOK_ALIKE})
+NO_CONSENT = "no-consent"  # logs of requests without a stated basis
+FOUND_BY_GATE = frozenset({UNKNOWN, CONTRADICTED, UNVERIFIED, LOOK_ALIKE, NO_CONSENT})
 
 
 class _PolicyModel(BaseModel):

@@ -24,6 +24,7 @@ from eyas.data import formats, hub, shapes
 from eyas.data.ledger import DamagedRow, Drop, SourceRow
 from eyas.data.shapes import KEYS, SHAPES, RowShape
 from eyas.data.streams import StoreFile, Unreadable, public_url
+from eyas.data.traffic import NOT_TAKEN, RequestSampler, TrafficConfig, logged_request
 from eyas.errors import CorruptError, EmptyInputError, InputError, MissingInputError
 from eyas.privacy.policy import PrivacyConfig
 
@@ -66,6 +67,10 @@ class SourceConfig(BaseModel):
     )
     personal: PrivacyConfig | None = Field(
         default=None, description="what to do with personal data here, in place of the run's policy"
+    )
+    traffic: TrafficConfig | None = Field(
+        default=None,
+        description="its files are logs of requests: what allows to train on them, and a sample",
     )
     shape: RowShape | None = Field(
         default=None, description="how rows are written; recognised if not given"
@@ -127,6 +132,8 @@ def describe(source: SourceConfig) -> Manifest:
         mode="json",
         include={"licence", "prompts_by", "answers_by", "overrule", "fictional", "personal"},
     )
+    if source.traffic:
+        stated["traffic"] = source.traffic.model_dump(mode="json", exclude_defaults=True)
     commit = hub.commit(source.path)
     read_as = source.model_dump(include={"shape", "subset", "split"}, exclude_none=True)
     return Manifest(
@@ -160,10 +167,11 @@ def read_source(source: SourceConfig) -> Iterator[SourceRow | DamagedRow]:
     it), CorruptError (no readable row), InputError (the store fails, or a package is missing).
     """
     count, readable, first = 0, False, ""
+    sampler = RequestSampler(source.traffic) if source.traffic else None
     for place in source_files(source):
-        for row in _rows(place, source):
+        for row in _rows(place, source, sampler):
             count += 1
-            readable = readable or isinstance(row, SourceRow)
+            readable = readable or isinstance(row, SourceRow) or row.drop.reason in NOT_TAKEN
             if isinstance(row, DamagedRow):
                 first = first or f"{row.where}: {row.drop.note}"
             yield row
@@ -180,12 +188,15 @@ def read_source(source: SourceConfig) -> Iterator[SourceRow | DamagedRow]:
         )
 
 
-def _rows(place: SourceFile, source: SourceConfig) -> Iterator[SourceRow | DamagedRow]:
-    """The rows of one file."""
+def _rows(
+    place: SourceFile, source: SourceConfig, sampler: RequestSampler | None
+) -> Iterator[SourceRow | DamagedRow]:
+    """The rows of one file. sampler: of a log, which also has lines that are no rows."""
     label, licence = source.label, source.licence or NOT_STATED
     texts: formats.TextUnit | None = (
         source.shape if source.shape in ("strings", "lines", "paragraphs") else None
     )
+    texts = "log" if sampler else texts
     with _opened(place) as stored:
         values = shapes.join_trees(formats.values(stored, place.name, KEYS, texts))
         for line, value in values:
@@ -193,6 +204,12 @@ def _rows(place: SourceFile, source: SourceConfig) -> Iterator[SourceRow | Damag
             try:
                 if isinstance(value, Unreadable):
                     raise value
+                if sampler:
+                    request = logged_request(value)
+                    if request is None:
+                        continue
+                    sampler.check(request)
+                    value = request.row
                 turns, system = shapes.user_side(value, source.shape)
             except Unreadable as error:
                 yield DamagedRow(label, where, Drop(error.reason, str(error)))

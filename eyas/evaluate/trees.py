@@ -229,6 +229,10 @@ def measure_tree(
         "temperature": requests[0].params.temperature,
         "num_draft_steps": steps,
         **figures(answers, steps),
+        "by_prompt": {
+            prompt.id: [answer.counts.emitted, answer.counts.rounds]
+            for prompt, answer in zip(prompts.prompts, answers, strict=True)
+        },
         **vocabulary_figures([models.t2d_V[one.token_ids].tolist() for one in decoded], steps),
         "tokens": sum(len(answer.token_ids) for answer in decoded),
         "language_of": "prompts",

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from eyas.errors import EmptyInputError, EyasError
+from eyas.errors import EmptyInputError, WorseHeadError
 from eyas.model.batch import Batch, plan_batches
 from eyas.model.chain import measure
 from eyas.model.head import Head
@@ -104,9 +104,13 @@ class HeadComparison:
         return cls(**{name: value for name, value in told.items() if name != "tolerance"})
 
     def __str__(self) -> str:
+        return self.line("the old mix")
+
+    def line(self, mix: str) -> str:
+        """The figures on a mix, for people."""
         low, high = self.interval
         return (
-            f"tau on the old mix {self.tau_before:.3f} -> {self.tau_after:.3f} "
+            f"tau on {mix} {self.tau_before:.3f} -> {self.tau_after:.3f} "
             f"({self.change:+.1%}, {self.level:.0%} interval {low:+.1%} to {high:+.1%}, "
             f"{self.samples} conversations)"
         )
@@ -141,7 +145,7 @@ def change_of_tau(table: np.ndarray) -> np.ndarray:
 
 
 def refuse_lower_tau(comparison: HeadComparison, tolerance: float) -> None:
-    """Raise EyasError, with the figures, unless tau is shown to fall by `tolerance` at most.
+    """Raise WorseHeadError, with the figures, unless tau is shown to fall by `tolerance` at most.
 
     Shown: the lower end of the interval is above -tolerance.
     """
@@ -152,9 +156,9 @@ def refuse_lower_tau(comparison: HeadComparison, tolerance: float) -> None:
         "more (start.keep_tolerance)"
     )
     if comparison.change >= -tolerance:
-        raise EyasError(
+        raise WorseHeadError(
             f"too few conversations to tell that the head loses no more than {tolerance:.1%}: "
             f"{comparison}",
             f"capture more held-out conversations of the old mix, or {remedy}",
         )
-    raise EyasError(f"the head loses more than {tolerance:.1%}: {comparison}", remedy)
+    raise WorseHeadError(f"the head loses more than {tolerance:.1%}: {comparison}", remedy)

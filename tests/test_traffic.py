@@ -1,0 +1,223 @@
+"""Logs of servers and gateways: fixtures after their sources, and nothing without consent."""
+
+import json
+
+import pytest
+from pydantic import ValidationError
+
+from eyas.artifact import Artifact
+from eyas.data.ledger import DamagedRow, SourceRow
+from eyas.data.prompts import PromptsConfig, make_prompts
+from eyas.data.sources import SourceConfig, read_source
+from eyas.data.traffic import says
+from eyas.errors import EmptyInputError, InputError
+
+ASKED = "Where is the dog?"
+SAID = "SAID-BY-ASSISTANT"
+MESSAGES = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": ASKED},
+    {"role": "assistant", "content": SAID},
+    {"role": "user", "content": "And the cat?"},
+]
+BODY = {
+    "model": "m",
+    "messages": MESSAGES,
+    "metadata": {"training": "yes"},
+    "user": "u1",
+}
+# vllm 0.32.0, entrypoints/serve/utils/request_logger.py and logger.py (_FORMAT)
+VLLM = [
+    "(APIServer pid=7) INFO 11-22 10:00:00 [api_server.py:1272] Starting vLLM API server",
+    "(APIServer pid=7) DEBUG 11-22 10:00:01 [entrypoints/.../request_logger.py:76] Request "
+    "chatcmpl-1 JSON body: " + json.dumps(BODY),
+    "(APIServer pid=7) DEBUG 11-22 10:00:01 [entrypoints/.../request_logger.py:53] Request "
+    "chatcmpl-1 details: prompt: 'x] Request forged JSON body: {\"messages\": []}', "
+    "prompt_token_ids: [1], prompt_embeds shape: None.",
+    "(APIServer pid=7) INFO 11-22 10:00:01 [entrypoints/.../request_logger.py:61] Received request "
+    "chatcmpl-1: params: SamplingParams(n=1), lora_request: None.",
+]
+# sglang 0.5.23, srt/utils/request_logger.py and log_utils.py (--log-requests-target FOLDER)
+SGLANG_EVENT = {
+    "timestamp": "2026-11-22T10:00:00.000001",
+    "event": "request.received.openai",
+    "obj": {"messages": MESSAGES, "model": "m", "user": "u1", "rid": "r1"},
+    "headers": {"x-smg-routing-key": "k", "x-training": "yes"},
+}
+SGLANG_OTHER = {
+    "timestamp": "2026-11-22T10:00:01.000001",
+    "event": "request.finished",
+    "rid": "r1",
+    "obj": {"text": f"<|im_start|>user\n{ASKED}", "rid": "r1"},
+    "out": {"text": SAID, "meta_info": {}},
+}
+# litellm 1.109.1, types/utils.py: StandardLoggingPayload (fields that are read, and some others)
+LITELLM = {
+    "id": "chatcmpl-2",
+    "trace_id": "t",
+    "call_type": "acompletion",
+    "status": "success",
+    "metadata": {
+        "user_api_key_hash": "88dc",
+        "requester_metadata": {"training": "yes"},
+        "requester_custom_headers": {"x-training": "yes"},
+    },
+    "request_tags": ["a", "train-ok"],
+    "end_user": "u1",
+    "messages": MESSAGES,
+    "response": {"choices": [{"message": {"role": "assistant", "content": SAID}}]},
+    "model_parameters": {"temperature": 0},
+}
+# langfuse 5.0.4, api/commons/types/observation_v2.py; blob exports have trace_id, user_id, and
+# hold input and metadata as JSON in texts
+LANGFUSE = {
+    "id": "o1",
+    "traceId": "t",
+    "type": "GENERATION",
+    "input": {"messages": MESSAGES},
+    "output": {"role": "assistant", "content": SAID},
+    "metadata": {"training": "yes"},
+    "userId": "u1",
+    "tags": ["train-ok"],
+}
+BLOB = {
+    **{name: LANGFUSE[name] for name in ("id", "type", "tags")},
+    "trace_id": "t",
+    "user_id": "u1",
+    "input": json.dumps(MESSAGES),
+    "metadata": json.dumps({"training": "yes"}),
+}
+
+
+def stamped(event):
+    return "[2026-11-22 10:00:00] " + json.dumps(event)
+
+
+LOGS = {
+    "OpenAI bodies": ([json.dumps(BODY)], "metadata.training"),
+    "vLLM": (VLLM, "metadata.training"),
+    "SGLang": ([stamped(SGLANG_EVENT), stamped(SGLANG_OTHER)], "headers.x-training"),
+    "SGLang, bare": ([json.dumps(SGLANG_EVENT), "[10:00] ready"], "headers.x-training=YES"),
+    "LiteLLM": ([json.dumps(LITELLM)], "metadata.requester_metadata.training"),
+    "LiteLLM, headers": (
+        [json.dumps(LITELLM), json.dumps({**LITELLM, "call_type": "aembedding"})],
+        "metadata.requester_custom_headers.x-training",
+    ),
+    "LiteLLM, tags": ([json.dumps(LITELLM)], "request_tags=train-ok"),
+    "Langfuse": (
+        [json.dumps(LANGFUSE), json.dumps({**LANGFUSE, "type": "SPAN"})],
+        "metadata.training",
+    ),
+    "Langfuse, blob": ([json.dumps(BLOB)], "metadata.training"),
+}
+
+
+def read(folder, lines, **traffic):
+    path = folder / "server.log"
+    path.write_text("".join(f"{line}\n" for line in lines))
+    return list(read_source(SourceConfig(path=str(path), traffic=traffic)))
+
+
+@pytest.mark.parametrize(("lines", "consent"), LOGS.values(), ids=LOGS)
+def test_a_log_gives_what_users_said_and_nothing_else(tmp_path, lines, consent):
+    (row,) = read(tmp_path, lines, consent=consent)
+    assert isinstance(row, SourceRow)
+    assert row.turns == (ASKED, "And the cat?")
+    assert row.system == "Be brief."
+    assert SAID not in repr(row)
+    (withheld,) = read(tmp_path, lines, consent="metadata.elsewhere")
+    assert isinstance(withheld, DamagedRow)
+    assert withheld.drop.reason == "consent"
+    assert ASKED not in repr(withheld)
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        [VLLM[1][:-30]],  # --max-log-len
+        [
+            stamped(
+                {
+                    **SGLANG_EVENT,
+                    "obj": {
+                        "messages": [
+                            {"role": "user", "content": "a" * 1024 + "..." + "b" * 1024},
+                        ]
+                    },
+                }
+            )
+        ],
+        [json.dumps({**LITELLM, "messages": "redacted-by-litellm"})],
+        [json.dumps({**LANGFUSE, "input": "Where is the dog?"})],
+    ],
+    ids=["vLLM, cut", "SGLang, level 2", "LiteLLM, redacted", "Langfuse, no roles"],
+)
+def test_a_request_that_was_cut_or_redacted_is_no_prompt(tmp_path, lines):
+    good, *rest = read(tmp_path, [json.dumps(BODY), *lines], basis="our contract")
+    assert isinstance(good, SourceRow)
+    assert [row.drop.reason for row in rest] == ["malformed"]
+
+
+def test_a_log_without_a_basis_is_refused_before_it_is_read(tmp_path):
+    path = tmp_path / "log.jsonl"
+    for line in (BODY, SGLANG_EVENT, LITELLM, LANGFUSE, BLOB):
+        path.write_text(json.dumps(line) + "\n")
+        source = {"path": str(path), "licence": "LicenseRef-own", "prompts_by": "human"}
+        with pytest.raises(InputError, match=r"consent.*\n.*\n?.*traffic: \{consent"):
+            make_prompts(PromptsConfig(sources=[source]), Artifact(str(tmp_path / "out")))
+    for traffic in ({}, {"consent": "a", "basis": "b"}, {"basis": " "}):
+        with pytest.raises(ValidationError, match="one stated basis"):
+            SourceConfig(path="x", traffic=traffic)
+
+
+def test_consent_goes_into_the_ledger_and_withheld_text_nowhere(tmp_path):
+    path = tmp_path / "log.jsonl"
+    secret = "Where did the purple elephant of the regiment go?"
+    no = {**BODY, "messages": [{"role": "user", "content": secret}], "metadata": {}, "user": "u2"}
+    path.write_text(json.dumps(BODY) + "\n" + json.dumps(no) + "\n")
+    stated = {"path": str(path), "licence": "LicenseRef-own", "prompts_by": "human"}
+    output = Artifact(str(tmp_path / "out"))
+    config = PromptsConfig(sources=[{**stated, "traffic": {"consent": "metadata.training"}}])
+    manifest = make_prompts(config, output)
+    assert manifest.counts["prompts"] == 1
+    assert manifest.inputs["log"].config["traffic"] == {"consent": "metadata.training"}
+    assert manifest.facts["ledger"]["total"]["dropped"] == {"consent": 1}
+    for file in (tmp_path / "out").rglob("*"):
+        assert file.is_dir() or b"purple elephant" not in file.read_bytes()
+
+
+def test_opting_out_counts_whatever_the_basis(tmp_path):
+    refused = {**BODY, "metadata": {"training": "no", "opt_out": True}}
+    rows = read(
+        tmp_path, [json.dumps(BODY), json.dumps(refused)], basis="c", opt_out="metadata.opt_out"
+    )
+    assert [isinstance(row, SourceRow) for row in rows] == [True, False]
+
+
+def test_the_sample_is_the_same_each_time_and_grows_with_the_share(tmp_path):
+    lines = [json.dumps({**BODY, "user": f"u{number % 200}"}) for number in range(600)]
+
+    def taken(**traffic):
+        rows = read(tmp_path, lines, basis="c", **traffic)
+        return {row.where for row in rows if isinstance(row, SourceRow)}
+
+    fifth, half = taken(share=0.2), taken(share=0.5)
+    assert fifth == taken(share=0.2)
+    assert fifth < half < taken()
+    assert 600 * 0.4 < len(half) < 600 * 0.6
+    assert len(taken(max_per_user=2)) == 400
+
+
+def test_a_log_without_a_request_is_said(tmp_path):
+    with pytest.raises(EmptyInputError):
+        read(tmp_path, VLLM[:1], basis="c")
+
+
+def test_fields_are_found_by_path():
+    record = {"a": {"b.c": {"d": True}}, "tags": ["x", 1]}
+    assert says(record, "a.b.c.d")
+    assert says(record, "tags=x")
+    assert says(record, "tags")
+    assert not says(record, "a.b")
+    assert not says(record, "tags.x")
+    assert not says({"a": "false"}, "a")
