@@ -22,8 +22,8 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from held_out import DATA, rows
 
-from benchmarks.held_out import DATA, rows
 from eyas.artifact import Artifact
 from eyas.cli.decision import DECISION
 from eyas.data.prompts import PromptsConfig, make_prompts
