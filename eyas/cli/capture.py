@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
+import typer
+
 from eyas.artifact import Artifact
 from eyas.cli.options import Answers, Output, Overrides, RunFile, TargetOption, stage_config
 from eyas.cli.stage import stage

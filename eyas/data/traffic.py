@@ -113,7 +113,9 @@ class LoggedRequest:
     @property
     def row(self) -> dict[str, Any]:
         """What `shapes` reads: the messages, or the text of a completion."""
-        kept = {key: self.body[key] for key in ("messages", "prompt") if key in self.body}
+        kept: dict[str, Any] = {
+            key: self.body[key] for key in ("messages", "prompt") if key in self.body
+        }
         return {**kept, "id": self.id} if self.id else kept
 
 
