@@ -181,7 +181,7 @@ def test_consent_goes_into_the_ledger_and_withheld_text_nowhere(tmp_path):
     manifest = make_prompts(config, output)
     assert manifest.counts["prompts"] == 1
     assert manifest.inputs["log"].config["traffic"] == {"consent": "metadata.training"}
-    assert manifest.facts["ledger"]["total"]["dropped"] == {"consent": 1}
+    assert manifest.facts["ledger"]["dropped"] == {"consent": 1}
     for file in (tmp_path / "out").rglob("*"):
         assert file.is_dir() or b"purple elephant" not in file.read_bytes()
 
