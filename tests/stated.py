@@ -17,6 +17,8 @@ class Source:
     name: str | None = None
     path: str = "/raw/mine.jsonl"
     overrule: Mapping[str, str] = field(default_factory=dict)
+    traffic: object = None
+    shape: str | None = None
 
     @property
     def label(self) -> str:

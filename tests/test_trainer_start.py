@@ -254,7 +254,7 @@ def test_a_head_that_loses_on_the_old_mix_is_refused_and_kept(world):
         EyasError, match=r"loses more than 2\.0%: tau on the old mix \d\.\d+ -> \d\.\d+ \(-"
     ) as raised:
         world.tune("harsh", start, **harsh)
-    assert raised.value.exit_code == 1
+    assert raised.value.exit_code == 3
     assert "keep_share" in raised.value.hint
     output = Artifact(str(world.folder / "harsh"))
     assert not output.is_done()

@@ -146,7 +146,8 @@ def export(
     facts = {
         "target": launch.target,
         "commands": {form: launch.command(form) for form in config.forms},
-        "warnings": [finding.what for finding in findings],
+        "warnings": [one.what for one in findings if one.level != "note"],
+        "notes": [one.what for one in findings if one.level == "note"],
         "measured": measured and {key: measured[key] for key in PROMISED if key in measured},
     }
     return output.finish("export", settings, inputs, counts, facts)
