@@ -131,18 +131,19 @@ def vllm_server(python: str, folder: str, dtype: str, length: int, *options: str
         log = Path(work, "log")
         # not `vllm serve`: the command of the CPU's package does not find its own version
         command = [python, "-m", "vllm.entrypoints.openai.api_server", "--model", *states]
-        process = subprocess.Popen(
-            [*command, "--port", str(port), "--enforce-eager", *options],
-            env={
-                **os.environ,
-                "PYTHONPATH": connector_folder(),
-                "OMP_NUM_THREADS": str(os.cpu_count()),
-                "VLLM_CPU_KVCACHE_SPACE": "2",  # GiB
-            },
-            cwd=work,
-            stdout=log.open("w"),
-            stderr=subprocess.STDOUT,
-        )
+        with log.open("w") as lines:
+            process = subprocess.Popen(
+                [*command, "--port", str(port), "--enforce-eager", *options],
+                env={
+                    **os.environ,
+                    "PYTHONPATH": connector_folder(),
+                    "OMP_NUM_THREADS": str(os.cpu_count()),
+                    "VLLM_CPU_KVCACHE_SPACE": "2",  # GiB
+                },
+                cwd=work,
+                stdout=lines,
+                stderr=subprocess.STDOUT,
+            )
         url = f"http://127.0.0.1:{port}"
         try:
             while not is_up(url):
