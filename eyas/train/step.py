@@ -26,6 +26,7 @@ from eyas.model.batch import Batch
 from eyas.model.head import Head
 from eyas.model.vocab import TargetVocabulary
 from eyas.train.loss import BatchLoss, ObjectiveConfig, Teacher, divisors, objective, teach
+from eyas.train.muon import Muon
 from eyas.train.ranks import Ranks, reduce_gradients
 from eyas.train.start import FROM_TARGET
 from eyas.train.state import TrainingState
@@ -65,9 +66,7 @@ def optimizers_of(head: Head) -> list[torch.optim.Optimizer]:
     by_share = [(norms, 1.0), (rows, ROWS_RATE_SHARE)]
     groups = [{"params": weights, "share": share} for weights, share in by_share if weights]
     return [
-        torch.optim.Muon(
-            [{"params": inside, "share": 1.0}], weight_decay=0.0, adjust_lr_fn="match_rms_adamw"
-        ),
+        Muon([{"params": inside, "share": 1.0}]),
         torch.optim.AdamW(groups, betas=BETAS, weight_decay=0.0, fused=True),
     ]
 

@@ -1,0 +1,136 @@
+"""Muon for weights that are split over ranks by rows: the same step as torch's own for whole ones.
+
+Knows matrices, their gradients and the process group. Does not know a head or a loss.
+
+A step of Muon is a function of a whole matrix. torch's own, given split ones, multiplies them split:
+it gathers every matrix fifteen times a step. Here matrices are dealt out: each rank collects the
+update of one matrix in bf16, the precision of the iteration, makes it orthogonal as one process
+would, and gives every rank its rows back. Two exchanges a matrix, no product is made twice, and
+what lies on a rank between steps (weights, gradients, momentum) are its rows alone.
+
+Letters: A rows, B columns, r the most rows of a rank.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+MATCHED_RMS = 0.2  # of AdamW's steps (Liu et al., arXiv 2502.16982)
+
+
+class Muon(torch.optim.Muon):
+    """torch.optim.Muon with `adjust_lr_fn="match_rms_adamw"` and no weight decay; weights are plain,
+    or all are DTensors that FSDP2 splits by rows.
+    """
+
+    def __init__(self, params: Any) -> None:
+        """params: matrices, or groups of them."""
+        super().__init__(params, weight_decay=0.0, adjust_lr_fn="match_rms_adamw")
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """One update; split weights take part on all ranks. `closure` as torch has it."""
+        weights = [w for group in self.param_groups for w in group["params"] if w.grad is not None]
+        if not any(isinstance(weight, DTensor) for weight in weights):
+            whole: float | None = super().step(closure)
+            return whole
+        assert closure is None, "split weights have their gradients before the step"
+        for group in self.param_groups:
+            split = [weight for weight in group["params"] if weight.grad is not None]
+            # the largest first: matrices of one round are alike in size, so no rank waits long
+            if not split:
+                continue
+            split.sort(key=torch.numel, reverse=True)
+            ranks = split[0].device_mesh.get_group()
+            for first in range(0, len(split), ranks.size()):
+                self._step_round(split[first : first + ranks.size()], group, ranks)
+        return None
+
+    def _step_round(
+        self, weights: Sequence[DTensor], group: dict[str, Any], ranks: dist.ProcessGroup
+    ) -> None:
+        """Update as many matrices as there are ranks, or fewer; number i is made orthogonal by rank
+        i.
+        """
+        updates = [self._update(weight, group) for weight in weights]
+        pieces = [Piece.of(weight, ranks.size()) for weight in weights]
+        rank = ranks.rank()
+        own = pieces[rank] if rank < len(pieces) else None
+        sizes = [piece.size for piece in pieces] + [0] * (ranks.size() - len(pieces))
+        own_sizes = [own.size if own else 0] * ranks.size()
+        sent = torch.cat([piece.padded(one) for piece, one in zip(pieces, updates, strict=True)])
+        received = sent.new_empty(sum(own_sizes))
+        dist.all_to_all_single(received, sent, own_sizes, sizes, group=ranks)
+        if own:
+            whole_AB = received.view(-1, own.columns)[: own.rows]
+            coefficients, steps = group["ns_coefficients"], group["ns_steps"]
+            turned_AB = orthogonalised(whole_AB, coefficients, steps, group["eps"])
+            received.view(-1, own.columns)[: own.rows] = turned_AB
+        dist.all_to_all_single(sent, received, sizes, own_sizes, group=ranks)
+        for weight, piece, part in zip(
+            weights, pieces, sent.split(sizes[: len(pieces)]), strict=True
+        ):
+            local = weight.to_local()
+            rate = group["lr"] * MATCHED_RMS * math.sqrt(max(piece.rows, piece.columns))
+            local.add_(part.view(-1, piece.columns)[: len(local)], alpha=-rate)
+
+    def _update(self, weight: DTensor, group: dict[str, Any]) -> Tensor:
+        """This rank's rows of what is to be made orthogonal, in bf16; the momentum is updated."""
+        state, gradient = self.state[weight], weight.grad
+        assert isinstance(gradient, DTensor)
+        if "momentum_buffer" not in state:
+            state["momentum_buffer"] = torch.zeros_like(gradient)
+        momentum, rows = state["momentum_buffer"].to_local(), gradient.to_local()
+        momentum.lerp_(rows, 1 - group["momentum"])
+        return (
+            rows.lerp(momentum, group["momentum"]) if group["nesterov"] else momentum
+        ).bfloat16()
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """How a matrix [A, B] lies on the ranks: r rows on each, fewer or none on the last ones."""
+
+    rows: int
+    columns: int
+    rows_of_rank: int
+
+    @classmethod
+    def of(cls, weight: Tensor, num_ranks: int) -> Piece:
+        A, B = weight.shape
+        return cls(A, B, -(-A // num_ranks))
+
+    @property
+    def size(self) -> int:
+        """Numbers of a rank's rows, padding included."""
+        return self.rows_of_rank * self.columns
+
+    def padded(self, rows: Tensor) -> Tensor:
+        """A rank's rows as flat numbers, zeros behind them."""
+        return torch.nn.functional.pad(rows.flatten(), (0, self.size - rows.numel()))
+
+
+def orthogonalised(
+    matrix_AB: Tensor, coefficients: tuple[float, float, float], steps: int, eps: float
+) -> Tensor:
+    """A matrix with the singular vectors of matrix_AB and singular values near 1, bf16 [A, B].
+
+    The Newton-Schulz iteration of Jordan (kellerjordan.github.io/posts/muon), with torch.optim.Muon's
+    order of operations: the same bits.
+    """
+    a, b, c = coefficients
+    is_tall = matrix_AB.shape[0] > matrix_AB.shape[1]
+    x = (matrix_AB.T if is_tall else matrix_AB).bfloat16()
+    x = x / x.norm().clamp(min=eps)
+    for _ in range(steps):
+        gram = x @ x.T
+        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x.T if is_tall else x
