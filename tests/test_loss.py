@@ -18,6 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from eyas.chat.supervision import OPTIONS, supervised
+from eyas.model import ttt
 from eyas.model import vocab as vocab_module
 from eyas.model.batch import Batch, plan_packs
 from eyas.train import loss as loss_module
@@ -158,10 +159,12 @@ def test_every_option_of_the_objective_equals_the_loops(config):
     assert_equals_the_loops(wavy_head().double(), doubled(Batch.of(samples)), samples, **config)
 
 
+@pytest.mark.parametrize("recompute", [False, True], ids=["kept", "computed again"])
 @pytest.mark.parametrize("flags", HEADS.values(), ids=HEADS.keys())
-def test_every_option_of_the_head_equals_the_loops(flags):
-    samples = made_up_samples([TURNS, ANSWER], seed=1)
-    assert_equals_the_loops(wavy_head(**flags).double(), doubled(Batch.of(samples)), samples)
+def test_every_option_of_the_head_equals_the_loops(flags, recompute, monkeypatch):
+    monkeypatch.setattr(ttt, "RECOMPUTED_ROWS", 4)
+    samples, head = made_up_samples([TURNS, ANSWER], seed=1), wavy_head(**flags).double()
+    assert_equals_the_loops(head, doubled(Batch.of(samples)), samples, recompute=recompute)
 
 
 def golden(outcome, gradients):

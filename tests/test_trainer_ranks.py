@@ -46,6 +46,8 @@ CONFIG = {
     "checkpoint_every": 2,
 }
 BY_THREE = {**CONFIG, "batches": {"tokens": 48, "per_step": 3}, "dtype": "bfloat16"}
+BY_FOUR = {**CONFIG, "batches": {"tokens": 40, "per_step": 4}}
+AGAIN = {**BY_FOUR, "objective": {**CONFIG["objective"], "recompute": True}}  # the same run
 
 
 class Runs:
@@ -110,6 +112,10 @@ def runs(tmp_path_factory) -> Runs:
         made.add(name, size)
     made.add("moved", 2, (dice.randrange(2), dice.randint(3, 8)))
     made.add("moved", 1)
+    made.add("one by four", 1, config=BY_FOUR)
+    made.add("four", 4, config=AGAIN)
+    made.add("four to two", 4, (dice.randrange(4), dice.randint(3, 6)), config=BY_FOUR)
+    made.add("four to two", 2, config=AGAIN)
     made.add("three", 3, config=BY_THREE)
     made.add("three cut", 3, (dice.randrange(3), dice.randint(1, 8)), config=BY_THREE)
     made.add("three cut", 3, config=BY_THREE)
@@ -132,18 +138,18 @@ def runs(tmp_path_factory) -> Runs:
     return made
 
 
-def assert_like_one(runs: Runs, name: str) -> None:
+def assert_like_one(runs: Runs, name: str, one: str = "one") -> None:
     """A run has the losses and the weights of `one`; the sums of more ranks have another order, and
     Muon's iteration in bf16 makes a rounding of the gradient one of 2^-8 of a weight's step.
     """
-    ours, ones = runs.rows(name), runs.rows("one")
+    ours, ones = runs.rows(name), runs.rows(one)
     # one step: its gradient is the same up to rounding
     assert ours[0]["loss"] == pytest.approx(ones[0]["loss"], rel=1e-5)
     assert ours[0]["grad_norm"] == pytest.approx(ones[0]["grad_norm"], rel=1e-5)
     assert [row["loss"] for row in ours] == pytest.approx([row["loss"] for row in ones], rel=1e-3)
     assert [row["trained"] for row in ours] == [row["trained"] for row in ones]
     weights = load_file(runs.folder / name / "model.safetensors")
-    for key, weight in load_file(runs.folder / "one" / "model.safetensors").items():
+    for key, weight in load_file(runs.folder / one / "model.safetensors").items():
         apart = (weights[key].double() - weight.double()).norm()
         # o_proj and down_proj begin as zeros: all of them is steps, .03 apart here
         assert apart <= 0.1 * weight.double().norm(), key
@@ -158,6 +164,15 @@ def test_two_processes_give_the_loss_of_one(runs):
     assert seen(str(runs.folder / "two")) == seen(str(runs.folder / "one"))
     assert all(len(batches) == 2 for batches in list(seen(str(runs.folder / "two")).values())[:-1])
     assert runs.output("two").manifest().identity == runs.output("one").manifest().identity
+
+
+@pytest.mark.parametrize("name", ["four", "four to two"])
+def test_four_processes_and_a_resume_by_two_of_them_give_the_loss_of_one(runs, name):
+    about = f"seed {SEED}, codes {runs.codes[name]}"
+    assert runs.codes["one by four"] == [[0]], about
+    assert set(runs.codes[name][-1]) == {0}, about
+    assert_like_one(runs, name, "one by four")
+    assert seen(str(runs.folder / name)) == seen(str(runs.folder / "one by four")), about
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,10 @@ A batch is one stream of its B x T tokens. Attention takes the slots a tile at a
 looks at the tokens from the begin of its first document to its last slot: no mask and no scores of
 T x T are ever made, and a packed row costs what its documents do.
 
+What is kept for the backward grows with N x K. Under `recompute` it is little of each slot and
+step: what the layer is fed, and queries, keys, values and their mixture for attention. The rest,
+above all the MLP's, is computed again, some rows at a time (Chen et al., arXiv 1604.06174).
+
 Letters: B batch, T sequence, M = B T, N slots unrolled, n slots of a tile, c tokens it looks at, A
 the width of the target's three streams, H hidden, X the layer's input, Hq and Hk heads of queries
 and keys, G = Hq / Hk, D head dimension, K steps, i the steps before the current one.
@@ -32,10 +36,14 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 Rotation = tuple[Tensor, Tensor]  # cosines, sines
 SLOTS_OF_A_TILE = {"cpu": 128}  # by device type
 SLOTS_OF_A_TILE_ELSEWHERE = 1024
+# Rows computed again at a time: an MLP of 28,672 columns keeps 0.9 GB of them in bf16. Fewer cost
+# time: for each part the weights are cast to the precision of the maths anew.
+RECOMPUTED_ROWS = 4096
 COLUMNS_IN_STEPS_OF = 32  # c is a multiple of it, so that tiles come in few sizes
 
 
@@ -148,17 +156,33 @@ def unroll(
     next_embeds: Callable[[int, Tensor], Tensor],
     num_steps: int,
     later: Sequence[Slots] = (),
+    recompute: bool = False,
 ) -> Iterator[Tensor]:
     """Yield the layer's un-normed output [N, H] of steps 0 .. num_steps - 1.
 
     aux_hidden_BTA: the target's three streams. embeds_BTH: the embedding of x_{t+1} at slot t. What
     lies beyond a slot or before its document is never seen. next_embeds(i, output of step i - 1 [N,
     H]) -> [N, H]: the embeddings that step i takes, for i > 0. later: the slots of steps 1 and
-    later, each among those of the step before, if fewer go on; N is their number then.
+    later, each among those of the step before, if fewer go on; N is their number then. recompute:
+    see `by_rows`.
     """
-    feature_MH = layer.fuse(aux_hidden_BTA.flatten(0, 1))
-    x_MX = layer.inputs(embeds_BTH.flatten(0, 1), feature_MH)
-    keys, values = layer.keys(x_MX, layer.rotation(slots.position_M)), layer.values(x_MX)
+
+    def fed(embeds: Tensor, hidden: Tensor, cosines: Tensor, sines: Tensor) -> tuple[Tensor, ...]:
+        x = layer.inputs(embeds, hidden)
+        return x, layer.keys(x, (cosines, sines)), layer.values(x)
+
+    def attending(
+        embeds: Tensor, hidden: Tensor, cosines: Tensor, sines: Tensor
+    ) -> tuple[Tensor, ...]:
+        x, key, value = fed(embeds, hidden, cosines, sines)
+        return layer.queries(x, (cosines, sines)), key, value
+
+    def queried(x: Tensor, cosines: Tensor, sines: Tensor) -> tuple[Tensor, ...]:
+        return (layer.queries(x, (cosines, sines)),)
+
+    (feature_MH,) = by_rows(lambda x: (layer.fuse(x),), recompute, aux_hidden_BTA.flatten(0, 1))
+    turn = layer.rotation(slots.position_M)
+    x_MX, keys, values = by_rows(fed, recompute, embeds_BTH.flatten(0, 1), feature_MH, *turn)
     own_keys: list[Tensor] = []
     own_values: list[Tensor] = []
     x_NX, hidden_NH = x_MX.index_select(0, slots.flat_N), feature_MH.index_select(0, slots.flat_N)
@@ -170,13 +194,33 @@ def unroll(
             own_values = [one.index_select(0, going_on) for one in own_values]
         turn = layer.rotation(slots.slot_N + step)
         if step > 0:
-            x_NX = layer.inputs(next_embeds(step, hidden_NH), hidden_NH)
-            own_keys.append(layer.keys(x_NX, turn))
-            own_values.append(layer.values(x_NX))
-        queries = layer.queries(x_NX, turn)
+            rows = next_embeds(step, hidden_NH), hidden_NH, *turn
+            queries, own_key, own_value = by_rows(attending, recompute, *rows)
+            own_keys.append(own_key)
+            own_values.append(own_value)
+        else:
+            (queries,) = by_rows(queried, recompute, x_NX, *turn)
         mixed: Tensor = Attend.apply(slots, queries, keys, values, *own_keys, *own_values)  # type: ignore[no-untyped-call]
-        hidden_NH = layer.output(hidden_NH, mixed)
+        (hidden_NH,) = by_rows(lambda *of: (layer.output(*of),), recompute, hidden_NH, mixed)
         yield hidden_NH
+
+
+def by_rows(
+    function: Callable[..., tuple[Tensor, ...]], recompute: bool, *rows: Tensor
+) -> tuple[Tensor, ...]:
+    """function(*rows), a function of each row alone, [N, ...] each.
+
+    recompute: of what it computes only the results are kept; the backward computes the rest again,
+    RECOMPUTED_ROWS at a time.
+    """
+    if not recompute:
+        return function(*rows)
+    cut = [torch.split(one, RECOMPUTED_ROWS) for one in rows]
+    parts = [
+        checkpoint(function, *part, use_reentrant=False, preserve_rng_state=False)
+        for part in zip(*cut, strict=True)
+    ]
+    return tuple(torch.cat(of_result) for of_result in zip(*parts, strict=True))
 
 
 class Attend(torch.autograd.Function):

@@ -35,7 +35,7 @@ from torch import Tensor
 
 from eyas.model.batch import Batch
 from eyas.model.head import Head
-from eyas.model.ttt import Slots, unroll
+from eyas.model.ttt import Slots, by_rows, unroll
 from eyas.model.vocab import TargetVocabulary
 
 # The names of chat/supervision.py, which says what each of them supervises: training needs no
@@ -60,7 +60,9 @@ class ObjectiveConfig(BaseModel):
     summed and divided by the slots that carry loss (valid), or by all positions of the batch,
     prompt and padding too (positions). loss: see `loss_rows`. later_steps: whether all slots are
     unrolled to the last step, or of step i the share step_decay ** i (sampled), others in every
-    training step: the same loss on average, for little more than half of the work.
+    training step: the same loss on average, for little more than half of the work. recompute: keep
+    little of each step of the unroll for the backward and compute the rest again: the same loss but
+    for rounding, in a fraction of the memory.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -72,6 +74,7 @@ class ObjectiveConfig(BaseModel):
     normaliser: Literal["valid", "positions"] = "valid"
     loss: Literal["cross_entropy", "lk_alpha", "lk_lambda"] = "cross_entropy"
     later_steps: Literal["all", "sampled"] = "all"
+    recompute: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -369,7 +372,14 @@ def objective(
     aux_hidden_BTA = batch.aux_hidden_BTA.to(embed_tokens.dtype)
     hidden, rows, num_judged = [], [], []
     outputs = unroll(
-        head, aux_hidden_BTA, embeds_BTH, slots_K[0], true_embeds, len(slots_K), slots_K[1:]
+        head,
+        aux_hidden_BTA,
+        embeds_BTH,
+        slots_K[0],
+        true_embeds,
+        len(slots_K),
+        slots_K[1:],
+        config.recompute,
     )
     for slots, row_BT, hidden_NH in zip(slots_K, row_at_step_BT, outputs, strict=True):
         row_N = slots.take(row_BT)
@@ -481,7 +491,8 @@ def slot_losses(
     step_S = torch.repeat_interleave(torch.arange(len(sizes), device=device), num_trained)
     row_S, order_S = torch.cat(rows).sort(stable=True)
     step_S = step_S[order_S]
-    normed_SH = head.normed(torch.cat(hidden).index_select(0, order_S))
+    hidden_SH = torch.cat(hidden).index_select(0, order_S)
+    (normed_SH,) = by_rows(lambda rows: (head.normed(rows),), config.recompute, hidden_SH)
     lm_head_WH = head.lm_head.weight
     if torch.is_autocast_enabled(device.type):
         dtype = torch.get_autocast_dtype(device.type)

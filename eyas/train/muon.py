@@ -2,11 +2,11 @@
 
 Knows matrices, their gradients and the process group. Does not know a head or a loss.
 
-A step of Muon is a function of a whole matrix. torch's own, given split ones, multiplies them split:
-it gathers every matrix fifteen times a step. Here matrices are dealt out: each rank collects the
-update of one matrix in bf16, the precision of the iteration, makes it orthogonal as one process
-would, and gives every rank its rows back. Two exchanges a matrix, no product is made twice, and
-what lies on a rank between steps (weights, gradients, momentum) are its rows alone.
+A step of Muon is a function of a whole matrix. torch's own, given split ones, multiplies them
+split, and gathers every matrix fifteen times a step. Here matrices are dealt out: each rank
+collects the update of one matrix in bf16, the precision of the iteration, makes it orthogonal as
+one process would, and gives every rank its rows back. Two exchanges a matrix, no product is made
+twice, and what lies on a rank between steps (weights, gradients, momentum) are its rows alone.
 
 Letters: A rows, B columns, r the most rows of a rank.
 """
@@ -27,8 +27,9 @@ MATCHED_RMS = 0.2  # of AdamW's steps (Liu et al., arXiv 2502.16982)
 
 
 class Muon(torch.optim.Muon):
-    """torch.optim.Muon with `adjust_lr_fn="match_rms_adamw"` and no weight decay; weights are plain,
-    or all are DTensors that FSDP2 splits by rows.
+    """torch.optim.Muon with `adjust_lr_fn="match_rms_adamw"` and no weight decay.
+
+    Weights are plain, or all are DTensors that FSDP2 splits by rows.
     """
 
     def __init__(self, params: Any) -> None:
@@ -40,7 +41,7 @@ class Muon(torch.optim.Muon):
         """One update; split weights take part on all ranks. `closure` as torch has it."""
         weights = [w for group in self.param_groups for w in group["params"] if w.grad is not None]
         if not any(isinstance(weight, DTensor) for weight in weights):
-            whole: float | None = super().step(closure)
+            whole: float | None = super().step(closure)  # type: ignore[no-untyped-call]
             return whole
         assert closure is None, "split weights have their gradients before the step"
         for group in self.param_groups:
@@ -123,8 +124,8 @@ def orthogonalised(
 ) -> Tensor:
     """A matrix with the singular vectors of matrix_AB and singular values near 1, bf16 [A, B].
 
-    The Newton-Schulz iteration of Jordan (kellerjordan.github.io/posts/muon), with torch.optim.Muon's
-    order of operations: the same bits.
+    The Newton-Schulz iteration of Jordan (kellerjordan.github.io/posts/muon), in the order of
+    operations of torch.optim.Muon: the same bits.
     """
     a, b, c = coefficients
     is_tall = matrix_AB.shape[0] > matrix_AB.shape[1]

@@ -20,7 +20,7 @@ from typing import TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from eyas.errors import EyasError
@@ -77,6 +77,12 @@ class Ranks:
             dist.broadcast_object_list(result)
         (found,) = result
         return found  # type: ignore[return-value]  # T may be None
+
+    def spread(self, tensors: Iterable[Tensor]) -> None:
+        """Give every rank the first one's numbers, in place."""
+        if self.size > 1:
+            for tensor in tensors:
+                dist.broadcast(tensor.detach(), 0)
 
     def gathered(self, value: T) -> list[T]:
         """The values of all ranks, in their order."""

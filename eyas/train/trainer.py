@@ -87,6 +87,7 @@ MEASURED_STEPS = 7  # of the chains: as many as the default objective unrolls
 WITHOUT_EFFECT = {
     "tracker": True,
     "checkpoint_every": True,
+    "objective": {"recompute"},  # rounding apart
     # head and keep_mix are in the identity as inputs, by their content and not by their path
     "start": {"head", "keep_mix", "keep_tolerance"},
 }
@@ -253,7 +254,9 @@ class Trainer:
         )
         self.steps = plan_steps(config.batches, self._epochs(), self.source.lengths, config.seed)
         self.measure_at = measured_steps(len(self.steps), config.stop) if self.held_out else set()
-        head = self._initial_head(output.exists(CHECKPOINT)).to(ranks.device)
+        # the first rank's answer: other hosts may not see its folder
+        resumes = ranks.first(lambda: output.exists(CHECKPOINT))
+        head = self._initial_head(resumes).to(ranks.device)
         self.objective = DraftObjective(head, self.vocabulary, config.objective, config.dtype)
         ranks.shard(self.objective)
         self.state = TrainingState(head, optimizers_of(head))
@@ -293,13 +296,22 @@ class Trainer:
             if not resumes and head.config.hidden_size == head.config.target_hidden_size:
                 few = min(FITTED_SAMPLES, len(self.usable))
                 numbers = random.Random(config.seed).sample(list(self.usable), few)
-                batches = self.source.batches([[number] for number in numbers])
-                fit_to_features(head, (sample for batch in batches for sample in batch))
+                self._fit(head, numbers)
             return head
         head = self.start_head
         if config.start and config.start.vocabulary == "recount":
             recount(head, on_cpu, self.counts_V, config.head.draft_vocab_size)
         return head
+
+    def _fit(self, head: Head, numbers: Sequence[int]) -> None:
+        """Fit a new head to these samples, on the first rank: it takes all products of the
+        features with each other, 9 H^2 numbers. The others get its weights.
+        """
+        with self.ranks.together():
+            if self.ranks.is_first:
+                batches = self.source.batches([[number] for number in numbers])
+                fit_to_features(head, (sample for batch in batches for sample in batch))
+        self.ranks.spread(head.parameters())
 
     def fit(self, output: Artifact, track: Track, trackers: Trackers) -> None:
         """Train the steps that are left, fewer if `StopConfig.patience` ends the run.

@@ -1,11 +1,17 @@
-"""Muon of weights split over ranks is torch's Muon of whole ones, to the bit."""
+"""Muon of weights split over ranks is torch's Muon of whole ones, to the bit; what a rank holds,
+and what a step keeps, by the benchmark.
+"""
 
 from __future__ import annotations
 
+import json
 import os
 import socket
+import subprocess
+import sys
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing
@@ -14,6 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from eyas.train.muon import Muon
 from eyas.train.ranks import Ranks
+from tests.nursery import ROOT
 from tests.tiny_batch import waves
 
 # wide, tall, square, and fewer rows than ranks
@@ -89,3 +96,31 @@ def test_whole_matrices_step_as_torchs():
     torchs = torch.optim.Muon(theirs.parameters(), weight_decay=0.0, adjust_lr_fn="match_rms_adamw")
     stepped(theirs, torchs, 1)
     assert all(map(torch.equal, ours.parameters(), theirs.parameters()))
+
+
+def test_a_rank_holds_its_share_and_a_step_little_of_each_token():
+    command = [sys.executable, "benchmarks/sharding.py", "--quick", "--ranks", "1", "2"]
+    done = subprocess.run(
+        command,
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    one, two = found["ranks"]
+    for part in ("weights", "gradients", "optimizer"):
+        assert two[part] == pytest.approx(one[part] / 2, rel=0.01), part
+    assert two["losses"][0] == pytest.approx(one["losses"][0], rel=1e-6)
+    # after a step of Muon in bf16, see test_trainer_ranks.assert_like_one
+    assert two["losses"] == pytest.approx(one["losses"], rel=1e-3)
+    kept = {(row["tokens"], row["recompute"]): row["kept"] for row in found["activations"]}
+    config = found["shape"]
+    # bf16 numbers of a slot and step: embedding, the layer's output, once more and sorted for the
+    # loss, their gradient; queries, keys, values, their mixture; a tenth for tables of integers
+    per_step = 2 * (6 * config["hidden"] + 2 * 64 * (config["heads"] + config["kv_heads"])) * 1.1
+    first = 2 * (8 * config["hidden"])  # what step 0 keeps of every token
+    assert kept[256, True] - kept[128, True] <= 128 * (7 * per_step + first)
+    assert kept[256, True] < 0.3 * kept[256, False]
