@@ -10,10 +10,12 @@ from typing import Any
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    DeepseekV3Config,
     Gemma2Config,
     Gemma3TextConfig,
     GemmaConfig,
     GPTNeoXConfig,
+    GptOssConfig,
     GraniteConfig,
     PhiConfig,
     PreTrainedConfig,
@@ -56,6 +58,30 @@ CONFIGS: dict[str, PreTrainedConfig] = {
     ),
     "qwen3_moe": Qwen3MoeConfig(
         **SHAPE, **GROUPED, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=16
+    ),
+    "gpt_oss": GptOssConfig(
+        **SHAPE,
+        **GROUPED,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        sliding_window=16,
+        tie_word_embeddings=False,
+    ),
+    "deepseek_v3": DeepseekV3Config(
+        **SHAPE,
+        num_key_value_heads=4,
+        q_lora_rank=16,
+        kv_lora_rank=16,
+        qk_nope_head_dim=8,
+        qk_rope_head_dim=8,
+        v_head_dim=8,
+        moe_intermediate_size=16,
+        n_routed_experts=8,
+        n_shared_experts=1,
+        num_experts_per_tok=2,
+        n_group=2,
+        topk_group=1,
+        first_k_dense_replace=2,
     ),
     "phi": PhiConfig(**SHAPE),
 }

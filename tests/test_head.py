@@ -93,7 +93,7 @@ def test_an_unroll_equals_the_loops(flags):
     def next_embeds(step, _):
         return vocabulary.embed_tokens[batch.tokens_BT[0, slots.slot_N + 1 + step]]
 
-    outputs = list(unroll(head, batch.aux_hidden_BTA, embeds, slots, next_embeds, 3))
+    outputs = list(unroll(head, batch.aux_hidden_BTA, embeds, [slots] * 3, next_embeds))
     for slot in range(4):
         expected = plain.unroll(
             example,

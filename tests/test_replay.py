@@ -519,9 +519,8 @@ def trained_with(folder: Path, flag: str):
             head,
             batch.aux_hidden_BTA,
             embeds,
-            slots,
+            [slots] * 2,
             lambda step, _: slots.take(F.embedding(tokens.roll(-1 - step, 1), target.embed_tokens)),
-            2,
         )
         loss = sum(
             F.cross_entropy(head.logits(hidden), slots.take(tokens.roll(-2 - step, 1)))

@@ -6,8 +6,10 @@ from __future__ import annotations
 
 import os
 import random
+import shlex
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -28,7 +30,7 @@ from eyas.train.ranks import Ranks
 from eyas.train.state import CHECKPOINT, METRICS, TrainingState
 from eyas.train.step import DraftObjective, optimizers_of, training_step
 from eyas.train.trainer import TrainConfig, check_settings
-from tests.nursery import ROOT, launched, said, seen
+from tests.nursery import PATIENCE_S, ROOT, launched, said, seen
 from tests.tiny import tiny_target
 from tests.tiny_batch import made_up_samples, tiny_vocabulary, wavy_head
 from tests.tiny_features import greedy_answers, samples_of, write_features
@@ -45,6 +47,17 @@ CONFIG = {
     "stop": {"measurements": 4},
     "checkpoint_every": 2,
 }
+# CONFIG, for a command
+SETTINGS = [
+    "head.draft_vocab_size=64",
+    "objective.num_ttt_steps=3",
+    "epochs=2",
+    "batches.tokens=64",
+    "batches.per_step=2",
+    "learning_rate=3e-3",
+    "dtype=float32",
+    "stop.measurements=4",
+]
 BY_THREE = {**CONFIG, "batches": {"tokens": 48, "per_step": 3}, "dtype": "bfloat16"}
 BY_FOUR = {**CONFIG, "batches": {"tokens": 40, "per_step": 4}}
 AGAIN = {**BY_FOUR, "objective": {**CONFIG["objective"], "recompute": True}}  # the same run
@@ -225,16 +238,6 @@ def test_an_error_on_one_rank_stops_all_with_its_message(runs):
 
 def test_the_launch_by_torchrun_writes_once(runs, tmp_path):
     """The command of the README, with a real launcher."""
-    settings = [
-        "head.draft_vocab_size=64",
-        "objective.num_ttt_steps=3",
-        "epochs=2",
-        "batches.tokens=64",
-        "batches.per_step=2",
-        "learning_rate=3e-3",
-        "dtype=float32",
-        "stop.measurements=4",
-    ]
     words = ["train", runs.features.url, "-t", str(runs.target), "-o", str(tmp_path / "head")]
     launcher = [
         sys.executable,
@@ -249,7 +252,7 @@ def test_the_launch_by_torchrun_writes_once(runs, tmp_path):
         "-m",
         "eyas.cli.main",
         *words,
-        *(word for one in settings for word in ("-s", one)),
+        *(word for one in SETTINGS for word in ("-s", one)),
     ]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
@@ -258,6 +261,47 @@ def test_the_launch_by_torchrun_writes_once(runs, tmp_path):
     assert done.returncode == 0, done.stderr
     assert done.stderr.count("train     done:") == 1
     assert (tmp_path / "head" / "model.safetensors").read_bytes() == runs.weights("two")
+
+
+def test_two_hosts_by_the_commands_of_the_page(runs, tmp_path):
+    """Both commands of docs/several-hosts.md, on this machine: one process each, tiny sizes, and
+    an output folder for each host, of which one stays unused.
+    """
+    page = (ROOT / "docs" / "several-hosts.md").read_text().replace("\\\n", " ")
+    commands = [shlex.split(line) for line in page.splitlines() if line.startswith("torchrun ")]
+    assert len(commands) == 2
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    here = {
+        "host-a": "127.0.0.1",
+        "29500": port,
+        "8": "1",
+        "gs://bucket/features": runs.features.url,
+        "meta-llama/Llama-3.3-70B-Instruct": str(runs.target),
+    }
+    tiny = [word for setting in SETTINGS for word in ("-s", setting)]
+    hosts = []
+    for number, command in enumerate(commands):
+        places = {**here, "gs://bucket/head": str(tmp_path / f"host {number}" / "head")}
+        words = [places.get(word, word) for word in command[1:]]
+        hosts.append(
+            subprocess.Popen(
+                [sys.executable, "-m", "torch.distributed.run", *words, *tiny],
+                cwd=ROOT,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.PIPE,
+                text=True,
+                env={**os.environ, "OMP_NUM_THREADS": "1"},
+            )
+        )
+    told = [host.communicate(timeout=PATIENCE_S)[1] for host in hosts]
+    assert [host.returncode for host in hosts] == [0, 0], told
+    assert not (tmp_path / "host 1").exists()
+    # the page says objective.recompute=true: the same run but for rounding
+    (runs.folder / "hosts").symlink_to(tmp_path / "host 0" / "head")
+    assert_like_one(runs, "hosts")
+    assert runs.output("hosts").manifest().identity == runs.output("one").manifest().identity
 
 
 def test_a_step_of_two_batches_is_the_step_of_one_that_holds_both():

@@ -73,7 +73,9 @@ def test_tiles_change_nothing(head, batch, monkeypatch, slots_of_a_tile, columns
         slots = Slots.where(everywhere())
         still = waves(len(slots.slot_N), 12, seed=5).double()
         outputs = torch.stack(
-            list(unroll(head, aux, next_embeds_of(batch), slots, lambda *_, still=still: still, K))
+            list(
+                unroll(head, aux, next_embeds_of(batch), [slots] * K, lambda *_, still=still: still)
+            )
         )
         head.zero_grad()
         outputs.sin().sum().backward()
@@ -110,7 +112,7 @@ def test_gradients_past_a_slot_and_from_other_rows_are_exactly_zero(head, batch)
     embeds = next_embeds_of(batch).requires_grad_()
     slots = Slots.where(everywhere())
     true = {step: torch.randn(len(slots.slot_N), 12, dtype=torch.float64) for step in range(1, K)}
-    outputs = list(unroll(head, aux, embeds, slots, lambda step, _: true[step], K))
+    outputs = list(unroll(head, aux, embeds, [slots] * K, lambda step, _: true[step]))
     rows = slots.flat_N // max(LENGTHS)
     for step in (0, 1, K - 1):
         for n in (0, 3, len(rows) - 1):
@@ -132,7 +134,11 @@ def test_later_steps_are_seen_by_their_own_slot_alone(head, batch):
     ]
     outputs = list(
         unroll(
-            head, batch.aux_hidden_BTA, next_embeds_of(batch), slots, lambda step, _: fed[step], K
+            head,
+            batch.aux_hidden_BTA,
+            next_embeds_of(batch),
+            [slots] * K,
+            lambda step, _: fed[step],
         )
     )
     for n in (0, 2, 10):
@@ -155,7 +161,7 @@ def test_the_fed_back_state_is_not_detached(head, batch):
     aux = batch.aux_hidden_BTA.requires_grad_()
     slots = Slots.where(everywhere())
     still = torch.zeros(len(slots.slot_N), 12, dtype=torch.float64)
-    outputs = list(unroll(head, aux, next_embeds_of(batch), slots, lambda *_: still, 4))
+    outputs = list(unroll(head, aux, next_embeds_of(batch), [slots] * 4, lambda *_: still))
     (grad,) = torch.autograd.grad(outputs[3].sum(), outputs[0], retain_graph=True)
     assert (grad.abs().sum(-1) > 0).all()
 
@@ -176,7 +182,7 @@ def test_equals_the_loops(head, batch, window, columns, monkeypatch):
         return vocabulary.embed_tokens[slots.take(after[step])]
 
     outputs = torch.stack(
-        list(unroll(head, batch.aux_hidden_BTA, next_embeds_of(batch), slots, true_embeds, K))
+        list(unroll(head, batch.aux_hidden_BTA, next_embeds_of(batch), [slots] * K, true_embeds))
     )
     assert outputs.shape == (K, len(slots.slot_N), 12)
     rows = slots.flat_N // max(LENGTHS)
@@ -197,7 +203,7 @@ def test_a_slot_does_not_depend_on_which_others_are_unrolled(head, batch):
         slots = Slots.where(active_BT)
         embeds = F.embedding(slots.flat_N % 40, tiny_vocabulary(torch.float64).embed_tokens)
         made = unroll(
-            head, batch.aux_hidden_BTA, next_embeds_of(batch), slots, lambda *_: embeds, K
+            head, batch.aux_hidden_BTA, next_embeds_of(batch), [slots] * K, lambda *_: embeds
         )
         return dict(zip(slots.flat_N.tolist(), torch.stack(list(made), dim=1), strict=True))
 
@@ -241,9 +247,8 @@ def test_padding_beyond_a_row_changes_nothing(head):
             head,
             together.aux_hidden_BTA,
             next_embeds_of(together),
-            slots_of_second,
+            [slots_of_second] * K,
             lambda *_: still,
-            K,
         )
     )
     T = LENGTHS[1]
@@ -252,9 +257,8 @@ def test_padding_beyond_a_row_changes_nothing(head):
             head,
             together.aux_hidden_BTA[1:2, :T],
             next_embeds_of(together)[1:2, :T],
-            Slots.where(everywhere((T,))),
+            [Slots.where(everywhere((T,)))] * K,
             lambda *_: still,
-            K,
         )
     )
     torch.testing.assert_close(torch.stack(padded), torch.stack(alone), rtol=1e-12, atol=1e-12)

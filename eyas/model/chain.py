@@ -91,7 +91,8 @@ def free_running_drafts(
 
     embeds_BTH = F.embedding(batch.tokens_BT.roll(-1, dims=1), embed_tokens)
     aux_hidden_BTA = batch.aux_hidden_BTA.to(embed_tokens.dtype)
-    for hidden_NH in unroll(head, aux_hidden_BTA, embeds_BTH, slots, draft_embeds, num_draft_steps):
+    steps = [slots] * num_draft_steps
+    for hidden_NH in unroll(head, aux_hidden_BTA, embeds_BTH, steps, draft_embeds):
         last_NH = hidden_NH
     draft(last_NH)
     return torch.stack(drafts, dim=1)

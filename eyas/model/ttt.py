@@ -152,19 +152,16 @@ def unroll(
     layer: Layer,
     aux_hidden_BTA: Tensor,
     embeds_BTH: Tensor,
-    slots: Slots,
+    slots_K: Sequence[Slots],
     next_embeds: Callable[[int, Tensor], Tensor],
-    num_steps: int,
-    later: Sequence[Slots] = (),
     recompute: bool = False,
 ) -> Iterator[Tensor]:
-    """Yield the layer's un-normed output [N, H] of steps 0 .. num_steps - 1.
+    """Yield the layer's un-normed output [N, H] of each of the K steps.
 
     aux_hidden_BTA: the target's three streams. embeds_BTH: the embedding of x_{t+1} at slot t. What
-    lies beyond a slot or before its document is never seen. next_embeds(i, output of step i - 1 [N,
-    H]) -> [N, H]: the embeddings that step i takes, for i > 0. later: the slots of steps 1 and
-    later, each among those of the step before, if fewer go on; N is their number then. recompute:
-    see `by_rows`.
+    lies beyond a slot or before its document is never seen. slots_K: the slots of each step, each
+    among those of the step before; N is their number. next_embeds(i, output of step i - 1 [N, H])
+    -> [N, H]: the embeddings that step i takes, for i > 0. recompute: see `by_rows`.
     """
 
     def fed(embeds: Tensor, hidden: Tensor, cosines: Tensor, sines: Tensor) -> tuple[Tensor, ...]:
@@ -180,16 +177,17 @@ def unroll(
     def queried(x: Tensor, cosines: Tensor, sines: Tensor) -> tuple[Tensor, ...]:
         return (layer.queries(x, (cosines, sines)),)
 
+    slots = slots_K[0]
     (feature_MH,) = by_rows(lambda x: (layer.fuse(x),), recompute, aux_hidden_BTA.flatten(0, 1))
     turn = layer.rotation(slots.position_M)
     x_MX, keys, values = by_rows(fed, recompute, embeds_BTH.flatten(0, 1), feature_MH, *turn)
     own_keys: list[Tensor] = []
     own_values: list[Tensor] = []
     x_NX, hidden_NH = x_MX.index_select(0, slots.flat_N), feature_MH.index_select(0, slots.flat_N)
-    for step in range(num_steps):
-        if later and step > 0 and later[step - 1] is not slots:
-            going_on = torch.searchsorted(slots.flat_N, later[step - 1].flat_N)
-            slots, hidden_NH = later[step - 1], hidden_NH.index_select(0, going_on)
+    for step, of_step in enumerate(slots_K):
+        if of_step is not slots:
+            going_on = torch.searchsorted(slots.flat_N, of_step.flat_N)
+            slots, hidden_NH = of_step, hidden_NH.index_select(0, going_on)
             own_keys = [one.index_select(0, going_on) for one in own_keys]
             own_values = [one.index_select(0, going_on) for one in own_values]
         turn = layer.rotation(slots.slot_N + step)

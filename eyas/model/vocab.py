@@ -31,6 +31,8 @@ COLUMNS_AT_ONCE, BLOCK = 8192, 16  # tokens: of a product, and of what is looked
 # twice that is to be sure.
 SHORT_OF_BEST = 2**-7
 MOST_BLOCKS = 8  # for each row; more are equal logits, as of a hidden state of zeros
+# SpecForge's head for DeepSeek-V3 has 8 key and value heads, as Llama 3 and Qwen3 have
+MLA_HEAD_DIM, MLA_KEY_VALUE_HEADS = 128, 8
 NORM_EPSILONS = (
     "rms_norm_eps",
     "layer_norm_eps",
@@ -234,25 +236,55 @@ def shape_of(config: Any, folder: str | Path) -> TargetShape:
             f"{folder}: the config of a {config.model_type!r} model tells no {lacking}", ANOTHER
         )
     hidden: int = given["hidden_size"]
-    heads = getattr(text, "num_attention_heads", None) or max(1, hidden // 64)
+    ends = getattr(config, "eos_token_id", None)  # Gemma 3's are not in the part for text
     return TargetShape(
         **given,
+        **head_attention(text, hidden),
         family=config.model_type,
-        intermediate_size=_number(text, "intermediate_size") or 4 * hidden,
-        num_attention_heads=heads,
-        num_key_value_heads=_number(text, "num_key_value_heads") or heads,
-        head_dim=_number(text, "head_dim") or hidden // heads,
+        intermediate_size=mlp_width(text, hidden),
         rms_norm_eps=next(
             (eps for name in NORM_EPSILONS if (eps := getattr(text, name, None)) is not None), 1e-6
         ),
         max_position_embeddings=_number(text, "max_position_embeddings") or 2048,
         rope=head_rope(getattr(text, "rope_parameters", None)),
         tie_word_embeddings=bool(config.tie_word_embeddings),
-        eos_token_ids=end_token_ids(folder, text.eos_token_id),
+        eos_token_ids=end_token_ids(folder, text.eos_token_id if ends is None else ends),
         dtype=str(config.dtype or torch.float32).removeprefix("torch."),
         logit_scale=logit_scale(text),
         logit_softcap=getattr(text, "final_logit_softcapping", None),
     )
+
+
+def head_attention(text: Any, hidden: int) -> dict[str, int]:
+    """The heads of a draft head for such a target: the target's own.
+
+    Where all heads share one compressed state (MLA: DeepSeek, Kimi) a draft head has no such thing,
+    and the target's numbers would be 128 pairs of keys and values a token: it gets heads of the
+    size of the target's values, as many as fill the width, and MLA_KEY_VALUE_HEADS.
+    """
+    if getattr(text, "kv_lora_rank", None):
+        size = _number(text, "v_head_dim") or MLA_HEAD_DIM
+        heads = max(1, hidden // size)
+        keys = math.gcd(heads, MLA_KEY_VALUE_HEADS)
+        return {"num_attention_heads": heads, "num_key_value_heads": keys, "head_dim": size}
+    heads = getattr(text, "num_attention_heads", None) or max(1, hidden // 64)
+    return {
+        "num_attention_heads": heads,
+        "num_key_value_heads": _number(text, "num_key_value_heads") or heads,
+        "head_dim": _number(text, "head_dim") or hidden // heads,
+    }
+
+
+def mlp_width(text: Any, hidden: int) -> int:
+    """The MLP of a draft head for such a target: its dense MLP's, or what its experts have together
+    for one token, whichever is more.
+
+    gpt-oss and Mixtral write an expert's width where others write the dense one.
+    """
+    dense = _number(text, "intermediate_size") or 4 * hidden
+    expert = _number(text, "moe_intermediate_size") or dense
+    at_work = _number(text, "num_experts_per_tok") or 0
+    return max(dense, expert * (at_work + (_number(text, "n_shared_experts") or 0)))
 
 
 def head_rope(parameters: Any) -> RopeConfig:

@@ -371,16 +371,7 @@ def objective(
     embeds_BTH = F.embedding(shifted(batch.tokens_BT, 1), embed_tokens)
     aux_hidden_BTA = batch.aux_hidden_BTA.to(embed_tokens.dtype)
     hidden, rows, num_judged = [], [], []
-    outputs = unroll(
-        head,
-        aux_hidden_BTA,
-        embeds_BTH,
-        slots_K[0],
-        true_embeds,
-        len(slots_K),
-        slots_K[1:],
-        config.recompute,
-    )
+    outputs = unroll(head, aux_hidden_BTA, embeds_BTH, slots_K, true_embeds, config.recompute)
     for slots, row_BT, hidden_NH in zip(slots_K, row_at_step_BT, outputs, strict=True):
         row_N = slots.take(row_BT)
         trained_R = carries_loss(row_N, teacher, config).nonzero().squeeze(1)

@@ -76,9 +76,8 @@ class Muon(torch.optim.Muon):
             turned_AB = orthogonalised(whole_AB, coefficients, steps, group["eps"])
             received.view(-1, own.columns)[: own.rows] = turned_AB
         dist.all_to_all_single(sent, received, sizes, own_sizes, group=ranks)
-        for weight, piece, part in zip(
-            weights, pieces, sent.split(sizes[: len(pieces)]), strict=True
-        ):
+        parts = torch.split(sent, sizes[: len(pieces)])
+        for weight, piece, part in zip(weights, pieces, parts, strict=True):
             local = weight.to_local()
             rate = group["lr"] * MATCHED_RMS * math.sqrt(max(piece.rows, piece.columns))
             local.add_(part.view(-1, piece.columns)[: len(local)], alpha=-rate)

@@ -102,7 +102,7 @@ def our_logits(
 
     with torch.no_grad():
         steps = unroll(
-            head, aux_hidden, F.embedding(tokens, embed_tokens), slots, next_embeds, STEPS
+            head, aux_hidden, F.embedding(tokens, embed_tokens), [slots] * STEPS, next_embeds
         )
         return [head.logits(hidden) for hidden in steps]
 
