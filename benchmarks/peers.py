@@ -12,6 +12,8 @@ time, greedy, interleaved.
                     (eyas packed)
     rounds-shape    a chain of 4 with a random EAGLE-3 head of one layer (33.5 MB): rounds/s
     head            --head (SmolLM2's), --prompts answers: tokens/s and tokens a round
+    prompts         --target, 8 prompts of 512 tokens, one request at a time: prompt tokens/s
+    together        --target, 64 prompts of the plain section's kind, 32 at a time, prompts included
     agreement       fp32, no time: 10 greedy answers of every engine against ours, --target
 
 How each peer is installed stands in benchmarks/peers/README.md. Each engine lives in a process of
@@ -55,9 +57,11 @@ from eyas.model.forms import EMBEDDINGS_BESIDE, Verifier, form_faults, write_hea
 from eyas.model.weights import read_tensors
 
 WORKERS = Path(__file__).parent / "peers"
-SECTIONS = ("plain-shape", "plain", "rounds-shape", "head", "agreement")
+SECTIONS = ("plain-shape", "plain", "rounds-shape", "head", "prompts", "together", "agreement")
 SHAPE_PROMPT, SHAPE_TOKENS, SHAPE_DRAFT_VOCABULARY = 64, 128, 8000
 FEW_PROMPTS = 10
+LONG_PROMPTS, LONG_PROMPT = 8, 512
+MANY_PROMPTS, AT_A_TIME = 64, 32
 SETTLE_SECONDS = 0.3
 PYTORCH = {"format": "pt"}
 CHAIN = {"num_draft_steps": 4}
@@ -87,7 +91,11 @@ def entries(section: str, files: bool) -> list[Entry]:
         settings = {"weights": "fp32", "inference_precision": "f32"}
         others = [Entry(peer, peer) for peer in ("transformers", "llama_cpp", "vllm")]
         return [Entry("eyas", "eyas"), *others, Entry("openvino", "openvino", settings)]
-    if section.startswith("plain"):
+    if section == "together":
+        many = {"max_batch": AT_A_TIME}
+        packed = [Entry("eyas packed", "eyas", {**PACKED, **many})] if files else []
+        return [Entry("eyas", "eyas", many), *packed, Entry("vLLM", "vllm", many)]
+    if section.startswith("plain") or section == "prompts":
         as_it_is = [
             Entry("eyas packed", "eyas", PACKED),
             Entry("llama.cpp, file as it is", "llama_cpp", {"as_is": True}),
@@ -384,6 +392,7 @@ class Run:
         with each sample.
         """
         samples: dict[str, list[list[dict[str, Any]]]] = {}
+        how = "together" if section == "together" else "decode"
         with self.workers(section, models, "bfloat16") as workers:
             for number in range(self.args.samples + 1):
                 names = deque(workers)
@@ -391,12 +400,17 @@ class Run:
                 for name in list(names):
                     time.sleep(SETTLE_SECONDS)  # threads of the engine before may spin for a while
                     try:
-                        answers = workers[name].ask("decode", **work_items)["answers"]
+                        answers = workers[name].ask(how, **work_items)["answers"]
                     except WorkerError as error:
                         self.skip(section, name, error)
                         workers.pop(name)
                         samples.pop(name, None)
                         continue
+                    if section == "prompts":
+                        answers = [
+                            {**one, "tokens": [0, *prompt], "seconds": one["prompt_seconds"]}
+                            for one, prompt in zip(answers, work_items["prompts"], strict=True)
+                        ]
                     if number:  # the first pass warms up
                         samples.setdefault(name, []).append(answers)
                     print(
@@ -557,7 +571,14 @@ def asked(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
     answers = {"prompts": prompts, "max_tokens": args.max_tokens, "ignore_eos": False}
     few = {**answers, "prompts": prompts[:FEW_PROMPTS]}
     plain = {**few, "ignore_eos": True}
+    more = argparse.Namespace(**{**vars(args), "prompts": max(args.prompts, 2 * MANY_PROMPTS)})
+    many = [list(request.prompt_ids) for request in held_out.requests(more)]
+    joined = [token for prompt in many for token in prompt]
+    starts = range(0, LONG_PROMPTS * LONG_PROMPT, LONG_PROMPT)
+    long = [joined[start : start + LONG_PROMPT] for start in starts]
     return {
+        "prompts": {"prompts": long, "max_tokens": 2, "ignore_eos": True},
+        "together": {**plain, "prompts": many[:MANY_PROMPTS]},
         "plain-shape": shape,
         "rounds-shape": shape,
         "plain": plain,

@@ -21,26 +21,48 @@ class Eyas:
         torch.set_num_threads(settings["threads"])
         self.speculates = settings.get("speculation", "off") != "off"
         config = EngineConfig(
-            max_batch=1,
+            max_batch=settings.get("max_batch", 1),
             max_length=settings["max_length"],
             speculation=settings.get("speculation", "off"),
         )
         head = settings["head_eyas"] if self.speculates else None
         self.engine = Engine.load(settings["target"], head, settings["precision"], config)
+        self.asked = 0
 
     def decode(self, prompt: list[int], max_tokens: int, ignore_eos: bool) -> Decoded:
-        params = SamplingParams(max_tokens=max_tokens, ignore_eos=ignore_eos)
-        self.engine.add(Request("0", tuple(prompt), params, speculation=self.speculates))
         tokens: list[int] = []
-        first = last = 0.0
+        asked, first, last = time.perf_counter(), 0.0, 0.0
         rounds = 0
+        self._add(prompt, max_tokens, ignore_eos)
         while self.engine.has_work:
             for update in self.engine.step():
                 last = time.perf_counter()
                 rounds += bool(tokens) and bool(update.token_ids)
                 first = first if tokens else last
                 tokens += update.token_ids
-        return Decoded(tokens, last - first, rounds)
+        return Decoded(tokens, last - first, rounds, first - asked)
+
+    def decode_together(
+        self, prompts: list[list[int]], max_tokens: int, ignore_eos: bool
+    ) -> Decoded:
+        asked, rounds, tokens = time.perf_counter(), 0, list[int]()
+        for prompt in prompts:
+            self._add(prompt, max_tokens, ignore_eos)
+        while self.engine.has_work:
+            rounds += 1
+            tokens += [token for update in self.engine.step() for token in update.token_ids]
+        return Decoded(tokens, time.perf_counter() - asked, rounds)
+
+    def _add(self, prompt: list[int], max_tokens: int, ignore_eos: bool) -> None:
+        """Under a salt of its own: neither the prompt nor the answer of a pass before helps."""
+        self.asked += 1
+        number, params = (
+            f"{self.asked}",
+            SamplingParams(max_tokens=max_tokens, ignore_eos=ignore_eos),
+        )
+        self.engine.add(
+            Request(number, tuple(prompt), params, speculation=self.speculates, cache_salt=number)
+        )
 
 
 if __name__ == "__main__":

@@ -109,7 +109,9 @@ class LlamaCpp:
             reply = json.load(answer)
         timings = reply["timings"]
         rounds = self._new_rounds() if self.speculates else int(timings["predicted_n"]) - 1
-        return Decoded(reply["tokens"], timings["predicted_ms"] / 1e3, rounds)
+        return Decoded(
+            reply["tokens"], timings["predicted_ms"] / 1e3, rounds, timings["prompt_ms"] / 1e3
+        )
 
     def _new_rounds(self) -> int:
         """Verification steps since the last call. (An answer's accepted drafts would count some

@@ -62,8 +62,9 @@ class OpenVino:
         answer = self.pipeline.generate(inputs, config)
         tokens = list(answer.tokens[0])
         # ms, one for each forward that gave tokens
-        times = answer.perf_metrics.raw_metrics.m_new_token_times
-        return Decoded(tokens, (times[-1] - times[0]) / 1e3, len(times) - 1)
+        measured = answer.perf_metrics.raw_metrics
+        times, first = measured.m_new_token_times, measured.m_times_to_first_token[0]
+        return Decoded(tokens, (times[-1] - times[0]) / 1e3, len(times) - 1, first / 1e3)
 
 
 def exported(settings: dict[str, Any], folder: str) -> str:

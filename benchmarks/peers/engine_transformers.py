@@ -26,7 +26,7 @@ class Transformers:
     @torch.inference_mode()
     def decode(self, prompt: list[int], max_tokens: int, ignore_eos: bool) -> Decoded:
         self.cache.reset()
-        T = len(prompt)
+        T, asked = len(prompt), time.perf_counter()
         positions = torch.arange(T)[None]
         out = self.model(
             torch.tensor([prompt]),
@@ -40,7 +40,8 @@ class Transformers:
         while len(tokens) < max_tokens and (ignore_eos or tokens[-1] != self.eos_token_id):
             token = self.step(token, torch.tensor([[T + len(tokens) - 1]]))
             tokens.append(int(token))
-        return Decoded(tokens, time.perf_counter() - started, len(tokens) - 1)
+        seconds = time.perf_counter() - started
+        return Decoded(tokens, seconds, len(tokens) - 1, started - asked)
 
     def _step(self, token_11: torch.Tensor, position_11: torch.Tensor) -> torch.Tensor:
         logits = self.model(token_11, past_key_values=self.cache, position_ids=position_11).logits

@@ -37,7 +37,7 @@ class Vllm:
             settings["target"],
             dtype=settings["precision"],
             max_model_len=settings["max_length"],
-            max_num_seqs=1,
+            max_num_seqs=settings.get("max_batch", 1),
             max_num_batched_tokens=settings["max_length"],
             skip_tokenizer_init=True,
             enable_prefix_caching=False,
@@ -48,11 +48,8 @@ class Vllm:
         self.asked = 0
 
     def decode(self, prompt: list[int], max_tokens: int, ignore_eos: bool) -> Decoded:
-        self.asked += 1
-        params = SamplingParams(
-            temperature=0.0, max_tokens=max_tokens, ignore_eos=ignore_eos, detokenize=False
-        )
-        self.engine.add_request(str(self.asked), TokensPrompt(prompt_token_ids=prompt), params)
+        asked = time.perf_counter()
+        self._add(prompt, max_tokens, ignore_eos)
         tokens: list[int] = []
         first = last = 0.0
         rounds = 0
@@ -64,7 +61,27 @@ class Vllm:
                     rounds += bool(tokens)
                     first = first if tokens else last
                     tokens = now
-        return Decoded(tokens, last - first, rounds)
+        return Decoded(tokens, last - first, rounds, first - asked)
+
+    def decode_together(
+        self, prompts: list[list[int]], max_tokens: int, ignore_eos: bool
+    ) -> Decoded:
+        asked, rounds, tokens = time.perf_counter(), 0, list[int]()
+        for prompt in prompts:
+            self._add(prompt, max_tokens, ignore_eos)
+        while self.engine.has_unfinished_requests():
+            rounds += 1
+            for output in self.engine.step():
+                if output.finished:
+                    tokens += output.outputs[0].token_ids
+        return Decoded(tokens, time.perf_counter() - asked, rounds)
+
+    def _add(self, prompt: list[int], max_tokens: int, ignore_eos: bool) -> None:
+        self.asked += 1
+        params = SamplingParams(
+            temperature=0.0, max_tokens=max_tokens, ignore_eos=ignore_eos, detokenize=False
+        )
+        self.engine.add_request(str(self.asked), TokensPrompt(prompt_token_ids=prompt), params)
 
 
 if __name__ == "__main__":

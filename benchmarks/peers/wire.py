@@ -8,6 +8,8 @@ one command a line from stdin and answers one line on stdout:
         -> {"ok": true}
     {"do": "decode", "prompts": [[ids]], "max_tokens": n, "ignore_eos": b}
         -> {"ok": true, "answers": [Decoded, ...]}
+    {"do": "together", ...the same}: all at once, for throughput
+        -> {"ok": true, "answers": [Decoded]}, every answer's tokens in one
 
 or {"error": text}. The engine stays loaded between commands, so that loading and conversion lie
 outside every timing. Whatever the engine's libraries print goes to stderr.
@@ -26,13 +28,14 @@ from typing import Any, Protocol
 
 @dataclass(frozen=True, slots=True)
 class Decoded:
-    """One answer: its tokens; the seconds from its first token to its last; and the target's
-    forwards in these seconds.
+    """One answer: its tokens; the seconds from its first token to its last; the target's forwards
+    in these seconds; and the seconds before the first token.
     """
 
     tokens: list[int]
     seconds: float
     rounds: int
+    prompt_seconds: float = 0.0
 
 
 class Engine(Protocol):
@@ -40,6 +43,14 @@ class Engine(Protocol):
 
     def decode(self, prompt: list[int], max_tokens: int, ignore_eos: bool) -> Decoded:
         """Greedy."""
+        ...
+
+    def decode_together(
+        self, prompts: list[list[int]], max_tokens: int, ignore_eos: bool
+    ) -> Decoded:
+        """Greedy, as many at a time as the engine was loaded for; seconds of everything, prompts
+        included. Only of engines in the section "together".
+        """
         ...
 
 
@@ -51,18 +62,17 @@ def serve(load: Callable[[dict[str, Any]], Engine]) -> None:
     for line in sys.stdin:
         command = json.loads(line)
         try:
-            if command.pop("do") == "load":
+            if (do := command.pop("do")) == "load":
                 engine = load(command)
                 reply: dict[str, Any] = {"ok": True}
             else:
                 assert engine is not None, "decode before load"
-                rest = command["max_tokens"], command["ignore_eos"]
-                reply = {
-                    "ok": True,
-                    "answers": [
-                        asdict(engine.decode(prompt, *rest)) for prompt in command["prompts"]
-                    ],
-                }
+                prompts, rest = command["prompts"], (command["max_tokens"], command["ignore_eos"])
+                if do == "together":
+                    answers = [engine.decode_together(prompts, *rest)]
+                else:
+                    answers = [engine.decode(prompt, *rest) for prompt in prompts]
+                reply = {"ok": True, "answers": [asdict(one) for one in answers]}
         # whatever an engine raises is its answer: the benchmark goes on without it
         except Exception as error:
             traceback.print_exc()
