@@ -2,13 +2,16 @@
 user would serve it.
 
     python benchmarks/concurrency.py [--quick] [--target smollm2] [--head smollm2] [--concurrency 1
-    2 4 6 8 10] [--prompts 40] [--data FOLDER] [--output FOLDER]
+    2 4 6 8 10] [--prompts 40] [--data FOLDER] [--output FOLDER] [--dtype packed] [--temperature 1]
+    [--arms 'auto;head;fixed(4,1,5);llama.cpp'] [--llama-cpp BUILD]
 
-Three servers in processes of their own, bf16, one engine thread each (on 2 cores the other one is
-for the event loop and the client): plain decoding, `--speculation auto` and a fixed tree. The arms
-take turns block by block on the same prompts, so that a busy minute hits all alike. FOLDER (by
-default ../shared/data) has the tasks, none of them trained on: Spec-Bench's six, dialogues, word
-problems and commands (held_out.py).
+One server an arm in a process of its own, one engine thread each (on 2 cores the other one is for
+the event loop and the client): plain decoding, and of --arms: `auto` (head and text, as served by
+default), `head` (the same without text), a fixed tree by its name, and `llama.cpp`, plain on the
+GGUF file as it is (its cmake build folder: --llama-cpp). The arms take turns block by block on the
+same prompts, so that a busy minute hits all alike. FOLDER (by default ../shared/data) has the
+tasks, none of them trained on: Spec-Bench's six, dialogues, word problems and commands
+(held_out.py).
 
 Prompts over MOST_CHARACTERS are left out. Writes rows.jsonl, summary.json and the report as page,
 Markdown and CSV into the output folder. The last line of stdout is one JSON.
@@ -19,15 +22,20 @@ from __future__ import annotations
 import argparse
 import json
 import random
+import socket
+import subprocess
 import sys
 import time
 from collections import defaultdict
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import held_out
+import httpx
 
+from eyas import hub
 from eyas.artifact import Artifact
 from eyas.bench.bench import ArmConfig, BenchConfig, bench
 from eyas.bench.report import Contents, write_reports
@@ -38,6 +46,8 @@ from eyas.errors import EyasError
 from eyas.serve.server import ServeConfig, running_server
 
 MOST_CHARACTERS = 4000
+PLAIN, LLAMA = "plain", "llama.cpp"
+LLAMA_CONTEXT, START_SECONDS = 2048, 60
 
 
 def prompts(args: argparse.Namespace) -> list[dict[str, Any]]:
@@ -59,17 +69,64 @@ def prompts(args: argparse.Namespace) -> list[dict[str, Any]]:
     return found
 
 
-def served(args: argparse.Namespace, speculation: str) -> ServeConfig:
+def served(args: argparse.Namespace, arm: str) -> ServeConfig:
     """A server as one would start it on this machine."""
-    engine = EngineConfig(max_batch=max(args.concurrency), speculation=speculation)
+    engine = EngineConfig(
+        max_batch=max(args.concurrency),
+        speculation={PLAIN: "off", "head": "auto"}.get(arm, arm),
+        text_drafts=arm != "head",
+    )
     return ServeConfig(
         target=args.target,
         head=args.head,
-        dtype="bfloat16",
+        dtype=args.dtype,
         threads=args.threads,
         port=0,
         engine=engine,
     )
+
+
+@contextmanager
+def llama_server(args: argparse.Namespace) -> Iterator[str]:
+    """The URL of llama.cpp's server on the target's file, once it answers."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    slots, threads = max(args.concurrency), str(args.threads)
+    command = [f"{args.llama_cpp}/bin/llama-server", "-m", hub.locate(args.target, "target")]
+    command += [
+        "--alias",
+        args.target,
+        "--port",
+        f"{port}",
+        "--jinja",
+        "-t",
+        threads,
+        "-tb",
+        threads,
+    ]
+    command += [
+        "-np",
+        f"{slots}",
+        "-c",
+        f"{slots * LLAMA_CONTEXT}",
+        "--cache-ram",
+        "0",
+        "--metrics",
+    ]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
+        try:
+            url = f"http://127.0.0.1:{port}"
+            until = time.monotonic() + START_SECONDS
+            while process.poll() is None and time.monotonic() < until:
+                with suppress(httpx.TransportError):
+                    if httpx.get(f"{url}/health").is_success:
+                        yield url
+                        return
+                time.sleep(0.2)
+            sys.exit(f"error: llama-server is not ready after {START_SECONDS} s: {command}")
+        finally:
+            process.terminate()
 
 
 def figures(summary: dict[str, Any]) -> dict[str, Any]:
@@ -111,7 +168,15 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--prompts", type=int, default=40, help="of each task")
     parser.add_argument("--max-tokens", type=int, default=128)
     parser.add_argument("--threads", type=int, default=1, help="of each engine")
-    parser.add_argument("--tree", default="fixed(4,1,5)", help="the fixed one")
+    parser.add_argument("--dtype", default="bfloat16", help="bfloat16, float32 or packed")
+    parser.add_argument("--temperature", type=float, default=0.0)
+    parser.add_argument(
+        "--arms",
+        type=lambda text: text.split(";"),
+        default=["auto", "fixed(4,1,5)"],
+        help="beside plain: auto, head, a fixed tree, llama.cpp; split by ;",
+    )
+    parser.add_argument("--llama-cpp", help="its cmake build folder")
     parser.add_argument("--data", type=Path, default=held_out.DATA)
     parser.add_argument("--output", default=f"out/concurrency-{time.strftime('%Y%m%d-%H%M%S')}")
     args = parser.parse_args()
@@ -132,20 +197,21 @@ def main() -> None:
     Path(questions).parent.mkdir(parents=True, exist_ok=True)
     Path(questions).write_text("".join(json.dumps(row) + "\n" for row in asked), encoding="utf-8")
     with ExitStack() as servers:
-        urls = {
-            way: servers.enter_context(running_server(served(args, way)))
-            for way in ("off", "auto", args.tree)
-        }
+        arms = {}
+        for arm in (PLAIN, *args.arms):
+            server = llama_server(args) if arm == LLAMA else running_server(served(args, arm))
+            arms[arm] = ArmConfig(
+                url=servers.enter_context(server),
+                speculation=None if arm in (PLAIN, LLAMA) else True,
+            )
         config = BenchConfig(
             prompts=questions,
-            arms={
-                "plain": ArmConfig(url=urls["off"]),
-                "auto": ArmConfig(url=urls["auto"], speculation=True),
-                args.tree: ArmConfig(url=urls[args.tree], speculation=True),
-            },
+            arms=arms,
             num_prompts=len(asked),
             concurrencies=args.concurrency,
             max_tokens=args.max_tokens,
+            temperature=args.temperature,
+            compare_anyway=LLAMA in arms,  # its sums have another order, its answers other words
         )
         try:
             with stage("bench", folder) as track:
