@@ -36,6 +36,7 @@ from tests import test_native as native_tests  # noqa: E402
 from tests import test_packed as packed_tests  # noqa: E402
 from tests.test_draws import SIZES, drawn  # noqa: E402
 from tests.test_native import (  # noqa: E402
+    DRAFT_DTYPES,
     DTYPES,
     FLAGS,
     PAGE_SIZE,
@@ -103,7 +104,7 @@ def blocks() -> None:
 
 def drafts() -> None:
     """Every variant of the layer, and trees up to the most columns."""
-    for dtype in DTYPES:
+    for dtype in DRAFT_DTYPES:
         for flags in map(tuple, FLAGS):
             draft, cache = draft_of(flags, dtype, 2), draft_cache(dtype)
             rows = chunk(TOKENS[1:], 1, first_column=1)

@@ -27,6 +27,7 @@ from eyas.model import library, native, packed
 from eyas.model.config import HeadConfig, TargetConfig
 from eyas.model.native import NativeTarget
 from eyas.model.native_draft import NativeDraft
+from eyas.model.quantised import in_eight_bits
 from eyas.model.rows import (
     FeatureCache,
     NodesToVerify,
@@ -458,6 +459,8 @@ FLAGS = [
     {"norm_before_residual": True, "norm_before_fc": True, "fc_norm": True, "norm_output": True},
     {"sliding_window": True},
 ]
+EIGHT_BITS = "eight bits"  # as the engine reads a head in bfloat16
+DRAFT_DTYPES = {**DTYPES, EIGHT_BITS: torch.bfloat16}
 WINDOW = 7  # shorter than configs allow, longer than the trees below are deep
 
 
@@ -468,41 +471,49 @@ def head_of(flags: tuple[str, ...] = ()) -> tuple[HeadConfig, dict[str, Tensor]]
 
 
 def draft_of(flags: tuple[str, ...], dtype: str, threads: int = 1, **others: Tensor) -> NativeDraft:
+    """dtype: of DRAFT_DTYPES."""
     config, tensors = head_of(flags)
     target = read_tensors(folder_of("llama"))
     tensors = {**tensors, **others}
+    blocks = in_eight_bits(tensors) if dtype == EIGHT_BITS else None
     with torch_threads(threads):
         return NativeDraft(
             config,
             tensors,
             target["model.embed_tokens.weight"],
             target["lm_head.weight"],
-            DTYPES[dtype],
+            DRAFT_DTYPES[dtype],
+            blocks,
         )
 
 
 def draft_cache(dtype: str) -> PagedCache:
     config, _ = head_of()
     return PagedCache(
-        1, PAGES, PAGE_SIZE, (config.num_key_value_heads, config.head_dim), DTYPES[dtype]
+        1, PAGES, PAGE_SIZE, (config.num_key_value_heads, config.head_dim), DRAFT_DTYPES[dtype]
     )
 
 
 def features(dtype: str) -> Tensor:
-    return torch.randn(T, 3 * 32, generator=torch.Generator().manual_seed(2)).to(DTYPES[dtype])
+    aux_hidden = torch.randn(T, 3 * 32, generator=torch.Generator().manual_seed(2))
+    return aux_hidden.to(DRAFT_DTYPES[dtype])
 
 
 @needs_native
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", DRAFT_DTYPES)
 @pytest.mark.parametrize("flags", [tuple(flags) for flags in FLAGS], ids=" ".join)
 def test_extend_step_and_proposals_are_the_plain_heads(flags: tuple[str, ...], dtype: str):
     config, tensors = head_of(flags)
     rounded = {
-        name: tensor.to(DTYPES[dtype]).double()
+        name: tensor.to(DRAFT_DTYPES[dtype]).double()
         for name, tensor in tensors.items()
         if tensor.is_floating_point()
     }
-    embed = read_tensors(folder_of("llama"))["model.embed_tokens.weight"].to(DTYPES[dtype]).double()
+    embed = (
+        read_tensors(folder_of("llama"))["model.embed_tokens.weight"]
+        .to(DRAFT_DTYPES[dtype])
+        .double()
+    )
     draft, cache, aux = draft_of(flags, dtype), draft_cache(dtype), features(dtype)
     plain, example = PlainHead(rounded, config), Example(TOKENS, [], aux.double(), aux.double())
     expected = plain.unroll(example, embed, 11, 3, lambda step, _: TOKENS[12 + step])
@@ -514,19 +525,23 @@ def test_extend_step_and_proposals_are_the_plain_heads(flags: tuple[str, ...], d
                 chunk(TOKENS[13 + step : 14 + step], 13 + step, first_column=1), states[-1], cache
             )
         )
-    share = 2e-5 if dtype == "float32" else 0.1
+    share, close = {
+        "float32": (2e-5, 1e-4),
+        "bfloat16": (0.1, 0.3),
+        EIGHT_BITS: (0.2, 0.6),
+    }[dtype]
     for ours, theirs in zip(states, expected, strict=True):
         assert float((ours[0] - theirs).norm() / theirs.norm()) < share
     ids, log_probs = draft.proposals(torch.cat(states), 5)
     for r, theirs in enumerate(expected):
         best, order = plain.logits(theirs).log_softmax(-1).topk(5)
-        assert torch.allclose(log_probs[r].double(), best, atol=1e-4 if dtype == "float32" else 0.3)
+        assert torch.allclose(log_probs[r].double(), best, atol=close)
         if dtype == "float32":
             assert ids[r].tolist() == (order + tensors["d2t"][order]).tolist()
 
 
 @needs_native
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", DRAFT_DTYPES)
 @pytest.mark.parametrize(
     "flags", [("norm_before_residual", "fc_norm"), ("sliding_window",)], ids=" ".join
 )
@@ -639,7 +654,7 @@ def grown_plainly(
 
 
 @needs_native
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", DRAFT_DTYPES)
 @pytest.mark.parametrize(
     ("growth", "least"), [((4, 3), 0.0), ((6, 1), 0.0), ((3, 6), 0.0), ((1, 4), 0.0), ((5, 2), 0.4)]
 )
@@ -672,7 +687,7 @@ def test_propose_is_the_plain_growth_to_the_bit(
 
 
 @needs_native
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", DRAFT_DTYPES)
 def test_what_is_behind_a_window_is_not_read(dtype: str):
     """Its keys and values may be anything, and of its pages there need be none."""
     draft, aux, n = draft_of(("sliding_window",), dtype), features(dtype), 4 * PAGE_SIZE - 1
@@ -709,7 +724,7 @@ def test_proposing_where_no_page_is():
 
 
 @needs_native
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", DRAFT_DTYPES)
 @pytest.mark.parametrize("growth", [(4, 3), (5, 1)])
 def test_growing_from_features_is_extending_and_proposing(dtype: str, growth: tuple[int, int]):
     """Two requests, 3 and 1 entries behind, whose features lie in pages."""
@@ -745,7 +760,7 @@ def test_growing_from_features_is_extending_and_proposing(dtype: str, growth: tu
 
 
 @needs_native
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", DRAFT_DTYPES)
 @pytest.mark.parametrize("shape", ["llama", "MHA, head of 64"])
 def test_verifying_in_one_call_is_forward_walk_and_move(shape: str, dtype: str):
     """Three requests: one with a tree whose second branch the target takes, one with none, one with

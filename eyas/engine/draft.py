@@ -30,6 +30,7 @@ from eyas.model.block import Block, Linear, Rope, rms_norm
 from eyas.model.config import HeadConfig, check_head
 from eyas.model.native import MAX_HEAD_DIM, runs
 from eyas.model.native_draft import NativeDraft
+from eyas.model.quantised import in_eight_bits
 from eyas.model.rows import (
     FeatureCache,
     PagedCache,
@@ -140,8 +141,10 @@ class Draft:
         self._native: NativeDraft | None = None
         if target.is_native:
             own = {**cast, "d2t": d2t_offset}
+            # Half the bytes to read in every step; what drafts lose by it, verification never sees.
+            blocks = in_eight_bits(cast) if target.dtype == torch.bfloat16 else None
             self._native = NativeDraft(
-                config, own, target.embed_tokens, target.lm_head, target.dtype
+                config, own, target.embed_tokens, target.lm_head, target.dtype, blocks
             )
         else:
             self._layers = DraftLayers(config, cast, target)

@@ -71,6 +71,11 @@ class BlockMatrix:
         return codes, scales.reshape(N, B, 2), no_min
 
 
+def eight_bit_blocks(weight: NDArray[np.float32]) -> BlockMatrix:
+    """A matrix [N, K] in Q8_0, K a multiple of 32."""
+    return BlockMatrix(Kind.Q8_0, gguf.quantize(weight, Kind.Q8_0))
+
+
 def _halves(units: NDArray[np.uint8], at: int) -> NDArray[np.float32]:
     """A number of half precision of each unit, [N, units, 1]."""
     return np.ascontiguousarray(units[..., at : at + 2]).view(np.float16).astype(np.float32)

@@ -19,7 +19,8 @@ from eyas.model.block import Tensors
 from eyas.model.config import HeadConfig
 from eyas.model.library import address
 from eyas.model.native import DecoderRole, NativeDecoder
-from eyas.model.packed import PackedLinear, is_large, layer_linears
+from eyas.model.packed import is_large, joined_linear, layer_linears
+from eyas.model.quantised import Blocks
 from eyas.model.rows import MAX_TREE_COLUMNS, FeatureCache, PagedCache, Proposals, Roots, Rows
 
 MAX_TOPK = 16
@@ -37,17 +38,18 @@ class NativeDraft(NativeDecoder):
         embed_tokens: torch.Tensor,
         lm_head_fallback: torch.Tensor,
         dtype: torch.dtype,
+        blocks: Blocks | None = None,
     ) -> None:
         """tensors under EAGLE's names; the head's own `embed_tokens` and `lm_head`, if it has them,
-        go before the target's.
+        go before the target's. blocks: weights that are multiplied so instead, by the same names.
         """
-        threads, layer = torch.get_num_threads(), "midlayer."
-        lm_head = tensors.get("lm_head.weight", lm_head_fallback)
-        squeezed = is_large(tensors.values())
+        layer = "midlayer."
+        tensors = {"lm_head.weight": lm_head_fallback, **tensors}
+        how = dtype, torch.get_num_threads(), is_large(tensors.values()), blocks
         linears = [
-            *layer_linears(tensors, layer, dtype, threads, squeezed),
-            PackedLinear.of_tensors([lm_head], [], dtype, threads, squeezed),
-            PackedLinear.of_tensors([tensors["fc.weight"]], [], dtype, threads, squeezed),
+            *layer_linears(tensors, layer, *how),
+            joined_linear(tensors, ["lm_head"], *how),
+            joined_linear(tensors, ["fc"], *how),
         ]
         features = tensors["input_norm.weight"] if config.norm_before_fc else None
         each = [
@@ -63,7 +65,7 @@ class NativeDraft(NativeDecoder):
             features,
             *each,
         ]
-        self._W = len(lm_head)
+        self._W = len(tensors["lm_head.weight"])
         d2t_offset = tensors.get("d2t")
         target_ids_W = (
             None if d2t_offset is None else (torch.arange(self._W) + d2t_offset.cpu()).contiguous()

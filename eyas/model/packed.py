@@ -139,30 +139,34 @@ def layer_linears(
     """The products of one layer in the order of their use, so that they lie in memory as they are
     read.
     """
-
-    def packed(names: Sequence[str], gated: bool = False) -> PackedLinear:
-        biases = [
-            tensors[f"{prefix}{name}.bias"] for name in names if f"{prefix}{name}.bias" in tensors
-        ]
-        weights = [f"{prefix}{name}.weight" for name in names]
-        parts = parts_of(blocks or {}, weights, gated)
-        if parts is not None:
-            return PackedLinear.of_blocks(parts, biases, threads, gated)
-        return PackedLinear.of_tensors(
-            [tensors[name] for name in weights],
-            biases,
-            dtype,
-            threads,
-            squeezed,
-            gated,
-        )
-
+    names = [[f"self_attn.{name}_proj" for name in "qkv"], ["self_attn.o_proj"]]
+    names += [["mlp.gate_proj", "mlp.up_proj"], ["mlp.down_proj"]]
+    how = dtype, threads, squeezed, blocks
     return [
-        packed([f"self_attn.{name}_proj" for name in "qkv"]),
-        packed(["self_attn.o_proj"]),
-        packed(["mlp.gate_proj", "mlp.up_proj"], gated=True),
-        packed(["mlp.down_proj"]),
+        joined_linear(tensors, [prefix + name for name in one], *how, gated=len(one) == 2)
+        for one in names
     ]
+
+
+def joined_linear(
+    tensors: Tensors,
+    names: Sequence[str],
+    dtype: torch.dtype,
+    threads: int,
+    squeezed: bool,
+    blocks: Blocks | None = None,
+    gated: bool = False,
+) -> PackedLinear:
+    """One product of the weights and biases under some names: of their blocks where there are any
+    that fit together, else of the tensors.
+    """
+    weights = [f"{name}.weight" for name in names]
+    biases = [tensors[f"{name}.bias"] for name in names if f"{name}.bias" in tensors]
+    parts = parts_of(blocks or {}, weights, gated)
+    if parts is not None:
+        return PackedLinear.of_blocks(parts, biases, threads, gated)
+    own = [tensors[name] for name in weights]
+    return PackedLinear.of_tensors(own, biases, dtype, threads, squeezed, gated)
 
 
 def rows_of_embeddings(

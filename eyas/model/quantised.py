@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from eyas.gguf.blocks import BLOCK, BlockMatrix
+from eyas.gguf.blocks import BLOCK, BlockMatrix, eight_bit_blocks
 
 Blocks = Mapping[str, BlockMatrix]
 LANES = 16  # outputs that the native path computes together: one format
@@ -33,6 +33,15 @@ def parts_of(blocks: Blocks, names: Sequence[str], gated: bool = False) -> list[
     ):
         return None
     return found
+
+
+def in_eight_bits(tensors: Mapping[str, Tensor]) -> dict[str, BlockMatrix]:
+    """The matrices among a model's tensors as Q8_0, embeddings and unfit widths left out."""
+    return {
+        name: eight_bit_blocks(tensor.float().numpy())
+        for name, tensor in tensors.items()
+        if tensor.ndim == 2 and tensor.shape[1] % BLOCK == 0 and "embed_tokens" not in name
+    }
 
 
 def quantised_rows(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:

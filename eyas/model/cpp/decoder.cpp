@@ -396,12 +396,13 @@ class Model final : public Decoder {
   }
 
   // Of the widest product's row.
-  size_t row_blocks() const { return std::max({X_, Hq_ * D_, I_}) / kBlockInputs; }
+  size_t row_blocks() const { return std::max({X_, Hq_ * D_, I_, shape_.is_draft ? 3 * H_ : 0}) / kBlockInputs; }
 
   bool has_quantised() const {
     const auto any = [](const Layer& one) {
       return one.qkv->is_quantised || one.out->is_quantised || one.gate_up->is_quantised || one.down->is_quantised;
     };
+    if (shape_.is_draft && outer_.fc->is_quantised) return true;
     return outer_.head->is_quantised || std::any_of(layers_.begin(), layers_.end(), any);
   }
 
