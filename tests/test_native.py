@@ -515,6 +515,9 @@ def test_extend_step_and_proposals_are_the_plain_heads(flags: tuple[str, ...], d
         .double()
     )
     draft, cache, aux = draft_of(flags, dtype), draft_cache(dtype), features(dtype)
+    if dtype == EIGHT_BITS:
+        blocks = in_eight_bits(tensors).items()
+        rounded |= {name: torch.from_numpy(one.dequantised()).double() for name, one in blocks}
     plain, example = PlainHead(rounded, config), Example(TOKENS, [], aux.double(), aux.double())
     expected = plain.unroll(example, embed, 11, 3, lambda step, _: TOKENS[12 + step])
     h = draft.extend(chunk(TOKENS[1:13], 1, first_column=1), aux[:12], cache)
@@ -528,7 +531,7 @@ def test_extend_step_and_proposals_are_the_plain_heads(flags: tuple[str, ...], d
     share, close = {
         "float32": (2e-5, 1e-4),
         "bfloat16": (0.1, 0.3),
-        EIGHT_BITS: (0.2, 0.6),
+        EIGHT_BITS: (0.2, 0.5),  # the products' rows are in 8 bits too
     }[dtype]
     for ours, theirs in zip(states, expected, strict=True):
         assert float((ours[0] - theirs).norm() / theirs.norm()) < share
@@ -730,7 +733,7 @@ def test_growing_from_features_is_extending_and_proposing(dtype: str, growth: tu
     """Two requests, 3 and 1 entries behind, whose features lie in pages."""
     draft, aux, page_table = draft_of((), dtype), features(dtype), SHUFFLED.reshape(2, -1)
     kept, caches = (
-        FeatureCache(PAGES * PAGE_SIZE, 3 * 32, DTYPES[dtype]),
+        FeatureCache(PAGES * PAGE_SIZE, 3 * 32, DRAFT_DTYPES[dtype]),
         [draft_cache(dtype) for _ in range(2)],
     )
     lens, starts = [7, 12], [5, 12]
@@ -760,7 +763,7 @@ def test_growing_from_features_is_extending_and_proposing(dtype: str, growth: tu
 
 
 @needs_native
-@pytest.mark.parametrize("dtype", DRAFT_DTYPES)
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", ["llama", "MHA, head of 64"])
 def test_verifying_in_one_call_is_forward_walk_and_move(shape: str, dtype: str):
     """Three requests: one with a tree whose second branch the target takes, one with none, one with
