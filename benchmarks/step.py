@@ -29,6 +29,7 @@ from eyas.model.config import HeadConfig, HeadOptions, RopeConfig, TargetConfig
 from eyas.model.library import library
 from eyas.model.native import NativeTarget
 from eyas.model.native_draft import NativeDraft
+from eyas.model.quantised import in_eight_bits
 from eyas.model.rows import PagedCache, Rows, prompt_rows, rows_of, slots_of
 from eyas.model.target import DTYPES
 
@@ -151,9 +152,10 @@ def decoders(
             if matrix is not None
         }
         blocks["model.embed_tokens.weight"] = block_matrix(embed_tokens, Kind.Q8_0)
+    eight_bits = in_eight_bits(draft) if dtype == torch.bfloat16 else None  # as the engine does
     return (
         NativeTarget(target, tensors, dtype, blocks),
-        NativeDraft(head, draft, embed_tokens, embed_tokens, dtype),
+        NativeDraft(head, draft, embed_tokens, embed_tokens, dtype, eight_bits),
         dtype,
     )
 
