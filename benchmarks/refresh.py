@@ -187,7 +187,7 @@ def watched(target: str, head: str, log: list[dict[str, Any]], output: Path) -> 
     args = argparse.Namespace(
         target=target, head=head, speculation=WATCHED, max_tokens=MAX_TOKENS, requests=size // 2
     )
-    card = watch.measured_card(args, asked[:size], str(output / "card"))
+    card = watch.measured_card(args, asked[:size], str(output / f"card-{size}"))
     old = [watch.body(messages, MAX_TOKENS) for messages in asked[size:]]
     with watch.server(args) as url:
         found = asyncio.run(watch.live(args, card, url, old, log))
