@@ -26,6 +26,7 @@ import json
 import math
 import tempfile
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import held_out
@@ -75,36 +76,54 @@ def measured_card(args: argparse.Namespace, prompts: Sequence[Any], folder: str)
     return read_card(folder)[0]
 
 
+def body(messages: Any, max_tokens: int) -> dict[str, Any]:
+    """A request, greedy."""
+    return {"model": "eyas", "messages": messages, "max_tokens": max_tokens, "temperature": 0}
+
+
 class Traffic:
     """Requests to one server, and what each answer counted, in the order of their ends."""
 
-    def __init__(self, client: Client, max_tokens: int) -> None:
-        self._client, self._max_tokens = client, max_tokens
+    def __init__(self, client: Client) -> None:
+        self._client = client
         self.rows: list[Row] = []
 
-    async def send(self, prompts: Sequence[Any]) -> None:
+    async def send(self, bodies: Sequence[dict[str, Any]]) -> None:
         """All of them, CONCURRENCY at a time."""
-        waiting = iter(prompts)
+        waiting = iter(bodies)
 
         async def sender() -> None:
-            for messages in waiting:
-                body = {"model": "eyas", "messages": messages, "max_tokens": self._max_tokens}
-                reply = await self._client.request(
-                    "/v1/chat/completions", {**body, "temperature": 0}
-                )
+            for one in waiting:
+                reply = await self._client.request("/v1/chat/completions", one)
                 hist = json.loads(reply)["usage"]["eyas"]["accept_hist"]
                 self.rows.append((num_emitted(hist), sum(hist)))
 
         await asyncio.gather(*(sender() for _ in range(CONCURRENCY)))
 
 
+def server(args: argparse.Namespace) -> AbstractContextManager[str]:
+    """A running server of the head; its address."""
+    config = ServeConfig(
+        target=args.target,
+        head=args.head,
+        model="eyas",
+        port=0,
+        engine=EngineConfig(speculation=args.speculation, max_batch=CONCURRENCY, max_length=1024),
+    )
+    return running_server(config)
+
+
 async def live(
-    args: argparse.Namespace, card: CardTau, url: str, old: Sequence[Any], new: Sequence[Any]
+    args: argparse.Namespace,
+    card: CardTau,
+    url: str,
+    old: Sequence[dict[str, Any]],
+    new: Sequence[dict[str, Any]],
 ) -> dict[str, Any]:
     """The watch beside the traffic."""
     seen: list[dict[str, Any]] = []
     async with Client(url, 600) as client, Client(url, 30) as other:
-        traffic = Traffic(client, args.max_tokens)
+        traffic = Traffic(client)
 
         async def watch() -> None:
             async for window in windows([other], [card], 0.0, args.requests, POLL_S):
@@ -194,15 +213,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         card = measured_card(args, of_card, folder)
     print(f"card: tau {card.tau:.2f} ({card.interval[0]:.2f}-{card.interval[1]:.2f})", flush=True)
-    config = ServeConfig(
-        target=args.target,
-        head=args.head,
-        model="eyas",
-        port=0,
-        engine=EngineConfig(speculation=args.speculation, max_batch=CONCURRENCY, max_length=1024),
-    )
-    with running_server(config) as url:
-        watched = asyncio.run(live(args, card, url, old, new))
+    bodies = [[body(one, args.max_tokens) for one in prompts] for prompts in (old, new)]
+    with server(args) as url:
+        watched = asyncio.run(live(args, card, url, *bodies))
     before, after = watched.pop("rows")
     result = {
         "target": args.target,

@@ -32,7 +32,7 @@ from eyas.train.loss import (
     shifted,
     teach,
 )
-from eyas.train.step import DRAW_STEP
+from eyas.train.step import DRAW_STEP, DraftObjective
 from tests.plain_eagle import PlainHead, Wanted, plain_loss, plain_objective, weights_of
 from tests.tiny_batch import (
     as_examples,
@@ -165,6 +165,40 @@ def test_every_option_of_the_head_equals_the_loops(flags, recompute, monkeypatch
     monkeypatch.setattr(ttt, "RECOMPUTED_ROWS", 4)
     samples, head = made_up_samples([TURNS, ANSWER], seed=1), wavy_head(**flags).double()
     assert_equals_the_loops(head, doubled(Batch.of(samples)), samples, recompute=recompute)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    "flags",
+    [{}, {"sliding_window": 64}, {"sliding_window": 64, "fc_norm": True, "norm_output": True}],
+    ids=["plain", "window", "window and norms"],
+)
+def test_what_is_computed_again_is_what_was_kept(flags, dtype, monkeypatch):
+    """But for the order of float32's sums; and where weights' gradients are summed over parts,
+    bfloat16 rounds each part.
+    """
+    sums = 5e-6
+    beyond = [number % 8 > 1 for number in range(100)]  # the window
+    vocabulary = tiny_vocabulary()
+    batch = Batch.of(made_up_samples([TURNS, beyond], seed=1))
+
+    def outcome(recompute, rows):
+        monkeypatch.setattr(ttt, "RECOMPUTED_ROWS", rows)
+        head = wavy_head(**flags)
+        module = DraftObjective(head, vocabulary, ObjectiveConfig(recompute=recompute), dtype)
+        teacher = module.teach(batch, 0.0)
+        found = module(batch, teacher, module.divisors([batch], [teacher]))
+        found.loss.backward()
+        return found, {name: weight.grad for name, weight in head.named_parameters()}
+
+    kept, wanted = outcome(False, 0)
+    for rows, noise in ((4096, sums), (4, 2**-6 if dtype == "bfloat16" else sums)):
+        again, gradients = outcome(True, rows)
+        torch.testing.assert_close(again.step_losses, kept.step_losses, rtol=sums, atol=0)
+        torch.testing.assert_close(again.loss, kept.loss, rtol=sums, atol=0)
+        for name, gradient in gradients.items():
+            apart = (gradient - wanted[name]).norm() / wanted[name].norm()
+            assert apart <= noise, name
 
 
 def golden(outcome, gradients):

@@ -132,6 +132,45 @@ def test_a_log_gives_what_users_said_and_nothing_else(tmp_path, lines, consent):
 
 
 @pytest.mark.parametrize(
+    ("record", "consent"),
+    [(json.loads(lines[0]), consent) for lines, consent in LOGS.values() if lines[0][0] == "{"],
+    ids=[name for name, (lines, _) in LOGS.items() if lines[0][0] == "{"],
+)
+def test_parquet_is_read_as_json_lines_are(tmp_path, record, consent):
+    arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    path = tmp_path / "log.parquet"
+    parquet.write_table(arrow.Table.from_pylist([record]), path)
+    (row,) = read_source(SourceConfig(path=str(path), traffic={"consent": consent}))
+    assert row.turns == (ASKED, "And the cat?")
+    (line,) = read(tmp_path, [json.dumps(record)], consent=consent)
+    assert (row.id, row.system) == (line.id, line.system)
+    (withheld,) = read_source(SourceConfig(path=str(path), traffic={"consent": "not.there"}))
+    assert withheld.drop.reason == "consent"
+
+
+def test_tables_hold_objects_as_maps_and_texts(tmp_path):
+    arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    path = tmp_path / "log.parquet"
+    texts = arrow.map_(arrow.string(), arrow.string())
+    columns = {
+        "messages": [json.dumps(MESSAGES)] * 2,
+        "metadata": arrow.array([[("training", "yes")], None], texts),
+        "prompt": arrow.nulls(2, arrow.string()),
+    }
+    parquet.write_table(arrow.table(columns), path)
+    source = SourceConfig(path=str(path), traffic={"consent": "metadata.training"})
+    row, withheld = read_source(source)
+    assert row.turns == (ASKED, "And the cat?")
+    assert withheld.drop.reason == "consent"
+    as_texts = {name: json.dumps(LITELLM[name]) for name in ("messages", "metadata")}
+    path.unlink()
+    parquet.write_table(arrow.Table.from_pylist([{**LITELLM, **as_texts, "end_user": None}]), path)
+    traffic = {"consent": "metadata.requester_metadata.training", "max_per_user": 1}
+    (row,) = read_source(SourceConfig(path=str(path), traffic=traffic))
+    assert row.turns == (ASKED, "And the cat?")
+
+
+@pytest.mark.parametrize(
     "lines",
     [
         [VLLM[1][:-30]],  # --max-log-len
@@ -184,6 +223,34 @@ def test_consent_goes_into_the_ledger_and_withheld_text_nowhere(tmp_path):
     assert manifest.facts["ledger"]["dropped"] == {"consent": 1}
     for file in (tmp_path / "out").rglob("*"):
         assert file.is_dir() or b"purple elephant" not in file.read_bytes()
+
+
+def test_a_conversation_that_is_logged_at_each_turn_is_one_prompt(tmp_path):
+    said = ["What is a falcon?", "How fast does it dive, and who measured that?", "Thanks."]
+
+    def request(end, system="Be brief."):
+        turns = [
+            message
+            for turn in said[:end]
+            for message in (
+                {"role": "user", "content": turn},
+                {"role": "assistant", "content": "-"},
+            )
+        ]
+        return {**BODY, "messages": [{"role": "system", "content": system}, *turns[:-1]]}
+
+    path = tmp_path / "log.jsonl"
+    # the last of another server: without the others its beginning stays
+    requests = [request(1), request(2), request(3), request(1, "Speak of birds.")]
+    path.write_text("".join(json.dumps(one) + "\n" for one in requests))
+    stated = {"path": str(path), "licence": "LicenseRef-own", "prompts_by": "human"}
+    output = Artifact(str(tmp_path / "out"))
+    config = PromptsConfig(sources=[{**stated, "traffic": {"consent": "metadata.training"}}])
+    manifest = make_prompts(config, output)
+    assert manifest.facts["ledger"]["dropped"] == {"duplicate.beginning": 2}
+    assert [row["turns"] for row in output.read_rows("prompts")] == [said, said[:1]]
+    notes = [row["note"] for row in output.read_rows("dropped")]
+    assert notes == ["goes on in log.jsonl:3 of log"] * 2
 
 
 def test_opting_out_counts_whatever_the_basis(tmp_path):

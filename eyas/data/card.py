@@ -53,7 +53,7 @@ FATES = {
     "contamination": "found to overlap an evaluation set, which must not be trained on",
     "pii": "something was found in it of a type that the policy drops, or that was still there "
     "after it was replaced",
-    "duplicate": "says the same as an earlier row, or nearly",
+    "duplicate": "says the same as an earlier row, or nearly; or another row goes on from it",
     "match": "not drawn: others resemble the traffic more",
     "mix": "not drawn: more than its source's share",
     "limit": "more than `max_prompts`",

@@ -133,7 +133,21 @@ SCALE = SCALE | np.uint64(1)  # odd: multiplication permutes the 64-bit numbers
 
 def text_hash(row: SourceRow) -> str:
     """SHA-256 (hex) of the normalised turns and system prompt: equal for exact duplicates."""
-    said = [normalised(row.system or ""), *map(normalised, row.turns)]
+    return _hash_of(_said(row))
+
+
+def beginning_keys(row: SourceRow) -> list[HashArray]:
+    """The `text_key`s of the conversations that this one goes on from: its first turns, not all."""
+    said = _said(row)
+    return [text_key(_hash_of(said[:end])) for end in range(2, len(said))]
+
+
+def _said(row: SourceRow) -> list[str]:
+    """System prompt and turns, normalised."""
+    return [normalised(row.system or ""), *map(normalised, row.turns)]
+
+
+def _hash_of(said: list[str]) -> str:
     return hashlib.sha256(json.dumps(said).encode()).hexdigest()
 
 
@@ -176,6 +190,23 @@ def exact(keys: HashArray) -> IndexArray:
     places = np.full(len(order), NONE, np.int64)
     places[order[same]] = order[_firsts(same)[same]]
     return places
+
+
+def beginnings(
+    keys: HashArray, sources: NDArray[np.uint16], parts: HashArray, owners: IndexArray
+) -> IndexArray:
+    """For each of the keys uint64 [R, 2] the last row of its source that goes on from it, or NONE.
+
+    parts: `beginning_keys` of all rows, [S, 2]; owners: the row of each, [S].
+    """
+    goes_on = {
+        (int(sources[owner]), *part): owner
+        for part, owner in zip(parts.tolist(), owners.tolist(), strict=True)
+    }
+    found = np.full(len(keys), NONE, np.int64)
+    for row, (source, key) in enumerate(zip(sources.tolist(), keys.tolist(), strict=True)):
+        found[row] = goes_on.get((source, *key), NONE)
+    return found
 
 
 def near(

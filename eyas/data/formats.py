@@ -72,8 +72,9 @@ def values(
 ) -> FileValues:
     """The values of a file in order.
 
-    keys: names of columns that matter: no other column of Parquet is read, and the header of a CSV
-    file has one of them. texts: what single texts are, whatever the file looks like; without it
+    keys: names of columns that matter: no other column of Parquet is read, unless it is a log, in
+    which any may hold consent; and the header of a CSV file has one of them. texts: what single
+    texts are, whatever the file looks like; without it
     JSON strings count only in a file that begins with one, since elsewhere they are pieces of
     broken objects. Raises InputError (the store fails, or pyarrow is needed and absent).
     """
@@ -81,7 +82,7 @@ def values(
         stream = decompressed(file)
         if stream.peek(4).startswith(PARQUET_MAGIC) or ending(name) == "parquet":
             file.seek(0)
-            yield from parquet_rows(file, keys)
+            yield from parquet_rows(file, None if texts == "log" else keys)
             return
         stream = as_utf8(stream)
         head = stream.peek(LOOK)[:LOOK]

@@ -35,6 +35,8 @@ from eyas.data.duplicates import (
     NONE,
     HashArray,
     IndexArray,
+    beginning_keys,
+    beginnings,
     exact,
     near,
     row_text,
@@ -61,11 +63,20 @@ BLOCK_ROWS = 500
 # A block ends early at so many: 500 rows of megabytes each would fill the memory.
 BLOCK_CHARACTERS = 4_000_000
 
-REASONS = ("", "duplicate.exact", "duplicate.near", "match", "mix", "limit")  # "": taken
-TAKEN, EXACT, NEAR, MATCH, MIX, LIMIT = range(len(REASONS))
+REASONS = (  # "": taken
+    "",
+    "duplicate.exact",
+    "duplicate.near",
+    "match",
+    "mix",
+    "limit",
+    "duplicate.beginning",
+)
+TAKEN, EXACT, NEAR, MATCH, MIX, LIMIT, BEGINNING = range(len(REASONS))
 NOTES = {
     "duplicate.exact": "the same as",
     "duplicate.near": "nearly the same as",
+    "duplicate.beginning": "goes on in",
     "match": "others resemble the traffic more",
     "mix": "its source has its share",
     "limit": "there are enough",
@@ -177,14 +188,19 @@ def _row(value: dict[str, Any]) -> SourceRow:
 
 
 def row_digests(rows: Sequence[SourceRow]) -> BlockArrays:
-    """Keys of the texts [R, 2], signatures [R, B], and hashes of the rows' own ids [R]."""
+    """Keys of the texts [R, 2], signatures [R, B], hashes of the rows' own ids [R]; keys of what
+    rows go on from [S, 2], and the row of each [S].
+    """
     keys = [text_key(text_hash(row)) for row in rows]
     bands = [signature(row) for row in rows]
+    begun = [(key, row) for row, one in enumerate(rows) for key in beginning_keys(one)]
     ids = [NO_ID if row.id is None else id_hash(row.id) for row in rows]
     return {
         "text_key": np.array(keys, dtype=np.uint64).reshape(-1, 2),
         "bands": np.array(bands, dtype=np.uint64).reshape(-1, BANDS),
         "id": np.array(ids, dtype=np.uint64),
+        "begun": np.array([key for key, _ in begun], dtype=np.uint64).reshape(-1, 2),
+        "begun_by": np.array([row for _, row in begun], dtype=np.int64),
     }
 
 
@@ -214,6 +230,14 @@ class RemainingRows:
 
     def __len__(self) -> int:
         return len(self.ids)
+
+    def gone_on(self) -> IndexArray:
+        """For each row one of its source that repeats it and goes on, else NONE: [R]."""
+        names = ("begun", "begun_by")
+        arrays = [self.store.arrays(number, *names) for number in range(self.num_blocks)]
+        owners = [one["begun_by"] + self.first(number) for number, one in enumerate(arrays)]
+        parts = np.concatenate([one["begun"] for one in arrays])
+        return beginnings(self.text_keys, self.sources, parts, np.concatenate(owners))
 
     def first(self, block: int) -> int:
         """The number of a block's first row."""
@@ -261,9 +285,10 @@ class RemainingRows:
 class Selection:
     """The decision on each row.
 
-    reason: [R], index in REASONS. same_as: [R], the earlier row that it repeats, or NONE.
-    keeps_id: [R], whether it keeps the id of its source; otherwise its id is the beginning of its
-    text hash, or, where that is taken, its name in `names`.
+    reason: [R], index in REASONS. same_as: [R], the earlier row that it repeats, or the
+    one that goes on from it, or NONE. keeps_id: [R], whether it keeps the id of its source;
+    otherwise its id is the beginning of its text hash, or, where that is taken, its name in
+    `names`.
     """
 
     num_blocks: int
@@ -307,7 +332,7 @@ class Selection:
     @property
     def unrepeated(self) -> RowMask:
         """Which rows are no duplicates: [R]."""
-        return ~np.isin(self.reason, (EXACT, NEAR))
+        return ~np.isin(self.reason, (EXACT, NEAR, BEGINNING))
 
     @property
     def num_taken(self) -> int:
@@ -320,8 +345,8 @@ class Selection:
             return None
         if self.same_as[number] == NONE:
             return Drop(reason, note=NOTES[reason])
-        earlier = rows.row(int(self.same_as[number]))
-        return Drop(reason, note=f"{NOTES[reason]} {earlier.where} of {earlier.source}")
+        other = rows.row(int(self.same_as[number]))
+        return Drop(reason, note=f"{NOTES[reason]} {other.where} of {other.source}")
 
     def id(self, number: int, row: SourceRow) -> str:
         """The id of a row that is taken."""
@@ -356,6 +381,11 @@ def select(rows: RemainingRows, rules: SelectionRules) -> Selection:
     """Decide on every row. Raises ConfigError and EmptyInputError (an impossible mix)."""
     same_as = exact(rows.text_keys) if len(rows) else np.empty(0, np.int64)
     reason = np.where(same_as == NONE, TAKEN, EXACT).astype(np.uint8)
+    if len(rows):
+        longer = rows.gone_on()
+        is_beginning = (reason == TAKEN) & (longer != NONE)
+        same_as = np.where(is_beginning, longer, same_as)
+        reason[is_beginning] = BEGINNING
     if rules.near is not None:
         with rows.bands() as bands:
             like = near(

@@ -218,9 +218,9 @@ class CsvFeed:
 BATCH_BYTES, MAX_BATCH = 4 << 20, 1024  # decompressed bytes, rows
 
 
-def parquet_rows(file: StoreFile, keys: frozenset[str]) -> FileValues:
-    """The rows of a Parquet file by row group, only the columns in `keys`; a damaged group is one
-    Unreadable.
+def parquet_rows(file: StoreFile, keys: frozenset[str] | None) -> FileValues:
+    """The rows of a Parquet file by row group, only the columns in `keys` (None: all); a damaged
+    group is one Unreadable.
 
     Raises InputError (pyarrow is not installed, or the store fails).
     """
@@ -231,7 +231,8 @@ def parquet_rows(file: StoreFile, keys: frozenset[str]) -> FileValues:
         table = parquet.ParquetFile(
             pyarrow.PythonFile(file, mode="r"), page_checksum_verification=True
         )
-        columns = [name for name in table.schema_arrow.names if name in keys]
+        names = table.schema_arrow.names
+        columns = [name for name in names if keys is None or name in keys]
     except faults:
         yield 1, BrokenStream("the Parquet file is cut or damaged: it has no readable footer")
         return

@@ -22,7 +22,7 @@ import hashlib
 import json
 import re
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -113,8 +113,8 @@ class LoggedRequest:
     @property
     def row(self) -> dict[str, Any]:
         """What `shapes` reads: the messages, or the text of a completion."""
-        kept: dict[str, Any] = {
-            key: self.body[key] for key in ("messages", "prompt") if key in self.body
+        kept: dict[str, Any] = {  # of a table every record has all keys
+            key: self.body[key] for key in ("messages", "prompt") if self.body.get(key) is not None
         }
         return {**kept, "id": self.id} if self.id else kept
 
@@ -154,8 +154,20 @@ def _object(text: str, otherwise: str) -> dict[str, Any]:
     return value
 
 
-def _user(record: Mapping[str, Any], *keys: str) -> str | None:
-    return next((str(record[key]) for key in keys if record.get(key)), None)
+def _value(value: Any) -> Any:
+    """A value of a table, which may hold objects and lists as JSON texts or as maps (pairs)."""
+    if isinstance(value, str) and value.lstrip().startswith(("{", "[")):
+        try:
+            return json.loads(value)
+        except (ValueError, RecursionError):
+            return None
+    is_map = isinstance(value, list) and all(isinstance(one, tuple) for one in value)
+    return dict(value) if is_map else value
+
+
+def _user(record: Any, *keys: str) -> str | None:
+    found = record if isinstance(record, dict) else {}
+    return next((str(found[key]) for key in keys if found.get(key)), None)
 
 
 def _sglang(record: dict[str, Any]) -> LoggedRequest | None:
@@ -181,22 +193,19 @@ def _is_cut(value: Any) -> bool:
 def _litellm(record: dict[str, Any]) -> LoggedRequest | None:
     if record["call_type"] not in ("completion", "acompletion"):
         return None
-    if not isinstance(record.get("messages"), list):
+    messages = _value(record.get("messages"))
+    if not isinstance(messages, list):
         raise Unreadable("LiteLLM did not log the messages (turn_off_message_logging)")
-    metadata = record.get("metadata") or {}
-    user = _user(record, "end_user") or _user(metadata, "user_api_key_user_id", "user_api_key_hash")
-    return LoggedRequest({"messages": record["messages"]}, record, record.get("id"), user)
+    metadata = _value(record.get("metadata"))
+    by_key = _user(metadata, "user_api_key_user_id", "user_api_key_hash")
+    user = _user(record, "end_user") or by_key
+    return LoggedRequest({"messages": messages}, record, record.get("id"), user)
 
 
 def _langfuse(record: dict[str, Any]) -> LoggedRequest | None:
     if record["type"] != "GENERATION":
         return None
-    given = record["input"]
-    if isinstance(given, str):  # blob exports hold it as JSON in a text
-        try:
-            given = json.loads(given)
-        except (ValueError, RecursionError) as error:
-            raise Unreadable("the input of a generation says nothing of who speaks") from error
+    given = _value(record["input"])
     body = {"messages": given} if isinstance(given, list) else given
     if not isinstance(body, dict) or not isinstance(body.get("messages"), list):
         raise Unreadable("the input of a generation holds no messages")
@@ -240,7 +249,7 @@ class RequestSampler:
             raise NotConsented(f"{config.consent} does not say yes")
         if config.opt_out and says(record, config.opt_out):
             raise NotConsented(f"refused by {config.opt_out}")
-        key = request.user or request.id or json.dumps(request.row, sort_keys=True)
+        key = request.user or request.id or json.dumps(request.row, sort_keys=True, default=str)
         digest = hashlib.sha256(key.encode("utf-8", "surrogatepass")).digest()[:8]
         if int.from_bytes(digest) >= config.share * 2**64:
             raise NotSampled(f"outside the share of {config.share:g}")
@@ -265,11 +274,7 @@ def says(record: Any, field: str) -> bool:
 
 
 def _at(record: Any, path: str) -> Any:
-    if isinstance(record, str) and record.lstrip().startswith("{"):  # tables hold objects as JSON
-        try:
-            record = json.loads(record)
-        except (ValueError, RecursionError):
-            return None
+    record = _value(record)
     if not isinstance(record, dict):
         return None
     if path in record:
