@@ -160,7 +160,7 @@ def test_the_card_s_figures_are_those_of_the_served_drafts():
     assert choose(figures, 0.0, rounds(0.0, 0)) is TREE  # SGLang before its first round
     with pytest.raises(MismatchError, match=r"judges 8\.0 drafts a round; the card has fixed"):
         choose(figures, 0.0, rounds(8.0, 6))
-    with pytest.raises(MismatchError, match="no figures at temperature 0.5, only at 0, 1"):
+    with pytest.raises(MismatchError, match=r"no figures at temperature 0\.5, only at 0, 1"):
         choose(figures, 0.5, rounds(4.0, 4))
 
 
