@@ -312,28 +312,29 @@ def test_round_cost_is_in_plain_tokens():
 
 
 @pytest.mark.parametrize("count", [1, 6, 40])
-def test_a_speedup_above_tau_fails_without_any_allowance(count):
+def test_a_speedup_above_tau_is_not_claimed(count):
     plain, eagle = pairs_of(count, tpot_ms=10 / 2.001, hist=[0, 5])
-    with pytest.raises(
-        EyasError, match=r"speed-up of 2\.00 .* at 2\.00 tokens a round.* above tau"
-    ) as impossible:
-        summarise([*plain, *eagle], GREEDY)
-    assert impossible.value.exit_code == 1
-    summarise([*plain, *pairs_of(count, tpot_ms=5, hist=[0, 5])[1]], GREEDY)
+    (compared,) = summarise([*plain, *eagle], GREEDY)["comparisons"]
+    assert (compared["speedup"], compared["speedup_interval"]) == (None, None)
+    assert compared["withheld"].startswith("2.00")
+    assert compared["withheld"].endswith("tau is 2.00")
+    same = [*plain, *pairs_of(count, tpot_ms=5, hist=[0, 5])[1]]
+    assert summarise(same, GREEDY)["comparisons"][0]["speedup"] == 2
 
 
-def test_rounds_that_cost_less_than_a_plain_token_fail_even_below_tau():
+def test_rounds_that_cost_less_than_a_plain_token_give_no_speedup_even_below_tau():
     """Half of the prompts have a tau of 5 and hardly profit; the others are faster than their own
     tau of 1.25.
     """
     plain = [row("plain", str(number), tpot_ms=10) for number in range(24)]
     easy = [row("eagle", str(number), tpot_ms=7.5, hist=[0, 0, 0, 0, 2]) for number in range(4)]
     hard = [row("eagle", str(number), tpot_ms=7.5, hist=[6, 2]) for number in range(4, 24)]
-    with pytest.raises(
-        EyasError,
-        match=r"speed-up of 1\.33 was measured at 1\.43 tokens a round, and its rounds cost 0\.94",
-    ):
-        comparison(plain, [*easy, *hard], is_greedy=True)
+    compared = comparison(plain, [*easy, *hard], is_greedy=True)
+    assert compared["speedup"] is None
+    assert re.fullmatch(
+        r"1\.33.* is impossible, since its rounds cost 0\.94 of a plain step: .*alike.*",
+        compared["withheld"],
+    )
 
 
 def test_an_arm_that_decoded_plain_but_for_a_few_rounds_has_no_tau_to_be_above():
@@ -356,37 +357,30 @@ def test_an_arm_that_decoded_plain_but_for_a_few_rounds_has_no_tau_to_be_above()
     )
 
 
-def test_a_task_whose_speedup_may_be_chance_is_not_told_one():
+def test_a_speedup_above_tau_is_noise_or_a_busy_machine():
     factors = [0.3, 0.4, 0.45, 0.46, 0.46, 0.9, 1.0, 1.1]
     plain = [row("plain", str(number), tpot_ms=10, block=number) for number in range(8)]
     eagle = [
         row("eagle", str(number), tpot_ms=10 * factor, hist=[0, 5], block=number)
         for number, factor in enumerate(factors)
     ]
-    with pytest.raises(EyasError, match="2\\.17"):
-        comparison(plain, eagle, is_greedy=True)
-    compared = comparison(plain, eagle, is_greedy=True, of_task=True)
+    compared = comparison(plain, eagle, is_greedy=True)
     assert (compared["speedup"], compared["speedup_interval"], compared["tau"]) == (None, None, 2)
     assert re.fullmatch(
         r"2\.17 \(\d\.\d\d to \d\.\d\d\) over 8 prompts is noise: tau is 2\.00",
         compared["withheld"],
     )
-    few = comparison(plain[:5], eagle[:5], is_greedy=True, of_task=True)
+    few = comparison(plain[:5], eagle[:5], is_greedy=True)
     assert (few["speedup"], few["withheld"]) == (None, "2.22 over 5 prompts is noise: tau is 2.00")
-    other = comparison(plain, eagle, is_greedy=True, same_engine=False, of_task=True)
+    other = comparison(plain, eagle, is_greedy=True, same_engine=False)
     assert (round(other["speedup"], 2), other["withheld"]) == (2.17, None), (
         "tau is no law between two engines"
     )
-    with pytest.raises(EyasError, match="above tau"):
-        comparison(
-            plain,
-            [
-                row("eagle", str(number), tpot_ms=4, hist=[0, 5], block=number)
-                for number in range(8)
-            ],
-            is_greedy=True,
-            of_task=True,
-        )
+    sure = [row("eagle", str(number), tpot_ms=4, hist=[0, 5], block=number) for number in range(8)]
+    assert re.fullmatch(
+        r"2\.50 \(2\.50 to 2\.50\) over 8 prompts is impossible, since tau is 2\.00: .*alike.*",
+        comparison(plain, sure, is_greedy=True)["withheld"],
+    )
 
 
 def test_without_a_tau_a_speedup_is_one_and_noise():
@@ -410,8 +404,7 @@ def test_without_a_tau_a_speedup_is_one_and_noise():
 
 def test_another_engine_may_be_faster_than_tau():
     plain, eagle = pairs_of(9, tpot_ms=4, hist=[0, 5])
-    with pytest.raises(EyasError):
-        comparison(plain, eagle, True)
+    assert comparison(plain, eagle, True)["speedup"] is None
     assert comparison(plain, eagle, True, same_engine=False)["speedup"] == 2.5
 
 
@@ -455,11 +448,7 @@ def prompts(tmp_path):
     return write_lines(tmp_path / "prompts.jsonl", rows)
 
 
-def test_a_run_measures_every_prompt_in_every_arm_and_finds_them_identical(
-    url, prompts, tmp_path, monkeypatch
-):
-    # Few tokens on a busy machine may come faster than tau allows: the law has tests of its own.
-    monkeypatch.setattr("eyas.bench.summary.check_possible", lambda _: None)
+def test_a_run_measures_every_prompt_in_every_arm_and_finds_them_identical(url, prompts, tmp_path):
     output = Artifact(str(tmp_path / "bench"))
     config = BenchConfig(
         url=url, prompts=prompts, num_prompts=10, concurrencies=(1, 3), max_tokens=48

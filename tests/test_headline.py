@@ -134,7 +134,7 @@ def test_the_terminal_has_all_three_ratios_and_the_sentence(capsys):
 
 
 def test_a_ratio_above_tau_is_called_out():
-    """TPOT above tau fails (test_bench.py); a busy baseline can lift the other two."""
+    """TPOT above tau is withheld (test_bench.py); a busy baseline can lift the other two."""
     plain = arm_of("plain", [10.0] * 40, ttft_ms=900.0)
     eagle = arm_of("eagle", [9.0] * 40, ttft_ms=10.0, hist=(0, 5))
     said = sentence_of(plain + eagle)

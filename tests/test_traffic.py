@@ -104,6 +104,15 @@ LOGS = {
         "metadata.requester_custom_headers.x-training",
     ),
     "LiteLLM, tags": ([json.dumps(LITELLM)], "request_tags=train-ok"),
+    "LiteLLM, a table": (
+        [json.dumps({**LITELLM, "id": 7, "metadata": json.dumps(LITELLM["metadata"])})],
+        "metadata.requester_metadata.training",
+    ),
+    "numbers for names": ([json.dumps({**BODY, "id": 7, "user": 8})], "metadata.training"),
+    "SGLang, several ids": (
+        [stamped({**SGLANG_EVENT, "obj": {"messages": MESSAGES, "rid": ["a", "b"]}})],
+        "headers.x-training",
+    ),
     "Langfuse": (
         [json.dumps(LANGFUSE), json.dumps({**LANGFUSE, "type": "SPAN"})],
         "metadata.training",

@@ -10,6 +10,7 @@ import os
 import re
 import subprocess
 from contextlib import contextmanager
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from time import sleep
@@ -22,7 +23,7 @@ from eyas.artifact import Artifact, identity
 from eyas.bench import watch
 from eyas.bench.server import counted_between, is_restarted, parse_metrics, rounds_of
 from eyas.bench.watch import CardTau, WatchWindow, choose, read_card, window_of
-from eyas.errors import EyasError, InputError, MismatchError, MissingInputError
+from eyas.errors import CorruptError, EyasError, InputError, MismatchError, MissingInputError
 from eyas.export.export import ExportConfig, export
 from eyas.export.launch import Launch
 from eyas.hub import locate, resolve_target
@@ -121,6 +122,22 @@ def test_cards_without_an_interval_are_refused(tmp_path):
         read_card(str(tmp_path))
 
 
+@pytest.mark.parametrize(
+    "content",
+    ['{"trees":', "[]", '{"trees": null}', '{"trees": [{"tau_interval": [1, 2], "rounds": 3}]}'],
+    ids=["cut", "a list", "nothing", "half of it"],
+)
+def test_a_damaged_card_is_one_clear_error(tmp_path, content):
+    (tmp_path / "eval.json").write_text(content)
+    with pytest.raises(CorruptError, match="no card that can be read"):
+        read_card(str(tmp_path))
+
+
+def test_a_head_that_is_never_taken_can_be_cut():
+    useless = replace(CHAIN, tau=1.0, interval=(1.0, 1.0), acceptance_by_position=(0.0,) * 4)
+    assert useless.cut(2).tau == 1.0
+
+
 def test_a_chain_cut_to_its_own_length_is_itself():
     assert CHAIN.cut(4) == CHAIN
     taus = [CHAIN.cut(steps).tau for steps in (1, 2, 3, 4)]
@@ -143,7 +160,7 @@ def test_the_card_s_figures_are_those_of_the_served_drafts():
     assert choose(figures, 0.0, rounds(0.0, 0)) is TREE  # SGLang before its first round
     with pytest.raises(MismatchError, match=r"judges 8\.0 drafts a round; the card has fixed"):
         choose(figures, 0.0, rounds(8.0, 6))
-    with pytest.raises(MismatchError, match="at temperature 1"):
+    with pytest.raises(MismatchError, match=r"no figures at temperature 0\.5, only at 0, 1"):
         choose(figures, 0.5, rounds(4.0, 4))
 
 
@@ -331,6 +348,8 @@ def test_what_is_no_server_or_no_card_is_one_clear_error(card, tmp_path, monkeyp
     assert_one_clear_error(done, "no answer from")
     url = f"http://127.0.0.1:{free_port()}"
     assert_one_clear_error(run_eyas("watch", url, "--head", card), f"no counters at {url}/metrics")
+    hot = run_eyas("watch", url, "--head", card, "--temperature", "0.7")
+    assert_one_clear_error(hot, "no figures at temperature 0.7, only at 0")
     nothing = str(tmp_path / "nothing")
     assert_one_clear_error(run_eyas("watch", url, "--head", nothing), "no eval.json")
     assert_one_clear_error(run_eyas("watch", "example", "--head", card), "has no scheme")

@@ -20,7 +20,7 @@ from eyas import lineage
 from eyas.artifact import Artifact, Manifest
 from eyas.bench import figures, headline, tables
 from eyas.bench.figures import Point, Series
-from eyas.bench.summary import check_possible
+from eyas.bench.summary import impossible
 from eyas.errors import InputError
 from eyas.page import fill
 
@@ -132,8 +132,8 @@ def write_reports(folder: Artifact, contents: Contents) -> str:
 
 
 def render(contents: Contents) -> str:
-    """The report as HTML. Raises EyasError for a summary with a speed-up above tau, InputError for
-    one of an older kind.
+    """The report as HTML. Raises InputError for a summary that claims a speed-up above tau, or of
+    an older kind.
     """
     contents = _to_pass_on(contents)
     bench = contents.bench
@@ -144,7 +144,10 @@ def render(contents: Contents) -> str:
             "run `eyas bench` again",
         )
     for compared in (*comparisons, *bench["by_task"]):
-        check_possible(compared)
+        if why := impossible(compared):
+            raise InputError(
+                f"this summary.json claims a speed-up above tau: {why}", "run `eyas bench` again"
+            )
     machine = bench["machine"]
     return fill(
         TEMPLATE,

@@ -14,9 +14,8 @@ both answered:
 The intervals of these three ratios hold together with 95 %: a comparison is one statement. They
 come from whole turns (blocks) of the arms, and are None below LEAST_TURNS of them.
 
-No speed-up above tau is reported: over all prompts it is an error, over the few of one task, where
-it may be chance, it is None, and `withheld` says why. An arm that hardly drafted has no tau, and
-its speed-up is 1 and noise: more is withheld.
+No speed-up above tau is reported: it is None, and `withheld` says why. An arm that hardly drafted
+has no tau, and its speed-up is 1 and noise: more is withheld.
 
 tau is tokens a round; tau_from is its source: "usage" (every answer's histogram), "metrics" (the
 server's counters), "timings" (llama.cpp's counts of every answer), or "chunks": tokens per chunk of
@@ -36,7 +35,6 @@ import numpy as np
 from eyas.bench import metrics
 from eyas.bench.server import Counters, rounds_of
 from eyas.bench.stream import Reply
-from eyas.errors import EyasError
 from eyas.tau import (
     LEAST_ROWS,
     Interval,
@@ -53,6 +51,7 @@ from eyas.tau import (
 
 RARE = 0.3  # of an arm's tokens: if no more came from rounds, it decoded plain
 NOISE = 1.1  # how far apart two arms that decode alike may be on a busy machine
+NOT_ALIKE = "the arms were not measured alike, run again on a machine that does nothing else"
 SOURCES = ("usage", "metrics", "timings")  # of a tau that is more than a guess
 
 
@@ -138,7 +137,7 @@ class RunContext:
 
 
 def summarise(rows: Sequence[BenchRow], run: RunContext) -> dict[str, Any]:
-    """Results and comparisons of a run. Raises EyasError for an impossible figure.
+    """Results and comparisons of a run.
 
     results, comparisons and by_task are of closed loops, by concurrency; open_loop has the same
     three by rate. by_task leaves out tasks of fewer than LEAST_ROWS prompts.
@@ -169,7 +168,7 @@ def _summary(rows: Sequence[BenchRow], run: RunContext) -> dict[str, list[dict[s
                     for one in (baseline, arm)
                 )
                 if min(len(base), len(other)) >= LEAST_ROWS:
-                    both = comparison(base, other, run.is_greedy, None, same, of_task=True)
+                    both = comparison(base, other, run.is_greedy, None, same)
                     by_task.append({**names, "category": category, **both})
     return {"results": results, "comparisons": comparisons, "by_task": by_task}
 
@@ -270,13 +269,8 @@ def comparison(
     is_greedy: bool,
     rounds: Mapping[str, Any] | None = None,
     same_engine: bool = True,
-    of_task: bool = False,
 ) -> dict[str, Any]:
-    """One arm against the baseline, prompt by prompt. Raises EyasError for an impossible figure.
-
-    of_task: over the few prompts of one task, where a speed-up above tau that may be chance is
-    withheld, and one whose whole interval lies above tau is an error.
-    """
+    """One arm against the baseline, prompt by prompt."""
     by_prompt = {row.prompt_id: row for row in baseline if row.is_answered}
     pairs = [
         (by_prompt[row.prompt_id], row)
@@ -326,10 +320,7 @@ def comparison(
         "e2e_speedup_interval": of_e2e,
         **found,
     }
-    if of_task or compared["tau"] is None:
-        compared = _without_chance(compared)
-    check_possible(compared)
-    return compared
+    return _withheld(compared)
 
 
 def _turns(
@@ -363,30 +354,13 @@ def _ratio_of_rates(table: np.ndarray) -> np.ndarray:
         return np.asarray(ratio_of_sums(table[..., 4:6]) / ratio_of_sums(table[..., 6:8]))
 
 
-def _without_chance(compared: dict[str, Any]) -> dict[str, Any]:
-    """Without a speed-up above the possible one, if chance explains it: it has no interval, or one
-    that reaches below. `withheld` says so.
-    """
-    most, speedup, interval = (
-        most_possible(compared),
-        compared["speedup"],
-        compared["speedup_interval"],
-    )
-    if most is None or speedup is None or speedup <= most:
+def _withheld(compared: dict[str, Any]) -> dict[str, Any]:
+    """Without a speed-up that no head gives; `withheld` says why."""
+    why = impossible(compared)
+    if why is None:
         return compared
-    if compared["tau"] is not None and interval is not None and interval[0] > most:
-        return compared  # no chance, but an error; without tau it is always a busy machine's
-    around = "" if interval is None else f" ({interval[0]:.2f} to {interval[1]:.2f})"
-    hardly = f"more than {most:.2f} is impossible, hardly any token was drafted"
-    held = hardly if compared["tau"] is None else f"tau is {most:.2f}"
-    why = f"{speedup:.2f}{around} over {compared['num_pairs']} prompts is noise: {held}"
-    return {
-        **compared,
-        "speedup": None,
-        "speedup_interval": None,
-        "paired_speedup": None,
-        "withheld": why,
-    }
+    nothing = dict.fromkeys(("speedup", "speedup_interval", "paired_speedup"))
+    return {**compared, **nothing, "withheld": why}
 
 
 def most_possible(compared: Mapping[str, Any]) -> float | None:
@@ -401,31 +375,36 @@ def most_possible(compared: Mapping[str, Any]) -> float | None:
     return None if forward is None else NOISE * float(forward)
 
 
-def check_possible(compared: Mapping[str, Any]) -> None:
-    """A round costs at least a plain step, so no speed-up is above tau. Raises EyasError for one,
-    and for a median round that cost, with certainty, less than a plain token.
+def impossible(compared: Mapping[str, Any]) -> str | None:
+    """Why no head gives the speed-up of a comparison; None where one may.
 
-    Only where that is a law: against the same engine, with a tau that the server reports.
+    A round costs at least a plain step, so no speed-up is above tau, and no median round costs,
+    with certainty, less than a plain token. What is measured so all the same is noise of a few
+    prompts, or a machine that was busy with something else during one of the arms.
     """
-    speedup, tau, cost, most = (
+    speedup, interval, tau, cost, most = (
         compared["speedup"],
+        compared["speedup_interval"],
         compared["tau"],
         compared["round_cost"],
         most_possible(compared),
     )
-    if most is None or speedup is None or tau is None:
-        return
-    if speedup > most or (cost is not None and cost["high"] is not None and cost["high"] < 1):
-        median = (
-            "" if cost is None else f", and its rounds cost {cost['median']:.2f} of a plain step"
+    if most is None or speedup is None:
+        return None
+    around = "" if interval is None else f" ({interval[0]:.2f} to {interval[1]:.2f})"
+    measured = f"{speedup:.2f}{around} over {compared['num_pairs']} prompts"
+    if speedup > most:
+        hardly = f"more than {most:.2f} is impossible, hardly any token was drafted"
+        held = hardly if tau is None else f"tau is {most:.2f}"
+        if tau is None or interval is None or interval[0] <= most:
+            return f"{measured} is noise: {held}"
+        return f"{measured} is impossible, since {held}: {NOT_ALIKE}"
+    if tau is not None and cost is not None and cost["high"] is not None and cost["high"] < 1:
+        return (
+            f"{measured} is impossible, since its rounds cost {cost['median']:.2f} of a plain "
+            f"step: {NOT_ALIKE}"
         )
-        what = (
-            f"internal error: a speed-up of {speedup:.2f} was measured at {tau:.2f} tokens a round"
-        )
-        raise EyasError(
-            f"{what}{median}: it is above tau, which is impossible",
-            "the arms were not measured alike: run again on a machine that does nothing else",
-        )
+    return None
 
 
 def _is_same(base: BenchRow, row: BenchRow) -> bool:

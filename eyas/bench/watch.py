@@ -44,7 +44,7 @@ from eyas.bench.server import (
     rounds_of,
 )
 from eyas.client import Client
-from eyas.errors import EyasError, InputError, MismatchError, MissingInputError
+from eyas.errors import CorruptError, EyasError, InputError, MismatchError, MissingInputError
 from eyas.tau import Interval, acceptance_of_positions
 
 MARGIN = 0.1  # of the accepted drafts a round: less is not worth a training run
@@ -89,7 +89,7 @@ class CardTau:
     def cut(self, num_draft_steps: int) -> CardTau:
         """A chain's figures with fewer drafts a round: the same acceptance, no drafts behind."""
         shares = list(accumulate(self.acceptance_by_position, mul))
-        kept = sum(shares[:num_draft_steps]) / sum(shares)
+        kept = sum(shares[:num_draft_steps]) / (sum(shares) or 1.0)  # a head may be of no use
         tau, low, high = (1 + kept * (one - 1) for one in (self.tau, *self.interval))
         return replace(
             self,
@@ -105,7 +105,7 @@ def read_card(place: str) -> list[CardTau]:
     """The figures of a head's card: of an eval.json or README.md, or of a folder or URL that has
     one: output of `eyas eval`, or of `eyas export` with an evaluation.
 
-    Raises MissingInputError, InputError for a card without a tau and its interval.
+    Raises MissingInputError, CorruptError, InputError for a card without a tau and its interval.
     """
     folder, _, name = place.rpartition("/")
     if name not in (EVAL, README):
@@ -118,7 +118,13 @@ def read_card(place: str) -> list[CardTau]:
             "give the output of `eyas eval` or `eyas export`",
         )
     text = output.read(found).decode(errors="replace")
-    figures = _of_eval(json.loads(text)) if found == EVAL else _of_readme(text)
+    try:
+        figures = _of_eval(json.loads(text)) if found == EVAL else _of_readme(text)
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
+        raise CorruptError(
+            f"{output.url}/{found} is no card that can be read ({type(error).__name__}: {error})",
+            "make it again with `eyas eval` or `eyas export`",
+        ) from error
     if not figures:
         raise InputError(
             f"{output.url}/{found} states no tau with its interval",
@@ -174,14 +180,26 @@ def _of_readme(text: str) -> list[CardTau]:
     ]
 
 
+def at_temperature(figures: Sequence[CardTau], temperature: float) -> list[CardTau]:
+    """The card's figures at one temperature. Raises MismatchError where it has none."""
+    own = [one for one in figures if one.temperature == temperature]
+    if not own:
+        known = ", ".join(f"{one:g}" for one in sorted({one.temperature for one in figures}))
+        raise MismatchError(
+            f"the card has no figures at temperature {temperature:g}, only at {known}",
+            "give one of them as --temperature, or measure: `eyas eval` with --temperatures",
+        )
+    return own
+
+
 def choose(figures: Sequence[CardTau], temperature: float, rounds: Mapping[str, Any]) -> CardTau:
     """The card's figures for drafts of the size that a server makes (`rounds_of` its counters): the
     nearest, a longer chain cut to its steps among them; else those of auto. Where the server does
     not tell the size, the first. Raises MismatchError.
     """
-    own = [one for one in figures if one.temperature == temperature]
+    own = at_temperature(figures, temperature)
     nodes, steps = rounds["nodes_mean"], rounds["num_draft_steps"]  # of the second at least so many
-    if own and not nodes:
+    if not nodes:
         return own[0]
     sized = [one for one in own if one.size is not None and one.size[0] >= steps]
     longer = [one for one in sized if one.size and one.size[1] == 1 and one.size[0] > steps > 0]
@@ -295,9 +313,10 @@ async def windows(
 ) -> AsyncIterator[WatchWindow]:
     """Windows of `requests` answers or a few more, without an end.
 
-    Raises MissingInputError where a server has no counters at the start, or none answers for
-    LOST_S; what `window_of` raises.
+    Raises MismatchError for a temperature that the card has not, MissingInputError where a server
+    has no counters at the start, or none answers for LOST_S; what `window_of` raises.
     """
+    at_temperature(figures, temperature)  # now, and not after the first window
     last = dict(zip([one.url for one in clients], await _read(clients), strict=True))
     if silent := [url for url, counters in last.items() if not counters]:
         raise MissingInputError(

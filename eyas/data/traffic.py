@@ -66,7 +66,7 @@ class TrafficConfig(BaseModel):
         description="why requests without a consent of their own may be used, e.g. the contract",
     )
     opt_out: str | None = Field(
-        default=None, description="PATH or PATH=VALUE by which a request refuses"
+        default=None, min_length=1, description="PATH or PATH=VALUE by which a request refuses"
     )
     share: float = Field(
         default=1.0, gt=0, le=1, description="of the users (of requests, where none is named)"
@@ -139,7 +139,7 @@ def _of_line(line: str) -> LoggedRequest | dict[str, Any] | None:
     """A line of a server's log."""
     if found := VLLM_BODY.match(line):
         body = _object(found.group(2), "cut: start vLLM without --max-log-len")
-        return LoggedRequest(body, body, found.group(1), _user(body, "user"))
+        return LoggedRequest(body, body, found.group(1), _text(body, "user"))
     found = SGLANG_LINE.match(line)
     return _object(found.group(1), "not JSON") if found else None
 
@@ -165,9 +165,10 @@ def _value(value: Any) -> Any:
     return dict(value) if is_map else value
 
 
-def _user(record: Any, *keys: str) -> str | None:
-    found = record if isinstance(record, dict) else {}
-    return next((str(found[key]) for key in keys if found.get(key)), None)
+def _text(record: Mapping[str, Any], *paths: str) -> str | None:
+    """The first of the fields that holds something: ids and users may be numbers."""
+    found = (_at(record, path) for path in paths)
+    return next((str(one) for one in found if one), None)
 
 
 def _sglang(record: dict[str, Any]) -> LoggedRequest | None:
@@ -179,7 +180,7 @@ def _sglang(record: dict[str, Any]) -> LoggedRequest | None:
         raise Unreadable("a logged request is not an object")
     if _is_cut(body):
         raise Unreadable("a logged request is cut: take --log-requests-level 3")
-    return LoggedRequest(body, record, body.get("rid"), _user(body, "user"))
+    return LoggedRequest(body, record, _text(body, "rid"), _text(body, "user"))
 
 
 def _is_cut(value: Any) -> bool:
@@ -196,10 +197,9 @@ def _litellm(record: dict[str, Any]) -> LoggedRequest | None:
     messages = _value(record.get("messages"))
     if not isinstance(messages, list):
         raise Unreadable("LiteLLM did not log the messages (turn_off_message_logging)")
-    metadata = _value(record.get("metadata"))
-    by_key = _user(metadata, "user_api_key_user_id", "user_api_key_hash")
-    user = _user(record, "end_user") or by_key
-    return LoggedRequest({"messages": messages}, record, record.get("id"), user)
+    keys = ("user_api_key_user_id", "user_api_key_hash")
+    user = _text(record, "end_user", *(f"metadata.{key}" for key in keys))
+    return LoggedRequest({"messages": messages}, record, _text(record, "id"), user)
 
 
 def _langfuse(record: dict[str, Any]) -> LoggedRequest | None:
@@ -209,11 +209,11 @@ def _langfuse(record: dict[str, Any]) -> LoggedRequest | None:
     body = {"messages": given} if isinstance(given, list) else given
     if not isinstance(body, dict) or not isinstance(body.get("messages"), list):
         raise Unreadable("the input of a generation holds no messages")
-    return LoggedRequest(body, record, record.get("id"), _user(record, "user_id", "userId"))
+    return LoggedRequest(body, record, _text(record, "id"), _text(record, "user_id", "userId"))
 
 
 def _openai(record: dict[str, Any]) -> LoggedRequest:
-    return LoggedRequest(record, record, _user(record, "id", "request_id"), _user(record, "user"))
+    return LoggedRequest(record, record, _text(record, "id", "request_id"), _text(record, "user"))
 
 
 _READERS: tuple[
