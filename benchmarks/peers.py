@@ -49,6 +49,8 @@ import safetensors.torch
 import torch
 
 from eyas import hub
+from eyas.export.engines import LOADERS
+from eyas.export.launch import layers_info
 from eyas.gguf.folder import is_gguf
 from eyas.model.checkpoint import read_head
 from eyas.model.config import HeadConfig, RopeConfig, read_config
@@ -141,7 +143,11 @@ def entries(section: str, files: bool) -> list[Entry]:
             for name, settings in openvino
         ),
         *(
-            Entry(f"OpenVINO {name}, tree 4x4, 16", "openvino", {**settings, **TREE})
+            Entry(
+                f"OpenVINO {name}, tree 4x4, 16",
+                "openvino",
+                {**settings, **TREE, "kv_cache": "u8"},
+            )
             for name, settings in openvino
         ),
         Entry("vLLM chain 2", "vllm", {"num_draft_steps": 2}),
@@ -225,7 +231,14 @@ def head_folders(
             beside = embed_tokens if form in EMBEDDINGS_BESIDE else None
             files = write_head(config, tensors, form, Verifier(target, architectures, beside))
             found[f"head_{form}"] = folder_of(files, work / f"{name}-head-{form}")
-    return found
+    return {**found, "layers_openvino": layers_info(config.taps)}
+
+
+def unread_flags(entry: Entry, head: str) -> list[str]:
+    """What the engine of an entry that drafts cannot read of a head."""
+    loader = LOADERS.get({"llama_cpp": "llama.cpp", "openvino": "OpenVINO"}.get(entry.peer, ""))
+    drafts = loader is not None and "num_draft_steps" in entry.settings
+    return loader.unread_flags(read_head(head)[0]) if loader and drafts else []
 
 
 def given_models(args: argparse.Namespace, work: Path) -> dict[str, str]:
@@ -369,6 +382,9 @@ class Run:
                     self.skipped[f"{section}: {entry.name}"] = (
                         "not given" if python is None else "not asked for"
                     )
+                    continue
+                if flags := unread_flags(entry, models["head_eyas"]):
+                    self.skip(section, entry.name, f"does not read {', '.join(flags)} of the head")
                     continue
                 log = self.work / f"{section}-{number}-{entry.peer}.log"
                 worker = Worker(python, entry.peer, self.args.threads, log)

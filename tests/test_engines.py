@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from eyas.export.engines import LOADERS
+from eyas.export.launch import EAGLE3_MODE, Launch, layers_info
 from eyas.model.forms import EMBEDDINGS_BESIDE, Verifier, write_head
 from tests.tiny import tiny_target
 from tests.tiny_head import tiny_head, write_folder
@@ -51,7 +54,9 @@ def test_the_table_of_recorded_rows():
     ]
     assert low.endswith("<- not as foretold")
     assert "layers one early" in broken
-    assert not broken.endswith("<- not as foretold")  # it is expected to fall
+    assert broken.endswith("12.3")  # it is expected to fall
+    unseen = ROW | {"fault": "layers one early"}
+    assert engines.table([unseen], {}).endswith("<- the fault does not show")
     assert "all loaded; hidden off by 2.0e-06" in loaded
     assert "NOT loaded: model.fc_norm.0.weight" in skips
     assert why == "skipped llama.cpp: not here"
@@ -69,10 +74,10 @@ def exported(tmp_path) -> Path:
 
 
 @pytest.mark.parametrize("fault", engines.FAULTS)
-def test_a_wrong_export_differs_in_one_key(exported, tmp_path, fault):
+def test_a_wrong_export_differs_in_one_key(exported, fault):
     right = json.loads((exported / "config.json").read_text())
-    place = Path(engines.spoiled(str(exported), fault, tmp_path / "wrong"))
-    wrong = json.loads((place / "config.json").read_text())
+    place = engines.spoiled({"head_vllm": str(exported)}, fault)["head_vllm"]
+    wrong = json.loads((Path(place) / "config.json").read_text())
     (key,) = [key for key in right if right[key] != wrong[key]]
     assert (key, wrong[key]) == {
         "layers one early": (
@@ -81,6 +86,36 @@ def test_a_wrong_export_differs_in_one_key(exported, tmp_path, fault):
         ),
         "norm_output lost": ("norm_output", False),
     }[fault]
+
+
+def test_layers_are_written_into_what_openvino_converted(tmp_path):
+    """The second command of the card, on the part of a converted head that it changes."""
+    command = Launch("m", 3, 1, 4, taps=(1, 14, 26)).command("openvino")
+    info = f"<rt_info>\n\t\t{EAGLE3_MODE}\n\t</rt_info>"
+    (tmp_path / "openvino-ir").mkdir()
+    file = tmp_path / "openvino-ir" / "openvino_model.xml"
+    file.write_text(info)
+    subprocess.run(["sh", "-c", command.splitlines()[-1]], cwd=tmp_path, check=True)
+    layers = '<hidden_layers_list value="1 14 26" />'
+    assert file.read_text() == info.replace(EAGLE3_MODE, EAGLE3_MODE + layers)
+
+
+def test_a_wrong_openvino_head_has_no_layers(exported):
+    folders = {"head_openvino": str(exported), "layers_openvino": layers_info((1, 14, 26))}
+    wrong = engines.spoiled(folders, engines.NOT_WRITTEN)
+    assert wrong["layers_openvino"] == ""
+    assert wrong["head_openvino"] != folders["head_openvino"]
+
+
+def test_rows_are_kept_for_the_same_head_and_settings(tmp_path, monkeypatch):
+    args = SimpleNamespace(prompts=2, max_tokens=8, threads=1, data=Path("data"))
+    heads = {"plain": {"head_eyas": "plain-0"}}
+    run = engines.Run(args, tmp_path, {}, heads, [], None)
+    monkeypatch.setattr(run, "row", lambda arm, told: {"tau": told["tau"]})
+    arm = engines.Arm("vLLM", "vllm", "plain", "fixed(4,1,5)")
+    assert run.kept_row(arm, {"tau": 1}) == run.kept_row(arm, {"tau": 2}) == {"tau": 1}
+    heads["plain"]["head_eyas"] = "plain-1"
+    assert run.kept_row(arm, {"tau": 3}) == {"tau": 3}
 
 
 def test_forms_of_engines_whose_flags_are_read(tmp_path):

@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 import shlex
 import sys
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
@@ -17,6 +18,7 @@ from eyas.cli.serve import EngineName, become, engine_command
 from eyas.errors import ConfigError, EyasError, InputError
 from eyas.serve.server import ServeConfig
 from tests.tiny import tiny_target
+from tests.tiny_head import head_folder
 
 CHAIN = "fixed(3,1,4)"
 
@@ -39,6 +41,7 @@ def head(tmp_path_factory):
 def options(arguments):
     """Flags with their values, behind the command's first words."""
     first = next(number for number, one in enumerate(arguments) if one.startswith("--"))
+    arguments = [one for one in arguments if one != "--enable-metrics"]
     assert len(arguments[first:]) % 2 == 0
     return dict(zip(arguments[first::2], arguments[first + 1 :: 2], strict=True))
 
@@ -56,6 +59,7 @@ def test_sglang_gets_the_head_the_tree_and_the_address(target, head):
         "engine": {"max_batch": 16, "max_length": 512},
     }
     command = engine_command(EngineName.SGLANG, config(target, head, **settings), "--tp 2")
+    assert "--enable-metrics" in command  # for `eyas watch`
     assert command[:3] == [sys.executable, "-m", "sglang.launch_server"]
     assert options(command) == {
         "--model-path": target,
@@ -72,6 +76,12 @@ def test_sglang_gets_the_head_the_tree_and_the_address(target, head):
         "--context-length": "512",
         "--tp": "2",
     }
+
+
+def test_sglang_gets_the_window_of_the_head(target, tmp_path):
+    windowed = head_folder(Path(target), tmp_path / "head", "sglang", sliding_window=7)
+    given = options(engine_command(EngineName.SGLANG, config(target, windowed)))
+    assert given["--speculative-draft-window-size"] == "7"
 
 
 def test_vllm_gets_the_head_and_the_address(target, head):

@@ -1,18 +1,21 @@
 """A Llama target, or an EAGLE-3 head with its embedding, in OpenVINO's form, by optimum-intel.
 
-python convert_openvino.py MODEL OUT bf16|fp16|fp32        # bf16: the weights as they are stored
+python convert_openvino.py MODEL OUT bf16|fp16|fp32 [INFO]  # bf16: the weights as they are stored
+
+INFO goes into the runtime info behind that of EAGLE-3's mode, as the export's card says.
 """
 
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 
 from optimum.exporters.openvino import main_export
 from optimum.intel import OVConfig
 
 
 def main() -> None:
-    model, out, weights = sys.argv[1:]
+    model, out, weights, *info = sys.argv[1:]
     config = None if weights == "bf16" else OVConfig(dtype=weights)
     main_export(
         model,
@@ -22,6 +25,11 @@ def main() -> None:
         convert_tokenizer=True,
         trust_remote_code=True,
     )
+    if info and info[0]:
+        file, mode = Path(out, "openvino_model.xml"), '<eagle3_mode value="True" />'
+        text = file.read_text()
+        assert text.count(mode) == 1, f"{file} is no EAGLE-3 head"
+        file.write_text(text.replace(mode, mode + info[0]))
 
 
 if __name__ == "__main__":

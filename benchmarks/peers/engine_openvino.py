@@ -3,7 +3,9 @@ speculating.
 
 The weights are stored as the precision says (bf16 as it came, fp16 or fp32); `inference_precision`
 is what the CPU plugin computes in. A chain sets num_assistant_tokens alone, a tree also
-branching_factor and tree_depth.
+branching_factor and tree_depth. A tree needs `kv_cache`, the precision of keys and values: where
+none is named, GenAI moves those of an accepted branch as if they had another than they have, and
+the answers are wrong.
 """
 
 from __future__ import annotations
@@ -30,12 +32,16 @@ class OpenVino:
             "INFERENCE_PRECISION_HINT": settings["inference_precision"],
             "INFERENCE_NUM_THREADS": settings["threads"],
         }
+        if "kv_cache" in settings:
+            device["KV_CACHE_PRECISION"] = settings["kv_cache"]
         device |= {"PERFORMANCE_HINT": "LATENCY", "ENABLE_HYPER_THREADING": True}
         options: dict[str, Any] = dict(device)
         self.speculates = "num_draft_steps" in settings
         if self.speculates:
             options["draft_model"] = genai.draft_model(
-                exported(settings, settings["head_openvino"]), "CPU", **device
+                exported(settings, settings["head_openvino"], settings["layers_openvino"]),
+                "CPU",
+                **device,
             )
         if self.speculates or settings.get("paged"):
             scheduler = genai.SchedulerConfig()
@@ -67,13 +73,22 @@ class OpenVino:
         return Decoded(tokens, (times[-1] - times[0]) / 1e3, len(times) - 1, first / 1e3)
 
 
-def exported(settings: dict[str, Any], folder: str) -> str:
-    """The model of a Hugging Face folder in OpenVINO's form, exported once."""
+def exported(settings: dict[str, Any], folder: str, *info: str) -> str:
+    """The model of a Hugging Face folder in OpenVINO's form, exported once. info: of a head, its
+    layers.
+    """
     weights = settings["weights"]
     made = Path(settings["work"], f"{Path(folder).name}-openvino-{weights}")
     if not made.exists():
         half = made.with_name(made.name + ".half")
-        command = [sys.executable, str(HERE / "convert_openvino.py"), folder, str(half), weights]
+        command = [
+            sys.executable,
+            str(HERE / "convert_openvino.py"),
+            folder,
+            str(half),
+            weights,
+            *info,
+        ]
         subprocess.run(command, check=True, stdout=sys.stderr)
         half.rename(made)
     return str(made)

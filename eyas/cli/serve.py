@@ -25,6 +25,8 @@ from eyas.errors import ConfigError, EyasError, InputError, MissingInputError
 from eyas.export.launch import Launch
 from eyas.hub import is_hub_id, resolve_head, resolve_target
 from eyas.log import log_to_stderr
+from eyas.model.config import read_config
+from eyas.model.dialects import uses_window
 from eyas.serve.server import ServeConfig, serve
 from eyas.serve.vertex import from_environment
 
@@ -172,6 +174,8 @@ def engine_command(engine: EngineName, config: ServeConfig, extra: str = "") -> 
     target = config.target
     if not is_hub_id(target):
         target = str(Path(resolve_target(target)).absolute())
+    head = _exported_head(engine, Path(resolve_head(config.head)).absolute())
+    settings = read_config(head)
     launch = Launch(
         target,
         steps,
@@ -179,14 +183,16 @@ def engine_command(engine: EngineName, config: ServeConfig, extra: str = "") -> 
         sizes.num_verify_tokens,
         config.dtype if "dtype" in given else None,
         config.engine.max_length if "max_length" in sizes_given else None,
+        settings.get("sliding_window") if uses_window(settings) else None,
     )
-    head = _exported_head(engine, Path(resolve_head(config.head)).absolute())
     words = launch.arguments(engine.value, str(head))
     words += ["--host", config.host, "--port", str(config.port)]
     words += ["--served-model-name", config.served_model]
     if "max_batch" in sizes_given:
         flag = "--max-running-requests" if engine is EngineName.SGLANG else "--max-num-seqs"
         words += [flag, str(config.engine.max_batch)]
+    if engine is EngineName.SGLANG:
+        words.append("--enable-metrics")  # for `eyas watch`; vLLM always counts
     if words[0] == "python":
         words[0] = sys.executable
     return [*words, *shlex.split(extra)]

@@ -25,14 +25,11 @@ class EngineLoader:
 
     form: the exported folder that it reads. unread: flags of the head's config that it has no word
     for, with what it does about them; where: the place in its source that says so.
-    reads_layers: whether it takes the tapped layers from the config; one that does not takes the
-    target's default ones.
     """
 
     form: Form
     where: str
     unread: Mapping[str, str] = field(default_factory=dict)
-    reads_layers: bool = True
 
     def unread_flags(self, config: HeadConfig) -> list[str]:
         """The flags that this head sets and this engine does not read."""
@@ -57,6 +54,5 @@ LOADERS = {
         "optimum/exporters/openvino/model_patcher.py:8447-8472, 8510-8520, 8586-8587, 8601 (one "
         "norm, the last; other weights are left out)",
         dict.fromkeys(OPENVINO_DROPS, IGNORES),
-        reads_layers=False,
     ),
 }

@@ -110,7 +110,7 @@ def export(
         head.url, [fault for form in config.forms for fault in form_faults(shape, tensors, form)]
     )
     output.begin(work)  # not before: a head that is refused takes no folder
-    launch = launch_of(config, target, folder, vocabulary, shape.sliding_window)
+    launch = launch_of(config, target, folder, vocabulary, shape)
     hashes: dict[str, str] = {}
     for number, form in enumerate(config.forms):
         track(number, len(config.forms), form)
@@ -193,7 +193,7 @@ def launch_of(
     target: str,
     folder: str,
     vocabulary: TargetVocabulary,
-    draft_window: int | None,
+    head: HeadConfig,
 ) -> Launch:
     """What the commands say."""
     drafts = Speculation.parse(config.speculation)
@@ -204,7 +204,8 @@ def launch_of(
         drafts.tree_topk,
         drafts.num_verify_tokens,
         dtype,
-        draft_window=draft_window,
+        draft_window=head.sliding_window,
+        taps=head.taps,
     )
 
 

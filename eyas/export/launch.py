@@ -1,6 +1,10 @@
 """The commands that start SGLang and vLLM with an exported head, and the one that converts it for
 OpenVINO, which has no server: three templates, filled with values.
 
+OpenVINO's converter writes no tapped layers, and GenAI then takes the outputs of layers 2, L / 2
+and L - 3, each one later than EAGLE-3's: the layers are written into the converted model, where it
+looks for them (openvino.genai's src/cpp/src/speculative_decoding/eagle3_model_transforms.cpp).
+
 Read from SGLang 0.5.23 (docs.sglang.io/docs/advanced_features/speculative_decoding; the wheel's
 sglang/srt/arg_groups/speculative_hook.py) and vLLM 0.32.0 (docs.vllm.ai, "EAGLE draft models"; the
 wheel's vllm/config/speculative.py).
@@ -16,6 +20,7 @@ from typing import Literal
 
 EngineForm = Literal["sglang", "vllm", "openvino"]
 DTYPES = ("bfloat16", "float16", "float32")  # names that both engines know
+EAGLE3_MODE = '<eagle3_mode value="True" />'  # of the runtime info that OpenVINO's converter writes
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +29,8 @@ class Launch:
 
     dtype: the target's precision, one of DTYPES, which the engines compute the head in as well;
     None leaves it to them. max_length: of a request in tokens; None is the target's own.
-    draft_window: the head's `sliding_window`, which SGLang takes from the command only.
+    draft_window: the head's `sliding_window`, which SGLang takes from the command only. taps: the
+    layers whose outputs the head reads, which OpenVINO takes from the converted file only.
     """
 
     target: str
@@ -34,6 +40,7 @@ class Launch:
     dtype: str | None = None
     max_length: int | None = None
     draft_window: int | None = None
+    taps: tuple[int, int, int] | None = None
 
     @property
     def title(self) -> str:
@@ -64,7 +71,11 @@ class Launch:
         words = self.arguments(engine, f"./{engine}")
         first = next(at for at, word in enumerate(words) if word.startswith("--"))
         lines = [words[:first], *(words[at : at + 2] for at in range(first, len(words), 2))]
-        return " \\\n    ".join(map(shlex.join, lines))
+        command = " \\\n    ".join(map(shlex.join, lines))
+        if engine == "openvino" and self.taps is not None:
+            script = f"s#{EAGLE3_MODE}#&{layers_info(self.taps)}#"
+            command += "\n" + shlex.join(["sed", "-i", script, f"{words[-1]}/openvino_model.xml"])
+        return command
 
     def _sglang(self, head: str) -> tuple[list[str], dict[str, object]]:
         return ["python", "-m", "sglang.launch_server"], {
@@ -97,3 +108,8 @@ class Launch:
         is written comes last."""
         task = ["--task", "text-generation-with-past"]
         return ["--model", head, *task, "--trust-remote-code", f"{head.rstrip('/')}-ir"]
+
+
+def layers_info(taps: tuple[int, int, int]) -> str:
+    """What follows EAGLE3_MODE in a converted head: numbers between spaces, commas are not read."""
+    return f'<hidden_layers_list value="{" ".join(map(str, taps))}" />'
