@@ -4,8 +4,9 @@
     [--prompts 4] [--speculation auto] [--tree fixed(4,2,8)]
 
 Every setting (temperatures, cuts, penalties, log-probabilities) runs the same prompts, some of each
-of Spec-Bench's tasks, through three engines on one target: plain, `--speculation`, and a fixed
-tree, whose rounds cost the same at every temperature but for the draws. The settings take turns
+of Spec-Bench's tasks, through four engines on one target: plain, `--speculation`, the same with a
+draft that does not know the numbers that tokens are drawn with, and a fixed tree, whose rounds cost
+the same at every temperature but for the draws. The settings take turns
 prompt by prompt, so that a busy minute hits all alike. By setting: ms a token of each engine
 (medians over requests), the speed-up, tau, and ms a round of the fixed tree; and microseconds of a
 single draw, as of a first token or under a grammar, in NumPy and in the native library. The last
@@ -49,6 +50,22 @@ SETTINGS = {
 }
 
 
+WAYS = ("plain", "auto", "blind", "tree")
+
+
+class BlindDraft:
+    """A draft that proposes what is most probable, whatever the numbers of the draws."""
+
+    def __init__(self, draft: Draft) -> None:
+        self._draft = draft
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._draft, name)
+
+    def grow(self, *arguments: object) -> object:
+        return self._draft.grow(*arguments[:-1])
+
+
 def requests(args: argparse.Namespace) -> list[Request]:
     """Some prompts of each task, mixed."""
     chat, found = Chat(hub.resolve_target(args.target)), []
@@ -80,11 +97,12 @@ def main() -> None:
     draft = Draft(*read_head(hub.resolve_head(args.head)), target)
     single = single_draws(args.settings, target.config.vocab_size)
     shared = {"max_batch": args.concurrency, "max_length": args.most, "prefix_reuse": False}
-    ways = {"plain": "off", "auto": args.speculation, "tree": args.tree}
+    ways = dict.fromkeys(WAYS, args.speculation) | {"plain": "off", "tree": args.tree}
     engines = {
         way: Engine(target, draft, EngineConfig(speculation=mode, **shared))
         for way, mode in ways.items()
     }
+    engines["blind"].rounds.entries.draft = BlindDraft(draft)
     measured = {(setting, way): Measured() for setting in args.settings for way in ways}
     asked = requests(args)
     groups = [asked[at : at + args.concurrency] for at in range(0, len(asked), args.concurrency)]
@@ -136,14 +154,16 @@ def single_draws(settings: list[str], vocab_size: int) -> dict[str, dict[str, fl
 
 
 def row(measured: dict[tuple[str, str], Measured], setting: str) -> dict[str, float | None]:
-    plain, auto, tree = (measured[setting, way] for way in ("plain", "auto", "tree"))
-    ms = {way: statistics.median(measured[setting, way].tpot_ms) for way in ("plain", "auto")}
+    plain, auto, blind, tree = (measured[setting, way] for way in WAYS)
+    ms = {way: statistics.median(measured[setting, way].tpot_ms) for way in WAYS}
     return {
         "ms_plain": round(ms["plain"], 3),
         "ms_auto": round(ms["auto"], 3),
         "speedup": ratio(ms["plain"], ms["auto"]),
+        "speedup_blind": ratio(ms["plain"], ms["blind"]),
         "throughput_ratio": ratio(auto.tokens / auto.seconds, plain.tokens / plain.seconds),
         "tau_auto": None if auto.tau is None else round(auto.tau, 3),
+        "tau_blind": None if blind.tau is None else round(blind.tau, 3),
         "tau_tree": None if tree.tau is None else round(tree.tau, 3),
         "ms_round_tree": round(statistics.median(tree.tpot_ms) * (tree.tau or 1), 3),
         "same_outputs": sum(plain.outputs[one] == auto.outputs[one] for one in plain.outputs),

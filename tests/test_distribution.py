@@ -208,18 +208,19 @@ def test_answers_are_distributed_as_the_target_says(
 def test_a_biased_acceptance_is_found(
     engine_of: Callable[[str], Engine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A second draw where the first was not proposed: what a draft proposes comes too often, and
-    every token is plausible.
+    """Further draws where the first was not proposed: what a draft proposes comes too often, and
+    every token is plausible. Of many, since most first draws are proposed.
     """
 
     def generous(
         tokens: Sequence[int], parents: Sequence[int], draw: Callable[[int], int]
     ) -> tuple[list[int], list[int]]:
         children = [token for token, parent in zip(tokens, parents, strict=True) if parent == 0]
-        first = draw(0)
-        if first in children or not children:
-            return [], [first]
-        return [], [draw(0)]
+        token = draw(0)
+        for _ in range(6):
+            if token not in children and children:
+                token = draw(0)
+        return [], [token]
 
     monkeypatch.setattr("eyas.engine.rounds.accept", generous)
     new_state = Sampler._new_state

@@ -19,12 +19,13 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from eyas.engine.draft import Draft
+from eyas.engine.draft import Draft, guessed
 from eyas.engine.tree import tree_of
 from eyas.engine.verify import accept
 from eyas.errors import MismatchError
 from eyas.model import library, native, packed
 from eyas.model.config import HeadConfig, TargetConfig
+from eyas.model.draws import DrawState
 from eyas.model.native import NativeTarget
 from eyas.model.native_draft import NativeDraft
 from eyas.model.quantised import in_eight_bits
@@ -566,6 +567,28 @@ def test_a_drafts_rows_depend_on_nothing_beside_them(dtype: str, flags: tuple[st
 
 
 @needs_native
+@pytest.mark.parametrize(
+    "options", [{}, {"temperature": 0.4}, {"min_p": 0.2}, {"seed": -9}], ids=str
+)
+def test_guesses_of_draws_are_the_plain_ones(options: dict[str, float]):
+    """A request that draws between two that do not; the plain form is PyTorch's, of log-probs."""
+    draft, place, k = draft_of((), "float32", 2), 2, 5
+    draw = DrawState(**{"temperature": 1.0, "seed": 3, "num_drawn": 8} | options)
+    h = torch.randn(3, 32, generator=torch.Generator().manual_seed(0))
+    ids, log_probs = draft.proposals(h, k, [None, draw, None], place)
+    config, tensors = head_of()
+    plain = PlainHead(tensors, config)
+    target_ids_W = torch.arange(config.draft_vocab_size) + tensors["d2t"]
+    for row in range(3):
+        expected_W = plain.logits(h[row]).log_softmax(-1)
+        if row == 1:
+            expected_W = guessed(expected_W, target_ids_W, draw, place)
+        best, order = expected_W.topk(k)
+        assert torch.equal(ids[row], target_ids_W[order])
+        assert torch.allclose(log_probs[row], best, atol=1e-4)
+
+
+@needs_native
 def test_of_equal_proposals_the_smaller_draft_id_goes_first():
     lm_head = head_of()[1]["lm_head.weight"].clone()
     lm_head[32:] = lm_head[:32]
@@ -613,6 +636,7 @@ def grown_plainly(
     cache: PagedCache,
     growth: tuple[int, int],
     thresholds: list[float],
+    draws: list[DrawState | None],
 ) -> Proposals:
     """The same growth as lists, one node's forward at a time."""
     K, k = growth
@@ -639,7 +663,7 @@ def grown_plainly(
                 fields = (tokens[b][node], b, lens[b] + level, slot, lens[b] + 1, seen)
                 arrays = [np.array([value], dtype=np.int64) for value in fields]
                 own = draft.step(rows_of(tuple(arrays), page_table, "cpu", 1), h, cache)
-                ids, log_probs = draft.proposals(own, k)
+                ids, log_probs = draft.proposals(own, k, [draws[b]], level + 1)
                 for i in range(k):
                     children.append((seen, own))
                     tokens[b].append(int(ids[0, i]))
@@ -662,8 +686,9 @@ def grown_plainly(
     ("growth", "least"), [((4, 3), 0.0), ((6, 1), 0.0), ((3, 6), 0.0), ((1, 4), 0.0), ((5, 2), 0.4)]
 )
 @pytest.mark.parametrize("flags", [(), ("norm_output",), ("sliding_window",)], ids=" ".join)
+@pytest.mark.parametrize("drawn", [False, True])
 def test_propose_is_the_plain_growth_to_the_bit(
-    dtype: str, growth: tuple[int, int], least: float, flags: tuple[str, ...]
+    dtype: str, growth: tuple[int, int], least: float, flags: tuple[str, ...], drawn: bool
 ):
     draft, cache, aux = draft_of(flags, dtype, 2), draft_cache(dtype), features(dtype)
     page_table, lens = SHUFFLED.reshape(2, -1), [7, 12]
@@ -677,10 +702,11 @@ def test_propose_is_the_plain_growth_to_the_bit(
             for b, n in enumerate(lens)
         ]
     )
-    first = draft.proposals(h, growth[1])
+    draws = [None, DrawState(temperature=0.8, seed=4, num_drawn=6) if drawn else None]
+    first = draft.proposals(h, growth[1], draws)
     thresholds = [least] * (growth[0] - 1)
-    ours = draft.propose(lens, h, first, page_table, cache, growth, thresholds)
-    plain = grown_plainly(draft, lens, h, first, page_table, cache, growth, thresholds)
+    ours = draft.propose(lens, h, first, page_table, cache, growth, thresholds, draws)
+    plain = grown_plainly(draft, lens, h, first, page_table, cache, growth, thresholds, draws)
     assert np.array_equal(ours.tokens, plain.tokens)
     assert np.array_equal(ours.scores, plain.scores)
     assert np.array_equal(ours.parents, plain.parents)
@@ -751,12 +777,14 @@ def test_growing_from_features_is_extending_and_proposing(dtype: str, growth: tu
             )
         rows = prompt_rows([TOKENS[start : n + 1]], [start], pages, PAGE_SIZE, "cpu", 1)
         h.append(draft.extend(rows, aux[start - 1 : n], caches[0])[-1:])
-    first, thresholds = draft.proposals(torch.cat(h), growth[1]), [0.0] * (growth[0] - 1)
-    expected = draft.propose(lens, torch.cat(h), first, page_table, caches[0], growth, thresholds)
+    draws = [DrawState(temperature=0.7, seed=-5, num_drawn=3), None]
+    first, thresholds = draft.proposals(torch.cat(h), growth[1], draws), [0.0] * (growth[0] - 1)
+    rest = growth, thresholds, draws
+    expected = draft.propose(lens, torch.cat(h), first, page_table, caches[0], *rest)
     tokens = [
         token for start, n in zip(starts, lens, strict=True) for token in TOKENS[start : n + 1]
     ]
-    ours = draft.grow(Roots(lens, starts, tokens, page_table), caches[1], kept, growth, thresholds)
+    ours = draft.grow(Roots(lens, starts, tokens, page_table), caches[1], kept, *rest)
     for name in ("tokens", "scores", "parents", "depths"):
         assert np.array_equal(getattr(ours, name), getattr(expected, name))
     assert torch.equal(caches[0].data, caches[1].data)

@@ -14,9 +14,9 @@ from scipy import stats
 from eyas.builtin import target_folder
 from eyas.chat import Chat
 from eyas.engine.request import SamplingParams
-from eyas.engine.sampling import Sampler, derived_seed, uniform
+from eyas.engine.sampling import Sampler, derived_seed, draw_key
 from eyas.engine.stop import StopChecker
-from tests.test_sampling import adjusted_probs, draw
+from tests.test_sampling import adjusted_probs, draw, kept_weights
 
 V = 24
 ENDS = frozenset({2, 5})
@@ -126,7 +126,7 @@ def test_penalties_follow_the_answer():
             adjusted_V[token] *= 1 / 1.4 if adjusted_V[token] > 0 else 1.4
             adjusted_V[token] -= 0.6 * output.count(token) + 0.5 * (token in output)
         adjusted_V[7] += 3.0
-        expected = draw(adjusted_probs(torch.from_numpy(adjusted_V), params), uniform(11, at))
+        expected = draw(kept_weights(adjusted_V, params), draw_key(11, at))
         output.append(drawer.draw(raw_V))
         assert output[-1] == expected
     assert len(set(output)) > 64
@@ -197,7 +197,8 @@ def test_taking_is_drawing_elsewhere():
     drawn, taken = (sampler(temperature=1.2, top_k=9, seed=2, ignore_eos=True) for _ in range(2))
     assert not taken.needs_host
     for at in range(10):
-        token = draw(adjusted_probs(LOGITS, taken.params), uniform(taken.seed, taken.num_drawn))
+        key = draw_key(taken.seed, taken.num_drawn)
+        token = draw(kept_weights(LOGITS.numpy(), taken.params), key)
         assert drawn.draw(LOGITS) == token
         taken.take(token)
         assert taken.num_drawn == drawn.num_drawn == at + 1

@@ -5,33 +5,33 @@ numbers, and what is refused.
 from __future__ import annotations
 
 import math
-from fractions import Fraction
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from scipy import stats
 
-from eyas.engine.cuda.sampling import uniforms
+from eyas.engine.cuda import sampling as on_device
 from eyas.engine.request import SamplingParams
 from eyas.engine.sampling import (
     BEST_WEIGHT,
     best_ids,
     derived_seed,
+    draw_key,
+    exponentials,
     fresh_seed,
     host_logits,
     penalised,
     sample,
     token_logprob,
-    uniform,
     weights_of,
 )
 from eyas.errors import EyasError, InputError
 
 V = 300
 INT64 = st.integers(-(2**63), 2**63 - 1)
-BELOW_ONE = 1 - 2.0**-53
 
 
 def kept_weights(logits_V, params):
@@ -56,20 +56,11 @@ def adjusted_probs(logits_V, params):
     return torch.from_numpy(weights_V / weights_V.sum())
 
 
-def draw(probs_V, uniform):
-    """The token at quantile `uniform` in [0, 1) of the distribution (its sum may be any)."""
-    sums_V = probs_V.double().numpy().cumsum()
-    return int(np.searchsorted(sums_V, uniform * sums_V[-1], side="right"))
-
-
-def exact_draw(weights_V, uniform):
-    """The same of whole numbers, without rounding."""
-    place, held = Fraction(int(uniform * 2**53), 2**53) * sum(weights_V.tolist()), 0
-    for token, weight in enumerate(weights_V.tolist()):
-        held += weight
-        if held > place:
-            return token
-    raise AssertionError("the number is below 1")
+def draw(weights_V, key):
+    """The token of the largest weight by its exponential number, of equal ones the first."""
+    numbers_V = exponentials(key, np.arange(len(weights_V)))
+    ratios = [weight / number for weight, number in zip(weights_V.tolist(), numbers_V, strict=True)]
+    return ratios.index(max(ratios))
 
 
 @st.composite
@@ -96,22 +87,22 @@ PARAMS = st.builds(
     top_p=st.sampled_from([1e-9, 0.1, 0.5, 0.9, 1 - 1e-12, 1.0]),
     min_p=st.sampled_from([0.0, 1e-3, 0.1, 0.5, 1.0]),
 )
-NUMBERS = st.one_of(st.floats(0, BELOW_ONE), st.sampled_from([0.0, 0.25, 0.5, BELOW_ONE]))
+KEYS = st.integers(0, 2**64 - 1)
 
 
 @settings(max_examples=300, deadline=None)
-@given(logits(), PARAMS, NUMBERS)
-@example(np.zeros(V, np.float32), SamplingParams(temperature=1.0, top_p=0.5), 0.5)
+@given(logits(), PARAMS, KEYS)
+@example(np.zeros(V, np.float32), SamplingParams(temperature=1.0, top_p=0.5), 5)
 @example(
     np.zeros(V, np.float32),
     SamplingParams(temperature=1.0, top_k=10, top_p=0.5, min_p=1.0),
-    BELOW_ONE,
+    2**64 - 1,
 )
-def test_the_fast_form_gives_the_token_of_the_plain_one(logits_V, params, number):
+def test_the_fast_form_gives_the_token_of_the_plain_one(logits_V, params, key):
     before_V = logits_V.copy()
     weights_V = kept_weights(logits_V, params)
-    token = sample(logits_V, params, number)
-    assert token == exact_draw(weights_V, number)
+    token = sample(logits_V, params, key)
+    assert token == draw(weights_V, key)
     assert weights_V[token] > 0
     assert np.array_equal(logits_V, before_V)
 
@@ -178,16 +169,19 @@ def test_ties_at_a_cut_go_to_the_smaller_id():
 def test_min_p_cuts_exactly(gap, kept):
     logits_V = np.array([0.0, math.log(0.25) + gap, -50.0])
     params = SamplingParams(temperature=1.0, min_p=0.25)
-    assert sample(logits_V, params, BELOW_ONE) == (1 if kept else 0)
+    drawn = {sample(logits_V, params, key) for key in range(100)}
+    assert drawn == ({0, 1} if kept else {0})
     assert (kept_weights(logits_V, params) > 0).tolist() == [True, kept, False]
 
 
-def test_a_token_is_the_quantile_of_its_number():
-    probs_V = torch.tensor([0.0, 0.25, 0.0, 0.75, 0.0], dtype=torch.float64)
-    numbers = (0.0, 0.249, 0.251, BELOW_ONE)
-    assert [draw(probs_V, number) for number in numbers] == [1, 1, 3, 3]
-    logits_V, params = probs_V.log().numpy(), SamplingParams(temperature=1.0)
-    assert [sample(logits_V, params, number) for number in numbers] == [1, 1, 3, 3]
+def test_tokens_are_drawn_as_often_as_they_weigh():
+    probs_V = np.array([0.0, 0.25, 0.0, 0.7, 0.05])
+    with np.errstate(divide="ignore"):
+        logits_V, params = np.log(probs_V), SamplingParams(temperature=1.0)
+    drawn = [sample(logits_V, params, draw_key(3, index)) for index in range(4000)]
+    counts_V, there = np.bincount(drawn, minlength=5), probs_V > 0
+    assert counts_V[~there].sum() == 0
+    assert stats.chisquare(counts_V[there], 4000 * probs_V[there]).pvalue > 1e-3
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -202,7 +196,7 @@ def test_logits_that_overflowed_are_an_error(bad):
     logits_V = np.zeros(V, np.float32)
     logits_V[4] = bad
     with pytest.raises(EyasError, match="best logit"):
-        sample(logits_V, SamplingParams(temperature=1.0), 0.5)
+        sample(logits_V, SamplingParams(temperature=1.0), 5)
 
 
 # Penalties
@@ -260,29 +254,42 @@ def test_logprobs_are_log_softmax_of_the_raw_logits():
 @example(-1, 0)
 @example(2**63 - 1, 2**62)
 @example(-(2**63), 1)
-def test_torch_and_python_give_the_same_number(seed, index):
-    number = uniform(seed, index)
-    assert 0 <= number < 1
-    assert uniforms(torch.tensor([seed, seed]), torch.tensor([index, index])).tolist() == [
-        number,
-        number,
-    ]
+def test_torch_and_python_give_the_same_numbers(seed, index):
+    key, key_B = (
+        draw_key(seed, index),
+        on_device.draw_keys(*torch.tensor([[seed] * 2, [index] * 2])),
+    )
+    assert [value % 2**64 for value in key_B.tolist()] == [key, key]
+    numbers_V = exponentials(key, np.arange(50))
+    assert (numbers_V > 0).all()
+    assert on_device.exponentials(key_B, 50).tolist() == [numbers_V.tolist()] * 2
 
 
-def test_numbers_are_splitmix64():
-    """The first output for state 0, published with the algorithm: seed 0 mixes to state 0."""
-    assert uniform(0, 0) == (0xE220A8397B1DCDAF >> 11) * 2.0**-53
+def test_numbers_are_logs_of_splitmix64s():
+    """The first outputs for state 0, published with the algorithm: seed 0 mixes to state 0."""
+    assert draw_key(0, 0) == 0xE220A8397B1DCDAF
+    words = 0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4, 0x06C45D188009454F
+    expected = [-math.log2((2 * (word >> 12) + 1) / 2**53) for word in words]
+    np.testing.assert_allclose(exponentials(0, np.arange(3)), expected, rtol=1e-12)
 
 
-def test_numbers_are_spread_and_independent():
-    seeds_B = torch.arange(20000)
-    for numbers_B in (
-        uniforms(seeds_B, torch.zeros_like(seeds_B)),
-        uniforms(torch.zeros_like(seeds_B), seeds_B),
+def numbers_of(seed_B, index_B, ids_V):
+    """fp64 [B * V], of a mean of 1."""
+    keys = [draw_key(*pair) for pair in zip(seed_B, index_B, strict=True)]
+    return np.concatenate([exponentials(key, ids_V) for key in keys]) * math.log(2)
+
+
+def test_numbers_are_exponential_and_independent():
+    """Over ids, over the tokens of an answer and over seeds."""
+    many, one = range(20000), np.zeros(1, np.int64)
+    for numbers in (
+        numbers_of([7], [3], np.arange(20000)),
+        numbers_of([7] * 20000, many, one),
+        numbers_of(many, [3] * 20000, one),
     ):
-        counts = torch.histc(numbers_B, 50, 0, 1)
-        assert float(((counts - 400) ** 2 / 400).sum()) < 100  # 49 degrees of freedom: p = 2e-5
-        assert abs(float(torch.corrcoef(torch.stack((numbers_B[1:], numbers_B[:-1])))[0, 1])) < 0.03
+        assert stats.kstest(numbers, "expon").pvalue > 1e-3
+        for lag in (1, 2, 64):
+            assert abs(np.corrcoef(numbers[lag:], numbers[:-lag])[0, 1]) < 0.03
 
 
 def test_samples_of_a_request_have_seeds_of_their_own():

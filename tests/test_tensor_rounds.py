@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from eyas.engine import sampling
 from eyas.engine.cuda.rounds import TensorRounds
-from eyas.engine.cuda.sampling import Cuts, sampled, share, weights_of
+from eyas.engine.cuda.sampling import Cuts, draw_keys, sampled, weights_of
 from eyas.engine.cuda.tree import BatchLines, TensorProposals, choose, trees_of, walk
 from eyas.engine.draft import Draft
 from eyas.engine.engine import Engine, EngineConfig
@@ -32,7 +32,7 @@ from eyas.engine.verify import accept
 from eyas.model.rows import Proposals, Rows
 from eyas.model.target import Target
 from tests import tiny_engine
-from tests.test_sampling import exact_draw, kept_weights
+from tests.test_sampling import draw, kept_weights
 from tests.tiny import tiny_target
 from tests.tiny_engine import decoded, idle, random_head, requests
 
@@ -530,17 +530,17 @@ def test_draws_are_the_hosts(params: dict[str, Any], ties: bool) -> None:
     logits = torch.randn(200, 40, generator=generator) * 2
     if ties:
         logits = logits.round()
-    uniform = torch.rand(200, generator=generator, dtype=torch.float64)
+    keys = draw_keys(torch.full((200,), 3), torch.arange(200))
     wanted = SamplingParams(temperature=0.7, **params)
     values = (wanted.temperature, wanted.top_p, wanted.min_p)
     cuts = Cuts(
         *(torch.full((200,), value, dtype=torch.float64) for value in values),
         torch.full((200,), wanted.top_k),
     )
-    ours = sampled(logits, uniform, cuts, is_cut=bool(params)).tolist()
+    ours = sampled(logits, keys, cuts, is_cut=bool(params)).tolist()
     theirs = [
-        exact_draw(kept_weights(row.numpy(), wanted), number)
-        for row, number in zip(logits, uniform.tolist(), strict=True)
+        draw(kept_weights(row.numpy(), wanted), key % 2**64)
+        for row, key in zip(logits, keys.tolist(), strict=True)
     ]
     assert ours == theirs
 
@@ -553,17 +553,3 @@ def test_weights_have_the_hosts_bits() -> None:
         logits, temperature.tolist(), weights_of(logits, temperature), strict=True
     ):
         assert np.array_equal(ours.numpy(), sampling.weights_of(row.numpy(), value))
-
-
-def test_shares_are_exact() -> None:
-    rng = np.random.default_rng(0)
-    bits = [*rng.integers(0, 2**53, 200).tolist(), 2**53 - 1, 0]
-    totals = [
-        int(n) >> int(by)
-        for n, by in zip(
-            rng.integers(2**62, 2**63, 200, np.uint64), rng.integers(0, 30, 200), strict=True
-        )
-    ]
-    totals += [2**63 - 1, 2**63 - 1]
-    shares = share(torch.tensor(bits), torch.tensor(totals)).tolist()
-    assert shares == [a * b >> 53 for a, b in zip(bits, totals, strict=True)]

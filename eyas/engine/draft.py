@@ -16,6 +16,7 @@ P pages.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import islice
@@ -24,10 +25,12 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+from eyas.engine.sampling import draw_key, exponentials
 from eyas.engine.tree import Speculation
 from eyas.errors import MismatchError
 from eyas.model.block import Block, Linear, Rope, rms_norm
 from eyas.model.config import HeadConfig, check_head
+from eyas.model.draws import DrawState
 from eyas.model.native import MAX_HEAD_DIM, runs
 from eyas.model.native_draft import NativeDraft
 from eyas.model.quantised import in_eight_bits
@@ -42,6 +45,10 @@ from eyas.model.rows import (
     slots_of,
 )
 from eyas.model.target import PAGE_SIZE, Target
+
+Draws = Sequence[DrawState | None]
+FAR_BELOW = -40.0  # of logs of a draft's probabilities; the library's kFarBelow
+LEAST_TEMPERATURE = LEAST_MIN_P = 1e-30  # so that a float32 holds its inverse, and a log exists
 
 WITHOUT_NATIVE = "set EYAS_NATIVE=0 to run target and head in PyTorch's operators"
 
@@ -168,14 +175,25 @@ class Draft:
             return self._native.step(rows, h, cache)
         return self._layers.step(rows, h, cache)
 
-    def proposals(self, h: torch.Tensor, tree_topk: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def proposals(
+        self,
+        h: torch.Tensor,
+        tree_topk: int,
+        draws: Draws | None = None,
+        place: int = 0,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Outputs [R, H] -> the k = tree_topk best next tokens of each, and their log-probs.
 
-        Target ids, int64 [R, k]; float32 [R, k].
+        Target ids, int64 [R, k]; float32 [R, k]. draws: how each row's request draws, None for the
+        argmax; the token is the one `place` behind the next. The target's draw is then guessed with
+        the random numbers that it will be drawn with, and the log-probs are those of the guesses.
         """
         if self._native is not None:
-            return self._native.proposals(h, tree_topk)
+            return self._native.proposals(h, tree_topk, draws, place)
         log_probs = self._layers.logits(h).float().log_softmax(-1)
+        for row, draw in zip(log_probs, draws or (), strict=False):
+            if draw is not None and draw.temperature > 0:
+                row[:] = guessed(row, self._target_ids_W, draw, place)
         # A stable sort, not topk, so that of equal tokens the smaller draft id goes first.
         best, ids = log_probs.sort(dim=-1, descending=True, stable=True)
         return self._target_ids_W[ids[:, :tree_topk]], best[:, :tree_topk]
@@ -215,16 +233,19 @@ class Draft:
         features: FeatureCache,
         speculation: Speculation,
         thresholds: Sequence[float],
+        draws: Draws | None = None,
     ) -> Proposals:
         """`catch_up`, then `propose` from the best of what it gives."""
         k = speculation.tree_topk
         if self._native is not None:
             return self._native.grow(
-                roots, cache, features, (speculation.num_draft_steps, k), thresholds
+                roots, cache, features, (speculation.num_draft_steps, k), thresholds, draws
             )
         h = self.catch_up(roots, cache, features)
-        first = self.proposals(h, k)
-        return self.propose(roots.lens, h, first, roots.page_table, cache, speculation, thresholds)
+        first = self.proposals(h, k, draws)
+        return self.propose(
+            roots.lens, h, first, roots.page_table, cache, speculation, thresholds, draws
+        )
 
     def propose(
         self,
@@ -235,6 +256,7 @@ class Draft:
         cache: PagedCache,
         speculation: Speculation,
         thresholds: Sequence[float],
+        draws: Draws | None = None,
     ) -> Proposals:
         """Grow B trees by up to K - 1 levels behind the roots, whose columns are `lens`.
 
@@ -245,7 +267,9 @@ class Draft:
         """
         K, k = speculation.num_draft_steps, speculation.tree_topk
         if self._native is not None:
-            return self._native.propose(lens, h_BH, first, page_table, cache, (K, k), thresholds)
+            return self._native.propose(
+                lens, h_BH, first, page_table, cache, (K, k), thresholds, draws
+            )
         ids_Bk, log_probs_Bk = first[0].cpu().numpy(), first[1].cpu().numpy()
         tree = _TreeGrowth(ids_Bk, log_probs_Bk)
         starts = np.asarray(lens, dtype=np.int64)
@@ -256,10 +280,28 @@ class Draft:
                 break
             rows = tree.rows(level, starts, page_table, cache.page_size, self.device)
             h = self.step(rows, h, cache)
-            ids, log_probs = self.proposals(h, k)
+            of_rows = None if draws is None else [draw for draw in draws for _ in range(k)]
+            ids, log_probs = self.proposals(h, k, of_rows, level + 1)
             parents = tree.grow(ids.cpu().numpy(), log_probs.cpu().numpy())
             h = h[torch.from_numpy(parents).to(self.device)]
         return tree.proposals()
+
+
+def guessed(
+    log_probs_W: torch.Tensor, ids_W: torch.Tensor, draw: DrawState, place: int
+) -> torch.Tensor:
+    """Log-probs of what the target draws, float32 [W], from the draft's own of target ids [W]: what
+    the draft would draw with the target's random numbers, as a softmax of these scores.
+
+    Two models that draw with the same Gumbel numbers agree with a probability of (1 - d) / (1 + d)
+    or more, d their total variation distance (Daliri, Musco and Suresh, arXiv 2408.07978).
+    """
+    scores_W = (log_probs_W - log_probs_W.max()) / max(draw.temperature, LEAST_TEMPERATURE)
+    scores_W.clamp_(min=FAR_BELOW)
+    scores_W[scores_W < math.log(max(draw.min_p, LEAST_MIN_P))] += FAR_BELOW
+    key = draw_key(draw.seed, draw.num_drawn + place)
+    numbers_W = torch.from_numpy(exponentials(key, ids_W.cpu().numpy()))
+    return (scores_W - numbers_W.log().to(scores_W)).log_softmax(-1)
 
 
 class _TreeGrowth:

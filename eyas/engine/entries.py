@@ -88,7 +88,8 @@ class Entries:
     ) -> Proposals:
         """Make the entries up to the roots', and grow trees: see `Draft.grow`."""
         roots = self._up_to_roots(job, which)
-        return self.draft.grow(roots, self.cache, self.features, speculation, thresholds)
+        draws = [job.samples[b].sampler.draw_state() for b in which]
+        return self.draft.grow(roots, self.cache, self.features, speculation, thresholds, draws)
 
     def enter(self, job: Job, which: list[int]) -> None:
         """Make the entries of all columns before the roots', without outputs."""

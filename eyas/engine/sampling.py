@@ -7,8 +7,11 @@ The order is: penalties, bias, mask (grammar, min_tokens), temperature, min_p, t
 keeps the best tokens, and of equal ones those with the smaller ids, so a result never depends on
 the batch. What is kept is renormalised before the next cut.
 
-Weights are whole numbers and a token is their quantile at a uniform number of 53 bits, so that a
-number gives one token to its last bit, wherever it is drawn: here, in the native round, on a GPU.
+Every token of the vocabulary has a random number of its own, and the one whose weight by its number
+is largest is drawn: the Gumbel-max trick as a race of exponentials. The numbers follow from the
+request's seed, so whoever drafts knows them, and drafts what they favour (`draft.py`). Weights are
+whole numbers and the rest is a few operations of fp64 in one order, so that a seed gives one token
+to its last bit, wherever it is drawn: here, in the native round, on a GPU.
 
 V vocabulary, C candidates.
 """
@@ -38,10 +41,9 @@ MASK = 2**64 - 1
 STEP = 0x9E3779B97F4A7C15
 FACTORS = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 SHIFTS = (30, 27, 31)
-UNIT = 2.0**-53
 
-# Counter-based random numbers: a token's number is a hash of the request's seed and the token's
-# index. There is no state to keep, to move with a request or to roll back.
+# Counter-based random numbers: a hash of the request's seed, the answer's token and the id. There
+# is no state to keep, to move with a request or to roll back.
 
 
 def fresh_seed() -> int:
@@ -56,9 +58,34 @@ def derived_seed(seed: int, sample: int) -> int:
     return seed if sample == 0 else signed(_mixed(_mixed(seed ^ STEP) + sample * STEP))
 
 
-def uniform(seed: int, index: int) -> float:
-    """The number in [0, 1), 53 bits, of token `index` under `seed`."""
-    return (_mixed(_mixed(seed) + (index + 1) * STEP) >> 11) * UNIT
+def draw_key(seed: int, index: int) -> int:
+    """What the random numbers of the answer's token `index` come from, 64 bits, unsigned."""
+    return _mixed(_mixed(seed) + (index + 1) * STEP)
+
+
+def exponentials(key: int, ids_C: Ids) -> NDArray[np.float64]:
+    """The exponential numbers of these ids, in units of log(2): -log2 of uniform numbers, which are
+    odd multiples of 2**-53.
+
+    By operations that `cpp/draw.h` and `cuda/sampling.py` repeat. The series is that of
+    log2((1 + s) / (1 - s)), the number's exponent taken off.
+    """
+    z = np.uint64(key) + (ids_C.astype(np.uint64) + np.uint64(1)) * np.uint64(STEP)
+    for shift, factor in zip(SHIFTS, FACTORS, strict=False):
+        z = (z ^ (z >> np.uint64(shift))) * np.uint64(factor)
+    z ^= z >> np.uint64(SHIFTS[2])
+    uniform_C = ((z >> np.uint64(UNIFORM_SHIFT)) * np.uint64(2) + np.uint64(1)) * 2.0**-53
+    bits_C = uniform_C.view(np.int64)
+    whole_C = (bits_C - SQRT_HALF) >> EXPONENT_AT
+    part_C = (bits_C - (whole_C << EXPONENT_AT)).view(np.float64)
+    part_C = (part_C - 1) / (part_C + 1)
+    square_C = part_C * part_C
+    series_C = np.full(len(part_C), LOG_SERIES[-1])
+    for term in reversed(LOG_SERIES[:-1]):
+        series_C *= square_C
+        series_C += term
+    numbers: NDArray[np.float64] = -(whole_C + part_C * series_C)
+    return numbers
 
 
 def signed(z: int) -> int:
@@ -93,12 +120,18 @@ POWER_SERIES = [1.0]  # of 2**f, |f| <= 1/2: the rest is below 2**-47
 for _place in range(1, 12):
     POWER_SERIES.append(POWER_SERIES[-1] * LN_2 / _place)
 EXPONENT_BIAS, EXPONENT_AT = 1023, 52  # of fp64
+UNIFORM_SHIFT = 12  # of 64 bits: 52 are left
+SQRT_HALF = 0x3FE6A09E667F3BCD  # its bits
+LOG_SERIES = [2 * LOG2_E / (2 * place + 1) for place in range(8)]  # the rest is below 2**-44
 _WEIGHT_SLACK = 4  # units, above what rounding can turn around
 
 
-def sample(logits_V: Logits, params: SamplingParams, uniform: float) -> int:
-    """The token at quantile `uniform` of what the cuts keep; the argmax at temperature 0. Sorts
-    nothing that it need not cut. `cpp/draw.h` is its twin, to the bit.
+def sample(logits_V: Logits, params: SamplingParams, key: int) -> int:
+    """The token that the numbers of `key` draw from what the cuts keep; the argmax at temperature
+    0. Sorts nothing that it need not cut. `cpp/draw.h` is its twin, to the bit.
+
+    With independent exponential numbers e, the largest weight / e falls on each token with the
+    probability of its weight (Gumbel-max; Maddison et al. 2014, arXiv 1411.0030).
     """
     if params.temperature == 0:
         return int(logits_V.argmax())
@@ -112,12 +145,13 @@ def sample(logits_V: Logits, params: SamplingParams, uniform: float) -> int:
     if params.top_p < 1:
         kept_C = _nucleus(logits_V, weights_C, params.top_p)
         ids_C, weights_C = kept_C if ids_C is None else ids_C[kept_C], weights_C[kept_C]
-    at = _quantile(weights_C, uniform)
-    return at if ids_C is None else int(ids_C[at])
+    drawn_C = np.flatnonzero(weights_C)
+    ids_C = drawn_C if ids_C is None else ids_C[drawn_C]
+    return int(ids_C[(weights_C[drawn_C] / exponentials(key, ids_C)).argmax()])
 
 
 def sample_natively(logits_V: Logits, params: SamplingParams, seed: int, index: int) -> int:
-    """`sample` in the native library at the number of token `index`, of fp32 logits."""
+    """`sample` in the native library of the answer's token `index`, of fp32 logits."""
     assert logits_V.dtype == np.float32
     assert logits_V.flags.c_contiguous
     token = ctypes.c_int64()
@@ -207,13 +241,6 @@ def _cumulative(weights_V: Weights) -> Weights:
     """torch's is several times as fast as numpy's."""
     array: Weights = torch.from_numpy(weights_V).cumsum(0).numpy()
     return array
-
-
-def _quantile(weights_V: Weights, uniform: float) -> int:
-    """The first token with which the sum exceeds that share of it."""
-    cumulative_V = _cumulative(weights_V)
-    place = int(uniform * 2**53) * int(cumulative_V[-1]) >> 53
-    return int(np.searchsorted(cumulative_V, place, side="right"))
 
 
 # Penalties
@@ -340,9 +367,7 @@ class Sampler:
         return self._matcher.failure if self._matcher is not None else None
 
     def take(self, token: int) -> None:
-        """Count a token that was drawn elsewhere: the argmax, or a device's draw at this sampler's
-        uniform number.
-        """
+        """Count a token that was drawn elsewhere: the argmax, or a device's draw by this seed."""
         assert self.logprobs is None, "log-probabilities need the logits"
         self._advance(token)
 
@@ -430,14 +455,12 @@ class Sampler:
         return adjusted_V
 
     def _draw_allowed(self, logits_V: Logits, native: bool) -> int:
-        """The draw among what the grammar allows: mostly few tokens, so the others are left out."""
-        ids_C = None if self._matcher is None else np.flatnonzero(self._matcher.mask())
-        logits_C = logits_V if ids_C is None else logits_V[ids_C]
+        """The draw among what the grammar allows."""
+        if self._matcher is not None:
+            logits_V = np.where(self._matcher.mask(), logits_V, logits_V.dtype.type(-np.inf))
         if native:
-            at = sample_natively(logits_C, self.params, self.seed, self.num_drawn)
-        else:
-            at = sample(logits_C, self.params, uniform(self.seed, self.num_drawn))
-        return at if ids_C is None else int(ids_C[at])
+            return sample_natively(logits_V, self.params, self.seed, self.num_drawn)
+        return sample(logits_V, self.params, draw_key(self.seed, self.num_drawn))
 
     def _advance(self, token: int) -> None:
         self.num_drawn += 1

@@ -6,6 +6,7 @@ Knows numbers and addresses; what they mean, and when they change, `engine/sampl
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -24,7 +25,7 @@ _ARRAYS = ("seen", "counts", "biased", "biases", "ends", "scored_ints", "scored_
 class DrawState(ctypes.Structure):
     """A request's parameters, and its state before its next token.
 
-    num_drawn: the index of that token; its uniform number follows from seed and index. Arrays, by
+    num_drawn: the index of that token; its random numbers follow from seed and index. Arrays, by
     their addresses: seen and counts int64 [num_seen], biased int64 and biases float64 [num_biased],
     ends int64 [num_ends], all token ids below V; scored_ints int64 [MOST_PLACES, 1 + num_top] and
     scored_logits fp32 [MOST_PLACES, 2 + num_top], or 0 without log-probabilities. by_caller: the
@@ -36,6 +37,16 @@ class DrawState(ctypes.Structure):
         *((name, ctypes.c_int64) for name in _INTS),
         *((name, ctypes.c_void_p) for name in _ARRAYS),
     )
+
+
+def addresses(
+    draws: Sequence[DrawState | None] | None, count: int
+) -> ctypes.Array[ctypes.c_void_p]:
+    """Of how each of `count` requests draws, null where the best logit is the token."""
+    given = [None] * count if draws is None else draws
+    assert len(given) == count
+    states = (None if draw is None else ctypes.addressof(draw) for draw in given)
+    return (ctypes.c_void_p * count)(*states)
 
 
 class Scores:

@@ -139,7 +139,7 @@ def _declared(lib: ctypes.CDLL) -> ctypes.CDLL:
         "eyas_draw": (None, [pointer, pointer, integer, integer, pointer]),
         "eyas_extend": (integer, [pointer] * 5),
         "eyas_step": (integer, [pointer] * 5),
-        "eyas_proposals": (integer, [pointer, pointer, integer, integer, pointer, pointer]),
+        "eyas_proposals": (integer, [*[pointer] * 3, *[integer] * 3, pointer, pointer]),
         "eyas_propose": (integer, [pointer] * 3),
         "eyas_grow": (integer, [pointer] * 3),
         "eyas_calibrate": (None, [pointer, ctypes.c_double, pointer]),

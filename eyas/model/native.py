@@ -24,7 +24,7 @@ import torch
 from eyas.gguf.blocks import BlockMatrix
 from eyas.model.block import Tensors, rope_table
 from eyas.model.config import DecoderConfig, Taps, TargetConfig
-from eyas.model.draws import DrawState, no_best_logit
+from eyas.model.draws import DrawState, addresses, no_best_logit
 from eyas.model.library import address, library
 from eyas.model.packed import (
     PackedLinear,
@@ -315,9 +315,7 @@ class NativeTarget(NativeDecoder):
         )
         emitted, counts = np.empty((B, places), dtype=np.int64), np.empty(B, dtype=np.int64)
         taps_3 = _three(taps)
-        states = (ctypes.c_void_p * B)(
-            *(None if draw is None else ctypes.addressof(draw) for draw in draws)
-        )
+        states = addresses(draws, B)
         ints = (ctypes.c_int64 * 7)(B, P, cache.page_size, cache.data.shape[1], C, places, room)
         pointers = (ctypes.c_void_p * 14)(
             *(address(array) for array in arrays),

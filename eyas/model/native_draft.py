@@ -17,6 +17,7 @@ import torch
 
 from eyas.model.block import Tensors
 from eyas.model.config import HeadConfig
+from eyas.model.draws import DrawState, addresses
 from eyas.model.library import address
 from eyas.model.native import DecoderRole, NativeDecoder
 from eyas.model.packed import is_large, joined_linear, layer_linears
@@ -98,17 +99,24 @@ class NativeDraft(NativeDecoder):
         assert h.shape == (len(rows), self._config.hidden_size)
         return self._states("eyas_step", rows, h.float().contiguous(), cache)
 
-    def proposals(self, h: torch.Tensor, tree_topk: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def proposals(
+        self,
+        h: torch.Tensor,
+        tree_topk: int,
+        draws: Sequence[DrawState | None] | None = None,
+        place: int = 0,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Outputs [R, H] -> the k best next tokens of each (target ids, int64 [R, k]) and their
-        log-probs, float32 [R, k].
+        log-probs, float32 [R, k]. draws, place: see `engine.draft.Draft.proposals`.
         """
         assert 0 < tree_topk <= min(MAX_TOPK, self._W)
         assert h.shape[1:] == (self._config.hidden_size,)
         h, R = h.float().contiguous(), len(h)
         ids, log_probs = torch.empty(R, tree_topk, dtype=torch.int64), torch.empty(R, tree_topk)
-        status = self._lib.eyas_proposals(
-            self._handle, h.data_ptr(), R, tree_topk, ids.data_ptr(), log_probs.data_ptr()
-        )
+        states = addresses(draws, R)
+        sizes = place, R, tree_topk
+        outputs = ids.data_ptr(), log_probs.data_ptr()
+        status = self._lib.eyas_proposals(self._handle, h.data_ptr(), states, *sizes, *outputs)
         assert status == 0
         return (ids if self._target_ids_W is None else self._target_ids_W[ids]), log_probs
 
@@ -121,6 +129,7 @@ class NativeDraft(NativeDecoder):
         cache: PagedCache,
         growth: tuple[int, int],
         thresholds: Sequence[float],
+        draws: Sequence[DrawState | None] | None = None,
     ) -> Proposals:
         """Grow B trees by up to K - 1 levels, growth being (K, k): see
         `engine.draft.Draft.propose`. Raises IndexError.
@@ -137,7 +146,8 @@ class NativeDraft(NativeDecoder):
         )
         page_table = np.ascontiguousarray(page_table, dtype=np.int32)
         ints = self._growth_sizes(len(lens), growth, page_table, cache)
-        pointers = (ctypes.c_void_p * 10)(
+        states = addresses(draws, len(lens))
+        pointers = (ctypes.c_void_p * 11)(
             address(lens_B),
             first_ids.data_ptr(),
             h_BH.data_ptr(),
@@ -146,6 +156,7 @@ class NativeDraft(NativeDecoder):
             out.least,
             cache.data.data_ptr(),
             *out.pointers,
+            ctypes.addressof(states),
         )
         while (drafted := self._lib.eyas_propose(self._handle, ints, pointers)) < 0:
             self._is_done(-drafted, int(lens_B.max()) + K - 2)
@@ -158,6 +169,7 @@ class NativeDraft(NativeDecoder):
         features: FeatureCache,
         growth: tuple[int, int],
         thresholds: Sequence[float],
+        draws: Sequence[DrawState | None] | None = None,
     ) -> Proposals:
         """`extend`, `proposals` and `propose` in one call: see `engine.draft.Draft.grow`. Raises
         IndexError.
@@ -172,7 +184,8 @@ class NativeDraft(NativeDecoder):
         assert features.data.shape == (cache.data.shape[1], 3 * self._config.hidden_size)
         page_table = np.ascontiguousarray(roots.page_table, dtype=np.int32)
         ints = self._growth_sizes(len(lens), growth, page_table, cache)
-        pointers = (ctypes.c_void_p * 10)(
+        states = addresses(draws, len(lens))
+        pointers = (ctypes.c_void_p * 11)(
             address(lens),
             address(starts),
             address(tokens),
@@ -181,6 +194,7 @@ class NativeDraft(NativeDecoder):
             out.least,
             cache.data.data_ptr(),
             *out.pointers,
+            ctypes.addressof(states),
         )
         while (drafted := self._lib.eyas_grow(self._handle, ints, pointers)) < 0:
             self._is_done(-drafted, max(roots.lens) + K - 2)

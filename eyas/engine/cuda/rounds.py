@@ -30,7 +30,7 @@ import numpy as np
 import torch
 
 from eyas.engine.cuda.device import DeviceTrace, FutureMap, Graphs, HostCopies, JobEvents
-from eyas.engine.cuda.sampling import Cuts, sampled, uniforms
+from eyas.engine.cuda.sampling import Cuts, draw_keys, sampled
 from eyas.engine.cuda.tree import (
     AcceptedPaths,
     BatchLines,
@@ -282,9 +282,9 @@ class TensorRounds(Rounds):
             best = output.best[row]
             if shape.drawing == GREEDY:
                 return best
-            number = uniforms(seed, length + 1 - prompt_len + place)
+            key = draw_keys(seed, length + 1 - prompt_len + place)
             return torch.where(
-                greedy > 0, best, sampled(output.logits[row], number, cuts, shape.drawing == CUT)
+                greedy > 0, best, sampled(output.logits[row], key, cuts, shape.drawing == CUT)
             )
 
         walked = self._walk(trees, shape.depth, draw)

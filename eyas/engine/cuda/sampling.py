@@ -1,7 +1,7 @@
 """From logits to tokens for many samples at once, without the host learning a value.
 
 The twin of `eyas.engine.sampling`: the same whole-number weights, the same cuts in the same order,
-the same quantile of the same uniform numbers, so the same logits and seed give the same token. Pure
+the same exponential numbers, so the same logits and seed give the same token. Pure
 functions; penalties, bias and masks need the host.
 
 B samples, R rows, V vocabulary.
@@ -20,10 +20,12 @@ from eyas.engine.sampling import (
     FACTORS,
     LEAST_POWER,
     LOG2_E,
+    LOG_SERIES,
     POWER_SERIES,
     SHIFTS,
+    SQRT_HALF,
     STEP,
-    UNIT,
+    UNIFORM_SHIFT,
     WEIGHT_BITS,
     signed,
 )
@@ -40,20 +42,16 @@ class Cuts:
 
 
 def sampled(
-    logits_RV: torch.Tensor, uniform_R: torch.Tensor, params: Cuts, is_cut: bool
+    logits_RV: torch.Tensor, key_R: torch.Tensor, params: Cuts, is_cut: bool
 ) -> torch.Tensor:
-    """int64 [R]: the token of each row; of a greedy one any. is_cut False promises that no row has
-    a cut, and sorts nothing.
+    """int64 [R]: the token of each row under its key; of a greedy one any. is_cut False promises
+    that no row has a cut, and sorts nothing.
     """
     logits_RV = logits_RV.float()
     weights_RV = weights_of(logits_RV, torch.where(params.temperature > 0, params.temperature, 1.0))
     if is_cut:
         weights_RV = _kept(logits_RV, weights_RV, params)
-    cumulative_RV = weights_RV.cumsum(-1)
-    place_R1 = share((uniform_R[:, None] / UNIT).long(), cumulative_RV[:, -1:])
-    return torch.searchsorted(cumulative_RV, place_R1, right=True)[:, 0].clamp_(
-        max=logits_RV.shape[1] - 1
-    )
+    return (weights_RV.double() / exponentials(key_R, logits_RV.shape[1])).argmax(-1)
 
 
 def weights_of(logits_RV: torch.Tensor, temperature_R: torch.Tensor) -> torch.Tensor:
@@ -87,21 +85,25 @@ def _kept(logits_RV: torch.Tensor, weights_RV: torch.Tensor, params: Cuts) -> to
     return torch.zeros_like(weights_RV).scatter_(1, ids_RV, ranked_RV)
 
 
-def share(bits: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
-    """bits * total >> 53, for bits < 2**53 and total < 2**63: in parts of 27, 26, 31 and 32 bits,
-    whose products fit.
-    """
-    high, low = bits >> 26, bits & ((1 << 26) - 1)
-    upper, lower = total >> 32, total & ((1 << 32) - 1)
-    across = high * lower
-    rest = low * lower + ((across & 63) << 26) >> 32
-    return (high * upper << 5) + (low * upper + (across >> 6) + rest >> 21)
+def draw_keys(seed_B: torch.Tensor, index_B: torch.Tensor) -> torch.Tensor:
+    """int64 [B]: `sampling.draw_key` of int64 seeds and indices, the same bits, on their device."""
+    return _mixed(_mixed(seed_B) + (index_B + 1) * signed(STEP))
 
 
-def uniforms(seed_B: torch.Tensor, index_B: torch.Tensor) -> torch.Tensor:
-    """fp64 [B]: `sampling.uniform` of int64 seeds and indices, to the same bit, on their device."""
-    mixed_B = _mixed(_mixed(seed_B) + (index_B + 1) * signed(STEP))
-    return _shifted(mixed_B, 11).double() * UNIT
+def exponentials(key_R: torch.Tensor, vocab_size: int) -> torch.Tensor:
+    """fp64 [R, V]: `sampling.exponentials` by the same operations."""
+    ids_V = torch.arange(vocab_size, device=key_R.device)
+    hash_RV = _mixed(key_R[:, None] + (ids_V + 1) * signed(STEP))
+    uniform_RV = (2 * _shifted(hash_RV, UNIFORM_SHIFT) + 1).double() * 2.0**-53
+    bits_RV = uniform_RV.view(torch.int64)
+    whole_RV = (bits_RV - SQRT_HALF) >> EXPONENT_AT
+    part_RV = (bits_RV - (whole_RV << EXPONENT_AT)).view(torch.float64)
+    part_RV = (part_RV - 1) / (part_RV + 1)
+    square_RV = part_RV * part_RV
+    series_RV = torch.full_like(part_RV, LOG_SERIES[-1])
+    for term in reversed(LOG_SERIES[:-1]):
+        series_RV.mul_(square_RV).add_(term)
+    return -(whole_RV + part_RV * series_RV)
 
 
 def _mixed(z: torch.Tensor) -> torch.Tensor:

@@ -40,6 +40,7 @@ struct Outer {
 // What rows of embeddings are stored as; above these, ggml's formats.
 constexpr int64_t kEmbedBf16 = 1;
 constexpr int kMaxTopk = 16, kTopChunk = 512, kOwnNorms = 8;
+constexpr float kFarBelow = -40;  // of logs of a draft's probabilities: twice it is still a float's
 
 // The best of a stretch of logits, best first (ties: smaller index), and its sum of exponentials relative to its maximum.
 struct Top {
@@ -64,6 +65,7 @@ struct Growth {
   const int32_t* page_table;
   const double* thresholds;
   void* kv;
+  const DrawState* const* draws;  // of each request, null where the best logit is the token
   int64_t* tokens;  // [B, all candidates]
   int32_t* parents;
   float* scores;
@@ -83,6 +85,16 @@ struct Draws {
   int64_t room;
 };
 
+// What a draft knows of the draws that it guesses: each request draws with `draws`, or draws[b] is null, and the rows of a request stand
+// together. The token is the answer's num_drawn + place.
+struct Guess {
+  const DrawState* const* draws;
+  int rows_each;
+  int64_t place;
+
+  const DrawState* of(int row) const { return draws[row / rows_each]; }
+};
+
 class Decoder {
  public:
   virtual ~Decoder() = default;
@@ -94,7 +106,7 @@ class Decoder {
                      int64_t* emitted, int64_t* counts) = 0;
   virtual int extend(const RowsView& rows, void* kv, const void* aux, float* h) = 0;
   virtual int step(const RowsView& rows, void* kv, const float* h_in, float* h) = 0;
-  virtual int proposals(const float* h, int64_t R, int64_t k, int64_t* ids, float* log_probs) = 0;
+  virtual int proposals(const float* h, const Guess& guess, int64_t R, int64_t k, int64_t* ids, float* log_probs) = 0;
   virtual int propose(const Growth& growth) = 0;  // levels drafted, or -status
   virtual int grow(const Lines& lines, const int64_t* starts, const int64_t* tokens, const void* features, Growth& growth) = 0;
 
@@ -262,7 +274,7 @@ class Model final : public Decoder {
     });
   }
 
-  int proposals(const float* h, int64_t R, int64_t k, int64_t* ids, float* log_probs) override {
+  int proposals(const float* h, const Guess& guess, int64_t R, int64_t k, int64_t* ids, float* log_probs) override {
     const int n = static_cast<int>(R), team = Pool::shared().advised(threads_);
     if (n == 0) return kDone;
     reserve(n, team);
@@ -272,7 +284,7 @@ class Model final : public Decoder {
         draft_normed(r, shape_.norm_output);
       }
       sync();
-      best_tokens(t, team, n, static_cast<int>(k), ids, log_probs);
+      best_tokens(t, team, n, guess, static_cast<int>(k), ids, log_probs);
     });
     return kDone;
   }
@@ -291,7 +303,7 @@ class Model final : public Decoder {
     for (size_t b = 0; b < B; ++b)
       std::memcpy(roots_h_.data() + b * H_, outputs_.data() + (behind_.ends[b] - 1) * H_, H_ * sizeof(float));
     first_ids_.resize(B * growth.k), first_log_probs_.resize(B * growth.k);
-    proposals(roots_h_.data(), lines.B, growth.k, first_ids_.data(), first_log_probs_.data());
+    proposals(roots_h_.data(), Guess{growth.draws, 1, 0}, lines.B, growth.k, first_ids_.data(), first_log_probs_.data());
     for (int64_t& id : first_ids_) id = target_id(id);
     growth.h = roots_h_.data(), growth.first_ids = first_ids_.data(), growth.first_log_probs = first_log_probs_.data();
     return propose(growth);
@@ -376,6 +388,7 @@ class Model final : public Decoder {
     wide_.reserve(team_ * wide_stride());
     logits_.reserve(rows * logits_stride_);
     tops_.reserve(rows * top_chunks());
+    row_most_.resize(rows);
     sources_.resize(rows);
   }
 
@@ -661,7 +674,7 @@ class Model final : public Decoder {
   }
 
   // The k best tokens of n rows whose lm_head inputs are in x_. Ends with a barrier only between its parts.
-  void best_tokens(int t, int T_, int n, int k, int64_t* ids, float* log_probs) {
+  void best_tokens(int t, int T_, int n, const Guess& guess, int k, int64_t* ids, float* log_probs) {
     product(*outer_.head, layers_[0].qkv, x_, x_stride_, n, t, T_, [&](const Panel& panel, const float* out) {
       for (int r = 0; r < n; ++r)
         for (int w = 0; w < panel.width; ++w)
@@ -669,8 +682,19 @@ class Model final : public Decoder {
     });
     sync();
     const int chunks = top_chunks();
+    bool draws = false;
+    for (int r = 0; r < n; r += guess.rows_each) draws |= guess.of(r) != nullptr && guess.of(r)->temperature > 0;
     for (int i = t; i < n * chunks; i += T_) survey(i / chunks, i % chunks, k);
     sync();
+    if (draws) {
+      for (int r = n * t / T_; r < n * (t + 1) / T_; ++r) {
+        float& most = row_most_[r] = -INFINITY;
+        for (int c = 0; c < chunks; ++c) most = std::max(most, tops_.get()[r * chunks + c].most);
+      }
+      sync();
+      for (int i = t; i < n / guess.rows_each * chunks; i += T_) survey_drawn(i / chunks * guess.rows_each, i % chunks, guess, k);
+      sync();
+    }
     for (int r = n * t / T_; r < n * (t + 1) / T_; ++r) {
       const Top* parts = tops_.get() + r * chunks;
       Top all;
@@ -710,6 +734,47 @@ class Model final : public Decoder {
     top.sum = _mm512_reduce_add_ps(sum);
   }
 
+  // The same of a request's rows from `first` on, once the best logit of each is in most_, where the tokens are drawn: by the draft's
+  // probabilities at the request's temperature, each over the exponential number that the target's is divided by.
+  void survey_drawn(int first, int chunk, const Guess& guess, int k) {
+    const DrawState* state = guess.of(first);
+    if (state == nullptr || state->temperature == 0) return;
+    const uint64_t key = draw_key(state->seed, state->num_drawn + guess.place);
+    const Vec cut = _mm512_set1_ps(static_cast<float>(std::log(std::max(state->min_p, 1e-30))));
+    const Vec scale = _mm512_set1_ps(static_cast<float>(1 / std::max(state->temperature, 1e-30))), far = _mm512_set1_ps(kFarBelow);
+    Vec sums[kMaxTopk];
+    const int end = std::min(V_, (chunk + 1) * kTopChunk);
+    const auto top = [&](int i) -> Top& { return tops_.get()[(first + i) * top_chunks() + chunk]; };
+    for (int i = 0; i < guess.rows_each; ++i) top(i).clear(), sums[i] = _mm512_setzero_ps();
+    for (int c = chunk * kTopChunk; c < end; c += kLanes) {
+      const __mmask16 lanes = first_lanes(end - c);
+      const Vec numbers = _mm512_insertf32x8(_mm512_castps256_ps512(numbers_of(key, c, end)), numbers_of(key, c + 8, end), 1);
+      for (int i = 0; i < guess.rows_each; ++i) {
+        Vec x = _mm512_loadu_ps(logits_.get() + (first + i) * logits_stride_ + c);
+        x = _mm512_max_ps(_mm512_mul_ps(_mm512_sub_ps(x, _mm512_set1_ps(row_most_[first + i])), scale), far);
+        x = _mm512_mask_add_ps(x, _mm512_cmp_ps_mask(x, cut, _CMP_LT_OQ), x, far);
+        const Vec ratio = _mm512_div_ps(exp_of(x), numbers);
+        sums[i] = _mm512_mask_add_ps(sums[i], lanes, sums[i], ratio);
+        unsigned more = _mm512_mask_cmp_ps_mask(lanes, ratio, _mm512_set1_ps(top(i).logits[k - 1]), _CMP_GT_OQ);
+        if (more == 0) continue;
+        alignas(64) float ratios[kLanes];
+        _mm512_store_ps(ratios, ratio);
+        for (; more != 0; more &= more - 1) top(i).insert(k, ratios[__builtin_ctz(more)], c + __builtin_ctz(more));
+      }
+    }
+    for (int i = 0; i < guess.rows_each; ++i) {
+      top(i).most = 0, top(i).sum = _mm512_reduce_add_ps(sums[i]);
+      for (int j = 0; j < k && top(i).ids[j] >= 0; ++j) top(i).logits[j] = std::log(top(i).logits[j]);
+    }
+  }
+
+  // The exponential numbers of 8 of the draft's tokens, those from `end` on any.
+  __m256 numbers_of(uint64_t key, int c, int end) const {
+    Bits ids = _mm512_add_epi64(_mm512_set1_epi64(c), _mm512_setr_epi64(0, 1, 2, 3, 4, 5, 6, 7));
+    if (target_ids != nullptr) ids = _mm512_maskz_loadu_epi64(static_cast<__mmask8>(first_lanes(std::max(0, end - c))), target_ids + c);
+    return _mm512_cvtpd_ps(exponentials_of(uniforms_of(key, ids)));
+  }
+
   const Shape shape_;
   const float eps_;
   const std::vector<Layer> layers_;
@@ -735,6 +800,7 @@ class Model final : public Decoder {
   std::vector<TokenSampler> samplers_;      // one a thread
   std::vector<float*> logits_of_;           // of each row of a verify: where its logits are, or null
   Buffer<float> drawn_logits_;
+  std::vector<float> row_most_;
   std::vector<T> gathered_;
   std::vector<float> outputs_, roots_h_, first_log_probs_;
 
@@ -886,7 +952,7 @@ int Model<A>::propose(const Growth& growth) {
         draft_normed(m, shape_.norm_output);
       }
       sync();
-      best_tokens(t, team, M, k, drawn_ids_.data(), drawn_log_probs_.data());
+      best_tokens(t, team, M, Guess{growth.draws, k, level + 1}, k, drawn_ids_.data(), drawn_log_probs_.data());
       sync();
     }
   });
@@ -1051,28 +1117,32 @@ int64_t eyas_step(Decoder* decoder, const int64_t* ints, void* const* pointers, 
   return decoder->step(view(ints, pointers), pointers[7], h_in, h);
 }
 
-int64_t eyas_proposals(Decoder* decoder, const float* h, int64_t R, int64_t k, int64_t* ids, float* log_probs) {
+// draws: how the request of each row draws, of which the next token is its num_drawn + place.
+int64_t eyas_proposals(Decoder* decoder, const float* h, const DrawState* const* draws, int64_t place, int64_t R, int64_t k, int64_t* ids,
+                       float* log_probs) {
   const Guard guard(calls());
-  return decoder->proposals(h, R, k, ids, log_probs);
+  return decoder->proposals(h, Guess{draws, 1, place}, R, k, ids, log_probs);
 }
 
 // ints: B, K, k, P, page_size, num_slots. pointers: lens, first_ids, h, first_log_probs, page_table, thresholds, cache, tokens,
-// parents, scores.
+// parents, scores, how each request draws.
 int64_t eyas_propose(Decoder* decoder, const int64_t* ints, void* const* p) {
   const Guard guard(calls());
   return decoder->propose(Growth{ints[0], ints[1], ints[2], ints[3], ints[4], ints[5], static_cast<const int64_t*>(p[0]),
                                  static_cast<const int64_t*>(p[1]), static_cast<const float*>(p[2]), static_cast<const float*>(p[3]),
                                  static_cast<const int32_t*>(p[4]), static_cast<const double*>(p[5]), p[6],
-                                 static_cast<int64_t*>(p[7]), static_cast<int32_t*>(p[8]), static_cast<float*>(p[9])});
+                                 static_cast<const DrawState* const*>(p[10]), static_cast<int64_t*>(p[7]), static_cast<int32_t*>(p[8]), static_cast<float*>(p[9])});
 }
 
-// ints as of eyas_propose. pointers: lens, starts, tokens, features, page_table, thresholds, cache, then tokens, parents, scores.
+// ints as of eyas_propose. pointers: lens, starts, tokens, features, page_table, thresholds, cache, then tokens, parents, scores, how
+// each request draws.
 int64_t eyas_grow(Decoder* decoder, const int64_t* ints, void* const* p) {
   const Guard guard(calls());
   const auto* lens = static_cast<const int64_t*>(p[0]);
   const auto* page_table = static_cast<const int32_t*>(p[4]);
   Growth growth{ints[0], ints[1], ints[2], ints[3], ints[4], ints[5], lens, nullptr, nullptr, nullptr, page_table,
-                static_cast<const double*>(p[5]), p[6], static_cast<int64_t*>(p[7]), static_cast<int32_t*>(p[8]), static_cast<float*>(p[9])};
+                static_cast<const double*>(p[5]), p[6], static_cast<const DrawState* const*>(p[10]),
+                static_cast<int64_t*>(p[7]), static_cast<int32_t*>(p[8]), static_cast<float*>(p[9])};
   const Lines lines{ints[0], ints[3], ints[4], ints[5], page_table, lens};
   return decoder->grow(lines, static_cast<const int64_t*>(p[1]), static_cast<const int64_t*>(p[2]), p[3], growth);
 }

@@ -1,7 +1,8 @@
 // The next token of a request from a row of logits, as `engine/sampling.py` defines it, to the bit.
 //
-// A token's weight is a whole number, so its sums are the same in any order: here they run in vectors, there along the ids. The
-// weight itself is the same few operations of fp64 in both, none of them fused. So a cut may be found in any way that is quick.
+// A token's weight is a whole number, so its sums are the same in any order, and a cut may be found in any way that is quick. Of what
+// is kept, the token with the largest weight / exponential number is drawn. Weights and exponential numbers are the same few operations
+// of fp64 in both, none of them fused.
 //
 // Knows logits; no tree and no model. Letters: V vocabulary.
 #pragma once
@@ -16,8 +17,10 @@
 constexpr int kWeightBits = 44;  // the best token's weight is 2^44: the sum over 2^19 tokens fits an int64
 constexpr int64_t kBestWeight = int64_t(1) << kWeightBits;
 constexpr double kLog2E = 1.4426950408889634, kLn2 = 0.6931471805599453, kLeastPower = -64;
-constexpr int kPowerTerms = 12;    // of the series of 2^f, |f| <= 1/2: its rest is below 2^-47
-constexpr int kSumBlock = 512;     // tokens whose weights are summed together, and once more where the draw falls
+constexpr int kPowerTerms = 12;  // of the series of 2^f, |f| <= 1/2: its rest is below 2^-47
+constexpr int kLogTerms = 8;     // of the series of log2(m), sqrt(1/2) <= m < sqrt(2): its rest is below 2^-44 of it
+constexpr int64_t kSqrtHalf = 0x3FE6A09E667F3BCD, kOne = 0x3FF0000000000000;  // the bits of these numbers
+constexpr uint64_t kStep = 0x9E3779B97F4A7C15, kFactors[] = {0xBF58476D1CE4E5B9, 0x94D049BB133111EB};  // splitmix64's
 constexpr int kStripVectors = 16;  // of 16 logits, whose maxima by lane say what the best k are at least
 constexpr int kMostPlaces = 64;    // of a walk: a tree's columns
 constexpr int64_t kWeightSlack = 4;  // units, above what rounding can turn around
@@ -54,15 +57,45 @@ INLINE Bits weights_of(__m256 logits, __m512d best, __m512d scale) {
   return _mm512_cvtpd_epi64(_mm512_mul_pd(p, _mm512_castsi512_pd(power)));
 }
 
+struct LogSeries {
+  double c[kLogTerms];
+  constexpr LogSeries() : c() {
+    for (int i = 0; i < kLogTerms; ++i) c[i] = 2 * kLog2E / (2 * i + 1);
+  }
+};
+inline constexpr LogSeries kLogSeries;
+
 inline uint64_t splitmix(uint64_t z) {
-  z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9;
-  z = (z ^ (z >> 27)) * 0x94D049BB133111EB;
+  z = (z ^ (z >> 30)) * kFactors[0];
+  z = (z ^ (z >> 27)) * kFactors[1];
   return z ^ (z >> 31);
 }
 
-// The 53 bits of the uniform number of token `index`.
-inline uint64_t uniform_bits(int64_t seed, int64_t index) {
-  return splitmix(splitmix(static_cast<uint64_t>(seed)) + (static_cast<uint64_t>(index) + 1) * 0x9E3779B97F4A7C15) >> 11;
+// What the random numbers of the answer's token `index` come from, one for each id of the vocabulary.
+inline uint64_t draw_key(int64_t seed, int64_t index) {
+  return splitmix(splitmix(static_cast<uint64_t>(seed)) + (static_cast<uint64_t>(index) + 1) * kStep);
+}
+
+// The uniform numbers of 8 ids: odd multiples of 2^-53 below 1.
+INLINE __m512d uniforms_of(uint64_t key, Bits ids) {
+  const auto of = [](uint64_t value) { return _mm512_set1_epi64(static_cast<int64_t>(value)); };
+  Bits z = _mm512_add_epi64(of(key + kStep), _mm512_mullo_epi64(ids, of(kStep)));
+  z = _mm512_mullo_epi64(_mm512_xor_si512(z, _mm512_srli_epi64(z, 30)), of(kFactors[0]));
+  z = _mm512_mullo_epi64(_mm512_xor_si512(z, _mm512_srli_epi64(z, 27)), of(kFactors[1]));
+  z = _mm512_xor_si512(z, _mm512_srli_epi64(z, 31));
+  const Bits one_to_two = _mm512_or_si512(_mm512_srli_epi64(z, 12), _mm512_set1_epi64(kOne));
+  return _mm512_sub_pd(_mm512_castsi512_pd(one_to_two), _mm512_set1_pd(1 - 0x1p-53));
+}
+
+// Their exponential numbers: -log2(u), above 1 - u.
+INLINE __m512d exponentials_of(__m512d u) {
+  const Bits bits = _mm512_castpd_si512(u);
+  const Bits whole = _mm512_srai_epi64(_mm512_sub_epi64(bits, _mm512_set1_epi64(kSqrtHalf)), 52);
+  const __m512d one = _mm512_set1_pd(1), m = _mm512_castsi512_pd(_mm512_sub_epi64(bits, _mm512_slli_epi64(whole, 52)));
+  const __m512d s = _mm512_div_pd(_mm512_sub_pd(m, one), _mm512_add_pd(m, one)), square = _mm512_mul_pd(s, s);
+  __m512d p = _mm512_set1_pd(kLogSeries.c[kLogTerms - 1]);
+  for (int i = kLogTerms - 2; i >= 0; --i) p = _mm512_add_pd(_mm512_mul_pd(p, square), _mm512_set1_pd(kLogSeries.c[i]));
+  return _mm512_sub_pd(_mm512_setzero_pd(), _mm512_add_pd(_mm512_cvtepi64_pd(whole), _mm512_mul_pd(s, p)));
 }
 
 // A token and its rank: by the logit, of equal ones the smaller id first.
@@ -89,7 +122,7 @@ class TokenSampler {
   int64_t next(const float* raw) {
     const int64_t index = state_->num_drawn + place_;
     const float* logits = adjusted(raw, index);
-    const int64_t token = state_->temperature == 0 ? argmax(logits) : sampled(logits, uniform_bits(state_->seed, index));
+    const int64_t token = state_->temperature == 0 ? argmax(logits) : sampled(logits, draw_key(state_->seed, index));
     if (token == kNoToken) return token;
     if (state_->scored_ints != nullptr && place_ < kMostPlaces && !score(raw, token)) return kNoToken;
     ++place_;
@@ -97,8 +130,8 @@ class TokenSampler {
     return token;
   }
 
-  // The token at a quantile, a number of 53 bits, of what the cuts keep.
-  int64_t sampled(const float* logits, uint64_t quantile) {
+  // The token that the numbers of `key` draw from what the cuts keep.
+  int64_t sampled(const float* logits, uint64_t key) {
     const float best = best_of(logits);
     if (!std::isfinite(best)) return kNoToken;
     best_ = best, scale_ = kLog2E / state_->temperature;
@@ -108,8 +141,7 @@ class TokenSampler {
       weigh(logits);
       last_ = last_of_nucleus(logits);
     }
-    const int64_t total = sum(logits);
-    return token_at(logits, static_cast<int64_t>(static_cast<unsigned __int128>(quantile) * static_cast<uint64_t>(total) >> 53));
+    return winner(logits, key);
   }
 
   // What the token's log-probability is made of, at temperature 1 and of the logits as they are.
@@ -192,33 +224,27 @@ class TokenSampler {
     }
   }
 
-  // The sum of what is kept, and of each block's in sums_.
-  int64_t sum(const float* logits) {
-    int64_t total = 0;
-    sums_.clear();
-    for (int first = 0; first < V_; first += kSumBlock) {
-      Bits block = _mm512_setzero_si512();
-      each_eight(logits, first, std::min(V_, first + kSumBlock),
-                 [&](int, __mmask8 kept, Bits w) { block = _mm512_mask_add_epi64(block, kept, block, w); });
-      sums_.push_back(_mm512_reduce_add_epi64(block));
-      total += sums_.back();
-    }
-    return total;
+  int64_t sum(const float* logits) const {
+    Bits total = _mm512_setzero_si512();
+    each_eight(logits, 0, V_, [&](int, __mmask8 kept, Bits w) { total = _mm512_mask_add_epi64(total, kept, total, w); });
+    return _mm512_reduce_add_epi64(total);
   }
 
-  // The first token with which the sum exceeds `place`; after sum().
-  int64_t token_at(const float* logits, int64_t place) const {
-    size_t block = 0;
-    for (; block + 1 < sums_.size() && sums_[block] <= place; ++block) place -= sums_[block];
-    const int first = static_cast<int>(block) * kSumBlock;
+  // The largest weight / exponential number of what is kept, of equal ones the first. Few have to know theirs: it is below weight / (1 - u).
+  int64_t winner(const float* logits, uint64_t key) const {
     int64_t token = kNoToken;
-    each_eight(logits, first, std::min(V_, first + kSumBlock), [&](int c, unsigned kept, Bits w) {
-      alignas(64) int64_t weights[8];
-      _mm512_store_si512(weights, w);
-      for (; kept != 0 && token == kNoToken; kept &= kept - 1) {
-        const int i = __builtin_ctz(kept);
-        if (weights[i] > place) token = c + i;
-        place -= weights[i];
+    double most = 0;
+    const Bits place = _mm512_setr_epi64(0, 1, 2, 3, 4, 5, 6, 7);
+    each_eight(logits, 0, V_, [&](int c, __mmask8 kept, Bits w) {
+      const __m512d u = uniforms_of(key, _mm512_add_epi64(_mm512_set1_epi64(c), place)), weights = _mm512_cvtepi64_pd(w);
+      const __m512d least = _mm512_mul_pd(_mm512_sub_pd(_mm512_set1_pd(1), u), _mm512_set1_pd(most));
+      kept = _mm512_mask_cmp_pd_mask(kept, least, weights, _CMP_LT_OQ);
+      if (kept == 0) return;
+      alignas(64) double ratios[8];
+      _mm512_store_pd(ratios, _mm512_div_pd(weights, exponentials_of(u)));
+      for (unsigned rest = kept; rest != 0; rest &= rest - 1) {
+        const int i = __builtin_ctz(rest);
+        if (ratios[i] > most) most = ratios[i], token = c + i;
       }
     });
     return token;
@@ -325,7 +351,7 @@ class TokenSampler {
   double best_ = 0, scale_ = 0;
   int64_t least_ = 1;                 // what is kept weighs so much or more,
   Candidate last_ = kEverything;      // and ranks no worse than this
-  std::vector<int64_t> seen_, counts_, sums_, weights_;
+  std::vector<int64_t> seen_, counts_, weights_;
   std::vector<float> adjusted_, maxima_;
   std::vector<Candidate> ranked_;
 };
