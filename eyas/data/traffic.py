@@ -165,7 +165,7 @@ def _value(value: Any) -> Any:
     return dict(value) if is_map else value
 
 
-def _text(record: Mapping[str, Any], *paths: str) -> str | None:
+def _text(record: Any, *paths: str) -> str | None:
     """The first of the fields that holds something: ids and users may be numbers."""
     found = (_at(record, path) for path in paths)
     return next((str(one) for one in found if one), None)
