@@ -23,7 +23,7 @@ import json
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -131,7 +131,10 @@ def logged_request(value: Any) -> LoggedRequest | None:
         raise Unreadable("not an object")
     for fits, read in _READERS:
         if fits(value):
-            return read(value)
+            found = read(value)
+            if found is None or found.id is None or isinstance(found.id, str):
+                return found
+            return replace(found, id=str(found.id))  # a number, or SGLang's list of them
     raise Unreadable(f"no record known here: {NAMES_OF_LOGS}")
 
 
@@ -139,7 +142,7 @@ def _of_line(line: str) -> LoggedRequest | dict[str, Any] | None:
     """A line of a server's log."""
     if found := VLLM_BODY.match(line):
         body = _object(found.group(2), "cut: start vLLM without --max-log-len")
-        return LoggedRequest(body, body, found.group(1), _text(body, "user"))
+        return LoggedRequest(body, body, found.group(1), _user(body, "user"))
     found = SGLANG_LINE.match(line)
     return _object(found.group(1), "not JSON") if found else None
 
@@ -154,10 +157,8 @@ def _object(text: str, otherwise: str) -> dict[str, Any]:
     return value
 
 
-def _text(record: Mapping[str, Any], *paths: str) -> str | None:
-    """The first of the fields that holds something: ids and users may be numbers."""
-    found = (_at(record, path) for path in paths)
-    return next((str(one) for one in found if one), None)
+def _user(record: Mapping[str, Any], *keys: str) -> str | None:
+    return next((str(record[key]) for key in keys if record.get(key)), None)
 
 
 def _sglang(record: dict[str, Any]) -> LoggedRequest | None:
@@ -169,7 +170,7 @@ def _sglang(record: dict[str, Any]) -> LoggedRequest | None:
         raise Unreadable("a logged request is not an object")
     if _is_cut(body):
         raise Unreadable("a logged request is cut: take --log-requests-level 3")
-    return LoggedRequest(body, record, _text(body, "rid"), _text(body, "user"))
+    return LoggedRequest(body, record, body.get("rid"), _user(body, "user"))
 
 
 def _is_cut(value: Any) -> bool:
@@ -185,9 +186,9 @@ def _litellm(record: dict[str, Any]) -> LoggedRequest | None:
         return None
     if not isinstance(record.get("messages"), list):
         raise Unreadable("LiteLLM did not log the messages (turn_off_message_logging)")
-    keys = ("user_api_key_user_id", "user_api_key_hash")
-    user = _text(record, "end_user", *(f"metadata.{key}" for key in keys))
-    return LoggedRequest({"messages": record["messages"]}, record, _text(record, "id"), user)
+    metadata = record.get("metadata") or {}
+    user = _user(record, "end_user") or _user(metadata, "user_api_key_user_id", "user_api_key_hash")
+    return LoggedRequest({"messages": record["messages"]}, record, record.get("id"), user)
 
 
 def _langfuse(record: dict[str, Any]) -> LoggedRequest | None:
@@ -202,11 +203,11 @@ def _langfuse(record: dict[str, Any]) -> LoggedRequest | None:
     body = {"messages": given} if isinstance(given, list) else given
     if not isinstance(body, dict) or not isinstance(body.get("messages"), list):
         raise Unreadable("the input of a generation holds no messages")
-    return LoggedRequest(body, record, _text(record, "id"), _text(record, "user_id", "userId"))
+    return LoggedRequest(body, record, record.get("id"), _user(record, "user_id", "userId"))
 
 
 def _openai(record: dict[str, Any]) -> LoggedRequest:
-    return LoggedRequest(record, record, _text(record, "id", "request_id"), _text(record, "user"))
+    return LoggedRequest(record, record, _user(record, "id", "request_id"), _user(record, "user"))
 
 
 _READERS: tuple[
