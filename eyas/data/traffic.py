@@ -23,7 +23,7 @@ import json
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -134,7 +134,8 @@ def logged_request(value: Any) -> LoggedRequest | None:
             found = read(value)
             if found is None or found.id is None or isinstance(found.id, str):
                 return found
-            return replace(found, id=str(found.id))  # a number, or SGLang's list of them
+            # a number, or SGLang's list of them
+            return LoggedRequest(found.body, found.record, str(found.id), found.user)
     raise Unreadable(f"no record known here: {NAMES_OF_LOGS}")
 
 
