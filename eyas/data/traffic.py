@@ -132,9 +132,9 @@ def logged_request(value: Any) -> LoggedRequest | None:
     for fits, read in _READERS:
         if fits(value):
             found = read(value)
-            if found is None or found.id is None or isinstance(found.id, str):
+            if found is None or found.id is None:
                 return found
-            # a number, or SGLang's list of them
+            # some write a number, SGLang a list
             return LoggedRequest(found.body, found.record, str(found.id), found.user)
     raise Unreadable(f"no record known here: {NAMES_OF_LOGS}")
 
