@@ -5,7 +5,11 @@ The live test needs a vLLM: EYAS_VLLM_PYTHON names its interpreter.
 
 from __future__ import annotations
 
+import asyncio
+import fcntl
+import json
 import os
+import subprocess
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +21,7 @@ import torch
 from benchmarks.capture import vllm_server
 from eyas.artifact import Artifact
 from eyas.builtin import target_folder
+from eyas.client import RequestFailure
 from eyas.errors import EyasError, MismatchError, MissingInputError
 from eyas.features import capture as stage
 from eyas.features.capture import CaptureConfig, capture
@@ -197,15 +202,21 @@ def test_a_killed_server_costs_nothing(
     assert_alike(output, own, 1e-4)
 
 
-def test_what_a_dead_client_left_is_deleted_and_nothing_else(tmp_path: Path) -> None:
-    """Files of this run's requests to this server; other runs may share the folder."""
+def test_what_dead_clients_left_is_deleted_and_nothing_else(tmp_path: Path) -> None:
+    """Files of this run's requests to this server; other runs, and other ranks of this one, may
+    share the folder.
+    """
     server, other = (
         StateServer("http://127.0.0.1:1", FleetConfig(), None, (), run)  # type: ignore[arg-type]
         for run in ("1234567890abcd", "other")
     )
+    dead = subprocess.Popen(["true"])
+    dead.wait()
+    of_machine = server._run.removesuffix(str(os.getpid()))
+    names = [server._run, f"{of_machine}{dead.pid}", f"{of_machine}{os.getppid()}", other._run]
     paths = [
-        tmp_path / f"cmpl-{of._run}-3-0-9256bd1b.safetensors{end}"
-        for of in (server, other)
+        tmp_path / f"cmpl-{name}-3-0-9256bd1b.safetensors{end}"
+        for name in names
         for end in ("", ".lock")
     ]
     for path in paths:
@@ -213,7 +224,53 @@ def test_what_a_dead_client_left_is_deleted_and_nothing_else(tmp_path: Path) -> 
     server.sweep()  # it knows no folder yet
     server._folder = tmp_path
     server.sweep()
-    assert [path.exists() for path in paths] == [False, False, True, True]
+    assert [path.exists() for path in paths] == [False] * 4 + [True] * 4
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("/nowhere/{}-0.safetensors", "which is no folder here"),
+        ("{folder}/cmpl-{}-0.safetensors", "wrote no file"),
+        ("{folder}/cmpl-{}-0\0.safetensors", "not of the request"),
+        ("{folder}/other.safetensors", "not of the request"),
+        ("{folder}/../{}.txt", "not of the request"),
+        (None, "without hidden states"),
+        (7, "without hidden states"),
+    ],
+)
+def test_a_file_that_a_server_names_is_deleted_only_if_it_is_the_request_s(
+    tmp_path: Path, name: object, says: str
+) -> None:
+    server, kept = served_file(tmp_path, name), tmp_path / "other.safetensors"
+    kept.touch()
+    with pytest.raises(RequestFailure, match=says):
+        asyncio.run(server._from_vllm([1, 2]))
+    assert kept.exists()
+
+
+def test_a_file_that_stays_locked_is_said_to(tmp_path: Path) -> None:
+    server = served_file(tmp_path, "{folder}/cmpl-{}-0.safetensors")
+    lock = tmp_path / f"cmpl-{server._run}-0-0.safetensors.lock"
+    with lock.open("w") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        with pytest.raises(RequestFailure, match=r"does not finish .* within 0\.2 s"):
+            asyncio.run(server._from_vllm([1, 2]))
+
+
+def served_file(folder: Path, name: object) -> StateServer:
+    """A server that answers with this file: {} stands for the request."""
+    config = FleetConfig(timeout_s=0.2)
+    server = StateServer("http://127.0.0.1:1", config, None, (), "run")  # type: ignore[arg-type]
+
+    async def answer(path: str, body: dict[str, Any]) -> bytes:
+        named = name
+        if isinstance(name, str):
+            named = name.replace("{folder}", str(folder)).replace("{}", body["request_id"])
+        return json.dumps({"kv_transfer_params": {"hidden_states_path": named}}).encode()
+
+    server.client.request = answer  # type: ignore[method-assign,assignment]
+    return server
 
 
 def test_both_decoders_finish_what_a_server_leaves(target: Path) -> None:

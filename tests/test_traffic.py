@@ -104,8 +104,8 @@ LOGS = {
         "metadata.requester_custom_headers.x-training",
     ),
     "LiteLLM, tags": ([json.dumps(LITELLM)], "request_tags=train-ok"),
-    "LiteLLM, a table": (
-        [json.dumps({**LITELLM, "id": 7, "metadata": json.dumps(LITELLM["metadata"])})],
+    "LiteLLM, a number": (
+        [json.dumps({**LITELLM, "id": 7})],
         "metadata.requester_metadata.training",
     ),
     "numbers for names": ([json.dumps({**BODY, "id": 7, "user": 8})], "metadata.training"),

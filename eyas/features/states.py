@@ -24,7 +24,9 @@ import hashlib
 import itertools
 import json
 import os
+import re
 import shlex
+import socket
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -123,14 +125,16 @@ class StateServer:
         tails: Sequence[Tail],
         run: str,
     ) -> None:
-        """tails: see FeatureDecoder.tails. run: names this run's
-        requests, so that its files are told from others'.
+        """tails: see FeatureDecoder.tails. run: names this run's requests, so that its files are
+        told from others'.
         """
         self.url, self.model, self.engine = url, config.model or "", "unknown"
         self.client = Client(url, config.timeout_s)
         self._config, self._proof, self._tails = config, proof, tails
-        # of each server its own: several may share a folder
-        self._run = f"eyas-{run[:12]}-{hashlib.sha256(url.encode()).hexdigest()[:6]}"
+        # of each server and process its own: several may share a folder, as the ranks of a run do
+        machine = f"eyas-{run[:12]}-{_short(url)}-{_short(socket.gethostname())}"
+        self._run = f"{machine}-{os.getpid()}"
+        self._of_machine = re.compile(rf".*{machine}-(\d+)-.*\.safetensors(\.lock)?")
         self._numbers, self._folder = itertools.count(), Path()
 
     @property
@@ -177,10 +181,16 @@ class StateServer:
         return StateReply(job.request.id, states)
 
     def sweep(self) -> None:
-        """Delete what the server wrote for requests of this run that were given up."""
-        if self._folder != Path():
-            for path in self._folder.glob(f"*{self._run}*.safetensors*"):
-                path.unlink(missing_ok=True)
+        """Delete what the server wrote for requests that were given up: this process's, and those
+        of processes of the same run on this machine that are gone.
+        """
+        if self._folder == Path():
+            return
+        with contextlib.suppress(OSError):
+            for path in self._folder.iterdir():
+                found = self._of_machine.fullmatch(path.name)
+                if found and (int(found[1]) == os.getpid() or not _runs(int(found[1]))):
+                    path.unlink(missing_ok=True)
 
     def _finished(self, streams_TSH: Tensor) -> HiddenStates:
         """With what feeds lm_head in place of the fourth stream."""
@@ -198,7 +208,7 @@ class StateServer:
             body = {"model": self.model, "messages": list(messages)}
             try:
                 theirs = json.loads(await self.client.request("/tokenize", body))["tokens"]
-            except (RequestFailure, ValueError, LookupError, TypeError):
+            except (RequestFailure, ValueError, LookupError, TypeError, RecursionError):
                 return
             if tuple(theirs) != ours:
                 raise unfit(
@@ -292,10 +302,10 @@ class StateServer:
         content = await self.client.request("/v1/completions", body)
         try:
             path = Path(json.loads(content)["kv_transfer_params"]["hidden_states_path"])
-        except (ValueError, LookupError, TypeError) as error:
+        except (ValueError, LookupError, TypeError, RecursionError) as error:
             raise unfit("answers without hidden states: it runs without our connector") from error
         # deleted below: nothing but this request's own file
-        if name not in path.name or path.suffix != ".safetensors":
+        if name not in path.name or path.suffix != ".safetensors" or "\0" in str(path):
             raise unfit("names a file of hidden states that is not of the request")
         self._folder = path.parent
         lock = path.with_name(f"{path.name}.lock")
@@ -311,6 +321,9 @@ class StateServer:
             ) from error
         except PermissionError as error:
             raise unfit(f"writes states to {path.parent}, where this user may not read") from error
+        except TimeoutError as error:  # an OSError too
+            what = f"does not finish {path} within {self._config.timeout_s:g} s"
+            raise RequestFailure("broken", what) from error
         except (SafetensorError, LookupError, OSError) as error:
             raise RequestFailure("broken", f"wrote {path}, which is no file of states") from error
         finally:
@@ -327,7 +340,7 @@ class StateServer:
         """Read the file once its writer has let go of the lock, which it takes before it answers.
 
         Read into memory and not mapped: the file is deleted at once. Raises OSError,
-        SafetensorError, RequestFailure.
+        SafetensorError, TimeoutError.
         """
         async with asyncio.timeout(self._config.timeout_s):
             descriptor = os.open(lock, os.O_RDONLY)
@@ -395,6 +408,21 @@ def relative_errors(found: HiddenStates, expected: HiddenStates) -> Tensor:
     errors: Tensor = (theirs - ours).norm(dim=-1)
     sizes: Tensor = ours.norm(dim=-1)
     return errors / (sizes + 1e-6)
+
+
+def _short(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:6]
+
+
+def _runs(pid: int) -> bool:
+    """Whether a process of this machine is there."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except (PermissionError, OverflowError):
+        return True
+    return True
 
 
 def unfit(what: str) -> RequestFailure:

@@ -3,7 +3,7 @@
 Imported by vLLM's workers (`kv_connector_module_path`), in their own environment, so it needs
 nothing of ours: copy it to where the server runs. vLLM's own connector copies by CUDA streams; a
 CPU has none, so there the copy is made at once, and the file is written by the same threads.
-`eyas` names the whole command (features/servers.py).
+`eyas` names the whole command (features/states.py).
 """
 
 from typing import Any
