@@ -31,7 +31,7 @@ from eyas.features.generate import GenerateConfig, generate
 from eyas.features.online import OnlineTarget
 from eyas.features.states import StateServer, stream_layers
 from eyas.model.config import TargetConfig
-from eyas.shards import Features, Sample
+from eyas.shards import Features, FeatureSource, Sample
 from eyas.train.trainer import TrainConfig, train
 from tests.stages import ending_target, prompts_of, write_prompts
 from tests.state_servers import Behaviour, serving_states
@@ -111,6 +111,21 @@ def own(target: Path, answers: Artifact, tmp_path_factory: pytest.TempPathFactor
     output = Artifact(str(tmp_path_factory.mktemp("own") / "features"))
     capture(config_of(target), answers, output)
     return output
+
+
+def losses(
+    target: Path | str, features: FeatureSource, held_out: FeatureSource, root: Path
+) -> list[float]:
+    """Of every step of a training in float32."""
+    settings = {
+        "head": {"draft_vocab_size": 320},
+        "epochs": 1,
+        "batches": {"tokens": 64},
+        "dtype": "float32",
+    }
+    output = Artifact(str(root))
+    train(TrainConfig.model_validate(settings), str(target), features, output, held_out=held_out)
+    return [row["loss"] for row in output.read_jsonl("metrics.jsonl")]
 
 
 @pytest.mark.parametrize("engine", ENGINES)
@@ -302,16 +317,13 @@ def test_training_reads_servers_without_a_store(
             torch.testing.assert_close(
                 sample.aux_hidden, stored[number].aux_hidden, rtol=1e-4, atol=1e-4
             )
-        settings = {"head": {"draft_vocab_size": 320}, "epochs": 1, "batches": {"tokens": 256}}
-        train(
-            TrainConfig.model_validate({**settings, "dtype": "float32"}),
-            str(target),
-            source,
-            Artifact(str(tmp_path / "head")),
-            held_out=online.features("held_out"),
-        )
+        served = losses(target, source, online.features("held_out"), tmp_path / "served")
         online.source.close()
     assert not [*behaviour.folder.glob("*")]
+    # and the same comes of it
+    assert len(served) > 5
+    stored = losses(target, Features(own, "train"), Features(own, "held_out"), tmp_path / "stored")
+    assert served == pytest.approx(stored, rel=1e-4)
 
 
 @pytest.mark.skipif(LIVE is None, reason="EYAS_VLLM_PYTHON names no interpreter with vLLM")

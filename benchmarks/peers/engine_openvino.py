@@ -48,6 +48,8 @@ class OpenVino:
             scheduler.cache_size = 1
             scheduler.enable_prefix_caching = False
             scheduler.max_num_seqs = 1
+            # a prompt whole: one whose last part is a single token ends a tree with an error
+            scheduler.max_num_batched_tokens = settings["max_length"]
             options["scheduler_config"] = scheduler
         self.pipeline = genai.LLMPipeline(exported(settings, settings["target"]), "CPU", **options)
 

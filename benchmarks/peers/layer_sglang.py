@@ -43,6 +43,13 @@ STUBS = (
 )
 
 
+class StubBase:
+    """What stands for a class of a stub among the bases of another."""
+
+    def __init_subclass__(cls, **_: Any) -> None:
+        """Takes any keyword, as TypedDict does."""
+
+
 class Stub(types.ModuleType):
     """A module that has every name, each again such a module; as a decorator it changes nothing."""
 
@@ -56,8 +63,11 @@ class Stub(types.ModuleType):
     def __call__(self, *args: Any, **_: Any) -> Any:
         return args[0] if len(args) == 1 and callable(args[0]) else self
 
+    def __get_pydantic_core_schema__(self, *_: Any) -> Any:
+        return importlib.import_module("pydantic_core.core_schema").any_schema()
+
     def __mro_entries__(self, _: Any) -> tuple[type, ...]:
-        return (object,)
+        return (StubBase,)
 
 
 class Stubs(importlib.abc.MetaPathFinder, importlib.abc.Loader):
