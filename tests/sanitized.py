@@ -112,7 +112,9 @@ def drafts() -> None:
             draft.enter(rows, features(dtype)[:-1], cache)
             for K, k in ((1, 1), (9, 8), (5, 16), (16, 4), (2, 16)):
                 first = draft.proposals(h[-1:], k)
-                draft.propose([20], h[-1:], first, STRAIGHT, cache, (K, k), [0.0] * (K - 1))
+                draft.propose(
+                    Roots([20], [20], [], STRAIGHT), h[-1:], first, cache, (K, k), [0.0] * (K - 1)
+                )
         native_tests.test_growing_from_features_is_extending_and_proposing(dtype, (4, 3))
 
 

@@ -705,7 +705,9 @@ def test_propose_is_the_plain_growth_to_the_bit(
     draws = [None, DrawState(temperature=0.8, seed=4, num_drawn=6) if drawn else None]
     first = draft.proposals(h, growth[1], draws)
     thresholds = [least] * (growth[0] - 1)
-    ours = draft.propose(lens, h, first, page_table, cache, growth, thresholds, draws)
+    ours = draft.propose(
+        Roots(lens, lens, [], page_table), h, first, cache, growth, thresholds, draws
+    )
     plain = grown_plainly(draft, lens, h, first, page_table, cache, growth, thresholds, draws)
     assert np.array_equal(ours.tokens, plain.tokens)
     assert np.array_equal(ours.scores, plain.scores)
@@ -729,7 +731,7 @@ def test_what_is_behind_a_window_is_not_read(dtype: str):
             cache.data[:, : n - WINDOW + 1] = math.nan
             pages[:, : (n - WINDOW + 1) // PAGE_SIZE] = -1
         first, thresholds = draft.proposals(h, 2), [0.0] * 4
-        found = draft.propose([n], h, first, pages, cache, (5, 2), thresholds)
+        found = draft.propose(Roots([n], [n], [], pages), h, first, cache, (5, 2), thresholds)
         step = prompt_rows([[TOKENS[n]]], [n], pages, PAGE_SIZE, "cpu", 1)
         results.append((found, draft.extend(step, aux[n - 1 : n], cache)))
     (found, own), (expected, whole) = results
@@ -743,10 +745,10 @@ def test_what_is_behind_a_window_is_not_read(dtype: str):
 def test_proposing_where_no_page_is():
     draft, cache = draft_of((), "float32"), draft_cache("float32")
     first = draft.proposals(torch.ones(1, 32), 2)
+    lens = [PAGES * PAGE_SIZE - 1]
+    roots = Roots(lens, lens, [], STRAIGHT)
     with pytest.raises(IndexError, match="page"):
-        draft.propose(
-            [PAGES * PAGE_SIZE - 1], torch.ones(1, 32), first, STRAIGHT, cache, (3, 2), [0.0, 0.0]
-        )
+        draft.propose(roots, torch.ones(1, 32), first, cache, (3, 2), [0.0, 0.0])
 
 
 # A round in two calls
@@ -780,7 +782,9 @@ def test_growing_from_features_is_extending_and_proposing(dtype: str, growth: tu
     draws = [DrawState(temperature=0.7, seed=-5, num_drawn=3), None]
     first, thresholds = draft.proposals(torch.cat(h), growth[1], draws), [0.0] * (growth[0] - 1)
     rest = growth, thresholds, draws
-    expected = draft.propose(lens, torch.cat(h), first, page_table, caches[0], *rest)
+    expected = draft.propose(
+        Roots(lens, lens, [], page_table), torch.cat(h), first, caches[0], *rest
+    )
     tokens = [
         token for start, n in zip(starts, lens, strict=True) for token in TOKENS[start : n + 1]
     ]

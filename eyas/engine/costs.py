@@ -414,7 +414,8 @@ class RoundWork:
         h, first = self._roots[B]
         lens = [min(self._length, self._num_slots - NUM_LEVELS * k - 2)] * B
         tables, tree = np.repeat(self._table, B, axis=0), Speculation("fixed", 1 + NUM_LEVELS, k)
-        self.draft.propose(lens, h, first, tables, self._drafts[0], tree, [0.0] * NUM_LEVELS)
+        roots = Roots(lens, lens, [], tables)
+        self.draft.propose(roots, h, first, self._drafts[0], tree, [0.0] * NUM_LEVELS)
 
     def fastest_ms(self) -> float:
         """The fastest of a few forwards of one row."""

@@ -47,8 +47,7 @@ from eyas.model.rows import (
 from eyas.model.target import PAGE_SIZE, Target
 
 Draws = Sequence[DrawState | None]
-FAR_BELOW = -40.0  # of logs of a draft's probabilities; the library's kFarBelow
-LEAST_TEMPERATURE = LEAST_MIN_P = 1e-30  # so that a float32 holds its inverse, and a log exists
+CUT_OFF = -40.0  # added to the scores of what min_p cuts
 
 WITHOUT_NATIVE = "set EYAS_NATIVE=0 to run target and head in PyTorch's operators"
 
@@ -243,22 +242,20 @@ class Draft:
             )
         h = self.catch_up(roots, cache, features)
         first = self.proposals(h, k, draws)
-        return self.propose(
-            roots.lens, h, first, roots.page_table, cache, speculation, thresholds, draws
-        )
+        return self.propose(roots, h, first, cache, speculation, thresholds, draws)
 
     def propose(
         self,
-        lens: Sequence[int],
+        roots: Roots,
         h_BH: torch.Tensor,
         first: tuple[torch.Tensor, torch.Tensor],
-        page_table: np.ndarray,
         cache: PagedCache,
         speculation: Speculation,
         thresholds: Sequence[float],
         draws: Draws | None = None,
     ) -> Proposals:
-        """Grow B trees by up to K - 1 levels behind the roots, whose columns are `lens`.
+        """Grow B trees by up to K - 1 levels behind the roots, of which `lens` and
+        `page_table` are read.
 
         h_BH: the outputs of these last entries; first: the `proposals` from them, the candidates of
         depth 1. The tree's own entries go behind them and are overwritten later. Level l is drafted
@@ -267,12 +264,10 @@ class Draft:
         """
         K, k = speculation.num_draft_steps, speculation.tree_topk
         if self._native is not None:
-            return self._native.propose(
-                lens, h_BH, first, page_table, cache, (K, k), thresholds, draws
-            )
+            return self._native.propose(roots, h_BH, first, cache, (K, k), thresholds, draws)
         ids_Bk, log_probs_Bk = first[0].cpu().numpy(), first[1].cpu().numpy()
         tree = _TreeGrowth(ids_Bk, log_probs_Bk)
-        starts = np.asarray(lens, dtype=np.int64)
+        starts, page_table = np.asarray(roots.lens, dtype=np.int64), roots.page_table
         h = h_BH.repeat_interleave(k, 0)
         for level in range(K - 1):
             # the sum over requests of the probability of the best path in the frontier
@@ -290,18 +285,23 @@ class Draft:
 def guessed(
     log_probs_W: torch.Tensor, ids_W: torch.Tensor, draw: DrawState, place: int
 ) -> torch.Tensor:
-    """Log-probs of what the target draws, float32 [W], from the draft's own of target ids [W]: what
-    the draft would draw with the target's random numbers, as a softmax of these scores.
+    """Log-probs of what the target draws, float32 [W], from the draft's own of target ids [W].
+
+    The target draws the best of its logit + temperature * Gumbel number; here the draft's own plus
+    the same number stands for it, and a softmax says how sure that is. So the less is left to
+    chance, the more these are the draft's own.
 
     Two models that draw with the same Gumbel numbers agree with a probability of (1 - d) / (1 + d)
     or more, d their total variation distance (Daliri, Musco and Suresh, arXiv 2408.07978).
     """
-    scores_W = (log_probs_W - log_probs_W.max()) / max(draw.temperature, LEAST_TEMPERATURE)
-    scores_W.clamp_(min=FAR_BELOW)
-    scores_W[scores_W < math.log(max(draw.min_p, LEAST_MIN_P))] += FAR_BELOW
+    scores_W = log_probs_W.clone()
+    if draw.min_p > 0:
+        least = log_probs_W.max() + draw.temperature * math.log(draw.min_p)
+        scores_W[log_probs_W < least] += CUT_OFF
     key = draw_key(draw.seed, draw.num_drawn + place)
     numbers_W = torch.from_numpy(exponentials(key, ids_W.cpu().numpy()))
-    return (scores_W - numbers_W.log().to(scores_W)).log_softmax(-1)
+    scores_W -= (draw.temperature * numbers_W.log()).to(scores_W)
+    return scores_W.log_softmax(-1)
 
 
 class _TreeGrowth:

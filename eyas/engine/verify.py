@@ -3,8 +3,8 @@
 The target draws every token; the tree only saves forwards. The next token is drawn from the
 target's own distribution at the current node. If it is a child of the node, it is accepted and the
 walk goes on from there; otherwise it is the bonus token and the walk ends. Every emitted token is a
-draw of the target given what precedes it, so the output's distribution is the target's, whatever
-the tree.
+draw of the target given what precedes it, by numbers that follow from the request's seed: the
+output is that of plain decoding, whatever the tree, and may the tree follow from the same numbers.
 """
 
 from __future__ import annotations

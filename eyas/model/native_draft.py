@@ -122,10 +122,9 @@ class NativeDraft(NativeDecoder):
 
     def propose(
         self,
-        lens: Sequence[int],
+        roots: Roots,
         h_BH: torch.Tensor,
         first: tuple[torch.Tensor, torch.Tensor],
-        page_table: np.ndarray,
         cache: PagedCache,
         growth: tuple[int, int],
         thresholds: Sequence[float],
@@ -134,6 +133,7 @@ class NativeDraft(NativeDecoder):
         """Grow B trees by up to K - 1 levels, growth being (K, k): see
         `engine.draft.Draft.propose`. Raises IndexError.
         """
+        lens, page_table = roots.lens, roots.page_table
         K, out = growth[0], self._room(len(lens), growth, thresholds)
         lens_B = np.asarray(lens, dtype=np.int64)
         assert h_BH.shape == (len(lens), self._config.hidden_size)

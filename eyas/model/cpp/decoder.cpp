@@ -40,7 +40,7 @@ struct Outer {
 // What rows of embeddings are stored as; above these, ggml's formats.
 constexpr int64_t kEmbedBf16 = 1;
 constexpr int kMaxTopk = 16, kTopChunk = 512, kOwnNorms = 8;
-constexpr float kFarBelow = -40;  // of logs of a draft's probabilities: twice it is still a float's
+constexpr float kCutOff = -40;  // added to logits that min_p cuts
 
 // The best of a stretch of logits, best first (ties: smaller index), and its sum of exponentials relative to its maximum.
 struct Top {
@@ -682,19 +682,20 @@ class Model final : public Decoder {
     });
     sync();
     const int chunks = top_chunks();
-    bool draws = false;
-    for (int r = 0; r < n; r += guess.rows_each) draws |= guess.of(r) != nullptr && guess.of(r)->temperature > 0;
-    for (int i = t; i < n * chunks; i += T_) survey(i / chunks, i % chunks, k);
-    sync();
-    if (draws) {
-      for (int r = n * t / T_; r < n * (t + 1) / T_; ++r) {
-        float& most = row_most_[r] = -INFINITY;
-        for (int c = 0; c < chunks; ++c) most = std::max(most, tops_.get()[r * chunks + c].most);
-      }
-      sync();
-      for (int i = t; i < n / guess.rows_each * chunks; i += T_) survey_drawn(i / chunks * guess.rows_each, i % chunks, guess, k);
+    bool draws = false, cuts = false;
+    for (int r = 0; r < n; r += guess.rows_each) {
+      if (guess.of(r) == nullptr || guess.of(r)->temperature == 0) continue;
+      draws = true, cuts |= guess.of(r)->min_p > 0;
+    }
+    if (cuts) {
+      for (int r = n * t / T_; r < n * (t + 1) / T_; ++r)
+        row_most_[r] = *std::max_element(logits_.get() + r * logits_stride_, logits_.get() + r * logits_stride_ + V_);
       sync();
     }
+    for (int i = t; draws && i < n / guess.rows_each * chunks; i += T_) add_numbers(i / chunks * guess.rows_each, i % chunks, guess);
+    if (draws) sync();
+    for (int i = t; i < n * chunks; i += T_) survey(i / chunks, i % chunks, k);
+    sync();
     for (int r = n * t / T_; r < n * (t + 1) / T_; ++r) {
       const Top* parts = tops_.get() + r * chunks;
       Top all;
@@ -734,45 +735,36 @@ class Model final : public Decoder {
     top.sum = _mm512_reduce_add_ps(sum);
   }
 
-  // The same of a request's rows from `first` on, once the best logit of each is in most_, where the tokens are drawn: by the draft's
-  // probabilities at the request's temperature, each over the exponential number that the target's is divided by.
-  void survey_drawn(int first, int chunk, const Guess& guess, int k) {
+  // Guesses of draws, of a request's rows from `first` on: each logit plus temperature * -log(its token's exponential number), as the
+  // target's will have it (Gumbel-max). With min_p the best logit of each row is in row_most_.
+  void add_numbers(int first, int chunk, const Guess& guess) {
     const DrawState* state = guess.of(first);
     if (state == nullptr || state->temperature == 0) return;
     const uint64_t key = draw_key(state->seed, state->num_drawn + guess.place);
-    const Vec cut = _mm512_set1_ps(static_cast<float>(std::log(std::max(state->min_p, 1e-30))));
-    const Vec scale = _mm512_set1_ps(static_cast<float>(1 / std::max(state->temperature, 1e-30))), far = _mm512_set1_ps(kFarBelow);
-    Vec sums[kMaxTopk];
+    const __m512d factor = _mm512_set1_pd(state->temperature * kLn2);
+    const auto cut = static_cast<float>(state->temperature * std::log(state->min_p));
     const int end = std::min(V_, (chunk + 1) * kTopChunk);
-    const auto top = [&](int i) -> Top& { return tops_.get()[(first + i) * top_chunks() + chunk]; };
-    for (int i = 0; i < guess.rows_each; ++i) top(i).clear(), sums[i] = _mm512_setzero_ps();
     for (int c = chunk * kTopChunk; c < end; c += kLanes) {
-      const __mmask16 lanes = first_lanes(end - c);
-      const Vec numbers = _mm512_insertf32x8(_mm512_castps256_ps512(numbers_of(key, c, end)), numbers_of(key, c + 8, end), 1);
-      for (int i = 0; i < guess.rows_each; ++i) {
-        Vec x = _mm512_loadu_ps(logits_.get() + (first + i) * logits_stride_ + c);
-        x = _mm512_max_ps(_mm512_mul_ps(_mm512_sub_ps(x, _mm512_set1_ps(row_most_[first + i])), scale), far);
-        x = _mm512_mask_add_ps(x, _mm512_cmp_ps_mask(x, cut, _CMP_LT_OQ), x, far);
-        const Vec ratio = _mm512_div_ps(exp_of(x), numbers);
-        sums[i] = _mm512_mask_add_ps(sums[i], lanes, sums[i], ratio);
-        unsigned more = _mm512_mask_cmp_ps_mask(lanes, ratio, _mm512_set1_ps(top(i).logits[k - 1]), _CMP_GT_OQ);
-        if (more == 0) continue;
-        alignas(64) float ratios[kLanes];
-        _mm512_store_ps(ratios, ratio);
-        for (; more != 0; more &= more - 1) top(i).insert(k, ratios[__builtin_ctz(more)], c + __builtin_ctz(more));
+      __m256 halves[2];
+      for (int i = 0; i < 2; ++i) {
+        const __m512d numbers = exponentials_of(uniforms_of(key, ids_from(c + 8 * i, end)));
+        halves[i] = _mm512_cvtpd_ps(_mm512_mul_pd(exponentials_of(numbers), factor));  // -log2 of any number
       }
-    }
-    for (int i = 0; i < guess.rows_each; ++i) {
-      top(i).most = 0, top(i).sum = _mm512_reduce_add_ps(sums[i]);
-      for (int j = 0; j < k && top(i).ids[j] >= 0; ++j) top(i).logits[j] = std::log(top(i).logits[j]);
+      const Vec gains = _mm512_insertf32x8(_mm512_castps256_ps512(halves[0]), halves[1], 1);
+      for (int r = first; r < first + guess.rows_each; ++r) {
+        float* logits = logits_.get() + r * logits_stride_ + c;
+        Vec x = _mm512_loadu_ps(logits);
+        if (state->min_p > 0)
+          x = _mm512_mask_add_ps(x, _mm512_cmp_ps_mask(x, _mm512_set1_ps(row_most_[r] + cut), _CMP_LT_OQ), x, _mm512_set1_ps(kCutOff));
+        _mm512_storeu_ps(logits, _mm512_add_ps(x, gains));
+      }
     }
   }
 
-  // The exponential numbers of 8 of the draft's tokens, those from `end` on any.
-  __m256 numbers_of(uint64_t key, int c, int end) const {
-    Bits ids = _mm512_add_epi64(_mm512_set1_epi64(c), _mm512_setr_epi64(0, 1, 2, 3, 4, 5, 6, 7));
-    if (target_ids != nullptr) ids = _mm512_maskz_loadu_epi64(static_cast<__mmask8>(first_lanes(std::max(0, end - c))), target_ids + c);
-    return _mm512_cvtpd_ps(exponentials_of(uniforms_of(key, ids)));
+  // The target's ids of 8 of the draft's tokens, those from `end` on any.
+  Bits ids_from(int c, int end) const {
+    if (target_ids != nullptr) return _mm512_maskz_loadu_epi64(static_cast<__mmask8>(first_lanes(std::max(0, std::min(8, end - c)))), target_ids + c);
+    return _mm512_add_epi64(_mm512_set1_epi64(c), _mm512_setr_epi64(0, 1, 2, 3, 4, 5, 6, 7));
   }
 
   const Shape shape_;
