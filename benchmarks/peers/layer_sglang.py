@@ -43,11 +43,20 @@ STUBS = (
 )
 
 
+def any_schema() -> Any:
+    """pydantic's, for a field of a type that is a stub."""
+    return importlib.import_module("pydantic_core.core_schema").any_schema()
+
+
 class StubBase:
     """What stands for a class of a stub among the bases of another."""
 
     def __init_subclass__(cls, **_: Any) -> None:
         """Takes any keyword, as TypedDict does."""
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, *_: Any) -> Any:
+        return any_schema()
 
 
 class Stub(types.ModuleType):
@@ -64,7 +73,7 @@ class Stub(types.ModuleType):
         return args[0] if len(args) == 1 and callable(args[0]) else self
 
     def __get_pydantic_core_schema__(self, *_: Any) -> Any:
-        return importlib.import_module("pydantic_core.core_schema").any_schema()
+        return any_schema()
 
     def __mro_entries__(self, _: Any) -> tuple[type, ...]:
         return (StubBase,)
