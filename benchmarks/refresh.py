@@ -1,5 +1,5 @@
 """A head of dialogue meets traffic of mathematics: the watch, then `eyas run runs/refresh.yaml`,
-refused and accepted.
+with the old mix and without.
 
     python benchmarks/refresh.py [--quick] [--target builtin]
     python benchmarks/refresh.py --target smollm2 --features out/smollm2/features
@@ -10,8 +10,8 @@ and it is served. The server answers other dialogues, then word problems, and a 
 /metrics (see watch.py). The bodies of the word problems are the gateway's log; some refuse. Two
 refreshes from that log follow, which share all but their training:
 
-    refused    no dialogue is learned again, and the learning rate is ten times as high
-    accepted   a fifth of the training is dialogue (`keep.share`, `train.start.keep_share`)
+    forgotten  no dialogue is learned again, and the learning rate is ten times as high
+    kept       a fifth of the training is dialogue (`keep.share`, `train.start.keep_share`)
 
 tau of both heads on both mixes, with paired intervals, is in each refresh's decision. The last line
 of stdout is one JSON object.
@@ -54,7 +54,7 @@ TALKS, TALKS_HELD_OUT = ("multidogo", "self-dialogue", "star", "taskmaster-4"), 
 FIRST_RATE = 2.5e-3  # of runs/builtin_head.yaml
 MAX_TOKENS = 64  # of an answer
 REFUSING = 7  # each so manieth request does not consent
-REFRESHES = {"refused": (0.0, 3e-3), "accepted": (0.2, 3e-4)}  # share of dialogue, learning rate
+REFRESHES = {"forgotten": (0.0, 3e-3), "kept": (0.2, 3e-4)}  # share of dialogue, learning rate
 WATCHED = "fixed(4,1,5)"  # the drafts of runs/refresh.yaml
 Done = TypeVar("Done")
 

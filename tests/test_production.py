@@ -103,6 +103,7 @@ class Reader:
             if server := self.servers.pop(port, None):
                 server.terminate()
                 server.wait(60)
+                server.stdout.close()
 
     def watch(self, line: str) -> tuple[int, str]:
         """Watch a server that is asked all the while."""
