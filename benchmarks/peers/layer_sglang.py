@@ -39,6 +39,7 @@ STUBS = (
     "sgl_kernel",
     "torchvision",
     "tvm_ffi",
+    "vllm",
     "xgrammar",
 )
 
@@ -122,6 +123,15 @@ def model_of(head: Path) -> Any:
     server_args.set_global_server_args_for_scheduler(arguments)
     parallel_state.init_distributed_environment(1, 0, local_rank=0, backend="gloo")
     parallel_state.initialize_model_parallel("gloo")
+    context = importlib.import_module("sglang.srt.runtime_context")
+    alone = {"rank": 0, "size": 1}
+    context.get_parallel().override_permanently(
+        **{
+            name: alone[name.split("_")[-1]]
+            for name in context._parallel_fields()
+            if name.split("_")[-1] in alone
+        }
+    )
     eagle3 = importlib.import_module("sglang.srt.models.llama_eagle3")
     model = eagle3.LlamaForCausalLMEagle3(
         importlib.import_module("transformers").AutoConfig.from_pretrained(head)
