@@ -27,14 +27,14 @@ from tests.object_stores import free_port
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = (ROOT / "docs/production.md").read_text()
 PATIENCE_S = 600
-NOISE = 0.7  # of fc's weights, in their standard deviation
+NOISE = 1.0  # of fc's weights, in their standard deviation
 SIZES = {
     "eval": "-s num_prompts=24 -s max_tokens=16",
     "watch": "--requests 30 --once",
     "run": "-s target=builtin -s train.start.head={head} -s prompts.max_prompts=140 "
     "-s prompts.workers=1 -s generate.max_tokens=32 -s capture.held_out_share=0.3 "
     "-s keep.prompts.max_prompts=60 -s train.learning_rate=1e-3 -s train.epochs=3 "
-    "-s train.stop.measurements=1 -s eval.num_prompts=40 -s eval.max_tokens=24 "
+    "-s train.stop.measurements=1 -s train.start.keep_tolerance=0.1 -s eval.num_prompts=40 -s eval.max_tokens=24 "
     "-s serve.engine.max_length=512 -s bench.num_prompts=4 -s bench.max_tokens=8",
 }
 
@@ -164,7 +164,7 @@ def test_every_command_of_the_page_does_what_the_page_says(tmp_path):
     decision = json.loads((tmp_path / "out/refresh/decision.json").read_text())
     assert decision["exported"] is True
     assert decision["new_traffic"]["interval"][0] > 0
-    assert decision["old_mix"]["interval"][0] > -0.02
+    assert decision["old_mix"]["interval"][0] > -0.1
     assert "metadata.training" in said["eyas lineage"][0]
 
 
