@@ -166,8 +166,11 @@ def recorded(args: Any) -> dict[float, RecordedRounds]:
         )
     }
     for temperature in args.temperatures:
-        params = SamplingParams(max_tokens=args.max_tokens, temperature=temperature, seed=1)
-        asked = [Request(name, tuple(ids), params) for name, ids in prompts.items()]
+        how = {"max_tokens": args.max_tokens, "temperature": temperature}
+        asked = [
+            Request(name, tuple(ids), SamplingParams(**how, seed=seed))
+            for seed, (name, ids) in enumerate(prompts.items())
+        ]
         with progress_bar(f"record at T = {temperature:g}") as track:
             by_temperature[temperature] = record(models, STEPS, TOPK, asked, track)
     return by_temperature
