@@ -34,7 +34,8 @@ SIZES = {
     "run": "-s target=builtin -s train.start.head={head} -s prompts.max_prompts=140 "
     "-s prompts.workers=1 -s generate.max_tokens=32 -s capture.held_out_share=0.3 "
     "-s keep.prompts.max_prompts=60 -s train.learning_rate=1e-3 -s train.epochs=3 "
-    "-s train.stop.measurements=1 -s train.start.keep_tolerance=0.1 -s eval.num_prompts=40 -s eval.max_tokens=24 "
+    "-s train.stop.measurements=1 -s train.start.keep_tolerance=0.1 "
+    "-s eval.num_prompts=40 -s eval.max_tokens=24 "
     "-s serve.engine.max_length=512 -s bench.num_prompts=4 -s bench.max_tokens=8",
 }
 
