@@ -11,7 +11,8 @@ time, greedy, interleaved.
                     target that is a GGUF file is read as it is too, by llama.cpp and by ours
                     (eyas packed)
     rounds-shape    a chain of 4 with a random EAGLE-3 head of one layer (33.5 MB): rounds/s
-    head            --head (SmolLM2's), --prompts answers: tokens/s and tokens a round
+    head            --head (SmolLM2's), --prompts answers: tokens/s and tokens a round; llama.cpp's
+                    own drafts from text too (of those no tokens a round)
     prompts         --target, 8 prompts of 512 tokens, one request at a time: prompt tokens/s
     together        --target, 64 prompts of the plain section's kind, 32 at a time, prompts included
     agreement       fp32, no time: 10 greedy answers of every engine against ours, --target
@@ -134,6 +135,10 @@ def entries(section: str, files: bool) -> list[Entry]:
         Entry("llama.cpp chain 2", "llama_cpp", {"num_draft_steps": 2}),
         Entry("llama.cpp chain 4", "llama_cpp", CHAIN),
         Entry("llama.cpp plain", "llama_cpp"),
+        *(
+            Entry(f"llama.cpp {kind}, file as it is", "llama_cpp", {"as_is": True, "ngrams": kind})
+            for kind in (("none", "ngram-cache", "ngram-mod") if files else ())
+        ),
         *(
             Entry(f"OpenVINO {name}, chain 2", "openvino", {**settings, "num_draft_steps": 2})
             for name, settings in openvino

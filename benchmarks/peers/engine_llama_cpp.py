@@ -75,6 +75,8 @@ class LlamaCpp:
             ]
             if "synth_len" in settings:
                 command += ["--spec-synth-len", str(settings["synth_len"])]
+        if "ngrams" in settings:  # its drafts from text; plain rounds among them are not counted
+            command += ["--spec-type", settings["ngrams"]]
         self.server = subprocess.Popen(command, stdout=sys.stderr)
         atexit.register(self.server.kill)
         self._wait()
