@@ -113,7 +113,8 @@ def main() -> None:
             params = SamplingParams(
                 **{"seed": number, "max_tokens": args.max_tokens} | SETTINGS[setting]
             )
-            batch = [replace(one, params=params) for one in group]
+            # of other settings neither prefixes nor answers help
+            batch = [replace(one, params=params, cache_salt=setting) for one in group]
             # the first group warms up
             into = measured[setting, way] if number else Measured()
             turn(engines[way], batch, args.concurrency, into)
