@@ -2,12 +2,14 @@
 all of it with an interval (`eyas plan --forecast`), and a head of all of it is trained too.
 
     python benchmarks/learning_curve.py [--quick] [--target smollm2] [--features URL] [--seeds 1]
-        [--config run.yaml] [--set epochs=3 ...] [--folder out/learning_curve]
+        [--config run.yaml] [--set epochs=3 ...] [--folder out/learning_curve] [--most 1-2]
 
 Without --features the target's own answers to real dialogues are made and captured first. --config
 and --set are those of `eyas train`. Every run is an artifact in --folder, so a second call goes on
 where the first was cut. With several seeds, all runs are points of the curve, and what a seed
 changes is shown: the standard deviation of tau by the data, as a share of tau.
+
+--most is the largest share, the one that is foretold: half of the data is half of the time.
 
 The last line of stdout is one JSON object: the measured runs, the forecast of the whole, what was
 measured there, and whether it lies in the interval.
@@ -43,6 +45,7 @@ def main() -> None:
     parser.add_argument("--config", type=Path, help="run file; its section train is used")
     parser.add_argument("--set", action="append", default=[], metavar="FIELD=VALUE")
     parser.add_argument("--seeds", type=int, default=1)
+    parser.add_argument("--most", default="all", choices=[*SHARES][-2:])
     args = parser.parse_args()
     settings = list(args.set)
     if args.quick:
@@ -52,10 +55,11 @@ def main() -> None:
     features = given or real_features.captured(args, HELD_OUT_SHARE)
     config = stage_config(TrainConfig, "train", args.config, settings)
     source, held_out = Features(features, "train"), Features(features, "held_out")
-    urls: dict[str, list[str]] = {name: [] for name in SHARES}
+    names = [*SHARES][: [*SHARES].index(args.most) + 1]
+    urls: dict[str, list[str]] = {name: [] for name in names}
     for seed in range(args.seeds):
-        for name, share in SHARES.items():
-            changed = config.model_copy(update={"data_share": share, "seed": seed})
+        for name in names:
+            changed = config.model_copy(update={"data_share": SHARES[name], "seed": seed})
             output = StageFolder(str(args.folder), "train")
             with progress_bar(f"{name} of the data, seed {seed}") as track:
                 train(changed, args.target, source, output, track, held_out)
@@ -64,9 +68,10 @@ def main() -> None:
 
 
 def compared(urls: dict[str, list[str]], target: str) -> dict[str, Any]:
-    """The forecast from the smaller shares against the heads of all data."""
-    whole = read_runs(urls["all"])
-    smaller = read_runs([url for name in SHARES if name != "all" for url in urls[name]])
+    """The forecast from the smaller shares against the heads of the largest, which is the last."""
+    *less, most = urls
+    whole = read_runs(urls[most])
+    smaller = read_runs([url for name in less for url in urls[name]])
     tokens = whole[0].answer_tokens
     curve = learning_curve(smaller, [tokens])
     measured = mean(one.tau for one in whole)
@@ -78,7 +83,7 @@ def compared(urls: dict[str, list[str]], target: str) -> dict[str, Any]:
         "machine": machine(),
     }
     if len(whole) > 1:
-        taus = {name: [one.tau for one in read_runs(urls[name])] for name in SHARES}
+        taus = {name: [one.tau for one in read_runs(urls[name])] for name in urls}
         spread = {name: stdev(of_seed) / mean(of_seed) for name, of_seed in taus.items()}
         result["spread_of_seeds"] = spread
     if curve.forecasts:
