@@ -284,8 +284,10 @@ def test_a_race_without_drafts_claims_no_speed(page):
     assert "Nothing was drafted with the head either" in verdict
     assert "times as many" not in verdict
     assert not [note for note in notes if "a round" in note]
-    assert all(re.match(r"\d+ tokens in \d+\.\d\d s", note) for note in notes)
-    assert all(re.match(r"\d+(\.\d)? tokens/s", figure) for figure in figures)
+    # a busy machine may hand an answer over at once: then there is no pace
+    timed = r"\d+ tokens(, too soon over to time$| in \d+\.\d\d s)"
+    assert all(re.match(timed, note) for note in notes), notes
+    assert all(re.match(r"(–|\d+(\.\d)?) tokens/s", figure) for figure in figures), figures
 
 
 @needs_chromium
