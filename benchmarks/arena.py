@@ -159,11 +159,7 @@ def recorded(args: Any) -> dict[float, RecordedRounds]:
     prompts = {
         f"{task}-{number}": chat.prompt_ids(messages)
         for task, many in tasks.items()
-        for number, messages in enumerate(
-            [m for m in many if sum(len(turn["content"]) for turn in m) <= MOST_CHARACTERS][
-                : args.prompts
-            ]
-        )
+        for number, messages in enumerate(held_out.short(many, MOST_CHARACTERS)[: args.prompts])
     }
     for temperature in args.temperatures:
         how = {"max_tokens": args.max_tokens, "temperature": temperature}

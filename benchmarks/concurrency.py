@@ -22,18 +22,18 @@ from __future__ import annotations
 import argparse
 import json
 import random
-import socket
 import subprocess
 import sys
 import time
 from collections import defaultdict
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 import held_out
-import httpx
+from capture import is_up
+from generate import free_port
 
 from eyas import hub
 from eyas.artifact import Artifact
@@ -56,11 +56,7 @@ def prompts(args: argparse.Namespace) -> list[dict[str, Any]]:
     by_task = held_out.spec_bench(args.data) | held_out.not_trained_on(args.data, count)
     found = []
     for task, conversations in by_task.items():
-        short = [
-            one
-            for one in conversations
-            if sum(len(turn["content"]) for turn in one) <= MOST_CHARACTERS
-        ]
+        short = held_out.short(conversations, MOST_CHARACTERS)
         random.Random(0).shuffle(short)
         found += [
             {"id": f"{task}-{n}", "category": task, "messages": one}
@@ -89,40 +85,20 @@ def served(args: argparse.Namespace, arm: str) -> ServeConfig:
 @contextmanager
 def llama_server(args: argparse.Namespace) -> Iterator[str]:
     """The URL of llama.cpp's server on the target's file, once it answers."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    slots, threads = max(args.concurrency), str(args.threads)
+    port, slots = free_port(), max(args.concurrency)
+    settings = {"--alias": args.target, "--port": port, "-t": args.threads, "-tb": args.threads}
+    settings |= {"-np": slots, "-c": slots * LLAMA_CONTEXT, "--cache-ram": 0}
     command = [f"{args.llama_cpp}/bin/llama-server", "-m", hub.locate(args.target, "target")]
-    command += [
-        "--alias",
-        args.target,
-        "--port",
-        f"{port}",
-        "--jinja",
-        "-t",
-        threads,
-        "-tb",
-        threads,
-    ]
-    command += [
-        "-np",
-        f"{slots}",
-        "-c",
-        f"{slots * LLAMA_CONTEXT}",
-        "--cache-ram",
-        "0",
-        "--metrics",
-    ]
+    command += [str(word) for setting in settings.items() for word in setting]
+    command += ["--jinja", "--metrics"]
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
         try:
             url = f"http://127.0.0.1:{port}"
             until = time.monotonic() + START_SECONDS
             while process.poll() is None and time.monotonic() < until:
-                with suppress(httpx.TransportError):
-                    if httpx.get(f"{url}/health").is_success:
-                        yield url
-                        return
+                if is_up(url):
+                    yield url
+                    return
                 time.sleep(0.2)
             sys.exit(f"error: llama-server is not ready after {START_SECONDS} s: {command}")
         finally:

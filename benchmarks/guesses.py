@@ -49,9 +49,7 @@ def main() -> None:
     prompts = [
         chat.prompt_ids(messages)
         for many in held_out.spec_bench(args.data).values()
-        for messages in [
-            one for one in many if sum(len(turn["content"]) for turn in one) <= MOST_CHARACTERS
-        ][: args.prompts]
+        for messages in held_out.short(many, MOST_CHARACTERS)[: args.prompts]
     ]
     rows = {}
     for name in args.settings:

@@ -85,6 +85,15 @@ def not_trained_on(folder: Path, count: int) -> dict[str, list[list[dict[str, st
     return found
 
 
+def short(
+    conversations: list[list[dict[str, str]]], most_characters: int
+) -> list[list[dict[str, str]]]:
+    """Those whose turns have so many characters together, or fewer."""
+    return [
+        one for one in conversations if sum(len(turn["content"]) for turn in one) <= most_characters
+    ]
+
+
 def rows(path: Path) -> list[dict[str, Any]]:
     """The rows of a file of JSON lines; ends the program where it is not there."""
     if not path.exists():

@@ -22,7 +22,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import socket
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -32,6 +31,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing
+from generate import free_port
 from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -101,10 +101,8 @@ def rank_of_many(rank: int, size: int, port: int, folder: str, args: argparse.Na
 
 def of_ranks(size: int, args: argparse.Namespace) -> dict[str, Any]:
     """A run of `size` processes."""
-    with TemporaryDirectory() as folder, socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-        free.close()
+    with TemporaryDirectory() as folder:
+        port = free_port()
         torch.multiprocessing.spawn(rank_of_many, (size, port, folder, args), size)
         held = [json.loads((Path(folder) / f"{rank}.json").read_text()) for rank in range(size)]
     parts = ("weights", "gradients", "optimizer")

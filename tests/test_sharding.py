@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -21,6 +20,7 @@ from torch.distributed.tensor import DTensor
 from eyas.train.muon import Muon
 from eyas.train.ranks import Ranks
 from tests.nursery import ROOT
+from tests.object_stores import free_port
 from tests.tiny_batch import waves
 
 # wide, tall, square, and fewer rows than ranks
@@ -73,9 +73,7 @@ def test_split_matrices_step_as_whole_ones(tmp_path):
     module = Matrices()
     torchs = torch.optim.Muon(module.parameters(), weight_decay=0.0, adjust_lr_fn="match_rms_adamw")
     stepped(module, torchs, 1)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     torch.multiprocessing.spawn(rank_of_many, (size, port, str(tmp_path)), size)
     found = [torch.load(tmp_path / f"{rank}.pt") for rank in range(size)]
     for one in found:

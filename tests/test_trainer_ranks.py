@@ -9,7 +9,6 @@ import random
 import shlex
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -31,6 +30,7 @@ from eyas.train.state import CHECKPOINT, METRICS, TrainingState
 from eyas.train.step import DraftObjective, optimizers_of, training_step
 from eyas.train.trainer import TrainConfig, check_settings
 from tests.nursery import PATIENCE_S, ROOT, launched, said, seen
+from tests.object_stores import free_port
 from tests.tiny import tiny_target
 from tests.tiny_batch import made_up_samples, tiny_vocabulary, wavy_head
 from tests.tiny_features import greedy_answers, samples_of, write_features
@@ -270,9 +270,7 @@ def test_two_hosts_by_the_commands_of_the_page(runs, tmp_path):
     page = (ROOT / "docs" / "several-hosts.md").read_text().replace("\\\n", " ")
     commands = [shlex.split(line) for line in page.splitlines() if line.startswith("torchrun ")]
     assert len(commands) == 2
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
+    port = str(free_port())
     here = {
         "host-a": "127.0.0.1",
         "29500": port,

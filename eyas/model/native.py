@@ -24,7 +24,7 @@ import torch
 from eyas.gguf.blocks import BlockMatrix
 from eyas.model.block import Tensors, rope_table
 from eyas.model.config import DecoderConfig, Taps, TargetConfig
-from eyas.model.draws import DrawState, addresses, no_best_logit
+from eyas.model.draws import Draws, addresses, no_best_logit
 from eyas.model.library import address, library
 from eyas.model.packed import (
     PackedLinear,
@@ -276,7 +276,7 @@ class NativeTarget(NativeDecoder):
         cache: PagedCache,
         taps: Taps | None = None,
         features: FeatureCache | None = None,
-        draws: Sequence[DrawState | None] | None = None,
+        draws: Draws | None = None,
     ) -> Verified:
         """One pass over the trees, and each request's walk through its own: the tokens of the path
         that it takes, then the bonus token.

@@ -17,7 +17,7 @@ import torch
 
 from eyas.model.block import Tensors
 from eyas.model.config import HeadConfig
-from eyas.model.draws import DrawState, addresses
+from eyas.model.draws import Draws, addresses
 from eyas.model.library import address
 from eyas.model.native import DecoderRole, NativeDecoder
 from eyas.model.packed import is_large, joined_linear, layer_linears
@@ -103,7 +103,7 @@ class NativeDraft(NativeDecoder):
         self,
         h: torch.Tensor,
         tree_topk: int,
-        draws: Sequence[DrawState | None] | None = None,
+        draws: Draws | None = None,
         place: int = 0,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Outputs [R, H] -> the k best next tokens of each (target ids, int64 [R, k]) and their
@@ -128,7 +128,7 @@ class NativeDraft(NativeDecoder):
         cache: PagedCache,
         growth: tuple[int, int],
         thresholds: Sequence[float],
-        draws: Sequence[DrawState | None] | None = None,
+        draws: Draws | None = None,
     ) -> Proposals:
         """Grow B trees by up to K - 1 levels, growth being (K, k): see
         `engine.draft.Draft.propose`. Raises IndexError.
@@ -169,7 +169,7 @@ class NativeDraft(NativeDecoder):
         features: FeatureCache,
         growth: tuple[int, int],
         thresholds: Sequence[float],
-        draws: Sequence[DrawState | None] | None = None,
+        draws: Draws | None = None,
     ) -> Proposals:
         """`extend`, `proposals` and `propose` in one call: see `engine.draft.Draft.grow`. Raises
         IndexError.

@@ -12,7 +12,6 @@ vocabulary.
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Literal, cast
@@ -25,7 +24,7 @@ from eyas.errors import MismatchError
 from eyas.gguf.blocks import block_matrices
 from eyas.model.block import Block, Linear, Rope, rms_norm
 from eyas.model.config import Taps, TargetConfig, TargetShape
-from eyas.model.draws import DrawState
+from eyas.model.draws import Draws
 from eyas.model.library import unavailable
 from eyas.model.native import NativeTarget, Verified, runs
 from eyas.model.quantised import Blocks, QuantisedLinear, parts_of
@@ -275,7 +274,7 @@ class Target:
         cache: PagedCache,
         taps: Taps | None,
         features: FeatureCache | None,
-        draws: Sequence[DrawState | None],
+        draws: Draws,
     ) -> Verified:
         """Verification in one native call; only if `is_native`: see `NativeTarget.verify`.
 
