@@ -14,6 +14,7 @@
 // depend on nothing but the row.
 #pragma once
 
+#include "amx.h"
 #include "panels.h"
 
 enum class Packed : int { fp32 = 0, bf16 = 1, squeezed = 2 };
@@ -43,6 +44,7 @@ class Linear final : public Product {
       for (int row = 0; row < part.rows; ++row)
         lines.push_back(static_cast<const uint8_t*>(part.data) + static_cast<size_t>(row) * K * element());
     if (kind == Packed::squeezed && !choose_upper(lines)) this->kind = Packed::bf16;
+    by_amx = kind != Packed::fp32 && K % (2 * kAmxPairs) == 0 && has_amx();
     place(threads);
     data_ = Arena::take(num_bytes_);
     std::vector<std::vector<std::vector<Rare>>> rare(panels.size());
@@ -110,6 +112,7 @@ class Linear final : public Product {
 
   int pairs;
   Packed kind;
+  bool by_amx;  // rows of bf16 are multiplied by tiles
 
  private:
   struct Rare {
@@ -386,16 +389,77 @@ void multiply_panel(const Linear& linear, const Panel& panel, const Stream& stre
   }
 }
 
+#ifdef __AMX_BF16__
+constexpr int kChunksOfStep = kAmxPairs / kSqueezedPairs;
+constexpr int kUnpackedSteps = 2;  // more, and what is read and what is unpacked are not both in the first cache
+constexpr int kPlainSteps = 4;
+
+// Steps of a panel's weights, which the first pass unpacks and the others find where it left them.
+class PanelFeed {
+ public:
+  PanelFeed(const Linear& linear, const Panel& panel, int first_step, Bursts ahead, bf16* unpacked)
+      : linear_(linear), panel_(panel), first_(first_step), line_(panel.width * 32), ahead_(ahead), unpacked_(unpacked) {}
+
+  INLINE const uint8_t* step(int s) {
+    ahead_.one();
+    if (linear_.kind != Packed::squeezed) return linear_.chunk(panel_, 0) + static_cast<size_t>(first_ + s) * kAmxPairs * line_ * 2;
+    bf16* to = unpacked_ + s % kUnpackedSteps * kAmxPairs * line_;
+    if (next_ == s) {
+      for (int i = 0; i < kChunksOfStep; ++i, to += kSqueezedPairs * line_) {
+        ahead_.one();
+        linear_.unpack(panel_, (first_ + s) * kChunksOfStep + i, kSqueezedPairs, to);
+      }
+      ++next_;
+    }
+    return reinterpret_cast<const uint8_t*>(unpacked_ + s % kUnpackedSteps * kAmxPairs * line_);
+  }
+
+ private:
+  const Linear& linear_;
+  const Panel& panel_;
+  int first_, next_ = 0;  // steps; of those behind the first
+  size_t line_;
+  Bursts ahead_;
+  bf16* unpacked_;
+};
+
+// The sums of all rows on one panel, by tiles.
+inline void multiply_panel_by_amx(AmxTiles& tiles, const Linear& linear, const Panel& panel, const Stream& stream, const bf16* x, size_t stride,
+                                  int M, float* sums) {
+  alignas(64) bf16 unpacked[kUnpackedSteps * kAmxPairs * kPanelColumns * 2];
+  const bool squeezed = linear.kind == Packed::squeezed;
+  const int all = linear.pairs / kAmxPairs, passes = amx_passes(M, panel.width);
+  const int at_once = passes == 1 ? all : squeezed ? kUnpackedSteps : kPlainSteps;
+  for (int first = 0; first < all; first += at_once) {
+    const int steps = std::min(at_once, all - first);
+    const uint8_t* weights = linear.chunk(panel, 0) + linear.chunk_bytes(first * kAmxPairs, panel.width);
+    const Bursts ahead(stream, weights, linear.chunk_bytes(steps * kAmxPairs, panel.width), steps * (passes + squeezed * kChunksOfStep));
+    PanelFeed feed(linear, panel, first, ahead, unpacked);
+    multiply_by_amx(tiles, {x + 2 * first * kAmxPairs, sums, stride, kPanelColumns, steps, panel.width, first == 0}, M, feed);
+  }
+}
+#endif
+
 // Thread t's part of x [M, K] times the weights; put(panel, sums [M][kPanelColumns]) takes each panel's outputs, bias added.
 // next: the product that this thread will read after this one.
 template <class A, class Put>
 void multiply(const Linear& linear, const Product* next, const typename A::T* x, size_t stride, int M, int t, int T, float* sums,
               Put&& put) {
   const Stream stream(linear, next, t, T);
-  for (int p = linear.share(t, T); p < linear.share(t + 1, T); ++p) {
-    const Panel& panel = linear.panels[p];
-    multiply_panel<A>(linear, panel, stream, x, stride, M, sums);
-    linear.add_bias(panel, M, sums);
-    put(panel, sums);
-  }
+  const auto each_panel = [&](auto&& sum) {
+    for (int p = linear.share(t, T); p < linear.share(t + 1, T); ++p) {
+      const Panel& panel = linear.panels[p];
+      sum(panel);
+      linear.add_bias(panel, M, sums);
+      put(panel, sums);
+    }
+  };
+#ifdef __AMX_BF16__
+  if constexpr (A::is_bf16)
+    if (linear.by_amx) {
+      AmxTiles tiles;
+      return each_panel([&](const Panel& panel) { multiply_panel_by_amx(tiles, linear, panel, stream, x, stride, M, sums); });
+    }
+#endif
+  each_panel([&](const Panel& panel) { multiply_panel<A>(linear, panel, stream, x, stride, M, sums); });
 }

@@ -165,3 +165,23 @@ class Stream {
  private:
   const uint8_t *past_, *then_;
 };
+
+// What is ahead of a stretch of weights, fetched in as many bursts as the work on it has units.
+class Bursts {
+ public:
+  Bursts(const Stream& stream, const uint8_t* weights, size_t bytes, size_t units)
+      : stream_(stream), at_(weights), end_(weights + bytes), burst_((bytes / 64 + units - 1) / units * 64) {}
+
+  INLINE void one() {
+    if (at_ >= end_) return;
+    const size_t bytes = std::min<size_t>(burst_, end_ - at_);
+    if (const uint8_t* ahead = stream_.ahead(at_); ahead != nullptr)
+      for (size_t i = 0; i < bytes; i += 64) _mm_prefetch(ahead + i, _MM_HINT_T1);
+    at_ += bytes;
+  }
+
+ private:
+  const Stream& stream_;
+  const uint8_t *at_, *end_;
+  size_t burst_;
+};
