@@ -14,8 +14,8 @@
 
 constexpr int kTileQueries = 4;
 constexpr int kTreeColumns = 64;
-constexpr int kMaxApart = 8;  // rows of one tile: their prefixes end within so many columns
-constexpr int kMaxRest = kTreeColumns + kMaxApart + 2;
+constexpr int kMaxApart = 4;  // rows of one tile: their prefixes end so near the first one's
+constexpr int kMaxRest = kTreeColumns + 2 * kMaxApart + 2;
 
 // The arguments that describe rows, as `eyas/model/rows.py` has them.
 struct RowsView {
@@ -34,7 +34,7 @@ struct RowTile {
 class Visible {
  public:
   // False when a row names a slot or page that is not there.
-  bool plan(const RowsView& rows, int rows_a_tile, int64_t window) {
+  bool plan(const RowsView& rows, int rows_a_tile, int apart, int64_t window) {
     tiles.clear();
     window_ = window;
     const int M = rows.M;
@@ -52,7 +52,7 @@ class Visible {
       if (prefix_count(rows, m) + tail_count_[m] == 0) return false;
       longest = std::max(longest, prefix_count(rows, m) + tail_count_[m]);
       const bool joins = !tiles.empty() && tiles.back().count < rows_a_tile && rows.request[m] == rows.request[m - 1] &&
-                         std::abs(rows.prefix_len[m] - rows.prefix_len[tiles.back().first]) <= kMaxApart / 2 &&
+                         std::abs(rows.prefix_len[m] - rows.prefix_len[tiles.back().first]) <= apart &&
                          begin(rows, m) == begin(rows, tiles.back().first);
       if (joins)
         ++tiles.back().count;
@@ -70,6 +70,21 @@ class Visible {
   bool begins_prefix(int tile) const { return tile == 0 || prefix_of_[tiles[tile].first] != prefix_of_[tiles[tile - 1].first]; }
   const int* tail(int m) const { return tail_.data() + static_cast<size_t>(m) * kTreeColumns; }
   int tail_count(int m) const { return tail_count_[m]; }
+
+  // A row's list as one: how long it is, and the slot of its column j.
+  int count(const RowsView& rows, int m) const { return prefix_count(rows, m) + tail_count_[m]; }
+  int column(const RowsView& rows, int m, int j) const {
+    const int of_prefix = prefix_count(rows, m);
+    return j < of_prefix ? prefix(rows, m)[j] : tail(m)[j - of_prefix];
+  }
+
+  // How far the lists of two rows of a tile agree, in whole steps; where one is the beginning of the other, to the longer one's end.
+  int agree(const RowsView& rows, int m, int other, int step) const {
+    const int shorter = std::min(count(rows, m), count(rows, other)), longer = std::max(count(rows, m), count(rows, other));
+    for (int j = std::min(prefix_count(rows, m), prefix_count(rows, other)); j < shorter; ++j)
+      if (column(rows, m, j) != column(rows, other, j)) return j / step * step;
+    return round_up(longer, step);
+  }
 
   std::vector<RowTile> tiles;
   int longest = 0;

@@ -9,6 +9,7 @@
 #include <memory>
 #include <string>
 
+#include "amx_attention.h"
 #include "attention.h"
 #include "choice.h"
 #include "draw.h"
@@ -161,6 +162,10 @@ class Model final : public Decoder {
     query_stride_ = round_up(D_, 32);
     logits_stride_ = round_up(V_, kLanes);
     set_threads(static_cast<int>(shape.threads));
+    by_amx_ = A::is_bf16 && has_amx();
+#ifdef __AMX_BF16__
+    if (by_amx_) tile_queries_ = kAmxQueries;
+#endif
   }
 
   int64_t vocabulary() const override { return V_; }
@@ -380,6 +385,9 @@ class Model final : public Decoder {
       own_blocks_.reserve(static_cast<size_t>(team_) * kOwnNorms * row_blocks());
     }
     sums_.reserve(static_cast<size_t>(team_) * rows * kPanelColumns);
+#ifdef __AMX_BF16__
+    packed_ = std::make_unique<PackedPrefix[]>(team_);
+#endif
     most_.reserve(static_cast<size_t>(team_) * rows * kLanes);
     most_ids_.reserve(static_cast<size_t>(team_) * rows * kLanes);
     if (!shape_.is_draft) return;
@@ -393,10 +401,10 @@ class Model final : public Decoder {
   }
 
   bool plan(const RowsView& rows) {
-    const int group = Hq_ / Hk_;
-    if (!visible_.plan(rows, std::max(1, kTileQueries / group), shape_.window)) return false;
+    const int group = Hq_ / Hk_, a_tile = std::max(1, tile_queries_ / group);
+    if (!visible_.plan(rows, a_tile, by_amx_ ? a_tile : kMaxApart, shape_.window)) return false;
     scores_stride_ = round_up(visible_.longest + 64, 1024) + 16;
-    scores_.reserve(static_cast<size_t>(team_) * kTileQueries * scores_stride_);
+    scores_.reserve(static_cast<size_t>(team_) * tile_queries_ * scores_stride_);
     return true;
   }
 
@@ -516,6 +524,10 @@ class Model final : public Decoder {
 
   void attention(int t, int T_, const Layer& layer, const RowsView& rows, T* cache) {
     const int M = rows.M, group = Hq_ / Hk_, tiles = static_cast<int>(visible_.tiles.size());
+#ifdef __AMX_BF16__
+    if constexpr (A::is_bf16)
+      if (by_amx_) return attention_by_amx(t, T_, layer, rows, cache);
+#endif
     for (int i = t; i < M * Hk_; i += T_) place(layer, rows, cache, i / Hk_, i % Hk_);
     // One row: the thread that wrote a head's key is the one that reads it.
     if (M > 1) sync();
@@ -534,6 +546,43 @@ class Model final : public Decoder {
                scratch, scores_stride_, head == 0 ? later : Later<T>{});
     }
   }
+
+#ifdef __AMX_BF16__
+  // The same by tiles. Tiles of one prefix stand together for each key head, so that a thread packs its keys and values once.
+  void attention_by_amx(int t, int T_, const Layer& layer, const RowsView& rows, T* cache) {
+    const int M = rows.M, group = Hq_ / Hk_, tiles = static_cast<int>(visible_.tiles.size()), all = tiles * Hk_;
+    // One row: the thread that wrote a head's key is the one that reads it.
+    for (int i = M * Hk_ * t / T_; i < M * Hk_ * (t + 1) / T_; ++i) place(layer, rows, cache, i / Hk_, i % Hk_);
+    if (M > 1) sync();
+    const AttentionView<Bf16> view{cache, queries_.get(), mixed_.get(), static_cast<size_t>(query_stride_), static_cast<size_t>(x_stride_),
+                                   Hq_, Hk_, D_, 1.0f / std::sqrt(static_cast<float>(D_))};
+    float* scratch = scores_.get() + static_cast<size_t>(t) * tile_queries_ * scores_stride_;
+    PackedPrefix& kept = packed_[t];
+    kept.slots = nullptr;
+    AmxTiles shapes;
+    shapes.shape(kAmxRows, kAmxRows);
+    for (int first = 0, unit = 0; first < tiles;) {
+      int end = first + 1;
+      while (end < tiles && !visible_.begins_prefix(end)) ++end;
+      for (int g = 0; g < Hk_; ++g)
+        for (int i = first; i < end; ++i, ++unit) {
+          if (unit < all * t / T_ || unit >= all * (t + 1) / T_) continue;
+          Later<bf16> later{cache, nullptr, 0};
+          if (i + 1 == end) {
+            const bool same = g + 1 < Hk_;
+            if (same || end < tiles) {
+              const int m = visible_.tiles[same ? first : end].first;
+              later = {cache + (same ? g + 1 : 0) * D_, visible_.prefix(rows, m), visible_.prefix_count(rows, m)};
+            }
+          }
+          for (int head = 0; head < group; head += kAmxQueries)
+            attend_by_amx(view, rows, visible_, visible_.tiles[i], g, g * group + head, std::min(kAmxQueries, group - head), scratch,
+                          scores_stride_, kept, end - first > 1 || D_ > kAmxChannels || group > kAmxQueries, head == 0 ? later : Later<bf16>{});
+        }
+      first = end;
+    }
+  }
+#endif
 
   // Norm and rotation of one key head and its query heads; key and value go to the cache.
   void place(const Layer& layer, const RowsView& rows, T* cache, int m, int g) {
@@ -774,6 +823,11 @@ class Model final : public Decoder {
   int H_, X_, I_, Hq_, Hk_, D_, V_;
   int h_stride_, x_stride_, act_stride_, qkv_stride_, query_stride_, logits_stride_;
   size_t scores_stride_ = 0;
+  bool by_amx_ = false;
+  int tile_queries_ = kTileQueries;
+#ifdef __AMX_BF16__
+  std::unique_ptr<PackedPrefix[]> packed_;  // of each thread
+#endif
   int rows_ = 0, team_ = 0;
   float *h_ = nullptr, *other_h_ = nullptr;
   T* x_ = nullptr;

@@ -4,11 +4,13 @@
 #include <immintrin.h>
 #include <sys/mman.h>
 
+#include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
 #include <new>
+#include <utility>
 
 #define INLINE inline __attribute__((always_inline))
 
@@ -133,6 +135,15 @@ class Buffer {
       std::memset(static_cast<void*>(data_), 0, bytes);
       count_ = count;
     }
+    return data_;
+  }
+  // The same, and the first numbers stay.
+  T* grow(size_t count, size_t kept) {
+    if (count <= count_) return data_;
+    Buffer wider;
+    wider.reserve(std::max(count, 2 * count_));
+    if (kept > 0) std::memcpy(wider.data_, data_, kept * sizeof(T));
+    std::swap(data_, wider.data_), std::swap(count_, wider.count_);
     return data_;
   }
   T* get() const { return data_; }
