@@ -391,33 +391,34 @@ void multiply_panel(const Linear& linear, const Panel& panel, const Stream& stre
 
 #ifdef __AMX_BF16__
 constexpr int kChunksOfStep = kAmxPairs / kSqueezedPairs;
-constexpr int kUnpackedSteps = 2;  // more, and what is read and what is unpacked are not both in the first cache
-constexpr int kPlainSteps = 4;
+// Steps that the passes go through before the next ones. Where reading the weights is what takes the time, more would not leave the
+// first cache room for both what is read and what is unpacked; where products do, less would take longer over sums.
+constexpr int kStepsOfFew = 2, kSteps = 4, kFewRows = 64;
 
 // Steps of a panel's weights, which the first pass unpacks and the others find where it left them.
 class PanelFeed {
  public:
-  PanelFeed(const Linear& linear, const Panel& panel, int first_step, Bursts ahead, bf16* unpacked)
-      : linear_(linear), panel_(panel), first_(first_step), line_(panel.width * 32), ahead_(ahead), unpacked_(unpacked) {}
+  PanelFeed(const Linear& linear, const Panel& panel, int first_step, int kept, Bursts ahead, bf16* unpacked)
+      : linear_(linear), panel_(panel), first_(first_step), kept_(kept), line_(panel.width * 32), ahead_(ahead), unpacked_(unpacked) {}
 
   INLINE const uint8_t* step(int s) {
     ahead_.one();
     if (linear_.kind != Packed::squeezed) return linear_.chunk(panel_, 0) + static_cast<size_t>(first_ + s) * kAmxPairs * line_ * 2;
-    bf16* to = unpacked_ + s % kUnpackedSteps * kAmxPairs * line_;
+    bf16* to = unpacked_ + s % kept_ * kAmxPairs * line_;
     if (next_ == s) {
-      for (int i = 0; i < kChunksOfStep; ++i, to += kSqueezedPairs * line_) {
+      for (int i = 0; i < kChunksOfStep; ++i) {
         ahead_.one();
-        linear_.unpack(panel_, (first_ + s) * kChunksOfStep + i, kSqueezedPairs, to);
+        linear_.unpack(panel_, (first_ + s) * kChunksOfStep + i, kSqueezedPairs, to + i * kSqueezedPairs * line_);
       }
       ++next_;
     }
-    return reinterpret_cast<const uint8_t*>(unpacked_ + s % kUnpackedSteps * kAmxPairs * line_);
+    return reinterpret_cast<const uint8_t*>(to);
   }
 
  private:
   const Linear& linear_;
   const Panel& panel_;
-  int first_, next_ = 0;  // steps; of those behind the first
+  int first_, kept_, next_ = 0;  // steps
   size_t line_;
   Bursts ahead_;
   bf16* unpacked_;
@@ -426,15 +427,15 @@ class PanelFeed {
 // The sums of all rows on one panel, by tiles.
 inline void multiply_panel_by_amx(AmxTiles& tiles, const Linear& linear, const Panel& panel, const Stream& stream, const bf16* x, size_t stride,
                                   int M, float* sums) {
-  alignas(64) bf16 unpacked[kUnpackedSteps * kAmxPairs * kPanelColumns * 2];
+  alignas(64) bf16 unpacked[kSteps * kAmxPairs * kPanelColumns * 2];
   const bool squeezed = linear.kind == Packed::squeezed;
   const int all = linear.pairs / kAmxPairs, passes = amx_passes(M, panel.width);
-  const int at_once = passes == 1 ? all : squeezed ? kUnpackedSteps : kPlainSteps;
+  const int kept = squeezed && M <= kFewRows ? kStepsOfFew : kSteps, at_once = passes == 1 ? all : kept;
   for (int first = 0; first < all; first += at_once) {
     const int steps = std::min(at_once, all - first);
     const uint8_t* weights = linear.chunk(panel, 0) + linear.chunk_bytes(first * kAmxPairs, panel.width);
     const Bursts ahead(stream, weights, linear.chunk_bytes(steps * kAmxPairs, panel.width), steps * (passes + squeezed * kChunksOfStep));
-    PanelFeed feed(linear, panel, first, ahead, unpacked);
+    PanelFeed feed(linear, panel, first, kept, ahead, unpacked);
     multiply_by_amx(tiles, {x + 2 * first * kAmxPairs, sums, stride, kPanelColumns, steps, panel.width, first == 0}, M, feed);
   }
 }
