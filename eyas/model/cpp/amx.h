@@ -35,15 +35,16 @@ class AmxTiles {
   AmxTiles& operator=(const AmxTiles&) = delete;
   ~AmxTiles() { _tile_release(); }
 
-  // Of `first` rows and, where there is a second tile of them, `second`.
-  INLINE void shape(int first, int second) {
+  // Of `first` rows and, where there is a second tile of them, `second`; a row has so many bytes.
+  INLINE void shape(int first, int second, int row_bytes = 64) {
     if (first == first_ && second == second_) return;
     first_ = first, second_ = second;
     alignas(64) Shape shape = {};
     for (int i = 0; i < 8; ++i) {
-      const bool of_weights = i > (second > 0 ? 5 : 4), of_second = second > 0 && (i == 2 || i == 3 || i == 5);
-      shape.rows[i] = static_cast<uint8_t>(of_weights ? kAmxPairs : of_second ? second : first);
-      shape.bytes[i] = 64;
+      const int first_of_weights = second > 0 ? 6 : 5;
+      const bool of_weights = i >= first_of_weights, of_second = second > 0 && (i == 2 || i == 3 || i == 5);
+      shape.rows[i] = static_cast<uint8_t>(of_weights ? row_bytes / 4 : of_second ? second : first);
+      shape.bytes[i] = static_cast<uint16_t>(i >= 4 && !of_weights ? row_bytes : 64);
     }
     _tile_loadconfig(&shape);
   }

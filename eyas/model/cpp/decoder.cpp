@@ -381,8 +381,8 @@ class Model final : public Decoder {
     mixed_.reserve(rows * x_stride_);
     act_.reserve(rows * act_stride_);
     if (has_quantised()) {
-      blocks_.reserve(rows * row_blocks());
-      own_blocks_.reserve(static_cast<size_t>(team_) * kOwnNorms * row_blocks());
+      blocks_.reserve(rows * row_blocks() + kAmxRows);  // a tile may read rows that are not used
+      own_blocks_.reserve(static_cast<size_t>(team_) * kOwnNorms * row_blocks() + kAmxRows);
     }
     sums_.reserve(static_cast<size_t>(team_) * rows * kPanelColumns);
 #ifdef __AMX_BF16__
@@ -1065,7 +1065,7 @@ void eyas_multiply(const Product* product, const float* x, int64_t M, int64_t th
   const Guard guard(calls());
   const auto& weights = static_cast<const QuantisedProduct&>(*product);
   Buffer<RowBlock> blocks;
-  const RowBlocks rows{blocks.reserve(M * (weights.K / kBlockInputs)), weights.K / kBlockInputs, static_cast<int>(M)};
+  const RowBlocks rows{blocks.reserve(M * (weights.K / kBlockInputs) + kAmxRows), weights.K / kBlockInputs, static_cast<int>(M)};
   for (int m = 0; m < rows.M; ++m) quantise_row<Fp32>(x + static_cast<size_t>(m) * weights.K, rows, m);
   std::vector<float> sums(threads * M * kPanelColumns);
   Pool::shared().run(static_cast<int>(threads), [&](int t) {

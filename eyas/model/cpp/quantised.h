@@ -10,6 +10,7 @@
 // for four products of bytes (VNNI) they are the same.
 #pragma once
 
+#include "amx.h"
 #include "formats.h"
 #include "panels.h"
 
@@ -22,12 +23,15 @@ struct alignas(64) RowBlock {
   int32_t offset, offsets[2];
 };
 
-// M rows of `blocks` blocks. Rows that are multiplied together lie together: [groups of up to 12 rows][block][row].
+// Rows that are multiplied together: by tiles as many as one has.
+inline int rows_of_group() { return has_amx() ? kAmxRows : kMaxGroupRows; }
+
+// M rows of `blocks` blocks. Rows that are multiplied together lie together: [groups][block][row].
 struct RowBlocks {
   RowBlock* data;
   int blocks, M;
 
-  int group_rows(int first) const { return std::min(kMaxGroupRows, M - first); }
+  int group_rows(int first) const { return std::min(rows_of_group(), M - first); }
   RowBlock* group(int first) const { return data + static_cast<size_t>(first) * blocks; }
 };
 
@@ -52,7 +56,7 @@ INLINE void quantise(Vec first, Vec second, RowBlock& to) {
 // Row m of rows, K inputs of it, a multiple of 32.
 template <class A>
 void quantise_row(const typename A::T* x, const RowBlocks& rows, int m) {
-  const int first = m / kMaxGroupRows * kMaxGroupRows, count = rows.group_rows(first);
+  const int first = m / rows_of_group() * rows_of_group(), count = rows.group_rows(first);
   RowBlock* to = rows.group(first) + (m - first);
   for (int b = 0; b < rows.blocks; ++b, x += kBlockInputs, to += count)
     quantise(A::load(x, 0xffff), A::load(x + kLanes, 0xffff), *to);
@@ -196,18 +200,105 @@ QuantisedTile quantised_tile_of(int rows) {
   return tiles[rows - 1];
 }
 
+#if defined(__AMX_INT8__) && defined(__AMX_TILE__)
+
+constexpr int kBlocksAtOnce = 4;
+constexpr int kFewRowsByBytes = 7;  // up to these the instruction for four products is faster
+
+// As quantised_tile, by AMX's tiles of bytes: 16 rows by the 32 inputs of a block, times these by 16 columns. A block's sum is an exact
+// integer, so the bits are the same. R: the group's rows and some that are not used.
+template <class Q, int R>
+void quantised_by_amx(AmxTiles& tiles, const uint8_t* weights, const RowBlock* x, int rows, int blocks, float* sums, const Stream* stream) {
+  alignas(64) uint8_t lines[kBlocksAtOnce][Q::kHalves][kBlockLines][64];
+  alignas(64) int32_t integers[kBlocksAtOnce][Q::kHalves][R][kLanes];
+  if constexpr (Q::kHalves > 1) std::memset(lines, 0, sizeof(lines));  // of each half the lines of the other stay 0
+  tiles.shape(rows, 0, kBlockInputs);
+  Vec sum[R];
+#pragma GCC unroll 16
+  for (int r = 0; r < R; ++r) sum[r] = _mm512_setzero_ps();
+  for (int first = 0; first < blocks; first += kBlocksAtOnce) {
+    const int count = std::min(kBlocksAtOnce, blocks - first);
+    const auto unit = [&](int i) { return weights + static_cast<size_t>((first + i) / Q::kBlocks) * Q::kBytes; };
+    for (int i = 0; i < count; ++i) {
+      const int b = (first + i) % Q::kBlocks;
+      if (const uint8_t* ahead = stream == nullptr || b != 0 ? nullptr : stream->ahead(unit(i)); ahead != nullptr)
+        for (size_t at = 0; at < Q::kBytes; at += 64) _mm_prefetch(ahead + at, _MM_HINT_T1);
+      Q::lines(unit(i), b, [&](int line, Bits codes) __attribute__((always_inline)) {
+        _mm512_store_si512(lines[i][line * Q::kHalves / kBlockLines][line], codes);
+      });
+    }
+    before_tiles();
+#define EYAS_HALF(I, H, TILE)           \
+  _tile_zero(I);                        \
+  _tile_loadd(TILE, lines[I][H], 64);   \
+  _tile_dpbsud(I, 4, TILE);             \
+  _tile_stored(I, integers[I][H], 64);
+#define EYAS_BLOCK(I)                                                            \
+  if (I < count) {                                                               \
+    _tile_loadd(4, x + static_cast<size_t>(first + I) * rows, sizeof(RowBlock)); \
+    EYAS_HALF(I, 0, 5)                                                           \
+    if constexpr (Q::kHalves > 1) { EYAS_HALF(I, Q::kHalves - 1, 6) }            \
+  }
+    EYAS_BLOCK(0)
+    EYAS_BLOCK(1)
+    EYAS_BLOCK(2)
+    EYAS_BLOCK(3)
+#undef EYAS_BLOCK
+#undef EYAS_HALF
+    for (int i = 0; i < count; ++i) {
+      const RowBlock* row = x + static_cast<size_t>(first + i) * rows;
+#pragma GCC unroll 2
+      for (int h = 0; h < Q::kHalves; ++h) {
+        const Scales scales = Q::scales(unit(i), (first + i) % Q::kBlocks, h);
+#pragma GCC unroll 16
+        for (int r = 0; r < R; ++r) {
+          Bits integer = _mm512_load_si512(integers[i][h][r]);
+          if constexpr (Q::kOffset >= 0)
+            integer = _mm512_add_epi32(integer, _mm512_set1_epi32((Q::kHalves == 1 ? row[r].offset : row[r].offsets[h]) >> Q::kOffset));
+          sum[r] = _mm512_fmadd_ps(_mm512_mul_ps(scales.scale, _mm512_set1_ps(row[r].scale)), _mm512_cvtepi32_ps(integer), sum[r]);
+          if constexpr (Q::kHasMin) sum[r] = _mm512_fmadd_ps(scales.min, _mm512_set1_ps(row[r].sum), sum[r]);
+        }
+      }
+    }
+  }
+#pragma GCC unroll 16
+  for (int r = 0; r < R; ++r)
+    if (r < rows) _mm512_storeu_ps(sums + r * kPanelColumns, sum[r]);
+}
+
+using QuantisedByAmx = void (*)(AmxTiles&, const uint8_t*, const RowBlock*, int, int, float*, const Stream*);
+
+template <class Q>
+QuantisedByAmx quantised_by_amx_of(int rows) {
+  static constexpr QuantisedByAmx tiles[] = {quantised_by_amx<Q, 4>, quantised_by_amx<Q, 8>, quantised_by_amx<Q, 12>, quantised_by_amx<Q, 16>};
+  return tiles[(rows - 1) / 4];
+}
+
+#endif
+
 // Thread t's part of the rows times the weights; put and next as of `multiply`.
 template <class Put>
 void multiply_quantised(const QuantisedProduct& product, const Product* next, const RowBlocks& rows, int t, int T, float* sums, Put&& put) {
   const Stream stream(product, next, t, T);
+#ifdef __AMX_INT8__
+  AmxTiles tiles;
+#endif
   for (int p = product.share(t, T); p < product.share(t + 1, T); ++p) {
     const Panel& panel = product.panels[p];
     const Format format = product.format(panel);
     const uint8_t* weights = product.weights(panel);
     for (int w = 0; w < panel.width; ++w, weights += product.block_bytes(format))
-      for (int first = 0; first < rows.M; first += kMaxGroupRows) {
-        const QuantisedTile tile = with_format(format, [&](auto q) { return quantised_tile_of<decltype(q)>(rows.group_rows(first)); });
-        tile(weights, rows.group(first), rows.blocks, sums + first * kPanelColumns + w * kLanes, first == 0 ? &stream : nullptr);
+      for (int first = 0; first < rows.M; first += rows_of_group()) {
+        const int R = rows.group_rows(first);
+        float* to = sums + first * kPanelColumns + w * kLanes;
+        const Stream* ahead = first == 0 ? &stream : nullptr;
+        with_format(format, [&](auto q) {
+          using Q = decltype(q);
+#ifdef __AMX_INT8__
+          if (R > kFewRowsByBytes && has_amx()) return quantised_by_amx_of<Q>(R)(tiles, weights, rows.group(first), R, rows.blocks, to, ahead);
+#endif
+          quantised_tile_of<Q>(R)(weights, rows.group(first), rows.blocks, to, ahead);
+        });
       }
     product.add_bias(panel, rows.M, sums);
     put(panel, sums);
