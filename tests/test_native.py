@@ -16,6 +16,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
@@ -293,6 +295,60 @@ def test_a_path_in_a_tree_gives_the_bits_of_plain_decoding(
     plain_aux, plain_logits = one_by_one(shape, dtype)
     assert torch.equal(aux_hidden[on_path], plain_aux[prefix : prefix + 6])
     assert torch.equal(logits[on_path], plain_logits[prefix : prefix + 6])
+
+
+LONG = [
+    int(token)
+    for token in torch.randint(3, 320, (120,), generator=torch.Generator().manual_seed(2))
+]
+
+
+@functools.cache
+def long_one_by_one(shape: str) -> Tensor:
+    target, cache = target_of(shape, "bfloat16"), new_cache(shape, "bfloat16")
+    steps = [run(target, cache, chunk([token], i)) for i, token in enumerate(LONG)]
+    return torch.cat([logits for _, logits in steps])
+
+
+@needs_native
+@pytest.mark.parametrize(
+    "shape", ["bf16 weights", "MHA, head of 64", "GQA of 3, odd sizes", "GQA of 8, head of 80"]
+)
+@pytest.mark.parametrize(("sizes", "threads"), [([33, 50, 17, 20], 1), ([3, 101, 16], 2)])
+def test_long_chunks_give_the_bits_of_single_tokens(shape: str, sizes: list[int], threads: int):
+    """More rows than a tile has, and more columns than a step."""
+    target, cache = target_of(shape, "bfloat16", threads), new_cache(shape, "bfloat16")
+    done, logits = 0, []
+    for size in sizes:
+        logits.append(run(target, cache, chunk(LONG[done : done + size], done, SHUFFLED))[1])
+        done += size
+    assert torch.equal(torch.cat(logits), long_one_by_one(shape))
+
+
+@needs_native
+@settings(max_examples=40, deadline=None)
+@given(data=st.data())
+@pytest.mark.parametrize("shape", ["MHA, head of 64", "GQA of 3, odd sizes"])
+def test_any_tree_behind_a_long_prefix_gives_the_bits_of_plain_decoding(shape: str, data):
+    """Random trees with the true continuation in them, wherever the prefix ends in a step."""
+    prefix = data.draw(st.integers(1, 60), label="prefix")
+    depth = data.draw(st.integers(1, 12), label="depth")
+    tokens, parents, on_path = [LONG[prefix]], [-1], [0]
+    for _ in range(data.draw(st.integers(0, 40), label="nodes")):
+        parent = data.draw(st.integers(0, len(tokens) - 1), label="parent")
+        tokens.append(data.draw(st.integers(3, 319), label="token"))
+        parents.append(parent)
+        if len(on_path) < depth and data.draw(st.booleans(), label="grows"):
+            tokens.append(LONG[prefix + len(on_path)])
+            parents.append(on_path[-1])
+            on_path.append(len(tokens) - 1)
+    tokens, parents = tokens[:64], parents[:64]
+    on_path = [node for node in on_path if node < 64]
+    target, cache = target_of(shape, "bfloat16"), new_cache(shape, "bfloat16")
+    run(target, cache, chunk(LONG[:prefix], 0, SHUFFLED))
+    logits = run(target, cache, tree_rows(tokens, parents, prefix, SHUFFLED))[1]
+    expected = long_one_by_one(shape)[prefix : prefix + len(on_path)]
+    assert torch.equal(logits[on_path], expected)
 
 
 @needs_native
