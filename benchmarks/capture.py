@@ -55,7 +55,8 @@ from eyas.features.samples import (
     plan_samples,
     shared_groups,
 )
-from eyas.features.states import StateFleet, connector_folder, prove_by, vllm_arguments
+from eyas.features.state_proof import prove_by
+from eyas.features.states import StateFleet, connector_folder, vllm_arguments
 from eyas.hub import resolve_target
 from eyas.model.vocab import target_shape
 from eyas.plan.needs import FILLER

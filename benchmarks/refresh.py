@@ -11,7 +11,7 @@ and it is served. The server answers other dialogues, then word problems, and a 
 refreshes from that log follow, which share all but their training:
 
     forgotten  no dialogue is learned again, and the learning rate is ten times as high
-    kept       a fifth of the training is dialogue (`keep.share`, `train.start.keep_share`)
+    kept       half of the training is dialogue (`keep.share`, `train.start.keep_share`)
 
 tau of both heads on both mixes, with paired intervals, is in each refresh's decision. The last line
 of stdout is one JSON object.
@@ -54,7 +54,7 @@ TALKS, TALKS_HELD_OUT = ("multidogo", "self-dialogue", "star", "taskmaster-4"), 
 FIRST_RATE = 2.5e-3  # of runs/builtin_head.yaml
 MAX_TOKENS = 64  # of an answer
 REFUSING = 7  # each so manieth request does not consent
-REFRESHES = {"forgotten": (0.0, 3e-3), "kept": (0.2, 3e-4)}  # share of dialogue, learning rate
+REFRESHES = {"forgotten": (0.0, 3e-3), "kept": (0.5, 2e-4)}  # share of dialogue, learning rate
 WATCHED = "fixed(4,1,5)"  # the drafts of runs/refresh.yaml
 Done = TypeVar("Done")
 

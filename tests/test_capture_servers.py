@@ -29,7 +29,8 @@ from eyas.features.decoder import HookedDecoder, OwnDecoder
 from eyas.features.fleet import FleetConfig
 from eyas.features.generate import GenerateConfig, generate
 from eyas.features.online import OnlineTarget
-from eyas.features.states import StateServer, stream_layers
+from eyas.features.state_proof import stream_layers
+from eyas.features.states import StateServer
 from eyas.model.config import TargetConfig
 from eyas.shards import Features, FeatureSource, Sample
 from eyas.train.trainer import TrainConfig, train

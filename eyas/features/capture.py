@@ -42,7 +42,8 @@ from eyas.features.samples import (
     forward_batches,
     plan_samples,
 )
-from eyas.features.states import StateFleet, StateRequest, prove_by, start_commands
+from eyas.features.state_proof import StateRequest, prove_by
+from eyas.features.states import StateFleet, start_commands
 from eyas.hub import resolve_target
 from eyas.log import Track, quiet
 from eyas.model.config import TargetConfig, TargetShape

@@ -42,29 +42,24 @@ from torch import Tensor
 from eyas.client import Client, RequestFailure
 from eyas.errors import EyasError
 from eyas.features.conversation import TurnFailure
-from eyas.features.decoder import TOLERANCE, FeatureDecoder, HiddenStates, Tail
+from eyas.features.decoder import TOLERANCE, HiddenStates, Tail
 from eyas.features.fleet import Fleet, FleetConfig, FleetJob, engine_name, model_card, server_urls
+from eyas.features.state_proof import (
+    NUM_STREAMS,
+    StateProof,
+    StateRequest,
+    compare,
+    name_of,
+    stream_layers,
+    unfit,
+)
 from eyas.model.config import TargetShape
-from eyas.model.target import DTYPES
-from eyas.records import Message
 
-PROOF_SAMPLES = 4  # the shortest, the longest, and between: one step of a server, and several
-LAYERS_TOKENS = 32  # of the shortest, of which every layer is compared
-NUM_STREAMS = 4
-# In TOLERANCE, which holds for the median token: where large numbers cancel, single tokens of
-# SmolLM2 are off by 0.12 in bfloat16 (two tolerances), and another token's state by 0.7 (twelve).
-OUTLIER = 5
+# Tokens of its length that a server wants free: those of an answer, and what SGLang keeps back.
+ROOM_VLLM, ROOM_SGLANG = 1, 7
 LOCK_POLL_S = 0.01
 NUMBER_BYTES = 32  # of a number in JSON, at most
 FOLDER = "/dev/shm/eyas-states"  # in the commands: memory, no disk
-
-
-@dataclass(frozen=True, slots=True)
-class StateRequest:
-    """A sample to compute: its key and its tokens."""
-
-    id: str
-    token_ids: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,43 +68,6 @@ class StateReply:
 
     id: str
     states: HiddenStates
-
-
-@dataclass(frozen=True, slots=True)
-class StateProof:
-    """What a server must show before it is asked. Tensors are of the settings' dtype.
-
-    samples: what a decoder of ours made of them. layers_LTH: every layer's output of the first
-    tokens of the first one. max_length: tokens of the longest sample. templates: messages and their
-    tokens by the target's template, none where it prints a date.
-    """
-
-    shape: TargetShape
-    dtype: torch.dtype
-    samples: tuple[tuple[StateRequest, HiddenStates], ...]
-    layers_LTH: Tensor
-    max_length: int
-    templates: tuple[tuple[tuple[Message, ...], tuple[int, ...]], ...]
-
-
-def prove_by(
-    decoder: FeatureDecoder,
-    dtype: str,
-    requests: Sequence[StateRequest],
-    templates: tuple[tuple[tuple[Message, ...], tuple[int, ...]], ...],
-) -> StateProof:
-    """Compute some of the requests here, by their lengths: the proof that all servers are given."""
-    by_length = sorted(requests, key=lambda one: len(one.token_ids))
-    last = len(by_length) - 1
-    places = sorted({last * step // (PROOF_SAMPLES - 1) for step in range(PROOF_SAMPLES)})
-    samples = []
-    for place in places:
-        states = decoder.states([by_length[place].token_ids])
-        of_one = HiddenStates(states.aux_hidden[0].cpu(), states.last_hidden[0].cpu())
-        samples.append((by_length[place], of_one))
-    layers_LTH = decoder.layers(by_length[0].token_ids[:LAYERS_TOKENS]).cpu()
-    longest = len(by_length[-1].token_ids)
-    return StateProof(decoder.shape, DTYPES[dtype], tuple(samples), layers_LTH, longest, templates)
 
 
 class StateServer:
@@ -141,6 +99,10 @@ class StateServer:
     def _is_vllm(self) -> bool:
         return self.engine.startswith("vllm")
 
+    @property
+    def _layers(self) -> tuple[int, int, int, int]:
+        return stream_layers(self._proof.shape, self._is_vllm)
+
     async def check(self) -> None:
         """Prove that its states are the target's. Raises RequestFailure, "unfit" with the one
         thing that differs.
@@ -150,11 +112,12 @@ class StateServer:
         self.engine = await engine_name(self.client, str(card.get("owned_by", "")))
         if self.engine.split()[0] not in ("vllm", "sglang"):
             raise unfit(f"is {self.engine}, and hidden states come from vLLM and SGLang")
-        room, needed = card.get("max_model_len"), self._proof.max_length + 1
+        left = ROOM_VLLM if self._is_vllm else ROOM_SGLANG
+        room, needed = card.get("max_model_len"), self._proof.max_length + left
         if isinstance(room, int) and room < needed:
             raise unfit(
-                f"holds {room} tokens a request; the longest sample and one token of an answer are "
-                f"{needed}: start it with room for them"
+                f"holds {room} tokens a request; the longest sample and the {left} that it keeps "
+                f"for an answer are {needed}: start it with room for them"
             )
         await self._check_template()
         try:
@@ -172,7 +135,7 @@ class StateServer:
             if failure.kind != "refused":
                 raise
             raise unfit(f"{failure.what}, when asked for hidden states") from failure
-        self._compare(streams)
+        compare(self._proof, streams, self._layers, self._finished)
 
     async def reply(self, job: FleetJob[StateRequest]) -> StateReply:
         """The states of a sample. Raises RequestFailure."""
@@ -214,57 +177,6 @@ class StateServer:
                 raise unfit(
                     f"has another chat template or tokenizer: {len(theirs)} tokens where the "
                     f"target's gives {len(ours)}, or others; start it with the target's own folder"
-                )
-
-    def _compare(self, streams: Sequence[Tensor]) -> None:
-        """Compare the proof's samples, the longest again as the last. Raises RequestFailure."""
-        proof = self._proof
-        if (dtype := streams[0].dtype) != proof.dtype:
-            raise unfit(
-                f"computes in {name_of(dtype)}, and the settings say {name_of(proof.dtype)}: start "
-                f"it with --dtype {name_of(proof.dtype)}, or set dtype={name_of(dtype)}"
-            )
-        self._compare_layers(streams[0])
-        samples, last = (*proof.samples, proof.samples[-1]), len(proof.samples)
-        for number, ((_, ours), theirs) in enumerate(zip(samples, streams, strict=True)):
-            errors_TS = relative_errors(self._finished(theirs), ours)
-            wrong = (errors_TS > OUTLIER * TOLERANCE[dtype]).any(dim=-1).nonzero()
-            if len(wrong):
-                again = " when it is asked for the second time" if number == last else ""
-                raise unfit(
-                    f"gives other states than the target from token {int(wrong[0])} of "
-                    f"{len(theirs)} on{again}: its chunked prefill or prefix cache loses or mixes "
-                    "them"
-                )
-            off = float(errors_TS.median(dim=0).values.max())
-            if off > TOLERANCE[dtype]:
-                raise unfit(
-                    f"gives states that are off by {off:.1%}, more than {name_of(dtype)}'s noise: "
-                    "its weights or its cache are of a lower precision"
-                )
-
-    def _compare_layers(self, streams_TSH: Tensor) -> None:
-        """Find, for every stream, the layer that it is nearest to: a shift by one can be less than
-        the noise of a low precision.
-        """
-        layers_LTH = self._proof.layers_LTH.float()
-        T, dtype = layers_LTH.shape[1], streams_TSH.dtype
-        expected = stream_layers(self._proof.shape, self._is_vllm)
-        sizes = layers_LTH.norm(dim=-1) + 1e-6
-        for number, layer in enumerate(expected):
-            stream_TH = streams_TSH[:T, number].float()
-            errors = ((layers_LTH - stream_TH).norm(dim=-1) / sizes).median(dim=-1).values
-            nearest = int(errors.argmin())
-            if errors[nearest] > TOLERANCE[dtype]:
-                raise unfit(
-                    f"gives states of no layer of the target (stream {number + 1} of {NUM_STREAMS} "
-                    f"differs by {float(errors[nearest]):.0%} from the nearest, layer {nearest}): "
-                    "other weights, fine-tuned or quantised, or the embeddings (layer id 0)"
-                )
-            if nearest != layer:
-                raise unfit(
-                    f"gives the output of layer {nearest} (counted from 0) where layer {layer} is "
-                    f"wanted: shift its layer id by {layer - nearest:+d}"
                 )
 
     # What each engine says
@@ -392,24 +304,6 @@ def sglang_streams(content: bytes, hidden_size: int, wanted: torch.dtype) -> Ten
     return streams.view(len(rows), -1, hidden_size)
 
 
-def stream_layers(shape: TargetShape, is_vllm: bool) -> tuple[int, int, int, int]:
-    """The layers (0-based) whose outputs the four streams are."""
-    last = shape.num_hidden_layers - 1
-    return (*shape.default_taps, last if is_vllm else last - 1)
-
-
-def relative_errors(found: HiddenStates, expected: HiddenStates) -> Tensor:
-    """[T, S]: how far each token's state is off, by its size, stream by stream."""
-    T, H = expected.last_hidden.shape
-    ours, theirs = (
-        torch.cat([one.aux_hidden, one.last_hidden], dim=-1).float().view(T, -1, H)
-        for one in (expected, found)
-    )
-    errors: Tensor = (theirs - ours).norm(dim=-1)
-    sizes: Tensor = ours.norm(dim=-1)
-    return errors / (sizes + 1e-6)
-
-
 def _short(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:6]
 
@@ -423,16 +317,6 @@ def _runs(pid: int) -> bool:
     except (PermissionError, OverflowError):
         return True
     return True
-
-
-def unfit(what: str) -> RequestFailure:
-    """A server that is not asked any more."""
-    return RequestFailure("unfit", what)
-
-
-def name_of(dtype: torch.dtype) -> str:
-    """As settings and servers write it."""
-    return str(dtype).removeprefix("torch.")
 
 
 class StateFleet:
@@ -532,7 +416,7 @@ def vllm_arguments(
     }
     options = {
         "dtype": dtype,
-        "max-model-len": str(length + 1),  # the token of an answer
+        "max-model-len": str(length + ROOM_VLLM),
         "speculative-config": json.dumps(speculative),
         "kv-transfer-config": json.dumps(transfer),
     }
@@ -556,7 +440,8 @@ def start_commands(target: str, shape: TargetShape, dtype: str, length: int) -> 
     layers = " ".join(map(str, stream_layers(shape, is_vllm=False)))
     sglang = (
         f"python -m sglang.launch_server --model-path {shlex.quote(target)} --dtype {dtype} "
-        f"--context-length {length + 1} --disable-radix-cache --enable-return-aux-hidden-states "
+        f"--context-length {length + ROOM_SGLANG} --disable-radix-cache --chunked-prefill-size -1 "
+        "--enable-return-aux-hidden-states "
         f"--speculative-algorithm EAGLE3 --return-aux-hidden-state-layer-ids {layers}"
     )
     return (

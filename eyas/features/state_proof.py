@@ -1,0 +1,159 @@
+"""What a server must show before it is asked for states: that they are the target's.
+
+The same conversations through a decoder of ours, stream by stream. Knows no server and no file.
+
+Letters: T tokens of a sample, S the four streams, L layers, H the target's hidden size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from eyas.client import RequestFailure
+from eyas.features.decoder import TOLERANCE, FeatureDecoder, HiddenStates
+from eyas.model.config import TargetShape
+from eyas.model.target import DTYPES
+from eyas.records import Message
+
+PROOF_SAMPLES = 4  # the shortest, the longest, and between: one step of a server, and several
+LAYERS_TOKENS = 32  # of the shortest, of which every layer is compared
+NUM_STREAMS = 4
+# In TOLERANCE, which holds for the median token: where large numbers cancel, single tokens of
+# SmolLM2 are off by 0.12 in bfloat16 (two tolerances), and another token's state by 0.7 (twelve).
+OUTLIER = 5
+
+
+@dataclass(frozen=True, slots=True)
+class StateRequest:
+    """A sample to compute: its key and its tokens."""
+
+    id: str
+    token_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class StateProof:
+    """What a server must show before it is asked. Tensors are of the settings' dtype.
+
+    samples: what a decoder of ours made of them. layers_LTH: every layer's output of the first
+    tokens of the first one. max_length: tokens of the longest sample. templates: messages and their
+    tokens by the target's template, none where it prints a date.
+    """
+
+    shape: TargetShape
+    dtype: torch.dtype
+    samples: tuple[tuple[StateRequest, HiddenStates], ...]
+    layers_LTH: Tensor
+    max_length: int
+    templates: tuple[tuple[tuple[Message, ...], tuple[int, ...]], ...]
+
+
+def prove_by(
+    decoder: FeatureDecoder,
+    dtype: str,
+    requests: Sequence[StateRequest],
+    templates: tuple[tuple[tuple[Message, ...], tuple[int, ...]], ...],
+) -> StateProof:
+    """Compute some of the requests here, by their lengths: the proof that all servers are given."""
+    by_length = sorted(requests, key=lambda one: len(one.token_ids))
+    last = len(by_length) - 1
+    places = sorted({last * step // (PROOF_SAMPLES - 1) for step in range(PROOF_SAMPLES)})
+    samples = []
+    for place in places:
+        states = decoder.states([by_length[place].token_ids])
+        of_one = HiddenStates(states.aux_hidden[0].cpu(), states.last_hidden[0].cpu())
+        samples.append((by_length[place], of_one))
+    layers_LTH = decoder.layers(by_length[0].token_ids[:LAYERS_TOKENS]).cpu()
+    longest = len(by_length[-1].token_ids)
+    return StateProof(decoder.shape, DTYPES[dtype], tuple(samples), layers_LTH, longest, templates)
+
+
+def compare(
+    proof: StateProof,
+    streams: Sequence[Tensor],
+    expected_layers: Sequence[int],
+    finished: Callable[[Tensor], HiddenStates],
+) -> None:
+    """Hold a server's streams [T, S, H] of the proof's samples, the longest again as the last,
+    against ours. expected_layers: whose outputs the streams are. finished: what is stored of
+    streams. Raises RequestFailure with the one thing that differs.
+    """
+    if (dtype := streams[0].dtype) != proof.dtype:
+        raise unfit(
+            f"computes in {name_of(dtype)}, and the settings say {name_of(proof.dtype)}: start "
+            f"it with --dtype {name_of(proof.dtype)}, or set dtype={name_of(dtype)}"
+        )
+    compare_layers(proof, streams[0], expected_layers)
+    samples, last = (*proof.samples, proof.samples[-1]), len(proof.samples)
+    for number, ((_, ours), theirs) in enumerate(zip(samples, streams, strict=True)):
+        errors_TS = relative_errors(finished(theirs), ours)
+        wrong = (errors_TS > OUTLIER * TOLERANCE[dtype]).any(dim=-1).nonzero()
+        if len(wrong):
+            again = " when it is asked for the second time" if number == last else ""
+            raise unfit(
+                f"gives other states than the target from token {int(wrong[0])} of "
+                f"{len(theirs)} on{again}: its chunked prefill or prefix cache loses or mixes "
+                "them"
+            )
+        off = float(errors_TS.median(dim=0).values.max())
+        if off > TOLERANCE[dtype]:
+            raise unfit(
+                f"gives states that are off by {off:.1%}, more than {name_of(dtype)}'s noise: "
+                "its weights or its cache are of a lower precision"
+            )
+
+
+def compare_layers(proof: StateProof, streams_TSH: Tensor, expected: Sequence[int]) -> None:
+    """Find, for every stream, the layer that it is nearest to: a shift by one can be less than the
+    noise of a low precision. Raises RequestFailure.
+    """
+    layers_LTH = proof.layers_LTH.float()
+    T, dtype = layers_LTH.shape[1], streams_TSH.dtype
+    sizes = layers_LTH.norm(dim=-1) + 1e-6
+    for number, layer in enumerate(expected):
+        stream_TH = streams_TSH[:T, number].float()
+        errors = ((layers_LTH - stream_TH).norm(dim=-1) / sizes).median(dim=-1).values
+        nearest = int(errors.argmin())
+        if errors[nearest] > TOLERANCE[dtype]:
+            raise unfit(
+                f"gives states of no layer of the target (stream {number + 1} of {NUM_STREAMS} "
+                f"differs by {float(errors[nearest]):.0%} from the nearest, layer {nearest}): "
+                "other weights, fine-tuned or quantised, or the embeddings (layer id 0)"
+            )
+        if nearest != layer:
+            raise unfit(
+                f"gives the output of layer {nearest} (counted from 0) where layer {layer} is "
+                f"wanted: shift its layer id by {layer - nearest:+d}"
+            )
+
+
+def stream_layers(shape: TargetShape, is_vllm: bool) -> tuple[int, int, int, int]:
+    """The layers (0-based) whose outputs the four streams are."""
+    last = shape.num_hidden_layers - 1
+    return (*shape.default_taps, last if is_vllm else last - 1)
+
+
+def relative_errors(found: HiddenStates, expected: HiddenStates) -> Tensor:
+    """[T, S]: how far each token's state is off, by its size, stream by stream."""
+    T, H = expected.last_hidden.shape
+    ours, theirs = (
+        torch.cat([one.aux_hidden, one.last_hidden], dim=-1).float().view(T, -1, H)
+        for one in (expected, found)
+    )
+    errors: Tensor = (theirs - ours).norm(dim=-1)
+    sizes: Tensor = ours.norm(dim=-1)
+    return errors / (sizes + 1e-6)
+
+
+def unfit(what: str) -> RequestFailure:
+    """A server that is not asked any more."""
+    return RequestFailure("unfit", what)
+
+
+def name_of(dtype: torch.dtype) -> str:
+    """As settings and servers write it."""
+    return str(dtype).removeprefix("torch.")
