@@ -44,7 +44,7 @@ HEAD, TEXT = 0, 1  # the sources
 
 BELIEF = 10.0  # candidates that what is believed before they are seen weighs as much as
 LARGEST = 0.995  # probability that is believed
-MEMORY = 0.998  # what is kept of the counts from one round to the next
+MEMORY = 0.9995  # what is kept of the counts from one round to the next
 REQUEST_MEMORY = 0.99  # of what a request has shown
 SPREAD = 0.8  # of requests' log-odds, before it is learned
 

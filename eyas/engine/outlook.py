@@ -19,7 +19,7 @@ from eyas.engine.acceptance import BELIEF, MEMORY, RequestAcceptance, shifted
 from eyas.engine.tree import choose
 from eyas.model.rows import Proposals
 
-NUM_TREES = 16  # of late
+NUM_TREES = 32  # of late
 # of trees before any was seen, chains: the best path's probability, each further one times it again
 _FIRST_PATH = 0.85
 # tokens that a level brings for a frontier of probability 1, before it is learned, and at least

@@ -69,36 +69,62 @@ inline Outlook outlook(const Experience& known, const Round& round) {
   return view;
 }
 
-// Descending runs, of which the i-th ends at ends[i], as one; `other` is as large as `values`.
-inline void merge_runs(std::vector<double>& values, std::vector<int64_t>& ends, std::vector<double>& other) {
-  while (ends.size() > 1) {
-    other.resize(values.size());
-    std::vector<int64_t> merged;
-    int64_t start = 0;
-    for (size_t i = 0; i < ends.size(); i += 2) {
-      const int64_t middle = ends[i], end = i + 1 < ends.size() ? ends[i + 1] : middle;
-      std::merge(values.begin() + start, values.begin() + middle, values.begin() + middle, values.begin() + end, other.begin() + start,
-                 std::greater<double>());
-      merged.push_back(end);
-      start = end;
-    }
-    ends.swap(merged), values.swap(other);
+// Descending runs of path probabilities that become one; each has a number below all of them behind it, so that no end is asked for.
+struct Runs {
+  std::vector<double> values, other;
+  std::vector<int64_t> starts;  // and where the next one would start
+
+  void clear(size_t most) {
+    values.resize(most), other.resize(most);
+    starts.assign(1, 0);
   }
-}
+
+  double* next() { return values.data() + starts.back(); }
+
+  void close(int64_t count) {  // the run in `next`
+    next()[count] = -1.0;
+    starts.push_back(starts.back() + count + 1);
+  }
+
+  // Returns how many `values` begins with then. Branches would be mispredicted half of the time.
+  int64_t merge() {
+    while (starts.size() > 2) {
+      size_t kept = 0;
+      double* out = other.data();
+      for (size_t i = 0; i + 1 < starts.size(); i += 2) {
+        const double* left = values.data() + starts[i];
+        const bool is_alone = i + 2 == starts.size();
+        const double* right = is_alone ? values.data() + starts[i + 1] - 1 : values.data() + starts[i + 1];
+        const int64_t count = starts[is_alone ? i + 1 : i + 2] - starts[i] - (is_alone ? 1 : 2);
+        for (int64_t n = 0; n < count; ++n) {
+          const double x = *left, y = *right;
+          const bool is_left = x >= y;
+          *out++ = is_left ? x : y;
+          left += is_left, right += !is_left;
+        }
+        *out++ = -1.0;
+        starts[++kept] = out - other.data();
+      }
+      starts.resize(kept + 1);
+      values.swap(other);
+    }
+    return starts.back() - (starts.size() > 1);
+  }
+};
 
 // Tokens/ms of a round in which the head drafts for nobody, and text for all.
 inline double text_rate(const Outlook& view) {
   const int64_t N = view.known.N, S = view.round.S;
   const double plain = static_cast<double>(view.round.B) / view.forwards[0];
-  std::vector<double> paths, other;
-  std::vector<int64_t> ends;
+  Runs paths;
+  paths.clear(S * (N + 1));
   for (int64_t s = 0; s < S; ++s) {
     const double* own = view.text.data() + s * N;
-    if (own[0] > 0) paths.insert(paths.end(), own, own + N), ends.push_back(paths.size());
+    if (own[0] > 0) std::copy(own, own + N, paths.next()), paths.close(N);
   }
-  if (paths.empty()) return plain;
-  merge_runs(paths, ends, other);
-  const Choice best = best_prefix(paths.data(), paths.size(), view.forwards.data(), Budget{N, view.round.B, 0.0, plain});
+  const int64_t total = paths.merge();
+  if (total == 0) return plain;
+  const Choice best = best_prefix(paths.values.data(), total, view.forwards.data(), Budget{N, view.round.B, 0.0, plain});
   return std::max(plain, best.tokens / best.ms);
 }
 
@@ -109,44 +135,45 @@ struct Rate {
 
 // Of rounds in which the head drafts for these requests and text for all, and every node is worth `least`: the trees of late are dealt
 // out to them.
-inline Rate rate_of(const Outlook& view, const int64_t* which, int64_t count, int64_t depth, const std::vector<double>& shifts, double factor,
-                    double least) {
+inline Rate rate_of(const Outlook& view, const std::vector<int64_t>& order, int64_t count, int64_t depth, const std::vector<double>& shifts,
+                    double factor, double least, Runs& paths) {
   const Experience& known = view.known;
-  const int64_t N = known.N;
+  const int64_t N = known.N, *which = order.data();
   int64_t entries = 0, deals = 0;
   double late_ms = 0, all_tokens = 0, all_ms = 0, unworthy = 0;
   for (int64_t i = 0; i < count; ++i) entries += view.due[which[i]], late_ms += view.late[which[i]];
   const double before_ms = known.extend(entries) + late_ms, step_ms = known.step(count * known.k);
   std::vector<uint8_t> drafts(view.round.S);
   for (int64_t i = 0; i < count; ++i) drafts[which[i]] = 1;
-  std::vector<double> of_others, paths, other;
-  std::vector<int64_t> ends;
+  std::vector<double> of_others;
   for (int64_t s = 0; s < view.round.S; ++s) {
     const double* own = view.text.data() + s * N;
     if (!drafts[s] && own[0] > 0) of_others.insert(of_others.end(), own, own + N);
   }
   for (int64_t start = 0; start < known.R; start += count, ++deals) {
     int64_t levels = 0;
-    paths.clear(), ends.clear();
+    paths.clear(view.round.S * (N + 1));
     for (int64_t i = 0; i < count; ++i) {
       const int64_t s = which[i], tree = view.round.kinds[s] * known.R + (start + i) % known.R;
       const double* usual = known.trees + (tree * known.K + depth - 1) * N;
-      const double* text = view.text.data() + s * N;
+      const double *text = view.text.data() + s * N, shift = shifts[s];
+      double* own = paths.next();
       levels = std::max(levels, known.reached[tree]);
-      // both descend, so the larger of both does, and behind a 0 there is nothing
-      for (int64_t n = 0; n < N && (usual[n] > 0 || text[n] > 0); ++n) paths.push_back(std::max(shifted(usual[n], shifts[s]), text[n]));
-      ends.push_back(paths.size());
+      for (int64_t n = 0; n < N; ++n) own[n] = std::max(shifted(usual[n], shift), text[n]);
+      int64_t length = N;  // both descend, so the larger of both does, and behind a 0 there is nothing
+      while (length > 0 && own[length - 1] == 0.0) --length;
+      paths.close(length);
     }
     for (size_t at = 0; at < of_others.size(); at += N) {
-      paths.insert(paths.end(), of_others.begin() + at, of_others.begin() + at + N);
-      ends.push_back(paths.size());
+      std::copy(of_others.begin() + at, of_others.begin() + at + N, paths.next());
+      paths.close(N);
     }
-    merge_runs(paths, ends, other);
+    const int64_t total = paths.merge();
     const double fixed_ms = before_ms + static_cast<double>(std::min(depth, levels) - 1) * step_ms;
-    const Choice best = best_prefix(paths.data(), paths.size(), view.forwards.data(), Budget{N, view.round.B, fixed_ms, least * factor});
+    const Choice best = best_prefix(paths.values.data(), total, view.forwards.data(), Budget{N, view.round.B, fixed_ms, least * factor});
     // a round that drafts in vain is not hoped to be faster than a plain one
     all_tokens += best.tokens, all_ms += best.ms * (best.num_nodes ? factor : std::max(1.0, factor));
-    unworthy += best.num_nodes < static_cast<int64_t>(paths.size()) ? paths[best.num_nodes] : 0.0;
+    unworthy += best.num_nodes < total ? paths.values[best.num_nodes] : 0.0;
   }
   return {all_tokens / all_ms, unworthy / static_cast<double>(deals)};
 }
@@ -189,6 +216,7 @@ inline void plan(const Experience& known, Round& round) {
   double best = plain;
   int64_t found_depth = 0, deepest = 0;
   std::vector<int64_t> found;
+  Runs paths;
   round.rate = plain, round.num_drafting = 0;
   if (!round.has_head) return;
   for (int64_t s = 0; s < S; ++s)
@@ -196,7 +224,7 @@ inline void plan(const Experience& known, Round& round) {
   for (int64_t depth = 1; depth <= deepest; ++depth) {
     const std::vector<int64_t> order = by_gain(view, depth, plain);
     for (int64_t count = 1;; count = std::min(2 * count, S)) {
-      const double now = rate_of(view, order.data(), count, depth, view.hoped, round.hoped_factor, best).rate;
+      const double now = rate_of(view, order, count, depth, view.hoped, round.hoped_factor, best, paths).rate;
       if (now > best) best = now, found_depth = depth, found.assign(order.begin(), order.begin() + count);
       if (count == S) break;
     }
@@ -206,7 +234,7 @@ inline void plan(const Experience& known, Round& round) {
   for (const int64_t s : found) round.drafting[s] = 1;
   Rate now{plain, 0.0};
   for (int turn = 0; turn < 3; ++turn) {  // Dinkelbach: the best trees for a rate, then the rate of these trees
-    now = rate_of(view, found.data(), count, found_depth, view.usual, round.known_factor, now.rate);
+    now = rate_of(view, found, count, found_depth, view.usual, round.known_factor, now.rate, paths);
     now.rate = std::max(plain, now.rate);
   }
   round.num_drafting = count, round.rate = now.rate * round.known_factor;
