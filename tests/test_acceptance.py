@@ -215,9 +215,9 @@ def test_a_request_that_stops_drafting_is_known_less_and_less():
 
 
 def learned_spread(spread: float) -> float:
-    """After 400 requests of 25 rounds whose log-odds differ by `spread`."""
+    """After 1,000 requests of 25 rounds whose log-odds differ by `spread`."""
     rng, acceptance = np.random.default_rng(6), Acceptance()
-    for _ in range(100):
+    for _ in range(250):
         shifts = spread * rng.normal(size=(4, 1))
         requests = [RequestAcceptance(True) for _ in shifts]
         for _ in range(25):

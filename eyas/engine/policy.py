@@ -59,13 +59,17 @@ class Policy:
     ) -> None:
         """native: compute in the native library, which must be available."""
         assert costs is not None or speculation.mode != "auto", "auto speculation needs the costs"
-        self.speculation, self.costs = speculation, costs
+        self.speculation = speculation
         self.records: deque[RoundRecord] = deque(maxlen=_NUM_RECORDS)
         self.steps = (NativeSteps if native else Steps)(speculation, costs)
         self.correction = Correction()
         self.has_head = True  # the rounds say when it has none, or no longer
         self.expects_drafts = speculation.mode != "off"  # of a request that comes now
         self._sums: defaultdict[str, float] = defaultdict(float)
+
+    @property
+    def costs(self) -> CostTable | None:
+        return self.steps.costs
 
     # Before drafting
 
