@@ -22,8 +22,8 @@ from eyas.model.rows import Proposals
 NUM_TREES = 32  # of late
 # of trees before any was seen, chains: the best path's probability, each further one times it again
 _FIRST_PATH = 0.85
-# tokens that a level brings for a frontier of probability 1, before it is learned, and at least
-FIRST_GAIN, LEAST_GAIN = 0.4, 1e-3
+# tokens that a level brings for a frontier of probability 1, before it is learned
+FIRST_GAIN = 0.4
 TEXT_BOUNDS = np.array([1e-9, 0.4, 1.2])  # of the tokens that text is expected to bring
 NUM_KINDS = 2 * (len(TEXT_BOUNDS) + 1)
 
@@ -49,8 +49,8 @@ class ExpectedTrees:
 
     def gains(self) -> np.ndarray:
         """Tokens that each level but the first brings, by what it grows from, float64 [K - 1]."""
-        gains = (self.brought + BELIEF * FIRST_GAIN) / (self.grown_from + BELIEF)
-        return np.maximum(gains, LEAST_GAIN)
+        gains: np.ndarray = (self.brought + BELIEF * FIRST_GAIN) / (self.grown_from + BELIEF)
+        return gains
 
     def observe(
         self,

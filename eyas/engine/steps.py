@@ -43,7 +43,6 @@ from eyas.engine.costs import AT_ONCE, CostTable, Curve
 from eyas.engine.graft import NUM_OPINIONS, SOURCES, UNPROPOSED, accepted_by_source
 from eyas.engine.outlook import (
     FIRST_GAIN,
-    LEAST_GAIN,
     NUM_KINDS,
     NUM_TREES,
     TEXT_BOUNDS,
@@ -239,7 +238,7 @@ _BOTH = ctypes.c_void_p * 2  # by source
 _Integers = ctypes.POINTER(ctypes.c_int64)
 
 
-class _Curve(ctypes.Structure):
+class _CurveData(ctypes.Structure):
     _fields_ = (("ms", ctypes.c_void_p), ("count", ctypes.c_int64), ("slope", ctypes.c_double))
 
 
@@ -262,14 +261,14 @@ class _Experience(ctypes.Structure):
         *_integers("K", "k", "N", "is_fixed", "depths", "bins", "groups", "opinions", "R", "Q"),
         *_integers("num_bounds", "at_once", "rounds_to_pay"),
         *_doubles("bins_per_unit", "belief", "largest", "memory", "request_memory", "first_gain"),
-        *_doubles("least_gain", "hope", "unproposed"),
+        *_doubles("hope", "unproposed"),
         ("judged", _BOTH),
         ("drawn", _BOTH),
         *_arrays("variance"),
         ("first", _BOTH),
         *_arrays("opinion_scale", "opinion_lift", "text_bounds"),
         *_arrays("trees", "reached", "num_seen", "brought", "grown_from"),
-        *((name, _Curve) for name in ("target", "decode", "step", "extend", "enter")),
+        *((name, _CurveData) for name in ("target", "decode", "step", "extend", "enter")),
     )
 
 
@@ -324,7 +323,6 @@ class NativeSteps(Steps):
             memory=MEMORY,
             request_memory=REQUEST_MEMORY,
             first_gain=FIRST_GAIN,
-            least_gain=LEAST_GAIN,
             hope=HOPE,
             unproposed=UNPROPOSED,
             judged=_BOTH(address(counts.judged[HEAD]), address(counts.judged[TEXT])),
@@ -410,8 +408,8 @@ class NativeSteps(Steps):
         return dict(zip(SOURCES, plan.native.by_source, strict=True))
 
 
-def _curve(curve: Curve) -> _Curve:
-    return _Curve(address(curve.dense), len(curve.dense), curve.slope)
+def _curve(curve: Curve) -> _CurveData:
+    return _CurveData(address(curve.dense), len(curve.dense), curve.slope)
 
 
 def _places(requests: Sequence[RequestAcceptance]) -> ctypes.Array[ctypes.c_void_p]:

@@ -36,7 +36,7 @@ struct Acceptance {
 struct Experience {
   int64_t K, k, N, is_fixed;  // k branches of a node
   int64_t depths, bins, groups, opinions, R, Q, num_bounds, at_once, rounds_to_pay;
-  double bins_per_unit, belief, largest, memory, request_memory, first_gain, least_gain, hope, unproposed;
+  double bins_per_unit, belief, largest, memory, request_memory, first_gain, hope, unproposed;
   double* judged[kSources];  // the head's [2, depths, bins], text's [2, groups, opinions]: sampled or greedy first
   double* drawn[kSources];
   double* variance;                  // [2], of requests' shifts

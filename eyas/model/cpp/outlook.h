@@ -240,7 +240,7 @@ inline void plan(const Experience& known, Round& round) {
   round.num_drafting = count, round.rate = now.rate * round.known_factor;
   for (int64_t l = 0; l < K - 1; ++l) {
     const double gain = (known.brought[l] + known.belief * known.first_gain) / (known.grown_from[l] + known.belief);
-    round.thresholds[l] = round.rate * known.step(count * known.k) / std::max(gain, known.least_gain);
+    round.thresholds[l] = round.rate * known.step(count * known.k) / gain;
   }
   round.thresholds[K - 1] = now.unworthy;
 }
