@@ -66,7 +66,7 @@ ROUNDS_TO_PAY = 32  # rounds of a request over which catching up its draft may p
 
 @dataclass(slots=True)
 class RoundPlan:
-    """A round from its plan to what came of it. Several may be under way: nobody else holds one.
+    """A round from its plan to what came of it. Several may be under way: the policy holds none.
 
     pending: int64 [S], `RunningSample.num_missing` of each request that may speculate.
     num_requests: B. drafting: bool [S], whose trees the head grows. kinds: int64 [S], of

@@ -227,7 +227,8 @@ inline double before_ms(const Experience& known, const Round& round) {
     const bool is_far = round.pending[s] > known.at_once;
     entries += is_far ? 1 : round.pending[s], far += is_far ? round.pending[s] : 0, ++count;
   }
-  return known.extend(entries) + known.enter(far) + static_cast<double>(std::max<int64_t>(0, round.depth - 1)) * known.step(count * known.k);
+  const double steps = static_cast<double>(std::max<int64_t>(0, round.depth - 1));
+  return known.extend(entries) + known.enter(far) + steps * known.step(count * known.k);
 }
 
 inline void choose(const Experience& known, Round& round) {
@@ -332,8 +333,9 @@ inline void keep_trees(const Experience& known, const Round& round) {
   std::vector<double> best(N);
   for (int64_t b = 0, s = -1; b < round.L; ++b) {
     if (round.grown != nullptr && !round.grown[b]) continue;
-    while (!round.drafting[++s]) {
+    while (++s < round.S && !round.drafting[s]) {
     }
+    if (s == round.S) return;  // more trees than requests that draft
     const int64_t at = b * C, tree = round.kinds[s] * known.R + known.num_seen[round.kinds[s]]++ % known.R;
     const double shift = std::exp(-log_odds(known, *round.requests[b], kHead));
     known.reached[tree] = round.depth;

@@ -59,7 +59,8 @@ inline Outlook outlook(const Experience& known, const Round& round) {
       request.information[source] *= known.request_memory, request.pull[source] *= known.request_memory;
     if (round.num_chains != nullptr) text_paths(known, request, chains, view.text.data() + s * N);
     const double sum = std::accumulate(view.text.begin() + s * N, view.text.begin() + (s + 1) * N, 0.0);
-    round.kinds[s] = request.greedy + 2 * (std::upper_bound(known.text_bounds, known.text_bounds + known.num_bounds, sum) - known.text_bounds);
+    const double* bounds = known.text_bounds;
+    round.kinds[s] = request.greedy + 2 * (std::upper_bound(bounds, bounds + known.num_bounds, sum) - bounds);
     const double shift = log_odds(known, request, kHead), deviation = 1.0 / std::sqrt(precision(known, request, kHead));
     view.usual[s] = std::exp(shift), view.hoped[s] = std::exp(shift + known.hope * deviation);
     const int64_t missing = round.pending[s];
