@@ -17,8 +17,9 @@ import numpy as np
 
 from eyas.engine.acceptance import RequestAcceptance, levels
 from eyas.engine.costs import AT_ONCE, CostTable, Curve
-from eyas.engine.policy import Policy, RoundPlan
-from eyas.engine.tree import Speculation, most_probable
+from eyas.engine.policy import Policy
+from eyas.engine.steps import RoundPlan
+from eyas.engine.tree import Speculation, goes_on, most_probable
 from eyas.evaluate.recording import num_accepted
 from eyas.model.library import unavailable
 from eyas.model.rows import Proposals
@@ -282,10 +283,9 @@ class Ours(Plain):
         drafting = np.flatnonzero(plan.drafting)
         bounds, depth = levels(proposals.depths), 1
         scores = proposals.scores[drafting]
-        while depth <= len(plan.thresholds):
-            frontier = np.exp(scores[:, bounds[depth - 1]].max(1)).sum()
-            if frontier < plan.thresholds[depth - 1]:
-                break
+        while depth < len(bounds) and goes_on(
+            scores[:, bounds[depth - 1]], plan.thresholds, depth - 1
+        ):
             depth += 1
         end = bounds[depth - 1].stop
         drafted = Proposals(

@@ -230,7 +230,7 @@ def main() -> None:
             page_table,
             draft_cache,
             (K, k),
-            [0.0] * (K - 1),
+            [0.0] * K,
         )
         report(f"draft propose K={K} k={k}", grow)
     facts = {

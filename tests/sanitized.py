@@ -14,11 +14,11 @@ from contextlib import suppress
 import numpy as np
 import torch
 
-from eyas.engine.acceptance import Acceptance, RequestAcceptance
-from eyas.engine.outlook import who_drafts_natively
+from eyas.engine.acceptance import RequestAcceptance
 from eyas.engine.request import SamplingParams
 from eyas.engine.sampling import Sampler
-from eyas.engine.tree import choose_natively
+from eyas.engine.steps import NativeSteps, RoundPlan, Steps
+from eyas.engine.tree import Speculation
 from eyas.model import library
 
 SANITIZERS = (
@@ -34,6 +34,7 @@ if library.unavailable() is not None:
 from eyas.model.rows import NodesToVerify, Proposals, Roots  # noqa: E402
 from tests import test_native as native_tests  # noqa: E402
 from tests import test_packed as packed_tests  # noqa: E402
+from tests import test_steps as steps_tests  # noqa: E402
 from tests.test_draws import SIZES, drawn  # noqa: E402
 from tests.test_native import (  # noqa: E402
     DRAFT_DTYPES,
@@ -53,7 +54,6 @@ from tests.test_native import (  # noqa: E402
     run,
     target_of,
 )
-from tests.test_policy import random_outlook  # noqa: E402
 
 ODD_SHAPES = (
     "GQA of 3, odd sizes",
@@ -113,7 +113,7 @@ def drafts() -> None:
             for K, k in ((1, 1), (9, 8), (5, 16), (16, 4), (2, 16)):
                 first = draft.proposals(h[-1:], k)
                 draft.propose(
-                    Roots([20], [20], [], STRAIGHT), h[-1:], first, cache, (K, k), [0.0] * (K - 1)
+                    Roots([20], [20], [], STRAIGHT), h[-1:], first, cache, (K, k), [0.0] * K
                 )
         native_tests.test_growing_from_features_is_extending_and_proposing(dtype, (4, 3))
 
@@ -158,7 +158,8 @@ def refused(call: Callable[[], object]) -> None:
 def rounds() -> None:
     """Random candidates, scores that are no numbers and unconnected trees."""
     rng = np.random.default_rng(0)
-    target, acceptance = target_of("llama", "bfloat16"), Acceptance(native=True)
+    target, costs = target_of("llama", "bfloat16"), steps_tests.random_costs(rng)
+    steps = {mode: NativeSteps(Speculation(mode, 6, 3, 12), costs) for mode in ("auto", "fixed")}
     depths = np.array([1] * 3 + [2] * 9 + [3] * 9, dtype=np.int32)
     for _ in range(20):
         parents = np.concatenate([[-1] * 3, np.repeat([0, 1, 2], 3), np.repeat([3, 5, 9], 3)])
@@ -166,16 +167,25 @@ def rounds() -> None:
         tokens = rng.integers(-2, 323, (2, 21))
         proposals = Proposals(tokens, scores, np.array([parents] * 2, dtype=np.int32), depths)
         asked = [RequestAcceptance(True), RequestAcceptance(False)]
-        calibration = acceptance.calibrate(proposals, asked)
-        acceptance.observe(proposals, calibration, [[1, 2, 3], []], asked)
-        paths = np.where(rng.random((2, 21)) < 0.2, np.nan, calibration.paths)
-        choice = choose_natively(paths, np.arange(30.0), 2, 0.1, 11, 0.3)
-        for kept in (choice.kept, rng.random((2, 21)) < 0.5, np.ones((2, 21), dtype=bool)):
+        kept_by = []
+        for native in steps.values():
+            plan = RoundPlan(np.ones(2, dtype=np.int64), 2, np.ones(2, dtype=bool))
+            plan.thresholds = [0.0] * 6
+            native.plan(plan, asked, [], (1.0, 1.0), True)
+            kept_by.append(native.choose(plan, proposals, asked))
+            native.learn(plan, [[1, 2, 3], []])
+        for kept in (*kept_by, rng.random((2, 21)) < 0.5, np.ones((2, 21), dtype=bool)):
             chosen = NodesToVerify([int(rng.integers(-1, 2)), 1], proposals, kept)
             roots = Roots([int(rng.integers(0, 40)), 3], [0, 0], [5, 6], SHUFFLED.reshape(2, -1))
             refused(lambda c=chosen, r=roots: target.verify(r, c, new_cache("llama", "bfloat16")))
     for S in (1, 2, 5, 64):
-        who_drafts_natively(random_outlook(rng, S))
+        speculation, greedy = Speculation("auto", 4, 2, 8), [True] * S
+        sides = [
+            steps_tests.Side(kind(speculation, costs), greedy) for kind in (Steps, NativeSteps)
+        ]
+        for turn in range(8):
+            chains = [steps_tests.random_chains(rng, 4) for _ in range(S)] if turn % 2 else []
+            steps_tests.one_round(rng, sides, 2, chains)
 
 
 def draws() -> None:

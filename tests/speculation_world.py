@@ -15,7 +15,7 @@ import numpy as np
 from eyas.engine.acceptance import RequestAcceptance, levels, path_probs
 from eyas.engine.costs import CostTable, Curve
 from eyas.engine.policy import Policy
-from eyas.engine.tree import Speculation
+from eyas.engine.tree import Speculation, goes_on
 from eyas.model.library import unavailable
 from eyas.model.rows import Proposals
 
@@ -240,7 +240,7 @@ def propose(own: list[World], picked: np.ndarray, thresholds: list[float]) -> Pr
         for name in ("tokens", "scores", "parents")
     )
     depth = 1
-    while depth < K and np.exp(scores[:, bounds[depth - 1]].max(1)).sum() >= thresholds[depth - 1]:
+    while depth < K and goes_on(scores[:, bounds[depth - 1]], thresholds, depth - 1):
         depth += 1
     C = bounds[depth - 1].stop
     return Proposals(tokens[:, :C], scores[:, :C], parents[:, :C], depths[:C])

@@ -12,14 +12,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from eyas.engine.acceptance import Acceptance, RequestAcceptance
 from eyas.engine.draft import Draft
 from eyas.engine.engine import Engine, EngineConfig
 from eyas.engine.request import Request, Result
 from eyas.errors import EyasError, MismatchError
 from eyas.evaluate.trees import decode
 from eyas.log import quiet
-from eyas.model.library import library, unavailable
 from eyas.model.rows import Proposals
 from eyas.model.target import Target
 from tests import tiny_engine
@@ -197,21 +195,6 @@ def test_fewer_tokens_to_draft_than_branches_are_refused(target: Target) -> None
     chain = EngineConfig(max_length=120, speculation="fixed(2,1,3)")
     asked = requests(3)
     assert decoded(list(Engine(target, draft, chain).run(asked))) == plainly(target, asked)
-
-
-@pytest.mark.skipif(unavailable() is not None, reason=str(unavailable()))
-def test_the_native_calibration_reads_its_table_whatever_the_scores() -> None:
-    """A NaN as an integer is the least one: a place far before the table."""
-    assert library()
-    scores = np.array([[np.nan, -1.0, np.inf, -np.inf, np.nan]], dtype=np.float32)
-    parents = np.array([[-1, -1, 0, 1, 1]], dtype=np.int32)
-    proposals = Proposals(
-        np.arange(5)[None], scores, parents, np.array([1, 1, 2, 2, 2], dtype=np.int32)
-    )
-    for greedy in (True, False):
-        calibration = Acceptance(native=True).calibrate(proposals, [RequestAcceptance(greedy)])
-        assert np.isfinite(calibration.paths).all()
-        assert (calibration.cells >= 0).all()
 
 
 def test_a_server_goes_on_and_says_so(tmp_path: Path) -> None:

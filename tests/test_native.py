@@ -706,7 +706,13 @@ def grown_plainly(
     frontiers = [[(j, 1 << j, h_BH[b : b + 1]) for j in range(k)] for b in range(B)]
     for level in range(K - 1):
         if (
-            sum(math.exp(max(scores[b][node] for node, _, _ in frontiers[b])) for b in range(B))
+            sum(
+                max(
+                    math.exp(max(scores[b][node] for node, _, _ in frontiers[b])) - thresholds[-1],
+                    0,
+                )
+                for b in range(B)
+            )
             < thresholds[level]
         ):
             break
@@ -760,7 +766,7 @@ def test_propose_is_the_plain_growth_to_the_bit(
     )
     draws = [None, DrawState(temperature=0.8, seed=4, num_drawn=6) if drawn else None]
     first = draft.proposals(h, growth[1], draws)
-    thresholds = [least] * (growth[0] - 1)
+    thresholds = [least] * (growth[0] - 1) + [least / 8]
     ours = draft.propose(
         Roots(lens, lens, [], page_table), h, first, cache, growth, thresholds, draws
     )
@@ -786,7 +792,7 @@ def test_what_is_behind_a_window_is_not_read(dtype: str):
         if not is_there:  # the root stands in column n and sees columns n - WINDOW + 1 .. n
             cache.data[:, : n - WINDOW + 1] = math.nan
             pages[:, : (n - WINDOW + 1) // PAGE_SIZE] = -1
-        first, thresholds = draft.proposals(h, 2), [0.0] * 4
+        first, thresholds = draft.proposals(h, 2), [0.0] * 5
         found = draft.propose(Roots([n], [n], [], pages), h, first, cache, (5, 2), thresholds)
         step = prompt_rows([[TOKENS[n]]], [n], pages, PAGE_SIZE, "cpu", 1)
         results.append((found, draft.extend(step, aux[n - 1 : n], cache)))
@@ -804,7 +810,7 @@ def test_proposing_where_no_page_is():
     lens = [PAGES * PAGE_SIZE - 1]
     roots = Roots(lens, lens, [], STRAIGHT)
     with pytest.raises(IndexError, match="page"):
-        draft.propose(roots, torch.ones(1, 32), first, cache, (3, 2), [0.0, 0.0])
+        draft.propose(roots, torch.ones(1, 32), first, cache, (3, 2), [0.0] * 3)
 
 
 # A round in two calls
@@ -836,7 +842,7 @@ def test_growing_from_features_is_extending_and_proposing(dtype: str, growth: tu
         rows = prompt_rows([TOKENS[start : n + 1]], [start], pages, PAGE_SIZE, "cpu", 1)
         h.append(draft.extend(rows, aux[start - 1 : n], caches[0])[-1:])
     draws = [DrawState(temperature=0.7, seed=-5, num_drawn=3), None]
-    first, thresholds = draft.proposals(torch.cat(h), growth[1], draws), [0.0] * (growth[0] - 1)
+    first, thresholds = draft.proposals(torch.cat(h), growth[1], draws), [0.0] * growth[0]
     rest = growth, thresholds, draws
     expected = draft.propose(
         Roots(lens, lens, [], page_table), torch.cat(h), first, caches[0], *rest

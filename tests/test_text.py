@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from eyas.engine.acceptance import Acceptance, RequestAcceptance, judge, path_probs
-from eyas.engine.graft import NUM_CELLS, NUM_OPINIONS, graft, opinion_of
+from eyas.engine.acceptance import HEAD, Acceptance, RequestAcceptance, judge, path_probs
+from eyas.engine.graft import NUM_CELLS, NUM_OPINIONS, graft, is_proposed, opinion_of
 from eyas.engine.text import (
     CHAIN,
     FIRST_ACCEPTANCE,
@@ -20,8 +20,6 @@ from eyas.engine.text import (
     TextIndex,
     kinds_of,
 )
-from eyas.engine.text_acceptance import TextAcceptance, is_proposed
-from eyas.model.library import unavailable
 from eyas.model.rows import PAD, Proposals
 from tests.test_acceptance import plainly_judged, random_trees
 from tests.test_tree import forest
@@ -235,24 +233,10 @@ def grafted_trees(rng: np.random.Generator, B: int) -> Proposals:
     return graft(head, [which.index(b) if b in which else -1 for b in range(B)], chains)
 
 
-@pytest.mark.parametrize(
-    "is_native",
-    [
-        False,
-        pytest.param(
-            True,
-            marks=pytest.mark.skipif(unavailable() is not None, reason="no native path"),
-        ),
-    ],
-)
 @settings(max_examples=60)
 @given(seed=st.integers(0, 10**6), B=st.integers(1, 4))
-def test_both_ways_learn_and_expect_the_same(is_native: bool, seed: int, B: int):
-    """The second way is the plain one as well where there is no native library."""
+def test_what_is_judged_of_grafted_trees(seed: int, B: int):
     rng = np.random.default_rng(seed)
-    ways = [(Acceptance(), TextAcceptance()), (Acceptance(is_native), TextAcceptance(is_native))]
-    greedy = [bool(rng.integers(2)) for _ in range(B)]
-    own = [[RequestAcceptance(flag) for flag in greedy] for _ in ways]
     for _ in range(10):
         proposed = grafted_trees(rng, B)
         emitted = [rng.integers(0, 4, rng.integers(1, 6)).tolist() for _ in range(B)]
@@ -260,21 +244,6 @@ def test_both_ways_learn_and_expect_the_same(is_native: bool, seed: int, B: int)
         plain = plainly_judged(proposed, emitted)
         assert {tuple(at) for at in np.argwhere(judged).tolist()} == plain[0]
         assert {tuple(at) for at in np.argwhere(drawn).tolist()} == plain[1]
-        weighed = []
-        for (head, text), requests in zip(ways, own, strict=True):
-            first = head.calibrate(proposed, requests)
-            weighed.append(text.weigh(proposed, first, requests))
-            head.observe(proposed, first, emitted, requests)
-            text.observe(proposed, weighed[-1], emitted, requests)
-        np.testing.assert_allclose(weighed[1].conditional, weighed[0].conditional, rtol=1e-9)
-        np.testing.assert_allclose(weighed[1].paths, weighed[0].paths, rtol=1e-9)
-        paths, parents = weighed[0].paths, proposed.parents
-        assert (paths[parents == PAD] == 0).all()
-        above = np.where(parents < 0, 1.0, np.take_along_axis(paths, np.maximum(parents, 0), 1))
-        assert (paths <= above).all()
-        for one, other in zip(*own, strict=True):
-            assert one.log_odds == pytest.approx(other.log_odds)
-            assert one.text.log_odds == pytest.approx(other.text.log_odds)
 
 
 def test_text_takes_from_the_others_what_it_gives():
@@ -283,36 +252,34 @@ def test_text_takes_from_the_others_what_it_gives():
     head = Proposals(
         np.array([[10, 11]]), scores, np.full((1, 2), -1, np.int32), np.ones(2, np.int32)
     )
-    request, text = [RequestAcceptance(True)], TextAcceptance()
     proposed = graft(head, [0], [[TextChain([11], kinds_of(16, 1))]])
-    before = Acceptance().calibrate(proposed, request)
-    after = text.weigh(proposed, before, request).conditional[0]
+    expected = Acceptance().calibrate(proposed, [RequestAcceptance(True)])
+    before, after = expected.conditional[0], expected.weighed[0]
     assert after[1] > 0.9
-    left = (1 - after[1]) / (1 - before.conditional[0, 1])
-    assert after[0] == pytest.approx(before.conditional[0, 0] * left)
+    assert after[0] == pytest.approx(before[0] * (1 - after[1]) / (1 - before[1]))
 
 
 def test_what_text_alone_brings_is_what_its_tree_is_expected_to_bring():
-    text, request = TextAcceptance(), RequestAcceptance(True)
+    acceptance, request = Acceptance(), RequestAcceptance(True)
     chains = [TextChain([1, 2, 3], kinds_of(3, 3)), TextChain([1, 5], kinds_of(1, 2))]
-    proposed = graft(NOTHING, [-1], [chains])
-    weighed = text.weigh(proposed, Acceptance().calibrate(proposed, [request]), [request])
-    assert text.paths(chains, request, 9) == pytest.approx(sorted(weighed.paths[0], reverse=True))
-    assert len(text.paths(chains, request, 2)) == 2
+    paths = acceptance.calibrate(graft(NOTHING, [-1], [chains]), [request]).paths[0]
+    assert acceptance.text_paths(chains, request, 9) == pytest.approx(sorted(paths, reverse=True))
+    assert len(acceptance.text_paths(chains, request, 2)) == 2
 
 
 def test_a_kind_that_comes_true_is_believed_and_a_request_whose_text_never_does_is_not():
-    text, head = TextAcceptance(), Acceptance()
+    acceptance = Acceptance()
     requests = [RequestAcceptance(True), RequestAcceptance(True)]
     chain = [TextChain([1, 2, 3], kinds_of(2, 3))]
+    before = acceptance.judged[HEAD].copy()
     for _ in range(40):
         proposed = graft(NOTHING, [-1, -1], [chain, chain])
-        weighed = text.weigh(proposed, head.calibrate(proposed, requests), requests)
-        text.observe(proposed, weighed, [[1, 2, 3, 9], [9]], requests)
-    good, bad = (text.paths(chain, request, 9) for request in requests)
+        expected = acceptance.calibrate(proposed, requests)
+        acceptance.observe(proposed, expected, [[1, 2, 3, 9], [9]], requests)
+    good, bad = (acceptance.text_paths(chain, request, 9) for request in requests)
     assert good[0] > 0.8
     assert bad[0] < 0.3
-    assert head.calibrate(random_trees(np.random.default_rng(0), 2, 2, 1), requests) is not None
+    assert np.array_equal(before, acceptance.judged[HEAD]), "these say nothing of the head"
 
 
 def test_forest_and_path_probs_take_grafted_trees():

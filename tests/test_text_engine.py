@@ -21,7 +21,8 @@ costs_of_this_test = tiny_engine.costs_of_this_test
 
 def engine(target: Target, head: bool = True, **config: object) -> Engine:
     made = tiny_engine.engine(target, head, **{"speculation": "auto", **config})
-    made.policy.costs = EVERYTHING
+    policy = made.policy
+    policy.steps = type(policy.steps)(policy.speculation, EVERYTHING)
     return made
 
 

@@ -11,10 +11,9 @@ from hypothesis import strategies as st
 from eyas.engine.tree import (
     MAX_NODES,
     choose,
-    choose_natively,
+    goes_on,
     most_probable,
 )
-from eyas.model.library import unavailable
 
 
 def forest(
@@ -103,7 +102,7 @@ def test_no_other_connected_tree_is_worth_more(seed, B, rate):
         return tokens - rate * cost
 
     choice = choose(probs, ms, B, 0.2, MAX_NODES, rate)
-    best = 0.0
+    best = -np.inf
     for bits in product([False, True], repeat=probs.size):
         kept = np.array(bits).reshape(probs.shape)
         above = np.take_along_axis(kept, np.maximum(parents, 0).astype(np.int64), 1) | (parents < 0)
@@ -147,38 +146,10 @@ def test_fixed_size_keeps_the_best_of_each_request():
     ]
 
 
-@pytest.mark.skipif(unavailable() is not None, reason="no native path here")
-@settings(max_examples=100, deadline=None)
-@given(
-    st.integers(0, 10**6),
-    st.integers(1, 5),
-    st.integers(1, 3),
-    st.integers(0, 3),
-    st.integers(1, 12),
-)
-def test_the_native_choice_is_worth_the_same(
-    seed: int, B: int, k: int, num_levels: int, max_nodes: int
-):
-    rng = np.random.default_rng(seed)
-    probs, parents, _ = forest(rng, B, k, num_levels)
-    ms, num_tokens, rate = (
-        costs(rng, int(rng.integers(0, 40))),
-        B + int(rng.integers(0, 3)),
-        float(rng.uniform(0.1, 3.0)),
-    )
-    expected = choose(probs, ms, num_tokens, 0.3, max_nodes, rate)
-    found = choose_natively(probs, ms, num_tokens, 0.3, max_nodes, rate)
-    kept, tokens, cost = found.kept, found.expected_tokens, found.predicted_ms
-    assert kept.sum() == found.num_nodes
-    assert kept.sum(1).max() <= max_nodes
-    assert all(
-        parents[b, c] < 0 or kept[b, parents[b, c]] for b, c in zip(*kept.nonzero(), strict=True)
-    )
-    assert tokens - rate * cost == pytest.approx(
-        expected.expected_tokens - rate * expected.predicted_ms
-    )
-    _, plain_tokens, plain_ms = choose_plainly(
-        probs.tolist(), ms.tolist(), num_tokens, 0.3, max_nodes, rate
-    )
-    assert tokens - rate * cost == pytest.approx(plain_tokens - rate * plain_ms)
-    assert tokens == pytest.approx(num_tokens + probs[kept].sum())
+def test_a_level_grows_where_paths_are_worth_more_than_a_node():
+    """Four paths of .3 are not one of .9, where a node must be worth .25."""
+    mediocre, good = np.log(np.full((4, 1), 0.3)), np.log(np.array([[0.9], [0.1], [0.1], [0.1]]))
+    for unworthy, expected in ((0.0, (True, True)), (0.25, (False, True)), (0.95, (False, False))):
+        thresholds = [0.0, 0.5, unworthy]
+        assert (goes_on(mediocre, thresholds, 1), goes_on(good, thresholds, 1)) == expected
+        assert goes_on(mediocre, thresholds, 0), "a threshold of 0 is always reached"

@@ -7,6 +7,6 @@ rounds      the device's work: prefill, and rounds of propose -> verify -> exten
 draft       the head for inference, and how it grows trees; tree: which nodes are verified
 verify      the exact walk down a verified tree
 sampling    from logits to tokens; grammar: JSON schemas and regular expressions; stop
-policy      how much to speculate; acceptance, costs and outlook are what it knows
+policy      how much to speculate; steps: its arithmetic; acceptance, costs, outlook: what it knows
 cuda        rounds that need not wait for the host
 """

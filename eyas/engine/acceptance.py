@@ -1,169 +1,215 @@
-"""How likely the target accepts a draft: the draft's own probability, corrected by experience.
+"""How likely the target accepts a draft: what is believed at first, corrected by experience.
 
-    conditional  P(candidate drawn | its parent drawn), from the draft's own and the depth
+    conditional  P(candidate drawn | its parent drawn)
     path         the product of the conditionals from the root: never above the parent's
 
 A candidate is judged when its parent was drawn, whether it was verified or not: the next token
-drawn says which child it was, if any. At temperature above 0 the draw follows the target's
-distribution, so greedy and sampled requests are counted apart. Knows proposals and emitted tokens,
-no model and no clock.
+drawn says which child it was, if any. Judged and drawn candidates are counted by cell, slowly
+forgotten, and each request has a shift of its own; for the two sources of candidates alike:
 
-Letters: B requests, C candidates a request.
+    HEAD   cells by depth and by the draft's own probability, which is what is believed at first
+    TEXT   cells by kind of text, company and the head's opinion (`graft.py`)
+
+At temperature above 0 the draw follows the target's distribution, so greedy and sampled requests
+are counted apart. The head's counts go on over all its candidates, whatever text says of them. What
+they say of the tokens beside a text's is corrected by one rule: if the head alone gives that token
+h and with text it has m, the others share what is left as before, each times (1 - m) / (1 - h).
+
+Knows proposals and emitted tokens; no model and no clock. Letters: B requests, C candidates a
+request, N nodes of a tree.
 """
 
 from __future__ import annotations
 
 import ctypes
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
 
-from eyas.model.library import library, pointers
-from eyas.model.rows import Proposals
+from eyas.engine.graft import (
+    NUM_CELLS,
+    NUM_COMPANIES,
+    NUM_OPINIONS,
+    UNPROPOSED,
+    cell_of,
+    is_proposed,
+)
+from eyas.engine.text import FIRST_ACCEPTANCE, NUM_KINDS, TextChain
+from eyas.model.rows import PAD, Proposals
 
-_NUM_BINS, _BINS_PER_UNIT = 20, 7.0  # of sqrt(-log p): fine near p = 1, where trees are decided
-_NUM_DEPTHS = 6  # the last one holds all deeper
-_PRIOR_SHRINK = 0.9  # a draft is surer of itself than the target is of it
-# weight of the draft's own probability; of the same bin pooled over all depths
-_PRIOR_COUNT, _POOLED_COUNT = 6.0, 12.0
+HEAD, TEXT = 0, 1  # the sources
+
+BELIEF = 10.0  # candidates that what is believed before they are seen weighs as much as
 LARGEST = 0.995  # probability that is believed
-_MEMORY = 0.998  # what is kept of the counts from one round to the next
+MEMORY = 0.9995  # what is kept of the counts from one round to the next
+REQUEST_MEMORY = 0.99  # of what a request has shown
 SPREAD = 0.8  # of requests' log-odds, before it is learned
-_REQUEST_MEMORY = 0.99  # what is kept of a request's own rounds from one to the next
-# of trees before any was seen: the best path's probability, each further one times that again
-_FIRST_PATH = 0.85
-_NUM_TREES = 16  # of late
-_LEAST_GAIN = 0.02
-# tokens that a level brings for a frontier of probability 1, before it is learned
-_FIRST_GAIN, _FIRST_GAIN_WEIGHT = 0.4, 0.4
-UNPROPOSED = -50.0  # the score of a path that the head did not propose is below it
-# at first every round is counted at once, later eight are counted together
-_EAGER_ROUNDS, _COUNT_EVERY = 32, 8
+
+NUM_BINS, BINS_PER_UNIT = 20, 7.0  # of sqrt(-log p): fine near p = 1, where trees are decided
+NUM_DEPTHS = 6  # the last one holds all deeper
+_MIDDLES = (np.arange(NUM_BINS) + 0.5) / BINS_PER_UNIT
+FIRST_OF_BINS = np.minimum(np.exp(-(_MIDDLES**2)), LARGEST)
+
+# Of text by [kind, company]: alone; behind another text's token; where another says the same, half
+# of what would be wrong is right.
+_RIVAL, _AGREES = 0.6, 0.5
+_KINDS = np.repeat(FIRST_ACCEPTANCE, 2)
+FIRST_OF_TEXT = np.stack((_KINDS, _RIVAL * _KINDS, 1 - _AGREES * (1 - _KINDS)), axis=-1)
+# By opinion: p becomes 1 - (1 - scale * p) * (1 - lift). Where the head proposes other tokens, and
+# about what it accepts itself where it proposes this one.
+OPINION_SCALE = np.array([1.0, 0.4, 1.0, 1.0, 1.0, 1.0])
+OPINION_LIFT = np.array([0.0, 0.0, 0.9, 0.55, 0.25, 0.08])
 
 
-@dataclass(slots=True)
-class RequestAcceptance:
-    """How one request differs from the rest: a shift of the log-odds of acceptance, normal with
-    mean `log_odds` and standard deviation `deviation`.
+class RequestAcceptance(ctypes.Structure):
+    """How one request differs from the rest: for each source a shift of the log-odds of acceptance,
+    normal with mean `log_odds` and standard deviation `deviation`.
 
     Before its first draft the shift is that of all requests, 0 give or take their spread. Every
     judged candidate is an observation of a logistic regression with this one coefficient, updated
     by its gradient and information (assumed density filtering; Opper and Winther 1998). What was
     seen is slowly forgotten, so that a request that has stopped drafting is tried again.
+
+    information, pull: float64 by source; pull is log_odds times the precision. The native library
+    writes them in place.
     """
 
-    greedy: bool
-    information: float = 0.0
-    pull: float = 0.0  # log_odds times the precision
-    variance: float = SPREAD**2  # of the requests' shifts
-    of_text: RequestAcceptance | None = None
+    _fields_ = (
+        ("greedy", ctypes.c_int64),
+        ("information", ctypes.c_double * 2),
+        ("pull", ctypes.c_double * 2),
+    )
+    greedy: int
+    information: ctypes.Array[ctypes.c_double]
+    pull: ctypes.Array[ctypes.c_double]
 
-    @property
-    def text(self) -> RequestAcceptance:
-        """The same of drafts from text."""
-        if self.of_text is None:
-            self.of_text = RequestAcceptance(self.greedy)
-        return self.of_text
+    def precision(self, source: int, variance: float = SPREAD**2) -> float:
+        """variance: of the requests' shifts, as it is known now."""
+        return 1.0 / variance + self.information[source]
 
-    @property
-    def precision(self) -> float:
-        return 1.0 / self.variance + self.information
+    def log_odds(self, source: int, variance: float = SPREAD**2) -> float:
+        return self.pull[source] / self.precision(source, variance)
 
-    @property
-    def log_odds(self) -> float:
-        return self.pull / self.precision
+    def deviation(self, source: int, variance: float = SPREAD**2) -> float:
+        return float(self.precision(source, variance) ** -0.5)
 
-    @property
-    def deviation(self) -> float:
-        return float(self.precision**-0.5)
+    def forget(self) -> None:
+        """Once a round."""
+        for source in (HEAD, TEXT):
+            self.information[source] *= REQUEST_MEMORY
+            self.pull[source] *= REQUEST_MEMORY
 
-    def forget(self, variance: float) -> None:
-        """Once a round. variance: of the requests' shifts, as it is known now."""
-        self.information *= _REQUEST_MEMORY
-        self.pull *= _REQUEST_MEMORY
-        self.variance = variance
-        if self.of_text is not None:
-            self.of_text.forget(self.of_text.variance)
-
-    def observe(self, surplus: float, information: float) -> None:
+    def observe(self, source: int, variance: float, surplus: float, information: float) -> None:
         """Of a round's judged candidates: how many more were drawn than expected, and the sum of
         p (1 - p).
         """
-        log_odds = self.log_odds
-        self.information += information
-        self.pull = self.precision * log_odds + surplus
+        log_odds = self.log_odds(source, variance)
+        self.information[source] += information
+        self.pull[source] = self.precision(source, variance) * log_odds + surplus
 
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """What is expected of a round's candidates, float64 [B, C]: conditional on the parent, and of
-    the whole path from the root. cells int64 [B, C]: where each is counted.
+    """What is expected of a round's candidates, float64 [B, C]: conditional on the parent by the
+    head's counts, the same with text's, and of the whole path from the root. cells int64 [B, C]:
+    where each is counted as the head's.
     """
 
     conditional: np.ndarray
+    weighed: np.ndarray
     paths: np.ndarray
     cells: np.ndarray
 
 
-class CellCounts:
-    """How many candidates of each cell were judged and drawn, float64 of a table's shape; slowly
-    forgotten.
-    """
-
-    def __init__(self, shape: tuple[int, ...]) -> None:
-        self.judged, self.drawn = np.zeros(shape), np.zeros(shape)
-        self._waiting: list[tuple[np.ndarray, np.ndarray]] = []  # not yet counted
-        self._num_rounds = 0
-
-    def add(self, judged: np.ndarray, drawn: np.ndarray) -> bool:
-        """A round's cells, places in the flat table. Returns whether the counts have changed."""
-        self._waiting.append((judged, drawn))
-        self._num_rounds += 1
-        if self._num_rounds >= _EAGER_ROUNDS and len(self._waiting) < _COUNT_EVERY:
-            return False
-        kept, size = _MEMORY ** len(self._waiting), self.judged.size
-        for counts, cells in zip(
-            (self.judged, self.drawn), zip(*self._waiting, strict=True), strict=True
-        ):
-            counts *= kept
-            counts += np.bincount(np.concatenate(cells), minlength=size).reshape(counts.shape)
-        self._waiting.clear()
-        return True
-
-
 class Acceptance:
-    """Counts of judged and drawn candidates, by greedy or sampled, depth and probability; slowly
-    forgotten.
+    """Counts of judged and drawn candidates by source, and the variance of requests' shifts.
+
+    judged, drawn: float64, the head's [2, depths, bins] and text's [2, kinds, companies, opinions];
+    the first axis is sampled or greedy. variance: float64 [2].
     """
 
-    def __init__(self, native: bool = False) -> None:
-        """native: compute in the native library, which must be available. A round has few
-        candidates: array operations take longer there than the arithmetic.
-        """
-        self._native = native
-        shape = (2, _NUM_DEPTHS, _NUM_BINS)
-        self._counts = CellCounts(shape)
-        middles = (np.arange(_NUM_BINS) + 0.5) / _BINS_PER_UNIT
-        self._prior = np.minimum(_PRIOR_SHRINK * np.exp(-(middles**2)), LARGEST)
-        self._table = np.broadcast_to(self._prior, shape).reshape(-1)
-        # of requests' shifts: learned by expectation maximization (empirical Bayes)
-        self.variance = SPREAD**2
+    def __init__(self) -> None:
+        shapes = (2, NUM_DEPTHS, NUM_BINS), (2, NUM_KINDS, NUM_COMPANIES, NUM_OPINIONS)
+        self.judged = tuple(np.zeros(shape) for shape in shapes)
+        self.drawn = tuple(np.zeros(shape) for shape in shapes)
+        # learned by expectation maximization (empirical Bayes)
+        self.variance = np.full(2, SPREAD**2)
+
+    def log_odds(self, source: int, requests: Sequence[RequestAcceptance]) -> np.ndarray:
+        """Their shifts, float64 [B]."""
+        variance = float(self.variance[source])
+        return np.array([one.log_odds(source, variance) for one in requests])
+
+    def head_table(self) -> np.ndarray:
+        """What the counts say of the head's cells, float64 [2 * depths * bins]."""
+        judged, drawn = self.judged[HEAD], self.drawn[HEAD]
+        pooled = corrected(FIRST_OF_BINS, drawn.sum(1, keepdims=True), judged.sum(1, keepdims=True))
+        table: np.ndarray = np.minimum(corrected(pooled, drawn, judged), LARGEST).reshape(-1)
+        return table
+
+    def text_table(self) -> np.ndarray:
+        """What they say of text's, float64 [2 * NUM_CELLS]."""
+        judged, drawn = self.judged[TEXT], self.drawn[TEXT]
+        of_kind = corrected(FIRST_OF_TEXT, drawn.sum(-1), judged.sum(-1))
+        pooled = 1 - (1 - OPINION_SCALE * of_kind[..., None]) * (1 - OPINION_LIFT)
+        table: np.ndarray = np.minimum(corrected(pooled, drawn, judged), LARGEST).reshape(-1)
+        return table
 
     def calibrate(self, proposals: Proposals, requests: Sequence[RequestAcceptance]) -> Calibration:
-        """All probabilities are within (0, 1), and a path's is below its parent's."""
-        if self._native:
-            return _calibrate_natively(proposals, self._table, requests)
-        cells = self._cells(proposals, requests)
-        conditional: np.ndarray = self._table[cells]
-        factors = [request.log_odds for request in requests]
-        if any(factors):
-            factor = np.exp(np.array(factors))[:, None]
-            odds = factor * conditional
-            conditional = odds / (1.0 - conditional + odds)
-        paths = path_probs(conditional, proposals.parents, proposals.depths)
-        return Calibration(conditional, paths, cells)
+        """All probabilities of candidates are within (0, 1), and a path's is below its parent's."""
+        cells = head_cells(proposals, requests)
+        conditional = shifted(self.head_table()[cells], self.log_odds(HEAD, requests))
+        weighed = conditional
+        if proposals.text is not None:
+            weighed = self._weighed(proposals, conditional, requests)
+        paths = path_probs(weighed, proposals.parents, proposals.depths)
+        return Calibration(conditional, weighed, paths, cells)
+
+    def _weighed(
+        self, proposals: Proposals, conditional: np.ndarray, requests: Sequence[RequestAcceptance]
+    ) -> np.ndarray:
+        """What the head's counts say of candidates [B, C], corrected by what text says."""
+        assert proposals.text is not None
+        cells, parents, table = proposals.text.cells, proposals.parents, self.text_table()
+        factors = np.exp(self.log_odds(TEXT, requests)).tolist()
+        weighed = np.where(parents == PAD, 0.0, conditional)
+        for b, c in np.argwhere(cells >= 0).tolist():
+            given = float(table[requests[b].greedy * NUM_CELLS + cells[b, c]])
+            odds = factors[b] * given
+            weighed[b, c] = now = odds / (1.0 - given + odds)
+            before = conditional[b, c] if is_proposed(cells[b, c]) else 0.0
+            beside = (parents[b] == parents[b, c]) & (cells[b] < 0)
+            weighed[b, beside] *= (1.0 - now) / (1.0 - before)
+        return np.minimum(weighed, LARGEST)
+
+    def text_paths(
+        self, chains: Sequence[TextChain], request: RequestAcceptance, most: int
+    ) -> list[float]:
+        """Path probabilities of the candidates of a request's chains without the head, descending;
+        at most `most`.
+        """
+        nodes: dict[tuple[int, ...], tuple[int, int]] = {}  # by path: kind and company
+        parents: set[tuple[int, ...]] = set()
+        for chain in chains:
+            path: tuple[int, ...] = ()
+            for token, kind in zip(chain.tokens, chain.kinds, strict=True):
+                parent, path = path, (*path, token)
+                known = nodes.get(path)
+                nodes[path] = (kind, int(parent in parents)) if known is None else (known[0], 2)
+                parents.add(parent)
+        if not nodes:
+            return []
+        shift = math.exp(request.log_odds(TEXT, float(self.variance[TEXT])))
+        table, start = self.text_table(), request.greedy * NUM_CELLS
+        found: dict[tuple[int, ...], float] = {(): 1.0}
+        for path, (kind, company) in nodes.items():
+            given = float(table[start + cell_of(kind, company, 0)])
+            found[path] = found[path[:-1]] * (shift * given / (1.0 - given + shift * given))
+        del found[()]
+        return sorted(found.values(), reverse=True)[:most]
 
     def observe(
         self,
@@ -173,117 +219,69 @@ class Acceptance:
         requests: Sequence[RequestAcceptance],
     ) -> None:
         """emitted: the tokens of each request in this round; calibration: what was expected."""
-        conditional = calibration.conditional
-        if self._native:
-            judged, drawn, surplus = _judge_natively(proposals, conditional, emitted)
-        else:
-            judged, drawn = judge(proposals, emitted)
-            surplus = (drawn.sum(1) - (conditional * judged).sum(1)).tolist()
-        if proposals.text is not None:  # of the head's candidates only
-            own = proposals.scores > UNPROPOSED
-            judged, drawn = judged & own, drawn & own
-            surplus = (drawn.sum(1) - (conditional * judged).sum(1)).tolist()
-        information = (conditional * (1 - conditional) * judged).sum(1).tolist()
-        for request, *seen in zip(requests, surplus, information, strict=True):
-            request.observe(*seen)
-        shown = sum(one.log_odds**2 + 1 / one.precision for one in requests) / len(requests)
-        self.variance += (1 - _MEMORY) * (shown - self.variance)
-        if self._counts.add(calibration.cells[judged], calibration.cells[drawn]):
-            self._make_table()
+        judged, drawn = judge(proposals, emitted)
+        if (text := proposals.text) is None:
+            self._count(HEAD, calibration.conditional, calibration.cells, (judged, drawn), requests)
+            return
+        greedy = np.array([[one.greedy] for one in requests])
+        for source, conditional, cells, own in (
+            (HEAD, calibration.conditional, calibration.cells, proposals.scores > UNPROPOSED),
+            (TEXT, calibration.weighed, text.cells + greedy * NUM_CELLS, text.cells >= 0),
+        ):
+            self._count(source, conditional, cells, (judged & own, drawn & own), requests)
 
-    def _make_table(self) -> None:
-        judged, drawn = self._counts.judged, self._counts.drawn
-        pooled = (drawn.sum(1, keepdims=True) + _PRIOR_COUNT * self._prior) / (
-            judged.sum(1, keepdims=True) + _PRIOR_COUNT
-        )
-        table = (drawn + _POOLED_COUNT * pooled) / (judged + _POOLED_COUNT)
-        self._table = np.minimum(table, LARGEST).reshape(-1)
-
-    def _cells(self, proposals: Proposals, requests: Sequence[RequestAcceptance]) -> np.ndarray:
-        """Where in the flat table each candidate is, int64 [B, C]."""
-        above = _rooted(proposals.scores, 0.0).take(_above(proposals.parents))
-        bins = np.sqrt(np.maximum(above - proposals.scores, 0.0)) * _BINS_PER_UNIT
-        start = (np.minimum(proposals.depths, _NUM_DEPTHS) - 1) * _NUM_BINS
-        greedy = np.array([[request.greedy * _NUM_DEPTHS * _NUM_BINS] for request in requests])
-        cells: np.ndarray = np.minimum(bins, _NUM_BINS - 1).astype(np.int64) + start + greedy
-        return cells
-
-
-class ExpectedTrees:
-    """What a tree that is not drafted yet will be: one of the trees of late.
-
-    Letters: K draft steps, N nodes of a tree, R trees of late, Q kinds of requests.
-    """
-
-    def __init__(self, num_draft_steps: int, max_nodes: int, num_kinds: int) -> None:
-        # path probabilities of the trees of each depth at most, the best first, and how deep they
-        # were drafted; kinds apart
-        first_KN = np.tile(_FIRST_PATH ** np.arange(1.0, max_nodes + 1), (num_draft_steps, 1))
-        for depth in range(num_draft_steps):
-            first_KN[depth, depth + 1 :] *= 0.3
-        self.paths_QRKN = np.tile(first_KN, (num_kinds, _NUM_TREES, 1, 1))
-        self.reached_QR = np.full((num_kinds, _NUM_TREES), num_draft_steps)
-        self._num_seen = [0] * num_kinds
-        # by level but the last: tokens that the next one brought, the probability that it grew from
-        self._prior = np.full(num_draft_steps - 1, _FIRST_GAIN_WEIGHT)
-        self._brought, self._grown_from = _FIRST_GAIN * self._prior, self._prior.copy()
-
-    def gains(self) -> list[float]:
-        """Tokens that each level but the first brings, by the probability of its frontier."""
-        gains: list[float] = (self._brought / self._grown_from).tolist()
-        return [max(gain, 1e-3) for gain in gains]
-
-    def observe(
+    def _count(
         self,
-        proposals: Proposals,
-        paths: np.ndarray,
+        source: int,
+        conditional: np.ndarray,
+        cells: np.ndarray,
+        seen: tuple[np.ndarray, np.ndarray],
         requests: Sequence[RequestAcceptance],
-        kinds: np.ndarray,
-        least: float,
     ) -> None:
-        """Trees that were drafted, text's candidates in them at any depth. kinds: int64, of the
-        requests for which the head has drafted. least: the path probability below which a node is
-        not worth its time.
+        """seen: bool [B, C], which of the source's candidates were judged and drawn. Nothing is
+        forgotten in a round that says nothing.
         """
-        K, N = self.paths_QRKN.shape[2:]
-        bounds, is_text, scores = levels(proposals.depths), None, proposals.scores
-        if (text := proposals.text) is not None:
-            requests = [one for one, grown in zip(requests, text.grown, strict=True) if grown]
-            paths, scores = paths[text.grown], scores[text.grown]
-            is_text, bounds = text.cells[text.grown] >= 0, bounds[: text.head_depth]
-        shifts = np.exp([-request.log_odds for request in requests])[:, None]
-        self._brought += _LEAST_GAIN * (_FIRST_GAIN * self._prior - self._brought)
-        self._grown_from += _LEAST_GAIN * (self._prior - self._grown_from)
-        before = 0.0
-        for level in range(K):
-            if level < len(bounds):
-                there = paths[:, : bounds[level].stop]
-                if is_text is not None:
-                    there = np.where(is_text | (proposals.depths <= level + 1), paths, 0.0)
-                within = -np.sort(-there, axis=1)[:, :N]
-                value = float(np.maximum(within - least, 0).sum()) / len(within)
-                if level:
-                    frontier = scores[:, bounds[level - 1]].max(1)
-                    self._brought[level - 1] += value - before
-                    self._grown_from[level - 1] += float(np.exp(frontier).sum()) / len(within)
-                before = value
-                odds = shifts * within
-                usual = odds / (1 - within + odds)  # as of a request without a shift
-            for place, row in zip(self._places(kinds), usual, strict=True):
-                self.paths_QRKN[place][level, : len(row)] = row
-                self.paths_QRKN[place][level, len(row) :] = 0.0
-        for place in self._places(kinds):
-            self.reached_QR[place] = len(bounds)
-        for kind in kinds.tolist():
-            self._num_seen[kind] += 1
+        judged, drawn = seen
+        if not judged.any():
+            return
+        variance = float(self.variance[source])
+        surplus = (drawn.sum(1) - (conditional * judged).sum(1)).tolist()
+        information = (conditional * (1 - conditional) * judged).sum(1).tolist()
+        shown = []
+        of_lines = np.any(judged, axis=1).tolist()
+        for request, is_judged, *own in zip(requests, of_lines, surplus, information, strict=True):
+            if is_judged:
+                request.observe(source, variance, *own)
+                shift = request.log_odds(source, variance)
+                shown.append(shift**2 + 1 / request.precision(source, variance))
+        self.variance[source] += (1 - MEMORY) * (sum(shown) / len(shown) - variance)
+        for counts, places in ((self.judged, cells[judged]), (self.drawn, cells[drawn])):
+            counts[source][...] *= MEMORY
+            np.add.at(counts[source].reshape(-1), places, 1.0)
 
-    def _places(self, kinds: np.ndarray) -> list[tuple[int, int]]:
-        """Where trees of these kinds go, each in place of the oldest of its kind."""
-        seen, places = list(self._num_seen), []
-        for kind in kinds.tolist():
-            places.append((kind, seen[kind] % _NUM_TREES))
-            seen[kind] += 1
-        return places
+
+def corrected(first: np.ndarray, drawn: np.ndarray, judged: np.ndarray) -> np.ndarray:
+    """What is believed at first, corrected by counts."""
+    believed: np.ndarray = (drawn + BELIEF * first) / (judged + BELIEF)
+    return believed
+
+
+def shifted(probabilities_BN: np.ndarray, log_odds_B: np.ndarray) -> np.ndarray:
+    """An average request's probabilities as those of requests that differ, [B, N]."""
+    odds_BN = np.exp(log_odds_B)[:, None] * probabilities_BN
+    of_requests: np.ndarray = odds_BN / (1.0 - probabilities_BN + odds_BN)
+    return of_requests
+
+
+def head_cells(proposals: Proposals, requests: Sequence[RequestAcceptance]) -> np.ndarray:
+    """Where in the head's flat table each candidate is, int64 [B, C]."""
+    above = _rooted(proposals.scores, 0.0).take(_above(proposals.parents))
+    roots = np.sqrt(np.maximum(above - proposals.scores, 0.0))
+    bins = roots.astype(np.float64) * BINS_PER_UNIT
+    start = (np.minimum(proposals.depths, NUM_DEPTHS) - 1) * NUM_BINS
+    greedy = np.array([[request.greedy * NUM_DEPTHS * NUM_BINS] for request in requests])
+    cells: np.ndarray = np.minimum(bins, NUM_BINS - 1).astype(np.int64) + start + greedy
+    return cells
 
 
 def levels(depths: np.ndarray) -> list[slice]:
@@ -346,42 +344,3 @@ def judge(proposals: Proposals, emitted: Sequence[Sequence[int]]) -> tuple[np.nd
         judged[:, level], drawn[:, level] = children, hits
         at = np.where(hits.any(1), hits.argmax(1) + level.start, -2)[:, None]
     return judged, drawn
-
-
-# The same in the native library
-
-
-def _calibrate_natively(
-    proposals: Proposals, table: np.ndarray, requests: Sequence[RequestAcceptance]
-) -> Calibration:
-    """table float64 [2 * depths * bins]."""
-    B, C = proposals.scores.shape
-    inputs = (
-        np.ascontiguousarray(proposals.scores),
-        np.ascontiguousarray(proposals.parents),
-        np.ascontiguousarray(proposals.depths),
-        table,
-        np.array([one.greedy for one in requests], dtype=np.uint8),
-        np.array([one.log_odds for one in requests]),
-    )
-    conditional, paths, cells = np.empty((B, C)), np.empty((B, C)), np.empty((B, C), dtype=np.int64)
-    sizes = (ctypes.c_int64 * 4)(B, C, _NUM_DEPTHS, _NUM_BINS)
-    library().eyas_calibrate(sizes, _BINS_PER_UNIT, pointers(*inputs, conditional, paths, cells))
-    return Calibration(conditional, paths, cells)
-
-
-def _judge_natively(
-    proposals: Proposals, conditional: np.ndarray, emitted: Sequence[Sequence[int]]
-) -> tuple[np.ndarray, np.ndarray, list[float]]:
-    """`judge`, and of each request how many more were drawn than expected."""
-    B, C = proposals.tokens.shape
-    judged, drawn, surplus = np.empty((B, C), dtype=bool), np.empty((B, C), dtype=bool), np.empty(B)
-    inputs = (
-        np.ascontiguousarray(proposals.tokens),
-        np.ascontiguousarray(proposals.parents),
-        np.array([token for row in emitted for token in row], dtype=np.int64),
-        np.array(list(map(len, emitted)), dtype=np.int64),
-        conditional,
-    )
-    library().eyas_judge((ctypes.c_int64 * 2)(B, C), pointers(*inputs, judged, drawn, surplus))
-    return judged, drawn, surplus.tolist()

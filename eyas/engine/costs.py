@@ -50,7 +50,7 @@ _UNKNOWN, _WANDERS = (0.5, 0.2), (0.02, 0.002)
 _ROUND_NOISE = 0.2  # of the log of a round's time; a greater error counts as this (Huber 1964)
 
 _FORMAT = 4
-_DENSE = 1024  # rows up to which a curve is kept as a table
+_DENSE = 1024  # rows of a curve's table, at least: behind the table a curve is straight
 _FEW = 16
 _WORKS = ("target", "decode", "step", "extend", "enter")
 _MIN_POINTS, _MIN_REPEATS, _MAX_REPEATS = 3, 3, 9
@@ -72,19 +72,19 @@ class Curve:
         # over the last three points: two are within noise of each other
         behind = max(0, len(rows) - 3)
         self.slope = (self.ms[-1] - self.ms[behind]) / (self.rows[-1] - self.rows[behind])
-        self._dense = np.array([self._at(row) for row in range(_DENSE)])
-        self._table: list[float] = self._dense.tolist()
+        self.dense = np.array([self._at(row) for row in range(max(_DENSE, self.rows[-1] + 1))])
+        self._table: list[float] = self.dense.tolist()
 
     def __call__(self, rows: int) -> float:
         """0 for no rows: what is not run costs nothing."""
         if rows <= 0:
             return 0.0
-        return self._table[rows] if rows < _DENSE else self._at(rows)
+        return self._table[rows] if rows < len(self._table) else self._at(rows)
 
     def span(self, start: int, count: int) -> np.ndarray:
         """Costs of start, start + 1, ... rows, float64 [count]."""
-        if start + count <= _DENSE:
-            return self._dense[start : start + count]
+        if start + count <= len(self.dense):
+            return self.dense[start : start + count]
         return np.array([self._at(row) for row in range(start, start + count)])
 
     def _at(self, rows: int) -> float:
@@ -415,7 +415,7 @@ class RoundWork:
         lens = [min(self._length, self._num_slots - NUM_LEVELS * k - 2)] * B
         tables, tree = np.repeat(self._table, B, axis=0), Speculation("fixed", 1 + NUM_LEVELS, k)
         roots = Roots(lens, lens, [], tables)
-        self.draft.propose(roots, h, first, self._drafts[0], tree, [0.0] * NUM_LEVELS)
+        self.draft.propose(roots, h, first, self._drafts[0], tree, [0.0] * (1 + NUM_LEVELS))
 
     def fastest_ms(self) -> float:
         """The fastest of a few forwards of one row."""

@@ -26,7 +26,7 @@ import torch
 import torch.nn.functional as F
 
 from eyas.engine.sampling import draw_key, exponentials
-from eyas.engine.tree import Speculation
+from eyas.engine.tree import Speculation, goes_on
 from eyas.errors import MismatchError
 from eyas.model.block import Block, Linear, Rope, rms_norm
 from eyas.model.config import HeadConfig, check_head
@@ -257,9 +257,8 @@ class Draft:
         `page_table` are read.
 
         h_BH: the outputs of these last entries; first: the `proposals` from them, the candidates of
-        depth 1. The tree's own entries go behind them and are overwritten later. Level l is drafted
-        while the sum over requests of the probability of their best path is thresholds[l] [K - 1]
-        or more. Source: EAGLE-2, arXiv 2406.16858, section 4.1.
+        depth 1. The tree's own entries go behind them and are overwritten later. thresholds [K]:
+        when to stop, see `tree.goes_on`. Source: EAGLE-2, arXiv 2406.16858, section 4.1.
         """
         K, k = speculation.num_draft_steps, speculation.tree_topk
         if self._native is not None:
@@ -269,8 +268,7 @@ class Draft:
         starts, page_table = np.asarray(roots.lens, dtype=np.int64), roots.page_table
         h = h_BH.repeat_interleave(k, 0)
         for level in range(K - 1):
-            # the sum over requests of the probability of the best path in the frontier
-            if float(np.exp(tree.frontier()[1].max(axis=1)).sum()) < thresholds[level]:
+            if not goes_on(tree.frontier()[1], thresholds, level):
                 break
             rows = tree.rows(level, starts, page_table, cache.page_size, self.device)
             h = self.step(rows, h, cache)

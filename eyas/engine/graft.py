@@ -31,6 +31,7 @@ NUM_OPINIONS = 6
 NUM_COMPANIES = 3
 NUM_CELLS = NUM_KINDS * NUM_COMPANIES * NUM_OPINIONS
 _UNLIKELY = 100.0  # of a log-probability: what the head did not propose
+UNPROPOSED = -_UNLIKELY / 2  # the score of a path that it did not propose is below it
 SOURCES = ("head", "text", "both")
 
 

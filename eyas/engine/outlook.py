@@ -1,8 +1,7 @@
 """Who drafts in the next round: the most expected tokens per millisecond, before any tree is known.
 
-Pure functions; know no model and no clock. The trees that are expected are those of late, as each
-request's own past shifts them; the rule is that of `tree.choose`, which decides again when the
-trees are there.
+Knows no model and no clock. The trees that are expected are those of late, as each request's own
+past shifts them; the rule is that of `tree.choose`, which decides again when the trees are there.
 
 Letters: S requests that may speculate, B all that decode, K draft steps, N nodes of a tree, R trees
 of late, Q kinds of requests.
@@ -10,28 +9,101 @@ of late, Q kinds of requests.
 
 from __future__ import annotations
 
-import ctypes
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
+from eyas.engine.acceptance import BELIEF, MEMORY, RequestAcceptance, shifted
 from eyas.engine.tree import choose
-from eyas.model.library import library, pointers
+from eyas.model.rows import Proposals
+
+NUM_TREES = 32  # of late
+# of trees before any was seen, chains: the best path's probability, each further one times it again
+_FIRST_PATH = 0.85
+# tokens that a level brings for a frontier of probability 1, before it is learned
+FIRST_GAIN = 0.4
+TEXT_BOUNDS = np.array([1e-9, 0.4, 1.2])  # of the tokens that text is expected to bring
+NUM_KINDS = 2 * (len(TEXT_BOUNDS) + 1)
+
+
+class ExpectedTrees:
+    """What a tree that is not drafted yet will be: one of the trees of late.
+
+    paths_QRKN: path probabilities float64 of each as an average request's, the best first, drafted
+    to each depth at most, by kind of request. reached_QR: int64, how deep it was drafted.
+    num_seen_Q: int64. brought, grown_from: float64 [K - 1], the tokens that each level but the
+    first has brought, and the probability of the frontiers that it grew from; of both what is above
+    the worth of a node.
+    """
+
+    def __init__(self, num_draft_steps: int, max_nodes: int) -> None:
+        chain_N = _FIRST_PATH ** np.arange(1.0, max_nodes + 1)
+        first_KN = np.tile(chain_N, (num_draft_steps, 1))
+        first_KN *= np.arange(max_nodes) <= np.arange(num_draft_steps)[:, None]
+        self.paths_QRKN = np.tile(first_KN, (NUM_KINDS, NUM_TREES, 1, 1))
+        self.reached_QR = np.full((NUM_KINDS, NUM_TREES), num_draft_steps)
+        self.num_seen_Q = np.zeros(NUM_KINDS, dtype=np.int64)
+        self.brought, self.grown_from = np.zeros((2, num_draft_steps - 1))
+
+    def gains(self) -> np.ndarray:
+        """Tokens that each level but the first brings, by what it grows from, float64 [K - 1]."""
+        gains: np.ndarray = (self.brought + BELIEF * FIRST_GAIN) / (self.grown_from + BELIEF)
+        return gains
+
+    def observe(
+        self,
+        proposals: Proposals,
+        paths: np.ndarray,
+        log_odds: np.ndarray,
+        kinds: np.ndarray,
+        unworthy: float,
+    ) -> None:
+        """Trees that were drafted, text's candidates in them at any depth. log_odds [B]: shifts of
+        the requests. kinds: int64, of those for which the head has drafted. unworthy: the path
+        probability that counts for nothing.
+        """
+        K, N = self.paths_QRKN.shape[2:]
+        is_text, scores, depth = None, proposals.scores, int(proposals.depths[-1])
+        if (text := proposals.text) is not None:
+            paths, scores, log_odds = paths[text.grown], scores[text.grown], log_odds[text.grown]
+            is_text, depth = text.cells[text.grown] >= 0, text.head_depth
+        self.brought *= MEMORY
+        self.grown_from *= MEMORY
+        places = []
+        for kind in kinds.tolist():
+            places.append((kind, int(self.num_seen_Q[kind]) % NUM_TREES))
+            self.num_seen_Q[kind] += 1
+            self.reached_QR[places[-1]] = depth
+        before = 0.0
+        for level in range(K):
+            is_there = proposals.depths <= level + 1
+            there = np.where(is_there if is_text is None else is_text | is_there, paths, 0.0)
+            within = -np.sort(-there, axis=1)[:, :N]
+            value = float(np.maximum(within - unworthy, 0).sum())
+            if 0 < level < depth:
+                frontier = np.exp(scores[:, proposals.depths == level].max(1).astype(np.float64))
+                self.brought[level - 1] += value - before
+                self.grown_from[level - 1] += np.maximum(frontier - unworthy, 0).sum()
+            before = value
+            usual = shifted(within, -log_odds)
+            for place, row in zip(places, usual, strict=True):
+                self.paths_QRKN[place][level] = 0.0
+                self.paths_QRKN[place][level, : len(row)] = row
 
 
 @dataclass(frozen=True, slots=True)
 class Outlook:
     """What is known before a round. All ms are the cost table's.
 
-    num_requests: B. usual_QRKN: path probabilities of the trees of late, as of an average request,
-    by kind of request (Q), of each depth at most, descending. reached_QR: int64, how deep each was
-    drafted. kind_S: int64. text_SN: those of text's candidates, which need no drafting; 0 for none.
-    known_S, hoped_S: log-odds by which each request differs, as known and as hoped. due_S: int64,
-    entries made with its root's. late_S: ms of those that it lacks besides, by round. forwards:
-    [S * N + 1], by nodes. extends: by entries. steps: [S + 1], one level of trees of so many
-    requests. known_factor, hoped_factor: by which drafting rounds take longer than the table says,
-    against plain ones.
+    num_requests: B. usual_QRKN, reached_QR: of `ExpectedTrees`. kind_S: int64. text_SN: path
+    probabilities of text's candidates, which need no drafting; 0 for none. known_S, hoped_S:
+    log-odds by which each request differs, as known and as hoped. due_S: int64, entries made with
+    its root's. late_S: ms of those that it lacks besides, by round. forwards: [S * N + 1], by
+    nodes. extends: by entries. steps: [S + 1], one level of trees of so many requests.
+    known_factor, hoped_factor: by which drafting rounds take longer than the table says, against
+    plain ones.
     """
 
     num_requests: int
@@ -53,12 +125,13 @@ class Outlook:
 @dataclass(frozen=True, slots=True)
 class WhoDrafts:
     """drafting: bool [S], whose trees the head grows. rate: tokens by ms of the table that a node
-    must bring.
+    must bring. unworthy: the path probability that is not worth a node's time.
     """
 
     drafting: np.ndarray
     num_drafting: int
     rate: float
+    unworthy: float = 0.0
 
 
 def who_drafts(outlook: Outlook) -> WhoDrafts:
@@ -68,17 +141,17 @@ def who_drafts(outlook: Outlook) -> WhoDrafts:
     What is not known is hoped to be better where it is decided who drafts, so that it is tried; it
     is taken as known for what a node must be worth.
     """
-    S, deepest = len(outlook.kind_S), int(outlook.reached_QR.max())
+    S, deepest = len(outlook.kind_S), int(outlook.reached_QR[outlook.kind_S].max())
     best = plain = text_rate(outlook)
     found: tuple[np.ndarray, int] | None = None
     for depth in range(1, deepest + 1):
         mean_SN = outlook.usual_QRKN[:, :, depth - 1].mean(1)[outlook.kind_S]
         of_S = np.maximum(shifted(mean_SN, outlook.hoped_S), outlook.text_SN)
-        gain_S = of_S.sum(1) - outlook.text_SN.sum(1)
-        order_S = np.argsort(outlook.late_S * plain - gain_S, kind="stable")
+        gain_S = (of_S - outlook.text_SN).sum(1) - outlook.late_S * plain
+        order_S = np.argsort(-gain_S, kind="stable")
         for count in counts(S):
             which = order_S[:count]
-            rate = rate_of(outlook, which, depth, outlook.hoped_S, outlook.hoped_factor, best)
+            rate, _ = rate_of(outlook, which, depth, outlook.hoped_S, outlook.hoped_factor, best)
             if rate > best:
                 best, found = rate, (which, depth)
     drafting = np.zeros(S, dtype=bool)
@@ -86,18 +159,13 @@ def who_drafts(outlook: Outlook) -> WhoDrafts:
         return WhoDrafts(drafting, 0, plain)
     which, depth = found
     drafting[which] = True
-    rate = plain
+    rate, unworthy = plain, 0.0
     for _ in range(3):  # Dinkelbach: the best trees for a rate, then the rate of these trees
-        known = rate_of(outlook, which, depth, outlook.known_S, outlook.known_factor, rate)
+        known, unworthy = rate_of(
+            outlook, which, depth, outlook.known_S, outlook.known_factor, rate
+        )
         rate = max(plain, known)
-    return WhoDrafts(drafting, len(which), rate * outlook.known_factor)
-
-
-def shifted(paths_SN: np.ndarray, log_odds_S: np.ndarray) -> np.ndarray:
-    """An average request's path probabilities as those of requests that differ, [S, N]."""
-    odds_SN = np.exp(log_odds_S)[:, None] * paths_SN
-    of_requests: np.ndarray = odds_SN / (1.0 - paths_SN + odds_SN)
-    return of_requests
+    return WhoDrafts(drafting, len(which), rate * outlook.known_factor, unworthy)
 
 
 def rate_of(
@@ -107,22 +175,24 @@ def rate_of(
     log_odds_S: np.ndarray,
     factor: float,
     least: float,
-) -> float:
+) -> tuple[float, float]:
     """Tokens/ms of rounds in which the head drafts for `which` and text for all, and every node is
-    worth `least`: the trees of late are dealt out to them, until all were.
+    worth `least`: the trees of late are dealt out to them, until all were. And the best path that
+    is not verified, mean over these rounds.
     """
     count, R = len(which), outlook.usual_QRKN.shape[1]
     kinds = outlook.kind_S[which]
     before_ms = float(outlook.extends[outlook.due_S[which].sum()] + outlook.late_S[which].sum())
     has_text = outlook.text_SN[:, 0] > 0
     has_text[which] = False
-    of_others, tokens, ms = outlook.text_SN[has_text], 0.0, 0.0
+    of_others, tokens, ms, unworthy = outlook.text_SN[has_text], 0.0, 0.0, []
     for start in range(0, R, count):
         trees = (start + np.arange(count)) % R
         levels = min(depth, int(outlook.reached_QR[kinds, trees].max()))
-        paths = shifted(outlook.usual_QRKN[kinds, trees, depth - 1], log_odds_S[which])
+        own = shifted(outlook.usual_QRKN[kinds, trees, depth - 1], log_odds_S[which])
+        paths = np.concatenate((np.maximum(own, outlook.text_SN[which]), of_others))
         choice = choose(
-            np.concatenate((np.maximum(paths, outlook.text_SN[which]), of_others)),
+            paths,
             outlook.forwards,
             outlook.num_requests,
             before_ms + (levels - 1) * float(outlook.steps[count]),
@@ -132,7 +202,8 @@ def rate_of(
         # a round that drafts in vain is not hoped to be faster than a plain one
         taken = factor if choice.num_nodes else max(1.0, factor)
         tokens, ms = tokens + choice.expected_tokens, ms + choice.predicted_ms * taken
-    return tokens / ms
+        unworthy.append(float(np.where(choice.kept, 0.0, paths).max()))
+    return tokens / ms, sum(unworthy) / len(unworthy)
 
 
 def text_rate(outlook: Outlook) -> float:
@@ -150,27 +221,11 @@ def counts(most: int) -> list[int]:
     return sorted({most, *(2**n for n in range(int(math.log2(most)) + 1))})
 
 
-def who_drafts_natively(outlook: Outlook) -> WhoDrafts:
-    """`who_drafts` in the native library, which must be available."""
-    Q, R, K, N = outlook.usual_QRKN.shape
-    S = len(outlook.kind_S)
-    drafting, rate = np.zeros(S, dtype=bool), np.zeros(1)
-    arrays = (
-        outlook.usual_QRKN,
-        outlook.reached_QR,
-        outlook.kind_S.astype(np.uint8),
-        np.ascontiguousarray(outlook.text_SN),
-        outlook.known_S,
-        outlook.hoped_S,
-        outlook.due_S,
-        outlook.late_S,
-        np.ascontiguousarray(outlook.forwards),
-        np.ascontiguousarray(outlook.extends),
-        np.ascontiguousarray(outlook.steps),
-    )
-    sizes = (ctypes.c_int64 * 6)(outlook.num_requests, S, K, N, R, Q)
-    factors = outlook.known_factor, outlook.hoped_factor
-    num_drafting: int = library().eyas_who_drafts(
-        sizes, *factors, pointers(*arrays, drafting, rate)
-    )
-    return WhoDrafts(drafting, num_drafting, float(rate[0]))
+def tree_kinds(requests: Sequence[RequestAcceptance], text_SN: np.ndarray) -> np.ndarray:
+    """What trees are to be expected of each request, int64 [S]: sampled or greedy, and how much
+    text there is already, which the head's trees can only add to.
+    """
+    greedy_S = np.array([one.greedy for one in requests], dtype=np.int64)
+    text_S = np.searchsorted(TEXT_BOUNDS, text_SN.sum(1), side="right")
+    kinds_S: np.ndarray = greedy_S + 2 * text_S
+    return kinds_S

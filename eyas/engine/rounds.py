@@ -28,10 +28,11 @@ from eyas.engine.draft import Draft, to_device
 from eyas.engine.entries import HEAD_FAULTS, DraftError, Entries, check_scores
 from eyas.engine.graft import graft
 from eyas.engine.memory import TextMemory
-from eyas.engine.policy import Policy, RoundPlan
+from eyas.engine.policy import Policy
 from eyas.engine.request import DraftedTree, Update
 from eyas.engine.sampling import host_logits, token_logprob, token_logprob_natively
 from eyas.engine.scheduler import Job, Outcome, RunningSample
+from eyas.engine.steps import RoundPlan
 from eyas.engine.text import RecentAnswers, TextChain
 from eyas.engine.tree import Speculation, Tree, drafted_tree, tree_of_line
 from eyas.engine.verify import accept

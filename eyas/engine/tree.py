@@ -15,7 +15,6 @@ Letters: B requests, C candidates a request, n nodes kept in all, N nodes of a t
 
 from __future__ import annotations
 
-import ctypes
 import math
 import re
 from collections.abc import Sequence
@@ -26,7 +25,6 @@ import numpy as np
 
 from eyas.engine.request import DraftedTree
 from eyas.errors import ConfigError
-from eyas.model.library import library, pointers
 from eyas.model.rows import NodesToVerify, Proposals
 
 MAX_NODES = 63  # of a request, root excluded: the bits of a row's mask
@@ -149,24 +147,6 @@ def choose(
     return NodeChoice(kept.reshape(B, C), n, float(tokens[n]), float(ms[n]))
 
 
-def choose_natively(
-    path_probs: np.ndarray,
-    ms_of_nodes: np.ndarray,
-    num_tokens: int,
-    fixed_ms: float,
-    max_nodes: int,
-    rate: float,
-) -> NodeChoice:
-    """`choose` in the native library, for the few candidates of a round. path_probs contiguous."""
-    B, C = path_probs.shape
-    costs, kept = np.ascontiguousarray(ms_of_nodes), np.empty((B, C), dtype=bool)
-    expected = np.empty(2)
-    sizes = (ctypes.c_int64 * 5)(B, C, len(costs) - 1, max_nodes, num_tokens)
-    arrays = pointers(path_probs, costs, kept, expected[:1], expected[1:])
-    num_nodes: int = library().eyas_choose(sizes, fixed_ms, rate, arrays)
-    return NodeChoice(kept, num_nodes, *expected.tolist())
-
-
 def most_probable(scores: np.ndarray, num_nodes: int) -> np.ndarray:
     """The tree of a fixed size, kept bool [B, C]: each request's `num_nodes` best (EAGLE-2, arXiv
     2406.16858, section 4.2).
@@ -177,6 +157,17 @@ def most_probable(scores: np.ndarray, num_nodes: int) -> np.ndarray:
     kept = np.zeros(scores.shape, dtype=bool)
     np.put_along_axis(kept, np.argsort(-scores, axis=1, kind="stable")[:, :num_nodes], True, axis=1)
     return kept
+
+
+def goes_on(frontier_Bk: np.ndarray, thresholds: Sequence[float], level: int) -> bool:
+    """Whether a level grows from these frontiers, scores [B, k]; level: 0 for that of depth 2.
+
+    thresholds [K]: the last one is the path probability that counts for nothing, since a node of it
+    is not worth its time. A level is drafted while what the requests' best paths have above that
+    adds up to its threshold.
+    """
+    best_B = np.exp(frontier_Bk.max(axis=1).astype(np.float64))
+    return float(np.maximum(best_B - thresholds[-1], 0.0).sum()) >= thresholds[level]
 
 
 # The tree that they form

@@ -142,11 +142,9 @@ def _declared(lib: ctypes.CDLL) -> ctypes.CDLL:
         "eyas_proposals": (integer, [*[pointer] * 3, *[integer] * 3, pointer, pointer]),
         "eyas_propose": (integer, [pointer] * 3),
         "eyas_grow": (integer, [pointer] * 3),
-        "eyas_calibrate": (None, [pointer, ctypes.c_double, pointer]),
-        "eyas_choose": (integer, [pointer, ctypes.c_double, ctypes.c_double, pointer]),
-        "eyas_judge": (None, [pointer, pointer]),
-        "eyas_weigh_text": (None, [pointer, ctypes.c_double, pointer]),
-        "eyas_who_drafts": (integer, [pointer, ctypes.c_double, ctypes.c_double, pointer]),
+        "eyas_plan": (None, [pointer] * 2),
+        "eyas_choose": (None, [pointer] * 2),
+        "eyas_learn": (None, [pointer] * 2),
     }
     for name, (result, arguments) in signatures.items():
         function = getattr(lib, name)

@@ -233,7 +233,7 @@ class CandidateBuffers:
     def __init__(self, B: int, growth: tuple[int, int], thresholds: Sequence[float]) -> None:
         K, k = growth
         assert (K - 1) * k <= MAX_TREE_COLUMNS
-        assert len(thresholds) >= K - 1
+        assert len(thresholds) == K
         C = k + (K - 1) * k * k
         self._K, self._k = K, k
         self._tokens, self._scores = (
@@ -241,7 +241,7 @@ class CandidateBuffers:
             np.empty((B, C), dtype=np.float32),
         )
         self._parents = np.empty((B, C), dtype=np.int32)
-        self._least = (ctypes.c_double * max(K - 1, 1))(*thresholds[: K - 1])
+        self._least = (ctypes.c_double * K)(*thresholds)
 
     @property
     def least(self) -> int:

@@ -47,10 +47,10 @@ from eyas.engine.cuda.tree import (
 )
 from eyas.engine.draft import Draft, to_device
 from eyas.engine.entries import DraftError, Entries, check_scores
-from eyas.engine.policy import RoundPlan
 from eyas.engine.request import DraftedTree
 from eyas.engine.rounds import Rounds, outcome_of
 from eyas.engine.scheduler import Job, Outcome, RunningSample
+from eyas.engine.steps import RoundPlan
 from eyas.engine.tree import Speculation, drafted_tree
 from eyas.model.rows import Proposals, TargetOutput
 from eyas.model.target import Target
@@ -432,7 +432,7 @@ class TensorRounds(Rounds):
             self.policy.choose(
                 plan, proposals, [flight.job.samples[b].acceptance for b in drafting]
             )
-            self._foresight.observe(proposals, plan.num_nodes)
+            self._foresight.observe(proposals, plan.num_nodes, plan.thresholds[-1])
             self._charge(plan, flight.shape.num_nodes)
         self.policy.observe(
             plan, [emitted.get(b, []) for b in drafting], max(_ms(flight.took), 1e-6)

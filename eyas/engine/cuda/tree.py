@@ -308,13 +308,13 @@ def move_accepted(cache: PagedCache, rows: Rows, lines: BatchLines, walked: Acce
 class Foresight:
     """How large the next round's trees are, where the host must say so before they grow.
 
-    The policy's rule for one more level (the frontier's probability against a threshold) is applied
-    to the frontiers of past rounds, and the number of nodes is that of the last rounds: means over
-    rounds, by request. Letters: S requests that draft.
+    The policy's rule for one more level (`eyas.engine.tree.goes_on`) is applied to the frontiers of
+    past rounds, and the number of nodes is that of the last rounds: means over rounds, by request.
+    Letters: S requests that draft.
     """
 
     def __init__(self, num_draft_steps: int) -> None:
-        # probability of the best path, by level
+        # what the best path has above the worth of a node, by level
         self._frontiers = 0.7 ** np.arange(1, num_draft_steps)
         self._num_nodes: float | None = None
 
@@ -322,23 +322,26 @@ class Foresight:
         """Levels, the first included, for `thresholds` as `Draft.propose` takes them."""
         expected = (num_requests * self._frontiers).tolist()
         for level, (sum_of_best, least) in enumerate(
-            zip(expected, thresholds, strict=True), start=1
+            zip(expected, thresholds[:-1], strict=True), start=1
         ):
             if sum_of_best < least:
                 return level
-        return len(thresholds) + 1
+        return len(thresholds)
 
     def num_nodes(self, num_requests: int, max_nodes: int) -> int:
         """Of all trees, roots excluded: at least one."""
         each = max_nodes if self._num_nodes is None else self._num_nodes
         return max(1, math.ceil(num_requests * each))
 
-    def observe(self, proposals: Proposals, num_nodes: int) -> None:
-        """num_nodes: how many of these candidates would have been worth it."""
+    def observe(self, proposals: Proposals, num_nodes: int, unworthy: float) -> None:
+        """num_nodes: how many of these candidates would have been worth it. unworthy: the last of
+        the round's thresholds.
+        """
         S = len(proposals.scores)
         for level in range(min(int(proposals.depths[-1]), len(self._frontiers))):
-            best = np.exp(proposals.scores[:, proposals.depths == level + 1].max(1)).mean()
-            self._frontiers[level] += NEWEST_WEIGHT * (float(best) - self._frontiers[level])
+            best = np.exp(proposals.scores[:, proposals.depths == level + 1].max(1))
+            above = float(np.maximum(best - unworthy, 0.0).mean())
+            self._frontiers[level] += NEWEST_WEIGHT * (above - self._frontiers[level])
         each = num_nodes / S
         self._num_nodes = (
             each

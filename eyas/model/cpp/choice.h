@@ -1,7 +1,8 @@
-// How likely candidates are to be drawn, which of them to verify, and which came true: `engine/acceptance.py` and
-// `engine/tree.py` for the few candidates of a round, where array operations take longer than the arithmetic.
+// The arithmetic of a round's choice, one call each: who drafts, which candidates are verified, and what is learned from what came true.
+// Twin of `engine/steps.py:Steps` for the few candidates of a round, where array operations take longer than the arithmetic.
 //
-// Knows probabilities and costs; no model. Letters: B requests, C candidates of each, D depths of the table, S bins.
+// Knows probabilities and costs; no model. Letters: B requests that decode, S of them that may speculate, L lines of candidates, C
+// candidates of each, K draft steps, N nodes of a tree, R trees of late, Q kinds of requests.
 #pragma once
 
 #include <algorithm>
@@ -11,248 +12,359 @@
 #include <numeric>
 #include <vector>
 
-struct Candidates {
-  int64_t B, C;
-  const float* scores;     // [B, C] log-probability of the path
-  const int32_t* parents;  // [B, C], -1 for the root
-  const int32_t* depths;   // [C]
-};
+constexpr int kHead = 0, kText = 1, kSources = 2;
 
-// The counts' table [2, D, S] of conditional probabilities: sampled or greedy, depth, bin of sqrt(-log p).
-struct Calibration {
-  const double* table;
-  int64_t D, S;
-  double bins_per_unit;
-  const uint8_t* greedy;   // [B]
-  const double* log_odds;  // [B]
-};
+// `engine/costs.py:Curve`: ms by rows, straight on behind the last.
+struct Curve {
+  const double* ms;
+  int64_t count;
+  double slope;
 
-inline void calibrate(const Candidates& tree, const Calibration& known, double* conditional, double* paths, int64_t* cells) {
-  for (int64_t b = 0; b < tree.B; ++b) {
-    const int64_t at = b * tree.C;
-    const double factor = std::exp(known.log_odds[b]);
-    for (int64_t c = 0; c < tree.C; ++c) {
-      const int32_t above = tree.parents[at + c];
-      const float step = (above < 0 ? 0.0f : tree.scores[at + above]) - tree.scores[at + c];
-      const double bin = step > 0 ? std::sqrt(step) * known.bins_per_unit : 0;  // a NaN is no place in the table
-      const int64_t depth = std::min<int64_t>(tree.depths[c], known.D) - 1;
-      const int64_t cell = static_cast<int64_t>(std::min(bin, static_cast<double>(known.S - 1))) + (known.greedy[b] * known.D + depth) * known.S;
-      const double given = known.table[cell], odds = factor * given;
-      cells[at + c] = cell;
-      conditional[at + c] = odds / (1.0 - given + odds);
-      paths[at + c] = conditional[at + c] * (above < 0 ? 1.0 : paths[at + above]);
-    }
+  double operator()(int64_t rows) const {
+    if (rows <= 0 || count == 0) return 0.0;
+    return rows < count ? ms[rows] : ms[count - 1] + slope * static_cast<double>(rows - count + 1);
   }
+};
+
+// `engine/acceptance.py:RequestAcceptance`.
+struct Acceptance {
+  int64_t greedy;
+  double information[kSources], pull[kSources];
+};
+
+// All that rounds have taught, in the memory of NumPy's arrays, and the constants: `engine/steps.py:_Experience`.
+struct Experience {
+  int64_t K, k, N, is_fixed;  // k branches of a node
+  int64_t depths, bins, groups, opinions, R, Q, num_bounds, at_once, rounds_to_pay;
+  double bins_per_unit, belief, largest, memory, request_memory, first_gain, hope, unproposed;
+  double* judged[kSources];  // the head's [2, depths, bins], text's [2, groups, opinions]: sampled or greedy first
+  double* drawn[kSources];
+  double* variance;                  // [2], of requests' shifts
+  const double* first[kSources];     // what is believed of a bin, of a group
+  const double *opinion_scale, *opinion_lift, *text_bounds;
+  double* trees;                     // [Q, R, K, N] descending
+  int64_t *reached, *num_seen;       // [Q, R] levels, [Q]
+  double *brought, *grown_from;      // [K - 1]
+  Curve target, decode, step, extend, enter;
+};
+
+// One round, from its plan to what came of it: `engine/steps.py:_Round`.
+struct Round {
+  // before drafting
+  int64_t B, S, has_head;
+  double known_factor, hoped_factor;
+  const int64_t* pending;      // [S] entries that each lacks
+  Acceptance* const* able;     // [S]
+  const int64_t *num_chains, *chain_lens, *chain_tokens, *chain_kinds;  // text's, by request, by chain, by token
+  uint8_t* drafting;           // [S]
+  int64_t* kinds;              // [S]
+  double* thresholds;          // [K]
+  double rate;
+  int64_t num_drafting;
+  // after drafting
+  int64_t L, C, depth;
+  Acceptance* const* requests;  // [L]
+  const int64_t* tokens;        // [L, C]
+  const float* scores;          // [L, C] log-probability of the path
+  const int32_t *parents, *depths;    // [L, C], -1 for the root; [C]
+  const int32_t* text_cells;    // [L, C], -1 for none; null without text
+  const uint8_t* grown;         // [L], lines that have candidates of the head; null without text
+  double *conditional, *weighed, *paths;  // [L, C] by the head's counts, with text's, and of the whole path by these
+  int64_t* cells;
+  uint8_t* kept;
+  int64_t num_nodes;
+  double expected_tokens, predicted_ms;
+  // after the round
+  const int64_t *emitted, *num_emitted;  // by line; [L]
+  int64_t by_source[3];        // accepted: the head's, text's, both
+};
+
+inline double precision(const Experience& known, const Acceptance& one, int source) {
+  return 1.0 / known.variance[source] + one.information[source];
 }
 
-// `engine/text_acceptance.py`: what the head's counts say (conditional), corrected by the counts of text's candidates, those with a
-// cell: table [2, E], sampled or greedy; of E cells each `opinions` have one kind, and from the third on the head proposes them too.
-struct TextCounts {
-  const int32_t* cells;  // [B, C], -1 for none
-  const double* table;
-  int64_t E, opinions;
-  const uint8_t* greedy;   // [B]
-  const double* log_odds;  // [B]
-  double largest;
-};
-
-inline void weigh_text(const Candidates& tree, const TextCounts& text, const double* conditional, double* weighed, double* paths) {
-  constexpr int32_t kPad = -9;  // the parent of a place without a candidate
-  for (int64_t b = 0; b < tree.B; ++b) {
-    const int64_t at = b * tree.C;
-    const double factor = std::exp(text.log_odds[b]);
-    for (int64_t c = at; c < at + tree.C; ++c) weighed[c] = tree.parents[c] == kPad ? 0.0 : conditional[c];
-    for (int64_t c = at; c < at + tree.C; ++c) {
-      if (text.cells[c] < 0) continue;
-      const double given = text.table[text.greedy[b] * text.E + text.cells[c]], odds = factor * given;
-      weighed[c] = odds / (1.0 - given + odds);
-      const double before = text.cells[c] % text.opinions >= 2 ? conditional[c] : 0.0, left = (1.0 - weighed[c]) / (1.0 - before);
-      for (int64_t other = at; other < at + tree.C; ++other)
-        if (tree.parents[other] == tree.parents[c] && text.cells[other] < 0) weighed[other] *= left;
-    }
-    for (int64_t c = at; c < at + tree.C; ++c) {
-      weighed[c] = std::min(weighed[c], text.largest);
-      const int32_t above = tree.parents[c];
-      paths[c] = weighed[c] * (above < 0 ? 1.0 : paths[at + above]);
-    }
-  }
+inline double log_odds(const Experience& known, const Acceptance& one, int source) {
+  return one.pull[source] / precision(known, one, source);
 }
 
-// The best prefix of all requests' best candidates: marks it, and says how many, the tokens expected and the ms.
+// An average request's probability as that of a request whose log-odds differ; shift: their exponential.
+inline double shifted(double probability, double shift) {
+  const double odds = shift * probability;
+  return odds / (1.0 - probability + odds);
+}
+
+// What is believed at first, corrected by counts.
+inline double corrected(const Experience& known, double first, double drawn, double judged) {
+  return (drawn + known.belief * first) / (judged + known.belief);
+}
+
+inline double of_cell(const Experience& known, int source, int64_t cell, double pooled) {
+  return std::min(corrected(known, pooled, known.drawn[source][cell], known.judged[source][cell]), known.largest);
+}
+
+// Of the head's bins, all depths together, [2, bins].
+inline std::vector<double> pooled_bins(const Experience& known) {
+  std::vector<double> pooled(2 * known.bins);
+  for (int64_t i = 0; i < 2 * known.bins; ++i) {
+    const int64_t bin = i % known.bins;
+    double judged = 0, drawn = 0;
+    for (int64_t depth = 0; depth < known.depths; ++depth) {
+      const int64_t cell = (i / known.bins * known.depths + depth) * known.bins + bin;
+      judged += known.judged[kHead][cell], drawn += known.drawn[kHead][cell];
+    }
+    pooled[i] = corrected(known, known.first[kHead][bin], drawn, judged);
+  }
+  return pooled;
+}
+
+inline double of_text(const Experience& known, int64_t cell) {
+  const int64_t group = cell / known.opinions, opinion = cell % known.opinions;
+  double judged = 0, drawn = 0;
+  for (int64_t i = group * known.opinions; i < (group + 1) * known.opinions; ++i)
+    judged += known.judged[kText][i], drawn += known.drawn[kText][i];
+  const double of_group = corrected(known, known.first[kText][group % known.groups], drawn, judged);
+  const double pooled = 1.0 - (1.0 - known.opinion_scale[opinion] * of_group) * (1.0 - known.opinion_lift[opinion]);
+  return of_cell(known, kText, cell, pooled);
+}
+
+// Which candidates are verified
+
 struct Budget {
-  const double* ms_of_nodes;  // [limit + 1]
-  int64_t limit, max_nodes, num_tokens;
+  int64_t max_nodes, num_tokens;  // of a tree; emitted without any node
   double fixed_ms, rate;
 };
 
-inline int64_t choose(const Candidates& tree, const double* paths, const Budget& budget, uint8_t* kept, double* tokens, double* ms) {
-  const int64_t width = std::min(tree.C, budget.max_nodes);
-  std::vector<int64_t> pooled, own(tree.C);
-  // At equal paths the lower index goes first: a parent's is below its child's.
-  const auto better = [&](int64_t x, int64_t y) { return paths[x] != paths[y] ? paths[x] > paths[y] : x < y; };
-  for (int64_t b = 0; b < tree.B; ++b) {
-    std::iota(own.begin(), own.end(), b * tree.C);
-    std::partial_sort(own.begin(), own.begin() + width, own.end(), better);
-    pooled.insert(pooled.end(), own.begin(), own.begin() + width);
-  }
-  const int64_t most = std::min<int64_t>(pooled.size(), budget.limit);
-  std::partial_sort(pooled.begin(), pooled.begin() + most, pooled.end(), better);
+struct Choice {
+  int64_t num_nodes = 0;
+  double tokens = 0, ms = 0;
+};
+
+// The best prefix of n descending paths, by tokens - rate * ms. forwards [n + 1].
+inline Choice best_prefix(const double* paths, int64_t n, const double* forwards, const Budget& budget) {
   double sum = static_cast<double>(budget.num_tokens), top = -INFINITY;
-  int64_t best = 0;
-  for (int64_t n = 0; n <= most; ++n) {
-    if (n > 0) sum += paths[pooled[n - 1]];
-    const double cost = budget.ms_of_nodes[n] + budget.fixed_ms, worth = sum - budget.rate * cost;
-    if (worth > top) top = worth, best = n, *tokens = sum, *ms = cost;
+  Choice best;
+  for (int64_t i = 0; i <= n; ++i) {
+    if (i > 0) sum += paths[i - 1];
+    const double ms = forwards[i] + budget.fixed_ms, worth = sum - budget.rate * ms;
+    if (worth > top) top = worth, best = Choice{i, sum, ms};
   }
-  std::fill(kept, kept + tree.B * tree.C, uint8_t{0});
-  for (int64_t n = 0; n < best; ++n) kept[pooled[n]] = 1;
   return best;
 }
 
-// `engine/outlook.py`: who drafts, before any tree is known. S requests that may, of B; K draft steps; N nodes of a tree; R trees
-// of late.
-struct Outlook {
-  int64_t B, S, K, N, R, Q;
-  const double* usual;     // [Q, R, K, N] descending
-  const int64_t* reached;  // [Q, R] levels
-  const uint8_t* kind;     // [S] of Q kinds of requests
-  const double* text;      // [S, N] descending, 0 for none
-  const double *known, *hoped;  // [S] log-odds
-  const int64_t* due;      // [S] entries
-  const double *late, *forwards, *extends, *steps;  // [S], [S * N + 1], by entries, [S + 1]
-  double known_factor, hoped_factor;
+// Target forwards of `requests` roots with 0, 1 .. most nodes.
+inline std::vector<double> forwards(const Experience& known, int64_t requests, int64_t most) {
+  const double prefixes = std::max(0.0, known.decode(requests) - known.target(requests));
+  std::vector<double> ms(most + 1);
+  for (int64_t n = 0; n <= most; ++n) ms[n] = known.target(requests + n) + prefixes;
+  return ms;
+}
+
+// Each line's best candidates by their values, and all of these together. At equal values the lower index goes first: a parent's is below
+// its child's.
+template <class Value>
+std::vector<int64_t> ranked(const Round& round, int64_t max_nodes, const Value* values) {
+  const int64_t width = std::min(round.C, max_nodes);
+  std::vector<int64_t> pooled, own(round.C);
+  pooled.reserve(round.L * width);
+  const auto better = [&](int64_t x, int64_t y) { return values[x] > values[y] || (values[x] == values[y] && x < y); };
+  for (int64_t b = 0; b < round.L; ++b) {
+    std::iota(own.begin(), own.end(), b * round.C);
+    std::partial_sort(own.begin(), own.begin() + width, own.end(), better);
+    pooled.insert(pooled.end(), own.begin(), own.begin() + width);
+  }
+  return pooled;
+}
+
+inline void calibrate(const Experience& known, Round& round) {
+  const std::vector<double> pooled = pooled_bins(known);
+  for (int64_t b = 0; b < round.L; ++b) {
+    const int64_t at = b * round.C, greedy = round.requests[b]->greedy;
+    const double factor = std::exp(log_odds(known, *round.requests[b], kHead));
+    for (int64_t c = 0; c < round.C; ++c) {
+      const int32_t above = round.parents[at + c];
+      const float step = (above < 0 ? 0.0f : round.scores[at + above]) - round.scores[at + c];
+      const double place = step > 0 ? std::sqrt(step) * known.bins_per_unit : 0;  // a NaN is no place in the table
+      const int64_t depth = std::min<int64_t>(round.depths[c], known.depths) - 1;
+      const int64_t bin = static_cast<int64_t>(std::min(place, static_cast<double>(known.bins - 1)));
+      const int64_t cell = (greedy * known.depths + depth) * known.bins + bin;
+      round.cells[at + c] = cell;
+      round.conditional[at + c] = shifted(of_cell(known, kHead, cell, pooled[greedy * known.bins + bin]), factor);
+      round.paths[at + c] = round.conditional[at + c] * (above < 0 ? 1.0 : round.paths[at + above]);
+    }
+  }
+}
+
+// What the head's counts say, corrected by the counts of text's candidates; the tokens beside one share what it leaves.
+inline void weigh_text(const Experience& known, Round& round) {
+  constexpr int32_t kPad = -9;  // the parent of a place without a candidate
+  for (int64_t b = 0; b < round.L; ++b) {
+    const int64_t at = b * round.C, end = at + round.C;
+    const Acceptance& request = *round.requests[b];
+    const double factor = std::exp(log_odds(known, request, kText));
+    double* weighed = round.weighed;
+    for (int64_t c = at; c < end; ++c) weighed[c] = round.parents[c] == kPad ? 0.0 : round.conditional[c];
+    for (int64_t c = at; c < end; ++c) {
+      const int32_t cell = round.text_cells[c];
+      if (cell < 0) continue;
+      weighed[c] = shifted(of_text(known, request.greedy * known.groups * known.opinions + cell), factor);
+      const double before = cell % known.opinions >= 2 ? round.conditional[c] : 0.0, left = (1.0 - weighed[c]) / (1.0 - before);
+      for (int64_t other = at; other < end; ++other)
+        if (round.parents[other] == round.parents[c] && round.text_cells[other] < 0) weighed[other] *= left;
+    }
+    for (int64_t c = at; c < end; ++c) {
+      weighed[c] = std::min(weighed[c], known.largest);
+      const int32_t above = round.parents[c];
+      round.paths[c] = weighed[c] * (above < 0 ? 1.0 : round.paths[at + above]);
+    }
+  }
+}
+
+// ms of what precedes the target's forward.
+inline double before_ms(const Experience& known, const Round& round) {
+  int64_t entries = 0, far = 0, count = 0;
+  for (int64_t s = 0; s < round.S; ++s) {
+    if (!round.drafting[s]) continue;
+    const bool is_far = round.pending[s] > known.at_once;
+    entries += is_far ? 1 : round.pending[s], far += is_far ? round.pending[s] : 0, ++count;
+  }
+  const double steps = static_cast<double>(std::max<int64_t>(0, round.depth - 1));
+  return known.extend(entries) + known.enter(far) + steps * known.step(count * known.k);
+}
+
+inline void choose(const Experience& known, Round& round) {
+  calibrate(known, round);
+  if (round.text_cells != nullptr) weigh_text(known, round);
+  std::fill(round.kept, round.kept + round.L * round.C, uint8_t{0});
+  const double fixed_ms = before_ms(known, round);
+  if (known.is_fixed) {
+    const std::vector<int64_t> nodes = ranked(round, known.N, round.scores);
+    round.num_nodes = nodes.size();
+    round.expected_tokens = static_cast<double>(round.B);
+    for (const int64_t node : nodes) round.kept[node] = 1, round.expected_tokens += round.paths[node];
+    round.predicted_ms = fixed_ms + forwards(known, round.B, round.num_nodes).back();
+    return;
+  }
+  std::vector<int64_t> nodes = ranked(round, known.N, round.paths);
+  const double* paths = round.paths;
+  std::sort(nodes.begin(), nodes.end(), [&](int64_t x, int64_t y) { return paths[x] > paths[y] || (paths[x] == paths[y] && x < y); });
+  std::vector<double> values(nodes.size());
+  for (size_t i = 0; i < nodes.size(); ++i) values[i] = paths[nodes[i]];
+  const std::vector<double> ms = forwards(known, round.B, nodes.size());
+  const Choice best = best_prefix(values.data(), values.size(), ms.data(), Budget{known.N, round.B, fixed_ms, round.rate});
+  for (int64_t n = 0; n < best.num_nodes; ++n) round.kept[nodes[n]] = 1;
+  round.num_nodes = best.num_nodes, round.expected_tokens = best.tokens, round.predicted_ms = best.ms;
+}
+
+// What came true
+
+// Of one line: what one source's candidates say of the request and of their cells.
+struct Judged {
+  double surplus = 0, information = 0;
+  std::vector<int64_t> cells, drawn;
+
+  void add(double expected, int64_t cell, bool is_drawn) {
+    surplus += is_drawn - expected, information += expected * (1.0 - expected);
+    cells.push_back(cell);
+    if (is_drawn) drawn.push_back(cell);
+  }
 };
 
-// An average request's path probability as that of a request whose log-odds differ; shift: their exponential.
-inline double shifted(double path, double shift) {
-  const double odds = shift * path;
-  return odds / (1.0 - path + odds);
-}
-
-// Tokens/ms of a round in which the head drafts for nobody, and text for all.
-inline double text_rate(const Outlook& outlook) {
-  const int64_t N = outlook.N;
-  const double plain = outlook.B / outlook.forwards[0];
-  std::vector<double> paths;
-  for (int64_t s = 0; s < outlook.S; ++s)
-    if (outlook.text[s * N] > 0) paths.insert(paths.end(), outlook.text + s * N, outlook.text + (s + 1) * N);
-  if (paths.empty()) return plain;
-  double tokens = 0, ms = 0;
-  std::vector<uint8_t> kept(paths.size());
-  const Candidates trees{static_cast<int64_t>(paths.size()) / N, N, nullptr, nullptr, nullptr};
-  choose(trees, paths.data(), Budget{outlook.forwards, outlook.S * N, N, outlook.B, 0.0, plain}, kept.data(), &tokens, &ms);
-  return std::max(plain, tokens / ms);
-}
-
-// Tokens/ms of rounds in which the head drafts for these requests and text for all, and every node is worth `least`: the trees of
-// late are dealt out to them.
-inline double round_rate(const Outlook& outlook, const int64_t* which, int64_t count, int64_t depth, const double* log_odds, double factor,
-                         double least) {
-  const int64_t N = outlook.N;
-  int64_t entries = 0;
-  double before_ms = 0, all_tokens = 0, all_ms = 0;
-  for (int64_t i = 0; i < count; ++i) entries += outlook.due[which[i]], before_ms += outlook.late[which[i]];
-  before_ms += outlook.extends[entries];
-  std::vector<double> of_others, paths, shifts(count);
-  std::vector<uint8_t> drafts(outlook.S);
-  for (int64_t i = 0; i < count; ++i) shifts[i] = std::exp(log_odds[which[i]]), drafts[which[i]] = 1;
-  for (int64_t s = 0; s < outlook.S; ++s)
-    if (!drafts[s] && outlook.text[s * N] > 0) of_others.insert(of_others.end(), outlook.text + s * N, outlook.text + (s + 1) * N);
-  for (int64_t start = 0; start < outlook.R; start += count) {
-    int64_t levels = 0;
-    paths.resize(count * N);
-    for (int64_t i = 0; i < count; ++i) {
-      const int64_t tree = outlook.kind[which[i]] * outlook.R + (start + i) % outlook.R;
-      const double* usual = outlook.usual + (tree * outlook.K + depth - 1) * N;
-      levels = std::max(levels, outlook.reached[tree]);
-      for (int64_t n = 0; n < N; ++n) paths[i * N + n] = std::max(shifted(usual[n], shifts[i]), outlook.text[which[i] * N + n]);
+// Down the drawn tokens of line b: candidates whose parent was drawn. All tokens but the last were accepted drafts.
+inline void judge(const Experience& known, Round& round, int64_t b, const int64_t* emitted, Judged* of) {
+  const int64_t at = b * round.C, of_greedy = round.requests[b]->greedy * known.groups * known.opinions;
+  int64_t node = -1;
+  if (round.text_cells == nullptr) round.by_source[0] += std::max<int64_t>(0, round.num_emitted[b] - 1);
+  for (int64_t i = 0; i < round.num_emitted[b]; ++i) {
+    int64_t next = -1;
+    for (int64_t c = at + node + 1; c < at + round.C; ++c) {
+      if (round.parents[c] != node) continue;
+      const bool is_drawn = next < 0 && round.tokens[c] == emitted[i];
+      if (is_drawn) next = c;
+      const int32_t cell = round.text_cells == nullptr ? -1 : round.text_cells[c];
+      if (round.text_cells == nullptr || round.scores[c] > known.unproposed) of[kHead].add(round.conditional[c], round.cells[c], is_drawn);
+      if (cell >= 0) of[kText].add(round.weighed[c], of_greedy + cell, is_drawn);
     }
-    paths.insert(paths.end(), of_others.begin(), of_others.end());
-    if (static_cast<int64_t>(paths.size()) > N) std::sort(paths.begin(), paths.end(), std::greater<double>());
-    // `choose`, of which only the sums are wanted
-    const double fixed_ms = before_ms + (std::min(depth, levels) - 1) * outlook.steps[count];
-    double sum = static_cast<double>(outlook.B), top = -INFINITY, tokens = 0, ms = 0;
-    bool in_vain = true;  // such a round is not hoped to be faster than a plain one
-    for (int64_t n = 0; n <= static_cast<int64_t>(paths.size()); ++n) {
-      if (n > 0) sum += paths[n - 1];
-      const double cost = outlook.forwards[n] + fixed_ms, worth = sum - least * factor * cost;
-      if (worth > top) top = worth, tokens = sum, ms = cost, in_vain = n == 0;
+    if (next < 0) return;
+    if (round.text_cells != nullptr && i + 1 < round.num_emitted[b]) {
+      const int32_t cell = round.text_cells[next];
+      ++round.by_source[cell < 0 ? 0 : cell % known.opinions >= 2 ? 2 : 1];
     }
-    all_tokens += tokens, all_ms += ms * (in_vain ? std::max(1.0, factor) : factor);
+    node = next - at;
   }
-  return all_tokens / all_ms;
 }
 
-// Requests by what their trees are expected to bring, those that gain most first.
-inline std::vector<int64_t> by_gain(const Outlook& outlook, int64_t depth, double plain) {
-  const int64_t N = outlook.N, R = outlook.R;
-  std::vector<double> mean(outlook.Q * N), gain(outlook.S);
-  for (int64_t kind = 0; kind < outlook.Q; ++kind)
-    for (int64_t n = 0; n < N; ++n) {
-      for (int64_t r = 0; r < R; ++r) mean[kind * N + n] += outlook.usual[((kind * R + r) * outlook.K + depth - 1) * N + n];
-      mean[kind * N + n] /= R;
-    }
-  for (int64_t s = 0; s < outlook.S; ++s) {
-    const double shift = std::exp(outlook.hoped[s]);
-    gain[s] = -outlook.late[s] * plain;
-    for (int64_t n = 0; n < N; ++n) {
-      const double text = outlook.text[s * N + n];
-      gain[s] += std::max(shifted(mean[outlook.kind[s] * N + n], shift), text) - text;
-    }
+// Counts and requests of one source. Nothing is forgotten in a round that says nothing.
+inline void count(const Experience& known, const Round& round, int source, const std::vector<Judged>& of) {
+  int64_t num_requests = 0;
+  double shown = 0;
+  for (int64_t b = 0; b < round.L; ++b) {
+    const Judged& line = of[b * kSources + source];
+    if (line.cells.empty()) continue;
+    Acceptance& request = *round.requests[b];
+    const double before = log_odds(known, request, source);
+    request.information[source] += line.information;
+    request.pull[source] = precision(known, request, source) * before + line.surplus;
+    const double after = log_odds(known, request, source);
+    shown += after * after + 1.0 / precision(known, request, source), ++num_requests;
   }
-  std::vector<int64_t> order(outlook.S);
-  std::iota(order.begin(), order.end(), 0);
-  std::stable_sort(order.begin(), order.end(), [&](int64_t x, int64_t y) { return gain[x] > gain[y]; });
-  return order;
-}
-
-inline int64_t who_drafts(const Outlook& outlook, uint8_t* drafting, double* rate) {
-  const int64_t S = outlook.S;
-  const double plain = text_rate(outlook);
-  std::vector<int64_t> found;
-  double best = plain;
-  int64_t found_depth = 0;
-  const int64_t deepest = *std::max_element(outlook.reached, outlook.reached + outlook.Q * outlook.R);
-  for (int64_t depth = 1; depth <= deepest; ++depth) {
-    const std::vector<int64_t> order = by_gain(outlook, depth, plain);
-    for (int64_t count = 1;; count = std::min(2 * count, S)) {
-      const double now = round_rate(outlook, order.data(), count, depth, outlook.hoped, outlook.hoped_factor, best);
-      if (now > best) best = now, found_depth = depth, found.assign(order.begin(), order.begin() + count);
-      if (count == S) break;
-    }
+  if (num_requests == 0) return;
+  known.variance[source] += (1.0 - known.memory) * (shown / static_cast<double>(num_requests) - known.variance[source]);
+  const int64_t size = 2 * (source == kHead ? known.depths * known.bins : known.groups * known.opinions);
+  for (int64_t i = 0; i < size; ++i) known.judged[source][i] *= known.memory, known.drawn[source][i] *= known.memory;
+  for (int64_t b = 0; b < round.L; ++b) {
+    for (const int64_t cell : of[b * kSources + source].cells) known.judged[source][cell] += 1.0;
+    for (const int64_t cell : of[b * kSources + source].drawn) known.drawn[source][cell] += 1.0;
   }
-  *rate = plain;
-  if (found.empty()) return 0;
-  for (const int64_t s : found) drafting[s] = 1;
-  double known = plain;
-  for (int turn = 0; turn < 3; ++turn)  // Dinkelbach: the best trees for a rate, then the rate of these trees
-    known = std::max(plain, round_rate(outlook, found.data(), found.size(), found_depth, outlook.known, outlook.known_factor, known));
-  *rate = known * outlook.known_factor;
-  return found.size();
 }
 
-// Down the drawn tokens of each request: candidates whose parent was drawn, those drawn themselves, and by how much more of
-// them were drawn than expected.
-inline void judge(const Candidates& tree, const int64_t* tokens, const int64_t* emitted, const int64_t* counts, const double* conditional,
-                  uint8_t* judged, uint8_t* drawn, double* surplus) {
-  std::fill(judged, judged + tree.B * tree.C, uint8_t{0});
-  std::fill(drawn, drawn + tree.B * tree.C, uint8_t{0});
-  for (int64_t b = 0; b < tree.B; emitted += counts[b++]) {
-    const int64_t at = b * tree.C;
-    int64_t node = -1;
-    surplus[b] = 0;
-    for (int64_t i = 0; i < counts[b]; ++i) {
-      int64_t next = -1;
-      for (int64_t c = node + 1; c < tree.C; ++c) {
-        if (tree.parents[at + c] != node) continue;
-        judged[at + c] = 1;
-        surplus[b] -= conditional[at + c];
-        if (next < 0 && tokens[at + c] == emitted[i]) next = c;
+// A value's place among the N largest so far, descending.
+inline void insert(double* best, int64_t N, double value) {
+  if (!(value > best[N - 1])) return;
+  int64_t n = N - 1;
+  for (; n > 0 && best[n - 1] < value; --n) best[n] = best[n - 1];
+  best[n] = value;
+}
+
+// The trees that the head has grown, as they would be of an average request, in place of the oldest; and what each level has brought.
+inline void keep_trees(const Experience& known, const Round& round) {
+  const int64_t K = known.K, N = known.N, C = round.C;
+  const double least = round.thresholds[K - 1];
+  for (int64_t l = 0; l < K - 1; ++l) known.brought[l] *= known.memory, known.grown_from[l] *= known.memory;
+  std::vector<double> best(N);
+  for (int64_t b = 0, s = -1; b < round.L; ++b) {
+    if (round.grown != nullptr && !round.grown[b]) continue;
+    while (++s < round.S && !round.drafting[s]) {
+    }
+    if (s == round.S) return;  // more trees than requests that draft
+    const int64_t at = b * C, tree = round.kinds[s] * known.R + known.num_seen[round.kinds[s]]++ % known.R;
+    const double shift = std::exp(-log_odds(known, *round.requests[b], kHead));
+    known.reached[tree] = round.depth;
+    std::fill(best.begin(), best.end(), 0.0);
+    if (round.text_cells != nullptr)
+      for (int64_t c = at; c < at + C; ++c)
+        if (round.text_cells[c] >= 0) insert(best.data(), N, round.paths[c]);
+    double before = 0;
+    for (int64_t c = 0, level = 0; level < K; ++level) {
+      double* usual = known.trees + (tree * K + level) * N;
+      float frontier = -INFINITY;
+      for (; c < C && round.depths[c] == level + 1; ++c) {
+        if (round.text_cells == nullptr || round.text_cells[at + c] < 0) insert(best.data(), N, round.paths[at + c]);
+        frontier = std::max(frontier, round.scores[at + c]);
       }
-      if (next < 0) break;
-      drawn[at + next] = 1;
-      surplus[b] += 1;
-      node = next;
+      double value = 0;
+      for (int64_t n = 0; n < N; ++n) value += std::max(best[n] - least, 0.0), usual[n] = shifted(best[n], shift);
+      if (level > 0 && level < round.depth) known.brought[level - 1] += value - before;
+      if (level + 1 < round.depth) known.grown_from[level] += std::max(std::exp(static_cast<double>(frontier)) - least, 0.0);
+      before = value;
     }
   }
+}
+
+inline void learn(const Experience& known, Round& round) {
+  if (!known.is_fixed && round.num_drafting > 0) keep_trees(known, round);
+  std::vector<Judged> of(round.L * kSources);
+  std::fill(round.by_source, round.by_source + 3, int64_t{0});
+  const int64_t* emitted = round.emitted;
+  for (int64_t b = 0; b < round.L; emitted += round.num_emitted[b++]) judge(known, round, b, emitted, &of[b * kSources]);
+  for (int source = 0; source < kSources; ++source) count(known, round, source, of);
 }

@@ -11,9 +11,9 @@
 
 #include "amx_attention.h"
 #include "attention.h"
-#include "choice.h"
 #include "draw.h"
 #include "linear.h"
+#include "outlook.h"
 #include "quantised.h"
 #include "round.h"
 
@@ -930,12 +930,14 @@ void Model<A>::next_frontier(const Growth& growth, int level, size_t all) {
   std::swap(frontier_, next_);
 }
 
+// `engine/tree.py:goes_on`.
 template <class A>
 bool Model<A>::goes_on(const Growth& growth, int level) const {
   double sum = 0;
   for (int64_t b = 0; b < growth.B; ++b) {
     const float* scores = frontier_.score.data() + b * growth.k;
-    sum += std::exp(static_cast<double>(*std::max_element(scores, scores + growth.k)));
+    const double best = std::exp(static_cast<double>(*std::max_element(scores, scores + growth.k)));
+    sum += std::max(best - growth.thresholds[growth.num_draft_steps - 1], 0.0);
   }
   return sum >= growth.thresholds[level];
 }
@@ -1193,46 +1195,11 @@ int64_t eyas_grow(Decoder* decoder, const int64_t* ints, void* const* p) {
   return decoder->grow(lines, static_cast<const int64_t*>(p[1]), static_cast<const int64_t*>(p[2]), p[3], growth);
 }
 
-// ints: B, C, D, S. pointers: scores, parents, depths, table, greedy, log_odds, then conditional, paths, cells.
-void eyas_calibrate(const int64_t* ints, double bins_per_unit, void* const* p) {
-  const Candidates tree{ints[0], ints[1], static_cast<const float*>(p[0]), static_cast<const int32_t*>(p[1]), static_cast<const int32_t*>(p[2])};
-  const Calibration known{static_cast<const double*>(p[3]), ints[2], ints[3], bins_per_unit, static_cast<const uint8_t*>(p[4]),
-                          static_cast<const double*>(p[5])};
-  calibrate(tree, known, static_cast<double*>(p[6]), static_cast<double*>(p[7]), static_cast<int64_t*>(p[8]));
-}
+// The policy's three operations of a round: see choice.h and outlook.h.
+void eyas_plan(const Experience* known, Round* round) { plan(*known, *round); }
 
-// ints: B, C, E, opinions. pointers: cells, parents, table, greedy, log_odds, conditional, then weighed and paths.
-void eyas_weigh_text(const int64_t* ints, double largest, void* const* p) {
-  const Candidates tree{ints[0], ints[1], nullptr, static_cast<const int32_t*>(p[1]), nullptr};
-  const TextCounts text{static_cast<const int32_t*>(p[0]), static_cast<const double*>(p[2]), ints[2], ints[3], static_cast<const uint8_t*>(p[3]),
-                        static_cast<const double*>(p[4]), largest};
-  weigh_text(tree, text, static_cast<const double*>(p[5]), static_cast<double*>(p[6]), static_cast<double*>(p[7]));
-}
+void eyas_choose(const Experience* known, Round* round) { choose(*known, *round); }
 
-// ints: B, C, limit, max_nodes, num_tokens. pointers: paths, ms_of_nodes, then kept, tokens and ms. Returns the number of nodes.
-int64_t eyas_choose(const int64_t* ints, double fixed_ms, double rate, void* const* p) {
-  const Candidates tree{ints[0], ints[1], nullptr, nullptr, nullptr};
-  const Budget budget{static_cast<const double*>(p[1]), ints[2], ints[3], ints[4], fixed_ms, rate};
-  return choose(tree, static_cast<const double*>(p[0]), budget, static_cast<uint8_t*>(p[2]), static_cast<double*>(p[3]),
-                static_cast<double*>(p[4]));
-}
-
-// ints: B, S, K, N, R, Q. pointers: usual, reached, kind, text, known, hoped, due, late, forwards, extends, steps, then drafting and
-// rate.
-int64_t eyas_who_drafts(const int64_t* ints, double known_factor, double hoped_factor, void* const* p) {
-  const auto doubles = [&](int n) { return static_cast<const double*>(p[n]); };
-  const auto integers = [&](int n) { return static_cast<const int64_t*>(p[n]); };
-  const Outlook outlook{ints[0], ints[1], ints[2], ints[3], ints[4], ints[5], doubles(0), integers(1), static_cast<const uint8_t*>(p[2]),
-                        doubles(3), doubles(4), doubles(5), integers(6), doubles(7), doubles(8), doubles(9), doubles(10), known_factor,
-                        hoped_factor};
-  return who_drafts(outlook, static_cast<uint8_t*>(p[11]), static_cast<double*>(p[12]));
-}
-
-// ints: B, C. pointers: tokens, parents, emitted, counts, conditional, then judged, drawn, surplus.
-void eyas_judge(const int64_t* ints, void* const* p) {
-  const Candidates tree{ints[0], ints[1], nullptr, static_cast<const int32_t*>(p[1]), nullptr};
-  judge(tree, static_cast<const int64_t*>(p[0]), static_cast<const int64_t*>(p[2]), static_cast<const int64_t*>(p[3]),
-        static_cast<const double*>(p[4]), static_cast<uint8_t*>(p[5]), static_cast<uint8_t*>(p[6]), static_cast<double*>(p[7]));
-}
+void eyas_learn(const Experience* known, Round* round) { learn(*known, *round); }
 }
 #pragma GCC visibility pop
