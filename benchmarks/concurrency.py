@@ -5,8 +5,8 @@ user would serve it.
     2 4 6 8 10] [--prompts 40] [--data FOLDER] [--output FOLDER] [--dtype packed] [--temperature 1]
     [--arms 'auto;head;fixed(4,1,5);llama.cpp'] [--llama-cpp BUILD]
 
-One server an arm in a process of its own, one engine thread each (on 2 cores the other one is for
-the event loop and the client): plain decoding, and of --arms: `auto` (head and text, as served by
+One server an arm in a process of its own, with as many engine threads as there are cores: plain
+decoding, and of --arms: `auto` (head and text, as served by
 default), `head` (the same without text), a fixed tree by its name, and `llama.cpp`, plain on the
 GGUF file as it is (its cmake build folder: --llama-cpp). The arms take turns block by block on the
 same prompts, so that a busy minute hits all alike. FOLDER (by default ../shared/data) has the
@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import random
 import subprocess
 import sys
@@ -143,7 +144,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 2, 4, 6, 8, 10])
     parser.add_argument("--prompts", type=int, default=40, help="of each task")
     parser.add_argument("--max-tokens", type=int, default=128)
-    parser.add_argument("--threads", type=int, default=1, help="of each engine")
+    parser.add_argument("--threads", type=int, default=os.cpu_count(), help="of each engine")
     parser.add_argument("--dtype", default="bfloat16", help="bfloat16, float32 or packed")
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument(

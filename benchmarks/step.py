@@ -30,7 +30,7 @@ from eyas.model.library import library
 from eyas.model.native import NativeTarget
 from eyas.model.native_draft import NativeDraft
 from eyas.model.quantised import in_eight_bits
-from eyas.model.rows import PagedCache, Rows, prompt_rows, rows_of, slots_of
+from eyas.model.rows import PagedCache, Roots, Rows, prompt_rows, rows_of, slots_of
 from eyas.model.target import DTYPES
 
 # hidden, intermediate, layers, query heads, key heads, head dimension, vocabulary, draft vocabulary
@@ -220,6 +220,7 @@ def main() -> None:
     one = tree(1, args.context, page_table, first_column=1)
     report("draft step M=1", lambda: draft.step(one, h[:1], draft_cache))
     report("draft proposals R=1 k=3", lambda: draft.proposals(h[:1], 3))
+    roots = Roots([args.context], [args.context], [], page_table)
     for K, k in ((6, 1), (6, 3), (6, 8)):
         first = draft.proposals(h[:1], k)
         grow = functools.partial(

@@ -59,9 +59,8 @@ class ServeConfig(BaseModel):
     else that of the folder. host: address to listen on. port: 0 takes a free one. vertex: routes of
     Vertex AI, from its environment.
 
-    threads: of the engine on a CPU; by default torch's own choice, all cores. On few cores a small
-    model is served faster with one thread less: threads that wait for each other at every operator
-    are held up by the event loop and the clients.
+    threads: of the engine on a CPU; by default torch's own choice, all cores, which was faster than
+    one thread less on two cores too.
     """
 
     model_config = ConfigDict(extra="forbid")
