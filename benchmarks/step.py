@@ -225,10 +225,9 @@ def main() -> None:
         first = draft.proposals(h[:1], k)
         grow = functools.partial(
             draft.propose,
-            [args.context],
+            roots,
             h[:1],
             first,
-            page_table,
             draft_cache,
             (K, k),
             [0.0] * K,
