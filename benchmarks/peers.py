@@ -60,6 +60,7 @@ from eyas.model.forms import EMBEDDINGS_BESIDE, Verifier, form_faults, write_hea
 from eyas.model.weights import read_tensors
 
 WORKERS = Path(__file__).parent / "peers"
+SGLANG_ON_A_CPU = {"PYTHONPATH": str(WORKERS / "sglang_cpu"), "SGLANG_USE_CPU_ENGINE": "1"}
 SECTIONS = ("plain-shape", "plain", "rounds-shape", "head", "prompts", "together", "agreement")
 SHAPE_PROMPT, SHAPE_TOKENS, SHAPE_DRAFT_VOCABULARY = 64, 128, 8000
 FEW_PROMPTS = 10
@@ -174,6 +175,8 @@ class Worker:
             "HF_HUB_OFFLINE": "1",
             "TOKENIZERS_PARALLELISM": "false",
         }
+        if peer == "sglang":
+            environment |= SGLANG_ON_A_CPU
         openmp = Path(python).parent.parent / "lib" / "libiomp5.so"
         # as its manual asks, and it is faster
         if peer == "vllm" and "LD_PRELOAD" not in environment and openmp.exists():

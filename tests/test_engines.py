@@ -88,6 +88,17 @@ def test_a_wrong_export_differs_in_one_key(exported, fault):
     }[fault]
 
 
+def test_a_wrong_sglang_head_has_its_layers_where_sglang_reads_them(tmp_path):
+    config, tensors = tiny_head(tiny_target(tmp_path / "target"), norm_output=True)
+    right = write_folder(write_head(config, tensors, "sglang", Verifier()), tmp_path / "head")
+    folders = {"head_sglang": str(right)}
+    ids = json.loads((right / "config.json").read_text())["eagle_config"][engines.LAYER_IDS]
+    place = engines.spoiled(folders, "layers one early", "head_sglang")["head_sglang"]
+    wrong = json.loads((Path(place) / "config.json").read_text())
+    assert wrong["eagle_config"][engines.LAYER_IDS] == [layer - 1 for layer in ids]
+    assert engines.LAYER_IDS not in wrong
+
+
 def test_layers_are_written_into_what_openvino_converted(tmp_path):
     """The second command of the card, on the part of a converted head that it changes."""
     command = Launch("m", 3, 1, 4, taps=(1, 14, 26)).command("openvino")

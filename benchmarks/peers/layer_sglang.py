@@ -4,11 +4,10 @@ Python.
     python layer_sglang.py HEAD INPUTS    # folder; safetensors: embeddings [T, H], aux_hidden
                                           # [T, 3 Ht], hidden [T, H], logits [T, W]
 
-torchvision and sgl_kernel, which a CPU install does not have, are stubs: nothing of theirs is
-called. Its attention kernel refuses EAGLE on a CPU without AMX, so a causal attention of torch's
-stands in its place, behind SGLang's own projections and rotary embedding. Loading starts from NaN:
-what its loader skips shows. Prints one JSON: names that were not loaded; of the fed-back states
-and the logits the greatest difference from those given, as a share of the greatest value.
+With sglang_cpu/ on the path, for what a CPU install does not have. A causal attention of torch's
+stands in its kernel's place, behind SGLang's own projections and rotary embedding. Loading starts
+from NaN: what its loader skips shows. Prints one JSON: names that were not loaded; of the fed-back
+states and the logits the greatest difference from those given, as a share of the greatest value.
 """
 
 from __future__ import annotations
@@ -25,74 +24,6 @@ from typing import Any
 
 import safetensors.torch
 import torch
-
-STUBS = (
-    "compressed_tensors",
-    "interegular",
-    "llguidance",
-    "openai",
-    "openai_harmony",
-    "outlines",
-    "partial_json_parser",
-    "sentencepiece",
-    "setproctitle",
-    "sgl_kernel",
-    "torchvision",
-    "tvm_ffi",
-    "vllm",
-    "xgrammar",
-)
-
-
-def any_schema() -> Any:
-    """pydantic's, for a field of a type that is a stub."""
-    return importlib.import_module("pydantic_core.core_schema").any_schema()
-
-
-class StubBase:
-    """What stands for a class of a stub among the bases of another."""
-
-    def __init_subclass__(cls, **_: Any) -> None:
-        """Takes any keyword, as TypedDict does."""
-
-    @classmethod
-    def __get_pydantic_core_schema__(cls, *_: Any) -> Any:
-        return any_schema()
-
-
-class Stub(types.ModuleType):
-    """A module that has every name, each again such a module; as a decorator it changes nothing."""
-
-    __path__ = ()
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return Stub(f"{self.__name__}.{name}")
-
-    def __call__(self, *args: Any, **_: Any) -> Any:
-        return args[0] if len(args) == 1 and callable(args[0]) else self
-
-    def __get_pydantic_core_schema__(self, *_: Any) -> Any:
-        return any_schema()
-
-    def __mro_entries__(self, _: Any) -> tuple[type, ...]:
-        return (StubBase,)
-
-
-class Stubs(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Finds the modules that are not here."""
-
-    def find_spec(self, name: str, *_: Any) -> importlib.machinery.ModuleSpec | None:
-        if name.split(".")[0] not in STUBS:
-            return None
-        return importlib.machinery.ModuleSpec(name, self, is_package=True)
-
-    def create_module(self, spec: importlib.machinery.ModuleSpec) -> types.ModuleType:
-        return Stub(spec.name)
-
-    def exec_module(self, module: types.ModuleType) -> None:
-        module.__version__ = "0.0.0"  # type: ignore[attr-defined]
 
 
 class CausalAttention(torch.nn.Module):
@@ -170,5 +101,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    sys.meta_path.append(Stubs())  # last: for what is not installed
     main()
