@@ -21,7 +21,7 @@ from eyas.engine.costs import (
     monotone,
 )
 
-IDENTITY = CostIdentity("target", "head", "bfloat16", "cpu of a kind", 2, "2.13.0", True)
+IDENTITY = CostIdentity("target", "head", "bfloat16", "cpu of a kind", 2, "2.13.0", "decoder-1")
 
 
 class FalseClock:
@@ -165,7 +165,7 @@ def test_a_folder_that_cannot_be_written_is_no_error(cache):
 
 
 def test_every_field_of_the_identity_counts():
-    others = ["a", "b", "float32", "gpu", 4, "2.14.0", False]
+    others = ["a", "b", "float32", "gpu", 4, "2.14.0", "decoder-2"]
     names = list(CostIdentity.__dataclass_fields__)
     changed = [
         CostIdentity(**{name: getattr(IDENTITY, name) for name in names} | {names[i]: others[i]})

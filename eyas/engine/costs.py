@@ -31,7 +31,7 @@ import torch
 from eyas.artifact import cache_folder
 from eyas.engine.draft import Draft
 from eyas.engine.tree import Speculation
-from eyas.model.library import one_torch_thread
+from eyas.model.library import build, one_torch_thread
 from eyas.model.rows import FeatureCache, PagedCache, Roots, RowArrays, rows_of, slots_of
 from eyas.model.target import Target
 
@@ -208,7 +208,7 @@ class Correction:
 @dataclass(frozen=True, slots=True)
 class CostIdentity:
     """All that the costs depend on. target: its fingerprint; head: its shape; device: its name in
-    the system.
+    the system; native: the library's build, "" without one.
     """
 
     target: str
@@ -217,7 +217,7 @@ class CostIdentity:
     device: str
     threads: int
     torch_version: str
-    native: bool
+    native: str
 
     @property
     def key(self) -> str:
@@ -313,7 +313,7 @@ def round_costs(work: RoundWork) -> CostTable:
         device=device_name(target.device),
         threads=torch.get_num_threads(),
         torch_version=torch.__version__,
-        native=target.is_native,
+        native=build() if target.is_native else "",
     )
     with torch.inference_mode(), one_torch_thread(target.is_native):
         return kept_or_measured(

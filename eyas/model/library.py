@@ -56,6 +56,12 @@ def library() -> ctypes.CDLL:
     return lib
 
 
+def build() -> str:
+    """Names the library: of these sources, this compiler and this processor; "" if there is none."""
+    lib, _ = _loaded()
+    return "" if lib is None else Path(lib._name).stem
+
+
 @functools.cache
 def _loaded() -> tuple[ctypes.CDLL | None, str | None]:
     missing = sorted(set(NEEDED) - set(_cpu().split()))
