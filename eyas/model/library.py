@@ -57,7 +57,7 @@ def library() -> ctypes.CDLL:
 
 
 def build() -> str:
-    """Names the library: of these sources, this compiler and this processor; "" if there is none."""
+    """Names the build of the library: its sources, compiler and processor; "" if there is none."""
     lib, _ = _loaded()
     return "" if lib is None else Path(lib._name).stem
 
