@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from eyas.engine.costs import CostTable, Curve
 from eyas.engine.draft import Draft
 from eyas.engine.engine import Engine, EngineConfig
 from eyas.engine.request import Request, Result
@@ -34,6 +35,7 @@ from tests.tiny_engine import (
 )
 
 ROUNDS = 4  # drafted before the head fails
+CHEAP_DRAFTS = CostTable(*[Curve([1, 64], [10.0, 11.0])] * 2, *[Curve([1, 64], [0.1, 0.2])] * 3)
 
 
 folder, target = tiny_engine.folder, tiny_engine.target
@@ -159,7 +161,10 @@ def overflowing(target: Target) -> Draft:
 
 
 @pytest.mark.parametrize(("params", "speculation"), [({}, "auto"), ({"temperature": 1.0}, "fixed")])
-def test_a_head_that_overflows(target: Target, params: dict[str, Any], speculation: str) -> None:
+def test_a_head_that_overflows(
+    target: Target, params: dict[str, Any], speculation: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("eyas.engine.engine.round_costs", lambda work: CHEAP_DRAFTS)
     sizes = EngineConfig(max_batch=3, max_length=120, speculation=speculation)
     running = Engine(target, overflowing(target), sizes)
     asked = requests(4, ignore_eos=True, **{"max_tokens": 40, **params})

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from numpy.testing import assert_allclose
 
 from eyas.engine.acceptance import HEAD, TEXT, RequestAcceptance
 from eyas.engine.costs import CostTable, Curve
@@ -103,15 +104,17 @@ def one_round(
         side.steps.choose(plan, proposals, [side.requests[s] for s in lines])
         for side, plan in zip(sides, plans, strict=True)
     ]
-    assert np.array_equal(*kept)
+    # two products of the same factors differ in the last bit, and either may be taken
+    paths, (by_plain, by_fast) = plain.calibration.paths, kept
+    assert_allclose(np.sort(paths[by_plain & ~by_fast]), np.sort(paths[by_fast & ~by_plain]), 1e-12)
     assert (plain.num_nodes, plain.depth) == (fast.num_nodes, fast.depth)
     assert fast.expected_tokens == pytest.approx(plain.expected_tokens)
     assert fast.predicted_ms == pytest.approx(plain.predicted_ms)
     assert np.array_equal(plain.calibration.cells, fast.calibration.cells)
     for name in ("conditional", "weighed", "paths"):
         found, expected = getattr(fast.calibration, name), getattr(plain.calibration, name)
-        np.testing.assert_allclose(found, expected, rtol=1e-9)
-    paths, parents = plain.calibration.paths, proposals.parents
+        assert_allclose(found, expected, rtol=1e-9)
+    parents = proposals.parents
     assert (paths[parents == PAD] == 0).all()
     above = np.where(parents < 0, 1.0, np.take_along_axis(paths, np.maximum(parents, 0), 1))
     assert (paths <= above).all()
@@ -119,7 +122,7 @@ def one_round(
     by_source = [side.steps.learn(plan, emitted) for side, plan in zip(sides, plans, strict=True)]
     assert by_source[0] == by_source[1]
     for expected, found in zip(*(side.learned() for side in sides), strict=True):
-        np.testing.assert_allclose(found, expected, rtol=1e-7, atol=1e-12)
+        assert_allclose(found, expected, rtol=1e-7, atol=1e-12)
     assert np.array_equal(*(side.steps.trees.reached_QR for side in sides))
 
 
