@@ -90,7 +90,7 @@ def _table(rows: Sequence[int], **ms: Sequence[float]) -> CostTable:
 
 
 ROWS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128)
-# SmolLM2 in bf16 and its packaged head, as the engine measured them at a start on a quiet machine
+# SmolLM2 in bf16 and its packaged head, as the engine measured them at starts on quiet machines
 ZEN = _table(
     ROWS,
     target=(5.66, 5.66, 6.02, 6.03, 6.88, 8.25, 11.3, 14.6, 20.4, 27.0, 38.8, 51.8),
@@ -99,7 +99,7 @@ ZEN = _table(
     extend=(0.332, 0.332, 0.332, 0.435, 0.454, 0.54, 0.893, 1.1, 1.39, 1.66, 2.12, 2.72),
     enter=(0.096, 0.098, 0.11, 0.131, 0.141, 0.218, 0.335, 0.346, 0.439, 0.581, 0.707, 0.894),
 )
-# the target as measured there without tiles (rows 1, 4, 8, 16, 32); the draft's part of it as above
+# the target as measured on a Xeon without tiles (rows 1, 4, 8, 16, 32); the draft's part of it as above
 XEON_ROWS = (1, 4, 8, 16, 32, 64)
 XEON_MS = (13.0, 18.4, 24.1, 41.0, 83.0, 166.0)
 XEON = _table(
@@ -110,8 +110,17 @@ XEON = _table(
     extend=tuple(0.059 * ms for ms in XEON_MS),
     enter=tuple(0.017 * ms for ms in XEON_MS),
 )
+TILES = _table(
+    ROWS,
+    target=(8.8, 8.8, 8.8, 9.09, 9.27, 10.3, 11.2, 12.3, 18.2, 18.2, 23.4, 29.9),
+    decode=(8.91, 8.97, 9.48, 10.8, 12.1, 13.7, 17.3, 21.1, 30.7, 33.7, 50.4, 64.4),
+    step=(0.21, 0.21, 0.21, 0.29, 0.38, 0.41, 0.73, 0.89, 1.25, 1.56, 2.24, 3.06),
+    extend=(0.49, 0.49, 0.6, 0.6, 0.68, 0.93, 1.43, 1.71, 2.22, 2.56, 3.22, 3.82),
+    enter=(0.1, 0.1, 0.11, 0.17, 0.18, 0.21, 0.35, 0.45, 0.58, 0.68, 0.93, 1.09),
+)
 MACHINES = {
     "2 cores of Zen 5": Machine(ZEN, 0.2, 0.15),
+    "2 cores of a Xeon with tiles": Machine(TILES, 0.2, 0.15),
     "2 cores of a Xeon without tiles": Machine(XEON, 0.2, 0.15),
 }
 
