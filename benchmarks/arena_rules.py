@@ -99,7 +99,7 @@ ZEN = _table(
     extend=(0.332, 0.332, 0.332, 0.435, 0.454, 0.54, 0.893, 1.1, 1.39, 1.66, 2.12, 2.72),
     enter=(0.096, 0.098, 0.11, 0.131, 0.141, 0.218, 0.335, 0.346, 0.439, 0.581, 0.707, 0.894),
 )
-# the target as measured on a Xeon without tiles (rows 1, 4, 8, 16, 32); the draft's part of it as above
+# the target as measured on a Xeon without tiles (rows 1, 4, 8, 16, 32); the draft as above
 XEON_ROWS = (1, 4, 8, 16, 32, 64)
 XEON_MS = (13.0, 18.4, 24.1, 41.0, 83.0, 166.0)
 XEON = _table(
