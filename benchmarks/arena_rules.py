@@ -17,6 +17,7 @@ import numpy as np
 
 from eyas.engine.acceptance import RequestAcceptance, levels
 from eyas.engine.costs import AT_ONCE, CostTable, Curve
+from eyas.engine.outlook import of_best_path
 from eyas.engine.policy import Policy
 from eyas.engine.steps import RoundPlan
 from eyas.engine.tree import Speculation, goes_on, most_probable
@@ -273,6 +274,9 @@ class OneBudget(Plain):
                     break
 
 
+_NEVER = np.float32(-40)  # log-probability
+
+
 class Ours(Plain):
     """The engine's own policy."""
 
@@ -291,21 +295,24 @@ class Ours(Plain):
             return turn
         drafting = np.flatnonzero(plan.drafting)
         bounds, depth = levels(proposals.depths), 1
-        scores = proposals.scores[drafting]
+        scores, tokens = proposals.scores[drafting], proposals.tokens[drafting]
+        if plan.width < self._width:  # what would not have been drafted is neither chosen nor drawn
+            there = of_best_path(proposals.parents[drafting], scores, proposals.depths)
+            scores, tokens = np.where(there, scores, _NEVER), np.where(there, tokens, -1)
         while depth < len(bounds) and goes_on(
             scores[:, bounds[depth - 1]], plan.thresholds, depth - 1
         ):
             depth += 1
         end = bounds[depth - 1].stop
         drafted = Proposals(
-            proposals.tokens[drafting, :end],
+            tokens[:, :end],
             scores[:, :end],
             proposals.parents[drafting, :end],
             proposals.depths[:end],
         )
         kept = self._policy.choose(plan, drafted, [under[line].acceptance for line in drafting])
         turn.kept[drafting, :end] = kept
-        return Turn(plan.drafting.copy(), turn.kept, depth, self._width)
+        return Turn(plan.drafting.copy(), turn.kept, depth, plan.width)
 
     def learn(self, emitted: Sequence[Sequence[int]], ms: float) -> None:
         assert self._plan is not None

@@ -229,7 +229,7 @@ def main() -> None:
             h[:1],
             first,
             draft_cache,
-            (K, k),
+            (K, k, k),
             [0.0] * K,
         )
         report(f"draft propose K={K} k={k}", grow)

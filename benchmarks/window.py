@@ -102,7 +102,7 @@ def growth_ms(draft: Draft, context: int) -> float:
     fastest = math.inf
     for _ in range(60):
         begin = time.perf_counter()
-        draft.grow(roots, cache, features, tree, [0.0] * tree.num_draft_steps)
+        draft.grow(roots, cache, features, tree, tree.tree_topk, [0.0] * tree.num_draft_steps)
         fastest = min(fastest, time.perf_counter() - begin)
     return round(1e3 * fastest, 3)
 

@@ -110,12 +110,25 @@ def drafts() -> None:
             rows = chunk(TOKENS[1:], 1, first_column=1)
             h = draft.extend(rows, features(dtype)[:-1], cache)
             draft.enter(rows, features(dtype)[:-1], cache)
-            for K, k in ((1, 1), (9, 8), (5, 16), (16, 4), (2, 16)):
+            for K, k, width in (
+                (1, 1, 1),
+                (9, 8, 8),
+                (5, 16, 16),
+                (16, 4, 4),
+                (2, 16, 16),
+                (16, 16, 1),
+                (16, 5, 4),
+            ):
                 first = draft.proposals(h[-1:], k)
                 draft.propose(
-                    Roots([20], [20], [], STRAIGHT), h[-1:], first, cache, (K, k), [0.0] * K
+                    Roots([20], [20], [], STRAIGHT),
+                    h[-1:],
+                    first,
+                    cache,
+                    (K, k, width),
+                    [0.0] * K,
                 )
-        native_tests.test_growing_from_features_is_extending_and_proposing(dtype, (4, 3))
+        native_tests.test_growing_from_features_is_extending_and_proposing(dtype, (4, 3, 1))
 
 
 def ids() -> None:

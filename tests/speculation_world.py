@@ -8,7 +8,7 @@ Time is computed, never measured. The draft's own probability is wrong (the targ
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache
 
 import numpy as np
 
@@ -79,22 +79,27 @@ class World:
     noise: float = 0.05
     pauses: float = 0.0
 
-    @cached_property
+    @property
     def trees(self) -> Proposals:
+        return self.trees_of(TOPK)
+
+    @cache  # noqa: B019 (few worlds, each as long as its test)
+    def trees_of(self, width: int) -> Proposals:
         """Drafted to the full depth: a shallower draft is a prefix of it."""
         rng, T, k = np.random.default_rng(self.seed), self.num_trees, TOPK
-        parents, frontier = [np.full((T, k), -1)], np.tile(np.arange(k), (T, 1))
+        parents, frontier = [np.full((T, k), -1)], np.tile(np.arange(width), (T, 1))
         conditional = [self._fresh(rng, (T, 1)).reshape(T, k)]
-        path = conditional[0]
+        path = conditional[0][:, :width]
         for level in range(K - 1):
-            new = self._fresh(rng, (T, k)).reshape(T, k * k)
+            new = self._fresh(rng, (T, width)).reshape(T, width * k)
             parents.append(np.repeat(frontier, k, axis=1))
             path = np.repeat(path, k, axis=1) * new
-            best = np.sort(np.argsort(-path, axis=1, kind="stable")[:, :k], axis=1)
-            path, frontier = np.take_along_axis(path, best, 1), best + k + level * k * k
+            best = np.sort(np.argsort(-path, axis=1, kind="stable")[:, :width], axis=1)
+            path, frontier = np.take_along_axis(path, best, 1), best + k + level * width * k
             conditional.append(new)
         depths = np.array(
-            [1] * k + [2 + level for level in range(K - 1) for _ in range(k * k)], dtype=np.int32
+            [1] * k + [2 + level for level in range(K - 1) for _ in range(width * k)],
+            dtype=np.int32,
         )
         parents_TC, given = (
             np.concatenate(parents, 1).astype(np.int32),
@@ -111,10 +116,14 @@ class World:
         third = np.minimum((1 - first - second) * rng.uniform(0.2, 0.7, shape), second)
         return np.sort(np.maximum(np.stack((first, second, third), -1), 1e-4), axis=-1)[..., ::-1]
 
-    @cached_property
+    @property
     def paths(self) -> list[list[int]]:
+        return self.paths_of(TOPK)
+
+    @cache  # noqa: B019
+    def paths_of(self, width: int) -> list[list[int]]:
         """What the target draws down each whole tree: candidates, while it was proposed."""
-        rng, trees = np.random.default_rng(self.seed + 1), self.trees
+        rng, trees = np.random.default_rng(self.seed + 1), self.trees_of(width)
         above = np.take_along_axis(trees.scores, np.maximum(trees.parents, 0).astype(np.int64), 1)
         given = np.exp(np.where(trees.parents < 0, trees.scores, trees.scores - above))
         follow = self.share * given**self.power
@@ -166,9 +175,9 @@ class World:
         tokens_B, total_ms, policy = played([self], B, num_rounds, errors)
         return sum(tokens_B) / total_ms, policy
 
-    def emit(self, tree: int, kept: np.ndarray) -> list[int]:
+    def emit(self, tree: int, kept: np.ndarray, width: int = TOPK) -> list[int]:
         emitted: list[int] = []
-        for node in self.paths[tree]:
+        for node in self.paths_of(width)[tree]:
             emitted.append(node)
             if node >= len(kept) or not kept[node]:
                 return emitted
@@ -198,15 +207,15 @@ def played(
         ms = machine.target(B)
         if drafting:
             own = [worlds[b % len(worlds)] for b in drafting]
-            proposals = propose(own, picked, round_.thresholds)
+            proposals = propose(own, picked, round_.thresholds, round_.width)
             kept = policy.choose(round_, proposals, [requests[b] for b in drafting])
             emitted = [
-                world.emit(tree, row)
+                world.emit(tree, row, round_.width)
                 for world, tree, row in zip(own, picked.tolist(), kept, strict=True)
             ]
             depth = int(proposals.depths[-1])
             ms = machine.target(B + int(kept.sum())) + machine.tree_overhead
-            ms += (depth - 1) * machine.draft(len(drafting) * TOPK)
+            ms += (depth - 1) * machine.draft(len(drafting) * round_.width)
             ms += machine.draft(sum(pending[b] for b in drafting))
         ms = (ms + machine.overhead) * float(np.exp(rng.normal(0, first.noise)))
         if first.pauses and rng.uniform() < first.pauses:
@@ -226,14 +235,16 @@ def played(
     return tokens_B, total_ms, policy
 
 
-def propose(own: list[World], picked: np.ndarray, thresholds: list[float]) -> Proposals:
+def propose(
+    own: list[World], picked: np.ndarray, thresholds: list[float], width: int = TOPK
+) -> Proposals:
     """The tree of each request in its world, as deep as the thresholds let them together."""
-    depths = own[0].trees.depths
+    depths = own[0].trees_of(width).depths
     bounds = levels(depths)
     tokens, scores, parents = (
         np.stack(
             [
-                getattr(world.trees, name)[tree]
+                getattr(world.trees_of(width), name)[tree]
                 for world, tree in zip(own, picked.tolist(), strict=True)
             ]
         )

@@ -690,12 +690,12 @@ def grown_plainly(
     first: tuple[Tensor, Tensor],
     page_table: np.ndarray,
     cache: PagedCache,
-    growth: tuple[int, int],
+    growth: tuple[int, int, int],
     thresholds: list[float],
     draws: list[DrawState | None],
 ) -> Proposals:
     """The same growth as lists, one node's forward at a time."""
-    K, k = growth
+    K, k, width = growth
     B = len(lens)
     tokens, scores = (
         first[0].tolist(),
@@ -703,7 +703,7 @@ def grown_plainly(
     )
     parents, depths = [[-1] * k for _ in range(B)], [1] * k
     # candidate, seen, the parent's state
-    frontiers = [[(j, 1 << j, h_BH[b : b + 1]) for j in range(k)] for b in range(B)]
+    frontiers = [[(j, 1 << j, h_BH[b : b + 1]) for j in range(width)] for b in range(B)]
     for level in range(K - 1):
         if (
             sum(
@@ -716,11 +716,11 @@ def grown_plainly(
             < thresholds[level]
         ):
             break
-        depths += [level + 2] * (k * k)
+        depths += [level + 2] * (width * k)
         for b in range(B):
             start, children = len(tokens[b]), []
             for j, (node, seen, h) in enumerate(frontiers[b]):
-                column = lens[b] + 1 + level * k + j
+                column = lens[b] + 1 + level * width + j
                 slot = page_table[b, column // PAGE_SIZE] * PAGE_SIZE + column % PAGE_SIZE
                 fields = (tokens[b][node], b, lens[b] + level, slot, lens[b] + 1, seen)
                 arrays = [np.array([value], dtype=np.int64) for value in fields]
@@ -732,9 +732,9 @@ def grown_plainly(
                     scores[b].append(scores[b][node] + np.float32(log_probs[0, i]))
                     parents[b].append(node)
             order = sorted(
-                range(k * k), key=lambda i, b=b, start=start: (-scores[b][start + i], i)
-            )[:k]
-            bits = [1 << ((level + 1) * k + place) for place in range(k)]
+                range(width * k), key=lambda i, b=b, start=start: (-scores[b][start + i], i)
+            )[:width]
+            bits = [1 << ((level + 1) * width + place) for place in range(width)]
             best = zip(sorted(order), bits, strict=True)
             frontiers[b] = [(start + i, children[i][0] | bit, children[i][1]) for i, bit in best]
     return Proposals(
@@ -745,12 +745,21 @@ def grown_plainly(
 @needs_native
 @pytest.mark.parametrize("dtype", DRAFT_DTYPES)
 @pytest.mark.parametrize(
-    ("growth", "least"), [((4, 3), 0.0), ((6, 1), 0.0), ((3, 6), 0.0), ((1, 4), 0.0), ((5, 2), 0.4)]
+    ("growth", "least"),
+    [
+        ((4, 3, 3), 0.0),
+        ((6, 1, 1), 0.0),
+        ((3, 6, 6), 0.0),
+        ((1, 4, 4), 0.0),
+        ((5, 2, 2), 0.4),
+        ((6, 3, 1), 0.0),
+        ((4, 5, 2), 0.0),
+    ],
 )
 @pytest.mark.parametrize("flags", [(), ("norm_output",), ("sliding_window",)], ids=" ".join)
 @pytest.mark.parametrize("drawn", [False, True])
 def test_propose_is_the_plain_growth_to_the_bit(
-    dtype: str, growth: tuple[int, int], least: float, flags: tuple[str, ...], drawn: bool
+    dtype: str, growth: tuple[int, int, int], least: float, flags: tuple[str, ...], drawn: bool
 ):
     draft, cache, aux = draft_of(flags, dtype, 2), draft_cache(dtype), features(dtype)
     page_table, lens = SHUFFLED.reshape(2, -1), [7, 12]
@@ -793,7 +802,7 @@ def test_what_is_behind_a_window_is_not_read(dtype: str):
             cache.data[:, : n - WINDOW + 1] = math.nan
             pages[:, : (n - WINDOW + 1) // PAGE_SIZE] = -1
         first, thresholds = draft.proposals(h, 2), [0.0] * 5
-        found = draft.propose(Roots([n], [n], [], pages), h, first, cache, (5, 2), thresholds)
+        found = draft.propose(Roots([n], [n], [], pages), h, first, cache, (5, 2, 2), thresholds)
         step = prompt_rows([[TOKENS[n]]], [n], pages, PAGE_SIZE, "cpu", 1)
         results.append((found, draft.extend(step, aux[n - 1 : n], cache)))
     (found, own), (expected, whole) = results
@@ -810,7 +819,7 @@ def test_proposing_where_no_page_is():
     lens = [PAGES * PAGE_SIZE - 1]
     roots = Roots(lens, lens, [], STRAIGHT)
     with pytest.raises(IndexError, match="page"):
-        draft.propose(roots, torch.ones(1, 32), first, cache, (3, 2), [0.0] * 3)
+        draft.propose(roots, torch.ones(1, 32), first, cache, (3, 2, 2), [0.0] * 3)
 
 
 # A round in two calls
@@ -818,8 +827,8 @@ def test_proposing_where_no_page_is():
 
 @needs_native
 @pytest.mark.parametrize("dtype", DRAFT_DTYPES)
-@pytest.mark.parametrize("growth", [(4, 3), (5, 1)])
-def test_growing_from_features_is_extending_and_proposing(dtype: str, growth: tuple[int, int]):
+@pytest.mark.parametrize("growth", [(4, 3, 3), (5, 1, 1), (5, 3, 1)])
+def test_growing_from_features_is_extending_and_proposing(dtype: str, growth: tuple[int, int, int]):
     """Two requests, 3 and 1 entries behind, whose features lie in pages."""
     draft, aux, page_table = draft_of((), dtype), features(dtype), SHUFFLED.reshape(2, -1)
     kept, caches = (

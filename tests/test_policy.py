@@ -64,9 +64,9 @@ def one_round(
     policy: Policy, world: World, picked: list[int], round_: RoundPlan
 ) -> tuple[np.ndarray, list[list[int]]]:
     """Draft the picked trees of a world, choose, and observe 1 ms."""
-    proposals = propose([world] * len(picked), np.array(picked), round_.thresholds)
+    proposals = propose([world] * len(picked), np.array(picked), round_.thresholds, round_.width)
     kept = policy.choose(round_, proposals, new(len(picked)))
-    emitted = [world.emit(tree, row) for tree, row in zip(picked, kept, strict=True)]
+    emitted = [world.emit(tree, row, round_.width) for tree, row in zip(picked, kept, strict=True)]
     policy.observe(round_, emitted, 1.0)
     return kept, emitted
 
@@ -113,7 +113,7 @@ def test_auto_keeps_connected_trees_within_the_limit():
         picked = [start + int(b) for b in np.flatnonzero(round_.drafting)]
         kept, _ = one_round(policy, world, picked, round_)
         assert kept.sum(1).max() <= 7
-        parents = world.trees.parents[picked, : kept.shape[1]]
+        parents = world.trees_of(round_.width).parents[picked, : kept.shape[1]]
         above = np.take_along_axis(kept, np.maximum(parents, 0).astype(np.int64), 1) | (parents < 0)
         assert (kept <= above).all()
     assert policy.metrics()["tree_rounds"] > 10
@@ -264,11 +264,12 @@ def test_a_world_that_changes_is_followed():
         if count:
             picked = np.arange(at, at + count) % world.num_trees
             at += count
-            proposals = propose([world] * count, picked, round_.thresholds)
+            proposals = propose([world] * count, picked, round_.thresholds, round_.width)
             own = [one for one, drafts in zip(requests[B], round_.drafting, strict=True) if drafts]
             kept = policy.choose(round_, proposals, own)
             emitted = [
-                world.emit(tree, row) for tree, row in zip(picked.tolist(), kept, strict=True)
+                world.emit(tree, row, round_.width)
+                for tree, row in zip(picked.tolist(), kept, strict=True)
             ]
             ms = world.machine.target(B + int(kept.sum())) + world.machine.draft(2 * count)
             ms += (int(proposals.depths[-1]) - 1) * world.machine.draft(count * TOPK)

@@ -54,7 +54,7 @@ class Side:
         """All that rounds have taught."""
         counts, trees = self.steps.acceptance, self.steps.trees
         own = [[*one.information, *one.pull] for one in self.requests]
-        arrays = [*counts.judged, *counts.drawn, counts.variance, trees.paths_QRKN]
+        arrays = [*counts.judged, *counts.drawn, counts.variance, trees.paths_WQRKN]
         return [*arrays, trees.brought, trees.grown_from, np.array(own)]
 
 
@@ -81,10 +81,11 @@ def one_round(
         if is_auto:
             side.steps.plan(plan, side.requests, chains, factors, has_head)
         else:
-            plan.drafting[:], plan.thresholds = True, [0.0] * K
+            plan.drafting[:], plan.width, plan.thresholds = True, k, [0.0] * K
     plain, fast = plans
     assert plain.drafting.tolist() == fast.drafting.tolist()
     assert plain.kinds.tolist() == fast.kinds.tolist()
+    assert plain.width == fast.width
     assert fast.rate == pytest.approx(plain.rate)
     assert fast.thresholds == pytest.approx(plain.thresholds)
     growing = np.flatnonzero(plain.drafting).tolist()
@@ -123,7 +124,7 @@ def one_round(
     assert by_source[0] == by_source[1]
     for expected, found in zip(*(side.learned() for side in sides), strict=True):
         assert_allclose(found, expected, rtol=1e-7, atol=1e-12)
-    assert np.array_equal(*(side.steps.trees.reached_QR for side in sides))
+    assert np.array_equal(*(side.steps.trees.reached_WQR for side in sides))
 
 
 @needs_native
@@ -161,7 +162,7 @@ def test_arrays_that_are_parts_of_larger_ones_are_read_whole():
     kept = []
     for steps in (Steps, NativeSteps):
         side = Side(steps(Speculation("fixed", K, 2, MOST), costs), [True, True])
-        plan = RoundPlan(np.ones(2, dtype=np.int64), 2, np.ones(2, dtype=bool))
+        plan = RoundPlan(np.ones(2, dtype=np.int64), 2, np.ones(2, dtype=bool), width=2)
         kept.append(side.steps.choose(plan, part, side.requests))
         side.steps.learn(plan, [[1, 2], [3]])
         assert side.requests[0].information[HEAD] > 0

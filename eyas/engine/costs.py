@@ -415,7 +415,7 @@ class RoundWork:
         lens = [min(self._length, self._num_slots - NUM_LEVELS * k - 2)] * B
         tables, tree = np.repeat(self._table, B, axis=0), Speculation("fixed", 1 + NUM_LEVELS, k)
         roots = Roots(lens, lens, [], tables)
-        self.draft.propose(roots, h, first, self._drafts[0], tree, [0.0] * (1 + NUM_LEVELS))
+        self.draft.propose(roots, h, first, self._drafts[0], tree, k, [0.0] * (1 + NUM_LEVELS))
 
     def fastest_ms(self) -> float:
         """The fastest of a few forwards of one row."""

@@ -10,8 +10,8 @@ An entry lies in the column of its token, so that a page holds what follows from
 its end, for the draft as for the target; it is rotated by c - 1, the position of its feature.
 Column 0 is empty.
 
-Letters: B requests, K draft steps, k tree_topk, H hidden, W draft vocabulary, M rows, C candidates,
-P pages.
+Letters: B requests, K draft steps, k tree_topk, w width, H hidden, W draft vocabulary, M rows,
+C candidates, P pages.
 """
 
 from __future__ import annotations
@@ -230,6 +230,7 @@ class Draft:
         cache: PagedCache,
         features: FeatureCache,
         speculation: Speculation,
+        width: int,
         thresholds: Sequence[float],
         draws: Draws | None = None,
     ) -> Proposals:
@@ -237,11 +238,11 @@ class Draft:
         k = speculation.tree_topk
         if self._native is not None:
             return self._native.grow(
-                roots, cache, features, (speculation.num_draft_steps, k), thresholds, draws
+                roots, cache, features, (speculation.num_draft_steps, k, width), thresholds, draws
             )
         h = self.catch_up(roots, cache, features)
         first = self.proposals(h, k, draws)
-        return self.propose(roots, h, first, cache, speculation, thresholds, draws)
+        return self.propose(roots, h, first, cache, speculation, width, thresholds, draws)
 
     def propose(
         self,
@@ -250,6 +251,7 @@ class Draft:
         first: tuple[torch.Tensor, torch.Tensor],
         cache: PagedCache,
         speculation: Speculation,
+        width: int,
         thresholds: Sequence[float],
         draws: Draws | None = None,
     ) -> Proposals:
@@ -257,22 +259,23 @@ class Draft:
         `page_table` are read.
 
         h_BH: the outputs of these last entries; first: the `proposals` from them, the candidates of
-        depth 1. The tree's own entries go behind them and are overwritten later. thresholds [K]:
-        when to stop, see `tree.goes_on`. Source: EAGLE-2, arXiv 2406.16858, section 4.1.
+        depth 1. The tree's own entries go behind them and are overwritten later. width: how many of
+        a level's candidates the next one grows from, k at most. thresholds [K]: when to stop, see
+        `tree.goes_on`. Source: EAGLE-2, arXiv 2406.16858, section 4.1.
         """
         K, k = speculation.num_draft_steps, speculation.tree_topk
         if self._native is not None:
-            return self._native.propose(roots, h_BH, first, cache, (K, k), thresholds, draws)
+            return self._native.propose(roots, h_BH, first, cache, (K, k, width), thresholds, draws)
         ids_Bk, log_probs_Bk = first[0].cpu().numpy(), first[1].cpu().numpy()
-        tree = _TreeGrowth(ids_Bk, log_probs_Bk)
+        tree = _TreeGrowth(ids_Bk, log_probs_Bk, width)
         starts, page_table = np.asarray(roots.lens, dtype=np.int64), roots.page_table
-        h = h_BH.repeat_interleave(k, 0)
+        h = h_BH.repeat_interleave(width, 0)
         for level in range(K - 1):
             if not goes_on(tree.frontier()[1], thresholds, level):
                 break
             rows = tree.rows(level, starts, page_table, cache.page_size, self.device)
             h = self.step(rows, h, cache)
-            of_rows = None if draws is None else [draw for draw in draws for _ in range(k)]
+            of_rows = None if draws is None else [draw for draw in draws for _ in range(width)]
             ids, log_probs = self.proposals(h, k, of_rows, level + 1)
             parents = tree.grow(ids.cpu().numpy(), log_probs.cpu().numpy())
             h = h[torch.from_numpy(parents).to(self.device)]
@@ -302,58 +305,60 @@ def guessed(
 
 
 class _TreeGrowth:
-    """The candidates so far and the frontier of the next level: the k best of the last."""
+    """The candidates so far and the frontier of the next level: the w best of the last."""
 
-    def __init__(self, ids_Bk: np.ndarray, log_probs_Bk: np.ndarray) -> None:
+    def __init__(self, ids_Bk: np.ndarray, log_probs_Bk: np.ndarray, width: int) -> None:
         B, self._k = ids_Bk.shape
+        self._width = width
         self._tokens, self._scores = [ids_Bk.astype(np.int64)], [log_probs_Bk.astype(np.float32)]
         self._parents = [np.full((B, self._k), -1, dtype=np.int32)]
-        self._frontier_Bk = np.tile(np.arange(self._k), (B, 1))  # candidate indices
+        self._frontier_Bw = np.tile(np.arange(width), (B, 1))  # candidate indices
         # tree columns of each frontier node's ancestors
-        self._seen_Bk = np.zeros((B, self._k), dtype=np.int64)
+        self._seen_Bw = np.zeros((B, width), dtype=np.int64)
         self._requests = np.arange(B)[:, None]
 
     def frontier(self) -> tuple[np.ndarray, np.ndarray]:
-        """Tokens and scores of the frontier [B, k]."""
-        at = self._requests, self._frontier_Bk
+        """Tokens and scores of the frontier [B, w]."""
+        at = self._requests, self._frontier_Bw
         return np.concatenate(self._tokens, axis=1)[at], np.concatenate(self._scores, axis=1)[at]
 
     def rows(
         self, level: int, starts_B: np.ndarray, page_table: np.ndarray, page_size: int, device: str
     ) -> Rows:
         """The frontier as rows of the draft's forward; marks their own columns as seen."""
-        B, k = self._frontier_Bk.shape
-        place = level * k + np.arange(k)
-        self._seen_Bk = self._seen_Bk | np.left_shift(np.int64(1), place)
+        B, width = self._frontier_Bw.shape
+        place = level * width + np.arange(width)
+        self._seen_Bw = self._seen_Bw | np.left_shift(np.int64(1), place)
         column = (starts_B[:, None] + 1 + place).ravel()
-        request = np.repeat(np.arange(B), k)
+        request = np.repeat(np.arange(B), width)
         arrays = (
             self.frontier()[0].ravel(),
             request,
-            np.repeat(starts_B + level, k),
+            np.repeat(starts_B + level, width),
             slots_of(page_table, request, column, page_size),
-            np.repeat(starts_B + 1, k),
-            self._seen_Bk.ravel(),
+            np.repeat(starts_B + 1, width),
+            self._seen_Bw.ravel(),
         )
         return rows_of(arrays, page_table, device, first_column=1)
 
     def grow(self, ids: np.ndarray, log_probs: np.ndarray) -> np.ndarray:
         """Add the k children of every frontier node, and choose the next frontier.
 
-        ids, log_probs: [B * k, k], of the forward of `rows`. Returns, for each node of the next
-        frontier, the row of that forward that its parent is in: int64 [B * k].
+        ids, log_probs: [B * w, k], of the forward of `rows`. Returns, for each node of the next
+        frontier, the row of that forward that its parent is in: int64 [B * w].
         """
-        B, k = self._frontier_Bk.shape
+        (B, width), k = self._frontier_Bw.shape, self._k
         start = sum(level.shape[1] for level in self._tokens)
-        above_Bk = self.frontier()[1]
-        scores = (above_Bk[:, :, None] + log_probs.reshape(B, k, k)).reshape(B, k * k)
-        self._tokens.append(ids.reshape(B, k * k).astype(np.int64))
+        above_Bw = self.frontier()[1]
+        scores = (above_Bw[:, :, None] + log_probs.reshape(B, width, k)).reshape(B, width * k)
+        self._tokens.append(ids.reshape(B, width * k).astype(np.int64))
         self._scores.append(scores.astype(np.float32))
-        self._parents.append(np.repeat(self._frontier_Bk, k, axis=1).astype(np.int32))
-        best_Bk = np.sort(np.argsort(-self._scores[-1], axis=1, kind="stable")[:, :k], axis=1)
-        self._frontier_Bk = start + best_Bk
-        self._seen_Bk = self._seen_Bk[self._requests, best_Bk // k]
-        parents: np.ndarray = (self._requests * k + best_Bk // k).ravel()
+        self._parents.append(np.repeat(self._frontier_Bw, k, axis=1).astype(np.int32))
+        best_Bw = np.argsort(-self._scores[-1], axis=1, kind="stable")[:, :width]
+        best_Bw.sort(axis=1)
+        self._frontier_Bw = start + best_Bw
+        self._seen_Bw = self._seen_Bw[self._requests, best_Bw // k]
+        parents: np.ndarray = (self._requests * width + best_Bw // k).ravel()
         return parents
 
     def proposals(self) -> Proposals:

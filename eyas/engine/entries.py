@@ -84,12 +84,19 @@ class Entries:
         return self.draft.catch_up(self._up_to_roots(job, which), self.cache, self.features)
 
     def grow(
-        self, job: Job, which: list[int], speculation: Speculation, thresholds: Sequence[float]
+        self,
+        job: Job,
+        which: list[int],
+        speculation: Speculation,
+        width: int,
+        thresholds: Sequence[float],
     ) -> Proposals:
         """Make the entries up to the roots', and grow trees: see `Draft.grow`."""
         roots = self._up_to_roots(job, which)
         draws = [job.samples[b].sampler.draw_state() for b in which]
-        return self.draft.grow(roots, self.cache, self.features, speculation, thresholds, draws)
+        return self.draft.grow(
+            roots, self.cache, self.features, speculation, width, thresholds, draws
+        )
 
     def enter(self, job: Job, which: list[int]) -> None:
         """Make the entries of all columns before the roots', without outputs."""

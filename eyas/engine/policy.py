@@ -89,7 +89,7 @@ class Policy:
         waiting, B = np.array(pending, dtype=np.int64), len(pending) + num_plain
         plan = RoundPlan(waiting, B, np.zeros(len(pending), dtype=bool))
         if self.speculation.mode == "fixed":
-            plan.drafting[:] = True
+            plan.drafting[:], plan.width = True, self.speculation.tree_topk
             plan.thresholds = [0.0] * self.speculation.num_draft_steps
         elif self.speculation.mode == "auto" and len(waiting):
             factors = self.correction.factor(B, 0.0), self.correction.factor(B, HOPE)

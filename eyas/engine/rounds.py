@@ -244,7 +244,7 @@ class Rounds:
         if not drafting:
             return NOTHING
         assert self.entries is not None
-        proposals = self.entries.grow(job, drafting, self.speculation, plan.thresholds)
+        proposals = self.entries.grow(job, drafting, self.speculation, plan.width, plan.thresholds)
         check_scores(proposals.scores)
         return proposals
 

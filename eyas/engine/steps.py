@@ -70,14 +70,15 @@ class RoundPlan:
 
     pending: int64 [S], `RunningSample.num_missing` of each request that may speculate.
     num_requests: B. drafting: bool [S], whose trees the head grows. kinds: int64 [S], of
-    `ExpectedTrees`. thresholds: [K], of `tree.goes_on`. `plan` sets the fields up to rate, `choose`
-    the others.
+    `ExpectedTrees`. width: candidates of a request that a level grows from. thresholds: [K], of
+    `tree.goes_on`. `plan` sets the fields up to rate, `choose` the others.
     """
 
     pending: np.ndarray
     num_requests: int
     drafting: np.ndarray
     kinds: np.ndarray = field(default_factory=lambda: np.empty(0, dtype=np.int64))
+    width: int = 0
     thresholds: list[float] = field(default_factory=list)
     rate: float = 0.0  # tokens/ms of the table that a node must beat
     proposals: Proposals | None = None
@@ -101,7 +102,9 @@ class Steps:
         """Without costs trees are of a fixed size, and nothing is predicted."""
         self.speculation, self.costs = speculation, costs
         self.acceptance = Acceptance()
-        self.trees = ExpectedTrees(speculation.num_draft_steps, self._most)
+        k = speculation.tree_topk
+        widths = (k, 1) if k > 1 else (1,)
+        self.trees = ExpectedTrees(speculation.num_draft_steps, self._most, widths)
 
     def plan(
         self,
@@ -125,8 +128,9 @@ class Steps:
         who: WhoDrafts = who_drafts(outlook)
         plan.rate = who.rate
         if who.num_drafting:
-            plan.drafting = who.drafting
-            least = plan.rate * float(outlook.steps[who.num_drafting]) / self.trees.gains()
+            plan.drafting, plan.width = who.drafting, self.trees.widths[who.w]
+            ms = float(outlook.steps[who.w, who.num_drafting])
+            least = plan.rate * ms / self.trees.gains(who.w)
             plan.thresholds = [*least.tolist(), who.unworthy]
 
     def _outlook(
@@ -137,7 +141,7 @@ class Steps:
         factors: tuple[float, float],
     ) -> Outlook:
         assert self.costs is not None
-        table, B, S, k = self.costs, plan.num_requests, len(requests), self.speculation.tree_topk
+        table, B, S = self.costs, plan.num_requests, len(requests)
         text_SN = np.zeros((S, self._most))
         for row, request, own in zip(text_SN, requests, chains, strict=False):
             paths = self.acceptance.text_paths(own, request, self._most)
@@ -153,8 +157,9 @@ class Steps:
         ]
         return Outlook(
             num_requests=B,
-            usual_QRKN=self.trees.paths_QRKN,
-            reached_QR=self.trees.reached_QR,
+            usual_WQRKN=self.trees.paths_WQRKN,
+            reached_WQR=self.trees.reached_WQR,
+            num_seen_Q=self.trees.num_seen_WQ[0],
             kind_S=tree_kinds(requests, text_SN),
             text_SN=text_SN,
             known_S=known_S,
@@ -163,7 +168,7 @@ class Steps:
             late_S=np.array(late_ms),
             forwards=table.forwards(B, S * self._most),
             extends=table.extend.span(0, S * AT_ONCE + 1),
-            steps=table.step.span(0, S * k + 1)[::k],
+            steps=np.stack([table.step.span(0, S * w + 1)[::w] for w in self.trees.widths]),
             known_factor=factors[0],
             hoped_factor=factors[1],
         )
@@ -201,9 +206,7 @@ class Steps:
         missing = plan.pending[plan.drafting].tolist()
         far = [tokens for tokens in missing if tokens > AT_ONCE]
         ms = self.costs.extend(sum(missing) - sum(far) + len(far)) + self.costs.enter(sum(far))
-        return ms + max(0, plan.depth - 1) * self.costs.step(
-            len(missing) * self.speculation.tree_topk
-        )
+        return ms + max(0, plan.depth - 1) * self.costs.step(len(missing) * plan.width)
 
     def learn(self, plan: RoundPlan, emitted: Sequence[Sequence[int]]) -> dict[str, int]:
         """From the tokens of the requests with candidates, in the order of `choose`. Returns how
@@ -215,7 +218,8 @@ class Steps:
         if self.speculation.mode == "auto" and plan.drafts:
             log_odds = self.acceptance.log_odds(HEAD, plan.requests)
             kinds = plan.kinds[plan.drafting]
-            self.trees.observe(proposals, known.paths, log_odds, kinds, plan.thresholds[-1])
+            least = plan.thresholds[-1]
+            self.trees.observe(proposals, known.paths, log_odds, kinds, least, plan.width)
         self.acceptance.observe(proposals, known, emitted, plan.requests)
         return accepted_by_source(proposals, emitted)
 
@@ -259,7 +263,7 @@ class _Experience(ctypes.Structure):
 
     _fields_ = (
         *_integers("K", "k", "N", "is_fixed", "depths", "bins", "groups", "opinions", "R", "Q"),
-        *_integers("num_bounds", "at_once", "rounds_to_pay"),
+        *_integers("W", "num_bounds", "at_once", "rounds_to_pay"),
         *_doubles("bins_per_unit", "belief", "largest", "memory", "request_memory", "first_gain"),
         *_doubles("hope", "unproposed"),
         ("judged", _BOTH),
@@ -285,7 +289,7 @@ class _Round(ctypes.Structure):
         *_arrays("drafting", "kinds"),
         ("thresholds", ctypes.POINTER(ctypes.c_double)),
         *_doubles("rate"),
-        *_integers("num_drafting", "L", "C", "depth"),
+        *_integers("num_drafting", "width", "L", "C", "depth"),
         ("requests", ctypes.POINTER(ctypes.c_void_p)),
         *_arrays("tokens", "scores", "parents", "depths", "text_cells", "grown"),
         *_arrays("conditional", "weighed", "paths", "cells", "kept"),
@@ -314,6 +318,7 @@ class NativeSteps(Steps):
             opinions=NUM_OPINIONS,
             R=NUM_TREES,
             Q=NUM_KINDS,
+            W=len(self.trees.widths),
             num_bounds=len(TEXT_BOUNDS),
             at_once=AT_ONCE,
             rounds_to_pay=ROUNDS_TO_PAY,
@@ -332,9 +337,9 @@ class NativeSteps(Steps):
             opinion_scale=address(OPINION_SCALE),
             opinion_lift=address(OPINION_LIFT),
             text_bounds=address(TEXT_BOUNDS),
-            trees=address(trees.paths_QRKN),
-            reached=address(trees.reached_QR),
-            num_seen=address(trees.num_seen_Q),
+            trees=address(trees.paths_WQRKN),
+            reached=address(trees.reached_WQR),
+            num_seen=address(trees.num_seen_WQ),
             brought=address(trees.brought),
             grown_from=address(trees.grown_from),
         )
@@ -365,10 +370,11 @@ class NativeSteps(Steps):
         self._library.eyas_plan(ctypes.byref(self._known), ctypes.byref(round_))
         plan.rate = round_.rate
         if round_.num_drafting:
+            plan.width = round_.width
             plan.thresholds = round_.thresholds[: self._known.K]
 
     def _begun(self, plan: RoundPlan) -> _Round:
-        round_ = _Round(B=plan.num_requests, S=len(plan.pending))
+        round_ = _Round(B=plan.num_requests, S=len(plan.pending), width=plan.width)
         round_.pending, round_.drafting = address(plan.pending), address(plan.drafting)
         round_.thresholds = (ctypes.c_double * self.speculation.num_draft_steps)()
         return round_

@@ -126,11 +126,11 @@ class NativeDraft(NativeDecoder):
         h_BH: torch.Tensor,
         first: tuple[torch.Tensor, torch.Tensor],
         cache: PagedCache,
-        growth: tuple[int, int],
+        growth: tuple[int, int, int],
         thresholds: Sequence[float],
         draws: Draws | None = None,
     ) -> Proposals:
-        """Grow B trees by up to K - 1 levels, growth being (K, k): see
+        """Grow B trees by up to K - 1 levels, growth being (K, k, width): see
         `engine.draft.Draft.propose`. Raises IndexError.
         """
         lens, page_table = roots.lens, roots.page_table
@@ -167,7 +167,7 @@ class NativeDraft(NativeDecoder):
         roots: Roots,
         cache: PagedCache,
         features: FeatureCache,
-        growth: tuple[int, int],
+        growth: tuple[int, int, int],
         thresholds: Sequence[float],
         draws: Draws | None = None,
     ) -> Proposals:
@@ -201,16 +201,16 @@ class NativeDraft(NativeDecoder):
         return out.proposals(drafted)
 
     def _room(
-        self, B: int, growth: tuple[int, int], thresholds: Sequence[float]
+        self, B: int, growth: tuple[int, int, int], thresholds: Sequence[float]
     ) -> CandidateBuffers:
-        assert 0 < growth[1] <= min(MAX_TOPK, self._W)
+        assert 0 < growth[2] <= growth[1] <= min(MAX_TOPK, self._W)
         return CandidateBuffers(B, growth, thresholds)
 
     def _growth_sizes(
-        self, B: int, growth: tuple[int, int], page_table: np.ndarray, cache: PagedCache
+        self, B: int, growth: tuple[int, int, int], page_table: np.ndarray, cache: PagedCache
     ) -> ctypes.Array[ctypes.c_int64]:
         assert cache.data.dtype == self.dtype
-        return (ctypes.c_int64 * 6)(
+        return (ctypes.c_int64 * 7)(
             B, *growth, page_table.shape[1], cache.page_size, cache.data.shape[1]
         )
 
@@ -230,12 +230,12 @@ class NativeDraft(NativeDecoder):
 class CandidateBuffers:
     """Room for the candidates of B trees of K levels, and what a level must promise."""
 
-    def __init__(self, B: int, growth: tuple[int, int], thresholds: Sequence[float]) -> None:
-        K, k = growth
-        assert (K - 1) * k <= MAX_TREE_COLUMNS
+    def __init__(self, B: int, growth: tuple[int, int, int], thresholds: Sequence[float]) -> None:
+        K, k, width = growth
+        assert (K - 1) * width <= MAX_TREE_COLUMNS
         assert len(thresholds) == K
-        C = k + (K - 1) * k * k
-        self._K, self._k = K, k
+        C = k + (K - 1) * width * k
+        self._growth = growth
         self._tokens, self._scores = (
             np.empty((B, C), dtype=np.int64),
             np.empty((B, C), dtype=np.float32),
@@ -253,15 +253,17 @@ class CandidateBuffers:
 
     def proposals(self, drafted: int) -> Proposals:
         """Of so many levels behind the first."""
-        count = self._k + drafted * self._k * self._k
-        depths = _depths(self._K, self._k)[:count]
+        _, k, width = self._growth
+        count = k + drafted * width * k
+        depths = _depths(*self._growth)[:count]
         return Proposals(
             self._tokens[:, :count], self._scores[:, :count], self._parents[:, :count], depths
         )
 
 
 @functools.cache
-def _depths(K: int, k: int) -> np.ndarray:
+def _depths(K: int, k: int, width: int) -> np.ndarray:
     """Depths int32 [C] of all candidates that K draft steps can give."""
-    depths: np.ndarray = np.repeat(np.arange(1, K + 1), [k, *[k * k] * (K - 1)]).astype(np.int32)
+    counts = [k, *[width * k] * (K - 1)]
+    depths: np.ndarray = np.repeat(np.arange(1, K + 1), counts).astype(np.int32)
     return depths

@@ -2,7 +2,8 @@
 // Twin of `engine/steps.py:Steps` for the few candidates of a round, where array operations take longer than the arithmetic.
 //
 // Knows probabilities and costs; no model. Letters: B requests that decode, S of them that may speculate, L lines of candidates, C
-// candidates of each, K draft steps, N nodes of a tree, R trees of late, Q kinds of requests.
+// candidates of each, K draft steps, N nodes of a tree, R trees of late, Q kinds of requests, W widths: 0 of k rows
+// a request in a draft step, 1 of one.
 #pragma once
 
 #include <algorithm>
@@ -35,16 +36,16 @@ struct Acceptance {
 // All that rounds have taught, in the memory of NumPy's arrays, and the constants: `engine/steps.py:_Experience`.
 struct Experience {
   int64_t K, k, N, is_fixed;  // k branches of a node
-  int64_t depths, bins, groups, opinions, R, Q, num_bounds, at_once, rounds_to_pay;
+  int64_t depths, bins, groups, opinions, R, Q, W, num_bounds, at_once, rounds_to_pay;
   double bins_per_unit, belief, largest, memory, request_memory, first_gain, hope, unproposed;
   double* judged[kSources];  // the head's [2, depths, bins], text's [2, groups, opinions]: sampled or greedy first
   double* drawn[kSources];
   double* variance;                  // [2], of requests' shifts
   const double* first[kSources];     // what is believed of a bin, of a group
   const double *opinion_scale, *opinion_lift, *text_bounds;
-  double* trees;                     // [Q, R, K, N] descending
-  int64_t *reached, *num_seen;       // [Q, R] levels, [Q]
-  double *brought, *grown_from;      // [K - 1]
+  double* trees;                     // [W, Q, R, K, N] descending
+  int64_t *reached, *num_seen;       // [W, Q, R] levels, [W, Q]
+  double *brought, *grown_from;      // [W, K - 1]
   Curve target, decode, step, extend, enter;
 };
 
@@ -60,7 +61,7 @@ struct Round {
   int64_t* kinds;              // [S]
   double* thresholds;          // [K]
   double rate;
-  int64_t num_drafting;
+  int64_t num_drafting, width;  // candidates of a request that a level grows from
   // after drafting
   int64_t L, C, depth;
   Acceptance* const* requests;  // [L]
@@ -228,7 +229,7 @@ inline double before_ms(const Experience& known, const Round& round) {
     entries += is_far ? 1 : round.pending[s], far += is_far ? round.pending[s] : 0, ++count;
   }
   const double steps = static_cast<double>(std::max<int64_t>(0, round.depth - 1));
-  return known.extend(entries) + known.enter(far) + steps * known.step(count * known.k);
+  return known.extend(entries) + known.enter(far) + steps * known.step(count * round.width);
 }
 
 inline void choose(const Experience& known, Round& round) {
@@ -325,38 +326,47 @@ inline void insert(double* best, int64_t N, double value) {
   best[n] = value;
 }
 
-// The trees that the head has grown, as they would be of an average request, in place of the oldest; and what each level has brought.
-inline void keep_trees(const Experience& known, const Round& round) {
-  const int64_t K = known.K, N = known.N, C = round.C;
-  const double least = round.thresholds[K - 1];
-  for (int64_t l = 0; l < K - 1; ++l) known.brought[l] *= known.memory, known.grown_from[l] *= known.memory;
+// A tree that the head has grown, as it would be of an average request, in place of the oldest of width w; and what each level has
+// brought. narrow: as if each level had grown from its best candidate alone.
+inline void keep_tree(const Experience& known, const Round& round, int64_t b, int64_t kind, int64_t w, bool narrow) {
+  const int64_t K = known.K, N = known.N, C = round.C, at = b * C, row = w * known.Q + kind;
+  const int64_t tree = row * known.R + known.num_seen[row]++ % known.R;
+  const double least = round.thresholds[K - 1], shift = std::exp(-log_odds(known, *round.requests[b], kHead));
+  double *brought = known.brought + w * (K - 1), *grown_from = known.grown_from + w * (K - 1);
+  known.reached[tree] = round.depth;
   std::vector<double> best(N);
+  if (round.text_cells != nullptr)
+    for (int64_t c = at; c < at + C; ++c)
+      if (round.text_cells[c] >= 0) insert(best.data(), N, round.paths[c]);
+  double before = 0;
+  int64_t above = -1;
+  for (int64_t c = 0, level = 0; level < K; ++level) {
+    double* usual = known.trees + (tree * K + level) * N;
+    float frontier = -INFINITY;
+    int64_t best_of_level = C;  // no candidate's parent
+    for (; c < C && round.depths[c] == level + 1; ++c) {
+      if (narrow && round.parents[at + c] != above) continue;
+      if (round.text_cells == nullptr || round.text_cells[at + c] < 0) insert(best.data(), N, round.paths[at + c]);
+      if (best_of_level == C || round.scores[at + c] > frontier) frontier = round.scores[at + c], best_of_level = c;
+    }
+    above = best_of_level;
+    double value = 0;
+    for (int64_t n = 0; n < N; ++n) value += std::max(best[n] - least, 0.0), usual[n] = shifted(best[n], shift);
+    if (level > 0 && level < round.depth) brought[level - 1] += value - before;
+    if (level + 1 < round.depth) grown_from[level] += std::max(std::exp(static_cast<double>(frontier)) - least, 0.0);
+    before = value;
+  }
+}
+
+inline void keep_trees(const Experience& known, const Round& round) {
+  const int64_t first = round.width < known.k;
+  for (int64_t i = first * (known.K - 1); i < known.W * (known.K - 1); ++i) known.brought[i] *= known.memory, known.grown_from[i] *= known.memory;
   for (int64_t b = 0, s = -1; b < round.L; ++b) {
     if (round.grown != nullptr && !round.grown[b]) continue;
     while (++s < round.S && !round.drafting[s]) {
     }
     if (s == round.S) return;  // more trees than requests that draft
-    const int64_t at = b * C, tree = round.kinds[s] * known.R + known.num_seen[round.kinds[s]]++ % known.R;
-    const double shift = std::exp(-log_odds(known, *round.requests[b], kHead));
-    known.reached[tree] = round.depth;
-    std::fill(best.begin(), best.end(), 0.0);
-    if (round.text_cells != nullptr)
-      for (int64_t c = at; c < at + C; ++c)
-        if (round.text_cells[c] >= 0) insert(best.data(), N, round.paths[c]);
-    double before = 0;
-    for (int64_t c = 0, level = 0; level < K; ++level) {
-      double* usual = known.trees + (tree * K + level) * N;
-      float frontier = -INFINITY;
-      for (; c < C && round.depths[c] == level + 1; ++c) {
-        if (round.text_cells == nullptr || round.text_cells[at + c] < 0) insert(best.data(), N, round.paths[at + c]);
-        frontier = std::max(frontier, round.scores[at + c]);
-      }
-      double value = 0;
-      for (int64_t n = 0; n < N; ++n) value += std::max(best[n] - least, 0.0), usual[n] = shifted(best[n], shift);
-      if (level > 0 && level < round.depth) known.brought[level - 1] += value - before;
-      if (level + 1 < round.depth) known.grown_from[level] += std::max(std::exp(static_cast<double>(frontier)) - least, 0.0);
-      before = value;
-    }
+    for (int64_t w = first; w < known.W; ++w) keep_tree(known, round, b, round.kinds[s], w, w > first);
   }
 }
 

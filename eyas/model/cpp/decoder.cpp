@@ -7,6 +7,7 @@
 // Letters: M rows, R rows with logits, B requests, H hidden, X input width of q, k, v (2 H for a draft), I intermediate, D head
 // dimension, V vocabulary (of the head's outputs), k candidates of a node, t of T threads.
 #include <memory>
+#include <numeric>
 #include <string>
 
 #include "amx_attention.h"
@@ -60,7 +61,7 @@ struct Top {
 };
 
 struct Growth {
-  int64_t B, num_draft_steps, k, P, page_size, num_slots;
+  int64_t B, num_draft_steps, k, width, P, page_size, num_slots;  // k candidates of a row, `width` rows of a request a step
   const int64_t *lens, *first_ids;
   const float *h, *first_log_probs;
   const int32_t* page_table;
@@ -854,7 +855,7 @@ class Model final : public Decoder {
   const int64_t* target_ids = nullptr;  // of a draft: the target's id of each draft token, or null for the same
 
  private:
-  // A tree's growth: the frontier of level l, place j of request b is row b * k + j.
+  // A tree's growth: the frontier of level l, place j of request b is row b * width + j.
   struct Frontier {
     std::vector<int64_t> token, request, position, slot, prefix_len, seen, candidate;
     std::vector<float> score;
@@ -881,49 +882,51 @@ class Model final : public Decoder {
 
 template <class A>
 void Model<A>::first_frontier(const Growth& growth, size_t all) {
-  const int64_t k = growth.k;
+  const int64_t k = growth.k, width = growth.width;
   for (int64_t b = 0; b < growth.B; ++b)
     for (int64_t j = 0; j < k; ++j) {
-      const size_t at = b * all + j, row = b * k + j;
-      frontier_.token[row] = growth.tokens[at] = growth.first_ids[row];
-      frontier_.score[row] = growth.scores[at] = growth.first_log_probs[row];
+      const size_t at = b * all + j, row = b * width + j;
+      growth.tokens[at] = growth.first_ids[b * k + j];
+      growth.scores[at] = growth.first_log_probs[b * k + j];
       growth.parents[at] = -1;
+      if (j >= width) continue;
+      frontier_.token[row] = growth.tokens[at], frontier_.score[row] = growth.scores[at];
       frontier_.candidate[row] = j;
       frontier_.seen[row] = int64_t(1) << j;
       frontier_.h[row] = growth.h + static_cast<size_t>(b) * H_;
     }
 }
 
-// The k * k children of a level's frontier, from what the threads drew.
+// The width * k children of a level's frontier, from what the threads drew.
 template <class A>
 void Model<A>::add_candidates(const Growth& growth, int level, size_t all) {
-  const int64_t k = growth.k;
-  for (int64_t row = 0; row < growth.B * k; ++row)
+  const int64_t k = growth.k, width = growth.width;
+  for (int64_t row = 0; row < growth.B * width; ++row)
     for (int64_t i = 0; i < k; ++i) {
-      const size_t at = row / k * all + k + level * k * k + row % k * k + i;
+      const size_t at = row / width * all + k + (level * width + row % width) * k + i;
       growth.tokens[at] = target_id(drawn_ids_[row * k + i]);
       growth.scores[at] = frontier_.score[row] + drawn_log_probs_[row * k + i];
       growth.parents[at] = static_cast<int32_t>(frontier_.candidate[row]);
     }
 }
 
-// The k best of the level's candidates (ties: smaller index), in the order of their indices.
+// The best of the level's candidates (ties: smaller index), in the order of their indices.
 template <class A>
 void Model<A>::next_frontier(const Growth& growth, int level, size_t all) {
-  const int64_t k = growth.k, first = k + level * k * k;
-  std::vector<int> order(k * k);
+  const int64_t k = growth.k, width = growth.width, first = k + level * width * k;
+  std::vector<int> order(width * k);
   for (int64_t b = 0; b < growth.B; ++b) {
     const float* scores = growth.scores + b * all + first;
-    for (int64_t i = 0; i < k * k; ++i) order[i] = static_cast<int>(i);
-    std::partial_sort(order.begin(), order.begin() + k, order.end(),
+    std::iota(order.begin(), order.end(), 0);
+    std::partial_sort(order.begin(), order.begin() + width, order.end(),
                       [&](int x, int y) { return scores[x] != scores[y] ? scores[x] > scores[y] : x < y; });
-    std::sort(order.begin(), order.begin() + k);
-    for (int64_t j = 0; j < k; ++j) {
-      const int64_t row = b * k + j, parent = b * k + order[j] / k, candidate = first + order[j];
+    std::sort(order.begin(), order.begin() + width);
+    for (int64_t j = 0; j < width; ++j) {
+      const int64_t row = b * width + j, parent = b * width + order[j] / k, candidate = first + order[j];
       next_.token[row] = growth.tokens[b * all + candidate];
       next_.score[row] = scores[order[j]];
       next_.candidate[row] = candidate;
-      next_.seen[row] = frontier_.seen[parent] | int64_t(uint64_t(1) << ((level + 1) * k + j));
+      next_.seen[row] = frontier_.seen[parent] | int64_t(uint64_t(1) << ((level + 1) * width + j));
       next_.h[row] = h_ + parent * h_stride_;
     }
   }
@@ -935,19 +938,19 @@ template <class A>
 bool Model<A>::goes_on(const Growth& growth, int level) const {
   double sum = 0;
   for (int64_t b = 0; b < growth.B; ++b) {
-    const float* scores = frontier_.score.data() + b * growth.k;
-    const double best = std::exp(static_cast<double>(*std::max_element(scores, scores + growth.k)));
+    const float* scores = frontier_.score.data() + b * growth.width;
+    const double best = std::exp(static_cast<double>(*std::max_element(scores, scores + growth.width)));
     sum += std::max(best - growth.thresholds[growth.num_draft_steps - 1], 0.0);
   }
   return sum >= growth.thresholds[level];
 }
 
-// Where the frontier's rows lie: columns n + 1 + level * k + j, behind a prefix of n + 1 columns.
+// Where the frontier's rows lie: columns n + 1 + level * width + j, behind a prefix of n + 1 columns.
 template <class A>
 int Model<A>::place_frontier(const Growth& growth, int level, RowsView& rows) {
-  const int64_t k = growth.k;
-  for (int64_t row = 0; row < growth.B * k; ++row) {
-    const int64_t b = row / k, column = growth.lens[b] + 1 + level * k + row % k;
+  const int64_t width = growth.width;
+  for (int64_t row = 0; row < growth.B * width; ++row) {
+    const int64_t b = row / width, column = growth.lens[b] + 1 + level * width + row % width;
     if (growth.lens[b] < 0 || column / growth.page_size >= growth.P) return kBadSlot;
     frontier_.request[row] = b;
     frontier_.position[row] = growth.lens[b] + level;
@@ -957,7 +960,7 @@ int Model<A>::place_frontier(const Growth& growth, int level, RowsView& rows) {
   }
   rows = RowsView{frontier_.token.data(), frontier_.request.data(), frontier_.position.data(), frontier_.slot.data(),
                   frontier_.prefix_len.data(), frontier_.seen.data(), growth.page_table, growth.B, growth.P, 1,
-                  growth.page_size, growth.num_slots, static_cast<int>(growth.B * k)};
+                  growth.page_size, growth.num_slots, static_cast<int>(growth.B * width)};
   if (const int status = check(rows); status != kDone) return status;
   return plan(rows) ? kDone : kBadSlot;
 }
@@ -965,8 +968,8 @@ int Model<A>::place_frontier(const Growth& growth, int level, RowsView& rows) {
 template <class A>
 int Model<A>::propose(const Growth& growth) {
   const int k = static_cast<int>(growth.k), levels = static_cast<int>(growth.num_draft_steps) - 1, team = Pool::shared().advised(threads_);
-  const int M = static_cast<int>(growth.B) * k;
-  const size_t all = k + static_cast<size_t>(levels) * k * k;
+  const int M = static_cast<int>(growth.B * growth.width);
+  const size_t all = k + static_cast<size_t>(levels) * growth.width * k;
   if (M == 0) return 0;
   reserve(M, team);
   frontier_.resize(M), next_.resize(M);
@@ -1000,7 +1003,7 @@ int Model<A>::propose(const Growth& growth) {
         draft_normed(m, shape_.norm_output);
       }
       sync();
-      best_tokens(t, team, M, Guess{growth.draws, k, level + 1}, k, drawn_ids_.data(), drawn_log_probs_.data());
+      best_tokens(t, team, M, Guess{growth.draws, growth.width, level + 1}, k, drawn_ids_.data(), drawn_log_probs_.data());
       sync();
     }
   });
@@ -1172,11 +1175,11 @@ int64_t eyas_proposals(Decoder* decoder, const float* h, const DrawState* const*
   return decoder->proposals(h, Guess{draws, 1, place}, R, k, ids, log_probs);
 }
 
-// ints: B, K, k, P, page_size, num_slots. pointers: lens, first_ids, h, first_log_probs, page_table, thresholds, cache, tokens,
+// ints: B, K, k, width, P, page_size, num_slots. pointers: lens, first_ids, h, first_log_probs, page_table, thresholds, cache, tokens,
 // parents, scores, how each request draws.
 int64_t eyas_propose(Decoder* decoder, const int64_t* ints, void* const* p) {
   const Guard guard(calls());
-  return decoder->propose(Growth{ints[0], ints[1], ints[2], ints[3], ints[4], ints[5], static_cast<const int64_t*>(p[0]),
+  return decoder->propose(Growth{ints[0], ints[1], ints[2], ints[3], ints[4], ints[5], ints[6], static_cast<const int64_t*>(p[0]),
                                  static_cast<const int64_t*>(p[1]), static_cast<const float*>(p[2]), static_cast<const float*>(p[3]),
                                  static_cast<const int32_t*>(p[4]), static_cast<const double*>(p[5]), p[6],
                                  static_cast<const DrawState* const*>(p[10]), static_cast<int64_t*>(p[7]), static_cast<int32_t*>(p[8]), static_cast<float*>(p[9])});
@@ -1188,10 +1191,10 @@ int64_t eyas_grow(Decoder* decoder, const int64_t* ints, void* const* p) {
   const Guard guard(calls());
   const auto* lens = static_cast<const int64_t*>(p[0]);
   const auto* page_table = static_cast<const int32_t*>(p[4]);
-  Growth growth{ints[0], ints[1], ints[2], ints[3], ints[4], ints[5], lens, nullptr, nullptr, nullptr, page_table,
+  Growth growth{ints[0], ints[1], ints[2], ints[3], ints[4], ints[5], ints[6], lens, nullptr, nullptr, nullptr, page_table,
                 static_cast<const double*>(p[5]), p[6], static_cast<const DrawState* const*>(p[10]),
                 static_cast<int64_t*>(p[7]), static_cast<int32_t*>(p[8]), static_cast<float*>(p[9])};
-  const Lines lines{ints[0], ints[3], ints[4], ints[5], page_table, lens};
+  const Lines lines{ints[0], ints[4], ints[5], ints[6], page_table, lens};
   return decoder->grow(lines, static_cast<const int64_t*>(p[1]), static_cast<const int64_t*>(p[2]), p[3], growth);
 }
 

@@ -136,14 +136,20 @@ struct Rate {
 
 // Of rounds in which the head drafts for these requests and text for all, and every node is worth `least`: the trees of late are dealt
 // out to them.
-inline Rate rate_of(const Outlook& view, const std::vector<int64_t>& order, int64_t count, int64_t depth, const std::vector<double>& shifts,
+struct TreeShape {
+  int64_t depth = 0, w = 0;  // the width's place
+};
+
+inline double level_ms(const Experience& known, int64_t requests, int64_t w) { return known.step(requests * (w == 0 ? known.k : 1)); }
+
+inline Rate rate_of(const Outlook& view, const std::vector<int64_t>& order, int64_t count, TreeShape shape, const std::vector<double>& shifts,
                     double factor, double least, Runs& paths) {
   const Experience& known = view.known;
   const int64_t N = known.N, *which = order.data();
   int64_t entries = 0, deals = 0;
   double late_ms = 0, all_tokens = 0, all_ms = 0, unworthy = 0;
   for (int64_t i = 0; i < count; ++i) entries += view.due[which[i]], late_ms += view.late[which[i]];
-  const double before_ms = known.extend(entries) + late_ms, step_ms = known.step(count * known.k);
+  const double before_ms = known.extend(entries) + late_ms, one_level_ms = level_ms(known, count, shape.w);
   std::vector<uint8_t> drafts(view.round.S);
   for (int64_t i = 0; i < count; ++i) drafts[which[i]] = 1;
   std::vector<double> of_others;
@@ -155,8 +161,8 @@ inline Rate rate_of(const Outlook& view, const std::vector<int64_t>& order, int6
     int64_t levels = 0;
     paths.clear(view.round.S * (N + 1));
     for (int64_t i = 0; i < count; ++i) {
-      const int64_t s = which[i], tree = view.round.kinds[s] * known.R + (start + i) % known.R;
-      const double* usual = known.trees + (tree * known.K + depth - 1) * N;
+      const int64_t s = which[i], tree = (shape.w * known.Q + view.round.kinds[s]) * known.R + (start + i) % known.R;
+      const double* usual = known.trees + (tree * known.K + shape.depth - 1) * N;
       const double *text = view.text.data() + s * N, shift = shifts[s];
       double* own = paths.next();
       levels = std::max(levels, known.reached[tree]);
@@ -170,7 +176,7 @@ inline Rate rate_of(const Outlook& view, const std::vector<int64_t>& order, int6
       paths.close(N);
     }
     const int64_t total = paths.merge();
-    const double fixed_ms = before_ms + static_cast<double>(std::min(depth, levels) - 1) * step_ms;
+    const double fixed_ms = before_ms + static_cast<double>(std::min(shape.depth, levels) - 1) * one_level_ms;
     const Choice best = best_prefix(paths.values.data(), total, view.forwards.data(), Budget{N, view.round.B, fixed_ms, least * factor});
     // a round that drafts in vain is not hoped to be faster than a plain one
     all_tokens += best.tokens, all_ms += best.ms * (best.num_nodes ? factor : std::max(1.0, factor));
@@ -180,7 +186,7 @@ inline Rate rate_of(const Outlook& view, const std::vector<int64_t>& order, int6
 }
 
 // Requests by what their trees are expected to bring, those that gain most first.
-inline std::vector<int64_t> by_gain(const Outlook& view, int64_t depth, double plain) {
+inline std::vector<int64_t> by_gain(const Outlook& view, TreeShape shape, double plain) {
   const Experience& known = view.known;
   const int64_t N = known.N, R = known.R, S = view.round.S;
   std::vector<double> mean(known.Q * N), gain(S);
@@ -190,7 +196,7 @@ inline std::vector<int64_t> by_gain(const Outlook& view, int64_t depth, double p
     if (!is_there[kind]) continue;
     double* of_kind = mean.data() + kind * N;
     for (int64_t r = 0; r < R; ++r) {
-      const double* usual = known.trees + ((kind * R + r) * known.K + depth - 1) * N;
+      const double* usual = known.trees + (((shape.w * known.Q + kind) * R + r) * known.K + shape.depth - 1) * N;
       for (int64_t n = 0; n < N; ++n) of_kind[n] += usual[n];
     }
     for (int64_t n = 0; n < N; ++n) of_kind[n] /= static_cast<double>(R);
@@ -209,25 +215,37 @@ inline std::vector<int64_t> by_gain(const Outlook& view, int64_t depth, double p
   return order;
 }
 
+// Whether narrow trees of these requests are cheaper, and known: wide ones, of all these kinds, have told what they would be.
+inline bool may_be_narrow(const Outlook& view, const std::vector<int64_t>& order, int64_t count) {
+  const Experience& known = view.known;
+  const auto is_known = [&](int64_t s) { return known.num_seen[view.round.kinds[s]] >= known.R; };
+  return level_ms(known, count, 1) < level_ms(known, count, 0) && std::all_of(order.begin(), order.begin() + count, is_known);
+}
+
 // Fills in a round's plan: kinds, drafting, rate and thresholds. The requests forget a little.
 inline void plan(const Experience& known, Round& round) {
   const Outlook view = outlook(known, round);
   const int64_t S = round.S, K = known.K;
   const double plain = text_rate(view);
   double best = plain;
-  int64_t found_depth = 0, deepest = 0;
+  TreeShape found_shape;
   std::vector<int64_t> found;
   Runs paths;
   round.rate = plain, round.num_drafting = 0;
   if (!round.has_head) return;
-  for (int64_t s = 0; s < S; ++s)
-    for (int64_t r = 0; r < known.R; ++r) deepest = std::max(deepest, known.reached[round.kinds[s] * known.R + r]);
-  for (int64_t depth = 1; depth <= deepest; ++depth) {
-    const std::vector<int64_t> order = by_gain(view, depth, plain);
-    for (int64_t count = 1;; count = std::min(2 * count, S)) {
-      const double now = rate_of(view, order, count, depth, view.hoped, round.hoped_factor, best, paths).rate;
-      if (now > best) best = now, found_depth = depth, found.assign(order.begin(), order.begin() + count);
-      if (count == S) break;
+  for (int64_t w = 0; w < known.W; ++w) {
+    int64_t deepest = 0;
+    for (int64_t s = 0; s < S; ++s)
+      for (int64_t r = 0; r < known.R; ++r) deepest = std::max(deepest, known.reached[(w * known.Q + round.kinds[s]) * known.R + r]);
+    for (TreeShape shape{1 + w, w}; shape.depth <= deepest; ++shape.depth) {  // of one level all widths are the same
+      const std::vector<int64_t> order = by_gain(view, shape, plain);
+      for (int64_t count = 1;; count = std::min(2 * count, S)) {
+        if (w == 0 || may_be_narrow(view, order, count)) {
+          const double now = rate_of(view, order, count, shape, view.hoped, round.hoped_factor, best, paths).rate;
+          if (now > best) best = now, found_shape = shape, found.assign(order.begin(), order.begin() + count);
+        }
+        if (count == S) break;
+      }
     }
   }
   if (found.empty()) return;
@@ -235,13 +253,14 @@ inline void plan(const Experience& known, Round& round) {
   for (const int64_t s : found) round.drafting[s] = 1;
   Rate now{plain, 0.0};
   for (int turn = 0; turn < 3; ++turn) {  // Dinkelbach: the best trees for a rate, then the rate of these trees
-    now = rate_of(view, found, count, found_depth, view.usual, round.known_factor, now.rate, paths);
+    now = rate_of(view, found, count, found_shape, view.usual, round.known_factor, now.rate, paths);
     now.rate = std::max(plain, now.rate);
   }
-  round.num_drafting = count, round.rate = now.rate * round.known_factor;
+  round.num_drafting = count, round.rate = now.rate * round.known_factor, round.width = found_shape.w == 0 ? known.k : 1;
+  const double *brought = known.brought + found_shape.w * (K - 1), *grown_from = known.grown_from + found_shape.w * (K - 1);
   for (int64_t l = 0; l < K - 1; ++l) {
-    const double gain = (known.brought[l] + known.belief * known.first_gain) / (known.grown_from[l] + known.belief);
-    round.thresholds[l] = round.rate * known.step(count * known.k) / gain;
+    const double gain = (brought[l] + known.belief * known.first_gain) / (grown_from[l] + known.belief);
+    round.thresholds[l] = round.rate * level_ms(known, count, found_shape.w) / gain;
   }
   round.thresholds[K - 1] = now.unworthy;
 }
