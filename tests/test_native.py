@@ -22,6 +22,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from eyas.engine.draft import Draft, guessed
+from eyas.engine.outlook import of_best_path
 from eyas.engine.tree import tree_of
 from eyas.engine.verify import accept
 from eyas.errors import MismatchError
@@ -786,6 +787,21 @@ def test_propose_is_the_plain_growth_to_the_bit(
     assert np.array_equal(ours.depths, plain.depths)
     if least > 0:
         assert len(ours.depths) < 2 + 4 * 4  # so high a threshold ends the growth early
+
+
+@needs_native
+def test_a_wide_tree_tells_what_the_narrow_one_would_have_been():
+    draft, cache, aux, n = draft_of((), "float32"), draft_cache("float32"), features("float32"), 12
+    rows = prompt_rows([TOKENS[1 : n + 1]], [1], STRAIGHT, PAGE_SIZE, "cpu", 1)
+    h = draft.extend(rows, aux[:n], cache)[-1:]
+    first, roots = draft.proposals(h, 4), Roots([n], [n], [], STRAIGHT)
+    wide, narrow = (
+        draft.propose(roots, h, first, cache, (5, 4, width), [0.0] * 5) for width in (4, 1)
+    )
+    there = of_best_path(wide.parents, wide.scores, wide.depths)[0]
+    assert there.sum() >= 3 * 4  # the best path may leave the frontier
+    assert wide.tokens[0, there].tolist() == narrow.tokens[0, : there.sum()].tolist()
+    assert wide.scores[0, there].tolist() == narrow.scores[0, : there.sum()].tolist()
 
 
 @needs_native
