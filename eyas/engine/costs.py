@@ -30,9 +30,8 @@ import torch
 
 from eyas.artifact import cache_folder
 from eyas.engine.draft import Draft
-from eyas.engine.tree import Speculation
 from eyas.model.library import build, one_torch_thread
-from eyas.model.rows import FeatureCache, PagedCache, Roots, RowArrays, rows_of, slots_of
+from eyas.model.rows import FeatureCache, Growth, PagedCache, Roots, RowArrays, rows_of, slots_of
 from eyas.model.target import Target
 
 # A draft that lacks at most so many entries makes them in one call with the root's; of more, all
@@ -413,9 +412,9 @@ class RoundWork:
             self._roots[B] = h, self.draft.proposals(h, k)
         h, first = self._roots[B]
         lens = [min(self._length, self._num_slots - NUM_LEVELS * k - 2)] * B
-        tables, tree = np.repeat(self._table, B, axis=0), Speculation("fixed", 1 + NUM_LEVELS, k)
-        roots = Roots(lens, lens, [], tables)
-        self.draft.propose(roots, h, first, self._drafts[0], tree, k, [0.0] * (1 + NUM_LEVELS))
+        roots = Roots(lens, lens, [], np.repeat(self._table, B, axis=0))
+        growth, thresholds = Growth(1 + NUM_LEVELS, k, k), [0.0] * (1 + NUM_LEVELS)
+        self.draft.propose(roots, h, first, self._drafts[0], growth, thresholds)
 
     def fastest_ms(self) -> float:
         """The fastest of a few forwards of one row."""

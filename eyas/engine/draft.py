@@ -26,7 +26,7 @@ import torch
 import torch.nn.functional as F
 
 from eyas.engine.sampling import draw_key, exponentials
-from eyas.engine.tree import Speculation, goes_on
+from eyas.engine.tree import goes_on
 from eyas.errors import MismatchError
 from eyas.model.block import Block, Linear, Rope, rms_norm
 from eyas.model.config import HeadConfig, check_head
@@ -36,6 +36,7 @@ from eyas.model.native_draft import NativeDraft
 from eyas.model.quantised import in_eight_bits
 from eyas.model.rows import (
     FeatureCache,
+    Growth,
     PagedCache,
     Proposals,
     Roots,
@@ -229,20 +230,16 @@ class Draft:
         roots: Roots,
         cache: PagedCache,
         features: FeatureCache,
-        speculation: Speculation,
-        width: int,
+        growth: Growth,
         thresholds: Sequence[float],
         draws: Draws | None = None,
     ) -> Proposals:
         """`catch_up`, then `propose` from the best of what it gives."""
-        k = speculation.tree_topk
         if self._native is not None:
-            return self._native.grow(
-                roots, cache, features, (speculation.num_draft_steps, k, width), thresholds, draws
-            )
+            return self._native.grow(roots, cache, features, growth, thresholds, draws)
         h = self.catch_up(roots, cache, features)
-        first = self.proposals(h, k, draws)
-        return self.propose(roots, h, first, cache, speculation, width, thresholds, draws)
+        first = self.proposals(h, growth.tree_topk, draws)
+        return self.propose(roots, h, first, cache, growth, thresholds, draws)
 
     def propose(
         self,
@@ -250,8 +247,7 @@ class Draft:
         h_BH: torch.Tensor,
         first: tuple[torch.Tensor, torch.Tensor],
         cache: PagedCache,
-        speculation: Speculation,
-        width: int,
+        growth: Growth,
         thresholds: Sequence[float],
         draws: Draws | None = None,
     ) -> Proposals:
@@ -259,13 +255,12 @@ class Draft:
         `page_table` are read.
 
         h_BH: the outputs of these last entries; first: the `proposals` from them, the candidates of
-        depth 1. The tree's own entries go behind them and are overwritten later. width: how many of
-        a level's candidates the next one grows from, k at most. thresholds [K]: when to stop, see
-        `tree.goes_on`. Source: EAGLE-2, arXiv 2406.16858, section 4.1.
+        depth 1. The tree's own entries go behind them and are overwritten later. thresholds [K]:
+        when to stop, see `tree.goes_on`. Source: EAGLE-2, arXiv 2406.16858, section 4.1.
         """
-        K, k = speculation.num_draft_steps, speculation.tree_topk
         if self._native is not None:
-            return self._native.propose(roots, h_BH, first, cache, (K, k, width), thresholds, draws)
+            return self._native.propose(roots, h_BH, first, cache, growth, thresholds, draws)
+        K, k, width = growth
         ids_Bk, log_probs_Bk = first[0].cpu().numpy(), first[1].cpu().numpy()
         tree = _TreeGrowth(ids_Bk, log_probs_Bk, width)
         starts, page_table = np.asarray(roots.lens, dtype=np.int64), roots.page_table

@@ -22,8 +22,7 @@ import torch
 from eyas.engine.costs import AT_ONCE
 from eyas.engine.draft import Draft
 from eyas.engine.scheduler import Job
-from eyas.engine.tree import Speculation
-from eyas.model.rows import FeatureCache, Proposals, Roots
+from eyas.model.rows import FeatureCache, Growth, Proposals, Roots
 
 
 class DraftError(Exception):
@@ -87,16 +86,13 @@ class Entries:
         self,
         job: Job,
         which: list[int],
-        speculation: Speculation,
-        width: int,
+        growth: Growth,
         thresholds: Sequence[float],
     ) -> Proposals:
         """Make the entries up to the roots', and grow trees: see `Draft.grow`."""
         roots = self._up_to_roots(job, which)
         draws = [job.samples[b].sampler.draw_state() for b in which]
-        return self.draft.grow(
-            roots, self.cache, self.features, speculation, width, thresholds, draws
-        )
+        return self.draft.grow(roots, self.cache, self.features, growth, thresholds, draws)
 
     def enter(self, job: Job, which: list[int]) -> None:
         """Make the entries of all columns before the roots', without outputs."""

@@ -39,6 +39,7 @@ from eyas.engine.verify import accept
 from eyas.model.library import one_torch_thread
 from eyas.model.rows import (
     FeatureCache,
+    Growth,
     NodesToVerify,
     Proposals,
     Roots,
@@ -244,7 +245,9 @@ class Rounds:
         if not drafting:
             return NOTHING
         assert self.entries is not None
-        proposals = self.entries.grow(job, drafting, self.speculation, plan.width, plan.thresholds)
+        sizes = self.speculation
+        growth = Growth(sizes.num_draft_steps, sizes.tree_topk, plan.width)
+        proposals = self.entries.grow(job, drafting, growth, plan.thresholds)
         check_scores(proposals.scores)
         return proposals
 

@@ -22,7 +22,15 @@ from eyas.model.library import address
 from eyas.model.native import DecoderRole, NativeDecoder
 from eyas.model.packed import is_large, joined_linear, layer_linears
 from eyas.model.quantised import Blocks
-from eyas.model.rows import MAX_TREE_COLUMNS, FeatureCache, PagedCache, Proposals, Roots, Rows
+from eyas.model.rows import (
+    MAX_TREE_COLUMNS,
+    FeatureCache,
+    Growth,
+    PagedCache,
+    Proposals,
+    Roots,
+    Rows,
+)
 
 MAX_TOPK = 16
 
@@ -126,11 +134,11 @@ class NativeDraft(NativeDecoder):
         h_BH: torch.Tensor,
         first: tuple[torch.Tensor, torch.Tensor],
         cache: PagedCache,
-        growth: tuple[int, int, int],
+        growth: Growth,
         thresholds: Sequence[float],
         draws: Draws | None = None,
     ) -> Proposals:
-        """Grow B trees by up to K - 1 levels, growth being (K, k, width): see
+        """Grow B trees by up to K - 1 levels, growth: see
         `engine.draft.Draft.propose`. Raises IndexError.
         """
         lens, page_table = roots.lens, roots.page_table
@@ -167,7 +175,7 @@ class NativeDraft(NativeDecoder):
         roots: Roots,
         cache: PagedCache,
         features: FeatureCache,
-        growth: tuple[int, int, int],
+        growth: Growth,
         thresholds: Sequence[float],
         draws: Draws | None = None,
     ) -> Proposals:
@@ -200,14 +208,12 @@ class NativeDraft(NativeDecoder):
             self._is_done(-drafted, max(roots.lens) + K - 2)
         return out.proposals(drafted)
 
-    def _room(
-        self, B: int, growth: tuple[int, int, int], thresholds: Sequence[float]
-    ) -> CandidateBuffers:
+    def _room(self, B: int, growth: Growth, thresholds: Sequence[float]) -> CandidateBuffers:
         assert 0 < growth[2] <= growth[1] <= min(MAX_TOPK, self._W)
         return CandidateBuffers(B, growth, thresholds)
 
     def _growth_sizes(
-        self, B: int, growth: tuple[int, int, int], page_table: np.ndarray, cache: PagedCache
+        self, B: int, growth: Growth, page_table: np.ndarray, cache: PagedCache
     ) -> ctypes.Array[ctypes.c_int64]:
         assert cache.data.dtype == self.dtype
         return (ctypes.c_int64 * 7)(
@@ -230,7 +236,7 @@ class NativeDraft(NativeDecoder):
 class CandidateBuffers:
     """Room for the candidates of B trees of K levels, and what a level must promise."""
 
-    def __init__(self, B: int, growth: tuple[int, int, int], thresholds: Sequence[float]) -> None:
+    def __init__(self, B: int, growth: Growth, thresholds: Sequence[float]) -> None:
         K, k, width = growth
         assert (K - 1) * width <= MAX_TREE_COLUMNS
         assert len(thresholds) == K

@@ -27,6 +27,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -234,12 +235,22 @@ class TextEvidence:
     head_depth: int
 
 
+class Growth(NamedTuple):
+    """How trees grow: levels, K; candidates of a row of a draft step, k; rows of a request in a
+    step, w: the best of the last level's candidates, k at most.
+    """
+
+    num_draft_steps: int
+    tree_topk: int
+    width: int
+
+
 PAD = -9  # the parent of a place without a candidate: no node has this index
 
 
 @dataclass(frozen=True, slots=True)
 class Proposals:
-    """All candidates of B trees, level by level: k in the first, k * k in every further level.
+    """All candidates of B trees, level by level: k in the first, w * k in every further level.
 
     tokens int64 [B, C]; scores fp32 [B, C]: log-probability of the whole path; parents int32 [B,
     C]: a candidate's index, -1 for the root; depths int32 [C], from 1. The children of the
