@@ -148,7 +148,9 @@ class Engine:
         if not depth:
             speculation = replace(speculation, mode="off")
         costs = self._costs() if speculation.mode == "auto" else None
-        self.policy = self.rounds.policy = Policy(speculation, costs, native=target.is_native)
+        self.policy = self.rounds.policy = Policy(
+            speculation, costs, native=target.is_native, narrow=kind_of_rounds is Rounds
+        )
         self.policy.has_head = self.draft is not None
         self._tokenizer = tokenizer
         self._end_tokens = frozenset(target.config.eos_token_ids)

@@ -55,13 +55,19 @@ class Policy:
     """Decides for one engine. `costs` are needed in auto only."""
 
     def __init__(
-        self, speculation: Speculation, costs: CostTable | None = None, native: bool = False
+        self,
+        speculation: Speculation,
+        costs: CostTable | None = None,
+        native: bool = False,
+        narrow: bool = True,
     ) -> None:
-        """native: compute in the native library, which must be available."""
+        """native: compute in the native library, which must be available. narrow: rounds can grow a
+        level from one candidate of a request.
+        """
         assert costs is not None or speculation.mode != "auto", "auto speculation needs the costs"
         self.speculation = speculation
         self.records: deque[RoundRecord] = deque(maxlen=_NUM_RECORDS)
-        self.steps = (NativeSteps if native else Steps)(speculation, costs)
+        self.steps = (NativeSteps if native else Steps)(speculation, costs, narrow)
         self.correction = Correction()
         self.has_head = True  # the rounds say when it has none, or no longer
         self.expects_drafts = speculation.mode != "off"  # of a request that comes now

@@ -98,12 +98,16 @@ class RoundPlan:
 class Steps:
     """The three operations in NumPy."""
 
-    def __init__(self, speculation: Speculation, costs: CostTable | None) -> None:
-        """Without costs trees are of a fixed size, and nothing is predicted."""
+    def __init__(
+        self, speculation: Speculation, costs: CostTable | None, narrow: bool = True
+    ) -> None:
+        """Without costs trees are of a fixed size, and nothing is predicted. narrow: a level may
+        grow from one candidate of a request.
+        """
         self.speculation, self.costs = speculation, costs
         self.acceptance = Acceptance()
         k = speculation.tree_topk
-        widths = (k, 1) if k > 1 else (1,)
+        widths = (k, 1) if narrow and k > 1 else (k,)
         self.trees = ExpectedTrees(speculation.num_draft_steps, self._most, widths)
 
     def plan(
@@ -303,8 +307,10 @@ class _Round(ctypes.Structure):
 class NativeSteps(Steps):
     """The three operations in the native library, which must be available."""
 
-    def __init__(self, speculation: Speculation, costs: CostTable | None) -> None:
-        super().__init__(speculation, costs)
+    def __init__(
+        self, speculation: Speculation, costs: CostTable | None, narrow: bool = True
+    ) -> None:
+        super().__init__(speculation, costs, narrow)
         self._library, trees, counts = library(), self.trees, self.acceptance
         self._first = FIRST_OF_BINS, np.ascontiguousarray(FIRST_OF_TEXT)
         self._known = _Experience(
