@@ -46,7 +46,7 @@ STREAM = {
     "ignore_eos": True,
     "stream": True,
 }
-CHAT, TEXT, GENERATE = "/v1/chat/completions", "/v1/completions", "/generate"
+CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 HEAD = b'{"model":"eyas","max_tokens":2,'
 ASKED = b'"messages":[{"role":"user","content":"Hello"}]'
 
@@ -183,7 +183,6 @@ def bodies() -> dict[str, tuple[str, bytes]]:
             + b",".join(b'"%d":1' % at for at in range(1000))
             + b"}}",
         ),
-        "generate_ids": (GENERATE, filled(b'{"input_ids":[', lambda _: b"[1]", b"]}", 60_000)),
     }
 
 

@@ -7,6 +7,7 @@ import logging
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -133,6 +134,15 @@ class JsonFormatter(logging.Formatter):
         if record.exc_info:
             row["error"] = self.formatException(record.exc_info)
         return json.dumps(row, ensure_ascii=False)
+
+
+def error_facts(error: BaseException) -> dict[str, Any]:
+    """An exception's type and places for a log, without its message, which may quote a request."""
+    places = [
+        f"{frame.filename}:{frame.lineno} {frame.name}"
+        for frame in traceback.extract_tb(error.__traceback__)
+    ]
+    return {"error": type(error).__name__, "places": places[-12:]}
 
 
 def log_to_stderr(level: int = logging.INFO) -> None:

@@ -4,7 +4,6 @@ became tokens.
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import replace
 
@@ -223,7 +222,3 @@ def test_rounds_are_refused_where_they_are_not_told(client):
         "stream_options": {"include_rounds": True},
     }
     assert post(client, body).json()["error"]["param"] == "stream_options"
-    generate = {"text": "Hi", "stream": True, "stream_options": {"include_rounds": True}}
-    reply = post(client, generate, "/generate")
-    assert reply.status_code == 400
-    assert json.loads(reply.text)["error"]["param"] == "stream_options.include_rounds"

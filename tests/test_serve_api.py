@@ -585,6 +585,54 @@ def test_without_logprobs_there_are_none(client):
     assert complete(client).choices[0].logprobs is None
 
 
+# Token ids
+
+
+@pytest.mark.parametrize("stop", [None, [" "]])
+@pytest.mark.parametrize("stream", [False, True])
+def test_token_ids_are_those_of_the_prompt_and_of_the_answer(client, world, stream, stop):
+    """As in vLLM: of a chat the prompt's are at the top, of texts at each choice. A stop string
+    ends the text, and its tokens are the answer's.
+    """
+    extra = {"return_token_ids": True}
+    params = {"n": 2, "seed": 3, "temperature": 0.9, "max_tokens": 12, "stop": stop}
+    asked = world.chat.prompt_ids(MESSAGES)
+    truth = [one.token_ids for one in world.results(asked, **{**params, "stop": tuple(stop or ())})]
+    reply = ask(client, **params, extra_body=extra, stream=stream)
+    if stream:
+        chunks = [chunk.to_dict() for chunk in reply]
+        assert [one["prompt_token_ids"] for one in chunks if "prompt_token_ids" in one] == [
+            asked
+        ] * 2
+        assert "prompt_token_ids" in chunks[0]
+        found = [[], []]
+        for choice in (chunk["choices"][0] for chunk in chunks):
+            found[choice["index"]] += choice.get("token_ids", [])
+    else:
+        assert reply.prompt_token_ids == asked
+        found = [choice.token_ids for choice in reply.choices]
+        assert reply.usage.completion_tokens == sum(map(len, found))
+    assert found == truth
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_each_text_has_the_token_ids_of_its_own_prompt(client, world, stream):
+    texts, found = ["I would like", "71 North"], {}
+    reply = complete(client, texts, extra_body={"return_token_ids": True}, stream=stream)
+    for choice in [one for chunk in reply for one in chunk.choices] if stream else reply.choices:
+        prompt, answer = found.setdefault(choice.index, ([], []))
+        prompt += getattr(choice, "prompt_token_ids", [])
+        answer += choice.token_ids
+    asked = [prompt_ids(world, text) for text in texts]
+    truth = [world.results(ids, max_tokens=12)[0].token_ids for ids in asked]
+    assert [found[index] for index in range(2)] == list(zip(asked, truth, strict=True))
+
+
+def test_without_a_wish_there_are_no_token_ids(client):
+    for reply in (post(client, {"model": MODEL, "messages": MESSAGES, "max_tokens": 2}),):
+        assert "token_ids" not in reply.text
+
+
 # /v1/completions
 
 

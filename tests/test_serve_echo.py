@@ -171,6 +171,31 @@ def test_a_preempted_prompt_is_scored_once(world, monkeypatch):
         np.testing.assert_allclose(one, other, atol=1e-5)
 
 
+# Text without scores
+
+
+@pytest.mark.parametrize("extra", [{"echo": False}, {"echo": True}, {"echo": True, "stream": True}])
+def test_the_prompt_stands_before_its_text_where_it_is_asked_for(client, extra):
+    text = complete(client, PROMPT, max_tokens=12).choices[0].text
+    reply = complete(client, PROMPT, max_tokens=12, **extra)
+    said = (
+        "".join(chunk.choices[0].text for chunk in reply)
+        if extra.get("stream")
+        else reply.choices[0].text
+    )
+    assert said == (PROMPT + text if extra["echo"] else text)
+
+
+def test_each_choice_echoes_its_own_prompt(client, world):
+    ids = world.chat.tokenizer.encode("you", add_special_tokens=False)
+    reply = client.completions.create(
+        model=MODEL, prompt=["I would", "well"], n=2, max_tokens=3, echo=True
+    )
+    assert [choice.text[:4] for choice in reply.choices] == ["I wo", "I wo", "well", "well"]
+    assert complete(client, ids, echo=True).choices[0].text.startswith("you")
+    assert reply.usage.completion_tokens == 12
+
+
 # As clients ask
 
 

@@ -23,10 +23,11 @@ from pydantic import ValidationError
 
 from eyas.engine.engine import Engine, EngineConfig
 from eyas.errors import ConfigError, EyasError
-from eyas.serve.completion import CompletionWriter
+from eyas.log import JsonFormatter
 from eyas.serve.limits import LimitsConfig
 from eyas.serve.server import ServeConfig, UvicornServer, _bound, running_server, serve
 from eyas.serve.vertex import VertexConfig
+from eyas.serve.writers import CompletionWriter
 from tests.object_stores import free_port
 from tests.serving import MAX_LENGTH, MODEL, GatedEngine, World, ask, connected, health
 
@@ -95,7 +96,8 @@ def test_a_client_that_leaves_cancels_its_request(world, stream, rounds):
         assert ask(client, max_tokens=4).usage.completion_tokens == 4
 
 
-def test_an_engine_that_fails_fails_its_requests_and_says_so(world):
+def test_an_engine_that_fails_fails_its_requests_and_says_so(world, caplog):
+    """The log has the error's type and places; its message may quote a request."""
     engine = world.engine(GatedEngine, max_batch=1)
     with world.served(engine) as client:
         engine.gate.release(2)
@@ -116,6 +118,11 @@ def test_an_engine_that_fails_fails_its_requests_and_says_so(world):
             ask(client)
         assert health(client).status_code == 503
         assert "the engine failed: RuntimeError" in health(client).json()["error"]
+    (record,) = [one for one in caplog.records if one.getMessage() == "the engine failed"]
+    line = JsonFormatter().format(record)
+    assert json.loads(line)["error"] == "RuntimeError"
+    assert any(place.endswith(" _gated") for place in json.loads(line)["places"])
+    assert "out of luck" not in line
 
 
 def test_a_server_told_to_end_finishes_what_runs(world):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import random
@@ -17,9 +18,11 @@ import openai
 import pytest
 from starlette.responses import JSONResponse
 
+from eyas.engine.request import Request, SamplingParams
 from eyas.errors import ConfigError, MissingInputError
 from eyas.serve import app, fields
 from eyas.serve.limits import KEYS_VARIABLE, AccessControl, ApiError, LimitsConfig
+from eyas.serve.worker import EngineWorker, QueueFull
 from tests.serving import MESSAGES, MODEL, GatedEngine, World, ask, connected, health, post
 
 BODY = {"model": MODEL, "messages": MESSAGES, "temperature": 0, "max_tokens": 8}
@@ -156,6 +159,27 @@ def test_what_does_not_fit_into_the_queue_is_sent_away_and_comes_in_later(world)
         engine.gate.release(1000)
         assert {one.result().usage.completion_tokens for one in held} == {4}
         assert ask(client, max_tokens=4).usage.completion_tokens == 4
+
+
+def test_two_requests_for_the_last_place_of_the_queue_cannot_both_have_it(world):
+    """Both are there before either runs: the bound is checked where the count rises."""
+
+    async def ask_both():
+        worker = EngineWorker(world.engine(GatedEngine, max_batch=1))
+        worker.start()
+        asked = [Request(name, (5, 6), SamplingParams(max_tokens=1)) for name in "abc"]
+        updates = [worker.updates([one], timeout_s=9, max_queue=1) for one in asked]
+        found = await asyncio.gather(
+            *(asyncio.wait_for(anext(one), 1) for one in updates), return_exceptions=True
+        )
+        assert worker.num_samples == 0
+        for one in updates:
+            await one.aclose()
+        worker._engine.gate.release(9)
+        await worker.stop()
+        return [type(one) for one in found]
+
+    assert asyncio.run(ask_both()) == [TimeoutError, TimeoutError, QueueFull]
 
 
 @pytest.mark.parametrize("begun", [False, True])

@@ -106,6 +106,14 @@ def test_speculation_is_told_by_position_and_against_its_prediction(speculating)
     assert found["eyas:spec_decode_num_draft_tokens_total",] >= 3 * sum(hist) - 12
 
 
+@pytest.mark.parametrize("path", ["/server_info", "/get_server_info"])
+def test_sglang_s_benchmark_reads_tau(speculating, path):
+    ask(speculating, max_tokens=12)
+    info = httpx.get(speculating.url + path).json()
+    assert info["internal_states"][0]["avg_spec_accept_length"] >= 1
+    assert info["served_model_name"] == MODEL
+
+
 def pad(hist, length):
     return hist + [0] * (length - len(hist))
 

@@ -65,7 +65,6 @@ OPERATIONS = [
     "/v1/chat/completions",
     "/v1/completions",
     "/v1/responses",
-    "/generate",
     "/predict",
     "/v1/models/{model}",
     "/v1/models",
@@ -73,9 +72,7 @@ OPERATIONS = [
 OPERATIONS += ["/server_info", "/health", "/metrics"]
 
 
-TAKING = [
-    path for path in OPERATIONS if path.startswith(("/v1/c", "/v1/r", "/generate", "/predict"))
-]
+TAKING = [path for path in OPERATIONS if path.startswith(("/v1/c", "/v1/r", "/predict"))]
 CHECKS = [not_a_server_error, status_code_conformance, response_schema_conformance]
 
 

@@ -118,8 +118,8 @@ def stage_config(
 
 
 def settings(kind: type[BaseModel]) -> str:
-    """The fields of a config with their defaults as `--set` takes them and what its docstring says
-    of them: a line each, a group for each section.
+    """The fields of a config with their defaults as `--set` takes them and what they mean: a line
+    each, a group for each section.
     """
     groups = ["\n".join(lines) for lines in _groups(kind, "", None)]
     return escape("\n\n".join(["Settings, for --set and for a run file:", *groups]))
@@ -137,15 +137,19 @@ def _groups(kind: type[BaseModel], prefix: str, section: BaseModel | None) -> li
         text = f"{prefix}{name}"
         if not field.is_required():
             text = _shortened(f"{text}={_plain(default)}", NAME_WIDTH)
-        own.append(f"{text:{NAME_WIDTH}} {_shortened(_said_of(kind, name), HELP_WIDTH)}".rstrip())
+        own.append(f"{text:{NAME_WIDTH}} {_shortened(meaning(kind, name), HELP_WIDTH)}".rstrip())
     return [own, *sections] if own else sections
 
 
-def _said_of(kind: type[BaseModel], field: str) -> str:
-    """What a config's docstring says of a field, as `field: text.`; "" where it says nothing."""
+def meaning(kind: type[BaseModel], field: str) -> str:
+    """What a setting means: its description, else what the class's docstring says as `field: text.`
+    Empty where neither says anything.
+    """
+    if said := kind.model_fields[field].description:
+        return " ".join(said.split())
     text = " ".join((kind.__doc__ or "").split())
-    said = re.search(rf"(?:^|[.:] ){field}: (.+?)(?:[.;] |\.$|$)", text)
-    return said.group(1) if said else ""
+    found = re.search(rf"(?:^|[.:;,] ){field}: (.+?)(?:[.;] |\.$|$)", text)
+    return found.group(1) if found else ""
 
 
 def _shortened(text: str, width: int) -> str:

@@ -61,10 +61,6 @@ def command(
     head: Annotated[
         str | None, typer.Option(help="in any form; none: plain decoding", rich_help_panel=MODEL)
     ] = None,
-    memory: Annotated[
-        str | None,
-        typer.Option(help="folder of `eyas memory`: drafts from text", rich_help_panel=MODEL),
-    ] = None,
     device: Annotated[
         str | None, typer.Option(help="cpu, cuda, cuda:1 (cpu)", rich_help_panel=MODEL)
     ] = None,
@@ -113,7 +109,7 @@ def command(
         *(overrides or []),
         *(f"{name}={json.dumps(value)}" for name, value in settings.items() if value is not None),
     ]
-    given = {"target": target, "head": head, "memory": memory, "host": host, "port": port}
+    given = {"target": target, "head": head, "host": host, "port": port}
     given["device"] = device
     options = from_environment() | {
         name: value for name, value in given.items() if value is not None

@@ -1,4 +1,4 @@
-"""The endpoints as a starlette application: OpenAI's, SGLang's, Vertex AI's, health and metrics.
+"""The endpoints as a starlette application: OpenAI's, Vertex AI's, health and metrics.
 
 Knows the worker, not the engine's inside.
 
@@ -18,7 +18,6 @@ import asyncio
 import json
 import logging
 import time
-import traceback
 from collections.abc import (
     AsyncGenerator,
     AsyncIterator,
@@ -47,17 +46,24 @@ from eyas.chat import Chat
 from eyas.engine.engine import Engine
 from eyas.engine.request import Update
 from eyas.errors import EyasError, InputError
-from eyas.serve.completion import CompletionWriter
+from eyas.log import error_facts
 from eyas.serve.fields import parse_body
 from eyas.serve.limits import AccessControl, ApiError, LimitsConfig, refused_by_engine
 from eyas.serve.metrics import CONTENT_TYPE, Exchange, Metrics
 from eyas.serve.openapi import document
 from eyas.serve.page import page_routes
-from eyas.serve.protocol import ChatRequest, GenerateRequest, TextRequest
+from eyas.serve.protocol import ChatRequest, TextRequest
 from eyas.serve.responses import ResponsesRequest
-from eyas.serve.translation import CompletionBody, ModelInfo, Translator, check_logprobs
+from eyas.serve.translation import ModelInfo, Translator, check_logprobs
 from eyas.serve.vertex import VertexConfig, error_body, instances, located
-from eyas.serve.worker import EngineFailure, EngineWorker, RequestTimeout, ShuttingDown
+from eyas.serve.worker import (
+    EngineFailure,
+    EngineWorker,
+    QueueFull,
+    RequestTimeout,
+    ShuttingDown,
+)
+from eyas.serve.writers import CompletionWriter
 
 CLIENT_GONE = 499  # as access logs call it; no client reads it
 LOADING_RETRY_S = 5
@@ -152,7 +158,6 @@ class Api:
             self._route("/v1/chat/completions", partial(self._complete, ChatRequest), "POST"),
             self._route("/v1/completions", partial(self._complete, TextRequest), "POST"),
             self._route("/v1/responses", partial(self._complete, ResponsesRequest), "POST"),
-            self._route("/generate", partial(self._complete, GenerateRequest), "POST"),
             self._route("/v1/models", self._models),
             self._route("/v1/models/{model:path}", self._one_model),
             self._route("/server_info", self._server_info),
@@ -341,7 +346,7 @@ class Api:
 
     async def _complete(
         self,
-        kind: type[CompletionBody],
+        kind: type[ChatRequest | TextRequest | ResponsesRequest],
         exchange: Exchange,
         service: ModelService,
     ) -> Response:
@@ -365,7 +370,7 @@ class Api:
             # The first update decides between an error status and 200, so headers wait for it.
             first = await _while_connected(exchange.http, anext(updates))
         except EyasError as error:
-            raise _api_error(error) from error
+            raise self._failed(exchange, service, error) from error
         events = _events(first, updates, exchange, completion)
         return EventStream(events, self.limits.request_timeout_s, exchange, self._end)
 
@@ -385,7 +390,7 @@ class Api:
         try:
             await _while_connected(exchange.http, keep())
         except EyasError as error:
-            raise _api_error(error) from error
+            raise self._failed(exchange, service, error) from error
 
     async def _whole(
         self, completions: Sequence[CompletionWriter], write: Callable[[], Any]
@@ -400,7 +405,7 @@ class Api:
     def _submit(
         self, exchange: Exchange, service: ModelService, completions: Sequence[CompletionWriter]
     ) -> AsyncGenerator[list[Update]]:
-        """The updates of all requests of completions. Raises ApiError when the queue is full."""
+        """The updates of all requests of completions. Raises ApiError for more samples than fit."""
         worker, num_samples = service.worker, sum(one.num_samples for one in completions)
         most = worker.max_batch + self.limits.max_queue
         if self._is_draining:
@@ -409,15 +414,18 @@ class Api:
             raise ApiError(
                 400, f"{num_samples} samples are more than this server holds at once, {most}", "n"
             )
-        waiting = worker.num_samples + num_samples - worker.max_batch
-        if waiting > self.limits.max_queue:
-            wait_s = min(max(1, round(self._recent_e2e_s * waiting / worker.max_batch)), 60)
-            raise ApiError(
-                429, "too many requests wait already", code="queue_full", retry_after=wait_s
-            )
         exchange.completions = completions
         requests = [request for one in completions for request in one.requests]
-        return worker.updates(requests, self.limits.request_timeout_s)
+        return worker.updates(requests, self.limits.request_timeout_s, self.limits.max_queue)
+
+    def _failed(self, exchange: Exchange, service: ModelService, error: EyasError) -> ApiError:
+        """What the worker raises, as the client gets it."""
+        if isinstance(error, QueueFull):
+            exchange.completions = ()  # none of them ran
+            waited_s = self._recent_e2e_s * error.num_waiting / service.worker.max_batch
+            wait_s = min(max(1, round(waited_s)), 60)
+            return ApiError(429, error.what, code="queue_full", retry_after=wait_s)
+        return _api_error(error)
 
     async def _translated(self, http: HttpRequest, translate: Callable[[bytes], T]) -> T:
         """What `translate` makes of the body of a JSON request. Raises ApiError (`_read_body`)."""
@@ -555,7 +563,7 @@ async def _while_connected(http: HttpRequest, work: Awaitable[T]) -> T:
 
 
 def _api_error(error: EyasError) -> ApiError:
-    """What the worker raises, as the client gets it."""
+    """What the worker raises of a request that it took, as the client gets it."""
     if isinstance(error, InputError):
         return refused_by_engine(error)
     if isinstance(error, RequestTimeout):
@@ -602,14 +610,4 @@ async def _http_error(http: HttpRequest, error: Exception) -> Response:
 
 
 def _log_bug(exchange: Exchange, error: Exception) -> None:
-    """Log the error's type and places without its message, which may quote what a client wrote."""
-    places = [
-        f"{frame.filename}:{frame.lineno} {frame.name}"
-        for frame in traceback.extract_tb(error.__traceback__)
-    ]
-    data = {
-        "request_id": exchange.id,
-        "error": type(error).__name__,
-        "places": places[-12:],
-    }
-    log.error("internal error", extra={"data": data})
+    log.error("internal error", extra={"data": {"request_id": exchange.id, **error_facts(error)}})

@@ -1,20 +1,18 @@
-"""The fields that the bodies of requests share: OpenAI's, and those of vLLM and SGLang that this
-server supports.
+"""The fields that bodies of requests share: OpenAI's, and those of vLLM and SGLang that this server
+supports.
 
-Nothing is ignored silently. A field that changes no output is accepted and dropped (`IGNORED`; the
-docs list them), a known field that is not supported is accepted only with a value that changes
-nothing (`OFF`), null is the same as leaving a field out, and an unknown field is an error. Knows
-the engine's parameters and no engine.
+Nothing is ignored silently. A field that changes no output is accepted and dropped (`IGNORED`), a
+known field that is not supported is accepted only with a value that changes nothing (`OFF`), null
+is the same as leaving a field out, and an unknown field is an error.
 """
 
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
-from functools import cached_property
 from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 
 from pydantic import (
+    AfterValidator,
     BaseModel,
     BeforeValidator,
     ConfigDict,
@@ -24,16 +22,11 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-from eyas.engine.request import (
-    MAX_LOGPROBS,
-    MAX_SAMPLES,
-    MAX_STOP_LENGTH,
-    MAX_STOPS,
-    SamplingParams,
-)
+from eyas.engine.request import MAX_LOGPROBS, MAX_SAMPLES, MAX_STOP_LENGTH, MAX_STOPS
 from eyas.serve.limits import ApiError, unsupported
 
-# Fields of OpenAI's, vLLM's and SGLang's that are not supported, with values that change nothing.
+# Known fields that are not supported, with the values that change nothing. A body's own field of
+# the same name comes first.
 OFF: dict[str, tuple[Any, ...]] = {
     "add_generation_prompt": (True,),
     "add_special_tokens": (False,),
@@ -64,7 +57,6 @@ OFF: dict[str, tuple[Any, ...]] = {
     "prompt_logprobs": (),
     "reasoning_effort": ("none",),
     "return_hidden_states": (False,),
-    "return_token_ids": (False,),
     "return_tokens_as_token_ids": (False,),
     "separate_reasoning": (False,),
     "skip_special_tokens": (True,),
@@ -75,9 +67,8 @@ OFF: dict[str, tuple[Any, ...]] = {
     "use_beam_search": (False,),
     "web_search_options": (),
 }
-# Fields of OpenAI's and its clients' that change no output here, whatever they hold: notes of the
-# client, hints to a cache or to a queue, and how long a hosted model's answer should be. Nothing is
-# stored with or without `store`.
+# Fields that change no output here: notes of the client, hints to a cache or to a queue, and how
+# long a hosted model's answer should be. Nothing is stored with or without `store`.
 IGNORED = frozenset(
     {
         "cache_control",
@@ -94,7 +85,6 @@ IGNORED = frozenset(
     }
 )
 BodyT = TypeVar("BodyT", bound=BaseModel)
-UsageIn = Literal["none", "end", "all"]  # the chunks of a stream that hold usage
 MAX_SHOWN = 64  # characters of a field's name that a message repeats
 # Of a body, before it is validated: at most 30 ms of validation, in which no other thread runs.
 # 2,000 messages of several parts, or 128 tools of 40 parameters, have 14,000 keys and brackets.
@@ -107,8 +97,8 @@ _METACHARACTERS = frozenset("\\.+*?()|[]{}^$#&-~/")  # of Rust's regular express
 
 
 class Strict(BaseModel):
-    """A JSON object with known fields of their own types only; `ignored` names those that it may
-    have besides, with any value.
+    """A JSON object with known fields of their own types only; `ignored` names further fields that
+    may have any value.
     """
 
     model_config = ConfigDict(
@@ -119,11 +109,113 @@ class Strict(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _drop_ignored(cls, body: Any) -> Any:
-        if isinstance(body, dict):
-            few_keys(body, MAX_FIELDS)
+        few_keys(body, MAX_FIELDS)
         if not isinstance(body, dict) or cls.ignored.isdisjoint(body):
             return body
         return {name: value for name, value in body.items() if name not in cls.ignored}
+
+
+class RequestBody(Strict):
+    """A body in which null is the same as nothing, and fields of `off` may have a value that
+    changes nothing.
+    """
+
+    off: ClassVar[dict[str, tuple[Any, ...]]] = {}
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_what_is_off(cls, body: Any) -> Any:
+        if not isinstance(body, dict):
+            return body
+        fields = {name: value for name, value in body.items() if value is not None}
+        for name in fields.keys() & cls.unsupported().keys():
+            if not any(_is_same(fields[name], value) for value in cls.off[name]):
+                off = " or ".join(json.dumps(value) for value in cls.off[name])
+                raise unsupported(
+                    name, f"is not supported here; leave it out{f' (or {off})' if off else ''}"
+                )
+            del fields[name]
+        return fields
+
+    @classmethod
+    def unsupported(cls) -> dict[str, tuple[Any, ...]]:
+        """The fields of `off` that this body does not support."""
+        return {name: off for name, off in cls.off.items() if name not in cls.model_fields}
+
+
+def few_keys(value: Any, most: int = MAX_BIASES) -> Any:
+    """The value, unless it is an object with too many keys: each wrong one would be an error."""
+    if isinstance(value, dict) and len(value) > most:
+        raise ApiError(400, f"an object has {len(value)} keys, the limit is {most}")
+    return value
+
+
+def _is_same(value: Any, other: Any) -> bool:
+    """Equal, and of JSON's same type: true is not 1."""
+    return bool(value == other) and isinstance(value, bool) == isinstance(other, bool)
+
+
+def _no_empty_stop(stop: Any) -> Any:
+    if stop == "":
+        raise PydanticCustomError(
+            "empty_stop", "a stop string is empty and would end every answer: leave it out"
+        )
+    return stop
+
+
+def _as_tuple(value: str | list[Any]) -> tuple[Any, ...]:
+    return (value,) if isinstance(value, str) else tuple(value)
+
+
+Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_LENGTH)]
+TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+Bias = Annotated[float, Field(ge=-100, le=100)]
+TokenKey = Annotated[str, Field(pattern=r"^[0-9]{1,9}$")]
+GrammarText = Annotated[str, Field(max_length=MAX_GRAMMAR)]
+NumLogprobs = Annotated[int, Field(ge=0, le=MAX_LOGPROBS)]
+
+
+class SamplingFields(RequestBody):
+    """The table of sampling options. Each is the option of SamplingParams with the same name, so
+    that a new one is one entry here: name, type, bounds, default and what it means.
+    """
+
+    temperature: float = Field(1.0, ge=0, le=2, description="0 is greedy")
+    top_p: float = Field(1.0, gt=0, le=1, description="share of the probability that is kept")
+    top_k: Annotated[int, AfterValidator(lambda top_k: max(top_k, 0))] = Field(
+        0, ge=-1, lt=2**31, description="how many tokens are kept; 0 and -1: all"
+    )
+    min_p: float = Field(
+        0.0, ge=0, le=1, description="tokens below this share of the best one's probability go"
+    )
+    seed: int | None = Field(
+        None,
+        ge=-(2**63),
+        lt=2**63,
+        description="The same seed, prompt and options give the same answer. The draws depend on "
+        "the seed and a token's place, not on the prompt: one seed for many prompts correlates "
+        "their draws. For independent draws mix the prompt into it, e.g. the first 8 bytes of "
+        "sha256(seed + prompt) as a signed integer, or leave it out.",
+    )
+    repetition_penalty: float = Field(1.0, ge=0.01, le=100, description="1 is off")
+    frequency_penalty: float = Field(0.0, ge=-2, le=2, description="by occurrence in the answer")
+    presence_penalty: float = Field(0.0, ge=-2, le=2, description="of tokens in the answer")
+    logit_bias: Annotated[
+        dict[TokenKey, Bias],
+        BeforeValidator(few_keys),
+        AfterValidator(lambda biases: {int(token): bias for token, bias in biases.items()}),
+    ] = Field({}, description="by token id, added to its logit")
+    n: int = Field(1, ge=1, le=MAX_SAMPLES, description="samples of each prompt")
+    stop: Annotated[
+        Stop | Annotated[list[Stop], Field(max_length=MAX_STOPS, fail_fast=True)],
+        BeforeValidator(_no_empty_stop),
+        AfterValidator(_as_tuple),
+    ] = Field([], validate_default=True, description="an answer ends before one of these strings")
+    stop_token_ids: Annotated[
+        list[TokenId], Field(max_length=MAX_STOPS, fail_fast=True), AfterValidator(_as_tuple)
+    ] = Field([], validate_default=True, description="they end an answer as the target's own do")
+    min_tokens: int = Field(0, ge=0, lt=2**31, description="before an answer may end by itself")
+    ignore_eos: bool = Field(False, description="the target's end tokens end no answer")
 
 
 class StreamOptions(Strict):
@@ -172,109 +264,42 @@ class ResponseFormat(Strict):
         return self
 
 
-@dataclass(frozen=True, slots=True)
-class Constraint:
-    """What the answer must follow, as the engine takes it; at most one is set."""
+class CompletionRequest(SamplingFields):
+    """The fields of chats and texts, with OpenAI's defaults. Those without a source are OpenAI's.
 
-    json_schema: str | None = None
-    regex: str | None = None
-
-
-def few_keys(value: Any, most: int = MAX_BIASES) -> Any:
-    """The value, unless it is an object with too many keys: each wrong one would be an error."""
-    if isinstance(value, dict) and len(value) > most:
-        raise ApiError(400, f"an object has {len(value)} keys, the limit is {most}")
-    return value
-
-
-def _no_empty_stop(stop: Any) -> Any:
-    if stop == "":
-        raise PydanticCustomError(
-            "empty_stop", "a stop string is empty and would end every answer: leave it out"
-        )
-    return stop
-
-
-Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_LENGTH)]
-TokenId = Annotated[int, Field(ge=0, lt=2**31)]
-Bias = Annotated[float, Field(ge=-100, le=100)]
-TokenKey = Annotated[str, Field(pattern=r"^[0-9]{1,9}$")]
-GrammarText = Annotated[str, Field(max_length=MAX_GRAMMAR)]
-Seed = Annotated[int, Field(ge=-(2**63), lt=2**63)]
-Salt = Annotated[str, Field(min_length=1, max_length=128)]
-
-
-class RequestBody(Strict):
-    """A body in which null is the same as nothing, and fields that are not supported are accepted
-    with a value that changes nothing (`off`).
-    """
-
-    off: ClassVar[dict[str, tuple[Any, ...]]] = {}
-
-    @model_validator(mode="before")
-    @classmethod
-    def _drop_what_is_off(cls, body: Any) -> Any:
-        if not isinstance(body, dict):
-            return body
-        fields = {name: value for name, value in body.items() if value is not None}
-        for name in fields.keys() & cls.off.keys():
-            if not any(_is_same(fields[name], value) for value in cls.off[name]):
-                off = " or ".join(json.dumps(value) for value in cls.off[name])
-                raise unsupported(
-                    name, f"is not supported here; leave it out{f' (or {off})' if off else ''}"
-                )
-            del fields[name]
-        return fields
-
-
-class SamplingFields(RequestBody):
-    """Sampling fields with the same name and default at OpenAI's endpoints and at SGLang's."""
-
-    temperature: float = Field(default=1.0, ge=0, le=2)
-    top_p: float = Field(default=1.0, gt=0, le=1)
-    top_k: int = Field(default=0, ge=-1, lt=2**31)  # 0, and vLLM's -1: off
-    min_p: float = Field(default=0.0, ge=0, le=1)
-    repetition_penalty: float = Field(default=1.0, ge=0.01, le=100)
-    frequency_penalty: float = Field(default=0.0, ge=-2, le=2)
-    presence_penalty: float = Field(default=0.0, ge=-2, le=2)
-    logit_bias: Annotated[dict[TokenKey, Bias], BeforeValidator(few_keys)] = {}
-    n: int = Field(default=1, ge=1, le=MAX_SAMPLES)
-    stop: Annotated[
-        Stop | Annotated[list[Stop], Field(max_length=MAX_STOPS, fail_fast=True)],
-        BeforeValidator(_no_empty_stop),
-    ] = []
-    stop_token_ids: list[TokenId] = Field(default=[], max_length=MAX_STOPS, fail_fast=True)
-    ignore_eos: bool = False
-    json_schema: GrammarText | None = None  # SGLang's
-    regex: GrammarText | None = None  # SGLang's
-
-
-class OpenAIFields(SamplingFields):
-    """Fields of both of OpenAI's endpoints, with OpenAI's defaults. `speculation` and `text_drafts`
-    are our own.
+    Constraints of the answer have many names; at most one may be given.
     """
 
     ignored: ClassVar[frozenset[str]] = IGNORED
     off: ClassVar[dict[str, tuple[Any, ...]]] = OFF
 
     model: str
-    seed: Seed | None = None
-    best_of: int | None = None  # the same as n: no sample is thrown away
-    max_tokens: int | None = Field(default=None, ge=1, lt=2**31)
-    min_tokens: int = Field(default=0, ge=0, lt=2**31)
+    best_of: int | None = Field(None, description="the same as n: no sample is thrown away")
+    max_tokens: int | None = Field(None, ge=1, lt=2**31)
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
-    guided_json: dict[str, Any] | GrammarText | None = None
-    guided_regex: GrammarText | None = None
-    guided_choice: list[str] | None = Field(default=None, min_length=1, fail_fast=True)
+    guided_json: dict[str, Any] | GrammarText | None = Field(None, description="vLLM's")
+    guided_regex: GrammarText | None = Field(None, description="vLLM's")
+    guided_choice: list[str] | None = Field(
+        None, min_length=1, fail_fast=True, description="vLLM's: the answer is one of these"
+    )
+    json_schema: GrammarText | None = Field(None, description="SGLang's")
+    regex: GrammarText | None = Field(None, description="SGLang's")
     stream: bool = False
     stream_options: StreamOptions | None = None
-    # vLLM's: computed prefixes are shared among requests of the same salt alone
-    cache_salt: Salt | None = None
-    # vLLM's; the header x-request-id is the other way
-    request_id: str | None = Field(default=None, max_length=128)
-    speculation: bool | None = None  # None: where the server drafts
-    text_drafts: bool | None = None  # None: where the server drafts from text
+    return_token_ids: bool = Field(
+        False, description="vLLM's: prompt_token_ids and token_ids stand in the answer"
+    )
+    cache_salt: Annotated[str, Field(min_length=1, max_length=128)] | None = Field(
+        None, description="vLLM's: computed prefixes are shared with requests of the same salt only"
+    )
+    request_id: str | None = Field(
+        None, max_length=128, description="vLLM's; the header x-request-id is the other way"
+    )
+    speculation: bool | None = Field(None, description="ours; by default where the server drafts")
+    text_drafts: bool | None = Field(
+        None, description="ours; by default where the server drafts from text"
+    )
 
     @model_validator(mode="after")
     def _check_pairs(self) -> Self:
@@ -286,10 +311,6 @@ class OpenAIFields(SamplingFields):
                 f"{self.best_of} of which {self.n} are kept is not supported; leave it out",
             )
         return self
-
-    @property
-    def stops(self) -> tuple[str, ...]:
-        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
 
     @property
     def token_limit(self) -> int | None:
@@ -311,88 +332,38 @@ class OpenAIFields(SamplingFields):
         return None
 
     @property
-    def usage_in(self) -> UsageIn:
-        """The chunks of a stream that hold usage."""
-        options = self.stream_options
-        if options is None or not options.include_usage:
-            return "none"
-        return "all" if options.continuous_usage_stats else "end"
-
-    @property
-    def include_rounds(self) -> bool:
+    def includes_rounds(self) -> bool:
         """Whether the chunks of a stream show what was drafted."""
         return self.stream_options is not None and self.stream_options.include_rounds
 
-    def constraint(self) -> Constraint:
-        """What the answer must follow. Raises ApiError when several fields constrain it."""
-        vllm = self.structured_outputs or StructuredOutputs()
-        wanted, schema = self.response_format, None
+    def constraint(self) -> dict[str, str]:
+        """The json_schema or regex that the answer must follow, as in SamplingParams; or nothing.
+        Raises ApiError when several fields constrain it.
+        """
+        vllm, wanted = self.structured_outputs or StructuredOutputs(), self.response_format
+        schema: dict[str, Any] | None = None
         if wanted is not None and wanted.type != "text":
-            named = wanted.json_schema
-            schema = {"type": "object"} if named is None else named.schema_
-        fields: list[tuple[str, dict[str, Any] | str | None, str | None]] = [
-            ("response_format", schema, None),
-            ("guided_json", self.guided_json, None),
-            ("guided_regex", None, self.guided_regex),
-            ("guided_choice", None, _one_of(self.guided_choice)),
-            ("json_schema", self.json_schema, None),
-            ("regex", None, self.regex),
-            ("structured_outputs", vllm.json_, None),
-            ("structured_outputs", None, vllm.regex),
-            ("structured_outputs", None, _one_of(vllm.choice)),
-            ("structured_outputs", {"type": "object"} if vllm.json_object else None, None),
+            schema = wanted.json_schema.schema_ if wanted.json_schema else {"type": "object"}
+        fields: list[tuple[str, str, dict[str, Any] | str | None]] = [
+            ("response_format", "json_schema", schema),
+            ("guided_json", "json_schema", self.guided_json),
+            ("guided_regex", "regex", self.guided_regex),
+            ("guided_choice", "regex", _one_of(self.guided_choice)),
+            ("json_schema", "json_schema", self.json_schema),
+            ("regex", "regex", self.regex),
+            ("structured_outputs", "json_schema", vllm.json_),
+            ("structured_outputs", "regex", vllm.regex),
+            ("structured_outputs", "regex", _one_of(vllm.choice)),
+            ("structured_outputs", "json_schema", {"type": "object"} if vllm.json_object else None),
         ]
-        given = [one for one in fields if one[1:] != (None, None)]
-        if not given:
-            return Constraint()
+        given = [one for one in fields if one[2] is not None]
         if len(given) > 1:
             what = f"{given[0][0]} and {given[1][0]} both constrain the answer: give one of them"
             raise ApiError(400, what, given[1][0])
-        _, json_schema, regex = given[0]
-        if isinstance(json_schema, dict):
-            json_schema = json.dumps(json_schema)
-        return Constraint(json_schema, regex)
-
-    @cached_property
-    def _biases(self) -> dict[int, float]:
-        """One for all prompts of a request."""
-        return {int(token): bias for token, bias in self.logit_bias.items()}
-
-    def params(
-        self, max_tokens: int, constraint: Constraint, stops: tuple[str, ...] = ()
-    ) -> SamplingParams:
-        """The engine's parameters. stops: beside the request's own. Raises InputError for fields
-        that contradict each other.
-        """
-        return SamplingParams(
-            temperature=self.temperature,
-            top_k=max(self.top_k, 0),
-            top_p=self.top_p,
-            min_p=self.min_p,
-            seed=self.seed,
-            repetition_penalty=self.repetition_penalty,
-            frequency_penalty=self.frequency_penalty,
-            presence_penalty=self.presence_penalty,
-            logit_bias=self._biases,
-            stop=self.stops + stops,
-            stop_token_ids=tuple(self.stop_token_ids),
-            min_tokens=self.min_tokens,
-            max_tokens=max_tokens,
-            ignore_eos=self.ignore_eos,
-            n=self.n,
-            logprobs=self.num_logprobs,
-            prompt_logprobs=self.num_prompt_logprobs,
-            json_schema=constraint.json_schema,
-            regex=constraint.regex,
-        )
-
-
-def _is_same(value: Any, other: Any) -> bool:
-    """Equal, and of JSON's same type: true is not 1."""
-    return bool(value == other) and isinstance(value, bool) == isinstance(other, bool)
-
-
-NumLogprobs = Annotated[int, Field(ge=0, le=MAX_LOGPROBS)]
+        return {
+            kind: json.dumps(text) if isinstance(text, dict) else str(text)
+            for _, kind, text in given
+        }
 
 
 def _one_of(choices: list[str] | None) -> str | None:

@@ -19,7 +19,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 from starlette.requests import Request as HttpRequest
 
-from eyas.serve.completion import CompletionWriter
+from eyas.serve.writers import CompletionWriter
 from eyas.tau import accepted_by_position, num_accepted, sum_hists, tau_of
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -97,7 +97,9 @@ class Exchange:
             facts |= {
                 "num_prompt_tokens": sum(one.num_prompt_tokens for one in self.completions),
                 "num_output_tokens": sum(one.num_tokens for one in self.completions),
-                "finish_reasons": [ending for one in self.completions for ending in one.endings],
+                "finish_reasons": [
+                    choice.ending for one in self.completions for choice in one.choices
+                ],
                 "tau": None if tau is None else round(tau, 3),
                 "ttft_ms": round(1000 * (min(firsts) - self.started), 1) if firsts else None,
             }
@@ -153,9 +155,9 @@ class Metrics(Collector):
         """
         if failure is not None:
             self._failed.labels(self._model, failure).inc()
-        for ending in answer.endings:
-            if ending is not None:
-                self._ended.labels(self._model, ending).inc()
+        for choice in answer.choices:
+            if choice.ending is not None:
+                self._ended.labels(self._model, choice.ending).inc()
         if answer.first_at is not None:  # else the engine refused it, or the client left before
             self._prompt_tokens.labels(self._model).inc(answer.num_prompt_tokens)
         self._tokens.labels(self._model).inc(answer.num_tokens)

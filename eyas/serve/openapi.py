@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from copy import deepcopy
-from importlib.metadata import version
 from typing import Any
 
+from eyas.artifact import VERSION
 from eyas.serve.fields import RequestBody
-from eyas.serve.protocol import ChatRequest, GenerateRequest, TextRequest
+from eyas.serve.protocol import ChatRequest, TextRequest
 from eyas.serve.responses import ResponsesRequest
 from eyas.serve.vertex import PredictionRequest
 
@@ -54,7 +54,6 @@ _RESPONSE = _object(
 _MODEL = _object("id", "object", "created", "owned_by")
 _MODELS = _object("object", "data", data={"type": "array", "items": _MODEL})
 _HEALTH = _object("status", status=_TEXT)
-_GENERATED = _object("text", "output_ids", "meta_info")
 _PREDICTIONS = _object("predictions", predictions={"type": "array"})
 _VERTEX_ERROR = _object("error", error=_object("code", "message", "status"))
 _PROBLEMS = {
@@ -103,13 +102,11 @@ def document(model: str, predict_route: str | None = None) -> dict[str, Any]:
     by_name = page("the same by name", _MODEL, "401", "404", "429", "503")
     name = {"name": "model", "in": "path", "required": True, "schema": _TEXT, "example": model}
     info = _object("internal_states")
-    either = {"oneOf": [_GENERATED, {"type": "array", "items": _GENERATED}]}
     metrics = {"200": {"description": "", "content": {"text/plain": {"schema": _TEXT}}}}
     paths = {
         "/v1/chat/completions": completion("answers a chat", ChatRequest),
         "/v1/completions": completion("continues texts", TextRequest),
         "/v1/responses": completion("answers a chat in items", ResponsesRequest, _RESPONSE),
-        "/generate": completion("SGLang's own", GenerateRequest, either),
         "/v1/models": page("the served model", _MODELS, "401", "429", "503"),
         "/v1/models/{model}": {"get": {**by_name["get"], "parameters": [name]}},
         "/server_info": page("what SGLang's benchmark reads", info, "401", "429", "503"),
@@ -124,7 +121,7 @@ def document(model: str, predict_route: str | None = None) -> dict[str, Any]:
         )
     return {
         "openapi": "3.1.0",
-        "info": {"title": "eyas", "version": version("eyas"), "description": f"serves {model}"},
+        "info": {"title": "eyas", "version": VERSION, "description": f"serves {model}"},
         "paths": paths,
         "components": {
             "schemas": schemas,
@@ -146,7 +143,7 @@ def _form(
     )
     schemas |= schema.pop("$defs", {})
     properties = schema["properties"]
-    off = form.off if issubclass(form, RequestBody) else {}
+    off = form.unsupported() if issubclass(form, RequestBody) else {}
     for name, values in off.items():
         properties[name] = {"enum": [*values, None]}
     if issubclass(form, RequestBody):

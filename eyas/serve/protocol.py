@@ -1,8 +1,4 @@
-"""The bodies of requests: OpenAI's chat and text completions, and SGLang's own /generate.
-
-/generate has the fields of /v1/completions under other names, so it becomes a TextRequest. Knows no
-template, no tokenizer and no engine.
-"""
+"""The bodies of OpenAI's chat completions and text completions."""
 
 from __future__ import annotations
 
@@ -15,13 +11,8 @@ from pydantic_core import PydanticCustomError
 
 from eyas.serve.fields import (
     MAX_SHOWN,
-    OFF,
+    CompletionRequest,
     NumLogprobs,
-    OpenAIFields,
-    RequestBody,
-    SamplingFields,
-    Seed,
-    StreamOptions,
     Strict,
     TokenId,
     few_keys,
@@ -29,7 +20,6 @@ from eyas.serve.fields import (
 from eyas.serve.limits import ApiError, unsupported
 
 TEXT_MAX_TOKENS = 16  # OpenAI's default
-GENERATE_MAX_TOKENS = 128  # SGLang's default
 MAX_PROMPTS = 1024
 MAX_NAME = 256  # characters of a participant's
 
@@ -210,14 +200,10 @@ class NamedTool(Strict):
     function: NamedFunction
 
 
-class ChatRequest(OpenAIFields):
+class ChatRequest(CompletionRequest):
     """The body of /v1/chat/completions, with OpenAI's defaults. reasoning_effort none: templates
     with a switch for thinking get it off.
     """
-
-    off: ClassVar[dict[str, tuple[Any, ...]]] = {
-        name: values for name, values in OpenAIFields.off.items() if name != "reasoning_effort"
-    }
 
     messages: list[ChatMessage] = Field(min_length=1, fail_fast=True)
     max_completion_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
@@ -283,16 +269,10 @@ def _few_prompts(prompts: Any) -> Any:
     return prompts
 
 
-class TextRequest(OpenAIFields):
+class TextRequest(CompletionRequest):
     """The body of /v1/completions, with OpenAI's defaults; add_special_tokens is vLLM's, with
     vLLM's default. With echo, logprobs are those of the prompt too; max_tokens 0 answers nothing.
     """
-
-    off: ClassVar[dict[str, tuple[Any, ...]]] = {
-        name: values
-        for name, values in OpenAIFields.off.items()
-        if name not in ("add_special_tokens", "echo")
-    }
 
     prompt: Annotated[
         str | TokenIds | Annotated[list[str | TokenIds], Field(min_length=1, fail_fast=True)],
@@ -322,110 +302,3 @@ class TextRequest(OpenAIFields):
     @property
     def num_prompt_logprobs(self) -> int | None:
         return self.logprobs if self.echo else None
-
-
-# SGLang's /generate
-
-# of as_text's fields, for errors
-GENERATE_NAMES = {
-    "prompt": "text",
-    "max_tokens": "sampling_params.max_new_tokens",
-    "min_tokens": "sampling_params.min_new_tokens",
-}
-
-
-class GenerateSampling(SamplingFields):
-    """SGLang's sampling_params."""
-
-    off: ClassVar[dict[str, tuple[Any, ...]]] = {
-        name: OFF[name]
-        for name in (
-            "custom_params",
-            "ebnf",
-            "no_stop_trim",
-            "skip_special_tokens",
-            "spaces_between_special_tokens",
-        )
-    } | {"stop_regex": ([],), "structural_tag": ()}
-
-    max_new_tokens: int = Field(default=GENERATE_MAX_TOKENS, ge=1, lt=2**31)
-    min_new_tokens: int = Field(default=0, ge=0, lt=2**31)
-    sampling_seed: Seed | None = None
-
-
-class GenerateRequest(RequestBody):
-    """The body of /generate: one prompt or several, as text or as tokens.
-
-    logprob_start_len: -1 only, for no logprobs of the prompt. Every chunk has its counts, so
-    stream_options.include_usage changes nothing.
-    """
-
-    off: ClassVar[dict[str, tuple[Any, ...]]] = {
-        "lora_path": ("", []),
-        "image_data": ("", []),
-        "video_data": ("", []),
-        "audio_data": ("", []),
-        "modalities": ([], ["text"]),
-        "input_embeds": ([],),
-        "return_hidden_states": (False,),
-        "return_routed_experts": (False,),
-        "custom_logit_processor": ("",),
-        "token_ids_logprob": ([],),
-        "log_metrics": (True,),
-        "priority": (0,),
-    }
-
-    text: Annotated[
-        str | Annotated[list[str], Field(min_length=1, fail_fast=True)] | None,
-        BeforeValidator(_few_prompts),
-    ] = None
-    input_ids: Annotated[
-        TokenIds | Annotated[list[TokenIds], Field(min_length=1, fail_fast=True)] | None,
-        BeforeValidator(_few_prompts),
-    ] = None
-    sampling_params: GenerateSampling = GenerateSampling()
-    stream: bool = False
-    stream_options: StreamOptions | None = None
-    return_logprob: bool = False
-    top_logprobs_num: NumLogprobs = 0
-    logprob_start_len: Literal[-1] = -1
-    return_text_in_logprobs: bool = False
-    rid: str | None = Field(default=None, max_length=128)
-
-    @model_validator(mode="after")
-    def _check_generate(self) -> Self:
-        if (self.text is None) == (self.input_ids is None):
-            raise ApiError(400, "give text or input_ids, one of them", "text")
-        if self.top_logprobs_num and not self.return_logprob:
-            raise ApiError(
-                400, "top_logprobs_num is for return_logprob=true only", "top_logprobs_num"
-            )
-        if self.stream_options is not None and self.stream_options.include_rounds:
-            raise unsupported(
-                "stream_options.include_rounds", "is for /v1/chat/completions and /v1/completions"
-            )
-        return self
-
-    @property
-    def is_many(self) -> bool:
-        """Whether the answer is a list: of several prompts, or of several samples."""
-        many = isinstance(self.text, list) or (
-            self.input_ids is not None and not isinstance(self.input_ids[0], int)
-        )
-        return many or self.sampling_params.n > 1
-
-    def as_text(self, model: str) -> TextRequest:
-        """The same request as a body of /v1/completions."""
-        sampling = self.sampling_params
-        shared = {name: getattr(sampling, name) for name in SamplingFields.model_fields}
-        prompt: Any = self.input_ids if self.text is None else self.text
-        return TextRequest(
-            model=model,
-            prompt=prompt,
-            max_tokens=sampling.max_new_tokens,
-            min_tokens=sampling.min_new_tokens,
-            seed=sampling.sampling_seed,
-            logprobs=self.top_logprobs_num if self.return_logprob else None,
-            stream=self.stream,
-            **shared,
-        )

@@ -1,5 +1,5 @@
 """OpenAI's Responses API, the part that keeps nothing: a body of /v1/responses is a chat under
-other names, and its answer a list of items, whole or in events. Knows no template and no engine.
+other names, and its answer a list of items, whole or in events.
 
     input items        message | function_call | function_call_output      -> turns of a chat
     output items       message (one output_text) | function_call           <- words and calls
@@ -20,7 +20,6 @@ from pydantic import Discriminator, Field, Tag, model_validator
 from pydantic_core import PydanticCustomError
 
 from eyas.engine.request import Request, TokenLogprob
-from eyas.serve.completion import CompletionOptions, CompletionWriter, Delta, Ending, Usage
 from eyas.serve.fields import IGNORED, NumLogprobs, RequestBody, ResponseFormat, Strict
 from eyas.serve.limits import ApiError
 from eyas.serve.protocol import (
@@ -40,7 +39,7 @@ from eyas.serve.protocol import (
 )
 from eyas.serve.tokenizer import Tokenizer
 from eyas.serve.tools import Call
-from eyas.serve.writers import chat_logprobs
+from eyas.serve.writers import Choice, CompletionWriter, Delta, Ending, chat_logprobs
 
 MAX_ITEMS = 4096
 MAX_PARTS = 1024
@@ -310,39 +309,35 @@ class ResponseWriter(CompletionWriter):
         self,
         requests: Sequence[Request],
         tokenizer: Tokenizer,
-        options: CompletionOptions,
+        chat: ChatRequest,
         body: ResponsesRequest,
     ) -> None:
-        super().__init__(requests, tokenizer, options)
-        self._shared, self._streams = _shared(body, options.model), body.stream
+        super().__init__(requests, tokenizer, chat)
+        self._shared, self._streams = _shared(body), body.stream
         self._num_events = 0
         self._output: list[dict[str, Any]] = []
         self._open: _OpenMessage | None = None
         self._ending: Ending | None = None
 
-    def write(self, delta: Delta, usage: Usage | None) -> str:
+    def write(self, choice: Choice, delta: Delta) -> str:
         begin = ""
-        if self._num_events == 0:
+        if delta.is_first:
             started = {**self._shared, "status": "in_progress", "output": []}
             begin = self._event("response.created", response=started)
             begin += self._event("response.in_progress", response=started)
         return begin + self._advance(delta)
 
-    def write_usage(self, usage: Usage) -> str:
-        """Nothing: the last event has it."""
-        return ""
-
     def end(self) -> str:
-        answer = self._response(self.usage())
+        answer = self._response()
         return self._event(f"response.{answer['status']}", response=answer)
 
-    def write_whole(self, deltas: dict[int, list[Delta]], usage: Usage) -> dict[str, Any]:
-        for delta in deltas[0]:
+    def whole(self) -> dict[str, Any]:
+        for delta in self.choices[0].kept:
             self._advance(delta)
-        return self._response(usage)
+        return self._response()
 
-    def _response(self, usage: Usage) -> dict[str, Any]:
-        is_cut = self._ending == "length"
+    def _response(self) -> dict[str, Any]:
+        is_cut, usage = self._ending == "length", self.usage()
         return {
             **self._shared,
             "status": "incomplete" if is_cut else "completed",
@@ -363,7 +358,7 @@ class ResponseWriter(CompletionWriter):
         """Take in a delta; the events that it makes."""
         events = ""
         self._ending = delta.ending
-        logprobs = [] if delta.logprobs is None else delta.logprobs
+        logprobs = delta.update.logprobs or []
         for part in delta.parts:
             if isinstance(part, Call):
                 events += self._close("completed") + self._call(part)
@@ -471,14 +466,14 @@ def _output_text(text: str, logprobs: list[dict[str, Any]]) -> dict[str, Any]:
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
 
 
-def _shared(body: ResponsesRequest, model: str) -> dict[str, Any]:
+def _shared(body: ResponsesRequest) -> dict[str, Any]:
     """What all events of an answer and the whole of it repeat of the request."""
     asked = body.model_dump(by_alias=True, exclude_none=True)
     return {
         "id": f"resp_{uuid.uuid4().hex}",
         "object": "response",
         "created_at": int(time.time()),
-        "model": model,
+        "model": body.model,
         "error": None,
         "incomplete_details": None,
         "instructions": body.instructions,

@@ -54,7 +54,7 @@ log = logging.getLogger("eyas.serve")
 
 class ServeConfig(BaseModel):
     """The served model, its precision, and the address. target: a folder, or a name of a hub.
-    head: the same, in any form. memory: a folder of `eyas memory`, to draft from text. dtype: of
+    head: the same, in any form. dtype: of
     the weights, auto as in the checkpoint. device: cpu, cuda, cuda:1. model: the name in requests,
     else that of the folder. host: address to listen on. port: 0 takes a free one. vertex: routes of
     Vertex AI, from its environment.
@@ -67,7 +67,6 @@ class ServeConfig(BaseModel):
 
     target: str | None = None
     head: str | None = None
-    memory: str | None = None
     dtype: Dtype = "auto"
     device: str = Field("cpu", pattern=r"^(cpu|cuda(:[0-9]+)?)$")
     model: str | None = None
@@ -122,7 +121,6 @@ def load(config: ServeConfig) -> ModelService:
         config=config.engine,
         device=config.device,
         tokenizer=chat.tokenizer,
-        memory=config.memory,
     )
     engine.prepare_grammars()
     # What is here stays: a full collection need not walk it, which takes tens of milliseconds.

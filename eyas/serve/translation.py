@@ -1,4 +1,4 @@
-"""A body -> the engine's requests, and the CompletionWriter of the answer. Knows no HTTP."""
+"""A body -> the engine's requests, and the CompletionWriter of the answer."""
 
 from __future__ import annotations
 
@@ -10,16 +10,14 @@ from dataclasses import dataclass
 from eyas.chat import Chat
 from eyas.engine.request import Request, SamplingParams
 from eyas.errors import InputError
-from eyas.serve.completion import CompletionOptions, CompletionWriter
-from eyas.serve.fields import Constraint, OpenAIFields
+from eyas.serve.fields import CompletionRequest, SamplingFields
 from eyas.serve.limits import ApiError, refused_by_engine, unsupported
-from eyas.serve.protocol import GENERATE_NAMES, ChatRequest, GenerateRequest, TextRequest
+from eyas.serve.protocol import ChatRequest, TextRequest
 from eyas.serve.responses import RESPONSE_NAMES, ResponsesRequest, ResponseWriter
 from eyas.serve.tokenizer import Tokenizer
 from eyas.serve.tools import CLOSING, REQUIRED_OPENING, call_schema
-from eyas.serve.writers import ChatWriter, GenerateWriter, TextWriter
+from eyas.serve.writers import ChatWriter, CompletionWriter, TextWriter
 
-CompletionBody = ChatRequest | TextRequest | GenerateRequest | ResponsesRequest
 MAX_ECHOED = 1 << 16  # log-probabilities of prompts in an answer, each token's own included
 MAX_LOGPROBS_WHOLE = 1 << 17  # of an answer that is kept until it is whole; 100 bytes each
 THINKING = "enable_thinking"  # the switch of templates whose targets can think
@@ -48,7 +46,7 @@ class ModelInfo:
 
 def check_logprobs(requests: Sequence[Request]) -> None:
     """Refuse an answer in one object that may have more log-probabilities than a server can hold
-    for everybody. Raises ApiError.
+    for all its clients. Raises ApiError.
     """
     params = [one.params for one in requests if one.params.logprobs is not None]
     count = sum(one.n * one.max_tokens * (1 + (one.logprobs or 0)) for one in params)
@@ -71,75 +69,35 @@ class Translator:
         self.tokenizer = Tokenizer(chat)
         self._info = info
 
-    def completion(self, body: CompletionBody) -> CompletionWriter:
+    def completion(self, body: ChatRequest | TextRequest | ResponsesRequest) -> CompletionWriter:
         """The writer of a body's answer; its `requests` are what the engine has to run."""
-        if isinstance(body, ChatRequest):
-            request, options = self._chat(body)
-            return ChatWriter([request], self.tokenizer, options)
-        if isinstance(body, ResponsesRequest):
-            return self._response(body)
         if isinstance(body, TextRequest):
-            return self._text(body)
-        return self._generate(body)
-
-    def _response(self, body: ResponsesRequest) -> ResponseWriter:
+            return TextWriter(self._text(body), self.tokenizer, body)
+        if isinstance(body, ChatRequest):
+            return ChatWriter([self._chat(body)], self.tokenizer, body)
         try:
-            request, options = self._chat(body.as_chat())
+            chat = body.as_chat()
+            return ResponseWriter([self._chat(chat)], self.tokenizer, chat, body)
         except ApiError as error:
             error.param = RESPONSE_NAMES.get(error.param or "", error.param)
             raise
-        return ResponseWriter([request], self.tokenizer, options, body)
 
-    def _chat(self, body: ChatRequest) -> tuple[Request, CompletionOptions]:
+    def _chat(self, body: ChatRequest) -> Request:
         self._check_model(body)
-        constraint, required = body.constraint(), body.required_tools
-        if body.offered_tools and constraint != Constraint():
+        constraint, tools, required = body.constraint(), body.offered_tools, body.required_tools
+        if tools and constraint:
             raise unsupported(
                 "tools",
                 "a tool cannot be called in an answer that must follow a grammar; ask for one of "
                 "them",
             )
         if required:
-            constraint = Constraint(json_schema=call_schema(required))
-        prompt_ids = self._chat_prompt(body)
-        ends_with_call = bool(body.offered_tools) and not body.parallel_tool_calls and not required
-        params = self._params(
-            body, len(prompt_ids), constraint, (CLOSING,) if ends_with_call else ()
-        )
-        options = CompletionOptions(
-            self._info.model,
-            body.usage_in,
-            bool(body.offered_tools),
-            bool(required),
-            body.include_rounds,
-        )
-        return self._request(body, prompt_ids, params), options
+            constraint = {"json_schema": call_schema(required)}
+        ends_with_call = bool(tools) and not body.parallel_tool_calls and not required
+        stops = (CLOSING,) if ends_with_call else ()
+        return self._request(body, self._chat_prompt(body), constraint, stops)
 
-    def _text(self, body: TextRequest) -> TextWriter:
-        echoes = (
-            [
-                prompt if isinstance(prompt, str) else self.tokenizer.decode(prompt)
-                for prompt in body.prompts
-                for _ in range(body.n)
-            ]
-            if body.echo
-            else []
-        )
-        options = CompletionOptions(
-            self._info.model, body.usage_in, include_rounds=body.include_rounds
-        )
-        return TextWriter(self._text_requests(body), self.tokenizer, options, echoes)
-
-    def _generate(self, body: GenerateRequest) -> GenerateWriter:
-        try:
-            requests = self._text_requests(body.as_text(self._info.model))
-        except ApiError as error:
-            error.param = GENERATE_NAMES.get(error.param or "", error.param)
-            raise
-        options = CompletionOptions(self._info.model)
-        return GenerateWriter(requests, self.tokenizer, options, body)
-
-    def _text_requests(self, body: TextRequest) -> list[Request]:
+    def _text(self, body: TextRequest) -> list[Request]:
         self._check_model(body)
         constraint = body.constraint()
         requests = []
@@ -151,8 +109,7 @@ class Translator:
                     raise ApiError(400, "prompt: the prompt has no tokens", "prompt")
             else:
                 prompt_ids = prompt
-            params = self._params(body, len(prompt_ids), constraint, ())
-            requests.append(self._request(body, prompt_ids, params))
+            requests.append(self._request(body, prompt_ids, constraint))
         if body.num_prompt_logprobs is not None:
             count = sum(len(one.prompt_ids) for one in requests) * body.n
             if count * (1 + body.num_prompt_logprobs) > MAX_ECHOED:
@@ -162,7 +119,42 @@ class Translator:
                 )
         return requests
 
-    def _check_model(self, body: OpenAIFields) -> None:
+    def _request(
+        self,
+        body: CompletionRequest,
+        prompt_ids: Sequence[int],
+        constraint: dict[str, str],
+        stops: tuple[str, ...] = (),
+    ) -> Request:
+        """stops: beside the body's own. max_tokens is the body's, which must fit, or the default as
+        far as it fits.
+        """
+        room, max_tokens = self._info.max_length - len(prompt_ids), body.token_limit
+        wanted = 1 if max_tokens is None else max_tokens
+        if wanted > room:
+            what = f"the prompt has {len(prompt_ids)} tokens and the answer may have {wanted}"
+            prompt = "messages" if isinstance(body, ChatRequest) else "prompt"
+            raise self._too_long(what, prompt if room < 1 else "max_tokens")
+        if max_tokens is None:
+            max_tokens = min(room, body.default_tokens or room)
+        options = {name: getattr(body, name) for name in SamplingFields.model_fields}
+        options |= {"max_tokens": max_tokens, "stop": options["stop"] + stops, **constraint}
+        options |= {"logprobs": body.num_logprobs, "prompt_logprobs": body.num_prompt_logprobs}
+        try:
+            params = SamplingParams(**options)
+        except InputError as error:
+            raise refused_by_engine(error) from error
+        return Request(
+            id=uuid.uuid4().hex,
+            prompt_ids=tuple(prompt_ids),
+            params=params,
+            speculation=self._info.speculates and body.speculation is not False,
+            text_drafts=body.text_drafts is not False,
+            returns_trees=body.includes_rounds,
+            cache_salt=body.cache_salt,
+        )
+
+    def _check_model(self, body: CompletionRequest) -> None:
         if body.model != self._info.model:
             message = f"no model {body.model[:128]!r} here, only {self._info.model!r}"
             raise ApiError(404, message, "model", "model_not_found")
@@ -216,28 +208,6 @@ class Translator:
         if least > self._info.max_length:
             raise self._too_long(f"{num_characters} characters are {least} tokens at least", param)
 
-    def _params(
-        self,
-        body: OpenAIFields,
-        num_prompt_tokens: int,
-        constraint: Constraint,
-        stops: tuple[str, ...],
-    ) -> SamplingParams:
-        """max_tokens: what the body says, which must fit, or the default as far as it fits."""
-        room = self._info.max_length - num_prompt_tokens
-        wanted = 1 if body.token_limit is None else body.token_limit
-        if wanted > room:
-            what = f"the prompt has {num_prompt_tokens} tokens and the answer may have {wanted}"
-            prompt = "messages" if isinstance(body, ChatRequest) else "prompt"
-            raise self._too_long(what, prompt if room < 1 else "max_tokens")
-        max_tokens = body.token_limit
-        if max_tokens is None:
-            max_tokens = min(room, body.default_tokens or room)
-        try:
-            return body.params(max_tokens, constraint, stops)
-        except InputError as error:
-            raise refused_by_engine(error) from error
-
     def _too_long(self, what: str, param: str) -> ApiError:
         holds = f"this server holds {self._info.max_length} tokens a request"
         return ApiError(
@@ -245,18 +215,4 @@ class Translator:
             f"{holds}; {what}: shorten the prompt or lower max_tokens",
             param,
             "context_length_exceeded",
-        )
-
-    def _request(
-        self, body: OpenAIFields, prompt_ids: Sequence[int], params: SamplingParams
-    ) -> Request:
-        speculates = self._info.speculates and body.speculation is not False
-        return Request(
-            id=uuid.uuid4().hex,
-            prompt_ids=tuple(prompt_ids),
-            params=params,
-            speculation=speculates,
-            text_drafts=body.text_drafts is not False,
-            returns_trees=body.include_rounds,
-            cache_salt=body.cache_salt,
         )

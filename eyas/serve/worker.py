@@ -28,6 +28,7 @@ from eyas.engine.engine import Engine
 from eyas.engine.grammar import Grammar
 from eyas.engine.request import Request, Update
 from eyas.errors import EyasError, InputError
+from eyas.log import error_facts
 
 log = logging.getLogger("eyas.serve")
 
@@ -49,6 +50,14 @@ class ShuttingDown(EngineFailure):
 
 class RequestTimeout(EyasError):
     """The answer took longer than it may."""
+
+
+class QueueFull(EyasError):
+    """Too many samples wait already. num_waiting: how many would, with this request's."""
+
+    def __init__(self, num_waiting: int) -> None:
+        super().__init__("too many requests wait already", "send the request again later")
+        self.num_waiting = num_waiting
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,19 +139,23 @@ class EngineWorker:
         return await result
 
     async def updates(
-        self, requests: Sequence[Request], timeout_s: float
+        self, requests: Sequence[Request], timeout_s: float, max_queue: int
     ) -> AsyncGenerator[list[Update]]:
         """Run requests; yields their updates, as many at a time as have come, until all have ended.
 
         Closing the iterator earlier cancels the requests that still run.
 
-        Raises InputError when the engine refuses one of the requests, EngineFailure when it fails,
-        RequestTimeout after timeout_s.
+        Raises QueueFull if more than max_queue samples would wait, InputError when the engine
+        refuses one of the requests, EngineFailure when it fails, RequestTimeout after timeout_s.
         """
         if self.failure is not None:
             raise self.failure.again()
         queue: asyncio.Queue[Event] = asyncio.Queue()
         open_samples = {request.id: request.params.n for request in requests}
+        # the count is checked where it rises: nothing else runs in between
+        num_waiting = self.num_samples + sum(open_samples.values()) - self.max_batch
+        if num_waiting > max_queue:
+            raise QueueFull(num_waiting)
         self.num_samples += sum(open_samples.values())
         self._queues |= dict.fromkeys(open_samples, queue)
         late = RequestTimeout(f"the answer took more than {timeout_s:g} s", "ask for fewer tokens")
@@ -233,8 +246,8 @@ class EngineWorker:
                         loop.call_soon_threadsafe(self._deliver, events)
         # native libraries raise what is no Exception, and the clients must still get an answer
         except BaseException as error:
-            log.exception("the engine failed")
-            # the type alone: the message may quote another client's request
+            # the type and the places alone: the message may quote a request
+            log.error("the engine failed", extra={"data": error_facts(error)})
             what = f"the engine failed: {type(error).__name__}"
             loop.call_soon_threadsafe(
                 self._fail, EngineFailure(what, "restart the server; its log has more")

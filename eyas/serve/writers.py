@@ -1,8 +1,9 @@
-"""The three forms of an answer, whole or in server-sent events.
+"""The answer to one HTTP request: the engine's updates -> text, calls, counts -> JSON, whole or in
+server-sent events.
 
-OpenAI's chat completions and text completions, and SGLang's /generate.
-
-What all chunks of an answer share is written once: a chunk costs one small json.dumps.
+One HTTP request may have several prompts, each of several samples: a choice for each, in the order
+of the prompts. What all chunks of an answer share is written once: a chunk costs one small
+json.dumps.
 """
 
 from __future__ import annotations
@@ -10,51 +11,233 @@ from __future__ import annotations
 import json
 import time
 import uuid
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Literal
 
-from eyas.engine.request import Request, TokenLogprob
-from eyas.serve.completion import (
-    CompletionOptions,
-    CompletionWriter,
-    Delta,
-    RoundTrace,
-    Usage,
-)
-from eyas.serve.protocol import GenerateRequest
+from eyas.engine.request import DraftedTree, FinishReason, Request, TokenLogprob, Update
+from eyas.serve.fields import CompletionRequest, StreamOptions
+from eyas.serve.protocol import ChatRequest, TextRequest
 from eyas.serve.tokenizer import Tokenizer
+from eyas.serve.tools import Call, CallReader
+from eyas.tau import count_round, tau_of
+
+Ending = FinishReason | Literal["tool_calls"]
+DONE = "data: [DONE]\n\n"
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """What an update adds to a choice. text: its words; parts: words and calls in their order.
+    is_first: the choice begins. token_texts: for include_rounds, the text that each token adds (the
+    last of an answer with what was held back), stop strings and calls included.
+    """
+
+    update: Update
+    text: str
+    parts: list[str | Call]
+    ending: Ending | None
+    is_first: bool
+    token_texts: list[str] | None
+
+    @property
+    def calls(self) -> list[Call]:
+        return [part for part in self.parts if isinstance(part, Call)]
+
+
+class Choice:
+    """The answer of one sample so far. kept: its deltas, of an answer that is not streamed."""
+
+    def __init__(
+        self, number: int, request: Request, tokenizer: Tokenizer, body: CompletionRequest
+    ) -> None:
+        self.number, self.request = number, request
+        self.ending: Ending | None = None
+        self.num_tokens = 0
+        self.kept: list[Delta] = []
+        self._has_begun = False
+        self._stream = tokenizer.stream()
+        self._by_token = tokenizer.stream() if body.includes_rounds else None
+        self._calls = None
+        if isinstance(body, ChatRequest) and body.offered_tools:
+            # the prompt of a required call ends with the call's opening
+            self._calls = CallReader(is_open=bool(body.required_tools))
+
+    def push(self, update: Update) -> Delta:
+        """What the update adds; sets `ending` when the sample ends."""
+        assert self.ending is None, "an update after the end"
+        self.num_tokens += len(update.token_ids)
+        is_last, is_first = update.finish_reason is not None, not self._has_begun
+        self._has_begun = True
+        text = update.text
+        if text is None:  # else the engine decodes, where it searches for stop strings
+            text = self._stream.push(update.token_ids)
+            text += self._stream.finish() if is_last else ""
+        parts: list[str | Call] = [text]
+        self.ending = update.finish_reason
+        if self._calls is not None:
+            parts = self._calls.push(text) + (self._calls.finish() if is_last else [])
+            text = "".join(part for part in parts if isinstance(part, str))
+            if self._calls.num_calls and self.ending == "stop":
+                self.ending = "tool_calls"
+        token_texts = None
+        if self._by_token is not None:
+            token_texts = [self._by_token.push([token]) for token in update.token_ids]
+            if is_last and token_texts:
+                token_texts[-1] += self._by_token.finish()
+        return Delta(update, text, parts, self.ending, is_first, token_texts)
+
+    @property
+    def text(self) -> str:
+        """Of the kept deltas, as all below."""
+        return "".join(delta.text for delta in self.kept)
+
+    @property
+    def calls(self) -> list[Call]:
+        return [call for delta in self.kept for call in delta.calls]
+
+    @property
+    def logprobs(self) -> list[TokenLogprob] | None:
+        if self.kept[-1].update.logprobs is None:
+            return None
+        return [one for delta in self.kept for one in delta.update.logprobs or ()]
+
+    @property
+    def token_ids(self) -> list[int]:
+        return [token for delta in self.kept for token in delta.update.token_ids]
+
+
+class CompletionWriter(ABC):
+    """The answer to one HTTP request, streamed (`chunk`, `end`) or whole (`keep`, `whole`).
+
+    requests: what the engine has to do for it. first_at, last_at: when the first and the last
+    update came (perf_counter, seconds).
+    """
+
+    def __init__(
+        self, requests: Sequence[Request], tokenizer: Tokenizer, body: CompletionRequest
+    ) -> None:
+        self.requests = requests
+        self.num_prompt_tokens = sum(len(request.prompt_ids) for request in requests)
+        self.accept_hist: list[int] = []
+        self.first_at: float | None = None
+        self.last_at: float | None = None
+        self.tokenizer = tokenizer
+        samples = [(request, index) for request in requests for index in range(request.params.n)]
+        self.choices = [
+            Choice(number, request, tokenizer, body) for number, (request, _) in enumerate(samples)
+        ]
+        self._by_sample = {
+            (request.id, index): choice
+            for (request, index), choice in zip(samples, self.choices, strict=True)
+        }
+
+    @property
+    def num_samples(self) -> int:
+        return len(self.choices)
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(choice.num_tokens for choice in self.choices)
+
+    @property
+    def num_written(self) -> int:
+        """Tokens that the answer names: its own, and a prompt's that are scored."""
+        echoes = any(one.params.prompt_logprobs is not None for one in self.requests)
+        return self.num_tokens + (self.num_prompt_tokens if echoes else 0)
+
+    @property
+    def is_over(self) -> bool:
+        return all(choice.ending is not None for choice in self.choices)
+
+    def chunk(self, update: Update) -> str:
+        """The server-sent events of an update."""
+        return self.write(*self._push(update))
+
+    def keep(self, update: Update) -> None:
+        """Take an update of an answer that is not streamed."""
+        choice, delta = self._push(update)
+        choice.kept.append(delta)
+
+    def _push(self, update: Update) -> tuple[Choice, Delta]:
+        self.last_at = time.perf_counter()
+        self.first_at = self.first_at or self.last_at
+        if update.num_accepted_drafts is not None:
+            count_round(self.accept_hist, update.num_accepted_drafts)
+        choice = self._by_sample[update.request_id, update.index]
+        return choice, choice.push(update)
+
+    def usage(self) -> dict[str, Any]:
+        """OpenAI's counts, and under `eyas` rounds (propose + verify), accept_hist and tau."""
+        return {
+            "prompt_tokens": self.num_prompt_tokens,
+            "completion_tokens": self.num_tokens,
+            "total_tokens": self.num_prompt_tokens + self.num_tokens,
+            "eyas": {
+                "rounds": sum(self.accept_hist),
+                "accept_hist": self.accept_hist,
+                "tau": tau_of(self.accept_hist),
+            },
+        }
+
+    @abstractmethod
+    def write(self, choice: Choice, delta: Delta) -> str:
+        """The events of a delta, its ending included."""
+
+    @abstractmethod
+    def end(self) -> str:
+        """The events that follow the last update."""
+
+    @abstractmethod
+    def whole(self) -> dict[str, Any]:
+        """The answer in one object, when all updates have been kept."""
 
 
 class _OpenAIWriter(CompletionWriter):
-    """What the chunks and objects of both OpenAI forms share."""
+    """What the chunks and objects of chats and texts share."""
 
     kind, chunk_kind, prefix = "", "", ""
 
     def __init__(
-        self, requests: Sequence[Request], tokenizer: Tokenizer, options: CompletionOptions
+        self, requests: Sequence[Request], tokenizer: Tokenizer, body: CompletionRequest
     ) -> None:
-        super().__init__(requests, tokenizer, options)
+        super().__init__(requests, tokenizer, body)
+        self._returns_ids = body.return_token_ids
         self._shared = {
             "id": f"{self.prefix}-{uuid.uuid4().hex}",
             "created": int(time.time()),
-            "model": options.model,
+            "model": body.model,
         }
         self._head = (
             f'data: {json.dumps({**self._shared, "object": self.chunk_kind})[:-1]}, "choices": ['
         )
-        self._tail = "]}\n\n" if options.usage_in == "none" else '], "usage": null}\n\n'
+        options = body.stream_options or StreamOptions()
+        self._has_usage = options.include_usage
+        self._always_has_usage = self._has_usage and options.continuous_usage_stats
+        self._tail = '], "usage": null}\n\n' if self._has_usage else "]}\n\n"
 
-    def write_usage(self, usage: Usage) -> str:
-        return self._event("", usage)
+    def end(self) -> str:
+        usage = f'{self._head}], "usage": {json.dumps(self.usage())}}}\n\n'
+        return (usage if self._has_usage else "") + DONE
 
-    def _event(self, choice: str, usage: Usage | None, trace: RoundTrace | None = None) -> str:
-        tail = self._tail if usage is None else f'], "usage": {json.dumps(usage)}}}\n\n'
-        if trace is not None:
-            tail = f'], "eyas": {json.dumps(_round(trace, self.tokenizer))}{tail[1:]}'
+    def _event(self, choice: str, **fields: Any) -> str:
+        """A chunk of one choice; fields: beside `choices`."""
+        tail = self._tail
+        if self._always_has_usage:
+            tail = f'], "usage": {json.dumps(self.usage())}}}\n\n'
+        if fields:
+            tail = f"], {json.dumps(fields)[1:-1]}{tail[1:]}"
         return f"{self._head}{choice}{tail}"
 
-    def _object(self, choices: list[dict[str, Any]], usage: Usage) -> dict[str, Any]:
-        return {**self._shared, "object": self.kind, "choices": choices, "usage": usage}
+    def _round(self, delta: Delta) -> dict[str, Any]:
+        """For include_rounds: the field of a chunk that has the delta's round."""
+        if delta.token_texts is None:
+            return {}
+        return {"eyas": {"round": _round(delta.token_texts, delta.update.tree, self.tokenizer)}}
+
+    def _object(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        return {**self._shared, "object": self.kind, "choices": choices, "usage": self.usage()}
 
 
 class ChatWriter(_OpenAIWriter):
@@ -66,130 +249,140 @@ class ChatWriter(_OpenAIWriter):
     kind, chunk_kind, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl"
 
     def __init__(
-        self, requests: Sequence[Request], tokenizer: Tokenizer, options: CompletionOptions
+        self, requests: Sequence[Request], tokenizer: Tokenizer, body: ChatRequest
     ) -> None:
-        super().__init__(requests, tokenizer, options)
-        self._begun: set[int] = set()
-        self._num_calls: dict[int, int] = {}
+        super().__init__(requests, tokenizer, body)
+        self._may_call = bool(body.offered_tools)
+        self._num_calls = [0] * len(self.choices)
 
-    def write(self, delta: Delta, usage: Usage | None) -> str:
+    def write(self, choice: Choice, delta: Delta) -> str:
         # clients open a text at the first content that is not null, where a call alone may follow
-        is_void = not delta.text and self.options.reads_calls
-        fields = f'"content": {"null" if is_void else json.dumps(delta.text)}'
-        if delta.choice not in self._begun:
-            self._begun.add(delta.choice)
-            fields = f'"role": "assistant", {fields}'
-        if delta.calls:
-            fields += f', "tool_calls": {json.dumps(self._numbered(delta))}'
-        logprobs = (
-            ""
-            if delta.logprobs is None
-            else f', "logprobs": {json.dumps(self._logprobs(delta.logprobs))}'
-        )
-        head = f'{{"index": {delta.choice}, "delta": {{'
-        choice = f'{head}{fields}}}{logprobs}, "finish_reason": null}}'
-        event = self._event(choice, usage, delta.round)
+        is_void = not delta.text and self._may_call
+        content = f'"content": {"null" if is_void else json.dumps(delta.text)}'
+        if delta.is_first:
+            content = f'"role": "assistant", {content}'
+        if calls := delta.calls:  # clients put the chunks of a call together by its index
+            first = self._num_calls[choice.number]
+            self._num_calls[choice.number] += len(calls)
+            numbered = [{"index": index, **one.to_json()} for index, one in enumerate(calls, first)]
+            content += f', "tool_calls": {json.dumps(numbered)}'
+        more = ""
+        if delta.update.logprobs is not None:
+            more = f', "logprobs": {json.dumps(self._logprobs(delta.update.logprobs))}'
+        ids = f', "token_ids": {json.dumps(delta.update.token_ids)}' if self._returns_ids else ""
+        head = f'{{"index": {choice.number}, "delta": {{'
+        fields = self._round(delta)
+        if self._returns_ids and delta.is_first:
+            fields["prompt_token_ids"] = choice.request.prompt_ids
+        event = self._event(f'{head}{content}}}{more}, "finish_reason": null{ids}}}', **fields)
         if delta.ending is None:
             return event
-        return event + self._event(f'{head}}}, "finish_reason": "{delta.ending}"}}', usage)
+        return event + self._event(f'{head}}}, "finish_reason": "{delta.ending}"}}')
 
-    def write_whole(self, deltas: dict[int, list[Delta]], usage: Usage) -> dict[str, Any]:
-        return self._object([self._choice(number, deltas[number]) for number in deltas], usage)
+    def whole(self) -> dict[str, Any]:
+        answer = self._object([self._choice(choice) for choice in self.choices])
+        if self._returns_ids:
+            answer["prompt_token_ids"] = list(self.requests[0].prompt_ids)
+        return answer
 
-    def _choice(self, number: int, deltas: list[Delta]) -> dict[str, Any]:
-        text = _joined_text(deltas)
-        calls = [call for delta in deltas for call in delta.calls]
+    def _choice(self, choice: Choice) -> dict[str, Any]:
+        text, calls, logprobs = choice.text, choice.calls, choice.logprobs
         message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
         if calls:
             message |= {"content": text or None, "tool_calls": [call.to_json() for call in calls]}
-        logprobs = _joined_logprobs(deltas)
-        return {
-            "index": number,
+        written = {
+            "index": choice.number,
             "message": message,
             "logprobs": None if logprobs is None else self._logprobs(logprobs),
-            "finish_reason": deltas[-1].ending,
+            "finish_reason": choice.ending,
         }
-
-    def _numbered(self, delta: Delta) -> list[dict[str, Any]]:
-        """Clients put the chunks of a call together by its index."""
-        first = self._num_calls.get(delta.choice, 0)
-        self._num_calls[delta.choice] = first + len(delta.calls)
-        return [
-            {"index": first + number, **call.to_json()} for number, call in enumerate(delta.calls)
-        ]
+        return {**written, "token_ids": choice.token_ids} if self._returns_ids else written
 
     def _logprobs(self, logprobs: list[TokenLogprob]) -> dict[str, Any]:
         return {"content": chat_logprobs(self.tokenizer, logprobs), "refusal": None}
 
 
 class TextWriter(_OpenAIWriter):
-    """/v1/completions. The last chunk of a choice holds its ending too. echoes: the text in front
-    of each choice's own, whose tokens stand in front of its logprobs; nothing foretells the first.
+    """The answer of /v1/completions. The last chunk of a choice holds its ending too. With echo,
+    the prompt stands in front of the text, and its tokens in front of the logprobs; the first has
+    none.
     """
 
     kind, chunk_kind, prefix = "text_completion", "text_completion", "cmpl"
 
     def __init__(
-        self,
-        requests: Sequence[Request],
-        tokenizer: Tokenizer,
-        options: CompletionOptions,
-        echoes: Sequence[str] = (),
+        self, requests: Sequence[Request], tokenizer: Tokenizer, body: TextRequest
     ) -> None:
-        super().__init__(requests, tokenizer, options)
-        self._offsets: dict[int, int] = {}
-        self._echoes = dict(enumerate(echoes))  # of choices that have not begun
-        self._first_ids = [one.prompt_ids[0] for one in requests for _ in range(one.params.n)]
+        super().__init__(requests, tokenizer, body)
+        self._offsets = [0] * len(self.choices)
+        self._echoes = [
+            ("" if not body.echo else one if isinstance(one, str) else tokenizer.decode(one))
+            for one in body.prompts
+            for _ in range(body.n)
+        ]
 
-    def write(self, delta: Delta, usage: Usage | None) -> str:
-        logprobs = "null"
-        if delta.logprobs is not None:
-            logprobs = json.dumps(self._logprobs(delta, delta.logprobs))
-        ending = "null" if delta.ending is None else f'"{delta.ending}"'
-        text = json.dumps(self._echoes.pop(delta.choice, "") + delta.text)
-        choice = (
-            f'{{"index": {delta.choice}, "text": {text}, "logprobs": {logprobs}, '
-            f'"finish_reason": {ending}}}'
+    def write(self, choice: Choice, delta: Delta) -> str:
+        text = self._echoes[choice.number] + delta.text if delta.is_first else delta.text
+        written = self._choice(choice, text, delta, delta.update.logprobs, delta.update.token_ids)
+        return self._event(json.dumps(written), **self._round(delta))
+
+    def whole(self) -> dict[str, Any]:
+        return self._object(
+            [
+                self._choice(
+                    one,
+                    self._echoes[one.number] + one.text,
+                    one.kept[0],
+                    one.logprobs,
+                    one.token_ids,
+                )
+                for one in self.choices
+            ]
         )
-        return self._event(choice, usage, delta.round)
 
-    def write_whole(self, deltas: dict[int, list[Delta]], usage: Usage) -> dict[str, Any]:
-        choices = []
-        for number, of_choice in deltas.items():
-            logprobs = _joined_logprobs(of_choice)
-            choices.append(
-                {
-                    "index": number,
-                    "text": self._echoes.pop(number, "") + _joined_text(of_choice),
-                    "logprobs": None
-                    if logprobs is None
-                    else self._logprobs(of_choice[0], logprobs),
-                    "finish_reason": of_choice[-1].ending,
-                }
-            )
-        return self._object(choices, usage)
+    def _choice(
+        self,
+        choice: Choice,
+        text: str,
+        first: Delta,
+        logprobs: list[TokenLogprob] | None,
+        token_ids: list[int],
+    ) -> dict[str, Any]:
+        """A part of a choice, or the whole of it. first: its first delta."""
+        written: dict[str, Any] = {
+            "index": choice.number,
+            "text": text,
+            "logprobs": None if logprobs is None else self._logprobs(choice, first, logprobs),
+            "finish_reason": choice.ending,
+        }
+        if self._returns_ids:
+            written["token_ids"] = token_ids
+            if first.is_first:
+                written["prompt_token_ids"] = list(choice.request.prompt_ids)
+        return written
 
-    def _logprobs(self, first: Delta, answered: list[TokenLogprob]) -> dict[str, Any]:
-        """Of a choice's delta, or of a whole choice; first: the delta, or the choice's first."""
-        known = [*(first.prompt_logprobs or ()), *answered]
+    def _logprobs(
+        self, choice: Choice, first: Delta, answered: list[TokenLogprob]
+    ) -> dict[str, Any]:
+        known = [*(first.update.prompt_logprobs or ()), *answered]
         logprobs: list[TokenLogprob | None] = [*known]
         token_ids = [one.token_id for one in known]
-        if first.prompt_logprobs is not None:
+        if first.update.prompt_logprobs is not None:
             logprobs.insert(0, None)
-            token_ids.insert(0, self._first_ids[first.choice])
-        offsets = [self._offsets.get(first.choice, 0)]
+            token_ids.insert(0, choice.request.prompt_ids[0])
+        offsets = [self._offsets[choice.number]]
         for token in token_ids:
             offsets.append(offsets[-1] + self.tokenizer.num_characters(token))
-        self._offsets[first.choice] = offsets.pop()
+        self._offsets[choice.number] = offsets.pop()
         return {
             "tokens": [self._name(token) for token in token_ids],
             "token_logprobs": [one and one.logprob for one in logprobs],
-            "top_logprobs": [one and self._top(one) for one in logprobs],
+            "top_logprobs": [
+                one and {self._name(token): logprob for token, logprob in one.top}
+                for one in logprobs
+            ],
             "text_offset": offsets,
         }
-
-    def _top(self, logprob: TokenLogprob) -> dict[str, float]:
-        return {self._name(token): each for token, each in logprob.top}
 
     def _name(self, token: int) -> str:
         """A token's text; its bytes where it is a part of a character, or two tokens would share a
@@ -202,75 +395,6 @@ class TextWriter(_OpenAIWriter):
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in piece)
 
 
-class GenerateWriter(CompletionWriter):
-    """SGLang's /generate: every event holds the whole text so far, and its counts."""
-
-    def __init__(
-        self,
-        requests: Sequence[Request],
-        tokenizer: Tokenizer,
-        options: CompletionOptions,
-        body: GenerateRequest,
-    ) -> None:
-        super().__init__(requests, tokenizer, options)
-        self._body, self._id = body, body.rid or uuid.uuid4().hex
-        self._prompt_lengths = [
-            len(request.prompt_ids) for request in requests for _ in range(request.params.n)
-        ]
-        self._deltas: list[list[Delta]] = [[] for _ in self._prompt_lengths]
-
-    def write(self, delta: Delta, usage: Usage | None) -> str:
-        self._deltas[delta.choice].append(delta)
-        answer = self._answer(delta.choice)
-        if self._body.is_many:
-            answer["index"] = delta.choice
-        return f"data: {json.dumps(answer)}\n\n"
-
-    def write_usage(self, usage: Usage) -> str:
-        """Nothing: every event has its counts."""
-        return ""
-
-    def write_whole(self, deltas: dict[int, list[Delta]], usage: Usage) -> Any:
-        """The answer in one object, or a list of one for each choice."""
-        self._deltas = list(deltas.values())
-        answers = [self._answer(number) for number in deltas]
-        if self._body.is_many:
-            return answers
-        answers[0]["meta_info"]["spec_verify_ct"] = usage["eyas"]["rounds"]
-        return answers[0]
-
-    def _answer(self, number: int) -> dict[str, Any]:
-        deltas = self._deltas[number]
-        token_ids = [token for delta in deltas for token in delta.token_ids]
-        num_tokens, ending = len(token_ids), deltas[-1].ending
-        reason: dict[str, Any] | None = None
-        if ending is not None:
-            is_cut = ending == "length"
-            reason = {"type": "length", "length": num_tokens} if is_cut else {"type": "stop"}
-        meta: dict[str, Any] = {
-            "id": f"{self._id}-{number}" if self._body.is_many else self._id,
-            "finish_reason": reason,
-            "prompt_tokens": self._prompt_lengths[number],
-            "completion_tokens": num_tokens,
-        }
-        if self._body.return_logprob:
-            logprobs = _joined_logprobs(deltas) or []
-            meta["input_token_logprobs"] = []
-            meta["output_token_logprobs"] = [
-                self._triple(one.logprob, one.token_id) for one in logprobs
-            ]
-            meta["output_top_logprobs"] = [
-                [self._triple(logprob, token) for token, logprob in one.top] for one in logprobs
-            ]
-        return {"text": _joined_text(deltas), "output_ids": token_ids, "meta_info": meta}
-
-    def _triple(self, logprob: float, token: int) -> list[Any]:
-        text = None
-        if self._body.return_text_in_logprobs:
-            text = self.tokenizer.piece(token).decode(errors="replace")
-        return [logprob, token, text]
-
-
 def chat_logprobs(tokenizer: Tokenizer, logprobs: list[TokenLogprob]) -> list[dict[str, Any]]:
     """As chat completions and responses have them."""
 
@@ -279,26 +403,22 @@ def chat_logprobs(tokenizer: Tokenizer, logprobs: list[TokenLogprob]) -> list[di
         return {"token": piece.decode(errors="replace"), "logprob": logprob, "bytes": list(piece)}
 
     return [
-        {
-            **named(one.token_id, one.logprob),
-            "top_logprobs": [named(*pair) for pair in one.top],
-        }
+        {**named(one.token_id, one.logprob), "top_logprobs": [named(*pair) for pair in one.top]}
         for one in logprobs
     ]
 
 
-def _round(trace: RoundTrace, tokenizer: Tokenizer) -> dict[str, Any]:
+def _round(texts: list[str], tree: DraftedTree | None, tokenizer: Tokenizer) -> dict[str, Any]:
     """The origin of each token of a round (drafted and accepted, the target's bonus, or decoded
-    plainly), and its tree.
+    plainly), and its tree; None for a prefill or a plain round.
     """
-    tree, others = trace.tree, "plain" if trace.tree is None else "bonus"
-    num_drafted = 0 if tree is None else len(tree.accepted)
+    others, num_drafted = ("plain", 0) if tree is None else ("bonus", len(tree.accepted))
     tokens = [
         {"text": text, "origin": "drafted" if place < num_drafted else others}
-        for place, text in enumerate(trace.texts)
+        for place, text in enumerate(texts)
     ]
     if tree is None:
-        return {"round": {"tokens": tokens, "tree": None}}
+        return {"tokens": tokens, "tree": None}
     nodes = [
         {
             "parent": parent,
@@ -310,14 +430,4 @@ def _round(trace: RoundTrace, tokenizer: Tokenizer) -> dict[str, Any]:
             zip(tree.token_ids, tree.parents, tree.probabilities, strict=True)
         )
     ]
-    return {"round": {"tokens": tokens, "tree": nodes}}
-
-
-def _joined_text(deltas: list[Delta]) -> str:
-    return "".join(delta.text for delta in deltas)
-
-
-def _joined_logprobs(deltas: list[Delta]) -> list[TokenLogprob] | None:
-    if deltas[-1].logprobs is None:
-        return None
-    return [one for delta in deltas for one in delta.logprobs or ()]
+    return {"tokens": tokens, "tree": nodes}
