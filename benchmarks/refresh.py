@@ -34,10 +34,10 @@ from typing import Any, TypeVar
 import numpy as np
 import watch
 import yaml
+from eyas.cli.decision import DECISION
 from held_out import DATA, SGD_DEV, dialogues, rows
 
 from eyas.artifact import Artifact, identity
-from eyas.cli.decision import DECISION
 from eyas.data.prompts import PromptsConfig, make_prompts
 from eyas.features.capture import SPLITS, CaptureConfig, capture, split_of
 from eyas.features.generate import GenerateConfig, generate

@@ -9,7 +9,7 @@ google-cloud-aiplatform:
                 parameter_values={"run_file": "/gcs/BUCKET/refresh.yaml"}).submit()
 
 Run file and logs are paths below /gcs/BUCKET, where Vertex mounts the buckets. A head that is not
-better ends the task with exit code 3; its decision is stored all the same.
+better ends the task with exit code 3; its evaluation is stored all the same.
 """
 
 import sys
@@ -23,7 +23,7 @@ SCRIPT = """
 eyas run "$0" --set output=/tmp/refresh
 code=$?
 mkdir -p "$(dirname "$1")" "$2"
-test -f /tmp/refresh/decision.json && cp /tmp/refresh/decision.json "$1"
+cp /tmp/refresh/eval-*/eval.json "$1"
 test $code -eq 0 && cp -r /tmp/refresh/export-*/. "$2"
 exit $code
 """
@@ -31,10 +31,10 @@ exit $code
 
 @dsl.container_component
 def refresh(
-    run_file: str, decision: dsl.Output[dsl.Artifact], head: dsl.Output[dsl.Model]
+    run_file: str, evaluation: dsl.Output[dsl.Artifact], head: dsl.Output[dsl.Model]
 ) -> dsl.ContainerSpec:
     return dsl.ContainerSpec(
-        image=IMAGE, command=["sh", "-c", SCRIPT], args=[run_file, decision.path, head.path]
+        image=IMAGE, command=["sh", "-c", SCRIPT], args=[run_file, evaluation.path, head.path]
     )
 
 

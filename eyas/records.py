@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 from collections.abc import Iterator
 from typing import Any, Protocol, Self, TypedDict
 
@@ -89,6 +90,12 @@ class Origin(_Row):
     server: str | None
     latency_ms: float
     attempts: int = 1
+
+
+def mixed_seed(seed: int, prompt_id: str) -> int:
+    """A seed for one prompt's draws, below 2**31: one seed for all prompts would correlate them."""
+    digest = hashlib.sha256(f"{seed}/{prompt_id}".encode("utf-8", "surrogatepass")).digest()
+    return int.from_bytes(digest[:4], "big") >> 1
 
 
 class RowStore(Protocol):

@@ -470,7 +470,7 @@ class TestRunFiles:
         with pytest.raises(ConfigError, match=r"capture\.target"):
             validated(RunConfig, content, "run.yaml")
 
-    @pytest.mark.parametrize("train", [{}, {"start": {"head": "h", "keep_mix": "features"}}])
+    @pytest.mark.parametrize("train", [{}, {"start": {"head": "h"}}])
     def test_a_mix_is_kept_of_a_start_and_stands_in_one_place(self, train):
         sources = {"sources": [{"path": "builtin-general", "licence": "CC0-1.0"}]}
         content = {"target": "a", "output": "b", "prompts": sources, "train": train}

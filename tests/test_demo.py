@@ -84,20 +84,23 @@ def test_speculation_changes_no_greedy_answer(runs):
         assert one["num_identical"] == one["num_pairs"] == 4
 
 
-def test_the_head_is_measured_before_and_after_and_keeps_the_general_mix(runs):
+def test_both_heads_are_measured_on_the_same_prompts(runs):
     first, _, output = runs
-    assert re.search(r"builtin as it is: eval, before serving: tau \d\.\d\d", first.stderr)
-    for stage in ("prompts", "generate", "capture"):
-        assert f"{stage:<9} done: {output}/keep/{stage}-" in first.stderr
     rows = {line.strip("│ ").partition("│")[0].strip(): line for line in first.stdout.splitlines()}
     for arm in ("general head", "adapted head"):
         assert "4 of 4" in rows[arm]
-    kept = figures(first)["keep"]
-    assert kept["samples"] >= 2
-    assert kept["interval"][0] <= kept["change"] <= kept["interval"][1]
-    assert f"tau on the old mix {kept['tau_before']:.3f} -> {kept['tau_after']:.3f}" in first.stdout
-    train = json.loads(next(output.glob("train-*/manifest.json")).read_text())
-    assert train["inputs"].keys() >= {"start", "old_features"}
+    change = figures(first)["against"]["all"]
+    low, high = change["change_interval"]
+    assert low <= change["change"] <= high
+    assert (
+        f"against builtin, all answers: tau {change['tau_other']:.3f} -> {change['tau']:.3f}"
+        in first.stdout
+    )
+    train, evaluation = (
+        json.loads(next(output.glob(f"{stage}-*/manifest.json")).read_text())
+        for stage in ("train", "eval")
+    )
+    assert train["inputs"]["start"]["identity"] == evaluation["inputs"]["against"]["identity"]
 
 
 def test_it_says_which_commands_do_this_for_a_model_of_ones_own(runs):
@@ -126,10 +129,9 @@ def test_from_nothing_is_the_same_run_without_a_start(quick, tmp_path, monkeypat
         demo_command.command(quick, from_nothing, str(tmp_path))
     adapted, new = (validated(RunConfig, content, "demo") for content in asked)
     assert adapted.train.start.head == adapted.target == new.target
-    assert new.train.start is new.keep is None
+    assert new.train.start is None
     assert new.train.epochs > adapted.train.epochs
-    same = {"train", "keep"}
-    assert adapted.model_dump(exclude=same) == new.model_dump(exclude=same)
+    assert adapted.model_dump(exclude={"train"}) == new.model_dump(exclude={"train"})
 
 
 def test_the_report_is_one_file_that_needs_nothing_else(runs):
@@ -156,7 +158,6 @@ def test_the_head_leads_back_to_its_source_and_licence(runs):
     ]
     shown = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     assert "source demo: CC0-1.0" in shown
-    assert "source general: CC0-1.0" in shown
     assert all(stage in shown for stage in ("export", "train", "capture", "generate", "prompts"))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from functools import cache
 from itertools import pairwise
 
@@ -14,9 +15,10 @@ from eyas.artifact import Artifact
 from eyas.engine.draft import Draft
 from eyas.engine.engine import Engine, EngineConfig
 from eyas.engine.request import Request, SamplingParams
-from eyas.errors import EmptyInputError, MismatchError
+from eyas.errors import EmptyInputError, MismatchError, WorseHeadError
 from eyas.evaluate import chains
 from eyas.evaluate.breakdown import AnswerCounts, figures, tau_ceiling, vocabulary_figures
+from eyas.evaluate.comparison import compare, refuse_worse
 from eyas.evaluate.evaluate import EvalConfig, evaluate
 from eyas.model.chain import leading_matches, runs
 from eyas.model.head import load_head
@@ -91,7 +93,7 @@ def test_predicts_what_the_engine_does(made, tmp_path):
     assert 0 < result["draft_vocabulary_coverage"] <= 1
     assert result["tau_by_num_draft_steps"][-1] == result["tau"]
     assert result["tau_by_num_draft_steps"] == sorted(result["tau_by_num_draft_steps"])
-    assert set(result["tau_by_source"]) == {"source-0", "source-1"}
+    assert set(result["by_source"]) == {"source-0", "source-1"}
     assert "greedy" in result["assumes"]
     assert result["tau_interval"][0] < result["tau"] < result["tau_interval"][1]
     assert result["tau"] <= result["tau_ceiling"] <= K + 1
@@ -243,3 +245,64 @@ def test_figures_of_parts_add_up_to_the_whole():
     by_source = {name: (one["tau"], one["answers"]) for name, one in whole["by_source"].items()}
     assert by_source == {"a": (2.5, 2), "b": (7 / 3, 1)}
     assert {name: one["rounds"] for name, one in whole["by_language"].items()} == {"de": 3, "en": 2}
+
+
+# Two heads
+
+
+def answer(emitted, rounds, source="a"):
+    counts = RoundCounts(99)
+    counts.accept_hist[0], counts.accept_hist[emitted - rounds] = rounds - 1, 1
+    assert (counts.emitted, counts.rounds) == (emitted, rounds)
+    return AnswerCounts(source, "en", counts)
+
+
+def answers(gain, num_answers=60, source="a"):
+    """Hard and easy ones, the same for both heads; `gain` rounds fewer in each."""
+    rng = random.Random(0)
+    return [answer(61, rng.randint(20, 40) - gain, source) for _ in range(num_answers)]
+
+
+def test_intervals_are_paired_so_that_a_small_gain_is_seen():
+    """The prompts' spread is four times the gain: unpaired intervals would overlap."""
+    changes = compare(answers(0), answers(2))
+    low, high = changes["all"]["change_interval"]
+    assert 0.04 < low < changes["all"]["change"] < high
+    assert changes["all"]["answers"] == 60
+    refuse_worse(changes, 0.0)
+    same = compare(answers(1), answers(1))["all"]
+    assert (same["change"], same["change_interval"]) == (0.0, [0.0, 0.0])
+
+
+@pytest.mark.parametrize(
+    ("other", "new", "message", "hint"),
+    [
+        (answers(0), answers(0), "not shown to be better", "keep the other head"),
+        (answers(0), answers(-2), "not shown to be better", "keep the other head"),
+        (
+            [answer(60, 30), answer(60, 30), answer(60, 30)],
+            [answer(60, 20), answer(60, 31), answer(60, 30)],
+            "not shown to be better",
+            "measure on more prompts",
+        ),
+        (
+            answers(0) + answers(0, 30, "b"),
+            answers(5) + answers(-2, 30, "b"),
+            r"loses more than 2\.0% on b: tau \d\.\d+ -> \d\.\d+ \(-",
+            "eval.tolerance",
+        ),
+        (
+            [*answers(0), answer(60, 30, "b"), answer(60, 30, "b")],
+            [*answers(5), answer(60, 32, "b"), answer(60, 28, "b")],
+            r"not shown to lose less than 2\.0% on b",
+            "more prompts",
+        ),
+        ([answer(60, 30)], [AnswerCounts("a", "en", RoundCounts(3))], "unknown", "keep the other"),
+    ],
+    ids=["equal", "worse", "too few", "worse on a source", "too few of a source", "no round"],
+)
+def test_no_evidence_is_no_improvement(other, new, message, hint):
+    with pytest.raises(WorseHeadError, match=message) as raised:
+        refuse_worse(compare(other, new), 0.02)
+    assert raised.value.exit_code == 3
+    assert hint in raised.value.hint

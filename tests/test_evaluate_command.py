@@ -10,6 +10,7 @@ import json
 import pytest
 
 from eyas.artifact import Artifact
+from eyas.chat import Chat
 from eyas.cli.eval import foretold, in_one_line
 from eyas.cli.options import validated
 from eyas.cli.run import RunConfig, as_served
@@ -18,7 +19,7 @@ from tests.bench_rows import bench_output, row
 from tests.test_cli import assert_one_clear_error, run_eyas
 from tests.tiny import tiny_target
 from tests.tiny_head import head_folder
-from tests.tiny_prompts import eval_prompts
+from tests.tiny_prompts import SOURCES, eval_prompts
 
 SMALL = ("-s", "max_tokens=12", "-s", "models.max_length=200")
 
@@ -92,6 +93,47 @@ def test_from_prompts_alone(target, prompts, tmp_path):
     assert again.stdout == result.stdout
 
 
+def test_against_another_head(target, prompts, tmp_path):
+    """Both on the same prompts; exit code 3 where the new one is not shown to be better."""
+    heads = [head_folder(target, tmp_path / name, seed=seed) for name, seed in (("a", 0), ("b", 1))]
+    words = ("eval", heads[0], "-t", target, "--prompts", prompts, "--against", heads[1])
+    words += ("--trees", "fixed(2,2,4)", "--temperatures", "0", *SMALL)
+    reported = run_eyas(*words, "-o", tmp_path / "out")
+    assert reported.exit_code == 0, reported.output
+    against = json.loads(reported.stdout.splitlines()[-1])["against"]
+    alone = {}
+    for number, head in enumerate(heads):
+        output = tmp_path / f"alone-{number}"
+        run_eyas("eval", head, *words[2:6], *words[8:], "-o", output)
+        alone[number] = Artifact(str(output)).read_json("eval.json")
+    assert list(against) == ["all", *sorted(SOURCES)]
+    for name, change in against.items():
+        mine, other = (
+            alone[number] if name == "all" else alone[number]["by_source"][name]
+            for number in (0, 1)
+        )
+        assert (change["tau"], change["tau_other"]) == (mine["tau"], other["tau"])
+        assert (change["answers"], mine["answers"]) == ((9, 9) if name == "all" else (3, 3))
+    assert f"against {heads[1]}, all answers: tau" in " ".join(reported.stdout.split())
+    # the tolerance changes no result: nothing is measured again
+    refused = run_eyas(*words, "-o", tmp_path / "out", "--tolerance", "0.5")
+    assert "done already" in refused.stderr
+    assert refused.exit_code == 3
+    assert "not shown to be better" in " ".join(refused.stderr.split())
+
+
+def test_prompts_that_are_too_long_are_counted_and_said(target, prompts, tmp_path):
+    words = ("eval", head_folder(target, tmp_path / "head"), "-t", target, "--prompts", prompts)
+    words += ("--trees", "fixed(2,2,4)", "--temperatures", "0", "-s", "max_tokens=12")
+    chat = Chat(target)
+    lengths = sorted(len(chat.prompt_ids(one.messages)) for one in eval_prompts(9))
+    limit = lengths[3] + 12
+    shown = run_eyas(*words, "-s", f"models.max_length={limit}", "-o", tmp_path / "out")
+    assert shown.exit_code == 0, shown.output
+    left_out = sum(length > lengths[3] for length in lengths)
+    assert f"{left_out} of 9 prompts are not measured" in " ".join(shown.stderr.split())
+
+
 def test_bad_input_is_one_clear_error(target, prompts, tmp_path):
     head = head_folder(target, tmp_path / "head")
     base = ("eval", head, "-t", target, "-o", tmp_path / "out")
@@ -113,6 +155,8 @@ def test_bad_input_is_one_clear_error(target, prompts, tmp_path):
         ),
         ("--prompts", prompts, "--costs", tmp_path / "absent"): ("does not exist",),
         ("--prompts", prompts, "--draft-ms", "-1"): ("draft_step_ms",),
+        ("--prompts", prompts, "--tolerance", "0.1"): ("no other head", "--against"),
+        ("--prompts", prompts, "--against", tmp_path / "absent"): ("no head folder",),
         ("--features", tmp_path / "absent"): ("does not exist",),
     }.items():
         assert_one_clear_error(run_eyas(*base, *options), *words)

@@ -33,9 +33,8 @@ SIZES = {
     "watch": "--requests 30 --once",
     "run": "-s target=builtin -s train.start.head={head} -s prompts.max_prompts=140 "
     "-s prompts.workers=1 -s generate.max_tokens=32 -s capture.held_out_share=0.3 "
-    "-s keep.prompts.max_prompts=60 -s train.learning_rate=1e-3 -s train.epochs=3 "
-    "-s train.stop.measurements=1 -s train.start.keep_tolerance=0.1 "
-    "-s eval.num_prompts=40 -s eval.max_tokens=24 "
+    "-s train.learning_rate=1e-3 -s train.epochs=3 -s train.stop.measurements=1 "
+    "-s eval.tolerance=0.1 -s eval.num_prompts=80 -s eval.max_tokens=24 "
     "-s serve.engine.max_length=512 -s bench.num_prompts=4 -s bench.max_tokens=8",
 }
 
@@ -162,10 +161,10 @@ def test_every_command_of_the_page_does_what_the_page_says(tmp_path):
     for text in said["eyas watch"]:
         assert json.loads(text.splitlines()[-1])["stale"] is False
     assert "goes on in gateway.jsonl" in said["eyas prompts"][1]
-    decision = json.loads((tmp_path / "out/refresh/decision.json").read_text())
-    assert decision["exported"] is True
-    assert decision["new_traffic"]["interval"][0] > 0
-    assert decision["old_mix"]["interval"][0] > -0.1
+    (evaluation,) = (tmp_path / "out/refresh").glob("eval-*/eval.json")
+    against = json.loads(evaluation.read_text())["against"]
+    assert against["all"]["change_interval"][0] > 0
+    assert against["general"]["change_interval"][0] > -0.1
     assert "metadata.training" in said["eyas lineage"][0]
 
 

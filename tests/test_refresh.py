@@ -1,11 +1,10 @@
-"""From logs to the next head: the decision, the run file, and what runs it on a schedule."""
+"""From logs to the next head: the run file, and what runs it on a schedule."""
 
 from __future__ import annotations
 
 import importlib.util
 import json
 import os
-import random
 import re
 import subprocess
 import sys
@@ -15,12 +14,9 @@ import pytest
 import yaml
 
 from eyas import builtin
-from eyas.artifact import Artifact
-from eyas.cli.decision import refused_by_old_mix, require_better
 from eyas.cli.options import validated
-from eyas.cli.run import RunConfig
-from eyas.errors import ConfigError, MismatchError, WorseHeadError
-from eyas.train.trainer import KEEP
+from eyas.cli.run import RunConfig, as_served
+from eyas.errors import ConfigError, WorseHeadError
 
 ROOT = Path(__file__).resolve().parents[1]
 RUN_FILE = yaml.safe_load((ROOT / "runs/refresh.yaml").read_text())
@@ -30,92 +26,14 @@ KFP_PYTHON = os.environ.get(
 )
 
 
-def evaluated(folder, counts):
-    artifact = Artifact(str(folder))
-    artifact.write_json("eval.json", {"trees": [{"by_prompt": counts}]})
-    return artifact
-
-
-def counts(gain, num_prompts=60):
-    """Emitted tokens and rounds by prompt: hard and easy ones, which both heads share."""
-    rng = random.Random(0)
-    hard = {f"p{number}": rng.randint(20, 40) for number in range(num_prompts)}
-    return {id: [60, max(1, rounds - gain)] for id, rounds in hard.items()}
-
-
-def decision(root):
-    return json.loads((root / "decision.json").read_text())
-
-
-def test_a_better_head_is_exported_and_the_figures_are_paired(tmp_path):
-    before = evaluated(tmp_path / "before", counts(0))
-    comparison = require_better(
-        str(tmp_path), before, evaluated(tmp_path / "after", counts(2)), {"change": 0.0}
-    )
-    # the prompts' spread is four times the gain: unpaired intervals would overlap
-    assert comparison.interval[0] > 0.04
-    told = decision(tmp_path)
-    assert told["exported"] is True
-    assert told["old_mix"] == {"change": 0.0}
-    assert told["new_traffic"]["samples"] == 60
-
-
-@pytest.mark.parametrize(
-    ("after", "hint"),
-    [(counts(0), "the old head stays"), (counts(-2), "the old head stays")],
-    ids=["equal", "worse"],
-)
-def test_another_head_is_refused_with_its_figures(tmp_path, capsys, after, hint):
-    before = evaluated(tmp_path / "before", counts(0))
-    with pytest.raises(WorseHeadError, match="not shown to be better") as raised:
-        require_better(str(tmp_path), before, evaluated(tmp_path / "after", after), None)
-    assert raised.value.exit_code == 3
-    assert hint in raised.value.hint
-    told = decision(tmp_path)
-    assert told["exported"] is False
-    assert told["new_traffic"]["interval"]
-    assert json.loads(capsys.readouterr().out)["exported"] is False
-
-
-def test_too_few_prompts_to_tell_are_no_improvement(tmp_path):
-    before = {"a": [60, 30], "b": [60, 30], "c": [60, 30]}
-    after = {"a": [60, 20], "b": [60, 31], "c": [60, 30]}
-    with pytest.raises(WorseHeadError) as raised:
-        require_better(
-            str(tmp_path),
-            evaluated(tmp_path / "before", before),
-            evaluated(tmp_path / "after", after),
-            None,
-        )
-    assert "more prompts" in raised.value.hint
-
-
-def test_other_prompts_are_no_comparison(tmp_path):
-    before = evaluated(tmp_path / "before", counts(0))
-    with pytest.raises(MismatchError, match="same prompts"):
-        require_better(str(tmp_path), before, evaluated(tmp_path / "after", {"x": [2, 1]}), None)
-
-
-def test_a_loss_on_the_old_mix_is_written_down(tmp_path):
-    head = Artifact(str(tmp_path / "train"))
-    head.write_json(KEEP, {"change": -0.2})
-    refused_by_old_mix(str(tmp_path), head, WorseHeadError("the head loses more than 2.0%"))
-    assert decision(tmp_path) == {
-        "exported": False,
-        "why": "the head loses more than 2.0%",
-        "old_mix": {"change": -0.2},
-        "new_traffic": None,
-    }
-
-
-def test_the_run_file_is_valid_and_compares(tmp_path):
+def test_the_run_file_is_valid_and_compares():
     config = validated(RunConfig, RUN_FILE, "runs/refresh.yaml")
-    assert config.only_better
-    assert config.prompts.sources[0].traffic.consent == "metadata.training"
-    for section in ("keep", "train"):
-        without = {name: value for name, value in RUN_FILE.items() if name != section}
-        with pytest.raises(ConfigError):
-            validated(RunConfig, without, "runs/refresh.yaml")
+    assert as_served(config).against == config.train.start.head
+    assert config.eval.tolerance == 0.02
+    assert config.prompts.sources[1].traffic.consent == "metadata.training"
+    without = {name: value for name, value in RUN_FILE.items() if name != "train"}
+    with pytest.raises(ConfigError, match="judges the new head against another one"):
+        validated(RunConfig, without, "runs/refresh.yaml")
 
 
 # On a schedule
@@ -132,7 +50,7 @@ def test_the_cron_job_runs_the_same_file_and_does_not_try_a_refused_head_again()
     content = yaml.safe_load(objects["ConfigMap"]["data"]["refresh.yaml"])
     validated(RunConfig, content, "refresh.yaml")
     content["output"] = RUN_FILE["output"]
-    content["prompts"]["sources"][0]["path"] = RUN_FILE["prompts"]["sources"][0]["path"]
+    content["prompts"]["sources"][1]["path"] = RUN_FILE["prompts"]["sources"][1]["path"]
     assert content == RUN_FILE
     job = objects["CronJob"]["spec"]["jobTemplate"]["spec"]
     (rule,) = job["podFailurePolicy"]["rules"]
@@ -193,20 +111,20 @@ def script():
 
 
 @pytest.mark.parametrize(("code", "stored"), [(0, True), (3, False)])
-def test_the_pipelines_task_stores_the_decision_and_only_a_better_head(tmp_path, code, stored):
+def test_the_pipelines_task_stores_the_evaluation_and_only_a_better_head(tmp_path, code, stored):
     """Its script, with an `eyas` that ends as one does."""
     work = tmp_path / "refresh"
     (tmp_path / "eyas").write_text(
-        f"#!/bin/sh\nmkdir -p {work}/export-1/sglang\n"
-        f"echo made > {work}/decision.json\necho head > {work}/export-1/sglang/x\nexit {code}\n"
+        f"#!/bin/sh\nmkdir -p {work}/export-1/sglang {work}/eval-1\n"
+        f"echo made > {work}/eval-1/eval.json\necho head > {work}/export-1/sglang/x\nexit {code}\n"
     )
     (tmp_path / "eyas").chmod(0o755)
-    places = [str(tmp_path / "run.yaml"), str(tmp_path / "a/decision"), str(tmp_path / "a/head")]
+    places = [str(tmp_path / "run.yaml"), str(tmp_path / "a/evaluation"), str(tmp_path / "a/head")]
     done = subprocess.run(
         ["sh", "-c", script().replace("/tmp/refresh", str(work)), *places],
         env={**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"},
         check=False,
     )
     assert done.returncode == code
-    assert (tmp_path / "a/decision").read_text() == "made\n"
+    assert (tmp_path / "a/evaluation").read_text() == "made\n"
     assert (tmp_path / "a/head/sglang/x").exists() is stored

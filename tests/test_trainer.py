@@ -319,8 +319,6 @@ def test_settings_are_checked():
         TrainConfig(learning_rate=0)
     with pytest.raises(ValidationError):
         TrainConfig(rate=1)
-    with pytest.raises(ValidationError, match="no old mix"):
-        TrainConfig(start={"head": "somewhere", "keep_share": 0.5})
     for section in (
         TrainConfig,
         BatchConfig,

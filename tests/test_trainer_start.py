@@ -1,6 +1,4 @@
-"""A start from a head that is there: every form of it, what does not fit, and what it must not
-lose.
-"""
+"""A start from an existing head: every form of it, and what does not fit."""
 
 from __future__ import annotations
 
@@ -16,18 +14,16 @@ from typer.testing import CliRunner
 from eyas import builtin, hub
 from eyas.artifact import DONE, IDENTITY, MANIFEST, Artifact
 from eyas.cli.main import build
-from eyas.errors import EmptyInputError, EyasError, MismatchError, MissingInputError
+from eyas.errors import MismatchError, MissingInputError
 from eyas.lineage import head_manifest, sources
 from eyas.model.forms import write_head
 from eyas.model.head import load_head
 from eyas.model.target import Target
 from eyas.model.vocab import TargetVocabulary
 from eyas.shards import Features, Sample
-from eyas.train.batches import MixedSource, old_samples
-from eyas.train.held_out import compare_heads, refuse_lower_tau
 from eyas.train.start import fit_to_features, initialise, load_start_head, recount
-from eyas.train.state import CHECKPOINT, METRICS
-from eyas.train.trainer import KEEP, TrainConfig, train
+from eyas.train.state import METRICS
+from eyas.train.trainer import TrainConfig, train
 from tests.tiny import tiny_target
 from tests.tiny_batch import tiny_vocabulary, wavy_head
 from tests.tiny_features import greedy_answers, samples_of, write_features
@@ -247,101 +243,22 @@ def test_embeddings_of_its_own_are_not_lost_in_silence(world, tmp_path):
         world.tune("other embeddings", str(folder))
 
 
-def test_a_head_that_loses_on_the_old_mix_is_refused_and_kept(world):
-    start = {"head": world.head.url, "keep_mix": world.old.url}
-    harsh = {"learning_rate": 3e-2, "epochs": 6}
-    with pytest.raises(
-        EyasError, match=r"loses more than 2\.0%: tau on the old mix \d\.\d+ -> \d\.\d+ \(-"
-    ) as raised:
-        world.tune("harsh", start, **harsh)
-    assert raised.value.exit_code == 3
-    assert "keep_share" in raised.value.hint
-    output = Artifact(str(world.folder / "harsh"))
-    assert not output.is_done()
-    assert output.exists(CHECKPOINT)
-    told = output.read_json(KEEP)
-    assert told["tau_after"] < 0.98 * told["tau_before"]
-    assert told["interval"][0] <= told["change"] <= told["interval"][1] < 0
-    assert f"{told['tau_before']:.3f} -> {told['tau_after']:.3f}" in raised.value.what
-    rows = list(output.read_jsonl(METRICS))
-    # the same run: nothing is trained again
-    allowed = world.tune("harsh", {**start, "keep_tolerance": 0.9}, **harsh)
-    assert list(allowed.read_jsonl(METRICS)) == rows
-    assert allowed.manifest().facts["keep"]["tolerance"] == 0.9
-    assert not allowed.exists(CHECKPOINT)
-
-
-def test_an_old_mix_that_says_nothing_is_refused_before_any_work(world, tmp_path):
-    target = Target.load(world.target)
-    start = {"head": world.head.url}
-    few = write_features(tmp_path / "few", target, world.samples[:3], world.samples[:1])
-    with pytest.raises(EmptyInputError, match="holds out 1 conversations"):
-        world.tune("few", {**start, "keep_mix": few.url})
-    elsewhere = write_features(
-        tmp_path / "elsewhere", target, world.samples[:3], world.samples[:3], taps=(1, 2, 4)
-    )
-    with pytest.raises(MismatchError, match=r"old features are of the layers \(1, 2, 4\)"):
-        world.tune("elsewhere", {**start, "keep_mix": elsewhere.url})
-    assert not (world.folder / "few").exists()
-    assert not (world.folder / "elsewhere").exists()
-
-
-def test_a_head_that_loses_nothing_passes(world):
-    output = world.tune(
-        "mild",
-        {"head": world.head.url, "keep_mix": world.old.url},
-        learning_rate=1e-6,
-    )
-    keep = output.manifest().facts["keep"]
-    assert keep["change"] == pytest.approx(0.0, abs=0.02)
-    assert keep["samples"] == 24
-    assert output.manifest().inputs["old_features"].identity == world.old.manifest().identity
-
-
-def test_a_share_of_the_old_mix_is_trained_on_and_holds_tau(world):
-    harsh = {"learning_rate": 3e-2, "epochs": 6}
-    start = {"head": world.head.url, "keep_mix": world.old.url, "keep_tolerance": 0.99}
-    without = world.tune("without", start, **harsh).manifest()
-    with_share = world.tune("with", {**start, "keep_share": 0.6}, **harsh).manifest()
-    assert with_share.counts["samples"] == without.counts["samples"] + 24
-    assert with_share.facts["keep"]["tau_after"] > without.facts["keep"]["tau_after"]
-    rows = list(Artifact(str(world.folder / "with")).read_jsonl(METRICS))
-    num_new = without.counts["samples"]
-    # 1.5 of 2.5 are six tenths
-    assert sum(row["samples"] for row in rows) == 6 * (num_new + round(1.5 * num_new))
-
-
-def test_the_command_line_names_start_and_old_mix(world):
+def test_the_command_line_names_the_start(world):
     """The same run as the settings of a run file give."""
-    same = world.tune(
-        "by file",
-        {"head": world.head.url, "keep_mix": world.old.url},
-        learning_rate=1e-6,
-    )
+    same = world.tune("by file", {"head": world.head.url}, learning_rate=1e-6)
     settings = [
         "objective.num_ttt_steps=3",
         "epochs=2",
         "batches.tokens=256",
         "learning_rate=1e-6",
         "dtype=float32",
+        "stop={measurements: 0}",
     ]
-    settings += ["stop={measurements: 0}"]
     words = ["train", world.new.url, "-t", str(world.target), "-o", str(world.folder / "by words")]
-    words += [
-        "--start",
-        world.head.url,
-        "--keep-mix",
-        world.old.url,
-        *(word for one in settings for word in ("-s", one)),
-    ]
+    words += ["--start", world.head.url, *(word for one in settings for word in ("-s", one))]
     shown = CliRunner().invoke(build(words), words, prog_name="eyas")
     assert shown.exit_code == 0, shown.output
     assert Artifact(str(world.folder / "by words")).manifest().identity == same.manifest().identity
-    alone = [*words[:4], "-o", str(world.folder / "no start"), "--keep-mix", world.old.url]
-    shown = CliRunner().invoke(build(alone), alone, prog_name="eyas")
-    assert shown.exit_code == 2
-    assert "--start (start.head)" in " ".join(shown.stderr.split())
-    assert not (world.folder / "no start").exists()
 
 
 def test_a_start_may_be_the_packaged_head_or_one_of_the_hub(monkeypatch):
@@ -354,55 +271,3 @@ def test_a_start_may_be_the_packaged_head_or_one_of_the_hub(monkeypatch):
         assert torch.equal(
             load_start_head(name, vocabulary).lm_head.weight, by_folder.lm_head.weight
         )
-
-
-def test_a_mixture_is_both_sources_in_the_order_asked(world):
-    mixed = MixedSource(Features(world.new), Features(world.old))
-    assert len(mixed) == len(mixed.lengths) == 36
-    assert set(mixed.inputs) == {"features", "old_features"}
-    keys = [[sample.key for sample in batch] for batch in mixed.batches([[13, 0, 12], [1], [35]])]
-    new, old = Features(world.new), Features(world.old)
-    assert keys == [[old[1].key, new[0].key, old[0].key], [new[1].key], [old[23].key]]
-    tokens = [ids for ids, _ in mixed.all_tokens()]
-    assert [len(ids) for ids in tokens] == mixed.lengths
-
-
-def test_old_samples_are_drawn_by_the_seed_alone():
-    old = list(range(100, 200))
-    assert len(old_samples(old, 30, 0.25, "0/0")) == 10
-    assert (
-        old_samples(old, 30, 0.25, "0/0")
-        == old_samples(old, 30, 0.25, "0/0")
-        != old_samples(old, 30, 0.25, "0/1")
-    )
-    assert old_samples(old, 1000, 0.9, "0/0") == old
-    assert old_samples(old, 30, 0.0, "0/0") == []
-
-
-def test_conversations_without_a_round_compare_nothing():
-    silent = torch.zeros(3, 2, dtype=torch.int64)
-    with pytest.raises(EmptyInputError, match="no answer of two tokens"):
-        compare_heads(silent, silent)
-
-
-def test_the_interval_is_of_the_ratio_over_conversations():
-    generator = torch.Generator().manual_seed(1)
-    rounds = torch.randint(5, 40, (400,), generator=generator)
-    # conversations differ by far more than the heads
-    ease = 1.5 + 2 * torch.rand(400, generator=generator)
-    before = torch.stack(((rounds * ease).long(), rounds), dim=1)
-    same = compare_heads(before, before)
-    assert (same.change, same.interval) == (0.0, (0.0, 0.0))
-    refuse_lower_tau(same, 0.0)
-    worse = torch.stack(((rounds * ease * 0.95).long(), rounds), dim=1)
-    found = compare_heads(before, worse)
-    assert found.interval[0] < found.change < found.interval[1]
-    assert -0.08 < found.interval[0] < found.interval[1] < -0.03
-    refuse_lower_tau(found, 0.1)
-    with pytest.raises(EyasError, match=r"loses more than 2\.0%"):
-        refuse_lower_tau(found, 0.02)
-    few = compare_heads(before[:4], (before[:4] + torch.tensor([[9, 0], [-9, 0], [9, 0], [-9, 0]])))
-    assert few.change > -0.03 > few.interval[0]
-    with pytest.raises(EyasError, match="too few conversations to tell") as raised:
-        refuse_lower_tau(few, 0.03)
-    assert "held-out conversations of the old mix" in raised.value.hint

@@ -20,7 +20,6 @@ RUN_FILE = "run.yaml"  # a copy of SETTINGS, beside the results
 # usual rate for its width.
 FROM_NOTHING = (
     "train.start=null",
-    "keep=null",
     "train.head={fc_norm: true, norm_output: true}",
     "train.epochs=4",
     "train.learning_rate=null",

@@ -17,6 +17,7 @@ from eyas.bench.workload import read_tasks
 from eyas.cli.options import Output, Overrides, RunFile, TargetOption, stage_config
 from eyas.cli.stage import stage
 from eyas.errors import ConfigError
+from eyas.evaluate.comparison import ALL, described, refuse_worse
 from eyas.evaluate.evaluate import EvalConfig, evaluate
 from eyas.evaluate.trees import EvalPrompt
 from eyas.shards import Features
@@ -48,6 +49,16 @@ def command(
     draft_ms: Annotated[
         float | None, typer.Option(help="ms of one draft step there, if known")
     ] = None,
+    against: Annotated[
+        str | None, typer.Option(help="another head to compare with, on the same answers")
+    ] = None,
+    tolerance: Annotated[
+        float | None,
+        typer.Option(
+            help="with --against: exit code 3 unless the head is better, and on no source loses "
+            "more than this share of tau"
+        ),
+    ] = None,
     run_file: RunFile = None,
     overrides: Overrides = None,
 ) -> None:
@@ -69,6 +80,8 @@ def command(
         "temperatures": temperatures and temperatures.split(),
         "costs": costs,
         "draft_step_ms": draft_ms,
+        "against": against,
+        "tolerance": tolerance,
     }
     given = {name: value for name, value in options.items() if value is not None}
     config = stage_config(EvalConfig, "eval", run_file, overrides, **given)
@@ -80,6 +93,7 @@ def command(
     result = artifact.read_json("eval.json")
     show_table(result)
     print(json.dumps({**headline(result), "output": output}))
+    judge(result, config)
 
 
 def eval_prompts(path: str, config: EvalConfig) -> list[EvalPrompt]:
@@ -88,6 +102,12 @@ def eval_prompts(path: str, config: EvalConfig) -> list[EvalPrompt]:
     """
     tasks = read_tasks(path, config.num_prompts, config.seed)
     return [EvalPrompt(task.prompt_id, task.category, task.messages) for task in tasks]
+
+
+def judge(result: dict[str, Any], config: EvalConfig) -> None:
+    """Raise WorseHeadError for a head that is worse than config.against by config.tolerance."""
+    if config.tolerance is not None:
+        refuse_worse(result["against"], config.tolerance)
 
 
 def headline(result: dict[str, Any]) -> dict[str, Any]:
@@ -99,6 +119,7 @@ def headline(result: dict[str, Any]) -> dict[str, Any]:
         "accept_hist": result["accept_hist"],
         "trees": [{name: one[name] for name in names} for one in result.get("trees", [])],
         "predicted": result.get("predicted", {}).get("by_concurrency", []),
+        "against": result.get("against"),
     }
 
 
@@ -152,8 +173,20 @@ def show_table(result: dict[str, Any]) -> None:
         f"vocabulary: tau is at most {result['tau_ceiling']:.2f} (with a full vocabulary "
         f"{result['tau_ceiling_full_vocabulary']:.2f})"
     )
+    for line in comparison_lines(result):
+        out.print(line, markup=False, soft_wrap=True)
     if "predicted" in result:
         _show_predicted(out, result["predicted"]["by_concurrency"])
+
+
+def comparison_lines(result: dict[str, Any]) -> list[str]:
+    """The comparison with another head, for people: a line for all answers and for each source."""
+    head, changes = result.get("against_head"), result.get("against", {})
+    return [
+        f"against {head}, {'all answers' if source == ALL else source}: {described(one)}"
+        for source, one in changes.items()
+        if source == ALL or len(changes) > 2  # one source says what all answers say
+    ]
 
 
 def _show_predicted(out: Console, rows: Sequence[dict[str, Any]]) -> None:

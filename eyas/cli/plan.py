@@ -111,8 +111,6 @@ def command(
     notes: list[str] = [] if prompts else [f"filler prompts of {characters} characters"]
     if prompts and len(sample) < count:
         notes.append(f"{len(sample):,} of {count:,} prompts were counted")
-    if config.keep is not None:
-        notes.append("keep's prompts, their answers and features are not counted")
     if device is not None:
         speeds, more = planner.published(device, devices)
         notes += more

@@ -1,15 +1,15 @@
 """`eyas run FILE`: all stages of one run file in order, each into its own folder below `output`.
 
     runs/mine/prompts-1f0c2d3e  generate-...  capture-...  train-...  eval-...  export-...
-    bench-...  report.html      and, of a run that adapts a head:  before-...  keep/
+    bench-...  report.html
 
 A folder's name ends with the beginning of its work's identity. So a changed setting makes a new
 folder for its stage and for those that follow, nothing is overwritten, and what is done already is
 found again and skipped.
 
-A run whose `train.start` names a head adapts it: that head is evaluated before any answer is made,
-and measured beside the new one at the end. With `only_better` the new one is exported only if
-its tau is shown to be higher on the run's prompts and not lower on the old mix (`cli.decision`).
+A run whose `train.start` names a head adapts it: eval compares the new head with that one on the
+same prompts, and bench measures both. With `eval.tolerance` the new head is exported only if it is
+shown to be better (`evaluate.comparison`).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, model_validator
 
 from eyas.artifact import Artifact, Manifest, identity
 from eyas.bench.bench import EAGLE, PLAIN, BenchConfig, bench, bench_identity
@@ -33,12 +33,11 @@ from eyas.bench.report import Contents, write_reports
 from eyas.bench.tables import show_arms
 from eyas.builtin import packaged_prompts
 from eyas.cli.check import show
-from eyas.cli.decision import refused_by_old_mix, require_better
-from eyas.cli.eval import eval_prompts, foretold, in_one_line
+from eyas.cli.eval import comparison_lines, eval_prompts, foretold, in_one_line, judge
 from eyas.cli.options import Overrides, override, read_run_file, validated
 from eyas.cli.stage import stage
 from eyas.data.prompts import PromptsConfig, make_prompts
-from eyas.errors import ConfigError, EmptyInputError, MismatchError, WorseHeadError
+from eyas.errors import ConfigError, EmptyInputError, MismatchError
 from eyas.evaluate.evaluate import ANSWER_TOKENS, DEFAULT_TREES, EvalConfig, evaluate
 from eyas.evaluate.trees import ModelsConfig
 from eyas.export.check import check
@@ -54,7 +53,6 @@ from eyas.plan.estimate import PlannedRun, Planner, refuse_without_room
 from eyas.plan.needs import read_prompts
 from eyas.serve.server import ServeConfig, running_server
 from eyas.shards import Features, Split
-from eyas.train.held_out import HeadComparison
 from eyas.train.ranks import world_size
 from eyas.train.trainer import TrainConfig, train
 
@@ -74,27 +72,10 @@ class RunBenchConfig(BenchConfig):
         return self
 
 
-class KeepConfig(BaseModel):
-    """Prompts of the mix that `train.start` learned, which the run answers and captures too; where
-    features of that mix are there already, `train.start.keep_mix` names them instead.
-
-    held_out_share: of these prompts, on whose answers the new head must not lose tau. share: of the
-    training samples, taken from the others.
-    """
-
-    model_config = ConfigDict(extra="forbid")
-
-    prompts: PromptsConfig
-    held_out_share: float = Field(0.5, gt=0, lt=1)
-    share: float = Field(0.2, ge=0, lt=1)
-
-
 class RunConfig(BaseModel):
     """A run file, section by section in the order of the work. `target` stands once, at the top.
 
-    online: train on features as they are computed; only held-out ones are stored, for `eval`. keep:
-    what a run that goes on from a head (`train.start`) must not lose. only_better: export the new
-    head only if it is shown to be better than that one.
+    online: train on features as they are computed; only held-out ones are stored, for `eval`.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -105,8 +86,6 @@ class RunConfig(BaseModel):
     prompts: PromptsConfig
     generate: GenerateConfig
     capture: CaptureConfig
-    keep: KeepConfig | None = None
-    only_better: bool = False
     train: TrainConfig = TrainConfig()
     eval: EvalConfig = EvalConfig()
     export: ExportConfig = ExportConfig()
@@ -136,25 +115,16 @@ class RunConfig(BaseModel):
         """Let a source's path be a name of prompts that ship in the package."""
         if not isinstance(content, dict):
             return content
-        found = {**content, "prompts": _with_paths(content.get("prompts"))}
-        if isinstance(keep := content.get("keep"), dict):
-            found["keep"] = {**keep, "prompts": _with_paths(keep.get("prompts"))}
-        return found
+        return {**content, "prompts": _with_paths(content.get("prompts"))}
 
     @model_validator(mode="after")
     def _serve_settings_only(self) -> RunConfig:
         if self.serve.head is not None:
             raise ValueError("serve.head: a run serves the head that it made")
-        start = self.train.start
-        if self.keep and (start is None or start.keep_mix):
+        if self.eval.tolerance is not None and not (self.train.start or self.eval.against):
             raise ValueError(
-                "keep: of the mix that the head in train.start learned, which stands in one place; "
-                "give train.start, without keep_mix"
-            )
-        if self.only_better and not (start and (self.keep or start.keep_mix)):
-            raise ValueError(
-                "only_better: compares the new head with the one in train.start, on the mix in "
-                "`keep` (or train.start.keep_mix) too; give both"
+                "eval.tolerance: judges the new head against another one; give train.start, or "
+                "eval.against"
             )
         return self
 
@@ -251,9 +221,9 @@ def run(
     figures = {**figures_of(summary, arm), **foretold(evaluation)}
     if config.train.start:
         figures["before"] = figures_of(summary, GENERAL)
-    if kept := done["train"].manifest().facts.get("keep"):
-        figures["keep"] = kept
-        print(HeadComparison.from_json(kept))
+        figures["against"] = evaluation["against"]
+    for line in comparison_lines(evaluation):
+        print(line)
     for line in own:
         print(line)
     print(f"report: {report}")
@@ -276,7 +246,7 @@ def run_stages(config: RunConfig, root: str, anyway: bool = False) -> dict[str, 
     """Do, or find done, every stage of a run, into folders below `root`; the artifacts by stage.
     Raises what the stages raise.
     """
-    target, start = config.target, config.train.start
+    target = config.target
     prompts = StageFolder(root, "prompts")
     with stage("prompts", prompts) as track:
         make_prompts(config.prompts, prompts, track)
@@ -285,15 +255,13 @@ def run_stages(config: RunConfig, root: str, anyway: bool = False) -> dict[str, 
         refuse_without_room(planner.room(planner.needs(*read_prompts(prompts))), root)
     settings = as_served(config)
     questions = eval_prompts(bench_prompts(config, prompts, root), settings)
-    if start:
-        before = StageFolder(root, "before")
-        with stage("eval", before) as track:
-            evaluate(settings, target, start.head, before, None, questions, track)
-        told = in_one_line(before.read_json("eval.json"))
-        console.print(f"{start.head} as it is: {told}", highlight=False, soft_wrap=True)
     stored: tuple[Split, ...] = ("held_out",) if config.online else SPLITS
-    answers, features = answer_and_capture(config, prompts, root, stored)
-    training = with_keep_mix(config, root)
+    answers = StageFolder(root, "generate")
+    with stage("generate", answers) as track:
+        generate(config.generate, prompts, answers, track)
+    features = StageFolder(root, "capture")
+    with stage("capture", features) as track:
+        capture(config.capture, answers, features, track, stored)
     head = StageFolder(root, "train")
     with stage("train", head) as track:
         source = (
@@ -301,18 +269,15 @@ def run_stages(config: RunConfig, root: str, anyway: bool = False) -> dict[str, 
             if config.online
             else Features(features, "train")
         )
-        try:
-            train(training, target, source, head, track, Features(features, "held_out"))
-        except WorseHeadError as refusal:
-            refused_by_old_mix(root, head, refusal)
-            raise
+        train(config.train, target, source, head, track, Features(features, "held_out"))
     held_out = Features(features, "held_out")
     evaluation = StageFolder(root, "eval")
     with stage("eval", evaluation) as track:
         evaluate(settings, target, head.url, evaluation, held_out, questions, track)
-    if config.only_better:
-        comparison = require_better(root, before, evaluation, head.manifest().facts.get("keep"))
-        console.print(comparison.line("the new traffic"), highlight=False, soft_wrap=True)
+    result = evaluation.read_json("eval.json")
+    for line in comparison_lines(result):
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
+    judge(result, settings)
     exported = StageFolder(root, "export")
     with stage("export", exported) as track:
         export(as_exported(config), target, head, exported, track, evaluation)
@@ -320,35 +285,6 @@ def run_stages(config: RunConfig, root: str, anyway: bool = False) -> dict[str, 
     measured = serve_and_bench(config, root, prompts, exported, folders[0])
     done = {"prompts": prompts, "generate": answers, "capture": features, "train": head}
     return {**done, "eval": evaluation, "export": exported, "bench": measured}
-
-
-def answer_and_capture(
-    config: RunConfig, prompts: Artifact, root: str, splits: tuple[Split, ...] = SPLITS
-) -> tuple[Artifact, Artifact]:
-    """Answers to prompts and their features, in folders below `root`."""
-    answers = StageFolder(root, "generate")
-    with stage("generate", answers) as track:
-        generate(config.generate, prompts, answers, track)
-    features = StageFolder(root, "capture")
-    with stage("capture", features) as track:
-        capture(config.capture, answers, features, track, splits)
-    return answers, features
-
-
-def with_keep_mix(config: RunConfig, root: str) -> TrainConfig:
-    """The settings of train; for `keep`, its prompts are answered and captured, below keep/."""
-    keep, start = config.keep, config.train.start
-    if keep is None or start is None:
-        return config.train
-    folder = f"{root}/keep"
-    prompts = StageFolder(folder, "prompts")
-    with stage("prompts", prompts) as track:
-        make_prompts(keep.prompts, prompts, track)
-    shared = config.capture.model_copy(update={"held_out_share": keep.held_out_share})
-    own = config.model_copy(update={"capture": shared})
-    _, features = answer_and_capture(own, prompts, folder)
-    mixed = {"keep_mix": features.url, "keep_share": keep.share}
-    return config.train.model_copy(update={"start": start.model_copy(update=mixed)})
 
 
 def check_form(exported: Artifact, form: str, target: str) -> str:
@@ -416,6 +352,7 @@ def as_served(config: RunConfig) -> EvalConfig:
         "trees": tuple(dict.fromkeys(trees)),
         "max_tokens": min(ANSWER_TOKENS, max(2, config.bench.max_tokens)),
         "seed": config.bench.seed,
+        "against": config.train.start and config.train.start.head,
     }
     for name in config.eval.model_fields_set:
         from_elsewhere.pop(name, None)

@@ -37,13 +37,6 @@ def command(
             help='a head to continue from, in any form: a folder, URL, hub id, or "smollm2"',
         ),
     ] = None,
-    keep_mix: Annotated[
-        str | None,
-        typer.Option(
-            "--keep-mix",
-            help="features of the mix that --start was trained on, on which it must not lose tau",
-        ),
-    ] = None,
     online: Annotated[
         bool,
         typer.Option(
@@ -75,10 +68,7 @@ def command(
             "--server without --online: stored features need no server",
             "add --online, with the answers in place of the features",
         )
-    options = {"start.head": start, "start.keep_mix": keep_mix}
-    assignments = [
-        f"{name}={json.dumps(value)}" for name, value in options.items() if value is not None
-    ]
+    assignments = [] if start is None else [f"start.head={json.dumps(start)}"]
     config = stage_config(TrainConfig, "train", run_file, [*assignments, *(overrides or ())])
 
     source, artifact = Artifact(features), Artifact(output)

@@ -1,7 +1,7 @@
-"""Chains on stored features: quick, and all there is where the target cannot run here.
+"""Chains on stored features: quick, and the only measurement where the target cannot run here.
 
-Knows features and `model.chain`; no engine. Rounds are those of a chain that drafts in every round
-and is never cut short, on the answers as they were given.
+Rounds are those of a chain that drafts in every round and is never cut short, on the answers as
+they were captured.
 """
 
 from __future__ import annotations
@@ -73,8 +73,9 @@ class Chains:
         check_belongs(loaded.config, source.meta, vocabulary)
         return cls(loaded, vocabulary, source, num_draft_steps)
 
-    def measure(self, chat: Chat, track: Track) -> dict[str, Any]:
-        """The part of eval.json that all features give; chat: to read the answers' language.
+    def measure(self, chat: Chat, track: Track) -> tuple[dict[str, Any], list[AnswerCounts]]:
+        """What eval.json says of features, and the counts of each answer; chat: to read the
+        answers' language.
 
         Raises EmptyInputError where no answer has two tokens.
         """
@@ -89,7 +90,7 @@ class Chains:
                 "the held-out features hold no answer of two tokens or more",
                 "capture with more prompts",
             )
-        return self._to_json()
+        return self._to_json(), self._answers
 
     def _add(self, samples: Sequence[Sample], chat: Chat) -> None:
         K = len(self._by_length)
@@ -109,12 +110,11 @@ class Chains:
 
     def _to_json(self) -> dict[str, Any]:
         K, num_tokens = len(self._by_length), sum(map(len, self._is_known))
-        told = figures(self._answers, K)
+        measured = figures(self._answers, K)
         return {
-            **told,
+            **measured,
             "num_draft_steps": K,
             "tau_by_num_draft_steps": [counts.tau for counts in self._by_length],
-            "tau_by_source": {name: one["tau"] for name, one in told["by_source"].items()},
             "language_of": "answers",
             **vocabulary_figures(self._is_known, K),
             "greedy_share": self._num_greedy / num_tokens,

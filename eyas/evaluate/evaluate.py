@@ -3,6 +3,7 @@
 features    chains, on the answers that `capture` held out; no target runs          -> tau, ...
 prompts     trees at several temperatures, through the engine                       -> trees
             with the costs of forwards from an `eyas bench`: speed-up by load       -> predicted
+against     the same measurement of another head, and how tau changes               -> against
 """
 
 from __future__ import annotations
@@ -17,7 +18,9 @@ from eyas.artifact import Artifact, Manifest, identity
 from eyas.chat import Chat
 from eyas.engine.tree import Speculation
 from eyas.errors import ConfigError, EmptyInputError
+from eyas.evaluate.breakdown import AnswerCounts
 from eyas.evaluate.chains import Chains
+from eyas.evaluate.comparison import compare
 from eyas.evaluate.speedup import DraftCost, predictions, read_bench
 from eyas.evaluate.trees import (
     EvalPrompt,
@@ -49,6 +52,8 @@ class EvalConfig(BaseModel):
     speed-ups. By default what is worth its time: 400 short answers, as the interval of tau is over
     prompts. costs: a finished `eyas bench` with an arm that does not speculate, of any engine;
     draft_step_ms: a draft step there, where it is known (else it follows from the weights).
+    against: another head, measured on the same answers. tolerance: with it the new head must be
+    shown to be better, and tau may fall by this share at most on any source; null only reports.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -62,6 +67,8 @@ class EvalConfig(BaseModel):
     models: ModelsConfig = ModelsConfig()
     costs: str | None = None
     draft_step_ms: float | None = Field(None, ge=0)
+    against: str | None = None
+    tolerance: float | None = Field(None, ge=0, lt=1)
 
     @field_validator("trees")
     @classmethod
@@ -83,6 +90,17 @@ class EvalConfig(BaseModel):
             )
         return temperatures
 
+    @property
+    def max_prompt_tokens(self) -> int:
+        """Longer prompts are left out: with their answer they must fit into models.max_length."""
+        return self.models.max_length - self.max_tokens
+
+    @property
+    def headline_only(self) -> EvalConfig:
+        """These settings with the first tree and temperature alone."""
+        first = {"trees": self.trees[:1], "temperatures": self.temperatures[:1], "costs": None}
+        return self.model_copy(update=first)
+
 
 def evaluate(
     config: EvalConfig,
@@ -95,9 +113,10 @@ def evaluate(
 ) -> Manifest:
     """Measure a head on held-out features, on prompts (the first num_prompts), or both.
 
-    target, head: any name that `eyas.hub` resolves. Writes eval.json. Raises MismatchError when
-    head, features and target do not belong together, EmptyInputError where no round drafts,
-    ConfigError for costs without a plain arm.
+    target, head: any name that `eyas.hub` resolves. Writes eval.json, also of a head that is worse
+    than config.against: `comparison.refuse_worse` judges. Raises MismatchError when head, features
+    and target do not belong together, EmptyInputError where no round drafts, ConfigError for costs
+    without a plain arm.
     """
     if features is None and not prompts:
         raise EmptyInputError(
@@ -105,8 +124,9 @@ def evaluate(
         )
     if config.costs is not None and not prompts:
         raise ConfigError("costs are for trees, which take prompts", "give prompts")
-    folder, files = resolve_target(target), Path(resolve_head(head))
-    prompts = prompts[: config.num_prompts]
+    if config.tolerance is not None and config.against is None:
+        raise ConfigError("tolerance: there is no other head to compare with", "give --against")
+    folder, prompts = resolve_target(target), prompts[: config.num_prompts]
     if prompts:  # what "auto" stands for on this machine
         models = config.models
         dtype = resolve_dtype(models.dtype, TargetConfig.from_folder(folder), models.device)
@@ -114,22 +134,31 @@ def evaluate(
         config = config.model_copy(update={"models": models})
     settings = described(config, folder, prompts)
     inputs = {"head": head_manifest(head, {}), **(features.inputs if features is not None else {})}
+    if config.against is not None:
+        inputs["against"] = head_manifest(config.against, {})
     work = identity("eval", settings, inputs)
     if output.is_done_for(work):
         return output.manifest("eval")
     # Weights are laid out for the number of threads that there is when they are loaded.
     with torch_threads(config.models.threads):
-        chains = trees = None
-        if features is not None:
-            chains = Chains.load(folder, files, features, config.num_draft_steps)
-        if prompts:
-            trees = TreeMeasurement(config, folder, files, prompts)
+        new = HeadMeasurement(config, folder, head, features, prompts)
+        other = None
+        if config.against is not None:
+            other = HeadMeasurement(config.headline_only, folder, config.against, features, prompts)
         output.begin(work)  # not before: what does not fit takes no folder
-        of_features = chains.measure(Chat(folder), track) if chains else {}
-        result = {**(trees.measure(track) if trees else {}), **of_features}
+        result, answers = new.measure(track)
+        if other is not None:
+            _, others = other.measure(track)
+            result |= {"against_head": config.against, "against": compare(others, answers)}
     output.write_json("eval.json", result)
     counts = {"answers": result["answers"], "tokens": result["tokens"], "rounds": result["rounds"]}
     facts = {name: result[name] for name in ("tau", "tau_interval", "accept_hist")}
+    if left_out := result.get("left_out"):
+        facts["warnings"] = [
+            f"{left_out} of {len(prompts)} prompts are not measured: longer than "
+            f"{config.max_prompt_tokens} tokens (models.max_length less max_tokens), or refused "
+            "by the chat template"
+        ]
     return output.finish("eval", settings, inputs, counts, facts)
 
 
@@ -137,7 +166,8 @@ def described(config: EvalConfig, folder: str, prompts: Sequence[EvalPrompt]) ->
     """The settings that decide on the result, with contents in place of paths."""
     if not prompts:
         return config.model_dump(mode="json", include={"num_draft_steps"})
-    settings = config.model_dump(mode="json")
+    # the other head is an input, and the tolerance only judges the result
+    settings = config.model_dump(mode="json", exclude={"against", "tolerance"})
     if config.costs is not None:
         settings["costs"] = Artifact(config.costs).manifest("bench").identity
     return {
@@ -147,29 +177,55 @@ def described(config: EvalConfig, folder: str, prompts: Sequence[EvalPrompt]) ->
     }
 
 
-class TreeMeasurement:
-    """Models, prompts and costs of forwards, loaded to measure trees with."""
+class HeadMeasurement:
+    """A head, loaded to be measured in chains on features, in trees on prompts, or both."""
 
     def __init__(
-        self, config: EvalConfig, folder: str, head: Path, prompts: Sequence[EvalPrompt]
+        self,
+        config: EvalConfig,
+        folder: str,
+        head: str,
+        features: FeatureSource | None,
+        prompts: Sequence[EvalPrompt],
     ) -> None:
         """Raises what loading raises, and EmptyInputError where no prompt can be asked."""
-        self._config = config
-        self._prompts = PromptSet.of(
-            prompts, Chat(folder), config.models.max_length - config.max_tokens
-        )
-        self._bench = read_bench(config.costs) if config.costs is not None else None
-        self._models = Models.load(folder, head, config.models)
+        files = Path(resolve_head(head))
+        self._config, self._chat, self._chains, self._models = config, Chat(folder), None, None
+        if features is not None:
+            self._chains = Chains.load(folder, files, features, config.num_draft_steps)
+        if prompts:
+            self._prompts = PromptSet.of(prompts, self._chat, config.max_prompt_tokens)
+            self._bench = read_bench(config.costs) if config.costs is not None else None
+            self._models = Models.load(folder, files, config.models)
 
-    def measure(self, track: Track) -> dict[str, Any]:
-        """The part of eval.json that prompts give. Raises EmptyInputError where nothing drafts."""
+    def measure(self, track: Track) -> tuple[dict[str, Any], list[AnswerCounts]]:
+        """What eval.json says of the head, and the counts of its answers: of the first tree at the
+        first temperature, or without prompts of the chains.
+
+        Raises EmptyInputError where nothing drafts.
+        """
+        result: dict[str, Any] = {}
+        answers: list[AnswerCounts] = []
+        if self._chains is not None:
+            result, answers = self._chains.measure(self._chat, track)
+        if self._models is not None:
+            of_trees, answers = self._measure_trees(self._models, track)
+            result = {**of_trees, **result}
+        return result, answers
+
+    def _measure_trees(
+        self, models: Models, track: Track
+    ) -> tuple[dict[str, Any], list[AnswerCounts]]:
         config, measured = self._config, list[dict[str, Any]]()
+        answers: list[AnswerCounts] = []
         for temperature in config.temperatures:
             requests = self._prompts.requests(config.max_tokens, temperature, config.seed)
             for name in config.trees:
                 bar = _part_of(track, len(measured), len(config.temperatures) * len(config.trees))
                 tree = Speculation.parse(name)
-                measured.append(measure_tree(self._models, self._prompts, tree, requests, bar))
+                entry, counts = measure_tree(models, self._prompts, tree, requests, bar)
+                measured.append(entry)
+                answers = answers or counts
         first = measured[0]
         if not first["rounds"]:
             raise EmptyInputError(
@@ -178,7 +234,6 @@ class TreeMeasurement:
             )
         result = {
             **first,
-            "tau_by_source": {name: one["tau"] for name, one in first["by_source"].items()},
             "assumes": f"{first['speculation']} in {config.models.dtype} at temperature "
             f"{first['temperature']:g}",
             "dtype": config.models.dtype,
@@ -187,12 +242,14 @@ class TreeMeasurement:
             "languages": sorted(first["by_language"]),
             "left_out": self._prompts.num_left_out,
         }
-        return result if self._bench is None else {**result, "predicted": self._predicted(measured)}
+        if self._bench is not None:
+            result["predicted"] = self._predicted(models, measured)
+        return result, answers
 
-    def _predicted(self, measured: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    def _predicted(self, models: Models, measured: Sequence[dict[str, Any]]) -> dict[str, Any]:
         assert self._bench is not None
         curve, source = self._bench
-        draft = DraftCost(self._models.weights_share, self._config.draft_step_ms)
+        draft = DraftCost(models.weights_share, self._config.draft_step_ms)
         temperature = self._config.temperatures[0]
         taus = [
             (Speculation.parse(one["speculation"]), one["tau"])

@@ -30,7 +30,7 @@ from eyas.log import Track
 from eyas.model.checkpoint import read_head
 from eyas.model.target import Dtype, Target
 from eyas.model.weights import read_shapes
-from eyas.records import Message
+from eyas.records import Message, mixed_seed
 from eyas.tau import RoundCounts
 
 
@@ -172,10 +172,15 @@ class PromptSet:
         return cls(kept, prompt_ids, len(prompts) - len(kept))
 
     def requests(self, max_tokens: int, temperature: float, seed: int) -> list[Request]:
-        """A request for each, with the prompt's id. All have the same seed, as in `eyas bench`."""
-        params = SamplingParams(temperature=temperature, max_tokens=max_tokens, seed=seed)
+        """A request for each, with the prompt's id, and the seed that `eyas bench` gives it."""
         return [
-            Request(prompt.id, ids, params)
+            Request(
+                prompt.id,
+                ids,
+                SamplingParams(
+                    temperature=temperature, max_tokens=max_tokens, seed=mixed_seed(seed, prompt.id)
+                ),
+            )
             for prompt, ids in zip(self.prompts, self.prompt_ids, strict=True)
         ]
 
@@ -216,24 +221,23 @@ def decode(engine: Engine, requests: Sequence[Request], track: Track) -> list[De
 
 def measure_tree(
     models: Models, prompts: PromptSet, tree: Speculation, requests: Sequence[Request], track: Track
-) -> dict[str, Any]:
-    """An entry of eval.json's `trees`. Rounds without drafts, which only auto has, do not count."""
+) -> tuple[dict[str, Any], list[AnswerCounts]]:
+    """An entry of eval.json's `trees`, and the counts of each answer. Rounds without drafts, which
+    only auto has, do not count.
+    """
     steps, answers = tree.num_draft_steps, []
     decoded = decode(models.engine(tree), requests, track)
     for prompt, answer in zip(prompts.prompts, decoded, strict=True):
         counts = RoundCounts(steps)
         counts.add_rounds(answer.accepted)
         answers.append(AnswerCounts(prompt.source, prompt.language, counts))
-    return {
+    entry = {
         "speculation": str(tree),
         "temperature": requests[0].params.temperature,
         "num_draft_steps": steps,
         **figures(answers, steps),
-        "by_prompt": {
-            prompt.id: [answer.counts.emitted, answer.counts.rounds]
-            for prompt, answer in zip(prompts.prompts, answers, strict=True)
-        },
         **vocabulary_figures([models.t2d_V[one.token_ids].tolist() for one in decoded], steps),
         "tokens": sum(len(answer.token_ids) for answer in decoded),
         "language_of": "prompts",
     }
+    return entry, answers

@@ -158,10 +158,7 @@ class HeadCard:
     def _results(self, measured: Mapping[str, Any]) -> dict[str, Any]:
         """tau as the hub's table of results has it: over all held-out answers, and by source."""
         taus = {"all held-out answers": measured["tau"]}
-        for name, one in (measured.get("tau_by_source") or {}).items():
-            tau = one.get("tau") if isinstance(one, Mapping) else one
-            if isinstance(tau, int | float):
-                taus[name] = tau
+        taus |= {name: one["tau"] for name, one in measured.get("by_source", {}).items()}
         return {
             "name": f"EAGLE-3 head for {self.launch.title}",
             "results": [
@@ -202,7 +199,7 @@ class HeadCard:
         """
         measured = self.measured or {}
         for name, value in measured.items():
-            rows = [] if name == "tau_by_source" and "by_source" in measured else _rows(value)
+            rows = _rows(value)
             if rows:
                 note = self._precision() if name == "trees" else ""
                 note = _machine(value) if name == "predicted" else note

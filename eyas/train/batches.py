@@ -8,17 +8,15 @@ Letters: V target vocabulary.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Mapping, Sequence
-from itertools import chain
+from collections.abc import Iterator, Sequence
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
 
-from eyas.artifact import Manifest
-from eyas.errors import EmptyInputError, MismatchError
+from eyas.errors import EmptyInputError
 from eyas.model.batch import Batch, plan_batches, plan_packs
-from eyas.shards import FeatureMeta, FeatureSource, Sample
+from eyas.shards import FeatureSource, Sample
 from eyas.train.loss import ObjectiveConfig, judged_positions
 
 
@@ -35,65 +33,6 @@ class BatchConfig(BaseModel):
     tokens: int = Field(4096, ge=1)
     per_step: int = Field(1, ge=1)
     packed: bool = False
-
-
-class MixedSource:
-    """A FeatureSource of the samples of `new`, and after them those of `old`, by number."""
-
-    def __init__(self, new: FeatureSource, old: FeatureSource) -> None:
-        """Raises MismatchError for features of two targets or of other layers."""
-        check_alike(new.meta, old.meta)
-        self._new, self._old = new, old
-
-    @property
-    def meta(self) -> FeatureMeta:
-        """The new source's; the old one has the same target and layers."""
-        return self._new.meta
-
-    @property
-    def inputs(self) -> Mapping[str, Manifest]:
-        """The manifests of both sources; names of the old one begin with "old_"."""
-        old = {f"old_{name}": manifest for name, manifest in self._old.inputs.items()}
-        return {**self._new.inputs, **old}
-
-    @property
-    def lengths(self) -> list[int]:
-        """The number of tokens of each sample."""
-        return [*self._new.lengths, *self._old.lengths]
-
-    def __len__(self) -> int:
-        return len(self._new) + len(self._old)
-
-    def all_tokens(self) -> Iterator[tuple[Tensor, Tensor]]:
-        return chain(self._new.all_tokens(), self._old.all_tokens())
-
-    def batches(self, batches: Sequence[Sequence[int]]) -> Iterator[list[Sample]]:
-        """As FeatureSource.batches; each source reads its own part of every batch ahead."""
-        first_old = len(self._new)
-        new = self._new.batches([[at for at in one if at < first_old] for one in batches])
-        old = self._old.batches(
-            [[at - first_old for at in one if at >= first_old] for one in batches]
-        )
-        for numbers, of_new, of_old in zip(batches, new, old, strict=True):
-            next_new, next_old = iter(of_new), iter(of_old)
-            yield [next(next_new if number < first_old else next_old) for number in numbers]
-
-
-def check_alike(new: FeatureMeta, old: FeatureMeta) -> None:
-    """Raise MismatchError unless both are features of one target's same layers."""
-    if (new.lm_head_sha256, new.hidden_size, new.vocab_size) != (
-        old.lm_head_sha256,
-        old.hidden_size,
-        old.vocab_size,
-    ):
-        raise MismatchError(
-            "the old features are of another target", "capture the old mix from this target"
-        )
-    if new.taps != old.taps:
-        raise MismatchError(
-            f"the old features are of the layers {old.taps}, the new ones of {new.taps}",
-            "capture both at the same layers",
-        )
 
 
 def survey(
@@ -128,15 +67,6 @@ def left_out_samples(num_samples: int, share: float, seed: int) -> frozenset[int
     """
     order = random.Random(f"{seed}/share").sample(range(num_samples), num_samples)
     return frozenset(order[max(1, round(share * num_samples)) :])
-
-
-def old_samples(old: Sequence[int], num_new: int, share: float, seed: str) -> list[int]:
-    """The old samples of one epoch, drawn by seed: `share` of it beside num_new new samples.
-
-    All of them if there are fewer than that.
-    """
-    count = round(num_new * share / (1.0 - share))
-    return sorted(random.Random(f"{seed}/old").sample(list(old), min(count, len(old))))
 
 
 def plan_steps(

@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, model_validator
 from torch import Tensor, nn
 
 from eyas.errors import MismatchError
@@ -32,16 +32,13 @@ FROM_TARGET = ("embed_tokens", "lm_head.weight")  # weights that start as the ta
 
 
 class StartConfig(BaseModel):
-    """An existing head to continue from, and what it must not lose.
+    """An existing head to continue from.
 
     head: folder or URL of a head in any form, an id of the hub, or "builtin". licence: of a head
     that eyas did not make, for the lineage. vocabulary: its draft tokens stay (keep), or are chosen
     by the counts of the features (recount), as many as before or head.draft_vocab_size: tokens that
     were drafted before keep their row of lm_head, others get the target's. other_target: the head
-    was trained for another fine-tune of the same shape, and that is intended. keep_mix: features of
-    the mix that it was trained on; on its held-out conversations the new head's tau must not be
-    lower than the old one's by more than keep_tolerance, a share. keep_share: the share of the
-    training samples that is taken from it.
+    was trained for another fine-tune of the same shape, and that is intended.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -50,24 +47,11 @@ class StartConfig(BaseModel):
     licence: str = "not given"
     vocabulary: Literal["keep", "recount"] = "keep"
     other_target: bool = False
-    keep_mix: str | None = None
-    keep_share: float = Field(0.0, ge=0, lt=1)
-    keep_tolerance: float = Field(0.02, ge=0, lt=1)
 
     @model_validator(mode="before")
     @classmethod
     def _short_form(cls, value: Any) -> Any:
-        if isinstance(value, dict) and value.get("keep_mix") and not value.get("head"):
-            raise ValueError(
-                "keep_mix without a head that learned it: give --start (start.head) as well"
-            )
         return {"head": value} if isinstance(value, str) else value
-
-    @model_validator(mode="after")
-    def _share_of_something(self) -> StartConfig:
-        if self.keep_share and not self.keep_mix:
-            raise ValueError("keep_share: there is no old mix to take a share of; give keep_mix")
-        return self
 
 
 def fresh_head(

@@ -13,7 +13,6 @@ Letters: V target vocabulary, W draft vocabulary.
 
 from __future__ import annotations
 
-import copy
 import random
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
@@ -23,7 +22,7 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field
 
 from eyas.artifact import Artifact, Manifest, identity
-from eyas.errors import ConfigError, EmptyInputError, EyasError, MismatchError
+from eyas.errors import ConfigError, EyasError, MismatchError
 from eyas.hub import resolve_target
 from eyas.lineage import head_manifest
 from eyas.log import Track, quiet
@@ -31,24 +30,15 @@ from eyas.model.batch import Batch
 from eyas.model.config import HeadOptions
 from eyas.model.head import Head, head_files
 from eyas.model.vocab import TargetVocabulary
-from eyas.shards import FeatureMeta, Features, FeatureSource
+from eyas.shards import FeatureMeta, FeatureSource
 from eyas.train.batches import (
     BatchConfig,
-    MixedSource,
-    check_alike,
     left_out_samples,
-    old_samples,
     plan_steps,
     read_batches,
     survey,
 )
-from eyas.train.held_out import (
-    HeadComparison,
-    HeldOutSample,
-    compare_heads,
-    refuse_lower_tau,
-    tau_of_counts,
-)
+from eyas.train.held_out import HeldOutSample, tau_of_counts
 from eyas.train.loss import ObjectiveConfig
 from eyas.train.ranks import Ranks, joined, whole
 from eyas.train.start import (
@@ -57,7 +47,6 @@ from eyas.train.start import (
     existing_head,
     fit_to_features,
     fresh_head,
-    load_start_head,
     recount,
 )
 from eyas.train.state import (
@@ -79,17 +68,14 @@ from eyas.train.step import (
 )
 from eyas.train.tracker import TrackedRun, TrackerConfig, Trackers, open_trackers, scalars
 
-KEEP = "keep.json"  # the comparison with the head that the run started from
 MEASURED_SAMPLES = 48  # held-out conversations: tau is measured several times in a run
-COMPARED_SAMPLES = 256  # of the old mix, once at the end: the interval must be narrow
 MEASURED_STEPS = 7  # of the chains: as many as the default objective unrolls
 # Settings that are not in the artifact's identity: a run may be resumed with other values.
 WITHOUT_EFFECT = {
     "tracker": True,
     "checkpoint_every": True,
     "objective": {"recompute"},  # rounding apart
-    # head and keep_mix are in the identity as inputs, by their content and not by their path
-    "start": {"head", "keep_mix", "keep_tolerance"},
+    "start": {"head"},  # an input of the identity, by its content and not by its path
 }
 
 
@@ -145,9 +131,8 @@ def train(
 
     Raises MismatchError for features or a head of another target; EmptyInputError for features
     without a trainable answer; ConfigError for settings that contradict each other; EyasError,
-    with the names of the samples, when a loss or gradient is not finite or the loss diverges; and
-    EyasError when tau on the old mix (config.start) falls by more than is allowed. The last
-    checkpoint stays in the folder in all of these cases.
+    with the names of the samples, when a loss or gradient is not finite or the loss diverges. The
+    last checkpoint stays in the folder in all of these cases.
     """
     with ExitStack() as stack:
         ranks = stack.enter_context(joined())
@@ -185,10 +170,7 @@ class Trainer:
 
         Raises MismatchError, ConfigError, EmptyInputError.
         """
-        self.ranks, self.keep_mix = ranks, config.start.keep_mix if config.start else None
-        self.num_new, self.source = len(source), source
-        if config.start and self.keep_mix and config.start.keep_share:
-            self.source = MixedSource(source, Features(Artifact(self.keep_mix), "train"))
+        self.ranks, self.source = ranks, source
         self.vocabulary = TargetVocabulary.load(resolve_target(target)).to(ranks.device)
         check_same_target(self.source.meta, self.vocabulary)
         hidden_size, self.start_head = config.head.hidden_size, None
@@ -200,34 +182,18 @@ class Trainer:
         self.config = config.for_head(hidden_size or self.vocabulary.config.hidden_size)
         self.held_out = None
         if held_out is not None and len(held_out) and self.config.stop.measurements:
-            self.held_out = self._sample(held_out, MEASURED_SAMPLES)
-        self.old_mix = self._old_mix(config.start)
+            check_same_target(held_out.meta, self.vocabulary)
+            self.held_out = HeldOutSample.of(
+                held_out,
+                MEASURED_SAMPLES,
+                MEASURED_STEPS,
+                self.config.batches.tokens,
+                getattr(torch, self.config.dtype),
+            )
         check_settings(config, ranks, self.held_out is not None)
         self.settings = self.config.model_dump(mode="json", exclude=WITHOUT_EFFECT)  # type: ignore[arg-type]
         self.inputs = self._inputs()
         self.identity = identity("train", self.settings, self.inputs)
-
-    def _old_mix(self, start: StartConfig | None) -> HeldOutSample | None:
-        """The held-out conversations of start.keep_mix, on which tau must not fall; None without.
-
-        Raises MismatchError, EmptyInputError.
-        """
-        if start is None or start.keep_mix is None:
-            return None
-        source = Features(Artifact(start.keep_mix), "held_out")
-        check_alike(self.source.meta, source.meta)
-        if len(source) < 2:
-            raise EmptyInputError(
-                f"{start.keep_mix} holds out {len(source)} conversations, too few to compare two "
-                "heads on",
-                "capture the old mix with a larger held_out_share",
-            )
-        return self._sample(source, COMPARED_SAMPLES)
-
-    def _sample(self, source: FeatureSource, num_samples: int) -> HeldOutSample:
-        check_same_target(source.meta, self.vocabulary)
-        tokens, dtype = self.config.batches.tokens, getattr(torch, self.config.dtype)
-        return HeldOutSample.of(source, num_samples, MEASURED_STEPS, tokens, dtype)
 
     def _inputs(self) -> dict[str, Manifest]:
         """The manifests of everything that this run reads, by name; part of its identity."""
@@ -238,8 +204,6 @@ class Trainer:
                 inputs[f"held_out_{name}"] = manifest
         if start:
             inputs["start"] = head_manifest(start.head, {"licence": start.licence})
-        if self.keep_mix:
-            inputs.setdefault("old_features", Artifact(self.keep_mix).manifest("capture"))
         return inputs
 
     def begin(self, output: Artifact) -> Trackers:
@@ -248,11 +212,12 @@ class Trainer:
         All ranks call it. Returns the trackers, which do nothing on ranks other than the first.
         """
         config, ranks = self.config, self.ranks
-        left_out = left_out_samples(self.num_new, config.data_share, config.seed)
+        left_out = left_out_samples(len(self.source), config.data_share, config.seed)
         self.counts_V, self.usable = ranks.first(
             lambda: survey(self.source, config.objective, left_out)
         )
-        self.steps = plan_steps(config.batches, self._epochs(), self.source.lengths, config.seed)
+        epochs = [list(self.usable)] * config.epochs
+        self.steps = plan_steps(config.batches, epochs, self.source.lengths, config.seed)
         self.measure_at = measured_steps(len(self.steps), config.stop) if self.held_out else set()
         # the first rank's answer: other hosts may not see its folder
         resumes = ranks.first(lambda: output.exists(CHECKPOINT))
@@ -269,21 +234,6 @@ class Trainer:
             return open_trackers(
                 TrackedRun(config.tracker, name, self.identity, self.settings, folder, step)
             )
-
-    def _epochs(self) -> list[list[int]]:
-        """The sample numbers of each epoch: all usable new ones, and a share of the old mix.
-
-        Samples of the old mix have numbers from `num_new` on (`MixedSource`).
-        """
-        new, old = (
-            [number for number in self.usable if (number >= self.num_new) == is_old]
-            for is_old in (False, True)
-        )
-        share, seed = self.config.start.keep_share if self.config.start else 0.0, self.config.seed
-        return [
-            [*new, *old_samples(old, len(new), share, f"{seed}/{epoch}")]
-            for epoch in range(self.config.epochs)
-        ]
 
     def _initial_head(self, resumes: bool) -> Head:
         """The head before step 0, float32 on the CPU: fresh and fitted, or config.start's.
@@ -370,22 +320,16 @@ class Trainer:
         self._finished = state.step
 
     def finish(self, output: Artifact) -> None:
-        """Write the best head, after comparing it with the start's head on the old mix.
-
-        Raises EyasError for a head that lost more than start.keep_tolerance allows.
-        """
+        """Write the best head that was measured; without measurements the last one."""
         state, ranks = self.state, self.ranks
-        if self.old_mix:  # so that a refused head can still be read from the checkpoint
-            state.save(output, ranks)
         last = None
         if state.patience.best_step > 0:
             last = self._finished_head() if state.patience.best_step != state.step else None
             state.restore_best(ranks)
         head = self._finished_head()
-        comparison = self._compare(head, output)
         with ranks.together():
             if ranks.is_first:
-                self._write(output, head, last, self._facts(head, comparison))
+                self._write(output, head, last, self._facts(head))
 
     def _finished_head(self) -> Head:
         """A copy of the current head, unsharded, in config.dtype. All ranks call it."""
@@ -405,34 +349,15 @@ class Trainer:
         output.write_jsonl(METRICS, self.state.metrics)
         output.delete(CHECKPOINT)
         size = sum(weight.numel() for weight in head.parameters())
-        new = [tokens for number, tokens in self.usable.items() if number < self.num_new]
         counts = {
             "batches": self.state.step,
             "samples": len(self.usable),
-            "answer_tokens": sum(new),  # of one pass, without those of an old mix
+            "answer_tokens": sum(self.usable.values()),  # of one pass
             "parameters": size,
         }
         output.finish("train", self.settings, self.inputs, counts, facts)
 
-    def _compare(self, head: Head, output: Artifact) -> HeadComparison | None:
-        """tau on the old mix, of the written head and of the one that the run started from.
-
-        None without an old mix. Raises EyasError if tau falls by more than start.keep_tolerance.
-        """
-        start, sample = self.config.start, self.old_mix
-        if start is None or sample is None:
-            return None
-        before = load_start_head(start.head, self.vocabulary).to(self.ranks.device)
-        after = copy.deepcopy(head).float()
-        comparison = compare_heads(
-            *(sample.counts(one, self.vocabulary, self.ranks) for one in (before, after))
-        )
-        if self.ranks.is_first:
-            output.write_json(KEEP, comparison.to_json(start.keep_tolerance))
-        refuse_lower_tau(comparison, start.keep_tolerance)
-        return comparison
-
-    def _facts(self, head: Head, comparison: HeadComparison | None) -> dict[str, Any]:
+    def _facts(self, head: Head) -> dict[str, Any]:
         """What the manifest says of the result."""
         state = self.state
         covered = self.counts_V[head.t2d.cpu()].sum() / self.counts_V.sum()
@@ -450,8 +375,6 @@ class Trainer:
                 "samples": len(self.held_out.numbers),
                 "num_draft_steps": self.held_out.num_draft_steps,
             }
-        if comparison and self.config.start:
-            facts["keep"] = comparison.to_json(self.config.start.keep_tolerance)
         return facts
 
 

@@ -1,0 +1,96 @@
+"""Two heads on the same answers: how far tau changes, with its interval, in all and by source.
+
+Both heads answer the same prompts, and an interval resamples prompts with what both made of them:
+what makes a prompt easy or hard cancels (paired bootstrap, Efron's percentiles).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from eyas.errors import WorseHeadError
+from eyas.evaluate.breakdown import AnswerCounts
+from eyas.tau import bootstrap, ratio_of_sums
+
+LEVEL = 0.95  # of the intervals
+ALL = "all"  # the name of the comparison over all sources
+
+
+def compare(
+    other: Sequence[AnswerCounts], new: Sequence[AnswerCounts]
+) -> dict[str, dict[str, Any]]:
+    """Changes of tau by source, that over all answers first under ALL.
+
+    other, new: of the same prompts, in the same order. change: tau by the other head's tau, less 1.
+    change_interval: None where one of the heads has no round.
+    """
+    pairs = list(zip(other, new, strict=True))
+    found = {ALL: change_of_tau(pairs)}
+    for source in sorted({answer.source for answer in new}):
+        found[source] = change_of_tau([pair for pair in pairs if pair[1].source == source])
+    return found
+
+
+def change_of_tau(pairs: Sequence[tuple[AnswerCounts, AnswerCounts]]) -> dict[str, Any]:
+    """The change over some answers, each of the other head and of the new one."""
+    rows = np.array([_row(new) + _row(other) for other, new in pairs], dtype=float)
+    tau_other, tau = float(ratio_of_sums(rows[:, 2:])), float(ratio_of_sums(rows[:, :2]))
+    # least 1: few answers give a wide interval, which shows nothing
+    interval = bootstrap(rows, _changes, LEVEL, least=1) if tau and tau_other else None
+    known = interval is not None and bool(np.isfinite(interval).all())
+    return {
+        "tau_other": tau_other,
+        "tau": tau,
+        "change": tau / tau_other - 1.0 if tau_other else None,
+        "change_interval": list(interval) if interval is not None and known else None,
+        "answers": len(rows),
+    }
+
+
+def _row(answer: AnswerCounts) -> tuple[int, int]:
+    return answer.counts.emitted, answer.counts.rounds
+
+
+def _changes(table: np.ndarray) -> np.ndarray:
+    """[..., n, 4] -> [...]: ratio of the taus less 1; emitted, rounds of the new and other head."""
+    with np.errstate(divide="ignore", invalid="ignore"):  # a resample without a round: nan
+        return np.asarray(ratio_of_sums(table[..., :2]) / ratio_of_sums(table[..., 2:]) - 1.0)
+
+
+def described(change: Mapping[str, Any]) -> str:
+    """A change for people."""
+    if change["change_interval"] is None:
+        return f"unknown: {change['answers']} answers without a round"
+    low, high = change["change_interval"]
+    return (
+        f"tau {change['tau_other']:.3f} -> {change['tau']:.3f} ({change['change']:+.1%}, "
+        f"{LEVEL:.0%} interval {low:+.1%} to {high:+.1%}, {change['answers']} answers)"
+    )
+
+
+def refuse_worse(changes: Mapping[str, Mapping[str, Any]], tolerance: float) -> None:
+    """Raise WorseHeadError unless tau is shown to be higher over all answers, and to fall by
+    `tolerance` at most on every source.
+
+    Shown: the whole interval is on that side. Too few answers to tell are no proof.
+    """
+    overall, more = changes[ALL], "measure on more prompts (capture.held_out_share, num_prompts)"
+    if overall["change_interval"] is None or overall["change_interval"][0] <= 0:
+        seems_better = overall["change"] is not None and overall["change"] > 0
+        raise WorseHeadError(
+            f"the new head is not shown to be better: {described(overall)}",
+            more if seems_better else "keep the other head, or train on more prompts or for longer",
+        )
+    for source, change in changes.items():
+        if change["change_interval"] is not None and change["change_interval"][0] >= -tolerance:
+            continue
+        falls = change["change"] is not None and change["change"] < -tolerance
+        raise WorseHeadError(
+            f"the new head {'loses more than' if falls else 'is not shown to lose less than'} "
+            f"{tolerance:.1%} on {source}: {described(change)}",
+            "train on more prompts of this source, at a lower learning_rate, or allow more "
+            "(eval.tolerance)" + ("" if falls else f"; or {more}"),
+        )
