@@ -16,29 +16,38 @@ from eyas.artifact import Artifact
 from eyas.errors import CorruptError
 from eyas.model.batch import Batch
 from eyas.model.chain import measure
-from eyas.shards import CodecName, FeatureMeta, Features, Sample, ShardWriter, teacher_mask
-from eyas.shards import writer as writer_module
-from eyas.shards.codecs import (
-    WITHIN,
-    LayerStates,
-    Tables,
-    calibrate,
-    codec_of,
-    pack,
-    unpack,
+from eyas.shards import (
+    CODECS,
+    Codec,
+    CodecName,
+    FeatureMeta,
+    Features,
+    Sample,
+    ShardWriter,
+    teacher_mask,
 )
+from eyas.shards import writer as writer_module
+from eyas.shards.codecs import LayerStates, Tables, calibrate, pack, unpack
 from eyas.shards.layout import layers_of
 from eyas.train.loss import ObjectiveConfig, objective, teach
 from tests.tiny_batch import made_up_samples, tiny_vocabulary, wavy_head
 
 NAMES = get_args(CodecName)
-ERRORS = {"raw": 0.0, "lossless": 0.0, **WITHIN}
+INEXACT = [name for name in NAMES if CODECS[name].error]
 SIZE = 48
+
+
+def test_every_name_has_an_entry() -> None:
+    assert tuple(CODECS) == NAMES
 
 
 def meta_of(codec: str, **settings: Any) -> FeatureMeta:
     defaults = {"taps": (1, 2, 3), "hidden_size": SIZE, "vocab_size": 97, "lm_head_sha256": "ab"}
     return FeatureMeta(**{**defaults, "codec": codec, **settings})
+
+
+def coder_of(meta: FeatureMeta, layers: LayerStates, kept: torch.Tensor) -> Codec:
+    return meta.coder(None if meta.is_exact else calibrate(meta.codec, [(layers, kept)]))
 
 
 def residual_streams(rows: int, seed: int = 0, dtype: torch.dtype = torch.bfloat16) -> LayerStates:
@@ -97,43 +106,42 @@ def test_features_come_back_within_the_codecs_error(tmp_path: Path, codec: str, 
         assert torch.equal(read.token_ids, sample.token_ids)
         assert torch.equal(read.loss_mask, sample.loss_mask)
         assert read.aux_hidden.dtype == read.last_hidden.dtype == getattr(torch, dtype)
-        if ERRORS[codec] == 0:
+        if CODECS[codec].error == 0:
             assert bits(read.aux_hidden) == bits(sample.aux_hidden)
             assert bits(read.last_hidden) == bits(sample.last_hidden)
         else:
             error = relative_error(sample, read)
-            assert (error < 1.15 * ERRORS[codec]).all(), error
-            assert (error > 0.7 * ERRORS[codec]).all(), "finer than it needs to be"
+            assert (error < 1.15 * CODECS[codec].error).all(), error
+            assert (error > 0.7 * CODECS[codec].error).all(), "finer than it needs to be"
 
 
-@pytest.mark.parametrize("codec", list(WITHIN))
+@pytest.mark.parametrize("codec", INEXACT)
 def test_giants_come_back_to_the_bit(codec: str) -> None:
     """Activations of first tokens, a thousand times the others: kept beside, and not spoiling the
     scale of their channel.
     """
     layers = residual_streams(400)
     kept = torch.ones(400, dtype=torch.bool)
-    coder = codec_of(meta_of(codec), calibrate(codec, [(layers, kept)]))
+    coder = coder_of(meta_of(codec), layers, kept)
     read = coder.decode(memoryview(coder.encode(layers, kept)), kept)
     for before, after in zip(layers, read, strict=True):
         assert before[0, 5] == after[0, 5] == 3008 or before[0, 5] == after[0, 5]
         channel = before[1:, 5].float()
-        assert (after[1:, 5].float() - channel).square().mean().sqrt() < 1.2 * WITHIN[
+        assert (after[1:, 5].float() - channel).square().mean().sqrt() < 1.2 * CODECS[
             codec
-        ] * channel.square().mean().sqrt()
+        ].error * channel.square().mean().sqrt()
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-@pytest.mark.parametrize("codec", ["raw", "lossless", *WITHIN])
+@pytest.mark.parametrize("codec", NAMES)
 def test_what_is_no_number_is_kept_for_those_who_look_for_it(codec: str, dtype: str) -> None:
     """The trainer names samples whose features are not finite: a codec must not make them look
     well.
     """
     layers = residual_streams(50, dtype=getattr(torch, dtype))
     kept = torch.ones(50, dtype=torch.bool)
-    tables = calibrate(codec, [(layers, kept)]) if codec in WITHIN else None
+    coder = coder_of(meta_of(codec, dtype=dtype), layers, kept)
     layers[0][7, 3], layers[1][8, 4], layers[3][9, 5] = float("nan"), float("inf"), -float("inf")
-    coder = codec_of(meta_of(codec, dtype=dtype), tables)
     read = coder.decode(memoryview(coder.encode(layers, kept)), kept)
     assert read[0][7, 3].isnan()
     assert read[1][8, 4] == float("inf")
@@ -164,32 +172,25 @@ def test_any_rows_any_bits(
                 : rows * 3
             ].view(rows, 3)
         )
-    tables = calibrate(codec, [(layers, kept)]) if codec in WITHIN else None
-    coder = codec_of(meta, tables)
+    coder = coder_of(meta, layers, kept)
     encoded = coder.encode(layers, kept)
     assert len(encoded) % 8 == 0
     read = coder.decode(memoryview(encoded), kept)
     for before, after in zip(layers, read, strict=True):
         assert before.shape == after.shape
         assert before.dtype == after.dtype
-        if ERRORS[codec] == 0:
+        if CODECS[codec].error == 0:
             assert bits(before) == bits(after)
 
 
-def test_the_better_codecs_are_smaller() -> None:
+def test_a_codec_takes_the_bytes_that_its_entry_says() -> None:
     layers, kept = residual_streams(2000), torch.ones(2000, dtype=torch.bool)
-    sizes = {}
     for codec in NAMES:
-        tables = calibrate(codec, [(layers, kept)]) if codec in WITHIN else None
-        sizes[codec] = len(codec_of(meta_of(codec), tables).encode(layers, kept)) / (
-            8 * SIZE * 2000
-        )
-    assert sizes["lossless"] < 0.75
-    assert sizes["within1"] < 0.505
-    assert sizes["within1"] > sizes["within2"] > sizes["within4"] > sizes["within8"]
+        coded = coder_of(meta_of(codec), layers, kept).encode(layers, kept)
+        assert len(coded) / (8 * SIZE * 2000) == pytest.approx(CODECS[codec].share, abs=0.05)
 
 
-@pytest.mark.parametrize("codec", ["raw", "lossless", "within2"])
+@pytest.mark.parametrize("codec", NAMES)
 def test_a_teacher_is_kept_where_someone_asks_it(tmp_path: Path, codec: str) -> None:
     """Every place that a loss mask's objective or the walk of `eyas eval` looks at, and their
     neighbours; zeros elsewhere.
@@ -208,7 +209,7 @@ def test_a_teacher_is_kept_where_someone_asks_it(tmp_path: Path, codec: str) -> 
             mask[max(0, at - 1) : at + 2].any().item() for at in range(len(mask))
         ]
         assert not read.last_hidden[~kept].any()
-        if codec != "within2":
+        if codec not in INEXACT:
             assert torch.equal(read.last_hidden[kept], sample.last_hidden[kept])
             assert torch.equal(read.aux_hidden, sample.aux_hidden)
 
@@ -243,7 +244,7 @@ def test_a_cut_writer_goes_on_with_the_same_tables(
 
 
 def test_tables_are_the_same_on_both_sides() -> None:
-    tables = calibrate("within1", [(residual_streams(99), torch.ones(99, dtype=torch.bool))])
+    tables = calibrate("within4", [(residual_streams(99), torch.ones(99, dtype=torch.bool))])
     again = Tables.from_text(tables.to_text(), SIZE)
     assert np.array_equal(tables.step, again.step)
     assert np.array_equal(tables.weight, again.weight)
@@ -253,7 +254,7 @@ def test_tables_are_the_same_on_both_sides() -> None:
         Tables.from_text(tables.to_text(), SIZE + 1)
 
 
-@pytest.mark.parametrize("codec", ["lossless", "within2"])
+@pytest.mark.parametrize("codec", ["lossless", "within4"])
 def test_bytes_of_another_making_are_an_error(tmp_path: Path, codec: str) -> None:
     """Right by their checksum and wrong by their codec, as after a change of the format that forgot
     to say so.
@@ -261,7 +262,7 @@ def test_bytes_of_another_making_are_an_error(tmp_path: Path, codec: str) -> Non
     features = features_of(str(tmp_path / "features"), meta_of(codec), [sample_of(0, 30)])
     other = meta_of("raw")
     layers, kept = layers_of(sample_of(0, 30), other)
-    features._codec = Lying(codec_of(other, None).encode(layers, kept), features._codec)
+    features._codec = Lying(other.coder().encode(layers, kept), features._codec)
     with pytest.raises(CorruptError, match="sample-0"):
         features[0]
 

@@ -17,7 +17,7 @@ from eyas.artifact import Artifact
 from eyas.cli import train as cli_train
 from eyas.errors import ConfigError, CorruptError, EyasError, MissingInputError
 from eyas.model.target import Target
-from eyas.shards import Cache, Entry, FeatureMeta, Features, Sample, ShardWriter
+from eyas.shards import FeatureMeta, Features, Sample, ShardWriter
 from eyas.shards import reader as reader_module
 from tests.object_stores import BUCKET, GcsServer, Line, environment, forget_clients
 from tests.test_shards import META, assert_same, make_sample
@@ -249,20 +249,20 @@ def test_an_upload_killed_in_the_middle_leaves_nothing(
     assert_all_there(finish(again, add_missing(again, 9)), 9)
 
 
-def test_a_flipped_byte_is_found_and_named_and_the_cache_is_not_believed(
-    store: Store, tmp_path: Path
+def test_a_flipped_byte_is_found_and_named_and_the_cache_is_verified(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     artifact = begun(store.url)
     features = finish(artifact, add_missing(artifact, 6))
-    cache = Cache(tmp_path / "cache", 1 << 20)
-    cached = Features(Artifact(store.url), cache=cache)
+    monkeypatch.setenv("EYAS_FEATURE_CACHE", str(tmp_path / "cache"))
+    cached = Features(Artifact(store.url))
     assert_same(cached[5], wide_sample(5))
-    (kept,) = (path for path in (tmp_path / "cache").iterdir() if path.name != ".lock")
+    (kept,) = (path for path in (tmp_path / "cache").rglob("*") if path.stat().st_size > 9999)
     damaged = bytearray(kept.read_bytes())
-    damaged[99] ^= 1
+    damaged[-99] ^= 1
     kept.write_bytes(damaged)
     assert_same(cached[5], wide_sample(5))
-    assert kept.read_bytes() != damaged, "the right bytes are kept now"
+    assert kept.read_bytes() != damaged, "downloaded again"
     entry = features.entries[5]
     shard = bytearray(artifact.read(entry.shard))
     shard[entry.start + 999] ^= 4
@@ -274,27 +274,16 @@ def test_a_flipped_byte_is_found_and_named_and_the_cache_is_not_believed(
     assert_same(features[4], wide_sample(4))
 
 
-def test_the_environment_gives_training_a_cache(
+def test_training_reads_a_store_once_with_a_cache(
     gcs: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two heads of `eyas train` from features in a store read each sample from it once; the cache
-    stays within its bound.
-    """
+    """Two heads of `eyas train` from features in a store: the second reads no shard from it."""
     folder = tiny_target(tmp_path / "target")
     target = Target.load(folder)
     samples = samples_of(target, greedy_answers(folder, 12), "sample")
     write_features(gcs.url, target, samples[:8], samples[8:])
-    monkeypatch.setenv("EYAS_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setenv("EYAS_FEATURE_CACHE", "1MB")
-    fetched: list[str] = []
-    read = Features._read
-
-    def counted(features: Features, entry: Entry, size: int) -> bytes:
-        if size == entry.size:  # the whole sample, not its tokens alone
-            fetched.append(entry.key)
-        return read(features, entry, size)
-
-    monkeypatch.setattr(Features, "_read", counted)
+    monkeypatch.setenv("EYAS_FEATURE_CACHE", str(tmp_path / "cache"))
+    kept: list[dict[int, int]] = []
     for seed in (0, 1):
         settings = [
             "head.draft_vocab_size=320",
@@ -304,18 +293,22 @@ def test_the_environment_gives_training_a_cache(
             f"seed={seed}",
         ]
         cli_train.command(gcs.url, str(folder), str(tmp_path / f"head-{seed}"), overrides=settings)
-        assert sorted(fetched) == sorted(sample.key for sample in samples)
-    kept = [path.stat().st_size for path in (tmp_path / "cache" / "features").iterdir()]
-    assert 0 < sum(kept) <= 1_000_000
-    monkeypatch.setenv("EYAS_FEATURE_CACHE", "much")
-    with pytest.raises(ConfigError, match="EYAS_FEATURE_CACHE=much is no size"):
+        files = (path.stat() for path in (tmp_path / "cache").rglob("*") if path.is_file())
+        kept.append({one.st_ino: one.st_mtime_ns for one in files if one.st_size > 9999})
+    assert len(kept[0]) == 2, "a shard of each split"
+    assert kept[0] == kept[1]
+    monkeypatch.setenv("EYAS_FEATURE_CACHE", "200GB")
+    with pytest.raises(ConfigError, match="EYAS_FEATURE_CACHE=200GB is no absolute path"):
         Features(Artifact(gcs.url))
 
 
-def test_what_was_read_once_is_read_from_this_disk(gcs: Store, tmp_path: Path) -> None:
+def test_what_was_read_once_is_read_from_this_disk(
+    gcs: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     artifact = begun(gcs.url)
-    finish(artifact, add_missing(artifact, 6))
-    features = Features(Artifact(gcs.url), cache=Cache(tmp_path / "cache", 1 << 20))
+    writer = add_missing(artifact, 6)
+    monkeypatch.setenv("EYAS_FEATURE_CACHE", str(tmp_path / "cache"))
+    features = finish(artifact, writer)
     assert_all_there(features, 6)
     gcs.line.fault("reset")
     assert_all_there(features, 6)

@@ -172,7 +172,7 @@ def test_a_run_that_was_cut_goes_on_online(target: Path, answers: Artifact, tmp_
 def test_what_is_computed_together_is_other_work(target: Path, answers: Artifact) -> None:
     alone, together, squeezed = (
         OnlineTarget(config_of(target, **settings), answers)
-        for settings in ({}, {"batch_tokens": 4096}, {"codec": "within2"})
+        for settings in ({}, {"batch_tokens": 4096}, {"codec": "within4"})
     )
     assert len({one.manifest.identity for one in (alone, together, squeezed)}) == 3
     assert squeezed.meta.codec == "raw"

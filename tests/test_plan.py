@@ -38,8 +38,7 @@ from eyas.plan.needs import (
 )
 from eyas.plan.speeds import DEVICES, hours, published, stated
 from eyas.records import Prompt, read_answers
-from eyas.shards import FeatureMeta
-from eyas.shards.sample import SHARES
+from eyas.shards import CODECS, FeatureMeta
 from eyas.train.trainer import TrainConfig
 from tests.foreign import foreign_target
 from tests.stages import ending_target, prompts_of, write_prompts
@@ -179,7 +178,7 @@ def test_features_of_an_8b_model_take_what_is_published() -> None:
     meta = FeatureMeta(taps=(1, 15, 28), hidden_size=4096, vocab_size=128256, lm_head_sha256="")
     sizes = feature_bytes(Needs(1, 1, 0, 1, 1, 1), meta, 0.0)
     assert sizes["raw"] == 4 * 2 * 4096 + 8
-    assert sizes.keys() == SHARES.keys()
+    assert sizes.keys() == CODECS.keys()
     assert sizes["within4"] < sizes["lossless"] < sizes["raw"]
 
 

@@ -1,6 +1,5 @@
 """The feature format: exact bytes, exact ranges, corruption noticed, resume without loss."""
 
-import functools
 import hashlib
 import json
 import math
@@ -19,7 +18,6 @@ from safetensors.torch import load
 from eyas.artifact import Artifact, File
 from eyas.errors import CorruptError, InputError, MissingInputError, StorageFullError
 from eyas.shards import (
-    Cache,
     Entry,
     FeatureMeta,
     Features,
@@ -424,42 +422,6 @@ def test_no_more_is_read_ahead_than_the_bound(monkeypatch: pytest.MonkeyPatch) -
         held = sum(sizes[number] for number in begun if number >= place)
         assert held <= max(100, sizes[place])
     assert sorted(begun) == list(range(len(sizes)))
-
-
-# The cache
-
-
-def test_the_cache_is_bounded_and_drops_what_was_wanted_longest_ago(tmp_path: Path) -> None:
-    cache = Cache(tmp_path, 1000)
-    for number in range(9):
-        cache.put(f"{number}", bytes([number]) * 100)
-        os.utime(tmp_path / f"{number}", ns=(number, number))
-    assert cache.get("0") == bytes(100), "wanted again"
-    cache.put("9", b"9" * 100)
-    assert cache.get("1") is None
-    assert cache.get("0") == bytes(100)
-    assert cache.get("9") == b"9" * 100
-    cache.put("large", bytes(1001))
-    assert cache.get("large") is None
-
-
-def use_cache(folder: Path, step: int) -> None:
-    cache = Cache(folder, 50_000)
-    for turn in range(300):
-        name = f"{(turn * step) % 101}"
-        found = cache.get(name)
-        assert found is None or found == name.encode() * (1000 // len(name)), name
-        if found is None:
-            cache.put(name, name.encode() * (1000 // len(name)))
-
-
-def test_processes_share_a_cache(tmp_path: Path) -> None:
-    """More is wanted than there is room for: each drops what others want, and none ever sees half
-    or another's bytes.
-    """
-    users = [forked(functools.partial(use_cache, tmp_path, step)) for step in (1, 7)]
-    assert [os.waitpid(user, 0)[1] for user in users] == [0, 0]
-    assert sum(path.stat().st_size for path in tmp_path.iterdir()) <= 55_000
 
 
 def test_the_index_says_what_the_features_are(tmp_path: Path) -> None:

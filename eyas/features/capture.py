@@ -52,7 +52,6 @@ from eyas.model.vocab import target_shape
 from eyas.model.weights import fingerprint
 from eyas.records import Message, read_answers
 from eyas.shards import CodecName, FeatureMeta, Sample, ShardWriter, Split
-from eyas.shards.sample import EXACT
 
 SAMPLES_PER_SHARD = 50
 SPLITS: tuple[Split, ...] = get_args(Split)
@@ -132,7 +131,7 @@ def held_out_meta(meta: FeatureMeta) -> FeatureMeta:
     """Held-out samples are stored exactly, so that a head is judged by the features that a server
     has.
     """
-    return meta if meta.codec in EXACT else meta.model_copy(update={"codec": "lossless"})
+    return meta if meta.is_exact else meta.model_copy(update={"codec": "lossless"})
 
 
 class CaptureTask:

@@ -22,8 +22,8 @@ from eyas.artifact import Artifact, Manifest, identity
 from eyas.features.capture import CaptureConfig, CaptureTask, SampleSource, open_source
 from eyas.features.samples import CapturePlan, ForwardBatch, packed
 from eyas.model.vocab import TargetVocabulary
-from eyas.shards import FeatureMeta, Sample, Split
-from eyas.shards.sample import DTYPES, EXACT
+from eyas.shards import CODECS, FeatureMeta, Sample, Split
+from eyas.shards.sample import DTYPES
 
 
 class OnlineTarget:
@@ -60,7 +60,7 @@ class OnlineTarget:
         config, settings = self.task.config, self.task.settings
         is_alone = config.batch_tokens == 1 or bool(config.servers)
         is_whole = config.teacher == "everywhere"
-        if not (is_alone and is_whole and config.codec in EXACT):
+        if not (is_alone and is_whole and CODECS[config.codec].error == 0):
             settings = {**settings, "codec": "raw", "teacher": "everywhere", "online": True}
         inputs = {"answers": self.task.made}
         return Manifest(

@@ -20,8 +20,7 @@ from eyas.features.generate import GenerateConfig, count_prompts
 from eyas.model.checkpoint import expected_shapes
 from eyas.model.config import HeadConfig, HeadOptions, TargetShape
 from eyas.records import Message, Prompt
-from eyas.shards import CodecName, FeatureMeta
-from eyas.shards.sample import SHARES
+from eyas.shards import CODECS, CodecName, FeatureMeta
 
 SAMPLE_SIZE = 1000  # prompts, evenly spaced: their mean stands for all
 STAND_IN = "Yes."  # for an answer that does not exist yet; its own tokens are counted apart
@@ -171,7 +170,7 @@ def keeps_earlier_turns(chat: Chat) -> bool:
 def feature_bytes(needs: Needs, meta: FeatureMeta, held_out_share: float) -> dict[CodecName, int]:
     """Bytes of all features, by the codec of the training part; the held-out part is lossless."""
     sizes = dict[CodecName, int]()
-    for name in SHARES:
+    for name in CODECS:
         trained = meta.model_copy(update={"codec": name})
         held_out = held_out_meta(trained).bytes_per_token
         per_token = (1 - held_out_share) * trained.bytes_per_token + held_out_share * held_out

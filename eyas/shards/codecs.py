@@ -1,22 +1,20 @@
-"""Codecs: the hidden states of a sample as bytes, and back, behind one interface.
-
-Knows numbers and their statistics. Knows no file, no checksum and no token.
+"""Codecs: the hidden states of a sample as bytes, and back.
 
 A sample has four layers of hidden states: three taps of T rows and the last of K rows, K <= T, at
 `kept` positions.
 
     raw        as they are
-    lossless   the byte with the exponent through zstd-1, the others, which are noise, as they are
-    withinN    N % of error: each channel is rounded to multiples of a step that makes the root mean
-               square of the error N % of the channel's own size; what is rounded is the difference
-               to the layer below, times a fixed weight; zstd-1 after it
+    lossless   the byte with sign and exponent through zstd-1, the others, which are noise, as they
+               are
+    within4    4 % of error: each channel is rounded to multiples of a step that makes the root mean
+               square of the error 4 % of the channel's own size; what is rounded is the difference
+               to the layer below, times a fixed weight (DPCM: the prediction is from decoded
+               values, so errors do not add up); zstd-1 after it
 
-Why the last: residual streams of neighbouring taps are alike (r = .87 on the built-in target), so
-the difference has one bit less a number, for one multiplication; and small multiples of a step are
-common and large ones rare, which an entropy coder turns into bits and a plain int8 does not. Values
-beyond 127 steps are kept exactly, so nothing is ever cut: the activations of first tokens, a
-thousand times the others, come back to the bit. The prediction is from decoded values (DPCM), so
-errors do not add up.
+Residual streams of neighbouring taps are alike (r = .87 on the built-in target), so the difference
+has one bit less a number; and small multiples of a step are common and large ones rare, which an
+entropy coder uses and a plain int8 does not. Values beyond 127 steps are kept exactly: the
+activations of first tokens, a thousand times the others, come back to the bit.
 
 Letters: T rows of a tap, K of the last hidden state, L the four layers, H hidden size.
 """
@@ -25,9 +23,9 @@ from __future__ import annotations
 
 import base64
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 import torch
@@ -35,17 +33,15 @@ import zstandard
 from numpy.typing import NDArray
 from torch import Tensor
 
-from eyas.shards.sample import DTYPES, NUM_LAYERS, CodecName, FeatureMeta
-
+NUM_LAYERS = 4  # of hidden states in a sample: three taps and the last
 LEVEL = 1  # of zstd: level 3 is larger and slower on this data
 BLOCK = 1 << 17  # numbers worked on at a time: what fits into a core's cache
 MAX_STEPS = 127
 ESCAPE = -128  # "kept exactly, beside"
-# of |x| where x is normal of size 1. Unlike the mean square, the median is deaf to a few giants
+# The median of |x| where x is normal of size 1; unlike the mean square, it ignores a few giants.
 MEDIAN = 0.6745
 LARGEST_MEDIAN = np.float32(1e30)  # of a channel beyond it every number is kept exactly
-SIZED_ROWS = 1024  # are enough to tell a channel's size by
-WITHIN = {"within1": 0.01, "within2": 0.02, "within4": 0.04, "within8": 0.08}
+SIZED_ROWS = 1024  # from which a channel's size is taken
 
 LayerStates = list[Tensor]
 Floats = NDArray[np.float32]
@@ -54,10 +50,9 @@ Bits = NDArray[Any]  # uint16 or uint32: the patterns of bfloat16 or float32
 
 @dataclass(frozen=True)
 class Tables:
-    """What a codec knows of each layer and channel before it sees a sample: step and weight,
-    float32 [L, H].
+    """Step and weight of each layer and channel, float32 [L, H], fixed before the first sample.
 
-    Both are bfloat16 in truth, as they are written down, so that writer and reader count with the
+    Both are rounded to bfloat16, as they are stored, so that writer and reader compute with the
     same numbers.
     """
 
@@ -94,17 +89,10 @@ class Codec(Protocol):
         """
 
 
-def codec_of(meta: FeatureMeta, tables: Tables | None) -> Codec:
-    """The codec of features; tables: those of `calibrate`, for a codec in WITHIN."""
-    dtype = DTYPES[meta.dtype]
-    if meta.codec in WITHIN:
-        assert tables is not None
-        return Within(dtype, tables)
-    return (Raw if meta.codec == "raw" else Lossless)(meta.hidden_size, dtype)
-
-
 def calibrate(name: CodecName, samples: Sequence[tuple[LayerStates, Tensor]]) -> Tables:
-    """Tables from a split's first samples, as pairs of layers and kept (see Codec.encode)."""
+    """The tables of an inexact codec from a split's first samples, as pairs of layers and kept (see
+    Codec.encode).
+    """
     rows = [
         torch.cat([layers[number] for layers, _ in samples]).float() for number in range(NUM_LAYERS)
     ]
@@ -113,7 +101,7 @@ def calibrate(name: CodecName, samples: Sequence[tuple[LayerStates, Tensor]]) ->
     sizes = [_size(one) for one in rows]
     weights = [np.zeros_like(sizes[0]), *(_slope(below, above) for below, above in pairs)]
     # a step's rounding error is step / sqrt(12)
-    step = np.stack(sizes) * np.float32(WITHIN[name] * 12**0.5)
+    step = np.stack(sizes) * np.float32(CODECS[name].error * 12**0.5)
     return Tables.of(step, np.stack(weights))
 
 
@@ -144,13 +132,11 @@ def _slope(below: Tensor, above: Tensor) -> Floats:
     return slope
 
 
-class _Exact:
-    def __init__(self, hidden_size: int, dtype: torch.dtype) -> None:
-        self._hidden_size, self._dtype = hidden_size, dtype
-
-
-class Raw(_Exact):
+class Raw:
     """The numbers as they are: two ordinary tensors, the taps side by side, then the last."""
+
+    def __init__(self, hidden_size: int, dtype: torch.dtype, _: Tables | None = None) -> None:
+        self._hidden_size, self._dtype = hidden_size, dtype
 
     def encode(self, layers: LayerStates, kept: Tensor) -> bytes:
         packed = _bits(torch.cat(layers[:3], dim=1)).tobytes() + _bits(layers[3]).tobytes()
@@ -163,10 +149,13 @@ class Raw(_Exact):
         return [*aux_hidden.unbind(1), numbers[3 * T * H : (3 * T + K) * H].view(K, H)]
 
 
-class Lossless(_Exact):
+class Lossless:
     """Byte planes: of each number the highest byte (sign and exponent) compressed, the rest as it
     is.
     """
+
+    def __init__(self, hidden_size: int, dtype: torch.dtype, _: Tables | None = None) -> None:
+        self._hidden_size, self._dtype = hidden_size, dtype
 
     def encode(self, layers: LayerStates, kept: Tensor) -> bytes:
         parts: list[bytes] = []
@@ -192,9 +181,10 @@ class Lossless(_Exact):
 
 
 class Within:
-    """Steps of the difference to the layer below, compressed; see the head of this file."""
+    """Steps of the difference to the layer below, compressed; see the top of this file."""
 
-    def __init__(self, dtype: torch.dtype, tables: Tables) -> None:
+    def __init__(self, _: int, dtype: torch.dtype, tables: Tables | None) -> None:
+        assert tables is not None
         self._dtype, self._step, self._weight = dtype, tables.step, tables.weight
         self._per_step = 1 / tables.step
 
@@ -258,6 +248,29 @@ class Within:
             out[escaped] = exact
             decoded[escaped] = _widened(exact) if is_half else exact.view(np.float32)
         return out, decoded
+
+
+# The table of codecs. Another one is a name here and an entry below.
+CodecName = Literal["raw", "lossless", "within4"]
+
+
+@dataclass(frozen=True, slots=True)
+class CodecKind:
+    """make: (hidden_size, dtype, tables) -> Codec. share: its bytes by those of raw hidden states,
+    on the built-in target (benchmarks/codecs.py). error: root mean square by a channel's size; 0 is
+    exact, and needs no tables.
+    """
+
+    make: Callable[[int, torch.dtype, Tables | None], Codec]
+    share: float
+    error: float = 0.0
+
+
+CODECS: dict[CodecName, CodecKind] = {
+    "raw": CodecKind(Raw, 1.0),
+    "lossless": CodecKind(Lossless, 0.71),
+    "within4": CodecKind(Within, 0.28, error=0.04),
+}
 
 
 # Bytes and bits

@@ -1,7 +1,5 @@
 """The layout: a sample as one range of bytes, fifty of them as an ordinary safetensors file.
 
-Knows offsets and headers. Knows no store and does not know how a codec makes bytes of numbers.
-
     train-00000.safetensors  train-00001.safetensors  ...  train.index.json    held_out likewise
 
     shard    [header length, 8 bytes][header, JSON][sample 0][sample 1] ...
@@ -27,7 +25,7 @@ import zstandard
 from pydantic import BaseModel
 from torch import Tensor
 
-from eyas.shards.codecs import Codec, LayerStates, Tables, codec_of
+from eyas.shards.codecs import Codec, LayerStates, Tables
 from eyas.shards.sample import DTYPES, FeatureMeta, Sample, Split, teacher_mask
 
 FORMAT = 2
@@ -80,7 +78,7 @@ def encode_sample(sample: Sample, meta: FeatureMeta, codec: Codec | None = None)
     """The sample's bytes. Features are cast to the dtype of `meta` first."""
     layers, kept = layers_of(sample, meta)
     tokens = torch.cat([sample.token_ids.to(torch.int32), sample.loss_mask.to(torch.int32)]).cpu()
-    return tokens.numpy().tobytes() + (codec or codec_of(meta, None)).encode(layers, kept)
+    return tokens.numpy().tobytes() + (codec or meta.coder()).encode(layers, kept)
 
 
 def decode_sample(
@@ -94,9 +92,7 @@ def decode_sample(
     token_ids, loss_mask = decode_tokens(data[: TOKEN_BYTES * length])
     kept = kept_of(loss_mask, meta)
     try:
-        layers = (codec or codec_of(meta, None)).decode(
-            memoryview(data)[TOKEN_BYTES * length :], kept
-        )
+        layers = (codec or meta.coder()).decode(memoryview(data)[TOKEN_BYTES * length :], kept)
     except zstandard.ZstdError as error:
         raise ValueError(str(error)) from error
     last_hidden = layers[3]

@@ -2,22 +2,18 @@
 decoded ahead by threads. Any number of threads may read at once.
 
     samples by number    Features      index, checksums, decoding
-    an order of them     order_of      a list of numbers that depends on its arguments alone, so any
-                                       place in it can be returned to: to resume after n samples is
-                                       to give the rest of the list
+    an order of them     order_of      a list of numbers that depends on its arguments alone: to
+                                       resume after n samples, give the rest of the list
     read ahead           ahead
-    from far away        range_reader  by the fastest client that is installed
-                         Cache         on this machine's disk, bounded, shared by processes
+    from a store         range_reader  by the fastest client that is installed
+                         ShardCache    whole shards on this machine's disk
 
     world_size 3      [4 0 6 2 5 1 3]  ->  rank 0: [4 2 3]   rank 1: [0 5]   rank 2: [6 1]
-
-Does not know what a sample is used for.
 """
 
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import functools
 import hashlib
 import importlib
@@ -30,15 +26,16 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import islice
 from pathlib import Path
 from typing import TypeVar
-from uuid import uuid4
 
+import fsspec
 import numpy as np
-from pydantic import ByteSize, TypeAdapter, ValidationError
+from fsspec.core import url_to_fs
+from pydantic import ValidationError
 from torch import Tensor
 
-from eyas.artifact import Artifact, Persistent, cache_folder
+from eyas.artifact import Artifact, Persistent
 from eyas.errors import ConfigError, CorruptError, InputError, MissingInputError
-from eyas.shards.codecs import Tables, codec_of
+from eyas.shards.codecs import Tables
 from eyas.shards.layout import (
     FORMAT,
     TOKEN_BYTES,
@@ -49,14 +46,12 @@ from eyas.shards.layout import (
 )
 from eyas.shards.sample import FeatureMeta, Sample, Split
 
-# One decodes while one reads; many wait while a store far away answers.
+# One decodes while one reads; a store needs many requests at once.
 LOCAL_THREADS, REMOTE_THREADS = 2, 16
 AHEAD_BYTES = 256 << 20  # of decoded samples
 S3_TIMEOUT = "120s"  # of one sample: some 30 MB where the target has 8 billion parameters
 HAS_OBSTORE = importlib.util.find_spec("obstore") is not None
 CACHE_VARIABLE = "EYAS_FEATURE_CACHE"
-LOOK_SHARE = 0.05  # of the cache's bound, put by this process between two looks at the folder
-KEEP_SHARE = 0.9  # of the bound, kept when the oldest go
 AGAIN = "delete the folder and run `eyas capture` again, or restore the shard from a copy"
 
 Read = TypeVar("Read")
@@ -70,11 +65,8 @@ class Features:
     another version.
     """
 
-    def __init__(
-        self, artifact: Artifact, split: Split = "train", cache: Cache | None = None
-    ) -> None:
-        """cache: where to keep what was read from a store that is not this machine's disk; by
-        default, what the environment says (see Cache.from_environment)."""
+    def __init__(self, artifact: Artifact, split: Split = "train") -> None:
+        """$EYAS_FEATURE_CACHE names a folder to keep the shards of a store in: see ShardCache."""
         made = artifact.manifest("capture")
         self.inputs = {"features": made}
         index = artifact.read_json(index_name(split))
@@ -83,10 +75,13 @@ class Features:
                 f"{artifact.url} holds features of another version of eyas",
                 "run `eyas capture` again",
             )
-        self._artifact, self._cache_prefix = artifact, f"{made.identity}-"
+        self._artifact = artifact
         self._read_range = range_reader(artifact)
         is_local = artifact.local_path("") is not None
-        self._cache = None if is_local else cache or Cache.from_environment()
+        folder = os.environ.get(CACHE_VARIABLE, "").strip()
+        self._cache = (
+            ShardCache(artifact.url, folder, made.identity) if folder and not is_local else None
+        )
         self._num_threads = LOCAL_THREADS if is_local else REMOTE_THREADS
         try:
             self.meta = FeatureMeta.model_validate(index["meta"])
@@ -100,7 +95,7 @@ class Features:
             raise CorruptError(
                 f"{artifact.url}/{index_name(split)} is no index of features", AGAIN
             ) from error
-        self._codec = codec_of(self.meta, tables) if self.entries else None
+        self._codec = self.meta.coder(tables) if self.entries else None
 
     def __len__(self) -> int:
         return len(self.entries)
@@ -140,28 +135,25 @@ class Features:
         """Read one sample and verify its checksum. Raises CorruptError naming shard and sample,
         MissingInputError.
         """
-        entry, cache = self.entries[number], self._cache
-        name = self._cache_prefix + entry.sha256
-        data = cache.get(name) if cache else None
-        if data is None or not _matches(data, entry):
+        entry = self.entries[number]
+        data = self._read(entry, entry.size)
+        if not _matches(data, entry) and self._cache is not None:
+            self._cache.drop(entry.shard)
             data = self._read(entry, entry.size)
-            if not _matches(data, entry):
-                raise CorruptError(f"{self._named(entry)} does not match its checksum", AGAIN)
-            if cache:
-                cache.put(name, data)
+        if not _matches(data, entry):
+            raise CorruptError(f"{self._named(entry)} does not match its checksum", AGAIN)
         try:
             return decode_sample(data, entry, self.meta, self._codec)
         except ValueError as error:
-            raise CorruptError(
-                f"{self._named(entry)} is not as its codec makes it: {error}", AGAIN
-            ) from error
+            raise CorruptError(f"{self._named(entry)} cannot be decoded: {error}", AGAIN) from error
 
     def _named(self, entry: Entry) -> str:
         return f"sample {entry.key} in {self._artifact.url}/{entry.shard} (from byte {entry.start})"
 
     def _read(self, entry: Entry, size: int) -> bytes:
+        read = self._read_range if self._cache is None else self._cache.read
         try:
-            return self._read_range(entry.shard, entry.start, entry.start + size)
+            return read(entry.shard, entry.start, entry.start + size)
         except FileNotFoundError as error:
             raise MissingInputError(
                 f"{self._artifact.url} lacks the shard {entry.shard}",
@@ -267,90 +259,36 @@ def read_local(folder: str, name: str, start: int, end: int) -> bytes:
         return b"".join(blocks) if len(blocks) != 1 else blocks[0]
 
 
-class Cache:
-    """Bytes under names, in `folder`, `max_bytes` of them; the reader verifies what it gets.
-
-    A file is written beside and moved in place, so none is ever seen half-written. A hit makes a
-    file young; when the folder is full the oldest go, down to nine tenths of the bound, under a
-    lock that only those who delete take. A file that another process deletes meanwhile is a miss.
-    Each process counts what it put since it last looked at the folder, and looks again after a
-    twentieth of the bound: so n processes stay below it but for n - 1 twentieths.
+class ShardCache:
+    """The shards of a store, kept whole in a folder of this machine (fsspec's `filecache`), so that
+    further epochs and runs read no store. Nothing is deleted: the folder takes as much room as the
+    features. Processes may share it; the reader verifies what it gets.
     """
 
-    def __init__(self, folder: str | Path, max_bytes: int) -> None:
-        self._folder, self._max_bytes = Path(folder), max_bytes
-        self._folder.mkdir(parents=True, exist_ok=True)
-        self._put_since = max_bytes  # of an unknown folder: look at the first put
-        self._guard = threading.Lock()
-
-    @classmethod
-    def from_environment(cls) -> Cache | None:
-        """The cache that EYAS_FEATURE_CACHE=200GB asks for: how much of a disk may be had is the
-        machine's to say, not a run's. Raises ConfigError for what is no size.
+    def __init__(self, url: str, folder: str, identity: str) -> None:
+        """identity: of the features, so that others at the same URL are not taken for them. Raises
+        ConfigError for a folder that is no absolute path.
         """
-        stated = os.environ.get(CACHE_VARIABLE, "").strip()
-        if not stated:
-            return None
-        try:
-            max_bytes = TypeAdapter(ByteSize).validate_python(stated)
-        except ValidationError as error:
+        if not Path(folder).is_absolute():
             raise ConfigError(
-                f"{CACHE_VARIABLE}={stated} is no size",
-                f"write e.g. {CACHE_VARIABLE}=200GB, or 0 for no cache",
-            ) from error
-        return cls(cache_folder("features"), max_bytes) if max_bytes else None
+                f"{CACHE_VARIABLE}={folder} is no absolute path",
+                f"write e.g. {CACHE_VARIABLE}=/scratch/features, or leave it out for no cache",
+            )
+        store, self._root = url_to_fs(url)
+        options = {"cache_storage": str(Path(folder, identity)), "expiry_time": 0}
+        self._cache = Persistent(fsspec.filesystem("filecache", fs=store, **options), url)
+        self._downloading = threading.Lock()  # filecache lists a file before all of it is there
 
-    def get(self, name: str) -> bytes | None:
-        """The bytes put under a name, or None; they may be wrong, as a disk may be."""
-        path = self._folder / name
-        try:
-            data = path.read_bytes()
-            os.utime(path)
-        except FileNotFoundError:
-            return None
+    def read(self, shard: str, start: int, end: int) -> bytes:
+        """Bytes [start, end) of a shard, downloaded first if it is not there."""
+        with self._downloading:
+            stream = self._cache.open(f"{self._root}/{shard}", "rb")
+        with stream:
+            stream.seek(start)
+            data: bytes = stream.read(end - start)
         return data
 
-    def put(self, name: str, data: bytes) -> None:
-        """Keep bytes; those larger than the whole cache are not kept, and a disk without room keeps
-        none.
-        """
-        if len(data) > self._max_bytes * KEEP_SHARE:
-            return
-        half = self._folder / f".{uuid4().hex}"
-        try:
-            half.write_bytes(data)
-            half.replace(self._folder / name)
-        except OSError:  # a full disk is no reason to stop reading
-            half.unlink(missing_ok=True)
-            return
-        with self._guard:
-            self._put_since += len(data)
-            if self._put_since < self._max_bytes * LOOK_SHARE:
-                return
-            self._put_since = 0
-        self._drop_oldest()
-
-    def _drop_oldest(self) -> None:
-        with (self._folder / ".lock").open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            files = sorted(self._files())
-            total = sum(size for _, size, _ in files)
-            if total <= self._max_bytes * (1 - LOOK_SHARE):
-                return
-            for _, size, path in files:
-                if total <= self._max_bytes * KEEP_SHARE:
-                    break
-                path.unlink(missing_ok=True)
-                total -= size
-
-    def _files(self) -> list[tuple[int, int, Path]]:
-        """When each file was last wanted, in ns, its size and its path; halves of killed writers
-        among them.
-        """
-        found = []
-        for entry in os.scandir(self._folder):
-            if entry.name != ".lock":
-                with contextlib.suppress(FileNotFoundError):
-                    status = entry.stat()
-                    found.append((status.st_mtime_ns, status.st_size, Path(entry.path)))
-        return found
+    def drop(self, shard: str) -> None:
+        """Forget a shard, so that it is downloaded again."""
+        with self._downloading, contextlib.suppress(FileNotFoundError):
+            self._cache.pop_from_cache(f"{self._root}/{shard}")

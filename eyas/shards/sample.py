@@ -1,7 +1,5 @@
-"""What a feature sample is: tokens, mask and hidden states of one conversation; what it is features
-of; and what training asks of a source of samples, be it a store or a target in the same process.
-
-Knows no bytes and no store.
+"""A feature sample: tokens, mask and hidden states of one conversation; what it is features of; and
+what training asks of a source of samples, be it a store or a target in the same process.
 
 Letters: T sequence, Ht target hidden size.
 """
@@ -17,30 +15,19 @@ from pydantic import BaseModel, ConfigDict
 from torch import Tensor
 
 from eyas.artifact import Manifest
+from eyas.shards.codecs import CODECS, NUM_LAYERS, Codec, CodecName, Tables
 
 Split = Literal["train", "held_out"]
-CodecName = Literal["raw", "lossless", "within1", "within2", "within4", "within8"]
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
-EXACT = ("raw", "lossless")  # codecs that give every bit back
-NUM_LAYERS = 4  # of hidden states in a sample: three taps and the last
-# of the bytes of the hidden states, on the built-in target: benchmarks/features.py
-SHARES: dict[CodecName, float] = {
-    "raw": 1.0,
-    "lossless": 0.71,
-    "within1": 0.40,
-    "within2": 0.34,
-    "within4": 0.28,
-    "within8": 0.22,
-}
 
 
 class FeatureMeta(BaseModel):
-    """What the features are features of: `taps` are after_layer indices, `last_hidden` is after the
-    target's final norm.
+    """What the features are of: `taps` are after_layer indices, `last_hidden` is after the target's
+    final norm.
 
-    codec: how hidden states are kept. teacher: where the last hidden state is kept: "supervised" is
-    every token under the loss mask and its two neighbours, all that any form of the objective and
-    `eyas eval` look at; elsewhere it reads as zeros.
+    codec: how hidden states are stored. teacher: where the last hidden state is stored:
+    "supervised" is every token under the loss mask and its two neighbours, which is all that any
+    form of the objective and `eyas eval` read; elsewhere it reads as zeros.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -55,6 +42,11 @@ class FeatureMeta(BaseModel):
     teacher: Literal["everywhere", "supervised"] = "everywhere"
 
     @property
+    def is_exact(self) -> bool:
+        """Whether the codec gives every bit back."""
+        return CODECS[self.codec].error == 0
+
+    @property
     def decoded_bytes_per_token(self) -> int:
         return 8 + NUM_LAYERS * self.hidden_size * DTYPES[self.dtype].itemsize
 
@@ -63,12 +55,16 @@ class FeatureMeta(BaseModel):
         """Stored, every token supervised: exact for "raw", otherwise what the codec made of the
         built-in target's features.
         """
-        return 8 + round(SHARES[self.codec] * (self.decoded_bytes_per_token - 8))
+        return 8 + round(CODECS[self.codec].share * (self.decoded_bytes_per_token - 8))
+
+    def coder(self, tables: Tables | None = None) -> Codec:
+        """The codec of these features; tables: see `codecs.calibrate`."""
+        return CODECS[self.codec].make(self.hidden_size, DTYPES[self.dtype], tables)
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One conversation as the target saw it, with what the target thought.
+    """One conversation with the target's hidden states.
 
     token_ids int32 [T]; loss_mask bool [T], true on the tokens that the target wrote (several spans
     where several turns are the target's); aux_hidden [T, 3*Ht], the three taps side by side;

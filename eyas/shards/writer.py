@@ -1,8 +1,5 @@
-"""The writer: samples of one split into shards, in order; after a killed writer it goes on behind
+"""The writer: samples of one split into shards, in order; after a killed writer it goes on after
 the last whole shard.
-
-Knows when a shard is full. Does not know what a store is (artifact) nor what the bytes of a sample
-are (layout, codecs).
 
 It holds one shard in memory, and at the beginning of a split the samples that a codec is calibrated
 on.
@@ -16,7 +13,7 @@ import logging
 
 from eyas.artifact import WORK, Artifact, File
 from eyas.errors import CorruptError
-from eyas.shards.codecs import WITHIN, Codec, Tables, calibrate, codec_of
+from eyas.shards.codecs import Codec, Tables, calibrate
 from eyas.shards.layout import FORMAT, Entry, encode_sample, index_name, layers_of, shard_head
 from eyas.shards.sample import FeatureMeta, Sample, Split
 
@@ -47,8 +44,8 @@ class ShardWriter:
             self._entries += found
             self._num_shards += 1
         self._codec: Codec | None = None
-        if self._tables is not None or meta.codec not in WITHIN:
-            self._codec = codec_of(meta, self._tables)
+        if self._tables is not None or meta.is_exact:
+            self._codec = meta.coder(self._tables)
         self.keys = {entry.key for entry in self._entries}
 
     def __len__(self) -> int:
@@ -88,7 +85,7 @@ class ShardWriter:
         self._tables = calibrate(
             self.meta.codec, [layers_of(sample, self.meta) for sample in self._uncoded]
         )
-        self._codec = codec_of(self.meta, self._tables)
+        self._codec = self.meta.coder(self._tables)
         waiting, self._uncoded = self._uncoded, []
         for sample in waiting:
             self._append(sample, self._codec)
@@ -110,9 +107,7 @@ class ShardWriter:
             self._flush()
 
     def _flush(self) -> None:
-        """The shard, then a note of what it is: a run that goes on need not read it again for its
-        checksum.
-        """
+        """The shard, then a note with its checksum, so that a resumed run need not read it."""
         name, entries = self._shard_name, [entry for entry, _ in self._pending]
         head = shard_head(entries, self.meta, self._tables)
         self._artifact.write(name, b"".join([head, *(data for _, data in self._pending)]))
@@ -123,8 +118,8 @@ class ShardWriter:
         self._pending.clear()
 
     def _found(self, name: str) -> list[Entry] | None:
-        """The samples of a shard that an earlier run wrote; None where there is none, or half of
-        one that a store lets be seen.
+        """The samples of a shard that an earlier run wrote; None where there is none, or only half
+        of one.
 
         A whole one has a note beside it, unless the run was cut between the two.
         """
@@ -139,8 +134,8 @@ class ShardWriter:
                 log.warning("half a shard will be written again", extra={"data": {"shard": name}})
                 return None
             raise CorruptError(
-                f"{self._artifact.url}/{name} has no readable header, or not the bytes that it "
-                "speaks of",
+                f"{self._artifact.url}/{name} has no readable header, or not the bytes that the "
+                "header lists",
                 "delete the file and run `eyas capture` again",
             ) from error
         if noted:
@@ -156,7 +151,7 @@ class ShardWriter:
         ]
         if self._artifact.size(name) != entries[-1].start + entries[-1].size:
             raise ValueError("the shard has another length than its header says")
-        if self.meta.codec in WITHIN:
+        if not self.meta.is_exact:
             self._tables = Tables.from_text(own["tables"], self.meta.hidden_size)
         return entries
 
