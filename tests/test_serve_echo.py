@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from eyas.engine import engine as engine_module
 from eyas.engine.request import Request, SamplingParams
-from eyas.serve import app as app_module
+from eyas.serve import answers
 from eyas.serve.writers import TextWriter
 from tests.serving import MAX_LENGTH, MODEL, World, complete, post
 
@@ -318,7 +318,7 @@ def test_a_client_that_leaves_takes_its_scores_with_it(world):
 def test_many_scores_are_written_off_the_event_loop(client, monkeypatch):
     """Of a stream; whole answers always are."""
     written, chunk = [], TextWriter.chunk
-    monkeypatch.setattr(app_module, "LONG_ECHO", 8)
+    monkeypatch.setattr(answers, "LONG_ECHO", 8)
 
     def noted(writer, update):
         written.append((len(update.prompt_logprobs or ()), threading.get_ident()))

@@ -1,7 +1,5 @@
 """The endpoints as a starlette application: OpenAI's, Vertex AI's, health and metrics.
 
-Knows the worker, not the engine's inside.
-
     host, key, rate -> body (size, time) -> RequestBody -> CompletionWriter with the engine's
         requests -> queue -> updates -> events or one object
 
@@ -15,17 +13,9 @@ neither has any of its text. Until a model is served (`Api.open`), requests get 
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import time
-from collections.abc import (
-    AsyncGenerator,
-    AsyncIterator,
-    Awaitable,
-    Callable,
-    Iterator,
-    Sequence,
-)
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, asynccontextmanager, suppress
 from dataclasses import asdict, dataclass
@@ -38,17 +28,24 @@ from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
-from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from eyas.chat import Chat
 from eyas.engine.engine import Engine
 from eyas.engine.request import Update
-from eyas.errors import EyasError, InputError
-from eyas.log import error_facts
+from eyas.errors import EyasError
+from eyas.serve.answers import (
+    EventStream,
+    api_error,
+    event_pieces,
+    internal_error,
+    json_pieces,
+    while_connected,
+)
 from eyas.serve.fields import parse_body
-from eyas.serve.limits import AccessControl, ApiError, LimitsConfig, refused_by_engine
+from eyas.serve.limits import AccessControl, ApiError, LimitsConfig
 from eyas.serve.metrics import CONTENT_TYPE, Exchange, Metrics
 from eyas.serve.openapi import document
 from eyas.serve.page import page_routes
@@ -56,13 +53,7 @@ from eyas.serve.protocol import ChatRequest, TextRequest
 from eyas.serve.responses import ResponsesRequest
 from eyas.serve.translation import ModelInfo, Translator, check_logprobs
 from eyas.serve.vertex import VertexConfig, error_body, instances, located
-from eyas.serve.worker import (
-    EngineFailure,
-    EngineWorker,
-    QueueFull,
-    RequestTimeout,
-    ShuttingDown,
-)
+from eyas.serve.worker import EngineFailure, EngineWorker, QueueFull
 from eyas.serve.writers import CompletionWriter
 
 CLIENT_GONE = 499  # as access logs call it; no client reads it
@@ -72,8 +63,6 @@ LOADING_RETRY_S = 5
 MAX_BODY_OVERRUN = 4
 SMALL_BODY = 16 << 10  # bytes: tokenized in some 10 ms
 LONG_ANSWER = 1024  # tokens, of an answer that is written beside large bodies
-LONG_ECHO = 256  # tokens of a prompt with up to 20 alternatives each: some 10 ms to write
-PIECE = 64  # elements of a list
 MAX_HELD_BODIES = 16  # large bodies that are read or wait for their translation, times the largest
 log = logging.getLogger("eyas.serve")
 T = TypeVar("T")
@@ -131,6 +120,12 @@ class HostCheck:
             except ApiError as error:
                 respond = JSONResponse(error.body(), error.status, error.headers)
         await respond(scope, receive, send)
+
+
+async def _http_error(http: HttpRequest, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    failed = ApiError(error.status_code, f"{http.method} {http.url.path[:256]}: {error.detail}")
+    return JSONResponse(failed.body(), error.status_code, headers=error.headers)
 
 
 Handler = Callable[[Exchange, ModelService], Awaitable[Response]]
@@ -223,9 +218,7 @@ class Api:
                 exchange.failure = "client_gone"
                 response = Response(status_code=CLIENT_GONE)
             except Exception as error:
-                exchange.failure = "internal_error"
-                _log_bug(exchange, error)
-                response = JSONResponse(error_form(_internal_error(error)), 500)
+                response = JSONResponse(error_form(internal_error(exchange, error)), 500)
             response.headers["x-request-id"] = exchange.id
             if not isinstance(response, EventStream):
                 self._end(exchange, response.status_code)
@@ -236,26 +229,23 @@ class Api:
     def _admit_client(self, exchange: Exchange) -> ModelService:
         """Check key and rate. Raises ApiError."""
         http = exchange.http
-        exchange.client = http.client.host if http.client else ""
-        authorization = http.headers.get("authorization", "")
-        exchange.client = self.access.client_name(authorization, exchange.client)
+        address = http.client.host if http.client else ""
+        exchange.client = address  # of a key that is refused, too
+        exchange.client = self.access.client_name(http.headers.get("authorization", ""), address)
         self.access.count(exchange.client)
         if self._service is None:
-            raise ApiError(
-                503, "the model is being loaded", code="loading", retry_after=LOADING_RETRY_S
-            )
+            what = "the model is being loaded"
+            raise ApiError(503, what, code="loading", retry_after=LOADING_RETRY_S)
         return self._service
 
     def _end(self, exchange: Exchange, status: int) -> None:
         """End a request: write its line of log, and count it in the metrics."""
-        self._metrics.count_response(exchange.endpoint, status)
         if exchange.failure is None and not all(one.is_over for one in exchange.completions):
             exchange.failure = "client_gone"
-        for completion in exchange.completions:
-            self._metrics.count_completion(completion, exchange.started, exchange.failure)
-            if exchange.failure is None:
-                e2e_s = time.perf_counter() - exchange.started
-                self._recent_e2e_s += 0.1 * (e2e_s - self._recent_e2e_s)
+        self._metrics.count(exchange, status)
+        if exchange.failure is None and exchange.completions:
+            e2e_s = time.perf_counter() - exchange.started
+            self._recent_e2e_s += 0.1 * (e2e_s - self._recent_e2e_s)
         log.info("request", extra={"data": exchange.facts(status)})
 
     # Endpoints
@@ -285,9 +275,8 @@ class Api:
             num_samples = self._service.worker.num_samples
             with suppress(EngineFailure):
                 counters = await self._service.worker.inspect(Engine.metrics)
-        return Response(
-            self._metrics.page(counters, num_samples), headers={"content-type": CONTENT_TYPE}
-        )
+        page = self._metrics.page(counters, num_samples)
+        return Response(page, headers={"content-type": CONTENT_TYPE})
 
     async def _openapi(self, _: HttpRequest) -> Response:
         predict_route = None if self._vertex is None else self._vertex.predict_route
@@ -337,12 +326,11 @@ class Api:
             return completions
 
         completions = await self._translated(exchange.http, translate)
-        await self._keep_all(exchange, service, completions)
-        return await self._whole(
-            completions, lambda: {"predictions": [one.whole() for one in completions]}
-        )
 
-    # Answers
+        def write() -> dict[str, Any]:
+            return {"predictions": [one.whole() for one in completions]}
+
+        return await self._whole(exchange, service, completions, write)
 
     async def _complete(
         self,
@@ -363,21 +351,28 @@ class Api:
 
         is_stream, completion = await self._translated(exchange.http, translate)
         if not is_stream:
-            await self._keep_all(exchange, service, [completion])
-            return await self._whole([completion], completion.whole)
+            return await self._whole(exchange, service, [completion], completion.whole)
         updates = self._submit(exchange, service, [completion])
         try:
             # The first update decides between an error status and 200, so headers wait for it.
-            first = await _while_connected(exchange.http, anext(updates))
+            first = await while_connected(exchange.http, anext(updates))
         except EyasError as error:
             raise self._failed(exchange, service, error) from error
-        events = _events(first, updates, exchange, completion)
+        events = event_pieces(first, updates, exchange, completion)
         return EventStream(events, self.limits.request_timeout_s, exchange, self._end)
 
-    async def _keep_all(
-        self, exchange: Exchange, service: ModelService, completions: Sequence[CompletionWriter]
-    ) -> None:
-        """Give the completions all their updates. Raises ApiError, ClientDisconnect."""
+    # Answers
+
+    async def _whole(
+        self,
+        exchange: Exchange,
+        service: ModelService,
+        completions: Sequence[CompletionWriter],
+        write: Callable[[], Any],
+    ) -> Response:
+        """Run completions to their ends; the answer that `write` makes of them, in a thread as
+        well. Raises ApiError, ClientDisconnect.
+        """
         updates = self._submit(exchange, service, completions)
         owners = {request.id: one for one in completions for request in one.requests}
 
@@ -388,14 +383,9 @@ class Api:
                         owners[update.request_id].keep(update)
 
         try:
-            await _while_connected(exchange.http, keep())
+            await while_connected(exchange.http, keep())
         except EyasError as error:
             raise self._failed(exchange, service, error) from error
-
-    async def _whole(
-        self, completions: Sequence[CompletionWriter], write: Callable[[], Any]
-    ) -> Response:
-        """The answer that `write` makes of completions, in a thread as well."""
         lane = self._lanes[sum(one.num_written for one in completions) > LONG_ANSWER]
         text = await asyncio.get_running_loop().run_in_executor(
             lane, lambda: "".join(json_pieces(write())).encode()
@@ -406,8 +396,8 @@ class Api:
         self, exchange: Exchange, service: ModelService, completions: Sequence[CompletionWriter]
     ) -> AsyncGenerator[list[Update]]:
         """The updates of all requests of completions. Raises ApiError for more samples than fit."""
-        worker, num_samples = service.worker, sum(one.num_samples for one in completions)
-        most = worker.max_batch + self.limits.max_queue
+        num_samples = sum(one.num_samples for one in completions)
+        most = service.worker.max_batch + self.limits.max_queue
         if self._is_draining:
             raise ApiError(503, "the server is shutting down", code="shutting_down", retry_after=1)
         if num_samples > most:
@@ -416,16 +406,19 @@ class Api:
             )
         exchange.completions = completions
         requests = [request for one in completions for request in one.requests]
-        return worker.updates(requests, self.limits.request_timeout_s, self.limits.max_queue)
+        limits = self.limits
+        return service.worker.updates(requests, limits.request_timeout_s, limits.max_queue)
 
     def _failed(self, exchange: Exchange, service: ModelService, error: EyasError) -> ApiError:
         """What the worker raises, as the client gets it."""
-        if isinstance(error, QueueFull):
-            exchange.completions = ()  # none of them ran
-            waited_s = self._recent_e2e_s * error.num_waiting / service.worker.max_batch
-            wait_s = min(max(1, round(waited_s)), 60)
-            return ApiError(429, error.what, code="queue_full", retry_after=wait_s)
-        return _api_error(error)
+        if not isinstance(error, QueueFull):
+            return api_error(error)
+        exchange.completions = ()  # none of them ran
+        waited_s = self._recent_e2e_s * error.num_waiting / service.worker.max_batch
+        wait_s = min(max(1, round(waited_s)), 60)
+        return ApiError(429, error.what, code="queue_full", retry_after=wait_s)
+
+    # Bodies
 
     async def _translated(self, http: HttpRequest, translate: Callable[[bytes], T]) -> T:
         """What `translate` makes of the body of a JSON request. Raises ApiError (`_read_body`)."""
@@ -467,147 +460,3 @@ class Api:
         if not is_held:
             message = "too many large bodies at once"
             raise ApiError(429, message, code="queue_full", retry_after=1)
-
-
-class EventStream(StreamingResponse):
-    """A response of server-sent events.
-
-    If the client disconnects, or has not read all of them after timeout_s, the source of the events
-    is closed, which cancels its requests.
-    """
-
-    media_type = "text/event-stream"
-
-    def __init__(
-        self,
-        events: AsyncGenerator[bytes],
-        timeout_s: float,
-        exchange: Exchange,
-        on_end: Callable[[Exchange, int], None],
-    ) -> None:
-        super().__init__(events, headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
-        self._events, self._timeout_s = events, timeout_s
-        self._exchange, self._on_end = exchange, on_end
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            async with asyncio.timeout(self._timeout_s):
-                await super().__call__(scope, receive, send)
-        except TimeoutError:  # uvicorn closes the connection of an answer without an end
-            self._exchange.failure = "timeout"
-        finally:
-            await self._events.aclose()
-            self._on_end(self._exchange, self.status_code)
-
-
-async def _events(
-    first: list[Update],
-    updates: AsyncGenerator[list[Update]],
-    exchange: Exchange,
-    completion: CompletionWriter,
-) -> AsyncGenerator[bytes]:
-    """The events of a stream: one piece of bytes for all updates that came together.
-
-    The status has been sent by now, so an error is an event too.
-    """
-    batch = first
-    async with aclosing(updates):
-        while True:
-            try:
-                events = await _chunks(completion, batch)
-            except Exception as error:
-                _log_bug(exchange, error)
-                exchange.failure = "internal_error"
-                yield _internal_error(error).event()
-                return
-            if completion.is_over:
-                break
-            yield events.encode()
-            try:
-                batch = await anext(updates)
-            except EyasError as error:
-                failed = _api_error(error)
-                exchange.failure = failed.code or "engine_failure"
-                yield failed.event()
-                return
-    yield (events + completion.end()).encode()
-
-
-async def _chunks(completion: CompletionWriter, batch: list[Update]) -> str:
-    """The events of updates; of prompts whose log-probabilities are many, in a thread."""
-    num_scored = sum(len(update.prompt_logprobs or ()) for update in batch)
-
-    def write() -> str:
-        return "".join([completion.chunk(update) for update in batch])
-
-    return await asyncio.to_thread(write) if num_scored > LONG_ECHO else write()
-
-
-async def _while_connected(http: HttpRequest, work: Awaitable[T]) -> T:
-    """The result of `work`, which is cancelled if the client disconnects.
-
-    Raises ClientDisconnect, and what `work` raises.
-    """
-    task = asyncio.ensure_future(work)
-    # the body is read: the next message is the disconnect
-    gone = asyncio.ensure_future(http.receive())
-    try:
-        await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
-        if not task.done():
-            raise ClientDisconnect
-        return task.result()
-    finally:
-        for future in (task, gone):
-            future.cancel()
-        await asyncio.gather(task, gone, return_exceptions=True)
-
-
-def _api_error(error: EyasError) -> ApiError:
-    """What the worker raises of a request that it took, as the client gets it."""
-    if isinstance(error, InputError):
-        return refused_by_engine(error)
-    if isinstance(error, RequestTimeout):
-        return ApiError(504, error.what, code="timeout")
-    if isinstance(error, ShuttingDown):
-        return ApiError(503, error.what, code="shutting_down", retry_after=1)
-    return ApiError(500, error.what, code="engine_failure")
-
-
-def json_pieces(value: Any) -> Iterator[str]:
-    """JSON as JSONResponse writes it, in pieces: no other thread runs while one is made, and the
-    log-probabilities of a long answer are megabytes.
-    """
-    if isinstance(value, dict) and value:
-        for number, (name, one) in enumerate(value.items()):
-            yield f"{',' if number else '{'}{_json(name)}:"
-            yield from json_pieces(one)
-        yield "}"
-    elif isinstance(value, list) and 0 < len(value) <= PIECE:
-        for number, one in enumerate(value):
-            yield "," if number else "["
-            yield from json_pieces(one)
-        yield "]"
-    elif isinstance(value, list) and value:
-        for start in range(0, len(value), PIECE):
-            yield f"{',' if start else '['}{_json(value[start : start + PIECE])[1:-1]}"
-        yield "]"
-    else:
-        yield _json(value)
-
-
-def _json(value: Any) -> str:
-    return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
-
-
-def _internal_error(error: Exception) -> ApiError:
-    return ApiError(500, f"internal error: {type(error).__name__}")
-
-
-async def _http_error(http: HttpRequest, error: Exception) -> Response:
-    assert isinstance(error, HTTPException)
-    failed = ApiError(error.status_code, f"{http.method} {http.url.path[:256]}: {error.detail}")
-    return JSONResponse(failed.body(), error.status_code, headers=error.headers)
-
-
-def _log_bug(exchange: Exchange, error: Exception) -> None:
-    log.error("internal error", extra={"data": {"request_id": exchange.id, **error_facts(error)}})

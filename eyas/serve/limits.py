@@ -1,6 +1,4 @@
-"""What a request may cost, who may send one, and the error that a client gets. Knows no request and
-no HTTP library.
-"""
+"""What a request may cost, who may send one, and the error that a client gets."""
 
 from __future__ import annotations
 
@@ -36,30 +34,29 @@ _CLOSES = (403, 408, 413)
 
 
 class LimitsConfig(BaseModel):
-    """api_keys: a file with one key per line; the variable EYAS_API_KEYS (separated by commas) adds
-    to it. Without keys the server is open to every client that can connect.
+    """Who may send requests, and what they may cost.
 
-    allowed_hosts: in the header Host, beside loopback names; "*" for any. Checked where they are
-    given, and without keys on the loopback.
-
-    requests_per_minute: of one key, or of one address where there are no keys; the same number may
-    come at once after a pause. max_queue: samples that may wait beside those that run.
-    max_body_bytes: of a request. max_connections: open at the same time; further requests get 503.
-    body_timeout_s: for the body of a request to arrive. request_timeout_s: for a whole answer,
-    sending included. shutdown_s: for running requests to finish after SIGINT or SIGTERM.
+    Without API keys the server is open to every client that can connect. Hosts are checked where
+    they are given, and without keys on the loopback.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
-    api_keys: Path | None = None
-    allowed_hosts: list[str] = []
-    requests_per_minute: int | None = Field(None, ge=1)
-    max_queue: int = Field(256, ge=0)
-    max_body_bytes: int = Field(1 << 20, ge=1024)
-    max_connections: int = Field(512, ge=1)
-    body_timeout_s: float = Field(30.0, gt=0)
-    request_timeout_s: float = Field(600.0, gt=0)
-    shutdown_s: float = Field(30.0, gt=0)
+    api_keys: Path | None = Field(None, description="file, a key a line; EYAS_API_KEYS adds to it")
+    allowed_hosts: list[str] = Field(
+        [], description="in the header Host, beside the loopback's; *: any"
+    )
+    requests_per_minute: int | None = Field(
+        None, ge=1, description="of one key, or of one address without keys"
+    )
+    max_queue: int = Field(256, ge=0, description="samples that may wait beside those that run")
+    max_body_bytes: int = Field(1 << 20, ge=1024, description="of a request")
+    max_connections: int = Field(512, ge=1, description="at once; further requests get 503")
+    body_timeout_s: float = Field(30.0, gt=0, description="for a request's body to arrive")
+    request_timeout_s: float = Field(
+        600.0, gt=0, description="for a whole answer, sending included"
+    )
+    shutdown_s: float = Field(30.0, gt=0, description="for running requests after SIGINT, SIGTERM")
 
     @field_validator("allowed_hosts")
     @classmethod
@@ -152,10 +149,8 @@ class AccessControl:
         return bool(self._digests)
 
     def check_host(self, header: str) -> None:
-        """Refuse a name that is not this server's: a page of a stranger's makes its own name one of
-        the loopback (DNS rebinding), and would read answers here. With keys no page can do that.
-
-        Raises ApiError 403.
+        """Raise ApiError 403 for a name that is not this server's: a foreign web page can make its
+        own name one of the loopback (DNS rebinding), and would read answers. With keys none can.
         """
         if self.needs_key or not self.checks_hosts or "*" in self._hosts:
             return

@@ -54,6 +54,7 @@ _OF_ROUNDS = (
     ("round_predicted_seconds", "predicted_ms", 1e-3, "what they were predicted to take"),
     ("round_real_seconds", "real_ms", 1e-3, "what they took"),
 )
+_KINDS = ("plain", "tree")  # of rounds
 _REQUEST_ID = re.compile(r"[\w.:-]{1,128}", re.ASCII)
 
 
@@ -143,39 +144,33 @@ class Metrics(Collector):
 
     # When a request ends
 
-    def count_response(self, endpoint: str, status: int) -> None:
-        """Count an HTTP request. endpoint: a route of the server, not a path that a client sent."""
-        self._responses.labels(self._model, endpoint, str(status)).inc()
-
-    def count_completion(
-        self, answer: CompletionWriter, started: float, failure: str | None
-    ) -> None:
-        """Count an answer that is over. started: when its request arrived (perf_counter, seconds);
-        failure: why it ended early, in one word, else None.
-        """
-        if failure is not None:
-            self._failed.labels(self._model, failure).inc()
-        for choice in answer.choices:
-            if choice.ending is not None:
-                self._ended.labels(self._model, choice.ending).inc()
-        if answer.first_at is not None:  # else the engine refused it, or the client left before
+    def count(self, exchange: Exchange, status: int) -> None:
+        """Count a request that has ended, and its answers."""
+        self._responses.labels(self._model, exchange.endpoint, str(status)).inc()
+        for answer in exchange.completions:
+            if exchange.failure is not None:
+                self._failed.labels(self._model, exchange.failure).inc()
+            for choice in answer.choices:
+                if choice.ending is not None:
+                    self._ended.labels(self._model, choice.ending).inc()
+            self._tokens.labels(self._model).inc(answer.num_tokens)
+            self._accept_hist = sum_hists((self._accept_hist, answer.accept_hist))
+            if answer.first_at is None or answer.last_at is None:
+                continue  # the engine refused it, or the client left before
             self._prompt_tokens.labels(self._model).inc(answer.num_prompt_tokens)
-        self._tokens.labels(self._model).inc(answer.num_tokens)
-        self._accept_hist = sum_hists((self._accept_hist, answer.accept_hist))
-        if failure is not None or answer.first_at is None or answer.last_at is None:
-            return
-        per_sample = answer.num_tokens / answer.num_samples
-        decoding_s = answer.last_at - answer.first_at
-        values = (
-            answer.first_at - started,
-            decoding_s / (per_sample - 1) if per_sample > 1 else None,
-            answer.last_at - started,
-            answer.num_prompt_tokens,
-            answer.num_tokens,
-        )
-        for histogram, value in zip(self._histograms, values, strict=True):
-            if value is not None:
-                histogram.observe(value)
+            if exchange.failure is not None:
+                continue
+            per_sample = answer.num_tokens / answer.num_samples
+            values = (
+                answer.first_at - exchange.started,
+                (answer.last_at - answer.first_at) / (per_sample - 1) if per_sample > 1 else None,
+                answer.last_at - exchange.started,
+                answer.num_prompt_tokens,
+                answer.num_tokens,
+            )
+            for histogram, value in zip(self._histograms, values, strict=True):
+                if value is not None:
+                    histogram.observe(value)
 
     # At a scrape
 
@@ -190,45 +185,42 @@ class Metrics(Collector):
         """The engine's part; Prometheus' registry calls it."""
         if not (counters := self._engine):
             return
+        gauge, counter, hist = GaugeMetricFamily, CounterMetricFamily, self._accept_hist
         running, available = counters["running"], counters["pages_available"]
         waiting = max(self._num_samples - running, counters["waiting"])
         busy_s, idle_s = counters["device_busy_s"], counters["device_idle_s"]
-        gauges = [
-            ("num_requests_running", running, "samples that hold a slot"),
-            ("num_requests_waiting", waiting, "samples that wait for one"),
-            ("kv_cache_pages", self.num_pages, "pages of 16 tokens"),
-            ("kv_cache_pages_available", available, "pages that no sample holds, kept ones too"),
-            ("kv_cache_pages_kept", counters["pages_kept"], "pages kept for equal beginnings"),
-            ("kv_cache_usage_perc", 1 - available / self.num_pages, "share of pages held, 0 to 1"),
-            ("device_idle_share", idle_s / (busy_s + idle_s or 1), "of the time with work"),
+        single = [
+            (gauge, "num_requests_running", running, "samples that hold a slot"),
+            (gauge, "num_requests_waiting", waiting, "samples that wait for one"),
+            (gauge, "kv_cache_pages", self.num_pages, "pages of 16 tokens"),
+            (gauge, "kv_cache_pages_available", available, "pages no sample holds, kept ones too"),
+            (gauge, "kv_cache_pages_kept", counters["pages_kept"], "kept for equal beginnings"),
+            (gauge, "kv_cache_usage_perc", 1 - available / self.num_pages, "share held, 0 to 1"),
+            (gauge, "device_idle_share", idle_s / (busy_s + idle_s or 1), "of the time with work"),
+            *((counter, name, counters[key], about) for name, key, about in _COUNTERS),
+            (counter, "spec_decode_num_drafts", sum(hist), "rounds that a sample drafted in"),
+            (counter, "spec_decode_num_accepted_tokens", num_accepted(hist), "accepted drafts"),
         ]
         if self.tau is not None:
-            gauges.append(("spec_accept_length", self.tau, "tau: tokens a round and sample"))
-        for name, value, about in gauges:
-            yield self._family(GaugeMetricFamily, name, about, {"": value})
-        drafts = [
-            ("spec_decode_num_drafts", sum(self._accept_hist), "rounds that a sample drafted in"),
-            ("spec_decode_num_accepted_tokens", num_accepted(self._accept_hist), "accepted drafts"),
-        ]
-        of_engine = [(name, counters[counter], about) for name, counter, about in _COUNTERS]
-        for name, value, about in of_engine + drafts:
-            yield self._family(CounterMetricFamily, name, about, {"": value})
-        for name, counter, scale, about in _OF_ROUNDS:
-            values = {kind: scale * counters[f"{kind}_{counter}"] for kind in ("plain", "tree")}
-            yield self._family(CounterMetricFamily, name, about, values, "kind")
+            single.append((gauge, "spec_accept_length", self.tau, "tau: tokens a round and sample"))
+        for kind, name, value, about in single:
+            yield self._family(kind, name, about, {"": value})
         sources = {source: counters[f"accepted_{source}"] for source in ("head", "text", "both")}
-        about = "accepted drafts of the head, of text, and of both alike"
-        name = "spec_decode_num_accepted_tokens_by_source"
-        yield self._family(CounterMetricFamily, name, about, sources, "source")
         # a round accepts at position p when it accepts more than p drafts
-        accepted = enumerate(accepted_by_position(self._accept_hist))
-        yield self._family(
-            CounterMetricFamily,
-            "spec_decode_num_accepted_tokens_per_pos",
-            "accepted, by position",
-            {str(position): count for position, count in accepted},
-            "position",
-        )
+        places = {
+            str(place): float(count) for place, count in enumerate(accepted_by_position(hist))
+        }
+        accepted = "spec_decode_num_accepted_tokens"
+        of_rounds = [
+            (name, about, {of: scale * counters[f"{of}_{key}"] for of in _KINDS}, "kind")
+            for name, key, scale, about in _OF_ROUNDS
+        ]
+        for name, about, values, label in (
+            *of_rounds,
+            (f"{accepted}_by_source", "of the head, of text, and of both alike", sources, "source"),
+            (f"{accepted}_per_pos", "accepted, by position", places, "position"),
+        ):
+            yield self._family(counter, name, about, values, label)
 
     def _family(
         self,

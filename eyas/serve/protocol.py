@@ -28,10 +28,6 @@ NOTES = frozenset({"id", "provider_specific_fields", "reasoning_details", "think
 MAX_TOOLS = 128
 MAX_OPTIONS = 16
 
-TemplateOptions = Annotated[dict[str, bool], BeforeValidator(partial(few_keys, most=MAX_OPTIONS))]
-
-FunctionName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.:-]{1,128}$")]
-JsonObject = dict[str, Any]
 TokenIds = Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]
 CACHE_HINTS = frozenset({"cache_control", "prompt_cache_breakpoint"})
 
@@ -171,9 +167,9 @@ class Function(Strict):
     tool.
     """
 
-    name: FunctionName
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.:-]{1,128}$")]
     description: str | None = None
-    parameters: JsonObject | None = None
+    parameters: dict[str, Any] | None = None
     strict: bool | None = None
 
 
@@ -212,7 +208,9 @@ class ChatRequest(CompletionRequest):
     tools: list[Tool] = Field(default=[], max_length=MAX_TOOLS, fail_fast=True)
     tool_choice: Literal["none", "auto", "required"] | NamedTool = "auto"
     parallel_tool_calls: bool = True
-    chat_template_kwargs: TemplateOptions = Field(default={})
+    chat_template_kwargs: Annotated[
+        dict[str, bool], BeforeValidator(partial(few_keys, most=MAX_OPTIONS))
+    ] = Field({}, description="vLLM's: options of the chat template")
     reasoning_effort: Literal["none"] | None = None
 
     @model_validator(mode="after")

@@ -20,23 +20,9 @@ from pydantic import Discriminator, Field, Tag, model_validator
 from pydantic_core import PydanticCustomError
 
 from eyas.engine.request import Request, TokenLogprob
-from eyas.serve.fields import IGNORED, NumLogprobs, RequestBody, ResponseFormat, Strict
+from eyas.serve.fields import IGNORED, NumLogprobs, RequestBody, Strict
 from eyas.serve.limits import ApiError
-from eyas.serve.protocol import (
-    CACHE_HINTS,
-    MAX_TOOLS,
-    CalledFunction,
-    ChatMessage,
-    ChatRequest,
-    Function,
-    FunctionName,
-    JsonObject,
-    NamedFunction,
-    NamedTool,
-    TextPart,
-    Tool,
-    ToolCall,
-)
+from eyas.serve.protocol import CACHE_HINTS, MAX_TOOLS, ChatRequest, Function
 from eyas.serve.tokenizer import Tokenizer
 from eyas.serve.tools import Call
 from eyas.serve.writers import Choice, CompletionWriter, Delta, Ending, chat_logprobs
@@ -44,7 +30,8 @@ from eyas.serve.writers import Choice, CompletionWriter, Delta, Ending, chat_log
 MAX_ITEMS = 4096
 MAX_PARTS = 1024
 LOGPROBS = "message.output_text.logprobs"
-# of as_chat's fields, for errors
+# fields that a chat has under the same name, and the names of others, for errors
+SAME_NAMES = ("model", "temperature", "top_p", "parallel_tool_calls", "top_logprobs", "stream")
 RESPONSE_NAMES = {
     "messages": "input",
     "max_tokens": "max_output_tokens",
@@ -125,16 +112,12 @@ InputItem = Annotated[
 ]
 
 
-class FunctionTool(Strict):
+class FunctionTool(Function):
     """A function of the client; what the tools of OpenAI's servers do is not done here."""
 
     ignored: ClassVar[frozenset[str]] = CACHE_HINTS
 
     type: Literal["function"]
-    name: FunctionName
-    description: str | None = None
-    parameters: JsonObject | None = None
-    strict: bool | None = None
 
     @model_validator(mode="before")
     @classmethod
@@ -144,6 +127,9 @@ class FunctionTool(Strict):
                 "unsupported_tool", "only tools of the type function are supported"
             )
         return tool
+
+    def for_chat(self) -> dict[str, Any]:
+        return {"type": "function", "function": self.model_dump(exclude={"type"})}
 
 
 class NamedFunctionTool(Strict):
@@ -157,15 +143,14 @@ class TextFormat(Strict):
     type: Literal["text", "json_object", "json_schema"]
     name: str | None = None
     description: str | None = None
-    schema_: JsonObject | None = Field(None, alias="schema")
+    schema_: dict[str, Any] | None = Field(None, alias="schema")
     strict: bool | None = None
 
-    def for_chat(self) -> ResponseFormat:
-        """Raises ApiError for a schema without its type, or the other way round."""
-        schema = None
-        if self.schema_ is not None:
-            schema = {"name": self.name or "answer", "schema": self.schema_, "strict": self.strict}
-        return ResponseFormat.model_validate({"type": self.type, "json_schema": schema})
+    def for_chat(self) -> dict[str, Any]:
+        if self.schema_ is None:
+            return {"type": self.type}
+        schema = {"name": self.name or "answer", "schema": self.schema_, "strict": self.strict}
+        return {"type": self.type, "json_schema": schema}
 
 
 class TextOptions(Strict):
@@ -209,9 +194,9 @@ class ResponsesRequest(RequestBody):
         str | Annotated[list[InputItem], Field(min_length=1, max_length=MAX_ITEMS, fail_fast=True)]
     )
     instructions: str | None = None
-    max_output_tokens: int | None = Field(default=None, ge=1, lt=2**31)
-    temperature: float = Field(default=1.0, ge=0, le=2)
-    top_p: float = Field(default=1.0, gt=0, le=1)
+    max_output_tokens: int | None = Field(None, ge=1, lt=2**31)
+    temperature: float = Field(1.0, ge=0, le=2)
+    top_p: float = Field(1.0, gt=0, le=1)
     text: TextOptions = TextOptions()
     tools: list[FunctionTool] = Field(default=[], max_length=MAX_TOOLS, fail_fast=True)
     tool_choice: Literal["none", "auto", "required"] | NamedFunctionTool = "auto"
@@ -239,64 +224,51 @@ class ResponsesRequest(RequestBody):
 
     def as_chat(self) -> ChatRequest:
         """The same request as a body of /v1/chat/completions. Raises ApiError."""
-        choice = self.tool_choice
+        choice: str | dict[str, Any]
         wanted = self.text.format
-        return ChatRequest(
-            model=self.model,
-            messages=self._turns(),
-            max_completion_tokens=self.max_output_tokens,
-            temperature=self.temperature,
-            top_p=self.top_p,
-            response_format=None if wanted is None else wanted.for_chat(),
-            tools=[_chat_tool(tool) for tool in self.tools],
-            tool_choice=choice
-            if isinstance(choice, str)
-            else NamedTool(type="function", function=NamedFunction(name=choice.name)),
-            parallel_tool_calls=self.parallel_tool_calls,
-            logprobs=LOGPROBS in self.include,
-            top_logprobs=self.top_logprobs,
-            reasoning_effort=self.reasoning.effort,
-            stream=self.stream,
+        if isinstance(self.tool_choice, NamedFunctionTool):
+            choice = {"type": "function", "function": {"name": self.tool_choice.name}}
+        else:
+            choice = self.tool_choice
+        return ChatRequest.model_validate(
+            {name: getattr(self, name) for name in SAME_NAMES}
+            | {
+                "messages": self._turns(),
+                "max_completion_tokens": self.max_output_tokens,
+                "response_format": None if wanted is None else wanted.for_chat(),
+                "tools": [tool.for_chat() for tool in self.tools],
+                "tool_choice": choice,
+                "logprobs": LOGPROBS in self.include,
+                "reasoning_effort": self.reasoning.effort,
+            }
         )
 
-    def _turns(self) -> list[ChatMessage]:
+    def _turns(self) -> list[dict[str, Any]]:
         """Calls belong to the assistant's message before them, as they did in the answer."""
-        turns = []
+        turns: list[dict[str, Any]] = []
         if self.instructions is not None:
-            turns.append(ChatMessage(role="system", content=self.instructions))
+            turns.append({"role": "system", "content": self.instructions})
         if isinstance(self.input, str):
-            return [*turns, ChatMessage(role="user", content=self.input)]
+            return [*turns, {"role": "user", "content": self.input}]
         for item in self.input:
             if isinstance(item, InputMessage):
-                turns.append(ChatMessage(role=item.role, content=_content(item.content)))
+                turns.append({"role": item.role, "content": _content(item.content)})
             elif isinstance(item, FunctionOutputItem):
-                output = _content(item.output)
-                turns.append(ChatMessage(role="tool", content=output, tool_call_id=item.call_id))
+                turn = {"role": "tool", "content": _content(item.output)}
+                turns.append({**turn, "tool_call_id": item.call_id})
             else:
-                function = CalledFunction(name=item.name, arguments=item.arguments)
-                call = ToolCall(id=item.call_id, function=function)
-                before = turns.pop() if turns and turns[-1].role == "assistant" else None
-                content, calls = (before.content, before.tool_calls) if before else (None, [])
-                turns.append(
-                    ChatMessage(role="assistant", content=content, tool_calls=[*calls, call])
-                )
+                if not turns or turns[-1]["role"] != "assistant":
+                    turns.append({"role": "assistant"})
+                function = {"name": item.name, "arguments": item.arguments}
+                call = {"id": item.call_id, "function": function}
+                turns[-1].setdefault("tool_calls", []).append(call)
         return turns
 
 
-def _content(content: str | list[InputText]) -> str | list[TextPart]:
+def _content(content: str | list[InputText]) -> str | list[dict[str, str]]:
     if isinstance(content, str):
         return content
-    return [TextPart(type="text", text=part.text) for part in content]
-
-
-def _chat_tool(tool: FunctionTool) -> Tool:
-    function = Function(
-        name=tool.name,
-        description=tool.description,
-        parameters=tool.parameters,
-        strict=tool.strict,
-    )
-    return Tool(type="function", function=function)
+    return [{"type": "text", "text": part.text} for part in content]
 
 
 # The answer

@@ -1,5 +1,4 @@
 """Runs the application: in this process until a signal, in a thread, or in a process of its own.
-Knows uvicorn.
 
 The socket listens from the first moment; /health answers 503 until the model is loaded.
 
@@ -53,29 +52,23 @@ log = logging.getLogger("eyas.serve")
 
 
 class ServeConfig(BaseModel):
-    """The served model, its precision, and the address. target: a folder, or a name of a hub.
-    head: the same, in any form. dtype: of
-    the weights, auto as in the checkpoint. device: cpu, cuda, cuda:1. model: the name in requests,
-    else that of the folder. host: address to listen on. port: 0 takes a free one. vertex: routes of
-    Vertex AI, from its environment.
-
-    threads: of the engine on a CPU; by default torch's own choice, all cores, which was faster than
-    one thread less on two cores too.
-    """
+    """The served model, its precision, and the address."""
 
     model_config = ConfigDict(extra="forbid")
 
-    target: str | None = None
-    head: str | None = None
-    dtype: Dtype = "auto"
-    device: str = Field("cpu", pattern=r"^(cpu|cuda(:[0-9]+)?)$")
-    model: str | None = None
-    host: str = "127.0.0.1"
-    port: int = 8000
-    threads: int | None = Field(None, ge=1)
+    target: str | None = Field(None, description="a folder, a GGUF file, or a name of a hub")
+    head: str | None = Field(None, description="the same, in any form; null: plain decoding")
+    dtype: Dtype = Field("auto", description="of the weights; auto: as in the checkpoint")
+    device: str = Field("cpu", pattern=r"^(cpu|cuda(:[0-9]+)?)$", description="cpu, cuda, cuda:1")
+    model: str | None = Field(None, description="name in requests; null: that of the folder")
+    host: str = Field("127.0.0.1", description="address to listen on")
+    port: int = Field(8000, description="0 takes a free one")
+    threads: int | None = Field(
+        None, ge=1, description="of the engine on a CPU; null: torch's own choice, all cores"
+    )
     limits: LimitsConfig = LimitsConfig()
     engine: EngineConfig = EngineConfig()
-    vertex: VertexConfig | None = None
+    vertex: VertexConfig | None = Field(None, description="Vertex AI's, from its environment")
 
     @model_validator(mode="after")
     def _has_a_target(self) -> ServeConfig:
@@ -123,9 +116,6 @@ def load(config: ServeConfig) -> ModelService:
         tokenizer=chat.tokenizer,
     )
     engine.prepare_grammars()
-    # What is here stays: a full collection need not walk it, which takes tens of milliseconds.
-    gc.collect()
-    gc.freeze()
     info = ModelInfo(
         config.served_model,
         engine.target.precision,
@@ -147,6 +137,9 @@ def serve(config: ServeConfig, on_ready: Callable[[str], None] = print) -> None:
     address = config.host, config.port
     with _exits_on_sigterm(), _listening(app, address) as server:
         server.open(load(config))
+        # What is here stays: a full collection need not walk it, which takes tens of milliseconds.
+        gc.collect()
+        gc.freeze()
         is_local = ipaddress.ip_address(server.host).is_loopback
         if config.vertex is None and not is_local and not api.access.needs_key:
             log.warning(
@@ -154,7 +147,10 @@ def serve(config: ServeConfig, on_ready: Callable[[str], None] = print) -> None:
                 config.host,
             )
         on_ready(server.url)
-        server.ended.wait()
+        try:
+            server.ended.wait()
+        finally:
+            gc.unfreeze()  # or libraries report at the process's end what was never collected
 
 
 @contextmanager

@@ -2,7 +2,7 @@
 the bytes of a token, and what the chat template supports.
 
 Shares Chat's tokenizer. Messages become tokens in Chat; each combination of template options has a
-Chat of its own. Knows no role token.
+Chat of its own.
 """
 
 from __future__ import annotations

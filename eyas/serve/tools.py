@@ -1,5 +1,5 @@
 """Tool calls in the form of Hermes and Qwen, JSON between <tool_call> tags, and in that of SmolLM2,
-whose tags hold a list of calls. Pure text: knows no tokenizer and no server.
+whose tags hold a list of calls. Pure text.
 
 auto       the answer is words, calls, or both: `CallReader` separates them
 required   the prompt ends with the opening tag, and a JSON schema (`call_schema`) allows one call

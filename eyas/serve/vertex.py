@@ -7,7 +7,7 @@ form of its errors.
 
 An instance is the body of a chat (it has `messages`) or of a text completion (`prompt`) without
 `model`; parameters are fields for all instances that do not have them. A prediction is what the
-endpoint of the instance would answer. Knows no engine.
+endpoint of the instance would answer.
 """
 
 from __future__ import annotations

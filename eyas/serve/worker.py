@@ -1,7 +1,5 @@
 """The thread that owns the engine, and the way of requests and updates to and from it.
 
-Knows no HTTP.
-
     event loop                                   engine's thread
     updates(requests) ── add, cancel ─▶ inbox ─▶ engine.add, engine.cancel
        └ a grammar is compiled before, in a thread of its own: a large one takes its time
@@ -68,16 +66,8 @@ class Inspection:
     result: asyncio.Future[Any]
 
 
-@dataclass(frozen=True, slots=True)
-class Addition:
-    """A request for the engine, and its grammar, if it has one."""
-
-    request: Request
-    grammar: Grammar | None
-
-
-# what the event loop sends: a request to add, the id of one to cancel, or an inspection
-Command = Addition | str | Inspection
+# what the event loop sends: a request to add with its grammar, the id of one to cancel, a look
+Command = tuple[Request, Grammar | None] | str | Inspection
 
 
 class EngineWorker:
@@ -142,7 +132,6 @@ class EngineWorker:
         self, requests: Sequence[Request], timeout_s: float, max_queue: int
     ) -> AsyncGenerator[list[Update]]:
         """Run requests; yields their updates, as many at a time as have come, until all have ended.
-
         Closing the iterator earlier cancels the requests that still run.
 
         Raises QueueFull if more than max_queue samples would wait, InputError when the engine
@@ -162,7 +151,7 @@ class EngineWorker:
         timer = asyncio.get_running_loop().call_later(timeout_s, queue.put_nowait, late)
         try:
             for request in requests:
-                self._post(Addition(request, await self._grammar_of(request, queue)))
+                self._post((request, await self._grammar_of(request, queue)))
             while open_samples:
                 events = [await queue.get()]
                 while not queue.empty():
@@ -217,10 +206,9 @@ class EngineWorker:
 
     # Event loop: called through call_soon_threadsafe
 
-    def _deliver(self, events: list[tuple[str, Event]]) -> None:
+    def _deliver(self, events: Sequence[tuple[str, Event]]) -> None:
         for request_id, event in events:
-            queue = self._queues.get(request_id)
-            if queue is not None:  # else cancelled while its update was on the way
+            if queue := self._queues.get(request_id):  # else cancelled in the meantime
                 queue.put_nowait(event)
 
     def _fail(self, failure: EngineFailure) -> None:
@@ -229,8 +217,8 @@ class EngineWorker:
         with self._condition:
             inbox, self._inbox = self._inbox, []
         for command in inbox:
-            if isinstance(command, Inspection):
-                _settle(command.result, self.failure.again())
+            if isinstance(command, Inspection) and not command.result.done():
+                command.result.set_exception(self.failure.again())
 
     # Engine's thread
 
@@ -239,11 +227,10 @@ class EngineWorker:
         engine = self._engine
         try:
             while self._carry_out_commands(loop):
-                if engine.has_work:
-                    updates = engine.step()
-                    if updates:
-                        events: list[tuple[str, Event]] = [(one.request_id, one) for one in updates]
-                        loop.call_soon_threadsafe(self._deliver, events)
+                if engine.has_work and (updates := engine.step()):
+                    loop.call_soon_threadsafe(
+                        self._deliver, [(one.request_id, one) for one in updates]
+                    )
         # native libraries raise what is no Exception, and the clients must still get an answer
         except BaseException as error:
             # the type and the places alone: the message may quote a request
@@ -268,8 +255,8 @@ class EngineWorker:
                 elif isinstance(command, Inspection):
                     found = command.look(self._engine)
                     loop.call_soon_threadsafe(_settle, command.result, found)
-                elif error := self._add(command):
-                    refused.append((command.request.id, error))
+                elif error := self._add(*command):
+                    refused.append((command[0].id, error))
         except BaseException:
             with self._condition:  # `_fail` looks for their callers here
                 self._inbox = commands + self._inbox
@@ -278,31 +265,26 @@ class EngineWorker:
             loop.call_soon_threadsafe(self._deliver, refused)
         return True
 
-    def _add(self, addition: Addition) -> EyasError | None:
+    def _add(self, request: Request, grammar: Grammar | None) -> EyasError | None:
         """Give a request to the engine; returns the error if it cannot be run, else None."""
         try:
-            self._engine.add(addition.request, addition.grammar)
+            self._engine.add(request, grammar)
         except InputError as error:
             return error
         except BaseException as error:  # a panic in the grammar library is no Exception
             if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
                 raise
-            self._engine.cancel(addition.request.id)
+            self._engine.cancel(request.id)
             return _not_run(error)
         return None
 
 
 def _not_run(error: BaseException) -> EngineFailure:
     """The failure of a request that could not be added, for a reason that is the engine's."""
-    kind = type(error).__name__
-    log.error("a request could not be added", extra={"data": {"error": kind}})
-    return EngineFailure(f"the request could not be run: {kind}")
+    log.error("a request could not be added", extra={"data": error_facts(error)})
+    return EngineFailure(f"the request could not be run: {type(error).__name__}")
 
 
 def _settle(result: asyncio.Future[Any], found: Any) -> None:
-    """Set the result or the exception `found` of a future, unless it was cancelled."""
-    if not result.done():
-        if isinstance(found, BaseException):
-            result.set_exception(found)
-        else:
-            result.set_result(found)
+    if not result.done():  # else its caller was cancelled
+        result.set_result(found)
