@@ -53,7 +53,7 @@ from eyas.cli.main import main
 sys.argv = ["eyas", *argv]
 main()
 """
-LOSS_ENDS = ("train/loss.py:objective", "train/loss.py:loss_rows")
+LOSS_ENDS = ("train/loss.py:batch_loss", "train/loss.py:loss_rows")
 FORWARD_ENDS = ("model/target.py:verify", "model/target.py:forward")
 
 

@@ -40,7 +40,7 @@ class PlainStep:
         return float(loss.detach())
 
     def loss(self, tokens_T: Tensor, mask_T: Tensor, aux_TA: Tensor, last_TH: Tensor) -> Tensor:
-        """The sum over steps of 0.8^i times the mean over all T slots."""
+        """The sum over steps of 0.8^i times the mean over the slots that count."""
         T, head = len(tokens_T), self.head
         target_p_TW, position_mask_T = self.teacher(last_TH)
         wanted_T = position_mask_T & mask_T
@@ -55,7 +55,7 @@ class PlainStep:
             )
             log_q_TW = head.logits(hidden_TH).float().log_softmax(-1)
             losses_T = -(target_p_TW * log_q_TW).sum(-1)
-            total = total + self.decay**step * (losses_T * wanted_T).mean()
+            total = total + self.decay**step * (losses_T * wanted_T).sum() / wanted_T.sum()
             tokens_T, target_p_TW, wanted_T = ahead(tokens_T), ahead(target_p_TW), ahead(wanted_T)
         return total
 

@@ -43,7 +43,7 @@ from eyas.model.batch import Batch
 from eyas.train.loss import ObjectiveConfig
 from eyas.train.ranks import Ranks
 from eyas.train.state import TrainingState
-from eyas.train.step import DraftObjective, optimizers_of, training_step
+from eyas.train.step import LossModule, optimizers_of, training_step
 
 BATCHES, STEPS = 4, 3  # of a step, shared by the ranks; of a run
 
@@ -64,7 +64,7 @@ def rank_of_many(rank: int, size: int, port: int, folder: str, args: argparse.Na
     samples = [[sample(args, args.tokens, 1.0, number)] for number in range(BATCHES)]
     made = world(args, samples[0], "cpu")
     whole = sum(weight.numel() * 4 for weight in made.head.parameters())
-    objective = DraftObjective(made.head, made.vocabulary, ObjectiveConfig(), args.dtype)
+    objective = LossModule(made.head, made.vocabulary, ObjectiveConfig(), args.dtype)
     ranks = Ranks(rank, size)
     ranks.shard(objective)
     state = TrainingState(made.head, optimizers_of(made.head))
@@ -171,7 +171,7 @@ def activations(tokens: int, recompute: bool, args: argparse.Namespace) -> dict[
     args = argparse.Namespace(**{**vars(args), "tokens": tokens})
     made = world(args, [sample(args, tokens, 1.0, 0)], "cpu")
     config = ObjectiveConfig(recompute=recompute)
-    objective = DraftObjective(made.head, made.vocabulary, config, args.dtype)
+    objective = LossModule(made.head, made.vocabulary, config, args.dtype)
     teacher = objective.teach(made.batch, 0.0)
     divisor_K = objective.divisors([made.batch], [teacher])
 

@@ -32,7 +32,6 @@ from eyas.model.head import Head, head_files, load_head
 from eyas.model.vocab import TargetVocabulary
 from eyas.shards import Features
 from eyas.train.batches import survey
-from eyas.train.loss import ObjectiveConfig
 from eyas.train.start import recount
 
 TREES = ("fixed(5,1,6)", "fixed(6,3,12)")
@@ -115,7 +114,7 @@ def heads(args: argparse.Namespace, folder: Path) -> dict[str, str]:
     """The heads to measure by name, with narrower ones, which are written into the folder."""
     found = {head: head for head in args.head}
     if args.widths:
-        counts_V, _ = survey(Features(Artifact(args.features), "train"), ObjectiveConfig())
+        counts_V, _ = survey(Features(Artifact(args.features), "train"))
         vocabulary = TargetVocabulary.load(hub.resolve_target(args.target))
     for width in args.widths:
         made = folder / str(width)

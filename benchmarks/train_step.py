@@ -45,7 +45,7 @@ from eyas.train.start import initialise
 from eyas.train.state import TrainingState
 from eyas.train.step import (
     BETAS,
-    DraftObjective,
+    LossModule,
     optimizers_of,
     teaching_in_tf32,
     training_step,
@@ -133,12 +133,10 @@ def world(args: argparse.Namespace, samples: list[Sample], device: str) -> World
 
 
 def our_step(made: World, device: str) -> Any:
-    """A call that makes one step of ours and returns its loss: as in `eyas train`, but for the
-    baseline's normaliser.
-    """
+    """A call that makes one step of ours and returns its loss, as in `eyas train`."""
     state = TrainingState(made.head, optimizers_of(made.head))
-    config = ObjectiveConfig(normaliser="positions")
-    objective = DraftObjective(made.head, made.vocabulary, config, "bfloat16")
+    config = ObjectiveConfig()
+    objective = LossModule(made.head, made.vocabulary, config, "bfloat16")
     ranks = Ranks(device=device)
     return lambda: training_step(state, objective, [made.batch], ranks, LEARNING_RATE)["loss"]
 
@@ -150,7 +148,7 @@ def plain_step(made: World) -> Any:
     )
     matrix = made.vocabulary.lm_head.bfloat16()
     step, batch = PlainStep(made.head, optimizer, matrix, matrix), made.batch
-    mask_T = judged_positions(batch.loss_mask_BT, "serving", batch.starts_BT)[0]
+    mask_T = judged_positions(batch.loss_mask_BT, batch.starts_BT)[0]
     mask_T = torch.cat((mask_T[1:], mask_T.new_zeros(1)))  # by slot: the position after it
     return lambda: step(
         batch.tokens_BT[0], mask_T, batch.aux_hidden_BTA[0], batch.last_hidden_BTH[0]
@@ -277,7 +275,7 @@ def products(made: World) -> float:
     of all tokens.
     """
     config, batch = made.head.config, made.batch
-    judged_BT = judged_positions(batch.loss_mask_BT, "serving", batch.starts_BT)
+    judged_BT = judged_positions(batch.loss_mask_BT, batch.starts_BT)
     P, M, steps = int(judged_BT.sum()), batch.tokens_BT.numel(), ObjectiveConfig().num_ttt_steps
     layer = sum(weight.numel() for name, weight in made.head.named_parameters() if "proj" in name)
     keys = sum(

@@ -19,6 +19,7 @@ from eyas.model.config import HeadConfig
 from eyas.model.head import Head
 
 Weights = dict[str, Tensor]
+DECAY = 0.8
 
 
 @dataclass
@@ -162,29 +163,20 @@ class PlainOutcome:
 
 @dataclass
 class Wanted:
-    """The options of the objective of EAGLE-3. positions: what divides a step's
-    sum, if not its slots.
-    """
+    """The options of EAGLE-3's objective."""
 
     num_steps: int = 7
-    decay: float = 0.8
-    mask: str = "serving"
-    keep: bool = False
-    positions: int | None = None
-    loss: str = "cross_entropy"
     sampled: bool = False
 
-    def goes_on(self, t: int, step: int) -> bool:
+    def continues(self, t: int, step: int) -> bool:
         """Is slot t unrolled to this step?"""
-        return not self.sampled or t * (math.sqrt(5) - 1) / 2 % 1 < self.decay**step
+        return not self.sampled or t * (math.sqrt(5) - 1) / 2 % 1 < DECAY**step
 
 
-def is_judged(mask: list[bool], at: int, option: str) -> bool:
+def is_judged(mask: list[bool], at: int) -> bool:
     """Does the draft of x_{at+1}, made at step 0 by slot t = at - 1, count?"""
     t = at - 1
-    if t < 0 or t + 2 >= len(mask):
-        return False
-    return {"serving": mask[t + 1] and mask[t + 2], "t": mask[t], "t+1": mask[t + 1]}[option]
+    return t >= 0 and t + 2 < len(mask) and mask[t + 1] and mask[t + 2]
 
 
 def softmax(z: Tensor) -> Tensor:
@@ -192,21 +184,10 @@ def softmax(z: Tensor) -> Tensor:
     return e / e.sum()
 
 
-def plain_loss(z: Tensor, teacher: Tensor, target_ids: list[int], loss: str) -> Tensor:
-    """z: the draft's logits [W]; teacher: the target's [V]. The two LK losses are those of arXiv
-    2602.23881.
-    """
+def plain_loss(z: Tensor, teacher: Tensor, target_ids: list[int]) -> Tensor:
+    """z: the draft's logits [W]; teacher: the target's [V]."""
     q, p = softmax(z), softmax(torch.stack([teacher[token] for token in target_ids]))
-    if loss == "cross_entropy":
-        return -sum(p[w] * torch.log(q[w]) for w in range(len(z)))  # type: ignore[return-value]
-    whole = softmax(teacher)
-    alpha = sum(min(whole[token], q[w]) for w, token in enumerate(target_ids))
-    assert isinstance(alpha, Tensor)
-    if loss == "lk_alpha":
-        return -torch.log(alpha)
-    weight = math.exp(-3 * float(alpha.detach()))
-    divergence = sum(p[w] * torch.log(p[w] / q[w]) for w in range(len(z)))
-    return weight * divergence + (1 - weight) * (1 - alpha)
+    return -sum(p[w] * torch.log(q[w]) for w in range(len(z)))  # type: ignore[return-value]
 
 
 def plain_objective(
@@ -222,7 +203,7 @@ def plain_objective(
     judged, hits = [0] * wanted.num_steps, [0] * wanted.num_steps
     for example in examples:
         T = len(example.tokens)
-        counts = [is_judged(example.mask, at, wanted.mask) for at in range(T)]
+        counts = [is_judged(example.mask, at) for at in range(T)]
         for t in range(T - 2):
             if not any(counts[t + 1 : t + 1 + wanted.num_steps]):
                 continue
@@ -234,19 +215,19 @@ def plain_objective(
             outputs = plain.unroll(example, embed, t, wanted.num_steps, true_token)
             for step, output in enumerate(outputs):
                 at = t + 1 + step  # the teacher's position: what follows x_at
-                if at >= T or not counts[at] or not wanted.goes_on(t, step):
+                if at >= T or not counts[at] or not wanted.continues(t, step):
                     continue
                 judged[step] += 1
                 teacher = lm_head @ example.last[at]
                 best = int(teacher.argmax())
-                if best not in target_ids and not wanted.keep:
+                if best not in target_ids:
                     continue
                 z = plain.logits(output)
-                losses[step].append(plain_loss(z, teacher, target_ids, wanted.loss))
+                losses[step].append(plain_loss(z, teacher, target_ids))
                 hits[step] += target_ids[int(z.argmax())] == best
     zero = torch.zeros((), dtype=torch.float64)
-    means = [sum(terms, zero) / (wanted.positions or max(len(terms), 1)) for terms in losses]
-    total = sum((wanted.decay**step * mean for step, mean in enumerate(means)), zero)
+    means = [sum(terms, zero) / max(len(terms), 1) for terms in losses]
+    total = sum((DECAY**step * mean for step, mean in enumerate(means)), zero)
     return PlainOutcome(
         total,
         [float(mean.detach()) for mean in means],

@@ -45,6 +45,6 @@ def test_few_frames_to_the_loss_and_to_the_forward(capsys):
         for end, stack in stacks.items():
             print(f"\n{len(stack)} frames to {end}: {' > '.join(stack)}")
     assert set(stacks) == {*house.LOSS_ENDS, *house.FORWARD_ENDS}
-    to_loss = stacks["train/loss.py:objective"]
+    to_loss = stacks["train/loss.py:batch_loss"]
     assert len(to_loss[to_loss.index("cli/train.py:command") :]) <= MOST_FRAMES
     assert all(len(stacks[end]) <= MOST_FRAMES for end in house.FORWARD_ENDS)

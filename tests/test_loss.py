@@ -10,29 +10,26 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import get_args
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from eyas.chat.supervision import OPTIONS, supervised
+from eyas.chat.supervision import supervised
 from eyas.model import ttt
 from eyas.model import vocab as vocab_module
 from eyas.model.batch import Batch, plan_packs
 from eyas.train import loss as loss_module
 from eyas.train.loss import (
-    LossMask,
     ObjectiveConfig,
-    TeacherRows,
+    batch_loss,
     judged_positions,
     loss_rows,
-    objective,
     shifted,
     teach,
 )
-from eyas.train.step import DRAW_STEP, DraftObjective
+from eyas.train.step import DRAW_STEP, LossModule
 from tests.plain_eagle import PlainHead, Wanted, plain_loss, plain_objective, weights_of
 from tests.tiny_batch import (
     as_examples,
@@ -55,21 +52,7 @@ CASES = {
 }
 CONFIGS = {
     "defaults": {},
-    "three steps of equal weight": {"num_ttt_steps": 3, "step_decay": 1.0},
-    "five steps": {"num_ttt_steps": 5, "step_decay": 0.9},
-    "mask[t]": {"loss_mask": "t"},
-    "mask[t+1]": {"loss_mask": "t+1"},
-    "out of vocabulary kept": {"out_of_vocabulary": "keep"},
-    "mean over all positions": {"normaliser": "positions"},
-    "LK alpha": {"loss": "lk_alpha"},
-    "LK lambda": {"loss": "lk_lambda", "out_of_vocabulary": "keep"},
     "later steps sampled": {"later_steps": "sampled"},
-    "all at once": {
-        "loss_mask": "t",
-        "out_of_vocabulary": "keep",
-        "normaliser": "positions",
-        "loss": "lk_lambda",
-    },
 }
 HEADS = {
     "norm_before_residual": {"norm_before_residual": True},
@@ -84,20 +67,14 @@ HEADS = {
 
 def outcome_of(head, batch, dtype=torch.float64, **config):
     vocabulary, wanted = tiny_vocabulary(dtype), ObjectiveConfig(**config)
-    return objective(
-        head, vocabulary.embed_tokens, batch, teach(batch, vocabulary, head, wanted), wanted
-    )
+    teacher = teach(batch, vocabulary, head)
+    return batch_loss(head, vocabulary.embed_tokens, batch, teacher, wanted)
 
 
-def plain_outcome(head, weights, samples, positions=None, **config):
+def plain_outcome(head, weights, samples, **config):
     wanted, vocabulary = ObjectiveConfig(**config), tiny_vocabulary(torch.float64)
     options = Wanted(
         num_steps=wanted.num_ttt_steps,
-        decay=wanted.step_decay,
-        mask=wanted.loss_mask,
-        keep=wanted.out_of_vocabulary == "keep",
-        positions=positions if wanted.normaliser == "positions" else None,
-        loss=wanted.loss,
         sampled=wanted.later_steps == "sampled",
     )
     embed_tokens = weights.get("embed_tokens", vocabulary.embed_tokens)
@@ -116,7 +93,7 @@ def assert_equals_the_loops(head, batch, samples, **config):
     """Loss, per step losses and counts, and gradients, to 1e-6."""
     outcome, weights = outcome_of(head, batch, **config), weights_of(head)
     outcome.loss.backward()
-    plain = plain_outcome(head, weights, samples, positions=batch.tokens_BT.numel(), **config)
+    plain = plain_outcome(head, weights, samples, **config)
     assert sum(plain.num_trained) > 0
     plain.loss.backward()
     torch.testing.assert_close(outcome.loss, plain.loss, rtol=1e-6, atol=1e-6)
@@ -185,7 +162,7 @@ def test_what_is_computed_again_is_what_was_kept(flags, dtype, monkeypatch):
     def outcome(recompute, rows):
         monkeypatch.setattr(ttt, "RECOMPUTED_ROWS", rows)
         head = wavy_head(**flags)
-        module = DraftObjective(head, vocabulary, ObjectiveConfig(recompute=recompute), dtype)
+        module = LossModule(head, vocabulary, ObjectiveConfig(recompute=recompute), dtype)
         teacher = module.teach(batch, 0.0)
         found = module(batch, teacher, module.divisors([batch], [teacher]))
         found.loss.backward()
@@ -226,7 +203,7 @@ GOLDENS = {
 def golden_of_the_loops(config, flags):
     samples, head = made_up_samples([TURNS, ANSWER], seed=4), wavy_head(**flags).double()
     weights = weights_of(head)
-    plain = plain_outcome(head, weights, samples, positions=16, **config)
+    plain = plain_outcome(head, weights, samples, **config)
     plain.loss.backward()
     trained = {
         name: weights[name].grad for name, weight in head.named_parameters() if weight.requires_grad
@@ -263,16 +240,15 @@ def test_a_packed_row_equals_the_loops(config):
 @given(
     masks=st.lists(st.lists(st.booleans(), min_size=1, max_size=12), min_size=1, max_size=6),
     room=st.integers(0, 70),
-    option=st.sampled_from(OPTIONS),
 )
 @settings(max_examples=40, deadline=None)
-def test_packed_and_padded_rows_have_one_loss(masks, room, option):
+def test_packed_and_padded_rows_have_one_loss(masks, room):
     """No draft is judged and nothing is seen across documents; positions restart with each."""
     masks = [[True] * 4, *masks]
     samples, losses, grads = made_up_samples(masks, seed=3), [], []
     for batch in (Batch.of(samples), Batch.packed(samples, room)):
         head = wavy_head().double()
-        outcome = outcome_of(head, doubled(batch), loss_mask=option, num_ttt_steps=4)
+        outcome = outcome_of(head, doubled(batch), num_ttt_steps=4)
         outcome.loss.backward()
         losses.append((outcome.loss, outcome.step_losses, outcome.num_judged, outcome.num_hits))
         grads.append([weight.grad for weight in head.parameters()])
@@ -280,19 +256,6 @@ def test_packed_and_padded_rows_have_one_loss(masks, room, option):
         torch.testing.assert_close(packed, padded, rtol=1e-9, atol=1e-9)
     for padded, packed in zip(grads[0], grads[1], strict=True):
         torch.testing.assert_close(packed, padded, rtol=1e-9, atol=1e-9)
-
-
-def test_the_loss_masks_are_the_options_of_chat():
-    assert get_args(LossMask) == OPTIONS
-
-
-@given(mask=st.lists(st.booleans(), min_size=1, max_size=12), option=st.sampled_from(OPTIONS))
-@settings(max_examples=100, deadline=None)
-def test_judged_are_the_tokens_that_the_mask_option_names(mask, option):
-    """A judged position s stands for the token s + 1."""
-    judged = judged_positions(torch.tensor([mask]), option)[0].tolist()
-    assert [False, *judged[:-1]] == supervised(mask, option)
-    assert not judged[-1]
 
 
 @given(
@@ -324,6 +287,15 @@ def test_a_packed_row_says_where_its_samples_begin():
         [0, 0, 0],
         [0, 0, -1],
     ]
+
+
+@given(mask=st.lists(st.booleans(), min_size=1, max_size=12))
+@settings(max_examples=100, deadline=None)
+def test_judged_are_the_tokens_that_serving_drafts(mask):
+    """A judged position s stands for the token s + 1."""
+    judged = judged_positions(torch.tensor([mask]))[0].tolist()
+    assert [False, *judged[:-1]] == supervised(mask, "serving")
+    assert not judged[-1]
 
 
 def test_the_cases_hold_misses_hits_and_undraftable_slots():
@@ -374,15 +346,11 @@ def test_the_teacher_is_the_target_at_the_judged_positions():
         wavy_head().double(),
         tiny_vocabulary(torch.float64),
     )
-    teacher = teach(batch, vocabulary, head, ObjectiveConfig(loss="lk_alpha"))
+    teacher = teach(batch, vocabulary, head)
     logits_PV = batch.last_hidden_BTH[0, 1:8] @ vocabulary.lm_head.T
     rows = torch.tensor([5, 0, 5])
-    torch.testing.assert_close(
-        teacher.rows(rows).p_RW, logits_PV[rows][:, head.target_ids_W].softmax(-1)
-    )
-    share_P = logits_PV.softmax(-1)[:, head.target_ids_W].sum(-1)
-    torch.testing.assert_close(teacher.rows(rows).share_R, share_P[rows])
-    torch.testing.assert_close(teacher.log_sum_P, logits_PV.logsumexp(-1))
+    expected = logits_PV[rows][:, head.target_ids_W].softmax(-1)
+    torch.testing.assert_close(teacher.probabilities(rows), expected)
     assert torch.equal(teacher.argmax_P, logits_PV.argmax(-1))
     assert torch.equal(teacher.position_mask_P, torch.isin(teacher.argmax_P, head.target_ids_W))
     assert teacher.row_BT.tolist() == [[-1, 0, 1, 2, 3, 4, 5, 6, -1]]
@@ -394,13 +362,12 @@ def test_pieces_of_the_vocabulary_change_nothing(monkeypatch, at_once):
     batch, results = doubled(made_up_batch([[True] * 30, TURNS])), []
     for size in (1 << 23, at_once):
         monkeypatch.setattr(loss_module, "LOGITS_AT_ONCE", size * 30)
-        monkeypatch.setattr(loss_module, "TEACHER_COLUMNS", size + 3)
         monkeypatch.setattr(vocab_module, "COLUMNS_AT_ONCE", size + 3)
         monkeypatch.setattr(loss_module, "LOGITS_IN_CACHE", size * 3)
         monkeypatch.setattr(loss_module, "TEACHER_ROWS", size)
         monkeypatch.setattr(loss_module, "SLOTS_IN_STEPS_OF", 1 + size % 128)
         head = wavy_head().double()
-        outcome = outcome_of(head, batch, loss="lk_lambda")
+        outcome = outcome_of(head, batch, num_ttt_steps=7)
         outcome.loss.backward()
         results.append(
             (
@@ -415,43 +382,35 @@ def test_pieces_of_the_vocabulary_change_nothing(monkeypatch, at_once):
 
 
 def test_sampled_steps_take_their_share_and_all_slots_in_turn():
-    batch, head, vocabulary = made_up_batch([[True] * 60]), wavy_head(), tiny_vocabulary()
-    wanted = ObjectiveConfig(later_steps="sampled", out_of_vocabulary="keep")
+    batch, head, vocabulary = (
+        made_up_batch([[True] * 60]),
+        wavy_head(draft_vocab_size=40),
+        tiny_vocabulary(),
+    )
+    wanted = ObjectiveConfig(later_steps="sampled")
     counts, sums = torch.zeros(7), torch.zeros(7)
     with torch.no_grad():
         for step in range(40):
-            draw = step * DRAW_STEP % 1.0
-            teacher = teach(batch, vocabulary, head, wanted, draw)
-            outcome = objective(head, vocabulary.embed_tokens, batch, teacher, wanted)
+            teacher = teach(batch, vocabulary, head, step * DRAW_STEP % 1.0)
+            outcome = batch_loss(head, vocabulary.embed_tokens, batch, teacher, wanted)
             counts += outcome.num_trained
             sums += outcome.step_losses * outcome.num_trained
-        whole = outcome_of(head, batch, torch.float32, out_of_vocabulary="keep")
+        whole = outcome_of(head, batch, torch.float32)
     share_K = counts / whole.num_trained / 40
     torch.testing.assert_close(share_K, 0.8 ** torch.arange(7.0), rtol=0.05, atol=0)
     torch.testing.assert_close(sums / counts, whole.step_losses, rtol=0.02, atol=0)
 
 
-def taught_by(teacher_RV, kept):
-    p_RW = teacher_RV[:, kept].softmax(-1)
-    return TeacherRows(
-        p_RW, teacher_RV.softmax(-1)[:, kept].sum(-1), torch.xlogy(p_RW, p_RW).sum(-1)
-    )
-
-
-@pytest.mark.parametrize("loss", ["cross_entropy", "lk_alpha", "lk_lambda"])
-def test_the_losses_gradient_is_autograds_own(loss):
+def test_the_losses_gradient_is_autograds_own():
     generator = torch.Generator().manual_seed(0)
     teacher_RV = 3 * torch.randn(5, 12, generator=generator, dtype=torch.float64)
     logits_RW = (2 * torch.randn(5, 7, generator=generator, dtype=torch.float64)).requires_grad_()
     kept = [0, 2, 3, 5, 8, 9, 11]
     expected_R = torch.stack(
-        [
-            plain_loss(z, teacher, kept, loss)
-            for z, teacher in zip(logits_RW, teacher_RV, strict=True)
-        ]
+        [plain_loss(z, teacher, kept) for z, teacher in zip(logits_RW, teacher_RV, strict=True)]
     )
     (expected_grad,) = torch.autograd.grad(expected_R.sum(), logits_RW)
-    losses_R, grad_RW, choice_R = loss_rows(logits_RW.detach(), taught_by(teacher_RV, kept), loss)
+    losses_R, grad_RW, choice_R = loss_rows(logits_RW.detach(), teacher_RV[:, kept].softmax(-1))
     assert torch.equal(choice_R, logits_RW.argmax(-1))
     torch.testing.assert_close(losses_R, expected_R.detach())
     torch.testing.assert_close(grad_RW, expected_grad)
@@ -463,12 +422,10 @@ def test_a_target_that_cuts_its_logits_teaches_what_it_says():
     cutting = replace(
         vocabulary, config=vocabulary.config.model_copy(update={"logit_softcap": 2.0})
     )
-    teacher = teach(batch, cutting, head, ObjectiveConfig(loss="lk_alpha"))
+    teacher = teach(batch, cutting, head)
     logits_PV = 2 * torch.tanh(batch.last_hidden_BTH[0, 1:8] @ vocabulary.lm_head.T / 2)
-    torch.testing.assert_close(
-        teacher.rows(torch.arange(7)).p_RW, logits_PV[:, head.target_ids_W].softmax(-1)
-    )
-    torch.testing.assert_close(teacher.log_sum_P, logits_PV.logsumexp(-1))
+    expected = logits_PV[:, head.target_ids_W].softmax(-1)
+    torch.testing.assert_close(teacher.probabilities(torch.arange(7)), expected)
 
 
 def test_nothing_as_large_as_scores_or_logits_is_kept_for_the_way_back():
@@ -485,24 +442,19 @@ def test_nothing_as_large_as_scores_or_logits_is_kept_for_the_way_back():
     assert num_rows * head.config.hidden_size in sizes
 
 
-def test_acceptance_near_zero_has_a_finite_gradient():
-    """A draft that is sure of what the target excludes."""
-    logits_RW, taught = (
-        torch.tensor([[200.0, 0.0, 0.0]]),
-        taught_by(torch.tensor([[-200.0, 50.0, 0.0]]), [0, 1, 2]),
-    )
-    for loss in ("cross_entropy", "lk_alpha", "lk_lambda"):
-        losses_R, grad_RW, _ = loss_rows(logits_RW, taught, loss)
-        assert losses_R.isfinite().all()
-        assert grad_RW.isfinite().all()
+def test_a_draft_that_is_sure_of_what_the_target_excludes_has_a_finite_gradient():
+    logits_RW, p_RW = torch.tensor([[200.0, 0.0, 0.0]]), torch.tensor([[0.0, 1.0, 0.0]])
+    losses_R, grad_RW, _ = loss_rows(logits_RW, p_RW)
+    assert losses_R.isfinite().all()
+    assert grad_RW.isfinite().all()
 
 
 def test_bf16_is_close_to_float32():
     batch, head, vocabulary = made_up_batch([[True] * 30, TURNS]), wavy_head(), tiny_vocabulary()
     exact = outcome_of(head, batch, torch.float32)
-    teacher = teach(batch, vocabulary, head, ObjectiveConfig())
+    teacher = teach(batch, vocabulary, head)
     with torch.autocast("cpu", torch.bfloat16):
-        rough = objective(
+        rough = batch_loss(
             head, vocabulary.embed_tokens.bfloat16(), batch, teacher, ObjectiveConfig()
         )
     assert rough.loss.dtype == torch.float32

@@ -31,7 +31,7 @@ from eyas.train.ranks import Ranks
 from eyas.train.start import StartConfig, covering_size
 from eyas.train.state import CHECKPOINT, METRICS, StopConfig, TrainingState
 from eyas.train.step import (
-    DraftObjective,
+    LossModule,
     optimizers_of,
     scheduled_rate,
     teaching_in_tf32,
@@ -411,7 +411,7 @@ def golden_step() -> dict[str, object]:
     """
     head, vocabulary = wavy_head(), tiny_vocabulary()
     state = TrainingState(head, optimizers_of(head))
-    objective = DraftObjective(head, vocabulary, ObjectiveConfig(), "float32")
+    objective = LossModule(head, vocabulary, ObjectiveConfig(), "float32")
     batch: Batch = made_up_batch(
         [[False] * 4 + [True] * 14, [False, True, True, True, False, False, True, True, True]],
         seed=1,

@@ -24,10 +24,10 @@ from eyas.model.batch import Batch
 from eyas.model.target import Target
 from eyas.shards import Features
 from eyas.train.batches import BatchConfig, plan_steps
-from eyas.train.loss import ObjectiveConfig, objective, teach
+from eyas.train.loss import ObjectiveConfig, batch_loss, teach
 from eyas.train.ranks import Ranks
 from eyas.train.state import CHECKPOINT, METRICS, TrainingState
-from eyas.train.step import DraftObjective, optimizers_of, training_step
+from eyas.train.step import LossModule, optimizers_of, training_step
 from eyas.train.trainer import TrainConfig, check_settings
 from tests.nursery import PATIENCE_S, ROOT, launched, said, seen
 from tests.object_stores import free_port
@@ -313,15 +313,15 @@ def test_a_step_of_two_batches_is_the_step_of_one_that_holds_both():
     vocabulary = tiny_vocabulary()
     whole = wavy_head()
     batch = Batch.of(samples)
-    outcome = objective(
-        whole, vocabulary.embed_tokens, batch, teach(batch, vocabulary, whole, config), config
+    outcome = batch_loss(
+        whole, vocabulary.embed_tokens, batch, teach(batch, vocabulary, whole), config
     )
     outcome.loss.backward()
     norm = torch.stack([weight.grad.norm() for weight in whole.parameters()]).norm()
     parts = wavy_head()
     state = TrainingState(parts, optimizers_of(parts))
     batches = [Batch.of(samples[:1]), Batch.of(samples[1:])]
-    module = DraftObjective(parts, vocabulary, config, "float32")
+    module = LossModule(parts, vocabulary, config, "float32")
     row = training_step(state, module, batches, Ranks(), 0.0)
     assert row["loss"] == pytest.approx(float(outcome.loss.detach()), rel=1e-6)
     assert row["step_losses"] == pytest.approx(outcome.step_losses.tolist(), rel=1e-5)

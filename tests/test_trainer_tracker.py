@@ -6,7 +6,6 @@ The clients that are not installed are skipped; `pip install "eyas[wandb]"` and 
 from __future__ import annotations
 
 import logging
-import sqlite3
 import struct
 import sys
 import time
@@ -107,40 +106,6 @@ def test_wandb_keeps_what_is_logged(tmp_path, monkeypatch):
     assert steps == pytest.approx({step: 1.0 / step for step in range(1, 6)})
 
 
-def test_trackio_keeps_what_is_logged(tmp_path, monkeypatch):
-    pytest.importorskip("trackio", reason="the extra `trackio` is not installed")
-    utils = pytest.importorskip("trackio.utils")
-    monkeypatch.setattr(utils, "TRACKIO_DIR", tmp_path)
-    monkeypatch.setattr("trackio.sqlite_storage.TRACKIO_DIR", tmp_path)
-    logged(TrackerConfig(to=("trackio",)), tmp_path)
-    (database,) = tmp_path.rglob("eyas.db")
-    with sqlite3.connect(database) as connection:
-        rows = connection.execute(
-            "select run_name, step, metrics from metrics order by step"
-        ).fetchall()
-    connection.close()
-    assert {name for name, _, _ in rows} == {f"train-1-{IDENTITY}"}
-    assert {step for _, step, metrics in rows if "loss" in str(metrics)} == set(range(1, 6))
-
-
-def test_mlflow_keeps_what_is_logged(tmp_path, monkeypatch):
-    mlflow = pytest.importorskip("mlflow", reason="the extra `mlflow` is not installed")
-    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
-    server = f"file://{tmp_path}/mlruns"
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", server)
-    logged(TrackerConfig(to=("mlflow",)), tmp_path)
-    client = mlflow.MlflowClient(tracking_uri=server)
-    # one, resumed
-    (run,) = client.search_runs([client.get_experiment_by_name("eyas").experiment_id])
-    assert run.info.run_name == "train-1"
-    assert run.info.status == "FINISHED"
-    assert run.data.params == {"seed": "1", "stop.patience": "2"}
-    history = {
-        metric.step: metric.value for metric in client.get_metric_history(run.info.run_id, "loss")
-    }
-    assert history == pytest.approx({step: 1.0 / step for step in range(1, 6)})
-
-
 def test_an_extra_that_is_absent_is_named_before_any_work(monkeypatch, tmp_path):
     for name, (module, _) in TRACKERS.items():
         monkeypatch.setitem(sys.modules, module, None)  # as the import of an absent package
@@ -180,7 +145,7 @@ def test_a_tracker_that_fails_is_dropped_and_the_others_go_on(caplog):
             self.is_closed = True
 
     bad, good = Counting(2), Counting(9)
-    both = Trackers({"wandb": bad, "trackio": good})
+    both = Trackers({"wandb": bad, "tensorboard": good})
     with caplog.at_level(logging.WARNING, "eyas"):
         for step in (1, 2, 3):
             both.log(step, {})

@@ -1,6 +1,4 @@
-"""Which samples a run sees, in which batches and steps.
-
-Works on sources, lengths, counts of tokens and a seed. Does not know heads or the value of a loss.
+"""Which samples a run sees, in which batches and steps: functions of lengths and a seed.
 
 Letters: V target vocabulary.
 """
@@ -17,7 +15,7 @@ from torch import Tensor
 from eyas.errors import EmptyInputError
 from eyas.model.batch import Batch, plan_batches, plan_packs
 from eyas.shards import FeatureSource, Sample
-from eyas.train.loss import ObjectiveConfig, judged_positions
+from eyas.train.loss import judged_positions
 
 
 class BatchConfig(BaseModel):
@@ -36,7 +34,7 @@ class BatchConfig(BaseModel):
 
 
 def survey(
-    source: FeatureSource, config: ObjectiveConfig, left_out: frozenset[int] = frozenset()
+    source: FeatureSource, left_out: frozenset[int] = frozenset()
 ) -> tuple[Tensor, dict[int, int]]:
     """Read all tokens once: how often each is in an answer, and which samples can be trained on.
 
@@ -50,7 +48,7 @@ def survey(
         if number in left_out:
             continue
         counts_V += torch.bincount(token_ids[loss_mask], minlength=len(counts_V))
-        if judged_positions(loss_mask[None], config.loss_mask).any():
+        if judged_positions(loss_mask[None]).any():
             usable[number] = int(loss_mask.sum())
     if not usable:
         raise EmptyInputError(

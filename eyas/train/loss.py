@@ -1,8 +1,5 @@
 """The training objective: EAGLE-3's reference over the unrolled steps, as pure functions.
 
-Knows the masks, the teacher and the losses. Does not know optimizers, files or where batches come
-from. docs/decisions/training-objective.md says where the reference leaves a choice.
-
     tokens      [x0 x1 x2 x3 x4 x5]     loss_mask of an answer x3 x4 x5:  [0 0 0 1 1 1]
     judged      [0  0  0  1  1  0 ]     position s: x_s is the answer's, and so is x_{s+1}, which
                                         the target predicts at s
@@ -11,19 +8,20 @@ from. docs/decisions/training-objective.md says where the reference leaves a cho
 
 At step 0 this is loss_mask[t+1] and loss_mask[t+2], what serving asks of a head: x_{t+1} is the
 target's own token, x_{t+2} the first draft. Every later step is the same set, shifted left by one
-more. No position is judged from another document's slot.
+more. No position is judged from another document's slot. A slot whose target argmax is outside the
+draft vocabulary carries no loss and counts as a miss.
+docs/decisions/training-objective.md says where the reference leaves a choice.
 
 Nothing as wide as a vocabulary is kept: the target's logits are computed again where they are
 needed, some rows at a time.
 
 Letters: B batch, T sequence, K steps, N slots unrolled, P judged positions, S slots with a loss at
 all steps together, R some rows of P or S, U the distinct teacher's rows of R, H hidden, A = 3 * the
-target's hidden size, V target vocabulary, C a part of it, W draft vocabulary.
+target's hidden size, V target vocabulary, W draft vocabulary.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
@@ -38,41 +36,29 @@ from eyas.model.head import Head
 from eyas.model.ttt import Slots, by_rows, unroll
 from eyas.model.vocab import TargetVocabulary
 
-# The names of chat/supervision.py, which says what each of them supervises: training needs no
-# tokenizer, and so does not load that package.
-LossMask = Literal["serving", "t", "t+1"]
+STEP_DECAY = 0.8  # the weight of step i is its i-th power, as in the reference
 # How many numbers are computed at a time
-TEACHER_ROWS, TEACHER_COLUMNS = 1024, 8192  # R, C of `full_vocabulary`: 32 MB in float32
+TEACHER_ROWS = 1024  # R of the teacher's argmax
 # R x W of `Distillation`: 64 MB in bf16; with more rows lm_head's gradient is summed less often
 LOGITS_AT_ONCE = 1 << 25
 LOGITS_IN_CACHE = 1 << 18  # R x W of `block_losses` on a CPU: they are read several times
 SLOTS_IN_STEPS_OF = 128  # N is a multiple of it: oneDNN keeps code and buffers for every size
 GOLDEN_RATIO = (5**0.5 - 1) / 2  # its multiples, without their whole part, fill [0, 1) evenly
-LK_ETA = 3.0  # the best value in the LK paper (`loss_rows`)
 
 
 class ObjectiveConfig(BaseModel):
-    """The loss: by default EAGLE-3's reference, except for the loss mask and the normaliser.
+    """The loss: EAGLE-3's reference, except for the loss mask and the mean over judged slots.
 
-    num_ttt_steps: K. step_decay: the weight of step i is its i-th power. loss_mask: which slots are
-    judged, by the names of chat/supervision.py. out_of_vocabulary: slots whose target argmax is
-    outside the draft vocabulary carry no loss (drop), or do (keep). normaliser: a step's losses are
-    summed and divided by the slots that carry loss (valid), or by all positions of the batch,
-    prompt and padding too (positions). loss: see `loss_rows`. later_steps: whether all slots are
-    unrolled to the last step, or of step i the share step_decay ** i (sampled), others in every
-    training step: the same loss on average, for little more than half of the work. recompute: keep
-    little of each step of the unroll for the backward and compute the rest again: the same loss but
-    for rounding, in a fraction of the memory.
+    num_ttt_steps: K. later_steps: whether all slots are unrolled to the last step, or of step i the
+    share STEP_DECAY ** i (sampled), others in every training step: the same loss on average, for
+    little more than half of the work. recompute: keep little of each step of the unroll for the
+    backward and compute the rest again: the same loss but for rounding, in a fraction of the
+    memory.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     num_ttt_steps: int = Field(7, ge=1, le=16)
-    step_decay: float = Field(0.8, gt=0, le=1)
-    loss_mask: LossMask = "serving"
-    out_of_vocabulary: Literal["drop", "keep"] = "drop"
-    normaliser: Literal["valid", "positions"] = "valid"
-    loss: Literal["cross_entropy", "lk_alpha", "lk_lambda"] = "cross_entropy"
     later_steps: Literal["all", "sampled"] = "all"
     recompute: bool = False
 
@@ -84,8 +70,8 @@ class Teacher:
     row_BT: int64, the position's row among the P, -1 where nothing is judged. hidden_PH: the
     target's last hidden states there. lm_head_WH: the rows of its lm_head for the draft's tokens.
     argmax_P: int64, its best token in the whole vocabulary. position_mask_P: bool, whether that
-    token is in the draft vocabulary. log_sum_P: logsumexp of its logits over the whole vocabulary;
-    None for cross entropy. draw: in [0, 1), which slots go on where later steps are sampled.
+    token is in the draft vocabulary. draw: in [0, 1), which slots continue where later steps are
+    sampled.
     """
 
     row_BT: Tensor
@@ -93,42 +79,15 @@ class Teacher:
     lm_head_WH: Tensor
     argmax_P: Tensor
     position_mask_P: Tensor
-    log_sum_P: Tensor | None
     vocabulary: TargetVocabulary
     draw: float = 0.0
 
-    def rows(self, rows_R: Tensor) -> TeacherRows:
-        """The target's distributions at rows_R, int64, of the P."""
+    def probabilities(self, rows_R: Tensor) -> Tensor:
+        """The target's softmax over the draft's tokens alone [R, W], at rows_R, int64, of the P."""
         logits_RW = self.vocabulary.capped(
             self.hidden_PH.index_select(0, rows_R) @ self.lm_head_WH.T
         )
-        p_RW = logits_RW.softmax(-1)
-        if self.log_sum_P is None:
-            return TeacherRows(p_RW)
-        share_R = (logits_RW.logsumexp(-1) - self.log_sum_P[rows_R]).exp()
-        return TeacherRows(p_RW, share_R, -torch.special.entr(p_RW).sum(-1))
-
-
-@dataclass(frozen=True, slots=True)
-class TeacherRows:
-    """The target's distributions at R of the judged positions.
-
-    p_RW: its softmax over the draft's tokens alone. For LK losses, else None: share_R, the part of
-    its softmax over all tokens that the draft's tokens have, and certainty_R, sum_w p_w log p_w
-    (the negative entropy of p).
-    """
-
-    p_RW: Tensor
-    share_R: Tensor | None = None
-    certainty_R: Tensor | None = None
-
-    def take(self, of_R: Tensor) -> TeacherRows:
-        """The rows numbered of_R, int64, in this order; a number may come several times."""
-        taken = (
-            None if one is None else one.index_select(0, of_R)
-            for one in (self.share_R, self.certainty_R)
-        )
-        return TeacherRows(self.p_RW.index_select(0, of_R), *taken)
+        return logits_RW.softmax(-1)
 
 
 class BatchLoss(NamedTuple):
@@ -146,25 +105,18 @@ class BatchLoss(NamedTuple):
     num_hits: Tensor
 
 
-def judged_positions(
-    loss_mask_BT: Tensor, option: LossMask = "serving", starts_BT: Tensor | None = None
-) -> Tensor:
+def judged_positions(loss_mask_BT: Tensor, starts_BT: Tensor | None = None) -> Tensor:
     """bool [B, T]: the positions s whose prediction of x_{s+1} is trained on.
 
-    Position s is judged where `chat.supervision.supervised` has s + 1. loss_mask_BT: bool. option:
-    see ObjectiveConfig. starts_BT: as in a Batch; without it every row is one document without
-    padding.
+    Position s is judged where `chat.supervision.supervised` has s + 1. loss_mask_BT: bool.
+    starts_BT: as in a Batch; without it every row is one document without padding.
     """
     starts_BT = (
         torch.zeros_like(loss_mask_BT, dtype=torch.int64) if starts_BT is None else starts_BT
     )
     has_next_BT = (starts_BT >= 0) & (shifted(starts_BT + 1, 1) - 1 == starts_BT)
     column_T = torch.arange(loss_mask_BT.shape[1], device=loss_mask_BT.device)
-    if option == "t":
-        before_BT = F.pad(loss_mask_BT, (1, 0))[:, :-1]
-        return before_BT & (column_T > starts_BT) & has_next_BT
-    own_BT = loss_mask_BT & (column_T > starts_BT) & has_next_BT
-    return own_BT if option == "t+1" else own_BT & shifted(loss_mask_BT, 1)
+    return loss_mask_BT & shifted(loss_mask_BT, 1) & (column_T > starts_BT) & has_next_BT
 
 
 def shifted(x_BT: Tensor, by: int) -> Tensor:
@@ -173,21 +125,16 @@ def shifted(x_BT: Tensor, by: int) -> Tensor:
 
 
 @torch.no_grad()
-def teach(
-    batch: Batch,
-    vocabulary: TargetVocabulary,
-    head: Head,
-    config: ObjectiveConfig,
-    draw: float = 0.0,
-) -> Teacher:
+def teach(batch: Batch, vocabulary: TargetVocabulary, head: Head, draw: float = 0.0) -> Teacher:
     """What the losses of a batch need from the target, at its judged positions.
 
-    Call it outside autocast: the argmax is that of logits in lm_head's precision.
+    Call it outside autocast: the argmax is that of logits in lm_head's precision. Of equal logits
+    the smallest id wins.
     """
-    judged_BT = judged_positions(batch.loss_mask_BT, config.loss_mask, batch.starts_BT)
+    judged_BT = judged_positions(batch.loss_mask_BT, batch.starts_BT)
     rank_BT = judged_BT.flatten().cumsum(0).view_as(judged_BT) - 1
     stored_PH = batch.last_hidden_BTH[judged_BT]
-    argmax_P, log_sum_P = full_vocabulary(stored_PH, vocabulary, config.loss != "cross_entropy")
+    argmax_P = torch.cat([vocabulary.best(part) for part in torch.split(stored_PH, TEACHER_ROWS)])
     lm_head_WH = vocabulary.lm_head.index_select(0, head.target_ids_W)
     return Teacher(
         rank_BT.where(judged_BT, -1),
@@ -195,64 +142,23 @@ def teach(
         lm_head_WH,
         argmax_P,
         head.t2d[argmax_P],
-        log_sum_P,
         vocabulary,
         draw,
     )
 
 
-def full_vocabulary(
-    hidden_PH: Tensor, vocabulary: TargetVocabulary, sums: bool
-) -> tuple[Tensor, Tensor | None]:
-    """The argmax int64 [P] of the target's logits and, if `sums`, their logsumexp [P].
+def loss_rows(logits_RW: Tensor, p_RW: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The cross entropies [R] of draft logits, their gradient by the logits [R, W], and the argmax
+    [R].
 
-    hidden_PH: as stored. The logits are computed for C of the V tokens at a time. Of equal logits
-    the smallest id wins.
+    Logits are float32 or wider. With q the draft's softmax and p_RW the target's over the draft
+    vocabulary alone, the loss is -sum_w p_w log q_w.
     """
-    argmax_P = torch.cat([vocabulary.best(part) for part in torch.split(hidden_PH, TEACHER_ROWS)])
-    if not sums:
-        return argmax_P, None
-    log_sums = []
-    for hidden_RH in torch.split(hidden_PH.to(vocabulary.lm_head.dtype), TEACHER_ROWS):
-        log_sum_R = hidden_RH.new_full((len(hidden_RH),), -math.inf)
-        for part_CH in torch.split(vocabulary.lm_head, TEACHER_COLUMNS):
-            part_R = vocabulary.capped(hidden_RH @ part_CH.T).logsumexp(-1)
-            log_sum_R = torch.logaddexp(log_sum_R, part_R)
-        log_sums.append(log_sum_R)
-    return argmax_P, torch.cat(log_sums)
-
-
-def loss_rows(logits_RW: Tensor, teacher: TeacherRows, loss: str) -> tuple[Tensor, Tensor, Tensor]:
-    """The losses [R] of draft logits, their gradient by the logits [R, W], and the argmax [R].
-
-    Logits are float32 or wider. q is the draft's softmax, p the target's over the draft vocabulary
-    alone, p' the target's over the whole vocabulary; alpha = sum_w min(p'_w, q_w) is the chance
-    that a draft is accepted:
-
-        cross_entropy   -sum_w p_w log q_w                                EAGLE
-        lk_alpha        -log alpha                                        arXiv 2602.23881, LK^alpha
-        lk_lambda       lambda KL(p || q) + (1 - lambda) (1 - alpha)      the same, LK^lambda
-
-    lambda = exp(-eta alpha) is each slot's own, a constant to the gradient.
-    """
-    p, q = teacher.p_RW, logits_RW.softmax(-1)
+    q_RW = logits_RW.softmax(-1)
     best_R, choice_R = logits_RW.max(-1)
-    log_sum_R = best_R - q.gather(-1, choice_R.unsqueeze(-1)).squeeze(-1).log()
-    cross_entropy_R = log_sum_R - torch.linalg.vecdot(p, logits_RW)
-    if loss == "cross_entropy":
-        return cross_entropy_R, q.sub_(p), choice_R
-    assert teacher.share_R is not None, "the teacher has no sums"
-    assert teacher.certainty_R is not None, "the teacher has no sums"
-    accepted = p * teacher.share_R.unsqueeze(-1)
-    alpha_R = torch.minimum(accepted, q).sum(-1).clamp(min=torch.finfo(q.dtype).tiny)
-    short = q * (q < accepted)  # where more of q is more acceptance
-    rise = short - q * short.sum(-1, keepdim=True)  # alpha's gradient
-    if loss == "lk_alpha":
-        return -alpha_R.log(), rise.div_(-alpha_R.unsqueeze(-1)), choice_R
-    weight_R = (-LK_ETA * alpha_R).exp()
-    losses_R = weight_R * (teacher.certainty_R + cross_entropy_R) + (1 - weight_R) * (1 - alpha_R)
-    grad = weight_R.unsqueeze(-1) * (q - p) - (1 - weight_R).unsqueeze(-1) * rise
-    return losses_R, grad, choice_R
+    log_sum_R = best_R - q_RW.gather(-1, choice_R.unsqueeze(-1)).squeeze(-1).log()
+    losses_R = log_sum_R - torch.linalg.vecdot(p_RW, logits_RW)
+    return losses_R, q_RW.sub_(p_RW), choice_R
 
 
 class Distillation(torch.autograd.Function):
@@ -272,7 +178,6 @@ class Distillation(torch.autograd.Function):
         weight_S: Tensor,
         row_S: Tensor,
         teacher: Teacher,
-        loss: str,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """weight_S: of each row in the sum. row_S: int64, the teacher's row of each row.
 
@@ -290,9 +195,7 @@ class Distillation(torch.autograd.Function):
             normed_RH, R = normed_SH[part], len(normed_SH[part])
             normed_RH = F.pad(normed_RH, (0, 0, 0, -R % step)) if R % step else normed_RH
             logits_RW = normed_RH @ lm_head_WH.T
-            losses_R, choices_R = block_losses(
-                logits_RW[:R], weight_S[part], row_S[part], teacher, loss
-            )
+            losses_R, choices_R = block_losses(logits_RW[:R], weight_S[part], row_S[part], teacher)
             grad_RW = logits_RW
             grad_RW[R:] = 0
             losses.append(losses_R)
@@ -307,17 +210,15 @@ class Distillation(torch.autograd.Function):
         return (weight_S * losses_S).sum(), losses_S, choices_S
 
     @staticmethod
-    def backward(
-        ctx: Any, *grads: Tensor
-    ) -> tuple[Tensor | None, Tensor | None, None, None, None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
         """grads: those of the three outputs; only the first, the sum's, is used."""
         grad_SH, grad_WH = ctx.saved_tensors
         by_rows = None if grad_SH is None else grad_SH * grads[0].to(grad_SH.dtype)
-        return by_rows, None if grad_WH is None else grad_WH * grads[0], None, None, None, None
+        return by_rows, None if grad_WH is None else grad_WH * grads[0], None, None, None
 
 
 def block_losses(
-    logits_RW: Tensor, weight_R: Tensor, row_R: Tensor, teacher: Teacher, loss: str
+    logits_RW: Tensor, weight_R: Tensor, row_R: Tensor, teacher: Teacher
 ) -> tuple[Tensor, Tensor]:
     """The losses and the argmax [R] of rows of logits, block by block.
 
@@ -325,7 +226,7 @@ def block_losses(
     losses.
     """
     rows_U, of_R = torch.unique_consecutive(row_R, return_inverse=True)
-    teacher_U = teacher.rows(rows_U)
+    p_UW = teacher.probabilities(rows_U)
     at_once = (
         max(1, LOGITS_IN_CACHE // logits_RW.shape[1])
         if logits_RW.device.type == "cpu"
@@ -334,15 +235,15 @@ def block_losses(
     losses, choices = [], []
     for first in range(0, len(row_R), at_once):
         part = slice(first, first + at_once)
-        rows = teacher_U.take(of_R[part])
-        losses_R, grad, choice_R = loss_rows(logits_RW[part].to(rows.p_RW.dtype), rows, loss)
+        p_RW = p_UW.index_select(0, of_R[part])
+        losses_R, grad_RW, choice_R = loss_rows(logits_RW[part].to(p_RW.dtype), p_RW)
         choices.append(choice_R)
         losses.append(losses_R)
-        torch.mul(grad, weight_R[part].unsqueeze(-1), out=logits_RW[part])
+        torch.mul(grad_RW, weight_R[part].unsqueeze(-1), out=logits_RW[part])
     return torch.cat(losses), torch.cat(choices)
 
 
-def objective(
+def batch_loss(
     head: Head,
     embed_tokens: Tensor,
     batch: Batch,
@@ -350,14 +251,11 @@ def objective(
     config: ObjectiveConfig,
     divisor_K: Tensor | None = None,
 ) -> BatchLoss:
-    """The loss of a batch: sum_i step_decay^i * mean loss of step i.
+    """The loss of a batch: sum_i STEP_DECAY^i * mean loss of the slots of step i that carry loss.
 
-    The mean is over the step's slots that carry loss or, by the normaliser, over all B * T. Slots
-    whose target argmax is outside the draft vocabulary carry none, unless kept, and count as
-    misses. Tokens are teacher-forced; the fed-back state is not detached. embed_tokens [V, H]: the
-    target's, for a head that has none of its own; the unroll starts in its dtype. A batch must hold
-    a judged position. divisor_K: the sum of `divisors` over all batches that the loss is of; by
-    default this batch's own.
+    Tokens are teacher-forced; the fed-back state is not detached. embed_tokens [V, H]: the
+    target's, for a head that has none of its own; the unroll starts in its dtype. divisor_K: the
+    sum of `divisors` over all batches that the loss is of; by default this batch's own.
     """
     embed_tokens = (
         embed_tokens if head.embed_tokens is None else head.embed_tokens.to(embed_tokens.dtype)
@@ -374,7 +272,7 @@ def objective(
     outputs = unroll(head, aux_hidden_BTA, embeds_BTH, slots_K, true_embeds, config.recompute)
     for slots, row_BT, hidden_NH in zip(slots_K, row_at_step_BT, outputs, strict=True):
         row_N = slots.take(row_BT)
-        trained_R = carries_loss(row_N, teacher, config).nonzero().squeeze(1)
+        trained_R = carries_loss(row_N, teacher).nonzero().squeeze(1)
         hidden.append(hidden_NH.index_select(0, trained_R))
         rows.append(row_N[trained_R])
         num_judged.append((row_N >= 0).sum())
@@ -383,20 +281,16 @@ def objective(
 
 
 def divisors(batch: Batch, teacher: Teacher, config: ObjectiveConfig) -> Tensor:
-    """int64 [K]: what the sum of each step's losses is divided by (normaliser)."""
-    if config.normaliser == "positions":
-        return torch.full(
-            (config.num_ttt_steps,), batch.tokens_BT.numel(), device=batch.tokens_BT.device
-        )
+    """int64 [K]: the slots of each step that carry loss."""
     rows = rows_at_steps(batch, teacher, config)
-    return torch.stack([carries_loss(row_BT, teacher, config).sum() for row_BT in rows])
+    return torch.stack([carries_loss(row_BT, teacher).sum() for row_BT in rows])
 
 
 def rows_at_steps(batch: Batch, teacher: Teacher, config: ObjectiveConfig) -> list[Tensor]:
     """For each step the teacher's row of each slot, int64 [B, T], -1 for none.
 
-    Where later steps are sampled, slot number n of a document goes on to step i if n times the
-    golden ratio plus teacher.draw, without its whole part, is below step_decay ** i.
+    Where later steps are sampled, slot number n of a document continues to step i if n times
+    the golden ratio plus teacher.draw, without its whole part, is below STEP_DECAY ** i.
     """
     rows = [
         ahead(teacher.row_BT, batch.starts_BT, 1 + step) for step in range(config.num_ttt_steps)
@@ -406,9 +300,7 @@ def rows_at_steps(batch: Batch, teacher: Teacher, config: ObjectiveConfig) -> li
     number_BT = torch.arange(batch.starts_BT.shape[1], device=batch.starts_BT.device)
     number_BT = (number_BT - batch.starts_BT).double()  # the same in packed and in padded rows
     place_BT = (number_BT * GOLDEN_RATIO + teacher.draw) % 1.0
-    return [
-        row_BT.where(place_BT < config.step_decay**step, -1) for step, row_BT in enumerate(rows)
-    ]
+    return [row_BT.where(place_BT < STEP_DECAY**step, -1) for step, row_BT in enumerate(rows)]
 
 
 def slots_at_steps(
@@ -433,14 +325,9 @@ def slots_at_steps(
     return slots_K
 
 
-def carries_loss(row: Tensor, teacher: Teacher, config: ObjectiveConfig) -> Tensor:
+def carries_loss(row: Tensor, teacher: Teacher) -> Tensor:
     """bool of `row`'s shape: which slots carry loss. row: their teacher's rows, -1 for none."""
-    carries = row >= 0
-    return (
-        carries & teacher.position_mask_P[row.clamp(min=0)]
-        if config.out_of_vocabulary == "drop"
-        else carries
-    )
+    return (row >= 0) & teacher.position_mask_P[row.clamp(min=0)]
 
 
 def ahead(row_BT: Tensor, starts_BT: Tensor, by: int) -> Tensor:
@@ -477,7 +364,7 @@ def slot_losses(
     device = teacher.row_BT.device
     num_trained = torch.tensor(sizes, device=device)
     wide = teacher.hidden_PH.dtype
-    decay = config.step_decay ** torch.arange(len(sizes), dtype=wide, device=device)
+    decay = STEP_DECAY ** torch.arange(len(sizes), dtype=wide, device=device)
     divisor_K = divisor_K.to(wide).clamp(min=1)
     step_S = torch.repeat_interleave(torch.arange(len(sizes), device=device), num_trained)
     row_S, order_S = torch.cat(rows).sort(stable=True)
@@ -490,7 +377,7 @@ def slot_losses(
         normed_SH, lm_head_WH = normed_SH.to(dtype), lm_head_WH.to(dtype)
     with torch.autocast(device.type, enabled=False):
         loss, loss_S, choice_S = Distillation.apply(  # type: ignore[no-untyped-call]
-            normed_SH, lm_head_WH, (decay / divisor_K)[step_S], row_S, teacher, config.loss
+            normed_SH, lm_head_WH, (decay / divisor_K)[step_S], row_S, teacher
         )
     hit_S = head.target_ids_W[choice_S] == teacher.argmax_P[row_S]
     return BatchLoss(

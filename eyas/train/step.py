@@ -1,7 +1,4 @@
-"""One training step: batches, teachers, objective, backward, update of the weights.
-
-Knows the objective, the optimizer and the ranks. Does not know where batches come from, nor when
-the run ends.
+"""One training step: batches, teachers, loss, backward, update of the weights.
 
 The losses of a step are divided by what carries loss in all of its batches, on all ranks. So a step
 of n batches is the step of one batch that holds their samples, whichever rank computes them.
@@ -25,7 +22,7 @@ from eyas.errors import EyasError
 from eyas.model.batch import Batch
 from eyas.model.head import Head
 from eyas.model.vocab import TargetVocabulary
-from eyas.train.loss import BatchLoss, ObjectiveConfig, Teacher, divisors, objective, teach
+from eyas.train.loss import BatchLoss, ObjectiveConfig, Teacher, batch_loss, divisors, teach
 from eyas.train.muon import Muon
 from eyas.train.ranks import Ranks, reduce_gradients
 from eyas.train.start import FROM_TARGET
@@ -82,7 +79,7 @@ def scheduled_rate(step: int, num_steps: int, highest: float) -> float:
     return highest * cosine
 
 
-class DraftObjective(nn.Module):
+class LossModule(nn.Module):
     """The head and the loss of a batch as one module: torch's sharding works around its forward.
 
     embed_tokens [V, H]: the target's, in the precision of the maths.
@@ -97,7 +94,7 @@ class DraftObjective(nn.Module):
 
     def teach(self, batch: Batch, draw: float) -> Teacher:
         """The target at the batch's judged positions: see `loss.teach`."""
-        return teach(batch, self.vocabulary, self.head, self.config, draw)
+        return teach(batch, self.vocabulary, self.head, draw)
 
     def divisors(self, batches: Sequence[Batch], teachers: Sequence[Teacher]) -> Tensor:
         """The sums over these batches of `loss.divisors`, int64 [K] on the CPU."""
@@ -117,7 +114,7 @@ class DraftObjective(nn.Module):
         device, dtype = batch.tokens_BT.device, self.embed_tokens.dtype
         divisor_K = divisor_K.to(device)
         with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
-            return objective(self.head, self.embed_tokens, batch, teacher, self.config, divisor_K)
+            return batch_loss(self.head, self.embed_tokens, batch, teacher, self.config, divisor_K)
 
 
 @contextmanager
@@ -139,7 +136,7 @@ def teaching_in_tf32(dtype: Precision) -> Iterator[None]:
 
 def training_step(
     state: TrainingState,
-    draft_objective: DraftObjective,
+    module: LossModule,
     batches: Sequence[Batch],
     ranks: Ranks,
     rate: float,
@@ -150,16 +147,16 @@ def training_step(
     the samples, when the loss or the gradient is not finite; the weights are unchanged then.
     """
     draw = state.step * DRAW_STEP % 1.0
-    teachers = [draft_objective.teach(batch, draw) for batch in batches]
-    divisor_K = torch.tensor(ranks.total(draft_objective.divisors(batches, teachers).tolist()))
+    teachers = [module.teach(batch, draw) for batch in batches]
+    divisor_K = torch.tensor(ranks.total(module.divisors(batches, teachers).tolist()))
 
     # in the last step of a run a rank may have no batch: it takes part in the sums with a loss of 0
     pairs: list[tuple[Batch | None, Teacher | None]]
     pairs = [*zip(batches, teachers, strict=True)] or [(None, None)]
     losses: list[BatchLoss] = []
     for number, (batch, teacher) in enumerate(pairs, 1):
-        reduce_gradients(draft_objective, now=number == len(pairs))
-        loss: BatchLoss = draft_objective(batch, teacher, divisor_K)
+        reduce_gradients(module, now=number == len(pairs))
+        loss: BatchLoss = module(batch, teacher, divisor_K)
         loss.loss.backward()  # type: ignore[no-untyped-call]
         losses.append(loss)
 

@@ -1,14 +1,13 @@
-"""The numbers of a run in TensorBoard, Weights & Biases, MLflow or trackio, beside metrics.jsonl.
+"""The numbers of a run in TensorBoard or Weights & Biases, beside metrics.jsonl.
 
-Each is an extra: eyas[tensorboard], eyas[wandb], eyas[mlflow], eyas[trackio]. Where they keep their
-data, and logins, is what their own environment variables say.
+Each is an extra: eyas[tensorboard], eyas[wandb]. Logins and servers are set by their own
+environment variables.
 """
 
 from __future__ import annotations
 
 import importlib
 import logging
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
@@ -18,15 +17,14 @@ from pydantic import BaseModel, ConfigDict
 from eyas.errors import ConfigError
 
 log = logging.getLogger(__name__)
-TrackerName = Literal["tensorboard", "wandb", "mlflow", "trackio"]
-IDENTITY_TAG = "eyas_identity"
+TrackerName = Literal["tensorboard", "wandb"]
 
 
 class TrackerConfig(BaseModel):
     """Settings of the trackers; they change nothing of what is trained.
 
-    folder: where files go, on this machine; by default TensorBoard's go below the output folder and
-    the others' where they choose.
+    folder: where files go, on this machine; by default TensorBoard's go below the output folder,
+    and Weights & Biases chooses.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -38,7 +36,7 @@ class TrackerConfig(BaseModel):
 
 @dataclass(frozen=True, slots=True)
 class TrackedRun:
-    """What a tracker needs to know of a run when it opens it.
+    """A run as a tracker opens it.
 
     output: the run's folder on this machine, or None in an object store. step: the steps that are
     done; a resumed run gives the numbers of later steps again.
@@ -156,50 +154,9 @@ class Wandb:
         self._run.finish()
 
 
-class Trackio(Wandb):
-    """trackio, which has the same interface; a resumed run continues under its name."""
-
-    def __init__(self, package: Any, run: TrackedRun) -> None:
-        name, settings = f"{run.name}-{run.identity}", dict(run.settings)
-        self._run = package.init(
-            project=run.config.project, name=name, resume="allow", config=settings, embed=False
-        )
-
-
-class Mlflow:
-    """MLflow, at MLFLOW_TRACKING_URI; a resumed run is found by its identity, a tag."""
-
-    def __init__(self, package: Any, run: TrackedRun) -> None:
-        self._metric = importlib.import_module("mlflow.entities").Metric
-        self._client = client = package.MlflowClient()
-        experiment = client.get_experiment_by_name(run.config.project)
-        number = (
-            experiment.experiment_id if experiment else client.create_experiment(run.config.project)
-        )
-        same = f"tags.{IDENTITY_TAG} = '{run.identity}'"
-        if runs := client.search_runs([number], filter_string=same, max_results=1):
-            self._id = runs[0].info.run_id
-            client.update_run(self._id, status="RUNNING")
-            return
-        tags = {IDENTITY_TAG: run.identity}
-        self._id = client.create_run(number, run_name=run.name, tags=tags).info.run_id
-        for name, value in _flat(run.settings).items():
-            client.log_param(self._id, name, value)
-
-    def log(self, step: int, values: Mapping[str, float]) -> None:
-        now = int(1000 * time.time())
-        metrics = [self._metric(name, value, now, step) for name, value in values.items()]
-        self._client.log_batch(self._id, metrics)
-
-    def close(self) -> None:
-        self._client.set_terminated(self._id)
-
-
 TRACKERS: dict[TrackerName, tuple[str, Callable[[Any, TrackedRun], Tracker]]] = {
     "tensorboard": ("torch.utils.tensorboard", TensorBoard),
     "wandb": ("wandb", Wandb),
-    "mlflow": ("mlflow", Mlflow),
-    "trackio": ("trackio", Trackio),
 }
 
 
@@ -212,13 +169,4 @@ def scalars(row: Mapping[str, Any]) -> dict[str, float]:
         elif isinstance(value, Sequence) and not isinstance(value, str):
             flat.update((f"{name}/{number}", float(one)) for number, one in enumerate(value))
     flat.pop("step", None)
-    return flat
-
-
-def _flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested settings by their dotted names."""
-    flat: dict[str, Any] = {}
-    for name, value in settings.items():
-        inner = isinstance(value, Mapping)
-        flat |= _flat(value, f"{prefix}{name}.") if inner else {prefix + name: value}
     return flat

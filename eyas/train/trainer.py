@@ -58,7 +58,7 @@ from eyas.train.state import (
     measured_steps,
 )
 from eyas.train.step import (
-    DraftObjective,
+    LossModule,
     Precision,
     optimizers_of,
     scheduled_rate,
@@ -151,11 +151,11 @@ class Trainer:
     """One run: its sources, its plan (batches by step) and its state.
 
     __init__ checks the input, `begin` plans the run and loads the state, `fit` trains, `finish`
-    writes the head. state, objective and what `begin` sets do not exist before it.
+    writes the head. state, module and what `begin` sets do not exist before it.
     """
 
     state: TrainingState
-    objective: DraftObjective
+    module: LossModule
     _finished: int  # steps whose measurement, if one was due, is done too
 
     def __init__(
@@ -213,17 +213,15 @@ class Trainer:
         """
         config, ranks = self.config, self.ranks
         left_out = left_out_samples(len(self.source), config.data_share, config.seed)
-        self.counts_V, self.usable = ranks.first(
-            lambda: survey(self.source, config.objective, left_out)
-        )
+        self.counts_V, self.usable = ranks.first(lambda: survey(self.source, left_out))
         epochs = [list(self.usable)] * config.epochs
         self.steps = plan_steps(config.batches, epochs, self.source.lengths, config.seed)
         self.measure_at = measured_steps(len(self.steps), config.stop) if self.held_out else set()
         # the first rank's answer: other hosts may not see its folder
         resumes = ranks.first(lambda: output.exists(CHECKPOINT))
         head = self._initial_head(resumes).to(ranks.device)
-        self.objective = DraftObjective(head, self.vocabulary, config.objective, config.dtype)
-        ranks.shard(self.objective)
+        self.module = LossModule(head, self.vocabulary, config.objective, config.dtype)
+        ranks.shard(self.module)
         self.state = TrainingState(head, optimizers_of(head))
         self.state.resume(output, ranks)
         with ranks.together():
@@ -281,7 +279,7 @@ class Trainer:
                 with ranks.together():
                     batches = read_batches(samples, len(planned), config.batches, ranks.device)
                 rate = scheduled_rate(state.step, num_steps, highest)
-                row = training_step(state, self.objective, batches, ranks, rate)
+                row = training_step(state, self.module, batches, ranks, rate)
                 self._judge(row, batches, output)
                 trackers.log(state.step, scalars(row))
                 if state.step % config.checkpoint_every == 0 and state.step < num_steps:
@@ -308,7 +306,7 @@ class Trainer:
             raise diverged(state, batches, self.ranks)
         if state.step in self.measure_at:
             assert self.held_out is not None, "measured without a sample"
-            with whole(self.objective):
+            with whole(self.module):
                 counts = self.held_out.counts(state.head, self.vocabulary, self.ranks)
             row["held_out_tau"] = tau = tau_of_counts(counts)
             emitted, rounds = counts.T.tolist()
@@ -334,7 +332,7 @@ class Trainer:
     def _finished_head(self) -> Head:
         """A copy of the current head, unsharded, in config.dtype. All ranks call it."""
         head = Head(self.state.head.config).to(self.ranks.device)
-        with whole(self.objective):
+        with whole(self.module):
             weights = [*self.state.head.named_parameters(), *self.state.head.named_buffers()]
             head.load_state_dict({name: weight.detach() for name, weight in weights})
         return head.to(getattr(torch, self.config.dtype))
