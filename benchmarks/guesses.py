@@ -83,7 +83,7 @@ def recorded(models: Models, asked: list[Request], blind: bool) -> RecordedRound
 def engine_of(models: Models, speculation: str, blind: bool) -> Engine:
     engine = models.engine(speculation)
     if blind:
-        engine.rounds.entries.draft = BlindDraft(engine.rounds.entries.draft)
+        engine.rounds.head.draft = BlindDraft(engine.rounds.head.draft)
     return engine
 
 

@@ -4,7 +4,7 @@
     [--max-tokens 64] [--data FILE.jsonl]
 
 Plainly: one prompt at a time, no head, no reuse of prefixes. Under stress: four engines in turn
-(speculation fixed and auto, by both loops), each with a quarter of the prompts, in batches of up to
+(speculation fixed and auto), each with a quarter of the prompts, in batches of up to
 4, 5, 8 and 12, with a cache that holds the longest request and little more, so that samples are
 preempted all the time. Prompts are dialogues cut before an answer, and the turn before it too where
 there is one, so that prompts begin with each other; every tenth is asked for twice. Every other
@@ -37,10 +37,10 @@ from eyas.model.target import PAGE_SIZE, Target
 
 MAX_LENGTH, MAX_STEPS = 320, 200_000
 STRESSES = [
-    {"speculation": "fixed(6,3,12)", "overlap": False, "max_batch": 5},
-    {"speculation": "auto", "overlap": True, "max_batch": 8},
-    {"speculation": "fixed(4,2,8)", "overlap": True, "max_batch": 12},
-    {"speculation": "auto", "overlap": False, "max_batch": 4},
+    {"speculation": "fixed(6,3,12)", "max_batch": 5},
+    {"speculation": "auto", "max_batch": 8},
+    {"speculation": "fixed(4,2,8)", "max_batch": 12},
+    {"speculation": "auto", "max_batch": 4},
 ]
 
 

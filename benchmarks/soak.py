@@ -47,10 +47,10 @@ MAX_LENGTH, NUM_PAGES, PAGE_BYTES = 512, 30, 4096
 MOST_LIVE, MOST_STEPS = 40, 8000
 TURN_S, CHECK_S, MEMORY_S = 30.0, 2.0, 10.0
 ENGINES = [
-    {"speculation": "auto", "overlap": True, "max_batch": 12},
-    {"speculation": "fixed(6,3,12)", "overlap": True, "max_batch": 6},
-    {"speculation": "auto", "overlap": False, "max_batch": 8},
-    {"speculation": "fixed(5,2,9)", "overlap": False, "max_batch": 4},
+    {"speculation": "auto", "max_batch": 12},
+    {"speculation": "fixed(6,3,12)", "max_batch": 6},
+    {"speculation": "auto", "max_batch": 8},
+    {"speculation": "fixed(5,2,9)", "max_batch": 4},
 ]
 SCHEMA = {
     "type": "object",

@@ -116,7 +116,6 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--speculation", default="auto", help="auto or fixed(6,3,12)")
     parser.add_argument("--turns", type=int, default=6)
-    parser.add_argument("--overlap", action="store_true")
     parser.add_argument(
         "--no-native", action="store_true", help="PyTorch operators instead of the native CPU path"
     )
@@ -132,7 +131,7 @@ def main() -> None:
     target = Target.load(folder, args.dtype, native=not args.no_native)
     draft = Draft(*read_head(hub.resolve_head(args.head)), target)
     most = max(args.concurrency)
-    shared = {"max_batch": most, "overlap": args.overlap}
+    shared = {"max_batch": most}
     plain = Engine(target, None, EngineConfig(speculation="off", **shared))
     eagle = Engine(target, draft, EngineConfig(speculation=args.speculation, **shared))
     requests = [
@@ -151,7 +150,6 @@ def main() -> None:
         "temperature": args.temperature,
         "speculation": args.speculation,
         "native": target.is_native,
-        "overlap": args.overlap,
         "metrics": {name: round(value, 3) for name, value in eagle.metrics().items()},
         "machine": held_out.machine(),
     }

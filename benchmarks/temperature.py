@@ -102,7 +102,7 @@ def main() -> None:
         way: Engine(target, draft, EngineConfig(speculation=mode, **shared))
         for way, mode in ways.items()
     }
-    engines["blind"].rounds.entries.draft = BlindDraft(draft)
+    engines["blind"].rounds.head.draft = BlindDraft(draft)
     measured = {(setting, way): Measured() for setting in args.settings for way in ways}
     asked = requests(args)
     groups = [asked[at : at + args.concurrency] for at in range(0, len(asked), args.concurrency)]

@@ -1,14 +1,13 @@
 """Drafts from text beside the head's, and without a head: tau, tokens a second, identity.
 
-    python benchmarks/text_drafts.py [--quick] [--target smollm2] [--head smollm2] [--memory FOLDER]
+    python benchmarks/text_drafts.py [--quick] [--target smollm2] [--head smollm2]
     [--prompts 20] [--max-tokens 128] [--data FOLDER] [--also "head, auto(8,2,16)" ...]
 
 One request at a time, greedy, bf16, in one process. The arms take turns prompt by prompt, the order
 changing, so that a busy moment hits all alike: plain decoding, the head alone, head and text, the
-same without recent answers of the server, text alone without a head; with --memory (of `eyas
-memory`) also text and memory, with the head and without. Spec-Bench's six tasks; four sets whose
-answers repeat their prompts, made here of the Python library's own source and documentation
-(PSF-2.0); and, after all of them, Spec-Bench's questions asked again in other words, where an
+same without recent answers of the server, text alone without a head. Spec-Bench's six tasks; four
+sets whose answers repeat their prompts, made here of the Python library's own source and
+documentation (PSF-2.0); and, after all of them, Spec-Bench's questions asked again in other words, where an
 earlier answer may help. --also adds arms of other trees.
 
 Tokens a second are those behind the first token over the time since; speed-ups are ratios of
@@ -39,7 +38,6 @@ from eyas import hub
 from eyas.chat import Chat
 from eyas.engine.draft import Draft
 from eyas.engine.engine import Engine, EngineConfig
-from eyas.engine.memory import TextMemory
 from eyas.engine.request import Request, SamplingParams
 from eyas.engine.text import RecentAnswers
 from eyas.model.checkpoint import read_head
@@ -133,11 +131,10 @@ def engines(args: argparse.Namespace, chat: Chat) -> dict[str, Engine]:
     """The arms by name, on one target and head."""
     target = Target.load(hub.resolve_target(args.target), "bfloat16")
     draft = Draft(*read_head(hub.resolve_head(args.head), target), target)
-    memory = TextMemory.open(args.memory) if args.memory else None
 
-    def engine(head: bool, memory: TextMemory | None = None, **config: Any) -> Engine:
+    def engine(head: bool, **config: Any) -> Engine:
         sizes = EngineConfig(max_batch=1, max_length=MAX_LENGTH, **config)
-        return Engine(target, draft if head else None, sizes, chat.tokenizer, memory)
+        return Engine(target, draft if head else None, sizes, chat.tokenizer)
 
     arms = {
         "plain": engine(False, speculation="off"),
@@ -146,10 +143,7 @@ def engines(args: argparse.Namespace, chat: Chat) -> dict[str, Engine]:
         "head and text, not recent": engine(True),
         "text": engine(False),
     }
-    arms["head and text, not recent"].rounds.recent = RecentAnswers(0)
-    if memory is not None:
-        arms["head, text and memory"] = engine(True, memory)
-        arms["text and memory"] = engine(False, memory)
+    arms["head and text, not recent"].rounds.text.recent = RecentAnswers(0)
     for name in args.also:
         source, _, tree = name.partition(", ")
         arms[name] = engine("head" in source, speculation=tree, text_drafts="text" in source)
@@ -204,7 +198,6 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="a minute's worth")
     parser.add_argument("--target", default="smollm2")
     parser.add_argument("--head", default="smollm2")
-    parser.add_argument("--memory", help="folder of `eyas memory`")
     parser.add_argument("--prompts", type=int, default=20, help="of each task")
     parser.add_argument("--max-tokens", type=int, default=128)
     parser.add_argument("--data", type=Path, default=held_out.DATA)

@@ -1,5 +1,5 @@
-"""What holds for all tests: one thread per process, no test fails for being slow, Triton without a
-GPU is interpreted, and no key of the user's hashes what tests find.
+"""What holds for all tests: one thread per process, no test fails for being slow, and no key
+of the user's hashes what tests find.
 
 Tiny models gain nothing from threads, and on a busy machine two threads that wait for each other at
 every operator are many times slower than one. Set before torch is imported, and inherited by the
@@ -11,15 +11,12 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 from hypothesis import settings
 
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["EYAS_PRIVACY_KEY"] = "the tests' own, and no secret"
-if not Path("/proc/driver/nvidia").exists():
-    os.environ["TRITON_INTERPRET"] = "1"  # Triton reads it when it is imported
 settings.register_profile("eyas", deadline=None)
 settings.load_profile("eyas")
 

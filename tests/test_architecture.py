@@ -192,8 +192,6 @@ def test_functions_take_seven_arguments_or_fewer():
             continue
         for node in ast.walk(TREES[name]):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-                if any(ast.unparse(decorator) == "triton.jit" for decorator in node.decorator_list):
-                    continue  # a kernel takes pointers and strides one by one: it knows no records
                 arguments = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
                 count = len([one for one in arguments if one.arg not in ("self", "cls")])
                 assert count <= 7, f"{name}.{node.name} takes {count}"

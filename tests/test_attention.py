@@ -1,22 +1,10 @@
-"""Every implementation of tree attention against the definition, on odd shapes; and what a row may
-not see, it does not see.
-
-The Triton kernel runs on the GPU where there is one, else in Triton's interpreter (conftest.py asks
-for it), which knows neither the compiler's rules nor its types: so it is compiled too, for a GPU
-that need not be there.
+"""Tree attention against the definition, on odd shapes; and what a row may not see, it does not
+see.
 """
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
-import os
-import subprocess
-import sys
-from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -24,21 +12,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from eyas.model import attention
-from eyas.model.attention import (
-    AttentionPlan,
-    TorchPlan,
-    attention_plan,
-    tree_attention,
-    tree_attention_reference,
-)
+from eyas.model.attention import AttentionPlan, tree_attention_reference
 from eyas.model.rows import Rows, rows_of, slots_of
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-PLANS: dict[str, Callable[[Rows, int], AttentionPlan]] = {"torch": TorchPlan.of}
-if importlib.util.find_spec("triton") is not None:
-    triton_plan = importlib.import_module("eyas.model.triton_attention").TritonPlan
-    PLANS |= {"triton": triton_plan.of, "triton, keys split": partial(triton_plan, splits=3)}
 TOLERANCE = {torch.float32: 4e-6, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 
 
@@ -151,9 +128,9 @@ def slots_seen(rows: Rows, page_size: int, m: int) -> np.ndarray:
     return slots_of(rows.page_table.cpu().numpy(), request, np.asarray(columns), page_size)
 
 
-def assert_equals_definition(name, rows, page_size, heads, dtype) -> None:
+def assert_equals_definition(rows, page_size, heads, dtype) -> None:
     q, kv = tensors(rows, page_size, heads, dtype, seed=len(rows))
-    mixed = tree_attention(q, kv, PLANS[name](rows, page_size))
+    mixed = AttentionPlan.of(rows, page_size).attend(q, kv)
     assert mixed.dtype == dtype
     expected = tree_attention_reference(q, kv, rows, page_size)
     torch.testing.assert_close(
@@ -169,23 +146,20 @@ PAIRS = [
 
 
 @pytest.mark.parametrize(("case", "heads"), PAIRS, ids=str)
-@pytest.mark.parametrize("name", PLANS)
-def test_equals_the_definition(name, case, heads) -> None:
+def test_equals_the_definition(case, heads) -> None:
     *shape, first_column, dtype = heads
     rows = laid_out(CASES[case], 16, first_column, seed=len(case))
-    assert_equals_definition(name, rows, 16, tuple(shape), dtype)
+    assert_equals_definition(rows, 16, tuple(shape), dtype)
 
 
 @pytest.mark.parametrize("page_size", [1, 7, 32])
-@pytest.mark.parametrize("name", PLANS)
-def test_equals_the_definition_for_any_page_size_and_order_of_rows(name, page_size) -> None:
+def test_equals_the_definition_for_any_page_size_and_order_of_rows(page_size) -> None:
     rows = laid_out(MIXED, page_size, 1, seed=page_size, shuffled_rows=True)
-    assert_equals_definition(name, rows, page_size, (2, 3, 64), torch.float32)
+    assert_equals_definition(rows, page_size, (2, 3, 64), torch.float32)
 
 
 @pytest.mark.parametrize("window", [64, 65, 100])
-@pytest.mark.parametrize("name", PLANS)
-def test_a_window_sees_the_last_positions(name, window) -> None:
+def test_a_window_sees_the_last_positions(window) -> None:
     """Also where rows of one tile begin at different columns, and where some see all."""
     parts = [Tree(15, 5), Prompt(0, 70), Tree(200, 13), Tree(66, 1), Prompt(140, 3), Tree(64, 5)]
     rows = replace(laid_out(parts, 16, 1, seed=window, shuffled_rows=True), window=window)
@@ -193,7 +167,7 @@ def test_a_window_sees_the_last_positions(name, window) -> None:
         own = int(rows.position[m])
         seen = [c for c in range(1, int(rows.prefix_len[m])) if own - window < c - 1 <= own]
         assert int(rows.prefix_len[m]) - int(rows.first_seen[m]) == len(seen)
-    assert_equals_definition(name, rows, 16, (2, 3, 64), torch.float32)
+    assert_equals_definition(rows, 16, (2, 3, 64), torch.float32)
 
 
 parts = st.one_of(
@@ -208,72 +182,40 @@ parts = st.one_of(
 )
 
 
-@pytest.mark.parametrize("name", PLANS)
 @settings(max_examples=8)
 @given(
     parts=st.lists(parts, min_size=1, max_size=4),
     heads=st.sampled_from(HEADS),
     seed=st.integers(0, 999),
 )
-def test_equals_the_definition_whatever_the_batch(name, parts, heads, seed) -> None:
+def test_equals_the_definition_whatever_the_batch(parts, heads, seed) -> None:
     *shape, first_column, dtype = heads
     rows = laid_out(parts, 16, first_column, seed, shuffled_rows=bool(seed % 2))
-    assert_equals_definition(name, rows, 16, tuple(shape), dtype)
+    assert_equals_definition(rows, 16, tuple(shape), dtype)
 
 
 @pytest.mark.parametrize(
     ("dtype", "large", "first_column"),
     [(torch.float32, 1e30, 0), (torch.float16, 6e4, 1), (torch.bfloat16, 1e30, 1)],
 )
-@pytest.mark.parametrize("name", PLANS)
-def test_what_a_row_does_not_see_never_changes_it_to_the_bit(
-    name, first_column, dtype, large
-) -> None:
+def test_what_a_row_does_not_see_never_changes_it_to_the_bit(first_column, dtype, large) -> None:
     rows = laid_out([Tree(15, 5), Prompt(0, 19), Tree(70, 7)], 16, first_column, seed=3)
     q, kv = tensors(rows, 16, (1, 2, 64), dtype, seed=4)
-    plan = PLANS[name](rows, 16)
-    expected = tree_attention(q, kv, plan)
+    plan = AttentionPlan.of(rows, 16)
+    expected = plan.attend(q, kv)
     # a root, the first of a prompt and one inside it, and a leaf
     for m in (0, 5, 21, len(rows) - 1):
         spoilt = torch.full_like(kv, large)
         spoilt[::2] *= -1
         own = torch.from_numpy(slots_seen(rows, 16, m)).to(DEVICE)
         spoilt[own] = kv[own]
-        assert torch.equal(tree_attention(q, spoilt, plan)[m], expected[m])
+        assert torch.equal(plan.attend(q, spoilt)[m], expected[m])
 
 
-@pytest.mark.parametrize("name", PLANS)
-def test_a_row_that_sees_nothing_gets_zeros(name) -> None:
+def test_a_row_that_sees_nothing_gets_zeros() -> None:
     rows = laid_out([Tree(1, 1), Tree(20, 2)], 16, 1, seed=0)
     rows.seen[0] = 0  # prefix_len 1 from column 1 on: nothing
     q, kv = tensors(rows, 16, (1, 2, 64), torch.float32, seed=1)
-    mixed = tree_attention(q, kv, PLANS[name](rows, 16))
+    mixed = AttentionPlan.of(rows, 16).attend(q, kv)
     assert not mixed[0].any()
     assert mixed[1:].any(-1).all()
-
-
-def test_the_plan_follows_the_device() -> None:
-    rows = laid_out(MIXED, 16, 0, seed=0)
-    expected = "TritonPlan" if DEVICE == "cuda" and len(PLANS) > 1 else "TorchPlan"
-    assert type(attention_plan(rows, 16)).__name__ == expected
-
-
-def test_without_triton_a_warning_comes_once(monkeypatch) -> None:
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    attention._kernel_plan.cache_clear()
-    with pytest.warns(UserWarning, match="pip install triton"):
-        assert attention._kernel_plan() is None
-    assert attention._kernel_plan() is None  # a second warning would be an error
-    attention._kernel_plan.cache_clear()
-
-
-@pytest.mark.skipif(len(PLANS) == 1, reason="Triton is not installed")
-def test_the_kernels_compile_without_a_gpu(tmp_path) -> None:
-    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    environment["TRITON_CACHE_DIR"] = str(tmp_path)
-    script = Path(__file__).parent / "compile_kernels.py"
-    result = subprocess.run(
-        [sys.executable, "-W", "error", script], env=environment, capture_output=True, text=True
-    )
-    assert result.returncode == 0, result.stderr
-    assert result.stdout.split() == ["_attend", "_attend", "_add_parts"]

@@ -52,8 +52,8 @@ OPTIONS: dict[str, dict[str, object]] = {
 }
 ENGINES = {
     "native, fixed": (True, {"speculation": "fixed(3,4,16)"}),
-    "native, auto": (True, {"speculation": "auto(3,4,16)", "overlap": True}),
-    "torch, fixed": (False, {"speculation": "fixed(3,4,16)", "overlap": True}),
+    "native, auto": (True, {"speculation": "auto(3,4,16)"}),
+    "torch, fixed": (False, {"speculation": "fixed(3,4,16)"}),
 }
 THOROUGH = {
     "native, auto": ["temperature", "all cuts", "frequency_penalty", "regex"],
@@ -77,7 +77,7 @@ def engine_of(folder: Path) -> Callable[[str], Engine]:
         if native and not target.is_native:
             pytest.skip("no native path on this machine")
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("eyas.engine.engine.round_costs", lambda work: COSTS)
+            patch.setattr("eyas.engine.rounds.round_costs", lambda work: COSTS)
             draft = Draft(*random_head(target, HEAD), target)
             made = Engine(
                 target,
@@ -85,8 +85,8 @@ def engine_of(folder: Path) -> Callable[[str], Engine]:
                 EngineConfig(max_batch=128, max_length=32, **config),
                 AutoTokenizer.from_pretrained(folder),
             )
-        observe = made.policy.observe
-        made.policy.observe = lambda plan, emitted, ms: observe(
+        observe = made.rounds.policy.observe
+        made.rounds.policy.observe = lambda plan, emitted, ms: observe(
             plan, emitted, plan.predicted_ms or ms
         )  # type: ignore
         return made

@@ -10,11 +10,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from eyas.engine.cuda.rounds import TensorRounds
 from eyas.engine.draft import Draft
 from eyas.engine.engine import Engine, EngineConfig
 from eyas.engine.request import DraftedTree
-from eyas.engine.rounds import Rounds
 from eyas.engine.tree import drafted_tree
 from eyas.model.rows import Proposals
 from eyas.model.target import Target
@@ -28,7 +26,7 @@ SAMPLED = {"temperature": 0.8, "repetition_penalty": 1.2}
 folder = tiny_engine.folder
 
 
-@pytest.fixture(params=["native", "torch", "tensors"])
+@pytest.fixture(params=["native", "torch"])
 def kind(request):
     return request.param
 
@@ -39,14 +37,8 @@ def engine(folder, kind):
     target = Target.load(folder, native=kind == "native")
     if kind == "native" and not target.is_native:
         pytest.skip("no native path on this machine")
-
-    class Recording(Engine):
-        @staticmethod
-        def kind_of_rounds(target: Target) -> type[Rounds]:
-            return TensorRounds if kind == "tensors" else Rounds
-
     config = EngineConfig(max_batch=3, max_length=120, speculation="fixed(4,3,9)")
-    return Recording(target, Draft(*random_head(target), target), config)
+    return Engine(target, Draft(*random_head(target), target), config)
 
 
 def decoded(engine, asked):

@@ -85,12 +85,7 @@ def test_speculation_changes_no_token(
 
 
 @pytest.mark.parametrize(
-    ("overlap", "params"),
-    [
-        (False, {"n": 2, **SAMPLED}),
-        (True, {"n": 2, **SAMPLED}),
-        (True, {"frequency_penalty": 0.5, "presence_penalty": 0.3}),
-    ],
+    "params", [{"n": 2, **SAMPLED}, {"frequency_penalty": 0.5, "presence_penalty": 0.3}]
 )
 @pytest.mark.parametrize(
     "config",
@@ -104,11 +99,11 @@ def test_speculation_changes_no_token(
         {"num_pages": 13, "max_batch": 5, "window": WINDOW},
     ],
 )
-def test_neither_loop_nor_cache_nor_policy_changes_a_token(
-    target: Target, config: dict, overlap: bool, params: dict
+def test_neither_cache_nor_policy_changes_a_token(
+    target: Target, config: dict, params: dict
 ) -> None:
     asked = requests(6, shared=35, ignore_eos=True, **params)
-    running = engine(target, overlap=overlap, **config)
+    running = engine(target, **config)
     assert decoded(list(running.run(asked))) == plainly(target, asked)
     idle(running)
 
@@ -161,10 +156,9 @@ def test_speculating_and_plain_requests_share_a_batch(target: Target) -> None:
     assert all(sum(result.accept_hist) == 0 for result in results if int(result.request_id) % 2)
 
 
-@pytest.mark.parametrize("overlap", [False, True])
-def test_requests_come_and_go_without_disturbing_others(target: Target, overlap: bool) -> None:
+def test_requests_come_and_go_without_disturbing_others(target: Target) -> None:
     expected = plainly(target, requests(12, ignore_eos=True))
-    running, found = engine(target, max_batch=2, overlap=overlap), {}
+    running, found = engine(target, max_batch=2), {}
     pending = requests(12, ignore_eos=True)
     tokens: dict[str, list[int]] = {request.id: [] for request in pending}
     step = 0
@@ -200,12 +194,10 @@ def crowded(target: Target, **config: object) -> Engine:
     return engine(target, max_batch=6, num_pages=14, **config)
 
 
-@pytest.mark.parametrize(("overlap", "params"), [(False, {}), (False, SAMPLED), (True, SAMPLED)])
-def test_preempted_requests_continue_where_they_were(
-    target: Target, overlap: bool, params: dict
-) -> None:
+@pytest.mark.parametrize("params", [{}, SAMPLED])
+def test_preempted_requests_continue_where_they_were(target: Target, params: dict) -> None:
     asked = requests(8, ignore_eos=True, **{**params, "max_tokens": 70})
-    running = crowded(target, overlap=overlap)
+    running = crowded(target)
     assert decoded(list(running.run(asked))) == plainly(target, asked)
     assert running.metrics()["preemptions"] > 0, (
         "nothing was preempted: the cache is too large for this test"
@@ -285,18 +277,16 @@ def test_prefill_in_chunks_does_not_starve_decoding(target: Target) -> None:
 
 
 def test_cancelling_frees_everything(target: Target) -> None:
-    for overlap in (False, True):
-        running = engine(target, overlap=overlap)
-        for request in requests(6, n=2, temperature=1.0):
-            running.add(request)
-        for _ in range(4):
-            running.step()
-        for request in requests(6):
-            running.cancel(request.id)
-        running.cancel("never heard of")
-        while running.has_work:
-            assert running.step() == []
-        idle(running)
+    running = engine(target)
+    for request in requests(6, n=2, temperature=1.0):
+        running.add(request)
+    for _ in range(4):
+        running.step()
+    for request in requests(6):
+        running.cancel(request.id)
+    running.cancel("unknown")
+    assert not running.has_work
+    idle(running)
 
 
 # Ends
@@ -313,11 +303,8 @@ def test_the_end_token_ends_a_request_and_is_the_last(target: Target) -> None:
 def test_a_full_context_ends_with_length(target: Target) -> None:
     prompt = tuple(range(3, 23))
     params = SamplingParams(max_tokens=500, ignore_eos=True)
-    for overlap in (False, True):
-        (result,) = engine(target, max_length=40, overlap=overlap).run(
-            [Request("long", prompt, params)]
-        )
-        assert (len(result.token_ids), result.finish_reason) == (20, "length")
+    (result,) = engine(target, max_length=40).run([Request("long", prompt, params)])
+    assert (len(result.token_ids), result.finish_reason) == (20, "length")
 
 
 def test_bad_requests_are_refused(target: Target) -> None:
@@ -361,18 +348,6 @@ def test_sizes_of_speculation_are_said_in_one_place() -> None:
     for name in ("num_draft_steps", "tree_topk", "num_verify_tokens"):
         with pytest.raises(ValueError, match="Extra inputs are not permitted"):
             EngineConfig(**{"speculation": "fixed(4,1,5)", name: 6})
-
-
-def test_loops_overlap_by_default_on_cuda_and_not_on_a_cpu(target: Target) -> None:
-    assert [EngineConfig().overlaps_on(device) for device in ("cuda", "cuda:1", "cpu")] == [
-        True,
-        True,
-        False,
-    ]
-    assert not EngineConfig(overlap=False).overlaps_on("cuda")
-    assert EngineConfig(overlap=True).overlaps_on("cpu")
-    loops = [engine(target, **config).step for config in ({}, {"overlap": True})]
-    assert [loop.__name__ for loop in loops] == ["normal_loop", "overlap_loop"]
 
 
 def test_a_head_for_another_target_is_refused(target: Target) -> None:

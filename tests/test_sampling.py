@@ -13,7 +13,6 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
-from eyas.engine.cuda import sampling as on_device
 from eyas.engine.request import SamplingParams
 from eyas.engine.sampling import (
     BEST_WEIGHT,
@@ -247,22 +246,6 @@ def test_logprobs_are_log_softmax_of_the_raw_logits():
 
 
 # Random numbers
-
-
-@settings(max_examples=200, deadline=None)
-@given(INT64, st.integers(0, 2**62))
-@example(-1, 0)
-@example(2**63 - 1, 2**62)
-@example(-(2**63), 1)
-def test_torch_and_python_give_the_same_numbers(seed, index):
-    key, key_B = (
-        draw_key(seed, index),
-        on_device.draw_keys(*torch.tensor([[seed] * 2, [index] * 2])),
-    )
-    assert [value % 2**64 for value in key_B.tolist()] == [key, key]
-    numbers_V = exponentials(key, np.arange(50))
-    assert (numbers_V > 0).all()
-    assert on_device.exponentials(key_B, 50).tolist() == [numbers_V.tolist()] * 2
 
 
 def test_numbers_are_logs_of_splitmix64s():

@@ -138,14 +138,13 @@ def prompts(max_tokens=0, count=6):
 
 
 @pytest.mark.parametrize("max_tokens", [0, 9])
-@pytest.mark.parametrize("overlap", [False, True])
-def test_no_forward_has_more_logits_than_it_may(world, monkeypatch, max_tokens, overlap):
+def test_no_forward_has_more_logits_than_it_may(world, monkeypatch, max_tokens):
     """No matrix of all tokens by the vocabulary is ever there, and the numbers are the same."""
     asked = prompts(max_tokens)
     whole = scored(world.engine(), asked)
     assert [len(one) for one in whole] == [len(request.prompt_ids) - 1 for request in asked]
     monkeypatch.setattr(engine_module, "SCORED_LOGITS", 5 * world.target.config.vocab_size)
-    engine = world.engine(overlap=overlap)
+    engine = world.engine()
     forward, rows = engine.rounds.target.forward, []
     monkeypatch.setattr(
         engine.rounds.target,

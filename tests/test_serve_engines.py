@@ -161,7 +161,7 @@ def test_a_folder_in_the_engine_s_own_form_will_do(target, head):
         {"limits": {"max_queue": 3}},
         {"threads": 2},
         {"vertex": {}},
-        {"engine": {"overlap": True}},
+        {"engine": {"prefix_reuse": False}},
         {"engine": {"speculation": "off"}},
     ],
 )

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from eyas.engine.costs import CostTable, Curve
+from eyas.engine.drafters import DraftError
 from eyas.engine.engine import Engine, EngineConfig
-from eyas.engine.entries import DraftError
 from eyas.engine.request import Request, SamplingParams
 from eyas.model.target import Target
 from tests import tiny_engine
@@ -21,7 +21,7 @@ costs_of_this_test = tiny_engine.costs_of_this_test
 
 def engine(target: Target, head: bool = True, **config: object) -> Engine:
     made = tiny_engine.engine(target, head, **{"speculation": "auto", **config})
-    policy = made.policy
+    policy = made.rounds.policy
     policy.steps = type(policy.steps)(policy.speculation, EVERYTHING)
     return made
 
@@ -65,10 +65,9 @@ def test_a_preempted_request_goes_on_with_its_text(target):
     drafting.check()
 
 
-@pytest.mark.parametrize("overlap", [False, True])
-def test_requests_may_do_without_text(target, overlap):
+def test_requests_may_do_without_text(target):
     asked = [Request(one.id, one.prompt_ids, one.params, text_drafts=False) for one in repeating(4)]
-    drafting = engine(target, overlap=overlap)
+    drafting = engine(target)
     assert decoded(list(drafting.run(asked))) == plainly(target, repeating(4))
     assert drafting.metrics()["accepted_text"] == drafting.metrics()["accepted_both"] == 0
     off = engine(target, text_drafts=False)
@@ -82,11 +81,16 @@ def test_nothing_of_an_answer_is_drafted_under_another_salt(target):
     """
 
     def rounds_of(drafting: Engine, salt: str | None, text_drafts: bool = True) -> list[int]:
+        """Tokens of each round."""
         one = requests(1, max_tokens=40, ignore_eos=True)[0]
-        asked = [Request("0", one.prompt_ids, one.params, cache_salt=salt, text_drafts=text_drafts)]
-        (result,) = drafting.run(asked)
-        assert {("0", 0): (result.token_ids, "length")} == plainly(target, [one])
-        return result.accept_hist
+        drafting.add(
+            Request("0", one.prompt_ids, one.params, cache_salt=salt, text_drafts=text_drafts)
+        )
+        rounds = []
+        while drafting.has_work:
+            rounds += [update.token_ids for update in drafting.step()]
+        assert {("0", 0): (sum(rounds, []), "length")} == plainly(target, [one])
+        return [len(tokens) for tokens in rounds]
 
     fresh = rounds_of(engine(target, head=False), "b")
     drafting = engine(target, head=False)
@@ -94,15 +98,24 @@ def test_nothing_of_an_answer_is_drafted_under_another_salt(target):
     for salt in ("a", None, "off", "b"):
         assert rounds_of(drafting, salt) == fresh, salt
     again = rounds_of(drafting, "b")
-    assert sum(again) < sum(fresh)
-    assert sum(again) <= 2 + 40 // 8
+    assert len(again) < len(fresh)
+    assert len(again) <= 3 + 40 // 8
+
+
+def test_tau_is_of_rounds_that_the_head_drafted_in(target):
+    """Text's own rounds would hide a head that hardly helps."""
+    drafting = engine(target, head=False)
+    results = list(drafting.run(repeating(3)))
+    assert drafting.metrics()["accepted_text"] > 0
+    assert all(sum(result.accept_hist) == 0 for result in results)
 
 
 def test_who_asks_for_no_speculation_gets_none(target):
     drafting = engine(target, head=False)
-    results = list(drafting.run(repeating(3, speculation=False)))
-    assert decoded(results) == plainly(target, repeating(3))
-    assert all(sum(result.accept_hist) == 0 for result in results)
+    assert decoded(list(drafting.run(repeating(3, speculation=False)))) == plainly(
+        target, repeating(3)
+    )
+    assert drafting.metrics()["accepted_text"] == 0
 
 
 def test_a_tree_of_fixed_size_is_the_heads(target):
@@ -117,7 +130,7 @@ def test_text_goes_on_where_the_head_fails(target, monkeypatch):
     def fail(*_: object) -> None:
         raise DraftError("broken")
 
-    monkeypatch.setattr(drafting.rounds.entries, "grow", fail)
+    monkeypatch.setattr(drafting.rounds.head.draft, "grow", fail)
     asked = repeating(3, max_tokens=30, ignore_eos=True)
     assert decoded(list(drafting.run(asked))) == plainly(target, asked)
     assert drafting.draft_failure == "broken"
@@ -135,7 +148,9 @@ def test_drafted_trees_are_returned_with_texts_nodes(target):
             if update.tree is not None:
                 tree = update.tree
                 assert all(parent < node for node, parent in enumerate(tree.parents))
-                assert len(tree.accepted) == update.num_accepted_drafts or update.finish_reason
+                assert (
+                    update.num_accepted_drafts in (None, len(tree.accepted)) or update.finish_reason
+                )
                 assert all(0 <= p <= 1 for p in tree.probabilities)
                 seen += 1
     assert seen
@@ -143,6 +158,6 @@ def test_drafted_trees_are_returned_with_texts_nodes(target):
 
 def test_a_cost_table_without_a_head_is_measured(target: Target, tmp_path: Path):
     made = Engine(target, None, EngineConfig(max_batch=2, max_length=64))
-    assert made.policy.costs is not None
-    assert made.policy.costs.target(1) > 0
+    assert made.rounds.policy.costs is not None
+    assert made.rounds.policy.costs.target(1) > 0
     assert list(tmp_path.glob("*.json"))

@@ -38,7 +38,6 @@ REQUIRED = (
 )
 OPTIONAL = {
     "speculators": "conformance of exported heads",
-    "triton": "tree attention on CUDA",
     "openai": "tests of the server against the official client",
 }
 STORES = {"s3://": "s3fs", "gs://": "gcsfs"}

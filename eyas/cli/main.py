@@ -28,7 +28,6 @@ COMMANDS = {
     "capture": "answers -> hidden-state features",
     "train": "features -> head",
     "eval": "head + held-out prompts or features -> tau, expected speed-up",
-    "memory": "answers -> what follows what in them, for drafts from text",
     "export": "head -> SGLang and vLLM forms, launch commands, model card",
     "check": "lint and replay a head against its target",
     "audit": "which tokens of a conversation a head learns, in colours",

@@ -1,36 +1,26 @@
-"""The engine: requests in, tokens out. Ties scheduler, rounds and loops together.
+"""The engine: requests in, tokens out. One thread owns an engine.
 
-Knows requests and the order of jobs. Does not know HTTP, text (except stop strings and grammars,
-through the target's tokenizer), or what a job does on the device. One thread owns an engine.
-
-    normal_loop     schedule -> run -> settle
-    overlap_loop    schedule -> launch, settle the job before: host and device work at the same time
+step    schedule a job -> run it (`rounds.py`) -> settle it
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 from transformers import PreTrainedTokenizerBase
 
-from eyas.engine.costs import CostTable, RoundWork, round_costs
-from eyas.engine.cuda.rounds import TensorRounds
 from eyas.engine.draft import Draft
 from eyas.engine.grammar import Grammar, Grammars
-from eyas.engine.memory import TextMemory
 from eyas.engine.pages import PagePool
-from eyas.engine.policy import Policy
 from eyas.engine.request import Request, Result, SamplingParams, Update
 from eyas.engine.rounds import Rounds
 from eyas.engine.sampling import Sampler
-from eyas.engine.scheduler import BatchLimits, Job, Outcome, RunningSample, Scheduler
+from eyas.engine.scheduler import BatchLimits, RunningSample, Scheduler
 from eyas.engine.stop import StopChecker
-from eyas.engine.text import CHAIN
 from eyas.engine.tree import Speculation
 from eyas.errors import InputError, MismatchError
 from eyas.log import Track, quiet
@@ -51,10 +41,8 @@ class EngineConfig(BaseModel):
     num_pages: pages of 16 tokens; None takes as many as max_batch requests of max_length need.
     prefill_chunk: tokens of a prefill. speculation: off, auto or fixed; auto and fixed with sizes
     if the defaults do not fit: fixed(6,3,12) are num_draft_steps, tree_topk and num_verify_tokens,
-    root included. overlap: of host and device; None takes the overlapped loop on CUDA, the normal
-    one on a CPU.
-    prefix_reuse: keep computed prefixes for other requests. text_drafts: in auto, draft also what
-    followed the same tokens before, with or without a head.
+    root included. prefix_reuse: keep computed prefixes for other requests. text_drafts: in auto,
+    draft also what followed the same tokens before, with or without a head.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -64,7 +52,6 @@ class EngineConfig(BaseModel):
     num_pages: int | None = Field(None, ge=1)
     prefill_chunk: int = Field(256, ge=16)
     speculation: str = "auto"
-    overlap: bool | None = None
     prefix_reuse: bool = True
     text_drafts: bool = True
 
@@ -73,10 +60,6 @@ class EngineConfig(BaseModel):
     def _is_speculation(cls, text: str) -> str:
         Speculation.parse(text)
         return text
-
-    def overlaps_on(self, device: str) -> bool:
-        """Whether the overlapped loop runs on this device: cpu, cuda, cuda:1."""
-        return device != "cpu" if self.overlap is None else self.overlap
 
     def parsed(self) -> Speculation:
         """`speculation` as its mode and sizes."""
@@ -92,12 +75,10 @@ class Engine:
         draft: Draft | None = None,
         config: EngineConfig | None = None,
         tokenizer: PreTrainedTokenizerBase | None = None,
-        memory: TextMemory | None = None,
     ) -> None:
-        """tokenizer: the target's; requests with stop strings or a grammar need it. memory: what
-        follows what in the target's answers, for drafts from text.
+        """tokenizer: the target's; requests with stop strings or a grammar need it.
 
-        Raises MismatchError for a head or a memory of another target.
+        Raises MismatchError for a head of another target.
         """
         self.config = config = config or EngineConfig()
         self.speculation = speculation = config.parsed()
@@ -110,48 +91,21 @@ class Engine:
                 f"take a tree of fewer branches: {speculation} are draft steps, branches, tokens",
             )
         self.max_length = min(config.max_length, target.config.max_position_embeddings)
-        kind_of_rounds = self.kind_of_rounds(target)
-        # what waits for no host looks nothing up there
-        self.text_drafts = (
-            config.text_drafts and speculation.mode == "auto" and kind_of_rounds is Rounds
-        )
-        depth = max(
-            speculation.num_draft_steps if self.draft is not None else 0,
-            CHAIN if self.text_drafts else 0,
-        )
+        self.text_drafts = config.text_drafts and speculation.mode == "auto"
+        drafts = self.draft is not None or self.text_drafts
         limits = BatchLimits(
             config.max_batch,
             config.prefill_chunk,
-            max_emitted=depth + 1,
-            # What a tree writes behind its root; and on CUDA the entry of the next root, made at
-            # the end of the round.
-            tree_columns=max(
-                speculation.num_verify_tokens,
-                1 + speculation.num_columns,
-                speculation.num_draft_steps + 2,
-            )
-            if depth
-            else 1,
+            # what a tree writes behind its root: as it grows, and as it is verified
+            max(speculation.num_verify_tokens, 1 + speculation.num_columns) if drafts else 1,
             scored_chunk=max(1, SCORED_LOGITS // target.config.vocab_size),
         )
-        most = PagePool(0, PAGE_SIZE).pages_for(
-            self.max_length + limits.max_emitted + limits.tree_columns
-        )
+        most = PagePool(0, PAGE_SIZE).pages_for(self.max_length + limits.tree_columns)
         self._pool = PagePool(config.num_pages or config.max_batch * most, PAGE_SIZE)
         self._scheduler = Scheduler(self._pool, limits, config.prefix_reuse)
-        self.rounds = kind_of_rounds(
-            target, self.draft, speculation, config.max_batch, self._pool.num_pages
-        )
-        if memory is not None:
-            memory.check(target.config.vocab_size, tokenizer)
-        self.rounds.text_drafts, self.rounds.memory = self.text_drafts, memory
-        if not depth:
+        if not drafts:
             speculation = replace(speculation, mode="off")
-        costs = self._costs() if speculation.mode == "auto" else None
-        self.policy = self.rounds.policy = Policy(
-            speculation, costs, native=target.is_native, narrow=kind_of_rounds is Rounds
-        )
-        self.policy.has_head = self.draft is not None
+        self.rounds = Rounds(target, self.draft, speculation, self._pool, self.text_drafts)
         self._tokenizer = tokenizer
         self._end_tokens = frozenset(target.config.eos_token_ids)
         self._grammars = (
@@ -159,12 +113,6 @@ class Engine:
             if tokenizer is not None
             else None
         )
-        overlaps = config.overlaps_on(target.device)
-        # One turn of the loop; returns what it emitted, which may be nothing while there is work.
-        self.step: Callable[[], list[Update]] = self.overlap_loop if overlaps else self.normal_loop
-        needs_thread = overlaps and not isinstance(self.rounds, TensorRounds)
-        self._device = ThreadPoolExecutor(1, "device") if needs_thread else None
-        self._in_flight: Callable[[], list[Outcome]] | None = None  # waits for a launched job
         self._accept_hist: list[int] = []  # of greedy rounds, up to TAU_WINDOW
         self._has_warned = False
 
@@ -177,38 +125,20 @@ class Engine:
         config: EngineConfig | None = None,
         device: str = "cpu",
         tokenizer: PreTrainedTokenizerBase | None = None,
-        memory: str | Path | None = None,
     ) -> Engine:
-        """Load a target folder and, optionally, a head folder in any form that `read_head` knows
-        and a memory's folder.
+        """Load a target folder and, optionally, a head folder in any form that `read_head` knows.
 
         device: cpu, cuda, cuda:1. Raises MissingInputError, CorruptError, MismatchError.
         """
         loaded = Target.load(target, dtype, device)
         draft = Draft(*read_head(head, loaded.config), loaded) if head is not None else None
-        text = TextMemory.open(memory) if memory is not None else None
-        return cls(loaded, draft, config, tokenizer, text)
-
-    @staticmethod
-    def kind_of_rounds(target: Target) -> type[Rounds]:
-        """TensorRounds on CUDA, where the host need not wait for a round; else Rounds."""
-        return TensorRounds if target.device.startswith("cuda") else Rounds
-
-    def _costs(self) -> CostTable:
-        """Measure what rounds cost on this machine, or load what was measured before.
-
-        Only before the first request: measuring writes into the caches.
-        """
-        entries = self.rounds.entries
-        drafts = (entries.cache, entries.features) if entries is not None else None
-        topk = self.speculation.tree_topk
-        return round_costs(RoundWork(self.target, self.draft, topk, self.rounds.cache, drafts))
+        return cls(loaded, draft, config, tokenizer)
 
     # Requests
 
     @property
     def has_work(self) -> bool:
-        return self._scheduler.has_work or self._in_flight is not None
+        return self._scheduler.has_work
 
     def prepare_grammars(self) -> None:
         """Do now what the first grammar would do for all: it may take two seconds."""
@@ -308,53 +238,24 @@ class Engine:
             "draft_failures": float(self.draft_failure is not None),
             "device_busy_s": self.rounds.trace.busy_s,
             "device_idle_s": self.rounds.trace.idle_s,
-            **self.policy.metrics(),
+            **self.rounds.policy.metrics(),
         }
 
-    # Loops
-
-    def normal_loop(self) -> list[Update]:
-        """Schedule one job, run it and settle its outcomes; returns what it emitted."""
+    def step(self) -> list[Update]:
+        """Schedule one job, run it and settle it; returns what it emitted, which may be nothing
+        while there is work.
+        """
         job = self._scheduler.schedule()
-        return self._settle(self.rounds.run(job)) if job is not None else []
-
-    def overlap_loop(self) -> list[Update]:
-        """Launch the next job, then settle the one before; returns what that one emitted.
-
-        If a sample of the next job needs the host between tokens, the job before is settled first.
-        """
-        ahead, self._in_flight = self._in_flight, None
-        updates: list[Update] = []
-        job = self._scheduler.schedule(nothing_in_flight=ahead is None)
-        rounds = self.rounds
-        if job and ahead and isinstance(rounds, TensorRounds) and rounds.job_needs_host(job):
-            updates, ahead = self._settle(ahead()), None
-        self._in_flight = self._launch(job) if job is not None else None
-        return updates + (self._settle(ahead()) if ahead is not None else [])
-
-    def _launch(self, job: Job) -> Callable[[], list[Outcome]]:
-        """Start a job; the function returned waits for its outcomes."""
-        if isinstance(self.rounds, TensorRounds):
-            return self.rounds.launch(job)
-        assert self._device is not None
-        return self._device.submit(self.rounds.run, job).result
-
-    def _settle(self, outcomes: list[Outcome]) -> list[Update]:
-        """Give a job's outcomes to the scheduler; returns their updates that have tokens or end a
-        sample.
-        """
-        updates = []
-        for outcome in outcomes:
-            update = outcome.update
-            has_news = bool(update.token_ids) or update.finish_reason is not None
-            if self._scheduler.settle(outcome) and has_news:
-                updates.append(update)
-                accepted = outcome.update.num_accepted_drafts
-                if accepted is not None and outcome.sample.request.params.temperature == 0:
-                    self._watch_tau(accepted)
+        if job is None:
+            return []
+        updates = self.rounds.run(job)
+        self._scheduler.settle(job)
         if not self._scheduler.has_work:
             self.rounds.trace.rest()
-        return updates
+        for sample, update in zip(job.samples, updates, strict=True):
+            if update.num_accepted_drafts is not None and sample.request.params.temperature == 0:
+                self._watch_tau(update.num_accepted_drafts)
+        return [one for one in updates if one.token_ids or one.finish_reason is not None]
 
     def _watch_tau(self, num_accepted_drafts: int) -> None:
         """Count a greedy round; warn once if tau shows that the head hardly helps.

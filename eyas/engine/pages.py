@@ -1,7 +1,5 @@
 """Pages of the key-value caches: who holds them, which prefixes are kept, what is evicted.
 
-Works on token ids and page numbers, no tensors.
-
 A full page is known by its tokens, the page before it and the salt of the request, so the pages
 kept are a tree of prefixes for each salt, and nothing is shared between salts: no timing tells one
 tenant what another has asked. A page is in one of three states; one that requests hold may be kept
@@ -20,17 +18,22 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
+from itertools import takewhile
 
 ROOT = -1  # the page before the first
 Key = tuple[int, str | None, tuple[int, ...]]  # the page before, the salt, the tokens
 
 
 class PagePool:
-    """num_pages pages of page_size tokens, for target and draft alike."""
+    """num_pages pages of page_size tokens, for target and draft alike.
+
+    is_drafted: of each page, whether all of its columns have the draft's entries.
+    """
 
     def __init__(self, num_pages: int, page_size: int) -> None:
         self.num_pages, self.page_size = num_pages, page_size
         self.num_evicted = 0
+        self.is_drafted = [False] * num_pages
         self._free = list(range(num_pages - 1, -1, -1))
         self._holders = [0] * num_pages
         self._page_of: dict[Key, int] = {}
@@ -63,8 +66,12 @@ class PagePool:
             self.num_evicted += 1
         pages = [self._free.pop() for _ in range(count)]
         for page in pages:
-            self._holders[page] = 1
+            self._holders[page], self.is_drafted[page] = 1, False
         return pages
+
+    def num_drafted(self, pages: Sequence[int]) -> int:
+        """How many of these pages, from the first on, are drafted."""
+        return sum(1 for _ in takewhile(self.is_drafted.__getitem__, pages))
 
     def match(self, tokens: Sequence[int], salt: str | None = None) -> list[int]:
         """The kept pages of the longest prefix of `tokens` under this salt, held once more each."""

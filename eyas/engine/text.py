@@ -1,13 +1,12 @@
 """Drafts from text: what followed the last tokens before, in this request or in other answers.
 
-Knows tokens; no model, no request and no cost. A match is a run of tokens that ends where the
-answer ends now and stood somewhere before; what followed it there is a chain of candidates. Chains
-are looked up in microseconds, and the target verifies them like any other candidate.
+A match is a run of tokens that ends where the answer ends now and stood somewhere before; what
+followed it there is a chain of candidates. Chains are looked up in microseconds, and the target
+verifies them like any other candidate.
 
     TextIndex      the request's own prompt and answer: the longest match, of those the most recent
-    RecentAnswers  answers that ended lately, by salt: the longest match, of three tokens or more
+    RecentAnswers  recent answers, by salt: the longest match, of three tokens or more
     kinds          what is known of a candidate before any model looks at it
-    (memory.py has the counts of other answers)
 
 Prompt lookup (github.com/apoorvumang/prompt-lookup-decoding) with the match that Deflate looks for
 (RFC 1951, section 4): chains of earlier places by hash, here of three tokens, of which the most
@@ -30,25 +29,15 @@ _KEY = 3  # tokens by which they are found
 RECENT_TOKENS = 1 << 16  # of all recent answers: some 25 MB, and hundreds of answers
 _SALTS = 256  # that are remembered at a time: an index costs memory without any token
 
-# A candidate's kind: its source, how long the match was, how often the memory was right, and
-# whether it is a chain's first token.
-# tokens that match behind a candidate's parent, those of the chain included: 1, 2, 3, 4-5, ...
+# A candidate's kind: its source, how long the match was, and whether it is a chain's first token.
+# The match counts the tokens of the chain before the candidate too: 1, 2, 3, 4-5, ...
 _MATCHES = (2, 3, 4, 6, 9, 14)
 NUM_MATCHES = len(_MATCHES) + 1
 _CLASS_OF = [bisect_right(_MATCHES, length) for length in range(_LONGEST + CHAIN + 1)]
-# shares of the memory's count, by tokens of context
-_SHARES = (0.25, 0.45, 0.65, 0.85)
-LONGEST_CONTEXT = 3
-_RECENT = NUM_MATCHES + LONGEST_CONTEXT * (len(_SHARES) + 1)  # where matches in others begin
+_RECENT = NUM_MATCHES  # where the classes of matches in other answers begin
 NUM_KINDS = 2 * (_RECENT + NUM_MATCHES)
 # how often candidates of a class came true in 270 greedy answers of SmolLM2, before any are seen
-_FIRST_OF_MATCHES = (0.3, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95)
-_FIRST_OF_SHARES = (0.15, 0.3, 0.45, 0.6, 0.8)
-FIRST_ACCEPTANCE = (
-    *_FIRST_OF_MATCHES,
-    *(sure * share for sure in (0.6, 0.8, 1.0) for share in _FIRST_OF_SHARES),
-    *_FIRST_OF_MATCHES,
-)
+FIRST_ACCEPTANCE = 2 * (0.3, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95)
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +124,7 @@ class TextIndex:
 
 
 class RecentAnswers:
-    """Answers of the server that ended lately, each found under its own salt alone.
+    """Recent answers of the engine, each found under its own salt alone.
 
     A salt has two generations: when the newer is half of what may be kept, the older is forgotten.
     Where all salts together have too much, the one that was added to longest ago is forgotten.
@@ -180,9 +169,3 @@ class RecentAnswers:
 def kinds_of(length: int, count: int, first: int = 0) -> list[int]:
     """Of a chain of `count` tokens behind a match of so many; first: the source's first class."""
     return [2 * (first + _CLASS_OF[length + depth]) + (depth > 0) for depth in range(count)]
-
-
-def kind_in_memory(context: int, share: float, is_first: bool) -> int:
-    """Of the memory's most frequent token behind `context` tokens; share: of its count there."""
-    place = (context - 1) * (len(_SHARES) + 1) + bisect_right(_SHARES, share)
-    return 2 * (NUM_MATCHES + place) + (not is_first)

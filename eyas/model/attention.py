@@ -1,12 +1,11 @@
 """Attention of the rows of a forward over a paged cache: a dense prefix, then a tree by ancestry.
-Knows no layer.
 
-    plan = attention_plan(rows, page_size)      once a forward: what every layer has in common
-    mixed = tree_attention(q, kv, plan)         per layer
+    plan = AttentionPlan.of(rows, page_size)    once a forward: what every layer has in common
+    mixed = plan.attend(q, kv)                  per layer
 
 Which columns a row sees, `Rows` says. A row that sees nothing gets zeros. Here are the definition
-(float64, one row after the other) and the path by torch operators, for any device;
-`triton_attention` has the kernel that CUDA takes.
+(float64, one row after the other) and PyTorch's operators for any device; on a CPU the native
+library has its own.
 
 Letters: M rows, B requests, N rows of one request, C columns, Hq and Hk query and key heads, D head
 dimension.
@@ -14,58 +13,13 @@ dimension.
 
 from __future__ import annotations
 
-import functools
-import importlib
-import importlib.util
-import warnings
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 
 from eyas.model.rows import MAX_TREE_COLUMNS, Rows
-
-
-class AttentionPlan(Protocol):
-    """What the layers of one forward have in common."""
-
-    def attend(self, q: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
-        """As `tree_attention`."""
-
-
-def attention_plan(rows: Rows, page_size: int) -> AttentionPlan:
-    """The plan of a forward over these rows, for the device they are on."""
-    if rows.page_table.is_cuda:
-        kernel_plan = _kernel_plan()
-        if kernel_plan is not None:
-            return kernel_plan(rows, page_size)
-    return TorchPlan.of(rows, page_size)
-
-
-def tree_attention(q: torch.Tensor, kv: torch.Tensor, plan: AttentionPlan) -> torch.Tensor:
-    """q [M, Hq, D], kv [num_slots, 2, Hk, D] (a layer of a cache, the rows' own entries written) ->
-    [M, Hq, D].
-    """
-    return plan.attend(q, kv)
-
-
-@functools.cache
-def _kernel_plan() -> Callable[[Rows, int], AttentionPlan] | None:
-    """The plan of the Triton kernel; without Triton None, and a warning the first time."""
-    if importlib.util.find_spec("triton") is None:
-        warnings.warn(
-            "Triton is not installed: attention on CUDA takes the slower torch path (pip install "
-            "triton)",
-            stacklevel=3,
-        )
-        return None
-    plan: Callable[[Rows, int], AttentionPlan] = importlib.import_module(
-        "eyas.model.triton_attention"
-    ).TritonPlan.of
-    return plan
 
 
 def tree_attention_reference(
@@ -126,13 +80,13 @@ class _Bucket:
 
 
 @dataclass(frozen=True, slots=True)
-class TorchPlan:
-    """Torch operators on any device. Planning reads the rows on the host."""
+class AttentionPlan:
+    """What the layers of one forward have in common. Planning reads the rows on the host."""
 
     buckets: tuple[_Bucket, ...]
 
     @classmethod
-    def of(cls, rows: Rows, page_size: int) -> TorchPlan:
+    def of(cls, rows: Rows, page_size: int) -> AttentionPlan:
         request, seen = rows.request.cpu().numpy(), rows.seen.cpu().numpy()
         ends = rows.prefix_len.cpu().numpy() + _bit_lengths(seen)
         order = np.argsort(request, kind="stable")
@@ -150,6 +104,9 @@ class TorchPlan:
         return cls(tuple(buckets))
 
     def attend(self, q: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
+        """q [M, Hq, D], kv [num_slots, 2, Hk, D] (a layer of a cache, the rows' own entries
+        written) -> [M, Hq, D].
+        """
         mixed = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         for bucket in self.buckets:
             mixed.index_copy_(0, bucket.rows, bucket.attend(q, kv))

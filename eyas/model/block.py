@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from eyas.model.attention import AttentionPlan, attention_plan, tree_attention
+from eyas.model.attention import AttentionPlan
 from eyas.model.config import DecoderConfig, RopeConfig
 from eyas.model.quantised import Blocks, QuantisedLinear, parts_of
 from eyas.model.rows import PagedCache, Rows
@@ -144,7 +144,7 @@ class Rope:
             self._cos.index_select(0, rows.position),
             self._sin.index_select(0, rows.position),
         )
-        return Placement(cos, sin, rows.slot, attention_plan(rows, page_size))
+        return Placement(cos, sin, rows.slot, AttentionPlan.of(rows, page_size))
 
 
 # The layer
@@ -202,7 +202,7 @@ class Block:
         rolled = q_and_k.roll(D // 2, -1)
         q_and_k.mul_(at.cos).addcmul_(rolled, at.sin)
         cache.write(self._layer, at.slot, qkv[:, Hq:].view(-1, 2, Hk, D))
-        mixed = tree_attention(qkv[:, :Hq], cache.data[self._layer], at.plan)
+        mixed = at.plan.attend(qkv[:, :Hq], cache.data[self._layer])
         h = self._out.add(mixed.reshape(-1, Hq * D), residual)
         gate, up = self._gate_up(rms_norm(h, self._post_norm, self._eps)).chunk(2, dim=-1)
         return self._down.add(F.silu(gate).mul_(up), h)

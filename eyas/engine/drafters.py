@@ -1,0 +1,127 @@
+"""Who proposes trees of tokens: the head, and text that has the same last tokens.
+
+    Drafter.propose(samples, plan) -> Proposals
+
+A tree decides how many tokens a round emits, never which. Another drafter is another class here.
+
+The head keeps an entry, its key and value, for each column of the target's cache:
+
+    target    [ x_0 ..... x_{n-1} ]  the columns in the target's cache, n = num_cached
+    features  column 0 ... n-1       of every column there, in the same pages
+    draft     [ e_1 .. e_{m-1} ]     m = draft_len; a tree needs those up to column n, the root's
+
+The entry of column c is computed from the feature of column c - 1 and the token of column c. After
+a verify the head lacks the entries m .. n of what was accepted and of the new root. It is extended
+over all of them in the forward that proposes the next tree: one call gives the entries and the
+root's output, and a sample that does not draft for a while costs nothing until it does.
+
+Letters: B samples, C candidates.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+from eyas.engine.costs import AT_ONCE
+from eyas.engine.draft import Draft
+from eyas.engine.pages import PagePool
+from eyas.engine.scheduler import RunningSample, page_table
+from eyas.engine.steps import RoundPlan
+from eyas.engine.text import RecentAnswers, TextChain
+from eyas.engine.tree import Speculation
+from eyas.model.rows import FeatureCache, Growth, Proposals, Roots
+
+NOTHING = Proposals(  # of a round in which no sample drafts
+    np.empty((0, 0), dtype=np.int64),
+    np.empty((0, 0), dtype=np.float32),
+    np.empty((0, 0), dtype=np.int32),
+    np.empty(0, dtype=np.int32),
+)
+
+
+class DraftError(Exception):
+    """The head has given something that is no draft."""
+
+
+# What a head may raise. Others, such as an index out of range, are faults of the engine, after
+# which nothing is trusted.
+HEAD_FAULTS = (DraftError, ArithmeticError, MemoryError, RuntimeError, ValueError)
+
+
+class HeadDrafter:
+    """The head's trees, its cache of entries, and the target's features that they are made of.
+
+    Entries of a full page belong to its tokens, as keys and values do: `PagePool.is_drafted` says
+    which pages have them all, so that a request that reuses a prefix reuses its entries too.
+    """
+
+    def __init__(
+        self, draft: Draft, sizes: Speculation, features: FeatureCache, pool: PagePool
+    ) -> None:
+        self.draft, self.features = draft, features
+        self.cache = draft.new_cache(pool.num_pages, pool.page_size)
+        self._sizes, self._pool = sizes, pool
+
+    def propose(self, samples: Sequence[RunningSample], plan: RoundPlan) -> Proposals:
+        """Extend the draft over accepted tokens and roots, and grow trees (`Draft.grow`).
+
+        Raises DraftError for scores that are no numbers, and what the draft raises (HEAD_FAULTS).
+        """
+        if not samples:
+            return NOTHING
+        # of many entries, those before the root's are made without outputs, in half the time
+        self.extend([sample for sample in samples if sample.num_missing > AT_ONCE])
+        roots = self._missing(samples, [sample.num_cached for sample in samples])
+        growth = Growth(self._sizes.num_draft_steps, self._sizes.tree_topk, plan.width)
+        draws = [sample.sampler.draw_state() for sample in samples]
+        proposals = self.draft.grow(
+            roots, self.cache, self.features, growth, plan.thresholds, draws
+        )
+        if not math.isfinite(proposals.scores.sum(dtype=np.float64)):
+            bad = int((~np.isfinite(proposals.scores)).sum())
+            raise DraftError(
+                f"{bad} of {proposals.scores.size} log-probabilities are NaN or infinite"
+            )
+        return proposals
+
+    def extend(self, samples: Sequence[RunningSample]) -> None:
+        """Make the entries of all columns before the roots', without outputs."""
+        samples = [sample for sample in samples if sample.num_missing > 1]
+        if samples:
+            roots = self._missing(samples, [sample.num_cached - 1 for sample in samples])
+            self.draft.enter(roots, self.cache, self.features)
+
+    def _missing(self, samples: Sequence[RunningSample], lasts: list[int]) -> Roots:
+        """Columns draft_len .. last of each sample, counted as made: the caller makes them."""
+        starts = [sample.draft_len for sample in samples]
+        size, tokens = self._pool.page_size, list[int]()
+        for sample, start, last in zip(samples, starts, lasts, strict=True):
+            tokens += sample.tokens[start : last + 1]
+            sample.draft_len = last + 1
+            for page in sample.pages[start // size : (last + 1) // size]:
+                self._pool.is_drafted[page] = True
+        return Roots(lasts, starts, tokens, page_table(samples))
+
+
+class TextDrafter:
+    """What followed the last tokens before: in a sample's own text, and in recent answers."""
+
+    def __init__(self) -> None:
+        self.recent = RecentAnswers()
+
+    def propose(self, sample: RunningSample) -> list[TextChain]:
+        """Chains of candidates, the most telling first."""
+        if not sample.request.text_drafts:
+            return []
+        sample.text.extend(sample.tokens[len(sample.text.tokens) :])
+        recent = self.recent.chain(sample.request.cache_salt, sample.tokens)
+        return [chain for chain in (sample.text.chain(), recent) if chain is not None]
+
+    def remember(self, sample: RunningSample) -> None:
+        """An answer that has ended, for requests of the same salt."""
+        if sample.request.text_drafts:
+            answer = sample.tokens[len(sample.request.prompt_ids) :]
+            self.recent.add(sample.request.cache_salt, answer)
