@@ -7,8 +7,8 @@ One request at a time, greedy, bf16, in one process. The arms take turns prompt 
 changing, so that a busy moment hits all alike: plain decoding, the head alone, head and text, the
 same without recent answers of the server, text alone without a head. Spec-Bench's six tasks; four
 sets whose answers repeat their prompts, made here of the Python library's own source and
-documentation (PSF-2.0); and, after all of them, Spec-Bench's questions asked again in other words, where an
-earlier answer may help. --also adds arms of other trees.
+documentation (PSF-2.0); and, after all of them, Spec-Bench's questions asked again in other words,
+where an earlier answer may help. --also adds arms of other trees.
 
 Tokens a second are those behind the first token over the time since; speed-ups are ratios of
 medians of a token's time over prompts, and of the sums. The last line of stdout is one JSON object.

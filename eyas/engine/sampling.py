@@ -36,7 +36,7 @@ Logits = NDArray[np.float32] | NDArray[np.float64]
 Weights = NDArray[np.int64]
 Ids = NDArray[np.int64]
 
-# splitmix64's constants; eyas.engine.cuda.sampling computes the same numbers on a device
+# splitmix64's constants
 MASK = 2**64 - 1
 STEP = 0x9E3779B97F4A7C15
 FACTORS = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
