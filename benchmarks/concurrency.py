@@ -34,13 +34,13 @@ from typing import Any
 
 import held_out
 from capture import is_up
+from eyas.bench.tables import show_table
 from generate import free_port
 
 from eyas import hub
 from eyas.artifact import Artifact
 from eyas.bench.bench import ArmConfig, BenchConfig, bench
 from eyas.bench.report import Contents, write_reports
-from eyas.bench.tables import show_table
 from eyas.cli.stage import stage
 from eyas.engine.engine import EngineConfig
 from eyas.errors import EyasError

@@ -23,13 +23,13 @@ from statistics import mean, stdev
 from typing import Any
 
 import real_features
+from eyas.plan.learning_curve import learning_curve, read_runs
 
 from eyas.artifact import Artifact
 from eyas.bench.machine import machine
 from eyas.cli.options import stage_config
 from eyas.cli.run import StageFolder
 from eyas.log import progress_bar
-from eyas.plan.learning_curve import learning_curve, read_runs
 from eyas.shards import Features
 from eyas.train.trainer import TrainConfig, train
 

@@ -1,106 +1,134 @@
-"""The one look of every picture: matplotlib to SVG that takes its colours from the page.
+"""Pictures for pages: a line chart with intervals as SVG, in the colours of the page's stylesheet.
 
-A colour is the name of a CSS variable of the page, so that one picture serves light and dark:
-`color("series-1")` is what matplotlib gets, `var(--series-1)` is what the SVG says. The variables
-are in house.css, or in a page's own style.
-
-    picture = svg(lambda axes: axes.bar([1, 2], [3, 4], color=color("series-1")), "rows by day")
-
-Apart from page.py, because matplotlib takes longer to load than all that fills pages.
+The colours are CSS variables of house.css (`--series-0` to `--series-3`, `--ink`, `--line`), so one
+picture serves light and dark pages.
 """
 
 from __future__ import annotations
 
-import hashlib
-import html
-import io
-import re
-import warnings
-from collections.abc import Callable
-from typing import Any
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
 
-import matplotlib
 from markupsafe import Markup
-from matplotlib.artist import Artist
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 
-from eyas.page import stylesheet
-
-# About a phone's width at one CSS pixel a point, so that text keeps its size there.
-INCHES = (4.2, 2.6)
-_VARIABLES: dict[str, str] = {}  # the colour that matplotlib writes -> the page's variable
-_HINT = "hint: "
-# What an SVG inside a page does not need: a namespace, a licence, and a style for the whole page.
-_FOR_FILES = re.compile(
-    r' xmlns(?::\w+)?="[^"]*"|<metadata>.*?</metadata>|<defs>\s*<style.*?</defs>', re.S
-)
-_NAMESPACE = 'xmlns="http://www.w3.org/2000/svg"'
+WIDTH, HEIGHT = 420, 260  # CSS pixels
+LEFT, RIGHT, TOP, BOTTOM = 52, 12, 26, 40  # margins
+WIDE = 20  # a ratio of the x values above which the axis is logarithmic
+NUM_COLORS = 4
 
 
-def color(variable: str) -> str:
-    """A colour for matplotlib that becomes the page's CSS variable of this name (without `--`)."""
-    placeholder = f"#{hashlib.sha256(variable.encode()).hexdigest()[:6]}"
-    assert _VARIABLES.setdefault(placeholder, variable) == variable, f"{variable}: choose another"
-    return placeholder
+@dataclass(frozen=True, slots=True)
+class Point:
+    """A value y at x, with its interval if it has one."""
+
+    x: float
+    y: float
+    low: float | None = None
+    high: float | None = None
 
 
-INK, LINE = color("muted"), color("line")
-STYLE: dict[Any, Any] = {
-    "svg.fonttype": "none",  # real text: the page's font, small, and found by a search
-    "font.size": 10,
-    "text.color": INK,
-    "axes.edgecolor": LINE,
-    "axes.labelcolor": INK,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.grid": True,
-    "axes.axisbelow": True,
-    "grid.color": LINE,
-    "grid.linewidth": 0.7,
-    "xtick.color": INK,
-    "ytick.color": INK,
-    "xtick.major.size": 0,
-    "ytick.major.size": 0,
-    "legend.frameon": False,
-}
+@dataclass(frozen=True, slots=True)
+class Series:
+    """Points with a name. Series of the same `number` have the same colour in every picture."""
+
+    name: str
+    number: int
+    points: Sequence[Point]
 
 
-def hint(artist: Artist, text: str) -> None:
-    """Show a text where the pointer rests on this part of the picture."""
-    artist.set_gid(_HINT + text)
+def line_chart(
+    series: Sequence[Series], x_label: str, y_label: str, rule: float | None = 0
+) -> Markup:
+    """A line per series with its intervals as bars.
 
-
-def svg(paint: Callable[[Axes], None], label: str, inches: tuple[float, float] = INCHES) -> Markup:
-    """An SVG element for a page, as wide as its place there.
-
-    label: what the picture shows, for those who do not see it; one a page, since the ids of the
-    picture's parts come from it. The same picture gives the same text.
+    rule: a y value that is always shown and, unless it is 0, marked by a line.
     """
-    with matplotlib.rc_context({**STYLE, "svg.hashsalt": label}):
-        figure = Figure(figsize=inches, layout="constrained")
-        paint(figure.subplots())
-        written = io.StringIO()
-        with warnings.catch_warnings():
-            # The page's font draws the text: what matplotlib's own font lacks does not matter.
-            warnings.filterwarnings("ignore", "Glyph .* missing from font")
-            figure.savefig(
-                written, format="svg", transparent=True, metadata={"Date": None, "Creator": None}
+    points = [point for one in series for point in one.points]
+    assert points, "a chart needs a point"
+    xs = sorted({point.x for point in points})
+    ys = [end for point in points for end in (point.y, point.low, point.high) if end is not None]
+    ticks = axis_ticks([*ys, rule] if rule is not None else ys)
+    is_log = xs[0] > 0 and xs[-1] / xs[0] > WIDE
+
+    def across(x: float) -> float:
+        ends = [math.log(one) if is_log else one for one in (xs[0], x, xs[-1])]
+        span = ends[2] - ends[0]
+        share = (ends[1] - ends[0]) / span if span else 0.5
+        return LEFT + 14 + share * (WIDTH - LEFT - RIGHT - 28)
+
+    def down(y: float) -> float:
+        return HEIGHT - BOTTOM - (y - ticks[0]) / (ticks[-1] - ticks[0]) * (HEIGHT - TOP - BOTTOM)
+
+    parts = []
+    for tick in ticks:
+        y = down(tick)
+        parts.append(_line(LEFT, y, WIDTH - RIGHT, y, "line"))
+        parts.append(_text(LEFT - 6, y + 4, f"{tick:g}", "end"))
+    parts += [_text(across(x), HEIGHT - BOTTOM + 16, f"{x:g}", "middle") for x in xs]
+    parts.append(_text((LEFT + WIDTH) / 2, HEIGHT - 6, x_label, "middle"))
+    parts.append(_text(4, 13, y_label, "start"))
+    if rule:
+        parts.append(_line(LEFT, down(rule), WIDTH - RIGHT, down(rule), "ink", dashed=True))
+    for place, one in enumerate(series):
+        color = f"series-{one.number % NUM_COLORS}"
+        shift = 5 * (place - (len(series) - 1) / 2)  # intervals at one load stay apart
+        path = " ".join(f"{across(p.x) + shift:.1f},{down(p.y):.1f}" for p in one.points)
+        parts.append(
+            Markup(
+                '<polyline points="{}" fill="none" stroke="var(--{})" stroke-width="1.8"/>'
+            ).format(path, color)
+        )
+        for point in one.points:
+            x, hint = across(point.x) + shift, f"{one.name}: {point.y:.3g}"
+            if point.low is not None and point.high is not None:
+                hint += f" ({point.low:.3g} to {point.high:.3g})"
+                parts.append(_line(x, down(point.low), x, down(point.high), color))
+            parts.append(
+                Markup(
+                    '<circle cx="{:.1f}" cy="{:.1f}" r="3.2" fill="var(--{})">'
+                    "<title>{}</title></circle>"
+                ).format(x, down(point.y), color, hint)
             )
-    text = written.getvalue()
-    text = _FOR_FILES.sub("", text[text.index("<svg") :]).replace("xlink:href", "href")
-    text = re.sub(r' (width|height)="[\d.]+pt"', "", text, count=2)
-    text = re.sub(f'<g id="{_HINT}(.*?)">', r"<g><title>\1</title>", text)
-    for placeholder, variable in _VARIABLES.items():
-        text = text.replace(placeholder, f"var(--{variable})")
-    return Markup(text.replace("<svg", f'<svg role="img" aria-label="{html.escape(label)}"', 1))
+    return Markup('<svg role="img" aria-label="{}" viewBox="0 0 {} {}">{}</svg>{}').format(
+        f"{y_label} by {x_label}", WIDTH, HEIGHT, Markup("").join(parts), _key(series)
+    )
 
 
-def svg_file(
-    paint: Callable[[Axes], None], label: str, inches: tuple[float, float] = INCHES
-) -> str:
-    """The same picture as a file of its own, for Markdown: it brings the stylesheet's colours."""
-    colors = re.findall(r"^:root \{.*?^\}|^@media \(prefers.*?^\}", stylesheet(), re.DOTALL | re.M)
-    style = f"<style>{''.join(colors)} svg {{ background: var(--paper); }}</style>"
-    opening, rest = svg(paint, label, inches).split(">", 1)
-    return f"{opening} {_NAMESPACE}>{style}{rest}"
+def axis_ticks(values: Sequence[float], most: int = 6) -> list[float]:
+    """Round numbers, `most` at most, from one not above all values to one not below them."""
+    low, high = min(values), max(values)
+    span = (high - low) or abs(high) or 1.0
+    power = 10.0 ** math.floor(math.log10(span / (most - 1)))
+    for factor in (1, 2, 5, 10, 20, 50):
+        step = factor * power
+        first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
+        last = max(last, first + 1)
+        if last - first < most:
+            return [round(step * number, 12) for number in range(first, last + 1)]
+    raise AssertionError("one of the steps fits")
+
+
+def _key(series: Sequence[Series]) -> Markup:
+    """Which colour is which series; empty for one."""
+    if len(series) < 2:
+        return Markup("")
+    names = Markup("").join(
+        Markup('<li><i style="color: var(--series-{})">●</i> {}</li>').format(
+            one.number % NUM_COLORS, one.name
+        )
+        for one in series
+    )
+    return Markup('<ul class="key">{}</ul>').format(names)
+
+
+def _line(x1: float, y1: float, x2: float, y2: float, color: str, dashed: bool = False) -> Markup:
+    return Markup(
+        '<line x1="{:.1f}" y1="{:.1f}" x2="{:.1f}" y2="{:.1f}" stroke="var(--{})"{}/>'
+    ).format(x1, y1, x2, y2, color, Markup(' stroke-dasharray="3 3"' if dashed else ""))
+
+
+def _text(x: float, y: float, text: str, anchor: str) -> Markup:
+    return Markup(
+        '<text x="{:.1f}" y="{:.1f}" font-size="11" text-anchor="{}" fill="var(--muted)">{}</text>'
+    ).format(x, y, anchor, text)

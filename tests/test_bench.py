@@ -7,7 +7,6 @@ from __future__ import annotations
 import asyncio
 import gzip
 import json
-import re
 import sys
 import time
 from collections import Counter
@@ -189,9 +188,7 @@ def test_first_token_is_the_first_text_and_the_end_is_the_last_choice():
         (11.0, USAGE + b"data: [DONE]\n\n"),
     ]
     reply = read_reply(StreamRecord(0.0, pieces))
-    assert reply == Reply(
-        4.0, 9.0, [2.0], 3, 5, "stop", "Hello", [1, 1], num_chunks=2, tells_rounds=True
-    )
+    assert reply == Reply(4.0, 9.0, [2.0], 3, 5, "stop", "Hello", [1, 1], tells_rounds=True)
 
 
 def test_an_answer_without_text_has_its_end_for_a_first_token():
@@ -235,7 +232,6 @@ def test_speedup_is_the_ratio_of_the_median_tpots():
     ]
     compared = comparison(plain, eagle, is_greedy=True)
     assert compared["speedup"] == 20 / 8
-    assert compared["paired_speedup"]["median"] == 2.5  # of 2, 2.5 and 4
     assert compared["identical"] == compared["num_pairs"] == 3
 
 
@@ -254,7 +250,6 @@ def test_only_prompts_that_both_arms_answered_are_compared():
     ]
     compared = comparison(plain, eagle, is_greedy=True)
     assert compared["num_pairs"] == 2
-    assert compared["paired_speedup"]["count"] == 1
     assert compared["speedup"] == 2
 
 
@@ -304,37 +299,15 @@ def pairs_of(count, tpot_ms, hist, tokens=11):
     ]
 
 
-def test_round_cost_is_in_plain_tokens():
-    # 5 rounds of 2 tokens, 16 ms each
-    compared = comparison(*pairs_of(3, tpot_ms=8, hist=[0, 5]), is_greedy=True)
-    assert compared["round_cost"]["median"] == pytest.approx(1.6)
-    assert comparison(*pairs_of(3, tpot_ms=8, hist=[]), is_greedy=True)["round_cost"] is None
-
-
 @pytest.mark.parametrize("count", [1, 6, 40])
 def test_a_speedup_above_tau_is_not_claimed(count):
     plain, eagle = pairs_of(count, tpot_ms=10 / 2.001, hist=[0, 5])
     (compared,) = summarise([*plain, *eagle], GREEDY)["comparisons"]
     assert (compared["speedup"], compared["speedup_interval"]) == (None, None)
     assert compared["withheld"].startswith("2.00")
-    assert compared["withheld"].endswith("tau is 2.00")
+    assert "tau is 2.00" in compared["withheld"]
     same = [*plain, *pairs_of(count, tpot_ms=5, hist=[0, 5])[1]]
     assert summarise(same, GREEDY)["comparisons"][0]["speedup"] == 2
-
-
-def test_rounds_that_cost_less_than_a_plain_token_give_no_speedup_even_below_tau():
-    """Half of the prompts have a tau of 5 and hardly profit; the others are faster than their own
-    tau of 1.25.
-    """
-    plain = [row("plain", str(number), tpot_ms=10) for number in range(24)]
-    easy = [row("eagle", str(number), tpot_ms=7.5, hist=[0, 0, 0, 0, 2]) for number in range(4)]
-    hard = [row("eagle", str(number), tpot_ms=7.5, hist=[6, 2]) for number in range(4, 24)]
-    compared = comparison(plain, [*easy, *hard], is_greedy=True)
-    assert compared["speedup"] is None
-    assert re.fullmatch(
-        r"1\.33.* is impossible, since its rounds cost 0\.94 of a plain step: .*alike.*",
-        compared["withheld"],
-    )
 
 
 def test_an_arm_that_decoded_plain_but_for_a_few_rounds_has_no_tau_to_be_above():
@@ -342,45 +315,11 @@ def test_an_arm_that_decoded_plain_but_for_a_few_rounds_has_no_tau_to_be_above()
     plain = [row("plain", str(number), tpot_ms=10) for number in range(10)]
     eagle = [row("eagle", str(number), tpot_ms=9.9, hist=[1]) for number in range(10)]
     compared = comparison(plain, eagle, is_greedy=True)
-    assert (compared["tau"], compared["tokens_per_forward"], compared["num_plain_steps"]) == (
-        None,
-        1,
-        90,
-    )
+    assert (compared["tau"], compared["tokens_per_forward"]) == (None, 1)
     # 5 of 10 tokens
     half = [row("eagle", str(number), tpot_ms=7, hist=[0, 1, 1]) for number in range(10)]
     compared = comparison(plain, half, is_greedy=True)
-    assert (compared["tau"], compared["tokens_per_forward"], compared["num_plain_steps"]) == (
-        2.5,
-        10 / 7,
-        50,
-    )
-
-
-def test_a_speedup_above_tau_is_noise_or_a_busy_machine():
-    factors = [0.3, 0.4, 0.45, 0.46, 0.46, 0.9, 1.0, 1.1]
-    plain = [row("plain", str(number), tpot_ms=10, block=number) for number in range(8)]
-    eagle = [
-        row("eagle", str(number), tpot_ms=10 * factor, hist=[0, 5], block=number)
-        for number, factor in enumerate(factors)
-    ]
-    compared = comparison(plain, eagle, is_greedy=True)
-    assert (compared["speedup"], compared["speedup_interval"], compared["tau"]) == (None, None, 2)
-    assert re.fullmatch(
-        r"2\.17 \(\d\.\d\d to \d\.\d\d\) over 8 prompts is noise: tau is 2\.00",
-        compared["withheld"],
-    )
-    few = comparison(plain[:5], eagle[:5], is_greedy=True)
-    assert (few["speedup"], few["withheld"]) == (None, "2.22 over 5 prompts is noise: tau is 2.00")
-    other = comparison(plain, eagle, is_greedy=True, same_engine=False)
-    assert (round(other["speedup"], 2), other["withheld"]) == (2.17, None), (
-        "tau is no law between two engines"
-    )
-    sure = [row("eagle", str(number), tpot_ms=4, hist=[0, 5], block=number) for number in range(8)]
-    assert re.fullmatch(
-        r"2\.50 \(2\.50 to 2\.50\) over 8 prompts is impossible, since tau is 2\.00: .*alike.*",
-        comparison(plain, sure, is_greedy=True)["withheld"],
-    )
+    assert (compared["tau"], compared["tokens_per_forward"]) == (2.5, 10 / 7)
 
 
 def test_without_a_tau_a_speedup_is_one_and_noise():
@@ -396,9 +335,7 @@ def test_without_a_tau_a_speedup_is_one_and_noise():
     assert (busy["speedup"], busy["withheld"][:4]) == (None, "1.90")
     noisy = comparison(plain, of(*[10] * 4, *[8] * 6), is_greedy=True)
     assert (noisy["speedup"], noisy["tau"]) == (None, None)
-    assert noisy["withheld"].endswith(
-        "over 10 prompts is noise: more than 1.10 is impossible, hardly any token was drafted"
-    )
+    assert "over 10 prompts is impossible, hardly any token was drafted" in noisy["withheld"]
     assert comparison(plain, of(*[9.5] * 10), is_greedy=True)["withheld"] is None
 
 
@@ -406,14 +343,6 @@ def test_another_engine_may_be_faster_than_tau():
     plain, eagle = pairs_of(9, tpot_ms=4, hist=[0, 5])
     assert comparison(plain, eagle, True)["speedup"] is None
     assert comparison(plain, eagle, True, same_engine=False)["speedup"] == 2.5
-
-
-def test_tokens_per_chunk_are_no_tau_to_hold_a_speedup_against():
-    """llama.cpp sends each token of a round in a chunk of its own."""
-    plain = [row("plain", str(number), tpot_ms=10, num_chunks=11) for number in range(8)]
-    eagle = [row("eagle", str(number), tpot_ms=5, num_chunks=11) for number in range(8)]
-    compared = comparison(plain, eagle, is_greedy=True)
-    assert (compared["tau"], compared["tau_from"], compared["speedup"]) == (1, "chunks", 2)
 
 
 def test_an_answer_that_came_at_once_has_no_time_per_token():
@@ -592,8 +521,7 @@ def compared(tmp_path, prompts, baseline, server, **config):
 def test_two_servers_that_tell_nothing_of_rounds_are_compared_and_it_is_said(tmp_path, prompts):
     summary = compared(tmp_path, prompts, {"gap_s": 0.004}, {})
     (found,) = summary["comparisons"]
-    assert (found["num_pairs"], found["identical"], found["tau_from"]) == (6, 6, "chunks")
-    assert found["tau"] == 1  # a word is a chunk is a token
+    assert (found["num_pairs"], found["identical"], found["tau"]) == (6, 6, None)
     assert [one["what"] for one in summary["differences"]] == ["precision"]
     assert "not told by other" in summary["differences"][0]["text"]
 
@@ -678,26 +606,7 @@ def test_an_open_loop_sends_when_the_time_has_come(tmp_path, prompts, monkeypatc
         for place, at in enumerate(times):
             assert at - begin >= 0.02 * place - 0.001
         assert len(started) == 1 or started[-1] < started[0] + first["e2e_ms"] / 1000
-    assert [one["rate"] for one in summary["open_loop"]["results"]] == [50]
-    assert summary["results"] == []
-
-
-def test_synthetic_prompts_are_of_the_length_that_the_server_counts(tmp_path):
-    with scripted(extra_prompt_tokens=7) as url:
-        output = Artifact(str(tmp_path / "bench"))
-        bench(
-            BenchConfig(
-                url=url,
-                arms={"one": ArmConfig()},
-                prompts="synthetic(30,60)",
-                num_prompts=5,
-                max_tokens=3,
-            ),
-            output,
-        )
-        lengths = [row["num_prompt_tokens"] for row in output.read_jsonl("rows.jsonl")]
-    assert all(30 <= length <= 60 for length in lengths)
-    assert len(set(lengths)) > 1
+    assert [one["rate"] for one in summary["results"]] == [50]
 
 
 class Impatient(Scripted):

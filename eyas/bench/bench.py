@@ -6,8 +6,8 @@ all arms alike.
     rate r          the same, but requests are sent at given times, the same for every arm
 
 An arm is a way to ask: with or without speculation, at one server or another. At every load each
-arm asks under a cache salt of its own, where its server takes one: else its prompts would be in the
-cache for the next arm. Knows the order of requests; the client measures, `summary` counts.
+arm asks under a cache salt of its own, where its server takes one; otherwise its prompts would be
+in the cache for the next arm.
 """
 
 from __future__ import annotations
@@ -39,26 +39,19 @@ from eyas.bench.server import (
 )
 from eyas.bench.stream import Reply, read_reply
 from eyas.bench.summary import BenchRow, RequestLoad, RunContext, summarise
-from eyas.bench.workload import (
-    Task,
-    arrival_times_s,
-    lengths_of,
-    read_tasks,
-    synthetic_tasks,
-)
+from eyas.bench.workload import Task, arrival_times_s, read_tasks
 from eyas.builtin import BUILTIN, demo_prompts
 from eyas.client import Client, StreamRecord
 from eyas.errors import ConfigError, EyasError
 from eyas.log import Track, quiet
-from eyas.records import Message
+from eyas.records import mixed_seed
 from eyas.tau import LEAST_TURNS
 
 PLAIN, EAGLE = "plain", "eagle"  # the arms of a server that has a head
-# Prompts per slot of concurrency in a block: few, so that all arms meet the same busy minutes, and
-# enough to fill the slots.
+# Prompts per slot of concurrency in a block: few, so that a busy minute hits all arms, and enough
+# to fill the slots.
 BLOCK = 4
-# at least, where that leaves two prompts for a slot: arms are to take turns, and of fewer nothing
-# is claimed
+# at least, if that leaves two prompts for a slot: fewer turns give no interval
 NUM_BLOCKS = LEAST_TURNS
 SETTLE_S = 0.05  # servers count an answer just after its last byte
 TIMEOUT_S = 300.0  # between two pieces of an answer, the wait in a long queue included
@@ -72,7 +65,7 @@ class ArmConfig(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    url: str | None = None  # of this arm's own server, where it has one
+    url: str | None = None  # of this arm's own server
     speculation: bool | None = None
     fields: dict[str, Any] = {}  # more fields of the request body, e.g. {"ignore_eos": true}
 
@@ -80,12 +73,12 @@ class ArmConfig(BaseModel):
 class BenchConfig(BaseModel):
     """What is asked, and at which loads.
 
-    prompts: JSON lines, .gz or plain, or synthetic(64,512). They are eyas' own, OpenAI's messages,
-    or Spec-Bench's. url: of the server. arms: ways to ask, by name; the first is the baseline of
-    comparisons. num_prompts: at each load, or 4 times its requests. concurrencies: requests at a
-    time, one load each. rates: requests a second, answered or not (open loops). max_tokens: of an
-    answer. temperature: 0 is greedy. seed: of prompts, arrivals and draws. compare_anyway: unlike
-    with unlike, and say so.
+    prompts: JSON lines, .gz or plain: eyas' own, OpenAI's messages, or Spec-Bench's. url: of the
+    server. arms: ways to ask, by name; the first is the baseline of comparisons. num_prompts: at
+    each load, or 4 times its requests. concurrencies: requests at a time, one load each. rates:
+    requests a second, answered or not (open loops). max_tokens: of an answer. temperature: 0 is
+    greedy. seed: of prompts, arrivals and draws. compare_anyway: compare arms that do not do the
+    same work, with a warning.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -108,7 +101,6 @@ class BenchConfig(BaseModel):
     def _some_load(self) -> BenchConfig:
         if not self.loads or any(load.value <= 0 for load in self.loads):
             raise ValueError("concurrencies, rates: give one at least, all above 0")
-        lengths_of(self.prompts)
         return self
 
     @property
@@ -131,16 +123,18 @@ class BenchConfig(BaseModel):
         """Whether an arm asks under salts of the benchmark's own."""
         return facts.takes_cache_salt and "cache_salt" not in self.arms[arm].fields
 
-    def body(self, arm: str, messages: Sequence[Message], model: str) -> dict[str, Any]:
-        """The request of one prompt to one arm; all have the same seed, so that sampling arms draw
-        alike.
+    def body(self, arm: str, task: Task, model: str) -> dict[str, Any]:
+        """The request of one prompt to one arm.
+
+        The arms draw a prompt with the same seed; each prompt has a seed of its own, because one
+        seed correlates the draws of all prompts.
         """
         body = {
             "model": model,
-            "messages": list(messages),
+            "messages": list(task.messages),
             "max_tokens": self.max_tokens,
             "temperature": self.temperature,
-            "seed": self.seed,
+            "seed": mixed_seed(self.seed, task.prompt_id),
             "stream": True,
             "stream_options": {"include_usage": True},
             **self.arms[arm].fields,
@@ -168,17 +162,17 @@ def bench(
     arm's request succeeds; an impossible speed-up); the last two after rows.jsonl.
     """
     served = served or {}
-    read = None if lengths_of(config.prompts) else _read(config)
+    tasks = _read(config)
     # Servers are asked first: a wrong address must not claim the folder.
     facts = {} if output.is_done() else _run(_ask_servers(config))
     if not output.begin(bench_identity(config, served)):
         return output.manifest("bench")
     before = machine()
-    run = _run(_measure(config, facts, read, track))
+    run = _run(_measure(config, facts, tasks, track))
     output.write_jsonl("rows.jsonl", [row.to_json() for row in run.rows])
     _check_answered(run.rows)
     differences = run.differences()
-    cut = {task.prompt_id for task in read or () if task.is_cut}
+    cut = {task.prompt_id for task in tasks if task.is_cut}
     engines = {arm: one.engine for arm, one in facts.items()}
     summary = {
         **summarise(
@@ -228,8 +222,6 @@ def _described(config: BenchConfig, served: Mapping[str, Manifest]) -> dict[str,
         del described["url"]
         for arm in described["arms"].values():
             del arm["url"]
-    if lengths_of(config.prompts):
-        return {**described, "prompts": config.prompts}
     return {**described, "prompts_sha256": file_identity(_path(config))}
 
 
@@ -263,7 +255,7 @@ def _check_answered(rows: Sequence[BenchRow]) -> None:
 
 
 async def _ask_servers(config: BenchConfig) -> dict[str, ServerFacts]:
-    """What each arm's server tells. Raises MissingInputError, EyasError, and MismatchError for
+    """The facts of each arm's server. Raises MissingInputError, EyasError, and MismatchError for
     different precisions.
     """
     facts: dict[str, ServerFacts] = {}
@@ -278,7 +270,7 @@ async def _ask_servers(config: BenchConfig) -> dict[str, ServerFacts]:
 
 
 async def _measure(
-    config: BenchConfig, facts: Mapping[str, ServerFacts], tasks: list[Task] | None, track: Track
+    config: BenchConfig, facts: Mapping[str, ServerFacts], tasks: Sequence[Task], track: Track
 ) -> BenchRun:
     """Warm up and measure all loads."""
     async with AsyncExitStack() as stack:
@@ -287,10 +279,6 @@ async def _measure(
             for name, arm in config.arms.items()
         }
         run = BenchRun(config, facts, clients)
-        if tasks is None:
-            lengths = lengths_of(config.prompts)
-            assert lengths is not None
-            tasks = await synthetic_tasks(lengths, config.num_tasks, config.seed, run.count_prompt)
         total = len(config.arms) * sum(
             min(len(tasks), config.num_at(load)) for load in config.loads
         )
@@ -315,16 +303,6 @@ class BenchRun:
         self.counted: dict[tuple[str, RequestLoad], Counters] = {}
         self._config, self._facts, self._clients = config, facts, clients
         self._begin = time.perf_counter()
-
-    async def count_prompt(self, messages: tuple[Message, ...]) -> int:
-        """Tokens of a prompt by the first arm's server. Raises EyasError where it tells none."""
-        arm = next(iter(self._config.arms))
-        body = {**self._config.body(arm, messages, self._facts[arm].model), "max_tokens": 1}
-        reply = read_reply(await self._clients[arm].stream(body))
-        if reply.error or not reply.num_prompt_tokens:
-            what = f"the server does not tell how long a prompt is: {reply.error or 'no usage'}"
-            raise EyasError(what, "give prompts in a file instead of synthetic ones")
-        return reply.num_prompt_tokens
 
     async def measure(self, load: RequestLoad, tasks: Sequence[Task], track: Any) -> None:
         """All arms at one load, in turns."""
@@ -417,10 +395,7 @@ class BenchRun:
 
     def _bodies(self, arm: str, tasks: Sequence[Task], salt: str) -> list[dict[str, Any]]:
         more = {"cache_salt": salt} if self._config.is_salted(arm, self._facts[arm]) else {}
-        return [
-            {**self._config.body(arm, task.messages, self._facts[arm].model), **more}
-            for task in tasks
-        ]
+        return [{**self._config.body(arm, task, self._facts[arm].model), **more} for task in tasks]
 
     async def _ask(
         self, bodies: Sequence[dict[str, Any]], arm: str, load: RequestLoad, block: int

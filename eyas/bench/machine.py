@@ -1,6 +1,4 @@
-"""The machine a measurement ran on, as far as a reader needs it to judge a figure. Measures
-nothing.
-"""
+"""The machine that a measurement ran on, as far as a reader needs it to judge a figure."""
 
 from __future__ import annotations
 
@@ -14,7 +12,6 @@ def machine() -> dict[str, Any]:
     """Processor, cores this process may use, memory (GiB), system, and the load averages (1, 5, 15
     min) right now.
     """
-    # the cores that this process may use, where the system tells them
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return {
         "processor": cpu_field("model name") or platform.processor() or platform.machine(),

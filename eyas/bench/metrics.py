@@ -1,5 +1,5 @@
-"""The figures of a benchmark that follow from times, as pure functions. `eyas.tau` has those that
-follow from accepted drafts.
+"""The figures of a benchmark that follow from times. Pure functions; `eyas.tau` has the figures
+that follow from accepted drafts.
 
     send ──ttft──▶ first text ──itl──▶ chunk ──itl──▶ ... ──▶ last chunk
          └──────────────────────── e2e ──────────────────────────┘

@@ -1,7 +1,7 @@
-"""A streamed answer, read: server-sent events of OpenAI's chat completions, as each server really
-sends them. Knows no HTTP.
+"""A streamed answer, read from server-sent events of OpenAI's chat completions, in the forms that
+servers send.
 
-What differs, and is read all the same: a first chunk with a role and no text; text under
+What differs between servers: a first chunk with a role and no text; text under
 `reasoning_content` or `reasoning`; several tokens in a chunk, or several chunks in one read; usage
 in the last chunk, in every chunk, beside `choices: null`, or nowhere; llama.cpp's `timings` where
 there is no usage; comments that keep a connection alive; CRLF; errors as events.
@@ -27,7 +27,7 @@ class Reply:
 
     accept_hist is what the server tells under usage.eyas, and `tells_rounds` whether it tells that
     at all. counted_by says who counted the tokens: "usage", "timings", "tokenize" (of the server,
-    afterwards), or ""; then they are 0. num_chunks counts those that brought text.
+    afterwards), or ""; then they are 0.
     num_accepted_drafts is llama.cpp's.
     """
 
@@ -42,7 +42,6 @@ class Reply:
     accept_hist: list[int] = field(default_factory=list)
     error: str = ""
     counted_by: str = "usage"
-    num_chunks: int = 0
     tells_rounds: bool = False
     num_accepted_drafts: int | None = None
 
@@ -88,7 +87,6 @@ def _reply(timed_events: Iterable[tuple[float, dict[str, Any]]]) -> Reply:
         text="".join(texts),
         accept_hist=rounds.get("accept_hist", []),
         counted_by=counted_by,
-        num_chunks=len(of_text),
         tells_rounds="accept_hist" in rounds,
         num_accepted_drafts=timings.get("draft_n_accepted"),
     )

@@ -1,26 +1,21 @@
-"""What the rows of a benchmark say: one result per arm and load, one comparison per pair of arms.
-Pure functions.
+"""The summary of a benchmark's rows: one result per arm and load, one comparison of each arm with
+the baseline at the same load. Pure functions.
 
-A comparison is of one arm with the baseline at the same load in the same run, over the prompts that
-both answered:
+A comparison is over the prompts that both arms answered:
 
     speedup            median TPOT of the baseline / median TPOT of the arm
-    paired_speedup     median over prompts of (TPOT of the baseline / TPOT of the arm)
-    round_cost         of a round, in tokens of the baseline: median over prompts of tau / speed-up
     throughput_ratio   output tokens per second of the arm / of the baseline
     e2e_speedup        median time of a whole answer of the baseline / of the arm
     identical          greedy only: prompts with the same text, token count and finish reason
 
-The intervals of these three ratios hold together with 95 %: a comparison is one statement. They
-come from whole turns (blocks) of the arms, and are None below LEAST_TURNS of them.
+The intervals of the three ratios hold together with 95 %: a comparison is one statement. They are
+computed from whole turns (blocks) of the arms, and are None below LEAST_TURNS turns.
 
-No speed-up above tau is reported: it is None, and `withheld` says why. An arm that hardly drafted
-has no tau, and its speed-up is 1 and noise: more is withheld.
+No speed-up above tau is reported: it is None, and `withheld` gives the reason. For an arm that
+hardly drafted, tau is None and a speed-up beyond measurement noise is withheld too.
 
-tau is tokens a round; tau_from is its source: "usage" (every answer's histogram), "metrics" (the
-server's counters), "timings" (llama.cpp's counts of every answer), or "chunks": tokens per chunk of
-the stream, which is tau only where a server sends each round as one chunk, and is never compared
-with a speed-up.
+tau is tokens per round. tau_from is its source: "usage" (a histogram in every answer), "metrics"
+(the server's counters) or "timings" (llama.cpp's counts in every answer).
 """
 
 from __future__ import annotations
@@ -49,16 +44,15 @@ from eyas.tau import (
     tokens_per_forward,
 )
 
-RARE = 0.3  # of an arm's tokens: if no more came from rounds, it decoded plain
-NOISE = 1.1  # how far apart two arms that decode alike may be on a busy machine
-NOT_ALIKE = "the arms were not measured alike, run again on a machine that does nothing else"
-SOURCES = ("usage", "metrics", "timings")  # of a tau that is more than a guess
+RARE = 0.3  # an arm whose rounds emit no larger share of its tokens decodes plainly
+NOISE = 1.1  # ratio of two arms that decode alike on a busy machine
+RATIOS = ("speedup", "throughput_ratio", "e2e_speedup")
 
 
 @dataclass(frozen=True, slots=True)
 class RequestLoad:
-    """What a server is under: so many requests at a time (a closed loop), or so many a second (an
-    open one).
+    """The load of a server: requests at a time (a closed loop) or requests per second (an open
+    loop).
     """
 
     concurrency: int = 0
@@ -82,8 +76,8 @@ class RequestLoad:
 
 @dataclass(frozen=True, slots=True)
 class BenchRow:
-    """One request: where in the run it stood and what came back. started_s counts from the
-    beginning of the run.
+    """One request: its place in the run and its reply. started_s counts from the start of the
+    run.
     """
 
     arm: str
@@ -105,7 +99,7 @@ class BenchRow:
 
     @property
     def tpot_ms(self) -> float | None:
-        """None without an answer, or where the whole text came at once and has no time."""
+        """None without an answer, or where the whole text arrived at once."""
         reply = self.reply
         if reply.error or reply.e2e_ms == reply.ttft_ms:
             return None
@@ -113,7 +107,7 @@ class BenchRow:
 
     @property
     def num_decoded(self) -> int:
-        """Tokens after the first, which comes with the prompt."""
+        """Tokens after the first, which the prefill emits."""
         return max(self.reply.num_output_tokens - 1, 0)
 
     def to_json(self) -> dict[str, Any]:
@@ -136,21 +130,15 @@ class RunContext:
     engines: Mapping[str, str] = field(default_factory=dict)
 
 
-def summarise(rows: Sequence[BenchRow], run: RunContext) -> dict[str, Any]:
-    """Results and comparisons of a run.
+def summarise(rows: Sequence[BenchRow], run: RunContext) -> dict[str, list[dict[str, Any]]]:
+    """`results`, `comparisons` and `by_task` of a run, closed loops first, by load.
 
-    results, comparisons and by_task are of closed loops, by concurrency; open_loop has the same
-    three by rate. by_task leaves out tasks of fewer than LEAST_ROWS prompts.
+    by_task leaves out tasks of fewer than LEAST_ROWS prompts.
     """
-    closed = [row for row in rows if row.rate is None]
-    opened = [row for row in rows if row.rate is not None]
-    return {**_summary(closed, run), "open_loop": _summary(opened, run)}
-
-
-def _summary(rows: Sequence[BenchRow], run: RunContext) -> dict[str, list[dict[str, Any]]]:
     baseline, *others = run.arms
     results, comparisons, by_task = [], [], []
-    for load in sorted({row.load for row in rows}, key=lambda one: one.value):
+    loads = {row.load for row in rows}
+    for load in sorted(loads, key=lambda one: (one.rate is not None, one.value)):
         own = [row for row in rows if row.load == load]
         of_arm = {arm: [row for row in own if row.arm == arm] for arm in run.arms}
         rounds = {arm: rounds_of(run.counted.get((arm, load), {})) for arm in run.arms}
@@ -174,7 +162,7 @@ def _summary(rows: Sequence[BenchRow], run: RunContext) -> dict[str, list[dict[s
 
 
 def _categories(rows: Sequence[BenchRow]) -> list[str]:
-    """The tasks in a run of more than one, in order; a run of one has no table by task."""
+    """The tasks of a run in order; empty where there is only one."""
     found = sorted({row.category for row in rows})
     return found if len(found) > 1 else []
 
@@ -184,11 +172,6 @@ def result(rows: Sequence[BenchRow], rounds: Mapping[str, Any] | None = None) ->
     rounds = rounds or {}
     answered = [row for row in rows if row.is_answered]
     accept_hist = sum_hists(row.reply.accept_hist for row in answered)
-    chunks = [
-        (row.reply.num_output_tokens, row.reply.num_chunks)
-        for row in answered
-        if row.reply.num_chunks
-    ]
     seconds = _busy_s(answered)
     return {
         "num_requests": len(rows),
@@ -203,9 +186,8 @@ def result(rows: Sequence[BenchRow], rounds: Mapping[str, Any] | None = None) ->
         "num_output_tokens": sum(row.reply.num_output_tokens for row in answered),
         "counted_by": sorted({row.reply.counted_by or "none" for row in answered}),
         "throughput_tps": _throughput_tps(rows),
-        "throughput_interval": _throughput_interval(answered),
+        "throughput_tps_interval": _throughput_interval(answered),
         "requests_per_s": len(answered) / seconds if seconds else None,
-        "tokens_per_chunk": float(ratio_of_sums(_table(chunks))) if chunks else None,
         "accept_hist": accept_hist,
         "acceptance_by_position": acceptance_by_position(accept_hist)
         or rounds.get("acceptance_by_position", []),
@@ -215,9 +197,9 @@ def result(rows: Sequence[BenchRow], rounds: Mapping[str, Any] | None = None) ->
 
 
 def _tau(answered: Sequence[BenchRow], rounds: Mapping[str, Any]) -> dict[str, Any]:
-    """tau, its source and interval, and tokens per forward of the target, as far as they are known.
+    """tau, its source and interval, and tokens per forward of the target, as far as known.
 
-    No tau for an arm that decoded plain but for a few rounds: they say nothing of its speed.
+    An arm that decoded plainly but for a few rounds has no tau: they say nothing of its speed.
     """
     replies = [row.reply for row in answered]
     num_decoded = sum(row.num_decoded for row in answered)
@@ -226,17 +208,12 @@ def _tau(answered: Sequence[BenchRow], rounds: Mapping[str, Any]) -> dict[str, A
         "tau_from": None,
         "tau_interval": None,
         "tokens_per_forward": None,
-        "num_plain_steps": 0,
     }
     if any(reply.tells_rounds or reply.accept_hist for reply in replies):
         accept_hist = sum_hists(reply.accept_hist for reply in replies)
-        emitted = num_emitted(accept_hist)
-        found |= {
-            "tau_from": "usage",
-            "tokens_per_forward": tokens_per_forward(num_decoded, accept_hist),
-            "num_plain_steps": max(num_decoded - emitted, 0),
-        }
-        if emitted <= RARE * num_decoded:
+        found["tau_from"] = "usage"
+        found["tokens_per_forward"] = tokens_per_forward(num_decoded, accept_hist)
+        if num_emitted(accept_hist) <= RARE * num_decoded:
             return found
         hists = [reply.accept_hist for reply in replies if sum(reply.accept_hist)]
         of_answers = [(num_emitted(hist), sum(hist)) for hist in hists]
@@ -253,13 +230,6 @@ def _tau(answered: Sequence[BenchRow], rounds: Mapping[str, Any]) -> dict[str, A
         interval = bootstrap(forwards, ratio_of_sums)
         known = {"tau_from": "timings", "tau_interval": interval, "tokens_per_forward": tau}
         return found | {"tau": tau, **known}
-    chunks = [
-        (row.num_decoded, row.reply.num_chunks - 1)
-        for row in answered
-        if row.reply.num_chunks > 1 and row.num_decoded
-    ]
-    if chunks:
-        return found | {"tau": float(ratio_of_sums(_table(chunks))), "tau_from": "chunks"}
     return found
 
 
@@ -277,50 +247,38 @@ def comparison(
         for row in arm
         if row.is_answered and row.prompt_id in by_prompt
     ]
-    timed = [
-        (base.tpot_ms, row.tpot_ms, row)
+    tpots_ms = [
+        (base.tpot_ms, row.tpot_ms)
         for base, row in pairs
         if base.tpot_ms is not None and row.tpot_ms is not None
     ]
-    tpots_ms = [(base, own) for base, own, _ in timed]
     e2es_ms = [(base.reply.e2e_ms, row.reply.e2e_ms) for base, row in pairs]
     turns = _turns(baseline, arm, pairs)
-    of_tpot, of_e2e, of_throughput = intervals_of_turns(
+    of_tpot, of_throughput, of_e2e = intervals_of_turns(
         turns,
         [
             lambda rows: ratio_of_medians(rows[..., :2]),
-            lambda rows: ratio_of_medians(rows[..., 2:4]),
             _ratio_of_rates,
+            lambda rows: ratio_of_medians(rows[..., 2:4]),
         ],
     )
-    found = _tau([row for _, row in pairs], rounds or {})
-    # tokens for each forward of the target in an answer, over the speed-up of that answer
-    costs = [
-        tau * own / base
-        for base, own, row in timed
-        if sum(row.reply.accept_hist)
-        and (tau := tokens_per_forward(row.num_decoded, row.reply.accept_hist))
-    ]
     ours, theirs = _throughput_tps(arm), _throughput_tps(baseline)
     compared = {
         "num_pairs": len(pairs),
         "num_turns": len(turns),
         "same_engine": same_engine,
         "identical": sum(_is_same(*pair) for pair in pairs) if is_greedy else None,
-        "tpot_ms_baseline": metrics.median([base for base, _ in tpots_ms]) if tpots_ms else None,
-        "tpot_ms": metrics.median([own for _, own in tpots_ms]) if tpots_ms else None,
         "speedup": float(ratio_of_medians(_table(tpots_ms))) if tpots_ms else None,
         "speedup_interval": of_tpot,
-        "withheld": None,
-        "paired_speedup": metrics.spread([base / own for base, own in tpots_ms]),
-        "round_cost": metrics.spread(costs) if found["tau"] is not None else None,
         "throughput_ratio": ours / theirs if ours and theirs else None,
         "throughput_ratio_interval": of_throughput,
         "e2e_speedup": float(ratio_of_medians(_table(e2es_ms))) if e2es_ms else None,
         "e2e_speedup_interval": of_e2e,
-        **found,
+        **_tau([row for _, row in pairs], rounds or {}),
     }
-    return _withheld(compared)
+    if why := impossible(compared):
+        return {**compared, "speedup": None, "speedup_interval": None, "withheld": why}
+    return {**compared, "withheld": None}
 
 
 def _turns(
@@ -328,8 +286,8 @@ def _turns(
     arm: Sequence[BenchRow],
     pairs: Sequence[tuple[BenchRow, BenchRow]],
 ) -> list[np.ndarray]:
-    """Of each block that both arms answered something of, its rows [n, 8]: TPOT and e2e of a pair,
-    baseline and arm; in the first row also tokens and seconds of the arm's turn, and of the
+    """For each block that both arms answered something of, its rows [n, 8]: TPOT and e2e of a
+    pair, baseline and arm; in the first row also tokens and seconds of the arm's turn, and of the
     baseline's. NaN for what is not known.
     """
     turns = []
@@ -354,57 +312,34 @@ def _ratio_of_rates(table: np.ndarray) -> np.ndarray:
         return np.asarray(ratio_of_sums(table[..., 4:6]) / ratio_of_sums(table[..., 6:8]))
 
 
-def _withheld(compared: dict[str, Any]) -> dict[str, Any]:
-    """Without a speed-up that no head gives; `withheld` says why."""
-    why = impossible(compared)
-    if why is None:
-        return compared
-    nothing = dict.fromkeys(("speedup", "speedup_interval", "paired_speedup"))
-    return {**compared, **nothing, "withheld": why}
-
-
 def most_possible(compared: Mapping[str, Any]) -> float | None:
-    """The largest possible speed-up: tau; of an arm that hardly drafted, its tokens per forward and
-    noise. None where no law holds: against another engine, or where the server tells no rounds.
+    """The largest speed-up that a head can give: tau, since a round costs at least a plain step.
+
+    For an arm that hardly drafted: its tokens per forward, and noise. None where no bound is
+    known: against another engine, or where the server reports no rounds.
     """
-    if not compared["same_engine"] or compared["tau_from"] not in SOURCES:
+    if not compared["same_engine"]:
         return None
     if compared["tau"] is not None:
         return float(compared["tau"])
-    forward = compared["tokens_per_forward"]
-    return None if forward is None else NOISE * float(forward)
+    per_forward = compared["tokens_per_forward"]
+    return None if per_forward is None else NOISE * float(per_forward)
 
 
 def impossible(compared: Mapping[str, Any]) -> str | None:
     """Why no head gives the speed-up of a comparison; None where one may.
 
-    A round costs at least a plain step, so no speed-up is above tau, and no median round costs,
-    with certainty, less than a plain token. What is measured so all the same is noise of a few
-    prompts, or a machine that was busy with something else during one of the arms.
+    A speed-up above the bound is noise of a few prompts, or another load on the machine during
+    one of the arms.
     """
-    speedup, interval, tau, cost, most = (
-        compared["speedup"],
-        compared["speedup_interval"],
-        compared["tau"],
-        compared["round_cost"],
-        most_possible(compared),
-    )
-    if most is None or speedup is None:
+    speedup, most = compared["speedup"], most_possible(compared)
+    if most is None or speedup is None or speedup <= most:
         return None
-    around = "" if interval is None else f" ({interval[0]:.2f} to {interval[1]:.2f})"
-    measured = f"{speedup:.2f}{around} over {compared['num_pairs']} prompts"
-    if speedup > most:
-        hardly = f"more than {most:.2f} is impossible, hardly any token was drafted"
-        held = hardly if tau is None else f"tau is {most:.2f}"
-        if tau is None or interval is None or interval[0] <= most:
-            return f"{measured} is noise: {held}"
-        return f"{measured} is impossible, since {held}: {NOT_ALIKE}"
-    if tau is not None and cost is not None and cost["high"] is not None and cost["high"] < 1:
-        return (
-            f"{measured} is impossible, since its rounds cost {cost['median']:.2f} of a plain "
-            f"step: {NOT_ALIKE}"
-        )
-    return None
+    bound = f"tau is {most:.2f}" if compared["tau"] is not None else "hardly any token was drafted"
+    return (
+        f"{speedup:.2f} over {compared['num_pairs']} prompts is impossible, {bound}: "
+        "run again with more prompts on a machine that does nothing else"
+    )
 
 
 def _is_same(base: BenchRow, row: BenchRow) -> bool:
@@ -413,7 +348,7 @@ def _is_same(base: BenchRow, row: BenchRow) -> bool:
 
 
 def _busy_s(answered: Sequence[BenchRow]) -> float:
-    """Seconds while the arm's blocks ran: each block from its first request to its last answer."""
+    """Seconds of the arm's blocks: each block from its first request to its last answer."""
     blocks: dict[int, list[BenchRow]] = {}
     for row in answered:
         blocks.setdefault(row.block, []).append(row)
@@ -425,26 +360,24 @@ def _busy_s(answered: Sequence[BenchRow]) -> float:
 
 
 def _throughput_tps(rows: Sequence[BenchRow]) -> float | None:
-    """Output tokens per second while the arm's blocks ran; None where none were counted."""
+    """Output tokens per second of the arm's blocks; None where none were counted."""
     answered = [row for row in rows if row.is_answered]
-    num_output_tokens, seconds = (
-        sum(row.reply.num_output_tokens for row in answered),
-        _busy_s(answered),
-    )
+    num_output_tokens = sum(row.reply.num_output_tokens for row in answered)
+    seconds = _busy_s(answered)
     return num_output_tokens / seconds if num_output_tokens and seconds else None
 
 
 def _throughput_interval(answered: Sequence[BenchRow]) -> Interval | None:
-    """Bootstrap over requests: tokens of a request over its seconds, times the requests that were
-    under way on average.
+    """Bootstrap over requests: tokens of a request over its seconds, times the mean number of
+    requests that run at once.
     """
     requests = [(row.reply.num_output_tokens, row.reply.e2e_ms / 1000) for row in answered]
     interval = bootstrap(requests, ratio_of_sums)
     seconds = _busy_s(answered)
     if interval is None or not seconds or not any(tokens for tokens, _ in requests):
         return None
-    under_way = sum(e2e_s for _, e2e_s in requests) / seconds
-    return interval[0] * under_way, interval[1] * under_way
+    at_once = sum(e2e_s for _, e2e_s in requests) / seconds
+    return interval[0] * at_once, interval[1] * at_once
 
 
 def _table(rows: Sequence[tuple[float, float]]) -> np.ndarray:

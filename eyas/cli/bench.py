@@ -15,19 +15,21 @@ from typing import Annotated, Any
 import typer
 from rich.markup import escape
 
-from eyas.artifact import Artifact
+from eyas import lineage
+from eyas.artifact import Artifact, Manifest
 from eyas.bench.bench import EAGLE, PLAIN, BenchConfig, bench, bench_identity
-from eyas.bench.headline import headlines, quotable
-from eyas.bench.report import Contents, write_reports
+from eyas.bench.claims import headlines, quotable
+from eyas.bench.report import Contents, cut_note, show_table, write_reports
 from eyas.bench.server import ServerFacts, ask_facts
-from eyas.bench.tables import show_table, turns_note
 from eyas.cli.options import Overrides, RunFile, override, read_run_file, stage_config
 from eyas.cli.stage import stage
 from eyas.client import Client
+from eyas.errors import InputError, MismatchError
 from eyas.log import console
 
 CONFIG = BenchConfig
 IDENTITY_DIGITS = 8  # of a folder's name
+HEADS = ("export", "train")  # stages whose output a server can run
 
 
 def command(
@@ -40,14 +42,16 @@ def command(
     output: Annotated[
         str | None, typer.Option("--output", "-o", help="folder or URL (out/bench-IDENTITY)")
     ] = None,
-    prompts: Annotated[
-        str | None, typer.Option(help='JSONL (.gz too), "builtin", or e.g. "synthetic(64,512)"')
-    ] = None,
+    prompts: Annotated[str | None, typer.Option(help='JSONL (.gz too), or "builtin"')] = None,
     concurrency: Annotated[
         str | None, typer.Option(help="requests at a time, e.g. 1,2,4,8 (1)")
     ] = None,
     rates: Annotated[
         str | None, typer.Option(help="requests a second in an open loop, e.g. 0.5,2")
+    ] = None,
+    head: Annotated[
+        str | None,
+        typer.Option(help="output of `eyas export` or `eyas train` as served, for the lineage"),
     ] = None,
     compare_anyway: Annotated[
         bool, typer.Option("--compare-anyway", help="compare unlike with unlike, and say so")
@@ -59,8 +63,8 @@ def command(
     server will do.
 
     Without --against: a server of eyas that has a head is measured with and without it, any other
-    by itself. Writes rows.jsonl, summary.json, report.html, report.md and report.csv.
-    EYAS_API_KEY holds a key, where servers want one.
+    by itself. Writes rows.jsonl, summary.json, report.html and report.md. EYAS_API_KEY holds the
+    key of servers that want one.
     """
     given = [*(overrides or [])]
     given += (
@@ -74,6 +78,7 @@ def command(
     url = url or section.get("url") or BenchConfig.model_fields["url"].default
     if against is not None or "arms" not in override(section, given):
         given.append(f"arms={json.dumps(arms_for(url, against))}")
+    made = None if head is None else head_made(Artifact(head))
     config = stage_config(BenchConfig, "bench", run_file, given, prompts=prompts, url=url)
     folder = output or f"out/bench-{bench_identity(config, {})[:IDENTITY_DIGITS]}"
     measured = Artifact(folder)
@@ -81,8 +86,8 @@ def command(
         bench(config, measured, track)
     summary = measured.read_json("summary.json")
     show_table(summary)
-    if cut := turns_note(summary):
-        console.print(cut, style="yellow", highlight=False)
+    if cut := summary["num_cut_prompts"]:
+        console.print(cut_note(cut), style="yellow", highlight=False)
     for one in summary["differences"]:
         console.print(
             f"{one['arm']} and {one['baseline']}: {escape(one['text'])}",
@@ -90,17 +95,21 @@ def command(
             highlight=False,
         )
     manifest = measured.manifest("bench")
+    if made is not None:
+        manifest = with_head(manifest, made, summary["servers"])
     report = write_reports(
         measured,
-        Contents(bench=summary, manifest=manifest, commands=[command_line(), *asked(config)]),
+        Contents(
+            bench=summary,
+            ledger=ledger_of(manifest),
+            manifest=manifest,
+            commands=[command_line(), *asked(config)],
+        ),
     )
     print(f"report: {report}")
-    closed, opened = (
-        [quotable(one) for one in part["comparisons"]] for part in (summary, summary["open_loop"])
-    )
-    told = [head["sentence"] for head in headlines(summary)]
-    figures = {"headlines": told, "comparisons": closed, "open_loop": opened, "output": folder}
-    print(json.dumps(figures))
+    sentences = [one["sentence"] for one in headlines(summary)]
+    compared = [quotable(one) for one in summary["comparisons"]]
+    print(json.dumps({"headlines": sentences, "comparisons": compared, "output": folder}))
 
 
 def arms_for(url: str, against: str | None) -> Mapping[str, Any]:
@@ -137,3 +146,39 @@ async def _facts(url: str) -> ServerFacts:
 def command_line() -> str:
     """The command that this process is, as one would type it."""
     return shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])
+
+
+def head_made(head: Artifact) -> Manifest:
+    """The manifest of a head. Raises InputError for another artifact."""
+    made = head.manifest()
+    if made.stage not in HEADS:
+        raise InputError(
+            f"{head.url} holds {made.stage!r}, no head",
+            "give the output of `eyas export` or `eyas train`",
+        )
+    return made
+
+
+def with_head(
+    manifest: Manifest, made: Manifest, servers: Mapping[str, Mapping[str, Any]]
+) -> Manifest:
+    """A benchmark's manifest with the head that its servers ran as one of its inputs. Raises
+    MismatchError for a head of another target.
+    """
+    targets = {
+        stage.config["target_fingerprint"]
+        for stage in lineage.stages(made)
+        if "target_fingerprint" in stage.config
+    }
+    served = {server.get("target_fingerprint") for server in servers.values()} - {None}
+    if targets and served - targets:
+        raise MismatchError(
+            "--head was made for another target than the servers run", "give the head that they run"
+        )
+    return manifest.model_copy(update={"inputs": {**manifest.inputs, "head": made}})
+
+
+def ledger_of(manifest: Manifest) -> dict[str, Any] | None:
+    """The ledger of the prompts stage that an artifact comes from, if it comes from one."""
+    ledgers = (stage.facts.get("ledger") for stage in lineage.stages(manifest))
+    return next((ledger for ledger in ledgers if ledger), None)

@@ -34,7 +34,6 @@ COMMANDS = {
     "serve": "target + head -> OpenAI-compatible server",
     "bench": "a running server -> TTFT, TPOT, throughput, report",
     "watch": "servers in production -> tau beside the card's, and when a head is stale",
-    "report": "the report of a benchmark again, as a page, Markdown and CSV",
     "lineage": "from a head or any artifact back to its sources and licences",
     "doctor": "what this machine can do",
 }

@@ -28,9 +28,8 @@ from pydantic import BaseModel, ConfigDict, model_validator
 
 from eyas.artifact import Artifact, Manifest, identity
 from eyas.bench.bench import EAGLE, PLAIN, BenchConfig, bench, bench_identity
-from eyas.bench.headline import figures_of
-from eyas.bench.report import Contents, write_reports
-from eyas.bench.tables import show_arms
+from eyas.bench.claims import headline_figures
+from eyas.bench.report import Contents, show_table, write_reports
 from eyas.builtin import packaged_prompts
 from eyas.cli.check import show
 from eyas.cli.eval import comparison_lines, eval_prompts, foretold, in_one_line, judge
@@ -49,8 +48,7 @@ from eyas.hub import resolve_head, resolve_target
 from eyas.lineage import head_manifest
 from eyas.log import console
 from eyas.model.config import TargetConfig
-from eyas.plan.estimate import PlannedRun, Planner, refuse_without_room
-from eyas.plan.needs import read_prompts
+from eyas.plan.needs import PlannedRun, plan_run, read_prompts, refuse_without_room
 from eyas.serve.server import ServeConfig, running_server
 from eyas.shards import Features, Split
 from eyas.train.ranks import world_size
@@ -216,11 +214,11 @@ def run(
         ),
     )
     seconds = round(time.monotonic() - started, 1)
-    show_arms(summary, arm)
+    show_table(summary, arm)
     print(in_one_line(evaluation))
-    figures = {**figures_of(summary, arm), **foretold(evaluation)}
+    figures = {**headline_figures(summary, arm), **foretold(evaluation)}
     if config.train.start:
-        figures["before"] = figures_of(summary, GENERAL)
+        figures["before"] = headline_figures(summary, GENERAL)
         figures["against"] = evaluation["against"]
     for line in comparison_lines(evaluation):
         print(line)
@@ -251,8 +249,8 @@ def run_stages(config: RunConfig, root: str, anyway: bool = False) -> dict[str, 
     with stage("prompts", prompts) as track:
         make_prompts(config.prompts, prompts, track)
     if not anyway:  # before anything is answered
-        planner = Planner(config.planned(root))
-        refuse_without_room(planner.room(planner.needs(*read_prompts(prompts))), root)
+        plan = plan_run(config.planned(root), *read_prompts(prompts))
+        refuse_without_room(plan.room, root)
     settings = as_served(config)
     questions = eval_prompts(bench_prompts(config, prompts, root), settings)
     stored: tuple[Split, ...] = ("held_out",) if config.online else SPLITS

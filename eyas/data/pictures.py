@@ -18,7 +18,7 @@ from matplotlib.path import Path
 from matplotlib.text import Text
 from matplotlib.ticker import PercentFormatter
 
-from eyas.figure import INCHES, INK, LINE, color, hint, svg
+from eyas.data.drawing import INCHES, INK, LINE, color, hint, svg
 
 WIDE = 4.2  # inches, as all pictures
 ROW = 0.48  # inches of a bar with a line of text above it

@@ -1,3 +1,1 @@
-"""What a run needs before anything runs: tokens and bytes (needs), hours here or on a named GPU
-(speeds), put together from a run file (estimate).
-"""
+"""What a run needs before anything runs (needs), and the tau of more training data (forecast)."""

@@ -1,8 +1,8 @@
 """Tokens and bytes of a run, counted before it: prompts through the target's own template, answers
-at a stated length. Knows no speed.
+at a stated length.
 
-Upper bounds, unless a mean length of answers is stated: every answer counts as long as `generate`
-lets it become, and no row is dropped for its content.
+Without a stated mean length of answers these are upper bounds: every answer counts max_tokens, and
+no row is dropped for its content.
 """
 
 from __future__ import annotations
@@ -11,16 +11,20 @@ import dataclasses
 import math
 from collections.abc import Sequence
 from itertools import islice
+from typing import Any
 
 from eyas.artifact import Artifact
 from eyas.chat import Chat
-from eyas.errors import EmptyInputError, TemplateError
+from eyas.errors import EmptyInputError, StorageFullError, TemplateError
 from eyas.features.capture import CaptureConfig, held_out_meta, room_at
 from eyas.features.generate import GenerateConfig, count_prompts
+from eyas.hub import resolve_target
 from eyas.model.checkpoint import expected_shapes
 from eyas.model.config import HeadConfig, HeadOptions, TargetShape
+from eyas.model.vocab import target_shape
 from eyas.records import Message, Prompt
 from eyas.shards import CODECS, CodecName, FeatureMeta
+from eyas.train.trainer import TrainConfig
 
 SAMPLE_SIZE = 1000  # prompts, evenly spaced: their mean stands for all
 STAND_IN = "Yes."  # for an answer that does not exist yet; its own tokens are counted apart
@@ -72,6 +76,72 @@ class Room:
     @property
     def fits(self) -> bool:
         return self.free is None or self.missing <= self.free
+
+
+@dataclasses.dataclass(frozen=True)
+class PlannedRun:
+    """The settings of a run file that decide on sizes. output: where the run writes."""
+
+    target: str
+    output: str
+    generate: GenerateConfig
+    capture: CaptureConfig
+    train: TrainConfig
+    online: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What a run needs. bytes_by_codec: of all features; codec: the run's own."""
+
+    needs: Needs
+    room: Room
+    bytes_by_codec: dict[str, int]
+    codec: str
+
+    def to_json(self) -> dict[str, Any]:
+        """Everything, as JSON has it."""
+        return {**dataclasses.asdict(self), "fits": self.room.fits}
+
+
+def plan_run(
+    run: PlannedRun, num_prompts: int, sample: Sequence[Prompt], answer_tokens: int | None = None
+) -> Plan:
+    """The plan for num_prompts prompts, from a sample of them.
+
+    answer_tokens: the mean length of answers, if known. Raises EmptyInputError, and what reading
+    the target raises.
+    """
+    folder = resolve_target(run.target)
+    shape = target_shape(folder)
+    needs = count_needs(
+        sample, num_prompts, Chat(folder, run.generate.date), run.generate, answer_tokens
+    )
+    meta = run.capture.meta_of(shape)
+    sizes = feature_bytes(needs, meta, run.capture.held_out_share)
+    parameters = head_parameters(shape, run.train.head)
+    output = Artifact(run.output)
+    return Plan(
+        needs=needs,
+        room=room_for(needs, meta, run.capture, parameters, output, run.online),
+        bytes_by_codec={str(codec): size for codec, size in sizes.items()},
+        codec=meta.codec,
+    )
+
+
+def refuse_without_room(room: Room, output: str) -> None:
+    """Raises StorageFullError when what is still to be written does not fit."""
+    if room.fits:
+        return
+    assert room.free is not None
+    raise StorageFullError(
+        f"the run needs up to {room.missing / 1e9:,.2f} GB more at {output} (answers "
+        f"{room.answers / 1e9:,.2f}, features {room.features / 1e9:,.2f}, head "
+        f"{room.head / 1e9:,.2f}), {room.free / 1e9:,.2f} GB are free",
+        "free some space, choose another output or a smaller capture.codec, take fewer prompts, a "
+        "smaller max_tokens or online: true; or, where answers are sure to be shorter than "
+        "max_tokens, eyas run --anyway",
+    )
 
 
 def filler_prompts(count: int, characters: int) -> list[Prompt]:

@@ -1,11 +1,10 @@
-"""What may be quoted of a benchmark, and the one sentence that says it. Pure functions of
+"""What may be quoted from a benchmark, and the sentence that says it. Pure functions of
 summary.json.
 
-A ratio is claimed where its interval does not hold 1. An interval takes LEAST_TURNS turns of each
-arm, since turns are what a busy minute hits, and fewer may agree by chance (eyas/tau.py). An arm
-that did not draft has no ratio that is its head's, and none is above tau without a word on it.
-Medians may gain where tails lose: once anything is claimed, the p90 and p99 that got worse are
-named too.
+A ratio is claimed where its interval does not contain 1. An interval needs LEAST_TURNS turns of
+each arm, because a busy minute hits whole turns (eyas/tau.py). An arm that did not draft has no
+speed-up that its head caused. Medians may improve where tails get worse: once anything is claimed,
+the p90 and p99 that got worse are named too.
 """
 
 from __future__ import annotations
@@ -15,13 +14,17 @@ from pathlib import PurePath
 from typing import Any
 from urllib.parse import urlsplit
 
-from eyas.bench.summary import most_possible
+from eyas.bench.summary import RATIOS, most_possible
 from eyas.tau import LEAST_TURNS, Interval
 
 Row = Mapping[str, Any]
-RATIOS = ("speedup", "throughput_ratio", "e2e_speedup")
+MEANINGS = {  # of RATIOS, with the adjective of each
+    "speedup": ("time per token (TPOT)", "fast"),
+    "throughput_ratio": ("throughput", "high"),
+    "e2e_speedup": ("whole answers (end to end)", "fast"),
+}
 LATENCIES = {"tpot_ms": "TPOT", "e2e_ms": "end to end", "ttft_ms": "TTFT"}
-HERE = ("127.0.0.1", "localhost", "::1")
+LOCAL = ("127.0.0.1", "localhost", "::1")
 
 
 def not_drafting(compared: Row) -> str:
@@ -31,6 +34,15 @@ def not_drafting(compared: Row) -> str:
     if compared["tokens_per_forward"] is not None:
         return "did not draft"
     return "" if compared["speedup"] is None else "is not known to have drafted"
+
+
+def is_plain(compared: Row) -> bool:
+    """Whether the server reports that the arm hardly drafted: its ratios are noise."""
+    return (
+        compared["same_engine"]
+        and compared["tau"] is None
+        and compared["tokens_per_forward"] is not None
+    )
 
 
 def is_certain(interval: Interval | None) -> bool:
@@ -43,122 +55,106 @@ def too_few(compared: Row) -> str:
     turns = compared["num_turns"]
     if turns >= LEAST_TURNS:
         return ""
-    told = f"{compared['num_pairs']} answers of each in {turns} {'turn' if turns == 1 else 'turns'}"
-    return f"{told}, and below {LEAST_TURNS} turns chance alone may look like a difference"
+    counted = (
+        f"{compared['num_pairs']} answers of each in {turns} {'turn' if turns == 1 else 'turns'}"
+    )
+    return f"{counted}, and below {LEAST_TURNS} turns chance alone may look like a difference"
 
 
 def quotable(compared: Row) -> dict[str, Any]:
     """A comparison as it may be quoted: a ratio that is not certain is None, its interval stays,
-    and `note` says why.
+    and `note` gives the reason.
 
-    Without drafts ratios are noise, whatever their intervals; between two engines they are the
-    engines' ratios, drafts or none.
+    Without drafts ratios are noise, whatever their intervals. Between two engines, and where the
+    server reports no rounds, the note says that the drafts are not known.
     """
-    told = dict(compared)
+    claimed = dict(compared)
     if note := not_drafting(compared):
-        told["note"] = note
-        if compared["same_engine"]:
-            none = dict.fromkeys([*RATIOS, *(f"{name}_interval" for name in RATIOS)])
-            return {**told, **none, "paired_speedup": None}
+        claimed["note"] = note
+        if is_plain(compared):
+            names = [*RATIOS, *(f"{name}_interval" for name in RATIOS)]
+            return {**claimed, **dict.fromkeys(names)}
     unsure = [name for name in RATIOS if not is_certain(compared[f"{name}_interval"])]
-    told |= dict.fromkeys(unsure)
+    claimed |= dict.fromkeys(unsure)
     if "speedup" in unsure:
-        told["paired_speedup"] = None
         few = too_few(compared) or "no certain difference from 1"
-        told["note"] = "; ".join(filter(None, [note, few]))
-    return told
+        claimed["note"] = "; ".join(filter(None, [note, few]))
+    return claimed
 
 
-def every(bench: Row, kind: str) -> list[Row]:
-    """The results or comparisons of closed loops, then those of open ones."""
-    return [*bench[kind], *bench["open_loop"][kind]]
+def load_of(row: Row) -> str:
+    """The load of a result or comparison."""
+    if "concurrency" in row:
+        return f"{row['concurrency']} at a time"
+    return f"{row['rate']:g} a second"
 
 
 def at_lowest_load(rows: Sequence[Row]) -> list[Row]:
-    """The rows with the fewest requests at a time, or a second: a single user's wait."""
-    loads = [row.get("concurrency", row.get("rate")) for row in rows]
-    lowest = min(loads, default=0)
-    return [row for row, load in zip(rows, loads, strict=True) if load == lowest]
-
-
-def arms_at_lowest_load(bench: Row) -> list[tuple[Row, Row | None]]:
-    """The results at the lowest load, each with its comparison, None for the baseline; of closed
-    loops where there are any.
-    """
-    part = bench if bench["results"] else bench["open_loop"]
-    compared = {row["arm"]: row for row in at_lowest_load(part["comparisons"])}
-    return [(row, compared.get(row["arm"])) for row in at_lowest_load(part["results"])]
-
-
-def are_many_arms(bench: Row) -> bool:
-    """Whether there is more to see than one arm against the baseline."""
-    return len(bench["servers"]) > 2
+    """The rows of the first load: of closed loops where there are any, the fewest requests."""
+    return [row for row in rows if load_of(row) == load_of(rows[0])]
 
 
 def headlines(bench: Row, arm: str | None = None) -> list[dict[str, Any]]:
-    """Of each arm, or of one, the comparison at the lowest load, of closed loops where there are
-    any, with the results of its two arms and the `sentence` on them.
+    """The comparison of each arm, or of one, at the lowest load, with the results of its two arms
+    and the `sentence` about them.
     """
-    part = bench if bench["comparisons"] else bench["open_loop"]
-    of_arm = {(result["arm"], load_of(result)): result for result in part["results"]}
+    of_arm = {(result["arm"], load_of(result)): result for result in bench["results"]}
     found = []
-    for compared in at_lowest_load(part["comparisons"]):
-        if arm not in (None, compared["arm"]):
-            continue
-        sides = [of_arm[compared[side], load_of(compared)] for side in ("baseline", "arm")]
-        found.append(
-            {
-                "compared": quotable(compared),
-                "baseline": sides[0],
-                "arm": sides[1],
-                "sentence": sentence(bench, compared, *sides),
-            }
-        )
+    for compared in at_lowest_load(bench["comparisons"]):
+        if arm in (None, compared["arm"]):
+            baseline, own = (
+                of_arm[compared[side], load_of(compared)] for side in ("baseline", "arm")
+            )
+            found.append(
+                {
+                    "compared": quotable(compared),
+                    "baseline": baseline,
+                    "arm": own,
+                    "sentence": sentence(bench, compared, baseline, own),
+                }
+            )
     return found
 
 
 def sentence(bench: Row, compared: Row, baseline: Row, arm: Row) -> str:
     """The headline: model, machine and load; TPOT, throughput and end to end; the tails that got
-    worse; what was not alike. compared: of these two results.
+    worse; what differed between the arms. compared: of these two results.
     """
     where = place(bench, compared)
     both = f"{compared['arm']} and {compared['baseline']}"
-    note, few = not_drafting(compared), too_few(compared)
-    if note and compared["same_engine"]:
-        return f"{where}: {compared['arm']} {note}, so there is no speed-up by a head to tell."
+    if is_plain(compared):
+        return f"{where}: {compared['arm']} did not draft, so there is no speed-up by a head."
     if compared["withheld"]:
         return f"{where}: no speed-up is claimed, {compared['withheld']}."
     if all(compared[name] is None for name in RATIOS):
         return f"{where}: {both} have no answers that can be compared."
-    if few:
-        return f"{where}: nothing is claimed of {both}: {few}. {_more(compared)}"
-    figures = (
-        ("time per token (TPOT)", "speedup", "fast"),
-        ("throughput", "throughput_ratio", "high"),
-        ("whole answers (end to end)", "e2e_speedup", "fast"),
-    )
-    said = [f"{name} {told_of(compared, ratio, how)}" for name, ratio, how in figures]
+    if few := too_few(compared):
+        num = 2 * LEAST_TURNS * compared.get("concurrency", 1)
+        return (
+            f"{where}: nothing is claimed of {both}: {few}. "
+            f"Ask for {num} prompts or more (--set num_prompts={num})."
+        )
     over = f"{where}, {compared['num_pairs']} answers of each: "
-    if not any(is_certain(compared[f"{name}_interval"]) for name in RATIOS):
-        over += f"no difference between {both} is certain: "
-        said = [f"{name} {_within(compared, ratio)}" for name, ratio, _ in figures]
-    else:
+    if any(is_certain(compared[f"{name}_interval"]) for name in RATIOS):
         over += f"{compared['arm']} against {compared['baseline']}, "
+        said = [f"{name} {in_words(compared, key, how)}" for key, (name, how) in MEANINGS.items()]
         said += [_worse(baseline, arm), _above_tau(compared)]
+    else:
+        over += f"no difference between {both} is certain: "
+        said = [f"{name} {_within(compared, key)}" for key, (name, _) in MEANINGS.items()]
     said += [_slower_elsewhere(bench, compared), *_unlike(bench, compared, baseline, arm)]
     return f"{over}{'; '.join(filter(None, said))}."
 
 
-def told_of(compared: Row, ratio: str, how: str = "") -> str:
+def in_words(compared: Row, ratio: str, how: str) -> str:
     """One ratio in words, with its interval, as far as it may be quoted."""
     value, interval = compared[ratio], compared[f"{ratio}_interval"]
     if value is None or interval is None:
         return "not known" if value is None else "not claimed"
-    within = f"({_within(compared, ratio)})"
     if not is_certain(interval):
-        return f"no certain difference {within}"
+        return f"no certain difference ({_within(compared, ratio)})"
     slower = "slower, " if value < 1 else ""
-    return f"{slower}{number(value)} times{f' as {how}' if how else ''} {within}"
+    return f"{slower}{number(value)} times as {how} ({_within(compared, ratio)})"
 
 
 def _within(compared: Row, ratio: str) -> str:
@@ -171,25 +167,12 @@ def place(bench: Row, compared: Row) -> str:
     server = bench["servers"][compared["arm"]]
     machine, host = bench["machine"], urlsplit(server["url"]).hostname
     client = f"{machine['processor']}, {machine['cores']} cores"
-    on = f"on {client}" if host in HERE else f"at {host}, asked from {client}"
+    on = f"on {client}" if host in LOCAL else f"at {host}, asked from {client}"
     precision = f" ({server['precision']})" if server["precision"] else ""
     count, _, per = load_of(compared).partition(" ")
     load = f"{count} {'request' if count == '1' else 'requests'} {per}"
     # some servers call a model by its folder
     return f"{PurePath(server['model']).name}{precision} {on}, {load}"
-
-
-def load_of(row: Row) -> str:
-    """The load of a result or comparison."""
-    if "concurrency" in row:
-        return f"{row['concurrency']} at a time"
-    return f"{row['rate']:g} a second"
-
-
-def _more(compared: Row) -> str:
-    """How to come to enough turns."""
-    num = 2 * LEAST_TURNS * compared.get("concurrency", 1)
-    return f"Ask for {num} prompts or more (--set num_prompts={num})."
 
 
 def _worse(baseline: Row, arm: Row) -> str:
@@ -205,24 +188,24 @@ def _worse(baseline: Row, arm: Row) -> str:
 
 
 def _above_tau(compared: Row) -> str:
-    """What a reader must know of ratios above tau, which no head gives; "" for none."""
-    if compared["tau"] is None or compared["tau_from"] == "chunks":
-        return "the server tells no tau that would bound these ratios"
+    """A warning about ratios above tau, which no head gives; "" for none."""
+    if compared["tau"] is None:
+        return "the server reports no tau that would bound these ratios"
     certain = [name for name in RATIOS if is_certain(compared[f"{name}_interval"])]
     above = max((compared[name] for name in certain), default=0.0)
     if above <= compared["tau"]:
         return ""
-    law = f"{number(above)} is above tau, {number(compared['tau'])}"
+    bound = f"{number(above)} is above tau, {number(compared['tau'])}"
     if most_possible(compared) is None:
-        return f"{law}: the two engines or hosts differ in more than the head"
-    return f"{law}, and no head gives that: the arms were not measured alike"
+        return f"{bound}: the two engines or hosts differ in more than the head"
+    return f"{bound}, and no head gives that: the arms were not measured alike"
 
 
 def _slower_elsewhere(bench: Row, compared: Row) -> str:
     """The other loads at which the arm is slower for certain; "" for none."""
     loads = [
         f"{load_of(other)} ({names} {number(other[ratio])} times)"
-        for other in every(bench, "comparisons")
+        for other in bench["comparisons"]
         if other["arm"] == compared["arm"] and load_of(other) != load_of(compared)
         for ratio, names in (("speedup", "TPOT"), ("throughput_ratio", "throughput"))
         if is_certain(interval := other[f"{ratio}_interval"]) and interval[1] < 1
@@ -231,7 +214,7 @@ def _slower_elsewhere(bench: Row, compared: Row) -> str:
 
 
 def _unlike(bench: Row, compared: Row, baseline: Row, arm: Row) -> Iterator[str]:
-    """In what the arms did not do the same work: a ratio is worth less with every one."""
+    """In what the arms did not do the same work; each item makes a ratio worth less."""
     refused = [one for one in bench["differences"] if one["refused"]]
     if bench["compared_anyway"] and compared["arm"] in [one["arm"] for one in refused]:
         yield "compared on demand, although they did not do the same work"
@@ -243,11 +226,11 @@ def _unlike(bench: Row, compared: Row, baseline: Row, arm: Row) -> Iterator[str]
         yield f"{pairs - same} of {pairs} answers were not the same"
 
 
-def figures_of(bench: Row, arm: str) -> dict[str, Any]:
-    """An arm's headline for the last line of JSON; times are medians, and the speed-up is None
-    where none is claimed.
+def headline_figures(bench: Row, arm: str) -> dict[str, Any]:
+    """An arm's headline as figures for the last line of JSON; times are medians, and a ratio is
+    None where it is not claimed.
 
-    `identical`: whether all pairs of greedy answers are; None where answers were sampled.
+    identical: whether all pairs of greedy answers are; None where answers were sampled.
     """
     (head,) = headlines(bench, arm)
     compared, same = head["compared"], head["compared"]["identical"]
