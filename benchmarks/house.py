@@ -1,4 +1,5 @@
-"""The size of this code base: files, functions, settings, call frames, imports of each command.
+"""The size of this code base: bytes by room, files, functions, settings, call frames, imports of
+each command.
 
     python benchmarks/house.py [--root CHECKOUT] [--frames]
 
@@ -134,6 +135,7 @@ def counts(root: Path) -> dict[str, Any]:
     settings = settings_of(trees)
     commands = sorted(name for name in known if hasattr_command(trees[name], name))
     return {
+        "room_bytes": room_bytes(root),
         "files": len(known),
         "megabytes": round(sum(len(text.encode()) for text in texts.values()) / 1e6, 2),
         "lines": sum(text.count("\n") for text in texts.values()),
@@ -150,6 +152,30 @@ def counts(root: Path) -> dict[str, Any]:
             name.removeprefix("eyas.cli."): len(closure(name, graph)) for name in commands
         },
     }
+
+
+def room_bytes(root: Path) -> dict[str, int]:
+    """Bytes of Python of each room of the package, those at its top level as "top", C++ as "cpp",
+    and of tests, benchmarks (all their text) and docs (Markdown).
+    """
+    sizes: dict[str, int] = defaultdict(int)
+    for path in (root / "eyas").rglob("*"):
+        parts = path.relative_to(root / "eyas").parts
+        if path.suffix == ".py":
+            sizes[parts[0] if len(parts) > 1 else "top"] += path.stat().st_size
+        elif path.suffix in (".cpp", ".h"):
+            sizes["cpp"] += path.stat().st_size
+    for folder, suffixes in {
+        "tests": (".py", ".json", ".txt"),
+        "benchmarks": (".py", ".md", ".json"),
+        "docs": (".md",),
+    }.items():
+        sizes[folder] = sum(
+            path.stat().st_size
+            for path in (root / folder).rglob("*")
+            if path.suffix in suffixes and "__pycache__" not in path.parts
+        )
+    return dict(sorted(sizes.items(), key=lambda item: -item[1]))
 
 
 def hasattr_command(tree: ast.Module, name: str) -> bool:
