@@ -1,5 +1,5 @@
-"""A watch over production: whether servers take a head's drafts as its card foretold, from what
-they count alone. Knows cards' figures and counters; keeps nothing, and asks no model anything.
+"""A watch over production: whether servers accept a head's drafts as its card says, from their
+counters alone.
 
 A window is the stretch in which `requests` answers came to their end on all servers together; tau
 is over all its rounds. The head is stale in a window where
@@ -16,8 +16,7 @@ is over all its rounds. The head is stale in a window where
 A round's neighbours in an answer are like it, so rounds are no independent draws, and answers are
 what is counted: of long ones each counts once, short ones count by their rounds. MARGIN is there
 because no traffic is the card's prompts: what is lost must also be worth a new head.
-docs/decisions/watch.md has the rates that were measured; deploy/prometheus-rules.yaml the same
-formula.
+docs/decisions/verdict.md has the measured rates; deploy/prometheus-rules.yaml the same formula.
 """
 
 from __future__ import annotations
@@ -55,12 +54,8 @@ LOST_S = 300.0  # longer than a server takes to load: none is coming back
 # Of judged drafts a round. eyas counts drafts as they are judged, and rounds as answers end: those
 # under way are the difference, a batch at most.
 SIZE_APART = 0.25
-EVAL, README = "eval.json", "README.md"
+EVAL = "eval.json"
 _FIXED = re.compile(r"fixed\((\d+),(\d+),(\d+)\)")
-_TAU = re.compile(r"^tau (\d+\.\d+) \(95 %: (\d+\.\d+)-(\d+\.\d+)\)", re.M)
-_ASSUMES = re.compile(r"^It assumes (\S+) in \w+ at temperature ([\d.]+\d)", re.M)
-_LIST = re.compile(r"^(acceptance_by_position|accept_hist): (.+)$", re.M)
-_PARTS = re.compile(r"^### by source\n\n\|(.+)\|\n\|[-|]+\|\n((?:\|.+\|\n)+)", re.M)
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,32 +97,26 @@ class CardTau:
 
 
 def read_card(place: str) -> list[CardTau]:
-    """The figures of a head's card: of an eval.json or README.md, or of a folder or URL that has
-    one: output of `eyas eval`, or of `eyas export` with an evaluation.
+    """The figures of a head's card: eval.json, or a folder or URL that has one: the output of
+    `eyas eval`, or of `eyas export` with an evaluation.
 
     Raises MissingInputError, CorruptError, InputError for a card without a tau and its interval.
     """
-    folder, _, name = place.rpartition("/")
-    if name not in (EVAL, README):
-        folder, name = place, ""
-    output = Artifact(folder or ".")
-    found = next((one for one in (EVAL, README) if name in ("", one) and output.exists(one)), None)
-    if found is None:
+    output = Artifact(place.removesuffix(EVAL).rstrip("/") or ".")
+    if not output.exists(EVAL):
         raise MissingInputError(
-            f"no {name or f'{EVAL} and no {README}'} in {output.url}",
-            "give the output of `eyas eval` or `eyas export`",
+            f"no {EVAL} in {output.url}", "give the output of `eyas eval` or `eyas export`"
         )
-    text = output.read(found).decode(errors="replace")
     try:
-        figures = _of_eval(json.loads(text)) if found == EVAL else _of_readme(text)
+        figures = _of_eval(json.loads(output.read(EVAL)))
     except (ValueError, LookupError, TypeError, AttributeError) as error:
         raise CorruptError(
-            f"{output.url}/{found} is no card that can be read ({type(error).__name__}: {error})",
+            f"{output.url}/{EVAL} cannot be read ({type(error).__name__}: {error})",
             "make it again with `eyas eval` or `eyas export`",
         ) from error
     if not figures:
         raise InputError(
-            f"{output.url}/{found} states no tau with its interval",
+            f"{output.url}/{EVAL} has no tau with its interval",
             "measure the head with `eyas eval` (6 answers or more), and give its output",
         )
     return figures
@@ -153,31 +142,6 @@ def _card_tau(one: Mapping[str, Any]) -> CardTau:
         one["rounds"],
         tuple(one["acceptance_by_position"]),
     )
-
-
-def _of_readme(text: str) -> list[CardTau]:
-    """The headline of a card that `eyas export` wrote; two decimals of tau."""
-    tau, lists, parts = _TAU.search(text), dict(_LIST.findall(text)), _PARTS.search(text)
-    if tau is None or parts is None or len(lists) < 2:
-        return []
-    names, *rows = (
-        [cell.strip() for cell in line.strip("|").split("|")]
-        for line in (parts[1], *parts[2].splitlines())
-    )
-    acceptance = tuple(map(float, lists["acceptance_by_position"].split(", ")))
-    assumed = _ASSUMES.search(text)
-    chain = f"fixed({len(acceptance)},1,{len(acceptance) + 1})"
-    return [
-        CardTau(
-            assumed[1] if assumed else chain,
-            float(assumed[2]) if assumed else 0.0,
-            float(tau[1]),
-            (float(tau[2]), float(tau[3])),
-            sum(int(row[names.index("answers")]) for row in rows),
-            sum(map(int, lists["accept_hist"].split(", "))),
-            acceptance,
-        )
-    ]
 
 
 def at_temperature(figures: Sequence[CardTau], temperature: float) -> list[CardTau]:
