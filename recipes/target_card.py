@@ -1,5 +1,4 @@
-"""Write the model card of a target made by recipes/target.py: data, training, loss curve, quality,
-ten sample dialogues.
+"""Write the model card of a target made by recipes/target.py: data, training, quality, ten sample dialogues.
 
     python recipes/target_card.py --target FOLDER --data a.jsonl.gz b.jsonl.gz --held-out
     dev.jsonl.gz
@@ -18,12 +17,10 @@ from pathlib import Path
 from typing import Any
 
 import fsspec
-from matplotlib.axes import Axes
 
 from eyas.chat import Chat
 from eyas.engine.engine import Engine, EngineConfig
 from eyas.engine.request import Request, SamplingParams
-from eyas.figure import color, svg_file
 from eyas.records import Message
 
 ATTRIBUTION = {
@@ -92,35 +89,6 @@ def answers(
     return samples, sum(ends) / len(ends)
 
 
-def draw_curve(training: dict[str, Any], path: Path) -> None:
-    """Training loss per step and held-out perplexity, as SVG."""
-    curve = training["curve"]
-    measured = [point for point in curve if "held_out_perplexity" in point]
-
-    def paint(axes: Axes) -> None:
-        axes.plot(
-            [point["tokens"] / 1e6 for point in curve],
-            [point["loss"] for point in curve],
-            color=color("series-1"),
-            label="training loss (all tokens)",
-        )
-        axes.set_xlabel("million tokens")
-        axes.set_ylabel("loss, nats")
-        right = axes.twinx()
-        right.plot(
-            [point["tokens"] / 1e6 for point in measured],
-            [point["held_out_perplexity"] for point in measured],
-            "o-",
-            color=color("series-2"),
-            label="held-out perplexity (assistant tokens)",
-        )
-        right.set_ylim(0, 25)
-        right.set_ylabel("perplexity")
-        right.legend(handles=[*axes.get_lines(), *right.get_lines()], loc="upper right")
-
-    path.write_text(svg_file(paint, "loss and perplexity by tokens", (7, 3.2)), encoding="utf-8")
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -132,7 +100,6 @@ def main() -> None:
     training = json.loads((args.target / "training.json").read_text())
     table, licences = data_table(args.data)
     samples, stopped = answers(args.target, rows(args.held_out))
-    draw_curve(training, args.target / "loss.svg")
     last = training["curve"][-1]
     dialogues = []
     for number, (messages, answer) in enumerate(samples, start=1):
@@ -189,8 +156,6 @@ Muon on the matrices, AdamW on embeddings and norms, bf16 autocast, {tokens} M t
 training loss {loss} on all tokens, on a 2-core machine without a GPU. Held-out perplexity on
 assistant tokens: **{perplexity}** (bf16 weights). Of 200 greedy answers to held-out prompts,
 **{stopped}** end by themselves within {max_tokens} tokens.
-
-![loss curve](loss.svg)
 
 ## Ten dialogues, not edited
 
