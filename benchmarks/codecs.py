@@ -23,7 +23,7 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-import real_features
+import held_out
 
 from eyas.artifact import Artifact, identity
 from eyas.bench.machine import machine
@@ -104,7 +104,7 @@ def compared(taus: dict[str, list[float]], shares: dict[str, float]) -> dict[str
 
 
 def main() -> None:
-    parser = real_features.arguments(__doc__, prompts=1500)
+    parser = held_out.feature_arguments(__doc__, prompts=1500)
     parser.add_argument(
         "--codecs", default=CODECS, help="comma-separated; lossless is always among them"
     )
@@ -121,7 +121,7 @@ def main() -> None:
             "batches": {"tokens": 1024},
             "objective": {"num_ttt_steps": 3},
         }
-    exact = real_features.captured(args, args.held_out_share)
+    exact = held_out.captured(args, args.held_out_share)
     codecs = [BASELINE, *(codec for codec in args.codecs.split(",") if codec != BASELINE)]
     taus: dict[str, list[float]] = {}
     shares: dict[str, float] = {}

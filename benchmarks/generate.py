@@ -33,8 +33,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from held_out import machine
-from packaged import user_turns
+from held_out import machine, user_turns
 
 from eyas.artifact import Artifact, identity
 from eyas.records import Prompt, read_answers, read_origins

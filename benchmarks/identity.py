@@ -1,16 +1,20 @@
-"""Greedy outputs under stress against plain decoding alone, token by token: are they the same?
+"""Outputs under stress against plain decoding alone, token by token: are they the same?
 
     python benchmarks/identity.py [--quick] [--dtype float32|bfloat16|packed] [--prompts 500]
-    [--max-tokens 64] [--data FILE.jsonl]
+    [--sampled] [--minutes 0] [--max-tokens 64] [--data FILE.jsonl]
 
 Plainly: one prompt at a time, no head, no reuse of prefixes. Under stress: four engines in turn
-(speculation fixed and auto), each with a quarter of the prompts, in batches of up to
-4, 5, 8 and 12, with a cache that holds the longest request and little more, so that samples are
-preempted all the time. Prompts are dialogues cut before an answer, and the turn before it too where
-there is one, so that prompts begin with each other; every tenth is asked for twice. Every other
-answer goes on past its end token. Requests arrive in bursts, every sixth with one that is cancelled
-after some steps. Where two outputs part, the gap of the best two logits says whether rounding can
-explain it. The last line of stdout is one JSON.
+(speculation fixed and auto), each with a quarter of the prompts, in batches of 4, 5, 8 and 12, with
+a cache that holds the longest request and little more, so that samples are preempted all the time.
+Prompts are dialogues cut before an answer, and the turn before it too where there is one, so that
+prompts begin with each other; every tenth is asked for twice. Every other answer goes on past its
+end token. Requests arrive in bursts, every sixth with one that is cancelled after some steps.
+
+With --sampled every request has random sampling parameters and a seed: the tokens must be the same
+too. With --minutes the whole is repeated with other arrivals until the time is over, and the
+memory of the process is measured (a soak). Where two outputs part, the gap of the best two logits
+says whether rounding can explain it. Exit code 1 if an output differs. The last line of stdout is
+one JSON.
 """
 
 from __future__ import annotations
@@ -18,10 +22,12 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import os
 import random
 import sys
 import time
 from dataclasses import dataclass
+from pathlib import Path
 
 import held_out
 import torch
@@ -58,13 +64,15 @@ class Stressed:
 
 def prompts(args: argparse.Namespace) -> list[Request]:
     """Dialogues cut before two of their answers, one after the other; every tenth twice."""
-    chat = Chat(hub.resolve_target(args.target))
+    chat, rng = Chat(hub.resolve_target(args.target)), random.Random(args.seed)
     made: list[Request] = []
     for messages in held_out.dialogues(args.data, args.prompts):
         for cut in (len(messages) - 2, len(messages)):
             ids = chat.prompt_ids(messages[:cut]) if cut > 0 else []
             if 0 < len(ids) <= MAX_LENGTH - args.max_tokens:
                 params = SamplingParams(max_tokens=args.max_tokens, ignore_eos=len(made) % 2 == 0)
+                if args.sampled:
+                    params = random_params(rng, params)
                 made += [Request("", tuple(ids), params)] * (2 if len(made) % 10 == 0 else 1)
     if len(made) < args.prompts:
         sys.exit(
@@ -74,6 +82,30 @@ def prompts(args: argparse.Namespace) -> list[Request]:
     return [
         dataclasses.replace(one, id=str(index)) for index, one in enumerate(made[: args.prompts])
     ]
+
+
+def random_params(rng: random.Random, params: SamplingParams) -> SamplingParams:
+    """These, with each option of sampling with some probability."""
+    options: dict[str, object] = {
+        "temperature": rng.choice([0.3, 0.8, 1.0, 1.4]),
+        "seed": rng.getrandbits(31),
+    }
+    for share, name, value in (
+        (0.3, "top_k", rng.choice([1, 5, 50])),
+        (0.3, "top_p", rng.choice([0.3, 0.9, 0.99])),
+        (0.2, "min_p", 0.05),
+        (0.2, "repetition_penalty", rng.choice([0.9, 1.3])),
+        (0.2, "frequency_penalty", 0.7),
+        (0.2, "presence_penalty", -0.5),
+        (0.2, "logit_bias", {rng.randrange(3, 8000): rng.uniform(-8, 8) for _ in range(3)}),
+        (0.2, "logprobs", rng.choice([0, 3, 20])),
+        (0.1, "regex", r"[a-z ]{5,40}!"),
+    ):
+        if rng.random() < share:
+            options[name] = value
+    if "regex" in options:  # a grammar ends its answers itself
+        options["ignore_eos"] = False
+    return dataclasses.replace(params, **options)  # type: ignore[arg-type]
 
 
 def stress(engine: Engine, requests: list[Request], rng: random.Random, into: Stressed) -> None:
@@ -116,7 +148,7 @@ def stress(engine: Engine, requests: list[Request], rng: random.Random, into: St
 def gap_at_parting(
     target: Target, request: Request, plain: list[int], stressed: list[int]
 ) -> tuple[int, float]:
-    """Where two outputs part, and how far apart the two best logits were there: a tie of rounding,
+    """Where two outputs part, and how far apart the two best logits are there: a tie of rounding,
     or a fault?
     """
     ends = min(len(plain), len(stressed))
@@ -126,65 +158,76 @@ def gap_at_parting(
     return place, best - second
 
 
+def resident_mib() -> float:
+    """Memory of this process; NaN where the system has no /proc."""
+    statm = Path("/proc/self/statm")
+    pages = int(statm.read_text().split()[1]) if statm.exists() else float("nan")
+    return pages * os.sysconf("SC_PAGE_SIZE") / 2**20
+
+
 def main() -> None:
     parser = held_out.arguments(__doc__, prompts=500)
     parser.set_defaults(max_tokens=64)
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16", "packed"])
-    parser.add_argument("--seed", type=int, default=0, help="of arrivals and cancellations")
+    parser.add_argument("--sampled", action="store_true", help="random sampling parameters")
+    parser.add_argument("--minutes", type=float, default=0.0, help="repeat for so long")
+    parser.add_argument("--seed", type=int, default=0, help="of arrivals, cancellations, sampling")
     args = parser.parse_args()
     if args.quick:
         args.prompts = min(args.prompts, 60)
     requests = prompts(args)
-    target = Target.load(hub.resolve_target(args.target), args.dtype)
+    folder = hub.resolve_target(args.target)
+    tokenizer = Chat(folder).tokenizer
+    target = Target.load(folder, args.dtype)
     draft = Draft(*read_head(hub.resolve_head(args.head)), target)
     started = time.perf_counter()
-    alone = Engine(
-        target,
-        None,
-        EngineConfig(max_batch=1, max_length=MAX_LENGTH, prefix_reuse=False, speculation="off"),
-    )
+    settings = {"max_batch": 1, "prefix_reuse": False, "speculation": "off"}
+    config = EngineConfig(max_length=MAX_LENGTH, **settings)
+    alone = Engine(target, None, config, tokenizer)
     plain = {result.request_id: result.token_ids for result in alone.run(requests, quiet)}
     plain_s = time.perf_counter() - started
     print(f"plain decoding alone: {len(plain)} prompts, {plain_s:.0f} s", flush=True)
-    stressed, rng = Stressed({}), random.Random(args.seed)
+    total, rng, memory = Stressed({}), random.Random(args.seed), [resident_mib()]
     longest = max(len(request.prompt_ids) for request in requests) + args.max_tokens
     pages = -(-(longest + 64) // PAGE_SIZE)  # for the longest with its trees
-    for number, config in enumerate(STRESSES):
-        engine = Engine(
-            target,
-            draft,
-            EngineConfig(max_length=MAX_LENGTH, num_pages=pages, prefill_chunk=96, **config),
-        )
-        # Quarters by blocks of eight, so that turns of one dialogue meet in one engine.
-        own = [request for at, request in enumerate(requests) if at // 8 % len(STRESSES) == number]
-        stress(engine, own, rng, stressed)
-        print(f"{config}: {len(own)} prompts, {time.perf_counter() - started:.0f} s", flush=True)
-    partings = []
-    for request in requests:
-        if plain[request.id] != stressed.outputs[request.id]:
-            place, gap = gap_at_parting(
-                target, request, plain[request.id], stressed.outputs[request.id]
-            )
-            partings.append({"prompt": request.id, "token": place, "gap": gap})
-            print(
-                f"prompt {request.id} parts at token {place}; gap of the best two logits {gap:.2e}"
-            )
+    partings, passes = [], 0
+    while passes == 0 or time.perf_counter() - started - plain_s < 60 * args.minutes:
+        total.outputs, passes = {}, passes + 1
+        for number, one in enumerate(STRESSES):
+            sizes = {"max_length": MAX_LENGTH, "num_pages": pages, "prefill_chunk": 96}
+            engine = Engine(target, draft, EngineConfig(**sizes, **one), tokenizer)
+            # Quarters by blocks of eight, so that turns of one dialogue meet in one engine.
+            own = [request for at, request in enumerate(requests) if at // 8 % 4 == number]
+            stress(engine, own, rng, total)
+            print(f"{one}: {len(own)} prompts, {time.perf_counter() - started:.0f} s", flush=True)
+        memory.append(resident_mib())
+        for request in requests:
+            if plain[request.id] != total.outputs[request.id]:
+                both = plain[request.id], total.outputs[request.id]
+                place, gap = gap_at_parting(target, request, *both)
+                partings.append({"prompt": request.id, "token": place, "gap": gap})
+                print(f"prompt {request.id} parts at token {place}; gap of the logits {gap:.2e}")
     figures = {
         "prompts": len(requests),
+        "passes": passes,
         "tokens": sum(map(len, plain.values())),
-        "identical": len(requests) - len(partings),
+        "identical": len(requests) * passes - len(partings),
+        "of": len(requests) * passes,
         "partings": partings,
-        "preemptions": stressed.preemptions,
-        "cancelled": stressed.cancelled,
-        "reused_share": round(stressed.reused_tokens / stressed.prompt_tokens, 3),
-        "accepted_drafts": stressed.accepted,
+        "preemptions": total.preemptions,
+        "cancelled": total.cancelled,
+        "reused_share": round(total.reused_tokens / total.prompt_tokens, 3),
+        "accepted_drafts": total.accepted,
+        "rss_mib": [round(one) for one in (memory[0], memory[len(memory) // 2], memory[-1])],
         "dtype": args.dtype,
+        "sampled": args.sampled,
         "native": target.is_native,
         "seconds_plain": round(plain_s, 1),
         "seconds": round(time.perf_counter() - started, 1),
         "machine": held_out.machine(),
     }
     print(json.dumps(figures))
+    sys.exit(1 if partings else 0)
 
 
 if __name__ == "__main__":

@@ -1,21 +1,15 @@
-"""A training step against a plain one (plain_step.py): tokens a second, and peak memory. Random
-weights, made-up features.
+"""A training step against a plain one: tokens a second, and peak memory. Random weights and
+features.
 
     python benchmarks/train_step.py [--quick] [--tokens 2048] [--vocab 128256] [--draft-vocab 32000]
-    [--hidden 1024] ... python benchmarks/train_step.py --cuda [--steps 300] [--peak-tflops 989]
+    [--hidden 1024] ...
 
-On a CPU: one conversation of --tokens tokens, of whose tokens the target wrote --answer-share (two
-shares by default: that of the built-in dialogues, and all). Both implementations train the same
-head on the same tokens with the same loss, which is compared. Each runs in a process of its own,
-whose peak memory is the operating system's figure; the two take turns step by step, one at rest
-while the other works, and of each the median over --rounds counts, after a warm-up. Draft tokens
-hold every argmax of the target, so that no slot drops out of ours for that.
-
-With --cuda: ours alone at Llama-3.1-8B head shapes, some hundred steps of packed conversations:
-tokens a second, peak memory, and the share of the card's dense bf16 peak that its matrix products
-come to.
-
-The last line of stdout is one JSON object.
+One conversation of --tokens tokens, of which the target wrote --answer-share (two shares by
+default: that of the built-in dialogues, and all). Both implementations train the same head on the
+same tokens with the same loss, which is compared. Each runs in a process of its own, whose peak
+memory is the operating system's figure; the two take turns step by step, and of each the median
+over --rounds counts, after a warm-up. The draft vocabulary holds every argmax of the target, so
+that no position drops out of ours for that. The last line of stdout is one JSON object.
 """
 
 from __future__ import annotations
@@ -31,7 +25,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from plain_step import PlainStep
+import torch.nn.functional as F
+from torch import Tensor
 
 from eyas.bench.machine import machine
 from eyas.model.batch import Batch
@@ -47,15 +42,12 @@ from eyas.train.step import (
     BETAS,
     LossModule,
     optimizers_of,
-    teaching_in_tf32,
     training_step,
 )
 
 DIALOGUES = 0.46  # the share of answers in the tokens of the built-in dialogues
 TURN = 128  # tokens of an answer
 LEARNING_RATE = 1e-4
-# dense bf16 TFLOP/s, the makers' figures
-PEAKS = {"H200": 989.0, "H100": 989.0, "A100": 312.0, "L40S": 362.0, "L4": 121.0}
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +57,94 @@ class World:
     head: Head
     vocabulary: TargetVocabulary
     batch: Batch
+
+
+@dataclass(frozen=True, slots=True)
+class PlainStep:
+    """A training step as the projects describe it (arXiv 2503.01840): a head, the target's two
+    matrices in bf16, and the optimizer.
+
+    Every step of the unroll runs at all T slots with scores of T x (T + i), the target's logits are
+    computed at all T slots over its whole vocabulary, p over the draft vocabulary is kept for all
+    of them, and autograd keeps what it needs of every step. For one conversation of T tokens.
+    """
+
+    head: Head
+    optimizer: torch.optim.Optimizer
+    embed_tokens: Tensor
+    lm_head: Tensor
+    num_steps: int = 7
+    decay: float = 0.8
+
+    def __call__(self, tokens_T: Tensor, mask_T: Tensor, aux_TA: Tensor, last_TH: Tensor) -> float:
+        """One update. mask_T: the slots t whose draft of x_{t+2} counts."""
+        with torch.autocast(tokens_T.device.type, torch.bfloat16):
+            loss = self.loss(tokens_T, mask_T, aux_TA, last_TH)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(self.head.parameters(), 0.5)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return float(loss.detach())
+
+    def loss(self, tokens_T: Tensor, mask_T: Tensor, aux_TA: Tensor, last_TH: Tensor) -> Tensor:
+        """The sum over steps of 0.8^i times the mean over the positions that count."""
+        T, head = len(tokens_T), self.head
+        target_p_TW, position_mask_T = self.teacher(last_TH)
+        wanted_T = position_mask_T & mask_T
+        tokens_T, target_p_TW = ahead(tokens_T), ahead(target_p_TW)
+        causal_TT = torch.full((T, T), float("-inf"), device=tokens_T.device).triu(1)
+        hidden_TH = head.fuse(aux_TA)
+        kept: list[tuple[Tensor, Tensor]] = []
+        total = hidden_TH.new_zeros((), dtype=torch.float32)
+        for step in range(self.num_steps):
+            hidden_TH = self.layer(
+                F.embedding(tokens_T, self.embed_tokens), hidden_TH, causal_TT, kept
+            )
+            log_q_TW = head.logits(hidden_TH).float().log_softmax(-1)
+            losses_T = -(target_p_TW * log_q_TW).sum(-1)
+            total = total + self.decay**step * (losses_T * wanted_T).sum() / wanted_T.sum()
+            tokens_T, target_p_TW, wanted_T = ahead(tokens_T), ahead(target_p_TW), ahead(wanted_T)
+        return total
+
+    @torch.no_grad()
+    def teacher(self, last_TH: Tensor) -> tuple[Tensor, Tensor]:
+        """p over the draft vocabulary at each position, and by slot whether the argmax that it is
+        judged by is draftable.
+        """
+        logits_TV = (last_TH @ self.lm_head.T).float()
+        draftable_T = self.head.t2d[logits_TV.argmax(-1)]
+        return logits_TV[:, self.head.target_ids_W].softmax(-1), ahead(draftable_T)
+
+    def layer(
+        self,
+        embeds_TH: Tensor,
+        hidden_TH: Tensor,
+        causal_TT: Tensor,
+        kept: list[tuple[Tensor, Tensor]],
+    ) -> Tensor:
+        """The decoder layer at all slots; `kept` are the keys and values of the steps before."""
+        head, config, step, T = self.head, self.head.config, len(kept), len(hidden_TH)
+        x_TX = head.inputs(embeds_TH, hidden_TH)
+        turn = head.rotation(torch.arange(T, device=hidden_TH.device) + step)
+        groups = config.num_attention_heads // config.num_key_value_heads
+        q = head.queries(x_TX, turn).transpose(0, 1)
+        k, v = (
+            one.repeat_interleave(groups, dim=1).transpose(0, 1)
+            for one in (head.keys(x_TX, turn), head.values(x_TX))
+        )
+        kept.append((k, v))
+        scores = q @ kept[0][0].transpose(1, 2) * config.head_dim**-0.5 + causal_TT
+        own = [(q * k_i).sum(-1, keepdim=True) * config.head_dim**-0.5 for k_i, _ in kept[1:]]
+        weights = torch.cat((scores, *own), dim=-1).softmax(-1, dtype=torch.float32).to(q.dtype)
+        mixed = weights[..., :T] @ kept[0][1]
+        for number, (_, v_i) in enumerate(kept[1:]):
+            mixed = mixed + weights[..., T + number, None] * v_i
+        return head.output(hidden_TH, mixed.transpose(0, 1))
+
+
+def ahead(x_T: Tensor) -> Tensor:
+    """x[t + 1] at t, zeros at the end."""
+    return torch.cat((x_T[1:], torch.zeros_like(x_T[:1])))
 
 
 def target_config(args: argparse.Namespace) -> TargetConfig:
@@ -233,61 +313,6 @@ def compared(args: argparse.Namespace, answer_share: float) -> dict[str, Any]:
     }
 
 
-# On a GPU: ours alone
-
-
-def on_cuda(args: argparse.Namespace) -> dict[str, Any]:
-    """Some hundred steps at the shape of an 8B target's head."""
-    length = min(512, args.tokens)
-    samples = [
-        sample(args, length, args.answer_share[0], number)
-        for number in range(args.tokens // length)
-    ]
-    made = world(args, samples, "cuda")
-    step = our_step(made, "cuda")
-    for _ in range(5):
-        step()
-    torch.cuda.reset_peak_memory_stats()
-    torch.cuda.synchronize()
-    begun = time.perf_counter()
-    losses = [step() for _ in range(args.steps)]
-    torch.cuda.synchronize()
-    seconds = (time.perf_counter() - begun) / args.steps
-    name = torch.cuda.get_device_name()
-    peak = args.peak_tflops or next((value for key, value in PEAKS.items() if key in name), 0.0)
-    flops = products(made)
-    return {
-        "device": name,
-        "tokens_per_s": round(args.tokens / seconds),
-        "step_ms": round(1e3 * seconds, 1),
-        "peak_gib": round(torch.cuda.max_memory_allocated() / 2**30, 2),
-        "tflops": round(flops / seconds / 1e12, 1),
-        "share_of_peak": round(flops / seconds / 1e12 / peak, 3) if peak else None,
-        "losses": [round(loss, 3) for loss in (losses[0], losses[-1])],
-    }
-
-
-def products(made: World) -> float:
-    """Floating-point operations of a step's matrix products, attention left out: 2 a weight
-    forward, 4 backward.
-
-    Backward is 2 for fc, whose input asks no gradient. Step 0 takes its keys and values from those
-    of all tokens.
-    """
-    config, batch = made.head.config, made.batch
-    judged_BT = judged_positions(batch.loss_mask_BT, batch.starts_BT)
-    P, M, steps = int(judged_BT.sum()), batch.tokens_BT.numel(), ObjectiveConfig().num_ttt_steps
-    layer = sum(weight.numel() for name, weight in made.head.named_parameters() if "proj" in name)
-    keys = sum(
-        weight.numel()
-        for name, weight in made.head.named_parameters()
-        if "k_proj" in name or "v_proj" in name
-    )
-    fused, logits = made.head.fc.weight.numel(), config.draft_vocab_size * config.hidden_size
-    teacher = 2 * P * config.target_hidden_size * (config.vocab_size + config.draft_vocab_size)
-    return 4.0 * M * fused + 6.0 * (M * keys + P * (steps * (layer + logits) - keys)) + teacher
-
-
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -295,36 +320,27 @@ def arguments() -> argparse.Namespace:
     parser.add_argument(
         "--quick", action="store_true", help="small shapes: the figures say nothing"
     )
-    parser.add_argument(
-        "--cuda", action="store_true", help="ours on a GPU, at Llama-3.1-8B head shapes"
-    )
-    parser.add_argument("--tokens", type=int, help="of a batch; 2048, with --cuda 8192")
+    parser.add_argument("--tokens", type=int, default=2048, help="of a batch")
     parser.add_argument("--vocab", type=int, default=128256)
     parser.add_argument("--draft-vocab", type=int, default=32000)
-    parser.add_argument("--hidden", type=int, help="1024, with --cuda 4096; the others go with it")
-    parser.add_argument("--intermediate", type=int)
-    parser.add_argument("--heads", type=int)
+    parser.add_argument("--hidden", type=int, default=1024)
+    parser.add_argument("--intermediate", type=int, default=3072)
+    parser.add_argument("--heads", type=int, default=16)
     parser.add_argument("--kv-heads", type=int, default=8)
-    parser.add_argument("--head-dim", type=int)
+    parser.add_argument("--head-dim", type=int, default=64)
     parser.add_argument("--answer-share", type=float, nargs="+", default=[DIALOGUES, 1.0])
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=300, help="with --cuda")
-    parser.add_argument("--peak-tflops", type=float, help="of the card, dense bf16")
     parser.add_argument("--worker", choices=("ours", "plain"), help=argparse.SUPPRESS)
     args = parser.parse_args()
-    usual = (8192, 4096, 14336, 32, 128) if args.cuda else (2048, 1024, 3072, 16, 64)
     if args.quick:
-        usual, args.vocab, args.draft_vocab, args.kv_heads, args.steps = (
-            (512, 128, 256, 4, 32),
-            4000,
-            1000,
-            2,
-            10,
+        args.tokens, args.hidden, args.intermediate, args.heads, args.head_dim = (
+            512,
+            128,
+            256,
+            4,
+            32,
         )
-    for name, value in zip(
-        ("tokens", "hidden", "intermediate", "heads", "head_dim"), usual, strict=True
-    ):
-        setattr(args, name, getattr(args, name) or value)
+        args.vocab, args.draft_vocab, args.kv_heads = 4000, 1000, 2
     return args
 
 
@@ -333,20 +349,10 @@ def main() -> None:
     if args.worker:
         work(args)
         return
-    if args.cuda and not torch.cuda.is_available():
-        sys.exit(
-            "error: no CUDA device\n  -> leave out --cuda to compare both implementations on the "
-            "CPU"
-        )
     shape = {
         name: getattr(args, name)
         for name in ("tokens", "vocab", "draft_vocab", "hidden", "intermediate", "heads")
     }
-    if args.cuda:
-        with teaching_in_tf32("bfloat16"):
-            measured = on_cuda(args)
-        print(json.dumps({"cuda": measured, "shape": shape, "torch": torch.__version__}))
-        return
     rows = []
     for share in args.answer_share:
         rows.append(compared(args, share))
