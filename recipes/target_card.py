@@ -1,4 +1,4 @@
-"""Write the model card of a target made by recipes/target.py: data, training, quality, ten sample dialogues.
+"""Write the model card of a target made by recipes/target.py: data, training, quality, samples.
 
     python recipes/target_card.py --target FOLDER --data a.jsonl.gz b.jsonl.gz --held-out
     dev.jsonl.gz

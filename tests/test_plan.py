@@ -247,7 +247,7 @@ class TestCommand:
         plan = json.loads(shown.stdout)
         assert plan["needs"]["prompts"] == 29
         assert plan["fits"]
-        assert plan["bytes_by_codec"].keys() == SHARES.keys()
+        assert plan["bytes_by_codec"].keys() == set(CODECS)
         assert not (tmp_path / "run").exists()
 
     def test_tables(self, target: Path, tmp_path: Path) -> None:

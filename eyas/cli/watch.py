@@ -8,12 +8,14 @@ from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from dataclasses import asdict
 from datetime import datetime
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from eyas.bench.watch import CardTau, WatchWindow, read_card, windows
 from eyas.client import Client
+from eyas.hub import locate
 
 STALE = 3  # exit code; 1 and 2 are errors
 LEAST_REQUESTS = 30  # of a window: its tau is taken to be normally distributed
@@ -27,7 +29,8 @@ def command(
     head: Annotated[
         str,
         typer.Option(
-            help="the head's card: the output of `eyas eval` or of `eyas export` with an evaluation"
+            help="the head's card: the output of `eyas eval`, or of `eyas export` with an "
+            "evaluation, or a name of a head"
         ),
     ],
     requests: Annotated[
@@ -45,7 +48,7 @@ def command(
     A head is stale where tau is lower than the card's by more than a tenth of the accepted drafts
     and, on top of that, by more than 3.09 standard errors.
     """
-    figures = read_card(head)
+    figures = read_card(head if Path(head).exists() else locate(head))
     window = asyncio.run(_watch(urls, figures, temperature, requests, once))
     print(json.dumps(facts(window)))
     raise typer.Exit(STALE if window.is_stale else 0)
