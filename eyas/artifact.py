@@ -37,7 +37,7 @@ from pydantic import BaseModel
 from eyas.errors import CorruptError, EyasError, InputError, MissingInputError, StorageFullError
 
 log = logging.getLogger(__name__)
-VERSION = "0.1.0"
+VERSION = "0.2.0"  # the only place: pyproject.toml and the API read it here
 MANIFEST, DONE, IDENTITY = "manifest.json", "_DONE", "_IDENTITY"
 BLOCK_BYTES = 16 << 20  # of a file, read at a time
 PATIENCE_S, FIRST_PAUSE_S, LONGEST_PAUSE_S = 60.0, 0.1, 10.0  # with a store that does not answer

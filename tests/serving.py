@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from collections import deque
 from contextlib import contextmanager
@@ -38,6 +39,31 @@ TOOL_TEMPLATE = (
     "{{ '<|im_end|>\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' "
     "}}{% endif %}"
 )
+
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": "book",
+            "description": "Book a table.",
+            "parameters": {
+                "type": "object",
+                "properties": {"party": {"$ref": "#/$defs/size"}, "indoors": {"type": "boolean"}},
+                "required": ["party", "indoors"],
+                "additionalProperties": False,
+                "$defs": {"size": {"type": "integer", "minimum": 1, "maximum": 9}},
+            },
+        },
+    },
+    {
+        "type": "function",
+        "function": {
+            "name": "cancel",
+            "parameters": {"type": "object", "additionalProperties": False},
+        },
+    },
+]
+CALL = '<tool_call>\n{"name": "book", "arguments": {"party": 2, "indoors": true}}\n</tool_call>'
 
 
 @dataclass
@@ -124,6 +150,13 @@ def post(client, body, path="/v1/chat/completions", **options):
     return httpx.post(client.url + path, json=body, timeout=300, **options)
 
 
+def events(reply):
+    """The JSON of a stream's events."""
+    *lines, done = [line for line in reply.text.split("\n\n") if line]
+    assert done == "data: [DONE]"
+    return [json.loads(line.removeprefix("data: ")) for line in lines]
+
+
 def health(client):
     return httpx.get(f"{client.url}/health")
 
@@ -182,3 +215,14 @@ class ScriptedEngine(Engine):
             if rest:
                 self._left.append((request_id, index, rest))
         return updates
+
+
+@contextmanager
+def saying(world, text, per_step=1):
+    """A client of a server whose target says a text; and the engine, which keeps its requests."""
+    engine = world.engine(ScriptedEngine, max_length=1024)
+    tokenizer = world.chat.tokenizer
+    said = tokenizer.encode(text, add_special_tokens=False)
+    engine.script, engine.per_step = (*said, tokenizer.eos_token_id), per_step
+    with world.served(engine) as client:
+        yield client, engine

@@ -13,6 +13,7 @@ from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 from typer.testing import CliRunner
 
+import eyas
 from eyas.artifact import cache_folder
 from eyas.cli import serve as serve_command
 from eyas.cli.main import build
@@ -88,6 +89,15 @@ def test_the_image_installs_this_package_and_starts_its_server(monkeypatch):
     assert (config.port, config.target, config.vertex.storage_uri) == (8080, None, uri)
     monkeypatch.delenv("EYAS_CACHE", raising=False)
     assert cache_folder("models") == Path("/models/eyas/models")
+
+
+def test_the_version_stands_in_one_place():
+    """Packages, the API and records read it; the newest entry of the changelog is of it."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    assert "version" not in project["project"]
+    assert project["tool"]["setuptools"]["dynamic"]["version"] == {"attr": "eyas.artifact.VERSION"}
+    changes = (ROOT / "CHANGELOG.md").read_text()
+    assert re.search(r"^## (\S+)", changes, re.MULTILINE)[1] == eyas.__version__
 
 
 # The manifest

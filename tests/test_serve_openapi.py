@@ -4,6 +4,7 @@ server.
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 
 import httpx
@@ -13,6 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from schemathesis.checks import not_a_server_error
 from schemathesis.specs.openapi.checks import response_schema_conformance, status_code_conformance
 
+import eyas
 from eyas.serve.limits import LimitsConfig
 from eyas.serve.vertex import VertexConfig
 from tests.serving import MODEL, World
@@ -59,6 +61,8 @@ def test_the_document_has_every_route_and_every_field(client, document):
         "echo",
     } <= set(chat)
     assert chat["echo"] == {"enum": [False, None]}
+    assert document["info"]["version"] == eyas.__version__
+    assert "mix the prompt into it" in json.dumps(chat["seed"])
 
 
 OPERATIONS = [

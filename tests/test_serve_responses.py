@@ -11,8 +11,8 @@ import openai
 import pydantic
 import pytest
 
-from tests.serving import MESSAGES, MODEL, World, ask, post
-from tests.test_serve_api import CALL, SCHEMA, TOOLS, saying
+from tests.serving import CALL, MESSAGES, MODEL, TOOLS, World, ask, post, saying
+from tests.test_serve_api import SCHEMA
 
 TEXT = MESSAGES[0]["content"]
 FLAT_TOOLS = [{"type": "function", "strict": None, **tool["function"]} for tool in TOOLS]

@@ -14,8 +14,7 @@ from transformers import AutoTokenizer
 
 from eyas.serve.tokenizer import Tokenizer
 from tests.chat_folders import LIKE_QWEN, like_granite, like_qwen
-from tests.serving import MODEL, World, ask
-from tests.test_serve_api import TOOLS, saying
+from tests.serving import TOOLS, World, ask, saying
 from tests.tiny import tiny_target
 
 TOKENIZERS = Path(__file__).resolve().parents[2] / "shared" / "data" / "tokenizers"
@@ -75,10 +74,6 @@ def shown(world, engine, number=0):
     return world.chat.tokenizer.decode(engine.asked[number].prompt_ids)
 
 
-def flat(tools):
-    return [{"type": "function", **tool["function"]} for tool in tools]
-
-
 def test_a_call_goes_out_and_its_result_comes_back(world):
     """Two calls behind thoughts; then the turn that has their results."""
     said = "<think>\nTwo.\n</think>\n\nI will."
@@ -105,29 +100,6 @@ def test_a_call_goes_out_and_its_result_comes_back(world):
     assert second.index("booked 0") < second.index("booked 1")
 
 
-@pytest.mark.parametrize("stream", [False, True])
-def test_responses_read_the_same_calls(world, stream):
-    said = f'I will.\n<tool_call>\n{{"name": "book", "arguments": {ARGUMENTS}}}\n</tool_call>'
-    with saying(world, said) as (client, engine):
-        reply = client.responses.create(
-            model=MODEL, input=QUESTION, tools=flat(TOOLS), stream=stream, max_output_tokens=100
-        )
-        reply = list(reply)[-1].response if stream else reply
-        assert [item.type for item in reply.output] == ["message", "function_call"]
-        call = reply.output[1]
-        result = {"type": "function_call_output", "call_id": call.call_id, "output": "booked"}
-        client.responses.create(
-            model=MODEL,
-            input=[*QUESTION, *reply.output, result],
-            tools=flat(TOOLS),
-            max_output_tokens=100,
-        )
-        first, second = shown(world, engine), shown(world, engine, 1)
-    assert reply.output_text == "I will."
-    assert second.removeprefix(first).split("</tool_call>")[0] in said
-    assert "booked" in second
-
-
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "book"}}])
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_demanded_call_follows_its_schema(client, choice, stream):
@@ -147,14 +119,6 @@ def test_a_demanded_call_follows_its_schema(client, choice, stream):
     else:
         assert (call.function.name, arguments) == ("cancel", {})
         assert choice == "required"
-
-
-def test_no_tool_is_shown_that_may_not_be_called(world):
-    with saying(world, "Well.") as (client, engine):
-        ask(client, QUESTION, tools=TOOLS, tool_choice="none")
-        ask(client, QUESTION)
-        without, bare = (asked.prompt_ids for asked in engine.asked)
-    assert without == bare
 
 
 def test_tools_far_too_long_are_refused(client, world):
