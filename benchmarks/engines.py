@@ -65,7 +65,7 @@ from eyas.artifact import Artifact
 from eyas.chat import Chat
 from eyas.evaluate.evaluate import EvalConfig, evaluate
 from eyas.evaluate.trees import EvalPrompt, ModelsConfig
-from eyas.export.engines import LOADERS
+from eyas.export.engines import ENGINES
 from eyas.model.checkpoint import read_head
 from eyas.model.config import HeadConfig
 from eyas.model.dialects import CONFIG_JSON, FC_NORMS, LAYER_IDS
@@ -476,8 +476,8 @@ def main() -> None:
             except (WorkerError, OSError) as error:
                 skipped[f"{LAYER_LINE}, {name}"] = str(error)
     unread = {
-        name: loader.unread_flags(read_head(hub.resolve_head(args.head))[0])
-        for name, loader in LOADERS.items()
+        engine.title: engine.unread_flags(read_head(hub.resolve_head(args.head))[0])
+        for engine in ENGINES
     }
     for name, flags in unread.items():
         if flags:

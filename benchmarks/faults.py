@@ -31,7 +31,6 @@ from eyas.builtin import demo_prompts, head_folder, target_folder
 from eyas.errors import MismatchError
 from eyas.export.check import check, meanings, verdict
 from eyas.export.lint import CheckFinding, exit_code
-from eyas.export.readings import exchanged, paired, reordered, swapped_inputs
 from eyas.export.replay import NUM_CONVERSATIONS, AnswerTokens, answered, replay
 from eyas.model.checkpoint import read_head
 from eyas.model.config import HeadConfig, TargetConfig
@@ -114,22 +113,6 @@ def with_first(value: float) -> Callable[[Tensor], Tensor]:
     return lambda tensor: (
         tensor.flatten().index_fill(0, torch.tensor([0]), value).view(tensor.shape)
     )
-
-
-def scaled(factor: float) -> Callable[[Tensor], Tensor]:
-    """All values times a number."""
-    return lambda tensor: tensor * factor
-
-
-def streams(*order: int) -> Callable[[Head], None]:
-    """fc for features in another order."""
-    return lambda head: head.tensors.update(reordered(head.tensors, order))
-
-
-def half_moved(tensor: Tensor) -> Tensor:
-    """The first half of the rows one on."""
-    rows = len(tensor) // 2
-    return torch.cat((tensor[:rows].roll(1, 0), tensor[rows:]))
 
 
 def other_words(head: Head) -> None:
@@ -225,17 +208,6 @@ def rows_out_of_order(head: Head) -> None:
     head.tensors[LM_HEAD] = head.tensors[LM_HEAD][order]
 
 
-def exchange(one: str, other: str) -> Callable[[Head], None]:
-    """Two tensors of the layer under each other's names."""
-    return lambda head: head.tensors.update(
-        exchanged(head.tensors, f"{LAYER}{one}.weight", f"{LAYER}{other}.weight")
-    )
-
-
-def one_layer(name: str) -> str:
-    return f"{LAYER}{name}.weight"
-
-
 def faults(config: HeadConfig) -> list[Fault]:
     """All edits. config: the sound head's."""
     outputs = list(config.taps)
@@ -268,59 +240,9 @@ def faults(config: HeadConfig) -> list[Fault]:
         Fault("t2d of another vocabulary", "sglang", weight("t2d", lambda t2d: t2d.roll(7))),
         Fault("d2t and t2d one token on, in themselves sound", "sglang", other_words),
         Fault("lm_head's rows in another order than d2t", "sglang", rows_out_of_order),
-        Fault("half of lm_head's rows one later", "sglang", weight(LM_HEAD, half_moved)),
         Fault("truncated vocabulary", "sglang", truncated),
         Fault("draft_vocab_size of another head", "sglang", setting(draft_vocab_size=2000)),
-        Fault(
-            "feature before embedding",
-            "sglang",
-            lambda head: head.tensors.update(swapped_inputs(config, head.tensors)),
-        ),
-        Fault("the three streams in reverse", "sglang", streams(2, 1, 0)),
-        Fault("first and second stream exchanged", "sglang", streams(1, 0, 2)),
-        Fault("second and third stream exchanged", "sglang", streams(0, 2, 1)),
-        Fault("the three streams turned by one", "sglang", streams(1, 2, 0)),
-        Fault("the three streams turned by two", "sglang", streams(2, 0, 1)),
-        Fault(
-            "hidden_norm and input_layernorm exchanged",
-            "sglang",
-            exchange("hidden_norm", "input_layernorm"),
-        ),
-        Fault(
-            "gate_proj and up_proj exchanged", "sglang", exchange("mlp.gate_proj", "mlp.up_proj")
-        ),
-        Fault(
-            "q_proj and k_proj exchanged",
-            "sglang",
-            exchange("self_attn.q_proj", "self_attn.k_proj"),
-        ),
-        Fault(
-            "k_proj and v_proj exchanged",
-            "sglang",
-            exchange("self_attn.k_proj", "self_attn.v_proj"),
-        ),
-        Fault(
-            "o_proj next to nothing", "sglang", weight(one_layer("self_attn.o_proj"), scaled(1e-6))
-        ),
-        Fault("down_proj of random numbers", "sglang", weight(one_layer("mlp.down_proj"), noise)),
-        Fault("last norm all ones", "sglang", weight("norm.weight", torch.ones_like)),
-        Fault(
-            "input_layernorm all ones",
-            "sglang",
-            weight(one_layer("input_layernorm"), torch.ones_like),
-        ),
-        Fault(
-            "hidden_norm three times as large",
-            "sglang",
-            weight(one_layer("hidden_norm"), scaled(3)),
-        ),
-        Fault(
-            "o_proj transposed",
-            "sglang",
-            weight(one_layer("self_attn.o_proj"), lambda tensor: tensor.T),
-        ),
         Fault("fc transposed", "sglang", weight("fc.weight", lambda fc: fc.T)),
-        Fault("rotary pairs side by side (Meta's order)", "sglang", unpaired),
         Fault("norm_before_residual where it was not", "vllm", setting(norm_before_residual=True)),
         Fault("norm_before_residual left open", "vllm", without("norm_before_residual")),
         Fault("norm_output where it was not", "vllm", setting(norm_output=True)),
@@ -377,21 +299,6 @@ def faults(config: HeadConfig) -> list[Fault]:
             in_folder=lambda folder: pickled_too(folder, noise),
         ),
     ]
-
-
-def unpaired(head: Head) -> None:
-    """The inverse of `paired`: what a checkpoint in Meta's order looks like."""
-    D = head.config.head_dim
-    place = torch.arange(D, dtype=torch.float32)[:, None]
-    order = paired(head.config, {one_layer(f"self_attn.{name}_proj"): place for name in "qk"})[
-        one_layer("self_attn.q_proj")
-    ]
-    inverse = order.flatten().long().argsort()
-    for name in ("self_attn.q_proj", "self_attn.k_proj"):
-        tensor = head.tensors[one_layer(name)]
-        head.tensors[one_layer(name)] = tensor.view(-1, D, tensor.shape[1])[:, inverse].reshape(
-            tensor.shape
-        )
 
 
 class Bench:

@@ -50,13 +50,12 @@ import safetensors.torch
 import torch
 
 from eyas import hub
-from eyas.export.engines import LOADERS
-from eyas.export.launch import layers_info
+from eyas.export.engines import ENGINES, engine_of, layers_info
 from eyas.gguf.folder import is_gguf
 from eyas.model.checkpoint import read_head
 from eyas.model.config import HeadConfig, RopeConfig, read_config
 from eyas.model.dialects import Form
-from eyas.model.forms import EMBEDDINGS_BESIDE, Verifier, form_faults, write_head
+from eyas.model.forms import Verifier, write_head
 from eyas.model.weights import read_tensors
 
 WORKERS = Path(__file__).parent / "peers"
@@ -235,8 +234,9 @@ def head_folders(
     architectures = ("LlamaForCausalLM",)
     found = {}
     for form in get_args(Form):
-        if not form_faults(config, tensors, form):
-            beside = embed_tokens if form in EMBEDDINGS_BESIDE else None
+        if form == "eyas" or not engine_of(form).faults(config, tensors):
+            holds_target = form != "eyas" and engine_of(form).target_embeddings
+            beside = embed_tokens if holds_target else None
             files = write_head(config, tensors, form, Verifier(target, architectures, beside))
             found[f"head_{form}"] = folder_of(files, work / f"{name}-head-{form}")
     return {**found, "layers_openvino": layers_info(config.taps)}
@@ -244,9 +244,10 @@ def head_folders(
 
 def unread_flags(entry: Entry, head: str) -> list[str]:
     """What the engine of an entry that drafts cannot read of a head."""
-    loader = LOADERS.get({"llama_cpp": "llama.cpp", "openvino": "OpenVINO"}.get(entry.peer, ""))
-    drafts = loader is not None and "num_draft_steps" in entry.settings
-    return loader.unread_flags(read_head(head)[0]) if loader and drafts else []
+    title = {"llama_cpp": "llama.cpp", "openvino": "OpenVINO"}.get(entry.peer)
+    engine = next((one for one in ENGINES if one.title == title), None)
+    drafts = engine is not None and "num_draft_steps" in entry.settings
+    return engine.unread_flags(read_head(head)[0]) if engine and drafts else []
 
 
 def given_models(args: argparse.Namespace, work: Path) -> dict[str, str]:

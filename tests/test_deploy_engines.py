@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from eyas.export.launch import Launch
+from eyas.export.engines import Launch
 from tests.test_deploy import amount
 
 kubernetes_validate = pytest.importorskip("kubernetes_validate", reason="the extra dev has it")

@@ -11,9 +11,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from eyas.export.engines import LOADERS
-from eyas.export.launch import EAGLE3_MODE, Launch, layers_info
-from eyas.model.forms import EMBEDDINGS_BESIDE, Verifier, write_head
+from eyas.export.engines import EAGLE3_MODE, ENGINES, Launch, engine_of, layers_info
+from eyas.model.forms import Verifier, write_head
 from tests.tiny import tiny_target
 from tests.tiny_head import tiny_head, write_folder
 
@@ -132,11 +131,35 @@ def test_rows_are_kept_for_the_same_head_and_settings(tmp_path, monkeypatch):
 def test_forms_of_engines_whose_flags_are_read(tmp_path):
     config, tensors = tiny_head(tiny_target(tmp_path / "target"))
     embed_tokens = torch.zeros(config.vocab_size, config.target_hidden_size)
-    for loader in LOADERS.values():
-        assert loader.unread_flags(config) == []
-        beside = embed_tokens if loader.form in EMBEDDINGS_BESIDE else None
-        assert write_head(config, tensors, loader.form, Verifier(embed_tokens=beside))
-    flags = {name: loader.unread_flags for name, loader in LOADERS.items()}
+    for engine in ENGINES:
+        assert engine.unread_flags(config) == engine.faults(config, tensors) == []
+        beside = embed_tokens if engine.target_embeddings else None
+        assert write_head(config, tensors, engine.form, Verifier(embed_tokens=beside))
+    flags = {engine.title: engine.unread_flags for engine in ENGINES}
     modern = config.model_copy(update={"fc_norm": True, "norm_output": True})
     assert flags["vLLM"](modern) == flags["SGLang"](modern) == []
     assert flags["llama.cpp"](modern) == ["fc_norm", "norm_output"]
+
+
+@pytest.mark.parametrize(
+    ("form", "changes", "tensors", "message"),
+    [
+        ("sglang", {"norm_before_residual": True}, {}, "norm_before_residual is set: SGLang"),
+        ("sglang", {"taps": (0, 3, 5)}, {}, "taps (0, 3, 5) cannot be written for SGLang"),
+        ("sglang", {}, {"embed_tokens.weight": torch.ones(1)}, "embeddings of its own: SGLang"),
+        ("vllm", {}, {"lm_head.weight": None}, "vLLM needs one in the file"),
+        ("openvino", {}, {"lm_head.weight": None}, "OpenVINO needs one in the file"),
+        *(
+            ("openvino", {flag: True}, {}, f"{flag} is set: OpenVINO ignores it")
+            for flag in ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
+        ),
+    ],
+)
+def test_what_an_engine_cannot_read_is_not_written_for_it(
+    tmp_path, form, changes, tensors, message
+):
+    config, sound = tiny_head(tiny_target(tmp_path / "target"))
+    kept = {name: tensor for name, tensor in (sound | tensors).items() if tensor is not None}
+    (fault,) = engine_of(form).faults(config.model_copy(update=changes), kept)
+    assert message in fault.what
+    assert fault.hint

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from eyas.export.launch import Launch
+from eyas.export.engines import Launch
 
 LAUNCH = Launch(
     "my models/8B",

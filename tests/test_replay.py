@@ -16,19 +16,9 @@ from typer.testing import CliRunner
 from eyas import builtin
 from eyas.cli.main import build
 from eyas.errors import CorruptError, EmptyInputError, MissingInputError
-from eyas.export.card import stated_tau
-from eyas.export.check import card_tau, check, reading_findings, replay_head, verdict
+from eyas.export.check import check, reading_findings, replay_head, verdict
 from eyas.export.lint import UNSAID, CheckFinding, exit_code
-from eyas.export.readings import (
-    DECLARED,
-    HeadReading,
-    assembled,
-    exchanged,
-    misreadings,
-    paired,
-    reordered,
-    swapped_inputs,
-)
+from eyas.export.readings import DECLARED, HeadReading, misreadings
 from eyas.export.replay import (
     ANSWERS_AT_ONCE,
     AnswerBatch,
@@ -41,7 +31,7 @@ from eyas.export.replay import (
 from eyas.model.checkpoint import read_head
 from eyas.model.config import RopeConfig
 from eyas.model.forms import write_head
-from eyas.model.head import Head
+from eyas.model.head import Head, head_of
 from eyas.model.target import Target
 from eyas.model.ttt import Slots, unroll
 from tests.tiny import tiny_target
@@ -49,9 +39,9 @@ from tests.tiny_head import edit_config, head_folder, tiny_head, write_folder
 
 NUM_CONVERSATIONS = 8
 STEPS_BY_HEART = 120
-NEAR = "hidden_norm for input_layernorm"  # the best misreading of the packaged head
+NEAR = "layers one later (inputs taken for outputs)"  # the best misreading of the packaged head
+FAR = "norm_output on"
 IDS = "eagle_aux_hidden_state_layer_ids"
-Q_PROJ, K_PROJ, V_PROJ, O_PROJ = (f"midlayer.self_attn.{name}_proj.weight" for name in "qkvo")
 
 
 @pytest.fixture(scope="module")
@@ -76,44 +66,19 @@ def changed(config, **changes):
 
 
 FAULTS = {  # how the head is declared, and the reading that must be found to be the better one
-    "feature first": (
-        lambda c, t: (c, t | swapped_inputs(c, t)),
-        "feature first, embedding second",
-    ),
     "a flag set": (
-        lambda c, t: (changed(c, norm_before_residual=True), t),
+        lambda config, tensors: (changed(config, norm_before_residual=True), tensors),
         "norm_before_residual off",
     ),
-    "transposed": (lambda c, t: (c, t | {O_PROJ: t[O_PROJ].T}), "o_proj transposed"),
-    "streams": (lambda c, t: (c, t | reordered(t, (1, 0, 2))), "streams in the order 1 0 2"),
-    "turned streams": (lambda c, t: (c, t | reordered(t, (1, 2, 0))), "streams in the order 2 0 1"),
-    "queries for keys": (lambda c, t: (c, t | exchanged(t, Q_PROJ, K_PROJ)), "q_proj for k_proj"),
-    "keys for values": (lambda c, t: (c, t | exchanged(t, K_PROJ, V_PROJ)), "k_proj for v_proj"),
     "layers one later": (
-        lambda c, t: (changed(c, taps=(2, 6, 9)), t),
+        lambda config, tensors: (changed(config, taps=(2, 6, 9)), tensors),
         "layers one earlier (outputs taken for inputs)",
     ),
-}
-
-
-FAULTS |= {
-    "heads split otherwise": (
-        lambda c, t: (
-            changed(c, num_attention_heads=10, num_key_value_heads=10, head_dim=32),
-            t,
-        ),
-        "5 heads of 64, 5 key heads",
+    "another rope": (
+        lambda config, tensors: (changed(config, rope=RopeConfig(theta=100.0)), tensors),
+        "the target's rotary embedding",
     ),
-    "another epsilon": (lambda c, t: (changed(c, rms_norm_eps=0.1), t), "rms_norm_eps 1e-05"),
 }
-# Replayed in full; the others are held to be undone by the reading that is named.
-REPLAYED = (
-    "feature first",
-    "layers one later",
-    "turned streams",
-    "heads split otherwise",
-    "another epsilon",
-)
 
 
 @pytest.fixture(scope="module")
@@ -148,27 +113,15 @@ def test_the_right_reading_of_a_sound_head_is_the_best(sound):
     declared, *others = sound
     assert declared.reading == DECLARED
     assert declared.tau > 1.8
-    assert len(others) >= 10
+    assert len(others) >= 4
     assert all(one.gain(declared)[0] < 0 for one in others)
     assert sum(declared.places) > 100
     assert list(reading_findings([declared, *others])) == []
 
 
 @pytest.mark.parametrize(("plant", "better"), FAULTS.values(), ids=FAULTS)
-def test_a_misreading_undoes_its_fault(world, plant, better):
-    target, config, tensors, _ = world
-    (undone,) = (
-        one for one in misreadings(*plant(config, tensors), target.config) if one.name == better
-    )
-    assert undone.config == config
-    assert undone.tensors.keys() == tensors.keys()
-    assert all(torch.equal(undone.tensors[name], tensor) for name, tensor in tensors.items())
-
-
-@pytest.mark.parametrize("fault", REPLAYED)
-def test_a_misread_head_says_how_it_would_be_right(world, fault):
+def test_a_misread_head_says_how_it_would_be_right(world, plant, better):
     target, config, tensors, answers = world
-    plant, better = FAULTS[fault]
     declared, *others = replayed(*plant(config, tensors), target, answers)
     assert max(others, key=lambda one: one.accepted_drafts).reading == better
     (finding,) = reading_findings([declared, *others])
@@ -180,45 +133,6 @@ def test_random_weights_draft_next_to_nothing_and_that_is_said(random):
     (finding,) = reading_findings(random)
     assert finding.level == "warning"
     assert "next to nothing" in finding.what
-
-
-def test_a_tau_far_under_the_cards_is_not_as_good_as_it_would_be(sound):
-    unsaid, tau = CheckFinding("warning", UNSAID, ""), sound[0].tau
-    for stated in (None, tau, tau / 0.81):
-        assert [one.level for one in verdict([unsaid], sound, stated)] == ["note"]
-        assert "nothing to do" in verdict([unsaid], sound, stated)[0].hint
-    kept, told = verdict([unsaid], sound, tau / 0.79)
-    assert kept == unsaid
-    assert told.level == "note"
-    assert f"tau is {tau:.2f} in chains of 4 on this text, the card states" in told.what
-    assert verdict([], [], 3.0) == []
-
-
-@pytest.mark.parametrize(
-    ("card", "stated"),
-    [
-        ("# Head\n\ntau 2.97 on held-out answers", 2.97),
-        ("---\ntags: [a]\n---\n| acceptance length | 3.10 |", 3.1),
-        (
-            "---\nmodel-index:\n- results:\n  - metrics:\n    - type: tau\n      name: tau\n"
-            "      value: 2.5\n---\ntau 3.0",
-            2.5,
-        ),
-        ("\u03c4 = 4.12 at T = 0", 4.12),
-        ("---\nmodel-index: 7\n---\nno number", None),
-        ("", None),
-    ],
-)
-def test_the_tau_of_a_card(card, stated):
-    assert stated_tau(card) == stated
-
-
-def test_the_card_of_a_form_lies_above_it(tmp_path):
-    (tmp_path / "sglang").mkdir()
-    (tmp_path / "README.md").write_text("tau 2.97")
-    assert card_tau(tmp_path / "sglang") == 2.97
-    assert card_tau(builtin.head_folder()) == 3.39
-    assert card_tau(tmp_path / "sglang" / "..") == 2.97
 
 
 NO_END = "{% for m in messages %}{{ m['role'] + ': ' + m['content'] + '\n' }}{% endfor %}bot: "
@@ -249,27 +163,12 @@ def test_prompts_are_replayed_without_a_template_that_shows_answers(tmp_path, te
     assert "holds no conversation" in replay_head(head, folder, tmp_path / "empty.txt")[1]
 
 
-def test_a_lost_attention_drafts_next_to_nothing(world, only):
-    only(NEAR, "without its MLP")
-    target, config, tensors, answers = world
-    declared, *others = replayed(
-        config, tensors | {O_PROJ: tensors[O_PROJ] * 1e-6}, target, answers
-    )
-    assert 1.15 < declared.tau < 1.3
-    (finding,) = reading_findings([declared, *others])
-    assert "next to nothing" in finding.what
-
-
 def test_a_reading_far_behind_stops_early_and_is_compared_on_its_own_answers(world, only):
-    only(NEAR, "o_proj transposed")
+    only(NEAR, FAR)
     target, config, tensors, answers = world
     declared, near, far = replayed(config, tensors, target, [*answers, *answers])
     assert len(declared.places) == 2 * len(answers)
-    assert (near.reading, far.reading) in (
-        (NEAR, "o_proj transposed"),
-        ("o_proj transposed", NEAR),
-    )
-    near, far = (near, far) if near.reading == NEAR else (far, near)
+    assert (near.reading, far.reading) == (NEAR, FAR)
     assert len(far.places) == ANSWERS_AT_ONCE < len(near.places) == len(declared.places)
     half = ReadingScore(
         DECLARED,
@@ -393,7 +292,7 @@ def test_every_flag_is_read_the_other_way_round(tiny, flags, names):
     assert names <= found.keys()
     assert "rope_theta 10000" in found
     for reading in found.values():
-        assembled(reading)  # its tensors fit its config
+        head_of(reading.config, reading.tensors)  # its tensors fit its config
 
 
 def test_layers_are_read_as_every_engine_might(tiny):
@@ -424,41 +323,6 @@ def test_what_a_head_has_of_its_own_is_read_without(tiny):
     )
     assert torch.equal(as_ids.tensors["d2t"], tensors["d2t"])
     assert torch.equal(as_ids.tensors["t2d"], tensors["t2d"])
-
-
-def test_changes_of_order_are_their_own_inverse_or_a_permutation(tiny):
-    config, tensors = tiny_head(tiny)
-    again = swapped_inputs(config, tensors | swapped_inputs(config, tensors))
-    assert all(torch.equal(tensor, tensors[name]) for name, tensor in again.items())
-    twice = exchanged(
-        tensors | exchanged(tensors, "norm.weight", "fc.weight"), "norm.weight", "fc.weight"
-    )
-    assert all(torch.equal(tensor, tensors[name]) for name, tensor in twice.items())
-    name = "midlayer.self_attn.q_proj.weight"
-    rows = torch.arange(32.0)[:, None].expand(32, 64)
-    order = paired(config, tensors | {name: rows})[name][:, 0].tolist()
-    assert order[:8] == [0, 2, 4, 6, 1, 3, 5, 7]  # pairs (0 1) (2 3) ... become halves
-    assert order[8:16] == [8, 10, 12, 14, 9, 11, 13, 15]
-    config, tensors = tiny_head(tiny, fc_norm=True)
-    back = reordered(tensors | reordered(tensors, (1, 2, 0)), (2, 0, 1))
-    assert back.keys() == {"fc.weight", *(f"fc_norm.{stream}.weight" for stream in range(3))}
-    assert all(torch.equal(tensor, tensors[name]) for name, tensor in back.items())
-    _, tensors = tiny_head(tiny, norm_before_fc=True)
-    turned = reordered(tensors, (2, 1, 0))["input_norm.weight"]
-    assert torch.equal(turned, torch.cat(tensors["input_norm.weight"].chunk(3)[::-1]))
-
-
-def test_weights_of_two_shapes_are_not_exchanged(tmp_path):
-    for heads, expected in ((4, True), (2, False)):
-        folder = tiny_target(tmp_path / str(heads), num_key_value_heads=heads)
-        target, (config, tensors) = Target.load(folder), tiny_head(folder)
-        names = {reading.name for reading in misreadings(config, tensors, target.config)}
-        assert (
-            ("q_proj for k_proj" in names)
-            is (tensors[Q_PROJ].shape == tensors[K_PROJ].shape)
-            is expected
-        )
-        assert "k_proj for v_proj" in names
 
 
 def test_a_gain_is_paired_over_answers():

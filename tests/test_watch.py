@@ -22,8 +22,8 @@ from eyas.bench import watch
 from eyas.bench.server import counted_between, is_restarted, parse_metrics, rounds_of
 from eyas.bench.watch import CardTau, WatchWindow, choose, read_card, window_of
 from eyas.errors import CorruptError, EyasError, InputError, MismatchError, MissingInputError
+from eyas.export.engines import Launch
 from eyas.export.export import ExportConfig, export
-from eyas.export.launch import Launch
 from eyas.hub import locate, resolve_target
 from tests.bench_servers import web_server
 from tests.object_stores import free_port

@@ -15,7 +15,7 @@ from rich.table import Table
 
 from eyas.cli.options import TargetOption
 from eyas.errors import EyasError
-from eyas.export.check import card_tau, check, replay_head, verdict
+from eyas.export.check import check, replay_head, verdict
 from eyas.export.lint import CheckFinding, exit_code
 from eyas.export.replay import ANSWERS_AT_ONCE, LEFT_BEHIND, NUM_DRAFT_STEPS, ReadingScore
 from eyas.log import progress_bar
@@ -52,7 +52,7 @@ def command(
             said = {"exit_code": error.exit_code, "error": error.what, "hint": error.hint}
             print(json.dumps({"head": head, "target": target, **said}, ensure_ascii=False))
         raise
-    findings = verdict(findings, replayed, card_tau(head))
+    findings = verdict(findings, replayed)
     if as_json:
         print(json.dumps(report(head, target, findings, replayed, why_not), ensure_ascii=False))
     else:

@@ -1,7 +1,7 @@
 """`eyas serve`: target + head -> OpenAI-compatible server, ours or an installed SGLang or vLLM.
 
 Other engines get the settings of our server as flags, those of speculation from
-eyas.export.launch.Launch. A setting that has no flag here is refused, or it would be thought to
+eyas.export.engines.Launch. A setting that has no flag here is refused, or it would be thought to
 hold.
 """
 
@@ -22,7 +22,7 @@ import typer
 
 from eyas.cli.options import Overrides, RunFile, stage_config
 from eyas.errors import ConfigError, EyasError, InputError, MissingInputError
-from eyas.export.launch import Launch
+from eyas.export.engines import Launch
 from eyas.hub import is_hub_id, resolve_head, resolve_target
 from eyas.log import log_to_stderr
 from eyas.model.config import read_config

@@ -6,7 +6,6 @@ Names no folder of this machine, except the target's in the commands where it ha
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -17,16 +16,12 @@ import jinja2
 import yaml
 
 from eyas.artifact import Manifest
-from eyas.export.launch import EngineForm, Launch
+from eyas.export.engines import FORMS, EngineForm, Launch, engine_of
 from eyas.lineage import sources, stages
 from eyas.model.config import HeadConfig
 from eyas.model.dialects import FLAGS
 
 CARD = "README.md"
-# how cards call it, before its number
-TAU = re.compile(
-    r"(?:\btau\b|\u03c4|\baccept(?:ance|ed)?[ _-]length)[^\d\n]{0,40}?(\d+\.\d+)", re.I
-)
 # of the front matter of other cards
 LICENCE, TERMS = "license", ("license", "license_name", "license_link")
 FRONT = re.compile(r"\A---\s*\n(.*?)\n---\s*$", re.S | re.M)
@@ -34,7 +29,6 @@ DATA = re.compile(r"^## +Data\b[^\n]*\n(.*?)(?=^##? |\Z)", re.S | re.M | re.I)
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 HUB_SET = re.compile(r"hf://datasets/([\w.-]+/[\w.-]+)")
 TEMPLATE = Path(__file__).with_name("card.md")
-ENGINES: dict[EngineForm, str] = {"sglang": "SGLang", "vllm": "vLLM", "openvino": "OpenVINO"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,17 +57,6 @@ class CardOrigin:
     def licence(self) -> str | None:
         """The licence by its name; None where the card has none."""
         return self.terms.get(LICENCE)
-
-
-def stated_tau(card: str) -> float | None:
-    """The tau that a card states: the first metric of that type in its front matter, else the first
-    in its text; None where there is neither.
-    """
-    front = FRONT.match(card.replace("\r\n", "\n"))
-    stated = json.dumps(_fields(front[1]).get("model-index"), default=str) if front else ""
-    metric = re.search(r'"type": "tau",[^{}]*"value": (\d+\.\d+)', stated)
-    found = metric or TAU.search(card[front.end() :] if front else card)
-    return float(found[1]) if found else None
 
 
 def _fields(front: str) -> dict[str, Any]:
@@ -116,7 +99,7 @@ class HeadCard:
         return environment.from_string(TEMPLATE.read_text(encoding="utf-8")).render(
             card=self,
             launch=self.launch,
-            engines=ENGINES,
+            engines={form: engine_of(form).title for form in FORMS},
             front=_yaml(self.metadata()),
             measured=self.measured,
             manifest=self.manifest,
@@ -130,9 +113,7 @@ class HeadCard:
     @property
     def forms(self) -> list[EngineForm]:
         """The folders that there are."""
-        return [
-            form for form in ENGINES if any(name.startswith(f"{form}/") for name in self.hashes)
-        ]
+        return [form for form in FORMS if any(name.startswith(f"{form}/") for name in self.hashes)]
 
     def metadata(self) -> dict[str, Any]:
         """The front matter: fields that the hub knows, and no other."""

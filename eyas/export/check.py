@@ -15,9 +15,7 @@ from pathlib import Path
 
 from eyas.builtin import demo_prompts
 from eyas.errors import EmptyInputError, MismatchError, TemplateError
-from eyas.export.card import CARD, stated_tau
 from eyas.export.lint import (
-    FORMS,
     UNSAID,
     CheckFinding,
     changed_findings,
@@ -39,7 +37,6 @@ from eyas.export.readings import DECLARED, HeadReading
 from eyas.export.replay import (
     ERROR,
     LEAST_TAU,
-    NUM_DRAFT_STEPS,
     WARNING,
     ReadingScore,
     answered,
@@ -62,7 +59,6 @@ from eyas.model.dialects import LM_HEAD, ambiguities
 from eyas.model.target import Target, stored_dtype
 from eyas.model.vocab import TargetVocabulary
 
-LEAST_OF_CARD = 0.8  # of the card's tau: below it a replay does not confirm the card
 log = logging.getLogger(__name__)
 MEANINGS = "; "  # between the names of meanings that are taken together
 
@@ -99,7 +95,7 @@ def check(head: str | Path, target: str | Path) -> list[CheckFinding]:
         *form_findings(checkpoint),
     ]
     if not any(finding.level == "error" for finding in findings):
-        findings += engine_findings(config)
+        findings += engine_findings(checkpoint, config)
     return in_order(findings)
 
 
@@ -139,17 +135,6 @@ def replay_head(
     return replay(ways, loaded, answers, track), ""
 
 
-def card_tau(head: str | Path) -> float | None:
-    """The tau that the card of a head in a folder states; of one form of an export the card lies in
-    the folder above.
-    """
-    folder = Path(resolve_head(str(head)))
-    for place in (folder, folder.parent) if folder.name in FORMS else (folder,):
-        if (place / CARD).is_file():
-            return stated_tau((place / CARD).read_text(encoding="utf-8", errors="replace"))
-    return None
-
-
 def meanings(folder: str | Path, target: TargetShape) -> list[HeadReading]:
     """The head in a folder as its config declares it, or in each way in which that can be meant and
     run on this target.
@@ -180,14 +165,9 @@ def meanings(folder: str | Path, target: TargetShape) -> list[HeadReading]:
 def verdict(
     findings: Sequence[CheckFinding],
     replayed: Sequence[ReadingScore],
-    stated: float | None = None,
 ) -> list[CheckFinding]:
-    """The findings of the lint, settled by the replay, and those of the replay; errors first.
-    stated: the card's tau.
-    """
+    """The findings of the lint, settled by the replay, and those of the replay; errors first."""
     of_replay = list(reading_findings(replayed))
-    if not of_replay:
-        of_replay = list(promise_findings(replayed, stated))
     of_lint = [settled(finding, replayed) if finding.meanings else finding for finding in findings]
     if replayed and not of_replay:
         hint = "the replay is as good as it would be with its own: nothing to do"
@@ -215,22 +195,6 @@ def settled(finding: CheckFinding, replayed: Sequence[ReadingScore]) -> CheckFin
         f"{first!r} is meant: write {keys}" if gain.reaches(WARNING) else "which tells too little"
     )
     return replace(finding, hint=f"{finding.hint}. Replayed, tau is {taus}: {answer}")
-
-
-def promise_findings(
-    replayed: Sequence[ReadingScore], stated: float | None
-) -> Iterator[CheckFinding]:
-    """A replay that stays far behind what the card states. A note, as text and chains may differ;
-    but no other note may call such a head as good as it would be.
-    """
-    if stated is not None and replayed and replayed[0].tau < LEAST_OF_CARD * stated:
-        yield CheckFinding(
-            "note",
-            f"tau is {replayed[0].tau:.2f} in chains of {NUM_DRAFT_STEPS} on this text, the card "
-            f"states {stated:.2f}",
-            "give --text of the kind that the card measured: if tau stays as low, the head is not "
-            "read as it was trained, or not on its target",
-        )
 
 
 def reading_findings(replayed: Sequence[ReadingScore]) -> Iterator[CheckFinding]:

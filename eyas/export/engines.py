@@ -1,58 +1,223 @@
-"""What each engine that loads our exports cannot read of a head, as data.
+"""The engines that load our heads, as one table: the form that each reads, what of a head it cannot
+read, and the command that starts it.
 
-Found in their sources, proved by `benchmarks/engines.py` (docs/decisions/heads-in-engines.md). A
-head with such a flag loads all the same in some of them, and drafts badly: `eyas check` names it.
-Versions: SGLang 0.5.23, vLLM 0.32.0, llama.cpp of llama-cpp-python 0.3.36, optimum-intel 2.2 with
-OpenVINO GenAI 2026.4.
+`eyas export` writes the forms and commands of this table, `eyas check` names what an engine does
+not read. An engine more is one entry of ENGINES (and its writer in model/forms.py, if its form is
+new).
+
+Found in the engines' sources and proved by `benchmarks/engines.py` (docs/decisions/
+heads-in-engines.md). Versions: SGLang 0.5.23, vLLM 0.32.0, llama.cpp of llama-cpp-python 0.3.36,
+optimum-intel 2.2 with OpenVINO GenAI 2026.4. Commands: docs.sglang.io/docs/advanced_features/
+speculative_decoding and sglang/srt/arg_groups/speculative_hook.py; docs.vllm.ai, "EAGLE draft
+models", and vllm/config/speculative.py.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+import shlex
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal, get_args
 
+from torch import Tensor
+
+from eyas.errors import MismatchError
 from eyas.model.config import HeadConfig
-from eyas.model.dialects import Form
-from eyas.model.forms import OPENVINO_DROPS
+from eyas.model.dialects import EMBED_TOKENS, FLAGS, LM_HEAD, Form
 
+EngineForm = Literal["sglang", "vllm", "openvino"]
+FORMS: tuple[EngineForm, ...] = get_args(EngineForm)
+DTYPES = ("bfloat16", "float16", "float32")  # names that SGLang and vLLM know
+EAGLE3_MODE = '<eagle3_mode value="True" />'  # of the runtime info that OpenVINO's converter writes
 REFUSES = "refuses to load it"
 IGNORES = "ignores it, and loses acceptance without a word"
 
 
 @dataclass(frozen=True, slots=True)
-class EngineLoader:
-    """How an engine takes a head.
+class Launch:
+    """The target as the engine finds it, and the size of drafts (the root counted).
 
-    form: the exported folder that it reads. unread: flags of the head's config that it has no word
-    for, with what it does about them; where: the place in its source that says so.
+    dtype: the target's precision, one of DTYPES, which the engines compute the head in as well;
+    None leaves it to them. max_length: of a request in tokens; None is the target's own.
+    draft_window: the head's `sliding_window`, which SGLang takes from the command only. taps: the
+    layers whose outputs the head reads, which OpenVINO takes from the converted file only.
     """
 
+    target: str
+    num_draft_steps: int
+    tree_topk: int
+    num_verify_tokens: int
+    dtype: str | None = None
+    max_length: int | None = None
+    draft_window: int | None = None
+    taps: tuple[int, int, int] | None = None
+
+    @property
+    def title(self) -> str:
+        """The target's name for people: of a folder, its last part."""
+        return Path(self.target).name if Path(self.target).is_absolute() else self.target
+
+    @property
+    def served_nodes(self) -> int:
+        """Tokens that the target verifies: no more than the draft steps can give.
+
+        SGLang verifies the drafts of a chain and the root, whatever number it is given.
+        """
+        if self.tree_topk == 1:
+            return self.num_draft_steps + 1
+        candidates = self.tree_topk + (self.num_draft_steps - 1) * self.tree_topk**2
+        return min(self.num_verify_tokens, candidates + 1)
+
+    def arguments(self, form: EngineForm, head: str) -> list[str]:
+        """The words of the command. head: the folder that the engine loads the head from."""
+        command = engine_of(form).command
+        assert command is not None, "an engine with a form of its own has a command"
+        return command(self, head)
+
+    def command(self, form: EngineForm) -> str:
+        """The command for a shell, one option a line, run in the folder of the head's card."""
+        words = self.arguments(form, f"./{form}")
+        first = next(at for at, word in enumerate(words) if word.startswith("--"))
+        lines = [words[:first], *(words[at : at + 2] for at in range(first, len(words), 2))]
+        command = " \\\n    ".join(map(shlex.join, lines))
+        if form == "openvino" and self.taps is not None:
+            script = f"s#{EAGLE3_MODE}#&{layers_info(self.taps)}#"
+            command += "\n" + shlex.join(["sed", "-i", script, f"{words[-1]}/openvino_model.xml"])
+        return command
+
+
+def layers_info(taps: tuple[int, int, int]) -> str:
+    """What follows EAGLE3_MODE in a converted head: numbers between spaces, commas are not read.
+
+    OpenVINO's converter writes no tapped layers, and GenAI then takes the outputs of layers 2,
+    L / 2 and L - 3, each one later than EAGLE-3's (openvino.genai's
+    src/cpp/src/speculative_decoding/eagle3_model_transforms.cpp).
+    """
+    return f'<hidden_layers_list value="{" ".join(map(str, taps))}" />'
+
+
+def sglang_command(launch: Launch, head: str) -> list[str]:
+    options = {
+        "--model-path": launch.target,
+        "--dtype": launch.dtype,
+        "--context-length": launch.max_length,
+        "--speculative-algorithm": "EAGLE3",
+        "--speculative-draft-model-path": head,
+        "--speculative-num-steps": launch.num_draft_steps,
+        "--speculative-eagle-topk": launch.tree_topk,
+        "--speculative-num-draft-tokens": launch.served_nodes,
+        "--speculative-draft-window-size": launch.draft_window,
+    }
+    return ["python", "-m", "sglang.launch_server", *_words(options)]
+
+
+def vllm_command(launch: Launch, head: str) -> list[str]:
+    """vLLM drafts chains only."""
+    speculation = {
+        "method": "eagle3",
+        "model": head,
+        "num_speculative_tokens": launch.num_draft_steps,
+    }
+    options = {
+        "--dtype": launch.dtype,
+        "--max-model-len": launch.max_length,
+        "--speculative-config": json.dumps(speculation),
+    }
+    return ["vllm", "serve", launch.target, *_words(options)]
+
+
+def openvino_command(_: Launch, head: str) -> list[str]:
+    """Converts the head for openvino_genai.draft_model, as OpenVINO has no server; the target is
+    converted in the same way. The folder that is written comes last.
+    """
+    task = ["--task", "text-generation-with-past", "--trust-remote-code"]
+    program = ["optimum-cli", "export", "openvino"]
+    return [*program, "--model", head, *task, f"{head.rstrip('/')}-ir"]
+
+
+def _words(options: Mapping[str, object]) -> list[str]:
+    given = ((name, str(value)) for name, value in options.items() if value is not None)
+    return [word for option in given for word in option]
+
+
+@dataclass(frozen=True, slots=True)
+class Engine:
+    """How an engine takes a head.
+
+    form: the exported folder that it reads. command: what starts it; None for an engine that reads
+    another's form. unread: flags of the head's config that it does not know, with what it does
+    about them; where: the place in its source that says so. any_taps: whether it has one reading of
+    every list of layers. own_embeddings: whether it uses the head's. needs_lm_head: whether the
+    file must hold one. target_embeddings: whether its form holds the target's as well.
+    """
+
+    title: str
     form: Form
     where: str
+    command: Callable[[Launch, str], list[str]] | None = None
     unread: Mapping[str, str] = field(default_factory=dict)
+    any_taps: bool = True
+    own_embeddings: bool = True
+    needs_lm_head: bool = True
+    target_embeddings: bool = True
 
     def unread_flags(self, config: HeadConfig) -> list[str]:
         """The flags that this head sets and this engine does not read."""
         return [flag for flag in self.unread if getattr(config, flag)]
 
+    def faults(self, config: HeadConfig, tensors: Mapping[str, Tensor]) -> list[MismatchError]:
+        """What of a sound head this engine cannot read: its form is not written then."""
+        found = [
+            f"{flag} is set: {self.title} {self.unread[flag]}" for flag in self.unread_flags(config)
+        ]
+        if not self.any_taps and config.taps[0] != 1:
+            found.append(  # the default taps of every target begin with 1
+                f"taps {config.taps} cannot be written for {self.title}: it has two readings of a "
+                "list that does not begin with 1"
+            )
+        if not self.own_embeddings and EMBED_TOKENS in tensors and not config.owns_embeddings:
+            found.append(
+                f"the head has embeddings of its own: {self.title} uses the target's in their place"
+            )
+        if self.needs_lm_head and LM_HEAD not in tensors:
+            found.append(f"the head uses its target's lm_head: {self.title} needs one in the file")
+        hint = f"leave {self.form} out of forms, or train a head without it"
+        return [MismatchError(what, hint) for what in found]
 
-LOADERS = {
-    "SGLang": EngineLoader(
+
+ENGINES = (
+    Engine(
+        "SGLang",
         "sglang",
         "sglang/srt/models/llama_eagle3.py:97-100 (the residual is taken before the norm)",
-        {"norm_before_residual": IGNORES},
+        sglang_command,
+        unread={"norm_before_residual": IGNORES},
+        any_taps=False,
+        own_embeddings=False,
+        needs_lm_head=False,
+        target_embeddings=False,
     ),
-    "vLLM": EngineLoader("vllm", "vllm/model_executor/models/llama_eagle3.py"),
-    "llama.cpp": EngineLoader(
+    Engine("vLLM", "vllm", "vllm/model_executor/models/llama_eagle3.py", vllm_command),
+    Engine(
+        "llama.cpp",
         "vllm",
         "conversion/llama.py:232-252 (no name for fc_norm.*), src/models/eagle3.cpp:286-288 "
         "(the layer's output is fed back before the norm)",
-        {"fc_norm": REFUSES, "norm_output": IGNORES},
+        unread={"fc_norm": REFUSES, "norm_output": IGNORES},
     ),
-    "OpenVINO": EngineLoader(
+    Engine(
+        "OpenVINO",
         "openvino",
         "optimum/exporters/openvino/model_patcher.py:8447-8472, 8510-8520, 8586-8587, 8601 (one "
         "norm, the last; other weights are left out)",
-        dict.fromkeys(OPENVINO_DROPS, IGNORES),
+        openvino_command,
+        unread=dict.fromkeys(FLAGS, IGNORES),
     ),
-}
+)
+
+
+def engine_of(form: Form) -> Engine:
+    """The engine whose own form this is."""
+    return next(engine for engine in ENGINES if engine.form == form and engine.command)

@@ -27,9 +27,7 @@ from eyas.engine.tree import Speculation
 from eyas.errors import ConfigError, CorruptError, MismatchError
 from eyas.export.card import CARD, CardOrigin, HeadCard
 from eyas.export.check import check
-from eyas.export.launch import DTYPES, EngineForm, Launch
-from eyas.export.lint import FORMS
-from eyas.export.readings import DECLARED, HeadReading, assembled
+from eyas.export.engines import DTYPES, FORMS, EngineForm, Launch, engine_of
 from eyas.gguf.configuration import SOURCE as GGUF
 from eyas.hub import fetch, is_hub_id, resolve_head, resolve_target
 from eyas.lineage import SOURCE, head_manifest
@@ -37,8 +35,8 @@ from eyas.log import Track, quiet
 from eyas.model.checkpoint import read_head, refuse
 from eyas.model.config import FAMILIES, HeadConfig, RopeConfig, read_config
 from eyas.model.dialects import EMBED_TOKENS, HEAD_JSON, LM_HEAD
-from eyas.model.forms import EMBEDDINGS_BESIDE, Verifier, form_faults, write_head
-from eyas.model.head import Head, load_head
+from eyas.model.forms import Verifier, write_head
+from eyas.model.head import Head, head_of, load_head
 from eyas.model.vocab import TargetVocabulary
 from eyas.model.weights import fingerprint
 
@@ -107,7 +105,8 @@ def export(
     vocabulary = TargetVocabulary.load(folder)
     shape, tensors = served_head(source, vocabulary)
     refuse(
-        head.url, [fault for form in config.forms for fault in form_faults(shape, tensors, form)]
+        head.url,
+        [fault for form in config.forms for fault in engine_of(form).faults(shape, tensors)],
     )
     output.begin(work)  # not before: a head that is refused takes no folder
     launch = launch_of(config, target, folder, vocabulary, shape)
@@ -224,7 +223,7 @@ def verifier_of(
     ]
     embed_tokens = (
         vocabulary.embed_tokens.to(tensors["fc.weight"].dtype)
-        if form in EMBEDDINGS_BESIDE
+        if engine_of(form).target_embeddings
         else None
     )
     return Verifier(launch.target, tuple(architectures), embed_tokens, launch.num_draft_steps)
@@ -246,7 +245,7 @@ def prove_equal(
             f"{written} does not read back as the head", "check the disk or store, and export again"
         )
     embed_tokens, lm_head = vocabulary.embed_tokens.float(), {LM_HEAD: vocabulary.lm_head}
-    ours = assembled(HeadReading(DECLARED, config, lm_head | dict(tensors)))
+    ours = head_of(config, lm_head | dict(tensors))
     theirs = load_head(written, vocabulary.config, vocabulary.lm_head)
     if not torch.equal(made_up_logits(ours, embed_tokens), made_up_logits(theirs, embed_tokens)):
         raise CorruptError(

@@ -1,20 +1,13 @@
 """Lint of a head's files, settings and weights: what would serve badly although it loads.
 
-Knows what the engines do with what they find. Every function yields findings of one kind; `check`
-calls them in order. The limits on weights are far from what trained heads show: of 41, some of them
-after few steps, the least ratio of a matrix to random numbers was 1.20 (the least median 1.48), the
-least scale to the median 0.40, the least median spread of norms 0.09. A head that Muon trained has
-a matrix at 0.98, since its updates raise all singular values alike: the norms of that one's columns
-spread 4.7 times as far as those of random numbers.
+Every function yields findings of one kind; `check` calls them in order.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from statistics import median
 from typing import Any, Literal
 
 import torch
@@ -23,7 +16,7 @@ from torch import Tensor
 
 from eyas.artifact import MANIFEST, Manifest, file_identity
 from eyas.errors import EyasError, MismatchError, MissingInputError
-from eyas.export.engines import LOADERS
+from eyas.export.engines import ENGINES, FORMS
 from eyas.lineage import HEAD_FILES
 from eyas.model.checkpoint import ANEW
 from eyas.model.config import HeadConfig, TargetShape, rope_faults, same_rotation, spelled
@@ -34,7 +27,6 @@ from eyas.model.dialects import (
     FED_BACK,
     HEAD_JSON,
     INV_FREQ,
-    LAYER,
     LM_HEAD,
     SGLANG_ARCHITECTURE,
     Checkpoint,
@@ -56,22 +48,9 @@ from eyas.model.weights import (
 Level = Literal["error", "warning", "note"]
 LEVELS: tuple[Level, ...] = ("error", "warning", "note")
 STAGES = ("train", "export")  # whose output is a head
-FORMS = ("sglang", "vllm", "openvino")
 UNSAID = "the head does not say which lm_head it was trained against"
 # what older speculators wrote of the target
 VERIFIER_SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "vocab_size")
-
-# between the least and the greatest weight of a norm that was trained: some steps of bfloat16 at 1
-MOVED = 2**-5
-LEAST_SHARE = 1 / 100  # of a matrix's root mean square to the median's
-# trainers may start these at zero
-FROM_ZERO = {f"{LAYER}{name}.weight": 1 / 10_000 for name in ("self_attn.o_proj", "mlp.down_proj")}
-# at most of random numbers, at least of what was trained: see `above_random`
-RANDOM, STRUCTURED = 1.08, 1.3
-EVEN = 1.5  # how far norms may spread, by random numbers': see `spread_above_random`
-LEAST_SIZE = 128  # of a matrix whose largest singular value says anything
-ITERATIONS = 24
-AGAIN = "restore the checkpoint from its source, or convert or train it again"
 
 
 @dataclass(frozen=True, slots=True)
@@ -301,16 +280,19 @@ def verifier_findings(
             )
 
 
-def engine_findings(config: HeadConfig) -> Iterator[CheckFinding]:
-    """What of this head engines have no word for, though others serve it as it is."""
-    for name, loader in LOADERS.items():
-        flags = loader.unread_flags(config)
+def engine_findings(checkpoint: Checkpoint, config: HeadConfig) -> Iterator[CheckFinding]:
+    """What of this head engines do not read: a warning for the engine whose form it is in, a note
+    for others.
+    """
+    for engine in ENGINES:
+        flags = engine.unread_flags(config)
         if flags:
-            effects = dict.fromkeys(loader.unread[flag] for flag in flags)
+            effects = dict.fromkeys(engine.unread[flag] for flag in flags)
+            is_own = engine.command is not None and engine.form == checkpoint.form
             yield CheckFinding(
-                "note",
-                f"{name} does not read {', '.join(flags)}: it {'; '.join(effects)}",
-                f"serve it with another engine, or train a head without ({loader.where})",
+                "warning" if is_own else "note",
+                f"{engine.title} does not read {', '.join(flags)}: it {'; '.join(effects)}",
+                f"serve it with another engine, or train a head without ({engine.where})",
             )
 
 
@@ -322,12 +304,6 @@ def form_findings(checkpoint: Checkpoint) -> Iterator[CheckFinding]:
             f"architectures is {named}: SGLang loads an EAGLE-3 head by the name "
             f"{SGLANG_ARCHITECTURE} only",
             "change it in config.json, or export the head again",
-        )
-    if checkpoint.form == "sglang" and checkpoint.stated("norm_before_residual") == {True}:
-        yield warning(
-            "norm_before_residual is set: SGLang does not read it, and takes the residual "
-            "before the norm",
-            "serve it with vLLM, which does: SGLang would lose most of its acceptance",
         )
     for decision in decisions(checkpoint):
         yield warning(decision, f'write "{FED_BACK}" into config.json to say so')
@@ -355,15 +331,11 @@ def value_findings(checkpoint: Checkpoint) -> Iterator[CheckFinding]:
     }
     if checkpoint.embed_tokens is not None:
         weights[EMBED_TOKENS] = checkpoint.embed_tokens
-    finite: dict[str, Tensor] = {}
     for name, tensor in weights.items():
         if not tensor.any():
             yield error(f"{name} is all zeros", ANEW)
         elif bad := nonfinite({name: tensor}):
             yield error(bad[0], ANEW)
-        else:
-            finite[name] = tensor
-    yield from damage_findings(finite)
     dtypes = sorted({str(tensor.dtype).removeprefix("torch.") for tensor in weights.values()})
     if len(dtypes) > 1:
         yield warning(
@@ -379,75 +351,3 @@ def value_findings(checkpoint: Checkpoint) -> Iterator[CheckFinding]:
             f"the config says {dtype}, the tensors are {', '.join(dtypes)}",
             "engines convert: correct the config",
         )
-
-
-def damage_findings(weights: Mapping[str, Tensor]) -> Iterator[CheckFinding]:
-    """Norms that were never loaded, matrices out of scale, matrices of random numbers. weights:
-    finite, by EAGLE's names.
-    """
-    yield from norm_findings(weights)
-    scales, above = {}, {}
-    for name in weights:
-        # not the output matrix or embeddings, which may be another's at another scale
-        if weights[name].ndim == 2 and (name.startswith(LAYER) or name == "fc.weight"):
-            matrix = weights[name].float()
-            scales[name] = float(matrix.square().mean().sqrt())
-            if scales[name] and min(matrix.shape) >= LEAST_SIZE:
-                above[name] = above_random(matrix)
-    usual = median(scales.values()) if scales else 0.0
-    for name, scale in scales.items():
-        if 0 < scale < FROM_ZERO.get(name, LEAST_SHARE) * usual:
-            yield warning(
-                f"{name} is next to nothing: its root mean square is {scale:.2g}, that of the "
-                f"matrices {usual:.2g}",
-                AGAIN,
-            )
-    for name, ratio in above.items():
-        stands_out = ratio >= RANDOM or spread_above_random(weights[name].float()) >= EVEN
-        if not stands_out and median(above.values()) >= STRUCTURED:
-            yield warning(
-                f"{name} looks like random numbers: nothing in it stands out as in the other "
-                "matrices",
-                AGAIN,
-            )
-
-
-def norm_findings(weights: Mapping[str, Tensor]) -> Iterator[CheckFinding]:
-    """Norms whose weights are all the same, as they begin, where others have moved."""
-    norms = {name: one for name, one in weights.items() if one.ndim == 1 and "norm" in name}
-    moved = {name: float(norm.max() - norm.min()) for name, norm in norms.items()}
-    others = [spread for spread in moved.values() if spread]
-    if not others or median(others) < MOVED:
-        return
-    for name, spread in moved.items():
-        if not spread:
-            yield warning(
-                f"the weights of {name} are all {float(norms[name][0]):g}, as before training; "
-                "those of other norms are not",
-                AGAIN,
-            )
-
-
-def above_random(matrix: Tensor) -> float:
-    """The largest singular value over that of as large a matrix of independent numbers of its
-    spread, s (sqrt m + sqrt n).
-
-    Geman 1980, "A limit theorem for the norm of random matrices". By power iteration from a fixed
-    start.
-    """
-    m, n = matrix.shape
-    vector = torch.randn(n, generator=torch.Generator().manual_seed(0))
-    for _ in range(ITERATIONS):
-        vector = matrix.T @ (matrix @ vector)
-        vector /= vector.norm()
-    largest, spread = float((matrix @ vector).norm()), max(float(matrix.std()), 1e-30)
-    return largest / (spread * float(m**0.5 + n**0.5))
-
-
-def spread_above_random(matrix: Tensor) -> float:
-    """How far the norms of columns or rows spread, the farther of the two, over those of as large a
-    matrix of independent normal numbers: a norm of m of them has a deviation of its mean over
-    sqrt(2 m).
-    """
-    norms = [(matrix.norm(dim=over), matrix.shape[over]) for over in (0, 1)]
-    return max(float(norm.std() / norm.mean()) * math.sqrt(2 * length) for norm, length in norms)

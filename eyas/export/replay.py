@@ -33,11 +33,12 @@ from eyas.chat.tokenizer import TargetTokenizer
 from eyas.engine.engine import Engine, EngineConfig
 from eyas.engine.request import Request, SamplingParams
 from eyas.errors import CorruptError, EmptyInputError, MissingInputError, TemplateError
-from eyas.export.readings import HeadReading, assembled, misreadings, other_taps
+from eyas.export.readings import HeadReading, misreadings, other_taps
 from eyas.log import Track, quiet
 from eyas.model.batch import Batch
 from eyas.model.chain import measure
 from eyas.model.config import Taps
+from eyas.model.head import head_of
 from eyas.model.target import Target
 from eyas.model.vocab import TargetVocabulary
 from eyas.shards import Sample
@@ -344,7 +345,7 @@ def acceptance(
     declared: ReadingScore | None = None,
 ) -> ReadingScore:
     """What a reading accepts on the answers; it stops early where it is far behind the declared."""
-    head, tally = assembled(reading), RoundCounts(NUM_DRAFT_STEPS)
+    head, tally = head_of(reading.config, reading.tensors), RoundCounts(NUM_DRAFT_STEPS)
     accepted: list[int] = []
     places: list[int] = []
     for batch in batches:

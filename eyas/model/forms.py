@@ -1,8 +1,7 @@
 """Draft heads on disk, written in four forms: our own, SGLang's, vLLM's (see `checkpoint`), and
 OpenVINO's, which is SGLang's with the target's embeddings beside the head.
 
-Knows the config keys and tensor names that each engine reads, and what it has no word for. Equal
-heads give equal bytes.
+Equal heads give equal bytes.
 
 Letters: H hidden size of the head, Ht of the target, V target vocabulary, W draft vocabulary.
 """
@@ -16,7 +15,6 @@ from typing import Any
 
 from torch import Tensor
 
-from eyas.errors import MismatchError
 from eyas.model.checkpoint import refuse, tensor_faults
 from eyas.model.config import DecoderConfig, HeadConfig
 from eyas.model.dialects import (
@@ -40,10 +38,6 @@ from eyas.model.dialects import (
     Form,
 )
 from eyas.model.weights import tensor_sha256, weight_files
-
-EMBEDDINGS_BESIDE = ("vllm", "openvino")  # forms that hold the target's embeddings as well
-# optimum-intel 2.2 builds a head without them, and leaves their weights out with a warning
-OPENVINO_DROPS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,11 +63,10 @@ def write_head(
     names, maps included.
 
     Weights keep their dtype. `verifier` is for the engines' forms; max_shard_bytes as in
-    `weight_files`. Raises MismatchError for a head that does not fit its config, and for what the
-    form cannot say.
+    `weight_files`. Raises MismatchError for a head that does not fit its config; what an engine
+    cannot read of a sound head says export/engines.py.
     """
     refuse("the head", tensor_faults(config, tensors))
-    refuse("the head", form_faults(config, tensors, form))
     verifier = verifier or Verifier()
     written = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     if form == "eyas":
@@ -112,42 +105,6 @@ def write_head(
     return _settings_file(CONFIG_JSON, settings) | weight_files(written, max_shard_bytes)
 
 
-def form_faults(
-    config: HeadConfig, tensors: Mapping[str, Tensor], form: Form
-) -> list[MismatchError]:
-    """What of a sound head a form, or the engine that it is for, has no word for."""
-    faults = []
-    if form == "sglang" and config.norm_before_residual:
-        what = (
-            "norm_before_residual is set: SGLang does not read it, and would take the residual "
-            "before the norm"
-        )
-        faults.append(MismatchError(what, "export for vLLM only, or train a head without it"))
-    if form == "sglang" and config.taps[0] != 1:  # the default taps of every target begin with 1
-        what = (
-            f"taps {config.taps} cannot be written for SGLang: it has two readings of a list "
-            "that does not begin with 1"
-        )
-        faults.append(MismatchError(what, "train on the default taps, or export for vLLM only"))
-    if form == "sglang" and EMBED_TOKENS in tensors and not config.owns_embeddings:
-        what = "the head has embeddings of its own: SGLang uses the target's in their place"
-        faults.append(MismatchError(what, "export for vLLM only"))
-    if form in ("vllm", "openvino") and LM_HEAD not in tensors:
-        reader = "speculators' form" if form == "vllm" else "OpenVINO's converter"
-        what = f"the head uses its target's lm_head: {reader} needs one in the file"
-        faults.append(MismatchError(what, "export for SGLang only"))
-    if form == "openvino":
-        faults += [
-            MismatchError(
-                f"{flag} is set: OpenVINO's converter drops it, and the head loses acceptance",
-                "export for vLLM or SGLang, or train a head without it",
-            )
-            for flag in OPENVINO_DROPS
-            if getattr(config, flag)
-        ]
-    return faults
-
-
 def _layer_keys(config: HeadConfig) -> dict[str, Any]:
     """The decoder layer's shape under Hugging Face's keys."""
     shape = config.model_dump(include=set(DecoderConfig.model_fields) - {"rope"})
@@ -163,7 +120,7 @@ def _layer_keys(config: HeadConfig) -> dict[str, Any]:
 
 def _sglang_settings(config: HeadConfig, dtype: str) -> dict[str, Any]:
     """Layers are listed as outputs, as SpecForge does: read alike by every SGLang as long as the
-    first is 1 (form_faults).
+    first is 1 (export/engines.py).
 
     No norm_output unless it is on: left out, it means the same to SGLang (not fed back) and to
     SpecForge.

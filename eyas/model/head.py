@@ -26,6 +26,7 @@ and values.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -256,7 +257,6 @@ def load_head(
     CorruptError, MismatchError.
     """
     config, tensors = read_head(folder, target)
-    embed_tokens = tensors.pop(EMBED_TOKENS, None)
     if LM_HEAD not in tensors:
         if target_lm_head is None:
             raise MismatchError(
@@ -264,10 +264,16 @@ def load_head(
                 "serve it, or put the target's lm_head.weight into the file",
             )
         tensors[LM_HEAD] = target_lm_head
-    head = Head(config)
+    return head_of(config, tensors)
+
+
+def head_of(config: HeadConfig, tensors: Mapping[str, Tensor]) -> Head:
+    """A head of these weights, float32. tensors: by EAGLE's names, lm_head among them."""
+    head, weights = Head(config), dict(tensors)
+    embed_tokens = weights.pop(EMBED_TOKENS, None)
     if head.embed_tokens is not None and embed_tokens is not None:
-        tensors["embed_tokens"] = embed_tokens
-    head.load_state_dict(tensors)
+        weights["embed_tokens"] = embed_tokens
+    head.load_state_dict(weights)
     if head.embed_tokens is None and embed_tokens is not None:
         head.embed_tokens = embed_tokens.float()
     return head
