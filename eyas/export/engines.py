@@ -99,6 +99,7 @@ def layers_info(taps: tuple[int, int, int]) -> str:
 
 
 def sglang_command(launch: Launch, head: str) -> list[str]:
+    """SGLang takes a head's attention window from the command alone."""
     options = {
         "--model-path": launch.target,
         "--dtype": launch.dtype,
