@@ -34,7 +34,7 @@ from eyas.data.filters import PersonalData
 from eyas.data.ledger import Drop, SourceRow
 from eyas.data.recall import wilson
 from eyas.privacy import lexicon
-from eyas.privacy.policy import TYPES, PrivacyConfig
+from eyas.privacy.pii import TYPES, PrivacyConfig
 
 DATA = Path(__file__).resolve().parents[2] / "shared" / "data"
 PROMPTS = DATA / "gsm8k_train.jsonl.gz"

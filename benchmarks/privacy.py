@@ -33,7 +33,8 @@ from eyas.data.filters import PersonalData
 from eyas.data.ledger import Drop, SourceRow
 from eyas.data.recall import wilson
 from eyas.privacy.detector import Detector
-from eyas.privacy.policy import EVERY_TYPE, TYPES, Finding, PrivacyConfig
+from eyas.privacy.findings import Finding
+from eyas.privacy.pii import EVERY_TYPE, TYPES, PrivacyConfig
 
 DATA = Path(__file__).resolve().parents[2] / "shared" / "data"
 LABELLED = DATA / "pii" / "presidio_synth_v2.json.gz"

@@ -37,7 +37,8 @@ from eyas.data.fit import GramBlock, Profile
 from eyas.data.ledger import LENGTHS, DamagedRow, Drop, Ledger, SourceRow, dropped_line
 from eyas.data.pictures import ClassCounts, Segment
 from eyas.data.recall import Recall, measured, recall_of
-from eyas.privacy.policy import TYPES, Finding
+from eyas.privacy.findings import Finding
+from eyas.privacy.pii import TYPES
 from eyas.records import Prompt
 from tests.browser import CHROMIUM, needs_chromium
 from tests.page_tags import Tags

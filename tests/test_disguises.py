@@ -8,8 +8,9 @@ from hypothesis import strategies as st
 
 from eyas.fold import fold
 from eyas.privacy.detector import Detector
+from eyas.privacy.findings import mask
 from eyas.privacy.key import canonical
-from eyas.privacy.policy import TYPES, PrivacyConfig, mask
+from eyas.privacy.pii import TYPES, PrivacyConfig
 from eyas.privacy.surrogates import clean
 
 KEY = b"k" * 32

@@ -20,7 +20,7 @@ from eyas.errors import EmptyInputError, InputError, MissingInputError, Template
 from eyas.features import generate as stage
 from eyas.features.generate import GenerateConfig, generate, open_backend
 from eyas.privacy.detector import LeakDetector
-from eyas.privacy.policy import PrivacyConfig
+from eyas.privacy.pii import PrivacyConfig
 from eyas.records import Answer, Prompt, read_answers, read_origins
 from tests.stages import prompts_of, talking_target, write_prompts
 from tests.tiny import TEMPLATE, tiny_target, tiny_tokenizer

@@ -23,7 +23,7 @@ from eyas.data.ledger import (
     excerpt,
     show_dropped,
 )
-from eyas.privacy.policy import Finding, NameSearch
+from eyas.privacy.findings import Finding, NameSearch
 
 SECRET = re.compile(r"SECRET-\d+")
 REASONS = [

@@ -10,9 +10,10 @@ from hypothesis import strategies as st
 
 from eyas.data.filters import PersonalData
 from eyas.data.ledger import Drop, SourceRow
+from eyas.privacy.findings import Finding
 from eyas.privacy.lexicon import FEMALE, MALE
 from eyas.privacy.mentions import Mentions, Names
-from eyas.privacy.policy import Finding, PrivacyConfig
+from eyas.privacy.pii import PrivacyConfig
 from eyas.privacy.surrogates import FAMILY, FEMALE_GIVEN, GIVEN, MALE_GIVEN, Surrogates, clean
 
 KEY = b"k" * 32

@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 
 from eyas.language import CODE_ONLY, UNKNOWN
 from eyas.privacy.detector import Detector
+from eyas.privacy.findings import mask
 from eyas.privacy.passages import _words, code_spans, passages
-from eyas.privacy.policy import PrivacyConfig, mask
+from eyas.privacy.pii import PrivacyConfig
 
 ENGLISH = [
     "My name is Susan Miller.",

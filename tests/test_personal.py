@@ -8,8 +8,9 @@ import pickle
 from eyas.data.filters import PersonalData, find_all_types
 from eyas.data.ledger import Drop, SourceRow
 from eyas.data.sources import SourceConfig
+from eyas.privacy.findings import Finding
 from eyas.privacy.key import value_hash
-from eyas.privacy.policy import TYPES, Finding, PrivacyConfig
+from eyas.privacy.pii import TYPES, PrivacyConfig
 
 KEY = b"k" * 32
 NO_NAMES = {"person": "keep", "street_address": "keep", "location": "keep"}

@@ -20,19 +20,11 @@ from hypothesis import strategies as st
 
 from eyas.errors import ConfigError
 from eyas.privacy.detector import LIBRARIES, OVERLAP, WINDOW, Detector, versions
+from eyas.privacy.findings import Finding, join_overlaps, mask, replace
 from eyas.privacy.identifiers import IDENTIFIERS, is_national_id, national_ids
 from eyas.privacy.key import canonical, key_id, key_path, keyed, privacy_key, value_hash
 from eyas.privacy.patterns import is_base58check, is_bech32, luhn
-from eyas.privacy.policy import (
-    EVERY_TYPE,
-    RANK,
-    TYPES,
-    Finding,
-    PrivacyConfig,
-    join_overlaps,
-    mask,
-    replace,
-)
+from eyas.privacy.pii import EVERY_TYPE, RANK, TYPES, PrivacyConfig
 
 SHARED = Path(__file__).resolve().parents[2] / "shared" / "data"
 KEY = b"k" * 32
@@ -204,7 +196,7 @@ def test_nothing_is_fetched_and_nothing_is_cached(tmp_path):
         "before = set(sys.modules)\n"
         "import eyas.privacy.cloud, eyas.privacy.entities, eyas.privacy.secrets\n"
         "import eyas.privacy.surrogates\n"
-        "from eyas.privacy.policy import PrivacyConfig\n"
+        "from eyas.privacy.pii import PrivacyConfig\n"
         "assert not {'presidio_analyzer', 'spacy', 'torch'} & set(sys.modules) - {*before}\n"
         "from eyas.privacy.detector import Detector\n"
         "found = Detector(PrivacyConfig()).find('ana@example.com, AKIAIOSFODNN7EXAMPLE')\n"

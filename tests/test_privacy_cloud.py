@@ -11,14 +11,15 @@ import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
+from eyas.privacy.cloud import INFO_TYPES, MOST_BYTES, OVERLAP, CloudDlp, batches, cut
 
 from eyas.data.filters import PersonalData
 from eyas.data.ledger import Drop, SourceRow
 from eyas.errors import ConfigError, EyasError
 from eyas.privacy import cloud
-from eyas.privacy.cloud import INFO_TYPES, MOST_BYTES, OVERLAP, CloudDlp, batches, cut
 from eyas.privacy.detector import Detector
-from eyas.privacy.policy import TYPES, Finding, PrivacyConfig, mask
+from eyas.privacy.findings import Finding, mask
+from eyas.privacy.pii import TYPES, PrivacyConfig
 
 # An answer as the service gives it to {"table": {"headers": [{"name": "text"}], "rows": [two
 # rows]}}; values are not requested.

@@ -13,8 +13,9 @@ from transformers import BertConfig, BertForTokenClassification, PreTrainedToken
 
 from eyas.errors import ConfigError
 from eyas.privacy.detector import GLINER_LABELS, NER_LABELS, Detector
+from eyas.privacy.findings import mask
 from eyas.privacy.passages import passages
-from eyas.privacy.policy import TYPES, PrivacyConfig, mask
+from eyas.privacy.pii import TYPES, PrivacyConfig
 
 WORDS = ["[PAD]", "[UNK]", "zorblax", "quuxville", "lives", "in", ".", "the"]
 

@@ -12,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from eyas.privacy.detector import Detector
-from eyas.privacy.policy import PrivacyConfig, mask
+from eyas.privacy.findings import mask
+from eyas.privacy.pii import PrivacyConfig
 from eyas.privacy.secrets import PLUGINS, api_keys, passwords, plugin_patterns, private_keys
 
 MIXED = (string.ascii_letters + string.digits) * 40

@@ -30,7 +30,7 @@ from eyas.data.sources import (
     source_files,
 )
 from eyas.errors import CorruptError, EmptyInputError, InputError, MissingInputError
-from eyas.privacy.policy import PrivacyConfig
+from eyas.privacy.pii import PrivacyConfig
 
 SAID_BY_ASSISTANT = "SAID-BY-ASSISTANT"
 TURNS = ("Where is the dog?", "And the cat?")

@@ -19,7 +19,7 @@ from eyas.privacy.patterns import (
     luhn,
     parse_phone,
 )
-from eyas.privacy.policy import TYPES, PrivacyConfig
+from eyas.privacy.pii import TYPES, PrivacyConfig
 from eyas.privacy.surrogates import (
     CITIES,
     COUNTRIES,

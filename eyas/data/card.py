@@ -31,7 +31,7 @@ from eyas.data.pictures import (
 from eyas.data.recall import measured, recall_of
 from eyas.data.record import HEADINGS
 from eyas.page import fill
-from eyas.privacy.policy import TYPES
+from eyas.privacy.pii import TYPES
 
 TEMPLATE = Path(__file__).with_name("card.html")
 MOST_SOURCES = 10  # in the flow; the others are shown as one

@@ -30,9 +30,10 @@ from eyas.data.sources import SourceConfig
 from eyas.errors import ConfigError, EyasError
 from eyas.language import UNKNOWN, codes, language
 from eyas.privacy.detector import Detector
+from eyas.privacy.findings import Finding
 from eyas.privacy.mentions import Mentions
 from eyas.privacy.passages import Passage, passages
-from eyas.privacy.policy import EVERY_TYPE, Finding, PrivacyConfig
+from eyas.privacy.pii import EVERY_TYPE, PrivacyConfig
 from eyas.privacy.surrogates import clean
 
 LateDrops = tuple[tuple[SourceRow, Drop], ...]  # rows that passed the filters and are dropped later

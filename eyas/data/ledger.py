@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 from eyas.language import UNKNOWN
-from eyas.privacy.policy import Finding, NameSearch
+from eyas.privacy.findings import Finding, NameSearch
 
 LENGTHS = (0, 25, 50, 100, 200, 400, 800, 1600, 3200, 6400)  # characters where a class begins
 MOST_NAMED = 5  # languages

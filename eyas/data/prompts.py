@@ -52,7 +52,7 @@ from eyas.errors import ConfigError, CorruptError, EmptyInputError, InputError
 from eyas.log import Track, console, quiet
 from eyas.privacy import detector
 from eyas.privacy.key import key_id, key_place, privacy_key
-from eyas.privacy.policy import PrivacyConfig
+from eyas.privacy.pii import PrivacyConfig
 from eyas.records import Prompt
 
 ROWS_PER_PART = 10_000  # of prompts, and of dropped rows

@@ -21,8 +21,8 @@ from eyas.artifact import Artifact
 from eyas.data.ledger import SourceRow, printable
 from eyas.data.sources import SourceConfig, describe, read_source
 from eyas.errors import ConfigError, CorruptError, MissingInputError
+from eyas.privacy.findings import Finding
 from eyas.privacy.key import key_id, keyed, privacy_key
-from eyas.privacy.policy import Finding
 from eyas.records import Prompt
 
 NUM_SAMPLES = 20

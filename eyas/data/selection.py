@@ -57,7 +57,7 @@ from eyas.data.fit import (
     select_like,
 )
 from eyas.data.ledger import DamagedRow, Drop, SourceRow
-from eyas.privacy.policy import Finding, NameSearch
+from eyas.privacy.findings import Finding, NameSearch
 
 BLOCK_ROWS = 500
 # A block ends early at so many: 500 rows of megabytes each would fill the memory.

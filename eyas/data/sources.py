@@ -26,7 +26,7 @@ from eyas.data.shapes import KEYS, SHAPES, RowShape
 from eyas.data.streams import StoreFile, Unreadable, public_url
 from eyas.data.traffic import NOT_TAKEN, RequestSampler, TrafficConfig, logged_request
 from eyas.errors import CorruptError, EmptyInputError, InputError, MissingInputError
-from eyas.privacy.policy import PrivacyConfig
+from eyas.privacy.pii import PrivacyConfig
 
 NOT_STATED = "NOASSERTION"  # SPDX: no licence is stated
 GLOB_SIGNS = frozenset("*?[")

@@ -19,7 +19,7 @@ from eyas.errors import InputError, TemplateError
 from eyas.features.answers import JournalEntry
 from eyas.features.marks import mark
 from eyas.privacy.detector import LeakDetector
-from eyas.privacy.policy import RANK
+from eyas.privacy.pii import RANK
 from eyas.records import Answer, Message, Origin, Prompt
 
 # Why a turn has no answer; besides "pii.<type>" (personal data that was not in its prompt) and the

@@ -50,7 +50,7 @@ from eyas.model.target import Dtype, default_device, resolve_dtype
 from eyas.model.vocab import target_shape
 from eyas.model.weights import fingerprint
 from eyas.privacy.detector import LeakDetector
-from eyas.privacy.policy import ANSWER_POLICY, PrivacyConfig
+from eyas.privacy.pii import ANSWER_POLICY, PrivacyConfig
 from eyas.records import Prompt
 
 ENGINE = f"eyas {VERSION}"

@@ -1,13 +1,15 @@
-"""Personal data and secrets in texts: found, and masked or replaced. Knows texts, neither rows nor
-models.
+"""Personal data and secrets in texts: found, and masked or replaced.
 
-    policy       types, what is done about each, findings, masking
-    detector     Detector, LeakDetector; loads Presidio
-    spelling     a text as patterns are matched to it
-    patterns, identifiers, attributes, secrets    find values by a pattern and a check
-    entities     names, addresses and places: lexicon (words) -> tagger (probabilities) -> entities
-    cloud        Google Cloud DLP
-    mentions     every place of the values found in a conversation; names and their genders
-    surrogates   invented values in place of real ones
-    key          the secret key of hashes and surrogates
+pii          the table of types, and what is done about each: a new type is an entry there
+spelling     a text as patterns are matched to it
+patterns, identifiers, attributes, secrets    find values by a pattern and a check
+invented     makes values of the same form that belong to nobody
+findings     where something was found; masking
+passages     prose by language, and code
+entities     names, addresses and places: lexicon (words) -> tagger (probabilities) -> entities
+ner, dlp     installed recognisers of names; Google Cloud DLP
+detector     Detector, LeakDetector
+mentions     every place of the values found in a conversation; names and their genders
+surrogates   one map of invented values per conversation
+key          the secret key of hashes and surrogates
 """

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from eyas.privacy.policy import Finding
+from eyas.privacy.spelling import Span
 
 # Month names in the languages of the cues, in order; a surrogate stays within its line.
 MONTHS = (
@@ -128,41 +128,41 @@ NAMED_HANDLE = re.compile(
 )
 
 
-def birth_dates(text: str) -> Iterator[Finding]:
+def birth_dates(text: str) -> Iterator[Span]:
     """Dates with a year, behind a word such as "born"."""
     for match in BIRTH_DATE.finditer(text):
-        yield Finding("DATE_OF_BIRTH", *match.span("value"))
+        yield match.span("value")
 
 
-def number_plates(text: str) -> Iterator[Finding]:
+def number_plates(text: str) -> Iterator[Span]:
     """Letters and digits in groups, in capitals, behind a word such as "license plate"."""
     for match in PLATE.finditer(text):
         value = [letter for letter in match["value"] if letter.isalnum()]
         kinds = {letter.isdigit() for letter in value}
         if len(value) in PLATE_LENGTHS and len(kinds) == 2:
-            yield Finding("LICENSE_PLATE", *match.span("value"))
+            yield match.span("value")
 
 
-def mac_addresses(text: str) -> Iterator[Finding]:
+def mac_addresses(text: str) -> Iterator[Span]:
     """Six bytes in hexadecimal; of digits alone, between spaces or without signs beside a cue."""
     for match in MAC.finditer(text):
         value = match.group()
         is_plain = value.isalnum() or " " in value or not re.search("[A-Fa-f]", value)
         digits = set(re.sub(r"\W", "", value).lower())
         if len(digits) > 1 and (not is_plain or MAC_CUE.search(text)):
-            yield Finding("MAC_ADDRESS", *match.span())
+            yield match.span()
 
 
-def coordinates(text: str) -> Iterator[Finding]:
+def coordinates(text: str) -> Iterator[Span]:
     """Latitude and longitude: with degrees or hemispheres, behind their names or a cue word."""
     for match in COORDINATES.finditer(text):
-        yield Finding("COORDINATES", *match.span())
+        yield match.span()
     for match in (*PAIR.finditer(text), *IN_MAP.finditer(text)):
         if is_place(*re.findall(_NUMBER, match["value"])[:2]):
-            yield Finding("COORDINATES", *match.span("value"))
+            yield match.span("value")
     for match in LATITUDE.finditer(text):
         if is_place(match["first"], match["last"]):
-            yield Finding("COORDINATES", match.start("first"), match.end("last"))
+            yield match.start("first"), match.end("last")
 
 
 def is_place(latitude: str, longitude: str) -> bool:
@@ -170,7 +170,7 @@ def is_place(latitude: str, longitude: str) -> bool:
     return abs(float(latitude)) <= 90 and abs(float(longitude)) <= 180
 
 
-def handles(text: str) -> Iterator[Finding]:
+def handles(text: str) -> Iterator[Span]:
     """Account names: @name near a network's name or a word such as "follow"; names with a digit or
     sign behind "my username is" and the like; u/name, name#1234.
     """
@@ -179,7 +179,7 @@ def handles(text: str) -> Iterator[Finding]:
             start, end = match.span()
             before = HANDLE_CUE.search(text, max(0, start - HANDLE_NEAR), start)
             if before or HANDLE_CUE.search(text, end, end + HANDLE_NEAR // 2):
-                yield Finding("HANDLE", start, end)
+                yield start, end
     for match in NAMED_HANDLE.finditer(text):
         kind = match.lastgroup
         assert kind is not None, "each alternative has a group"
@@ -187,4 +187,4 @@ def handles(text: str) -> Iterator[Finding]:
         if kind == "discord" and not DISCORD.search(text):
             continue
         if kind != "name" or re.search(r"[\d_.-]", value):
-            yield Finding("HANDLE", *match.span(kind))
+            yield match.span(kind)

@@ -47,7 +47,7 @@ from stdnum.tr import tckimlik
 from stdnum.us import itin
 from stdnum.za import idnr as za_id
 
-from eyas.privacy.policy import Finding
+from eyas.privacy.spelling import Span
 
 CUE_DISTANCE = 40  # characters between a cue and the number after it
 CLOSE = 24  # the same behind the number
@@ -181,7 +181,7 @@ IDENTIFIERS = (
 )
 
 
-def national_ids(text: str) -> Iterator[Finding]:
+def national_ids(text: str) -> Iterator[Span]:
     """Every national number of a text, of one type for all countries."""
     if not MAYBE.search(text):
         return
@@ -190,7 +190,7 @@ def national_ids(text: str) -> Iterator[Finding]:
             continue
         for match in kind.pattern.finditer(text):
             if _has_cue(kind, text, *match.span()) and kind.valid(match.group()):
-                yield Finding("NATIONAL_ID", *match.span())
+                yield match.span()
 
 
 def _has_cue(kind: Identifier, text: str, start: int, end: int) -> bool:

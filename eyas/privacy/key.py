@@ -1,8 +1,7 @@
-"""The secret key that hashes and surrogates are derived from: where it is kept, its id, keyed
-hashes.
+"""The secret key of hashes and surrogates: where it is kept, its id, keyed hashes.
 
-With the key, a suspected value can be confirmed in a ledger; without it, a hash says nothing but
-which values are equal.
+With the key, a suspected value can be confirmed in a ledger; without it, a hash says only which
+values are equal.
 """
 
 from __future__ import annotations
@@ -14,17 +13,11 @@ import secrets
 from pathlib import Path
 
 from eyas.errors import ConfigError
-from eyas.privacy.spelling import plain
 
 VARIABLE = "EYAS_PRIVACY_KEY"
 NUM_BYTES = 32
 SHORTEST = 16  # characters of a key given by hand
 HASH_DIGITS = 16
-# types written with separators or without
-NUMBERED = (
-    "CREDIT_CARD", "IBAN_CODE", "US_SSN", "NATIONAL_ID", "PHONE_NUMBER", "LICENSE_PLATE",
-    "MAC_ADDRESS",
-)  # fmt: skip
 
 
 def key_path() -> Path:
@@ -98,20 +91,3 @@ def keyed(key: bytes, *parts: str) -> bytes:
 def key_id(key: bytes) -> str:
     """Tells one key from another without showing it; part of artifacts' identities."""
     return keyed(key, "key id").hex()[:HASH_DIGITS]
-
-
-def canonical(type: str, value: str) -> str:
-    """The form in which two mentions of a value are equal: folded, without case; of numbers without
-    separators, of account names without @.
-    """
-    value = plain(value).text.casefold()
-    if type == "HANDLE":
-        return value.removeprefix("@")
-    if type in NUMBERED:
-        return "".join(letter for letter in value if letter.isalnum())
-    return " ".join(value.split())
-
-
-def value_hash(key: bytes, type: str, value: str) -> str:
-    """16 hex digits that are equal for equal values of a type under one key."""
-    return keyed(key, "value", type, canonical(type, value)).hex()[:HASH_DIGITS]

@@ -1,9 +1,8 @@
 """Every mention of the values that were found in a conversation, and which names are one person's.
 
 A detector judges each place by itself: a name that it knows in one sentence it may miss in the
-next, in capitals, in a file's name or in the genitive. Here the values are known, and their places
-are looked for. The same search over what took their place shows whether one is left. Finds nothing
-new by itself.
+next, in capitals, in a file's name or in the possessive. Here the values are known, and their
+places are looked for. The same search over what took their place shows whether one is left.
 """
 
 from __future__ import annotations
@@ -17,11 +16,10 @@ from importlib import resources
 import yaml
 
 from eyas.fold import fold
-from eyas.language import language
 from eyas.privacy import lexicon
-from eyas.privacy.key import NUMBERED, canonical
+from eyas.privacy.findings import Finding, join_overlaps
 from eyas.privacy.lexicon import FAMILY_COMMON, FEMALE, FOREIGN, GIVEN_COMMON, MALE, gazetteer
-from eyas.privacy.policy import Finding, join_overlaps
+from eyas.privacy.pii import BY_NAME, canonical
 from eyas.privacy.spelling import plain
 
 _WORDS = yaml.safe_load(
@@ -30,10 +28,7 @@ _WORDS = yaml.safe_load(
 KEPT, TITLES, FORMAL, FEMALE_CUES, MALE_CUES = (
     frozenset(_WORDS[kind].split()) for kind in ("kept", "titles", "formal", "female", "male")
 )
-ENDINGS = {
-    code: tuple(ending.strip("-") for ending in written.split())
-    for code, written in _WORDS["endings"].items()
-}
+ENDINGS = ("", "s", "es")  # of a name: the Bergs, Annas
 
 WORD = re.compile(r"[^\W\d_]+|\d+")
 WORD_BEFORE = re.compile(r"([^\W\d_]+)[.,]?\s+$")
@@ -43,8 +38,6 @@ HE = re.compile(r"\b(?:he|him|his|himself)\b", re.I)
 BESIDE = 24  # characters before a name in which a word for its gender counts
 SHORTEST_STEM = 3  # letters of a name that its forms share
 SHORTEST_VALUE = 4  # letters and digits; less is in too many texts by chance
-# Languages that add endings: a common name such as Roberts is no form of another there.
-ADDING = ("en", "de", "nl", "sv", "da", "no")
 SEPARATOR = r"[\W_]{0,3}"  # between the letters and digits of a number
 # Classes of frequency of words that may be no name at a sentence's start, and of those that may be
 # none even where they are a common given name, before such a word: "Will the ...", "May I ...".
@@ -137,7 +130,7 @@ def _written(type: str, value: str) -> str:
         return ""
     if sum(map(str.isalnum, key)) < SHORTEST_VALUE:
         return ""
-    if type in NUMBERED:
+    if BY_NAME[type].is_numbered:
         between = SEPARATOR.join(map(re.escape, key))
     else:
         between = r"\s+".join(map(re.escape, key.split()))
@@ -157,12 +150,9 @@ class Names:
         self._stems: dict[str, str] = {}
         words = [list(name_words(value)) for value in values]
         keys = {name_key(word) for some in words for word in some}
-        spoken = language(self._text) if keys else ""
-        self._endings = ENDINGS.get(spoken, ENDINGS["en"])
-        self._adds = spoken in ADDING or spoken not in ENDINGS
         for key in sorted(keys, key=lambda one: (len(one), one)):
             base = self._bases[key] = self._same_stem(key) or key
-            for stem in self._stems_of(key):
+            for stem in _stems_of(key):
                 self._stems.setdefault(stem, base)
         first = {self.base(some[0])[0] for some in words if len(some) > 1}
         last = {
@@ -242,17 +232,20 @@ class Names:
         bits = FEMALE * bool(SHE.search(self._text)) | MALE * bool(HE.search(self._text))
         return bits if bits in (FEMALE, MALE) else 0
 
-    def _stems_of(self, key: str) -> Iterator[str]:
-        for ending in self._endings:
-            stem = key.removesuffix(ending)
-            if key.endswith(ending) and len(stem) >= SHORTEST_STEM:
-                yield stem
-
     def _same_stem(self, key: str) -> str:
-        """The name with which a word shares a stem, or ""."""
-        if self._adds and _listed(key)[0] & (GIVEN_COMMON | FAMILY_COMMON):
+        """The name with which a word shares a stem, or ""; a common name such as Roberts is no form
+        of another.
+        """
+        if _listed(key)[0] & (GIVEN_COMMON | FAMILY_COMMON):
             return ""
-        return next((self._stems[stem] for stem in self._stems_of(key) if stem in self._stems), "")
+        return next((self._stems[stem] for stem in _stems_of(key) if stem in self._stems), "")
+
+
+def _stems_of(key: str) -> Iterator[str]:
+    for ending in ENDINGS:
+        stem = key.removesuffix(ending)
+        if key.endswith(ending) and len(stem) >= SHORTEST_STEM:
+            yield stem
 
 
 def _listed(key: str) -> tuple[int, int]:

@@ -1,23 +1,55 @@
-"""Values that a pattern and a check find: cards, accounts, US social security numbers, telephone
-numbers, wallets, links.
+"""Values that a pattern and a check find: mail and IP addresses, cards, accounts, US social
+security numbers, telephone numbers, wallets, links.
 
-Each function takes a text as `spelling.plain` gives it and yields findings. A cheap look at the
-text comes first, since most prompts hold none. Mail and IP addresses are Presidio's (see detector).
+Each function takes a text as `spelling.plain` gives it and yields spans [start, end). A cheap look
+comes first, since most prompts hold none.
 """
 
 from __future__ import annotations
 
 import functools
 import hashlib
+import ipaddress
 import re
 from collections.abc import Iterator
 
 import phonenumbers
 from stdnum import bitcoin, iban
 
-from eyas.privacy.policy import Finding
+from eyas.privacy.spelling import Span
 
-CUE_DISTANCE = 40  # characters between a cue word and what it speaks of
+CUE_DISTANCE = 40  # characters between a cue word and the value behind it
+
+# Generic top-level domains that need no word such as "mail" before the address, as others do:
+# `self.w@layer.weight` is code. Those of the countries are added.
+GENERIC_DOMAINS = """
+    com org net edu gov mil int info biz name pro aero coop museum mobi jobs travel tel asia cat
+    eu uk ac su ai io app dev cloud online site website web tech xyz top club shop store blog page
+    live life world today news media email mail digital agency group team company global services
+    solutions systems software support network studio design art photo photos photography video
+    music games fun health care clinic dental doctor hospital law legal finance bank money capital
+    ventures consulting academy school university education church foundation charity community
+    social family house homes land properties city town berlin london paris nyc tokyo wien koeln
+    hamburg bayern swiss scot wales amsterdam africa
+"""
+DOMAINS = [*GENERIC_DOMAINS.split(), *map(str.lower, sorted(phonenumbers.SUPPORTED_REGIONS))]
+_LOCAL = r"\w.!#$%&'*+=?^`{}~-"  # characters of an address before the @
+
+
+def _mail(domains: str) -> re.Pattern[str]:
+    start = rf"(?<![{_LOCAL}])[^\w\s@]*(?P<address>\w[{_LOCAL}]*@(?:\w[\w-]*\.)+"
+    return re.compile(rf"{start}(?:{domains}|xn--[\w-]+|[^\W\d_a-z]{{2,24}}))(?!\w)", re.I)
+
+
+MAIL, ANY_MAIL = _mail("|".join(DOMAINS)), _mail("[a-z]{2,24}")
+MAIL_CUE = re.compile(r"\b(?:(?:e-?)?mails?|contact|write|reach|address|correo|courriel)\b", re.I)
+
+IPV4 = re.compile(r"(?<![\w.])\d{1,3}(?:\.\d{1,3}){3}(?:/\d{1,2})?(?!\w|\.\d)")
+IPV6 = re.compile(
+    r"(?<![\w:.])(?=[0-9a-f:.]*\d)(?:[0-9a-f]{0,4}:){2,8}(?:[0-9a-f]{1,4}|\d{1,3}(?:\.\d{1,3}){3})?"
+    r"(?:%\w{1,16})?(?:/\d{1,3})?(?![\w:])",
+    re.I,
+)
 
 # By issuer: Visa 4, Mastercard 51-55 and 2221-2720, American Express 34 and 37, Diners 30, 36, 38
 # and 39, JCB 35, 1800 and 2131, Discover, UnionPay and Maestro 6, Maestro 50 and 56-58.
@@ -122,7 +154,33 @@ TOKEN_IN_URL = re.compile(
 )
 
 
-def cards(text: str) -> Iterator[Finding]:
+def mails(text: str) -> Iterator[Span]:
+    """Mail addresses under a country's or a common top-level domain; under any behind a word such
+    as "mail".
+    """
+    if "@" in text:
+        for match in MAIL.finditer(text):
+            yield match.span("address")
+        for match in ANY_MAIL.finditer(text) if MAIL_CUE.search(text) else ():
+            if MAIL_CUE.search(text, max(0, match.start() - CUE_DISTANCE), match.start()):
+                yield match.span("address")
+
+
+def ip_addresses(text: str) -> Iterator[Span]:
+    """Addresses of both versions, with a network's length too. Private, local and documentation
+    addresses identify nobody.
+    """
+    for pattern, sign in ((IPV4, "."), (IPV6, ":")):
+        for match in pattern.finditer(text) if sign in text else ():
+            try:
+                address = ipaddress.ip_interface(match.group()).ip
+            except ValueError:
+                continue
+            if address.is_global:
+                yield match.span()
+
+
+def cards(text: str) -> Iterator[Span]:
     """12 to 19 digits of a known issuer with a right check digit, in the groups of a card; in any
     groups beside a word for one.
     """
@@ -130,17 +188,17 @@ def cards(text: str) -> Iterator[Finding]:
         return
     for match in (match for layout in CARDS for match in layout.finditer(text)):
         if is_card(re.sub(r"\D", "", match.group())):
-            yield Finding("CREDIT_CARD", *match.span())
+            yield match.span()
     for match in (match for layout in LOOSE_CARDS for match in layout.finditer(text)):
         if (
             is_card(re.sub(r"\D", "", match.group()))
             and not ONE_MORE.match(text, match.end())
             and not ONE_BEFORE.search(text, max(0, match.start() - 12), match.start())
         ):
-            yield Finding("CREDIT_CARD", *match.span())
+            yield match.span()
     for match in SINGLE_DIGITS.finditer(text):
         if is_card(re.sub(r"\D", "", match.group())):
-            yield Finding("CREDIT_CARD", *match.span())
+            yield match.span()
     if CARD_CUE.search(text):
         for match in CARD_RUN.finditer(text):
             if CARD_CUE.search(text, max(0, match.start() - CUE_DISTANCE), match.start()):
@@ -152,7 +210,7 @@ def is_card(digits: str) -> bool:
     return 12 <= len(digits) <= 19 and CARD_ISSUER.match(digits) is not None and luhn(digits)
 
 
-def _card_at_start(text: str, start: int, end: int) -> Iterator[Finding]:
+def _card_at_start(text: str, start: int, end: int) -> Iterator[Span]:
     """The card that a run of digits begins with; an expiry date may follow."""
     places = [place for place in range(start, end) if text[place].isdigit()]
     for length in CARD_LENGTHS:
@@ -160,11 +218,11 @@ def _card_at_start(text: str, start: int, end: int) -> Iterator[Finding]:
             length < len(places) and places[length] > places[length - 1] + 1
         )
         if ends_group and is_card("".join(text[place] for place in places[:length])):
-            yield Finding("CREDIT_CARD", start, places[length - 1] + 1)
+            yield start, places[length - 1] + 1
             return
 
 
-def accounts(text: str) -> Iterator[Finding]:
+def accounts(text: str) -> Iterator[Span]:
     """IBANs: the form of their country and right check digits, between separators of any kind."""
     for match in ACCOUNT.finditer(text):
         start, end = match.span(1)
@@ -174,7 +232,7 @@ def accounts(text: str) -> Iterator[Finding]:
             if text[last : last + 1].isalnum():
                 continue
             if iban.is_valid("".join(text[place] for place in places[:length]), False):
-                yield Finding("IBAN_CODE", start, last)
+                yield start, last
                 break
 
 
@@ -187,7 +245,7 @@ def luhn(digits: str) -> bool:
     ) % 10 == 0
 
 
-def social_security_numbers(text: str) -> Iterator[Finding]:
+def social_security_numbers(text: str) -> Iterator[Span]:
     """US numbers in three groups, and in any form behind a cue word. Areas 000, 666 and 9xx
     are never given.
     """
@@ -199,20 +257,19 @@ def social_security_numbers(text: str) -> Iterator[Finding]:
                 continue
             before = max(0, match.start() - CUE_DISTANCE)
             if pattern is SSN or SSN_CUE.search(text, before, match.start()):
-                yield Finding("US_SSN", *match.span())
+                yield match.span()
 
 
-def phones(text: str) -> Iterator[Finding]:
+def phones(text: str) -> Iterator[Span]:
     """Telephone numbers: international, national of many countries, and short ones beside a word
     such as "call".
     """
     if MAYBE_PHONE.search(text):
         for run in PHONE.finditer(text):
-            for start, end in _phones_in(text, *run.span()):
-                yield Finding("PHONE_NUMBER", start, end)
+            yield from _phones_in(text, *run.span())
 
 
-def _phones_in(text: str, start: int, end: int) -> list[tuple[int, int]]:
+def _phones_in(text: str, start: int, end: int) -> list[Span]:
     """The telephone numbers in the run of digits at [start, end): from the left, the longest each
     time.
 
@@ -221,7 +278,7 @@ def _phones_in(text: str, start: int, end: int) -> list[tuple[int, int]]:
     """
     starts = [start, *(match.end() for match in PHONE_BREAK.finditer(text, start, end))]
     ends = [*(len(text[:begin].rstrip(" .-/\n")) for begin in starts[1:]), end]
-    found: list[tuple[int, int]] = []
+    found: list[Span] = []
     for first, begin in enumerate(starts):
         if not found or begin >= found[-1][1]:
             longest = (last for last in reversed(ends[first:]) if _is_phone(text, begin, last))
@@ -276,7 +333,7 @@ def _parsed(region: str, value: str) -> phonenumbers.PhoneNumber | None:
         return None
 
 
-def wallets(text: str) -> Iterator[Finding]:
+def wallets(text: str) -> Iterator[Span]:
     """Wallet addresses: Base58Check and Bech32 with a right check, Ethereum's by its form alone
     (its check is in the case of letters, and needs Keccak-256).
     """
@@ -287,7 +344,7 @@ def wallets(text: str) -> Iterator[Finding]:
     ):
         for match in pattern.finditer(text):
             if valid is None or valid(match.group()):
-                yield Finding("CRYPTO", *match.span())
+                yield match.span()
 
 
 def is_base58check(address: str) -> bool:
@@ -309,14 +366,18 @@ def is_bech32(address: str) -> bool:
     return check in (BECH32_CONST, BECH32M_CONST)
 
 
-def links(text: str) -> Iterator[Finding]:
-    """Web addresses with a scheme or www, and those that hold a password or a token."""
-    if "://" not in text and "www." not in text.lower():
-        return
-    for match in CREDENTIALS.finditer(text):
-        end = match.start() + len(match.group().rstrip(AFTER_URL))
-        yield Finding("URL_CREDENTIALS", match.start(), end)
-    for match in URL.finditer(text):
-        link = match.group().rstrip(AFTER_URL)
-        type = "URL_CREDENTIALS" if TOKEN_IN_URL.search(link) else "URL"
-        yield Finding(type, match.start(), match.start() + len(link))
+def links(text: str) -> Iterator[Span]:
+    """Web addresses with a scheme or www."""
+    if "://" in text or "www." in text.lower():
+        for match in URL.finditer(text):
+            yield match.start(), match.start() + len(match.group().rstrip(AFTER_URL))
+
+
+def links_with_credentials(text: str) -> Iterator[Span]:
+    """Links that hold a password or a token."""
+    if "://" in text:
+        for match in CREDENTIALS.finditer(text):
+            yield match.start(), match.start() + len(match.group().rstrip(AFTER_URL))
+    for start, end in links(text):
+        if TOKEN_IN_URL.search(text, start, end):
+            yield start, end

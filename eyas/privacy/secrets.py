@@ -12,7 +12,7 @@ import importlib
 import re
 from collections.abc import Iterator
 
-from eyas.privacy.policy import Finding
+from eyas.privacy.spelling import Span
 
 # detect-secrets' modules and classes. Not among them: JWT (leaves the signature), private keys
 # (only the heading), basic authentication (only the password; links are found whole), IP addresses,
@@ -141,7 +141,7 @@ PUTTY_KEY = re.compile(r"Private-Lines: \d+\s+(?P<value>[A-Za-z0-9+/=\s]{40,})")
 SHORTEST_KEY = 40  # characters of a block; less is talk of keys
 
 
-def api_keys(text: str) -> Iterator[Finding]:
+def api_keys(text: str) -> Iterator[Span]:
     """Keys and tokens by their makers' prefixes and layouts, and long values behind a name such as
     `api_key`.
     """
@@ -150,16 +150,16 @@ def api_keys(text: str) -> Iterator[Finding]:
             for match in pattern.finditer(text):
                 start, end = _secret(match)
                 if _has_digit(text[start:end]):
-                    yield Finding("API_KEY", *_whole(text, start, end))
+                    yield _whole(text, start, end)
     if MAYBE_NAMED.search(text):
         for pattern in (NAMED, BEARER):
             for match in pattern.finditer(text):
                 value, start = match["value"], match.start("value")
                 if _has_digit(value) and re.search("[A-Za-z]", value):
-                    yield Finding("API_KEY", start, start + len(value.rstrip(".-")))
+                    yield start, start + len(value.rstrip(".-"))
 
 
-def passwords(text: str) -> Iterator[Finding]:
+def passwords(text: str) -> Iterator[Span]:
     """What stands behind "password is", "pwd:" and the like, if it looks like one rather than like
     a word or code.
     """
@@ -169,19 +169,19 @@ def passwords(text: str) -> Iterator[Finding]:
             value = match[group] if group == "quoted" else match[group].rstrip(".,:")
             if _is_password(value, quoted=group == "quoted"):
                 start = match.start(group)
-                yield Finding("PASSWORD", start, start + len(value))
+                yield start, start + len(value)
         for match in PASSWORD_NEXT.finditer(text):
             value = match["value"].rstrip(".,:?")
             if _is_mixed(value):
-                yield Finding("PASSWORD", match.start("value"), match.start("value") + len(value))
+                yield match.start("value"), match.start("value") + len(value)
         for match in CREDENTIALS.finditer(text):
             value = match["value"].rstrip(".,:?")
             if _is_password(value, quoted=False) and "=" not in value:
-                yield Finding("PASSWORD", *match.span("user"))
-                yield Finding("PASSWORD", match.start("value"), match.start("value") + len(value))
+                yield match.span("user")
+                yield match.start("value"), match.start("value") + len(value)
 
 
-def private_keys(text: str) -> Iterator[Finding]:
+def private_keys(text: str) -> Iterator[Span]:
     """Blocks of private keys from heading to end; of one that was cut, all that is left of it."""
     for heading in KEY_BLOCK.finditer(text):
         body = KEY_BODY.match(text, heading.end())
@@ -189,10 +189,10 @@ def private_keys(text: str) -> Iterator[Finding]:
         if len(body.group().strip()) >= SHORTEST_KEY:
             closing = KEY_END.match(text, body.end())
             end = closing.end() if closing else heading.end() + len(body.group().rstrip())
-            yield Finding("PRIVATE_KEY", heading.start(), end)
+            yield heading.start(), end
     for match in PUTTY_KEY.finditer(text):
         start = match.start("value")
-        yield Finding("PRIVATE_KEY", start, start + len(match["value"].rstrip()))
+        yield start, start + len(match["value"].rstrip())
 
 
 @functools.cache

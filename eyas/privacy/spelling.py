@@ -8,6 +8,8 @@ import re
 
 from eyas.fold import FoldedText, fold
 
+Span = tuple[int, int]  # characters [start, end)
+
 # Mail addresses as people hide them from programs: (at), [dot], "at gmail dot com", spaces.
 AT_WORD, DOT_WORD = "at|@|ät|arroba|arobase|chiocciola", r"dot|\.|punkt|punto|point|ponto"
 BRACKETS = r" ?(?:\[ ?(?:{0}) ?\]|\( ?(?:{0}) ?\)|\{{ ?(?:{0}) ?\}}|< ?(?:{0}) ?>) ?"

@@ -1,0 +1,68 @@
+"""Where something was found in a text, and the text with it replaced."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+
+from eyas.privacy.pii import RANK
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Finding:
+    """Where something was found: characters [start, end) of a turn as it was read, or of the system
+    prompt (turn None).
+
+    hash: equal for equal values under the same key, useless without it; "" where no key was given.
+    The value itself is kept nowhere, in no form.
+    """
+
+    type: str
+    start: int
+    end: int
+    turn: int | None = None
+    hash: str = ""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class NameSearch:
+    """Whether names and places were searched for in a part of a row.
+
+    language: the part's code, UNKNOWN or CODE_ONLY (`eyas.language`). by: what searched it, as
+    "eyas" or "spacy:de_core_news_sm"; "" = nothing did. reason: why nothing did, else "": "code",
+    "language" (no recogniser knows it), "fictional", or "policy" (which keeps names). characters:
+    of all such parts of the row.
+    """
+
+    language: str
+    by: str
+    reason: str
+    characters: int
+
+
+def join_overlaps(findings: Iterable[Finding]) -> list[Finding]:
+    """Findings by place, overlapping ones joined under the type of the highest rank, so that
+    replacing them leaves no rest of either.
+    """
+    joined: list[Finding] = []
+    for finding in sorted(findings, key=lambda one: (one.start, one.end, RANK[one.type])):
+        if joined and finding.start < joined[-1].end:
+            last = joined.pop()
+            type = min(last.type, finding.type, key=RANK.__getitem__)
+            finding = dataclasses.replace(last, type=type, end=max(last.end, finding.end))
+        joined.append(finding)
+    return joined
+
+
+def replace(text: str, findings: Iterable[Finding], values: Iterable[str]) -> str:
+    """The text with a value in place of each finding; findings by place, without overlaps."""
+    parts, end = [], 0
+    for finding, value in zip(findings, values, strict=True):
+        parts += [text[end : finding.start], value]
+        end = finding.end
+    return "".join([*parts, text[end:]])
+
+
+def mask(text: str, findings: Sequence[Finding]) -> str:
+    """The text with each finding replaced by its type, such as <EMAIL_ADDRESS>."""
+    return replace(text, findings, (f"<{finding.type}>" for finding in findings))

@@ -1,0 +1,299 @@
+"""The types of personal data and secrets, one entry each, and what a run does about each.
+
+    drop        the row goes, and is counted
+    surrogate   an invented value of the same kind takes its place, the same one throughout a
+                conversation
+    mask        its type takes its place, such as <EMAIL_ADDRESS>
+    keep        the type is not searched for
+
+A row that holds an account, a card or a key seldom holds nothing else, and no detector finds all of
+the rest: those rows go. Surrogates are the default for what reaches a person: the text stays like
+the traffic that the head will see, and a name that was missed is hidden among invented ones
+(Carrell et al., "Hiding in plain sight", JAMIA 2013). A place or a link alone identifies nobody.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator
+
+from eyas.errors import ConfigError
+from eyas.privacy import invented
+from eyas.privacy.attributes import (
+    birth_dates,
+    coordinates,
+    handles,
+    mac_addresses,
+    number_plates,
+)
+from eyas.privacy.identifiers import national_ids
+from eyas.privacy.invented import KeyedRandom
+from eyas.privacy.key import keyed
+from eyas.privacy.patterns import (
+    accounts,
+    cards,
+    ip_addresses,
+    links,
+    links_with_credentials,
+    mails,
+    phones,
+    social_security_numbers,
+    wallets,
+)
+from eyas.privacy.secrets import api_keys, passwords, private_keys
+from eyas.privacy.spelling import Span, plain
+
+Action = Literal["drop", "surrogate", "mask", "keep"]
+ANY_LANGUAGE = "*"
+HASH_DIGITS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class PiiType:
+    """A type of personal data or secret.
+
+    name: in findings, masks, settings and reports. action: by default; None: as `policy` says.
+    example: a text that holds a value, between ⟨ and ⟩. find: the places of the values in a text
+    as `spelling.plain` gives it; None: a name, found by language (`entities`, `ner`). surrogate: an
+    invented value in place of one; None: word by word (`surrogates`). is_numbered: written with
+    separators or without. sign: what may stand before the value or not. is_reserved: whether a
+    value is one set aside for examples. is_windowed: long texts are searched in pieces
+    (`detector.in_windows`); keys may be longer than a piece, and links are found in linear time.
+    """
+
+    name: str
+    action: Action | None
+    example: str
+    find: Callable[[str], Iterator[Span]] | None = None
+    surrogate: Callable[[str, KeyedRandom], str] | None = None
+    is_numbered: bool = False
+    sign: str = ""
+    is_reserved: Callable[[str], bool] = lambda value: False
+    is_windowed: bool = True
+
+
+# The order is a rank: findings that overlap become one of the type that comes first, and a row that
+# is dropped is counted under it. To add a type, add its entry: nothing else names it.
+PII_TYPES = (
+    PiiType(
+        "PRIVATE_KEY",
+        "drop",
+        "⟨-----BEGIN PRIVATE KEY-----\nMIIEvgIBADANBgkqhkiG9w0BAQEFAASC\nBKgwggSkAgEAAoIBAQC7\n"
+        "-----END PRIVATE KEY-----⟩",
+        private_keys,
+        invented.private_key,
+        is_windowed=False,
+    ),
+    PiiType(
+        "URL_CREDENTIALS",
+        "drop",
+        "⟨postgres://bob:hunter22@db.internal:5432/shop⟩",
+        links_with_credentials,
+        invented.link_with_credentials,
+        is_windowed=False,
+    ),
+    PiiType(
+        "API_KEY",
+        "drop",
+        "⟨sk-ant-api03-AbCd1234efGH5678ijKL⟩",
+        api_keys,
+        invented.api_key,
+        is_windowed=False,
+    ),
+    PiiType(
+        "PASSWORD",
+        "drop",
+        "password: ⟨Tr0ub4dor&3⟩",
+        passwords,
+        invented.same_form,
+        is_windowed=False,
+    ),
+    PiiType(
+        "CREDIT_CARD",
+        "drop",
+        "⟨4242-4242-4242-4242⟩",
+        cards,
+        invented.card,
+        is_numbered=True,
+        is_reserved=invented.is_test_card,
+    ),
+    PiiType(
+        "IBAN_CODE",
+        "drop",
+        "⟨GB29 NWBK 6016 1331 9268 19⟩",
+        accounts,
+        invented.iban,
+        is_numbered=True,
+    ),
+    PiiType(
+        "US_SSN",
+        "drop",
+        "⟨219-45-9876⟩",
+        social_security_numbers,
+        invented.social_security_number,
+        is_numbered=True,
+    ),
+    PiiType(
+        "NATIONAL_ID",
+        "drop",
+        "⟨54362315K⟩",
+        national_ids,
+        invented.national_id,
+        is_numbered=True,
+    ),
+    PiiType("CRYPTO", None, "⟨1A1zP1eP5QGefi2DMPTfTL5SLmv7DivfNa⟩", wallets, invented.wallet),
+    PiiType(
+        "EMAIL_ADDRESS",
+        None,
+        "⟨Ana.Lee@mail.python.org⟩",
+        mails,
+        invented.mail,
+        is_reserved=invented.is_example_mail,
+    ),
+    PiiType("IP_ADDRESS", None, "⟨8.8.8.8⟩", ip_addresses, invented.ip_address),
+    PiiType(
+        "PHONE_NUMBER",
+        None,
+        "⟨(212) 736-5000⟩",
+        phones,
+        invented.phone,
+        is_numbered=True,
+        is_reserved=invented.is_fictional_phone,
+    ),
+    PiiType("DATE_OF_BIRTH", None, "born ⟨March 5th, 1984⟩", birth_dates, invented.birth_date),
+    PiiType(
+        "LICENSE_PLATE",
+        None,
+        "license plate: ⟨7ABC-123⟩",
+        number_plates,
+        invented.letters_and_digits,
+        is_numbered=True,
+    ),
+    PiiType(
+        "MAC_ADDRESS",
+        None,
+        "⟨3c:22:fb:9a:10:7e⟩",
+        mac_addresses,
+        invented.mac_address,
+        is_numbered=True,
+    ),
+    PiiType("COORDINATES", None, "gps: ⟨40.712776, -74.005974⟩", coordinates, invented.coordinates),
+    PiiType("HANDLE", None, "Instagram ⟨@ana_lee.84⟩", handles, invented.handle, sign="@"),
+    PiiType(
+        "URL",
+        "keep",
+        "⟨https://www.python.org/downloads?x=1⟩",
+        links,
+        invented.link,
+        is_windowed=False,
+    ),
+    PiiType(
+        "STREET_ADDRESS",
+        None,
+        "send it to ⟨6750 Koskikatu 25 Apt. 864\nArtilleros, CO\nUruguay 64677⟩",
+    ),
+    PiiType("PERSON", None, "I am ⟨Ada M. Berg⟩"),
+    PiiType("LOCATION", "keep", "I live in ⟨New Delhi⟩"),
+)
+BY_NAME = {one.name: one for one in PII_TYPES}
+TYPES = tuple(BY_NAME)
+RANK = {type: rank for rank, type in enumerate(TYPES)}
+NAME_TYPES = tuple(one.name for one in PII_TYPES if one.find is None)
+
+
+def canonical(type: str, value: str) -> str:
+    """The form in which two mentions of a value are equal: folded, without case; of numbers without
+    separators.
+    """
+    value = plain(value).text.casefold()
+    if BY_NAME[type].is_numbered:
+        return "".join(letter for letter in value if letter.isalnum())
+    return " ".join(value.removeprefix(BY_NAME[type].sign).split())
+
+
+def value_hash(key: bytes, type: str, value: str) -> str:
+    """16 hex digits that are equal for equal values of a type under one key."""
+    return keyed(key, "value", type, canonical(type, value)).hex()[:HASH_DIGITS]
+
+
+def _by_default() -> str:
+    """The types of each default action, for the help text."""
+    actions: dict[str, list[str]] = {}
+    for one in PII_TYPES:
+        actions.setdefault(one.action or "as `policy` says", []).append(one.name.lower())
+    return "; ".join(f"{action}: {', '.join(names)}" for action, names in actions.items())
+
+
+class PrivacyConfig(BaseModel):
+    """What to do with personal data and secrets, and what finds them."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    policy: Literal["surrogate", "mask", "drop"] = Field(
+        default="surrogate", description="what is done about types without an action of their own"
+    )
+    actions: Mapping[str, Action] = Field(
+        default={}, description=f"by type, in place of its default. {_by_default()}"
+    )
+    fictional: bool = Field(
+        default=False, description="the people are invented: names and places are not searched for"
+    )
+    ner: str | Mapping[str, str] | None = Field(
+        default=None,
+        description="an installed recogniser of names and places (spacy:NAME, transformers:FOLDER, "
+        "gliner:FOLDER) for the languages that it knows, or one for each language: {de: "
+        "spacy:de_core_news_sm}; without one, names are searched for in English",
+    )
+    cloud_project: str | None = Field(
+        default=None,
+        description="ask Google Cloud DLP, paid by this project, in place of our own detectors: "
+        "the texts leave this machine",
+    )
+    cloud_location: str = Field(default="global", description="where Cloud DLP runs")
+
+    @field_validator("actions")
+    @classmethod
+    def _known_types(cls, actions: Mapping[str, Action]) -> Mapping[str, Action]:
+        named = {type.upper(): action for type, action in actions.items()}
+        unknown = sorted(set(named) - set(TYPES))
+        if unknown:
+            raise ConfigError(
+                f"no type of personal data is called {', '.join(unknown)}",
+                f"known are {', '.join(TYPES)}",
+            )
+        return dict(sorted(named.items()))
+
+    def action(self, type: str) -> Action:
+        """What is done about a value of this type."""
+        if self.fictional and type in NAME_TYPES:
+            return "keep"
+        return self.actions.get(type) or BY_NAME[type].action or self.policy
+
+    @property
+    def recognisers(self) -> tuple[tuple[str, str], ...]:
+        """The recognisers of `ner`, each with the language to use it for; ANY_LANGUAGE: all that it
+        knows.
+        """
+        if self.ner is None:
+            return ()
+        of_language = {ANY_LANGUAGE: self.ner} if isinstance(self.ner, str) else self.ner
+        return tuple(sorted(of_language.items()))
+
+    @property
+    def types(self) -> tuple[str, ...]:
+        """The types that are searched for, by rank."""
+        return tuple(type for type in TYPES if self.action(type) != "keep")
+
+    def first_that_drops(self, types: Iterable[str]) -> str | None:
+        """The highest in rank of those types whose action is to drop the row."""
+        dropping = [type for type in types if self.action(type) == "drop"]
+        return min(dropping, key=RANK.__getitem__, default=None)
+
+
+EVERY_TYPE = PrivacyConfig(actions=dict.fromkeys(TYPES, "mask"))
+# Answers name public people and places, as they should; an e-mail address or a number that the
+# conversation does not hold is real somewhere.
+ANSWER_POLICY = PrivacyConfig(policy="drop", actions=dict.fromkeys(NAME_TYPES, "keep"))
