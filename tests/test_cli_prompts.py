@@ -59,7 +59,7 @@ def test_the_result_has_all_its_parts(done):
     ledger = output.read_json("ledger.json")
     assert (ledger["rows_in"], ledger["rows_out"]) == (5, 2)
     assert ledger["licences"][0]["verdict"] == "allowed"
-    assert "presidio-analyzer" in ledger["versions"]
+    assert "phonenumbers" in ledger["versions"]
     assert "<svg" in output.read("card.html").decode()
     everything = b"".join(output.read(name) for name in output.all_names())
     for value in (MAIL, CARD, PHONE):

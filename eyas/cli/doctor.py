@@ -34,9 +34,10 @@ REQUIRED = (
     "safetensors",
     "pydantic",
     "fsspec",
-    "presidio-analyzer",
 )
 OPTIONAL = {
+    "presidio-analyzer": "installed recognisers of names",
+    "google-cloud-dlp": "Google Cloud DLP",
     "speculators": "conformance of exported heads",
     "openai": "tests of the server against the official client",
 }

@@ -139,6 +139,13 @@ class PromptsConfig(BaseModel):
             "quality": QUALITY_LIMITS,
             "evaluation": {source.label: describe(source).identity for source in self.evaluation},
             "key": key_id(key),
+            "recognisers": {
+                name: version
+                for source in self.sources
+                for name, version in detector.recogniser_versions(
+                    source.privacy(self.personal)
+                ).items()
+            },
         }
 
     def task(self, key: bytes) -> CleaningTask:

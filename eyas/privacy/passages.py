@@ -24,7 +24,7 @@ ENGLISH = "en"
 # ahead, so that time grows with the length only.
 _NAME = r"[A-Za-z_]\w*"
 _OPERAND = (
-    r"[(\[{]{0,3}-?(?<!\w)(?:\$?\d[\d.,]*%?[A-Za-z]?|[A-Za-z]\d?)(?!\w)"
+    r"[(\[{]{0,3}-?(?<!\w)(?:\$?\d[\d.,]{0,30}%?[A-Za-z]?|[A-Za-z]\d?)(?!\w)"
     r"(?:\([\w, ]{0,20}\))?[)\]}]{0,3}"
 )
 _FLAG = r"-{1,2}[A-Za-z][\w-]*(?:=\S+)?"

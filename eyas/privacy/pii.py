@@ -195,7 +195,7 @@ PII_TYPES = (
         None,
         "send it to ⟨6750 Koskikatu 25 Apt. 864\nArtilleros, CO\nUruguay 64677⟩",
     ),
-    PiiType("PERSON", None, "I am ⟨Ada M. Berg⟩"),
+    PiiType("PERSON", None, "My name is ⟨Ada M. Berg⟩."),
     PiiType("LOCATION", "keep", "I live in ⟨New Delhi⟩"),
 )
 BY_NAME = {one.name: one for one in PII_TYPES}

@@ -1,0 +1,507 @@
+"""Values that have a form: found whole in the usual spelling, in disguise (digits of other scripts,
+any separators, spelt out) and beside punctuation; talk about them is left alone.
+
+Keys are made up here from their makers' layouts and put together at run time, so that no scanner
+takes this file for a leak.
+"""
+
+import string
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from eyas.fold import fold
+from eyas.privacy.detector import Detector
+from eyas.privacy.findings import mask
+from eyas.privacy.identifiers import IDENTIFIERS, is_national_id, national_ids
+from eyas.privacy.patterns import is_base58check, is_bech32, luhn
+from eyas.privacy.pii import TYPES, PrivacyConfig, canonical
+from eyas.privacy.secrets import PLUGINS, api_keys, passwords, plugin_patterns, private_keys
+from eyas.privacy.surrogates import clean
+from tests.marks import KEY, NO_NAMES, PATTERNS, marked, unmarked
+
+CONFIG = PrivacyConfig(actions={**dict.fromkeys(TYPES, "surrogate"), **NO_NAMES, "url": "keep"})
+LINKS = Detector(PrivacyConfig(actions={**NO_NAMES, "url": "mask"}))
+MIXED = (string.ascii_letters + string.digits) * 40
+HEX = "0123456789abcdef" * 40
+FOUND = {
+    "EMAIL_ADDRESS": [
+        "write to ⟨Ana.Lee+x@mail.example.co.uk⟩.",
+        "⟨ANA@EXAMPLE.COM⟩,⟨bob@example.org⟩",
+        "write to ⟨john [at] acme.com⟩",
+        "write to ⟨john (at) gmail (dot) com⟩!",
+        "⟨john dot smith at gmail dot com⟩",
+        "⟨john_at_gmail_dot_com⟩",
+        "mail ⟨john{at}acme[dot]co[dot]uk⟩",
+        "⟨john&#64;acme.com⟩",
+        "it is ⟨john @ gmail . com⟩",
+        "⟨јоhn＠асmе.com⟩",
+        "⟨jo\u200bhn@\u2060acme.com⟩",
+        "⟨johnATgmailDOTcom⟩",
+        "⟨john@gmail dot com⟩",
+        "⟨john arroba gmail punto com⟩",
+    ],
+    "PHONE_NUMBER": [
+        "Phone:⟨212-555-0134⟩",
+        "⟨(415) 555-0134 ext. 12⟩",
+        "⟨415.555.0134⟩!",
+        "my ⟨4155550134⟩",
+        "⟨1-800-555-0199⟩",
+        "my number is ⟨5550134⟩",
+        "⟨+44 (0)20 7946 0958⟩?",
+        "⟨07700 900123⟩",
+        "⟨020 7946 0958⟩",
+        "⟨03.93.92.16.85⟩",
+        "⟨(415) 555-0134⟩ ⟨(415) 555-0199⟩ ⟨07700 900123⟩",
+        "2 ⟨(415) 555-0134⟩ 2",
+        "call ⟨78 651 450⟩ now",
+        "phone ⟨two one two seven three six five zero zero zero⟩",
+        "call me at ⟨(212) 736\n5000⟩",
+        "tel ⟨212 / 736 / 5000⟩",
+    ],
+    "CREDIT_CARD": [
+        "⟨4111 1111 1111 1111⟩ 12/27 123",
+        "⟨4111-1111-1111-1111⟩-123",
+        "Visa ⟨4222222222222⟩.",
+        "⟨3782 822463 10005⟩",
+        "⟨⁴¹¹¹ ¹¹¹¹ ¹¹¹¹ ¹¹¹¹⟩",
+        "**⟨4111** **1111** **1111** **1111⟩**",
+        "[⟨4111] [1111] [1111] [1111⟩]",
+        "⟨4111....1111....1111....1111⟩",
+        "card: ⟨4111, 1111, 1111, 1111⟩",
+        "⟨four one one one 1111 1111 1111⟩",
+        "card number ⟨41-111111 1111-1111⟩",
+        "pay ⟨4-1-1-1-1-1-1-1-1-1-1-1-1-1-1-1⟩",
+        "⟨4️⃣1️⃣1️⃣1️⃣ 1111 1111 1111⟩",
+    ],
+    "IBAN_CODE": [
+        "IBAN ⟨DE89 3704 0044 0532 0130 00⟩, please",
+        "⟨gb29nwbk60161331926819⟩",
+    ],
+    "US_SSN": [
+        "my ssn is ⟨219-45-9876⟩",
+        "Social Security number: ⟨219459876⟩",
+        "ssn: ⟨2 1 9 4 5 9 8 7 6⟩",
+        "SSN ⟨219 / 45 / 9876⟩",
+    ],
+    "IP_ADDRESS": [
+        "from ⟨8.8.8.8⟩ and ⟨2a00:1450:4001:81b::200e⟩",
+        "from ⟨8[.]8[.]8[.]8⟩",
+    ],
+    "URL": [
+        "see ⟨https://www.python.org/downloads/⟩, or ⟨www.gnu.org⟩.",
+        "(⟨http://a.org/x?y=1#z⟩)",
+    ],
+    "URL_CREDENTIALS": [
+        "psql ⟨postgres://bob:hunter22@db.internal:5432/shop⟩ now",
+        "⟨https://api.acme.io/v1?access_token=a1b2c3d4e5f6&x=1⟩",
+    ],
+    "CRYPTO": [
+        "send it to ⟨1A1zP1eP5QGefi2DMPTfTL5SLmv7DivfNa⟩",
+        "⟨bc1qw508d6qejxtdg4y5r3zarvary0c5xw7kv8f3t4⟩,",
+        "⟨bc1p0xlxvlhemja6c4dqv22uapctqupfhlxm9h8z3k2e72q4k9hcz7vqzk5jj0⟩",
+        "⟨BC1QW508D6QEJXTDG4Y5R3ZARVARY0C5XW7KV8F3T4⟩",
+        "⟨0x5aAeb6053F3E94C9b9A09f33669435E7Ef1BeAed⟩!",
+        "⟨0x5AAeb6053F3E94C9b9A09f33669435E7Ef1BeAed⟩ too",
+    ],
+    "PASSWORD": [
+        "my pw is ⟨Hunter22!⟩",
+        "Password - ⟨Hunter22⟩",
+        "user/pass: ⟨ana⟩/⟨Hunter22!⟩",
+        "log in with password ⟨Tr0ub4dor⟩ and go",
+        "the credentials are ⟨admin⟩ / ⟨s3cret!x⟩",
+        "Login: ⟨bob⟩:⟨hunter22⟩",
+        "user bob, password ⟨hunter22⟩",
+        "my password is ⟨hunter2⟩",
+        "Password: ⟨Tr0ub4dor&3⟩, ok?",
+        "pwd=⟨s3cr3t!x⟩",
+        'db_password = "⟨correct-h0rse⟩"',
+        "the password for my bank account is ⟨Xy12zz9⟩",
+        "Passwort: ⟨geheim123⟩",
+        "mot de passe : ⟨soleil99⟩",
+        '"password": "⟨p@ssw0rd!⟩"',
+        "passphrase is now ⟨blue-42-sky⟩.",
+    ],
+    "MAC_ADDRESS": [
+        "mac address ⟨3C22FB9A107E⟩",
+        "device ⟨3C:22:FB:9A:10:7E⟩ is up",
+        "⟨3c22.fb9a.107e⟩",
+        "MAC ⟨00-11-22-33-44-55⟩",
+    ],
+    "COORDINATES": [
+        "https://maps.example/?q=⟨40.7128,-74.0060⟩",
+        "at ⟨40°42'46\"N 74°00'22\"W⟩",
+        "coordinates: ⟨40.7128, -74.0060⟩",
+        '{"lat": ⟨40.7128, "lng": -74.0060⟩}',
+    ],
+    "HANDLE": [
+        "write on t.me/⟨ana_lee84⟩",
+        "follow me on Instagram ⟨@ana_lee.84⟩!",
+        "my username is ⟨ana_lee84⟩",
+        "Discord: ⟨ana.lee#1234⟩",
+    ],
+    "DATE_OF_BIRTH": [
+        "I was born on ⟨March 5th, 1984⟩.",
+        "DOB: ⟨1984-03-05⟩",
+        "née le ⟨5 août 1984⟩",
+        "geboren am ⟨5. März 1984⟩",
+        '{"date_of_birth": "⟨05/03/1984⟩"}',
+    ],
+    "LICENSE_PLATE": [
+        "my license plate is ⟨7ABC-123⟩",
+        "Kennzeichen: ⟨M-AB 1234⟩",
+    ],
+}
+LEFT = [
+    "lodash@4.17.21",
+    "@pytest.fixture",
+    "a @ b.com",
+    "on 2023-11-05 10:30 or 05.11.2023",
+    "the 2015-2016 season, call it 1997 2017",
+    "ISBN 978-3-16-148410-0",
+    "pages 100-200 300",
+    "numbers 10 20 30 40 50 60",
+    "pi is 3.1415926535",
+    "$1,234,567,890 and 1 234 567 890",
+    "1600000000000",
+    "order 4111 1111 1111 1112",
+    "DE12 3456 7890 1234 5678 90",
+    "at 192.168.0.1, 127.0.0.1 and 2001:db8::1",
+    "std::vector<bad::cafe>",
+    "999999999",
+    "8 * 7 = 56, 12-15-2024, room 1204",
+    "000-12-3456, 666-12-3456 and 900-12-3456 are never assigned",
+    "36 574 261 809 and 130692544 without a word beside them",
+    "your passport was renewed in 2019",
+    "git commit 5aaeb6053f3e94c9b9a09f33669435e7ef1beaed",
+    "1A1zP1eP5QGefi2DMPTfTL5SLmv7DivfNb has a wrong check",
+    "bc1qw508d6qejxtdg4y5r3zarvary0c5xw7kv8f3t5 and bc1Qw508d6qejxtdg4y5r3zarvary0c5xw7kv8f3t4",
+    "we meet at noon. The dot com bubble",
+    "look at gmail.com, sign up at yahoo.com",
+    "x = a @ b.T and self.w @ layer.weight",
+    "values[at] = rows[at].name",
+    "the password must have 8 characters, as in SHA256 or base64",
+    "with password authentication, use password-less login",
+    "credentials are stored in the vault",
+    "login: required, password: optional",
+    "columns 4500 5200 3900\n4100 4400 4711",
+    "2019, 2020, 2021, 2022",
+    "1000 - 500 = 500, 350 - 50 - 1500",
+    "5000/500 = 10 reams for the office",
+    "born in 1984, on 05/03/1984 the invoice was paid",
+    "the plate is hot; registration opens 2024",
+    "10:20:30:40:50:60 and 00:00:00:00:00:00",
+    "f1:f2 ratio 0.1234, 0.5678",
+    "loss 40.7128, 74.0060",
+    "@property and @types/node, @media print, user@pve",
+    "12:30, 5/8, 3½ and 1 2 3 4 5 6 7 8 9 10 11 12 13",
+    "u2 and r/python, issue#1234",
+    "done at a point in the process, the chain at the point at which it ends",
+    "With pw-midi2play, how do I play? pass - the test",
+    "There are 974000 / 1000 = 974 groups",
+    "call it a matrix:\n1 2 3\n8 9 4\n7 6 5",
+    "one two three four five six seven",
+    "How do I reset my password?",
+    "The password is incorrect.",
+    "The password is wrong!",
+    "How do I remove a password to bypass restrictions?",
+    "Is a password for each restrictions?",
+    "password: required",
+    "password = getpass.getpass()",
+    'password = os.environ["PASSWORD"]',
+    "password: str = Field(min_length=8)",
+    "const password = req.body.password;",
+    'password="your_password"',
+    "password=${PASSWORD}",
+    "password: <password>",
+    "username=^USER^&password=^PASS^",
+    "password = ********",
+    "password is case-sensitive",
+    "def check(password: string)",
+    "What is an API key, and is api_key = None fine?",
+    "api_key=YOUR_API_KEY_GOES_HERE",
+    "token = tokenizer.decode(ids)",
+    "-----BEGIN PUBLIC KEY-----",
+    "The file starts with -----BEGIN PRIVATE KEY----- and ends with -----END PRIVATE KEY-----.",
+    "sk-learn and sk-image are short names",
+    "hf_hub_download(repo_id)",
+    "commit 5d41402abc4b2a76b9719d911017c592aabbccdd",
+    "550e8400-e29b-41d4-a716-446655440000",
+    "d41d8cd98f00b204e9800998ecf8427e",
+    "================================================",
+    "AAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAA",
+    "supercalifragilisticexpialidocious_and_more",
+    "https://github.com/python/cpython/commit/0123456789abcdef",
+    "import torch; x = torch.nn.functional.scaled_dot_product_attention2",
+]
+# One of each kind, from its country's own documentation or python-stdnum's.
+NATIONAL = {
+    "US ITIN": "912-90-3456",
+    "UK NINO": "NI number AB 12 34 56 C",
+    "UK NHS": "NHS number 943 476 5919",
+    "IE PPS": "6433435F",
+    "ES DNI": "DNI 54362315K",
+    "ES NIE": "X-2482300W",
+    "IT codice fiscale": "RCCMNL83S18D969H",
+    "FR NIR": "2 95 10 99 126 111 93",
+    "DE Steuer-ID": "Steuer-ID 36 574 261 809",
+    "CH AHV": "756.9217.0769.85",
+    "NL BSN": "BSN: 111222333",
+    "BE rijksregister": "85.07.30-033.28",
+    "PT NIF": "NIF 501 964 843",
+    "PL PESEL": "PESEL 44051401359",
+    "CZ, SK rodné číslo": "710319/2745",
+    "SE personnummer": "880320-0016",
+    "FI henkilötunnus": "131052-308T",
+    "DK CPR": "CPR 211062-5629",
+    "NO fødselsnummer": "151086 95088",
+    "RO CNP": "CNP 1630615123457",
+    "BG EGN": "EGN 7523169263",
+    "HR OIB": "OIB 33392005961",
+    "GR AMKA": "AMKA 01013099997",
+    "TR kimlik": "TC Kimlik No 17291716060",
+    "IL teudat zehut": "teudat zehut 039337423",
+    "ZA ID": "ID number 7503305044089",
+    "BR CPF": "390.533.447-05",
+    "BR CPF, bare": "cpf 39053344705",
+    "CL RUT": "12.531.909-2",
+    "AR CUIT": "20-05536168-2",
+    "MX CURP": "BOXW310820HNERXN09",
+    "CA SIN": "SIN 123-456-782",
+    "AU TFN": "tax file number 123 456 782",
+    "IN PAN": "ACUPA7085R",
+    "IN Aadhaar": "Aadhaar 2341 2341 2346",
+    "SG NRIC": "S1234567D",
+    "TH PIN": "1-2345-45678-78-1",
+    "KR RRN": "971013-9019902",
+    "JP My Number": "My Number 6214 9832 0257",
+    "CN resident ID": "360426199101010071",
+    "document": "passport number C01X00T47",
+}
+UNCHECKED = ("US ITIN", "UK NINO", "DK CPR", "IN PAN", "document")  # form and ranges alone
+
+
+def some(count, letters=MIXED, start=37):
+    return letters[start : start + count]
+
+
+KEYS = {
+    "OpenAI project": "sk-proj-" + some(48),
+    "OpenAI service": "sk-svcacct-" + some(40),
+    "OpenAI": "sk-" + some(48),
+    "OpenAI, old": "sk-" + some(20) + "T3Blbk" + "FJ" + some(20),
+    "Anthropic": "sk-ant-api03-" + some(80) + "-AA",
+    "OpenRouter": "sk-or-v1-" + some(64, HEX),
+    "Hugging Face": "hf_" + some(34),
+    "Google": "AIza" + some(35),
+    "Google OAuth": "ya29." + some(60),
+    "Google client": "GOCSPX-" + some(28),
+    "GitHub": "ghp_" + some(36),
+    "GitHub app": "ghs_" + some(36),
+    "GitHub, fine-grained": "github_pat_" + some(22) + "_" + some(59),
+    "GitLab": "glpat-" + some(20),
+    "Slack": "xoxb-" + "123456789012-1234567890123-" + some(24),
+    "Slack app": "xapp-1-A0" + some(60),
+    "AWS": "AKIA" + "IOSFODNN7" + "EXAMPLE",
+    "Stripe": "sk_live_" + some(24),
+    "Stripe test": "pk_test_" + some(24),
+    "SendGrid": "SG." + some(22) + "." + some(43),
+    "Twilio": "SK" + some(32, HEX),
+    "npm": "npm_" + some(36),
+    "PyPI": "pypi-AgEIcHlwaS5vcmc" + some(80),
+    "DigitalOcean": "dop_v1_" + some(64, HEX),
+    "Shopify": "shpat_" + some(32, HEX),
+    "Groq": "gsk_" + some(52),
+    "Replicate": "r8_" + some(37),
+    "Perplexity": "pplx-" + some(48),
+    "NVIDIA": "nvapi-" + some(60),
+    "Telegram": "123456789:" + some(35),
+    "Mailchimp": some(32, HEX) + "-us12",
+    "Square": "sq0csp-" + some(43),
+    "JWT": "eyJ" + some(30) + ".eyJ" + some(60) + "." + some(43),
+    "JWT of real length": "eyJ" + some(300) + ".eyJ" + some(900) + "." + some(342),
+}
+NAMED = {
+    "api_key = '{}'": some(32),
+    'export OPENAI_API_KEY="{}"': some(40),
+    "the secret key is {} .": some(24, HEX),
+    '{{"client_secret": "{}"}}': some(32),
+    "access token: {}": some(40),
+    "Authorization: Bearer {}": some(40),
+    "aws_secret_access_key = '{}'": some(40),
+}
+BODY = "\n".join([some(64)] * 20)
+BLOCKS = {
+    "RSA": f"-----BEGIN RSA PRIVATE KEY-----\nProc-Type: 4,ENCRYPTED\n\n{BODY}\n-----END RSA "
+    "PRIVATE KEY-----",
+    "PKCS 8": f"-----BEGIN PRIVATE KEY-----\n{BODY}\n-----END PRIVATE KEY-----",
+    "OpenSSH": f"-----BEGIN OPENSSH PRIVATE KEY-----\n{BODY}\n-----END OPENSSH PRIVATE KEY-----",
+    "PGP": f"-----BEGIN PGP PRIVATE KEY BLOCK-----\n\n{BODY}=\n=abcd\n-----END PGP PRIVATE KEY "
+    "BLOCK-----",
+    "in JSON": "-----BEGIN PRIVATE KEY-----\\n"
+    + BODY.replace("\n", "\\n")
+    + "\\n-----END PRIVATE KEY-----",
+    "cut": f"-----BEGIN EC PRIVATE KEY-----\n{BODY}",
+}
+
+
+def test_values_are_found_whole():
+    for type, texts in FOUND.items():
+        for text in texts:
+            detector = LINKS if type == "URL" else PATTERNS
+            assert marked(unmarked(text), detector) == (text, {type})
+
+
+def test_what_only_looks_like_one_is_left():
+    assert {text: found for text in LEFT if (found := PATTERNS.find(text))} == {}
+
+
+@pytest.mark.parametrize("sentence", ["⟨{}⟩", "curl -H 'x: ⟨{}⟩'", "KEY=⟨{}⟩\n", "(⟨{}⟩)."])
+def test_keys_are_found_whole(sentence):
+    for maker, key in KEYS.items():
+        text = sentence.format(key)
+        found, types = marked(unmarked(text))
+        assert types == {"API_KEY"}, maker
+        assert found in (text, text.replace("KEY=⟨", "⟨KEY=")), maker
+
+
+def test_values_behind_a_name_are_found():
+    for sentence, value in NAMED.items():
+        assert marked(sentence.format(value)) == (sentence.format(f"⟨{value}⟩"), {"API_KEY"})
+
+
+def test_private_keys_are_found_from_heading_to_end():
+    for block in BLOCKS.values():
+        text = f"here: ⟨{block}⟩"
+        assert marked(unmarked(text)) == (text, {"PRIVATE_KEY"})
+    text = f"⟨{BLOCKS['RSA']}⟩\nand\n⟨{BLOCKS['OpenSSH']}⟩\n?"
+    assert marked(unmarked(text))[0] == text, "two keys"
+    putty = f"PuTTY-User-Key-File-2: ssh-rsa\nPrivate-Lines: 8\n{BODY}\nPrivate-MAC: 00"
+    assert some(64) not in mask(putty, PATTERNS.find(putty))
+
+
+def test_the_plugins_are_patterns():
+    assert all(hasattr(pattern, "finditer") for pattern in plugin_patterns())
+    assert not [name for name in PLUGINS if "entropy" in name or "keyword" in name]
+
+
+@given(st.text(max_size=200))
+def test_any_text_is_searched(text):
+    for search in (api_keys, passwords, private_keys):
+        assert all(0 <= start < end <= len(text) for start, end in search(text))
+
+
+def test_national_numbers_are_found():
+    assert list(NATIONAL) == [kind.name for kind in IDENTIFIERS]
+    for kind, value in NATIONAL.items():
+        text = f"Hello, {value}."
+        found = [text[start:end] for start, end in national_ids(text)]
+        assert found, kind
+        assert all(text.endswith(f"{one}.") for one in found), kind
+        assert "<NATIONAL_ID>." in mask(text, PATTERNS.find(text)), kind
+
+
+def test_a_wrong_check_is_no_national_number():
+    """Of the ten last digits or twenty-six last letters, few are right."""
+    for kind, value in NATIONAL.items():
+        if kind not in UNCHECKED:
+            last = string.digits if value[-1].isdigit() else string.ascii_uppercase
+            right = [one for one in last if list(national_ids(value[:-1] + one))]
+            assert 1 <= len(right) <= 3, kind
+
+
+def test_alone_most_national_numbers_need_a_word_beside_them():
+    assert is_national_id("44051401359"), "the check alone does not ask for the word"
+    assert PATTERNS.find("44051401359") == []
+
+
+@pytest.mark.parametrize(
+    ("valid", "address"),
+    [
+        (is_base58check, "1A1zP1eP5QGefi2DMPTfTL5SLmv7DivfNa"),
+        (is_base58check, "LM2WMpR1Rp6j3Sa59cMXMs1SPzj9eXpGc1"),
+        (is_bech32, "bc1qw508d6qejxtdg4y5r3zarvary0c5xw7kv8f3t4"),
+        (is_bech32, "bc1p0xlxvlhemja6c4dqv22uapctqupfhlxm9h8z3k2e72q4k9hcz7vqzk5jj0"),
+    ],
+)
+def test_one_changed_letter_fails_a_wallets_check(valid, address):
+    """Addresses of the Bitcoin and Litecoin documentation, of BIP 173 and BIP 350."""
+    assert valid(address)
+    changed = [
+        address[:at] + ("2" if address[at] != "2" else "3") + address[at + 1 :]
+        for at in range(4, len(address))
+    ]
+    assert not any(map(valid, changed))
+
+
+@given(st.text(alphabet=string.digits, min_size=11, max_size=18))
+def test_one_check_digit_of_ten_is_right(digits):
+    assert sum(luhn(digits + last) for last in string.digits) == 1
+
+
+# Disguises
+
+FULL_WIDTH = str.maketrans("0123456789@.", "０１２３４５６７８９＠．")
+ARABIC, DEVANAGARI, BOLD = (
+    str.maketrans("0123456789", "".join(chr(ord(zero) + digit) for digit in range(10)))
+    for zero in "٠०𝟎"
+)
+DIGITS = (FULL_WIDTH, ARABIC, DEVANAGARI, BOLD)
+NUMBERS = {
+    "CREDIT_CARD": "4111 1111 1111 1111",
+    "IBAN_CODE": "DE89 3704 0044 0532 0130 00",
+    "US_SSN": "219-45-9876",
+    "PHONE_NUMBER": "(212) 736-5000",
+    "IP_ADDRESS": "8.8.8.8",
+    "NATIONAL_ID": "390.533.447-05",
+}
+SEPARATORS = [
+    ".",
+    "/",
+    "_",
+    "-",
+    "–",
+    "—",
+    "  ",
+    "\n",
+    "\r\n",
+    " - ",
+    " / ",
+    "\u00a0",
+    "\u2009",
+    "|",
+]
+
+
+@pytest.mark.parametrize("separator", SEPARATORS)
+def test_cards_and_accounts_between_any_separators(separator):
+    for type, number in (
+        ("CREDIT_CARD", "4111 1111 1111 1111"),
+        ("CREDIT_CARD", "3782 822463 10005"),
+        ("CREDIT_CARD", "5555 5555 5555 4444"),
+        ("IBAN_CODE", "DE89 3704 0044 0532 0130 00"),
+    ):
+        text = f"pay ⟨{number.replace(' ', separator)}⟩ now"
+        assert marked(unmarked(text)) == (text, {type})
+
+
+INVISIBLE = st.sampled_from(["\u200b", "\u00ad", "\u2060", "\ufeff", "\u200d", "\ufe0f", ""])
+
+
+@settings(deadline=None, max_examples=80)
+@given(st.sampled_from(sorted(NUMBERS)), st.sampled_from((None, *DIGITS)), st.data())
+def test_digits_of_any_script_are_found_and_replaced(type, digits, data):
+    """With what is not seen between them. A surrogate that is the value in plain digits would count
+    as masked.
+    """
+    value = NUMBERS[type].translate(digits or {})
+    value = "".join(letter + data.draw(INVISIBLE) for letter in value)
+    text = f"Hello, {value}, thanks"
+    found = PATTERNS.find(text)
+    assert [one.type for one in found] == [type]
+    made = fold(clean([text], [found], CONFIG, KEY)[0]).text
+    assert made.startswith("Hello, ")
+    assert made.endswith(", thanks")
+    assert canonical(type, NUMBERS[type]) not in canonical(type, made)
+    assert PATTERNS.find(mask(text, found)) == []
