@@ -96,7 +96,7 @@ class CloudDlp:
         """The findings in texts; of each half, where they are too many for a request or its answer
         was cut.
         """
-        result = self._asked(pieces) if _num_bytes(pieces) <= MOST_BYTES else None
+        result: Any = self._asked(pieces) if _num_bytes(pieces) <= MOST_BYTES else None
         was_cut = result is None or len(result.findings) >= MOST_FINDINGS
         halves = _halves(pieces) if was_cut or result.findings_truncated else []
         for half in halves:
