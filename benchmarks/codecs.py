@@ -1,7 +1,7 @@
 """The tau that a codec costs: the same head, the same seed and the same order of batches, trained
 on features from each codec.
 
-    python benchmarks/codecs.py [--quick] [--seeds 3] [--codecs lossless,within2,...] [--features
+    python benchmarks/codecs.py [--quick] [--seeds 3] [--codecs lossless,within4,...] [--features
     URL] [--folder out/features]
 
 A codec may have "/supervised" behind it: the last hidden state is kept only where somebody asks it
@@ -33,7 +33,7 @@ from eyas.shards import FeatureMeta, Features, ShardWriter
 from eyas.train.state import StopConfig
 from eyas.train.trainer import TrainConfig, train
 
-CODECS = "lossless,within1,within2,within4,within8,within2/supervised"
+CODECS = "lossless,within4,within4/supervised"
 BASELINE = "lossless"
 # while training: `eyas eval` judges the last head of each
 NOT_MEASURED = StopConfig(measurements=0)

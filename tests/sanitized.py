@@ -7,6 +7,7 @@ The tests of `tests/test_native.py` are called as functions: they have the shape
 
 from __future__ import annotations
 
+import ctypes
 import os
 from collections.abc import Callable
 from contextlib import suppress
@@ -31,6 +32,7 @@ if library.unavailable() is not None:
     print(f"unavailable: {library.unavailable()}")
     raise SystemExit(3)
 
+from eyas.model.draws import DrawState  # noqa: E402
 from eyas.model.rows import NodesToVerify, Proposals, Roots  # noqa: E402
 from tests import test_native as native_tests  # noqa: E402
 from tests import test_packed as packed_tests  # noqa: E402
@@ -237,8 +239,10 @@ def planted() -> None:
     child = os.fork()
     if child == 0:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
-        data = np.zeros(4096, dtype=np.uint8)
-        library.library().eyas_read(library.address(data), 8192, 1)
+        rows, tokens = np.zeros((1, 4096), dtype=np.float32), np.zeros(2, dtype=np.int64)
+        state = DrawState()
+        places = library.address(rows), 2, 4096, library.address(tokens)
+        library.library().eyas_draw(ctypes.addressof(state), *places)
         os._exit(0)
     assert os.waitpid(child, 0)[1] != 0, "a read out of bounds went unnoticed: no sanitizer here"
 

@@ -1,16 +1,25 @@
-"""Reads and writes out of bounds on the native path, by the compiler's sanitizers."""
+"""The native path's memory: reads and writes out of bounds, by the compiler's sanitizers, and calls
+that find none.
+"""
 
 from __future__ import annotations
 
 import os
+import resource
 import shutil
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 
 from eyas.model.library import unavailable
+from eyas.model.rows import prompt_rows
+from eyas.model.target import Target
+from tests.tiny import tiny_target
 
 PARTS = ["planted", "shapes", "blocks", "drafts", "ids", "rounds", "draws"]
 
@@ -47,3 +56,33 @@ def test_no_read_or_write_is_out_of_bounds():
     )
     assert done.returncode == 0, done.stdout + done.stderr[-8000:]
     assert done.stdout.split() == PARTS
+
+
+def starve() -> None:
+    """Forwards of a target in a process whose memory ends: MemoryError, and the next call is whole.
+
+    The buffers of 100,000 rows take some 150 MB.
+    """
+    target = Target.load(tiny_target(Path(tempfile.mkdtemp())), "float32")
+    many, few = (
+        prompt_rows([[7]] * count, [0] * count, np.zeros((count, 1), np.int32), 16, "cpu")
+        for count in (100_000, 3)
+    )
+    cache, first = target.new_cache(1), torch.zeros(1, dtype=torch.int64)
+    expected = target.forward(few, cache).logits.clone()
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    for megabytes in (1, 20, 50, 90):
+        limit = pages * resource.getpagesize() + (megabytes << 20)
+        resource.setrlimit(resource.RLIMIT_AS, (limit, resource.RLIM_INFINITY))
+        with pytest.raises(MemoryError, match="no memory"):
+            target.forward(many, cache, logits_of=first)
+        resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY,) * 2)
+        assert torch.equal(target.forward(few, cache).logits, expected)
+    assert torch.equal(target.forward(many, cache, logits_of=first).logits, expected[:1])
+
+
+@pytest.mark.skipif(unavailable() is not None, reason=str(unavailable()))
+def test_a_call_without_memory_is_an_error_and_no_abort():
+    program = "from tests.test_native_memory import starve; starve()"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-4000:]

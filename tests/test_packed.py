@@ -4,9 +4,11 @@ twin to the bit, rows that depend on nothing beside them, and the engine on top.
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import gguf
 import numpy as np
@@ -87,11 +89,21 @@ def inputs(M: int, K: int) -> Tensor:
     return x
 
 
+@functools.cache
+def multiply(flags: tuple[str, ...]) -> Any:
+    """products.cpp's function, built as the library is with these flags."""
+    built = library.built(Path(__file__).with_name("products.cpp"), library.find_compiler())
+    function = ctypes.CDLL(str(built)).multiply
+    pointer, integer = ctypes.c_void_p, ctypes.c_int64
+    function.argtypes, function.restype = [pointer, pointer, integer, integer, pointer], None
+    return function
+
+
 def product(linear: PackedLinear, x: Tensor, N: int, threads: int = 1) -> Tensor:
     """x [M, K] -> [M, N] by the library."""
     y = torch.empty(len(x), -(-N // 16) * 16)
     x = x.contiguous()
-    library.library().eyas_multiply(linear.handle, x.data_ptr(), len(x), threads, y.data_ptr())
+    multiply(library.FLAGS)(linear.handle, x.data_ptr(), len(x), threads, y.data_ptr())
     return y[:, :N]
 
 

@@ -1,7 +1,7 @@
 """The C++ library of `cpp/` for x86-64 with AVX-512, built when first used, and how it is called.
 
-Knows compilers, signatures and addresses; no model. Without a compiler or AVX-512 there is none,
-and PyTorch and NumPy do its work.
+Without a compiler or AVX-512 there is none, and PyTorch and NumPy do its work. A call that finds no
+memory raises MemoryError.
 """
 
 from __future__ import annotations
@@ -15,9 +15,10 @@ import platform
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -35,6 +36,8 @@ FLAGS = (
     "-fPIC",
     "-pthread",
 )
+NO_MEMORY = 6  # kNoMemory of decoder.cpp; negative of OF_LEVELS
+MAKERS, OF_LEVELS = ("eyas_linear", "eyas_quantised", "eyas_new"), ("eyas_propose", "eyas_grow")
 NEEDED = ("avx512f", "avx512bw", "avx512dq", "avx512vl")
 
 logger = logging.getLogger(__name__)
@@ -67,13 +70,11 @@ def _loaded() -> tuple[ctypes.CDLL | None, str | None]:
     missing = sorted(set(NEEDED) - set(_cpu().split()))
     if platform.machine() != "x86_64" or missing:
         return None, f"the processor has no {', '.join(missing) or 'AVX-512'}"
-    compiler = next(
-        filter(None, map(shutil.which, (os.environ.get("CXX") or "g++", "c++", "clang++"))), None
-    )
+    compiler = find_compiler()
     if compiler is None:
         return None, "there is no C++ compiler (g++)"
     try:
-        return _declared(ctypes.CDLL(str(_built(compiler)))), None
+        return _declared(ctypes.CDLL(str(built(SOURCES / "decoder.cpp", compiler)))), None
     except subprocess.CalledProcessError as error:
         lines = (error.stderr or str(error)).strip().splitlines()
         return (
@@ -94,28 +95,33 @@ def _cpu() -> str:
     return f"{kept.get('model name', '')} {kept.get('flags', '')}"
 
 
-def _built(compiler: str) -> Path:
-    """The library's file, built unless there is one of these sources, this compiler and this
-    processor.
+def find_compiler() -> str | None:
+    names = (os.environ.get("CXX") or "g++", "c++", "clang++")
+    return next(filter(None, map(shutil.which, names)), None)
+
+
+def built(main: Path, compiler: str) -> Path:
+    """The library's file of a source, built unless there is one of these sources, this compiler and
+    this processor.
     """
-    sources = sorted(SOURCES.glob("*.*"))
+    sources = sorted({*SOURCES.glob("*.*"), main})
     version = subprocess.run(
         [compiler, "--version"], capture_output=True, text=True, check=True
     ).stdout
     parts = [*(source.read_text() for source in sources), *FLAGS, version, _cpu()]
     key = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:24]
     folder = cache_folder("native")
-    built = folder / f"decoder-{key}.so"
-    if built.exists():
-        return built
-    logger.warning("building the native decoder, once for this machine (%s)", built)
+    library_file = folder / f"{main.stem}-{key}.so"
+    if library_file.exists():
+        return library_file
+    logger.warning("building the native decoder, once for this machine (%s)", library_file)
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
-        fresh = Path(scratch) / built.name
-        command = [compiler, *FLAGS, str(SOURCES / "decoder.cpp"), "-o", str(fresh)]
+        fresh = Path(scratch) / library_file.name
+        command = [compiler, *FLAGS, f"-I{SOURCES}", str(main), "-o", str(fresh)]
         subprocess.run(command, capture_output=True, text=True, check=True)
-        fresh.replace(built)
-    return built
+        fresh.replace(library_file)
+    return library_file
 
 
 def _declared(lib: ctypes.CDLL) -> ctypes.CDLL:
@@ -129,10 +135,8 @@ def _declared(lib: ctypes.CDLL) -> ctypes.CDLL:
             pointer,
             [pointer, pointer, pointer, integer, integer, integer, pointer, integer],
         ),
-        "eyas_multiply": (None, [pointer, pointer, integer, integer, pointer]),
         "eyas_free_linear": (None, [pointer]),
         "eyas_linear_bytes": (integer, [pointer]),
-        "eyas_read": (integer, [pointer, integer, integer]),
         "eyas_new": (
             pointer,
             [integer, pointer, ctypes.c_float, pointer, pointer, pointer, pointer],
@@ -142,7 +146,7 @@ def _declared(lib: ctypes.CDLL) -> ctypes.CDLL:
         "eyas_forward": (integer, [*[pointer] * 5, integer, pointer, integer, *[pointer] * 3]),
         "eyas_verify": (integer, [pointer] * 3),
         "eyas_score": (integer, [pointer, integer, integer, integer, pointer, pointer]),
-        "eyas_draw": (None, [pointer, pointer, integer, integer, pointer]),
+        "eyas_draw": (integer, [pointer, pointer, integer, integer, pointer]),
         "eyas_extend": (integer, [pointer] * 5),
         "eyas_step": (integer, [pointer] * 5),
         "eyas_proposals": (integer, [*[pointer] * 3, *[integer] * 3, pointer, pointer]),
@@ -155,7 +159,22 @@ def _declared(lib: ctypes.CDLL) -> ctypes.CDLL:
     for name, (result, arguments) in signatures.items():
         function = getattr(lib, name)
         function.restype, function.argtypes = result, arguments
+        if name in MAKERS:
+            function.errcheck = _checked(None)
+        elif result is integer and name != "eyas_linear_bytes":
+            function.errcheck = _checked(-NO_MEMORY if name in OF_LEVELS else NO_MEMORY)
     return lib
+
+
+def _checked(failure: int | None) -> Callable[..., Any]:
+    """Passes on what a function returns, and raises MemoryError for its sign of failure."""
+
+    def check(result: Any, *_: object) -> Any:
+        if result == failure:
+            raise MemoryError("no memory, or no thread, for the native decoder")
+        return result
+
+    return check
 
 
 # Arguments of a call

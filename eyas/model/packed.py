@@ -28,10 +28,8 @@ SQUEEZED_FROM = 1 << 24
 class PackedLinear:
     """Weights [N, K] of one product, stacked from parts and packed for streaming."""
 
-    def __init__(self, handle: int | None) -> None:
-        """handle: of the library's product. Raises MemoryError for none."""
-        if handle is None:
-            raise MemoryError("no memory for the packed weights")
+    def __init__(self, handle: int) -> None:
+        """handle: of the library's product."""
         self.handle = handle
         weakref.finalize(self, library().eyas_free_linear, handle)
         self.num_bytes: int = library().eyas_linear_bytes(handle)

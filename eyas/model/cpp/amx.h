@@ -1,12 +1,15 @@
-// Products of bf16 by AMX's tiles, a tile at a time: 16 rows by 32 inputs, times 32 inputs by 16 columns. Knows the lines of a panel,
-// no weights and no layer.
+// Products of bf16 by AMX's tiles, a tile at a time: 16 rows by 32 inputs, times 32 inputs by 16
+// columns. Knows the lines of a panel, no weights and no layer.
 //
-//   registers    two tiles of rows    0, 1 and 2, 3 sums of either by two blocks    4, 5 rows    6, 7 weights
-//                one tile of rows     0 .. 3 sums by up to four blocks              4 rows       5, 6, 7 weights
+//   registers    two tiles of rows    0, 1 and 2, 3 sums of either by two blocks    4, 5 rows    6,
+//   7 weights
+//                one tile of rows     0 .. 3 sums by up to four blocks              4 rows       5,
+//                6, 7 weights
 //
-// A step of 32 inputs adds, to every sum, what the processor makes of 16 pairs (TDPBF16PS: a sum over their first inputs, one over
-// their second, then both; Intel's Software Developer's Manual, volume 2). So a row's bits depend on nothing but the row, but they
-// are not those of AVX-512's instruction: one matrix is multiplied by the one or by the other, whatever the number of rows.
+// A step of 32 inputs adds, to every sum, what the processor makes of 16 pairs (TDPBF16PS: a sum
+// over their first inputs, one over their second, then both; Intel's Software Developer's Manual,
+// volume 2). So a row's bits depend on nothing but the row, but they are not those of AVX-512's
+// instruction: one matrix is multiplied by the one or by the other, whatever the number of rows.
 #pragma once
 
 #include <sys/syscall.h>
@@ -22,7 +25,8 @@ constexpr int kAmxRows = 16, kAmxPairs = 16;  // of a tile; pairs of inputs
 
 // Whether the kernel lets this process have tiles: it is asked once.
 inline bool has_amx() {
-  constexpr long kRequest = 0x1023, kTileData = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA of asm/prctl.h
+  constexpr long kRequest = 0x1023,
+                 kTileData = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA of asm/prctl.h
   static const bool allowed = syscall(SYS_arch_prctl, kRequest, kTileData) == 0;
   return allowed;
 }
@@ -42,7 +46,8 @@ class AmxTiles {
     alignas(64) Shape shape = {};
     for (int i = 0; i < 8; ++i) {
       const int first_of_weights = second > 0 ? 6 : 5;
-      const bool of_weights = i >= first_of_weights, of_second = second > 0 && (i == 2 || i == 3 || i == 5);
+      const bool of_weights = i >= first_of_weights,
+                 of_second = second > 0 && (i == 2 || i == 3 || i == 5);
       shape.rows[i] = static_cast<uint8_t>(of_weights ? row_bytes / 4 : of_second ? second : first);
       shape.bytes[i] = static_cast<uint16_t>(i >= 4 && !of_weights ? row_bytes : 64);
     }
@@ -60,11 +65,12 @@ class AmxTiles {
   int first_ = 0, second_ = 0;
 };
 
-// The compiler's intrinsics do not say that tiles are loaded from memory: what was written there before must be.
+// The compiler's intrinsics do not say that tiles are loaded from memory: what was written there
+// before must be.
 INLINE void before_tiles() { asm volatile("" ::: "memory"); }
 
-// Some inputs of rows: x [rows][stride], sums [rows][sums_stride] are continued unless they are fresh. width: blocks side by side in a
-// line of pairs of the weights.
+// Some inputs of rows: x [rows][stride], sums [rows][sums_stride] are continued unless they are
+// fresh. width: blocks side by side in a line of pairs of the weights.
 struct AmxWork {
   const bf16* x;
   float* sums;
@@ -82,9 +88,17 @@ INLINE void one_of_rows(const AmxWork& work, Feed& feed) {
   const bf16* x = work.x;
   float* sums = work.sums;
   before_tiles();
-#define EYAS_EACH(DO) \
-  DO(0)               \
-  if constexpr (W > 1) { DO(1) } if constexpr (W > 2) { DO(2) } if constexpr (W > 3) { DO(3) }
+#define EYAS_EACH(DO)    \
+  DO(0)                  \
+  if constexpr (W > 1) { \
+    DO(1)                \
+  }                      \
+  if constexpr (W > 2) { \
+    DO(2)                \
+  }                      \
+  if constexpr (W > 3) { \
+    DO(3)                \
+  }
 #define EYAS_BEGIN(I) \
   if (work.fresh)     \
     _tile_zero(I);    \
@@ -117,7 +131,8 @@ INLINE void one_of_rows(const AmxWork& work, Feed& feed) {
 #undef EYAS_END
 }
 
-// Two tiles of rows, the second behind the 16 of the first, by W blocks, one or two, from `block` on.
+// Two tiles of rows, the second behind the 16 of the first, by W blocks, one or two, from `block`
+// on.
 template <int W, class Feed>
 INLINE void two_of_rows(const AmxWork& work, int block, Feed& feed) {
   const size_t x_bytes = work.stride * 2, line = work.width * 64, sums_bytes = work.sums_stride * 4;
@@ -162,7 +177,9 @@ INLINE void two_of_rows(const AmxWork& work, int block, Feed& feed) {
 }
 
 // Times that multiply_by_amx goes through the steps.
-inline int amx_passes(int M, int width) { return (M / 32 + (M % 32 > 16)) * ((width + 1) / 2) + (M % 32 > 0 && M % 32 <= 16); }
+inline int amx_passes(int M, int width) {
+  return (M / 32 + (M % 32 > 16)) * ((width + 1) / 2) + (M % 32 > 0 && M % 32 <= 16);
+}
 
 // M rows by all blocks of the work.
 template <class Feed>
@@ -178,10 +195,17 @@ inline void multiply_by_amx(AmxTiles& tiles, AmxWork work, int M, Feed& feed) {
     }
     tiles.shape(left, 0);
     switch (work.width) {
-      case 1: one_of_rows<1>(work, feed); break;
-      case 2: one_of_rows<2>(work, feed); break;
-      case 3: one_of_rows<3>(work, feed); break;
-      default: one_of_rows<4>(work, feed);
+      case 1:
+        one_of_rows<1>(work, feed);
+        break;
+      case 2:
+        one_of_rows<2>(work, feed);
+        break;
+      case 3:
+        one_of_rows<3>(work, feed);
+        break;
+      default:
+        one_of_rows<4>(work, feed);
     }
   }
 }

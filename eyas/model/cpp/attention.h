@@ -1,10 +1,12 @@
-// Attention of rows over a paged cache. Knows the cache's layout and which columns a row sees, no weights.
+// Attention of rows over a paged cache. Knows the cache's layout and which columns a row sees, no
+// weights.
 //
-//   a row's keys, in order:   columns first_column .. prefix_len - 1,   then the tree columns of its bits, ascending
-//   with a window             the columns of positions position - window + 1 .. of these; it is longer than a tree is deep
+//   a row's keys, in order:   columns first_column .. prefix_len - 1,   then the tree columns of
+//   its bits, ascending with a window             the columns of positions position - window + 1 ..
+//   of these; it is longer than a tree is deep
 //
-// Every sum runs over this logical list in the same order and in the same groups, however many rows are worked on together:
-// a tree's node gets the very bits of plain decoding.
+// Every sum runs over this logical list in the same order and in the same groups, however many rows
+// are worked on together: a tree's node gets the very bits of plain decoding.
 #pragma once
 
 #include <algorithm>
@@ -46,14 +48,19 @@ class Visible {
     slots_.clear();
     longest = 0;
     for (int m = 0; m < M; ++m) {
-      if (rows.slot[m] < 0 || rows.slot[m] >= rows.num_slots || rows.request[m] < 0 || rows.request[m] >= rows.B) return false;
-      if (rows.prefix_len[m] < rows.first_column || rows.prefix_len[m] > rows.P * rows.page_size) return false;
+      if (rows.slot[m] < 0 || rows.slot[m] >= rows.num_slots || rows.request[m] < 0 ||
+          rows.request[m] >= rows.B)
+        return false;
+      if (rows.prefix_len[m] < rows.first_column || rows.prefix_len[m] > rows.P * rows.page_size)
+        return false;
       if (!add_prefix(rows, m) || !add_tail(rows, m)) return false;
       if (prefix_count(rows, m) + tail_count_[m] == 0) return false;
       longest = std::max(longest, prefix_count(rows, m) + tail_count_[m]);
-      const bool joins = !tiles.empty() && tiles.back().count < rows_a_tile && rows.request[m] == rows.request[m - 1] &&
-                         std::abs(rows.prefix_len[m] - rows.prefix_len[tiles.back().first]) <= apart &&
-                         begin(rows, m) == begin(rows, tiles.back().first);
+      const bool joins =
+          !tiles.empty() && tiles.back().count < rows_a_tile &&
+          rows.request[m] == rows.request[m - 1] &&
+          std::abs(rows.prefix_len[m] - rows.prefix_len[tiles.back().first]) <= apart &&
+          begin(rows, m) == begin(rows, tiles.back().first);
       if (joins)
         ++tiles.back().count;
       else
@@ -62,12 +69,16 @@ class Visible {
     return true;
   }
 
-  int prefix_count(const RowsView& rows, int m) const { return static_cast<int>(rows.prefix_len[m] - begin(rows, m)); }
+  int prefix_count(const RowsView& rows, int m) const {
+    return static_cast<int>(rows.prefix_len[m] - begin(rows, m));
+  }
   const int* prefix(const RowsView& rows, int m) const {
     return slots_.data() + starts_[prefix_of_[m]] + (begin(rows, m) - begins_[prefix_of_[m]]);
   }
   // Whether no tile before it has read this tile's keys.
-  bool begins_prefix(int tile) const { return tile == 0 || prefix_of_[tiles[tile].first] != prefix_of_[tiles[tile - 1].first]; }
+  bool begins_prefix(int tile) const {
+    return tile == 0 || prefix_of_[tiles[tile].first] != prefix_of_[tiles[tile - 1].first];
+  }
   const int* tail(int m) const { return tail_.data() + static_cast<size_t>(m) * kTreeColumns; }
   int tail_count(int m) const { return tail_count_[m]; }
 
@@ -78,9 +89,11 @@ class Visible {
     return j < of_prefix ? prefix(rows, m)[j] : tail(m)[j - of_prefix];
   }
 
-  // How far the lists of two rows of a tile agree, in whole steps; where one is the beginning of the other, to the longer one's end.
+  // How far the lists of two rows of a tile agree, in whole steps; where one is the beginning of
+  // the other, to the longer one's end.
   int agree(const RowsView& rows, int m, int other, int step) const {
-    const int shorter = std::min(count(rows, m), count(rows, other)), longer = std::max(count(rows, m), count(rows, other));
+    const int shorter = std::min(count(rows, m), count(rows, other)),
+              longer = std::max(count(rows, m), count(rows, other));
     for (int j = std::min(prefix_count(rows, m), prefix_count(rows, other)); j < shorter; ++j)
       if (column(rows, m, j) != column(rows, other, j)) return j / step * step;
     return round_up(longer, step);
@@ -92,17 +105,22 @@ class Visible {
  private:
   static int64_t slot_of(const RowsView& rows, int64_t request, int64_t column) {
     if (column < 0 || column / rows.page_size >= rows.P) return -1;
-    const int64_t slot = rows.page_table[request * rows.P + column / rows.page_size] * rows.page_size + column % rows.page_size;
+    const int64_t slot =
+        rows.page_table[request * rows.P + column / rows.page_size] * rows.page_size +
+        column % rows.page_size;
     return slot >= 0 && slot < rows.num_slots ? slot : -1;
   }
 
-  // The first column of its prefix that a row sees: the entry in column c has the position c - first_column.
+  // The first column of its prefix that a row sees: the entry in column c has the position c -
+  // first_column.
   int64_t begin(const RowsView& rows, int m) const {
     if (window_ == 0) return rows.first_column;
-    return std::min(std::max<int64_t>(rows.position[m] - window_ + 1, 0) + rows.first_column, rows.prefix_len[m]);
+    return std::min(std::max<int64_t>(rows.position[m] - window_ + 1, 0) + rows.first_column,
+                    rows.prefix_len[m]);
   }
 
-  // Rows of one request stand together, so its slots are listed once, from the first to the last column that one of them sees.
+  // Rows of one request stand together, so its slots are listed once, from the first to the last
+  // column that one of them sees.
   bool add_prefix(const RowsView& rows, int m) {
     const int64_t request = rows.request[m];
     if (m > 0 && rows.request[m - 1] == request) {
@@ -128,7 +146,8 @@ class Visible {
   bool add_tail(const RowsView& rows, int m) {
     int count = 0;
     for (uint64_t bits = static_cast<uint64_t>(rows.seen[m]); bits != 0; bits &= bits - 1) {
-      const int64_t slot = slot_of(rows, rows.request[m], rows.prefix_len[m] + __builtin_ctzll(bits));
+      const int64_t slot =
+          slot_of(rows, rows.request[m], rows.prefix_len[m] + __builtin_ctzll(bits));
       if (slot < 0) return false;
       tail_[static_cast<size_t>(m) * kTreeColumns + count++] = static_cast<int>(slot);
     }
@@ -160,7 +179,8 @@ constexpr int kScoreLanes = A::is_bf16 ? 32 : 16;
 
 constexpr int kKeysAhead = 32;
 
-// Keys that are read after those worked on, and their values: fetched into the second cache meanwhile.
+// Keys that are read after those worked on, and their values: fetched into the second cache
+// meanwhile.
 template <class T>
 struct Later {
   const T* keys;
@@ -168,10 +188,12 @@ struct Later {
   int count;
 };
 
-// scores[r][j] = q[r] . key of slots[j], for j < n; writes up to 15 places behind. Values lie to_values behind their keys.
+// scores[r][j] = q[r] . key of slots[j], for j < n; writes up to 15 places behind. Values lie
+// to_values behind their keys.
 template <class A, int R>
-void scores_of(const typename A::T* const* q, const typename A::T* keys, size_t stride, size_t to_values, const int* slots, int n,
-               int D, float* const* scores, const Later<typename A::T>& later) {
+void scores_of(const typename A::T* const* q, const typename A::T* keys, size_t stride,
+               size_t to_values, const int* slots, int n, int D, float* const* scores,
+               const Later<typename A::T>& later) {
   using T = typename A::T;
   int fetched = 0;
   constexpr int at_once = R == 1 ? 16 : R == 2 ? 8 : 4, lanes = kScoreLanes<A>;
@@ -185,7 +207,8 @@ void scores_of(const typename A::T* const* q, const typename A::T* keys, size_t 
       const T* soon = keys + slots[std::min(j + i + kKeysAhead, n - 1)] * stride;
       for (int d = 0; d < D; d += 64 / sizeof(T)) _mm_prefetch(soon + d, _MM_HINT_T0);
     }
-    for (const int end = static_cast<int>(int64_t(later.count) * std::min(j + at_once, n) / n); fetched < end; ++fetched) {
+    for (const int end = static_cast<int>(int64_t(later.count) * std::min(j + at_once, n) / n);
+         fetched < end; ++fetched) {
       const T* key = later.keys + later.slots[fetched] * stride;
       for (int d = 0; d < D; d += 64 / sizeof(T)) {
         _mm_prefetch(key + d, _MM_HINT_T1);
@@ -202,12 +225,14 @@ void scores_of(const typename A::T* const* q, const typename A::T* keys, size_t 
           const Bits k = _mm512_maskz_loadu_epi16(mask, key[i] + d * lanes);
 #pragma GCC unroll 4
           for (int r = 0; r < R; ++r)
-            sum[r * at_once + i] = dot_pairs(sum[r * at_once + i], _mm512_loadu_si512(q[r] + d * lanes), k);
+            sum[r * at_once + i] =
+                dot_pairs(sum[r * at_once + i], _mm512_loadu_si512(q[r] + d * lanes), k);
         } else {
           const Vec k = _mm512_maskz_loadu_ps(static_cast<__mmask16>(mask), key[i] + d * lanes);
 #pragma GCC unroll 4
           for (int r = 0; r < R; ++r)
-            sum[r * at_once + i] = _mm512_fmadd_ps(_mm512_loadu_ps(q[r] + d * lanes), k, sum[r * at_once + i]);
+            sum[r * at_once + i] =
+                _mm512_fmadd_ps(_mm512_loadu_ps(q[r] + d * lanes), k, sum[r * at_once + i]);
         }
       }
     }
@@ -226,8 +251,8 @@ void scores_of(const typename A::T* const* q, const typename A::T* keys, size_t 
   }
 }
 
-// Scores [n] to weights, in place; returns 1 / their sum. In bf16 weights are rounded and packed to the front, an odd number of
-// them followed by a zero.
+// Scores [n] to weights, in place; returns 1 / their sum. In bf16 weights are rounded and packed to
+// the front, an odd number of them followed by a zero.
 template <class A>
 float weigh(float* scores, int n, float scale) {
   Vec most = _mm512_set1_ps(-INFINITY);
@@ -241,7 +266,8 @@ float weigh(float* scores, int n, float scale) {
   bf16* packed = reinterpret_cast<bf16*>(scores);
   for (int j = 0; j < n; j += kLanes) {
     const __mmask16 lanes = first_lanes(n - j);
-    Vec weight = exp_of(_mm512_sub_ps(_mm512_mul_ps(_mm512_maskz_loadu_ps(lanes, scores + j), factor), top));
+    Vec weight =
+        exp_of(_mm512_sub_ps(_mm512_mul_ps(_mm512_maskz_loadu_ps(lanes, scores + j), factor), top));
     weight = _mm512_maskz_mov_ps(lanes, weight);
     if constexpr (A::is_bf16) {
       const __m256i rounded = narrow(weight);
@@ -255,10 +281,11 @@ float weigh(float* scores, int n, float scale) {
   return 1.0f / _mm512_reduce_add_ps(total);
 }
 
-// Values of 16 channels of n slots, times their weights, added to sums [R][stride]: V vectors of channels from `values` on.
+// Values of 16 channels of n slots, times their weights, added to sums [R][stride]: V vectors of
+// channels from `values` on.
 template <int R, int V>
-void mix_floats(const float* const* weights, const float* values, size_t stride, const int* slots, int n, __mmask16 last,
-                float* const* sums) {
+void mix_floats(const float* const* weights, const float* values, size_t stride, const int* slots,
+                int n, __mmask16 last, float* const* sums) {
   Vec sum[R][V];
 #pragma GCC unroll 4
   for (int r = 0; r < R; ++r)
@@ -266,31 +293,36 @@ void mix_floats(const float* const* weights, const float* values, size_t stride,
   for (int j = 0; j < n; ++j) {
     const float* value = values + slots[j] * stride;
     Vec x[V];
-    for (int v = 0; v < V; ++v) x[v] = _mm512_maskz_loadu_ps(v == V - 1 ? last : 0xffff, value + v * kLanes);
+    for (int v = 0; v < V; ++v)
+      x[v] = _mm512_maskz_loadu_ps(v == V - 1 ? last : 0xffff, value + v * kLanes);
 #pragma GCC unroll 4
     for (int r = 0; r < R; ++r)
-      for (int v = 0; v < V; ++v) sum[r][v] = _mm512_fmadd_ps(_mm512_set1_ps(weights[r][j]), x[v], sum[r][v]);
+      for (int v = 0; v < V; ++v)
+        sum[r][v] = _mm512_fmadd_ps(_mm512_set1_ps(weights[r][j]), x[v], sum[r][v]);
   }
 #pragma GCC unroll 4
   for (int r = 0; r < R; ++r)
     for (int v = 0; v < V; ++v) _mm512_storeu_ps(sums[r] + v * kLanes, sum[r][v]);
 }
 
-// The same in bf16 for V vectors of 32 channels: slots two by two (an odd last one with the weight 0 that follows its own).
-// The sums of 32 channels stand as the unpack instructions leave them; `in_order` puts them right.
+// The same in bf16 for V vectors of 32 channels: slots two by two (an odd last one with the weight
+// 0 that follows its own). The sums of 32 channels stand as the unpack instructions leave them;
+// `in_order` puts them right.
 template <int R, int V>
-void mix_pairs(const bf16* const* weights, const bf16* values, size_t stride, const int* slots, int n, __mmask32 last,
-               float* const* sums) {
+void mix_pairs(const bf16* const* weights, const bf16* values, size_t stride, const int* slots,
+               int n, __mmask32 last, float* const* sums) {
   Vec sum[R][2 * V];
 #pragma GCC unroll 4
   for (int r = 0; r < R; ++r)
     for (int v = 0; v < 2 * V; ++v) sum[r][v] = _mm512_loadu_ps(sums[r] + v * kLanes);
   for (int j = 0; j < n; j += 2) {
-    const bf16 *one = values + slots[j] * stride, *two = values + slots[std::min(j + 1, n - 1)] * stride;
+    const bf16 *one = values + slots[j] * stride,
+               *two = values + slots[std::min(j + 1, n - 1)] * stride;
     Bits x[2 * V];
     for (int v = 0; v < V; ++v) {
       const __mmask32 mask = v == V - 1 ? last : 0xffffffffu;
-      const Bits a = _mm512_maskz_loadu_epi16(mask, one + v * 32), b = _mm512_maskz_loadu_epi16(mask, two + v * 32);
+      const Bits a = _mm512_maskz_loadu_epi16(mask, one + v * 32),
+                 b = _mm512_maskz_loadu_epi16(mask, two + v * 32);
       x[2 * v] = _mm512_unpacklo_epi16(a, b);
       x[2 * v + 1] = _mm512_unpackhi_epi16(a, b);
     }
@@ -298,7 +330,8 @@ void mix_pairs(const bf16* const* weights, const bf16* values, size_t stride, co
     for (int r = 0; r < R; ++r) {
       int pair;
       std::memcpy(&pair, weights[r] + j, 4);
-      for (int v = 0; v < 2 * V; ++v) sum[r][v] = dot_pairs(sum[r][v], _mm512_set1_epi32(pair), x[v]);
+      for (int v = 0; v < 2 * V; ++v)
+        sum[r][v] = dot_pairs(sum[r][v], _mm512_set1_epi32(pair), x[v]);
     }
   }
 #pragma GCC unroll 4
@@ -309,7 +342,8 @@ void mix_pairs(const bf16* const* weights, const bf16* values, size_t stride, co
 INLINE void in_order(float* sums) {
   const Vec low = _mm512_loadu_ps(sums), high = _mm512_loadu_ps(sums + kLanes);
   const Bits first = _mm512_setr_epi32(0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23);
-  const Bits second = _mm512_setr_epi32(8, 9, 10, 11, 24, 25, 26, 27, 12, 13, 14, 15, 28, 29, 30, 31);
+  const Bits second =
+      _mm512_setr_epi32(8, 9, 10, 11, 24, 25, 26, 27, 12, 13, 14, 15, 28, 29, 30, 31);
   _mm512_storeu_ps(sums, _mm512_permutex2var_ps(low, first, high));
   _mm512_storeu_ps(sums + kLanes, _mm512_permutex2var_ps(low, second, high));
 }
@@ -318,8 +352,8 @@ constexpr int kMaxHeadDim = 256;
 
 // Add weights [R][n] times the values of slots [n] to sums [R][kMaxHeadDim].
 template <class A, int R>
-void mix(const typename A::T* const* weights, const typename A::T* values, size_t stride, const int* slots, int n, int D,
-         float* const* sums) {
+void mix(const typename A::T* const* weights, const typename A::T* values, size_t stride,
+         const int* slots, int n, int D, float* const* sums) {
   float* at[R];
   for (int d = 0; d < D; d += 64) {
     for (int r = 0; r < R; ++r) at[r] = sums[r] + d;
@@ -327,15 +361,23 @@ void mix(const typename A::T* const* weights, const typename A::T* values, size_
     if constexpr (A::is_bf16) {
       const int over = left - (left > 32 ? 32 : 0);
       const __mmask32 last = static_cast<__mmask32>((uint64_t(1) << over) - 1);
-      (left > 32 ? mix_pairs<R, 2> : mix_pairs<R, 1>)(weights, values + d, stride, slots, n, last, at);
+      (left > 32 ? mix_pairs<R, 2> : mix_pairs<R, 1>)(weights, values + d, stride, slots, n, last,
+                                                      at);
     } else {
       const int vectors = (left + 15) / 16;
       const __mmask16 last = first_lanes(left - (vectors - 1) * 16);
       switch (vectors) {
-        case 1: mix_floats<R, 1>(weights, values + d, stride, slots, n, last, at); break;
-        case 2: mix_floats<R, 2>(weights, values + d, stride, slots, n, last, at); break;
-        case 3: mix_floats<R, 3>(weights, values + d, stride, slots, n, last, at); break;
-        default: mix_floats<R, 4>(weights, values + d, stride, slots, n, last, at);
+        case 1:
+          mix_floats<R, 1>(weights, values + d, stride, slots, n, last, at);
+          break;
+        case 2:
+          mix_floats<R, 2>(weights, values + d, stride, slots, n, last, at);
+          break;
+        case 3:
+          mix_floats<R, 3>(weights, values + d, stride, slots, n, last, at);
+          break;
+        default:
+          mix_floats<R, 4>(weights, values + d, stride, slots, n, last, at);
       }
     }
   }
@@ -345,18 +387,27 @@ void mix(const typename A::T* const* weights, const typename A::T* values, size_
 template <class Work>
 INLINE void with_queries(int count, Work&& work) {
   switch (count) {
-    case 1: work(std::integral_constant<int, 1>()); break;
-    case 2: work(std::integral_constant<int, 2>()); break;
-    case 3: work(std::integral_constant<int, 3>()); break;
-    default: work(std::integral_constant<int, 4>());
+    case 1:
+      work(std::integral_constant<int, 1>());
+      break;
+    case 2:
+      work(std::integral_constant<int, 2>());
+      break;
+    case 3:
+      work(std::integral_constant<int, 3>());
+      break;
+    default:
+      work(std::integral_constant<int, 4>());
   }
 }
 
-// The queries of heads [head, head + heads) of the rows of a tile; all of these heads share key head g.
-// scratch: kTileQueries rows of `scratch_stride` floats, at least visible.longest + 32 each.
+// The queries of heads [head, head + heads) of the rows of a tile; all of these heads share key
+// head g. scratch: kTileQueries rows of `scratch_stride` floats, at least visible.longest + 32
+// each.
 template <class A>
-void attend(const AttentionView<A>& at, const RowsView& rows, const Visible& visible, const RowTile& tile, int g, int head,
-            int heads, float* scratch, size_t scratch_stride, const Later<typename A::T>& later) {
+void attend(const AttentionView<A>& at, const RowsView& rows, const Visible& visible,
+            const RowTile& tile, int g, int head, int heads, float* scratch, size_t scratch_stride,
+            const Later<typename A::T>& later) {
   using T = typename A::T;
   const size_t to_values = static_cast<size_t>(at.Hk) * at.D, stride = 2 * to_values;
   const T *keys = at.cache + g * at.D, *values = keys + to_values;
@@ -381,13 +432,19 @@ void attend(const AttentionView<A>& at, const RowsView& rows, const Visible& vis
     }
   }
   const int* prefix = visible.prefix(rows, tile.first);
-  with_queries(R, [&](auto n) { scores_of<A, n>(q, keys, stride, to_values, prefix, longest, at.D, scores, later); });
+  with_queries(R, [&](auto n) {
+    scores_of<A, n>(q, keys, stride, to_values, prefix, longest, at.D, scores, later);
+  });
   for (int i = 0; i < tile.count; ++i) {
-    const int m = tile.first + i, count = visible.prefix_count(rows, m), tail = visible.tail_count(m);
+    const int m = tile.first + i, count = visible.prefix_count(rows, m),
+              tail = visible.tail_count(m);
     float* behind[kTileQueries];
     for (int h = 0; h < heads; ++h) behind[h] = scores[i * heads + h] + count;
     if (tail > 0)
-      with_queries(heads, [&](auto n) { scores_of<A, n>(q + i * heads, keys, stride, to_values, visible.tail(m), tail, at.D, behind, {}); });
+      with_queries(heads, [&](auto n) {
+        scores_of<A, n>(q + i * heads, keys, stride, to_values, visible.tail(m), tail, at.D, behind,
+                        {});
+      });
     for (int h = 0; h < heads; ++h) {
       const int r = i * heads + h;
       inverse[r] = weigh<A>(scores[r], count + tail, at.scale);
@@ -405,14 +462,17 @@ void attend(const AttentionView<A>& at, const RowsView& rows, const Visible& vis
     const T* further[kTileQueries];
     for (int h = 0; h < heads; ++h) further[h] = weights[i * heads + h] + common;
     if (n_rest > 0)
-      with_queries(heads, [&](auto n) { mix<A, n>(further, values, stride, rest, n_rest, at.D, sums + i * heads); });
+      with_queries(heads, [&](auto n) {
+        mix<A, n>(further, values, stride, rest, n_rest, at.D, sums + i * heads);
+      });
     for (int h = 0; h < heads; ++h) {
       const int r = i * heads + h;
       if constexpr (A::is_bf16)
         for (int d = 0; d < at.D; d += 32) in_order(sums[r] + d);
       T* out = at.mixed + m * at.mixed_stride + (head + h) * at.D;
       for (int d = 0; d < at.D; d += kLanes)
-        A::store(out + d, first_lanes(at.D - d), _mm512_mul_ps(_mm512_load_ps(sums[r] + d), _mm512_set1_ps(inverse[r])));
+        A::store(out + d, first_lanes(at.D - d),
+                 _mm512_mul_ps(_mm512_load_ps(sums[r] + d), _mm512_set1_ps(inverse[r])));
     }
   }
 }

@@ -1,8 +1,9 @@
 // The next token of a request from a row of logits, as `engine/sampling.py` defines it, to the bit.
 //
-// A token's weight is a whole number, so its sums are the same in any order, and a cut may be found in any way that is quick. Of what
-// is kept, the token with the largest weight / exponential number is drawn. Weights and exponential numbers are the same few operations
-// of fp64 in both, none of them fused.
+// A token's weight is a whole number, so its sums are the same in any order, and a cut may be found
+// in any way that is quick. Of what is kept, the token with the largest weight / exponential number
+// is drawn. Weights and exponential numbers are the same few operations of fp64 in both, none of
+// them fused.
 //
 // Knows logits; no tree and no model. Letters: V vocabulary.
 #pragma once
@@ -14,27 +15,34 @@
 
 #include "simd.h"
 
-constexpr int kWeightBits = 44;  // the best token's weight is 2^44: the sum over 2^19 tokens fits an int64
+constexpr int kWeightBits =
+    44;  // the best token's weight is 2^44: the sum over 2^19 tokens fits an int64
 constexpr int64_t kBestWeight = int64_t(1) << kWeightBits;
 constexpr double kLog2E = 1.4426950408889634, kLn2 = 0.6931471805599453, kLeastPower = -64;
 constexpr int kPowerTerms = 12;  // of the series of 2^f, |f| <= 1/2: its rest is below 2^-47
-constexpr int kLogTerms = 8;     // of the series of log2(m), sqrt(1/2) <= m < sqrt(2): its rest is below 2^-44 of it
-constexpr int64_t kSqrtHalf = 0x3FE6A09E667F3BCD, kOne = 0x3FF0000000000000;  // the bits of these numbers
-constexpr uint64_t kStep = 0x9E3779B97F4A7C15, kFactors[] = {0xBF58476D1CE4E5B9, 0x94D049BB133111EB};  // splitmix64's
-constexpr int kStripVectors = 16;  // of 16 logits, whose maxima by lane say what the best k are at least
-constexpr int kMostPlaces = 64;    // of a walk: a tree's columns
+constexpr int kLogTerms =
+    8;  // of the series of log2(m), sqrt(1/2) <= m < sqrt(2): its rest is below 2^-44 of it
+constexpr int64_t kSqrtHalf = 0x3FE6A09E667F3BCD,
+                  kOne = 0x3FF0000000000000;  // the bits of these numbers
+constexpr uint64_t kStep = 0x9E3779B97F4A7C15,
+                   kFactors[] = {0xBF58476D1CE4E5B9, 0x94D049BB133111EB};  // splitmix64's
+constexpr int kStripVectors =
+    16;  // of 16 logits, whose maxima by lane say what the best k are at least
+constexpr int kMostPlaces = 64;      // of a walk: a tree's columns
 constexpr int64_t kWeightSlack = 4;  // units, above what rounding can turn around
-constexpr int kFewLeft = 64;         // candidates: sorting them costs less than closing in once more
+constexpr int kFewLeft = 64;  // candidates: sorting them costs less than closing in once more
 
-// How a request draws: the fields of `model/draws.py`'s DrawState, in its order. The arrays are the caller's.
+// How a request draws: the fields of `model/draws.py`'s DrawState, in its order. The arrays are the
+// caller's.
 struct DrawState {
   double temperature, top_p, min_p, repetition, frequency, presence;
   int64_t top_k, seed, num_drawn, min_tokens, num_seen, num_biased, num_ends, num_top, by_caller;
   const int64_t *seen, *counts, *biased;
   const double* biases;
   const int64_t* ends;
-  int64_t* scored_ints;   // [kMostPlaces, 1 + num_top]: sum of weights at temperature 1, the best ids; null without log-probabilities
-  float* scored_logits;   // [kMostPlaces, 2 + num_top]: the best, the token's, those of the best ids
+  int64_t* scored_ints;  // [kMostPlaces, 1 + num_top]: sum of weights at temperature 1, the best
+                         // ids; null without log-probabilities
+  float* scored_logits;  // [kMostPlaces, 2 + num_top]: the best, the token's, those of the best ids
 };
 
 struct PowerSeries {
@@ -46,14 +54,17 @@ struct PowerSeries {
 };
 inline constexpr PowerSeries kPowerSeries;
 
-// round(2^44 * 2^((logit - best) * scale)) of 8 logits; 0 far below. `scale` is log2(e) / temperature.
+// round(2^44 * 2^((logit - best) * scale)) of 8 logits; 0 far below. `scale` is log2(e) /
+// temperature.
 INLINE Bits weights_of(__m256 logits, __m512d best, __m512d scale) {
   __m512d y = _mm512_mul_pd(_mm512_sub_pd(_mm512_cvtps_pd(logits), best), scale);
   y = _mm512_max_pd(y, _mm512_set1_pd(kLeastPower));
   const __m512d n = _mm512_roundscale_pd(y, 8), f = _mm512_sub_pd(y, n);
   __m512d p = _mm512_set1_pd(kPowerSeries.c[kPowerTerms - 1]);
-  for (int i = kPowerTerms - 2; i >= 0; --i) p = _mm512_add_pd(_mm512_mul_pd(p, f), _mm512_set1_pd(kPowerSeries.c[i]));
-  const Bits power = _mm512_slli_epi64(_mm512_add_epi64(_mm512_cvtpd_epi64(n), _mm512_set1_epi64(1023 + kWeightBits)), 52);
+  for (int i = kPowerTerms - 2; i >= 0; --i)
+    p = _mm512_add_pd(_mm512_mul_pd(p, f), _mm512_set1_pd(kPowerSeries.c[i]));
+  const Bits power = _mm512_slli_epi64(
+      _mm512_add_epi64(_mm512_cvtpd_epi64(n), _mm512_set1_epi64(1023 + kWeightBits)), 52);
   return _mm512_cvtpd_epi64(_mm512_mul_pd(p, _mm512_castsi512_pd(power)));
 }
 
@@ -71,9 +82,11 @@ inline uint64_t splitmix(uint64_t z) {
   return z ^ (z >> 31);
 }
 
-// What the random numbers of the answer's token `index` come from, one for each id of the vocabulary.
+// What the random numbers of the answer's token `index` come from, one for each id of the
+// vocabulary.
 inline uint64_t draw_key(int64_t seed, int64_t index) {
-  return splitmix(splitmix(static_cast<uint64_t>(seed)) + (static_cast<uint64_t>(index) + 1) * kStep);
+  return splitmix(splitmix(static_cast<uint64_t>(seed)) +
+                  (static_cast<uint64_t>(index) + 1) * kStep);
 }
 
 // The uniform numbers of 8 ids: odd multiples of 2^-53 below 1.
@@ -91,11 +104,15 @@ INLINE __m512d uniforms_of(uint64_t key, Bits ids) {
 INLINE __m512d exponentials_of(__m512d u) {
   const Bits bits = _mm512_castpd_si512(u);
   const Bits whole = _mm512_srai_epi64(_mm512_sub_epi64(bits, _mm512_set1_epi64(kSqrtHalf)), 52);
-  const __m512d one = _mm512_set1_pd(1), m = _mm512_castsi512_pd(_mm512_sub_epi64(bits, _mm512_slli_epi64(whole, 52)));
-  const __m512d s = _mm512_div_pd(_mm512_sub_pd(m, one), _mm512_add_pd(m, one)), square = _mm512_mul_pd(s, s);
+  const __m512d one = _mm512_set1_pd(1),
+                m = _mm512_castsi512_pd(_mm512_sub_epi64(bits, _mm512_slli_epi64(whole, 52)));
+  const __m512d s = _mm512_div_pd(_mm512_sub_pd(m, one), _mm512_add_pd(m, one)),
+                square = _mm512_mul_pd(s, s);
   __m512d p = _mm512_set1_pd(kLogSeries.c[kLogTerms - 1]);
-  for (int i = kLogTerms - 2; i >= 0; --i) p = _mm512_add_pd(_mm512_mul_pd(p, square), _mm512_set1_pd(kLogSeries.c[i]));
-  return _mm512_sub_pd(_mm512_setzero_pd(), _mm512_add_pd(_mm512_cvtepi64_pd(whole), _mm512_mul_pd(s, p)));
+  for (int i = kLogTerms - 2; i >= 0; --i)
+    p = _mm512_add_pd(_mm512_mul_pd(p, square), _mm512_set1_pd(kLogSeries.c[i]));
+  return _mm512_sub_pd(_mm512_setzero_pd(),
+                       _mm512_add_pd(_mm512_cvtepi64_pd(whole), _mm512_mul_pd(s, p)));
 }
 
 // A token and its rank: by the logit, of equal ones the smaller id first.
@@ -103,7 +120,9 @@ struct Candidate {
   float logit;
   int id;
 
-  bool operator<(const Candidate& other) const { return logit != other.logit ? logit > other.logit : id < other.id; }
+  bool operator<(const Candidate& other) const {
+    return logit != other.logit ? logit > other.logit : id < other.id;
+  }
 };
 
 constexpr Candidate kEverything{-INFINITY, INT32_MAX};
@@ -115,16 +134,19 @@ class TokenSampler {
 
   void begin(const DrawState& state, int V) {
     state_ = &state, V_ = V, place_ = 0;
-    seen_.assign(state.seen, state.seen + state.num_seen), counts_.assign(state.counts, state.counts + state.num_seen);
+    seen_.assign(state.seen, state.seen + state.num_seen),
+        counts_.assign(state.counts, state.counts + state.num_seen);
   }
 
   // The token after the nodes so far; kNoToken where the best logit is no number.
   int64_t next(const float* raw) {
     const int64_t index = state_->num_drawn + place_;
     const float* logits = adjusted(raw, index);
-    const int64_t token = state_->temperature == 0 ? argmax(logits) : sampled(logits, draw_key(state_->seed, index));
+    const int64_t token =
+        state_->temperature == 0 ? argmax(logits) : sampled(logits, draw_key(state_->seed, index));
     if (token == kNoToken) return token;
-    if (state_->scored_ints != nullptr && place_ < kMostPlaces && !score(raw, token)) return kNoToken;
+    if (state_->scored_ints != nullptr && place_ < kMostPlaces && !score(raw, token))
+      return kNoToken;
     ++place_;
     if (has_penalties()) count(token);
     return token;
@@ -135,8 +157,10 @@ class TokenSampler {
     const float best = best_of(logits);
     if (!std::isfinite(best)) return kNoToken;
     best_ = best, scale_ = kLog2E / state_->temperature;
-    least_ = std::max<int64_t>(1, static_cast<int64_t>(std::ceil(state_->min_p * static_cast<double>(kBestWeight))));
-    last_ = state_->top_k > 0 && state_->top_k < V_ ? best_candidates(logits, state_->top_k) : kEverything;
+    least_ = std::max<int64_t>(
+        1, static_cast<int64_t>(std::ceil(state_->min_p * static_cast<double>(kBestWeight))));
+    last_ = state_->top_k > 0 && state_->top_k < V_ ? best_candidates(logits, state_->top_k)
+                                                    : kEverything;
     if (state_->top_p < 1) {
       weigh(logits);
       last_ = last_of_nucleus(logits);
@@ -156,12 +180,15 @@ class TokenSampler {
     if (n == 0) return true;
     best_candidates(raw, n);
     std::sort(ranked_.begin(), ranked_.begin() + std::min<int64_t>(n, V_));
-    for (int64_t i = 0; i < std::min<int64_t>(n, V_); ++i) ints[1 + i] = ranked_[i].id, logits[2 + i] = ranked_[i].logit;
+    for (int64_t i = 0; i < std::min<int64_t>(n, V_); ++i)
+      ints[1 + i] = ranked_[i].id, logits[2 + i] = ranked_[i].logit;
     return true;
   }
 
  private:
-  bool has_penalties() const { return state_->repetition != 1 || state_->frequency != 0 || state_->presence != 0; }
+  bool has_penalties() const {
+    return state_->repetition != 1 || state_->frequency != 0 || state_->presence != 0;
+  }
 
   const float* adjusted(const float* raw, int64_t index) {
     const bool masks = index < state_->min_tokens && state_->num_ends > 0;
@@ -169,11 +196,14 @@ class TokenSampler {
     adjusted_.assign(raw, raw + V_);
     for (size_t i = 0; has_penalties() && i < seen_.size(); ++i) {
       double logit = adjusted_[seen_[i]];
-      if (state_->repetition != 1) logit = logit > 0 ? logit / state_->repetition : logit * state_->repetition;
-      logit -= state_->frequency * static_cast<double>(counts_[i]) + state_->presence * (counts_[i] > 0 ? 1.0 : 0.0);
+      if (state_->repetition != 1)
+        logit = logit > 0 ? logit / state_->repetition : logit * state_->repetition;
+      logit -= state_->frequency * static_cast<double>(counts_[i]) +
+               state_->presence * (counts_[i] > 0 ? 1.0 : 0.0);
       adjusted_[seen_[i]] = static_cast<float>(logit);
     }
-    for (int64_t i = 0; i < state_->num_biased; ++i) adjusted_[state_->biased[i]] += static_cast<float>(state_->biases[i]);
+    for (int64_t i = 0; i < state_->num_biased; ++i)
+      adjusted_[state_->biased[i]] += static_cast<float>(state_->biases[i]);
     for (int64_t i = 0; masks && i < state_->num_ends; ++i) adjusted_[state_->ends[i]] = -INFINITY;
     return adjusted_.data();
   }
@@ -192,7 +222,8 @@ class TokenSampler {
     Vec most = _mm512_set1_ps(-INFINITY);
     __mmask16 odd = 0;
     for (int c = 0; c < V_; c += kLanes) {
-      const Vec v = _mm512_mask_loadu_ps(_mm512_set1_ps(-INFINITY), first_lanes(V_ - c), logits + c);
+      const Vec v =
+          _mm512_mask_loadu_ps(_mm512_set1_ps(-INFINITY), first_lanes(V_ - c), logits + c);
       odd |= _mm512_cmp_ps_mask(v, v, _CMP_UNORD_Q);
       most = _mm512_max_ps(most, v);
     }
@@ -202,10 +233,13 @@ class TokenSampler {
   // As NumPy's: of equal ones the first, and a NaN before all.
   int64_t argmax(const float* logits) const {
     const float best = best_of(logits);
-    return std::find_if(logits, logits + V_, [&](float logit) { return logit == best || std::isnan(logit); }) - logits;
+    return std::find_if(logits, logits + V_,
+                        [&](float logit) { return logit == best || std::isnan(logit); }) -
+           logits;
   }
 
-  // Calls take(first id, kept lanes, weights) for the vocabulary's eights from `first` to `end` of which one is kept or more.
+  // Calls take(first id, kept lanes, weights) for the vocabulary's eights from `first` to `end` of
+  // which one is kept or more.
   template <class Take>
   INLINE void each_eight(const float* logits, int first, int end, Take&& take) const {
     const __m512d best = _mm512_set1_pd(best_), scale = _mm512_set1_pd(scale_);
@@ -226,18 +260,23 @@ class TokenSampler {
 
   int64_t sum(const float* logits) const {
     Bits total = _mm512_setzero_si512();
-    each_eight(logits, 0, V_, [&](int, __mmask8 kept, Bits w) { total = _mm512_mask_add_epi64(total, kept, total, w); });
+    each_eight(logits, 0, V_, [&](int, __mmask8 kept, Bits w) {
+      total = _mm512_mask_add_epi64(total, kept, total, w);
+    });
     return _mm512_reduce_add_epi64(total);
   }
 
-  // The largest weight / exponential number of what is kept, of equal ones the first. Few have to know theirs: it is below weight / (1 - u).
+  // The largest weight / exponential number of what is kept, of equal ones the first. Few have to
+  // know theirs: it is below weight / (1 - u).
   int64_t winner(const float* logits, uint64_t key) const {
     int64_t token = kNoToken;
     double most = 0;
     const Bits place = _mm512_setr_epi64(0, 1, 2, 3, 4, 5, 6, 7);
     each_eight(logits, 0, V_, [&](int c, __mmask8 kept, Bits w) {
-      const __m512d u = uniforms_of(key, _mm512_add_epi64(_mm512_set1_epi64(c), place)), weights = _mm512_cvtepi64_pd(w);
-      const __m512d least = _mm512_mul_pd(_mm512_sub_pd(_mm512_set1_pd(1), u), _mm512_set1_pd(most));
+      const __m512d u = uniforms_of(key, _mm512_add_epi64(_mm512_set1_epi64(c), place)),
+                    weights = _mm512_cvtepi64_pd(w);
+      const __m512d least =
+          _mm512_mul_pd(_mm512_sub_pd(_mm512_set1_pd(1), u), _mm512_set1_pd(most));
       kept = _mm512_mask_cmp_pd_mask(kept, least, weights, _CMP_LT_OQ);
       if (kept == 0) return;
       alignas(64) double ratios[8];
@@ -253,7 +292,9 @@ class TokenSampler {
   // The weights of what is kept, 0 of the others, in eights.
   void weigh(const float* logits) {
     weights_.assign(round_up(V_, 8), 0);
-    each_eight(logits, 0, V_, [&](int c, __mmask8 kept, Bits w) { _mm512_mask_storeu_epi64(weights_.data() + c, kept, w); });
+    each_eight(logits, 0, V_, [&](int c, __mmask8 kept, Bits w) {
+      _mm512_mask_storeu_epi64(weights_.data() + c, kept, w);
+    });
   }
 
   struct Held {
@@ -275,15 +316,18 @@ class TokenSampler {
 
   // The worst of the smallest set of the best that holds top_p of what weigh() kept.
   //
-  // Bounds close in on its weight: what weighs `high` or more does not hold enough, what weighs `low` or more does. The rank goes by
-  // the logits, so a few units to both sides are ranked with them: rounding may turn two weights around, but by no more than one.
+  // Bounds close in on its weight: what weighs `high` or more does not hold enough, what weighs
+  // `low` or more does. The rank goes by the logits, so a few units to both sides are ranked with
+  // them: rounding may turn two weights around, but by no more than one.
   Candidate last_of_nucleus(const float* logits) {
     int64_t low = 1, high = kBestWeight + 1;
     Held of_low = held_from(low), of_high{0, 0};
     const int64_t total = of_low.weight;
-    const int64_t need = std::min(total, static_cast<int64_t>(std::ceil(state_->top_p * static_cast<double>(total))));
+    const int64_t need = std::min(
+        total, static_cast<int64_t>(std::ceil(state_->top_p * static_cast<double>(total))));
     while (of_low.count - of_high.count > kFewLeft) {
-      const int64_t middle = static_cast<int64_t>(std::sqrt(static_cast<double>(low) * static_cast<double>(high)));
+      const int64_t middle =
+          static_cast<int64_t>(std::sqrt(static_cast<double>(low) * static_cast<double>(high)));
       if (middle <= low || middle >= high) break;
       const Held held = held_from(middle);
       if (held.weight >= need) {
@@ -296,9 +340,11 @@ class TokenSampler {
     ranked_.clear();
     for (int c = 0; c < V_; c += 8) {
       const Bits w = _mm512_loadu_si512(weights_.data() + c);
-      unsigned kept = _mm512_cmpge_epi64_mask(w, _mm512_set1_epi64(std::max<int64_t>(1, low - kWeightSlack)));
+      unsigned kept =
+          _mm512_cmpge_epi64_mask(w, _mm512_set1_epi64(std::max<int64_t>(1, low - kWeightSlack)));
       kept &= _mm512_cmplt_epi64_mask(w, _mm512_set1_epi64(high + kWeightSlack));
-      for (; kept != 0; kept &= kept - 1) ranked_.push_back({logits[c + __builtin_ctz(kept)], c + __builtin_ctz(kept)});
+      for (; kept != 0; kept &= kept - 1)
+        ranked_.push_back({logits[c + __builtin_ctz(kept)], c + __builtin_ctz(kept)});
     }
     const auto weight = [&](const Candidate& one) { return weights_[one.id]; };
     size_t first = 0, end = ranked_.size();
@@ -314,11 +360,13 @@ class TokenSampler {
       }
     }
     std::sort(ranked_.begin() + first, ranked_.begin() + end);
-    for (; first + 1 < end && held + weight(ranked_[first]) < need; ++first) held += weight(ranked_[first]);
+    for (; first + 1 < end && held + weight(ranked_[first]) < need; ++first)
+      held += weight(ranked_[first]);
     return ranked_[first];
   }
 
-  // Leaves the `count` best and maybe others in ranked_, the best of them first up to the worst, and returns that one.
+  // Leaves the `count` best and maybe others in ranked_, the best of them first up to the worst,
+  // and returns that one.
   Candidate best_candidates(const float* logits, int64_t count) {
     count = std::min<int64_t>(count, V_);
     float bound = -INFINITY;
@@ -326,12 +374,14 @@ class TokenSampler {
     for (int first = 0; first < V_; first += kStripVectors * kLanes) {
       Vec most = _mm512_set1_ps(-INFINITY);
       for (int c = first; c < std::min(V_, first + kStripVectors * kLanes); c += kLanes)
-        most = _mm512_mask_max_ps(most, first_lanes(V_ - c), most, _mm512_maskz_loadu_ps(first_lanes(V_ - c), logits + c));
+        most = _mm512_mask_max_ps(most, first_lanes(V_ - c), most,
+                                  _mm512_maskz_loadu_ps(first_lanes(V_ - c), logits + c));
       maxima_.resize(maxima_.size() + kLanes);
       _mm512_storeu_ps(maxima_.data() + maxima_.size() - kLanes, most);
     }
     if (count <= static_cast<int64_t>(maxima_.size())) {
-      std::nth_element(maxima_.begin(), maxima_.begin() + (count - 1), maxima_.end(), std::greater<float>());
+      std::nth_element(maxima_.begin(), maxima_.begin() + (count - 1), maxima_.end(),
+                       std::greater<float>());
       bound = maxima_[count - 1];
     }
     ranked_.clear();
@@ -339,7 +389,8 @@ class TokenSampler {
       const __mmask16 lanes = first_lanes(V_ - c);
       const Vec v = _mm512_maskz_loadu_ps(lanes, logits + c);
       unsigned kept = _mm512_mask_cmp_ps_mask(lanes, v, _mm512_set1_ps(bound), _CMP_GE_OQ);
-      for (; kept != 0; kept &= kept - 1) ranked_.push_back({logits[c + __builtin_ctz(kept)], c + __builtin_ctz(kept)});
+      for (; kept != 0; kept &= kept - 1)
+        ranked_.push_back({logits[c + __builtin_ctz(kept)], c + __builtin_ctz(kept)});
     }
     std::nth_element(ranked_.begin(), ranked_.begin() + (count - 1), ranked_.end());
     return ranked_[count - 1];
@@ -349,8 +400,8 @@ class TokenSampler {
   int V_ = 0;
   int64_t place_ = 0;
   double best_ = 0, scale_ = 0;
-  int64_t least_ = 1;                 // what is kept weighs so much or more,
-  Candidate last_ = kEverything;      // and ranks no worse than this
+  int64_t least_ = 1;             // what is kept weighs so much or more,
+  Candidate last_ = kEverything;  // and ranks no worse than this
   std::vector<int64_t> seen_, counts_, weights_;
   std::vector<float> adjusted_, maxima_;
   std::vector<Candidate> ranked_;

@@ -1,11 +1,14 @@
-// ggml's formats of quantised weights, laid out for 16 output columns at a time: what one holds, how it is packed, and how it
-// is taken apart while it is multiplied. Knows one unit of a format: the least run of inputs that has scales of its own.
+// ggml's formats of quantised weights, laid out for 16 output columns at a time: what one holds,
+// how it is packed, and how it is taken apart while it is multiplied. Knows one unit of a format:
+// the least run of inputs that has scales of its own.
 //
-// A weight is scale * (code - offset) + min. Codes are unsigned, as the instruction wants them; the offset is taken from the
-// sum of the products, where it is exact. Formats and names are ggml's (ggml-common.h, ggml-quants.c of llama.cpp).
+// A weight is scale * (code - offset) + min. Codes are unsigned, as the instruction wants them; the
+// offset is taken from the sum of the products, where it is exact. Formats and names are ggml's
+// (ggml-common.h, ggml-quants.c of llama.cpp).
 //
-//   line     64 bytes: the codes of 4 inputs of each of 16 columns, [column][input]; 4 bits each: inputs i and i + 16 in a byte
-//   block    32 inputs: 8 lines of codes                   unit   1 block or 8, with its scales
+//   line     64 bytes: the codes of 4 inputs of each of 16 columns, [column][input]; 4 bits each:
+//   inputs i and i + 16 in a byte block    32 inputs: 8 lines of codes                   unit   1
+//   block or 8, with its scales
 #pragma once
 
 #include "simd.h"
@@ -13,7 +16,8 @@
 // As in a file.
 enum class Format : int { q4_0 = 2, q4_1 = 3, q8_0 = 8, q4_k = 12, q6_k = 14 };
 
-constexpr int kBlockInputs = 32, kLineInputs = 4, kBlockLines = kBlockInputs / kLineInputs, kMaxUnitInputs = 256;
+constexpr int kBlockInputs = 32, kLineInputs = 4, kBlockLines = kBlockInputs / kLineInputs,
+              kMaxUnitInputs = 256;
 
 INLINE float half(const uint8_t* from) {
   uint16_t bits;
@@ -21,12 +25,16 @@ INLINE float half(const uint8_t* from) {
   return _mm_cvtss_f32(_mm_cvtph_ps(_mm_cvtsi32_si128(bits)));
 }
 
-INLINE Vec halves(const uint8_t* from) { return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from))); }
+INLINE Vec halves(const uint8_t* from) {
+  return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
+}
 INLINE Vec from_bytes(const uint8_t* from) {
-  return _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from))));
+  return _mm512_cvtepi32_ps(
+      _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from))));
 }
 INLINE Vec from_signed_bytes(const uint8_t* from) {
-  return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from))));
+  return _mm512_cvtepi32_ps(
+      _mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from))));
 }
 
 // Of one half of a block (or of all of it), by column.
@@ -53,9 +61,10 @@ INLINE void put_nibbles(const uint8_t* codes, int column, uint8_t* to) {
         static_cast<uint8_t>((codes[k] & 15) | (codes[k + kBlockInputs / 2] & 15) << 4);
 }
 
-// Every format has: kBlocks of a unit; kSourceBytes of a unit in a file, kBytes of a packed one of 16 columns; kOffset, by how
-// many bits it is less than 128 (negative: none); kHasMin; kHalves of a block with scales of their own. dequantise(): the values
-// of a source unit; pack_column(): puts one into a packed unit of zeros; scales() and lines() of a packed unit's block.
+// Every format has: kBlocks of a unit; kSourceBytes of a unit in a file, kBytes of a packed one of
+// 16 columns; kOffset, by how many bits it is less than 128 (negative: none); kHasMin; kHalves of a
+// block with scales of their own. dequantise(): the values of a source unit; pack_column(): puts
+// one into a packed unit of zeros; scales() and lines() of a packed unit's block.
 
 // scale | 16 bytes of nibbles, inputs i and i + 16
 struct Q4_0 {
@@ -77,7 +86,9 @@ struct Q4_0 {
     put_nibbles(code, column, to);
     std::memcpy(to + 256 + 2 * column, source, 2);
   }
-  static INLINE Scales scales(const uint8_t* unit, int, int) { return {halves(unit + 256), _mm512_setzero_ps()}; }
+  static INLINE Scales scales(const uint8_t* unit, int, int) {
+    return {halves(unit + 256), _mm512_setzero_ps()};
+  }
   template <class Use>
   static INLINE void lines(const uint8_t* unit, int, Use&& use) {
     nibble_lines(unit, use);
@@ -94,7 +105,8 @@ struct Q4_1 {
   static void dequantise(const uint8_t* source, float* to) {
     uint8_t code[kBlockInputs];
     codes(source, code);
-    for (int i = 0; i < kBlockInputs; ++i) to[i] = half(source) * static_cast<float>(code[i]) + half(source + 2);
+    for (int i = 0; i < kBlockInputs; ++i)
+      to[i] = half(source) * static_cast<float>(code[i]) + half(source + 2);
   }
   static void pack_column(const uint8_t* source, int column, uint8_t* to) {
     uint8_t code[kBlockInputs];
@@ -103,7 +115,9 @@ struct Q4_1 {
     std::memcpy(to + 256 + 2 * column, source, 2);
     std::memcpy(to + 288 + 2 * column, source + 2, 2);
   }
-  static INLINE Scales scales(const uint8_t* unit, int, int) { return {halves(unit + 256), halves(unit + 288)}; }
+  static INLINE Scales scales(const uint8_t* unit, int, int) {
+    return {halves(unit + 256), halves(unit + 288)};
+  }
   template <class Use>
   static INLINE void lines(const uint8_t* unit, int, Use&& use) {
     nibble_lines(unit, use);
@@ -120,14 +134,17 @@ struct Q8_0 {
     for (int i = 0; i < kBlockInputs; ++i) to[i] = source[2 + i] ^ 128;
   }
   static void dequantise(const uint8_t* source, float* to) {
-    for (int i = 0; i < kBlockInputs; ++i) to[i] = half(source) * static_cast<float>(static_cast<int8_t>(source[2 + i]));
+    for (int i = 0; i < kBlockInputs; ++i)
+      to[i] = half(source) * static_cast<float>(static_cast<int8_t>(source[2 + i]));
   }
   static void pack_column(const uint8_t* source, int column, uint8_t* to) {
     for (int k = 0; k < kBlockInputs; ++k)
       to[k / kLineInputs * 64 + column * kLineInputs + k % kLineInputs] = source[2 + k] ^ 128;
     std::memcpy(to + 512 + 2 * column, source, 2);
   }
-  static INLINE Scales scales(const uint8_t* unit, int, int) { return {halves(unit + 512), _mm512_setzero_ps()}; }
+  static INLINE Scales scales(const uint8_t* unit, int, int) {
+    return {halves(unit + 512), _mm512_setzero_ps()};
+  }
   template <class Use>
   static INLINE void lines(const uint8_t* unit, int, Use&& use) {
 #pragma GCC unroll 8
@@ -136,11 +153,13 @@ struct Q8_0 {
 };
 
 // Of super-blocks of 8 blocks.
-// scale, scale of mins | 12 bytes: 8 scales and 8 mins of 6 bits | 4 times 32 bytes: nibbles of one block and the next
+// scale, scale of mins | 12 bytes: 8 scales and 8 mins of 6 bits | 4 times 32 bytes: nibbles of one
+// block and the next
 struct Q4_K {
   static constexpr int kBlocks = 8, kHalves = 1, kOffset = -1;
   static constexpr bool kHasMin = true;
-  static constexpr size_t kSourceBytes = 144, kLinesAt = 64 + 2 * 8 * kLanes, kBytes = kLinesAt + 8 * 256;
+  static constexpr size_t kSourceBytes = 144, kLinesAt = 64 + 2 * 8 * kLanes,
+                          kBytes = kLinesAt + 8 * 256;
 
   // The 6 bits of scale b (or of min b).
   static uint8_t six_bits(const uint8_t* source, int b, bool is_min) {
@@ -156,7 +175,8 @@ struct Q4_K {
     uint8_t code[kBlockInputs];
     for (int b = 0; b < kBlocks; ++b, to += kBlockInputs) {
       codes(source, b, code);
-      const float scale = half(source) * six_bits(source, b, false), min = half(source + 2) * six_bits(source, b, true);
+      const float scale = half(source) * six_bits(source, b, false),
+                  min = half(source + 2) * six_bits(source, b, true);
       for (int i = 0; i < kBlockInputs; ++i) to[i] = scale * code[i] - min;
     }
   }
@@ -182,23 +202,27 @@ struct Q4_K {
   }
 };
 
-// 2 times 64 bytes of the lower 4 bits of 4 blocks | 2 times 32 bytes of their upper 2 bits | 16 signed scales, of 16 inputs each | scale
+// 2 times 64 bytes of the lower 4 bits of 4 blocks | 2 times 32 bytes of their upper 2 bits | 16
+// signed scales, of 16 inputs each | scale
 struct Q6_K {
   static constexpr int kBlocks = 8, kHalves = 2, kOffset = 2;
   static constexpr bool kHasMin = false;
-  static constexpr size_t kSourceBytes = 210, kLinesAt = 32 + 16 * kLanes, kBlockBytes = 256 + 128, kBytes = kLinesAt + 8 * kBlockBytes;
+  static constexpr size_t kSourceBytes = 210, kLinesAt = 32 + 16 * kLanes, kBlockBytes = 256 + 128,
+                          kBytes = kLinesAt + 8 * kBlockBytes;
 
   static void codes(const uint8_t* source, int b, uint8_t* to) {
     const uint8_t *low = source + b / 4 * 64 + b % 2 * 32, *upper = source + 128 + b / 4 * 32;
     for (int i = 0; i < kBlockInputs; ++i)
-      to[i] = static_cast<uint8_t>((low[i] >> b % 4 / 2 * 4 & 15) | (upper[i] >> b % 4 * 2 & 3) << 4);
+      to[i] =
+          static_cast<uint8_t>((low[i] >> b % 4 / 2 * 4 & 15) | (upper[i] >> b % 4 * 2 & 3) << 4);
   }
   static void dequantise(const uint8_t* source, float* to) {
     uint8_t code[kBlockInputs];
     for (int b = 0; b < kBlocks; ++b) {
       codes(source, b, code);
       for (int i = 0; i < kBlockInputs; ++i)
-        *to++ = half(source + 208) * static_cast<int8_t>(source[192 + b * 2 + i / 16]) * (code[i] - 32);
+        *to++ =
+            half(source + 208) * static_cast<int8_t>(source[192 + b * 2 + i / 16]) * (code[i] - 32);
     }
   }
   // The upper 2 bits of 4 lines lie in one.
@@ -212,17 +236,20 @@ struct Q6_K {
       put_nibbles(code, column, lines);
       for (int k = 0; k < kBlockInputs; ++k) {
         const int line = k / kLineInputs;
-        lines[256 + line / 4 * 64 + column * kLineInputs + k % kLineInputs] |= static_cast<uint8_t>(code[k] >> 4 << line % 4 * 2);
+        lines[256 + line / 4 * 64 + column * kLineInputs + k % kLineInputs] |=
+            static_cast<uint8_t>(code[k] >> 4 << line % 4 * 2);
       }
     }
   }
   static INLINE Scales scales(const uint8_t* unit, int b, int half) {
-    return {_mm512_mul_ps(halves(unit), from_signed_bytes(unit + 32 + (b * 2 + half) * kLanes)), _mm512_setzero_ps()};
+    return {_mm512_mul_ps(halves(unit), from_signed_bytes(unit + 32 + (b * 2 + half) * kLanes)),
+            _mm512_setzero_ps()};
   }
   template <class Use>
   static INLINE void lines(const uint8_t* unit, int b, Use&& use) {
     const uint8_t* from = unit + kLinesAt + b * kBlockBytes;
-    const Bits two = _mm512_set1_epi8(0x30), upper[2] = {_mm512_loadu_si512(from + 256), _mm512_loadu_si512(from + 320)};
+    const Bits two = _mm512_set1_epi8(0x30),
+               upper[2] = {_mm512_loadu_si512(from + 256), _mm512_loadu_si512(from + 320)};
     nibble_lines(from, [&](int i, Bits low) __attribute__((always_inline)) {
       const Bits bits = upper[i / 4];
       const Bits placed = i % 4 == 0   ? _mm512_slli_epi16(bits, 4)

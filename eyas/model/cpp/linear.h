@@ -1,17 +1,21 @@
 // Matrix products of few rows: weights packed once, streamed once a forward. Knows no layer.
 //
-//   block    16 output columns                      panel   up to 4 neighbouring blocks, one sequential stream:
-//            [pair of inputs][block][column][2]             all weights of inputs 2p, 2p + 1, then those of 2p + 2, ...
+//   block    16 output columns                      panel   up to 4 neighbouring blocks, one
+//   sequential stream:
+//            [pair of inputs][block][column][2]             all weights of inputs 2p, 2p + 1, then
+//            those of 2p + 2, ...
 //
-// bf16 weights are squeezed to 12 bits where that loses nothing: what a step costs is the reading of them. The upper byte of a
-// bf16 (sign and seven bits of exponent) takes few values in one matrix: it is stored as an index of four bits into the most
-// frequent fifteen and 0; the few weights with another one are put in after unpacking. The first tile of rows unpacks while it
+// bf16 weights are squeezed to 12 bits where that loses nothing: what a step costs is the reading
+// of them. The upper byte of a bf16 (sign and seven bits of exponent) takes few values in one
+// matrix: it is stored as an index of four bits into the most frequent fifteen and 0; the few
+// weights with another one are put in after unpacking. The first tile of rows unpacks while it
 // multiplies, and leaves what it unpacked to the other tiles. The bits are those of plain bf16.
 //
-//   chunk    8 pairs of inputs:  [lower bytes of four lines of 32 weights] ...  [64 bytes with their 128 indices] ...
+//   chunk    8 pairs of inputs:  [lower bytes of four lines of 32 weights] ...  [64 bytes with
+//   their 128 indices] ...
 //
-// Every output is one sum over the inputs in ascending order, whatever the number of rows, panels or threads: a row's bits
-// depend on nothing but the row.
+// Every output is one sum over the inputs in ascending order, whatever the number of rows, panels
+// or threads: a row's bits depend on nothing but the row.
 #pragma once
 
 #include "amx.h"
@@ -19,37 +23,43 @@
 
 enum class Packed : int { fp32 = 0, bf16 = 1, squeezed = 2 };
 
-constexpr int kMaxTileRows = 6;      // 6 rows x 4 blocks of sums, and 4 of weights, fill the 32 registers
-constexpr int kChunkPairs = 128;     // 32 KB of a panel: its second and further tiles of rows find it in a cache
-constexpr int kSqueezedPairs = 8;     // of a chunk
-constexpr int kUnpackedChunks = 8;   // left to the other tiles: 16 KB
+constexpr int kMaxTileRows =
+    6;  // 6 rows x 4 blocks of sums, and 4 of weights, fill the 32 registers
+constexpr int kChunkPairs =
+    128;  // 32 KB of a panel: its second and further tiles of rows find it in a cache
+constexpr int kSqueezedPairs = 8;   // of a chunk
+constexpr int kUnpackedChunks = 8;  // left to the other tiles: 16 KB
 constexpr int kCodes = 16, kSampleStep = 7, kRareShare = 256;
 
 constexpr int kBurstPairs = 8;  // between two bursts of prefetches
 
 // What is to be fetched while something else is worked on.
 struct Ahead {
-  const uint8_t* from = nullptr;
+  Address from = 0;
   size_t lines = 0;
 };
 
 class Linear final : public Product {
  public:
-  // parts: [rows, K] matrices stacked, in fp32 or bf16; gated: two parts whose blocks alternate. bias: of all rows, or null.
-  Linear(const std::vector<Source>& parts, int K, Packed kind, bool gated, const float* bias, int threads)
+  // parts: [rows, K] matrices stacked, in fp32 or bf16; gated: two parts whose blocks alternate.
+  // bias: of all rows, or null.
+  Linear(const std::vector<Source>& parts, int K, Packed kind, bool gated, const float* bias,
+         int threads)
       : Product(K, gated, false), pairs((K + 1) / 2), kind(kind) {
     const std::vector<int> column_rows = columns(parts, bias);
     std::vector<const uint8_t*> lines;
     for (const Source& part : parts)
       for (int row = 0; row < part.rows; ++row)
-        lines.push_back(static_cast<const uint8_t*>(part.data) + static_cast<size_t>(row) * K * element());
+        lines.push_back(static_cast<const uint8_t*>(part.data) +
+                        static_cast<size_t>(row) * K * element());
     if (kind == Packed::squeezed && !choose_upper(lines)) this->kind = Packed::bf16;
     by_amx = kind != Packed::fp32 && K % (2 * kAmxPairs) == 0 && has_amx();
     place(threads);
     data_ = Arena::take(num_bytes_);
     std::vector<std::vector<std::vector<Rare>>> rare(panels.size());
     Pool::shared().run(threads, [&](int t) {
-      for (size_t p = t; p < panels.size(); p += threads) rare[p] = pack(panels[p], column_rows, lines);
+      for (size_t p = t; p < panels.size(); p += threads)
+        rare[p] = pack(panels[p], column_rows, lines);
     });
     rare_starts_.push_back(0);
     for (const auto& chunks : rare)
@@ -63,7 +73,8 @@ class Linear final : public Product {
 
   size_t chunk_bytes(int pairs_of_chunk, int width) const {
     const size_t lines = static_cast<size_t>(pairs_of_chunk) * width;
-    return kind == Packed::squeezed ? (lines + 3) / 4 * 192 : lines * (kind == Packed::bf16 ? 64 : 128);
+    return kind == Packed::squeezed ? (lines + 3) / 4 * 192
+                                    : lines * (kind == Packed::bf16 ? 64 : 128);
   }
 
   const uint8_t* chunk(const Panel& panel, int index) const {
@@ -86,12 +97,16 @@ class Linear final : public Product {
       for (int l = 0; l < 4; ++l) _mm512_storeu_si512(to + i * 128 + l * 32, lines[l]);
     }
     const size_t at = panel.first_chunk + index;
-    for (uint32_t i = rare_starts_[at]; i < rare_starts_[at + 1]; ++i) to[rare_[i].place] = rare_[i].weight;
+    for (uint32_t i = rare_starts_[at]; i < rare_starts_[at + 1]; ++i)
+      to[rare_[i].place] = rare_[i].weight;
   }
 
-  INLINE Bits upper_table() const { return _mm512_broadcast_i32x4(_mm_load_si128(reinterpret_cast<const __m128i*>(upper_))); }
+  INLINE Bits upper_table() const {
+    return _mm512_broadcast_i32x4(_mm_load_si128(reinterpret_cast<const __m128i*>(upper_)));
+  }
 
-  static INLINE void unpack_four(const uint8_t* low, const uint8_t* codes, Bits table, Bits* lines) {
+  static INLINE void unpack_four(const uint8_t* low, const uint8_t* codes, Bits table,
+                                 Bits* lines) {
     const Bits code = _mm512_loadu_si512(codes);
     const Bits upper[2] = {look_up(table, code), look_up(table, _mm512_srli_epi16(code, 4))};
     for (int i = 0; i < 2; ++i) {
@@ -127,7 +142,8 @@ class Linear final : public Product {
     std::vector<size_t> counts(256);
     size_t all = 0, covered = 0;
     for (const uint8_t* line : lines)
-      for (int k = static_cast<int>(all % kSampleStep); k < K; k += kSampleStep, ++all) ++counts[line[2 * k + 1]];
+      for (int k = static_cast<int>(all % kSampleStep); k < K; k += kSampleStep, ++all)
+        ++counts[line[2 * k + 1]];
     covered = counts[0];
     upper_[0] = 0, counts[0] = 0;
     for (int code = 1; code < kCodes; ++code) {
@@ -145,7 +161,8 @@ class Linear final : public Product {
       const int full = pairs / chunk_pairs(), left = pairs % chunk_pairs();
       panel.offset = num_bytes_, panel.first_chunk = chunks;
       panels.push_back(panel);
-      num_bytes_ += full * chunk_bytes(chunk_pairs(), panel.width) + (left > 0 ? chunk_bytes(left, panel.width) : 0);
+      num_bytes_ += full * chunk_bytes(chunk_pairs(), panel.width) +
+                    (left > 0 ? chunk_bytes(left, panel.width) : 0);
       chunks += full + (left > 0);
     }
   }
@@ -161,7 +178,8 @@ class Linear final : public Product {
           const int k = 2 * p + i;
           const T value = row < 0 || k >= K ? T(0) : reinterpret_cast<const T*>(lines[row])[k];
           const size_t block = static_cast<size_t>(p - begin) * panel.width + c / kLanes;
-          // bf16: the pair side by side, for one instruction; fp32: one line of 16 columns for each input.
+          // bf16: the pair side by side, for one instruction; fp32: one line of 16 columns for each
+          // input.
           to[block * 32 + (sizeof(T) == 2 ? c % kLanes * 2 + i : i * kLanes + c % kLanes)] = value;
         }
       }
@@ -193,8 +211,10 @@ class Linear final : public Product {
     std::memset(to + fours * 128, 0, fours * 64);
     for (size_t place = 0; place < plain.size(); ++place) {
       const size_t half = place / 64, word = place % 32, second = place / 32 % 2;
-      const size_t byte = word / 8 * 16 + second * 8 + word % 8;  // where the unpack instructions take it from
-      const uint8_t* found = std::find(upper_, upper_ + kCodes, static_cast<uint8_t>(plain[place] >> 8));
+      const size_t byte =
+          word / 8 * 16 + second * 8 + word % 8;  // where the unpack instructions take it from
+      const uint8_t* found =
+          std::find(upper_, upper_ + kCodes, static_cast<uint8_t>(plain[place] >> 8));
       if (found == upper_ + kCodes) rare.push_back({static_cast<uint16_t>(place), plain[place]});
       const unsigned code = found == upper_ + kCodes ? 0 : static_cast<unsigned>(found - upper_);
       to[half * 64 + byte] = static_cast<uint8_t>(plain[place]);
@@ -229,10 +249,15 @@ struct Squeezed {
   int tiles;  // that fetch what is ahead, each its part
 };
 
-// Sums of R rows and W blocks over the inputs of squeezed chunks, as `tile` below. keep: the lines of bf16 are left in `kept`.
+// Sums of R rows and W blocks over the inputs of squeezed chunks, as `tile` below. keep: the lines
+// of bf16 are left in `kept`.
 template <class A, int R, int W, bool keep>
-void fused_tile(const Squeezed& chunks, const typename A::T* x, size_t stride, float* sums, bf16* kept) {
-  constexpr int at_once = W == 4 ? 1 : W == 2 ? 2 : 4, lines = at_once * W;  // pairs whose lines come in fours
+void fused_tile(const Squeezed& chunks, const typename A::T* x, size_t stride, float* sums,
+                bf16* kept) {
+  constexpr int at_once = W == 4   ? 1
+                          : W == 2 ? 2
+                                   : 4,
+                lines = at_once * W;  // pairs whose lines come in fours
   constexpr int words = kSqueezedPairs * W * 32;
   constexpr size_t bytes = static_cast<size_t>(kSqueezedPairs) * W * 48;
   const Linear& linear = chunks.linear;
@@ -241,12 +266,14 @@ void fused_tile(const Squeezed& chunks, const typename A::T* x, size_t stride, f
   Vec sum[R][W];
 #pragma GCC unroll 8
   for (int r = 0; r < R; ++r)
-    for (int w = 0; w < W; ++w) sum[r][w] = fresh ? _mm512_setzero_ps() : _mm512_loadu_ps(sums + r * kPanelColumns + w * kLanes);
+    for (int w = 0; w < W; ++w)
+      sum[r][w] =
+          fresh ? _mm512_setzero_ps() : _mm512_loadu_ps(sums + r * kPanelColumns + w * kLanes);
   const uint8_t *weights = linear.chunk(chunks.panel, chunks.first), *fetching = weights;
   const size_t fetched = bytes / 64 / chunks.tiles * 64;
-  for (int c = chunks.first; c < chunks.first + chunks.count; ++c, weights += bytes, x += 2 * kSqueezedPairs) {
-    if (const uint8_t* ahead = chunks.stream.ahead(fetching); ahead != nullptr)
-      for (size_t at = 0; at < fetched; at += 64) _mm_prefetch(ahead + at, _MM_HINT_T1);
+  for (int c = chunks.first; c < chunks.first + chunks.count;
+       ++c, weights += bytes, x += 2 * kSqueezedPairs) {
+    if (const Address ahead = chunks.stream.ahead(fetching); ahead != 0) prefetch(ahead, fetched);
     fetching += fetched;
     const int pairs = std::min(kSqueezedPairs, linear.pairs - c * kSqueezedPairs);
     if (pairs == kSqueezedPairs && !linear.has_rare(chunks.panel, c)) {
@@ -254,12 +281,14 @@ void fused_tile(const Squeezed& chunks, const typename A::T* x, size_t stride, f
       for (int p = 0; p < kSqueezedPairs; p += at_once, low += lines * 32, codes += lines * 16) {
         Bits line[lines];
 #pragma GCC unroll 4
-        for (int i = 0; i < lines; i += 4) Linear::unpack_four(low + i * 32, codes + i * 16, table, line + i);
+        for (int i = 0; i < lines; i += 4)
+          Linear::unpack_four(low + i * 32, codes + i * 16, table, line + i);
 #pragma GCC unroll 12
         for (int i = 0; i < lines; ++i) {
           if constexpr (keep) _mm512_store_si512(kept + (p * W + i) * 32, line[i]);
 #pragma GCC unroll 8
-          for (int r = 0; r < R; ++r) sum[r][i % W] = add_pair<A>(sum[r][i % W], x + r * stride + (p + i / W) * 2, line[i]);
+          for (int r = 0; r < R; ++r)
+            sum[r][i % W] = add_pair<A>(sum[r][i % W], x + r * stride + (p + i / W) * 2, line[i]);
         }
       }
     } else {
@@ -269,7 +298,8 @@ void fused_tile(const Squeezed& chunks, const typename A::T* x, size_t stride, f
         for (int w = 0; w < W; ++w) {
           const Bits line = _mm512_load_si512(kept + (p * W + w) * 32);
 #pragma GCC unroll 8
-          for (int r = 0; r < R; ++r) sum[r][w] = add_pair<A>(sum[r][w], x + r * stride + 2 * p, line);
+          for (int r = 0; r < R; ++r)
+            sum[r][w] = add_pair<A>(sum[r][w], x + r * stride + 2 * p, line);
         }
     }
     if (keep) kept += words;
@@ -284,26 +314,34 @@ using FusedTile = void (*)(const Squeezed&, const typename A::T*, size_t, float*
 
 template <class A, bool keep>
 FusedTile<A> fused_tile_of(int rows, int width) {
-#define EYAS_ROW(R) {fused_tile<A, R, 1, keep>, fused_tile<A, R, 2, keep>, fused_tile<A, R, 3, keep>, fused_tile<A, R, 4, keep>}
-  static constexpr FusedTile<A> tiles[kMaxTileRows][kPanelBlocks] = {EYAS_ROW(1), EYAS_ROW(2), EYAS_ROW(3),
-                                                                     EYAS_ROW(4), EYAS_ROW(5), EYAS_ROW(6)};
+#define EYAS_ROW(R)                                                                  \
+  {                                                                                  \
+    fused_tile<A, R, 1, keep>, fused_tile<A, R, 2, keep>, fused_tile<A, R, 3, keep>, \
+        fused_tile<A, R, 4, keep>                                                    \
+  }
+  static constexpr FusedTile<A> tiles[kMaxTileRows][kPanelBlocks] = {
+      EYAS_ROW(1), EYAS_ROW(2), EYAS_ROW(3), EYAS_ROW(4), EYAS_ROW(5), EYAS_ROW(6)};
 #undef EYAS_ROW
   return tiles[rows - 1][width - 1];
 }
 
-// Sums of R rows and W blocks over `pairs` pairs of inputs, added to sums [R][kPanelColumns] or, when fresh, put there. What is
-// ahead is fetched on the way.
+// Sums of R rows and W blocks over `pairs` pairs of inputs, added to sums [R][kPanelColumns] or,
+// when fresh, put there. What is ahead is fetched on the way.
 template <class A, Packed kind, int R, int W>
-void tile(const typename A::T* x, size_t stride, const uint8_t* weights, int pairs, float* sums, bool fresh, Ahead ahead) {
+void tile(const typename A::T* x, size_t stride, const uint8_t* weights, int pairs, float* sums,
+          bool fresh, Ahead ahead) {
   Vec sum[R][W];
 #pragma GCC unroll 8
   for (int r = 0; r < R; ++r)
-    for (int w = 0; w < W; ++w) sum[r][w] = fresh ? _mm512_setzero_ps() : _mm512_loadu_ps(sums + r * kPanelColumns + w * kLanes);
+    for (int w = 0; w < W; ++w)
+      sum[r][w] =
+          fresh ? _mm512_setzero_ps() : _mm512_loadu_ps(sums + r * kPanelColumns + w * kLanes);
   constexpr size_t unit = kind == Packed::bf16 ? 64 : 128;
   const int bursts = (pairs + kBurstPairs - 1) / kBurstPairs;
   const size_t burst = (ahead.lines + bursts - 1) / bursts * 64;
   for (int first = 0; first < pairs; first += kBurstPairs) {
-    for (const uint8_t* end = ahead.from + burst; ahead.from < end; ahead.from += 64) _mm_prefetch(ahead.from, _MM_HINT_T1);
+    prefetch(ahead.from, burst);
+    ahead.from += burst;
     const int past = std::min(pairs, first + kBurstPairs);
     for (int p = first; p < past; ++p, weights += W * unit) {
       if constexpr (A::is_bf16) {
@@ -322,7 +360,8 @@ void tile(const typename A::T* x, size_t stride, const uint8_t* weights, int pai
           Vec w[W];
           for (int i = 0; i < W; ++i) {
             if constexpr (kind == Packed::fp32) {
-              w[i] = _mm512_loadu_ps(reinterpret_cast<const float*>(weights + i * 128) + odd * kLanes);
+              w[i] =
+                  _mm512_loadu_ps(reinterpret_cast<const float*>(weights + i * 128) + odd * kLanes);
             } else {
               const Bits pair = _mm512_loadu_si512(weights + i * 64);
               w[i] = odd ? odd_of_pairs(pair) : even_of_pairs(pair);
@@ -347,9 +386,12 @@ using Tile = void (*)(const typename A::T*, size_t, const uint8_t*, int, float*,
 
 template <class A, Packed kind>
 Tile<A> tile_of(int rows, int width) {
-#define EYAS_ROW(R) {tile<A, kind, R, 1>, tile<A, kind, R, 2>, tile<A, kind, R, 3>, tile<A, kind, R, 4>}
-  static constexpr Tile<A> tiles[kMaxTileRows][kPanelBlocks] = {EYAS_ROW(1), EYAS_ROW(2), EYAS_ROW(3),
-                                                                EYAS_ROW(4), EYAS_ROW(5), EYAS_ROW(6)};
+#define EYAS_ROW(R)                                                                    \
+  {                                                                                    \
+    tile<A, kind, R, 1>, tile<A, kind, R, 2>, tile<A, kind, R, 3>, tile<A, kind, R, 4> \
+  }
+  static constexpr Tile<A> tiles[kMaxTileRows][kPanelBlocks] = {
+      EYAS_ROW(1), EYAS_ROW(2), EYAS_ROW(3), EYAS_ROW(4), EYAS_ROW(5), EYAS_ROW(6)};
 #undef EYAS_ROW
   return tiles[rows - 1][width - 1];
 }
@@ -359,56 +401,72 @@ Tile<A> tile_of(Packed kind, int rows, int width) {
   if constexpr (A::is_bf16)
     return tile_of<A, Packed::bf16>(rows, width);
   else
-    return kind == Packed::fp32 ? tile_of<A, Packed::fp32>(rows, width) : tile_of<A, Packed::bf16>(rows, width);
+    return kind == Packed::fp32 ? tile_of<A, Packed::fp32>(rows, width)
+                                : tile_of<A, Packed::bf16>(rows, width);
 }
 
 // The sums of all rows on one panel.
 template <class A>
-void multiply_panel(const Linear& linear, const Panel& panel, const Stream& stream, const typename A::T* x, size_t stride, int M,
-                    float* sums) {
+void multiply_panel(const Linear& linear, const Panel& panel, const Stream& stream,
+                    const typename A::T* x, size_t stride, int M, float* sums) {
   const int tiles = (M + kMaxTileRows - 1) / kMaxTileRows, first_rows = M / tiles;
   const bool squeezed = linear.kind == Packed::squeezed;
   const int all_chunks = (linear.pairs + linear.chunk_pairs() - 1) / linear.chunk_pairs();
   const int at_once = !squeezed ? 1 : tiles > 1 ? kUnpackedChunks : all_chunks;
   alignas(64) bf16 kept[kUnpackedChunks * kSqueezedPairs * kPanelColumns * 2 + 128];
   for (int c = 0; c < all_chunks; c += at_once) {
-    const int first = c * linear.chunk_pairs(), pairs = std::min(at_once * linear.chunk_pairs(), linear.pairs - first);
-    const uint8_t *weights = linear.chunk(panel, c), *ahead = stream.ahead(weights);
-    const size_t all_lines = ahead == nullptr ? 0 : linear.chunk_bytes(pairs, panel.width) / 64;
+    const int first = c * linear.chunk_pairs(),
+              pairs = std::min(at_once * linear.chunk_pairs(), linear.pairs - first);
+    const uint8_t* weights = linear.chunk(panel, c);
+    const Address ahead = stream.ahead(weights);
+    const size_t all_lines = ahead == 0 ? 0 : linear.chunk_bytes(pairs, panel.width) / 64;
     if (squeezed) {
       const Squeezed chunks{linear, panel, stream, c, std::min(at_once, all_chunks - c), tiles};
-      (tiles > 1 ? fused_tile_of<A, true> : fused_tile_of<A, false>)(first_rows, panel.width)(chunks, x + 2 * first, stride, sums, kept);
+      (tiles > 1 ? fused_tile_of<A, true> : fused_tile_of<A, false>)(first_rows, panel.width)(
+          chunks, x + 2 * first, stride, sums, kept);
       weights = reinterpret_cast<const uint8_t*>(kept);
     }
     for (int i = squeezed ? 1 : 0; i < tiles; ++i) {
-      const int row = M * i / tiles, rows = M * (i + 1) / tiles - row;
+      const int row = static_cast<int>(int64_t(M) * i / tiles);
+      const int rows = static_cast<int>(int64_t(M) * (i + 1) / tiles) - row;
       const size_t from = all_lines * i / tiles, lines = all_lines * (i + 1) / tiles - from;
-      tile_of<A>(linear.kind, rows, panel.width)(x + row * stride + 2 * first, stride, weights, pairs, sums + row * kPanelColumns,
-                                                 c == 0, {ahead + from * 64, lines});
+      tile_of<A>(linear.kind, rows, panel.width)(x + row * stride + 2 * first, stride, weights,
+                                                 pairs, sums + row * kPanelColumns, c == 0,
+                                                 {ahead + from * 64, lines});
     }
   }
 }
 
 #ifdef __AMX_BF16__
 constexpr int kChunksOfStep = kAmxPairs / kSqueezedPairs;
-// Steps that the passes go through before the next ones. Where reading the weights is what takes the time, more would not leave the
-// first cache room for both what is read and what is unpacked; where products do, less would take longer over sums.
+// Steps that the passes go through before the next ones. Where reading the weights is what takes
+// the time, more would not leave the first cache room for both what is read and what is unpacked;
+// where products do, less would take longer over sums.
 constexpr int kStepsOfFew = 2, kSteps = 4, kFewRows = 64;
 
 // Steps of a panel's weights, which the first pass unpacks and the others find where it left them.
 class PanelFeed {
  public:
-  PanelFeed(const Linear& linear, const Panel& panel, int first_step, int kept, Bursts ahead, bf16* unpacked)
-      : linear_(linear), panel_(panel), first_(first_step), kept_(kept), line_(panel.width * 32), ahead_(ahead), unpacked_(unpacked) {}
+  PanelFeed(const Linear& linear, const Panel& panel, int first_step, int kept, Bursts ahead,
+            bf16* unpacked)
+      : linear_(linear),
+        panel_(panel),
+        first_(first_step),
+        kept_(kept),
+        line_(panel.width * 32),
+        ahead_(ahead),
+        unpacked_(unpacked) {}
 
   INLINE const uint8_t* step(int s) {
     ahead_.one();
-    if (linear_.kind != Packed::squeezed) return linear_.chunk(panel_, 0) + static_cast<size_t>(first_ + s) * kAmxPairs * line_ * 2;
+    if (linear_.kind != Packed::squeezed)
+      return linear_.chunk(panel_, 0) + static_cast<size_t>(first_ + s) * kAmxPairs * line_ * 2;
     bf16* to = unpacked_ + s % kept_ * kAmxPairs * line_;
     if (next_ == s) {
       for (int i = 0; i < kChunksOfStep; ++i) {
         ahead_.one();
-        linear_.unpack(panel_, (first_ + s) * kChunksOfStep + i, kSqueezedPairs, to + i * kSqueezedPairs * line_);
+        linear_.unpack(panel_, (first_ + s) * kChunksOfStep + i, kSqueezedPairs,
+                       to + i * kSqueezedPairs * line_);
       }
       ++next_;
     }
@@ -425,27 +483,34 @@ class PanelFeed {
 };
 
 // The sums of all rows on one panel, by tiles.
-inline void multiply_panel_by_amx(AmxTiles& tiles, const Linear& linear, const Panel& panel, const Stream& stream, const bf16* x, size_t stride,
-                                  int M, float* sums) {
+inline void multiply_panel_by_amx(AmxTiles& tiles, const Linear& linear, const Panel& panel,
+                                  const Stream& stream, const bf16* x, size_t stride, int M,
+                                  float* sums) {
   alignas(64) bf16 unpacked[kSteps * kAmxPairs * kPanelColumns * 2];
   const bool squeezed = linear.kind == Packed::squeezed;
   const int all = linear.pairs / kAmxPairs, passes = amx_passes(M, panel.width);
-  const int kept = squeezed && M <= kFewRows ? kStepsOfFew : kSteps, at_once = passes == 1 ? all : kept;
+  const int kept = squeezed && M <= kFewRows ? kStepsOfFew : kSteps,
+            at_once = passes == 1 ? all : kept;
   for (int first = 0; first < all; first += at_once) {
     const int steps = std::min(at_once, all - first);
-    const uint8_t* weights = linear.chunk(panel, 0) + linear.chunk_bytes(first * kAmxPairs, panel.width);
-    const Bursts ahead(stream, weights, linear.chunk_bytes(steps * kAmxPairs, panel.width), steps * (passes + squeezed * kChunksOfStep));
+    const uint8_t* weights =
+        linear.chunk(panel, 0) + linear.chunk_bytes(first * kAmxPairs, panel.width);
+    const Bursts ahead(stream, weights, linear.chunk_bytes(steps * kAmxPairs, panel.width),
+                       steps * (passes + squeezed * kChunksOfStep));
     PanelFeed feed(linear, panel, first, kept, ahead, unpacked);
-    multiply_by_amx(tiles, {x + 2 * first * kAmxPairs, sums, stride, kPanelColumns, steps, panel.width, first == 0}, M, feed);
+    multiply_by_amx(
+        tiles,
+        {x + 2 * first * kAmxPairs, sums, stride, kPanelColumns, steps, panel.width, first == 0}, M,
+        feed);
   }
 }
 #endif
 
-// Thread t's part of x [M, K] times the weights; put(panel, sums [M][kPanelColumns]) takes each panel's outputs, bias added.
-// next: the product that this thread will read after this one.
+// Thread t's part of x [M, K] times the weights; put(panel, sums [M][kPanelColumns]) takes each
+// panel's outputs, bias added. next: the product that this thread will read after this one.
 template <class A, class Put>
-void multiply(const Linear& linear, const Product* next, const typename A::T* x, size_t stride, int M, int t, int T, float* sums,
-              Put&& put) {
+void multiply(const Linear& linear, const Product* next, const typename A::T* x, size_t stride,
+              int M, int t, int T, float* sums, Put&& put) {
   const Stream stream(linear, next, t, T);
   const auto each_panel = [&](auto&& sum) {
     for (int p = linear.share(t, T); p < linear.share(t + 1, T); ++p) {
@@ -459,8 +524,11 @@ void multiply(const Linear& linear, const Product* next, const typename A::T* x,
   if constexpr (A::is_bf16)
     if (linear.by_amx) {
       AmxTiles tiles;
-      return each_panel([&](const Panel& panel) { multiply_panel_by_amx(tiles, linear, panel, stream, x, stride, M, sums); });
+      return each_panel([&](const Panel& panel) {
+        multiply_panel_by_amx(tiles, linear, panel, stream, x, stride, M, sums);
+      });
     }
 #endif
-  each_panel([&](const Panel& panel) { multiply_panel<A>(linear, panel, stream, x, stride, M, sums); });
+  each_panel(
+      [&](const Panel& panel) { multiply_panel<A>(linear, panel, stream, x, stride, M, sums); });
 }

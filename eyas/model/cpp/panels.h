@@ -1,6 +1,8 @@
-// What every matrix product streams: packed weights in blocks of 16 output columns, shared among threads in panels. Knows no format.
+// What every matrix product streams: packed weights in blocks of 16 output columns, shared among
+// threads in panels. Knows no format.
 //
-//   block    16 output columns                      panel   up to 4 neighbouring blocks, one sequential stream
+//   block    16 output columns                      panel   up to 4 neighbouring blocks, one
+//   sequential stream
 #pragma once
 
 #include <algorithm>
@@ -34,7 +36,8 @@ constexpr size_t kGap = 64;
 constexpr size_t kGap = 0;
 #endif
 
-// Memory for weights in huge pages, handed out in order: products packed one after the other lie behind each other.
+// Memory for weights in huge pages, handed out in order: products packed one after the other lie
+// behind each other.
 class Arena {
  public:
   using Piece = std::shared_ptr<uint8_t>;
@@ -47,7 +50,8 @@ class Arena {
     [[maybe_unused]] const size_t asked = bytes;
     bytes = (bytes + 63) / 64 * 64 + kGap;
     if (open == nullptr || used + bytes > open->size) {
-      open = std::make_shared<Chunk>(std::max(kChunk, (bytes + kHugePage - 1) / kHugePage * kHugePage));
+      open = std::make_shared<Chunk>(
+          std::max(kChunk, (bytes + kHugePage - 1) / kHugePage * kHugePage));
       used = 0;
     }
     uint8_t* at = open->data + used;
@@ -60,7 +64,8 @@ class Arena {
   static constexpr size_t kHugePage = size_t(2) << 20, kChunk = size_t(64) << 20;
 
   struct Chunk {
-    explicit Chunk(size_t bytes) : size(bytes), data(static_cast<uint8_t*>(std::aligned_alloc(kHugePage, bytes))) {
+    explicit Chunk(size_t bytes)
+        : size(bytes), data(static_cast<uint8_t*>(std::aligned_alloc(kHugePage, bytes))) {
       if (data == nullptr) throw std::bad_alloc();
       madvise(data, bytes, MADV_HUGEPAGE);
       ASAN_POISON_MEMORY_REGION(data, bytes);
@@ -85,8 +90,9 @@ class Product {
   // The panels of thread t of T: [share(t, T), share(t + 1, T)).
   int share(int t, int T) const {
     const int first = static_cast<int>(static_cast<int64_t>(blocks) * t / T);
-    return static_cast<int>(
-        std::lower_bound(panels.begin(), panels.end(), first, [](const Panel& p, int b) { return p.first < b; }) - panels.begin());
+    return static_cast<int>(std::lower_bound(panels.begin(), panels.end(), first,
+                                             [](const Panel& p, int b) { return p.first < b; }) -
+                            panels.begin());
   }
 
   // Where the weights of thread t begin and, at t + 1, end.
@@ -103,7 +109,8 @@ class Product {
     for (int m = 0; m < M; ++m)
       for (int w = 0; w < panel.width; ++w) {
         float* at = sums + m * kPanelColumns + w * kLanes;
-        _mm512_storeu_ps(at, _mm512_add_ps(_mm512_loadu_ps(at), _mm512_loadu_ps(bias() + (panel.first + w) * kLanes)));
+        _mm512_storeu_ps(at, _mm512_add_ps(_mm512_loadu_ps(at),
+                                           _mm512_loadu_ps(bias() + (panel.first + w) * kLanes)));
       }
   }
 
@@ -121,14 +128,16 @@ class Product {
       const int half = parts[0].rows;
       for (int first = 0; first < half; first += kLanes)
         for (int part = 0; part < 2; ++part)
-          for (int c = first; c < first + kLanes; ++c) rows.push_back(c < half ? part * half + c : -1);
+          for (int c = first; c < first + kLanes; ++c)
+            rows.push_back(c < half ? part * half + c : -1);
     } else {
       for (int c = 0; c < round_up(N, kLanes); ++c) rows.push_back(c < N ? c : -1);
     }
     blocks = static_cast<int>(rows.size()) / kLanes;
     has_bias = bias != nullptr;
     float* biases = bias_.reserve(rows.size());
-    for (size_t c = 0; has_bias && c < rows.size(); ++c) biases[c] = rows[c] < 0 ? 0.0f : bias[rows[c]];
+    for (size_t c = 0; has_bias && c < rows.size(); ++c)
+      biases[c] = rows[c] < 0 ? 0.0f : bias[rows[c]];
     return rows;
   }
 
@@ -139,7 +148,8 @@ class Product {
     for (int t = 0; t < threads; ++t) {
       int first = static_cast<int>(static_cast<int64_t>(grains) * t / threads) * grain;
       const int end = static_cast<int>(static_cast<int64_t>(grains) * (t + 1) / threads) * grain;
-      for (; first < end; first += made.back().width) made.push_back({first, std::min(kPanelBlocks, end - first), 0, 0});
+      for (; first < end; first += made.back().width)
+        made.push_back({first, std::min(kPanelBlocks, end - first), 0, 0});
     }
     return made;
   }
@@ -151,32 +161,47 @@ class Product {
   Buffer<float> bias_;
 };
 
-// Fetches what a thread will read kLead bytes later: on its share of one product and then on that of the next.
+// Where bytes lie that will be read later; 0 for none. No pointer: it may lie outside of every
+// allocation.
+using Address = uintptr_t;
+
+INLINE void prefetch(Address at, size_t bytes) {
+  for (size_t i = 0; i < bytes; i += 64)
+    _mm_prefetch(reinterpret_cast<const char*>(at + i), _MM_HINT_T1);
+}
+
+// Fetches what a thread will read kLead bytes later: on its share of one product and then on that
+// of the next.
 class Stream {
  public:
   Stream(const Product& product, const Product* next, int t, int T)
-      : past_(product.share_weights(t + 1, T)), then_(next == nullptr ? nullptr : next->share_weights(t, T)) {}
+      : past_(address(product.share_weights(t + 1, T))),
+        then_(next == nullptr ? 0 : address(next->share_weights(t, T))) {}
 
-  const uint8_t* ahead(const uint8_t* weights) const {
-    const uint8_t* at = weights + kLead;
-    return at < past_ ? at : then_ == nullptr ? nullptr : then_ + (at - past_);
+  Address ahead(const uint8_t* weights) const {
+    const Address at = address(weights) + kLead;
+    return at < past_ ? at : then_ == 0 ? 0 : then_ + (at - past_);
   }
 
  private:
-  const uint8_t *past_, *then_;
+  static Address address(const uint8_t* weights) { return reinterpret_cast<Address>(weights); }
+
+  Address past_, then_;
 };
 
 // What is ahead of a stretch of weights, fetched in as many bursts as the work on it has units.
 class Bursts {
  public:
   Bursts(const Stream& stream, const uint8_t* weights, size_t bytes, size_t units)
-      : stream_(stream), at_(weights), end_(weights + bytes), burst_((bytes / 64 + units - 1) / units * 64) {}
+      : stream_(stream),
+        at_(weights),
+        end_(weights + bytes),
+        burst_((bytes / 64 + units - 1) / units * 64) {}
 
   INLINE void one() {
     if (at_ >= end_) return;
     const size_t bytes = std::min<size_t>(burst_, end_ - at_);
-    if (const uint8_t* ahead = stream_.ahead(at_); ahead != nullptr)
-      for (size_t i = 0; i < bytes; i += 64) _mm_prefetch(ahead + i, _MM_HINT_T1);
+    if (const Address ahead = stream_.ahead(at_); ahead != 0) prefetch(ahead, bytes);
     at_ += bytes;
   }
 

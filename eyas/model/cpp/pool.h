@@ -1,9 +1,11 @@
 // Threads that run one function together, with barriers inside it. Knows no model.
 //
-// Waiting is spinning first (a barrier of a decoder's step is a microsecond away), then sleeping. It never yields: on a busy
-// machine a thread that yields loses milliseconds to another process, one that sleeps is scheduled at once when it is woken.
-// When the caller waits longer than it works, the others have no core: for a while the runs are the caller's alone.
-// No OpenMP: PyTorch's own would share its threads and its settings.
+// Waiting is spinning first (a barrier of a decoder's step is a microsecond away), then sleeping.
+// It never yields: on a busy machine a thread that yields loses milliseconds to another process,
+// one that sleeps is scheduled at once when it is woken. When the caller waits longer than it
+// works, the others have no core: for a while the runs are the caller's alone. No OpenMP: PyTorch's
+// own would share its threads and its settings. What a thread throws is thrown on the caller's when
+// all have ended; work with barriers must not throw.
 #pragma once
 
 #include <immintrin.h>
@@ -15,9 +17,11 @@
 #include <atomic>
 #include <chrono>
 #include <cstdint>
+#include <exception>
 #include <functional>
 #include <mutex>
 #include <thread>
+#include <utility>
 
 using Clock = std::chrono::steady_clock;
 
@@ -57,7 +61,9 @@ class alignas(64) Signal {
   }
 
  private:
-  void futex(int operation, int number) { syscall(SYS_futex, &value_, operation, number, nullptr, nullptr, 0); }
+  void futex(int operation, int number) {
+    syscall(SYS_futex, &value_, operation, number, nullptr, nullptr, 0);
+  }
   void wake() {
     if (sleepers_.load() > 0) futex(FUTEX_WAKE_PRIVATE, INT32_MAX);
   }
@@ -80,7 +86,8 @@ class Pool {
     return threads > 1 && Clock::now() < alone_until_ ? 1 : threads;
   }
 
-  // Calls work(0) .. work(threads - 1) at the same time, work(0) on the caller's thread. One caller at a time.
+  // Calls work(0) .. work(threads - 1) at the same time, work(0) on the caller's thread. One caller
+  // at a time.
   template <class Work>
   void run(int threads, Work&& work) {
     std::lock_guard<std::mutex> guard(mutex_);
@@ -90,16 +97,20 @@ class Pool {
       return;
     }
     start(threads);
-    std::function<void(int)> task = std::ref(work);
+    std::function<void(int)> task = [&](int t) { attempt(work, t); };
     task_ = &task;
     team_ = threads;
     running_.set(threads - 1);
     const auto began = Clock::now();
     Signal::slept_of_thread() = {};
-    // The team's size travels with the round's number: a thread outside the team may look at any later time.
-    round_.set(static_cast<int>((static_cast<unsigned>(round_.get()) / kMaxThreads + 1) * kMaxThreads + threads));
-    work(0);
+    // The team's size travels with the round's number: a thread outside the team may look at any
+    // later time.
+    round_.set(static_cast<int>(
+        (static_cast<unsigned>(round_.get()) / kMaxThreads + 1) * kMaxThreads + threads));
+    task(0);
     for (int left = running_.get(); left != 0;) left = running_.wait_while(left, kBarrierSpins);
+    if (std::exception_ptr thrown = std::exchange(thrown_, nullptr); thrown != nullptr)
+      std::rethrow_exception(thrown);
     judge(Signal::slept_of_thread(), Clock::now() - began, threads);
   }
 
@@ -118,11 +129,22 @@ class Pool {
  private:
   static constexpr int kBarrierSpins = 2000, kRoundSpins = 40000;  // of some 40 cycles
 
-  // One run that waited too long is chance, two of a few are a crowd: alone for some times what was lost, longer each time.
+  // One run that waited too long is chance, two of a few are a crowd: alone for some times what was
+  // lost, longer each time.
   void judge(Clock::duration slept, Clock::duration all, int threads) {
     const bool crowded = slept * threads > all * (threads - 1);
     crowd_ = crowded ? std::min(crowd_ + 2, kMaxCrowd) : std::max(crowd_ - 1, 0);
     if (crowded && crowd_ > 2) alone_until_ = Clock::now() + slept * (1 << crowd_);
+  }
+
+  template <class Work>
+  void attempt(Work& work, int t) {
+    try {
+      work(t);
+    } catch (...) {
+      const std::lock_guard<std::mutex> guard(throwing_);
+      if (thrown_ == nullptr) thrown_ = std::current_exception();
+    }
   }
 
   void start(int threads) {
@@ -145,7 +167,8 @@ class Pool {
     }
   }
 
-  std::mutex mutex_;
+  std::mutex mutex_, throwing_;
+  std::exception_ptr thrown_;
   std::function<void(int)>* task_ = nullptr;
   int team_ = 1, started_ = 1, crowd_ = 0;
   Clock::time_point alone_until_{};

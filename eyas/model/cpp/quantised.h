@@ -1,22 +1,26 @@
-// Products of quantised weights (formats.h) with rows that are quantised on the way: integers inside a block of 32 inputs,
-// floats between blocks. Knows no layer.
+// Products of quantised weights (formats.h) with rows that are quantised on the way: integers
+// inside a block of 32 inputs, floats between blocks. Knows no layer.
 //
-// A row is quantised as ggml's Q8_0 and Q8_1 are: 32 int8 with a scale of half precision, the largest number's 127th part. The
-// sum of a block's products is an exact integer, in whatever order; to a row's output its blocks are added in ascending order:
+// A row is quantised as ggml's Q8_0 and Q8_1 are: 32 int8 with a scale of half precision, the
+// largest number's 127th part. The sum of a block's products is an exact integer, in whatever
+// order; to a row's output its blocks are added in ascending order:
 //
-//   sum = fma(scale of weights * scale of row, integer, sum), then sum = fma(min of weights, sum of row, sum)
+//   sum = fma(scale of weights * scale of row, integer, sum), then sum = fma(min of weights, sum of
+//   row, sum)
 //
-// whatever the number of rows, panels or threads: a row's bits depend on nothing but the row. With or without the instruction
-// for four products of bytes (VNNI) they are the same.
+// whatever the number of rows, panels or threads: a row's bits depend on nothing but the row. With
+// or without the instruction for four products of bytes (VNNI) they are the same.
 #pragma once
 
 #include "amx.h"
 #include "formats.h"
 #include "panels.h"
 
-constexpr int kMaxGroupRows = 12;  // 12 sums, 12 integers and a line with its scales fill the 32 registers
+constexpr int kMaxGroupRows =
+    12;  // 12 sums, 12 integers and a line with its scales fill the 32 registers
 
-// A block of a row. sum: scale times the sum of q; offset: -128 times the sum of q, offsets: of either half.
+// A block of a row. sum: scale times the sum of q; offset: -128 times the sum of q, offsets: of
+// either half.
 struct alignas(64) RowBlock {
   int8_t q[kBlockInputs];
   float scale, sum;
@@ -36,13 +40,17 @@ struct RowBlocks {
 };
 
 // The nearest number of half precision.
-INLINE float rounded_to_half(float x) { return _mm_cvtss_f32(_mm_cvtph_ps(_mm_cvtps_ph(_mm_set_ss(x), _MM_FROUND_TO_NEAREST_INT))); }
+INLINE float rounded_to_half(float x) {
+  return _mm_cvtss_f32(_mm_cvtph_ps(_mm_cvtps_ph(_mm_set_ss(x), _MM_FROUND_TO_NEAREST_INT)));
+}
 
 INLINE void quantise(Vec first, Vec second, RowBlock& to) {
-  const float most = _mm512_reduce_max_ps(_mm512_max_ps(_mm512_abs_ps(first), _mm512_abs_ps(second)));
+  const float most =
+      _mm512_reduce_max_ps(_mm512_max_ps(_mm512_abs_ps(first), _mm512_abs_ps(second)));
   const float scale = most / 127.0f;
   const Vec inverse = _mm512_set1_ps(most > 0 ? 127.0f / most : 0.0f);
-  const Bits q[2] = {_mm512_cvtps_epi32(_mm512_mul_ps(first, inverse)), _mm512_cvtps_epi32(_mm512_mul_ps(second, inverse))};
+  const Bits q[2] = {_mm512_cvtps_epi32(_mm512_mul_ps(first, inverse)),
+                     _mm512_cvtps_epi32(_mm512_mul_ps(second, inverse))};
   for (int half = 0; half < 2; ++half) {
     const __m128i bytes = _mm512_cvtsepi32_epi8(q[half]);
     _mm_store_si128(reinterpret_cast<__m128i*>(to.q) + half, bytes);
@@ -66,37 +74,47 @@ void quantise_row(const typename A::T* x, const RowBlocks& rows, int m) {
 template <class Use>
 INLINE auto with_format(Format format, Use&& use) {
   switch (format) {
-    case Format::q4_0: return use(Q4_0());
-    case Format::q4_1: return use(Q4_1());
-    case Format::q4_k: return use(Q4_K());
-    case Format::q6_k: return use(Q6_K());
-    default: return use(Q8_0());
+    case Format::q4_0:
+      return use(Q4_0());
+    case Format::q4_1:
+      return use(Q4_1());
+    case Format::q4_k:
+      return use(Q4_K());
+    case Format::q6_k:
+      return use(Q6_K());
+    default:
+      return use(Q8_0());
   }
 }
 
 inline size_t row_bytes(Format format, int K) {
-  return with_format(format, [&](auto q) { return K / (q.kBlocks * kBlockInputs) * q.kSourceBytes; });
+  return with_format(format,
+                     [&](auto q) { return K / (q.kBlocks * kBlockInputs) * q.kSourceBytes; });
 }
 
 // K numbers of a row as it lies in a file.
 inline void dequantise_row(Format format, const uint8_t* row, int K, float* to) {
   with_format(format, [&](auto q) {
-    for (int k = 0; k < K; k += q.kBlocks * kBlockInputs, row += q.kSourceBytes) q.dequantise(row, to + k);
+    for (int k = 0; k < K; k += q.kBlocks * kBlockInputs, row += q.kSourceBytes)
+      q.dequantise(row, to + k);
   });
 }
 
 class QuantisedProduct final : public Product {
  public:
-  // parts: [rows, K] matrices stacked, each in its format as in a file. Where two formats meet, rows so far are a multiple of
-  // 16; gated: two parts of one format whose blocks alternate. bias: of all rows, or null.
-  QuantisedProduct(const std::vector<Source>& parts, const std::vector<Format>& formats, int K, bool gated, const float* bias, int threads)
+  // parts: [rows, K] matrices stacked, each in its format as in a file. Where two formats meet,
+  // rows so far are a multiple of 16; gated: two parts of one format whose blocks alternate. bias:
+  // of all rows, or null.
+  QuantisedProduct(const std::vector<Source>& parts, const std::vector<Format>& formats, int K,
+                   bool gated, const float* bias, int threads)
       : Product(K, gated, true) {
     const std::vector<int> column_rows = columns(parts, bias);
     std::vector<const uint8_t*> lines;
     std::vector<Format> line_formats;
     for (size_t i = 0; i < parts.size(); ++i)
       for (int row = 0; row < parts[i].rows; ++row) {
-        lines.push_back(static_cast<const uint8_t*>(parts[i].data) + row * row_bytes(formats[i], K));
+        lines.push_back(static_cast<const uint8_t*>(parts[i].data) +
+                        row * row_bytes(formats[i], K));
         line_formats.push_back(formats[i]);
       }
     place(threads, column_rows, line_formats);
@@ -114,13 +132,16 @@ class QuantisedProduct final : public Product {
 
  private:
   // Panels are cut where formats meet. first_chunk: the panel's number.
-  void place(int threads, const std::vector<int>& column_rows, const std::vector<Format>& line_formats) {
+  void place(int threads, const std::vector<int>& column_rows,
+             const std::vector<Format>& line_formats) {
     const auto of_block = [&](int block) { return line_formats[column_rows[block * kLanes]]; };
     for (Panel left : shares(threads))
       while (left.width > 0) {
         Panel panel = left;
         const Format found = of_block(panel.first);
-        for (panel.width = 1; panel.width < left.width && of_block(panel.first + panel.width) == found;) ++panel.width;
+        for (panel.width = 1;
+             panel.width < left.width && of_block(panel.first + panel.width) == found;)
+          ++panel.width;
         panel.offset = num_bytes_, panel.first_chunk = static_cast<int>(panels.size());
         panels.push_back(panel);
         formats_.push_back(found);
@@ -129,7 +150,8 @@ class QuantisedProduct final : public Product {
       }
   }
 
-  void pack(const Panel& panel, const std::vector<int>& column_rows, const std::vector<const uint8_t*>& lines) const {
+  void pack(const Panel& panel, const std::vector<int>& column_rows,
+            const std::vector<const uint8_t*>& lines) const {
     with_format(format(panel), [&](auto q) {
       uint8_t* to = data_.get() + panel.offset;
       const int units = K / (q.kBlocks * kBlockInputs);
@@ -148,21 +170,25 @@ class QuantisedProduct final : public Product {
 
 // Sums of R rows, a group, on one block of 16 columns. What is ahead is fetched by the first group.
 template <class Q, int R>
-void quantised_tile(const uint8_t* weights, const RowBlock* x, int blocks, float* sums, const Stream* stream) {
-  constexpr int chains = R == 1 ? 4 : R < 4 ? 2 : 1;  // integers of a row that do not wait for each other
+void quantised_tile(const uint8_t* weights, const RowBlock* x, int blocks, float* sums,
+                    const Stream* stream) {
+  constexpr int chains = R == 1  ? 4
+                         : R < 4 ? 2
+                                 : 1;  // integers of a row that do not wait for each other
   Vec sum[R];
 #pragma GCC unroll 12
   for (int r = 0; r < R; ++r) sum[r] = _mm512_setzero_ps();
   for (int unit = 0; unit < blocks; unit += Q::kBlocks, weights += Q::kBytes) {
-    if (const uint8_t* ahead = stream == nullptr ? nullptr : stream->ahead(weights); ahead != nullptr)
-      for (size_t at = 0; at < Q::kBytes; at += 64) _mm_prefetch(ahead + at, _MM_HINT_T1);
+    if (const Address ahead = stream == nullptr ? 0 : stream->ahead(weights); ahead != 0)
+      prefetch(ahead, Q::kBytes);
     for (int b = 0; b < Q::kBlocks; ++b, x += R) {
       Bits all[R][Q::kHalves][chains];
 #pragma GCC unroll 12
       for (int r = 0; r < R; ++r)
         for (int h = 0; h < Q::kHalves; ++h) {
           const Bits offset = _mm512_set1_epi32(Q::kHalves == 1 ? x[r].offset : x[r].offsets[h]);
-          all[r][h][0] = Q::kOffset < 0 ? _mm512_setzero_si512() : _mm512_srai_epi32(offset, std::max(0, Q::kOffset));
+          all[r][h][0] = Q::kOffset < 0 ? _mm512_setzero_si512()
+                                        : _mm512_srai_epi32(offset, std::max(0, Q::kOffset));
           for (int i = 1; i < chains; ++i) all[r][h][i] = _mm512_setzero_si512();
         }
       Q::lines(weights, b, [&](int i, Bits line) __attribute__((always_inline)) {
@@ -179,9 +205,12 @@ void quantised_tile(const uint8_t* weights, const RowBlock* x, int blocks, float
         const Scales scales = Q::scales(weights, b, h);
 #pragma GCC unroll 12
         for (int r = 0; r < R; ++r) {
-          for (int i = 1; i < chains; ++i) all[r][h][0] = _mm512_add_epi32(all[r][h][0], all[r][h][i]);
-          sum[r] = _mm512_fmadd_ps(_mm512_mul_ps(scales.scale, _mm512_set1_ps(x[r].scale)), _mm512_cvtepi32_ps(all[r][h][0]), sum[r]);
-          if constexpr (Q::kHasMin) sum[r] = _mm512_fmadd_ps(scales.min, _mm512_set1_ps(x[r].sum), sum[r]);
+          for (int i = 1; i < chains; ++i)
+            all[r][h][0] = _mm512_add_epi32(all[r][h][0], all[r][h][i]);
+          sum[r] = _mm512_fmadd_ps(_mm512_mul_ps(scales.scale, _mm512_set1_ps(x[r].scale)),
+                                   _mm512_cvtepi32_ps(all[r][h][0]), sum[r]);
+          if constexpr (Q::kHasMin)
+            sum[r] = _mm512_fmadd_ps(scales.min, _mm512_set1_ps(x[r].sum), sum[r]);
         }
       }
     }
@@ -195,8 +224,9 @@ using QuantisedTile = void (*)(const uint8_t*, const RowBlock*, int, float*, con
 template <class Q>
 QuantisedTile quantised_tile_of(int rows) {
   static constexpr QuantisedTile tiles[kMaxGroupRows] = {
-      quantised_tile<Q, 1>, quantised_tile<Q, 2>, quantised_tile<Q, 3>, quantised_tile<Q, 4>,  quantised_tile<Q, 5>,  quantised_tile<Q, 6>,
-      quantised_tile<Q, 7>, quantised_tile<Q, 8>, quantised_tile<Q, 9>, quantised_tile<Q, 10>, quantised_tile<Q, 11>, quantised_tile<Q, 12>};
+      quantised_tile<Q, 1>, quantised_tile<Q, 2>,  quantised_tile<Q, 3>,  quantised_tile<Q, 4>,
+      quantised_tile<Q, 5>, quantised_tile<Q, 6>,  quantised_tile<Q, 7>,  quantised_tile<Q, 8>,
+      quantised_tile<Q, 9>, quantised_tile<Q, 10>, quantised_tile<Q, 11>, quantised_tile<Q, 12>};
   return tiles[rows - 1];
 }
 
@@ -205,39 +235,47 @@ QuantisedTile quantised_tile_of(int rows) {
 constexpr int kBlocksAtOnce = 4;
 constexpr int kFewRowsByBytes = 7;  // up to these the instruction for four products is faster
 
-// As quantised_tile, by AMX's tiles of bytes: 16 rows by the 32 inputs of a block, times these by 16 columns. A block's sum is an exact
-// integer, so the bits are the same. R: the group's rows and some that are not used.
+// As quantised_tile, by AMX's tiles of bytes: 16 rows by the 32 inputs of a block, times these by
+// 16 columns. A block's sum is an exact integer, so the bits are the same. R: the group's rows and
+// some that are not used.
 template <class Q, int R>
-void quantised_by_amx(AmxTiles& tiles, const uint8_t* weights, const RowBlock* x, int rows, int blocks, float* sums, const Stream* stream) {
+void quantised_by_amx(AmxTiles& tiles, const uint8_t* weights, const RowBlock* x, int rows,
+                      int blocks, float* sums, const Stream* stream) {
   alignas(64) uint8_t lines[kBlocksAtOnce][Q::kHalves][kBlockLines][64];
   alignas(64) int32_t integers[kBlocksAtOnce][Q::kHalves][R][kLanes];
-  if constexpr (Q::kHalves > 1) std::memset(lines, 0, sizeof(lines));  // of each half the lines of the other stay 0
+  if constexpr (Q::kHalves > 1)
+    std::memset(lines, 0, sizeof(lines));  // of each half the lines of the other stay 0
   tiles.shape(rows, 0, kBlockInputs);
   Vec sum[R];
 #pragma GCC unroll 16
   for (int r = 0; r < R; ++r) sum[r] = _mm512_setzero_ps();
   for (int first = 0; first < blocks; first += kBlocksAtOnce) {
     const int count = std::min(kBlocksAtOnce, blocks - first);
-    const auto unit = [&](int i) { return weights + static_cast<size_t>((first + i) / Q::kBlocks) * Q::kBytes; };
+    const auto unit = [&](int i) {
+      return weights + static_cast<size_t>((first + i) / Q::kBlocks) * Q::kBytes;
+    };
     for (int i = 0; i < count; ++i) {
       const int b = (first + i) % Q::kBlocks;
-      if (const uint8_t* ahead = stream == nullptr || b != 0 ? nullptr : stream->ahead(unit(i)); ahead != nullptr)
-        for (size_t at = 0; at < Q::kBytes; at += 64) _mm_prefetch(ahead + at, _MM_HINT_T1);
+      if (const Address ahead = stream == nullptr || b != 0 ? 0 : stream->ahead(unit(i));
+          ahead != 0)
+        prefetch(ahead, Q::kBytes);
       Q::lines(unit(i), b, [&](int line, Bits codes) __attribute__((always_inline)) {
         _mm512_store_si512(lines[i][line * Q::kHalves / kBlockLines][line], codes);
       });
     }
     before_tiles();
-#define EYAS_HALF(I, H, TILE)           \
-  _tile_zero(I);                        \
-  _tile_loadd(TILE, lines[I][H], 64);   \
-  _tile_dpbsud(I, 4, TILE);             \
+#define EYAS_HALF(I, H, TILE)         \
+  _tile_zero(I);                      \
+  _tile_loadd(TILE, lines[I][H], 64); \
+  _tile_dpbsud(I, 4, TILE);           \
   _tile_stored(I, integers[I][H], 64);
 #define EYAS_BLOCK(I)                                                            \
   if (I < count) {                                                               \
     _tile_loadd(4, x + static_cast<size_t>(first + I) * rows, sizeof(RowBlock)); \
     EYAS_HALF(I, 0, 5)                                                           \
-    if constexpr (Q::kHalves > 1) { EYAS_HALF(I, Q::kHalves - 1, 6) }            \
+    if constexpr (Q::kHalves > 1) {                                              \
+      EYAS_HALF(I, Q::kHalves - 1, 6)                                            \
+    }                                                                            \
   }
     EYAS_BLOCK(0)
     EYAS_BLOCK(1)
@@ -254,9 +292,13 @@ void quantised_by_amx(AmxTiles& tiles, const uint8_t* weights, const RowBlock* x
         for (int r = 0; r < R; ++r) {
           Bits integer = _mm512_load_si512(integers[i][h][r]);
           if constexpr (Q::kOffset >= 0)
-            integer = _mm512_add_epi32(integer, _mm512_set1_epi32((Q::kHalves == 1 ? row[r].offset : row[r].offsets[h]) >> Q::kOffset));
-          sum[r] = _mm512_fmadd_ps(_mm512_mul_ps(scales.scale, _mm512_set1_ps(row[r].scale)), _mm512_cvtepi32_ps(integer), sum[r]);
-          if constexpr (Q::kHasMin) sum[r] = _mm512_fmadd_ps(scales.min, _mm512_set1_ps(row[r].sum), sum[r]);
+            integer = _mm512_add_epi32(
+                integer, _mm512_set1_epi32((Q::kHalves == 1 ? row[r].offset : row[r].offsets[h]) >>
+                                           Q::kOffset));
+          sum[r] = _mm512_fmadd_ps(_mm512_mul_ps(scales.scale, _mm512_set1_ps(row[r].scale)),
+                                   _mm512_cvtepi32_ps(integer), sum[r]);
+          if constexpr (Q::kHasMin)
+            sum[r] = _mm512_fmadd_ps(scales.min, _mm512_set1_ps(row[r].sum), sum[r]);
         }
       }
     }
@@ -266,11 +308,13 @@ void quantised_by_amx(AmxTiles& tiles, const uint8_t* weights, const RowBlock* x
     if (r < rows) _mm512_storeu_ps(sums + r * kPanelColumns, sum[r]);
 }
 
-using QuantisedByAmx = void (*)(AmxTiles&, const uint8_t*, const RowBlock*, int, int, float*, const Stream*);
+using QuantisedByAmx = void (*)(AmxTiles&, const uint8_t*, const RowBlock*, int, int, float*,
+                                const Stream*);
 
 template <class Q>
 QuantisedByAmx quantised_by_amx_of(int rows) {
-  static constexpr QuantisedByAmx tiles[] = {quantised_by_amx<Q, 4>, quantised_by_amx<Q, 8>, quantised_by_amx<Q, 12>, quantised_by_amx<Q, 16>};
+  static constexpr QuantisedByAmx tiles[] = {quantised_by_amx<Q, 4>, quantised_by_amx<Q, 8>,
+                                             quantised_by_amx<Q, 12>, quantised_by_amx<Q, 16>};
   return tiles[(rows - 1) / 4];
 }
 
@@ -278,7 +322,8 @@ QuantisedByAmx quantised_by_amx_of(int rows) {
 
 // Thread t's part of the rows times the weights; put and next as of `multiply`.
 template <class Put>
-void multiply_quantised(const QuantisedProduct& product, const Product* next, const RowBlocks& rows, int t, int T, float* sums, Put&& put) {
+void multiply_quantised(const QuantisedProduct& product, const Product* next, const RowBlocks& rows,
+                        int t, int T, float* sums, Put&& put) {
   const Stream stream(product, next, t, T);
 #ifdef __AMX_INT8__
   AmxTiles tiles;
@@ -295,7 +340,9 @@ void multiply_quantised(const QuantisedProduct& product, const Product* next, co
         with_format(format, [&](auto q) {
           using Q = decltype(q);
 #ifdef __AMX_INT8__
-          if (R > kFewRowsByBytes && has_amx()) return quantised_by_amx_of<Q>(R)(tiles, weights, rows.group(first), R, rows.blocks, to, ahead);
+          if (R > kFewRowsByBytes && has_amx())
+            return quantised_by_amx_of<Q>(R)(tiles, weights, rows.group(first), R, rows.blocks, to,
+                                             ahead);
 #endif
           quantised_tile_of<Q>(R)(weights, rows.group(first), rows.blocks, to, ahead);
         });

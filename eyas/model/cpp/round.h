@@ -1,9 +1,11 @@
-// A round of several requests as rows: what their draft has to catch up on, and the trees that their target judges.
+// A round of several requests as rows: what their draft has to catch up on, and the trees that
+// their target judges.
 //
-// Knows columns, pages and trees; no weights. A request b has lens[b] columns in the target's cache; its root, the last token
-// emitted, is to lie in the next one.
+// Knows columns, pages and trees; no weights. A request b has lens[b] columns in the target's
+// cache; its root, the last token emitted, is to lie in the next one.
 //
-// Letters: B requests, P pages of the longest, M rows, C candidates of a request, N nodes of its tree, the root among them.
+// Letters: B requests, P pages of the longest, M rows, C candidates of a request, N nodes of its
+// tree, the root among them.
 #pragma once
 
 #include <cstdint>
@@ -18,7 +20,8 @@ struct Lines {
 
   bool has(int64_t column) const { return column >= 0 && column / page_size < P; }
   int64_t slot(int64_t b, int64_t column) const {
-    return static_cast<int64_t>(page_table[b * P + column / page_size]) * page_size + column % page_size;
+    return static_cast<int64_t>(page_table[b * P + column / page_size]) * page_size +
+           column % page_size;
   }
 };
 
@@ -26,11 +29,14 @@ struct Lines {
 class RowList {
  public:
   void clear() {
-    for (auto* column : {&token_, &request_, &position_, &slot_, &prefix_len_, &seen_}) column->clear();
+    for (auto* column : {&token_, &request_, &position_, &slot_, &prefix_len_, &seen_})
+      column->clear();
   }
-  void add(int64_t token, int64_t request, int64_t position, int64_t slot, int64_t prefix_len, uint64_t seen) {
+  void add(int64_t token, int64_t request, int64_t position, int64_t slot, int64_t prefix_len,
+           uint64_t seen) {
     token_.push_back(token), request_.push_back(request), position_.push_back(position);
-    slot_.push_back(slot), prefix_len_.push_back(prefix_len), seen_.push_back(static_cast<int64_t>(seen));
+    slot_.push_back(slot), prefix_len_.push_back(prefix_len),
+        seen_.push_back(static_cast<int64_t>(seen));
   }
   size_t size() const { return token_.size(); }
   int64_t token(size_t m) const { return token_[m]; }
@@ -38,15 +44,27 @@ class RowList {
   int64_t position(size_t m) const { return position_[m]; }
   uint64_t seen(size_t m) const { return static_cast<uint64_t>(seen_[m]); }
   RowsView view(const Lines& lines, int64_t first_column) const {
-    return RowsView{token_.data(), request_.data(), position_.data(), slot_.data(),     prefix_len_.data(), seen_.data(), lines.page_table,
-                    lines.B,       lines.P,         first_column,     lines.page_size, lines.num_slots,    static_cast<int>(size())};
+    return RowsView{token_.data(),
+                    request_.data(),
+                    position_.data(),
+                    slot_.data(),
+                    prefix_len_.data(),
+                    seen_.data(),
+                    lines.page_table,
+                    lines.B,
+                    lines.P,
+                    first_column,
+                    lines.page_size,
+                    lines.num_slots,
+                    static_cast<int>(size())};
   }
 
  private:
   std::vector<int64_t> token_, request_, position_, slot_, prefix_len_, seen_;
 };
 
-// The draft's rows of columns starts[b] .. lens[b], the root's; features[m] is the slot of row m's feature, the column before.
+// The draft's rows of columns starts[b] .. lens[b], the root's; features[m] is the slot of row m's
+// feature, the column before.
 struct Behind {
   RowList rows;
   std::vector<int64_t> features, ends;
@@ -90,20 +108,24 @@ class Forest {
         const int32_t above = chosen.parents[at + c];
         if (above >= c || (above >= 0 && !chosen.kept[at + above])) return false;
         node_[c] = static_cast<int>(rows.size());
-        if (!add(lines, b, chosen.tokens[at + c], above < 0 ? start_.back() : node_[above])) return false;
+        if (!add(lines, b, chosen.tokens[at + c], above < 0 ? start_.back() : node_[above]))
+          return false;
       }
       start_.push_back(static_cast<int>(rows.size()));
     }
     return true;
   }
 
-  // The way that the target's own tokens take through the tree of b: calls next(row), which gives the token after it, for the
-  // rows from the root on, and puts those tokens into `drawn` and the rows into `path`. False where there is no token (< 0).
+  // The way that the target's own tokens take through the tree of b: calls next(row), which gives
+  // the token after it, for the rows from the root on, and puts those tokens into `drawn` and the
+  // rows into `path`. False where there is no token (< 0).
   template <class Next>
   bool walk(int64_t b, std::vector<int>& path, std::vector<int64_t>& drawn, Next&& next) const {
     path.assign(1, start_[b]), drawn.assign(1, next(start_[b]));
-    for (int m = start_[b] + 1; m < start_[b + 1] && drawn.back() >= 0; ++m)  // parents come first, so one pass finds every child
-      if (parent_[m] == path.back() && rows.token(m) == drawn.back()) path.push_back(m), drawn.push_back(next(m));
+    for (int m = start_[b] + 1; m < start_[b + 1] && drawn.back() >= 0;
+         ++m)  // parents come first, so one pass finds every child
+      if (parent_[m] == path.back() && rows.token(m) == drawn.back())
+        path.push_back(m), drawn.push_back(next(m));
     return drawn.back() >= 0;
   }
 
@@ -116,7 +138,8 @@ class Forest {
     if (node >= kTreeColumns || n < 0 || !lines.has(n + node)) return false;
     const bool is_root = parent < 0;
     const uint64_t own = uint64_t{1} << node;
-    rows.add(token, b, is_root ? n : rows.position(parent) + 1, lines.slot(b, n + node), n, is_root ? own : rows.seen(parent) | own);
+    rows.add(token, b, is_root ? n : rows.position(parent) + 1, lines.slot(b, n + node), n,
+             is_root ? own : rows.seen(parent) | own);
     parent_.push_back(parent);
     return true;
   }

@@ -21,10 +21,14 @@ using bf16 = uint16_t;
 constexpr int kLanes = 16;
 
 INLINE int round_up(int n, int unit) { return (n + unit - 1) / unit * unit; }
-INLINE __mmask16 first_lanes(int n) { return n >= 16 ? 0xffff : static_cast<__mmask16>((1u << n) - 1); }
+INLINE __mmask16 first_lanes(int n) {
+  return n >= 16 ? 0xffff : static_cast<__mmask16>((1u << n) - 1);
+}
 
 // A bf16 is the upper half of a float.
-INLINE Vec widen(__m256i half) { return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(half), 16)); }
+INLINE Vec widen(__m256i half) {
+  return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(half), 16));
+}
 
 INLINE __m256i narrow(Vec x) {
 #ifdef __AVX512BF16__
@@ -32,12 +36,15 @@ INLINE __m256i narrow(Vec x) {
 #else
   const Bits bits = _mm512_castps_si512(x);
   const Bits odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
-  return _mm512_cvtepi32_epi16(_mm512_srli_epi32(_mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff))), 16));
+  return _mm512_cvtepi32_epi16(_mm512_srli_epi32(
+      _mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff))), 16));
 #endif
 }
 
 INLINE Vec even_of_pairs(Bits pairs) { return _mm512_castsi512_ps(_mm512_slli_epi32(pairs, 16)); }
-INLINE Vec odd_of_pairs(Bits pairs) { return _mm512_castsi512_ps(_mm512_and_si512(pairs, _mm512_set1_epi32(0xffff0000))); }
+INLINE Vec odd_of_pairs(Bits pairs) {
+  return _mm512_castsi512_ps(_mm512_and_si512(pairs, _mm512_set1_epi32(0xffff0000)));
+}
 
 // sum + a.even * b.even + a.odd * b.odd in each lane, for pairs of bf16.
 INLINE Vec dot_pairs(Vec sum, Bits a, Bits b) {
@@ -49,12 +56,14 @@ INLINE Vec dot_pairs(Vec sum, Bits a, Bits b) {
 #endif
 }
 
-// sum + four products in each lane, of unsigned bytes with signed ones: exact, and the same by either way.
+// sum + four products in each lane, of unsigned bytes with signed ones: exact, and the same by
+// either way.
 INLINE Bits dot_bytes(Bits sum, Bits a, Bits b) {
 #ifdef __AVX512VNNI__
   return _mm512_dpbusd_epi32(sum, a, b);
 #else
-  const Bits even = _mm512_madd_epi16(_mm512_and_si512(a, _mm512_set1_epi16(255)), _mm512_srai_epi16(_mm512_slli_epi16(b, 8), 8));
+  const Bits even = _mm512_madd_epi16(_mm512_and_si512(a, _mm512_set1_epi16(255)),
+                                      _mm512_srai_epi16(_mm512_slli_epi16(b, 8), 8));
   const Bits odd = _mm512_madd_epi16(_mm512_srli_epi16(a, 8), _mm512_srai_epi16(b, 8));
   return _mm512_add_epi32(sum, _mm512_add_epi32(even, odd));
 #endif
@@ -82,29 +91,39 @@ INLINE Vec silu_times(Vec gate, Vec up) {
   return _mm512_mul_ps(_mm512_div_ps(gate, grown), up);
 }
 
-// The sums of 16 vectors, in the 16 lanes of one. Every vector is summed by the same tree, wherever it stands.
+// The sums of 16 vectors, in the 16 lanes of one. Every vector is summed by the same tree, wherever
+// it stands.
 INLINE Vec sums_of(const Vec* v) {
   Vec pairs[8], fours[4], eights[2];
   for (int i = 0; i < 8; ++i)
-    pairs[i] = _mm512_add_ps(_mm512_unpacklo_ps(v[2 * i], v[2 * i + 1]), _mm512_unpackhi_ps(v[2 * i], v[2 * i + 1]));
+    pairs[i] = _mm512_add_ps(_mm512_unpacklo_ps(v[2 * i], v[2 * i + 1]),
+                             _mm512_unpackhi_ps(v[2 * i], v[2 * i + 1]));
   for (int i = 0; i < 4; ++i) {
     const __m512d a = _mm512_castps_pd(pairs[2 * i]), b = _mm512_castps_pd(pairs[2 * i + 1]);
-    fours[i] = _mm512_add_ps(_mm512_castpd_ps(_mm512_unpacklo_pd(a, b)), _mm512_castpd_ps(_mm512_unpackhi_pd(a, b)));
+    fours[i] = _mm512_add_ps(_mm512_castpd_ps(_mm512_unpacklo_pd(a, b)),
+                             _mm512_castpd_ps(_mm512_unpackhi_pd(a, b)));
   }
   for (int i = 0; i < 2; ++i) {
     const Vec a = fours[2 * i], b = fours[2 * i + 1];
     eights[i] = _mm512_add_ps(_mm512_shuffle_f32x4(a, b, 0x88), _mm512_shuffle_f32x4(a, b, 0xdd));
   }
-  return _mm512_add_ps(_mm512_shuffle_f32x4(eights[0], eights[1], 0x88), _mm512_shuffle_f32x4(eights[0], eights[1], 0xdd));
+  return _mm512_add_ps(_mm512_shuffle_f32x4(eights[0], eights[1], 0x88),
+                       _mm512_shuffle_f32x4(eights[0], eights[1], 0xdd));
 }
 
 // What activations, keys and values are stored as.
 struct Bf16 {
   using T = bf16;
   static constexpr bool is_bf16 = true;
-  static INLINE void store(T* to, Vec x) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), narrow(x)); }
-  static INLINE void store(T* to, __mmask16 lanes, Vec x) { _mm256_mask_storeu_epi16(to, lanes, narrow(x)); }
-  static INLINE Vec load(const T* from, __mmask16 lanes) { return widen(_mm256_maskz_loadu_epi16(lanes, from)); }
+  static INLINE void store(T* to, Vec x) {
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), narrow(x));
+  }
+  static INLINE void store(T* to, __mmask16 lanes, Vec x) {
+    _mm256_mask_storeu_epi16(to, lanes, narrow(x));
+  }
+  static INLINE Vec load(const T* from, __mmask16 lanes) {
+    return widen(_mm256_maskz_loadu_epi16(lanes, from));
+  }
 };
 
 struct Fp32 {
@@ -112,7 +131,9 @@ struct Fp32 {
   static constexpr bool is_bf16 = false;
   static INLINE void store(T* to, Vec x) { _mm512_storeu_ps(to, x); }
   static INLINE void store(T* to, __mmask16 lanes, Vec x) { _mm512_mask_storeu_ps(to, lanes, x); }
-  static INLINE Vec load(const T* from, __mmask16 lanes) { return _mm512_maskz_loadu_ps(lanes, from); }
+  static INLINE Vec load(const T* from, __mmask16 lanes) {
+    return _mm512_maskz_loadu_ps(lanes, from);
+  }
 };
 
 // A zeroed array on 64 bytes that only grows; growing forgets what was in it.
@@ -127,6 +148,7 @@ class Buffer {
   T* reserve(size_t count) {
     if (count > count_) {
       std::free(data_);
+      data_ = nullptr, count_ = 0;  // a failed allocation leaves an empty buffer
       const size_t unit = sizeof(T) * count >= (1u << 21) ? (1u << 21) : 64;
       const size_t bytes = (sizeof(T) * count + unit - 1) / unit * unit;
       data_ = static_cast<T*>(std::aligned_alloc(unit, bytes));
