@@ -633,7 +633,7 @@ REFUSED = {
     "wrong rows": ({"draft_vocab_size": 63}, "lm_head.weight has shape"),
     "no draft vocabulary": ({"draft_vocab_size": None}, "lm_head.weight has shape"),
     "wrong heads": ({"num_key_value_heads": 4}, "k_proj.weight has shape"),
-    "wider target": ({"target_hidden_size": 64}, "embeddings of its own"),
+    "wider target": ({"target_hidden_size": 64}, "of another width"),
     "not a number": ({"intermediate_size": "wide"}, "intermediate_size"),
 }
 

@@ -10,7 +10,7 @@ import torch
 from pydantic import ValidationError
 
 from eyas.engine.draft import Draft
-from eyas.errors import ConfigError, MismatchError
+from eyas.errors import MismatchError
 from eyas.model.checkpoint import expected_shapes, read_head
 from eyas.model.config import HeadConfig, HeadOptions
 from eyas.model.head import Head, head_files, load_head
@@ -56,7 +56,6 @@ FLAGS = [
     {"norm_before_residual": True, "fc_norm": True, "norm_output": True},
     {"norm_before_residual": True, "norm_before_fc": True, "norm_output": True},
 ]
-WIDTHS = [{"hidden_size": 16}, {"hidden_size": 48, "norm_before_fc": True}]
 
 
 @pytest.mark.parametrize("flags", FLAGS, ids=lambda flags: "+".join(flags) or "plain")
@@ -162,29 +161,6 @@ def test_bf16_files_load_as_float32(tmp_path):
     assert torch.equal(loaded.fc.weight, head.fc.weight.float())
 
 
-@pytest.mark.parametrize("form", ["sglang", "vllm"])
-@pytest.mark.parametrize("flags", WIDTHS, ids=str)
-def test_every_form_keeps_a_width_and_its_embeddings(tmp_path, form, flags):
-    target = tiny_target(tmp_path / "target", num_hidden_layers=8)
-    ours = load_head(head_folder(target, tmp_path / "ours", **flags))
-    other = load_head(head_folder(target, tmp_path / form, form, **flags))
-    assert other.config == ours.config
-    for name, tensor in ours.state_dict().items():
-        assert torch.equal(other.state_dict()[name], tensor), name
-
-
-def test_the_native_engine_refuses_a_width_of_its_own(tmp_path):
-    folder = tiny_target(tmp_path / "target", num_hidden_layers=8)
-    head, target = (
-        load_head(head_folder(folder, tmp_path / "head", hidden_size=16)),
-        Target.load(folder),
-    )
-    if not target.is_native:
-        pytest.skip("this machine has no native path")
-    with pytest.raises(MismatchError, match="hidden size 16 on a target of 32"):
-        Draft(head.config, head.state_dict(), target)
-
-
 @pytest.mark.parametrize("flags", FLAGS, ids=lambda flags: "+".join(flags) or "plain")
 @pytest.mark.parametrize("form", ["sglang", "vllm"])
 def test_every_form_gives_the_same_head(tmp_path, form, flags):
@@ -198,14 +174,8 @@ def test_every_form_gives_the_same_head(tmp_path, form, flags):
         assert torch.equal(other.state_dict()[name], tensor), name
 
 
-@pytest.mark.parametrize(
-    ("flags", "native"),
-    [
-        *((flags, native) for flags in FLAGS for native in (False, True)),
-        *((flags, False) for flags in WIDTHS),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("native", [False, True], ids=["torch", "native"])
+@pytest.mark.parametrize("flags", FLAGS, ids=lambda flags: "+".join(flags) or "plain")
 def test_computes_what_the_engines_draft_computes(tmp_path, flags, native):
     """Six entries from the target's features, then one fed back; where there is no native path,
     both are PyTorch's.
@@ -226,7 +196,7 @@ def test_computes_what_the_engines_draft_computes(tmp_path, flags, native):
             [tokens_T[7:].tolist()], [7], page_table, cache.page_size, "cpu", first_column=1
         )
         stepped = draft.step(rows, extended[-1:], cache).clone()
-        embed_tokens = target.embed_tokens if head.embed_tokens is None else head.embed_tokens
+        embed_tokens = target.embed_tokens
         ours, past = head(embed_tokens[tokens_T[1:7]][None], head.fuse(aux_hidden[:, :6]))
         fed_back, _ = head(embed_tokens[tokens_T[7:]][None], ours[:, -1:], past)
         torch.testing.assert_close(ours[0], extended, rtol=1e-4, atol=1e-5)
@@ -284,33 +254,7 @@ def test_embeddings_of_its_own_are_kept_beside_the_weights(tmp_path):
     assert load_head(head_folder(target, tmp_path / "shared")).embed_tokens is None
 
 
-@pytest.mark.parametrize("hidden_size", [8, 16])
-def test_a_width_of_its_own_comes_with_embeddings_of_its_own(tmp_path, hidden_size):
-    """Written as weights of the head, read again, and missed where they are not."""
-    head = wavy_head(hidden_size=hidden_size)
-    assert (head.config.num_attention_heads, head.config.num_key_value_heads) == (
-        hidden_size // 4,
-        2,
-    )
-    assert head.config.intermediate_size == round(20 * hidden_size / 12)
-    assert head.embed_tokens is not None
-    assert head.embed_tokens.requires_grad
-    folder = write_folder(head_files(head), tmp_path / "head")
-    loaded = load_head(folder)
-    assert loaded.config == head.config
-    assert loaded.state_dict().keys() == head.state_dict().keys()
-    for name, tensor in head.state_dict().items():
-        assert torch.equal(loaded.state_dict()[name], tensor), name
-    edit_tensors(folder, {"embed_tokens.weight": None})
-    with pytest.raises(MismatchError, match="needs embeddings of its own"):
-        load_head(folder)
-
-
-def test_widths_that_cannot_be():
-    with pytest.raises(ConfigError, match="no number of heads"):
-        wavy_head(hidden_size=10)
-    with pytest.raises(ConfigError, match="cannot keep its target's lm_head"):
-        wavy_head(hidden_size=8, train_lm_head=False)
+def test_norms_of_features_exclude_each_other():
     with pytest.raises(ValidationError, match="both set"):
         HeadOptions(norm_before_fc=True, fc_norm=True)
 

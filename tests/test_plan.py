@@ -182,7 +182,7 @@ def test_features_of_an_8b_model_take_what_is_published() -> None:
 
 
 @pytest.mark.parametrize(
-    "options", [HeadOptions(draft_vocab_size=64), HeadOptions(draft_vocab_size=32, hidden_size=16)]
+    "options", [HeadOptions(draft_vocab_size=64), HeadOptions(draft_vocab_size=32)]
 )
 def test_a_heads_parameters_are_counted_without_making_one(
     target: Path, options: HeadOptions

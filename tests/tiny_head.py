@@ -12,7 +12,7 @@ from torch import Tensor
 
 from eyas.model.checkpoint import expected_shapes
 from eyas.model.config import HeadConfig, HeadOptions, TargetConfig
-from eyas.model.dialects import EMBED_TOKENS, Form
+from eyas.model.dialects import Form
 from eyas.model.forms import Verifier, write_head
 from eyas.model.vocab import TargetVocabulary, draft_vocabulary
 
@@ -28,9 +28,7 @@ def tiny_head(
     flags: HeadConfig's.
     """
     vocabulary = TargetVocabulary.load(target)
-    options = HeadOptions(
-        draft_vocab_size=draft_vocab_size, hidden_size=flags.pop("hidden_size", None)
-    )
+    options = HeadOptions(draft_vocab_size=draft_vocab_size)
     config = HeadConfig.for_target(TargetConfig.from_folder(target), options)
     config = config.model_copy(update={"target_lm_head_sha256": vocabulary.lm_head_sha256, **flags})
     generator = torch.Generator().manual_seed(seed)
@@ -38,7 +36,7 @@ def tiny_head(
     counts_V[list(vocabulary.config.eos_token_ids)] = 1000
     tensors = {
         name: (0.3 * torch.randn(shape, generator=generator)).to(dtype)
-        for name, shape in (expected_shapes(config) | own_embeddings(config)).items()
+        for name, shape in expected_shapes(config).items()
         if name not in ("d2t", "t2d")
     }
     for name in tensors:
@@ -46,11 +44,6 @@ def tiny_head(
             tensors[name] += 1
     tensors["d2t"], tensors["t2d"] = draft_vocabulary(counts_V, draft_vocab_size)
     return config, tensors
-
-
-def own_embeddings(config: HeadConfig) -> dict[str, tuple[int, ...]]:
-    """What a head of another width than its target's has besides."""
-    return {EMBED_TOKENS: (config.vocab_size, config.hidden_size)} if config.owns_embeddings else {}
 
 
 def write_folder(files: dict[str, bytes], folder: Path) -> Path:

@@ -126,12 +126,6 @@ class Draft:
         Raises MismatchError if the head was made for another target.
         """
         check_head(config, target.config, target.lm_head_sha256)
-        if target.is_native and config.owns_embeddings:
-            raise MismatchError(
-                f"a head of hidden size {config.hidden_size} on a target of "
-                f"{config.target_hidden_size} has no native path",
-                f"{WITHOUT_NATIVE}, or train a head of the target's width",
-            )
         if target.is_native and not runs(config):
             raise MismatchError(
                 f"a head of head_dim {config.head_dim} has no native path",

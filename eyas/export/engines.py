@@ -178,7 +178,7 @@ class Engine:
                 f"taps {config.taps} cannot be written for {self.title}: it has two readings of a "
                 "list that does not begin with 1"
             )
-        if not self.own_embeddings and EMBED_TOKENS in tensors and not config.owns_embeddings:
+        if not self.own_embeddings and EMBED_TOKENS in tensors:
             found.append(
                 f"the head has embeddings of its own: {self.title} uses the target's in their place"
             )

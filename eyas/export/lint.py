@@ -227,7 +227,7 @@ def vocabulary_findings(
     if not config.target_lm_head_sha256:
         yield warning(UNSAID, "eyas writes its hash at export; a good replay is as good")
     stored = checkpoint.embed_tokens
-    if stored is not None and not config.owns_embeddings:
+    if stored is not None:
         ours = vocabulary.embed_tokens.to(stored.dtype)
         if stored.shape != ours.shape or not torch.equal(stored, ours):
             what = f"{EMBED_TOKENS} {tuple(stored.shape)} are not the target's {tuple(ours.shape)}"

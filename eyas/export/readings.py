@@ -41,7 +41,7 @@ def misreadings(
     }.items():
         if not same_rotation(rope, config.rope):
             yield HeadReading(name, config.model_copy(update={"rope": rope}), tensors)
-    if EMBED_TOKENS in tensors and not config.owns_embeddings:
+    if EMBED_TOKENS in tensors:
         shared = {name: tensor for name, tensor in tensors.items() if name != EMBED_TOKENS}
         yield HeadReading("the target's embeddings", config, shared)
     ids_W = tensors["d2t"]

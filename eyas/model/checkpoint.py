@@ -12,7 +12,7 @@ form, a head becomes a HeadConfig and its tensors under EAGLE's names. What our 
 compute as its trainer meant it is refused by name and never dropped. `dialects` judges the config,
 `forms` writes. Does not know the target's files or the Head.
 
-Letters: H hidden size of the head, Ht of the target, V target vocabulary, W draft vocabulary.
+Letters: H hidden size, V target vocabulary, W draft vocabulary.
 """
 
 from __future__ import annotations
@@ -280,15 +280,6 @@ def with_vocabulary_maps(config: HeadConfig, tensors: Mapping[str, Tensor]) -> d
 def tensor_faults(config: HeadConfig, tensors: Mapping[str, Tensor]) -> list[MismatchError]:
     """Every tensor that is missing, unknown, of another shape or kind, and maps that are no map."""
     faults: list[tuple[str, str]] = []
-    if config.owns_embeddings and EMBED_TOKENS not in tensors:
-        faults.append(
-            (
-                f"hidden size {config.hidden_size} on a target of {config.target_hidden_size} "
-                f"needs embeddings of its own: {EMBED_TOKENS} is missing",
-                "restore the checkpoint from its source, or train a head of the target's hidden "
-                "size",
-            )
-        )
     expected, optional = expected_shapes(config), optional_shapes(config)
     source = "restore the checkpoint from its source, or export the head again"
     missing = expected.keys() - tensors.keys() - optional.keys()
@@ -369,14 +360,14 @@ def map_faults(d2t: Tensor, t2d: Tensor | None, V: int, W: int) -> list[Mismatch
 
 def expected_shapes(config: HeadConfig) -> dict[str, tuple[int, ...]]:
     """Shape of every tensor of a head, by EAGLE's name."""
-    H, Ht, I = config.hidden_size, config.target_hidden_size, config.intermediate_size  # noqa: E741
+    H, I = config.hidden_size, config.intermediate_size  # noqa: E741
     V, W, D = config.vocab_size, config.draft_vocab_size, config.head_dim
     q, kv = config.num_attention_heads * D, config.num_key_value_heads * D
-    shapes: dict[str, tuple[int, ...]] = {"fc.weight": (H, 3 * Ht)}
+    shapes: dict[str, tuple[int, ...]] = {"fc.weight": (H, 3 * H)}
     if config.norm_before_fc:
-        shapes[INPUT_NORM] = (3 * Ht,)
+        shapes[INPUT_NORM] = (3 * H,)
     if config.fc_norm:
-        shapes |= dict.fromkeys(FC_NORMS, (Ht,))
+        shapes |= dict.fromkeys(FC_NORMS, (H,))
     layer = {
         **dict.fromkeys(("hidden_norm", "input_layernorm", "post_attention_layernorm"), (H,)),
         "self_attn.q_proj": (q, 2 * H),

@@ -9,7 +9,6 @@ write the same three down in other ways, which only `checkpoint` knows.
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
@@ -24,7 +23,7 @@ from pydantic import (
     model_validator,
 )
 
-from eyas.errors import ConfigError, CorruptError, MismatchError, MissingInputError
+from eyas.errors import CorruptError, MismatchError, MissingInputError
 
 FAMILIES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}
 ELSEWHERE = (
@@ -273,14 +272,12 @@ class HeadOptions(BaseModel):
     checkpoint.
 
     draft_vocab_size: None is as many tokens as cover the training answers (train/start.py), at most
-    MOST_DRAFT_TOKENS. hidden_size: a width of its own, with embeddings of its own; None is the
-    target's, whose embeddings it shares. sliding_window: see `HeadConfig`.
+    MOST_DRAFT_TOKENS. sliding_window: see `HeadConfig`.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     draft_vocab_size: int | None = Field(None, ge=1)
-    hidden_size: int | None = Field(None, ge=1)
     train_lm_head: bool = True
     norm_before_residual: bool = False
     norm_before_fc: bool = False
@@ -321,64 +318,32 @@ class HeadConfig(DecoderConfig):
     sliding_window: Window | None = None
 
     @model_validator(mode="after")
-    def _has_whole_heads(self) -> Self:
+    def _fits_our_layer(self) -> Self:
         whole_heads(self)
+        if self.hidden_size != self.target_hidden_size:
+            raise ValueError(
+                f"hidden_size is {self.hidden_size} on a target of {self.target_hidden_size}: a "
+                "head of another width than its target's is not supported"
+            )
         return self
-
-    @property
-    def owns_embeddings(self) -> bool:
-        """Whether it is of another width than its target, whose embeddings it cannot share then."""
-        return self.hidden_size != self.target_hidden_size
 
     @classmethod
     def for_target(
         cls, target: TargetShape, options: HeadOptions, taps: Taps | None = None
     ) -> HeadConfig:
-        """A new head: one layer of the target's own shape, or of its shape at another width. Raises
-        ConfigError.
-
-        Without a draft_vocab_size it has the largest that the default can be.
+        """A new head: one layer of the target's own shape. Without a draft_vocab_size it has the
+        largest that the default can be.
         """
-        chosen = options.model_dump(exclude={"hidden_size"})
+        chosen = options.model_dump()
         chosen["draft_vocab_size"] = options.draft_vocab_size or min(
             target.vocab_size, MOST_DRAFT_TOKENS
         )
-        shape = target.model_dump(include=set(DecoderConfig.model_fields)) | own_shape(
-            target, options.hidden_size
-        )
-        shape |= {
+        shape = target.model_dump(include=set(DecoderConfig.model_fields)) | {
             "rope": target.rope,
             "num_hidden_layers": 1,
             "target_hidden_size": target.hidden_size,
         }
-        if shape["hidden_size"] != target.hidden_size and not options.train_lm_head:
-            raise ConfigError(
-                f"a head of hidden size {options.hidden_size} cannot keep its target's lm_head of "
-                f"{target.hidden_size}",
-                "leave out hidden_size, or set train_lm_head: true",
-            )
         return cls(**shape, **chosen, taps=taps or target.default_taps)
-
-
-def own_shape(target: TargetShape, hidden_size: int | None) -> dict[str, int]:
-    """What changes in a layer of the target's when it gets another width: the MLP in proportion,
-    and fewer or more heads.
-
-    Raises ConfigError for a width that heads of the target's head_dim do not fill.
-    """
-    H, D = hidden_size or target.hidden_size, target.head_dim
-    if target.hidden_size == H:
-        return {}
-    if H % D:
-        raise ConfigError(
-            f"a hidden size of {H} is no number of heads of {D}", f"choose a multiple of {D}"
-        )
-    return {
-        "hidden_size": H,
-        "intermediate_size": max(1, round(target.intermediate_size * H / target.hidden_size)),
-        "num_attention_heads": H // D,
-        "num_key_value_heads": math.gcd(H // D, target.num_key_value_heads),
-    }
 
 
 def read_config(folder: str | Path, name: str = "config.json") -> dict[str, Any]:

@@ -3,7 +3,7 @@ OpenVINO's, which is SGLang's with the target's embeddings beside the head.
 
 Equal heads give equal bytes.
 
-Letters: H hidden size of the head, Ht of the target, V target vocabulary, W draft vocabulary.
+Letters: H hidden size, V target vocabulary, W draft vocabulary.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Verifier:
 
     name_or_path: str | None = None
     architectures: tuple[str, ...] = ()
-    embed_tokens: Tensor | None = None  # [V, Ht], written beside the head when given
+    embed_tokens: Tensor | None = None  # [V, H], written beside the head when given
     num_draft_steps: int = 4
 
 
@@ -156,8 +156,7 @@ def _vllm_settings(config: HeadConfig, dtype: str, verifier: Verifier) -> dict[s
         "torch_dtype": dtype,
         "tie_word_embeddings": False,
         "draft_vocab_size": config.draft_vocab_size,
-        # null means the head's own
-        "target_hidden_size": config.target_hidden_size if config.owns_embeddings else None,
+        "target_hidden_size": None,  # the head's own
         LAYER_IDS: [tap + 1 for tap in config.taps],
         **_flags(config),
         "norm_output": config.norm_output,

@@ -16,12 +16,8 @@ Four flags of the config change it, as published heads need it:
     norm_before_residual    h = hidden_norm(h) + o(attention(x))
     norm_output             the layer puts out, and is fed, norm(h); logits = lm_head of that
 
-A head of another width than its target's has embeddings of its own, which are trained and written
-with it; fc takes it from the target's width to its own.
-
-Letters: T sequence, H hidden, Ht the target's (H, unless the head has a width of its own), X = 2 H,
-W draft vocabulary, V target vocabulary, D head dimension, Hq and Hk heads of queries and of keys
-and values.
+Letters: T sequence, H hidden, X = 2 H, W draft vocabulary, V target vocabulary, D head dimension,
+Hq and Hk heads of queries and of keys and values.
 """
 
 from __future__ import annotations
@@ -103,8 +99,7 @@ class Head(nn.Module):
     """A draft head of `config`'s shape. Embeddings are given to `forward`: the target's, or
     `embed_tokens` if it has its own.
 
-    embed_tokens [V, H]: a weight of a head of another width than its target's; of others, neither
-    trained nor written.
+    embed_tokens [V, H], float32: of a published head that has its own; neither trained nor written.
     """
 
     d2t: Tensor
@@ -113,17 +108,14 @@ class Head(nn.Module):
 
     def __init__(self, config: HeadConfig) -> None:
         super().__init__()
-        self.config = config
-        H, Ht, W = config.hidden_size, config.target_hidden_size, config.draft_vocab_size
+        self.config, self.embed_tokens = config, None
+        H, W = config.hidden_size, config.draft_vocab_size
         with torch.device("meta"):  # no time for random numbers that are never used
-            self.embed_tokens = (
-                nn.Parameter(torch.empty(config.vocab_size, H)) if config.owns_embeddings else None
-            )
             if config.norm_before_fc:
-                self.input_norm = RmsNorm(3 * Ht, config.rms_norm_eps)
+                self.input_norm = RmsNorm(3 * H, config.rms_norm_eps)
             if config.fc_norm:
-                self.fc_norm = nn.ModuleList(RmsNorm(Ht, config.rms_norm_eps) for _ in range(3))
-            self.fc = nn.Linear(3 * Ht, H, bias=False)
+                self.fc_norm = nn.ModuleList(RmsNorm(H, config.rms_norm_eps) for _ in range(3))
+            self.fc = nn.Linear(3 * H, H, bias=False)
             self.midlayer = Midlayer(config)
             self.norm = RmsNorm(H, config.rms_norm_eps)
             self.lm_head = nn.Linear(H, W, bias=False)
@@ -150,12 +142,12 @@ class Head(nn.Module):
     # The layer in its parts; `unroll` calls them in EAGLE's order
 
     def fuse(self, aux_hidden: Tensor) -> Tensor:
-        """[..., 3 Ht] -> [..., H]: the target's three streams as one feature."""
+        """[..., 3 H] -> [..., H]: the target's three streams as one feature."""
         fused: Tensor = self.fc(self.fc_inputs(aux_hidden))
         return fused
 
     def fc_inputs(self, aux_hidden: Tensor) -> Tensor:
-        """[..., 3 Ht] -> [..., 3 Ht]: the three streams as fc takes them."""
+        """[..., 3 H] -> [..., 3 H]: the three streams as fc takes them."""
         if self.config.fc_norm:
             streams = zip(self.fc_norm, aux_hidden.chunk(3, dim=-1), strict=True)
             aux_hidden = torch.cat([norm(stream) for norm, stream in streams], dim=-1)
@@ -268,20 +260,14 @@ def load_head(
 
 
 def head_of(config: HeadConfig, tensors: Mapping[str, Tensor]) -> Head:
-    """A head of these weights, float32. tensors: by EAGLE's names, lm_head among them."""
+    """A head of these weights, by EAGLE's names, in float32. embed_tokens.weight: its own."""
     head, weights = Head(config), dict(tensors)
     embed_tokens = weights.pop(EMBED_TOKENS, None)
-    if head.embed_tokens is not None and embed_tokens is not None:
-        weights["embed_tokens"] = embed_tokens
     head.load_state_dict(weights)
-    if head.embed_tokens is None and embed_tokens is not None:
-        head.embed_tokens = embed_tokens.float()
+    head.embed_tokens = None if embed_tokens is None else embed_tokens.float()
     return head
 
 
 def head_files(head: Head) -> dict[str, bytes]:
     """The files of a head in our own form, by name; weights in the head's dtype."""
-    tensors = head.state_dict()
-    if "embed_tokens" in tensors:
-        tensors[EMBED_TOKENS] = tensors.pop("embed_tokens")
-    return write_head(head.config, tensors, "eyas")
+    return write_head(head.config, head.state_dict(), "eyas")

@@ -252,8 +252,7 @@ def head_parameters(shape: TargetShape, options: HeadOptions) -> int:
     """Parameters of a new head for this target. Raises ConfigError (options that do not fit)."""
     config = HeadConfig.for_target(shape, options)
     shapes = expected_shapes(config).items()
-    total = sum(math.prod(size) for name, size in shapes if name not in ("d2t", "t2d"))
-    return total + (config.vocab_size * config.hidden_size if config.owns_embeddings else 0)
+    return sum(math.prod(size) for name, size in shapes if name not in ("d2t", "t2d"))
 
 
 def room_for(

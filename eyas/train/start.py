@@ -3,7 +3,7 @@
 Works on heads, counts of tokens, and the target's embeddings and lm_head. Does not know optimizers
 or batches.
 
-Letters: V target vocabulary, W draft vocabulary, H hidden, Ht the target's hidden size, R rows.
+Letters: V target vocabulary, W draft vocabulary, H hidden, R rows.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from collections.abc import Iterable
 from typing import Any, Literal
 
 import torch
-import torch.nn.functional as F
 from pydantic import BaseModel, ConfigDict, model_validator
 from torch import Tensor, nn
 
 from eyas.errors import MismatchError
 from eyas.hub import resolve_head
 from eyas.model.config import MOST_DRAFT_TOKENS, HeadConfig, HeadOptions
+from eyas.model.dialects import LM_HEAD
 from eyas.model.head import Head, load_head
 from eyas.model.vocab import TargetVocabulary, draft_vocabulary
 from eyas.shards import FeatureMeta, Sample
@@ -28,7 +28,6 @@ COVERAGE = 0.99  # the share of the answers' tokens in the default draft vocabul
 W_IN_STEPS_OF = 128  # W is a multiple of it: a size that all devices multiply well
 FITTED_SAMPLES = 256  # conversations that `fit_to_features` takes
 RIDGE = 0.01  # of the mean square of fc's inputs
-FROM_TARGET = ("embed_tokens", "lm_head.weight")  # weights that start as the target's
 
 
 class StartConfig(BaseModel):
@@ -91,8 +90,7 @@ def initialise(head: Head, vocabulary: TargetVocabulary, seed: int) -> None:
     """Draw all weights in place; equal seeds give equal weights.
 
     Norms are ones; matrices are normal with variance 1 / fan_in; o_proj and down_proj, which write
-    to the residual, are zero; lm_head has the target's rows of the draft's tokens. For a head of
-    another width the target's lm_head and embeddings are changed by `of_width`.
+    to the residual, are zero; lm_head has the target's rows of the draft's tokens.
     """
     generator = torch.Generator().manual_seed(seed)
     for name, weight in head.named_parameters():
@@ -100,13 +98,9 @@ def initialise(head: Head, vocabulary: TargetVocabulary, seed: int) -> None:
             nn.init.ones_(weight)
         elif name.endswith(("o_proj.weight", "down_proj.weight")):
             nn.init.zeros_(weight)
-        elif name not in FROM_TARGET:
+        elif name != LM_HEAD:
             weight.normal_(0.0, weight.shape[1] ** -0.5, generator=generator)
-    head.lm_head.weight.copy_(
-        of_width(vocabulary.lm_head[head.target_ids_W], head.config.hidden_size)
-    )
-    if head.embed_tokens is not None:
-        head.embed_tokens.copy_(of_width(vocabulary.embed_tokens, head.config.hidden_size))
+    head.lm_head.weight.copy_(vocabulary.lm_head[head.target_ids_W])
 
 
 @torch.no_grad()
@@ -116,7 +110,7 @@ def fit_to_features(head: Head, samples: Iterable[Sample]) -> None:
     fc becomes the least-squares map from the features of an answer's token to the target's last
     hidden state at the next token, scaled to a mean square of 1; o_proj and down_proj are zero, so
     that the layer passes it on. lm_head takes over the scale (norm does, where lm_head is not
-    trained). The head is as wide as its target.
+    trained).
     """
     width = head.fc.in_features
     square, product = (torch.zeros(width, n, dtype=torch.float64) for n in (width, width // 3))
@@ -141,19 +135,6 @@ def fit_to_features(head: Head, samples: Iterable[Sample]) -> None:
         head.norm.weight.fill_(scale)
 
 
-def of_width(rows_RH: Tensor, hidden_size: int) -> Tensor:
-    """[R, Ht] -> [R, H = hidden_size].
-
-    A larger H is padded with zeros, a smaller one projects on the rows' H principal directions.
-    """
-    width = rows_RH.shape[1]
-    if hidden_size >= width:
-        return F.pad(rows_RH, (0, hidden_size - width))
-    wide = rows_RH.double()
-    directions: Tensor = torch.linalg.eigh(wide.T @ wide).eigenvectors[:, -hidden_size:]
-    return (wide @ directions).to(rows_RH.dtype)
-
-
 def existing_head(
     config: StartConfig, options: HeadOptions, meta: FeatureMeta, vocabulary: TargetVocabulary
 ) -> Head:
@@ -164,12 +145,6 @@ def existing_head(
     """
     head = load_start_head(config.head, vocabulary)
     refuse_other(head, config, options, meta, vocabulary)
-    if config.vocabulary == "recount" and head.config.owns_embeddings:
-        raise MismatchError(
-            "new draft tokens start from the target's lm_head, which has another width than this "
-            "head's",
-            "set start.vocabulary: keep",
-        )
     changed: dict[str, object] = {"target_lm_head_sha256": vocabulary.lm_head_sha256}
     if "sliding_window" in options.model_fields_set:
         changed["sliding_window"] = options.sliding_window
@@ -199,7 +174,7 @@ def refuse_other(
             f"it is for a target of hidden size {shape.target_hidden_size} and a vocabulary of "
             f"{shape.vocab_size}, this one has {meta.hidden_size} and {meta.vocab_size}"
         )
-    elif head.embed_tokens is not None and not shape.owns_embeddings:
+    elif head.embed_tokens is not None:
         if not torch.equal(head.embed_tokens, vocabulary.embed_tokens.to(head.embed_tokens)):
             faults.append(
                 "it has embeddings of its own, which are not this target's and would be lost"

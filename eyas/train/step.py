@@ -20,12 +20,12 @@ from torch.distributed.tensor import DTensor
 
 from eyas.errors import EyasError
 from eyas.model.batch import Batch
+from eyas.model.dialects import LM_HEAD
 from eyas.model.head import Head
 from eyas.model.vocab import TargetVocabulary
 from eyas.train.loss import BatchLoss, ObjectiveConfig, Teacher, batch_loss, divisors, teach
 from eyas.train.muon import Muon
 from eyas.train.ranks import Ranks, reduce_gradients
-from eyas.train.start import FROM_TARGET
 from eyas.train.state import TrainingState
 
 Precision = Literal["bfloat16", "float32"]
@@ -53,10 +53,10 @@ def optimizers_of(head: Head) -> list[torch.optim.Optimizer]:
     """The optimizers of the head's float32 weights, whatever the precision of the maths.
 
     Muon (Jordan, kellerjordan.github.io/posts/muon; its steps as large as AdamW's: Liu et al.,
-    arXiv 2502.16982) for the matrices inside the layer, AdamW for norms, lm_head and embeddings.
+    arXiv 2502.16982) for the matrices inside the layer, AdamW for norms and lm_head.
     """
     trained = {name: weight for name, weight in head.named_parameters() if weight.requires_grad}
-    rows = [trained.pop(name) for name in FROM_TARGET if name in trained]
+    rows = [trained.pop(LM_HEAD)] if LM_HEAD in trained else []
     inside = [weight for weight in trained.values() if weight.ndim == 2]
     norms = [weight for weight in trained.values() if weight.ndim == 1]
     # `training_step` sets the rate before every update: the run's times the group's share

@@ -173,13 +173,12 @@ class Trainer:
         self.ranks, self.source = ranks, source
         self.vocabulary = TargetVocabulary.load(resolve_target(target)).to(ranks.device)
         check_same_target(self.source.meta, self.vocabulary)
-        hidden_size, self.start_head = config.head.hidden_size, None
+        self.start_head = None
         if config.start:
             self.start_head = existing_head(
                 config.start, config.head, self.source.meta, self.vocabulary
             )
-            hidden_size = self.start_head.config.hidden_size
-        self.config = config.for_head(hidden_size or self.vocabulary.config.hidden_size)
+        self.config = config.for_head(self.vocabulary.config.hidden_size)
         self.held_out = None
         if held_out is not None and len(held_out) and self.config.stop.measurements:
             check_same_target(held_out.meta, self.vocabulary)
@@ -241,7 +240,7 @@ class Trainer:
         config, on_cpu = self.config, self.vocabulary.to("cpu")
         if self.start_head is None:
             head = fresh_head(config.head, self.source.meta, on_cpu, self.counts_V, config.seed)
-            if not resumes and head.config.hidden_size == head.config.target_hidden_size:
+            if not resumes:
                 few = min(FITTED_SAMPLES, len(self.usable))
                 numbers = random.Random(config.seed).sample(list(self.usable), few)
                 self._fit(head, numbers)
