@@ -1,7 +1,5 @@
 """Artifacts: a folder at any fsspec URL with data files, a manifest and a done marker written last.
 
-Knows identity, atomic writes, checksums and resume. Does not know what the files mean.
-
     prompts/
         prompts-00000.jsonl
         ledger.json
@@ -41,13 +39,23 @@ VERSION = "0.2.0"  # the only place: pyproject.toml and the API read it here
 MANIFEST, DONE, IDENTITY = "manifest.json", "_DONE", "_IDENTITY"
 BLOCK_BYTES = 16 << 20  # of a file, read at a time
 PATIENCE_S, FIRST_PAUSE_S, LONGEST_PAUSE_S = 60.0, 0.1, 10.0  # with a store that does not answer
-FINAL_ANSWERS = (
+FINAL_ANSWERS = (  # of a store: the file is not there, or it refuses
     FileNotFoundError,
     PermissionError,
     IsADirectoryError,
     NotADirectoryError,
     FileExistsError,
     ValueError,
+)
+MISTAKES = (  # of ours or of a client's code: asking again is no remedy
+    TypeError,
+    AttributeError,
+    LookupError,
+    ArithmeticError,
+    AssertionError,
+    NameError,
+    NotImplementedError,
+    MemoryError,
 )
 WORK = "work"  # the folder of parts that are no part of the artifact
 
@@ -120,12 +128,12 @@ def storage_errors(url: str) -> Iterator[None]:
 
 
 class Persistent:
-    """A file system elsewhere, asked again while it is out of order: a restart or a broken line
+    """A remote file system that is asked again while it does not answer: a restart or a broken line
     costs a pause and no work.
 
-    A file that is not there and a refusal are answers. EyasError when it has not answered for
-    PATIENCE_S, and for as long as the client's own last attempt takes: gcsfs tries for half a
-    minute itself.
+    A missing file, a refusal and a mistake in the code are raised at once. EyasError when the store
+    has not answered for PATIENCE_S, plus the time of the client's own last attempt (gcsfs tries for
+    half a minute itself).
     """
 
     def __init__(self, store: Any, url: str) -> None:
@@ -142,7 +150,7 @@ class Persistent:
         while True:
             try:
                 return method(*args, **options)
-            except FINAL_ANSWERS:
+            except (*FINAL_ANSWERS, *MISTAKES):
                 raise
             # each client has its own tree of errors for one thing: it did not work this time
             except Exception as error:

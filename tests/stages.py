@@ -6,8 +6,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -65,29 +63,6 @@ def write_prompts(folder: Path, prompts: Sequence[Prompt]) -> Artifact:
     artifact.write_jsonl("prompts-00000.jsonl", [prompt.to_json() for prompt in prompts])
     artifact.finish("prompts", {"test": str(len(prompts))}, {}, {"prompts": len(prompts)})
     return artifact
-
-
-_DIE = """
-import os, signal
-from eyas.artifact import Artifact
-write = Artifact.write
-def write_or_die(self, name, data):
-    if name == {last!r}:
-        os.kill(os.getpid(), signal.SIGKILL)
-    write(self, name, data)
-Artifact.write = write_or_die
-{code}
-"""
-
-
-def run_until_killed(code: str, last: str) -> None:
-    """Run code in a process of its own, which is killed (SIGKILL) instead of writing the file
-    `last`.
-    """
-    process = subprocess.run(
-        [sys.executable, "-c", _DIE.format(code=code, last=last)], cwd=ROOT, check=False
-    )
-    assert process.returncode == -signal.SIGKILL
 
 
 def in_a_process(work: Callable[[], Any]) -> int:

@@ -145,14 +145,6 @@ def test_a_card_says_that_its_target_was_quantised(target, tmp_path):
     assert "`Model.Q4_1.gguf`, a quantised file (matrices: Q4_1 x 210, Q8_0 x 1)" in card
 
 
-def test_done_work_is_not_done_again_and_other_work_is_refused(target, tmp_path):
-    head, url = trained(target, str(tmp_path / "train")), str(tmp_path / "export")
-    first = export(ExportConfig(), str(target), head, Artifact(url))
-    assert export(ExportConfig(), str(target), head, Artifact(url)) == first
-    with pytest.raises(Exception, match="holds other work"):
-        export(ExportConfig(forms=("vllm",)), str(target), head, Artifact(url))
-
-
 def test_a_run_finds_an_export_done_before_it_checks_or_writes_anything(
     target, tmp_path, monkeypatch
 ):
@@ -166,21 +158,6 @@ def test_a_run_finds_an_export_done_before_it_checks_or_writes_anything(
     assert again.was_done
 
 
-def test_an_interrupted_export_is_finished(target, tmp_path, monkeypatch):
-    head, url = trained(target, str(tmp_path / "train")), str(tmp_path / "export")
-
-    def cut(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("eyas.export.export.prove_equal", cut)
-    with pytest.raises(KeyboardInterrupt):
-        export(ExportConfig(), str(target), head, Artifact(url))
-    monkeypatch.undo()
-    with pytest.raises(MissingInputError, match="unfinished"):
-        Artifact(url).manifest()
-    assert len(export(ExportConfig(), str(target), head, Artifact(url)).files) == 5
-
-
 def test_one_form_alone(target, tmp_path):
     head = trained(target, str(tmp_path / "train"))
     manifest = export(
@@ -188,12 +165,6 @@ def test_one_form_alone(target, tmp_path):
     )
     assert sorted(manifest.files) == ["README.md", "sglang/config.json", "sglang/model.safetensors"]
     assert "vllm serve" not in (tmp_path / "export" / "README.md").read_text()
-
-
-def test_from_and_to_an_object_store(target, tmp_path):
-    head = trained(target, f"memory://{tmp_path}/train")
-    manifest = export(ExportConfig(), str(target), head, Artifact(f"memory://{tmp_path}/export"))
-    assert len(manifest.files) == 5
 
 
 def test_a_head_for_another_target_is_refused_before_anything_is_written(target, tmp_path):

@@ -40,7 +40,6 @@ from eyas.train.step import (
 )
 from eyas.train.tracker import TrackerConfig
 from eyas.train.trainer import TrainConfig, train
-from tests.stages import run_until_killed
 from tests.tiny import tiny_target
 from tests.tiny_batch import made_up_batch, tiny_vocabulary, wavy_head
 from tests.tiny_features import greedy_answers, samples_of, write_features
@@ -117,19 +116,6 @@ def test_learns_and_describes_itself(made, features, tmp_path):
     assert counts[~head.t2d].max() <= counts[head.t2d].min()
 
 
-def test_done_is_not_done_again(made, features, whole):
-    steps = []
-    again = train(
-        CONFIG,
-        str(made[0]),
-        Features(features),
-        Artifact(whole.url),
-        lambda *report: steps.append(report),
-    )
-    assert again == whole.manifest()
-    assert not steps
-
-
 def test_the_seed_decides(made, features, whole, tmp_path):
     for name, seed in (("same", 0), ("other", 1)):
         train(
@@ -192,26 +178,6 @@ def test_an_interrupted_bf16_run_ends_in_the_same_weights(made, features, tmp_pa
     train(config, str(made[0]), Features(features), cut)
     assert weights(cut) == weights(uncut)
     assert cut.read(METRICS) == uncut.read(METRICS)
-
-
-def test_a_killed_process_is_resumed_to_the_same_weights(made, features, whole, tmp_path):
-    """SIGKILL after the last batch, when there is nothing on disk but a checkpoint."""
-    cut = Artifact(str(tmp_path / "cut"))
-    code = (
-        f"import torch; torch.set_num_threads({torch.get_num_threads()})\n"
-        "from eyas.shards import Features\nfrom eyas.train.trainer import TrainConfig, train\n"
-        f"features = Features(Artifact({features.url!r}))\n"
-        f"train(TrainConfig(**{CONFIG.model_dump()}), {str(made[0])!r}, features, "
-        f"Artifact({cut.url!r}))"
-    )
-    run_until_killed(code, last="eyas_head.json")
-    assert cut.exists(CHECKPOINT)
-    assert not cut.is_done()
-    done = []
-    train(CONFIG, str(made[0]), Features(features), cut, lambda step, *_: done.append(step))
-    assert done[0] > 1
-    assert weights(cut) == weights(whole)
-    assert cut.read(METRICS) == whole.read(METRICS)
 
 
 def test_metrics_are_in_the_file_as_they_are_made(made, features, whole, tmp_path):

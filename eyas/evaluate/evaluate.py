@@ -39,7 +39,7 @@ from eyas.model.target import resolve_dtype
 from eyas.model.weights import fingerprint
 from eyas.shards import FeatureSource
 
-DEFAULT_TREES = ("fixed(6,3,12)", "fixed(4,1,5)")  # the engine's own sizes, and a chain
+DEFAULT_TREES = (str(Speculation("fixed")), "fixed(4,1,5)")  # the engine's own sizes, and a chain
 ANSWER_TOKENS = 64  # of each answer: enough for twenty rounds
 
 

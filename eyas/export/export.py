@@ -56,7 +56,7 @@ class ExportConfig(BaseModel):
 
     forms: tuple[EngineForm, ...] = Field(("sglang", "vllm"), min_length=1)
     target_name: str | None = None
-    speculation: str = "fixed(4,4,16)"
+    speculation: str = str(Speculation("fixed"))  # the engine's own sizes
     licence: str | None = None
 
     @field_validator("speculation")
@@ -65,7 +65,7 @@ class ExportConfig(BaseModel):
         if Speculation.parse(text).mode != "fixed":
             raise ConfigError(
                 f"speculation: {text} has no size for a launch command",
-                "give fixed(4,4,16), or a chain such as fixed(4,1,5)",
+                "give fixed(6,3,12), or a chain such as fixed(4,1,5)",
             )
         return text
 
