@@ -96,6 +96,7 @@ def _cpu() -> str:
 
 
 def find_compiler() -> str | None:
+    """The C++ compiler of this machine, or None."""
     names = (os.environ.get("CXX") or "g++", "c++", "clang++")
     return next(filter(None, map(shutil.which, names)), None)
 
