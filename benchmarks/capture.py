@@ -33,7 +33,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -45,6 +45,7 @@ import torch
 from eyas.bench.machine import machine
 from eyas.builtin import demo_prompts
 from eyas.chat import Chat
+from eyas.errors import TemplateError
 from eyas.features.capture import FeatureForward, request_of
 from eyas.features.decoder import FeatureDecoder, HookedDecoder, OwnDecoder
 from eyas.features.fleet import FleetConfig
@@ -83,16 +84,10 @@ def made_samples(chat: Chat, count: int, system_tokens: int) -> list[SamplePlan]
     for number, text in enumerate(texts):
         messages: list[Message] = [{"role": "system", "content": system}] if system else []
         messages += [{"role": "user", "content": text}, {"role": "assistant", "content": ANSWER}]
-        ids, mask = chat.answered(messages)
-        made.append(
-            SamplePlan(
-                str(number),
-                "",
-                str(number),
-                np.array(ids, dtype=np.int32),
-                np.array(mask, dtype=bool),
-            )
-        )
+        prompt_ids, answer_ids = chat.answered(messages)
+        ids = np.array(prompt_ids + answer_ids, dtype=np.int32)
+        mask = np.arange(len(ids)) >= len(prompt_ids)
+        made.append(SamplePlan(str(number), "", str(number), ids, mask))
     return made
 
 
@@ -173,7 +168,7 @@ def served(args: argparse.Namespace, folder: str, samples: Sequence[SamplePlan])
     with vllm_server(args.vllm, *options) as url:
         requests = [request_of(one) for one in samples]
         decoder = OwnDecoder.load(folder, args.dtype)
-        proof = prove_by(decoder, args.dtype, requests, ())
+        proof = prove_by(decoder, args.dtype, requests)
         tails, found = decoder.tails(), []
         for _ in range(args.rounds):
             fleet = StateFleet.open([url], FleetConfig(timeout_s=3600), proof, tails, "bench", "")
@@ -222,7 +217,7 @@ def speeds(args: argparse.Namespace) -> dict[str, Any]:
     return {"benchmark": "capture", "dtype": args.dtype, "tokens_per_s": rows, "machine": machine()}
 
 
-def answers_of(path: Path, count: int) -> Iterator[Answer]:
+def answers_of(path: Path, chat: Chat, count: int) -> Iterator[Answer]:
     """So many conversations of a file, drawn with a fixed seed; what the assistant says in the file
     stands for the answers.
     """
@@ -236,9 +231,10 @@ def answers_of(path: Path, count: int) -> Iterator[Answer]:
                 one["role"] == "user" for one in row["messages"][:end]
             ):
                 said = tuple(row["messages"][:end])
-                yield Answer(
-                    f"{number}/{turn}", str(number), path.name, "", turn, said, "stop", 0.0, 0, 0
-                )
+                with suppress(TemplateError):
+                    ids = map(tuple, chat.answered(said))
+                    key, name = f"{number}/{turn}", str(number)
+                    yield Answer(key, name, path.name, "", turn, said, *ids, "stop", 0.0)
                 turn += 1
 
 
@@ -260,7 +256,7 @@ def shares(args: argparse.Namespace) -> dict[str, Any]:
     for folder in args.template or [args.target]:
         chat = Chat(resolve_target(folder))
         for path in args.data:
-            samples = plan_samples(answers_of(path, args.samples), chat, 1 << 30, ()).samples
+            samples = plan_samples(answers_of(path, chat, args.samples), 1 << 30, ()).samples
             row = {
                 "samples": len(samples),
                 "tokens_per_sample": round(sum(map(len, samples)) / len(samples)),

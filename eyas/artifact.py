@@ -46,6 +46,9 @@ FINAL_ANSWERS = (  # of a store: the file is not there, or it refuses
     NotADirectoryError,
     FileExistsError,
     ValueError,
+    TypeError,  # these three are faults in how the store is called
+    AttributeError,
+    NotImplementedError,
 )
 MISTAKES = (  # of ours or of a client's code: asking again is no remedy
     TypeError,
@@ -373,7 +376,8 @@ class Artifact:
                         f"{self.url} kept {self.size(name)} of the {len(data)} bytes of {name}",
                         "write it again",
                     )
-        self.remember(name, File(bytes=len(data), sha256=hashlib.sha256(data).hexdigest()))
+        if not name.startswith(f"{WORK}/"):
+            self.remember(name, File(bytes=len(data), sha256=hashlib.sha256(data).hexdigest()))
 
     def written(self, name: str) -> File:
         """What this object wrote under a name."""
@@ -403,10 +407,10 @@ class Artifact:
             if ".partial-" in name and name.startswith(of):
                 self._fs.rm_file(path)
 
-    def delete_work(self) -> None:
-        """Delete the parts that only the stage itself needed, if there are any."""
-        if self.exists(WORK):
-            self._fs.rm(self._path(WORK), recursive=True)
+    def delete_work(self, folder: str = WORK) -> None:
+        """Delete what only the stage itself needed, or a folder of it, if there is any."""
+        if self.exists(folder):
+            self._fs.rm(self._path(folder), recursive=True)
 
     def finish(
         self,

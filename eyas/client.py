@@ -1,15 +1,10 @@
-"""The client of OpenAI-compatible servers: what they list, a whole answer, a streamed answer with
-arrival times.
-
-Knows HTTP, OpenAI's form, and what can go wrong with one request. Knows no engine and no stage, and
-leaves it to the caller when to ask again.
+"""The client of OpenAI-compatible servers: what they list, pages, and streamed answers with arrival
+times. It is left to the caller when to ask again.
 """
 
 from __future__ import annotations
 
 import asyncio
-import datetime
-import email.utils
 import json
 import os
 import time
@@ -19,7 +14,6 @@ from typing import Any, Literal, Self
 from urllib.parse import urlsplit
 
 import httpx
-from pydantic import BaseModel, Field, ValidationError
 
 from eyas.errors import ConfigError
 
@@ -30,7 +24,6 @@ MAX_BODY = 32 << 20  # bytes of a whole answer
 # busy: come again later. lost: no connection, or it broke. broken: no answer in OpenAI's form.
 # refused: this request, for good. unfit: any request, for good (a key or model is missing, ...).
 FailureKind = Literal["busy", "lost", "broken", "refused", "unfit"]
-AnswerEnd = Literal["stop", "length"]
 # A server may close an idle connection just when it is taken: then nothing was asked, and the
 # request is sent again. Whether that reads as an end or as a reset is up to the kernel.
 STALE = ("RemoteProtocolError", "ReadError", "WriteError")
@@ -45,22 +38,9 @@ class RequestFailure(Exception):
         kind: FailureKind,
         what: str,
         retry_after_s: float | None = None,
-        was_received: bool = True,
     ) -> None:
-        """was_received: the server may have begun with the request."""
         super().__init__(what)
-        self.kind, self.what = kind, what
-        self.retry_after_s, self.was_received = retry_after_s, was_received
-
-
-@dataclass(frozen=True, slots=True)
-class Completion:
-    """A whole answer. num_tokens counts its end token."""
-
-    text: str
-    finish_reason: AnswerEnd
-    num_prompt_tokens: int
-    num_tokens: int
+        self.kind, self.what, self.retry_after_s = kind, what, retry_after_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,11 +159,6 @@ class Client:
                 return len(tokens)
         return None
 
-    async def complete(self, body: dict[str, Any]) -> Completion:
-        """A whole answer, of a chat (`messages`) or a completion (`prompt`)."""
-        path = "/v1/chat/completions" if "messages" in body else "/v1/completions"
-        return _completion(await self.request(path, body))
-
     async def stream(self, body: dict[str, Any]) -> StreamRecord:
         """A streamed answer of a chat. A failure is part of the record: nothing is raised.
 
@@ -228,7 +203,7 @@ class Client:
                     if len(content) > max_body:
                         raise RequestFailure("broken", f"answers more than {max_body >> 20} MiB")
         except (httpx.ConnectError, httpx.ConnectTimeout) as error:
-            raise RequestFailure("lost", "takes no connection", was_received=False) from error
+            raise RequestFailure("lost", "takes no connection") from error
         except (httpx.TimeoutException, TimeoutError) as error:
             raise RequestFailure("broken", f"does not answer within {limit_s:g} s") from error
         except httpx.TransportError as error:
@@ -238,7 +213,8 @@ class Client:
             what = f"sends what cannot be read ({type(error).__name__})"
             raise RequestFailure("broken", what) from error
         if response.status_code != httpx.codes.OK:
-            raise _failure(response, bytes(content))
+            after = response.headers.get("retry-after")
+            raise status_failure(response.status_code, bytes(content), after)
         return bytes(content)
 
 
@@ -252,16 +228,16 @@ def error_message(content: bytes) -> str:
         return content[:200].decode(errors="replace")
 
 
-def _failure(response: httpx.Response, content: bytes) -> RequestFailure:
-    """What a status other than 200 means. Of its text only a code is shown: a message may quote
-    the prompt.
+def status_failure(status: int, content: bytes, retry_after: str | None) -> RequestFailure:
+    """What a status other than 200 means. Of its text only a code is shown: a message may quote the
+    prompt. retry_after: the header, of which seconds are read.
     """
-    status = response.status_code
+    wait_s = float(retry_after) if retry_after and retry_after.strip().isdigit() else None
     what = f"answers HTTP {status}{_error_code(content)}"
     if status == 429:
-        return RequestFailure("busy", what, _retry_after_s(response))
+        return RequestFailure("busy", what, wait_s)
     if status in (408, 502, 503, 504):
-        return RequestFailure("lost", what, _retry_after_s(response))
+        return RequestFailure("lost", what, wait_s)
     if status >= 500:
         return RequestFailure("broken", what)
     return RequestFailure("refused" if status in (400, 413, 422) else "unfit", what)
@@ -277,76 +253,3 @@ def _error_code(content: bytes) -> str:
         return ""
     is_code = isinstance(code, str) and len(code) <= 64 and code.replace("_", "").isalnum()
     return f" ({code})" if is_code else ""
-
-
-def _retry_after_s(response: httpx.Response) -> float | None:
-    """Seconds of a Retry-After, given as a number or as a date."""
-    value = response.headers.get("retry-after", "").strip()
-    if not value:
-        return None
-    try:
-        if value.isdigit():
-            return float(value)
-        until = email.utils.parsedate_to_datetime(value)
-        return max(0.0, (until - datetime.datetime.now(datetime.UTC)).total_seconds())
-    except (ValueError, TypeError):
-        return None
-
-
-class CompletionMessage(BaseModel):
-    """The `message` of a chat's answer."""
-
-    content: str | None = None
-    reasoning: Any = None
-    reasoning_content: Any = None
-    tool_calls: Any = None
-
-
-class CompletionChoice(BaseModel):
-    """The one choice of an answer; a completion has `text`, a chat `message`."""
-
-    finish_reason: str | None
-    message: CompletionMessage | None = None
-    text: str | None = None
-
-
-class CompletionUsage(BaseModel):
-    """Tokens of prompt and answer."""
-
-    prompt_tokens: int
-    completion_tokens: int
-
-
-class CompletionBody(BaseModel):
-    """An answer in OpenAI's form, as far as it is read."""
-
-    choices: list[CompletionChoice] = Field(min_length=1, max_length=1)
-    usage: CompletionUsage
-
-
-def _completion(content: bytes) -> Completion:
-    """Raises RequestFailure for what is no answer, or one that the server has split up."""
-    try:
-        body = CompletionBody.model_validate_json(content)
-    except ValidationError as error:
-        raise RequestFailure("broken", "answers what is no completion with its usage") from error
-    choice, usage = body.choices[0], body.usage
-    message = choice.message or CompletionMessage(content=choice.text)
-    if message.reasoning or message.reasoning_content or message.tool_calls:
-        raise RequestFailure(
-            "unfit", "splits answers up: start it without a parser for reasoning or tool calls"
-        )
-    text = message.content
-    if text is None or not _is_text(text) or choice.finish_reason not in ("stop", "length"):
-        raise RequestFailure("broken", "answers without a text, or without an end")
-    reason: AnswerEnd = "stop" if choice.finish_reason == "stop" else "length"
-    return Completion(text, reason, usage.prompt_tokens, usage.completion_tokens)
-
-
-def _is_text(text: str) -> bool:
-    """Halves of a surrogate pair can be written in JSON and are no text."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True

@@ -1,4 +1,4 @@
-"""The rows that stages hand to each other, as JSON lines on disk. Knows no stage."""
+"""The rows that stages hand to each other, as JSON lines on disk."""
 
 from __future__ import annotations
 
@@ -13,6 +13,9 @@ class Message(TypedDict):
 
     role: str
     content: str
+
+
+RECORD = 2  # version of `Answer`: 2 holds tokens
 
 
 class _Row:
@@ -34,26 +37,30 @@ class _Row:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Prompt(_Row):
-    """The user turns of one conversation, cleaned. `id` is unique within an artifact."""
+    """The user turns of one conversation, cleaned. `id` is unique within an artifact. tools: what
+    the target may call, in OpenAI's form.
+    """
 
     id: str
     source: str
     licence: str
     turns: tuple[str, ...]
     system: str | None = None
+    tools: tuple[dict[str, Any], ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Answer(_Row):
-    """One assistant turn written by the target: `messages` is what the server saw plus the answer
-    as its last.
+    """One assistant turn written by the target, as tokens: `prompt_ids` is what it saw,
+    `answer_ids` what it wrote, its end token included where it ended its turn. All of that carries
+    loss, and nothing before it. `messages` is the same for people, the answer as the last.
 
-    key: of the work: equal prompt, target, template and sampling. finish_reason: "stop" (the target
-    ended its turn) or "length" (cut at max_tokens). temperature to seed are how it was sampled;
-    top_p 1 and top_k 0 keep the whole vocabulary. marked: what is special about the answer
-    ("truncated", "empty", "refused", "looping"), or None; one with personal data that nobody told
-    the target is never written. Nothing here depends on when, where or in which order rows were
-    answered: that is `Origin`.
+    key: of the work: equal prompt, target and sampling. finish_reason: "stop" (the target ended its
+    turn) or "length" (cut at max_tokens). temperature to seed are how it was sampled; top_p 1 and
+    top_k 0 keep the whole vocabulary. marked: what is special about the answer ("truncated",
+    "empty", "refused", "looping"), or None. An answer with personal data that was not in its prompt
+    is never written. Nothing here depends on when, where or in which order rows were answered: that
+    is `Origin`.
     """
 
     key: str
@@ -62,10 +69,10 @@ class Answer(_Row):
     licence: str
     turn: int
     messages: tuple[Message, ...]
+    prompt_ids: tuple[int, ...]
+    answer_ids: tuple[int, ...]
     finish_reason: str
     temperature: float
-    num_prompt_tokens: int
-    num_answer_tokens: int
     top_p: float = 1.0
     top_k: int = 0
     max_tokens: int = 0
@@ -75,12 +82,11 @@ class Answer(_Row):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Origin(_Row):
-    """How an answer came to be, which is another story in every run. engine: name and version
-    ("eyas 0.1.0", "vllm 0.11.2").
+    """How an answer came to be, which differs between runs. engine: name and version ("eyas 0.1.0",
+    "vllm 0.11.2").
 
     server: its address, or None for the engine in the same process. latency_ms: from the first time
-    it was asked for to the answer, waiting included. attempts: how often it was asked for, 1 where
-    nothing went wrong.
+    it was asked for to the answer, waiting included.
     """
 
     key: str
@@ -89,7 +95,6 @@ class Origin(_Row):
     engine: str
     server: str | None
     latency_ms: float
-    attempts: int = 1
 
 
 def mixed_seed(seed: int, prompt_id: str) -> int:

@@ -24,6 +24,8 @@ from tokenizers import (
 )
 from transformers import PreTrainedTokenizerFast
 
+from tests.tiny import tiny_target
+
 CORPUS = [
     "I would like a table for two in San Jose.\n\nThe address is 71 North Street.\n",
     "a  b   c    d\n\n\n\nuser assistant system tool I am, you are, it's so:",
@@ -278,6 +280,15 @@ def like_qwen(folder: Path, template: str | None = LIKE_QWEN) -> Path:
     )
     tokenizer.add_tokens([AddedToken(one, special=False, normalized=False) for one in words])
     return _save(tokenizer, folder, template, None, "<|im_end|>")
+
+
+def like_qwen_target(folder: Path) -> Path:
+    """A tiny target with that tokenizer and template."""
+    tiny_target(folder, vocab_size=440)
+    for path in folder.iterdir():
+        if path.name.startswith(("tokenizer", "chat_template", "special_tokens")):
+            path.unlink()
+    return like_qwen(folder)
 
 
 def like_granite(folder: Path, template: str | None = LIKE_GRANITE) -> Path:

@@ -26,9 +26,6 @@ FAULTS = (
     "half",
     "reset",
     "empty",
-    "no usage",
-    "surrogate",
-    "endless",
 )
 Choose = Callable[[dict[str, Any]], str | None]
 
@@ -142,48 +139,46 @@ class _Handler(BaseHTTPRequestHandler):
     def _empty(self, body: bytes) -> None:
         self._send(200, b'{"choices": [], "usage": {"prompt_tokens": 1, "completion_tokens": 0}}')
 
-    def _no_usage(self, body: bytes) -> None:
-        self._send(200, b'{"choices": [{"finish_reason": "stop", "message": {"content": "Yes"}}]}')
+    def _real(self, body: bytes, **changes: Any) -> dict[str, Any]:
+        asked = {**json.loads(body), **changes}
+        asked.pop("tools", None)  # which the tiny target's template does not show
+        answer: dict[str, Any] = self.server.http.post(self.path, json=asked).json()
+        return answer
 
-    def _surrogate(self, body: bytes) -> None:
-        self._send(
-            200,
-            rb'{"choices": [{"finish_reason": "stop", "message": {"content": "\ud800"}}], '
-            b'"usage": {}}',
-        )
-
-    def _endless(self, body: bytes) -> None:
-        """More than anybody would hold in memory."""
-        self.send_response(200)
-        self.send_header("transfer-encoding", "chunked")
-        self.end_headers()
-        chunk = b"100000\r\n" + b" " * 0x100000 + b"\r\n"
-        for _ in range(1000):
-            self.wfile.write(chunk)
+    def _no_end(self, body: bytes) -> None:
+        """A whole answer without the token that ended it."""
+        answer = self._real(body)
+        choice = answer["choices"][0]
+        choice |= {"finish_reason": "stop", "token_ids": [3, 3]}
+        self._send(200, json.dumps(answer).encode())
 
     def _redirect(self, body: bytes) -> None:
         self._send(307, b"", location="http://127.0.0.1:9/")
 
     def _other_tokens(self, body: bytes) -> None:
-        content = {"finish_reason": "stop", "message": {"content": "Yes"}}
-        self._send(
-            200,
-            json.dumps(
-                {"choices": [content], "usage": {"prompt_tokens": 1, "completion_tokens": 1}}
-            ).encode(),
-        )
+        """As many prompt tokens as ours, and another one among them."""
+        answer = self._real(body)
+        answer["prompt_token_ids"][-1] += 1
+        self._send(200, json.dumps(answer).encode())
 
-    def _reasoning(self, body: bytes) -> None:
-        content = {
-            "finish_reason": "stop",
-            "message": {"content": "Yes", "reasoning_content": "Hm."},
-        }
-        self._send(
-            200,
-            json.dumps(
-                {"choices": [content], "usage": {"prompt_tokens": 1, "completion_tokens": 1}}
-            ).encode(),
-        )
+    def _no_ids(self, body: bytes) -> None:
+        """A server that does not know `return_token_ids`."""
+        answer = self._real(body, return_token_ids=False)
+        self._send(200, json.dumps(answer).encode())
+
+    def _busy_long(self, body: bytes) -> None:
+        self._send(429, b"", retry_after="300")
+
+    def _parsed(self, body: bytes) -> None:
+        """By a parser for reasoning, and for calls where tools are offered."""
+        answer = self._real(body)
+        message = answer["choices"][0]["message"]
+        message["reasoning_content"] = "Hm."
+        if "tools" in json.loads(body):
+            call = {"id": "1", "type": "function", "function": {"name": "find", "arguments": "{}"}}
+            message |= {"content": None, "tool_calls": [call]}
+            answer["choices"][0]["finish_reason"] = "tool_calls"
+        self._send(200, json.dumps(answer).encode())
 
     def _hang(self, body: bytes) -> None:
         self.server.ended.wait()

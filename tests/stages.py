@@ -4,6 +4,7 @@ dies while it writes.
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import traceback
@@ -14,7 +15,9 @@ from typing import Any
 from safetensors.torch import load_file, save_file
 
 from eyas.artifact import Artifact
-from eyas.records import Prompt
+from eyas.chat import Chat
+from eyas.model.weights import fingerprint
+from eyas.records import RECORD, Answer, Prompt
 from tests.tiny import tiny_target
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -84,3 +87,29 @@ def in_a_process(work: Callable[[], Any]) -> int:
 def ended(pid: int) -> int:
     """The exit status of a process, below zero for a signal, once it has ended."""
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def write_answers(folder: Path, output: Path, dialogues: Sequence[Sequence[str]]) -> Artifact:
+    """A finished `generate` artifact, as servers would have filled it: users' and assistant's turns
+    by turns.
+    """
+    chat, artifact, rows = Chat(folder), Artifact(str(output)), []
+    for number, turns in enumerate(dialogues):
+        roles = itertools.cycle(("user", "assistant"))
+        said: Any = [
+            {"role": role, "content": turn} for role, turn in zip(roles, turns, strict=False)
+        ]
+        for turn in range(len(turns) // 2):
+            messages = said[: 2 * turn + 2]
+            prompt_ids, answer_ids = map(tuple, chat.answered(messages))
+            rows.append(
+                Answer(
+                    *(f"k{number}/{turn}", f"p{number}", "made up", "CC0-1.0", turn),
+                    *(tuple(messages), prompt_ids, answer_ids, "stop", 0.0),
+                )
+            )
+    artifact.begin("made by a test")
+    artifact.write_jsonl("answers-00000.jsonl", [row.to_json() for row in rows])
+    settings = {"target_fingerprint": fingerprint(folder), "record": RECORD}
+    artifact.finish("generate", settings, {}, {"answers": len(rows)}, {"target": str(folder)})
+    return artifact

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import save_file
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM
 
 
 @dataclass
@@ -33,7 +33,6 @@ class Behaviour:
     layers: tuple[int, ...]
     folder: Path = Path()
     dtype: torch.dtype = torch.float32
-    template: str | None = None
     has_states: bool = True
     loses_cached: bool = False
     mixes: bool = False
@@ -53,7 +52,6 @@ class StateHTTP(ThreadingHTTPServer):
         self.behaviour, self.asked, self.lock = behaviour, [], threading.Lock()
         model: Any = AutoModelForCausalLM.from_pretrained(behaviour.target, dtype=behaviour.dtype)
         self.model = model.eval()
-        self.tokenizer = AutoTokenizer.from_pretrained(behaviour.target)
 
     @property
     def url(self) -> str:
@@ -97,17 +95,6 @@ class _Handler(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         of = self.server.behaviour
         body = json.loads(self.rfile.read(int(self.headers["content-length"])))
-        if self.path == "/tokenize":
-            if of.engine != "vllm":
-                self._send({}, 404)
-                return
-            options = {} if of.template is None else {"chat_template": of.template}
-            rendered = self.server.tokenizer.apply_chat_template(
-                body["messages"], add_generation_prompt=True, tokenize=False, **options
-            )
-            ids = self.server.tokenizer(rendered, add_special_tokens=False)["input_ids"]
-            self._send({"count": len(ids), "tokens": ids})
-            return
         ids = body["prompt"] if of.engine == "vllm" else body["input_ids"]
         self.server.asked.append(tuple(ids))
         if len(self.server.asked) > of.dies_after:

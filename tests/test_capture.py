@@ -8,7 +8,7 @@ import os
 import shutil
 import signal
 from collections import namedtuple
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
 
 from eyas.artifact import Artifact
-from eyas.chat import Chat
+from eyas.chat.tokenizer import TargetTokenizer
 from eyas.errors import CorruptError, EmptyInputError, MismatchError, StorageFullError
 from eyas.features import capture as stage
 from eyas.features.capture import CaptureConfig, CaptureTask, capture, split_of
@@ -41,17 +41,21 @@ from eyas.features.samples import (
     shared_groups,
 )
 from eyas.model.target import Target
+from eyas.model.weights import fingerprint
 from eyas.records import Answer, read_answers
 from eyas.shards import Features, Sample
-from tests.stages import ended, ending_target, in_a_process, prompts_of, write_prompts
-from tests.tiny import TEMPLATE, tiny_target, tiny_tokenizer
+from tests.stages import (
+    ended,
+    ending_target,
+    in_a_process,
+    prompts_of,
+    write_answers,
+    write_prompts,
+)
+from tests.tiny import tiny_target
 
 PROMPTS = prompts_of(29)
 # Like Qwen3's: what was written in angle brackets is dropped from all turns but the last.
-FORGETS = TEMPLATE.replace(
-    "message['content'] +",
-    "(message['content'] if loop.last else message['content'].split('|')[-1]) +",
-)
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -129,30 +133,42 @@ def test_the_meta_says_what_the_features_are(target: Path, captured: Artifact) -
 def test_every_answer_is_under_a_mask_and_nothing_else_is(
     target: Path, answers: Artifact, captured: Artifact
 ) -> None:
-    chat = Chat(target)
     dropped = {(row["prompt_id"], row["turn"]) for row in captured.read_jsonl("dropped.jsonl")}
-    expected: dict[str, list[str]] = {}
+    expected: dict[str, list[list[int]]] = {}
     num_cut = 0
     for answer in read_answers(answers):
         if (answer.prompt_id, answer.turn) not in dropped:
             num_cut += answer.finish_reason == "length"
-            ending = "the end" if answer.finish_reason == "stop" else "cut"
-            text = f"{answer.messages[-1]['content']}|{ending}"
-            expected.setdefault(answer.prompt_id, []).append(text)
+            expected.setdefault(answer.prompt_id, []).append(list(answer.answer_ids))
     assert 0 < num_cut < sum(map(len, expected.values())), "the test wants both"
-    found: dict[str, list[str]] = {}
+    found: dict[str, list[list[int]]] = {}
     for sample in all_samples(captured).values():
-        texts = found.setdefault(sample.key.split("/")[0], [])
-        masked = sample.loss_mask.tolist()
-        starts = [at for at in range(len(masked)) if masked[at] and not masked[at - 1]]
-        for start in starts:
-            end = next(
-                at for at in range(start, len(masked) + 1) if at == len(masked) or not masked[at]
-            )
-            has_ended = sample.token_ids[end - 1] in chat.eos_token_ids
-            text = chat.decode(sample.token_ids[start : end - has_ended].tolist())
-            texts.append(f"{text}|{'the end' if has_ended else 'cut'}")
+        edges = np.flatnonzero(np.diff(sample.loss_mask.numpy().astype(int), append=0))
+        for start, end in zip(edges[::2] + 1, edges[1::2] + 1, strict=True):
+            spans = found.setdefault(sample.key.split("/")[0], [])
+            spans.append(sample.token_ids[start:end].tolist())
     assert found == expected
+
+
+def test_capture_asks_no_template_and_no_tokenizer(
+    target: Path,
+    answers: Artifact,
+    captured: Artifact,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(TargetTokenizer, "__init__", lambda *_: pytest.fail("loads a tokenizer"))
+    output = Artifact(str(tmp_path / "features"))
+    assert capture(config_of(target), answers, output).counts == captured.manifest().counts
+
+
+def test_answers_of_an_older_version_are_one_clear_error(target: Path, tmp_path: Path) -> None:
+    old = Artifact(str(tmp_path / "old"))
+    old.begin("made by an older version")
+    settings = {"target_fingerprint": fingerprint(target)}
+    old.finish("generate", settings, {}, {"answers": 0}, {"target": str(target)})
+    with pytest.raises(MismatchError, match="hold no tokens: an older version of eyas"):
+        capture(config_of(target), old, Artifact(str(tmp_path / "features")))
 
 
 def test_counts_balance_and_drops_can_be_read(answers: Artifact, captured: Artifact) -> None:
@@ -164,7 +180,6 @@ def test_counts_balance_and_drops_can_be_read(answers: Artifact, captured: Artif
     )
     assert "dropped_truncated" not in counts
     assert answers.manifest().counts["marked_truncated"] > 0
-    assert counts["merged"] > 0, "the test wants some"
     assert counts["tokens"] == sum(
         len(sample.token_ids) for sample in all_samples(captured).values()
     )
@@ -180,86 +195,65 @@ def test_the_split_goes_by_prompt(captured: Artifact) -> None:
     assert split_of("any", 0.0) == "train"
 
 
-def test_merged_turns_have_the_features_of_the_turns_alone(
-    target: Path, answers: Artifact, captured: Artifact
-) -> None:
+def test_merged_turns_have_the_features_of_the_turns_alone(target: Path, tmp_path: Path) -> None:
     """One conversation as one sample: the same features, and the union of the masks."""
-    chat, loaded, samples = Chat(target), Target.load(target), all_samples(captured)
-    dropped = {(row["prompt_id"], row["turn"]) for row in captured.read_jsonl("dropped.jsonl")}
-    num_checked = 0
+    dialogues = [
+        ("Hi", f"a table {at}", "San Jose?", "I would like", "7", "yes") for at in range(5)
+    ]
+    answers = write_answers(target, tmp_path / "answers", dialogues)
+    output, loaded = Artifact(str(tmp_path / "features")), Target.load(target)
+    assert capture(config_of(target), answers, output).counts["merged"] == 10
+    samples = all_samples(output)
+    assert [*sorted(samples)] == [f"p{at}/2" for at in range(5)]
     for answer in read_answers(answers):
-        if (
-            answer.prompt_id,
-            answer.turn,
-        ) in dropped or f"{answer.prompt_id}/{answer.turn}" in samples:
-            continue
-        whole = next(one for key, one in samples.items() if key.startswith(f"{answer.prompt_id}/"))
-        ids, mask = chat.answered(answer.messages)
+        whole = samples[f"{answer.prompt_id}/2"]
+        ids = [*answer.prompt_ids, *answer.answer_ids]
         aux_hidden, last_hidden = loaded.features(torch.tensor([ids]))
         assert whole.token_ids[: len(ids)].tolist() == ids
-        assert whole.loss_mask[: len(ids)][torch.tensor(mask)].all()
-        torch.testing.assert_close(
-            whole.aux_hidden[: len(ids)], aux_hidden[0], rtol=1e-4, atol=1e-4
-        )
-        torch.testing.assert_close(
-            whole.last_hidden[: len(ids)], last_hidden[0], rtol=1e-4, atol=1e-4
-        )
-        num_checked += 1
-    assert num_checked > 3
+        assert whole.loss_mask[len(answer.prompt_ids) : len(ids)].all()
+        for found, alone in ((whole.aux_hidden, aux_hidden), (whole.last_hidden, last_hidden)):
+            torch.testing.assert_close(found[: len(ids)], alone[0], rtol=1e-4, atol=1e-4)
 
 
-def test_turns_stay_apart_where_the_template_rewrites_the_past(tmp_path: Path) -> None:
-    tiny_tokenizer(tmp_path / "forgets", chat_template=FORGETS)
-    tiny_tokenizer(tmp_path / "keeps")
-    rows = []
-    messages: tuple[Any, ...] = ()
-    for turn in range(3):
-        messages = (
-            *messages,
-            {"role": "user", "content": "Hi"},
-            {"role": "assistant", "content": "so|a table"},
-        )
-        rows.append(Answer(f"k{turn}", "p", "s", "l", turn, messages, "stop", 0.0, 0, 7))
-    kept, forgotten = (
-        plan_samples(rows, Chat(tmp_path / name), 256, ()) for name in ("keeps", "forgets")
-    )
-    assert [len(kept.samples), kept.num_merged] == [1, 2]
-    assert [len(forgotten.samples), forgotten.num_merged] == [3, 0]
-    lone = plan_samples(rows[2:], Chat(tmp_path / "keeps"), 256, ()).samples[0]
-    assert np.array_equal(lone.token_ids, kept.samples[0].token_ids)
-    assert kept.samples[0].loss_mask.sum() == 3 * lone.loss_mask.sum()
-    other = [rows[0], Answer("k", "q", "s", "l", 1, rows[1].messages, "stop", 0.0, 0, 7)]
-    assert plan_samples(other, Chat(tmp_path / "keeps"), 256, ()).num_merged == 0, (
-        "another prompt's is another sample"
-    )
+def answer_of(
+    prompt_ids: Sequence[int], answer_ids: Sequence[int], prompt_id: str = "p", **more: Any
+) -> Answer:
+    row = Answer("k", prompt_id, "s", "l", 0, (), tuple(prompt_ids), tuple(answer_ids), "stop", 0.0)
+    return dataclasses.replace(row, **more)
 
 
-def test_every_reason_to_drop(tmp_path: Path) -> None:
-    tiny_tokenizer(
-        tmp_path,
-        chat_template=TEMPLATE.replace("message['content'] +", "message['content'] | trim +"),
-    )
+def test_turns_are_one_sample_where_the_next_prompt_begins_with_all_before_it() -> None:
+    first, end = answer_of([1, 2], [3, 4, 9]), [9]
+    second = answer_of([1, 2, 3, 4, *end, 7, 8], [5, 6, *end], turn=1)
+    third = answer_of([1, 2, 3, 4, *end, 7, 8, 5, 6, *end, 2], [5, *end], turn=2)
+    plan = plan_samples([first, second, third], 256, ())
+    assert [len(plan.samples), plan.num_merged] == [1, 2]
+    (sample,) = plan.samples
+    assert sample.token_ids.tolist() == [1, 2, 3, 4, 9, 7, 8, 5, 6, 9, 2, 5, 9]
+    assert np.flatnonzero(sample.loss_mask).tolist() == [2, 3, 4, 7, 8, 9, 11, 12]
+    for other in (
+        answer_of([1, 2, 3, 9, 7, 8], [5, 6, 9], turn=1),  # the past was rewritten, or retokenised
+        answer_of([1, 2, 3, 4], [9, 7, 8], turn=1),  # a part of the answer stands in the prompt
+        dataclasses.replace(second, prompt_id="q"),  # another conversation
+    ):
+        apart = plan_samples([first, other], 256, ())
+        assert [len(apart.samples), apart.num_merged] == [2, 0]
 
-    def row(turn: int, content: str, finish_reason: str = "stop") -> Answer:
-        messages = ({"role": "user", "content": "Hi"}, {"role": "assistant", "content": content})
-        return Answer("k", f"p{turn}", "s", "l", 0, messages, finish_reason, 0.0, 0, 2)  # type: ignore[arg-type]
 
-    rows = [row(0, "0\ufffd", "length"), row(1, "0 "), row(2, "0" * 300), row(3, ""), row(4, "0")]
-    rows.append(dataclasses.replace(row(5, "0"), marked="looping"))
-    plan = plan_samples(rows, Chat(tmp_path), 256, ("looping",))
-    assert [one["reason"] for one in plan.dropped] == [
-        "cut_character",
-        "template",
-        "too_long",
-        "no_supervised_slot",
-        "looping",
+def test_every_reason_to_drop() -> None:
+    rows = [
+        answer_of([1], [2] * 256, "long"),
+        answer_of([1, 2], [9], "empty"),
+        answer_of([1], [2, 3, 9], "loop", marked="looping"),
+        answer_of([1], [2, 9], "kept"),
     ]
-    kept = plan_samples(rows[-1:], Chat(tmp_path), 256, ("empty",))
+    plan = plan_samples(rows, 256, ("looping",))
+    reasons = ["too_long", "no_supervised_slot", "looping"]
+    assert [one["reason"] for one in plan.dropped] == reasons
+    assert plan.reasons == dict.fromkeys(reasons, 1)
+    assert [one.key for one in plan.samples] == ["kept/0"]
+    kept = plan_samples(rows[2:3], 256, ("empty",))
     assert len(kept.samples) == 1, "a mark that is not left out"
-    assert plan.reasons["looping"] == 1
-    assert [one.key for one in plan.samples] == ["p4/0"]
-    assert plan.num_retokenised == 0
-    assert plan_samples([row(0, "00")], Chat(tmp_path), 256, ()).num_retokenised == 1
 
 
 @given(st.lists(st.integers(1, 50), max_size=60), st.integers(1, 200), st.integers(1, 20))

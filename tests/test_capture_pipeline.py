@@ -4,7 +4,6 @@ words not served here.
 
 from __future__ import annotations
 
-import datetime
 import json
 from pathlib import Path
 
@@ -21,11 +20,10 @@ from eyas.export.check import check
 from eyas.export.export import ExportConfig, export
 from eyas.features.capture import CaptureConfig, capture
 from eyas.features.online import OnlineTarget
-from eyas.model.weights import fingerprint
-from eyas.records import Answer
 from eyas.shards import Features
 from eyas.train.trainer import TrainConfig, train
 from tests.foreign import foreign_target
+from tests.stages import write_answers
 
 TRAIN = TrainConfig.model_validate(
     {
@@ -40,32 +38,10 @@ TRAIN = TrainConfig.model_validate(
 
 
 def answers_of(folder: Path, output: Path, count: int) -> Artifact:
-    """A finished `generate` artifact, as servers would have filled it."""
-    artifact = Artifact(str(output))
-    artifact.begin("made by a test")
     said = ["a table for two", "71 North Street", "0123456789", "San Jose, I would like"]
-    rows = [
-        Answer(
-            key=f"k{number}",
-            prompt_id=f"p{number}",
-            source="made up",
-            licence="CC0-1.0",
-            turn=0,
-            messages=(
-                {"role": "user", "content": f"Question {number}"},
-                {"role": "assistant", "content": said[number % 4] + f" {number}"},
-            ),
-            finish_reason="stop",
-            temperature=0.0,
-            num_prompt_tokens=0,
-            num_answer_tokens=0,
-        )
-        for number in range(count)
-    ]
-    artifact.write_jsonl("answers-00000.jsonl", [row.to_json() for row in rows])
-    settings = {"target_fingerprint": fingerprint(folder), "date": str(datetime.date(2026, 1, 1))}
-    artifact.finish("generate", settings, {}, {"answers": count}, {"target": str(folder)})
-    return artifact
+    return write_answers(
+        folder, output, [(f"Question {at}", f"{said[at % 4]} {at}") for at in range(count)]
+    )
 
 
 @pytest.mark.parametrize("family", ["gpt_neox", "gemma2"])

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import fcntl
-import json
 import os
 import subprocess
 from collections.abc import Iterator
@@ -36,7 +35,7 @@ from eyas.shards import Features, FeatureSource, Sample
 from eyas.train.trainer import TrainConfig, train
 from tests.stages import ending_target, prompts_of, write_prompts
 from tests.state_servers import Behaviour, serving_states
-from tests.tiny import TEMPLATE, tiny_target
+from tests.tiny import tiny_target
 
 ENGINES = ("vllm", "sglang")
 LIVE = os.environ.get("EYAS_VLLM_PYTHON")
@@ -155,7 +154,6 @@ def test_servers_give_the_features_of_our_decoder(
         ({"layers": (1, 2)}, "gives 2 layers of 32 numbers a token, and 4 of 32 are wanted"),
         ({"dtype": torch.bfloat16}, "bfloat16"),
         ({"has_states": False}, "without hidden states"),
-        ({"template": TEMPLATE.replace("'<|im_end|>'", "' <|im_end|>'")}, "another chat template"),
         ({"length": 30}, "holds 30 tokens a request; the longest sample"),
         ({"mixes": True}, "gives other states than the target from token 0 .* second time"),
         ({"loses_cached": True}, "missing .SGLang: start it with --disable-radix-cache"),
@@ -164,7 +162,7 @@ def test_servers_give_the_features_of_our_decoder(
 def test_a_server_that_differs_is_named_before_anything_is_stored(
     engine: str, faults: dict[str, Any], match: str, target: Path, answers: Artifact, tmp_path: Path
 ) -> None:
-    only = {"template": "vllm", "loses_cached": "sglang", "dtype": "vllm"}
+    only = {"loses_cached": "sglang", "dtype": "vllm"}
     if engine != next((of for name, of in only.items() if name in faults), engine):
         pytest.skip("the other engine's")
     behaviour = right(engine, target, tmp_path)
@@ -209,7 +207,7 @@ def test_a_killed_server_costs_nothing(
     output, behaviour = Artifact(str(tmp_path / "features")), right("vllm", target, tmp_path)
     with (
         serving_states(replace(behaviour, dies_after=12)) as server,
-        pytest.raises(EyasError, match=r"no server is left|no states of"),
+        pytest.raises(EyasError, match=r"no server answers|no states of"),
     ):
         capture(config_of(target, server.url), answers, output)
     with serving_states(behaviour) as server:
@@ -279,13 +277,13 @@ def served_file(folder: Path, name: object) -> StateServer:
     config = FleetConfig(timeout_s=0.2)
     server = StateServer("http://127.0.0.1:1", config, None, (), "run")  # type: ignore[arg-type]
 
-    async def answer(path: str, body: dict[str, Any]) -> bytes:
+    async def answer(path: str, body: dict[str, Any]) -> Any:
         named = name
         if isinstance(name, str):
             named = name.replace("{folder}", str(folder)).replace("{}", body["request_id"])
-        return json.dumps({"kv_transfer_params": {"hidden_states_path": named}}).encode()
+        return {"kv_transfer_params": {"hidden_states_path": named}}
 
-    server.client.request = answer  # type: ignore[method-assign,assignment]
+    server.post = answer  # type: ignore[method-assign]
     return server
 
 
@@ -324,7 +322,8 @@ def test_training_reads_servers_without_a_store(
     # and the same comes of it
     assert len(served) > 5
     stored = losses(target, Features(own, "train"), Features(own, "held_out"), tmp_path / "stored")
-    assert served == pytest.approx(stored, rel=1e-4)
+    # rounding of two implementations of a forward, after as many updates
+    assert served == pytest.approx(stored, rel=3e-4)
 
 
 @pytest.mark.skipif(LIVE is None, reason="EYAS_VLLM_PYTHON names no interpreter with vLLM")

@@ -1,4 +1,6 @@
-"""Chat templates and masks, on tiny, broken and real tokenizers."""
+"""Chat templates and tokenizers, tiny, broken and real: what is a token and what is text, and when
+a conversation that eyas did not generate has tokens.
+"""
 
 import datetime
 import functools
@@ -6,23 +8,31 @@ import gzip
 import itertools
 import json
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
 from eyas.builtin import target_folder
-from eyas.chat import Chat, MaskDisagreement, Turn
-from eyas.chat.supervision import OPTIONS, supervised, token_kinds
+from eyas.chat import Chat
+from eyas.chat.template import as_served
 from eyas.errors import MissingInputError, TemplateError
 from eyas.records import Message
-from eyas.train.loss import judged_positions
-from tests.chat_folders import LIKE_GRANITE, LIKE_QWEN, like_granite, like_llama_2, like_qwen
-from tests.template_faults import FAULTS, SOUND, Fault, caught
+from tests.chat_folders import (
+    LIKE_GRANITE,
+    LIKE_HERMES,
+    LIKE_QWEN,
+    like_granite,
+    like_llama_2,
+    like_qwen,
+)
+from tests.mask_rows import CALL, DAY, GOLDEN, TOOLS, digest, rows
+from tests.mask_rows import folders as families_of
+from tests.mask_rows import says as dialogue
 from tests.tiny import TEMPLATE, tiny_tokenizer
 
 DATA = Path(__file__).resolve().parents[2] / "shared" / "data"
@@ -43,22 +53,6 @@ PIECES = (
     "<s>",
     " ",
 )
-DAY = datetime.date(2026, 1, 2)
-# The ways of the field: Llama 3 trims messages; Qwen3 opens the last answer with a thinking
-# block; Llama 2 and Mistral put a space on both sides; Granite prints the date.
-TRIMS = TEMPLATE.replace("message['content']", "message['content'] | trim")
-THINKS = (
-    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' }}"
-    "{% if message['role'] == 'assistant' and loop.last %}{{ '<think>\n\n</think>\n\n' }}{% endif "
-    "%}"
-    "{{ message['content'] + '<|im_end|>\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
-)
-SPACES = (
-    "{% for message in messages %}{% if message['role'] == 'user' %}{{ '<|im_start|>' + "
-    "message['content'] + '<|im_start|>' }}"
-    "{% else %}{{ ' ' + message['content'] + ' <|im_end|>' }}{% endif %}{% endfor %}"
-)
 DATES = "{{ 'It is ' + strftime_now('%d %b %Y') + '.\n' }}" + TEMPLATE
 ALTERNATES = (
     "{% for message in messages %}{% if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}"
@@ -67,25 +61,11 @@ ALTERNATES = (
 
 
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """A tokenizer folder for each template."""
+def chats(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Chat]:
     root = tmp_path_factory.mktemp("chat")
-    templates = {
-        "chatml": TEMPLATE,
-        "trims": TRIMS,
-        "thinks": THINKS,
-        "spaces": SPACES,
-        "dates": DATES,
-        "alternates": ALTERNATES,
-    }
-    for name, template in templates.items():
+    for name, template in {"chatml": TEMPLATE, "dates": DATES, "alternates": ALTERNATES}.items():
         tiny_tokenizer(root / name, chat_template=template)
-    return {name: root / name for name in templates}
-
-
-@pytest.fixture(scope="module")
-def chats(folders: dict[str, Path]) -> dict[str, Chat]:
-    return {name: Chat(folder, DAY) for name, folder in folders.items()}
+    return {name: Chat(root / name, DAY) for name in ("chatml", "dates", "alternates")}
 
 
 @pytest.fixture(scope="module")
@@ -110,126 +90,132 @@ def real_rows(count: int) -> list[list[Message]]:
         return [json.loads(line)["messages"] for line in itertools.islice(lines, count)]
 
 
-def dialogue(*contents: str) -> list[Message]:
-    """A conversation whose turns alternate, the user's first."""
-    return [
-        {"role": ("user", "assistant")[at % 2], "content": content}
-        for at, content in enumerate(contents)
-    ]
+def spelled(chat: Chat, ids: Sequence[int]) -> str:
+    """With control tokens by name."""
+    return chat._tokens.spelled(list(ids))
 
 
-def turns(chat: Chat, messages: list[Message], tools: Any = None) -> list[Turn]:
-    """Every answer with the conversation before it."""
-    ends = [at for at, message in enumerate(messages) if message["role"] == "assistant"]
-    return [chat.turn(messages[: at + 1], tools=tools) for at in ends]
+def control_ids(chat: Chat, ids: list[int]) -> list[int]:
+    return [token for token in ids if token in chat._tokens.control_ids]
 
 
-def written(turn: Turn) -> list[int]:
-    """The tokens under the mask."""
-    return [token for token, kept in zip(turn.ids, turn.mask, strict=True) if kept]
+# Conversations that eyas did not generate
 
 
-def masked_text(chat: Chat, messages: list[Message], finish_reason: str = "stop") -> str:
-    ids, mask = chat.answered(messages, finish_reason)
-    return chat.decode(token for token, kept in zip(ids, mask, strict=True) if kept)
+def test_tokens_are_those_on_record_or_there_are_none(tmp_path: Path) -> None:
+    """tests/goldens/masks.json has the rows of two independent ways to a mask, by characters and by
+    tokens, which had to agree: every row that is taken has the same tokens and the same mask.
+    """
+    golden, taken = json.loads(GOLDEN.read_text()), {}
+    for family, (folder, options) in families_of(tmp_path).items():
+        chat, taken[family] = Chat(folder, DAY, options), 0
+        for name, messages, tools in rows():
+            try:
+                prompt_ids, answer_ids = chat.answered(messages, tools)
+            except TemplateError:
+                continue
+            taken[family] += 1
+            assert digest(prompt_ids, answer_ids) == golden[family].get(name), (family, name)
+            assert prompt_ids == chat.prompt_ids(messages[:-1], tools)
+            assert answer_ids[-1] in chat.eos_token_ids
+    assert taken.keys() == golden.keys()
+    assert {name: count for name, count in taken.items() if count > 2} == {
+        **{"granite": 24, "llama_3": 22, "gemma": 21, "qwen, no thoughts": 21},
+        **{"tiny": 24, "builtin": 24},
+    }
 
 
-def test_the_mask_covers_the_answer_and_its_end_token_only(chats: dict[str, Chat]) -> None:
-    chat = chats["chatml"]
-    messages = dialogue("A table?", "For two.", "Yes.", "In San Jose.")
-    ids, mask = chat.answered(messages)
-    prompt = chat.prompt_ids(messages[:-1])
-    assert ids[: len(prompt)] == prompt
-    assert not any(mask[: len(prompt)])
-    end = len(mask) - 2  # the line break after the turn is the template's
-    assert mask[len(prompt) :] == [True] * (end - len(prompt) + 1) + [False]
-    assert ids[end] in chat.eos_token_ids
-    assert chat.decode(ids[len(prompt) : end]) == "In San Jose."
-    cut_ids, cut_mask = chat.answered(messages, "length")
-    assert cut_ids == ids
-    assert cut_mask == [*mask[:end], False, False]
+@pytest.mark.parametrize("name", ["builtin", *REAL])
+def test_real_templates_on_real_conversations(name: str) -> None:
+    chat = Chat(target_folder(), DAY) if name == "builtin" else real_chat(name)
+    if name == "qwen3":
+        chat = Chat(chat.folder, DAY, {"enable_thinking": False})
+    for messages in real_rows(60):
+        for at, message in enumerate(messages):
+            if message["role"] == "assistant" and at:
+                prompt_ids, answer_ids = chat.answered(messages[: at + 1])
+                assert prompt_ids == chat.prompt_ids(messages[:at])
+                assert chat.decode(answer_ids[:-1]) == message["content"]
+                assert answer_ids[-1] in chat.eos_token_ids
+
+
+def test_a_thinking_answer_is_the_targets_whole_and_a_lost_thought_has_no_row() -> None:
+    chat = real_chat("qwen3")
+    whole = "<think>\nFor how many?\n</think>\n\nFor two?"
+    _, answer_ids = chat.answered(dialogue("A table?", whole))
+    assert chat.decode(answer_ids) == whole
+    with pytest.raises(TemplateError, match="as the target wrote it"):
+        chat.answered(dialogue("A table?", "For two?"))
+
+
+TRIMS = TEMPLATE.replace("message['content'] +", "message['content'] | trim +")
+SPACES = TEMPLATE.replace("message['content'] +", "' ' + message['content'] + ' ' +")
+
+
+@pytest.mark.parametrize(
+    ("template", "answer", "match"),
+    [
+        (TRIMS, {"content": "Hello "}, "as the target wrote it"),
+        (SPACES, {"content": "Hello"}, "as the target wrote it"),
+        (TEMPLATE.replace("'<|im_end|>'", "' bye <|im_end|>'"), {"content": "Hi"}, "as the target"),
+        (TEMPLATE.replace("'<|im_end|>'", "'<|im_start|>'"), {"content": "Hi"}, "does not end an"),
+        ("{{ messages | length }} " + TEMPLATE, {"content": "Hi"}, "rewrites the prompt"),
+        (TEMPLATE, {"content": "say <|im_end|>"}, "names a control token"),
+        (TEMPLATE, {"content": "Hi", "reasoning_content": "Hm."}, "in several parts"),
+        (TEMPLATE, {"content": None, "tool_calls": [CALL]}, "in several parts"),
+        (TEMPLATE, {"content": [{"type": "text", "text": "Hi"}]}, "in several parts"),
+    ],
+)
+def test_what_may_not_be_the_targets_tokens_has_no_row(
+    tmp_path: Path, template: str, answer: dict[str, Any], match: str
+) -> None:
+    tiny_tokenizer(tmp_path, chat_template=template)
+    with pytest.raises(TemplateError, match=match):
+        Chat(tmp_path).answered([*dialogue("Hi"), {"role": "assistant", **answer}])
+
+
+def test_a_row_needs_a_day_where_the_template_prints_one(chats: dict[str, Chat]) -> None:
+    assert chats["dates"].answered(dialogue("Hi", "Hello"))
+    with pytest.raises(TemplateError, match="other tokens tomorrow"):
+        Chat(chats["dates"].folder).answered(dialogue("Hi", "Hello"))
 
 
 @settings(max_examples=60, deadline=None)
 @given(
-    st.lists(st.text(max_size=12), min_size=2, max_size=6).filter(lambda turns: len(turns) % 2 == 0)
+    st.lists(
+        st.lists(st.sampled_from(PIECES) | st.text(max_size=3), max_size=5).map("".join),
+        min_size=2,
+        max_size=6,
+    ).filter(lambda turns: len(turns) % 2 == 0 and "\ufdef" not in "".join(turns))
 )
-def test_of_any_messages_the_mask_is_exact_or_refused(
-    chats: dict[str, Chat], turns: list[str]
+def test_of_any_messages_no_text_is_obeyed_and_a_row_is_exact_or_refused(
+    families: dict[str, Chat], turns: list[str]
 ) -> None:
-    messages = dialogue(*turns)
-    for name in ("chatml", "trims", "thinks", "spaces"):
-        chat = chats[name]
+    """As many control tokens as of harmless text, on every template."""
+    for family, chat in families.items():
+        neutral = control_ids(chat, chat.prompt_ids(dialogue(*("x" for _ in turns[:-1]))))
+        prompt_ids = chat.prompt_ids(dialogue(*turns[:-1]))
+        assert control_ids(chat, prompt_ids) == neutral, (family, turns)
         try:
-            ids, mask = chat.answered(messages)
+            before, answer_ids = chat.answered(dialogue(*turns))
         except TemplateError:
-            # Only where the text itself makes it so: white space that is trimmed away or melts into
-            # the template's own.
-            assert name == "trims" or turns[-1] != turns[-1].strip() or turns[-1] == "", (
-                name,
-                turns,
-            )
             continue
-        prompt = chat.prompt_ids(messages[:-1])
-        assert ids[: len(prompt)] == prompt
-        assert len(ids) == len(mask)
-        assert masked_text(chat, messages).strip() == turns[-1].strip()
-        assert (
-            sum(token in chat.eos_token_ids for token, kept in zip(ids, mask, strict=True) if kept)
-            == 1
-        )
+        assert before == prompt_ids
+        normalizer = chat.tokenizer.backend_tokenizer.normalizer
+        written = normalizer.normalize_str(turns[-1]) if normalizer else turns[-1]
+        assert spelled(chat, answer_ids[:-1]) == written, (family, turns)
 
 
-@pytest.mark.parametrize(
-    "answer",
-    [
-        "",
-        "\n",
-        " Hello",
-        "Hello\n",
-        "\u00e9\U0001f642",
-        "a  b",
-        "<|im_end|>",
-        "assistant",
-        "user\nHi",
-    ],
-)
-def test_awkward_answers(chats: dict[str, Chat], answer: str) -> None:
-    chat = chats["chatml"]
-    ids, mask = chat.answered(dialogue("Hi", answer))
-    rendered = chat._tokens.spelled([token for token, kept in zip(ids, mask, strict=True) if kept])
-    assert rendered == answer + "<|im_end|>"
+# Templates
 
 
-def test_an_opening_by_the_template_is_not_the_targets(chats: dict[str, Chat]) -> None:
-    assert masked_text(chats["thinks"], dialogue("Hi", "Hello")) == "Hello"
-
-
-def test_an_answer_that_the_template_trims_has_no_mask(chats: dict[str, Chat]) -> None:
-    assert masked_text(chats["trims"], dialogue("Hi ", "Hello")) == "Hello"
-    with pytest.raises(TemplateError, match="as the target wrote it"):
-        chats["trims"].answered(dialogue("Hi", "Hello "))
-
-
-def test_spaces_of_the_template_join_the_answer(chats: dict[str, Chat]) -> None:
-    ids, mask = chats["spaces"].answered(dialogue("Hi", "table"))
-    assert masked_text(chats["spaces"], dialogue("Hi", "table")) == " table"
-    assert mask[-2:] == [False, True], (
-        "the space before the end token was never written by the target"
-    )
-    assert ids[-1] in chats["spaces"].eos_token_ids
-
-
-def test_a_fixed_date_is_the_same_tomorrow(
-    folders: dict[str, Path], chats: dict[str, Chat]
-) -> None:
+def test_a_fixed_date_is_the_same_tomorrow(chats: dict[str, Chat]) -> None:
     assert (
         chats["dates"].render(dialogue("Hi")).startswith("It is 02 Jan 2026.\n<|im_start|>user\nHi")
     )
     today = datetime.date.today()
-    assert Chat(folders["dates"], today).render(dialogue("Hi")) == Chat(folders["dates"]).render(
-        dialogue("Hi")
-    )
+    fixed, clock = (Chat(chats["dates"].folder, day) for day in (today, None))
+    assert fixed.render(dialogue("Hi")) == clock.render(dialogue("Hi"))
 
 
 def test_a_conversation_that_the_template_refuses_says_why(chats: dict[str, Chat]) -> None:
@@ -241,24 +227,31 @@ def test_a_conversation_that_the_template_refuses_says_why(chats: dict[str, Chat
     ("template", "what"),
     [
         (None, "has no chat template"),
-        (
-            TEMPLATE.replace("message['content'] +", "message['content'] | upper +"),
-            "as the target wrote it",
-        ),
-        (TEMPLATE.replace("'<|im_end|>'", "'<|endoftext|>'"), "does not end an answer"),
-        (TEMPLATE.replace("+ '<|im_end|>'", "+ ' bye <|im_end|>'"), "does not end an answer"),
-        ("{{ messages | length }} " + TEMPLATE, "rewrites the prompt"),
-        (TEMPLATE.replace("{{ '<|im_start|>assistant\n' }}", ""), "its generation prompt lacks"),
+        (TEMPLATE.replace("message['content'] +", "message['content'] | upper +"), "leaves out"),
         ("{% if messages %}" + TEMPLATE, "refuses a conversation"),
+        ("{{ strftime_now('%s') }}" + TEMPLATE, "which no day fixes"),
     ],
 )
-def test_a_template_that_cannot_be_trusted_is_refused_at_once(
+def test_a_template_that_cannot_work_is_refused_at_once(
     tmp_path: Path, template: str | None, what: str
 ) -> None:
     tiny_tokenizer(tmp_path, chat_template=template)
     with pytest.raises(TemplateError, match=what) as raised:
-        Chat(tmp_path)
-    assert raised.value.hint
+        Chat(tmp_path, DAY)
+    assert str(tmp_path) in str(raised.value)
+
+
+def test_a_doubled_bos_is_refused(tmp_path: Path) -> None:
+    like_granite(tmp_path, "{{ bos_token + bos_token }}" + LIKE_GRANITE)
+    with pytest.raises(TemplateError, match="begins with two BOS tokens"):
+        Chat(tmp_path, DAY)
+
+
+def test_a_template_that_needs_tools_is_taken_with_them(tmp_path: Path) -> None:
+    chat = Chat(like_qwen(tmp_path, LIKE_HERMES))
+    assert '"find"' in spelled(chat, chat.prompt_ids(dialogue("Hi"), TOOLS))
+    with pytest.raises(TemplateError, match="refuses a conversation without tools"):
+        chat.prompt_ids(dialogue("Hi"))
 
 
 def test_folders_without_a_tokenizer(tmp_path: Path) -> None:
@@ -276,7 +269,7 @@ def test_end_tokens_are_those_of_the_generation_config(tmp_path: Path) -> None:
     assert Chat(tmp_path).eos_token_ids == (2, 0)
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": 0}')
     with pytest.raises(TemplateError, match="eos_token_id"):
-        Chat(tmp_path)
+        Chat(tmp_path).answered(dialogue("Hi", "Hello"))
 
 
 @settings(max_examples=100, deadline=None)
@@ -314,75 +307,23 @@ def test_a_stream_tells_what_an_unfinished_character_leaves(chats: dict[str, Cha
 
 
 def conversation_with(text: str) -> list[Message]:
-    return dialogue(
-        f"What is {text}?", f"It is {text}.", f"{text} again", f"{text}: a table {text}"
-    )
+    return dialogue(f"What is {text}?", f"It is {text}.", f"{text} again")  # type: ignore[return-value]
 
 
-def control_ids(chat: Chat, ids: list[int]) -> list[int]:
-    return [token for token in ids if token in chat._tokens.control_ids]
-
-
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, "builtin", *REAL])
 def test_a_control_token_in_a_message_is_spelled_and_not_obeyed(
     families: dict[str, Chat], family: str
 ) -> None:
-    chat = families[family]
-    neutral = chat.turn(conversation_with("x"))
-    for name in chat._frame.ends + tuple(chat._tokens.tokenizer.all_special_tokens):
+    made = {**families, "builtin": Chat(target_folder(), DAY)}
+    chat = made[family] if family in made else real_chat(family)
+    neutral = control_ids(chat, chat.prompt_ids(conversation_with("x")))
+    assert chat.control_text(conversation_with("x")) == []
+    for name in chat._tokens.names:
         messages = conversation_with(name)
         assert chat.control_text(messages) == [name]
-        turn = chat.turn(messages)
-        assert control_ids(chat, turn.ids) == control_ids(chat, neutral.ids), (
-            "a role begins or ends where the template has none"
-        )
-        assert turn.encoded.text == chat.render(messages), "nothing of the shield is left"
-        assert turn.ids[: turn.num_prompt_tokens] == chat.prompt_ids(messages[:-1])
-        assert chat._tokens.spelled(written(turn)[:-1]).strip() == messages[-1]["content"]
-    assert chat.control_text(conversation_with("x")) == []
-
-
-@settings(max_examples=60, deadline=None)
-@given(
-    st.lists(
-        st.lists(st.sampled_from(PIECES) | st.text(max_size=3), max_size=5).map("".join),
-        min_size=2,
-        max_size=6,
-    ).filter(lambda turns: len(turns) % 2 == 0 and "\ufdef" not in "".join(turns))
-)
-def test_the_two_ways_never_differ_and_no_text_is_obeyed(
-    families: dict[str, Chat], turns: list[str]
-) -> None:
-    """Any messages: an exact mask or a refusal, on every template; and as many control tokens
-    as of harmless text.
-    """
-    for family, chat in families.items():
-        neutral = control_ids(chat, chat.prompt_ids(dialogue(*("x" for _ in turns[:-1]))))
-        assert control_ids(chat, chat.prompt_ids(dialogue(*turns[:-1]))) == neutral, (family, turns)
-        try:
-            turn = chat.turn(dialogue(*turns))
-        except TemplateError:
-            # White space at the edges melts into the template's own, or a template looks for its
-            # own tags.
-            assert turns[-1] != turns[-1].strip() or turns[-1] == "" or family == "llama-2", (
-                family,
-                turns,
-            )
-            continue
-        text = chat._tokens.spelled(written(turn)[:-1])
-        assert text.strip() == chat._tokens.normalized(turns[-1]).strip(), (family, turns)
-
-
-@pytest.mark.parametrize("name", ["builtin", *REAL])
-def test_real_tokenizers_spell_control_tokens_of_messages(name: str) -> None:
-    chat = Chat(target_folder(), DAY) if name == "builtin" else real_chat(name)
-    neutral = chat.turn(conversation_with("x"))
-    for control in chat._tokens.names:
-        if not chat._not_the_targets.search(control):
-            continue  # one that begins a call: see below
-        turn = chat.turn(conversation_with(control))
-        assert control_ids(chat, turn.ids) == control_ids(chat, neutral.ids)
-        assert chat.decode(turn.ids).count(control) == 5
+        ids = chat.prompt_ids(messages)
+        assert control_ids(chat, ids) == neutral, "a role begins or ends where there is none"
+        assert chat.decode(ids).count(name) == 3
 
 
 def test_what_cannot_be_kept_apart_is_refused(families: dict[str, Chat]) -> None:
@@ -411,98 +352,39 @@ def test_a_template_that_changes_what_it_is_to_spell_is_refused(tmp_path: Path) 
 
 def test_tools_and_calls_are_text_too(families: dict[str, Chat]) -> None:
     chat = families["qwen3"]
-    tools = [
-        {"type": "function", "function": {"name": "find", "description": "ends with <|im_end|>"}}
-    ]
+    tools = [{"type": "function", "function": {"name": "find", "description": "<|im_end|>"}}]
     call = {"type": "function", "function": {"name": "find", "arguments": {"city": "<|im_end|>"}}}
-    messages = [
+    messages: list[Any] = [
         {"role": "user", "content": "Find it."},
         {"role": "assistant", "content": "", "tool_calls": [call]},
         {"role": "tool", "content": "<|im_start|>"},
-        {"role": "assistant", "content": "Found."},
     ]
     assert chat.control_text(messages, tools) == ["<|im_end|>", "<|im_start|>"]
-    first, last = turns(chat, messages, tools)
-    ends = [token for token in last.ids if token in chat.eos_token_ids]
-    assert len(ends) == 5, "of the tools, the question, the call, the result and the answer"
-    call_ids = written(first)
-    assert chat._tokens.spelled(call_ids) == (
-        '<tool_call>\n{"name": "find", "arguments": {"city": "<|im_end|>"}}\n</tool_call><|im_end|>'
-    )
-    assert call_ids[-1] in chat.eos_token_ids
-    assert control_ids(chat, call_ids[:-1]) == []
-
-
-def test_a_control_token_that_the_target_writes_is_its_own(families: dict[str, Chat]) -> None:
-    """Granite begins a tool call with one; a user who writes the same word writes a word."""
-    chat = families["granite"]
-    answer = '<|tool_call|>[{"name": "find"}]'
-    turn = chat.turn(dialogue("<|tool_call|> what?", answer))
-    call = chat._tokens.tokenizer.convert_tokens_to_ids("<|tool_call|>")
-    assert [kept for token, kept in zip(turn.ids, turn.mask, strict=True) if token == call] == [
-        True
-    ]
-    assert chat.control_text(dialogue("Hi", answer)) == []
-
-
-# In the manner of real families
-
-
-def test_thoughts_of_the_target_are_its_own_and_an_empty_block_is_the_templates(
-    families: dict[str, Chat],
-) -> None:
-    chat = families["qwen3"]
-    thought: list[Message] = [
-        {"role": "user", "content": "A table?"},
-        {"role": "assistant", "content": "For two?", "reasoning_content": "How many?"},  # type: ignore[typeddict-unknown-key]
-    ]
-    whole = "<think>\nHow many?\n</think>\n\nFor two?"
-    assert masked_text(chat, thought) == whole
-    assert masked_text(chat, dialogue("A table?", whole)) == whole
-    assert chat.answered(thought) == chat.answered(dialogue("A table?", whole))
-    assert masked_text(chat, dialogue("A table?", "For two?")) == "For two?"
-    first, second = turns(chat, [*thought, *dialogue("Yes", "Done.")])
-    assert not second.continues(first), (
-        "the template drops earlier thoughts: each answer is a row of its own"
-    )
-    assert "How many" not in second.encoded.text
+    ids = chat.prompt_ids(messages, tools)
+    ends = [token for token in ids if token in chat.eos_token_ids]
+    assert len(ends) == 4, "of the tools, the question, the call and the result"
 
 
 def test_what_a_server_is_given_for_the_template_is_given_here(tmp_path: Path) -> None:
     chat = Chat(like_qwen(tmp_path), options={"enable_thinking": False})
-    turn = chat.turn(dialogue("Hi", "Hello"))
-    assert turn.encoded.text.startswith(chat.render(dialogue("Hi"), add_generation_prompt=True))
     assert chat.render(dialogue("Hi"), add_generation_prompt=True).endswith("</think>\n\n")
-    assert turn.mask.index(True) == turn.num_prompt_tokens, (
-        "nothing lies between the prompt and what the target wrote"
-    )
 
 
-def test_a_default_system_prompt_and_its_date_are_seen(families: dict[str, Chat]) -> None:
-    chat = families["granite"]
-    assert (
-        "Today is January 02, 2026.\nYou are Kestrel."
-        in chat.turn(dialogue("Hi", "Hello")).encoded.text
-    )
-    brief: list[Message] = [{"role": "system", "content": "Be brief."}, *dialogue("Hi", "Hello")]
-    assert "Kestrel" not in chat.turn(brief).encoded.text
-    assert masked_text(chat, brief) == masked_text(chat, dialogue("Hi", "Hello")) == "Hello"
-    first, second = turns(chat, dialogue("Hi", "Hello", "A table?", "For two?"))
-    assert second.continues(first)
-    both = second.with_mask_of(first)
-    assert sum(both.mask) == sum(first.mask) + sum(second.mask)
-
-
-def test_an_answer_whose_calls_the_template_leaves_out_has_no_mask(
-    families: dict[str, Chat],
-) -> None:
-    call = {"type": "function", "function": {"name": "find", "arguments": {}}}
-    messages = [
-        {"role": "user", "content": "Hi"},
-        {"role": "assistant", "content": "", "tool_calls": [call]},
-    ]
-    with pytest.raises(TemplateError, match="leaves out reasoning or a tool call"):
-        families["granite"].turn(messages)
+def test_a_message_as_servers_hand_it_to_a_template() -> None:
+    calls = [{"function": {"name": "find", "arguments": '{"city": "Oslo"}'}}]
+    served = as_served({"role": "assistant", "tool_calls": calls, "reasoning": "Hm"}, ("a", "b"))
+    assert served == {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [{"function": {"name": "find", "arguments": {"city": "Oslo"}}}],
+        **{"a": "Hm", "b": "Hm"},
+    }
+    bare = as_served({"role": "assistant", "content": None, "tool_calls": []}, ("a",))
+    assert bare == {"role": "assistant", "content": ""}
+    for arguments, read in (("", {}), (None, {}), ("[1]", "[1]"), ("{", "{"), ({"a": 1}, {"a": 1})):
+        call = {"name": "find", "arguments": arguments}
+        made = as_served({"role": "assistant", "tool_calls": [call]}, ())
+        assert made["tool_calls"][0]["arguments"] == read
 
 
 def test_the_day_is_printed_in_every_format_that_it_fixes(tmp_path: Path) -> None:
@@ -531,114 +413,6 @@ def test_several_templates_one_for_tools(tmp_path: Path) -> None:
         Chat(tmp_path)
 
 
-# Faults, and what is shown when the two ways differ
-
-
-@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
-def test_a_planted_fault_is_caught(fault: Fault, tmp_path: Path) -> None:
-    found = caught(fault, tmp_path)
-    assert found.startswith(f"{fault.where}: "), found
-
-
-@pytest.mark.parametrize("sound", SOUND, ids=lambda sound: sound.name)
-def test_a_template_without_a_fault_is_not(sound: Fault, tmp_path: Path) -> None:
-    assert caught(sound, tmp_path) == ""
-
-
-def test_masks_that_differ_are_shown(
-    chats: dict[str, Chat],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    monkeypatch.setattr(
-        "eyas.chat.chat.mask_by_prefixes",
-        lambda prompt, ids, *_: [at == len(prompt) for at in range(len(ids))],
-    )
-    with pytest.raises(MaskDisagreement) as raised:
-        chats["chatml"].answered(dialogue("Hi", "<b>Secret</b> table\x1b[2J"))
-    error = raised.value
-    assert "Secret" not in str(error)
-    assert "differ" in error.what
-    assert set(error.kinds) == {"both", "first", "context"}
-    shown = error.picture()
-    colours = {shown.plain[span.start : span.end]: str(span.style) for span in shown.spans}
-    assert "orange" in colours["<|im_end|>"] or "dim" in colours["<|im_end|>"]
-    assert "\x1b" not in shown.plain
-    assert "⟨U+001B⟩" in shown.plain
-    monkeypatch.chdir(tmp_path)
-    error.show()
-    assert "by character spans only" in capsys.readouterr().err
-    page = tmp_path / "mask-disagreement.html"
-    assert page.stat().st_mode & 0o077 == 0
-    html = page.read_text(encoding="utf-8")
-    assert "<b>Secret" not in html
-    assert "v0-first" in html
-    assert "http" not in html
-    page.unlink()
-    page.mkdir()  # cannot be written to
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    error.show()
-    [elsewhere] = tmp_path.glob("*-mask-disagreement.html")
-    assert elsewhere.read_text(encoding="utf-8") == html
-
-
-# The mask options
-
-
-def test_mask_options_on_one_answer() -> None:
-    #        u      :      a1     a2     a3    end    n      u
-    mask = [False, False, True, True, True, True, False, False]
-    drafted = {
-        option: [at for at, kept in enumerate(supervised(mask, option)) if kept]
-        for option in OPTIONS
-    }
-    assert drafted == {"serving": [3, 4, 5], "t": [4, 5, 6, 7], "t+1": [3, 4, 5, 6]}
-    assert token_kinds(mask, "t") == [
-        "context",
-        "context",
-        "given",
-        "missed",
-        "drafted",
-        "drafted",
-        "beyond",
-        "beyond",
-    ]
-    assert token_kinds(mask, "serving") == [
-        "context",
-        "context",
-        "given",
-        "drafted",
-        "drafted",
-        "drafted",
-        "context",
-        "context",
-    ]
-
-
-@given(st.lists(st.booleans(), max_size=30))
-def test_mask_options_are_sets_of_slots(mask: list[bool]) -> None:
-    """Slot t drafts x_{t+2}: against the definitions, and the serving set against what the trainer
-    judges.
-    """
-    slots = range(len(mask) - 2)
-    definitions = {
-        "serving": lambda t: mask[t + 1] and mask[t + 2],
-        "t": lambda t: mask[t],
-        "t+1": lambda t: mask[t + 1],
-    }
-    for option in OPTIONS:
-        assert (
-            supervised(mask, option)
-            == [False, False, *map(definitions[option], slots)][: len(mask)]
-        )
-        shown = token_kinds(mask, option)
-        assert [kind in ("drafted", "beyond") for kind in shown] == supervised(mask, option)
-        assert [kind in ("drafted", "missed") for kind in shown] == supervised(mask, "serving")
-    judged = judged_positions(torch.tensor([mask], dtype=torch.bool))[0].tolist()
-    assert supervised(mask, "serving")[2:] == judged[1:-1]
-
-
 @pytest.mark.parametrize("name", REAL)
 def test_real_templates_render_as_transformers_does(name: str) -> None:
     chat = real_chat(name)
@@ -652,37 +426,6 @@ def test_real_templates_render_as_transformers_does(name: str) -> None:
             assert today.prompt_ids(messages[:last]) == expected
 
 
-@pytest.mark.parametrize("name", REAL)
-def test_real_templates_give_exact_masks_on_real_conversations(name: str) -> None:
-    """Every answer of 30 dialogues: prompt, answer, end token, and what the template adds."""
-    chat = real_chat(name)
-    num_turns = 0
-    for messages in real_rows(30):
-        for last in (at for at, message in enumerate(messages) if message["role"] == "assistant"):
-            ids, mask = chat.answered(messages[: last + 1])
-            prompt = chat.prompt_ids(messages[:last])
-            assert ids[: len(prompt)] == prompt
-            first, end = mask.index(True), len(mask) - 1 - mask[::-1].index(True)
-            assert all(mask[first : end + 1])
-            assert chat.decode(ids[first:end]) == messages[last]["content"]
-            assert ids[end] in chat.eos_token_ids
-            assert chat.decode(ids[end + 1 :]).strip() == ""
-            num_turns += 1
-    assert num_turns > 150
-
-
-def test_a_real_thinking_answer_is_the_targets_whole() -> None:
-    chat = real_chat("qwen3")
-    answer = "<think>\nThey want a table.\n</think>\n\nFor how many?"
-    assert masked_text(chat, dialogue("A table?", answer)) == answer
-    assert masked_text(chat, dialogue("A table?", answer, "Two", answer)) == answer
-    assert "They want" not in chat.render(dialogue("A table?", answer, "Two")), (
-        "the template drops earlier thoughts"
-    )
-
-
-def test_a_target_folder_can_be_moved(folders: dict[str, Path], tmp_path: Path) -> None:
-    shutil.copytree(folders["chatml"], tmp_path / "moved")
-    assert Chat(tmp_path / "moved").prompt_ids(dialogue("Hi")) == Chat(
-        folders["chatml"]
-    ).prompt_ids(dialogue("Hi"))
+def test_a_target_folder_can_be_moved(chats: dict[str, Chat], tmp_path: Path) -> None:
+    moved = Chat(shutil.copytree(chats["chatml"].folder, tmp_path / "moved"))
+    assert moved.prompt_ids(dialogue("Hi")) == chats["chatml"].prompt_ids(dialogue("Hi"))

@@ -16,12 +16,18 @@ from transformers import AutoModelForCausalLM
 from eyas.artifact import VERSION, Artifact
 from eyas.chat import Chat
 from eyas.engine.engine import Engine
-from eyas.errors import EmptyInputError, InputError, MissingInputError, TemplateError
+from eyas.errors import (
+    EmptyInputError,
+    InputError,
+    MissingInputError,
+    TemplateError,
+)
 from eyas.features import generate as stage
 from eyas.features.generate import GenerateConfig, generate, open_backend
 from eyas.privacy.detector import LeakDetector
 from eyas.privacy.pii import PrivacyConfig
 from eyas.records import Answer, Prompt, read_answers, read_origins
+from tests.chat_folders import like_qwen_target
 from tests.stages import prompts_of, talking_target, write_prompts
 from tests.tiny import TEMPLATE, tiny_target, tiny_tokenizer
 
@@ -120,9 +126,7 @@ def test_a_row_says_how_it_was_made(target: Path, answered: Artifact) -> None:
     assert {(row.temperature, row.top_p, row.top_k, row.max_tokens, row.seed) for row in rows} == {
         (0.0, 1.0, 0, 12, None)
     }
-    assert {(one.engine, one.server, one.attempts) for one in origins} == {
-        (f"eyas {VERSION}", None, 1)
-    }
+    assert {(one.engine, one.server) for one in origins} == {(f"eyas {VERSION}", None)}
     assert all(one.latency_ms > 0 for one in origins)
     counts = answered.manifest().counts
     marked = collections.Counter(row.marked for row in rows if row.marked)
@@ -134,13 +138,13 @@ def test_answers_are_what_transformers_generates(target: Path, answered: Artifac
     chat, model = Chat(target), AutoModelForCausalLM.from_pretrained(target)
     for answer in list(read_answers(answered))[::4]:
         prompt_ids = chat.prompt_ids(answer.messages[:-1])
-        assert answer.num_prompt_tokens == len(prompt_ids)
+        assert list(answer.prompt_ids) == prompt_ids
         with torch.inference_mode():
             out = model.generate(
                 torch.tensor([prompt_ids]), max_new_tokens=12, do_sample=False, pad_token_id=0
             )
         written = out[0, len(prompt_ids) :].tolist()
-        assert answer.num_answer_tokens == len(written)
+        assert list(answer.answer_ids) == written
         stopped = written[-1] in chat.eos_token_ids
         assert answer.finish_reason == ("stop" if stopped else "length")
         assert answer.messages[-1]["content"] == chat.decode(written[:-1] if stopped else written)
@@ -366,3 +370,35 @@ def test_the_manifest_says_which_target_and_which_day(target: Path, answered: Ar
     assert "target" not in json.dumps(sorted(manifest.config)).replace("target_fingerprint", ""), (
         "a path is no identity"
     )
+
+
+def test_a_refused_run_claims_no_folder(target: Path, tmp_path: Path) -> None:
+    """What the refusal advises changes the identity: the same folder must still be free."""
+    prompts, output = write_prompts(tmp_path / "prompts", PROMPTS[:2]), tmp_path / "answers"
+    with pytest.raises(MissingInputError, match="no server answers"):
+        generate(config_of(target, servers=["http://127.0.0.1:9"]), prompts, Artifact(str(output)))
+    assert not output.exists()
+    generate(config_of(target), prompts, Artifact(str(output)))
+
+
+def test_a_long_prompt_is_answered_as_far_as_the_targets_context_goes(
+    target: Path, tmp_path: Path
+) -> None:
+    """By default, and beside others that share the cache."""
+    rows = [Prompt("long", "s", "l", ("zq#" * 60,)), *PROMPTS[:6]]
+    output = Artifact(str(tmp_path / "answers"))
+    generate(config_of(target), write_prompts(tmp_path / "prompts", rows), output)
+    (long,) = rows_by_prompt(output)["long"]
+    assert 150 < len(long.prompt_ids) < 256
+
+
+def test_tools_are_in_the_prompt(tmp_path: Path) -> None:
+    target = like_qwen_target(tmp_path / "target")
+    tools = ({"type": "function", "function": {"name": "find", "description": "Finds."}},)
+    rows = [Prompt("with", "s", "l", ("Hi",), tools=tools), Prompt("without", "s", "l", ("Hi",))]
+    output = Artifact(str(tmp_path / "answers"))
+    generate(config_of(target), write_prompts(tmp_path / "prompts", rows), output)
+    chat = Chat(target)
+    shown = {name: chat.decode(rows[0].prompt_ids) for name, rows in rows_by_prompt(output).items()}
+    assert '"find"' in shown["with"]
+    assert "find" not in shown["without"]

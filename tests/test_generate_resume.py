@@ -22,9 +22,10 @@ from eyas.artifact import WORK, Artifact
 from eyas.errors import InputError, MissingInputError, StorageFullError
 from eyas.features import answers as on_disk
 from eyas.features import generate as stage
-from eyas.features.answers import Journal, JournalEntry, folder_lock
+from eyas.features.answerers import EngineBackend
+from eyas.features.answers import AnswerParts, JournalEntry, folder_lock
 from eyas.features.conversation import TurnRequest
-from eyas.features.generate import EngineBackend, GenerateConfig, generate
+from eyas.features.generate import GenerateConfig, generate
 from eyas.records import Answer, Origin, read_answers, read_origins
 from tests.stages import ended, in_a_process, prompts_of, talking_target, write_prompts
 
@@ -88,10 +89,8 @@ def kept_turns(folder: Path) -> set[tuple[str, int]]:
         for path in folder.glob("answers-*.jsonl")
         for line in path.read_bytes().splitlines()
     ]
-    for path in (folder / WORK).glob("*.journal"):
-        # what follows the last line break is no line yet
-        lines = path.read_bytes().split(b"\n")[:-1]
-        rows += [json.loads(line[17:])["answer"] for line in lines]
+    for path in (folder / WORK).glob("*/*.json"):
+        rows.append(json.loads(path.read_bytes())["answer"])
     return {(row["prompt_id"], row["turn"]) for row in rows if row is not None}
 
 
@@ -153,7 +152,7 @@ def test_killed_at_any_moment(
     assert not (output / WORK).exists()
 
 
-@pytest.mark.parametrize("when", ["before", "torn", "after", "part"])
+@pytest.mark.parametrize("when", ["before", "torn", "after", "part", "work"])
 def test_killed_at_the_worst_moment(
     when: str,
     config: GenerateConfig,
@@ -163,27 +162,25 @@ def test_killed_at_the_worst_moment(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Before an answer is written down, half-way through its line, right after it, and before a
-    part's last file.
+    """Before an answer is written down, half-way through its file, right after it, before a part's
+    last file, and before its journal is deleted.
     """
-    output, add, write_jsonl = tmp_path / "answers", Journal.add, Artifact.write_jsonl
+    output, write, write_jsonl = tmp_path / "answers", Artifact.write, Artifact.write_jsonl
     count = [0]
 
     def die() -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
-    def add_or_die(self: Journal, entry: JournalEntry) -> None:
-        count[0] += 1
-        is_time = count[0] == 11 and when != "part"
+    def keep_or_die(self: Artifact, name: str, data: bytes) -> None:
+        count[0] += name.startswith(WORK)
+        is_time = name.startswith(WORK) and count[0] == 11 and when not in ("part", "work")
         if is_time and when == "before":
             die()
         if is_time and when == "torn":
-            line = entry.to_line()
-            assert self._path is not None
-            with self._path.open("ab") as file:
-                file.write(line[: len(line) // 2])
+            half = output / f"{name}.partial-{os.getpid()}"
+            half.write_bytes(data[: len(data) // 2])
             die()
-        add(self, entry)
+        write(self, name, data)
         if is_time:
             die()
 
@@ -191,11 +188,13 @@ def test_killed_at_the_worst_moment(
         if when == "part" and name == "answers-00002.jsonl":
             die()
         write_jsonl(self, name, rows)
+        if when == "work" and name == "answers-00002.jsonl":
+            die()
 
     with monkeypatch.context() as patch:
-        patch.setattr(Journal, "add", add_or_die)
+        patch.setattr(Artifact, "write", keep_or_die)
         patch.setattr(Artifact, "write_jsonl", write_or_die)
-        for _ in range(3 if when != "part" else 1):
+        for _ in range(3 if when not in ("part", "work") else 1):
             kept = kept_turns(output)
             assert (
                 ended(in_a_process(lambda: generate(config, prompts, Artifact(str(output)))))
@@ -205,7 +204,7 @@ def test_killed_at_the_worst_moment(
             assert kept < kept_turns(output)
     kept = kept_turns(output)
     files = {path: path.stat().st_mtime_ns for path in output.glob("answers-*.jsonl")}
-    assert files or when != "part"
+    assert files or when not in ("part", "work")
     with pytest.raises(MissingInputError, match="unfinished"):
         list(read_answers(Artifact(str(output))))
     generate(config, prompts, Artifact(str(output)))
@@ -214,7 +213,7 @@ def test_killed_at_the_worst_moment(
     assert {path: path.stat().st_mtime_ns for path in files} == files, "whole parts stay"
 
 
-def test_a_damaged_line_is_asked_for_again_with_what_stood_on_it(
+def test_a_damaged_entry_is_asked_for_again_with_what_stood_on_it(
     config: GenerateConfig,
     prompts: Artifact,
     whole: tuple[Artifact, float],
@@ -233,30 +232,16 @@ def test_a_damaged_line_is_asked_for_again_with_what_stood_on_it(
             == -signal.SIGKILL
         )
     asked_for(asked)
-    journal = next(
-        path
-        for path in sorted((output / WORK).glob("*.journal"))
-        if b'"turn": 1' in path.read_bytes()
-    )
-    lines = journal.read_bytes().splitlines(keepends=True)
-    answers = [json.loads(line[17:])["answer"] or {} for line in lines]
-    later = next(answer for answer in answers if answer.get("turn") == 1)
-    at = next(
-        at
-        for at, one in enumerate(answers)
-        if one.get("prompt_id") == later["prompt_id"] and one["turn"] == 0
-    )
-    lines[at] = lines[at].replace(b'"turn": 0', b'"turn": 7')
-    journal.write_bytes(b"".join(lines))
-    before = kept_turns(output) - {(later["prompt_id"], turn) for turn in (0, 1, 2, 3, 7)}
+    later = next(path for path in sorted((output / WORK).glob("*/*-001.json")))
+    prompt_id = json.loads(later.read_text())["answer"]["prompt_id"]
+    before = kept_turns(output) - {(prompt_id, turn) for turn in range(4)}
+    later.with_name(later.name.replace("-001", "-000")).write_bytes(b'{"at": 3, "answer": {"key')
     with caplog.at_level(logging.WARNING):
         generate(config, prompts, Artifact(str(output)))
     again = asked_for(asked)
-    assert {(later["prompt_id"], 0), (later["prompt_id"], 1)} <= again
+    assert {(prompt_id, 0), (prompt_id, 1)} <= again
     assert not again & before
-    assert [record.data["lines"] for record in caplog.records if "damaged" in record.message] == [
-        1
-    ] * 2
+    assert sum("damaged" in record.message for record in caplog.records) == 1
     assert contents(Artifact(str(output))) == contents(whole[0])
 
 
@@ -279,8 +264,9 @@ def test_what_a_killed_process_left_half_written_is_swept(
         "answers-00000.jsonl",
         "origins-00001.jsonl",
         "manifest.json",
-        f"{WORK}/part-00000-00000.journal",
+        f"{WORK}/part-00000/00000-000.json",
     ):
+        (output / name).parent.mkdir(parents=True, exist_ok=True)
         (output / f"{name}.partial-99999").write_bytes(b"half")
     generate(config, prompts, Artifact(str(output)))
     assert not list(output.rglob("*.partial-*"))
@@ -299,23 +285,18 @@ def test_two_processes_do_not_write_into_one_folder(
     assert output.is_done()
 
 
-def test_in_an_object_store_a_journal_is_segments(
+def test_in_an_object_store_too_nothing_is_lost(
     config: GenerateConfig,
     prompts: Artifact,
     whole: tuple[Artifact, float],
     asked: Path,
     tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """No line can be added to an object. What waits for its segment to be full is lost with the
-    process, no more.
-    """
-    monkeypatch.setattr(on_disk, "SEGMENT_LINES", 3)
     url = f"memory://{tmp_path}/answers"
     store = fsspec.filesystem("memory")
 
     class Killed(BaseException):
-        """Nobody catches it."""
+        """Not caught anywhere."""
 
     def track(done: int, total: int | None = None, note: str = "") -> None:
         if done >= 20:
@@ -323,21 +304,16 @@ def test_in_an_object_store_a_journal_is_segments(
 
     with pytest.raises(Killed):
         generate(config, prompts, Artifact(url), track)
-    segments = [
-        path for path in store.find(f"{tmp_path}/answers/{WORK}") if path.endswith(".journal")
+    entries = [
+        json.loads(store.cat_file(path)) for path in store.find(f"{tmp_path}/answers/{WORK}")
     ]
-    assert segments
-    lines = b"".join(store.cat_file(path) for path in segments).splitlines()
-    rows = [json.loads(line[17:])["answer"] for line in lines]
-    kept = {(row["prompt_id"], row["turn"]) for row in rows if row} | {
+    kept = {(row["prompt_id"], row["turn"]) for one in entries if (row := one["answer"])} | {
         (row["prompt_id"], row["turn"]) for row in Artifact(url).read_rows("answers")
     }
     first = asked_for(asked)
+    assert len(first - kept) <= 5, "in flight"
     generate(config, prompts, Artifact(url))
     assert not kept & asked_for(asked)
-    assert len(first - kept) <= 5 + 3 * len({path.rsplit("-", 1)[0] for path in segments}), (
-        "in flight, or in no segment yet"
-    )
     assert contents(Artifact(url)) == contents(whole[0])
     assert not store.exists(f"{tmp_path}/answers/{WORK}")
 
@@ -349,17 +325,16 @@ def test_a_full_disk_says_so_and_keeps_what_there_is(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    output, opened, count = Artifact(str(tmp_path / "answers")), Path.open, [0]
+    output, write, count = Artifact(str(tmp_path / "answers")), Artifact.write, [0]
 
-    def full(self: Path, *options: Any, **named: Any) -> Any:
-        if self.suffix == ".journal" and "ab" in options:
-            count[0] += 1
-            if count[0] == 9:
-                raise OSError(28, "No space left on device")
-        return opened(self, *options, **named)
+    def full(self: Artifact, name: str, data: bytes) -> None:
+        count[0] += name.startswith(WORK)
+        if count[0] == 9:
+            raise StorageFullError("no room left", "free some")
+        write(self, name, data)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Path, "open", full)
+        patch.setattr(Artifact, "write", full)
         with pytest.raises(StorageFullError, match="no room left"):
             generate(config, prompts, output)
     generate(config, prompts, Artifact(output.url))
@@ -370,48 +345,26 @@ def test_a_full_disk_says_so_and_keeps_what_there_is(
 
 
 def entry(at: int, turn: int, text: str = "Yes") -> JournalEntry:
-    messages = ({"role": "user", "content": "?"}, {"role": "assistant", "content": text})
-    answer = Answer(f"k{turn}", f"p{at}", "s", "l", turn, messages, "stop", 0.0, 3, 2)  # type: ignore[arg-type]
+    messages: Any = ({"role": "user", "content": "?"}, {"role": "assistant", "content": text})
+    answer = Answer(f"k{turn}", f"p{at}", "s", "l", turn, messages, (1, 2), (3,), "stop", 0.0)
     return JournalEntry(at, answer, Origin(answer.key, answer.prompt_id, turn, "eyas", None, 1.5))
 
 
 @pytest.mark.parametrize(
     "text", ["Yes", "a\nb\r\nc\u2028d\x85e", '"', "\u65e5\u672c\U0001f600", "\x00\x1f", ""]
 )
-def test_a_line_is_what_was_written(text: str) -> None:
-    line = entry(3, 0, text).to_line()
-    assert line.count(b"\n") == 1
-    assert JournalEntry.from_line(line[:-1]) == entry(3, 0, text)
-
-
-def test_any_damage_to_a_line_is_seen() -> None:
-    line = entry(3, 0).to_line()[:-1]
-    for at in range(len(line)):
-        assert JournalEntry.from_line(line[:at]) is None
-        assert JournalEntry.from_line(line[:at] + bytes([line[at] ^ 1]) + line[at + 1 :]) is None
-
-
-def test_only_what_follows_on_what_was_told_counts(tmp_path: Path) -> None:
-    """In the order of the file, whatever that is: a later turn whose earlier one is lost waits for
-    nothing.
-    """
-    output = Artifact(str(tmp_path))
-    journal = Journal(output, 0)
-    for one in (
-        entry(0, 1, "lost"),
-        entry(1, 0),
-        entry(0, 0),
-        entry(1, 1),
-        entry(0, 1),
-        entry(1, 1, "twice"),
-    ):
-        journal.add(one)
-    told = Journal(output, 0).entries()
-    assert told == [entry(1, 0), entry(0, 0), entry(1, 1), entry(0, 1)]
+def test_an_entry_is_what_was_written_and_only_what_follows_on_others_counts(
+    text: str, tmp_path: Path
+) -> None:
+    """A later turn whose earlier one is lost waits for nothing."""
+    parts = AnswerParts(Artifact(str(tmp_path)))
+    parts.open(0, 3)
     dropped = JournalEntry(0, dropped=[{"prompt_id": "p0", "turn": 2, "reason": "r", "detail": ""}])
-    journal.add(dropped)
-    journal.add(entry(0, 2, "after the end"))
-    assert Journal(output, 0).entries() == [*told, dropped]
+    kept = [entry(0, 0, text), entry(0, 1), dropped, entry(1, 0), entry(1, 1, text)]
+    for one in (*kept, entry(0, 4, "after the end"), entry(2, 1, "lost its first turn")):
+        parts.add(0, one)
+    parts.close()
+    assert AnswerParts(Artifact(str(tmp_path))).open(0, 3) == kept
 
 
 def test_origins_stand_beside_their_rows(whole: tuple[Artifact, float]) -> None:

@@ -4,7 +4,6 @@ sampling; memory; a head.
 
 from __future__ import annotations
 
-import asyncio
 import gc
 import shutil
 import weakref
@@ -19,16 +18,12 @@ from pydantic import ValidationError
 
 from eyas.artifact import Artifact
 from eyas.chat import Chat
-from eyas.client import Client, Completion
 from eyas.engine.engine import Engine
-from eyas.engine.request import SamplingParams
-from eyas.errors import TemplateError
-from eyas.features.conversation import Conversation, Sampling, TurnRequest, sampling_of
-from eyas.features.fleet import ClientConfig, TargetProof, TargetServer
+from eyas.features.conversation import Conversation, Sampling, sampling_of
 from eyas.features.generate import GenerateConfig, generate
 from eyas.features.samples import plan_samples
 from eyas.records import Prompt, read_answers
-from tests.chat_folders import like_gpt_oss, like_qwen
+from tests.chat_folders import like_gpt_oss, like_qwen_target
 from tests.serving import ScriptedEngine, World
 from tests.stages import prompts_of, talking_target, write_prompts
 from tests.tiny import tiny_target
@@ -44,11 +39,7 @@ def thinking_target(folder: Path, kind: str) -> Path:
     own.
     """
     if kind == "like":
-        tiny_target(folder, vocab_size=440)
-        for path in folder.iterdir():
-            if path.name.startswith(("tokenizer", "chat_template", "special_tokens")):
-                path.unlink()
-        return like_qwen(folder)
+        return like_qwen_target(folder)
     if not QWEN3.is_dir():
         pytest.skip("needs Qwen3's tokenizer in ../shared/data/tokenizers")
     tiny_target(
@@ -113,80 +104,46 @@ def test_a_template_that_drops_earlier_thoughts(
         assert [one["content"] for one in row.messages if one["role"] == "assistant"] == [
             THOUGHTS + SAID
         ] * (row.turn + 1)
-        turn = chat.turn(row.messages, row.finish_reason)
         prompt_ids = tuple(chat.prompt_ids(row.messages[:-1]))
+        assert row.prompt_ids == prompt_ids
         assert prompt_ids in seen, "exactly as it was seen"
-        assert tuple(turn.ids[: len(prompt_ids)]) == prompt_ids
+        assert row.answer_ids == thinking.script
         assert chat.decode(prompt_ids).count("The user wants") == 0, "earlier thoughts are gone"
         assert chat.decode(prompt_ids).count(SAID) == row.turn, "earlier answers are not"
-        assert sum(turn.mask) == row.num_answer_tokens
-        assert row.num_prompt_tokens == len(prompt_ids)
     assert len(seen) == len(rows)
+    plan = plan_samples(rows, 1 << 20, ())
+    assert [int(one.loss_mask.sum()) for one in plan.samples] == [len(thinking.script)] * 4
+    assert plan.num_merged == 0, "the past is another one in each turn"
 
 
-def test_a_target_that_opens_channels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its answers hold control tokens, which texts usually lack: a row has the very tokens that it
-    wrote; one in channels that the template does not write has none.
+def test_an_answer_in_parts_ends_its_conversation_where_nothing_parses_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Control tokens between thoughts and answer are in the record; the text of both in one would
+    be no earlier turn that a server shows the target.
     """
     target = tiny_target(tmp_path / "target", vocab_size=440)
     for path in target.glob("tokenizer*"):
         path.unlink()
     chat = Chat(like_gpt_oss(target))
-    thoughts = "<|channel|>analysis<|message|>A colour.<|end|><|start|>assistant"
-    said = {
-        thoughts + f"<|channel|>final<|message|>{SAID}": True,
-        f"<|channel|>final<|message|>{SAID}": True,
-        thoughts + thoughts + f"<|channel|>final<|message|>{SAID}": False,
-        f"<|channel|>commentary<|message|>{SAID}": False,
-    }
-    for number, (text, has_row) in enumerate(said.items()):
+    text = "<|channel|>analysis<|message|>A colour.<|end|><|start|>assistant<|channel|>final"
 
-        class Channels(ScriptedEngine):
-            script = (*chat.tokenizer.encode(text, add_special_tokens=False), chat.eos_token_ids[0])
-
-        engine = Channels(World(target).target, tokenizer=chat.tokenizer)
-        monkeypatch.setattr(Engine, "load", lambda *_, engine=engine, **__: engine)
-        prompts = write_prompts(tmp_path / f"prompts{number}", [Prompt("a", "s", "l", TURNS[:2])])
-        output = Artifact(str(tmp_path / f"answers{number}"))
-        settings = {"target": str(target), "max_length": 250, "max_tokens": 100}
-        generate(GenerateConfig(**settings), prompts, output)
-        rows = list(read_answers(output))
-        assert len(rows) == 2
-        plan = plan_samples(rows, chat, 256, ())
-        assert len(plan.samples) == (2 if has_row else 0), text
-        for row, sample in zip(rows, plan.samples, strict=False):
-            at = int(sample.loss_mask.argmax())
-            assert sample.token_ids[row.num_prompt_tokens :].tolist() == list(engine.script)
-            assert sample.loss_mask[at:].all()
-            assert (at == row.num_prompt_tokens) == text.startswith(thoughts)
-            assert "A colour." not in chat.render(row.messages[:-1], True)
-        assert plan.reasons == ({} if has_row else {"template": 2})
-    with pytest.raises(TemplateError, match="opens answers with control tokens") as raised:
-        generate(
-            GenerateConfig(**settings, servers=["http://127.0.0.1:1"]),
-            prompts,
-            Artifact(str(tmp_path / "served")),
+    class Channels(ScriptedEngine):
+        script = (
+            *chat.tokenizer.encode(f"{text}<|message|>{SAID}", add_special_tokens=False),
+            chat.eos_token_ids[0],
         )
-    assert "client.send=tokens" in raised.value.hint
 
-
-def test_servers_are_asked_for_the_names_of_control_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    bodies: list[dict[str, Any]] = []
-
-    async def complete(_: Client, body: dict[str, Any]) -> Completion:
-        bodies.append(body)
-        return Completion("x", "stop", 3, 2)
-
-    async def ask(names_tokens: bool) -> None:
-        config = ClientConfig(model="m", send="tokens")
-        server = TargetServer("http://127.0.0.1:1", config, TargetProof("", 1, ()), names_tokens)
-        await server.answer(TurnRequest("a", (), (1, 2, 3), SamplingParams(max_tokens=4)))
-        await server.client.close()
-
-    monkeypatch.setattr(Client, "complete", complete)
-    for names_tokens in (True, False):
-        asyncio.run(ask(names_tokens))
-    assert [body.get("skip_special_tokens") for body in bodies] == [False, None]
+    engine = Channels(World(target).target, tokenizer=chat.tokenizer)
+    monkeypatch.setattr(Engine, "load", lambda *_, **__: engine)
+    prompts = write_prompts(tmp_path / "prompts", [Prompt("a", "s", "l", TURNS[:2])])
+    output = Artifact(str(tmp_path / "answers"))
+    manifest = generate(GenerateConfig(target=str(target), max_tokens=100), prompts, output)
+    (row,) = read_answers(output)
+    assert row.answer_ids == Channels.script
+    (sample,) = plan_samples([row], 256, ()).samples
+    assert sample.token_ids[sample.loss_mask].tolist() == list(Channels.script)
+    assert manifest.counts["dropped_earlier_turn_in_parts"] == 1
 
 
 # Sampling in shares

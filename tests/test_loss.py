@@ -16,7 +16,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from eyas.chat.supervision import supervised
 from eyas.model import ttt
 from eyas.model import vocab as vocab_module
 from eyas.model.batch import Batch, plan_packs
@@ -31,6 +30,7 @@ from eyas.train.loss import (
 )
 from eyas.train.step import DRAW_STEP, LossModule
 from tests.plain_eagle import PlainHead, Wanted, plain_loss, plain_objective, weights_of
+from tests.supervision import supervised
 from tests.tiny_batch import (
     as_examples,
     doubled,

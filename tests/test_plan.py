@@ -91,11 +91,11 @@ def test_what_is_counted_is_what_is_made_or_more(
     generate(run.generate, prompts, answers)
     capture(run.capture, answers, features)
     rows = list(read_answers(answers))
-    firsts = {row.prompt_id: row.num_prompt_tokens for row in rows if row.turn == 0}
+    firsts = {row.prompt_id: len(row.prompt_ids) for row in rows if row.turn == 0}
     assert needs.prompts == 29
     assert needs.answers == sum(len(prompt.turns) for prompt in prompts_of(29)) >= len(rows)
-    assert needs.answer_tokens == 12 * needs.answers >= sum(row.num_answer_tokens for row in rows)
-    assert needs.prompt_tokens >= sum(row.num_prompt_tokens for row in rows)
+    assert needs.answer_tokens == 12 * needs.answers >= sum(len(row.answer_ids) for row in rows)
+    assert needs.prompt_tokens >= sum(len(row.prompt_ids) for row in rows)
     lengths = {prompt.id: turn_lengths(prompt, Chat(target), 12, 1024) for prompt in prompts_of(29)}
     assert {name: found[0] for name, found in lengths.items() if found} == firsts, (
         "exact, where nothing comes before"

@@ -1,5 +1,4 @@
-"""The target's tokenizer: text to tokens with their characters, and tokens to text, streamed too.
-Knows no template and no role.
+"""The target's tokenizer: text to tokens, and tokens to text, streamed too.
 
 A control token is one that the tokenizer marks as special. The template writes them as text, so a
 user's `<end of turn>` would be read as the real one. Here it is not: messages are `shielded` before
@@ -23,7 +22,6 @@ from typing import Any
 from tokenizers import AddedToken, Encoding, Tokenizer
 from transformers import AutoTokenizer
 
-from eyas.chat.turn import TokenizedText
 from eyas.errors import MissingInputError
 
 _SHIELDS = tuple(chr(code) for code in range(0xFDD0, 0xFDEF))
@@ -85,7 +83,7 @@ class TargetTokenizer:
         if not self.tokenizer.is_fast:
             raise MissingInputError(
                 f"{folder} has no fast tokenizer",
-                "add its tokenizer.json: character offsets need it",
+                "add its tokenizer.json",
             )
         self._backend: Tokenizer = self.tokenizer.backend_tokenizer
         self._backend.no_truncation()
@@ -112,35 +110,22 @@ class TargetTokenizer:
         number: int | None = self.tokenizer.bos_token_id
         return number
 
-    def normalized(self, text: str) -> str:
-        """A text as the tokenizer takes it before it cuts it up (Qwen's composes accents)."""
-        normalizer = self._backend.normalizer
-        return text if normalizer is None else str(normalizer.normalize_str(text))
-
     # Text to tokens
 
     def ids(self, rendered: RenderedText) -> list[int]:
-        """Its tokens alone: to list the characters of 400,000 takes a tenth of a second, in which
-        no other thread runs. Raises what `encode` raises.
-        """
-        return self.encode(rendered, with_offsets=False).ids
-
-    def encode(self, rendered: RenderedText, with_offsets: bool = True) -> TokenizedText:
-        """Its tokens, and their characters in the text without shields.
+        """The tokens of a text without its shields.
 
         Raises TemplateProblem when a control token comes out that the text does not hold, or when
         the text between control tokens is not tokenized on its own, so that it cannot be kept from
         being read as one.
         """
+        ids = encoded(self._backend, rendered.text).ids
         if rendered.shield is None:
-            encoding = encoded(self._backend, rendered.text)
-            found = sum(map(self.control_ids.__contains__, encoding.ids))
+            found = sum(map(self.control_ids.__contains__, ids))
             if found > len(self.control.findall(rendered.text)):
                 raise TemplateProblem("meets a tokenizer that makes control tokens of other text")
-            offsets = encoding.offsets if with_offsets else []
-            return TokenizedText(rendered.text, encoding.ids, offsets)
-        expected = encoded(self._backend, rendered.text).ids
-        if _STAND_IN in rendered.text or self._standing_in(rendered.text).ids != expected:
+            return ids
+        if _STAND_IN in rendered.text or self._standing_in(rendered.text) != ids:
             raise TemplateProblem(
                 "meets a tokenizer that cannot take a control token's name in a message for plain "
                 "text"
@@ -149,19 +134,13 @@ class TargetTokenizer:
         # text.
         return self._standing_in(rendered.text, rendered.shield)
 
-    def _standing_in(self, text: str, without: str = "") -> TokenizedText:
-        """The text without a character, and its tokens, control tokens being those that were whole
+    def _standing_in(self, text: str, without: str = "") -> list[int]:
+        """The tokens of a text without a character, control tokens being those that were whole
         before.
         """
-        replaced = self.control.sub(lambda found: self._stand_ins[found.group()], text).replace(
-            without, ""
-        )
-        encoding = encoded(self._plain_backend, replaced)
-        back = {stand_in: name for name, stand_in in self._stand_ins.items()}
-        plain = pattern_of(back).sub(lambda found: back[found.group()], replaced)
-        return TokenizedText(
-            plain, [self._meant.get(number, number) for number in encoding.ids], encoding.offsets
-        )
+        replaced = self.control.sub(lambda found: self._stand_ins[found.group()], text)
+        ids = encoded(self._plain_backend, replaced.replace(without, "")).ids
+        return [self._meant.get(number, number) for number in ids]
 
     @cached_property
     def _stand_ins(self) -> dict[str, str]:

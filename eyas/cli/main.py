@@ -30,7 +30,6 @@ COMMANDS = {
     "eval": "head + held-out prompts or features -> tau, expected speed-up",
     "export": "head -> SGLang and vLLM forms, launch commands, model card",
     "check": "lint and replay a head against its target",
-    "audit": "which tokens of a conversation a head learns, in colours",
     "serve": "target + head -> OpenAI-compatible server",
     "bench": "a running server -> TTFT, TPOT, throughput, report",
     "watch": "servers in production -> tau beside the card's, and when a head is stale",

@@ -142,7 +142,9 @@ def answered(
             break
         try:
             if messages[-1]["role"] == "assistant":
-                token_ids, mask = chat.answered(messages)
+                prompt_ids, answer_ids = chat.answered(messages)
+                mask = [False] * len(prompt_ids) + [True] * len(answer_ids)
+                token_ids = prompt_ids + answer_ids
                 kept.append(AnswerTokens(token_ids[:MOST_TOKENS], mask[:MOST_TOKENS]))
             else:
                 prompts.append(chat.prompt_ids(messages))

@@ -1,15 +1,11 @@
 """Stage `capture`: finished conversations become feature samples: tokens, loss mask, three taps,
 last hidden state.
 
-Knows the stage: the split of a sample, what is done already, whether there is room. Does not know
-which answers become samples (samples), what computes features (decoder), nor how samples lie on
-disk (shards).
+Tokens and masks are those of the answers' records: no template and no tokenizer is asked.
 """
 
 from __future__ import annotations
 
-import contextlib
-import datetime
 import hashlib
 import itertools
 import shutil
@@ -23,9 +19,7 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field
 
 from eyas.artifact import Artifact, Manifest, identity
-from eyas.chat import Chat
-from eyas.errors import EmptyInputError, MismatchError, StorageFullError, TemplateError
-from eyas.features.conversation import PROBES
+from eyas.errors import EmptyInputError, MismatchError, StorageFullError
 from eyas.features.decoder import (
     FeatureDecoder,
     HiddenStates,
@@ -50,7 +44,7 @@ from eyas.model.config import TargetConfig, TargetShape
 from eyas.model.target import Dtype, default_device, resolve_dtype, stored_dtype
 from eyas.model.vocab import target_shape
 from eyas.model.weights import fingerprint
-from eyas.records import Message, read_answers
+from eyas.records import RECORD, read_answers
 from eyas.shards import CodecName, FeatureMeta, Sample, ShardWriter, Split
 
 SAMPLES_PER_SHARD = 50
@@ -150,6 +144,11 @@ class CaptureTask:
         not run it.
         """
         made, folder = answers.manifest("generate"), resolve_target(config.target)
+        if made.config.get("record") != RECORD:
+            raise MismatchError(
+                f"the answers in {answers.url} hold no tokens: an older version of eyas wrote them",
+                "run `eyas generate` again, into another folder",
+            )
         target_fingerprint = fingerprint(folder)
         if made.config["target_fingerprint"] != target_fingerprint:
             raise MismatchError(
@@ -171,15 +170,9 @@ class CaptureTask:
 
     def plan(self) -> CapturePlan:
         """What becomes of the answers. Raises EmptyInputError when none can be used."""
-        chat = Chat(self.folder, datetime.date.fromisoformat(self.made.config["date"]))
         # servers decode a token behind the sample
         room = self.shape.max_position_embeddings - bool(self.config.servers)
-        plan = plan_samples(
-            read_answers(self.answers),
-            chat,
-            room,
-            self.config.leave_out,
-        )
+        plan = plan_samples(read_answers(self.answers), room, self.config.leave_out)
         if not plan.samples:
             reasons = ", ".join(f"{reason} {count}" for reason, count in plan.reasons.items())
             raise EmptyInputError(
@@ -201,17 +194,6 @@ class CaptureTask:
         # a server is asked for one sample, which is stored as soon as it comes
         batch_tokens = 1 if self.config.servers else self.config.batch_tokens
         return list(forward_batches(samples, batch_tokens, reuses))
-
-    def templates(self) -> tuple[tuple[tuple[Message, ...], tuple[int, ...]], ...]:
-        """Messages and their tokens by the target's template; none where it prints a date."""
-        chat = Chat(self.folder)
-        if chat.needs_a_date:
-            return ()
-        found = []
-        for messages in PROBES:
-            with contextlib.suppress(TemplateError):  # some templates take no system prompt
-                found.append((messages, tuple(chat.prompt_ids(messages))))
-        return tuple(found)
 
     def counts(self, plan: CapturePlan) -> dict[str, int]:
         """For the manifest: all answers, and samples and tokens of the splits that are stored."""
@@ -244,7 +226,7 @@ def open_source(task: CaptureTask, plan: CapturePlan) -> SampleSource:
         return FeatureForward(decoder)
     requests = [request_of(one) for one in plan.samples]
     dtype = config.dtype_of(shape)
-    proof = prove_by(decoder, dtype, requests, task.templates())
+    proof = prove_by(decoder, dtype, requests)
     commands = start_commands(task.folder, shape, dtype, proof.max_length)
     sha256, tails = decoder.lm_head_sha256, decoder.tails()
     del decoder  # it may be large, and has done its work
@@ -388,7 +370,6 @@ def capture(
         facts = {
             "target": config.target,
             "features": meta.model_dump(mode="json"),
-            "num_retokenised": plan.num_retokenised,
             **source.facts(),
         }
     return output.finish("capture", task.settings, inputs, task.counts(plan), facts)

@@ -1,15 +1,11 @@
-"""Conversations while they are answered: the next turn to ask for, and what becomes of its answer.
-
-Knows prompts, the target's template and the rules of the data. Does not know what answers, or how
-rows lie on disk.
-"""
+"""Conversations while they are answered: the next turn to ask for, what becomes of its answer."""
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, cast
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -31,6 +27,8 @@ DropReason = Literal[
     "earlier_turn_cut",
     "earlier_turn_marked",
     "earlier_turn_dropped",
+    "earlier_turn_called",
+    "earlier_turn_in_parts",
 ]
 # Marks that end a conversation. After a refusal users do go on, and the target's words in that
 # context are its own.
@@ -40,16 +38,6 @@ ENDS: dict[str, DropReason] = {
     "empty": "earlier_turn_marked",
 }
 SEED_BITS = 31  # what every server takes
-# What servers are asked first: do they count as many tokens as the target's template gives?
-PROBES: tuple[tuple[Message, ...], ...] = (
-    ({"role": "user", "content": "Name a colour."},),
-    (
-        {"role": "system", "content": "Be brief."},
-        {"role": "user", "content": "Name a colour."},
-        {"role": "assistant", "content": "Blue."},
-        {"role": "user", "content": "Another one?"},
-    ),
-)
 
 
 class Sampling(BaseModel):
@@ -97,29 +85,30 @@ def sampling_of(prompt: Prompt, samplings: Sequence[Sampling]) -> Sampling:
 @dataclass(frozen=True, slots=True)
 class TurnRequest:
     """One assistant turn to be written. messages: the conversation so far; prompt_ids: its tokens
-    by the target's template.
+    by the target's template; tools: what the target may call.
     """
 
     id: str
     messages: tuple[Message, ...]
     prompt_ids: tuple[int, ...]
     params: SamplingParams
+    tools: tuple[dict[str, Any], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class TurnAnswer:
-    """What the target wrote, without the end token, which num_tokens counts. latency_ms: since the
-    request was added.
+    """What the target wrote. answer_ids: its tokens, the end token included where it ended its
+    turn. message: the same as a server's parsers give it; None where nothing parses. latency_ms:
+    since the request was added.
     """
 
     id: str
-    text: str
+    answer_ids: tuple[int, ...]
+    message: dict[str, Any] | None
     finish_reason: FinishReason
-    num_tokens: int
     engine: str
     server: str | None
     latency_ms: float
-    attempts: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,9 +203,10 @@ class TurnRules:
             *conversation.messages,
             {"role": "user", "content": prompt.turns[conversation.turn]},
         ]
+        tools = prompt.tools or None
         try:
-            control = self.chat.control_text(messages) if self.sends_messages else []
-            prompt_ids = self.chat.prompt_ids(messages)
+            control = self.chat.control_text(messages, tools) if self.sends_messages else []
+            prompt_ids = self.chat.prompt_ids(messages, tools)
         except TemplateError as error:
             conversation.drop_rest("template_refused", error.what)
             return None
@@ -232,41 +222,49 @@ class TurnRules:
         seed = int(self._key(prompt_ids, sampling), 16) % 2**SEED_BITS
         params = sampling.params(min(self.max_tokens, self.max_length - len(prompt_ids)), seed)
         return TurnRequest(
-            f"{prompt.id}/{conversation.turn}", tuple(messages), tuple(prompt_ids), params
+            f"{prompt.id}/{conversation.turn}",
+            tuple(messages),
+            tuple(prompt_ids),
+            params,
+            prompt.tools,
         )
 
     def accept(
         self, conversation: Conversation, request: TurnRequest, reply: TurnAnswer | TurnFailure
     ) -> None:
         """Add the answer as a row, marked or not, or drop the turn: it has none, or one with
-        personal data that was not in its prompt.
+        personal data that was not in its prompt. A conversation ends where the next prompt cannot
+        hold what the target wrote.
         """
         if isinstance(reply, TurnFailure):
             conversation.drop_turn(reply.reason, reply.detail)
             return
-        found = self.leaks([message["content"] for message in request.messages], reply.text)
+        written = reply.answer_ids[: -1 if reply.finish_reason == "stop" else None]
+        text = self.chat.decode(written)
+        found = self.leaks([message["content"] for message in request.messages], text)
         if found:
             gravest = min((one.type for one in found), key=RANK.__getitem__)
             places = ", ".join(f"{one.type} at {one.start}-{one.end}" for one in found)
             conversation.drop_turn(f"pii.{gravest.lower()}", places)
             return
         prompt, params = conversation.prompt, request.params
+        message: Any = reply.message or {"role": "assistant", "content": text}
         answer = Answer(
             key=self._key(request.prompt_ids, sampling_of(prompt, self.samplings)),
             prompt_id=prompt.id,
             source=prompt.source,
             licence=prompt.licence,
             turn=conversation.turn,
-            messages=(*request.messages, cast("Message", self.chat.message(reply.text))),
+            messages=(*request.messages, message),
+            prompt_ids=request.prompt_ids,
+            answer_ids=reply.answer_ids,
             finish_reason=reply.finish_reason,
             temperature=params.temperature,
-            num_prompt_tokens=len(request.prompt_ids),
-            num_answer_tokens=reply.num_tokens,
             top_p=params.top_p,
             top_k=params.top_k,
             max_tokens=params.max_tokens,
             seed=params.seed,
-            marked=mark(reply.text, reply.finish_reason),
+            marked=mark(text, reply.finish_reason),
         )
         origin = Origin(
             key=answer.key,
@@ -275,11 +273,17 @@ class TurnRules:
             engine=reply.engine,
             server=reply.server,
             latency_ms=round(reply.latency_ms, 1),
-            attempts=reply.attempts,
         )
         conversation.add(answer, origin)
         if answer.marked in ENDS:
             conversation.drop_rest(ENDS[answer.marked])
+        elif message.get("tool_calls"):
+            conversation.drop_rest("earlier_turn_called", "it calls a tool, and has no result")
+        elif reply.message is None and self.chat.has_control(written):
+            conversation.drop_rest(
+                "earlier_turn_in_parts",
+                "control tokens separate its parts: servers with parsers tell them apart",
+            )
 
     def _key(self, prompt_ids: Sequence[int], sampling: Sampling) -> str:
         """Equal keys are equal work: the same target, the same tokens before the answer by its

@@ -1,49 +1,37 @@
-"""Any number of servers (SGLang, vLLM, ours) as one backend: which one is asked next, which ones
-are healthy, and when to ask again. `generate` asks for answers, `capture` for hidden states.
+"""Any number of servers (SGLang, vLLM, ours) as one backend. `generate` asks for answers, `capture`
+for hidden states.
 
-    healthy    is asked, up to `concurrency` requests at once, fewer while it answers 429
-    failing    is not asked; it is checked again, with pauses that double, until it passes
-    retired    is not asked any more: failing for PATIENCE_S, or serving something else
-
-A request that failed goes to the front of the queue, for any free server. It is given up only where
-the request itself fails: refused for good, or failing again and again at servers that answer
-others. Without a server left the run ends, and every answer is kept.
-
-Knows health and order, and what a server of answers must show (one of states: features/states).
-Does not know HTTP (eyas/client.py) or conversations.
+The client is `openai`'s, which asks again after a 408, 409, 429, 5xx or a lost connection, with
+pauses. Behind that, a request goes to the next server: the least busy of those that did not just
+fail. It is given up where it is refused, or fails again and again at servers that answer others.
+The run ends where no server has answered for PATIENCE_S, and every answer is kept. Many servers
+are better behind a router of their own.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
+import importlib
 import json
-import logging
-import random
 import time
 from collections import deque
-from collections.abc import Coroutine, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any, Generic, Literal, Protocol, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from eyas.client import Client, Completion, FailureKind, RequestFailure, server_url
-from eyas.engine.request import SamplingParams
+from eyas.client import Client, RequestFailure, api_key, server_url, status_failure
 from eyas.errors import ConfigError, EyasError, MismatchError, MissingInputError
-from eyas.features.conversation import TurnAnswer, TurnFailure, TurnRequest
+from eyas.features.conversation import TurnFailure
 
-ServerState = Literal["healthy", "failing", "retired"]
-FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 30.0
+CLIENT_RETRIES = 2  # by the client itself, before another server is asked
+PAUSE_S, LONGEST_PAUSE_S = 0.5, 600.0  # before a server that failed is asked again
 WAIT_S = 1.0  # of `wait`, at most
-PATIENCE_S = 300.0  # with a failing server: a restart with a large model takes minutes
-# A request is given up at so many strikes: five answers in no form, or 25 connections that broke
-# under it.
-BROKEN_STRIKES, LOST_STRIKES, MOST_STRIKES = 5, 1, 25
+PATIENCE_S = 300.0  # without any answer: a restart with a large model takes minutes
+MOST_FAILURES = 5  # of one request, at servers that pass their checks
 # Where an engine tells its version, by the `owned_by` of its model card.
 VERSION_PATHS = {"vllm": "/version", "sglang": "/get_server_info", "eyas": "/openapi.json"}
-
-log = logging.getLogger(__name__)
 
 
 class FleetConfig(BaseModel):
@@ -60,30 +48,11 @@ class FleetConfig(BaseModel):
 
 class ClientConfig(FleetConfig):
     """How servers are asked for answers. send: `messages` (/v1/chat/completions: the server renders
-    its own template, and its token counts must be ours), or `tokens` (/v1/completions with token
-    ids, which SGLang, vLLM and eyas take: the server sees our tokens, whatever they spell).
+    its own template, which must give our tokens, and parses thoughts and calls), or `tokens`
+    (/v1/completions with token ids: the server sees our tokens, whatever they spell).
     """
 
     send: Literal["messages", "tokens"] = "messages"
-
-
-@dataclass(frozen=True, slots=True)
-class TargetProof:
-    """What a server must show before it is asked: the target's fingerprint, room for max_length
-    tokens, and on each of `probes` our own number of prompt tokens.
-    """
-
-    fingerprint: str
-    max_length: int
-    probes: tuple[TurnRequest, ...]
-
-
-class PromptMismatch(RequestFailure):
-    """The server counts other prompt tokens than the target's template gives."""
-
-    def __init__(self, theirs: int, ours: int) -> None:
-        what = f"saw {theirs} prompt tokens where the target's template gives {ours}"
-        super().__init__("refused", what)
 
 
 class FleetRequest(Protocol):
@@ -96,189 +65,135 @@ class FleetRequest(Protocol):
 
 Asked = TypeVar("Asked", bound=FleetRequest)
 Reply = TypeVar("Reply")
-Given = TypeVar("Given", covariant=True)
 
 
-@dataclass(slots=True)
-class FleetJob(Generic[Asked]):
-    """A request with its history. started: perf_counter, seconds."""
+class PromptMismatch(RequestFailure):
+    """The server saw other prompt tokens than the target's template gives."""
 
-    request: Asked
-    started: float
-    attempts: int = 0
-    strikes: int = 0
-    last: object = None  # the member where it failed
+    def __init__(self, theirs: Sequence[int], ours: Sequence[int]) -> None:
+        what = f"saw {len(theirs)} prompt tokens where the target's template gives {len(ours)}"
+        super().__init__("refused", what + (", or others" if len(theirs) == len(ours) else ""))
 
 
-class FleetServer(Protocol[Asked, Given]):
-    """A server as the fleet knows it. model and engine are known once `check` has passed."""
+class FleetServer(Generic[Asked, Reply]):
+    """A server, and how it does. model and engine are known once `check` has passed."""
 
-    url: str
-    model: str
-    engine: str
-    client: Client
+    def __init__(self, url: str, config: FleetConfig) -> None:
+        """Raises ConfigError for the address or the key, or where `openai` is not installed."""
+        self.url, self.config = url, config
+        self.model, self.engine = config.model or "", "unknown"
+        self.client = Client(url, config.timeout_s)
+        self.num_running = self.num_answers = self.num_failures = 0
+        self.not_before = 0.0
+        self.reason = ""  # of the last failure, until it answers
+        self.is_checked = False
+        self._failure = RequestFailure("lost", "was not asked yet")
+        self._checking = asyncio.Lock()
+        try:
+            self._openai: Any = importlib.import_module("openai")
+        except ImportError as error:
+            raise ConfigError(
+                "servers are asked by the package openai, which is not installed",
+                "pip install 'eyas[servers]'",
+            ) from error
+        self._asks = self._openai.AsyncOpenAI(
+            base_url=f"{url}/v1",
+            api_key=api_key() or "none",
+            timeout=config.timeout_s,
+            max_retries=CLIENT_RETRIES,
+            http_client=self._openai.DefaultAsyncHttpxClient(
+                trust_env=False, follow_redirects=False
+            ),
+        )
 
-    async def check(self) -> None:
-        """Raises RequestFailure, "unfit" where something else than the target is served."""
+    async def post(self, path: str, body: dict[str, Any]) -> Any:
+        """The JSON of an answer. path: below /v1, or a whole address. Raises RequestFailure, which
+        holds no part of prompt or answer.
+        """
+        errors = self._openai
+        try:
+            content = await self._asks.post(path, cast_to=object, body=body)
+            # the client reads JSON where the server says that it is
+            return json.loads(content) if isinstance(content, str) else content
+        except errors.APITimeoutError as error:
+            what = f"does not answer within {self.config.timeout_s:g} s"
+            raise RequestFailure("lost", what) from error
+        except errors.APIConnectionError as error:
+            raise RequestFailure("lost", f"breaks the connection ({_cause(error)})") from error
+        except errors.APIStatusError as error:
+            after = error.response.headers.get("retry-after")
+            raise status_failure(error.status_code, error.response.content, after) from error
+        except (errors.APIError, ValueError, RecursionError) as error:
+            raise RequestFailure("broken", "answers what is no JSON") from error
 
-    async def reply(self, job: FleetJob[Asked]) -> Given:
-        """What the fleet hands out. Raises RequestFailure."""
-
-
-class TargetServer:
-    """A server of the target that answers turns."""
-
-    def __init__(
-        self, url: str, config: ClientConfig, proof: TargetProof, names_tokens: bool = False
-    ) -> None:
-        """names_tokens: answers are to hold the names of control tokens."""
-        self.url, self.model, self.engine = url, config.model or "", "unknown"
-        self._proof, self._names_tokens = proof, names_tokens
-        self._config, self.client = config, Client(url, config.timeout_s)
-
-    async def check(self) -> None:
-        """Raises RequestFailure, "unfit" where something else than the target is served."""
-        proof = self._proof
-        card = await model_card(self.client, self._config.model)
+    async def describe(self) -> dict[str, Any]:
+        """Find the model's card, and the engine's name and version. Raises RequestFailure."""
+        wanted, cards = self.config.model, await self.client.cards()
+        found = [card for card in cards if wanted in (None, card["id"])]
+        if len(found) != 1:
+            names = ", ".join(card["id"][:80] for card in cards[:5])
+            several = f"serves {len(cards)} models ({names}): name one as client.model"
+            what = f"does not serve {wanted}, only {names}" if wanted else several
+            raise RequestFailure("unfit", what)
+        card = found[0]
+        owner = str(card.get("owned_by", ""))
+        version: Any = None
+        if owner in VERSION_PATHS:
+            with suppress(ValueError, AttributeError, RecursionError):
+                facts = json.loads(await self.client.page(VERSION_PATHS[owner]))
+                version = facts.get("info", facts).get("version")
+        name = owner[:40] if owner.isprintable() and owner else "unknown"
         self.model = card["id"]
-        self.engine = await engine_name(self.client, str(card.get("owned_by", "")))
-        own = card.get("eyas")
-        served = own.get("target_fingerprint") if isinstance(own, dict) else None
-        if served and served != proof.fingerprint:
-            what = f"serves another target ({served}, not {proof.fingerprint})"
-            raise RequestFailure("unfit", what)
-        room = card.get("max_model_len")
-        if isinstance(room, int) and room < proof.max_length:
-            what = f"holds {room} tokens a request, fewer than max_length {proof.max_length}"
-            raise RequestFailure("unfit", what)
-        for probe in proof.probes:
+        self.engine = f"{name} {version[:40]}" if isinstance(version, str) else name
+        return card
+
+    async def check(self) -> None:
+        """Raises RequestFailure, "unfit" where something else than the target is served."""
+        raise NotImplementedError
+
+    async def reply(self, request: Asked) -> Reply:
+        """What the fleet hands out. Raises RequestFailure."""
+        raise NotImplementedError
+
+    async def checked(self) -> bool:
+        """`check`, unless it has passed since the last failure; whether it was made. Raises
+        RequestFailure.
+        """
+        async with self._checking:
+            if self.is_checked:
+                return False
+            if time.monotonic() < self.not_before:
+                raise self._failure
             try:
-                await self.answer(probe)
+                await self.check()
             except RequestFailure as failure:
-                if failure.kind != "refused":
-                    raise
-                what = f"{failure.what}, when asked to say a word"
-                raise RequestFailure("unfit", what) from failure
+                self.fail(failure)
+                raise
+            self.is_checked, self.reason = True, ""
+            return True
 
-    async def answer(self, request: TurnRequest) -> Completion:
-        """The answer to one turn. Raises RequestFailure."""
-        body: dict[str, Any] = {"model": self.model, **_openai_fields(request.params)}
-        if self._config.send == "tokens":
-            body["prompt"] = list(request.prompt_ids)
-            if self._names_tokens:
-                body["skip_special_tokens"] = False
-        else:
-            body["messages"] = list(request.messages)
-        completion = await self.client.complete(body)
-        if completion.num_prompt_tokens != len(request.prompt_ids):
-            raise PromptMismatch(completion.num_prompt_tokens, len(request.prompt_ids))
-        return completion
-
-    async def reply(self, job: FleetJob[TurnRequest]) -> TurnAnswer:
-        """The answer with how it came. Raises RequestFailure."""
-        completion = await self.answer(job.request)
-        return TurnAnswer(
-            job.request.id,
-            completion.text,
-            completion.finish_reason,
-            completion.num_tokens,
-            self.engine,
-            self.url,
-            latency_ms=1000 * (time.perf_counter() - job.started),
-            attempts=job.attempts,
-        )
-
-
-async def model_card(client: Client, wanted: str | None) -> dict[str, Any]:
-    """The model card of the target, by its name or as the only one. Raises RequestFailure."""
-    cards = await client.cards()
-    found = [card for card in cards if wanted in (None, card["id"])]
-    if len(found) != 1:
-        names = ", ".join(card["id"][:80] for card in cards[:5])
-        several = f"serves {len(cards)} models ({names}): name one as client.model"
-        what = f"does not serve {wanted}, only {names}" if wanted else several
-        raise RequestFailure("unfit", what)
-    return found[0]
-
-
-async def engine_name(client: Client, owner: str) -> str:
-    """The engine's name and version, as far as the server tells. owner: `owned_by` of a card."""
-    version: Any = None
-    if owner in VERSION_PATHS:
-        with contextlib.suppress(ValueError, AttributeError, RecursionError):
-            facts = json.loads(await client.page(VERSION_PATHS[owner]))
-            version = facts.get("info", facts).get("version")
-    name = owner[:40] if owner.isprintable() and owner else "unknown"
-    return f"{name} {version[:40]}" if isinstance(version, str) else name
-
-
-def server_urls(urls: Sequence[str]) -> list[str]:
-    """The addresses without /v1. Raises ConfigError for what is no address, holds a password, or is
-    there twice.
-    """
-    found = [server_url(url) for url in urls]
-    if len({*found}) < len(found):
-        raise ConfigError(
-            "servers: one address is there twice",
-            "raise client.concurrency to send a server more at once",
-        )
-    return found
-
-
-def _openai_fields(params: SamplingParams) -> dict[str, Any]:
-    """In OpenAI's form, without what changes nothing: a server may not know every field."""
-    fields: dict[str, Any] = {"temperature": params.temperature, "max_tokens": params.max_tokens}
-    if params.temperature > 0:
-        fields["seed"] = params.seed
-        fields |= {"top_p": params.top_p} if params.top_p < 1 else {}
-        fields |= {"top_k": params.top_k} if params.top_k > 0 else {}
-    return fields
-
-
-@dataclass(eq=False)
-class Member(Generic[Asked, Reply]):
-    """A server and its health. allowed: requests at once, which follows what the server takes."""
-
-    server: FleetServer[Asked, Reply]
-    allowed: float
-    state: ServerState = "failing"
-    reason: str = ""
-    last_kind: FailureKind | None = None  # at the last check
-    since: float = field(default_factory=time.monotonic)  # in this state
-    last_good: float = field(default_factory=time.monotonic)
-    not_before: float = 0.0  # as it asked for by Retry-After
-    num_running: int = 0
-    num_answers: int = 0
-    num_busy: int = 0
-    num_failures: int = 0
-
-    def become(self, state: ServerState, reason: str = "") -> None:
-        """Change state, with a line in the log."""
-        if state != self.state:
-            self.state, self.since = state, time.monotonic()
-            data = {"server": self.server.url, "state": state, "reason": reason}
-            level = logging.INFO if state == "healthy" else logging.WARNING
-            log.log(level, "a server is %s", state, extra={"data": data})
-        self.reason = reason
-
-    @property
-    def is_free(self) -> bool:
-        has_room = self.num_running < int(self.allowed)
-        return self.state == "healthy" and has_room and time.monotonic() >= self.not_before
+    def fail(self, failure: RequestFailure) -> None:
+        """Leave the server alone for a while, and check it before it is asked again."""
+        self.num_failures += 1
+        self._failure, self.reason = failure, failure.what
+        self.is_checked &= failure.kind == "busy"
+        pause = PAUSE_S if failure.retry_after_s is None else failure.retry_after_s
+        self.not_before = time.monotonic() + min(pause, LONGEST_PAUSE_S)
 
     def facts(self) -> dict[str, Any]:
         """What it is and how it went, for the manifest."""
         return {
-            "url": self.server.url,
-            "model": self.server.model,
-            "engine": self.server.engine,
-            "state": self.state,
-            "for_s": round(time.monotonic() - self.since),
-            "reason": self.reason,
+            "url": self.url,
+            "model": self.model,
+            "engine": self.engine,
             "answers": self.num_answers,
-            "busy": self.num_busy,
             "failures": self.num_failures,
+            "reason": self.reason,
         }
+
+    async def close(self) -> None:
+        await self.client.close()
+        await self._asks.close()
 
 
 class Fleet(Generic[Asked, Reply]):
@@ -298,43 +213,36 @@ class Fleet(Generic[Asked, Reply]):
         something else: a mistake in the settings).
         """
         self.capacity = len(servers) * config.concurrency
-        self._config, self._hints = config, (start_hint, fit_hint)
-        self._pending: deque[FleetJob[Asked]] = deque()
-        self._done: list[Reply | TurnFailure] = []
-        self._tasks: set[asyncio.Task[None]] = set()
-        self._bug: BaseException | None = None
-        self._news = asyncio.Event()
-        self._members = [Member(server, config.concurrency) for server in servers]
+        self._servers, self._config, self._fit_hint = servers, config, fit_hint
+        self._waiting: deque[Asked] = deque()
+        self._tasks: set[asyncio.Task[Reply | TurnFailure]] = set()
+        self._error: BaseException | None = None
+        self._last_good = time.monotonic()
         self._runner = asyncio.Runner()
         try:
-            self._runner.run(self._check_all())
+            self._runner.run(self._check_all(start_hint))
         except BaseException:
             self.close()
             raise
 
     def add(self, request: Asked) -> None:
         """Ask for a reply to this."""
-        self._pending.append(FleetJob(request, time.perf_counter()))
+        self._waiting.append(request)
 
     def wait(self) -> list[Reply | TurnFailure]:
-        """What is ready, after a second at most. Raises EyasError when no server is left."""
+        """What is ready, after a second at most. Raises EyasError when no server answers."""
         return self._runner.run(self._wait())
 
     def status(self) -> str:
-        """How many are healthy, and since when others are not."""
-        now = time.monotonic()
-        ill = [
-            f"{one.server.url} {one.state} for {now - one.since:.0f} s"
-            for one in self._members
-            if one.state != "healthy"
-        ]
+        """How many answer, and what is wrong with the others."""
+        ill = [f"{one.url} {one.reason}" for one in self._servers if one.reason]
         shown = "; ".join(ill[:3] + ["..."] * (len(ill) > 3))
-        healthy = f"{len(self._members) - len(ill)} of {len(self._members)} servers"
-        return healthy + (f" ({shown})" if ill else "")
+        count = len(self._servers)
+        return f"{count - len(ill)} of {count} servers" + (f" ({shown})" if ill else "")
 
     def facts(self) -> dict[str, Any]:
         """Every server with what it is and how it went."""
-        return {"servers": [one.facts() for one in self._members]}
+        return {"servers": [one.facts() for one in self._servers]}
 
     def close(self) -> None:
         """Stop all requests and close all connections."""
@@ -343,156 +251,114 @@ class Fleet(Generic[Asked, Reply]):
 
     # On the loop
 
-    async def _check_all(self) -> None:
-        await asyncio.gather(*(self._check(one) for one in self._members))
-        unfit = [one for one in self._members if one.state == "retired"]
-        if unfit:
-            raise MismatchError(_reasons(unfit), self._hints[1])
-        if all(one.state == "failing" and one.last_kind != "busy" for one in self._members):
-            raise MissingInputError(f"no server answers: {_reasons(self._members)}", self._hints[0])
-        for one in self._members:
-            if one.state == "failing":
-                self._start(self._revive(one))
+    async def _check_all(self, start_hint: str) -> None:
+        checks = (one.checked() for one in self._servers)
+        found = await asyncio.gather(*checks, return_exceptions=True)
+        failed = [
+            (server, failure)
+            for server, failure in zip(self._servers, found, strict=True)
+            if isinstance(failure, RequestFailure)
+        ]
+        for bug in found:
+            if isinstance(bug, BaseException) and not isinstance(bug, RequestFailure):
+                raise bug
+        if unfit := [one for one, failure in failed if failure.kind in ("unfit", "refused")]:
+            raise MismatchError(_reasons(unfit), self._fit_hint)
+        if len(failed) == len(self._servers) and any(one.kind != "busy" for _, one in failed):
+            raise MissingInputError(f"no server answers: {_reasons(self._servers)}", start_hint)
+        self._last_good = time.monotonic()
 
     async def _wait(self) -> list[Reply | TurnFailure]:
-        self._hand_out()
-        if not self._done and self._bug is None:
-            self._news.clear()
+        while self._waiting:
+            self._tasks.add(asyncio.create_task(self._ask(self._waiting.popleft())))
+        if not self._tasks:
+            return []
+        done, self._tasks = await asyncio.wait(
+            self._tasks, timeout=WAIT_S, return_when=asyncio.FIRST_COMPLETED
+        )
+        # what is good is handed out, and kept, before an error ends the run
+        self._error = next((error for one in done if (error := one.exception())), self._error)
+        replies = [one.result() for one in done if one.exception() is None]
+        if self._error is not None and not replies:
+            raise self._error
+        return replies
+
+    async def _ask(self, request: Asked) -> Reply | TurnFailure:
+        """The reply of the first server that gives one."""
+        num_failed = 0
+        server: FleetServer[Asked, Reply] | None = None
+        while True:
+            server = await self._next(server)
+            server.num_running += 1
             try:
-                async with asyncio.timeout(WAIT_S):
-                    await self._news.wait()
-            except TimeoutError:
-                self._hand_out()
-        if self._bug is not None:
-            raise self._bug
-        done, self._done = self._done, []
-        if not done and all(
-            one.state == "retired" and not one.num_running for one in self._members
-        ):
+                if await server.checked():
+                    self._last_good = time.monotonic()
+                reply = await server.reply(request)
+            except RequestFailure as failure:
+                if failure.kind == "refused":
+                    is_mismatch = isinstance(failure, PromptMismatch)
+                    reason: Any = "server_saw_other_tokens" if is_mismatch else "server_refused"
+                    return TurnFailure(request.id, reason, f"{server.url} {failure.what}")
+                self._refuse_to_go_on(server, failure)
+                if server.is_checked:  # else it is the server that fails, not with this request
+                    server.fail(failure)
+                    num_failed += failure.kind != "busy"
+                if num_failed == MOST_FAILURES:
+                    detail = f"{num_failed} failures; the last: {failure.what}"
+                    return TurnFailure(request.id, "server_failed", detail)
+            else:
+                server.num_answers += 1
+                server.reason, self._last_good = "", time.monotonic()
+                return reply
+            finally:
+                server.num_running -= 1
+
+    def _refuse_to_go_on(self, server: FleetServer[Asked, Reply], failure: RequestFailure) -> None:
+        """Raise EyasError where a failure ends the run. A server that is busy is alive."""
+        if failure.kind == "unfit":
+            raise MismatchError(f"{server.url} {failure.what}", self._fit_hint) from failure
+        if failure.kind != "busy" and time.monotonic() - self._last_good > PATIENCE_S:
             raise EyasError(
-                f"no server is left: {_reasons(self._members)}",
+                f"no server answers: {_reasons(self._servers)}",
                 "every answer is kept: repair the servers and run the same command again",
-            )
-        return done
+            ) from failure
 
-    def _hand_out(self) -> None:
-        """Give pending requests to free servers: the least busy first, and another one than where
-        the request failed, if there is one.
+    async def _next(self, last: FleetServer[Asked, Reply] | None) -> FleetServer[Asked, Reply]:
+        """The least busy server that may be asked, and another one than the last where there is
+        one.
         """
-        while self._pending:
-            free = [one for one in self._members if one.is_free]
-            if not free:
-                return
-            job = self._pending.popleft()
-            member = min(free, key=lambda one: (one is job.last, one.num_running / one.allowed))
-            member.num_running += 1
-            self._start(self._ask(member, job))
-
-    async def _ask(self, member: Member[Asked, Reply], job: FleetJob[Asked]) -> None:
-        job.attempts += 1
-        try:
-            reply = await member.server.reply(job)
-        except RequestFailure as failure:
-            self._fail(member, job, failure)
-        else:
-            self._finish(member, reply)
-        finally:
-            member.num_running -= 1
-            self._hand_out()
-            self._news.set()
-
-    def _finish(self, member: Member[Asked, Reply], reply: Reply) -> None:
-        member.num_answers += 1
-        member.last_good = time.monotonic()
-        member.allowed = min(self._config.concurrency, member.allowed + 1 / member.allowed)
-        self._done.append(reply)
-
-    def _fail(
-        self, member: Member[Asked, Reply], job: FleetJob[Asked], failure: RequestFailure
-    ) -> None:
-        """Decide on the request, and on the server."""
-        if failure.kind == "refused":
-            self._done.append(
-                TurnFailure(
-                    job.request.id,
-                    "server_saw_other_tokens"
-                    if isinstance(failure, PromptMismatch)
-                    else "server_refused",
-                    f"{member.server.url} {failure.what}",
-                )
-            )
-            return
-        if failure.kind == "busy":
-            self._slow_down(member, failure)
-        else:
-            member.num_failures += 1
-            if failure.was_received:
-                job.strikes += BROKEN_STRIKES if failure.kind == "broken" else LOST_STRIKES
-            if failure.kind == "unfit":
-                member.become("retired", failure.what)
-            elif member.state == "healthy":
-                member.become("failing", failure.what)
-                self._start(self._revive(member, failure.retry_after_s or 0.0))
-        job.last = member
-        if job.strikes >= MOST_STRIKES:
-            detail = f"{job.attempts} attempts; the last: {failure.what}"
-            self._done.append(TurnFailure(job.request.id, "server_failed", detail))
-        else:
-            self._pending.appendleft(job)
-
-    def _slow_down(self, member: Member[Asked, Reply], failure: RequestFailure) -> None:
-        """A server that answers 429 gets fewer requests, later."""
-        member.num_busy += 1
-        member.allowed = max(1, min(member.allowed, member.num_running - 1))
-        asked_s = failure.retry_after_s
-        pause = FIRST_PAUSE_S if asked_s is None else min(asked_s, PATIENCE_S)
-        member.not_before = time.monotonic() + pause
-        asyncio.get_running_loop().call_later(pause, self._hand_out)
-        if time.monotonic() - member.last_good > PATIENCE_S and member.num_running == 1:
-            member.become("retired", f"{failure.what} for {PATIENCE_S:g} s")
-
-    async def _revive(self, member: Member[Asked, Reply], pause: float = FIRST_PAUSE_S) -> None:
-        """Check a failing server until it passes, or is given up."""
-        await asyncio.sleep(min(pause, LONGEST_PAUSE_S))
-        pause = FIRST_PAUSE_S
-        while await self._check(member) == "failing":
-            if time.monotonic() - member.since > PATIENCE_S:
-                member.become("retired", f"{member.reason}, for {PATIENCE_S:g} s")
-                break
-            await asyncio.sleep(pause * random.uniform(0.75, 1.25))
-            pause = min(2 * pause, LONGEST_PAUSE_S)
-        self._hand_out()
-        self._news.set()
-
-    async def _check(self, member: Member[Asked, Reply]) -> ServerState:
-        try:
-            await member.server.check()
-        except RequestFailure as failure:
-            member.last_kind = failure.kind
-            member.become("retired" if failure.kind == "unfit" else "failing", failure.what)
-        else:
-            member.become("healthy")
-            member.last_good = time.monotonic()
-        return member.state
+        while True:
+            now, most = time.monotonic(), self._config.concurrency
+            free = [
+                one for one in self._servers if one.num_running < most and one.not_before <= now
+            ]
+            if free:
+                return min(free, key=lambda one: (one is last, one.num_running))
+            await asyncio.sleep(0.05)
 
     async def _stop(self) -> None:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        await asyncio.gather(*(one.server.client.close() for one in self._members))
-
-    def _start(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.get_running_loop().create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._note_end)
-
-    def _note_end(self, task: asyncio.Task[None]) -> None:
-        """An exception in a task is a fault of ours: `wait` raises it."""
-        self._tasks.discard(task)
-        if not task.cancelled() and (bug := task.exception()) is not None:
-            self._bug = bug
-            self._news.set()
+        await asyncio.gather(*(one.close() for one in self._servers))
 
 
-def _reasons(members: Sequence[Member[Asked, Reply]]) -> str:
-    return "; ".join(f"{one.server.url} {one.reason}" for one in members)
+def server_urls(urls: Sequence[str]) -> list[str]:
+    """The addresses without /v1. Raises ConfigError for what is no address, holds a password, or is
+    there twice.
+    """
+    found = [server_url(url) for url in urls]
+    if len({*found}) < len(found):
+        raise ConfigError(
+            "servers: one address is there twice",
+            "raise client.concurrency to send a server more at once",
+        )
+    return found
+
+
+def _cause(error: BaseException) -> str:
+    return type(error.__cause__ or error).__name__
+
+
+def _reasons(servers: Sequence[FleetServer[Any, Any]]) -> str:
+    return "; ".join(f"{one.url} {one.reason}" for one in servers)

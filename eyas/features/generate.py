@@ -1,9 +1,5 @@
 """Stage `generate`: the target answers every user turn of every prompt, one row per assistant turn.
 
-Knows the stage: what is asked of which backend, and what is done already. Does not know how an
-engine decodes, how servers are spoken to (fleet), how rows lie on disk (answers), or what a role
-token is.
-
 Conversations run independently: as soon as a turn is answered the next one is asked, with the
 target's own answers as its context, so that the backend always has enough to do. An answer that was
 cut, loops or is empty ends its conversation; after a refusal it goes on. All of these are marked
@@ -17,44 +13,42 @@ is not part of the identity.
 
 from __future__ import annotations
 
-import contextlib
 import datetime
 import itertools
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import closing
-from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from eyas.artifact import VERSION, Artifact, Manifest, identity
+from eyas.artifact import Artifact, Manifest, identity
 from eyas.chat import Chat
 from eyas.engine.engine import Engine, EngineConfig
-from eyas.engine.request import Request
 from eyas.errors import EmptyInputError, TemplateError
 from eyas.features import marks
+from eyas.features.answerers import EngineBackend, TargetProof, TargetServer, probes
 from eyas.features.answers import AnswerParts, folder_lock
 from eyas.features.conversation import (
-    PROBES,
     Conversation,
     Sampling,
     TurnAnswer,
     TurnRequest,
     TurnRules,
 )
-from eyas.features.fleet import ClientConfig, Fleet, TargetProof, TargetServer, server_urls
+from eyas.features.fleet import ClientConfig, Fleet, server_urls
 from eyas.hub import resolve_head, resolve_target
 from eyas.log import Track, quiet
-from eyas.model.target import Dtype, default_device, resolve_dtype
+from eyas.model.target import PAGE_SIZE, Dtype, default_device, resolve_dtype
 from eyas.model.vocab import target_shape
 from eyas.model.weights import fingerprint
 from eyas.privacy.detector import LeakDetector
 from eyas.privacy.pii import ANSWER_POLICY, PrivacyConfig
-from eyas.records import Prompt
+from eyas.records import RECORD, Prompt
 
-ENGINE = f"eyas {VERSION}"
 ROWS_PER_PART = 200  # prompts in a file of answers
+PAGES_BESIDE = 64  # of the cache, for what rounds add to requests
+CACHE_TOKENS = 1024  # of each running request, in the cache of the engine in this process
 # Where the run takes place, and how fast it is: no part of the identity.
 PLACES = {"target", "head", "max_batch", "servers", "client"}
 
@@ -62,7 +56,8 @@ PLACES = {"target", "head", "max_batch", "servers", "client"}
 class GenerateConfig(BaseModel):
     """Settings of the stage.
 
-    `max_length` bounds prompt and answer together, in tokens, as does the target's context.
+    `max_length` bounds prompt and answer together, in tokens, as does the target's context; by
+    default that alone, up to 32,768.
     `sampling`: how conversations are sampled, a share of them each, assigned by a hash of their
     user turns. `date`: the day that a chat template prints where it prints today's (Granite,
     Llama 3); fixed, so that the same prompts have the same tokens on another day and in `capture`.
@@ -79,7 +74,7 @@ class GenerateConfig(BaseModel):
     max_tokens: int = Field(default=128, ge=1)
     sampling: tuple[Sampling, ...] = Field(default=(Sampling(),), min_length=1)
     max_batch: int = Field(default=32, ge=1)
-    max_length: int = Field(default=1024, ge=2)
+    max_length: int = Field(default=32_768, ge=2)
     date: datetime.date = datetime.date(2026, 1, 1)
     personal: PrivacyConfig = ANSWER_POLICY
     servers: tuple[str, ...] = ()
@@ -127,8 +122,10 @@ def generate(
         "target_fingerprint": target,
         "answered_by": config.answered_by,
         "marks": marks.VERSION,
+        "record": RECORD,
     }
-    if not output.begin(identity("generate", settings, {"prompts": made})):
+    own = identity("generate", settings, {"prompts": made})
+    if output.is_done_for(own) and not output.begin(own):
         return output.manifest()
     max_length = min(config.max_length, shape.max_position_embeddings)
     rules = TurnRules(
@@ -140,16 +137,18 @@ def generate(
         LeakDetector(config.personal),
         config.sends_messages,
     )
-    conversations = Conversations(prompts, output)
-    with folder_lock(output), closing(open_backend(config, chat, folder, max_length)) as backend:
-        answer_all(backend, rules, conversations, num_prompts, track)
+    # what may refuse comes before the folder is claimed
+    with closing(open_backend(config, chat, folder, max_length)) as backend:
+        output.begin(own)
+        with folder_lock(output), closing(Conversations(prompts, output)) as conversations:
+            answer_all(backend, rules, conversations, num_prompts, track)
         facts = {"target": config.target, **backend.facts()}
     counts = _counts(prompts, output)
     if counts["answers"] == 0:
         raise EmptyInputError(
             f"the target could answer none of the {num_prompts} prompts",
             f"see why in {output.url}/dropped-*.jsonl; a larger max_length or shorter prompts may "
-            "help",
+            "help, into another folder",
         )
     return output.finish("generate", settings, {"prompts": made}, counts, facts)
 
@@ -164,47 +163,6 @@ def count_prompts(prompts: Artifact) -> int:
     return count
 
 
-class EngineBackend:
-    """The engine in this process. capacity: requests at once that keep it busy."""
-
-    def __init__(self, engine: Engine, chat: Chat, head: str | None) -> None:
-        self.capacity = engine.config.max_batch
-        self._engine, self._chat, self._head = engine, chat, head
-        self._running: dict[str, tuple[float, list[int]]] = {}  # when it was added, its tokens
-
-    def add(self, request: TurnRequest) -> None:
-        """Ask for a turn. Raises InputError when it does not fit into the engine."""
-        self._engine.add(Request(request.id, request.prompt_ids, request.params))
-        self._running[request.id] = time.perf_counter(), []
-
-    def wait(self) -> list[TurnAnswer]:
-        """Step until an answer is whole."""
-        done: list[TurnAnswer] = []
-        while self._running and not done:
-            for update in self._engine.step():
-                started, ids = self._running[update.request_id]
-                ids += update.token_ids
-                if reason := update.finish_reason:
-                    del self._running[update.request_id]
-                    text = self._chat.answer_text(ids[:-1] if reason == "stop" else ids)
-                    ms = 1000 * (time.perf_counter() - started)
-                    done.append(
-                        TurnAnswer(update.request_id, text, reason, len(ids), ENGINE, None, ms)
-                    )
-        return done
-
-    def status(self) -> str:
-        """Nothing: the engine works or the process ends."""
-        return ""
-
-    def facts(self) -> dict[str, Any]:
-        """The engine and its head; neither changes an answer."""
-        return {"engine": ENGINE, "head": self._head}
-
-    def close(self) -> None:
-        """Nothing is held that Python does not release."""
-
-
 def open_backend(
     config: GenerateConfig, chat: Chat, folder: str, max_length: int
 ) -> EngineBackend | Fleet[TurnRequest, TurnAnswer]:
@@ -215,43 +173,26 @@ def open_backend(
         head = resolve_head(config.head) if config.head is not None else None
         # without a head plainly: text's drafts pay for few requests at a time
         mode = "auto" if head is not None else "off"
-        sizes = EngineConfig(max_batch=config.max_batch, max_length=max_length, speculation=mode)
+        num_tokens = max(config.max_batch * min(max_length, CACHE_TOKENS), max_length)
+        sizes = EngineConfig(
+            max_batch=config.max_batch,
+            max_length=max_length,
+            num_pages=num_tokens // PAGE_SIZE + PAGES_BESIDE,
+            speculation=mode,
+        )
         engine = Engine.load(folder, head, config.dtype, sizes, default_device())
-        return EngineBackend(engine, chat, config.head)
+        return EngineBackend(engine, config.head)
     if config.sends_messages and Chat(folder).needs_a_date:
         raise TemplateError(
             f"the chat template of {folder} prints today's date, and servers would print another "
             f"than {config.date}",
-            "set client.send=tokens where the servers take token ids (SGLang, vLLM, eyas), or "
-            "leave `servers` out",
+            "set client.send=tokens, or leave `servers` out",
         )
-    if config.sends_messages and chat.has_channels:
-        raise TemplateError(
-            f"the chat template of {folder} opens answers with control tokens, which servers leave "
-            "out of an answer's text or split it by",
-            "set client.send=tokens where the servers take token ids (SGLang, vLLM)",
-        )
-    proof = TargetProof(fingerprint(folder), max_length, probes(chat, config.sampling))
-    servers = [
-        TargetServer(url, config.client, proof, names_tokens=chat.has_channels)
-        for url in server_urls(config.servers)
-    ]
-    return Fleet(servers, config.client)
-
-
-def probes(chat: Chat, samplings: Sequence[Sampling]) -> tuple[TurnRequest, ...]:
-    """What servers are asked first: each way of sampling, and a conversation of several turns."""
-    first, *others = PROBES
-    found: list[TurnRequest] = []
-    for messages, sampling in [
-        *((first, one) for one in samplings),
-        *((probe, samplings[0]) for probe in others),
-    ]:
-        with contextlib.suppress(TemplateError):  # some templates take no system prompt
-            ids = tuple(chat.prompt_ids(messages))
-            params = sampling.params(max_tokens=1, seed=1)
-            found.append(TurnRequest(f"probe-{len(found)}", messages, ids, params))
-    return tuple(found)
+    proof = TargetProof(
+        fingerprint(folder), max_length, probes(chat, config.sampling), chat.eos_token_ids
+    )
+    urls = server_urls(config.servers)
+    return Fleet([TargetServer(url, config.client, proof) for url in urls], config.client)
 
 
 class Conversations:
@@ -285,6 +226,10 @@ class Conversations:
         if conversation.is_over:
             self._end(conversation)
 
+    def close(self) -> None:
+        """Wait until all is written."""
+        self._parts.close()
+
     def _end(self, conversation: Conversation) -> None:
         self.num_done += 1
         self._parts.end(conversation.part)
@@ -315,7 +260,7 @@ def answer_all(
         if not running:
             return
         for reply in backend.wait():
-            num_tokens += reply.num_tokens if isinstance(reply, TurnAnswer) else 0
+            num_tokens += len(reply.answer_ids) if isinstance(reply, TurnAnswer) else 0
             conversation, request = running.pop(reply.id)
             rules.accept(conversation, request, reply)
             ask(conversation)
@@ -330,7 +275,7 @@ def _counts(prompts: Artifact, output: Artifact) -> dict[str, int]:
     for prompt in prompts.read_rows("prompts"):
         counts.update(prompts=1, turns=len(prompt["turns"]))
     for answer in output.read_rows("answers"):
-        counts.update(answers=1, answer_tokens=answer["num_answer_tokens"])
+        counts.update(answers=1, answer_tokens=len(answer["answer_ids"]))
         if answer["marked"] is not None:
             counts[f"marked_{answer['marked']}"] += 1
     counts.update(f"dropped_{row['reason']}" for row in output.read_rows("dropped"))

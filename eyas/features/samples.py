@@ -1,13 +1,12 @@
-"""Which answers become samples of features, and which samples are computed together. Pure but for
-the template.
-
-Knows tokens and masks. Does not know what computes features, nor where they go.
+"""Which answers become samples of features, and which samples are computed together. Pure functions
+over arrays of tokens.
 
 An answer is taken unless it has a mark that is left out. One that was cut is the target's own words
-and only its end is missing, which carries no loss. Where a conversation's next turn begins with the
-very tokens of the turn before, the two are one sample with two spans in its mask: attention is
-causal, so the features are the same, and task dialogues of six turns cost a quarter of the time and
-of the disk. Where a template rewrites the past (Qwen3 drops earlier thoughts) they stay apart.
+and only its end is missing, which carries no loss. Where a conversation's next prompt begins with
+the very tokens of the turn before, prompt and answer, the two are one sample with two spans in its
+mask: attention is causal, so the features are the same, and dialogues of six turns cost a quarter
+of the time and of the disk. Where a template rewrites the past (Qwen3 drops earlier thoughts) they
+stay apart.
 
 Samples that begin alike, by a system prompt or by examples, are computed together: their beginning
 once, their ends beside each other.
@@ -29,9 +28,6 @@ from typing import Any
 
 import numpy as np
 
-from eyas.chat import Chat
-from eyas.chat.tokenizer import REPLACEMENT
-from eyas.errors import TemplateError
 from eyas.features.marks import Mark
 from eyas.records import Answer
 
@@ -54,25 +50,28 @@ class SamplePlan:
     def __len__(self) -> int:
         return len(self.token_ids)
 
-    def continues(self, other: SamplePlan) -> bool:
-        """True when this one begins with all tokens of the other, of the same conversation."""
-        begins = self.token_ids[: len(other)]
-        return self.prompt_id == other.prompt_id and np.array_equal(begins, other.token_ids)
+    def continues(self, other: SamplePlan, num_prompt_tokens: int) -> bool:
+        """True when this one's prompt begins with all tokens of the other, of the same
+        conversation.
+        """
+        return (
+            self.prompt_id == other.prompt_id
+            and len(other) <= num_prompt_tokens
+            and np.array_equal(self.token_ids[: len(other)], other.token_ids)
+        )
 
 
 @dataclass(slots=True)
 class CapturePlan:
     """What is to be captured, in the answers' order, and what became of the other answers.
 
-    answers = samples + merged + dropped. `retokenised` counts answers whose text has other tokens
-    than the target wrote.
+    answers = samples + merged + dropped.
     """
 
     samples: list[SamplePlan] = field(default_factory=list)
     dropped: list[dict[str, Any]] = field(default_factory=list)
     num_answers: int = 0
     num_merged: int = 0
-    num_retokenised: int = 0
 
     @property
     def reasons(self) -> dict[str, int]:
@@ -94,47 +93,46 @@ class ForwardBatch:
 
 
 def plan_samples(
-    answers: Iterable[Answer], chat: Chat, max_length: int, leave_out: Collection[Mark]
+    answers: Iterable[Answer], max_length: int, leave_out: Collection[Mark]
 ) -> CapturePlan:
     """Decide on every answer. max_length: the target's context in tokens. leave_out: marks."""
     plan = CapturePlan()
     for answer in answers:
         plan.num_answers += 1
-        taken = _sample_plan(answer, chat, max_length, leave_out)
-        if isinstance(taken, str):
+        sample = _sample_of(answer)
+        if (reason := _why_not(answer, sample, max_length, leave_out)) is not None:
             where = {"prompt_id": answer.prompt_id, "turn": answer.turn}
-            plan.dropped.append({**where, "reason": taken})
+            plan.dropped.append({**where, "reason": reason})
             continue
-        plan.num_retokenised += int(taken.loss_mask.sum()) != answer.num_answer_tokens
-        if plan.samples and taken.continues(plan.samples[-1]):
+        if plan.samples and sample.continues(plan.samples[-1], len(answer.prompt_ids)):
             earlier = plan.samples.pop()
-            taken.loss_mask[: len(earlier)] |= earlier.loss_mask
+            sample.loss_mask[: len(earlier)] |= earlier.loss_mask
             plan.num_merged += 1
-        plan.samples.append(taken)
+        plan.samples.append(sample)
     assert plan.num_answers == len(plan.samples) + plan.num_merged + len(plan.dropped)
     return plan
 
 
-def _sample_plan(
-    answer: Answer, chat: Chat, max_length: int, leave_out: Collection[Mark]
-) -> SamplePlan | str:
-    """The sample of an answer, or the reason why there is none: its mark, or what follows."""
+def _sample_of(answer: Answer) -> SamplePlan:
+    """Prompt and answer; what lies behind the prompt carries loss."""
+    token_ids = np.array(answer.prompt_ids + answer.answer_ids, np.int32)
+    loss_mask = np.arange(len(token_ids)) >= len(answer.prompt_ids)
+    key = f"{answer.prompt_id}/{answer.turn}"
+    return SamplePlan(key, answer.source, answer.prompt_id, token_ids, loss_mask)
+
+
+def _why_not(
+    answer: Answer, sample: SamplePlan, max_length: int, leave_out: Collection[Mark]
+) -> str | None:
+    """The reason why an answer is no sample: its mark, or what follows; None where it is one."""
     if answer.marked in leave_out:
         return str(answer.marked)
-    if answer.finish_reason != "stop" and answer.messages[-1]["content"].endswith(REPLACEMENT):
-        return "cut_character"  # its bytes are the target's, its text is not
-    try:
-        token_ids, loss_mask = chat.answered(answer.messages, answer.finish_reason)
-    except TemplateError:
-        return "template"
-    mask = np.array(loss_mask, dtype=bool)
-    if len(token_ids) > max_length:
+    if len(sample) > max_length:
         return "too_long"
     # Slot t predicts x_{t+2} after x_{t+1}: both are to be the target's.
-    if not (mask[1:-1] & mask[2:]).any():
+    if not (sample.loss_mask[1:-1] & sample.loss_mask[2:]).any():
         return "no_supervised_slot"
-    key = f"{answer.prompt_id}/{answer.turn}"
-    return SamplePlan(key, answer.source, answer.prompt_id, np.array(token_ids, np.int32), mask)
+    return None
 
 
 def forward_batches(

@@ -1,6 +1,6 @@
 """What a server must show before it is asked for states: that they are the target's.
 
-The same conversations through a decoder of ours, stream by stream. Knows no server and no file.
+The same conversations through a decoder of ours, stream by stream.
 
 Letters: T tokens of a sample, S the four streams, L layers, H the target's hidden size.
 """
@@ -17,7 +17,6 @@ from eyas.client import RequestFailure
 from eyas.features.decoder import TOLERANCE, FeatureDecoder, HiddenStates
 from eyas.model.config import TargetShape
 from eyas.model.target import DTYPES
-from eyas.records import Message
 
 PROOF_SAMPLES = 4  # the shortest, the longest, and between: one step of a server, and several
 LAYERS_TOKENS = 32  # of the shortest, of which every layer is compared
@@ -40,8 +39,7 @@ class StateProof:
     """What a server must show before it is asked. Tensors are of the settings' dtype.
 
     samples: what a decoder of ours made of them. layers_LTH: every layer's output of the first
-    tokens of the first one. max_length: tokens of the longest sample. templates: messages and their
-    tokens by the target's template, none where it prints a date.
+    tokens of the first one. max_length: tokens of the longest sample.
     """
 
     shape: TargetShape
@@ -49,14 +47,12 @@ class StateProof:
     samples: tuple[tuple[StateRequest, HiddenStates], ...]
     layers_LTH: Tensor
     max_length: int
-    templates: tuple[tuple[tuple[Message, ...], tuple[int, ...]], ...]
 
 
 def prove_by(
     decoder: FeatureDecoder,
     dtype: str,
     requests: Sequence[StateRequest],
-    templates: tuple[tuple[tuple[Message, ...], tuple[int, ...]], ...],
 ) -> StateProof:
     """Compute some of the requests here, by their lengths: the proof that all servers are given."""
     by_length = sorted(requests, key=lambda one: len(one.token_ids))
@@ -69,7 +65,7 @@ def prove_by(
         samples.append((by_length[place], of_one))
     layers_LTH = decoder.layers(by_length[0].token_ids[:LAYERS_TOKENS]).cpu()
     longest = len(by_length[-1].token_ids)
-    return StateProof(decoder.shape, DTYPES[dtype], tuple(samples), layers_LTH, longest, templates)
+    return StateProof(decoder.shape, DTYPES[dtype], tuple(samples), layers_LTH, longest)
 
 
 def compare(

@@ -1,16 +1,10 @@
-"""Hidden states from servers that run the target: vLLM and SGLang, as members of a fleet.
-
-Knows how each engine is asked for states and in what form they come, and proves, before a server is
-used, that they are the target's: the same conversations through a decoder of ours, stream by
-stream. Does not know HTTP (eyas/client.py), which server is asked when (fleet), samples, nor what
-is stored.
+"""Hidden states from servers that run the target: vLLM and SGLang, as members of a fleet. Before a
+server is used, it is proved that they are the target's (state_proof).
 
     vLLM     `extract_hidden_states`: a file of each request, in a folder that this process shares
              with the server, read and deleted here; streams: three taps, what the final norm takes
     SGLang   `return_hidden_states`: numbers in the answer; streams: three taps, what the last layer
              takes, which is computed here
-
-Token ids are sent, so that template and mask are ours.
 
 Letters: T tokens of a sample, S the four streams, L layers, H the target's hidden size.
 """
@@ -39,11 +33,11 @@ from safetensors import SafetensorError
 from safetensors.torch import load as load_safetensors
 from torch import Tensor
 
-from eyas.client import Client, RequestFailure
+from eyas.client import RequestFailure
 from eyas.errors import EyasError
 from eyas.features.conversation import TurnFailure
 from eyas.features.decoder import TOLERANCE, HiddenStates, Tail
-from eyas.features.fleet import Fleet, FleetConfig, FleetJob, engine_name, model_card, server_urls
+from eyas.features.fleet import Fleet, FleetConfig, FleetServer, server_urls
 from eyas.features.state_proof import (
     NUM_STREAMS,
     StateProof,
@@ -58,7 +52,6 @@ from eyas.model.config import TargetShape
 # Tokens of its length that a server wants free: those of an answer, and what SGLang keeps back.
 ROOM_VLLM, ROOM_SGLANG = 1, 7
 LOCK_POLL_S = 0.01
-NUMBER_BYTES = 32  # of a number in JSON, at most
 FOLDER = "/dev/shm/eyas-states"  # in the commands: memory, no disk
 
 
@@ -70,7 +63,7 @@ class StateReply:
     states: HiddenStates
 
 
-class StateServer:
+class StateServer(FleetServer[StateRequest, StateReply]):
     """A vLLM or SGLang server that gives states. Its replies hold what feeds lm_head: the layers
     behind a server's last stream are computed here, by `tail`.
     """
@@ -86,9 +79,8 @@ class StateServer:
         """tails: see FeatureDecoder.tails. run: names this run's requests, so that its files are
         told from others'.
         """
-        self.url, self.model, self.engine = url, config.model or "", "unknown"
-        self.client = Client(url, config.timeout_s)
-        self._config, self._proof, self._tails = config, proof, tails
+        super().__init__(url, config)
+        self._proof, self._tails = proof, tails
         # of each server and process its own: several may share a folder, as the ranks of a run do
         machine = f"eyas-{run[:12]}-{_short(url)}-{_short(socket.gethostname())}"
         self._run = f"{machine}-{os.getpid()}"
@@ -107,9 +99,7 @@ class StateServer:
         """Prove that its states are the target's. Raises RequestFailure, "unfit" with the one
         thing that differs.
         """
-        card = await model_card(self.client, self._config.model)
-        self.model = card["id"]
-        self.engine = await engine_name(self.client, str(card.get("owned_by", "")))
+        card = await self.describe()
         if self.engine.split()[0] not in ("vllm", "sglang"):
             raise unfit(f"is {self.engine}, and hidden states come from vLLM and SGLang")
         left = ROOM_VLLM if self._is_vllm else ROOM_SGLANG
@@ -119,7 +109,6 @@ class StateServer:
                 f"holds {room} tokens a request; the longest sample and the {left} that it keeps "
                 f"for an answer are {needed}: start it with room for them"
             )
-        await self._check_template()
         try:
             # beside each other, so that they share steps; then the longest from its prefix cache
             asked = [request for request, _ in self._proof.samples]
@@ -137,11 +126,11 @@ class StateServer:
             raise unfit(f"{failure.what}, when asked for hidden states") from failure
         compare(self._proof, streams, self._layers, self._finished)
 
-    async def reply(self, job: FleetJob[StateRequest]) -> StateReply:
+    async def reply(self, request: StateRequest) -> StateReply:
         """The states of a sample. Raises RequestFailure."""
-        streams_TSH = await self._streams(job.request.token_ids)
+        streams_TSH = await self._streams(request.token_ids)
         states = await asyncio.to_thread(self._finished, streams_TSH)
-        return StateReply(job.request.id, states)
+        return StateReply(request.id, states)
 
     def sweep(self) -> None:
         """Delete what the server wrote for requests that were given up: this process's, and those
@@ -160,24 +149,6 @@ class StateServer:
         tail = self._tails[0 if self._is_vllm else 1]
         last_hidden = tail(streams_TSH[:, 3]).to("cpu", streams_TSH.dtype)
         return HiddenStates(streams_TSH[:, :3].flatten(1), last_hidden)
-
-    # The proof
-
-    async def _check_template(self) -> None:
-        """Compare the server's own rendering with ours, where it tells (vLLM): its users' tokens
-        are to be those that a head is trained on.
-        """
-        for messages, ours in self._proof.templates:
-            body = {"model": self.model, "messages": list(messages)}
-            try:
-                theirs = json.loads(await self.client.request("/tokenize", body))["tokens"]
-            except (RequestFailure, ValueError, LookupError, TypeError, RecursionError):
-                return
-            if tuple(theirs) != ours:
-                raise unfit(
-                    f"has another chat template or tokenizer: {len(theirs)} tokens where the "
-                    f"target's gives {len(ours)}, or others; start it with the target's own folder"
-                )
 
     # What each engine says
 
@@ -211,10 +182,10 @@ class StateServer:
             "temperature": 0,
             "request_id": name,
         }
-        content = await self.client.request("/v1/completions", body)
+        content = await self.post("/completions", body)
         try:
-            path = Path(json.loads(content)["kv_transfer_params"]["hidden_states_path"])
-        except (ValueError, LookupError, TypeError, RecursionError) as error:
+            path = Path(content["kv_transfer_params"]["hidden_states_path"])
+        except (LookupError, TypeError) as error:
             raise unfit("answers without hidden states: it runs without our connector") from error
         # deleted below: nothing but this request's own file
         if name not in path.name or path.suffix != ".safetensors" or "\0" in str(path):
@@ -234,7 +205,7 @@ class StateServer:
         except PermissionError as error:
             raise unfit(f"writes states to {path.parent}, where this user may not read") from error
         except TimeoutError as error:  # an OSError too
-            what = f"does not finish {path} within {self._config.timeout_s:g} s"
+            what = f"does not finish {path} within {self.config.timeout_s:g} s"
             raise RequestFailure("broken", what) from error
         except (SafetensorError, LookupError, OSError) as error:
             raise RequestFailure("broken", f"wrote {path}, which is no file of states") from error
@@ -254,7 +225,7 @@ class StateServer:
         Read into memory and not mapped: the file is deleted at once. Raises OSError,
         SafetensorError, TimeoutError.
         """
-        async with asyncio.timeout(self._config.timeout_s):
+        async with asyncio.timeout(self.config.timeout_s):
             descriptor = os.open(lock, os.O_RDONLY)
             try:
                 while True:
@@ -274,12 +245,11 @@ class StateServer:
             "sampling_params": {"max_new_tokens": 1, "temperature": 0},
             "return_hidden_states": True,
         }
-        most = (len(token_ids) + 1) * NUM_STREAMS * H * NUMBER_BYTES + (1 << 20)
-        content = await self.client.request("/generate", body, max_body=most)
+        content = await self.post(f"{self.url}/generate", body)
         return await asyncio.to_thread(sglang_streams, content, H, self._proof.dtype)
 
 
-def sglang_streams(content: bytes, hidden_size: int, wanted: torch.dtype) -> Tensor:
+def sglang_streams(content: Any, hidden_size: int, wanted: torch.dtype) -> Tensor:
     """[T, S, H] of an answer of /generate: `meta_info.hidden_states` is a list of chunks of the
     prompt, each a list of rows, and of rows of further tokens.
 
@@ -287,10 +257,10 @@ def sglang_streams(content: bytes, hidden_size: int, wanted: torch.dtype) -> Ten
     float32. Raises RequestFailure.
     """
     try:
-        parts = json.loads(content)["meta_info"].get("hidden_states")
+        parts = content["meta_info"].get("hidden_states")
         rows = [row for part in parts or () if part and isinstance(part[0], list) for row in part]
         numbers = torch.tensor(rows, dtype=torch.float32)
-    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
         raise RequestFailure("broken", "answers what is no hidden states") from error
     if not rows:
         raise unfit("answers without hidden states: it runs without the options for them")

@@ -230,7 +230,8 @@ def keeps_earlier_turns(chat: Chat) -> bool:
         {"role": "assistant", "content": STAND_IN},
     ]
     try:
-        first, _ = chat.answered(messages)
+        prompt_ids, answer_ids = chat.answered(messages)
+        first = prompt_ids + answer_ids
         second = chat.prompt_ids([*messages, {"role": "user", "content": FILLER}])
     except TemplateError:
         return False

@@ -19,14 +19,6 @@ from typing import Literal, get_args
 
 MaskOption = Literal["serving", "t", "t+1"]
 OPTIONS: tuple[MaskOption, ...] = get_args(MaskOption)
-TokenKind = Literal["drafted", "missed", "beyond", "given", "context"]
-MEANING: dict[str, str] = {  # of each kind
-    "drafted": "supervised, and drafted when serving",
-    "missed": "drafted when serving, but not supervised",
-    "beyond": "supervised, but never drafted when serving",
-    "given": "the target's, never drafted",
-    "context": "not the target's",
-}
 
 
 def supervised(mask: list[bool], option: MaskOption) -> list[bool]:
@@ -40,19 +32,3 @@ def supervised(mask: list[bool], option: MaskOption) -> list[bool]:
     if option == "t+1":
         return [one and can for one, can in zip(before, can_be_drafted, strict=True)]
     return [one and own and can for one, own, can in zip(before, mask, can_be_drafted, strict=True)]
-
-
-def token_kinds(mask: list[bool], option: MaskOption) -> list[TokenKind]:
-    """What each token [T] is to a head trained under this option, compared with serving."""
-
-    def kind(own: bool, served: bool, trained: bool) -> TokenKind:
-        if served:
-            return "drafted" if trained else "missed"
-        if trained:
-            return "beyond"
-        return "given" if own else "context"
-
-    return [
-        kind(*one)
-        for one in zip(mask, supervised(mask, "serving"), supervised(mask, option), strict=True)
-    ]

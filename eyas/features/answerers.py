@@ -1,0 +1,209 @@
+"""What answers turns: the engine in this process, or a server of the target."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from pydantic import BaseModel, Field, ValidationError
+
+from eyas.artifact import VERSION
+from eyas.chat import Chat
+from eyas.client import RequestFailure
+from eyas.engine.engine import Engine
+from eyas.engine.request import Request, SamplingParams
+from eyas.errors import TemplateError
+from eyas.features.conversation import Sampling, TurnAnswer, TurnRequest
+from eyas.features.fleet import ClientConfig, FleetServer, PromptMismatch
+from eyas.records import Message
+
+ENGINE = f"eyas {VERSION}"
+# What servers are asked first: do they see the tokens that the target's template gives?
+PROBES: tuple[tuple[Message, ...], ...] = (
+    ({"role": "user", "content": "Name a colour."},),
+    (
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "Name a colour."},
+        {"role": "assistant", "content": "Blue."},
+        {"role": "user", "content": "Another one?"},
+    ),
+)
+WITHOUT_IDS = (
+    "gives no token ids: it has to know `return_token_ids`, as vLLM, SGLang and `eyas serve` do"
+)
+
+
+class EngineBackend:
+    """The engine in this process. capacity: requests at once that keep it busy."""
+
+    def __init__(self, engine: Engine, head: str | None) -> None:
+        self.capacity = engine.config.max_batch
+        self._engine, self._head = engine, head
+        self._running: dict[str, tuple[float, list[int]]] = {}  # when it was added, its tokens
+
+    def add(self, request: TurnRequest) -> None:
+        """Ask for a turn. Raises InputError when it does not fit into the engine."""
+        self._engine.add(Request(request.id, request.prompt_ids, request.params))
+        self._running[request.id] = time.perf_counter(), []
+
+    def wait(self) -> list[TurnAnswer]:
+        """Step until an answer is whole."""
+        done: list[TurnAnswer] = []
+        while self._running and not done:
+            for update in self._engine.step():
+                started, ids = self._running[update.request_id]
+                ids += update.token_ids
+                if reason := update.finish_reason:
+                    del self._running[update.request_id]
+                    ms = 1000 * (time.perf_counter() - started)
+                    done.append(
+                        TurnAnswer(update.request_id, tuple(ids), None, reason, ENGINE, None, ms)
+                    )
+        return done
+
+    def status(self) -> str:
+        """Nothing: the engine works or the process ends."""
+        return ""
+
+    def facts(self) -> dict[str, Any]:
+        """The engine and its head; neither changes an answer."""
+        return {"engine": ENGINE, "head": self._head}
+
+    def close(self) -> None:
+        """Nothing is held that Python does not release."""
+
+
+@dataclass(frozen=True, slots=True)
+class TargetProof:
+    """What a server must show before it is asked: the target's fingerprint, room for max_length
+    tokens, and on each of `probes` our own prompt tokens. end_ids: the tokens that end an answer.
+    """
+
+    fingerprint: str
+    max_length: int
+    probes: tuple[TurnRequest, ...]
+    end_ids: tuple[int, ...]
+
+
+class TargetServer(FleetServer[TurnRequest, TurnAnswer]):
+    """A server of the target that answers turns, token by token."""
+
+    def __init__(self, url: str, config: ClientConfig, proof: TargetProof) -> None:
+        super().__init__(url, config)
+        self._sends_tokens, self._proof = config.send == "tokens", proof
+
+    async def check(self) -> None:
+        """Raises RequestFailure, "unfit" where something else than the target is served."""
+        card, proof = await self.describe(), self._proof
+        own = card.get("eyas")
+        served = own.get("target_fingerprint") if isinstance(own, dict) else None
+        if served and served != proof.fingerprint:
+            what = f"serves another target ({served}, not {proof.fingerprint})"
+            raise RequestFailure("unfit", what)
+        room = card.get("max_model_len")
+        if isinstance(room, int) and room < proof.max_length:
+            what = f"holds {room} tokens a request, fewer than max_length {proof.max_length}"
+            raise RequestFailure("unfit", what)
+        for probe in proof.probes:
+            try:
+                await self.reply(probe)
+            except RequestFailure as failure:
+                if failure.kind != "refused":
+                    raise
+                what = f"{failure.what}, when asked to say a word"
+                raise RequestFailure("unfit", what) from failure
+
+    async def reply(self, request: TurnRequest) -> TurnAnswer:
+        """The answer to one turn. Raises RequestFailure."""
+        started = time.perf_counter()
+        body: dict[str, Any] = {
+            "model": self.model,
+            "return_token_ids": True,
+            **_openai_fields(request.params),
+        }
+        if self._sends_tokens:
+            content = await self.post("/completions", {**body, "prompt": list(request.prompt_ids)})
+        else:
+            tools = {"tools": list(request.tools)} if request.tools else {}
+            messages = list(request.messages)
+            content = await self.post("/chat/completions", {**body, **tools, "messages": messages})
+        answer_ids, choice = self._read(content, request)
+        message = None if choice.message is None else choice.message.parts()
+        latency_ms = 1000 * (time.perf_counter() - started)
+        reason: Literal["stop", "length"] = "length" if choice.finish_reason == "length" else "stop"
+        return TurnAnswer(
+            request.id, answer_ids, message, reason, self.engine, self.url, latency_ms
+        )
+
+    def _read(self, content: Any, request: TurnRequest) -> tuple[tuple[int, ...], AnswerChoice]:
+        """The answer's tokens, of a body that saw ours. Raises RequestFailure."""
+        try:
+            body = AnswerBody.model_validate(content)
+        except (ValidationError, RecursionError) as error:
+            raise RequestFailure("broken", "answers what is no completion") from error
+        choice = body.choices[0]
+        seen = choice.prompt_token_ids or body.prompt_token_ids
+        if seen is None or choice.token_ids is None:
+            raise RequestFailure("unfit", WITHOUT_IDS)
+        if tuple(seen) != request.prompt_ids:
+            raise PromptMismatch(seen, request.prompt_ids)
+        is_cut = choice.finish_reason == "length"
+        if not choice.token_ids or (not is_cut and choice.token_ids[-1] not in self._proof.end_ids):
+            raise RequestFailure("broken", "leaves out the token that ended an answer")
+        return tuple(choice.token_ids), choice
+
+
+class AnswerMessage(BaseModel):
+    """The `message` of a chat's answer, as the server's parsers see it."""
+
+    content: str | None = None
+    reasoning: str | None = None
+    reasoning_content: str | None = None
+    tool_calls: list[dict[str, Any]] | None = None
+
+    def parts(self) -> dict[str, Any]:
+        """The message without what is not there."""
+        given = self.model_dump(exclude_none=True)
+        return {"role": "assistant", "content": "", **{k: v for k, v in given.items() if v}}
+
+
+class AnswerChoice(BaseModel):
+    """The one choice of an answer; prompt_token_ids: of a completion, and of SGLang's chats."""
+
+    finish_reason: Literal["stop", "length", "tool_calls"]
+    message: AnswerMessage | None = None
+    token_ids: list[int] | None = None
+    prompt_token_ids: list[int] | None = None
+
+
+class AnswerBody(BaseModel):
+    """An answer in OpenAI's form, as far as it is read; prompt_token_ids: of vLLM's chats."""
+
+    choices: list[AnswerChoice] = Field(min_length=1, max_length=1)
+    prompt_token_ids: list[int] | None = None
+
+
+def probes(chat: Chat, samplings: Sequence[Sampling]) -> tuple[TurnRequest, ...]:
+    """What servers are asked first: each way of sampling, and a conversation of several turns."""
+    first, *others = PROBES
+    asked = [(first, one) for one in samplings] + [(probe, samplings[0]) for probe in others]
+    found: list[TurnRequest] = []
+    for messages, sampling in asked:
+        with suppress(TemplateError):  # some templates take no system prompt
+            ids = tuple(chat.prompt_ids(messages))
+            params = sampling.params(max_tokens=1, seed=1)
+            found.append(TurnRequest(f"probe-{len(found)}", messages, ids, params))
+    return tuple(found)
+
+
+def _openai_fields(params: SamplingParams) -> dict[str, Any]:
+    """In OpenAI's form, without what changes nothing: a server may not know every field."""
+    fields: dict[str, Any] = {"temperature": params.temperature, "max_tokens": params.max_tokens}
+    if params.temperature > 0:
+        fields["seed"] = params.seed
+        fields |= {"top_p": params.top_p} if params.top_p < 1 else {}
+        fields |= {"top_k": params.top_k} if params.top_k > 0 else {}
+    return fields
