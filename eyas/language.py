@@ -1,6 +1,5 @@
-"""The language of a text, detected by py3langid, whose model is part of the package: no network.
-
-Leaves out code, addresses and markup first.
+"""The words of a text, and its language: detected by py3langid, whose model is part of the package,
+in what is left without code, addresses and markup.
 """
 
 from __future__ import annotations
@@ -9,6 +8,13 @@ import functools
 import re
 
 from py3langid.langid import MODEL_FILE, LanguageIdentifier
+
+# Scripts without spaces between words: one character counts as a word.
+UNSPACED = (
+    "\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff"
+    "\U00020000-\U0003ffff"
+)
+TOKEN = re.compile(rf"[{UNSPACED}]|[^\W{UNSPACED}]+|[^\w\s]")
 
 UNKNOWN = "und"  # ISO 639-2: undetermined
 CODE_ONLY = "zxx"  # ISO 639-2: no linguistic content, the code of py3langid for source code
@@ -30,13 +36,23 @@ NOT_SPOKEN = re.compile(
 )
 
 
+def tokens(text: str) -> list[str]:
+    """The words of a text, an underscore being a letter, and its other signs one by one."""
+    return TOKEN.findall(text)
+
+
+def words(text: str) -> list[str]:
+    """The words of a text, of letters and digits alone."""
+    return [token for token in tokens(text.replace("_", " ")) if token[0].isalnum()]
+
+
 @functools.cache
 def codes() -> frozenset[str]:
     """All codes that `language` returns, except UNKNOWN."""
     return frozenset(_identifier().labels) - {*COUNTED_AS, CODE_ONLY}
 
 
-@functools.lru_cache(maxsize=16)  # the filter and the ledger ask for the same row
+@functools.lru_cache(maxsize=16)  # a filter and the ledger ask for the same row
 def language(text: str) -> str:
     """The ISO 639-1 (or 639-3) code of a text's language; UNKNOWN if the text is too short, only
     code, or the result uncertain.

@@ -1,5 +1,4 @@
-"""Where an artifact comes from: every stage, source, licence and filter that made it. Knows
-manifests and checksums.
+"""Where an artifact comes from: every stage, source, licence and filter that made it.
 
 A manifest holds the manifests of its inputs, so the walk needs the artifact alone, wherever its
 inputs went. A source is an input that eyas did not make (stage "source"): its identity is the
@@ -28,8 +27,8 @@ class Source:
 
     verdict: what the licence gate said (`Verdict.to_json` of eyas.data.licence); empty where no
     gate was asked. personal: the policy for its personal data; None where no stage looked for any.
-    fictional: its people are stated to be invented. traffic: of a log, the basis on which its
-    requests are used, and the sample. masked: what was found and replaced, by type.
+    fictional: its people are stated to be invented. log: of a log, the basis on which its requests
+    are used, and the sample. masked: what was found and replaced, by type.
     """
 
     name: str
@@ -44,7 +43,7 @@ class Source:
     dropped: Mapping[str, int] = field(default_factory=dict)
     personal: str | None = None
     fictional: bool = False
-    traffic: dict[str, Any] | None = None
+    log: dict[str, Any] | None = None
     masked: Mapping[str, int] = field(default_factory=dict)
 
     def terms(self) -> Iterator[str]:
@@ -52,8 +51,8 @@ class Source:
         under which policy, what was overruled and why, the duties.
         """
         yield f"prompts by {self.prompts_by}; answers, which are not used, by {self.answers_by}"
-        if self.traffic:
-            stated = ", ".join(f"{name} {value}" for name, value in self.traffic.items())
+        if self.log:
+            stated = ", ".join(f"{name} {value}" for name, value in self.log.items())
             yield f"a log of requests: {stated}"
         if self.personal is not None:
             found = _pairs({type: f"{count:,}" for type, count in self.masked.items()})
@@ -185,7 +184,7 @@ def _source(name: str, made: Manifest, stage: Manifest) -> Source:
         num_kept=int(account.get("rows_out", 0)),
         dropped=account.get("dropped") or {},
         personal=personal.get("policy"),
-        traffic=made.config.get("traffic"),
+        log=made.config.get("log"),
         fictional=bool(made.config.get("fictional") or personal.get("fictional")),
         masked=account.get("masked") or {},
         **terms,

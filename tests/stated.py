@@ -17,7 +17,7 @@ class Source:
     name: str | None = None
     path: str = "/raw/mine.jsonl"
     overrule: Mapping[str, str] = field(default_factory=dict)
-    traffic: object = None
+    log: object = None
     shape: str | None = None
 
     @property

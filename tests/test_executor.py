@@ -3,7 +3,6 @@ worker or the parent dies.
 """
 
 import dataclasses
-import importlib
 import itertools
 import os
 import signal
@@ -55,7 +54,6 @@ class Times:
     """
 
     factor: int
-    without = ()
 
     def ready(self):
         started = (os.getpid(), time.monotonic_ns())
@@ -72,8 +70,6 @@ class Times:
 
 @dataclasses.dataclass(frozen=True)
 class NeverReady:
-    without = ()
-
     def ready(self):
         raise ConfigError("not to be built", "give it up")
 
@@ -112,29 +108,6 @@ def test_a_killed_worker_is_a_clear_error(kind, workers):
     ):
         list(executor.map([1, 2, -1, 4, 5, 6]))
     assert "run the same command again" in raised.value.hint
-
-
-@dataclasses.dataclass(frozen=True)
-class Loaded:
-    """Work that says whether a module can be loaded."""
-
-    without = ("tabnanny",)
-
-    def ready(self):
-        def is_there(name):
-            try:
-                importlib.import_module(name)
-            except ImportError:
-                return False
-            return True
-
-        return is_there
-
-
-@pytest.mark.parametrize(("kind", "workers"), KINDS[1:])
-def test_a_worker_is_spared_what_its_work_does_without(kind, workers):
-    with kind(Loaded(), workers) as executor:
-        assert list(executor.map(["tabnanny", "wave", "json"])) == [False, True, True]
 
 
 def test_one_job_needs_no_process():

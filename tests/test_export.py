@@ -20,7 +20,7 @@ from eyas import builtin
 from eyas.artifact import Artifact, Manifest, identity
 from eyas.cli.run import StageFolder
 from eyas.data.licence import judge
-from eyas.data.policy import shipped
+from eyas.data.licence_rules import shipped
 from eyas.errors import ConfigError, CorruptError, MismatchError, MissingInputError
 from eyas.export.card import CardOrigin
 from eyas.export.check import check

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from eyas.builtin import demo_prompts
+from eyas.data.formats import FileLook
 from eyas.data.licence import (
     PLACEHOLDER,
     KnownSet,
@@ -27,7 +28,7 @@ from eyas.data.licence import (
     registry,
     require,
 )
-from eyas.data.policy import LicencePolicy, read_policy, shipped
+from eyas.data.licence_rules import LicencePolicy, read_policy, shipped
 from eyas.errors import ConfigError, InputError, MissingInputError
 from tests.stated import Source
 
@@ -354,17 +355,22 @@ def test_an_evaluation_set_under_its_own_licence_is_refused_for_what_it_is():
     assert [(one.rule, one.field) for one in judged.refusals] == [("look-alike", "terms")]
 
 
+def looked(*columns):
+    """Files with these columns."""
+    return [FileLook("JSON lines", frozenset(one)) for one in columns]
+
+
 def test_columns_of_a_known_set_under_other_terms_are_refused():
     stated = Source(path="/raw/ours.jsonl", licence="MIT", prompts_by="human")
     alpaca = frozenset({"instruction", "input", "output"})
-    for look in ([alpaca], [frozenset({"prompt"}), alpaca | {"id", "text"}]):
-        judged = judge(stated, shipped(), look)
+    for looks in ([alpaca], [frozenset({"prompt"}), alpaca | {"id", "text"}]):
+        judged = judge(stated, shipped(), looked(*looks))
         assert set(rules(judged)) == {"look-alike"}
         assert "rows with input, instruction, output look like alpaca" in str(judged.refusals)
-    assert judge(stated, shipped(), [frozenset({"instruction", "output"})]).allowed
+    assert judge(stated, shipped(), looked({"instruction", "output"})).allowed
     known = Source(name="gsm8k", licence="MIT", prompts_by="human")
-    assert judge(known, shipped(), [alpaca]).allowed  # it says which set it is
-    gpteacher = [frozenset({"instruction", "input", "response"})]
+    assert judge(known, shipped(), looked(alpaca)).allowed  # it says which set it is
+    gpteacher = looked({"instruction", "input", "response"})
     assert [one.field for one in judge(stated, shipped(), gpteacher).refusals] == ["prompts_by"]
 
 

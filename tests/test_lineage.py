@@ -6,7 +6,7 @@ import pytest
 
 from eyas.artifact import Artifact, Manifest, identity
 from eyas.data.licence import judge
-from eyas.data.policy import shipped
+from eyas.data.licence_rules import shipped
 from eyas.lineage import describe, lines, sources, stages
 from tests.stated import Source
 

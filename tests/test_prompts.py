@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from eyas.artifact import Artifact
 from eyas.data import selection
-from eyas.data.filters import TooLong
+from eyas.data.filters import too_long
 from eyas.data.ledger import Drop, SourceRow
 from eyas.data.prompts import PromptsConfig, make_prompts
 from eyas.errors import ConfigError, CorruptError, EmptyInputError, InputError
@@ -161,8 +161,8 @@ def test_the_same_bytes_make_the_same_artifact_wherever_they_lie(tmp_path):
         outputs.append(run(tmp_path / name, rows))
     assert outputs[0].manifest().identity == outputs[1].manifest().identity
     files = [output.manifest().files for output in outputs]
-    for one in files:  # both name the paths of the sources
-        del one["card.html"], one["croissant.json"]
+    for one in files:  # which names the paths of the sources
+        del one["card.html"]
     assert files[0] == files[1]
 
 
@@ -291,7 +291,7 @@ def test_a_match_takes_what_resembles_the_traffic_and_says_how_well(tmp_path, mo
     assert len(kept) == 40
     assert sum("train" not in one.turns[0] for one in kept) > 35
     assert output.manifest().facts["ledger"]["dropped"] == {"match": 140}
-    fitted = output.read_json("fit.json")
+    fitted = output.read_json("match.json")
     assert fitted["js"]["after"] < fitted["js"]["before"]
     assert fitted["num_prompts"]["before"] == 180
     assert fitted["num_prompts"]["after"] == 40
@@ -304,40 +304,40 @@ def test_a_match_takes_what_resembles_the_traffic_and_says_how_well(tmp_path, mo
     assert prompts(again) != kept
 
 
-@pytest.mark.parametrize("limit", [None, 20])
-def test_a_mix_has_exact_shares(tmp_path, limit):
+def test_a_match_reads_a_server_s_log(tmp_path):
+    """None of it is kept, so no consent is asked."""
+    things = ["bread and soup", "rice with beans"]
+    bodies = [{"model": "m", **row, "user": "u"} for row in rows_about(things, 60, 500)]
+    line = "(APIServer pid=7) DEBUG 11-22 10:00:01 [x.py:76] Request c-{} JSON body: {}"
+    texts = [line.format(number, json.dumps(body)) for number, body in enumerate(bodies)]
+    (tmp_path / "server.log").write_text("\n".join(["ready", *texts]))
+    as_rows = written(tmp_path / "traffic.jsonl", bodies)
+    reports = []
+    for number, traffic in enumerate([str(tmp_path / "server.log"), as_rows]):
+        (tmp_path / str(number)).mkdir()
+        match = {"traffic": traffic, "num_prompts": 20}
+        pool = rows_about(things, 60) + rows_about(["a train"], 60, 100)
+        output = run(tmp_path / str(number), pool, match=match, near_duplicates=None)
+        reports.append(output.read_json("match.json"))
+    assert reports[0] == reports[1]
+    assert reports[0]["num_prompts"]["traffic"] + reports[0]["num_prompts"]["traffic_fitted"] == 60
+
+
+def test_a_source_s_limit_draws_from_all_its_prompts(tmp_path):
     sets = rows_about(["bread"], 40), rows_about(["a train"], 30, 100)
-    output = run(
-        tmp_path,
-        *sets,
-        mix={"set0": 0.25, "set1": 0.75},
-        max_prompts=limit,
-        near_duplicates=None,
-    )
-    counts = Counter(one.source for one in prompts(output))
-    assert counts == ({"set0": 10, "set1": 30} if limit is None else {"set0": 5, "set1": 15})
-    assert set(output.manifest().facts["ledger"]["dropped"]) == {"mix"}
-
-
-def test_a_mix_and_a_match_together(tmp_path):
-    traffic = written(tmp_path / "traffic.jsonl", rows_about(["bread", "rice"], 60, 500))
-    sets = (
-        rows_about(["bread", "cars"], 60),
-        rows_about(["a train", "rice"], 60, 100),
-        rows_about(["bread"], 9, 300),
-    )
-    settings = {
-        "match": {"traffic": traffic, "num_prompts": 30},
-        "mix": {"set0": 2, "set1": 1},
-        "near_duplicates": None,
-    }
-    output = run(tmp_path, *sets, **settings)
-    kept = prompts(output)
-    assert Counter(one.source for one in kept) == {"set0": 20, "set1": 10}
-    assert sum("bread" in one.turns[0] or "rice" in one.turns[0] for one in kept) > 25
-    ledger = output.manifest().facts["ledger"]
-    assert ledger["dropped"] == {"match": 90, "mix": 9}
-    assert ledger["sources"]["set2"]["dropped"] == {"mix": 9}
+    drawn = []
+    for seed in (0, 0, 1):
+        (tmp_path / str(len(drawn))).mkdir()
+        made = config(tmp_path, *sets, near_duplicates=None, seed=seed)
+        first = made.sources[0].model_copy(update={"max_prompts": 10})
+        made = made.model_copy(update={"sources": [first, made.sources[1]]})
+        output = Artifact(str(tmp_path / str(len(drawn)) / "out"))
+        make_prompts(made, output)
+        drawn.append([one.turns for one in prompts(output)])
+        assert Counter(one.source for one in prompts(output)) == {"set0": 10, "set1": 30}
+        assert output.manifest().facts["ledger"]["dropped"] == {"limit": 30}
+    assert drawn[0] == drawn[1] != drawn[2]
+    assert drawn[0][:10] != [tuple(one.turns) for one in prompts(output)][:10]
 
 
 def test_a_licence_that_is_not_stated_is_the_registry_s(tmp_path):
@@ -352,8 +352,8 @@ def test_length_counts_the_system_prompt_too():
     row = SourceRow(
         source="set", licence="MIT", where="set.jsonl:1", id=None, turns=("abc", "de"), system="fg"
     )
-    assert TooLong(7)(row) is row
-    assert isinstance(TooLong(6)(row), Drop)
+    assert too_long(7)(row) is row
+    assert isinstance(too_long(6)(row), Drop)
 
 
 GOOD = [
@@ -526,29 +526,6 @@ def test_a_cut_file_and_many_malformed_rows_are_warnings_or_an_error(tmp_path):
     assert not anew.is_done()
     make_prompts(given, anew)  # what was finished is kept, whatever the setting was
     assert anew.manifest().identity == manifest.identity
-
-
-def test_untaken_branches_are_counted_and_flagged_roots_dropped(tmp_path):
-    def said(text, *replies, role="prompter", **more):
-        return {"text": text, "role": role, "replies": list(replies), **more}
-
-    trees = [
-        said(
-            "What is a fox?",
-            said("one", said("Taken?", role="prompter"), role="assistant", rank=0),
-            said("two", said("Not taken?"), said("Nor this?"), role="assistant", rank=1),
-        ),
-        said("Written by a machine", said("a", said("Unseen?"), role="assistant"), synthetic=True),
-        said("Deleted", deleted=True),
-    ]
-    rows = [{"message_tree_id": f"t{n}", "prompt": tree} for n, tree in enumerate(trees)]
-    output = run(tmp_path, rows)
-    assert [one.turns for one in prompts(output)] == [("What is a fox?", "Taken?")]
-    ledger = output.read_json("ledger.json")
-    assert ledger["dropped"] == {"flagged": 2}
-    assert ledger["untaken"] == ledger["sources"]["set0"]["untaken"] == 2
-    notes = {row["note"] for row in output.read_rows("dropped")}
-    assert notes == {f"its publisher flags it as {flag}" for flag in ("synthetic", "deleted")}
 
 
 def test_rows_that_look_like_a_known_set_are_refused_before_anything_is_written(tmp_path):

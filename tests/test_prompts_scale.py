@@ -119,7 +119,6 @@ def everything(sources: list[dict]) -> dict[str, Any]:
         "sources": sources,
         "evaluation": [{"path": str(beside / "items.jsonl")}],
         "match": {"traffic": str(beside / "traffic.jsonl"), "num_prompts": 200},
-        "mix": {"first": 3, "second": 2},
     }
 
 
@@ -146,7 +145,6 @@ def test_what_is_compared_has_everything(undisturbed):
         "prompts-00001.jsonl",
         "dropped-00000.jsonl",
         "changed-00000.jsonl",
-        "croissant.json",
         "ledger.json",
     } <= set(undisturbed)
     ledger = json.loads(undisturbed["ledger.json"])
@@ -160,7 +158,7 @@ def test_what_is_compared_has_everything(undisturbed):
         "pii.credit_card",
     }
     assert reasons <= set(ledger["dropped"])
-    assert "fit.json" in undisturbed
+    assert "match.json" in undisturbed
     assert ledger["rows_in"] == 420
     assert ledger["rows_masked"] > 5
     ids = [
@@ -323,7 +321,8 @@ def test_work_of_other_versions_is_done_again(sources, undisturbed, tmp_path):
     until_killed(tmp_path, sources, "write", stage.SELECTION)
     first = tmp_path / WORK / "block-00000.jsonl"
     first.write_text('{"row": "of another version"}\n')
-    (tmp_path / "prompts-00009.jsonl").write_text('{"id": "of another version"}\n')
+    for stem in stage.STEMS:
+        (tmp_path / f"{stem}-00009.jsonl").write_text('{"id": "of another version"}\n')
     versions = tmp_path / stage.VERSIONS
     versions.write_text(versions.read_text().replace('"numpy": "', '"numpy": "0.'))
     assert contents(made(tmp_path, sources)) == undisturbed
@@ -335,9 +334,10 @@ def test_a_failing_filter_is_told_by_place_and_quotes_nothing(monkeypatch):
 
     row = SourceRow("set", "MIT", "set.jsonl:3", None, (MARKER,))
     with pytest.raises(
-        EyasError, match=r"failed on set.jsonl:3 of set: ValueError at .*test_prompts_scale.py:\d+"
+        EyasError,
+        match=r"broken failed on set.jsonl:3 of set: ValueError at .*_scale.py:\d+",
     ) as raised:
-        filters.filtered(row, [failing])
+        filters.filtered(row, {"broken": failing})
     assert MARKER not in str(raised.value)
     assert raised.value.__suppress_context__
 

@@ -12,8 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from eyas.data.filters import ENOUGH, QUALITY_CHECKS, QUALITY_LIMITS, Quality
+from eyas.data.filters import quality
 from eyas.data.ledger import Drop, SourceRow
+from eyas.data.quality import ENOUGH, QUALITY_CHECKS, QUALITY_LIMITS
 
 SHARED = Path(__file__).resolve().parents[2] / "shared" / "data"
 
@@ -83,14 +84,14 @@ def row(*turns, system=None):
 
 @pytest.mark.parametrize("text", ORDINARY.values(), ids=ORDINARY)
 def test_what_people_ask_stays(text):
-    assert Quality()(row(text)) == row(text)
+    assert quality(row(text)) == row(text)
 
 
 @pytest.mark.parametrize(
     ("check", "text"), [(check, text) for check, texts in UNFIT.items() for text in texts]
 )
 def test_what_is_unfit_goes_for_its_reason(check, text):
-    found = Quality()(row(text))
+    found = quality(row(text))
     assert isinstance(found, Drop)
     assert found.reason == f"quality.{check}"
     assert text[:12].strip() not in found.note
@@ -117,31 +118,31 @@ def test_every_check_has_its_cases():
     ],
 )
 def test_each_limit_is_heeded(monkeypatch, setting, strict, text):
-    assert Quality()(row(text)) == row(text)
+    assert quality(row(text)) == row(text)
     monkeypatch.setitem(QUALITY_LIMITS, setting, strict)
-    assert isinstance(Quality()(row(text)), Drop)
+    assert isinstance(quality(row(text)), Drop)
 
 
 def test_short_texts_are_not_judged_by_shares():
     assert len("ha" * 90) < ENOUGH
-    assert Quality()(row("ha" * 90)) == row("ha" * 90)
-    assert Quality()(row("!?" * 90)) == row("!?" * 90)
+    assert quality(row("ha" * 90)) == row("ha" * 90)
+    assert quality(row("!?" * 90)) == row("!?" * 90)
 
 
 def test_the_turns_are_judged_together():
-    assert Quality()(row("a", "b")) == row("a", "b")
+    assert quality(row("a", "b")) == row("a", "b")
     assert (
-        Quality()(row("Go on.", *["More of the same, please."] * 40)).reason == "quality.repetition"
+        quality(row("Go on.", *["More of the same, please."] * 40)).reason == "quality.repetition"
     )
 
 
 def test_a_system_prompt_must_be_writable_too():
-    assert Quality()(row("Hi there", system="\udc80")).reason == "quality.encoding"
+    assert quality(row("Hi there", system="\udc80")).reason == "quality.encoding"
 
 
 @given(st.lists(st.text(st.characters(), max_size=400), max_size=4))
 def test_any_row_is_kept_as_it_is_or_dropped(turns):
-    found = Quality()(row(*turns))
+    found = quality(row(*turns))
     assert (
         found == row(*turns)
         if isinstance(found, SourceRow)
@@ -161,5 +162,5 @@ def test_real_prompts_stay(name):
             json.loads(line)["messages"] for line, _ in zip(lines, range(1000), strict=False)
         ]
     rows = [row(*(one["content"] for one in turns if one["role"] == "user")) for turns in messages]
-    keep = Quality()
+    keep = quality
     assert [one for one in rows if isinstance(keep(one), Drop)] == []

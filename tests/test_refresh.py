@@ -30,7 +30,7 @@ def test_the_run_file_is_valid_and_compares():
     config = validated(RunConfig, RUN_FILE, "runs/refresh.yaml")
     assert as_served(config).against == config.train.start.head
     assert config.eval.tolerance == 0.02
-    assert config.prompts.sources[1].traffic.consent == "metadata.training"
+    assert config.prompts.sources[1].log.consent == "metadata.training"
     without = {name: value for name, value in RUN_FILE.items() if name != "train"}
     with pytest.raises(ConfigError, match="judges the new head against another one"):
         validated(RunConfig, without, "runs/refresh.yaml")

@@ -13,7 +13,8 @@ from eyas.artifact import Artifact
 from eyas.builtin import packaged_prompts
 from eyas.cli.options import Overrides, RunFile, stage_config
 from eyas.cli.stage import stage
-from eyas.data import ledger, samples
+from eyas.data.changes import show_changed
+from eyas.data.ledger import show_dropped as dropped_rows
 from eyas.data.prompts import PromptsConfig, make_prompts
 from eyas.errors import ConfigError
 
@@ -35,10 +36,6 @@ Changed = Annotated[
         help="show changed rows of OUTPUT before and after, with what was found in them, by the "
         'beginning of a type: person; "" for all. Reads the sources again',
     ),
-]
-Samples = Annotated[
-    bool,
-    typer.Option("--samples", help="show the encrypted samples of OUTPUT with the privacy key"),
 ]
 
 
@@ -64,7 +61,6 @@ def command(
     ] = None,
     show_dropped: Shown = None,
     diff: Changed = None,
-    show_samples: Samples = False,
     run_file: RunFile = None,
     overrides: Overrides = None,
 ) -> None:
@@ -74,11 +70,11 @@ def command(
     `eyas prompts OUTPUT --show-dropped REASON` shows what was dropped, `--diff TYPE` what was
     changed.
     """
-    if show_dropped is not None or diff is not None or show_samples:
+    if show_dropped is not None or diff is not None:
         shown = [output, *(sources or [])] if output else sources or []
-        if len(shown) != 1 or (show_dropped is not None) + (diff is not None) + show_samples != 1:
+        if len(shown) != 1 or (show_dropped is not None and diff is not None):
             raise ConfigError(
-                "--show-dropped, --diff and --samples show one result, one of them at a time",
+                "--show-dropped and --diff show one result, one of them at a time",
                 "eyas prompts OUTPUT --show-dropped pii.phone",
             )
         for line in _shown(Artifact(shown[0]), show_dropped, diff):
@@ -100,13 +96,10 @@ def command(
 
 
 def _shown(artifact: Artifact, dropped: str | None, changed: str | None) -> Iterator[str]:
-    """The lines of dropped rows, of changed rows, or of the samples. Raises MissingInputError."""
-    if dropped is not None:
-        # rows are there as well where no prompt was left
-        if artifact.is_done() or not artifact.parts("dropped"):
-            artifact.manifest("prompts")
-        return ledger.show_dropped(artifact.read_rows("dropped"), dropped)
-    artifact.manifest("prompts")
-    if changed is not None:
-        return samples.show_changed(artifact, changed)
-    return samples.show_samples(artifact)
+    """The lines of dropped rows, or of changed ones. Raises MissingInputError."""
+    if dropped is None:
+        return show_changed(artifact, changed or "")
+    # Rows are there as well where no prompt was left.
+    if artifact.is_done() or not artifact.parts("dropped"):
+        artifact.manifest("prompts")
+    return dropped_rows(artifact.read_rows("dropped"), dropped)

@@ -24,11 +24,12 @@ from typing import Self
 import numpy as np
 from numpy.typing import NDArray
 
-from eyas.data.duplicates import TAG, WORDS, HashArray, hashed, normalised, runs
+from eyas.data.duplicates import TAG, HashArray, hashed, normalised, runs
 from eyas.data.ledger import DamagedRow, Drop, SourceRow
 from eyas.data.sources import SourceConfig, read_source
 from eyas.errors import CorruptError
 from eyas.fold import fold, latin
+from eyas.language import words
 
 GRAM, RUN = 4, 13  # words
 SHARE = 0.5  # of a turn's 4-grams
@@ -225,7 +226,7 @@ class Spelling:
             decomposed = unicodedata.normalize("NFD", plain)
             plain = unicodedata.normalize("NFC", MARKS.sub("", decomposed))
         self._plain = TAG.sub(" ", plain)
-        self.words: list[str] = WORDS.findall(self._plain) or [plain]
+        self.words: list[str] = words(self._plain) or [plain]
 
     @property
     def has_inner_signs(self) -> bool:
@@ -237,12 +238,12 @@ class Spelling:
     @functools.cached_property
     def joined(self) -> list[str]:
         """Apart at white space alone: "well-known" is "wellknown"."""
-        return WORDS.findall(SIGN.sub("", self._plain)) or self.words
+        return words(SIGN.sub("", self._plain)) or self.words
 
     @functools.cached_property
     def numberless(self) -> list[str]:
         """The words with NUMBER for each run of numbers."""
-        return WORDS.findall(NUMBERS.sub(f" {NUMBER} ", self._plain)) or self.words
+        return words(NUMBERS.sub(f" {NUMBER} ", self._plain)) or self.words
 
 
 def _turn_grams(turn: Spelling) -> Iterator[TurnGrams]:

@@ -24,6 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from eyas.data.ledger import SourceRow
+from eyas.language import tokens, words
 
 HashArray = NDArray[np.uint64]
 IndexArray = NDArray[np.int64]  # [R]: the index of an earlier row, or NONE
@@ -45,14 +46,8 @@ SYSTEM_END = "\x1e"  # between system prompt and turns in the text of a row
 
 # Words and their hashes.
 
-# Scripts without spaces between words: one character counts as a word.
-UNSPACED = (
-    "\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff"
-    "\U00020000-\U0003ffff"
-)
 # Sentence punctuation says little; code and formulas differ in operators and brackets.
-SIGNS = re.compile(rf"[{UNSPACED}]|[^\W{UNSPACED}]+|[^\w\s.,;:!?'\"`\u2018\u2019\u201c\u201d]")
-WORDS = re.compile(rf"[{UNSPACED}]|[^\W_{UNSPACED}]+")
+PUNCTUATION = frozenset(".,;:!?'\"`\u2018\u2019\u201c\u201d")
 TAG = re.compile(r"</?[a-z][^<>]{0,200}>")
 INVISIBLE = re.compile("[\u00ad\u200b-\u200f\u202a-\u202e\u2060-\u2064\ufeff]")
 
@@ -68,12 +63,12 @@ def normalised(text: str) -> str:
 
 def signs(text: str) -> list[str]:
     """The normalised words of a text, and its signs other than sentence punctuation."""
-    return SIGNS.findall(normalised(text))
+    return [token for token in tokens(normalised(text)) if token not in PUNCTUATION]
 
 
 def plain_words(text: str) -> list[str]:
     """The normalised words of a text: no punctuation, HTML tags or invisible characters."""
-    return WORDS.findall(TAG.sub(" ", INVISIBLE.sub("", normalised(html.unescape(text)))))
+    return words(TAG.sub(" ", INVISIBLE.sub("", normalised(html.unescape(text)))))
 
 
 def scrambled(values: HashArray) -> HashArray:

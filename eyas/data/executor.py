@@ -1,10 +1,10 @@
 """Where work runs: one function over many jobs, in this process, in several, or on Ray, with the
 results in the order of the jobs.
 
-Knows processes and actors, not the work: jobs and results are anything that can be pickled. A fixed
-number of jobs is in flight, so memory does not grow with their number. Ray is an optional extra;
-its checkpoints and data sets are not used, because the stage itself records what is finished: a run
-that was killed on Ray can be finished by local processes, and the other way round.
+Jobs and results are anything that can be pickled. A fixed number of jobs is in flight, so memory
+does not grow with their number. Ray is an optional extra; its checkpoints and data sets are not
+used, because the stage itself records what is finished: a run that was killed on Ray can be
+finished by local processes, and the other way round.
 """
 
 from __future__ import annotations
@@ -14,12 +14,10 @@ import itertools
 import logging
 import multiprocessing
 import os
-import pickle
 import signal
-import sys
 import threading
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from importlib.util import find_spec
@@ -34,13 +32,7 @@ IN_FLIGHT = 2  # jobs per worker: one in work, one waiting
 
 
 class WorkerTask(Protocol[JobIn, ResultOut]):
-    """A task small enough to send to a process; `ready` builds there, once, what all jobs need.
-
-    without: modules that must not be loaded in the worker, even if a library would import them.
-    """
-
-    @property
-    def without(self) -> Sequence[str]: ...
+    """A task small enough to send to a process; `ready` builds there, once, what all jobs need."""
 
     def ready(self) -> Callable[[JobIn], ResultOut]: ...
 
@@ -62,14 +54,10 @@ class Executor(Protocol):
 class Worker:
     """A task, built at its first job. An EyasError is a result: it reaches the parent as it was
     raised.
-
-    task: in a process of its own it comes pickled, and `without` is blocked before it is read.
     """
 
-    def __init__(self, task: WorkerTask[Any, Any] | bytes, without: Sequence[str] = ()) -> None:
-        for name in without:
-            sys.modules.setdefault(name, None)  # type: ignore[arg-type]  # None makes an import fail
-        self._task = pickle.loads(task) if isinstance(task, bytes) else task
+    def __init__(self, task: WorkerTask[Any, Any]) -> None:
+        self._task = task
         self._function: Callable[[Any], Any] | None = None
 
     def perform(self, job: Any) -> Any:
@@ -142,7 +130,7 @@ class LocalExecutor:
             self._workers,
             spawn,
             initializer=_begin,
-            initargs=(pickle.dumps(self._task), tuple(self._task.without)),
+            initargs=(self._task,),
         )
         begun = (self._pool.submit(_perform, job) for job in every)
         most = self._workers * IN_FLIGHT
@@ -152,11 +140,11 @@ class LocalExecutor:
 _worker: list[Worker] = []  # in a worker process: its own
 
 
-def _begin(task: bytes, without: tuple[str, ...]) -> None:
+def _begin(task: WorkerTask[Any, Any]) -> None:
     """Start of a worker process: Ctrl-C is left to the parent, and the worker ends with it."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    _worker.append(Worker(task, without))
+    _worker.append(Worker(task))
 
 
 def _perform(job: Any) -> Any:
@@ -193,8 +181,7 @@ class RayExecutor:
             self._connect()
             self._started_ray = True
         actor = self._ray.remote(num_cpus=1)(Worker)
-        task, without = pickle.dumps(self._task), tuple(self._task.without)
-        self._actors = [actor.remote(task, without) for _ in range(self._workers)]
+        self._actors = [actor.remote(self._task) for _ in range(self._workers)]
         return self
 
     def __exit__(self, *error: object) -> None:

@@ -1,9 +1,8 @@
-"""The row filters in their order, and what they make of a block of rows.
+"""The row filters in their order, and what they make of a block of rows. A filter is one entry of
+FILTERS.
 
-Filters drop or change one row at a time: empty, too long, no usable text, another language, overlap
-with an evaluation set, personal data. None depends on other rows, so a block can be cleaned in any
-process. The quality limits are wide: ordinary prompts, code, tables of numbers and pasted logs
-pass. No note of a drop quotes the row.
+Filters drop or change one row at a time. None depends on other rows, so a block can be cleaned in
+any process. No note of a drop quotes the row.
 """
 
 from __future__ import annotations
@@ -12,19 +11,17 @@ import contextlib
 import dataclasses
 import functools
 import itertools
-import re
 import traceback
-import zlib
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from eyas.data.contamination import Contamination
-from eyas.data.duplicates import hashed, plain_words, runs
-from eyas.data.fit import gram_digest
 from eyas.data.ledger import DamagedRow, Drop, RowFilter, SourceRow, dropped_line
+from eyas.data.match import gram_digest
+from eyas.data.quality import QUALITY_CHECKS, QUALITY_LIMITS, SURROGATE
 from eyas.data.selection import BlockArrays, BlockResult, RowBlock, block_lines, row_digests
 from eyas.data.sources import SourceConfig
 from eyas.errors import ConfigError, EyasError
@@ -39,164 +36,55 @@ from eyas.privacy.surrogates import clean
 LateDrops = tuple[tuple[SourceRow, Drop], ...]  # rows that passed the filters and are dropped later
 
 
-class Empty:
+def empty(row: SourceRow) -> SourceRow | Drop:
     """Drops a row in which the user says nothing."""
-
-    def __call__(self, row: SourceRow) -> SourceRow | Drop:
-        return row if row.turns else Drop("empty", note="no user turn with text")
+    return row if row.turns else Drop("empty", "no user turn with text")
 
 
-class TooLong:
+def too_long(limit: int) -> RowFilter:
     """Drops a row of more than `limit` characters. First of the filters that search the text."""
 
-    def __init__(self, limit: int) -> None:
-        self._limit = limit
-
-    def __call__(self, row: SourceRow) -> SourceRow | Drop:
+    def keep(row: SourceRow) -> SourceRow | Drop:
         count = row.all_characters
-        if count <= self._limit:
+        if count <= limit:
             return row
-        return Drop("too_long", note=f"{count} characters, allowed are {self._limit}")
+        return Drop("too_long", f"{count} characters, allowed are {limit}")
+
+    return keep
 
 
-# Quality.
-
-ENOUGH = 200  # characters: a share of less says little
-REPEATED_RUN = 5  # words
-# Prose of 1,000 characters compresses 2 times, code 3 times: only more is looked at closely.
-SUSPICIOUS_COMPRESSION = 4
-
-SURROGATE = re.compile("[\ud800-\udfff]")
-# The replacement character, controls other than white space and escape, and UTF-8 read as Latin-1
-# or Windows-1252: the letter that a lead byte becomes, before as many signs as it has continuation
-# bytes.
-LOST = "\ufffd\ufffe\uffff\x00-\x08\x0e-\x1a\x1c-\x1f\x7f-\x84\x86-\x9f"
-SIGN = f"[\x80-\xbf{bytes(range(0x80, 0xC0)).decode('cp1252', 'ignore')}]"
-DAMAGED = re.compile(rf"[\xc2-\xdf]{SIGN}|[\xe0-\xef]{SIGN}{{2}}|[\xf0-\xf4]{SIGN}{{3}}|[{LOST}]")
-MAYBE_DAMAGED = re.compile(rf"[\xc2-\xf4{LOST}]")
-# Lines of base64 have 64 or 76 characters; a drawn line and a strand of DNA have fewer different
-# ones.
-ENCODED, ENCODED_ALPHABET = re.compile(r"[A-Za-z0-9+/_=-]{60,}"), 10
-SAME = re.compile(r"(.)\1{19,}", re.S)
-
-
-# Limits on what is no usable text; shares are of the characters that are not white space. Of 75,805
-# real prompts none is dropped: docs/decisions/duplicates-and-contamination.md.
-QUALITY_LIMITS = {
-    "min_characters": 2,  # that are not white space, in all user turns together
-    "max_damaged": 0.02,  # share in broken encoding; lone surrogates are always dropped
-    "min_words": 0.25,  # share of letters and digits
-    "max_encoded": 0.5,  # share in unbroken runs such as base64 and hexadecimal have
-    "max_repeated": 0.9,  # share of REPEATED_RUN-word runs that repeat an earlier one
-    "max_same": 0.5,  # share in runs of 20 or more of one character
-    "max_compression": 20,  # length over length compressed by zlib
-}
-
-
-def length(text: str) -> str | None:
-    """What is wrong with the length, or None."""
-    count = len("".join(text.split()))
-    if count >= QUALITY_LIMITS["min_characters"]:
-        return None
-    return f"{count} characters, needed are {QUALITY_LIMITS['min_characters']}"
-
-
-def encoding(text: str) -> str | None:
-    """What is wrong with the encoding, or None."""
-    if SURROGATE.search(text):
-        return "half of a surrogate pair, which UTF-8 cannot hold"
-    share = _share(DAMAGED, text) if MAYBE_DAMAGED.search(text) else 0
-    return (
-        f"{share:.0%} of its characters are damaged"
-        if share > QUALITY_LIMITS["max_damaged"]
-        else None
-    )
-
-
-def non_text(text: str) -> str | None:
-    """Why it is no text, or None."""
-    if len(text) < ENOUGH:
-        return None
-    if (share := sum(map(str.isalnum, text)) / _solid(text)) < QUALITY_LIMITS["min_words"]:
-        return f"{share:.0%} of its characters are letters or digits"
-    unbroken = (
-        match[0] for match in ENCODED.finditer(text) if len(set(match[0])) >= ENCODED_ALPHABET
-    )
-    if (share := sum(map(len, unbroken)) / _solid(text)) > QUALITY_LIMITS["max_encoded"]:
-        return f"{share:.0%} of its characters are in unbroken runs such as base64 has"
-    return None
-
-
-def repetition(text: str) -> str | None:
-    """What it repeats too much, or None."""
-    raw = text.encode("utf-8", "surrogatepass")
-    ratio = len(raw) / len(zlib.compress(raw, 1))
-    if len(text) < ENOUGH or ratio < min(SUSPICIOUS_COMPRESSION, QUALITY_LIMITS["max_compression"]):
-        return None
-    if ratio > QUALITY_LIMITS["max_compression"]:
-        return f"it compresses to 1/{ratio:.0f}"
-    if (share := _share(SAME, text)) > QUALITY_LIMITS["max_same"]:
-        return f"{share:.0%} of its characters are in runs of one character"
-    found = runs(hashed(plain_words(text)), REPEATED_RUN)
-    share = 1 - len(np.unique(found)) / max(1, len(found))
-    if share <= QUALITY_LIMITS["max_repeated"]:
-        return None
-    return f"{share:.0%} of its {REPEATED_RUN}-word runs were there before"
-
-
-QUALITY_CHECKS: dict[str, Callable[[str], str | None]] = {
-    "length": length,
-    "encoding": encoding,
-    "non_text": non_text,
-    "repetition": repetition,
-}
-
-
-class Quality:
+def quality(row: SourceRow) -> SourceRow | Drop:
     """Drops a row for the first check that its turns, taken as one text, fail: reason
     `quality.<check>`.
     """
-
-    def __call__(self, row: SourceRow) -> SourceRow | Drop:
-        text = "\n".join(row.turns)
-        for name, check in QUALITY_CHECKS.items():
-            if note := check(text):
-                return Drop(f"quality.{name}", note)
-        if row.system and SURROGATE.search(row.system):
-            return Drop("quality.encoding", "half of a surrogate pair in the system prompt")
-        return row
+    text = "\n".join(row.turns)
+    for name, check in QUALITY_CHECKS.items():
+        if note := check(text):
+            return Drop(f"quality.{name}", note)
+    if row.system and SURROGATE.search(row.system):
+        return Drop("quality.encoding", "half of a surrogate pair in the system prompt")
+    return row
 
 
-def _solid(text: str) -> int:
-    """The number of characters that are not white space, at least 1."""
-    return max(1, len("".join(text.split())))
+def in_languages(keep: Sequence[str]) -> RowFilter:
+    """Drops a row in a language that is not kept; one in an undetermined language stays.
 
+    keep: codes of ISO 639-1. Raises ConfigError for an unknown one.
+    """
+    known = sorted(codes())
+    unknown = [code for code in keep if code not in known]
+    if unknown:
+        raise ConfigError(
+            f"no language has the code {unknown[0]!r} here", f"one of {', '.join(known)}"
+        )
 
-def _share(pattern: re.Pattern[str], text: str) -> float:
-    """The share of a text's characters, white space aside, that a pattern matches."""
-    return sum(_solid(match[0]) for match in pattern.finditer(text)) / _solid(text)
-
-
-# Language.
-
-
-class Language:
-    """Drops a row in a language that is not kept; one in an undetermined language stays."""
-
-    def __init__(self, keep: Sequence[str] | None) -> None:
-        """keep: codes of ISO 639-1; None keeps all. Raises ConfigError for an unknown one."""
-        known = sorted(codes())
-        unknown = [code for code in keep or () if code not in known]
-        if unknown:
-            raise ConfigError(
-                f"no language has the code {unknown[0]!r} here", f"one of {', '.join(known)}"
-            )
-        self._keep = keep and frozenset(keep)
-
-    def __call__(self, row: SourceRow) -> SourceRow | Drop:
-        if self._keep is None or (found := row_language(row)) in self._keep or found == UNKNOWN:
+    def filter(row: SourceRow) -> SourceRow | Drop:
+        found = row_language(row)
+        if found in keep or found == UNKNOWN:
             return row
         return Drop("language", f"it is in {found!r}")
+
+    return filter
 
 
 def row_language(row: SourceRow) -> str:
@@ -204,7 +92,7 @@ def row_language(row: SourceRow) -> str:
     return language("\n".join(row.turns))
 
 
-# Personal data. What is found and how it is replaced is eyas.privacy's.
+# Personal data: what is found and how it is replaced is decided in eyas.privacy.
 
 
 class PersonalData:
@@ -286,7 +174,7 @@ def find_all_types(text: str) -> list[Finding]:
     return _default_detector().find_all([text], [[Passage(0, len(text), "en")]])[0]
 
 
-# All filters on a block.
+# The table.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -305,17 +193,51 @@ class CleaningTask:
     personal: tuple[PrivacyConfig, ...]
     grams: bool
 
-    @property
-    def without(self) -> tuple[str, ...]:
-        """Presidio loads both where they are installed, for recognisers that are not used: 400 MB a
-        process.
-        """
-        has_ner = any(policy.ner for policy in self.personal)
-        return () if has_ner else ("torch", "transformers")
-
     def ready(self) -> RowCleaner:
         """The function on blocks and on late drops, with its filters built."""
         return RowCleaner(self)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class FilterEntry:
+    """A filter of rows. name: with it the reasons of its drops begin; build: the filter of a task,
+    None where it is off; meaning: of such a drop, for people; limits: constants of the filter, for
+    the ledger and the identity.
+    """
+
+    name: str
+    build: Callable[[CleaningTask], RowFilter | None]
+    meaning: str
+    limits: Mapping[str, float] = dataclasses.field(default_factory=dict)
+
+
+# In their order. A row that passes them all is searched for personal data.
+FILTERS = (
+    FilterEntry("empty", lambda task: empty, "the user says nothing in it"),
+    FilterEntry(
+        "too_long", lambda task: too_long(task.max_characters), "longer than `max_characters`"
+    ),
+    FilterEntry(
+        "quality",
+        lambda task: quality,
+        "no usable text: repetition, broken encoding, or hardly a letter",
+        QUALITY_LIMITS,
+    ),
+    FilterEntry(
+        "language",
+        lambda task: None if task.languages is None else in_languages(task.languages),
+        "taken for a language that is not one of those to keep",
+    ),
+    FilterEntry(
+        "contamination",
+        lambda task: Contamination(task.evaluation) if task.evaluation else None,
+        "found to overlap an evaluation set, which must not be trained on",
+    ),
+)
+PRIVACY_REASONS = {
+    "pii": "something was found in it of a type that the policy drops, or that was still there "
+    "after it was replaced"
+}
 
 
 class RowCleaner:
@@ -328,13 +250,8 @@ class RowCleaner:
             label: PersonalData(policy, task.key)
             for label, policy in zip(task.labels, task.personal, strict=True)
         }
-        self._filters: list[RowFilter] = [
-            Empty(),
-            TooLong(task.max_characters),
-            Quality(),
-            Language(task.languages),
-        ]
-        self._filters += [Contamination(task.evaluation)] if task.evaluation else []
+        built = {entry.name: entry.build(task) for entry in FILTERS}
+        self._filters = {name: one for name, one in built.items() if one is not None}
 
     def __call__(self, job: RowBlock | LateDrops) -> BlockResult | list[dict[str, Any]]:
         """A cleaned block; or the lines of late drops."""
@@ -351,71 +268,58 @@ class RowCleaner:
             results.append(result)
             # At once: `language` remembers the last texts, and the filter has just asked for this.
             languages.append(row_language(result) if isinstance(result, SourceRow) else "")
-        passed = [one for one in results if isinstance(one, SourceRow)]
-        searched: Iterator[SourceRow | Drop] = iter(())
-        if passed:
-            first, last = passed[0], passed[-1]
-            with without_quotes(
-                f"PersonalData failed between {first.where} and {last.where} of {last.source}"
-            ):
-                by_source = itertools.groupby(passed, key=lambda row: row.source)
-                searched = iter(
-                    [
-                        result
-                        for label, rows in by_source
-                        for result in self._personal[label].many(list(rows))
-                    ]
-                )
+        searched = self._searched([one for one in results if isinstance(one, SourceRow)])
         cleaned: list[SourceRow | dict[str, Any]] = []
-        remaining: list[tuple[SourceRow, str]] = []
-        for row, so_far, spoken in zip(block.rows, results, languages, strict=True):
-            result = next(searched) if isinstance(so_far, SourceRow) else so_far
+        remaining: list[SourceRow] = []
+        spoken: list[str] = []
+        for row, result, found in zip(block.rows, results, languages, strict=True):
+            if isinstance(result, SourceRow):
+                result = next(searched)
             if isinstance(result, Drop):
                 cleaned.append(dropped_line(row, result, find_all_types))
             else:
                 cleaned.append(result)
-                remaining.append((result, spoken))
+                remaining.append(result)
+                spoken.append(found)
         lines, places = block_lines(cleaned)
-        rows_in, untaken = Counter[str](), Counter[str]()
-        for row in block.rows:
-            rows_in[row.source] += 1
-            untaken[row.source] += row.untaken if isinstance(row, SourceRow) else 0
-        labels = self._task.labels
+        counts = Counter(row.source for row in block.rows)
         arrays = {
             **self._digests(remaining),
+            "language": np.array(spoken, dtype=np.str_),
             "place": places,
-            "rows_in": np.array([rows_in[label] for label in labels], dtype=np.int64),
-            "untaken": np.array([untaken[label] for label in labels], dtype=np.int64),
+            "rows_in": np.array([counts[label] for label in self._task.labels], dtype=np.int64),
         }
         return BlockResult(block.number, lines, arrays)
 
-    def _digests(self, remaining: list[tuple[SourceRow, str]]) -> BlockArrays:
-        """The arrays over rows with their languages that decisions and ledger need."""
-        rows = [row for row, _ in remaining]
+    def _searched(self, rows: list[SourceRow]) -> Iterator[SourceRow | Drop]:
+        """What the search for personal data makes of rows, in order."""
+        for label, of_source in itertools.groupby(rows, key=lambda row: row.source):
+            together = list(of_source)
+            first, last = together[0].where, together[-1].where
+            with without_quotes(f"PersonalData failed between {first} and {last} of {label}"):
+                results = self._personal[label].many(together)
+            yield from results
+
+    def _digests(self, rows: list[SourceRow]) -> BlockArrays:
+        """The arrays over rows that decisions need."""
         digests = row_digests(rows)
         digests["source"] = np.array(
             [self._task.labels.index(row.source) for row in rows], dtype=np.uint16
         )
-        digests["language"] = np.array([spoken for _, spoken in remaining], dtype=np.str_)
         if self._task.grams:
-            grams = gram_digest(rows)
-            digests |= {
-                "grams": grams.grams,
-                "counts": grams.counts,
-                "characters": grams.characters,
-            }
+            digests |= dataclasses.asdict(gram_digest(rows))
         return digests
 
 
-def filtered(row: SourceRow, filters: Sequence[RowFilter]) -> SourceRow | Drop:
-    """What the filters make of a row; the first drop ends it. Raises EyasError where a filter
+def filtered(row: SourceRow, filters: Mapping[str, RowFilter]) -> SourceRow | Drop:
+    """What filters, by name, make of a row; the first drop ends it. Raises EyasError where a filter
     fails.
     """
     result: SourceRow | Drop = row
-    for keep in filters:
+    for name, keep in filters.items():
         if isinstance(result, Drop):
             break
-        with without_quotes(f"{type(keep).__name__} failed on {row.where} of {row.source}"):
+        with without_quotes(f"the filter {name} failed on {row.where} of {row.source}"):
             result = keep(result)
     return result
 

@@ -1,9 +1,8 @@
 """Rows, and where each one went: rows in = rows out + drops, per source and reason.
 
-Defines what flows through the cleaning (SourceRow, DamagedRow, Drop, RowFilter) and counts it.
-Knows no filter and no file format, and holds counts only: the stage writes the lines of dropped
-rows. A value found in a row is kept by type, place and keyed hash; the excerpt of a dropped row has
-all personal data masked, whatever the policy says.
+Defines what flows through the cleaning (SourceRow, DamagedRow, Drop, RowFilter) and counts it. A
+value found in a row is kept by type, place and keyed hash; the excerpt of a dropped row has all
+personal data masked, whatever the policy says.
 """
 
 from __future__ import annotations
@@ -34,8 +33,7 @@ class SourceRow:
     """The user's side of one conversation.
 
     where: name and line of its file. masked: what filters replaced in it. names: where names were
-    searched for, once that was done. untaken: messages of users on other branches of its tree,
-    which no row holds.
+    searched for, once that was done.
     """
 
     source: str
@@ -46,7 +44,6 @@ class SourceRow:
     system: str | None = None
     masked: tuple[Finding, ...] = ()
     names: tuple[NameSearch, ...] = ()
-    untaken: int = 0
 
     @property
     def characters(self) -> int:
@@ -136,10 +133,9 @@ class SourceCounts:
     """The counts of one source.
 
     masked: values replaced in rows out, by type; rows_masked: rows out with such a value.
-    found_in_dropped: values in rows that were dropped for them. untaken: messages of users on
-    branches of trees that were not taken. lengths_in, lengths_out: readable rows by class of
-    LENGTHS. languages: of rows out. names_rows, names_characters: of rows out, by language,
-    searcher and reason of a `NameSearch`; a row of several languages counts for each.
+    found_in_dropped: values in rows that were dropped for them. lengths_in, lengths_out: readable
+    rows by class of LENGTHS. languages: of rows out. names_rows, names_characters: of rows out, by
+    language, searcher and reason of a `NameSearch`; a row of several languages counts for each.
     """
 
     rows_in: int = 0
@@ -148,7 +144,6 @@ class SourceCounts:
     rows_masked: int = 0
     masked: Counter[str] = dataclasses.field(default_factory=Counter)
     found_in_dropped: Counter[str] = dataclasses.field(default_factory=Counter)
-    untaken: int = 0
     lengths_in: Counter[int] = dataclasses.field(default_factory=Counter)
     lengths_out: Counter[int] = dataclasses.field(default_factory=Counter)
     languages: Counter[str] = dataclasses.field(default_factory=Counter)
@@ -186,7 +181,6 @@ class SourceCounts:
             "rows_masked": self.rows_masked,
             "masked": dict(sorted(self.masked.items())),
             "found_in_dropped": dict(sorted(self.found_in_dropped.items())),
-            "untaken": self.untaken,
         }
 
 
@@ -210,12 +204,9 @@ class Ledger:
         }
         self._sources: dict[str, SourceCounts] = {}
 
-    def came_in(self, source: str, count: int = 1, untaken: int = 0) -> None:
-        """Count rows read, readable or not, and the messages on untaken branches of their trees.
-        Call it where rows are read: `check` compares it with the other counts.
-        """
+    def came_in(self, source: str, count: int = 1) -> None:
+        """Count rows read, readable or not: `check` compares them with the other counts."""
         self._of(source).rows_in += count
-        self._of(source).untaken += untaken
 
     def went_out(self, row: SourceRow, language: str = "") -> None:
         """Count a kept row: what was masked in it, its length, its language if known."""

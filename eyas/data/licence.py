@@ -24,7 +24,9 @@ from license_expression import AND, OR, ExpressionError, Licensing
 from pydantic import BaseModel, ConfigDict, HttpUrl
 
 from eyas import builtin
-from eyas.data.policy import (
+from eyas.data.formats import FileLook
+from eyas.data.hub_sets import hub_set
+from eyas.data.licence_rules import (
     CONTRADICTED,
     LOOK_ALIKE,
     NO_CONSENT,
@@ -34,10 +36,10 @@ from eyas.data.policy import (
     TermField,
     author_key,
 )
-from eyas.data.sources import SourceConfig
+from eyas.data.sources import URL_SET, SourceConfig
 from eyas.data.streams import public_url
-from eyas.data.traffic import LOG_KEYS
 from eyas.errors import InputError
+from eyas.hub import HUB_ID
 
 REGISTRY = Path(__file__).with_name("registry.yaml")
 _PACKAGED_FILES = Path(builtin.__file__).parent.glob("*_prompts.jsonl.gz")
@@ -54,12 +56,7 @@ NO_LICENCE = "NONE"  # SPDX: the author gives none
 PLACEHOLDER = "<why this use is allowed>"
 COMPARED: tuple[TermField, ...] = ("licence", "prompts_by", "answers_by")
 
-# owner/name of the Hugging Face hub: alone or with a revision, or after a prefix and before a
-# revision or a file.
-HUB_ID = re.compile(
-    r"([\w.-]+/[\w.-]+)(?:@.*)?"
-    r"|(?:hf://(?:datasets/)?|https://huggingface\.co/datasets/)([\w.-]+/[\w.-]+)(?:[@/].*)?"
-)
+HUB_PAGE = re.compile(rf"https://huggingface\.co/datasets/({HUB_ID.pattern})(?:[@/].*)?")
 SPDX = Licensing()  # without a list of licences: the policy says which ids are known
 SPDX_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9.:-]*\+?")
 LONGEST_EXPRESSION = 300  # characters
@@ -160,7 +157,7 @@ def registry() -> dict[str, KnownSet]:
 def gate(
     sources: Sequence[SourceConfig],
     policy: LicencePolicy,
-    looks: Sequence[Collection[frozenset[str]]] | None = None,
+    looks: Sequence[Collection[FileLook]] | None = None,
 ) -> list[Verdict]:
     """A verdict on each source, in order. looks: the columns of each source's files, once they are
     known. Raises nothing: see `require`.
@@ -188,7 +185,7 @@ def require(verdicts: Sequence[Verdict]) -> None:
 
 
 def judge(
-    source: SourceConfig, policy: LicencePolicy, look: Collection[frozenset[str]] | None = None
+    source: SourceConfig, policy: LicencePolicy, look: Collection[FileLook] | None = None
 ) -> Verdict:
     """The verdict on one source. look: the columns of its files, None while they are not known."""
     known = find(source)
@@ -405,7 +402,7 @@ def _contradictions(
 
 
 def _look_alike(
-    source: SourceConfig, look: Collection[frozenset[str]], policy: LicencePolicy
+    source: SourceConfig, look: Collection[FileLook], policy: LicencePolicy
 ) -> Iterator[SourceTrait]:
     """Statements that differ from the registry's on a set of which the source has the name or the
     columns.
@@ -413,7 +410,7 @@ def _look_alike(
     by_id = {entry.id: entry for entry in registry().values()}
     evidence = {id: f"{called!r} is called after {id}" for id, called in named_like(source).items()}
     for id, entry in by_id.items():
-        if entry.columns and any(entry.columns <= columns for columns in look):
+        if entry.columns and any(entry.columns <= one.columns for one in look):
             columns = ", ".join(sorted(entry.columns))
             evidence.setdefault(id, f"rows with {columns} look like {id}")
     for id, reason in evidence.items():
@@ -429,20 +426,17 @@ def _look_alike(
             yield SourceTrait("terms", LOOK_ALIKE, "not stated", meaning, remedy)
 
 
-def _unagreed(source: SourceConfig, look: Collection[frozenset[str]]) -> Iterator[SourceTrait]:
+def _unagreed(source: SourceConfig, look: Collection[FileLook]) -> Iterator[SourceTrait]:
     """A log of requests that is given as if it were a set of prompts."""
-    for keys in LOG_KEYS:
-        if not (source.traffic or source.shape) and any(keys <= columns for columns in look):
-            yield SourceTrait(
-                "terms",
-                NO_CONSENT,
-                "not stated",
-                f"rows with {', '.join(sorted(keys))} look like a log of requests",
-                "traffic: {consent: <field of each request that says yes>} or "
-                "traffic: {basis: <why all of them may be used>}; shape: openai, if it is a "
-                "published set",
-            )
-            return
+    if any(one.is_log for one in look) and not (source.log or source.shape):
+        yield SourceTrait(
+            "terms",
+            NO_CONSENT,
+            "not stated",
+            "its files look like a log of requests",
+            "log: {consent: <field of each request that says yes>} or log: {basis: <why all of "
+            "them may be used>}; shape: openai, if it is a published set",
+        )
 
 
 def _differ(field: str, stated: str, recorded: str, policy: LicencePolicy) -> bool:
@@ -552,12 +546,11 @@ def _complaint(verdict: Verdict) -> Iterator[str]:
 
 
 def _hub_id(path: str) -> str | None:
-    found = HUB_ID.fullmatch(path)
-    if found is None:
-        return None
-    bare, prefixed = found.groups()
-    # a local folder of that name is read instead of the hub
-    return prefixed or (None if Path(path).exists() else bare)
+    """The id of the hub's set that a path names."""
+    if found := hub_set(path):
+        return found[0]
+    named = URL_SET.fullmatch(path) or HUB_PAGE.fullmatch(path)
+    return named[1] if named else None
 
 
 def _canonical(text: str | None) -> str:

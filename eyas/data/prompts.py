@@ -2,23 +2,20 @@
 
     prompts-00000.jsonl   records.Prompt, in the order of the sources
     dropped-00000.jsonl   a redacted line per dropped row
+    changed-00000.jsonl   a line per prompt in which something was replaced: place, types, hashes
     ledger.json           rows in = rows out + drops, by source and reason
     card.html             the same for the person who signs
-    croissant.json        the same for other programs, as Croissant JSON-LD
-    changed-00000.jsonl   a line per prompt in which something was replaced: place, types, hashes
-    samples.enc           some of them before and after, encrypted, if `record.samples` says so
-    fit.json              how near the prompts are to the traffic, if `match` is set
+    match.json            how near the prompts are to the traffic, if `match` is set
     work/                 finished blocks and the selection, until everything is written
 
 Three steps, and a killed run repeats none that it finished: blocks of rows go through the filters
 in any number of processes; what depends on other rows is decided on digests of the rows that
-remain; what is taken is written. Knows the flow; knows no file format, no pattern and no model.
+remain; what is taken is written.
 """
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import datetime
 import importlib.metadata
 import itertools
@@ -29,15 +26,16 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from eyas.artifact import VERSION, WORK, Artifact, Manifest, Parts, identity
-from eyas.data import fit, samples
 from eyas.data.card import CardContents, write_card
-from eyas.data.croissant import croissant
+from eyas.data.changes import CHANGED, changed_line
 from eyas.data.executor import Executor, LocalExecutor, RayExecutor
-from eyas.data.filters import QUALITY_LIMITS, CleaningTask, Language, LateDrops
-from eyas.data.ledger import Ledger, SourceRow, printable
+from eyas.data.filters import FILTERS, CleaningTask, LateDrops, in_languages
+from eyas.data.ledger import Ledger, SourceRow
 from eyas.data.licence import gate, require
-from eyas.data.policy import read_policy
-from eyas.data.record import RecordConfig
+from eyas.data.licence_rules import read_policy
+from eyas.data.logs import LogConfig
+from eyas.data.match import VERSION as MATCH_VERSION
+from eyas.data.match import MatchConfig, match_report, traffic_halves
 from eyas.data.selection import (
     BLOCK_ROWS,
     BlockStore,
@@ -47,16 +45,17 @@ from eyas.data.selection import (
     cut,
     select,
 )
-from eyas.data.sources import SourceConfig, columns, describe, read_source
+from eyas.data.sources import SourceConfig, describe, looks, read_source
 from eyas.errors import ConfigError, CorruptError, EmptyInputError, InputError
-from eyas.log import Track, console, quiet
+from eyas.log import Track, quiet
 from eyas.privacy import detector
 from eyas.privacy.key import key_id, key_place, privacy_key
 from eyas.privacy.pii import PrivacyConfig
 from eyas.records import Prompt
 
-ROWS_PER_PART = 10_000  # of prompts, and of dropped rows
-SELECTION, VERSIONS, FIT = f"{WORK}/selection.npz", f"{WORK}/versions.json", f"{WORK}/fit.json"
+ROWS_PER_PART = 10_000  # of prompts, of dropped and of changed rows
+STEMS = ("prompts", "dropped", CHANGED)
+SELECTION, VERSIONS, REPORT = f"{WORK}/selection.npz", f"{WORK}/versions.json", f"{WORK}/match.json"
 LIBRARIES = ("numpy", "py3langid")  # that results depend on, besides those of the detector
 
 
@@ -85,11 +84,12 @@ class PromptsConfig(BaseModel):
     languages: tuple[str, ...] | None = Field(
         default=None, description="to keep, as ISO 639-1 codes such as [en, de]; None keeps all"
     )
-    match: fit.MatchConfig | None = None
-    mix: dict[str, float] | None = Field(
-        default=None, description="shares by source; None takes all there is"
+    match: MatchConfig | None = None
+    record: dict[str, str] = Field(
+        default={},
+        description="what the card says of the processing, as HEADING: TEXT: operator, purpose, "
+        "legal basis, retention, erasure, custody of the key",
     )
-    record: RecordConfig = RecordConfig()
     damaged: Literal["warn", "error"] = Field(
         default="warn",
         description="where a file is cut, or more than 3 % of a source's rows cannot be read",
@@ -100,7 +100,9 @@ class PromptsConfig(BaseModel):
     max_prompts: int | None = Field(
         default=None, ge=1, description="stop reading after so many; None reads all"
     )
-    seed: int = Field(default=0, ge=0, description="of what `match` and `mix` draw")
+    seed: int = Field(
+        default=0, ge=0, description="of what `match` and a source's `max_prompts` draw"
+    )
     executor: Literal["local", "ray"] = "local"
     workers: int = Field(default=1, ge=1, description="processes, or actors on Ray")
 
@@ -118,7 +120,7 @@ class PromptsConfig(BaseModel):
     @field_validator("languages")
     @classmethod
     def _are_known(cls, languages: tuple[str, ...] | None) -> tuple[str, ...] | None:
-        Language(languages)
+        in_languages(languages or ())
         return languages
 
     @property
@@ -133,20 +135,25 @@ class PromptsConfig(BaseModel):
         settings = self.model_dump(mode="json", exclude=places)
         if self.match:
             settings["match"]["traffic"] = describe(traffic_source(self.match)).identity
+        limits = {one.label: one.max_prompts for one in self.sources if one.max_prompts}
         return {
             **settings,
+            "limits": limits,
             "policy": read_policy(self.policy).title,
-            "quality": QUALITY_LIMITS,
+            "filters": {entry.name: entry.limits for entry in FILTERS},
             "evaluation": {source.label: describe(source).identity for source in self.evaluation},
             "key": key_id(key),
             "recognisers": {
                 name: version
-                for source in self.sources
-                for name, version in detector.recogniser_versions(
-                    source.privacy(self.personal)
-                ).items()
+                for policy in self.policies.values()
+                for name, version in detector.recogniser_versions(policy).items()
             },
         }
+
+    @property
+    def policies(self) -> dict[str, PrivacyConfig]:
+        """What is done about personal data in each source."""
+        return {source.label: source.privacy(self.personal) for source in self.sources}
 
     def task(self, key: bytes) -> CleaningTask:
         """The work on each row."""
@@ -156,14 +163,19 @@ class PromptsConfig(BaseModel):
             max_characters=self.max_characters,
             languages=self.languages,
             evaluation=tuple(self.evaluation),
-            personal=tuple(source.privacy(self.personal) for source in self.sources),
+            personal=tuple(self.policies.values()),
             grams=self.match is not None,
         )
 
 
-def traffic_source(config: fit.MatchConfig) -> SourceConfig:
-    """The sample of production prompts. No licence is asked: none of it is kept."""
-    return SourceConfig(path=config.traffic, name="traffic")
+def traffic_source(config: MatchConfig) -> SourceConfig:
+    """The sample of production prompts, or of a server's log. No licence and no consent is asked:
+    it is counted, and none of it is kept.
+    """
+    source = SourceConfig(path=config.traffic, name="traffic")
+    if any(look.is_log for look in looks(source)):
+        return source.model_copy(update={"log": LogConfig(basis="it is counted, and not kept")})
+    return source
 
 
 # The flow.
@@ -173,14 +185,13 @@ def make_prompts(config: PromptsConfig, output: Artifact, track: Track = quiet) 
     """Read the sources, clean them, and write the artifact `prompts`; resumes an unfinished one.
 
     Raises InputError that lists every source that the policy refuses, by what is stated before a
-    file is opened, then by what its rows look like;
-    MissingInputError, CorruptError, InputError (a source, an evaluation set, a policy, the
-    traffic); EmptyInputError (a source without rows, or no prompt left).
+    file is opened, then by what its rows look like; MissingInputError, CorruptError, InputError (a
+    source, an evaluation set, a policy, the traffic); EmptyInputError (a source without rows, or no
+    prompt left).
     """
     policy = read_policy(config.policy)
     require(gate(config.sources, policy))
-    looks = [columns(source) for source in config.sources]
-    verdicts = gate(config.sources, policy, looks)
+    verdicts = gate(config.sources, policy, [looks(source) for source in config.sources])
     require(verdicts)
     key = privacy_key()
     inputs = {source.label: describe(source) for source in config.sources}
@@ -189,14 +200,14 @@ def make_prompts(config: PromptsConfig, output: Artifact, track: Track = quiet) 
     if not output.begin(made_by):
         done = output.manifest("prompts")
         _refuse_damage(config, done.facts["warnings"])
-        if done.facts["record"] != config.record.facts():
+        if done.facts["record"] != config.record:
             raise InputError(
                 f"{output.url} is done, and its card holds another record of processing",
                 "give another --output, or take the record with which it was made",
             )
         return done
     _restart_if_versions_differ(output)
-    ledger = Ledger(versions(), policies(config, key), [verdict.to_json() for verdict in verdicts])
+    ledger = Ledger(versions(), ledger_policies(config, key), [one.to_json() for one in verdicts])
     licences = {verdict.source: verdict.licence for verdict in verdicts}
     executor: Executor = (
         LocalExecutor(config.task(key), config.workers)
@@ -207,11 +218,12 @@ def make_prompts(config: PromptsConfig, output: Artifact, track: Track = quiet) 
         if not output.exists(SELECTION):
             decide(config, output, finished_blocks(config, BlockStore(output), executor, track))
         write(config, output, ledger, licences, executor)
-    take_samples(config, output, key)
-    contents = card_contents(config, ledger, inputs)
-    write_summaries(
-        output, dataclasses.replace(contents, identity=made_by), config.match is not None
-    )
+    report = output.read_json(REPORT) if config.match else None
+    contents = card_contents(config, ledger, inputs, made_by, report)
+    output.write_json("ledger.json", contents.ledger)
+    if report:
+        output.write_json("match.json", report)
+    output.write("card.html", write_card(contents).encode())
     _refuse_damage(config, ledger.warnings())
     total = ledger.total
     track(total.rows_in, total.rows_in)
@@ -231,7 +243,7 @@ def make_prompts(config: PromptsConfig, output: Artifact, track: Track = quiet) 
         "ledger": ledger.facts(),
         "warnings": ledger.warnings(),
         "unsearched": ledger.unsearched(),
-        "record": config.record.facts(),
+        "record": config.record,
     }
     return output.finish("prompts", settings, inputs, counts, facts=facts)
 
@@ -247,7 +259,7 @@ def _restart_if_versions_differ(output: Artifact) -> None:
     """Delete what another version of eyas or of a library began: its blocks may differ."""
     now = versions()
     if not output.exists(VERSIONS) or output.read_json(VERSIONS) != now:
-        for name in (*output.parts("prompts"), *output.parts("dropped")):
+        for name in itertools.chain.from_iterable(map(output.parts, STEMS)):
             output.delete(name)
         output.delete_work()
         output.write_json(VERSIONS, now)
@@ -256,14 +268,14 @@ def _restart_if_versions_differ(output: Artifact) -> None:
 def versions() -> dict[str, Any]:
     """Of eyas, of its parts that count theirs, and of the libraries that results depend on."""
     libraries = {name: importlib.metadata.version(name) for name in LIBRARIES}
-    return {"eyas": VERSION, "fit": fit.VERSION, **libraries, **detector.versions()}
+    return {"eyas": VERSION, "match": MATCH_VERSION, **libraries, **detector.versions()}
 
 
-def policies(config: PromptsConfig, key: bytes) -> dict[str, Any]:
+def ledger_policies(config: PromptsConfig, key: bytes) -> dict[str, Any]:
     """The settings of each filter, for the ledger."""
     kept = {"max_characters", "languages", "personal", "near_duplicates"}
-    settings = config.model_dump(mode="json", include=kept)
-    return {**settings, "quality": QUALITY_LIMITS, "key": key_id(key)}
+    limits = {entry.name: entry.limits for entry in FILTERS if entry.limits}
+    return {**config.model_dump(mode="json", include=kept), **limits, "key": key_id(key)}
 
 
 # Step 1: blocks.
@@ -279,7 +291,6 @@ def finished_blocks(
     while store.has(number):
         number += 1
         yield number
-    total = None if track is quiet else sum(1 for one in config.sources for _ in read_source(one))
     rows = (row for source in config.sources for row in read_source(source))
     missing = itertools.islice(cut(rows), number, None)
     with contextlib.closing(executor.map(missing)) as results:
@@ -287,7 +298,7 @@ def finished_blocks(
             assert result.number == number, "blocks come in order, so finished ones have no gap"
             store.write(result)
             number += 1
-            track(min(number * BLOCK_ROWS, total or number * BLOCK_ROWS), total)
+            track(number * BLOCK_ROWS)
             yield number
 
 
@@ -295,36 +306,31 @@ def finished_blocks(
 
 
 def decide(config: PromptsConfig, output: Artifact, finished: Generator[int]) -> None:
-    """Wait for the blocks, and write the selection; with `match` also the fit report."""
+    """Wait for the blocks, and write the selection; with `match` also its report."""
     traffic, num_prompts, halves = None, None, None
     if config.match:
         rows_of_traffic = read_source(traffic_source(config.match))
-        halves = fit.traffic_halves(row for row in rows_of_traffic if isinstance(row, SourceRow))
+        halves = traffic_halves(row for row in rows_of_traffic if isinstance(row, SourceRow))
         traffic, num_prompts = halves[0].grams, config.match.num_prompts
+    limits = [source.max_prompts for source in config.sources]
     rules = SelectionRules(
-        config.labels,
-        config.near_duplicates,
-        traffic,
-        num_prompts,
-        config.mix,
-        config.max_prompts,
-        config.seed,
+        config.near_duplicates, limits, traffic, num_prompts, config.max_prompts, config.seed
     )
-    store = BlockStore(output)
-    selection = selected(store, rules, finished)
+    rows, selection = selected(BlockStore(output), rules, finished)
     if halves:
-        rows = RemainingRows(store, selection.num_blocks)
         before = rows.profile(config.labels, selection.unrepeated)
         after = rows.profile(config.labels, selection.taken)
-        output.write_json(FIT, fit.fit_report(before, after, *halves))
+        output.write_json(REPORT, match_report(before, after, *halves))
     output.write(SELECTION, selection.to_bytes())
 
 
-def selected(store: BlockStore, rules: SelectionRules, finished: Generator[int]) -> Selection:
+def selected(
+    store: BlockStore, rules: SelectionRules, finished: Generator[int]
+) -> tuple[RemainingRows, Selection]:
     """The decisions on all rows; with a limit, on the rows of as many blocks as give so many.
 
-    How far is read follows from the rows alone, not from how many blocks were in flight. `match`
-    and `mix` draw from all rows.
+    How far is read follows from the rows alone, not from how many blocks were in flight. What is
+    drawn is drawn from all rows.
     """
     enough = None if rules.draws else rules.limit
     count, ended = 0, False  # finished blocks, and whether there are no more
@@ -336,9 +342,10 @@ def selected(store: BlockStore, rules: SelectionRules, finished: Generator[int])
                 ended, count = number is None, number or count
                 if number is not None and enough is not None:
                     keys.update(map(bytes, store.arrays(number - 1, "text_key")["text_key"]))
-            selection = select(RemainingRows(store, count), rules)
+            rows = RemainingRows(store, count)
+            selection = select(rows, rules)
             if ended or rules.limit is None or enough is None or selection.num_taken == rules.limit:
-                return selection
+                return rows, selection
             # Some of the different rows are near-duplicates: read as many more.
             enough = len(keys) + rules.limit - selection.num_taken
 
@@ -354,22 +361,18 @@ def write(
     executor: Executor,
 ) -> None:
     """Write the rows that were taken, the lines of those that were changed and of those that were
-    dropped, and count them.
-
-    licences: of each source, stated or known.
+    dropped, and count them. licences: of each source, stated or known.
     """
     store = BlockStore(output)
     selection = Selection.from_bytes(output.read(SELECTION))
     rows = RemainingRows(store, selection.num_blocks)
-    prompts = Parts(output, "prompts", ROWS_PER_PART)
-    dropped = Parts(output, "dropped", ROWS_PER_PART)
-    changed = Parts(output, samples.CHANGED, ROWS_PER_PART)
+    prompts, dropped, changed = (Parts(output, stem, ROWS_PER_PART) for stem in STEMS)
     jobs = (late_drops(rows, selection, block) for block in range(selection.num_blocks))
     with contextlib.closing(executor.map(jobs)) as redacted:
         for block, late_lines in enumerate(redacted):
-            arrays = store.arrays(block, "rows_in", "untaken", "language")
-            for place, label in enumerate(config.labels):
-                ledger.came_in(label, int(arrays["rows_in"][place]), int(arrays["untaken"][place]))
+            arrays = store.arrays(block, "rows_in", "language")
+            for label, count in zip(config.labels, arrays["rows_in"].tolist(), strict=True):
+                ledger.came_in(label, count)
             numbers = itertools.count(rows.first(block))
             languages, late = iter(arrays["language"].tolist()), iter(late_lines)
             for one in store.lines(block):
@@ -382,7 +385,7 @@ def write(
                         prompt = Prompt(id, one.source, licence, one.turns, one.system)
                         prompts.add(prompt.to_json())
                         if one.masked:
-                            changed.add(samples.changed_line(one, id))
+                            changed.add(changed_line(one, id))
                     else:
                         line = next(late)
                 if line is not None:
@@ -402,45 +405,22 @@ def late_drops(rows: RemainingRows, selection: Selection, block: int) -> LateDro
     return tuple((row, drop) for row, drop in drops if drop is not None)
 
 
-def take_samples(config: PromptsConfig, output: Artifact, key: bytes) -> None:
-    """Show some changed rows on the terminal, or write them encrypted, or neither: as `record`
-    says. Raises what reading the sources again raises, and ConfigError without `cryptography`.
-    """
-    wanted = config.record.samples
-    if wanted == "none":
-        return
-    ids = samples.sampled_ids(output, key)
-    rows = samples.changed_rows(output, config.sources, ids)
-    if wanted == "encrypted":
-        lines = (line for row in rows for line in row.lines())
-        output.write(samples.FILE, samples.encrypted(lines, key))
-    elif console.is_terminal:
-        for row in rows:
-            for line in row.lines():
-                console.print(printable(line), highlight=False, markup=False, soft_wrap=True)
-    else:
-        console.print(
-            "samples: terminal: this is no terminal, so no changed row is shown", highlight=False
-        )
-
-
 def card_contents(
-    config: PromptsConfig, ledger: Ledger, inputs: Mapping[str, Manifest]
+    config: PromptsConfig,
+    ledger: Ledger,
+    inputs: Mapping[str, Manifest],
+    made_by: str,
+    report: Mapping[str, Any] | None,
 ) -> CardContents:
-    """What the card shows of a run, but for what only its artifact holds."""
-    policies = {source.label: source.privacy(config.personal) for source in config.sources}
-    dropping = {
-        type
-        for policy in policies.values()
-        for type in policy.types
-        if policy.action(type) == "drop"
-    }
-    record = config.record.facts()
+    """What the card shows of a run. made_by: its identity; report: of `match`."""
+    policies = config.policies
     today = datetime.datetime.now(datetime.UTC).date().isoformat()
     return CardContents(
         ledger=ledger.to_json(),
+        match=report,
         evaluation=[source.label for source in config.evaluation],
-        record={**record, "date": record["date"] or today},
+        identity=made_by,
+        record={"date": today, **config.record},
         sources=[
             {
                 "name": name,
@@ -452,17 +432,13 @@ def card_contents(
             for name, made in inputs.items()
         ],
         searched={name: policy.types for name, policy in policies.items()},
-        dropping=sorted(dropping),
+        dropping=sorted(
+            {
+                type
+                for policy in policies.values()
+                for type in policy.types
+                if policy.action(type) == "drop"
+            }
+        ),
         key={"id": key_id(privacy_key()), "from": key_place()},
     )
-
-
-def write_summaries(output: Artifact, contents: CardContents, has_fit: bool) -> None:
-    """Write ledger.json, fit.json, card.html and croissant.json."""
-    output.write_json("ledger.json", contents.ledger)
-    if has_fit:
-        contents = dataclasses.replace(contents, fit=output.read_json(FIT))
-        output.write_json("fit.json", contents.fit)
-    output.write("card.html", write_card(contents).encode())
-    parts = {name: output.checksummed(name) for name in output.parts("prompts")}
-    output.write_json("croissant.json", croissant(contents, parts))

@@ -1,8 +1,7 @@
 """Blocks of rows on disk, and the selection: which of the remaining rows are taken, and their ids.
 
 Rows are read in blocks of a fixed size; a finished block is on disk whole or not at all. What
-depends on other rows (duplicates, match, mix, limit, ids) is decided on digests of all remaining
-rows. Knows no filter and no file format of a source.
+depends on other rows (duplicates, limits, match, ids) is decided on digests of all remaining rows.
 
     work/block-00000.npz     arrays over the remaining rows, in order: what decisions are made from
     work/block-00000.jsonl   a line per row in: {"row": ...} as the filters changed it, or
@@ -10,6 +9,7 @@ rows. Knows no filter and no file format of a source.
                              finished when this file exists
 
 Letters: R remaining rows, in the order of the sources; a row is known by its number among them.
+B bands of a signature, S beginnings of conversations.
 """
 
 from __future__ import annotations
@@ -21,9 +21,7 @@ import io
 import itertools
 import json
 import re
-import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -44,42 +42,29 @@ from eyas.data.duplicates import (
     text_hash,
     text_key,
 )
-from eyas.data.fit import (
-    CountArray,
-    GramBlock,
-    MixDraw,
-    PickRows,
-    Profile,
-    RowMask,
-    mix_counts,
-    profile,
-    sample,
-    select_like,
-)
 from eyas.data.ledger import DamagedRow, Drop, SourceRow
+from eyas.data.match import CountArray, GramBlock, Profile, RowMask, sample, select_like
 from eyas.privacy.findings import Finding, NameSearch
 
 BLOCK_ROWS = 500
 # A block ends early at so many: 500 rows of megabytes each would fill the memory.
 BLOCK_CHARACTERS = 4_000_000
 
-REASONS = (  # "": taken
-    "",
-    "duplicate.exact",
-    "duplicate.near",
-    "match",
-    "mix",
-    "limit",
-    "duplicate.beginning",
-)
-TAKEN, EXACT, NEAR, MATCH, MIX, LIMIT, BEGINNING = range(len(REASONS))
+# Why a row is not taken, with the beginning of its note; the index is stored, "": taken.
 NOTES = {
+    "": "",
     "duplicate.exact": "the same as",
     "duplicate.near": "nearly the same as",
     "duplicate.beginning": "goes on in",
     "match": "others resemble the traffic more",
-    "mix": "its source has its share",
     "limit": "there are enough",
+}
+REASONS = tuple(NOTES)
+TAKEN, EXACT, NEAR, BEGINNING, MATCH, LIMIT = range(len(REASONS))
+SELECTION_REASONS = {  # heads of reasons, with their meaning
+    "duplicate": "says the same as an earlier row, or nearly; or another row goes on from it",
+    "match": "not drawn: others resemble the traffic more",
+    "limit": "more than `max_prompts`, of its source or of all",
 }
 ID_DIGITS = 16  # of the text hash, in hex
 NO_ID = 0
@@ -139,54 +124,6 @@ def block_lines(rows: Iterable[SourceRow | dict[str, Any]]) -> tuple[bytes, NDAr
     return b"".join(lines), np.array(places, dtype=np.uint32).reshape(-1, 2)
 
 
-class BlockStore:
-    """The finished blocks of an artifact."""
-
-    def __init__(self, artifact: Artifact) -> None:
-        self._artifact = artifact
-
-    def has(self, number: int) -> bool:
-        """Whether a block is finished."""
-        return self._artifact.exists(_file(number, "jsonl"))
-
-    def write(self, result: BlockResult) -> None:
-        """Store a finished block, its lines last."""
-        stream = io.BytesIO()
-        np.savez(stream, allow_pickle=False, **result.arrays)
-        self._artifact.write(_file(result.number, "npz"), stream.getvalue())
-        self._artifact.write(_file(result.number, "jsonl"), result.lines)
-
-    def arrays(self, number: int, *names: str) -> BlockArrays:
-        """Arrays of a finished block, by name."""
-        data = io.BytesIO(self._artifact.read(_file(number, "npz")))
-        with np.load(data, allow_pickle=False) as arrays:
-            return {name: arrays[name] for name in names}
-
-    def lines(self, number: int) -> Iterator[SourceRow | dict[str, Any]]:
-        """A finished block row by row: the row if it remains, else its line as a dropped row."""
-        for line in self._artifact.read(_file(number, "jsonl")).splitlines():
-            value = json.loads(line)
-            yield _row(value["row"]) if "row" in value else value["drop"]
-
-    def row(self, number: int, start: int, end: int) -> SourceRow:
-        """The row whose line is bytes [start, end) of a finished block."""
-        line = self._artifact.read_range(_file(number, "jsonl"), start, end)
-        return _row(json.loads(line)["row"])
-
-
-def _file(number: int, kind: str) -> str:
-    return f"{WORK}/block-{number:05d}.{kind}"
-
-
-def _row(value: dict[str, Any]) -> SourceRow:
-    masked = tuple(Finding(**finding) for finding in value["masked"])
-    names = tuple(NameSearch(**part) for part in value["names"])
-    return SourceRow(**{**value, "turns": tuple(value["turns"]), "masked": masked, "names": names})
-
-
-# Digests of all remaining rows.
-
-
 def row_digests(rows: Sequence[SourceRow]) -> BlockArrays:
     """Keys of the texts [R, 2], signatures [R, B], hashes of the rows' own ids [R]; keys of what
     rows go on from [S, 2], and the row of each [S].
@@ -211,33 +148,71 @@ def id_hash(id: str) -> int:
     return int.from_bytes(hashlib.blake2b(id.encode(), digest_size=8).digest(), "big") or 1
 
 
+class BlockStore:
+    """The finished blocks of an artifact."""
+
+    def __init__(self, artifact: Artifact) -> None:
+        self._artifact = artifact
+
+    def has(self, number: int) -> bool:
+        """Whether a block is finished."""
+        return self._artifact.exists(_file(number, "jsonl"))
+
+    def write(self, result: BlockResult) -> None:
+        """Store a finished block, its lines last."""
+        stream = io.BytesIO()
+        np.savez(stream, allow_pickle=False, **result.arrays)
+        self._artifact.write(_file(result.number, "npz"), stream.getvalue())
+        self._artifact.write(_file(result.number, "jsonl"), result.lines)
+
+    def arrays(self, number: int, *names: str) -> BlockArrays:
+        """Arrays of a finished block, by name; without names, all."""
+        data = io.BytesIO(self._artifact.read(_file(number, "npz")))
+        with np.load(data, allow_pickle=False) as arrays:
+            return {name: arrays[name] for name in names or arrays.files}
+
+    def lines(self, number: int) -> Iterator[SourceRow | dict[str, Any]]:
+        """A finished block row by row: the row if it remains, else its line as a dropped row."""
+        for line in self._artifact.read(_file(number, "jsonl")).splitlines():
+            value = json.loads(line)
+            yield _row(value["row"]) if "row" in value else value["drop"]
+
+    def row(self, number: int, start: int, end: int) -> SourceRow:
+        """The row whose line is bytes [start, end) of a finished block."""
+        line = self._artifact.read_range(_file(number, "jsonl"), start, end)
+        return _row(json.loads(line)["row"])
+
+
+def _file(number: int, kind: str) -> str:
+    return f"{WORK}/block-{number:05d}.{kind}"
+
+
+def _row(value: dict[str, Any]) -> SourceRow:
+    masked = tuple(Finding(**finding) for finding in value["masked"])
+    names = tuple(NameSearch(**part) for part in value["names"])
+    return SourceRow(**{**value, "turns": tuple(value["turns"]), "masked": masked, "names": names})
+
+
 class RemainingRows:
-    """The rows that remain in the first `count` blocks: their digests together, each row by
-    number.
+    """The rows that remain in the first `count` blocks: their digests together (some 300 bytes a
+    row, and with `match` two for each n-gram), each row by number.
     """
 
     def __init__(self, store: BlockStore, count: int) -> None:
         self.num_blocks = count
         self.store = store
-        arrays = [
-            store.arrays(number, "id", "place", "text_key", "source") for number in range(count)
-        ]
-        self._ends = np.cumsum([len(one["id"]) for one in arrays])
-        self._places = np.concatenate([one["place"] for one in arrays])
-        self.text_keys: HashArray = np.concatenate([one["text_key"] for one in arrays])
-        self.ids: HashArray = np.concatenate([one["id"] for one in arrays])
-        self.sources: NDArray[np.uint16] = np.concatenate([one["source"] for one in arrays])
+        blocks = [store.arrays(number) for number in range(count)]
+        self._ends = np.cumsum([len(one["id"]) for one in blocks])
+        for number, one in enumerate(blocks):
+            one["begun_by"] += self.first(number)
+        self.arrays = (
+            {name: np.concatenate([one[name] for one in blocks]) for name in blocks[0]}
+            if blocks
+            else {}
+        )
 
     def __len__(self) -> int:
-        return len(self.ids)
-
-    def gone_on(self) -> IndexArray:
-        """For each row one of its source that repeats it and goes on, else NONE: [R]."""
-        names = ("begun", "begun_by")
-        arrays = [self.store.arrays(number, *names) for number in range(self.num_blocks)]
-        owners = [one["begun_by"] + self.first(number) for number, one in enumerate(arrays)]
-        parts = np.concatenate([one["begun"] for one in arrays])
-        return beginnings(self.text_keys, self.sources, parts, np.concatenate(owners))
+        return int(self._ends[-1]) if self.num_blocks else 0
 
     def first(self, block: int) -> int:
         """The number of a block's first row."""
@@ -246,35 +221,21 @@ class RemainingRows:
     def row(self, number: int) -> SourceRow:
         """A row by its number, read from its block."""
         block = int(np.searchsorted(self._ends, number, side="right"))
-        start, end = self._places[number]
+        start, end = self.arrays["place"][number]
         return self.store.row(block, int(start), int(end))
 
-    @contextmanager
-    def bands(self) -> Iterator[HashArray]:
-        """The signatures [R, B], in a temporary file because they are large."""
-        with tempfile.TemporaryFile() as file:
-            for number in range(self.num_blocks):
-                file.write(self.store.arrays(number, "bands")["bands"].tobytes())
-            file.flush()
-            yield (
-                np.memmap(file, np.uint64, "r", shape=(len(self), BANDS))
-                if len(self)
-                else np.empty((0, BANDS), np.uint64)
-            )
-
-    def grams(self) -> Iterator[GramBlock]:
-        """The digests for the match with traffic, block by block."""
-        for number in range(self.num_blocks):
-            yield GramBlock(**self.store.arrays(number, "grams", "counts", "characters"))
+    @property
+    def grams(self) -> GramBlock:
+        """The digest for the match with traffic."""
+        return GramBlock(*(self.arrays[name] for name in ("grams", "counts", "characters")))
 
     def profile(self, labels: Sequence[str], keep: RowMask) -> Profile:
         """The profile of the rows in `keep`. labels: names of the sources."""
-        made = profile(self.grams, keep)
-        counts = np.bincount(self.sources[keep]).tolist()
+        made = Profile()
+        made.add(self.grams, keep)
+        counts = np.bincount(self.arrays["source"][keep]).tolist()
         made.sources.update({labels[place]: count for place, count in enumerate(counts)})
-        for number in range(self.num_blocks):
-            languages = self.store.arrays(number, "language")["language"]
-            made.languages.update(languages[keep[self.first(number) :][: len(languages)]].tolist())
+        made.languages.update(self.arrays["language"][keep].tolist())
         return made
 
 
@@ -358,73 +319,59 @@ class Selection:
 
 @dataclasses.dataclass(frozen=True)
 class SelectionRules:
-    """What to take. labels: names of the sources, in the order of `RemainingRows.sources`; near: a
-    Jaccard; traffic: counts [B], take `num_prompts` rows whose n-grams are distributed so; mix:
-    shares by source; limit: of all rows.
+    """What to take. near: a Jaccard; limits: by source, in the order of the config, None for all of
+    its rows; traffic: counts by bucket, take `num_prompts` rows whose n-grams are distributed so;
+    limit: of all rows.
     """
 
-    labels: Sequence[str]
-    near: float | None = None
+    near: float | None
+    limits: Sequence[int | None]
     traffic: CountArray | None = None
     num_prompts: int | None = None
-    mix: Mapping[str, float] | None = None
     limit: int | None = None
     seed: int = 0
 
     @property
     def draws(self) -> bool:
         """Whether rows are drawn from all, not taken from the first."""
-        return self.traffic is not None or self.mix is not None
+        return self.traffic is not None or any(limit is not None for limit in self.limits)
 
 
 def select(rows: RemainingRows, rules: SelectionRules) -> Selection:
-    """Decide on every row. Raises ConfigError and EmptyInputError (an impossible mix)."""
-    same_as = exact(rows.text_keys) if len(rows) else np.empty(0, np.int64)
+    """Decide on every row."""
+    if not len(rows):
+        nothing = np.empty(0, np.int64)
+        return Selection(rows.num_blocks, nothing.astype(np.uint8), nothing, nothing == 0, {})
+    keys, sources = rows.arrays["text_key"], rows.arrays["source"]
+    same_as = exact(keys)
     reason = np.where(same_as == NONE, TAKEN, EXACT).astype(np.uint8)
-    if len(rows):
-        longer = rows.gone_on()
-        is_beginning = (reason == TAKEN) & (longer != NONE)
-        same_as = np.where(is_beginning, longer, same_as)
-        reason[is_beginning] = BEGINNING
+    longer = beginnings(keys, sources, rows.arrays["begun"], rows.arrays["begun_by"])
+    is_beginning = (reason == TAKEN) & (longer != NONE)
+    same_as = np.where(is_beginning, longer, same_as)
+    reason[is_beginning] = BEGINNING
     if rules.near is not None:
-        with rows.bands() as bands:
-            like = near(
-                bands, lambda number: row_text(rows.row(number)), reason == TAKEN, rules.near
-            )
+        like = near(
+            rows.arrays["bands"],
+            lambda number: row_text(rows.row(number)),
+            reason == TAKEN,
+            rules.near,
+        )
         reason[like != NONE] = NEAR
         same_as = np.where(like == NONE, same_as, like)
-    if rules.draws:
-        _draw(rows, rules, reason)
+    for source, limit in enumerate(rules.limits):
+        if limit is not None:
+            of_source = (reason == TAKEN) & (sources == source)
+            weights = np.where(of_source, 0.0, -np.inf)
+            reason[of_source & ~sample(weights, keys[:, 0], limit, rules.seed)] = LIMIT
+    if rules.traffic is not None:
+        limits = [one for one in (rules.num_prompts, rules.limit) if one is not None]
+        pick = functools.partial(sample, keys=keys[:, 0], num=min(limits), seed=rules.seed)
+        alive = reason == TAKEN
+        reason[alive & ~select_like(rows.grams, alive, rules.traffic, pick)] = MATCH
     if rules.limit is not None:
         reason[np.flatnonzero(reason == TAKEN)[rules.limit :]] = LIMIT
-    keeps_id, names = unique_names(rows.ids, rows.text_keys, reason == TAKEN)
+    keeps_id, names = unique_names(rows.arrays["id"], keys, reason == TAKEN)
     return Selection(rows.num_blocks, reason, same_as, keeps_id, names)
-
-
-def _draw(rows: RemainingRows, rules: SelectionRules, reason: NDArray[np.uint8]) -> None:
-    """Draw the rows that resemble the traffic, or have the shares of the mix, or both; set the
-    reason of the others.
-    """
-    alive = reason == TAKEN
-    keys = rows.text_keys[:, 0]
-    limits = [one for one in (rules.num_prompts, rules.limit) if one is not None]
-    if rules.mix is None:
-        pick: PickRows = functools.partial(sample, keys=keys, num=min(limits), seed=rules.seed)
-    else:
-        available = np.bincount(rows.sources[alive], minlength=len(rules.labels))
-        counts = mix_counts(
-            rules.mix,
-            dict(zip(rules.labels, available.tolist(), strict=True)),
-            min(limits, default=None),
-        )
-        pick = MixDraw(rules.labels, rows.sources, keys, counts, rules.seed)
-        in_mix = np.isin(rows.sources, [rules.labels.index(name) for name in rules.mix])
-        reason[alive & ~in_mix] = MIX
-    if rules.traffic is None:
-        chosen = pick(np.where(alive, 0.0, -np.inf))
-    else:
-        chosen = select_like(rows.grams, alive, rules.traffic, pick)
-    reason[(reason == TAKEN) & ~chosen] = MIX if rules.traffic is None else MATCH
 
 
 def unique_names(

@@ -1,15 +1,14 @@
 """Sources: sets of conversations or prompts, by path, glob, folder, fsspec URL or Hugging Face id,
-read row by row.
-
-Knows the files of a source and their order. Takes the user's side only. A row that cannot be read
-is reported by its place, never quoted. Knows no reason for which a readable row is dropped.
+read row by row. Only the user's side is taken; a row that cannot be read is reported by its place,
+never quoted.
 """
 
 from __future__ import annotations
 
-import functools
 import hashlib
+import itertools
 import posixpath
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,18 +19,22 @@ from fsspec.implementations.local import LocalFileSystem
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from eyas.artifact import File, Manifest
-from eyas.data import formats, hub, shapes
+from eyas.data import hub_sets
+from eyas.data.formats import ENDINGS, FORMATS, FileLook, ending, look, values
 from eyas.data.ledger import DamagedRow, Drop, SourceRow
-from eyas.data.shapes import KEYS, SHAPES, RowShape
-from eyas.data.streams import StoreFile, Unreadable, public_url
-from eyas.data.traffic import NOT_TAKEN, RequestSampler, TrafficConfig, logged_request
+from eyas.data.logs import LOG_REASONS, LogConfig, RequestSampler, logged_request
+from eyas.data.shapes import BY_NAME, KEYS, KNOWN_SHAPES, row_id, user_side
+from eyas.data.streams import FileValues, StoreFile, Unreadable, public_url
 from eyas.errors import CorruptError, EmptyInputError, InputError, MissingInputError
+from eyas.hub import HUB_ID
 from eyas.privacy.pii import PrivacyConfig
 
 NOT_STATED = "NOASSERTION"  # SPDX: no licence is stated
 GLOB_SIGNS = frozenset("*?[")
 BLOCK = 1 << 20  # bytes
-LOOKED_FILES, LOOKED_ROWS = 64, 8  # that are asked for their columns
+LOOKED_FILES, LOOKED_ROWS = 64, 8  # that are asked for their format and columns
+URL_SET = re.compile(rf"hf://datasets/({HUB_ID.pattern})(?:[@/].*)?")
+STATED = {"licence", "prompts_by", "answers_by", "overrule", "fictional", "personal"}
 
 
 class SourceConfig(BaseModel):
@@ -42,8 +45,7 @@ class SourceConfig(BaseModel):
     path: str = Field(
         min_length=1,
         description="file, folder, glob (data/**/*.jsonl.gz), fsspec URL, or a Hugging Face set: "
-        "owner/name[@revision], "
-        "hf://datasets/owner/name[@revision][/path]",
+        "owner/name[@revision]",
     )
     name: str | None = Field(
         default=None, description="in prompts and ledger; made from the path if not given"
@@ -68,18 +70,29 @@ class SourceConfig(BaseModel):
     personal: PrivacyConfig | None = Field(
         default=None, description="what to do with personal data here, in place of the run's policy"
     )
-    traffic: TrafficConfig | None = Field(
+    log: LogConfig | None = Field(
         default=None,
         description="its files are logs of requests: what allows to train on them, and a sample",
     )
-    shape: RowShape | None = Field(
-        default=None, description="how rows are written; recognised if not given"
+    shape: str | None = Field(
+        default=None,
+        description=f"how rows are written, one of {', '.join(BY_NAME)}; recognised if not given",
     )
     subset: str | None = Field(
         default=None,
         description="of a Hugging Face set: the configuration; its default if not given",
     )
     split: str | None = Field(default=None, description="of a Hugging Face set; train if not given")
+    max_prompts: int | None = Field(
+        default=None, ge=1, description="take so many of its prompts, drawn by `seed`"
+    )
+
+    @field_validator("shape")
+    @classmethod
+    def _is_known(cls, shape: str | None) -> str | None:
+        if shape is not None and shape not in BY_NAME:
+            raise ValueError(f"no shape is called {shape!r}: {', '.join(BY_NAME)}")
+        return shape
 
     @field_validator("overrule")
     @classmethod
@@ -98,8 +111,10 @@ class SourceConfig(BaseModel):
     def label(self) -> str:
         if self.name:
             return self.name
-        if found := hub.hub_path(self.path):
-            return found.id
+        if found := hub_sets.hub_set(self.path):
+            return found[0]
+        if named := URL_SET.fullmatch(self.path):
+            return named[1]
         scheme, _, path = public_url(self.path).rpartition("::")[2].rpartition("://")
         solid = [part for part in path.split("/") if part and not GLOB_SIGNS & set(part)]
         if not solid:
@@ -127,25 +142,25 @@ def describe(source: SourceConfig) -> Manifest:
     """A source as the input of an artifact: the contents of its files, wherever they lie, and what
     is stated about it. Raises MissingInputError, EmptyInputError, InputError.
     """
-    found = {place.name: _checksum(place) for place in source_files(source)}
-    stated = source.model_dump(
-        mode="json",
-        include={"licence", "prompts_by", "answers_by", "overrule", "fictional", "personal"},
-    )
-    if source.traffic:
-        stated["traffic"] = source.traffic.model_dump(mode="json", exclude_defaults=True)
-    commit = hub.commit(source.path)
+    stated = source.model_dump(mode="json", include=STATED)
+    if source.log:
+        stated["log"] = source.log.model_dump(mode="json", exclude_defaults=True)
     read_as = source.model_dump(include={"shape", "subset", "split"}, exclude_none=True)
+    facts: dict[str, Any] = {"read_as": read_as} if read_as else {}
+    found: dict[str, File] = {}
+    if hub_sets.hub_set(source.path):
+        facts["commit"] = commit = hub_sets.set_commit(source.path, source.subset)
+        identity = content_identity([commit, source.subset or "", source.split or ""])
+    else:
+        found = {place.name: _checksum(place) for place in source_files(source)}
+        identity = content_identity([file.sha256 for file in found.values()])
     return Manifest(
         stage="source",
-        identity=content_identity([file.sha256 for file in found.values()]),
+        identity=identity,
         config=stated,
         counts={},
         files=found,
-        facts={
-            **({"commit": commit} if commit else {}),
-            **({"read_as": read_as} if read_as else {}),
-        },
+        facts=facts,
         url=public_url(source.path),
     )
 
@@ -162,71 +177,78 @@ def content_identity(checksums: list[str]) -> str:
 def read_source(source: SourceConfig) -> Iterator[SourceRow | DamagedRow]:
     """The rows of a source in order, one at a time; one that cannot be read is a DamagedRow.
 
-    The rest of a file that breaks (a cut gzip, a broken JSON array) is one DamagedRow: how many
-    rows it held is unknown. Raises MissingInputError (no such file), EmptyInputError (no row in
-    it), CorruptError (no readable row), InputError (the store fails, or a package is missing).
+    The rest of a file that breaks (a cut gzip, broken quotes) is one DamagedRow: how many rows it
+    held is unknown. Raises MissingInputError (no such file), EmptyInputError (no row in it),
+    CorruptError (no readable row), InputError (the store fails, or a package is missing).
     """
     count, readable, first = 0, False, ""
-    sampler = RequestSampler(source.traffic) if source.traffic else None
-    for place in source_files(source):
-        for row in _rows(place, source, sampler):
-            count += 1
-            readable = readable or isinstance(row, SourceRow) or row.drop.reason in NOT_TAKEN
-            if isinstance(row, DamagedRow):
-                first = first or f"{row.where}: {row.drop.note}"
-            yield row
+    for row in _rows(source):
+        count += 1
+        readable = readable or isinstance(row, SourceRow) or row.drop.reason in LOG_REASONS
+        if isinstance(row, DamagedRow):
+            first = first or f"{row.where}: {row.drop.note}"
+        yield row
     if not count:
         raise EmptyInputError(
             f"{public_url(source.path)} holds no row", "give a file of conversations or prompts"
         )
     if not readable:
+        formats = ", ".join(one.name for one in FORMATS)
         raise CorruptError(
             f"not one of the {count} rows of {public_url(source.path)} can be read; the first, "
             f"{first}",
-            f"give JSON, JSON lines, CSV or Parquet with {SHAPES}; or plain text, one prompt a "
-            "line; or say its `shape`",
+            f"give {formats}, with {KNOWN_SHAPES}; or say its `shape`",
         )
 
 
-def _rows(
-    place: SourceFile, source: SourceConfig, sampler: RequestSampler | None
-) -> Iterator[SourceRow | DamagedRow]:
-    """The rows of one file. sampler: of a log, which also has lines that are no rows."""
-    label, licence = source.label, source.licence or NOT_STATED
-    texts: formats.TextUnit | None = (
-        source.shape if source.shape in ("strings", "lines", "paragraphs") else None
-    )
-    texts = "log" if sampler else texts
-    with _opened(place) as stored:
-        values = shapes.join_trees(formats.values(stored, place.name, KEYS, texts))
-        for line, value in values:
-            where = f"{place.name}:{line}"
-            try:
-                if isinstance(value, Unreadable):
-                    raise value
-                if sampler:
-                    request = logged_request(value)
-                    if request is None:
-                        continue
-                    sampler.check(request)
-                    value = request.row
-                turns, system = shapes.user_side(value, source.shape)
-            except Unreadable as error:
-                yield DamagedRow(label, where, Drop(error.reason, str(error)))
-            else:
-                id, untaken = shapes.row_id(value), shapes.num_untaken(value)
-                yield SourceRow(label, licence, where, id, turns, system, untaken=untaken)
+def _rows(source: SourceConfig) -> Iterator[SourceRow | DamagedRow]:
+    licence = source.licence or NOT_STATED
+    sampler = RequestSampler(source.log) if source.log else None
+    for place, line, value in _values(source):
+        where = f"{place}:{line}"
+        try:
+            if isinstance(value, Unreadable):
+                raise value
+            if sampler:
+                request = logged_request(value)
+                if request is None:  # a line of the log that is no request
+                    continue
+                sampler.check(request)
+                value = request.row
+            turns, system = user_side(value, source.shape)
+        except Unreadable as error:
+            yield DamagedRow(source.label, where, Drop(error.reason, str(error)))
+        else:
+            yield SourceRow(source.label, licence, where, row_id(value), turns, system)
 
 
-def columns(source: SourceConfig) -> set[frozenset[str]]:
-    """The columns of each file, or the keys of its first rows: what the rows look like.
+def _values(source: SourceConfig) -> Iterator[tuple[str, int, Any]]:
+    """The values of a source, each with the file, or split of a hub set, and line where it is."""
+    keys = None if source.log else KEYS  # any column of a log may hold consent
+    if hub_sets.hub_set(source.path):
+        split = source.split or hub_sets.TRAIN
+        for number, row in hub_sets.set_rows(source.path, source.subset, split, keys):
+            yield split, number, row
+        return
+    for place in source_files(source):
+        with _opened(place) as stored:
+            rows: FileValues = values(stored, place.name, keys, is_log=source.log is not None)
+            for line, value in rows:
+                yield place.name, line, value
+
+
+def looks(source: SourceConfig) -> set[FileLook]:
+    """What each file of a source looks like.
 
     Raises as `read_source` does for files that cannot be found or opened.
     """
+    if hub_sets.hub_set(source.path):
+        rows = hub_sets.set_rows(source.path, source.subset, source.split, None)
+        return {FileLook("", frozenset(row)) for _, row in itertools.islice(rows, 1)}
     found = set()
     for place in source_files(source)[:LOOKED_FILES]:
         with _opened(place) as stored:
-            found.add(formats.columns(stored, place.name, KEYS, LOOKED_ROWS))
+            found.add(look(stored, place.name, LOOKED_ROWS))
     return found
 
 
@@ -235,10 +257,6 @@ def columns(source: SourceConfig) -> set[frozenset[str]]:
 
 def source_files(source: SourceConfig) -> list[SourceFile]:
     """The files of a source by name. Raises MissingInputError, EmptyInputError, InputError."""
-    named = hub.hub_path(source.path)
-    if named is not None:
-        found = hub.files(named, source.subset, source.split)
-        return _named([(path, _local()) for path in found])
     if source.subset or source.split:
         raise InputError(
             f"{source.path} has no subsets or splits",
@@ -287,7 +305,7 @@ def _expanded(filesystem: Any, path: str, given: str) -> list[str]:
     if not found:
         raise EmptyInputError(
             f"the folder {public_url(given)} holds no data file",
-            f"give one with files that end in {', '.join(formats.ENDINGS)}, packed or not; or name "
+            f"give one with files that end in {', '.join(ENDINGS)}, packed or not; or name "
             "the files",
         )
     return found
@@ -295,9 +313,7 @@ def _expanded(filesystem: Any, path: str, given: str) -> list[str]:
 
 def _is_data(name: str) -> bool:
     """Whether a file of a folder is read: not hidden, not half-written, of a known format."""
-    return bool(formats.ending(name)) and not any(
-        part.startswith((".", "_")) for part in name.split("/")
-    )
+    return bool(ending(name)) and not any(part.startswith((".", "_")) for part in name.split("/"))
 
 
 @contextmanager
@@ -346,8 +362,3 @@ def _checksum(place: SourceFile) -> File:
             digest.update(block)
             size += len(block)
     return File(bytes=size, sha256=digest.hexdigest())
-
-
-@functools.cache
-def _local() -> LocalFileSystem:
-    return LocalFileSystem()

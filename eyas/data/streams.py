@@ -1,8 +1,7 @@
-"""The bytes of one file as UTF-8: from any store, decompressed, decoded by their byte order mark,
-split into lines.
+"""The bytes of one file of a source: from any store, decompressed, as lines of UTF-8.
 
-Distinguishes failures of the store (InputError: try again) from damage in the data (BrokenStream:
-the rest is lost). Knows no row.
+A failure of the store is an InputError: try again. Damage in the data is a BrokenStream: the rows
+before it are kept, what follows is lost.
 """
 
 from __future__ import annotations
@@ -21,18 +20,11 @@ from typing import Any
 
 from eyas.errors import EyasError, InputError
 
-LOOK = 1 << 16  # bytes at the beginning of a file that its format is recognised by
+LOOK = 1 << 16  # bytes at the beginning of a file by which its format is recognised
 LIMIT = 8 << 20  # bytes of one row: more than any conversation, little memory
-
-PARQUET_MAGIC = b"PAR1"
 TOO_LONG = f"too long to read (more than {LIMIT >> 20} MiB)"
 WEB = re.compile(r"(?:\w+://[^/]*::)?https?://")
-UTF_16_32 = (  # the longer marks first: UTF-32-LE begins like UTF-16-LE
-    (codecs.BOM_UTF32_LE, "utf-32-le"),
-    (codecs.BOM_UTF32_BE, "utf-32-be"),
-    (codecs.BOM_UTF16_LE, "utf-16-le"),
-    (codecs.BOM_UTF16_BE, "utf-16-be"),
-)
+OTHER_MARKS = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE, codecs.BOM_UTF32_BE)
 
 
 def public_url(url: str) -> str:
@@ -49,7 +41,7 @@ class Unreadable(ValueError):
 
 
 class BrokenStream(Unreadable):
-    """A part of the file cannot be read, and how many rows it held is not known."""
+    """The rest of the file cannot be read, and how many rows it held is not known."""
 
     reason = "cut"
 
@@ -60,6 +52,12 @@ class Flagged(Unreadable):
     reason = "flagged"
 
 
+READING_REASONS = {  # reasons of rows that are not read, with their meaning
+    "malformed": "could not be read: no JSON, no known shape, or not UTF-8",
+    "cut": "a place where a file is cut or damaged; how many rows were lost there is not known",
+    "flagged": "its publisher flags it as deleted, or as written by a machine",
+}
+
 # The values of a file: (line, or row of a Parquet file, from 1; value or Unreadable).
 FileValues = Iterator[tuple[int, Any]]
 
@@ -68,7 +66,7 @@ class StoreFile(io.RawIOBase):
     """A file of a store. Any failure of the store is an InputError."""
 
     def __init__(self, file: Any, url: str) -> None:
-        self._file, self._url = file, url
+        self._file, self.url = file, url
 
     def readable(self) -> bool:
         return True
@@ -92,9 +90,9 @@ class StoreFile(io.RawIOBase):
             raise
         # Stores have no common class of errors: OSError, and those of their HTTP clients.
         except Exception as error:
-            reason = str(error).replace(self._url, public_url(self._url))
+            reason = str(error).replace(self.url, public_url(self.url))
             raise InputError(
-                f"{public_url(self._url)} cannot be read: {reason}",
+                f"{public_url(self.url)} cannot be read: {reason}",
                 "try again; finished parts are kept",
             ) from error
 
@@ -124,118 +122,6 @@ class Decompressor(io.RawIOBase):
         raise BrokenStream(f"the {self._kind} data are cut or damaged here; what follows is lost")
 
 
-class Utf8Transcoder(io.RawIOBase):
-    """UTF-16 or UTF-32 as UTF-8. Half a character becomes invalid UTF-8, so that only its row is
-    unreadable.
-    """
-
-    def __init__(self, stream: io.BufferedReader, encoding: str) -> None:
-        self._stream, self._rest, self._encoding, self._broken = stream, b"", encoding, False
-        self._decoder = codecs.getincrementaldecoder(encoding)("surrogatepass")
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        return _fill(buffer, self._next)
-
-    def _next(self, size: int) -> bytes:
-        while not self._rest and not self._broken and (block := self._stream.read1(LOOK)):
-            self._rest = self._encoded(block)
-        if self._broken:
-            raise BrokenStream(f"not {self._encoding} from here on; what follows is lost")
-        if not self._rest:
-            self._rest = self._encoded(b"", final=True)
-        data, self._rest = self._rest[:size], self._rest[size:]
-        return data
-
-    def _encoded(self, block: bytes, final: bool = False) -> bytes:
-        try:
-            return self._decoder.decode(block, final).encode("utf-8", "surrogatepass")
-        except UnicodeDecodeError:
-            self._decoder.reset()
-            self._broken = not final
-            return b"\xff" if final else b""
-
-
-class LineReader:
-    """The lines of a stream; None for one longer than LIMIT, of which no more than that is held.
-
-    line: number of the current line, from 1; quotes: double quotes in the last line that was too
-    long.
-    """
-
-    def __init__(self, stream: io.BufferedReader) -> None:
-        self.line, self.quotes = 1, 0
-        self._stream = stream
-
-    def __iter__(self) -> Iterator[bytes | None]:
-        readline = self._stream.readline
-        while text := readline(LIMIT + 1):
-            if len(text) > LIMIT:
-                self._skip(text)
-                yield None
-            else:
-                yield text
-            self.line += 1
-
-    def _skip(self, text: bytes) -> None:
-        self.quotes = text.count(b'"')
-        while text and not text.endswith(b"\n"):
-            text = self._stream.readline(LIMIT)
-            self.quotes += text.count(b'"')
-
-
-def decompressed(stored: StoreFile) -> io.BufferedReader:
-    """The bytes of a file, decompressed if they begin like gzip, bzip2, xz or Zstandard, whatever
-    its name.
-    """
-    raw: io.BufferedReader = io.BufferedReader(stored, LOOK)
-    head = raw.peek(16)[:16]
-    for kind, magic, unpack in COMPRESSIONS:
-        if re.match(magic, head):
-            return io.BufferedReader(Decompressor(unpack(raw), kind), LOOK)
-    return raw
-
-
-def as_utf8(stream: io.BufferedReader) -> io.BufferedReader:
-    """The same text in UTF-8, without its byte order mark of UTF-8, UTF-16 or UTF-32. Raises
-    BrokenStream.
-    """
-    head = stream.peek(4)
-    if head.startswith(codecs.BOM_UTF8):
-        stream.read(len(codecs.BOM_UTF8))
-    for mark, encoding in UTF_16_32:
-        if head.startswith(mark):
-            stream.read(len(mark))
-            return io.BufferedReader(Utf8Transcoder(stream, encoding), LOOK)
-    return stream
-
-
-def arrow(part: str, wanted_by: str) -> ModuleType:
-    """The module `pyarrow` or `pyarrow.{part}`, an optional extra. Raises InputError without it."""
-    try:
-        return importlib.import_module(f"pyarrow.{part}" if part else "pyarrow")
-    except ImportError as error:
-        raise InputError(
-            f"{wanted_by} files need pyarrow, which is not installed", "pip install 'eyas[parquet]'"
-        ) from error
-
-
-def _zstd(raw: io.BufferedReader) -> Any:
-    pyarrow = arrow("", "Zstandard")
-    return pyarrow.CompressedInputStream(pyarrow.PythonFile(raw, mode="r"), "zstd")
-
-
-# Name, first bytes (a pattern) and reader.
-COMPRESSIONS: tuple[tuple[str, bytes, Callable[[io.BufferedReader], Any]], ...] = (
-    ("gzip", b"\x1f\x8b", lambda raw: gzip.GzipFile(fileobj=raw)),
-    ("bzip2", rb"BZh[1-9]1AY&SY", bz2.BZ2File),
-    ("xz", b"\xfd7zXZ\x00", lzma.LZMAFile),
-    ("Zstandard", rb"\x28\xb5\x2f\xfd", _zstd),
-)
-
-
 def _fill(buffer: Any, read: Callable[[int], bytes]) -> int:
     """Fill a buffer by as many reads as needed. Data before a fault are returned; the next call
     meets the fault again.
@@ -253,6 +139,69 @@ def _fill(buffer: Any, read: Callable[[int], bytes]) -> int:
         buffer[filled : filled + len(data)] = data
         filled += len(data)
     return filled
+
+
+def arrow(part: str, wanted_by: str) -> ModuleType:
+    """The module `pyarrow` or `pyarrow.{part}`, an optional extra. Raises InputError without it."""
+    try:
+        return importlib.import_module(f"pyarrow.{part}" if part else "pyarrow")
+    except ImportError as error:
+        raise InputError(
+            f"{wanted_by} files need pyarrow, which is not installed", "pip install 'eyas[parquet]'"
+        ) from error
+
+
+def _zstd(raw: io.BufferedReader) -> Any:
+    pyarrow = arrow("", "Zstandard")
+    return pyarrow.CompressedInputStream(pyarrow.PythonFile(raw, mode="r"), "zstd")
+
+
+# Name, ending, first bytes (a pattern) and reader.
+PACKINGS: tuple[tuple[str, str, bytes, Callable[[io.BufferedReader], Any]], ...] = (
+    ("gzip", "gz", b"\x1f\x8b", lambda raw: gzip.GzipFile(fileobj=raw)),
+    ("bzip2", "bz2", rb"BZh[1-9]1AY&SY", bz2.BZ2File),
+    ("xz", "xz", b"\xfd7zXZ\x00", lzma.LZMAFile),
+    ("Zstandard", "zst", rb"\x28\xb5\x2f\xfd", _zstd),
+)
+
+
+def decompressed(stored: StoreFile) -> io.BufferedReader:
+    """The bytes of a file, decompressed if they begin like one of the PACKINGS, whatever its
+    name.
+    """
+    raw: io.BufferedReader = io.BufferedReader(stored, LOOK)
+    head = raw.peek(16)[:16]
+    for kind, _, magic, unpack in PACKINGS:
+        if re.match(magic, head):
+            return io.BufferedReader(Decompressor(unpack(raw), kind), LOOK)
+    return raw
+
+
+def skip_mark(stream: io.BufferedReader) -> None:
+    """Pass the byte order mark of UTF-8. Raises BrokenStream for the marks of other encodings."""
+    head = stream.peek(4)
+    if head.startswith(codecs.BOM_UTF8):
+        stream.read(len(codecs.BOM_UTF8))
+    elif head.startswith(OTHER_MARKS):
+        raise BrokenStream("the text is UTF-16 or UTF-32: convert it to UTF-8, e.g. with iconv")
+
+
+def numbered_lines(stream: io.BufferedReader) -> Iterator[tuple[int, bytes | Unreadable]]:
+    """The lines of a stream with their numbers, from 1. A line longer than LIMIT is Unreadable, and
+    no more than that of it is held; where the stream breaks, a BrokenStream is the last.
+    """
+    number = 1
+    try:
+        while text := stream.readline(LIMIT + 1):
+            if len(text) <= LIMIT:
+                yield number, text
+            else:
+                while text and not text.endswith(b"\n"):
+                    text = stream.readline(LIMIT)
+                yield number, Unreadable(TOO_LONG)
+            number += 1
+    except BrokenStream as error:
+        yield number, error
 
 
 def is_encodable(text: str) -> bool:

@@ -1,16 +1,20 @@
-"""Logs of servers and gateways: fixtures after their sources, and nothing without consent."""
+"""Logs of servers: fixtures after their sources, and nothing without consent."""
 
 import json
+import re
+import shutil
+import subprocess
 
 import pytest
 from pydantic import ValidationError
 
 from eyas.artifact import Artifact
 from eyas.data.ledger import DamagedRow, SourceRow
+from eyas.data.logs import says
 from eyas.data.prompts import PromptsConfig, make_prompts
 from eyas.data.sources import SourceConfig, read_source
-from eyas.data.traffic import says
 from eyas.errors import EmptyInputError, InputError
+from tests.stages import ROOT
 
 ASKED = "Where is the dog?"
 SAID = "SAID-BY-ASSISTANT"
@@ -51,25 +55,16 @@ SGLANG_OTHER = {
     "obj": {"text": f"<|im_start|>user\n{ASKED}", "rid": "r1"},
     "out": {"text": SAID, "meta_info": {}},
 }
-# litellm 1.109.1, types/utils.py: StandardLoggingPayload (fields that are read, and some others)
+# Other gateways, by a line of jq: LiteLLM 1.109.1 (StandardLoggingPayload of types/utils.py), and
+# Langfuse 5.0.4 (observation_v2.py, as its API and its blob export write it).
 LITELLM = {
     "id": "chatcmpl-2",
-    "trace_id": "t",
     "call_type": "acompletion",
-    "status": "success",
-    "metadata": {
-        "user_api_key_hash": "88dc",
-        "requester_metadata": {"training": "yes"},
-        "requester_custom_headers": {"x-training": "yes"},
-    },
-    "request_tags": ["a", "train-ok"],
+    "metadata": {"requester_metadata": {"training": "yes"}},
     "end_user": "u1",
     "messages": MESSAGES,
     "response": {"choices": [{"message": {"role": "assistant", "content": SAID}}]},
-    "model_parameters": {"temperature": 0},
 }
-# langfuse 5.0.4, api/commons/types/observation_v2.py; blob exports have trace_id, user_id, and
-# hold input and metadata as JSON in texts
 LANGFUSE = {
     "id": "o1",
     "traceId": "t",
@@ -78,11 +73,10 @@ LANGFUSE = {
     "output": {"role": "assistant", "content": SAID},
     "metadata": {"training": "yes"},
     "userId": "u1",
-    "tags": ["train-ok"],
 }
 BLOB = {
-    **{name: LANGFUSE[name] for name in ("id", "type", "tags")},
-    "trace_id": "t",
+    "id": "o1",
+    "type": "GENERATION",
     "user_id": "u1",
     "input": json.dumps(MESSAGES),
     "metadata": json.dumps({"training": "yes"}),
@@ -98,33 +92,18 @@ LOGS = {
     "vLLM": (VLLM, "metadata.training"),
     "SGLang": ([stamped(SGLANG_EVENT), stamped(SGLANG_OTHER)], "headers.x-training"),
     "SGLang, bare": ([json.dumps(SGLANG_EVENT), "[10:00] ready"], "headers.x-training=YES"),
-    "LiteLLM": ([json.dumps(LITELLM)], "metadata.requester_metadata.training"),
-    "LiteLLM, headers": (
-        [json.dumps(LITELLM), json.dumps({**LITELLM, "call_type": "aembedding"})],
-        "metadata.requester_custom_headers.x-training",
-    ),
-    "LiteLLM, tags": ([json.dumps(LITELLM)], "request_tags=train-ok"),
-    "LiteLLM, a number": (
-        [json.dumps({**LITELLM, "id": 7})],
-        "metadata.requester_metadata.training",
-    ),
     "numbers for names": ([json.dumps({**BODY, "id": 7, "user": 8})], "metadata.training"),
     "SGLang, several ids": (
         [stamped({**SGLANG_EVENT, "obj": {"messages": MESSAGES, "rid": ["a", "b"]}})],
         "headers.x-training",
     ),
-    "Langfuse": (
-        [json.dumps(LANGFUSE), json.dumps({**LANGFUSE, "type": "SPAN"})],
-        "metadata.training",
-    ),
-    "Langfuse, blob": ([json.dumps(BLOB)], "metadata.training"),
 }
 
 
-def read(folder, lines, **traffic):
+def read(folder, lines, **log):
     path = folder / "server.log"
     path.write_text("".join(f"{line}\n" for line in lines))
-    return list(read_source(SourceConfig(path=str(path), traffic=traffic)))
+    return list(read_source(SourceConfig(path=str(path), log=log)))
 
 
 @pytest.mark.parametrize(("lines", "consent"), LOGS.values(), ids=LOGS)
@@ -149,11 +128,11 @@ def test_parquet_is_read_as_json_lines_are(tmp_path, record, consent):
     arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     path = tmp_path / "log.parquet"
     parquet.write_table(arrow.Table.from_pylist([record]), path)
-    (row,) = read_source(SourceConfig(path=str(path), traffic={"consent": consent}))
+    (row,) = read_source(SourceConfig(path=str(path), log={"consent": consent}))
     assert row.turns == (ASKED, "And the cat?")
     (line,) = read(tmp_path, [json.dumps(record)], consent=consent)
     assert (row.id, row.system) == (line.id, line.system)
-    (withheld,) = read_source(SourceConfig(path=str(path), traffic={"consent": "not.there"}))
+    (withheld,) = read_source(SourceConfig(path=str(path), log={"consent": "not.there"}))
     assert withheld.drop.reason == "consent"
 
 
@@ -167,16 +146,10 @@ def test_tables_hold_objects_as_maps_and_texts(tmp_path):
         "prompt": arrow.nulls(2, arrow.string()),
     }
     parquet.write_table(arrow.table(columns), path)
-    source = SourceConfig(path=str(path), traffic={"consent": "metadata.training"})
+    source = SourceConfig(path=str(path), log={"consent": "metadata.training"})
     row, withheld = read_source(source)
     assert row.turns == (ASKED, "And the cat?")
     assert withheld.drop.reason == "consent"
-    as_texts = {name: json.dumps(LITELLM[name]) for name in ("messages", "metadata")}
-    path.unlink()
-    parquet.write_table(arrow.Table.from_pylist([{**LITELLM, **as_texts, "end_user": None}]), path)
-    traffic = {"consent": "metadata.requester_metadata.training", "max_per_user": 1}
-    (row,) = read_source(SourceConfig(path=str(path), traffic=traffic))
-    assert row.turns == (ASKED, "And the cat?")
 
 
 @pytest.mark.parametrize(
@@ -195,10 +168,10 @@ def test_tables_hold_objects_as_maps_and_texts(tmp_path):
                 }
             )
         ],
-        [json.dumps({**LITELLM, "messages": "redacted-by-litellm"})],
-        [json.dumps({**LANGFUSE, "input": "Where is the dog?"})],
+        [json.dumps({"messages": "redacted"})],
+        [json.dumps({"text": "no request"})],
     ],
-    ids=["vLLM, cut", "SGLang, level 2", "LiteLLM, redacted", "Langfuse, no roles"],
+    ids=["vLLM, cut", "SGLang, level 2", "redacted", "no record of a request"],
 )
 def test_a_request_that_was_cut_or_redacted_is_no_prompt(tmp_path, lines):
     good, *rest = read(tmp_path, [json.dumps(BODY), *lines], basis="our contract")
@@ -207,15 +180,39 @@ def test_a_request_that_was_cut_or_redacted_is_no_prompt(tmp_path, lines):
 
 
 def test_a_log_without_a_basis_is_refused_before_it_is_read(tmp_path):
-    path = tmp_path / "log.jsonl"
-    for line in (BODY, SGLANG_EVENT, LITELLM, LANGFUSE, BLOB):
-        path.write_text(json.dumps(line) + "\n")
+    path = tmp_path / "server.log"
+    for lines in ([json.dumps(BODY)], [json.dumps(SGLANG_EVENT)], VLLM, [stamped(SGLANG_EVENT)]):
+        path.write_text("\n".join(lines))
         source = {"path": str(path), "licence": "LicenseRef-own", "prompts_by": "human"}
-        with pytest.raises(InputError, match=r"consent.*\n.*\n?.*traffic: \{consent"):
+        with pytest.raises(InputError, match=r"consent.*\n.*\n?.*log: \{consent"):
             make_prompts(PromptsConfig(sources=[source]), Artifact(str(tmp_path / "out")))
-    for traffic in ({}, {"consent": "a", "basis": "b"}, {"basis": " "}):
+    for log in ({}, {"consent": "a", "basis": "b"}, {"basis": " "}):
         with pytest.raises(ValidationError, match="one stated basis"):
-            SourceConfig(path="x", traffic=traffic)
+            SourceConfig(path="x", log=log)
+
+
+def jq_commands():
+    """The filters in docs/production.md, by gateway."""
+    page = (ROOT / "docs" / "production.md").read_text(encoding="utf-8")
+    return dict(re.findall(r"^\| (\w+) \| `jq -c '(.*?)'", page.replace("\\|", "|"), re.M))
+
+
+@pytest.mark.skipif(shutil.which("jq") is None, reason="jq is not installed")
+@pytest.mark.parametrize(
+    ("gateway", "records"),
+    [
+        ("LiteLLM", [LITELLM, {**LITELLM, "call_type": "aembedding"}]),
+        ("Langfuse", [LANGFUSE, {**LANGFUSE, "type": "SPAN"}]),
+        ("Langfuse", [[BLOB]]),
+    ],
+)
+def test_logs_of_gateways_are_read_after_a_line_of_jq(tmp_path, gateway, records):
+    written = "".join(json.dumps(record) for record in records)
+    command = ["jq", "-c", jq_commands()[gateway]]
+    lines = subprocess.run(command, input=written, capture_output=True, text=True, check=True)
+    (row,) = read(tmp_path, lines.stdout.splitlines(), consent="metadata.training")
+    assert (row.turns, row.system) == ((ASKED, "And the cat?"), "Be brief.")
+    assert SAID not in repr(row)
 
 
 def test_consent_goes_into_the_ledger_and_withheld_text_nowhere(tmp_path):
@@ -225,10 +222,10 @@ def test_consent_goes_into_the_ledger_and_withheld_text_nowhere(tmp_path):
     path.write_text(json.dumps(BODY) + "\n" + json.dumps(no) + "\n")
     stated = {"path": str(path), "licence": "LicenseRef-own", "prompts_by": "human"}
     output = Artifact(str(tmp_path / "out"))
-    config = PromptsConfig(sources=[{**stated, "traffic": {"consent": "metadata.training"}}])
+    config = PromptsConfig(sources=[{**stated, "log": {"consent": "metadata.training"}}])
     manifest = make_prompts(config, output)
     assert manifest.counts["prompts"] == 1
-    assert manifest.inputs["log"].config["traffic"] == {"consent": "metadata.training"}
+    assert manifest.inputs["log"].config["log"] == {"consent": "metadata.training"}
     assert manifest.facts["ledger"]["dropped"] == {"consent": 1}
     for file in (tmp_path / "out").rglob("*"):
         assert file.is_dir() or b"purple elephant" not in file.read_bytes()
@@ -254,7 +251,7 @@ def test_a_conversation_that_is_logged_at_each_turn_is_one_prompt(tmp_path):
     path.write_text("".join(json.dumps(one) + "\n" for one in requests))
     stated = {"path": str(path), "licence": "LicenseRef-own", "prompts_by": "human"}
     output = Artifact(str(tmp_path / "out"))
-    config = PromptsConfig(sources=[{**stated, "traffic": {"consent": "metadata.training"}}])
+    config = PromptsConfig(sources=[{**stated, "log": {"consent": "metadata.training"}}])
     manifest = make_prompts(config, output)
     assert manifest.facts["ledger"]["dropped"] == {"duplicate.beginning": 2}
     assert [row["turns"] for row in output.read_rows("prompts")] == [said, said[:1]]
@@ -273,8 +270,8 @@ def test_opting_out_counts_whatever_the_basis(tmp_path):
 def test_the_sample_is_the_same_each_time_and_grows_with_the_share(tmp_path):
     lines = [json.dumps({**BODY, "user": f"u{number % 200}"}) for number in range(600)]
 
-    def taken(**traffic):
-        rows = read(tmp_path, lines, basis="c", **traffic)
+    def taken(**log):
+        rows = read(tmp_path, lines, basis="c", **log)
         return {row.where for row in rows if isinstance(row, SourceRow)}
 
     fifth, half = taken(share=0.2), taken(share=0.5)

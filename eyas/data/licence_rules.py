@@ -2,8 +2,8 @@
 
 A licence or a model has traits (`non-commercial`, `attribution`), and a rule refuses a source that
 has one of its traits in one of its fields. A trait that no rule refuses is a duty that goes with
-the prompts. The shipped policy is policy.yaml; a user's file adds to it, replaces rules of the same
-name and removes entries. Knows no source.
+the prompts. The shipped policy is licence_rules.yaml; a user's file adds to it, replaces rules of
+the same name and removes entries.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from eyas.errors import ConfigError, MissingInputError
 
-SHIPPED = Path(__file__).with_name("policy.yaml")
+SHIPPED = Path(__file__).with_name("licence_rules.yaml")
 TermField = Literal["licence", "terms", "prompts_by", "answers_by"]
 
 # Traits of no table, which the gate finds: a value is missing or in no table, differs from the

@@ -1,7 +1,5 @@
-"""Requests out of the logs of servers and gateways, by consent and by a stable sample.
-
-Knows what each log looks like and where it says who asked; what a request says is read by `shapes`.
-What no consent covers is counted by its place, and neither its text nor its user is kept.
+"""Requests out of the logs of servers, by consent and by a stable sample. A kind of log is one
+entry of LOGS; what a request says is read by `shapes`.
 
     OpenAI body     {"model": ..., "messages": [...], "metadata": {...}, "user": ...}
     vLLM 0.32       ... DEBUG 11-22 10:00:00 [...:76] Request ID JSON body: {...}
@@ -9,11 +7,9 @@ What no consent covers is counted by its place, and neither its text nor its use
     SGLang 0.5.23   [2026-11-22 10:00:00] {"event": "request.received.openai", "obj": {...},
                     "headers": {...}}   (utils/request_logger.py: --log-requests
                     --log-requests-level 3 --log-requests-format json)
-    LiteLLM 1.109   StandardLoggingPayload (types/utils.py), as its object stores get it
-    Langfuse        an observation of type GENERATION (blob export and API of SDK 5.0)
 
-SGLang's --dump-requests-folder holds pickles, which run code when they are loaded: they are not
-read.
+What no consent covers is counted by its place, and neither its text nor its user is kept. SGLang's
+--dump-requests-folder holds pickles, which run code when they are loaded: they are not read.
 """
 
 from __future__ import annotations
@@ -22,7 +18,7 @@ import hashlib
 import json
 import re
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,25 +26,11 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from eyas.data.streams import Unreadable
 
-# Anchored at the first bracket: what a user wrote stands behind it and cannot pass for a record.
-VLLM_BODY = re.compile(r"[^\]]*\] Request (\S+) JSON body: (.*)", re.S)
-SGLANG_LINE = re.compile(r"\[[\d :,-]+\] (\{.*)", re.S)
 SGLANG_CUT = 2048  # characters of each text at --log-requests-level 2
 YES = frozenset({"true", "yes", "1", "granted"})
-NAMES_OF_LOGS = (
-    "OpenAI bodies, and logs of vLLM, SGLang, LiteLLM or Langfuse with the text of requests"
-)
-# Keys of records that only a log has: such a file is no published set of prompts.
-LOG_KEYS = (
-    frozenset({"event", "obj", "timestamp"}),
-    frozenset({"call_type", "model_parameters", "messages"}),
-    frozenset({"input", "traceId", "type"}),
-    frozenset({"input", "trace_id", "type"}),
-    frozenset({"model", "messages"}),
-)
 
 
-class TrafficConfig(BaseModel):
+class LogConfig(BaseModel):
     """What allows to train on logged requests, and which of them are taken.
 
     Fields of a record are named by their path, as `metadata.training` or `headers.x-training`; the
@@ -74,10 +56,10 @@ class TrafficConfig(BaseModel):
     max_per_user: int | None = Field(default=None, ge=1, description="requests of each user")
 
     @model_validator(mode="after")
-    def _has_basis(self) -> TrafficConfig:
+    def _has_basis(self) -> LogConfig:
         if bool(self.consent) == bool((self.basis or "").strip()):
             raise ValueError(
-                "traffic needs one stated basis: `consent: metadata.training`, the field by which "
+                "log needs one stated basis: `consent: metadata.training`, the field by which "
                 "each request agrees, or `basis: ...`, why all of them may be used"
             )
         return self
@@ -101,6 +83,13 @@ class OverUserLimit(Unreadable):
     reason = "user limit"
 
 
+LOG_REASONS = {  # of requests that can be read and are not taken, with their meaning
+    NotConsented.reason: "a logged request that no consent covers",
+    NotSampled.reason: "a logged request outside the sample",
+    OverUserLimit.reason: "a logged request of a user of whom enough were taken",
+}
+
+
 @dataclass(frozen=True, slots=True)
 class LoggedRequest:
     """A request of a log: its body, id and user, and the record in which settings find consent."""
@@ -119,62 +108,16 @@ class LoggedRequest:
         return {**kept, "id": self.id} if self.id else kept
 
 
-def logged_request(value: Any) -> LoggedRequest | None:
-    """The request in a value of a log; None for a line about anything else (a start, an answer).
-
-    Raises Unreadable for a request that was cut, or whose text was not logged.
-    """
-    value = _of_line(value) if isinstance(value, str) else value
-    if value is None or isinstance(value, LoggedRequest):
-        return value
-    if not isinstance(value, dict):
-        raise Unreadable("not an object")
-    for fits, read in _READERS:
-        if fits(value):
-            return read(value)
-    raise Unreadable(f"no record known here: {NAMES_OF_LOGS}")
+# The kinds of logs.
 
 
-def _of_line(line: str) -> LoggedRequest | dict[str, Any] | None:
-    """A line of a server's log."""
-    if found := VLLM_BODY.match(line):
-        body = _object(found.group(2), "cut: start vLLM without --max-log-len")
-        return LoggedRequest(body, body, found.group(1), _text(body, "user"))
-    found = SGLANG_LINE.match(line)
-    return _object(found.group(1), "not JSON") if found else None
-
-
-def _object(text: str, otherwise: str) -> dict[str, Any]:
-    try:
-        value = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise Unreadable(f"a logged request is {otherwise}") from error
-    if not isinstance(value, dict):
-        raise Unreadable("a logged request is not an object")
-    return value
-
-
-def _value(value: Any) -> Any:
-    """A value of a table, which may hold objects and lists as JSON texts or as maps (pairs)."""
-    if isinstance(value, str) and value.lstrip().startswith(("{", "[")):
-        try:
-            return json.loads(value)
-        except (ValueError, RecursionError):
-            return None
-    is_map = isinstance(value, list) and all(isinstance(one, tuple) for one in value)
-    return dict(value) if is_map else value
-
-
-def _text(record: Any, *paths: str) -> str | None:
-    """The first of the fields that holds something: ids and users may be numbers."""
-    found = (_at(record, path) for path in paths)
-    return next((str(one) for one in found if one), None)
+def _openai(record: dict[str, Any]) -> LoggedRequest:
+    return LoggedRequest(record, record, _text(record, "id", "request_id"), _text(record, "user"))
 
 
 def _sglang(record: dict[str, Any]) -> LoggedRequest | None:
     if record["event"] != "request.received.openai":
-        # others repeat it: without its roles, or with the answer
-        return None
+        return None  # others repeat it: without its roles, or with the answer
     body = record.get("obj")
     if not isinstance(body, dict):
         raise Unreadable("a logged request is not an object")
@@ -191,54 +134,91 @@ def _is_cut(value: Any) -> bool:
     return isinstance(value, dict | list) and any(map(_is_cut, values))
 
 
-def _litellm(record: dict[str, Any]) -> LoggedRequest | None:
-    if record["call_type"] not in ("completion", "acompletion"):
-        return None
-    messages = _value(record.get("messages"))
-    if not isinstance(messages, list):
-        raise Unreadable("LiteLLM did not log the messages (turn_off_message_logging)")
-    keys = ("user_api_key_user_id", "user_api_key_hash")
-    user = _text(record, "end_user", *(f"metadata.{key}" for key in keys))
-    return LoggedRequest({"messages": messages}, record, _text(record, "id"), user)
+@dataclass(frozen=True, slots=True)
+class LogKind:
+    """How one server logs requests.
+
+    prefix: of any line of its log; line: of a request's line, with the JSON in group `json` and, if
+    it stands there, the id in group `id`; keys: of a record by itself; cut: what to do about a line
+    that is no JSON; read: the request of a record, None for a record about anything else.
+    """
+
+    name: str
+    keys: frozenset[str]
+    read: Callable[[dict[str, Any]], LoggedRequest | None]
+    prefix: str = ""
+    line: re.Pattern[str] | None = None
+    cut: str = ""
 
 
-def _langfuse(record: dict[str, Any]) -> LoggedRequest | None:
-    if record["type"] != "GENERATION":
-        return None
-    given = _value(record["input"])
-    body = {"messages": given} if isinstance(given, list) else given
-    if not isinstance(body, dict) or not isinstance(body.get("messages"), list):
-        raise Unreadable("the input of a generation holds no messages")
-    return LoggedRequest(body, record, _text(record, "id"), _text(record, "user_id", "userId"))
-
-
-def _openai(record: dict[str, Any]) -> LoggedRequest:
-    return LoggedRequest(record, record, _text(record, "id", "request_id"), _text(record, "user"))
-
-
-_READERS: tuple[
-    tuple[Callable[[dict[str, Any]], bool], Callable[[dict[str, Any]], LoggedRequest | None]], ...
-] = (
-    (lambda record: "event" in record and "timestamp" in record, _sglang),
-    (lambda record: "call_type" in record and "model_parameters" in record, _litellm),
-    (
-        lambda record: (
-            "input" in record and "type" in record and bool({"traceId", "trace_id"} & {*record})
-        ),
-        _langfuse,
+# The patterns of lines are anchored at the first bracket: what a user wrote stands behind it and
+# cannot pass for a record. A record is of the first kind whose keys it has.
+LOGS = (
+    LogKind(
+        "SGLang",
+        frozenset({"event", "timestamp"}),
+        _sglang,
+        prefix=r"\[\d{4}-\d\d-\d\d \d\d:\d\d:\d\d",
+        line=re.compile(r"\[[\d :,-]+\] (?P<json>\{.*)", re.S),
     ),
-    (lambda record: "messages" in record or "prompt" in record, _openai),
+    LogKind(
+        "vLLM",
+        frozenset({"messages", "model"}),
+        _openai,
+        prefix=r"(?:\([^)\n]*\) )?[A-Z]+ \d\d-\d\d \d\d:\d\d:\d\d \[",
+        line=re.compile(r"[^\]]*\] Request (?P<id>\S+) JSON body: (?P<json>.*)", re.S),
+        cut=": start vLLM without --max-log-len",
+    ),
+    LogKind("OpenAI bodies", frozenset({"messages"}), _openai),
+    LogKind("OpenAI bodies of completions", frozenset({"prompt"}), _openai),
 )
+LOG_LINE = re.compile("|".join(f"^{kind.prefix}" for kind in LOGS if kind.prefix).encode(), re.M)
 
 
-# Reasons of requests that can be read and are not taken.
-NOT_TAKEN = frozenset(one.reason for one in (NotConsented, NotSampled, OverUserLimit))
+def looks_logged(columns: Collection[str]) -> bool:
+    """Whether rows with these keys are of a log: no published set of prompts has them together."""
+    return any(len(kind.keys) > 1 and kind.keys <= {*columns} for kind in LOGS)
+
+
+def logged_request(value: Any) -> LoggedRequest | None:
+    """The request in a value of a log; None for a line about anything else (a start, an answer).
+
+    Raises Unreadable for a request that was cut, or whose text was not logged.
+    """
+    record = _of_line(value) if isinstance(value, str) else value
+    if record is None:
+        return None
+    if not isinstance(record, dict):
+        raise Unreadable("not an object")
+    for kind in LOGS:
+        if kind.keys <= {*record}:
+            return kind.read(record)
+    names = ", ".join(kind.name for kind in LOGS)
+    raise Unreadable(f"no record known here, with the text of a request: {names}")
+
+
+def _of_line(line: str) -> dict[str, Any] | None:
+    """The record in a line of a server's log."""
+    for kind in LOGS:
+        if kind.line and (found := kind.line.match(line)):
+            try:
+                record = json.loads(found["json"])
+            except (ValueError, RecursionError) as error:
+                raise Unreadable(f"a logged request is cut, or not JSON{kind.cut}") from error
+            if not isinstance(record, dict):
+                raise Unreadable("a logged request is not an object")
+            named = found.groupdict().get("id")
+            return {**record, "request_id": named} if named else record
+    return None
+
+
+# Which requests are taken.
 
 
 class RequestSampler:
     """Which requests of one source are taken, in order. Holds a count by hash of each user."""
 
-    def __init__(self, config: TrafficConfig) -> None:
+    def __init__(self, config: LogConfig) -> None:
         self._config = config
         self._taken: Counter[bytes] = Counter()
 
@@ -282,3 +262,20 @@ def _at(record: Any, path: str) -> Any:
     dots = (at for at, sign in enumerate(path) if sign == ".")
     found = (_at(record[path[:at]], path[at + 1 :]) for at in dots if path[:at] in record)
     return next((one for one in found if one is not None), None)
+
+
+def _value(value: Any) -> Any:
+    """A value of a table, which may hold objects and lists as JSON texts or as maps (pairs)."""
+    if isinstance(value, str) and value.lstrip().startswith(("{", "[")):
+        try:
+            return json.loads(value)
+        except (ValueError, RecursionError):
+            return None
+    is_map = isinstance(value, list) and all(isinstance(one, tuple) for one in value)
+    return dict(value) if is_map else value
+
+
+def _text(record: Any, *paths: str) -> str | None:
+    """The first of the fields that holds something: ids and users may be numbers."""
+    found = (_at(record, path) for path in paths)
+    return next((str(one) for one in found if one), None)

@@ -1,8 +1,5 @@
-"""Prompts that resemble the traffic, or have exact shares of sources, or both: importance
-resampling over hashed n-grams, a mix by largest remainders, and a report of before and after.
-
-Knows counts of hashed words and lengths; knows no file and no filter. Of the traffic only sums over
-all of its prompts are kept.
+"""Prompts that resemble the traffic: importance resampling over hashed n-grams, and a report of
+before and after. Of the traffic only sums over all of its prompts are kept.
 
 After Xie et al., Data Selection for Language Models via Importance Resampling (arXiv 2302.03169),
 with two changes that docs/decisions/fit-to-the-traffic.md measures: the weight of a row is the mean
@@ -16,12 +13,10 @@ from __future__ import annotations
 
 import functools
 import math
-import re
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -30,18 +25,15 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from eyas.data.duplicates import GOLDEN, HashArray, scrambled
 from eyas.data.ledger import LENGTHS, SourceRow
-from eyas.errors import ConfigError, EmptyInputError
+from eyas.errors import EmptyInputError
+from eyas.language import tokens
 
-VERSION = 1  # of what selects: hashes, weights, rounds, noise and mix
+VERSION = 2  # of what selects: hashes, weights, rounds and noise
 NUM_BUCKETS = 10_000
 # Times the mean log-ratio of a row's n-grams, each round, against noise of deviation 1.3.
 STRENGTH = 2.0
 # At twice the strength three would do, and some traffic would swing from one extreme to the other.
 ROUNDS = 5
-
-# One character is a word where words are not set apart: Thai to Lao, Khmer, kana, Han, Hangul.
-UNSPACED = "\u0e00-\u0eff\u1780-\u17ff\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uac00-\ud7af"
-WORD = re.compile(rf"[{UNSPACED}]|[^\W{UNSPACED}]+|[^\w\s]")
 
 CountArray = NDArray[np.int64]
 WeightArray = NDArray[np.float64]
@@ -56,7 +48,8 @@ class MatchConfig(BaseModel):
 
     traffic: str = Field(
         min_length=1,
-        description="a file of prompts: one half is fitted, the other half measures",
+        description="prompts or a server's log, as a source's path: one half is fitted, the other "
+        "half measures",
     )
     num_prompts: int = Field(ge=1, description="how many to select; all if there are fewer")
 
@@ -76,16 +69,13 @@ class GramBlock:
         return self.grams[np.repeat(keep, self.counts)]
 
 
-GramPool = Callable[[], Iterable[GramBlock]]  # each call goes through the pool again, in order
-
-
 def buckets(*texts: str) -> CountArray:
     """The buckets of the texts' words and pairs of words, in [0, B): int64 [n]. The same on every
     machine.
     """
     found = [np.zeros(0, np.uint64)]
     for text in texts:
-        words = WORD.findall(text.casefold())
+        words = tokens(text.casefold())
         hashes = scrambled(np.fromiter(map(_word_hash, words), np.uint64, len(words)))
         found += [hashes, scrambled(hashes[:-1] * np.uint64(3) + hashes[1:])]
     return (np.concatenate(found) % np.uint64(NUM_BUCKETS)).astype(np.int64)
@@ -156,13 +146,12 @@ def gumbel(keys: HashArray, seed: int) -> WeightArray:
     return noise
 
 
-def select_like(pool: GramPool, alive: RowMask, traffic: CountArray, pick: PickRows) -> RowMask:
+def select_like(pool: GramBlock, alive: RowMask, traffic: CountArray, pick: PickRows) -> RowMask:
     """The rows of the pool that resemble the traffic: bool [R].
 
     alive: [R], the rows to choose from; traffic: [B], the counts to resemble; pick: draws rows by
     their log-weights [R]. In each round the weights grow by what the traffic has more of than the
-    rows picked last; the nearest round counts. Goes through the pool twice a round, and holds a few
-    numbers a row.
+    rows picked last; the nearest round counts.
     """
     weights = np.where(alive, 0.0, -np.inf)
     counts = gram_counts(pool, alive)
@@ -170,8 +159,7 @@ def select_like(pool: GramPool, alive: RowMask, traffic: CountArray, pick: PickR
     for _ in range(ROUNDS):
         # No more n-grams than the traffic has, so that smoothing weighs the same on both.
         scale = min(1.0, float(traffic.sum()) / max(float(counts.sum()), 1.0))
-        ratio = log_ratio(traffic, counts.astype(np.float64) * scale)
-        weights += np.concatenate([log_weights(block, ratio) for block in pool()])
+        weights += log_weights(pool, log_ratio(traffic, counts.astype(np.float64) * scale))
         chosen = pick(weights)
         counts = gram_counts(pool, chosen)
         distance = jensen_shannon(traffic, counts)
@@ -180,105 +168,9 @@ def select_like(pool: GramPool, alive: RowMask, traffic: CountArray, pick: PickR
     return best
 
 
-def gram_counts(pool: GramPool, keep: RowMask) -> CountArray:
+def gram_counts(pool: GramBlock, keep: RowMask) -> CountArray:
     """How often each bucket occurs in the rows of the pool in `keep`: int64 [B]."""
-    total = np.zeros(NUM_BUCKETS, np.int64)
-    for block, kept in _in_step(pool, keep):
-        total += np.bincount(block.of(kept), minlength=NUM_BUCKETS)
-    return total
-
-
-def _in_step(pool: GramPool, keep: RowMask) -> Iterator[tuple[GramBlock, RowMask]]:
-    """Each block of the pool with its part of `keep`."""
-    start = 0
-    for block in pool():
-        yield block, keep[start : start + len(block.counts)]
-        start += len(block.counts)
-    assert start == len(keep), f"the pool has {start} rows, not {len(keep)}"
-
-
-# A mix of sources by exact shares.
-
-
-def mix_counts(
-    mix: Mapping[str, float], available: Mapping[str, int], limit: int | None = None
-) -> dict[str, int]:
-    """Rows of each source: the largest total, at most `limit`, for which every source has enough.
-
-    The shares are proportions and need not sum to 1. A total is divided by largest remainders, ties
-    by name, so no source is a whole row off its share. Raises ConfigError (no share, a share that
-    is not above zero, an unknown source) and EmptyInputError (a source without a row).
-    """
-    _check_mix(mix, available)
-    exact = {name: Fraction(str(share)) for name, share in mix.items()}
-    shares = {name: share / sum(exact.values()) for name, share in exact.items()}
-    # With one row more some source would need at least one more than it has.
-    total = min(math.floor((available[name] + 1) / share) for name, share in shares.items())
-    total = total if limit is None else min(total, limit)
-    # Not by bisection: with largest remainders a smaller total may need more of some source.
-    while True:
-        counts = _divided(total, shares)
-        if all(counts[name] <= available[name] for name in counts):
-            return counts
-        total -= 1
-
-
-def _check_mix(mix: Mapping[str, float], available: Mapping[str, int]) -> None:
-    if not mix:
-        raise ConfigError(
-            "the mix names no source", "give each source its share, such as {chat: 0.7, code: 0.3}"
-        )
-    for name, share in mix.items():
-        if not (math.isfinite(share) and share > 0):
-            raise ConfigError(
-                f"the mix gives {name!r} a share of {share}",
-                "shares are above zero; for none, leave it out",
-            )
-        if name not in available:
-            known = ", ".join(sorted(available))
-            raise ConfigError(
-                f"the mix gives a share to {name!r}, which is no source", f"the sources are {known}"
-            )
-    empty = [name for name in sorted(mix) if not available[name]]
-    if empty:
-        raise EmptyInputError(
-            f"the mix gives a share to {', '.join(map(repr, empty))}, of which no row is left",
-            "leave it out of the mix, or see the ledger for why its rows went",
-        )
-
-
-def _divided(total: int, shares: Mapping[str, Fraction]) -> dict[str, int]:
-    """`total` in whole numbers near its shares: Hamilton's method."""
-    counts = {name: math.floor(total * share) for name, share in shares.items()}
-    by_remainder = sorted(shares, key=lambda name: (counts[name] - total * shares[name], name))
-    for name in by_remainder[: total - sum(counts.values())]:
-        counts[name] += 1
-    return counts
-
-
-@dataclass(frozen=True)
-class MixDraw:
-    """Draws a fixed number of rows of each source by log-weight; a PickRows.
-
-    sources: [R], indices into `names`; keys: [R], distinguish rows; counts: by name, a source
-    without one gives no row.
-    """
-
-    names: Sequence[str]
-    sources: NDArray[np.integer[Any]]
-    keys: HashArray
-    counts: Mapping[str, int]
-    seed: int
-
-    def __call__(self, log_weights: WeightArray) -> RowMask:
-        """The rows drawn: bool [R]. A weight of -inf is never drawn."""
-        chosen = np.zeros(len(log_weights), np.bool_)
-        for place, name in enumerate(self.names):
-            rows = np.flatnonzero(self.sources == place)
-            chosen[rows] = sample(
-                log_weights[rows], self.keys[rows], self.counts.get(name, 0), self.seed
-            )
-        return chosen
+    return np.bincount(pool.of(keep), minlength=NUM_BUCKETS)
 
 
 # Report.
@@ -298,17 +190,9 @@ class Profile:
         """Count the rows of a block, or those in `keep`."""
         keep = np.ones(len(block.counts), np.bool_) if keep is None else keep
         self.num_rows += int(keep.sum())
-        self.grams += np.bincount(block.of(keep), minlength=NUM_BUCKETS)
+        self.grams += gram_counts(block, keep)
         classes = np.searchsorted(LENGTHS, block.characters[keep], side="right") - 1
         self.lengths += np.bincount(classes, minlength=len(LENGTHS))
-
-
-def profile(pool: GramPool, keep: RowMask) -> Profile:
-    """The profile of the rows of the pool in `keep`, without sources and languages."""
-    made = Profile()
-    for block, kept in _in_step(pool, keep):
-        made.add(block, kept)
-    return made
 
 
 def traffic_halves(rows: Iterable[SourceRow]) -> tuple[Profile, Profile]:
@@ -331,10 +215,11 @@ def traffic_halves(rows: Iterable[SourceRow]) -> tuple[Profile, Profile]:
     return halves
 
 
-def fit_report(
+def match_report(
     before: Profile, after: Profile, fitted: Profile, held_out: Profile
 ) -> dict[str, Any]:
-    """How near the pool and the selection are to the held-out half of the traffic, as plain JSON.
+    """How near the pool and the selection are to the held-out half of the traffic, as plain JSON:
+    Jensen-Shannon divergences of words (`js`) and of lengths (`length_js`), in nats.
 
     The floor is the distance between the two halves. A selection larger than a half may come nearer
     than that, since it has less sampling noise of its own.
@@ -349,14 +234,10 @@ def fit_report(
         },
         **{
             key: {
-                name: round(distance(getattr(held_out, counts), getattr(one, counts)), 4)
+                name: round(jensen_shannon(getattr(held_out, counts), getattr(one, counts)), 4)
                 for name, one in compared.items()
             }
-            for key, distance, counts in (
-                ("kl", divergence, "grams"),
-                ("js", jensen_shannon, "grams"),
-                ("length_js", jensen_shannon, "lengths"),
-            )
+            for key, counts in (("js", "grams"), ("length_js", "lengths"))
         },
         "lengths": {
             "from": list(LENGTHS),
@@ -372,12 +253,6 @@ def fit_report(
 def _side_by_side(counters: Mapping[str, Counter[str]]) -> dict[str, dict[str, int]]:
     names = sorted(set().union(*counters.values()))
     return {name: {which: counts[name] for which, counts in counters.items()} for name in names}
-
-
-def divergence(true: CountArray, other: CountArray) -> float:
-    """Kullback-Leibler divergence of `other` [B] from `true` [B], both smoothed, in nats."""
-    p, q = smoothed(true), smoothed(other)
-    return float((p * np.log(p / q)).sum())
 
 
 def jensen_shannon(one: CountArray, other: CountArray) -> float:
