@@ -28,6 +28,7 @@ import re
 import tempfile
 import unicodedata
 from collections import ChainMap, Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from importlib import resources
 from pathlib import Path
@@ -42,8 +43,16 @@ import spellchecker
 import yaml
 
 from eyas.privacy import lexicon as bits
-from eyas.privacy.lexicon import Gazetteer, bare_word, describe_all, read_gazetteer, tokenize
-from eyas.privacy.tagger import LABELS, features
+from eyas.privacy.lexicon import (
+    Gazetteer,
+    Token,
+    bare_word,
+    describe,
+    phrase_parts,
+    read_gazetteer,
+    tokenize,
+)
+from eyas.privacy.tagger import LABELS, MARGIN, OFFSETS, neighbour_rules
 
 TEMPLATES = Path(__file__).with_suffix(".txt")
 SEED, NUM_TEXTS = 11, 26_000
@@ -1042,6 +1051,37 @@ def read_templates(text: str) -> list[tuple[int, list[str]]]:
         elif line and not (line.startswith("# ") and not sections):
             sections[-1][1].append(line)
     return sections
+
+
+def describe_all(words: Sequence[str], lists: Gazetteer) -> list[Token]:
+    """Each token of a text, described with the word lists."""
+    phrases = phrase_parts(words, lists)
+    return [describe(word, *phrases.get(index, (0, "")), lists) for index, word in enumerate(words)]
+
+
+def features(tokens: Sequence[Token]) -> list[list[str]]:
+    """Every feature of each token by name, as the weights are trained on; `Tagger` sums the same
+    without the names.
+    """
+    padded = [None] * MARGIN + list(tokens) + [None] * MARGIN
+    rows = []
+    for index in range(MARGIN, len(tokens) + MARGIN):
+        row = ["bias"]
+        for offset in OFFSETS:
+            row += _facts_at(offset, padded[index + offset])
+        rows.append([*row, *neighbour_rules(padded, index)])
+    return rows
+
+
+def _facts_at(offset: int, token: Token | None) -> list[str]:
+    if token is None:
+        return [f"{offset}|edge"]
+    if abs(offset) == 3:
+        return [f"{offset}|group={token.group}"]
+    facts = token.facts
+    if offset != 0:
+        facts = tuple(fact for fact in facts if not fact.startswith(("begin", "end=")))
+    return [f"{offset}|{fact}" for fact in facts] + [f"{offset}|w={token.word}"]
 
 
 def train(known: World, lists: Gazetteer, num_texts: int, seed: int) -> dict[str, Any]:

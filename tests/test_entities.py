@@ -209,7 +209,7 @@ def test_stretches_hold_every_active_token_and_do_not_overlap():
     assert all(any(start <= index < end for start, end in spans) for index in active)
 
 
-def test_sums_are_those_of_the_named_features():
+def test_sums_are_those_of_the_named_features(recipe):
     """What is summed token by token, from memory, equals the sum over the features' names that
     training sees.
     """
@@ -217,7 +217,7 @@ def test_sums_are_those_of_the_named_features():
     weights, lists = tagger.read_weights(packed), lexicon.gazetteer()
     words = [word for word, _, _ in lexicon.tokenize("Ask Ada Berg, 12 Elm Road, New York")]
     named = np.zeros((len(words), len(tagger.LABELS)))
-    for row, names in zip(named, tagger.features(lexicon.describe_all(words, lists)), strict=True):
+    for row, names in zip(named, recipe.features(recipe.describe_all(words, lists)), strict=True):
         for name in names:
             for label, weight in weights["features"].get(name, {}).items():
                 row[int(label)] += weight

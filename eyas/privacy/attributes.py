@@ -1,8 +1,9 @@
-"""What tells a person, a car, a device or a place apart: birth dates, number plates, MAC addresses,
-coordinates, account names on the net.
+"""Values that lead to one person, car, device or place: birth dates, number plates, MAC addresses,
+coordinates, account names.
 
 Their forms are those of ordinary dates, codes and numbers: all but MAC addresses and coordinates
-with a hemisphere need a cue word. Each function takes a text as `spelling.plain` gives it.
+with a hemisphere need a cue word. Each function takes a text as `spelling.plain` gives it and
+yields spans [start, end).
 """
 
 from __future__ import annotations

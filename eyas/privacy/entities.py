@@ -1,7 +1,5 @@
-"""Names of people, street addresses and places in a text.
-
-Makes entities of the tagger's probabilities: runs of tokens, addresses whose lines are one entity,
-names that come again in the same text. Knows nothing of weights, nor what is done with a finding.
+"""Names of people, street addresses and places in a text, from the tagger's probabilities: runs of
+tokens, addresses whose lines are one entity, names that come again in the same text.
 """
 
 from __future__ import annotations
@@ -18,19 +16,17 @@ from eyas.privacy import tagger
 from eyas.privacy.lexicon import bare_word, gazetteer, tokenize
 
 TYPES = ("PERSON", "STREET_ADDRESS", "LOCATION")
-NAME_THRESHOLD = 0.3  # of a token's probability: rather masks too much than too little
+NAME_THRESHOLD = 0.3  # of a token's probability: recall before precision
 BY_ITSELF = 0.6  # score from which a full name's parts are looked for elsewhere in the text
 PIECE = 4000  # characters; longer texts are tagged piece by piece, cut at a line's or a word's end
 
-# What may stand between a street and a town; after a street's part, a few words with a capital or
-# of digits, such as a code; between two parts of a street, on one line, any short word. What
-# follows an address' last part: a postcode at a line's end.
+# Between a street and a town; after a part of a street, a few words with a capital or of digits,
+# such as a code; between two parts of a street on one line, a short word; a postcode at the end.
 WITHIN_ADDRESS = re.compile(r"[\s,;.\-–|>]{0,12}")
 AFTER_STREET = re.compile(r"[\s,.\-|(]{0,6}(?:(?=[^\Wa-z_])[^\W_]{1,16}[\s,\-|()]{1,6}){0,3}")
 WITHIN_STREET = re.compile(r" ?[^\W_]{1,12}[ .]{1,2}")
 POSTCODE = re.compile(r"[ ,\n]{1,3}(?:[A-Z]{1,2}-)?\d{4,6}(?=\s*(?:[\n.,;]|$))")
-# What the tagger sometimes takes for a part of an address: times, measures, ordinals, short numbers
-# alone.
+# What the tagger sometimes takes for an address: times, measures, ordinals, short numbers.
 MEASURE = (
     r"[ap]\.?m\b|[cmk]?m\b|k?g\b|sq\b|ft\b|feet|foot|inch|mile|hour|minute|day|week|month|year"
     r"|bath|bed"

@@ -1,7 +1,8 @@
-"""National identity, tax, social security and health numbers of 36 countries.
+"""National identity, tax, social security and health numbers of 36 countries: how each is written,
+its check (python-stdnum's), and cue words.
 
-Knows how each is written, its check (python-stdnum's), and its cue words. A number whose form and
-check are so loose that ordinary prompts hold it by chance needs a cue word within CUE_DISTANCE.
+A number whose form and check are so loose that ordinary prompts hold it by chance needs a cue word
+within CUE_DISTANCE.
 """
 
 from __future__ import annotations
@@ -10,7 +11,6 @@ import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from stdnum import verhoeff
 from stdnum.ar import cuit
 from stdnum.au import tfn
 from stdnum.be import nn
@@ -31,7 +31,7 @@ from stdnum.gr import amka
 from stdnum.hr import oib
 from stdnum.ie import pps
 from stdnum.il import idnr as teudat_zehut
-from stdnum.in_ import pan
+from stdnum.in_ import aadhaar, pan
 from stdnum.it import codicefiscale
 from stdnum.jp import in_ as my_number
 from stdnum.kr import rrn
@@ -88,12 +88,6 @@ def is_nric(value: str) -> bool:
 def is_nino(value: str) -> bool:
     """Not a prefix that the UK never issues; there is no check digit."""
     return value[:2].upper() not in ("BG", "GB", "NK", "KN", "TN", "NT", "ZZ")
-
-
-def is_aadhaar(value: str) -> bool:
-    """Twelve digits with Verhoeff's check, the first of them 2 or more, no palindrome."""
-    digits = re.sub(r"\D", "", value)
-    return digits[0] not in "01" and digits != digits[::-1] and bool(verhoeff.is_valid(digits))
 
 
 def is_document(value: str) -> bool:
@@ -166,7 +160,7 @@ IDENTIFIERS = (
     ),
     _kind("AU TFN", r"\d{3} ?\d{3} ?\d{2,3}", tfn.is_valid, r"tfn|tax file(?: number)?"),
     _kind("IN PAN", r"[A-Z]{5}\d{4}[A-Z]", pan.is_valid),
-    _kind("IN Aadhaar", r"\d{4}[ -]?\d{4}[ -]?\d{4}", is_aadhaar, r"a?adh?aar|uidai?"),
+    _kind("IN Aadhaar", r"\d{4}[ -]?\d{4}[ -]?\d{4}", aadhaar.is_valid, r"a?adh?aar|uidai?"),
     _kind("SG NRIC", r"[STFGstfg]\d{7}[A-Za-z]", is_nric),
     _kind("TH PIN", r"\d-\d{4}-\d{5}-\d\d-\d", pin.is_valid),
     _kind("KR RRN", r"\d{6}-[0-9]\d{6}", rrn.is_valid),

@@ -1,8 +1,8 @@
 """What is known of each token of a text by itself: its form, what word lists say of it, cue words.
+What it is in its text is the tagger's to decide.
 
-Two files come with it: weights/gazetteer.txt.gz (names, places, and how common a word is in
-English; written by recipes/entities.py from Faker's locales, the US census, GeoNames and an English
-word count) and cues.yaml. Knows no context: what a word is in a text is the tagger's to decide.
+weights/gazetteer.txt.gz has names, places, and how common a word is in English; recipes/entities.py
+writes it. cues.yaml has the words that say what stands beside them.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from eyas.errors import CorruptError
 
 FILES = resources.files("eyas.privacy")
 
-# Bits of a word.
 GIVEN, GIVEN_COMMON, FAMILY, FAMILY_COMMON, CITY, CITY_LARGE, REGION, COUNTRY, DEMONYM, FOREIGN = (
     1 << bit for bit in range(10)
 )
@@ -155,12 +154,6 @@ def tokenize(text: str) -> list[tuple[str, int, int]]:
     breaks, and every other sign by itself.
     """
     return [(match.group(), match.start(), match.end()) for match in TOKEN.finditer(text)]
-
-
-def describe_all(words: Sequence[str], lists: Gazetteer) -> list[Token]:
-    """Each token of a text, described with the word lists."""
-    phrases = phrase_parts(words, lists)
-    return [describe(word, *phrases.get(index, (0, "")), lists) for index, word in enumerate(words)]
 
 
 def phrase_parts(words: Sequence[str], lists: Gazetteer) -> dict[int, tuple[int, str]]:

@@ -1,9 +1,8 @@
-"""What of a text is prose, in which language, and what is code.
+"""The passages of a text: code, and prose by language.
 
-Names are searched for in prose of a language that is known; everything else is searched for
-patterns only. Code, commands, paths and formulas are told by their form. Prose is told to be
-English or not word by word, so that a German text below an English request is a passage of its own;
-what is not English has the language that `eyas.language` detects. Knows no recogniser.
+Names are searched for in prose of a known language, patterns in everything. Code, commands, paths
+and formulas are recognised by their form; English word by word, so that a German text below an
+English request is a passage of its own. Other prose has the language that `eyas.language` detects.
 """
 
 from __future__ import annotations
@@ -102,14 +101,14 @@ UNIT = re.compile(r"\n|(?<=[.!?:;。！？：])[ \t]|[\"“”«»„]")
 WORD = re.compile(r"[^\W\d_]+")
 FORM = re.compile(r"\n|\d")
 ENOUGH, SURE = 0.4, 3.0  # evidence for English in a passage
-VETO = 40  # characters without names from which the detector is heard against the words
+VETO = 40  # characters without names from which the detector outweighs the words
 SWITCH = 1.5  # evidence that a change between English and other prose costs
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Passage:
-    """Characters [start, end) of a text in one language: a code of `eyas.language`, UNKNOWN, or
-    CODE_ONLY for code, formulas and addresses.
+    """Characters [start, end) of a text, in one language of `eyas.language`, UNKNOWN, or CODE_ONLY
+    for code, formulas and addresses of pages.
     """
 
     start: int
@@ -152,8 +151,8 @@ def passages(texts: Sequence[str]) -> list[list[Passage]]:
 def run_language(text: str, is_english: bool, evidence: float) -> str:
     """The language of prose that its words say is English or not; `evidence` of 0 says nothing.
 
-    English is in doubt when the words without a capital, so without most names, are another
-    language to the detector.
+    English is in doubt when the detector takes the words without a capital, so without most names,
+    for another language.
     """
     ordinary = " ".join(filter(_is_ordinary, WORD.findall(text)))
     without_names = language(ordinary) if len(ordinary) >= VETO else UNKNOWN
@@ -169,8 +168,8 @@ def _is_ordinary(word: str) -> bool:
 
 
 def is_form(text: str) -> bool:
-    """Whether a text without a word that says more is lines or numbers with names: an address, a
-    signature. They are alike in all languages.
+    """Whether a text is lines or numbers with names: an address, a signature. They are alike in all
+    languages.
     """
     words = [word for word in WORD.findall(text) if len(word) > 2]
     capitals = sum(word[0].isupper() for word in words)

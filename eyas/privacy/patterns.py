@@ -14,7 +14,7 @@ import re
 from collections.abc import Iterator
 
 import phonenumbers
-from stdnum import bitcoin, iban
+from stdnum import bitcoin, iban, luhn
 
 from eyas.privacy.spelling import Span
 
@@ -207,7 +207,9 @@ def cards(text: str) -> Iterator[Span]:
 
 def is_card(digits: str) -> bool:
     """Whether the digits are as many as a card's, of a known issuer, with a right check digit."""
-    return 12 <= len(digits) <= 19 and CARD_ISSUER.match(digits) is not None and luhn(digits)
+    return (
+        12 <= len(digits) <= 19 and CARD_ISSUER.match(digits) is not None and luhn.is_valid(digits)
+    )
 
 
 def _card_at_start(text: str, start: int, end: int) -> Iterator[Span]:
@@ -234,15 +236,6 @@ def accounts(text: str) -> Iterator[Span]:
             if iban.is_valid("".join(text[place] for place in places[:length]), False):
                 yield start, last
                 break
-
-
-def luhn(digits: str) -> bool:
-    """Whether the last digit is the check digit of ISO/IEC 7812-1 (mod 10)."""
-    doubled = (int(digit) * 2 for digit in digits[-2::-2])
-    return (
-        sum(int(digit) for digit in digits[-1::-2])
-        + sum(value - 9 * (value > 9) for value in doubled)
-    ) % 10 == 0
 
 
 def social_security_numbers(text: str) -> Iterator[Span]:

@@ -1,8 +1,7 @@
-"""API keys, tokens, passwords and private keys, by the way they are written.
+"""API keys, tokens, passwords and private keys, by the way they are written: with the plugins of
+detect-secrets that are patterns, and patterns of ours for what they lack. None is tried out.
 
-Knows detect-secrets' plugins that are patterns (its entropy plugins flag every ordinary prompt, and
-its keyword plugin takes code for passwords) and patterns of ours for what they lack. Verifies
-nothing.
+Its entropy plugins flag every ordinary prompt, and its keyword plugin takes code for passwords.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""A text as patterns are matched to it and mentions of a value compared: folded, and mail addresses
-that people hide from programs in their usual spelling.
+"""A text as patterns are matched to it: folded, with mail addresses that people hide from programs
+in their usual spelling, and long numbers in digits.
 """
 
 from __future__ import annotations

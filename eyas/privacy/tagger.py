@@ -1,10 +1,8 @@
 """A linear-chain conditional random field over tokens: how likely each is part of a name, an
-address, a place, a company.
+address, a place, a company (Lafferty et al., 2001).
 
-Knows how weights are summed over the lexicon's descriptions of tokens. recipes/entities.py finds
-the weights with CRFsuite on sentences of our own. Inference is ours: CRFsuite takes 5.6 times as
-long on the same texts, since it looks every feature up by name
-(docs/decisions/names-and-places.md).
+recipes/entities.py finds the weights with CRFsuite on sentences of our own. Inference is ours:
+CRFsuite takes 5.6 times as long on the same texts, since it looks every feature up by name.
 
     T tokens of a text, L labels, S stretches of tokens that are worth a look, W tokens of the
     longest of them, F facts of tokens, O offsets, R rules over neighbours, N distinct tokens seen
@@ -33,31 +31,6 @@ MOST_KNOWN = 1 << 16  # distinct tokens whose sums are kept
 EDGE = ("edge", "edge")  # group and word beyond the text's ends
 
 
-def features(tokens: Sequence[Token]) -> list[list[str]]:
-    """Every feature of each token by name, as the weights are trained on; `Tagger` sums the same
-    without the names.
-    """
-    padded = [None] * MARGIN + list(tokens) + [None] * MARGIN
-    rows = []
-    for index in range(MARGIN, len(tokens) + MARGIN):
-        row = ["bias"]
-        for offset in OFFSETS:
-            row += _facts_at(offset, padded[index + offset])
-        rows.append([*row, *neighbour_rules(padded, index)])
-    return rows
-
-
-def _facts_at(offset: int, token: Token | None) -> list[str]:
-    if token is None:
-        return [f"{offset}|edge"]
-    if abs(offset) == 3:
-        return [f"{offset}|group={token.group}"]
-    facts = token.facts
-    if offset != 0:
-        facts = tuple(fact for fact in facts if not fact.startswith(("begin", "end=")))
-    return [f"{offset}|{fact}" for fact in facts] + [f"{offset}|w={token.word}"]
-
-
 def neighbour_rules(tokens: Sequence[Token | None], index: int) -> tuple[str, ...]:
     """The features that join a token's group (g) with the groups and words (w) of its neighbours;
     None = beyond the text's ends.
@@ -83,8 +56,8 @@ def neighbour_rules(tokens: Sequence[Token | None], index: int) -> tuple[str, ..
 
 
 class Tagger:
-    """Gives each label's probability. What a distinct token adds to the scores around it is summed
-    once and kept.
+    """Each label's probability. What a distinct token adds to the scores around it is summed once
+    and kept.
     """
 
     def __init__(self, weights: dict[str, Any], lists: Gazetteer) -> None:
@@ -200,7 +173,7 @@ def marginals(
     transitions_LL: NDArray[np.float32],
 ) -> NDArray[np.float32]:
     """Forward and backward over all stretches at once: [S, W, L], rows past a stretch's end without
-    meaning. Lafferty et al. (2001).
+    meaning.
 
     scores_TL: sums of weights; transitions_LL: exp of the weight from one label to the next.
     """
