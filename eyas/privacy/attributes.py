@@ -129,19 +129,10 @@ NAMED_HANDLE = re.compile(
 )
 
 
-def birth_dates(text: str) -> Iterator[Span]:
-    """Dates with a year, behind a word such as "born"."""
-    for match in BIRTH_DATE.finditer(text):
-        yield match.span("value")
-
-
-def number_plates(text: str) -> Iterator[Span]:
-    """Letters and digits in groups, in capitals, behind a word such as "license plate"."""
-    for match in PLATE.finditer(text):
-        value = [letter for letter in match["value"] if letter.isalnum()]
-        kinds = {letter.isdigit() for letter in value}
-        if len(value) in PLATE_LENGTHS and len(kinds) == 2:
-            yield match.span("value")
+def is_plate(value: str) -> bool:
+    """Whether it is of letters and digits, as many as a number plate has."""
+    letters = [letter for letter in value if letter.isalnum()]
+    return len(letters) in PLATE_LENGTHS and len({letter.isdigit() for letter in letters}) == 2
 
 
 def mac_addresses(text: str) -> Iterator[Span]:

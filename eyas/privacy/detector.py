@@ -8,7 +8,7 @@ import dataclasses
 import functools
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from importlib import metadata
 
 from eyas.errors import ConfigError
@@ -26,6 +26,7 @@ from eyas.privacy.pii import (
     NAME_TYPES,
     PII_TYPES,
     PrivacyConfig,
+    Search,
     canonical,
     value_hash,
 )
@@ -100,12 +101,8 @@ class Detector:
         spelt = plain(text)
         for kind in PII_TYPES:
             if kind.find and kind.name in self._types:
-                find = (
-                    kind.find(spelt.text)
-                    if not kind.is_windowed
-                    else in_windows(kind.find, spelt.text)
-                )
-                for span in find:
+                search = functools.partial(in_windows, kind.find) if kind.is_windowed else kind.find
+                for span in search(spelt.text):
                     yield Finding(kind.name, *spelt.span(*span))
         if self._types.isdisjoint(NAME_TYPES):
             return
@@ -172,7 +169,7 @@ def recogniser_versions(config: PrivacyConfig) -> dict[str, str]:
     return {name: model_version(name) for _, name in config.recognisers}
 
 
-def in_windows(find: Callable[[str], Iterable[Span]], text: str) -> Iterator[Span]:
+def in_windows(find: Search, text: str) -> Iterator[Span]:
     """The spans of a search, in time that grows with the text's length only, though some patterns
     take the square of it: long texts are searched in pieces.
 

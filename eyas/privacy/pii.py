@@ -14,6 +14,7 @@ the traffic that the head will see, and a name that was missed is hidden among i
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
@@ -23,11 +24,12 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator
 from eyas.errors import ConfigError
 from eyas.privacy import invented
 from eyas.privacy.attributes import (
-    birth_dates,
+    BIRTH_DATE,
+    PLATE,
     coordinates,
     handles,
+    is_plate,
     mac_addresses,
-    number_plates,
 )
 from eyas.privacy.identifiers import national_ids
 from eyas.privacy.invented import KeyedRandom
@@ -47,6 +49,7 @@ from eyas.privacy.secrets import api_keys, passwords, private_keys
 from eyas.privacy.spelling import Span, plain
 
 Action = Literal["drop", "surrogate", "mask", "keep"]
+Search = Callable[[str], Iterator[Span]]
 ANY_LANGUAGE = "*"
 HASH_DIGITS = 16
 
@@ -67,12 +70,23 @@ class PiiType:
     name: str
     action: Action | None
     example: str
-    find: Callable[[str], Iterator[Span]] | None = None
+    find: Search | None = None
     surrogate: Callable[[str, KeyedRandom], str] | None = None
     is_numbered: bool = False
     sign: str = ""
     is_reserved: Callable[[str], bool] = lambda value: False
     is_windowed: bool = True
+
+
+def matching(pattern: re.Pattern[str], is_one: Callable[[str], bool] = bool) -> Search:
+    """The search for a pattern's group `value` that passes a check."""
+
+    def find(text: str) -> Iterator[Span]:
+        for match in pattern.finditer(text):
+            if is_one(match["value"]):
+                yield match.span("value")
+
+    return find
 
 
 # The order is a rank: findings that overlap become one of the type that comes first, and a row that
@@ -163,12 +177,14 @@ PII_TYPES = (
         is_numbered=True,
         is_reserved=invented.is_fictional_phone,
     ),
-    PiiType("DATE_OF_BIRTH", None, "born ⟨March 5th, 1984⟩", birth_dates, invented.birth_date),
+    PiiType(
+        "DATE_OF_BIRTH", None, "born ⟨March 5th, 1984⟩", matching(BIRTH_DATE), invented.birth_date
+    ),
     PiiType(
         "LICENSE_PLATE",
         None,
         "license plate: ⟨7ABC-123⟩",
-        number_plates,
+        matching(PLATE, is_plate),
         invented.letters_and_digits,
         is_numbered=True,
     ),
