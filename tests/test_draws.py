@@ -6,19 +6,14 @@ from __future__ import annotations
 
 import ctypes
 import math
-from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from transformers import AutoTokenizer
 
-from eyas.engine.draft import Draft
-from eyas.engine.engine import Engine, EngineConfig
-from eyas.engine.request import Request, SamplingParams
+from eyas.engine.request import SamplingParams
 from eyas.engine.sampling import (
     BEST_WEIGHT,
     Sampler,
@@ -28,9 +23,6 @@ from eyas.engine.sampling import (
 )
 from eyas.errors import EyasError
 from eyas.model.library import address, library, unavailable
-from eyas.model.target import Target
-from tests import tiny_engine
-from tests.tiny_engine import idle, random_head, requests
 
 pytestmark = pytest.mark.skipif(unavailable() is not None, reason=str(unavailable()))
 
@@ -163,52 +155,3 @@ def test_the_library_scores_a_prompts_token_as_python_does(rows, num_top):
         token = int(row.view(np.uint32).sum() % len(row))
         ours = token_logprob_natively(torch.from_numpy(row), token, num_top)
         assert repr(ours) == repr(token_logprob(row, token, num_top))
-
-
-# A round
-
-
-MIXTURE = (
-    {},
-    {"temperature": 1.0},
-    {"temperature": 0.7, "top_p": 0.9, "min_p": 0.01, "logprobs": 3},
-    {"temperature": 1.0, "regex": "[!-0]{9,12}"},
-    {"repetition_penalty": 1.2, "logit_bias": {3: 1.5}, "logprobs": 0},
-    {"temperature": 1.3, "frequency_penalty": 0.5, "top_k": 9, "min_tokens": 6},
-    {"regex": "[!-0]{9,12}", "logprobs": 2},
-)
-
-
-folder = tiny_engine.folder
-
-
-def mixture() -> list[Request]:
-    asked = []
-    for place, one in enumerate(requests(14, max_tokens=20)):
-        params = SamplingParams(**{"max_tokens": 20, "seed": place} | MIXTURE[place % len(MIXTURE)])
-        asked.append(replace(one, params=params))
-    return asked
-
-
-def answers_of(folder: Path, *, native: bool = True, **config: object) -> dict[str, object]:
-    """By request: tokens, why it ended, and log-probabilities."""
-    target = Target.load(folder)
-    config = EngineConfig(**{"max_length": 120, "prefix_reuse": False} | config)
-    draft = Draft(*random_head(target), target)
-    running = Engine(target, draft, config, AutoTokenizer.from_pretrained(folder))
-    running.target.is_native = native
-    results = list(running.run(mixture()))
-    idle(running)
-    if running.speculation.mode != "off":
-        # else a cache that a walk left in disorder would go unnoticed
-        accepted = {one.request_id for one in results if sum(one.accept_hist[1:]) > 0}
-        assert {"3", "6", "10", "13"} & accepted, "the requests with a grammar accepted no draft"
-    return {one.request_id: (one.token_ids, one.finish_reason, one.logprobs) for one in results}
-
-
-def test_a_mixed_round_gives_each_request_what_it_gets_alone_and_step_by_step(folder: Path) -> None:
-    """Greedy, drawn, penalised, scored and grammatical requests in one batch, with trees."""
-    together = answers_of(folder, max_batch=14, speculation="fixed(3,4,12)")
-    assert together == answers_of(folder, max_batch=1, speculation="off")
-    assert together == answers_of(folder, max_batch=14, speculation="fixed(4,2,8)", native=False)
-    assert len({len(tokens) for tokens, _, _ in together.values()}) > 1

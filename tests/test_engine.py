@@ -4,22 +4,17 @@ moment requests come or go.
 
 import logging
 from itertools import pairwise
-from pathlib import Path
 
 import pytest
-import torch
-from transformers import AutoModelForCausalLM
 
 from eyas.engine.draft import Draft
-from eyas.engine.engine import Engine, EngineConfig
+from eyas.engine.engine import EngineConfig
 from eyas.engine.request import Request, SamplingParams, Update
 from eyas.errors import ConfigError, InputError, MismatchError
 from eyas.model.target import Target
 from tests import tiny_engine
 from tests.tiny_engine import (
-    SAMPLED,
     VOCAB,
-    Decoded,
     decoded,
     engine,
     idle,
@@ -34,119 +29,6 @@ costs_of_this_test = tiny_engine.costs_of_this_test
 
 
 # The same tokens
-
-
-def test_plain_greedy_equals_transformers(folder: Path, target: Target) -> None:
-    theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    results = decoded(list(engine(target, head=False).run(requests(8))))
-    for request in requests(8):
-        prompt = torch.tensor([request.prompt_ids])
-        generated = theirs.generate(
-            prompt,
-            attention_mask=torch.ones_like(prompt),
-            do_sample=False,
-            max_new_tokens=request.params.max_tokens,
-        )
-        assert results[request.id, 0][0] == generated[0, len(request.prompt_ids) :].tolist()
-
-
-@pytest.mark.parametrize(
-    ("shape", "params"),
-    [
-        ((1, 1, 2), {}),
-        ((1, 1, 2), SAMPLED),
-        ((3, 1, 4), {}),
-        ((3, 1, 4), {"temperature": 0.6, "top_k": 5}),
-        ((4, 3, 8), {}),
-        ((4, 3, 8), {"temperature": 1.0}),
-        ((4, 3, 8), SAMPLED),
-        ((2, 4, 16), {}),
-        ((2, 4, 16), {"temperature": 1.5, "top_p": 0.7}),
-        ((5, 2, 6), {}),
-        ((5, 2, 6), SAMPLED),
-        ((8, 9, 60), SAMPLED),  # as near to EAGLE's (60, 7, 10) as the masks let a tree be
-    ],
-)
-def test_speculation_changes_no_token(
-    target: Target, params: dict, shape: tuple[int, int, int]
-) -> None:
-    """Greedy or with a seed: one draw of the target a token, so even sampled outputs are the same
-    tokens.
-    """
-    running = engine(target, speculation=f"fixed{shape}")
-    results = list(running.run(requests(10, ignore_eos=True, **params)))
-    assert decoded(results) == plainly(target, requests(10, ignore_eos=True, **params))
-    accepted = sum(
-        count * drafts for result in results for drafts, count in enumerate(result.accept_hist)
-    )
-    assert accepted > 0, "no draft was ever accepted: this test would not notice a wrong cache"
-    assert all(sum(result.accept_hist) <= len(result.token_ids) for result in results)
-    idle(running)
-
-
-@pytest.mark.parametrize(
-    "params", [{"n": 2, **SAMPLED}, {"frequency_penalty": 0.5, "presence_penalty": 0.3}]
-)
-@pytest.mark.parametrize(
-    "config",
-    [
-        {"max_batch": 1},
-        {"max_batch": 8, "speculation": "auto"},
-        {"prefill_chunk": 16},
-        {"num_pages": 13, "max_batch": 5},
-        {"prefix_reuse": False},
-        {"speculation": "off"},
-        {"num_pages": 13, "max_batch": 5, "window": WINDOW},
-    ],
-)
-def test_neither_cache_nor_policy_changes_a_token(
-    target: Target, config: dict, params: dict
-) -> None:
-    asked = requests(6, shared=35, ignore_eos=True, **params)
-    running = engine(target, **config)
-    assert decoded(list(running.run(asked))) == plainly(target, asked)
-    idle(running)
-
-
-def test_options_that_walk_with_the_path(target: Target) -> None:
-    """What a token may be depends on those before it in its own path: bias, least length, stop
-    tokens, log-probabilities.
-    """
-    asked = requests(
-        6,
-        logit_bias={5: 2.0, 9: -3.0},
-        min_tokens=4,
-        stop_token_ids=(7,),
-        logprobs=3,
-        max_tokens=20,
-    )
-    plain = list(engine(target, head=False).run(asked))
-    drafted = list(engine(target).run(asked))
-    assert decoded(drafted) == decoded(plain)
-    assert any(result.finish_reason == "stop" for result in plain)
-    assert sum(sum(result.accept_hist[1:]) for result in drafted) > 0
-    ours = {result.request_id: result for result in drafted}
-    for result in plain:
-        assert result.logprobs is not None
-        other = ours[result.request_id].logprobs
-        assert other is not None
-        assert (
-            [one.token_id for one in result.logprobs]
-            == result.token_ids
-            == [one.token_id for one in other]
-        )
-        assert [one.logprob for one in other] == pytest.approx(
-            [one.logprob for one in result.logprobs], abs=1e-4
-        )
-        assert all(len(one.top) == 3 and one.top[0][1] >= one.logprob - 1e-6 for one in other)
-
-
-def test_outputs_do_not_depend_on_the_batch(target: Target) -> None:
-    together = decoded(list(engine(target, max_batch=5).run(requests(9, temperature=1.0))))
-    alone: Decoded = {}
-    for request in requests(9, temperature=1.0):
-        alone |= decoded(list(engine(target, max_batch=1).run([request])))
-    assert together == alone
 
 
 def test_speculating_and_plain_requests_share_a_batch(target: Target) -> None:
@@ -178,31 +60,7 @@ def test_requests_come_and_go_without_disturbing_others(target: Target) -> None:
     idle(running)
 
 
-def test_samples_of_one_request_have_seeds_of_their_own(target: Target) -> None:
-    (asked,) = requests(1, n=4, temperature=1.0, max_tokens=30, ignore_eos=True)
-    results = decoded(list(engine(target).run([asked])))
-    assert sorted(index for _, index in results) == [0, 1, 2, 3]
-    assert len({tuple(tokens) for tokens, _ in results.values()}) > 1
-    assert results == decoded(list(engine(target, max_batch=1).run([asked])))
-
-
 # Pages
-
-
-def crowded(target: Target, **config: object) -> Engine:
-    """Room for two or three of the requests at a time, and for none of what others leave."""
-    return engine(target, max_batch=6, num_pages=14, **config)
-
-
-@pytest.mark.parametrize("params", [{}, SAMPLED])
-def test_preempted_requests_continue_where_they_were(target: Target, params: dict) -> None:
-    asked = requests(8, ignore_eos=True, **{**params, "max_tokens": 70})
-    running = crowded(target)
-    assert decoded(list(running.run(asked))) == plainly(target, asked)
-    assert running.metrics()["preemptions"] > 0, (
-        "nothing was preempted: the cache is too large for this test"
-    )
-    idle(running)
 
 
 @pytest.mark.parametrize("window", [None, WINDOW])
@@ -368,22 +226,3 @@ def test_a_head_that_does_not_help_is_warned_about(
             )
         )
     assert [record for record in caplog.records if "tau is" in record.getMessage()]
-
-
-@pytest.mark.parametrize("params", [{}, SAMPLED])
-def test_bfloat16_is_exact_to_the_token_on_the_native_path(folder: Path, params: dict) -> None:
-    """Every row is the same to the bit whatever stands beside it, so rounding cannot tell
-    speculation from plain decoding.
-    """
-    rounded = Target.load(folder, "bfloat16")
-    if not rounded.is_native:
-        pytest.skip("no native path on this machine")
-    asked = requests(10, ignore_eos=True, max_tokens=40, shared=35, **params)
-    results = list(engine(rounded, num_pages=16, max_batch=6).run(asked))
-    assert decoded(results) == plainly(rounded, asked)
-    assert sum(sum(result.accept_hist[1:]) for result in results) > 0
-
-
-def test_bfloat16_runs_and_accepts_without_it(folder: Path) -> None:
-    results = list(engine(Target.load(folder, "bfloat16", native=False)).run(requests(4)))
-    assert all(result.token_ids for result in results)

@@ -2,19 +2,13 @@
 
 from pathlib import Path
 
-import pytest
-
-from eyas.engine.costs import CostTable, Curve
 from eyas.engine.drafters import DraftError
 from eyas.engine.engine import Engine, EngineConfig
 from eyas.engine.request import Request, SamplingParams
 from eyas.model.target import Target
 from tests import tiny_engine
-from tests.tiny_engine import SAMPLED, decoded, plainly, requests
+from tests.tiny_engine import EVERYTHING, decoded, plainly, requests
 
-FREE = Curve([1, 64], [1.0, 1.0])
-# rows cost nothing more than a round: everything is drafted and verified
-EVERYTHING = CostTable(FREE, FREE, *[Curve([1, 64], [1e-6, 1e-6])] * 3)
 folder, target = tiny_engine.folder, tiny_engine.target
 costs_of_this_test = tiny_engine.costs_of_this_test
 
@@ -32,37 +26,6 @@ def repeating(count: int, **params: object) -> list[Request]:
         Request(one.id, tuple((one.prompt_ids * 30)[: 12 + 5 * index]), one.params, one.speculation)
         for index, one in enumerate(requests(count, **params))
     ]
-
-
-@pytest.mark.parametrize("head", [True, False])
-@pytest.mark.parametrize("params", [{}, SAMPLED])
-def test_text_changes_no_token(target, head, params):
-    asked = [
-        *repeating(6, **params),
-        *(Request(f"{one.id}-plain", one.prompt_ids, one.params) for one in requests(5, **params)),
-    ]
-    drafting = engine(target, head)
-    assert decoded(list(drafting.run(asked))) == plainly(target, asked)
-    drafting.check()
-    metrics = drafting.metrics()
-    assert metrics["accepted_text"] > 0
-    assert (metrics["accepted_head"] + metrics["accepted_both"] > 0) == head
-
-
-def test_sizes_of_trees_and_samples_of_a_request_change_no_token(target):
-    asked = repeating(4, n=3, temperature=0.7)
-    for sizes in ("auto(1,1,2)", "auto(2,4,64)", "auto(8,2,20)"):
-        drafting = engine(target, speculation=sizes)
-        assert decoded(list(drafting.run(asked))) == plainly(target, asked)
-        drafting.check()
-
-
-def test_a_preempted_request_goes_on_with_its_text(target):
-    asked = repeating(3, max_tokens=60, ignore_eos=True)
-    drafting = engine(target, num_pages=15)
-    assert decoded(list(drafting.run(asked))) == plainly(target, asked)
-    assert drafting.metrics()["preemptions"] > 0
-    drafting.check()
 
 
 def test_requests_may_do_without_text(target):

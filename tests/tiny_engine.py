@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from eyas.engine.costs import CostTable, Curve
 from eyas.engine.draft import Draft
 from eyas.engine.engine import Engine, EngineConfig
 from eyas.engine.request import Request, Result, SamplingParams
@@ -13,6 +14,9 @@ from eyas.model.target import Target
 from tests.tiny import tiny_target
 
 VOCAB = 24  # so small that a random head's proposals are often right
+FREE = Curve([1, 64], [1.0, 1.0])
+# rows cost nothing more than a round: everything is drafted and verified
+EVERYTHING = CostTable(FREE, FREE, *[Curve([1, 64], [1e-6, 1e-6])] * 3)
 SAMPLED = {"temperature": 0.8, "top_p": 0.9, "min_p": 0.01, "repetition_penalty": 1.2}
 
 

@@ -1,0 +1,216 @@
+"""One matrix: backend and dtype x speculation and cache x sampling, against plain decoding.
+
+Every token, end and log-probability of an answer is that of its request alone, without drafts and
+without reuse, whatever drafts, whatever the batch holds and wherever its pages are. The requests of
+all kinds run in the same batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from eyas.engine.draft import Draft
+from eyas.engine.engine import Engine, EngineConfig
+from eyas.engine.request import Request, Result, SamplingParams
+from eyas.model.library import unavailable
+from eyas.model.target import Target
+from tests import tiny_engine
+from tests.test_packed import quantised
+from tests.tiny_engine import EVERYTHING, SAMPLED, idle, random_head, requests
+
+WINDOW = 9  # shorter than configs allow, longer than a tree is deep
+
+folder = tiny_engine.folder
+
+BACKENDS = ("native, float32", "native, bfloat16", "native, packed", "operators, float32")
+# speculation and cache; beside the config: no head, a head's window, costs by which all is drafted
+ENGINES = {
+    "plain": {"speculation": "off"},
+    "a shallow chain": {"speculation": "fixed(1,1,2)", "max_batch": 4},
+    "a chain, one at a time": {"speculation": "fixed(3,1,4)", "max_batch": 1},
+    "a tree, short chunks": {"speculation": "fixed(4,3,8)", "prefill_chunk": 16},
+    "a tree, few pages": {"speculation": "fixed(5,2,6)", "num_pages": 18, "max_batch": 6},
+    "as near to EAGLE's (60, 7, 10) as masks let it": {"speculation": "fixed(8,9,60)"},
+    "a window, few pages": {"speculation": "fixed", "num_pages": 18, "window": WINDOW},
+    "no reuse": {"speculation": "fixed(2,4,16)", "prefix_reuse": False},
+    "auto": {"speculation": "auto", "max_batch": 8},
+    "auto, head and text": {"speculation": "auto(3,4,20)", "costs": EVERYTHING},
+    "auto, text alone, few pages": {
+        "speculation": "auto(2,4,16)", "costs": EVERYTHING, "head": False, "num_pages": 18,
+    },
+}  # fmt: skip
+# cuts, penalties and what needs the host, on its own and together
+KINDS = {
+    "greedy": {},
+    "greedy, past its end": {"ignore_eos": True, "max_tokens": 60},
+    "sampled": {"temperature": 1.0, "ignore_eos": True},
+    "all cuts": {"temperature": 0.7, "top_k": 9, "top_p": 0.9, "min_p": 0.01, "logprobs": 3},
+    "hot": {"temperature": 1.5, "top_p": 0.7, "ignore_eos": True},
+    "penalised": {**SAMPLED, "ignore_eos": True, "logprobs": 0},
+    "two samples": {"temperature": 0.8, "n": 2, "ignore_eos": True},
+    "penalties of the answer": {
+        "frequency_penalty": 0.5, "presence_penalty": 0.3, "ignore_eos": True, "max_tokens": 40,
+    },
+    "bias, least length, stop tokens": {
+        "logit_bias": {5: 2.0, 9: -3.0}, "min_tokens": 4, "stop_token_ids": (7,), "logprobs": 3,
+    },
+    # tokens 3 to 18 of the tiny tokenizer
+    "a grammar": {"regex": "[!-0]{9,12}", "logprobs": 2},
+    "a sampled grammar": {"temperature": 1.0, "regex": "[!-0]{9,12}"},
+}  # fmt: skip
+Answers = dict[tuple[str, int], Result]
+
+
+def asked() -> list[Request]:
+    """Two requests of each kind, of prompts that begin alike, and one whose text repeats."""
+    made = []
+    for kind, params in KINDS.items():
+        plain = requests(2, shared=35)
+        repeating = replace(requests(1)[0], prompt_ids=(plain[0].prompt_ids[-7:] * 9)[:50])
+        for place, one in enumerate((*plain, repeating)):
+            sampling = SamplingParams(**{"max_tokens": 20, "seed": place, **params})
+            made.append(replace(one, id=f"{kind}, {place}", params=sampling))
+    return made
+
+
+def answers(running: Engine, these: Sequence[Request]) -> Answers:
+    found = {(one.request_id, one.index): one for one in running.run(these)}
+    idle(running)
+    return found
+
+
+@pytest.fixture(scope="module")
+def backend(folder: Path) -> Callable[[str], tuple[Target, Draft, Answers]]:
+    """A target, its head, and what plain decoding gives, one request at a time."""
+
+    @cache
+    def made(name: str) -> tuple[Target, Draft, Answers]:
+        path, dtype = name.split(", ")
+        if path == "native" and unavailable() is not None:
+            pytest.skip("no native path on this machine")
+        if dtype == "packed":
+            config, tensors, blocks = quantised(folder)
+            target = Target(config, tensors, "packed", blocks=blocks)
+        else:
+            target = Target.load(folder, dtype, native=path == "native")
+        assert target.is_native == (path == "native")
+        sizes = {"max_batch": 1, "prefix_reuse": False, "speculation": "off"}
+        alone = Engine(target, None, EngineConfig(max_length=120, **sizes), tokenizer_of(folder))
+        return target, Draft(*random_head(target), target), answers(alone, asked())
+
+    return made
+
+
+def tokenizer_of(folder: Path) -> AutoTokenizer:
+    return AutoTokenizer.from_pretrained(folder)
+
+
+def engine_of(folder: Path, target: Target, draft: Draft, name: str) -> Engine:
+    config = {"max_batch": 5, "max_length": 120, **ENGINES[name]}
+    costs, head, window = (config.pop(key, None) for key in ("costs", "head", "window"))
+    if window is not None:
+        shape, tensors = random_head(target)
+        draft = Draft(shape.model_copy(update={"sliding_window": window}), tensors, target)
+    with pytest.MonkeyPatch.context() as patch:
+        if costs is not None:
+            patch.setattr("eyas.engine.rounds.round_costs", lambda _: costs)
+        sizes = EngineConfig(**config)
+        return Engine(target, None if head is False else draft, sizes, tokenizer_of(folder))
+
+
+@pytest.mark.parametrize("name", ENGINES)
+@pytest.mark.parametrize("path", BACKENDS)
+def test_answers_are_those_of_plain_decoding(
+    backend: Callable[[str], tuple[Target, Draft, Answers]],
+    folder: Path,
+    path: str,
+    name: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("eyas.engine.costs.cache_folder", lambda _: tmp_path)
+    target, draft, expected = backend(path)
+    running = engine_of(folder, target, draft, name)
+    found = answers(running, asked())
+    assert found.keys() == expected.keys()
+    for key, one in expected.items():
+        same = found[key]
+        assert (same.token_ids, same.finish_reason) == (one.token_ids, one.finish_reason), key
+        if target.is_native:
+            assert same.logprobs == one.logprobs, key
+        elif one.logprobs is not None:  # rows of operators depend on what stands beside them
+            assert same.logprobs is not None
+            assert [entry.logprob for entry in same.logprobs] == pytest.approx(
+                [entry.logprob for entry in one.logprobs], abs=1e-4
+            )
+    metrics, accepted = running.metrics(), dict.fromkeys(KINDS, 0)
+    for (request_id, _), one in found.items():
+        assert sum(one.accept_hist) <= len(one.token_ids)
+        accepted[request_id.rsplit(", ", 1)[0]] += sum(one.accept_hist[1:])
+    if running.speculation.mode == "fixed":
+        some = sum(count > 0 for count in accepted.values())
+        assert some >= len(KINDS) - 1, f"a wrong cache would go unnoticed: {accepted}"
+    if "few pages" in name:
+        assert metrics["preemptions"] > 0
+    if "text" in name:
+        assert metrics["accepted_text"] > 0
+        assert (metrics["accepted_head"] + metrics["accepted_both"] > 0) == ("head" in name)
+
+
+def test_a_walk_in_python_is_that_of_the_library(backend, folder: Path) -> None:
+    """Native forwards, of which Python draws, walks and moves, as by operators."""
+    target, draft, expected = backend("native, float32")
+    running = engine_of(folder, target, draft, "a tree, few pages")
+    target.is_native = False
+    try:
+        found = answers(running, asked())
+    finally:
+        target.is_native = True
+    for key, one in expected.items():
+        same = found[key]
+        assert (same.token_ids, same.logprobs) == (one.token_ids, one.logprobs), key
+
+
+def test_the_plain_answers_tell_the_kinds_apart(backend) -> None:
+    *_, expected = backend("operators, float32")
+    assert {one.finish_reason for one in expected.values()} == {"stop", "length"}
+    for kind in ("two samples", "sampled"):
+        own = [tuple(one.token_ids) for key, one in expected.items() if key[0].startswith(kind)]
+        assert len(set(own)) == len(own)
+    for one in expected.values():
+        for entry in one.logprobs or ():
+            assert all(logprob <= entry.top[0][1] for _, logprob in entry.top)
+    scored = expected["bias, least length, stop tokens, 0", 0]
+    assert scored.logprobs is not None
+    assert [entry.token_id for entry in scored.logprobs] == scored.token_ids
+    assert all(len(entry.top) == 3 for entry in scored.logprobs)
+
+
+def test_plain_greedy_equals_transformers(backend, folder: Path) -> None:
+    theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    for path in ("native, float32", "operators, float32"):
+        *_, expected = backend(path)
+        for request in asked()[:3]:  # the greedy ones
+            prompt = torch.tensor([request.prompt_ids])
+            generated = theirs.generate(
+                prompt,
+                attention_mask=torch.ones_like(prompt),
+                do_sample=False,
+                max_new_tokens=request.params.max_tokens,
+            )
+            own = generated[0, len(request.prompt_ids) :].tolist()
+            assert expected[request.id, 0].token_ids == own
+
+
+def test_bfloat16_runs_and_accepts_by_operators(folder: Path) -> None:
+    """Their rounding depends on the rows beside a row, so answers may part."""
+    target = Target.load(folder, "bfloat16", native=False)
+    running = engine_of(folder, target, Draft(*random_head(target), target), "no reuse")
+    assert sum(sum(one.accept_hist[1:]) for one in answers(running, asked()).values()) > 0
