@@ -1,0 +1,270 @@
+"""The page of results, generated from what the benchmarks printed.
+
+    python docs/results.py add NAME COMMAND...   run a benchmark, keep its last line
+    python docs/results.py                       write docs/results.md
+
+A file in results/ has the command, the machine, the day and `figures`, the JSON object that the
+benchmark printed last. A `note` says where a file does not come from a run of this version.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from eyas.bench.machine import machine
+
+FOLDER = Path(__file__).with_name("results")
+PAGE = Path(__file__).with_name("results.md")
+INTRODUCTION = """# Results
+
+What eyas promises, and what was measured. The model is SmolLM2-135M-Instruct (`smollm2`, from its
+Q4_1 file) with its packaged head, greedy, unless a line says otherwise. Arms are interleaved in one
+run; figures are medians, intervals 95 %. tau is tokens per round. The clock of these virtual
+machines varies by a third within an hour: compare within a row, not between rows. What was tried on
+the way, failures included, is in [experiments](experiments/README.md). Some commands read public
+data sets that are not part of the repository.
+"""
+Figures = dict[str, Any]
+Row = tuple[str, str, Callable[[Figures], str]]  # promise, file in results/, its figure in words
+
+
+def number(value: float, digits: int = 2) -> str:
+    return f"{value:,.{digits}f}"
+
+
+def within(value: float, interval: list[float] | None, digits: int = 2) -> str:
+    ends = "" if interval is None else f" ({interval[0]:.{digits}f}-{interval[1]:.{digits}f})"
+    return f"{value:.{digits}f}{ends}"
+
+
+def same(figures: Figures) -> str:
+    return (
+        f"{figures['identical']} of {figures.get('of', figures['prompts'])} identical, "
+        f"{figures['preemptions']} preemptions, {figures['cancelled']} cancelled"
+    )
+
+
+def tau(group: str, task: str = "all") -> Callable[[Figures], str]:
+    def told(figures: Figures) -> str:
+        by_tree = next(iter(figures["tau"].values()))[group]
+        chain, tree = (by_tree[name][task] for name in ("fixed(5,1,6)", "fixed(6,3,12)"))
+        shown = [within(one["tau"], one["interval"]) for one in (chain, tree)]
+        return f"{shown[0]}; **{shown[1]}**"
+
+    return told
+
+
+def speedup(requests: int, arm: str = "auto") -> Callable[[Figures], str]:
+    def told(figures: Figures) -> str:
+        row = figures["by_concurrency"][str(requests)]
+        plain, own = row["plain"], row[arm]
+        times = (
+            "no difference" if own["speedup"] is None else within(own["speedup"], own["interval"])
+        )
+        return (
+            f"{times} times per token; tokens/s {plain['tokens_per_s']} -> {own['tokens_per_s']}; "
+            f"{own['identical']} identical"
+        )
+
+    return told
+
+
+def peers(section: str, *engines: str) -> Callable[[Figures], str]:
+    return lambda figures: ", ".join(
+        f"{name} {figures[section][name]['tokens_per_second']:,.0f}" for name in engines
+    )
+
+
+def engine(name: str, speculation: str) -> Callable[[Figures], str]:
+    def told(figures: Figures) -> str:
+        row = next(
+            one
+            for one in figures["rows"]
+            if (one["engine"], one["speculation"], one["fault"]) == (name, speculation, "")
+        )
+        return (
+            f"{row['equal']} of {row['answers']} answers the target's own; tau {row['tau']:.2f}, "
+            f"`eyas eval` said {row['foretold']:.2f}"
+        )
+
+    return told
+
+
+def recall(figures: Figures) -> str:
+    rows = [figures["eyas"]["recall"][name] for name in ("by patterns", "names")]
+    rows.append(figures["eyas"]["recall"]["addresses and places"])
+    return ", ".join(f"{row['share']:.3f} of {row['of']}" for row in rows)
+
+
+def checked(figures: Figures) -> str:
+    complaints = len(figures["reported_on_sound_heads"])
+    return (
+        f"{figures['found']} of {figures['faults']} planted faults found; a complaint about "
+        f"{complaints} of {figures['sound_heads']} sound heads"
+    )
+
+
+def gaps(figures: Figures) -> str:
+    alone, at_once = figures["longest_alone"], figures["longest_at_once"]
+    return (
+        f"{alone['stream_ms'][0]:.0f} ms with one hostile request at a time, "
+        f"{at_once['stream_ms']:.0f} ms with eight"
+    )
+
+
+def masks(figures: Figures) -> str:
+    return f"{figures['equal']:,} of {figures['rows']:,} equal"
+
+
+def killed(figures: Figures) -> str:
+    return f"{figures['rows']:,} answers, the same bytes after {figures['kills']} kills"
+
+
+def codec(figures: Figures) -> str:
+    kept = figures["codecs"]["within4"]
+    return f"{kept['share_of_bf16']:.3f}; {kept['tau_to_lossless']:.3f}"
+
+
+def storm(figures: Figures) -> str:
+    memory = "flat" if figures["memory_is_flat"] else "growing"
+    return f"{figures['requests']:,} requests, {figures['failures']} failures, memory {memory}"
+
+
+def steps(figures: Figures) -> str:
+    return "; ".join(
+        f"{row['speedup']} times as fast, {row['memory']:.2f} of the memory (answers "
+        f"{row['answer_share']:.0%})"
+        for row in figures["steps"]
+    )
+
+
+TABLES: list[tuple[str, list[Row]]] = [
+    (
+        "Are outputs unchanged?",
+        [
+            ("Greedy answers under stress, bf16", "identity_bf16", same),
+            ("The same from the 4-bit file", "identity_packed", same),
+            ("Answers sampled with seeds, bf16", "identity_sampled", same),
+            ("Good, cancelled, bad and flooding requests over HTTP", "storm", storm),
+        ],
+    ),
+    (
+        "What do head and text gain over plain decoding?",
+        [(f"{n} at a time, nine kinds of prompts", "concurrency", speedup(n)) for n in (1, 4, 8)],
+    ),
+    (
+        "How many tokens does a round give? (chain of 5; default tree)",
+        [
+            ("Spec-Bench, six tasks", "tau", tau("Spec-Bench")),
+            ("Dialogues", "tau", tau("other sets", "dialogues")),
+            ("Word problems", "tau", tau("other sets", "word problems")),
+        ],
+    ),
+    (
+        "How fast is plain decoding beside other engines? (tokens/s)",
+        [
+            (
+                "One request, the Q4_1 file",
+                "peers",
+                peers("plain", "eyas packed", "llama.cpp, file as it is"),
+            ),
+            ("One request, bf16", "peers", peers("plain", "eyas", "llama.cpp", "vLLM")),
+            (
+                "Prompts of 512, Q4_1",
+                "peers",
+                peers("prompts", "eyas packed", "llama.cpp, file as it is"),
+            ),
+            ("64 prompts, 32 at a time, bf16", "peers", peers("together", "eyas", "vLLM")),
+        ],
+    ),
+    (
+        "Do other engines read our heads right?",
+        [
+            ("vLLM, chain", "engines", engine("vLLM", "fixed(4,1,5)")),
+            (
+                "SGLang (its kernels replaced by torch), chain",
+                "engines",
+                engine("SGLang", "fixed(4,1,5)"),
+            ),
+            ("SGLang, tree", "engines", engine("SGLang", "fixed(4,4,16)")),
+            (
+                "llama.cpp, a head without norms, chain",
+                "engines",
+                engine("llama.cpp", "fixed(4,1,5)"),
+            ),
+            ("OpenVINO GenAI, the same head, tree", "engines", engine("OpenVINO", "fixed(4,4,16)")),
+        ],
+    ),
+    (
+        "Are data, features and heads right?",
+        [
+            (
+                "Recall of mail, card, phone and account numbers; of names; of places",
+                "privacy",
+                recall,
+            ),
+            ("Loss masks against the golden of 61 published templates", "masks", masks),
+            ("Answers after `kill -9` at random moments", "generate", killed),
+            ("Features: bytes by those of bf16; tau by that of lossless ones", "codecs", codec),
+            ("A training step against a plain one with the same loss", "train_step", steps),
+            ("`eyas check`", "faults", checked),
+        ],
+    ),
+    (
+        "What can a request do to the others?",
+        [("Longest gap in a neighbour's stream", "hostile", gaps)],
+    ),
+]
+
+
+def add(name: str, command: list[str]) -> None:
+    """Run a benchmark and keep its figures."""
+    done = subprocess.run(
+        [sys.executable, *command], stdout=subprocess.PIPE, text=True, check=False
+    )
+    print(done.stdout, end="")
+    figures = json.loads(done.stdout.strip().splitlines()[-1])
+    kept = {
+        "command": " ".join(["python", *command]),
+        "date": f"{datetime.now(UTC):%Y-%m-%d}",
+        "machine": {key: machine()[key] for key in ("processor", "cores", "memory_gib")},
+        "figures": figures,
+    }
+    (FOLDER / f"{name}.json").write_text(json.dumps(kept, indent=1, ensure_ascii=False) + "\n")
+
+
+def page() -> str:
+    """The page; a row whose file is missing is left out."""
+    lines, notes, used = [INTRODUCTION], [], {}
+    for question, rows in TABLES:
+        found = [(promise, name, told) for promise, name, told in rows if path(name).exists()]
+        if not found:
+            continue
+        lines += [f"## {question}", "", "| what | figure | command |", "|---|---|---|"]
+        for promise, name, told in found:
+            kept = used.setdefault(name, json.loads(path(name).read_text()))
+            lines.append(f"| {promise} | {told(kept['figures'])} | `{kept['command']}` |")
+        lines.append("")
+    for name, kept in sorted(used.items()):
+        where = f"{kept['machine']['processor']}, {kept['machine']['cores']} cores"
+        note = f"; {kept['note']}" if "note" in kept else ""
+        notes.append(f"- {name}: {kept['date']}, {where}{note}")
+    lines += ["## When and where", "", *notes, "", "## What was not measured", ""]
+    lines.append("Nothing ran on a GPU: SGLang and vLLM serve the heads there.")
+    return "\n".join(lines) + "\n"
+
+
+def path(name: str) -> Path:
+    return FOLDER / f"{name}.json"
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["add"]:
+        add(sys.argv[2], sys.argv[3:])
+    PAGE.write_text(page(), encoding="utf-8")
