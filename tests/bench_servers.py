@@ -32,7 +32,7 @@ class Scripted(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     disable_nagle_algorithm = True  # else a chunk waits 40 ms for the receipt of the one before
     owner, card, info = "other", {}, None  # what it tells about itself
-    tells_usage, tokenizes, extra_prompt_tokens = True, False, 0
+    tells_usage, extra_prompt_tokens = True, 0
     gap_s = 0.002
     bodies = None  # a list, to keep what was asked
 
@@ -46,12 +46,6 @@ class Scripted(BaseHTTPRequestHandler):
 
     def do_POST(self):
         asked = json.loads(self.rfile.read(int(self.headers["content-length"])))
-        if self.path == "/tokenize":
-            words = asked.get("prompt", "").split()
-            return self.reply(
-                200 if self.tokenizes else 404,
-                json.dumps({"tokens": words, "count": len(words)}).encode(),
-            )
         if self.bodies is not None:
             self.bodies.append(asked)
         words = asked["messages"][-1]["content"].split()

@@ -545,16 +545,7 @@ def test_another_chat_template_is_refused_after_the_first_answers(tmp_path, prom
     assert not (tmp_path / "bench" / "rows.jsonl").exists()
 
 
-def test_tokens_that_no_usage_tells_are_counted_by_tokenize(tmp_path, prompts):
-    silent = {"tells_usage": False, "tokenizes": True}
-    summary = compared(tmp_path, prompts, silent, silent)
-    assert [one["counted_by"] for one in summary["results"]] == [["tokenize"], ["tokenize"]]
-    assert [one["num_output_tokens"] for one in summary["results"]] == [42, 42]
-
-
-def test_without_tokenize_either_times_are_measured_and_nothing_is_said_of_tokens(
-    tmp_path, prompts
-):
+def test_without_usage_times_are_measured_and_nothing_is_said_of_tokens(tmp_path, prompts):
     silent = {"tells_usage": False}
     summary = compared(tmp_path, prompts, silent, silent)
     for found in summary["results"]:

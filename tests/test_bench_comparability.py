@@ -59,7 +59,7 @@ def test_the_same_engine_on_another_host_is_another():
     ("change", "what"),
     [
         ({"num_prompt_tokens": 21}, ["prompts"]),
-        ({"counted_by": "tokenize"}, ["counts"]),
+        ({"counted_by": "timings"}, ["counts"]),
         ({"num_output_tokens": 34}, ["lengths"]),
         ({"num_output_tokens": 31}, []),
         ({"text": "Another model's answer"}, ["answers"]),

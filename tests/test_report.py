@@ -279,14 +279,14 @@ def test_a_reader_learns_what_the_figures_may_depend_on():
             "refused": True,
         }
     ]
-    bench["results"][0] |= {"errors": {"timeout": 2}, "counted_by": ["tokenize"]}
+    bench["results"][0] |= {"errors": {"timeout": 2}, "counted_by": ["timings"]}
     text = words(render(Contents(bench)))
     for note in (
         "the later turns of 3 conversations were not asked",
         "The server of eagle is not known to take `cache_salt`",
         "eagle and plain differ in precision: bf16 against fp32 (not comparable)",
         "2 × timeout",
-        "tokens were counted by tokenize",
+        "tokens were counted by timings",
         "Compared on demand",
     ):
         assert note in text, note

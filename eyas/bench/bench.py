@@ -287,7 +287,6 @@ async def _measure(
             await run.measure(
                 load, tasks[: config.num_at(load)], lambda done, note: track(done, total, note)
             )
-        await run.count_tokens()
         return run
 
 
@@ -330,21 +329,6 @@ class BenchRun:
                     )
                     self.rows.append(row)
                 track(len(self.rows), f"{arm}, {load}")
-
-    async def count_tokens(self) -> None:
-        """Ask servers that sent no usage for the tokens of their answers, where they can count."""
-        for arm in self._config.arms:
-            for place, row in enumerate(self.rows):
-                if row.arm == arm and row.is_answered and not row.reply.counted_by:
-                    number = await self._clients[arm].num_tokens(
-                        self._facts[arm].model, row.reply.text
-                    )
-                    if number is None:
-                        break
-                    reply = dataclasses.replace(
-                        row.reply, num_output_tokens=number, counted_by="tokenize"
-                    )
-                    self.rows[place] = dataclasses.replace(row, reply=reply)
 
     def differences(self) -> list[dict[str, Any]]:
         """How each arm differs from the first, over all loads. Raises MismatchError for what cannot

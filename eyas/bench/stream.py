@@ -25,9 +25,8 @@ TEXTS = ("reasoning_content", "reasoning", "content")
 class Reply:
     """One answer, read. Times are ms since it was asked for; with an `error`, all figures are zero.
 
-    accept_hist is what the server tells under usage.eyas, and `tells_rounds` whether it tells that
-    at all. counted_by says who counted the tokens: "usage", "timings", "tokenize" (of the server,
-    afterwards), or ""; then they are 0.
+    accept_hist is what the server reports under usage.eyas, `tells_rounds` whether it does.
+    counted_by says who counted the tokens: "usage", "timings", or "" (they are 0).
     num_accepted_drafts is llama.cpp's.
     """
 
