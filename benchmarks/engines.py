@@ -23,7 +23,7 @@ each stream, norm_output is left out, so that it drafts a little worse; it has a
 --broken adds exports that are wrong on purpose: layer ids one too early, norm_output lost, the
 layers that OpenVINO's converter leaves out not written. Their tau must fall, as `eyas check --text`
 says of the first two. SGLang's engine runs with torch in place of its CPU kernels, which are in no
-wheel (peers/sglang_cpu); its loader and layer are held against ours on the same inputs as well.
+wheel (peers/sglang_cpu).
 
 The last line of stdout is one JSON object.
 """
@@ -34,7 +34,6 @@ import argparse
 import hashlib
 import json
 import os
-import subprocess
 import sys
 import tempfile
 import threading
@@ -47,10 +46,7 @@ from typing import Any
 import held_out
 import safetensors.torch
 import torch
-import torch.nn.functional as F
 from peers import (
-    SGLANG_ON_A_CPU,
-    WORKERS,
     Worker,
     WorkerError,
     end_token,
@@ -69,9 +65,7 @@ from eyas.export.engines import ENGINES
 from eyas.model.checkpoint import read_head
 from eyas.model.config import HeadConfig
 from eyas.model.dialects import CONFIG_JSON, FC_NORMS, LAYER_IDS
-from eyas.model.head import load_head
 from eyas.model.target import Target
-from eyas.model.vocab import TargetVocabulary
 from eyas.tau import tau_interval
 
 DTYPE = "float32"
@@ -83,7 +77,6 @@ SIZED_PROMPTS = 8  # over which the streams' sizes are averaged, for the plain h
 TREE_TOPK, TREE_NODES = 4, 16
 ROWS = "rows.json"
 WORKER_SECONDS = 3600  # for one row: an engine that hangs leaves the others'
-LAYER_LINE, LAYER_TOKENS = "SGLang, loader and layer", 24
 
 
 @dataclass(frozen=True)
@@ -325,49 +318,11 @@ def tau_figures(answers: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-@torch.inference_mode()
-def sglang_row(run: Run, name: str) -> dict[str, Any]:
-    """SGLang's loader and layer on our export of a head, against our layer on the same tokens.
-    Raises WorkerError.
-    """
-    if run.args.python_sglang is None:
-        raise WorkerError("not here")
-    vocabulary = TargetVocabulary.load(run.models["target"])
-    head = load_head(run.heads[name]["head_eyas"], vocabulary.config, vocabulary.lm_head)
-    tokens_1T = torch.tensor([run.prompts[0][:LAYER_TOKENS]])
-    aux_hidden = run.target.features(tokens_1T)[0]
-    embeddings = F.embedding(tokens_1T, vocabulary.embed_tokens.float())
-    hidden, _ = head(embeddings, head.fuse(aux_hidden))
-    inputs = {"embeddings": embeddings, "aux_hidden": aux_hidden}
-    inputs |= {"hidden": hidden, "logits": head.logits(hidden)}
-    file = run.work / f"sglang-{name}.safetensors"
-    safetensors.torch.save_file({key: one[0].contiguous() for key, one in inputs.items()}, file)
-    command = [run.args.python_sglang, str(WORKERS / "layer_sglang.py")]
-    with (run.work / f"sglang-{name}.log").open("w") as log:
-        done = subprocess.run(
-            [*command, run.heads[name]["head_sglang"], str(file)],
-            stdout=subprocess.PIPE,
-            stderr=log,
-            env=os.environ | SGLANG_ON_A_CPU,
-        )
-    if done.returncode:
-        raise WorkerError(f"its layer did not run (log: {log.name})")
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return {"engine": LAYER_LINE, "head": name, **found}
-
-
 def table(rows: list[dict[str, Any]], skipped: dict[str, str]) -> str:
     """All lines as text."""
     columns = f"{'answers equal':>14} {'tau':>6} {'interval':>13} {'foretold':>9} {'off':>7}"
     lines = [f"{'engine, head, drafts':<58} {columns} {'tokens/s':>9}"]
     for one in rows:
-        if one["engine"] == LAYER_LINE:
-            missing = (
-                f"NOT loaded: {', '.join(one['unloaded'])}" if one["unloaded"] else "all loaded"
-            )
-            off = ", ".join(f"{name} off by {share:.1e}" for name, share in one["off"].items())
-            lines.append(f"{one['engine']}, {one['head']}: {missing}; {off} of the greatest value")
-            continue
         fault = f", {one['fault']}" if one["fault"] else ""
         name = f"{one['engine']}, {one['head']}, {one['speculation']}{fault}"
         equal = f"{one['equal'] + one['ties']}/{one['answers']}"
@@ -470,11 +425,6 @@ def main() -> None:
                 print(table(rows[-1:], {}).splitlines()[-1], file=sys.stderr, flush=True)
             except (WorkerError, OSError) as error:
                 skipped[arm.name] = str(error)
-        for name in run.heads if args.only is None or "SGLang" in args.only else ():
-            try:
-                rows.append(sglang_row(run, name))
-            except (WorkerError, OSError) as error:
-                skipped[f"{LAYER_LINE}, {name}"] = str(error)
     unread = {
         engine.title: engine.unread_flags(read_head(hub.resolve_head(args.head))[0])
         for engine in ENGINES

@@ -3,19 +3,16 @@ time, greedy, interleaved.
 
     python benchmarks/peers.py [--quick] [--llama-cpp BUILD] [--python-openvino PYTHON]
     [--python-vllm PYTHON]
-        [--sections plain-shape,...] [--engines NAME,...] [--samples 5] [--threads 2] [--work
+        [--sections plain,...] [--engines NAME,...] [--samples 5] [--threads 2] [--work
         FOLDER]
 
-    plain-shape     a Llama of 110 M random parameters, decoded plainly: tokens/s
     plain           --target (SmolLM2) on 10 held-out prompts, past the answers' ends: tokens/s; a
                     target that is a GGUF file is read as it is too, by llama.cpp and by ours
                     (eyas packed)
-    rounds-shape    a chain of 4 with a random EAGLE-3 head of one layer (33.5 MB): rounds/s
     head            --head (SmolLM2's), --prompts answers: tokens/s and tokens a round; llama.cpp's
                     own drafts from text too (of those no tokens a round)
     prompts         --target, 8 prompts of 512 tokens, one request at a time: prompt tokens/s
     together        --target, 64 prompts of the plain section's kind, 32 at a time, prompts included
-    agreement       fp32, no time: 10 greedy answers of every engine against ours, --target
 
 How each peer is installed stands in benchmarks/peers/README.md. Each engine lives in a process of
 its own that loads once (and converts the weights once, into --work) and then decodes on command, so
@@ -30,8 +27,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import random
-import shutil
 import statistics
 import subprocess
 import sys
@@ -41,41 +36,32 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from itertools import takewhile
 from pathlib import Path
 from typing import Any, get_args
 
 import held_out
-import safetensors.torch
 import torch
 
 from eyas import hub
 from eyas.export.engines import ENGINES, engine_of, layers_info
 from eyas.gguf.folder import is_gguf
 from eyas.model.checkpoint import read_head
-from eyas.model.config import HeadConfig, RopeConfig, read_config
+from eyas.model.config import HeadConfig, read_config
 from eyas.model.dialects import Form
 from eyas.model.forms import Verifier, write_head
 from eyas.model.weights import read_tensors
 
 WORKERS = Path(__file__).parent / "peers"
 SGLANG_ON_A_CPU = {"PYTHONPATH": str(WORKERS / "sglang_cpu"), "SGLANG_USE_CPU_ENGINE": "1"}
-SECTIONS = ("plain-shape", "plain", "rounds-shape", "head", "prompts", "together", "agreement")
-SHAPE_PROMPT, SHAPE_TOKENS, SHAPE_DRAFT_VOCABULARY = 64, 128, 8000
+SECTIONS = ("plain", "head", "prompts", "together")
 FEW_PROMPTS = 10
 LONG_PROMPTS, LONG_PROMPT = 8, 512
 MANY_PROMPTS, AT_A_TIME = 64, 32
 SETTLE_SECONDS = 0.3
-PYTORCH = {"format": "pt"}
 CHAIN = {"num_draft_steps": 4}
 TREE = {"num_draft_steps": 4, "tree_topk": 4, "num_verify_tokens": 16}
 PACKED = {"precision": "packed"}  # a GGUF file's own blocks
-# OpenVINO has two settings near bf16: its own bf16 maths, and fp16 weights with fp32 maths, which
-# has been the faster one.
-OPENVINO = {
-    "bf16": {"weights": "bf16", "inference_precision": "bf16"},
-    "fp16 weights, fp32 maths": {"weights": "fp16", "inference_precision": "f32"},
-}
+OPENVINO = {"weights": "bf16", "inference_precision": "bf16"}
 
 
 @dataclass(frozen=True)
@@ -89,73 +75,35 @@ class Entry:
 
 def entries(section: str, files: bool) -> list[Entry]:
     """What a section compares. files: whether the target is a GGUF file."""
-    openvino = OPENVINO.items()
-    if section == "agreement":
-        settings = {"weights": "fp32", "inference_precision": "f32"}
-        others = [Entry(peer, peer) for peer in ("transformers", "llama_cpp", "vllm")]
-        return [Entry("eyas", "eyas"), *others, Entry("openvino", "openvino", settings)]
+    as_is = {"as_is": True}
+    packed = [Entry("eyas packed", "eyas", PACKED)] if files else []
     if section == "together":
         many = {"max_batch": AT_A_TIME}
-        packed = [Entry("eyas packed", "eyas", {**PACKED, **many})] if files else []
+        packed = [Entry(one.name, one.peer, {**one.settings, **many}) for one in packed]
         return [Entry("eyas", "eyas", many), *packed, Entry("vLLM", "vllm", many)]
-    if section.startswith("plain") or section == "prompts":
-        as_it_is = [
-            Entry("eyas packed", "eyas", PACKED),
-            Entry("llama.cpp, file as it is", "llama_cpp", {"as_is": True}),
-        ]
+    if section in ("plain", "prompts"):
         return [
             Entry("eyas", "eyas"),
             Entry("llama.cpp", "llama_cpp"),
-            *(as_it_is if files else []),
-            *(Entry(f"OpenVINO {name}", "openvino", settings) for name, settings in openvino),
-            *(
-                Entry(f"OpenVINO {name}, paged", "openvino", {**settings, "paged": True})
-                for name, settings in openvino
-            ),
+            *packed,
+            *([Entry("llama.cpp, file as it is", "llama_cpp", as_is)] if files else []),
+            Entry("OpenVINO", "openvino", OPENVINO),
             Entry("vLLM", "vllm"),
             Entry("transformers, own compiled loop", "transformers"),
-        ]
-    if section == "rounds-shape":
-        return [
-            Entry("eyas", "eyas", {"speculation": "fixed(4,1,5)"}),
-            Entry("llama.cpp", "llama_cpp", CHAIN),
-            Entry("llama.cpp, 3.0 tokens a round faked", "llama_cpp", {**CHAIN, "synth_len": 3.0}),
-            *(
-                Entry(f"OpenVINO {name}", "openvino", {**settings, **CHAIN})
-                for name, settings in openvino
-            ),
-            Entry("vLLM", "vllm", CHAIN),
         ]
     return [
         Entry("eyas auto", "eyas", {"speculation": "auto"}),
         Entry("eyas chain 4", "eyas", {"speculation": "fixed(4,1,5)"}),
-        Entry("eyas tree 4x4, 16", "eyas", {"speculation": "fixed(4,4,16)"}),
         Entry("eyas plain", "eyas"),
         *([Entry("eyas packed auto", "eyas", {**PACKED, "speculation": "auto"})] if files else []),
-        Entry("llama.cpp chain 2", "llama_cpp", {"num_draft_steps": 2}),
         Entry("llama.cpp chain 4", "llama_cpp", CHAIN),
         Entry("llama.cpp plain", "llama_cpp"),
         *(
-            Entry(f"llama.cpp {kind}, file as it is", "llama_cpp", {"as_is": True, "ngrams": kind})
+            Entry(f"llama.cpp {kind}, file as it is", "llama_cpp", {**as_is, "ngrams": kind})
             for kind in (("none", "ngram-cache", "ngram-mod") if files else ())
         ),
-        *(
-            Entry(f"OpenVINO {name}, chain 2", "openvino", {**settings, "num_draft_steps": 2})
-            for name, settings in openvino
-        ),
-        *(
-            Entry(f"OpenVINO {name}, chain 4", "openvino", {**settings, **CHAIN})
-            for name, settings in openvino
-        ),
-        *(
-            Entry(
-                f"OpenVINO {name}, tree 4x4, 16",
-                "openvino",
-                {**settings, **TREE, "kv_cache": "u8"},
-            )
-            for name, settings in openvino
-        ),
-        Entry("vLLM chain 2", "vllm", {"num_draft_steps": 2}),
+        Entry("OpenVINO chain 4", "openvino", {**OPENVINO, **CHAIN}),
+        Entry("OpenVINO tree 4x4, 16", "openvino", {**OPENVINO, **TREE, "kv_cache": "u8"}),
         Entry("vLLM chain 4", "vllm", CHAIN),
     ]
 
@@ -259,87 +207,6 @@ def given_models(args: argparse.Namespace, work: Path) -> dict[str, str]:
         **({"gguf": file} if is_gguf(file) else {}),
         **head_folders(*read_head(hub.resolve_head(args.head)), target, work, "given"),
     }
-
-
-def shape_models(work: Path) -> dict[str, str]:
-    """A Llama of 110 M parameters with tied embeddings, and a head for it; random weights, the
-    built-in tokenizer.
-    """
-    layers, H, intermediate, heads, V, W = 12, 768, 2048, 12, 32_000, SHAPE_DRAFT_VOCABULARY
-    source, target = Path(hub.resolve_target("builtin")), work / "shape"
-    settings = json.loads((source / "config.json").read_text())
-    settings |= {
-        "hidden_size": H,
-        "intermediate_size": intermediate,
-        "num_hidden_layers": layers,
-        "vocab_size": V,
-    }
-    settings |= {"head_dim": H // heads, "num_attention_heads": heads, "num_key_value_heads": heads}
-    generator = torch.Generator().manual_seed(0)
-
-    def random_weight(rows: int, columns: int) -> torch.Tensor:
-        return (torch.randn(rows, columns, generator=generator) * 0.02).bfloat16()
-
-    def layer(prefix: str, inputs: int) -> dict[str, torch.Tensor]:
-        weights = {f"self_attn.{name}_proj.weight": random_weight(H, inputs) for name in "qkv"}
-        weights |= {
-            "self_attn.o_proj.weight": random_weight(H, H),
-            "mlp.down_proj.weight": random_weight(H, intermediate),
-        }
-        weights |= {
-            f"mlp.{name}_proj.weight": random_weight(intermediate, H) for name in ("gate", "up")
-        }
-        weights |= {
-            f"{name}.weight": torch.ones(H).bfloat16()
-            for name in ("input_layernorm", "post_attention_layernorm")
-        }
-        return {prefix + name: tensor for name, tensor in weights.items()}
-
-    tensors = {
-        "model.embed_tokens.weight": random_weight(V, H),
-        "model.norm.weight": torch.ones(H).bfloat16(),
-    }
-    for index in range(layers):
-        tensors |= layer(f"model.layers.{index}.", H)
-    files = {
-        "config.json": json.dumps(settings).encode(),
-        "model.safetensors": safetensors.torch.save(tensors, PYTORCH),
-    }
-    folder_of(files, target)
-    for name in (
-        "tokenizer.json",
-        "tokenizer_config.json",
-        "chat_template.jinja",
-        "generation_config.json",
-    ):
-        shutil.copy(source / name, target / name)
-    ids_W = torch.tensor(sorted(random.Random(0).sample(range(V), W)))
-    t2d = torch.zeros(V, dtype=torch.bool)
-    t2d[ids_W] = True
-    head = layer("midlayer.", 2 * H)
-    head |= {
-        "midlayer.hidden_norm.weight": torch.ones(H).bfloat16(),
-        "norm.weight": torch.ones(H).bfloat16(),
-    }
-    head |= {"fc.weight": random_weight(H, 3 * H), "lm_head.weight": random_weight(W, H)}
-    head |= {"d2t": ids_W - torch.arange(W), "t2d": t2d}
-    config = HeadConfig(
-        hidden_size=H,
-        intermediate_size=intermediate,
-        num_hidden_layers=1,
-        num_attention_heads=heads,
-        num_key_value_heads=heads,
-        head_dim=H // heads,
-        vocab_size=V,
-        rms_norm_eps=settings["rms_norm_eps"],
-        max_position_embeddings=settings["max_position_embeddings"],
-        rope=RopeConfig.from_hf(settings),
-        draft_vocab_size=W,
-        target_hidden_size=H,
-        taps=(1, layers // 2 - 1, layers - 4),
-        target_lm_head_sha256="",
-    )
-    return {"target": str(target), **head_folders(config, head, str(target), work, "shape")}
 
 
 # The measurement
@@ -446,34 +313,6 @@ class Run:
             order = [name for name in workers if name in samples]
         return {name: figures(samples[name]) for name in order}
 
-    def agreement(
-        self, models: dict[str, str], work_items: dict[str, Any]
-    ) -> dict[str, dict[str, Any]]:
-        """How many answers of each engine are ours, and where the first that is not leaves ours;
-        fp32.
-        """
-        end = end_token(models["target"])
-        answers: dict[str, list[list[int]]] = {}
-        with self.workers("agreement", models, "float32") as workers:
-            for name, worker in workers.items():
-                try:
-                    decoded = worker.ask("decode", **work_items)["answers"]
-                    answers[name] = [without(end, one["tokens"]) for one in decoded]
-                except WorkerError as error:
-                    self.skip("agreement", name, error)
-        reference = "eyas" if "eyas" in answers else next(iter(answers), "")
-        found: dict[str, dict[str, Any]] = {}
-        for name in [name for name in answers if name != reference]:
-            pairs = list(zip(answers[reference], answers[name], strict=True))
-            same = sum(ours == theirs for ours, theirs in pairs)
-            found[name] = {
-                "reference": reference,
-                "same": same,
-                "prompts": len(pairs),
-                "first_difference": difference(pairs),
-            }
-        return found
-
 
 def end_token(target: str) -> int:
     """The token that ends an answer; of several, the first."""
@@ -484,18 +323,6 @@ def end_token(target: str) -> int:
 def without(end: int, tokens: list[int]) -> list[int]:
     """An answer without its end token, which some engines give and some keep."""
     return tokens[:-1] if tokens and tokens[-1] == end else tokens
-
-
-def difference(pairs: list[tuple[list[int], list[int]]]) -> str | None:
-    """Where the first pair that differs does, in words."""
-    for number, (ours, theirs) in enumerate(pairs):
-        if ours != theirs:
-            shared = sum(
-                1
-                for _ in takewhile(lambda both: both[0] == both[1], zip(ours, theirs, strict=False))
-            )
-            return f"prompt {number}, token {shared} of {len(ours)}"
-    return None
 
 
 def per_second(answers: list[dict[str, Any]], counted: str = "tokens") -> float:
@@ -522,17 +349,10 @@ def figures(samples: list[list[dict[str, Any]]]) -> dict[str, Any]:
 
 def table(section: str, found: dict[str, dict[str, Any]]) -> str:
     """A section as lines of text, the fastest first."""
-    key = "rounds_per_second" if section == "rounds-shape" else "tokens_per_second"
-    if section == "agreement":
-        rows = [
-            f"{name:<45} {one['same']} of {one['prompts']} as {one['reference']}"
-            for name, one in sorted(found.items())
-        ]
-        return "\n".join([f"\n{section}", *rows])
     lines = [
         f"\n{section:<45} {'tokens/s':>9} {'rounds/s':>9} {'tokens/round':>13}   samples (tokens/s)"
     ]
-    for name, one in sorted(found.items(), key=lambda item: -item[1][key]):
+    for name, one in sorted(found.items(), key=lambda item: -item[1]["tokens_per_second"]):
         numbers = (
             f"{one['tokens_per_second']:>9} {one['rounds_per_second']:>9} "
             f"{one['tokens_per_round']:>13}"
@@ -586,12 +406,6 @@ def asked(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
     """What every engine of a section decodes. Speed without a head does not depend on the answer:
     its end is ignored.
     """
-    shape_prompt = random.Random(1).choices(range(3, 8000), k=SHAPE_PROMPT)
-    shape = {
-        "prompts": [shape_prompt],
-        "max_tokens": min(SHAPE_TOKENS, args.max_tokens),
-        "ignore_eos": True,
-    }
     prompts = [list(request.prompt_ids) for request in held_out.requests(args)]
     answers = {"prompts": prompts, "max_tokens": args.max_tokens, "ignore_eos": False}
     few = {**answers, "prompts": prompts[:FEW_PROMPTS]}
@@ -604,11 +418,8 @@ def asked(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
     return {
         "prompts": {"prompts": long, "max_tokens": 2, "ignore_eos": True},
         "together": {**plain, "prompts": many[:MANY_PROMPTS]},
-        "plain-shape": shape,
-        "rounds-shape": shape,
         "plain": plain,
         "head": answers,
-        "agreement": few,
     }
 
 
@@ -620,16 +431,9 @@ def main() -> None:
         run = Run(args, work.resolve())
         work_items = asked(args)
         given = given_models(args, run.work)
-        shape: dict[str, str] = {}
         results: dict[str, Any] = {}
         for section in args.sections:
-            if section == "agreement":
-                results[section] = run.agreement(given, work_items[section])
-            elif section.endswith("shape"):
-                shape = shape or shape_models(run.work)
-                results[section] = run.measure(section, shape, work_items[section])
-            else:
-                results[section] = run.measure(section, given, work_items[section])
+            results[section] = run.measure(section, given, work_items[section])
             print(table(section, results[section]), flush=True)
     for name, reason in run.skipped.items():
         if reason != "not asked for":

@@ -32,20 +32,13 @@ ROW = {
     "tau_interval": [2.1, 2.6],
     "tokens_per_second": 12.3,
 }
-LAYER = {
-    "engine": engines.LAYER_LINE,
-    "head": "plain",
-    "unloaded": [],
-    "off": {"hidden": 2e-6, "logits": 3e-6},
-}
 
 
 def test_the_table_of_recorded_rows():
     far = ROW | {"tau": 1.9, "ties": 0, "equal": 20}
     wrong = far | {"fault": "layers one early"}
-    lost = LAYER | {"unloaded": ["model.fc_norm.0.weight"]}
-    _, near, low, broken, loaded, skips, why = engines.table(
-        [ROW, far, wrong, LAYER, lost], {"llama.cpp": "not here"}
+    _, near, low, broken, why = engines.table(
+        [ROW, far, wrong], {"llama.cpp": "not here"}
     ).splitlines()
     assert near.split() == [
         *("vLLM,", "packaged,", "fixed(4,1,5)", "20/20", "(1", "ties)", "2.34", "2.10-2.60"),
@@ -56,8 +49,6 @@ def test_the_table_of_recorded_rows():
     assert broken.endswith("12.3")  # it is expected to fall
     unseen = ROW | {"fault": "layers one early"}
     assert engines.table([unseen], {}).endswith("<- the fault does not show")
-    assert "all loaded; hidden off by 2.0e-06" in loaded
-    assert "NOT loaded: model.fc_norm.0.weight" in skips
     assert why == "skipped llama.cpp: not here"
 
 
