@@ -17,7 +17,6 @@ from eyas.evaluate.recording import record
 from eyas.evaluate.trees import ModelsConfig, PromptSet, decode, prompts_digest
 from eyas.log import quiet
 from eyas.tau import tau_of
-from tests.bench_rows import bench_output, row
 from tests.tiny import tiny_target
 from tests.tiny_prompts import SOURCES, eval_prompts, learned_head, learned_models, prompt_set
 
@@ -36,25 +35,13 @@ def models(folders):
 
 
 @pytest.fixture(scope="module")
-def costs(tmp_path_factory):
-    """A benchmark of a plain server, at up to 12 requests at a time."""
-    rows = [
-        row("plain", str(number), tpot_ms=10.0 + load, concurrency=load)
-        for load in (1, 2, 12)
-        for number in range(6)
-    ]
-    return bench_output(tmp_path_factory.mktemp("costs"), rows)
-
-
-@pytest.fixture(scope="module")
-def evaluated(folders, costs, tmp_path_factory):
+def evaluated(folders, tmp_path_factory):
     """eval.json of two trees at two temperatures, its manifest, and the progress that it told."""
     folder, head = folders
     config = EvalConfig(
         trees=("fixed(4,2,6)", "fixed(3,1,4)"),
         max_tokens=24,
         models={"max_batch": 4, "max_length": 200},
-        costs=costs,
     )
     root, told = str(tmp_path_factory.mktemp("run")), []
 
@@ -119,25 +106,6 @@ def test_says_of_each_tree_and_temperature_what_the_engine_does(evaluated, model
     assert "temperature 0" in result["assumes"]
 
 
-def test_speed_up_follows_from_tau_and_the_measured_costs(evaluated):
-    result, _, _ = evaluated
-    predicted = result["predicted"]
-    rows = {(one["speculation"], one["concurrency"]): one for one in predicted["by_concurrency"]}
-    assert set(rows) == {
-        (tree, load) for tree in ("fixed(4,2,6)", "fixed(3,1,4)") for load in (1, 2, 12)
-    }
-    taus = {one["speculation"]: one["tau"] for one in result["trees"] if one["temperature"] == 0}
-    share = predicted["draft_weights_share"]
-    assert 0 < share < 1
-    # 2 requests with chains of 4 rows; a step drafts 2 rows
-    chain = rows["fixed(3,1,4)", 2]
-    assert chain["tau"] == taus["fixed(3,1,4)"]
-    assert chain["speedup"] == pytest.approx(12 * chain["tau"] / (18 + 3 * share * 12))
-    assert 0 < rows["fixed(3,1,4)", 1]["speedup"] <= chain["tau"]
-    assert rows["fixed(4,2,6)", 12]["missing"] == "TPOT at 72 requests (measured: 1 to 12)"
-    assert predicted["temperature"] == 0
-
-
 @pytest.fixture(scope="module")
 def recorded(models, folders):
     """Requests by temperature, and their rounds, recorded with five levels."""
@@ -196,7 +164,7 @@ def test_prompts_that_cannot_be_asked_are_left_out(folders):
     assert prompts_digest(some) != prompts_digest(some[::-1])
 
 
-def test_bad_settings_are_refused(folders, costs, tmp_path):
+def test_bad_settings_are_refused(folders, tmp_path):
     folder, head = folders
     with pytest.raises(ConfigError, match="there is no tau"):
         EvalConfig(trees=("off",))
@@ -207,6 +175,4 @@ def test_bad_settings_are_refused(folders, costs, tmp_path):
     output = Artifact(str(tmp_path / "out"))
     with pytest.raises(EmptyInputError, match="nothing held out"):
         evaluate(EvalConfig(), str(folder), head.url, output)
-    with pytest.raises(ConfigError, match="costs are for trees"):
-        evaluate(EvalConfig(costs=costs), str(folder), head.url, output, object())
     assert not (tmp_path / "out").exists()

@@ -59,8 +59,6 @@ HEADS = {
     "norm_before_fc": {"norm_before_fc": True},
     "EAGLE-3.1": {"fc_norm": True, "norm_output": True},
     "frozen lm_head": {"train_lm_head": False},
-    "narrower": {"hidden_size": 8},
-    "wider": {"hidden_size": 16, "norm_before_fc": True},
     "all tokens": {"draft_vocab_size": 40},
 }
 

@@ -1,11 +1,10 @@
-"""`eyas eval`: a head on what it has not seen -> tau, and with costs its speed-up, before a server
-runs it. Also the tables and lines that show an eval.json.
+"""`eyas eval`: a head on what it has not seen -> tau, before a server runs it. Also the tables and
+lines that show an eval.json.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from typing import Annotated, Any
 
 import typer
@@ -42,13 +41,6 @@ def command(
         str | None, typer.Option(help='such as "fixed(6,3,12) fixed(4,1,5) auto"')
     ] = None,
     temperatures: Annotated[str | None, typer.Option(help='such as "0 1"')] = None,
-    costs: Annotated[
-        str | None,
-        typer.Option(help="output of `eyas bench` with a plain arm: predict speed-up from it"),
-    ] = None,
-    draft_ms: Annotated[
-        float | None, typer.Option(help="ms of one draft step there, if known")
-    ] = None,
     against: Annotated[
         str | None, typer.Option(help="another head to compare with, on the same answers")
     ] = None,
@@ -66,9 +58,6 @@ def command(
 
     By default on 100 prompts, answers of 64 tokens, in the default tree and a chain, greedy and at
     temperature 1; more with -s num_prompts=N, -s max_tokens=N, --trees and --temperatures.
-
-    With --costs also predict time per token and speed-up by concurrency, for the engine that the
-    benchmark measured.
     """
     if features is None and prompts is None:
         raise ConfigError(
@@ -78,8 +67,6 @@ def command(
     options = {
         "trees": trees and trees.split(),
         "temperatures": temperatures and temperatures.split(),
-        "costs": costs,
-        "draft_step_ms": draft_ms,
         "against": against,
         "tolerance": tolerance,
     }
@@ -111,44 +98,32 @@ def judge(result: dict[str, Any], config: EvalConfig) -> None:
 
 
 def headline(result: dict[str, Any]) -> dict[str, Any]:
-    """tau with its interval, in all and of each tree and temperature; predictions."""
+    """tau with its interval, in all and of each tree and temperature."""
     names = "speculation", "temperature", "tau", "tau_interval", "tau_ceiling"
     return {
         "tau": result["tau"],
         "tau_interval": result["tau_interval"],
         "accept_hist": result["accept_hist"],
         "trees": [{name: one[name] for name in names} for one in result.get("trees", [])],
-        "predicted": result.get("predicted", {}).get("by_concurrency", []),
         "against": result.get("against"),
     }
 
 
 def foretold(result: dict[str, Any]) -> dict[str, Any]:
-    """For the last line of a run: tau of the first tree with its interval; if it was predicted, its
-    speed-up at the lowest concurrency.
-    """
+    """For the last line of a run: tau of the first tree with its interval."""
     first = (result.get("trees") or [result])[0]
-    told = {"tau_foretold": first["tau"], "tau_interval": first["tau_interval"]}
-    for row in result.get("predicted", {}).get("by_concurrency", []):
-        if row["speculation"] == first["speculation"]:
-            return {**told, "speedup_foretold": row["speedup"]}
-    return told
+    return {"tau_foretold": first["tau"], "tau_interval": first["tau_interval"]}
 
 
 def in_one_line(result: dict[str, Any]) -> str:
     """`foretold`, for people."""
-    told, first = foretold(result), (result.get("trees") or [result])[0]
+    first = (result.get("trees") or [result])[0]
     how = first.get("speculation", f"a chain of {result['num_draft_steps']}")
-    speedup = told.get("speedup_foretold")
-    faster = "" if speedup is None else f"; speed-up {speedup:.2f}"
-    return (
-        f"eval, before serving: tau {told['tau_foretold']:.2f} ({_interval(first)}) with "
-        f"{how}{faster}"
-    )
+    return f"eval, before serving: tau {first['tau']:.2f} ({_interval(first)}) with {how}"
 
 
 def show_table(result: dict[str, Any]) -> None:
-    """Print to stdout: tau of all that was measured, of its parts, and predictions."""
+    """Print to stdout: tau of all that was measured and of its parts."""
     out = Console()
     measured = Table(
         *("", "tau", "95 %", "ceiling", "acceptance by position", "answers"),
@@ -175,8 +150,6 @@ def show_table(result: dict[str, Any]) -> None:
     )
     for line in comparison_lines(result):
         out.print(line, markup=False, soft_wrap=True)
-    if "predicted" in result:
-        _show_predicted(out, result["predicted"]["by_concurrency"])
 
 
 def comparison_lines(result: dict[str, Any]) -> list[str]:
@@ -187,29 +160,6 @@ def comparison_lines(result: dict[str, Any]) -> list[str]:
         for source, one in changes.items()
         if source == ALL or len(changes) > 2  # one source says what all answers say
     ]
-
-
-def _show_predicted(out: Console, rows: Sequence[dict[str, Any]]) -> None:
-    table = Table(
-        *("at a time", "speculation", "tau", "TPOT plain, ms", "TPOT, ms", "speed-up"),
-        title="predicted, of the server that was measured",
-    )
-    for row in rows:
-        if row["speedup"] is not None:
-            numbers = (row[name] for name in ("tau", "tpot_ms_plain", "tpot_ms", "speedup"))
-            table.add_row(
-                str(row["concurrency"]), row["speculation"], *(f"{one:.2f}" for one in numbers)
-            )
-    if table.row_count:
-        out.print(table)
-    for speculation in dict.fromkeys(row["speculation"] for row in rows):
-        missing = [row for row in rows if row["speculation"] == speculation and "missing" in row]
-        if missing:
-            loads = ", ".join(str(row["concurrency"]) for row in missing)
-            out.print(
-                f"no speed-up of {speculation} at {loads} at a time: {missing[0]['missing']} is "
-                "missing"
-            )
 
 
 def _cells(one: dict[str, Any]) -> tuple[str, ...]:

@@ -1,3 +1,1 @@
-"""The eval stage: what a head brings, known before any server runs: tau measured, time per token
-predicted.
-"""
+"""The eval stage: tau of a head, measured before any server runs it."""

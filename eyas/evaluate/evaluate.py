@@ -2,7 +2,6 @@
 
 features    chains, on the answers that `capture` held out; no target runs          -> tau, ...
 prompts     trees at several temperatures, through the engine                       -> trees
-            with the costs of forwards from an `eyas bench`: speed-up by load       -> predicted
 against     the same measurement of another head, and how tau changes               -> against
 """
 
@@ -21,7 +20,6 @@ from eyas.errors import ConfigError, EmptyInputError
 from eyas.evaluate.breakdown import AnswerCounts
 from eyas.evaluate.chains import Chains
 from eyas.evaluate.comparison import compare
-from eyas.evaluate.speedup import DraftCost, predictions, read_bench
 from eyas.evaluate.trees import (
     EvalPrompt,
     Models,
@@ -46,14 +44,12 @@ ANSWER_TOKENS = 64  # of each answer: enough for twenty rounds
 class EvalConfig(BaseModel):
     """Settings of the eval stage.
 
-    Chains on features: num_draft_steps. Prompts through the engine: trees as `eyas serve` takes
-    them, fixed(num_draft_steps,tree_topk,num_verify_tokens) with one branch for a chain, or auto;
-    the first tree at the first temperature gives the headline, and the first temperature the
-    speed-ups. By default what is worth its time: 400 short answers, as the interval of tau is over
-    prompts. costs: a finished `eyas bench` with an arm that does not speculate, of any engine;
-    draft_step_ms: a draft step there, where it is known (else it follows from the weights).
-    against: another head, measured on the same answers. tolerance: with it the new head must be
-    shown to be better, and tau may fall by this share at most on any source; null only reports.
+    num_draft_steps: of the chains on features. trees: for prompts, as `eyas serve` takes them:
+    fixed(num_draft_steps,tree_topk,num_verify_tokens) with one branch for a chain, or auto; the
+    first tree at the first temperature gives the headline. By default 400 short answers: the
+    interval of tau is over prompts. against: another head, measured on the same answers. tolerance:
+    the new head must be shown to be better, and tau may fall by this share at most on any source;
+    null only reports.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -65,8 +61,6 @@ class EvalConfig(BaseModel):
     max_tokens: int = Field(ANSWER_TOKENS, ge=2)
     seed: int = 0
     models: ModelsConfig = ModelsConfig()
-    costs: str | None = None
-    draft_step_ms: float | None = Field(None, ge=0)
     against: str | None = None
     tolerance: float | None = Field(None, ge=0, lt=1)
 
@@ -98,7 +92,7 @@ class EvalConfig(BaseModel):
     @property
     def headline_only(self) -> EvalConfig:
         """These settings with the first tree and temperature alone."""
-        first = {"trees": self.trees[:1], "temperatures": self.temperatures[:1], "costs": None}
+        first = {"trees": self.trees[:1], "temperatures": self.temperatures[:1]}
         return self.model_copy(update=first)
 
 
@@ -115,15 +109,12 @@ def evaluate(
 
     target, head: any name that `eyas.hub` resolves. Writes eval.json, also of a head that is worse
     than config.against: `comparison.refuse_worse` judges. Raises MismatchError when head, features
-    and target do not belong together, EmptyInputError where no round drafts, ConfigError for costs
-    without a plain arm.
+    and target do not belong together, and EmptyInputError where no round drafts.
     """
     if features is None and not prompts:
         raise EmptyInputError(
             "there is nothing held out to measure with", "give features, prompts, or both"
         )
-    if config.costs is not None and not prompts:
-        raise ConfigError("costs are for trees, which take prompts", "give prompts")
     if config.tolerance is not None and config.against is None:
         raise ConfigError("tolerance: there is no other head to compare with", "give --against")
     folder, prompts = resolve_target(target), prompts[: config.num_prompts]
@@ -168,8 +159,6 @@ def described(config: EvalConfig, folder: str, prompts: Sequence[EvalPrompt]) ->
         return config.model_dump(mode="json", include={"num_draft_steps"})
     # the other head is an input, and the tolerance only judges the result
     settings = config.model_dump(mode="json", exclude={"against", "tolerance"})
-    if config.costs is not None:
-        settings["costs"] = Artifact(config.costs).manifest("bench").identity
     return {
         **settings,
         "prompts": prompts_digest(prompts),
@@ -195,7 +184,6 @@ class HeadMeasurement:
             self._chains = Chains.load(folder, files, features, config.num_draft_steps)
         if prompts:
             self._prompts = PromptSet.of(prompts, self._chat, config.max_prompt_tokens)
-            self._bench = read_bench(config.costs) if config.costs is not None else None
             self._models = Models.load(folder, files, config.models)
 
     def measure(self, track: Track) -> tuple[dict[str, Any], list[AnswerCounts]]:
@@ -242,27 +230,7 @@ class HeadMeasurement:
             "languages": sorted(first["by_language"]),
             "left_out": self._prompts.num_left_out,
         }
-        if self._bench is not None:
-            result["predicted"] = self._predicted(models, measured)
         return result, answers
-
-    def _predicted(self, models: Models, measured: Sequence[dict[str, Any]]) -> dict[str, Any]:
-        assert self._bench is not None
-        curve, source = self._bench
-        draft = DraftCost(models.weights_share, self._config.draft_step_ms)
-        temperature = self._config.temperatures[0]
-        taus = [
-            (Speculation.parse(one["speculation"]), one["tau"])
-            for one in measured
-            if one["temperature"] == temperature
-        ]
-        return {
-            "by_concurrency": predictions(curve, draft, taus),
-            "temperature": temperature,
-            "draft_step_ms": draft.step_ms,
-            "draft_weights_share": draft.weights_share,
-            **source,
-        }
 
 
 def _part_of(track: Track, number: int, count: int) -> Track:

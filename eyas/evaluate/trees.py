@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -29,7 +28,6 @@ from eyas.language import language
 from eyas.log import Track
 from eyas.model.checkpoint import read_head
 from eyas.model.target import Dtype, Target
-from eyas.model.weights import read_shapes
 from eyas.records import Message, mixed_seed
 from eyas.tau import RoundCounts
 
@@ -63,8 +61,7 @@ def torch_threads(count: int | None) -> Iterator[None]:
 class Models:
     """A target and its head, loaded once for engines of any speculation.
 
-    t2d_V bool: in the draft vocabulary. weights_share: weights that a draft step reads, by those
-    that a forward of the target reads.
+    t2d_V bool: in the draft vocabulary.
     """
 
     target: Target
@@ -72,17 +69,13 @@ class Models:
     folder: str
     config: ModelsConfig
     t2d_V: Tensor
-    weights_share: float
 
     @classmethod
     def load(cls, folder: str, head: str | Path, config: ModelsConfig) -> Models:
         """Raises MissingInputError, CorruptError, MismatchError (a head of another target)."""
         target = Target.load(folder, config.dtype, config.device)
         shape, tensors = read_head(head, target.config)
-        share = weights_share(
-            read_shapes(folder), {name: tuple(t.shape) for name, t in tensors.items()}
-        )
-        return cls(target, Draft(shape, tensors, target), folder, config, tensors["t2d"], share)
+        return cls(target, Draft(shape, tensors, target), folder, config, tensors["t2d"])
 
     def engine(self, speculation: Speculation | str) -> Engine:
         """An engine of its own, with an empty cache."""
@@ -93,28 +86,6 @@ class Models:
             text_drafts=False,  # the head is judged
         )
         return Engine(self.target, self.draft, config)
-
-
-def weights_share(target: dict[str, tuple[int, ...]], head: dict[str, tuple[int, ...]]) -> float:
-    """Weights that a draft step reads by those that a target's forward reads, from tensors' shapes.
-
-    Of embeddings a forward reads a row a token, which counts as nothing. An lm_head that is not
-    there is another's: the target's embeddings, or for a head the target's lm_head.
-    """
-
-    def count(shapes: dict[str, tuple[int, ...]], left_out: str) -> int:
-        return sum(math.prod(shape) for name, shape in shapes.items() if left_out not in name)
-
-    is_tied = "lm_head.weight" not in target
-    lm_head = next(
-        math.prod(shape)
-        for name, shape in target.items()
-        if name.endswith("embed_tokens.weight" if is_tied else "lm_head.weight")
-    )
-    of_target = count(target, "embed_tokens.weight") + (lm_head if is_tied else 0)
-    maps = {name: shape for name, shape in head.items() if name not in ("d2t", "t2d")}
-    of_head = count(maps, "embed_tokens.weight")
-    return (of_head + (lm_head if "lm_head.weight" not in head else 0)) / of_target
 
 
 @dataclass(frozen=True)

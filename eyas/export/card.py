@@ -183,7 +183,6 @@ class HeadCard:
             rows = _rows(value)
             if rows:
                 note = self._precision() if name == "trees" else ""
-                note = _machine(value) if name == "predicted" else note
                 names = list(dict.fromkeys(key for row in rows for key in row))
                 cells = [[row.get(column, "") for column in names] for row in rows]
                 yield name, note, names, cells
@@ -202,14 +201,6 @@ class HeadCard:
             f"Measured in {own}; **the commands above serve in {served}**, where tau may be "
             f"another: {hint}"
         )
-
-
-def _machine(predicted: Mapping[str, Any]) -> str:
-    """What the predicted times are of."""
-    machine = predicted.get("machine") or {}
-    known = {"processor": "{}", "cores": "{} cores", "threads": "{} threads", "dtype": "{}"}
-    said = [words.format(machine[name]) for name, words in known.items() if name in machine]
-    return f"On {', '.join(said)}." if said else "The machine that these times are of is not known."
 
 
 def _yaml(content: Mapping[str, Any]) -> str:
