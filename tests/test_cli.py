@@ -391,8 +391,8 @@ class TestSettings:
         assert all(row.startswith(("--", "url")) for row in rows)  # none goes on in a second line
 
 
-MIX = {"sources": [{"path": "builtin-general", "licence": "CC0-1.0"}]}
-RUN = {"target": "a", "output": "b", "prompts": MIX}
+GENERAL = {"sources": [{"path": "builtin-general", "licence": "CC0-1.0"}]}
+RUN = {"target": "a", "output": "b", "prompts": GENERAL}
 
 
 class TestRunFiles:
@@ -415,11 +415,6 @@ class TestRunFiles:
         ("changed", "words"),
         [
             ({"capture": {"target": "c"}}, r"capture\.target"),
-            ({"keep": {"prompts": MIX}}, r"keep: of the mix .* give train\.start"),
-            (
-                {"keep": {"prompts": MIX}, "train": {"start": {"head": "h"}}},
-                r"keep: of the mix .* give train\.start",
-            ),
             ({"trian": {}}, "trian"),
         ],
     )

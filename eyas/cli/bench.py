@@ -51,7 +51,7 @@ def command(
     ] = None,
     head: Annotated[
         str | None,
-        typer.Option(help="output of `eyas export` or `eyas train` as served, for the lineage"),
+        typer.Option(help="output of `eyas export` or `eyas train`, for the lineage"),
     ] = None,
     compare_anyway: Annotated[
         bool, typer.Option("--compare-anyway", help="compare unlike with unlike, and say so")

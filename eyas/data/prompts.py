@@ -66,7 +66,9 @@ class PromptsConfig(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
 
-    sources: list[SourceConfig] = Field(min_length=1)
+    sources: list[SourceConfig] = Field(
+        min_length=1, description="what to read, each with its licence"
+    )
     policy: str | None = Field(
         default=None, description="file of rules for licences and authors; None: the shipped ones"
     )
@@ -84,7 +86,9 @@ class PromptsConfig(BaseModel):
     languages: tuple[str, ...] | None = Field(
         default=None, description="to keep, as ISO 639-1 codes such as [en, de]; None keeps all"
     )
-    match: MatchConfig | None = None
+    match: MatchConfig | None = Field(
+        None, description="prompts like those of a log; null: no selection"
+    )
     record: dict[str, str] = Field(
         default={},
         description="what the card says of the processing, as HEADING: TEXT: operator, purpose, "
@@ -103,7 +107,9 @@ class PromptsConfig(BaseModel):
     seed: int = Field(
         default=0, ge=0, description="of what `match` and a source's `max_prompts` draw"
     )
-    executor: Literal["local", "ray"] = "local"
+    executor: Literal["local", "ray"] = Field(
+        "local", description="where the work runs; the result is the same"
+    )
     workers: int = Field(default=1, ge=1, description="processes, or actors on Ray")
 
     @model_validator(mode="after")

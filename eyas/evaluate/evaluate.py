@@ -54,12 +54,16 @@ class EvalConfig(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    num_draft_steps: int = Field(7, ge=1, le=16)
-    trees: tuple[str, ...] = Field(DEFAULT_TREES, min_length=1)
-    temperatures: tuple[float, ...] = Field((0.0, 1.0), min_length=1)
-    num_prompts: int = Field(100, ge=1)
-    max_tokens: int = Field(ANSWER_TOKENS, ge=2)
-    seed: int = 0
+    num_draft_steps: int = Field(7, ge=1, le=16, description="of chains on features")
+    trees: tuple[str, ...] = Field(
+        DEFAULT_TREES, min_length=1, description="of prompts, as `eyas serve` takes them"
+    )
+    temperatures: tuple[float, ...] = Field(
+        (0.0, 1.0), min_length=1, description="the first gives the headline"
+    )
+    num_prompts: int = Field(100, ge=1, description="held-out prompts that are answered")
+    max_tokens: int = Field(ANSWER_TOKENS, ge=2, description="of an answer")
+    seed: int = Field(0, description="of what is drawn; the prompt is mixed in")
     models: ModelsConfig = ModelsConfig()
     against: str | None = None
     tolerance: float | None = Field(None, ge=0, lt=1)

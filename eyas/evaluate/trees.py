@@ -39,11 +39,11 @@ class ModelsConfig(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    dtype: Dtype = "auto"
-    device: str = "cpu"
-    threads: int | None = Field(None, ge=1)
-    max_batch: int = Field(16, ge=1)
-    max_length: int = Field(1024, ge=2)
+    dtype: Dtype = Field("auto", description="of the weights; auto: as in the checkpoint")
+    device: str = Field("cpu", description="cpu, cuda, cuda:1")
+    threads: int | None = Field(None, ge=1, description="null: torch's own choice")
+    max_batch: int = Field(16, ge=1, description="samples that run at a time")
+    max_length: int = Field(1024, ge=2, description="tokens of prompt and answer together")
 
 
 @contextmanager

@@ -54,7 +54,9 @@ class ExportConfig(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    forms: tuple[EngineForm, ...] = Field(("sglang", "vllm"), min_length=1)
+    forms: tuple[EngineForm, ...] = Field(
+        ("sglang", "vllm"), min_length=1, description="engines to write the head for"
+    )
     target_name: str | None = None
     speculation: str = str(Speculation("fixed"))  # the engine's own sizes
     licence: str | None = None

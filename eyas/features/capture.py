@@ -73,17 +73,25 @@ class CaptureConfig(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    target: str
-    decoder: Literal["auto", "own", "transformers"] = "auto"
-    dtype: Dtype = "auto"
-    device_map: str | None = None
-    batch_tokens: int = Field(default=4096, ge=1)
-    store_dtype: Literal["float32", "bfloat16"] = "bfloat16"
-    codec: CodecName = "within4"
-    teacher: Literal["everywhere", "supervised"] = "everywhere"
-    held_out_share: float = Field(default=0.05, ge=0, lt=1)
-    leave_out: tuple[Mark, ...] = ("empty", "refused")
-    servers: tuple[str, ...] = ()
+    target: str = Field(description="a folder, a GGUF file, or a name of a hub")
+    decoder: Literal["auto", "own", "transformers"] = Field(
+        "auto", description="ours, or transformers'; auto: ours where it can"
+    )
+    dtype: Dtype = Field("auto", description="what is computed in; auto: as the checkpoint")
+    device_map: str | None = Field(None, description="spreads a large target over devices")
+    batch_tokens: int = Field(default=4096, ge=1, description="of a forward, padding included")
+    store_dtype: Literal["float32", "bfloat16"] = Field("bfloat16", description="what is stored")
+    codec: CodecName = Field("within4", description="how it is stored; held-out samples are exact")
+    teacher: Literal["everywhere", "supervised"] = Field(
+        "everywhere", description="positions that store the target's last state"
+    )
+    held_out_share: float = Field(
+        default=0.05, ge=0, lt=1, description="of samples that no training sees"
+    )
+    leave_out: tuple[Mark, ...] = Field(
+        ("empty", "refused"), description="marks of answers that no head learns from"
+    )
+    servers: tuple[str, ...] = Field((), description="URLs that compute in place of this process")
     client: FleetConfig = FleetConfig()
 
     def decoder_of(self, shape: TargetShape) -> str:

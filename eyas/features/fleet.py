@@ -41,9 +41,9 @@ class FleetConfig(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    concurrency: int = Field(default=32, ge=1)
-    timeout_s: float = Field(default=600.0, gt=0)
-    model: str | None = None
+    concurrency: int = Field(default=32, ge=1, description="requests at a time, for each server")
+    timeout_s: float = Field(default=600.0, gt=0, description="of one request")
+    model: str | None = Field(None, description="name in requests; null: the only one served")
 
 
 class ClientConfig(FleetConfig):

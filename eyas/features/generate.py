@@ -68,16 +68,24 @@ class GenerateConfig(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    target: str
-    head: str | None = None
-    dtype: Dtype = "auto"
-    max_tokens: int = Field(default=128, ge=1)
-    sampling: tuple[Sampling, ...] = Field(default=(Sampling(),), min_length=1)
-    max_batch: int = Field(default=32, ge=1)
-    max_length: int = Field(default=32_768, ge=2)
-    date: datetime.date = datetime.date(2026, 1, 1)
+    target: str = Field(description="a folder, a GGUF file, or a name of a hub")
+    head: str | None = Field(None, description="speeds up the engine in this process")
+    dtype: Dtype = Field("auto", description="of the weights; auto: as in the checkpoint")
+    max_tokens: int = Field(default=128, ge=1, description="of an answer")
+    sampling: tuple[Sampling, ...] = Field(
+        default=(Sampling(),),
+        min_length=1,
+        description="how conversations are sampled, a share each",
+    )
+    max_batch: int = Field(default=32, ge=1, description="samples that run at a time")
+    max_length: int = Field(
+        default=32_768, ge=2, description="tokens of prompt and answer together"
+    )
+    date: datetime.date = Field(
+        datetime.date(2026, 1, 1), description="the day that templates print as today's"
+    )
     personal: PrivacyConfig = ANSWER_POLICY
-    servers: tuple[str, ...] = ()
+    servers: tuple[str, ...] = Field((), description="URLs that answer in place of this process")
     client: ClientConfig = ClientConfig()
 
     @model_validator(mode="after")

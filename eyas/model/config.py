@@ -278,11 +278,11 @@ class HeadOptions(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     draft_vocab_size: int | None = Field(None, ge=1)
-    train_lm_head: bool = True
-    norm_before_residual: bool = False
-    norm_before_fc: bool = False
-    fc_norm: bool = False  # with norm_output, EAGLE-3.1
-    norm_output: bool = False
+    train_lm_head: bool = Field(True, description="false: the target's rows stay")
+    norm_before_residual: bool = Field(False, description="the residual is taken after hidden_norm")
+    norm_before_fc: bool = Field(False, description="one norm of the three streams together")
+    fc_norm: bool = Field(False, description="a norm of each stream; with norm_output EAGLE-3.1")
+    norm_output: bool = Field(False, description="what is fed back is the output after the norm")
     sliding_window: Window | None = None
 
     @model_validator(mode="after")

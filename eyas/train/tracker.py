@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field
 
 from eyas.errors import ConfigError
 
@@ -29,8 +29,8 @@ class TrackerConfig(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    to: tuple[TrackerName, ...] = ()
-    project: str = "eyas"
+    to: tuple[TrackerName, ...] = Field((), description="tensorboard, wandb; none by default")
+    project: str = Field("eyas", description="name at the trackers")
     folder: str | None = None
 
 

@@ -94,14 +94,14 @@ class TrainConfig(BaseModel):
     objective: ObjectiveConfig = ObjectiveConfig()
     start: StartConfig | None = None
     data_share: float = Field(1.0, gt=0, le=1)
-    epochs: int = Field(3, ge=1)
+    epochs: int = Field(3, ge=1, description="passes over the samples")
     batches: BatchConfig = BatchConfig()
     learning_rate: float | None = Field(None, gt=0)
-    dtype: Precision = "bfloat16"
+    dtype: Precision = Field("bfloat16", description="what is computed in; weights are float32")
     stop: StopConfig = StopConfig()
     tracker: TrackerConfig = TrackerConfig()
     checkpoint_every: int = Field(200, ge=1)
-    seed: int = 0
+    seed: int = Field(0, description="of fresh weights, the order and what is drawn")
 
     def for_head(self, hidden_size: int) -> TrainConfig:
         """These settings with the learning rate that a head of this size gets by default."""
