@@ -8,7 +8,8 @@ import ast
 import re
 import sys
 import tomllib
-from importlib.metadata import packages_distributions
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, packages_distributions, requires
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -125,20 +126,28 @@ def test_pure_functions_import_nothing_of_ours():
 
 
 def test_imported_packages_are_declared():
-    """In pyproject.toml, among the dependencies or in an extra; a package that another one brings
-    can go with its next version."""
+    """In pyproject.toml, among the dependencies or in an extra, or required by one of these."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"].values()
     stated = [*project["dependencies"], *(one for extra in extras for one in extra)]
-    declared = {re.split(r"[^\w.-]", one)[0].lower().replace("-", "_") for one in stated}
+    declared = {distribution(one) for one in stated}
+    for name in [*declared]:
+        with suppress(PackageNotFoundError):
+            required = requires(name) or ()
+            declared |= {distribution(one) for one in required if "extra ==" not in one}
     distributions = packages_distributions()
     missing = set()
     for package in {target.split(".")[0] for name in NAMES for target in imported(name)}:
         # features/vllm/eyas_states.py is loaded by vLLM, in vLLM's own environment
         if package not in {"eyas", "vllm", *sys.stdlib_module_names}:
-            names = {one.lower().replace("-", "_") for one in distributions.get(package, [package])}
+            names = {distribution(one) for one in distributions.get(package, [package])}
             missing |= set() if names & declared else {package}
     assert not missing, missing
+
+
+def distribution(requirement: str) -> str:
+    """The name of the package that a requirement asks for."""
+    return re.split(r"[^\w.-]", requirement)[0].lower().replace("-", "_")
 
 
 def test_commands_are_imported_one_at_a_time():
