@@ -1,7 +1,7 @@
 """How much of the personal data that texts hold is found, by type, as it was measured; and what
 follows for a run: how many values are expected to remain in its prompts.
 
-The figures are recall.json, which `python benchmarks/recall.py --write` makes from labelled texts.
+The figures are recall.json, which `python benchmarks/privacy.py --write` makes from labelled texts.
 """
 
 from __future__ import annotations
