@@ -28,7 +28,7 @@ from eyas.gguf.blocks import BlockMatrix, Kind
 from eyas.model.config import HeadConfig, HeadOptions, RopeConfig, TargetConfig
 from eyas.model.native import NativeTarget
 from eyas.model.native_draft import NativeDraft
-from eyas.model.quantised import in_eight_bits
+from eyas.model.packed import in_eight_bits
 from eyas.model.rows import PagedCache, Roots, Rows, prompt_rows, rows_of, slots_of
 from eyas.model.target import DTYPES
 

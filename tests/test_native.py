@@ -31,7 +31,7 @@ from eyas.model.config import HeadConfig, TargetConfig
 from eyas.model.draws import DrawState
 from eyas.model.native import NativeTarget
 from eyas.model.native_draft import NativeDraft
-from eyas.model.quantised import in_eight_bits
+from eyas.model.packed import in_eight_bits
 from eyas.model.rows import (
     FeatureCache,
     NodesToVerify,

@@ -24,12 +24,12 @@ from eyas.hub import resolve_target
 from eyas.model import library
 from eyas.model.config import TargetConfig
 from eyas.model.native import NativeTarget
-from eyas.model.packed import PackedLinear
-from eyas.model.quantised import QuantisedLinear, parts_of
+from eyas.model.packed import PackedLinear, parts_of
 from eyas.model.rows import PagedCache, prompt_rows
-from eyas.model.target import Layers, Target
+from eyas.model.target import Target
 from eyas.model.weights import read_tensors
 from tests.gguf_files import gguf_file
+from tests.quantised_twin import QuantisedLinear, taken_apart, twin_layers
 from tests.test_cli import assert_one_clear_error, run_eyas
 from tests.test_native import (
     DTYPES,
@@ -113,7 +113,7 @@ def product(linear: PackedLinear, x: Tensor, N: int, threads: int = 1) -> Tensor
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
 def test_a_matrix_taken_apart_is_the_dequantised_one(kind: Kind):
     one = matrix(kind, 9, 512)
-    codes, scales, mins = one.taken_apart()
+    codes, scales, mins = taken_apart(one)
     width = 32 // scales.shape[-1]
     values = np.repeat(scales, width, axis=-1) * codes + mins[..., None]
     assert one.shape == (9, 512)
@@ -226,7 +226,7 @@ def test_a_target_is_its_twin(shape: str):
     aux, logits = run(target, new_cache(config, "float32"), chunk(TOKENS, 0))
     by_blocks = {}
     for quantises in (True, False):
-        layers = Layers(config, tensors, lm_head, blocks if quantises else None)
+        layers = twin_layers(config, tensors, lm_head, blocks if quantises else {})
         hidden, states = layers.hidden(chunk(TOKENS, 0), new_cache(config, "float32"), TAPS)
         by_blocks[quantises] = layers.head(hidden), states
     (expected, expected_aux), (dense, dense_aux) = by_blocks[True], by_blocks[False]
@@ -241,7 +241,7 @@ def test_matrices_in_other_formats_are_multiplied_dequantised():
     others = ("v_proj", "gate_proj", "embed_tokens", "lm_head")
     kept = {name: one for name, one in blocks.items() if not any(other in name for other in others)}
     target = NativeTarget(config, tensors, torch.float32, kept)
-    layers = Layers(config, tensors, tensors["lm_head.weight"], kept)
+    layers = twin_layers(config, tensors, tensors["lm_head.weight"], kept)
     _, logits = run(target, new_cache(config, "float32"), chunk(TOKENS, 0))
     hidden, _ = layers.hidden(chunk(TOKENS, 0), new_cache(config, "float32"), TAPS)
     assert (logits - layers.head(hidden)).abs().mean() < 0.02 * logits.std()

@@ -43,12 +43,15 @@ VARIANTS = [
 ]
 
 
+@pytest.mark.parametrize("native", [False, True], ids=["torch", "native"])
 @pytest.mark.parametrize(("family", "overrides"), VARIANTS, ids=lambda value: str(value)[:40])
-def test_logits_and_taps_equal_transformers(tmp_path: Path, family: str, overrides: dict) -> None:
+def test_logits_and_taps_equal_transformers(
+    tmp_path: Path, family: str, overrides: dict, native: bool
+) -> None:
     folder = tiny_target(tmp_path, family, **overrides)
     theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     tokens_BT = torch.randint(0, 320, (3, 50))
-    ours = Target.load(folder, "float32")
+    ours = Target.load(folder, "float32", native=native)
     with torch.inference_mode():
         expected = theirs(tokens_BT, output_hidden_states=True)
     torch.testing.assert_close(ours.logits(tokens_BT), expected.logits, rtol=1e-4, atol=1e-4)

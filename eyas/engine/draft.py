@@ -33,7 +33,7 @@ from eyas.model.config import HeadConfig, check_head
 from eyas.model.draws import Draws, DrawState
 from eyas.model.native import MAX_HEAD_DIM, runs
 from eyas.model.native_draft import NativeDraft
-from eyas.model.quantised import in_eight_bits
+from eyas.model.packed import in_eight_bits
 from eyas.model.rows import (
     FeatureCache,
     Growth,

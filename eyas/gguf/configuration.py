@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -13,10 +14,24 @@ from eyas.errors import MismatchError
 from eyas.gguf.file import GgufFile, dequantised
 
 SOURCE = "gguf"  # in config.json: name of the file, and in what types its matrices are stored
+
+
+@dataclass(frozen=True, slots=True)
+class Architecture:
+    """What a model of one of ggml's architectures is called by transformers, and whether its rows
+    of q and k are interleaved (see folder.py).
+    """
+
+    model_type: str
+    class_name: str
+    interleaves_heads: bool = False
+
+
+# By `general.architecture`. Another one is an entry here, and one in model/config.py (FAMILIES).
 ARCHITECTURES = {
-    "llama": ("llama", "LlamaForCausalLM"),
-    "qwen2": ("qwen2", "Qwen2ForCausalLM"),
-    "qwen3": ("qwen3", "Qwen3ForCausalLM"),
+    "llama": Architecture("llama", "LlamaForCausalLM", interleaves_heads=True),
+    "qwen2": Architecture("qwen2", "Qwen2ForCausalLM"),
+    "qwen3": Architecture("qwen3", "Qwen3ForCausalLM"),
 }
 OTHER_ARCHITECTURE = (
     "eyas reads GGUF files of Llama, Mistral, Qwen2 and Qwen3; take the model's own folder in "
@@ -27,17 +42,16 @@ ROPE_FACTORS = "rope_freqs.weight"  # Llama 3.1's scaling, as one factor by freq
 
 def configuration(file: GgufFile) -> dict[str, Any]:
     """config.json. Raises MismatchError, CorruptError."""
-    architecture = file.architecture
-    if architecture not in ARCHITECTURES or file.of_model("expert_count", 0):
-        kind = "a mixture of experts" if architecture in ARCHITECTURES else repr(architecture)
+    architecture = ARCHITECTURES.get(file.architecture)
+    if architecture is None or file.of_model("expert_count", 0):
+        kind = "a mixture of experts" if architecture else repr(file.architecture)
         raise MismatchError(f"{file.path} holds {kind}", OTHER_ARCHITECTURE)
-    family, class_name = ARCHITECTURES[architecture]
     hidden, heads = file.count("embedding_length"), file.count("attention.head_count")
     head_dim = file.count("attention.key_length", hidden // heads)
     tokens = file.of_tokenizer("tokens") or []
     config = {
-        "model_type": family,
-        "architectures": [class_name],
+        "model_type": architecture.model_type,
+        "architectures": [architecture.class_name],
         "dtype": stored_dtype(file),
         "hidden_size": hidden,
         "intermediate_size": file.count("feed_forward_length"),

@@ -1,4 +1,4 @@
-"""A GGUF file that is open: its metadata and its tensors, mapped. Knows no model.
+"""A GGUF file that is open: its metadata and its tensors, mapped.
 
 The format is read by the `gguf` package of llama.cpp's authors.
 """

@@ -10,8 +10,7 @@ not the model that its publisher trained, and `config.json` says so (SOURCE).
 
 ggml's own order differs from Hugging Face's in one place: of the `llama` architecture the rows of q
 and k are interleaved, as its rotary embedding turns neighbours where transformers turns halves.
-The link leads back to the file for who multiplies its blocks as they are (`blocks`).
-Does not know what targets are used for.
+The link leads back to the file, for the decoder that multiplies its blocks as they are (`blocks`).
 """
 
 from __future__ import annotations
@@ -28,14 +27,17 @@ from pathlib import Path
 from typing import Any
 
 import gguf
-import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
-from safetensors.numpy import save_file
 
 from eyas.artifact import cache_folder, storage_errors
 from eyas.errors import CorruptError, MismatchError, MissingInputError
-from eyas.gguf.configuration import OTHER_ARCHITECTURE, ROPE_FACTORS, configuration
+from eyas.gguf.configuration import (
+    ARCHITECTURES,
+    OTHER_ARCHITECTURE,
+    ROPE_FACTORS,
+    configuration,
+)
 from eyas.gguf.file import DAMAGED, GgufFile, dequantised_rows, open_file
 from eyas.gguf.tokenizer import tokenizer_of
 
@@ -44,7 +46,7 @@ LINK = "source.gguf"
 SHARD_BYTES = 2 << 30  # of weights, held in memory at a time
 IDENTITY_BYTES = 8 << 20  # read at either end, to tell whether a file is one that is known
 FORM = "1"  # of the folder: raise it when the same file gives another
-DTYPES: dict[str, Any] = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16}
+SAFETENSORS_TYPES = {"float32": "F32", "bfloat16": "BF16"}
 GLOBAL = {
     "token_embd": "model.embed_tokens",
     "output_norm": "model.norm",
@@ -211,7 +213,7 @@ def raw_tensors(
         if name is None:
             raise MismatchError(f"{file.path} holds {tensor.name}", OTHER_ARCHITECTURE)
         rows, part = tensor.data, name.split(".")[-2]
-        if file.architecture == "llama" and part in heads:
+        if ARCHITECTURES[file.architecture].interleaves_heads and part in heads:
             # a row's blocks stay whole: whole rows change places
             rows = half_order(rows, heads[part])
         yield name, tensor.tensor_type, rows
@@ -237,18 +239,42 @@ def write_weights(file: GgufFile, dtype: str, folder: Path) -> None:
     place: dict[str, int] = {}
     size, total, number = 0, 0, 0
     for name, values in weights(file):
-        stored = values.astype(DTYPES[dtype])
+        stored = values if dtype == "float32" else bfloat16_bits(values)
         if shard and size + stored.nbytes > SHARD_BYTES:
-            save_file(shard, folder / _shard_name(number), {"format": "pt"})
+            _write_shard(shard, dtype, folder / _shard_name(number))
             shard, size, number = {}, 0, number + 1
         shard[name], place[name] = stored, number
         size, total = size + stored.nbytes, total + stored.nbytes
-    save_file(shard, folder / _shard_name(number), {"format": "pt"})
+    _write_shard(shard, dtype, folder / _shard_name(number))
     index = {
         "metadata": {"total_size": total},
         "weight_map": {name: _shard_name(at) for name, at in sorted(place.items())},
     }
     (folder / "model.safetensors.index.json").write_text(_json(index))
+
+
+def bfloat16_bits(values: NDArray[np.float32]) -> NDArray[np.uint16]:
+    """The bits of the nearest bfloat16 of each number, ties to even; NaN stays NaN."""
+    bits = values.view(np.uint32)
+    nearest = (bits + (0x7FFF + (bits >> 16 & 1))) >> 16
+    return np.where(np.isnan(values), 0x7FC0, nearest).astype(np.uint16)
+
+
+def _write_shard(shard: Mapping[str, NDArray[Any]], dtype: str, path: Path) -> None:
+    """A safetensors file, as its own package writes it, which knows no NumPy array of bfloat16."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    names, at = sorted(shard), 0
+    for name in names:
+        end = at + shard[name].nbytes
+        kind, shape = SAFETENSORS_TYPES[dtype], list(shard[name].shape)
+        header[name] = {"dtype": kind, "shape": shape, "data_offsets": [at, end]}
+        at = end
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    with path.open("wb") as stream:
+        stream.write(len(text).to_bytes(8, "little") + text)
+        for name in names:
+            stream.write(np.ascontiguousarray(shard[name]).data)
 
 
 def _shard_name(number: int) -> str:

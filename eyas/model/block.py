@@ -1,9 +1,8 @@
-"""One decoder layer for inference, shared by targets and draft heads, and its parts: products with
-weights, rotary embedding, norm.
+"""One decoder layer of the Llama family for inference, in PyTorch operators on any device, and its
+parts: products with weights, rotary embedding, norm.
 
-Knows the Llama family's layer in PyTorch operators, on any device; its twin for a CPU is `native`.
-Does not know where its input comes from: a target gives it normed hidden states, a head gives it
-[embedding, feature] of twice the width.
+Targets and draft heads share it: a target's input is normed hidden states, a head's [embedding,
+feature] of twice the width. Its twin for a CPU is `native`.
 
 Letters: M rows of one forward, H hidden, Hq and Hk heads, D head dimension, I intermediate.
 """
@@ -20,7 +19,6 @@ from torch import Tensor
 
 from eyas.model.attention import AttentionPlan
 from eyas.model.config import DecoderConfig, RopeConfig
-from eyas.model.quantised import Blocks, QuantisedLinear, parts_of
 from eyas.model.rows import PagedCache, Rows
 
 Tensors = Mapping[str, Tensor]
@@ -155,19 +153,11 @@ class Block:
     (`self_attn.q_proj.weight`, ...).
     """
 
-    def __init__(
-        self, config: DecoderConfig, tensors: Tensors, layer: int, blocks: Blocks | None = None
-    ) -> None:
-        """blocks: matrices that are multiplied in a GGUF file's own format, by name."""
-
-        def joined(names: Sequence[str], gated: bool = False) -> Linear | QuantisedLinear:
+    def __init__(self, config: DecoderConfig, tensors: Tensors, layer: int) -> None:
+        def joined(names: Sequence[str]) -> Linear:
             biases = [tensors[f"{name}.bias"] for name in names if f"{name}.bias" in tensors]
-            bias = torch.cat(biases) if biases else None
-            weights = [f"{name}.weight" for name in names]
-            parts = parts_of(blocks or {}, weights, gated)
-            if parts is not None:
-                return QuantisedLinear(parts, bias)
-            return Linear(torch.cat([tensors[name] for name in weights]), bias)
+            weight = torch.cat([tensors[f"{name}.weight"] for name in names])
+            return Linear(weight, torch.cat(biases) if biases else None)
 
         self._layer, self._eps = layer, config.rms_norm_eps
         self._Hq, self._Hk, self._D = (
@@ -177,7 +167,7 @@ class Block:
         )
         self._qkv = joined([f"self_attn.{name}_proj" for name in "qkv"])
         self._out = joined(["self_attn.o_proj"])
-        self._gate_up = joined(["mlp.gate_proj", "mlp.up_proj"], gated=True)
+        self._gate_up = joined(["mlp.gate_proj", "mlp.up_proj"])
         self._down = joined(["mlp.down_proj"])
         self._post_norm = tensors["post_attention_layernorm.weight"]
         self._q_norm, self._k_norm = (
@@ -186,7 +176,7 @@ class Block:
         )
 
     @property
-    def linears(self) -> tuple[Linear | QuantisedLinear, ...]:
+    def linears(self) -> tuple[Linear, ...]:
         return (self._qkv, self._out, self._gate_up, self._down)
 
     def __call__(self, x: Tensor, residual: Tensor, at: Placement, cache: PagedCache) -> Tensor:

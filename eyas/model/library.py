@@ -96,7 +96,7 @@ def _cpu() -> str:
 
 
 def find_compiler() -> str | None:
-    """The C++ compiler of this machine, or None."""
+    """The C++ compiler: $CXX, or the first of g++, c++ and clang++ that is there."""
     names = (os.environ.get("CXX") or "g++", "c++", "clang++")
     return next(filter(None, map(shutil.which, names)), None)
 

@@ -4,7 +4,7 @@ One call is one forward of the whole model, on threads of its own. Every row's b
 row alone, not on the rows beside it, the pages or the number of threads: speculation changes no bit
 of an answer, in float32 and in bfloat16.
 
-Knows no request. Its PyTorch twin is `target.Layers`; `native_draft.py` has the draft.
+Its PyTorch twin is `target.Layers`; `native_draft.py` has the draft.
 
 Letters: M rows, R rows with logits, B requests, H hidden, V target vocabulary, D head dimension, P
 pages.
@@ -16,7 +16,7 @@ import ctypes
 import math
 import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -27,6 +27,7 @@ from eyas.model.config import DecoderConfig, Taps, TargetConfig
 from eyas.model.draws import Draws, addresses, no_best_logit
 from eyas.model.library import address, library
 from eyas.model.packed import (
+    Blocks,
     PackedLinear,
     is_large,
     layer_linears,
@@ -34,12 +35,13 @@ from eyas.model.packed import (
     tensor_pointer,
     tensor_pointers,
 )
-from eyas.model.quantised import Blocks
 from eyas.model.rows import FeatureCache, NodesToVerify, PagedCache, Roots, Rows, TargetOutput
 
 MAX_HEAD_DIM = 256  # kMaxHeadDim of attention.h: what a thread keeps of a row's sums
 FIRST_POSITIONS = 4096  # of the rotation's table; it grows with what is asked for
 MOST_POSITIONS = 1 << 24  # no request has so many: what lies beyond is no position
+ROWS_AT_ONCE = 4096  # of a prompt whose hidden states are asked for
+ROW_COLUMNS = ("token", "request", "position", "slot", "prefix_len", "seen")
 WRONG = {
     1: "a token is not in the vocabulary",
     3: "a slot, page or prefix is not there",
@@ -140,7 +142,7 @@ class NativeDecoder:
     ) -> tuple[ctypes.Array[ctypes.c_int64], ctypes.Array[ctypes.c_void_p]]:
         assert cache.data.dtype == self.dtype
         B, P = rows.page_table.shape
-        columns = (rows.token, rows.request, rows.position, rows.slot, rows.prefix_len, rows.seen)
+        columns = [getattr(rows, name) for name in ROW_COLUMNS]
         # what the library cannot see: it is given addresses, and judges the numbers there
         for column in columns:
             assert column.dtype == torch.int64
@@ -258,15 +260,20 @@ class NativeTarget(NativeDecoder):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Last hidden [M, H] after the final norm and aux_hidden [M, 3 * H], fresh; no logits.
         Raises IndexError.
+
+        ROWS_AT_ONCE at a time: a row's bits are the same, and its buffers stay small.
         """
-        ints, pointers = self._arguments(rows, cache)
         M, H = len(rows.token), self._config.hidden_size
         last_hidden = torch.empty(M, H, dtype=self.dtype)
         aux_hidden = torch.empty(M, 3 * H, dtype=self.dtype)
-        taken = (_three(taps), aux_hidden.data_ptr(), False, None, 0, None, None)
-        outputs = (*taken, last_hidden.data_ptr())
-        while (status := self._lib.eyas_forward(self._handle, ints, pointers, *outputs)) != 0:
-            self._is_done(status, int(rows.position.max()))
+        for first in range(0, M, ROWS_AT_ONCE):
+            part = slice(first, first + ROWS_AT_ONCE)
+            some = replace(rows, **{name: getattr(rows, name)[part] for name in ROW_COLUMNS})
+            ints, pointers = self._arguments(some, cache)
+            taken = (_three(taps), aux_hidden[part].data_ptr(), False, None, 0, None, None)
+            outputs = (*taken, last_hidden[part].data_ptr())
+            while (status := self._lib.eyas_forward(self._handle, ints, pointers, *outputs)) != 0:
+                self._is_done(status, int(rows.position.max()))
         return last_hidden, aux_hidden
 
     def verify(

@@ -20,8 +20,7 @@ from eyas.model.config import HeadConfig
 from eyas.model.draws import Draws, addresses
 from eyas.model.library import address
 from eyas.model.native import DecoderRole, NativeDecoder
-from eyas.model.packed import is_large, joined_linear, layer_linears
-from eyas.model.quantised import Blocks
+from eyas.model.packed import Blocks, is_large, joined_linear, layer_linears
 from eyas.model.rows import (
     MAX_TREE_COLUMNS,
     FeatureCache,

@@ -1,7 +1,7 @@
 """Weights packed for the library's products, once, in the order in which they are read.
 
 A float32 weight whose numbers are bfloat16's is stored as such; blocks of a GGUF file stay as they
-are. Knows a layer's names; no forward.
+are.
 
 Letters: N outputs, K inputs.
 """
@@ -10,19 +10,22 @@ from __future__ import annotations
 
 import ctypes
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 import torch
 
-from eyas.gguf.blocks import BlockMatrix
+from eyas.gguf.blocks import BLOCK, BlockMatrix, eight_bit_blocks
 from eyas.model.block import Tensors
 from eyas.model.library import address, library
-from eyas.model.quantised import Blocks, parts_of
 
 FULL, PLAIN, SQUEEZED = 0, 1, 2  # how weights are packed: float32, bfloat16, bfloat16 in 12 bits
 # bytes in bfloat16: fewer stay in the caches, where unpacking takes longer than reading more
 SQUEEZED_FROM = 1 << 24
+
+LANES = 16  # outputs that the library computes together: one format
+
+Blocks = Mapping[str, BlockMatrix]  # matrices in a GGUF file's own format, by name
 
 
 class PackedLinear:
@@ -77,7 +80,7 @@ class PackedLinear:
         threads: int,
         gated: bool = False,
     ) -> PackedLinear:
-        """From the blocks of a GGUF file, which `quantised.parts_of` says fit together. Raises
+        """From the blocks of a GGUF file, which `parts_of` says fit together. Raises
         MemoryError.
         """
         parts = [np.ascontiguousarray(matrix.data) for matrix in matrices]
@@ -109,6 +112,29 @@ def _is_bfloat16(weight: torch.Tensor) -> bool:
     return bool((first.bfloat16().float() == first).all()) and bool(
         (weight.bfloat16().float() == weight.float()).all()
     )
+
+
+def parts_of(blocks: Blocks, names: Sequence[str], gated: bool = False) -> list[BlockMatrix] | None:
+    """The matrices whose outputs are joined in one product, or None where they are not multiplied
+    as blocks: one is in a format without a product, or their formats meet inside 16 outputs.
+    """
+    found = [blocks[name] for name in names if name in blocks]
+    if len(found) < len(names):
+        return None
+    if len({part.kind for part in found}) > 1 and (
+        gated or any(part.shape[0] % LANES for part in found[:-1])
+    ):
+        return None
+    return found
+
+
+def in_eight_bits(tensors: Tensors) -> dict[str, BlockMatrix]:
+    """The matrices among a model's tensors as Q8_0, embeddings and unfit widths left out."""
+    return {
+        name: eight_bit_blocks(tensor.float().numpy())
+        for name, tensor in tensors.items()
+        if tensor.ndim == 2 and tensor.shape[1] % BLOCK == 0 and "embed_tokens" not in name
+    }
 
 
 def is_large(tensors: Iterable[torch.Tensor]) -> bool:

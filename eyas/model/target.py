@@ -1,7 +1,5 @@
 """The target for inference: a Llama-family decoder with the three taps EAGLE-3 needs.
 
-Knows no request and no head.
-
 Two ways to the same values: `Layers`, PyTorch operators on any device, and on a CPU `native`, one
 call a forward. `tests/test_target.py` holds the logits to transformers'.
 
@@ -27,7 +25,7 @@ from eyas.model.config import Taps, TargetConfig, TargetShape
 from eyas.model.draws import Draws
 from eyas.model.library import unavailable
 from eyas.model.native import NativeTarget, Verified, runs
-from eyas.model.quantised import Blocks, QuantisedLinear, parts_of
+from eyas.model.packed import Blocks
 from eyas.model.rows import (
     FeatureCache,
     NodesToVerify,
@@ -84,16 +82,10 @@ class Layers:
         config: TargetConfig,
         tensors: dict[str, torch.Tensor],
         lm_head: torch.Tensor,
-        blocks: Blocks | None = None,
     ) -> None:
-        """tensors: checked, of one dtype and device. blocks: those of them that are multiplied in a
-        GGUF file's own format.
-        """
-        blocks = blocks or {}
+        """tensors: checked, of one dtype and device."""
         self._embed_tokens = tensors["model.embed_tokens.weight"]
-        head_name = "model.embed_tokens.weight" if config.tie_word_embeddings else "lm_head.weight"
-        parts = parts_of(blocks, [head_name])
-        self.head = Linear(lm_head) if parts is None else QuantisedLinear(parts)
+        self.head = Linear(lm_head)
         self._norm, self._eps = tensors["model.norm.weight"], config.rms_norm_eps
         self._input_norms, self._blocks = [], []
         for layer in range(config.num_hidden_layers):
@@ -103,13 +95,8 @@ class Layers:
                 for name, tensor in tensors.items()
                 if name.startswith(prefix)
             }
-            own_blocks = {
-                name.removeprefix(prefix): matrix
-                for name, matrix in blocks.items()
-                if name.startswith(prefix)
-            }
             self._input_norms.append(own["input_layernorm.weight"])
-            self._blocks.append(Block(config, own, layer, own_blocks))
+            self._blocks.append(Block(config, own, layer))
         # The last position of a request and the nodes of its tree: a little beyond the trained
         # context never hurts.
         length = config.max_position_embeddings + 64
@@ -213,8 +200,10 @@ class Target:
 
     @cached_property
     def layers(self) -> Layers:
-        """The decoder in PyTorch operators, laid out when it is first asked for."""
-        return Layers(self.config, self._cast(), self.lm_head, self.blocks)
+        """The decoder in PyTorch operators, laid out when it is first asked for; of blocks it
+        multiplies the dequantised numbers.
+        """
+        return Layers(self.config, self._cast(), self.lm_head)
 
     def _cast(self) -> dict[str, torch.Tensor]:
         """All tensors in this target's precision and on its device, without second copies."""
@@ -258,10 +247,9 @@ class Target:
         self, rows: Rows, cache: PagedCache, taps: Taps
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Last hidden [M, Ht] after the final norm and aux_hidden [M, 3 * Ht], in the target's
-        dtype: by the native decoder where it multiplies blocks, whose twin is slow, else by
-        PyTorch operators.
+        dtype: the numbers that `forward` computes, bit for bit where the native decoder runs.
         """
-        if self._native is not None and self.blocks:
+        if self._native is not None:
             return self._native.hidden(rows, cache, taps)
         last_hidden, aux_hidden = self.layers.hidden(rows, cache, taps)
         assert aux_hidden is not None
@@ -289,17 +277,21 @@ class Target:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """int64 [B, T] -> aux_hidden [B, T, 3 * Ht] and last_hidden [B, T, Ht] (post-norm).
 
-        Both in the target's dtype. Right padding is harmless: attention is causal. taps: any number
-        of layers, ascending; by default the three of EAGLE-3.
+        Both in the target's dtype. Right padding is harmless: attention is causal. taps: by default
+        the three of EAGLE-3, as by `hidden`; or any number of layers, ascending, by PyTorch
+        operators.
         """
         B, T = tokens_BT.shape
         pages = -(-T // PAGE_SIZE)
         page_table = np.arange(B * pages, dtype=np.int32).reshape(B, pages)
         rows = prompt_rows(tokens_BT.tolist(), [0] * B, page_table, PAGE_SIZE, self.device)
-        hidden, aux_hidden = self.layers.hidden(
-            rows, self.new_cache(B * pages), taps or self.config.default_taps
-        )
-        assert aux_hidden is not None
+        cache = self.new_cache(B * pages)
+        if taps is None:
+            hidden, aux_hidden = self.hidden(rows, cache, self.config.default_taps)
+        else:
+            hidden, some = self.layers.hidden(rows, cache, taps)
+            assert some is not None
+            aux_hidden = some
         return aux_hidden.view(B, T, -1), hidden.view(B, T, -1)
 
     @torch.inference_mode()

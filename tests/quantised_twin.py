@@ -1,0 +1,155 @@
+"""Products of quantised weights in PyTorch operators: the plain twin of `model/cpp/quantised.h`, to
+the bit.
+
+A weight is scale * code + min. A row is quantised per block of 32 to int8, as ggml's Q8_0 and Q8_1
+are (quantize_row_q8_0 and _q8_1 of llama.cpp). The products of a block are summed as integers, the
+blocks in ascending order in float32 with one rounding each.
+
+Letters: M rows, N outputs, K inputs, B blocks of 32 inputs, S scales of a block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import gguf
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from eyas.gguf.blocks import BLOCK, BlockMatrix, Kind
+from eyas.model.block import Block
+from eyas.model.config import TargetConfig
+from eyas.model.packed import Blocks, parts_of
+from eyas.model.target import Layers
+
+
+def taken_apart(
+    matrix: BlockMatrix,
+) -> tuple[NDArray[np.int16], NDArray[np.float32], NDArray[np.float32]]:
+    """Codes int16 [N, B, 32], scales float32 [N, B, S] and mins [N, B]."""
+    N, K = matrix.shape
+    units = matrix.data.reshape(N, -1, gguf.GGML_QUANT_SIZES[matrix.kind][1])
+    B = K // BLOCK
+    no_min = np.zeros((N, B), np.float32)
+    if matrix.kind == Kind.Q8_0:
+        return units[..., 2:].view(np.int8).astype(np.int16), _halves(units, 0), no_min
+    if matrix.kind == Kind.Q4_0:
+        return _nibbles(units[..., 2:]) - np.int16(8), _halves(units, 0), no_min
+    if matrix.kind == Kind.Q4_1:
+        return _nibbles(units[..., 4:]), _halves(units, 0), _halves(units, 2)[..., 0]
+    if matrix.kind == Kind.Q4_K:
+        # 6 bits each: of the first 4 blocks whole, of the others' the upper 2 above those
+        first, second, rest = np.split(units[..., 4:16], 3, axis=-1)
+        low = np.concatenate([first & 63, rest & 15 | first >> 6 << 4], axis=-1)
+        high = np.concatenate([second & 63, rest >> 4 | second >> 6 << 4], axis=-1)
+        codes = _nibbles(units[..., 16:].reshape(N, B // 2, BLOCK)).reshape(N, B, BLOCK)
+        scales, mins = _halves(units, 0) * low, -(_halves(units, 2) * high)
+        return codes, scales.reshape(N, B, 1), mins.reshape(N, B)
+    assert matrix.kind == Kind.Q6_K
+    low, high = units[..., :128].reshape(N, -1, 64), units[..., 128:192].reshape(N, -1, BLOCK)
+    shifts = np.arange(0, 8, 2, dtype=np.uint8)[:, None]
+    upper = (high[:, :, None] >> shifts & 3).astype(np.int16).reshape(N, B, BLOCK)
+    codes = _nibbles(low).reshape(N, B, BLOCK) + upper * np.int16(16) - np.int16(32)
+    scales = _halves(units, 208) * np.ascontiguousarray(units[..., 192:208]).view(np.int8)
+    return codes, scales.reshape(N, B, 2), no_min
+
+
+def _halves(units: NDArray[np.uint8], at: int) -> NDArray[np.float32]:
+    """A number of half precision of each unit, [N, units, 1]."""
+    return np.ascontiguousarray(units[..., at : at + 2]).view(np.float16).astype(np.float32)
+
+
+def _nibbles(pairs: NDArray[np.uint8]) -> NDArray[np.int16]:
+    """[..., n] bytes -> [..., 2 n] codes: the lower halves first."""
+    return np.concatenate([pairs & 15, pairs >> 4], axis=-1).astype(np.int16)
+
+
+def quantised_rows(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """[M, K] -> whole numbers of int8 [M, B, 32], their scales [M, B] and the scaled sums of the
+    numbers [M, B]; all float32, scales and sums of half precision.
+    """
+    blocks = x.float().view(len(x), -1, BLOCK)
+    most = blocks.abs().amax(-1)
+    scale = most / 127
+    inverse = torch.where(most > 0, 127 / most, 0.0)
+    q = (blocks * inverse.unsqueeze(-1)).round().clamp(-128, 127)
+    return q, scale.half().float(), (scale * q.sum(-1)).half().float()
+
+
+class QuantisedLinear:
+    """y = x W^T + b, W [N, K] stacked from matrices of blocks, x [M, K] quantised on the way."""
+
+    def __init__(self, parts: Sequence[BlockMatrix], bias: Tensor | None = None) -> None:
+        taken = [taken_apart(part) for part in parts]
+        self.bias = None if bias is None else bias.float()
+        self._codes = [torch.from_numpy(codes) for codes, _, _ in taken]
+        self._scales = [torch.from_numpy(scales) for _, scales, _ in taken]
+        self._mins = [torch.from_numpy(mins) for _, _, mins in taken]
+
+    def float(self, x: Tensor) -> Tensor:
+        """[M, K] -> float32 [M, N]."""
+        rows = quantised_rows(x)
+        sums = [self._sums(rows, part) for part in range(len(self._codes))]
+        y = torch.cat(sums, dim=-1)
+        return y if self.bias is None else y + self.bias
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[M, K] -> [M, N], in x's dtype."""
+        return self.float(x).to(x.dtype)
+
+    def add(self, x: Tensor, residual: Tensor) -> Tensor:
+        """[M, K], [M, N] -> residual + self(x)."""
+        return (self.float(x) + residual).to(residual.dtype)
+
+    def _sums(self, rows: tuple[Tensor, Tensor, Tensor], part: int) -> Tensor:
+        q, row_scales, row_sums = rows
+        codes, scales, mins = self._codes[part], self._scales[part], self._mins[part]
+        (N, B, _), S = codes.shape, scales.shape[-1]
+        width = BLOCK // S
+        y = torch.zeros(len(q), N)
+        for b in range(B):
+            for s in range(S):
+                at = slice(s * width, (s + 1) * width)
+                # whole numbers below 2^24: exact in float32, in whatever order
+                integers = q[:, b, at] @ codes[:, b, at].float().T
+                y = fma(row_scales[:, b, None] * scales[:, b, s], integers, y)
+            y = fma(row_sums[:, b, None], mins[:, b], y) if mins.any() else y
+        return y
+
+
+def fma(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
+    """a * b + c of float32, rounded once: the product is exact in float64."""
+    return (a.double() * b.double() + c.double()).float()
+
+
+def twin_layers(
+    config: TargetConfig, tensors: dict[str, Tensor], lm_head: Tensor, blocks: Blocks
+) -> Layers:
+    """The decoder in PyTorch operators, with products of blocks where the native one has them."""
+    layers = Layers(config, tensors, lm_head)
+    head = "model.embed_tokens.weight" if config.tie_word_embeddings else "lm_head.weight"
+    parts = parts_of(blocks, [head])
+    if parts is not None:
+        layers.head = QuantisedLinear(parts)  # type: ignore[assignment]
+    for number, block in enumerate(layers._blocks):
+        quantise(block, tensors, blocks, f"model.layers.{number}.")
+    return layers
+
+
+def quantise(block: Block, tensors: dict[str, Tensor], blocks: Blocks, prefix: str) -> None:
+    products = {
+        "_qkv": [f"self_attn.{name}_proj" for name in "qkv"],
+        "_out": ["self_attn.o_proj"],
+        "_gate_up": ["mlp.gate_proj", "mlp.up_proj"],
+        "_down": ["mlp.down_proj"],
+    }
+    for attribute, names in products.items():
+        names = [prefix + name for name in names]
+        weights = [f"{name}.weight" for name in names]
+        parts = parts_of(blocks, weights, gated=attribute == "_gate_up")
+        biases = [tensors[f"{name}.bias"] for name in names if f"{name}.bias" in tensors]
+        if parts is not None:
+            linear = QuantisedLinear(parts, torch.cat(biases) if biases else None)
+            setattr(block, attribute, linear)
