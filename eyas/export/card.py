@@ -17,6 +17,7 @@ import yaml
 
 from eyas.artifact import Manifest
 from eyas.export.engines import FORMS, EngineForm, Launch, engine_of
+from eyas.hub import HUB_ID
 from eyas.lineage import sources, stages
 from eyas.model.config import HeadConfig
 from eyas.model.dialects import FLAGS
@@ -26,8 +27,7 @@ CARD = "README.md"
 LICENCE, TERMS = "license", ("license", "license_name", "license_link")
 FRONT = re.compile(r"\A---\s*\n(.*?)\n---\s*$", re.S | re.M)
 DATA = re.compile(r"^## +Data\b[^\n]*\n(.*?)(?=^##? |\Z)", re.S | re.M | re.I)
-HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
-HUB_SET = re.compile(r"hf://datasets/([\w.-]+/[\w.-]+)")
+HUB_SET = re.compile(rf"hf://datasets/({HUB_ID.pattern})")
 TEMPLATE = Path(__file__).with_name("card.md")
 
 
