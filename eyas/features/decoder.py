@@ -155,7 +155,7 @@ class OwnDecoder:
         if after is not None:
             cache.data[:, :num_before] = after.kept[:, :num_before]
         padded = [[*row, *[0] * (T - len(row))] for row in tokens]
-        page_table = np.concatenate([shared, own], axis=1)
+        page_table = np.ascontiguousarray(np.concatenate([shared, own], axis=1))
         rows = prompt_rows(padded, [num_before] * B, page_table, PAGE_SIZE, target.device)
         last_hidden, aux_hidden = target.hidden(rows, cache, target.config.default_taps)
         return HiddenStates(aux_hidden.view(B, T, -1), last_hidden.view(B, T, -1)), cache.data
