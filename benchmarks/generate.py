@@ -166,11 +166,11 @@ def wait_for_rows(process: subprocess.Popen[bytes], folder: Path, count: int) ->
 
 
 def num_kept(folder: Path) -> int:
-    """Turns on disk, in finished parts and whole lines of journals."""
+    """Turns on disk, in finished parts and journals."""
     num = 0
     for found, mark in [
         (folder.glob("answers-*.jsonl"), b"\n"),
-        ((folder / "work").glob("*.journal"), b'"answer": {'),
+        ((folder / "work").glob("*/*.json"), b'"answer": {'),
     ]:
         for path in found:
             with contextlib.suppress(FileNotFoundError):  # a journal goes when its part is whole

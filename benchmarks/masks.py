@@ -1,12 +1,13 @@
-"""Loss masks found in two ways on real conversations, for each tokenizer: how many agree, what is
-refused, how fast.
+"""Conversations that eyas did not generate: how many have tokens, for each tokenizer, whether they
+are those on record, and how fast.
 
     python benchmarks/masks.py [--quick] [--data FOLDER] [--rows N]
 
 A row is one answer with all that came before it. FOLDER holds conversations (JSON lines, .gz, with
 messages) and tokenizers/ with one folder each; by default ../shared/data beside the checkout. The
-built-in tokenizer is always there. Then the planted faults of tests/template_faults.py, and which
-of them are caught. The last line of stdout is one JSON.
+built-in tokenizer is always there. Then the rows on record (tests/goldens/masks.json), which two
+independent ways had to agree on: how many are equal, refused, different. Exits with 1 where one is
+different or a row does not say what the conversation says. The last line of stdout is one JSON.
 """
 
 from __future__ import annotations
@@ -25,17 +26,18 @@ from pathlib import Path
 from typing import Any
 
 from eyas import builtin
-from eyas.chat import Chat, MaskDisagreement
+from eyas.chat import Chat
 from eyas.errors import TemplateError
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))  # the faults are the tests'
+sys.path.insert(0, str(ROOT))  # the record is the tests'
 
-from tests.template_faults import FAULTS, caught  # noqa: E402
+from tests import mask_rows  # noqa: E402
 
 DATA = ROOT.parent / "shared" / "data"
 SETS = ("sgd_dev", "star", "self_dialogue", "gsm8k_train", "tldr", "taskmaster4")
 DAY = datetime.date(2026, 1, 1)
+OPTIONS = {"enable_thinking": False}  # answers of other models have no thoughts
 
 
 def answers(folder: Path, count: int) -> Iterator[list[dict[str, Any]]]:
@@ -43,92 +45,80 @@ def answers(folder: Path, count: int) -> Iterator[list[dict[str, Any]]]:
     for name in SETS:
         path = folder / f"{name}.jsonl.gz"
         if not path.exists():
-            sys.exit(
-                f"error: no {path}\n  -> give a folder that holds {', '.join(SETS)} with --data "
-                "FOLDER"
-            )
+            sys.exit(f"error: no {path}\n  -> give a folder that holds {', '.join(SETS)}")
         with gzip.open(path, "rt", encoding="utf-8") as lines:
-            yield from itertools.islice(_turns(lines), -(-count // len(SETS)))
-
-
-def _turns(lines: Iterator[str]) -> Iterator[list[dict[str, Any]]]:
-    for line in lines:
-        messages = json.loads(line)["messages"]
-        for at, message in enumerate(messages):
-            if message["role"] == "assistant" and at:
-                yield messages[: at + 1]
-
-
-def tokenizers(folder: Path) -> dict[str, str]:
-    """Folders by name: the built-in one and those that the data has."""
-    others = sorted(path for path in (folder / "tokenizers").glob("*") if path.is_dir())
-    return {
-        builtin.BUILTIN: str(builtin.target_folder()),
-        **{path.name: str(path) for path in others},
-    }
+            turns = (
+                messages[: at + 1]
+                for messages in (json.loads(line)["messages"] for line in lines)
+                for at, message in enumerate(messages)
+                if message["role"] == "assistant" and at
+            )
+            yield from itertools.islice(turns, -(-count // len(SETS)))
 
 
 def measure(name: str, folder: str, rows: list[list[dict[str, Any]]]) -> dict[str, Any]:
-    """Every row through both ways. A disagreement is counted here, where a run would stop."""
-    chat = Chat(folder, DAY)
-    outcome: Counter[str] = Counter()
-    reasons: Counter[str] = Counter()
+    """Every row of a tokenizer."""
+    chat = Chat(folder, DAY, OPTIONS)
+    outcome: Counter[str] = Counter(taken=0, wrong=0, refused=0)
     started, num_tokens = time.perf_counter(), 0
     for messages in rows:
         try:
-            ids, mask = chat.answered(messages)
-        except MaskDisagreement:
-            outcome["differ"] += 1
-        except TemplateError as error:
+            prompt_ids, answer_ids = chat.answered(messages)
+        except TemplateError:
             outcome["refused"] += 1
-            reasons[error.what.removeprefix(f"the chat template of {folder} ")] += 1
-        else:
-            written = [token for token, kept in zip(ids, mask, strict=True) if kept]
-            spelled = chat.decode(written) == chat.decode(
-                chat.tokenizer.encode(messages[-1]["content"], add_special_tokens=False)
-            )
-            outcome["agree" if spelled and written[-1] in chat.eos_token_ids else "wrong"] += 1
-            num_tokens += len(ids)
-    seconds = time.perf_counter() - started
-    return {
-        "tokenizer": name,
-        "rows": len(rows),
-        **{one: outcome[one] for one in ("agree", "differ", "wrong", "refused")},
-        "reasons": dict(reasons),
-        "tokens": num_tokens,
-        "seconds": round(seconds, 1),
-        "rows_per_s": round(len(rows) / seconds),
-    }
+            continue
+        said = chat.tokenizer.encode(messages[-1]["content"], add_special_tokens=False)
+        is_whole = chat.decode(answer_ids) == chat.decode(said)
+        outcome["taken" if is_whole and answer_ids[-1] in chat.eos_token_ids else "wrong"] += 1
+        num_tokens += len(prompt_ids) + len(answer_ids)
+    speed = round(len(rows) / (time.perf_counter() - started))
+    return {"tokenizer": name, **outcome, "tokens": num_tokens, "rows_per_s": speed}
+
+
+def on_record() -> dict[str, int]:
+    """The rows on record, by what becomes of them."""
+    golden = json.loads(mask_rows.GOLDEN.read_text())
+    outcome: Counter[str] = Counter(equal=0, refused=0, different=0)
+    with tempfile.TemporaryDirectory() as root:
+        for family, (folder, options) in mask_rows.folders(Path(root)).items():
+            chat = Chat(folder, mask_rows.DAY, options)
+            for name, messages, tools in mask_rows.rows():
+                if name not in golden[family]:
+                    continue
+                try:
+                    is_equal = (
+                        mask_rows.digest(*chat.answered(messages, tools)) == golden[family][name]
+                    )
+                except TemplateError:
+                    outcome["refused"] += 1
+                else:
+                    outcome["equal" if is_equal else "different"] += 1
+    return dict(outcome)
 
 
 def main() -> None:
     """Run all and print one JSON."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--quick", action="store_true", help="300 rows")
-    parser.add_argument(
-        "--data", type=Path, default=DATA, help="folder of conversations and tokenizers/"
-    )
+    parser.add_argument("--data", type=Path, default=DATA, help="conversations and tokenizers/")
     parser.add_argument("--rows", type=int, default=10_000, help="answers for each tokenizer")
     args = parser.parse_args()
-    rows = list(answers(args.data, 300 if args.quick else args.rows))[
-        : 300 if args.quick else args.rows
-    ]
+    count = 300 if args.quick else args.rows
+    rows = list(answers(args.data, count))[:count]
+    others = sorted(path for path in (args.data / "tokenizers").glob("*") if path.is_dir())
+    folders = {
+        builtin.BUILTIN: str(builtin.target_folder()),
+        **{one.name: str(one) for one in others},
+    }
     measured = []
-    for name, folder in tokenizers(args.data).items():
+    for name, folder in folders.items():
         measured.append(measure(name, folder, rows))
-        line = (
-            "{tokenizer}: {agree} of {rows} agree, {differ} differ, {wrong} wrong, "
-            "{refused} refused, {rows_per_s} rows/s"
-        )
-        print(line.format(**measured[-1]), measured[-1]["reasons"], flush=True)
-    found = {}
-    with tempfile.TemporaryDirectory() as folder:
-        for fault in FAULTS:
-            found[fault.name] = caught(fault, Path(folder) / fault.name)
-            print(f"{fault.name}: {found[fault.name] or 'NOT CAUGHT'}", flush=True)
-    print(
-        json.dumps({"masks": measured, "faults": found, "caught": sum(map(bool, found.values()))})
-    )
+        print(measured[-1], flush=True)
+    record = on_record()
+    print(f"on record: {record}", flush=True)
+    print(json.dumps({"benchmark": "masks", "rows": count, "tokenizers": measured, **record}))
+    if record["different"] or any(row["wrong"] for row in measured):
+        sys.exit(1)
 
 
 if __name__ == "__main__":

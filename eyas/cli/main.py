@@ -94,9 +94,6 @@ def reporting_errors(function: Callable[..., None]) -> Callable[..., None]:
 
 
 def _report(error: EyasError) -> int:
-    # a MaskDisagreement has a picture; its module would load transformers
-    if show := getattr(error, "show", None):
-        show()
     print(f"error: {error}", file=sys.stderr)
     return error.exit_code
 

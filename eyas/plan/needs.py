@@ -180,7 +180,7 @@ def count_needs(
     if not counted:
         raise EmptyInputError(
             "the target's template takes none of the prompts",
-            "see `eyas audit` for what it makes of one",
+            "see what `eyas generate` drops of some of them, and why",
         )
     scale = num_prompts / len(prompts)
     features = [[one[-1]] if merged and one else one for one in counted]
