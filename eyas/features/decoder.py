@@ -1,10 +1,9 @@
 """What computes features: our own decoder, or any causal language model of transformers by hooks
-on its layers. One protocol, so that capture does not know which.
+on its layers. One protocol for both.
 
-Knows forwards of token ids and the reuse of a shared prefix. Does not know samples, masks or where
-features go. Of transformers' models it knows the structure (a list of decoder layers, and an
-lm_head that something feeds) and no family by its name: what the hooks see is checked against the
-model's own `output_hidden_states` and logits before anything is captured.
+Of transformers' models only the structure is assumed (a list of decoder layers, and an lm_head that
+something feeds), and no family by its name: what the hooks see is checked against the model's own
+`output_hidden_states` and logits before anything is captured.
 
 Letters: B batch, T longest of it, P tokens of a shared prefix, H the target's hidden size, V its
 vocabulary.
@@ -382,7 +381,7 @@ class HookedDecoder:
             RuntimeError,
             IndexError,
         ):
-            return False  # whatever it says: it has its own kind of past
+            return False  # its past is of another kind
         return alike(whole.aux_hidden[:, 16:], rest.aux_hidden) and alike(
             whole.last_hidden[:, 16:], rest.last_hidden
         )

@@ -1,5 +1,4 @@
 """Marks: what is special about an answer, so that it can be counted and left out of training.
-Knows texts, no rows, tokenizers or models.
 
     empty       nothing but white space
     looping     the same words over and over (repeated n-grams)

@@ -1,7 +1,5 @@
-"""Features straight from the target, in the process that trains on them: nothing is stored.
-
-Knows which samples there are, and computes each when it is read. Does not know how (capture,
-decoder), nor what reads them.
+"""Features straight from the target, in the process that trains on them: a sample is computed when
+it is read, and nothing is stored.
 
 Samples have the numbers that they have in a store. With `batch_tokens` 1 each is computed alone, as
 `capture` would: the values are the store's to the bit, so the source has the store's identity, and

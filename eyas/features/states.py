@@ -76,9 +76,7 @@ class StateServer(FleetServer[StateRequest, StateReply]):
         tails: Sequence[Tail],
         run: str,
     ) -> None:
-        """tails: see FeatureDecoder.tails. run: names this run's requests, so that its files are
-        told from others'.
-        """
+        """tails: see FeatureDecoder.tails. run: names this run's requests and files."""
         super().__init__(url, config)
         self._proof, self._tails = proof, tails
         # of each server and process its own: several may share a folder, as the ranks of a run do
@@ -341,7 +339,7 @@ class StateFleet:
                     self._unwanted.add(one)
 
     def _take(self) -> None:
-        """Whatever has come, for any of the iterators."""
+        """Store the replies of all iterators."""
         for reply in self._fleet.wait():
             if reply.id in self._unwanted:
                 self._unwanted.remove(reply.id)
