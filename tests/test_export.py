@@ -92,10 +92,18 @@ def measured(head: Artifact, url: str) -> Artifact:
     return Artifact(url)
 
 
+def made(target, head, output, evaluation=None, **settings) -> Manifest:
+    """An export; head, output: artifacts or their paths."""
+    head, output = (
+        one if isinstance(one, Artifact) else Artifact(str(one)) for one in (head, output)
+    )
+    return export(ExportConfig(**settings), str(target), head, output, evaluation=evaluation)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_both_forms_are_the_trained_head_and_lint_clean(target, tmp_path, dtype):
     head = trained(target, str(tmp_path / "train"), dtype=dtype)
-    manifest = export(ExportConfig(), str(target), head, Artifact(str(tmp_path / "export")))
+    manifest = made(target, head, tmp_path / "export")
     assert manifest.counts == {"forms": 2, "tensors": TENSORS, "parameters": 16512}
     assert manifest.facts["warnings"] == []
     config, tensors = read_head(tmp_path / "train")
@@ -140,7 +148,7 @@ def test_a_card_says_that_its_target_was_quantised(target, tmp_path):
     shape["gguf"] = {"file": "Model.Q4_1.gguf", "types": {"Q4_1": 210, "Q8_0": 1}}
     (folder / "config.json").write_text(json.dumps(shape))
     head = trained(folder, str(tmp_path / "train"))
-    export(ExportConfig(forms=["vllm"]), str(folder), head, Artifact(str(tmp_path / "export")))
+    made(folder, head, tmp_path / "export", forms=["vllm"])
     card = (tmp_path / "export" / "README.md").read_text()
     assert "`Model.Q4_1.gguf`, a quantised file (matrices: Q4_1 x 210, Q8_0 x 1)" in card
 
@@ -150,37 +158,49 @@ def test_a_run_finds_an_export_done_before_it_checks_or_writes_anything(
 ):
     """A rerun once exported all over again into the finished artifact, and printed "skipped"."""
     head, root = trained(target, str(tmp_path / "train")), str(tmp_path / "run")
-    first = export(ExportConfig(), str(target), head, StageFolder(root, "export"))
+    first = made(target, head, StageFolder(root, "export"))
     monkeypatch.setattr("eyas.export.export.check", lambda *_: pytest.fail("it is checked again"))
     again = StageFolder(root, "export")
     monkeypatch.setattr(again, "write", lambda *_: pytest.fail("it is written again"))
-    assert export(ExportConfig(), str(target), head, again) == first
+    assert made(target, head, again) == first
     assert again.was_done
 
 
 def test_one_form_alone(target, tmp_path):
     head = trained(target, str(tmp_path / "train"))
-    manifest = export(
-        ExportConfig(forms=("sglang",)), str(target), head, Artifact(str(tmp_path / "export"))
-    )
+    manifest = made(target, head, tmp_path / "export", forms=("sglang",))
     assert sorted(manifest.files) == ["README.md", "sglang/config.json", "sglang/model.safetensors"]
     assert "vllm serve" not in (tmp_path / "export" / "README.md").read_text()
 
 
-def test_a_head_for_another_target_is_refused_before_anything_is_written(target, tmp_path):
-    head = trained(target, str(tmp_path / "train"))
-    other = tiny_target(tmp_path / "other", seed=1, rope_theta=500000.0)
-    with pytest.raises(MismatchError, match="trained against the lm_head"):
-        export(ExportConfig(), str(other), head, Artifact(str(tmp_path / "export")))
-    assert not (tmp_path / "export").exists()
+def other_target(target, folder):
+    return tiny_target(folder.parent / "other", seed=1, rope_theta=500000.0)
 
 
-def test_a_damaged_head_is_refused(target, tmp_path):
-    head = trained(target, str(tmp_path / "train"))
-    path = tmp_path / "train" / "model.safetensors"
+def damaged(target, folder):
+    path = folder / "model.safetensors"
     path.write_bytes(path.read_bytes()[:-1] + b"!")
-    with pytest.raises(CorruptError, match="checksum"):
-        export(ExportConfig(), str(target), head, Artifact(str(tmp_path / "export")))
+    return target
+
+
+def unfinished(target, folder):
+    (folder / "_DONE").unlink()
+    return target
+
+
+@pytest.mark.parametrize(
+    ("edit", "error", "message"),
+    [
+        (other_target, MismatchError, "trained against the lm_head"),
+        (damaged, CorruptError, "checksum"),
+        (unfinished, MissingInputError, "unfinished"),
+    ],
+)
+def test_a_head_that_cannot_be_served_takes_no_folder(target, tmp_path, edit, error, message):
+    trained(target, str(tmp_path / "train"))
+    with pytest.raises(error, match=message):
+        made(edit(target, tmp_path / "train"), tmp_path / "train", tmp_path / "export")
+    assert not (tmp_path / "export").exists()
 
 
 def test_an_evaluation_of_another_head_is_not_quoted(target, tmp_path):
@@ -193,22 +213,11 @@ def test_an_evaluation_of_another_head_is_not_quoted(target, tmp_path):
     assert other.manifest().identity == head.manifest().identity
     evaluation = measured(retrained, str(tmp_path / "eval"))
     with pytest.raises(MismatchError, match="measured another head"):
-        export(
-            ExportConfig(),
-            str(target),
-            head,
-            Artifact(str(tmp_path / "export")),
-            evaluation=evaluation,
-        )
+        made(target, head, tmp_path / "export", evaluation=evaluation)
 
 
 def test_a_head_of_somebody_else_s_is_the_same_to_every_stage(target, tmp_path):
-    export(
-        ExportConfig(),
-        str(target),
-        trained(target, str(tmp_path / "train")),
-        Artifact(str(tmp_path / "export")),
-    )
+    made(target, trained(target, str(tmp_path / "train")), tmp_path / "export")
     for form in ("sglang", "vllm"):
         folder = Artifact(str(tmp_path / "export" / form))
         measured_by = head_manifest(folder.url, {})
@@ -220,7 +229,7 @@ def test_a_head_of_somebody_else_s_is_the_same_to_every_stage(target, tmp_path):
 def test_norm_flags_go_into_every_form_and_onto_the_card(target, tmp_path):
     flags = {"fc_norm": True, "norm_output": True}
     head = trained(target, str(tmp_path / "train"), **flags)
-    manifest = export(ExportConfig(), str(target), head, Artifact(str(tmp_path / "export")))
+    manifest = made(target, head, tmp_path / "export")
     assert manifest.counts["tensors"] == TENSORS + 3
     assert manifest.facts["warnings"] == []
     for form in ("sglang", "vllm"):
@@ -232,9 +241,9 @@ def test_norm_flags_go_into_every_form_and_onto_the_card(target, tmp_path):
 def test_a_flag_that_sglang_does_not_read_is_exported_for_vllm_only(target, tmp_path):
     head = trained(target, str(tmp_path / "train"), norm_before_residual=True)
     with pytest.raises(MismatchError, match="norm_before_residual is set: SGLang ignores it"):
-        export(ExportConfig(), str(target), head, Artifact(str(tmp_path / "export")))
+        made(target, head, tmp_path / "export")
     # the hint, followed
-    export(ExportConfig(forms=("vllm",)), str(target), head, Artifact(str(tmp_path / "export")))
+    made(target, head, tmp_path / "export", forms=("vllm",))
     assert read_head(tmp_path / "export" / "vllm")[0].norm_before_residual
 
 
@@ -254,18 +263,8 @@ def test_what_one_form_cannot_say_is_exported_in_the_other(target, tmp_path):
             artifact.write(name, (folder / name).read_bytes())
         artifact.finish("train", {"of": folder.name}, {}, {})
         with pytest.raises(MismatchError, match=r"uses the target's|uses its target's"):
-            export(
-                ExportConfig(forms=(cannot,)),
-                str(target),
-                artifact,
-                Artifact(str(tmp_path / f"{folder.name}-{cannot}")),
-            )
-        export(
-            ExportConfig(forms=(can,)),
-            str(target),
-            artifact,
-            Artifact(str(tmp_path / f"{folder.name}-{can}")),
-        )
+            made(target, artifact, tmp_path / f"{folder.name}-{cannot}", forms=(cannot,))
+        made(target, artifact, tmp_path / f"{folder.name}-{can}", forms=(can,))
         written, read = read_head(folder)[1], read_head(tmp_path / f"{folder.name}-{can}" / can)[1]
         assert written.keys() == read.keys()
 
@@ -374,9 +373,7 @@ def test_any_head_is_exported_and_comes_back_the_same_from_every_form(target, tm
     source = saved_by_others(
         target, tmp_path / "head", whose, dtype=torch.bfloat16, fc_norm=whose == "SpecForge"
     )
-    manifest = export(
-        ExportConfig(), str(target), Artifact(str(source)), Artifact(str(tmp_path / "export"))
-    )
+    manifest = made(target, source, tmp_path / "export")
     assert manifest.inputs["head"].stage == "source"
     config, tensors = read_head(source, shape)
     tensors.pop("embed_tokens.weight", None)  # the target's own
@@ -387,12 +384,7 @@ def test_any_head_is_exported_and_comes_back_the_same_from_every_form(target, tm
         assert read.keys() == tensors.keys()
         assert all(torch.equal(read[name], tensor) for name, tensor in tensors.items())
         again = tmp_path / "again" / form
-        export(
-            ExportConfig(),
-            str(target),
-            Artifact(str(tmp_path / "export" / form)),
-            Artifact(str(again)),
-        )
+        made(target, tmp_path / "export" / form, again)
         for name in ("config.json", "model.safetensors"):
             assert (again / form / name).read_bytes() == (
                 tmp_path / "export" / form / name
@@ -408,12 +400,7 @@ def test_any_head_is_exported_and_comes_back_the_same_from_every_form(target, tm
 def test_the_licence_of_a_foreign_head_is_its_cards(target, tmp_path):
     source = saved_by_others(target, tmp_path / "head", "SpecForge")
     (source / "README.md").write_text("---\nlicense: llama3.1\ntags: [x]\n---\n# A head\n")
-    manifest = export(
-        ExportConfig(forms=("vllm",)),
-        str(target),
-        Artifact(str(source)),
-        Artifact(str(tmp_path / "export")),
-    )
+    manifest = made(target, source, tmp_path / "export", forms=("vllm",))
     assert manifest.inputs["head"].config == {"form": "sglang", "licence": "llama3.1"}
     assert yaml.safe_load(front_matter(tmp_path / "export"))["license"] == "llama3.1"
     assert (
@@ -432,12 +419,7 @@ def test_the_data_of_a_foreign_head_is_quoted_from_its_card(target, tmp_path):
     (source / "README.md").write_text(
         f"{head}\n## Data and filters\n\n{data}\n\n## Use\n\nNot this.\n"
     )
-    export(
-        ExportConfig(forms=("vllm",)),
-        str(target),
-        Artifact(str(source)),
-        Artifact(str(tmp_path / "export")),
-    )
+    made(target, source, tmp_path / "export", forms=("vllm",))
     text = (tmp_path / "export" / "README.md").read_text()
     assert (
         "## Data\n\nAs the card of the head says that it was converted from:\n\n> - ultrachat: "
@@ -476,12 +458,7 @@ def test_the_packaged_heads_card_has_the_hashes_of_its_files():
 
 def test_the_packaged_head_keeps_its_licence_and_its_sources(tmp_path):
     packaged = CardOrigin.of((builtin.head_folder() / "README.md").read_text())
-    export(
-        ExportConfig(),
-        "builtin",
-        Artifact(str(builtin.head_folder())),
-        Artifact(str(tmp_path / "export")),
-    )
+    made("builtin", builtin.head_folder(), tmp_path / "export")
     text = (tmp_path / "export" / "README.md").read_text()
     assert (
         yaml.safe_load(front_matter(tmp_path / "export"))["license"]
@@ -492,23 +469,9 @@ def test_the_packaged_head_keeps_its_licence_and_its_sources(tmp_path):
         assert f"> - {name}: " in text
 
 
-def test_an_unfinished_training_is_no_head(target, tmp_path):
-    artifact = Artifact(str(tmp_path / "train"))
-    artifact.begin(identity("train", {}, {}))
-    for name, data in write_head(*tiny_head(target), "eyas").items():
-        artifact.write(name, data)
-    with pytest.raises(MissingInputError, match="unfinished"):
-        export(
-            ExportConfig(),
-            str(target),
-            Artifact(str(tmp_path / "train")),
-            Artifact(str(tmp_path / "export")),
-        )
-
-
 def test_embeddings_go_along_where_vllm_looks_for_them(target, tmp_path):
     head = trained(target, str(tmp_path / "train"))
-    export(ExportConfig(), str(target), head, Artifact(str(tmp_path / "export")))
+    made(target, head, tmp_path / "export")
     for form, expected in (("sglang", False), ("vllm", True)):
         tensors = safetensors.torch.load_file(tmp_path / "export" / form / "model.safetensors")
         assert ("embed_tokens.weight" in tensors) == expected
@@ -518,7 +481,7 @@ def test_embeddings_go_along_where_vllm_looks_for_them(target, tmp_path):
 def test_openvinos_form_is_sglangs_with_the_embeddings(target, tmp_path):
     head = trained(target, str(tmp_path / "train"))
     output = Artifact(str(tmp_path / "export"))
-    manifest = export(ExportConfig(forms=("sglang", "openvino")), str(target), head, output)
+    manifest = made(target, head, output, forms=("sglang", "openvino"))
     bare, beside = (
         safetensors.torch.load_file(tmp_path / "export" / form / "model.safetensors")
         for form in ("sglang", "openvino")
@@ -531,17 +494,9 @@ def test_openvinos_form_is_sglangs_with_the_embeddings(target, tmp_path):
     assert manifest.facts["commands"]["openvino"].startswith("optimum-cli export openvino")
 
 
-@pytest.mark.parametrize("flag", ["norm_before_fc", "fc_norm", "norm_output"])
-def test_what_openvino_drops_is_not_exported_for_it(target, tmp_path, flag):
-    head = trained(target, str(tmp_path / "train"), **{flag: True})
-    output = Artifact(str(tmp_path / "export"))
-    with pytest.raises(MismatchError, match=f"{flag} is set: OpenVINO"):
-        export(ExportConfig(forms=("openvino",)), str(target), head, output)
-
-
 def test_a_head_with_its_targets_lm_head_is_exported(target, tmp_path):
     head = trained(target, str(tmp_path / "train"), train_lm_head=False)
-    export(ExportConfig(), str(target), head, Artifact(str(tmp_path / "export")))
+    made(target, head, tmp_path / "export")
     config, tensors = read_head(tmp_path / "train")
     for form in ("sglang", "vllm"):
         config_read, read = read_head(tmp_path / "export" / form)
@@ -554,25 +509,20 @@ def test_a_head_with_its_targets_lm_head_is_exported(target, tmp_path):
 def test_an_export_of_a_run_that_is_done_is_not_done_again(target, tmp_path, monkeypatch):
     """`eyas run` names the folder by the work, which is known only within the stage."""
     head = trained(target, str(tmp_path / "train"))
-    first = export(ExportConfig(), str(target), head, StageFolder(str(tmp_path), "export"))
+    first = made(target, head, StageFolder(str(tmp_path), "export"))
 
     def again(*_):
         raise AssertionError("the head is checked again")
 
     monkeypatch.setattr("eyas.export.export.check", again)
     output = StageFolder(str(tmp_path), "export")
-    assert export(ExportConfig(), str(target), head, output) == first
+    assert made(target, head, output) == first
     assert output.was_done
 
 
 def test_shards(target, tmp_path, monkeypatch):
     monkeypatch.setattr("eyas.export.export.MAX_SHARD_BYTES", 20_000)
-    manifest = export(
-        ExportConfig(),
-        str(target),
-        trained(target, str(tmp_path / "train")),
-        Artifact(str(tmp_path / "export")),
-    )
+    manifest = made(target, trained(target, str(tmp_path / "train")), tmp_path / "export")
     assert "sglang/model.safetensors.index.json" in manifest.files
     assert sum(name.startswith("sglang/model-0") for name in manifest.files) > 1
     assert check(tmp_path / "export" / "sglang", target) == []
@@ -607,12 +557,7 @@ def test_the_cards_front_matter_is_what_the_hub_knows(target, tmp_path):
 
 
 def test_a_card_says_what_it_does_not_know(target, tmp_path):
-    export(
-        ExportConfig(),
-        str(target),
-        trained(target, str(tmp_path / "train")),
-        Artifact(str(tmp_path / "export")),
-    )
+    made(target, trained(target, str(tmp_path / "train")), tmp_path / "export")
     stated = yaml.safe_load(front_matter(tmp_path / "export"))
     assert stated["license"] == "other"
     assert "base_model" not in stated  # a folder is no model of the hub
@@ -652,13 +597,7 @@ def test_every_table_of_an_evaluation_is_on_the_card_with_its_intervals(target, 
     }
     artifact.write_json("eval.json", told)
     artifact.finish("eval", {}, inputs, {})
-    manifest = export(
-        ExportConfig(),
-        str(target),
-        head,
-        Artifact(str(tmp_path / "export")),
-        evaluation=Artifact(str(tmp_path / "eval")),
-    )
+    manifest = made(target, head, tmp_path / "export", evaluation=Artifact(str(tmp_path / "eval")))
     text = (tmp_path / "export" / "README.md").read_text()
     assert "tau 2.72 (95 %: 2.50-2.90) on held-out answers" in text
     assert "| de | 2.25 | 2.00-2.50 | 120 |" in text

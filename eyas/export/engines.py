@@ -144,7 +144,7 @@ def _words(options: Mapping[str, object]) -> list[str]:
 
 
 @dataclass(frozen=True, slots=True)
-class Engine:
+class EngineAbilities:
     """How an engine takes a head.
 
     form: the exported folder that it reads. command: what starts it; None for an engine that reads
@@ -189,7 +189,7 @@ class Engine:
 
 
 ENGINES = (
-    Engine(
+    EngineAbilities(
         "SGLang",
         "sglang",
         "sglang/srt/models/llama_eagle3.py:97-100 (the residual is taken before the norm)",
@@ -200,15 +200,15 @@ ENGINES = (
         needs_lm_head=False,
         target_embeddings=False,
     ),
-    Engine("vLLM", "vllm", "vllm/model_executor/models/llama_eagle3.py", vllm_command),
-    Engine(
+    EngineAbilities("vLLM", "vllm", "vllm/model_executor/models/llama_eagle3.py", vllm_command),
+    EngineAbilities(
         "llama.cpp",
         "vllm",
         "conversion/llama.py:232-252 (no name for fc_norm.*), src/models/eagle3.cpp:286-288 "
         "(the layer's output is fed back before the norm)",
         unread={"fc_norm": REFUSES, "norm_output": IGNORES},
     ),
-    Engine(
+    EngineAbilities(
         "OpenVINO",
         "openvino",
         "optimum/exporters/openvino/model_patcher.py:8447-8472, 8510-8520, 8586-8587, 8601 (one "
@@ -219,6 +219,6 @@ ENGINES = (
 )
 
 
-def engine_of(form: Form) -> Engine:
+def engine_of(form: Form) -> EngineAbilities:
     """The engine whose own form this is."""
     return next(engine for engine in ENGINES if engine.form == form and engine.command)
