@@ -11,7 +11,7 @@
     ├── StorageFullError          exit code 2: the disk or store has no room; what was done is kept
     └── WorseHeadError            exit code 3: a new head not shown to be better, so not exported
 
-Knows nothing of the rest. Our own invariants are `assert`, not errors.
+Our own invariants are `assert`, not errors.
 """
 
 from __future__ import annotations

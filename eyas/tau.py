@@ -84,7 +84,7 @@ def tokens_per_forward(num_decoded: int, accept_hist: Sequence[int]) -> float | 
 class RoundCounts:
     """Counts of rounds with K drafts: accept_hist [K + 1]; judged and accepted drafts [K].
 
-    A draft is judged when all drafts before it were accepted and the answer goes on to it, so a
+    A draft is judged when all drafts before it were accepted and the answer continues to it, so a
     round that the end of an answer cuts short does not count against the positions behind the end.
     """
 
@@ -205,7 +205,7 @@ def intervals_of_turns(
     Student's t does (Hesterberg 2015, "What teachers should know about the bootstrap", expanded
     percentiles); together they hold by Besag, Green, Higdon, Mengersen 1995, section 6.3.
 
-    None below LEAST_TURNS turns, and for a figure that some resample does not know.
+    None below LEAST_TURNS turns, and for a figure that is unknown in some resample.
     """
     G = len(turns)
     if G < LEAST_TURNS:

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from eyas.artifact import Artifact
+from eyas.artifact import Artifact, Manifest
 from eyas.engine.draft import Draft
 from eyas.engine.engine import Engine, EngineConfig
 from eyas.engine.request import Request, SamplingParams
@@ -57,6 +57,12 @@ def made(tmp_path_factory):
     return folder, target, conversations, features, head
 
 
+def run(target, head, output, features, **settings) -> Manifest:
+    """An evaluation on the held-out split; output: an artifact or its path."""
+    output = output if isinstance(output, Artifact) else Artifact(str(output))
+    return evaluate(EvalConfig(**settings), str(target), head.url, output, features)
+
+
 def held_out(features):
     return Features(features, "held_out")
 
@@ -65,9 +71,7 @@ def test_predicts_what_the_engine_does(made, tmp_path):
     """Chains in fp32: the histogram of accepted drafts is the engine's own, round for round."""
     folder, target, conversations, features, head = made
     output = Artifact(str(tmp_path))
-    manifest = evaluate(
-        EvalConfig(num_draft_steps=K), str(folder), head.url, output, held_out(features)
-    )
+    manifest = run(folder, head, output, held_out(features), num_draft_steps=K)
     result = output.read_json("eval.json")
     loaded = load_head(head.local_path(""))
     engine = Engine(
@@ -103,16 +107,7 @@ def test_predicts_what_the_engine_does(made, tmp_path):
     )
     assert sum(one["rounds"] for one in result["by_source"].values()) == result["rounds"]
     assert manifest.facts["tau"] == result["tau"]
-    assert (
-        evaluate(
-            EvalConfig(num_draft_steps=K),
-            str(folder),
-            head.url,
-            Artifact(str(tmp_path)),
-            held_out(features),
-        )
-        == manifest
-    )
+    assert run(folder, head, tmp_path, held_out(features), num_draft_steps=K) == manifest
 
 
 def test_a_shorter_chain_is_the_same_as_evaluating_it(made, tmp_path, monkeypatch):
@@ -121,13 +116,7 @@ def test_a_shorter_chain_is_the_same_as_evaluating_it(made, tmp_path, monkeypatc
     results = {}
     for steps in (2, K):
         output = Artifact(str(tmp_path / str(steps)))
-        evaluate(
-            EvalConfig(num_draft_steps=steps),
-            str(folder),
-            head.url,
-            output,
-            held_out(features),
-        )
+        run(folder, head, output, held_out(features), num_draft_steps=steps)
         results[steps] = output.read_json("eval.json")
     assert results[K]["tau_by_num_draft_steps"][1] == results[2]["tau"]
 
@@ -136,17 +125,13 @@ def test_what_does_not_belong_together_is_refused(made, tmp_path):
     folder, _, conversations, features, head = made
     other = tiny_target(tmp_path / "other", num_hidden_layers=8, seed=1)
     with pytest.raises(MismatchError, match="not of one target"):
-        evaluate(
-            EvalConfig(), str(other), head.url, Artifact(str(tmp_path / "out")), held_out(features)
-        )
+        run(other, head, tmp_path / "out", held_out(features))
     loaded = Target.load(other)
     others = write_features(
         tmp_path / "features", loaded, [], samples_of(loaded, conversations[:2], "other")
     )
     with pytest.raises(MismatchError, match="not of one target"):
-        evaluate(
-            EvalConfig(), str(folder), head.url, Artifact(str(tmp_path / "out")), held_out(others)
-        )
+        run(folder, head, tmp_path / "out", held_out(others))
     assert not (tmp_path / "out").exists()
 
 
@@ -156,9 +141,7 @@ def test_nothing_held_out(made, tmp_path):
         tmp_path / "features", target, [], samples_of(target, [([5, 6, 7], [8])], "short")
     )
     with pytest.raises(EmptyInputError, match="no answer of two tokens"):
-        evaluate(
-            EvalConfig(), str(folder), head.url, Artifact(str(tmp_path / "out")), held_out(features)
-        )
+        run(folder, head, tmp_path / "out", held_out(features))
 
 
 def test_leading_matches_stop_at_a_miss_and_at_the_end_of_the_answer():

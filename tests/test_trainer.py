@@ -18,8 +18,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from eyas.artifact import Artifact
+from eyas.artifact import Artifact, Manifest
 from eyas.errors import ConfigError, EmptyInputError, EyasError, MismatchError, MissingInputError
+from eyas.log import quiet
 from eyas.model.batch import Batch, plan_batches
 from eyas.model.config import HeadOptions
 from eyas.model.head import load_head
@@ -57,6 +58,13 @@ CONFIG = TrainConfig(
 )
 
 
+def run(target, features, output, track=quiet, config=CONFIG, **changes) -> Manifest:
+    """A training run; output: an artifact or its path."""
+    output = output if isinstance(output, Artifact) else Artifact(str(output))
+    config = config.model_copy(update=changes)
+    return train(config, str(target), Features(features), output, track)
+
+
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
     """A target's folder, the target, and its samples."""
@@ -75,7 +83,7 @@ def features(made, tmp_path_factory):
 def whole(made, features, tmp_path_factory):
     """The head of CONFIG, trained without interruption."""
     output = Artifact(str(tmp_path_factory.mktemp("whole")))
-    train(CONFIG, str(made[0]), Features(features), output)
+    run(made[0], features, output)
     return output
 
 
@@ -85,16 +93,8 @@ def weights(artifact: Artifact) -> bytes:
 
 def test_learns_and_describes_itself(made, features, tmp_path):
     folder, target, samples = made
-    notes = []
-    output = Artifact(str(tmp_path))
-    config = CONFIG.model_copy(update={"epochs": 8})
-    manifest = train(
-        config,
-        str(folder),
-        Features(features),
-        output,
-        lambda done, total, note: notes.append((done, total, note)),
-    )
+    notes, output = [], Artifact(str(tmp_path))
+    manifest = run(folder, features, output, lambda *step: notes.append(step), epochs=8)
     rows = list(output.read_jsonl(METRICS))
     assert [row["step"] for row in rows] == list(range(1, manifest.counts["batches"] + 1))
     assert rows[-1]["loss"] < 0.8 * rows[0]["loss"]
@@ -118,12 +118,7 @@ def test_learns_and_describes_itself(made, features, tmp_path):
 
 def test_the_seed_decides(made, features, whole, tmp_path):
     for name, seed in (("same", 0), ("other", 1)):
-        train(
-            CONFIG.model_copy(update={"seed": seed}),
-            str(made[0]),
-            Features(features),
-            Artifact(str(tmp_path / name)),
-        )
+        run(made[0], features, tmp_path / name, seed=seed)
     assert weights(Artifact(str(tmp_path / "same"))) == weights(whole)
     assert weights(Artifact(str(tmp_path / "other"))) != weights(whole)
 
@@ -146,13 +141,13 @@ def test_a_share_of_the_data_is_as_if_there_were_no_more(made, features, tmp_pat
     folder, target, samples = made
     config = CONFIG.model_copy(update={"data_share": 0.25, "head": HeadOptions()})
     shared = Artifact(str(tmp_path / "share"))
-    train(config, str(folder), Features(features), shared)
+    run(folder, features, shared, config=config)
     left_out = left_out_samples(len(samples), 0.25, config.seed)
     kept = [sample for number, sample in enumerate(samples) if number not in left_out]
     assert len(kept) == 4
     alone = Artifact(str(tmp_path / "alone"))
     few = write_features(tmp_path / "features", target, kept, [])
-    train(CONFIG.model_copy(update={"head": HeadOptions()}), str(folder), Features(few), alone)
+    run(folder, few, alone, head=HeadOptions())
     assert weights(shared) == weights(alone)
     counts = shared.manifest().counts
     assert counts == alone.manifest().counts
@@ -164,7 +159,7 @@ def test_a_share_of_the_data_is_as_if_there_were_no_more(made, features, tmp_pat
 def test_an_interrupted_bf16_run_ends_in_the_same_weights(made, features, tmp_path):
     config = CONFIG.model_copy(update={"dtype": "bfloat16"})
     uncut, cut = Artifact(str(tmp_path / "uncut")), Artifact(str(tmp_path / "cut"))
-    train(config, str(made[0]), Features(features), uncut)
+    run(made[0], features, uncut, config=config)
     # the second run goes on from the checkpoint of the first, and is cut before it makes one
     for stop in (4, 5):
 
@@ -173,9 +168,9 @@ def test_an_interrupted_bf16_run_ends_in_the_same_weights(made, features, tmp_pa
                 raise KeyboardInterrupt
 
         with pytest.raises(KeyboardInterrupt):
-            train(config, str(made[0]), Features(features), cut, interrupt)
+            run(made[0], features, cut, interrupt, config=config)
         assert cut.exists(CHECKPOINT)
-    train(config, str(made[0]), Features(features), cut)
+    run(made[0], features, cut, config=config)
     assert weights(cut) == weights(uncut)
     assert cut.read(METRICS) == uncut.read(METRICS)
 
@@ -192,13 +187,13 @@ def test_metrics_are_in_the_file_as_they_are_made(made, features, whole, tmp_pat
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        train(CONFIG, str(made[0]), Features(features), output, look)
+        run(made[0], features, output, look)
     left = (tmp_path / "head" / METRICS).read_bytes()
     assert whole.read(METRICS).startswith(left)
     assert left.count(b"\n") == 5, "the checkpoint is of step 3"
     with (tmp_path / "head" / METRICS).open("ab") as file:
         file.write(b'{"step": 6, "lo')
-    train(CONFIG, str(made[0]), Features(features), Artifact(output.url), look)
+    run(made[0], features, output.url, look)
     assert set(seen) == {0}, "as many rows as steps, at every step"
     assert Artifact(output.url).read(METRICS) == whole.read(METRICS)
 
@@ -212,9 +207,9 @@ def test_a_run_cut_before_its_first_checkpoint_begins_its_metrics_again(
 
     output = Artifact(str(tmp_path / "head"))
     with pytest.raises(KeyboardInterrupt):
-        train(CONFIG, str(made[0]), Features(features), output, stop)
+        run(made[0], features, output, stop)
     assert not output.exists(CHECKPOINT)
-    train(CONFIG, str(made[0]), Features(features), output)
+    run(made[0], features, output)
     assert output.read(METRICS) == whole.read(METRICS)
 
 
@@ -226,7 +221,7 @@ def test_an_object_store_has_metrics_before_a_checkpoint(made, features, whole, 
     def look(done, total=None, note=""):
         seen.append(len(list(output.read_jsonl(METRICS))) - done)
 
-    train(CONFIG, str(made[0]), Features(features), output, look)
+    run(made[0], features, output, look)
     assert set(seen) == {0}
     assert output.read(METRICS) == whole.read(METRICS)
 
@@ -241,7 +236,7 @@ def test_a_broken_feature_stops_the_run_and_is_named(made, tmp_path, packed):
     output = Artifact(str(tmp_path / "head"))
     config = CONFIG.model_copy(update={"batches": BatchConfig(tokens=128, packed=packed)})
     with pytest.raises(EyasError, match="loss nan") as raised:
-        train(config, str(folder), Features(features), output)
+        run(folder, features, output, config=config)
     keys = raised.value.what.split("samples: ")[1].split(", ")
     assert "train-5" in keys
     assert len(keys) > 1  # else naming it would be no choice
@@ -249,35 +244,32 @@ def test_a_broken_feature_stops_the_run_and_is_named(made, tmp_path, packed):
     assert not output.is_done()
 
 
-def test_features_of_another_target_are_refused(features, tmp_path):
-    other = tiny_target(tmp_path / "other", num_hidden_layers=8, seed=1)
-    with pytest.raises(MismatchError, match="another target of the same shape"):
-        train(CONFIG, str(other), Features(features), Artifact(str(tmp_path / "head")))
-    wider = tiny_target(tmp_path / "wider", num_hidden_layers=8, hidden_size=48)
-    with pytest.raises(MismatchError, match="hidden size 32"):
-        train(CONFIG, str(wider), Features(features), Artifact(str(tmp_path / "head")))
-    assert not (tmp_path / "head").exists()
+def another(folder, **changes):
+    return tiny_target(folder / "other", num_hidden_layers=8, **changes)
 
 
-def test_nothing_to_learn_from(made, tmp_path):
-    folder, target, _ = made
-    samples = samples_of(target, [([5, 6, 7], [8])], "short")
-    features = write_features(tmp_path / "features", target, samples, [])
-    with pytest.raises(EmptyInputError, match="no answer of two tokens"):
-        train(CONFIG, str(folder), Features(features), Artifact(str(tmp_path / "head")))
-
-
-def test_missing_features_and_a_vocabulary_too_large(made, features, tmp_path):
-    with pytest.raises(MissingInputError):
-        train(
-            CONFIG,
-            str(made[0]),
-            Features(Artifact(str(tmp_path / "nothing"))),
-            Artifact(str(tmp_path / "head")),
-        )
-    too_large = CONFIG.model_copy(update={"head": HeadOptions(draft_vocab_size=321)})
-    with pytest.raises(ConfigError, match="321"):
-        train(too_large, str(made[0]), Features(features), Artifact(str(tmp_path / "head")))
+@pytest.mark.parametrize(
+    ("target", "given", "changes", "error", "message"),
+    [
+        (lambda folder: another(folder, seed=1), None, {}, MismatchError, "of the same shape"),
+        (lambda folder: another(folder, hidden_size=48), None, {}, MismatchError, "hidden size 32"),
+        (None, "short", {}, EmptyInputError, "no answer of two tokens"),
+        (None, "absent", {}, MissingInputError, "does not exist"),
+        (None, None, {"head": HeadOptions(draft_vocab_size=321)}, ConfigError, "321"),
+    ],
+    ids=["another target", "wider", "no answers", "no features", "vocabulary too large"],
+)
+def test_bad_input_is_refused(made, features, tmp_path, target, given, changes, error, message):
+    folder, loaded, _ = made
+    short = samples_of(loaded, [([5, 6, 7], [8])], "short")
+    sources = {
+        None: features,
+        "short": write_features(tmp_path / "short", loaded, short, []),
+        "absent": Artifact(str(tmp_path / "absent")),
+    }
+    with pytest.raises(error, match=message):
+        run(target(tmp_path) if target else folder, sources[given], tmp_path / "head", **changes)
+    assert target is None or not (tmp_path / "head").exists()
 
 
 def test_settings_are_checked():
@@ -299,8 +291,7 @@ def test_the_learning_rate_follows_the_head_by_default(made, features, tmp_path)
     assert usual_learning_rate(4096) == pytest.approx(1e-4)
     assert usual_learning_rate(8192) == pytest.approx(5e-5)
     assert usual_learning_rate(320) == usual_learning_rate(32) == 1e-3
-    config = CONFIG.model_copy(update={"epochs": 1, "learning_rate": None})
-    manifest = train(config, str(made[0]), Features(features), Artifact(str(tmp_path)))
+    manifest = run(made[0], features, tmp_path, epochs=1, learning_rate=None)
     assert manifest.config["learning_rate"] == 1e-3
     rows = list(Artifact(str(tmp_path)).read_jsonl(METRICS))
     assert max(row["learning_rate"] for row in rows) <= 1e-3
@@ -314,8 +305,7 @@ def test_the_draft_vocabulary_covers_the_answers_by_default(made, features, tmp_
     assert covering_size(counts_V) == 384  # 271 tokens, in steps of 128
     assert covering_size(torch.ones(200, dtype=torch.int64)) == 200
     assert covering_size(torch.ones(128_256, dtype=torch.int64)) == 32_000
-    config = CONFIG.model_copy(update={"epochs": 1, "head": HeadOptions()})
-    manifest = train(config, str(made[0]), Features(features), Artifact(str(tmp_path)))
+    manifest = run(made[0], features, tmp_path, epochs=1, head=HeadOptions())
     assert manifest.facts["draft_vocabulary_coverage"] >= 0.99
     assert manifest.facts["draft_vocab_size"] == load_head(tmp_path).config.draft_vocab_size
 

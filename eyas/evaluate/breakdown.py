@@ -1,5 +1,5 @@
 """Figures of answers and of parts of them (by source, by language), and what the draft vocabulary
-alone allows. Knows counts of rounds; no model.
+alone allows: functions of counts of rounds.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The model card of an exported head: what it is for, how to serve it, what it was trained on.
 
-The text is card.md, filled from values. Knows the fields of a Hugging Face card's front matter.
-Names no folder of this machine, except the target's in the commands where it has no other name.
+The text is card.md, filled from values. It names no folder of this machine, except the target's in
+the commands where the target has no other name.
 """
 
 from __future__ import annotations

@@ -148,7 +148,7 @@ class EngineAbilities:
     """How an engine takes a head.
 
     form: the exported folder that it reads. command: what starts it; None for an engine that reads
-    another's form. unread: flags of the head's config that it does not know, with what it does
+    another's form. unread: flags of the head's config that it does not read, with what it does
     about them; where: the place in its source that says so. any_taps: whether it has one reading of
     every list of layers. own_embeddings: whether it uses the head's. needs_lm_head: whether the
     file must hold one. target_embeddings: whether its form holds the target's as well.

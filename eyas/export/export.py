@@ -1,7 +1,6 @@
 """The stage `export`: a head in the forms that SGLang and vLLM load, proved equal, with its card.
 
-The head is one that `eyas train` made, or any that `read_head` knows. Knows the order of proofs.
-Does not know what a form looks like (checkpoint) nor what makes a head bad (check).
+The head is one that `eyas train` made, or any that `read_head` reads.
 
     sglang/   config.json  model.safetensors     each is read back from where it was written: same
     vllm/     config.json  model.safetensors     config, bit-equal tensors, equal logits of a sample

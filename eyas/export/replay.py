@@ -1,7 +1,7 @@
 """A head replayed on answered text in every reading of it: what each would have accepted.
 
-Text is prompts that the target answers here, plainly, or answers that are given. Knows chat and the
-engine. Does not know the forms of heads, nor how acceptance is counted (`model.chain`).
+Text is prompts that the target answers here without speculation, or answers that are given.
+Acceptance is counted by `model.chain`.
 
 The weights that fit one reading draft badly by another, so the reading that the checkpoint declares
 should be the best; WARNING and ERROR say how much better another must be to count. A checkpoint

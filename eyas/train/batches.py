@@ -87,10 +87,10 @@ def plan_steps(
 
 
 def read_batches(
-    samples: Iterator[list[Sample]], count: int, config: BatchConfig, device: str
+    reader: Iterator[list[Sample]], count: int, config: BatchConfig, device: str
 ) -> list[Batch]:
-    """Take `count` batches of samples from the iterator, as tensors on the device."""
-    following = (next(samples) for _ in range(count))
+    """The next `count` batches of a FeatureSource, as tensors on the device."""
+    following = (next(reader) for _ in range(count))
     if config.packed:
         return [Batch.packed(one, config.tokens, device) for one in following]
     return [Batch.of(one, device) for one in following]

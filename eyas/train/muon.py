@@ -1,12 +1,10 @@
 """Muon for weights that are split over ranks by rows: the same step as torch's own for whole ones.
 
-Knows matrices, their gradients and the process group. Does not know a head or a loss.
-
 A step of Muon is a function of a whole matrix. torch's own, given split ones, multiplies them
-split, and gathers every matrix fifteen times a step. Here matrices are dealt out: each rank
-collects the update of one matrix in bf16, the precision of the iteration, makes it orthogonal as
-one process would, and gives every rank its rows back. Two exchanges a matrix, no product is made
-twice, and what lies on a rank between steps (weights, gradients, momentum) are its rows alone.
+split, and gathers every matrix fifteen times a step. Here each rank collects the update of one
+matrix in bf16, the precision of the iteration, makes it orthogonal as one process would, and gives
+every rank its rows back. Two exchanges a matrix, no product is made twice, and a rank keeps only
+its rows of weights, gradients and momentum between steps.
 
 Letters: A rows, B columns, r the most rows of a rank.
 """

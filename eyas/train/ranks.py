@@ -1,7 +1,5 @@
 """The processes of one training run, as torchrun starts them: sums, errors and sharded weights.
 
-Knows processes, tensors and modules. Does not know a loss or a file.
-
 Weights, gradients and the optimizer's state are split over the ranks by torch's FSDP2: the weights
 are gathered for the forward, the gradients are summed at the end of the last backward of a step.
 The layout of both is fixed, so a resumed run sums in the order of one that was never cut.

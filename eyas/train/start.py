@@ -1,8 +1,5 @@
 """What a run starts from: fresh weights, or an existing head.
 
-Works on heads, counts of tokens, and the target's embeddings and lm_head. Does not know optimizers
-or batches.
-
 Letters: V target vocabulary, W draft vocabulary, H hidden, R rows.
 """
 

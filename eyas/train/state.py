@@ -1,13 +1,11 @@
-"""What training changes, and its checkpoint: one file, for a resume to the same weights.
+"""What training changes, its checkpoint, and the rules that end a run early.
 
-Knows the head, the optimizers, the counters, and the rules that end a run early. Does not know
-batches: which come next follows from the number of steps done.
+The checkpoint is one file of whole tensors, whatever the number of ranks, so that a run resumes to
+the same weights. Which batches come next follows from the number of steps done. The best head so
+far is part of the file: two files could be of two different moments.
 
-The best head so far is part of the file: two files could be of two different moments. The file
-holds whole tensors, whatever the number of ranks.
-
-metrics.jsonl is written as the run makes it: a row is there when its step is done. Rows behind the
-checkpoint, and half a row of a killed process, are dropped by a resume, which makes them again.
+metrics.jsonl is written as the run makes it: a row is there when its step is done. A resume drops
+rows behind the checkpoint, and half a row of a killed process, and makes them again.
 """
 
 from __future__ import annotations

@@ -39,7 +39,7 @@ class TrackedRun:
     """A run as a tracker opens it.
 
     output: the run's folder on this machine, or None in an object store. step: the steps that are
-    done; a resumed run gives the numbers of later steps again.
+    done; a resumed run repeats the numbers of later steps.
     """
 
     config: TrackerConfig
@@ -61,7 +61,7 @@ class Tracker(Protocol):
 
 
 class Trackers:
-    """Several trackers as one. One that fails is dropped with a warning: training goes on."""
+    """Several trackers as one. One that fails is dropped with a warning, and training continues."""
 
     def __init__(self, trackers: Mapping[str, Tracker]) -> None:
         self._trackers = dict(trackers)

@@ -1,8 +1,5 @@
 """The train stage: features -> head. The run and its loop over steps.
 
-Decides what is read, measured and written in each step, and when the run ends. Does not know how
-features were made, how the loss is computed (step.py, loss.py), nor how a head is exported.
-
 A run is a fixed list of steps of `batches.per_step` batches, drawn from the seed alone; the ranks
 share the batches of each step. A checkpoint is the state after so many steps. So a run that was
 killed resumes to the same weights, bit for bit, on the same machines, and on another number of
@@ -82,10 +79,10 @@ WITHOUT_EFFECT = {
 class TrainConfig(BaseModel):
     """Settings of the train stage.
 
-    start: a head to continue from; null draws new weights. data_share: train on so much of the
-    samples, drawn by seed; a smaller share is within a larger one, and the epochs are as many, so
-    steps are fewer. learning_rate: its peak; null
-    takes `usual_learning_rate` of the head's hidden size. checkpoint_every: in steps.
+    start: a head to continue from; null draws new weights. data_share: the share of the
+    conversations to train on, drawn by seed; a smaller share is within a larger one, and steps are
+    fewer. learning_rate: its peak; null takes `usual_learning_rate` of the head's hidden size.
+    checkpoint_every: in steps.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -110,7 +107,7 @@ class TrainConfig(BaseModel):
 
 
 class DivergedError(EyasError):
-    """The loss has diverged (`StopConfig.diverged_at`): these weights are not saved."""
+    """The loss has diverged (`state.DIVERGED_AT`): these weights are not saved."""
 
 
 def train(
@@ -270,13 +267,13 @@ class Trainer:
         self._finished, highest = state.step, config.learning_rate
         assert highest is not None, "the default rate depends on the head"
         mine = [ranks.share(batches) for batches in self.steps[state.step :]]
-        samples = self.source.batches([numbers for batches in mine for numbers in batches])
+        reader = self.source.batches([numbers for batches in mine for numbers in batches])
         try:
             for planned in mine:
                 if state.patience.is_over(config.stop):
                     break
                 with ranks.together():
-                    batches = read_batches(samples, len(planned), config.batches, ranks.device)
+                    batches = read_batches(reader, len(planned), config.batches, ranks.device)
                 rate = scheduled_rate(state.step, num_steps, highest)
                 row = training_step(state, self.module, batches, ranks, rate)
                 self._judge(row, batches, output)
