@@ -5,7 +5,7 @@ recipes/entities.py finds the weights with CRFsuite on sentences of our own. Inf
 CRFsuite takes 5.6 times as long on the same texts, since it looks every feature up by name.
 
     T tokens of a text, L labels, S stretches of tokens that are worth a look, W tokens of the
-    longest of them, F facts of tokens, O offsets, R rules over neighbours, N distinct tokens seen
+    longest of them, F facts of tokens, O offsets, R rules over neighbours
 """
 
 from __future__ import annotations
@@ -80,47 +80,36 @@ class Tagger:
                 rules_RL[self._rules.setdefault(name, len(self._rules) + 1), labels] = values
         self._facts_FOL = facts_FOL[: len(self._facts) + 1].copy()
         self._rules_RL = rules_RL[: len(self._rules) + 1].copy()
-        self._forget()
+        self._known = functools.lru_cache(MOST_KNOWN)(self._described)
+        self._edge_OL = self._sum(None)
 
-    def _forget(self) -> None:
-        self._known: dict[tuple[str, int, str], int] = {}
-        self._tokens: list[Token | None] = [None]
-        self._sums_NOL = np.zeros((1 << 10, len(OFFSETS), len(LABELS)), np.float32)
-        self._sums_NOL[0] = self._sum(None)
+    def _described(
+        self, word: str, phrase_bits: int = 0, part: str = ""
+    ) -> tuple[Token, NDArray[np.float32]]:
+        token = describe(word, phrase_bits, part, self._lists)
+        return token, self._sum(token)
 
     def probabilities(self, words: Sequence[str]) -> NDArray[np.float32]:
         """P(label | text) of each token, [T, L] in the order of LABELS; tokens far from any that
         may be a name are O.
         """
-        if len(self._tokens) > MOST_KNOWN:
-            self._forget()
         phrases = phrase_parts(words, self._lists)
-        ids_T = [self._id(word, *phrases.get(index, (0, ""))) for index, word in enumerate(words)]
-        tokens = [self._tokens[id] for id in ids_T]
+        known = [self._known(word, *phrases.get(index, ())) for index, word in enumerate(words)]
+        tokens = [token for token, _ in known]
         result_TL = np.zeros((len(words), len(LABELS)), np.float32)
         result_TL[:, 0] = 1
-        spans = stretches(
-            [index for index, token in enumerate(tokens) if token is not None and token.active],
-            len(words),
-        )
+        active = [index for index, token in enumerate(tokens) if token.active]
+        spans = stretches(active, len(words))
         if spans:
             inside = np.concatenate([np.arange(start, end) for start, end in spans])
+            edges = [self._edge_OL] * MARGIN
+            sums_TOL = np.stack([*edges, *(sums for _, sums in known), *edges])
             scores_TL = np.zeros_like(result_TL)
-            scores_TL[inside] = self._scores(ids_T, tokens, inside)
+            scores_TL[inside] = self._scores(sums_TOL, tokens, inside)
             found_SWL = marginals(scores_TL, spans, self._transitions_LL)
             for stretch, (start, end) in enumerate(spans):
                 result_TL[start:end] = found_SWL[stretch, : end - start]
         return result_TL
-
-    def _id(self, word: str, phrase_bits: int, part: str) -> int:
-        known = self._known.get((word, phrase_bits, part))
-        if known is None:
-            known = self._known[word, phrase_bits, part] = len(self._tokens)
-            self._tokens.append(describe(word, phrase_bits, part, self._lists))
-            if known == len(self._sums_NOL):
-                self._sums_NOL = np.concatenate([self._sums_NOL, np.zeros_like(self._sums_NOL)])
-            self._sums_NOL[known] = self._sum(self._tokens[-1])
-        return known
 
     def _sum(self, token: Token | None) -> NDArray[np.float32]:
         """What a token adds to the scores of those from MARGIN before it to MARGIN after it, [O,
@@ -132,14 +121,16 @@ class Tagger:
         return sums
 
     def _scores(
-        self, ids_T: list[int], tokens: list[Token | None], inside: NDArray[np.int64]
+        self, sums_TOL: NDArray[np.float32], tokens: Sequence[Token], inside: NDArray[np.int64]
     ) -> NDArray[np.float32]:
-        """Scores of the tokens at the places `inside`, [len(inside), L]."""
-        padded = np.array([0] * MARGIN + ids_T + [0] * MARGIN)
+        """Scores of the tokens at the places `inside`, [len(inside), L].
+
+        sums_TOL: what each token adds to its neighbours, with MARGIN edges on each side.
+        """
         scores = np.repeat(self._rules_RL[[self._rules.get("bias", 0)]], len(inside), axis=0)
         for place, offset in enumerate(OFFSETS):
-            scores += self._sums_NOL[padded[inside + (MARGIN + offset)], place]
-        around = [None] * MARGIN + tokens + [None] * MARGIN
+            scores += sums_TOL[inside + (MARGIN + offset), place]
+        around = [None] * MARGIN + [*tokens] + [None] * MARGIN
         rules = self._rules
         found = [
             (place, rules[name])
