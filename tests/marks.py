@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
+from typing import Any
 
 from eyas.privacy.detector import Detector
 from eyas.privacy.pii import NAME_TYPES, PrivacyConfig
@@ -16,9 +18,9 @@ def unmarked(text: str) -> str:
     return re.sub("[⟨⟩]", "", text)
 
 
-def marked(text: str, detector: Detector = PATTERNS) -> tuple[str, set[str]]:
-    """A text with marks around what a detector finds, and the types that it finds."""
-    parts, end, findings = [], 0, detector.find(text)
+def marked(text: str, find: Callable[[str], list[Any]] = PATTERNS.find) -> tuple[str, set[str]]:
+    """A text with marks around what a search finds, and the types that it finds."""
+    parts, end, findings = [], 0, find(text)
     for one in findings:
         parts += [text[end : one.start], "⟨", text[one.start : one.end], "⟩"]
         end = one.end

@@ -19,71 +19,52 @@ from hypothesis import strategies as st
 from eyas.errors import CorruptError
 from eyas.privacy import entities, lexicon, tagger
 from eyas.privacy.entities import PIECE, Entity, find_entities
+from tests.marks import marked, unmarked
 
 ROOT = Path(__file__).resolve().parents[1]
-LABELLED = ROOT.parent / "shared" / "data" / "pii" / "presidio_synth_v2.json.gz"
+FILLER = "it is a long and quiet afternoon and nothing happens. " * (3 * PIECE // 54)
 
 
-def values(text: str, type: str) -> list[str]:
-    return [text[one.start : one.end] for one in find_entities(text) if one.type == type]
+FOUND = {
+    "PERSON": [
+        "my name is ⟨john smith⟩ and I lost my card",
+        "hi, this is ⟨maria⟩ from accounting",
+        "Dear Mr. ⟨Okonkwo⟩,\n\nthank you for the invoice.",
+        "Dr. ⟨R. J. Patel⟩ will see you on Monday",
+        "Please email ⟨Jürgen Müller-Lüdenscheidt⟩ about the budget",
+        "Could ⟨Zbigniew Wiśniewski⟩ sign for my parcel?",
+        "Passenger: ⟨Nguyen Thi Hoa⟩",
+        "First name: ⟨Aoife⟩\nLast name: ⟨O'Sullivan⟩",
+        "Regards,\n⟨Priya Raghunathan⟩",
+        "MY NAME IS ⟨CARMEN RODRIGUEZ⟩",
+        "Ask ⟨Xanthippe Quillfeather⟩. It is late, and no one knows why. ⟨Quillfeather⟩ will know.",
+        "My name is ⟨Иван Петров⟩ and I lost my card",
+        f"{FILLER}My name is ⟨Katarzyna Nowak⟩. {FILLER}",
+    ],
+    "STREET_ADDRESS": [
+        "please ship it to ⟨12 Main St, Springfield, IL 62701⟩",
+        "please ship it to ⟨12 main st, springfield, il 62701⟩",
+        "please ship it to ⟨4830 W Oakdale Avenue Apt. 12B\nPhoenix, AZ 85031⟩",
+        "please ship it to ⟨Flat 3, 27 Station Road, Leeds LS1 4DY⟩",
+        "please ship it to ⟨Hauptstraße 12a\n10115 Berlin\nGermany⟩",
+        "please ship it to ⟨14 rue de la Paix, 75002 Paris⟩",
+        "please ship it to ⟨Calle de Alcalá 45, 28014 Madrid⟩",
+        "please ship it to ⟨Kerkstraat 101, 1017 GC Amsterdam⟩",
+        "please ship it to ⟨Via Garibaldi 7, 20121 Milano⟩",
+        "please ship it to ⟨PO Box 1234, Austin, TX 78701⟩",
+    ],
+    "LOCATION": [
+        "book a flight from ⟨Lisbon⟩ to ⟨New York⟩",
+        "what's the weather in ⟨reykjavik⟩",
+        "Do you deliver to ⟨Burkina Faso⟩?",
+    ],
+}
 
 
-# What is found
-
-
-NAMES = [
-    ("my name is john smith and I lost my card", ["john smith"]),
-    ("hi, this is maria from accounting", ["maria"]),
-    ("Dear Mr. Okonkwo,\n\nthank you for the invoice.", ["Okonkwo"]),
-    ("Dr. R. J. Patel will see you on Monday", ["R. J. Patel"]),
-    (
-        "Please email Jürgen Müller-Lüdenscheidt about the budget",
-        ["Jürgen Müller-Lüdenscheidt"],
-    ),
-    ("Could Zbigniew Wiśniewski sign for my parcel?", ["Zbigniew Wiśniewski"]),
-    ("Passenger: Nguyen Thi Hoa", ["Nguyen Thi Hoa"]),
-    ("First name: Aoife\nLast name: O'Sullivan", ["Aoife", "O'Sullivan"]),
-    ("Regards,\nPriya Raghunathan", ["Priya Raghunathan"]),
-    ("MY NAME IS CARMEN RODRIGUEZ", ["CARMEN RODRIGUEZ"]),
-]
-
-
-def test_names_are_found():
-    for text, names in NAMES:
-        assert values(text, "PERSON") == names, text
-
-
-ADDRESSES = [
-    "12 Main St, Springfield, IL 62701",
-    "12 main st, springfield, il 62701",
-    "4830 W Oakdale Avenue Apt. 12B\nPhoenix, AZ 85031",
-    "Flat 3, 27 Station Road, Leeds LS1 4DY",
-    "Hauptstraße 12a\n10115 Berlin\nGermany",
-    "14 rue de la Paix, 75002 Paris",
-    "Calle de Alcalá 45, 28014 Madrid",
-    "Kerkstraat 101, 1017 GC Amsterdam",
-    "Via Garibaldi 7, 20121 Milano",
-    "PO Box 1234, Austin, TX 78701",
-]
-
-
-def test_an_address_is_one_finding_with_its_town():
-    before = "please ship it to "
-    for address in ADDRESSES:
-        assert values(f"{before}{address}", "STREET_ADDRESS") == [address]
-
-
-PLACES = [
-    ("book a flight from Lisbon to New York", ["Lisbon", "New York"]),
-    ("what's the weather in reykjavik", ["reykjavik"]),
-    ("Do you deliver to Burkina Faso?", ["Burkina Faso"]),
-]
-
-
-def test_a_place_by_itself_is_no_street_address():
-    for text, places in PLACES:
-        assert values(text, "LOCATION") == places
-        assert not values(text, "STREET_ADDRESS")
+def test_names_addresses_and_places_are_found_whole():
+    for type, texts in FOUND.items():
+        for text in texts:
+            assert marked(unmarked(text), find_entities) == (text, {type})
 
 
 ORDINARY = [
@@ -97,35 +78,12 @@ ORDINARY = [
     "don't you think the screen of the iPhone 15 is too small?",
     "Can I get a table for two on Friday at 7 pm, please?",
     "CREATE TABLE users (id INT PRIMARY KEY, created DATE);",
+    "Как приготовить борщ? Расскажи рецепт и сколько времени это займет.",
 ]
 
 
 def test_ordinary_words_are_left_alone():
     assert {text: found for text in ORDINARY if (found := find_entities(text))} == {}
-
-
-def test_a_full_name_is_found_again_in_parts():
-    text = (
-        "Ask Xanthippe Quillfeather. "
-        + "It is late, and nobody knows why that is so. " * 3
-        + "Quillfeather will know."
-    )
-    assert [
-        one.start for one in find_entities(text) if text[one.start : one.end] == "Quillfeather"
-    ] == [text.rindex("Quillfeather")]
-
-
-def test_other_scripts_are_searched_only_within_latin_text():
-    assert values("My name is Иван Петров and I lost my card", "PERSON") == ["Иван Петров"]
-    assert (
-        find_entities("Как приготовить борщ? Расскажи рецепт и сколько времени это займет.") == []
-    )
-
-
-def test_long_texts_are_found_in_pieces_at_their_places():
-    filler = "it is a long and quiet afternoon and nothing happens. " * (3 * PIECE // 54)
-    text = f"{filler}My name is Katarzyna Nowak. {filler}"
-    assert values(text, "PERSON") == ["Katarzyna Nowak"]
 
 
 @given(st.text(st.sampled_from("aB1 \n.,'-éß漢🙂@"), max_size=200) | st.text(max_size=80))
@@ -341,43 +299,3 @@ def test_unseen_sentences_of_the_recipe_are_tagged(recipe, known):
         wanted, found, right = wanted + len(truth), found + len(tagged), right + len(truth & tagged)
     assert right / wanted > 0.85
     assert right / found > 0.85
-
-
-# Labelled texts of others
-
-
-@pytest.mark.skipif(
-    not LABELLED.is_file(), reason="needs ../shared/data/pii/presidio_synth_v2.json.gz"
-)
-def test_labelled_texts_of_others():
-    """Whole spans, letters and digits: 857 names, 1,009 addresses and places, none of whose
-    sentences was trained on.
-    """
-    kinds = {"PERSON": "name", "STREET_ADDRESS": "place", "GPE": "place", "LOCATION": "place"}
-    wanted = {"name": 0, "place": 0}
-    found, right, all_names = {"name": 0, "place": 0}, 0, 0
-    for row in json.loads(gzip.decompress(LABELLED.read_bytes())):
-        text, covered = row["full_text"], {"name": set(), "place": set()}
-        names = [
-            (one["start_position"], one["end_position"])
-            for one in row["spans"]
-            if one["entity_type"] == "PERSON"
-        ]
-        for one in find_entities(text):
-            covered[kinds[one.type]] |= set(range(one.start, one.end))
-            all_names += one.type == "PERSON"
-            right += one.type == "PERSON" and any(
-                start < one.end and one.start < end for start, end in names
-            )
-        for one in row["spans"]:
-            if kind := kinds.get(one["entity_type"]):
-                wanted[kind] += 1
-                places = (
-                    index
-                    for index in range(one["start_position"], one["end_position"])
-                    if text[index].isalnum()
-                )
-                found[kind] += all(index in covered[kind] for index in places)
-    assert found["name"] / wanted["name"] >= 0.8
-    assert right / all_names >= 0.7
-    assert found["place"] / wanted["place"] >= 0.8

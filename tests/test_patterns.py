@@ -350,7 +350,7 @@ def test_values_are_found_whole():
     for type, texts in FOUND.items():
         for text in texts:
             detector = LINKS if type == "URL" else PATTERNS
-            assert marked(unmarked(text), detector) == (text, {type})
+            assert marked(unmarked(text), detector.find) == (text, {type})
 
 
 def test_what_only_looks_like_one_is_left():

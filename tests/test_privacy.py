@@ -10,16 +10,16 @@ import pickle
 import stat
 import subprocess
 import sys
-from collections import Counter
 from multiprocessing import get_context
-from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks import privacy as benchmark
 from eyas.data.filters import PersonalData, find_all_types
 from eyas.data.ledger import Drop, SourceRow
+from eyas.data.recall import measured
 from eyas.data.sources import SourceConfig
 from eyas.errors import ConfigError
 from eyas.privacy.detector import LIBRARIES, MARGIN, WINDOW, Detector, in_windows, versions
@@ -38,15 +38,12 @@ from eyas.privacy.pii import (
 )
 from tests.marks import KEY, NO_NAMES, PATTERNS, marked, unmarked
 
-SHARED = Path(__file__).resolve().parents[2] / "shared" / "data"
-
 # The table
 
 
 @pytest.mark.parametrize("kind", PII_TYPES, ids=lambda one: one.name)
 def test_every_type_finds_its_example(kind):
-    everything = Detector(EVERY_TYPE)
-    found, types = marked(unmarked(kind.example), everything)
+    found, types = marked(unmarked(kind.example), Detector(EVERY_TYPE).find)
     assert found == kind.example
     assert types == {kind.name}
 
@@ -446,45 +443,24 @@ def test_a_source_has_a_policy_of_its_own():
 
 
 def test_recall_and_precision_on_labelled_texts():
-    path = SHARED / "pii" / "presidio_synth_v2.json.gz"
-    if not path.exists():
+    """Recall to the digit as the data card states it, on texts none of whose sentences was trained
+    on; precision of each kind.
+    """
+    if not benchmark.LABELLED.exists():
         pytest.skip("the labelled texts are not beside this checkout")
-    # a birth date is one of the set's dates, of which most are not
-    ours = {
-        "DOMAIN_NAME": "URL",
-        "US_DRIVER_LICENSE": "NATIONAL_ID",
-        "DATE_TIME": "a date",
-        **{one.name: one.name for one in PII_TYPES if one.find},
-    }
-    detector = Detector(PrivacyConfig(actions={**NO_NAMES, "url": "mask"}))
-    labelled, whole, found, wrong = Counter(), Counter(), Counter(), Counter()
-    for text in json.loads(gzip.decompress(path.read_bytes())):
-        findings = detector.find(text["full_text"])
-        spans = [
-            (ours[span["entity_type"]], span["start_position"], span["end_position"])
-            for span in text["spans"]
-            if span["entity_type"] in ours
-        ]
-        for type, start, end in spans:
-            labelled[type] += type != "a date"
-            is_whole = any(one.start <= start and one.end >= end for one in findings)
-            whole[type] += type != "a date" and is_whole
-        for one in findings:
-            found[one.type] += 1
-            wrong[one.type] += not any(
-                start < one.end and end > one.start for _, start, end in spans
-            )
-    assert whole.total() >= 0.97 * labelled.total()
-    recall = {type: whole[type] / count for type, count in labelled.items() if count}
-    assert recall.pop("PHONE_NUMBER") >= 0.95
-    assert set(recall.values()) == {1.0}
-    assert wrong.total() <= 0.02 * found.total()
+    texts = json.loads(gzip.decompress(benchmark.LABELLED.read_bytes()))
+    assert benchmark.written_recall(texts)["types"] == measured()["types"]
+    judged = benchmark.judge(texts, benchmark.ours())
+    assert judged["recall"]["by patterns"]["share"] >= 0.99
+    precision = {type: one["share"] for type, one in judged["precision"].items()}
+    assert min(precision.pop(type) for type in ("PERSON", "LOCATION")) >= 0.77
+    assert min(precision.values()) >= 0.96
 
 
 @pytest.mark.parametrize("name", ["gsm8k_train", "tldr", "sgd_dev", "taskmaster4"])
 def test_ordinary_prompts_are_left_alone(name):
     """By patterns, links not counted."""
-    path = SHARED / f"{name}.jsonl.gz"
+    path = benchmark.DATA / f"{name}.jsonl.gz"
     if not path.exists():
         pytest.skip("the conversations are not beside this checkout")
     with gzip.open(path, "rt", encoding="utf-8") as lines:
