@@ -42,7 +42,7 @@ from eyas.log import Track, quiet
 from eyas.model.target import PAGE_SIZE, Dtype, default_device, resolve_dtype
 from eyas.model.vocab import target_shape
 from eyas.model.weights import fingerprint
-from eyas.privacy.detector import LeakDetector
+from eyas.privacy.detector import LeakDetector, recogniser_versions
 from eyas.privacy.pii import ANSWER_POLICY, PrivacyConfig
 from eyas.records import RECORD, Prompt
 
@@ -131,6 +131,7 @@ def generate(
         "answered_by": config.answered_by,
         "marks": marks.VERSION,
         "record": RECORD,
+        "recognisers": recogniser_versions(config.personal),
     }
     own = identity("generate", settings, {"prompts": made})
     if output.is_done_for(own) and not output.begin(own):
