@@ -108,11 +108,11 @@ def match_case(invented: str, mention: str) -> str:
 def fill_form(invented: str, mention: str) -> str:
     """The mention with its letters and digits replaced by those of `invented`, in its case.
 
-    invented: as many letters and digits as the mention has, or digits only: then the mention's
+    invented: as many letters and digits as the mention has, or digits alone: then the mention's
     letters stay, such as the "x" of an extension.
     """
     stays = invented.isdigit()
-    letters = iter(invented)
+    letters = filter(str.isalnum, invented)
     return "".join(
         match_case(next(letters, "0"), one) if (one.isdigit() if stays else one.isalnum()) else one
         for one in mention
@@ -281,11 +281,6 @@ def mac_address(value: str, draw: KeyedRandom) -> str:
 def same_form(value: str, draw: KeyedRandom) -> str:
     """A digit for a digit, a letter for a letter."""
     return draw.like(value)
-
-
-def letters_and_digits(value: str, draw: KeyedRandom) -> str:
-    """The same without separators."""
-    return draw.like(re.sub(r"[\W_]", "", value))
 
 
 def handle(value: str, draw: KeyedRandom) -> str:

@@ -185,7 +185,7 @@ PII_TYPES = (
         None,
         "license plate: ⟨7ABC-123⟩",
         matching(PLATE, is_plate),
-        invented.letters_and_digits,
+        invented.same_form,
         is_numbered=True,
     ),
     PiiType(
