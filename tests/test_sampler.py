@@ -153,11 +153,9 @@ def test_min_tokens_masks_end_and_stop_tokens_until_reached(temperature, ignore_
         temperature=temperature, min_tokens=2, stop_token_ids=(9,), ignore_eos=ignore_eos, seed=1
     )
     for _ in range(2):
-        assert drawer.needs_host
         assert not drawer.is_plain_greedy
         # an end token that ends nothing is a token like others
         assert (drawer.draw(towering_V) == 2) == ignore_eos
-    assert not drawer.needs_host
     assert drawer.is_plain_greedy == (temperature == 0)
     assert drawer.draw(towering_V) == 2
 
@@ -195,7 +193,6 @@ def test_a_seed_gives_the_same_tokens_and_each_sample_its_own():
 
 def test_taking_is_drawing_elsewhere():
     drawn, taken = (sampler(temperature=1.2, top_k=9, seed=2, ignore_eos=True) for _ in range(2))
-    assert not taken.needs_host
     for at in range(10):
         key = draw_key(taken.seed, taken.num_drawn)
         token = draw(kept_weights(LOGITS.numpy(), taken.params), key)
@@ -205,24 +202,23 @@ def test_taking_is_drawing_elsewhere():
 
 
 @pytest.mark.parametrize(
-    ("options", "plain_greedy", "needs_host"),
+    ("options", "is_plain"),
     [
-        ({}, True, False),
+        ({}, True),
         # greedy takes the best of any cut
-        ({"top_k": 3, "top_p": 0.5, "min_p": 0.1, "seed": 1}, True, False),
-        ({"temperature": 1.0, "top_k": 3, "top_p": 0.5, "min_p": 0.1}, False, False),
-        ({"repetition_penalty": 1.1}, False, True),
-        ({"frequency_penalty": 0.1}, False, True),
-        ({"presence_penalty": 0.1}, False, True),
-        ({"logit_bias": {3: 1.0}}, False, True),
-        ({"min_tokens": 1}, False, True),
-        ({"logprobs": 0}, False, True),
-        ({"regex": "x", "matcher": Allowing(1)}, False, True),
+        ({"top_k": 3, "top_p": 0.5, "min_p": 0.1, "seed": 1}, True),
+        ({"temperature": 1.0, "top_k": 3}, False),
+        ({"repetition_penalty": 1.1}, False),
+        ({"frequency_penalty": 0.1}, False),
+        ({"presence_penalty": 0.1}, False),
+        ({"logit_bias": {3: 1.0}}, False),
+        ({"min_tokens": 1}, False),
+        ({"logprobs": 0}, False),
+        ({"regex": "x", "matcher": Allowing(1)}, False),
     ],
 )
-def test_what_a_draw_needs(options, plain_greedy, needs_host):
-    drawer = sampler(**options)
-    assert (drawer.is_plain_greedy, drawer.needs_host) == (plain_greedy, needs_host)
+def test_the_argmax_is_taken_where_nothing_adjusts_the_logits(options, is_plain):
+    assert sampler(**options).is_plain_greedy == is_plain
 
 
 def test_logprobs_are_of_the_raw_logits_whatever_is_adjusted():

@@ -1,8 +1,7 @@
 """The draft head for inference: the layer of `model/head.py` over the paged cache, and its trees.
 
 Two ways to the same values, as for the target: PyTorch operators on any device, and on a CPU
-`native`. Knows the head and how a tree is grown. Does not know requests: the caller gives columns,
-hidden states and page tables.
+`native_draft`. The caller gives columns, hidden states and page tables.
 
     column c of the draft's cache    feature of x_0 .. x_{c-1}, embedding of x_c -> proposes x_{c+1}
 
@@ -53,7 +52,7 @@ WITHOUT_NATIVE = "set EYAS_NATIVE=0 to run target and head in PyTorch's operator
 
 
 def to_device(array: np.ndarray, device: str) -> torch.Tensor:
-    """An array on the device; the host does not wait for the copy."""
+    """An array on the device."""
     tensor = torch.from_numpy(array)
     return tensor if device == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
 

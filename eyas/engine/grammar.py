@@ -1,5 +1,4 @@
-"""Answers that must follow a JSON schema or a regular expression: which tokens may come next. Knows
-no logits.
+"""Answers that must follow a JSON schema or a regular expression: which tokens may come next.
 
 llguidance does the work (docs/decisions/grammar.md); it refuses what it cannot honour instead of
 ignoring it. Each token that is drawn must be passed to `advance`.
@@ -76,8 +75,8 @@ class Grammars:
 
     @cached_property
     def tokenizer(self) -> LLTokenizer:
-        """The library's form of the target's. To make it takes up to two seconds, in which no other
-        thread runs: a server makes it before it serves.
+        """The target's, in the library's form. It takes up to two seconds, in which no other thread
+        runs: a server makes it before it serves.
         """
         tokenizer = self._target_tokenizer
         size = max(self._vocab_size, len(tokenizer))
@@ -87,7 +86,9 @@ class Grammars:
 
 
 class Grammar:
-    """A compiled grammar. What its matchers learn of it they share, and also that they gave up."""
+    """A compiled grammar. Its matchers share what the library has computed of it, and that it has
+    given up on it.
+    """
 
     def __init__(self, start: LLMatcher, vocab_size: int, end_tokens: list[int]) -> None:
         self._start, self._vocab_size, self._end_tokens = start, vocab_size, end_tokens

@@ -3,7 +3,7 @@
 Compiling cannot be interrupted, and llguidance's own limits do not bound all of it: to intersect
 thirty patterns takes minutes, and a chain of a thousand references overflows the stack, which ends
 the process. So a grammar is compiled here before it is compiled for the engine, and what ends this
-process costs nobody an answer. Knows no tokenizer: its tokens are single bytes.
+process ends no answer. Its tokens are single bytes.
 
     GrammarProcess.check ── {"kind", "source"} ─▶ main: compile, first mask
                          ◀── {"error", "grown_mib"} ── or the process has ended

@@ -1,4 +1,4 @@
-"""What goes into the engine and what comes out of it. Knows no tensor."""
+"""What goes into the engine and what comes out of it."""
 
 from __future__ import annotations
 
@@ -158,9 +158,9 @@ class SamplingParams:
 class Request:
     """A prompt to continue, as the server builds it and the scheduler keeps it.
 
-    id: its caller's, unlike that of any other request under way. speculation: False decodes it
-    plainly, to the same tokens, one per round. text_drafts: False leaves drafting to the
-    head, and its answer is not remembered for others. returns_trees: updates have what was drafted.
+    id: unique among the requests that wait or run. speculation: False decodes plainly, to the same
+    tokens, one per round. text_drafts: False leaves drafting to the head, and the answer is not
+    kept for drafts of others. returns_trees: updates have what was drafted.
     cache_salt: computed prefixes and recent answers are shared only with requests of the same salt.
     """
 
@@ -203,11 +203,12 @@ class DraftedTree:
 class Update:
     """What one job emitted for one sample.
 
-    token_ids: new tokens. num_accepted_drafts: None for prefill and plain rounds. index: which of
-    the request's n samples. logprobs: one entry a token, if requested. prompt_logprobs: one entry
-    for each token of the prompt behind the first, if requested, with the sample's first update.
-    tree: of a speculative round, if requested. text: of a request with stop strings, the new text
-    that is certain; it ends before the first stop string. None: the text is that of the tokens.
+    token_ids: new tokens. num_accepted_drafts: of a round that the head drafted in, else None.
+    index: which of the request's n samples. logprobs: one entry a token, if requested.
+    prompt_logprobs: one entry for each token of the prompt behind the first, if requested, with the
+    sample's first update. tree: of a round with candidates, if requested. text: of a request with
+    stop strings, the new text that is certain; it ends before the first stop string. None: the text
+    is that of the tokens.
     """
 
     request_id: str
@@ -226,8 +227,8 @@ class Result:
     """A finished sample of a request.
 
     token_ids includes what ended it if finish_reason is "stop": an end token, a stop token, or the
-    token that completes a stop string. accept_hist[a] counts the speculative rounds that accepted a
-    drafts (eyas.tau).
+    token that completes a stop string. accept_hist[a] counts the rounds that the head drafted in
+    and that accepted a drafts (eyas.tau).
     """
 
     request_id: str

@@ -1,7 +1,7 @@
 """From the target's logits to the tokens of one answer: random numbers, cuts, penalties, `Sampler`.
 
-Pure functions of arrays, and `Sampler`, which holds what one answer has drawn so far. Knows no
-tree, no batch and no device.
+Pure functions of arrays, and `Sampler`, which holds what one answer has drawn so far. The native
+library (`cpp/draw.h`) computes the same to the last bit.
 
 The order is: penalties, bias, mask (grammar, min_tokens), temperature, min_p, top_k, top_p. A cut
 keeps the best tokens, and of equal ones those with the smaller ids, so a result never depends on
@@ -9,9 +9,9 @@ the batch. What is kept is renormalised before the next cut.
 
 Every token of the vocabulary has a random number of its own, and the one whose weight by its number
 is largest is drawn: the Gumbel-max trick as a race of exponentials. The numbers follow from the
-request's seed, so whoever drafts knows them, and drafts what they favour (`draft.py`). Weights are
-whole numbers and the rest is a few operations of fp64 in one order, so that a seed gives one token
-to its last bit, wherever it is drawn: here, in the native round, on a GPU.
+request's seed, so a drafter knows them, and drafts what they favour (`draft.py`). Weights are whole
+numbers and the rest is a few operations of fp64 in one order, so that a seed gives the same token
+here and in the native library.
 
 V vocabulary, C candidates.
 """
@@ -42,8 +42,8 @@ STEP = 0x9E3779B97F4A7C15
 FACTORS = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 SHIFTS = (30, 27, 31)
 
-# Counter-based random numbers: a hash of the request's seed, the answer's token and the id. There
-# is no state to keep, to move with a request or to roll back.
+# Counter-based random numbers: a hash of the request's seed, the token's index in the answer and
+# the token id. There is no state to keep or to roll back.
 
 
 def fresh_seed() -> int:
@@ -67,8 +67,8 @@ def exponentials(key: int, ids_C: Ids) -> NDArray[np.float64]:
     """The exponential numbers of these ids, in units of log(2): -log2 of uniform numbers, which are
     odd multiples of 2**-53.
 
-    By operations that `cpp/draw.h` and `cuda/sampling.py` repeat. The series is that of
-    log2((1 + s) / (1 - s)), the number's exponent taken off.
+    By operations that `cpp/draw.h` repeats. The series is that of log2((1 + s) / (1 - s)), the
+    number's exponent taken off.
     """
     z = np.uint64(key) + (ids_C.astype(np.uint64) + np.uint64(1)) * np.uint64(STEP)
     for shift, factor in zip(SHIFTS, FACTORS, strict=False):
@@ -110,8 +110,8 @@ def host_logits(logits_V: torch.Tensor) -> Logits:
 
 
 # A token's weight is a whole number, 2**WEIGHT_BITS of the best one's probability: sums of whole
-# numbers are the same in any order, so that vectors, threads and devices draw the same tokens. What
-# is below half a unit, 2**-45 of the best one's probability, is never drawn.
+# numbers are the same in any order, so that vectors and threads draw the same tokens. What is below
+# half a unit, 2**-45 of the best one's probability, is never drawn.
 WEIGHT_BITS = 44  # so that the sum over 2**19 tokens fits 63 bits
 BEST_WEIGHT = 1 << WEIGHT_BITS
 LOG2_E, LN_2 = 1.4426950408889634, 0.6931471805599453
@@ -174,9 +174,8 @@ def sample_natively(logits_V: Logits, params: SamplingParams, seed: int, index: 
 def weights_of(logits_V: Logits, temperature: float) -> Weights:
     """int64 [V]: 2**44 * exp((logit - best) / temperature), rounded.
 
-    By a few operations of fp64, in this order and none fused, that `cpp/draw.h` and
-    `cuda/sampling.py` repeat: libraries differ in the last bit of their exp. Raises EyasError
-    unless the best logit is a finite number.
+    By a few operations of fp64, in this order and none fused, that `cpp/draw.h` repeats: libraries
+    differ in the last bit of their exp. Raises EyasError unless the best logit is a finite number.
     """
     best = logits_V.max()
     if not math.isfinite(best):
@@ -232,15 +231,9 @@ def _nucleus(logits_C: Logits, weights_C: Weights, top_p: float) -> Ids:
     thin = int((1 - top_p) * total / len(weights_C)) - _WEIGHT_SLACK
     among_C = np.flatnonzero(weights_C >= thin)
     ranked_C = among_C[np.argsort(-logits_C[among_C], kind="stable")]
-    held_C = _cumulative(weights_C[ranked_C])
+    held_C = torch.from_numpy(weights_C[ranked_C]).cumsum(0).numpy()  # several times numpy's speed
     count = int(np.searchsorted(held_C, nucleus_weight(total, top_p))) + 1
     return np.sort(ranked_C[:count])
-
-
-def _cumulative(weights_V: Weights) -> Weights:
-    """torch's is several times as fast as numpy's."""
-    array: Weights = torch.from_numpy(weights_V).cumsum(0).numpy()
-    return array
 
 
 # Penalties
@@ -348,17 +341,13 @@ class Sampler:
     @property
     def is_plain_greedy(self) -> bool:
         """Whether the next token is the argmax of the target's logits, so that `take` does."""
-        return self.params.temperature == 0 and not self.needs_host
-
-    @property
-    def needs_host(self) -> bool:
-        """Whether the next draw depends on more than the seed, num_drawn and the four cuts."""
         return (
-            self._seen is not None
-            or self._matcher is not None
-            or self.logprobs is not None
-            or len(self._bias_ids) > 0
-            or self.num_drawn < self.params.min_tokens
+            self.params.temperature == 0
+            and self._seen is None
+            and self._matcher is None
+            and self.logprobs is None
+            and len(self._bias_ids) == 0
+            and self.num_drawn >= self.params.min_tokens
         )
 
     @property
@@ -367,7 +356,7 @@ class Sampler:
         return self._matcher.failure if self._matcher is not None else None
 
     def take(self, token: int) -> None:
-        """Count a token that was drawn elsewhere: the argmax, or a device's draw by this seed."""
+        """Count a token that was drawn elsewhere: the argmax."""
         assert self.logprobs is None, "log-probabilities need the logits"
         self._advance(token)
 

@@ -1,6 +1,6 @@
 """Stop strings: the token that completes one in the decoded text, and the text before it.
 
-The only place where stop strings are matched. Knows no server and no sampler.
+The only place where stop strings are matched.
 """
 
 from __future__ import annotations

@@ -49,7 +49,7 @@ class TextChain:
 
 
 class TextIndex:
-    """The tokens of one request, and where each run of three, two and one of them stood last."""
+    """The tokens of one request, and the last place of each run of three, two and one of them."""
 
     def __init__(self) -> None:
         self.tokens: list[int] = []

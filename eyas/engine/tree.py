@@ -1,7 +1,5 @@
 """Trees of drafts: which candidates the target verifies, and the tree that they form.
 
-Pure functions; know no model.
-
     candidates, level by level       tree of N nodes: node 0, the root, is the last emitted token;
     (all children of all frontiers)  the kept candidates follow in their order, parents first
 
