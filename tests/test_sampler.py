@@ -1,27 +1,23 @@
-"""An answer's sampler: the distribution with every option, the state of the path, end tokens, and
-where stop strings end.
+"""An answer's sampler: the state of the path, end tokens, and where stop strings end. The
+distribution with every option is in test_distribution.py.
 """
 
 from __future__ import annotations
 
-import math
-
 import numpy as np
 import pytest
 import torch
-from scipy import stats
 
 from eyas.builtin import target_folder
 from eyas.chat import Chat
 from eyas.engine.request import SamplingParams
 from eyas.engine.sampling import Sampler, derived_seed, draw_key
 from eyas.engine.stop import StopChecker
-from tests.test_sampling import adjusted_probs, draw, kept_weights
+from tests.test_sampling import draw, kept_weights
 
 V = 24
 ENDS = frozenset({2, 5})
 LOGITS = torch.randn(V, generator=torch.Generator().manual_seed(3)) * 1.5
-DRAWS = 4000
 
 
 class Allowing:
@@ -44,68 +40,6 @@ class Allowing:
 
 def sampler(matcher=None, index=0, prompt=(1, 1, 8), **options):
     return Sampler(SamplingParams(**options), prompt, V, ENDS, matcher, index)
-
-
-def first_draws(matcher=None, **options):
-    """Counts [V] of the first token of many answers that differ in their seed."""
-    tokens = [sampler(matcher, seed=seed, **options).draw(LOGITS) for seed in range(DRAWS)]
-    return np.bincount(tokens, minlength=V)
-
-
-def softmax(logits_V, temperature=1.0):
-    return (logits_V.double() / temperature).softmax(-1).numpy()
-
-
-def changed(**changes):
-    logits_V = LOGITS.double().clone()
-    for token, logit in changes.items():
-        logits_V[int(token[1:])] = logit
-    return logits_V
-
-
-def penalised_prompt():
-    """Repetition penalty 1.5 of the prompt's tokens 1 and 8, in their first answer token."""
-    return changed(
-        **{f"t{t}": LOGITS[t] / 1.5 if LOGITS[t] > 0 else LOGITS[t] * 1.5 for t in (1, 8)}
-    )
-
-
-def masked(kept):
-    return torch.where(torch.isin(torch.arange(V), torch.tensor(list(kept))), LOGITS, -math.inf)
-
-
-@pytest.mark.parametrize(
-    ("options", "expected_V"),
-    [
-        ({"temperature": 1.0}, softmax(LOGITS)),
-        ({"temperature": 0.6}, softmax(LOGITS, 0.6)),
-        ({"temperature": 1.0, "top_k": 6}, softmax(masked(LOGITS.topk(6).indices.tolist()))),
-        (
-            {"temperature": 1.0, "top_p": 0.7},
-            adjusted_probs(LOGITS, SamplingParams(temperature=1.0, top_p=0.7)).numpy(),
-        ),
-        (
-            {"temperature": 1.0, "min_p": 0.2},
-            softmax(torch.where(LOGITS.max() + math.log(0.2) <= LOGITS, LOGITS, -math.inf)),
-        ),
-        ({"temperature": 1.0, "repetition_penalty": 1.5}, softmax(penalised_prompt())),
-        (
-            {"temperature": 1.0, "logit_bias": {4: 2.0, 7: -3.0}},
-            softmax(changed(t4=LOGITS[4] + 2, t7=LOGITS[7] - 3)),
-        ),
-        ({"temperature": 1.0, "min_tokens": 2}, softmax(changed(t2=-math.inf, t5=-math.inf))),
-        (
-            {"temperature": 1.0, "regex": "x", "matcher": Allowing(3, 9, 11, 20)},
-            softmax(masked((3, 9, 11, 20))),
-        ),
-    ],
-    ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
-)
-def test_draws_follow_the_distribution(options, expected_V):
-    counts_V = first_draws(**options)
-    kept_V = expected_V > 0
-    assert counts_V[~kept_V].sum() == 0
-    assert stats.chisquare(counts_V[kept_V], expected_V[kept_V] * DRAWS).pvalue > 1e-4
 
 
 def test_penalties_follow_the_answer():

@@ -123,33 +123,6 @@ def test_greedy_accepts_the_longest_agreeing_path() -> None:
     assert accept([5], [-1], lambda node: 8) == ([], [8])
 
 
-@given(
-    st.lists(st.floats(-5, 5), min_size=2, max_size=30),
-    st.integers(0, 6),
-    st.floats(0.05, 1),
-    st.floats(0.1, 3),
-)
-def test_adjusted_probs_keep_what_top_k_and_top_p_say(
-    logits: list[float], top_k: int, top_p: float, temperature: float
-) -> None:
-    probs = adjusted_probs(
-        torch.tensor(logits), SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p)
-    )
-    full = (torch.tensor(logits).double() / temperature).softmax(-1)
-    kept = probs > 0
-    assert float(probs.sum()) == pytest.approx(1)
-    assert kept[torch.tensor(logits).argmax()]
-    if top_k:
-        assert int(kept.sum()) <= top_k
-    assert full[kept].min() >= full[~kept].max() if (~kept).any() else True
-    torch.testing.assert_close(probs[kept], full[kept] / full[kept].sum())
-
-
-def test_draw_never_gives_an_impossible_token() -> None:
-    probs = torch.tensor([0.0, 0.5, 0.0, 0.5, 0.0], dtype=torch.float64)
-    assert {draw(probs, key) for key in range(100)} == {1, 3}
-
-
 @given(st.data())
 def test_the_kept_tree_hangs_together_and_holds_the_best_paths(data: st.DataObject) -> None:
     """Two levels of three: children never score above their parents, ties included."""

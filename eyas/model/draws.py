@@ -1,6 +1,5 @@
-"""How a request draws its next tokens, as the native library reads it: `cpp/draw.h`.
-
-Knows numbers and addresses; what they mean, and when they change, `engine/sampling.py` knows.
+"""How a request draws its next tokens, as the native library reads it: `cpp/draw.h`. What the
+numbers mean, and when they change, is in `engine/sampling.py`.
 """
 
 from __future__ import annotations

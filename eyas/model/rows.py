@@ -1,7 +1,5 @@
 """What one forward reads and writes: rows of tokens, the paged caches, and the results.
 
-Knows no model and no request.
-
     PagedCache.data [L, num_slots, 2, Hk, D]    slot = page * page_size + offset; 2 = key, value
     FeatureCache.data [num_slots, A]            the target's features of the same tokens
 
@@ -36,7 +34,6 @@ MAX_TREE_COLUMNS = 64
 
 # token, request, position, slot, prefix_len, seen: int64 [M] each
 RowArrays = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray]
-SlotNumbers = list[int] | torch.Tensor  # int64 [n]; a list where the host knows them
 
 
 # Rows
@@ -167,17 +164,16 @@ class PagedCache:
         self.data = torch.zeros(
             num_layers, num_pages * page_size, 2, *heads, dtype=dtype, device=device
         )
-        # The same memory for moves on a CPU, where NumPy's indexing takes a fifth of the time that
-        # PyTorch's does.
+        # The same memory for moves on a CPU: NumPy's indexing takes a fifth of PyTorch's time.
         self._bytes = self.data.view(torch.uint8).numpy() if device == "cpu" else None
 
     def write(self, layer: int, slot_M: torch.Tensor, kv: torch.Tensor) -> None:
         """Put kv [M, 2, Hk, D] into slots int64 [M]."""
         self.data[layer].index_copy_(0, slot_M, kv)
 
-    def move(self, sources: SlotNumbers, destinations: SlotNumbers) -> None:
+    def move(self, sources: list[int], destinations: list[int]) -> None:
         """Copy slots to slots in every layer; the sources are read before anything is written."""
-        if self._bytes is not None and isinstance(sources, list):
+        if self._bytes is not None:
             self._bytes[:, destinations] = self._bytes[:, sources]
         else:
             self.data[:, destinations] = self.data[:, sources]
@@ -201,7 +197,7 @@ class FeatureCache:
         """The features [M, A] in slots int64 [M], copied."""
         return self.data.index_select(0, slots)
 
-    def move(self, sources: SlotNumbers, destinations: SlotNumbers) -> None:
+    def move(self, sources: list[int], destinations: list[int]) -> None:
         """Copy slots to slots; the sources are read before anything is written."""
         self.data[destinations] = self.data[sources]
 
