@@ -167,14 +167,13 @@ def wait_for_rows(process: subprocess.Popen[bytes], folder: Path, count: int) ->
 
 def num_kept(folder: Path) -> int:
     """Turns on disk, in finished parts and journals."""
-    num = 0
-    for found, mark in [
-        (folder.glob("answers-*.jsonl"), b"\n"),
-        ((folder / "work").glob("*/*.json"), b'"answer": {'),
-    ]:
-        for path in found:
-            with contextlib.suppress(FileNotFoundError):  # a journal goes when its part is whole
-                num += path.read_bytes().count(mark)
+    num, whole = 0, {path.stem[-5:] for path in folder.glob("answers-*.jsonl")}
+    for path in [*folder.glob("answers-*.jsonl"), *(folder / "work").glob("*/*.json")]:
+        mark = b"\n" if path.parent == folder else b'"answer": {'
+        if path.parent != folder and path.parent.name[-5:] in whole:
+            continue  # written, and not yet deleted
+        with contextlib.suppress(FileNotFoundError):  # a journal goes when its part is whole
+            num += path.read_bytes().count(mark)
     return num
 
 
