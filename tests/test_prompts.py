@@ -232,6 +232,13 @@ def test_nothing_left_is_an_error_that_says_why(tmp_path):
     assert len(list(output.read_rows("dropped"))) == 3
 
 
+def test_tools_that_are_left_out_are_named(tmp_path):
+    tools = [{"type": "function", "function": {"name": "find"}}]
+    rows = [openai("Find me a table.", tools=tools)], [openai("Who are you?")]
+    (line,) = run(tmp_path, *rows).manifest().facts["left_out"]
+    assert line.startswith("set0: its rows offer tools")
+
+
 def test_two_sources_of_one_name(tmp_path):
     source = {"path": str(tmp_path / "set.jsonl"), "licence": "MIT", "prompts_by": "human"}
     with pytest.raises(ConfigError, match="two sources are called 'set'"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -9,6 +10,8 @@ from rich.markup import escape
 
 from eyas.artifact import Artifact
 from eyas.log import Track, console, progress_bar
+
+WARNINGS = ("warnings", "unsearched", "left_out")  # lists of lines in a manifest's facts
 
 
 @contextmanager
@@ -29,5 +32,5 @@ def stage(name: str, output: Artifact) -> Iterator[Track]:
         soft_wrap=True,
     )
     facts = manifest.facts
-    for warning in (*facts.get("warnings", ()), *facts.get("unsearched", ())):
+    for warning in itertools.chain(*(facts.get(name, ()) for name in WARNINGS)):
         console.print(f"warning: {escape(warning)}", style="yellow", soft_wrap=True)

@@ -197,7 +197,8 @@ def make_prompts(config: PromptsConfig, output: Artifact, track: Track = quiet) 
     """
     policy = read_policy(config.policy)
     require(gate(config.sources, policy))
-    verdicts = gate(config.sources, policy, [looks(source) for source in config.sources])
+    looked = [looks(source) for source in config.sources]
+    verdicts = gate(config.sources, policy, looked)
     require(verdicts)
     key = privacy_key()
     inputs = {source.label: describe(source) for source in config.sources}
@@ -249,6 +250,12 @@ def make_prompts(config: PromptsConfig, output: Artifact, track: Track = quiet) 
         "ledger": ledger.facts(),
         "warnings": ledger.warnings(),
         "unsearched": ledger.unsearched(),
+        "left_out": [
+            f"{source.label}: its rows offer tools, which prompts do not hold: the target answers "
+            "without them"
+            for source, found in zip(config.sources, looked, strict=True)
+            if any("tools" in look.columns for look in found)
+        ],
         "record": config.record,
     }
     return output.finish("prompts", settings, inputs, counts, facts=facts)
