@@ -1,4 +1,4 @@
-"""Progress for people and JSON lines for machines. Knows rich and logging, no stage."""
+"""Progress for people and JSON lines for machines."""
 
 from __future__ import annotations
 

@@ -1,6 +1,5 @@
-"""Options that several commands share, and a stage's config: run file, then `--set`, then options.
-
-Knows pydantic and YAML, no stage.
+"""Options that several commands share, and a stage's config: run file, then `--set`, then
+options.
 """
 
 from __future__ import annotations

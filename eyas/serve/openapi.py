@@ -12,50 +12,44 @@ from eyas.serve.protocol import ChatRequest, TextRequest
 from eyas.serve.responses import ResponsesRequest
 from eyas.serve.vertex import PredictionRequest
 
-
-def _object(*required: str, **properties: Any) -> dict[str, Any]:
-    """The schema of an object; required fields without a schema may hold anything."""
-    schema = {"type": "object", "required": list(required)}
-    return {**schema, "properties": properties} if properties else schema
+Schema = dict[str, Any]
+Form = type[RequestBody | PredictionRequest]
 
 
+def _object(**properties: Schema) -> Schema:
+    """The schema of an object with at least these properties."""
+    return {"type": "object", "required": list(properties), "properties": properties}
+
+
+def _list(items: Schema) -> Schema:
+    return {"type": "array", "items": items}
+
+
+_ANY: Schema = {}
 _TEXT, _COUNT, _MAYBE = {"type": "string"}, {"type": "integer"}, {"type": ["string", "null"]}
-_ERROR = _object(
-    "error",
-    error=_object(
-        *("message", "type", "param", "code"), message=_TEXT, type=_TEXT, param=_MAYBE, code=_MAYBE
-    ),
-)
-_COUNTS = ("prompt_tokens", "completion_tokens", "total_tokens")
+_ERROR = _object(error=_object(message=_TEXT, type=_TEXT, param=_MAYBE, code=_MAYBE))
 _ANSWER = _object(
-    *("id", "object", "created", "model", "choices", "usage"),
     id=_TEXT,
     object=_TEXT,
     created=_COUNT,
     model=_TEXT,
-    choices={"type": "array", "items": _object("index", "finish_reason")},
-    usage=_object(*_COUNTS, **dict.fromkeys(_COUNTS, _COUNT)),
+    choices=_list(_object(index=_COUNT, finish_reason=_ANY)),
+    usage=_object(prompt_tokens=_COUNT, completion_tokens=_COUNT, total_tokens=_COUNT),
 )
 _RESPONSE = _object(
-    *("id", "object", "created_at", "model", "status", "output", "usage"),
     id=_TEXT,
     object=_TEXT,
     created_at=_COUNT,
     model=_TEXT,
     status={"enum": ["completed", "incomplete"]},
-    output={"type": "array", "items": _object("id", "type", "status")},
-    usage=_object(
-        *("input_tokens", "output_tokens", "total_tokens"),
-        input_tokens=_COUNT,
-        output_tokens=_COUNT,
-        total_tokens=_COUNT,
-    ),
+    output=_list(_object(id=_TEXT, type=_TEXT, status=_TEXT)),
+    usage=_object(input_tokens=_COUNT, output_tokens=_COUNT, total_tokens=_COUNT),
 )
-_MODEL = _object("id", "object", "created", "owned_by")
-_MODELS = _object("object", "data", data={"type": "array", "items": _MODEL})
-_HEALTH = _object("status", status=_TEXT)
-_PREDICTIONS = _object("predictions", predictions={"type": "array"})
-_VERTEX_ERROR = _object("error", error=_object("code", "message", "status"))
+_MODEL = _object(id=_TEXT, object=_TEXT, created=_COUNT, owned_by=_TEXT)
+_MODELS = _object(object=_TEXT, data=_list(_MODEL))
+_SERVER_INFO = _object(internal_states=_list(_object(avg_spec_accept_length=_ANY)))
+_PREDICTIONS = _object(predictions=_list(_ANY))
+_VERTEX_ERROR = _object(error=_object(code=_COUNT, message=_TEXT, status=_TEXT))
 _PROBLEMS = {
     "400": "the request is wrong or asks for what this server does not support",
     "401": "an API key is needed",
@@ -71,22 +65,17 @@ _PROBLEMS = {
 }
 
 
-def document(model: str, predict_route: str | None = None) -> dict[str, Any]:
+def document(model: str, predict_route: str | None = None) -> Schema:
     """OpenAPI 3.1. model: the name that requests must give; predict_route: Vertex AI's, where it is
     served.
     """
-    schemas: dict[str, Any] = {}
+    schemas: Schema = {}
 
-    def completion(
-        summary: str,
-        form: type[RequestBody | PredictionRequest],
-        answer: dict[str, Any] = _ANSWER,
-        error: dict[str, Any] = _ERROR,
-    ) -> dict[str, Any]:
-        body = {"application/json": {"schema": _form(form, model, schemas)}}
+    def completion(summary: str, form: Form, answer: Schema, error: Schema = _ERROR) -> Schema:
         responses = _responses(answer, _PROBLEMS, error)
         # each event's data is the JSON of a chunk, the last one's [DONE]
-        responses["200"]["content"]["text/event-stream"] = {"schema": {}}
+        responses["200"]["content"]["text/event-stream"] = {"schema": _ANY}
+        body = {"application/json": {"schema": _form(form, model, schemas)}}
         return {
             "post": {
                 "summary": summary,
@@ -96,22 +85,22 @@ def document(model: str, predict_route: str | None = None) -> dict[str, Any]:
             }
         }
 
-    def page(summary: str, schema: dict[str, Any], *problems: str) -> dict[str, Any]:
-        return {"get": {"summary": summary, "responses": _responses(schema, ("403", *problems))}}
+    def page(summary: str, schema: Schema, *problems: str, **more: Any) -> Schema:
+        responses = _responses(schema, ("403", *problems))
+        return {"get": {"summary": summary, "responses": responses, **more}}
 
-    by_name = page("the same by name", _MODEL, "401", "404", "429", "503")
     name = {"name": "model", "in": "path", "required": True, "schema": _TEXT, "example": model}
-    info = _object("internal_states")
     metrics = {"200": {"description": "", "content": {"text/plain": {"schema": _TEXT}}}}
+    usual = "401", "429", "503"
     paths = {
-        "/v1/chat/completions": completion("answers a chat", ChatRequest),
-        "/v1/completions": completion("continues texts", TextRequest),
+        "/v1/chat/completions": completion("answers a chat", ChatRequest, _ANSWER),
+        "/v1/completions": completion("continues texts", TextRequest, _ANSWER),
         "/v1/responses": completion("answers a chat in items", ResponsesRequest, _RESPONSE),
-        "/v1/models": page("the served model", _MODELS, "401", "429", "503"),
-        "/v1/models/{model}": {"get": {**by_name["get"], "parameters": [name]}},
-        "/server_info": page("what SGLang's benchmark reads", info, "401", "429", "503"),
-        "/get_server_info": page("the same under its older name", info, "401", "429", "503"),
-        "/health": page("whether requests are taken", _HEALTH, "503"),
+        "/v1/models": page("the served model", _MODELS, *usual),
+        "/v1/models/{model}": page("by name", _MODEL, "404", *usual, parameters=[name]),
+        "/server_info": page("what SGLang's benchmark reads", _SERVER_INFO, *usual),
+        "/get_server_info": page("the same under its older name", _SERVER_INFO, *usual),
+        "/health": page("whether requests are taken", _object(status=_TEXT), "503"),
         "/metrics": {"get": {"summary": "for Prometheus", "responses": metrics}},
         "/openapi.json": page("this document", {"type": "object"}),
     }
@@ -119,20 +108,16 @@ def document(model: str, predict_route: str | None = None) -> dict[str, Any]:
         paths[predict_route] = completion(
             "Vertex AI's predictions", PredictionRequest, _PREDICTIONS, _VERTEX_ERROR
         )
+    keys = {"key": {"type": "http", "scheme": "bearer"}}
     return {
         "openapi": "3.1.0",
         "info": {"title": "eyas", "version": VERSION, "description": f"serves {model}"},
         "paths": paths,
-        "components": {
-            "schemas": schemas,
-            "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
-        },
+        "components": {"schemas": schemas, "securitySchemes": keys},
     }
 
 
-def _form(
-    form: type[RequestBody | PredictionRequest], model: str, schemas: dict[str, Any]
-) -> dict[str, Any]:
+def _form(form: Form, model: str, schemas: Schema) -> Schema:
     """A reference to a body's schema, which is put into `schemas` with its parts.
 
     Every field may be null; a field that is not supported has the values that change nothing, one
@@ -142,13 +127,13 @@ def _form(
         form.model_json_schema(by_alias=True, ref_template="#/components/schemas/{model}")
     )
     schemas |= schema.pop("$defs", {})
-    properties = schema["properties"]
-    off = form.unsupported() if issubclass(form, RequestBody) else {}
-    for name, values in off.items():
-        properties[name] = {"enum": [*values, None]}
+    properties, off = schema["properties"], set[str]()
     if issubclass(form, RequestBody):
+        for name, values in form.unsupported().items():
+            properties[name] = {"enum": [*values, None]}
+            off.add(name)
         properties |= {name: {"description": "without effect"} for name in sorted(form.ignored)}
-    for name in properties.keys() - set(schema.get("required", ())) - off.keys():
+    for name in properties.keys() - set(schema.get("required", ())) - off:
         properties[name] = {"anyOf": [properties[name], {"type": "null"}]}
     if "model" in properties:
         properties["model"] = {"const": model}
@@ -156,9 +141,7 @@ def _form(
     return {"$ref": f"#/components/schemas/{form.__name__}"}
 
 
-def _responses(
-    answer: dict[str, Any], problems: Iterable[str], error: dict[str, Any] = _ERROR
-) -> dict[str, Any]:
+def _responses(answer: Schema, problems: Iterable[str], error: Schema = _ERROR) -> Schema:
     bodies = {"200": ("", answer), **{status: (_PROBLEMS[status], error) for status in problems}}
     return {
         status: {"description": about, "content": {"application/json": {"schema": schema}}}

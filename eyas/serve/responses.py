@@ -224,12 +224,8 @@ class ResponsesRequest(RequestBody):
 
     def as_chat(self) -> ChatRequest:
         """The same request as a body of /v1/chat/completions. Raises ApiError."""
-        choice: str | dict[str, Any]
-        wanted = self.text.format
-        if isinstance(self.tool_choice, NamedFunctionTool):
-            choice = {"type": "function", "function": {"name": self.tool_choice.name}}
-        else:
-            choice = self.tool_choice
+        choice, wanted = self.tool_choice, self.text.format
+        called = None if isinstance(choice, str) else {"name": choice.name}
         return ChatRequest.model_validate(
             {name: getattr(self, name) for name in SAME_NAMES}
             | {
@@ -237,7 +233,7 @@ class ResponsesRequest(RequestBody):
                 "max_completion_tokens": self.max_output_tokens,
                 "response_format": None if wanted is None else wanted.for_chat(),
                 "tools": [tool.for_chat() for tool in self.tools],
-                "tool_choice": choice,
+                "tool_choice": {"type": "function", "function": called} if called else choice,
                 "logprobs": LOGPROBS in self.include,
                 "reasoning_effort": self.reasoning.effort,
             }
@@ -347,17 +343,15 @@ class ResponseWriter(CompletionWriter):
 
     def _words(self, text: str, logprobs: list[TokenLogprob]) -> str:
         """A message opens with its first words."""
-        events, place = "", {"output_index": len(self._output)}
+        events = ""
         if self._open is None:
             self._open = _OpenMessage()
-            item = self._open.item("in_progress", [])
-            events = self._event("response.output_item.added", **place, item=item)
-            part = _output_text("", [])
-            events += self._part_event("content_part.added", part=part)
+            events = self._item_event("added", self._open.item("in_progress", []))
+            events += self._part_event("content_part.added", part=_output_text("", []))
         message = self._open
         message.words.append(text)
-        shown, message.logprobs = [*message.logprobs, *logprobs], []
-        found = chat_logprobs(self.tokenizer, shown)
+        found = chat_logprobs(self.tokenizer, [*message.logprobs, *logprobs])
+        message.logprobs = []
         message.written += found
         return events + self._part_event("output_text.delta", delta=text, logprobs=found)
 
@@ -370,13 +364,8 @@ class ResponseWriter(CompletionWriter):
         part = _output_text(text, message.written)
         events = self._part_event("output_text.done", text=text, logprobs=message.written)
         events += self._part_event("content_part.done", part=part)
-        item = message.item(status, [part])
-        events += self._event(
-            "response.output_item.done", output_index=len(self._output), item=item
-        )
-        self._output.append(item)
         self._open = None
-        return events
+        return events + self._item_event("done", message.item(status, [part]))
 
     def _call(self, call: Call) -> str:
         item = {
@@ -388,18 +377,20 @@ class ResponseWriter(CompletionWriter):
             "status": "completed",
         }
         place = {"item_id": item["id"], "output_index": len(self._output)}
-        added = {**item, "arguments": "", "status": "in_progress"}
         kind = "response.function_call_arguments"
-        events = self._event(
-            "response.output_item.added", output_index=len(self._output), item=added
-        )
+        events = self._item_event("added", {**item, "arguments": "", "status": "in_progress"})
         events += self._event(f"{kind}.delta", **place, delta=call.arguments)
         events += self._event(f"{kind}.done", **place, name=call.name, arguments=call.arguments)
-        events += self._event(
-            "response.output_item.done", output_index=len(self._output), item=item
+        return events + self._item_event("done", item)
+
+    def _item_event(self, kind: str, item: dict[str, Any]) -> str:
+        """An item is added or done; a done one belongs to the output."""
+        event = self._event(
+            f"response.output_item.{kind}", output_index=len(self._output), item=item
         )
-        self._output.append(item)
-        return events
+        if kind == "done":
+            self._output.append(item)
+        return event
 
     def _part_event(self, kind: str, **fields: Any) -> str:
         """An event of the text of the open message."""
