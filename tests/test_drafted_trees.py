@@ -177,8 +177,10 @@ def test_chunks_tell_rounds_where_that_is_asked_for(client, call):
     assert rounds[0] == {
         "tokens": [{"text": rounds[0]["tokens"][0]["text"], "origin": "plain"}],
         "tree": None,
+        "head": False,
     }
     for one in rounds[1:]:
+        assert one["head"]
         accepted = [node for node in one["tree"] if node["accepted"]]
         origins = [token["origin"] for token in one["tokens"]]
         assert origins == ["drafted"] * len(accepted) + ["bonus"] * (len(origins) - len(accepted))

@@ -510,7 +510,8 @@ def streamed(rounds):
         delta = {"content": "".join(said)}
         tokens = [{"text": one, "origin": origin} for one in said]
         choice = {"index": 0, "delta": delta, "finish_reason": None}
-        chunks.append({"choices": [choice], "eyas": {"round": {"tokens": tokens, "tree": tree}}})
+        shown = {"tokens": tokens, "tree": tree, "head": tree is not None}
+        chunks.append({"choices": [choice], "eyas": {"round": shown}})
     chunks.append({"choices": [{"index": 0, "delta": {}, "finish_reason": "stop"}]})
     body = "".join(f"data: {json.dumps(chunk)}\n\n" for chunk in chunks) + "data: [DONE]\n\n"
     return {"status": 200, "content_type": "text/event-stream", "body": body}

@@ -234,7 +234,9 @@ class _OpenAIWriter(CompletionWriter):
         """For include_rounds: the field of a chunk that has the delta's round."""
         if delta.token_texts is None:
             return {}
-        return {"eyas": {"round": _round(delta.token_texts, delta.update.tree, self.tokenizer)}}
+        shown = _round(delta.token_texts, delta.update.tree, self.tokenizer)
+        # tau is over the rounds that the head drafted in
+        return {"eyas": {"round": {**shown, "head": delta.update.num_accepted_drafts is not None}}}
 
     def _object(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
         return {**self._shared, "object": self.kind, "choices": choices, "usage": self.usage()}

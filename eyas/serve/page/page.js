@@ -93,7 +93,7 @@ async function* eventsOf(reader) {
   }
 }
 
-// Numbers of rounds. A round of tau is one that drafted; `all` are the target's forwards after the prefill, whose token is plain.
+// Numbers of rounds. A round of tau is one that the head drafted in; `all` are the target's forwards after the prefill, whose token is plain.
 
 class Tally {
   constructor(started) {
@@ -112,9 +112,9 @@ class Tally {
       this.all += 1;
       this.ofAll += round.tokens.length;
     }
-    if (round.tree === null) return;
+    this.judged += round.tree?.length ?? 0;
+    if (!round.head) return;
     this.rounds += 1;
-    this.judged += round.tree.length;
     this.emitted += round.tokens.length;
   }
 
