@@ -10,19 +10,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 
-from eyas.engine.acceptance import RequestAcceptance, levels
 from eyas.engine.costs import AT_ONCE, CostTable, Curve
-from eyas.engine.outlook import of_best_path
-from eyas.engine.policy import Policy
-from eyas.engine.steps import RoundPlan
+from eyas.engine.policy import Policy, RoundPlan
 from eyas.engine.tree import Speculation, goes_on, most_probable
-from eyas.evaluate.recording import num_accepted
-from eyas.model.library import unavailable
+from eyas.evaluate.recording import levels, num_accepted, of_best_path
 from eyas.model.rows import Proposals
 
 
@@ -35,7 +31,6 @@ class Under:
     name: str
     at: int = 0
     missing: int = 1
-    acceptance: RequestAcceptance = field(default_factory=lambda: RequestAcceptance(True))
 
     def advance(self, num_tokens: int, drafted: bool) -> None:
         self.at += num_tokens
@@ -281,36 +276,32 @@ class Ours(Plain):
     """The engine's own policy."""
 
     def __init__(self, table: CostTable, K: int, k: int, most_nodes: int) -> None:
-        fast = unavailable() is None
-        self._policy = Policy(Speculation("auto", K, k, most_nodes + 1), table, native=fast)
+        self._policy = Policy(Speculation("auto", K, k, most_nodes + 1), table)
         self._plan: RoundPlan | None = None
         self._width = k
 
     def turn(
         self, under: Sequence[Under], proposals: Proposals, following: Sequence[Sequence[int]]
     ) -> Turn:
-        plan = self._policy.plan([one.missing for one in under], [one.acceptance for one in under])
+        plan = self._policy.plan([one.missing for one in under])
         self._plan, turn = plan, nothing(proposals)
         if not plan.drafts:
             return turn
         drafting = np.flatnonzero(plan.drafting)
+        parts = proposals.tokens, proposals.scores, proposals.parents
+        tokens, scores, parents = (part[drafting] for part in parts)
         bounds, depth = levels(proposals.depths), 1
-        scores, tokens = proposals.scores[drafting], proposals.tokens[drafting]
         if plan.width < self._width:  # what would not have been drafted is neither chosen nor drawn
-            there = of_best_path(proposals.parents[drafting], scores, proposals.depths)
+            there = of_best_path(Proposals(tokens, scores, parents, proposals.depths))
             scores, tokens = np.where(there, scores, _NEVER), np.where(there, tokens, -1)
         while depth < len(bounds) and goes_on(
             scores[:, bounds[depth - 1]], plan.thresholds, depth - 1
         ):
             depth += 1
         end = bounds[depth - 1].stop
-        drafted = Proposals(
-            tokens[:, :end],
-            scores[:, :end],
-            proposals.parents[drafting, :end],
-            proposals.depths[:end],
-        )
-        kept = self._policy.choose(plan, drafted, [under[line].acceptance for line in drafting])
+        parts = tokens[:, :end], scores[:, :end], parents[:, :end]
+        drafted = Proposals(*parts, proposals.depths[:end])
+        kept = self._policy.choose(plan, drafted)
         turn.kept[drafting, :end] = kept
         return Turn(plan.drafting.copy(), turn.kept, depth, plan.width)
 

@@ -12,12 +12,13 @@ from functools import cache
 
 import numpy as np
 
-from eyas.engine.acceptance import RequestAcceptance, levels, path_probs
+from eyas.engine.acceptance import along_paths
 from eyas.engine.costs import CostTable, Curve
 from eyas.engine.policy import Policy
 from eyas.engine.tree import Speculation, goes_on
-from eyas.model.library import unavailable
+from eyas.evaluate.recording import levels
 from eyas.model.rows import Proposals
+from tests.test_tree import above_of
 
 K, TOPK, MOST = 6, 3, 12  # draft steps, branches, tokens judged
 POINTS = [1, 2, 4, 8, 12, 16, 24, 32, 64, 128, 256, 512]
@@ -105,7 +106,7 @@ class World:
             np.concatenate(parents, 1).astype(np.int32),
             np.concatenate(conditional, 1),
         )
-        scores = np.log(path_probs(given, parents_TC, depths)).astype(np.float32)
+        scores = np.log(along_paths(given, above_of(parents_TC), depths)).astype(np.float32)
         tokens = np.tile(np.arange(len(depths)), (T, 1))  # a candidate's token is its index
         return Proposals(tokens, scores, parents_TC, depths)
 
@@ -192,14 +193,13 @@ def played(
     """
     first = worlds[0]
     machine = first.machine
-    speculation, fast = Speculation("auto", K, TOPK, MOST), unavailable() is None
-    policy = Policy(speculation, machine.table(errors), native=fast)
+    policy = Policy(Speculation("auto", K, TOPK, MOST), machine.table(errors))
     rng = np.random.default_rng(first.seed + 2)
-    requests, pending = [RequestAcceptance(True) for _ in range(B)], [1] * B
+    pending = [1] * B
     ages = rng.integers(0, 150, B).tolist()
     at, tokens_B, total_ms = 0, [0] * B, 0.0
     for _ in range(num_rounds):
-        round_ = policy.plan(pending, requests)
+        round_ = policy.plan(pending)
         drafting = np.flatnonzero(round_.drafting).tolist()
         picked = np.arange(at, at + len(drafting)) % first.num_trees
         at += len(drafting)
@@ -208,7 +208,7 @@ def played(
         if drafting:
             own = [worlds[b % len(worlds)] for b in drafting]
             proposals = propose(own, picked, round_.thresholds, round_.width)
-            kept = policy.choose(round_, proposals, [requests[b] for b in drafting])
+            kept = policy.choose(round_, proposals)
             emitted = [
                 world.emit(tree, row, round_.width)
                 for world, tree, row in zip(own, picked.tolist(), kept, strict=True)
@@ -230,7 +230,7 @@ def played(
             ages[b] += count
             tokens_B[b] += count
             if ages[b] > 150:
-                requests[b], pending[b], ages[b] = RequestAcceptance(True), 1, 0
+                pending[b], ages[b] = 1, 0
         total_ms += ms
     return tokens_B, total_ms, policy
 

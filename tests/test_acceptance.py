@@ -1,31 +1,16 @@
-"""Calibration of acceptance: paths, which candidates are judged, what is learned from how many
-rounds. That the native library computes the same is for test_steps.py.
-"""
+"""Calibration of acceptance: paths, what is judged, what is learned in how many rounds."""
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from eyas.engine.acceptance import (
-    HEAD,
-    SPREAD,
-    Acceptance,
-    RequestAcceptance,
-    judge,
-    path_probs,
-)
-from eyas.model.rows import Proposals
-from tests.test_tree import forest
-
-
-def tree() -> Proposals:
-    """Two requests, k = 2, one drafted level: candidates 0, 1 (depth 1), 2 .. 5 (depth 2)."""
-    tokens = np.array([[10, 11, 20, 21, 22, 23], [30, 31, 40, 41, 42, 43]])
-    parents = np.array([[-1, -1, 0, 0, 1, 1], [-1, -1, 1, 1, 0, 0]], dtype=np.int32)
-    conditional = np.array([[0.6, 0.3, 0.5, 0.4, 0.7, 0.1]] * 2)
-    scores = np.log(path_probs(conditional, parents, np.array([1, 1, 2, 2, 2, 2]))).astype(
-        np.float32
-    )
-    return Proposals(tokens, scores, parents, np.array([1, 1, 2, 2, 2, 2], dtype=np.int32))
+from eyas.engine.acceptance import Acceptance, along_paths, judge
+from eyas.engine.graft import graft
+from eyas.engine.text import TextChain, kinds_of
+from eyas.model.rows import PAD, Proposals
+from tests.test_text import NOTHING, grafted_trees
+from tests.test_tree import above_of, random_trees
 
 
 def chain(rng: np.random.Generator, B: int, depth: int) -> Proposals:
@@ -47,37 +32,22 @@ def emit(rng: np.random.Generator, proposals: Proposals, accepted: np.ndarray) -
     return rows
 
 
-def plainly_judged(
-    proposals: Proposals, emitted: list[list[int]]
-) -> tuple[set[tuple[int, int]], set[tuple[int, int]]]:
-    judged, drawn = set(), set()
-    for b, row in enumerate(emitted):
-        at = -1
-        for token in row:
-            children = [
-                c for c in range(proposals.tokens.shape[1]) if proposals.parents[b, c] == at
-            ]
-            judged |= {(b, c) for c in children}
-            hit = [c for c in children if proposals.tokens[b, c] == token]
-            if not hit:
-                break
-            at = hit[0]
-            drawn.add((b, at))
-    return judged, drawn
-
-
-def log_conditional(proposals: Proposals) -> np.ndarray:
-    """Log-probabilities given the parent."""
+def own(proposals: Proposals) -> np.ndarray:
+    """The draft's probabilities given the parent."""
     above = np.take_along_axis(
         proposals.scores, np.maximum(proposals.parents, 0).astype(np.int64), 1
     )
-    return proposals.scores - np.where(proposals.parents < 0, 0, above)
+    return np.exp(proposals.scores - np.where(proposals.parents < 0, 0, above))
 
 
-def conditional(
-    acceptance: Acceptance, proposals: Proposals, requests: list[RequestAcceptance]
-) -> np.ndarray:
-    return acceptance.calibrate(proposals, requests).conditional
+def conditional(acceptance: Acceptance, proposals: Proposals) -> np.ndarray:
+    """Of chains."""
+    paths = acceptance.calibrate(proposals).paths
+    return paths / np.concatenate((np.ones((len(paths), 1)), paths[:, :-1]), axis=1)
+
+
+def observe(acceptance: Acceptance, proposals: Proposals, emitted: list[list[int]]) -> list[int]:
+    return acceptance.observe(proposals, acceptance.calibrate(proposals), emitted)
 
 
 def test_a_path_is_the_product_of_its_steps():
@@ -85,166 +55,98 @@ def test_a_path_is_the_product_of_its_steps():
     for depth in range(1, 12):
         proposals = chain(rng, 3, depth)
         steps = rng.uniform(0.1, 0.99, size=(3, depth))
-        assert path_probs(steps, proposals.parents, proposals.depths) == pytest.approx(
-            steps.cumprod(1)
-        )
+        paths = along_paths(steps, above_of(proposals.parents), proposals.depths)
+        assert paths == pytest.approx(steps.cumprod(1))
+    parents = np.array([[-1, -1, 0, 0, 1, 1], [-1, -1, 1, 1, 0, 0]])
     steps = np.array([[0.6, 0.3, 0.5, 0.4, 0.7, 0.1]] * 2)
     expected = [
         [0.6, 0.3, 0.6 * 0.5, 0.6 * 0.4, 0.3 * 0.7, 0.3 * 0.1],
         [0.6, 0.3, 0.3 * 0.5, 0.3 * 0.4, 0.6 * 0.7, 0.6 * 0.1],
     ]
-    assert path_probs(steps, tree().parents, tree().depths) == pytest.approx(np.array(expected))
+    paths = along_paths(steps, above_of(parents), np.array([1, 1, 2, 2, 2, 2]))
+    assert paths == pytest.approx(np.array(expected))
 
 
-@pytest.mark.parametrize(
-    "emitted",
-    [
-        [[10, 21, 99], [99]],
-        [[11, 99], [31, 40]],
-        [[10], [31, 40, 7]],
-        [[10, 20, 5, 6], [30, 42]],
-        [[], [30]],
-    ],
-)
-def test_judged_are_the_children_of_what_was_drawn(emitted):
-    judged, drawn = judge(tree(), emitted)
-    expected_judged, expected_drawn = plainly_judged(tree(), emitted)
-    assert {(int(b), int(c)) for b, c in zip(*judged.nonzero(), strict=True)} == expected_judged
-    assert {(int(b), int(c)) for b, c in zip(*drawn.nonzero(), strict=True)} == expected_drawn
+@settings(max_examples=60)
+@given(st.integers(0, 10**6), st.integers(1, 4), st.booleans())
+def test_judged_are_the_children_of_what_was_drawn(seed: int, B: int, with_text: bool):
+    rng = np.random.default_rng(seed)
+    for _ in range(10):
+        trees = grafted_trees if with_text else random_trees
+        proposals = trees(rng, B) if with_text else trees(rng, B, 2, int(rng.integers(0, 3)))
+        if not proposals.tokens.size:
+            continue
+        emitted = [rng.integers(0, 4, rng.integers(0, 6)).tolist() for _ in range(B)]
+        judged, drawn, accepted = judge(proposals, above_of(proposals.parents), emitted)
+        expected_judged, expected_drawn = set(), set()
+        for b, row in enumerate(emitted):
+            node = -1
+            for token in row:
+                children = np.flatnonzero(proposals.parents[b] == node).tolist()
+                expected_judged |= {(b, c) for c in children}
+                hits = [c for c in children if proposals.tokens[b, c] == token]
+                if not hits:
+                    break
+                node = hits[0]
+                expected_drawn.add((b, node))
+        there = proposals.parents != PAD
+        assert set(map(tuple, np.argwhere(judged & there).tolist())) == expected_judged
+        assert set(map(tuple, np.argwhere(drawn).tolist())) == expected_drawn
+        before_last = {(b, c) for b, c in expected_drawn if proposals.depths[c] < len(emitted[b])}
+        assert set(map(tuple, np.argwhere(accepted).tolist())) == before_last
 
 
 def test_before_any_round_the_draft_is_believed():
-    acceptance, proposals = Acceptance(), chain(np.random.default_rng(0), 200, 6)
-    calibrated = acceptance.calibrate(proposals, [RequestAcceptance(True)] * 200)
-    ratio = calibrated.conditional / np.exp(log_conditional(proposals))
-    assert ratio.mean() == pytest.approx(1.0, abs=0.02)
-    assert (calibrated.paths[:, 1:] < calibrated.paths[:, :-1]).all()
+    acceptance, proposals = Acceptance(6), chain(np.random.default_rng(0), 200, 6)
+    assert conditional(acceptance, proposals) == pytest.approx(np.minimum(own(proposals), 0.995))
 
 
-def test_calibration_follows_a_draft_that_is_too_sure():
-    """The truth is the square of the draft's probability, and worse with depth."""
-    rng, acceptance = np.random.default_rng(1), Acceptance()
-    requests = [RequestAcceptance(True) for _ in range(4)]
-
-    def truth(proposals: Proposals) -> np.ndarray:
-        return np.exp(2 * log_conditional(proposals)) * 0.95 ** (proposals.depths - 1)
-
-    for _ in range(600):
+def test_calibration_follows_a_draft_that_is_too_sure_the_more_the_deeper():
+    rng, acceptance = np.random.default_rng(1), Acceptance(3)
+    ratio = np.array([0.9, 0.7, 0.5])
+    for _ in range(2000):
         proposals = chain(rng, 4, 3)
-        emitted = emit(rng, proposals, truth(proposals))
-        acceptance.observe(proposals, acceptance.calibrate(proposals, requests), emitted, requests)
+        observe(acceptance, proposals, emit(rng, proposals, ratio * own(proposals)))
     fresh = chain(rng, 500, 3)
-    error = conditional(acceptance, fresh, [RequestAcceptance(True)] * 500) - truth(fresh)
-    assert abs(error.mean()) < 0.03
-    assert np.abs(error).mean() < 0.06
+    found = (conditional(acceptance, fresh) / own(fresh)).mean(0)
+    assert found == pytest.approx(ratio, abs=0.05)
 
 
-def test_a_few_rounds_already_help():
-    """A draft that is never followed is believed half as much after ten rounds of one request."""
-    rng, acceptance = np.random.default_rng(2), Acceptance()
+def test_a_few_rounds_already_help_and_nothing_is_certain():
+    """A draft that is never followed is believed less after ten rounds of one request; one that is
+    always followed is never believed in full.
+    """
+    rng, never, always = np.random.default_rng(2), Acceptance(1), Acceptance(1)
     for _ in range(10):
-        proposals = chain(rng, 1, 1)
-        request = [RequestAcceptance(True)]
-        acceptance.observe(proposals, acceptance.calibrate(proposals, request), [[1000]], request)
-    fresh = chain(rng, 300, 1)
-    new, old = (
-        conditional(one, fresh, [RequestAcceptance(True)] * 300).mean()
-        for one in (acceptance, Acceptance())
-    )
-    assert new < 0.93 * old
-
-
-def test_greedy_and_sampled_are_counted_apart():
-    rng, acceptance = np.random.default_rng(3), Acceptance()
-    for _ in range(300):
-        proposals = chain(rng, 2, 2)
-        requests = [RequestAcceptance(True), RequestAcceptance(False)]
-        emitted = emit(rng, proposals, np.array([[0.9, 0.9], [0.1, 0.1]]))
-        acceptance.observe(proposals, acceptance.calibrate(proposals, requests), emitted, requests)
-    fresh = chain(rng, 2, 2)
-    greedy, sampled = (
-        conditional(acceptance, fresh, [RequestAcceptance(flag)] * 2) for flag in (True, False)
-    )
-    assert (greedy > 0.7).all()
-    assert (sampled < 0.3).all()
-
-
-def test_never_certain():
-    rng, acceptance = np.random.default_rng(4), Acceptance()
-    requests = [RequestAcceptance(True)]
+        observe(never, chain(rng, 1, 1), [[1000]])
     for _ in range(2000):
         proposals = chain(rng, 1, 1)
-        acceptance.observe(
-            proposals,
-            acceptance.calibrate(proposals, requests),
-            [[int(proposals.tokens[0, 0]), 7]],
-            requests,
-        )
-    assert conditional(acceptance, chain(rng, 50, 1), requests * 50).max() < 1
+        observe(always, proposals, [[int(proposals.tokens[0, 0]), 7]])
+    fresh = chain(rng, 300, 1)
+    assert conditional(never, fresh).mean() < 0.75 * own(fresh).mean()
+    assert own(fresh).max() < conditional(always, fresh).max() < 1
 
 
-def test_a_request_of_its_own_kind_is_found_out():
-    """Two requests with the same proposals, one followed always and one never."""
-    rng, acceptance = np.random.default_rng(5), Acceptance()
-    requests = [RequestAcceptance(True), RequestAcceptance(True)]
+def test_a_kind_of_text_that_comes_true_is_believed_and_says_nothing_of_the_head():
+    acceptance = Acceptance(4)
+    good, bad = [TextChain([1, 2, 3], kinds_of(2, 3))], [TextChain([4, 5], kinds_of(9, 2))]
     for _ in range(40):
-        proposals = chain(rng, 2, 2)
-        emitted = emit(rng, proposals, np.array([[1.0, 1.0], [0.0, 0.0]]))
-        acceptance.observe(proposals, acceptance.calibrate(proposals, requests), emitted, requests)
-    fresh = chain(rng, 1, 3)
-    twice = Proposals(
-        *(np.repeat(part, 2, 0) for part in (fresh.tokens, fresh.scores, fresh.parents)),
-        fresh.depths,
-    )
-    good, bad = conditional(acceptance, twice, requests)
-    new = RequestAcceptance(True)
-    assert (good > bad + 0.1).all()
-    assert -4 < requests[1].log_odds(HEAD) < -1, "nothing was drawn 40 times, which is not never"
-    assert max(one.deviation(HEAD) for one in requests) < 0.75 * new.deviation(HEAD)
+        proposals = graft(NOTHING, [-1, -1], [good, bad])
+        assert observe(acceptance, proposals, [[1, 2, 3, 9], [9]]) == [0, 3, 0]
+    believed = acceptance.of_text()
+    assert believed[good[0].kinds[0]] > 0.8
+    assert believed[bad[0].kinds[0]] < 0.3
+    assert not acceptance.drawn.any()
 
 
-def test_a_request_that_stops_drafting_is_known_less_and_less():
-    request = RequestAcceptance(True)
-    request.observe(HEAD, SPREAD**2, -5.0, 4.0)
-    shift, known = request.log_odds(HEAD), request.deviation(HEAD)
-    for _ in range(500):
-        request.forget()
-    assert shift < -0.5
-    assert request.log_odds(HEAD) > shift / 2
-    assert known < request.deviation(HEAD) < RequestAcceptance(True).deviation(HEAD)
-
-
-def learned_spread(spread: float) -> float:
-    """After 1,000 requests of 25 rounds whose log-odds differ by `spread`."""
-    rng, acceptance = np.random.default_rng(6), Acceptance()
-    for _ in range(250):
-        shifts = spread * rng.normal(size=(4, 1))
-        requests = [RequestAcceptance(True) for _ in shifts]
-        for _ in range(25):
-            proposals = chain(rng, 4, 3)
-            odds = np.exp(log_conditional(proposals) + shifts)
-            truth = odds / (1 - np.exp(log_conditional(proposals)) + odds)
-            emitted = emit(rng, proposals, truth)
-            calibration = acceptance.calibrate(proposals, requests)
-            acceptance.observe(proposals, calibration, emitted, requests)
-            for request in requests:
-                request.forget()
-    return float(acceptance.variance[HEAD] ** 0.5)
-
-
-def test_how_much_requests_differ_is_learned():
-    alike, different = learned_spread(0.2), learned_spread(1.5)
-    assert alike < 0.6 < 1.0 < different < 1.6
-
-
-def random_trees(rng: np.random.Generator, B: int, k: int, num_levels: int) -> Proposals:
-    """Trees whose tokens are few, so that the same token stands in several places, but once among
-    the children of a node.
-    """
-    _, parents, depths = forest(rng, B, k, num_levels)
-    conditional = rng.uniform(0.001, 0.99, parents.shape)
-    scores = np.log(path_probs(conditional, parents, depths)).astype(np.float32)
-    tokens = np.concatenate([rng.permutation(2 * k)[:k] for _ in range(parents.size // k)]).reshape(
-        parents.shape
-    )
-    return Proposals(tokens, scores, parents, depths)
+def test_a_token_that_head_and_text_propose_is_one_candidate_and_surer_than_either():
+    scores = np.log(np.array([[0.5, 0.3]])).astype(np.float32)
+    parents, depths = np.full((1, 2), -1, np.int32), np.ones(2, np.int32)
+    head, acceptance = Proposals(np.array([[10, 11]]), scores, parents, depths), Acceptance(4)
+    text = TextChain([11, 12], kinds_of(3, 2))
+    both = graft(head, [0], [[text]])
+    of_text = float(acceptance.of_text()[text.kinds[0]])
+    paths = acceptance.calibrate(both).paths[0]
+    assert paths[:2] == pytest.approx([0.5, 1 - (1 - 0.3) * (1 - of_text)])
+    assert observe(acceptance, both, [[11, 12, 5]]) == [0, 1, 1]
+    assert observe(acceptance, both, [[10, 5]]) == [1, 0, 0]

@@ -22,10 +22,10 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from eyas.engine.draft import Draft, guessed
-from eyas.engine.outlook import of_best_path
 from eyas.engine.tree import tree_of
 from eyas.engine.verify import accept
 from eyas.errors import MismatchError
+from eyas.evaluate.recording import of_best_path
 from eyas.model import library, native, packed
 from eyas.model.config import HeadConfig, TargetConfig
 from eyas.model.draws import DrawState
@@ -798,7 +798,7 @@ def test_a_wide_tree_tells_what_the_narrow_one_would_have_been():
     wide, narrow = (
         draft.propose(roots, h, first, cache, (5, 4, width), [0.0] * 5) for width in (4, 1)
     )
-    there = of_best_path(wide.parents, wide.scores, wide.depths)[0]
+    there = of_best_path(wide)[0]
     assert there.sum() >= 3 * 4  # the best path may leave the frontier
     assert wide.tokens[0, there].tolist() == narrow.tokens[0, : there.sum()].tolist()
     assert wide.scores[0, there].tolist() == narrow.scores[0, : there.sum()].tolist()

@@ -1,16 +1,11 @@
-"""Drafts from text: the index against a search by hand, the grafted trees, what is expected of
-them, and that the native library computes the same.
-"""
-
-import math
+"""Drafts from text: the index against a search by hand, and the grafted trees."""
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from eyas.engine.acceptance import HEAD, Acceptance, RequestAcceptance, judge, path_probs
-from eyas.engine.graft import NUM_CELLS, NUM_OPINIONS, graft, is_proposed, opinion_of
+from eyas.engine.graft import UNPROPOSED, graft
 from eyas.engine.text import (
     CHAIN,
     FIRST_ACCEPTANCE,
@@ -21,8 +16,7 @@ from eyas.engine.text import (
     kinds_of,
 )
 from eyas.model.rows import PAD, Proposals
-from tests.test_acceptance import plainly_judged, random_trees
-from tests.test_tree import forest
+from tests.test_tree import random_trees
 
 NOTHING = Proposals(
     np.empty((0, 0), dtype=np.int64),
@@ -146,12 +140,6 @@ def test_kinds_know_longer_matches_and_first_tokens():
     assert classes[0][0] == 0
 
 
-def test_opinions_fall_with_the_probability():
-    opinions = [opinion_of(-math.log(p)) for p in (0.99, 0.5, 0.2, 0.05, 0.0001)]
-    assert opinions == [2, 3, 4, 5, 5]
-    assert opinion_of(-1e-9) == 2
-
-
 chains_of_few_tokens = st.lists(
     st.lists(st.integers(0, 5), min_size=1, max_size=6).map(
         lambda tokens: TextChain(tokens, kinds_of(2, len(tokens)))
@@ -195,9 +183,8 @@ def test_grafted_trees_hold_both_and_each_once(seed, asked, k: int, num_levels: 
     lines = [drafts.index(line) if line in drafts else -1 for line in range(len(asked))]
     chains = [own for _, own in asked]
     grafted = graft(head, lines, chains)
-    assert grafted.text is not None
+    assert grafted.kinds is not None
     assert (np.diff(grafted.depths) >= 0).all()
-    assert grafted.text.grown.tolist() == [line >= 0 for line in lines]
     for b, (line, own) in enumerate(zip(lines, chains, strict=True)):
         for parent in range(-1, grafted.tokens.shape[1]):
             children(grafted, b, parent)
@@ -208,15 +195,10 @@ def test_grafted_trees_hold_both_and_each_once(seed, asked, k: int, num_levels: 
         }
         assert set(found) == set(of_head) | of_text
         for path, c in found.items():
-            cell = int(grafted.text.cells[b, c])
-            assert (cell >= 0) == (path in of_text)
-            assert cell < NUM_CELLS
+            assert (grafted.kinds[b, c] >= 0) == (path in of_text)
+            assert (grafted.scores[b, c] > UNPROPOSED) == (path in of_head)
             if path in of_head:
                 assert grafted.scores[b, c] == head.scores[line, of_head[path]]
-                assert cell < 0 or is_proposed(cell)
-            else:
-                was_asked = any(len(p) == len(path) and p[:-1] == path[:-1] for p in of_head)
-                assert cell % NUM_OPINIONS == was_asked
         used = sorted(found.values())
         assert (np.delete(grafted.parents[b], used) == PAD).all()
         assert (np.delete(grafted.tokens[b], used) == -1).all()
@@ -231,61 +213,3 @@ def grafted_trees(rng: np.random.Generator, B: int) -> Proposals:
         rows = [rng.integers(0, 2 * k, rng.integers(1, 9)).tolist() for _ in range(rng.integers(3))]
         chains.append([TextChain(row, kinds_of(int(rng.integers(1, 9)), len(row))) for row in rows])
     return graft(head, [which.index(b) if b in which else -1 for b in range(B)], chains)
-
-
-@settings(max_examples=60)
-@given(seed=st.integers(0, 10**6), B=st.integers(1, 4))
-def test_what_is_judged_of_grafted_trees(seed: int, B: int):
-    rng = np.random.default_rng(seed)
-    for _ in range(10):
-        proposed = grafted_trees(rng, B)
-        emitted = [rng.integers(0, 4, rng.integers(1, 6)).tolist() for _ in range(B)]
-        judged, drawn = judge(proposed, emitted)
-        plain = plainly_judged(proposed, emitted)
-        assert {tuple(at) for at in np.argwhere(judged).tolist()} == plain[0]
-        assert {tuple(at) for at in np.argwhere(drawn).tolist()} == plain[1]
-
-
-def test_text_takes_from_the_others_what_it_gives():
-    """Two tokens of .5 and .3 by the head, one of which text makes nearly sure."""
-    scores = np.log(np.array([[0.5, 0.3]])).astype(np.float32)
-    head = Proposals(
-        np.array([[10, 11]]), scores, np.full((1, 2), -1, np.int32), np.ones(2, np.int32)
-    )
-    proposed = graft(head, [0], [[TextChain([11], kinds_of(16, 1))]])
-    expected = Acceptance().calibrate(proposed, [RequestAcceptance(True)])
-    before, after = expected.conditional[0], expected.weighed[0]
-    assert after[1] > 0.9
-    assert after[0] == pytest.approx(before[0] * (1 - after[1]) / (1 - before[1]))
-
-
-def test_what_text_alone_brings_is_what_its_tree_is_expected_to_bring():
-    acceptance, request = Acceptance(), RequestAcceptance(True)
-    chains = [TextChain([1, 2, 3], kinds_of(3, 3)), TextChain([1, 5], kinds_of(1, 2))]
-    paths = acceptance.calibrate(graft(NOTHING, [-1], [chains]), [request]).paths[0]
-    assert acceptance.text_paths(chains, request, 9) == pytest.approx(sorted(paths, reverse=True))
-    assert len(acceptance.text_paths(chains, request, 2)) == 2
-
-
-def test_a_kind_that_comes_true_is_believed_and_a_request_whose_text_never_does_is_not():
-    acceptance = Acceptance()
-    requests = [RequestAcceptance(True), RequestAcceptance(True)]
-    chain = [TextChain([1, 2, 3], kinds_of(2, 3))]
-    before = acceptance.judged[HEAD].copy()
-    for _ in range(40):
-        proposed = graft(NOTHING, [-1, -1], [chain, chain])
-        expected = acceptance.calibrate(proposed, requests)
-        acceptance.observe(proposed, expected, [[1, 2, 3, 9], [9]], requests)
-    good, bad = (acceptance.text_paths(chain, request, 9) for request in requests)
-    assert good[0] > 0.8
-    assert bad[0] < 0.3
-    assert np.array_equal(before, acceptance.judged[HEAD]), "these say nothing of the head"
-
-
-def test_forest_and_path_probs_take_grafted_trees():
-    proposed = grafted_trees(np.random.default_rng(3), 3)
-    steps = np.full(proposed.tokens.shape, 0.5)
-    paths = path_probs(steps, proposed.parents, proposed.depths)
-    there = proposed.parents != PAD
-    assert paths[there] == pytest.approx((0.5 ** np.tile(proposed.depths, (3, 1)))[there])
-    assert forest is not None

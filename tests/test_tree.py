@@ -1,4 +1,4 @@
-"""The node budget: the fast choice, the native one, the plain one and brute force agree."""
+"""The node budget: the fast choice, the plain one and brute force agree."""
 
 from collections.abc import Sequence
 from itertools import product
@@ -8,12 +8,14 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from eyas.engine.acceptance import along_paths
 from eyas.engine.tree import (
     MAX_NODES,
     choose,
     goes_on,
     most_probable,
 )
+from eyas.model.rows import Proposals
 
 
 def forest(
@@ -36,6 +38,23 @@ def forest(
         new = slice(k + level * k * k, k + (level + 1) * k * k)
         probs[:, new] *= np.take_along_axis(probs, parents[:, new].astype(np.int64), 1)
     return probs, parents, depths
+
+
+def random_trees(rng: np.random.Generator, B: int, k: int, num_levels: int) -> Proposals:
+    """Trees whose tokens are few, so that the same token stands in several places, but once among
+    the children of a node.
+    """
+    _, parents, depths = forest(rng, B, k, num_levels)
+    conditional = rng.uniform(0.001, 0.99, parents.shape)
+    scores = np.log(along_paths(conditional, above_of(parents), depths)).astype(np.float32)
+    tokens = [rng.permutation(2 * k)[:k] for _ in range(parents.size // k)]
+    return Proposals(np.concatenate(tokens).reshape(parents.shape), scores, parents, depths)
+
+
+def above_of(parents: np.ndarray) -> np.ndarray:
+    """`Calibration.above`."""
+    B, C = parents.shape
+    return np.where(parents < 0, C, parents) + (C + 1) * np.arange(B)[:, None]
 
 
 def costs(rng: np.random.Generator, num_nodes: int) -> np.ndarray:

@@ -44,9 +44,9 @@ NUM_LEVELS = 4  # timed together: a call's own time is spread over a tree's leve
 # a table this much slower than the machine is now was measured on a busy one, or by older code
 STALE = 1.5
 
-# logs, of slowness and of a load's factor: their deviation before anything is known, and by round
-_UNKNOWN, _WANDERS = (0.5, 0.2), (0.02, 0.002)
-_ROUND_NOISE = 0.2  # of the log of a round's time; a greater error counts as this (Huber 1964)
+# of the logs of slowness and factor: what a round's error moves them by; a pause of the machine is
+# not believed in full (Huber 1964)
+_SLOWNESS_RATE, _FACTOR_RATE, _FACTOR_MEMORY, _MOST_ERROR = 0.05, 0.02, 0.998, 0.2
 
 _FORMAT = 4
 _DENSE = 1024  # rows of a curve's table, at least: behind the table a curve is straight
@@ -134,74 +134,39 @@ class CostTable:
         return cls(*(Curve(row[name]["rows"], row[name]["ms"]) for name in _WORKS))
 
 
-@dataclass(slots=True)
-class _Load:
-    """Means and covariances of a load's slowness and factor, logs, and the round that showed them
-    last. Plain numbers: arrays of two take longer than a draft step.
-    """
-
-    slowness: float
-    factor: float
-    seen: int
-    slowness_variance: float = _UNKNOWN[0] ** 2
-    covariance: float = 0.0
-    factor_variance: float = _UNKNOWN[1] ** 2
-
-
 class Correction:
-    """The table against real times: by how much plain rounds take longer than it says, and drafting
-    rounds longer still.
+    """The table against real times: by how much rounds take longer than it says, and rounds with
+    trees longer still.
 
-    log(real / predicted) of a round is the machine's slowness now, and in drafting rounds also the
-    load's own factor, which alone decides who drafts. A Kalman filter of the two for each load
-    (half an octave of requests): slowness wanders, the factor hardly. A load that was never seen
-    begins with what the last one had.
+    log(real / predicted) of a round is the machine's slowness now, and in rounds with trees also
+    the load's own factor, which alone decides who drafts. Both move towards what is seen (least
+    mean squares), for each load: an octave of requests. The slowness moves faster, as another
+    program slows all rounds alike; nothing makes rounds with trees faster than the table says and
+    plain ones not. A load that was never seen begins with what the last one had,
+    and the factor is slowly forgotten while nothing is drafted, so that it is tried again.
     """
 
     def __init__(self) -> None:
-        self._loads: dict[int, _Load] = {}
-        self._num_rounds, self._latest = 0, (0.0, 0.0)
+        self._loads: dict[int, tuple[float, float]] = {}  # logs of slowness and factor
+        self._latest = 0.0, 0.0
 
-    def factor(self, num_requests: int, hope: float) -> float:
-        """Of drafting rounds against plain ones, `hope` standard deviations better than known."""
-        load = self._at(num_requests)
-        variance = load.factor_variance + self._rounds_since(load) * _WANDERS[1] ** 2
-        return math.exp(load.factor - hope * math.sqrt(variance))
+    def factor(self, num_requests: int) -> float:
+        """Of rounds with trees against plain ones."""
+        return math.exp(self._loads.get(num_requests.bit_length(), self._latest)[1])
 
     def observe(
         self, num_requests: int, drafted: bool, predicted_ms: float, real_ms: float
     ) -> float:
         """Learn from a round; returns what was expected of it, in real ms."""
-        load, shown = self._at(num_requests), float(drafted)
-        rounds, joint = self._rounds_since(load), load.covariance
-        of_slowness = load.slowness_variance + rounds * _WANDERS[0] ** 2
-        of_factor = load.factor_variance + rounds * _WANDERS[1] ** 2
-        expected = load.slowness + shown * load.factor
-        # a pause of the machine is not to be believed in full
+        load = num_requests.bit_length()
+        slowness, factor = self._loads.get(load, self._latest)
+        expected = slowness + factor * drafted
         error = math.log(real_ms / predicted_ms) - expected
-        error = max(-_ROUND_NOISE, min(_ROUND_NOISE, error))
-        # the covariances of slowness and of factor with what is seen
-        slowness_seen, factor_seen = of_slowness + shown * joint, joint + shown * of_factor
-        variance = slowness_seen + shown * factor_seen + _ROUND_NOISE**2
-        load.slowness += slowness_seen / variance * error
-        load.factor += factor_seen / variance * error
-        load.slowness_variance = of_slowness - slowness_seen**2 / variance
-        load.covariance = joint - slowness_seen * factor_seen / variance
-        load.factor_variance = of_factor - factor_seen**2 / variance
-        self._latest = load.slowness, load.factor
-        self._num_rounds += 1
-        load.seen = self._num_rounds
+        error = max(-_MOST_ERROR, min(_MOST_ERROR, error))
+        slowness += _SLOWNESS_RATE * error
+        factor = max(0.0, factor + _FACTOR_RATE * error) if drafted else _FACTOR_MEMORY * factor
+        self._latest = self._loads[load] = slowness, factor
         return predicted_ms * math.exp(expected)
-
-    def _at(self, num_requests: int) -> _Load:
-        key = int(2 * math.log2(num_requests))
-        if key not in self._loads:
-            self._loads[key] = _Load(*self._latest, self._num_rounds)
-        return self._loads[key]
-
-    def _rounds_since(self, load: _Load) -> int:
-        """How often it may have wandered since the load was last seen."""
-        return self._num_rounds - load.seen + 1
 
 
 @dataclass(frozen=True, slots=True)

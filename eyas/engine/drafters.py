@@ -28,8 +28,8 @@ import numpy as np
 from eyas.engine.costs import AT_ONCE
 from eyas.engine.draft import Draft
 from eyas.engine.pages import PagePool
+from eyas.engine.policy import RoundPlan
 from eyas.engine.scheduler import RunningSample, page_table
-from eyas.engine.steps import RoundPlan
 from eyas.engine.text import RecentAnswers, TextChain
 from eyas.engine.tree import Speculation
 from eyas.model.rows import FeatureCache, Growth, Proposals, Roots

@@ -1,40 +1,81 @@
 """How much to speculate, decided every round: for which requests, how deep, which nodes.
 
 One rule: the most emitted tokens per millisecond over all requests of the round, nothing drafted
-included. Before drafting it is asked of the trees that are to be expected, after drafting of those
-that came. Knows costs, acceptance and past rounds; no model and no clock: the caller gives real
-times. The same inputs give the same choices, and a choice looks at the draft's proposals and at
-past rounds only, never at what the target is about to draw: outputs stay exact.
+included. Before drafting it is asked of the tree to be expected, after drafting of those that came.
 
-    plan      before drafting: who drafts, and when to stop going deeper         -> RoundPlan
-    choose    after drafting: which candidates the target verifies               -> kept
-    observe   after the round: what was emitted and how long it took
+    plan      before drafting: who drafts, and when to stop going deeper          -> RoundPlan
+    choose    after drafting: which candidates the target verifies                -> kept
+    observe   after the round: what was emitted, and how long it took
 
-Candidates come from the head and from text (`text.py`, `graft.py`). Text's are there before a round
-is planned and cost nothing, so the plan is whose trees the head grows beside them.
+The policy knows what work costs on this machine (`costs.py`) and how likely drafts are accepted
+(`acceptance.py`). It looks at proposals and at past rounds, never at what the target is about to
+draw, and an output does not depend on what was drafted: it stays exact. The caller gives real
+times, so the same inputs give the same choices.
 
-Requests here are the samples of a job. Letters: S requests that may speculate, B' of them that have
-candidates, B all that decode (S and the plain ones), K draft steps, k tree_topk, C candidates, N
-nodes of a tree, D levels drafted, Q kinds of requests.
+The expected tree is two tables [K, G], means over the last trees: how many of its nodes of depth
+d or less have a path probability of GRID[g] or more, and how many tokens these bring, which is the
+sum of their path probabilities. A round in which nodes of less than GRID[g] are not verified takes
+so many rows; so a plan is a row of the table, a column, a number of requests and a width of the
+draft's steps, and all plans are compared at once. What was seen of trees is forgotten while none
+is drafted, which leads back to the first belief: a head that did not pay is tried again.
+
+Candidates of text (`text.py`, `graft.py`) are there before a round is planned and cost nothing, so
+the plan is whose trees the head grows beside them.
+
+Letters: S requests that may speculate, B all that decode, B' those with candidates, K draft steps,
+C candidates, G path probabilities, W widths, Q numbers of requests that may draft.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
-from eyas.engine.acceptance import RequestAcceptance
-from eyas.engine.costs import Correction, CostTable
-from eyas.engine.graft import SOURCES
-from eyas.engine.steps import HOPE, NativeSteps, RoundPlan, Steps
-from eyas.engine.text import TextChain
-from eyas.engine.tree import Speculation
+from eyas.engine.acceptance import SOURCES, Acceptance, Calibration
+from eyas.engine.costs import AT_ONCE, Correction, CostTable
+from eyas.engine.graft import UNPROPOSED
+from eyas.engine.text import CHAIN, TextChain
+from eyas.engine.tree import Speculation, choose, most_probable
 from eyas.model.rows import Proposals
 
+GRID = np.array([0.02, 0.04, 0.07, 0.1, 0.14, 0.19, 0.25, 0.32, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9])
+FIRST_PATH = 0.85  # of the first expected tree, a chain: a good head's, so that it is tried
+FIRST_TREES = 10.0  # trees that it counts as
+RECENT, AT_REST = 0.98, 0.9999  # part of the trees that a round with trees keeps, and one without
+NARROW = 0.96  # tokens of trees grown from one candidate a level, of those grown from tree_topk
+LEVEL_GAIN = 0.75  # tokens that a further level brings for a path of probability 1
+ROUNDS_TO_PAY = 32  # rounds of a request over which making its missing entries may pay
 _NUM_RECORDS = 1024
+
+
+@dataclass(slots=True)
+class RoundPlan:
+    """A round from its plan to what came of it.
+
+    pending: int64 [S], the entries that each request lacks. num_requests: B. drafting: bool [S],
+    whose trees the head grows. width: candidates of a request that a level grows from. thresholds:
+    [K], of `tree.goes_on`. rate: tokens/ms of the table that a node must bring.
+    """
+
+    pending: np.ndarray
+    num_requests: int
+    drafting: np.ndarray
+    width: int = 0
+    thresholds: list[float] = field(default_factory=list)
+    rate: float = 0.0
+    proposals: Proposals | None = None
+    calibration: Calibration | None = None
+    depth: int = 0  # levels that the head has drafted
+    num_nodes: int = 0
+    expected_tokens: float = 0.0  # in auto; of all B requests
+    predicted_ms: float = 0.0  # in auto, by the table, uncorrected
+
+    @property
+    def drafts(self) -> bool:
+        return any(self.drafting.tolist())  # of few numbers, faster than an array operation
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,71 +95,150 @@ class RoundRecord:
 class Policy:
     """Decides for one engine. `costs` are needed in auto only."""
 
-    def __init__(
-        self,
-        speculation: Speculation,
-        costs: CostTable | None = None,
-        native: bool = False,
-        narrow: bool = True,
-    ) -> None:
-        """native: compute in the native library, which must be available. narrow: rounds can grow a
-        level from one candidate of a request.
-        """
+    def __init__(self, speculation: Speculation, costs: CostTable | None = None) -> None:
         assert costs is not None or speculation.mode != "auto", "auto speculation needs the costs"
-        self.speculation = speculation
-        self.records: deque[RoundRecord] = deque(maxlen=_NUM_RECORDS)
-        self.steps = (NativeSteps if native else Steps)(speculation, costs, narrow)
-        self.correction = Correction()
+        self.speculation, self.costs = speculation, costs
         self.has_head = True  # the rounds say when it has none, or no longer
         self.expects_drafts = speculation.mode != "off"  # of a request that comes now
+        self.records: deque[RoundRecord] = deque(maxlen=_NUM_RECORDS)
+        self.acceptance, self.correction = Acceptance(speculation.num_draft_steps), Correction()
         self._sums: defaultdict[str, float] = defaultdict(float)
-
-    @property
-    def costs(self) -> CostTable | None:
-        return self.steps.costs
+        self._max_nodes = speculation.num_verify_tokens - 1
+        self._widths = np.array(sorted({speculation.tree_topk, 1}, reverse=True))
+        # tokens and nodes of the expected tree, and the levels it is drafted to at most d: sums
+        self._depths = np.arange(1.0, speculation.num_draft_steps + 1)
+        chain = FIRST_PATH**self._depths
+        is_above = chain[:, None] >= GRID
+        self._tables = FIRST_TREES * np.stack((is_above * chain[:, None], is_above)).cumsum(1)
+        self._reached, self._num_trees = FIRST_TREES * self._depths, FIRST_TREES
+        self._first = self._tables.copy(), self._reached.copy()
 
     # Before drafting
 
     def plan(
         self,
         pending: Sequence[int],
-        requests: Sequence[RequestAcceptance],
         num_plain: int = 0,
         chains: Sequence[Sequence[TextChain]] = (),
     ) -> RoundPlan:
         """Decide whose trees the head grows, and when to stop going deeper.
 
-        pending: [S], the entries that each request lacks (`RunningSample.num_missing`). requests:
-        [S], what is known of each. num_plain: requests that may not speculate. chains: [S], what
-        text proposes to each; nothing at all for nobody.
+        pending: [S], the entries that each request lacks (`RunningSample.num_missing`). num_plain:
+        requests that may not speculate. chains: [S], what text proposes to each; nothing at all for
+        no text.
         """
-        waiting, B = np.array(pending, dtype=np.int64), len(pending) + num_plain
-        plan = RoundPlan(waiting, B, np.zeros(len(pending), dtype=bool))
-        if self.speculation.mode == "fixed":
+        S, mode = len(pending), self.speculation.mode
+        plan = RoundPlan(np.array(pending), S + num_plain, np.zeros(S, dtype=bool))
+        if mode == "fixed":
             plan.drafting[:], plan.width = True, self.speculation.tree_topk
             plan.thresholds = [0.0] * self.speculation.num_draft_steps
-        elif self.speculation.mode == "auto" and len(waiting):
-            factors = self.correction.factor(B, 0.0), self.correction.factor(B, HOPE)
-            self.steps.plan(plan, requests, chains, factors, self.has_head)
+        elif mode == "auto" and S:
+            self._plan(plan, self._text_paths(chains) if any(chains) else None)
             self.expects_drafts = plan.drafts
-        if not plan.drafts:
-            plan.expected_tokens = B
-            plan.predicted_ms = self.costs.forward(B, B) if self.costs else 0.0
+        if self.costs is not None and not plan.drafts:
+            plan.expected_tokens = plan.num_requests
+            plan.predicted_ms = self.costs.forward(plan.num_requests, plan.num_requests)
         return plan
+
+    def _plan(self, plan: RoundPlan, text_S2G: np.ndarray | None) -> None:
+        """text_S2G: as the expected tree's tables, of text's candidates."""
+        assert self.costs is not None
+        costs, B, S, K = self.costs, plan.num_requests, len(plan.pending), len(self._depths)
+        forwards = costs.forwards(B, S * self._max_nodes)
+        nodes_axis = np.arange(len(forwards))
+        plain_rate = B / float(forwards[0])
+        trees_2KG = self._tables / self._num_trees
+        gain_S2KG = np.broadcast_to(trees_2KG, (S, *trees_2KG.shape))
+        text_2G = np.zeros((2, len(GRID)))
+        if text_S2G is not None:
+            text_2G = text_S2G.sum(0)
+            rates = (B + text_2G[0]) / np.interp(text_2G[1], nodes_axis, forwards)
+            plain_rate = max(plain_rate, float(rates.max()))
+            gain_S2KG = np.maximum(trees_2KG - text_S2G[:, :, None], 0.0)
+        plan.rate = plain_rate
+        if not self.has_head:
+            return
+        # entries that are missing because a request did not draft are paid once, and serve all its
+        # rounds
+        late_S = np.where(plan.pending > AT_ONCE, plan.pending, 0).astype(np.float64)
+        for s in late_S.nonzero()[0].tolist():
+            late_S[s] = costs.enter(int(late_S[s])) / ROUNDS_TO_PAY
+        order = (late_S * plain_rate - gain_S2KG[:, 0, -1, 0]).argsort(kind="stable")
+        counts_Q = np.array(sorted({S, *(2**n for n in range(S.bit_length()))}))
+        of_Q = counts_Q - 1
+        due_Q = np.minimum(plan.pending, AT_ONCE)[order].cumsum()[of_Q]
+        before_Q = costs.extend.span(0, S * AT_ONCE + 1)[due_Q] + late_S[order].cumsum()[of_Q]
+        steps_WQ = costs.step.span(0, S * int(self._widths[0]) + 1)[
+            np.outer(self._widths, counts_Q)
+        ]
+        sums = gain_S2KG[order].cumsum(0)[of_Q] + text_2G[:, None]
+        ms_QKG = np.interp(sums[:, 1], nodes_axis, forwards) + before_Q[:, None, None]
+        levels_K = self._reached / self._num_trees - 1
+        ms_WQKG = ms_QKG + (steps_WQ[:, :, None] * levels_K)[..., None]
+        quality_W = np.where(self._widths > 1, 1.0, NARROW if len(self._widths) > 1 else 1.0)
+        factor = self.correction.factor(B)
+        tokens_WQKG = B + sums[:, 0] * quality_W[:, None, None, None]
+        rates = tokens_WQKG / (ms_WQKG * factor)
+        best = int(rates.argmax())
+        if rates.flat[best] <= plain_rate:
+            return
+        w, q, _, g = np.unravel_index(best, rates.shape)
+        plan.rate = float(rates.flat[best]) * factor
+        plan.drafting[order[: counts_Q[q]]] = True
+        plan.width = int(self._widths[w])
+        # as the draft's own path probabilities, of which the levels' frontiers are known
+        ratios = self.acceptance.ratios().cumprod()
+        level = plan.rate * float(steps_WQ[w, q]) / LEVEL_GAIN
+        plan.thresholds = [*(level / ratios[:-1]).tolist(), float(GRID[g] / ratios[0])]
+
+    def _text_paths(self, chains: Sequence[Sequence[TextChain]]) -> np.ndarray:
+        """Nodes and tokens that text brings without the head, [S, 2, G]: of each request's chains
+        the one that is expected to bring most.
+        """
+        conditional = self.acceptance.of_text().tolist()
+        paths_SN = np.zeros((len(chains), CHAIN))
+        for row, own in zip(paths_SN, chains, strict=True):
+            best: list[float] = []
+            for chain in own:
+                path, paths = 1.0, []
+                for kind in chain.kinds:
+                    path *= conditional[kind]
+                    paths.append(path)
+                if sum(paths) > sum(best):
+                    best = paths
+            row[: len(best)] = best
+        is_above = paths_SN[:, :, None] >= GRID
+        return np.stack(((is_above * paths_SN[:, :, None]).sum(1), is_above.sum(1)), 1)
 
     # After drafting
 
-    def choose(
-        self, plan: RoundPlan, proposals: Proposals, requests: Sequence[RequestAcceptance]
-    ) -> np.ndarray:
+    def choose(self, plan: RoundPlan, proposals: Proposals) -> np.ndarray:
         """Which candidates the target verifies: kept, bool [B', C].
 
-        proposals, requests: of the B' requests with candidates, in their order.
+        proposals: of the B' requests with candidates, in their order.
         """
-        assert self.speculation.mode == "auto" or proposals.text is None, (
-            "a tree of fixed size is the head's"
-        )
-        return self.steps.choose(plan, proposals, requests)
+        plan.proposals, plan.depth = proposals, _head_depth(proposals)
+        if self.speculation.mode == "fixed":
+            assert proposals.kinds is None, "a tree of fixed size is the head's"
+            kept = most_probable(proposals.scores, self._max_nodes)
+            plan.num_nodes = int(np.count_nonzero(kept))
+            return kept
+        assert self.costs is not None
+        plan.calibration = self.acceptance.calibrate(proposals)
+        paths, B = plan.calibration.paths, plan.num_requests
+        costs = self.costs.forwards(B, len(paths) * self._max_nodes)
+        before_ms = self._before_ms(self.costs, plan)
+        choice = choose(paths, costs, B, before_ms, self._max_nodes, plan.rate)
+        plan.num_nodes, plan.expected_tokens = choice.num_nodes, choice.expected_tokens
+        plan.predicted_ms = choice.predicted_ms
+        return choice.kept
+
+    def _before_ms(self, costs: CostTable, plan: RoundPlan) -> float:
+        """The table's ms of what precedes the target's forward."""
+        missing = plan.pending[plan.drafting].tolist()
+        far = [tokens for tokens in missing if tokens > AT_ONCE]
+        ms = costs.extend(sum(missing) - sum(far) + len(far)) + costs.enter(sum(far))
+        return ms + max(0, plan.depth - 1) * costs.step(len(missing) * plan.width)
 
     # After the round
 
@@ -128,28 +248,52 @@ class Policy:
         emitted: the tokens of the requests with candidates, in the order of `choose`; the others
         have emitted one each. real_ms: how long the round took.
         """
-        assert len(emitted) == len(plan.requests)
         assert real_ms > 0
-        if plan.proposals is not None:
-            for source, count in self.steps.learn(plan, emitted).items():
-                self._sums[f"accepted_{source}"] += count
         predicted_ms = 0.0
-        if plan.predicted_ms > 0:
+        if self.speculation.mode == "auto":
+            self._learn_trees(plan)
             predicted_ms = self.correction.observe(
                 plan.num_requests, plan.drafts, plan.predicted_ms, real_ms
             )
-        record = RoundRecord(
-            plan.num_requests,
-            len(emitted),
-            plan.depth,
-            plan.num_nodes,
-            plan.expected_tokens,
-            sum(map(len, emitted)) + plan.num_requests - len(emitted),
-            predicted_ms,
-            real_ms,
-        )
+        accepted = [sum(len(row) - 1 for row in emitted if row), 0, 0]
+        if plan.calibration is not None:
+            assert plan.proposals is not None
+            accepted = self.acceptance.observe(plan.proposals, plan.calibration, emitted)
+        for source, count in zip(SOURCES, accepted, strict=True):
+            self._sums[f"accepted_{source}"] += count
+        tokens = sum(map(len, emitted)) + plan.num_requests - len(emitted)
+        chosen = plan.num_requests, len(emitted), plan.depth, plan.num_nodes
+        record = RoundRecord(*chosen, plan.expected_tokens, tokens, predicted_ms, real_ms)
         self.records.append(record)
         self._count("tree" if emitted else "plain", record)
+
+    def _learn_trees(self, plan: RoundPlan) -> None:
+        """Move the expected tree towards those of this round, or back to the first one."""
+        if not plan.drafts:
+            tables, reached = self._first
+            self._tables += (1 - AT_REST) * (tables - self._tables)
+            self._reached += (1 - AT_REST) * (reached - self._reached)
+            self._num_trees += (1 - AT_REST) * (FIRST_TREES - self._num_trees)
+            return
+        assert plan.proposals is not None
+        assert plan.calibration is not None
+        proposals, paths, K = plan.proposals, plan.calibration.paths, len(self._depths)
+        levels = np.minimum(proposals.depths, K) - 1
+        if (kinds := proposals.kinds) is not None:
+            levels = np.where(kinds >= 0, 0, levels)  # there at any depth of the head's tree
+            is_grown = (proposals.scores > UNPROPOSED).any(axis=1)
+            levels, paths = levels[is_grown], paths[is_grown]
+        places = levels * (len(GRID) + 1) + GRID.searchsorted(paths, side="right")
+        size = K * (len(GRID) + 1)
+        both = np.stack(
+            [np.bincount(places.ravel(), of, size) for of in (paths.ravel(), None)]
+        ).reshape(2, K, -1)[..., 1:]
+        both[0] /= NARROW if 1 == plan.width < self._widths[0] else 1.0
+        num_trees = int(np.count_nonzero(plan.drafting))
+        self._tables *= RECENT
+        self._tables += both[..., ::-1].cumsum(2)[..., ::-1].cumsum(1)
+        self._reached = RECENT * self._reached + num_trees * np.minimum(self._depths, plan.depth)
+        self._num_trees = RECENT * self._num_trees + num_trees
 
     def _count(self, kind: str, record: RoundRecord) -> None:
         self._sums[f"{kind}_rounds"] += 1
@@ -166,3 +310,11 @@ class Policy:
         sums = {f"{kind}_{name}": 0.0 for kind in ("plain", "tree") for name in names}
         rest = ("verified_nodes", "draft_steps", *(f"accepted_{source}" for source in SOURCES))
         return sums | dict.fromkeys(rest, 0.0) | self._sums
+
+
+def _head_depth(proposals: Proposals) -> int:
+    """Levels that the head has drafted; text's chains beside them may be longer."""
+    if proposals.kinds is None:
+        return int(proposals.depths[-1]) if len(proposals.depths) else 0
+    is_heads = (proposals.scores > UNPROPOSED).any(axis=0)
+    return int(proposals.depths[is_heads].max(initial=0))

@@ -113,7 +113,7 @@ class Rounds:
             entries = (self.head.cache, self.head.features) if self.head is not None else None
             work = RoundWork(target, draft, speculation.tree_topk, self._cache, entries)
             costs = round_costs(work)
-        self.policy = Policy(speculation, costs, native=target.is_native)
+        self.policy = Policy(speculation, costs)
         self.policy.has_head = self.head is not None
 
     def run(self, job: Job) -> list[Update]:
@@ -185,7 +185,6 @@ class Rounds:
         chains = [self.text.propose(sample) if self.text is not None else [] for sample in able]
         plan = self.policy.plan(
             [sample.num_missing for sample in able],
-            [sample.acceptance for sample in able],
             len(samples) - len(able),
             chains,
         )
@@ -198,13 +197,13 @@ class Rounds:
             # Nothing of the target's has been touched: the same round without drafts is plain.
             self.switch_off(error)
             started = time.perf_counter()
-            plan, growing, able, chains = self.policy.plan([], [], len(samples)), [], [], []
+            plan, growing, able, chains = self.policy.plan([], len(samples)), [], [], []
         drafting = growing
         if any(chains):
             drafting, proposals = with_text(able, chains, growing, proposals)
         kept = np.empty((0, 0), dtype=bool)
         if drafting:
-            kept = self.policy.choose(plan, proposals, [one.acceptance for one in drafting])
+            kept = self.policy.choose(plan, proposals)
         if drafting and self.recorder is not None:
             self.recorder([sample.request.id for sample in drafting], proposals)
             kept = np.zeros_like(kept)

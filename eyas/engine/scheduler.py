@@ -14,7 +14,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from eyas.engine.acceptance import RequestAcceptance
 from eyas.engine.pages import ROOT, PagePool
 from eyas.engine.request import FinishReason, Request, TokenLogprob
 from eyas.engine.sampling import Sampler
@@ -55,7 +54,6 @@ class RunningSample:
             None if request.params.prompt_logprobs is None else []
         )
         self.text = TextIndex()  # of its tokens, as far as drafts were looked up
-        self.acceptance = RequestAcceptance(greedy=request.params.temperature == 0)
         self.finish_reason: FinishReason | None = None
 
     @property

@@ -153,9 +153,6 @@ def _declared(lib: ctypes.CDLL) -> ctypes.CDLL:
         "eyas_proposals": (integer, [*[pointer] * 3, *[integer] * 3, pointer, pointer]),
         "eyas_propose": (integer, [pointer] * 3),
         "eyas_grow": (integer, [pointer] * 3),
-        "eyas_plan": (None, [pointer] * 2),
-        "eyas_choose": (None, [pointer] * 2),
-        "eyas_learn": (None, [pointer] * 2),
     }
     for name, (result, arguments) in signatures.items():
         function = getattr(lib, name)

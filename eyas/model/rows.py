@@ -218,19 +218,6 @@ class TargetOutput:
     best: torch.Tensor
 
 
-@dataclass(frozen=True, slots=True)
-class TextEvidence:
-    """What text says about candidates (`engine/graft.py`).
-
-    cells: int32 [B, C], -1 where it says nothing. grown: bool [B], lines that have candidates of
-    the head. head_depth: levels that the head has drafted, 0 for none.
-    """
-
-    cells: np.ndarray
-    grown: np.ndarray
-    head_depth: int
-
-
 class Growth(NamedTuple):
     """How trees grow: levels, K; candidates of a row of a draft step, k; rows of a request in a
     step, w: the best of the last level's candidates, k at most.
@@ -250,15 +237,16 @@ class Proposals:
 
     tokens int64 [B, C]; scores fp32 [B, C]: log-probability of the whole path; parents int32 [B,
     C]: a candidate's index, -1 for the root; depths int32 [C], from 1. The children of the
-    frontier's place j in one level stand at j * k .. j * k + k - 1 of the level's candidates. With
-    text: see `engine/graft.py`, which adds candidates at the end of each level.
+    frontier's place j in one level stand at j * k .. j * k + k - 1 of the level's candidates. kinds
+    int32 [B, C], where text was drafted too: of the text that proposes a candidate, -1 where none
+    does; `engine/graft.py` adds text's candidates at the end of each level.
     """
 
     tokens: np.ndarray
     scores: np.ndarray
     parents: np.ndarray
     depths: np.ndarray
-    text: TextEvidence | None = None
+    kinds: np.ndarray | None = None
 
 
 @dataclass(frozen=True, slots=True)

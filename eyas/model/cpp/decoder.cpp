@@ -9,6 +9,8 @@
 // Letters: M rows, R rows with logits, B requests, H hidden, X input width of q, k, v (2 H for a
 // draft), I intermediate, D head dimension, V vocabulary (of the head's outputs), k candidates of a
 // node, t of T threads.
+#include <algorithm>
+#include <cmath>
 #include <memory>
 #include <numeric>
 #include <string>
@@ -17,7 +19,6 @@
 #include "attention.h"
 #include "draw.h"
 #include "linear.h"
-#include "outlook.h"
 #include "quantised.h"
 #include "round.h"
 
@@ -1429,12 +1430,5 @@ int64_t eyas_grow(Decoder* decoder, const int64_t* ints, void* const* p) {
       },
       -kNoMemory);
 }
-
-// The policy's three operations of a round: see choice.h and outlook.h.
-void eyas_plan(const Experience* known, Round* round) { plan(*known, *round); }
-
-void eyas_choose(const Experience* known, Round* round) { choose(*known, *round); }
-
-void eyas_learn(const Experience* known, Round* round) { learn(*known, *round); }
 }
 #pragma GCC visibility pop
