@@ -16,7 +16,7 @@ costs_of_this_test = tiny_engine.costs_of_this_test
 def engine(target: Target, head: bool = True, **config: object) -> Engine:
     made = tiny_engine.engine(target, head, **{"speculation": "auto", **config})
     policy = made.rounds.policy
-    policy.steps = type(policy.steps)(policy.speculation, EVERYTHING)
+    policy.costs = EVERYTHING
     return made
 
 

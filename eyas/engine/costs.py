@@ -46,7 +46,7 @@ STALE = 1.5
 
 # of the logs of slowness and factor: what a round's error moves them by; a pause of the machine is
 # not believed in full (Huber 1964)
-_SLOWNESS_RATE, _FACTOR_RATE, _FACTOR_MEMORY, _MOST_ERROR = 0.05, 0.02, 0.998, 0.2
+_SLOWNESS_RATE, _FACTOR_RATE, _FACTOR_MEMORY, _MOST_ERROR = 0.05, 0.01, 0.9995, 0.2
 
 _FORMAT = 4
 _DENSE = 1024  # rows of a curve's table, at least: behind the table a curve is straight
