@@ -8,5 +8,5 @@ drafters    who proposes: the head, and text; draft: the head for inference, and
 tree        which nodes are verified
 verify      the exact walk down a verified tree
 sampling    from logits to tokens; grammar: JSON schemas and regular expressions; stop
-policy      how much to speculate; steps: its arithmetic; acceptance, costs, outlook: what it knows
+policy      how much to speculate, by acceptance (counts) and costs (a table of this machine)
 """

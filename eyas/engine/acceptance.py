@@ -5,8 +5,9 @@
 
 A candidate is judged when its parent was drawn, verified or not: the next token drawn says which
 child it was, if any. A head is too sure of itself, or not sure enough, by the ratio of drawn to
-expected candidates, counted by depth; before a depth is counted, by that of all depths. A candidate of text is believed by the counts of its kind of
-match; where the head proposes the same token, one of the two has to be right.
+expected candidates, counted by depth; before a depth is counted, by that of all depths. A candidate
+of text is believed by the counts of its kind of match; where the head proposes the same token, one
+of the two has to be right.
 
 Letters: B requests with candidates, C candidates of each, D the longest answer of the round, K
 draft steps.

@@ -143,7 +143,7 @@ class Policy:
     def _plan(self, plan: RoundPlan, text_S2G: np.ndarray | None) -> None:
         """text_S2G: as the expected tree's tables, of text's candidates."""
         assert self.costs is not None
-        costs, B, S, K = self.costs, plan.num_requests, len(plan.pending), len(self._depths)
+        costs, B, S = self.costs, plan.num_requests, len(plan.pending)
         forwards = costs.forwards(B, S * self._max_nodes)
         nodes_axis = np.arange(len(forwards))
         plain_rate = B / float(forwards[0])
