@@ -1,5 +1,5 @@
 """The words of a text, and its language: detected by py3langid, whose model is part of the package,
-in what is left without code, addresses and markup.
+in what is left without code (`eyas.code`).
 """
 
 from __future__ import annotations
@@ -8,6 +8,8 @@ import functools
 import re
 
 from py3langid.langid import MODEL_FILE, LanguageIdentifier
+
+from eyas.code import prose_of
 
 # Scripts without spaces between words: one character counts as a word.
 UNSPACED = (
@@ -25,15 +27,6 @@ LEAST_CONFIDENCE = 0.55
 
 # The model takes short prompts of a large language for these: they get its code.
 COUNTED_AS = {"pcm": "en", "wuu": "zh", "yue": "zh"}
-
-NOT_SPOKEN = re.compile(
-    r"```.*?(?:```|\Z)|~~~.*?(?:~~~|\Z)"  # fenced code, cut short or not
-    r"|`[^`\n]*`|\$\$.*?\$\$"  # inline code, formulas
-    r"|https?://\S+"
-    r"|</?[A-Za-z][^<>]{0,200}>"
-    r"|^[^\n]*[;{}][ \t]*$|^(?: {4,}|\t)[^\n]*$",  # lines that end or begin as code does
-    re.S | re.M,
-)
 
 
 def tokens(text: str) -> list[str]:
@@ -57,15 +50,18 @@ def language(text: str) -> str:
     """The ISO 639-1 (or 639-3) code of a text's language; UNKNOWN if the text is too short, only
     code, or the result uncertain.
     """
-    prose = " ".join(NOT_SPOKEN.sub(" ", text[: 4 * LOOKED_AT]).split())[:LOOKED_AT]
+    return spoken_language(prose_of(text[: 4 * LOOKED_AT]))
+
+
+def spoken_language(prose: str) -> str:
+    """The same of a text without code."""
+    prose = " ".join(prose[: 4 * LOOKED_AT].split())[:LOOKED_AT]
     if len(prose.encode("utf-8", "replace")) < LEAST_BYTES:
         return UNKNOWN
     found, confidence = _identifier().classify(prose)
-    return (
-        UNKNOWN
-        if confidence < LEAST_CONFIDENCE or found == CODE_ONLY
-        else COUNTED_AS.get(found, found)
-    )
+    if confidence < LEAST_CONFIDENCE or found == CODE_ONLY:
+        return UNKNOWN
+    return str(COUNTED_AS.get(found, found))
 
 
 @functools.cache

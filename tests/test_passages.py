@@ -7,10 +7,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from eyas.code import code_spans
 from eyas.language import CODE_ONLY, UNKNOWN
 from eyas.privacy.detector import Detector
 from eyas.privacy.findings import mask
-from eyas.privacy.passages import _words, code_spans, passages
+from eyas.privacy.passages import _words, passages
 from eyas.privacy.pii import PrivacyConfig
 
 ENGLISH = [
