@@ -16,16 +16,14 @@ from pydantic import ValidationError
 
 from eyas.builtin import demo_prompts
 from eyas.data.formats import FileLook
+from eyas.data.known_sets import KnownSet, find, registry
 from eyas.data.licence import (
     PLACEHOLDER,
-    KnownSet,
     Verdict,
-    find,
     gate,
     judge,
     licence_key,
     parsed_licence,
-    registry,
     require,
 )
 from eyas.data.licence_rules import LicencePolicy, read_policy, shipped

@@ -101,17 +101,18 @@ def _splitting_command(head: bytes) -> str:
     """How to write as JSON lines what begins as one JSON value over the whole file; "" for JSON
     lines.
     """
-    first = head.lstrip().split(b"\n", 1)[0].strip()
-    if first == b"{":
+    first, line_end, _ = head.lstrip().partition(b"\n")
+    if first.strip() == b"{" and line_end:
         return "jq -c . FILE > FILE.jsonl"
-    items = parsed(first + b"\n") if first.startswith(b"[") else None
+    if not first.startswith(b"["):
+        return ""
+    items = parsed(first + b"\n")
+    is_cut = isinstance(items, Unreadable) and not line_end and len(head) < LOOK
     # A list of messages is one conversation, and each line is another one.
-    if first.startswith(b"[") and not (
-        isinstance(items, list)
-        and any(isinstance(item, dict) and {"role", "from"} & {*item} for item in items)
-    ):
-        return "jq -c '.[]' FILE > FILE.jsonl"
-    return ""
+    is_conversation = isinstance(items, list) and any(
+        isinstance(item, dict) and {"role", "from"} & {*item} for item in items
+    )
+    return "" if is_cut or is_conversation else "jq -c '.[]' FILE > FILE.jsonl"
 
 
 # CSV, by the standard library.

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -111,13 +111,13 @@ def dropped_line(row: SourceRow | DamagedRow, drop: Drop, find: FindPersonalData
 
 def excerpt(text: str, find: FindPersonalData) -> str:
     """The beginning of a text, each finding replaced by its type, such as <EMAIL_ADDRESS>."""
+    # An overlapping finding needs no mark of its own: the one before masks its beginning.
     found = sorted(
         (one for one in find(text[:LOOK]) if one.start < EXCERPT),
         key=lambda one: (one.start, one.end),
     )
     parts, at = [], 0
     for finding in found:
-        # An overlapping finding needs no mark of its own: the one before masks its beginning.
         if finding.start >= at:
             parts += [text[at : finding.start], f"<{finding.type}>"]
         at = max(at, finding.end)
@@ -150,10 +150,14 @@ class SourceCounts:
     names_rows: Counter[tuple[str, str, str]] = dataclasses.field(default_factory=Counter)
     names_characters: Counter[tuple[str, str, str]] = dataclasses.field(default_factory=Counter)
 
-    def __iadd__(self, other: SourceCounts) -> SourceCounts:
-        for one in dataclasses.fields(self):
-            setattr(self, one.name, getattr(self, one.name) + getattr(other, one.name))
-        return self
+    def facts(self) -> dict[str, Any]:
+        """The counts that go into the manifest."""
+        names = ("rows_in", "rows_out", "dropped", "rows_masked", "masked", "found_in_dropped")
+        found = {name: getattr(self, name) for name in names}
+        return {
+            name: dict(sorted(count.items())) if isinstance(count, Counter) else count
+            for name, count in found.items()
+        }
 
     def to_json(self) -> dict[str, Any]:
         """All counts. Lengths as a list, by class."""
@@ -172,24 +176,9 @@ class SourceCounts:
             ],
         }
 
-    def facts(self) -> dict[str, Any]:
-        """The counts that go into the manifest."""
-        return {
-            "rows_in": self.rows_in,
-            "rows_out": self.rows_out,
-            "dropped": dict(sorted(self.dropped.items())),
-            "rows_masked": self.rows_masked,
-            "masked": dict(sorted(self.masked.items())),
-            "found_in_dropped": dict(sorted(self.found_in_dropped.items())),
-        }
-
 
 class Ledger:
-    """Counts rows in, out and dropped. Its size depends on the sources and reasons, not on rows.
-
-    versions (of filters and libraries), policies (settings by filter) and verdicts (of the licence
-    gate) are copied into it.
-    """
+    """Counts rows in, out and dropped. Its size depends on the sources and reasons, not on rows."""
 
     def __init__(
         self,
@@ -197,20 +186,23 @@ class Ledger:
         policies: Mapping[str, Any] | None = None,
         verdicts: Sequence[Mapping[str, Any]] = (),
     ) -> None:
+        """versions: of filters and libraries; policies: settings by filter; verdicts: of the
+        licence gate. They are copied into the ledger.
+        """
         self._about = {
             "versions": dict(versions or {}),
             "policies": dict(policies or {}),
             "licences": list(verdicts),
         }
-        self._sources: dict[str, SourceCounts] = {}
+        self._sources = defaultdict[str, SourceCounts](SourceCounts)
 
     def came_in(self, source: str, count: int = 1) -> None:
         """Count rows read, readable or not: `check` compares them with the other counts."""
-        self._of(source).rows_in += count
+        self._sources[source].rows_in += count
 
     def went_out(self, row: SourceRow, language: str = "") -> None:
         """Count a kept row: what was masked in it, its length, its language if known."""
-        counts = self._of(row.source)
+        counts = self._sources[row.source]
         counts.rows_out += 1
         counts.rows_masked += bool(row.masked)
         counts.masked.update(finding.type for finding in row.masked)
@@ -225,7 +217,7 @@ class Ledger:
 
     def dropped(self, line: Mapping[str, Any]) -> None:
         """Count a dropped row by its `dropped_line`."""
-        counts = self._of(line["source"])
+        counts = self._sources[line["source"]]
         counts.dropped[line["reason"]] += 1
         counts.found_in_dropped.update(finding["type"] for finding in line.get("found", ()))
         if "characters" in line:
@@ -235,8 +227,10 @@ class Ledger:
     def total(self) -> SourceCounts:
         """The sum over all sources."""
         total = SourceCounts()
-        for counts in self._sources.values():
-            total += counts
+        for field in dataclasses.fields(SourceCounts):
+            for counts in self._sources.values():
+                added = getattr(total, field.name) + getattr(counts, field.name)
+                setattr(total, field.name, added)
         return total
 
     def warnings(self) -> list[str]:
@@ -302,9 +296,6 @@ class Ledger:
         self.check()
         sources = {name: counts.facts() for name, counts in self._sources.items()}
         return {**self.total.facts(), "sources": sources, **self._about}
-
-    def _of(self, source: str) -> SourceCounts:
-        return self._sources.setdefault(source, SourceCounts())
 
 
 # For people.

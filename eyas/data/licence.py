@@ -1,31 +1,23 @@
 """The licence gate: which sources may be used, by licence, terms and authors of their prompts.
 
-It knows what is stated of a source, the names of its files and the columns of its rows, and no row.
-The registry of known sets (registry.yaml) fills in what a run file does not state; where the two
-differ, that is a trait of its own, and the policy decides; so it is where a file has the name or
-the columns of a known set under other terms. Answers are dropped when a source is read, so their
-authors refuse nothing; a verdict notes them. SPDX expressions are parsed by `license-expression`.
+The registry of known sets fills in what a run file does not state. A statement that differs from
+the registry, or a file with the name or the columns of a known set under other terms, is a trait of
+its own, on which the policy decides. Answers are dropped when a source is read, so their authors
+refuse nothing; a verdict notes them. SPDX expressions are parsed by `license-expression`.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import datetime
-import functools
 import itertools
 import re
-import unicodedata
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
-import yaml
 from license_expression import AND, OR, ExpressionError, Licensing
-from pydantic import BaseModel, ConfigDict, HttpUrl
 
-from eyas import builtin
 from eyas.data.formats import FileLook
-from eyas.data.hub_sets import hub_set
+from eyas.data.known_sets import KnownSet, find, named_like, registry
 from eyas.data.licence_rules import (
     CONTRADICTED,
     LOOK_ALIKE,
@@ -36,52 +28,16 @@ from eyas.data.licence_rules import (
     TermField,
     author_key,
 )
-from eyas.data.sources import URL_SET, SourceConfig
-from eyas.data.streams import public_url
+from eyas.data.sources import SourceConfig
 from eyas.errors import InputError
-from eyas.hub import HUB_ID
 
-REGISTRY = Path(__file__).with_name("registry.yaml")
-_PACKAGED_FILES = Path(builtin.__file__).parent.glob("*_prompts.jsonl.gz")
-PACKAGED = (*builtin.PROMPTS, *map(str, _PACKAGED_FILES))
-PACKAGED_SET = "eyas-demo-prompts"
-# What a file's name says besides the name of its set.
-FILLERS = re.compile(
-    "a|my|the|set|data|dataset|json|jsonl|csv|(un)?(clean|filter)(ed)?|raw|full|sft|chat|v[0-9]+|"
-    "instruct|instructions|prompts|train|training|test|dev|valid|validation|eval|en|english|"
-    "part|split|sample|subset|copy|final|new|[0-9]+k?"
-)
-SHORTEST_WITHIN = 5  # characters of a name that counts with other words around it
 NO_LICENCE = "NONE"  # SPDX: the author gives none
 PLACEHOLDER = "<why this use is allowed>"
 COMPARED: tuple[TermField, ...] = ("licence", "prompts_by", "answers_by")
 
-HUB_PAGE = re.compile(rf"https://huggingface\.co/datasets/({HUB_ID.pattern})(?:[@/].*)?")
 SPDX = Licensing()  # without a list of licences: the policy says which ids are known
 SPDX_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9.:-]*\+?")
 LONGEST_EXPRESSION = 300  # characters
-
-
-class KnownSet(BaseModel):
-    """An entry of the registry. source: where its facts were read; unverified: fields that were not
-    read there. columns: keys that rows of its published form have together.
-    """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    id: str
-    aliases: tuple[str, ...] = ()
-    columns: frozenset[str] = frozenset()
-    licence: str | None = None
-    terms: tuple[str, ...] = ()
-    prompts_by: str | None = None
-    answers_by: str | None = None
-    url: HttpUrl
-    source: str
-    checked: datetime.date
-    unverified: tuple[str, ...] = ()
-    credit: str = ""
-    note: str = ""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -144,16 +100,6 @@ class Verdict:
         return {"verdict": verdict, **listed}
 
 
-@functools.cache
-def registry() -> dict[str, KnownSet]:
-    """The known sets by each of their names, in one spelling."""
-    entries = [
-        KnownSet.model_validate(entry)
-        for entry in yaml.safe_load(REGISTRY.read_text(encoding="utf-8"))
-    ]
-    return {_set_key(name): entry for entry in entries for name in (entry.id, *entry.aliases)}
-
-
 def gate(
     sources: Sequence[SourceConfig],
     policy: LicencePolicy,
@@ -179,8 +125,7 @@ def require(verdicts: Sequence[Verdict]) -> None:
             f"{len(refused)} of {len(verdicts)} sources may not be used under the policy "
             f"{refused[0].policy}:\n{lines}",
             "state what is true of a source (licence, prompts_by, answers_by), leave it out, or "
-            "overrule the rule: the reason "
-            "goes into the ledger and onto the model card",
+            "overrule the rule: the reason goes into the ledger and onto the model card",
         )
 
 
@@ -231,49 +176,6 @@ def judge(
     )
 
 
-def find(source: SourceConfig) -> KnownSet | None:
-    """The registry's entry of a source: by its hub id, or by the name that the run file gives it.
-    The name of a file fills in nothing: see `named_like`.
-    """
-    packaged = builtin.BUILTIN if source.path in PACKAGED else None
-    names = (_hub_id(source.path), packaged, source.name)
-    return next(
-        (registry()[_set_key(name)] for name in names if name and _set_key(name) in registry()),
-        None,
-    )
-
-
-def named_like(source: SourceConfig) -> dict[str, str]:
-    """Known sets that a source's name, files or folders are called after: by id, what is called so.
-
-    A file's name may have more words around it ("my_alpaca52k.jsonl"), unless the set's name is as
-    short and common as "star"; a folder has to bear the name itself.
-    """
-    *folders, file = ["", *re.split(r"[/\\]+", public_url(source.path).rstrip("/"))][-3:]
-    file = file.partition(".")[0] if "." in file[1:] else file
-    given = [one for one in (source.name, file) if one]
-    bare = {one: _without_fillers(one) for one in (*given, *folders)}
-    found: dict[str, str] = {}
-    for name, entry in sorted(registry().items(), key=lambda item: -len(item[0])):
-        last = name.rpartition("/")[2]
-        if entry.id == PACKAGED_SET:
-            continue
-        called = [one for one, key in bare.items() if key == last.replace("-", "")]
-        if len(last) >= SHORTEST_WITHIN:
-            within = re.compile(rf"(?<![a-z]){last.replace('-', '-?')}(?![a-z])")
-            # of alpaca-gpt4 and alpaca the longer one counts: it was found before
-            called += [
-                one for one in given if within.search(_set_key(one)) and one not in found.values()
-            ]
-        for one in called[:1]:
-            found.setdefault(entry.id, one)
-    return found
-
-
-def _without_fillers(name: str) -> str:
-    return "".join(word for word in _set_key(name).split("-") if not FILLERS.fullmatch(word))
-
-
 # SPDX expressions.
 
 
@@ -300,11 +202,6 @@ def parsed_licence(text: str) -> Any:
     return tree
 
 
-def _id(symbol: Any) -> str:
-    """The licence id of a symbol, without its exception."""
-    return str(getattr(symbol, "license_symbol", symbol).key)
-
-
 def _ordered(tree: Any) -> str:
     if isinstance(tree, AND | OR):
         return f"({tree.operator.join(sorted(map(_ordered, tree.args)))})"
@@ -317,20 +214,17 @@ def _ordered(tree: Any) -> str:
 def _licence_traits(
     source: SourceConfig, text: str | None, policy: LicencePolicy
 ) -> list[SourceTrait]:
+    remedy = "licence: <SPDX id>"
     if not text or text.upper() == NO_LICENCE:
         alike = "" if find(source) else next(iter(named_like(source)), "")
-        remedy = "licence: <SPDX id>" + (
-            f", or name: {alike}, if it is the set that is known by that name" if alike else ""
-        )
+        if alike:
+            remedy += f", or name: {alike}, if it is the set that is known by that name"
         return [SourceTrait("licence", UNKNOWN, "not given", "no licence is stated", remedy)]
     try:
         return _traits(parsed_licence(text), policy)
     except ValueError as error:
-        return [
-            SourceTrait(
-                "licence", UNKNOWN, text, f"no SPDX expression: {error}", "licence: <SPDX id>"
-            )
-        ]
+        problem = f"no SPDX expression: {error}"
+        return [SourceTrait("licence", UNKNOWN, text, problem, remedy)]
 
 
 def _traits(tree: Any, policy: LicencePolicy) -> list[SourceTrait]:
@@ -343,16 +237,12 @@ def _traits(tree: Any, policy: LicencePolicy) -> list[SourceTrait]:
             choices,
             key=lambda traits: sum(policy.refuses(trait.field, trait.trait) for trait in traits),
         )
-    entry = policy.licence(_id(tree))
+    id = str(getattr(tree, "license_symbol", tree).key)  # without its exception
+    entry = policy.licence(id)
     if entry is None:
+        remedy = "licence: <SPDX id that it has>"
         return [
-            SourceTrait(
-                "licence",
-                UNKNOWN,
-                str(tree),
-                "the policy has no entry for it",
-                "licence: <SPDX id that it has>",
-            )
+            SourceTrait("licence", UNKNOWN, str(tree), "the policy has no entry for it", remedy)
         ]
     return [
         SourceTrait("licence", trait, str(tree), policy.traits[trait]) for trait in entry.traits
@@ -364,13 +254,8 @@ def _author_traits(
 ) -> Iterator[SourceTrait]:
     names = _authors(text)
     if not names:
-        yield SourceTrait(
-            field,
-            UNKNOWN,
-            "not given",
-            "no author is named",
-            f"{field}: human, or {field}: <the model's name>",
-        )
+        remedy = f"{field}: human, or {field}: <the model's name>"
+        yield SourceTrait(field, UNKNOWN, "not given", "no author is named", remedy)
     for name in names:
         entry = policy.author(name)
         if entry is None:
@@ -378,9 +263,7 @@ def _author_traits(
             yield SourceTrait(field, UNKNOWN, name, "the policy has no entry for it", remedy)
             continue
         for trait in entry.traits:
-            details = "; ".join(
-                part for part in (policy.traits[trait], entry.note, entry.url) if part
-            )
+            details = "; ".join(filter(None, (policy.traits[trait], entry.note, entry.url)))
             yield SourceTrait(field, trait, name, f"{entry.family}: {details}")
 
 
@@ -456,15 +339,10 @@ def _families(text: str, policy: LicencePolicy) -> set[str]:
 
 def _objections(traits: Sequence[SourceTrait], policy: LicencePolicy) -> Iterator[Objection]:
     for rule in policy.rules:
-        for trait in traits:
-            if trait.field in rule.fields and trait.trait in rule.refuse:
-                yield Objection(
-                    rule.name,
-                    trait.field,
-                    trait.value,
-                    f"{trait.meaning}; {rule.because}",
-                    trait.remedy,
-                )
+        for one in traits:
+            if one.field in rule.fields and one.trait in rule.refuse:
+                because = f"{one.meaning}; {rule.because}"
+                yield Objection(rule.name, one.field, one.value, because, one.remedy)
 
 
 def _duties(
@@ -474,13 +352,9 @@ def _duties(
     the answers.
     """
     duties: dict[str, str] = {}
-    for trait in traits:
-        if (
-            trait.field != "answers_by"
-            and not policy.refuses(trait.field, trait.trait)
-            and trait.trait not in duties
-        ):
-            duties[trait.trait] = f"{trait.value}: {trait.meaning}"
+    for one in traits:
+        if one.field != "answers_by" and not policy.refuses(one.field, one.trait):
+            duties.setdefault(one.trait, f"{one.value}: {one.meaning}")
     if "attribution" in duties and known:
         duties["attribution"] += f" ({known.credit or known.id}, {known.url})"
     return duties
@@ -492,25 +366,19 @@ def _notes(
     traits: Sequence[SourceTrait],
     policy: LicencePolicy,
 ) -> Iterator[str]:
-    for trait in traits:
-        if trait.field == "answers_by" and trait.trait == UNKNOWN:
-            yield (
-                f"who wrote the answers is not known ({trait.value}); they are dropped when the "
-                "source is read"
-            )
-        elif trait.field == "answers_by" and policy.refuses("prompts_by", trait.trait):
-            yield (
-                f"answers by {trait.value} would be refused ({trait.meaning}); they are dropped "
-                "when the source is read"
-            )
+    dropped = "they are dropped when the source is read"
+    for one in traits:
+        if one.field == "answers_by" and one.trait == UNKNOWN:
+            yield f"who wrote the answers is not known ({one.value}); {dropped}"
+        elif one.field == "answers_by" and policy.refuses("prompts_by", one.trait):
+            yield f"answers by {one.value} would be refused ({one.meaning}); {dropped}"
     if known is not None:
         taken = [
             field for field in COMPARED if not getattr(source, field) and getattr(known, field)
         ]
         if taken:
-            yield (
-                f"{', '.join(taken)} from the registry ({known.source}; checked {known.checked})"
-            )
+            listed = ", ".join(taken)
+            yield f"{listed} from the registry ({known.source}; checked {known.checked})"
         if known.note:
             yield known.note
 
@@ -542,15 +410,7 @@ def _complaint(verdict: Verdict) -> Iterator[str]:
     yield from (f"    {mistake}" for mistake in verdict.mistakes)
 
 
-# Names and their spellings.
-
-
-def _hub_id(path: str) -> str | None:
-    """The id of the hub's set that a path names."""
-    if found := hub_set(path):
-        return found[0]
-    named = URL_SET.fullmatch(path) or HUB_PAGE.fullmatch(path)
-    return named[1] if named else None
+# Spellings.
 
 
 def _canonical(text: str | None) -> str:
@@ -570,9 +430,3 @@ def licence_key(text: str) -> str:
 
 def _authors(text: str | None) -> list[str]:
     return [name.strip() for name in (text or "").split(",") if name.strip()]
-
-
-def _set_key(name: str) -> str:
-    """One spelling of a set's name."""
-    name = unicodedata.normalize("NFKC", name).strip().casefold()
-    return re.sub(r"[\s_.-]+", "-", name)

@@ -270,12 +270,9 @@ def source_files(source: SourceConfig) -> list[SourceFile]:
 def _named(found: list[tuple[str, Any]]) -> list[SourceFile]:
     """Files in the order of their names, which do not depend on the place of the folder."""
     paths = [public_url(path) for path, _ in found]
-    folder = (
-        posixpath.commonpath([posixpath.dirname(path) for path in paths]) if len(found) > 1 else ""
-    )
-    names = [
-        path[len(folder) :].lstrip("/") if folder else posixpath.basename(path) for path in paths
-    ]
+    folders = [posixpath.dirname(path) for path in paths]
+    start = len(posixpath.commonpath(folders) if len(paths) > 1 else folders[0])
+    names = [path[start:].lstrip("/") for path in paths]
     places = [SourceFile(name, *one) for name, one in zip(names, found, strict=True)]
     return sorted(places, key=lambda place: place.name)
 
