@@ -5,18 +5,16 @@ import gzip
 import json
 import random
 import re
-from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from eyas.data.contamination import MANY, Contamination
-from eyas.data.ledger import Drop, SourceRow
+from eyas.data.ledger import Drop
 from eyas.data.sources import SourceConfig
 from eyas.errors import CorruptError, MissingInputError
-
-SHARED = Path(__file__).resolve().parents[2] / "shared" / "data"
+from tests.source_rows import SHARED, row, written
 
 TRAINS = (
     "Two trains leave towns that are 300 miles apart and meet after 2 hours; how fast is the "
@@ -84,15 +82,8 @@ DISGUISES = {
 }
 
 
-def row(*turns, system=None):
-    return SourceRow(
-        source="set", licence="MIT", where="set.jsonl:1", id=None, turns=turns, system=system
-    )
-
-
 def write(path, items):
-    path.write_text("".join(json.dumps(item) + "\n" for item in items))
-    return SourceConfig(path=str(path))
+    return SourceConfig(path=written(path, items))
 
 
 @pytest.fixture(scope="module")

@@ -26,7 +26,7 @@ from eyas.data.card import (
     write_card,
 )
 from eyas.data.filters import FILTERS
-from eyas.data.ledger import DamagedRow, Drop, Ledger, SourceRow, dropped_line
+from eyas.data.ledger import DamagedRow, Drop, Ledger, dropped_line
 from eyas.data.match import GramBlock, Profile, match_report
 from eyas.data.recall import Recall, measured, recall_of
 from eyas.data.selection import REASONS
@@ -35,6 +35,7 @@ from eyas.privacy.findings import Finding
 from eyas.privacy.pii import TYPES
 from tests.browser import CHROMIUM, needs_chromium
 from tests.page_tags import Tags
+from tests.source_rows import row
 
 NASTY = '<script>alert("1")</script>&\'"</svg></style>{{ 1234*77 }}'
 VERDICTS = [
@@ -79,15 +80,8 @@ VERDICTS = [
 ]
 
 
-def row(source="chat", characters=40, masked=(), id=None):
-    return SourceRow(
-        source=source,
-        licence="MIT",
-        where="set.jsonl:1",
-        id=id,
-        turns=("x" * characters,),
-        masked=masked,
-    )
+def said(source="chat", characters=40, masked=()):
+    return row("x" * characters, source=source, masked=masked)
 
 
 def ledger(kept, dropped, sources=("chat", "code"), verdicts=VERDICTS):
@@ -101,7 +95,7 @@ def ledger(kept, dropped, sources=("chat", "code"), verdicts=VERDICTS):
             masked = (
                 (Finding("PERSON", 0, 1), Finding("EMAIL_ADDRESS", 2, 3)) if place % 3 == 0 else ()
             )
-            made.went_out(row(source, 30 * (place + 1), masked), ("en", "de")[number % 2])
+            made.went_out(said(source, 30 * (place + 1), masked), ("en", "de")[number % 2])
     for reason, count in dropped.items():
         made.came_in(sources[0], count)
         for _ in range(count):
@@ -109,7 +103,7 @@ def ledger(kept, dropped, sources=("chat", "code"), verdicts=VERDICTS):
             gone = (
                 DamagedRow(sources[0], "set.jsonl:2", Drop(reason))
                 if reason == "malformed"
-                else row(sources[0])
+                else said(sources[0])
             )
             made.dropped(dropped_line(gone, Drop(reason, "", found), lambda text: []))
     return made.to_json()
@@ -384,9 +378,7 @@ def test_no_found_value_can_reach_it():
     value = "+1 415 555 0134"
     made = Ledger()
     found = Finding("PHONE_NUMBER", 5, 5 + len(value), 0, "5f00")
-    one = SourceRow(
-        source="chat", licence="MIT", where="set.jsonl:1", id="a", turns=(f"call {value}",)
-    )
+    one = row(f"call {value}", source="chat", id="a")
     line = dropped_line(one, Drop("pii.phone_number", "", (found,)), lambda text: [found])
     made.came_in("chat")
     made.dropped(line)

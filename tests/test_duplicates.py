@@ -31,8 +31,8 @@ from eyas.data.duplicates import (
     text_hash,
     text_key,
 )
-from eyas.data.ledger import SourceRow
 from eyas.data.prompts import PromptsConfig
+from tests.source_rows import row
 
 THRESHOLD = 0.85
 LONG = (
@@ -42,12 +42,6 @@ LONG = (
     "hour. When do they meet?"
 )
 GOLDEN = (8134291289113321708, 17356417945627057592)  # first and last band of LONG
-
-
-def row(*turns, system=None, line=1):
-    return SourceRow(
-        source="set", licence="MIT", where=f"set.jsonl:{line}", id=None, turns=turns, system=system
-    )
 
 
 def likeness(rows, threshold=THRESHOLD, alive=None, bands=None):
@@ -87,7 +81,7 @@ def texts(rng, count, length=60):
     "again", ["WHERE is it?", "  Where\n\tis   it? ", "\uff37here is it?", "Where\u00a0is it?"]
 )
 def test_the_same_in_other_spelling(again):
-    assert text_hash(row(again, line=2)) == text_hash(row("Where is it?"))
+    assert text_hash(row(again)) == text_hash(row("Where is it?"))
 
 
 @pytest.mark.parametrize(
@@ -301,15 +295,6 @@ def test_what_is_like_a_dropped_row_only_stays():
     assert likeness([chain[0], chain[2], chain[1]]).tolist()[:2] == [NONE, NONE]
 
 
-def test_a_memory_map_gives_the_same(tmp_path):
-    rng = random.Random(2)
-    rows = [row(edited(text, rng, 0.03)) for text in texts(rng, 20) for _ in range(3)]
-    bands = np.stack([signature(one) for one in rows])
-    np.save(tmp_path / "bands.npy", bands)
-    mapped = np.load(tmp_path / "bands.npy", mmap_mode="r")
-    assert likeness(rows, bands=mapped).tolist() == likeness(rows, bands=bands).tolist()
-
-
 @pytest.mark.parametrize(
     ("order", "expected"),
     [("ABA", [NONE, NONE, 0]), ("BAA", [NONE, NONE, 1]), ("ABBA", [NONE, NONE, 1, 0])],
@@ -348,9 +333,8 @@ def test_work_grows_with_the_rows_however_many_share_a_bucket(count):
 
 
 def test_of_no_rows_none_are_alike():
-    assert near(
-        np.zeros((0, BANDS), np.uint64), lambda index: "", np.zeros(0, bool), THRESHOLD
-    ).shape == (0,)
+    nothing = np.zeros((0, BANDS), np.uint64)
+    assert near(nothing, lambda index: "", np.zeros(0, bool), THRESHOLD).shape == (0,)
     assert exact(np.zeros((0, 2), np.uint64)).shape == (0,)
 
 

@@ -12,6 +12,7 @@ from eyas.data.filters import in_languages, row_language
 from eyas.data.ledger import Drop, SourceRow
 from eyas.errors import ConfigError
 from eyas.language import UNKNOWN, language
+from tests.source_rows import row
 
 PROMPTS = {
     "en": "Write a short story about a dragon who is afraid of fire.",
@@ -44,10 +45,6 @@ NOTHING = [
     f"```\n{CODE}```",
     CODE,
 ]
-
-
-def row(*turns):
-    return SourceRow(source="set", licence="MIT", where="set.jsonl:1", id=None, turns=turns)
 
 
 @pytest.mark.parametrize("code", PROMPTS)

@@ -18,12 +18,12 @@ from eyas.data.ledger import (
     DamagedRow,
     Drop,
     Ledger,
-    SourceRow,
     dropped_line,
     excerpt,
     show_dropped,
 )
 from eyas.privacy.findings import Finding, NameSearch
+from tests.source_rows import row
 
 SECRET = re.compile(r"SECRET-\d+")
 REASONS = [
@@ -39,11 +39,6 @@ REASONS = [
 
 def find(text):
     return [Finding("PHONE_NUMBER", match.start(), match.end()) for match in SECRET.finditer(text)]
-
-
-def row(*turns, source="set", **more):
-    made = {"where": "set.jsonl:1", "id": None} | more
-    return SourceRow(source=source, licence="MIT", turns=turns, **made)
 
 
 def drop(reason="pii.phone_number", *found):

@@ -12,7 +12,6 @@ import random
 import subprocess
 import sys
 from collections import Counter
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -21,11 +20,11 @@ from hypothesis import strategies as st
 
 from eyas.data import match
 from eyas.data.duplicates import scrambled
-from eyas.data.ledger import LENGTHS, SourceRow, length_class
+from eyas.data.ledger import LENGTHS, length_class
 from eyas.data.match import NUM_BUCKETS, STRENGTH, GramBlock, Profile
 from eyas.errors import EmptyInputError
+from tests.source_rows import SHARED, row
 
-SHARED = Path(__file__).resolve().parents[2] / "shared" / "data"
 SEED = 7
 TOPICS = {
     "food": "book a table for two at the thai restaurant tonight please and order noodles soup "
@@ -35,10 +34,6 @@ TOPICS = {
     "dollars",
 }
 STOP = "the a to of and is in it i you"
-
-
-def row(*turns, source="set"):
-    return SourceRow(source=source, licence="MIT", where="set.jsonl:1", id=None, turns=turns)
 
 
 def talk(topic, rng, num_words):

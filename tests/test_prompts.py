@@ -16,25 +16,14 @@ from hypothesis import strategies as st
 from eyas.artifact import Artifact
 from eyas.data import selection
 from eyas.data.filters import too_long
-from eyas.data.ledger import Drop, SourceRow
+from eyas.data.ledger import Drop
 from eyas.data.prompts import PromptsConfig, make_prompts
 from eyas.errors import ConfigError, CorruptError, EmptyInputError, InputError
 from eyas.records import Prompt
+from tests.source_rows import SAID_BY_ASSISTANT, SHARED, json_lines, openai, row, written
 
-SHARED = Path(__file__).resolve().parents[2] / "shared" / "data"
-SAID_BY_ASSISTANT = "SAID-BY-ASSISTANT"
 LICENCES = ("MIT", "CC-BY-4.0", "CC0-1.0")
 MAIL, CARD, PHONE = "ana.lee@example.com", "4242 4242 4242 4242", "(415) 555-0134"
-
-
-def openai(*turns, **more):
-    messages = []
-    for turn in turns:
-        messages += [
-            {"role": "user", "content": turn},
-            {"role": "assistant", "content": SAID_BY_ASSISTANT},
-        ]
-    return {**more, "messages": messages}
 
 
 def sharegpt(*turns, **more):
@@ -166,37 +155,6 @@ def test_the_same_bytes_make_the_same_artifact_wherever_they_lie(tmp_path):
     assert files[0] == files[1]
 
 
-def test_done_work_is_not_done_again(tmp_path):
-    made = config(tmp_path, [openai("Hi")])
-    output = Artifact(str(tmp_path / "prompts"))
-    first = make_prompts(made, output)
-    (tmp_path / "prompts" / "prompts-00000.jsonl").write_text("touched")
-    assert make_prompts(made, Artifact(output.url)) == first
-    assert (tmp_path / "prompts" / "prompts-00000.jsonl").read_text() == "touched"
-    for other in (
-        config(tmp_path, [openai("Hi")], max_characters=7),
-        config(tmp_path, [openai("Ho")]),
-    ):
-        with pytest.raises(InputError, match="holds other work"):
-            make_prompts(other, Artifact(output.url))
-
-
-def test_interrupted_work_is_done_from_the_start(tmp_path, monkeypatch):
-    made = config(tmp_path, [openai("Hi"), openai("Ho")])
-    output = Artifact(str(tmp_path / "prompts"))
-
-    def killed(*args, **kwargs):
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Artifact, "finish", killed)
-        with pytest.raises(KeyboardInterrupt):
-            make_prompts(made, output)
-    assert output.names() != []
-    assert not output.is_done()
-    assert make_prompts(made, Artifact(output.url)).counts["prompts"] == 2
-
-
 def test_max_prompts_ends_the_reading(tmp_path, monkeypatch):
     monkeypatch.setattr(selection, "BLOCK_ROWS", 2)
     rows = [openai(f"Question {number}") for number in range(10)]
@@ -244,11 +202,6 @@ def test_two_sources_of_one_name(tmp_path):
     with pytest.raises(ConfigError, match="two sources are called 'set'"):
         PromptsConfig(sources=[source, source])
     assert len(PromptsConfig(sources=[source, {**source, "name": "other"}]).sources) == 2
-
-
-def written(path, rows):
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return str(path)
 
 
 def test_evaluation_sets_keep_their_items_out_whatever_their_dress(tmp_path):
@@ -356,11 +309,9 @@ def test_a_licence_that_is_not_stated_is_the_registry_s(tmp_path):
 
 
 def test_length_counts_the_system_prompt_too():
-    row = SourceRow(
-        source="set", licence="MIT", where="set.jsonl:1", id=None, turns=("abc", "de"), system="fg"
-    )
-    assert too_long(7)(row) is row
-    assert isinstance(too_long(6)(row), Drop)
+    one = row("abc", "de", system="fg")
+    assert too_long(7)(one) is one
+    assert isinstance(too_long(6)(one), Drop)
 
 
 GOOD = [
@@ -394,8 +345,8 @@ def damaged_lines(draw):
     with other things between.
     """
     lines = []
-    for row in draw(st.lists(st.sampled_from(GOOD), max_size=12)):
-        line = json.dumps(row).encode()
+    for good in draw(st.lists(st.sampled_from(GOOD), max_size=12)):
+        line = json.dumps(good).encode()
         kinds = ["whole"] * 6 + [
             "cut",
             "byte",
@@ -491,15 +442,13 @@ REAL_SETS = {
 }
 
 
-def lines_of(rows):
-    return "".join(json.dumps(row) + "\n" for row in rows).encode()
-
-
 def damaged_sets(folder):
     """A gzip that is cut, a file that was, 4 of 100 rows that are no JSON, and 2 of 100, which is
     ordinary.
     """
-    packed = gzip.compress(lines_of(openai(f"What is {n} plus {n * n}?") for n in range(3000)))
+    packed = gzip.compress(
+        json_lines(openai(f"What is {n} plus {n * n}?") for n in range(3000)).encode()
+    )
     rows = [json.dumps(openai(f"Which way to house {n * n} is it?")).encode() for n in range(100)]
     sets = {
         "cut.jsonl.gz": packed[: len(packed) * 2 // 3],

@@ -6,7 +6,6 @@ import base64
 import gzip
 import json
 import random
-from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -15,8 +14,7 @@ from hypothesis import strategies as st
 from eyas.data.filters import quality
 from eyas.data.ledger import Drop, SourceRow
 from eyas.data.quality import ENOUGH, QUALITY_CHECKS, QUALITY_LIMITS
-
-SHARED = Path(__file__).resolve().parents[2] / "shared" / "data"
+from tests.source_rows import SHARED, row
 
 RNG = random.Random(0)
 NOISE = base64.b64encode(RNG.randbytes(900)).decode()
@@ -74,12 +72,6 @@ UNFIT = {
         "So " + "é" * 600,
     ),
 }
-
-
-def row(*turns, system=None):
-    return SourceRow(
-        source="set", licence="MIT", where="set.jsonl:1", id=None, turns=turns, system=system
-    )
 
 
 @pytest.mark.parametrize("text", ORDINARY.values(), ids=ORDINARY)

@@ -29,19 +29,9 @@ from eyas.data.sources import (
 )
 from eyas.errors import CorruptError, EmptyInputError, InputError, MissingInputError
 from eyas.privacy.pii import PrivacyConfig
+from tests.source_rows import SAID_BY_ASSISTANT, json_lines, openai
 
-SAID_BY_ASSISTANT = "SAID-BY-ASSISTANT"
 TURNS = ("Where is the dog?", "And the cat?")
-
-
-def openai(*turns, **more):
-    messages = []
-    for turn in turns:
-        messages += [
-            {"role": "user", "content": turn},
-            {"role": "assistant", "content": SAID_BY_ASSISTANT},
-        ]
-    return {"messages": messages, **more}
 
 
 SHAPES = {
@@ -211,9 +201,7 @@ def test_of_a_table_of_messages_the_first_ones_are_rows(tmp_path):
         {"role": "prompter", "text": "Made up.", "parent_id": None, "synthetic": True},
         {"message_tree_id": "t", "prompt": {"role": "prompter", "text": "Hi", "replies": []}},
     ]
-    first, *others = read(
-        write(tmp_path / "set.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
-    )
+    first, *others = read(write(tmp_path / "set.jsonl", json_lines(rows)))
     assert (first.turns, first.id) == (("Alone?",), "t")
     assert [(row.drop.reason, row.drop.note) for row in others] == [
         ("malformed", "the row is a single message, and not the user's"),
@@ -449,7 +437,7 @@ def test_a_text_of_both_sides_is_no_prompt(tmp_path_factory, user, answer, key, 
 @given(st.lists(conversations(), min_size=1, max_size=4), DAMAGES)
 @settings(max_examples=300)
 def test_nothing_an_assistant_said_comes_out(tmp_path_factory, values, damages):
-    text = "".join(json.dumps(value) + "\n" for value in values)
+    text = json_lines(values)
     source = write(tmp_path_factory.getbasetemp() / "damaged.json", damaged(text.encode(), damages))
     assert SAID_BY_ASSISTANT not in repr(all_of(source))
 

@@ -1,0 +1,36 @@
+"""Rows of sources for tests, and what an assistant says, which no prompt may hold."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from eyas.data.ledger import SourceRow
+
+SHARED = Path(__file__).resolve().parents[2] / "shared" / "data"
+SAID_BY_ASSISTANT = "SAID-BY-ASSISTANT"
+
+
+def row(*turns: str, source: str = "set", **more: Any) -> SourceRow:
+    """A row of what the user says in these turns."""
+    return SourceRow(
+        source, **{"licence": "MIT", "where": "set.jsonl:1", "id": None, "turns": turns} | more
+    )
+
+
+def openai(*turns: Any, **more: Any) -> dict[str, Any]:
+    """A conversation in OpenAI's form, answered after each turn."""
+    answer = {"role": "assistant", "content": SAID_BY_ASSISTANT}
+    said = ({"role": "user", "content": turn} for turn in turns)
+    return {**more, "messages": [message for one in said for message in (one, answer)]}
+
+
+def json_lines(rows: Any) -> str:
+    return "".join(json.dumps(row) + "\n" for row in rows)
+
+
+def written(path: Path, rows: Any) -> str:
+    """The path of a file of JSON lines with these rows."""
+    path.write_text(json_lines(rows), encoding="utf-8")
+    return str(path)
