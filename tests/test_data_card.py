@@ -88,7 +88,11 @@ def ledger(kept, dropped, sources=("chat", "code"), verdicts=VERDICTS):
     """A ledger with `kept` rows out of each source and each of `dropped` (reason: count) from the
     first.
     """
-    made = Ledger({"eyas": "0.1.0", "quality": 3}, {"personal": {"policy": "surrogate"}}, verdicts)
+    made = Ledger(
+        {"eyas": measured()["versions"]["eyas"], "quality": 3},
+        {"personal": {"policy": "surrogate"}},
+        verdicts,
+    )
     for number, source in enumerate(sources):
         made.came_in(source, kept)
         for place in range(kept):
