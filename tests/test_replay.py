@@ -20,7 +20,6 @@ from eyas.export.check import check, reading_findings, replay_head, verdict
 from eyas.export.lint import UNSAID, CheckFinding, exit_code
 from eyas.export.readings import DECLARED, HeadReading, misreadings
 from eyas.export.replay import (
-    ANSWERS_AT_ONCE,
     AnswerBatch,
     ReadingScore,
     answered,
@@ -39,8 +38,6 @@ from tests.tiny_head import edit_config, head_folder, tiny_head, write_folder
 
 NUM_CONVERSATIONS = 8
 STEPS_BY_HEART = 120
-NEAR = "layers one later (inputs taken for outputs)"  # the best misreading of the packaged head
-FAR = "norm_output on"
 IDS = "eagle_aux_hidden_state_layer_ids"
 
 
@@ -135,48 +132,29 @@ def test_random_weights_draft_next_to_nothing_and_that_is_said(random):
     assert "next to nothing" in finding.what
 
 
-NO_END = "{% for m in messages %}{{ m['role'] + ': ' + m['content'] + '\n' }}{% endfor %}bot: "
-
-
-@pytest.mark.parametrize("template", [NO_END, None], ids=["without an end", "without a template"])
-def test_prompts_are_replayed_without_a_template_that_shows_answers(tmp_path, template, caplog):
+def test_without_a_chat_template_text_that_is_given_is_replayed(tmp_path):
     folder = tiny_target(tmp_path / "target", eos_token_id=2)
     (folder / "chat_template.jinja").unlink()
-    if template is not None:
-        (folder / "chat_template.jinja").write_text(template)
     head = head_folder(folder, tmp_path / "head")
     none, why_not = replay_head(head, folder)
     assert none == []
-    assert "--text are replayed all the same" in why_not
+    assert "--text is replayed all the same" in why_not
     rows = [
         [{"role": "user", "content": "A table in San Jose."}],
         [{"role": "user", "content": "71 North"}, {"role": "assistant", "content": "Street."}],
     ]
     text = tmp_path / "text.jsonl"
     text.write_text("\n".join(json.dumps({"messages": row}) for row in rows))
-    replayed, why_not = replay_head(head, folder, text)
+    scores, why_not = replay_head(head, folder, text)
     assert why_not == ""
-    assert replayed[0].reading == DECLARED
-    assert len(replayed[0].places) == 2
-    assert "answered anew" in caplog.text
+    assert scores[0].reading == DECLARED
+    assert len(scores[0].places) == 2
     (tmp_path / "empty.txt").write_text("")
     assert "holds no conversation" in replay_head(head, folder, tmp_path / "empty.txt")[1]
-
-
-def test_a_reading_far_behind_stops_early_and_is_compared_on_its_own_answers(world, only):
-    only(NEAR, FAR)
-    target, config, tensors, answers = world
-    declared, near, far = replayed(config, tensors, target, [*answers, *answers])
-    assert len(declared.places) == 2 * len(answers)
-    assert (near.reading, far.reading) == (NEAR, FAR)
-    assert len(far.places) == ANSWERS_AT_ONCE < len(near.places) == len(declared.places)
-    half = ReadingScore(
-        DECLARED,
-        declared.tau,
-        declared.accepted[:ANSWERS_AT_ONCE],
-        declared.places[:ANSWERS_AT_ONCE],
-    )
-    assert far.gain(declared) == far.gain(half)
+    (folder / "chat_template.jinja").write_text("nothing of the messages")
+    scores, why_not = replay_head(head, folder, text)
+    assert scores == []
+    assert "leaves out a message" in why_not
 
 
 # What can be meant in several ways

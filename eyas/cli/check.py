@@ -17,7 +17,7 @@ from eyas.cli.options import TargetOption
 from eyas.errors import EyasError
 from eyas.export.check import check, replay_head, verdict
 from eyas.export.lint import CheckFinding, exit_code
-from eyas.export.replay import ANSWERS_AT_ONCE, LEFT_BEHIND, NUM_DRAFT_STEPS, ReadingScore
+from eyas.export.replay import NUM_DRAFT_STEPS, ReadingScore
 from eyas.log import progress_bar
 
 TextFile = Annotated[
@@ -80,7 +80,7 @@ def report(
                 "tau": one.tau,
                 "num_draft_steps": NUM_DRAFT_STEPS,
                 "accepted_drafts": one.accepted_drafts,
-                "gain": one.gain(replayed[0]).share,  # over this one's answers alone
+                "gain": one.gain(replayed[0]).share,
                 "standard_errors": one.gain(replayed[0]).standard_errors,
                 "places": sum(one.places),
                 "answers": len(one.places),
@@ -107,8 +107,7 @@ def show_readings(replayed: Sequence[ReadingScore], why_not: str) -> None:
     console.print(table)
     console.print(
         f"chains of {NUM_DRAFT_STEPS} from {sum(replayed[0].places)} places in "
-        f"{len(replayed[0].places)} answers, the shortest {ANSWERS_AT_ONCE} first; a reading that "
-        f"accepts less than {LEFT_BEHIND:.0%} of the declared one's on these stops there\n"
+        f"{len(replayed[0].places)} answers\n"
     )
 
 

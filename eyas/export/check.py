@@ -7,13 +7,13 @@ of them. A head that can be read at all is replayed where the target can be run.
 from __future__ import annotations
 
 import json
-import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
 
 from eyas.builtin import demo_prompts
+from eyas.chat.tokenizer import TargetTokenizer
 from eyas.errors import EmptyInputError, MismatchError, TemplateError
 from eyas.export.lint import (
     UNSAID,
@@ -59,7 +59,6 @@ from eyas.model.dialects import LM_HEAD, ambiguities
 from eyas.model.target import Target, stored_dtype
 from eyas.model.vocab import TargetVocabulary
 
-log = logging.getLogger(__name__)
 MEANINGS = "; "  # between the names of meanings that are taken together
 
 
@@ -105,9 +104,9 @@ def replay_head(
     """Every reading of a head on answered text, the declared one's first; or none, and why not.
 
     A head that does not match its target otherwise than in shape is replayed: the number says what
-    it costs. text: as in `answered`; None is the packaged prompts. Where the target has no template
-    to find answers by, only text that is given is replayed (`continued`). Raises what loading the
-    target raises, and MissingInputError.
+    it costs. text: as in `answered`; None is the packaged prompts. Where the target has no chat
+    template, only text that is given is replayed (`continued`). Raises what loading the target
+    raises, and MissingInputError.
     """
     folder = resolve_target(str(target))
     vocabulary = TargetVocabulary.load(folder)
@@ -125,9 +124,10 @@ def replay_head(
     except EmptyInputError as fault:
         return [], fault.what
     except TemplateError as fault:
+        if TargetTokenizer(folder).tokenizer.chat_template:
+            return [], fault.what
         if text is None:
-            return [], f"{fault.what}; prompts given by --text are replayed all the same"
-        log.warning("%s: prompts are answered anew, given answers are left out", fault.what)
+            return [], f"{fault.what}; text given by --text is replayed all the same"
         try:
             answers = continued(loaded, folder, text, track=track)
         except EmptyInputError as empty:

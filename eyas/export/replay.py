@@ -17,13 +17,11 @@ import json
 import zlib
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import jinja2
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
@@ -59,8 +57,6 @@ ROLES = {
 }
 NUM_DRAFT_STEPS = 4
 ANSWERS_AT_ONCE = 8  # in one forward, of about one length
-# of the declared reading's drafts after ANSWERS_AT_ONCE answers: a reading below it stops there
-LEFT_BEHIND = 0.5
 
 
 class Gain(NamedTuple):
@@ -96,28 +92,16 @@ class AnswerTokens:
 def continued(
     target: Target, folder: str | Path, text: Path, track: Track = quiet
 ) -> list[AnswerTokens]:
-    """What the target says to a file's prompts where no answer could be found again in the template
-    (it has no end of a turn, say): greedily, after the prompt as the template prints it. Where
-    there is no template, the text itself is continued, past what would end it.
+    """For a target without a chat template: what it says after a file's conversations as plain
+    text, greedily, past what would end it.
 
     Raises MissingInputError, EmptyInputError, CorruptError.
     """
     tokenizer = TargetTokenizer(str(folder)).tokenizer
-    prompts = []
-    for messages in islice(conversations(text), NUM_CONVERSATIONS):
-        asked = messages[:-1] if messages[-1]["role"] == "assistant" else messages
-        if not tokenizer.chat_template:
-            prompts.append(tokenizer("\n".join(turn["content"] for turn in messages)).input_ids)
-        elif asked:
-            with suppress(jinja2.TemplateError, TypeError, ValueError):  # of such a conversation
-                prompts.append(
-                    tokenizer.apply_chat_template(
-                        asked, add_generation_prompt=True, return_dict=False
-                    )
-                )
+    texts = ("\n".join(turn["content"] for turn in turns) for turns in conversations(text))
+    prompts = [tokenizer(one).input_ids for one in islice(texts, NUM_CONVERSATIONS)]
     short = [prompt for prompt in prompts if 0 < len(prompt) <= PROMPT_TOKENS]
-    found = decoded(target, folder, short, not tokenizer.chat_template, track)
-    return usable(found, text, "give other text")
+    return usable(decoded(target, folder, short, True, track), text, "give other text")
 
 
 def answered(
@@ -205,7 +189,7 @@ def conversations(text: Path) -> Iterator[list[dict[str, str]]]:
             yield [{"role": "user", "content": line.strip()}]
             continue
         try:
-            messages = list(turns(json.loads(line)))
+            messages = list(row_turns(json.loads(line)))
         except (ValueError, TypeError, AttributeError, KeyError):
             continue
         if messages:
@@ -228,7 +212,7 @@ def text_lines(text: Path) -> Iterator[str]:
         ) from error
 
 
-def turns(row: dict[str, Any]) -> Iterator[dict[str, str]]:
+def row_turns(row: dict[str, Any]) -> Iterator[dict[str, str]]:
     """The turns of a row in either of the two usual shapes."""
     for turn in row.get("messages") or row.get("conversations") or []:
         content = turn.get("content", turn.get("value"))
@@ -239,8 +223,7 @@ def turns(row: dict[str, Any]) -> Iterator[dict[str, str]]:
 @dataclass(frozen=True, slots=True)
 class ReadingScore:
     """What a reading's chain of NUM_DRAFT_STEPS accepted: tau over rounds, and the drafts accepted
-    [answers] from every place of each answer, rounds or not, with the places [answers]. A reading
-    that stopped early (LEFT_BEHIND) has the first answers only.
+    [answers] from every place of each answer, rounds or not, with the places [answers].
     """
 
     reading: str
@@ -254,19 +237,17 @@ class ReadingScore:
         return sum(self.accepted) / sum(self.places)
 
     def gain(self, other: ReadingScore) -> Gain:
-        """What this reading accepts more than another, over this one's answers, which the other
-        must have.
+        """What this reading accepts more than another on the same answers.
 
         Answers are the sample, places of one answer are not independent: the ratio estimator's
         error (Cochran 1977, 6.4).
         """
-        total, theirs = sum(self.places), other.accepted[: len(self.places)]
-        differences = [one - two for one, two in zip(self.accepted, theirs, strict=True)]
+        total = sum(self.places)
+        differences = [one - two for one, two in zip(self.accepted, other.accepted, strict=True)]
         mean = sum(differences) / total
         errors = (d - mean * n for d, n in zip(differences, self.places, strict=True))
         spread = sum(error**2 for error in errors) ** 0.5 / total
-        share = sum(theirs) / sum(other.places[: len(self.places)])
-        return Gain(mean, mean / max(share, 1e-9), mean / max(spread, 1e-9))
+        return Gain(mean, mean / max(other.accepted_drafts, 1e-9), mean / max(spread, 1e-9))
 
 
 @dataclass(frozen=True, slots=True)
@@ -336,17 +317,14 @@ def replay(
         if reading.tensors is not meant.tensors or reading.config not in [
             one.config for one in meanings
         ]:
-            scores.append(acceptance(reading, batches, vocabulary, declared))
+            scores.append(acceptance(reading, batches, vocabulary))
     return scores
 
 
 def acceptance(
-    reading: HeadReading,
-    batches: Sequence[AnswerBatch],
-    vocabulary: TargetVocabulary,
-    declared: ReadingScore | None = None,
+    reading: HeadReading, batches: Sequence[AnswerBatch], vocabulary: TargetVocabulary
 ) -> ReadingScore:
-    """What a reading accepts on the answers; it stops early where it is far behind the declared."""
+    """What a reading accepts on the answers."""
     head, tally = head_of(reading.config, reading.tensors), RoundCounts(NUM_DRAFT_STEPS)
     accepted: list[int] = []
     places: list[int] = []
@@ -360,8 +338,4 @@ def acceptance(
             places_of_row[row] += len(matches)
         accepted += [of_row[row] for row in places_of_row]
         places += places_of_row.values()
-        if declared is not None and sum(accepted) < LEFT_BEHIND * sum(
-            declared.accepted[: len(accepted)]
-        ):
-            break
     return ReadingScore(reading.name, tally.tau, accepted, places)
