@@ -124,31 +124,6 @@ LIKE_R1 = """
     + '<|im_end|>' }}{% endif %}{% endfor %}
 {%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n<think>\\n' }}
 {%- if thinking is defined and not thinking %}{{ '</think>' }}{% endif %}{% endif %}"""
-LIKE_QWQ = """
-{%- for message in messages %}{% set content = message.content %}
-{%- if message.role == 'assistant' and not loop.last %}
-{%- set content = (content.split('</think>') | last).lstrip('\\n') %}{% endif %}
-{{- '<|im_start|>' + message.role + '\\n' + content }}
-{%- for call in message.tool_calls or [] %}
-{{- '\\n<tool_call>\\n' + (call.function | tojson) + '\\n</tool_call>' }}{% endfor %}
-{{- '<|im_end|>\\n' }}{% endfor %}
-{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n<think>\\n' }}{% endif %}"""
-LIKE_MINIMAX = """
-{%- for message in messages %}{{ '<|im_start|>' + message.role + '\\n' }}
-{%- if message.reasoning_content and loop.last %}
-{{- '<think>\\n' + message.reasoning_content + '\\n</think>\\n\\n' }}{% endif %}
-{{- (message.content.split('</think>') | last).lstrip('\\n') }}
-{%- for call in message.tool_calls or [] %}
-{{- '<tool_call>' + (call.function | tojson) + '</tool_call>' }}{% endfor %}
-{{- '<|im_end|>\\n' }}{% endfor %}
-{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n<think>\\n' }}{% endif %}"""
-LIKE_GEMMA_4 = """
-{%- for message in messages %}{{ '<|im_start|>' + message.role + '\\n' + message.content }}
-{%- for call in message.tool_calls or [] %}
-{{- '<tool_call>' + (call.function | tojson) + '</tool_call>' }}{% endfor %}
-{{- '<|im_end|>\\n' }}{% endfor %}
-{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n<think>\\n\\n</think>\\n\\n' }}
-{%- endif %}"""
 LIKE_GPT_OSS = """
 {%- for message in messages %}
 {%- if message.role == 'assistant' %}{% set last = loop.last and not add_generation_prompt %}
@@ -173,15 +148,6 @@ LIKE_HERMES = """
 {{- '<|im_end|>\\n' }}
 {%- else %}{{ '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}
 {%- endif %}{% endfor %}
-{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"""
-LIKE_COMMAND_R = """
-{{- bos_token }}{{ '<|im_start|>system Tools:' }}
-{%- for tool in tools %}{{ tool | tojson }}{% endfor %}{{ '<|im_end|>' }}
-{%- for message in messages %}
-{{- '<|im_start|>' + message.role + '\\n' + message.content }}
-{%- for call in message.tool_calls or [] %}{{ 'Action:' + (call.function | tojson) }}{% endfor %}
-{{- '<|im_end|>' }}{% endfor %}
-{{- '<|im_start|>system Write an action.<|im_end|>' }}
 {%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"""
 LIKE_GLM = """
 {%- for message in messages %}

@@ -21,13 +21,14 @@ from typing import Any, Generic, Literal, Protocol, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from eyas.client import Client, RequestFailure, api_key, server_url, status_failure
+from eyas.client import CONNECT_S, Client, RequestFailure, api_key, server_url, status_failure
 from eyas.errors import ConfigError, EyasError, MismatchError, MissingInputError
 from eyas.features.conversation import TurnFailure
 
 CLIENT_RETRIES = 2  # by the client itself, before another server is asked
 PAUSE_S, LONGEST_PAUSE_S = 0.5, 600.0  # before a server that failed is asked again
 WAIT_S = 1.0  # of `wait`, at most
+POLL_S = 0.1  # to look whether a pause is over
 PATIENCE_S = 300.0  # without any answer: a restart with a large model takes minutes
 MOST_FAILURES = 5  # of one request, at servers that pass their checks
 # Where an engine tells its version, by the `owned_by` of its model card.
@@ -99,7 +100,9 @@ class FleetServer(Generic[Asked, Reply]):
         self._asks = self._openai.AsyncOpenAI(
             base_url=f"{url}/v1",
             api_key=api_key() or "none",
-            timeout=config.timeout_s,
+            timeout=self._openai.Timeout(
+                config.timeout_s, connect=min(CONNECT_S, config.timeout_s)
+            ),
             max_retries=CLIENT_RETRIES,
             http_client=self._openai.DefaultAsyncHttpxClient(
                 trust_env=False, follow_redirects=False
@@ -217,6 +220,7 @@ class Fleet(Generic[Asked, Reply]):
         self._waiting: deque[Asked] = deque()
         self._tasks: set[asyncio.Task[Reply | TurnFailure]] = set()
         self._error: BaseException | None = None
+        self._freed = asyncio.Event()  # a server may have room for another request
         self._last_good = time.monotonic()
         self._runner = asyncio.Runner()
         try:
@@ -312,6 +316,7 @@ class Fleet(Generic[Asked, Reply]):
                 return reply
             finally:
                 server.num_running -= 1
+                self._freed.set()
 
     def _refuse_to_go_on(self, server: FleetServer[Asked, Reply], failure: RequestFailure) -> None:
         """Raise EyasError where a failure ends the run. A server that is busy is alive."""
@@ -334,7 +339,10 @@ class Fleet(Generic[Asked, Reply]):
             ]
             if free:
                 return min(free, key=lambda one: (one is last, one.num_running))
-            await asyncio.sleep(0.05)
+            self._freed.clear()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(POLL_S):
+                    await self._freed.wait()
 
     async def _stop(self) -> None:
         for task in self._tasks:
