@@ -14,6 +14,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,7 @@ from hypothesis import strategies as st
 from pydantic import BaseModel, ConfigDict
 from typer.testing import CliRunner
 
+from eyas.cli import doctor
 from eyas.cli.main import COMMANDS, build
 from eyas.cli.options import (
     HELP_WIDTH,
@@ -233,8 +235,16 @@ class TestPipeline:
         for word in ("export", "train", "capture", "generate", "prompts", "CC0-1.0"):
             assert word in lineage
 
-    def test_doctor_speaks(self):
-        assert "torch" in run_eyas("doctor").stdout
+    def test_doctor_shows_what_the_extras_install(self, monkeypatch):
+        monkeypatch.setenv("COLUMNS", "160")
+        shown = run_eyas("doctor").stdout
+        assert "torch" in shown
+        project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+        for package, use in doctor.OPTIONAL.items():
+            extra = re.search(r"eyas\[(\w+)\]", use)[1]
+            assert package in " ".join(project["optional-dependencies"][extra])
+            assert package in shown
+            assert use in shown
 
 
 class TestBadInputs:

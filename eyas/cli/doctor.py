@@ -13,6 +13,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 import torch
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from eyas import __version__
@@ -27,19 +28,18 @@ from eyas.builtin import (
 from eyas.errors import MissingInputError
 from eyas.model.library import unavailable
 
-REQUIRED = (
-    "torch",
-    "transformers",
-    "tokenizers",
-    "safetensors",
-    "pydantic",
-    "fsspec",
-)
+REQUIRED = ("torch", "transformers", "llguidance", "pydantic", "fsspec", "gguf")
 OPTIONAL = {
-    "presidio-analyzer": "installed recognisers of names",
-    "google-cloud-dlp": "Google Cloud DLP",
-    "speculators": "conformance of exported heads",
-    "openai": "tests of the server against the official client",
+    "openai": "generate and capture by servers: eyas[servers]",
+    "datasets": "sets of the Hugging Face hub: eyas[hub]",
+    "pyarrow": "Parquet: eyas[parquet]",
+    "presidio-analyzer": "recognisers of names beside our own: eyas[ner]",
+    "google-cloud-dlp": "personal data by Google Cloud: eyas[dlp]",
+    "accelerate": "targets larger than one device: eyas[large]",
+    "ray": "`eyas prompts` on several machines: eyas[ray]",
+    "tensorboard": "tracker of `eyas train`: eyas[tensorboard]",
+    "wandb": "tracker of `eyas train`: eyas[wandb]",
+    "speculators": "conformance of exported heads: eyas[conformance]",
 }
 STORES = {"s3://": "s3fs", "gs://": "gcsfs"}
 Row = tuple[str, str, str]
@@ -51,15 +51,14 @@ def command() -> None:
     table = Table("what", "here", "meaning", title=f"eyas {__version__}")
     for group in (_versions(), _devices(), _stores(), _packaged()):
         for row in group:
-            table.add_row(*row)
+            table.add_row(*map(escape, row))
         table.add_section()
     Console().print(table)
 
 
 def _versions() -> list[Row]:
     rows = [("python", platform.python_version(), sys.executable)]
-    uses = {**dict.fromkeys(REQUIRED, "required")}
-    uses |= {name: f"optional: {use}" for name, use in OPTIONAL.items()}
+    uses = dict.fromkeys(REQUIRED, "required") | OPTIONAL
     return rows + [(name, _version(name) or "absent", use) for name, use in uses.items()]
 
 
