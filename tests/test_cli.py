@@ -423,10 +423,7 @@ class TestRunFiles:
 
     @pytest.mark.parametrize(
         ("changed", "words"),
-        [
-            ({"capture": {"target": "c"}}, r"capture\.target"),
-            ({"trian": {}}, "trian"),
-        ],
+        [({"capture": {"target": "c"}}, r"capture\.target"), ({"trian": {}}, "trian")],
     )
     def test_what_contradicts_itself_is_named(self, changed, words):
         with pytest.raises(ConfigError, match=words):

@@ -457,15 +457,7 @@ def test_all_of_it_goes_by_keyboard(page):
         one
         for one in seen
         if one in ("send", "race", "clear", "speculation", "slow", "temperature", "longest")
-    ] == [
-        "send",
-        "race",
-        "clear",
-        "speculation",
-        "slow",
-        "temperature",
-        "longest",
-    ]
+    ] == ["send", "race", "clear", "speculation", "slow", "temperature", "longest"]
     page.focus("#prompt")
     page.keyboard.press("Enter")
     page.wait_for_selector(".said .token.drafted")

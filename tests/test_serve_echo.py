@@ -254,11 +254,7 @@ def test_every_sample_and_every_stream_has_its_own(client, max_tokens):
         for choice in chunk.choices:
             text, tokens, numbers = streamed.get(choice.index, ("", [], []))
             numbers = numbers + choice.logprobs.token_logprobs
-            streamed[choice.index] = (
-                text + choice.text,
-                tokens + choice.logprobs.tokens,
-                numbers,
-            )
+            streamed[choice.index] = (text + choice.text, tokens + choice.logprobs.tokens, numbers)
     assert streamed == {
         one.index: (one.text, one.logprobs.tokens, one.logprobs.token_logprobs)
         for one in whole.choices

@@ -116,11 +116,7 @@ def test_the_model_has_the_name_that_our_server_gives_it(target, head):
 
 
 @pytest.mark.parametrize(
-    "engine",
-    [
-        {"speculation": "fixed(3,4,8)"},
-        {"speculation": "auto(3,1,8)"},
-    ],
+    "engine", [{"speculation": "fixed(3,4,8)"}, {"speculation": "auto(3,1,8)"}]
 )
 def test_a_tree_is_refused_for_vllm(target, head, engine):
     """It drafts chains, and one that was asked for a tree would be thought to draft it."""
@@ -128,13 +124,7 @@ def test_a_tree_is_refused_for_vllm(target, head, engine):
         engine_command(EngineName.VLLM, ServeConfig(target=target, head=str(head), engine=engine))
 
 
-@pytest.mark.parametrize(
-    ("engine", "steps"),
-    [
-        ({}, 6),
-        ({"speculation": "auto(3,1,4)"}, 3),
-    ],
-)
+@pytest.mark.parametrize(("engine", "steps"), [({}, 6), ({"speculation": "auto(3,1,4)"}, 3)])
 def test_our_own_defaults_are_no_tree_that_was_asked_for(target, head, engine, steps):
     command = engine_command(
         EngineName.VLLM, ServeConfig(target=target, head=str(head), engine=engine)

@@ -18,13 +18,7 @@ from rich.table import Table
 
 from eyas import __version__
 from eyas.bench.machine import cpu_field
-from eyas.builtin import (
-    demo_prompts,
-    head_folder,
-    smollm2_file,
-    smollm2_head_folder,
-    target_folder,
-)
+from eyas.builtin import demo_prompts, head_folder, smollm2_file, smollm2_head_folder, target_folder
 from eyas.errors import MissingInputError
 from eyas.model.library import unavailable
 

@@ -9,14 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import BeforeValidator, Field, model_validator
 from pydantic_core import PydanticCustomError
 
-from eyas.serve.fields import (
-    MAX_SHOWN,
-    CompletionRequest,
-    NumLogprobs,
-    Strict,
-    TokenId,
-    few_keys,
-)
+from eyas.serve.fields import MAX_SHOWN, CompletionRequest, NumLogprobs, Strict, TokenId, few_keys
 from eyas.serve.limits import ApiError, unsupported
 
 TEXT_MAX_TOKENS = 16  # OpenAI's default
