@@ -7,7 +7,12 @@ from __future__ import annotations
 
 import fcntl
 import json
+import os
+import socket
+import subprocess
+import tempfile
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,9 +20,13 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+import httpx
 import torch
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
+
+from eyas.features.states import connector_folder, vllm_arguments
+from eyas.model.vocab import target_shape
 
 
 @dataclass
@@ -155,3 +164,46 @@ def serving_states(behaviour: Behaviour) -> Iterator[StateHTTP]:
         server.shutdown()
         server.server_close()
         thread.join()
+
+
+@contextmanager
+def vllm_server(python: str, folder: str, dtype: str, length: int, *options: str) -> Iterator[str]:
+    """The address of a server of the target, started for as long as the block lasts."""
+    with tempfile.TemporaryDirectory() as work, socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+        free.close()
+        states = vllm_arguments(folder, target_shape(folder), dtype, length, f"{work}/states")
+        log = Path(work, "log")
+        # not `vllm serve`: the command of the CPU's package does not find its own version
+        command = [python, "-m", "vllm.entrypoints.openai.api_server", "--model", *states]
+        with log.open("w") as lines:
+            process = subprocess.Popen(
+                [*command, "--port", str(port), "--enforce-eager", *options],
+                env={
+                    **os.environ,
+                    "PYTHONPATH": connector_folder(),
+                    "OMP_NUM_THREADS": str(os.cpu_count()),
+                    "VLLM_CPU_KVCACHE_SPACE": "2",  # GiB
+                },
+                cwd=work,
+                stdout=lines,
+                stderr=subprocess.STDOUT,
+            )
+        url = f"http://127.0.0.1:{port}"
+        try:
+            while not is_up(url):
+                if process.poll() is not None:
+                    raise SystemExit(f"vLLM ended: {log.read_text()[-2000:]}")
+                time.sleep(1)
+            yield url
+        finally:
+            process.terminate()
+            process.wait(60)
+
+
+def is_up(url: str) -> bool:
+    try:
+        return httpx.get(f"{url}/health", timeout=2).status_code == httpx.codes.OK
+    except httpx.HTTPError:
+        return False

@@ -17,7 +17,6 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.capture import vllm_server
 from eyas.artifact import Artifact
 from eyas.builtin import target_folder
 from eyas.client import RequestFailure
@@ -34,7 +33,7 @@ from eyas.model.config import TargetConfig
 from eyas.shards import Features, FeatureSource, Sample
 from eyas.train.trainer import TrainConfig, train
 from tests.stages import ending_target, prompts_of, write_prompts
-from tests.state_servers import Behaviour, serving_states
+from tests.state_servers import Behaviour, serving_states, vllm_server
 from tests.tiny import tiny_target
 
 # of float32: each is up to 2e-4 from float64 on this target, whose states reach 40

@@ -1,25 +1,27 @@
-"""Muon of weights split over ranks is torch's Muon of whole ones, to the bit; what a rank holds,
-and what a step keeps, by the benchmark.
+"""Muon of weights split over ranks is torch's Muon of whole ones, to the bit, and every row lies
+on one rank; what a step keeps of each token.
 """
 
 from __future__ import annotations
 
-import json
+import argparse
 import os
-import subprocess
-import sys
 from pathlib import Path
 
-import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
+from benchmarks import train_step
+from eyas.train.loss import ObjectiveConfig
 from eyas.train.muon import Muon
 from eyas.train.ranks import Ranks
-from tests.nursery import ROOT
+from eyas.train.step import LossModule
 from tests.object_stores import free_port
 from tests.tiny_batch import waves
 
@@ -96,29 +98,56 @@ def test_whole_matrices_step_as_torchs():
     assert all(map(torch.equal, ours.parameters(), theirs.parameters()))
 
 
-def test_a_rank_holds_its_share_and_a_step_little_of_each_token():
-    command = [sys.executable, "benchmarks/sharding.py", "--quick", "--ranks", "1", "2"]
-    done = subprocess.run(
-        command,
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
+class Living(TorchDispatchMode):
+    """Remembers every storage that operators make within it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._made: dict[int, tuple[StorageWeakRef, int]] = {}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        given = {id_of(one) for one in tree_leaves((args, kwargs)) if isinstance(one, torch.Tensor)}
+        results = func(*args, **(kwargs or {}))
+        for one in tree_leaves(results):
+            if isinstance(one, torch.Tensor) and (at := id_of(one)) not in given:
+                storage = one.untyped_storage()
+                self._made[at] = StorageWeakRef(storage), storage.nbytes()
+        return results
+
+    @property
+    def bytes(self) -> int:
+        """Of the storages that are alive."""
+        return sum(size for made, size in self._made.values() if not made.expired())
+
+
+def id_of(tensor: torch.Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
+
+
+def kept_bytes(args: argparse.Namespace, tokens: int, recompute: bool) -> int:
+    """What a forward over a batch of so many answer tokens keeps for its backward."""
+    args.tokens = tokens
+    made = train_step.world(args, [train_step.sample(args, tokens, 1.0, 0)], "cpu")
+    module = LossModule(
+        made.head, made.vocabulary, ObjectiveConfig(recompute=recompute), "bfloat16"
     )
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout.splitlines()[-1])
-    one, two = found["ranks"]
-    for part in ("weights", "gradients", "optimizer"):
-        assert two[part] == pytest.approx(one[part] / 2, rel=0.01), part
-    assert two["losses"][0] == pytest.approx(one["losses"][0], rel=1e-6)
-    # after a step of Muon in bf16, see test_trainer_ranks.assert_like_one
-    assert two["losses"] == pytest.approx(one["losses"], rel=1e-3)
-    kept = {(row["tokens"], row["recompute"]): row["kept"] for row in found["activations"]}
-    config = found["shape"]
+    teacher = module.teach(made.batch, 0.0)
+    divisor_K = module.divisors([made.batch], [teacher])
+    module(made.batch, teacher, divisor_K).loss.backward()  # what is made once
+    with Living() as living:
+        result = module(made.batch, teacher, divisor_K)
+        size = living.bytes
+    del result
+    return size
+
+
+def test_a_step_keeps_little_of_each_token():
+    args = argparse.Namespace(hidden=128, intermediate=448, heads=2, kv_heads=1, head_dim=64)
+    args.vocab, args.draft_vocab = 2048, 512
+    kept = {tokens: kept_bytes(args, tokens, True) for tokens in (128, 256)}
     # bf16 numbers of a slot and step: embedding, the layer's output, once more and sorted for the
     # loss, their gradient; queries, keys, values, their mixture; a tenth for tables of integers
-    per_step = 2 * (6 * config["hidden"] + 2 * 64 * (config["heads"] + config["kv_heads"])) * 1.1
-    first = 2 * (8 * config["hidden"])  # what step 0 keeps of every token
-    assert kept[256, True] - kept[128, True] <= 128 * (7 * per_step + first)
-    assert kept[256, True] < 0.3 * kept[256, False]
+    per_step = 2 * (6 * args.hidden + 2 * 64 * (args.heads + args.kv_heads)) * 1.1
+    first = 2 * (8 * args.hidden)  # what step 0 keeps of every token
+    assert kept[256] - kept[128] <= 128 * (7 * per_step + first)
+    assert kept[256] < 0.3 * kept_bytes(args, 256, False)
