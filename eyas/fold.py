@@ -1,8 +1,7 @@
 """A text as a reader sees it: one spelling for what looks alike, with the way back to the original.
 
 A number in full-width or Devanagari digits, a word with a zero-width space in it or with Cyrillic
-letters among Latin ones reads like the plain one, and no pattern matches it. Knows texts and
-Unicode alone, neither personal data nor evaluation sets.
+letters among Latin ones reads like the plain one, and no pattern matches it.
 """
 
 from __future__ import annotations

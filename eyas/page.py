@@ -1,4 +1,4 @@
-"""The pages that eyas writes: one stylesheet, and one way to fill a template. Knows no page.
+"""The pages that eyas writes: one stylesheet, and one way to fill a template.
 
 A page is one HTML file that needs no other file, so the stylesheet goes into it: `{{ house }}` in
 the template's <style>. Pictures come from eyas/figure.py as SVG in the stylesheet's colours.

@@ -1,3 +1,1 @@
-"""Raw conversation sets -> cleaned user prompts: readers, filters and the stage `prompts`. Knows no
-torch and no model.
-"""
+"""Raw conversation sets -> cleaned user prompts: readers, filters and the stage `prompts`."""

@@ -66,7 +66,7 @@ class LogConfig(BaseModel):
 
 
 class NotConsented(Unreadable):
-    """A request that nobody agreed to train on."""
+    """A request that no consent covers."""
 
     reason = "consent"
 
