@@ -181,12 +181,7 @@ def test_parts_that_are_not_given_are_left_out():
     bare = ledger(3, {}, verdicts=())
     bare["languages"], bare["masked"], bare["rows_masked"] = {}, {}, 0
     page = write_card(CardContents(bare))
-    for heading in (
-        "<h2>Licences",
-        "<h2>Overlap",
-        "Match with the traffic",
-        "show-dropped",
-    ):
+    for heading in ("<h2>Licences", "<h2>Overlap", "Match with the traffic", "show-dropped"):
         assert heading not in page
     assert "No row was dropped." in page
     assert "Nothing was found. That does not show that nothing is there." in page

@@ -135,11 +135,7 @@ def test_signatures_are_the_same_for_all_time():
     )
     environment = {**os.environ, "PYTHONHASHSEED": "2"}  # here it is another
     result = subprocess.run(
-        [sys.executable, "-c", program],
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=True,
+        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True
     )
     assert result.stdout.split() == [str(band) for band in found]
 

@@ -80,11 +80,7 @@ TEXTS = {
         "set.csv",
         [2, 4, 6],
     ),
-    "csv, another header": (
-        as_csv(THREE).replace("id,prompt", " ID,Prompt"),
-        "set.csv",
-        [2, 4, 6],
-    ),
+    "csv, another header": (as_csv(THREE).replace("id,prompt", " ID,Prompt"), "set.csv", [2, 4, 6]),
     "csv, more columns": (
         as_csv([{**row, "n": "1", "answer": 'a "b", \\'} for row in THREE]),
         "set.csv",

@@ -24,12 +24,7 @@ MESSAGES = [
     {"role": "assistant", "content": SAID},
     {"role": "user", "content": "And the cat?"},
 ]
-BODY = {
-    "model": "m",
-    "messages": MESSAGES,
-    "metadata": {"training": "yes"},
-    "user": "u1",
-}
+BODY = {"model": "m", "messages": MESSAGES, "metadata": {"training": "yes"}, "user": "u1"}
 # vllm 0.32.0, entrypoints/serve/utils/request_logger.py and logger.py (_FORMAT)
 VLLM = [
     "(APIServer pid=7) INFO 11-22 10:00:00 [api_server.py:1272] Starting vLLM API server",
@@ -161,9 +156,7 @@ def test_tables_hold_objects_as_maps_and_texts(tmp_path):
                 {
                     **SGLANG_EVENT,
                     "obj": {
-                        "messages": [
-                            {"role": "user", "content": "a" * 1024 + "..." + "b" * 1024},
-                        ]
+                        "messages": [{"role": "user", "content": "a" * 1024 + "..." + "b" * 1024}]
                     },
                 }
             )

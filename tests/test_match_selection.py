@@ -140,12 +140,7 @@ def test_log_weight_by_hand():
         np.zeros(4, np.int32),
     )
     assert match.log_weights(block, ratio).tolist() == pytest.approx(
-        [
-            STRENGTH * (more + less) / 2,
-            0,
-            STRENGTH * more,
-            STRENGTH * (2 * more + less) / 3,
-        ]
+        [STRENGTH * (more + less) / 2, 0, STRENGTH * more, STRENGTH * (2 * more + less) / 3]
     )
 
 
@@ -356,10 +351,7 @@ def test_the_traffic_is_cut_in_halves_by_what_it_says():
 def test_report_holds_counts_and_no_words():
     pool, traffic = rows({"food": 150, "code": 150}, 12, seed=1), rows({"food": 60}, 12, seed=2)
     chosen, (fitted, held_out), blocks = selected(pool, traffic, 60)
-    before, after = (
-        profile(blocks, np.ones(300, bool)),
-        profile(blocks, chosen),
-    )
+    before, after = (profile(blocks, np.ones(300, bool)), profile(blocks, chosen))
     before.sources, after.sources = Counter(food=150, code=150), Counter(food=60)
     held_out.languages, before.languages = Counter(en=3), Counter(de=2)
     found = match.match_report(before, after, fitted, held_out)
@@ -393,10 +385,7 @@ def test_real_traffic():
     traffic = made["sgd_dev"][::2]
     pool = made["sgd_dev"][1::2] + [one for name in list(made)[1:] for one in made[name][:1000]]
     chosen, (fitted, held_out), blocks = selected(pool, traffic, 500)
-    before, after = (
-        profile(blocks, np.ones(len(pool), bool)),
-        profile(blocks, chosen),
-    )
+    before, after = (profile(blocks, np.ones(len(pool), bool)), profile(blocks, chosen))
     found = match.match_report(before, after, fitted, held_out)
     assert found["js"]["after"] < found["js"]["before"] / 3
     assert found["js"]["after"] < 1.1 * found["js"]["floor"]

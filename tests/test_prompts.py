@@ -510,8 +510,7 @@ def test_real_sets(tmp_path, name):
         pytest.skip("the conversations are not beside this checkout")
     output = Artifact(str(tmp_path / "prompts"))
     manifest = make_prompts(
-        PromptsConfig(sources=[{"path": str(path), **REAL_SETS[name]}], max_prompts=400),
-        output,
+        PromptsConfig(sources=[{"path": str(path), **REAL_SETS[name]}], max_prompts=400), output
     )
     kept = prompts(output)
     assert len(kept) == 400

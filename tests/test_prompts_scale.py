@@ -326,8 +326,7 @@ def test_a_failing_filter_is_told_by_place_and_quotes_nothing(monkeypatch):
 
     row = SourceRow("set", "MIT", "set.jsonl:3", None, (MARKER,))
     with pytest.raises(
-        EyasError,
-        match=r"broken failed on set.jsonl:3 of set: ValueError at .*_scale.py:\d+",
+        EyasError, match=r"broken failed on set.jsonl:3 of set: ValueError at .*_scale.py:\d+"
     ) as raised:
         filters.filtered(row, {"broken": failing})
     assert MARKER not in str(raised.value)

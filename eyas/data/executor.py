@@ -127,10 +127,7 @@ class LocalExecutor:
         # Spawned, not forked: threads and locks of this process stay out of the workers.
         spawn = multiprocessing.get_context("spawn")
         self._pool = self._pool or ProcessPoolExecutor(
-            self._workers,
-            spawn,
-            initializer=_begin,
-            initargs=(self._task,),
+            self._workers, spawn, initializer=_begin, initargs=(self._task,)
         )
         begun = (self._pool.submit(_perform, job) for job in every)
         most = self._workers * IN_FLIGHT

@@ -48,11 +48,7 @@ class Recall:
         that follow from the interval: found * (1 - recall) / recall. Infinite for a recall of 0.
         """
         low, high = self.interval
-        return (
-            _missed(found, self.share),
-            _missed(found, high),
-            _missed(found, low),
-        )
+        return (_missed(found, self.share), _missed(found, high), _missed(found, low))
 
 
 def _missed(found: int, recall: float) -> float:
