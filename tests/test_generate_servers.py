@@ -414,6 +414,11 @@ def test_addresses_and_keys(
             server_urls(urls)
         assert "secret" not in str(error.value)
     assert server_urls(["http://a:1/v1/", "https://b/api/v1"]) == ["http://a:1", "https://b/api"]
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, "openai", None)
+        with pytest.raises(ConfigError, match="package openai, which is not installed") as error:
+            TargetServer("http://a:1", ClientConfig(), TargetProof("", 1, (), (2,)))
+        assert "eyas[servers]" in error.value.hint
     monkeypatch.setenv("EYAS_API_KEY", "a\nb")
     with pytest.raises(ConfigError, match="characters that no header takes"):
         TargetServer("http://a:1", ClientConfig(), TargetProof("", 1, (), (2,)))

@@ -264,7 +264,8 @@ class TurnRules:
             top_k=params.top_k,
             max_tokens=params.max_tokens,
             seed=params.seed,
-            marked=mark(text, reply.finish_reason),
+            # without thoughts, where a server's parser took them out
+            marked=mark(message.get("content") or text, reply.finish_reason),
         )
         origin = Origin(
             key=answer.key,
