@@ -22,8 +22,8 @@ from eyas.artifact import WORK, Artifact
 from eyas.errors import InputError, MissingInputError, StorageFullError
 from eyas.features import answers as on_disk
 from eyas.features import generate as stage
-from eyas.features.answerers import EngineBackend
 from eyas.features.answers import AnswerParts, JournalEntry, folder_lock
+from eyas.features.backends import EngineBackend
 from eyas.features.conversation import TurnRequest
 from eyas.features.generate import GenerateConfig, generate
 from eyas.records import Answer, Origin, read_answers, read_origins

@@ -24,7 +24,7 @@ import pytest
 from eyas.artifact import VERSION, Artifact
 from eyas.errors import ConfigError, EyasError, MismatchError, MissingInputError, TemplateError
 from eyas.features import generate as stage
-from eyas.features.answerers import TargetProof, TargetServer
+from eyas.features.backends import TargetProof, TargetServer
 from eyas.features.fleet import ClientConfig, server_urls
 from eyas.features.generate import GenerateConfig, generate
 from eyas.model.weights import fingerprint

@@ -278,7 +278,7 @@ class SampleSource(Protocol):
         """For the manifest."""
 
     def close(self) -> None:
-        """Let go of what it holds."""
+        """Release what it holds."""
 
 
 class ServedForward:

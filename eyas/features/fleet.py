@@ -64,8 +64,8 @@ class FleetRequest(Protocol):
         """Of the request; its reply has the same."""
 
 
-Asked = TypeVar("Asked", bound=FleetRequest)
-Reply = TypeVar("Reply")
+RequestT = TypeVar("RequestT", bound=FleetRequest)
+ReplyT = TypeVar("ReplyT")
 
 
 class PromptMismatch(RequestFailure):
@@ -76,7 +76,7 @@ class PromptMismatch(RequestFailure):
         super().__init__("refused", what + (", or others" if len(theirs) == len(ours) else ""))
 
 
-class FleetServer(Generic[Asked, Reply]):
+class FleetServer(Generic[RequestT, ReplyT]):
     """A server, and how it does. model and engine are known once `check` has passed."""
 
     def __init__(self, url: str, config: FleetConfig) -> None:
@@ -154,7 +154,7 @@ class FleetServer(Generic[Asked, Reply]):
         """Raises RequestFailure, "unfit" where something else than the target is served."""
         raise NotImplementedError
 
-    async def reply(self, request: Asked) -> Reply:
+    async def reply(self, request: RequestT) -> ReplyT:
         """What the fleet hands out. Raises RequestFailure."""
         raise NotImplementedError
 
@@ -199,14 +199,14 @@ class FleetServer(Generic[Asked, Reply]):
         await self._asks.close()
 
 
-class Fleet(Generic[Asked, Reply]):
+class Fleet(Generic[RequestT, ReplyT]):
     """The servers as a backend. All requests run on an event loop of this object, which runs while
     `wait` waits.
     """
 
     def __init__(
         self,
-        servers: Sequence[FleetServer[Asked, Reply]],
+        servers: Sequence[FleetServer[RequestT, ReplyT]],
         config: FleetConfig,
         start_hint: str = "start one, e.g. with `eyas serve`, or check the address",
         fit_hint: str = "give servers of this target, with its own tokenizer and chat template",
@@ -217,8 +217,8 @@ class Fleet(Generic[Asked, Reply]):
         """
         self.capacity = len(servers) * config.concurrency
         self._servers, self._config, self._fit_hint = servers, config, fit_hint
-        self._waiting: deque[Asked] = deque()
-        self._tasks: set[asyncio.Task[Reply | TurnFailure]] = set()
+        self._waiting: deque[RequestT] = deque()
+        self._tasks: set[asyncio.Task[ReplyT | TurnFailure]] = set()
         self._error: BaseException | None = None
         self._freed = asyncio.Event()  # a server may have room for another request
         self._last_good = time.monotonic()
@@ -229,20 +229,20 @@ class Fleet(Generic[Asked, Reply]):
             self.close()
             raise
 
-    def add(self, request: Asked) -> None:
+    def add(self, request: RequestT) -> None:
         """Ask for a reply to this."""
         self._waiting.append(request)
 
-    def wait(self) -> list[Reply | TurnFailure]:
+    def wait(self) -> list[ReplyT | TurnFailure]:
         """What is ready, after a second at most. Raises EyasError when no server answers."""
         return self._runner.run(self._wait())
 
     def status(self) -> str:
         """How many answer, and what is wrong with the others."""
-        ill = [f"{one.url} {one.reason}" for one in self._servers if one.reason]
-        shown = "; ".join(ill[:3] + ["..."] * (len(ill) > 3))
+        failing = [f"{one.url} {one.reason}" for one in self._servers if one.reason]
+        shown = "; ".join(failing[:3] + ["..."] * (len(failing) > 3))
         count = len(self._servers)
-        return f"{count - len(ill)} of {count} servers" + (f" ({shown})" if ill else "")
+        return f"{count - len(failing)} of {count} servers" + (f" ({shown})" if failing else "")
 
     def facts(self) -> dict[str, Any]:
         """Every server with what it is and how it went."""
@@ -272,7 +272,7 @@ class Fleet(Generic[Asked, Reply]):
             raise MissingInputError(f"no server answers: {_reasons(self._servers)}", start_hint)
         self._last_good = time.monotonic()
 
-    async def _wait(self) -> list[Reply | TurnFailure]:
+    async def _wait(self) -> list[ReplyT | TurnFailure]:
         while self._waiting:
             self._tasks.add(asyncio.create_task(self._ask(self._waiting.popleft())))
         if not self._tasks:
@@ -287,10 +287,10 @@ class Fleet(Generic[Asked, Reply]):
             raise self._error
         return replies
 
-    async def _ask(self, request: Asked) -> Reply | TurnFailure:
+    async def _ask(self, request: RequestT) -> ReplyT | TurnFailure:
         """The reply of the first server that gives one."""
         num_failed = 0
-        server: FleetServer[Asked, Reply] | None = None
+        server: FleetServer[RequestT, ReplyT] | None = None
         while True:
             server = await self._next(server)
             server.num_running += 1
@@ -303,7 +303,7 @@ class Fleet(Generic[Asked, Reply]):
                     is_mismatch = isinstance(failure, PromptMismatch)
                     reason: Any = "server_saw_other_tokens" if is_mismatch else "server_refused"
                     return TurnFailure(request.id, reason, f"{server.url} {failure.what}")
-                self._refuse_to_go_on(server, failure)
+                self._stop_if_hopeless(server, failure)
                 if server.is_checked:  # else it is the server that fails, not with this request
                     server.fail(failure)
                     num_failed += failure.kind != "busy"
@@ -318,7 +318,9 @@ class Fleet(Generic[Asked, Reply]):
                 server.num_running -= 1
                 self._freed.set()
 
-    def _refuse_to_go_on(self, server: FleetServer[Asked, Reply], failure: RequestFailure) -> None:
+    def _stop_if_hopeless(
+        self, server: FleetServer[RequestT, ReplyT], failure: RequestFailure
+    ) -> None:
         """Raise EyasError where a failure ends the run. A server that is busy is alive."""
         if failure.kind == "unfit":
             raise MismatchError(f"{server.url} {failure.what}", self._fit_hint) from failure
@@ -328,7 +330,9 @@ class Fleet(Generic[Asked, Reply]):
                 "every answer is kept: repair the servers and run the same command again",
             ) from failure
 
-    async def _next(self, last: FleetServer[Asked, Reply] | None) -> FleetServer[Asked, Reply]:
+    async def _next(
+        self, last: FleetServer[RequestT, ReplyT] | None
+    ) -> FleetServer[RequestT, ReplyT]:
         """The least busy server that may be asked, and another one than the last where there is
         one.
         """

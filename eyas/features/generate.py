@@ -27,8 +27,8 @@ from eyas.chat import Chat
 from eyas.engine.engine import Engine, EngineConfig
 from eyas.errors import EmptyInputError, TemplateError
 from eyas.features import marks
-from eyas.features.answerers import EngineBackend, TargetProof, TargetServer, probes
 from eyas.features.answers import AnswerParts, folder_lock
+from eyas.features.backends import EngineBackend, TargetProof, TargetServer, probes
 from eyas.features.conversation import (
     Conversation,
     Sampling,

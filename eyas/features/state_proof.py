@@ -1,6 +1,6 @@
 """What a server must show before it is asked for states: that they are the target's.
 
-The same conversations through a decoder of ours, stream by stream.
+The same conversations through our decoder, stream by stream.
 
 Letters: T tokens of a sample, S the four streams, L layers, H the target's hidden size.
 """
@@ -38,7 +38,7 @@ class StateRequest:
 class StateProof:
     """What a server must show before it is asked. Tensors are of the settings' dtype.
 
-    samples: what a decoder of ours made of them. layers_LTH: every layer's output of the first
+    samples: what our decoder computes of them. layers_LTH: every layer's output of the first
     tokens of the first one. max_length: tokens of the longest sample.
     """
 
