@@ -107,26 +107,25 @@ def test_a_pipeline_searches_its_own_language_and_a_given_one(pipeline):
     assert "print(zorblax)" in mask(code, given.find(code)), "never in code"
 
 
-def test_a_transformers_model_finds_what_ours_does_not(model):
-    text = "the zorblax lives in quuxville ."
-    assert (
-        mask(text, Detector(config_of(f"transformers:{model}")).find(text))
-        == "the <PERSON> lives in <LOCATION> ."
-    )
-
-
 @pytest.mark.parametrize(
-    "labels", [("S-private_person", "S-private_address"), ("B-GIVENNAME", "B-STREET")]
+    ("labels", "place"),
+    [
+        (("B-PER", "B-LOC"), "LOCATION"),
+        (("S-private_person", "S-private_address"), "STREET_ADDRESS"),
+        (("B-GIVENNAME", "B-STREET"), "STREET_ADDRESS"),
+    ],
 )
-def test_labels_of_models_made_for_personal_data(model, labels):
-    """OpenAI's Privacy Filter marks whole entities with S and ends with E, in lower case."""
+def test_a_transformers_model_finds_what_ours_does_not(model, labels, place):
+    """With the labels of models made for personal data too: OpenAI's Privacy Filter marks whole
+    entities with S and ends with E, in lower case.
+    """
     config = json.loads((model / "config.json").read_text())
     config["id2label"] = {"0": "O", "1": labels[0], "2": labels[1]}
     config["label2id"] = {label: int(number) for number, label in config["id2label"].items()}
     (model / "config.json").write_text(json.dumps(config))
     text = "the zorblax lives in quuxville ."
     found = Detector(config_of(f"transformers:{model}")).find(text)
-    assert mask(text, found) == "the <PERSON> lives in <STREET_ADDRESS> ."
+    assert mask(text, found) == f"the <PERSON> lives in <{place}> ."
 
 
 class PlainGliner:
