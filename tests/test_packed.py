@@ -44,7 +44,6 @@ from tests.test_native import (
     tree_rows,
 )
 from tests.tiny import tiny_target
-from tests.tiny_engine import SAMPLED, decoded, engine, plainly, requests
 
 # where the scales of half precision lie in a block, and of what size they are in usual weights
 HALVES_OF = {Kind.Q4_K: ((0, 2), 5e-4), Kind.Q6_K: ((208,), 1e-4)}
@@ -271,19 +270,6 @@ def test_rows_of_a_target_depend_on_nothing_beside_them(shape: str, dtype: str):
     run(made[2], cache, chunk(TOKENS[:13], 0))
     _, found = run(made[2], cache, tree_rows(nodes, [-1, 0, 0, 1, 2, 4], 13))
     assert torch.equal(found[[0, 2, 4]], logits[13:16])
-
-
-@needs_native
-@pytest.mark.parametrize("params", [{}, SAMPLED], ids=["greedy", "sampled"])
-def test_speculation_changes_no_token(tmp_path, monkeypatch, params: dict):
-    monkeypatch.setattr("eyas.engine.costs.cache_folder", lambda _: tmp_path)
-    config, tensors, blocks = quantised(tiny_target(tmp_path / "target", vocab_size=24))
-    target = Target(config, tensors, "packed", blocks=blocks)
-    assert (target.precision, target.dtype) == ("packed", torch.bfloat16)
-    asked = requests(10, ignore_eos=True, max_tokens=40, shared=35, **params)
-    results = list(engine(target, num_pages=16, max_batch=6).run(asked))
-    assert decoded(results) == plainly(target, asked)
-    assert sum(sum(result.accept_hist[1:]) for result in results) > 0
 
 
 @needs_native
