@@ -6,10 +6,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from eyas.engine.acceptance import Acceptance, along_paths, judge
-from eyas.engine.graft import graft
+from eyas.engine.drafters import merged
 from eyas.engine.text import TextChain, kinds_of
 from eyas.model.rows import PAD, Proposals
-from tests.test_text import NOTHING, grafted_trees
+from tests.test_text import NOTHING, merged_trees
 from tests.test_tree import above_of, random_trees
 
 
@@ -72,7 +72,7 @@ def test_a_path_is_the_product_of_its_steps():
 def test_judged_are_the_children_of_what_was_drawn(seed: int, B: int, with_text: bool):
     rng = np.random.default_rng(seed)
     for _ in range(10):
-        trees = grafted_trees if with_text else random_trees
+        trees = merged_trees if with_text else random_trees
         proposals = trees(rng, B) if with_text else trees(rng, B, 2, int(rng.integers(0, 3)))
         if not proposals.tokens.size:
             continue
@@ -131,7 +131,7 @@ def test_a_kind_of_text_that_comes_true_is_believed_and_says_nothing_of_the_head
     acceptance = Acceptance(4)
     good, bad = [TextChain([1, 2, 3], kinds_of(2, 3))], [TextChain([4, 5], kinds_of(9, 2))]
     for _ in range(40):
-        proposals = graft(NOTHING, [-1, -1], [good, bad])
+        proposals = merged(NOTHING, [-1, -1], [good, bad])
         assert observe(acceptance, proposals, [[1, 2, 3, 9], [9]]) == [0, 3, 0]
     believed = acceptance.of_text()
     assert believed[good[0].kinds[0]] > 0.8
@@ -144,7 +144,7 @@ def test_a_token_that_head_and_text_propose_is_one_candidate_and_surer_than_eith
     parents, depths = np.full((1, 2), -1, np.int32), np.ones(2, np.int32)
     head, acceptance = Proposals(np.array([[10, 11]]), scores, parents, depths), Acceptance(4)
     text = TextChain([11, 12], kinds_of(3, 2))
-    both = graft(head, [0], [[text]])
+    both = merged(head, [0], [[text]])
     of_text = float(acceptance.of_text()[text.kinds[0]])
     paths = acceptance.calibrate(both).paths[0]
     assert paths[:2] == pytest.approx([0.5, 1 - (1 - 0.3) * (1 - of_text)])

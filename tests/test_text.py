@@ -1,11 +1,11 @@
-"""Drafts from text: the index against a search by hand, and the grafted trees."""
+"""Drafts from text: the index against a search by hand, and the merged trees."""
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from eyas.engine.graft import UNPROPOSED, graft
+from eyas.engine.drafters import merged
 from eyas.engine.text import (
     CHAIN,
     FIRST_ACCEPTANCE,
@@ -15,7 +15,7 @@ from eyas.engine.text import (
     TextIndex,
     kinds_of,
 )
-from eyas.model.rows import PAD, Proposals
+from eyas.model.rows import PAD, UNPROPOSED, Proposals
 from tests.test_tree import random_trees
 
 NOTHING = Proposals(
@@ -175,36 +175,35 @@ def paths_in(proposals: Proposals, b: int) -> dict[tuple[int, ...], int]:
     st.integers(1, 3),
     st.integers(0, 3),
 )
-def test_grafted_trees_hold_both_and_each_once(seed, asked, k: int, num_levels: int):
+def test_merged_trees_hold_both_and_each_once(seed, asked, k: int, num_levels: int):
     """asked: of each line, whether the head drafts for it, and text's chains."""
     rng = np.random.default_rng(seed)
     drafts = [line for line, (has_head, _) in enumerate(asked) if has_head]
     head = random_trees(rng, len(drafts), k, num_levels) if drafts else NOTHING
     lines = [drafts.index(line) if line in drafts else -1 for line in range(len(asked))]
     chains = [own for _, own in asked]
-    grafted = graft(head, lines, chains)
-    assert grafted.kinds is not None
-    assert (np.diff(grafted.depths) >= 0).all()
+    both = merged(head, lines, chains)
+    assert both.kinds is not None
     for b, (line, own) in enumerate(zip(lines, chains, strict=True)):
-        for parent in range(-1, grafted.tokens.shape[1]):
-            children(grafted, b, parent)
-        found = paths_in(grafted, b)
+        for parent in range(-1, both.tokens.shape[1]):
+            children(both, b, parent)
+        found = paths_in(both, b)
         of_head = paths_in(head, line) if line >= 0 else {}
         of_text = {
             tuple(one.tokens[: depth + 1]) for one in own for depth in range(len(one.tokens))
         }
         assert set(found) == set(of_head) | of_text
         for path, c in found.items():
-            assert (grafted.kinds[b, c] >= 0) == (path in of_text)
-            assert (grafted.scores[b, c] > UNPROPOSED) == (path in of_head)
+            assert (both.kinds[b, c] >= 0) == (path in of_text)
+            assert (both.scores[b, c] > UNPROPOSED) == (path in of_head)
             if path in of_head:
-                assert grafted.scores[b, c] == head.scores[line, of_head[path]]
+                assert both.scores[b, c] == head.scores[line, of_head[path]]
         used = sorted(found.values())
-        assert (np.delete(grafted.parents[b], used) == PAD).all()
-        assert (np.delete(grafted.tokens[b], used) == -1).all()
+        assert (np.delete(both.parents[b], used) == PAD).all()
+        assert (np.delete(both.tokens[b], used) == -1).all()
 
 
-def grafted_trees(rng: np.random.Generator, B: int) -> Proposals:
+def merged_trees(rng: np.random.Generator, B: int) -> Proposals:
     k, levels = int(rng.integers(1, 4)), int(rng.integers(0, 4))
     which = [b for b in range(B) if rng.uniform() < 0.7]
     head = random_trees(rng, len(which), k, levels) if which else NOTHING
@@ -212,4 +211,4 @@ def grafted_trees(rng: np.random.Generator, B: int) -> Proposals:
     for _ in range(B):
         rows = [rng.integers(0, 2 * k, rng.integers(1, 9)).tolist() for _ in range(rng.integers(3))]
         chains.append([TextChain(row, kinds_of(int(rng.integers(1, 9)), len(row))) for row in rows])
-    return graft(head, [which.index(b) if b in which else -1 for b in range(B)], chains)
+    return merged(head, [which.index(b) if b in which else -1 for b in range(B)], chains)

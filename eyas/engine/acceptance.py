@@ -20,9 +20,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from eyas.engine.graft import UNPROPOSED
 from eyas.engine.text import FIRST_ACCEPTANCE, NUM_KINDS
-from eyas.model.rows import Proposals
+from eyas.model.rows import UNPROPOSED, Proposals
 
 BELIEF = 10.0  # candidates that the first belief counts as
 MEMORY = 0.9995  # part of the counts that is kept from one round to the next
@@ -119,7 +118,7 @@ def along_paths(own: np.ndarray, above: np.ndarray, depths: np.ndarray) -> np.nd
     paths, jump = _with_root(own, 1), np.empty((B, C + 1), dtype=np.int64)
     jump[:, :C] = above
     jump[:, C] = np.arange(C, B * (C + 1), C + 1)  # the root is above itself
-    for step in range((int(depths[-1]) - 1).bit_length() if len(depths) else 0):
+    for step in range((int(depths.max(initial=1)) - 1).bit_length()):
         if step:
             jump = jump.take(jump)
         paths = paths * paths.take(jump)
@@ -133,7 +132,7 @@ def judge(
     accepted drafts among them: all but a request's last token, which the target adds.
     """
     lengths_B = np.array([len(row) for row in emitted])
-    emitted_BD = np.full((len(emitted), max(int(proposals.depths[-1]), lengths_B.max())), -2)
+    emitted_BD = np.full((len(emitted), max(int(proposals.depths.max()), lengths_B.max())), -2)
     for b, row in enumerate(emitted):
         emitted_BD[b, : len(row)] = row
     following = emitted_BD[:, proposals.depths - 1]

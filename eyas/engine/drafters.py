@@ -32,7 +32,7 @@ from eyas.engine.policy import RoundPlan
 from eyas.engine.scheduler import RunningSample, page_table
 from eyas.engine.text import RecentAnswers, TextChain
 from eyas.engine.tree import Speculation
-from eyas.model.rows import FeatureCache, Growth, Proposals, Roots
+from eyas.model.rows import PAD, UNLIKELY, FeatureCache, Growth, Proposals, Roots
 
 NOTHING = Proposals(  # of a round in which no sample drafts
     np.empty((0, 0), dtype=np.int64),
@@ -125,3 +125,57 @@ class TextDrafter:
         if sample.request.text_drafts:
             answer = sample.tokens[len(sample.request.prompt_ids) :]
             self.recent.add(sample.request.cache_salt, answer)
+
+
+def merged(
+    head: Proposals, lines: Sequence[int], chains: Sequence[Sequence[TextChain]]
+) -> Proposals:
+    """The head's proposals and text's chains: one trie of candidates for each sample.
+
+    lines: for each of the B samples, the head's line of it, -1 for none. chains: of each sample;
+    earlier ones have the say about a candidate's kind. A token that both propose at the same place
+    is one candidate. A place without a candidate has PAD as its parent, and -1 as its token.
+    """
+    C, num_chains = head.tokens.shape[1], max(map(len, chains))
+    depth = max((len(chain.tokens) for own in chains for chain in own), default=0)
+    shape = len(lines), C + depth * num_chains
+    tokens, parents = np.full(shape, -1), np.full(shape, PAD, dtype=np.int32)
+    scores = np.full(shape, -np.inf, dtype=np.float32)
+    kinds = np.full(shape, -1, dtype=np.int32)
+    for b, (line, own) in enumerate(zip(lines, chains, strict=True)):
+        nodes: dict[tuple[int, int], int] = {}  # by parent and token
+        if line >= 0:
+            tokens[b, :C], parents[b, :C] = head.tokens[line], head.parents[line]
+            scores[b, :C] = head.scores[line]
+            of_head = zip(head.parents[line].tolist(), head.tokens[line].tolist(), strict=True)
+            nodes = {node: c for c, node in enumerate(of_head)}
+        for number, chain in enumerate(own):
+            parent, score = -1, 0.0
+            for level, (token, kind) in enumerate(zip(chain.tokens, chain.kinds, strict=True)):
+                free = C + level * num_chains + number
+                c = nodes.setdefault((parent, token), free)
+                if c == free:
+                    tokens[b, c], parents[b, c], scores[b, c] = token, parent, score - UNLIKELY
+                if kinds[b, c] < 0:
+                    kinds[b, c] = kind
+                parent, score = c, float(scores[b, c])
+    levels = np.arange(1, depth + 1, dtype=np.int32).repeat(num_chains)
+    return Proposals(tokens, scores, parents, np.concatenate((head.depths, levels)), kinds)
+
+
+def with_text(
+    able: Sequence[RunningSample],
+    chains: Sequence[Sequence[TextChain]],
+    growing: Sequence[RunningSample],
+    head: Proposals,
+) -> tuple[list[RunningSample], Proposals]:
+    """The samples that have candidates of the head or of text, and all of these.
+
+    chains: of each sample in `able`. growing: the samples that the head's proposals are of.
+    """
+    lines = {sample: line for line, sample in enumerate(growing)}
+    both = [
+        (sample, own) for sample, own in zip(able, chains, strict=True) if own or sample in lines
+    ]
+    of_head = [lines.get(sample, -1) for sample, _ in both]
+    return [sample for sample, _ in both], merged(head, of_head, [own for _, own in both])

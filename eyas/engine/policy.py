@@ -19,7 +19,7 @@ so many rows; so a plan is a row of the table, a column, a number of requests an
 draft's steps, and all plans are compared at once. What was seen of trees is forgotten while none
 is drafted, which leads back to the first belief: a head that did not pay is tried again.
 
-Candidates of text (`text.py`, `graft.py`) are there before a round is planned and cost nothing, so
+Candidates of text (`text.py`) are there before a round is planned and cost nothing, so
 the plan is whose trees the head grows beside them.
 
 Letters: S requests that may speculate, B all that decode, B' those with candidates, K draft steps,
@@ -36,10 +36,9 @@ import numpy as np
 
 from eyas.engine.acceptance import SOURCES, Acceptance, Calibration
 from eyas.engine.costs import AT_ONCE, Correction, CostTable
-from eyas.engine.graft import UNPROPOSED
 from eyas.engine.text import CHAIN, TextChain
 from eyas.engine.tree import Speculation, choose, most_probable
-from eyas.model.rows import Proposals
+from eyas.model.rows import UNPROPOSED, Proposals
 
 GRID = np.array([0.02, 0.04, 0.07, 0.1, 0.14, 0.19, 0.25, 0.32, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9])
 FIRST_PATH = 0.85  # of the first expected tree, a chain: a good head's, so that it is tried
@@ -315,6 +314,6 @@ class Policy:
 def _head_depth(proposals: Proposals) -> int:
     """Levels that the head has drafted; text's chains beside them may be longer."""
     if proposals.kinds is None:
-        return int(proposals.depths[-1]) if len(proposals.depths) else 0
+        return int(proposals.depths.max(initial=0))
     is_heads = (proposals.scores > UNPROPOSED).any(axis=0)
     return int(proposals.depths[is_heads].max(initial=0))

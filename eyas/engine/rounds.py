@@ -25,14 +25,19 @@ import torch
 
 from eyas.engine.costs import RoundWork, round_costs
 from eyas.engine.draft import Draft, to_device
-from eyas.engine.drafters import HEAD_FAULTS, NOTHING, DraftError, HeadDrafter, TextDrafter
-from eyas.engine.graft import graft
+from eyas.engine.drafters import (
+    HEAD_FAULTS,
+    NOTHING,
+    DraftError,
+    HeadDrafter,
+    TextDrafter,
+    with_text,
+)
 from eyas.engine.pages import PagePool
 from eyas.engine.policy import Policy
 from eyas.engine.request import DraftedTree, Update
 from eyas.engine.sampling import host_logits, token_logprob, token_logprob_natively
 from eyas.engine.scheduler import Job, RunningSample, page_table
-from eyas.engine.text import TextChain
 from eyas.engine.tree import Speculation, Tree, drafted_tree, tree_of_line
 from eyas.engine.verify import accept
 from eyas.model.config import Taps
@@ -326,27 +331,8 @@ class Rounds:
         return rows_of(arrays, table, self._device)
 
 
-def with_text(
-    able: list[RunningSample],
-    chains: list[list[TextChain]],
-    growing: list[RunningSample],
-    proposals: Proposals,
-) -> tuple[list[RunningSample], Proposals]:
-    """The samples that have candidates of the head or of text, and all of these.
-
-    chains: of each sample in `able`. growing: the samples that the head's proposals are of.
-    """
-    lines = {sample: line for line, sample in enumerate(growing)}
-    both = [
-        (sample, own) for sample, own in zip(able, chains, strict=True) if own or sample in lines
-    ]
-    drafting = [sample for sample, _ in both]
-    of_head = [lines.get(sample, -1) for sample in drafting]
-    return drafting, graft(proposals, of_head, [own for _, own in both])
-
-
 def _judged_columns(sample: RunningSample, chunk: range) -> range:
-    """The columns of a prefill whose logits are wanted: the last one's for a draw, and those that
+    """The columns of a prefill whose logits are computed: the last one's for a draw, and those that
     score a token of the prompt, if they have not done so before a preemption.
     """
     num_known = len(sample.tokens)

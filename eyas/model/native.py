@@ -302,7 +302,7 @@ class NativeTarget(NativeDecoder):
         assert -1 <= min(chosen.line, default=-1) <= max(chosen.line, default=-1) < len(chosen.kept)
         width = 3 * self._config.hidden_size
         assert features is None or features.data.shape == (cache.data.shape[1], width)
-        places = int(proposals.depths[-1]) + 1 if C else 1
+        places = int(proposals.depths.max(initial=0)) + 1
         num_nodes = {
             b: 1 + (int(chosen.kept[chosen.line[b]].sum()) if chosen.line[b] >= 0 else 0)
             for b, draw in enumerate(draws)

@@ -229,6 +229,8 @@ class Growth(NamedTuple):
 
 
 PAD = -9  # the parent of a place without a candidate: no node has this index
+UNLIKELY = 100.0  # less in log-probability: what the head has not proposed
+UNPROPOSED = -UNLIKELY / 2  # the score of a path that the head has not proposed is below it
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,7 +241,8 @@ class Proposals:
     C]: a candidate's index, -1 for the root; depths int32 [C], from 1. The children of the
     frontier's place j in one level stand at j * k .. j * k + k - 1 of the level's candidates. kinds
     int32 [B, C], where text was drafted too: of the text that proposes a candidate, -1 where none
-    does; `engine/graft.py` adds text's candidates at the end of each level.
+    does. Candidates of text alone stand behind all of the head's, level by level
+    (`engine/drafters.py`).
     """
 
     tokens: np.ndarray
