@@ -7,7 +7,7 @@
     FILE.gguf           a target: written once as a folder in the cache (eyas/gguf)
     anything else       a folder here, used where it is
 
-Knows names of files, not what is in them. The network is asked only when a model is resolved.
+The network is asked only when a model is resolved.
 """
 
 from __future__ import annotations

@@ -12,11 +12,34 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from eyas.model.attention import AttentionPlan, tree_attention_reference
-from eyas.model.rows import Rows, rows_of, slots_of
+from eyas.model.attention import AttentionPlan
+from eyas.model.rows import MAX_TREE_COLUMNS, Rows, rows_of, slots_of
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TOLERANCE = {torch.float32: 4e-6, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
+
+
+def tree_attention_reference(
+    q: torch.Tensor, kv: torch.Tensor, rows: Rows, page_size: int
+) -> torch.Tensor:
+    """The definition: softmax(q k^T / sqrt(D)) v over the columns that a row sees. The result is
+    float64.
+    """
+    M, Hq, D = q.shape
+    mixed = torch.empty(M, Hq, D, dtype=torch.float64, device=q.device)
+    for m in range(M):
+        prefix_len, bits, pages = (
+            int(rows.prefix_len[m]),
+            int(rows.seen[m]),
+            rows.page_table[int(rows.request[m])].tolist(),
+        )
+        columns = list(range(int(rows.first_seen[m]), prefix_len))
+        columns += [prefix_len + e for e in range(MAX_TREE_COLUMNS) if bits >> e & 1]
+        slots = [pages[column // page_size] * page_size + column % page_size for column in columns]
+        k, v = kv[slots].double().repeat_interleave(Hq // kv.shape[2], 2).unbind(1)
+        scores = torch.einsum("hd,chd->hc", q[m].double(), k) * D**-0.5
+        mixed[m] = torch.einsum("hc,chd->hd", scores.softmax(-1), v)
+    return mixed
 
 
 @dataclass(frozen=True)

@@ -219,9 +219,9 @@ def verifier_of(
     """What a form says of the target. Its embeddings, in the head's precision, go along where each
     form's own tools put them: vLLM's and OpenVINO's with, SGLang's without.
     """
-    architectures = read_config(folder).get("architectures") or [
-        f"{FAMILIES.get(vocabulary.config.family, vocabulary.config.family)}ForCausalLM"
-    ]
+    family = vocabulary.config.family
+    name = FAMILIES[family].name if family in FAMILIES else family
+    architectures = read_config(folder).get("architectures") or [f"{name}ForCausalLM"]
     embed_tokens = (
         vocabulary.embed_tokens.to(tensors["fc.weight"].dtype)
         if engine_of(form).target_embeddings

@@ -1,1 +1,1 @@
-"""Targets and heads: shapes, weights, layers and checkpoints. Knows no stage and no request."""
+"""Targets and heads: shapes, weights, layers and checkpoints."""

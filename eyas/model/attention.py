@@ -3,9 +3,8 @@
     plan = AttentionPlan.of(rows, page_size)    once a forward: what every layer has in common
     mixed = plan.attend(q, kv)                  per layer
 
-Which columns a row sees, `Rows` says. A row that sees nothing gets zeros. Here are the definition
-(float64, one row after the other) and PyTorch's operators for any device; on a CPU the native
-library has its own.
+Which columns a row sees, `Rows` says; one that sees nothing gets zeros. These are PyTorch's
+operators for any device; on a CPU the native library has its own.
 
 Letters: M rows, B requests, N rows of one request, C columns, Hq and Hk query and key heads, D head
 dimension.
@@ -20,29 +19,6 @@ import torch
 import torch.nn.functional as F
 
 from eyas.model.rows import MAX_TREE_COLUMNS, Rows
-
-
-def tree_attention_reference(
-    q: torch.Tensor, kv: torch.Tensor, rows: Rows, page_size: int
-) -> torch.Tensor:
-    """The definition: softmax(q k^T / sqrt(D)) v over the columns that a row sees. The result is
-    float64.
-    """
-    M, Hq, D = q.shape
-    mixed = torch.empty(M, Hq, D, dtype=torch.float64, device=q.device)
-    for m in range(M):
-        prefix_len, bits, pages = (
-            int(rows.prefix_len[m]),
-            int(rows.seen[m]),
-            rows.page_table[int(rows.request[m])].tolist(),
-        )
-        columns = list(range(int(rows.first_seen[m]), prefix_len))
-        columns += [prefix_len + e for e in range(MAX_TREE_COLUMNS) if bits >> e & 1]
-        slots = [pages[column // page_size] * page_size + column % page_size for column in columns]
-        k, v = kv[slots].double().repeat_interleave(Hq // kv.shape[2], 2).unbind(1)
-        scores = torch.einsum("hd,chd->hc", q[m].double(), k) * D**-0.5
-        mixed[m] = torch.einsum("hc,chd->hd", scores.softmax(-1), v)
-    return mixed
 
 
 @dataclass(frozen=True, slots=True)

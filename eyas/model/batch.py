@@ -1,5 +1,4 @@
-"""Samples side by side: padded tensors for a head, and which samples share a batch. Knows no files
-and no loss.
+"""Samples side by side: padded tensors for a head, and which samples share a batch.
 
 Letters: B batch, T longest of the batch, A = 3 * Ht, Ht target hidden size.
 """

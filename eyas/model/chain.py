@@ -1,11 +1,9 @@
 """What a head would have accepted of an answer, in chains, from features alone: no engine runs.
 
-Knows the unroll and the walk. Does not know where features come from, nor what is done with the
-counts: the trainer judges a head by them, the eval stage reports them.
-
-Every slot of an answer is unrolled at once, fed with its own drafts; how many of them equal the
-answer's own tokens is all that a round begun there can depend on. `tau.RoundCounts.add_answer`
-walks these numbers as serving walks the answer.
+The trainer judges a head by these counts, the eval stage reports them. Every slot of an answer is
+unrolled at once, fed with its own drafts; how many of them equal the answer's own tokens is all
+that a round begun there can depend on. `tau.RoundCounts.add_answer` walks these numbers as serving
+walks the answer.
 
 Letters: B batch, T sequence, N slots unrolled, P answer tokens, K draft steps, H hidden, V target
 vocabulary.

@@ -10,7 +10,7 @@
 Either name of the layer is read in every form, with or without `model.` before it. Whatever the
 form, a head becomes a HeadConfig and its tensors under EAGLE's names. What our Head would not
 compute as its trainer meant it is refused by name and never dropped. `dialects` judges the config,
-`forms` writes. Does not know the target's files or the Head.
+`forms` writes.
 
 Letters: H hidden size, V target vocabulary, W draft vocabulary.
 """

@@ -1,15 +1,16 @@
 """Shapes of targets and heads: what their config.json says, checked, and whether a head fits its
-target. Knows no tensor and no torch.
+target. Without torch.
 
 A `tap` is an `after_layer` index: the residual stream that decoder layer i (0-based) puts out.
-EAGLE-3 taps the outputs of layers 1, n//2 - 1 and n - 4 (arXiv 2503.01840); other projects
-write the same three down in other ways, which only `checkpoint` knows.
+EAGLE-3 taps the outputs of layers 1, n//2 - 1 and n - 4 (arXiv 2503.01840); how other projects
+write the same three stands in `checkpoint`.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -25,7 +26,6 @@ from pydantic import (
 
 from eyas.errors import CorruptError, MismatchError, MissingInputError
 
-FAMILIES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}
 ELSEWHERE = (
     "answer prompts by a server that runs it (SGLang, vLLM); capture, train, eval and export take "
     "it through transformers, and "
@@ -37,6 +37,32 @@ Taps = tuple[int, int, int]
 # What JSON calls a number: neither a string of digits, nor true, nor NaN.
 Size = Annotated[int, Field(strict=True, ge=1)]
 Positive = Annotated[float, Field(strict=True, gt=0, allow_inf_nan=False)]
+
+
+@dataclass(frozen=True, slots=True)
+class LayerSpec:
+    """In what a family's decoder layer differs from the plain one. name: of transformers' classes.
+
+    attention_bias: q, k and v always have a bias; else config.json says it. out_bias: o_proj has
+    one where q, k and v do. qk_norm: queries and keys are normed by head. window: the default of
+    config.json's `use_sliding_window`; None where a window never holds.
+    """
+
+    name: str
+    attention_bias: bool = False
+    out_bias: bool = False
+    qk_norm: bool = False
+    window: bool | None = None
+
+
+# The families that our own decoder runs, by config.json's model_type. Another one whose layer is
+# of this kind is an entry here.
+FAMILIES = {
+    "llama": LayerSpec("Llama", out_bias=True),
+    "mistral": LayerSpec("Mistral", window=True),
+    "qwen2": LayerSpec("Qwen2", attention_bias=True, window=False),
+    "qwen3": LayerSpec("Qwen3", out_bias=True, qk_norm=True, window=False),
+}
 
 
 class RopeConfig(BaseModel):
@@ -140,7 +166,6 @@ class TargetShape(DecoderConfig):
 class TargetConfig(TargetShape):
     """A target that our own decoder runs: the config.json of the families in FAMILIES."""
 
-    family: Literal["llama", "mistral", "qwen2", "qwen3"]
     attention_bias: StrictBool  # on q, k, v
     attention_out_bias: StrictBool
     mlp_bias: StrictBool
@@ -162,10 +187,11 @@ class TargetConfig(TargetShape):
         config = read_config(folder)
         family = config.get("model_type")
         if not isinstance(family, str) or family not in FAMILIES:
-            known = f"{', '.join(FAMILIES.values())}, dense"
+            known = f"{', '.join(spec.name for spec in FAMILIES.values())}, dense"
             raise MismatchError(
                 f"{folder} is a {family!r} model; eyas' own engine runs {known}", ELSEWHERE
             )
+        spec = FAMILIES[family]
         length = given(config, "max_position_embeddings", 2048)
         _refuse_window(folder, config, length)
         bias = given(config, "attention_bias", False)
@@ -185,10 +211,10 @@ class TargetConfig(TargetShape):
                 max_position_embeddings=length,
                 rope=_rope(folder, config),
                 tie_word_embeddings=given(config, "tie_word_embeddings", False),
-                attention_bias=True if family == "qwen2" else bias,
-                attention_out_bias=bias if family in ("llama", "qwen3") else False,
+                attention_bias=spec.attention_bias or bias,
+                attention_out_bias=bias if spec.out_bias else False,
                 mlp_bias=given(config, "mlp_bias", False),
-                qk_norm=family == "qwen3",
+                qk_norm=spec.qk_norm,
                 eos_token_ids=end_token_ids(folder, config.get("eos_token_id")),
                 dtype=config.get("dtype") or config.get("torch_dtype") or "float32",
             )
@@ -201,8 +227,8 @@ class TargetConfig(TargetShape):
 
 def _refuse_window(folder: str | Path, config: Mapping[str, Any], length: Any) -> None:
     """Raise MismatchError for attention that does not see the whole context."""
-    window, family = config.get("sliding_window"), config["model_type"]
-    if family == "llama" or not window or not config.get("use_sliding_window", family == "mistral"):
+    window, default = config.get("sliding_window"), FAMILIES[config["model_type"]].window
+    if default is None or not window or not config.get("use_sliding_window", default):
         return
     if not (isinstance(window, int) and isinstance(length, int)) or window < length:
         raise MismatchError(

@@ -1,9 +1,8 @@
-"""What the configs of draft heads mean, in the words of each project that writes them. With `forms`
-and `checkpoint` the only files that know the tensor names and config keys of other projects.
+"""What the configs of draft heads mean, by each project that writes them. Tensor names and config
+keys of other projects stand here, in `forms` and in `checkpoint` only.
 
-A config that asks for another computation than our Head's is a fault, by name; one that can be
-meant in several ways is an `Ambiguity`, which `eyas check` settles by replaying each meaning. Does
-not know the target's files or the Head.
+A config that asks for another computation than our Head's is a fault, by name; one with several
+possible meanings is an `Ambiguity`, which `eyas check` settles by replaying each meaning.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""How a request draws its next tokens, as the native library reads it: `cpp/draw.h`. What the
-numbers mean, and when they change, is in `engine/sampling.py`.
+"""How a request draws its next tokens, as the native library (`cpp/draw.h`) reads it; what the
+numbers mean, `engine/sampling.py` says.
 """
 
 from __future__ import annotations

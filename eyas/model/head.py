@@ -1,8 +1,7 @@
 """The draft head: EAGLE-3's one decoder layer over [embedding, feature], in differentiable PyTorch.
 
-Knows the layer's order and names of weights (EAGLE-3, arXiv 2503.01840). Does not know how it is
-trained, nor how the engine drafts fast. Weights start as NaN: they are loaded, or drawn by
-`initialise`.
+Order and names of weights are EAGLE-3's (arXiv 2503.01840). Weights start as NaN: they are loaded,
+or drawn by `train.start.initialise`.
 
     f = fc(aux_hidden)                                  once, on the target's features
     x = [input_layernorm(embedding), hidden_norm(h)]    h = f, then the layer's output, un-normed

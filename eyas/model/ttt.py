@@ -1,6 +1,6 @@
 """The unroll of training-time test (TTT): K steps of a head from many slots at once.
 
-A pure function of the layer (`Layer`), features and embeddings; knows no loss and no files.
+A pure function of the layer (`Layer`), features and embeddings.
 
 Slot t holds the feature of tokens x_0 .. x_t and the embedding of x_{t+1}; step 0 predicts x_{t+2},
 step i x_{t+2+i}. Step i feeds back the state of step i - 1 with the embedding of x_{t+1+i}: the

@@ -2,8 +2,7 @@
 tokens; and the shape of any target, also of one that our own decoder does not run.
 
 Of other architectures, shape and matrices are found through transformers' code: it builds the model
-without memory, only to name its parts. Nothing is run and no layer is loaded. Knows counts and
-matrices. Does not know text, tokenizers or how the counts were made.
+without memory, only to name its parts. Nothing is run and no layer is loaded.
 
 Letters: V target vocabulary, W draft vocabulary, Ht target hidden size.
 """

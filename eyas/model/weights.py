@@ -1,5 +1,5 @@
 """Weights on disk: safetensors, single or sharded, EAGLE's pickled tensors, and the hashes that
-identify them. Knows no model.
+identify them.
 """
 
 from __future__ import annotations

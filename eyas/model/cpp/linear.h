@@ -1,4 +1,4 @@
-// Matrix products of few rows: weights packed once, streamed once a forward. Knows no layer.
+// Matrix products of few rows: weights packed once, streamed once a forward.
 //
 //   block    16 output columns                      panel   up to 4 neighbouring blocks, one
 //   sequential stream:

@@ -1,5 +1,5 @@
 // What every matrix product streams: packed weights in blocks of 16 output columns, shared among
-// threads in panels. Knows no format.
+// threads in panels.
 //
 //   block    16 output columns                      panel   up to 4 neighbouring blocks, one
 //   sequential stream

@@ -1,4 +1,4 @@
-// Threads that run one function together, with barriers inside it. Knows no model.
+// Threads that run one function together, with barriers inside it.
 //
 // Waiting is spinning first (a barrier of a decoder's step is a microsecond away), then sleeping.
 // It never yields: on a busy machine a thread that yields loses milliseconds to another process,

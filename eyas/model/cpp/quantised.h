@@ -1,5 +1,5 @@
 // Products of quantised weights (formats.h) with rows that are quantised on the way: integers
-// inside a block of 32 inputs, floats between blocks. Knows no layer.
+// inside a block of 32 inputs, floats between blocks.
 //
 // A row is quantised as ggml's Q8_0 and Q8_1 are: 32 int8 with a scale of half precision, the
 // largest number's 127th part. The sum of a block's products is an exact integer, in whatever

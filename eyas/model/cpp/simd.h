@@ -1,4 +1,4 @@
-// Vectors of 16 floats, activations in bf16 or fp32, and aligned memory. Knows no model.
+// Vectors of 16 floats, activations in bf16 or fp32, and aligned memory.
 #pragma once
 
 #include <immintrin.h>
