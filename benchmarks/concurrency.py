@@ -33,14 +33,13 @@ from pathlib import Path
 from typing import Any
 
 import held_out
-from capture import is_up
-from eyas.bench.tables import show_table
+import httpx
 from generate import free_port
 
 from eyas import hub
 from eyas.artifact import Artifact
 from eyas.bench.bench import ArmConfig, BenchConfig, bench
-from eyas.bench.report import Contents, write_reports
+from eyas.bench.report import Contents, show_table, write_reports
 from eyas.cli.stage import stage
 from eyas.engine.engine import EngineConfig
 from eyas.errors import EyasError
@@ -104,6 +103,14 @@ def llama_server(args: argparse.Namespace) -> Iterator[str]:
             sys.exit(f"error: llama-server is not ready after {START_SECONDS} s: {command}")
         finally:
             process.terminate()
+
+
+def is_up(url: str) -> bool:
+    """Whether a server answers."""
+    try:
+        return httpx.get(f"{url}/health", timeout=2).status_code == httpx.codes.OK
+    except httpx.HTTPError:
+        return False
 
 
 def figures(summary: dict[str, Any]) -> dict[str, Any]:
