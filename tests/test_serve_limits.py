@@ -11,7 +11,7 @@ import socket
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, nullcontext, suppress
 
 import httpx
 import openai
@@ -20,11 +20,12 @@ from starlette.responses import JSONResponse
 
 from eyas.engine.request import Request, SamplingParams
 from eyas.errors import ConfigError, MissingInputError
-from eyas.serve import app, fields
+from eyas.serve import answers, app, fields
 from eyas.serve.limits import KEYS_VARIABLE, AccessControl, ApiError, LimitsConfig
 from eyas.serve.worker import EngineWorker, QueueFull
 from tests.serving import MESSAGES, MODEL, GatedEngine, World, ask, connected, health, post
 
+CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 BODY = {"model": MODEL, "messages": MESSAGES, "temperature": 0, "max_tokens": 8}
 
 
@@ -122,22 +123,21 @@ def test_the_log_says_whom_it_turned_away(world, tmp_path, caplog):
     keys = tmp_path / "keys"
     keys.write_text("a-key\n")
     with world.served(limits=LimitsConfig(api_keys=keys, requests_per_minute=1)) as client:
-        for key in ("wrong", "a-key", "a-key"):
-            httpx.get(f"{client.url}/v1/models", headers={"authorization": f"Bearer {key}"})
+        for key, kind in (
+            ("wrong", openai.AuthenticationError),
+            ("a-key", None),
+            ("a-key", openai.RateLimitError),
+        ):
+            outcome = pytest.raises(kind) if kind else nullcontext()
+            with connected(client.url, key) as asking, outcome as refused:
+                asking.models.list()
+    assert 1 <= int(refused.value.response.headers["retry-after"]) <= 60
     unknown, let_in, too_often = [
         one.data for one in caplog.records if one.getMessage() == "request"
     ]
     assert (unknown["status"], unknown["client"]) == (401, "127.0.0.1")
     assert let_in["client"].startswith("key-")
     assert (too_often["status"], too_often["client"]) == (429, let_in["client"])
-
-
-def test_the_official_client_understands_a_rate(world):
-    with world.served(limits=LimitsConfig(requests_per_minute=1)) as client:
-        ask(client, max_tokens=1)
-        with pytest.raises(openai.RateLimitError) as refused:
-            ask(client)
-        assert 1 <= int(refused.value.response.headers["retry-after"]) <= 60
 
 
 # The queue and time
@@ -225,7 +225,11 @@ def test_more_connections_than_allowed_get_503(client):
     assert ask(client, max_tokens=2).usage.completion_tokens == 2
 
 
-def test_a_grammar_that_compiles_for_long_stops_no_other_stream(tmp_path, monkeypatch):
+@pytest.fixture
+def compiling(tmp_path, monkeypatch):
+    """A client of a server whose grammars compile until `may_end`; the second tells of their
+    beginning.
+    """
     world = World.make(tmp_path / "target", eos_token_id=2)
     engine, begun, may_end = world.engine(), threading.Event(), threading.Event()
     compile_grammar = engine.compile_grammar
@@ -237,10 +241,15 @@ def test_a_grammar_that_compiles_for_long_stops_no_other_stream(tmp_path, monkey
         return compile_grammar(params)
 
     monkeypatch.setattr(engine, "compile_grammar", slow)
-    with world.served(engine) as client, ThreadPoolExecutor(1) as pool:
-        guided = pool.submit(
-            post, client, {**BODY, "guided_regex": "[ab]{3}"}, "/v1/chat/completions"
-        )
+    with world.served(engine) as client:
+        yield client, begun, may_end
+        may_end.set()
+
+
+def test_a_grammar_that_compiles_for_long_stops_no_other_stream(compiling):
+    client, begun, may_end = compiling
+    with ThreadPoolExecutor(1) as pool:
+        guided = pool.submit(post, client, {**BODY, "guided_regex": "[ab]{3}"})
         assert begun.wait(60)
         try:
             assert ask(client, max_tokens=8).choices[0].finish_reason
@@ -251,28 +260,16 @@ def test_a_grammar_that_compiles_for_long_stops_no_other_stream(tmp_path, monkey
         assert re.fullmatch("[ab]{3}", guided.result().json()["choices"][0]["message"]["content"])
 
 
-def test_a_client_that_leaves_while_its_grammar_compiles_leaves_nothing(tmp_path, monkeypatch):
-    world = World.make(tmp_path / "target", eos_token_id=2)
-    engine, begun, may_end = world.engine(), threading.Event(), threading.Event()
-
-    def endless(params):
-        if params.has_grammar:
-            begun.set()
-            may_end.wait(60)
-
-    monkeypatch.setattr(engine, "compile_grammar", endless)
-    with world.served(engine) as client:
-        with pytest.raises(httpx.ReadTimeout):
-            httpx.post(
-                f"{client.url}/v1/chat/completions",
-                json={**BODY, "guided_regex": "a"},
-                timeout=httpx.Timeout(60, read=0.5),
-            )
-        assert begun.wait(60)
-        while health(client).json()["requests"]:
-            time.sleep(0.01)
-        may_end.set()
-        assert ask(client, max_tokens=2).usage.completion_tokens == 2
+def test_a_client_that_leaves_while_its_grammar_compiles_leaves_nothing(compiling):
+    client, begun, may_end = compiling
+    body = {**BODY, "guided_regex": "a"}
+    with pytest.raises(httpx.ReadTimeout):
+        httpx.post(client.url + CHAT, json=body, timeout=httpx.Timeout(60, read=0.5))
+    assert begun.wait(60)
+    while health(client).json()["requests"]:
+        time.sleep(0.01)
+    may_end.set()
+    assert ask(client, max_tokens=2).usage.completion_tokens == 2
 
 
 TLS_HELLO = b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03"
@@ -291,38 +288,19 @@ def test_a_body_too_large_is_refused_whatever_it_says_of_itself(client):
             yield b" " * 1000
 
     headers = {"content-type": "application/json"}
-    assert (
-        httpx.post(
-            f"{client.url}/v1/completions", content=b" " * 20_001, headers=headers
-        ).status_code
-        == 413
-    )
+    reply = httpx.post(client.url + TEXT, content=b" " * 20_001, headers=headers)
+    assert reply.status_code == 413
     with suppress(httpx.TransportError):  # it may go on sending after it was told
-        assert (
-            httpx.post(
-                f"{client.url}/v1/completions", content=endless(), headers=headers
-            ).status_code
-            == 413
-        )
+        reply = httpx.post(client.url + TEXT, content=endless(), headers=headers)
+        assert reply.status_code == 413
     assert health(client).status_code == 200
 
 
 def test_a_client_that_reads_nothing_holds_no_place_for_longer_than_a_request_may_take(world):
     """Its answers fill the system's buffers, and its samples would count as waiting for ever."""
-    body = {
-        "model": MODEL,
-        "prompt": [[5]] * 64,
-        "n": 4,
-        "max_tokens": 100,
-        "stream": True,
-        "logprobs": 20,
-        "temperature": 0,
-    }
-    text = json.dumps(body).encode()
-    head = (
-        "POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: "
-        f"application/json\r\ncontent-length: {len(text)}\r\n\r\n"
-    )
+    many = {"prompt": [[5]] * 64, "n": 4, "max_tokens": 100, "logprobs": 20}
+    text = json.dumps({"model": MODEL, **many, "stream": True, "temperature": 0}).encode()
+    head = HEAD.replace(b"content-length: 9", b"content-length: %d" % len(text))
     engine = world.engine(max_batch=16)
     with (
         world.served(engine, LimitsConfig(request_timeout_s=2)) as client,
@@ -331,7 +309,7 @@ def test_a_client_that_reads_nothing_holds_no_place_for_longer_than_a_request_ma
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         host, port = client.url.removeprefix("http://").split(":")
         connection.connect((host, int(port)))
-        connection.sendall(head.encode() + text)
+        connection.sendall(head + text)
         while health(client).json()["requests"] == 0:
             time.sleep(0.01)
         while health(client).json()["requests"]:
@@ -341,39 +319,18 @@ def test_a_client_that_reads_nothing_holds_no_place_for_longer_than_a_request_ma
 
 def test_fuzzed_bodies_are_refused_and_nothing_falls(client):
     rng = random.Random(0)
-    optional = {
-        "stop": ["x"],
-        "tools": [],
-        "response_format": {"type": "text"},
-        "logit_bias": {"1": 1},
-    }
-    good = json.dumps({**BODY, **optional}).encode()
-    strange = [
-        b"1e400",
-        b"9" * 5000,
-        b"-0",
-        b"NaN",
-        b"[" * 300,
-        b"\xff",
-        b'"\\ud800"',
-        b"{}",
-        b"null",
-        b"true",
-        b'""',
-        b"\x00",
-    ]
+    optional = {"stop": ["x"], "tools": [], "response_format": {"type": "text"}}
+    good = json.dumps({**BODY, **optional, "logit_bias": {"1": 1}}).encode()
+    strange = [b"9" * 5000, b"[" * 300, b"\xff", b'"\\ud800"', b'""', b"\x00"]
+    strange += b"1e400 -0 NaN {} null true".split()
     headers = {"content-type": "application/json"}
     with httpx.Client(base_url=client.url, headers=headers, timeout=60) as http:
         for number in range(200):
             body = bytearray(good)
             for _ in range(rng.randrange(1, 4)):
-                at = rng.randrange(len(body))
-                body[at : at + rng.randrange(4)] = rng.choice(
-                    [*strange, bytes([rng.randrange(256)])]
-                )
-            reply = http.post(
-                rng.choice(["/v1/chat/completions", "/v1/completions"]), content=bytes(body)
-            )
+                at, byte = rng.randrange(len(body)), bytes([rng.randrange(256)])
+                body[at : at + rng.randrange(4)] = rng.choice([*strange, byte])
+            reply = http.post(rng.choice([CHAT, TEXT]), content=bytes(body))
             assert reply.status_code in (200, 400, 404), (number, bytes(body), reply.text)
     assert health(client).json() == {"status": "ok", "requests": 0}
 
@@ -388,7 +345,6 @@ def filled(before, unit, after, most):
 
 
 HEAD_OF_BODY = json.dumps({**BODY, "max_tokens": 1})[:-1]
-CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 
 
 @pytest.mark.parametrize(
@@ -493,20 +449,12 @@ def test_an_answer_of_more_logprobs_than_memory_has_is_streamed_or_refused(open_
 
 
 def test_an_answer_in_pieces_is_the_answer_in_one():
-    values = [
-        {},
-        [],
-        None,
-        {"a": [], "é\n": [1, {"b": {}}]},
-        [[]] * 300,
-        list(range(129)),
-        "x",
-        0.1,
-    ]
+    values = [{}, [], None, {"a": [], "é\n": [1, {"b": {}}]}, "x", 0.1]
+    values += [[[]] * 300, list(range(129))]
     for value in values:
-        assert "".join(app.json_pieces(value)) == JSONResponse(value).body.decode()
+        assert "".join(answers.json_pieces(value)) == JSONResponse(value).body.decode()
     with pytest.raises(ValueError, match="JSON compliant"):
-        "".join(app.json_pieces([float("nan")]))
+        "".join(answers.json_pieces([float("nan")]))
 
 
 # The name of the server
