@@ -39,9 +39,7 @@ def test_the_notebook_goes_from_a_server_to_the_pictures(tmp_path, monkeypatch):
     assert said.count("16 of 16 answers identical") == 2
     assert "report.html True" in said
     shown = [output.data for output in outputs if output.output_type == "execute_result"]
-    assert any(
-        "| eagle over plain | 4 at a time |" in data.get("text/markdown", "") for data in shown
-    )
+    assert any("| eagle | 4 at a time |" in data.get("text/markdown", "") for data in shown)
     (drawn,) = [data["text/html"] for data in shown if "<svg" in data.get("text/html", "")]
-    assert drawn.count("<svg") == 6
+    assert drawn.count("<svg") in (3, 4)  # a speed-up that a busy machine has disturbed is withheld
     assert not [output for output in outputs if output.output_type == "error"]
