@@ -427,15 +427,17 @@ def test_what_is_no_text_is_said(tmp_path, name, data):
         list(conversations(tmp_path / name))
 
 
-def test_a_kept_answer_is_taken_as_it_is_and_a_prompt_is_answered(tiny, tmp_path):
+def test_a_kept_answer_is_taken_as_it_is_and_a_prompt_is_answered(tiny, tmp_path, caplog):
     target = Target.load(tiny)
     prompt, answer = (
         {"role": "user", "content": "user"},
         {"role": "assistant", "content": "The address"},
     )
-    rows = [{"messages": [prompt, answer]}, {"messages": [prompt]}]
+    named = {**answer, "content": "The <|im_end|> token"}
+    rows = [{"messages": [prompt, one]} for one in (named, answer)] + [{"messages": [prompt]}]
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
     kept, made = answered(target, tiny, tmp_path / "rows.jsonl")
+    assert [*caplog.records[0].data["reasons"].values()] == [1], "left out, and counted"
     assert len(kept.token_ids) == len(kept.mask)
     assert 0 < sum(kept.mask) < len(kept.mask)
     first = made.mask.index(True)

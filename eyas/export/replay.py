@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import logging
 import zlib
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -42,6 +43,7 @@ from eyas.model.vocab import TargetVocabulary
 from eyas.shards import Sample
 from eyas.tau import RoundCounts
 
+log = logging.getLogger(__name__)
 NUM_CONVERSATIONS = 32  # some 800 tokens of the built-in target's answers
 ANSWER_TOKENS = 48
 PROMPT_TOKENS = 160  # longer ones would be most of the time
@@ -121,6 +123,7 @@ def answered(
     chat = Chat(folder)
     kept: list[AnswerTokens] = []
     prompts: list[list[int]] = []
+    refused: Counter[str] = Counter()
     for messages in islice(conversations(text), 4 * num_conversations):
         if len(kept) + len(prompts) == num_conversations:
             break
@@ -132,10 +135,14 @@ def answered(
                 kept.append(AnswerTokens(token_ids[:MOST_TOKENS], mask[:MOST_TOKENS]))
             else:
                 prompts.append(chat.prompt_ids(messages))
-        except TemplateError:
+        except TemplateError as error:
+            refused[error.what] += 1
             continue
         if prompts and len(prompts[-1]) > PROMPT_TOKENS:
             prompts.pop()
+    if refused:
+        data = {"text": str(text), "reasons": dict(refused)}
+        log.warning("conversations are left out", extra={"data": data})
     found = kept + (decoded(target, folder, prompts, track=track) if prompts else [])
     return usable(found, text, "give prompts that fit its chat template")
 
