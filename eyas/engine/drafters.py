@@ -1,8 +1,10 @@
-"""Who proposes trees of tokens: the head, and text that has the same last tokens.
+"""Who proposes tokens: the head, and text that has the same last tokens.
 
-    Drafter.propose(samples, plan) -> Proposals
+    TextDrafter.propose(sample) -> chains           a look-up, at no cost: before a round is planned
+    HeadDrafter.propose(samples, plan) -> trees     a model, where the plan says that it pays
+    merged(trees, chains) -> trees                  what both propose, each candidate once
 
-A tree decides how many tokens a round emits, never which. Another drafter is another class here.
+A tree decides how many tokens a round emits, never which.
 
 The head keeps an entry, its key and value, for each column of the target's cache:
 

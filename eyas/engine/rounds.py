@@ -34,7 +34,7 @@ from eyas.engine.drafters import (
     with_text,
 )
 from eyas.engine.pages import PagePool
-from eyas.engine.policy import Policy
+from eyas.engine.policy import Policy, RoundPlan
 from eyas.engine.request import DraftedTree, Update
 from eyas.engine.sampling import host_logits, token_logprob, token_logprob_natively
 from eyas.engine.scheduler import Job, RunningSample, page_table
@@ -182,30 +182,7 @@ class Rounds:
     def _round(self, samples: list[RunningSample]) -> list[Update]:
         """One round: propose, verify, and report to the policy."""
         started = time.perf_counter()
-        able = [
-            sample
-            for sample in samples
-            if sample.request.speculation and (self.head is not None or self.text is not None)
-        ]
-        chains = [self.text.propose(sample) if self.text is not None else [] for sample in able]
-        plan = self.policy.plan(
-            [sample.num_missing for sample in able],
-            len(samples) - len(able),
-            chains,
-        )
-        growing = [sample for sample, drafts in zip(able, plan.drafting, strict=True) if drafts]
-        proposals = NOTHING
-        try:
-            if self.head is not None:
-                proposals = self.head.propose(growing, plan)
-        except HEAD_FAULTS as error:
-            # Nothing of the target's has been touched: the same round without drafts is plain.
-            self.switch_off(error)
-            started = time.perf_counter()
-            plan, growing, able, chains = self.policy.plan([], len(samples)), [], [], []
-        drafting = growing
-        if any(chains):
-            drafting, proposals = with_text(able, chains, growing, proposals)
+        plan, growing, drafting, proposals = self._propose(samples)
         kept = np.empty((0, 0), dtype=bool)
         if drafting:
             kept = self.policy.choose(plan, proposals)
@@ -214,12 +191,11 @@ class Rounds:
             kept = np.zeros_like(kept)
         lines = {sample: line for line, sample in enumerate(drafting)}
         chosen = NodesToVerify([lines.get(sample, -1) for sample in samples], proposals, kept)
-        emitted = self._verify(samples, chosen)
+        emitted = dict(zip(samples, self._verify(samples, chosen), strict=True))
         real_ms = (time.perf_counter() - started) * 1e3
-        of_samples = dict(zip(samples, emitted, strict=True))
-        self.policy.observe(plan, [of_samples[sample] for sample in drafting], real_ms)
+        self.policy.observe(plan, [emitted[sample] for sample in drafting], real_ms)
         updates, grown = [], set(growing)
-        for sample, tokens in of_samples.items():
+        for sample, tokens in emitted.items():
             accepted = tree = None
             if sample in lines and self.recorder is None and sample.request.returns_trees:
                 line = lines[sample]
@@ -230,6 +206,33 @@ class Rounds:
                 self.text.remember(sample)
             updates.append(update_of(sample, tokens, accepted, tree))
         return updates
+
+    def _propose(
+        self, samples: list[RunningSample]
+    ) -> tuple[RoundPlan, list[RunningSample], list[RunningSample], Proposals]:
+        """The plan, the samples whose trees the head has grown, those with candidates of the head
+        or of text, and all of these candidates.
+        """
+        able = [
+            sample
+            for sample in samples
+            if sample.request.speculation and (self.head is not None or self.text is not None)
+        ]
+        chains = [self.text.propose(sample) if self.text is not None else [] for sample in able]
+        missing = [sample.num_missing for sample in able]
+        plan = self.policy.plan(missing, len(samples) - len(able), chains)
+        growing = [sample for sample, drafts in zip(able, plan.drafting, strict=True) if drafts]
+        proposals = NOTHING
+        try:
+            if self.head is not None:
+                proposals = self.head.propose(growing, plan)
+        except HEAD_FAULTS as error:
+            # Nothing of the target's has been touched: the same round without drafts is plain.
+            self.switch_off(error)
+            return self.policy.plan([], len(samples)), [], [], NOTHING
+        if not any(chains):
+            return plan, growing, growing, proposals
+        return plan, growing, *with_text(able, chains, growing, proposals)
 
     def switch_off(self, error: Exception) -> None:
         """Decode without the head from now on: it has failed, and would again.
