@@ -399,6 +399,16 @@ def test_tokens_a_round_count_plain_rounds_and_the_last_round_that_drafted_is_sh
 
 
 @needs_chromium
+def test_a_round_that_text_alone_drafted_is_none_of_tau(page):
+    rounds = [(["w "], "plain", None)] + [(["w ", "w "], "bonus", [])] * 3
+    page.route("**/completions", lambda route: route.fulfill(**streamed(rounds, by_head=False)))
+    chat(page)
+    assert page.text_content("#per-round") == "2.00"
+    assert page.text_content("#per-round-note") == "the head drafted in no round so far"
+    assert page.text_content("#told").startswith("Text drafted 0 tokens")
+
+
+@needs_chromium
 def test_a_newcomer_has_prompts_to_click_and_two_lines_to_read(page):
     assert len(texts(page, ".example")) == 3
     lines = page.evaluate("""[...document.querySelectorAll("#numbers .card > .note")].map(
@@ -495,14 +505,14 @@ def events(pieces, origin="bonus", tree=()):
     return streamed([([piece], origin, tree if tree is None else []) for piece in pieces])
 
 
-def streamed(rounds):
+def streamed(rounds, by_head=True):
     """A stream of rounds: texts of tokens, their origin, the tree."""
     chunks = []
     for said, origin, tree in rounds:
         delta = {"content": "".join(said)}
         tokens = [{"text": one, "origin": origin} for one in said]
         choice = {"index": 0, "delta": delta, "finish_reason": None}
-        shown = {"tokens": tokens, "tree": tree, "head": tree is not None}
+        shown = {"tokens": tokens, "tree": tree, "head": by_head and tree is not None}
         chunks.append({"choices": [choice], "eyas": {"round": shown}})
     chunks.append({"choices": [{"index": 0, "delta": {}, "finish_reason": "stop"}]})
     body = "".join(f"data: {json.dumps(chunk)}\n\n" for chunk in chunks) + "data: [DONE]\n\n"

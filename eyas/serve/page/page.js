@@ -145,7 +145,7 @@ class Tally {
 
 function showNumbers(tally) {
   $("per-round").textContent = decimals(tally.perRound, 2);
-  const without = tally.tokens > 1 && server.hasHead ? "no round drafted so far" : "over all rounds, plain ones too";
+  const without = tally.tokens > 1 && server.hasHead ? "the head drafted in no round so far" : "over all rounds, plain ones too";
   const some = `over all ${tally.all} rounds; tau ${decimals(tally.tau, 2)} over the ${tally.rounds} that drafted`;
   const each = `over ${tally.all} rounds, which all drafted: this is tau`;
   $("per-round-note").textContent = tally.rounds ? (tally.rounds === tally.all ? each : some) : without;
@@ -276,7 +276,7 @@ function drawNode(node, left, middle, width, picture) {
   drawn("text", { x: left + width / 2, y: middle + 12, class: "probability" }, group, below);
 }
 
-function inWords({ tokens, tree }) {
+function inWords({ tokens, tree, head }) {
   // What ends an answer has no text; as a node it has a name.
   const names = (tree ?? []).filter((node) => node.accepted).map((node) => node.text);
   const said = tokens.map((token, place) => `“${token.text || (names[place] ?? "∅")}”`);
@@ -284,7 +284,7 @@ function inWords({ tokens, tree }) {
   const accepted = tokens.filter((token) => token.origin === "drafted").length;
   const own = said.slice(accepted).join("");
   const kept = accepted ? `kept ${accepted}: ${said.slice(0, accepted).join("")}` : "kept none";
-  return `The head drafted ${tree.length} ${tree.length === 1 ? "token" : "tokens"}; the target ${kept}${own ? `, and added ${own}` : ""}.`;
+  return `${head ? "The head" : "Text"} drafted ${tree.length} ${tree.length === 1 ? "token" : "tokens"}; the target ${kept}${own ? `, and added ${own}` : ""}.`;
 }
 
 // Shows one answer's rounds: the last that drafted, or else the last, until somebody picks another.
