@@ -12,8 +12,8 @@ a round takes Python's time and noise beside it. The figure is the speed-up over
 
 The oracle knows what the target will draw: it drafts for the requests that gain by it, as deep as
 they do, and verifies nothing else. No rule can reach it; the question is who comes nearest. `share`
-is the part of the oracle's gain in time that a rule has. Writes rounds.npz, arena.json and
-arena.svg into the output folder. The last line is one JSON.
+is the part of the oracle's gain in time that a rule has. Writes rounds.npz and arena.json into the
+output folder. The last line is one JSON.
 """
 
 from __future__ import annotations
@@ -41,13 +41,11 @@ from arena_rules import (
     Rule,
     Under,
 )
-from matplotlib.axes import Axes
 
 from eyas.chat import Chat
 from eyas.engine.request import Request, SamplingParams
 from eyas.evaluate.recording import RecordedAnswer, RecordedRounds, num_accepted, record
 from eyas.evaluate.trees import Models, ModelsConfig
-from eyas.figure import color, svg_file
 from eyas.hub import resolve_head, resolve_target
 from eyas.log import progress_bar
 
@@ -203,26 +201,6 @@ def read(path: Path) -> dict[float, RecordedRounds]:
 # What is shown
 
 
-def painted(rows: list[dict[str, Any]]) -> Callable[[Axes], None]:
-    """Speed-up by number of requests, of each rule."""
-    lines = ("oracle", "ours", "best fixed", "one budget (vLLM)", "moving average (SGLang)")
-
-    def paint(axes: Axes) -> None:
-        for number, name in enumerate(lines):
-            speedups = [row["oracle"] if name == "oracle" else row[name]["speedup"] for row in rows]
-            style = "--" if name == "oracle" else "-"
-            tone = color("muted") if name == "oracle" else color(f"series-{number}")
-            axes.plot([row["requests"] for row in rows], speedups, style, color=tone, label=name)
-        axes.axhline(1.0, color=color("line"), linewidth=1)
-        axes.set_xscale("log", base=2)
-        axes.set_xticks([row["requests"] for row in rows], [str(row["requests"]) for row in rows])
-        axes.set_xlabel("requests at a time")
-        axes.set_ylabel("speed-up over plain decoding")
-        axes.legend(fontsize=8)
-
-    return paint
-
-
 def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
     """The worst of ours against each goal, and how often each rule is nearest to the oracle."""
     nearest: dict[str, int] = defaultdict(int)
@@ -287,14 +265,6 @@ def main() -> None:
                     }
                     rows.append(key | row)
                     print(*key.values(), json.dumps(row), sep="  ", flush=True)
-    shown = [
-        row
-        for row in rows
-        if (row["machine"], row["temperature"], row["traffic"])
-        == (next(iter(MACHINES)), min(rounds), "all tasks")
-    ]
-    label = "Speed-up of five rules of drafting by number of requests at a time"
-    (folder / "arena.svg").write_text(svg_file(painted(shown), label), encoding="utf-8")
     result = summary(rows) | {"rows": rows, "command": " ".join(sys.argv)}
     (folder / "arena.json").write_text(json.dumps(result, indent=1), encoding="utf-8")
     print(json.dumps(result))
