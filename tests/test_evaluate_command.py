@@ -11,7 +11,7 @@ import pytest
 
 from eyas.artifact import Artifact
 from eyas.chat import Chat
-from eyas.cli.eval import foretold, in_one_line
+from eyas.cli.eval import eval_figures, in_one_line
 from eyas.cli.options import validated
 from eyas.cli.run import RunConfig, as_served
 from eyas.evaluate.evaluate import EvalConfig
@@ -154,8 +154,8 @@ def measured(**changes):
     return {"tau": 9.0, "tau_interval": None, "num_draft_steps": 7, "trees": [tree], **changes}
 
 
-def test_a_run_ends_with_what_was_foretold():
-    assert foretold(measured()) == {"tau_foretold": 3.0, "tau_interval": [2.8, 3.2]}
+def test_a_run_ends_with_what_eval_measured():
+    assert eval_figures(measured()) == {"tau_eval": 3.0, "tau_interval": [2.8, 3.2]}
     line = in_one_line(measured())
     assert line == "eval, before serving: tau 3.00 (2.80 - 3.20) with fixed(4,1,5)"
     assert in_one_line(measured(trees=[])).endswith("tau 9.00 (-) with a chain of 7")

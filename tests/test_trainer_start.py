@@ -112,9 +112,9 @@ def write_frozen(head: Artifact, folder: Path) -> Path:
     return folder
 
 
-def test_a_head_of_any_form_is_gone_on_from_alike(world):
+def test_a_head_of_any_form_is_the_same_start(world):
     outputs = [world.tune("from eyas", world.head.url)]
-    # lineage goes on through it
+    # its lineage is part of the new head.s
     assert outputs[0].manifest().inputs["start"].identity == world.head.manifest().identity
     for form in ("sglang", "vllm"):
         folder = in_form(world.head, form, world.folder / form)

@@ -109,14 +109,14 @@ def headline(result: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def foretold(result: dict[str, Any]) -> dict[str, Any]:
+def eval_figures(result: dict[str, Any]) -> dict[str, Any]:
     """For the last line of a run: tau of the first tree with its interval."""
     first = (result.get("trees") or [result])[0]
-    return {"tau_foretold": first["tau"], "tau_interval": first["tau_interval"]}
+    return {"tau_eval": first["tau"], "tau_interval": first["tau_interval"]}
 
 
 def in_one_line(result: dict[str, Any]) -> str:
-    """`foretold`, for people."""
+    """`eval_figures`, for people."""
     first = (result.get("trees") or [result])[0]
     how = first.get("speculation", f"a chain of {result['num_draft_steps']}")
     return f"eval, before serving: tau {first['tau']:.2f} ({_interval(first)}) with {how}"

@@ -32,7 +32,7 @@ from eyas.bench.claims import headline_figures
 from eyas.bench.report import Contents, show_table, write_reports
 from eyas.builtin import packaged_prompts
 from eyas.cli.check import show
-from eyas.cli.eval import comparison_lines, eval_prompts, foretold, in_one_line, judge
+from eyas.cli.eval import comparison_lines, eval_figures, eval_prompts, in_one_line, judge
 from eyas.cli.options import Overrides, override, read_run_file, validated
 from eyas.cli.stage import stage
 from eyas.data.prompts import PromptsConfig, make_prompts
@@ -216,7 +216,7 @@ def run(
     seconds = round(time.monotonic() - started, 1)
     show_table(summary, arm)
     print(in_one_line(evaluation))
-    figures = {**headline_figures(summary, arm), **foretold(evaluation)}
+    figures = {**headline_figures(summary, arm), **eval_figures(evaluation)}
     if config.train.start:
         figures["before"] = headline_figures(summary, GENERAL)
         figures["against"] = evaluation["against"]

@@ -7,6 +7,7 @@ far as equal weights give equal drafts.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -19,31 +20,22 @@ from eyas.shards import FeatureSource, order_of
 from eyas.tau import RoundCounts, ratio_of_sums
 from eyas.train.ranks import Ranks
 
+MEASURED_SAMPLES = 48  # conversations: tau is measured several times in a run
+MEASURED_STEPS = 7  # of the chains: as many as the default objective unrolls
 
-@dataclass(frozen=True, slots=True)
+
+@dataclass(frozen=True)
 class HeldOutSample:
-    """Conversations of a source, by number, and how they are measured: in chains of
-    num_draft_steps, with maths in `dtype`.
-    """
+    """MEASURED_SAMPLES conversations of a source, measured with maths in `dtype`."""
 
     source: FeatureSource
-    numbers: tuple[int, ...]
-    num_draft_steps: int
     batch_tokens: int
     dtype: torch.dtype
 
-    @classmethod
-    def of(
-        cls,
-        source: FeatureSource,
-        num_samples: int,
-        num_draft_steps: int,
-        batch_tokens: int,
-        dtype: torch.dtype,
-    ) -> HeldOutSample:
-        """num_samples conversations of the source, or all there are; always the same ones."""
-        numbers = sorted(order_of(len(source), seed=0, epoch=0)[:num_samples])
-        return cls(source, tuple(numbers), num_draft_steps, batch_tokens, dtype)
+    @cached_property
+    def numbers(self) -> list[int]:
+        """Of the conversations; always the same ones."""
+        return sorted(order_of(len(self.source), seed=0, epoch=0)[:MEASURED_SAMPLES])
 
     def counts(self, head: Head, vocabulary: TargetVocabulary, ranks: Ranks) -> Tensor:
         """Emitted tokens and rounds of each conversation, int64 [samples, 2], on every rank."""
@@ -56,9 +48,9 @@ class HeldOutSample:
             for places, samples in zip(mine, batches, strict=True):
                 batch = Batch.of(samples, str(device))
                 with torch.autocast(device.type, self.dtype, enabled=self.dtype != torch.float32):
-                    measured = measure(head, vocabulary, batch, self.num_draft_steps)
+                    measured = measure(head, vocabulary, batch, MEASURED_STEPS)
                 for number, matches in measured.spans:
-                    rounds = RoundCounts(self.num_draft_steps)
+                    rounds = RoundCounts(MEASURED_STEPS)
                     rounds.add_answer(matches)
                     counts[places[number]] += torch.tensor([rounds.emitted, rounds.rounds])
         totals = torch.tensor(ranks.total(counts.flatten().tolist()), dtype=torch.float64)

@@ -35,7 +35,7 @@ from eyas.train.batches import (
     read_batches,
     survey,
 )
-from eyas.train.held_out import HeldOutSample, tau_of_counts
+from eyas.train.held_out import MEASURED_STEPS, HeldOutSample, tau_of_counts
 from eyas.train.loss import ObjectiveConfig
 from eyas.train.ranks import Ranks, joined, whole
 from eyas.train.start import (
@@ -65,8 +65,6 @@ from eyas.train.step import (
 )
 from eyas.train.tracker import TrackedRun, TrackerConfig, Trackers, open_trackers, scalars
 
-MEASURED_SAMPLES = 48  # held-out conversations: tau is measured several times in a run
-MEASURED_STEPS = 7  # of the chains: as many as the default objective unrolls
 # Settings that are not in the artifact's identity: a run may be resumed with other values.
 WITHOUT_EFFECT = {
     "tracker": True,
@@ -179,13 +177,8 @@ class Trainer:
         self.held_out = None
         if held_out is not None and len(held_out) and self.config.stop.measurements:
             check_same_target(held_out.meta, self.vocabulary)
-            self.held_out = HeldOutSample.of(
-                held_out,
-                MEASURED_SAMPLES,
-                MEASURED_STEPS,
-                self.config.batches.tokens,
-                getattr(torch, self.config.dtype),
-            )
+            tokens, dtype = self.config.batches.tokens, getattr(torch, self.config.dtype)
+            self.held_out = HeldOutSample(held_out, tokens, dtype)
         check_settings(config, ranks, self.held_out is not None)
         self.settings = self.config.model_dump(mode="json", exclude=WITHOUT_EFFECT)  # type: ignore[arg-type]
         self.inputs = self._inputs()
@@ -367,7 +360,7 @@ class Trainer:
                 "tau": state.patience.best,
                 "step": state.patience.best_step,
                 "samples": len(self.held_out.numbers),
-                "num_draft_steps": self.held_out.num_draft_steps,
+                "num_draft_steps": MEASURED_STEPS,
             }
         return facts
 
