@@ -198,7 +198,7 @@ class Metrics(Collector):
             (gauge, "kv_cache_usage_perc", 1 - available / self.num_pages, "share held, 0 to 1"),
             (gauge, "device_idle_share", idle_s / (busy_s + idle_s or 1), "of the time with work"),
             *((counter, name, counters[key], about) for name, key, about in _COUNTERS),
-            (counter, "spec_decode_num_drafts", sum(hist), "rounds that a sample drafted in"),
+            (counter, "spec_decode_num_drafts", sum(hist), "rounds that the head drafted in"),
             (counter, "spec_decode_num_accepted_tokens", num_accepted(hist), "accepted drafts"),
         ]
         if self.tau is not None:

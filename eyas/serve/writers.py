@@ -169,7 +169,7 @@ class CompletionWriter(ABC):
         return choice, choice.push(update)
 
     def usage(self) -> dict[str, Any]:
-        """OpenAI's counts, and under `eyas` rounds (propose + verify), accept_hist and tau."""
+        """OpenAI's counts, and under `eyas` those of rounds that the head drafted in, with tau."""
         return {
             "prompt_tokens": self.num_prompt_tokens,
             "completion_tokens": self.num_tokens,
