@@ -61,19 +61,19 @@ int Model<A>::proposals(const float* h, const Guess& guess, int64_t R, int64_t k
 template <class A>
 int Model<A>::grow(const Lines& lines, const int64_t* starts, const int64_t* tokens,
                    const void* features, Growth& growth) {
-  if (!behind_.line_up(lines, starts, tokens)) return -kBadSlot;
-  const RowsView rows = behind_.rows.view(lines, 1);
+  if (!entry_rows_.line_up(lines, starts, tokens)) return -kBadSlot;
+  const RowsView rows = entry_rows_.rows.view(lines, 1);
   const size_t width = 3 * H_, B = lines.B;
   gathered_.resize(rows.M * width), outputs_.resize(static_cast<size_t>(rows.M) * H_),
       roots_h_.resize(B * H_);
   for (int m = 0; m < rows.M; ++m)
     std::memcpy(gathered_.data() + m * width,
-                static_cast<const T*>(features) + behind_.features[m] * width, width * sizeof(T));
+                static_cast<const T*>(features) + entry_rows_.features[m] * width, width * sizeof(T));
   if (const int status = extend(rows, growth.kv, gathered_.data(), outputs_.data());
       status != kDone)
     return -status;
   for (size_t b = 0; b < B; ++b)
-    std::memcpy(roots_h_.data() + b * H_, outputs_.data() + (behind_.ends[b] - 1) * H_,
+    std::memcpy(roots_h_.data() + b * H_, outputs_.data() + (entry_rows_.ends[b] - 1) * H_,
                 H_ * sizeof(float));
   first_ids_.resize(B * growth.k), first_log_probs_.resize(B * growth.k);
   proposals(roots_h_.data(), Guess{growth.draws, 1, 0}, lines.B, growth.k, first_ids_.data(),

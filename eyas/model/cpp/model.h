@@ -497,8 +497,8 @@ class Model final : public Decoder {
   Buffer<Top> tops_;
   std::vector<const float*> sources_;
   Visible visible_;
-  Forest forest_;
-  Behind behind_;
+  TreeRows tree_rows_;
+  EntryRows entry_rows_;
   std::vector<int64_t> best_, first_ids_;
   std::vector<std::vector<int>>
       paths_;  // of each request: the rows that its walk takes, and the tokens after them

@@ -65,7 +65,7 @@ class RowList {
 
 // The draft's rows of columns starts[b] .. lens[b], the root's; features[m] is the slot of row m's
 // feature, the column before.
-struct Behind {
+struct EntryRows {
   RowList rows;
   std::vector<int64_t> features, ends;
 
@@ -93,11 +93,11 @@ struct Chosen {
 };
 
 // The trees of all requests beside each other, as rows of the target's forward.
-class Forest {
+class TreeRows {
  public:
   RowList rows;
 
-  bool plant(const Lines& lines, const Chosen& chosen) {
+  bool line_up(const Lines& lines, const Chosen& chosen) {
     rows.clear(), parent_.clear(), start_.assign(1, 0);
     node_.resize(chosen.C);
     for (int64_t b = 0; b < lines.B; ++b) {

@@ -68,8 +68,8 @@ int Model<A>::forward(const RowsView& rows, void* kv, const Tapped& tapped,
 template <class A>
 int Model<A>::verify(const Lines& lines, const Chosen& chosen, void* kv, const Tapped& tapped,
                      const Draws& draws, int64_t places, int64_t* emitted, int64_t* counts) {
-  if (!forest_.plant(lines, chosen)) return kBadSlot;
-  const RowsView rows = forest_.rows.view(lines, 0);
+  if (!tree_rows_.line_up(lines, chosen)) return kBadSlot;
+  const RowsView rows = tree_rows_.rows.view(lines, 0);
   best_.resize(rows.M);
   if (const int status = place_logits(lines.B, draws, rows.M); status != kDone) return status;
   if (const int status =
@@ -106,11 +106,11 @@ int Model<A>::place_logits(int64_t B, const Draws& draws, int M) {
   size_t own = 0, given = 0;
   logits_of_.assign(M, nullptr);
   for (int64_t b = 0; b < B; ++b)
-    if (draws.of[b] != nullptr && !draws.of[b]->by_caller) own += forest_.end(b) - forest_.first(b);
+    if (draws.of[b] != nullptr && !draws.of[b]->by_caller) own += tree_rows_.end(b) - tree_rows_.first(b);
   float* to = own == 0 ? nullptr : drawn_logits_.reserve(own * stride);
   for (int64_t b = 0; b < B; ++b) {
     if (draws.of[b] == nullptr) continue;
-    for (int m = forest_.first(b); m < forest_.end(b); ++m) {
+    for (int m = tree_rows_.first(b); m < tree_rows_.end(b); ++m) {
       if (draws.of[b]->by_caller) {
         if (given == static_cast<size_t>(draws.room)) return kBadRow;
         logits_of_[m] = draws.logits + given++ * V_;
@@ -125,13 +125,13 @@ int Model<A>::place_logits(int64_t B, const Draws& draws, int M) {
 template <class A>
 bool Model<A>::walk(int64_t b, const DrawState* state, TokenSampler& sampler) {
   if (state == nullptr)
-    return forest_.walk(b, paths_[b], drawn_[b], [&](int m) { return best_[m]; });
+    return tree_rows_.walk(b, paths_[b], drawn_[b], [&](int m) { return best_[m]; });
   if (state->by_caller) {
     paths_[b].clear();
     return true;
   }
   sampler.begin(*state, V_);
-  return forest_.walk(b, paths_[b], drawn_[b], [&](int m) { return sampler.next(logits_of_[m]); });
+  return tree_rows_.walk(b, paths_[b], drawn_[b], [&](int m) { return sampler.next(logits_of_[m]); });
 }
 
 // A column's keys, values and features from one slot to another.
