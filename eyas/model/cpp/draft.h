@@ -68,7 +68,8 @@ int Model<A>::grow(const Lines& lines, const int64_t* starts, const int64_t* tok
       roots_h_.resize(B * H_);
   for (int m = 0; m < rows.M; ++m)
     std::memcpy(gathered_.data() + m * width,
-                static_cast<const T*>(features) + entry_rows_.features[m] * width, width * sizeof(T));
+                static_cast<const T*>(features) + entry_rows_.features[m] * width,
+                width * sizeof(T));
   if (const int status = extend(rows, growth.kv, gathered_.data(), outputs_.data());
       status != kDone)
     return -status;

@@ -106,7 +106,8 @@ int Model<A>::place_logits(int64_t B, const Draws& draws, int M) {
   size_t own = 0, given = 0;
   logits_of_.assign(M, nullptr);
   for (int64_t b = 0; b < B; ++b)
-    if (draws.of[b] != nullptr && !draws.of[b]->by_caller) own += tree_rows_.end(b) - tree_rows_.first(b);
+    if (draws.of[b] != nullptr && !draws.of[b]->by_caller)
+      own += tree_rows_.end(b) - tree_rows_.first(b);
   float* to = own == 0 ? nullptr : drawn_logits_.reserve(own * stride);
   for (int64_t b = 0; b < B; ++b) {
     if (draws.of[b] == nullptr) continue;
@@ -131,7 +132,8 @@ bool Model<A>::walk(int64_t b, const DrawState* state, TokenSampler& sampler) {
     return true;
   }
   sampler.begin(*state, V_);
-  return tree_rows_.walk(b, paths_[b], drawn_[b], [&](int m) { return sampler.next(logits_of_[m]); });
+  return tree_rows_.walk(b, paths_[b], drawn_[b],
+                          [&](int m) { return sampler.next(logits_of_[m]); });
 }
 
 // A column's keys, values and features from one slot to another.
