@@ -52,51 +52,30 @@ def write_lines(path, rows):
 
 
 def test_prompts_in_three_shapes_become_first_turns(tmp_path):
-    said = {"role": "user", "content": "u"}
+    said, answer = {"role": "user", "content": "u"}, {"role": "assistant", "content": "a"}
+    system = {"role": "system", "content": "x"}
     rows = [
         {"id": "p", "source": "s", "licence": "l", "turns": ["one", "two"], "system": "be kind"},
-        {
-            "id": "m",
-            "messages": [
-                {"role": "system", "content": "x"},
-                said,
-                said,
-                {"role": "assistant", "content": "a"},
-                said,
-            ],
-        },
-        {
-            "id": "o",
-            "messages": [
-                {"role": "assistant", "content": "Hello!"},
-                said,
-                {"role": "assistant", "content": "a"},
-            ],
-        },
+        {"id": "m", "messages": [system, said, said, answer, said]},
+        {"id": "o", "messages": [answer, said, answer]},
         {"question_id": 81, "category": "writing", "turns": ["compose", "rewrite"]},
         {"messages": [said]},
     ]
-    tasks = {
-        task.prompt_id: task
-        for task in read_tasks(write_lines(tmp_path / "p.jsonl", rows), count=9, seed=0)
-    }
-    assert tasks["p"].messages == (
-        {"role": "system", "content": "be kind"},
-        {"role": "user", "content": "one"},
-    )
-    assert tasks["m"].messages == ({"role": "system", "content": "x"}, said, said)
+    read = read_tasks(write_lines(tmp_path / "p.jsonl", rows), count=9, seed=0)
+    tasks = {task.prompt_id: task for task in read}
+    kind, one = {"role": "system", "content": "be kind"}, {"role": "user", "content": "one"}
+    assert tasks["p"].messages == (kind, one)
+    assert tasks["m"].messages == (system, said, said)
     assert tasks["o"].messages == (said,)
-    assert tasks["81"] == Task(
-        "81", "writing", ({"role": "user", "content": "compose"},), is_cut=True
-    )
+    compose = {"role": "user", "content": "compose"}
+    assert tasks["81"] == Task("81", "writing", (compose,), is_cut=True)
     assert {prompt_id for prompt_id, task in tasks.items() if task.is_cut} == {"p", "m", "81"}
     assert tasks["5"].messages == (said,)
 
 
 def test_prompts_are_drawn_by_seed(tmp_path):
-    url = write_lines(
-        tmp_path / "p.jsonl", [{"id": f"{number}", "turns": ["hi"]} for number in range(50)]
-    )
+    rows = [{"id": f"{number}", "turns": ["hi"]} for number in range(50)]
+    url = write_lines(tmp_path / "p.jsonl", rows)
     drawn = read_tasks(url, 10, seed=1)
     assert drawn == read_tasks(url, 10, seed=1)
     assert drawn != read_tasks(url, 10, seed=2)
@@ -116,21 +95,17 @@ def test_prompts_are_drawn_by_seed(tmp_path):
         (b'{"messages": [{"from": "human", "value": "a"}]}', InputError),
         (b'{"messages": [{"role": "user", "content": [{"image": 1}]}]}', InputError),
         (b'{"id": 1, "turns": ["a"]}\n{"id": 1, "turns": ["b"]}', InputError),
+        (None, MissingInputError),
+        (gzip.compress(b'{"turns": ["a"]}' * 100)[:-20], CorruptError),
     ],
 )
 def test_prompts_that_cannot_be_used_are_refused(tmp_path, content, error):
-    (tmp_path / "p.jsonl").write_bytes(content)
+    path = tmp_path / ("p.jsonl.gz" if content and content[:1] == b"\x1f" else "p.jsonl")
+    if content is not None:
+        path.write_bytes(content)
     with pytest.raises(error) as refused:
-        read_tasks(str(tmp_path / "p.jsonl"), 1, 0)
+        read_tasks(str(path), 1, 0)
     assert refused.value.hint
-
-
-def test_missing_and_broken_files_are_refused(tmp_path):
-    with pytest.raises(MissingInputError):
-        read_tasks(str(tmp_path / "none.jsonl"), 1, 0)
-    (tmp_path / "p.jsonl.gz").write_bytes(gzip.compress(b'{"turns": ["a"]}' * 100)[:-20])
-    with pytest.raises(CorruptError):
-        read_tasks(str(tmp_path / "p.jsonl.gz"), 1, 0)
 
 
 @pytest.mark.parametrize(
@@ -152,20 +127,12 @@ def event(**fields):
 
 
 def delta(text=None, finish_reason=None):
-    return event(
-        choices=[
-            {
-                "index": 0,
-                "delta": {} if text is None else {"content": text},
-                "finish_reason": finish_reason,
-            }
-        ]
-    )
+    said = {} if text is None else {"content": text}
+    return event(choices=[{"index": 0, "delta": said, "finish_reason": finish_reason}])
 
 
-USAGE = event(
-    choices=[], usage={"prompt_tokens": 3, "completion_tokens": 5, "eyas": {"accept_hist": [1, 1]}}
-)
+COUNTED = {"prompt_tokens": 3, "completion_tokens": 5, "eyas": {"accept_hist": [1, 1]}}
+USAGE = event(choices=[], usage=COUNTED)
 
 
 def test_events_are_timed_by_the_piece_that_completes_them():
@@ -180,13 +147,8 @@ def test_events_are_timed_by_the_piece_that_completes_them():
 
 
 def test_first_token_is_the_first_text_and_the_end_is_the_last_choice():
-    pieces = [
-        (1.0, delta("")),
-        (4.0, delta("Hel")),
-        (6.0, delta("lo")),
-        (9.0, delta(None, "stop")),
-        (11.0, USAGE + b"data: [DONE]\n\n"),
-    ]
+    said = [(1.0, delta("")), (4.0, delta("Hel")), (6.0, delta("lo")), (9.0, delta(None, "stop"))]
+    pieces = [*said, (11.0, USAGE + b"data: [DONE]\n\n")]
     reply = read_reply(StreamRecord(0.0, pieces))
     assert reply == Reply(4.0, 9.0, [2.0], 3, 5, "stop", "Hello", [1, 1], tells_rounds=True)
 
@@ -220,34 +182,18 @@ GREEDY = RunContext(["plain", "eagle"], is_greedy=True)
 
 
 def test_speedup_is_the_ratio_of_the_median_tpots():
-    plain = [
-        row("plain", "a", tpot_ms=10),
-        row("plain", "b", tpot_ms=20),
-        row("plain", "c", tpot_ms=60),
-    ]
-    eagle = [
-        row("eagle", "c", tpot_ms=15),
-        row("eagle", "a", tpot_ms=5),
-        row("eagle", "b", tpot_ms=8),
-    ]
+    plain = [row("plain", id, tpot_ms=ms) for id, ms in (("a", 10), ("b", 20), ("c", 60))]
+    eagle = [row("eagle", id, tpot_ms=ms) for id, ms in (("c", 15), ("a", 5), ("b", 8))]
     compared = comparison(plain, eagle, is_greedy=True)
     assert compared["speedup"] == 20 / 8
     assert compared["identical"] == compared["num_pairs"] == 3
 
 
 def test_only_prompts_that_both_arms_answered_are_compared():
-    plain = [
-        row("plain", "a"),
-        row("plain", "b", error="lost"),
-        row("plain", "c", tokens=1),
-        row("plain", "d"),
-    ]
-    eagle = [
-        row("eagle", "a", tpot_ms=5),
-        row("eagle", "b", tpot_ms=1),
-        row("eagle", "c", tokens=1),
-        row("eagle", "d", error="lost"),
-    ]
+    failed, short = {"error": "lost"}, {"tokens": 1}
+    plain = [row("plain", "abcd"[at], **one) for at, one in enumerate(({}, failed, short, {}))]
+    others = ({"tpot_ms": 5}, {"tpot_ms": 1}, short, failed)
+    eagle = [row("eagle", "abcd"[at], **one) for at, one in enumerate(others)]
     compared = comparison(plain, eagle, is_greedy=True)
     assert compared["num_pairs"] == 2
     assert compared["speedup"] == 2
@@ -255,48 +201,33 @@ def test_only_prompts_that_both_arms_answered_are_compared():
 
 @pytest.mark.parametrize("change", [{"text": "other"}, {"tokens": 12}])
 def test_identical_asks_for_the_same_text_and_count(change):
-    assert (
-        comparison([row("plain", "a")], [row("eagle", "a", **change)], is_greedy=True)["identical"]
-        == 0
-    )
-    assert (
-        comparison([row("plain", "a")], [row("eagle", "a", **change)], is_greedy=False)["identical"]
-        is None
-    )
+    pairs = [row("plain", "a")], [row("eagle", "a", **change)]
+    assert comparison(*pairs, is_greedy=True)["identical"] == 0
+    assert comparison(*pairs, is_greedy=False)["identical"] is None
 
 
 def test_throughput_counts_each_block_from_its_first_request_to_its_last_answer():
-    rows = [
-        row("plain", "a", tokens=11, started_s=0.0, block=0),  # 0.0 .. 0.2
-        row("plain", "b", tokens=11, started_s=0.1, block=0),  # 0.1 .. 0.3
-        row("plain", "c", tokens=11, started_s=9.0, block=1),  # 9.0 .. 9.2
-    ]
+    times = ((0.0, 0), (0.1, 0), (9.0, 1))  # 0.0 .. 0.2 and 0.1 .. 0.3; 9.0 .. 9.2
+    rows = [row("plain", str(at), tokens=11, started_s=at, block=block) for at, block in times]
     assert result(rows)["throughput_tps"] == pytest.approx(33 / 0.5)
 
 
 def test_result_counts_failures_and_finish_reasons():
-    rows = [
-        row("eagle", "a", hist=[1, 2]),
-        row("eagle", "b", hist=[0, 0, 1]),
-        row("eagle", "c", error="HTTP 500: no"),
-    ]
-    counted = result(rows)
-    assert (counted["num_requests"], counted["num_failed"], counted["errors"]) == (
-        3,
-        1,
-        {"HTTP 500: no": 1},
-    )
+    rows = [row("eagle", "a", hist=[1, 2]), row("eagle", "b", hist=[0, 0, 1])]
+    counted = result([*rows, row("eagle", "c", error="HTTP 500: no")])
+    assert (counted["num_requests"], counted["num_failed"]) == (3, 1)
+    assert counted["errors"] == {"HTTP 500: no": 1}
     assert counted["finish_reasons"] == {"stop": 2}
     assert counted["accept_hist"] == [1, 2, 1]
     assert counted["tau"] == 2
 
 
-def pairs_of(count, tpot_ms, hist, tokens=11):
-    plain = [row("plain", str(number), tpot_ms=10, tokens=tokens) for number in range(count)]
-    return plain, [
-        row("eagle", str(number), tpot_ms=tpot_ms, hist=hist, tokens=tokens)
-        for number in range(count)
-    ]
+def rows_of(arm, tpots_ms, **fields):
+    return [row(arm, str(at), tpot_ms=tpot_ms, **fields) for at, tpot_ms in enumerate(tpots_ms)]
+
+
+def pairs_of(count, tpot_ms, hist):
+    return rows_of("plain", [10] * count), rows_of("eagle", [tpot_ms] * count, hist=hist)
 
 
 @pytest.mark.parametrize("count", [1, 6, 40])
@@ -312,31 +243,25 @@ def test_a_speedup_above_tau_is_not_claimed(count):
 
 def test_an_arm_that_decoded_plain_but_for_a_few_rounds_has_no_tau_to_be_above():
     """9 plain steps and a round of tau 1: a speed-up of 1.01 is what noise makes of 1."""
-    plain = [row("plain", str(number), tpot_ms=10) for number in range(10)]
-    eagle = [row("eagle", str(number), tpot_ms=9.9, hist=[1]) for number in range(10)]
+    plain, eagle = pairs_of(10, 9.9, [1])
     compared = comparison(plain, eagle, is_greedy=True)
     assert (compared["tau"], compared["tokens_per_forward"]) == (None, 1)
     # 5 of 10 tokens
-    half = [row("eagle", str(number), tpot_ms=7, hist=[0, 1, 1]) for number in range(10)]
-    compared = comparison(plain, half, is_greedy=True)
+    compared = comparison(*pairs_of(10, 7, [0, 1, 1]), is_greedy=True)
     assert (compared["tau"], compared["tokens_per_forward"]) == (2.5, 10 / 7)
 
 
 def test_without_a_tau_a_speedup_is_one_and_noise():
-    plain = [row("plain", str(number), tpot_ms=10) for number in range(10)]
+    def compared(*tpots_ms):
+        eagle = rows_of("eagle", tpots_ms, hist=[1])
+        return comparison(rows_of("plain", [10] * 10), eagle, is_greedy=True)
 
-    def of(*tpots_ms):
-        return [
-            row("eagle", str(number), tpot_ms=tpot_ms, hist=[1])
-            for number, tpot_ms in enumerate(tpots_ms)
-        ]
-
-    busy = comparison(plain, of(*[10 / 1.9] * 10), is_greedy=True)
+    busy = compared(*[10 / 1.9] * 10)
     assert (busy["speedup"], busy["withheld"][:4]) == (None, "1.90")
-    noisy = comparison(plain, of(*[10] * 4, *[8] * 6), is_greedy=True)
+    noisy = compared(*[10] * 4, *[8] * 6)
     assert (noisy["speedup"], noisy["tau"]) == (None, None)
     assert "over 10 prompts is impossible, hardly any token was drafted" in noisy["withheld"]
-    assert comparison(plain, of(*[9.5] * 10), is_greedy=True)["withheld"] is None
+    assert compared(*[9.5] * 10)["withheld"] is None
 
 
 def test_another_engine_may_be_faster_than_tau():
@@ -370,43 +295,41 @@ def url():
 
 @pytest.fixture
 def prompts(tmp_path):
-    rows = [
-        {"id": f"p{number}", "turns": [f"I would like a table for {number}."]}
-        for number in range(10)
-    ]
+    said = [f"I would like a table for {number}." for number in range(10)]
+    rows = [{"id": f"p{number}", "turns": [one]} for number, one in enumerate(said)]
     return write_lines(tmp_path / "prompts.jsonl", rows)
 
 
-def test_a_run_measures_every_prompt_in_every_arm_and_finds_them_identical(url, prompts, tmp_path):
+def run_of(tmp_path, progress=None, **config):
+    """The output of a benchmark with this config."""
     output = Artifact(str(tmp_path / "bench"))
-    config = BenchConfig(
-        url=url, prompts=prompts, num_prompts=10, concurrencies=(1, 3), max_tokens=48
-    )
-    steps = []
-    manifest = bench(config, output, lambda done, total=None, note="": steps.append((done, total)))
+    bench(BenchConfig(**config), output, *([progress] if progress else []))
+    return output
+
+
+def test_a_run_measures_every_prompt_in_every_arm_and_finds_them_identical(url, prompts, tmp_path):
+    steps, load = [], {"num_prompts": 10, "concurrencies": (1, 3), "max_tokens": 48}
+    progress = lambda done, total=None, note="": steps.append((done, total))  # noqa: E731
+    output = run_of(tmp_path, progress, url=url, prompts=prompts, **load)
     rows, summary = list(output.read_jsonl("rows.jsonl")), output.read_json("summary.json")
     assert Counter((row["arm"], row["concurrency"]) for row in rows) == {
         (arm, concurrency): 10 for arm in ("plain", "eagle") for concurrency in (1, 3)
     }
     assert not [row["error"] for row in rows if row["error"]]
     assert steps[-1] == (40, 40)
-    assert manifest.counts == {"requests": 40, "failed": 0, "prompts": 10}
+    assert output.manifest().counts == {"requests": 40, "failed": 0, "prompts": 10}
     for compared in summary["comparisons"]:
         assert compared["identical"] == compared["num_pairs"] == 10
         assert compared["speedup"] > 0
     for counted in summary["results"]:
-        own = [
-            row
-            for row in rows
-            if (row["arm"], row["concurrency"]) == (counted["arm"], counted["concurrency"])
-        ]
+        key = (counted["arm"], counted["concurrency"])
+        own = [row for row in rows if (row["arm"], row["concurrency"]) == key]
         assert counted["num_output_tokens"] == sum(row["num_output_tokens"] for row in own)
         if counted["arm"] == "plain":
             assert counted["tau"] is None
         else:  # every token but the first of each answer came from a round
-            emitted = sum(
-                (accepted + 1) * count for accepted, count in enumerate(counted["accept_hist"])
-            )
+            hist = enumerate(counted["accept_hist"])
+            emitted = sum((accepted + 1) * count for accepted, count in hist)
             assert emitted == counted["num_output_tokens"] - 10
             assert counted["tau"] >= 1
 
@@ -417,14 +340,8 @@ TWO_PLAIN = {"plain": ArmConfig(speculation=False), "eagle": ArmConfig(speculati
 
 
 def test_arms_take_turns_block_by_block(url, prompts, tmp_path):
-    bench(
-        BenchConfig(url=url, prompts=prompts, arms=TWO_PLAIN, max_tokens=8),
-        Artifact(str(tmp_path / "bench")),
-    )
-    order = [
-        (row["block"], row["arm"])
-        for row in Artifact(str(tmp_path / "bench")).read_jsonl("rows.jsonl")
-    ]
+    output = run_of(tmp_path, url=url, prompts=prompts, arms=TWO_PLAIN, max_tokens=8)
+    order = [(row["block"], row["arm"]) for row in output.read_jsonl("rows.jsonl")]
     blocks = list(dict.fromkeys(order))
     turns = [("plain", "eagle"), ("eagle", "plain")]
     assert blocks == [(number, arm) for number in range(5) for arm in turns[number % 2]]
@@ -450,46 +367,31 @@ def test_identity_is_what_is_served_or_else_where(prompts):
 
 def test_arms_may_have_servers_of_their_own_and_leave_our_field_out(prompts, tmp_path):
     bodies = [], []
-    output = Artifact(str(tmp_path / "bench"))
+    config = {"prompts": prompts, "num_prompts": 4, "max_tokens": 5, "temperature": 0.5}
     with scripted(bodies=bodies[0]) as one, scripted(bodies=bodies[1]) as other:
         arms = {"one": ArmConfig(), "other": ArmConfig(url=f"{other}/v1")}
-        bench(
-            BenchConfig(
-                url=one, arms=arms, prompts=prompts, num_prompts=4, max_tokens=5, temperature=0.5
-            ),
-            output,
-        )
-    assert [
-        compared["identical"] for compared in output.read_json("summary.json")["comparisons"]
-    ] == [None]
+        output = run_of(tmp_path, url=one, arms=arms, **config)
+    (compared,) = output.read_json("summary.json")["comparisons"]
+    assert compared["identical"] is None
     assert [len(asked) for asked in bodies] == [2 + 4, 2 + 4]
     assert not any("speculation" in body for asked in bodies for body in asked)
 
 
 def test_without_the_field_a_server_with_a_head_drafts(url, prompts, tmp_path):
-    output = Artifact(str(tmp_path / "bench"))
-    bench(
-        BenchConfig(
-            url=url, arms={"one": ArmConfig()}, prompts=prompts, num_prompts=4, max_tokens=32
-        ),
-        output,
-    )
+    config = {"prompts": prompts, "num_prompts": 4, "max_tokens": 32}
+    output = run_of(tmp_path, url=url, arms={"one": ArmConfig()}, **config)
     assert output.read_json("summary.json")["results"][0]["tau"] >= 1
 
 
 def test_no_server_is_one_clear_error_and_claims_no_folder(prompts, tmp_path):
     with pytest.raises(MissingInputError, match="no server at"):
-        bench(
-            BenchConfig(url="http://127.0.0.1:9", prompts=prompts),
-            Artifact(str(tmp_path / "bench")),
-        )
+        run_of(tmp_path, url="http://127.0.0.1:9", prompts=prompts)
     assert not (tmp_path / "bench").exists()
 
 
 def test_requests_that_all_fail_are_kept_and_reported(url, prompts, tmp_path):
-    config = BenchConfig(url=url, prompts=prompts, num_prompts=3, max_tokens=10_000)
     with pytest.raises(EyasError, match="HTTP 400: this server holds"):
-        bench(config, Artifact(str(tmp_path / "bench")))
+        run_of(tmp_path, url=url, prompts=prompts, num_prompts=3, max_tokens=10_000)
     rows = (tmp_path / "bench" / "rows.jsonl").read_text().splitlines()
     assert all("HTTP 400" in json.loads(row)["error"] for row in rows)
 
@@ -501,7 +403,7 @@ class NotOpenAI(Scripted):
 
 def test_another_kind_of_server_is_named_as_such(prompts, tmp_path):
     with web_server(NotOpenAI) as url, pytest.raises(EyasError, match="does not list a model"):
-        bench(BenchConfig(url=url, prompts=prompts), Artifact(str(tmp_path / "bench")))
+        run_of(tmp_path, url=url, prompts=prompts)
 
 
 # Other servers
@@ -511,11 +413,8 @@ def compared(tmp_path, prompts, baseline, server, **config):
     """The summary of two scripted servers against each other."""
     with scripted(**baseline) as one, scripted(**server) as other:
         arms = {"baseline": ArmConfig(url=one), "server": ArmConfig(url=other)}
-        output = Artifact(str(tmp_path / "bench"))
-        bench(
-            BenchConfig(arms=arms, prompts=prompts, num_prompts=6, max_tokens=8, **config), output
-        )
-        return output.read_json("summary.json")
+        config |= {"arms": arms, "prompts": prompts, "num_prompts": 6, "max_tokens": 8}
+        return run_of(tmp_path, **config).read_json("summary.json")
 
 
 def test_two_servers_that_tell_nothing_of_rounds_are_compared_and_it_is_said(tmp_path, prompts):
@@ -577,16 +476,8 @@ def test_an_open_loop_sends_when_the_time_has_come(tmp_path, prompts, monkeypatc
     monkeypatch.setattr(bench_module, "_ask_when", timed)
     monkeypatch.setattr(Client, "stream", noted)
     with scripted(gap_s=0.05) as url:
-        output = Artifact(str(tmp_path / "bench"))
-        config = BenchConfig(
-            url=url,
-            arms={"one": ArmConfig()},
-            prompts=prompts,
-            concurrencies=(),
-            rates=(50,),
-            num_prompts=10,
-        )
-        bench(config, output)
+        config = {"arms": {"one": ArmConfig()}, "concurrencies": (), "rates": (50,)}
+        output = run_of(tmp_path, url=url, prompts=prompts, num_prompts=10, **config)
         rows, summary = list(output.read_jsonl("rows.jsonl")), output.read_json("summary.json")
     for block in range(4):
         started = [row["started_s"] for row in rows if row["block"] == block]
@@ -609,13 +500,8 @@ class Impatient(Scripted):
 
 def test_a_connection_that_was_closed_while_idle_costs_no_request(tmp_path, prompts):
     with web_server(Impatient) as url:
-        output = Artifact(str(tmp_path / "bench"))
-        bench(
-            BenchConfig(
-                url=url, arms={"one": ArmConfig()}, prompts=prompts, num_prompts=6, max_tokens=3
-            ),
-            output,
-        )
+        config = {"prompts": prompts, "num_prompts": 6, "max_tokens": 3}
+        output = run_of(tmp_path, url=url, arms={"one": ArmConfig()}, **config)
         assert not [row["error"] for row in output.read_jsonl("rows.jsonl") if row["error"]]
 
 
@@ -641,9 +527,7 @@ def test_however_the_kernel_tells_of_a_stale_connection_the_request_is_sent_agai
 
 def test_more_at_a_time_than_there_are_prompts_is_refused(prompts, tmp_path):
     with pytest.raises(ConfigError, match="10 prompts: 11 at a time"):
-        bench(
-            BenchConfig(prompts=prompts, concurrencies=(1, 11)), Artifact(str(tmp_path / "bench"))
-        )
+        run_of(tmp_path, prompts=prompts, concurrencies=(1, 11))
 
 
 def test_the_packaged_prompts_are_there_when_none_are_given():

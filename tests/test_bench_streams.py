@@ -5,6 +5,7 @@ form.
 from __future__ import annotations
 
 import json
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -22,52 +23,53 @@ def recorded(name):
     return json.loads((STREAMS / f"{name}.json").read_text())
 
 
-def received(stream):
-    return StreamRecord(0.0, [(at, text.encode()) for at, text in stream["pieces"]])
+def received(name, asked):
+    """A recorded stream as the server sent it: times in ms and bytes."""
+    record, pieces = recorded(name), []
+    for at, *sent in record["streams"][asked]:
+        events = (json.dumps(record["frame"] | e) if isinstance(e, dict) else e for e in sent)
+        pieces.append((at, "".join(f"data: {e}\n\n" for e in events).encode()))
+    return StreamRecord(0.0, pieces)
 
 
-@pytest.mark.parametrize("name", ["llama_cpp", "llama_cpp_eagle3", "vllm_eagle3"])
-@pytest.mark.parametrize("asked", ["usage", "continuous"])
+WITH_HEAD = ("llama_cpp_eagle3", "vllm_eagle3")
+
+
+@pytest.mark.parametrize(
+    ("name", "asked"),
+    [("llama_cpp", "usage"), *product(WITH_HEAD, ("usage", "continuous"))],
+)
 def test_recorded_streams_are_read(name, asked):
-    stream = recorded(name)["streams"][asked]
-    reply = read_reply(received(stream))
+    stream = received(name, asked)
+    reply = read_reply(stream)
     assert not reply.error
     assert (reply.text, reply.num_prompt_tokens, reply.num_output_tokens) == (ANSWER, 17, 12)
     assert (reply.finish_reason, reply.counted_by) == ("length", "usage")
-    times = [at for at, _ in stream["pieces"]]
+    times = [at for at, _ in stream.pieces]
     assert times[0] <= reply.ttft_ms < reply.e2e_ms <= times[-1]
     assert reply.accept_hist == []
     assert not reply.tells_rounds
 
 
-def test_what_one_chunk_holds_differs():
-    """vLLM sends a round in one chunk, llama.cpp each token in its own."""
-
-
 def test_without_usage_llama_cpp_counts_in_its_timings_and_vllm_not_at_all():
-    timed = read_reply(received(recorded("llama_cpp_eagle3")["streams"]["bare"]))
-    assert (timed.num_prompt_tokens, timed.num_output_tokens, timed.counted_by) == (
-        17,
-        12,
-        "timings",
-    )
-    assert timed.num_accepted_drafts == 7
-    silent = read_reply(received(recorded("vllm_eagle3")["streams"]["bare"]))
+    timed = read_reply(received("llama_cpp_eagle3", "bare"))
+    assert (timed.num_prompt_tokens, timed.num_output_tokens) == (17, 12)
+    assert (timed.counted_by, timed.num_accepted_drafts) == ("timings", 7)
+    silent = read_reply(received("vllm_eagle3", "bare"))
     assert (silent.num_output_tokens, silent.counted_by, silent.text) == (0, "", ANSWER)
     assert silent.e2e_ms > silent.ttft_ms > 0
 
 
-@pytest.mark.parametrize("name", ["llama_cpp", "llama_cpp_eagle3", "vllm_eagle3"])
+@pytest.mark.parametrize("name", WITH_HEAD)
 def test_an_answer_of_one_token(name):
-    reply = read_reply(received(recorded(name)["streams"]["one_token"]))
+    reply = read_reply(received(name, "one_token"))
     assert (reply.text, reply.num_output_tokens, reply.error) == ("I", 1, "")
 
 
-@pytest.mark.parametrize("name", ["llama_cpp_eagle3", "vllm_eagle3"])
+@pytest.mark.parametrize("name", WITH_HEAD)
 @pytest.mark.parametrize("size", [1, 7, 100])
 def test_where_reads_cut_a_stream_does_not_matter(name, size):
-    stream = recorded(name)["streams"]["usage"]
-    whole = "".join(text for _, text in stream["pieces"]).encode()
+    whole = b"".join(data for _, data in received(name, "usage").pieces)
     cut = [(float(at), whole[at : at + size]) for at in range(0, len(whole), size)]
     reply = read_reply(StreamRecord(0.0, cut))
     assert (reply.text, reply.num_output_tokens) == (ANSWER, 12)
@@ -78,49 +80,33 @@ def sglang(**changes):
     `choices: []` at the end.
     """
 
-    def chunk(delta, finish=None, usage=None):
-        choice = {
-            "index": 0,
-            "delta": delta,
-            "logprobs": None,
-            "finish_reason": finish,
-            "matched_stop": 151645 if finish else None,
-        }
-        return {
-            "id": "0a",
-            "object": "chat.completion.chunk",
-            "created": 1,
-            "model": "m",
-            "choices": [choice],
-            "usage": usage,
-        }
+    def chunk(delta, finish=None):
+        delta = {
+            "role": None,
+            "content": None,
+            "reasoning_content": None,
+            "tool_calls": None,
+        } | delta
+        stop = {"finish_reason": finish, "matched_stop": 151645 if finish else None}
+        choice = {"index": 0, "delta": delta, "logprobs": None, **stop}
+        frame = {"id": "0a", "object": "chat.completion.chunk", "created": 1, "model": "m"}
+        return {**frame, "choices": [choice], "usage": None}
 
-    empty = {"content": None, "reasoning_content": None, "tool_calls": None}
+    call = {"index": 0, "function": {"name": "book", "arguments": "{}"}}
+    usage = {"prompt_tokens": 9, "completion_tokens": 14, "reasoning_tokens": 6}
     chunks = [
-        chunk({"role": "assistant", **empty, "content": ""}),
-        chunk({"role": None, **empty, "reasoning_content": "They want "}),
-        chunk({"role": None, **empty, "reasoning_content": "Thai food."}),
-        chunk({"role": None, **empty, "content": "How about Bonchon?"}),
-        chunk(
-            {
-                "role": None,
-                **empty,
-                "tool_calls": [{"index": 0, "function": {"name": "book", "arguments": "{}"}}],
-            }
-        ),
-        chunk({"role": None, **empty}, finish="stop"),
-        {
-            **chunk({}),
-            "choices": [],
-            "usage": {"prompt_tokens": 9, "completion_tokens": 14, "reasoning_tokens": 6},
-        },
+        chunk({"role": "assistant", "content": ""}),
+        chunk({"reasoning_content": "They want "}),
+        chunk({"reasoning_content": "Thai food."}),
+        chunk({"content": "How about Bonchon?"}),
+        chunk({"tool_calls": [call]}),
+        chunk({}, finish="stop"),
+        chunk({}) | {"choices": [], "usage": usage},
     ]
     chunks[-1] |= changes
     lines = [f"data: {json.dumps(one)}\r\n\r\n".encode() for one in chunks]
-    return [
-        (0.5, b": ping - 2026-01-01 00:00:00\r\n\r\n"),
-        *((float(at), line) for at, line in enumerate(lines, 1)),
-    ]
+    ping = b": ping - 2026-01-01 00:00:00\r\n\r\n"
+    return [(0.5, ping), *((float(at), line) for at, line in enumerate(lines, 1))]
 
 
 def test_reasoning_and_calls_are_text_and_what_is_empty_is_not():
@@ -134,14 +120,20 @@ def test_the_last_chunk_may_have_no_choices_at_all():
     assert read_reply(StreamRecord(0.0, sglang(choices=None))).num_output_tokens == 14
 
 
+def metrics(name):
+    return "".join(f"{line}\n" for line in recorded(name)["paths"]["/metrics"])
+
+
+def model_card(name):
+    return recorded(name)["paths"]["/v1/models"]["data"][0]
+
+
 def test_counters_of_all_servers_have_one_form():
-    page = recorded("vllm_eagle3")["paths"]["/metrics"][1].replace("} 0.0", "} 0.0\nunreadable{ 1")
+    page = metrics("vllm_eagle3").replace("} 0.0", "} 0.0\nunreadable{ 1")
     counted = parse_metrics(page)
     assert counted["spec_decode_num_drafts_total"] == 0
     assert counted["spec_decode_num_accepted_tokens_per_pos_total|3"] == 0
-    assert "spec_decode_num_drafts_total" in parse_metrics(
-        recorded("llama_cpp_eagle3")["paths"]["/metrics"][1]
-    )
+    assert "spec_decode_num_drafts_total" in parse_metrics(metrics("llama_cpp_eagle3"))
     two_engines = (
         'vllm:a_total{engine="0",model_name="m"} '
         '2\nvllm:a_total{engine="1",model_name="m"} 3.5 1700000000\n# TYPE b gauge\n'
@@ -171,11 +163,8 @@ def test_what_counters_say_of_rounds():
 
 
 def test_how_a_server_speculates_is_what_sglang_tells():
-    info = {
-        "speculative_algorithm": "EAGLE3",
-        "speculative_num_steps": 3,
-        "speculative_eagle_topk": 1,
-    }
+    algorithm = {"speculative_algorithm": "EAGLE3"}
+    info = algorithm | {"speculative_num_steps": 3, "speculative_eagle_topk": 1}
     assert speculation_of(info) == "EAGLE3, steps 3, top-k 1"
     assert speculation_of({"speculative_algorithm": None}) is None
 
@@ -184,13 +173,12 @@ def test_how_a_server_speculates_is_what_sglang_tells():
     ("card", "info", "told"),
     [
         ({"eyas": {"dtype": "bfloat16"}}, {}, "bfloat16"),
-        (recorded("llama_cpp")["paths"]["/v1/models"], {}, "bfloat16"),
+        (model_card("llama_cpp"), {}, "bfloat16"),
         ({"meta": {"n_params": 1000, "size": 1062}}, {}, "8.5 bits a weight"),
         ({}, {"dtype": "bfloat16", "quantization": "fp8"}, "bfloat16/fp8"),
         ({}, {"dtype": "auto"}, None),
-        (recorded("vllm_eagle3")["paths"]["/v1/models"], {}, None),
+        (model_card("vllm_eagle3"), {}, None),
     ],
 )
 def test_precision_is_what_a_server_tells(card, info, told):
-    card = json.loads(card[1])["data"][0] if isinstance(card, list) else card
     assert precision(card.get("eyas") or {}, card.get("meta") or {}, info) == told
