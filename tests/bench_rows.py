@@ -23,17 +23,8 @@ def row(
     """fields: the row's category and rate, and the reply's."""
     e2e_ms = ttft_ms + tpot_ms * (tokens - 1)
     category, rate = fields.pop("category", ""), fields.pop("rate", None)
-    reply = Reply(
-        ttft_ms,
-        e2e_ms,
-        [tpot_ms],
-        5,
-        tokens,
-        "stop",
-        fields.pop("text", "same"),
-        list(hist),
-        **fields,
-    )
+    text, itl_ms = fields.pop("text", "same"), [tpot_ms]
+    reply = Reply(ttft_ms, e2e_ms, itl_ms, 5, tokens, "stop", text, list(hist), **fields)
     return BenchRow(arm, concurrency, block, prompt_id, category, started_s, reply, rate)
 
 

@@ -60,10 +60,8 @@ class Scripted(BaseHTTPRequestHandler):
             sleep(self.gap_s)
         self.event({"choices": [{"index": 0, "delta": {}, "finish_reason": "stop"}]})
         if self.tells_usage:
-            usage = {
-                "prompt_tokens": len(words) + self.extra_prompt_tokens,
-                "completion_tokens": len(said),
-            }
+            count = len(words) + self.extra_prompt_tokens
+            usage = {"prompt_tokens": count, "completion_tokens": len(said)}
             self.event({"choices": [], "usage": usage})
         self.chunk(b"data: [DONE]\n\n")
         self.chunk(b"")

@@ -4,23 +4,18 @@ nothing of its own.
 
 from __future__ import annotations
 
+import json
+import re
 import shutil
+import subprocess
 from contextlib import contextmanager
 
 import pytest
 
 NAMES = ("chromium", "chromium-browser", "google-chrome")
 CHROMIUM = next((path for name in NAMES if (path := shutil.which(name))), None)
-FLAGS = [
-    "--headless",
-    "--no-sandbox",
-    "--disable-gpu",
-    "--disable-quic",
-    "--no-first-run",
-    "--disable-background-networking",
-    "--disable-component-update",
-    "--disable-sync",
-]
+FLAGS = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run"]
+FLAGS += ["--disable-background-networking", "--disable-component-update", "--disable-sync"]
 needs_chromium = pytest.mark.skipif(
     CHROMIUM is None, reason="no Chromium is installed here: apt-get install chromium"
 )
@@ -37,3 +32,31 @@ def chromium():
             yield browser
         finally:
             browser.close()
+
+
+def run_chromium(folder, *options):
+    """What Chromium writes with these options and a profile of its own."""
+    command = [CHROMIUM, *FLAGS, "--hide-scrollbars", f"--user-data-dir={folder}/profile"]
+    return subprocess.run([*command, *options], capture_output=True, timeout=120, check=True).stdout
+
+
+def framed(folder, html, widths):
+    """[width of the contents, width of the window, number of flat pictures] of a page in frames of
+    these widths: a browser's own window is no narrower than 500 pixels. Without a network.
+    """
+    measured = """<script>
+      const flat = [...document.querySelectorAll("svg")].filter(
+        one => one.getBoundingClientRect().height < 90).length;
+      parent.postMessage([document.documentElement.scrollWidth, innerWidth, flat], "*");
+    </script></body>"""
+    (folder / "framed.html").write_text(html.replace("</body>", measured), encoding="utf-8")
+    frame = '<iframe src="framed.html" style="height:5000px;border:0;width:{}px"></iframe>'
+    page = folder / "frames.html"
+    page.write_text(
+        "<body><script>const all = []; addEventListener('message', event => "
+        "{ all.push(event.data); document.title = JSON.stringify(all) })</script>"
+        + "".join(map(frame.format, widths))
+    )
+    window = (f"--window-size={sum(widths) + 1000},5000", "--virtual-time-budget=3000")
+    seen = run_chromium(folder, *window, "--dump-dom", page.as_uri()).decode()
+    return json.loads(re.search(r"<title>(\[.*?\])</title>", seen).group(1))

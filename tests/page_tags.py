@@ -7,21 +7,8 @@ from __future__ import annotations
 from html.parser import HTMLParser
 
 # Elements that have no end, by the HTML standard.
-VOID = {
-    "area",
-    "base",
-    "br",
-    "col",
-    "embed",
-    "hr",
-    "img",
-    "input",
-    "link",
-    "meta",
-    "source",
-    "track",
-    "wbr",
-}
+VOID = {"area", "base", "br", "col", "embed", "hr", "img", "input", "link", "meta"}
+VOID |= {"source", "track", "wbr"}
 
 
 class Tags(HTMLParser):

@@ -26,6 +26,13 @@ def openai(*turns: Any, **more: Any) -> dict[str, Any]:
     return {**more, "messages": [message for one in said for message in (one, answer)]}
 
 
+def sharegpt(*turns: Any, **more: Any) -> dict[str, Any]:
+    """A conversation in ShareGPT's form, answered after each turn."""
+    names = {"user": "human", "assistant": "gpt", "system": "system"}
+    said = [{"from": names[m["role"]], "value": m["content"]} for m in openai(*turns)["messages"]]
+    return {**more, "conversations": said}
+
+
 def json_lines(rows: Any) -> str:
     return "".join(json.dumps(row) + "\n" for row in rows)
 

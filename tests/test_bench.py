@@ -10,7 +10,6 @@ import json
 import sys
 import time
 from collections import Counter
-from pathlib import Path
 
 import httpx
 import pytest
@@ -39,14 +38,7 @@ from eyas.serve.server import running_app
 from eyas.serve.translation import ModelInfo
 from tests.bench_rows import row
 from tests.bench_servers import Scripted, scripted, web_server
-
-SHARED = Path(__file__).resolve().parents[2] / "shared" / "data"
-
-
-def write_lines(path, rows):
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return str(path)
-
+from tests.source_rows import SHARED, written
 
 # Workload
 
@@ -61,7 +53,7 @@ def test_prompts_in_three_shapes_become_first_turns(tmp_path):
         {"question_id": 81, "category": "writing", "turns": ["compose", "rewrite"]},
         {"messages": [said]},
     ]
-    read = read_tasks(write_lines(tmp_path / "p.jsonl", rows), count=9, seed=0)
+    read = read_tasks(written(tmp_path / "p.jsonl", rows), count=9, seed=0)
     tasks = {task.prompt_id: task for task in read}
     kind, one = {"role": "system", "content": "be kind"}, {"role": "user", "content": "one"}
     assert tasks["p"].messages == (kind, one)
@@ -75,7 +67,7 @@ def test_prompts_in_three_shapes_become_first_turns(tmp_path):
 
 def test_prompts_are_drawn_by_seed(tmp_path):
     rows = [{"id": f"{number}", "turns": ["hi"]} for number in range(50)]
-    url = write_lines(tmp_path / "p.jsonl", rows)
+    url = written(tmp_path / "p.jsonl", rows)
     drawn = read_tasks(url, 10, seed=1)
     assert drawn == read_tasks(url, 10, seed=1)
     assert drawn != read_tasks(url, 10, seed=2)
@@ -297,7 +289,7 @@ def url():
 def prompts(tmp_path):
     said = [f"I would like a table for {number}." for number in range(10)]
     rows = [{"id": f"p{number}", "turns": [one]} for number, one in enumerate(said)]
-    return write_lines(tmp_path / "prompts.jsonl", rows)
+    return written(tmp_path / "prompts.jsonl", rows)
 
 
 def run_of(tmp_path, progress=None, **config):

@@ -7,20 +7,22 @@ from __future__ import annotations
 import json
 
 import pytest
-from typer.testing import CliRunner
 
 from eyas.artifact import Artifact, Manifest, identity
 from eyas.cli.bench import arms_for, ledger_of
-from eyas.cli.main import build
 from tests.bench_servers import scripted
+from tests.source_rows import written
+from tests.test_cli import run_eyas
 from tests.test_report import LEDGER
 
 EYAS = {"owner": "eyas"}
+NOTHING = {"config": {}, "counts": {}, "files": {}}
 
 
-def run_eyas(*arguments):
-    words = [str(word) for word in arguments]
-    return CliRunner().invoke(build(words), words, prog_name="eyas")
+def benched(url, prompts, folder, *words, max_tokens=2, num_prompts=4):
+    """What `eyas bench` says of a server."""
+    settings = ("--set", f"max_tokens={max_tokens}", "--set", f"num_prompts={num_prompts}")
+    return run_eyas("bench", url, "--prompts", prompts, *settings, *words, "-o", folder)
 
 
 @pytest.fixture
@@ -29,9 +31,7 @@ def prompts(tmp_path):
         {"id": n, "category": ("odd", "even")[n % 2], "turns": [f"I would like a table for {n}."]}
         for n in range(12)
     ]
-    path = tmp_path / "prompts.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
+    return written(tmp_path / "prompts.jsonl", rows)
 
 
 def test_arms_are_what_the_server_can_do():
@@ -41,38 +41,22 @@ def test_arms_are_what_the_server_can_do():
         scripted(**EYAS) as bare,
     ):
         assert arms_for(other, None) == arms_for(bare, None) == {"server": {}}
-        assert arms_for(ours, None) == {
-            "plain": {"speculation": False},
-            "eagle": {"speculation": True},
-        }
+        plain, eagle = {"speculation": False}, {"speculation": True}
+        assert arms_for(ours, None) == {"plain": plain, "eagle": eagle}
         assert arms_for(ours, other) == {"baseline": {"url": other}, "server": {"url": ours}}
 
 
 def test_two_servers_end_in_a_report_and_one_line_of_json(tmp_path, prompts):
     folder = tmp_path / "bench"
-    shared = (
-        "--prompts",
-        prompts,
-        "--set",
-        "max_tokens=4",
-        "--set",
-        "num_prompts=12",
-        "-o",
-        folder,
-    )
+    loads = ("--concurrency", "1,3", "--rates", "40")
     with scripted(gap_s=0.01) as slow, scripted() as fast:
-        done = run_eyas(
-            "bench", fast, "--against", slow, "--concurrency", "1,3", "--rates", "40", *shared
-        )
+        words = ("--against", slow, *loads)
+        done = benched(fast, prompts, folder, *words, max_tokens=4, num_prompts=12)
     assert done.exit_code == 0, done.output
     last = json.loads(done.stdout.splitlines()[-1])
-    assert [
-        (one["arm"], one["baseline"], one.get("concurrency")) for one in last["comparisons"]
-    ] == [
-        ("server", "baseline", 1),
-        ("server", "baseline", 3),
-        ("server", "baseline", None),
-    ]
+    arms = [(one["arm"], one["baseline"]) for one in last["comparisons"]]
+    assert arms == [("server", "baseline")] * 3
+    assert [one.get("concurrency") for one in last["comparisons"]] == [1, 3, None]
     assert last["comparisons"][-1]["rate"] == 40
     assert "not told by other" in done.stderr
     assert "3 at a time" in done.stdout
@@ -86,9 +70,8 @@ def test_two_servers_end_in_a_report_and_one_line_of_json(tmp_path, prompts):
 def test_a_server_by_itself_is_measured_without_a_comparison(tmp_path, prompts, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with scripted() as url:
-        done = run_eyas(
-            "bench", url, "--prompts", prompts, "--set", "max_tokens=2", "--set", "num_prompts=4"
-        )
+        settings = ("--set", "max_tokens=2", "--set", "num_prompts=4")
+        done = run_eyas("bench", url, "--prompts", prompts, *settings)
     assert done.exit_code == 0, done.output
     last = json.loads(done.stdout.splitlines()[-1])
     assert last["comparisons"] == []
@@ -97,42 +80,23 @@ def test_a_server_by_itself_is_measured_without_a_comparison(tmp_path, prompts, 
 
 
 def test_later_turns_that_were_left_out_are_said_to_be(tmp_path):
-    path = tmp_path / "prompts.jsonl"
-    rows = [
-        {
-            "question_id": number,
-            "category": "writing",
-            "turns": ["compose it", "rewrite it"][:number],
-        }
-        for number in (1, 2)
-    ]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    turns, task = ["compose it", "rewrite it"], {"category": "writing"}
+    rows = [{"question_id": number, **task, "turns": turns[:number]} for number in (1, 2)]
+    path = written(tmp_path / "prompts.jsonl", rows)
     with scripted() as url:
-        done = run_eyas(
-            "bench", url, "--prompts", path, "--set", "max_tokens=2", "-o", tmp_path / "bench"
-        )
+        done = benched(url, path, tmp_path / "bench")
     assert done.exit_code == 0, done.output
     assert "First turns only: the later turns of 1 conversations were not asked." in done.stderr
 
 
 def test_unlike_servers_are_refused_until_one_insists(tmp_path, prompts):
-    shared = (
-        "--prompts",
-        prompts,
-        "--set",
-        "max_tokens=2",
-        "--set",
-        "num_prompts=4",
-        "-o",
-        tmp_path / "bench",
-    )
+    folder = tmp_path / "bench"
     with scripted() as one, scripted(extra_prompt_tokens=1) as other:
-        refused = run_eyas("bench", one, "--against", other, *shared)
+        refused = benched(one, prompts, folder, "--against", other)
         assert refused.exit_code == 2
         assert "--compare-anyway" in refused.stderr
-        assert (
-            run_eyas("bench", one, "--against", other, "--compare-anyway", *shared).exit_code == 0
-        )
+        again = benched(one, prompts, folder, "--against", other, "--compare-anyway")
+        assert again.exit_code == 0
     assert "(not comparable)" in (tmp_path / "bench" / "report.md").read_text()
 
 
@@ -143,27 +107,17 @@ def test_no_server_is_one_clear_error(tmp_path, prompts):
     assert not (tmp_path / "bench").exists()
 
 
+def manifest(stage, identity, **fields):
+    return Manifest(**{"stage": stage, "identity": identity, **NOTHING, **fields})
+
+
 def made_head(folder, stage="train", target="ab" * 32):
     """An artifact as `eyas train` leaves it: a head from features of a target, of prompts with a
     ledger.
     """
-    prompts = Manifest(
-        stage="prompts",
-        identity="a1b2",
-        config={},
-        counts={"rows": 1200},
-        files={},
-        facts={"ledger": LEDGER},
-    )
+    prompts = manifest("prompts", "a1b2", facts={"ledger": LEDGER})
     settings = {"target_fingerprint": target}
-    features = Manifest(
-        stage="capture",
-        identity=target,
-        config=settings,
-        counts={},
-        files={},
-        inputs={"prompts": prompts},
-    )
+    features = manifest("capture", target, config=settings, inputs={"prompts": prompts})
     artifact = Artifact(str(folder))
     artifact.begin(identity(stage, {}, {"features": features}))
     artifact.finish(stage, {}, {"features": features}, {})
@@ -172,15 +126,14 @@ def made_head(folder, stage="train", target="ab" * 32):
 
 def test_a_report_is_given_the_head_and_shows_its_lineage_and_ledger(tmp_path, prompts):
     card = {"has_head": True, "dtype": "bfloat16", "target_fingerprint": "ab" * 32}
-    settings = ("--set", "max_tokens=2", "--set", "num_prompts=4", "--set", 'arms={"one": {}}')
-    shared = ("--prompts", prompts, *settings, "-o", tmp_path / "bench")
+    shared = (prompts, tmp_path / "bench", "--set", 'arms={"one": {}}')
     with scripted(**EYAS, card={"eyas": card}) as url:
-        assert run_eyas("bench", url, *shared).exit_code == 0
+        assert benched(url, *shared).exit_code == 0
         page = (tmp_path / "bench" / "report.html").read_text(encoding="utf-8")
         assert "eyas, version unknown, m, bfloat16, with a head, target abababababababab" in page
         assert "Where the prompts went" not in page
         head = made_head(tmp_path / "head")
-        assert run_eyas("bench", url, *shared, "--head", head).exit_code == 0
+        assert benched(url, *shared, "--head", head).exit_code == 0
         page = (tmp_path / "bench" / "report.html").read_text(encoding="utf-8")
         assert "1,300 rows came in" in page
         for text in (page, (tmp_path / "bench" / "report.md").read_text(encoding="utf-8")):
@@ -190,20 +143,14 @@ def test_a_report_is_given_the_head_and_shows_its_lineage_and_ledger(tmp_path, p
             (made_head(tmp_path / "features", stage="capture"), "holds 'capture', no head"),
             (tmp_path / "none", "does not exist"),
         ):
-            refused = run_eyas("bench", url, *shared, "--head", folder)
+            refused = benched(url, *shared, "--head", folder)
             assert refused.exit_code == 2
             assert message in refused.stderr
 
 
 def test_the_ledger_is_found_behind_the_benchmark():
-    prompts = Manifest(
-        stage="prompts", identity="a", config={}, counts={}, files={}, facts={"ledger": LEDGER}
-    )
-    head = Manifest(
-        stage="train", identity="b", config={}, counts={}, files={}, inputs={"prompts": prompts}
-    )
-    measured = Manifest(
-        stage="bench", identity="c", config={}, counts={}, files={}, inputs={"head": head}
-    )
+    prompts = manifest("prompts", "a", facts={"ledger": LEDGER})
+    head = manifest("train", "b", inputs={"prompts": prompts})
+    measured = manifest("bench", "c", inputs={"head": head})
     assert ledger_of(measured) == LEDGER
     assert ledger_of(measured.model_copy(update={"inputs": {}})) is None

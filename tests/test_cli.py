@@ -42,9 +42,9 @@ from tests.tiny import tiny_target, tiny_tokenizer
 ROOT = Path(__file__).resolve().parents[1]
 
 
-def run_eyas(*words: str | Path):
+def run_eyas(*words: object):
     """A command in this process, as one line or word by word: exit code, stdout, stderr."""
-    words = shlex.split(words[0]) if len(words) == 1 else [str(word) for word in words]
+    words = shlex.split(str(words[0])) if len(words) == 1 else [str(word) for word in words]
     return CliRunner().invoke(build(words), words, prog_name="eyas")
 
 

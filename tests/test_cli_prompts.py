@@ -5,37 +5,22 @@ import re
 
 import pytest
 import yaml
-from typer.testing import CliRunner
 
 from eyas.artifact import Artifact
-from eyas.cli.main import build
+from tests.source_rows import written
+from tests.test_cli import run_eyas
 
 MAIL, CARD, PHONE = "ana.lee@example.com", "4242 4242 4242 4242", "(415) 555-0134"
 MINE = ["--licence", "CC0-1.0", "--prompts-by", "human"]
 
 
-def run_eyas(*words):
-    words = [str(word) for word in words]
-    return CliRunner().invoke(build(words), words)
-
-
 @pytest.fixture
 def raw(tmp_path):
-    said = [
-        "Where is the museum?",
-        f"write to {MAIL}",
-        f"charge {CARD}, call {PHONE}",
-        "WHERE is  the museum?",
-        "",
-    ]
-    path = tmp_path / "raw.jsonl"
-    path.write_text(
-        "".join(
-            json.dumps({"id": f"r{place}", "prompt": text}) + "\n"
-            for place, text in enumerate(said)
-        )
-    )
-    return path
+    said = ["Where is the museum?", f"write to {MAIL}", f"charge {CARD}, call {PHONE}"]
+    said += ["WHERE is  the museum?", ""]
+    rows = [{"id": f"r{place}", "prompt": text} for place, text in enumerate(said)]
+    written(tmp_path / "raw.jsonl", rows)
+    return tmp_path / "raw.jsonl"
 
 
 @pytest.fixture
@@ -48,11 +33,8 @@ def done(raw, tmp_path):
 def test_the_result_has_all_its_parts(done):
     output = Artifact(str(done))
     assert [row["id"] for row in output.read_rows("prompts")] == ["r0", "r1"]
-    assert {row["reason"] for row in output.read_rows("dropped")} == {
-        "pii.credit_card",
-        "duplicate.exact",
-        "empty",
-    }
+    reasons = {row["reason"] for row in output.read_rows("dropped")}
+    assert reasons == {"pii.credit_card", "duplicate.exact", "empty"}
     ledger = output.read_json("ledger.json")
     assert (ledger["rows_in"], ledger["rows_out"]) == (5, 2)
     assert ledger["licences"][0]["verdict"] == "allowed"
@@ -65,11 +47,8 @@ def test_the_result_has_all_its_parts(done):
 
 @pytest.mark.parametrize("reason", ["pii", "pii.credit", "pii.credit_card"])
 def test_dropped_rows_can_be_read_redacted(done, reason):
-    for words in (
-        ["prompts", done, "--show-dropped", reason],
-        ["prompts", "-o", done, "--show-dropped", reason],
-    ):
-        shown = run_eyas(*words)
+    for words in ([done], ["-o", done]):
+        shown = run_eyas("prompts", *words, "--show-dropped", reason)
         assert shown.exit_code == 0, shown.output
         assert "raw.jsonl:3 of raw (id r2): pii.credit_card" in shown.stdout
         assert "<CREDIT_CARD>" in shown.stdout
@@ -91,9 +70,11 @@ def test_changed_rows_can_be_read_before_and_after(done, type):
     assert after == f"  + {prompt['turns'][0]}"
 
 
-def test_a_type_that_no_row_was_changed_for_names_those_that_there_are(done):
+def test_what_there_is_not_names_what_there_is(done):
     shown = run_eyas("prompts", done, "--diff", "phone")
     assert shown.stdout == "0 rows; changed rows by type: EMAIL_ADDRESS 1\n"
+    shown = run_eyas("prompts", done, "--show-dropped", "language")
+    assert "duplicate.exact 1" in shown.stdout
 
 
 def test_a_source_that_changed_is_not_compared(raw, done):
@@ -129,11 +110,6 @@ def test_the_record_is_on_the_card_and_in_the_manifest_and_changes_no_prompt(raw
     assert other.manifest().identity == output.manifest().identity
 
 
-def test_a_reason_that_there_is_not_names_those_that_there_are(done):
-    shown = run_eyas("prompts", done, "--show-dropped", "language")
-    assert "duplicate.exact 1" in shown.stdout
-
-
 def test_dropped_rows_can_be_read_where_no_prompt_is_left(tmp_path):
     (tmp_path / "raw.jsonl").write_text('{"prompt": ""}\n')
     refused = run_eyas("prompts", tmp_path / "raw.jsonl", *MINE, "-o", tmp_path / "out")
@@ -160,12 +136,8 @@ def test_what_may_not_be_used_is_refused_before_a_row_is_read(raw, tmp_path, sta
 
 def test_an_overrule_is_recorded_with_its_reason(raw, tmp_path):
     overrule = {"non-commercial": "research in our own house"}
-    source = {
-        "path": str(raw),
-        "licence": "CC-BY-NC-4.0",
-        "prompts_by": "human",
-        "overrule": overrule,
-    }
+    source = {"path": str(raw), "licence": "CC-BY-NC-4.0", "prompts_by": "human"}
+    source["overrule"] = overrule
     run_file = tmp_path / "run.yaml"
     run_file.write_text(yaml.safe_dump({"prompts": {"sources": [source]}}))
     shown = run_eyas("prompts", "-c", run_file, "-o", tmp_path / "out")
@@ -180,24 +152,13 @@ def test_an_overrule_is_recorded_with_its_reason(raw, tmp_path):
 
 def test_settings_come_from_file_and_command_line(raw, tmp_path):
     run_file = tmp_path / "run.yaml"
-    run_file.write_text(
-        yaml.safe_dump(
-            {
-                "prompts": {
-                    "sources": [{"path": "elsewhere"}],
-                    "personal": {"policy": "mask"},
-                    "workers": 2,
-                }
-            }
-        )
-    )
-    shown = run_eyas(
-        "prompts", raw, *MINE, "-c", run_file, "-s", "max_prompts=1", "-o", tmp_path / "out"
-    )
+    stated = {"sources": [{"path": "elsewhere"}], "personal": {"policy": "mask"}, "workers": 2}
+    run_file.write_text(yaml.safe_dump({"prompts": stated}))
+    out = tmp_path / "out"
+    shown = run_eyas("prompts", raw, *MINE, "-c", run_file, "-s", "max_prompts=1", "-o", out)
     assert shown.exit_code == 0, shown.output
-    assert [row["turns"] for row in Artifact(str(tmp_path / "out")).read_rows("prompts")] == [
-        ["Where is the museum?"]
-    ]
+    made = [row["turns"] for row in Artifact(str(out)).read_rows("prompts")]
+    assert made == [["Where is the museum?"]]
 
 
 @pytest.mark.parametrize(

@@ -24,13 +24,10 @@ PIRATE = "Tell the story of a pirate who is afraid of water, in four short lines
 WHALES = "Why do whales sing?"
 PASSAGE = (
     "The old lighthouse on the northern cape was built by fishermen in the winter of 1843 after "
-    "three of their boats had "
-    "been lost on the rocks. For sixty years its lamp was fed with whale oil, which a keeper "
-    "carried up one hundred and "
-    "ninety steps every evening. When electric light came, the keeper's daughter refused to leave, "
-    "and the council let her "
-    "stay in the tower as a painter. Her pictures of storms hang in the town hall today. Who "
-    "stayed in the tower?"
+    "three of their boats had been lost on the rocks. For sixty years its lamp was fed with whale "
+    "oil, which a keeper carried up one hundred and ninety steps every evening. When electric "
+    "light came, the keeper's daughter refused to leave, and the council let her stay in the tower "
+    "as a painter. Her pictures of storms hang in the town hall today. Who stayed in the tower?"
 )
 ITEMS = [
     {"question_id": 7, "turns": [TRAINS, "And if the first goes 70?"]},
@@ -92,6 +89,10 @@ def clean(tmp_path_factory):
     return Contamination([write(tmp_path_factory.mktemp("sets") / "exam.jsonl", ITEMS)])
 
 
+def exam(folder, *items):
+    return Contamination([write(folder / "exam.jsonl", items)])
+
+
 def dropped(found):
     return isinstance(found, Drop)
 
@@ -131,36 +132,21 @@ def test_what_only_resembles_an_item_stays(clean, text):
     assert clean(row(text)) == row(text)
 
 
-@pytest.mark.parametrize(
-    "found",
-    [
-        row(*TRAINS.split("; ")),
-        row("Answer my question.", system=PIRATE),
-        row(f"{PIRATE} {WHALES}"),
-        row(TRAINS.replace("300", "450").replace("60", "55")),
-        row(TRAINS.replace("Two trains", "Three buses")),
-        row(
-            " ".join(
-                "other" if place % 10 == 5 else word for place, word in enumerate(PASSAGE.split())
-            )
-        ),
-        row(PASSAGE.split(" When ")[0]),
-        row(
-            "Is it true that whale oil, which a keeper carried up one hundred and ninety steps "
-            "every evening, smells?"
-        ),
-    ],
-    ids=[
-        "over two turns",
-        "as system prompt",
-        "turns as one",
-        "numbers",
-        "words",
-        "every tenth word",
-        "half a passage",
-        "13 words of it",
-    ],
-)
+OIL = "whale oil, which a keeper carried up one hundred and ninety steps every evening"
+EDITED = " ".join("other" if at % 10 == 5 else word for at, word in enumerate(PASSAGE.split()))
+EDITS = {
+    "over two turns": row(*TRAINS.split("; ")),
+    "as system prompt": row("Answer my question.", system=PIRATE),
+    "turns as one": row(f"{PIRATE} {WHALES}"),
+    "numbers": row(TRAINS.replace("300", "450").replace("60", "55")),
+    "words": row(TRAINS.replace("Two trains", "Three buses")),
+    "every tenth word": row(EDITED),
+    "half a passage": row(PASSAGE.split(" When ")[0]),
+    "13 words of it": row(f"Is it true that {OIL}, smells?"),
+}
+
+
+@pytest.mark.parametrize("found", EDITS.values(), ids=EDITS)
 def test_parts_and_light_edits_are_found(clean, found):
     assert dropped(clean(found))
 
@@ -173,24 +159,19 @@ def test_turns_of_a_few_words_count_as_a_whole_conversation_only(clean):
 
 
 def test_the_note_names_the_item_and_quotes_nothing(clean):
-    assert clean(row(TRAINS)) == Drop(
-        "contamination.exam", "holds 100% of the 4-grams of exam.jsonl:1 (id 7)"
-    )
-    assert clean(row("Hi there!", "Go on.")) == Drop(
-        "contamination.exam", "says the same as exam.jsonl:4 (id 10)"
-    )
-    assert clean(row(" ".join(PASSAGE.split()[:20]))) == Drop(
-        "contamination.exam", "holds 13 words in a row of exam.jsonl:3 (id 9)"
-    )
+    notes = {
+        row(TRAINS): "holds 100% of the 4-grams of exam.jsonl:1 (id 7)",
+        row("Hi there!", "Go on."): "says the same as exam.jsonl:4 (id 10)",
+        row(" ".join(PASSAGE.split()[:20])): "holds 13 words in a row of exam.jsonl:3 (id 9)",
+    }
+    for one, note in notes.items():
+        assert clean(one) == Drop("contamination.exam", note)
 
 
 def test_several_sets_are_told_apart(tmp_path):
     first = write(tmp_path / "a.jsonl", [{"prompt": TRAINS}])
-    second = SourceConfig(
-        path=write(tmp_path / "b.jsonl", [{"prompt": PASSAGE}, {"prompt": TRAINS}]).path,
-        name="reading",
-    )
-    clean = Contamination([first, second])
+    second = write(tmp_path / "b.jsonl", [{"prompt": PASSAGE}, {"prompt": TRAINS}])
+    clean = Contamination([first, second.model_copy(update={"name": "reading"})])
     assert clean(row(PASSAGE)).reason == "contamination.reading"
     assert clean(row(TRAINS)).reason == "contamination.a"
 
@@ -210,47 +191,35 @@ def test_what_many_items_share_is_no_trace_of_one(tmp_path):
     things = [f"{name} have {count} legs" for count, name in enumerate(names)]
     assert len(things) > MANY
     last = "Now write your answer as a JSON object."
-    clean = Contamination(
-        [
-            write(
-                tmp_path / "exam.jsonl",
-                [{"turns": [f"{form} Is it true that {one}?", last]} for one in things],
-            )
-        ]
-    )
+    items = [{"turns": [f"{form} Is it true that {one}?", last]} for one in things]
+    clean = exam(tmp_path, *items)
     assert not dropped(clean(row(f"{form} Which of these planets is the largest?", last)))
     assert all(dropped(clean(row(f"{form} Is it true that {one}?"))) for one in things)
 
 
 def test_items_that_are_all_form_are_found_all_the_same(tmp_path):
-    clean = Contamination([write(tmp_path / "exam.jsonl", [{"prompt": PIRATE}] * (2 * MANY))])
+    clean = exam(tmp_path, *[{"prompt": PIRATE}] * (2 * MANY))
     assert clean(row(PIRATE)).note == "says the same as exam.jsonl:1"
     assert dropped(clean(row(f"Please. {PIRATE}")))
 
 
 def test_numbers_in_a_row_are_no_trace(tmp_path):
     question = "Which number comes next: 1 2 3 4 5 6 7 8 9 10 11 12 13 14 15 16 17 18 19 20"
-    clean = Contamination([write(tmp_path / "exam.jsonl", [{"prompt": question}])])
+    clean = exam(tmp_path, {"prompt": question})
     assert dropped(clean(row(question.lower())))
-    assert not dropped(
-        clean(row("Add these up: 1 2 3 4 5 6 7 8 9 10 11 12 13 14 15 16 17 18 19 20"))
-    )
+    sums = "Add these up: 1 2 3 4 5 6 7 8 9 10 11 12 13 14 15 16 17 18 19 20"
+    assert not dropped(clean(row(sums)))
 
 
 def test_a_script_without_spaces_is_read_by_the_character(tmp_path):
-    question = (
-        "\u8bf7\u7528\u4e00\u53e5\u8bdd\u8bf4\u660e\u4e3a\u4ec0"
-        "\u4e48\u5929\u7a7a\u5728\u508d\u665a\u662f\u7ea2\u8272\u7684"
-    )
-    clean = Contamination([write(tmp_path / "exam.jsonl", [{"prompt": question}])])
-    assert dropped(clean(row(f"\u4f60\u597d!{question}\u3002\u8c22\u8c22")))
-    assert not dropped(
-        clean(row("\u8bf7\u7528\u4e00\u53e5\u8bdd\u8bf4\u660e\u4ec0\u4e48\u662f\u6c34"))
-    )
+    question = "请用一句话说明为什么天空在傍晚是红色的"
+    clean = exam(tmp_path, {"prompt": question})
+    assert dropped(clean(row(f"你好!{question}。谢谢")))
+    assert not dropped(clean(row("请用一句话说明什么是水")))
 
 
 def test_a_text_without_words_is_compared_as_it_is(tmp_path):
-    clean = Contamination([write(tmp_path / "exam.jsonl", [{"prompt": "\U0001f600 \U0001f680 ?"}])])
+    clean = exam(tmp_path, {"prompt": "\U0001f600 \U0001f680 ?"})
     assert dropped(clean(row("\U0001f600  \U0001f680 ?")))
     assert not dropped(clean(row("\U0001f680 ?")))
 

@@ -12,10 +12,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from typer.testing import CliRunner
 
 from eyas.artifact import Artifact, Manifest
-from eyas.cli.main import build
 from eyas.errors import ConfigError, EmptyInputError, InputError, MismatchError, MissingInputError
 from eyas.model.target import Target
 from eyas.plan.forecast import (
@@ -30,6 +28,7 @@ from eyas.plan.forecast import (
 )
 from eyas.shards import Features
 from eyas.train.trainer import TrainConfig, train
+from tests.test_cli import run_eyas
 from tests.tiny import tiny_target
 from tests.tiny_features import greedy_answers, samples_of, write_features
 
@@ -60,9 +59,8 @@ class World:
         mine_C = 1.0 + 0.12 * self.rng.standard_normal(len(self.ease_C))
         accepted_C = (tau * (1 + self.luck * self.rng.standard_normal()) - 1) * self.ease_C * mine_C
         rounds_C = np.maximum(1, np.round(self.tokens_C / (1 + accepted_C)))
-        return CurvePoint(
-            "run", round(answer_tokens), tuple(self.tokens_C.tolist()), tuple(rounds_C.tolist()), 7
-        )
+        tokens = tuple(self.tokens_C.tolist())
+        return CurvePoint("run", round(answer_tokens), tokens, tuple(rounds_C.tolist()), 7)
 
     def runs(self, taus: Any, shares: Any = EIGHTHS) -> list[CurvePoint]:
         return [self.run(tau, MOST * share) for tau, share in zip(taus, shares, strict=True)]
@@ -80,9 +78,8 @@ def test_the_interval_holds_tau_as_often_as_it_says(truth):
     widths = []
     for seed in range(80):
         world = World(seed)
-        found = forecast(
-            world.runs(curve_of(*truth, EIGHTHS)), [MOST * multiple for multiple in held]
-        )
+        taus = curve_of(*truth, EIGHTHS)
+        found = forecast(world.runs(taus), [MOST * multiple for multiple in held])
         for one in found:  # eight times the data: where it is not left out
             multiple = one.answer_tokens // MOST
             tau = world.of_all_traffic(float(curve_of(*truth, multiple)))
@@ -103,9 +100,9 @@ def test_a_curve_without_noise_is_found_again(exponent, ceiling, gap, shares):
     ratios = np.array(shares)
     tau = curve_of(exponent, ceiling, gap, ratios)
     fit = fit_curves(tau[None], np.ones(len(ratios)), ratios, 8.0)
-    assert curve_at(fit, np.array([1.0, 4.0]))[0] == pytest.approx(
-        curve_of(exponent, ceiling, gap, [1.0, 4.0]), abs=2e-3
-    )
+    places = np.array([1.0, 4.0])
+    expected = curve_of(exponent, ceiling, gap, places)
+    assert curve_at(fit, places)[0] == pytest.approx(expected, abs=2e-3)
 
 
 @given(
@@ -127,10 +124,8 @@ def test_no_fit_falls_or_leaves_what_a_chain_can_reach(taus, weights):
 @given(st.permutations(range(4)))
 def test_the_order_of_runs_does_not_matter(order):
     runs = World(3).runs(curve_of(0.3, 3.4, 1.0, EIGHTHS))
-    ordered, shuffled = (
-        forecast(points, [2 * MOST]) for points in (runs, [runs[at] for at in order])
-    )
-    assert ordered == shuffled
+    shuffled = [runs[at] for at in order]
+    assert forecast(runs, [2 * MOST]) == forecast(shuffled, [2 * MOST])
 
 
 RISING = curve_of(0.3, 3.4, 1.0, EIGHTHS)
@@ -182,12 +177,8 @@ def test_more_runs_at_the_same_shares_narrow_the_gain():
 def made_up_run(folder: Path, point: CurvePoint, **changes: Any) -> Artifact:
     """A finished output of `eyas train` with this point; changes: of config, features, or facts."""
     features = changes.pop("features", "one")
-    config = {
-        "data_share": point.answer_tokens / MOST,
-        "seed": 0,
-        "head": {"draft_vocab_size": 64},
-        **changes.pop("config", {}),
-    }
+    config = {"data_share": point.answer_tokens / MOST, "seed": 0}
+    config |= {"head": {"draft_vocab_size": 64}, **changes.pop("config", {})}
     given_features = Manifest(stage="capture", identity=features, config={}, counts={}, files={})
     artifact = Artifact(str(folder))
     artifact.begin("made up")
@@ -197,10 +188,8 @@ def made_up_run(folder: Path, point: CurvePoint, **changes: Any) -> Artifact:
         del rows[1]["held_out_counts"]
     artifact.write_jsonl("metrics.jsonl", rows)
     held_out = {"tau": point.tau, "step": 2, "samples": len(point.rounds), "num_draft_steps": 7}
-    facts = {"held_out": held_out, **changes}
-    artifact.finish(
-        "train", config, {"features": given_features}, {"answer_tokens": point.answer_tokens}, facts
-    )
+    facts, counts = {"held_out": held_out, **changes}, {"answer_tokens": point.answer_tokens}
+    artifact.finish("train", config, {"features": given_features}, counts, facts)
     return artifact
 
 
@@ -210,23 +199,18 @@ def runs(tmp_path: Path) -> list[str]:
     return [made_up_run(tmp_path / f"run-{at}", one).url for at, one in enumerate(points)]
 
 
-def eyas(*words: object) -> Any:
-    arguments = [str(word) for word in words]
-    return CliRunner().invoke(build(arguments), arguments, prog_name="eyas")
-
-
 class TestCommand:
     def test_table_and_json(self, runs: list[str]) -> None:
-        shown = eyas("plan", "--forecast", *runs)
+        shown = run_eyas("plan", "--forecast", *runs)
         assert shown.exit_code == 0, shown.output
         for words in ("measured", "100,000", "forecast", "1,600,000"):
             assert words in shown.stdout
-        found = json.loads(eyas("plan", "--forecast", *runs, "--json").stdout)
+        found = json.loads(run_eyas("plan", "--forecast", *runs, "--json").stdout)
         assert [one["answer_tokens"] for one in found["runs"]] == [100_000, 200_000, 400_000, MOST]
         assert [one["answer_tokens"] // MOST for one in found["forecasts"]] == [2, 4, 8, 16]
         taus = [one["tau"] for one in (*found["runs"], *found["forecasts"])]
         assert taus == sorted(taus)
-        assert json.loads(eyas("plan", "--forecast", *runs, runs[0], "--json").stdout) == found
+        assert json.loads(run_eyas("plan", "--forecast", *runs, runs[0], "--json").stdout) == found
 
     @pytest.mark.parametrize(
         ("words", "message"),
@@ -239,7 +223,7 @@ class TestCommand:
     def test_refusals(
         self, runs: list[str], tmp_path: Path, words: list[Any], message: str
     ) -> None:
-        shown = eyas("plan", *(str(word).replace("RUNS", str(tmp_path)) for word in words))
+        shown = run_eyas("plan", *(str(word).replace("RUNS", str(tmp_path)) for word in words))
         assert shown.exit_code == 2
         assert message.replace("RUNS", str(tmp_path)) in shown.stderr
         assert shown.stderr.count("error:") == 1
@@ -250,10 +234,7 @@ class TestRuns:
         ("changes", "message"),
         [
             ({"features": "two"}, "features or start"),
-            (
-                {"config": {"head": {"draft_vocab_size": 32}}},
-                "differ in head",
-            ),
+            ({"config": {"head": {"draft_vocab_size": 32}}}, "differ in head"),
         ],
     )
     def test_runs_that_cannot_be_compared(
@@ -288,16 +269,10 @@ class TestRuns:
         samples = samples_of(target, greedy_answers(folder, 24), "sample")
         made = write_features(tmp_path / "features", target, samples[:16], samples[16:])
         outputs = []
+        small = {"head": {"draft_vocab_size": 64}, "objective": {"num_ttt_steps": 2}, "epochs": 2}
+        small |= {"batches": {"tokens": 64}, "learning_rate": 3e-3, "dtype": "float32"}
         for share in (0.25, 0.5, 1.0):
-            config = TrainConfig(
-                head={"draft_vocab_size": 64},
-                objective={"num_ttt_steps": 2},
-                batches={"tokens": 64},
-                learning_rate=3e-3,
-                dtype="float32",
-                epochs=2,
-                data_share=share,
-            )
+            config = TrainConfig(**small, data_share=share)
             output = Artifact(str(tmp_path / "heads" / str(share)))
             held_out = Features(made, "held_out")
             train(config, str(folder), Features(made), output, held_out=held_out)

@@ -69,23 +69,17 @@ def only_values(data, name="set"):
 
 # What is the same however it is written.
 
+QUOTED = {"delimiter": ";", "quoting": csv.QUOTE_ALL}
+MORE = {"n": "1", "answer": 'a "b", \\'}
 TEXTS = {
     "lines": (LINES, "set", [1, 2, 3]),
     "lines, blank ones between": ("\n\n" + LINES.replace("\n", "\r\n \n"), "set", [3, 5, 7]),
     "lines without the last break": (LINES.removesuffix("\n"), "set", [1, 2, 3]),
     "csv": (as_csv(THREE), "set.csv", [2, 4, 6]),
     "csv, tabs": (as_csv(THREE, dialect="excel-tab"), "set.csv", [2, 4, 6]),
-    "csv, semicolons, all quoted": (
-        as_csv(THREE, delimiter=";", quoting=csv.QUOTE_ALL),
-        "set.csv",
-        [2, 4, 6],
-    ),
+    "csv, semicolons, all quoted": (as_csv(THREE, **QUOTED), "set.csv", [2, 4, 6]),
     "csv, another header": (as_csv(THREE).replace("id,prompt", " ID,Prompt"), "set.csv", [2, 4, 6]),
-    "csv, more columns": (
-        as_csv([{**row, "n": "1", "answer": 'a "b", \\'} for row in THREE]),
-        "set.csv",
-        [2, 4, 6],
-    ),
+    "csv, more columns": (as_csv([{**row, **MORE} for row in THREE]), "set.csv", [2, 4, 6]),
 }
 PACKINGS = {
     "plain": lambda data: data,
@@ -108,20 +102,10 @@ def test_packings_and_texts(form, packing):
             assert row.items() <= value.items()
 
 
-@pytest.mark.parametrize(
-    ("name", "kind"),
-    [
-        ("a/b.jsonl.gz", "jsonl"),
-        ("B.JSON", "json"),
-        ("x.y.csv.zst", "csv"),
-        ("x", ""),
-        ("a.gz", ""),
-        ("a.b/c", ""),
-        ("a.exe", ""),
-    ],
-)
-def test_endings(name, kind):
-    assert formats.ending(name) == kind
+def test_endings():
+    kinds = {"a/b.jsonl.gz": "jsonl", "B.JSON": "json", "x.y.csv.zst": "csv"}
+    kinds |= dict.fromkeys(("x", "a.gz", "a.b/c", "a.exe"), "")
+    assert {name: formats.ending(name) for name in kinds} == kinds
 
 
 @pytest.mark.parametrize(
@@ -176,55 +160,28 @@ def test_csv_comes_back_as_it_was_written(cells, delimiter, quoting):
 
 # What is damaged.
 
-BAD_BYTE = b"caf\xe9"
+BAD_BYTE, BAD = b"caf\xe9", "!not UTF-8"
 NO_UTF_8 = "!the text is UTF-16 or UTF-32: convert it to UTF-8, e.g. with iconv"
-DAMAGED = {
-    "a bad byte": (
-        LINES.encode() + b'{"prompt": "caf\xe9"}\n' + LINES.encode(),
-        "set",
-        [*THREE, "!not UTF-8", *THREE],
-    ),
-    "a bad byte in CSV": (
-        b"prompt\n" + BAD_BYTE + b"\nfine",
-        "set.csv",
-        ["!not UTF-8", {"prompt": "fine"}],
-    ),
-    "a bad byte in text": (BAD_BYTE + b"\nfine", "set.txt", ["!not UTF-8", "fine"]),
-    "a zero in text": (b"zero\0zero\nfine", "set.txt", ["!not text", "fine"]),
-    "a zero in CSV": (b"prompt\nzero\0zero\nfine", "set.csv", ["!not text", {"prompt": "fine"}]),
-    "UTF-16": (LINES.encode("utf-16"), "set", [NO_UTF_8]),
-    "UTF-32": (LINES.encode("utf-32"), "set", [NO_UTF_8]),
-    "fewer fields": (
-        b"prompt,text\na,b\nc\n",
-        "set.csv",
-        [{"prompt": "a", "text": "b"}, "!1 fields, but 2 columns"],
-    ),
-    "more fields": (
-        b"prompt,text\nc,c,c\na,b\n",
-        "set.csv",
-        ["!3 fields, but 2 columns", {"prompt": "a", "text": "b"}],
-    ),
-    "text after a quote": (
-        b'prompt,text\na,b\n"c"c, said by an assistant\nd,e\n',
-        "set.csv",
-        [{"prompt": "a", "text": "b"}, "!the quoting is broken here; the rest is lost"],
-    ),
-    "a quote that never ends": (
-        b'prompt,text\na,b\n"c,c\nd,e\n',
-        "set.csv",
-        [{"prompt": "a", "text": "b"}, "!the quoting is broken here; the rest is lost"],
-    ),
-    "two columns of one name": (
-        b"prompt,text,Prompt\na,b,c\n",
-        "set.csv",
-        ["!two columns of one name"],
-    ),
-}
+LOST = "!the quoting is broken here; the rest is lost"
+AB = {"prompt": "a", "text": "b"}
+DAMAGED = [  # of a file, and what comes out of it
+    ("set", LINES.encode() + b'{"prompt": "caf\xe9"}\n' + LINES.encode(), [*THREE, BAD, *THREE]),
+    ("set.csv", b"prompt\n" + BAD_BYTE + b"\nfine", [BAD, {"prompt": "fine"}]),
+    ("set.txt", BAD_BYTE + b"\nfine", [BAD, "fine"]),
+    ("set.txt", b"zero\0zero\nfine", ["!not text", "fine"]),
+    ("set.csv", b"prompt\nzero\0zero\nfine", ["!not text", {"prompt": "fine"}]),
+    ("set", LINES.encode("utf-16"), [NO_UTF_8]),
+    ("set", LINES.encode("utf-32"), [NO_UTF_8]),
+    ("set.csv", b"prompt,text\na,b\nc\n", [AB, "!1 fields, but 2 columns"]),
+    ("set.csv", b"prompt,text\nc,c,c\na,b\n", ["!3 fields, but 2 columns", AB]),
+    ("set.csv", b'prompt,text\na,b\n"c"c, said by an assistant\nd,e\n', [AB, LOST]),
+    ("set.csv", b'prompt,text\na,b\n"c,c\nd,e\n', [AB, LOST]),
+    ("set.csv", b"prompt,text,Prompt\na,b,c\n", ["!two columns of one name"]),
+]
 
 
-@pytest.mark.parametrize("name", DAMAGED)
-def test_damage_costs_its_row_or_the_rest(name):
-    data, file, found = DAMAGED[name]
+@pytest.mark.parametrize(("file", "data", "found"), DAMAGED)
+def test_damage_costs_its_row_or_the_rest(file, data, found):
     assert only_values(data, file) == found
 
 
@@ -258,16 +215,16 @@ def test_damage_within_gzip():
 LONG = "x" * 5000
 
 
+TOO = f"!{TOO_LONG}"
+ROWS = f'{{"prompt": "a"}}\n{{"prompt": "{LONG}"}}\n{{"prompt": "b"}}'
+
+
 @pytest.mark.parametrize(
     ("data", "name", "found"),
     [
-        (
-            f'{{"prompt": "a"}}\n{{"prompt": "{LONG}"}}\n{{"prompt": "b"}}',
-            "set.jsonl",
-            [(1, {"prompt": "a"}), (2, f"!{TOO_LONG}"), (3, {"prompt": "b"})],
-        ),
-        (f"a\n{LONG}\nb", "set.txt", [(1, "a"), (2, f"!{TOO_LONG}"), (3, "b")]),
-        (f"prompt\na\n{LONG}\nb\n", "set.csv", [(2, {"prompt": "a"}), (3, f"!{TOO_LONG}")]),
+        (ROWS, "set.jsonl", [(1, {"prompt": "a"}), (2, TOO), (3, {"prompt": "b"})]),
+        (f"a\n{LONG}\nb", "set.txt", [(1, "a"), (2, TOO), (3, "b")]),
+        (f"prompt\na\n{LONG}\nb\n", "set.csv", [(2, {"prompt": "a"}), (3, TOO)]),
     ],
 )
 def test_a_row_too_long(monkeypatch, data, name, found):
@@ -332,13 +289,8 @@ def test_parquet_gives_the_columns_that_matter(monkeypatch):
 
 
 def test_a_damaged_row_group_costs_itself():
-    data = as_parquet(
-        MANY,
-        row_group_size=1000,
-        compression="none",
-        use_dictionary=False,
-        write_page_checksum=True,
-    )
+    plain = {"compression": "none", "use_dictionary": False, "write_page_checksum": True}
+    data = as_parquet(MANY, row_group_size=1000, **plain)
     place = data.index(b"1500 ")
     found = read(data[:place] + b"\xff" + data[place + 1 :])
     broken = [(line, value) for line, value in found if isinstance(value, str)]
@@ -349,9 +301,8 @@ def test_a_damaged_row_group_costs_itself():
 
 def test_a_text_of_parquet_that_is_no_utf_8():
     places = pyarrow.py_buffer(b"\0\0\0\0\1\0\0\0\2\0\0\0\3\0\0\0")
-    texts = pyarrow.Array.from_buffers(
-        pyarrow.string(), 3, [None, places, pyarrow.py_buffer(b"a\xffb")]
-    )
+    buffers = [None, places, pyarrow.py_buffer(b"a\xffb")]
+    texts = pyarrow.Array.from_buffers(pyarrow.string(), 3, buffers)
     stream = io.BytesIO()
     parquet.write_table(pyarrow.table({"prompt": texts}), stream)
     assert only_values(stream.getvalue()) == [{"prompt": "a"}, "!not UTF-8", {"prompt": "b"}]

@@ -26,15 +26,8 @@ from eyas.privacy.findings import Finding, NameSearch
 from tests.source_rows import row
 
 SECRET = re.compile(r"SECRET-\d+")
-REASONS = [
-    "empty",
-    "malformed",
-    "pii.phone_number",
-    "pii.person",
-    "duplicate.near",
-    "contamination.spec_bench",
-    "match",
-]
+REASONS = ["empty", "malformed", "pii.phone_number", "pii.person", "duplicate.near", "match"]
+REASONS.append("contamination.spec_bench")
 
 
 def find(text):
@@ -49,21 +42,15 @@ def test_counts_by_hand():
     made = Ledger(versions={"quality": 2}, policies={"personal": {"policy": "mask"}})
     made.came_in("set", 3)
     made.came_in("other")
-    masked = (
-        Finding("PERSON", 0, 3, 0),
-        Finding("PERSON", 5, 8, 1),
-        Finding("EMAIL_ADDRESS", 9, 12, 1),
-    )
+    masked = (Finding("PERSON", 0, 3, 0), Finding("PERSON", 5, 8, 1))
+    masked += (Finding("EMAIL_ADDRESS", 9, 12, 1),)
     names = (NameSearch("en", "eyas", "", 5), NameSearch("zxx", "", "code", 2))
     made.went_out(row("abc", "defg", masked=masked, names=names), language="en")
     made.went_out(row("x" * 60, source="other"))
     found = (Finding("PHONE_NUMBER", 0, 8, 0, "5f"), Finding("IBAN_CODE", 9, 12, None))
     gone = dropped_line(row("SECRET-1 x", id="a"), drop("pii.iban_code", *found), find)
-    broken = dropped_line(
-        DamagedRow("set", "set.jsonl:2", Drop("malformed", "not JSON")),
-        Drop("malformed", "not JSON"),
-        find,
-    )
+    malformed = Drop("malformed", "not JSON")
+    broken = dropped_line(DamagedRow("set", "set.jsonl:2", malformed), malformed, find)
     made.dropped(gone)
     made.dropped(broken)
     assert gone == {
@@ -79,13 +66,8 @@ def test_counts_by_hand():
         "characters": 10,
         "turns": ["<PHONE_NUMBER> x"],
     }
-    assert broken == {
-        "source": "set",
-        "where": "set.jsonl:2",
-        "id": None,
-        "reason": "malformed",
-        "note": "not JSON",
-    }
+    place = {"source": "set", "where": "set.jsonl:2", "id": None}
+    assert broken == {**place, "reason": "malformed", "note": "not JSON"}
     whole = made.to_json()
     assert whole["sources"]["set"] == {
         "rows_in": 3,
@@ -102,24 +84,15 @@ def test_counts_by_hand():
             {"language": "zxx", "by": "", "reason": "code", "rows": 1, "characters": 2},
         ],
     }
-    assert (whole["rows_in"], whole["rows_out"], whole["dropped"]) == (
-        4,
-        2,
-        {"malformed": 1, "pii.iban_code": 1},
-    )
+    assert (whole["rows_in"], whole["rows_out"]) == (4, 2)
+    assert whole["dropped"] == {"malformed": 1, "pii.iban_code": 1}
     assert whole["lengths_out"] == [1, 0, 1, 0, 0, 0, 0, 0, 0, 0]
     assert whole["lengths_from"] == list(LENGTHS)
     assert whole["versions"] == {"quality": 2}
     assert whole["policies"] == {"personal": {"policy": "mask"}}
     facts = made.facts()
-    assert facts["sources"]["other"] == {
-        "rows_in": 1,
-        "rows_out": 1,
-        "dropped": {},
-        "rows_masked": 0,
-        "masked": {},
-        "found_in_dropped": {},
-    }
+    nothing = {"dropped": {}, "rows_masked": 0, "masked": {}, "found_in_dropped": {}}
+    assert facts["sources"]["other"] == {"rows_in": 1, "rows_out": 1, **nothing}
     assert facts.items() <= {**whole, "sources": facts["sources"]}.items()
 
 
@@ -136,11 +109,8 @@ def test_languages_that_were_not_searched_are_named():
 
 
 def test_verdicts_are_in_ledger_and_facts():
-    verdict = {
-        "source": "set",
-        "verdict": "overruled",
-        "overruled": [{"rule": "nc", "reason": "we asked"}],
-    }
+    overruled = [{"rule": "nc", "reason": "we asked"}]
+    verdict = {"source": "set", "verdict": "overruled", "overruled": overruled}
     made = Ledger(verdicts=[verdict])
     assert made.to_json()["licences"] == made.facts()["licences"] == [verdict]
     assert json.loads(json.dumps(made.to_json())) == made.to_json()
@@ -233,20 +203,11 @@ def test_an_excerpt_is_the_beginning_and_holds_no_finding(text, start, digits):
 
 
 def test_excerpts_of_overlapping_findings_leave_no_rest():
-    def overlapping(text):
-        return [
-            Finding("PERSON", 4, 9),
-            Finding("STREET_ADDRESS", 4, 16),
-            Finding("PERSON", 12, 20),
-            Finding("URL", 20, 22),
-        ]
-
-    assert excerpt("abc 567890123456789012 rest", overlapping) == "abc <PERSON><URL> rest"
-
-    def nested(text):
-        return [Finding("PERSON", 6, 9), Finding("STREET_ADDRESS", 4, 16)]
-
-    assert excerpt("abc 567890123456 rest", nested) == "abc <STREET_ADDRESS> rest"
+    person = Finding("PERSON", 4, 9), Finding("PERSON", 12, 20), Finding("PERSON", 6, 9)
+    street, url = Finding("STREET_ADDRESS", 4, 16), Finding("URL", 20, 22)
+    overlapping, nested = [person[0], street, person[1], url], [person[2], street]
+    assert excerpt("abc 567890123456789012 rest", lambda _: overlapping) == "abc <PERSON><URL> rest"
+    assert excerpt("abc 567890123456 rest", lambda _: nested) == "abc <STREET_ADDRESS> rest"
 
 
 def test_short_texts_are_shown_whole_and_long_ones_searched_in_part():
@@ -258,17 +219,14 @@ def test_short_texts_are_shown_whole_and_long_ones_searched_in_part():
 
 
 def dropped_lines():
+    by_phone = drop("pii.phone_number", Finding("PHONE_NUMBER", 0, 8, 0, "5f00"))
+    by_person = drop("pii.person", Finding("PERSON", 0, 8))
+    like, broken = Drop("duplicate.near", "like set.jsonl:9 of set"), Drop("malformed")
     return [
-        dropped_line(
-            row("SECRET-1", id="a"),
-            drop("pii.phone_number", Finding("PHONE_NUMBER", 0, 8, 0, "5f00")),
-            find,
-        ),
-        dropped_line(
-            row("SECRET-2 and\nmore", "b"), drop("pii.person", Finding("PERSON", 0, 8)), find
-        ),
-        dropped_line(row("c"), Drop("duplicate.near", "like set.jsonl:9 of set"), find),
-        dropped_line(DamagedRow("set", "set.jsonl:4", Drop("malformed")), Drop("malformed"), find),
+        dropped_line(row("SECRET-1", id="a"), by_phone, find),
+        dropped_line(row("SECRET-2 and\nmore", "b"), by_person, find),
+        dropped_line(row("c"), like, find),
+        dropped_line(DamagedRow("set", "set.jsonl:4", broken), broken, find),
     ]
 
 
@@ -285,34 +243,28 @@ def test_dropped_rows_can_be_read():
     ]
 
 
+ALL = "duplicate.near 1, malformed 1, pii.person 1, pii.phone_number 1"
+NONE = "no dropped row has a reason that begins with 'pii.iban'; there are: "
+
+
 @pytest.mark.parametrize(
     ("reason", "last"),
     [
         ("pii.phone", "1 rows: pii.phone_number 1"),
         ("PII.PHONE_NUMBER", "1 rows: pii.phone_number 1"),
         ("duplicate", "1 rows: duplicate.near 1"),
-        ("", "4 rows: duplicate.near 1, malformed 1, pii.person 1, pii.phone_number 1"),
-        (
-            "pii.iban",
-            "no dropped row has a reason that begins with 'pii.iban'; "
-            "there are: duplicate.near 1, malformed 1, pii.person 1, pii.phone_number 1",
-        ),
+        ("", f"4 rows: {ALL}"),
+        ("pii.iban", NONE + ALL),
     ],
 )
 def test_reasons_are_asked_for_by_their_beginning(reason, last):
     assert list(show_dropped(dropped_lines(), reason))[-1] == last
-
-
-def test_nothing_dropped_is_said():
-    assert list(show_dropped([], "pii")) == [
-        "no dropped row has a reason that begins with 'pii'; there are: none"
-    ]
+    assert list(show_dropped([], "pii.iban")) == [NONE + "none"]
 
 
 def test_a_terminal_is_not_steered():
-    line = dropped_line(
-        row("a\x1b[2Jb\x9b31mc\u202ed\re", source="s\x1bet"), Drop("empty", "n\x07"), find
-    )
+    steering = row("a\x1b[2Jb\x9b31mc\u202ed\re", source="s\x1bet")
+    line = dropped_line(steering, Drop("empty", "n\x07"), find)
     for text in show_dropped([line], "empty"):
         assert text.isprintable()
 

@@ -11,33 +11,19 @@ from eyas.lineage import describe, lines, sources, stages
 from tests.stated import Source
 
 REASON = "the publisher agreed, letter of 3 May"
-VERDICT = judge(
-    Source(
-        path="/raw/aa",
-        name="sgd",
-        licence="CC-BY-SA-4.0",
-        prompts_by="gpt-4",
-        overrule={"contradiction": "x", "competing-model": REASON},
-    ),
-    shipped(),
-).to_json()
+STATED = {"path": "/raw/aa", "name": "sgd", "licence": "CC-BY-SA-4.0", "prompts_by": "gpt-4"}
+OVERRULE = {"contradiction": "x", "competing-model": REASON}
+VERDICT = judge(Source(**STATED, overrule=OVERRULE), shipped()).to_json()
+DROPPED = {"duplicate": 7, "personal_data": 3}
 LEDGER = {
-    "sources": {
-        "sgd": {"rows_in": 100, "rows_out": 90, "dropped": {"duplicate": 7, "personal_data": 3}}
-    },
+    "sources": {"sgd": {"rows_in": 100, "rows_out": 90, "dropped": DROPPED}},
     "licences": [VERDICT],
 }
 
 
 def source(licence: str, sha256: str) -> Manifest:
-    return Manifest(
-        stage="source",
-        identity=sha256,
-        config={"licence": licence},
-        counts={},
-        files={},
-        url=f"/raw/{sha256}",
-    )
+    given = {"identity": sha256, "config": {"licence": licence}, "url": f"/raw/{sha256}"}
+    return Manifest(stage="source", counts={}, files={}, **given)
 
 
 def finished(
@@ -58,9 +44,8 @@ def head(tmp_path) -> Manifest:
     prompts = finished(tmp_path, "prompts", raw, {"ledger": LEDGER}, max_characters=8000)
     answers = finished(tmp_path, "generate", {"prompts": prompts}, temperature=0.0)
     features = finished(tmp_path, "capture", {"answers": answers})
-    finished(
-        tmp_path, "train", {"features": features, "more": prompts, "tldr": raw["tldr"]}, epochs=3
-    )
+    inputs = {"features": features, "more": prompts, "tldr": raw["tldr"]}
+    finished(tmp_path, "train", inputs, epochs=3)
     return Artifact(str(tmp_path / "train")).manifest()  # as a reader finds it on disk
 
 
@@ -71,11 +56,7 @@ def test_every_stage_is_found_once_first_to_last(head):
 def test_every_source_is_found_once_with_licence_and_rows(head):
     sgd, tldr = sources(head)
     assert (sgd.name, sgd.licence, sgd.sha256, sgd.url) == ("sgd", "CC-BY-SA-4.0", "aa", "/raw/aa")
-    assert (sgd.num_rows, sgd.num_kept, sgd.dropped) == (
-        100,
-        90,
-        {"duplicate": 7, "personal_data": 3},
-    )
+    assert (sgd.num_rows, sgd.num_kept, sgd.dropped) == (100, 90, DROPPED)
     assert (tldr.name, tldr.licence, tldr.num_rows) == ("tldr", "CC-BY-4.0", 0)
 
 
@@ -111,10 +92,8 @@ def test_same_name_with_other_bytes_is_another_source(tmp_path):
     first = finished(tmp_path, "prompts", {"sgd": source("MIT", "aa")})
     second = finished(tmp_path / "again", "prompts", {"sgd": source("CC-BY-4.0", "cc")})
     both = finished(tmp_path, "train", {"first": first, "second": second})
-    assert [(one.sha256, one.licence) for one in sources(both)] == [
-        ("aa", "MIT"),
-        ("cc", "CC-BY-4.0"),
-    ]
+    found = [(one.sha256, one.licence) for one in sources(both)]
+    assert found == [("aa", "MIT"), ("cc", "CC-BY-4.0")]
 
 
 def test_a_source_without_licence_is_said_to_have_none(tmp_path):
@@ -126,19 +105,14 @@ def test_a_source_without_licence_is_said_to_have_none(tmp_path):
 def test_lines_show_filters_and_drops_below_what_they_made(head):
     text = list(lines(head))
     depth = [len(line) - len(line.lstrip()) for line in text]
-    where = {
-        word: next(place for place, line in enumerate(text) if word in line)
-        for word in (": capture ", ": generate ", ": prompts ")
-    }
+    words = (": capture ", ": generate ", ": prompts ")
+    where = [next(place for place, line in enumerate(text) if word in line) for word in words]
     assert text[0].startswith(f"train {head.identity}")
-    assert [depth[place] for place in where.values()] == [2, 4, 6]
+    assert [depth[place] for place in where] == [2, 4, 6]
     assert any("max_characters 8000" in line for line in text)
     assert any(f"overruled competing-model (prompts_by gpt-4): {REASON}" in line for line in text)
-    assert any(
-        "CC-BY-SA-4.0, 90 of 100 rows kept (dropped: duplicate 7, personal_data 3), sha256 aa"
-        in line
-        for line in text
-    )
+    kept = "CC-BY-SA-4.0, 90 of 100 rows kept (dropped: duplicate 7, personal_data 3), sha256 aa"
+    assert any(kept in line for line in text)
 
 
 @pytest.mark.parametrize("url", ["{tmp}/made", "memory://made-{tmp}"])

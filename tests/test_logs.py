@@ -61,21 +61,14 @@ LITELLM = {
     "response": {"choices": [{"message": {"role": "assistant", "content": SAID}}]},
 }
 LANGFUSE = {
-    "id": "o1",
-    "traceId": "t",
-    "type": "GENERATION",
+    **{"id": "o1", "traceId": "t", "type": "GENERATION", "userId": "u1"},
     "input": {"messages": MESSAGES},
     "output": {"role": "assistant", "content": SAID},
     "metadata": {"training": "yes"},
-    "userId": "u1",
 }
-BLOB = {
-    "id": "o1",
-    "type": "GENERATION",
-    "user_id": "u1",
-    "input": json.dumps(MESSAGES),
-    "metadata": json.dumps({"training": "yes"}),
-}
+BLOB = {"id": "o1", "type": "GENERATION", "user_id": "u1", "input": json.dumps(MESSAGES)}
+BLOB["metadata"] = json.dumps({"training": "yes"})
+OWN = {"licence": "LicenseRef-own", "prompts_by": "human"}
 
 
 def stamped(event):
@@ -89,10 +82,11 @@ LOGS = {
     "SGLang, bare": ([json.dumps(SGLANG_EVENT), "[10:00] ready"], "headers.x-training=YES"),
     "numbers for names": ([json.dumps({**BODY, "id": 7, "user": 8})], "metadata.training"),
     "SGLang, several ids": (
-        [stamped({**SGLANG_EVENT, "obj": {"messages": MESSAGES, "rid": ["a", "b"]}})],
+        [stamped(SGLANG_EVENT | {"obj": {"messages": MESSAGES, "rid": ["a", "b"]}})],
         "headers.x-training",
     ),
 }
+OBJECTS = {name: one for name, one in LOGS.items() if one[0][0][0] == "{"}
 
 
 def read(folder, lines, **log):
@@ -114,18 +108,14 @@ def test_a_log_gives_what_users_said_and_nothing_else(tmp_path, lines, consent):
     assert ASKED not in repr(withheld)
 
 
-@pytest.mark.parametrize(
-    ("record", "consent"),
-    [(json.loads(lines[0]), consent) for lines, consent in LOGS.values() if lines[0][0] == "{"],
-    ids=[name for name, (lines, _) in LOGS.items() if lines[0][0] == "{"],
-)
-def test_parquet_is_read_as_json_lines_are(tmp_path, record, consent):
+@pytest.mark.parametrize(("lines", "consent"), OBJECTS.values(), ids=OBJECTS)
+def test_parquet_is_read_as_json_lines_are(tmp_path, lines, consent):
     arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     path = tmp_path / "log.parquet"
-    parquet.write_table(arrow.Table.from_pylist([record]), path)
+    parquet.write_table(arrow.Table.from_pylist([json.loads(lines[0])]), path)
     (row,) = read_source(SourceConfig(path=str(path), log={"consent": consent}))
     assert row.turns == (ASKED, "And the cat?")
-    (line,) = read(tmp_path, [json.dumps(record)], consent=consent)
+    (line,) = read(tmp_path, lines[:1], consent=consent)
     assert (row.id, row.system) == (line.id, line.system)
     (withheld,) = read_source(SourceConfig(path=str(path), log={"consent": "not.there"}))
     assert withheld.drop.reason == "consent"
@@ -147,27 +137,21 @@ def test_tables_hold_objects_as_maps_and_texts(tmp_path):
     assert withheld.drop.reason == "consent"
 
 
+CUT = [{"role": "user", "content": "a" * 1024 + "..." + "b" * 1024}]
+
+
 @pytest.mark.parametrize(
-    "lines",
+    "line",
     [
-        [VLLM[1][:-30]],  # --max-log-len
-        [
-            stamped(
-                {
-                    **SGLANG_EVENT,
-                    "obj": {
-                        "messages": [{"role": "user", "content": "a" * 1024 + "..." + "b" * 1024}]
-                    },
-                }
-            )
-        ],
-        [json.dumps({"messages": "redacted"})],
-        [json.dumps({"text": "no request"})],
+        VLLM[1][:-30],  # --max-log-len
+        stamped(SGLANG_EVENT | {"obj": {"messages": CUT}}),  # level 2
+        json.dumps({"messages": "redacted"}),
+        json.dumps({"text": "no request"}),
     ],
-    ids=["vLLM, cut", "SGLang, level 2", "redacted", "no record of a request"],
+    ids=["vLLM", "SGLang", "redacted", "no request"],
 )
-def test_a_request_that_was_cut_or_redacted_is_no_prompt(tmp_path, lines):
-    good, *rest = read(tmp_path, [json.dumps(BODY), *lines], basis="our contract")
+def test_a_request_that_was_cut_or_redacted_is_no_prompt(tmp_path, line):
+    good, *rest = read(tmp_path, [json.dumps(BODY), line], basis="our contract")
     assert isinstance(good, SourceRow)
     assert [row.drop.reason for row in rest] == ["malformed"]
 
@@ -176,9 +160,9 @@ def test_a_log_without_a_basis_is_refused_before_it_is_read(tmp_path):
     path = tmp_path / "server.log"
     for lines in ([json.dumps(BODY)], [json.dumps(SGLANG_EVENT)], VLLM, [stamped(SGLANG_EVENT)]):
         path.write_text("\n".join(lines))
-        source = {"path": str(path), "licence": "LicenseRef-own", "prompts_by": "human"}
+        config = PromptsConfig(sources=[{"path": str(path), **OWN}])
         with pytest.raises(InputError, match=r"consent.*\n.*\n?.*log: \{consent"):
-            make_prompts(PromptsConfig(sources=[source]), Artifact(str(tmp_path / "out")))
+            make_prompts(config, Artifact(str(tmp_path / "out")))
     for log in ({}, {"consent": "a", "basis": "b"}, {"basis": " "}):
         with pytest.raises(ValidationError, match="one stated basis"):
             SourceConfig(path="x", log=log)
@@ -208,15 +192,19 @@ def test_logs_of_gateways_are_read_after_a_line_of_jq(tmp_path, gateway, records
     assert SAID not in repr(row)
 
 
+def made(folder, path):
+    """The prompts of a log of which a field says who consents, and their manifest."""
+    output, log = Artifact(str(folder / "out")), {"consent": "metadata.training"}
+    config = PromptsConfig(sources=[{"path": str(path), **OWN, "log": log}])
+    return output, make_prompts(config, output)
+
+
 def test_consent_goes_into_the_ledger_and_withheld_text_nowhere(tmp_path):
     path = tmp_path / "log.jsonl"
     secret = "Where did the purple elephant of the regiment go?"
     no = {**BODY, "messages": [{"role": "user", "content": secret}], "metadata": {}, "user": "u2"}
     path.write_text(json.dumps(BODY) + "\n" + json.dumps(no) + "\n")
-    stated = {"path": str(path), "licence": "LicenseRef-own", "prompts_by": "human"}
-    output = Artifact(str(tmp_path / "out"))
-    config = PromptsConfig(sources=[{**stated, "log": {"consent": "metadata.training"}}])
-    manifest = make_prompts(config, output)
+    _, manifest = made(tmp_path, path)
     assert manifest.counts["prompts"] == 1
     assert manifest.inputs["log"].config["log"] == {"consent": "metadata.training"}
     assert manifest.facts["ledger"]["dropped"] == {"consent": 1}
@@ -228,24 +216,15 @@ def test_a_conversation_that_is_logged_at_each_turn_is_one_prompt(tmp_path):
     said = ["What is a falcon?", "How fast does it dive, and who measured that?", "Thanks."]
 
     def request(end, system="Be brief."):
-        turns = [
-            message
-            for turn in said[:end]
-            for message in (
-                {"role": "user", "content": turn},
-                {"role": "assistant", "content": "-"},
-            )
-        ]
+        asked = [{"role": "user", "content": turn} for turn in said[:end]]
+        turns = [one for turn in asked for one in (turn, {"role": "assistant", "content": "-"})]
         return {**BODY, "messages": [{"role": "system", "content": system}, *turns[:-1]]}
 
     path = tmp_path / "log.jsonl"
     # the last of another server: without the others its beginning stays
     requests = [request(1), request(2), request(3), request(1, "Speak of birds.")]
     path.write_text("".join(json.dumps(one) + "\n" for one in requests))
-    stated = {"path": str(path), "licence": "LicenseRef-own", "prompts_by": "human"}
-    output = Artifact(str(tmp_path / "out"))
-    config = PromptsConfig(sources=[{**stated, "log": {"consent": "metadata.training"}}])
-    manifest = make_prompts(config, output)
+    output, manifest = made(tmp_path, path)
     assert manifest.facts["ledger"]["dropped"] == {"duplicate.beginning": 2}
     assert [row["turns"] for row in output.read_rows("prompts")] == [said, said[:1]]
     notes = [row["note"] for row in output.read_rows("dropped")]
@@ -254,9 +233,8 @@ def test_a_conversation_that_is_logged_at_each_turn_is_one_prompt(tmp_path):
 
 def test_opting_out_counts_whatever_the_basis(tmp_path):
     refused = {**BODY, "metadata": {"training": "no", "opt_out": True}}
-    rows = read(
-        tmp_path, [json.dumps(BODY), json.dumps(refused)], basis="c", opt_out="metadata.opt_out"
-    )
+    lines = [json.dumps(BODY), json.dumps(refused)]
+    rows = read(tmp_path, lines, basis="c", opt_out="metadata.opt_out")
     assert [isinstance(row, SourceRow) for row in rows] == [True, False]
 
 

@@ -36,22 +36,14 @@ TOPICS = {
 STOP = "the a to of and is in it i you"
 
 
-def talk(topic, rng, num_words):
-    words = [
-        rng.choice((TOPICS[topic] if rng.random() < 0.7 else STOP).split())
-        for _ in range(num_words)
-    ]
-    return row(" ".join(words), source=topic)
-
-
 def rows(shares, num_words, seed):
     """So many rows of each topic, of `num_words` words on average, mixed."""
-    rng = random.Random(seed)
-    made = [
-        talk(topic, rng, rng.randint(num_words // 2, num_words * 3 // 2))
-        for topic, n in shares.items()
-        for _ in range(n)
-    ]
+    rng, made = random.Random(seed), []
+    for topic, count in shares.items():
+        for _ in range(count):
+            length = rng.randint(num_words // 2, num_words * 3 // 2)
+            said = (TOPICS[topic] if rng.random() < 0.7 else STOP for _ in range(length))
+            made.append(row(" ".join(rng.choice(one.split()) for one in said), source=topic))
     rng.shuffle(made)
     return made
 
@@ -60,24 +52,31 @@ def keys(count):
     return scrambled(np.arange(1, count + 1, dtype=np.uint64))
 
 
-def profile(block, keep):
+def profile(block, keep=None):
     made = Profile()
-    made.add(block, keep)
+    made.add(block, np.ones(len(block.counts), bool) if keep is None else keep)
     return made
+
+
+def every(pool):
+    return np.ones(len(pool), bool)
+
+
+def drawn(names, num, seed=SEED):
+    return lambda weights: match.sample(weights, names, num, seed)
 
 
 def selected(pool, traffic, num, seed=SEED):
     """What `select_like` takes of the pool, the halves of the traffic, and the pool's digest."""
     blocks = match.gram_digest(pool)
     halves = match.traffic_halves(traffic)
-    alive = np.ones(len(pool), bool)
-    chosen = match.select_like(
-        blocks,
-        alive,
-        halves[0].grams,
-        lambda weights: match.sample(weights, keys(len(pool)), num, seed),
-    )
+    pick = drawn(keys(len(pool)), num, seed)
+    chosen = match.select_like(blocks, every(pool), halves[0].grams, pick)
     return chosen, halves, blocks
+
+
+def taken_of(pool, chosen):
+    return Counter(one.source for one, keep in zip(pool, chosen, strict=True) if keep)
 
 
 def test_buckets_are_words_and_pairs_whatever_their_case():
@@ -120,9 +119,8 @@ def test_a_digest_holds_each_row_by_itself(texts):
 
 
 def test_words_spread_evenly_over_the_buckets():
-    counts = np.bincount(
-        match.buckets(" ".join(f"word{number}" for number in range(100_000))), minlength=NUM_BUCKETS
-    )
+    words = " ".join(f"word{number}" for number in range(100_000))
+    counts = np.bincount(match.buckets(words), minlength=NUM_BUCKETS)
     assert counts.sum() == 199_999
     # Poisson with mean 20 has variance 20; a poor hash leaves holes or heaps.
     assert 18 < counts.var() < 22
@@ -134,14 +132,10 @@ def test_log_weight_by_hand():
     ratio = match.log_ratio(traffic, pool)
     more = math.log(10 / 10_009) - math.log(2 / 10_009)
     less = math.log(1 / 10_009) - math.log(9 / 10_009)
-    block = GramBlock(
-        np.array([3, 4, 3, 3, 3, 4], np.uint16),
-        np.array([2, 0, 1, 3], np.int32),
-        np.zeros(4, np.int32),
-    )
-    assert match.log_weights(block, ratio).tolist() == pytest.approx(
-        [STRENGTH * (more + less) / 2, 0, STRENGTH * more, STRENGTH * (2 * more + less) / 3]
-    )
+    grams, counts = np.array([3, 4, 3, 3, 3, 4], np.uint16), np.array([2, 0, 1, 3], np.int32)
+    block = GramBlock(grams, counts, np.zeros(4, np.int32))
+    expected = [STRENGTH * (more + less) / 2, 0, STRENGTH * more, STRENGTH * (2 * more + less) / 3]
+    assert match.log_weights(block, ratio).tolist() == pytest.approx(expected)
 
 
 def test_a_rows_weight_depends_on_no_other_row():
@@ -158,11 +152,10 @@ def test_a_draw_is_in_proportion_to_the_weights():
     under .1 % is above 16.3.
     """
     weights = np.log(np.array([1.0, 2.0, 3.0, 4.0]))
-    drawn = Counter(
-        int(np.flatnonzero(match.sample(weights, keys(4), 1, seed))[0]) for seed in range(4000)
-    )
+    draws = (match.sample(weights, keys(4), 1, seed) for seed in range(4000))
+    found = Counter(int(np.flatnonzero(one)[0]) for one in draws)
     expected = [400, 800, 1200, 1600]
-    assert sum((drawn[place] - count) ** 2 / count for place, count in enumerate(expected)) < 16.3
+    assert sum((found[place] - count) ** 2 / count for place, count in enumerate(expected)) < 16.3
 
 
 def test_a_draw_depends_on_no_order_and_grows_by_adding():
@@ -206,14 +199,12 @@ def test_a_selection_comes_near_to_traffic_that_it_never_saw():
     pool = rows({"food": 400, "code": 900, "sums": 700}, 20, seed=1)
     traffic = rows({"food": 300}, 20, seed=2)
     chosen, (fitted, held_out), blocks = selected(pool, traffic, 200)
-    before = profile(blocks, np.ones(len(pool), bool))
     after = profile(blocks, chosen)
-    found = match.match_report(before, after, fitted, held_out)
+    found = match.match_report(profile(blocks), after, fitted, held_out)
     assert after.num_rows == 200
     assert found["js"]["after"] < found["js"]["before"] / 4
     assert found["js"]["after"] < 2 * found["js"]["floor"]
-    taken = Counter(one.source for one, keep in zip(pool, chosen, strict=True) if keep)
-    assert taken["food"] > 190
+    assert taken_of(pool, chosen)["food"] > 190
 
 
 def test_a_mixture_stays_a_mixture():
@@ -221,15 +212,14 @@ def test_a_mixture_stays_a_mixture():
     pool = rows({"food": 800, "code": 800, "sums": 1500}, 20, seed=1)
     traffic = rows({"food": 180, "code": 120}, 20, seed=2)
     chosen, _, _ = selected(pool, traffic, 500)
-    taken = Counter(one.source for one, keep in zip(pool, chosen, strict=True) if keep)
+    taken = taken_of(pool, chosen)
     assert taken["food"] / 500 == pytest.approx(0.6, abs=0.1)
     assert taken["code"] / 500 == pytest.approx(0.4, abs=0.1)
 
 
 def test_long_rows_are_not_preferred_for_their_length():
-    pool = rows({"food": 500, "sums": 500}, 10, seed=1) + rows(
-        {"food": 500, "sums": 500}, 60, seed=3
-    )
+    both = {"food": 500, "sums": 500}
+    pool = rows(both, 10, seed=1) + rows(both, 60, seed=3)
     traffic = rows({"food": 150}, 10, seed=2) + rows({"food": 150}, 60, seed=4)
     chosen, (_, held_out), blocks = selected(pool, traffic, 300)
     after = profile(blocks, chosen)
@@ -245,29 +235,24 @@ def test_another_seed_draws_others():
 
 
 def test_the_round_that_came_nearest_counts():
-    pool, traffic = (
-        rows({"food": 40, "code": 40}, 12, seed=1),
-        match.gram_digest(rows({"food": 30}, 12, seed=2)),
-    )
-    counts = np.bincount(traffic.grams, minlength=NUM_BUCKETS)
+    pool = rows({"food": 40, "code": 40}, 12, seed=1)
+    counts = gram_counts(rows({"food": 30}, 12, seed=2))
     food = np.array([one.source == "food" for one in pool])
     for good in range(match.ROUNDS):
         answers = iter([food if number == good else ~food for number in range(match.ROUNDS)])
-        chosen = match.select_like(
-            match.gram_digest(pool),
-            np.ones(80, bool),
-            counts,
-            lambda weights: next(answers),  # noqa: B023
-        )
+        pick = lambda weights: next(answers)  # noqa: B023, E731
+        chosen = match.select_like(match.gram_digest(pool), every(pool), counts, pick)
         assert (chosen == food).all()
+
+
+def gram_counts(made):
+    return np.bincount(match.gram_digest(made).grams, minlength=NUM_BUCKETS)
 
 
 def test_each_round_corrects_the_one_before():
     """What was picked too much of loses weight, by as much as its n-grams are too many."""
-    pool, traffic = (
-        rows({"food": 40, "code": 40}, 12, seed=1),
-        match.gram_digest(rows({"food": 30, "code": 30}, 12, seed=2)),
-    )
+    pool = rows({"food": 40, "code": 40}, 12, seed=1)
+    counts = gram_counts(rows({"food": 30, "code": 30}, 12, seed=2))
     food = np.array([one.source == "food" for one in pool])
     seen = []
 
@@ -275,12 +260,7 @@ def test_each_round_corrects_the_one_before():
         seen.append(weights.copy())
         return food
 
-    match.select_like(
-        match.gram_digest(pool),
-        np.ones(80, bool),
-        np.bincount(traffic.grams, minlength=NUM_BUCKETS),
-        only_food,
-    )
+    match.select_like(match.gram_digest(pool), every(pool), counts, only_food)
     assert len(seen) == match.ROUNDS
     change = seen[1] - seen[0]
     assert change[food].max() < change[~food].min()
@@ -289,11 +269,8 @@ def test_each_round_corrects_the_one_before():
 
 def test_a_pool_ten_times_as_large_weighs_the_same():
     """What is smoothed away must not depend on how much there is to choose from."""
-    pool, traffic = (
-        rows({"food": 40, "code": 40}, 12, seed=1),
-        match.gram_digest(rows({"food": 9}, 12, seed=2)),
-    )
-    counts, seen = np.bincount(traffic.grams, minlength=NUM_BUCKETS), []
+    pool = rows({"food": 40, "code": 40}, 12, seed=1)
+    counts, seen = gram_counts(rows({"food": 9}, 12, seed=2)), []
 
     def pick(weights):
         seen.append(weights.copy())
@@ -301,7 +278,7 @@ def test_a_pool_ten_times_as_large_weighs_the_same():
 
     for times in (1, 10):
         block = match.gram_digest(pool * times)
-        match.select_like(block, np.ones(80 * times, bool), counts, pick)
+        match.select_like(block, every(pool * times), counts, pick)
     assert seen[match.ROUNDS][:80] == pytest.approx(seen[0])
 
 
@@ -312,15 +289,8 @@ def test_dead_rows_are_not_selected_and_do_not_count():
     fitted, _ = match.traffic_halves(traffic)
     whole, few = match.gram_digest(pool), match.gram_digest(alone)
     names = keys(300)
-    chosen = match.select_like(
-        whole, alive, fitted.grams, lambda weights: match.sample(weights, names, 50, SEED)
-    )
-    expected = match.select_like(
-        few,
-        np.ones(200, bool),
-        fitted.grams,
-        lambda weights: match.sample(weights, names[alive], 50, SEED),
-    )
+    chosen = match.select_like(whole, alive, fitted.grams, drawn(names, 50))
+    expected = match.select_like(few, every(alone), fitted.grams, drawn(names[alive], 50))
     assert not (chosen & ~alive).any()
     assert (chosen[alive] == expected).all()
 
@@ -342,33 +312,24 @@ def test_the_traffic_is_cut_in_halves_by_what_it_says():
     assert 110 < one.num_rows < 190
     again, _ = match.traffic_halves(reversed(traffic + traffic))
     assert (again.grams == 2 * one.grams).all()
-    with pytest.raises(
-        EmptyInputError, match="too few prompts to fit one half and measure by the other: 1"
-    ):
+    too_few = "too few prompts to fit one half and measure by the other: 1"
+    with pytest.raises(EmptyInputError, match=too_few):
         match.traffic_halves([row("Hello")])
 
 
 def test_report_holds_counts_and_no_words():
     pool, traffic = rows({"food": 150, "code": 150}, 12, seed=1), rows({"food": 60}, 12, seed=2)
     chosen, (fitted, held_out), blocks = selected(pool, traffic, 60)
-    before, after = (profile(blocks, np.ones(300, bool)), profile(blocks, chosen))
+    before, after = profile(blocks), profile(blocks, chosen)
     before.sources, after.sources = Counter(food=150, code=150), Counter(food=60)
     held_out.languages, before.languages = Counter(en=3), Counter(de=2)
     found = match.match_report(before, after, fitted, held_out)
-    assert found["num_prompts"] == {
-        "traffic_fitted": fitted.num_rows,
-        "traffic": held_out.num_rows,
-        "before": 300,
-        "after": 60,
-    }
-    assert found["sources"] == {
-        "code": {"before": 150, "after": 0},
-        "food": {"before": 150, "after": 60},
-    }
-    assert found["languages"] == {
-        "de": {"before": 2, "after": 0, "traffic": 0},
-        "en": {"before": 0, "after": 0, "traffic": 3},
-    }
+    halves = {"traffic_fitted": fitted.num_rows, "traffic": held_out.num_rows}
+    assert found["num_prompts"] == {**halves, "before": 300, "after": 60}
+    taken = {"code": {"before": 150, "after": 0}, "food": {"before": 150, "after": 60}}
+    assert found["sources"] == taken
+    nothing = {"before": 0, "after": 0, "traffic": 0}
+    assert found["languages"] == {"de": {**nothing, "before": 2}, "en": {**nothing, "traffic": 3}}
     for name in ("before", "after", "traffic"):
         assert sum(found["lengths"][name]) == found["num_prompts"][name]
         assert len(found["lengths"][name]) == len(found["lengths"]["from"])
@@ -385,14 +346,11 @@ def test_real_traffic():
     traffic = made["sgd_dev"][::2]
     pool = made["sgd_dev"][1::2] + [one for name in list(made)[1:] for one in made[name][:1000]]
     chosen, (fitted, held_out), blocks = selected(pool, traffic, 500)
-    before, after = (profile(blocks, np.ones(len(pool), bool)), profile(blocks, chosen))
-    found = match.match_report(before, after, fitted, held_out)
+    found = match.match_report(profile(blocks), profile(blocks, chosen), fitted, held_out)
     assert found["js"]["after"] < found["js"]["before"] / 3
     assert found["js"]["after"] < 1.1 * found["js"]["floor"]
     assert found["length_js"]["after"] < found["length_js"]["before"] / 5
-    assert (
-        sum(one.source == "sgd_dev" for one, keep in zip(pool, chosen, strict=True) if keep) > 450
-    )
+    assert taken_of(pool, chosen)["sgd_dev"] > 450
 
 
 def real_rows(name):
@@ -412,10 +370,8 @@ def test_length_classes_are_half_open():
     made.add(GramBlock(np.zeros(0, np.uint16), np.zeros(8, np.int32), np.array(ends)))
     assert made.lengths.tolist() == [2, 2, 1, 0, 0, 0, 0, 0, 1, 2]
     made = Profile()
-    made.add(
-        GramBlock(np.zeros(3, np.uint16), np.array([1, 2, 0]), np.array([3, 30, 7000])),
-        np.array([True, False, True]),
-    )
+    block = GramBlock(np.zeros(3, np.uint16), np.array([1, 2, 0]), np.array([3, 30, 7000]))
+    made.add(block, np.array([True, False, True]))
     assert (made.num_rows, made.lengths.tolist()) == (2, [1, 0, 0, 0, 0, 0, 0, 0, 0, 1])
     assert made.grams.sum() == 1
 

@@ -49,11 +49,8 @@ def opened(browser, url, faults=(), **options):
     """A page in a context of its own. It may ask this server only, and complain of nothing but
     `faults`.
     """
-    with (
-        browser.new_context(viewport={"width": 1280, "height": 860}, **options)
-        if not options.get("viewport")
-        else (browser.new_context(**options)) as context
-    ):
+    options = {"viewport": {"width": 1280, "height": 860}} | options
+    with browser.new_context(**options) as context:
         page = context.new_page()
         page.set_default_timeout(WAIT_MS)
         hosts, said = set(), []
@@ -87,15 +84,10 @@ def chat(page, prompt=PROMPT, longest=40):
 
 def asked(url, speculation=True, **fields):
     """The same over the API."""
-    body = {
-        "model": "eyas",
-        "messages": [{"role": "user", "content": PROMPT}],
-        "temperature": 0,
-        "max_tokens": 40,
-    }
-    return httpx.post(
-        f"{url}/v1/chat/completions", json=body | {"speculation": speculation} | fields, timeout=300
-    ).json()
+    said = [{"role": "user", "content": PROMPT}]
+    body = {"model": "eyas", "messages": said, "temperature": 0, "max_tokens": 40}
+    body |= {"speculation": speculation, **fields}
+    return httpx.post(f"{url}/v1/chat/completions", json=body, timeout=300).json()
 
 
 def texts(page, selector):
@@ -116,14 +108,11 @@ def test_files_come_with_headers_that_let_a_browser_ask_nobody_else(tiny):
             reply = httpx.get(client.url + path)
             assert (reply.status_code, reply.content) == (200, file.read_bytes())
             assert reply.headers["content-type"].startswith(kind)
-            policy = dict(
-                part.strip().partition(" ")[::2]
-                for part in reply.headers["content-security-policy"].split(";")
-            )
+            parts = reply.headers["content-security-policy"].split(";")
+            policy = dict(part.strip().partition(" ")[::2] for part in parts)
             assert policy["default-src"] == "'none'"
-            assert {policy[name] for name in ("script-src", "style-src", "connect-src")} == {
-                "'self'"
-            }
+            for name in ("script-src", "style-src", "connect-src"):
+                assert policy[name] == "'self'"
             assert reply.headers["x-content-type-options"] == "nosniff"
         assert httpx.get(f"{client.url}/page/__init__.py").status_code == 404
         assert httpx.post(f"{client.url}/", json={}).status_code == 405
@@ -143,10 +132,8 @@ def test_the_page_is_strict_html_without_anything_inline_or_foreign():
     assert len(ids) == len(set(ids))
     fields = {attributes["id"] for tag, attributes in tags.all if tag in ("input", "textarea")}
     script = (FOLDER / "page.js").read_text(encoding="utf-8")
-    assert not re.findall(
-        r"innerHTML|outerHTML|insertAdjacent|document\.write|eval\(|localStorage|sessionStorage|cookie",
-        script,
-    )
+    written = r"innerHTML|outerHTML|insertAdjacent|document\.write|eval\("
+    assert not re.findall(rf"{written}|localStorage|sessionStorage|cookie", script)
     assert fields <= set(ids)
 
 
@@ -188,9 +175,10 @@ def test_a_chat_shows_where_its_tokens_come_from(page, server):
 @needs_chromium
 def test_the_tree_is_that_of_the_round_that_is_picked(page):
     chat(page)
-    last = len(
-        set(page.eval_on_selector_all(".said .token", "all => all.map(one => one.dataset.round)"))
+    of_rounds = page.eval_on_selector_all(
+        ".said .token", "all => all.map(one => one.dataset.round)"
     )
+    last = len(set(of_rounds))
     assert page.text_content("#tree-title") == f"Round {last} of {last}"
     token = page.query_selector(".said .token.drafted")
     token.click()
@@ -202,13 +190,10 @@ def test_the_tree_is_that_of_the_round_that_is_picked(page):
     assert len(page.query_selector_all("#drawing .node.accepted")) == accepted > 0
     assert len(page.query_selector_all("#drawing .node.bonus")) == len(of_round) - accepted
     drafted = len(page.query_selector_all("#drawing .node:not(.root):not(.bonus)"))
-    assert f"The head drafted {drafted} tokens; the target kept {accepted}" in page.text_content(
-        "#told"
-    )
-    assert (
-        len(page.query_selector_all("#drawing .edge"))
-        == len(page.query_selector_all("#drawing .node")) - 1
-    )
+    told = f"The head drafted {drafted} tokens; the target kept {accepted}"
+    assert told in page.text_content("#told")
+    edges, nodes = (len(page.query_selector_all(f"#drawing .{one}")) for one in ("edge", "node"))
+    assert edges == nodes - 1
     assert page.get_attribute("#drawing svg", "aria-label") == page.text_content("#told")
     page.press("#which", "Home")
     assert page.text_content("#tree-title") == f"Round 1 of {last}"
@@ -228,13 +213,10 @@ def test_a_race_ends_with_the_same_output_twice_and_can_be_seen_again(page, serv
         page.click("#race")
     page.wait_for_selector(".verdict")
     over(page)
-    plain, speculative = (
-        "".join(texts(page, f".lane:nth-child({place}) .token")) for place in (1, 2)
-    )
+    plain, speculative = lanes(page)
     assert plain == speculative != ""
-    assert {
-        one.get_attribute("class") for one in page.query_selector_all(".lane:nth-child(1) .token")
-    } == {"token plain"}
+    of_plain = page.query_selector_all(".lane:nth-child(1) .token")
+    assert {one.get_attribute("class") for one in of_plain} == {"token plain"}
     assert page.query_selector_all(".lane:nth-child(2) .token.drafted")
     verdict = page.text_content(".verdict")
     assert re.fullmatch(
@@ -244,18 +226,16 @@ def test_a_race_ends_with_the_same_output_twice_and_can_be_seen_again(page, serv
         verdict,
     )
     body = first.value.post_data_json
-    assert (
-        asked(server, False, temperature=0.7, seed=body["seed"], max_tokens=160)["choices"][0][
-            "message"
-        ]["content"]
-        == plain
-    )
+    again = asked(server, False, temperature=0.7, seed=body["seed"], max_tokens=160)
+    assert again["choices"][0]["message"]["content"] == plain
     page.click(".turn button")
     over(page)
-    assert ["".join(texts(page, f".lane:nth-child({place}) .token")) for place in (1, 2)] == [
-        plain,
-        plain,
-    ]
+    assert lanes(page) == [plain, plain]
+
+
+def lanes(page):
+    """What both sides of a race say."""
+    return ["".join(texts(page, f".lane:nth-child({place}) .token")) for place in (1, 2)]
 
 
 def race(page):
@@ -297,9 +277,8 @@ def test_an_answer_that_comes_at_once_has_no_pace(page):
     """
     page.route("**/completions", lambda route: route.fulfill(**events(["word "] * 17)))
     verdict, notes, figures = race(page)
-    assert (
-        verdict
-        == "Identical outputs: all 17 tokens are the same. With the head 1.00 tokens a round, over "
+    assert verdict == (
+        "Identical outputs: all 17 tokens are the same. With the head 1.00 tokens a round, over "
         "all 17 rounds. Too soon over to time: ask for a longer answer."
     )
     assert notes == ["17 tokens, too soon over to time, 1.00 tokens a round"] * 2
@@ -369,12 +348,8 @@ def raced(page, paces, head):
 def test_a_ratio_takes_eight_races_an_interval_and_tau(page, paces, said):
     """The same floor and law as the report's: 11 tokens in 5 rounds are 2.20 a round."""
     rounds = [["w "], ["w "] * 4, ["w "] * 4, ["w "], ["w "], ["w "]]
-    head = streamed(
-        [
-            (one, "bonus" if len(one) > 1 else "plain", [] if len(one) > 1 else None)
-            for one in rounds
-        ]
-    )
+    drafted = [(one, *(("bonus", []) if len(one) > 1 else ("plain", None))) for one in rounds]
+    head = streamed(drafted)
     turns = [[10, pace * 11 / 5] for pace in paces]  # ms a chunk; the first chunk has no pace
     order = [one for place, both in enumerate(turns) for one in both[:: -1 if place % 2 else 1]]
     first, last = raced(page, order, head)
@@ -446,8 +421,7 @@ def test_all_of_it_goes_by_keyboard(page):
     """Prompt, stop, next turn, options, rounds; the focus can be seen everywhere."""
     sent = []
     page.on(
-        "request",
-        lambda request: sent.append(request.post_data_json) if request.method == "POST" else None,
+        "request", lambda one: sent.append(one.post_data_json) if one.method == "POST" else None
     )
     assert page.evaluate("document.activeElement.id") == "prompt"
     page.fill("#longest", "200")
@@ -463,11 +437,8 @@ def test_all_of_it_goes_by_keyboard(page):
         assert outline not in ("none", "") or seen[-1] == "BODY", seen
         if seen[-1] == "slow":
             page.keyboard.press("Space")
-    assert [
-        one
-        for one in seen
-        if one in ("send", "race", "clear", "speculation", "slow", "temperature", "longest")
-    ] == ["send", "race", "clear", "speculation", "slow", "temperature", "longest"]
+    order = ["send", "race", "clear", "speculation", "slow", "temperature", "longest"]
+    assert [one for one in seen if one in order] == order
     page.focus("#prompt")
     page.keyboard.press("Enter")
     page.wait_for_selector(".said .token.drafted")
@@ -484,14 +455,8 @@ def test_all_of_it_goes_by_keyboard(page):
     first, second = ([(one["role"], one["content"]) for one in body["messages"]] for body in sent)
     page.focus(".opener >> nth=0")  # of the first answer
     page.keyboard.press("Enter")
-    rounds = 1 + max(
-        map(
-            int,
-            page.eval_on_selector_all(
-                ".said >> nth=0 >> .token", "all => all.map(one => one.dataset.round)"
-            ),
-        )
-    )
+    numbers = "all => Math.max(...all.map(one => one.dataset.round))"
+    rounds = 1 + page.eval_on_selector_all(".said >> nth=0 >> .token", numbers)
     assert page.text_content("#tree-title") == f"Round {rounds} of {rounds}"
     page.focus("#which")
     page.keyboard.press("ArrowLeft")
@@ -534,10 +499,8 @@ def test_what_a_model_says_is_text_and_never_html(page):
 def test_a_long_answer_leaves_the_page_its_frames(page):
     """However fast it comes, so many tokens are drawn between two frames and no more."""
     count = 3000
-    page.route(
-        "**/completions",
-        lambda route: route.fulfill(**events([f"word{one}\n " for one in range(count)])),
-    )
+    words = events([f"word{one}\n " for one in range(count)])
+    page.route("**/completions", lambda route: route.fulfill(**words))
     page.evaluate("""() => {
         window.counts = [];
         const look = () => {
@@ -569,10 +532,8 @@ def test_errors_are_said_in_words_and_the_prompt_is_not_lost(browser, server):
         assert page.text_content("#problem") == "The server cannot be reached."
         page.unroute("**/completions")
         broken = events(["one"])
-        broken["body"] = (
-            broken["body"].partition("data: [DONE]")[0]
-            + 'data: {"error": {"message": "the engine failed"}}\n\n'
-        )
+        failed = 'data: {"error": {"message": "the engine failed"}}\n\n'
+        broken["body"] = broken["body"].partition("data: [DONE]")[0] + failed
         page.route("**/completions", lambda route: route.fulfill(**broken))
         chat(page)
         assert page.text_content("#problem") == "The engine failed."

@@ -10,12 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
 from eyas.artifact import Artifact
 from eyas.chat import Chat
 from eyas.cli import run as cli_run
-from eyas.cli.main import build
 from eyas.errors import EmptyInputError, StorageFullError
 from eyas.features.capture import CaptureConfig, capture
 from eyas.features.generate import GenerateConfig, generate
@@ -42,15 +40,14 @@ from eyas.shards import CODECS, FeatureMeta
 from eyas.train.trainer import TrainConfig
 from tests.foreign import foreign_target
 from tests.stages import ending_target, prompts_of, write_prompts
+from tests.test_cli import run_eyas
 from tests.tiny import TEMPLATE, tiny_tokenizer
 
-TRAIN = TrainConfig.model_validate(
-    {
-        "head": {"draft_vocab_size": 64},
-        "objective": {"num_ttt_steps": 2},
-        "epochs": 2,
-        "batches": {"tokens": 256},
-    }
+TRAIN = TrainConfig(
+    head={"draft_vocab_size": 64},
+    objective={"num_ttt_steps": 2},
+    epochs=2,
+    batches={"tokens": 256},
 )
 # An earlier answer is marked, so that no turn begins with the tokens of the one before.
 REWRITES = TEMPLATE.replace(
@@ -71,14 +68,9 @@ def prompts(tmp_path_factory: pytest.TempPathFactory) -> Artifact:
 
 
 def work_of(target: Path, output: Path, **changes: Any) -> PlannedRun:
-    config = {"target": str(target), "max_tokens": 12, **changes}
-    return PlannedRun(
-        str(target),
-        str(output),
-        GenerateConfig(**config),
-        CaptureConfig(target=str(target), codec="raw"),
-        TRAIN,
-    )
+    generate = GenerateConfig(**{"target": str(target), "max_tokens": 12, **changes})
+    captured = CaptureConfig(target=str(target), codec="raw")
+    return PlannedRun(str(target), str(output), generate, captured, TRAIN)
 
 
 def test_what_is_counted_is_what_is_made_or_more(
@@ -97,46 +89,30 @@ def test_what_is_counted_is_what_is_made_or_more(
     assert needs.answer_tokens == 12 * needs.answers >= sum(len(row.answer_ids) for row in rows)
     assert needs.prompt_tokens >= sum(len(row.prompt_ids) for row in rows)
     lengths = {prompt.id: turn_lengths(prompt, Chat(target), 12, 1024) for prompt in prompts_of(29)}
-    assert {name: found[0] for name, found in lengths.items() if found} == firsts, (
-        "exact, where nothing comes before"
-    )
+    # exact, where nothing comes before
+    assert {name: found[0] for name, found in lengths.items() if found} == firsts
     made = features.manifest().counts["tokens"]
     assert made <= needs.feature_tokens < 6 * made
     room = plan_run(run, *read_prompts(prompts)).room
-    assert (
-        room.features
-        >= sum(
-            Artifact(features.url).size(name) for name in features.names() if "safetensors" in name
-        )
-        > 0
-    )
+    names = [name for name in features.names() if "safetensors" in name]
+    assert room.features >= sum(features.size(name) for name in names) > 0
     assert room.answers >= sum(answers.size(name) for name in answers.names() if "answers" in name)
     assert room.present >= room.features / 10, "what is there already is not asked for again"
 
 
 def test_turns_come_after_those_before_them(target: Path) -> None:
-    chat, prompt = (
-        Chat(target),
-        Prompt("a", "", "", ("Hi", "In San Jose?", "Thanks"), system="Be brief."),
-    )
+    chat = Chat(target)
+    prompt = Prompt("a", "", "", ("Hi", "In San Jose?", "Thanks"), system="Be brief.")
     said = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]
     first = len(chat.prompt_ids(said))
-    second = len(
-        chat.prompt_ids(
-            [
-                *said,
-                {"role": "assistant", "content": STAND_IN},
-                {"role": "user", "content": "In San Jose?"},
-            ]
-        )
-    )
+    said.append({"role": "assistant", "content": STAND_IN})
+    second = len(chat.prompt_ids([*said, {"role": "user", "content": "In San Jose?"}]))
     lengths = turn_lengths(prompt, chat, 100, 10_000)
     assert lengths is not None
     assert lengths[:2] == [first, second + 100]
     assert len(lengths) == 3
-    assert turn_lengths(prompt, chat, 100, second + 100) == [first], (
-        "no room for an answer, so it is not asked"
-    )
+    # no room for an answer, so it is not asked
+    assert turn_lengths(prompt, chat, 100, second + 100) == [first]
 
 
 def test_a_conversation_is_one_sample_where_the_template_lets_the_past_be(tmp_path: Path) -> None:
@@ -212,22 +188,12 @@ def run_file(folder: Path, target: Path, **sections: Any) -> Path:
     prompts = folder / "prompts.jsonl"
     rows = [{"prompt": f"I would like a table for {number} in San Jose."} for number in range(20)]
     prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    source = {"path": str(prompts), "licence": "CC0-1.0", "name": "made up", "prompts_by": "human"}
     content = {
-        "target": str(target),
-        "output": str(folder / "run"),
-        "prompts": {
-            "sources": [
-                {
-                    "path": str(prompts),
-                    "licence": "CC0-1.0",
-                    "name": "made up",
-                    "prompts_by": "human",
-                }
-            ]
-        },
+        **{"target": str(target), "output": str(folder / "run"), "serve": {}},
+        "prompts": {"sources": [source]},
         "generate": {"max_tokens": 12},
         "train": TRAIN.model_dump(mode="json"),
-        "serve": {},
         **sections,
     }
     path = folder / "run.yaml"
@@ -235,14 +201,9 @@ def run_file(folder: Path, target: Path, **sections: Any) -> Path:
     return path
 
 
-def eyas(*words: object) -> Any:
-    arguments = [str(word) for word in words]
-    return CliRunner().invoke(build(arguments), arguments, prog_name="eyas")
-
-
 class TestCommand:
     def test_json_has_all_of_it(self, target: Path, prompts: Artifact, tmp_path: Path) -> None:
-        shown = eyas("plan", run_file(tmp_path, target), "--prompts", prompts.url, "--json")
+        shown = run_eyas("plan", run_file(tmp_path, target), "--prompts", prompts.url, "--json")
         assert shown.exit_code == 0, shown.output
         plan = json.loads(shown.stdout)
         assert plan["needs"]["prompts"] == 29
@@ -251,7 +212,9 @@ class TestCommand:
         assert not (tmp_path / "run").exists()
 
     def test_tables(self, target: Path, tmp_path: Path) -> None:
-        shown = eyas("plan", run_file(tmp_path, target), "--num-prompts", 50, "--characters", 90)
+        shown = run_eyas(
+            "plan", run_file(tmp_path, target), "--num-prompts", 50, "--characters", 90
+        )
         assert shown.exit_code == 0, shown.output
         assert "within4 (this run's)" in shown.stdout
         assert "600" in shown.stdout, "50 answers of 12 tokens"
@@ -261,7 +224,7 @@ class TestCommand:
         self, target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(shutil, "disk_usage", lambda _: Usage(0, 0, 1_000_000))
-        shown = eyas("plan", run_file(tmp_path, target), "--num-prompts", 100_000)
+        shown = run_eyas("plan", run_file(tmp_path, target), "--num-prompts", 100_000)
         assert shown.exit_code == 2
         assert "lossless" in shown.stdout, "the plan is shown all the same"
         assert "0.00 GB are free" in shown.stderr
@@ -277,10 +240,10 @@ class TestCommand:
 
         monkeypatch.setattr(cli_run, "generate", unwanted)
         monkeypatch.setattr(shutil, "disk_usage", lambda _: Usage(0, 0, 1_000))
-        refused = eyas("run", path)
+        refused = run_eyas("run", path)
         assert refused.exit_code == 2, refused.output
         assert "--anyway" in refused.stderr
-        assert isinstance(eyas("run", path, "--anyway").exception, RuntimeError)
+        assert isinstance(run_eyas("run", path, "--anyway").exception, RuntimeError)
 
 
 def test_an_object_store_has_no_end() -> None:

@@ -20,29 +20,18 @@ from eyas.data.ledger import Drop
 from eyas.data.prompts import PromptsConfig, make_prompts
 from eyas.errors import ConfigError, CorruptError, EmptyInputError, InputError
 from eyas.records import Prompt
-from tests.source_rows import SAID_BY_ASSISTANT, SHARED, json_lines, openai, row, written
+from tests.source_rows import SAID_BY_ASSISTANT, SHARED, json_lines, openai, row, sharegpt, written
 
 LICENCES = ("MIT", "CC-BY-4.0", "CC0-1.0")
 MAIL, CARD, PHONE = "ana.lee@example.com", "4242 4242 4242 4242", "(415) 555-0134"
-
-
-def sharegpt(*turns, **more):
-    names = {"user": "human", "assistant": "gpt"}
-    return {
-        **more,
-        "conversations": [
-            {"from": names[m["role"]], "value": m["content"]} for m in openai(*turns)["messages"]
-        ],
-    }
 
 
 def config(folder, *sets, **settings):
     """A config of one source per set of rows, each written to a file of its own."""
     sources = []
     for number, rows in enumerate(sets):
-        path = folder / f"set{number}.jsonl"
-        path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-        sources.append({"path": str(path), "licence": LICENCES[number], "prompts_by": "human"})
+        path = written(folder / f"set{number}.jsonl", rows)
+        sources.append({"path": path, "licence": LICENCES[number], "prompts_by": "human"})
     return PromptsConfig(sources=sources, **settings)
 
 
@@ -66,10 +55,8 @@ def test_every_row_is_accounted_for(tmp_path):
         openai("x" * 101, id="f"),
         ["no row"],
     ]
-    second = [
-        openai("Where is the dog?", "And the cat?"),
-        {"instruction": "Sing.", "output": SAID_BY_ASSISTANT},
-    ]
+    sing = {"instruction": "Sing.", "output": SAID_BY_ASSISTANT}
+    second = [openai("Where is the dog?", "And the cat?"), sing]
     output = run(tmp_path, first, second, max_characters=100, personal={"policy": "mask"})
     kept = prompts(output)
     assert [(one.id, one.source, one.licence, one.turns) for one in kept[:2]] == [
@@ -81,13 +68,8 @@ def test_every_row_is_accounted_for(tmp_path):
     ledger = output.read_json("ledger.json")
     account = ledger["sources"]["set0"]
     assert (account["rows_in"], account["rows_out"], account["rows_masked"]) == (7, 2, 1)
-    assert account["dropped"] == {
-        "duplicate.exact": 1,
-        "empty": 1,
-        "malformed": 1,
-        "pii.credit_card": 1,
-        "too_long": 1,
-    }
+    reasons = ("duplicate.exact", "empty", "malformed", "pii.credit_card", "too_long")
+    assert account["dropped"] == dict.fromkeys(reasons, 1)
     assert account["masked"] == {"EMAIL_ADDRESS": 1}
     assert ledger["sources"]["set1"]["dropped"] == {"duplicate.exact": 1}
     assert (ledger["rows_in"], ledger["rows_out"], sum(ledger["dropped"].values())) == (9, 3, 6)
@@ -95,29 +77,19 @@ def test_every_row_is_accounted_for(tmp_path):
     assert dropped["set0.jsonl:2"]["note"] == "the same as set0.jsonl:1 of set0"
     assert dropped["set0.jsonl:4"]["turns"] == ["Charge <CREDIT_CARD> and call <PHONE_NUMBER>"]
     found = dropped["set0.jsonl:4"]["found"][0]
-    assert {**found, "hash": ""} == {
-        "type": "CREDIT_CARD",
-        "start": 7,
-        "end": 26,
-        "turn": 0,
-        "hash": "",
-    }
+    place = {"type": "CREDIT_CARD", "start": 7, "end": 26, "turn": 0}
+    assert found == {**place, "hash": found["hash"]}
     assert len(found["hash"]) == 16
     assert dropped["set0.jsonl:6"]["note"] == "101 characters, allowed are 100"
     assert dropped["set0.jsonl:7"]["reason"] == "malformed"
     assert output.manifest().counts == {"rows": 9, "prompts": 3, "dropped": 6, "masked": 1}
-    assert {made.config["licence"] for made in output.manifest().inputs.values()} == {
-        "MIT",
-        "CC-BY-4.0",
-    }
+    licences = {made.config["licence"] for made in output.manifest().inputs.values()}
+    assert licences == {"MIT", "CC-BY-4.0"}
 
 
 def test_rows_that_differ_in_personal_data_only_are_duplicates(tmp_path):
-    output = run(
-        tmp_path,
-        [openai("I am ana@example.com"), openai("I am bob@example.org")],
-        personal={"policy": "mask"},
-    )
+    rows = [openai("I am ana@example.com"), openai("I am bob@example.org")]
+    output = run(tmp_path, rows, personal={"policy": "mask"})
     assert [one.turns for one in prompts(output)] == [("I am <EMAIL_ADDRESS>",)]
 
 
@@ -134,9 +106,8 @@ def test_an_id_made_from_the_text_is_stable_and_gives_way(tmp_path):
     others = prompts(run(tmp_path / "other", [openai("One"), openai("  three")]))
     assert others[1].id == alone.id
     (tmp_path / "clash").mkdir()
-    taken, given_way = prompts(
-        run(tmp_path / "clash", [openai("Seven", id=alone.id), openai("Three")])
-    )
+    rows = [openai("Seven", id=alone.id), openai("Three")]
+    taken, given_way = prompts(run(tmp_path / "clash", rows))
     assert taken.id == alone.id
     assert given_way.id.startswith(alone.id)
     assert given_way.id != alone.id
@@ -171,11 +142,7 @@ def test_max_prompts_ends_the_reading(tmp_path, monkeypatch):
 def test_reading_goes_on_for_near_duplicates(tmp_path, monkeypatch):
     monkeypatch.setattr(selection, "BLOCK_ROWS", 2)
     said = " ".join(f"word{number}" for number in range(40))
-    rows = [openai(f"{said} {number}") for number in range(5)] + [
-        openai("One"),
-        openai("Two"),
-        openai("Three"),
-    ]
+    rows = [openai(one) for one in (*(f"{said} {n}" for n in range(5)), "One", "Two", "Three")]
     output = run(tmp_path, rows, max_prompts=3)
     assert [one.turns[0] for one in prompts(output)] == [f"{said} 0", "One", "Two"]
     assert output.manifest().facts["ledger"]["dropped"] == {"duplicate.near": 4, "limit": 1}
@@ -211,21 +178,16 @@ def test_evaluation_sets_keep_their_items_out_whatever_their_dress(tmp_path):
     output = run(tmp_path, rows, evaluation=[{"path": path}])
     assert [one.turns for one in prompts(output)] == [("Write a poem about rain.",)]
     assert output.manifest().facts["ledger"]["dropped"] == {"contamination.bench": 2}
-    written(
-        tmp_path / "bench.jsonl",
-        [openai("Something else that is long enough to be an item of its own")],
-    )
+    other = "Something else that is long enough to be an item of its own"
+    written(tmp_path / "bench.jsonl", [openai(other)])
     with pytest.raises(InputError, match="holds other work"):
         run(tmp_path, rows, evaluation=[{"path": path}])
 
 
 def test_a_language_that_is_not_to_be_kept(tmp_path):
     german = "Kannst du mir bitte erklären, wie ich einen Tisch für zwei Personen reserviere?"
-    output = run(
-        tmp_path,
-        [openai(german), openai("Could you please tell me how to book a table?")],
-        languages=["en"],
-    )
+    rows = [openai(german), openai("Could you please tell me how to book a table?")]
+    output = run(tmp_path, rows, languages=["en"])
     assert output.manifest().facts["ledger"]["dropped"] == {"language": 1}
     assert output.read_json("ledger.json")["languages"] == {"en": 1}
 
@@ -241,12 +203,9 @@ def test_a_match_takes_what_resembles_the_traffic_and_says_how_well(tmp_path, mo
     monkeypatch.setattr(selection, "BLOCK_ROWS", 30)
     food, trains = ["bread and soup", "rice with beans"], ["a train to Rome", "the night train"]
     traffic = written(tmp_path / "traffic.jsonl", rows_about(food, 60, 500))
-    settings = {
-        "match": {"traffic": traffic, "num_prompts": 40},
-        "near_duplicates": None,
-        "seed": 1,
-    }
-    output = run(tmp_path, rows_about(food, 60) + rows_about(trains, 120, 100), **settings)
+    settings = {"match": {"traffic": traffic, "num_prompts": 40}, "near_duplicates": None}
+    pool = rows_about(food, 60) + rows_about(trains, 120, 100)
+    output = run(tmp_path, pool, **settings, seed=1)
     kept = prompts(output)
     assert len(kept) == 40
     assert sum("train" not in one.turns[0] for one in kept) > 35
@@ -256,12 +215,7 @@ def test_a_match_takes_what_resembles_the_traffic_and_says_how_well(tmp_path, mo
     assert fitted["num_prompts"]["before"] == 180
     assert fitted["num_prompts"]["after"] == 40
     (tmp_path / "again").mkdir()
-    again = run(
-        tmp_path / "again",
-        rows_about(food, 60) + rows_about(trains, 120, 100),
-        **{**settings, "seed": 2},
-    )
-    assert prompts(again) != kept
+    assert prompts(run(tmp_path / "again", pool, **settings, seed=2)) != kept
 
 
 def test_a_match_reads_a_server_s_log(tmp_path):
@@ -328,15 +282,8 @@ GOOD = [
 
 LONG = json.dumps(openai("long " * 2_000_000)).encode()  # 10 MB
 NESTED = b"[" * 100_000
-JUNK = [
-    b"null",
-    b"[null]",
-    b'{"messages": null}',
-    b'{"messages": [null, {"role": null, "content": 3}]}',
-    b"\x00" * 9,
-    b"7",
-    NESTED,
-]
+JUNK = [b"null", b"[null]", b'{"messages": null}', b"\x00" * 9, b"7", NESTED]
+JUNK.append(b'{"messages": [null, {"role": null, "content": 3}]}')
 
 
 @st.composite
@@ -347,33 +294,20 @@ def damaged_lines(draw):
     lines = []
     for good in draw(st.lists(st.sampled_from(GOOD), max_size=12)):
         line = json.dumps(good).encode()
-        kinds = ["whole"] * 6 + [
-            "cut",
-            "byte",
-            "utf-16",
-            "latin-1",
-            "nulls",
-            "junk",
-            "wrapped",
-            "renamed",
-            "blank",
-            "noise",
-        ]
-        kind = draw(st.sampled_from(kinds))
         place = draw(st.integers(1, len(line) - 1))
-        damaged = {
-            "whole": line,
-            "cut": line[:place],
-            "byte": line[:place] + b"\xff" + line[place:],
-            "utf-16": line.decode().encode("utf-16"),
-            "latin-1": line.replace(b"the", b"th\xe9"),
-            "nulls": line[:place] + b"\x00" + line[place:],
-            "junk": draw(st.sampled_from(JUNK)),
-            "wrapped": b"[" + line + b"]",
-            "renamed": line.replace(b'"messages"', b'"talk"'),
-            "blank": b"  \n" + line,
-            "noise": draw(st.binary(max_size=9)).replace(b"\n", b"") + b"#\n" + line,
-        }[kind]
+        damaged = [
+            line[:place],
+            line[:place] + b"\xff" + line[place:],
+            line.decode().encode("utf-16"),
+            line.replace(b"the", b"th\xe9"),
+            line[:place] + b"\x00" + line[place:],
+            draw(st.sampled_from(JUNK)),
+            b"[" + line + b"]",
+            line.replace(b'"messages"', b'"talk"'),
+            b"  \n" + line,
+            draw(st.binary(max_size=9)).replace(b"\n", b"") + b"#\n" + line,
+        ]
+        damaged = draw(st.sampled_from([line] * 6 + damaged))
         lines += damaged.split(b"\n")
     if draw(st.integers(0, 15)) == 0:
         lines.append(LONG)
@@ -446,9 +380,8 @@ def damaged_sets(folder):
     """A gzip that is cut, a file that was, 4 of 100 rows that are no JSON, and 2 of 100, which is
     ordinary.
     """
-    packed = gzip.compress(
-        json_lines(openai(f"What is {n} plus {n * n}?") for n in range(3000)).encode()
-    )
+    sums = [openai(f"What is {n} plus {n * n}?") for n in range(3000)]
+    packed = gzip.compress(json_lines(sums).encode())
     rows = [json.dumps(openai(f"Which way to house {n * n} is it?")).encode() for n in range(100)]
     sets = {
         "cut.jsonl.gz": packed[: len(packed) * 2 // 3],
@@ -498,27 +431,17 @@ def test_rows_that_look_like_a_known_set_are_refused_before_anything_is_written(
 
 @pytest.mark.parametrize("name", REAL_SETS)
 def test_real_sets(tmp_path, name):
-    path = next(
-        (
-            SHARED / f"{name}{ending}"
-            for ending in (".jsonl.gz", ".jsonl")
-            if (SHARED / f"{name}{ending}").exists()
-        ),
-        None,
-    )
+    paths = [SHARED / f"{name}{ending}" for ending in (".jsonl.gz", ".jsonl")]
+    path = next((one for one in paths if one.exists()), None)
     if path is None:
         pytest.skip("the conversations are not beside this checkout")
     output = Artifact(str(tmp_path / "prompts"))
-    manifest = make_prompts(
-        PromptsConfig(sources=[{"path": str(path), **REAL_SETS[name]}], max_prompts=400), output
-    )
+    source = {"path": str(path), **REAL_SETS[name]}
+    manifest = make_prompts(PromptsConfig(sources=[source], max_prompts=400), output)
     kept = prompts(output)
     assert len(kept) == 400
-    assert set(manifest.facts["ledger"]["dropped"]) <= {
-        "duplicate.exact",
-        "duplicate.near",
-        "limit",
-    }
+    reasons = {"duplicate.exact", "duplicate.near", "limit"}
+    assert set(manifest.facts["ledger"]["dropped"]) <= reasons
     opened = gzip.open if path.suffix == ".gz" else open
     with opened(path, "rt", encoding="utf-8") as lines:
         answers = [

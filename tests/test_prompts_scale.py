@@ -23,25 +23,14 @@ from eyas.data import prompts as stage
 from eyas.data.ledger import SourceRow
 from eyas.data.prompts import PromptsConfig, make_prompts
 from eyas.errors import EyasError
+from tests.source_rows import json_lines, written
 from tests.stages import ROOT
 
 needs_ray = pytest.mark.skipif(find_spec("ray") is None, reason="ray is not installed")
 BLOCK_ROWS, ROWS_PER_PART = 40, 60
 MARKER = "Tuesday-at-nine"
-WORDS = (
-    "table",
-    "train",
-    "museum",
-    "ticket",
-    "dinner",
-    "weather",
-    "music",
-    "blanket",
-    "river",
-    "answer",
-    "garden",
-    "letter",
-)
+WORDS = ["table", "train", "museum", "ticket", "dinner", "weather", "music", "blanket", "river"]
+WORDS += ["answer", "garden", "letter"]
 
 
 def some_rows(count: int, seed: int = 0) -> list[dict]:
@@ -52,10 +41,8 @@ def some_rows(count: int, seed: int = 0) -> list[dict]:
     rows: list = []
     for number in range(count):
         said = " ".join(random_of.choices(WORDS, k=random_of.randrange(4, 40)))
-        row = {
-            "id": f"r{number % 90}",
-            "messages": [{"role": "user", "content": f"{said} {number}"}],
-        }
+        messages = [{"role": "user", "content": f"{said} {number}"}]
+        row = {"id": f"r{number % 90}", "messages": messages}
         kind = random_of.randrange(12)
         if kind == 0 and rows:
             row = rows[random_of.randrange(len(rows))]
@@ -64,12 +51,8 @@ def some_rows(count: int, seed: int = 0) -> list[dict]:
         elif kind == 2:
             row["messages"][0]["content"] += " my card is 4242 4242 4242 4242"
         elif kind == 3:
-            row = {
-                "turns": [
-                    " ".join(f"{word}{place}" for place in range(4) for word in WORDS),
-                    f"and {number % 7}",
-                ]
-            }
+            long = " ".join(f"{word}{place}" for place in range(4) for word in WORDS)
+            row = {"turns": [long, f"and {number % 7}"]}
         elif kind == 4:
             row = {"messages": [{"role": "nobody", "content": "broken"}]}
         elif kind == 5:
@@ -82,18 +65,12 @@ def some_rows(count: int, seed: int = 0) -> list[dict]:
 def sources(tmp_path_factory) -> list[dict]:
     """Two sources, one of them packed; beside them an evaluation set and a sample of traffic."""
     folder = tmp_path_factory.mktemp("sources")
-    texts = [
-        "".join(json.dumps(row) + "\n" for row in some_rows(count, count)) for count in (250, 170)
-    ]
-    (folder / "first.jsonl").write_text(texts[0])
-    (folder / "second.jsonl.gz").write_bytes(gzip.compress(texts[1].encode()))
-    item = next(
-        row for row in map(json.loads, texts[0].splitlines()) if " write to" in json.dumps(row)
-    )
-    (folder / "items.jsonl").write_text(json.dumps(item) + "\n")
-    (folder / "traffic.jsonl").write_text(
-        "".join(json.dumps(row) + "\n" for row in some_rows(80, 7))
-    )
+    first, second = some_rows(250, 250), some_rows(170, 170)
+    written(folder / "first.jsonl", first)
+    (folder / "second.jsonl.gz").write_bytes(gzip.compress(json_lines(second).encode()))
+    item = next(row for row in first if " write to" in json.dumps(row))
+    written(folder / "items.jsonl", [item])
+    written(folder / "traffic.jsonl", some_rows(80, 7))
     return [
         {"path": str(folder / name), "licence": "MIT", "prompts_by": "human"}
         for name in ("first.jsonl", "second.jsonl.gz")
@@ -124,11 +101,12 @@ def everything(sources: list[dict]) -> dict[str, Any]:
 
 def contents(output: Artifact) -> dict[str, bytes]:
     """All files but those that hold times and paths; the manifest has the others' checksums."""
-    return {
-        name: output.read(name)
-        for name in output.all_names()
-        if name not in ("manifest.json", "_DONE")
-    }
+    names = set(output.all_names()) - {"manifest.json", "_DONE"}
+    return {name: output.read(name) for name in names}
+
+
+def prompts_of(files: dict[str, bytes]) -> dict[str, bytes]:
+    return {name: data for name, data in files.items() if name.startswith("prompts-")}
 
 
 @pytest.fixture(scope="module")
@@ -140,33 +118,17 @@ def undisturbed(sources, tmp_path_factory) -> dict[str, bytes]:
 
 
 def test_what_is_compared_has_everything(undisturbed):
-    assert {
-        "prompts-00000.jsonl",
-        "prompts-00001.jsonl",
-        "dropped-00000.jsonl",
-        "changed-00000.jsonl",
-        "ledger.json",
-    } <= set(undisturbed)
+    names = {"prompts-00000.jsonl", "prompts-00001.jsonl", "dropped-00000.jsonl", "ledger.json"}
+    assert names | {"changed-00000.jsonl"} <= set(undisturbed)
     ledger = json.loads(undisturbed["ledger.json"])
-    reasons = {
-        "contamination.items",
-        "duplicate.exact",
-        "duplicate.near",
-        "empty",
-        "malformed",
-        "match",
-        "pii.credit_card",
-    }
+    reasons = {"contamination.items", "duplicate.exact", "duplicate.near", "empty", "malformed"}
+    reasons |= {"match", "pii.credit_card"}
     assert reasons <= set(ledger["dropped"])
     assert "match.json" in undisturbed
     assert ledger["rows_in"] == 420
     assert ledger["rows_masked"] > 5
-    ids = [
-        json.loads(line)["id"]
-        for name in undisturbed
-        if name.startswith("prompts")
-        for line in undisturbed[name].splitlines()
-    ]
+    lines = b"".join(prompts_of(undisturbed).values()).splitlines()
+    ids = [json.loads(line)["id"] for line in lines]
     assert len(set(ids)) == len(ids) == ledger["rows_out"]
 
 
@@ -182,11 +144,8 @@ def test_ray_changes_nothing(sources, undisturbed, tmp_path):
 
 
 def test_where_the_work_runs_is_no_part_of_the_identity(sources):
-    one, other = (
-        PromptsConfig(sources=sources),
-        PromptsConfig(sources=sources, executor="ray", workers=7),
-    )
-    assert one.settings(b"key") == other.settings(b"key")
+    other = PromptsConfig(sources=sources, executor="ray", workers=7)
+    assert PromptsConfig(sources=sources).settings(b"key") == other.settings(b"key")
 
 
 @pytest.mark.parametrize("block_rows", [2, 1000])
@@ -199,17 +158,11 @@ def test_shards_change_no_prompt(sources, undisturbed, tmp_path):
     lines = Path(sources[0]["path"]).read_text().splitlines(keepends=True)
     (tmp_path / "first").mkdir()
     for shard in range(4):
-        (tmp_path / "first" / f"{shard}.jsonl").write_text(
-            "".join(lines[shard * 63 : (shard + 1) * 63])
-        )
-    sharded = [
-        {**sources[0], "path": str(tmp_path / "first" / "*.jsonl"), "name": "first"},
-        sources[1],
-    ]
-    output = contents(made(tmp_path / "out", sharded))
-    assert {name: output[name] for name in output if name.startswith("prompts-")} == {
-        name: undisturbed[name] for name in undisturbed if name.startswith("prompts-")
-    }
+        part = "".join(lines[shard * 63 : (shard + 1) * 63])
+        (tmp_path / "first" / f"{shard}.jsonl").write_text(part)
+    shards = {"path": str(tmp_path / "first" / "*.jsonl"), "name": "first"}
+    output = contents(made(tmp_path / "out", [{**sources[0], **shards}, sources[1]]))
+    assert prompts_of(output) == prompts_of(undisturbed)
     ledgers = [json.loads(files["ledger.json"]) for files in (output, undisturbed)]
     assert ledgers[0]["sources"] == ledgers[1]["sources"]
 
@@ -240,13 +193,8 @@ def until_killed(folder: Path, sources: list[dict], patched: str, name: str) -> 
     assert process.exitcode == -signal.SIGKILL
 
 
-POINTS = [
-    f"{WORK}/block-00000.npz",
-    f"{WORK}/block-00004.jsonl",
-    f"{WORK}/selection.npz",
-    "prompts-00001.jsonl",
-    "ledger.json",
-]
+POINTS = [f"{WORK}/block-00000.npz", f"{WORK}/block-00004.jsonl", f"{WORK}/selection.npz"]
+POINTS += ["prompts-00001.jsonl", "ledger.json"]
 
 
 @pytest.mark.parametrize("point", POINTS)
@@ -259,18 +207,16 @@ def test_a_killed_run_goes_on_and_ends_the_same(sources, undisturbed, tmp_path, 
 def check_resumed(monkeypatch, folder: Path, sources, undisturbed, workers: int) -> None:
     """The run goes on, does no finished block again, and ends with the same bytes."""
     finished = {name for name in Artifact(str(folder)).all_names() if name.startswith(WORK)}
-    written, write = [], Artifact.write
-    monkeypatch.setattr(
-        Artifact,
-        "write",
-        lambda self, name, data: (written.append(name), write(self, name, data))[1],
-    )
+    names, write = [], Artifact.write
+
+    def noted(self, name, data):
+        names.append(name)
+        write(self, name, data)
+
+    monkeypatch.setattr(Artifact, "write", noted)
     assert contents(made(folder, sources, workers=workers)) == undisturbed
-    assert not [
-        name
-        for name in written
-        if name in finished and (name.endswith("jsonl") or name == stage.SELECTION)
-    ]
+    again = finished.intersection(names)
+    assert not [name for name in again if name.endswith("jsonl") or name == stage.SELECTION]
     assert not (folder / WORK).exists()
 
 
@@ -294,12 +240,8 @@ if __name__ == "__main__":
 
 def test_a_kill_from_outside(sources, undisturbed, tmp_path, monkeypatch):
     """Of a run with two workers, which then goes on with two."""
-    code = KILLED.format(
-        block_rows=BLOCK_ROWS,
-        rows_per_part=ROWS_PER_PART,
-        settings=everything(sources),
-        url=str(tmp_path),
-    )
+    numbers = {"block_rows": BLOCK_ROWS, "rows_per_part": ROWS_PER_PART}
+    code = KILLED.format(**numbers, settings=everything(sources), url=str(tmp_path))
     with subprocess.Popen([sys.executable, "-c", code], cwd=ROOT) as process:
         while process.poll() is None and not (tmp_path / WORK / "block-00003.npz").exists():
             time.sleep(0.001)
@@ -325,9 +267,8 @@ def test_a_failing_filter_is_told_by_place_and_quotes_nothing(monkeypatch):
         raise ValueError(f"cannot do {row.turns[0]}")
 
     row = SourceRow("set", "MIT", "set.jsonl:3", None, (MARKER,))
-    with pytest.raises(
-        EyasError, match=r"broken failed on set.jsonl:3 of set: ValueError at .*_scale.py:\d+"
-    ) as raised:
+    said = r"broken failed on set.jsonl:3 of set: ValueError at .*_scale.py:\d+"
+    with pytest.raises(EyasError, match=said) as raised:
         filters.filtered(row, {"broken": failing})
     assert MARKER not in str(raised.value)
     assert raised.value.__suppress_context__
@@ -335,8 +276,6 @@ def test_a_failing_filter_is_told_by_place_and_quotes_nothing(monkeypatch):
 
 def test_a_block_of_long_rows_is_shorter(monkeypatch):
     monkeypatch.setattr(selection, "BLOCK_CHARACTERS", 100)
-    rows = [
-        SourceRow("set", "MIT", f"set:{number}", None, ("x" * size,))
-        for number, size in enumerate([60, 60, 250, 1, 1])
-    ]
+    sizes = [60, 60, 250, 1, 1]
+    rows = [SourceRow("set", "MIT", f"set:{size}", None, ("x" * size,)) for size in sizes]
     assert [len(block.rows) for block in selection.cut(rows)] == [2, 1, 2]

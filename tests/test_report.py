@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import itertools
-import json
 import re
-import subprocess
 from dataclasses import asdict
 
 import pytest
@@ -30,7 +28,7 @@ from eyas.bench.summary import RunContext, summarise
 from eyas.errors import InputError
 from eyas.figure import Point, Series, axis_ticks, line_chart
 from tests.bench_rows import row
-from tests.browser import CHROMIUM, needs_chromium
+from tests.browser import framed, needs_chromium
 from tests.page_tags import Tags
 
 EVALUATION = {"tau": 2.5, "acceptance_by_position": [0.7, 0.6, 0.5], "assumes": "greedy answers"}
@@ -188,11 +186,8 @@ def test_an_arm_that_did_not_draft_has_no_speedup_by_its_head():
     assert "TPOT – did not draft" in page
     assert "| 1.04 (1.82–1.82), did not draft |" in table
     claim = quotable(bench["comparisons"][0])
-    assert (claim["note"], claim["speedup"], claim["throughput_ratio"]) == (
-        "did not draft",
-        None,
-        None,
-    )
+    assert claim["note"] == "did not draft"
+    assert (claim["speedup"], claim["throughput_ratio"]) == (None, None)
     assert quotable(summary()["comparisons"][0]) == summary()["comparisons"][0]
 
 
@@ -270,15 +265,8 @@ def test_each_task_has_a_row():
 def test_a_reader_learns_what_the_figures_may_depend_on():
     bench = summary((1,))
     bench |= {"num_cut_prompts": 3, "salted_arms": ["plain"], "compared_anyway": True}
-    bench["differences"] = [
-        {
-            "arm": "eagle",
-            "baseline": "plain",
-            "what": "precision",
-            "text": "bf16 against fp32",
-            "refused": True,
-        }
-    ]
+    unlike = {"arm": "eagle", "baseline": "plain", "what": "precision", "refused": True}
+    bench["differences"] = [{**unlike, "text": "bf16 against fp32"}]
     bench["results"][0] |= {"errors": {"timeout": 2}, "counted_by": ["timings"]}
     text = words(render(Contents(bench)))
     for note in (
@@ -337,28 +325,8 @@ def test_a_chart_places_points_by_their_values_and_shows_intervals():
 
 @needs_chromium
 def test_a_browser_draws_it_no_wider_than_the_screen(tmp_path, whole):
-    """On a phone and on a desk, in frames: a browser's window is no narrower than 500 pixels."""
     widths = (390, 1280)
-    measured = """<script>
-      const small = [...document.querySelectorAll("svg")].filter(
-        one => one.getBoundingClientRect().height < 90).length;
-      const row = [document.documentElement.scrollWidth, innerWidth, small];
-      parent.postMessage(row, "*");
-    </script></body>"""
-    report, page = tmp_path / "report.html", tmp_path / "page.html"
-    report.write_text(whole.replace("</body>", measured), encoding="utf-8")
-    style = "height:5000px;border:0;width:"
-    frames = (f'<iframe src="report.html" style="{style}{width}px"></iframe>' for width in widths)
-    page.write_text(
-        "<body><script>const all = []; addEventListener('message', event => "
-        "{ all.push(event.data); document.title = JSON.stringify(all) })</script>"
-        f"{''.join(frames)}</body>"
-    )
-    command = [CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu"]
-    command += [f"--user-data-dir={tmp_path}/profile", "--window-size=3100,5000"]
-    command += ["--virtual-time-budget=3000", "--dump-dom", page.as_uri()]
-    seen = subprocess.run(command, capture_output=True, timeout=120, check=True).stdout.decode()
-    found = json.loads(re.search(r"<title>(\[.*?\])</title>", seen).group(1))
+    found = framed(tmp_path, whole, widths)
     assert sorted(one[1] for one in found) == sorted(widths)
     for wide, window, small in found:
         assert wide <= window

@@ -29,127 +29,57 @@ from eyas.data.sources import (
 )
 from eyas.errors import CorruptError, EmptyInputError, InputError, MissingInputError
 from eyas.privacy.pii import PrivacyConfig
-from tests.source_rows import SAID_BY_ASSISTANT, json_lines, openai
+from tests.source_rows import SAID_BY_ASSISTANT, json_lines, openai, sharegpt
 
 TURNS = ("Where is the dog?", "And the cat?")
 
 
+USER = {"role": "user", "content": "Hi"}
+SYSTEM = {"role": "system", "content": "Be brief."}
+SAID = SAID_BY_ASSISTANT
+MESSAGES = openai(*TURNS)["messages"]
+PARTS = [{"type": "text", "text": "Where is"}, {"type": "text", "text": "the dog?"}]
+TOOL = [{"role": "tool", "content": SAID}, {"role": "user", "content": TURNS[1]}]
+WILDCHAT = {
+    **{"conversation_hash": "abc", "turn": 2, "toxic": False},
+    "openai_moderation": [{"categories": {"hate": False}, "scores": [0.5, None]}],
+    "conversation": [{**one, "language": "English", "redacted": False} for one in MESSAGES],
+}
+EMPTY_COLUMNS = {
+    "messages": [{**USER, "from": None, "value": None}],
+    "prompt": None,
+    "system": None,
+}
+# A row, and its turns.
 SHAPES = {
-    "openai": (openai(*TURNS), TURNS, None),
-    "openai, system": (
-        {"messages": [{"role": "system", "content": "Be brief."}, *openai(*TURNS)["messages"]]},
-        TURNS,
-        "Be brief.",
-    ),
-    "openai, parts": (
-        openai([{"type": "text", "text": "Where is"}, {"type": "text", "text": "the dog?"}]),
-        ("Where is\nthe dog?",),
-        None,
-    ),
-    "openai, tool": (
-        {
-            "messages": [
-                *openai(TURNS[0])["messages"],
-                {"role": "tool", "content": SAID_BY_ASSISTANT},
-                {"role": "user", "content": TURNS[1]},
-            ]
-        },
-        TURNS,
-        None,
-    ),
-    "openai, tool call": (
-        {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": None}]},
-        ("Hi",),
-        None,
-    ),
-    "lmsys": ({"conversation": openai(*TURNS)["messages"]}, TURNS, None),
-    "sharegpt": (
-        {
-            "conversations": [
-                {"from": "system", "value": "Be brief."},
-                {"from": "human", "value": TURNS[0]},
-                {"from": "gpt", "value": SAID_BY_ASSISTANT},
-                {"from": "human", "value": TURNS[1]},
-            ]
-        },
-        TURNS,
-        "Be brief.",
-    ),
-    "sharegpt, system beside": (
-        {"system": "Be brief.", "conversations": [{"from": "human", "value": "Hi"}]},
-        ("Hi",),
-        "Be brief.",
-    ),
-    "alpaca": (
-        {"instruction": "Translate.", "input": "", "output": SAID_BY_ASSISTANT},
-        ("Translate.",),
-        None,
-    ),
-    "alpaca, input": (
-        {"instruction": "Translate.", "input": "chat", "output": SAID_BY_ASSISTANT},
-        ("Translate.\n\nchat",),
-        None,
-    ),
-    "spec-bench": (
-        {"category": "writing", "turns": list(TURNS), "reference": [SAID_BY_ASSISTANT]},
-        TURNS,
-        None,
-    ),
-    "prompt": ({"prompt": "Hi", "completion": SAID_BY_ASSISTANT}, ("Hi",), None),
-    "prompt as messages": (
-        {"prompt": openai(*TURNS)["messages"][:3], "chosen": SAID_BY_ASSISTANT},
-        TURNS,
-        None,
-    ),
-    "system prompt": (
-        {"system_prompt": "Be brief.", "question": "Hi", "response": SAID_BY_ASSISTANT},
-        ("Hi",),
-        "Be brief.",
-    ),
-    "query": ({"query": "Hi", "response": SAID_BY_ASSISTANT}, ("Hi",), None),
-    "dolly": (
-        {"instruction": "Sum up.", "context": "Dogs bark.", "response": SAID_BY_ASSISTANT},
-        ("Sum up.\n\nDogs bark.",),
-        None,
-    ),
-    "wildchat": (
-        {
-            "conversation_hash": "abc",
-            "turn": 2,
-            "toxic": False,
-            "openai_moderation": [{"categories": {"hate": False}, "scores": [0.5, None]}],
-            "conversation": [
-                {**message, "language": "English", "redacted": False}
-                for message in openai(*TURNS)["messages"]
-            ],
-        },
-        TURNS,
-        None,
-    ),
-    "arena": (
-        {"conversation_a": openai("Hi")["messages"], "conversation_b": openai("Hi")["messages"]},
-        ("Hi",),
-        None,
-    ),
-    "a table's cell holds JSON": (
-        {"messages": json.dumps(openai(*TURNS)["messages"])},
-        TURNS,
-        None,
-    ),
-    "all columns in all rows": (
-        {
-            "messages": [{"role": "user", "from": None, "content": "Hi", "value": None}],
-            "prompt": None,
-            "system": None,
-        },
-        ("Hi",),
-        None,
-    ),
-    "a user's message by itself": ({"role": "prompter", "text": "Hi"}, ("Hi",), None),
-    "question": ({"question": "Hi", "answer": SAID_BY_ASSISTANT}, ("Hi",), None),
-    "text": ({"text": " Hi \n"}, ("Hi",), None),
-    "blank turns are left out": (openai("Hi", "  ", ""), ("Hi",), None),
-    "nobody says anything": (openai(), (), None),
+    "openai": (openai(*TURNS), TURNS),
+    "openai, parts": (openai(PARTS), ("Where is\nthe dog?",)),
+    "openai, tool": ({"messages": [*openai(TURNS[0])["messages"], *TOOL]}, TURNS),
+    "openai, tool call": ({"messages": [USER, {"role": "assistant", "content": None}]}, ("Hi",)),
+    "lmsys": ({"conversation": MESSAGES}, TURNS),
+    "alpaca": ({"instruction": "Do.", "input": "", "output": SAID}, ("Do.",)),
+    "alpaca, input": ({"instruction": "Do.", "input": "it", "output": SAID}, ("Do.\n\nit",)),
+    "spec-bench": ({"category": "writing", "turns": list(TURNS), "reference": [SAID]}, TURNS),
+    "prompt": ({"prompt": "Hi", "completion": SAID}, ("Hi",)),
+    "prompt as messages": ({"prompt": MESSAGES[:3], "chosen": SAID}, TURNS),
+    "query": ({"query": "Hi", "response": SAID}, ("Hi",)),
+    "dolly": ({"instruction": "Do.", "context": "Dogs.", "response": SAID}, ("Do.\n\nDogs.",)),
+    "wildchat": (WILDCHAT, TURNS),
+    "arena": ({"conversation_a": MESSAGES, "conversation_b": MESSAGES}, TURNS),
+    "a table's cell holds JSON": ({"messages": json.dumps(MESSAGES)}, TURNS),
+    "all columns in all rows": (EMPTY_COLUMNS, ("Hi",)),
+    "a user's message by itself": ({"role": "prompter", "text": "Hi"}, ("Hi",)),
+    "question": ({"question": "Hi", "answer": SAID}, ("Hi",)),
+    "text": ({"text": " Hi \n"}, ("Hi",)),
+    "blank turns are left out": (openai("Hi", "  ", ""), ("Hi",)),
+    "nobody says anything": (openai(), ()),
+}
+SHAREGPT = sharegpt(*TURNS)["conversations"]
+WITH_SYSTEM = {
+    "openai": ({"messages": [SYSTEM, *MESSAGES]}, TURNS),
+    "sharegpt": ({"conversations": [{"from": "system", "value": "Be brief."}, *SHAREGPT]}, TURNS),
+    "sharegpt, beside": ({"system": "Be brief.", "conversations": SHAREGPT}, TURNS),
+    "system prompt": ({"system_prompt": "Be brief.", "question": "Hi", "response": SAID}, ("Hi",)),
 }
 
 
@@ -162,27 +92,19 @@ def read(source):
     return list(read_source(source))
 
 
-@pytest.mark.parametrize("name", SHAPES)
-def test_shapes(tmp_path, name):
-    value, turns, system = SHAPES[name]
-    (row,) = read(write(tmp_path / "set.jsonl", json.dumps({"id": 7, **value})))
-    assert row == SourceRow(
-        source="set", licence="CC0-1.0", where="set.jsonl:1", id="7", turns=turns, system=system
-    )
-    assert SAID_BY_ASSISTANT not in repr(row)
+@pytest.mark.parametrize("system", [None, "Be brief."])
+def test_shapes(tmp_path, system):
+    for name, (value, turns) in (WITH_SYSTEM if system else SHAPES).items():
+        source = write(tmp_path / "set.jsonl", json.dumps({"id": 7, **value}))
+        expected = SourceRow("set", "CC0-1.0", "set.jsonl:1", "7", turns, system)
+        assert read(source) == [expected], name
 
 
 def test_a_licence_need_not_be_stated(tmp_path):
     source = SourceConfig(path=write(tmp_path / "set.jsonl", GOOD).path)
     assert [row.licence for row in read(source)] == [NOT_STATED]
-    assert describe(source).config == {
-        "licence": None,
-        "prompts_by": None,
-        "answers_by": None,
-        "overrule": {},
-        "fictional": False,
-        "personal": None,
-    }
+    nothing = dict.fromkeys(("licence", "prompts_by", "answers_by", "personal"))
+    assert describe(source).config == {**nothing, "overrule": {}, "fictional": False}
 
 
 def test_an_overrule_needs_a_reason():
@@ -220,12 +142,8 @@ def test_of_a_table_of_messages_the_first_ones_are_rows(tmp_path):
     [("openai", "A"), ("sharegpt", "B"), ("alpaca", "C"), ("prompt", "D"), (None, "A")],
 )
 def test_a_shape_that_is_given_holds(tmp_path, shape, turns):
-    value = {
-        **openai("A"),
-        "conversations": [{"from": "human", "value": "B"}],
-        "instruction": "C",
-        "question": "D",
-    }
+    value = {**openai("A"), "conversations": [{"from": "human", "value": "B"}]}
+    value |= {"instruction": "C", "question": "D"}
     source = write(tmp_path / "set.jsonl", json.dumps(value) + "\n" + json.dumps({"other": 1}))
     row, damaged = read(source.model_copy(update={"shape": shape}))
     assert row.turns == (turns,)
@@ -348,51 +266,34 @@ def conversations(draw):
     answers = draw(st.lists(ANSWERS, min_size=len(users), max_size=len(users)))
     pairs = list(zip(users, answers, strict=True))
     messages = [
-        m
-        for user, answer in pairs
-        for m in ({"role": "user", "content": user}, {"role": "assistant", "content": answer})
+        {"role": role, "content": said}
+        for pair in pairs
+        for role, said in zip(("user", "assistant"), pair, strict=True)
     ]
     names = {"user": "human", "assistant": "gpt"}
+    from_value = [{"from": names[m["role"]], "value": m["content"]} for m in messages]
     tree = {"text": users[0], "replies": [{"text": answers[0], "role": "assistant"}]}
-    return draw(
-        st.sampled_from(
-            [
-                {"messages": messages},
-                {"conversation": messages, "language": "English"},
-                {
-                    "conversations": [
-                        {"from": names[m["role"]], "value": m["content"]} for m in messages
-                    ]
-                },
-                {"conversation": [text for pair in pairs for text in pair]},
-                {"instruction": users[0], "input": users[-1], "output": answers[0]},
-                {"prompt": users[0], "chosen": answers[0], "rejected": answers[-1]},
-                {"prompt": messages[:-1], "completion": messages[-1:]},
-                {"question": users[0], "answer": answers[0]},
-                {"turns": users, "reference": answers},
-                {"message_tree_id": "t", "prompt": tree},
-                {"role": "assistant", "text": answers[0]},
-                {
-                    "message_tree_id": "t",
-                    "message_id": "m",
-                    "parent_id": None,
-                    "role": "assistant",
-                    "text": answers[0],
-                },
-                messages,
-            ]
-        )
-    )
+    answer = {"role": "assistant", "text": answers[0]}
+    shapes = [
+        {"messages": messages},
+        {"conversation": messages, "language": "English"},
+        {"conversations": from_value},
+        {"conversation": [text for pair in pairs for text in pair]},
+        {"instruction": users[0], "input": users[-1], "output": answers[0]},
+        {"prompt": users[0], "chosen": answers[0], "rejected": answers[-1]},
+        {"prompt": messages[:-1], "completion": messages[-1:]},
+        {"question": users[0], "answer": answers[0]},
+        {"turns": users, "reference": answers},
+        {"message_tree_id": "t", "prompt": tree},
+        answer,
+        {"message_tree_id": "t", "message_id": "m", "parent_id": None, **answer},
+        messages,
+    ]
+    return draw(st.sampled_from(shapes))
 
 
-DAMAGES = st.lists(
-    st.one_of(
-        st.tuples(st.just("overwrite"), st.integers(0), st.integers(0, 255)),
-        st.tuples(st.just("break the line"), st.integers(0), st.just(0)),
-        st.tuples(st.just("cut"), st.integers(0), st.just(0)),
-    ),
-    max_size=3,
-)
+KINDS = st.sampled_from(["overwrite", "break the line", "cut"])
+DAMAGES = st.lists(st.tuples(KINDS, st.integers(0), st.integers(0, 255)), max_size=3)
 
 
 def damaged(data, damages):
@@ -427,10 +328,8 @@ def all_of(source):
 )
 def test_a_text_of_both_sides_is_no_prompt(tmp_path_factory, user, answer, key, name):
     text = f"{name}: {user}\n\nAssistant: {answer}"
-    source = write(
-        tmp_path_factory.getbasetemp() / "text.jsonl",
-        json.dumps({key: [text] if key == "turns" else text}),
-    )
+    data = json.dumps({key: [text] if key == "turns" else text})
+    source = write(tmp_path_factory.getbasetemp() / "text.jsonl", data)
     assert SAID_BY_ASSISTANT not in repr(all_of(source))
 
 
@@ -538,14 +437,8 @@ def test_a_website(tmp_path):
 
 
 NAMES = ("a.jsonl", "b/a.jsonl.gz", "b/c/d.csv", "b.txt")
-BESIDE = (
-    "README.md",
-    ".hidden.jsonl",
-    "b/_SUCCESS",
-    "b/_old/x.jsonl",
-    "b/.git/y.jsonl",
-    "picture.png",
-)
+BESIDE = ("README.md", ".hidden.jsonl", "b/_SUCCESS", "picture.png", "b/_old/x.jsonl")
+BESIDE += ("b/.git/y.jsonl",)
 
 
 def several(write_file):
@@ -616,11 +509,8 @@ def test_the_identity_is_that_of_the_contents(tmp_path):
         assert all(file.bytes == 3 for file in made.files.values())
     assert identities[0] == identities[1] != identities[2]
     one = hashlib.sha256(b"One").hexdigest()
-    assert (
-        content_identity([one])
-        == one
-        == describe(SourceConfig(path=str(tmp_path / "here" / "a.txt"))).identity
-    )
+    alone = describe(SourceConfig(path=str(tmp_path / "here" / "a.txt")))
+    assert content_identity([one]) == one == alone.identity
 
 
 def test_what_is_stated_goes_into_the_manifest(tmp_path):
@@ -658,11 +548,10 @@ def test_a_file_that_is_damaged_as_a_whole_harms_no_other(tmp_path):
     ],
 )
 def test_a_source_that_is_not_there(tmp_path, path, error):
+    source = SourceConfig(path=path if "://" in path else str(tmp_path / path), licence="MIT")
     for reading in (describe, read):
         with pytest.raises(error) as raised:
-            reading(
-                SourceConfig(path=path if "://" in path else str(tmp_path / path), licence="MIT")
-            )
+            reading(source)
         assert raised.value.hint
         assert raised.value.exit_code == 2
 

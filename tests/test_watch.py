@@ -49,15 +49,11 @@ def evaluation(**changes):
     part = {"tau": 2.4, "tau_interval": [2.2, 2.6], "rounds": 1000, "answers": 50}
     trees = [
         {
-            "speculation": one.speculation,
-            "temperature": one.temperature,
-            "num_draft_steps": one.size[0],
-            "tau": one.tau,
-            "tau_interval": list(one.interval),
+            **{"speculation": one.speculation, "temperature": one.temperature, "tau": one.tau},
+            **{"num_draft_steps": one.size[0], "tau_interval": list(one.interval)},
             "accept_hist": [one.num_rounds - 7, 4, 3],
             "acceptance_by_position": list(one.acceptance_by_position),
-            "rounds": one.num_rounds,
-            "answers": one.num_answers,
+            **{"rounds": one.num_rounds, "answers": one.num_answers},
         }
         for one in (CHAIN, SAMPLED)
     ]
@@ -289,17 +285,20 @@ def card(tmp_path, monkeypatch):
     return str(tmp_path)
 
 
+def once(card, *pages):
+    with paged(*pages) as url:
+        return run_eyas("watch", url, "--head", card, "--requests", "100", "--once")
+
+
 def test_once_ends_with_a_code(card):
     start, good = sglang_page(10, 100, 250), sglang_page(110, 2100, 5150)
-    with paged(start, good) as url:
-        done = run_eyas("watch", url, "--head", card, "--requests", "100", "--once")
+    done = once(card, start, good)
     assert done.exit_code == 0, done.output
     assert "ok     tau 2.40 (2.20-2.60), card 2.40 (2.20-2.60), stale below" in done.stdout
     facts = json.loads(done.stdout.splitlines()[-1])
     assert (facts["stale"], facts["num_requests"], facts["num_rounds"]) == (False, 100, 2000)
     assert facts["card"]["num_answers"] == 100
-    with paged(start, sglang_page(110, 2100, 3750)) as url:
-        done = run_eyas("watch", url, "--head", card, "--requests", "100", "--once")
+    done = once(card, start, sglang_page(110, 2100, 3750))
     assert done.exit_code == 3, done.output
     assert "STALE" in done.stdout
     assert "lost 50% of its accepted drafts" in done.stdout
@@ -372,11 +371,8 @@ def test_a_live_vllm_is_watched(tmp_path):
     url = f"http://127.0.0.1:{(port := free_port())}"
     command = [VLLM_PYTHON, "-m", "vllm.entrypoints.openai.api_server", "--model", model, *flags]
     command += ["--served-model-name", "m", "--enforce-eager", "--port", str(port)]
-    environment = os.environ | {
-        "VLLM_CPU_KVCACHE_SPACE": "1",
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        "VLLM_NO_USAGE_STATS": "1",
-    }
+    environment = os.environ | {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1"}
+    environment["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
     environment.pop("PYTHONPATH", None)
     with (
         open(tmp_path / "log", "w") as log,
@@ -393,9 +389,8 @@ def test_a_live_vllm_is_watched(tmp_path):
         finally:
             process.terminate()
             process.wait(60)
-    window = window_of(
-        read_card(locate("smollm2")), 0.0, {url: counted_between(*pages)}, {url: pages[1]}
-    )
+    counted = {url: counted_between(*pages)}
+    window = window_of(read_card(locate("smollm2")), 0.0, counted, {url: pages[1]})
     assert window.card.speculation == "fixed(4,1,5)"  # the card's chain of 7, cut
     assert window.num_requests == 2
     assert len(window.acceptance_by_position) == 4

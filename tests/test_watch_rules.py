@@ -69,19 +69,12 @@ class Prometheus:
     """
 
     def __init__(self, pages):
-        scrapes = [
-            [
-                {
-                    (name, labels | {("instance", job)}): value
-                    for name, own in series(page).items()
-                    for labels, value in own.items()
-                }
-                for job, both in pages.items()
-                for page in [both[at]]
-            ]
-            for at in (0, 1)
-        ]
-        self.before, self.after = ({k: v for one in s for k, v in one.items()} for s in scrapes)
+        self.before, self.after = {}, {}
+        for job, both in pages.items():
+            for scrape, page in zip((self.before, self.after), both, strict=True):
+                for name, own in series(page).items():
+                    for labels, value in own.items():
+                        scrape[name, labels | {("instance", job)}] = value
         self.recorded = {}
 
     def record(self, rules, **given):
@@ -189,14 +182,8 @@ def test_the_rules_say_what_the_watch_says(pages, server, share):
     window = window_of([card], 0.0, {"a": counted}, {"a": after})
     prometheus = Prometheus({server: pages[server]})
     prometheus.record(RECORDS, tau=tau, se=card.se, answers=80, rounds=2000)
-    expected = {
-        "requests": window.num_requests,
-        "rounds": window.num_rounds,
-        "tau": window.tau,
-        "worth": window.worth,
-        "se": window.se,
-        "least_tau": window.least_tau,
-    }
+    expected = {"requests": window.num_requests, "rounds": window.num_rounds}
+    expected |= {name: getattr(window, name) for name in ("tau", "worth", "se", "least_tau")}
     for name, value in expected.items():
         (found,) = prometheus.recorded[f"eyas_head:{name}"].values()
         assert found == pytest.approx(value, rel=1e-4), name
@@ -217,16 +204,9 @@ def test_the_numbers_in_the_rules_are_the_packaged_head_s():
     (card,) = read_card(locate("smollm2"))
     prometheus = Prometheus({})
     prometheus.record(RECORDS)
-    found = {
-        name: prometheus.recorded[f"eyas_card:{name}"][frozenset()]
-        for name in ("tau", "se", "answers", "rounds")
-    }
-    assert found == {
-        "tau": card.tau,
-        "se": round(card.se, 3),
-        "answers": card.num_answers,
-        "rounds": card.num_rounds,
-    }
+    expected = {"tau": card.tau, "se": round(card.se, 3), "rounds": card.num_rounds}
+    for name, value in {**expected, "answers": card.num_answers}.items():
+        assert prometheus.recorded[f"eyas_card:{name}"][frozenset()] == value
     assert f"- {watch.MARGIN:g} * (" in RECORDS["eyas_head:least_tau"]
     assert f"- {watch.Z:.4f} * " in RECORDS["eyas_head:least_tau"]
 
