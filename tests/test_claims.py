@@ -52,6 +52,12 @@ def arm_of(name, tpots_ms, per_turn=4, **fields):
     return rows
 
 
+def both(plain, eagle, per_turn=4, **fields):
+    """The rows of an arm without a head, and of one with it, at these times."""
+    with_head = arm_of("eagle", eagle, per_turn, hist=(2, 1, 2), **fields)
+    return arm_of("plain", plain, per_turn, **fields) + with_head
+
+
 def some_times(seed, count=40, noise=0.05, turns=0.2):
     """Of two arms that decode alike: prompts differ, requests and turns are noisy."""
     rng = np.random.default_rng(seed)
@@ -64,8 +70,7 @@ def some_times(seed, count=40, noise=0.05, turns=0.2):
 def test_it_names_model_machine_load_all_three_ratios_and_the_tails_that_got_worse():
     # in each turn one prompt of four is drafted badly
     plain, eagle = [4.0, 4.1, 4.2, 4.8] * 10, [3.2, 3.28, 3.36, 5.58] * 10
-    rows = arm_of("plain", plain) + arm_of("eagle", eagle, hist=(2, 1, 2))
-    said = sentence_of(rows, model="/models/mine")
+    said = sentence_of(both(plain, eagle), model="/models/mine")
     assert said == (
         "mine (bfloat16) on Abacus 5, 2 cores, 1 request at a time, 40 answers of each: eagle "
         "against plain, time per token (TPOT) 1.25 times as fast (1.25 to 1.25); throughput "
@@ -82,7 +87,7 @@ def test_the_same_server_against_itself_claims_no_more_often_than_its_interval_m
     count, claims, of_prompts = 50, 0, 0
     for seed in range(count):
         plain, eagle = some_times(seed)
-        rows = arm_of("plain", plain) + arm_of("eagle", eagle, hist=(2, 1, 2))
+        rows = both(plain, eagle)
         (compared,) = bench_of(rows)["comparisons"]
         told = [name for name in RATIOS if is_certain(compared[f"{name}_interval"])]
         assert told == [name for name in RATIOS if quotable(compared)[name] is not None]
@@ -94,7 +99,7 @@ def test_the_same_server_against_itself_claims_no_more_often_than_its_interval_m
 
 @pytest.mark.parametrize("count", [1, 2, 4, 20])
 def test_below_the_floor_nothing_is_claimed_whatever_came(count):
-    rows = arm_of("plain", [10.0] * count) + arm_of("eagle", [6.0] * count, hist=(2, 1, 2))
+    rows = both([10.0] * count, [6.0] * count)
     bench = bench_of(rows)
     said = headlines(bench)[0]["sentence"]
     assert "nothing is claimed of eagle and plain" in said
@@ -110,22 +115,22 @@ def test_below_the_floor_nothing_is_claimed_whatever_came(count):
 def test_the_floor_is_turns_and_not_requests():
     """Sixty requests in one turn of each arm met one minute of the machine each."""
     plain, eagle = [10.0] * 60, [6.0] * 60
-    rows = arm_of("plain", plain, 60) + arm_of("eagle", eagle, 60, hist=(2, 1, 2))
+    rows = both(plain, eagle, 60)
     assert "60 answers of each in 1 turn, and below 8 turns chance alone" in sentence_of(rows)
-    rows = arm_of("plain", plain, 7) + arm_of("eagle", eagle, 7, hist=(2, 1, 2))
+    rows = both(plain, eagle, 7)
     assert "1.67 times as fast" in sentence_of(rows)
 
 
 def test_an_interval_that_holds_1_claims_nothing():
     plain, eagle = some_times(1)
-    said = sentence_of(arm_of("plain", plain) + arm_of("eagle", eagle, hist=(2, 1, 2)))
+    said = sentence_of(both(plain, eagle))
     assert "no difference between eagle and plain is certain: time per token (TPOT) 0." in said
     assert "times as" not in said
     assert "worse" not in said
 
 
 def test_the_terminal_has_all_three_ratios_and_the_sentence(capsys):
-    rows = arm_of("plain", [10.0] * 32) + arm_of("eagle", [6.0] * 32, hist=(2, 1, 2))
+    rows = both([10.0] * 32, [6.0] * 32)
     bench = bench_of(rows)
     show_table(bench)
     shown = capsys.readouterr().out
@@ -152,9 +157,8 @@ def test_a_ratio_above_tau_is_called_out():
 
 
 def test_loads_at_which_it_is_slower_are_named():
-    rows = arm_of("plain", [10.0] * 32) + arm_of("eagle", [6.0] * 32, hist=(2, 1, 2))
-    rows += arm_of("plain", [10.0] * 32, concurrency=8)
-    rows += arm_of("eagle", [12.0] * 32, concurrency=8, hist=(2, 1, 2))
+    rows = both([10.0] * 32, [6.0] * 32)
+    rows += both([10.0] * 32, [12.0] * 32, concurrency=8)
     (head,) = headlines(bench_of(rows))
     assert head["compared"]["concurrency"] == 1
     assert "1.67 times as fast" in head["sentence"]
@@ -163,8 +167,7 @@ def test_loads_at_which_it_is_slower_are_named():
 
 def test_survivors_other_answers_and_unlike_arms_are_told_with_the_ratio():
     """An arm that fails at what is slow looks fast, and so does one that answers otherwise."""
-    plain = arm_of("plain", [10.0] * 40)
-    eagle = arm_of("eagle", [6.0] * 40, hist=(2, 1, 2))
+    plain, eagle = arm_of("plain", [10.0] * 40), arm_of("eagle", [6.0] * 40, hist=(2, 1, 2))
     failed = [row("eagle", str(at), block=at // 4, error="timeout") for at in range(3, 40, 4)]
     rows = [failed.pop(0) if at % 4 == 3 else one for at, one in enumerate(eagle)]
     assert "; 10 of 40 requests to eagle failed." in sentence_of(plain + rows)
@@ -178,8 +181,7 @@ def test_survivors_other_answers_and_unlike_arms_are_told_with_the_ratio():
 
 
 def test_an_open_loop_alone_has_a_headline_too():
-    rows = arm_of("plain", [10.0] * 32, concurrency=0, rate=2.0)
-    rows += arm_of("eagle", [6.0] * 32, concurrency=0, rate=2.0, hist=(2, 1, 2))
+    rows = both([10.0] * 32, [6.0] * 32, concurrency=0, rate=2.0)
     said = sentence_of(rows, url="http://gpu.example:8000")
     assert "m (bfloat16) at gpu.example, asked from Abacus 5, 2 cores, 2 requests a second" in said
 

@@ -4,6 +4,7 @@ duplicate of is kept.
 
 import os
 import random
+import re
 import subprocess
 import sys
 
@@ -51,10 +52,8 @@ def likeness(rows, threshold=THRESHOLD, alive=None, bands=None):
     return near(bands, lambda index: row_text(rows[index]), alive, threshold)
 
 
-def similarity(one, other):
-    return jaccard(
-        shingles("\n".join(one.turns), SHINGLE), shingles("\n".join(other.turns), SHINGLE)
-    )
+def similarity(*rows):
+    return jaccard(*(shingles("\n".join(one.turns), SHINGLE) for one in rows))
 
 
 def edited(text, rng, share):
@@ -113,9 +112,8 @@ def test_a_key_is_the_beginning_of_its_fingerprint():
 def test_exact_names_the_first_row_with_the_same_key(keys):
     found = exact(np.array(keys, np.uint64).reshape(-1, 2))
     firsts = [keys.index(one) for one in keys]
-    assert found.tolist() == [
-        NONE if first == index else first for index, first in enumerate(firsts)
-    ]
+    expected = [NONE if first == index else first for index, first in enumerate(firsts)]
+    assert found.tolist() == expected
     assert found.dtype == np.int64
 
 
@@ -134,9 +132,8 @@ def test_signatures_are_the_same_for_all_time():
         f"print(*signature(SourceRow('set', 'MIT', 'set:1', None, ({LONG!r},))))"
     )
     environment = {**os.environ, "PYTHONHASHSEED": "2"}  # here it is another
-    result = subprocess.run(
-        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True
-    )
+    command = [sys.executable, "-c", program]
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
     assert result.stdout.split() == [str(band) for band in found]
 
 
@@ -147,21 +144,16 @@ def test_a_band_is_shared_with_the_probability_that_theory_gives():
     shared = np.array([(signature(one) == signature(other)).sum() for one, other in pairs])
     # Bands that come from the same texts are nearly independent: four standard deviations of a sum
     # of binomials, and a fifth.
-    assert abs(shared.sum() - BANDS * expected.sum()) < 5 * np.sqrt(
-        BANDS * (expected * (1 - expected)).sum()
-    )
+    variance = BANDS * (expected * (1 - expected)).sum()
+    assert abs(shared.sum() - BANDS * expected.sum()) < 5 * np.sqrt(variance)
 
 
 def test_long_texts_are_taken_piece_by_piece():
     text = texts(random.Random(0), 1, length=5000)[0]
     members = shingles(text, SHINGLE)
     scale, shift = mixed(np.arange(2 * BANDS * BAND_SIZE)).reshape(2, -1)
-    least = np.array(
-        [
-            (members * (one | np.uint64(1)) + other).min()
-            for one, other in zip(scale, shift, strict=True)
-        ]
-    )
+    pairs = zip(scale | np.uint64(1), shift, strict=True)
+    least = np.array([(members * one + other).min() for one, other in pairs])
     bands = np.zeros(BANDS, np.uint64)
     for column in least.reshape(BANDS, BAND_SIZE).T:
         bands = mixed(bands ^ column)
@@ -206,9 +198,12 @@ def test_nearly_the_same(again):
 
 def test_paragraphs_in_another_order_are_nearly_the_same():
     more = texts(random.Random(0), 1)[0]
-    assert likeness(
-        [row(f"{LONG}\n\n{more}"), row(f"{more}\n\n{LONG}"), row(more, LONG)]
-    ).tolist() == [NONE, 0, 0]
+    orders = [row(f"{LONG}\n\n{more}"), row(f"{more}\n\n{LONG}"), row(more, LONG)]
+    assert likeness(orders).tolist() == [NONE, 0, 0]
+
+
+NUMBERS = {"60": "70", "300": "420", "40": "55", "one hour": "two hours"}
+OTHER_NUMBERS = re.sub("|".join(NUMBERS), lambda found: NUMBERS[found[0]], LONG)
 
 
 @pytest.mark.parametrize(
@@ -217,13 +212,7 @@ def test_paragraphs_in_another_order_are_nearly_the_same():
         ("What is 3+4?", "What is 3-4?"),
         ("What is 17 * 24?", "What is 18 * 24?"),
         ("With cal, how do I show the current month?", "With cal, how do I show the current year?"),
-        (
-            LONG,
-            LONG.replace("60", "70")
-            .replace("300", "420")
-            .replace("40", "55")
-            .replace("one hour", "two hours"),
-        ),
+        (LONG, OTHER_NUMBERS),
         (LONG, " ".join(sorted(LONG.split()))),
     ],
 )
@@ -233,16 +222,10 @@ def test_different_enough(one, other):
 
 def test_a_common_system_prompt_makes_no_duplicates_and_another_one_saves_a_row():
     system = texts(random.Random(0), 1, length=500)[0]
-    rows = [
-        row("Where is it?", system=system),
-        row("Who are you?", system=system),
-        row(LONG),
-        row(LONG, system="Be terse."),
-    ]
-    assert likeness(rows).tolist() == [NONE] * 4
-    assert likeness(
-        [row(LONG, system=system), row(LONG.lower(), system=system.upper())]
-    ).tolist() == [NONE, 0]
+    rows = [row("Where is it?", system=system), row("Who are you?", system=system), row(LONG)]
+    assert likeness([*rows, row(LONG, system="Be terse.")]).tolist() == [NONE] * 4
+    same = [row(LONG, system=system), row(LONG.lower(), system=system.upper())]
+    assert likeness(same).tolist() == [NONE, 0]
 
 
 def test_every_pair_that_is_alike_enough_is_found():
@@ -319,12 +302,8 @@ def test_work_grows_with_the_rows_however_many_share_a_bucket(count):
     bands = np.stack([signature(one) for one in rows])
     assert max(np.unique(column, return_counts=True)[1].max() for column in bands.T) > count // 10
     asked = []
-    near(
-        bands,
-        lambda index: asked.append(index) or row_text(rows[index]),
-        np.ones(count, bool),
-        0.99,
-    )
+    text_of = lambda index: asked.append(index) or row_text(rows[index])  # noqa: E731
+    near(bands, text_of, np.ones(count, bool), 0.99)
     assert len(asked) <= (CANDIDATES + 1) * count
 
 

@@ -4,7 +4,6 @@ and checked copy of it.
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import signal
@@ -30,6 +29,7 @@ from eyas.model.head import load_head
 from eyas.model.vocab import TargetVocabulary
 from tests.object_stores import BUCKET, GcsServer, Line, environment, forget_clients, free_port
 from tests.serving import MESSAGES, World
+from tests.source_rows import written
 from tests.test_cli import run_eyas
 from tests.tiny import tiny_target
 from tests.tiny_head import head_folder
@@ -144,21 +144,17 @@ def in_memory(folder: Path, tmp_path: Path) -> str:
 @pytest.mark.parametrize("kind", ["trained", "sglang"])
 def test_a_head_in_a_store_is_the_head_of_its_folder(target, tmp_path, kind):
     trained = learned_head(target, 4, tmp_path / "trained")
-    folder = (
-        Path(trained.url)
-        if kind == "trained"
-        else head_folder(target, tmp_path / "head", form="sglang")
-    )
+    folder = Path(trained.url)
+    if kind == "sglang":
+        folder = head_folder(target, tmp_path / "head", form="sglang")
     url = in_memory(folder, tmp_path)
     by_folder, by_url = head_manifest(str(folder), {}), head_manifest(url, {})
     assert by_url.identity == by_folder.identity
     assert by_url.stage == by_folder.stage == ("train" if kind == "trained" else SOURCE)
     assert by_url.url == (by_folder.url if kind == "trained" else url)
     vocabulary = TargetVocabulary.load(target)
-    heads = [
-        load_head(resolve_head(name), vocabulary.config, vocabulary.lm_head)
-        for name in (str(folder), url)
-    ]
+    target = vocabulary.config, vocabulary.lm_head
+    heads = [load_head(resolve_head(name), *target) for name in (str(folder), url)]
     assert torch.equal(*(head.fc.weight for head in heads))
 
 
@@ -179,9 +175,8 @@ def test_a_source_is_known_by_its_files_and_a_trained_head_is_checked(target, tm
 
 def test_eval_takes_a_head_and_a_target_from_a_store(target, tmp_path):
     """`eyas eval` once refused every URL of a head that `eyas train` had not made."""
-    prompts = tmp_path / "prompts.jsonl"
     rows = [{"id": one.id, "messages": list(one.messages)} for one in eval_prompts(3)]
-    prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    prompts = written(tmp_path / "prompts.jsonl", rows)
     head = head_folder(target, tmp_path / "head", form="sglang")
     options = ("--prompts", prompts, "--trees", "fixed(2,2,4)", "--temperatures", "0")
     small = ("-s", "max_tokens=8", "-s", "models.max_length=200")
@@ -197,11 +192,8 @@ def test_eval_takes_a_head_and_a_target_from_a_store(target, tmp_path):
 
 # Folders in stores
 
-FILES = {
-    "config.json": b"{}",
-    "model.safetensors": os.urandom(300_000),
-    "tokenizer.json": b"a",
-}
+WEIGHTS = os.urandom(300_000)
+FILES = {"config.json": b"{}", "model.safetensors": WEIGHTS, "tokenizer.json": b"a"}
 
 
 def upload(url, files):
@@ -231,10 +223,8 @@ def server(tmp_path_factory):
 @pytest.fixture
 def line(server):
     line = Line(server.port)
-    with environment(
-        STORAGE_EMULATOR_HOST=f"http://127.0.0.1:{line.port}",
-        GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT="false",
-    ):
+    host = f"http://127.0.0.1:{line.port}"
+    with environment(STORAGE_EMULATOR_HOST=host, GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT="false"):
         forget_clients()
         yield line
     line.close()
@@ -274,7 +264,7 @@ def test_what_is_current_is_kept_and_what_changed_is_fetched_again(url, tmp_path
     (tmp_path / "model.safetensors.partial-123").write_bytes(b"of another version")
     (tmp_path / "notes.txt").write_text("of the user")
     fetch(url, tmp_path)
-    kept = {"model.safetensors": FILES["model.safetensors"], "notes.txt": b"of the user"}
+    kept = {"model.safetensors": WEIGHTS, "notes.txt": b"of the user"}
     partial = {"model.safetensors.partial-123": b"of another version"}
     assert held(tmp_path) == {"config.json": b"[]", **kept, **partial}
     assert (tmp_path / "model.safetensors").stat().st_mtime_ns == before
@@ -286,7 +276,7 @@ def test_what_is_current_is_kept_and_what_changed_is_fetched_again(url, tmp_path
 def test_a_download_that_was_cut_is_resumed(uri, tmp_path, monkeypatch):
     monkeypatch.setattr(hub, "BLOCK_BYTES", 50_000)
     monkeypatch.setattr(artifact_module, "PATIENCE_S", 0.5)
-    upload(uri, {"model.safetensors": FILES["model.safetensors"]})
+    upload(uri, {"model.safetensors": WEIGHTS})
     read = []
     whole = artifact_module.Persistent._ask
 
@@ -306,16 +296,16 @@ def test_a_download_that_was_cut_is_resumed(uri, tmp_path, monkeypatch):
     assert (tmp_path / name).stat().st_size == 150_000
     fetch(uri, tmp_path)
     assert read == [0, 50_000, 100_000, "cut", 150_000, 200_000, 250_000]
-    assert held(tmp_path) == {"model.safetensors": FILES["model.safetensors"]}
+    assert held(tmp_path) == {"model.safetensors": WEIGHTS}
 
 
 def test_a_line_that_breaks_for_a_while_costs_a_pause(uri, line, tmp_path, monkeypatch):
     monkeypatch.setattr(hub, "BLOCK_BYTES", 50_000)
-    upload(uri, {"model.safetensors": FILES["model.safetensors"]})
+    upload(uri, {"model.safetensors": WEIGHTS})
     line.fault("cut", after=20_000, times=2)
     fetch(uri, tmp_path)
     assert line.num_faults >= 1
-    assert held(tmp_path) == {"model.safetensors": FILES["model.safetensors"]}
+    assert held(tmp_path) == {"model.safetensors": WEIGHTS}
 
 
 def test_an_artifact_s_files_are_those_of_its_manifest(url, tmp_path):
@@ -376,29 +366,19 @@ def test_a_container_fetches_its_model_and_is_healthy_only_then(uri, tmp_path):
     for name, folder in (("target", world.folder), ("head", head)):
         upload(uri, {f"{name}/{path.name}": path.read_bytes() for path in Path(folder).iterdir()})
     port = free_port()
-    routes = {
-        "AIP_HEALTH_ROUTE": "/healthy",
-        "AIP_PREDICT_ROUTE": "/models/1:predict",
-        "AIP_STORAGE_URI": uri,
-    }
-    env = {
-        **os.environ,
-        **routes,
-        "AIP_HTTP_PORT": str(port),
-        "EYAS_CACHE": str(tmp_path / "cache"),
-    }
+    env = os.environ | {"AIP_HEALTH_ROUTE": "/healthy", "AIP_STORAGE_URI": uri}
+    env |= {"AIP_PREDICT_ROUTE": "/models/1:predict", "AIP_HTTP_PORT": str(port)}
+    env["EYAS_CACHE"] = str(tmp_path / "cache")
     command = [sys.executable, "-m", "eyas.cli.main", "serve", "--speculation", "fixed(2,2,4)"]
-    with subprocess.Popen(
-        command, env=env, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
-    ) as process:
+    quiet = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+    with subprocess.Popen(command, env=env, text=True, **quiet) as process:
         try:
             seen = statuses(port, process)
             assert seen[-1] == 200
             assert 503 in seen
             body = {"instances": [{"messages": MESSAGES, "max_tokens": 24, "temperature": 0}]}
-            (prediction,) = httpx.post(
-                f"http://127.0.0.1:{port}/models/1:predict", json=body, timeout=60
-            ).json()["predictions"]
+            url = f"http://127.0.0.1:{port}/models/1:predict"
+            (prediction,) = httpx.post(url, json=body, timeout=60).json()["predictions"]
             assert prediction["choices"][0]["message"]["content"] == world.truth(max_tokens=24)[0]
             assert prediction["usage"]["eyas"]["rounds"] >= 0
             process.send_signal(signal.SIGTERM)

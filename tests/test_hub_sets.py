@@ -16,17 +16,17 @@ import pytest
 from eyas.data import hub_sets
 from eyas.data.sources import SourceConfig, read_source
 from eyas.errors import InputError
+from tests.source_rows import SAID_BY_ASSISTANT, json_lines
 from tests.stages import ROOT
 
 pytest.importorskip("datasets", reason="the extra `hub` is not installed")
 
-SAID_BY_ASSISTANT = "SAID-BY-ASSISTANT"
 COMMIT = "a" * 40
 
 
 def lines(*prompts):
     rows = ({"prompt": prompt, "answer": SAID_BY_ASSISTANT} for prompt in prompts)
-    return "".join(json.dumps(row) + "\n" for row in rows).encode()
+    return json_lines(rows).encode()
 
 
 README = b"""---
@@ -107,17 +107,11 @@ for stated in json.loads(sys.argv[1]):
 
 def read_apart(folder, endpoint, *sources, offline="0"):
     """What a process makes of sources: rows, label, facts, identity and columns, or the error."""
-    environment = {
-        **os.environ,
-        "HF_ENDPOINT": endpoint,
-        "HF_HOME": str(folder),
-        "HF_HUB_OFFLINE": offline,
-        "PYTHONPATH": str(ROOT),
-    }
+    environment = {**os.environ, "HF_ENDPOINT": endpoint, "HF_HOME": str(folder)}
+    environment |= {"HF_HUB_OFFLINE": offline, "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-c", READ, json.dumps(sources)]
-    done = subprocess.run(
-        command, cwd=folder, env=environment, capture_output=True, text=True, check=True
-    )
+    told = {"capture_output": True, "text": True, "check": True}
+    done = subprocess.run(command, cwd=folder, env=environment, **told)
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
@@ -161,9 +155,8 @@ def test_without_a_network_the_cache_has_it(found):
 
 def test_what_the_hub_does_not_have_is_said(found):
     (*_, no_set, no_subset, no_split), _ = found
-    for (kind, what, hint), says in zip(
-        (no_set, no_subset, no_split), ("owner/none", "easy", "train"), strict=True
-    ):
+    told = {"owner/none": no_set, "easy": no_subset, "train": no_split}
+    for says, (kind, what, hint) in told.items():
         assert kind == "MissingInputError"
         assert says in what
         assert "`subset` and `split`" in hint

@@ -33,18 +33,8 @@ CODE = (
     "for (int i = 0; i < names.length; i++) {\n    print(names[i]);\n    while (is_open(file)) "
     "read(file);\n}\n"
 )
-NOTHING = [
-    "",
-    "?",
-    "ok",
-    "你好",
-    "0x1f 0x2e 0x3d 0x4c 0x5b",
-    "1+1=?",
-    "12 34 56 78 90 12 34",
-    "https://example.org/where/is/the/end",
-    f"```\n{CODE}```",
-    CODE,
-]
+NOTHING = ["", "?", "ok", "你好", "0x1f 0x2e 0x3d 0x4c 0x5b", "1+1=?", "12 34 56 78 90 12 34"]
+NOTHING += ["https://example.org/where/is/the/end", f"```\n{CODE}```", CODE]
 
 
 @pytest.mark.parametrize("code", PROMPTS)
@@ -61,11 +51,8 @@ def test_code_does_not_hide_it(code, mixed):
     assert language(mixed.format(PROMPTS[code], CODE)) == code
 
 
-def test_a_short_prompt_is_not_taken_for_pidgin():
+def test_neither_commands_nor_capitals_hide_it():
     assert language("With arjun, how do I do this: Scan a URL for GET parameters?") == "en"
-
-
-def test_capitals_do_not_hide_it():
     assert language(PROMPTS["en"].upper()) == "en"
 
 
@@ -102,7 +89,6 @@ def test_no_connection_is_opened():
         f"print(language({PROMPTS['de']!r}))"
     )
     assert socket.socket  # what the program replaces is there
-    result = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=True
-    )
+    command = [sys.executable, "-c", program]
+    result = subprocess.run(command, capture_output=True, text=True, check=True)
     assert result.stdout.strip() == "de"

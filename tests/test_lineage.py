@@ -1,4 +1,4 @@
-"""From an artifact back to every source, licence and filter; artifacts with folders below them."""
+"""From an artifact back to every source, licence and filter."""
 
 from __future__ import annotations
 
@@ -113,20 +113,3 @@ def test_lines_show_filters_and_drops_below_what_they_made(head):
     assert any(f"overruled competing-model (prompts_by gpt-4): {REASON}" in line for line in text)
     kept = "CC-BY-SA-4.0, 90 of 100 rows kept (dropped: duplicate 7, personal_data 3), sha256 aa"
     assert any(kept in line for line in text)
-
-
-@pytest.mark.parametrize("url", ["{tmp}/made", "memory://made-{tmp}"])
-def test_files_below_folders_are_listed_and_resumed(tmp_path, url):
-    """`finish` takes in what an earlier process wrote, below folders too."""
-    url = url.format(tmp=tmp_path)
-    name = identity("export", {}, {})
-    interrupted = Artifact(url)
-    interrupted.begin(name)
-    interrupted.write("form/config.json", b"{}")
-    again = Artifact(url)
-    assert again.begin(name)
-    again.write("README.md", b"words")
-    assert again.names() == ["README.md", "_IDENTITY"]
-    manifest = again.finish("export", {}, {}, {})
-    assert sorted(manifest.files) == ["README.md", "form/config.json"]
-    assert Artifact(url).read("form/config.json") == b"{}"

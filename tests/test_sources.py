@@ -8,12 +8,11 @@ import hashlib
 import http.server
 import json
 import os
-import random
 import threading
 
 import fsspec
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
@@ -347,27 +346,6 @@ def test_what_does_not_look_like_an_id_is_not_taken_for_one(tmp_path, given_id):
     assert row.id is None
 
 
-MANY = [f"{number} {random.Random(number).randbytes(40).hex()}" for number in range(2000)]
-PACKED = gzip.compress("".join(json.dumps({"prompt": text}) + "\n" for text in MANY).encode())
-
-
-@given(st.integers(0, len(PACKED) - 1))
-@example(len(PACKED) - 1)
-@example(len(PACKED) - 8)
-def test_a_cut_gzip_gives_what_comes_before_the_cut(tmp_path_factory, length):
-    """And one damaged row that names the place; an error if nothing comes before."""
-    *rows, last = all_of(write(tmp_path_factory.getbasetemp() / "cut.jsonl.gz", PACKED[:length]))
-    if isinstance(last, DamagedRow):
-        assert last.where == f"cut.jsonl.gz:{len(rows) + 1}"
-        assert [row.turns for row in rows] == [(text,) for text in MANY[: len(rows)]]
-        assert rows
-        # but for what a block of gzip holds back
-        assert len(rows) >= len(MANY) * (length / len(PACKED) - 0.15)
-    else:
-        assert isinstance(last, EmptyInputError if length == 0 else CorruptError)
-        assert length < len(PACKED) * 0.3
-
-
 @pytest.mark.parametrize(
     ("data", "error", "says"),
     [
@@ -394,16 +372,6 @@ def test_a_source_that_cannot_be_read_is_an_error(tmp_path, data, error, says):
 
 
 # The files of a source.
-
-
-def test_any_fsspec_url():
-    with fsspec.open("memory://raw/set.jsonl.gz", "wb") as stream:
-        stream.write(gzip.compress(GOOD.encode()))
-    source = SourceConfig(path="memory://raw/set.jsonl.gz", licence="MIT", name="mine")
-    assert [row.source for row in read(source)] == ["mine"]
-    made = describe(source)
-    assert made.url == source.path
-    assert made.files["set.jsonl.gz"].sha256 == made.identity
 
 
 class Website(http.server.SimpleHTTPRequestHandler):

@@ -10,7 +10,11 @@ STREAMS = Path(__file__).with_name("streams")
 
 def vllm_pages():
     """After 40 dialogues, and after further summaries: a live vLLM 0.32.0 (tests/streams)."""
-    return json.loads((STREAMS / "vllm_watched.json").read_text())["pages"]
+    lines = json.loads((STREAMS / "vllm_watched.json").read_text())["lines"]
+    both = (
+        [one] * 2 if isinstance(one, str) else [f"{one[0]} {at}" for at in one[1:]] for one in lines
+    )
+    return ["".join(f"{line}\n" for line in page) for page in zip(*both, strict=True)]
 
 
 def sglang_page(requests, rounds, tokens, steps=4, num_draft_tokens=5, waiting=0):
