@@ -118,9 +118,11 @@ def cache_folder(name: str) -> Path:
 
 @contextmanager
 def storage_errors(url: str) -> Iterator[None]:
-    """Turn a full disk into the one error that says so."""
+    """Turn a full disk, and a file where a folder has to be, into the one error that says so."""
     try:
         yield
+    except (FileExistsError, NotADirectoryError) as error:
+        raise InputError(f"{url} is below a file, or is one", "give the path of a folder") from error
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise StorageFullError(

@@ -346,6 +346,12 @@ class TestFullDisk:
             shown = run_eyas(f"{line} -t {made.target} -o {tmp_path}/{line.split()[0]}")
             assert_one_clear_error(shown, "no room left", "free some space")
 
+    def test_a_file_where_the_output_has_to_be(self, made, tmp_path):
+        for place in ("file", "file/below"):
+            (tmp_path / "file").write_text("")
+            shown = run_eyas(f"capture {made.answers} -t {made.target} -o {tmp_path}/{place}")
+            assert_one_clear_error(shown, "is below a file, or is one", "the path of a folder")
+
 
 class TestPlan:
     def test_reads_a_run_file_and_prompts(self, made, tmp_path):

@@ -1,17 +1,76 @@
-"""The size of the house, printed and held; its map held to the source."""
+"""The size of the house, held by budgets; its map and its links held to what is there.
+
+A change that needs more bytes in a room names what it displaces, or raises the room's budget here
+with a reason (docs/decisions/house.md).
+"""
 
 from __future__ import annotations
 
 import ast
 import re
+import tomllib
 from pathlib import Path
+
+import pytest
 
 from benchmarks import house
 
 ROOT = Path(__file__).resolve().parents[1]
 MAP = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
 NAME = re.compile(r"eyas/[\w/]+\.py(?::\w+)?")
+LINK = re.compile(r"\]\(([^)#:\s]+)(?:#[\w-]*)?\)")
 MOST_FRAMES = 8  # from a command to the loss, and from the server's worker to the forward
+
+# KB of Python (1,000 bytes; of C++ for cpp), and what the room is for
+ROOMS = {
+    "data": (220, "sources, licence gate, filters, duplicates, ledger, card"),
+    "engine": (185, "exact speculative decoding: scheduler, rounds, drafters, policy, sampling"),
+    "model": (212, "target and head: configs, checkpoints, attention, training-time test"),
+    "cpp": (198, "the native decoder"),
+    "serve": (174, "the HTTP server"),
+    "privacy": (156, "personal data and secrets: search, surrogates, key"),
+    "features": (147, "the target's answers and its hidden states"),
+    "bench": (106, "any server measured over HTTP, and watched"),
+    "train": (93, "objective, optimizer, runs"),
+    "cli": (87, "one file per command"),
+    "top": (94, "artifacts, records, errors, names of models, pages"),
+    "export": (73, "forms of other engines, check by replay, card"),
+    "chat": (40, "chat template and tokenizer"),
+    "shards": (46, "the feature format"),
+    "evaluate": (40, "tau before a head is served"),
+    "gguf": (30, "a GGUF file as a folder"),
+    "plan": (21, "tokens and bytes of a run; tau of more data"),
+    "builtin": (5, "the packaged models and prompts"),
+    "tests": (1670, "proofs"),
+    "benchmarks": (292, "the scripts behind the figures of README and results"),
+}
+MOST_SCRIPTS, MOST_DECISIONS, MOST_DECISION_KB, MOST_DEPENDENCIES = 18, 15, 90, 20
+MODULES_BESIDE_SCRIPTS = {"held_out.py", "arena_rules.py"}  # parts of scripts
+
+
+def test_every_room_stays_within_its_budget(capsys):
+    sizes = house.room_bytes(ROOT)
+    with capsys.disabled():
+        print("\nKB:", {room: round(size / 1000, 1) for room, size in sizes.items()})
+    assert set(sizes) - {"docs"} == set(ROOMS)
+    over = {
+        room: f"{sizes[room] / 1000:.1f} KB of {budget}: {purpose}"
+        for room, (budget, purpose) in ROOMS.items()
+        if sizes[room] > budget * 1000
+    }
+    assert not over, over
+
+
+def test_scripts_pages_and_dependencies_are_few():
+    scripts = {path.name for path in (ROOT / "benchmarks").glob("*.py")} - MODULES_BESIDE_SCRIPTS
+    assert len(scripts) <= MOST_SCRIPTS, sorted(scripts)
+    pages = list((ROOT / "docs" / "decisions").glob("*.md"))
+    assert len(pages) <= MOST_DECISIONS
+    assert sum(path.stat().st_size for path in pages) <= MOST_DECISION_KB * 1000
+    results = (ROOT / "docs" / "results.md").read_text(encoding="utf-8")
+    assert results.count("\n") <= 150
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert len(project["dependencies"]) <= MOST_DEPENDENCIES, project["dependencies"]
 
 
 def test_the_map_names_what_is_there():
@@ -30,6 +89,36 @@ def test_the_map_names_every_room():
     assert rooms <= set(re.findall(r"(\w+)/", MAP))
 
 
+def own(*suffixes: str) -> list[Path]:
+    folders = ("eyas", "docs", "benchmarks", "recipes", "runs", "deploy", "tests")
+    return [
+        path
+        for path in (*ROOT.glob("*.md"), *(p for f in folders for p in (ROOT / f).rglob("*")))
+        if path.suffix in suffixes
+    ]
+
+
+def test_links_and_named_pages_exist():
+    missing = []
+    for path in own(".md"):
+        for link in LINK.findall(path.read_text(encoding="utf-8")):
+            if not (path.parent / link).exists():
+                missing.append(f"{path.relative_to(ROOT)}: {link}")
+    for path in own(".py", ".yaml", ".h", ".cpp", ".md"):
+        text = path.read_text(encoding="utf-8")
+        for page in set(re.findall(r"docs/[\w/-]+\.md", text)):
+            if not (ROOT / page).exists():
+                missing.append(f"{path.relative_to(ROOT)}: {page}")
+    assert not missing, missing
+
+
+@pytest.mark.parametrize("name", ["README.md", "docs/results.md"])
+def test_commands_of_the_documents_name_scripts_that_exist(name):
+    text = (ROOT / name).read_text(encoding="utf-8")
+    for script in set(re.findall(r"benchmarks/\w+\.py", text)):
+        assert (ROOT / script).exists(), script
+
+
 def test_settings_and_imports_are_counted(capsys):
     counts = house.counts(ROOT)
     with capsys.disabled():
@@ -45,6 +134,6 @@ def test_few_frames_to_the_loss_and_to_the_forward(capsys):
         for end, stack in stacks.items():
             print(f"\n{len(stack)} frames to {end}: {' > '.join(stack)}")
     assert set(stacks) == {*house.LOSS_ENDS, *house.FORWARD_ENDS}
-    to_loss = stacks["train/loss.py:batch_loss"]
+    to_loss = stacks[house.LOSS_ENDS[0]]
     assert len(to_loss[to_loss.index("cli/train.py:command") :]) <= MOST_FRAMES
     assert all(len(stacks[end]) <= MOST_FRAMES for end in house.FORWARD_ENDS)

@@ -4,7 +4,7 @@ A row is dropped if it holds half of the word 4-grams of a turn of an item, or 1
 row, whatever the order of turns, case, white space, punctuation, Unicode form or simple markup; and
 if it holds most of a turn with other numbers. Words are letters and digits of a folded text,
 split in two ways, since a sign between letters may be left out or become a space.
-docs/decisions/duplicates-and-contamination.md compares other rules.
+docs/decisions/prompts.md compares other rules.
 
 Letters: G grams of the index, T words of a text.
 """

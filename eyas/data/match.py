@@ -2,7 +2,7 @@
 before and after. Of the traffic only sums over all of its prompts are kept.
 
 After Xie et al., Data Selection for Language Models via Importance Resampling (arXiv 2302.03169),
-with two changes that docs/decisions/fit-to-the-traffic.md measures: the weight of a row is the mean
+with two changes that docs/decisions/prompts.md measures: the weight of a row is the mean
 over its n-grams, not the sum, and what a selection has too much or too little of is corrected in
 further rounds.
 

@@ -1,7 +1,7 @@
 """What makes a text unusable: too short, broken encoding, no text, or repetition.
 
 The limits are wide: ordinary prompts, code, tables of numbers and pasted logs pass. Of 75,805 real
-prompts none is dropped (docs/decisions/duplicates-and-contamination.md).
+prompts none is dropped (docs/decisions/prompts.md).
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Answers that must follow a JSON schema or a regular expression: which tokens may come next.
 
-llguidance does the work (docs/decisions/grammar.md); it refuses what it cannot honour instead of
+llguidance does the work (docs/decisions/server.md); it refuses what it cannot honour instead of
 ignoring it. Each token that is drawn must be passed to `advance`.
 """
 

@@ -30,7 +30,7 @@ from eyas.errors import InputError
 Kind = Literal["json_schema", "regex"]
 
 # Of one grammar: CPU seconds to compile it, and what it may add to the process's memory. Schemas
-# and expressions that people write take up to 60 ms and 3 MiB (docs/decisions/grammar.md).
+# and expressions that people write take up to 60 ms and 3 MiB (docs/decisions/server.md).
 BUDGET_S, BUDGET_MIB = 0.5, 8
 _ADDRESS_SPACE = 1 << 30  # bytes, of the process
 _WAIT_S = 20.0  # on a machine so busy that the process gets hardly any CPU time

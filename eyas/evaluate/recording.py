@@ -6,7 +6,7 @@ can be played without a model.
                                                        token but the last is once a root
 
 What a draft proposes at a root depends on the tokens up to it alone, and with one seed an answer is
-the same whatever was proposed (docs/decisions/one-draw-a-token.md). So a round of any depth, size
+the same whatever was proposed (docs/decisions/engine.md). So a round of any depth, size
 or rule that begins there emits what these two give: the longest path of kept candidates along the
 answer, and one token of the target.
 

@@ -10,7 +10,7 @@ At step 0 this is loss_mask[t+1] and loss_mask[t+2], what serving asks of a head
 target's own token, x_{t+2} the first draft. Every later step is the same set, shifted left by one
 more. No position is judged from another document's slot. A slot whose target argmax is outside the
 draft vocabulary carries no loss and counts as a miss.
-docs/decisions/training-objective.md says where the reference leaves a choice.
+docs/decisions/training.md says where the reference leaves a choice.
 
 Nothing as wide as a vocabulary is kept: the target's logits are computed again where they are
 needed, some rows at a time.

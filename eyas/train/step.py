@@ -44,7 +44,7 @@ def usual_learning_rate(hidden_size: int) -> float:
     """SpecForge's 1e-4 at hidden size 4096 (EAGLE: 5e-5), in inverse proportion at others.
 
     That is how Adam's rate goes with the width (Yang et al., arXiv 2203.03466). At most 1e-3, which
-    was good at hidden size 320 (docs/decisions/training-objective.md).
+    was good at hidden size 320 (docs/decisions/training.md).
     """
     return min(MOST_LEARNING_RATE, PUBLISHED_RATE * PUBLISHED_HIDDEN_SIZE / hidden_size)
 
