@@ -122,7 +122,7 @@ def storage_errors(url: str) -> Iterator[None]:
     try:
         yield
     except (FileExistsError, NotADirectoryError) as error:
-        raise InputError(f"{url} is below a file, or is one", "give the path of a folder") from error
+        raise InputError(f"{url} is a file, or below one", "give a folder's path") from error
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise StorageFullError(
