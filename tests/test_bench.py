@@ -74,30 +74,28 @@ def test_prompts_are_drawn_by_seed(tmp_path):
     assert len({task.prompt_id for task in drawn}) == 10
 
 
-@pytest.mark.parametrize(
-    ("content", "error"),
-    [
-        (b"", EmptyInputError),
-        (b"\n\n", EmptyInputError),
-        (b"{", CorruptError),
-        (b"\xff\xfe", CorruptError),
-        (b"3", InputError),
-        (b'{"text": "hi"}', InputError),
-        (b'{"messages": [{"role": "assistant", "content": "a"}]}', InputError),
-        (b'{"messages": [{"from": "human", "value": "a"}]}', InputError),
-        (b'{"messages": [{"role": "user", "content": [{"image": 1}]}]}', InputError),
-        (b'{"id": 1, "turns": ["a"]}\n{"id": 1, "turns": ["b"]}', InputError),
-        (None, MissingInputError),
-        (gzip.compress(b'{"turns": ["a"]}' * 100)[:-20], CorruptError),
+UNREADABLE = {
+    EmptyInputError: [b"", b"\n\n"],
+    CorruptError: [b"{", b"\xff\xfe", gzip.compress(b'{"turns": ["a"]}' * 100)[:-20]],
+    InputError: [
+        *(b"3", b'{"text": "hi"}', b'{"messages": [{"role": "assistant", "content": "a"}]}'),
+        b'{"messages": [{"from": "human", "value": "a"}]}',
+        b'{"messages": [{"role": "user", "content": [{"image": 1}]}]}',
+        b'{"id": 1, "turns": ["a"]}\n{"id": 1, "turns": ["b"]}',
     ],
-)
-def test_prompts_that_cannot_be_used_are_refused(tmp_path, content, error):
-    path = tmp_path / ("p.jsonl.gz" if content and content[:1] == b"\x1f" else "p.jsonl")
-    if content is not None:
-        path.write_bytes(content)
-    with pytest.raises(error) as refused:
-        read_tasks(str(path), 1, 0)
-    assert refused.value.hint
+    MissingInputError: [None],
+}
+
+
+@pytest.mark.parametrize("error", UNREADABLE)
+def test_prompts_that_cannot_be_used_are_refused(tmp_path, error):
+    for content in UNREADABLE[error]:
+        path = tmp_path / ("p.jsonl.gz" if content and content[:1] == b"\x1f" else "p.jsonl")
+        if content is not None:
+            path.write_bytes(content)
+        with pytest.raises(error) as refused:
+            read_tasks(str(path), 1, 0)
+        assert refused.value.hint
 
 
 @pytest.mark.parametrize(
@@ -132,10 +130,8 @@ def test_events_are_timed_by_the_piece_that_completes_them():
     for cut in range(len(whole) + 1):
         found = list(events([(1.0, whole[:cut]), (2.0, whole[cut:])]))
         assert [one["choices"][0]["delta"]["content"] for _, one in found] == ["a", "b"]
-        assert [at for at, _ in found] == [
-            1.0 if cut >= whole.index(b"\n", whole.index(mark)) + 1 else 2.0
-            for mark in (b'"a"', b'"b"')
-        ]
+        ends = [whole.index(b"\n", whole.index(mark)) for mark in (b'"a"', b'"b"')]
+        assert [at for at, _ in found] == [1.0 if cut > end else 2.0 for end in ends]
 
 
 def test_first_token_is_the_first_text_and_the_end_is_the_last_choice():
@@ -150,19 +146,19 @@ def test_an_answer_without_text_has_its_end_for_a_first_token():
 
 
 @pytest.mark.parametrize(
-    ("pieces", "words"),
+    ("piece", "words"),
     [
-        ([(1.0, delta("a"))], "ended before"),
-        ([(1.0, delta("a") + event(error={"message": "out of luck"}))], "out of luck"),
-        ([(1.0, delta("a") + event(object="error", message="out of memory"))], "out of memory"),
-        ([(1.0, delta("a") + event(error="out of words"))], "out of words"),
-        ([(1.0, b"data: {\n\n")], "not a stream"),
-        ([(1.0, b"data: 3\n\n")], "not a stream"),
-        ([(1.0, b"<html>")], "ended before"),
+        (delta("a"), "ended before"),
+        (delta("a") + event(error={"message": "out of luck"}), "out of luck"),
+        (delta("a") + event(object="error", message="out of memory"), "out of memory"),
+        (delta("a") + event(error="out of words"), "out of words"),
+        (b"data: {\n\n", "not a stream"),
+        (b"data: 3\n\n", "not a stream"),
+        (b"<html>", "ended before"),
     ],
 )
-def test_a_broken_stream_is_an_error_and_no_figure(pieces, words):
-    reply = read_reply(StreamRecord(0.0, pieces))
+def test_a_broken_stream_is_an_error_and_no_figure(piece, words):
+    reply = read_reply(StreamRecord(0.0, [(1.0, piece)]))
     assert words in reply.error
     assert reply == Reply(error=reply.error)
 

@@ -4,6 +4,7 @@ stays.
 
 import base64
 import gzip
+import itertools
 import json
 import random
 
@@ -12,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from eyas.data.filters import quality
-from eyas.data.ledger import Drop, SourceRow
+from eyas.data.ledger import Drop
 from eyas.data.quality import ENOUGH, QUALITY_CHECKS, QUALITY_LIMITS
 from tests.source_rows import SHARED, row
 
@@ -97,11 +98,7 @@ def test_every_check_has_its_cases():
     ("setting", "strict", "text"),
     [
         ("min_characters", 10, "Hi there"),
-        (
-            "max_damaged",
-            0,
-            "One \ufffd in a text that is otherwise quite in order and as long as most of them are",
-        ),
+        ("max_damaged", 0, f"One \ufffd in {PROSE}"),
         ("min_words", 0.9, " - ".join(WORDS)),
         ("max_encoded", 0.1, f"{NOISE[:300]} " + " ".join(WORDS)),
         ("max_same", 0.1, PROSE * 6 + "=" * 400),
@@ -123,9 +120,8 @@ def test_short_texts_are_not_judged_by_shares():
 
 def test_the_turns_are_judged_together():
     assert quality(row("a", "b")) == row("a", "b")
-    assert (
-        quality(row("Go on.", *["More of the same, please."] * 40)).reason == "quality.repetition"
-    )
+    found = quality(row("Go on.", *["More of the same, please."] * 40))
+    assert found.reason == "quality.repetition"
 
 
 def test_a_system_prompt_must_be_writable_too():
@@ -135,12 +131,10 @@ def test_a_system_prompt_must_be_writable_too():
 @given(st.lists(st.text(st.characters(), max_size=400), max_size=4))
 def test_any_row_is_kept_as_it_is_or_dropped(turns):
     found = quality(row(*turns))
-    assert (
-        found == row(*turns)
-        if isinstance(found, SourceRow)
-        else found.reason.startswith("quality.")
-    )
-    if isinstance(found, SourceRow):
+    if isinstance(found, Drop):
+        assert found.reason.startswith("quality.")
+    else:
+        assert found == row(*turns)
         "".join(found.turns).encode()
 
 
@@ -150,9 +144,6 @@ def test_real_prompts_stay(name):
     if not path.exists():
         pytest.skip(f"no {path}")
     with gzip.open(path, "rt", encoding="utf-8") as lines:
-        messages = [
-            json.loads(line)["messages"] for line, _ in zip(lines, range(1000), strict=False)
-        ]
+        messages = [json.loads(line)["messages"] for line in itertools.islice(lines, 1000)]
     rows = [row(*(one["content"] for one in turns if one["role"] == "user")) for turns in messages]
-    keep = quality
-    assert [one for one in rows if isinstance(keep(one), Drop)] == []
+    assert [one for one in rows if isinstance(quality(one), Drop)] == []
