@@ -350,7 +350,7 @@ class TestFullDisk:
         for place in ("file", "file/below"):
             (tmp_path / "file").write_text("")
             shown = run_eyas(f"capture {made.answers} -t {made.target} -o {tmp_path}/{place}")
-            assert_one_clear_error(shown, "is is a file, or below one", "give a folder's path")
+            assert_one_clear_error(shown, "is a file, or below one", "give a folder's path")
 
 
 class TestPlan:
