@@ -92,7 +92,7 @@ def real_rows(count: int) -> list[list[Message]]:
 
 def spelled(chat: Chat, ids: Sequence[int]) -> str:
     """With control tokens by name."""
-    return chat._tokens.spelled(list(ids))
+    return str(chat.tokenizer.backend_tokenizer.decode(list(ids), skip_special_tokens=False))
 
 
 def control_ids(chat: Chat, ids: list[int]) -> list[int]:

@@ -1,6 +1,4 @@
-"""Chat: the tokenizer and the chat template of a target. Messages to the tokens that the target
-continues, and tokens to text.
-"""
+"""Chat: the tokenizer and the chat template of a target, together."""
 
 from __future__ import annotations
 
@@ -11,7 +9,7 @@ from typing import Any
 
 from eyas.chat.template import Template
 from eyas.chat.tokenizer import (
-    RenderedText,
+    ShieldedText,
     TargetTokenizer,
     TemplateProblem,
     TextStream,
@@ -49,14 +47,11 @@ class Chat:
         self._tokens = tokens or TargetTokenizer(self.folder)
         self.eos_token_ids = self._tokens.end_ids
         self._template = Template(self._tokens.tokenizer, self.folder, date, options or {})
-        self._examine()
-
-    def _examine(self) -> None:
-        """Render a question, so that a template that cannot work fails before anything is done."""
+        # a template that cannot work fails here, before anything is done
         messages, tools = [{"role": "user", "content": QUESTION}], self._template.probe_tools
         if QUESTION not in self.render(messages, True, tools):
             raise self._error(TemplateProblem("leaves out a message, or changes it"))
-        bos = self._tokens.bos_id
+        bos = self.tokenizer.bos_token_id
         if bos is not None and self.prompt_ids(messages, tools)[:2] == [bos, bos]:
             raise self._error(TemplateProblem("begins with two BOS tokens"))
 
@@ -66,7 +61,7 @@ class Chat:
 
     @property
     def tokenizer(self) -> Any:
-        """The tokenizer as transformers has it, so that nothing loads it a second time."""
+        """The tokenizer of transformers."""
         return self._tokens.tokenizer
 
     @property
@@ -93,7 +88,7 @@ class Chat:
         such a name be kept apart from a token.
         """
         try:
-            return self._tokens.ids(self._prompt(messages, tools))
+            return self._tokens.ids(self._rendered(messages, tools, True))
         except TemplateProblem as problem:
             raise self._error(problem) from problem
 
@@ -103,7 +98,7 @@ class Chat:
 
         SGLang and vLLM obey them: their answer to such messages is not an answer to these tokens.
         """
-        texts = (text for value in (*messages, *(tools or ())) for text in strings(value))
+        texts = strings([*messages, *(tools or ())])
         return sorted({name for text in texts for name in self._tokens.control.findall(text)})
 
     def answered(
@@ -139,11 +134,11 @@ class Chat:
             )
         if self._tokens.control.search(text):
             raise TemplateProblem("gets an answer that names a control token")
-        prompt = self._prompt(messages[:-1], tools)
-        rendered = self._rendered(messages, tools, add_generation_prompt=False)
-        if not rendered.startswith(prompt.text):
+        prompt = self._rendered(messages[:-1], tools, True)
+        rendered = self._rendered(messages, tools, False)
+        if not rendered.text.startswith(prompt.text):
             raise TemplateProblem("rewrites the prompt once an answer follows")
-        body = rendered[len(prompt.text) :]
+        body = rendered.text[len(prompt.text) :]
         ends = {body.find(name): name for name in self._tokens.ends.values() if name in body}
         if not ends:
             raise TemplateProblem(
@@ -156,40 +151,27 @@ class Chat:
         if body[:at] != text or rest.strip():
             raise TemplateProblem("does not render an answer as the target wrote it")
         prompt_ids = self._tokens.ids(prompt)
-        ids = self._tokens.ids(RenderedText(prompt.text + text + ends[at], prompt.shield))
+        ids = self._tokens.ids(ShieldedText(prompt.text + text + ends[at], prompt.shield))
         if ids[: len(prompt_ids)] != prompt_ids or ids[-1] not in self.eos_token_ids:
             raise TemplateProblem("joins the answer and what is beside it into one token")
         return prompt_ids, ids[len(prompt_ids) :]
 
-    def _prompt(self, messages: Messages, tools: Tools | None) -> RenderedText:
-        """The text that the target continues. Raises TemplateProblem, TemplateError."""
-        shield = self._shield(messages, tools)
-        return RenderedText(self._rendered(messages, tools, True), shield)
-
-    def _shield(self, messages: Messages, tools: Tools | None) -> str | None:
-        """The character that keeps control tokens' names in messages apart; None where there are
-        none.
-        """
-        if not self.control_text(messages, tools):
-            return None
-        return shield_for(text for value in (*messages, *(tools or ())) for text in strings(value))
-
     def _rendered(
         self, messages: Messages, tools: Tools | None, add_generation_prompt: bool
-    ) -> str:
-        """The text with no control token's name of a message whole. Raises TemplateProblem when the
-        template does more with a text than write it, so that the shield changes its output.
+    ) -> ShieldedText:
+        """The text with no control token's name of a message whole. Raises TemplateError, and
+        TemplateProblem when the template does more with a text than write it, so that the shield
+        changes its output.
         """
         plain = self._template.render(messages, add_generation_prompt, tools)
-        shield = self._shield(messages, tools)
-        if shield is None:
-            return plain
-        control = self._tokens.control
+        if not self.control_text(messages, tools):
+            return ShieldedText(plain)
+        control, shield = self._tokens.control, shield_for(strings([*messages, *(tools or ())]))
         guarded, guarded_tools = (shielded(one, control, shield) for one in (messages, tools))
         text = self._template.render(guarded, add_generation_prompt, guarded_tools)
         if text.replace(shield, "") != plain:
             raise TemplateProblem("changes a message that holds a control token's name")
-        return text
+        return ShieldedText(text, shield)
 
     def _error(self, problem: TemplateProblem) -> TemplateError:
         return TemplateError(
@@ -203,7 +185,11 @@ class Chat:
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text of tokens; special tokens are left out, everything else is kept as it is."""
-        return self._tokens.decode(ids)
+        return str(
+            self.tokenizer.decode(
+                list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False
+            )
+        )
 
     def has_control(self, ids: Iterable[int]) -> bool:
         """Whether any of the tokens is a control token: `decode` leaves it out."""

@@ -12,6 +12,7 @@ import datetime
 import json
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import jinja2
@@ -43,9 +44,7 @@ _TOOLS: list[dict[str, Any]] = [
 
 
 class TemplateRefusal(TemplateError):
-    """The template itself refuses a conversation: roles that do not alternate, a system prompt that
-    it has no place for.
-    """
+    """The template itself refuses a conversation: roles that do not alternate, ..."""
 
 
 class Template:
@@ -72,7 +71,7 @@ class Template:
         # servers give the first two; gpt-oss's template reads the third
         is_read = re.search(rf"\b{REASONING[2]}\b", self._plain + self._with_tools)
         self._reasoning_names = REASONING if is_read else REASONING[:2]
-        self.probe_tools = self._tools_that_it_needs()
+        self.probe_tools = self._probe_tools()
 
     @property
     def needs_a_date(self) -> bool:
@@ -114,16 +113,14 @@ class Template:
             hint += ", or give a variable that the template lacks a default in chat_template there"
         return TemplateRefusal(f"{where} refuses a conversation: {error}", hint)
 
-    def _tools_that_it_needs(self) -> list[dict[str, Any]] | None:
-        """Tools for a template that refuses every conversation without any (Hermes)."""
-        try:
-            self.render(_QUESTION, True, None)
-        except TemplateRefusal:
-            try:
-                self.render(_QUESTION, True, _TOOLS)
-            except TemplateRefusal:
-                return None  # the examination says why
-            return _TOOLS
+    def _probe_tools(self) -> list[dict[str, Any]] | None:
+        """Tools for a template that refuses every conversation without any (Hermes); None too for
+        one that refuses both, of which Chat says why.
+        """
+        for tools in (None, _TOOLS):
+            with suppress(TemplateRefusal):
+                self.render(_QUESTION, True, tools)
+                return tools
         return None
 
     def _source(self, tools: list[dict[str, Any]] | None) -> str:
@@ -135,11 +132,9 @@ class Template:
                 "named default",
                 "name the one for conversations `default`",
             ) from error
-        return (
-            template
-            if self._date is None or _CLOCK not in template
-            else _on_a_day(template, self._date, self._folder)
-        )
+        if self._date is None or _CLOCK not in template:
+            return template
+        return _on_a_day(template, self._date, self._folder)
 
 
 def _on_a_day(template: str, date: datetime.date, folder: str) -> str:

@@ -45,7 +45,7 @@ class TemplateProblem(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class RenderedText:
+class ShieldedText:
     """A text from the template. shield: the character that breaks control tokens' names in
     messages; None where messages hold none.
     """
@@ -81,10 +81,7 @@ class TargetTokenizer:
                 "put the target's tokenizer files beside its weights",
             ) from error
         if not self.tokenizer.is_fast:
-            raise MissingInputError(
-                f"{folder} has no fast tokenizer",
-                "add its tokenizer.json",
-            )
+            raise MissingInputError(f"{folder} has no fast tokenizer", "add its tokenizer.json")
         self._backend: Tokenizer = self.tokenizer.backend_tokenizer
         self._backend.no_truncation()
         self._backend.no_padding()
@@ -95,7 +92,9 @@ class TargetTokenizer:
         }
         self.control_ids = frozenset(special)
         self.names = tuple(special.values())
-        self.control = pattern_of(self.names)
+        # the longest name first; nothing matches where there are none
+        names = sorted(filter(None, self.names), key=len, reverse=True)
+        self.control = re.compile("|".join(map(re.escape, names)) or r"(?!)")
         self.end_ids = _end_tokens(Path(folder), self.tokenizer.eos_token_id)
         # Where control tokens end the output, they end turns; words that end it too (a stop token
         # of a recipe) do not.
@@ -104,15 +103,7 @@ class TargetTokenizer:
             number: str(self.tokenizer.convert_ids_to_tokens(number)) for number in closing
         }
 
-    @property
-    def bos_id(self) -> int | None:
-        """The token that begins a text, where the tokenizer has one."""
-        number: int | None = self.tokenizer.bos_token_id
-        return number
-
-    # Text to tokens
-
-    def ids(self, rendered: RenderedText) -> list[int]:
+    def ids(self, rendered: ShieldedText) -> list[int]:
         """The tokens of a text without its shields.
 
         Raises TemplateProblem when a control token comes out that the text does not hold, or when
@@ -166,20 +157,6 @@ class TargetTokenizer:
         made, known = self._plain_backend.get_vocab(), self._backend.get_vocab()
         return {made[stand_in]: known[name] for name, stand_in in self._stand_ins.items()}
 
-    # Tokens to text
-
-    def spelled(self, ids: list[int]) -> str:
-        """The text of tokens, control tokens included, changed by nothing."""
-        return str(self._backend.decode(ids, skip_special_tokens=False))
-
-    def decode(self, ids: Iterable[int]) -> str:
-        """The text of tokens; special tokens are left out, everything else is kept as it is."""
-        return str(
-            self.tokenizer.decode(
-                list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False
-            )
-        )
-
 
 class TextStream:
     """Text as tokens arrive: what `push` and `finish` return, joined, is `decode` of all tokens.
@@ -207,22 +184,16 @@ class TextStream:
         if not text.endswith(REPLACEMENT):
             return self._return(text) if len(text) > len(self._returned) else ""
         if len(ids) > 1:  # only the last character is unfinished
-            return self._push_one_by_one(ids)
-        return (
-            self._settle_bytes(text)
-            if len(self._window) - self._num_returned >= self._try_at
-            else ""
-        )
+            del self._window[-len(ids) :]
+            return "".join(self.push([token]) for token in ids)
+        is_due = len(self._window) - self._num_returned >= self._try_at
+        return self._settle_bytes(text) if is_due else ""
 
     def finish(self) -> str:
         """What still waits, when no more tokens come."""
         rest = self._decode(self._window)[len(self._returned) :]
         self._window, self._num_returned, self._returned = [], 0, ""
         return rest
-
-    def _push_one_by_one(self, ids: list[int]) -> str:
-        del self._window[-len(ids) :]
-        return "".join(self.push([token]) for token in ids)
 
     def _return(self, text: str) -> str:
         new = text[len(self._returned) :]
@@ -243,12 +214,6 @@ class TextStream:
         new = settled[len(self._returned) :]
         self._window, self._num_returned, self._returned, self._try_at = last, 0, "", _MANY_PENDING
         return new
-
-
-def pattern_of(names: Iterable[str]) -> re.Pattern[str]:
-    """Matches any of the names, the longest first; nothing where there are none."""
-    ordered = sorted((name for name in names if name), key=len, reverse=True)
-    return re.compile("|".join(map(re.escape, ordered)) if ordered else r"(?!)")
 
 
 def strings(value: Any) -> Iterator[str]:

@@ -13,7 +13,7 @@ import time
 from collections.abc import Iterable, Iterator
 from contextlib import closing
 from pathlib import Path
-from typing import Any, Literal, Protocol, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field
@@ -232,9 +232,8 @@ def open_source(task: CaptureTask, plan: CapturePlan) -> SampleSource:
     decoder = load_decoder(config, shape, task.folder)
     if not config.servers:
         return FeatureForward(decoder)
-    requests = [request_of(one) for one in plan.samples]
     dtype = config.dtype_of(shape)
-    proof = prove_by(decoder, dtype, requests)
+    proof = prove_by(decoder, dtype, [request_of(one) for one in plan.samples])
     commands = start_commands(task.folder, shape, dtype, proof.max_length)
     sha256, tails = decoder.lm_head_sha256, decoder.tails()
     del decoder  # it may be large, and has done its work
@@ -262,36 +261,17 @@ def split_of(prompt_id: str, held_out_share: float) -> Split:
     return "held_out" if number < held_out_share * 2**64 else "train"
 
 
-class SampleSource(Protocol):
-    """What computes samples, batch by batch."""
-
-    reuses: bool
-    lm_head_sha256: str
-
-    def samples(self, batches: Iterable[ForwardBatch]) -> Iterator[list[Sample]]:
-        """The samples of each batch, in order."""
-
-    def status(self) -> str:
-        """For the line of progress."""
-
-    def facts(self) -> dict[str, Any]:
-        """For the manifest."""
-
-    def close(self) -> None:
-        """Release what it holds."""
-
-
 class ServedForward:
     """Samples by servers, each alone."""
 
-    reuses = False
+    reuses = False  # no shared beginnings
 
     def __init__(self, fleet: StateFleet, lm_head_sha256: str) -> None:
         self._fleet, self.lm_head_sha256 = fleet, lm_head_sha256
         self.status, self.facts, self.close = fleet.status, fleet.facts, fleet.close
 
     def samples(self, batches: Iterable[ForwardBatch]) -> Iterator[list[Sample]]:
-        """Asked for ahead, as far as the servers take."""
+        """The samples of each batch, in order; as many are asked for ahead as the servers take."""
         listed, asked = itertools.tee(batches)
         states = self._fleet.states(request_of(one) for batch in asked for one in batch.samples)
         for batch in listed:
@@ -309,22 +289,21 @@ class FeatureForward:
         self.reuses, self.lm_head_sha256 = decoder.reuses, decoder.lm_head_sha256
 
     def samples(self, batches: Iterable[ForwardBatch]) -> Iterator[list[Sample]]:
-        """Nothing is computed ahead."""
-        return (list(self(batch)) for batch in batches)
+        """The samples of each batch, in order; nothing is computed ahead."""
+        return (list(self._samples(batch)) for batch in batches)
 
     def status(self) -> str:
-        """Nothing: it works or the process ends."""
+        """For the line of progress."""
         return ""
 
     def facts(self) -> dict[str, Any]:
-        """Nothing that the settings do not say."""
+        """For the manifest, which has the settings already."""
         return {}
 
     def close(self) -> None:
         """Nothing is held that Python does not release."""
 
-    def __call__(self, batch: ForwardBatch) -> Iterator[Sample]:
-        """The samples of one batch."""
+    def _samples(self, batch: ForwardBatch) -> Iterator[Sample]:
         name, prefix = batch.prefix.tobytes(), None
         if name:
             if self._prefix is None or self._prefix[0] != name:
@@ -339,6 +318,9 @@ class FeatureForward:
                 aux_hidden = torch.cat([prefix.states.aux_hidden, aux_hidden])
                 last_hidden = torch.cat([prefix.states.last_hidden, last_hidden])
             yield sample_of(one, HiddenStates(aux_hidden, last_hidden))
+
+
+SampleSource = FeatureForward | ServedForward
 
 
 def capture(
@@ -375,11 +357,8 @@ def capture(
         _capture_missing(source, work, track)
         for writer in writers.values():
             writer.close()
-        facts = {
-            "target": config.target,
-            "features": meta.model_dump(mode="json"),
-            **source.facts(),
-        }
+        features = {"target": config.target, "features": meta.model_dump(mode="json")}
+        facts = {**features, **source.facts()}
     return output.finish("capture", task.settings, inputs, task.counts(plan), facts)
 
 

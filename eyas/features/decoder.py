@@ -1,5 +1,5 @@
 """What computes features: our own decoder, or any causal language model of transformers by hooks
-on its layers. One protocol for both.
+on its layers.
 
 Of transformers' models only the structure is assumed (a list of decoder layers, and an lm_head that
 something feeds), and no family by its name: what the hooks see is checked against the model's own
@@ -17,7 +17,7 @@ import importlib.util
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -62,23 +62,31 @@ class SharedPrefix:
     kept: Any  # the decoder's own
 
 
-class FeatureDecoder(Protocol):
-    """A target that gives its hidden states."""
+class OwnDecoder:
+    """Our own decoder: the values that the built-in engine computes.
 
-    @property
-    def shape(self) -> TargetShape:
-        """Of the target."""
+    lm_head_sha256: of the target's output matrix, as TargetVocabulary has it. reuses: whether it
+    can go on from a SharedPrefix.
+    """
 
-    @property
-    def lm_head_sha256(self) -> str:
-        """Of the target's output matrix, as TargetVocabulary has it."""
+    reuses = True
 
-    @property
-    def reuses(self) -> bool:
-        """Whether it can go on from a SharedPrefix."""
+    def __init__(self, target: Target) -> None:
+        self._target, self.lm_head_sha256 = target, target.lm_head_sha256
+        self.shape: TargetShape = target.config
+
+    @classmethod
+    def load(cls, folder: str | Path, dtype: Dtype) -> OwnDecoder:
+        """On a GPU where there is one. Raises what Target.load raises."""
+        return cls(Target.load(folder, dtype, default_device()))
 
     def begin(self, tokens: Sequence[int]) -> SharedPrefix:
         """Compute a shared prefix, a multiple of samples.SHARED_STEP tokens."""
+        assert len(tokens) % PAGE_SIZE == 0
+        states, kept = self._forward([tokens], None)
+        return SharedPrefix(
+            len(tokens), HiddenStates(states.aux_hidden[0], states.last_hidden[0]), kept
+        )
 
     def states(
         self, tokens: Sequence[Sequence[int]], after: SharedPrefix | None = None
@@ -86,59 +94,21 @@ class FeatureDecoder(Protocol):
         """B x T states of these tokens, each row behind the prefix if one is given; positions
         beyond a row's end hold no meaning.
         """
-
-    def layers(self, tokens: Sequence[int]) -> Tensor:
-        """The residual stream behind every layer, [layers, T, H]: for proofs."""
-
-    def tails(self) -> tuple[Tail, Tail]:
-        """The final norm, and the last layer with it: the residual stream that they take, [T, H] of
-        one sample, -> last_hidden [T, H]. Ends this decoder: other layers' weights can go.
-        """
-
-
-class OwnDecoder:
-    """Our own decoder: the values that the built-in engine computes."""
-
-    reuses = True
-
-    def __init__(self, target: Target) -> None:
-        self._target = target
-
-    @classmethod
-    def load(cls, folder: str | Path, dtype: Dtype) -> OwnDecoder:
-        """On a GPU where there is one. Raises what Target.load raises."""
-        return cls(Target.load(folder, dtype, default_device()))
-
-    @property
-    def shape(self) -> TargetShape:
-        return self._target.config
-
-    @property
-    def lm_head_sha256(self) -> str:
-        return self._target.lm_head_sha256
-
-    @torch.inference_mode()
-    def begin(self, tokens: Sequence[int]) -> SharedPrefix:
-        assert len(tokens) % PAGE_SIZE == 0
-        states, kept = self._forward([tokens], None)
-        return SharedPrefix(
-            len(tokens), HiddenStates(states.aux_hidden[0], states.last_hidden[0]), kept
-        )
-
-    @torch.inference_mode()
-    def states(
-        self, tokens: Sequence[Sequence[int]], after: SharedPrefix | None = None
-    ) -> HiddenStates:
         return self._forward(tokens, after)[0]
 
     def layers(self, tokens: Sequence[int]) -> Tensor:
+        """The residual stream behind every layer, [layers, T, H]: for proofs."""
         count, T = self._target.config.num_hidden_layers, len(tokens)
         streams, _ = self._target.features(torch.tensor([list(tokens)]), tuple(range(count)))
         return streams.view(T, count, -1).transpose(0, 1)
 
     def tails(self) -> tuple[Tail, Tail]:
+        """The final norm, and the last layer with it: the residual stream that they take, [T, H] of
+        one sample, -> last_hidden [T, H]. Ends this decoder: other layers' weights can go.
+        """
         return TargetTail(self._target, 0), TargetTail(self._target, 1)
 
+    @torch.inference_mode()
     def _forward(
         self, tokens: Sequence[Sequence[int]], after: SharedPrefix | None
     ) -> tuple[HiddenStates, Tensor]:
@@ -161,7 +131,9 @@ class OwnDecoder:
 
 
 class HookedDecoder:
-    """A model of transformers, with hooks on the tapped layers and on lm_head."""
+    """A model of transformers, with hooks on the tapped layers and on lm_head; in use as OwnDecoder
+    is.
+    """
 
     def __init__(self, model: Any, shape: TargetShape, lm_head: Tensor) -> None:
         """lm_head: [V, H] as stored. Raises MismatchError where it is not certain which states are
@@ -385,6 +357,9 @@ class HookedDecoder:
         return alike(whole.aux_hidden[:, 16:], rest.aux_hidden) and alike(
             whole.last_hidden[:, 16:], rest.last_hidden
         )
+
+
+FeatureDecoder = OwnDecoder | HookedDecoder
 
 
 def alike(one: Tensor, other: Tensor, dtype: torch.dtype | None = None) -> bool:

@@ -10,6 +10,7 @@ faster on a GPU, and values may differ in their last bits: another identity.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 
@@ -25,10 +26,11 @@ from eyas.shards.sample import DTYPES
 
 
 class OnlineTarget:
-    """A target and the answers to capture; it is loaded when the first features are read."""
+    """A target and the answers to capture; it is loaded when the first features are read. Raises
+    what CaptureTask raises.
+    """
 
     def __init__(self, config: CaptureConfig, answers: Artifact) -> None:
-        """Raises what CaptureTask raises."""
         self.task = CaptureTask(config, answers)
 
     def features(self, split: Split) -> OnlineFeatures:
@@ -47,7 +49,7 @@ class OnlineTarget:
 
     @cached_property
     def meta(self) -> FeatureMeta:
-        """As a store's that is exact."""
+        """Of an exact store."""
         lm_head_sha256 = TargetVocabulary.load(self.task.folder).lm_head_sha256
         meta = self.task.config.meta_of(self.task.shape, lm_head_sha256)
         return meta.model_copy(update={"codec": "raw", "teacher": "everywhere"})
@@ -124,13 +126,10 @@ class OnlineFeatures:
                 yield [self._as_stored(next(computed)[0]) for _ in numbers]
             return
         for numbers in batches:
-            singles_of = [self._singles[number] for number in numbers]
-            made = {
-                sample.key: sample
-                for samples in source.samples(self._joined(singles_of))
-                for sample in samples
-            }
-            yield [self._as_stored(made[single.samples[0].key]) for single in singles_of]
+            wanted = [self._singles[number] for number in numbers]
+            samples = itertools.chain.from_iterable(source.samples(self._joined(wanted)))
+            by_key = {sample.key: sample for sample in samples}
+            yield [self._as_stored(by_key[single.samples[0].key]) for single in wanted]
 
     def _as_stored(self, one: Sample) -> Sample:
         """In the dtype that a store would give it."""

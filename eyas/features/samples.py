@@ -1,12 +1,10 @@
 """Which answers become samples of features, and which samples are computed together. Pure functions
 over arrays of tokens.
 
-An answer is taken unless it has a mark that is left out. One that was cut is the target's own words
-and only its end is missing, which carries no loss. Where a conversation's next prompt begins with
-the very tokens of the turn before, prompt and answer, the two are one sample with two spans in its
-mask: attention is causal, so the features are the same, and dialogues of six turns cost a quarter
-of the time and of the disk. Where a template rewrites the past (Qwen3 drops earlier thoughts) they
-stay apart.
+Where a conversation's next prompt begins with the very tokens of the turn before, prompt and
+answer, the two are one sample with two spans in its mask: attention is causal, so the features are
+the same, and dialogues of six turns cost a quarter of the time and of the disk. Where a template
+rewrites the past (Qwen3 drops earlier thoughts) they stay apart.
 
 Samples that begin alike, by a system prompt or by examples, are computed together: their beginning
 once, their ends beside each other.
@@ -50,16 +48,6 @@ class SamplePlan:
     def __len__(self) -> int:
         return len(self.token_ids)
 
-    def continues(self, other: SamplePlan, num_prompt_tokens: int) -> bool:
-        """True when this one's prompt begins with all tokens of the other, of the same
-        conversation.
-        """
-        return (
-            self.prompt_id == other.prompt_id
-            and len(other) <= num_prompt_tokens
-            and np.array_equal(self.token_ids[: len(other)], other.token_ids)
-        )
-
 
 @dataclass(slots=True)
 class CapturePlan:
@@ -95,44 +83,40 @@ class ForwardBatch:
 def plan_samples(
     answers: Iterable[Answer], max_length: int, leave_out: Collection[Mark]
 ) -> CapturePlan:
-    """Decide on every answer. max_length: the target's context in tokens. leave_out: marks."""
+    """Decide on every answer; what lies behind a prompt carries loss. max_length: the target's
+    context in tokens.
+    """
     plan = CapturePlan()
     for answer in answers:
         plan.num_answers += 1
-        sample = _sample_of(answer)
-        if (reason := _why_not(answer, sample, max_length, leave_out)) is not None:
+        token_ids = np.array(answer.prompt_ids + answer.answer_ids, np.int32)
+        loss_mask = np.arange(len(token_ids)) >= len(answer.prompt_ids)
+        reason = None
+        if answer.marked in leave_out:
+            reason = answer.marked
+        elif len(token_ids) > max_length:
+            reason = "too_long"
+        # slot t predicts x_{t+2} after x_{t+1}: both are to be the target's
+        elif not (loss_mask[1:-1] & loss_mask[2:]).any():
+            reason = "no_supervised_slot"
+        if reason is not None:
             where = {"prompt_id": answer.prompt_id, "turn": answer.turn}
             plan.dropped.append({**where, "reason": reason})
             continue
-        if plan.samples and sample.continues(plan.samples[-1], len(answer.prompt_ids)):
-            earlier = plan.samples.pop()
-            sample.loss_mask[: len(earlier)] |= earlier.loss_mask
+        earlier = plan.samples[-1] if plan.samples else None
+        if (
+            earlier is not None
+            and earlier.prompt_id == answer.prompt_id
+            and len(earlier) <= len(answer.prompt_ids)
+            and np.array_equal(token_ids[: len(earlier)], earlier.token_ids)
+        ):
+            loss_mask[: len(earlier)] |= earlier.loss_mask
+            plan.samples.pop()
             plan.num_merged += 1
-        plan.samples.append(sample)
+        key = f"{answer.prompt_id}/{answer.turn}"
+        plan.samples.append(SamplePlan(key, answer.source, answer.prompt_id, token_ids, loss_mask))
     assert plan.num_answers == len(plan.samples) + plan.num_merged + len(plan.dropped)
     return plan
-
-
-def _sample_of(answer: Answer) -> SamplePlan:
-    """Prompt and answer; what lies behind the prompt carries loss."""
-    token_ids = np.array(answer.prompt_ids + answer.answer_ids, np.int32)
-    loss_mask = np.arange(len(token_ids)) >= len(answer.prompt_ids)
-    key = f"{answer.prompt_id}/{answer.turn}"
-    return SamplePlan(key, answer.source, answer.prompt_id, token_ids, loss_mask)
-
-
-def _why_not(
-    answer: Answer, sample: SamplePlan, max_length: int, leave_out: Collection[Mark]
-) -> str | None:
-    """The reason why an answer is no sample: its mark, or what follows; None where it is one."""
-    if answer.marked in leave_out:
-        return str(answer.marked)
-    if len(sample) > max_length:
-        return "too_long"
-    # Slot t predicts x_{t+2} after x_{t+1}: both are to be the target's.
-    if not (sample.loss_mask[1:-1] & sample.loss_mask[2:]).any():
-        return "no_supervised_slot"
-    return None
 
 
 def forward_batches(
@@ -166,11 +150,9 @@ def packed(
 
 
 def shared_groups(samples: Sequence[SamplePlan]) -> list[tuple[int, list[SamplePlan]]]:
-    """Samples by their common beginnings, such that as few tokens as possible are computed: (its
-    length, who begins so).
-
-    The first group, of length 0, are those for whom no beginning pays. All are in the order given.
-    Each sample keeps a token of its own.
+    """Samples by their common beginnings, such that as few tokens as possible are computed: (the
+    beginning's length, its samples in the order given). The first group, of length 0, has those
+    for which no beginning pays. Each sample keeps a token of its own.
     """
     order = sorted(
         range(len(samples)), key=lambda number: samples[number].token_ids.astype(">i4").tobytes()

@@ -24,7 +24,6 @@ import socket
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -76,7 +75,7 @@ class StateServer(FleetServer[StateRequest, StateReply]):
         tails: Sequence[Tail],
         run: str,
     ) -> None:
-        """tails: see FeatureDecoder.tails. run: names this run's requests and files."""
+        """tails: see OwnDecoder.tails. run: names this run's requests and files."""
         super().__init__(url, config)
         self._proof, self._tails = proof, tails
         # of each server and process its own: several may share a folder, as the ranks of a run do
@@ -88,10 +87,6 @@ class StateServer(FleetServer[StateRequest, StateReply]):
     @property
     def _is_vllm(self) -> bool:
         return self.engine.startswith("vllm")
-
-    @property
-    def _layers(self) -> tuple[int, int, int, int]:
-        return stream_layers(self._proof.shape, self._is_vllm)
 
     async def check(self) -> None:
         """Prove that its states are the target's. Raises RequestFailure, "unfit" with the one
@@ -122,7 +117,8 @@ class StateServer(FleetServer[StateRequest, StateReply]):
             if failure.kind != "refused":
                 raise
             raise unfit(f"{failure.what}, when asked for hidden states") from failure
-        compare(self._proof, streams, self._layers, self._finished)
+        layers = stream_layers(self._proof.shape, self._is_vllm)
+        compare(self._proof, streams, layers, self._finished)
 
     async def reply(self, request: StateRequest) -> StateReply:
         """The states of a sample. Raises RequestFailure."""
@@ -152,10 +148,8 @@ class StateServer(FleetServer[StateRequest, StateReply]):
 
     async def _streams(self, token_ids: Sequence[int]) -> Tensor:
         """[T, S, H] in the server's dtype. Raises RequestFailure."""
-        if self._is_vllm:
-            streams_TSH = await self._from_vllm(token_ids)
-        else:
-            streams_TSH = await self._from_sglang(token_ids)
+        ask = self._from_vllm if self._is_vllm else self._from_sglang
+        streams_TSH = await ask(token_ids)
         T, S, H = streams_TSH.shape
         if S != NUM_STREAMS or self._proof.shape.hidden_size != H:
             raise unfit(
@@ -393,10 +387,7 @@ def vllm_arguments(
 
 def connector_folder() -> str:
     """For PYTHONPATH of vLLM: where the file that it loads lies."""
-    spec = find_spec(f"{__package__}.vllm")
-    assert spec is not None
-    assert spec.submodule_search_locations is not None
-    return next(iter(spec.submodule_search_locations))
+    return str(Path(__file__).with_name("vllm"))
 
 
 def start_commands(target: str, shape: TargetShape, dtype: str, length: int) -> str:
