@@ -1,9 +1,8 @@
 """Where an artifact comes from: every stage, source, licence and filter that made it.
 
-A manifest holds the manifests of its inputs, so the walk needs the artifact alone, wherever its
-inputs went. A source is an input that eyas did not make (stage "source"): its identity is the
-SHA-256 of its bytes, its config holds the licence and who wrote it. What became of its rows, and
-why it could be used, stands in the ledger among the facts of the stage that read it.
+A manifest holds the manifests of its inputs, so the walk needs the artifact alone. A source is an
+input that eyas did not make (stage "source"): its identity is the SHA-256 of its bytes, its config
+the licence and who wrote it. The ledger of the stage that read it says what became of its rows.
 """
 
 from __future__ import annotations
@@ -23,12 +22,11 @@ HEAD_FILES = (".json", ".safetensors", ".bin")
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """One set of raw rows. dropped: rows by reason; a source that no ledger counted has zeros.
+    """One set of raw rows. dropped: rows by reason; without a ledger all counts are zero.
 
-    verdict: what the licence gate said (`Verdict.to_json` of eyas.data.licence); empty where no
-    gate was asked. personal: the policy for its personal data; None where no stage looked for any.
-    fictional: its people are stated to be invented. log: of a log, the basis on which its requests
-    are used, and the sample. masked: what was found and replaced, by type.
+    verdict: `Verdict.to_json` of the licence gate; empty where no gate was asked. personal: the
+    policy for its personal data; None where no stage looked for any. fictional: its people are
+    stated to be invented. log: of a log, its `LogConfig`. masked: values replaced, by type.
     """
 
     name: str
@@ -47,9 +45,7 @@ class Source:
     masked: Mapping[str, int] = field(default_factory=dict)
 
     def terms(self) -> Iterator[str]:
-        """Line by line: who wrote it, what was done with personal data, what the gate said and
-        under which policy, what was overruled and why, the duties.
-        """
+        """Lines on authors, personal data, the gate's verdict, overruled rules and duties."""
         yield f"prompts by {self.prompts_by}; answers, which are not used, by {self.answers_by}"
         if self.log:
             stated = ", ".join(f"{name} {value}" for name, value in self.log.items())
@@ -70,21 +66,17 @@ class Source:
         yield from (f"note: {note}" for note in self.verdict["notes"])
 
 
-def head_files(folder: Artifact) -> list[str]:
-    """The files of a head directly in a folder that eyas did not make, by name."""
-    return sorted(name for name in folder.names() if name.endswith(HEAD_FILES) and name != MANIFEST)
-
-
 def head_manifest(name: str, config: Mapping[str, Any]) -> Manifest:
-    """The manifest of a head by any name (see eyas.hub): the training stage's, its files checked;
-    of a head that eyas did not train, a source's with this config, whose identity is the SHA-256
-    over its files' names and checksums.
+    """The manifest of a head by any name (see eyas.hub), its files checked; of a head that eyas did
+    not train a source's, with this config and the SHA-256 over names and checksums of its files.
 
     Raises MissingInputError, and CorruptError for files that are not what the manifest says.
     """
     place = locate(name)
     folder = Artifact(resolve_head(place))
-    names = head_files(folder)
+    names = sorted(
+        name for name in folder.names() if name.endswith(HEAD_FILES) and name != MANIFEST
+    )
     if folder.exists(MANIFEST) or folder.exists(IDENTITY):
         manifest = folder.manifest("train")
         for file in names:
@@ -111,9 +103,7 @@ def head_manifest(name: str, config: Mapping[str, Any]) -> Manifest:
 
 
 def stages(manifest: Manifest) -> list[Manifest]:
-    """The stages that led to an artifact, first to last, itself included, each once; sources left
-    out.
-    """
+    """The stages that led to an artifact, first to last, with itself, without sources."""
     found: dict[str, Manifest] = {}
     for made in manifest.inputs.values():
         found.update((stage.identity, stage) for stage in stages(made))

@@ -1,8 +1,7 @@
 """The data card: what was read, searched, changed and dropped, and what is expected to remain, for
 the data-protection officer who signs. One HTML file that needs no other file.
 
-It is filled from ledger.json, the report of `match` and the record of processing. It says
-"searched" and "found", never "free of": each sentence is true when a detector misses.
+It says "searched" and "found", never "free of": each sentence is true when a detector misses.
 """
 
 from __future__ import annotations
@@ -68,12 +67,11 @@ KEY_FROM = {
 
 @dataclass(frozen=True)
 class CardContents:
-    """What a card shows. Only the ledger is required; absent parts are left out.
+    """What a card shows; absent parts are left out.
 
-    ledger: ledger.json; match: `match_report`; evaluation: names of the evaluation sets; record: of
-    the processing, text by heading; sources: name, url, sha256, files and bytes of each; searched:
-    the types that are searched for, by source; dropping: those whose rows are dropped; key: its
-    "id", and "from" where it was read.
+    ledger: ledger.json; match: `match_report`; evaluation: names of the sets; record: text by
+    heading; sources: name, url, sha256, files and bytes of each; searched: types by source;
+    dropping: types whose rows are dropped; key: its "id", and "from" where it was read.
     """
 
     ledger: Mapping[str, Any]
@@ -91,6 +89,11 @@ def write_card(contents: CardContents) -> str:
     """The card as HTML. The same contents give the same text."""
     ledger = contents.ledger
     listed = reasons(ledger)
+    shown = next((one for one in listed if one["head"] == "pii"), listed[0] if listed else None)
+    most_spoken = sorted(ledger["languages"].items(), key=lambda item: (-item[1], item[0]))
+    languages = [(NO_LANGUAGE.get(code, code), count) for code, count in most_spoken]
+    if rest := sum(count for _, count in languages[MOST_LANGUAGES:]):
+        languages = [*languages[:MOST_LANGUAGES], ("others", rest)]
     filters = {
         "number": lambda value: f"{value:,.0f}",
         "percent": lambda value: f"{100 * value:.1f} %",
@@ -116,11 +119,11 @@ def write_card(contents: CardContents) -> str:
         no_language=NO_LANGUAGE,
         kept_types=_kept_types(contents.searched),
         reasons=listed,
-        examples=_examples(listed),
-        verdicts=ledger.get("licences", ()),
+        examples=list(dict.fromkeys([shown["name"], shown["head"]])) if shown else [],
+        verdicts=ledger["licences"],
         personal=personal_data(ledger),
         overlaps=overlaps(ledger, contents.evaluation),
-        languages=_languages(ledger),
+        languages=languages,
     )
 
 
@@ -138,75 +141,44 @@ def reasons(ledger: Mapping[str, Any]) -> list[dict[str, Any]]:
     )
 
 
-def _examples(listed: Sequence[Mapping[str, Any]]) -> list[str]:
-    """A reason and its head as examples for --show-dropped, personal data first."""
-    first = next(
-        (reason for reason in listed if reason["head"] == "pii"), listed[0] if listed else None
-    )
-    return list(dict.fromkeys([first["name"], first["head"]])) if first else []
-
-
 def personal_data(ledger: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Values found by type, most frequent first: how many were replaced, how many were in rows
     dropped for them, and both by source.
     """
-    types = {*ledger["masked"], *ledger["found_in_dropped"]}
-    rows = []
-    for type in types:
-        by_source = {
-            name: {
-                "replaced": account["masked"].get(type, 0),
-                "dropped": account["found_in_dropped"].get(type, 0),
-            }
-            for name, account in ledger["sources"].items()
-        }
-        replaced, dropped = ledger["masked"].get(type, 0), ledger["found_in_dropped"].get(type, 0)
-        most = max(
-            (counts["replaced"] + counts["dropped"] for counts in by_source.values()), default=0
-        )
-        rows.append(
-            {
-                "type": type,
-                "replaced": replaced,
-                "dropped": dropped,
-                "by_source": by_source,
-                "most": max(most, 1),
-            }
-        )
+
+    def counts(account: Mapping[str, Any], type: str) -> dict[str, int]:
+        found = {"replaced": account["masked"], "dropped": account["found_in_dropped"]}
+        return {name: by_type.get(type, 0) for name, by_type in found.items()}
+
+    rows: list[dict[str, Any]] = []
+    for type in {*ledger["masked"], *ledger["found_in_dropped"]}:
+        by_source = {name: counts(one, type) for name, one in ledger["sources"].items()}
+        most = max([1, *(sum(found.values()) for found in by_source.values())])
+        rows.append({"type": type, **counts(ledger, type), "by_source": by_source, "most": most})
     return sorted(rows, key=lambda row: (-row["replaced"] - row["dropped"], row["type"]))
 
 
 def remaining(contents: CardContents) -> list[dict[str, Any]]:
     """By type that was found: the values found, and how many more are expected to remain in the
-    prompts, with the bounds that follow from the interval of the recall; None where that was not
-    measured.
+    prompts, with the bounds of `Recall.remaining`; None where recall was not measured.
 
-    Of a type that is replaced, values in prompts count; of a type that drops its row, values in
-    dropped rows: what was missed of it is in rows that became prompts.
+    Of a type that is replaced values in prompts count, of one that drops its row values in dropped
+    rows: what was missed of it is in rows that became prompts.
     """
     ledger, rows = contents.ledger, []
     for type in sorted({*ledger["masked"], *ledger["found_in_dropped"]}):
         counted = "found_in_dropped" if type in contents.dropping else "masked"
         found = ledger[counted].get(type, 0)
         known = recall_of(type)
-        if not found:
-            continue
         expected, *between = known.remaining(found) if known else (None, None, None)
-        rows.append(
-            {
-                "type": type,
-                "found": found,
-                "recall": known,
-                "expected": expected,
-                "between": between,
-            }
-        )
+        row = {"type": type, "found": found, "recall": known}
+        rows += [{**row, "expected": expected, "between": between}] if found else []
     return sorted(rows, key=lambda row: -row["found"])
 
 
 def _recall_caveats(ledger: Mapping[str, Any]) -> list[str]:
     """In what this run differs from the search whose recall was measured."""
-    versions, personal = ledger.get("versions", {}), ledger["policies"].get("personal", {})
+    versions, personal = ledger["versions"], ledger["policies"].get("personal", {})
     found = [
         f"{name} {version} there, {versions[name]} here"
         for name, version in measured()["versions"].items()
@@ -219,13 +191,12 @@ def _recall_caveats(ledger: Mapping[str, Any]) -> list[str]:
 
 
 def name_parts(ledger: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Where names were searched, and where not: by source, language, searcher and reason, with
-    prompts, characters and their share of the source's; the largest first within a source, the
-    smallest of many as one.
+    """Where names were searched, and where not: the ledger's `names` with source and share of its
+    characters; the largest first within a source, the smallest of many as one.
     """
     parts = []
     for source, account in ledger["sources"].items():
-        own = sorted(account.get("names", ()), key=lambda part: -part["characters"])
+        own = sorted(account["names"], key=lambda part: -part["characters"])
         total = sum(part["characters"] for part in own) or 1
         parts += [{**part, "source": source, "share": part["characters"] / total} for part in own]
     if len(parts) <= MOST_PARTS:
@@ -264,11 +235,3 @@ def overlaps(ledger: Mapping[str, Any], evaluation: Sequence[str]) -> dict[str, 
         if reason.startswith("contamination.")
     }
     return {**dict.fromkeys(evaluation, 0), **found}
-
-
-def _languages(ledger: Mapping[str, Any]) -> list[tuple[str, int]]:
-    """Prompts by language, the most frequent first, the rest of many as one."""
-    found = sorted(ledger["languages"].items(), key=lambda item: (-item[1], item[0]))
-    rest = sum(count for _, count in found[MOST_LANGUAGES:])
-    named = [(NO_LANGUAGE.get(name, name), count) for name, count in found[:MOST_LANGUAGES]]
-    return [*named, ("others", rest)] if rest else named

@@ -1,10 +1,9 @@
 """Where work runs: one function over many jobs, in this process, in several, or on Ray, with the
 results in the order of the jobs.
 
-Jobs and results are anything that can be pickled. A fixed number of jobs is in flight, so memory
-does not grow with their number. Ray is an optional extra; its checkpoints and data sets are not
-used, because the stage itself records what is finished: a run that was killed on Ray can be
-finished by local processes, and the other way round.
+Jobs and results can be pickled; a fixed number is in flight, so memory does not grow with them. The
+stage records what is finished, so a run that was killed on Ray can be finished by local processes,
+and the other way round.
 """
 
 from __future__ import annotations
@@ -21,20 +20,17 @@ from collections.abc import Callable, Generator, Iterable
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from importlib.util import find_spec
-from typing import Any, Protocol, Self, TypeVar
+from typing import Any, Protocol, Self
 
 from eyas.errors import ConfigError, EyasError
-
-JobIn = TypeVar("JobIn", contravariant=True)
-ResultOut = TypeVar("ResultOut", covariant=True)
 
 IN_FLIGHT = 2  # jobs per worker: one in work, one waiting
 
 
-class WorkerTask(Protocol[JobIn, ResultOut]):
+class WorkerTask(Protocol):
     """A task small enough to send to a process; `ready` builds there, once, what all jobs need."""
 
-    def ready(self) -> Callable[[JobIn], ResultOut]: ...
+    def ready(self) -> Callable[[Any], Any]: ...
 
 
 class Executor(Protocol):
@@ -52,11 +48,9 @@ class Executor(Protocol):
 
 
 class Worker:
-    """A task, built at its first job. An EyasError is a result: it reaches the parent as it was
-    raised.
-    """
+    """A task, built at its first job. An EyasError is a result, so that it reaches the parent."""
 
-    def __init__(self, task: WorkerTask[Any, Any]) -> None:
+    def __init__(self, task: WorkerTask) -> None:
         self._task = task
         self._function: Callable[[Any], Any] | None = None
 
@@ -72,8 +66,8 @@ class Worker:
 def _in_order(
     handles: Iterable[Any], wait: Callable[[Any], Any], most: int, faults: tuple[Any, ...]
 ) -> Generator[Any]:
-    """The results of jobs in order, at most so many in flight: each handle is a job that was begun
-    when it was taken. faults: how a worker's end shows.
+    """The results of jobs in order, at most so many in flight. handles: taking one begins its job;
+    faults: what `wait` raises where a worker ends.
     """
     running: deque[Any] = deque()
     try:
@@ -105,7 +99,7 @@ def _result(result: Any) -> Any:
 class LocalExecutor:
     """Processes of this machine, started for the second job; with one worker, this process."""
 
-    def __init__(self, task: WorkerTask[Any, Any], workers: int) -> None:
+    def __init__(self, task: WorkerTask, workers: int) -> None:
         self._task, self._workers = task, workers
         self._here = Worker(task)
         self._pool: ProcessPoolExecutor | None = None
@@ -137,7 +131,7 @@ class LocalExecutor:
 _worker: list[Worker] = []  # in a worker process: its own
 
 
-def _begin(task: WorkerTask[Any, Any]) -> None:
+def _begin(task: WorkerTask) -> None:
     """Start of a worker process: Ctrl-C is left to the parent, and the worker ends with it."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_end_with_parent, daemon=True).start()
@@ -158,7 +152,7 @@ def _end_with_parent() -> None:
 class RayExecutor:
     """Actors of the cluster at RAY_ADDRESS, or of a local one that runs while this is open."""
 
-    def __init__(self, task: WorkerTask[Any, Any], workers: int) -> None:
+    def __init__(self, task: WorkerTask, workers: int) -> None:
         if find_spec("ray") is None:
             raise ConfigError(
                 "executor: ray is not installed",
@@ -175,7 +169,12 @@ class RayExecutor:
 
     def __enter__(self) -> Self:
         if not self._ray.is_initialized():
-            self._connect()
+            own: dict[str, Any] = {
+                "num_cpus": self._workers,
+                "include_dashboard": False,
+                "logging_level": logging.ERROR,
+            }
+            self._ray.init(log_to_driver=False, **({} if "RAY_ADDRESS" in os.environ else own))
             self._started_ray = True
         actor = self._ray.remote(num_cpus=1)(Worker)
         self._actors = [actor.remote(self._task) for _ in range(self._workers)]
@@ -193,14 +192,3 @@ class RayExecutor:
         begun = (actor.perform.remote(job) for job, actor in zip(jobs, actors, strict=False))
         ended = (self._ray.exceptions.RayActorError, self._ray.exceptions.OutOfMemoryError)
         return _in_order(begun, self._ray.get, self._workers * IN_FLIGHT, ended)
-
-    def _connect(self) -> None:
-        if "RAY_ADDRESS" in os.environ:
-            self._ray.init(log_to_driver=False)
-        else:
-            self._ray.init(
-                num_cpus=self._workers,
-                include_dashboard=False,
-                log_to_driver=False,
-                logging_level=logging.ERROR,
-            )

@@ -1,9 +1,8 @@
 """The licence gate: which sources may be used, by licence, terms and authors of their prompts.
 
-The registry of known sets fills in what a run file does not state. A statement that differs from
-the registry, or a file with the name or the columns of a known set under other terms, is a trait of
-its own, on which the policy decides. Answers are dropped when a source is read, so their authors
-refuse nothing; a verdict notes them. SPDX expressions are parsed by `license-expression`.
+The registry of known sets fills in what a run file does not state; a statement that differs from
+it is a trait, on which the policy decides. Answers are dropped when a source is read, so a verdict
+only notes their authors. SPDX expressions are parsed by `license-expression`.
 """
 
 from __future__ import annotations
@@ -42,9 +41,7 @@ LONGEST_EXPRESSION = 300  # characters
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SourceTrait:
-    """A trait of a source: the field and value that have it, what it means, and what to state
-    instead, if anything.
-    """
+    """A trait of a source: the field and value that have it, its meaning, what to state instead."""
 
     field: TermField
     trait: str
@@ -55,9 +52,7 @@ class SourceTrait:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Objection:
-    """A rule that fires. remedy: what to state instead, if anything; reason: why it was overruled,
-    "" if it was not.
-    """
+    """A rule that fires. remedy: what to state instead; reason: why it was overruled, "" if not."""
 
     rule: str
     field: str
@@ -91,9 +86,7 @@ class Verdict:
         return not self.refusals and not self.mistakes
 
     def to_json(self) -> dict[str, Any]:
-        """What ledger, manifest and model card keep: {"verdict": "allowed", "overruled" or
-        "refused", ...}.
-        """
+        """The fields, with "verdict": "allowed", "overruled" or "refused"."""
         verdict = "refused" if not self.allowed else "overruled" if self.overruled else "allowed"
         fields = dataclasses.asdict(self).items()
         listed = {name: list(one) if isinstance(one, tuple) else one for name, one in fields}
@@ -105,9 +98,7 @@ def gate(
     policy: LicencePolicy,
     looks: Sequence[Collection[FileLook]] | None = None,
 ) -> list[Verdict]:
-    """A verdict on each source, in order. looks: the columns of each source's files, once they are
-    known. Raises nothing: see `require`.
-    """
+    """A verdict on each source, in order. looks: of each source's files, once they are known."""
     return [
         judge(source, policy, look)
         for source, look in zip(sources, looks or itertools.repeat(None, len(sources)), strict=True)
@@ -132,7 +123,7 @@ def require(verdicts: Sequence[Verdict]) -> None:
 def judge(
     source: SourceConfig, policy: LicencePolicy, look: Collection[FileLook] | None = None
 ) -> Verdict:
-    """The verdict on one source. look: the columns of its files, None while they are not known."""
+    """The verdict on one source. look: of its files, None while they are not known."""
     known = find(source)
     holds = {field: getattr(source, field) or getattr(known, field, None) for field in COMPARED}
     traits = [
@@ -144,17 +135,19 @@ def judge(
         *_author_traits("prompts_by", holds["prompts_by"], policy),
         *_author_traits("answers_by", holds["answers_by"], policy),
         *(_contradictions(source, known, policy) if known else ()),
-        *(() if known else _look_alike(source, look or (), policy)),
-        *(() if known else _unagreed(source, look or ())),
+        *(() if known else _by_looks(source, look or (), policy)),
     ]
-    objections = list(_objections(traits, policy))
+    objections = [
+        Objection(rule.name, one.field, one.value, f"{one.meaning}; {rule.because}", one.remedy)
+        for rule in policy.rules
+        for one in traits
+        if one.field in rule.fields and one.trait in rule.refuse
+    ]
     fired = {one.rule for one in objections}
     if look is None:  # they may yet
         by_looks = {LOOK_ALIKE, NO_CONSENT}
         fired |= {rule.name for rule in policy.rules if by_looks & {*rule.refuse}}
-    reasons = {
-        rule: " ".join(str(reason or "").split()) for rule, reason in source.overrule.items()
-    }
+    reasons = {rule: " ".join(reason.split()) for rule, reason in source.overrule.items()}
     valid = {rule: reason for rule, reason in reasons.items() if reason not in ("", PLACEHOLDER)}
     return Verdict(
         source=source.label,
@@ -180,9 +173,8 @@ def judge(
 
 
 def parsed_licence(text: str) -> Any:
-    """The tree of an SPDX expression, of `AND`, `OR` and licence symbols of license_expression.
-
-    Ids keep their spelling. Raises ValueError that says what is wrong with the text.
+    """The tree of an SPDX expression, of license_expression's `AND`, `OR` and symbols; ids keep
+    their spelling. Raises ValueError that says what is wrong.
     """
     if len(text) > LONGEST_EXPRESSION:
         raise ValueError(f"longer than {LONGEST_EXPRESSION} characters")
@@ -284,11 +276,11 @@ def _contradictions(
             )
 
 
-def _look_alike(
+def _by_looks(
     source: SourceConfig, look: Collection[FileLook], policy: LicencePolicy
 ) -> Iterator[SourceTrait]:
-    """Statements that differ from the registry's on a set of which the source has the name or the
-    columns.
+    """Statements that differ from the registry's on a set whose name or columns the source has; and
+    a log of requests that is given as a set of prompts.
     """
     by_id = {entry.id: entry for entry in registry().values()}
     evidence = {id: f"{called!r} is called after {id}" for id, called in named_like(source).items()}
@@ -307,10 +299,6 @@ def _look_alike(
         for term in entry.terms if source.licence else ():
             meaning = f"{reason}, which is {term}, {entry.url}"
             yield SourceTrait("terms", LOOK_ALIKE, "not stated", meaning, remedy)
-
-
-def _unagreed(source: SourceConfig, look: Collection[FileLook]) -> Iterator[SourceTrait]:
-    """A log of requests that is given as if it were a set of prompts."""
     if any(one.is_log for one in look) and not (source.log or source.shape):
         yield SourceTrait(
             "terms",
@@ -335,14 +323,6 @@ def _families(text: str, policy: LicencePolicy) -> set[str]:
 
 
 # From traits to a verdict.
-
-
-def _objections(traits: Sequence[SourceTrait], policy: LicencePolicy) -> Iterator[Objection]:
-    for rule in policy.rules:
-        for one in traits:
-            if one.field in rule.fields and one.trait in rule.refuse:
-                because = f"{one.meaning}; {rule.because}"
-                yield Objection(rule.name, one.field, one.value, because, one.remedy)
 
 
 def _duties(
@@ -372,15 +352,14 @@ def _notes(
             yield f"who wrote the answers is not known ({one.value}); {dropped}"
         elif one.field == "answers_by" and policy.refuses("prompts_by", one.trait):
             yield f"answers by {one.value} would be refused ({one.meaning}); {dropped}"
-    if known is not None:
-        taken = [
-            field for field in COMPARED if not getattr(source, field) and getattr(known, field)
-        ]
-        if taken:
-            listed = ", ".join(taken)
-            yield f"{listed} from the registry ({known.source}; checked {known.checked})"
-        if known.note:
-            yield known.note
+    if known is None:
+        return
+    taken = [field for field in COMPARED if not getattr(source, field) and getattr(known, field)]
+    if taken:
+        listed = ", ".join(taken)
+        yield f"{listed} from the registry ({known.source}; checked {known.checked})"
+    if known.note:
+        yield known.note
 
 
 def _mistakes(

@@ -13,10 +13,10 @@ import hashlib
 import json
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import fsspec
 import yaml
@@ -166,29 +166,25 @@ def _over(base: LicencePolicy, own: LicencePolicy, where: str) -> LicencePolicy:
         own.remove_licences, {id for entry in base.licences for id in entry.ids}, "licence", where
     )
     gone = {*own.remove_rules, *(rule.name for rule in own.rules)}
-    licences = (_without(entry, own.remove_licences) for entry in base.licences)
+    licences = [
+        entry.model_copy(update={"ids": ids})
+        for entry in base.licences
+        if (ids := tuple(id for id in entry.ids if id not in own.remove_licences))
+    ]
     return own.model_copy(
         update={
             "traits": {**base.traits, **own.traits},
             "rules": (*(rule for rule in base.rules if rule.name not in gone), *own.rules),
-            "licences": (*own.licences, *(entry for entry in licences if entry)),
+            "licences": (*own.licences, *licences),
             "authors": (*own.authors, *base.authors),
         }
     )
 
 
-def _without(entry: LicenceEntry, removed: Iterable[str]) -> LicenceEntry | None:
-    kept = tuple(id for id in entry.ids if id not in removed)
-    return entry.model_copy(update={"ids": kept}) if kept else None
-
-
 def _checked(policy: LicencePolicy, where: str) -> LicencePolicy:
-    """The policy, if the names of its rules differ and every trait is declared. Raises
-    ConfigError.
-    """
-    twice = [
-        name for name, count in Counter(rule.name for rule in policy.rules).items() if count > 1
-    ]
+    """The policy, if its rules have different names and known traits. Raises ConfigError."""
+    names = Counter(rule.name for rule in policy.rules)
+    twice = [name for name, count in names.items() if count > 1]
     if twice:
         raise ConfigError(
             f"the policy {where} has two rules called {twice[0]!r}", "give each a name of its own"
@@ -198,16 +194,11 @@ def _checked(policy: LicencePolicy, where: str) -> LicencePolicy:
             f"the policy {where} has no rule, so it would let everything through",
             "write at least one rule",
         )
-    _all_known(_traits_used(policy), {*policy.traits, *FOUND_BY_GATE}, "trait", where)
+    used = [trait for rule in policy.rules for trait in rule.refuse]
+    used += [trait for entry in policy.licences for trait in entry.traits]
+    used += [trait for entry in policy.authors for trait in entry.traits]
+    _all_known(used, {*policy.traits, *FOUND_BY_GATE}, "trait", where)
     return policy
-
-
-def _traits_used(policy: LicencePolicy) -> Iterator[str]:
-    for rule in policy.rules:
-        yield from rule.refuse
-    entries: list[Any] = [*policy.licences, *policy.authors]
-    for entry in entries:
-        yield from entry.traits
 
 
 def _all_known(names: Iterable[str], known: Iterable[str], what: str, where: str) -> None:

@@ -1,7 +1,5 @@
-"""How much of the personal data that texts hold is found, by type, as it was measured; and what
-follows for a run: how many values are expected to remain in its prompts.
-
-The figures are recall.json, which `python benchmarks/privacy.py --write` makes from labelled texts.
+"""Measured recall of the search for personal data, by type, and the values that a run is expected
+to have missed. `python benchmarks/privacy.py --write` makes recall.json from labelled texts.
 """
 
 from __future__ import annotations
@@ -44,17 +42,17 @@ class Recall:
         return wilson(self.found, self.of)
 
     def remaining(self, found: int) -> tuple[float, float, float]:
-        """Values that a search which found so many is expected to have missed, with the bounds
-        that follow from the interval: found * (1 - recall) / recall. Infinite for a recall of 0.
+        """Values that a search which found so many is expected to have missed, found * (1 - recall)
+        / recall, and the least and the most by the interval. Infinite for a recall of 0.
         """
         low, high = self.interval
-        return (_missed(found, self.share), _missed(found, high), _missed(found, low))
-
-
-def _missed(found: int, recall: float) -> float:
-    if not found:
-        return 0.0
-    return found * (1 - recall) / recall if recall > 0 else math.inf
+        if not found:
+            return 0.0, 0.0, 0.0
+        expected, least, most = (
+            found * (1 - recall) / recall if recall > 0 else math.inf
+            for recall in (self.share, high, low)
+        )
+        return expected, least, most
 
 
 @functools.cache
