@@ -327,10 +327,10 @@ def form_findings(checkpoint: Checkpoint) -> Iterator[CheckFinding]:
 def value_findings(checkpoint: Checkpoint) -> Iterator[CheckFinding]:
     """Values and precisions of the tensors."""
     weights = {
-        name: tensor for name, tensor in checkpoint.tensors.items() if tensor.is_floating_point()
+        name: tensor
+        for name, tensor in checkpoint.all_tensors.items()
+        if tensor.is_floating_point()
     }
-    if checkpoint.embed_tokens is not None:
-        weights[EMBED_TOKENS] = checkpoint.embed_tokens
     for name, tensor in weights.items():
         if not tensor.any():
             yield error(f"{name} is all zeros", ANEW)

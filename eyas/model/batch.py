@@ -64,9 +64,7 @@ class Batch:
     def packed(
         cls, samples: Sequence[FeaturesOfOne], num_tokens: int, device: str = "cpu"
     ) -> Batch:
-        """One row of `num_tokens`, the samples one behind the other; a longer row where they need
-        one.
-        """
+        """One row of the samples one behind the other, of `num_tokens` or as many as they need."""
         lengths = [len(sample.token_ids) for sample in samples]
         padding = max(0, num_tokens - sum(lengths))
 
@@ -101,9 +99,8 @@ def plan_batches(lengths: Sequence[int], max_tokens: int, seed: str) -> list[lis
     """Numbers of the samples of each batch, every sample once: B * T <= max_tokens, unless one
     sample alone is longer.
 
-    Samples are shuffled, and sorted by length within windows of some fifty batches, so that padding
-    stays low and batches still differ from pass to pass; then the batches are shuffled. Depends on
-    nothing but the arguments.
+    Samples are shuffled, and sorted by length within windows of some fifty batches: little padding,
+    and batches that differ from pass to pass; then the batches are shuffled. Deterministic.
     """
     rng = random.Random(seed)
     order = list(range(len(lengths)))
@@ -130,7 +127,7 @@ def plan_packs(lengths: Sequence[int], num_tokens: int, seed: str) -> list[list[
     at most, unless one sample alone is longer.
 
     Samples are shuffled, then each goes into the first of the last rows begun that has room for it:
-    little padding, and rows that differ from pass to pass. Depends on nothing but the arguments.
+    little padding, and rows that differ from pass to pass. Deterministic.
     """
     rng = random.Random(seed)
     order = list(range(len(lengths)))

@@ -1,9 +1,8 @@
 """What a head would have accepted of an answer, in chains, from features alone: no engine runs.
 
-The trainer judges a head by these counts, the eval stage reports them. Every slot of an answer is
-unrolled at once, fed with its own drafts; how many of them equal the answer's own tokens is all
-that a round begun there can depend on. `tau.RoundCounts.add_answer` walks these numbers as serving
-walks the answer.
+Every slot of an answer is unrolled at once, fed with its own drafts; how many of them equal the
+answer's own tokens is all that a round begun there depends on. `tau.RoundCounts.add_answer` walks
+these numbers as serving walks the answer.
 
 Letters: B batch, T sequence, N slots unrolled, P answer tokens, K draft steps, H hidden, V target
 vocabulary.
@@ -29,7 +28,7 @@ ROWS_AT_ONCE = 512  # of logits over the whole target vocabulary
 
 @dataclass(frozen=True, slots=True)
 class ChainCounts:
-    """What head and target say about one batch.
+    """Counts of one batch.
 
     spans: of each answer, its sample's number in the batch and its `matches`, as
     `tau.RoundCounts.add_answer` takes them. Of the P answer tokens, how many are in the draft

@@ -99,14 +99,8 @@ def judged_head(
     refuse(folder, setting_faults(checkpoint))
     config = head_config(checkpoint, target)
     tensors = own_tensors(checkpoint, config)
-    refuse(
-        folder,
-        [
-            *tensor_faults(config, tensors),
-            *value_faults(checkpoint),
-            *embedding_faults(checkpoint),
-        ],
-    )
+    values = [MismatchError(what, ANEW) for what in nonfinite(checkpoint.all_tensors)]
+    refuse(folder, [*tensor_faults(config, tensors), *values, *embedding_faults(checkpoint)])
     maps = {"d2t": tensors["d2t"].to(torch.int64), "t2d": tensors["t2d"].to(torch.bool)}
     return config, {**tensors, **maps}
 
@@ -115,8 +109,8 @@ def judged_head(
 
 
 def open_checkpoint(folder: str | Path) -> Checkpoint:
-    """Find out a head's form by looking, and read it without judging. Raises MissingInputError,
-    CorruptError, MismatchError.
+    """Recognise a head's form and read it without judging. Raises MissingInputError, CorruptError,
+    MismatchError.
     """
     ours = (Path(folder) / HEAD_JSON).exists()
     settings = read_config(folder, HEAD_JSON if ours else CONFIG_JSON)
@@ -161,9 +155,7 @@ def open_checkpoint(folder: str | Path) -> Checkpoint:
 
 
 def check_sections(folder: str | Path, settings: Mapping[str, Any]) -> None:
-    """Raise CorruptError for a part of a config that is not of its JSON type: nothing below it
-    could be read.
-    """
+    """Raise CorruptError for a part of a config that is not of its JSON type."""
     for key, kind in SECTIONS.items():
         found = settings.get(key)
         if found is not None and not isinstance(found, kind):
@@ -177,9 +169,7 @@ def check_sections(folder: str | Path, settings: Mapping[str, Any]) -> None:
 
 
 def head_config(checkpoint: Checkpoint, target: TargetShape | None = None) -> HeadConfig:
-    """The settings of any form as ours. Raises MismatchError when they lack something or cannot be
-    understood.
-    """
+    """The settings of any form as ours. Raises MismatchError for what is missing or unclear."""
     settings, layer = checkpoint.settings, checkpoint.layer_settings
     try:
         if checkpoint.form == "eyas":
@@ -254,68 +244,56 @@ def _read_taps(settings: Mapping[str, Any], target: TargetShape | None) -> Taps:
 
 
 def own_tensors(checkpoint: Checkpoint, config: HeadConfig) -> dict[str, Tensor]:
-    """What is the head's: its tensors with the maps, and with embeddings unless the file says that
-    they are the target's.
+    """The head's own tensors: without embeddings that the file says are the target's, and with the
+    maps that it may leave out: both when W == V (identity), t2d when there is d2t.
     """
-    tensors = with_vocabulary_maps(config, checkpoint.tensors)
+    V, W = config.vocab_size, config.draft_vocab_size
+    tensors = dict(checkpoint.tensors)
+    if "d2t" not in tensors and "t2d" not in tensors and W == V:
+        tensors["d2t"] = torch.zeros(W, dtype=torch.int64)
+    if "t2d" not in tensors and "d2t" in tensors and not map_faults(tensors["d2t"], None, V, W):
+        tensors["t2d"] = torch.zeros(V, dtype=torch.bool)
+        tensors["t2d"][torch.arange(W) + tensors["d2t"]] = True
     if checkpoint.embed_tokens is not None and not checkpoint.settings.get(EMBED_TOKENS_SHA256):
         tensors[EMBED_TOKENS] = checkpoint.embed_tokens
     return tensors
 
 
-def with_vocabulary_maps(config: HeadConfig, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors with the maps that a checkpoint may leave out: both when W == V (identity), t2d
-    when there is d2t.
-    """
-    V, W = config.vocab_size, config.draft_vocab_size
-    complete = dict(tensors)
-    if "d2t" not in complete and "t2d" not in complete and W == V:
-        complete["d2t"] = torch.zeros(W, dtype=torch.int64)
-    if "t2d" not in complete and "d2t" in complete and not map_faults(complete["d2t"], None, V, W):
-        complete["t2d"] = torch.zeros(V, dtype=torch.bool)
-        complete["t2d"][torch.arange(W) + complete["d2t"]] = True
-    return complete
-
-
 def tensor_faults(config: HeadConfig, tensors: Mapping[str, Tensor]) -> list[MismatchError]:
     """Every tensor that is missing, unknown, of another shape or kind, and maps that are no map."""
-    faults: list[tuple[str, str]] = []
-    expected, optional = expected_shapes(config), optional_shapes(config)
-    source = "restore the checkpoint from its source, or export the head again"
-    missing = expected.keys() - tensors.keys() - optional.keys()
-    faults += [(f"the tensor {name} is missing", source) for name in expected if name in missing]
+    V, W, H = config.vocab_size, config.draft_vocab_size, config.hidden_size
+    expected = expected_shapes(config)
+    # what a head may have of its own or use of its target's
+    optional = {EMBED_TOKENS: (V, H), **({LM_HEAD: (V, H)} if W == V else {})}
     known = expected | optional
+    source = "restore the checkpoint from its source, or export the head again"
+    faults = [
+        MismatchError(f"the tensor {name} is missing", source)
+        for name in expected
+        if name not in tensors and name not in optional
+    ]
     for name, tensor in tensors.items():
         if name in FLAG_OF and name not in known:
-            faults.append(
-                (
-                    f"the tensor {name} is there although {FLAG_OF[name]} is not set",
-                    f'write "{FLAG_OF[name]}": true if the head was trained with it, or delete '
-                    "the tensor",
-                )
+            what = f"the tensor {name} is there although {FLAG_OF[name]} is not set"
+            hint = (
+                f'write "{FLAG_OF[name]}": true if the head was trained with it, or delete the '
+                "tensor"
             )
         elif name not in known:
             what = f"the tensor {name} is none of an EAGLE-3 head's"
-            faults.append((what, "it belongs to a variant that is not supported"))
+            hint = "it belongs to a variant that is not supported"
         elif tuple(tensor.shape) != known[name]:
             what = f"{name} has shape {tuple(tensor.shape)}, the config asks for {known[name]}"
-            faults.append((what, source))
+            hint = source
         elif name not in MAPS and tensor.dtype not in FLOATS:
             what = f"{name} is {tensor.dtype}: a plain float is needed"
-            faults.append((what, "give a head that is not quantised"))
-    found = [MismatchError(what, hint) for what, hint in faults]
+            hint = "give a head that is not quantised"
+        else:
+            continue
+        faults.append(MismatchError(what, hint))
     if "d2t" in tensors:
-        V, W = config.vocab_size, config.draft_vocab_size
-        found += map_faults(tensors["d2t"], tensors.get("t2d"), V, W)
-    return found
-
-
-def value_faults(checkpoint: Checkpoint) -> list[MismatchError]:
-    """Every tensor with a NaN or an infinity, and how many."""
-    stored = dict(checkpoint.tensors)
-    if checkpoint.embed_tokens is not None:
-        stored[EMBED_TOKENS] = checkpoint.embed_tokens
-    return [MismatchError(what, ANEW) for what in nonfinite(stored)]
+        faults += map_faults(tensors["d2t"], tensors.get("t2d"), V, W)
+    return faults
 
 
 def embedding_faults(checkpoint: Checkpoint) -> list[MismatchError]:
@@ -332,9 +310,7 @@ def embedding_faults(checkpoint: Checkpoint) -> list[MismatchError]:
 
 
 def map_faults(d2t: Tensor, t2d: Tensor | None, V: int, W: int) -> list[MismatchError]:
-    """What is wrong with the offsets d2t [W], and with the mask t2d [V] if given. A map need not be
-    monotone.
-    """
+    """What is wrong with the offsets d2t [W], in any order, and with the mask t2d [V] if given."""
     if d2t.shape != (W,) or d2t.is_floating_point() or d2t.dtype == torch.bool:
         what = f"d2t is {d2t.dtype} {tuple(d2t.shape)}: whole offsets [{W}] are needed"
         return [MismatchError(what, "make it from the counts again")]
@@ -380,13 +356,6 @@ def expected_shapes(config: HeadConfig) -> dict[str, tuple[int, ...]]:
     }
     shapes |= {f"{LAYER}{name}.weight": shape for name, shape in layer.items()}
     return shapes | {"norm.weight": (H,), LM_HEAD: (W, H), "d2t": (W,), "t2d": (V,)}
-
-
-def optional_shapes(config: HeadConfig) -> dict[str, tuple[int, ...]]:
-    """Shape of what a head may have of its own or use of its target's."""
-    V, H = config.vocab_size, config.hidden_size
-    lm_head = {LM_HEAD: (V, H)} if config.draft_vocab_size == V else {}
-    return {EMBED_TOKENS: (V, H), **lm_head}
 
 
 def refuse(what: object, faults: Sequence[MismatchError]) -> None:

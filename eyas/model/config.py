@@ -28,10 +28,8 @@ from eyas.errors import CorruptError, MismatchError, MissingInputError
 
 ELSEWHERE = (
     "answer prompts by a server that runs it (SGLang, vLLM); capture, train, eval and export take "
-    "it through transformers, and "
-    "the exported head is served there"
+    "it through transformers, and the exported head is served there"
 )
-OWN_TARGET = "serve the head with the target that it was trained on"
 RESTORE_CONFIG = "restore the file from its source"
 Taps = tuple[int, int, int]
 # What JSON calls a number: neither a string of digits, nor true, nor NaN.
@@ -79,9 +77,7 @@ class RopeConfig(BaseModel):
 
     @classmethod
     def from_hf(cls, config: dict[str, Any]) -> RopeConfig:
-        """Read both spellings: transformers 5's `rope_parameters` and the older `rope_theta` with
-        `rope_scaling`.
-        """
+        """Read transformers 5's `rope_parameters` or the older `rope_theta` with `rope_scaling`."""
         rope = config.get("rope_parameters") or {}
         scaling = rope or config.get("rope_scaling") or {}
         kind = scaling.get("rope_type", scaling.get("type", "default")) or "default"
@@ -98,9 +94,7 @@ class RopeConfig(BaseModel):
             raise CorruptError(what, RESTORE_CONFIG) from error
 
     def to_hf(self) -> dict[str, Any]:
-        """`rope_theta` and, where there is one, `rope_scaling`, the spelling that every engine
-        reads.
-        """
+        """`rope_theta` and `rope_scaling`, the spelling that every engine reads."""
         if self.kind == "default":
             return {"rope_theta": self.theta, "rope_scaling": None}
         scaling: dict[str, Any] = {"rope_type": self.kind, "factor": self.factor}
@@ -138,8 +132,7 @@ def whole_heads(config: DecoderConfig) -> None:
 
 
 class TargetShape(DecoderConfig):
-    """What a head needs to know of any target. rope: what its head is to turn by, the target's own
-    where a head can.
+    """What a head needs to know of any target. rope: its head's, the target's own where possible.
 
     The logits are lm_head's output times logit_scale, then cut softly: logit_softcap * tanh(. /
     logit_softcap).
@@ -360,16 +353,15 @@ class HeadConfig(DecoderConfig):
         """A new head: one layer of the target's own shape. Without a draft_vocab_size it has the
         largest that the default can be.
         """
-        chosen = options.model_dump()
-        chosen["draft_vocab_size"] = options.draft_vocab_size or min(
-            target.vocab_size, MOST_DRAFT_TOKENS
-        )
-        shape = target.model_dump(include=set(DecoderConfig.model_fields)) | {
+        shape = target.model_dump(include=set(DecoderConfig.model_fields)) | options.model_dump()
+        shape |= {
             "rope": target.rope,
             "num_hidden_layers": 1,
             "target_hidden_size": target.hidden_size,
+            "draft_vocab_size": options.draft_vocab_size
+            or min(target.vocab_size, MOST_DRAFT_TOKENS),
         }
-        return cls(**shape, **chosen, taps=taps or target.default_taps)
+        return cls(**shape, taps=taps or target.default_taps)
 
 
 def read_config(folder: str | Path, name: str = "config.json") -> dict[str, Any]:
@@ -393,8 +385,8 @@ def read_config(folder: str | Path, name: str = "config.json") -> dict[str, Any]
     return config
 
 
-# Whether a head is its target's. One that is not still drafts, only badly: what two configs can
-# show is refused before anything runs.
+# Whether a head is its target's. One that is not drafts badly without an error, so what two configs
+# can show is refused before anything runs.
 
 # What a config without rope_theta means to EAGLE's trainer and to every engine.
 EAGLE_ROPE = RopeConfig()
@@ -432,24 +424,22 @@ def shape_faults(config: HeadConfig, target: TargetShape) -> list[MismatchError]
     """Where the head cannot be run on this target at all."""
     faults = []
     if config.vocab_size != target.vocab_size:
-        what = (
+        faults.append(
             f"the head's target has a vocabulary of {config.vocab_size}, this one "
             f"{target.vocab_size}"
         )
-        faults.append(MismatchError(what, OWN_TARGET))
     if config.target_hidden_size != target.hidden_size:
-        what = (
+        faults.append(
             f"the head's target has hidden size {config.target_hidden_size}, this one "
             f"{target.hidden_size}"
         )
-        faults.append(MismatchError(what, OWN_TARGET))
     if max(config.taps) >= target.num_hidden_layers:
-        what = (
+        faults.append(
             f"the head taps layer {max(config.taps)}, the target has "
             f"{target.num_hidden_layers} layers"
         )
-        faults.append(MismatchError(what, OWN_TARGET))
-    return faults
+    hint = "serve the head with the target that it was trained on"
+    return [MismatchError(what, hint) for what in faults]
 
 
 def rope_faults(config: HeadConfig, target: TargetShape) -> list[MismatchError]:
@@ -471,8 +461,7 @@ def rope_faults(config: HeadConfig, target: TargetShape) -> list[MismatchError]:
     )
     hint = (
         "write what the head was trained with into its config, as rope_theta and rope_scaling; if "
-        "it was trained with just "
-        'this, write "own_rope": true'
+        'it was trained with just this, write "own_rope": true'
     )
     return [MismatchError(what, hint)]
 

@@ -22,17 +22,10 @@ HEAD_JSON, CONFIG_JSON = "eyas_head.json", "config.json"
 FORMAT = "eyas head 1"
 SGLANG_ARCHITECTURE, VLLM_ARCHITECTURE = "LlamaForCausalLMEagle3", "Eagle3Speculator"
 LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
-EMBED_TOKENS, LM_HEAD, LAYER, SPECULATORS_LAYER = (
-    "embed_tokens.weight",
-    "lm_head.weight",
-    "midlayer.",
-    "layers.0.",
-)
-MODEL, INPUT_NORM, FC_NORMS = (
-    "model.",
-    "input_norm.weight",
-    tuple(f"fc_norm.{stream}.weight" for stream in range(3)),
-)
+MODEL, LAYER, SPECULATORS_LAYER = "model.", "midlayer.", "layers.0."
+EMBED_TOKENS, LM_HEAD = "embed_tokens.weight", "lm_head.weight"
+INPUT_NORM = "input_norm.weight"
+FC_NORMS = tuple(f"fc_norm.{stream}.weight" for stream in range(3))
 FLAG_OF = {INPUT_NORM: "norm_before_fc", **dict.fromkeys(FC_NORMS, "fc_norm")}
 # what old transformers saved beside the weights: the config says it
 INV_FREQ = "rotary_emb.inv_freq"
@@ -119,6 +112,12 @@ class Checkpoint:
         )
 
     @property
+    def all_tensors(self) -> dict[str, Tensor]:
+        """Every tensor of the file that is a head's, the embeddings last."""
+        embed_tokens = {} if self.embed_tokens is None else {EMBED_TOKENS: self.embed_tokens}
+        return self.tensors | embed_tokens
+
+    @property
     def eagle_settings(self) -> dict[str, Any]:
         """What flat configs keep apart."""
         return self.settings.get("eagle_config") or {}
@@ -146,49 +145,29 @@ class Ambiguity:
 
 
 def setting_faults(checkpoint: Checkpoint) -> list[MismatchError]:
-    """Everything in the settings that asks for another computation than our Head's, or that can be
-    read in two ways.
-    """
+    """What in the settings asks for another computation than our Head's, or is ambiguous."""
     if checkpoint.form == "eyas":
         unknown = sorted(checkpoint.settings.keys() - HeadConfig.model_fields.keys() - {"format"})
-        return [
-            MismatchError(
-                f"{HEAD_JSON} has the unknown key {key!r}", "a newer eyas wrote it: use that"
-            )
-            for key in unknown
-        ]
-    faults = [
-        *flag_faults(checkpoint),
-        *(open_to_two.fault for open_to_two in ambiguities(checkpoint)),
-    ]
+        hint = "a newer eyas wrote it: use that"
+        return [MismatchError(f"{HEAD_JSON} has the unknown key {key!r}", hint) for key in unknown]
+    faults = flag_faults(checkpoint) + [one.fault for one in ambiguities(checkpoint)]
     for variant, meaning in VARIANTS.items():
         if any(checkpoint.stated(variant)):
-            faults.append(
-                MismatchError(
-                    f"{variant} is set ({meaning}): not supported", "train a head without it"
-                )
-            )
+            what = f"{variant} is set ({meaning}): not supported"
+            faults.append(MismatchError(what, "train a head without it"))
     for key, value in FIXED.items():
-        faults += [
-            MismatchError(
-                f"{key} is {found!r}: only {value!r} is supported", "train a head with it"
-            )
-            for found in checkpoint.stated(key)
-            if isinstance(found, bool) or found != value  # true is 1, but no number
-        ]
+        for found in checkpoint.stated(key):
+            if isinstance(found, bool) or found != value:  # true is 1, but no number
+                what = f"{key} is {found!r}: only {value!r} is supported"
+                faults.append(MismatchError(what, "train a head with it"))
     if not checkpoint.eagle_settings.get("use_aux_hidden_state", True):
-        faults.append(
-            MismatchError(
-                "use_aux_hidden_state is false: the head reads one layer", "give an EAGLE-3 head"
-            )
-        )
+        what = "use_aux_hidden_state is false: the head reads one layer"
+        faults.append(MismatchError(what, "give an EAGLE-3 head"))
     return faults + layer_faults(checkpoint)
 
 
 def layer_faults(checkpoint: Checkpoint) -> list[MismatchError]:
-    """What the settings say of the layer as a whole: whose it is, what it attends to, what it
-    shares.
-    """
+    """Faults of the layer as a whole: whose it is, what it attends to, what it shares."""
     faults = []
     settings, architecture = checkpoint.layer_settings, checkpoint.architecture
     if checkpoint.form == "sglang" and architecture not in ARCHITECTURES:
@@ -249,9 +228,7 @@ def flag_faults(checkpoint: Checkpoint) -> list[MismatchError]:
 
 
 def ambiguities(checkpoint: Checkpoint) -> list[Ambiguity]:
-    """Everything in a config that can be meant in several ways; `head_config` takes one of them all
-    the same.
-    """
+    """What in a config can be meant in several ways; `head_config` still takes one of them."""
     if checkpoint.form == "eyas":
         return []
     return [
@@ -340,14 +317,11 @@ def fed_back(checkpoint: Checkpoint) -> bool | None:
 
 def decisions(checkpoint: Checkpoint) -> list[str]:
     """What was decided where a config by itself leaves it open, and why."""
-    decided = []
     is_open = checkpoint.form == "sglang" and FED_BACK not in checkpoint.settings
-    if is_open and True in checkpoint.stated("norm_output") and fed_back(checkpoint):
-        is_named = checkpoint.architecture != SGLANG_ARCHITECTURE
-        why = (
-            f"it is a {checkpoint.architecture}"
-            if is_named
-            else f"SpecForge never writes {SPECULATORS_LAYER}*"
-        )
-        decided.append(f"norm_output is read as EAGLE-3.1's fed-back norm: {why}")
-    return decided
+    if not (is_open and True in checkpoint.stated("norm_output") and fed_back(checkpoint)):
+        return []
+    architecture = checkpoint.architecture
+    why = f"it is a {architecture}"
+    if architecture == SGLANG_ARCHITECTURE:
+        why = f"SpecForge never writes {SPECULATORS_LAYER}*"
+    return [f"norm_output is read as EAGLE-3.1's fed-back norm: {why}"]

@@ -42,9 +42,7 @@ from eyas.model.weights import tensor_sha256, weight_files
 
 @dataclass(frozen=True, slots=True)
 class Verifier:
-    """What the vLLM form says of the target beside the head: its place, and a default for the
-    length of drafts.
-    """
+    """What the vLLM form says of the target, and the default length of drafts."""
 
     name_or_path: str | None = None
     architectures: tuple[str, ...] = ()
@@ -59,12 +57,11 @@ def write_head(
     verifier: Verifier | None = None,
     max_shard_bytes: int | None = None,
 ) -> dict[str, bytes]:
-    """The files of a head in one form, by name; equal heads give equal bytes. tensors: by EAGLE's
-    names, maps included.
+    """The files of a head in one form, by name. tensors: by EAGLE's names, maps included.
 
-    Weights keep their dtype. `verifier` is for the engines' forms; max_shard_bytes as in
-    `weight_files`. Raises MismatchError for a head that does not fit its config; what an engine
-    cannot read of a sound head says export/engines.py.
+    Weights keep their dtype. verifier: for the engines' forms. max_shard_bytes: as in
+    `weight_files`. Raises MismatchError for a head that does not fit its config; export/engines.py
+    says what an engine cannot read of a sound head.
     """
     refuse("the head", tensor_faults(config, tensors))
     verifier = verifier or Verifier()
@@ -115,7 +112,15 @@ def _layer_keys(config: HeadConfig) -> dict[str, Any]:
         "mlp_bias": False,
         "tie_word_embeddings": False,
     }
-    return {**fixed, **shape, **config.rope.to_hf(), **_window(config)}
+    window = {}
+    if config.sliding_window is not None:
+        # vLLM reads it from this list; SGLang only from `--speculative-draft-window-size`
+        window = {
+            "sliding_window": config.sliding_window,
+            "use_sliding_window": True,
+            LAYER_TYPES: [SLIDING],
+        }
+    return {**fixed, **shape, **config.rope.to_hf(), **window}
 
 
 def _sglang_settings(config: HeadConfig, dtype: str) -> dict[str, Any]:
@@ -177,19 +182,6 @@ def _vllm_settings(config: HeadConfig, dtype: str, verifier: Verifier) -> dict[s
 
 def _flags(config: HeadConfig) -> dict[str, bool]:
     return config.model_dump(include={"norm_before_residual", "norm_before_fc", "fc_norm"})
-
-
-def _window(config: HeadConfig) -> dict[str, Any]:
-    """As vLLM reads it, from this list. SGLang reads no window from a config: it is set by
-    `--speculative-draft-window-size`.
-    """
-    if config.sliding_window is None:
-        return {}
-    return {
-        "sliding_window": config.sliding_window,
-        "use_sliding_window": True,
-        LAYER_TYPES: [SLIDING],
-    }
 
 
 def _own_rope(config: HeadConfig) -> dict[str, bool]:

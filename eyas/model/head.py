@@ -40,9 +40,7 @@ KeysValues = tuple[Tensor, Tensor]  # [B, S, Hk, D] each
 
 
 class RmsNorm(nn.Module):
-    """x * weight / sqrt(mean(x^2) + eps), computed in float32 or wider; the result has the dtype of
-    x.
-    """
+    """x * weight / sqrt(mean(x^2) + eps), computed in float32 or wider, in the dtype of x."""
 
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()
@@ -95,8 +93,7 @@ class Midlayer(nn.Module):
 
 
 class Head(nn.Module):
-    """A draft head of `config`'s shape. Embeddings are given to `forward`: the target's, or
-    `embed_tokens` if it has its own.
+    """A draft head of `config`'s shape. `forward` takes embeddings: the target's or the head's own.
 
     embed_tokens [V, H], float32: of a published head that has its own; neither trained nor written.
     """
@@ -177,9 +174,7 @@ class Head(nn.Module):
         return self._by_head(projected)
 
     def output(self, residual: Tensor, mixed: Tensor) -> Tensor:
-        """What the layer was fed [..., H] and attention's mixture of values [..., Hq, D] -> its
-        output [..., H].
-        """
+        """What the layer was fed [..., H] and attention's output [..., Hq, D] -> [..., H]."""
         if self.config.norm_before_residual:
             residual = self.midlayer.hidden_norm(residual)
         hidden: Tensor = residual + self.midlayer.self_attn.o_proj(mixed.flatten(-2))
@@ -211,10 +206,9 @@ class Head(nn.Module):
     def forward(
         self, embeds_BTH: Tensor, hidden_BTH: Tensor, past: KeysValues | None = None
     ) -> tuple[Tensor, KeysValues]:
-        """The layer's output [B, T, H] of T slots after those in `past`, and the keys and values of
-        all.
+        """The layer's output [B, T, H] of T slots after those in `past`, and all keys and values.
 
-        The plain reference: causal attention written out. Positions go on from those in `past`.
+        The plain reference: causal attention written out.
         """
         T, S = hidden_BTH.shape[1], past[0].shape[1] if past is not None else 0
         positions_T = torch.arange(S, S + T, device=hidden_BTH.device)

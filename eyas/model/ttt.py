@@ -17,11 +17,11 @@ later are seen by their own slot alone, so only the slots in `Slots` are compute
 
 A batch is one stream of its B x T tokens. Attention takes the slots a tile at a time, and a tile
 looks at the tokens from the begin of its first document to its last slot: no mask and no scores of
-T x T are ever made, and a packed row costs what its documents do.
+T x T are made, and a packed row costs what its documents do.
 
-What is kept for the backward grows with N x K. Under `recompute` it is little of each slot and
-step: what the layer is fed, and queries, keys, values and their mixture for attention. The rest,
-above all the MLP's, is computed again, some rows at a time (Chen et al., arXiv 1604.06174).
+What is kept for the backward grows with N x K. With `recompute` only the layer's inputs and
+attention's queries, keys, values and output are kept; the rest, above all the MLP's, is computed
+again, some rows at a time (Chen et al., arXiv 1604.06174).
 
 Letters: B batch, T sequence, M = B T, N slots unrolled, n slots of a tile, c tokens it looks at, A
 the width of the target's three streams, H hidden, X the layer's input, Hq and Hk heads of queries
@@ -38,7 +38,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-Rotation = tuple[Tensor, Tensor]  # cosines, sines
+Rotation = tuple[Tensor, ...]  # cosines, sines
 SLOTS_OF_A_TILE = {"cpu": 128}  # by device type
 SLOTS_OF_A_TILE_ELSEWHERE = 1024
 # Rows computed again at a time: an MLP of 28,672 columns keeps 0.9 GB of them in bf16. Fewer cost
@@ -131,20 +131,17 @@ class Slots:
 def tiles_of(flat_N: Tensor, first_N: Tensor, num_tokens: int) -> tuple[TileRange, ...]:
     """`Slots.tiles` for the stream of num_tokens tokens.
 
-    first_N: the first token that each slot sees. Both tensors ascend, so that of a tile's first
-    slot and its last slot bound what it looks at.
+    first_N: the first token that each slot sees. Both tensors ascend: a tile's first and last slot
+    bound what it looks at.
     """
     size = SLOTS_OF_A_TILE.get(flat_N.device.type, SLOTS_OF_A_TILE_ELSEWHERE)
-    begins = range(0, len(flat_N), size)
+    begins = list(range(0, len(flat_N), size))
     ends = [min(begin + size, len(flat_N)) for begin in begins]
-    columns, step = first_N[list(begins)].tolist(), COLUMNS_IN_STEPS_OF
-    last = flat_N[[end - 1 for end in ends]].tolist()
-    looks = [
-        (low // step * step, min(num_tokens, (high // step + 1) * step))
-        for low, high in zip(columns, last, strict=True)
-    ]
+    lows, highs = first_N[begins].tolist(), flat_N[[end - 1 for end in ends]].tolist()
+    step = COLUMNS_IN_STEPS_OF
     return tuple(
-        TileRange(begin, end, *look) for begin, end, look in zip(begins, ends, looks, strict=True)
+        TileRange(begin, end, low // step * step, min(num_tokens, (high // step + 1) * step))
+        for begin, end, low, high in zip(begins, ends, lows, highs, strict=True)
     )
 
 
@@ -164,18 +161,16 @@ def unroll(
     -> [N, H]: the embeddings that step i takes, for i > 0. recompute: see `by_rows`.
     """
 
-    def fed(embeds: Tensor, hidden: Tensor, cosines: Tensor, sines: Tensor) -> tuple[Tensor, ...]:
+    def fed(embeds: Tensor, hidden: Tensor, *turn: Tensor) -> tuple[Tensor, ...]:
         x = layer.inputs(embeds, hidden)
-        return x, layer.keys(x, (cosines, sines)), layer.values(x)
+        return x, layer.keys(x, turn), layer.values(x)
 
-    def attending(
-        embeds: Tensor, hidden: Tensor, cosines: Tensor, sines: Tensor
-    ) -> tuple[Tensor, ...]:
-        x, key, value = fed(embeds, hidden, cosines, sines)
-        return layer.queries(x, (cosines, sines)), key, value
+    def attending(embeds: Tensor, hidden: Tensor, *turn: Tensor) -> tuple[Tensor, ...]:
+        x, key, value = fed(embeds, hidden, *turn)
+        return layer.queries(x, turn), key, value
 
-    def queried(x: Tensor, cosines: Tensor, sines: Tensor) -> tuple[Tensor, ...]:
-        return (layer.queries(x, (cosines, sines)),)
+    def queried(x: Tensor, *turn: Tensor) -> tuple[Tensor, ...]:
+        return (layer.queries(x, turn),)
 
     slots = slots_K[0]
     (feature_MH,) = by_rows(lambda x: (layer.fuse(x),), recompute, aux_hidden_BTA.flatten(0, 1))
@@ -258,27 +253,14 @@ class Attend(torch.autograd.Function):
         for tile in slots.tiles:
             begin, end, low, high = tile
             part = Tile.of(slots, tile, queries, keys, values, own)
-            found = part.gradients(part.weights(), grads[0][begin:end], mixed[begin:end])
-            of_queries[begin:end] = found.queries
-            of_keys[low:high] += found.keys
-            of_values[low:high] += found.values
-            for whole, piece in zip(of_own, found.own, strict=True):
+            of_queries[begin:end], keys_here, values_here, own_here = part.gradients(
+                part.weights(), grads[0][begin:end], mixed[begin:end]
+            )
+            of_keys[low:high] += keys_here
+            of_values[low:high] += values_here
+            for whole, piece in zip(of_own, own_here, strict=True):
                 whole[begin:end] = piece
         return None, of_queries, of_keys.to(keys.dtype), of_values.to(values.dtype), *of_own
-
-
-@dataclass(frozen=True, slots=True)
-class TileGradients:
-    """The gradients of a tile's inputs.
-
-    queries [n, Hq, D]; keys and values [c, Hk, D]; own: the slots' own keys, then their own values,
-    [n, Hk, D] for each step.
-    """
-
-    queries: Tensor
-    keys: Tensor
-    values: Tensor
-    own: list[Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -364,8 +346,14 @@ class Tile:
         c = self.keys.shape[1]
         return x[..., :c], x[..., c:]
 
-    def gradients(self, weights: Tensor, grad: Tensor, mixed: Tensor) -> TileGradients:
-        """From `weights`, the output's gradient `grad` and the output `mixed`, [n, Hq, D] each."""
+    def gradients(
+        self, weights: Tensor, grad: Tensor, mixed: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
+        """Of queries [n, Hq, D], keys and values [c, Hk, D], and the slots' own keys, then own
+        values, [n, Hk, D] for each step.
+
+        From `weights`, the output's gradient `grad` and the output `mixed`, [n, Hq, D] each.
+        """
         Hk, dtype = self.keys.shape[0], self.keys.dtype
         grad_hgnD = by_group(grad, Hk)
         wide = widened(grad_hgnD)
@@ -391,11 +379,11 @@ class Tile:
             own = [
                 one.transpose(0, 1) for of in (of_own_keys, of_own_values) for one in of.unbind(2)
             ]
-        return TileGradients(
-            queries=of_queries.mul_(self.keys.shape[-1] ** -0.5).permute(2, 0, 1, 3).flatten(1, 2),
-            keys=(score_shared.transpose(1, 2) @ self.queries).transpose(0, 1),
-            values=(weight_shared.transpose(1, 2) @ grad_hgnD.flatten(1, 2)).transpose(0, 1),
-            own=own,
+        return (
+            of_queries.mul_(self.keys.shape[-1] ** -0.5).permute(2, 0, 1, 3).flatten(1, 2),
+            (score_shared.transpose(1, 2) @ self.queries).transpose(0, 1),
+            (weight_shared.transpose(1, 2) @ grad_hgnD.flatten(1, 2)).transpose(0, 1),
+            own,
         )
 
 

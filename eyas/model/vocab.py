@@ -1,8 +1,8 @@
-"""The two vocabularies, the target's embedding and output matrices and the draft's choice among its
-tokens; and the shape of any target, also of one that our own decoder does not run.
+"""The vocabularies of target and draft, the target's embedding and output matrices, and the shape
+of any target.
 
-Of other architectures, shape and matrices are found through transformers' code: it builds the model
-without memory, only to name its parts. Nothing is run and no layer is loaded.
+For a target that our own decoder does not run, transformers builds the model without memory, only
+to name its parts: nothing is run and no layer is loaded.
 
 Letters: V target vocabulary, W draft vocabulary, Ht target hidden size.
 """
@@ -23,7 +23,6 @@ from eyas.errors import ConfigError, MismatchError
 from eyas.model.config import RopeConfig, TargetConfig, TargetShape, end_token_ids, read_config
 from eyas.model.weights import read_shapes, read_tensors, refuse_nonfinite, tensor_sha256
 
-WITHOUT_ROPE_THETA = 10000.0
 # Of `TargetVocabulary.best`:
 COLUMNS_AT_ONCE, BLOCK = 8192, 16  # tokens: of a product, and of what is looked at as one
 # How far below the best a logit in bf16 may be, of 1 + itself: each of the two may be off by 2^-9,
@@ -46,8 +45,7 @@ ANOTHER = (
 
 
 def draft_vocabulary(counts_V: Tensor, draft_vocab_size: int) -> tuple[Tensor, Tensor]:
-    """Keep the `draft_vocab_size` most counted tokens, ids ascending; of equally counted ones, the
-    lower id.
+    """Keep the `draft_vocab_size` most counted tokens, of equal counts the lower id; ids ascending.
 
     counts_V: int64 [V]. Returns d2t_offset int64 [W] (target id = draft id + d2t_offset[draft id])
     and t2d_mask bool [V]. Raises ConfigError when the target has fewer tokens than are asked for.
@@ -93,26 +91,19 @@ class TargetVocabulary:
         if stored is embed_tokens:
             del matrices["lm_head"]
         refuse_nonfinite(folder, matrices)
-        lm_head = (
-            stored.to(dtype) if config.logit_scale == 1.0 else stored.to(dtype) * config.logit_scale
-        )
-        is_short = stored.dtype == torch.bfloat16 and config.logit_scale == 1.0
-        return cls(
-            config,
-            embed_tokens.to(dtype),
-            lm_head,
-            tensor_sha256(stored),
-            stored if is_short and torch.ops.mkldnn._is_mkldnn_bf16_supported() else None,
-        )
+        lm_head, short = stored.to(dtype), None
+        if config.logit_scale != 1.0:
+            lm_head = lm_head * config.logit_scale
+        elif stored.dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported():
+            short = stored
+        return cls(config, embed_tokens.to(dtype), lm_head, tensor_sha256(stored), short)
 
     def logits(self, hidden_RH: Tensor) -> Tensor:
         """What the target says after last hidden states [R, Ht]: its logits [R, V]."""
         return self.capped(hidden_RH.to(self.lm_head.dtype) @ self.lm_head.T)
 
     def capped(self, logits: Tensor) -> Tensor:
-        """lm_head's output as the target puts it out: Gemma 2 cuts it softly, which changes
-        probabilities and no argmax.
-        """
+        """lm_head's output with the soft cap of Gemma 2, which changes no argmax."""
         cap = self.config.logit_softcap
         return logits if cap is None else cap * torch.tanh(logits / cap)
 
@@ -120,9 +111,9 @@ class TargetVocabulary:
         """The argmax of the target's logits in lm_head's precision, int64 [R]; of equal logits the
         smallest id wins.
 
-        hidden_RH: last hidden states as they are stored. Where these and lm_head are bf16, on a
-        CPU, products in bf16 find the tokens that can be the best one, and only their logits are
-        computed in full: a quarter of the time.
+        hidden_RH: last hidden states as stored. Where these and lm_head are bf16, on a CPU,
+        products in bf16 find the tokens that can be the best, and only their logits are computed
+        in full: a quarter of the time.
         """
         if self.short_lm_head is not None and hidden_RH.dtype == torch.bfloat16:
             row_N, block_N = self._blocks_of_best(hidden_RH, self.short_lm_head)
@@ -221,9 +212,7 @@ def transformers_config(folder: str | Path) -> Any:
 
 
 def shape_of(config: Any, folder: str | Path) -> TargetShape:
-    """The shape that a transformers config tells, in one spelling. Raises MismatchError for what is
-    no decoder of layers.
-    """
+    """The shape in a transformers config. Raises MismatchError for what is no decoder of layers."""
     text = config.get_text_config(decoder=True)
     given: dict[str, Any] = {
         name: getattr(text, name, None)
@@ -255,11 +244,11 @@ def shape_of(config: Any, folder: str | Path) -> TargetShape:
 
 
 def head_attention(text: Any, hidden: int) -> dict[str, int]:
-    """The heads of a draft head for such a target: the target's own.
+    """Attention heads of a draft head for such a target: the target's own.
 
-    Where all heads share one compressed state (MLA: DeepSeek, Kimi) a draft head has no such thing,
-    and the target's numbers would be 128 pairs of keys and values a token: it gets heads of the
-    size of the target's values, as many as fill the width, and MLA_KEY_VALUE_HEADS.
+    A draft head has no compressed state as in MLA (DeepSeek, Kimi), where the target's numbers
+    would mean 128 pairs of keys and values a token: it gets heads of the size of the target's
+    values, as many as fill the width, and MLA_KEY_VALUE_HEADS.
     """
     if getattr(text, "kv_lora_rank", None):
         size = _number(text, "v_head_dim") or MLA_HEAD_DIM
@@ -287,29 +276,25 @@ def mlp_width(text: Any, hidden: int) -> int:
 
 
 def head_rope(parameters: Any) -> RopeConfig:
-    """What a head of such a target turns by: the target's own, or with its base alone where heads
-    have no such thing.
+    """The rotary embedding of a head: the target's own, or its base alone where heads lack more.
 
-    parameters: transformers' `rope_parameters`; of a target with several kinds of layers, those of
-    full attention are taken.
+    parameters: transformers' `rope_parameters`; of several kinds of layers, full attention's.
     """
     if not parameters:
-        return RopeConfig(theta=WITHOUT_ROPE_THETA)
+        return RopeConfig()
     by_kind = [value for value in parameters.values() if isinstance(value, dict)]
     own = parameters.get("full_attention") or (by_kind[0] if by_kind else parameters)
-    theta = own.get("rope_theta") or WITHOUT_ROPE_THETA
-    if own.get("partial_rotary_factor") not in (None, 1, 1.0):
-        return RopeConfig(theta=theta)
-    try:
-        return RopeConfig.from_hf({"rope_parameters": own})
-    except MismatchError:
-        return RopeConfig(theta=theta)
+    if own.get("partial_rotary_factor") in (None, 1):
+        try:
+            return RopeConfig.from_hf({"rope_parameters": own})
+        except MismatchError:
+            pass
+    theta = own.get("rope_theta")
+    return RopeConfig(theta=theta) if theta else RopeConfig()
 
 
 def logit_scale(text: Any) -> float:
-    """By what lm_head's output is multiplied: Cohere's `logit_scale`, one by Granite's
-    `logits_scaling`; capture proves it.
-    """
+    """The factor of lm_head's output: Cohere's `logit_scale` over Granite's `logits_scaling`."""
     return float(getattr(text, "logit_scale", None) or 1.0) / float(
         getattr(text, "logits_scaling", None) or 1.0
     )

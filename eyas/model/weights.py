@@ -35,9 +35,9 @@ def read_tensors(
     """Tensors of a folder, by name, on the CPU in their stored dtype: all, or those `wanted` that
     are there.
 
-    They are mapped from the files, not copied: pages are read when first used, and take no memory
-    that cannot be had back. pickled: make do with pytorch_model.bin where there are no safetensors;
-    only tensors are taken from it, nothing is run. Raises MissingInputError, CorruptError.
+    They are mapped from the files, not copied. pickled: take pytorch_model.bin where there are no
+    safetensors; only tensors are read from it, no code is run. Raises MissingInputError,
+    CorruptError.
     """
     root = Path(folder)
     for index, single in ((INDEX, SINGLE), (PICKLE_INDEX, PICKLE))[: 2 if pickled else 1]:
@@ -45,17 +45,13 @@ def read_tensors(
             return sharded_tensors(root, index, wanted)
         if (root / single).exists():
             return file_tensors(root / single, wanted)
-    raise MissingInputError(
-        f"{folder} has no safetensors weights", f"expected {SINGLE} or {INDEX} with its shards"
-    )
+    raise _without_weights(root)
 
 
 def sharded_tensors(
     root: Path, index: str, wanted: Collection[str] | None
 ) -> dict[str, torch.Tensor]:
-    """Tensors by an index of shards: all that it promises must be there, each in one shard, and
-    every shard in the folder itself.
-    """
+    """Tensors by an index: all that it lists, each in one shard of the folder itself."""
     try:
         shard_of = {
             str(key): str(shard)
@@ -89,10 +85,10 @@ def sharded_tensors(
 
 
 def nonfinite(tensors: Mapping[str, torch.Tensor]) -> list[str]:
-    """Every tensor that holds a NaN or an infinity, with how many of its values are none.
+    """Every tensor that holds a NaN or an infinity, and how many.
 
-    One pass over the weights without a copy: the least and the greatest value of a tensor are NaN
-    or infinite where any is.
+    One pass without a copy: the least or the greatest value of a tensor is NaN or infinite where
+    any is.
     """
     found = []
     for name, tensor in tensors.items():
@@ -126,22 +122,24 @@ def read_shapes(folder: str | Path) -> dict[str, tuple[int, ...]]:
 def _safetensors(folder: Path) -> list[Path]:
     files = sorted(folder.glob("*.safetensors"))
     if not files:
-        raise MissingInputError(
-            f"{folder} has no safetensors weights", f"expected {SINGLE} or {INDEX} with its shards"
-        )
+        raise _without_weights(folder)
     return files
 
 
+def _without_weights(folder: Path) -> MissingInputError:
+    return MissingInputError(
+        f"{folder} has no safetensors weights", f"expected {SINGLE} or {INDEX} with its shards"
+    )
+
+
 def file_tensors(path: Path, wanted: Collection[str] | None) -> dict[str, torch.Tensor]:
-    """Tensors of one file of either kind."""
-
-    def is_wanted(name: str) -> bool:
-        return wanted is None or name in wanted
-
+    """Tensors of one file of either kind; wanted as in `read_tensors`."""
     if path.suffix != ".safetensors":
-        return {name: tensor for name, tensor in unpickled(path).items() if is_wanted(name)}
+        found = unpickled(path)
+        return {name: found[name] for name in found if wanted is None or name in wanted}
     with _opened(path) as shard:
-        return {key: shard.get_tensor(key) for key in shard.keys() if is_wanted(key)}  # noqa: SIM118
+        names = [name for name in shard.keys() if wanted is None or name in wanted]  # noqa: SIM118
+        return {name: shard.get_tensor(name) for name in names}
 
 
 @contextmanager
@@ -189,7 +187,14 @@ def weight_files(
     Equal tensors give equal bytes, whatever their order. A tensor that is larger by itself has a
     shard of its own.
     """
-    shards = sharded(dict(sorted(tensors.items())), max_shard_bytes)
+    shards: list[dict[str, torch.Tensor]] = [{}]
+    size = 0
+    for name, tensor in sorted(tensors.items()):
+        if max_shard_bytes is not None and shards[-1] and size + tensor.nbytes > max_shard_bytes:
+            shards.append({})
+            size = 0
+        shards[-1][name] = tensor
+        size += tensor.nbytes
     total = len(shards)
     names = [f"model-{n:05d}-of-{total:05d}.safetensors" for n in range(1, total + 1)]
     files = {
@@ -206,21 +211,6 @@ def weight_files(
     return {INDEX: (json.dumps(index, indent=1) + "\n").encode(), **files}
 
 
-def sharded(
-    tensors: dict[str, torch.Tensor], max_shard_bytes: int | None
-) -> list[dict[str, torch.Tensor]]:
-    """Tensors in their order, as many to a shard as fit."""
-    shards: list[dict[str, torch.Tensor]] = [{}]
-    size = 0
-    for name, tensor in tensors.items():
-        if max_shard_bytes is not None and shards[-1] and size + tensor.nbytes > max_shard_bytes:
-            shards.append({})
-            size = 0
-        shards[-1][name] = tensor
-        size += tensor.nbytes
-    return shards
-
-
 def tensor_sha256(tensor: torch.Tensor) -> str:
     """SHA-256 of a tensor's values in bfloat16, so that precision at load does not change it."""
     return hashlib.sha256(
@@ -232,10 +222,9 @@ def fingerprint(folder: str | Path) -> str:
     """Which target a folder holds: 16 hex digits over config, tokenizer and template in full, and
     over 256 even samples of each weight file.
 
-    Stages put it into their identity in place of the folder's path, so that a moved target is the
-    same and a retrained one is another. Weight files up to 16 MiB are read whole; of a larger one
-    64 KiB at 256 places, so an 8B target takes well under a second. A single changed value can
-    escape, a training step cannot. Raises MissingInputError.
+    Stages put it into their identity in place of the folder's path: a moved target is the same, a
+    retrained one another. Weight files up to 16 MiB are read whole; of a larger one 64 KiB at 256
+    places. A single changed value can escape, a training step cannot. Raises MissingInputError.
     """
     root = Path(folder)
     weights, digest = _safetensors(root), hashlib.sha256()
