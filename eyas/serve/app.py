@@ -209,8 +209,16 @@ class Api:
 
         async def respond(http: HttpRequest) -> Response:
             exchange = Exchange.of(http)
+            address = http.client.host if http.client else ""
+            exchange.client = address  # of a key that is refused, too
             try:
-                response = await handle(exchange, self._admit_client(exchange))
+                key = http.headers.get("authorization", "")
+                exchange.client = self.access.client_name(key, address)
+                self.access.count(exchange.client)
+                if self._service is None:
+                    what = "the model is being loaded"
+                    raise ApiError(503, what, code="loading", retry_after=LOADING_RETRY_S)
+                response = await handle(exchange, self._service)
             except ApiError as error:
                 exchange.failure = exchange.failure or error.code or "bad_request"
                 response = JSONResponse(error_form(error), error.status, error.headers)
@@ -225,18 +233,6 @@ class Api:
             return response
 
         return Route(path, respond, methods=[method])
-
-    def _admit_client(self, exchange: Exchange) -> ModelService:
-        """Check key and rate. Raises ApiError."""
-        http = exchange.http
-        address = http.client.host if http.client else ""
-        exchange.client = address  # of a key that is refused, too
-        exchange.client = self.access.client_name(http.headers.get("authorization", ""), address)
-        self.access.count(exchange.client)
-        if self._service is None:
-            what = "the model is being loaded"
-            raise ApiError(503, what, code="loading", retry_after=LOADING_RETRY_S)
-        return self._service
 
     def _end(self, exchange: Exchange, status: int) -> None:
         """End a request: write its line of log, and count it in the metrics."""

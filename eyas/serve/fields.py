@@ -129,7 +129,9 @@ class RequestBody(Strict):
             return body
         fields = {name: value for name, value in body.items() if value is not None}
         for name in fields.keys() & cls.unsupported().keys():
-            if not any(_is_same(fields[name], value) for value in cls.off[name]):
+            # true is not 1
+            given = fields[name], isinstance(fields[name], bool)
+            if not any(given == (value, isinstance(value, bool)) for value in cls.off[name]):
                 off = " or ".join(json.dumps(value) for value in cls.off[name])
                 raise unsupported(
                     name, f"is not supported here; leave it out{f' (or {off})' if off else ''}"
@@ -148,11 +150,6 @@ def few_keys(value: Any, most: int = MAX_BIASES) -> Any:
     if isinstance(value, dict) and len(value) > most:
         raise ApiError(400, f"an object has {len(value)} keys, the limit is {most}")
     return value
-
-
-def _is_same(value: Any, other: Any) -> bool:
-    """Equal, and of JSON's same type: true is not 1."""
-    return bool(value == other) and isinstance(value, bool) == isinstance(other, bool)
 
 
 def _no_empty_stop(stop: Any) -> Any:
@@ -410,10 +407,8 @@ def _refusal(error: ValidationError, body: bytes) -> ApiError:
         error.errors(include_url=False, include_context=False, include_input=False),
         key=lambda one: len(one["loc"]),
     )
-    param = (
-        ".".join(_written_path(wrong["loc"], body, wrong["type"] in ("missing", "extra_forbidden")))
-        or None
-    )
+    names_a_key = wrong["type"] in ("missing", "extra_forbidden")
+    param = ".".join(_written_path(wrong["loc"], body, names_a_key)) or None
     if wrong["type"] == "extra_forbidden":
         return ApiError(400, f"unknown field {param}", param, "unknown_parameter")
     return ApiError(400, f"{param or 'the body'}: {wrong['msg']}", param)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from copy import deepcopy
 from typing import Any
 
 from eyas.artifact import VERSION
@@ -123,9 +122,7 @@ def _form(form: Form, model: str, schemas: Schema) -> Schema:
     Every field may be null; a field that is not supported has the values that change nothing, one
     that is ignored any.
     """
-    schema = deepcopy(
-        form.model_json_schema(by_alias=True, ref_template="#/components/schemas/{model}")
-    )
+    schema = form.model_json_schema(ref_template="#/components/schemas/{model}")
     schemas |= schema.pop("$defs", {})
     properties, off = schema["properties"], set[str]()
     if issubclass(form, RequestBody):

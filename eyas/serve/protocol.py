@@ -119,10 +119,6 @@ class ChatMessage(Strict):
         calls = sum(len(one.name) + len(one.arguments) for one in functions)
         return len(self.text) + len(self.reasoning_content or "") + calls
 
-    @property
-    def uses_tools(self) -> bool:
-        return self.role == "tool" or bool(self.tool_calls)
-
     def for_template(self) -> dict[str, Any]:
         """The turn as chat templates take it, with the arguments of tool calls as objects.
 

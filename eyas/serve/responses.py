@@ -281,7 +281,33 @@ class ResponseWriter(CompletionWriter):
         body: ResponsesRequest,
     ) -> None:
         super().__init__(requests, tokenizer, chat)
-        self._shared, self._streams = _shared(body), body.stream
+        # what all events of an answer and the whole of it repeat of the request
+        asked = body.model_dump(by_alias=True, exclude_none=True)
+        self._shared: dict[str, Any] = {
+            "id": f"resp_{uuid.uuid4().hex}",
+            "object": "response",
+            "created_at": int(time.time()),
+            "model": body.model,
+            "error": None,
+            "incomplete_details": None,
+            "instructions": body.instructions,
+            "metadata": body.metadata,
+            "max_output_tokens": body.max_output_tokens,
+            "temperature": body.temperature,
+            "top_p": body.top_p,
+            "top_logprobs": body.top_logprobs,
+            "text": {"format": {"type": "text"}, **asked["text"]},
+            "reasoning": {"effort": body.reasoning.effort, "summary": None},
+            "tools": asked["tools"],
+            "tool_choice": asked["tool_choice"],
+            "parallel_tool_calls": body.parallel_tool_calls,
+            "background": False,
+            "store": False,
+            "truncation": "disabled",
+            "previous_response_id": None,
+            "usage": None,
+        }
+        self._streams = body.stream
         self._num_events = 0
         self._output: list[dict[str, Any]] = []
         self._open: _OpenMessage | None = None
@@ -427,32 +453,3 @@ class _OpenMessage:
 
 def _output_text(text: str, logprobs: list[dict[str, Any]]) -> dict[str, Any]:
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
-
-
-def _shared(body: ResponsesRequest) -> dict[str, Any]:
-    """What all events of an answer and the whole of it repeat of the request."""
-    asked = body.model_dump(by_alias=True, exclude_none=True)
-    return {
-        "id": f"resp_{uuid.uuid4().hex}",
-        "object": "response",
-        "created_at": int(time.time()),
-        "model": body.model,
-        "error": None,
-        "incomplete_details": None,
-        "instructions": body.instructions,
-        "metadata": body.metadata,
-        "max_output_tokens": body.max_output_tokens,
-        "temperature": body.temperature,
-        "top_p": body.top_p,
-        "top_logprobs": body.top_logprobs,
-        "text": {"format": {"type": "text"}, **asked["text"]},
-        "reasoning": {"effort": body.reasoning.effort, "summary": None},
-        "tools": asked["tools"],
-        "tool_choice": asked["tool_choice"],
-        "parallel_tool_calls": body.parallel_tool_calls,
-        "background": False,
-        "store": False,
-        "truncation": "disabled",
-        "previous_response_id": None,
-        "usage": None,
-    }

@@ -230,11 +230,11 @@ class UvicornServer(uvicorn.Server):
                 timeout_graceful_shutdown=math.ceil(limits.shutdown_s + LAST_ANSWERS_S),
             )
         )
-        self.host, self.port = listener.getsockname()[:2]
+        self.host, port = listener.getsockname()[:2]
         self._api.access.checks_hosts |= ipaddress.ip_address(self.host).is_loopback
-        self.url = f"http://{f'[{self.host}]' if ':' in self.host else self.host}:{self.port}"
+        self.url = f"http://{f'[{self.host}]' if ':' in self.host else self.host}:{port}"
         self.thread = threading.Thread(target=self.run, args=([listener],), name="server")
-        self._listens = threading.Event()
+        self.listens = threading.Event()
         # waited for in place of `thread.join`, which a signal's exception leaves in a wrong state
         self.ended = threading.Event()
 
@@ -242,12 +242,6 @@ class UvicornServer(uvicorn.Server):
         """Serve a model; returns when requests are answered."""
         asyncio.run_coroutine_threadsafe(self._api.open(service), self.loop).result()
         log.info("serving", extra={"data": {"url": self.url}})
-
-    def wait_until_listening(self) -> None:
-        """Raises EyasError when the thread ends before."""
-        while not self._listens.wait(0.05):
-            if not self.thread.is_alive():
-                raise EyasError("the server did not start", "its log says why")
 
     def run(self, sockets: list[socket.socket] | None = None) -> None:
         try:
@@ -258,7 +252,7 @@ class UvicornServer(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         self.loop = asyncio.get_running_loop()
-        self._listens.set()
+        self.listens.set()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self._api.drain()
@@ -274,7 +268,9 @@ def _listening(app: Starlette, address: tuple[str, int]) -> Iterator[UvicornServ
         server = UvicornServer(app, listener)
         server.thread.start()
         try:
-            server.wait_until_listening()
+            while not server.listens.wait(0.05):
+                if not server.thread.is_alive():
+                    raise EyasError("the server did not start", "its log says why")
             yield server
         finally:
             server.should_exit = True

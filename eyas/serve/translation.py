@@ -164,7 +164,7 @@ class Translator:
             raise unsupported("text_drafts", "this server does not draft from text")
 
     def _chat_prompt(self, body: ChatRequest) -> list[int]:
-        in_messages = any(turn.uses_tools for turn in body.messages)
+        in_messages = any(turn.role == "tool" or turn.tool_calls for turn in body.messages)
         used = "tools" if body.offered_tools else "messages" if in_messages else None
         if used is not None and not self.tokenizer.calls_tools_in_tags:
             raise unsupported(

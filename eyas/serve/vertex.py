@@ -96,25 +96,19 @@ def instances(body: bytes, model: str) -> list[ChatRequest | TextRequest]:
             f"parameters: over {MAX_PARAMETERS_BYTES} bytes, give them with the instances",
             "parameters",
         )
-    return [_instance(number, one, shared, model) for number, one in enumerate(request.instances)]
-
-
-def _instance(
-    number: int, given: dict[str, Any], shared: dict[str, Any], model: str
-) -> ChatRequest | TextRequest:
-    where = f"instances.{number}"
-    if ("messages" in given) == ("prompt" in given):
-        raise ApiError(400, f"{where}: give messages, for a chat, or prompt, for a text", where)
-    merged = {"model": model, **shared, **given}
-    kind: type[ChatRequest] | type[TextRequest] = (
-        ChatRequest if "messages" in given else TextRequest
-    )
-    try:
-        found = parse_body(kind, json.dumps(merged).encode())
-        if found.stream:
-            raise unsupported("stream", "a prediction is not streamed; leave it out (or false)")
-    except ApiError as error:
-        raise located(error, number, given, shared) from None
+    found: list[ChatRequest | TextRequest] = []
+    for number, given in enumerate(request.instances):
+        where = f"instances.{number}"
+        if ("messages" in given) == ("prompt" in given):
+            raise ApiError(400, f"{where}: give messages, for a chat, or prompt, for a text", where)
+        kind: type[ChatRequest | TextRequest] = ChatRequest if "messages" in given else TextRequest
+        try:
+            one = parse_body(kind, json.dumps({"model": model, **shared, **given}).encode())
+            if one.stream:
+                raise unsupported("stream", "a prediction is not streamed; leave it out (or false)")
+        except ApiError as error:
+            raise located(error, number, given, shared) from None
+        found.append(one)
     return found
 
 

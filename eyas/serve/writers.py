@@ -13,10 +13,10 @@ import time
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from eyas.engine.request import DraftedTree, FinishReason, Request, TokenLogprob, Update
+from eyas.engine.request import FinishReason, Request, TokenLogprob, Update
 from eyas.serve.fields import CompletionRequest, StreamOptions
 from eyas.serve.protocol import ChatRequest, TextRequest
 from eyas.serve.tokenizer import Tokenizer
@@ -88,24 +88,19 @@ class Choice:
                 token_texts[-1] += self._by_token.finish()
         return Delta(update, text, parts, self.ending, is_first, token_texts)
 
-    @property
-    def text(self) -> str:
-        """Of the kept deltas, as all below."""
-        return "".join(delta.text for delta in self.kept)
-
-    @property
-    def calls(self) -> list[Call]:
-        return [call for delta in self.kept for call in delta.calls]
-
-    @property
-    def logprobs(self) -> list[TokenLogprob] | None:
-        if self.kept[-1].update.logprobs is None:
-            return None
-        return [one for delta in self.kept for one in delta.update.logprobs or ()]
-
-    @property
-    def token_ids(self) -> list[int]:
-        return [token for delta in self.kept for token in delta.update.token_ids]
+    def whole(self) -> Delta:
+        """The kept deltas as one."""
+        first, last = self.kept[0].update, self.kept[-1].update
+        logprobs = [one for delta in self.kept for one in delta.update.logprobs or ()]
+        update = replace(
+            last,
+            token_ids=[token for delta in self.kept for token in delta.update.token_ids],
+            logprobs=None if last.logprobs is None else logprobs,
+            prompt_logprobs=first.prompt_logprobs,
+        )
+        text = "".join(delta.text for delta in self.kept)
+        parts = [part for delta in self.kept for part in delta.parts]
+        return Delta(update, text, parts, self.ending, True, None)
 
 
 class CompletionWriter(ABC):
@@ -221,22 +216,42 @@ class _OpenAIWriter(CompletionWriter):
         usage = f'{self._head}], "usage": {json.dumps(self.usage())}}}\n\n'
         return (usage if self._has_usage else "") + DONE
 
-    def _event(self, choice: str, **fields: Any) -> str:
+    def _event(self, choice: dict[str, Any], **fields: Any) -> str:
         """A chunk of one choice; fields: beside `choices`."""
         tail = self._tail
         if self._always_has_usage:
             tail = f'], "usage": {json.dumps(self.usage())}}}\n\n'
         if fields:
             tail = f"], {json.dumps(fields)[1:-1]}{tail[1:]}"
-        return f"{self._head}{choice}{tail}"
+        return f"{self._head}{json.dumps(choice)}{tail}"
 
     def _round(self, delta: Delta) -> dict[str, Any]:
-        """For include_rounds: the field of a chunk that has the delta's round."""
+        """For include_rounds, the field of a chunk that has the delta's round: the origin of each
+        token (drafted and accepted, the target's bonus, or decoded plainly), its tree (None for a
+        prefill or a plain round), and whether the head drafted in it, as tau counts.
+        """
         if delta.token_texts is None:
             return {}
-        shown = _round(delta.token_texts, delta.update.tree, self.tokenizer)
-        # tau is over the rounds that the head drafted in
-        return {"eyas": {"round": {**shown, "head": delta.update.num_accepted_drafts is not None}}}
+        tree, nodes = delta.update.tree, None
+        others, num_drafted = "plain", 0
+        if tree is not None:
+            others, num_drafted = "bonus", len(tree.accepted)
+            drafted = zip(tree.token_ids, tree.parents, tree.probabilities, strict=True)
+            nodes = [
+                {
+                    "parent": parent,
+                    "text": self.tokenizer.piece(token).decode(errors="replace"),
+                    "probability": round(probability, 4),
+                    "accepted": node in tree.accepted,
+                }
+                for node, (token, parent, probability) in enumerate(drafted)
+            ]
+        tokens = [
+            {"text": text, "origin": "drafted" if place < num_drafted else others}
+            for place, text in enumerate(delta.token_texts)
+        ]
+        is_by_head = delta.update.num_accepted_drafts is not None
+        return {"eyas": {"round": {"tokens": tokens, "tree": nodes, "head": is_by_head}}}
 
     def _object(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
         return {**self._shared, "object": self.kind, "choices": choices, "usage": self.usage()}
@@ -259,27 +274,28 @@ class ChatWriter(_OpenAIWriter):
 
     def write(self, choice: Choice, delta: Delta) -> str:
         # clients open a text at the first content that is not null, where a call alone may follow
-        is_void = not delta.text and self._may_call
-        content = f'"content": {"null" if is_void else json.dumps(delta.text)}'
-        if delta.is_first:
-            content = f'"role": "assistant", {content}'
+        message: dict[str, Any] = {"role": "assistant"} if delta.is_first else {}
+        message["content"] = None if self._may_call and not delta.text else delta.text
         if calls := delta.calls:  # clients put the chunks of a call together by its index
             first = self._num_calls[choice.number]
             self._num_calls[choice.number] += len(calls)
-            numbered = [{"index": index, **one.to_json()} for index, one in enumerate(calls, first)]
-            content += f', "tool_calls": {json.dumps(numbered)}'
-        more = ""
+            message["tool_calls"] = [
+                {"index": index, **one.to_json()} for index, one in enumerate(calls, first)
+            ]
+        written: dict[str, Any] = {"index": choice.number, "delta": message}
         if delta.update.logprobs is not None:
-            more = f', "logprobs": {json.dumps(self._logprobs(delta.update.logprobs))}'
-        ids = f', "token_ids": {json.dumps(delta.update.token_ids)}' if self._returns_ids else ""
-        head = f'{{"index": {choice.number}, "delta": {{'
+            written["logprobs"] = self._logprobs(delta.update.logprobs)
+        written["finish_reason"] = None
         fields = self._round(delta)
-        if self._returns_ids and delta.is_first:
-            fields["prompt_token_ids"] = choice.request.prompt_ids
-        event = self._event(f'{head}{content}}}{more}, "finish_reason": null{ids}}}', **fields)
+        if self._returns_ids:
+            written["token_ids"] = delta.update.token_ids
+            if delta.is_first:
+                fields["prompt_token_ids"] = choice.request.prompt_ids
+        event = self._event(written, **fields)
         if delta.ending is None:
             return event
-        return event + self._event(f'{head}}}, "finish_reason": "{delta.ending}"}}')
+        last = {"index": choice.number, "delta": {}, "finish_reason": delta.ending}
+        return event + self._event(last)
 
     def whole(self) -> dict[str, Any]:
         answer = self._object([self._choice(choice) for choice in self.choices])
@@ -288,9 +304,10 @@ class ChatWriter(_OpenAIWriter):
         return answer
 
     def _choice(self, choice: Choice) -> dict[str, Any]:
-        text, calls, logprobs = choice.text, choice.calls, choice.logprobs
+        answer = choice.whole()
+        text, logprobs = answer.text, answer.update.logprobs
         message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
-        if calls:
+        if calls := answer.calls:
             message |= {"content": text or None, "tool_calls": [call.to_json() for call in calls]}
         written = {
             "index": choice.number,
@@ -298,7 +315,7 @@ class ChatWriter(_OpenAIWriter):
             "logprobs": None if logprobs is None else self._logprobs(logprobs),
             "finish_reason": choice.ending,
         }
-        return {**written, "token_ids": choice.token_ids} if self._returns_ids else written
+        return {**written, "token_ids": answer.update.token_ids} if self._returns_ids else written
 
     def _logprobs(self, logprobs: list[TokenLogprob]) -> dict[str, Any]:
         return {"content": chat_logprobs(self.tokenizer, logprobs), "refusal": None}
@@ -324,52 +341,31 @@ class TextWriter(_OpenAIWriter):
         ]
 
     def write(self, choice: Choice, delta: Delta) -> str:
-        text = self._echoes[choice.number] + delta.text if delta.is_first else delta.text
-        written = self._choice(choice, text, delta, delta.update.logprobs, delta.update.token_ids)
-        return self._event(json.dumps(written), **self._round(delta))
+        return self._event(self._choice(choice, delta), **self._round(delta))
 
     def whole(self) -> dict[str, Any]:
-        return self._object(
-            [
-                self._choice(
-                    one,
-                    self._echoes[one.number] + one.text,
-                    one.kept[0],
-                    one.logprobs,
-                    one.token_ids,
-                )
-                for one in self.choices
-            ]
-        )
+        return self._object([self._choice(choice, choice.whole()) for choice in self.choices])
 
-    def _choice(
-        self,
-        choice: Choice,
-        text: str,
-        first: Delta,
-        logprobs: list[TokenLogprob] | None,
-        token_ids: list[int],
-    ) -> dict[str, Any]:
-        """A part of a choice, or the whole of it. first: its first delta."""
+    def _choice(self, choice: Choice, delta: Delta) -> dict[str, Any]:
         written: dict[str, Any] = {
             "index": choice.number,
-            "text": text,
-            "logprobs": None if logprobs is None else self._logprobs(choice, first, logprobs),
-            "finish_reason": choice.ending,
+            "text": self._echoes[choice.number] + delta.text if delta.is_first else delta.text,
+            "logprobs": self._logprobs(choice, delta.update),
+            "finish_reason": delta.ending,
         }
         if self._returns_ids:
-            written["token_ids"] = token_ids
-            if first.is_first:
+            written["token_ids"] = delta.update.token_ids
+            if delta.is_first:
                 written["prompt_token_ids"] = list(choice.request.prompt_ids)
         return written
 
-    def _logprobs(
-        self, choice: Choice, first: Delta, answered: list[TokenLogprob]
-    ) -> dict[str, Any]:
-        known = [*(first.update.prompt_logprobs or ()), *answered]
+    def _logprobs(self, choice: Choice, update: Update) -> dict[str, Any] | None:
+        if update.logprobs is None:
+            return None
+        known = [*(update.prompt_logprobs or ()), *update.logprobs]
         logprobs: list[TokenLogprob | None] = [*known]
         token_ids = [one.token_id for one in known]
-        if first.update.prompt_logprobs is not None:
+        if update.prompt_logprobs is not None:
             logprobs.insert(0, None)
             token_ids.insert(0, choice.request.prompt_ids[0])
         offsets = [self._offsets[choice.number]]
@@ -408,28 +404,3 @@ def chat_logprobs(tokenizer: Tokenizer, logprobs: list[TokenLogprob]) -> list[di
         {**named(one.token_id, one.logprob), "top_logprobs": [named(*pair) for pair in one.top]}
         for one in logprobs
     ]
-
-
-def _round(texts: list[str], tree: DraftedTree | None, tokenizer: Tokenizer) -> dict[str, Any]:
-    """The origin of each token of a round (drafted and accepted, the target's bonus, or decoded
-    plainly), and its tree; None for a prefill or a plain round.
-    """
-    others, num_drafted = ("plain", 0) if tree is None else ("bonus", len(tree.accepted))
-    tokens = [
-        {"text": text, "origin": "drafted" if place < num_drafted else others}
-        for place, text in enumerate(texts)
-    ]
-    if tree is None:
-        return {"tokens": tokens, "tree": None}
-    nodes = [
-        {
-            "parent": parent,
-            "text": tokenizer.piece(token).decode(errors="replace"),
-            "probability": round(probability, 4),
-            "accepted": node in tree.accepted,
-        }
-        for node, (token, parent, probability) in enumerate(
-            zip(tree.token_ids, tree.parents, tree.probabilities, strict=True)
-        )
-    ]
-    return {"tokens": tokens, "tree": nodes}

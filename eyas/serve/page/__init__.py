@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.routing import Route
 
@@ -40,13 +39,7 @@ def page_routes() -> list[Route]:
     """A route for each file, which is read once. They need no key: they hold nothing of model or
     traffic.
     """
-    return [_route(path, *named) for path, named in FILES.items()]
-
-
-def _route(path: str, file: Path, media_type: str) -> Route:
-    content = file.read_bytes()
-
-    async def respond(_: HttpRequest) -> Response:
-        return Response(content, media_type=media_type, headers=_HEADERS)
-
-    return Route(path, respond, methods=["GET"])
+    return [
+        Route(path, Response(file.read_bytes(), 200, _HEADERS, media_type), methods=["GET"])
+        for path, (file, media_type) in FILES.items()
+    ]
