@@ -52,8 +52,12 @@ def command() -> None:
 
 def _versions() -> list[Row]:
     rows = [("python", platform.python_version(), sys.executable)]
-    uses = dict.fromkeys(REQUIRED, "required") | OPTIONAL
-    return rows + [(name, _version(name) or "absent", use) for name, use in uses.items()]
+    for name, use in (dict.fromkeys(REQUIRED, "required") | OPTIONAL).items():
+        try:
+            rows.append((name, version(name), use))
+        except PackageNotFoundError:
+            rows.append((name, "absent", use))
+    return rows
 
 
 def _devices() -> list[Row]:
@@ -103,10 +107,3 @@ def _packaged() -> list[Row]:
         except MissingInputError as error:
             rows.append((name, "no", error.what))
     return rows
-
-
-def _version(name: str) -> str | None:
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return None

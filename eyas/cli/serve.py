@@ -109,8 +109,7 @@ def command(
         *(overrides or []),
         *(f"{name}={json.dumps(value)}" for name, value in settings.items() if value is not None),
     ]
-    given = {"target": target, "head": head, "host": host, "port": port}
-    given["device"] = device
+    given = {"target": target, "head": head, "device": device, "host": host, "port": port}
     options = from_environment() | {
         name: value for name, value in given.items() if value is not None
     }

@@ -203,36 +203,30 @@ class Metrics(Collector):
         ]
         if self.tau is not None:
             single.append((gauge, "spec_accept_length", self.tau, "tau: tokens a round and sample"))
-        for kind, name, value, about in single:
-            yield self._family(kind, name, about, {"": value})
         sources = {source: counters[f"accepted_{source}"] for source in ("head", "text", "both")}
         # a round accepts at position p when it accepts more than p drafts
         places = {
             str(place): float(count) for place, count in enumerate(accepted_by_position(hist))
         }
         accepted = "spec_decode_num_accepted_tokens"
-        of_rounds = [
-            (name, about, {of: scale * counters[f"{of}_{key}"] for of in _KINDS}, "kind")
+        families = [(kind, name, about, {"": value}, "") for kind, name, value, about in single]
+        families += [
+            (counter, name, about, {of: scale * counters[f"{of}_{key}"] for of in _KINDS}, "kind")
             for name, key, scale, about in _OF_ROUNDS
         ]
-        for name, about, values, label in (
-            *of_rounds,
-            (f"{accepted}_by_source", "of the head, of text, and of both alike", sources, "source"),
-            (f"{accepted}_per_pos", "accepted, by position", places, "position"),
-        ):
-            yield self._family(counter, name, about, values, label)
-
-    def _family(
-        self,
-        kind: type[CounterMetricFamily] | type[GaugeMetricFamily],
-        name: str,
-        about: str,
-        values: Mapping[str, float],
-        label: str = "",
-    ) -> Metric:
-        """values: by the label's value; without a label, one."""
-        names = ("model_name", label) if label else ("model_name",)
-        family = kind(f"eyas:{name}", about, labels=names)
-        for text, value in values.items():
-            family.add_metric([self._model, text][: len(names)], value)
-        return family
+        families += [
+            (
+                counter,
+                f"{accepted}_by_source",
+                "of the head, of text, and of both alike",
+                sources,
+                "source",
+            ),
+            (counter, f"{accepted}_per_pos", "accepted, by position", places, "position"),
+        ]
+        for kind, name, about, values, label in families:
+            names = ("model_name", label) if label else ("model_name",)
+            family = kind(f"eyas:{name}", about, labels=names)
+            for text, value in values.items():
+                family.add_metric([self._model, text][: len(names)], value)
+            yield family
