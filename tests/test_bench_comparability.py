@@ -43,16 +43,17 @@ def test_another_precision_is_refused_and_silence_is_said():
     assert differences_of_servers(HERE, served()) == []
 
 
-def test_another_engine_is_said():
-    (said,) = differences_of_servers(HERE, served(kind="vllm", version="0.32"))
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"kind": "vllm", "version": "0.32"}, "eyas at here against vllm 0.32 at here"),
+        ({"url": "http://there"}, "eyas at here against eyas at there"),
+    ],
+)
+def test_another_engine_or_host_is_said(changes, text):
+    (said,) = differences_of_servers(HERE, served(**changes))
     assert (said.what, said.refused) == ("engine", False)
-    assert "eyas at here against vllm 0.32 at here" in said.text
-
-
-def test_the_same_engine_on_another_host_is_another():
-    (said,) = differences_of_servers(HERE, served(url="http://there"))
-    assert (said.what, said.refused) == ("engine", False)
-    assert "eyas at here against eyas at there" in said.text
+    assert text in said.text
 
 
 @pytest.mark.parametrize(

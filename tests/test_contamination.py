@@ -46,14 +46,13 @@ BENIGN = [
     "And if the first goes away, what happens to the others?",
 ]
 LIKES = str.maketrans("aceiopxysBHKMT", "асеіорхуѕВНКМТ")  # Latin letters and Cyrillic ones
+SIGNS = str.maketrans({"'": "\u2019", ",": " \u2014", ".": "!", "?": "..."})
 DISGUISES = {
     "verbatim": lambda text: text,
     "upper case": str.upper,
     "spacing": lambda text: " \n\t " + text.replace(" ", "  \r\n "),
     "no punctuation": lambda text: "".join(letter if letter.isalnum() else " " for letter in text),
-    "other punctuation": lambda text: (
-        text.replace("'", "\u2019").replace(",", " \u2014").replace(".", "!").replace("?", "...")
-    ),
+    "other punctuation": lambda text: text.translate(SIGNS),
     "markdown": lambda text: "# **" + "** _".join(text.split(" ", 1)) + "_",
     "HTML": lambda text: (
         "<p class='x'>" + text.replace("'", "&#39;").replace(" ", "&nbsp;<b>", 1) + "</b></p>"

@@ -248,20 +248,20 @@ class TestRuns:
         other = made_up_run(tmp_path / "other", World(8).run(2.0, MOST), config={"seed": 1})
         assert len(read_runs([*runs, other.url])) == 5
 
-    def test_what_is_no_run(self, runs: list[str], tmp_path: Path) -> None:
-        unmeasured = made_up_run(tmp_path / "other", World(8).run(2.0, 5), held_out={"step": 0})
-        with pytest.raises(EmptyInputError, match="measured no tau"):
-            read_runs([unmeasured.url])
-        old = made_up_run(tmp_path / "old", World(8).run(2.0, 5), is_old=True)
-        with pytest.raises(MissingInputError, match="older version"):
-            read_runs([old.url])
-        with pytest.raises(MissingInputError):
-            read_runs([str(tmp_path / "nowhere")])
-        capture = Artifact(str(tmp_path / "features"))
+    def test_what_is_no_run(self, tmp_path: Path) -> None:
+        point, capture = World(8).run(2.0, 5), Artifact(str(tmp_path / "features"))
         capture.begin("made up")
         capture.finish("capture", {}, {}, {})
-        with pytest.raises(InputError, match="holds 'capture', not 'train'"):
-            read_runs([capture.url])
+        unmeasured = made_up_run(tmp_path / "other", point, held_out={"step": 0})
+        old = made_up_run(tmp_path / "old", point, is_old=True)
+        for url, error, message in (
+            (unmeasured.url, EmptyInputError, "measured no tau"),
+            (old.url, MissingInputError, "older version"),
+            (str(tmp_path / "nowhere"), MissingInputError, "nowhere"),
+            (capture.url, InputError, "holds 'capture', not 'train'"),
+        ):
+            with pytest.raises(error, match=message):
+                read_runs([url])
 
     def test_trained_heads_are_read_as_they_measured(self, tmp_path: Path) -> None:
         folder = tiny_target(tmp_path / "target", num_hidden_layers=8)

@@ -90,6 +90,11 @@ def asked(url, speculation=True, **fields):
     return httpx.post(f"{url}/v1/chat/completions", json=body, timeout=300).json()
 
 
+def answer_with(page, answer):
+    """This answer in place of the server's."""
+    page.route("**/completions", lambda route: route.fulfill(**answer))
+
+
 def texts(page, selector):
     return [one.text_content() for one in page.query_selector_all(selector)]
 
@@ -238,9 +243,9 @@ def lanes(page):
     return ["".join(texts(page, f".lane:nth-child({place}) .token")) for place in (1, 2)]
 
 
-def race(page):
+def race(page, prompt=PROMPT):
     """The verdict, and what both lanes say."""
-    page.fill("#prompt", PROMPT)
+    page.fill("#prompt", prompt)
     page.click("#race")
     page.wait_for_selector(".verdict")
     over(page)
@@ -275,7 +280,7 @@ def test_an_answer_that_comes_at_once_has_no_pace(page):
     """Chunks that a proxy, or a busy machine, hands over together: their times say nothing of the
     server.
     """
-    page.route("**/completions", lambda route: route.fulfill(**events(["word "] * 17)))
+    answer_with(page, events(["word "] * 17))
     verdict, notes, figures = race(page)
     assert verdict == (
         "Identical outputs: all 17 tokens are the same. With the head 1.00 tokens a round, over "
@@ -364,7 +369,7 @@ def test_tokens_a_round_count_plain_rounds_and_the_last_round_that_drafted_is_sh
     """13 of 19 tokens are plain: tau is 3.00 over two rounds, and hardly anything was gained."""
     rounds = [(["w "], "plain", None)] * 5 + [(["w "] * 3, "bonus", [])] * 2
     rounds += [(["w "], "plain", None)] * 8
-    page.route("**/completions", lambda route: route.fulfill(**streamed(rounds)))
+    answer_with(page, streamed(rounds))
     chat(page)
     assert page.text_content("#per-round") == "1.29"  # 18 tokens in 14 rounds after the prefill
     told = page.text_content("#per-round-note")
@@ -376,7 +381,7 @@ def test_tokens_a_round_count_plain_rounds_and_the_last_round_that_drafted_is_sh
 @needs_chromium
 def test_a_round_that_text_alone_drafted_is_none_of_tau(page):
     rounds = [(["w "], "plain", None)] + [(["w ", "w "], "bonus", [])] * 3
-    page.route("**/completions", lambda route: route.fulfill(**streamed(rounds, by_head=False)))
+    answer_with(page, streamed(rounds, by_head=False))
     chat(page)
     assert page.text_content("#per-round") == "2.00"
     assert page.text_content("#per-round-note") == "the head drafted in no round so far"
@@ -409,11 +414,7 @@ def test_the_floor_of_races_is_that_of_a_benchmark():
 def test_outputs_that_differ_are_said_to(page):
     answers = iter(["alpha beta", "alpha gamma"])
     page.route("**/completions", lambda route: route.fulfill(**events(next(answers).split())))
-    page.fill("#prompt", PROMPT)
-    page.click("#race")
-    page.wait_for_selector(".verdict")
-    assert page.text_content(".verdict").startswith("The outputs differ from token 2 on.")
-    over(page)
+    assert race(page)[0].startswith("The outputs differ from token 2 on.")
 
 
 @needs_chromium
@@ -487,7 +488,7 @@ def streamed(rounds, by_head=True):
 @needs_chromium
 def test_what_a_model_says_is_text_and_never_html(page):
     evil = "<img src=x onerror=\"document.title='x'\"><script>document.title='x'</script>"
-    page.route("**/completions", lambda route: route.fulfill(**events([evil, "</div>&amp;"])))
+    answer_with(page, events([evil, "</div>&amp;"]))
     chat(page, prompt=evil)
     assert texts(page, ".said .token") == [evil, "</div>&amp;"]
     assert page.text_content(".asked") == evil
@@ -500,7 +501,7 @@ def test_a_long_answer_leaves_the_page_its_frames(page):
     """However fast it comes, so many tokens are drawn between two frames and no more."""
     count = 3000
     words = events([f"word{one}\n " for one in range(count)])
-    page.route("**/completions", lambda route: route.fulfill(**words))
+    answer_with(page, words)
     page.evaluate("""() => {
         window.counts = [];
         const look = () => {
@@ -534,7 +535,7 @@ def test_errors_are_said_in_words_and_the_prompt_is_not_lost(browser, server):
         broken = events(["one"])
         failed = 'data: {"error": {"message": "the engine failed"}}\n\n'
         broken["body"] = broken["body"].partition("data: [DONE]")[0] + failed
-        page.route("**/completions", lambda route: route.fulfill(**broken))
+        answer_with(page, broken)
         chat(page)
         assert page.text_content("#problem") == "The engine failed."
         page.unroute("**/completions")
@@ -625,10 +626,7 @@ def test_text_stands_out_from_its_background(browser, server, tmp_path, scheme):
         page.wait_for_selector("#send:enabled")
         welcome = page.evaluate(CONTRASTS)
         page.fill("#longest", "30")
-        page.fill("#prompt", PROMPT)
-        page.click("#race")
-        page.wait_for_selector(".verdict")
-        over(page)
+        race(page)
         page.fill("#temperature", "0")
         chat(page, longest=30)
         found = welcome + page.evaluate(CONTRASTS)
@@ -647,10 +645,7 @@ def test_a_phone_reads_it_without_scrolling_sideways(browser, server):
         # the chat comes first: examples, prompt and Send are on the first screen
         assert page.evaluate("document.querySelector('#send').getBoundingClientRect().bottom < 740")
         chat(page, longest=30)
-        page.fill("#prompt", "https://" + "long" * 60)
-        page.click("#race")
-        page.wait_for_selector(".verdict")
-        over(page)
+        race(page, "https://" + "long" * 60)
         assert page.evaluate("[document.documentElement.scrollWidth, innerWidth]") == [360, 360]
         small = page.evaluate("""[...document.querySelectorAll("button")]
             .filter(one => one.checkVisibility())
