@@ -19,13 +19,11 @@ from eyas.data.duplicates import (
     BANDS,
     CANDIDATES,
     NONE,
-    SHINGLE,
     exact,
     jaccard,
     mixed,
     near,
     normalised,
-    row_text,
     runs,
     shingles,
     signature,
@@ -49,11 +47,11 @@ def likeness(rows, threshold=THRESHOLD, alive=None, bands=None):
     """`near` over rows that are all held in memory."""
     bands = np.stack([signature(one) for one in rows]) if bands is None else bands
     alive = np.ones(len(rows), bool) if alive is None else np.array(alive)
-    return near(bands, lambda index: row_text(rows[index]), alive, threshold)
+    return near(bands, rows.__getitem__, alive, threshold)
 
 
 def similarity(*rows):
-    return jaccard(*(shingles("\n".join(one.turns), SHINGLE) for one in rows))
+    return jaccard(*(shingles("\n".join(one.turns)) for one in rows))
 
 
 def edited(text, rng, share):
@@ -150,7 +148,7 @@ def test_a_band_is_shared_with_the_probability_that_theory_gives():
 
 def test_long_texts_are_taken_piece_by_piece():
     text = texts(random.Random(0), 1, length=5000)[0]
-    members = shingles(text, SHINGLE)
+    members = shingles(text)
     scale, shift = mixed(np.arange(2 * BANDS * BAND_SIZE)).reshape(2, -1)
     pairs = zip(scale | np.uint64(1), shift, strict=True)
     least = np.array([(members * one + other).min() for one, other in pairs])
@@ -237,7 +235,7 @@ def test_every_pair_that_is_alike_enough_is_found():
     copies = [edited(text, rng, share) for text in originals for share in (0.0, 0.02, 0.05)]
     rows = [row(text) for text in (*originals, *copies)]
     found = likeness(rows)
-    sets = [shingles(one.turns[0], SHINGLE) for one in rows]
+    sets = [shingles(one.turns[0]) for one in rows]
     expected = []
     for index, members in enumerate(sets):
         kept = [earlier for earlier in range(index) if expected[earlier] == NONE]
@@ -302,14 +300,14 @@ def test_work_grows_with_the_rows_however_many_share_a_bucket(count):
     bands = np.stack([signature(one) for one in rows])
     assert max(np.unique(column, return_counts=True)[1].max() for column in bands.T) > count // 10
     asked = []
-    text_of = lambda index: asked.append(index) or row_text(rows[index])  # noqa: E731
-    near(bands, text_of, np.ones(count, bool), 0.99)
+    row_of = lambda index: asked.append(index) or rows[index]  # noqa: E731
+    near(bands, row_of, np.ones(count, bool), 0.99)
     assert len(asked) <= (CANDIDATES + 1) * count
 
 
 def test_of_no_rows_none_are_alike():
     nothing = np.zeros((0, BANDS), np.uint64)
-    assert near(nothing, lambda index: "", np.zeros(0, bool), THRESHOLD).shape == (0,)
+    assert near(nothing, [].__getitem__, np.zeros(0, bool), THRESHOLD).shape == (0,)
     assert exact(np.zeros((0, 2), np.uint64)).shape == (0,)
 
 

@@ -1,10 +1,9 @@
 """Drops prompts that overlap evaluation sets, and names the item that they overlap.
 
 A row is dropped if it holds half of the word 4-grams of a turn of an item, or 13 words of one in a
-row, whatever the order of turns, case, white space, punctuation, Unicode form or simple markup; and
-if it holds most of a turn with other numbers. Words are letters and digits of a folded text,
-split in two ways, since a sign between letters may be left out or become a space.
-docs/decisions/prompts.md compares other rules.
+row, or most of a turn with other numbers. Case, white space, punctuation, Unicode form, simple
+markup and the order of turns make no difference; a sign between letters may be left out or become a
+space. docs/decisions/prompts.md compares other rules.
 
 Letters: G grams of the index, T words of a text.
 """
@@ -19,7 +18,6 @@ import re
 import unicodedata
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -60,8 +58,8 @@ NO_GRAMS: HashArray = np.zeros(0, np.uint64)
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TurnGrams:
-    """The grams of a turn in one spelling, by size, each once; a row that holds this share of those
-    of size GRAM, and so many of them, holds the turn.
+    """The grams of a turn in one spelling, by size, each once; a row holds the turn that has this
+    share of those of size GRAM, and so many.
     """
 
     by_size: dict[int, HashArray]
@@ -85,38 +83,29 @@ class EvaluationItem:
         return f"{self.where} (id {self.id})" if self.id else self.where
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
 class Postings:
-    """Which turns hold which gram: `grams` sorted, uint64 [G]; gram g is in
+    """Which turns hold which gram: gram g, of sorted uint64 [G], is in
     turns[starts[g]:starts[g + 1]].
     """
 
-    grams: HashArray
-    starts: NDArray[np.int64]
-    turns: NDArray[np.int64]
-
-    @classmethod
-    def of(cls, grams_of_turns: Sequence[HashArray]) -> Self:
-        """The postings of turns 0, 1, ... with these grams, each gram once a turn."""
+    def __init__(self, grams_of_turns: Sequence[HashArray]) -> None:
+        """grams_of_turns: of turns 0, 1, ..., each gram once a turn."""
         sizes = [len(grams) for grams in grams_of_turns]
         every = np.concatenate([NO_GRAMS, *grams_of_turns])
-        turns = np.repeat(np.arange(len(sizes)), sizes)
         order = np.argsort(every, kind="stable")
-        grams, starts = np.unique(every[order], return_index=True)
-        return cls(grams, np.append(starts, len(every)), turns[order])
+        self._turns = np.repeat(np.arange(len(sizes)), sizes)[order]
+        self._grams, starts = np.unique(every[order], return_index=True)
+        self._starts = np.append(starts, len(every))
 
     def found(self, grams: HashArray) -> NDArray[np.int64]:
         """The turns that hold grams of a text, repeated for each different gram."""
-        if not len(self.grams):
-            return np.zeros(0, np.int64)
-        places = np.minimum(np.searchsorted(self.grams, grams), len(self.grams) - 1)
-        places = np.unique(places[self.grams[places] == grams])
-        return np.concatenate(
-            [
-                np.zeros(0, np.int64),
-                *(self.turns[self.starts[one] : self.starts[one + 1]] for one in places),
-            ]
-        )
+        nothing = np.zeros(0, np.int64)
+        if not len(self._grams):
+            return nothing
+        places = np.minimum(np.searchsorted(self._grams, grams), len(self._grams) - 1)
+        places = np.unique(places[self._grams[places] == grams])
+        spans = zip(self._starts[places], self._starts[places + 1], strict=True)
+        return np.concatenate([nothing, *(self._turns[start:end] for start, end in spans)])
 
 
 class Contamination:
@@ -133,7 +122,7 @@ class Contamination:
         items = _without_common([item for source in sets for item in _items(source)])
         turns = [turn for item in items for turn in item.turns]
         self._postings = {
-            size: Postings.of([turn.by_size[size] for turn in turns]) for size in (GRAM, RUN)
+            size: Postings([turn.by_size[size] for turn in turns]) for size in (GRAM, RUN)
         }
         self._size = np.array([len(turn.by_size[GRAM]) for turn in turns], np.int64)
         shares, least = (
@@ -167,7 +156,14 @@ class Contamination:
         if len(found) and any(turn.numberless != turn.words for turn in turns):
             numberless = [hashed(turn.numberless) for turn in turns]
             found = self._found([*hashes, *numberless], GRAM)
-        return self._shared(found) or self._run(hashes) or self._turn(digests) or row
+        if drop := self._shared(found):
+            return drop
+        if len(turns_with_run := self._found(hashes, RUN)):
+            item = self._item[turns_with_run.min()]
+            return Drop(f"contamination.{item.set}", f"holds {RUN} words in a row of {item}")
+        if item := next((self._alone[one] for one in digests if one in self._alone), None):
+            return Drop(f"contamination.{item.set}", f"says a turn of {item}")
+        return row
 
     def _shared(self, found: NDArray[np.int64]) -> Drop | None:
         """The drop for the turn with the largest share found in the texts, if large enough."""
@@ -181,19 +177,6 @@ class Contamination:
         return Drop(
             f"contamination.{item.set}", f"holds {shares[best]:.0%} of the {GRAM}-grams of {item}"
         )
-
-    def _run(self, texts: Iterable[HashArray]) -> Drop | None:
-        """The drop for the first turn that shares a run of RUN words with the texts."""
-        turns = self._found(texts, RUN)
-        if not len(turns):
-            return None
-        item = self._item[turns.min()]
-        return Drop(f"contamination.{item.set}", f"holds {RUN} words in a row of {item}")
-
-    def _turn(self, digests: Iterable[bytes]) -> Drop | None:
-        """The drop for the first turn of the row that is a turn of an item, letter by letter."""
-        item = next((self._alone[one] for one in digests if one in self._alone), None)
-        return Drop(f"contamination.{item.set}", f"says a turn of {item}") if item else None
 
     def _found(self, texts: Iterable[HashArray], size: int) -> NDArray[np.int64]:
         return self._postings[size].found(
@@ -230,9 +213,7 @@ class Spelling:
 
     @property
     def has_inner_signs(self) -> bool:
-        """Whether so many words have a sign within them that `joined` may find what `words` does
-        not.
-        """
+        """Whether so many words hold a sign that `joined` may find what `words` does not."""
         return len(INNER_SIGN.findall(self._plain)) > INNER_SIGNS * len(self.words)
 
     @functools.cached_property
@@ -269,7 +250,11 @@ def _digests(turns: Sequence[Spelling]) -> Iterator[bytes]:
 def _grams(words: Sequence[str]) -> dict[int, HashArray]:
     """The distinctive grams of a turn by size; all short ones, if none of them is distinctive."""
     hashes = hashed(words)
-    distinct = np.where([_is_distinctive(word) for word in words], hashes, 0)
+    is_distinctive = [
+        not word.isdecimal() and word != NUMBER and (len(word) > 1 or not word.isascii())
+        for word in words
+    ]
+    distinct = np.where(is_distinctive, hashes, 0)
     found = {}
     for size, least in DISTINCTIVE.items():
         grams = runs(hashes, size)
@@ -282,11 +267,6 @@ def _grams(words: Sequence[str]) -> dict[int, HashArray]:
             grams = grams if size == GRAM and not len(chosen) else chosen
         found[size] = np.unique(grams)
     return found
-
-
-def _is_distinctive(word: str) -> bool:
-    """Whether it is no number and no single letter."""
-    return not word.isdecimal() and word != NUMBER and (len(word) > 1 or not word.isascii())
 
 
 def _without_common(items: list[EvaluationItem]) -> list[EvaluationItem]:
@@ -313,9 +293,6 @@ def _without_common(items: list[EvaluationItem]) -> list[EvaluationItem]:
 
 def _common(items: list[list[HashArray]]) -> HashArray:
     """The grams that more than MANY items have."""
-    grams, counts = np.unique(np.concatenate([NO_GRAMS, *map(_union, items)]), return_counts=True)
+    of_items = (np.unique(np.concatenate(turns)) for turns in items)
+    grams, counts = np.unique(np.concatenate([NO_GRAMS, *of_items]), return_counts=True)
     return grams[counts > MANY]
-
-
-def _union(sets: list[HashArray]) -> HashArray:
-    return np.unique(np.concatenate(sets))

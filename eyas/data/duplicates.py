@@ -1,9 +1,9 @@
 """Rows that repeat an earlier row: exactly after normalisation, or nearly, by MinHash and then the
 exact Jaccard of word pairs.
 
-Texts become sets of hashed runs of words (shingles), which are the same in every process, on every
-machine and in every version of a library. Rows are seen one at a time, to make their digests; then
-only digests, but for the few texts that verify what the digests suggest.
+Texts become sets of hashed runs of words (shingles), the same in every process, on every machine
+and in every version of a library. Decisions are made from digests, and the few rows that look alike
+are read to verify them.
 
 Letters: R rows, B bands, P permutations, S shingles, T words.
 """
@@ -17,7 +17,7 @@ import json
 import re
 import unicodedata
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -41,7 +41,6 @@ PIECE = 1024  # shingles or rows at a time: no long text and no large set needs 
 CANDIDATES = 4  # remembered for each row: those that share most bands
 LEAST_SHARED = 2  # bands: of rows of Jaccard .5 nine in ten share fewer
 REMEMBERED = 1024  # texts whose shingles are kept while candidates are verified
-SYSTEM_END = "\x1e"  # between system prompt and turns in the text of a row
 
 
 # Words and their hashes.
@@ -72,9 +71,7 @@ def plain_words(text: str) -> list[str]:
 
 
 def scrambled(values: HashArray) -> HashArray:
-    """The finaliser of splitmix64 (Steele, Lea and Flood, 2014): every output bit depends on every
-    input bit; 0 stays 0.
-    """
+    """The finaliser of splitmix64 (Steele, Lea and Flood, 2014); 0 stays 0."""
     values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return values ^ (values >> np.uint64(31))
@@ -92,9 +89,7 @@ def hashed(words: Sequence[str]) -> HashArray:
 
 
 def runs(hashes: HashArray, size: int) -> HashArray:
-    """A hash for each run of `size` words, in the order of the text: uint64 [T - size + 1], empty
-    for a shorter text.
-    """
+    """A hash for each run of `size` words in order: uint64 [T - size + 1], or empty."""
     num_runs = max(0, len(hashes) - size + 1)
     total = np.zeros(num_runs, np.uint64)
     for offset in range(size):
@@ -102,16 +97,16 @@ def runs(hashes: HashArray, size: int) -> HashArray:
     return mixed(total)
 
 
-def shingles(text: str, size: int) -> HashArray:
-    """The set of a text's runs of `size` words and signs: sorted uint64 [S].
+def shingles(text: str) -> HashArray:
+    """The set of a text's runs of SHINGLE words and signs: sorted uint64 [S].
 
-    Both ends are padded, so that every word is in `size` runs: the last word of a question counts
+    Both ends are padded, so that every word is in as many runs: the last word of a question counts
     like any other.
     """
     # A text of sentence punctuation only counts as one word.
     words = hashed(signs(text) or [normalised(text)])
-    edge = np.zeros(size - 1, np.uint64)
-    return np.unique(runs(np.concatenate([edge, words, edge]), size))
+    edge = np.zeros(SHINGLE - 1, np.uint64)
+    return np.unique(runs(np.concatenate([edge, words, edge]), SHINGLE))
 
 
 def jaccard(one: HashArray, other: HashArray) -> float:
@@ -151,11 +146,6 @@ def text_key(text_hash: str) -> HashArray:
     return np.frombuffer(bytes.fromhex(text_hash[:32]), ">u8").astype(np.uint64)
 
 
-def row_text(row: SourceRow) -> str:
-    """The text of a row that `near` asks for: system prompt, SYSTEM_END, turns."""
-    return f"{(row.system or '').replace(SYSTEM_END, ' ')}{SYSTEM_END}{chr(10).join(row.turns)}"
-
-
 def signature(row: SourceRow) -> HashArray:
     """MinHash of the turns in bands, uint64 [B]: two rows of Jaccard J share a band with
     probability J ** BAND_SIZE.
@@ -163,7 +153,7 @@ def signature(row: SourceRow) -> HashArray:
     Without the system prompt: a long one before all rows of a source would make them all alike.
     Broder 1997; bands after Leskovec, Rajaraman and Ullman, Mining of Massive Datasets, 3.4.
     """
-    members = shingles("\n".join(row.turns), SHINGLE)
+    members = shingles("\n".join(row.turns))
     least = np.full(BANDS * BAND_SIZE, np.iinfo(np.uint64).max, np.uint64)
     for start in range(0, len(members), PIECE):
         permuted = members[start : start + PIECE, None] * SCALE + SHIFT  # [S, P]
@@ -205,22 +195,32 @@ def beginnings(
 
 
 def near(
-    bands: HashArray, text: Callable[[int], str], alive: NDArray[np.bool_], threshold: float = 0.85
+    bands: HashArray,
+    row: Callable[[int], SourceRow],
+    alive: NDArray[np.bool_],
+    threshold: float,
 ) -> IndexArray:
     """For each row an earlier, kept row that is similar, else NONE.
 
-    bands: signatures uint64 [R, B], a memmap where they are many; text: the `row_text` of row i;
-    alive: bool [R], rows that are not dropped for another reason. A row is dropped if its turns and
-    its system prompt each have a Jaccard of at least `threshold` with the kept row's. In each
-    bucket a row meets the first member and the one before it, so time is linear in R (but for
-    sorting) however many rows share a bucket. Memory: about 60 bytes a row besides the texts'
-    shingles.
+    bands: signatures uint64 [R, B]; row: reads row i; alive: bool [R], rows that are not dropped
+    for another reason. A row is dropped if its turns and its system prompt each have a Jaccard of
+    at least `threshold` with the kept row's. In each bucket a row meets the first member and the
+    one before it, so time is linear in R but for sorting. Memory: about 60 bytes a row, and the
+    shingles of REMEMBERED rows.
     """
+
+    @functools.lru_cache(REMEMBERED)
+    def parts(number: int) -> tuple[HashArray, HashArray]:
+        one = row(number)
+        return shingles(one.system or ""), shingles("\n".join(one.turns))
+
     candidates = _candidates(bands, alive)
     places = np.full(len(bands), NONE, np.int64)
-    parts = functools.lru_cache(REMEMBERED)(lambda index: _parts(text(index)))
     for index in np.flatnonzero((candidates != NONE).any(axis=1)).tolist():
-        for earlier in _kept(candidates[index].tolist(), places):
+        found = [one for one in candidates[index].tolist() if one != NONE]
+        # In place of a dropped candidate the row that it repeats.
+        kept = [one if places[one] == NONE else int(places[one]) for one in found]
+        for earlier in dict.fromkeys(kept):
             if all(
                 jaccard(*pair) >= threshold
                 for pair in zip(parts(earlier), parts(index), strict=True)
@@ -228,20 +228,6 @@ def near(
                 places[index] = earlier
                 break
     return places
-
-
-def _parts(text: str) -> tuple[HashArray, HashArray]:
-    """The shingles of a row's text: of the system prompt, and of the turns."""
-    system, _, turns = text.partition(SYSTEM_END)
-    return shingles(system, SHINGLE), shingles(turns, SHINGLE)
-
-
-def _kept(candidates: list[int], places: IndexArray) -> Iterator[int]:
-    """The candidates, each once; a dropped one is replaced by the row that it repeats."""
-    stand_ins = (
-        int(places[one]) if places[one] != NONE else one for one in candidates if one != NONE
-    )
-    return iter(dict.fromkeys(stand_ins))
 
 
 def _candidates(bands: HashArray, alive: NDArray[np.bool_]) -> NDArray[np.int32]:

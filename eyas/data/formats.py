@@ -1,9 +1,8 @@
 """From a file to its values, each with the line on which it begins: JSON lines, CSV, Parquet, plain
 text and logs. A format is one entry of FORMATS.
 
-The format is recognised by the first bytes, else by the name. One value and one buffer are held,
-however long the file. A value that cannot be read comes as Unreadable; where everything after it
-is lost, that is one BrokenStream, the last.
+The format is recognised by the first bytes, else by the name. One value and one buffer are held. A
+value that cannot be read is Unreadable; where everything after it is lost, one BrokenStream.
 """
 
 from __future__ import annotations

@@ -2,9 +2,8 @@
 
     owner/name[@revision]    `subset` and `split` are its configuration and split
 
-Single files of a set are read as those of any store: hf://datasets/owner/name[@revision]/path.
-HF_TOKEN opens gated sets, HF_ENDPOINT names another hub; without a network `datasets` reads what it
-has prepared before.
+Single files are read as those of any store: hf://datasets/owner/name[@revision]/path. HF_TOKEN
+opens gated sets, HF_ENDPOINT names another hub; without a network the cache of `datasets` is read.
 """
 
 from __future__ import annotations

@@ -70,7 +70,9 @@ def find(source: SourceConfig) -> KnownSet | None:
     The name of a file fills in nothing: see `named_like`.
     """
     packaged = builtin.BUILTIN if source.path in PACKAGED else None
-    names = (_hub_id(source.path), packaged, source.name)
+    named = hub_set(source.path)
+    url = URL_SET.fullmatch(source.path) or HUB_PAGE.fullmatch(source.path)
+    names = (named[0] if named else url and url[1], packaged, source.name)
     return next(
         (registry()[_set_key(name)] for name in names if name and _set_key(name) in registry()),
         None,
@@ -86,7 +88,10 @@ def named_like(source: SourceConfig) -> dict[str, str]:
     *folders, file = ["", *re.split(r"[/\\]+", public_url(source.path).rstrip("/"))][-3:]
     file = file.partition(".")[0] if "." in file[1:] else file
     given = [one for one in (source.name, file) if one]
-    bare = {one: _without_fillers(one) for one in (*given, *folders)}
+    bare = {
+        one: "".join(word for word in _set_key(one).split("-") if not FILLERS.fullmatch(word))
+        for one in (*given, *folders)
+    }
     found: dict[str, str] = {}
     for name, entry in sorted(registry().items(), key=lambda item: -len(item[0])):
         last = name.rpartition("/")[2]
@@ -102,18 +107,6 @@ def named_like(source: SourceConfig) -> dict[str, str]:
         for one in called[:1]:
             found.setdefault(entry.id, one)
     return found
-
-
-def _without_fillers(name: str) -> str:
-    return "".join(word for word in _set_key(name).split("-") if not FILLERS.fullmatch(word))
-
-
-def _hub_id(path: str) -> str | None:
-    """The id of the hub's set that a path names."""
-    if found := hub_set(path):
-        return found[0]
-    named = URL_SET.fullmatch(path) or HUB_PAGE.fullmatch(path)
-    return named[1] if named else None
 
 
 def _set_key(name: str) -> str:

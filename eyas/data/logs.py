@@ -8,7 +8,7 @@ entry of LOGS; what a request says is read by `shapes`.
                     "headers": {...}}   (utils/request_logger.py: --log-requests
                     --log-requests-level 3 --log-requests-format json)
 
-What no consent covers is counted by its place, and neither its text nor its user is kept. SGLang's
+Of what no consent covers only the place is kept. SGLang's
 --dump-requests-folder holds pickles, which run code when they are loaded: they are not read.
 """
 
@@ -65,28 +65,10 @@ class LogConfig(BaseModel):
         return self
 
 
-class NotConsented(Unreadable):
-    """A request that no consent covers."""
-
-    reason = "consent"
-
-
-class NotSampled(Unreadable):
-    """A request outside the sample."""
-
-    reason = "sample"
-
-
-class OverUserLimit(Unreadable):
-    """A request of a user of whom enough were taken."""
-
-    reason = "user limit"
-
-
 LOG_REASONS = {  # of requests that can be read and are not taken, with their meaning
-    NotConsented.reason: "a logged request that no consent covers",
-    NotSampled.reason: "a logged request outside the sample",
-    OverUserLimit.reason: "a logged request of a user of whom enough were taken",
+    "consent": "a logged request that no consent covers",
+    "sample": "a logged request outside the sample",
+    "user limit": "a logged request of a user of whom enough were taken",
 }
 
 
@@ -223,19 +205,19 @@ class RequestSampler:
         self._taken: Counter[bytes] = Counter()
 
     def check(self, request: LoggedRequest) -> None:
-        """Raises NotConsented, NotSampled or OverUserLimit; else counts the request as taken."""
+        """Count a request as taken, or raise Unreadable with one of LOG_REASONS."""
         config, record = self._config, request.record
         if config.consent and not says(record, config.consent):
-            raise NotConsented(f"{config.consent} does not say yes")
+            raise Unreadable(f"{config.consent} does not say yes", "consent")
         if config.opt_out and says(record, config.opt_out):
-            raise NotConsented(f"refused by {config.opt_out}")
+            raise Unreadable(f"refused by {config.opt_out}", "consent")
         key = request.user or request.id or json.dumps(request.row, sort_keys=True, default=str)
         digest = hashlib.sha256(key.encode("utf-8", "surrogatepass")).digest()[:8]
         if int.from_bytes(digest) >= config.share * 2**64:
-            raise NotSampled(f"outside the share of {config.share:g}")
+            raise Unreadable(f"outside the share of {config.share:g}", "sample")
         if request.user and config.max_per_user:
             if self._taken[digest] >= config.max_per_user:
-                raise OverUserLimit(f"more than {config.max_per_user} of one user")
+                raise Unreadable(f"more than {config.max_per_user} of one user", "user limit")
             self._taken[digest] += 1
 
 

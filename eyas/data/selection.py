@@ -37,7 +37,6 @@ from eyas.data.duplicates import (
     beginnings,
     exact,
     near,
-    row_text,
     signature,
     text_hash,
     text_key,
@@ -350,12 +349,7 @@ def select(rows: RemainingRows, rules: SelectionRules) -> Selection:
     same_as = np.where(is_beginning, longer, same_as)
     reason[is_beginning] = BEGINNING
     if rules.near is not None:
-        like = near(
-            rows.arrays["bands"],
-            lambda number: row_text(rows.row(number)),
-            reason == TAKEN,
-            rules.near,
-        )
+        like = near(rows.arrays["bands"], rows.row, reason == TAKEN, rules.near)
         reason[like != NONE] = NEAR
         same_as = np.where(like == NONE, same_as, like)
     for source, limit in enumerate(rules.limits):

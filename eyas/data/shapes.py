@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeGuard
 
-from eyas.data.streams import Flagged, Unreadable
+from eyas.data.streams import Unreadable, is_encodable
 
 UserSide = tuple[tuple[str, ...], str | None]  # turns, system prompt
 
@@ -202,20 +202,15 @@ def user_side(value: Any, shape: str | None = None) -> UserSide:
     elif isinstance(value, str) and shape in (None, "strings"):
         turns, system = _string(value, ())
     elif isinstance(value, dict):
-        found = BY_NAME[shape] if shape else _recognised(value)
+        fitting = (one for one in SHAPES if one.fits(value))
+        found = BY_NAME[shape] if shape else next(fitting, BY_NAME["prompt"])
         turns, system = found.read(value, found.keys)
     else:
         raise Unreadable("not an object")
-    try:
-        "".join((*turns, system or "")).encode()
-    except UnicodeEncodeError as error:
-        raise Unreadable("half a character (a lone surrogate)") from error
+    if not is_encodable("".join((*turns, system or ""))):
+        raise Unreadable("half a character (a lone surrogate)")
     spoken = tuple(turn.strip() for turn in turns if turn.strip())
     return spoken, system.strip() or None if system else None
-
-
-def _recognised(value: dict[str, Any]) -> RowShape:
-    return next((shape for shape in SHAPES if shape.fits(value)), BY_NAME["prompt"])
 
 
 def row_id(value: Any) -> str | None:
@@ -244,7 +239,7 @@ def _role(message: dict[str, Any]) -> str:
 
 def _check_user(value: dict[str, Any]) -> None:
     """Raise Unreadable for a row of a table of messages that is not the user's, or that answers
-    another row; Flagged for one that its publisher does not count as a person's.
+    another row, or that its publisher does not count as a person's (reason "flagged").
     """
     if _first(value, "role", "from") is None:
         return
@@ -252,14 +247,13 @@ def _check_user(value: dict[str, Any]) -> None:
         raise Unreadable("the row is a single message, and not the user's")
     if value.get("parent_id") not in (None, ""):
         raise Unreadable("the row is a single message, without what came before it")
-    flags = [flag for flag in ("deleted", "synthetic") if _is_true(value.get(flag))]
+    flags = []
+    for name in ("deleted", "synthetic"):
+        flag = value.get(name)  # of a CSV file a text
+        if flag.strip().lower() in ("true", "1") if isinstance(flag, str) else flag:
+            flags.append(name)
     if flags:
-        raise Flagged(f"its publisher flags it as {' and '.join(flags)}")
-
-
-def _is_true(flag: Any) -> bool:
-    # CSV has no truth values
-    return flag.strip().lower() in ("true", "1") if isinstance(flag, str) else bool(flag)
+        raise Unreadable(f"its publisher flags it as {' and '.join(flags)}", "flagged")
 
 
 def _one_side(text: str, key: str) -> str:

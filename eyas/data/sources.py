@@ -166,9 +166,7 @@ def describe(source: SourceConfig) -> Manifest:
 
 
 def content_identity(checksums: list[str]) -> str:
-    """One identity for the contents of files in order: the SHA-256 of a single file, of several the
-    hash of their SHA-256.
-    """
+    """The SHA-256 of a single file; of several, in order, the SHA-256 of theirs."""
     if len(checksums) == 1:
         return checksums[0]
     return hashlib.sha256("\n".join(checksums).encode()).hexdigest()
@@ -238,10 +236,7 @@ def _values(source: SourceConfig) -> Iterator[tuple[str, int, Any]]:
 
 
 def looks(source: SourceConfig) -> set[FileLook]:
-    """What each file of a source looks like.
-
-    Raises as `read_source` does for files that cannot be found or opened.
-    """
+    """What each file of a source looks like. Raises as `source_files`."""
     if hub_sets.hub_set(source.path):
         rows = hub_sets.set_rows(source.path, source.subset, source.split, None)
         return {FileLook("", frozenset(row)) for _, row in itertools.islice(rows, 1)}
@@ -256,24 +251,28 @@ def looks(source: SourceConfig) -> set[FileLook]:
 
 
 def source_files(source: SourceConfig) -> list[SourceFile]:
-    """The files of a source by name. Raises MissingInputError, EmptyInputError, InputError."""
+    """The files of a source by name, which does not depend on the place of the folder. Raises
+    MissingInputError, EmptyInputError, InputError.
+    """
     if source.subset or source.split:
         raise InputError(
             f"{source.path} has no subsets or splits",
             "they are for sets of the Hugging Face hub; name the files",
         )
     with _reading(source.path):
-        filesystem, path = _located(source.path)
-        return _named([(one, filesystem) for one in _expanded(filesystem, path, source.path)])
-
-
-def _named(found: list[tuple[str, Any]]) -> list[SourceFile]:
-    """Files in the order of their names, which do not depend on the place of the folder."""
-    paths = [public_url(path) for path, _ in found]
-    folders = [posixpath.dirname(path) for path in paths]
-    start = len(posixpath.commonpath(folders) if len(paths) > 1 else folders[0])
-    names = [path[start:].lstrip("/") for path in paths]
-    places = [SourceFile(name, *one) for name, one in zip(names, found, strict=True)]
+        try:
+            filesystem, path = url_to_fs(source.path)
+        except ValueError as error:
+            raise InputError(
+                f"{public_url(source.path)} cannot be opened: {error}",
+                "use a local path, s3://, gs://, https:// or hf://",
+            ) from error
+        found = {one: public_url(one) for one in _expanded(filesystem, path, source.path)}
+    folders = [posixpath.dirname(shown) for shown in found.values()]
+    start = len(posixpath.commonpath(folders) if len(folders) > 1 else folders[0])
+    places = [
+        SourceFile(shown[start:].lstrip("/"), one, filesystem) for one, shown in found.items()
+    ]
     return sorted(places, key=lambda place: place.name)
 
 
@@ -298,7 +297,12 @@ def _expanded(filesystem: Any, path: str, given: str) -> list[str]:
         return found
     if not is_folder:
         return [path]
-    found = [name for name in filesystem.find(path) if _is_data(name[len(path) :])]
+    found = []
+    for name in filesystem.find(path):
+        parts = name[len(path) :].split("/")
+        # Neither hidden files nor half-written ones.
+        if ending(name) and not any(part.startswith((".", "_")) for part in parts):
+            found.append(name)
     if not found:
         raise EmptyInputError(
             f"the folder {public_url(given)} holds no data file",
@@ -306,11 +310,6 @@ def _expanded(filesystem: Any, path: str, given: str) -> list[str]:
             "the files",
         )
     return found
-
-
-def _is_data(name: str) -> bool:
-    """Whether a file of a folder is read: not hidden, not half-written, of a known format."""
-    return bool(ending(name)) and not any(part.startswith((".", "_")) for part in name.split("/"))
 
 
 @contextmanager
@@ -330,18 +329,6 @@ def _reading(path: str) -> Iterator[None]:
             f"{public_url(path)} cannot be read: {reason}",
             "check that it is readable, and that its store can be reached",
         ) from error
-
-
-def _located(path: str) -> tuple[Any, str]:
-    """The file system of a URL and the path in it."""
-    try:
-        filesystem, inner = url_to_fs(path)
-    except ValueError as error:
-        raise InputError(
-            f"{public_url(path)} cannot be opened: {error}",
-            "use a local path, s3://, gs://, https:// or hf://",
-        ) from error
-    return filesystem, inner
 
 
 @contextmanager

@@ -37,19 +37,16 @@ def public_url(url: str) -> str:
 class Unreadable(ValueError):
     """What is wrong with a row. The message never quotes the row. reason: as the ledger counts."""
 
-    reason = "malformed"
+    def __init__(self, message: str, reason: str = "malformed") -> None:
+        super().__init__(message)
+        self.reason = reason
 
 
 class BrokenStream(Unreadable):
     """The rest of the file cannot be read, and how many rows it held is not known."""
 
-    reason = "cut"
-
-
-class Flagged(Unreadable):
-    """A row that its publisher marks as deleted, or as written by a machine."""
-
-    reason = "flagged"
+    def __init__(self, message: str) -> None:
+        super().__init__(message, "cut")
 
 
 READING_REASONS = {  # reasons of rows that are not read, with their meaning
@@ -98,9 +95,7 @@ class StoreFile(io.RawIOBase):
 
 
 class Decompressor(io.RawIOBase):
-    """The content of a compressed stream up to where it is cut or damaged; reading on raises
-    BrokenStream.
-    """
+    """The content of a compressed stream; BrokenStream behind where it is cut or damaged."""
 
     def __init__(self, packed: Any, kind: str) -> None:
         self._packed, self._kind, self._broken = packed, kind, False
@@ -123,9 +118,7 @@ class Decompressor(io.RawIOBase):
 
 
 def _fill(buffer: Any, read: Callable[[int], bytes]) -> int:
-    """Fill a buffer by as many reads as needed. Data before a fault are returned; the next call
-    meets the fault again.
-    """
+    """Fill a buffer. Data before a fault are returned; the next call meets the fault again."""
     filled = 0
     while filled < len(buffer):
         try:
@@ -166,9 +159,7 @@ PACKINGS: tuple[tuple[str, str, bytes, Callable[[io.BufferedReader], Any]], ...]
 
 
 def decompressed(stored: StoreFile) -> io.BufferedReader:
-    """The bytes of a file, decompressed if they begin like one of the PACKINGS, whatever its
-    name.
-    """
+    """The bytes of a file, decompressed if they begin like one of the PACKINGS."""
     raw: io.BufferedReader = io.BufferedReader(stored, LOOK)
     head = raw.peek(16)[:16]
     for kind, _, magic, unpack in PACKINGS:
