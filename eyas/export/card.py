@@ -33,8 +33,8 @@ TEMPLATE = Path(__file__).with_name("card.md")
 
 @dataclass(frozen=True, slots=True)
 class CardOrigin:
-    """terms: the front matter's fields of a licence, if it names one. data: the text of the section
-    "Data"; empty for none.
+    """What a head's own card says. terms: the front matter's fields of a licence, if it names one.
+    data: the text of the section "Data".
     """
 
     terms: Mapping[str, str] = field(default_factory=dict)
@@ -45,12 +45,13 @@ class CardOrigin:
         """What a README.md says; nothing where it has no front matter, or none that is YAML."""
         card = card.replace("\r\n", "\n")
         front, data = FRONT.match(card), DATA.search(card)
-        fields = _fields(front[1]) if front else {}
-        terms = (
-            {name: str(fields[name]) for name in TERMS if fields.get(name)}
-            if fields.get(LICENCE)
-            else {}
-        )
+        try:
+            fields = yaml.safe_load(front[1]) if front else None
+        except yaml.YAMLError:
+            fields = None
+        terms = {}
+        if isinstance(fields, dict) and fields.get(LICENCE):
+            terms = {name: str(fields[name]) for name in TERMS if fields.get(name)}
         return cls(terms, data[1].strip() if data else "")
 
     @property
@@ -59,22 +60,14 @@ class CardOrigin:
         return self.terms.get(LICENCE)
 
 
-def _fields(front: str) -> dict[str, Any]:
-    try:
-        found = yaml.safe_load(front)
-    except yaml.YAMLError:
-        return {}
-    return found if isinstance(found, dict) else {}
-
-
 @dataclass(frozen=True, slots=True)
 class HeadCard:
-    """What the card is written from. manifest: the head's; measured: eval.json, if there is one;
-    hashes: SHA-256 by file name.
+    """What the card is written from. manifest: the head's; measured: eval.json; hashes: SHA-256 by
+    file name.
 
     licence: an id of the hub ("apache-2.0", "llama3.1"), as the owner states it. origin: the card
-    of a head that eyas did not train; its licence holds where the owner states none. gguf: the file
-    that the target was dequantised from and its matrices by type, as its config.json says.
+    of a head that eyas did not train; its licence holds where the owner states none. gguf: of a
+    dequantised target, its file and matrices by type, as its config.json says.
     """
 
     launch: Launch

@@ -1,7 +1,7 @@
 """The check of a head against its target, by lint and replay: what serves badly although it loads.
 
-Reads a head of any form step by step as `read_head` does, but continues after a fault and names all
-of them. A head that can be read at all is replayed where the target can be run.
+The lint reads a head of any form as `read_head` does, but names all faults. A head that can be read
+is replayed where the target can be run.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ from eyas.export.lint import (
     errors,
     form_findings,
     in_order,
-    length_findings,
     setting_findings,
     target_findings,
     twin_findings,
@@ -63,8 +62,7 @@ MEANINGS = "; "  # between the names of meanings that are taken together
 
 
 def check(head: str | Path, target: str | Path) -> list[CheckFinding]:
-    """All that is wrong with the head in a folder, of any form, for the target in a folder (or
-    "builtin"); errors first.
+    """All that is wrong with a head of any form for a target (folders, or "builtin"); errors first.
 
     Raises MissingInputError, CorruptError, and MismatchError for what is no EAGLE-3 head or no
     supported target at all.
@@ -87,7 +85,6 @@ def check(head: str | Path, target: str | Path) -> list[CheckFinding]:
     findings += errors(match_faults(config, vocabulary.config, vocabulary.lm_head_sha256))
     findings += [
         *target_findings(config, vocabulary.config),
-        *length_findings(config, vocabulary.config),
         *vocabulary_findings(checkpoint, config, vocabulary),
         *verifier_findings(checkpoint, vocabulary.config, read_config(target_folder)),
         *value_findings(checkpoint),
@@ -101,10 +98,9 @@ def check(head: str | Path, target: str | Path) -> list[CheckFinding]:
 def replay_head(
     head: str | Path, target: str | Path, text: Path | None = None, track: Track = quiet
 ) -> tuple[list[ReadingScore], str]:
-    """Every reading of a head on answered text, the declared one's first; or none, and why not.
+    """Every reading of a head on answered text, the declared one first; or none, and why not.
 
-    A head that does not match its target otherwise than in shape is replayed: the number says what
-    it costs. text: as in `answered`; None is the packaged prompts. Where the target has no chat
+    text: as in `answered`; None is the packaged prompts. Where the target has no chat
     template, only text that is given is replayed (`continued`). Raises what loading the target
     raises, and MissingInputError.
     """
@@ -136,10 +132,9 @@ def replay_head(
 
 
 def meanings(folder: str | Path, target: TargetShape) -> list[HeadReading]:
-    """The head in a folder as its config declares it, or in each way in which that can be meant and
-    run on this target.
+    """The head in a folder as its config declares it, or in each meaning that fits this target.
 
-    Raises what `read_head` raises, and MismatchError where no way fits.
+    Raises what `read_head` raises, and MismatchError where no meaning fits.
     """
     checkpoint = open_checkpoint(folder)
     ways: list[HeadReading] = []
@@ -154,17 +149,15 @@ def meanings(folder: str | Path, target: TargetShape) -> list[HeadReading]:
         except MismatchError as fault:
             misfits.append(fault)
         else:
-            ways.append(
-                HeadReading(MEANINGS.join(name for name, _ in chosen) or DECLARED, config, tensors)
-            )
+            name = MEANINGS.join(name for name, _ in chosen) or DECLARED
+            ways.append(HeadReading(name, config, tensors))
     if not ways:
         raise misfits[0]
     return ways
 
 
 def verdict(
-    findings: Sequence[CheckFinding],
-    replayed: Sequence[ReadingScore],
+    findings: Sequence[CheckFinding], replayed: Sequence[ReadingScore]
 ) -> list[CheckFinding]:
     """The findings of the lint, settled by the replay, and those of the replay; errors first."""
     of_replay = list(reading_findings(replayed))
@@ -178,7 +171,7 @@ def verdict(
 
 
 def settled(finding: CheckFinding, replayed: Sequence[ReadingScore]) -> CheckFinding:
-    """What can be meant in several ways, with the tau of each in the hint, and what to write if the
+    """An ambiguity, with the tau of its best two meanings in the hint, and what to write if the
     replay can tell.
     """
     best: dict[str, ReadingScore] = {}
@@ -201,19 +194,19 @@ def reading_findings(replayed: Sequence[ReadingScore]) -> Iterator[CheckFinding]
     """Whether the reading that the checkpoint declares is the best, and worth anything."""
     if not replayed:
         return
-    declared, others = replayed[0], replayed[1:]
-    better = [(one, one.gain(declared)) for one in others]
-    better = [(one, gain) for one, gain in better if gain.reaches(WARNING)]
-    for one, gain in sorted(better, key=lambda pair: -pair[1][0])[:1]:
-        certain = gain.reaches(ERROR)
+    declared, *others = replayed
+    better = [one for one in others if one.gain(declared).reaches(WARNING)]
+    if better:
+        best = max(better, key=lambda one: one.gain(declared).drafts)
+        gain = best.gain(declared)
         yield CheckFinding(
-            "error" if certain else "warning",
-            f"read as {one.reading!r} the head accepts more than {declared.reading}: tau "
-            f"{one.tau:.2f} against {declared.tau:.2f}, {gain[1]:+.0%} drafts ({gain[2]:.1f} "
-            "standard errors)",
+            "error" if gain.reaches(ERROR) else "warning",
+            f"read as {best.reading!r} the head accepts more than {declared.reading}: tau "
+            f"{best.tau:.2f} against {declared.tau:.2f}, {gain.share:+.0%} drafts "
+            f"({gain.standard_errors:.1f} standard errors)",
             "correct config.json or the tensors; the table has all readings",
         )
-    if not better and declared.tau < LEAST_TAU:
+    elif declared.tau < LEAST_TAU:
         yield warning(
             f"the head drafts next to nothing of this text: tau {declared.tau:.2f} by its own "
             "reading and no better by others",

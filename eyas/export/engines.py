@@ -1,9 +1,7 @@
 """The engines that load our heads, as one table: the form that each reads, what of a head it cannot
 read, and the command that starts it.
 
-`eyas export` writes the forms and commands of this table, `eyas check` names what an engine does
-not read. An engine more is one entry of ENGINES (and its writer in model/forms.py, if its form is
-new).
+Another engine is one entry of ENGINES (and its writer in model/forms.py, if its form is new).
 
 Found in the engines' sources and proved by `benchmarks/engines.py` (docs/decisions/
 heads-in-engines.md). Versions: SGLang 0.5.23, vLLM 0.32.0, llama.cpp of llama-cpp-python 0.3.36,
@@ -59,17 +57,6 @@ class Launch:
         """The target's name for people: of a folder, its last part."""
         return Path(self.target).name if Path(self.target).is_absolute() else self.target
 
-    @property
-    def served_nodes(self) -> int:
-        """Tokens that the target verifies: no more than the draft steps can give.
-
-        SGLang verifies the drafts of a chain and the root, whatever number it is given.
-        """
-        if self.tree_topk == 1:
-            return self.num_draft_steps + 1
-        candidates = self.tree_topk + (self.num_draft_steps - 1) * self.tree_topk**2
-        return min(self.num_verify_tokens, candidates + 1)
-
     def arguments(self, form: EngineForm, head: str) -> list[str]:
         """The words of the command. head: the folder that the engine loads the head from."""
         command = engine_of(form).command
@@ -99,7 +86,15 @@ def layers_info(taps: tuple[int, int, int]) -> str:
 
 
 def sglang_command(launch: Launch, head: str) -> list[str]:
-    """SGLang takes a head's attention window from the command alone."""
+    """SGLang takes a head's attention window from the command alone.
+
+    It verifies no more than the draft steps can give; of a chain all drafts and the root, whatever
+    number it is given.
+    """
+    num_candidates = launch.tree_topk + (launch.num_draft_steps - 1) * launch.tree_topk**2
+    num_verified = min(launch.num_verify_tokens, num_candidates + 1)
+    if launch.tree_topk == 1:
+        num_verified = launch.num_draft_steps + 1
     options = {
         "--model-path": launch.target,
         "--dtype": launch.dtype,
@@ -108,7 +103,7 @@ def sglang_command(launch: Launch, head: str) -> list[str]:
         "--speculative-draft-model-path": head,
         "--speculative-num-steps": launch.num_draft_steps,
         "--speculative-eagle-topk": launch.tree_topk,
-        "--speculative-num-draft-tokens": launch.served_nodes,
+        "--speculative-num-draft-tokens": num_verified,
         "--speculative-draft-window-size": launch.draft_window,
     }
     return ["python", "-m", "sglang.launch_server", *_words(options)]

@@ -1,6 +1,5 @@
-"""The stage `export`: a head in the forms that SGLang and vLLM load, proved equal, with its card.
-
-The head is one that `eyas train` made, or any that `read_head` reads.
+"""The stage `export`: any head that `read_head` reads in the forms that engines load, proved equal,
+with its card.
 
     sglang/   config.json  model.safetensors     each is read back from where it was written: same
     vllm/     config.json  model.safetensors     config, bit-equal tensors, equal logits of a sample
@@ -79,8 +78,7 @@ def export(
     track: Track = quiet,
     evaluation: Artifact | None = None,
 ) -> Manifest:
-    """Write a head in each form, prove each, and write its card; `evaluation`, if given, is quoted
-    on the card.
+    """Write a head in each form, prove each, and write its card, which quotes `evaluation`.
 
     head: an output of `eyas train`, or a folder with a head in any form. target: a folder, or
     "builtin". Raises MismatchError for a head that would serve badly or is another target's, and
@@ -216,8 +214,8 @@ def verifier_of(
     vocabulary: TargetVocabulary,
     tensors: Mapping[str, Tensor],
 ) -> Verifier:
-    """What a form says of the target. Its embeddings, in the head's precision, go along where each
-    form's own tools put them: vLLM's and OpenVINO's with, SGLang's without.
+    """What a form says of the target, with its embeddings in the head's precision where the form
+    holds them.
     """
     family = vocabulary.config.family
     name = FAMILIES[family].name if family in FAMILIES else family
@@ -233,32 +231,26 @@ def verifier_of(
 def prove_equal(
     config: HeadConfig, tensors: Mapping[str, Tensor], written: Path, vocabulary: TargetVocabulary
 ) -> None:
-    """The head and what was written: config, every tensor bit by bit, and the logits of a replay.
+    """Compare the head with what was written: config, every tensor bit by bit, logits of a replay.
     Raises CorruptError.
     """
+    hint = "check the disk or store, and export again"
     config_back, tensors_back = read_head(written, vocabulary.config)
     same = as_written(config) == as_written(config_back) and tensors.keys() == tensors_back.keys()
     if not same or not all(  # no NaN: `check` refuses them
         one.dtype == tensors_back[name].dtype and torch.equal(one, tensors_back[name])
         for name, one in tensors.items()
     ):
-        raise CorruptError(
-            f"{written} does not read back as the head", "check the disk or store, and export again"
-        )
+        raise CorruptError(f"{written} does not read back as the head", hint)
     embed_tokens, lm_head = vocabulary.embed_tokens.float(), {LM_HEAD: vocabulary.lm_head}
     ours = head_of(config, lm_head | dict(tensors))
     theirs = load_head(written, vocabulary.config, vocabulary.lm_head)
     if not torch.equal(made_up_logits(ours, embed_tokens), made_up_logits(theirs, embed_tokens)):
-        raise CorruptError(
-            f"{written} gives other logits than the head",
-            "check the disk or store, and export again",
-        )
+        raise CorruptError(f"{written} gives other logits than the head", hint)
 
 
 def as_written(config: HeadConfig) -> HeadConfig:
-    """The config without what no form writes: parameters of a rope scaling that is not in use, how
-    lm_head was trained.
-    """
+    """The config without what no form writes: an unused rope scaling, how lm_head was trained."""
     return config.model_copy(
         update={"rope": RopeConfig.from_hf(config.rope.to_hf()), "train_lm_head": True}
     )
@@ -269,8 +261,7 @@ def made_up_logits(head: Head, embed_tokens_VH: Tensor) -> Tensor:
     """Logits [REPLAYED_TOKENS + REPLAYED_STEPS - 1, W] of a fixed made-up sample: all its slots,
     then drafts of its last.
 
-    Features are normal draws of a fixed seed: what is proved is that two heads compute alike, not
-    that they draft well.
+    It proves that two heads compute alike, not that they draft well.
     """
     generator = torch.Generator().manual_seed(0)
     embed_tokens_VH = embed_tokens_VH if head.embed_tokens is None else head.embed_tokens

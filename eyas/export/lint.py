@@ -79,7 +79,7 @@ def exit_code(findings: Iterable[CheckFinding]) -> int:
 
 
 def error(what: str, hint: str) -> CheckFinding:
-    """An error, without meanings to choose from."""
+    """An error without meanings."""
     return CheckFinding("error", what, hint)
 
 
@@ -106,9 +106,7 @@ def check_is_head(folder: Path) -> None:
 
 
 def changed_findings(folder: Path) -> Iterator[CheckFinding]:
-    """Files of a head of ours that are no longer what its manifest, here or in the folder above,
-    says.
-    """
+    """Files of a head of ours that differ from its manifest, here or in the folder above."""
     folder = folder.resolve()
     for root, prefix in ((folder, ""), (folder.parent, f"{folder.name}/")):
         try:
@@ -117,17 +115,16 @@ def changed_findings(folder: Path) -> Iterator[CheckFinding]:
             continue  # none, or not ours
         names = [name.removeprefix(prefix) for name in manifest.files if name.startswith(prefix)]
         for name in names if manifest.stage in STAGES else ():
+            path = folder / name
             if "/" in name or not name.endswith(HEAD_FILES):
                 continue
-            if not (folder / name).is_file():
+            if not path.is_file():
+                what = f"{path} is gone: the {manifest.stage} that wrote it lists it"
+                yield error(what, "restore it")
+            elif file_identity(str(path)) != manifest.files[prefix + name].sha256:
+                done = "exported" if manifest.stage == "export" else "trained"
                 yield error(
-                    f"{folder / name} is gone: the {manifest.stage} that wrote it lists it",
-                    "restore it",
-                )
-            elif file_identity(str(folder / name)) != manifest.files[prefix + name].sha256:
-                yield error(
-                    f"{folder / name} has changed since it was "
-                    f"{'exported' if manifest.stage == 'export' else 'trained'}",
+                    f"{path} has changed since it was {done}",
                     "restore it, or run the stage that writes it again into a new folder",
                 )
 
@@ -186,11 +183,8 @@ def target_findings(config: HeadConfig, target: TargetShape) -> Iterator[CheckFi
             "fine if it was trained on these; engines that ignore the list, as OpenVINO does, will "
             "misread it",
         )
-    if (
-        not rope_faults(config, target)
-        and not config.own_rope
-        and not same_rotation(config.rope, target.rope)
-    ):
+    is_said = config.own_rope or rope_faults(config, target)
+    if not is_said and not same_rotation(config.rope, target.rope):
         yield warning(
             f"rotary embedding differs: the head's is {spelled(config.rope)}, the target's "
             f"{spelled(target.rope)}",
@@ -202,22 +196,15 @@ def target_findings(config: HeadConfig, target: TargetShape) -> Iterator[CheckFi
             f"rms_norm_eps is {config.rms_norm_eps}, the target's {target.rms_norm_eps}",
             "one that is not given means 1e-6: write what the head was trained with",
         )
-
-
-def length_findings(config: HeadConfig, target: TargetShape) -> Iterator[CheckFinding]:
-    """A head whose rotary table ends before the target's context does. A longer one is harmless,
-    and so is any in eyas.
-    """
-    if config.max_position_embeddings >= target.max_position_embeddings:
-        return
-    yield warning(
-        f"max_position_embeddings is {config.max_position_embeddings}, the target's "
-        f"{target.max_position_embeddings}: SGLang 0.5.23 does not start without "
-        "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN=1, older engines read past the head's rotary "
-        "table and lose acceptance; vLLM 0.32 and eyas go by the target's",
-        f'write "max_position_embeddings": {target.max_position_embeddings} into the head\'s '
-        "config, or export it again, which does: no weight depends on it",
-    )
+    if config.max_position_embeddings < target.max_position_embeddings:  # a longer one is harmless
+        yield warning(
+            f"max_position_embeddings is {config.max_position_embeddings}, the target's "
+            f"{target.max_position_embeddings}: SGLang 0.5.23 does not start without "
+            "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN=1, older engines read past the head's "
+            "rotary table and lose acceptance; vLLM 0.32 and eyas go by the target's",
+            f'write "max_position_embeddings": {target.max_position_embeddings} into the head\'s '
+            "config, or export it again, which does: no weight depends on it",
+        )
 
 
 def vocabulary_findings(
@@ -237,15 +224,11 @@ def vocabulary_findings(
                     "SGLang uses the target's all the same; export the head again for this target",
                 )
             else:
-                yield warning(
-                    what,
-                    "fine if the head was trained with them; SGLang would use the target's",
-                )
-    mask = checkpoint.tensors.get("t2d")
-    ends = [
-        token for token in vocabulary.config.eos_token_ids if mask is not None and token < len(mask)
-    ]
-    if ends and mask is not None and not mask[ends].any():
+                hint = "fine if the head was trained with them; SGLang would use the target's"
+                yield warning(what, hint)
+    mask = checkpoint.tensors.get("t2d", torch.empty(0))
+    ends = [token for token in vocabulary.config.eos_token_ids if token < len(mask)]
+    if ends and not mask[ends].any():
         yield warning(
             f"no end token of the target ({ends}) is in the draft vocabulary: an end is never "
             "drafted",
@@ -281,9 +264,7 @@ def verifier_findings(
 
 
 def engine_findings(checkpoint: Checkpoint, config: HeadConfig) -> Iterator[CheckFinding]:
-    """What of this head engines do not read: a warning for the engine whose form it is in, a note
-    for others.
-    """
+    """What engines do not read of it: a warning for the engine of its form, else a note."""
     for engine in ENGINES:
         flags = engine.unread_flags(config)
         if flags:
@@ -308,15 +289,11 @@ def form_findings(checkpoint: Checkpoint) -> Iterator[CheckFinding]:
     for decision in decisions(checkpoint):
         yield warning(decision, f'write "{FED_BACK}" into config.json to say so')
     if checkpoint.form == "sglang" and any(checkpoint.stated("tie_word_embeddings")):
-        yield warning(
-            "tie_word_embeddings is set: SGLang takes the embeddings for lm_head",
-            "write false",
-        )
+        what = "tie_word_embeddings is set: SGLang takes the embeddings for lm_head"
+        yield warning(what, "write false")
     if checkpoint.form == "vllm" and LM_HEAD not in checkpoint.tensors:
-        yield warning(
-            "lm_head.weight is missing: speculators needs one",
-            "put the target's into the file",
-        )
+        what = "lm_head.weight is missing: speculators needs one"
+        yield warning(what, "put the target's into the file")
     if "d2t" in checkpoint.tensors and "t2d" not in checkpoint.tensors:
         yield warning("t2d is missing", "speculators needs it beside d2t; export the head again")
 
@@ -338,10 +315,8 @@ def value_findings(checkpoint: Checkpoint) -> Iterator[CheckFinding]:
             yield error(bad[0], ANEW)
     dtypes = sorted({str(tensor.dtype).removeprefix("torch.") for tensor in weights.values()})
     if len(dtypes) > 1:
-        yield warning(
-            f"tensors are of several precisions: {', '.join(dtypes)}",
-            "export the head again",
-        )
+        what = f"tensors are of several precisions: {', '.join(dtypes)}"
+        yield warning(what, "export the head again")
     places = (checkpoint.settings, checkpoint.layer_settings)
     said = {
         str(place[key]) for place in places for key in ("dtype", "torch_dtype") if place.get(key)

@@ -1,7 +1,6 @@
 """The ways in which a head can be read: as it declares itself, and as published heads are misread.
 
-A reading is a change of the config, of the tensors, or of the tapped layers. The weights that fit
-one reading draft badly by another.
+The weights that fit one reading draft badly by another.
 """
 
 from __future__ import annotations
@@ -74,11 +73,8 @@ def other_flags(config: HeadConfig, tensors: HeadTensors) -> Iterator[HeadReadin
     """Each flag that needs no weights the other way round; each norm before fc left out."""
     for flag in ("norm_before_residual", "norm_output"):
         is_set = getattr(config, flag)
-        yield HeadReading(
-            f"{flag} {'off' if is_set else 'on'}",
-            config.model_copy(update={flag: not is_set}),
-            tensors,
-        )
+        name = f"{flag} {'off' if is_set else 'on'}"
+        yield HeadReading(name, config.model_copy(update={flag: not is_set}), tensors)
     for flag, norms in {"norm_before_fc": (INPUT_NORM,), "fc_norm": FC_NORMS}.items():
         if getattr(config, flag):
             kept = {name: tensor for name, tensor in tensors.items() if name not in norms}

@@ -3,9 +3,8 @@
 Text is prompts that the target answers here without speculation, or answers that are given.
 Acceptance is counted by `model.chain`.
 
-The weights that fit one reading draft badly by another, so the reading that the checkpoint declares
-should be the best; WARNING and ERROR say how much better another must be to count. A checkpoint
-that can be meant in several ways is declared in all of them, and the best counts as the meaning.
+The declared reading should be the best; WARNING and ERROR say how much better another must be to
+count. Of several meanings of a checkpoint the best counts as the declared one.
 
 Letters: B batch, T sequence, H hidden size.
 """
@@ -21,7 +20,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -62,9 +61,7 @@ ANSWERS_AT_ONCE = 8  # in one forward, of about one length
 
 
 class Gain(NamedTuple):
-    """What one reading accepts more than another: drafts a place, their share of the other's, and
-    standard errors.
-    """
+    """What one reading accepts more: drafts a place, share of the other's, standard errors."""
 
     drafts: float
     share: float
@@ -94,8 +91,8 @@ class AnswerTokens:
 def continued(
     target: Target, folder: str | Path, text: Path, track: Track = quiet
 ) -> list[AnswerTokens]:
-    """For a target without a chat template: what it says after a file's conversations as plain
-    text, greedily, past what would end it.
+    """For a target without a chat template: its greedy continuation of a file's conversations as
+    plain text, past what would end it.
 
     Raises MissingInputError, EmptyInputError, CorruptError.
     """
@@ -196,7 +193,14 @@ def conversations(text: Path) -> Iterator[list[dict[str, str]]]:
             yield [{"role": "user", "content": line.strip()}]
             continue
         try:
-            messages = list(row_turns(json.loads(line)))
+            row = json.loads(line)
+            turns = row.get("messages") or row.get("conversations") or []
+            said = [(turn, turn.get("content", turn.get("value"))) for turn in turns]
+            messages = [
+                {"role": ROLES[turn.get("role", turn.get("from"))], "content": content}
+                for turn, content in said
+                if isinstance(content, str) and content.strip()
+            ]
         except (ValueError, TypeError, AttributeError, KeyError):
             continue
         if messages:
@@ -217,14 +221,6 @@ def text_lines(text: Path) -> Iterator[str]:
             f"{text} is no text: {type(error).__name__}",
             "give UTF-8 text, gzipped if it ends in .gz",
         ) from error
-
-
-def row_turns(row: dict[str, Any]) -> Iterator[dict[str, str]]:
-    """The turns of a row in either of the two usual shapes."""
-    for turn in row.get("messages") or row.get("conversations") or []:
-        content = turn.get("content", turn.get("value"))
-        if isinstance(content, str) and content.strip():
-            yield {"role": ROLES[turn.get("role", turn.get("from"))], "content": content}
 
 
 @dataclass(frozen=True, slots=True)
@@ -298,8 +294,7 @@ def replay(
     """Every reading's acceptance on the answers: the meaning that accepts most, the other meanings,
     and its misreadings.
 
-    meanings: what the checkpoint declares, DECLARED, or each of the ways in which that can be
-    meant. tensors: as `read_head` gives them, lm_head too.
+    meanings: the declared reading, or each meaning of an ambiguous checkpoint; with an lm_head.
     """
     vocabulary = TargetVocabulary(
         target.config, target.embed_tokens.float(), target.lm_head.float(), target.lm_head_sha256
