@@ -25,7 +25,7 @@ MOST_FRAMES = 8  # from a command to the loss, and from the server's worker to t
 ROOMS = {
     "data": (220, "sources, licence gate, filters, duplicates, ledger, card"),
     "engine": (185, "exact speculative decoding: scheduler, rounds, drafters, policy, sampling"),
-    "model": (212, "target and head: configs, checkpoints, attention, training-time test"),
+    "model": (208, "target and head: configs, checkpoints, attention, training-time test"),
     "cpp": (198, "the native decoder"),
     "serve": (174, "the HTTP server"),
     "privacy": (156, "personal data and secrets: search, surrogates, key"),
@@ -34,7 +34,7 @@ ROOMS = {
     "train": (93, "objective, optimizer, runs"),
     "cli": (87, "one file per command"),
     "top": (94, "artifacts, records, errors, names of models, pages"),
-    "export": (73, "forms of other engines, check by replay, card"),
+    "export": (71, "forms of other engines, check by replay, card"),
     "chat": (40, "chat template and tokenizer"),
     "shards": (46, "the feature format"),
     "evaluate": (40, "tau before a head is served"),
