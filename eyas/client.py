@@ -9,7 +9,6 @@ import json
 import os
 import time
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any, Literal, Self
 from urllib.parse import urlsplit
 
@@ -33,12 +32,7 @@ StreamPiece = tuple[float, bytes]  # ms since the request was sent, bytes as the
 class RequestFailure(Exception):
     """A request without an answer. `what` can be shown: it holds no part of prompt or answer."""
 
-    def __init__(
-        self,
-        kind: FailureKind,
-        what: str,
-        retry_after_s: float | None = None,
-    ) -> None:
+    def __init__(self, kind: FailureKind, what: str, retry_after_s: float | None = None) -> None:
         super().__init__(what)
         self.kind, self.what, self.retry_after_s = kind, what, retry_after_s
 
@@ -113,12 +107,7 @@ class Client:
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.close()
 
     async def close(self) -> None:
@@ -129,13 +118,12 @@ class Client:
         """The cards of the models that the server lists, one at least; `id` is a model's name."""
         content = await self.request("/v1/models")
         try:
-            cards = json.loads(content)["data"]
+            cards = [{**card, "id": str(card["id"])} for card in json.loads(content)["data"]]
         except (ValueError, LookupError, TypeError, RecursionError) as error:
             raise RequestFailure("broken", "lists no models") from error
-        is_list = isinstance(cards, list) and cards
-        if not is_list or not all(isinstance(one, dict) and "id" in one for one in cards):
+        if not cards:
             raise RequestFailure("broken", "lists no models")
-        return [{**card, "id": str(card["id"])} for card in cards]
+        return cards
 
     async def page(self, path: str) -> str:
         """The text of a page, "" where the server has none."""

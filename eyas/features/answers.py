@@ -44,17 +44,9 @@ class JournalEntry:
     dropped: list[dict[str, Any]] = field(default_factory=list)
 
     @property
-    def is_empty(self) -> bool:
-        return self.answer is None and not self.dropped
-
-    @property
     def turn(self) -> int:
         """The first turn of the entry."""
         return self.answer.turn if self.answer else int(self.dropped[0]["turn"])
-
-    @property
-    def num_turns(self) -> int:
-        return (self.answer is not None) + len(self.dropped)
 
     @classmethod
     def from_json(cls, row: dict[str, Any]) -> JournalEntry:
@@ -81,7 +73,7 @@ class AnswerParts:
         self._writers = ThreadPoolExecutor(WRITERS, "journal")
 
     def is_whole(self, part: int) -> bool:
-        """True when nothing is left to do for a part."""
+        """Whether nothing is left to do for a part."""
         return self._output.exists(f"answers-{part:05d}.jsonl")
 
     def open(self, part: int, num_prompts: int) -> list[JournalEntry]:
@@ -104,7 +96,7 @@ class AnswerParts:
         """Keep an event of one of its conversations. Raises what writing an earlier one raised
         (StorageFullError).
         """
-        if entry.is_empty:
+        if entry.answer is None and not entry.dropped:
             return
         self._entries[part].append(entry)
         name = f"{_folder(part)}/{entry.at:05d}-{entry.turn:03d}.json"
@@ -177,6 +169,6 @@ def _in_turn(entries: Iterable[JournalEntry]) -> list[JournalEntry]:
     kept = []
     for entry in entries:
         if entry.turn == next_turn[entry.at]:
-            next_turn[entry.at] += entry.num_turns
+            next_turn[entry.at] += (entry.answer is not None) + len(entry.dropped)
             kept.append(entry)
     return kept

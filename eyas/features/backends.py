@@ -14,7 +14,7 @@ from eyas.artifact import VERSION
 from eyas.chat import Chat
 from eyas.client import RequestFailure
 from eyas.engine.engine import Engine
-from eyas.engine.request import Request, SamplingParams
+from eyas.engine.request import Request
 from eyas.errors import TemplateError
 from eyas.features.conversation import Sampling, TurnAnswer, TurnRequest
 from eyas.features.fleet import ClientConfig, FleetServer, PromptMismatch
@@ -30,9 +30,6 @@ PROBES: tuple[tuple[Message, ...], ...] = (
         {"role": "assistant", "content": "Blue."},
         {"role": "user", "content": "Another one?"},
     ),
-)
-WITHOUT_IDS = (
-    "gives no token ids: it has to know `return_token_ids`, as vLLM, SGLang and `eyas serve` do"
 )
 
 
@@ -65,7 +62,7 @@ class EngineBackend:
         return done
 
     def status(self) -> str:
-        """Nothing: the engine works or the process ends."""
+        """For the line of progress."""
         return ""
 
     def facts(self) -> dict[str, Any]:
@@ -118,18 +115,23 @@ class TargetServer(FleetServer[TurnRequest, TurnAnswer]):
 
     async def reply(self, request: TurnRequest) -> TurnAnswer:
         """The answer to one turn. Raises RequestFailure."""
-        started = time.perf_counter()
+        started, params = time.perf_counter(), request.params
         body: dict[str, Any] = {
             "model": self.model,
             "return_token_ids": True,
-            **_openai_fields(request.params),
+            "temperature": params.temperature,
+            "max_tokens": params.max_tokens,
         }
+        if params.temperature > 0:  # without what changes nothing: not every server knows it
+            body["seed"] = params.seed
+            body |= {"top_p": params.top_p} if params.top_p < 1 else {}
+            body |= {"top_k": params.top_k} if params.top_k > 0 else {}
         if self._sends_tokens:
             content = await self.post("/completions", {**body, "prompt": list(request.prompt_ids)})
         else:
-            tools = {"tools": list(request.tools)} if request.tools else {}
+            body |= {"tools": list(request.tools)} if request.tools else {}
             messages = list(request.messages)
-            content = await self.post("/chat/completions", {**body, **tools, "messages": messages})
+            content = await self.post("/chat/completions", {**body, "messages": messages})
         answer_ids, choice = self._read(content, request)
         message = None if choice.message is None else choice.message.parts()
         latency_ms = 1000 * (time.perf_counter() - started)
@@ -147,7 +149,11 @@ class TargetServer(FleetServer[TurnRequest, TurnAnswer]):
         choice = body.choices[0]
         seen = choice.prompt_token_ids or body.prompt_token_ids
         if seen is None or choice.token_ids is None:
-            raise RequestFailure("unfit", WITHOUT_IDS)
+            raise RequestFailure(
+                "unfit",
+                "gives no token ids: it has to know `return_token_ids`, as vLLM, SGLang and "
+                "`eyas serve` do",
+            )
         if tuple(seen) != request.prompt_ids:
             raise PromptMismatch(seen, request.prompt_ids)
         is_cut = choice.finish_reason == "length"
@@ -197,13 +203,3 @@ def probes(chat: Chat, samplings: Sequence[Sampling]) -> tuple[TurnRequest, ...]
             params = sampling.params(max_tokens=1, seed=1)
             found.append(TurnRequest(f"probe-{len(found)}", messages, ids, params))
     return tuple(found)
-
-
-def _openai_fields(params: SamplingParams) -> dict[str, Any]:
-    """In OpenAI's form, without what changes nothing: a server may not know every field."""
-    fields: dict[str, Any] = {"temperature": params.temperature, "max_tokens": params.max_tokens}
-    if params.temperature > 0:
-        fields["seed"] = params.seed
-        fields |= {"top_p": params.top_p} if params.top_p < 1 else {}
-        fields |= {"top_k": params.top_k} if params.top_k > 0 else {}
-    return fields

@@ -238,7 +238,7 @@ def open_source(task: CaptureTask, plan: CapturePlan) -> SampleSource:
     sha256, tails = decoder.lm_head_sha256, decoder.tails()
     del decoder  # it may be large, and has done its work
     run = identity("capture", task.settings, {"answers": task.made})
-    fleet = StateFleet.open(config.servers, config.client, proof, tails, run, commands)
+    fleet = StateFleet(config.servers, config.client, proof, tails, run, commands)
     return ServedForward(fleet, sha256)
 
 

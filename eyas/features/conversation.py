@@ -18,21 +18,9 @@ from eyas.privacy.detector import LeakDetector
 from eyas.privacy.pii import RANK
 from eyas.records import Answer, Message, Origin, Prompt
 
-# Why a turn has no answer; besides "pii.<type>" (personal data that was not in its prompt) and the
-# reasons of TurnFailure.
-DropReason = Literal[
-    "context_full",
-    "template_refused",
-    "control_text",
-    "earlier_turn_cut",
-    "earlier_turn_marked",
-    "earlier_turn_dropped",
-    "earlier_turn_called",
-    "earlier_turn_in_parts",
-]
-# Marks that end a conversation. After a refusal users do go on, and the target's words in that
-# context are its own.
-ENDS: dict[str, DropReason] = {
+# Marks that end a conversation, and the reason why its later turns have no answer. After a refusal
+# users do go on, and the target's words in that context are its own.
+ENDS = {
     "truncated": "earlier_turn_cut",
     "looping": "earlier_turn_marked",
     "empty": "earlier_turn_marked",

@@ -122,7 +122,8 @@ class FleetServer(Generic[RequestT, ReplyT]):
             what = f"does not answer within {self.config.timeout_s:g} s"
             raise RequestFailure("lost", what) from error
         except errors.APIConnectionError as error:
-            raise RequestFailure("lost", f"breaks the connection ({_cause(error)})") from error
+            what = f"breaks the connection ({type(error.__cause__ or error).__name__})"
+            raise RequestFailure("lost", what) from error
         except errors.APIStatusError as error:
             after = error.response.headers.get("retry-after")
             raise status_failure(error.status_code, error.response.content, after) from error
@@ -288,7 +289,9 @@ class Fleet(Generic[RequestT, ReplyT]):
         return replies
 
     async def _ask(self, request: RequestT) -> ReplyT | TurnFailure:
-        """The reply of the first server that gives one."""
+        """The reply of the first server that gives one. Raises EyasError where a failure ends the
+        run.
+        """
         num_failed = 0
         server: FleetServer[RequestT, ReplyT] | None = None
         while True:
@@ -303,7 +306,14 @@ class Fleet(Generic[RequestT, ReplyT]):
                     is_mismatch = isinstance(failure, PromptMismatch)
                     reason: Any = "server_saw_other_tokens" if is_mismatch else "server_refused"
                     return TurnFailure(request.id, reason, f"{server.url} {failure.what}")
-                self._stop_if_hopeless(server, failure)
+                if failure.kind == "unfit":
+                    raise MismatchError(f"{server.url} {failure.what}", self._fit_hint) from failure
+                # a server that is busy is alive
+                if failure.kind != "busy" and time.monotonic() - self._last_good > PATIENCE_S:
+                    raise EyasError(
+                        f"no server answers: {_reasons(self._servers)}",
+                        "every answer is kept: repair the servers and run the same command again",
+                    ) from failure
                 if server.is_checked:  # else it is the server that fails, not with this request
                     server.fail(failure)
                     num_failed += failure.kind != "busy"
@@ -317,18 +327,6 @@ class Fleet(Generic[RequestT, ReplyT]):
             finally:
                 server.num_running -= 1
                 self._freed.set()
-
-    def _stop_if_hopeless(
-        self, server: FleetServer[RequestT, ReplyT], failure: RequestFailure
-    ) -> None:
-        """Raise EyasError where a failure ends the run. A server that is busy is alive."""
-        if failure.kind == "unfit":
-            raise MismatchError(f"{server.url} {failure.what}", self._fit_hint) from failure
-        if failure.kind != "busy" and time.monotonic() - self._last_good > PATIENCE_S:
-            raise EyasError(
-                f"no server answers: {_reasons(self._servers)}",
-                "every answer is kept: repair the servers and run the same command again",
-            ) from failure
 
     async def _next(
         self, last: FleetServer[RequestT, ReplyT] | None
@@ -366,10 +364,6 @@ def server_urls(urls: Sequence[str]) -> list[str]:
             "raise client.concurrency to send a server more at once",
         )
     return found
-
-
-def _cause(error: BaseException) -> str:
-    return type(error.__cause__ or error).__name__
 
 
 def _reasons(servers: Sequence[FleetServer[Any, Any]]) -> str:

@@ -1,10 +1,12 @@
 """Stage `generate`: the target answers every user turn of every prompt, one row per assistant turn.
 
-Conversations run independently: as soon as a turn is answered the next one is asked, with the
-target's own answers as its context, so that the backend always has enough to do. An answer that was
-cut, loops or is empty ends its conversation; after a refusal it goes on. All of these are marked
-and kept. An answer with personal data or a secret that was not in its prompt is never written: it
-is counted by type, and ends its conversation too.
+As soon as a turn is answered the next one is asked, with the target's own answers as its context.
+An answer that was cut, loops or is empty ends its conversation; after a refusal it goes on. All of
+these are marked and kept. An answer with personal data or a secret that was not in its prompt is
+never written: it is counted by type, and ends its conversation too.
+
+The engine in this process answers where `servers` is empty. On a GPU it runs through PyTorch's
+operators: correct, and slow. For many prompts start SGLang or vLLM, and give `servers`.
 
 A run that is killed, or whose servers have all died, resumes where it was (see answers). Which
 servers answer, how many requests run at once, and whether a head speculates changes no answer, and
@@ -56,14 +58,11 @@ PLACES = {"target", "head", "max_batch", "servers", "client"}
 class GenerateConfig(BaseModel):
     """Settings of the stage.
 
-    `max_length` bounds prompt and answer together, in tokens, as does the target's context; by
-    default that alone, up to 32,768.
-    `sampling`: how conversations are sampled, a share of them each, assigned by a hash of their
-    user turns. `date`: the day that a chat template prints where it prints today's (Granite,
-    Llama 3); fixed, so that the same prompts have the same tokens on another day and in `capture`.
-    `personal`: what is looked for in answers; an answer with a type that is not kept is left out,
-    unless it stood in the prompt. `head` speeds up the engine in this process, which answers where
-    `servers` is empty; `client` says how servers are asked.
+    `max_length` bounds prompt and answer together, in tokens, as does the target's context.
+    `sampling`: a hash of a conversation's user turns assigns it to a share. `date` is fixed, so
+    that the same prompts have the same tokens on another day where a template prints today's
+    (Granite, Llama 3). `personal`: what is looked for in answers; an answer with a type that is not
+    kept is left out, unless it stood in the prompt. `client` says how servers are asked.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")

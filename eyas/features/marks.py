@@ -156,7 +156,9 @@ def is_looping(text: str, was_cut: bool = False) -> bool:
 
     was_cut: the answer ran into its limit, so a loop at its end would have gone on.
     """
-    units = _numbered(_UNIT.findall(_ENUMERATOR.sub("", text.casefold())))
+    numbers: dict[str, int] = {}  # equal ones where units are equal
+    found = _UNIT.findall(_ENUMERATOR.sub("", text.casefold()))
+    units = np.array([numbers.setdefault(unit, len(numbers)) for unit in found], dtype=np.int64)
     for period in range(1, min(LONGEST_PERIOD, len(units) // LEAST_REPEATS) + 1):
         least = max((LEAST_REPEATS - 1) * period, CUT_LOOP_UNITS - period)
         equal = units[:-period] == units[period:]
@@ -170,13 +172,10 @@ def is_looping(text: str, was_cut: bool = False) -> bool:
             was_cut and covered >= CUT_LOOP_UNITS and start + covered == len(units)
         ):
             return True
-    return _distinct_grams(units) < LEAST_DISTINCT
-
-
-def _numbered(units: list[str]) -> np.ndarray:
-    """int64 [units]: equal numbers where units are equal."""
-    numbers: dict[str, int] = {}
-    return np.array([numbers.setdefault(unit, len(numbers)) for unit in units], dtype=np.int64)
+    if len(units) < GRAMS_UNITS:
+        return False
+    grams = np.lib.stride_tricks.sliding_window_view(units, GRAM)
+    return len(np.unique(grams, axis=0)) / len(grams) < LEAST_DISTINCT
 
 
 def _longest_run(equal: np.ndarray) -> tuple[int, int]:
@@ -187,11 +186,3 @@ def _longest_run(equal: np.ndarray) -> tuple[int, int]:
     starts, lengths = edges[::2], edges[1::2] - edges[::2]
     last = len(lengths) - 1 - int(np.argmax(lengths[::-1]))
     return int(starts[last]), int(lengths[last])
-
-
-def _distinct_grams(units: np.ndarray) -> float:
-    """Share of a long text's n-grams that are different ones; 1 for a short text."""
-    if len(units) < GRAMS_UNITS:
-        return 1.0
-    grams = np.lib.stride_tricks.sliding_window_view(units, GRAM)
-    return len(np.unique(grams, axis=0)) / len(grams)

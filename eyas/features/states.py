@@ -285,29 +285,23 @@ class StateFleet:
     """Servers as a source of samples' states, in the order in which they are asked for."""
 
     def __init__(
-        self, fleet: Fleet[StateRequest, StateReply], servers: Sequence[StateServer]
-    ) -> None:
-        self._fleet, self._servers = fleet, servers
-        self._numbers = itertools.count()
-        self._ready: dict[str, HiddenStates] = {}
-        self._unwanted: set[str] = set()  # asked for by an iterator that was closed
-
-    @classmethod
-    def open(
-        cls,
+        self,
         urls: Sequence[str],
         config: FleetConfig,
         proof: StateProof,
         tails: Sequence[Tail],
         run: str,
         commands: str,
-    ) -> StateFleet:
+    ) -> None:
         """Check and prove all servers. commands: how to start one. Raises what Fleet raises."""
-        servers = [StateServer(url, config, proof, tails, run) for url in server_urls(urls)]
+        self._numbers = itertools.count()
+        self._ready: dict[str, HiddenStates] = {}
+        self._unwanted: set[str] = set()  # asked for by an iterator that was closed
+        self._servers = [StateServer(url, config, proof, tails, run) for url in server_urls(urls)]
         try:
-            return cls(Fleet(servers, config, commands, commands), servers)
+            self._fleet = Fleet(self._servers, config, commands, commands)
         finally:
-            for one in servers:
+            for one in self._servers:
                 one.sweep()  # what an earlier run left
 
     def states(self, requests: Iterator[StateRequest]) -> Iterator[HiddenStates]:
