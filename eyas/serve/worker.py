@@ -19,7 +19,6 @@ import logging
 import threading
 from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from eyas.engine.engine import Engine
@@ -58,16 +57,9 @@ class QueueFull(EyasError):
         self.num_waiting = num_waiting
 
 
-@dataclass(frozen=True, slots=True)
-class Inspection:
-    """A function of the engine to be called between two rounds, and where its result goes."""
-
-    look: Callable[[Engine], Any]
-    result: asyncio.Future[Any]
-
-
-# what the event loop sends: a request to add with its grammar, the id of one to cancel, a look
-Command = tuple[Request, Grammar | None] | str | Inspection
+# what the event loop sends: a request to add with its grammar, the id of one to cancel, a look at
+# the engine
+Command = tuple[Request, Grammar | None] | str | Callable[[Engine], object]
 
 
 class EngineWorker:
@@ -82,6 +74,7 @@ class EngineWorker:
         self._condition = threading.Condition()  # guards the two below
         self._inbox: list[Command] = []
         self._stopping = False
+        self._looks: set[asyncio.Future[Any]] = set()  # results of looks that are waited for
         # by request id; the requests of one call of `updates` share a queue
         self._queues: dict[str, asyncio.Queue[Event]] = {}
         self._compiler = ThreadPoolExecutor(1, "grammars")
@@ -124,8 +117,16 @@ class EngineWorker:
         """What `look` returns for the engine between two rounds. Raises EngineFailure."""
         if not self.is_running:
             raise (self.failure or EngineFailure("the engine is not running")).again()
-        result: asyncio.Future[T] = asyncio.get_running_loop().create_future()
-        self._post(Inspection(look, result))
+        loop = asyncio.get_running_loop()
+        result: asyncio.Future[T] = loop.create_future()
+        self._looks.add(result)
+        result.add_done_callback(self._looks.discard)
+
+        def settle(found: T) -> None:
+            if not result.done():  # else it failed, or its caller was cancelled
+                result.set_result(found)
+
+        self._post(lambda engine: loop.call_soon_threadsafe(settle, look(engine)))
         return await result
 
     async def updates(
@@ -214,11 +215,9 @@ class EngineWorker:
     def _fail(self, failure: EngineFailure) -> None:
         self.failure = self.failure or failure
         self._deliver([(request_id, self.failure.again()) for request_id in self._queues])
-        with self._condition:
-            inbox, self._inbox = self._inbox, []
-        for command in inbox:
-            if isinstance(command, Inspection) and not command.result.done():
-                command.result.set_exception(self.failure.again())
+        for result in self._looks:
+            if not result.done():
+                result.set_exception(self.failure.again())
 
     # Engine's thread
 
@@ -247,22 +246,13 @@ class EngineWorker:
             if self._stopping:
                 return False
             commands, self._inbox = self._inbox, []
-        refused: list[tuple[str, Event]] = []
-        try:
-            for command in commands:
-                if isinstance(command, str):
-                    self._engine.cancel(command)
-                elif isinstance(command, Inspection):
-                    found = command.look(self._engine)
-                    loop.call_soon_threadsafe(_settle, command.result, found)
-                elif error := self._add(*command):
-                    refused.append((command[0].id, error))
-        except BaseException:
-            with self._condition:  # `_fail` looks for their callers here
-                self._inbox = commands + self._inbox
-            raise
-        if refused:
-            loop.call_soon_threadsafe(self._deliver, refused)
+        for command in commands:
+            if isinstance(command, str):
+                self._engine.cancel(command)
+            elif not isinstance(command, tuple):
+                command(self._engine)
+            elif error := self._add(*command):
+                loop.call_soon_threadsafe(self._deliver, [(command[0].id, error)])
         return True
 
     def _add(self, request: Request, grammar: Grammar | None) -> EyasError | None:
@@ -283,8 +273,3 @@ def _not_run(error: BaseException) -> EngineFailure:
     """The failure of a request that could not be added, for a reason that is the engine's."""
     log.error("a request could not be added", extra={"data": error_facts(error)})
     return EngineFailure(f"the request could not be run: {type(error).__name__}")
-
-
-def _settle(result: asyncio.Future[Any], found: Any) -> None:
-    if not result.done():  # else its caller was cancelled
-        result.set_result(found)
