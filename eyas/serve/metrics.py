@@ -204,10 +204,7 @@ class Metrics(Collector):
         if self.tau is not None:
             single.append((gauge, "spec_accept_length", self.tau, "tau: tokens a round and sample"))
         sources = {source: counters[f"accepted_{source}"] for source in ("head", "text", "both")}
-        # a round accepts at position p when it accepts more than p drafts
-        places = {
-            str(place): float(count) for place, count in enumerate(accepted_by_position(hist))
-        }
+        places = {str(place): float(one) for place, one in enumerate(accepted_by_position(hist))}
         accepted = "spec_decode_num_accepted_tokens"
         families = [(kind, name, about, {"": value}, "") for kind, name, value, about in single]
         families += [

@@ -326,8 +326,7 @@ class ResponseWriter(CompletionWriter):
         return self._event(f"response.{answer['status']}", response=answer)
 
     def whole(self) -> dict[str, Any]:
-        for delta in self.choices[0].kept:
-            self._advance(delta)
+        self._advance(self.choices[0].whole())
         return self._response()
 
     def _response(self) -> dict[str, Any]:

@@ -24,7 +24,6 @@ _RESERVED = frozenset(
     {"add_generation_prompt", "continue_final_message", "documents", "messages", "tools"}
 )
 MAX_CHATS = 8
-Options = tuple[tuple[str, bool], ...]
 # the characters that byte-level tokenizers write bytes as
 _BYTES = {character: byte for byte, character in bytes_to_unicode().items()}
 
@@ -33,7 +32,7 @@ class Tokenizer:
     """Tokens from and to text, for any thread."""
 
     def __init__(self, chat: Chat) -> None:
-        self._chats: dict[Options, Chat] = {(): chat}
+        self._chats: dict[tuple[tuple[str, bool], ...], Chat] = {(): chat}
         self._tokenizer = chat.tokenizer
         self._backend = self._tokenizer.backend_tokenizer
         self._longest_token = max(map(len, self._backend.get_vocab()))
@@ -41,11 +40,8 @@ class Tokenizer:
     # Text to tokens
 
     def chat(self, options: Mapping[str, bool]) -> Chat:
-        """The Chat whose template gets these options. The first request with them pays for its
-        examination.
-
-        Raises TemplateError for a template that has no exact mask with them, InputError for too
-        many combinations.
+        """The Chat whose template gets these options. Raises InputError for too many combinations,
+        TemplateError where Chat does.
         """
         key = tuple(sorted(options.items()))
         if key not in self._chats:

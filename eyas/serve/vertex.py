@@ -57,12 +57,9 @@ def from_environment(environment: Mapping[str, str] = os.environ) -> dict[str, A
             "AIP_HTTP_PORT is no port", "Vertex AI sets it; elsewhere give a number such as 8080"
         )
     routes = {
-        name: environment[variable]
-        for name, variable in (
-            ("health_route", "AIP_HEALTH_ROUTE"),
-            ("predict_route", "AIP_PREDICT_ROUTE"),
-        )
-        if environment.get(variable)
+        name: route
+        for name in ("health_route", "predict_route")
+        if (route := environment.get(f"AIP_{name.upper()}"))
     }
     for name, route in routes.items():
         if not route.startswith("/") or set(route) & set("{}?#"):
