@@ -172,13 +172,9 @@ class Client:
         return StreamRecord(sent, pieces)
 
     async def request(
-        self,
-        path: str,
-        body: dict[str, Any] | None = None,
-        timeout_s: float | None = None,
-        max_body: int = MAX_BODY,
+        self, path: str, body: dict[str, Any] | None = None, timeout_s: float | None = None
     ) -> bytes:
-        """The content of a 200, of max_body bytes at most."""
+        """The content of a 200, of MAX_BODY bytes at most."""
         limit_s = timeout_s or self._timeout_s
         try:
             async with (
@@ -188,8 +184,8 @@ class Client:
                 content = bytearray()
                 async for piece in response.aiter_bytes():
                     content += piece
-                    if len(content) > max_body:
-                        raise RequestFailure("broken", f"answers more than {max_body >> 20} MiB")
+                    if len(content) > MAX_BODY:
+                        raise RequestFailure("broken", f"answers more than {MAX_BODY >> 20} MiB")
         except (httpx.ConnectError, httpx.ConnectTimeout) as error:
             raise RequestFailure("lost", "takes no connection") from error
         except (httpx.TimeoutException, TimeoutError) as error:

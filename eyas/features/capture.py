@@ -56,19 +56,16 @@ PLACES = {"target", "device_map", "servers", "client"}
 class CaptureConfig(BaseModel):
     """Settings of the stage.
 
-    `decoder` computes: our own, or transformers', which knows many more models; "auto" is our own
-    where it knows the target. `dtype` is what it computes in; "auto" is the checkpoint's own for
-    transformers' decoder, and for ours as for every stage (`resolve_dtype`). `device_map` spreads a
-    large target over devices ("auto": see accelerate; transformers' decoder only). `store_dtype` is
-    what is stored, `codec` and `teacher` how (see shards.FeatureMeta); held-out samples are stored
-    exactly, since a server has no rounded features. `batch_tokens` counts the padding of a forward;
-    with 1 every sample is computed alone, and its values, to the last bit, depend on nothing beside
-    it. `leave_out` are marks (features.marks) of answers that no head learns from: answers that
-    were cut and loops are the target's own words, as a server will have to decode them, and stay.
+    `dtype`: "auto" is the checkpoint's own for transformers' decoder and for servers, and for ours
+    as for every stage (`resolve_dtype`). `device_map`: accelerate's ("auto", ...), for
+    transformers' decoder only. `codec`, `teacher`: see shards.FeatureMeta; held-out samples are
+    stored exactly, since a server has no rounded features. `batch_tokens`: with 1 every sample is
+    computed alone, and its values, to the last bit, depend on nothing beside it. `leave_out`:
+    answers that were cut and loops are the target's own words, as a server will have to decode
+    them, and stay.
 
-    `servers` (vLLM, SGLang: features.states) compute instead, asked as `client` says; `decoder` is
-    then what proves them on some of the samples, and `dtype` what they are to compute in ("auto":
-    the checkpoint's own).
+    `servers` (vLLM, SGLang: features.states) compute instead, asked as `client` says; `decoder`
+    then proves them on some of the samples, and `dtype` is what they are to compute in.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -130,17 +127,13 @@ class CaptureConfig(BaseModel):
 
 
 def held_out_meta(meta: FeatureMeta) -> FeatureMeta:
-    """Held-out samples are stored exactly, so that a head is judged by the features that a server
-    has.
-    """
+    """How held-out samples are stored: exactly."""
     return meta if meta.is_exact else meta.model_copy(update={"codec": "lossless"})
 
 
 class CaptureTask:
-    """What is captured from what: the answers, the target in its folder, and the settings that
-    decide on values.
-
-    settings: the config as it enters an identity, with what "auto" stands for.
+    """What is captured from what. settings: the config as it enters an identity, with what "auto"
+    stands for.
     """
 
     def __init__(

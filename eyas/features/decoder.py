@@ -16,6 +16,7 @@ import copy
 import importlib.util
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -191,9 +192,8 @@ class HookedDecoder:
 
     def begin(self, tokens: Sequence[int]) -> SharedPrefix:
         cache = DynamicCache(config=self._model.config)
-        states, _ = self._forward(
-            torch.tensor([list(tokens)]), past_key_values=cache, use_cache=True
-        )
+        tokens_BT = torch.tensor([list(tokens)])
+        states, _ = self._forward(tokens_BT, past_key_values=cache, use_cache=True)
         return SharedPrefix(
             len(tokens), HiddenStates(states.aux_hidden[0], states.last_hidden[0]), cache
         )
@@ -228,27 +228,26 @@ class HookedDecoder:
                 return ((given, *args[1:]) if args else args), rest
 
             handle = last.register_forward_pre_hook(enter, with_kwargs=True)
-            with contextlib.ExitStack() as hooks:
-                hooks.callback(handle.remove)
+            try:
                 tokens = torch.zeros(1, len(hidden_TH), dtype=torch.long)
                 return self._forward(tokens, taps=(), use_cache=False)[0].last_hidden[0]
+            finally:
+                handle.remove()
 
         return norm, finish
 
     def _final_module(self) -> nn.Module:
         """What takes the last layer's output and gives what feeds lm_head. Raises MismatchError."""
         found: list[tuple[nn.Module, Any, Any]] = []
+
+        def note(module: nn.Module, given: Any, output: Any) -> None:
+            found.append((module, given[0] if given else None, output))
+
         with contextlib.ExitStack() as hooks:
             for module in self._model.modules():
-                handle = module.register_forward_hook(
-                    lambda of, given, output: found.append(
-                        (of, given[0] if given else None, output)
-                    )
-                )
-                hooks.callback(handle.remove)
+                hooks.callback(module.register_forward_hook(note).remove)
             states, _ = self._forward(self._proof_tokens(), all_logits=True, use_cache=False)
-        ends = [output for module, _, output in found if module is self._layers[-1]]
-        end = ends[0][0] if isinstance(ends[0], tuple) else ends[0]
+        end = next(_hidden(output) for of, _, output in found if of is self._layers[-1])
         fed = states.last_hidden  # a view of it, in most models
         fits = [
             of
@@ -280,8 +279,8 @@ class HookedDecoder:
         tapped: dict[int, Tensor] = {}
         fed: list[Tensor] = []
 
-        def tap(number: int, output: Any) -> None:
-            tapped[number] = output[0] if isinstance(output, tuple) else output
+        def tap(number: int, _module: nn.Module, _given: Any, output: Any) -> None:
+            tapped[number] = _hidden(output)
 
         def feed(_: nn.Module, given: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
             fed.append(given[0])
@@ -289,9 +288,7 @@ class HookedDecoder:
 
         with contextlib.ExitStack() as hooks:
             for number in wanted:
-                handle = self._layers[number].register_forward_hook(
-                    lambda _m, _i, output, at=number: tap(at, output)
-                )
+                handle = self._layers[number].register_forward_hook(partial(tap, number))
                 hooks.callback(handle.remove)
             hooks.callback(self._lm_head.register_forward_pre_hook(feed).remove)
             output = self._model(input_ids=tokens_BT.to(self._device), **options)
@@ -369,6 +366,11 @@ def alike(one: Tensor, other: Tensor, dtype: torch.dtype | None = None) -> bool:
     return bool((error <= limit * size + 1e-6).all())
 
 
+def _hidden(output: Any) -> Any:
+    """Of a layer's output: the hidden states, alone or as the first of several."""
+    return output[0] if isinstance(output, tuple) else output
+
+
 def decoder_layers(model: Any, shape: TargetShape, tokens_BT: Tensor) -> nn.ModuleList:
     """The list of decoder layers: as long as the config says, each called once, in order, with
     output [B, T, H].
@@ -384,17 +386,15 @@ def decoder_layers(model: Any, shape: TargetShape, tokens_BT: Tensor) -> nn.Modu
     expected = (*tokens_BT.shape, shape.hidden_size)
     called: dict[str, list[int]] = {name: [] for name in candidates}
 
-    def note(name: str, number: int, output: Any) -> None:
-        hidden = output[0] if isinstance(output, tuple) else output
+    def note(name: str, number: int, _module: nn.Module, _given: Any, output: Any) -> None:
+        hidden = _hidden(output)
         if isinstance(hidden, Tensor) and tuple(hidden.shape) == expected:
             called[name].append(number)
 
     with contextlib.ExitStack() as hooks, torch.inference_mode():
         for name, layers in candidates.items():
             for number, layer in enumerate(layers):
-                handle = layer.register_forward_hook(
-                    lambda _m, _i, output, of=name, at=number: note(of, at, output)
-                )
+                handle = layer.register_forward_hook(partial(note, name, number))
                 hooks.callback(handle.remove)
         model(input_ids=tokens_BT, use_cache=False)
     found = [

@@ -1,11 +1,11 @@
-"""Any number of servers (SGLang, vLLM, ours) as one backend. `generate` asks for answers, `capture`
-for hidden states.
+"""Servers (SGLang, vLLM, ours) as one backend: `generate` asks for answers, `capture` for hidden
+states.
 
 The client is `openai`'s, which asks again after a 408, 409, 429, 5xx or a lost connection, with
-pauses. Behind that, a request goes to the next server: the least busy of those that did not just
-fail. It is given up where it is refused, or fails again and again at servers that answer others.
-The run ends where no server has answered for PATIENCE_S, and every answer is kept. Many servers
-are better behind a router of their own.
+pauses. Then a request goes to the next server: the least busy of those that did not just fail. It
+is given up where it is refused, or fails again and again at servers that answer others. The run
+ends where no server has answered for PATIENCE_S; every answer is kept. Many servers are better
+behind a router of their own.
 """
 
 from __future__ import annotations
@@ -201,9 +201,7 @@ class FleetServer(Generic[RequestT, ReplyT]):
 
 
 class Fleet(Generic[RequestT, ReplyT]):
-    """The servers as a backend. All requests run on an event loop of this object, which runs while
-    `wait` waits.
-    """
+    """The servers as a backend. Requests run on its event loop, which runs while `wait` waits."""
 
     def __init__(
         self,
@@ -331,9 +329,7 @@ class Fleet(Generic[RequestT, ReplyT]):
     async def _next(
         self, last: FleetServer[RequestT, ReplyT] | None
     ) -> FleetServer[RequestT, ReplyT]:
-        """The least busy server that may be asked, and another one than the last where there is
-        one.
-        """
+        """The least busy server that may be asked; another one than the last where there is one."""
         while True:
             now, most = time.monotonic(), self._config.concurrency
             free = [

@@ -12,12 +12,11 @@ from __future__ import annotations
 
 import re
 import unicodedata
-from typing import Literal, get_args
+from typing import Literal
 
 import numpy as np
 
 Mark = Literal["empty", "looping", "truncated", "refused"]
-MARKS: tuple[Mark, ...] = get_args(Mark)
 VERSION = 1  # of these rules: what they say is part of an artifact's identity
 
 # Words, in pieces of eight letters so that a loop without spaces is one too; characters of scripts
@@ -143,7 +142,7 @@ def mark(text: str, finish_reason: str) -> Mark | None:
 
 
 def is_refusal(text: str) -> bool:
-    """True when an answer begins by saying that it will not help, thoughts left aside."""
+    """Whether an answer begins by saying that it will not help, thoughts left aside."""
     opening = _THOUGHTS.sub("", text, count=1).lstrip(" \t\r\n\"'*#>-")[:_OPENING]
     plain = unicodedata.normalize("NFC", opening).casefold().replace("\u2019", "'")
     plain = re.sub("[\u064b-\u0652]", "", plain)  # vowel signs of Arabic, written or not
@@ -151,7 +150,7 @@ def is_refusal(text: str) -> bool:
 
 
 def is_looping(text: str, was_cut: bool = False) -> bool:
-    """True when words come again and again: one after the other LEAST_REPEATS times or more, or all
+    """Whether words come again and again: one after the other LEAST_REPEATS times or more, or all
     over a long answer.
 
     was_cut: the answer ran into its limit, so a loop at its end would have gone on.

@@ -1,6 +1,5 @@
-"""What a server must show before it is asked for states: that they are the target's.
-
-The same conversations through our decoder, stream by stream.
+"""The proof that a server's states are the target's: the same conversations through our decoder,
+stream by stream.
 
 Letters: T tokens of a sample, S the four streams, L layers, H the target's hidden size.
 """
@@ -36,7 +35,7 @@ class StateRequest:
 
 @dataclass(frozen=True, slots=True)
 class StateProof:
-    """What a server must show before it is asked. Tensors are of the settings' dtype.
+    """What a server must show before it is asked. dtype: the settings'.
 
     samples: what our decoder computes of them. layers_LTH: every layer's output of the first
     tokens of the first one. max_length: tokens of the longest sample.
@@ -49,12 +48,8 @@ class StateProof:
     max_length: int
 
 
-def prove_by(
-    decoder: FeatureDecoder,
-    dtype: str,
-    requests: Sequence[StateRequest],
-) -> StateProof:
-    """Compute some of the requests here, by their lengths: the proof that all servers are given."""
+def prove_by(decoder: FeatureDecoder, dtype: str, requests: Sequence[StateRequest]) -> StateProof:
+    """Compute some of the requests here, chosen by their lengths."""
     by_length = sorted(requests, key=lambda one: len(one.token_ids))
     last = len(by_length) - 1
     places = sorted({last * step // (PROOF_SAMPLES - 1) for step in range(PROOF_SAMPLES)})

@@ -1,5 +1,4 @@
-"""Hidden states from servers that run the target: vLLM and SGLang, as members of a fleet. Before a
-server is used, it is proved that they are the target's (state_proof).
+"""Hidden states from servers that run the target, proved to be its own (state_proof).
 
     vLLM     `extract_hidden_states`: a file of each request, in a folder that this process shares
              with the server, read and deleted here; streams: three taps, what the final norm takes
@@ -63,17 +62,12 @@ class StateReply:
 
 
 class StateServer(FleetServer[StateRequest, StateReply]):
-    """A vLLM or SGLang server that gives states. Its replies hold what feeds lm_head: the layers
-    behind a server's last stream are computed here, by `tail`.
+    """A vLLM or SGLang server that gives states. What is behind its last stream, up to what feeds
+    lm_head, is computed here.
     """
 
     def __init__(
-        self,
-        url: str,
-        config: FleetConfig,
-        proof: StateProof,
-        tails: Sequence[Tail],
-        run: str,
+        self, url: str, config: FleetConfig, proof: StateProof, tails: Sequence[Tail], run: str
     ) -> None:
         """tails: see OwnDecoder.tails. run: names this run's requests and files."""
         super().__init__(url, config)
@@ -89,9 +83,7 @@ class StateServer(FleetServer[StateRequest, StateReply]):
         return self.engine.startswith("vllm")
 
     async def check(self) -> None:
-        """Prove that its states are the target's. Raises RequestFailure, "unfit" with the one
-        thing that differs.
-        """
+        """Raises RequestFailure, "unfit" with the one thing that differs."""
         card = await self.describe()
         if self.engine.split()[0] not in ("vllm", "sglang"):
             raise unfit(f"is {self.engine}, and hidden states come from vLLM and SGLang")
@@ -340,11 +332,11 @@ class StateFleet:
                 self._ready[reply.id] = reply.states
 
     def status(self) -> str:
-        """How many servers are healthy."""
+        """As Fleet.status."""
         return self._fleet.status()
 
     def facts(self) -> dict[str, Any]:
-        """Every server with what it is and how it went."""
+        """As Fleet.facts."""
         return self._fleet.facts()
 
     def close(self) -> None:
