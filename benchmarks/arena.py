@@ -5,7 +5,7 @@
     python benchmarks/arena.py --rounds out/arena/rounds.npz --requests 4 --rounds-each 2000
 
 Answers of the target to prompts of nine tasks are recorded once, greedy and at temperature 1, with
-what the head proposes at every token (eyas/evaluate/recording.py); --rounds reads them again. Then
+what the head proposes at every token (recording.py); --rounds reads them again. Then
 each rule plays the same requests in the same order, B at a time, without a model: what it keeps
 gives tokens, a cost table gives milliseconds (arena_rules.py). Rules know the table as it is;
 a round takes Python's time and noise beside it. The figure is the speed-up over plain decoding.
@@ -41,10 +41,10 @@ from arena_rules import (
     Rule,
     Under,
 )
+from recording import RecordedAnswer, RecordedRounds, num_accepted, record
 
 from eyas.chat import Chat
 from eyas.engine.request import Request, SamplingParams
-from eyas.evaluate.recording import RecordedAnswer, RecordedRounds, num_accepted, record
 from eyas.evaluate.trees import Models, ModelsConfig
 from eyas.hub import resolve_head, resolve_target
 from eyas.log import progress_bar

@@ -14,11 +14,11 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
+from recording import levels, num_accepted, of_best_path
 
 from eyas.engine.costs import AT_ONCE, CostTable, Curve
 from eyas.engine.policy import Policy, RoundPlan
 from eyas.engine.tree import Speculation, goes_on, most_probable
-from eyas.evaluate.recording import levels, num_accepted, of_best_path
 from eyas.model.rows import Proposals
 
 

@@ -12,11 +12,11 @@ from functools import cache
 
 import numpy as np
 
+from benchmarks.recording import levels
 from eyas.engine.acceptance import along_paths
 from eyas.engine.costs import CostTable, Curve
 from eyas.engine.policy import Policy
 from eyas.engine.tree import Speculation, goes_on
-from eyas.evaluate.recording import levels
 from eyas.model.rows import Proposals
 from tests.test_tree import above_of
 

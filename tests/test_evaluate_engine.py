@@ -6,6 +6,7 @@ import dataclasses
 
 import pytest
 
+from benchmarks.recording import record
 from eyas.artifact import Artifact
 from eyas.chat import Chat
 from eyas.cli.run import StageFolder
@@ -13,7 +14,6 @@ from eyas.engine.tree import Speculation, most_probable
 from eyas.errors import ConfigError, EmptyInputError
 from eyas.evaluate import trees
 from eyas.evaluate.evaluate import EvalConfig, evaluate
-from eyas.evaluate.recording import record
 from eyas.evaluate.trees import ModelsConfig, PromptSet, decode, prompts_digest
 from eyas.log import quiet
 from eyas.tau import tau_of

@@ -37,15 +37,15 @@ ROOMS = {
     "export": (71, "forms of other engines, check by replay, card"),
     "chat": (31, "chat template and tokenizer"),
     "shards": (46, "the feature format"),
-    "evaluate": (40, "tau before a head is served"),
+    "evaluate": (33, "tau before a head is served"),
     "gguf": (30, "a GGUF file as a folder"),
     "plan": (21, "tokens and bytes of a run; tau of more data"),
     "builtin": (5, "the packaged models and prompts"),
     "tests": (1670, "proofs"),
-    "benchmarks": (292, "the scripts behind the figures of README and results"),
+    "benchmarks": (297, "the scripts behind the figures of README and results"),
 }
 MOST_SCRIPTS, MOST_DECISIONS, MOST_DECISION_KB, MOST_DEPENDENCIES = 18, 15, 90, 20
-MODULES_BESIDE_SCRIPTS = {"held_out.py", "arena_rules.py"}  # parts of scripts
+MODULES_BESIDE_SCRIPTS = {"held_out.py", "arena_rules.py", "recording.py"}  # parts of scripts
 
 
 def test_every_room_stays_within_its_budget(capsys):

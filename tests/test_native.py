@@ -21,11 +21,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from benchmarks.recording import of_best_path
 from eyas.engine.draft import Draft, guessed
 from eyas.engine.tree import tree_of
 from eyas.engine.verify import accept
 from eyas.errors import MismatchError
-from eyas.evaluate.recording import of_best_path
 from eyas.model import library, native, packed
 from eyas.model.config import HeadConfig, TargetConfig
 from eyas.model.draws import DrawState

@@ -1,6 +1,4 @@
-"""Figures of answers and of parts of them (by source, by language), and what the draft vocabulary
-alone allows: functions of counts of rounds.
-"""
+"""Figures of answers, whole and by source or language; the draft vocabulary's ceiling on tau."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ def check_belongs(head: HeadConfig, meta: FeatureMeta, vocabulary: TargetVocabul
 
 
 class Chains:
-    """A head and a source of features, and counts of its chains of 1 to K drafts on them."""
+    """Counts of a head's chains of 1 to K drafts on a source of features."""
 
     def __init__(
         self, head: Head, vocabulary: TargetVocabulary, source: FeatureSource, num_draft_steps: int
@@ -90,7 +90,18 @@ class Chains:
                 "the held-out features hold no answer of two tokens or more",
                 "capture with more prompts",
             )
-        return self._to_json(), self._answers
+        K, num_tokens = len(self._by_length), sum(map(len, self._is_known))
+        result = {
+            **figures(self._answers, K),
+            "num_draft_steps": K,
+            "tau_by_num_draft_steps": [counts.tau for counts in self._by_length],
+            "language_of": "answers",
+            **vocabulary_figures(self._is_known, K),
+            "greedy_share": self._num_greedy / num_tokens,
+            "tokens": num_tokens,
+            "assumes": ASSUMES,
+        }
+        return result, self._answers
 
     def _add(self, samples: Sequence[Sample], chat: Chat) -> None:
         K = len(self._by_length)
@@ -107,17 +118,3 @@ class Chains:
             for counts in (answer.counts, *self._by_length):
                 counts.add_answer(matches)
             self._answers.append(answer)
-
-    def _to_json(self) -> dict[str, Any]:
-        K, num_tokens = len(self._by_length), sum(map(len, self._is_known))
-        measured = figures(self._answers, K)
-        return {
-            **measured,
-            "num_draft_steps": K,
-            "tau_by_num_draft_steps": [counts.tau for counts in self._by_length],
-            "language_of": "answers",
-            **vocabulary_figures(self._is_known, K),
-            "greedy_share": self._num_greedy / num_tokens,
-            "tokens": num_tokens,
-            "assumes": ASSUMES,
-        }

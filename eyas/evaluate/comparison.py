@@ -1,7 +1,7 @@
 """Two heads on the same answers: how far tau changes, with its interval, in all and by source.
 
-Both heads answer the same prompts, and an interval resamples prompts with what both made of them:
-what makes a prompt easy or hard cancels (paired bootstrap, Efron's percentiles).
+Intervals resample prompts with both heads' counts, so that what makes a prompt easy or hard cancels
+(paired bootstrap, Efron's percentiles).
 """
 
 from __future__ import annotations

@@ -44,12 +44,10 @@ ANSWER_TOKENS = 64  # of each answer: enough for twenty rounds
 class EvalConfig(BaseModel):
     """Settings of the eval stage.
 
-    num_draft_steps: of the chains on features. trees: for prompts, as `eyas serve` takes them:
-    fixed(num_draft_steps,tree_topk,num_verify_tokens) with one branch for a chain, or auto; the
-    first tree at the first temperature gives the headline. By default 400 short answers: the
-    interval of tau is over prompts. against: another head, measured on the same answers. tolerance:
-    the new head must be shown to be better, and tau may fall by this share at most on any source;
-    null only reports.
+    trees: fixed(num_draft_steps,tree_topk,num_verify_tokens), with one branch for a chain, or auto;
+    the first tree at the first temperature gives the headline. against: another head, measured on
+    the same answers. tolerance: the new head must be shown to be better, and tau may fall by this
+    share at most on any source; null only reports.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -93,12 +91,6 @@ class EvalConfig(BaseModel):
         """Longer prompts are left out: with their answer they must fit into models.max_length."""
         return self.models.max_length - self.max_tokens
 
-    @property
-    def headline_only(self) -> EvalConfig:
-        """These settings with the first tree and temperature alone."""
-        first = {"trees": self.trees[:1], "temperatures": self.temperatures[:1]}
-        return self.model_copy(update=first)
-
 
 def evaluate(
     config: EvalConfig,
@@ -127,7 +119,13 @@ def evaluate(
         dtype = resolve_dtype(models.dtype, TargetConfig.from_folder(folder), models.device)
         models = models.model_copy(update={"dtype": dtype})
         config = config.model_copy(update={"models": models})
-    settings = described(config, folder, prompts)
+    if prompts:
+        # the other head is an input, and the tolerance only judges the result
+        settings = config.model_dump(mode="json", exclude={"against", "tolerance"})
+        settings["prompts"] = prompts_digest(prompts)
+        settings["target_fingerprint"] = fingerprint(folder)
+    else:
+        settings = config.model_dump(mode="json", include={"num_draft_steps"})
     inputs = {"head": head_manifest(head, {}), **(features.inputs if features is not None else {})}
     if config.against is not None:
         inputs["against"] = head_manifest(config.against, {})
@@ -139,7 +137,9 @@ def evaluate(
         new = HeadMeasurement(config, folder, head, features, prompts)
         other = None
         if config.against is not None:
-            other = HeadMeasurement(config.headline_only, folder, config.against, features, prompts)
+            first = {"trees": config.trees[:1], "temperatures": config.temperatures[:1]}
+            headline = config.model_copy(update=first)
+            other = HeadMeasurement(headline, folder, config.against, features, prompts)
         output.begin(work)  # not before: what does not fit takes no folder
         result, answers = new.measure(track)
         if other is not None:
@@ -155,19 +155,6 @@ def evaluate(
             "by the chat template"
         ]
     return output.finish("eval", settings, inputs, counts, facts)
-
-
-def described(config: EvalConfig, folder: str, prompts: Sequence[EvalPrompt]) -> dict[str, Any]:
-    """The settings that decide on the result, with contents in place of paths."""
-    if not prompts:
-        return config.model_dump(mode="json", include={"num_draft_steps"})
-    # the other head is an input, and the tolerance only judges the result
-    settings = config.model_dump(mode="json", exclude={"against", "tolerance"})
-    return {
-        **settings,
-        "prompts": prompts_digest(prompts),
-        "target_fingerprint": fingerprint(folder),
-    }
 
 
 class HeadMeasurement:
@@ -191,8 +178,8 @@ class HeadMeasurement:
             self._models = Models.load(folder, files, config.models)
 
     def measure(self, track: Track) -> tuple[dict[str, Any], list[AnswerCounts]]:
-        """What eval.json says of the head, and the counts of its answers: of the first tree at the
-        first temperature, or without prompts of the chains.
+        """What eval.json says of the head, and the counts of its answers: by the first tree at the
+        first temperature or, without prompts, by the chains.
 
         Raises EmptyInputError where nothing drafts.
         """

@@ -33,9 +33,7 @@ from eyas.tau import RoundCounts
 
 
 class ModelsConfig(BaseModel):
-    """How target and head run; they should run as they will be served. threads None: torch's own
-    choice.
-    """
+    """How target and head run: as they will be served."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -105,7 +103,7 @@ class EvalPrompt:
 
 
 def prompts_digest(prompts: Sequence[EvalPrompt]) -> str:
-    """16 hex digits over all prompts, in their order."""
+    """16 hex digits over all prompts in order."""
     digest = hashlib.sha256()
     for one in prompts:
         row = json.dumps([one.id, one.source, one.messages], sort_keys=True)
@@ -144,16 +142,12 @@ class PromptSet:
 
     def requests(self, max_tokens: int, temperature: float, seed: int) -> list[Request]:
         """A request for each, with the prompt's id, and the seed that `eyas bench` gives it."""
-        return [
-            Request(
-                prompt.id,
-                ids,
-                SamplingParams(
-                    temperature=temperature, max_tokens=max_tokens, seed=mixed_seed(seed, prompt.id)
-                ),
-            )
-            for prompt, ids in zip(self.prompts, self.prompt_ids, strict=True)
-        ]
+        made = []
+        for prompt, ids in zip(self.prompts, self.prompt_ids, strict=True):
+            drawn = mixed_seed(seed, prompt.id)
+            params = SamplingParams(temperature=temperature, max_tokens=max_tokens, seed=drawn)
+            made.append(Request(prompt.id, ids, params))
+        return made
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,8 +159,9 @@ class DecodedAnswer:
 
 
 def decode(engine: Engine, requests: Sequence[Request], track: Track) -> list[DecodedAnswer]:
-    """All answers, in the order of the requests; `track` counts those that are done. Raises
-    EyasError where the head fails: what would follow is plain decoding.
+    """All answers, in the order of the requests; `track` counts those that are done.
+
+    Raises EyasError where the head fails: what would follow is plain decoding.
     """
     answers = {request.id: DecodedAnswer([], []) for request in requests}
     for request in requests:
