@@ -54,15 +54,11 @@ class FoldedText:
     ends: Sequence[int]
 
     def span(self, start: int, end: int) -> tuple[int, int]:
-        """The characters of the original for [start, end) of the folded text, which is not empty;
-        whole ones, where the original has one for several.
-        """
+        """The whole characters of the original for [start, end), not empty, of the folded text."""
         return self.starts[start], self.ends[end - 1]
 
     def sub(self, pattern: re.Pattern[str], written: Callable[[re.Match[str]], str]) -> FoldedText:
-        """The text with something else written for each match, which stands for all of the match;
-        neither is empty.
-        """
+        """The text with `written` for each match, which stands for all of it; neither is empty."""
         parts, starts, ends, end = list[str](), list[int](), list[int](), 0
         for match in pattern.finditer(self.text):
             new = written(match)

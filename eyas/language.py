@@ -47,8 +47,8 @@ def codes() -> frozenset[str]:
 
 @functools.lru_cache(maxsize=16)  # a filter and the ledger ask for the same row
 def language(text: str) -> str:
-    """The ISO 639-1 (or 639-3) code of a text's language; UNKNOWN if the text is too short, only
-    code, or the result uncertain.
+    """The ISO 639-1 (or 639-3) code of a text's language; UNKNOWN for one that is too short, only
+    code, or uncertain.
     """
     return spoken_language(prose_of(text[: 4 * LOOKED_AT]))
 

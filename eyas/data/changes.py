@@ -1,7 +1,7 @@
 """Changed rows, before and after, for a person who looks at them on a terminal.
 
-What a row was before lies in its source alone; the artifact has its place and what was found there
-(`changed-*.jsonl`, no values), and the prompt that was made of it. So the sources are read again.
+The artifact has a row's place and what was found there (`changed-*.jsonl`, no values), and its
+prompt. What it was before lies in its source alone, so the sources are read again.
 """
 
 from __future__ import annotations
@@ -22,17 +22,15 @@ CHANGED = "changed"  # stem of the lines
 
 
 def changed_line(row: SourceRow, id: str) -> dict[str, Any]:
-    """The line of a row that became a prompt and was changed: its place, and what was found in it
-    by type, place and keyed hash, no value. By the hash a person's rows can be found and erased.
+    """The line of a changed row: its place, and what was found in it by type, place and keyed hash,
+    by which a person's rows can be found and erased.
     """
     found = [dataclasses.asdict(one) for one in row.masked]
     return {"id": id, "source": row.source, "where": row.where, "found": found}
 
 
 def show_changed(output: Artifact, type: str) -> Iterator[str]:
-    """The changed rows of a result with a finding of a type that begins so, as text, with a count
-    at the end.
-
+    """The changed rows with a finding of a type that begins so, as text, with a count at the end.
     Raises what reading the sources raises, and CorruptError where one no longer holds a row.
     """
     wanted, shown, types = type.strip().upper(), 0, Counter[str]()

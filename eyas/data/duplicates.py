@@ -188,10 +188,8 @@ def beginnings(
         (int(sources[owner]), *part): owner
         for part, owner in zip(parts.tolist(), owners.tolist(), strict=True)
     }
-    found = np.full(len(keys), NONE, np.int64)
-    for row, (source, key) in enumerate(zip(sources.tolist(), keys.tolist(), strict=True)):
-        found[row] = goes_on.get((source, *key), NONE)
-    return found
+    rows = zip(sources.tolist(), keys.tolist(), strict=True)
+    return np.array([goes_on.get((source, *key), NONE) for source, key in rows], np.int64)
 
 
 def near(

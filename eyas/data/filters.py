@@ -1,8 +1,6 @@
 """The row filters in their order, and what they make of a block of rows. A filter is one entry of
-FILTERS.
-
-Filters drop or change one row at a time. None depends on other rows, so a block can be cleaned in
-any process. No note of a drop quotes the row.
+FILTERS; it depends on no other row, so a block can be cleaned in any process. No note of a drop
+quotes the row.
 """
 
 from __future__ import annotations
@@ -22,7 +20,7 @@ from eyas.data.contamination import Contamination
 from eyas.data.ledger import DamagedRow, Drop, RowFilter, SourceRow, dropped_line
 from eyas.data.match import gram_digest
 from eyas.data.quality import QUALITY_CHECKS, QUALITY_LIMITS, SURROGATE
-from eyas.data.selection import BlockArrays, BlockResult, RowBlock, block_lines, row_digests
+from eyas.data.selection import BlockResult, RowBlock, block_lines, row_digests
 from eyas.data.sources import SourceConfig
 from eyas.errors import ConfigError, EyasError
 from eyas.language import UNKNOWN, codes, language
@@ -96,9 +94,8 @@ def row_language(row: SourceRow) -> str:
 
 
 class PersonalData:
-    """Replaces personal data and secrets as the policy says, or drops the row.
-
-    The result of a row depends on the row, the config and the key alone.
+    """Replaces personal data and secrets as the policy says, or drops the row. The result depends
+    on the row, the config and the key alone.
     """
 
     def __init__(self, config: PrivacyConfig, key: bytes) -> None:
@@ -139,13 +136,12 @@ class PersonalData:
         found = mentions.complete(texts, found)
         every = self._placed(found)
         system, *turns = clean(texts, found, self._config, self._key)
-        for text in (system, *turns):
-            for left in mentions.find(text):
-                return Drop(
-                    f"pii.{left.type.lower()}",
-                    note="a value of this type is still there after it was replaced",
-                    found=every,
-                )
+        if left := next((one for text in (system, *turns) for one in mentions.find(text)), None):
+            return Drop(
+                f"pii.{left.type.lower()}",
+                note="a value of this type is still there after it was replaced",
+                found=every,
+            )
         return dataclasses.replace(
             row,
             system=system if row.system is not None else None,
@@ -168,9 +164,7 @@ def _default_detector() -> Detector:
 
 
 def find_all_types(text: str) -> list[Finding]:
-    """The findings of every type, by place, without hashes: for excerpts that people read, in which
-    names are searched for whatever the language.
-    """
+    """The findings of every type, without hashes, for excerpts: names whatever the language."""
     return _default_detector().find_all([text], [[Passage(0, len(text), "en")]])[0]
 
 
@@ -283,12 +277,16 @@ class RowCleaner:
                 spoken.append(found)
         lines, places = block_lines(cleaned)
         counts = Counter(row.source for row in block.rows)
+        labels = self._task.labels
         arrays = {
-            **self._digests(remaining),
+            **row_digests(remaining),
+            "source": np.array([labels.index(row.source) for row in remaining], np.uint16),
             "language": np.array(spoken, dtype=np.str_),
             "place": places,
-            "rows_in": np.array([counts[label] for label in self._task.labels], dtype=np.int64),
+            "rows_in": np.array([counts[label] for label in labels], np.int64),
         }
+        if self._task.grams:
+            arrays |= dataclasses.asdict(gram_digest(remaining))
         return BlockResult(block.number, lines, arrays)
 
     def _searched(self, rows: list[SourceRow]) -> Iterator[SourceRow | Drop]:
@@ -300,21 +298,9 @@ class RowCleaner:
                 results = self._personal[label].many(together)
             yield from results
 
-    def _digests(self, rows: list[SourceRow]) -> BlockArrays:
-        """The arrays over rows that decisions need."""
-        digests = row_digests(rows)
-        digests["source"] = np.array(
-            [self._task.labels.index(row.source) for row in rows], dtype=np.uint16
-        )
-        if self._task.grams:
-            digests |= dataclasses.asdict(gram_digest(rows))
-        return digests
-
 
 def filtered(row: SourceRow, filters: Mapping[str, RowFilter]) -> SourceRow | Drop:
-    """What filters, by name, make of a row; the first drop ends it. Raises EyasError where a filter
-    fails.
-    """
+    """What filters, by name, make of a row, up to the first drop. Raises EyasError (a failure)."""
     result: SourceRow | Drop = row
     for name, keep in filters.items():
         if isinstance(result, Drop):
@@ -326,9 +312,7 @@ def filtered(row: SourceRow, filters: Mapping[str, RowFilter]) -> SourceRow | Dr
 
 @contextlib.contextmanager
 def without_quotes(what: str) -> Iterator[None]:
-    """Turn a failure into an EyasError with its place in the code only: the message of the
-    exception may quote a row.
-    """
+    """Turn a failure into an EyasError with its place in the code: its message may quote a row."""
     try:
         yield
     except EyasError:

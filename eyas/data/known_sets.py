@@ -1,5 +1,5 @@
-"""The registry of known sets of prompts (registry.yaml): their licences and who wrote them. And
-which of them a source is, or is called after.
+"""The registry of known sets of prompts (registry.yaml): licences and authors; and which of them a
+source is, or is called after.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ HUB_PAGE = re.compile(rf"https://huggingface\.co/datasets/({HUB_ID.pattern})(?:[
 
 
 class KnownSet(BaseModel):
-    """An entry of the registry. source: where its facts were read; unverified: fields that were not
-    read there. columns: keys that rows of its published form have together.
+    """An entry of the registry. source: where its facts were read; unverified: fields not read
+    there; columns: keys that rows of its published form have together.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -66,8 +66,8 @@ def registry() -> dict[str, KnownSet]:
 
 
 def find(source: SourceConfig) -> KnownSet | None:
-    """The registry's entry of a source: by its hub id, or by the name that the run file gives it.
-    The name of a file fills in nothing: see `named_like`.
+    """The registry's entry of a source, by its hub id or its name in the run file. The name of a
+    file fills in nothing: see `named_like`.
     """
     packaged = builtin.BUILTIN if source.path in PACKAGED else None
     named = hub_set(source.path)
@@ -80,10 +80,9 @@ def find(source: SourceConfig) -> KnownSet | None:
 
 
 def named_like(source: SourceConfig) -> dict[str, str]:
-    """Known sets that a source's name, files or folders are called after: by id, what is called so.
-
-    A file's name may have more words around it ("my_alpaca52k.jsonl"), unless the set's name is as
-    short and common as "star"; a folder has to bear the name itself.
+    """Ids of known sets that a source's name, file or folders are called after, each with what is
+    called so. A file's name may have more words ("my_alpaca52k.jsonl"), unless the set's name is
+    as short as "star"; a folder's may not.
     """
     *folders, file = ["", *re.split(r"[/\\]+", public_url(source.path).rstrip("/"))][-3:]
     file = file.partition(".")[0] if "." in file[1:] else file

@@ -1,7 +1,6 @@
 """Rows, and where each one went: rows in = rows out + drops, per source and reason.
 
-Defines what flows through the cleaning (SourceRow, DamagedRow, Drop, RowFilter) and counts it. A
-value found in a row is kept by type, place and keyed hash; the excerpt of a dropped row has all
+A value found in a row is kept by type, place and keyed hash; the excerpt of a dropped row has all
 personal data masked, whatever the policy says.
 """
 
@@ -90,9 +89,7 @@ def length_class(characters: int) -> int:
 
 def dropped_line(row: SourceRow | DamagedRow, drop: Drop, find: FindPersonalData) -> dict[str, Any]:
     """The line of a dropped row: place, id, reason, what was found, and its redacted beginning.
-
-    find: must find every type of personal data, whatever the policy. Depends on the row and the
-    drop alone.
+    find: must find every type of personal data, whatever the policy.
     """
     line: dict[str, Any] = {
         "source": row.source,
@@ -111,13 +108,10 @@ def dropped_line(row: SourceRow | DamagedRow, drop: Drop, find: FindPersonalData
 
 def excerpt(text: str, find: FindPersonalData) -> str:
     """The beginning of a text, each finding replaced by its type, such as <EMAIL_ADDRESS>."""
-    # An overlapping finding needs no mark of its own: the one before masks its beginning.
-    found = sorted(
-        (one for one in find(text[:LOOK]) if one.start < EXCERPT),
-        key=lambda one: (one.start, one.end),
-    )
+    found = (one for one in find(text[:LOOK]) if one.start < EXCERPT)
     parts, at = [], 0
-    for finding in found:
+    for finding in sorted(found, key=lambda one: (one.start, one.end)):
+        # An overlapping finding needs no mark of its own: the one before masks its beginning.
         if finding.start >= at:
             parts += [text[at : finding.start], f"<{finding.type}>"]
         at = max(at, finding.end)
@@ -178,7 +172,7 @@ class SourceCounts:
 
 
 class Ledger:
-    """Counts rows in, out and dropped. Its size depends on the sources and reasons, not on rows."""
+    """Counts rows in, out and dropped, by source and reason."""
 
     def __init__(
         self,
@@ -186,9 +180,7 @@ class Ledger:
         policies: Mapping[str, Any] | None = None,
         verdicts: Sequence[Mapping[str, Any]] = (),
     ) -> None:
-        """versions: of filters and libraries; policies: settings by filter; verdicts: of the
-        licence gate. They are copied into the ledger.
-        """
+        """versions: of filters and libraries; policies: by filter; verdicts: of the gate."""
         self._about = {
             "versions": dict(versions or {}),
             "policies": dict(policies or {}),
@@ -241,10 +233,9 @@ class Ledger:
         for name, counts in self._sources.items():
             cut, malformed = counts.dropped["cut"], counts.dropped["malformed"]
             if cut:
-                places = "place" if cut == 1 else "places"
                 lines.append(
-                    f"{name}: cut or damaged in {cut} {places}; how many rows were lost there is "
-                    "not known"
+                    f"{name}: cut or damaged in {cut} {'place' if cut == 1 else 'places'}; how "
+                    "many rows were lost there is not known"
                 )
             if malformed > MOST_MALFORMED * counts.rows_in:
                 lines.append(
@@ -302,10 +293,8 @@ class Ledger:
 
 
 def show_dropped(lines: Iterable[Mapping[str, Any]], reason: str) -> Iterator[str]:
-    """Dropped rows whose reason begins with `reason` ("pii", "pii.phone"; "" for all), as text,
-    with a count at the end.
-
-    Holds one row at a time. Characters that control a terminal are replaced by spaces.
+    """Dropped rows whose reason begins with `reason` ("pii", "pii.phone"; "" for all), as printable
+    text, with a count at the end. Holds one row at a time.
     """
     wanted = reason.strip().lower()
     shown, others = Counter[str](), Counter[str]()

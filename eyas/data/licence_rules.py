@@ -1,9 +1,8 @@
 """The licence policy: rules, as YAML data, that say which licences, terms and authors are refused.
 
-A licence or a model has traits (`non-commercial`, `attribution`), and a rule refuses a source that
-has one of its traits in one of its fields. A trait that no rule refuses is a duty that goes with
-the prompts. The shipped policy is licence_rules.yaml; a user's file adds to it, replaces rules of
-the same name and removes entries.
+A licence or a model has traits (`non-commercial`, `attribution`); a rule refuses traits in fields
+of a source, and a trait that no rule refuses is a duty that goes with the prompts. A user's file
+adds to the shipped licence_rules.yaml, replaces rules of the same name and removes entries.
 """
 
 from __future__ import annotations
@@ -27,9 +26,9 @@ from eyas.errors import ConfigError, MissingInputError
 SHIPPED = Path(__file__).with_name("licence_rules.yaml")
 TermField = Literal["licence", "terms", "prompts_by", "answers_by"]
 
-# Traits of no table, which the gate finds: a value is missing or in no table, differs from the
-# registry of known sets, or stands in the registry without having been verified; or a file has the
-# name or the columns of a known set, and other terms are stated of it.
+# Traits that the gate finds: a value is missing or in no table; differs from the registry of known
+# sets; stands there unverified; or other terms are stated of a file with the name or the columns of
+# a known set.
 UNKNOWN, CONTRADICTED, UNVERIFIED = "unknown", "contradicted", "unverified"
 LOOK_ALIKE = "look-alike"
 NO_CONSENT = "no-consent"  # logs of requests without a stated basis

@@ -56,17 +56,11 @@ class MatchConfig(BaseModel):
 
 @dataclass(frozen=True, slots=True)
 class GramBlock:
-    """The digest of some rows: the buckets of their n-grams end to end, the number of n-grams and
-    of characters of each row.
-    """
+    """The digest of some rows: the buckets of their n-grams, the n-grams and characters of each."""
 
     grams: NDArray[np.uint16]  # [G]
     counts: NDArray[np.int32]  # [R]
     characters: NDArray[np.int32]  # [R]
-
-    def of(self, keep: RowMask) -> NDArray[np.uint16]:
-        """The n-grams of the rows in `keep`."""
-        return self.grams[np.repeat(keep, self.counts)]
 
 
 def buckets(*texts: str) -> CountArray:
@@ -149,9 +143,9 @@ def gumbel(keys: HashArray, seed: int) -> WeightArray:
 def select_like(pool: GramBlock, alive: RowMask, traffic: CountArray, pick: PickRows) -> RowMask:
     """The rows of the pool that resemble the traffic: bool [R].
 
-    alive: [R], the rows to choose from; traffic: [B], the counts to resemble; pick: draws rows by
-    their log-weights [R]. In each round the weights grow by what the traffic has more of than the
-    rows picked last; the nearest round counts.
+    alive: [R], the rows to choose from; traffic: counts [B]; pick: draws rows by log-weights [R].
+    Each round adds to the weights what the traffic has more of than the rows picked last; the
+    nearest round counts.
     """
     weights = np.where(alive, 0.0, -np.inf)
     counts = gram_counts(pool, alive)
@@ -170,7 +164,7 @@ def select_like(pool: GramBlock, alive: RowMask, traffic: CountArray, pick: Pick
 
 def gram_counts(pool: GramBlock, keep: RowMask) -> CountArray:
     """How often each bucket occurs in the rows of the pool in `keep`: int64 [B]."""
-    return np.bincount(pool.of(keep), minlength=NUM_BUCKETS)
+    return np.bincount(pool.grams[np.repeat(keep, pool.counts)], minlength=NUM_BUCKETS)
 
 
 # Report.
@@ -196,8 +190,8 @@ class Profile:
 
 
 def traffic_halves(rows: Iterable[SourceRow]) -> tuple[Profile, Profile]:
-    """The traffic in two halves, one to fit and one to measure by. Equal prompts fall on the same
-    side. Raises EmptyInputError (no prompt on one side).
+    """The traffic in two halves, one to fit and one to measure by; equal prompts in the same one.
+    Raises EmptyInputError (no prompt in one).
     """
     halves = (Profile(), Profile())
     for row in rows:
@@ -219,10 +213,8 @@ def match_report(
     before: Profile, after: Profile, fitted: Profile, held_out: Profile
 ) -> dict[str, Any]:
     """How near the pool and the selection are to the held-out half of the traffic, as plain JSON:
-    Jensen-Shannon divergences of words (`js`) and of lengths (`length_js`), in nats.
-
-    The floor is the distance between the two halves. A selection larger than a half may come nearer
-    than that, since it has less sampling noise of its own.
+    Jensen-Shannon divergences of words (`js`) and of lengths (`length_js`), in nats. The floor is
+    that between the two halves; a selection larger than a half may come nearer.
     """
     compared = {"before": before, "after": after, "floor": fitted}
     names = {"before": before, "after": after, "traffic": held_out}

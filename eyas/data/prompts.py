@@ -8,9 +8,9 @@
     match.json            how near the prompts are to the traffic, if `match` is set
     work/                 finished blocks and the selection, until everything is written
 
-Three steps, and a killed run repeats none that it finished: blocks of rows go through the filters
-in any number of processes; what depends on other rows is decided on digests of the rows that
-remain; what is taken is written.
+Three steps, and a killed run repeats none that it finished: blocks of rows go through the filters,
+in any number of processes; what depends on other rows is decided on digests; what is taken is
+written.
 """
 
 from __future__ import annotations
@@ -134,8 +134,8 @@ class PromptsConfig(BaseModel):
         return [source.label for source in self.sources]
 
     def settings(self, key: bytes) -> dict[str, Any]:
-        """What the result depends on besides the sources: the config, with the contents of files in
-        place of their paths. Raises what reading those files raises.
+        """What the result depends on besides the sources, with contents in place of paths. Raises
+        what reading those files raises.
         """
         places = {"sources", "policy", "evaluation", "executor", "workers", "damaged", "record"}
         settings = self.model_dump(mode="json", exclude=places)
@@ -190,10 +190,9 @@ def traffic_source(config: MatchConfig) -> SourceConfig:
 def make_prompts(config: PromptsConfig, output: Artifact, track: Track = quiet) -> Manifest:
     """Read the sources, clean them, and write the artifact `prompts`; resumes an unfinished one.
 
-    Raises InputError that lists every source that the policy refuses, by what is stated before a
-    file is opened, then by what its rows look like; MissingInputError, CorruptError, InputError (a
-    source, an evaluation set, a policy, the traffic); EmptyInputError (a source without rows, or no
-    prompt left).
+    Raises InputError (sources that the policy refuses, by what is stated before a file is opened,
+    then by what their rows look like); MissingInputError, CorruptError, InputError (a source, an
+    evaluation set, a policy, the traffic); EmptyInputError (no rows, or no prompt left).
     """
     policy = read_policy(config.policy)
     require(gate(config.sources, policy))
@@ -213,8 +212,21 @@ def make_prompts(config: PromptsConfig, output: Artifact, track: Track = quiet) 
                 "give another --output, or take the record with which it was made",
             )
         return done
-    _restart_if_versions_differ(output)
-    ledger = Ledger(versions(), ledger_policies(config, key), [one.to_json() for one in verdicts])
+    made_with = versions()
+    if not output.exists(VERSIONS) or output.read_json(VERSIONS) != made_with:
+        # Begun by another version of eyas or of a library: its blocks may differ.
+        for name in itertools.chain.from_iterable(map(output.parts, STEMS)):
+            output.delete(name)
+        output.delete_work()
+        output.write_json(VERSIONS, made_with)
+    policies = {
+        **config.model_dump(
+            mode="json", include={"max_characters", "languages", "personal", "near_duplicates"}
+        ),
+        **{entry.name: entry.limits for entry in FILTERS if entry.limits},
+        "key": key_id(key),
+    }
+    ledger = Ledger(made_with, policies, [one.to_json() for one in verdicts])
     licences = {verdict.source: verdict.licence for verdict in verdicts}
     executor: Executor = (
         LocalExecutor(config.task(key), config.workers)
@@ -268,27 +280,10 @@ def _refuse_damage(config: PromptsConfig, warnings: Sequence[str]) -> None:
         )
 
 
-def _restart_if_versions_differ(output: Artifact) -> None:
-    """Delete what another version of eyas or of a library began: its blocks may differ."""
-    now = versions()
-    if not output.exists(VERSIONS) or output.read_json(VERSIONS) != now:
-        for name in itertools.chain.from_iterable(map(output.parts, STEMS)):
-            output.delete(name)
-        output.delete_work()
-        output.write_json(VERSIONS, now)
-
-
 def versions() -> dict[str, Any]:
     """Of eyas, of its parts that count theirs, and of the libraries that results depend on."""
     libraries = {name: importlib.metadata.version(name) for name in LIBRARIES}
     return {"eyas": VERSION, "match": MATCH_VERSION, **libraries, **detector.versions()}
-
-
-def ledger_policies(config: PromptsConfig, key: bytes) -> dict[str, Any]:
-    """The settings of each filter, for the ledger."""
-    kept = {"max_characters", "languages", "personal", "near_duplicates"}
-    limits = {entry.name: entry.limits for entry in FILTERS if entry.limits}
-    return {**config.model_dump(mode="json", include=kept), **limits, "key": key_id(key)}
 
 
 # Step 1: blocks.
@@ -297,9 +292,7 @@ def ledger_policies(config: PromptsConfig, key: bytes) -> dict[str, Any]:
 def finished_blocks(
     config: PromptsConfig, store: BlockStore, executor: Executor, track: Track
 ) -> Generator[int]:
-    """The number of finished blocks, each time one is added: those of an earlier run at once, then
-    the others in order.
-    """
+    """The number of finished blocks, each time one is added, those of an earlier run first."""
     number = 0
     while store.has(number):
         number += 1
@@ -340,10 +333,9 @@ def decide(config: PromptsConfig, output: Artifact, finished: Generator[int]) ->
 def selected(
     store: BlockStore, rules: SelectionRules, finished: Generator[int]
 ) -> tuple[RemainingRows, Selection]:
-    """The decisions on all rows; with a limit, on the rows of as many blocks as give so many.
+    """The decisions on all rows; with a limit and nothing drawn, on as many blocks as give so many.
 
-    How far is read follows from the rows alone, not from how many blocks were in flight. What is
-    drawn is drawn from all rows.
+    How far is read follows from the rows alone, not from how many blocks were in flight.
     """
     enough = None if rules.draws else rules.limit
     count, ended = 0, False  # finished blocks, and whether there are no more
@@ -389,7 +381,6 @@ def write(
             numbers = itertools.count(rows.first(block))
             languages, late = iter(arrays["language"].tolist()), iter(late_lines)
             for one in store.lines(block):
-                line = one if isinstance(one, dict) else None
                 if isinstance(one, SourceRow):
                     number, language = next(numbers), next(languages)
                     if selection.taken[number]:
@@ -399,11 +390,10 @@ def write(
                         prompts.add(prompt.to_json())
                         if one.masked:
                             changed.add(changed_line(one, id))
-                    else:
-                        line = next(late)
-                if line is not None:
-                    ledger.dropped(line)
-                    dropped.add(line)
+                        continue
+                    one = next(late)
+                ledger.dropped(one)
+                dropped.add(one)
     for parts in (prompts, dropped, changed):
         parts.close()
 
@@ -446,12 +436,7 @@ def card_contents(
         ],
         searched={name: policy.types for name, policy in policies.items()},
         dropping=sorted(
-            {
-                type
-                for policy in policies.values()
-                for type in policy.types
-                if policy.action(type) == "drop"
-            }
+            {one for by in policies.values() for one in by.types if by.action(one) == "drop"}
         ),
         key={"id": key_id(privacy_key()), "from": key_place()},
     )

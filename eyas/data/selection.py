@@ -108,17 +108,17 @@ def cut(rows: Iterable[SourceRow | DamagedRow]) -> Iterator[RowBlock]:
 
 
 def block_lines(rows: Iterable[SourceRow | dict[str, Any]]) -> tuple[bytes, NDArray[np.uint32]]:
-    """The lines of rows that remain and of dropped ones (their `dropped_line`), and of each that
-    remains its first byte and the one after its last: [rows, 2].
+    """The lines of rows that remain and of dropped ones (their `dropped_line`), and the bytes
+    [start, end) of each that remains: [rows, 2].
     """
     lines: list[bytes] = []
     places: list[tuple[int, int]] = []
     size = 0
     for row in rows:
-        remains = isinstance(row, SourceRow)
         value = {"row": dataclasses.asdict(row)} if isinstance(row, SourceRow) else {"drop": row}
         lines.append(json.dumps(value, ensure_ascii=False).encode() + b"\n")
-        places += [(size, size + len(lines[-1]))] if remains else []
+        if isinstance(row, SourceRow):
+            places.append((size, size + len(lines[-1])))
         size += len(lines[-1])
     return b"".join(lines), np.array(places, dtype=np.uint32).reshape(-1, 2)
 
@@ -193,8 +193,8 @@ def _row(value: dict[str, Any]) -> SourceRow:
 
 
 class RemainingRows:
-    """The rows that remain in the first `count` blocks: their digests together (some 300 bytes a
-    row, and with `match` two for each n-gram), each row by number.
+    """The rows that remain in the first `count` blocks: each by number, and their digests together
+    (some 300 bytes a row, and with `match` two for each n-gram).
     """
 
     def __init__(self, store: BlockStore, count: int) -> None:

@@ -1,9 +1,8 @@
 """The user's side of a row, in any of the shapes in which sets are published. Nothing that an
-assistant said leaves this file. A shape is one entry of SHAPES.
+assistant said leaves this file. A shape is one entry of SHAPES, recognised by its keys.
 
-A shape is recognised by its keys. A row that does not say who speaks is Unreadable. A tree of
-messages is no shape: of a table of messages, as Open Assistant publishes it, only the messages that
-begin a conversation are rows.
+A row that does not say who speaks is Unreadable. Of a table of messages, as Open Assistant
+publishes it, only those that begin a conversation are rows; a tree of messages is no shape.
 """
 
 from __future__ import annotations

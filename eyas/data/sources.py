@@ -1,6 +1,5 @@
 """Sources: sets of conversations or prompts, by path, glob, folder, fsspec URL or Hugging Face id,
-read row by row. Only the user's side is taken; a row that cannot be read is reported by its place,
-never quoted.
+read row by row. A row that cannot be read is reported by its place, never quoted.
 """
 
 from __future__ import annotations
@@ -139,8 +138,8 @@ class SourceFile:
 
 
 def describe(source: SourceConfig) -> Manifest:
-    """A source as the input of an artifact: the contents of its files, wherever they lie, and what
-    is stated about it. Raises MissingInputError, EmptyInputError, InputError.
+    """A source as the input of an artifact: its contents, and what is stated about it. Raises as
+    `source_files`.
     """
     stated = source.model_dump(mode="json", include=STATED)
     if source.log:
@@ -173,11 +172,11 @@ def content_identity(checksums: list[str]) -> str:
 
 
 def read_source(source: SourceConfig) -> Iterator[SourceRow | DamagedRow]:
-    """The rows of a source in order, one at a time; one that cannot be read is a DamagedRow.
+    """The rows of a source in order, one at a time. A row that cannot be read, or the rest of a
+    file that breaks (a cut gzip, broken quotes), is a DamagedRow.
 
-    The rest of a file that breaks (a cut gzip, broken quotes) is one DamagedRow: how many rows it
-    held is unknown. Raises MissingInputError (no such file), EmptyInputError (no row in it),
-    CorruptError (no readable row), InputError (the store fails, or a package is missing).
+    Raises MissingInputError (no such file), EmptyInputError (no row in it), CorruptError (no
+    readable row), InputError (the store fails, or a package is missing).
     """
     count, readable, first = 0, False, ""
     for row in _rows(source):
