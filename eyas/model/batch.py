@@ -81,10 +81,8 @@ class Batch:
         starts: Sequence[int],
         join: Callable[[list[Tensor], int], Tensor],
     ) -> Batch:
-        columns = [
-            torch.full((len(sample.token_ids),), start)
-            for sample, start in zip(samples, starts, strict=True)
-        ]
+        lengths = [len(sample.token_ids) for sample in samples]
+        columns = [torch.full((n,), start) for n, start in zip(lengths, starts, strict=True)]
         return cls(
             keys=tuple(sample.key for sample in samples),
             tokens_BT=join([sample.token_ids.long() for sample in samples], 0),

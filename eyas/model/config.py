@@ -1,9 +1,8 @@
-"""Shapes of targets and heads: what their config.json says, checked, and whether a head fits its
-target. Without torch.
+"""Shapes of targets and heads by config.json, and whether a head fits its target. Without torch.
 
 A `tap` is an `after_layer` index: the residual stream that decoder layer i (0-based) puts out.
-EAGLE-3 taps the outputs of layers 1, n//2 - 1 and n - 4 (arXiv 2503.01840); how other projects
-write the same three stands in `checkpoint`.
+EAGLE-3 taps the outputs of layers 1, n//2 - 1 and n - 4 (arXiv 2503.01840); `checkpoint` says how
+other projects write them.
 """
 
 from __future__ import annotations
@@ -39,11 +38,11 @@ Positive = Annotated[float, Field(strict=True, gt=0, allow_inf_nan=False)]
 
 @dataclass(frozen=True, slots=True)
 class LayerSpec:
-    """In what a family's decoder layer differs from the plain one. name: of transformers' classes.
+    """How a family's decoder layer differs from the plain one. name: of transformers' classes.
 
     attention_bias: q, k and v always have a bias; else config.json says it. out_bias: o_proj has
     one where q, k and v do. qk_norm: queries and keys are normed by head. window: the default of
-    config.json's `use_sliding_window`; None where a window never holds.
+    config.json's `use_sliding_window`; None where it has no effect.
     """
 
     name: str
@@ -172,10 +171,8 @@ class TargetConfig(TargetShape):
     @classmethod
     def from_folder(cls, folder: str | Path) -> TargetConfig:
         """Read config.json (and generation_config.json's end tokens). Raises MissingInputError,
-        CorruptError, MismatchError.
-
-        A MismatchError means that our own decoder does not run the model; `foreign.target_shape`
-        may still read it.
+        CorruptError, and MismatchError for a model that our own decoder does not run
+        (`vocab.target_shape` may still read it).
         """
         config = read_config(folder)
         family = config.get("model_type")
@@ -287,8 +284,7 @@ MOST_DRAFT_TOKENS = 32_000
 
 
 class HeadOptions(BaseModel):
-    """What of a new head is chosen; the rest is its target's. Every choice is written into the
-    checkpoint.
+    """What of a new head is chosen, and written into the checkpoint; the rest is its target's.
 
     draft_vocab_size: None is as many tokens as cover the training answers (train/start.py), at most
     MOST_DRAFT_TOKENS. sliding_window: see `HeadConfig`.
@@ -443,11 +439,10 @@ def shape_faults(config: HeadConfig, target: TargetShape) -> list[MismatchError]
 
 
 def rope_faults(config: HeadConfig, target: TargetShape) -> list[MismatchError]:
-    """A head with another rotary embedding than its target: a config copied from elsewhere, unless
-    the head says `own_rope`.
+    """A head with another rotary embedding than its target, unless it says `own_rope`.
 
-    A plain base of 10000 is let through: it is what heads without rope_theta were trained with,
-    EAGLE's own among them.
+    A plain base of 10000 is let through: heads without rope_theta were trained with it, EAGLE's own
+    among them.
     """
     if (
         config.own_rope
@@ -467,9 +462,7 @@ def rope_faults(config: HeadConfig, target: TargetShape) -> list[MismatchError]:
 
 
 def same_rotation(one: RopeConfig, other: RopeConfig) -> bool:
-    """Whether two turn alike: parameters of a scaling that is not in use, or scales by 1, do not
-    count.
-    """
+    """Whether two turn alike: a scaling that is not in use, or scales by 1, does not count."""
     return turning(one).to_hf() == turning(other).to_hf()
 
 

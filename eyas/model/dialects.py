@@ -137,8 +137,9 @@ class Checkpoint:
 
 @dataclass(frozen=True, slots=True)
 class Ambiguity:
-    """What a config leaves open, as the fault that it is, and what can be meant by it: for each
-    meaning, who reads it so and the keys that would say it."""
+    """What a config leaves open, as a fault, and its meanings: who reads it so, and the keys that
+    would say it.
+    """
 
     fault: MismatchError
     meanings: Mapping[str, Mapping[str, Any]]
@@ -202,8 +203,8 @@ def layer_faults(checkpoint: Checkpoint) -> list[MismatchError]:
 
 
 def uses_window(settings: Mapping[str, Any]) -> bool | None:
-    """Whether the layer attends to `sliding_window` positions only: by the list that vLLM and
-    transformers go by, or by the flag that this list replaced; None when neither is there.
+    """Whether the layer attends to `sliding_window` positions only: by layer_types, which vLLM and
+    transformers read, or by the flag that it replaced; None when neither is there.
     """
     kinds = settings.get(LAYER_TYPES)
     if isinstance(kinds, list) and kinds:
@@ -301,10 +302,10 @@ def layers_ambiguity(checkpoint: Checkpoint) -> Iterator[Ambiguity]:
 
 
 def fed_back(checkpoint: Checkpoint) -> bool | None:
-    """Whether norm_output means the fed-back norm, when it is set; None when nothing tells.
+    """Whether norm_output, when set, means the fed-back norm; None when nothing tells.
 
-    SpecForge wrote it, and true by default, for the norm before lm_head. It writes one architecture
-    and one name of the layer, so under others the key is EAGLE-3.1's.
+    SpecForge wrote it, by default true, for the norm before lm_head, with one architecture and one
+    name of the layer; under others the key is EAGLE-3.1's.
     """
     stated = checkpoint.settings.get(FED_BACK)
     if stated is not None:

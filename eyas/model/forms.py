@@ -84,21 +84,19 @@ def write_head(
     if config.draft_vocab_size == config.vocab_size:  # vLLM fails on maps that map nothing
         written = {name: tensor for name, tensor in written.items() if name not in MAPS}
     dtype = str(tensors["fc.weight"].dtype).removeprefix("torch.")
-    settings = (
-        _vllm_settings(config, dtype, verifier)
-        if form == "vllm"
-        else _sglang_settings(config, dtype)
-    )
+    if form == "vllm":
+        settings = _vllm_settings(config, dtype, verifier)
+        written = {
+            name.replace(LAYER, SPECULATORS_LAYER): tensor for name, tensor in written.items()
+        }
+    else:
+        settings = _sglang_settings(config, dtype)
     if LM_HEAD not in written:
         # SGLang takes the target's lm_head then, and random numbers otherwise
         settings["draft_vocab_size"] = None
     if EMBED_TOKENS not in written and verifier.embed_tokens is not None:
         written[EMBED_TOKENS] = verifier.embed_tokens.detach().cpu().contiguous()
         settings[EMBED_TOKENS_SHA256] = tensor_sha256(verifier.embed_tokens)
-    if form == "vllm":
-        written = {
-            name.replace(LAYER, SPECULATORS_LAYER): tensor for name, tensor in written.items()
-        }
     return _settings_file(CONFIG_JSON, settings) | weight_files(written, max_shard_bytes)
 
 

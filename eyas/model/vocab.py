@@ -65,8 +65,8 @@ def draft_vocabulary(counts_V: Tensor, draft_vocab_size: int) -> tuple[Tensor, T
 class TargetVocabulary:
     """What a head borrows from its target: embed_tokens [V, Ht] and lm_head [V, Ht], both frozen.
 
-    lm_head holds the target's own scale of its logits; lm_head_sha256 is of what is stored.
-    short_lm_head: lm_head in bf16, where that holds all its digits, on a CPU that multiplies it.
+    lm_head includes the scale of the logits; lm_head_sha256 is of what is stored. short_lm_head:
+    lm_head in bf16, where that is exact, on a CPU that multiplies it.
     """
 
     config: TargetShape
@@ -304,8 +304,8 @@ def transformers_matrices(folder: str | Path, shape: TargetShape) -> tuple[Tenso
     """embed_tokens and lm_head [V, Ht] as stored. Raises MismatchError, MissingInputError,
     CorruptError.
 
-    They are found by their shape and distinguished by the names that the model itself gives them;
-    transformers may rename tensors while it loads them, so one of the two names may differ.
+    They are found by their shape and the model's own names for them; transformers may rename
+    tensors while it loads them, so one of the two names may differ.
     """
     wanted = (shape.vocab_size, shape.hidden_size)
     found = sorted(name for name, size in read_shapes(folder).items() if size == wanted)
