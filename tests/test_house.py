@@ -27,7 +27,7 @@ ROOMS = {
     "engine": (185, "exact speculative decoding: scheduler, rounds, drafters, policy, sampling"),
     "model": (207, "target and head: configs, checkpoints, attention, training-time test"),
     "cpp": (198, "the native decoder"),
-    "serve": (174, "the HTTP server"),
+    "serve": (171, "the HTTP server"),
     "privacy": (156, "personal data and secrets: search, surrogates, key"),
     "features": (143, "the target's answers and its hidden states"),
     "bench": (106, "any server measured over HTTP, and watched"),

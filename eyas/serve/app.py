@@ -208,7 +208,7 @@ class Api:
         """A route that needs a key and a model; whatever its handler raises becomes an answer."""
 
         async def respond(http: HttpRequest) -> Response:
-            exchange = Exchange.of(http)
+            exchange = Exchange(http)
             address = http.client.host if http.client else ""
             exchange.client = address  # of a key that is refused, too
             try:

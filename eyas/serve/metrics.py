@@ -67,19 +67,15 @@ class Exchange:
     """
 
     http: HttpRequest
-    endpoint: str
-    id: str
     client: str = ""
     completions: Sequence[CompletionWriter] = ()
     failure: str | None = None
     started: float = field(default_factory=time.perf_counter)
 
-    @classmethod
-    def of(cls, http: HttpRequest) -> Exchange:
-        """Of a request that has a route."""
-        sent = http.headers.get("x-request-id", "")
-        request_id = sent if _REQUEST_ID.fullmatch(sent) else uuid.uuid4().hex
-        return cls(http, http.scope["route"].path, request_id)
+    def __post_init__(self) -> None:
+        self.endpoint: str = self.http.scope["route"].path
+        sent = self.http.headers.get("x-request-id", "")
+        self.id = sent if _REQUEST_ID.fullmatch(sent) else uuid.uuid4().hex
 
     def facts(self, status: int) -> dict[str, Any]:
         """What the log says: client, counts and times."""

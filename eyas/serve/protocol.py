@@ -128,27 +128,21 @@ class ChatMessage(Strict):
             "role": "system" if self.role == "developer" else self.role,
             "content": self.text,
         }
-        if self.tool_calls:
-            turn["tool_calls"] = [
-                {
-                    "type": "function",
-                    "function": {"name": one.function.name, "arguments": _arguments(one.function)},
-                }
-                for one in self.tool_calls
-            ]
+        for call in self.tool_calls:
+            try:
+                arguments = json.loads(call.function.arguments or "{}")
+            except (ValueError, RecursionError):
+                arguments = None
+            if not isinstance(arguments, dict):
+                raise ApiError(400, "the arguments of a tool call are no JSON object", "messages")
+            function = {"name": call.function.name, "arguments": arguments}
+            calls = turn.setdefault("tool_calls", [])
+            calls.append({"type": "function", "function": function})
         if self.reasoning_content is not None:
             turn["reasoning_content"] = self.reasoning_content
-        return turn if self.name is None else {**turn, "name": self.name}
-
-
-def _arguments(called: CalledFunction) -> dict[str, Any]:
-    try:
-        arguments = json.loads(called.arguments or "{}")
-    except (ValueError, RecursionError):
-        arguments = None
-    if not isinstance(arguments, dict):
-        raise ApiError(400, "the arguments of a tool call are no JSON object", "messages")
-    return arguments
+        if self.name is not None:
+            turn["name"] = self.name
+        return turn
 
 
 class Function(Strict):
