@@ -162,9 +162,8 @@ class TextStream:
     """Text as tokens arrive: what `push` and `finish` return, joined, is `decode` of all tokens.
 
     Only the tokens since the last text but one are decoded again, so a long answer costs no more
-    per token than a short one. Bytes that never become a character do not pile up: they are
-    returned as soon as the tokens after them cannot change them, which is tried every so many
-    tokens.
+    per token than a short one. Bytes that never become a character are returned as soon as the
+    tokens after them cannot change them.
     """
 
     def __init__(self, decode: Callable[[list[int]], str]) -> None:

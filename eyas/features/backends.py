@@ -75,8 +75,8 @@ class EngineBackend:
 
 @dataclass(frozen=True, slots=True)
 class TargetProof:
-    """What a server must show before it is asked: the target's fingerprint, room for max_length
-    tokens, and on each of `probes` our own prompt tokens. end_ids: the tokens that end an answer.
+    """What a server must show before it is asked: the fingerprint, room for max_length tokens, and
+    our own prompt tokens for each probe. end_ids: the tokens that end an answer.
     """
 
     fingerprint: str

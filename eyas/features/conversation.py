@@ -109,9 +109,7 @@ class TurnFailure:
 
 
 class Conversation:
-    """A prompt and what has become of its turns; what is new since the last `take_entry` is still
-    to be written down.
-    """
+    """A prompt and what has become of its turns; `take_entry` takes what is not written yet."""
 
     def __init__(self, prompt: Prompt, part: int, at: int) -> None:
         """part, at: its place in the artifact, and in that part."""
@@ -145,7 +143,7 @@ class Conversation:
         self.drop_rest("earlier_turn_dropped")
 
     def take_entry(self) -> JournalEntry:
-        """What is new, for the journal; nothing is new afterwards."""
+        """What is new since the last call, for the journal."""
         entry, self._entry = self._entry, JournalEntry(self.at)
         return entry
 
@@ -220,9 +218,9 @@ class TurnRules:
     def accept(
         self, conversation: Conversation, request: TurnRequest, reply: TurnAnswer | TurnFailure
     ) -> None:
-        """Add the answer as a row, marked or not, or drop the turn: it has none, or one with
-        personal data that was not in its prompt. A conversation ends where the next prompt cannot
-        hold what the target wrote.
+        """Add the answer as a row, or drop the turn: it has no answer, or one with personal data
+        that was not in its prompt. A conversation ends where the next prompt cannot hold what the
+        target wrote.
         """
         if isinstance(reply, TurnFailure):
             conversation.drop_turn(reply.reason, reply.detail)

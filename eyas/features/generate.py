@@ -31,13 +31,7 @@ from eyas.errors import EmptyInputError, TemplateError
 from eyas.features import marks
 from eyas.features.answers import AnswerParts, folder_lock
 from eyas.features.backends import EngineBackend, TargetProof, TargetServer, probes
-from eyas.features.conversation import (
-    Conversation,
-    Sampling,
-    TurnAnswer,
-    TurnRequest,
-    TurnRules,
-)
+from eyas.features.conversation import Conversation, Sampling, TurnAnswer, TurnRequest, TurnRules
 from eyas.features.fleet import ClientConfig, Fleet, server_urls
 from eyas.hub import resolve_head, resolve_target
 from eyas.log import Track, quiet
@@ -97,13 +91,6 @@ class GenerateConfig(BaseModel):
         return self
 
     @property
-    def answered_by(self) -> str:
-        """Part of the identity: engine and server may differ in an answer's last bits, and messages
-        that spell a control token are left out where a server renders them.
-        """
-        return f"servers, sent {self.client.send}" if self.servers else "engine"
-
-    @property
     def sends_messages(self) -> bool:
         """Whether servers render the chat template themselves."""
         return bool(self.servers) and self.client.send == "messages"
@@ -127,7 +114,9 @@ def generate(
     settings = {
         **config.model_dump(mode="json", exclude=PLACES),
         "target_fingerprint": target,
-        "answered_by": config.answered_by,
+        # engine and server may differ in an answer's last bits, and messages that spell a control
+        # token are left out where a server renders them
+        "answered_by": f"servers, sent {config.client.send}" if config.servers else "engine",
         "marks": marks.VERSION,
         "record": RECORD,
         "recognisers": recogniser_versions(config.personal),
@@ -179,14 +168,13 @@ def open_backend(
     """
     if not config.servers:
         head = resolve_head(config.head) if config.head is not None else None
-        # without a head plainly: text's drafts pay for few requests at a time
-        mode = "auto" if head is not None else "off"
         num_tokens = max(config.max_batch * min(max_length, CACHE_TOKENS), max_length)
         sizes = EngineConfig(
             max_batch=config.max_batch,
             max_length=max_length,
             num_pages=num_tokens // PAGE_SIZE + PAGES_BESIDE,
-            speculation=mode,
+            # without a head plainly: text's drafts pay for few requests at a time
+            speculation="off" if head is None else "auto",
         )
         engine = Engine.load(folder, head, config.dtype, sizes, default_device())
         return EngineBackend(engine, config.head)
@@ -196,9 +184,8 @@ def open_backend(
             f"than {config.date}",
             "set client.send=tokens, or leave `servers` out",
         )
-    proof = TargetProof(
-        fingerprint(folder), max_length, probes(chat, config.sampling), chat.eos_token_ids
-    )
+    asked = probes(chat, config.sampling)
+    proof = TargetProof(fingerprint(folder), max_length, asked, chat.eos_token_ids)
     urls = server_urls(config.servers)
     return Fleet([TargetServer(url, config.client, proof) for url in urls], config.client)
 
