@@ -163,13 +163,13 @@ LIKE_GLM = """
 def _byte_level(specials: tuple[str, ...], composes: bool) -> Tokenizer:
     tokenizer = Tokenizer(models.BPE())
     if composes:
-        tokenizer.normalizer = normalizers.NFC()  # type: ignore[assignment]
+        tokenizer.normalizer = normalizers.NFC()
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=not composes)
     words = pre_tokenizers.Split(Regex(LINE_BREAKS_TOGETHER), "isolated")
-    tokenizer.pre_tokenizer = (  # type: ignore[assignment]
+    tokenizer.pre_tokenizer = (
         pre_tokenizers.Sequence([words, byte_level]) if composes else byte_level
     )
-    tokenizer.decoder = decoders.ByteLevel()  # type: ignore[assignment]
+    tokenizer.decoder = decoders.ByteLevel()
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     trainer = trainers.BpeTrainer(
         vocab_size=420,
@@ -185,7 +185,7 @@ def _byte_level(specials: tuple[str, ...], composes: bool) -> Tokenizer:
 def _sentencepiece_like() -> Tokenizer:
     """BPE over words that begin with a low line, unknown characters as bytes."""
     trained = Tokenizer(models.BPE(unk_token="<unk>"))
-    trained.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)  # type: ignore[assignment]
+    trained.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
     specials = ["<unk>", "<s>", "</s>"]
     trained.train_from_iterator(
         CORPUS, trainers.BpeTrainer(vocab_size=220, special_tokens=specials, show_progress=False)
@@ -199,7 +199,7 @@ def _sentencepiece_like() -> Tokenizer:
         models.BPE(vocab, merges, unk_token="<unk>", byte_fallback=True, fuse_unk=True)
     )
     tokenizer.pre_tokenizer = trained.pre_tokenizer
-    tokenizer.decoder = decoders.Sequence(  # type: ignore[assignment]
+    tokenizer.decoder = decoders.Sequence(
         [
             decoders.Replace("▁", " "),
             decoders.ByteFallback(),

@@ -17,16 +17,7 @@ from typing import Any
 import httpx
 
 # What may be done to a request for an answer. "hang" is for as long as the server runs.
-FAULTS = (
-    "429",
-    "429 date",
-    "500",
-    "503",
-    "garbage",
-    "half",
-    "reset",
-    "empty",
-)
+FAULTS = ("429", "429 date", "500", "503", "garbage", "half", "reset", "empty")
 Choose = Callable[[dict[str, Any]], str | None]
 
 

@@ -8,7 +8,7 @@ import os
 import shutil
 import signal
 from collections import namedtuple
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,13 +24,7 @@ from eyas.chat.tokenizer import TargetTokenizer
 from eyas.errors import CorruptError, EmptyInputError, MismatchError, StorageFullError
 from eyas.features import capture as stage
 from eyas.features.capture import CaptureConfig, CaptureTask, capture, split_of
-from eyas.features.decoder import (
-    FeatureDecoder,
-    HiddenStates,
-    HookedDecoder,
-    OwnDecoder,
-    SharedPrefix,
-)
+from eyas.features.decoder import HookedDecoder, OwnDecoder
 from eyas.features.generate import GenerateConfig, generate
 from eyas.features.samples import (
     LEAST_SAVED,
@@ -59,7 +53,7 @@ PROMPTS = prompts_of(29)
 
 
 @pytest.fixture(autouse=True, scope="module")
-def small_shards() -> Iterator[None]:
+def small_shards():
     """Several shards of few samples."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(stage, "SAMPLES_PER_SHARD", 4)
@@ -67,12 +61,12 @@ def small_shards() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def target(tmp_path_factory) -> Path:
     return ending_target(tmp_path_factory.mktemp("target"))
 
 
 @pytest.fixture(scope="module")
-def answers(target: Path, tmp_path_factory: pytest.TempPathFactory) -> Artifact:
+def answers(target, tmp_path_factory) -> Artifact:
     root = tmp_path_factory.mktemp("answers")
     output = Artifact(str(root / "answers"))
     config = GenerateConfig(target=str(target), max_tokens=12, max_batch=16)
@@ -91,7 +85,7 @@ def config_of(target: Path, **settings: Any) -> CaptureConfig:
 
 
 @pytest.fixture(scope="module")
-def captured(target: Path, answers: Artifact, tmp_path_factory: pytest.TempPathFactory) -> Artifact:
+def captured(target, answers, tmp_path_factory) -> Artifact:
     """All answers in float32, in one go."""
     output = Artifact(str(tmp_path_factory.mktemp("captured") / "features"))
     capture(config_of(target), answers, output)
@@ -106,7 +100,7 @@ def all_samples(artifact: Artifact) -> dict[str, Sample]:
     }
 
 
-def test_taps_and_last_hidden_are_those_of_transformers(target: Path, captured: Artifact) -> None:
+def test_taps_and_last_hidden_are_those_of_transformers(target, captured):
     """EAGLE-3's layers: hidden_states[2], [n//2], [n-3]; transformers' last entry is after the
     final norm. They are as near to its float64 as its own float32.
     """
@@ -116,7 +110,7 @@ def test_taps_and_last_hidden_are_those_of_transformers(target: Path, captured: 
     )
     n = exact.config.num_hidden_layers
 
-    def states_of(model: Any, sample: Sample) -> torch.Tensor:
+    def states_of(model, sample):
         with torch.inference_mode():
             states = model(sample.token_ids[None].long(), output_hidden_states=True).hidden_states
         return torch.cat([states[at][0] for at in (2, n // 2, n - 3, -1)], dim=-1).double()
@@ -130,7 +124,7 @@ def test_taps_and_last_hidden_are_those_of_transformers(target: Path, captured: 
     assert 0 < ours < 1.5 * theirs < 1e-3
 
 
-def test_the_meta_says_what_the_features_are(target: Path, captured: Artifact) -> None:
+def test_the_meta_says_what_the_features_are(target, captured):
     features, loaded = Features(captured), Target.load(target)
     assert features.meta.taps == (1, 3, 4)
     assert (features.meta.hidden_size, features.meta.vocab_size) == (32, 320)
@@ -140,9 +134,7 @@ def test_the_meta_says_what_the_features_are(target: Path, captured: Artifact) -
     assert list(captured.manifest().inputs) == ["answers"]
 
 
-def test_every_answer_is_under_a_mask_and_nothing_else_is(
-    target: Path, answers: Artifact, captured: Artifact
-) -> None:
+def test_every_answer_is_under_a_mask_and_nothing_else_is(target, answers, captured):
     dropped = {(row["prompt_id"], row["turn"]) for row in captured.read_jsonl("dropped.jsonl")}
     expected: dict[str, list[list[int]]] = {}
     num_cut = 0
@@ -161,18 +153,14 @@ def test_every_answer_is_under_a_mask_and_nothing_else_is(
 
 
 def test_capture_asks_no_template_and_no_tokenizer(
-    target: Path,
-    answers: Artifact,
-    captured: Artifact,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    target, answers, captured, tmp_path, monkeypatch
+):
     monkeypatch.setattr(TargetTokenizer, "__init__", lambda *_: pytest.fail("loads a tokenizer"))
     output = Artifact(str(tmp_path / "features"))
     assert capture(config_of(target), answers, output).counts == captured.manifest().counts
 
 
-def test_answers_of_an_older_version_are_one_clear_error(target: Path, tmp_path: Path) -> None:
+def test_answers_of_an_older_version_are_one_clear_error(target, tmp_path):
     old = Artifact(str(tmp_path / "old"))
     old.begin("made by an older version")
     settings = {"target_fingerprint": fingerprint(target)}
@@ -181,7 +169,7 @@ def test_answers_of_an_older_version_are_one_clear_error(target: Path, tmp_path:
         capture(config_of(target), old, Artifact(str(tmp_path / "features")))
 
 
-def test_counts_balance_and_drops_can_be_read(answers: Artifact, captured: Artifact) -> None:
+def test_counts_balance_and_drops_can_be_read(answers, captured):
     counts = captured.manifest("capture").counts
     dropped = list(captured.read_jsonl("dropped.jsonl"))
     assert counts["answers"] == answers.manifest().counts["answers"]
@@ -196,7 +184,7 @@ def test_counts_balance_and_drops_can_be_read(answers: Artifact, captured: Artif
     assert min(counts["train"], counts["held_out"]) > 0
 
 
-def test_the_split_goes_by_prompt(captured: Artifact) -> None:
+def test_the_split_goes_by_prompt(captured):
     for split in ("train", "held_out"):
         for sample in Features(captured, split):
             assert split_of(sample.key.split("/")[0], 0.3) == split
@@ -205,7 +193,7 @@ def test_the_split_goes_by_prompt(captured: Artifact) -> None:
     assert split_of("any", 0.0) == "train"
 
 
-def test_merged_turns_have_the_features_of_the_turns_alone(target: Path, tmp_path: Path) -> None:
+def test_merged_turns_have_the_features_of_the_turns_alone(target, tmp_path):
     """One conversation as one sample: the same features, and the union of the masks."""
     dialogues = [
         ("Hi", f"a table {at}", "San Jose?", "I would like", "7", "yes") for at in range(5)
@@ -232,7 +220,7 @@ def answer_of(
     return dataclasses.replace(row, **more)
 
 
-def test_turns_are_one_sample_where_the_next_prompt_begins_with_all_before_it() -> None:
+def test_turns_are_one_sample_where_the_next_prompt_begins_with_all_before_it():
     first, end = answer_of([1, 2], [3, 4, 9]), [9]
     second = answer_of([1, 2, 3, 4, *end, 7, 8], [5, 6, *end], turn=1)
     third = answer_of([1, 2, 3, 4, *end, 7, 8, 5, 6, *end, 2], [5, *end], turn=2)
@@ -250,7 +238,7 @@ def test_turns_are_one_sample_where_the_next_prompt_begins_with_all_before_it() 
         assert [len(apart.samples), apart.num_merged] == [2, 0]
 
 
-def test_every_reason_to_drop() -> None:
+def test_every_reason_to_drop():
     rows = [
         answer_of([1], [2] * 256, "long"),
         answer_of([1, 2], [9], "empty"),
@@ -267,9 +255,7 @@ def test_every_reason_to_drop() -> None:
 
 
 @given(st.lists(st.integers(1, 50), max_size=60), st.integers(1, 200), st.integers(1, 20))
-def test_batches_hold_every_sample_once_within_the_budget(
-    lengths: list[int], batch_tokens: int, window: int
-) -> None:
+def test_batches_hold_every_sample_once_within_the_budget(lengths, batch_tokens, window):
     samples = [
         SamplePlan(str(at), "", "", np.zeros(length), np.zeros(length))
         for at, length in enumerate(lengths)
@@ -285,9 +271,7 @@ def test_batches_hold_every_sample_once_within_the_budget(
         assert len({int(one.key) // window for one in batch}) == 1
 
 
-def test_bfloat16_on_disk_is_float32_rounded(
-    target: Path, answers: Artifact, captured: Artifact, tmp_path: Path
-) -> None:
+def test_bfloat16_on_disk_is_float32_rounded(target, answers, captured, tmp_path):
     output = Artifact(str(tmp_path / "features"))
     assert CaptureConfig(target="t").store_dtype == "bfloat16"
     capture(config_of(target, store_dtype="bfloat16"), answers, output)
@@ -308,16 +292,10 @@ def contents(artifact: Artifact) -> dict[str, bytes]:
     }
 
 
-def test_a_killed_run_goes_on_and_ends_the_same(
-    target: Path,
-    answers: Artifact,
-    captured: Artifact,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_killed_run_goes_on_and_ends_the_same(target, answers, captured, tmp_path, monkeypatch):
     config, output, write = config_of(target), Artifact(str(tmp_path / "cut")), Artifact.write
 
-    def write_or_die(self: Artifact, name: str, data: bytes) -> None:
+    def write_or_die(self, name, data):
         if name == "train-00001.safetensors":
             os.kill(os.getpid(), signal.SIGKILL)
         write(self, name, data)
@@ -337,16 +315,12 @@ def test_a_killed_run_goes_on_and_ends_the_same(
 
 
 def test_a_full_disk_is_said_and_what_is_done_is_kept(
-    target: Path,
-    answers: Artifact,
-    captured: Artifact,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    target, answers, captured, tmp_path, monkeypatch
+):
     config, output = config_of(target), Artifact(str(tmp_path / "full"))
     fsync, num_writes = os.fsync, 0
 
-    def fills_up(descriptor: int) -> None:
+    def fills_up(descriptor):
         nonlocal num_writes
         num_writes += 1
         if num_writes == 5:
@@ -363,13 +337,7 @@ def test_a_full_disk_is_said_and_what_is_done_is_kept(
     assert contents(output) == contents(captured)
 
 
-def test_a_disk_too_small_is_said_before_the_work(
-    target: Path,
-    answers: Artifact,
-    captured: Artifact,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_disk_too_small_is_said_before_the_work(target, answers, captured, tmp_path, monkeypatch):
     needed = captured.manifest().counts["tokens"] * Features(captured).meta.bytes_per_token
     usage = namedtuple("usage", "total used free")
     output = Artifact(str(tmp_path / "features"))
@@ -384,7 +352,7 @@ def test_a_disk_too_small_is_said_before_the_work(
     capture(config_of(target), answers, output)
 
 
-def test_a_corrupt_shard_is_named(captured: Artifact, tmp_path: Path) -> None:
+def test_a_corrupt_shard_is_named(captured, tmp_path):
     shutil.copytree(captured.url, tmp_path / "features")
     entry = Features(captured).entries[5]
     shard = tmp_path / "features" / entry.shard
@@ -397,13 +365,13 @@ def test_a_corrupt_shard_is_named(captured: Artifact, tmp_path: Path) -> None:
     assert features[4].key
 
 
-def test_answers_of_another_target_are_refused(answers: Artifact, tmp_path: Path) -> None:
+def test_answers_of_another_target_are_refused(answers, tmp_path):
     other = tiny_target(tmp_path / "other", seed=1)
     with pytest.raises(MismatchError, match="another target"):
         capture(config_of(other), answers, Artifact(str(tmp_path / "features")))
 
 
-def test_nothing_to_capture(tmp_path: Path) -> None:
+def test_nothing_to_capture(tmp_path):
     """A target that never ends a turn: every answer is cut, and cut ones are left out."""
     target = tiny_target(tmp_path / "target")
     config = GenerateConfig(target=str(target), max_tokens=1)
@@ -415,9 +383,7 @@ def test_nothing_to_capture(tmp_path: Path) -> None:
     assert "leave_out" in raised.value.hint
 
 
-def test_finished_work_is_not_done_again(
-    target: Path, answers: Artifact, captured: Artifact, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_finished_work_is_not_done_again(target, answers, captured, monkeypatch):
     monkeypatch.setattr(Target, "load", lambda *_: pytest.fail("loads the target to do nothing"))
     again = Artifact(captured.url)
     assert capture(config_of(target), answers, again) == captured.manifest()
@@ -436,7 +402,7 @@ def planned(token_ids: list[int], number: int = 0) -> SamplePlan:
 
 @settings(deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 3), st.integers(1, 90)), max_size=40))
-def test_who_shares_a_beginning_has_it(made: list[tuple[int, int, int]]) -> None:
+def test_who_shares_a_beginning_has_it(made):
     """Two levels of beginnings, one inside the other: every sample once, none without a token of
     its own, and it pays.
     """
@@ -467,7 +433,7 @@ def test_who_shares_a_beginning_has_it(made: list[tuple[int, int, int]]) -> None
     )
 
 
-def test_the_longer_beginning_of_fewer_wins_where_it_saves_more() -> None:
+def test_the_longer_beginning_of_fewer_wins_where_it_saves_more():
     few = [planned([1] * 160 + [2] * 640 + [9, number], number) for number in range(10)]
     many = [planned([1] * 160 + [3 + number, 8], 10 + number) for number in range(30)]
     groups = shared_groups(few + many)
@@ -481,7 +447,7 @@ def test_the_longer_beginning_of_fewer_wins_where_it_saves_more() -> None:
 
 
 @pytest.fixture(scope="module")
-def briefed(target: Path, tmp_path_factory: pytest.TempPathFactory) -> Artifact:
+def briefed(target, tmp_path_factory) -> Artifact:
     """Answers to prompts that all have one system prompt."""
     root = tmp_path_factory.mktemp("briefed")
     system = "The address is 71 North Street. " * 20
@@ -497,19 +463,17 @@ def briefed(target: Path, tmp_path_factory: pytest.TempPathFactory) -> Artifact:
 
 @pytest.mark.parametrize("decoder", ["own", "transformers"])
 def test_a_common_system_prompt_is_computed_once_and_changes_nothing(
-    target: Path, briefed: Artifact, tmp_path: Path, decoder: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    target, briefed, tmp_path, decoder, monkeypatch
+):
     kind = {"own": OwnDecoder, "transformers": HookedDecoder}[decoder]
     computed: list[int] = []
     begin, states = kind.begin, kind.states
 
-    def counted_begin(self: FeatureDecoder, tokens: list[int]) -> SharedPrefix:
+    def counted_begin(self, tokens):
         computed.append(len(tokens))
         return begin(self, tokens)
 
-    def counted_states(
-        self: FeatureDecoder, tokens: list[list[int]], after: SharedPrefix | None = None
-    ) -> HiddenStates:
+    def counted_states(self, tokens, after=None):
         computed.append(sum(map(len, tokens)))
         return states(self, tokens, after)
 
@@ -540,9 +504,7 @@ def test_a_common_system_prompt_is_computed_once_and_changes_nothing(
     assert sums[True] < 0.8 * tokens
 
 
-def test_alone_a_samples_values_depend_on_nothing_beside_it(
-    target: Path, answers: Artifact, tmp_path: Path
-) -> None:
+def test_alone_a_samples_values_depend_on_nothing_beside_it(target, answers, tmp_path):
     """batch_tokens 1: the same bits whichever splits are kept, and however the samples are cut into
     batches.
     """
@@ -565,9 +527,7 @@ def test_alone_a_samples_values_depend_on_nothing_beside_it(
             assert torch.equal(sample.last_hidden, other.last_hidden)
 
 
-def test_auto_is_our_own_decoder_where_it_knows_the_target(
-    target: Path, answers: Artifact, captured: Artifact
-) -> None:
+def test_auto_is_our_own_decoder_where_it_knows_the_target(target, answers, captured):
     stated = captured.manifest().config
     assert (stated["decoder"], stated["dtype"]) == ("own", "float32")
     spread = CaptureTask(config_of(target, device_map="auto"), answers)

@@ -34,14 +34,14 @@ TOKENS = torch.randint(3, 320, (3, 40), generator=torch.Generator().manual_seed(
 
 
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def folders(tmp_path_factory) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("targets")
     made = {family: tiny_target(root / family, family) for family in FAMILIES}
     return made | {family: foreign_target(root / family, family) for family in FOREIGN}
 
 
 @pytest.fixture(scope="module")
-def decoders(folders: dict[str, Path]) -> dict[str, HookedDecoder]:
+def decoders(folders) -> dict[str, HookedDecoder]:
     return {family: HookedDecoder.load(folder, "float32") for family, folder in folders.items()}
 
 
@@ -64,17 +64,13 @@ def assert_close(one: HiddenStates, aux_hidden: Tensor, last_hidden: Tensor) -> 
 
 
 @pytest.mark.parametrize("family", EVERY)
-def test_streams_are_the_hidden_states_that_the_model_puts_out(
-    family: str, folders: dict[str, Path], decoders: dict[str, HookedDecoder]
-) -> None:
+def test_streams_are_the_hidden_states_that_the_model_puts_out(family, folders, decoders):
     aux_hidden, last_hidden, _ = stated(folders[family], TOKENS)
     assert_close(decoders[family].states(TOKENS.tolist()), aux_hidden, last_hidden)
 
 
 @pytest.mark.parametrize("family", EVERY)
-def test_what_is_beyond_a_rows_end_changes_nothing_before_it(
-    family: str, decoders: dict[str, HookedDecoder]
-) -> None:
+def test_what_is_beyond_a_rows_end_changes_nothing_before_it(family, decoders):
     rows = [TOKENS[0, :40].tolist(), TOKENS[1, :23].tolist()]
     together, alone = decoders[family].states(rows), decoders[family].states(rows[1:])
     assert_close(
@@ -85,9 +81,7 @@ def test_what_is_beyond_a_rows_end_changes_nothing_before_it(
 
 
 @pytest.mark.parametrize("family", ["own", *EVERY])
-def test_a_shared_beginning_gives_the_streams_of_the_whole(
-    family: str, folders: dict[str, Path], decoders: dict[str, HookedDecoder]
-) -> None:
+def test_a_shared_beginning_gives_the_streams_of_the_whole(family, folders, decoders):
     """Twice from one beginning: the first use leaves it as it was. Past a sliding window too."""
     num_shared = 32
     decoder: FeatureDecoder = (
@@ -111,9 +105,7 @@ def test_a_shared_beginning_gives_the_streams_of_the_whole(
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_our_own_decoder_and_transformers_agree(
-    family: str, folders: dict[str, Path], decoders: dict[str, HookedDecoder]
-) -> None:
+def test_our_own_decoder_and_transformers_agree(family, folders, decoders):
     own = OwnDecoder(Target.load(folders[family]))
     hooked = decoders[family]
     theirs = hooked.states(TOKENS.tolist())
@@ -123,7 +115,7 @@ def test_our_own_decoder_and_transformers_agree(
 
 
 @pytest.mark.parametrize("family", EVERY)
-def test_the_vocabulary_says_what_the_model_says(family: str, folders: dict[str, Path]) -> None:
+def test_the_vocabulary_says_what_the_model_says(family, folders):
     """Soft caps and scales of logits included; and the embeddings are those that the model looks
     up.
     """
@@ -136,7 +128,7 @@ def test_the_vocabulary_says_what_the_model_says(family: str, folders: dict[str,
     assert vocabulary.config.default_taps == (1, 3, 4)
 
 
-def test_the_soft_cap_is_there_to_be_seen(folders: dict[str, Path]) -> None:
+def test_the_soft_cap_is_there_to_be_seen(folders):
     """The test above would hold no water on a target whose logits are far below the cap."""
     vocabulary = TargetVocabulary.load(folders["gemma2"])
     _, last_hidden, logits = stated(folders["gemma2"], TOKENS)
@@ -144,7 +136,7 @@ def test_the_soft_cap_is_there_to_be_seen(folders: dict[str, Path]) -> None:
     assert logits.abs().max() <= 3.0
 
 
-def test_a_target_says_its_shape_in_one_spelling(folders: dict[str, Path]) -> None:
+def test_a_target_says_its_shape_in_one_spelling(folders):
     neox, gemma3 = target_shape(folders["gpt_neox"]), target_shape(folders["gemma3"])
     assert (neox.num_key_value_heads, neox.head_dim, neox.rms_norm_eps) == (4, 8, 1e-5)
     assert (neox.family, neox.tie_word_embeddings, neox.dtype) == ("gpt_neox", False, "float32")
@@ -154,7 +146,7 @@ def test_a_target_says_its_shape_in_one_spelling(folders: dict[str, Path]) -> No
     assert isinstance(target_shape(folders["llama"]), TargetConfig)
 
 
-def test_a_window_or_a_rope_that_our_own_decoder_lacks_goes_by_transformers(tmp_path: Path) -> None:
+def test_a_window_or_a_rope_that_our_own_decoder_lacks_goes_by_transformers(tmp_path):
     window = tiny_target(tmp_path / "window", "mistral", sliding_window=12)
     yarn = tiny_target(
         tmp_path / "yarn",
@@ -172,7 +164,7 @@ def test_a_window_or_a_rope_that_our_own_decoder_lacks_goes_by_transformers(tmp_
     assert target_shape(yarn).rope.theta == 5000.0
 
 
-def test_a_family_that_is_not_served_says_what_still_works(folders: dict[str, Path]) -> None:
+def test_a_family_that_is_not_served_says_what_still_works(folders):
     with pytest.raises(
         MismatchError, match="'gpt_neox' model; eyas' own engine runs Llama"
     ) as raised:
@@ -180,17 +172,17 @@ def test_a_family_that_is_not_served_says_what_still_works(folders: dict[str, Pa
     assert "SGLang" in raised.value.hint
 
 
-def test_bfloat16_stays_bfloat16(folders: dict[str, Path]) -> None:
+def test_bfloat16_stays_bfloat16(folders):
     states = HookedDecoder.load(folders["gemma2"], "bfloat16").states(TOKENS.tolist())
     assert states.aux_hidden.dtype == states.last_hidden.dtype == torch.bfloat16
 
 
-def test_an_lm_head_with_a_bias_is_refused(tmp_path: Path) -> None:
+def test_an_lm_head_with_a_bias_is_refused(tmp_path):
     with pytest.raises(MismatchError, match=r"not lm_head \(it has a bias\) times"):
         HookedDecoder.load(foreign_target(tmp_path / "phi", "phi"), "float32")
 
 
-def test_a_config_that_transformers_does_not_know(tmp_path: Path) -> None:
+def test_a_config_that_transformers_does_not_know(tmp_path):
     (tmp_path / "config.json").write_text(
         json.dumps({"model_type": "hawk", "architectures": ["HawkForCausalLM"]})
     )
@@ -215,7 +207,7 @@ class TwoLists(nn.Module):
         return self.inner(input_ids=input_ids, **options)
 
 
-def test_layers_that_cannot_be_told_are_not_guessed(folders: dict[str, Path]) -> None:
+def test_layers_that_cannot_be_told_are_not_guessed(folders):
     model = AutoModelForCausalLM.from_pretrained(folders["gpt_neox"])
     shape = shape_of(model.config, folders["gpt_neox"])
     assert decoder_layers(model, shape, TOKENS) is model.gpt_neox.layers
@@ -230,13 +222,11 @@ def test_layers_that_cannot_be_told_are_not_guessed(folders: dict[str, Path]) ->
         decoder_layers(model, fewer, TOKENS)
 
 
-def test_a_model_whose_past_cannot_be_shared_is_computed_whole(
-    folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_model_whose_past_cannot_be_shared_is_computed_whole(folders, monkeypatch):
     """A past that says nothing: what comes behind it does not see the beginning."""
 
-    class Forgetful(features_decoder.DynamicCache):  # type: ignore[misc, name-defined]
-        def batch_repeat_interleave(self, repeats: int) -> None:
+    class Forgetful(features_decoder.DynamicCache):
+        def batch_repeat_interleave(self, repeats):
             self.reset()
             super().batch_repeat_interleave(repeats)
 
@@ -244,16 +234,14 @@ def test_a_model_whose_past_cannot_be_shared_is_computed_whole(
     assert not HookedDecoder.load(folders["llama"], "float32").reuses
 
 
-def test_device_map_needs_accelerate(
-    folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_device_map_needs_accelerate(folders, monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match="needs accelerate") as raised:
         HookedDecoder.load(folders["llama"], "float32", "auto")
     assert "eyas[large]" in raised.value.hint
 
 
-def test_device_map_spreads_a_target(folders: dict[str, Path]) -> None:
+def test_device_map_spreads_a_target(folders):
     pytest.importorskip("accelerate", reason="the extra large is not installed")
     spread = HookedDecoder.load(folders["gpt_neox"], "float32", "cpu")
     aux_hidden, last_hidden, _ = stated(folders["gpt_neox"], TOKENS)

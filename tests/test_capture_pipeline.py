@@ -45,7 +45,7 @@ def answers_of(folder: Path, output: Path, count: int) -> Artifact:
 
 
 @pytest.mark.parametrize("family", ["gpt_neox", "gemma2"])
-def test_from_answers_to_a_head_that_others_serve(family: str, tmp_path: Path) -> None:
+def test_from_answers_to_a_head_that_others_serve(family, tmp_path):
     folder = foreign_target(tmp_path / family, family)
     config = CaptureConfig(
         target=str(folder), held_out_share=0.3, store_dtype="float32", codec="lossless"
@@ -77,7 +77,7 @@ def test_from_answers_to_a_head_that_others_serve(family: str, tmp_path: Path) -
     assert verifier["architectures"] == list(model.config.architectures)
 
 
-def test_online_from_transformers_too(tmp_path: Path) -> None:
+def test_online_from_transformers_too(tmp_path):
     folder = foreign_target(tmp_path / "target", "gpt_neox")
     answers = answers_of(folder, tmp_path / "answers", 16)
     config = CaptureConfig(target=str(folder), batch_tokens=1, codec="lossless")
@@ -88,7 +88,7 @@ def test_online_from_transformers_too(tmp_path: Path) -> None:
     assert heads[0].read("model.safetensors") == heads[1].read("model.safetensors")
 
 
-def test_serving_it_is_refused_in_words(tmp_path: Path) -> None:
+def test_serving_it_is_refused_in_words(tmp_path):
     folder = foreign_target(tmp_path / "target", "gpt_neox")
     words = ["serve", "-t", str(folder), "--port", "0"]
     shown = CliRunner().invoke(build(words), words, prog_name="eyas")
@@ -103,7 +103,7 @@ def test_serving_it_is_refused_in_words(tmp_path: Path) -> None:
         )
 
 
-def test_a_run_of_it_is_refused_before_any_work(tmp_path: Path) -> None:
+def test_a_run_of_it_is_refused_before_any_work(tmp_path):
     folder = foreign_target(tmp_path / "target", "gpt_neox")
     run_file = tmp_path / "run.yaml"
     prompts = {"sources": [{"path": "none.jsonl", "licence": "CC0-1.0", "name": "none"}]}

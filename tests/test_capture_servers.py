@@ -9,7 +9,6 @@ import asyncio
 import fcntl
 import os
 import subprocess
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -43,7 +42,7 @@ LIVE = os.environ.get("EYAS_VLLM_PYTHON")
 
 
 @pytest.fixture(autouse=True, scope="module")
-def small_and_quick() -> Iterator[None]:
+def small_and_quick():
     """Several shards of few samples; a server that is gone is given up soon."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(stage, "SAMPLES_PER_SHARD", 4)
@@ -52,7 +51,7 @@ def small_and_quick() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def target(tmp_path_factory) -> Path:
     return ending_target(tmp_path_factory.mktemp("target"))
 
 
@@ -64,7 +63,7 @@ def answers_of(target: str, root: Path, count: int = 30, max_tokens: int = 12) -
 
 
 @pytest.fixture(scope="module")
-def answers(target: Path, tmp_path_factory: pytest.TempPathFactory) -> Artifact:
+def answers(target, tmp_path_factory) -> Artifact:
     return answers_of(str(target), tmp_path_factory.mktemp("answers"))
 
 
@@ -112,7 +111,7 @@ def assert_alike(served: Artifact, own: Artifact, tolerance: float) -> None:
 
 
 @pytest.fixture(scope="module")
-def own(target: Path, answers: Artifact, tmp_path_factory: pytest.TempPathFactory) -> Artifact:
+def own(target, answers, tmp_path_factory) -> Artifact:
     output = Artifact(str(tmp_path_factory.mktemp("own") / "features"))
     capture(config_of(target), answers, output)
     return output
@@ -134,9 +133,7 @@ def losses(
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_servers_give_the_features_of_our_decoder(
-    engine: str, target: Path, answers: Artifact, own: Artifact, tmp_path: Path
-) -> None:
+def test_servers_give_the_features_of_our_decoder(engine, target, answers, own, tmp_path):
     """Of both engines and by two servers, in the store's order; no file stays."""
     behaviour, output = right(engine, target, tmp_path), Artifact(str(tmp_path / "features"))
     with serving_states(behaviour) as one, serving_states(behaviour) as other:
@@ -165,8 +162,8 @@ def test_servers_give_the_features_of_our_decoder(
     ],
 )
 def test_a_server_that_differs_is_named_before_anything_is_stored(
-    engine: str, faults: dict[str, Any], match: str, target: Path, answers: Artifact, tmp_path: Path
-) -> None:
+    engine, faults, match, target, answers, tmp_path
+):
     only = {"loses_cached": "sglang", "dtype": "vllm"}
     if engine != next((of for name, of in only.items() if name in faults), engine):
         pytest.skip("the other engine's")
@@ -186,7 +183,7 @@ def test_a_server_that_differs_is_named_before_anything_is_stored(
     assert not [*behaviour.folder.glob("*")]
 
 
-def test_other_weights_are_named(target: Path, answers: Artifact, tmp_path: Path) -> None:
+def test_other_weights_are_named(target, answers, tmp_path):
     other = tiny_target(tmp_path / "other", seed=7)
     behaviour = replace(right("vllm", target, tmp_path), target=other)
     with (
@@ -196,18 +193,14 @@ def test_other_weights_are_named(target: Path, answers: Artifact, tmp_path: Path
         capture(config_of(target, server.url), answers, Artifact(str(tmp_path / "features")))
 
 
-def test_without_a_server_the_command_to_start_one_is_shown(
-    target: Path, answers: Artifact, tmp_path: Path
-) -> None:
+def test_without_a_server_the_command_to_start_one_is_shown(target, answers, tmp_path):
     with pytest.raises(MissingInputError, match="no server answers") as error:
         capture(config_of(target, "http://127.0.0.1:1"), answers, Artifact(str(tmp_path / "f")))
     assert "extract_hidden_states" in error.value.hint
     assert "--enable-return-aux-hidden-states" in error.value.hint
 
 
-def test_a_killed_server_costs_nothing(
-    target: Path, answers: Artifact, own: Artifact, tmp_path: Path
-) -> None:
+def test_a_killed_server_costs_nothing(target, answers, own, tmp_path):
     """The run ends, whole shards stay, and another server does the rest."""
     output, behaviour = Artifact(str(tmp_path / "features")), right("vllm", target, tmp_path)
     with (
@@ -221,12 +214,12 @@ def test_a_killed_server_costs_nothing(
     assert_alike(output, own, TWO_DECODERS)
 
 
-def test_what_dead_clients_left_is_deleted_and_nothing_else(tmp_path: Path) -> None:
+def test_what_dead_clients_left_is_deleted_and_nothing_else(tmp_path):
     """Files of this run's requests to this server; other runs, and other ranks of this one, may
     share the folder.
     """
     server, other = (
-        StateServer("http://127.0.0.1:1", FleetConfig(), None, (), run)  # type: ignore[arg-type]
+        StateServer("http://127.0.0.1:1", FleetConfig(), None, (), run)
         for run in ("1234567890abcd", "other")
     )
     dead = subprocess.Popen(["true"])
@@ -258,9 +251,7 @@ def test_what_dead_clients_left_is_deleted_and_nothing_else(tmp_path: Path) -> N
         (7, "without hidden states"),
     ],
 )
-def test_a_file_that_a_server_names_is_deleted_only_if_it_is_the_request_s(
-    tmp_path: Path, name: object, says: str
-) -> None:
+def test_a_file_that_a_server_names_is_deleted_only_if_it_is_the_request_s(tmp_path, name, says):
     server, kept = served_file(tmp_path, name), tmp_path / "other.safetensors"
     kept.touch()
     with pytest.raises(RequestFailure, match=says):
@@ -268,7 +259,7 @@ def test_a_file_that_a_server_names_is_deleted_only_if_it_is_the_request_s(
     assert kept.exists()
 
 
-def test_a_file_that_stays_locked_is_said_to(tmp_path: Path) -> None:
+def test_a_file_that_stays_locked_is_said_to(tmp_path):
     server = served_file(tmp_path, "{folder}/cmpl-{}-0.safetensors")
     lock = tmp_path / f"cmpl-{server._run}-0-0.safetensors.lock"
     with lock.open("w") as held:
@@ -280,7 +271,7 @@ def test_a_file_that_stays_locked_is_said_to(tmp_path: Path) -> None:
 def served_file(folder: Path, name: object) -> StateServer:
     """A server that answers with this file: {} stands for the request."""
     config = FleetConfig(timeout_s=0.2)
-    server = StateServer("http://127.0.0.1:1", config, None, (), "run")  # type: ignore[arg-type]
+    server = StateServer("http://127.0.0.1:1", config, None, (), "run")
 
     async def answer(path: str, body: dict[str, Any]) -> Any:
         named = name
@@ -288,11 +279,11 @@ def served_file(folder: Path, name: object) -> StateServer:
             named = name.replace("{folder}", str(folder)).replace("{}", body["request_id"])
         return {"kv_transfer_params": {"hidden_states_path": named}}
 
-    server.post = answer  # type: ignore[method-assign]
+    server.post = answer
     return server
 
 
-def test_both_decoders_finish_what_a_server_leaves(target: Path) -> None:
+def test_both_decoders_finish_what_a_server_leaves(target):
     """The norm, and the last layer with it, by ours and by transformers' modules."""
     ids = list(range(40, 75))
     for decoder in (OwnDecoder.load(target, "float32"), HookedDecoder.load(target, "float32")):
@@ -304,9 +295,7 @@ def test_both_decoders_finish_what_a_server_leaves(target: Path) -> None:
             assert_near(tail(layers[layer]), states.last_hidden[0])
 
 
-def test_training_reads_servers_without_a_store(
-    target: Path, answers: Artifact, own: Artifact, tmp_path: Path
-) -> None:
+def test_training_reads_servers_without_a_store(target, answers, own, tmp_path):
     behaviour = right("vllm", target, tmp_path)
     with serving_states(behaviour) as server:
         online = OnlineTarget(config_of(target, server.url), answers)
@@ -330,7 +319,7 @@ def test_training_reads_servers_without_a_store(
 
 
 @pytest.mark.skipif(LIVE is None, reason="EYAS_VLLM_PYTHON names no interpreter with vLLM")
-def test_a_live_vllm_gives_the_features_of_our_decoder(tmp_path: Path) -> None:
+def test_a_live_vllm_gives_the_features_of_our_decoder(tmp_path):
     """By the command that we print; its prefill is cut into chunks and its prefix cache is used."""
     target = str(target_folder())
     answers = answers_of(target, tmp_path, count=12, max_tokens=60)

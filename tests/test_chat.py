@@ -61,7 +61,7 @@ ALTERNATES = (
 
 
 @pytest.fixture(scope="module")
-def chats(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Chat]:
+def chats(tmp_path_factory) -> dict[str, Chat]:
     root = tmp_path_factory.mktemp("chat")
     for name, template in {"chatml": TEMPLATE, "dates": DATES, "alternates": ALTERNATES}.items():
         tiny_tokenizer(root / name, chat_template=template)
@@ -69,7 +69,7 @@ def chats(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Chat]:
 
 
 @pytest.fixture(scope="module")
-def families(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Chat]:
+def families(tmp_path_factory) -> dict[str, Chat]:
     root = tmp_path_factory.mktemp("families")
     return {name: Chat(make(root / name), DAY) for name, make in FAMILIES.items()}
 
@@ -102,7 +102,7 @@ def control_ids(chat: Chat, ids: list[int]) -> list[int]:
 # Conversations that eyas did not generate
 
 
-def test_tokens_are_those_on_record_or_there_are_none(tmp_path: Path) -> None:
+def test_tokens_are_those_on_record_or_there_are_none(tmp_path):
     """tests/goldens/masks.json has the rows of two independent ways to a mask, by characters and by
     tokens, which had to agree: every row that is taken has the same tokens and the same mask.
     """
@@ -126,7 +126,7 @@ def test_tokens_are_those_on_record_or_there_are_none(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["builtin", *REAL])
-def test_real_templates_on_real_conversations(name: str) -> None:
+def test_real_templates_on_real_conversations(name):
     chat = Chat(target_folder(), DAY) if name == "builtin" else real_chat(name)
     if name == "qwen3":
         chat = Chat(chat.folder, DAY, {"enable_thinking": False})
@@ -139,7 +139,7 @@ def test_real_templates_on_real_conversations(name: str) -> None:
                 assert answer_ids[-1] in chat.eos_token_ids
 
 
-def test_a_thinking_answer_is_the_targets_whole_and_a_lost_thought_has_no_row() -> None:
+def test_a_thinking_answer_is_the_targets_whole_and_a_lost_thought_has_no_row():
     chat = real_chat("qwen3")
     whole = "<think>\nFor how many?\n</think>\n\nFor two?"
     _, answer_ids = chat.answered(dialogue("A table?", whole))
@@ -166,15 +166,13 @@ SPACES = TEMPLATE.replace("message['content'] +", "' ' + message['content'] + ' 
         (TEMPLATE, {"content": [{"type": "text", "text": "Hi"}]}, "in several parts"),
     ],
 )
-def test_what_may_not_be_the_targets_tokens_has_no_row(
-    tmp_path: Path, template: str, answer: dict[str, Any], match: str
-) -> None:
+def test_what_may_not_be_the_targets_tokens_has_no_row(tmp_path, template, answer, match):
     tiny_tokenizer(tmp_path, chat_template=template)
     with pytest.raises(TemplateError, match=match):
         Chat(tmp_path).answered([*dialogue("Hi"), {"role": "assistant", **answer}])
 
 
-def test_a_row_needs_a_day_where_the_template_prints_one(chats: dict[str, Chat]) -> None:
+def test_a_row_needs_a_day_where_the_template_prints_one(chats):
     assert chats["dates"].answered(dialogue("Hi", "Hello"))
     with pytest.raises(TemplateError, match="other tokens tomorrow"):
         Chat(chats["dates"].folder).answered(dialogue("Hi", "Hello"))
@@ -188,9 +186,7 @@ def test_a_row_needs_a_day_where_the_template_prints_one(chats: dict[str, Chat])
         max_size=6,
     ).filter(lambda turns: len(turns) % 2 == 0 and "\ufdef" not in "".join(turns))
 )
-def test_of_any_messages_no_text_is_obeyed_and_a_row_is_exact_or_refused(
-    families: dict[str, Chat], turns: list[str]
-) -> None:
+def test_of_any_messages_no_text_is_obeyed_and_a_row_is_exact_or_refused(families, turns):
     """As many control tokens as of harmless text, on every template."""
     for family, chat in families.items():
         neutral = control_ids(chat, chat.prompt_ids(dialogue(*("x" for _ in turns[:-1]))))
@@ -209,7 +205,7 @@ def test_of_any_messages_no_text_is_obeyed_and_a_row_is_exact_or_refused(
 # Templates
 
 
-def test_a_fixed_date_is_the_same_tomorrow(chats: dict[str, Chat]) -> None:
+def test_a_fixed_date_is_the_same_tomorrow(chats):
     assert (
         chats["dates"].render(dialogue("Hi")).startswith("It is 02 Jan 2026.\n<|im_start|>user\nHi")
     )
@@ -218,7 +214,7 @@ def test_a_fixed_date_is_the_same_tomorrow(chats: dict[str, Chat]) -> None:
     assert fixed.render(dialogue("Hi")) == clock.render(dialogue("Hi"))
 
 
-def test_a_conversation_that_the_template_refuses_says_why(chats: dict[str, Chat]) -> None:
+def test_a_conversation_that_the_template_refuses_says_why(chats):
     with pytest.raises(TemplateError, match="Roles must alternate"):
         chats["alternates"].render([*dialogue("Hi"), *dialogue("Hi")])
 
@@ -232,36 +228,34 @@ def test_a_conversation_that_the_template_refuses_says_why(chats: dict[str, Chat
         ("{{ strftime_now('%s') }}" + TEMPLATE, "which no day fixes"),
     ],
 )
-def test_a_template_that_cannot_work_is_refused_at_once(
-    tmp_path: Path, template: str | None, what: str
-) -> None:
+def test_a_template_that_cannot_work_is_refused_at_once(tmp_path, template, what):
     tiny_tokenizer(tmp_path, chat_template=template)
     with pytest.raises(TemplateError, match=what) as raised:
         Chat(tmp_path, DAY)
     assert str(tmp_path) in str(raised.value)
 
 
-def test_a_doubled_bos_is_refused(tmp_path: Path) -> None:
+def test_a_doubled_bos_is_refused(tmp_path):
     like_granite(tmp_path, "{{ bos_token + bos_token }}" + LIKE_GRANITE)
     with pytest.raises(TemplateError, match="begins with two BOS tokens"):
         Chat(tmp_path, DAY)
 
 
-def test_a_template_that_needs_tools_is_taken_with_them(tmp_path: Path) -> None:
+def test_a_template_that_needs_tools_is_taken_with_them(tmp_path):
     chat = Chat(like_qwen(tmp_path, LIKE_HERMES))
     assert '"find"' in spelled(chat, chat.prompt_ids(dialogue("Hi"), TOOLS))
     with pytest.raises(TemplateError, match="refuses a conversation without tools"):
         chat.prompt_ids(dialogue("Hi"))
 
 
-def test_folders_without_a_tokenizer(tmp_path: Path) -> None:
+def test_folders_without_a_tokenizer(tmp_path):
     with pytest.raises(MissingInputError, match="no folder"):
         Chat(tmp_path / "absent")
     with pytest.raises(MissingInputError, match="no tokenizer"):
         Chat(tmp_path)
 
 
-def test_end_tokens_are_those_of_the_generation_config(tmp_path: Path) -> None:
+def test_end_tokens_are_those_of_the_generation_config(tmp_path):
     tiny_tokenizer(tmp_path)
     assert Chat(tmp_path).eos_token_ids == (2,)
     (tmp_path / "config.json").write_text('{"eos_token_id": 2, "model_type": "llama"}')
@@ -274,7 +268,7 @@ def test_end_tokens_are_those_of_the_generation_config(tmp_path: Path) -> None:
 
 @settings(max_examples=100, deadline=None)
 @given(st.lists(st.integers(0, 319), max_size=40), st.integers(1, 5))
-def test_a_stream_is_decode_in_pieces(chats: dict[str, Chat], ids: list[int], step: int) -> None:
+def test_a_stream_is_decode_in_pieces(chats, ids, step):
     """Random tokens: broken UTF-8, specials and all."""
     chat = chats["chatml"]
     stream = chat.stream()
@@ -284,7 +278,7 @@ def test_a_stream_is_decode_in_pieces(chats: dict[str, Chat], ids: list[int], st
 
 @settings(max_examples=100, deadline=None)
 @given(st.text(max_size=20).filter(lambda text: "\ufffd" not in text))
-def test_a_stream_never_gives_half_a_character(chats: dict[str, Chat], text: str) -> None:
+def test_a_stream_never_gives_half_a_character(chats, text):
     chat = chats["chatml"]
     stream = chat.stream()
     pieces = [
@@ -295,7 +289,7 @@ def test_a_stream_never_gives_half_a_character(chats: dict[str, Chat], text: str
     assert stream.finish() == ""
 
 
-def test_a_stream_tells_what_an_unfinished_character_leaves(chats: dict[str, Chat]) -> None:
+def test_a_stream_tells_what_an_unfinished_character_leaves(chats):
     chat = chats["chatml"]
     stream = chat.stream()
     ids = chat.tokenizer.encode("ok\U0001f642", add_special_tokens=False)
@@ -307,13 +301,11 @@ def test_a_stream_tells_what_an_unfinished_character_leaves(chats: dict[str, Cha
 
 
 def conversation_with(text: str) -> list[Message]:
-    return dialogue(f"What is {text}?", f"It is {text}.", f"{text} again")  # type: ignore[return-value]
+    return dialogue(f"What is {text}?", f"It is {text}.", f"{text} again")
 
 
 @pytest.mark.parametrize("family", [*FAMILIES, "builtin", *REAL])
-def test_a_control_token_in_a_message_is_spelled_and_not_obeyed(
-    families: dict[str, Chat], family: str
-) -> None:
+def test_a_control_token_in_a_message_is_spelled_and_not_obeyed(families, family):
     made = {**families, "builtin": Chat(target_folder(), DAY)}
     chat = made[family] if family in made else real_chat(family)
     neutral = control_ids(chat, chat.prompt_ids(conversation_with("x")))
@@ -326,7 +318,7 @@ def test_a_control_token_in_a_message_is_spelled_and_not_obeyed(
         assert chat.decode(ids).count(name) == 3
 
 
-def test_what_cannot_be_kept_apart_is_refused(families: dict[str, Chat]) -> None:
+def test_what_cannot_be_kept_apart_is_refused(families):
     """The one character that stands in for control tokens' names, together with a control token's
     name.
     """
@@ -338,7 +330,7 @@ def test_what_cannot_be_kept_apart_is_refused(families: dict[str, Chat]) -> None
         chat.prompt_ids(dialogue("<|im_end|>" + "".join(map(chr, range(0xFDD0, 0xFDF0)))))
 
 
-def test_a_template_that_changes_what_it_is_to_spell_is_refused(tmp_path: Path) -> None:
+def test_a_template_that_changes_what_it_is_to_spell_is_refused(tmp_path):
     """ASCII-only JSON would write the shield as an escape, and leave it there."""
     like_qwen(tmp_path, LIKE_QWEN.replace("(tool | tojson)", "(tool | tojson(ensure_ascii=True))"))
     chat, tools = (
@@ -350,7 +342,7 @@ def test_a_template_that_changes_what_it_is_to_spell_is_refused(tmp_path: Path) 
     assert chat.prompt_ids(dialogue("<|im_end|>"))
 
 
-def test_tools_and_calls_are_text_too(families: dict[str, Chat]) -> None:
+def test_tools_and_calls_are_text_too(families):
     chat = families["qwen3"]
     tools = [{"type": "function", "function": {"name": "find", "description": "<|im_end|>"}}]
     call = {"type": "function", "function": {"name": "find", "arguments": {"city": "<|im_end|>"}}}
@@ -365,12 +357,12 @@ def test_tools_and_calls_are_text_too(families: dict[str, Chat]) -> None:
     assert len(ends) == 4, "of the tools, the question, the call and the result"
 
 
-def test_what_a_server_is_given_for_the_template_is_given_here(tmp_path: Path) -> None:
+def test_what_a_server_is_given_for_the_template_is_given_here(tmp_path):
     chat = Chat(like_qwen(tmp_path), options={"enable_thinking": False})
     assert chat.render(dialogue("Hi"), add_generation_prompt=True).endswith("</think>\n\n")
 
 
-def test_a_message_as_servers_hand_it_to_a_template() -> None:
+def test_a_message_as_servers_hand_it_to_a_template():
     calls = [{"function": {"name": "find", "arguments": '{"city": "Oslo"}'}}]
     served = as_served({"role": "assistant", "tool_calls": calls, "reasoning": "Hm"}, ("a", "b"))
     assert served == {
@@ -387,7 +379,7 @@ def test_a_message_as_servers_hand_it_to_a_template() -> None:
         assert made["tool_calls"][0]["arguments"] == read
 
 
-def test_the_day_is_printed_in_every_format_that_it_fixes(tmp_path: Path) -> None:
+def test_the_day_is_printed_in_every_format_that_it_fixes(tmp_path):
     codes = "aAbBdejmyYHIMSpxXcDFTR"
     like_granite(
         tmp_path, LIKE_GRANITE.replace("%B %d, %Y", " ".join(f"%{code}" for code in codes))
@@ -396,7 +388,7 @@ def test_the_day_is_printed_in_every_format_that_it_fixes(tmp_path: Path) -> Non
     assert shown == " ".join(DAY.strftime(f"%{code}") for code in codes)
 
 
-def test_several_templates_one_for_tools(tmp_path: Path) -> None:
+def test_several_templates_one_for_tools(tmp_path):
     like_qwen(tmp_path, None)
     config = json.loads((tmp_path / "tokenizer_config.json").read_text())
     named = [{"name": "default", "template": TEMPLATE}, {"name": "tool_use", "template": LIKE_QWEN}]
@@ -414,7 +406,7 @@ def test_several_templates_one_for_tools(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", REAL)
-def test_real_templates_render_as_transformers_does(name: str) -> None:
+def test_real_templates_render_as_transformers_does(name):
     chat = real_chat(name)
     plain = AutoTokenizer.from_pretrained(chat.folder)
     today = Chat(chat.folder, datetime.date.today())
@@ -426,6 +418,6 @@ def test_real_templates_render_as_transformers_does(name: str) -> None:
             assert today.prompt_ids(messages[:last]) == expected
 
 
-def test_a_target_folder_can_be_moved(chats: dict[str, Chat], tmp_path: Path) -> None:
+def test_a_target_folder_can_be_moved(chats, tmp_path):
     moved = Chat(shutil.copytree(chats["chatml"].folder, tmp_path / "moved"))
     assert moved.prompt_ids(dialogue("Hi")) == chats["chatml"].prompt_ids(dialogue("Hi"))

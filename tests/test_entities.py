@@ -113,7 +113,7 @@ def test_a_lower_threshold_finds_no_less(num_tokens, seed, threshold):
     scores = np.random.default_rng(seed).random((num_tokens, len(tagger.LABELS))).astype(np.float32)
     probabilities = scores / scores.sum(axis=1, keepdims=True)
 
-    def tokens(least: float) -> set[int]:
+    def tokens(least):
         return {
             index
             for _, first, last, _ in entities.runs(probabilities, least)
@@ -206,13 +206,7 @@ def test_what_was_seen_before_changes_nothing():
 def test_words_are_folded():
     assert [
         lexicon.bare_word(word) for word in ("Łódź", "Müller", "Søren", "İzmir", "O’Neill")
-    ] == [
-        "lodz",
-        "muller",
-        "soren",
-        "izmir",
-        "o'neill",
-    ]
+    ] == ["lodz", "muller", "soren", "izmir", "o'neill"]
 
 
 def test_lists_know_words_and_places_of_several_words():

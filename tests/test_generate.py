@@ -4,7 +4,6 @@ on resume.
 
 import collections
 import json
-from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -16,12 +15,7 @@ from transformers import AutoModelForCausalLM
 from eyas.artifact import VERSION, Artifact
 from eyas.chat import Chat
 from eyas.engine.engine import Engine
-from eyas.errors import (
-    EmptyInputError,
-    InputError,
-    MissingInputError,
-    TemplateError,
-)
+from eyas.errors import EmptyInputError, InputError, MissingInputError, TemplateError
 from eyas.features import generate as stage
 from eyas.features.generate import GenerateConfig, generate, open_backend
 from eyas.privacy.detector import LeakDetector
@@ -36,12 +30,12 @@ NO_NAMES = {"person": "keep", "street_address": "keep", "location": "keep"}
 
 
 @pytest.fixture(scope="module")
-def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def target(tmp_path_factory) -> Path:
     return talking_target(tmp_path_factory.mktemp("target"))
 
 
 @pytest.fixture(autouse=True, scope="module")
-def small_parts() -> Iterator[None]:
+def small_parts():
     """Several parts of few prompts."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(stage, "ROWS_PER_PART", 4)
@@ -53,7 +47,7 @@ def config_of(target: Path, **settings: Any) -> GenerateConfig:
 
 
 @pytest.fixture(scope="module")
-def answered(target: Path, tmp_path_factory: pytest.TempPathFactory) -> Artifact:
+def answered(target, tmp_path_factory) -> Artifact:
     """All prompts, greedily, in one go."""
     root = tmp_path_factory.mktemp("answered")
     output = Artifact(str(root / "answers"))
@@ -77,7 +71,7 @@ def dropped_rows(artifact: Artifact) -> list[dict[str, Any]]:
     ]
 
 
-def test_every_turn_is_an_answer_or_a_counted_drop(answered: Artifact) -> None:
+def test_every_turn_is_an_answer_or_a_counted_drop(answered):
     counts = answered.manifest("generate").counts
     assert counts["prompts"] == len(PROMPTS)
     assert counts["turns"] == sum(len(prompt.turns) for prompt in PROMPTS)
@@ -99,9 +93,7 @@ def test_every_turn_is_an_answer_or_a_counted_drop(answered: Artifact) -> None:
     assert {row["reason"] for row in dropped} == {"earlier_turn_cut", "earlier_turn_marked"}
 
 
-def test_a_turn_sees_the_targets_own_answers_and_most_marked_ones_end_the_conversation(
-    answered: Artifact,
-) -> None:
+def test_a_turn_sees_the_targets_own_answers_and_most_marked_ones_end_the_conversation(answered):
     prompts = {prompt.id: prompt for prompt in PROMPTS}
     for prompt_id, rows in rows_by_prompt(answered).items():
         prompt = prompts[prompt_id]
@@ -117,7 +109,7 @@ def test_a_turn_sees_the_targets_own_answers_and_most_marked_ones_end_the_conver
         assert (rows[-1].finish_reason == "length") == (rows[-1].marked == "truncated")
 
 
-def test_a_row_says_how_it_was_made(target: Path, answered: Artifact) -> None:
+def test_a_row_says_how_it_was_made(target, answered):
     """What is the same in every run stands in the row, the rest beside it, line by line."""
     rows, origins = list(read_answers(answered)), list(read_origins(answered))
     assert [(row.key, row.prompt_id, row.turn) for row in rows] == [
@@ -134,7 +126,7 @@ def test_a_row_says_how_it_was_made(target: Path, answered: Artifact) -> None:
     assert set(marked) == {"truncated", "empty"}, "the test wants both"
 
 
-def test_answers_are_what_transformers_generates(target: Path, answered: Artifact) -> None:
+def test_answers_are_what_transformers_generates(target, answered):
     chat, model = Chat(target), AutoModelForCausalLM.from_pretrained(target)
     for answer in list(read_answers(answered))[::4]:
         prompt_ids = chat.prompt_ids(answer.messages[:-1])
@@ -159,19 +151,17 @@ def contents(artifact: Artifact) -> dict[str, bytes]:
     }
 
 
-def test_the_batch_changes_no_answer(target: Path, answered: Artifact, tmp_path: Path) -> None:
+def test_the_batch_changes_no_answer(target, answered, tmp_path):
     prompts = write_prompts(tmp_path / "prompts", PROMPTS)
     generate(config_of(target, max_batch=1), prompts, Artifact(str(tmp_path / "one")))
     assert contents(Artifact(str(tmp_path / "one"))) == contents(answered)
 
 
-def test_the_engine_in_this_process_runs_on_a_gpu_where_there_is_one(
-    target: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_engine_in_this_process_runs_on_a_gpu_where_there_is_one(target, monkeypatch):
     devices = []
     load = Engine.load
 
-    def recorded(*settings: Any) -> Engine:
+    def recorded(*settings):
         devices.append(settings[-1])
         return load(*settings[:-1], "cpu")
 
@@ -183,9 +173,7 @@ def test_the_engine_in_this_process_runs_on_a_gpu_where_there_is_one(
     assert devices == ["cpu", "cuda"]
 
 
-def test_finished_work_is_not_done_again(
-    target: Path, answered: Artifact, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_finished_work_is_not_done_again(target, answered, tmp_path, monkeypatch):
     prompts = Artifact(answered.url.replace("/answers", "/prompts"))
     monkeypatch.setattr(Engine, "load", lambda *_: pytest.fail("loads the target to do nothing"))
     again = Artifact(answered.url)
@@ -195,9 +183,7 @@ def test_finished_work_is_not_done_again(
         generate(config_of(target, sampling=[{"temperature": 0.5}]), prompts, again)
 
 
-def test_sampling_is_repeatable_and_part_of_the_key(
-    target: Path, answered: Artifact, tmp_path: Path
-) -> None:
+def test_sampling_is_repeatable_and_part_of_the_key(target, answered, tmp_path):
     prompts = write_prompts(tmp_path / "prompts", PROMPTS[:6])
     runs = []
     for name, batch in (("one", 6), ("two", 2)):
@@ -221,7 +207,7 @@ def open_question(answered: Artifact) -> str:
     )
 
 
-def test_the_key_is_the_work(target: Path, answered: Artifact, tmp_path: Path) -> None:
+def test_the_key_is_the_work(target, answered, tmp_path):
     """Two prompts that begin alike have the same first question and different second ones."""
     first = open_question(answered)
     twins = [Prompt("a", "s", "l", (first, "In San Jose?")), Prompt("b", "s", "l", (first, "0123"))]
@@ -233,9 +219,7 @@ def test_the_key_is_the_work(target: Path, answered: Artifact, tmp_path: Path) -
     assert rows["a"][1].key != rows["b"][1].key
 
 
-def test_what_does_not_fit_is_dropped_and_counted(
-    target: Path, answered: Artifact, tmp_path: Path
-) -> None:
+def test_what_does_not_fit_is_dropped_and_counted(target, answered, tmp_path):
     long = "zq#" * 100
     prompts = [
         Prompt("a", "s", "l", (long,)),
@@ -250,7 +234,7 @@ def test_what_does_not_fit_is_dropped_and_counted(
     assert "the limit is 255" in dropped[0]["detail"], "the target's context is 256"
 
 
-def test_a_conversation_that_the_template_refuses_is_dropped_and_counted(tmp_path: Path) -> None:
+def test_a_conversation_that_the_template_refuses_is_dropped_and_counted(tmp_path):
     target = talking_target(tmp_path / "target")
     refuses = (
         "{% for m in messages %}{% if 'secret' in m['content'] %}{{ raise_exception('No "
@@ -267,9 +251,7 @@ def test_a_conversation_that_the_template_refuses_is_dropped_and_counted(tmp_pat
 SAID = "Ask bob@gnu.org, ann@example.com or Ada Lovelace in Paris."
 
 
-def test_an_answer_with_what_nobody_told_the_target_is_left_out(
-    target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_answer_with_what_nobody_told_the_target_is_left_out(target, tmp_path, monkeypatch):
     """An echo of the prompt, a reserved address, names and places stay; what came out of nowhere
     goes, and its later turns.
     """
@@ -327,13 +309,13 @@ def test_an_answer_with_what_nobody_told_the_target_is_left_out(
         ),
     ],
 )
-def test_leaks(before: str, answer: str, types: list[str]) -> None:
+def test_leaks(before, answer, types):
     found = LeakDetector()(["You are kind.", before], answer)
     assert [one.type for one in found] == types
     assert all(one.hash == "" for one in found)
 
 
-def test_nothing_to_answer(target: Path, tmp_path: Path) -> None:
+def test_nothing_to_answer(target, tmp_path):
     none = write_prompts(tmp_path / "none", [])
     with pytest.raises(EmptyInputError, match="holds no prompts"):
         generate(config_of(target), none, Artifact(str(tmp_path / "answers")))
@@ -347,7 +329,7 @@ def test_nothing_to_answer(target: Path, tmp_path: Path) -> None:
         )
 
 
-def test_a_target_without_a_template_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+def test_a_target_without_a_template_is_refused_before_anything_is_written(tmp_path):
     target = tiny_target(tmp_path / "target")
     for path in target.iterdir():
         if path.name.startswith(("tokenizer", "chat_template")):
@@ -361,7 +343,7 @@ def test_a_target_without_a_template_is_refused_before_anything_is_written(tmp_p
         generate(config_of(tmp_path / "absent"), prompts, Artifact(str(tmp_path / "answers")))
 
 
-def test_the_manifest_says_which_target_and_which_day(target: Path, answered: Artifact) -> None:
+def test_the_manifest_says_which_target_and_which_day(target, answered):
     manifest = answered.manifest()
     assert manifest.facts["target"] == str(target)
     assert manifest.config["date"] == "2026-01-01"
@@ -372,7 +354,7 @@ def test_the_manifest_says_which_target_and_which_day(target: Path, answered: Ar
     )
 
 
-def test_a_refused_run_claims_no_folder(target: Path, tmp_path: Path) -> None:
+def test_a_refused_run_claims_no_folder(target, tmp_path):
     """What the refusal advises changes the identity: the same folder must still be free."""
     prompts, output = write_prompts(tmp_path / "prompts", PROMPTS[:2]), tmp_path / "answers"
     with pytest.raises(MissingInputError, match="no server answers"):
@@ -381,9 +363,7 @@ def test_a_refused_run_claims_no_folder(target: Path, tmp_path: Path) -> None:
     generate(config_of(target), prompts, Artifact(str(output)))
 
 
-def test_a_long_prompt_is_answered_as_far_as_the_targets_context_goes(
-    target: Path, tmp_path: Path
-) -> None:
+def test_a_long_prompt_is_answered_as_far_as_the_targets_context_goes(target, tmp_path):
     """By default, and beside others that share the cache."""
     rows = [Prompt("long", "s", "l", ("zq#" * 60,)), *PROMPTS[:6]]
     output = Artifact(str(tmp_path / "answers"))
@@ -392,7 +372,7 @@ def test_a_long_prompt_is_answered_as_far_as_the_targets_context_goes(
     assert 150 < len(long.prompt_ids) < 256
 
 
-def test_tools_are_in_the_prompt(tmp_path: Path) -> None:
+def test_tools_are_in_the_prompt(tmp_path):
     target = like_qwen_target(tmp_path / "target")
     tools = ({"type": "function", "function": {"name": "find", "description": "Finds."}},)
     rows = [Prompt("with", "s", "l", ("Hi",), tools=tools), Prompt("without", "s", "l", ("Hi",))]

@@ -110,7 +110,7 @@ HELPFUL = [
 
 
 @pytest.mark.parametrize("language", REFUSALS)
-def test_refusals_are_told_in_their_language(language: str) -> None:
+def test_refusals_are_told_in_their_language(language):
     for text in REFUSED[language]:
         assert is_refusal(text), text
         assert mark(text, "stop") == "refused"
@@ -118,7 +118,7 @@ def test_refusals_are_told_in_their_language(language: str) -> None:
 
 
 @pytest.mark.parametrize("text", HELPFUL)
-def test_an_apology_is_no_refusal(text: str) -> None:
+def test_an_apology_is_no_refusal(text):
     assert mark(text, "stop") is None
 
 
@@ -126,7 +126,7 @@ def test_an_apology_is_no_refusal(text: str) -> None:
     "text",
     [PROSE, CODE, PROSE + CODE, "Yes.", "0", "ha ha ha ha", "No, no, no, no!", "\U0001f600" * 30],
 )
-def test_what_people_write_is_no_loop(text: str) -> None:
+def test_what_people_write_is_no_loop(text):
     assert not is_looping(text)
     assert mark(text, "stop") is None
     assert mark(text, "length") == "truncated"
@@ -144,19 +144,19 @@ def test_what_people_write_is_no_loop(text: str) -> None:
         "\n".join(f"{number}. Take the blue boat to the harbour." for number in range(40)),
     ],
 )
-def test_loops(text: str) -> None:
+def test_loops(text):
     assert mark(text, "stop") == "looping"
     assert mark(text, "length") == "looping", "the loop is why it was cut"
 
 
-def test_a_loop_that_was_cut_is_told_earlier() -> None:
+def test_a_loop_that_was_cut_is_told_earlier():
     text = PROSE + " the next one, and" * 6
     assert not is_looping(text)
     assert is_looping(text, was_cut=True)
     assert not is_looping(text + " then the rest of it.", was_cut=True), "it had got out of it"
 
 
-def test_nothing_said() -> None:
+def test_nothing_said():
     for text in ("", " \n\t", "\u3000"):
         assert mark(text, "stop") == "empty"
         assert mark(text, "length") == "truncated", "half a character, say"
@@ -166,12 +166,10 @@ def test_nothing_said() -> None:
 @given(
     st.lists(WORDS, min_size=1, max_size=20), st.integers(0, 30), st.integers(0, 30), st.randoms()
 )
-def test_any_words_that_come_again_often_enough_are_a_loop(
-    words: list[str], before: int, after: int, rng: random.Random
-) -> None:
+def test_any_words_that_come_again_often_enough_are_a_loop(words, before, after, rng):
     repeats = max(LEAST_REPEATS, -(-LOOP_UNITS // len(words)))
 
-    def others(count: int) -> list[str]:
+    def others(count):
         return ["".join(rng.choices(string.ascii_uppercase, k=8)) for _ in range(count)]
 
     assert is_looping(" ".join([*others(before), *words * repeats, *others(after)]))
@@ -179,7 +177,7 @@ def test_any_words_that_come_again_often_enough_are_a_loop(
 
 @settings(max_examples=40)
 @given(st.integers(0, 400), st.integers(0, 2**32))
-def test_words_that_all_differ_are_no_loop(count: int, seed: int) -> None:
+def test_words_that_all_differ_are_no_loop(count, seed):
     rng = random.Random(seed)
     words = [f"{number:x}{rng.choice(string.ascii_lowercase)}" for number in range(count)]
     rng.shuffle(words)
@@ -188,7 +186,7 @@ def test_words_that_all_differ_are_no_loop(count: int, seed: int) -> None:
 
 
 @given(st.text(max_size=300), st.sampled_from(["stop", "length"]))
-def test_every_text_gets_one_mark_or_none(text: str, finish_reason: str) -> None:
+def test_every_text_gets_one_mark_or_none(text, finish_reason):
     found = mark(text, finish_reason)
     assert found in (None, "empty", "looping", "truncated", "refused")
     if finish_reason == "length":

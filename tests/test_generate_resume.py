@@ -11,7 +11,6 @@ import os
 import random
 import signal
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,6 @@ from eyas.features import answers as on_disk
 from eyas.features import generate as stage
 from eyas.features.answers import AnswerParts, JournalEntry, folder_lock
 from eyas.features.backends import EngineBackend
-from eyas.features.conversation import TurnRequest
 from eyas.features.generate import GenerateConfig, generate
 from eyas.records import Answer, Origin, read_answers, read_origins
 from tests.stages import ended, in_a_process, prompts_of, talking_target, write_prompts
@@ -33,7 +31,7 @@ PROMPTS = prompts_of(60)
 
 
 @pytest.fixture(autouse=True, scope="module")
-def small_parts() -> Iterator[None]:
+def small_parts():
     """Several parts of few prompts."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(stage, "ROWS_PER_PART", 7)
@@ -41,25 +39,23 @@ def small_parts() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def target(tmp_path_factory) -> Path:
     return talking_target(tmp_path_factory.mktemp("target"))
 
 
 @pytest.fixture(scope="module")
-def prompts(tmp_path_factory: pytest.TempPathFactory) -> Artifact:
+def prompts(tmp_path_factory) -> Artifact:
     return write_prompts(tmp_path_factory.mktemp("all") / "prompts", PROMPTS)
 
 
 @pytest.fixture(scope="module")
-def config(target: Path) -> GenerateConfig:
+def config(target) -> GenerateConfig:
     mix = [{"share": 0.7}, {"share": 0.3, "temperature": 1.0}]
     return GenerateConfig(target=str(target), max_tokens=12, max_batch=5, sampling=mix)
 
 
 @pytest.fixture(scope="module")
-def whole(
-    config: GenerateConfig, prompts: Artifact, tmp_path_factory: pytest.TempPathFactory
-) -> tuple[Artifact, float]:
+def whole(config, prompts, tmp_path_factory) -> tuple[Artifact, float]:
     """All in one go, and how many seconds it took."""
     output = Artifact(str(tmp_path_factory.mktemp("whole") / "answers"))
     started = time.monotonic()
@@ -95,11 +91,11 @@ def kept_turns(folder: Path) -> set[tuple[str, int]]:
 
 
 @pytest.fixture
-def asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+def asked(monkeypatch, tmp_path) -> Path:
     """A file to which every process adds the ids that it asks for."""
     log, add = tmp_path / "asked", EngineBackend.add
 
-    def add_and_tell(self: EngineBackend, request: TurnRequest) -> None:
+    def add_and_tell(self, request):
         with log.open("a") as file:
             file.write(request.id + "\n")
         add(self, request)
@@ -116,13 +112,7 @@ def asked_for(log: Path) -> set[tuple[str, int]]:
     return {(name, int(turn)) for name, turn in ids}
 
 
-def test_killed_at_any_moment(
-    config: GenerateConfig,
-    prompts: Artifact,
-    whole: tuple[Artifact, float],
-    asked: Path,
-    tmp_path: Path,
-) -> None:
+def test_killed_at_any_moment(config, prompts, whole, asked, tmp_path):
     """SIGKILL at random: what is on disk is not asked for again, and the end is the same."""
     uninterrupted, seconds = whole
     output, rng = tmp_path / "answers", random.Random(0)
@@ -153,25 +143,17 @@ def test_killed_at_any_moment(
 
 
 @pytest.mark.parametrize("when", ["before", "torn", "after", "part", "work"])
-def test_killed_at_the_worst_moment(
-    when: str,
-    config: GenerateConfig,
-    prompts: Artifact,
-    whole: tuple[Artifact, float],
-    asked: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_killed_at_the_worst_moment(when, config, prompts, whole, asked, tmp_path, monkeypatch):
     """Before an answer is written down, half-way through its file, right after it, before a part's
     last file, and before its journal is deleted.
     """
     output, write, write_jsonl = tmp_path / "answers", Artifact.write, Artifact.write_jsonl
     count = [0]
 
-    def die() -> None:
+    def die():
         os.kill(os.getpid(), signal.SIGKILL)
 
-    def keep_or_die(self: Artifact, name: str, data: bytes) -> None:
+    def keep_or_die(self, name, data):
         count[0] += name.startswith(WORK)
         is_time = name.startswith(WORK) and count[0] == 11 and when not in ("part", "work")
         if is_time and when == "before":
@@ -184,7 +166,7 @@ def test_killed_at_the_worst_moment(
         if is_time:
             die()
 
-    def write_or_die(self: Artifact, name: str, rows: Any) -> None:
+    def write_or_die(self, name, rows):
         if when == "part" and name == "answers-00002.jsonl":
             die()
         write_jsonl(self, name, rows)
@@ -214,14 +196,8 @@ def test_killed_at_the_worst_moment(
 
 
 def test_a_damaged_entry_is_asked_for_again_with_what_stood_on_it(
-    config: GenerateConfig,
-    prompts: Artifact,
-    whole: tuple[Artifact, float],
-    asked: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+    config, prompts, whole, asked, tmp_path, monkeypatch, caplog
+):
     output = tmp_path / "answers"
     with monkeypatch.context() as patch:
         patch.setattr(
@@ -245,16 +221,14 @@ def test_a_damaged_entry_is_asked_for_again_with_what_stood_on_it(
     assert contents(Artifact(str(output))) == contents(whole[0])
 
 
-def test_what_a_killed_process_left_half_written_is_swept(
-    config: GenerateConfig, prompts: Artifact, whole: tuple[Artifact, float], tmp_path: Path
-) -> None:
+def test_what_a_killed_process_left_half_written_is_swept(config, prompts, whole, tmp_path):
     """The name of the half that it was writing ends with its number, so nobody writes over it."""
     output = tmp_path / "answers"
     output.mkdir()
     (output / "_IDENTITY.partial-99998").write_bytes(b"half")
     (output / "somebody.partial-99998").write_bytes(b"a folder that is not ours yet")
 
-    def interrupt(done: int, total: int | None = None, note: str = "") -> None:
+    def interrupt(done, total=None, note=""):
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
@@ -273,9 +247,7 @@ def test_what_a_killed_process_left_half_written_is_swept(
     assert contents(Artifact(str(output))) == contents(whole[0])
 
 
-def test_two_processes_do_not_write_into_one_folder(
-    config: GenerateConfig, prompts: Artifact, tmp_path: Path
-) -> None:
+def test_two_processes_do_not_write_into_one_folder(config, prompts, tmp_path):
     output = Artifact(str(tmp_path / "answers"))
     with folder_lock(output):
         with pytest.raises(InputError, match="another process is writing into"):
@@ -285,20 +257,14 @@ def test_two_processes_do_not_write_into_one_folder(
     assert output.is_done()
 
 
-def test_in_an_object_store_too_nothing_is_lost(
-    config: GenerateConfig,
-    prompts: Artifact,
-    whole: tuple[Artifact, float],
-    asked: Path,
-    tmp_path: Path,
-) -> None:
+def test_in_an_object_store_too_nothing_is_lost(config, prompts, whole, asked, tmp_path):
     url = f"memory://{tmp_path}/answers"
     store = fsspec.filesystem("memory")
 
     class Killed(BaseException):
         """Not caught anywhere."""
 
-    def track(done: int, total: int | None = None, note: str = "") -> None:
+    def track(done, total=None, note=""):
         if done >= 20:
             raise Killed
 
@@ -318,16 +284,10 @@ def test_in_an_object_store_too_nothing_is_lost(
     assert not store.exists(f"{tmp_path}/answers/{WORK}")
 
 
-def test_a_full_disk_says_so_and_keeps_what_there_is(
-    config: GenerateConfig,
-    prompts: Artifact,
-    whole: tuple[Artifact, float],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_full_disk_says_so_and_keeps_what_there_is(config, prompts, whole, tmp_path, monkeypatch):
     output, write, count = Artifact(str(tmp_path / "answers")), Artifact.write, [0]
 
-    def full(self: Artifact, name: str, data: bytes) -> None:
+    def full(self, name, data):
         count[0] += name.startswith(WORK)
         if count[0] == 9:
             raise StorageFullError("no room left", "free some")
@@ -353,9 +313,7 @@ def entry(at: int, turn: int, text: str = "Yes") -> JournalEntry:
 @pytest.mark.parametrize(
     "text", ["Yes", "a\nb\r\nc\u2028d\x85e", '"', "\u65e5\u672c\U0001f600", "\x00\x1f", ""]
 )
-def test_an_entry_is_what_was_written_and_only_what_follows_on_others_counts(
-    text: str, tmp_path: Path
-) -> None:
+def test_an_entry_is_what_was_written_and_only_what_follows_on_others_counts(text, tmp_path):
     """A later turn whose earlier one is lost waits for nothing."""
     parts = AnswerParts(Artifact(str(tmp_path)))
     parts.open(0, 3)
@@ -367,7 +325,7 @@ def test_an_entry_is_what_was_written_and_only_what_follows_on_others_counts(
     assert AnswerParts(Artifact(str(tmp_path))).open(0, 3) == kept
 
 
-def test_origins_stand_beside_their_rows(whole: tuple[Artifact, float]) -> None:
+def test_origins_stand_beside_their_rows(whole):
     output, _ = whole
     for name in output.parts("answers"):
         rows = [Answer.from_json(row) for row in output.read_jsonl(name)]

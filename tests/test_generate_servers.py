@@ -43,7 +43,7 @@ CLIENT = {"concurrency": 4, "timeout_s": 60}
 
 
 @pytest.fixture(autouse=True, scope="module")
-def small_parts() -> Iterator[None]:
+def small_parts():
     """Several parts of few prompts, and servers that are given up soon."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("eyas.features.fleet.PATIENCE_S", 20)
@@ -53,17 +53,17 @@ def small_parts() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def target(tmp_path_factory) -> Path:
     return talking_target(tmp_path_factory.mktemp("target"))
 
 
 @pytest.fixture(scope="module")
-def prompts(tmp_path_factory: pytest.TempPathFactory) -> Artifact:
+def prompts(tmp_path_factory) -> Artifact:
     return write_prompts(tmp_path_factory.mktemp("all") / "prompts", PROMPTS)
 
 
 @pytest.fixture(scope="module")
-def url(target: Path) -> Iterator[str]:
+def url(target) -> Iterator[str]:
     """One of our servers, in this process."""
     with World(target).served() as client:
         yield client.url
@@ -82,7 +82,7 @@ def config_of(target: Path, *urls: str, **settings: Any) -> GenerateConfig:
 
 
 @pytest.fixture(scope="module")
-def answered(target: Path, prompts: Artifact, tmp_path_factory: pytest.TempPathFactory) -> Artifact:
+def answered(target, prompts, tmp_path_factory) -> Artifact:
     """All prompts by the engine in this process."""
     output = Artifact(str(tmp_path_factory.mktemp("answered") / "answers"))
     generate(config_of(target, max_batch=5), prompts, output)
@@ -105,9 +105,7 @@ def is_probe(asked: dict[str, Any]) -> bool:
 
 
 @pytest.mark.parametrize("send", ["messages", "tokens"])
-def test_servers_give_the_engines_rows(
-    target: Path, prompts: Artifact, answered: Artifact, url: str, tmp_path: Path, send: str
-) -> None:
+def test_servers_give_the_engines_rows(target, prompts, answered, url, tmp_path, send):
     output = Artifact(str(tmp_path / "answers"))
     with World(target).served() as other:
         config = config_of(target, url, f"{other.url}/v1/", client={"send": send})
@@ -128,12 +126,10 @@ def test_servers_give_the_engines_rows(
     assert again.was_done, "who answered is no part of what was done"
 
 
-def test_no_server_is_asked_for_more_than_it_may(
-    target: Path, prompts: Artifact, url: str, tmp_path: Path
-) -> None:
+def test_no_server_is_asked_for_more_than_it_may(target, prompts, url, tmp_path):
     running, most, lock = [0], [0], threading.Lock()
 
-    def choose(asked: dict[str, Any]) -> None:
+    def choose(asked):
         with lock:
             running[0] += 1
             most[0] = max(most[0], running[0])
@@ -153,14 +149,12 @@ def test_no_server_is_asked_for_more_than_it_may(
 # Ill
 
 
-def test_what_goes_wrong_changes_no_row(
-    target: Path, prompts: Artifact, answered: Artifact, url: str, tmp_path: Path
-) -> None:
+def test_what_goes_wrong_changes_no_row(target, prompts, answered, url, tmp_path):
     """Every third answer is something else, until everything was; the server is asked again."""
     count, faults = itertools.count(1), list(FAULTS)
     output = Artifact(str(tmp_path / "answers"))
 
-    def choose(asked: dict[str, Any]) -> str | None:
+    def choose(asked):
         return faults.pop() if faults and not is_probe(asked) and next(count) % 3 == 0 else None
 
     with faulty(url, choose) as server:
@@ -172,9 +166,7 @@ def test_what_goes_wrong_changes_no_row(
     assert told["failures"] >= 2, "garbage and an empty answer are no matter of the client's"
 
 
-def test_an_answer_that_never_comes_is_asked_for_again(
-    target: Path, prompts: Artifact, answered: Artifact, url: str, tmp_path: Path
-) -> None:
+def test_an_answer_that_never_comes_is_asked_for_again(target, prompts, answered, url, tmp_path):
     hangs = iter(["hang"])
     output = Artifact(str(tmp_path / "answers"))
     with faulty(url, lambda asked: None if is_probe(asked) else next(hangs, None)) as server:
@@ -183,8 +175,8 @@ def test_an_answer_that_never_comes_is_asked_for_again(
 
 
 def test_a_request_that_breaks_servers_is_given_up_and_counted(
-    target: Path, prompts: Artifact, answered: Artifact, url: str, tmp_path: Path
-) -> None:
+    target, prompts, answered, url, tmp_path
+):
     """Of one prompt every server makes a 500, of another a 400: their rows are drops, all others
     are what they are.
     """
@@ -213,9 +205,7 @@ def test_a_request_that_breaks_servers_is_given_up_and_counted(
     assert list(read_answers(output)) == rest
 
 
-def test_a_row_of_which_a_server_saw_other_tokens_is_left_out(
-    target: Path, prompts: Artifact, url: str, tmp_path: Path
-) -> None:
+def test_a_row_of_which_a_server_saw_other_tokens_is_left_out(target, prompts, url, tmp_path):
     output = Artifact(str(tmp_path / "answers"))
     bad = {PROMPTS[3].turns[0]: "other tokens"}
     with faulty(url, lambda asked: bad.get(asked["messages"][-1]["content"])) as server:
@@ -248,8 +238,8 @@ def server_process(target: Path, port: int = 0) -> Iterator[tuple[str, subproces
 
 
 def test_a_server_that_is_killed_loses_nothing_and_is_asked_again_when_it_is_back(
-    target: Path, prompts: Artifact, answered: Artifact, url: str, tmp_path: Path
-) -> None:
+    target, prompts, answered, url, tmp_path
+):
     output = Artifact(str(tmp_path / "answers"))
     port = free_port()
     told: list[str] = []
@@ -261,7 +251,7 @@ def test_a_server_that_is_killed_loses_nothing_and_is_asked_again_when_it_is_bac
         (card,) = httpx.get(f"{mortal}/v1/models").json()["data"]
         assert card["eyas"]["target_fingerprint"] == fingerprint(target)
 
-        def track(done: int, total: int | None = None, note: str = "") -> None:
+        def track(done, total=None, note=""):
             told.append(note)
             if done >= 5 and process.poll() is None:
                 process.kill()
@@ -275,13 +265,11 @@ def test_a_server_that_is_killed_loses_nothing_and_is_asked_again_when_it_is_bac
     assert any("1 of 2 servers" in note and f"{mortal} " in note for note in told)
 
 
-def test_a_server_that_comes_back_is_asked_again(
-    target: Path, prompts: Artifact, url: str, tmp_path: Path
-) -> None:
+def test_a_server_that_comes_back_is_asked_again(target, prompts, url, tmp_path):
     """Its connections break, and for a second it takes none."""
     output, until = Artifact(str(tmp_path / "answers")), [0.0]
 
-    def choose(asked: dict[str, Any]) -> str | None:
+    def choose(asked):
         if (
             not until[0]
             and not is_probe(asked)
@@ -300,20 +288,15 @@ def test_a_server_that_comes_back_is_asked_again(
 
 
 def test_without_a_server_left_all_is_kept_and_goes_on_later(
-    target: Path,
-    prompts: Artifact,
-    answered: Artifact,
-    url: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    target, prompts, answered, url, tmp_path, monkeypatch
+):
     monkeypatch.setattr("eyas.features.fleet.PATIENCE_S", 1)
     output = Artifact(str(tmp_path / "answers"))
     is_dead = threading.Event()
     with faulty(url, lambda asked: "reset" if is_dead.is_set() else None) as first:
         mortal = first.url
 
-        def track(done: int, total: int | None = None, note: str = "") -> None:
+        def track(done, total=None, note=""):
             if done >= 9:
                 is_dead.set()
 
@@ -332,13 +315,8 @@ def test_without_a_server_left_all_is_kept_and_goes_on_later(
 
 
 def test_a_server_that_says_when_to_come_again_is_waited_for(
-    target: Path,
-    prompts: Artifact,
-    answered: Artifact,
-    url: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    target, prompts, answered, url, tmp_path, monkeypatch
+):
     """Retry-After: 300 is longer than anything else is waited for; busy is alive. The wait itself
     is cut short here.
     """
@@ -353,10 +331,8 @@ def test_a_server_that_says_when_to_come_again_is_waited_for(
 # Strange
 
 
-def test_a_server_of_something_else_is_refused_before_it_is_asked(
-    target: Path, prompts: Artifact, url: str, tmp_path: Path
-) -> None:
-    def refused(config: GenerateConfig, match: str, error: type[EyasError] = MismatchError) -> None:
+def test_a_server_of_something_else_is_refused_before_it_is_asked(target, prompts, url, tmp_path):
+    def refused(config, match, error=MismatchError):
         with pytest.raises(error, match=match):
             generate(config, prompts, Artifact(str(tmp_path / "answers")))
 
@@ -399,9 +375,7 @@ def test_a_server_of_something_else_is_refused_before_it_is_asked(
         refused(config_of(target, server.url), "no server answers: .*no JSON", MissingInputError)
 
 
-def test_addresses_and_keys(
-    target: Path, prompts: Artifact, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_addresses_and_keys(target, prompts, tmp_path, monkeypatch):
     for urls, match in (
         (["10.0.0.5:8000"], "is not the address of a server: it has no scheme"),
         (["http://[::1"], "is not the address of a server"),
@@ -425,12 +399,8 @@ def test_addresses_and_keys(
 
 
 def test_the_key_comes_from_the_environment_and_goes_nowhere_else(
-    target: Path,
-    prompts: Artifact,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+    target, prompts, tmp_path, monkeypatch, caplog
+):
     key = "sk-of-the-tests"
     monkeypatch.setenv(KEYS_VARIABLE, key)
     output = Artifact(str(tmp_path / "answers"))
@@ -444,9 +414,7 @@ def test_the_key_comes_from_the_environment_and_goes_nowhere_else(
     assert all(key.encode() not in output.read(name) for name in output.names())
 
 
-def test_control_tokens_in_messages_are_left_out_where_a_server_renders_them(
-    target: Path, url: str, tmp_path: Path
-) -> None:
+def test_control_tokens_in_messages_are_left_out_where_a_server_renders_them(target, url, tmp_path):
     """Our own server spells them; others obey them, and nobody can tell which it is."""
     rows = [
         Prompt("plain", "s", "l", ("Hello there",)),
@@ -466,7 +434,7 @@ def test_control_tokens_in_messages_are_left_out_where_a_server_renders_them(
     assert sent == {"messages": {"plain"}, "tokens": {"plain", "control"}}
 
 
-def test_a_template_that_prints_the_day_goes_as_tokens(tmp_path: Path) -> None:
+def test_a_template_that_prints_the_day_goes_as_tokens(tmp_path):
     dated = talking_target(tmp_path / "target")
     tiny_tokenizer(dated, chat_template="{{ strftime_now('%d %B %Y') }}" + TEMPLATE)
     prompts = write_prompts(tmp_path / "prompts", PROMPTS[:4])
@@ -486,10 +454,8 @@ def test_a_template_that_prints_the_day_goes_as_tokens(tmp_path: Path) -> None:
     assert contents(there) == contents(here)
 
 
-def test_a_fault_of_ours_is_not_lost(
-    target: Path, prompts: Artifact, url: str, tmp_path: Path, monkeypatch: Any
-) -> None:
-    async def bug(*_: Any) -> None:
+def test_a_fault_of_ours_is_not_lost(target, prompts, url, tmp_path, monkeypatch):
+    async def bug(*_):
         raise ZeroDivisionError
 
     monkeypatch.setattr(TargetServer, "reply", bug)
@@ -498,8 +464,8 @@ def test_a_fault_of_ours_is_not_lost(
 
 
 def test_what_a_servers_parsers_make_of_an_answer_is_its_message_and_not_its_tokens(
-    target: Path, answered: Artifact, url: str, tmp_path: Path
-) -> None:
+    target, answered, url, tmp_path
+):
     """Tools are sent to the server too; a call without a result ends the conversation."""
     rows_so_far = read_answers(answered)
     whole = next(row for row in rows_so_far if not (row.marked or row.temperature or row.turn))
@@ -516,16 +482,14 @@ def test_what_a_servers_parsers_make_of_an_answer_is_its_message_and_not_its_tok
         manifest = generate(config, prompts, output)
     read = {(row.prompt_id, row.turn): row for row in read_answers(output)}
     called, thought = read["called", 0], read["thought", 0]
-    assert called.messages[-1]["tool_calls"][0]["function"]["name"] == "find"  # type: ignore[typeddict-item]
+    assert called.messages[-1]["tool_calls"][0]["function"]["name"] == "find"
     assert ("called", 1) not in read
     assert manifest.counts["dropped_earlier_turn_called"] == len(turns) - 1
-    assert thought.messages[-1]["reasoning_content"] == "Hm."  # type: ignore[typeddict-item]
+    assert thought.messages[-1]["reasoning_content"] == "Hm."
     assert called.answer_ids == thought.answer_ids, "the target wrote the same"
 
 
-def test_other_engines_tell_their_version(
-    target: Path, prompts: Artifact, url: str, tmp_path: Path
-) -> None:
+def test_other_engines_tell_their_version(target, prompts, url, tmp_path):
     """vLLM's and SGLang's own forms, in front of our engine."""
     for name, path, told in (
         ("vllm", "/version", {"version": "0.11.2"}),

@@ -72,9 +72,7 @@ def scripted(chat: Chat) -> type[ScriptedEngine]:
 
 @pytest.mark.parametrize("kind", ["like", "real"])
 @pytest.mark.parametrize("by", ["engine", "server"])
-def test_a_template_that_drops_earlier_thoughts(
-    kind: str, by: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_template_that_drops_earlier_thoughts(kind, by, tmp_path, monkeypatch):
     """A row holds the thoughts as they were said; what the target read of earlier turns is what the
     template leaves.
     """
@@ -116,9 +114,7 @@ def test_a_template_that_drops_earlier_thoughts(
     assert plan.num_merged == 0, "the past is another one in each turn"
 
 
-def test_an_answer_in_parts_ends_its_conversation_where_nothing_parses_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_answer_in_parts_ends_its_conversation_where_nothing_parses_it(tmp_path, monkeypatch):
     """Control tokens between thoughts and answer are in the record; the text of both in one would
     be no earlier turn that a server shows the target.
     """
@@ -151,7 +147,7 @@ def test_an_answer_in_parts_ends_its_conversation_where_nothing_parses_it(
 MIX = (Sampling(share=0.7), Sampling(share=0.3, temperature=1.0, top_p=0.95, top_k=40))
 
 
-def test_shares_of_conversations_are_sampled_as_they_say(tmp_path: Path) -> None:
+def test_shares_of_conversations_are_sampled_as_they_say(tmp_path):
     target = talking_target(tmp_path / "target")
     prompts = prompts_of(60)
     output = Artifact(str(tmp_path / "answers"))
@@ -177,15 +173,13 @@ def test_shares_of_conversations_are_sampled_as_they_say(tmp_path: Path) -> None
     st.text(),
     st.text(),
 )
-def test_the_share_is_a_matter_of_what_is_said(
-    turns: list[str], system: str | None, one: str, other: str
-) -> None:
+def test_the_share_is_a_matter_of_what_is_said(turns, system, one, other):
     first, second = (Prompt(name, name, "l", tuple(turns), system) for name in (one, other))
     assert sampling_of(first, MIX) == sampling_of(second, MIX)
     assert sampling_of(first, MIX[:1]) == MIX[0]
 
 
-def test_shares_come_out_right() -> None:
+def test_shares_come_out_right():
     mix = (
         Sampling(share=0.2),
         Sampling(share=0.5, temperature=0.7),
@@ -214,24 +208,22 @@ def test_shares_come_out_right() -> None:
         ([{"temperature": 1, "seed": 3}], "Extra inputs"),
     ],
 )
-def test_sampling_that_cannot_be(sampling: list[dict[str, Any]], match: str) -> None:
+def test_sampling_that_cannot_be(sampling, match):
     with pytest.raises(ValidationError, match=match):
-        GenerateConfig(target="builtin", sampling=sampling)  # type: ignore[arg-type]
+        GenerateConfig(target="builtin", sampling=sampling)
 
 
 # Memory, and a head
 
 
-def test_memory_holds_one_part_and_what_is_running(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_memory_holds_one_part_and_what_is_running(tmp_path, monkeypatch):
     """Not all conversations: with 300 of them, as many as with 30."""
     target = talking_target(tmp_path / "target")
     alive: weakref.WeakSet[Conversation] = weakref.WeakSet()
     made, most = [0], [0]
     init = Conversation.__init__
 
-    def counted(self: Conversation, *options: Any) -> None:
+    def counted(self, *options):
         init(self, *options)
         alive.add(self)
         made[0] += 1
@@ -250,7 +242,7 @@ def test_memory_holds_one_part_and_what_is_running(
     assert most[0] <= 2 * 10 + 4
 
 
-def test_a_head_changes_no_row(tmp_path: Path) -> None:
+def test_a_head_changes_no_row(tmp_path):
     """Nor is it part of what was done: a run may go on with another one, or without."""
     target = talking_target(tmp_path / "target")
     head = head_folder(target, tmp_path / "head")
@@ -267,4 +259,4 @@ def test_a_head_changes_no_row(tmp_path: Path) -> None:
         if name.startswith(("answers-", "dropped-")):
             assert plain.read(name) == drafted.read(name)
     with pytest.raises(ValidationError, match="servers have their own"):
-        GenerateConfig(target="t", head="h", servers=["http://a:1"])  # type: ignore[arg-type]
+        GenerateConfig(target="t", head="h", servers=["http://a:1"])

@@ -5,7 +5,6 @@ that die and come back.
 import asyncio
 import threading
 from collections.abc import Iterator
-from pathlib import Path
 from types import SimpleNamespace
 from typing import NamedTuple
 
@@ -58,7 +57,7 @@ def s3_server() -> Iterator[int]:
 
 
 @pytest.fixture(scope="module")
-def gcs_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[GcsServer]:
+def gcs_server(tmp_path_factory) -> Iterator[GcsServer]:
     server = GcsServer(tmp_path_factory.mktemp("gcs"))
     server.start()
     yield server
@@ -66,7 +65,7 @@ def gcs_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[GcsServer]:
 
 
 @pytest.fixture
-def s3(s3_server: int, tmp_path: Path) -> Iterator[Store]:
+def s3(s3_server, tmp_path) -> Iterator[Store]:
     line = Line(s3_server)
     with environment(AWS_ENDPOINT_URL=f"http://127.0.0.1:{line.port}"):
         forget_clients()
@@ -76,7 +75,7 @@ def s3(s3_server: int, tmp_path: Path) -> Iterator[Store]:
 
 
 @pytest.fixture
-def gcs(gcs_server: GcsServer, tmp_path: Path) -> Iterator[Store]:
+def gcs(gcs_server, tmp_path) -> Iterator[Store]:
     line = Line(gcs_server.port)
     host = f"http://127.0.0.1:{line.port}"
     with environment(STORAGE_EMULATOR_HOST=host, GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT="false"):
@@ -87,13 +86,13 @@ def gcs(gcs_server: GcsServer, tmp_path: Path) -> Iterator[Store]:
 
 
 @pytest.fixture(params=["s3", "gcs"])
-def store(request: pytest.FixtureRequest) -> Store:
+def store(request) -> Store:
     made: Store = request.getfixturevalue(request.param)
     return made
 
 
 @pytest.fixture(autouse=True)
-def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+def impatient(monkeypatch):
     """Pauses are a fiftieth of the usual, gcsfs' own too."""
     monkeypatch.setattr(artifact_module, "LONGEST_PAUSE_S", 0.2)
     monkeypatch.setattr(
@@ -133,7 +132,7 @@ def assert_all_there(features: Features, count: int) -> None:
         assert_same(sample, wide_sample(number))
 
 
-def test_what_is_written_is_read(store: Store) -> None:
+def test_what_is_written_is_read(store):
     artifact = begun(store.url)
     features = finish(artifact, add_missing(artifact, 9))
     assert_all_there(features, 9)
@@ -142,7 +141,7 @@ def test_what_is_written_is_read(store: Store) -> None:
 
 
 @pytest.mark.parametrize("kind", ["reset", "cut", "503"])
-def test_a_bad_line_costs_a_pause(store: Store, kind: str) -> None:
+def test_a_bad_line_costs_a_pause(store, kind):
     """Breaks in the middle of uploads and downloads: a sample has some 16 kB."""
     artifact = begun(store.url)
     store.line.fault(kind, after=20_000, times=2)
@@ -155,9 +154,7 @@ def test_a_bad_line_costs_a_pause(store: Store, kind: str) -> None:
 
 
 @pytest.mark.parametrize("fast", [True, False])
-def test_both_clients_of_s3_read_the_same_over_a_bad_line(
-    s3: Store, fast: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_both_clients_of_s3_read_the_same_over_a_bad_line(s3, fast, monkeypatch):
     if fast:
         pytest.importorskip("obstore", reason="the extra obstore is not installed")
     else:
@@ -170,7 +167,7 @@ def test_both_clients_of_s3_read_the_same_over_a_bad_line(
     assert s3.line.num_faults > 0
 
 
-def test_a_line_that_stalls_is_given_up(s3: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_line_that_stalls_is_given_up(s3, monkeypatch):
     pytest.importorskip("obstore", reason="the extra obstore is not installed")
     monkeypatch.setattr(reader_module, "S3_TIMEOUT", "1s")
     artifact = begun(s3.url)
@@ -180,9 +177,7 @@ def test_a_line_that_stalls_is_given_up(s3: Store, monkeypatch: pytest.MonkeyPat
     assert s3.line.num_faults > 0
 
 
-def test_a_dead_store_is_an_error_that_says_so_and_keeps_what_was_done(
-    store: Store, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_dead_store_is_an_error_that_says_so_and_keeps_what_was_done(store, monkeypatch):
     artifact = begun(store.url)
     writer = add_missing(artifact, 7)  # a whole shard, and three samples in memory
     store.line.fault("reset")
@@ -201,9 +196,7 @@ def test_a_dead_store_is_an_error_that_says_so_and_keeps_what_was_done(
     assert_all_there(finish(again, resumed), 10)
 
 
-def test_a_killed_server_that_comes_back_has_lost_nothing(
-    gcs: Store, gcs_server: GcsServer
-) -> None:
+def test_a_killed_server_that_comes_back_has_lost_nothing(gcs, gcs_server):
     """SIGKILL while shards are written, and again while they are read; the writer and the reader
     just wait.
     """
@@ -224,9 +217,7 @@ def test_a_killed_server_that_comes_back_has_lost_nothing(
     restart.join()
 
 
-def test_an_upload_killed_in_the_middle_leaves_nothing(
-    store: Store, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_upload_killed_in_the_middle_leaves_nothing(store, monkeypatch):
     """The line breaks for good within a shard's bytes: nothing of it is taken for a shard, and the
     next run writes it whole.
     """
@@ -249,9 +240,7 @@ def test_an_upload_killed_in_the_middle_leaves_nothing(
     assert_all_there(finish(again, add_missing(again, 9)), 9)
 
 
-def test_a_flipped_byte_is_found_and_named_and_the_cache_is_verified(
-    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_flipped_byte_is_found_and_named_and_the_cache_is_verified(store, tmp_path, monkeypatch):
     artifact = begun(store.url)
     features = finish(artifact, add_missing(artifact, 6))
     monkeypatch.setenv("EYAS_FEATURE_CACHE", str(tmp_path / "cache"))
@@ -274,9 +263,7 @@ def test_a_flipped_byte_is_found_and_named_and_the_cache_is_verified(
     assert_same(features[4], wide_sample(4))
 
 
-def test_training_reads_a_store_once_with_a_cache(
-    gcs: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_training_reads_a_store_once_with_a_cache(gcs, tmp_path, monkeypatch):
     """Two heads of `eyas train` from features in a store: the second reads no shard from it."""
     folder = tiny_target(tmp_path / "target")
     target = Target.load(folder)
@@ -302,9 +289,7 @@ def test_training_reads_a_store_once_with_a_cache(
         Features(Artifact(gcs.url))
 
 
-def test_what_was_read_once_is_read_from_this_disk(
-    gcs: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_was_read_once_is_read_from_this_disk(gcs, tmp_path, monkeypatch):
     artifact = begun(gcs.url)
     writer = add_missing(artifact, 6)
     monkeypatch.setenv("EYAS_FEATURE_CACHE", str(tmp_path / "cache"))

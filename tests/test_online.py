@@ -35,12 +35,12 @@ TRAIN = TrainConfig.model_validate(
 
 
 @pytest.fixture(scope="module")
-def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def target(tmp_path_factory) -> Path:
     return ending_target(tmp_path_factory.mktemp("target"))
 
 
 @pytest.fixture(scope="module")
-def answers(target: Path, tmp_path_factory: pytest.TempPathFactory) -> Artifact:
+def answers(target, tmp_path_factory) -> Artifact:
     """To prompts of which half share a long system prompt, so that there are shared prefixes."""
     root = tmp_path_factory.mktemp("answers")
     output = Artifact(str(root / "answers"))
@@ -70,12 +70,7 @@ def config_of(target: Path, **settings: Any) -> CaptureConfig:
 
 
 @pytest.fixture(scope="module", params=["float32", "bfloat16"])
-def both(
-    request: pytest.FixtureRequest,
-    target: Path,
-    answers: Artifact,
-    tmp_path_factory: pytest.TempPathFactory,
-) -> tuple[Artifact, OnlineTarget]:
+def both(request, target, answers, tmp_path_factory) -> tuple[Artifact, OnlineTarget]:
     """A lossless store and the target at hand, of the same settings."""
     config = config_of(target, store_dtype=request.param)
     store = Artifact(str(tmp_path_factory.mktemp("store") / "features"))
@@ -103,15 +98,13 @@ def assert_same(online: OnlineFeatures, stored: Features) -> None:
 
 
 @pytest.mark.parametrize("split", ["train", "held_out"])
-def test_samples_are_the_stores_to_the_bit(both: tuple[Artifact, OnlineTarget], split: Any) -> None:
+def test_samples_are_the_stores_to_the_bit(both, split):
     store, at_hand = both
     assert_same(at_hand.features(split), Features(store, split))
     assert at_hand.meta == Features(store, split).meta.model_copy(update={"codec": "raw"})
 
 
-def test_it_is_the_same_work_and_says_where_it_comes_from(
-    both: tuple[Artifact, OnlineTarget],
-) -> None:
+def test_it_is_the_same_work_and_says_where_it_comes_from(both):
     store, at_hand = both
     made, stored = at_hand.manifest, store.manifest()
     assert made.identity == stored.identity
@@ -122,9 +115,7 @@ def test_it_is_the_same_work_and_says_where_it_comes_from(
 
 
 @pytest.mark.parametrize("both", ["bfloat16"], indirect=True)
-def test_the_loss_is_the_stores_to_the_bit(
-    target: Path, both: tuple[Artifact, OnlineTarget], tmp_path: Path
-) -> None:
+def test_the_loss_is_the_stores_to_the_bit(target, both, tmp_path):
     store, at_hand = both
     outputs = [Artifact(str(tmp_path / name)) for name in ("stored", "online")]
     train(TRAIN, str(target), Features(store), outputs[0], held_out=Features(store, "held_out"))
@@ -145,7 +136,7 @@ def test_the_loss_is_the_stores_to_the_bit(
     assert manifest.identity == outputs[0].manifest().identity
 
 
-def test_a_run_that_was_cut_goes_on_online(target: Path, answers: Artifact, tmp_path: Path) -> None:
+def test_a_run_that_was_cut_goes_on_online(target, answers, tmp_path):
     """With batches computed together too: what is computed together does not depend on where a run
     was cut.
     """
@@ -153,7 +144,7 @@ def test_a_run_that_was_cut_goes_on_online(target: Path, answers: Artifact, tmp_
     outputs = [Artifact(str(tmp_path / name)) for name in ("whole", "cut")]
     train(TRAIN, str(target), OnlineTarget(config, answers).features("train"), outputs[0])
 
-    def interrupt(done: int, total: int | None = None, note: str = "") -> None:
+    def interrupt(done, total=None, note=""):
         if done == 3:
             raise KeyboardInterrupt
 
@@ -169,7 +160,7 @@ def test_a_run_that_was_cut_goes_on_online(target: Path, answers: Artifact, tmp_
     assert outputs[0].read("model.safetensors") == outputs[1].read("model.safetensors")
 
 
-def test_what_is_computed_together_is_other_work(target: Path, answers: Artifact) -> None:
+def test_what_is_computed_together_is_other_work(target, answers):
     alone, together, squeezed = (
         OnlineTarget(config_of(target, **settings), answers)
         for settings in ({}, {"batch_tokens": 4096}, {"codec": "within4"})
@@ -188,9 +179,7 @@ def test_what_is_computed_together_is_other_work(target: Path, answers: Artifact
         )
 
 
-def test_the_target_is_loaded_for_features_only(
-    target: Path, answers: Artifact, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_the_target_is_loaded_for_features_only(target, answers, monkeypatch, tmp_path):
     """A finished head is found without it."""
     output = Artifact(str(tmp_path / "head"))
     train(TRAIN, str(target), OnlineTarget(config_of(target), answers).features("train"), output)
@@ -206,15 +195,13 @@ def test_the_target_is_loaded_for_features_only(
     )
 
 
-def test_answers_of_another_target_are_refused(answers: Artifact, tmp_path: Path) -> None:
+def test_answers_of_another_target_are_refused(answers, tmp_path):
     with pytest.raises(MismatchError, match="another target"):
         OnlineTarget(config_of(tiny_target(tmp_path / "other", seed=1)), answers)
 
 
 @pytest.mark.parametrize("both", ["bfloat16"], indirect=True)
-def test_from_the_command_line(
-    target: Path, answers: Artifact, both: tuple[Artifact, OnlineTarget], tmp_path: Path
-) -> None:
+def test_from_the_command_line(target, answers, both, tmp_path):
     """`eyas train ANSWERS --online` makes the head of `eyas train FEATURES`."""
     setting = both[1].task.config.model_dump(mode="json", exclude={"target"})
     run_file = tmp_path / "run.yaml"
@@ -227,9 +214,7 @@ def test_from_the_command_line(
     ).read_bytes()
 
 
-def test_a_run_that_is_online_stores_what_is_held_out(
-    target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_that_is_online_stores_what_is_held_out(target, tmp_path, monkeypatch):
     prompts = tmp_path / "prompts.jsonl"
     rows = [{"prompt": f"I would like a table for {number} in San Jose."} for number in range(60)]
     prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -75,20 +75,14 @@ FOUND = {
         "pay ⟨4-1-1-1-1-1-1-1-1-1-1-1-1-1-1-1⟩",
         "⟨4️⃣1️⃣1️⃣1️⃣ 1111 1111 1111⟩",
     ],
-    "IBAN_CODE": [
-        "IBAN ⟨DE89 3704 0044 0532 0130 00⟩, please",
-        "⟨gb29nwbk60161331926819⟩",
-    ],
+    "IBAN_CODE": ["IBAN ⟨DE89 3704 0044 0532 0130 00⟩, please", "⟨gb29nwbk60161331926819⟩"],
     "US_SSN": [
         "my ssn is ⟨219-45-9876⟩",
         "Social Security number: ⟨219459876⟩",
         "ssn: ⟨2 1 9 4 5 9 8 7 6⟩",
         "SSN ⟨219 / 45 / 9876⟩",
     ],
-    "IP_ADDRESS": [
-        "from ⟨8.8.8.8⟩ and ⟨2a00:1450:4001:81b::200e⟩",
-        "from ⟨8[.]8[.]8[.]8⟩",
-    ],
+    "IP_ADDRESS": ["from ⟨8.8.8.8⟩ and ⟨2a00:1450:4001:81b::200e⟩", "from ⟨8[.]8[.]8[.]8⟩"],
     "URL": [
         "see ⟨https://www.python.org/downloads/⟩, or ⟨www.gnu.org⟩.",
         "(⟨http://a.org/x?y=1#z⟩)",
@@ -148,10 +142,7 @@ FOUND = {
         "geboren am ⟨5. März 1984⟩",
         '{"date_of_birth": "⟨05/03/1984⟩"}',
     ],
-    "LICENSE_PLATE": [
-        "my license plate is ⟨7ABC-123⟩",
-        "Kennzeichen: ⟨M-AB 1234⟩",
-    ],
+    "LICENSE_PLATE": ["my license plate is ⟨7ABC-123⟩", "Kennzeichen: ⟨M-AB 1234⟩"],
 }
 LEFT = [
     "lodash@4.17.21",

@@ -19,14 +19,7 @@ from eyas.errors import CorruptError, EmptyInputError, MissingInputError
 from eyas.export.check import check, reading_findings, replay_head, verdict
 from eyas.export.lint import UNSAID, CheckFinding, exit_code
 from eyas.export.readings import DECLARED, HeadReading, misreadings
-from eyas.export.replay import (
-    AnswerBatch,
-    ReadingScore,
-    answered,
-    conversations,
-    decoded,
-    replay,
-)
+from eyas.export.replay import AnswerBatch, ReadingScore, answered, conversations, decoded, replay
 from eyas.model.checkpoint import read_head
 from eyas.model.config import RopeConfig
 from eyas.model.forms import write_head
@@ -97,7 +90,7 @@ def random(world):
 def only(monkeypatch):
     """Leave these misreadings only, by name: each costs a second."""
 
-    def leave(*names: str) -> None:
+    def leave(*names):
         def some(*args):
             return (one for one in misreadings(*args) if one.name in names)
 

@@ -299,10 +299,10 @@ def test_small_chunks_are_sent_at_once():
     algorithm).
     """
 
-    async def no_delay() -> int:
+    async def no_delay():
         seen: asyncio.Future[int] = asyncio.get_running_loop().create_future()
 
-        async def accept(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        async def accept(_, writer):
             taken = writer.get_extra_info("socket")
             seen.set_result(taken.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
             writer.close()
