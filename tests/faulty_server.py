@@ -18,6 +18,20 @@ import httpx
 
 # What may be done to a request for an answer. "hang" is for as long as the server runs.
 FAULTS = ("429", "429 date", "500", "503", "garbage", "half", "reset", "empty")
+CANNED: dict[str, tuple[int, bytes, dict[str, str]]] = {
+    "429": (
+        429,
+        b'{"error": {"message": "slow down", "code": "queue_full"}}',
+        {"retry_after": "0"},
+    ),
+    "busy long": (429, b"", {"retry_after": "300"}),
+    "400": (400, b'{"error": {"message": "I dislike bob@gnu.org", "code": "no_such_thing"}}', {}),
+    "500": (500, b"Traceback (most recent call last): bob@gnu.org", {}),
+    "503": (503, b"", {"retry_after": "0"}),
+    "garbage": (200, b"<html>\xff\xfe", {}),
+    "empty": (200, b'{"choices": [], "usage": {"prompt_tokens": 1, "completion_tokens": 0}}', {}),
+    "redirect": (307, b"", {"location": "http://127.0.0.1:9/"}),
+}
 Choose = Callable[[dict[str, Any]], str | None]
 
 
@@ -64,6 +78,9 @@ class _Handler(BaseHTTPRequestHandler):
         fault = self.server.choose(asked)
         if fault is None:
             self._forward("POST", body)
+        elif fault in CANNED:
+            status, content, headers = CANNED[fault]
+            self._send(status, content, **headers)
         else:
             getattr(self, "_" + fault.replace(" ", "_"))(body)
 
@@ -71,11 +88,8 @@ class _Handler(BaseHTTPRequestHandler):
         """Quiet."""
 
     def _forward(self, method: str, body: bytes) -> None:
-        kept = {
-            name: self.headers[name]
-            for name in ("authorization", "content-type")
-            if name in self.headers
-        }
+        names = ("authorization", "content-type")
+        kept = {name: self.headers[name] for name in names if name in self.headers}
         try:
             answer = self.server.http.request(method, self.path, content=body, headers=kept)
         except httpx.TransportError:
@@ -93,30 +107,8 @@ class _Handler(BaseHTTPRequestHandler):
 
     # Faults
 
-    def _429(self, body: bytes) -> None:
-        self._send(
-            429, b'{"error": {"message": "slow down", "code": "queue_full"}}', retry_after="0"
-        )
-
     def _429_date(self, body: bytes) -> None:
         self._send(429, b"", retry_after=time.strftime("%a, %d %b %Y %H:%M:%S GMT", time.gmtime()))
-
-    def _400(self, body: bytes) -> None:
-        self._send(
-            400, b'{"error": {"message": "I do not like bob@gnu.org", "code": "no_such_thing"}}'
-        )
-
-    def _401(self, body: bytes) -> None:
-        self._send(401, b"")
-
-    def _500(self, body: bytes) -> None:
-        self._send(500, b"Traceback (most recent call last): bob@gnu.org")
-
-    def _503(self, body: bytes) -> None:
-        self._send(503, b"", retry_after="0")
-
-    def _garbage(self, body: bytes) -> None:
-        self._send(200, b"<html>\xff\xfe")
 
     def _half(self, body: bytes) -> None:
         """The beginning of an answer, then the end of the connection."""
@@ -127,24 +119,11 @@ class _Handler(BaseHTTPRequestHandler):
         self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         self.close_connection = True
 
-    def _empty(self, body: bytes) -> None:
-        self._send(200, b'{"choices": [], "usage": {"prompt_tokens": 1, "completion_tokens": 0}}')
-
     def _real(self, body: bytes, **changes: Any) -> dict[str, Any]:
         asked = {**json.loads(body), **changes}
         asked.pop("tools", None)  # which the tiny target's template does not show
         answer: dict[str, Any] = self.server.http.post(self.path, json=asked).json()
         return answer
-
-    def _no_end(self, body: bytes) -> None:
-        """A whole answer without the token that ended it."""
-        answer = self._real(body)
-        choice = answer["choices"][0]
-        choice |= {"finish_reason": "stop", "token_ids": [3, 3]}
-        self._send(200, json.dumps(answer).encode())
-
-    def _redirect(self, body: bytes) -> None:
-        self._send(307, b"", location="http://127.0.0.1:9/")
 
     def _other_tokens(self, body: bytes) -> None:
         """As many prompt tokens as ours, and another one among them."""
@@ -156,9 +135,6 @@ class _Handler(BaseHTTPRequestHandler):
         """A server that does not know `return_token_ids`."""
         answer = self._real(body, return_token_ids=False)
         self._send(200, json.dumps(answer).encode())
-
-    def _busy_long(self, body: bytes) -> None:
-        self._send(429, b"", retry_after="300")
 
     def _parsed(self, body: bytes) -> None:
         """By a parser for reasoning, and for calls where tools are offered."""

@@ -18,6 +18,7 @@ from eyas.artifact import Artifact
 from eyas.chat import Chat
 from eyas.model.weights import fingerprint
 from eyas.records import RECORD, Answer, Prompt
+from eyas.shards import Features, Sample
 from tests.tiny import tiny_target
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -66,6 +67,18 @@ def write_prompts(folder: Path, prompts: Sequence[Prompt]) -> Artifact:
     artifact.write_jsonl("prompts-00000.jsonl", [prompt.to_json() for prompt in prompts])
     artifact.finish("prompts", {"test": str(len(prompts))}, {}, {"prompts": len(prompts)})
     return artifact
+
+
+def contents(artifact: Artifact) -> dict[str, bytes]:
+    """The files of `generate` and `capture` that are the same in every run."""
+    same = ("answers-", "dropped", "train", "held_out")
+    return {name: artifact.read(name) for name in artifact.names() if name.startswith(same)}
+
+
+def all_samples(artifact: Artifact) -> dict[str, Sample]:
+    """The samples of both splits, by key."""
+    splits = (Features(artifact, split) for split in ("train", "held_out"))
+    return {sample.key: sample for split in splits for sample in split}
 
 
 def in_a_process(work: Callable[[], Any]) -> int:

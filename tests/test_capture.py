@@ -37,8 +37,10 @@ from eyas.features.samples import (
 from eyas.model.target import Target
 from eyas.model.weights import fingerprint
 from eyas.records import Answer, read_answers
-from eyas.shards import Features, Sample
+from eyas.shards import Features
 from tests.stages import (
+    all_samples,
+    contents,
     ended,
     ending_target,
     in_a_process,
@@ -49,7 +51,6 @@ from tests.stages import (
 from tests.tiny import tiny_target
 
 PROMPTS = prompts_of(29)
-# Like Qwen3's: what was written in angle brackets is dropped from all turns but the last.
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -75,13 +76,13 @@ def answers(target, tmp_path_factory) -> Artifact:
 
 
 def config_of(target: Path, **settings: Any) -> CaptureConfig:
-    defaults = {
-        "target": str(target),
-        "store_dtype": "float32",
-        "codec": "lossless",
-        "held_out_share": 0.3,
-    }
-    return CaptureConfig(**{**defaults, **settings})
+    exact = {"store_dtype": "float32", "codec": "lossless", "held_out_share": 0.3}
+    return CaptureConfig(**{"target": str(target), **exact, **settings})
+
+
+@pytest.fixture
+def output(tmp_path) -> Artifact:
+    return Artifact(str(tmp_path / "features"))
 
 
 @pytest.fixture(scope="module")
@@ -90,14 +91,6 @@ def captured(target, answers, tmp_path_factory) -> Artifact:
     output = Artifact(str(tmp_path_factory.mktemp("captured") / "features"))
     capture(config_of(target), answers, output)
     return output
-
-
-def all_samples(artifact: Artifact) -> dict[str, Sample]:
-    return {
-        sample.key: sample
-        for split in ("train", "held_out")
-        for sample in Features(artifact, split)
-    }
 
 
 def test_taps_and_last_hidden_are_those_of_transformers(target, captured):
@@ -152,35 +145,29 @@ def test_every_answer_is_under_a_mask_and_nothing_else_is(target, answers, captu
     assert found == expected
 
 
-def test_capture_asks_no_template_and_no_tokenizer(
-    target, answers, captured, tmp_path, monkeypatch
-):
+def test_capture_asks_no_template_and_no_tokenizer(target, answers, captured, monkeypatch, output):
     monkeypatch.setattr(TargetTokenizer, "__init__", lambda *_: pytest.fail("loads a tokenizer"))
-    output = Artifact(str(tmp_path / "features"))
     assert capture(config_of(target), answers, output).counts == captured.manifest().counts
 
 
-def test_answers_of_an_older_version_are_one_clear_error(target, tmp_path):
+def test_answers_of_an_older_version_are_one_clear_error(target, tmp_path, output):
     old = Artifact(str(tmp_path / "old"))
     old.begin("made by an older version")
     settings = {"target_fingerprint": fingerprint(target)}
     old.finish("generate", settings, {}, {"answers": 0}, {"target": str(target)})
     with pytest.raises(MismatchError, match="hold no tokens: an older version of eyas"):
-        capture(config_of(target), old, Artifact(str(tmp_path / "features")))
+        capture(config_of(target), old, output)
 
 
 def test_counts_balance_and_drops_can_be_read(answers, captured):
     counts = captured.manifest("capture").counts
     dropped = list(captured.read_jsonl("dropped.jsonl"))
     assert counts["answers"] == answers.manifest().counts["answers"]
-    assert counts["answers"] == counts["train"] + counts["held_out"] + counts["merged"] + len(
-        dropped
-    )
+    kept = sum(counts[name] for name in ("train", "held_out", "merged"))
+    assert counts["answers"] == kept + len(dropped)
     assert "dropped_truncated" not in counts
     assert answers.manifest().counts["marked_truncated"] > 0
-    assert counts["tokens"] == sum(
-        len(sample.token_ids) for sample in all_samples(captured).values()
-    )
+    assert counts["tokens"] == sum(len(one.token_ids) for one in all_samples(captured).values())
     assert min(counts["train"], counts["held_out"]) > 0
 
 
@@ -193,13 +180,13 @@ def test_the_split_goes_by_prompt(captured):
     assert split_of("any", 0.0) == "train"
 
 
-def test_merged_turns_have_the_features_of_the_turns_alone(target, tmp_path):
+def test_merged_turns_have_the_features_of_the_turns_alone(target, tmp_path, output):
     """One conversation as one sample: the same features, and the union of the masks."""
     dialogues = [
         ("Hi", f"a table {at}", "San Jose?", "I would like", "7", "yes") for at in range(5)
     ]
     answers = write_answers(target, tmp_path / "answers", dialogues)
-    output, loaded = Artifact(str(tmp_path / "features")), Target.load(target)
+    loaded = Target.load(target)
     assert capture(config_of(target), answers, output).counts["merged"] == 10
     samples = all_samples(output)
     assert [*sorted(samples)] == [f"p{at}/2" for at in range(5)]
@@ -271,25 +258,15 @@ def test_batches_hold_every_sample_once_within_the_budget(lengths, batch_tokens,
         assert len({int(one.key) // window for one in batch}) == 1
 
 
-def test_bfloat16_on_disk_is_float32_rounded(target, answers, captured, tmp_path):
-    output = Artifact(str(tmp_path / "features"))
+def test_bfloat16_on_disk_is_float32_rounded(target, answers, captured, output):
     assert CaptureConfig(target="t").store_dtype == "bfloat16"
     capture(config_of(target, store_dtype="bfloat16"), answers, output)
-    exact = all_samples(captured)
-    rounded = all_samples(output)
+    exact, rounded = all_samples(captured), all_samples(output)
     assert exact.keys() == rounded.keys()
     for key, sample in rounded.items():
         assert sample.aux_hidden.dtype == torch.bfloat16
         assert torch.equal(sample.aux_hidden, exact[key].aux_hidden.bfloat16())
         assert torch.equal(sample.last_hidden, exact[key].last_hidden.bfloat16())
-
-
-def contents(artifact: Artifact) -> dict[str, bytes]:
-    return {
-        name: artifact.read(name)
-        for name in artifact.names()
-        if name.startswith(("train", "held_out", "dropped"))
-    }
 
 
 def test_a_killed_run_goes_on_and_ends_the_same(target, answers, captured, tmp_path, monkeypatch):
@@ -309,9 +286,7 @@ def test_a_killed_run_goes_on_and_ends_the_same(target, answers, captured, tmp_p
     manifest = capture(config, answers, output)
     assert contents(output) == contents(captured)
     assert manifest.counts == captured.manifest().counts
-    assert {path: path.stat().st_mtime_ns for path in kept} == kept, (
-        "whole shards are not made again"
-    )
+    assert {path: path.stat().st_mtime_ns for path in kept} == kept, "whole shards stay"
 
 
 def test_a_full_disk_is_said_and_what_is_done_is_kept(
@@ -337,10 +312,9 @@ def test_a_full_disk_is_said_and_what_is_done_is_kept(
     assert contents(output) == contents(captured)
 
 
-def test_a_disk_too_small_is_said_before_the_work(target, answers, captured, tmp_path, monkeypatch):
+def test_a_disk_too_small_is_said_before_the_work(target, answers, captured, monkeypatch, output):
     needed = captured.manifest().counts["tokens"] * Features(captured).meta.bytes_per_token
     usage = namedtuple("usage", "total used free")
-    output = Artifact(str(tmp_path / "features"))
     with monkeypatch.context() as patched:
         patched.setattr(shutil, "disk_usage", lambda _: usage(0, 0, needed - 1))
         patched.setattr(
@@ -352,26 +326,26 @@ def test_a_disk_too_small_is_said_before_the_work(target, answers, captured, tmp
     capture(config_of(target), answers, output)
 
 
-def test_a_corrupt_shard_is_named(captured, tmp_path):
+def test_a_corrupt_shard_is_named(captured, tmp_path, output):
     shutil.copytree(captured.url, tmp_path / "features")
     entry = Features(captured).entries[5]
     shard = tmp_path / "features" / entry.shard
     data = bytearray(shard.read_bytes())
     data[entry.start + 100] ^= 1
     shard.write_bytes(bytes(data))
-    features = Features(Artifact(str(tmp_path / "features")))
+    features = Features(output)
     with pytest.raises(CorruptError, match=entry.shard):
         features[5]
     assert features[4].key
 
 
-def test_answers_of_another_target_are_refused(answers, tmp_path):
+def test_answers_of_another_target_are_refused(answers, tmp_path, output):
     other = tiny_target(tmp_path / "other", seed=1)
     with pytest.raises(MismatchError, match="another target"):
-        capture(config_of(other), answers, Artifact(str(tmp_path / "features")))
+        capture(config_of(other), answers, output)
 
 
-def test_nothing_to_capture(tmp_path):
+def test_nothing_to_capture(tmp_path, output):
     """A target that never ends a turn: every answer is cut, and cut ones are left out."""
     target = tiny_target(tmp_path / "target")
     config = GenerateConfig(target=str(target), max_tokens=1)
@@ -379,25 +353,13 @@ def test_nothing_to_capture(tmp_path):
     generate(config, write_prompts(tmp_path / "prompts", PROMPTS[:4]), made)
     settings = config_of(target, leave_out=("truncated", "looping"))
     with pytest.raises(EmptyInputError, match="truncated 4") as raised:
-        capture(settings, made, Artifact(str(tmp_path / "features")))
+        capture(settings, made, output)
     assert "leave_out" in raised.value.hint
 
 
-def test_finished_work_is_not_done_again(target, answers, captured, monkeypatch):
-    monkeypatch.setattr(Target, "load", lambda *_: pytest.fail("loads the target to do nothing"))
-    again = Artifact(captured.url)
-    assert capture(config_of(target), answers, again) == captured.manifest()
-    assert again.was_done
-
-
 def planned(token_ids: list[int], number: int = 0) -> SamplePlan:
-    return SamplePlan(
-        str(number),
-        "",
-        "",
-        np.array(token_ids, dtype=np.int32),
-        np.ones(len(token_ids), dtype=bool),
-    )
+    ids = np.array(token_ids, dtype=np.int32)
+    return SamplePlan(str(number), "", "", ids, np.ones(len(ids), dtype=bool))
 
 
 @settings(deadline=None)
@@ -437,11 +399,8 @@ def test_the_longer_beginning_of_fewer_wins_where_it_saves_more():
     few = [planned([1] * 160 + [2] * 640 + [9, number], number) for number in range(10)]
     many = [planned([1] * 160 + [3 + number, 8], 10 + number) for number in range(30)]
     groups = shared_groups(few + many)
-    assert [(num_shared, len(group)) for num_shared, group in groups] == [
-        (0, 0),
-        (160, 30),
-        (800, 10),
-    ]
+    sizes = [(num_shared, len(group)) for num_shared, group in groups]
+    assert sizes == [(0, 0), (160, 30), (800, 10)]
     assert [int(one.key) for one in groups[2][1]] == list(range(10)), "in the order given"
     assert shared_groups(many[:2])[0][1] == many[:2], "what saves little is let be"
 
@@ -453,11 +412,8 @@ def briefed(target, tmp_path_factory) -> Artifact:
     system = "The address is 71 North Street. " * 20
     prompts = [dataclasses.replace(prompt, system=system) for prompt in prompts_of(29)]
     output = Artifact(str(root / "answers"))
-    generate(
-        GenerateConfig(target=str(target), max_tokens=12),
-        write_prompts(root / "prompts", prompts),
-        output,
-    )
+    config = GenerateConfig(target=str(target), max_tokens=12)
+    generate(config, write_prompts(root / "prompts", prompts), output)
     return output
 
 
@@ -492,13 +448,11 @@ def test_a_common_system_prompt_is_computed_once_and_changes_nothing(
         computed.clear()
     assert made[True].keys() == made[False].keys()
     for key, sample in made[True].items():
-        assert torch.equal(sample.token_ids, made[False][key].token_ids)
-        torch.testing.assert_close(
-            sample.aux_hidden, made[False][key].aux_hidden, rtol=1e-4, atol=1e-4
-        )
-        torch.testing.assert_close(
-            sample.last_hidden, made[False][key].last_hidden, rtol=1e-4, atol=1e-4
-        )
+        other = made[False][key]
+        assert torch.equal(sample.token_ids, other.token_ids)
+        for name in ("aux_hidden", "last_hidden"):
+            one, two = getattr(sample, name), getattr(other, name)
+            torch.testing.assert_close(one, two, rtol=1e-4, atol=1e-4)
     tokens = sum(len(sample.token_ids) for sample in made[True].values())
     assert sums[False] >= tokens
     assert sums[True] < 0.8 * tokens
@@ -517,14 +471,10 @@ def test_alone_a_samples_values_depend_on_nothing_beside_it(target, answers, tmp
     every = all_samples(whole)
     for key, sample in all_samples(part).items():
         alone = decoder.states([sample.token_ids.tolist()])
-        for other in (
-            every[key],
-            Sample(
-                key, sample.token_ids, sample.loss_mask, alone.aux_hidden[0], alone.last_hidden[0]
-            ),
-        ):
-            assert torch.equal(sample.aux_hidden, other.aux_hidden)
-            assert torch.equal(sample.last_hidden, other.last_hidden)
+        for aux_hidden in (every[key].aux_hidden, alone.aux_hidden[0]):
+            assert torch.equal(sample.aux_hidden, aux_hidden)
+        for last_hidden in (every[key].last_hidden, alone.last_hidden[0]):
+            assert torch.equal(sample.last_hidden, last_hidden)
 
 
 def test_auto_is_our_own_decoder_where_it_knows_the_target(target, answers, captured):

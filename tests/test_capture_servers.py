@@ -29,9 +29,9 @@ from eyas.features.online import OnlineTarget
 from eyas.features.state_proof import stream_layers
 from eyas.features.states import StateServer
 from eyas.model.config import TargetConfig
-from eyas.shards import Features, FeatureSource, Sample
+from eyas.shards import Features, FeatureSource
 from eyas.train.trainer import TrainConfig, train
-from tests.stages import ending_target, prompts_of, write_prompts
+from tests.stages import all_samples, ending_target, prompts_of, write_prompts
 from tests.state_servers import Behaviour, serving_states, vllm_server
 from tests.tiny import tiny_target
 
@@ -84,14 +84,6 @@ def right(engine: str, target: Path, root: Path, **faults: Any) -> Behaviour:
     """A server as our command starts it, but for its faults."""
     layers = stream_layers(TargetConfig.from_folder(target), engine == "vllm")
     return replace(Behaviour(engine, target, layers, root / "states"), **faults)
-
-
-def all_samples(artifact: Artifact) -> dict[str, Sample]:
-    return {
-        sample.key: sample
-        for split in ("train", "held_out")
-        for sample in Features(artifact, split)
-    }
 
 
 def assert_near(one: torch.Tensor, other: torch.Tensor) -> None:

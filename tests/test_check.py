@@ -52,11 +52,8 @@ def test_sound_for_every_family_tied_or_not(tmp_path, family):
     for form in FORMS:
         folder = head_folder(target, tmp_path / form, form, dtype=torch.bfloat16)
         if form == "vllm":
-            edit_config(
-                folder,
-                "speculators_config",
-                verifier={"name_or_path": "it", "architectures": architectures},
-            )
+            verifier = {"name_or_path": "it", "architectures": architectures}
+            edit_config(folder, "speculators_config", verifier=verifier)
         assert check(folder, target) == []
 
 
@@ -93,128 +90,82 @@ def without_end_token(folder: Path) -> Path:
     return edit_tensors(folder, {"d2t": ids - torch.arange(64), "t2d": mask})
 
 
+def by_config(*section, **changes):
+    return lambda folder: edit_config(folder, *section, **changes)
+
+
+def by_tensors(name, tensor):
+    return lambda folder: edit_tensors(folder, {name: tensor})
+
+
 ERRORS = {
-    "tensor missing": (
-        lambda folder: edit_tensors(folder, {"norm.weight": None}),
-        "norm.weight is missing",
-    ),
-    "tensor unknown": (
-        lambda folder: edit_tensors(folder, {"input_norm.weight": torch.rand(96)}),
-        "input_norm.weight",
-    ),
+    "tensor missing": (by_tensors("norm.weight", None), "norm.weight is missing"),
+    "tensor unknown": (by_tensors("input_norm.weight", torch.rand(96)), "input_norm.weight"),
     "shape": (
-        lambda folder: edit_tensors(folder, {"midlayer.mlp.up_proj.weight": torch.ones(63, 32)}),
+        by_tensors("midlayer.mlp.up_proj.weight", torch.ones(63, 32)),
         "up_proj.weight has shape",
     ),
-    "lm_head rows": (
-        lambda folder: edit_tensors(folder, {"lm_head.weight": torch.ones(63, 32)}),
-        "lm_head.weight has shape",
-    ),
+    "lm_head rows": (by_tensors("lm_head.weight", torch.ones(63, 32)), "lm_head.weight has shape"),
     "d2t not injective": (with_swapped_map, "taken already"),
-    "d2t holds ids": (
-        lambda folder: edit_tensors(folder, {"d2t": torch.arange(64) + 280}),
-        "out of the target's",
-    ),
+    "d2t holds ids": (by_tensors("d2t", torch.arange(64) + 280), "out of the target's"),
     "t2d of another map": (with_other_mask, "t2d is not the mask"),
     "NaN": (with_nan, "1 of 3072 values are NaN"),
-    "zeros": (
-        lambda folder: edit_tensors(folder, {"fc.weight": torch.zeros(32, 96)}),
-        "fc.weight is all zeros",
-    ),
+    "zeros": (by_tensors("fc.weight", torch.zeros(32, 96)), "fc.weight is all zeros"),
     "norm without its flag": (
-        lambda folder: edit_tensors(folder, {"fc_norm.0.weight": torch.rand(32)}),
+        by_tensors("fc_norm.0.weight", torch.rand(32)),
         "fc_norm.0.weight is there although fc_norm is not set",
     ),
-    "flag without its norm": (
-        lambda folder: edit_config(folder, norm_before_fc=True),
-        "input_norm.weight is missing",
-    ),
+    "flag without its norm": (by_config(norm_before_fc=True), "input_norm.weight is missing"),
     "flag said twice": (
-        lambda folder: edit_config(folder, "eagle_config", norm_before_residual=True),
+        by_config("eagle_config", norm_before_residual=True),
         "norm_before_residual is given as False and True",
     ),
     "flag that is no boolean": (
-        lambda folder: edit_config(folder, norm_before_residual="yes"),
+        by_config(norm_before_residual="yes"),
         "norm_before_residual is given",
     ),
     "flag of two meanings": (
-        lambda folder: edit_config(folder, norm_output=True),
+        by_config(norm_output=True),
         "norm_output is set by an unknown writer",
     ),
-    "flag missing": (
-        lambda folder: under_modelopts_name(folder),
-        "norm_before_residual is not given",
-    ),
-    "rope_theta wrong": (
-        lambda folder: edit_config(folder, rope_theta=1e6),
-        "rotary embedding differs",
-    ),
+    "flag missing": (under_modelopts_name, "norm_before_residual is not given"),
+    "rope_theta wrong": (by_config(rope_theta=1e6), "rotary embedding differs"),
     "rope scaling of another target": (
-        lambda folder: edit_config(folder, rope_scaling={"rope_type": "linear", "factor": 2.0}),
+        by_config(rope_scaling={"rope_type": "linear", "factor": 2.0}),
         "rotary embedding differs",
     ),
     "layers of the other convention": (
-        lambda folder: edit_config(folder, eagle_config={LAYER_IDS: [2, 4, 5]}),
+        by_config(eagle_config={LAYER_IDS: [2, 4, 5]}),
         "does not begin with 1",
     ),
-    "layers beyond the target": (
-        lambda folder: edit_config(folder, eagle_config={LAYER_IDS: [1, 3, 8]}),
-        "taps layer 8",
-    ),
+    "layers beyond the target": (by_config(eagle_config={LAYER_IDS: [1, 3, 8]}), "taps layer 8"),
     "lm_head of another target": (
-        lambda folder: edit_config(folder, target_lm_head_sha256="0" * 64),
+        by_config(target_lm_head_sha256="0" * 64),
         "trained against the lm_head 000",
     ),
-    "rope of no known kind": (
-        lambda folder: edit_config(folder, rope_scaling={"rope_type": "yarn"}),
-        "yarn",
-    ),
+    "rope of no known kind": (by_config(rope_scaling={"rope_type": "yarn"}), "yarn"),
     "own embeddings": (
-        lambda folder: edit_tensors(folder, {"embed_tokens.weight": torch.ones(320, 32)}),
+        by_tensors("embed_tokens.weight", torch.ones(320, 32)),
         "are not the target's",
     ),
 }
 
 WARNINGS = {
-    "context of 2048": (
-        lambda folder: edit_config(folder, max_position_embeddings=128),
-        "SGLang 0.5.23 does not start",
-    ),
+    "context of 2048": (by_config(max_position_embeddings=128), "SGLang 0.5.23 does not start"),
     "flag that SGLang does not read": (
-        lambda folder: edit_config(folder, norm_before_residual=True),
+        by_config(norm_before_residual=True),
         "SGLang does not read norm_before_residual",
     ),
-    "rope_theta missing": (
-        lambda folder: edit_config(folder, rope_theta=None),
-        "rotary embedding differs",
-    ),
-    "eps": (lambda folder: edit_config(folder, rms_norm_eps=1e-5), "rms_norm_eps is 1e-05"),
-    "dtype": (
-        lambda folder: edit_config(folder, torch_dtype="bfloat16"),
-        "the config says bfloat16",
-    ),
-    "mixed precision": (
-        lambda folder: edit_tensors(folder, {"norm.weight": torch.rand(32).half()}),
-        "several precisions",
-    ),
-    "architecture": (
-        lambda folder: edit_config(folder, architectures=["LlamaForCausalLM"]),
-        "LlamaForCausalLMEagle3 only",
-    ),
-    "t2d missing": (lambda folder: edit_tensors(folder, {"t2d": None}), "t2d is missing"),
-    "no lm_head hash": (
-        lambda folder: edit_config(folder, target_lm_head_sha256=None),
-        "does not say which lm_head",
-    ),
-    "other taps": (
-        lambda folder: edit_config(folder, eagle_config={LAYER_IDS: [1, 2, 6]}),
-        "taps the outputs of layers",
-    ),
+    "rope_theta missing": (by_config(rope_theta=None), "rotary embedding differs"),
+    "eps": (by_config(rms_norm_eps=1e-5), "rms_norm_eps is 1e-05"),
+    "dtype": (by_config(torch_dtype="bfloat16"), "the config says bfloat16"),
+    "mixed precision": (by_tensors("norm.weight", torch.rand(32).half()), "several precisions"),
+    "architecture": (by_config(architectures=["LlamaForCausalLM"]), "LlamaForCausalLMEagle3 only"),
+    "t2d missing": (by_tensors("t2d", None), "t2d is missing"),
+    "no lm_head hash": (by_config(target_lm_head_sha256=None), "does not say which lm_head"),
+    "other taps": (by_config(eagle_config={LAYER_IDS: [1, 2, 6]}), "taps the outputs of layers"),
     "no end token": (without_end_token, "no end token"),
-    "tied": (
-        lambda folder: edit_config(folder, tie_word_embeddings=True),
-        "SGLang takes the embeddings for lm_head",
-    ),
+    "tied": (by_config(tie_word_embeddings=True), "SGLang takes the embeddings for lm_head"),
 }
 
 
@@ -258,13 +209,8 @@ def test_a_head_for_another_target_of_the_same_shape(target, tmp_path):
 
 
 def test_a_head_for_another_shape(target, tmp_path):
-    other = tiny_target(
-        tmp_path / "other",
-        vocab_size=352,
-        hidden_size=64,
-        num_hidden_layers=12,
-        rope_theta=500000.0,
-    )
+    sizes = {"vocab_size": 352, "hidden_size": 64, "num_hidden_layers": 12}
+    other = tiny_target(tmp_path / "other", rope_theta=500000.0, **sizes)
     what = " ".join(
         finding.what
         for finding in check(head_folder(target, tmp_path / "head"), other)
@@ -276,30 +222,17 @@ def test_a_head_for_another_shape(target, tmp_path):
 
 
 def test_layers_that_are_not_listed_are_the_defaults(target, tmp_path):
-    assert (
-        check(
-            edit_config(head_folder(target, tmp_path / "head", "sglang"), eagle_config=None), target
-        )
-        == []
-    )
+    folder = head_folder(target, tmp_path / "head", "sglang")
+    assert check(edit_config(folder, eagle_config=None), target) == []
 
 
 def test_embeddings_in_lower_precision_are_the_targets_still(target, tmp_path):
     """A float32 target and a bfloat16 head: engines run both in bfloat16."""
     folder = head_folder(target, tmp_path / "head", "vllm", dtype=torch.bfloat16)
-    embed_tokens = TargetVocabulary.load(target).embed_tokens
-    assert (
-        check(edit_tensors(folder, {"embed_tokens.weight": embed_tokens.bfloat16()}), target) == []
-    )
-    assert (
-        exit_code(
-            check(
-                edit_tensors(folder, {"embed_tokens.weight": embed_tokens.bfloat16().roll(1, 0)}),
-                target,
-            )
-        )
-        == 2
-    )
+    lower = TargetVocabulary.load(target).embed_tokens.bfloat16()
+    assert check(edit_tensors(folder, {"embed_tokens.weight": lower}), target) == []
+    other = edit_tensors(folder, {"embed_tokens.weight": lower.roll(1, 0)})
+    assert exit_code(check(other, target)) == 2
 
 
 def test_what_cannot_be_linted_is_an_error_of_its_own(target, tmp_path):
@@ -368,14 +301,9 @@ def test_a_flag_read_by_whose_it_is_is_said(target, tmp_path):
 
 
 def test_exit_codes():
-    note, warning, error = (
-        CheckFinding("note", "", ""),
-        CheckFinding("warning", "", ""),
-        CheckFinding("error", "", ""),
-    )
-    assert [
-        exit_code(findings) for findings in ([], [note], [note, warning], [warning, error])
-    ] == [0, 0, 1, 2]
+    note, warning, error = (CheckFinding(one, "", "") for one in ("note", "warning", "error"))
+    codes = [exit_code(some) for some in ([], [note], [note, warning], [warning, error])]
+    assert codes == [0, 0, 1, 2]
     assert in_order([note, warning, error]) == [error, warning, note]
 
 
@@ -401,10 +329,8 @@ def test_a_file_that_is_no_longer_what_was_written_is_named(target, tmp_path, st
     edit_tensors(folder, {"fc.weight": weight + 0.01 * torch.eye(*weight.shape)})
     (finding,) = check(folder, target)
     assert finding.level == "error"
-    assert (
-        f"{folder / 'model.safetensors'} has changed since it was {stage.rstrip('e')}ed"
-        in finding.what
-    )
+    changed = f"{folder / 'model.safetensors'} has changed since it was {stage.rstrip('e')}ed"
+    assert changed in finding.what
     copied = tmp_path / "copied"
     shutil.copytree(folder, copied)
     # a form of an export without its manifest is anybody's head
@@ -463,12 +389,8 @@ def test_an_export_is_no_head_but_says_where_they_are(target, tmp_path):
 
 def test_a_verifier_that_is_another_target_is_named(target, tmp_path):
     folder = head_folder(target, tmp_path / "head", "vllm")
-    verifier = {
-        "name_or_path": "it",
-        "architectures": ["Qwen3ForCausalLM"],
-        "hidden_size": 32,
-        "vocab_size": 9,
-    }
+    verifier = {"name_or_path": "it", "architectures": ["Qwen3ForCausalLM"]}
+    verifier |= {"hidden_size": 32, "vocab_size": 9}
     first, second = check(edit_config(folder, "speculators_config", verifier=verifier), target)
     assert "a verifier of Qwen3ForCausalLM, the target is of LlamaForCausalLM" in first.what
     assert "a verifier of vocab_size 9, the target's is 320" in second.what

@@ -37,19 +37,9 @@ from tests.tiny_head import edit_config, edit_tensors, head_folder, tiny_head
 TENSORS = 15
 # of a model card's front matter: https://huggingface.co/docs/hub/model-cards#model-card-metadata
 HUB_FIELDS = {
-    "language",
-    "license",
-    "license_name",
-    "license_link",
-    "library_name",
-    "tags",
-    "datasets",
-    "metrics",
-    "base_model",
-    "base_model_relation",
-    "pipeline_tag",
-    "model-index",
-}
+    "language", "license", "license_name", "license_link", "library_name", "tags", "datasets",
+    "metrics", "base_model", "base_model_relation", "pipeline_tag", "model-index",
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -59,14 +49,8 @@ def target(tmp_path_factory) -> Path:
 
 def trained(target: Path, url: str, **options) -> Artifact:
     """A head as the train stage leaves it, with a lineage of one source."""
-    raw = Manifest(
-        stage="source",
-        identity="aa",
-        config={"licence": "CC-BY-SA-4.0"},
-        counts={},
-        files={},
-        url="/home/me/sgd.jsonl",
-    )
+    raw = Manifest(stage="source", identity="aa", config={"licence": "CC-BY-SA-4.0"},
+                   counts={}, files={}, url="/home/me/sgd.jsonl")  # fmt: skip
     account = {"rows_in": 1200, "rows_out": 1000, "dropped": {"duplicate": 200}}
     stated = Source(name="sgd", licence="CC-BY-SA-4.0", prompts_by="human", answers_by="gpt-4")
     ledger = {"sources": {"sgd": account}, "licences": [judge(stated, shipped()).to_json()]}
@@ -81,15 +65,20 @@ def trained(target: Path, url: str, **options) -> Artifact:
     return Artifact(url)
 
 
-def measured(head: Artifact, url: str) -> Artifact:
-    artifact = Artifact(url)
-    inputs = {"head": head.manifest()}
+@pytest.fixture(scope="module")
+def head(target, tmp_path_factory) -> Artifact:
+    return trained(target, str(tmp_path_factory.mktemp("head") / "train"))
+
+
+MEASURED = {"tau": 2.718, "accept_hist": [5, 3, 2], "acceptance_by_position": [0.5, 0.4]}
+
+
+def measured(head: Artifact, folder: Path, values: dict = MEASURED) -> Artifact:
+    artifact, inputs = Artifact(str(folder)), {"head": head.manifest()}
     artifact.begin(identity("eval", {}, inputs))
-    artifact.write_json(
-        "eval.json", {"tau": 2.718, "accept_hist": [5, 3, 2], "acceptance_by_position": [0.5, 0.4]}
-    )
+    artifact.write_json("eval.json", values)
     artifact.finish("eval", {}, inputs, {})
-    return Artifact(url)
+    return Artifact(str(folder))
 
 
 def made(target, head, output, evaluation=None, **settings) -> Manifest:
@@ -98,6 +87,15 @@ def made(target, head, output, evaluation=None, **settings) -> Manifest:
         one if isinstance(one, Artifact) else Artifact(str(one)) for one in (head, output)
     )
     return export(ExportConfig(**settings), str(target), head, output, evaluation=evaluation)
+
+
+def card_of(folder: Path) -> str:
+    return (folder / "README.md").read_text()
+
+
+def front_matter(folder: Path) -> dict:
+    """The YAML between a card's first two lines of dashes."""
+    return yaml.safe_load(card_of(folder).split("---\n", 2)[1])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -116,14 +114,11 @@ def test_both_forms_are_the_trained_head_and_lint_clean(target, tmp_path, dtype)
         assert {f"{form}/config.json", f"{form}/model.safetensors"} < manifest.files.keys()
 
 
-def test_card_has_commands_lineage_and_measurements_but_no_folder_of_ours(target, tmp_path):
-    head = trained(target, str(tmp_path / "train"))
-    evaluation = measured(head, str(tmp_path / "eval"))
-    config = ExportConfig(target_name="org/Model-8B", speculation="fixed(3,2,6)")
-    manifest = export(
-        config, str(target), head, Artifact(str(tmp_path / "export")), evaluation=evaluation
-    )
-    card = (tmp_path / "export" / "README.md").read_text()
+def test_card_has_commands_lineage_and_measurements_but_no_folder_of_ours(target, head, tmp_path):
+    evaluation = measured(head, tmp_path / "eval")
+    settings = {"target_name": "org/Model-8B", "speculation": "fixed(3,2,6)"}
+    manifest = made(target, head, tmp_path / "export", evaluation, **settings)
+    card = card_of(tmp_path / "export")
     assert "# EAGLE-3 draft head for org/Model-8B" in card
     assert manifest.facts["commands"]["sglang"] in card
     assert manifest.facts["commands"]["vllm"] in card
@@ -149,12 +144,12 @@ def test_a_card_says_that_its_target_was_quantised(target, tmp_path):
     (folder / "config.json").write_text(json.dumps(shape))
     head = trained(folder, str(tmp_path / "train"))
     made(folder, head, tmp_path / "export", forms=["vllm"])
-    card = (tmp_path / "export" / "README.md").read_text()
+    card = card_of(tmp_path / "export")
     assert "`Model.Q4_1.gguf`, a quantised file (matrices: Q4_1 x 210, Q8_0 x 1)" in card
 
 
 def test_a_run_finds_an_export_done_before_it_checks_or_writes_anything(
-    target, tmp_path, monkeypatch
+    target, head, tmp_path, monkeypatch
 ):
     """A rerun once exported all over again into the finished artifact, and printed "skipped"."""
     head, root = trained(target, str(tmp_path / "train")), str(tmp_path / "run")
@@ -166,11 +161,10 @@ def test_a_run_finds_an_export_done_before_it_checks_or_writes_anything(
     assert again.was_done
 
 
-def test_one_form_alone(target, tmp_path):
-    head = trained(target, str(tmp_path / "train"))
+def test_one_form_alone(target, head, tmp_path):
     manifest = made(target, head, tmp_path / "export", forms=("sglang",))
     assert sorted(manifest.files) == ["README.md", "sglang/config.json", "sglang/model.safetensors"]
-    assert "vllm serve" not in (tmp_path / "export" / "README.md").read_text()
+    assert "vllm serve" not in card_of(tmp_path / "export")
 
 
 def other_target(target, folder):
@@ -203,15 +197,14 @@ def test_a_head_that_cannot_be_served_takes_no_folder(target, tmp_path, edit, er
     assert not (tmp_path / "export").exists()
 
 
-def test_an_evaluation_of_another_head_is_not_quoted(target, tmp_path):
-    head = trained(target, str(tmp_path / "train"))
+def test_an_evaluation_of_another_head_is_not_quoted(target, head, tmp_path):
     other = trained(target, str(tmp_path / "other"), seed=1)
     retrained = Artifact(str(tmp_path / "retrained"))
     retrained.begin(identity("train", {"epochs": 4}, {}))
     retrained.finish("train", {"epochs": 4}, {}, {})
     # the same work is the same head, wherever it lies
     assert other.manifest().identity == head.manifest().identity
-    evaluation = measured(retrained, str(tmp_path / "eval"))
+    evaluation = measured(retrained, tmp_path / "eval")
     with pytest.raises(MismatchError, match="measured another head"):
         made(target, head, tmp_path / "export", evaluation=evaluation)
 
@@ -235,7 +228,7 @@ def test_norm_flags_go_into_every_form_and_onto_the_card(target, tmp_path):
     for form in ("sglang", "vllm"):
         config, _ = read_head(tmp_path / "export" / form)
         assert {flag: getattr(config, flag) for flag in flags} == flags
-    assert "| norms | fc_norm, norm_output |" in (tmp_path / "export" / "README.md").read_text()
+    assert "| norms | fc_norm, norm_output |" in card_of(tmp_path / "export")
 
 
 def test_a_flag_that_sglang_does_not_read_is_exported_for_vllm_only(target, tmp_path):
@@ -365,7 +358,9 @@ def saved_by_others(target: Path, folder: Path, whose: str, **options) -> Path:
 
 
 @pytest.mark.parametrize("whose", ["EAGLE", "SpecForge", "AngelSlim", "NeMo", "speculators"])
-def test_any_head_is_exported_and_comes_back_the_same_from_every_form(target, tmp_path, whose):
+def test_any_head_is_exported_and_comes_back_the_same_from_every_form(
+    target, head, tmp_path, whose
+):
     """Theirs -> ours -> each form -> ours: tensors bit by bit, and all of the config that anybody
     computes with.
     """
@@ -394,7 +389,7 @@ def test_any_head_is_exported_and_comes_back_the_same_from_every_form(target, tm
     for name, data in ours.items():
         (tmp_path / "ours" / name).write_bytes(data)
     assert read_head(tmp_path / "ours")[0] == config
-    assert "converted from a head in" in (tmp_path / "export" / "README.md").read_text()
+    assert "converted from a head in" in card_of(tmp_path / "export")
 
 
 def test_the_licence_of_a_foreign_head_is_its_cards(target, tmp_path):
@@ -402,14 +397,10 @@ def test_the_licence_of_a_foreign_head_is_its_cards(target, tmp_path):
     (source / "README.md").write_text("---\nlicense: llama3.1\ntags: [x]\n---\n# A head\n")
     manifest = made(target, source, tmp_path / "export", forms=("vllm",))
     assert manifest.inputs["head"].config == {"form": "sglang", "licence": "llama3.1"}
-    assert yaml.safe_load(front_matter(tmp_path / "export"))["license"] == "llama3.1"
-    assert (
-        "The lineage of this head names no source"
-        in (tmp_path / "export" / "README.md").read_text()
-    )
-    own = ExportConfig(forms=("vllm",), licence="mit")
-    export(own, str(target), Artifact(str(source)), Artifact(str(tmp_path / "own")))
-    assert yaml.safe_load(front_matter(tmp_path / "own"))["license"] == "mit"
+    assert front_matter(tmp_path / "export")["license"] == "llama3.1"
+    assert "The lineage of this head names no source" in card_of(tmp_path / "export")
+    made(target, source, tmp_path / "own", forms=("vllm",), licence="mit")
+    assert front_matter(tmp_path / "own")["license"] == "mit"
 
 
 def test_the_data_of_a_foreign_head_is_quoted_from_its_card(target, tmp_path):
@@ -420,25 +411,17 @@ def test_the_data_of_a_foreign_head_is_quoted_from_its_card(target, tmp_path):
         f"{head}\n## Data and filters\n\n{data}\n\n## Use\n\nNot this.\n"
     )
     made(target, source, tmp_path / "export", forms=("vllm",))
-    text = (tmp_path / "export" / "README.md").read_text()
+    text = card_of(tmp_path / "export")
     assert (
         "## Data\n\nAs the card of the head says that it was converted from:\n\n> - ultrachat: "
         "MIT\n>\n" in text
     )
     assert ">\n> ### Filters\n>\n> None.\n\n## Files" in text
     assert "Not this" not in text
-    stated = yaml.safe_load(front_matter(tmp_path / "export"))
+    stated = front_matter(tmp_path / "export")
     assert (stated["license"], stated["license_name"]) == ("other", "ours")
-    again = ExportConfig(forms=("sglang",))
-    export(
-        again,
-        str(target),
-        Artifact(str(tmp_path / "export" / "vllm")),
-        Artifact(str(tmp_path / "again")),
-    )
-    assert "ultrachat: MIT" in (tmp_path / "again" / "README.md").read_text(), (
-        "the card of a form lies above it"
-    )
+    made(target, tmp_path / "export" / "vllm", tmp_path / "again", forms=("sglang",))
+    assert "ultrachat: MIT" in card_of(tmp_path / "again"), "the card of a form lies above it"
 
 
 @pytest.mark.parametrize(
@@ -459,18 +442,13 @@ def test_the_packaged_heads_card_has_the_hashes_of_its_files():
 def test_the_packaged_head_keeps_its_licence_and_its_sources(tmp_path):
     packaged = CardOrigin.of((builtin.head_folder() / "README.md").read_text())
     made("builtin", builtin.head_folder(), tmp_path / "export")
-    text = (tmp_path / "export" / "README.md").read_text()
-    assert (
-        yaml.safe_load(front_matter(tmp_path / "export"))["license"]
-        == packaged.licence
-        == "cc-by-sa-4.0"
-    )
+    text = card_of(tmp_path / "export")
+    assert front_matter(tmp_path / "export")["license"] == packaged.licence == "cc-by-sa-4.0"
     for name in ("schema-guided-dialogue", "star", "taskmaster-4", "gsm8k", "tldr-pages"):
         assert f"> - {name}: " in text
 
 
-def test_embeddings_go_along_where_vllm_looks_for_them(target, tmp_path):
-    head = trained(target, str(tmp_path / "train"))
+def test_embeddings_go_along_where_vllm_looks_for_them(target, head, tmp_path):
     made(target, head, tmp_path / "export")
     for form, expected in (("sglang", False), ("vllm", True)):
         tensors = safetensors.torch.load_file(tmp_path / "export" / form / "model.safetensors")
@@ -478,8 +456,7 @@ def test_embeddings_go_along_where_vllm_looks_for_them(target, tmp_path):
         assert check(tmp_path / "export" / form, target) == []
 
 
-def test_openvinos_form_is_sglangs_with_the_embeddings(target, tmp_path):
-    head = trained(target, str(tmp_path / "train"))
+def test_openvinos_form_is_sglangs_with_the_embeddings(target, head, tmp_path):
     output = Artifact(str(tmp_path / "export"))
     manifest = made(target, head, output, forms=("sglang", "openvino"))
     bare, beside = (
@@ -506,20 +483,6 @@ def test_a_head_with_its_targets_lm_head_is_exported(target, tmp_path):
         assert check(tmp_path / "export" / form, target) == []
 
 
-def test_an_export_of_a_run_that_is_done_is_not_done_again(target, tmp_path, monkeypatch):
-    """`eyas run` names the folder by the work, which is known only within the stage."""
-    head = trained(target, str(tmp_path / "train"))
-    first = made(target, head, StageFolder(str(tmp_path), "export"))
-
-    def again(*_):
-        raise AssertionError("the head is checked again")
-
-    monkeypatch.setattr("eyas.export.export.check", again)
-    output = StageFolder(str(tmp_path), "export")
-    assert made(target, head, output) == first
-    assert output.was_done
-
-
 def test_shards(target, tmp_path, monkeypatch):
     monkeypatch.setattr("eyas.export.export.MAX_SHARD_BYTES", 20_000)
     manifest = made(target, trained(target, str(tmp_path / "train")), tmp_path / "export")
@@ -531,17 +494,10 @@ def test_shards(target, tmp_path, monkeypatch):
 # The card as the hub reads it
 
 
-def test_the_cards_front_matter_is_what_the_hub_knows(target, tmp_path):
-    head = trained(target, str(tmp_path / "train"))
-    config = ExportConfig(target_name="org/Model-8B", licence="llama3.1")
-    export(
-        config,
-        str(target),
-        head,
-        Artifact(str(tmp_path / "export")),
-        evaluation=measured(head, str(tmp_path / "eval")),
-    )
-    data = ModelCardData(**yaml.safe_load(front_matter(tmp_path / "export")))
+def test_the_cards_front_matter_is_what_the_hub_knows(target, head, tmp_path):
+    settings = {"target_name": "org/Model-8B", "licence": "llama3.1"}
+    made(target, head, tmp_path / "export", measured(head, tmp_path / "eval"), **settings)
+    data = ModelCardData(**front_matter(tmp_path / "export"))
     card = ModelCard.load(tmp_path / "export" / "README.md", ignore_metadata_errors=False)
     assert card.data.base_model == data.base_model == "org/Model-8B"
     assert (card.data.license, card.data.pipeline_tag) == ("llama3.1", "text-generation")
@@ -553,27 +509,23 @@ def test_the_cards_front_matter_is_what_the_hub_knows(target, tmp_path):
         "tau",
         2.718,
     )
-    assert yaml.safe_load(front_matter(tmp_path / "export")).keys() <= HUB_FIELDS
+    assert front_matter(tmp_path / "export").keys() <= HUB_FIELDS
 
 
 def test_a_card_says_what_it_does_not_know(target, tmp_path):
     made(target, trained(target, str(tmp_path / "train")), tmp_path / "export")
-    stated = yaml.safe_load(front_matter(tmp_path / "export"))
+    stated = front_matter(tmp_path / "export")
     assert stated["license"] == "other"
     assert "base_model" not in stated  # a folder is no model of the hub
     assert "model-index" not in stated
-    text = (tmp_path / "export" / "README.md").read_text()
+    text = card_of(tmp_path / "export")
     assert "Not measured before export" in text
     assert "eyas train FEATURES" in text
     training = yaml.safe_load(text.partition("```yaml\n")[2].partition("```")[0])
     assert training == {"train": {"epochs": 3}}
 
 
-def test_every_table_of_an_evaluation_is_on_the_card_with_its_intervals(target, tmp_path):
-    head = trained(target, str(tmp_path / "train"))
-    artifact = Artifact(str(tmp_path / "eval"))
-    inputs = {"head": head.manifest()}
-    artifact.begin(identity("eval", {}, inputs))
+def test_every_table_of_an_evaluation_is_on_the_card_with_its_intervals(target, head, tmp_path):
     told = {
         "tau": 2.718,
         "tau_interval": [2.5, 2.9],
@@ -584,21 +536,14 @@ def test_every_table_of_an_evaluation_is_on_the_card_with_its_intervals(target, 
         },
         "languages": {"de": {"tau": 2.25, "tau_interval": [2.0, 2.5], "tokens": 120}},
         "trees": [
-            {
-                "tree_topk": 4,
-                "num_verify_tokens": 16,
-                "tau": 3.5,
-                "tau_interval": [3.25, 3.75],
-                "accept_hist": [1, 2],
-            }
+            {"tree_topk": 4, "num_verify_tokens": 16, "tau": 3.5, "tau_interval": [3.25, 3.75]}
+            | {"accept_hist": [1, 2]}
         ],
         "dtype": "bfloat16",
         "num_draft_steps": 2,
     }
-    artifact.write_json("eval.json", told)
-    artifact.finish("eval", {}, inputs, {})
-    manifest = made(target, head, tmp_path / "export", evaluation=Artifact(str(tmp_path / "eval")))
-    text = (tmp_path / "export" / "README.md").read_text()
+    manifest = made(target, head, tmp_path / "export", measured(head, tmp_path / "eval", told))
+    text = card_of(tmp_path / "export")
     assert "tau 2.72 (95 %: 2.50-2.90) on held-out answers" in text
     assert "| de | 2.25 | 2.00-2.50 | 120 |" in text
     assert "| 4 | 16 | 3.50 | 3.25-3.75 |" in text
@@ -615,9 +560,3 @@ def test_every_table_of_an_evaluation_is_on_the_card_with_its_intervals(target, 
         "sgd": 3.0,
         "gsm8k": 2.0,
     }
-
-
-def front_matter(folder: Path) -> str:
-    """The YAML between a card's first two lines of dashes."""
-    _, found, _ = (folder / "README.md").read_text().split("---\n", 2)
-    return found

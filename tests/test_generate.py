@@ -12,17 +12,17 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from eyas.artifact import VERSION, Artifact
+from eyas.artifact import VERSION, Artifact, Manifest
 from eyas.chat import Chat
 from eyas.engine.engine import Engine
-from eyas.errors import EmptyInputError, InputError, MissingInputError, TemplateError
+from eyas.errors import EmptyInputError, MissingInputError, TemplateError
 from eyas.features import generate as stage
 from eyas.features.generate import GenerateConfig, generate, open_backend
 from eyas.privacy.detector import LeakDetector
 from eyas.privacy.pii import PrivacyConfig
 from eyas.records import Answer, Prompt, read_answers, read_origins
 from tests.chat_folders import like_qwen_target
-from tests.stages import prompts_of, talking_target, write_prompts
+from tests.stages import contents, prompts_of, talking_target, write_prompts
 from tests.tiny import TEMPLATE, tiny_target, tiny_tokenizer
 
 PROMPTS = prompts_of(23)
@@ -55,6 +55,17 @@ def answered(target, tmp_path_factory) -> Artifact:
     return output
 
 
+@pytest.fixture
+def output(tmp_path) -> Artifact:
+    return Artifact(str(tmp_path / "answers"))
+
+
+def run(target: Path, prompts: list[Prompt], output: Artifact, **settings: Any) -> Manifest:
+    """Answers to these prompts, which lie beside the output."""
+    where = Path(output.url).parent / f"prompts of {Path(output.url).name}"
+    return generate(config_of(target, **settings), write_prompts(where, prompts), output)
+
+
 def rows_by_prompt(artifact: Artifact) -> dict[str, list[Answer]]:
     rows: dict[str, list[Answer]] = collections.defaultdict(list)
     for answer in read_answers(artifact):
@@ -63,33 +74,23 @@ def rows_by_prompt(artifact: Artifact) -> dict[str, list[Answer]]:
 
 
 def dropped_rows(artifact: Artifact) -> list[dict[str, Any]]:
-    return [
-        row
-        for name in artifact.names()
-        if name.startswith("dropped-")
-        for row in artifact.read_jsonl(name)
-    ]
+    return list(artifact.read_rows("dropped"))
 
 
 def test_every_turn_is_an_answer_or_a_counted_drop(answered):
     counts = answered.manifest("generate").counts
     assert counts["prompts"] == len(PROMPTS)
     assert counts["turns"] == sum(len(prompt.turns) for prompt in PROMPTS)
-    assert (
-        counts["turns"]
-        == counts["answers"]
-        + counts["dropped_earlier_turn_cut"]
-        + counts["dropped_earlier_turn_marked"]
-    )
+    ends = ("answers", "dropped_earlier_turn_cut", "dropped_earlier_turn_marked")
+    assert counts["turns"] == sum(counts[name] for name in ends)
     rows, dropped = rows_by_prompt(answered), dropped_rows(answered)
     assert list(rows) == [prompt.id for prompt in PROMPTS], "in the prompts' order, all of them"
     for prompt in PROMPTS:
         turns = [answer.turn for answer in rows[prompt.id]]
         turns += [row["turn"] for row in dropped if row["prompt_id"] == prompt.id]
         assert turns == list(range(len(prompt.turns)))
-    assert {answer.finish_reason for answer in read_answers(answered)} == {"stop", "length"}, (
-        "the test wants both"
-    )
+    reasons = {answer.finish_reason for answer in read_answers(answered)}
+    assert reasons == {"stop", "length"}, "the test wants both"
     assert {row["reason"] for row in dropped} == {"earlier_turn_cut", "earlier_turn_marked"}
 
 
@@ -142,19 +143,9 @@ def test_answers_are_what_transformers_generates(target, answered):
         assert answer.messages[-1]["content"] == chat.decode(written[:-1] if stopped else written)
 
 
-def contents(artifact: Artifact) -> dict[str, bytes]:
-    """The rows that are the same in every run, as they lie on disk."""
-    return {
-        name: artifact.read(name)
-        for name in artifact.names()
-        if name.startswith(("answers-", "dropped-"))
-    }
-
-
-def test_the_batch_changes_no_answer(target, answered, tmp_path):
-    prompts = write_prompts(tmp_path / "prompts", PROMPTS)
-    generate(config_of(target, max_batch=1), prompts, Artifact(str(tmp_path / "one")))
-    assert contents(Artifact(str(tmp_path / "one"))) == contents(answered)
+def test_the_batch_changes_no_answer(target, answered, output):
+    run(target, PROMPTS, output, max_batch=1)
+    assert contents(output) == contents(answered)
 
 
 def test_the_engine_in_this_process_runs_on_a_gpu_where_there_is_one(target, monkeypatch):
@@ -173,28 +164,12 @@ def test_the_engine_in_this_process_runs_on_a_gpu_where_there_is_one(target, mon
     assert devices == ["cpu", "cuda"]
 
 
-def test_finished_work_is_not_done_again(target, answered, tmp_path, monkeypatch):
-    prompts = Artifact(answered.url.replace("/answers", "/prompts"))
-    monkeypatch.setattr(Engine, "load", lambda *_: pytest.fail("loads the target to do nothing"))
-    again = Artifact(answered.url)
-    assert generate(config_of(target), prompts, again) == answered.manifest()
-    assert again.was_done
-    with pytest.raises(InputError, match="holds other work"):
-        generate(config_of(target, sampling=[{"temperature": 0.5}]), prompts, again)
-
-
 def test_sampling_is_repeatable_and_part_of_the_key(target, answered, tmp_path):
-    prompts = write_prompts(tmp_path / "prompts", PROMPTS[:6])
-    runs = []
-    for name, batch in (("one", 6), ("two", 2)):
-        output = Artifact(str(tmp_path / name))
-        generate(
-            config_of(target, sampling=[{"temperature": 1.0}], max_batch=batch), prompts, output
-        )
-        runs.append(contents(output))
-    assert runs[0] == runs[1]
-    greedy = {answer.key for answer in read_answers(answered)}
-    sampled = {answer.key for answer in read_answers(Artifact(str(tmp_path / "one")))}
+    one, two = (Artifact(str(tmp_path / name)) for name in ("one", "two"))
+    for output, batch in ((one, 6), (two, 2)):
+        run(target, PROMPTS[:6], output, sampling=[{"temperature": 1.0}], max_batch=batch)
+    assert contents(one) == contents(two)
+    greedy, sampled = ({row.key for row in read_answers(made)} for made in (answered, one))
     assert not greedy & sampled
 
 
@@ -207,34 +182,32 @@ def open_question(answered: Artifact) -> str:
     )
 
 
-def test_the_key_is_the_work(target, answered, tmp_path):
+def test_the_key_is_the_work(target, answered, output):
     """Two prompts that begin alike have the same first question and different second ones."""
     first = open_question(answered)
     twins = [Prompt("a", "s", "l", (first, "In San Jose?")), Prompt("b", "s", "l", (first, "0123"))]
-    output = Artifact(str(tmp_path / "answers"))
-    generate(config_of(target), write_prompts(tmp_path / "prompts", twins), output)
+    run(target, twins, output)
     rows = rows_by_prompt(output)
     assert rows["a"][0].key == rows["b"][0].key
     assert rows["a"][0].messages == rows["b"][0].messages
     assert rows["a"][1].key != rows["b"][1].key
 
 
-def test_what_does_not_fit_is_dropped_and_counted(target, answered, tmp_path):
+def test_what_does_not_fit_is_dropped_and_counted(target, answered, output):
     long = "zq#" * 100
     prompts = [
         Prompt("a", "s", "l", (long,)),
         Prompt("b", "s", "l", (open_question(answered), long, "more")),
         Prompt("c", "s", "l", ("Hi",)),
     ]
-    output = Artifact(str(tmp_path / "answers"))
-    manifest = generate(config_of(target), write_prompts(tmp_path / "prompts", prompts), output)
+    manifest = run(target, prompts, output)
     assert manifest.counts["dropped_context_full"] == 3
     dropped = dropped_rows(output)
     assert [(row["prompt_id"], row["turn"]) for row in dropped] == [("a", 0), ("b", 1), ("b", 2)]
     assert "the limit is 255" in dropped[0]["detail"], "the target's context is 256"
 
 
-def test_a_conversation_that_the_template_refuses_is_dropped_and_counted(tmp_path):
+def test_a_conversation_that_the_template_refuses_is_dropped_and_counted(tmp_path, output):
     target = talking_target(tmp_path / "target")
     refuses = (
         "{% for m in messages %}{% if 'secret' in m['content'] %}{{ raise_exception('No "
@@ -242,8 +215,7 @@ def test_a_conversation_that_the_template_refuses_is_dropped_and_counted(tmp_pat
     )
     tiny_tokenizer(target, chat_template=refuses + TEMPLATE)
     prompts = [Prompt("a", "s", "l", ("a secret",)), Prompt("b", "s", "l", ("Thanks",))]
-    output = Artifact(str(tmp_path / "answers"))
-    manifest = generate(config_of(target), write_prompts(tmp_path / "prompts", prompts), output)
+    manifest = run(target, prompts, output)
     assert manifest.counts["dropped_template_refused"] == 1
     assert "No secrets" in dropped_rows(output)[0]["detail"]
 
@@ -251,7 +223,9 @@ def test_a_conversation_that_the_template_refuses_is_dropped_and_counted(tmp_pat
 SAID = "Ask bob@gnu.org, ann@example.com or Ada Lovelace in Paris."
 
 
-def test_an_answer_with_what_nobody_told_the_target_is_left_out(target, tmp_path, monkeypatch):
+def test_an_answer_with_what_nobody_told_the_target_is_left_out(
+    target, tmp_path, monkeypatch, output
+):
     """An echo of the prompt, a reserved address, names and places stay; what came out of nowhere
     goes, and its later turns.
     """
@@ -261,24 +235,13 @@ def test_an_answer_with_what_nobody_told_the_target_is_left_out(target, tmp_path
         Prompt("alone", "s", "l", ("Thanks 6",)),
         Prompt("told later", "s", "l", ("Thanks 6", "bob@gnu.org?", "more")),
     ]
-    output = Artifact(str(tmp_path / "answers"))
-    manifest = generate(
-        config_of(target, max_tokens=60), write_prompts(tmp_path / "prompts", prompts), output
-    )
+    manifest = run(target, prompts, output, max_tokens=60)
     assert list(rows_by_prompt(output)) == ["told"]
-    counts = manifest.counts
-    assert (
-        counts["answers"],
-        counts["dropped_pii.email_address"],
-        counts["dropped_earlier_turn_dropped"],
-    ) == (1, 2, 2)
+    wanted = {"answers": 1, "dropped_pii.email_address": 2, "dropped_earlier_turn_dropped": 2}
+    assert wanted.items() <= manifest.counts.items()
     dropped = dropped_rows(output)
-    assert [(row["prompt_id"], row["turn"]) for row in dropped] == [
-        ("alone", 0),
-        ("told later", 0),
-        ("told later", 1),
-        ("told later", 2),
-    ]
+    turns = [("alone", 0), *(("told later", turn) for turn in range(3))]
+    assert [(row["prompt_id"], row["turn"]) for row in dropped] == turns
     assert dropped[0]["detail"] == "EMAIL_ADDRESS at 4-15", "by type and place"
     assert not [
         name
@@ -287,9 +250,7 @@ def test_an_answer_with_what_nobody_told_the_target_is_left_out(target, tmp_path
     ]
     kept = PrivacyConfig(actions={"email_address": "keep", **NO_NAMES})
     output = Artifact(str(tmp_path / "kept"))
-    manifest = generate(
-        config_of(target, max_tokens=60, personal=kept), Artifact(str(tmp_path / "prompts")), output
-    )
+    manifest = run(target, prompts, output, max_tokens=60, personal=kept)
     assert manifest.counts["answers"] == manifest.counts["turns"] == 5
 
 
@@ -315,32 +276,28 @@ def test_leaks(before, answer, types):
     assert all(one.hash == "" for one in found)
 
 
-def test_nothing_to_answer(target, tmp_path):
-    none = write_prompts(tmp_path / "none", [])
+def test_nothing_to_answer(target, tmp_path, output):
     with pytest.raises(EmptyInputError, match="holds no prompts"):
-        generate(config_of(target), none, Artifact(str(tmp_path / "answers")))
+        run(target, [], output)
     assert not (tmp_path / "answers").exists()
-    long = write_prompts(tmp_path / "long", [Prompt("a", "s", "l", ("zq#" * 100,))])
+    other = Artifact(str(tmp_path / "other"))
     with pytest.raises(EmptyInputError, match="none of the 1 prompts"):
-        generate(config_of(target), long, Artifact(str(tmp_path / "answers")))
+        run(target, [Prompt("a", "s", "l", ("zq#" * 100,))], other)
     with pytest.raises(MissingInputError, match="does not exist"):
-        generate(
-            config_of(target), Artifact(str(tmp_path / "absent")), Artifact(str(tmp_path / "other"))
-        )
+        generate(config_of(target), Artifact(str(tmp_path / "absent")), output)
 
 
-def test_a_target_without_a_template_is_refused_before_anything_is_written(tmp_path):
+def test_a_target_without_a_template_is_refused_before_anything_is_written(tmp_path, output):
     target = tiny_target(tmp_path / "target")
     for path in target.iterdir():
         if path.name.startswith(("tokenizer", "chat_template")):
             path.unlink()
     tiny_tokenizer(target, chat_template=None)
-    prompts = write_prompts(tmp_path / "prompts", PROMPTS[:1])
     with pytest.raises(TemplateError, match="no chat template"):
-        generate(config_of(target), prompts, Artifact(str(tmp_path / "answers")))
+        run(target, PROMPTS[:1], output)
     assert not (tmp_path / "answers").exists()
     with pytest.raises(MissingInputError, match="no target folder"):
-        generate(config_of(tmp_path / "absent"), prompts, Artifact(str(tmp_path / "answers")))
+        run(tmp_path / "absent", PROMPTS[:1], Artifact(str(tmp_path / "other")))
 
 
 def test_the_manifest_says_which_target_and_which_day(target, answered):
@@ -354,30 +311,28 @@ def test_the_manifest_says_which_target_and_which_day(target, answered):
     )
 
 
-def test_a_refused_run_claims_no_folder(target, tmp_path):
+def test_a_refused_run_claims_no_folder(target, tmp_path, output):
     """What the refusal advises changes the identity: the same folder must still be free."""
-    prompts, output = write_prompts(tmp_path / "prompts", PROMPTS[:2]), tmp_path / "answers"
+    prompts = write_prompts(tmp_path / "prompts", PROMPTS[:2])
     with pytest.raises(MissingInputError, match="no server answers"):
-        generate(config_of(target, servers=["http://127.0.0.1:9"]), prompts, Artifact(str(output)))
-    assert not output.exists()
-    generate(config_of(target), prompts, Artifact(str(output)))
+        generate(config_of(target, servers=["http://127.0.0.1:9"]), prompts, output)
+    assert not Path(output.url).exists()
+    generate(config_of(target), prompts, output)
 
 
-def test_a_long_prompt_is_answered_as_far_as_the_targets_context_goes(target, tmp_path):
+def test_a_long_prompt_is_answered_as_far_as_the_targets_context_goes(target, output):
     """By default, and beside others that share the cache."""
     rows = [Prompt("long", "s", "l", ("zq#" * 60,)), *PROMPTS[:6]]
-    output = Artifact(str(tmp_path / "answers"))
-    generate(config_of(target), write_prompts(tmp_path / "prompts", rows), output)
+    run(target, rows, output)
     (long,) = rows_by_prompt(output)["long"]
     assert 150 < len(long.prompt_ids) < 256
 
 
-def test_tools_are_in_the_prompt(tmp_path):
+def test_tools_are_in_the_prompt(tmp_path, output):
     target = like_qwen_target(tmp_path / "target")
     tools = ({"type": "function", "function": {"name": "find", "description": "Finds."}},)
     rows = [Prompt("with", "s", "l", ("Hi",), tools=tools), Prompt("without", "s", "l", ("Hi",))]
-    output = Artifact(str(tmp_path / "answers"))
-    generate(config_of(target), write_prompts(tmp_path / "prompts", rows), output)
+    run(target, rows, output)
     chat = Chat(target)
     shown = {name: chat.decode(rows[0].prompt_ids) for name, rows in rows_by_prompt(output).items()}
     assert '"find"' in shown["with"]

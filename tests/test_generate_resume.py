@@ -25,7 +25,7 @@ from eyas.features.answers import AnswerParts, JournalEntry, folder_lock
 from eyas.features.backends import EngineBackend
 from eyas.features.generate import GenerateConfig, generate
 from eyas.records import Answer, Origin, read_answers, read_origins
-from tests.stages import ended, in_a_process, prompts_of, talking_target, write_prompts
+from tests.stages import contents, ended, in_a_process, prompts_of, talking_target, write_prompts
 
 PROMPTS = prompts_of(60)
 
@@ -61,14 +61,6 @@ def whole(config, prompts, tmp_path_factory) -> tuple[Artifact, float]:
     started = time.monotonic()
     generate(config, prompts, output)
     return output, time.monotonic() - started
-
-
-def contents(artifact: Artifact) -> dict[str, bytes]:
-    return {
-        name: artifact.read(name)
-        for name in artifact.names()
-        if name.startswith(("answers-", "dropped-"))
-    }
 
 
 def is_running(pid: int) -> bool:
@@ -178,10 +170,8 @@ def test_killed_at_the_worst_moment(when, config, prompts, whole, asked, tmp_pat
         patch.setattr(Artifact, "write_jsonl", write_or_die)
         for _ in range(3 if when not in ("part", "work") else 1):
             kept = kept_turns(output)
-            assert (
-                ended(in_a_process(lambda: generate(config, prompts, Artifact(str(output)))))
-                == -signal.SIGKILL
-            )
+            killed = in_a_process(lambda: generate(config, prompts, Artifact(str(output))))
+            assert ended(killed) == -signal.SIGKILL
             assert not kept & asked_for(asked)
             assert kept < kept_turns(output)
     kept = kept_turns(output)
@@ -203,10 +193,8 @@ def test_a_damaged_entry_is_asked_for_again_with_what_stood_on_it(
         patch.setattr(
             on_disk.AnswerParts, "_write", lambda *_: os.kill(os.getpid(), signal.SIGKILL)
         )
-        assert (
-            ended(in_a_process(lambda: generate(config, prompts, Artifact(str(output)))))
-            == -signal.SIGKILL
-        )
+        killed = in_a_process(lambda: generate(config, prompts, Artifact(str(output))))
+        assert ended(killed) == -signal.SIGKILL
     asked_for(asked)
     later = next(path for path in sorted((output / WORK).glob("*/*-001.json")))
     prompt_id = json.loads(later.read_text())["answer"]["prompt_id"]
@@ -234,12 +222,8 @@ def test_what_a_killed_process_left_half_written_is_swept(config, prompts, whole
     with pytest.raises(KeyboardInterrupt):
         generate(config, prompts, Artifact(str(output)), interrupt)
     assert [path.name for path in output.rglob("*.partial-*")] == ["somebody.partial-99998"]
-    for name in (
-        "answers-00000.jsonl",
-        "origins-00001.jsonl",
-        "manifest.json",
-        f"{WORK}/part-00000/00000-000.json",
-    ):
+    parts = ("answers-00000.jsonl", "origins-00001.jsonl", f"{WORK}/part-00000/00000-000.json")
+    for name in (*parts, "manifest.json"):
         (output / name).parent.mkdir(parents=True, exist_ok=True)
         (output / f"{name}.partial-99999").write_bytes(b"half")
     generate(config, prompts, Artifact(str(output)))
@@ -328,13 +312,11 @@ def test_an_entry_is_what_was_written_and_only_what_follows_on_others_counts(tex
 def test_origins_stand_beside_their_rows(whole):
     output, _ = whole
     for name in output.parts("answers"):
-        rows = [Answer.from_json(row) for row in output.read_jsonl(name)]
-        origins = [
-            Origin.from_json(row) for row in output.read_jsonl(name.replace("answers", "origins"))
+        places = [
+            [(row["key"], row["prompt_id"], row["turn"]) for row in output.read_jsonl(part)]
+            for part in (name, name.replace("answers", "origins"))
         ]
-        assert [(row.key, row.prompt_id, row.turn) for row in rows] == [
-            (one.key, one.prompt_id, one.turn) for one in origins
-        ]
+        assert places[0] == places[1]
     shares = collections.Counter(row.temperature for row in read_answers(output))
     assert set(shares) == {0.0, 1.0}
     assert len(list(read_origins(output))) == sum(shares.values())

@@ -443,21 +443,8 @@ NUMBERS = {
     "NATIONAL_ID": "390.533.447-05",
 }
 SEPARATORS = [
-    ".",
-    "/",
-    "_",
-    "-",
-    "–",
-    "—",
-    "  ",
-    "\n",
-    "\r\n",
-    " - ",
-    " / ",
-    "\u00a0",
-    "\u2009",
-    "|",
-]
+    ".", "/", "_", "-", "–", "—", "  ", "\n", "\r\n", " - ", " / ", "\u00a0", "\u2009", "|"
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("separator", SEPARATORS)

@@ -214,9 +214,7 @@ def test_several_open_questions_are_replayed_together(world, tmp_path, monkeypat
     assert "before lm_head" in ways[0].reading
     assert "as inputs" in ways[0].reading
     findings = verdict(check(folder, "builtin"), ways)
-    assert ["is meant: write" in finding.hint for finding in findings if finding.meanings][:1] == [
-        True
-    ]
+    assert "is meant: write" in next(one.hint for one in findings if one.meanings)
     # as outputs beyond the target: one way is left of these
     beyond = edit_config(folder, eagle_config={IDS: [2, 6, 12]})
     ways, _ = replay_head(beyond, "builtin")
@@ -287,19 +285,15 @@ def test_what_a_head_has_of_its_own_is_read_without(tiny):
     assert {"the target's embeddings", "the target's rotary embedding"} <= names
     assert "d2t as ids" not in names
     ids = tensors | {"d2t": torch.arange(64) + tensors["d2t"]}
-    (as_ids,) = (
-        reading
-        for reading in misreadings(config, ids, target.config)
-        if reading.name == "d2t as ids"
-    )
+    readings = misreadings(config, ids, target.config)
+    (as_ids,) = (reading for reading in readings if reading.name == "d2t as ids")
     assert torch.equal(as_ids.tensors["d2t"], tensors["d2t"])
     assert torch.equal(as_ids.tensors["t2d"], tensors["t2d"])
 
 
 def test_a_gain_is_paired_over_answers():
     one, other = (
-        ReadingScore("", 2.0, [10, 12, 8, 11], [10, 10, 10, 10]),
-        ReadingScore("", 2.0, [8, 10, 6, 9], [10, 10, 10, 10]),
+        ReadingScore("", 2.0, accepted, [10] * 4) for accepted in ([10, 12, 8, 11], [8, 10, 6, 9])
     )
     drafts, share, errors = one.gain(other)
     assert (drafts, share) == (pytest.approx(0.2), pytest.approx(8 / 33))
@@ -319,13 +313,9 @@ def test_a_gain_is_paired_over_answers():
 )
 def test_another_reading_must_be_better_by_both_size_and_certainty(accepted, level):
     places = [20, 30, 40, 50]
-    declared, other = (
-        ReadingScore(DECLARED, 2.0, [10, 30, 50, 70], places),
-        ReadingScore("other", 2.0, accepted, places),
-    )
-    assert [finding.level for finding in reading_findings([declared, other])] == (
-        [level] if level else []
-    )
+    declared = ReadingScore(DECLARED, 2.0, [10, 30, 50, 70], places)
+    findings = reading_findings([declared, ReadingScore("other", 2.0, accepted, places)])
+    assert [finding.level for finding in findings] == ([level] if level else [])
 
 
 # A flag that was lost, on heads that were trained with it
@@ -364,12 +354,8 @@ def trained_with(folder: Path, flag: str):
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-    return (
-        target,
-        config,
-        {name: tensor.detach() for name, tensor in head.state_dict().items()},
-        answers,
-    )
+    tensors = {name: tensor.detach() for name, tensor in head.state_dict().items()}
+    return target, config, tensors, answers
 
 
 @pytest.mark.parametrize("flag", ["norm_before_residual", "norm_output"])
@@ -378,9 +364,8 @@ def test_a_lost_flag_is_found_by_what_it_costs(tiny, flag):
     declared, *others = replayed(config, tensors, target, answers)
     assert declared.tau > 2, declared
     assert list(reading_findings([declared, *others])) == []
-    (finding,) = reading_findings(
-        replayed(changed(config, **{flag: False}), tensors, target, answers)
-    )
+    lost = changed(config, **{flag: False})
+    (finding,) = reading_findings(replayed(lost, tensors, target, answers))
     assert finding.level == "error"
     assert f"{flag} on" in finding.what
 
@@ -422,10 +407,8 @@ def test_what_is_no_text_is_said(tmp_path, name, data):
 
 def test_a_kept_answer_is_taken_as_it_is_and_a_prompt_is_answered(tiny, tmp_path, caplog):
     target = Target.load(tiny)
-    prompt, answer = (
-        {"role": "user", "content": "user"},
-        {"role": "assistant", "content": "The address"},
-    )
+    prompt = {"role": "user", "content": "user"}
+    answer = {"role": "assistant", "content": "The address"}
     named = {**answer, "content": "The <|im_end|> token"}
     rows = [{"messages": [prompt, one]} for one in (named, answer)] + [{"messages": [prompt]}]
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
@@ -457,9 +440,8 @@ def test_the_command_ends_with_its_verdict_and_as_json(tmp_path):
     assert told["not_replayed"] == ""
     assert told["replay"][0]["reading"] == DECLARED
     assert told["replay"][0]["tau"] > 1.3
-    assert {"reading", "tau", "accepted_drafts", "gain", "standard_errors"} <= told["replay"][
-        1
-    ].keys()
+    keys = {"reading", "tau", "accepted_drafts", "gain", "standard_errors"}
+    assert keys <= told["replay"][1].keys()
     shown = CliRunner().invoke(build(command), [*command, "--no-replay"])
     assert shown.exit_code == 0
     assert "nothing found" in shown.output

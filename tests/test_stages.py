@@ -18,12 +18,14 @@ import pytest
 
 from eyas.artifact import DONE, IDENTITY, MANIFEST, Artifact, Manifest, Persistent
 from eyas.data.prompts import PromptsConfig, make_prompts
+from eyas.engine.engine import Engine
 from eyas.errors import InputError
 from eyas.evaluate.evaluate import EvalConfig, evaluate
 from eyas.export.export import ExportConfig, export
 from eyas.features.capture import CaptureConfig, capture
 from eyas.features.generate import GenerateConfig, generate
 from eyas.log import Track, quiet
+from eyas.model.target import Target
 from eyas.shards import Features
 from eyas.train.trainer import TrainConfig, train
 from tests.stages import ended, ending_target, in_a_process
@@ -157,7 +159,11 @@ def test_what_is_written_is_listed_and_nothing_is_left_over(world, stage):
 def test_done_work_is_not_done_again_and_other_work_is_refused(world, stage):
     artifact = Artifact(getattr(world, stage.name).url)
     before, steps = snapshot(Path(artifact.url)), []
-    manifest = stage.run(world, artifact, 0, lambda *step: steps.append(step))
+    with pytest.MonkeyPatch.context() as patch:
+        for model in (Engine, Target):
+            patch.setattr(model, "load", lambda *_: pytest.fail("loads a model to do nothing"))
+        patch.setattr("eyas.export.export.check", lambda *_: pytest.fail("checks it again"))
+        manifest = stage.run(world, artifact, 0, lambda *step: steps.append(step))
     assert manifest == getattr(world, stage.name).manifest()
     assert (artifact.was_done, steps) == (True, [])
     with pytest.raises(InputError, match="holds other work"):
