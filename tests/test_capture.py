@@ -3,7 +3,6 @@ is accounted for.
 """
 
 import dataclasses
-import errno
 import os
 import shutil
 import signal
@@ -287,29 +286,6 @@ def test_a_killed_run_goes_on_and_ends_the_same(target, answers, captured, tmp_p
     assert contents(output) == contents(captured)
     assert manifest.counts == captured.manifest().counts
     assert {path: path.stat().st_mtime_ns for path in kept} == kept, "whole shards stay"
-
-
-def test_a_full_disk_is_said_and_what_is_done_is_kept(
-    target, answers, captured, tmp_path, monkeypatch
-):
-    config, output = config_of(target), Artifact(str(tmp_path / "full"))
-    fsync, num_writes = os.fsync, 0
-
-    def fills_up(descriptor):
-        nonlocal num_writes
-        num_writes += 1
-        if num_writes == 5:
-            raise OSError(errno.ENOSPC, "No space left on device")
-        fsync(descriptor)
-
-    with monkeypatch.context() as patched:
-        patched.setattr(os, "fsync", fills_up)
-        with pytest.raises(StorageFullError, match="no room left") as raised:
-            capture(config, answers, output)
-    assert raised.value.exit_code == 2
-    assert any(name.endswith(".safetensors") for name in output.names())
-    capture(config, answers, output)
-    assert contents(output) == contents(captured)
 
 
 def test_a_disk_too_small_is_said_before_the_work(target, answers, captured, monkeypatch, output):

@@ -16,7 +16,6 @@ from transformers import AutoModelForCausalLM
 from eyas.errors import ConfigError, MismatchError
 from eyas.features import decoder as features_decoder
 from eyas.features.decoder import (
-    FeatureDecoder,
     HiddenStates,
     HookedDecoder,
     OwnDecoder,
@@ -73,35 +72,25 @@ def test_streams_are_the_hidden_states_that_the_model_puts_out(family, folders, 
 def test_what_is_beyond_a_rows_end_changes_nothing_before_it(family, decoders):
     rows = [TOKENS[0, :40].tolist(), TOKENS[1, :23].tolist()]
     together, alone = decoders[family].states(rows), decoders[family].states(rows[1:])
-    assert_close(
-        HiddenStates(together.aux_hidden[1:, :23], together.last_hidden[1:, :23]),
-        alone.aux_hidden,
-        alone.last_hidden,
-    )
+    second = HiddenStates(together.aux_hidden[1:, :23], together.last_hidden[1:, :23])
+    assert_close(second, alone.aux_hidden, alone.last_hidden)
 
 
 @pytest.mark.parametrize("family", ["own", *EVERY])
 def test_a_shared_beginning_gives_the_streams_of_the_whole(family, folders, decoders):
     """Twice from one beginning: the first use leaves it as it was. Past a sliding window too."""
-    num_shared = 32
-    decoder: FeatureDecoder = (
-        OwnDecoder(Target.load(folders["qwen3"])) if family == "own" else decoders[family]
-    )
+    shared = 32
+    is_own = family == "own"
+    decoder = OwnDecoder(Target.load(folders["qwen3"])) if is_own else decoders[family]
     assert decoder.reuses
     tokens = TOKENS.clone()
-    tokens[:, :num_shared] = tokens[0, :num_shared]
+    tokens[:, :shared] = tokens[0, :shared]
     whole = decoder.states(tokens.tolist())
-    begun = decoder.begin(tokens[0, :num_shared].tolist())
+    begun = decoder.begin(tokens[0, :shared].tolist())
     for rows in (tokens[:2], tokens):
-        rest = decoder.states(rows[:, num_shared:].tolist(), begun)
-        assert_close(
-            begun.states, whole.aux_hidden[0, :num_shared], whole.last_hidden[0, :num_shared]
-        )
-        assert_close(
-            rest,
-            whole.aux_hidden[: len(rows), num_shared:],
-            whole.last_hidden[: len(rows), num_shared:],
-        )
+        rest, count = decoder.states(rows[:, shared:].tolist(), begun), len(rows)
+        assert_close(begun.states, whole.aux_hidden[0, :shared], whole.last_hidden[0, :shared])
+        assert_close(rest, whole.aux_hidden[:count, shared:], whole.last_hidden[:count, shared:])
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -148,26 +137,21 @@ def test_a_target_says_its_shape_in_one_spelling(folders):
 
 def test_a_window_or_a_rope_that_our_own_decoder_lacks_goes_by_transformers(tmp_path):
     window = tiny_target(tmp_path / "window", "mistral", sliding_window=12)
-    yarn = tiny_target(
-        tmp_path / "yarn",
-        rope_parameters={"rope_type": "yarn", "factor": 4.0, "rope_theta": 5000.0},
-        max_position_embeddings=512,
-    )
+    rope = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 5000.0}
+    yarn = tiny_target(tmp_path / "yarn", rope_parameters=rope, max_position_embeddings=512)
     for folder in (window, yarn):
         with pytest.raises(MismatchError, match=r"sliding-window|yarn") as raised:
             Target.load(folder)
         assert "transformers" in raised.value.hint
         aux_hidden, last_hidden, _ = stated(folder, TOKENS)
-        assert_close(
-            HookedDecoder.load(folder, "float32").states(TOKENS.tolist()), aux_hidden, last_hidden
-        )
+        states = HookedDecoder.load(folder, "float32").states(TOKENS.tolist())
+        assert_close(states, aux_hidden, last_hidden)
     assert target_shape(yarn).rope.theta == 5000.0
 
 
 def test_a_family_that_is_not_served_says_what_still_works(folders):
-    with pytest.raises(
-        MismatchError, match="'gpt_neox' model; eyas' own engine runs Llama"
-    ) as raised:
+    match = "'gpt_neox' model; eyas' own engine runs Llama"
+    with pytest.raises(MismatchError, match=match) as raised:
         Target.load(folders["gpt_neox"])
     assert "SGLang" in raised.value.hint
 
@@ -183,12 +167,10 @@ def test_an_lm_head_with_a_bias_is_refused(tmp_path):
 
 
 def test_a_config_that_transformers_does_not_know(tmp_path):
-    (tmp_path / "config.json").write_text(
-        json.dumps({"model_type": "hawk", "architectures": ["HawkForCausalLM"]})
-    )
-    with pytest.raises(
-        MismatchError, match="'hawk' model, which the installed transformers does not load"
-    ):
+    config = {"model_type": "hawk", "architectures": ["HawkForCausalLM"]}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    match = "'hawk' model, which the installed transformers does not load"
+    with pytest.raises(MismatchError, match=match):
         target_shape(tmp_path)
 
 

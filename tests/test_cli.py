@@ -4,7 +4,6 @@ bad input.
 
 from __future__ import annotations
 
-import dataclasses
 import errno
 import importlib
 import json
@@ -16,6 +15,7 @@ import subprocess
 import sys
 import tomllib
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
@@ -104,12 +104,8 @@ class TestConfig:
         assert config == Sample(lr=0.25, names=("a",), inner=Inner(depth=3))
 
     def test_exponents_that_yaml_reads_as_text_are_numbers(self, tmp_path):
-        assert (
-            stage_config(
-                Sample, "sample", self.write(tmp_path, "sample: {lr: 3e-4}\n"), ["inner.depth=7"]
-            ).lr
-            == 3e-4
-        )
+        run_file = self.write(tmp_path, "sample: {lr: 3e-4}\n")
+        assert stage_config(Sample, "sample", run_file, ["inner.depth=7"]).lr == 3e-4
 
     @given(
         st.dictionaries(st.sampled_from("abc"), st.integers()),
@@ -153,42 +149,25 @@ class TestConfig:
 # Bad inputs. The small pipeline that they spoil is made once, by the commands themselves, on a tiny
 # random target.
 
-PROMPTS = [
-    "I would like a table for two.",
-    "In San Jose?",
-    "The address is 71 North Street.",
-    "Thanks",
-    "0123 a table",
-]
-
-
+TURNS = ("I would like a table for two.", "In San Jose?", "The address is 71 North Street.")
+TURNS += ("Thanks", "0123 a table")
 MINE = "--licence CC0-1.0 --prompts-by human"
 
 
 def write_raw(path: Path, count: int = 40) -> Path:
-    rows = [
-        {"id": f"r{number}", "prompt": f"{PROMPTS[number % 5]} {number}"} for number in range(count)
-    ]
+    rows = ({"id": f"r{at}", "prompt": f"{TURNS[at % 5]} {at}"} for at in range(count))
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
 
 
-@dataclasses.dataclass(frozen=True)
-class Made:
-    target: Path
-    prompts: Path
-    answers: Path
-    features: Path
-    head: Path
-
-
 @pytest.fixture(scope="module")
-def made(tmp_path_factory) -> Made:
+def made(tmp_path_factory) -> SimpleNamespace:
+    """The folders of a target and of each stage."""
     root = tmp_path_factory.mktemp("made")
-    made = Made(
-        ending_target(root / "target"),
-        *(root / name for name in ("prompts", "answers", "features", "head")),
+    made = SimpleNamespace(
+        **{name: root / name for name in ("prompts", "answers", "features", "head")}
     )
+    made.target = ending_target(root / "target")
     # these rows are, and are to stay
     alike = "-s near_duplicates=null -s personal.actions.street_address=keep"
     sizes = "-s head.draft_vocab_size=64 -s objective.num_ttt_steps=2 -s epochs=1 -s dtype=float32"
@@ -319,10 +298,8 @@ class TestFullDisk:
         raw, disk = write_raw(tmp_path / "raw.jsonl", 3000), tmp_path / "disk"
         disk.mkdir()
         mount = f"mount -t tmpfs -o size=64k tmpfs {disk}"
-        if (
-            shutil.which("unshare") is None
-            or subprocess.run(["unshare", "-rm", "sh", "-c", mount], capture_output=True).returncode
-        ):
+        tried = ["unshare", "-rm", "sh", "-c", mount]
+        if not shutil.which("unshare") or subprocess.run(tried, capture_output=True).returncode:
             pytest.skip("this system lets no process mount a file system of its own")
         prompts = f"{sys.executable} -m eyas.cli.main prompts {raw} {MINE} -o {disk}/prompts"
         command = f"{mount} && {prompts}; code=$?; ls {disk}/prompts; exit $code"
@@ -419,13 +396,9 @@ class TestRunFiles:
     )
     def test_shipped_run_files_fit(self, path):
         content = read_run_file(path)
-        sources = [
-            {**source, "path": f"any-{number}"}
-            for number, source in enumerate(content["prompts"]["sources"])
-        ]
-        validated(
-            RunConfig, {**content, "prompts": {**content["prompts"], "sources": sources}}, path.name
-        )
+        for number, source in enumerate(content["prompts"]["sources"]):
+            source["path"] = f"any-{number}"
+        validated(RunConfig, content, path.name)
 
     @pytest.mark.parametrize(
         ("changed", "words"),

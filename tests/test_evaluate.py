@@ -102,9 +102,8 @@ def test_predicts_what_the_engine_does(made, tmp_path):
     assert result["tau_interval"][0] < result["tau"] < result["tau_interval"][1]
     assert result["tau"] <= result["tau_ceiling"] <= K + 1
     longer = sum(len(answer) > 1 for _, answer in conversations)
-    assert (
-        sum(one["answers"] for one in result["by_language"].values()) == result["answers"] == longer
-    )
+    languages = result["by_language"].values()
+    assert sum(one["answers"] for one in languages) == result["answers"] == longer
     assert sum(one["rounds"] for one in result["by_source"].values()) == result["rounds"]
     assert manifest.facts["tau"] == result["tau"]
     assert run(folder, head, tmp_path, held_out(features), num_draft_steps=K) == manifest

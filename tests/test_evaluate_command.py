@@ -15,7 +15,7 @@ from eyas.cli.eval import eval_figures, in_one_line
 from eyas.cli.options import validated
 from eyas.cli.run import RunConfig, as_served
 from eyas.evaluate.evaluate import EvalConfig
-from tests.test_cli import assert_one_clear_error, run_eyas
+from tests.test_cli import RUN, assert_one_clear_error, run_eyas
 from tests.tiny import tiny_target
 from tests.tiny_head import head_folder
 from tests.tiny_prompts import SOURCES, eval_prompts
@@ -42,34 +42,21 @@ def prompts(tmp_path_factory):
 
 def test_from_prompts_alone(target, prompts, tmp_path):
     head = head_folder(target, tmp_path / "head", form="sglang")
-    options = (
-        "--trees",
-        "fixed(2,2,4) fixed(2,1,3)",
-        "--temperatures",
-        "0 0.7",
-        "-s",
-        "num_prompts=7",
-        *SMALL,
-    )
-    result = run_eyas(
-        "eval", head, "-t", target, "-o", tmp_path / "out", "--prompts", prompts, *options
-    )
+    words = ["eval", head, "-t", target, "-o", tmp_path / "out", "--prompts", prompts]
+    words += ["--trees", "fixed(2,2,4) fixed(2,1,3)", "--temperatures", "0 0.7"]
+    words += ["-s", "num_prompts=7", *SMALL]
+    result = run_eyas(*words)
     assert result.exit_code == 0, result.output
     told = json.loads(result.stdout.splitlines()[-1])
-    assert [(one["speculation"], one["temperature"]) for one in told["trees"]] == [
-        ("fixed(2,2,4)", 0.0),
-        ("fixed(2,1,3)", 0.0),
-        ("fixed(2,2,4)", 0.7),
-        ("fixed(2,1,3)", 0.7),
-    ]
+    measured = [(one["speculation"], one["temperature"]) for one in told["trees"]]
+    trees = ("fixed(2,2,4)", "fixed(2,1,3)")
+    assert measured == [(tree, temperature) for temperature in (0.0, 0.7) for tree in trees]
     assert "fixed(2,1,3)" in result.stdout
     assert "numbers" in result.stdout
     written = Artifact(str(tmp_path / "out")).read_json("eval.json")
     assert written["tau"] == told["tau"]
     assert written["answers"] == 7
-    again = run_eyas(
-        "eval", head, "-t", target, "-o", tmp_path / "out", "--prompts", prompts, *options
-    )
+    again = run_eyas(*words)
     assert "done already" in again.stderr
     assert again.stdout == result.stdout
 
@@ -139,13 +126,11 @@ def test_bad_input_is_one_clear_error(target, prompts, tmp_path):
         ("--features", tmp_path / "absent"): ("does not exist",),
     }.items():
         assert_one_clear_error(run_eyas(*base, *options), *words)
-    absent = run_eyas(
-        "eval", tmp_path / "no-head", "-t", target, "-o", tmp_path / "out", "--prompts", prompts
-    )
+    rest = ("-o", tmp_path / "out", "--prompts", prompts)
+    absent = run_eyas("eval", tmp_path / "no-head", "-t", target, *rest)
     assert_one_clear_error(absent, "no head folder")
     elsewhere = tiny_target(tmp_path / "elsewhere", num_hidden_layers=8, seed=3)
-    foreign = run_eyas("eval", head, "-t", elsewhere, "-o", tmp_path / "out", "--prompts", prompts)
-    assert_one_clear_error(foreign, "lm_head")
+    assert_one_clear_error(run_eyas("eval", head, "-t", elsewhere, *rest), "lm_head")
     assert not (tmp_path / "out").exists(), "bad input claims no folder"
 
 
@@ -164,24 +149,10 @@ def test_a_run_ends_with_what_eval_measured():
 def test_a_run_measures_as_it_serves():
     """The device was once left out: eval of a run on a GPU ran on the CPU."""
     serve = {"dtype": "bfloat16", "device": "cuda:1", "threads": 3, "engine": {"max_length": 99}}
-    config = validated(
-        RunConfig,
-        {
-            "target": "builtin",
-            "output": "out",
-            "prompts": {"sources": [{"path": "builtin", "licence": "CC0-1.0"}]},
-            "serve": serve,
-            "bench": {"seed": 7, "max_tokens": 33},
-        },
-        "run.yaml",
-    )
-    asked = as_served(config)
-    assert asked.models.model_dump(include={"dtype", "device", "threads", "max_length"}) == {
-        "dtype": "bfloat16",
-        "device": "cuda:1",
-        "threads": 3,
-        "max_length": 99,
-    }
+    run = {**RUN, "serve": serve, "bench": {"seed": 7, "max_tokens": 33}}
+    asked = as_served(validated(RunConfig, run, "run.yaml"))
+    wanted = {"dtype": "bfloat16", "device": "cuda:1", "threads": 3, "max_length": 99}
+    assert asked.models.model_dump(include=wanted.keys()) == wanted
     assert (asked.seed, asked.max_tokens) == (7, 33)
 
 
@@ -190,8 +161,7 @@ def test_what_eval_measures_by_default_is_worth_its_time():
     config = EvalConfig()
     sizes = (len(config.trees), config.temperatures, config.num_prompts, config.max_tokens)
     assert sizes == (2, (0.0, 1.0), 100, 64)
-    sources = {"sources": [{"path": "builtin", "licence": "CC0-1.0"}]}
-    run = {"target": "builtin", "output": "out", "prompts": sources, "bench": {"max_tokens": 500}}
+    run = {**RUN, "bench": {"max_tokens": 500}}
     asked = as_served(validated(RunConfig, run, "run.yaml"))
     assert (asked.trees, asked.max_tokens) == (config.trees, config.max_tokens)
     asked = as_served(validated(RunConfig, {**run, "eval": {"max_tokens": 200}}, "run.yaml"))

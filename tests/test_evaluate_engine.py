@@ -21,6 +21,7 @@ from tests.tiny import tiny_target
 from tests.tiny_prompts import SOURCES, eval_prompts, learned_head, learned_models, prompt_set
 
 COUNT = 12
+TREES = ("fixed(4,2,6)", "fixed(3,1,4)")
 
 
 @pytest.fixture(scope="module")
@@ -38,11 +39,8 @@ def models(folders):
 def evaluated(folders, tmp_path_factory):
     """eval.json of two trees at two temperatures, its manifest, and the progress that it told."""
     folder, head = folders
-    config = EvalConfig(
-        trees=("fixed(4,2,6)", "fixed(3,1,4)"),
-        max_tokens=24,
-        models={"max_batch": 4, "max_length": 200},
-    )
+    models = {"max_batch": 4, "max_length": 200}
+    config = EvalConfig(trees=TREES, max_tokens=24, models=models)
     root, told = str(tmp_path_factory.mktemp("run")), []
 
     def run(track):
@@ -66,42 +64,27 @@ def test_progress_goes_on_from_tree_to_tree(evaluated):
 
 def test_says_of_each_tree_and_temperature_what_the_engine_does(evaluated, models, folders):
     result, manifest, _ = evaluated
-    assert [(one["speculation"], one["temperature"]) for one in result["trees"]] == [
-        ("fixed(4,2,6)", 0.0),
-        ("fixed(3,1,4)", 0.0),
-        ("fixed(4,2,6)", 1.0),
-        ("fixed(3,1,4)", 1.0),
-    ]
+    measured = [(one["speculation"], one["temperature"]) for one in result["trees"]]
+    assert measured == [(tree, temperature) for temperature in (0.0, 1.0) for tree in TREES]
     for one in result["trees"]:
         requests = prompt_set(folders[0], COUNT).requests(24, one["temperature"], 0)
         results = list(models.engine(one["speculation"]).run(requests))
-        hist = [
-            sum(counts) for counts in zip(*(served.accept_hist for served in results), strict=True)
-        ]
+        hist = [sum(counts) for counts in zip(*(one.accept_hist for one in results), strict=True)]
         assert one["accept_hist"] == hist
         assert one["tokens"] == sum(len(served.token_ids) for served in results)
         assert one["tau"] == pytest.approx(tau_of(hist))
         low, high = one["tau_interval"]
         assert 1 <= low <= one["tau"] <= high
-        assert (
-            one["tau"]
-            <= one["tau_ceiling"]
-            <= one["tau_ceiling_full_vocabulary"]
-            <= one["num_draft_steps"] + 1
-        )
-        assert set(one["by_source"]) == set(SOURCES)
-        assert (
-            sum(part["rounds"] for part in one["by_source"].values()) == one["rounds"] == sum(hist)
-        )
-        assert (
-            sum(part["answers"] for part in one["by_language"].values()) == one["answers"] == COUNT
-        )
+        assert one["tau"] <= one["tau_ceiling"] <= one["tau_ceiling_full_vocabulary"]
+        assert one["tau_ceiling_full_vocabulary"] <= one["num_draft_steps"] + 1
+        sources, languages = one["by_source"], one["by_language"]
+        assert set(sources) == set(SOURCES)
+        assert sum(part["rounds"] for part in sources.values()) == one["rounds"] == sum(hist)
+        assert sum(part["answers"] for part in languages.values()) == one["answers"] == COUNT
         assert one["by_language"]["de"]["answers"] == COUNT // 3
     first = result["trees"][0]
     assert sum(first["accept_hist"][1:]) > 10, "a head that accepts nothing would prove nothing"
-    assert {name: result[name] for name in ("tau", "accept_hist", "rounds")} == {
-        name: first[name] for name in ("tau", "accept_hist", "rounds")
-    }
+    assert all(result[name] == first[name] for name in ("tau", "accept_hist", "rounds"))
     assert manifest.facts["tau"] == result["tau"]
     assert "temperature 0" in result["assumes"]
 
@@ -166,12 +149,13 @@ def test_prompts_that_cannot_be_asked_are_left_out(folders):
 
 def test_bad_settings_are_refused(folders, tmp_path):
     folder, head = folders
-    with pytest.raises(ConfigError, match="there is no tau"):
-        EvalConfig(trees=("off",))
-    with pytest.raises(ConfigError, match="speculation is"):
-        EvalConfig(trees=("tall",))
-    with pytest.raises(ConfigError, match="temperatures"):
-        EvalConfig(temperatures=(-1.0,))
+    for edit, message in (
+        ({"trees": ("off",)}, "there is no tau"),
+        ({"trees": ("tall",)}, "speculation is"),
+        ({"temperatures": (-1.0,)}, "temperatures"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            EvalConfig(**edit)
     output = Artifact(str(tmp_path / "out"))
     with pytest.raises(EmptyInputError, match="nothing held out"):
         evaluate(EvalConfig(), str(folder), head.url, output)

@@ -111,6 +111,8 @@ def test_both_forms_are_the_trained_head_and_lint_clean(target, tmp_path, dtype)
         assert config_read == config
         assert all(torch.equal(tensors_read[name], tensor) for name, tensor in tensors.items())
         assert check(folder, target) == []
+        written = safetensors.torch.load_file(folder / "model.safetensors")
+        assert ("embed_tokens.weight" in written) == (form == "vllm"), "where vLLM looks for them"
         assert {f"{form}/config.json", f"{form}/model.safetensors"} < manifest.files.keys()
 
 
@@ -446,14 +448,6 @@ def test_the_packaged_head_keeps_its_licence_and_its_sources(tmp_path):
     assert front_matter(tmp_path / "export")["license"] == packaged.licence == "cc-by-sa-4.0"
     for name in ("schema-guided-dialogue", "star", "taskmaster-4", "gsm8k", "tldr-pages"):
         assert f"> - {name}: " in text
-
-
-def test_embeddings_go_along_where_vllm_looks_for_them(target, head, tmp_path):
-    made(target, head, tmp_path / "export")
-    for form, expected in (("sglang", False), ("vllm", True)):
-        tensors = safetensors.torch.load_file(tmp_path / "export" / form / "model.safetensors")
-        assert ("embed_tokens.weight" in tensors) == expected
-        assert check(tmp_path / "export" / form, target) == []
 
 
 def test_openvinos_form_is_sglangs_with_the_embeddings(target, head, tmp_path):

@@ -113,9 +113,13 @@ def test_a_turn_sees_the_targets_own_answers_and_most_marked_ones_end_the_conver
 def test_a_row_says_how_it_was_made(target, answered):
     """What is the same in every run stands in the row, the rest beside it, line by line."""
     rows, origins = list(read_answers(answered)), list(read_origins(answered))
-    assert [(row.key, row.prompt_id, row.turn) for row in rows] == [
-        (one.key, one.prompt_id, one.turn) for one in origins
-    ]
+    for name in answered.parts("answers"):
+        parts = (answered.read_jsonl(one) for one in (name, name.replace("answers", "origins")))
+        of_row, of_origin = (
+            [(row["key"], row["prompt_id"], row["turn"]) for row in part] for part in parts
+        )
+        assert of_row == of_origin
+    assert len(rows) == len(origins)
     assert {(row.temperature, row.top_p, row.top_k, row.max_tokens, row.seed) for row in rows} == {
         (0.0, 1.0, 0, 12, None)
     }

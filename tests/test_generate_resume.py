@@ -4,7 +4,6 @@ and nothing is asked twice.
 
 from __future__ import annotations
 
-import collections
 import json
 import logging
 import os
@@ -24,7 +23,7 @@ from eyas.features import generate as stage
 from eyas.features.answers import AnswerParts, JournalEntry, folder_lock
 from eyas.features.backends import EngineBackend
 from eyas.features.generate import GenerateConfig, generate
-from eyas.records import Answer, Origin, read_answers, read_origins
+from eyas.records import Answer, Origin, read_answers
 from tests.stages import contents, ended, in_a_process, prompts_of, talking_target, write_prompts
 
 PROMPTS = prompts_of(60)
@@ -307,16 +306,3 @@ def test_an_entry_is_what_was_written_and_only_what_follows_on_others_counts(tex
         parts.add(0, one)
     parts.close()
     assert AnswerParts(Artifact(str(tmp_path))).open(0, 3) == kept
-
-
-def test_origins_stand_beside_their_rows(whole):
-    output, _ = whole
-    for name in output.parts("answers"):
-        places = [
-            [(row["key"], row["prompt_id"], row["turn"]) for row in output.read_jsonl(part)]
-            for part in (name, name.replace("answers", "origins"))
-        ]
-        assert places[0] == places[1]
-    shares = collections.Counter(row.temperature for row in read_answers(output))
-    assert set(shares) == {0.0, 1.0}
-    assert len(list(read_origins(output))) == sum(shares.values())

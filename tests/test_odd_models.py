@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -41,10 +40,11 @@ def kept(tmp_path_factory) -> Path:
     return tiny_target(tmp_path_factory.mktemp("kept"))
 
 
-def loads(folder: Path) -> Iterator[Any]:
-    """The ways in which a target is loaded."""
-    yield lambda: TargetVocabulary.load(folder)
-    yield lambda: Target.load(folder)
+def assert_corrupt(folder: Path, match: str) -> None:
+    """In both ways in which a target is loaded."""
+    for kind in (TargetVocabulary, Target):
+        with pytest.raises(CorruptError, match=match):
+            kind.load(folder)
 
 
 # Configs
@@ -58,17 +58,13 @@ def loads(folder: Path) -> Iterator[Any]:
 )
 def test_a_config_that_is_none(target, name, data):
     (target / name).write_bytes(data)
-    for load in loads(target):
-        with pytest.raises(CorruptError, match=name):
-            load()
+    assert_corrupt(target, name)
 
 
 def test_a_config_that_is_a_folder(target):
     (target / "config.json").unlink()
     (target / "config.json").mkdir()
-    for load in loads(target):
-        with pytest.raises(CorruptError, match=r"config\.json is no file"):
-            load()
+    assert_corrupt(target, r"config\.json is no file")
 
 
 @pytest.mark.parametrize("name", ["config.json", "generation_config.json"])
@@ -91,10 +87,7 @@ def test_numbers_of_a_target_that_are_none(target, key):
     for value in NOT_NUMBERS:
         if key == "rms_norm_eps" and value == 1.5:
             continue
-        edit_config(target, **{key: value})
-        for load in loads(target):
-            with pytest.raises(CorruptError, match=key):
-                load()
+        assert_corrupt(edit_config(target, **{key: value}), key)
 
 
 @pytest.mark.parametrize("key", NUMBERS)
@@ -146,16 +139,10 @@ def test_a_rotary_base_that_is_none(target, theta):
     for written in ({"rope_theta": theta}, {"rope_parameters": {"rope_theta": theta}}):
         with pytest.raises(CorruptError, match=r"rotary embedding.*theta is"):
             RopeConfig.from_hf(written)
-    edit_config(target, rope_parameters=None, rope_theta=theta)
-    for load in loads(target):
-        with pytest.raises(CorruptError, match="theta is"):
-            load()
-    head = edit_config(
-        head_folder(tiny_target(target.parent / "sound"), target.parent / "head", "sglang"),
-        rope_theta=theta,
-    )
+    assert_corrupt(edit_config(target, rope_parameters=None, rope_theta=theta), "theta is")
+    head = head_folder(tiny_target(target.parent / "sound"), target.parent / "head", "sglang")
     with pytest.raises(CorruptError, match="theta is"):
-        read_head(head)
+        read_head(edit_config(head, rope_theta=theta))
 
 
 def test_what_a_heads_config_lacks_is_a_key(kept, tmp_path):
@@ -187,9 +174,7 @@ def sharded(folder: Path, shard: str) -> Path:
 def test_an_index_leads_nowhere_outside_its_folder(target, absolute):
     outside = target.parent / "outside.safetensors"
     sharded(target, str(outside) if absolute else "../outside.safetensors")
-    for load in loads(target):
-        with pytest.raises(CorruptError, match=r"outside\.safetensors', which is no file of this"):
-            load()
+    assert_corrupt(target, r"outside\.safetensors', which is no file of this")
 
 
 def test_a_shard_may_be_a_link_as_in_the_hubs_cache(target):

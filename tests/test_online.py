@@ -18,6 +18,7 @@ from eyas.features.capture import CaptureConfig, capture
 from eyas.features.generate import GenerateConfig, generate
 from eyas.features.online import OnlineFeatures, OnlineTarget
 from eyas.lineage import lines
+from eyas.model.target import Target
 from eyas.shards import Features
 from eyas.train.trainer import TrainConfig, train
 from tests.stages import ending_target, prompts_of, write_prompts
@@ -49,24 +50,14 @@ def answers(target, tmp_path_factory) -> Artifact:
         dataclasses.replace(prompt, system=system if number % 2 else None)
         for number, prompt in enumerate(prompts_of(40))
     ]
-    generate(
-        GenerateConfig(target=str(target), max_tokens=12),
-        write_prompts(root / "prompts", prompts),
-        output,
-    )
+    config = GenerateConfig(target=str(target), max_tokens=12)
+    generate(config, write_prompts(root / "prompts", prompts), output)
     return output
 
 
 def config_of(target: Path, **settings: Any) -> CaptureConfig:
-    return CaptureConfig(
-        **{
-            "target": str(target),
-            "held_out_share": 0.3,
-            "batch_tokens": 1,
-            "codec": "lossless",
-            **settings,
-        }
-    )
+    exact = {"held_out_share": 0.3, "batch_tokens": 1, "codec": "lossless"}
+    return CaptureConfig(**{"target": str(target), **exact, **settings})
 
 
 @pytest.fixture(scope="module", params=["float32", "bfloat16"])
@@ -119,13 +110,8 @@ def test_the_loss_is_the_stores_to_the_bit(target, both, tmp_path):
     store, at_hand = both
     outputs = [Artifact(str(tmp_path / name)) for name in ("stored", "online")]
     train(TRAIN, str(target), Features(store), outputs[0], held_out=Features(store, "held_out"))
-    manifest = train(
-        TRAIN,
-        str(target),
-        at_hand.features("train"),
-        outputs[1],
-        held_out=at_hand.features("held_out"),
-    )
+    source, held_out = (at_hand.features(split) for split in ("train", "held_out"))
+    manifest = train(TRAIN, str(target), source, outputs[1], held_out=held_out)
     rows = [
         [{**row, "seconds": 0.0} for row in output.read_jsonl("metrics.jsonl")]
         for output in outputs
@@ -148,14 +134,9 @@ def test_a_run_that_was_cut_goes_on_online(target, answers, tmp_path):
         if done == 3:
             raise KeyboardInterrupt
 
+    source = OnlineTarget(config, answers).features("train")
     with pytest.raises(KeyboardInterrupt):
-        train(
-            TRAIN,
-            str(target),
-            OnlineTarget(config, answers).features("train"),
-            outputs[1],
-            interrupt,
-        )
+        train(TRAIN, str(target), source, outputs[1], interrupt)
     train(TRAIN, str(target), OnlineTarget(config, answers).features("train"), outputs[1])
     assert outputs[0].read("model.safetensors") == outputs[1].read("model.safetensors")
 
@@ -183,16 +164,9 @@ def test_the_target_is_loaded_for_features_only(target, answers, monkeypatch, tm
     """A finished head is found without it."""
     output = Artifact(str(tmp_path / "head"))
     train(TRAIN, str(target), OnlineTarget(config_of(target), answers).features("train"), output)
-    monkeypatch.setattr(
-        "eyas.features.decoder.Target.load",
-        lambda *_: pytest.fail("loads the target to do nothing"),
-    )
-    train(
-        TRAIN,
-        str(target),
-        OnlineTarget(config_of(target), answers).features("train"),
-        Artifact(output.url),
-    )
+    monkeypatch.setattr(Target, "load", lambda *_: pytest.fail("loads the target to do nothing"))
+    source = OnlineTarget(config_of(target), answers).features("train")
+    train(TRAIN, str(target), source, Artifact(output.url))
 
 
 def test_answers_of_another_target_are_refused(answers, tmp_path):
@@ -209,9 +183,8 @@ def test_from_the_command_line(target, answers, both, tmp_path):
     heads = [tmp_path / "online", tmp_path / "stored"]
     cli_train.command(answers.url, str(target), str(heads[0]), online=True, run_file=run_file)
     cli_train.command(both[0].url, str(target), str(heads[1]), run_file=run_file)
-    assert (heads[0] / "model.safetensors").read_bytes() == (
-        heads[1] / "model.safetensors"
-    ).read_bytes()
+    online, stored = ((head / "model.safetensors").read_bytes() for head in heads)
+    assert online == stored
 
 
 def test_a_run_that_is_online_stores_what_is_held_out(target, tmp_path, monkeypatch):
@@ -219,26 +192,16 @@ def test_a_run_that_is_online_stores_what_is_held_out(target, tmp_path, monkeypa
     rows = [{"prompt": f"I would like a table for {number} in San Jose."} for number in range(60)]
     prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
     monkeypatch.setattr(cli_run, "serve_and_bench", lambda *_: None)
-    config = cli_run.RunConfig.model_validate(
-        {
-            "target": str(target),
-            "output": str(tmp_path / "run"),
-            "online": True,
-            "prompts": {
-                "sources": [
-                    {
-                        "path": str(prompts),
-                        "licence": "CC0-1.0",
-                        "name": "made up",
-                        "prompts_by": "human",
-                    }
-                ]
-            },
-            "generate": {"max_tokens": 12},
-            "capture": {"held_out_share": 0.3, "batch_tokens": 1},
-            "train": TRAIN.model_dump(mode="json"),
-            "serve": {},
-        }
+    source = {"path": str(prompts), "licence": "CC0-1.0", "name": "made up", "prompts_by": "human"}
+    config = cli_run.RunConfig(
+        target=str(target),
+        output=str(tmp_path / "run"),
+        online=True,
+        prompts={"sources": [source]},
+        generate={"max_tokens": 12},
+        capture={"held_out_share": 0.3, "batch_tokens": 1},
+        train=TRAIN.model_dump(mode="json"),
+        serve={},
     )
     made = cli_run.run_stages(config, config.output)
     features = made["capture"].manifest("capture")

@@ -75,9 +75,7 @@ def test_a_prompt_is_scored_as_transformers_scores_it(client, world, reference):
 
 
 @pytest.mark.parametrize("speculation", [False, True])
-def test_an_answer_scored_as_a_prompt_has_the_numbers_it_had_as_an_answer(
-    client, world, speculation
-):
+def test_an_answer_as_a_prompt_has_the_numbers_it_had_as_an_answer(client, world, speculation):
     """To the last bit, on the native decoder: one forward's sums are any forward's."""
     asked = {"max_tokens": 24, "logprobs": 2, "extra_body": {"speculation": speculation}}
     answered = complete(client, PROMPT, **asked).choices[0].logprobs
@@ -177,11 +175,8 @@ def test_a_preempted_prompt_is_scored_once(world, monkeypatch):
 def test_the_prompt_stands_before_its_text_where_it_is_asked_for(client, extra):
     text = complete(client, PROMPT, max_tokens=12).choices[0].text
     reply = complete(client, PROMPT, max_tokens=12, **extra)
-    said = (
-        "".join(chunk.choices[0].text for chunk in reply)
-        if extra.get("stream")
-        else reply.choices[0].text
-    )
+    chunks = reply if extra.get("stream") else [reply]
+    said = "".join(chunk.choices[0].text for chunk in chunks)
     assert said == (PROMPT + text if extra["echo"] else text)
 
 
@@ -202,15 +197,8 @@ def harness(client, rows, context_lengths):
     """(sum of log-probabilities, whether all are the best) of each continuation, as
     lm-evaluation-harness 0.4 reads them; rows: contexts with their continuations.
     """
-    body = {
-        "model": MODEL,
-        "prompt": rows,
-        "temperature": 0,
-        "max_tokens": 1,
-        "logprobs": 1,
-        "seed": 1234,
-        "echo": True,
-    }
+    body = {"model": MODEL, "prompt": rows, "temperature": 0, "max_tokens": 1, "seed": 1234}
+    body |= {"logprobs": 1, "echo": True}
     reply = post(client, body, "/v1/completions")
     assert reply.status_code == 200, reply.text
     found = []
@@ -240,14 +228,8 @@ def test_the_harness_reads_likelihoods(client, world, reference, as_tokens):
 
 @pytest.mark.parametrize("max_tokens", [0, 4])
 def test_every_sample_and_every_stream_has_its_own(client, max_tokens):
-    params = {
-        "model": MODEL,
-        "prompt": ["I would", "The address is"],
-        "n": 2,
-        "seed": 1,
-        **SCORING,
-        "max_tokens": max_tokens,
-    }
+    params = {"model": MODEL, "prompt": ["I would", "The address is"], "n": 2, "seed": 1}
+    params |= {**SCORING, "max_tokens": max_tokens}
     whole = client.completions.create(**params)
     streamed = {}
     for chunk in client.completions.create(stream=True, **params):

@@ -20,7 +20,7 @@ from eyas.serve.server import ServeConfig
 from tests.tiny import tiny_target
 from tests.tiny_head import head_folder
 
-CHAIN = "fixed(3,1,4)"
+CHAIN, SIZES = "fixed(3,1,4)", {"max_batch": 16, "max_length": 512}
 
 
 @pytest.fixture(scope="module")
@@ -52,12 +52,7 @@ def config(target, head, speculation="fixed(3,4,8)", **settings):
 
 
 def test_sglang_gets_the_head_the_tree_and_the_address(target, head):
-    settings = {
-        "port": 9000,
-        "model": "mine",
-        "dtype": "bfloat16",
-        "engine": {"max_batch": 16, "max_length": 512},
-    }
+    settings = {"port": 9000, "model": "mine", "dtype": "bfloat16", "engine": SIZES}
     command = engine_command(EngineName.SGLANG, config(target, head, **settings), "--tp 2")
     assert "--enable-metrics" in command  # for `eyas watch`
     assert command[:3] == [sys.executable, "-m", "sglang.launch_server"]
@@ -85,16 +80,12 @@ def test_sglang_gets_the_window_of_the_head(target, tmp_path):
 
 
 def test_vllm_gets_the_head_and_the_address(target, head):
-    settings = config(target, head, CHAIN, engine={"max_batch": 16, "max_length": 512})
+    settings = config(target, head, CHAIN, engine=SIZES)
     command = engine_command(EngineName.VLLM, settings)
     assert command[:3] == ["vllm", "serve", target]
     given = options(command)
-    speculation = json.loads(given.pop("--speculative-config"))
-    assert speculation == {
-        "method": "eagle3",
-        "model": str(head / "vllm"),
-        "num_speculative_tokens": 3,
-    }
+    drafts = {"method": "eagle3", "model": str(head / "vllm"), "num_speculative_tokens": 3}
+    assert json.loads(given.pop("--speculative-config")) == drafts
     assert given == {
         "--host": "127.0.0.1",
         "--port": "8000",
@@ -108,9 +99,8 @@ def test_the_model_has_the_name_that_our_server_gives_it(target, head):
     for engine in EngineName:
         for settings in ({}, {"model": "mine"}):
             asked = config(target, head, CHAIN, **settings)
-            assert (
-                options(engine_command(engine, asked))["--served-model-name"] == asked.served_model
-            )
+            given = options(engine_command(engine, asked))
+            assert given["--served-model-name"] == asked.served_model
         builtin = ServeConfig(target="builtin", head=str(head))
         assert options(engine_command(engine, builtin))["--served-model-name"] == "eyas"
 
@@ -126,9 +116,8 @@ def test_a_tree_is_refused_for_vllm(target, head, engine):
 
 @pytest.mark.parametrize(("engine", "steps"), [({}, 6), ({"speculation": "auto(3,1,4)"}, 3)])
 def test_our_own_defaults_are_no_tree_that_was_asked_for(target, head, engine, steps):
-    command = engine_command(
-        EngineName.VLLM, ServeConfig(target=target, head=str(head), engine=engine)
-    )
+    asked = ServeConfig(target=target, head=str(head), engine=engine)
+    command = engine_command(EngineName.VLLM, asked)
     speculation = json.loads(options(command)["--speculative-config"])
     assert speculation["num_speculative_tokens"] == steps
 
@@ -177,9 +166,7 @@ def test_an_engine_that_is_not_there_is_said(target, head, monkeypatch):
 def test_an_engine_that_is_there_takes_the_process_over(target, head, monkeypatch):
     started = []
     monkeypatch.setattr(serve.shutil, "which", lambda name: f"/bin/{name}")
-    monkeypatch.setattr(
-        serve.os, "execvp", lambda name, arguments: started.append((name, arguments))
-    )
+    monkeypatch.setattr(serve.os, "execvp", lambda *given: started.append(given))
     command = engine_command(EngineName.VLLM, config(target, head, CHAIN))
     become(EngineName.VLLM, command)
     assert started == [("vllm", command)]
@@ -189,17 +176,8 @@ def test_the_command_line(target, head):
     def run(*arguments):
         return CliRunner().invoke(build(["serve"]), ["serve", "-t", target, *arguments])
 
-    told = run(
-        "--head",
-        str(head),
-        "--engine",
-        "sglang",
-        "--print-command",
-        "--port",
-        "7",
-        "--engine-args",
-        "--tp 2",
-    )
+    words = ["--head", str(head), "--engine", "sglang", "--print-command", "--port", "7"]
+    told = run(*words, "--engine-args", "--tp 2")
     assert told.exit_code == 0, told.output
     arguments = shlex.split(told.output.strip().splitlines()[-1])
     assert options(arguments)["--port"] == "7"

@@ -6,15 +6,16 @@ from __future__ import annotations
 
 import json
 import logging
+from itertools import zip_longest
 
 import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from eyas.engine.engine import Engine, EngineConfig
 from eyas.log import JsonFormatter
-from tests.serving import MAX_LENGTH, MESSAGES, MODEL, World, ask, post
-from tests.tiny_head import head_folder
+from tests.serving import MESSAGES, MODEL, World, ask, post
+
+HI = {"model": MODEL, "messages": [{"role": "user", "content": "Hi"}]}
 
 
 @pytest.fixture(scope="module")
@@ -24,12 +25,8 @@ def world(tmp_path_factory):
 
 @pytest.fixture
 def speculating(world, tmp_path):
-    head = head_folder(world.folder, tmp_path / "head")
-    config = EngineConfig(max_batch=4, max_length=MAX_LENGTH, speculation="fixed(2,2,4)")
-    with world.served(
-        Engine.load(world.folder, head, config=config, tokenizer=world.chat.tokenizer),
-        has_head=True,
-    ) as client:
+    engine = world.drafting(tmp_path / "head", "fixed(2,2,4)")
+    with world.served(engine, has_head=True) as client:
         yield client
 
 
@@ -64,17 +61,10 @@ def test_metrics_add_up_to_the_requests_that_were_made(speculating):
     assert found["eyas:http_requests_total", path, ("status", "400")] == 2
     for name in ("time_to_first_token", "request_time_per_output_token", "e2e_request_latency"):
         assert found[f"eyas:{name}_seconds_count",] == 3
-    assert (
-        0
-        < found["eyas:time_to_first_token_seconds_sum",]
-        <= found["eyas:e2e_request_latency_seconds_sum",]
-    )
-    assert (
-        found["eyas:num_requests_running",]
-        == found["eyas:num_requests_waiting",]
-        == found["eyas:kv_cache_usage_perc",]
-        == 0
-    )
+    first = found["eyas:time_to_first_token_seconds_sum",]
+    assert 0 < first <= found["eyas:e2e_request_latency_seconds_sum",]
+    for name in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"):
+        assert found[f"eyas:{name}",] == 0
     assert found["eyas:kv_cache_pages",] == found["eyas:kv_cache_pages_available",] > 0
     # The refused prompt is no answered one; the stream's is that of both others.
     assert found["eyas:prompt_tokens_total",] == 3 * replies[0].usage.prompt_tokens
@@ -86,20 +76,15 @@ def test_metrics_add_up_to_the_requests_that_were_made(speculating):
 def test_speculation_is_told_by_position_and_against_its_prediction(speculating):
     replies = [ask(speculating, max_tokens=40, seed=seed, temperature=0.7) for seed in range(4)]
     found = scraped(speculating)
-    hist = [
-        sum(column)
-        for column in zip(
-            *(pad(reply.usage.eyas["accept_hist"], 3) for reply in replies), strict=True
-        )
-    ]
+    hists = [reply.usage.eyas["accept_hist"] for reply in replies]
+    hist = [sum(counts) for counts in zip_longest(*hists, [0, 0, 0], fillvalue=0)]
     assert found["eyas:spec_decode_num_drafts_total",] == sum(hist)
     assert found["eyas:spec_decode_num_accepted_tokens_total",] == hist[1] + 2 * hist[2]
     name = "eyas:spec_decode_num_accepted_tokens_per_pos_total"
     per_position = [found.get((name, ("position", str(at))), 0) for at in (0, 1)]
     assert per_position == [hist[1] + hist[2], hist[2]]
-    assert found["eyas:spec_accept_length",] == pytest.approx(
-        1 + (hist[1] + 2 * hist[2]) / sum(hist)
-    )
+    accepted = (hist[1] + 2 * hist[2]) / sum(hist)
+    assert found["eyas:spec_accept_length",] == pytest.approx(1 + accepted)
     assert found["eyas:rounds_total", ("kind", "tree")] >= sum(hist) - 4
     assert found["eyas:round_real_seconds_total", ("kind", "tree")] > 0
     assert found["eyas:round_tokens_total", ("kind", "tree")] > 0
@@ -114,35 +99,20 @@ def test_sglang_s_benchmark_reads_tau(speculating, path):
     assert info["served_model_name"] == MODEL
 
 
-def pad(hist, length):
-    return hist + [0] * (length - len(hist))
-
-
 def test_a_request_is_one_line_of_log_with_its_id(speculating, caplog):
     caplog.set_level(logging.INFO, logger="eyas.serve")
-    reply = post(
-        speculating,
-        {"model": MODEL, "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 9},
-        headers={"x-request-id": "from-the-client"},
-    )
+    name = {"x-request-id": "from-the-client"}
+    reply = post(speculating, {**HI, "max_tokens": 9}, headers=name)
     assert reply.headers["x-request-id"] == "from-the-client"
-    post(
-        speculating,
-        {"model": MODEL, "messages": []},
-        headers={"x-request-id": "not one\u00e9".encode()},
-    )
-    lines = [
+    name = {"x-request-id": "not one\u00e9".encode()}
+    post(speculating, {"model": MODEL, "messages": []}, headers=name)
+    good, bad = (
         json.loads(JsonFormatter().format(record))
         for record in caplog.records
         if record.getMessage() == "request"
-    ]
-    assert len(lines) == 2
-    good, bad = lines
-    assert (good["request_id"], good["status"], good["num_output_tokens"]) == (
-        "from-the-client",
-        200,
-        9,
     )
+    assert (good["request_id"], good["status"]) == ("from-the-client", 200)
+    assert good["num_output_tokens"] == 9
     assert (good["finish_reasons"], good["endpoint"]) == (["length"], "/v1/chat/completions")
     assert good["ttft_ms"] <= good["ms"]
     assert good["tau"] >= 1
@@ -155,12 +125,7 @@ def test_an_engine_that_has_failed_still_has_a_page(world):
     with world.served(engine) as client:
         ask(client, max_tokens=2)
         engine.step = None
-        assert (
-            post(
-                client, {"model": MODEL, "messages": [{"role": "user", "content": "Hi"}]}
-            ).status_code
-            == 500
-        )
+        assert post(client, HI).status_code == 500
         found = scraped(client)
     assert found["eyas:generation_tokens_total",] == 2
     assert found["eyas:request_failure_total", ("reason", "engine_failure")] == 1

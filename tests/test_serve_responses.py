@@ -15,6 +15,7 @@ from tests.serving import CALL, MESSAGES, MODEL, TOOLS, World, ask, post, saying
 from tests.test_serve_api import SCHEMA
 
 TEXT = MESSAGES[0]["content"]
+IMAGE = {"type": "input_image", "image_url": "x"}
 FLAT_TOOLS = [{"type": "function", "strict": None, **tool["function"]} for tool in TOOLS]
 
 
@@ -79,19 +80,12 @@ def test_items_are_turns(client):
 
 def test_what_changes_no_output_is_accepted(client):
     fields = {
-        "store": True,
-        "user": "u",
-        "safety_identifier": "s",
-        "prompt_cache_key": "k",
-        "prompt_cache_retention": "24h",
-        "service_tier": "flex",
-        "max_tool_calls": 3,
-        "background": False,
-        "truncation": "disabled",
+        **{"store": True, "user": "u", "safety_identifier": "s", "prompt_cache_key": "k"},
+        **{"prompt_cache_retention": "24h", "service_tier": "flex", "max_tool_calls": 3},
+        **{"background": False, "truncation": "disabled", "metadata": {"run": "7"}},
         "include": ["reasoning.encrypted_content"],
         "reasoning": {"effort": "none", "summary": "auto"},
         "text": {"verbosity": "low", "format": {"type": "text"}},
-        "metadata": {"run": "7"},
     }
     reply = respond(client, **fields)
     assert reply.output_text == chat_text(client)
@@ -109,13 +103,9 @@ def test_logprobs_are_those_of_a_chat(client):
     found = reply.output[0].content[0].logprobs
     assert [one.to_dict() for one in found] == [one.to_dict() for one in chat]
     events = list(respond(client, max_output_tokens=8, stream=True, **wanted))
-    streamed = [
-        one
-        for event in events
-        if event.type == "response.output_text.delta"
-        for one in event.logprobs
-    ]
-    assert [one.logprob for one in streamed] == [one.logprob for one in chat]
+    deltas = [event for event in events if event.type == "response.output_text.delta"]
+    streamed = [one.logprob for event in deltas for one in event.logprobs]
+    assert streamed == [one.logprob for one in chat]
 
 
 class Table(pydantic.BaseModel):
@@ -157,9 +147,8 @@ def test_events_of_a_message_are_in_openai_s_order(client):
     whole = respond(client, max_output_tokens=4)
     assert text == events[-1].response.output_text == whole.output_text
     assert events[-1].response.usage == whole.usage
-    assert {event.item_id for event in events if hasattr(event, "item_id")} == {
-        events[-1].response.output[0].id
-    }
+    ids = {event.item_id for event in events if hasattr(event, "item_id")}
+    assert ids == {events[-1].response.output[0].id}
 
 
 def test_every_event_has_its_name_and_there_is_no_done(client):
@@ -200,10 +189,8 @@ def test_calls_are_items_in_the_order_of_the_answer(world, per_step, stream):
         shown = world.chat.decode(engine.asked[0].prompt_ids)
     kinds = [item.type for item in reply.output]
     assert kinds == ["message", "function_call", "function_call", "message"]
-    assert [item.content[0].text for item in reply.output if item.type == "message"] == [
-        "I will.",
-        "\nDone.",
-    ]
+    texts = [item.content[0].text for item in reply.output if item.type == "message"]
+    assert texts == ["I will.", "\nDone."]
     for item in reply.output[1:3]:
         assert json.loads(item.arguments) == {"party": 2, "indoors": True}
         assert (item.name, item.status) == ("book", "completed")
@@ -219,13 +206,10 @@ def test_a_call_and_its_result_come_back_as_turns(world):
         {"type": "function_call_output", "call_id": "1", "output": "booked"},
     ]
     function = {"name": "book", "arguments": '{"party": 2}'}
+    calls = [{"id": "1", "type": "function", "function": function}]
     turns = [
         *MESSAGES,
-        {
-            "role": "assistant",
-            "content": "I will.",
-            "tool_calls": [{"id": "1", "type": "function", "function": function}],
-        },
+        {"role": "assistant", "content": "I will.", "tool_calls": calls},
         {"role": "tool", "tool_call_id": "1", "content": "booked"},
     ]
     with saying(world, "Done.") as (client, engine):
@@ -278,10 +262,7 @@ def test_a_demanded_call_is_made(client, choice):
         ({"content": [{"type": 7, "role": "user", "content": "x"}]}, "input.0"),
         ({"content": ["x"]}, "input.0"),
         ({"content": [{"type": "function_call_output", "output": "x"}]}, "input.0.call_id"),
-        (
-            {"content": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]},
-            "input.0.content.0",
-        ),
+        ({"content": [{"role": "user", "content": [IMAGE]}]}, "input.0.content.0"),
     ],
 )
 def test_what_needs_a_store_or_tools_of_ours_is_refused_by_name(client, params, param):
@@ -292,9 +273,8 @@ def test_what_needs_a_store_or_tools_of_ours_is_refused_by_name(client, params, 
 
 
 def test_a_refused_part_or_tool_is_named_and_not_its_fields(client):
-    image = {"type": "input_image", "image_url": "x"}
     for params, what in (
-        ({"content": [{"role": "user", "content": [image]}]}, "input_text and output_text"),
+        ({"content": [{"role": "user", "content": [IMAGE]}]}, "input_text and output_text"),
         ({"tools": [{"type": "mcp", "server_label": "x"}]}, "type function"),
     ):
         with pytest.raises(openai.BadRequestError, match=what) as refused:

@@ -36,12 +36,21 @@ def portions(sequence, cuts):
     return [sequence[start:end] for start, end in itertools.pairwise(edges)]
 
 
+def streamed(tokenizer, tokens, cuts):
+    stream = tokenizer.stream()
+    return "".join(map(stream.push, portions(tokens, cuts))) + stream.finish()
+
+
+def read(text, cuts):
+    """A reader of calls, and what it makes of a text in portions."""
+    reader = CallReader()
+    parts = [part for portion in portions(text, cuts) for part in reader.push(portion)]
+    return reader, parts + reader.finish()
+
+
 @given(tokens=TOKENS, cuts=CUTS)
 def test_the_text_is_that_of_all_tokens_however_they_come(chat, tokenizer, tokens, cuts):
-    stream = tokenizer.stream()
-    assert "".join(map(stream.push, portions(tokens, cuts))) + stream.finish() == chat.decode(
-        tokens
-    )
+    assert streamed(tokenizer, tokens, cuts) == chat.decode(tokens)
 
 
 @given(values=st.lists(st.integers(128, 255), max_size=120), cuts=CUTS)
@@ -50,10 +59,7 @@ def test_bytes_of_every_kind_come_out_as_they_would_at_once(tokenizer, chat, val
         tokenizer.piece(token): token for token in range(3, 320) if len(tokenizer.piece(token)) == 1
     }
     tokens = [of_byte[bytes([value])] for value in values]
-    stream = tokenizer.stream()
-    assert "".join(map(stream.push, portions(tokens, cuts))) + stream.finish() == chat.decode(
-        tokens
-    )
+    assert streamed(tokenizer, tokens, cuts) == chat.decode(tokens)
 
 
 def test_bytes_that_never_become_a_character_do_not_pile_up():
@@ -85,11 +91,7 @@ def test_text_is_refused_by_its_length_only_where_it_cannot_fit(tokenizer):
     cuts=CUTS, words=st.sampled_from(["", "I will. ", " <tool ", "a\n\n"]), calls=st.integers(0, 3)
 )
 def test_words_and_calls_are_told_apart_however_they_come(cuts, words, calls):
-    reader = CallReader()
-    parts = [
-        part for portion in portions(words + CALL * calls, cuts) for part in reader.push(portion)
-    ]
-    parts += reader.finish()
+    _, parts = read(words + CALL * calls, cuts)
     texts = [part for part in parts if isinstance(part, str)]
     assert "".join(texts) == (words.rstrip() if calls else words)
     found = [part for part in parts if not isinstance(part, str)]
@@ -100,9 +102,7 @@ def test_words_and_calls_are_told_apart_however_they_come(cuts, words, calls):
 
 @given(text=st.text(alphabet='<tool_cal>/{}" \n', max_size=60), cuts=CUTS)
 def test_text_without_a_call_is_all_shown(text, cuts):
-    reader = CallReader()
-    parts = [part for portion in portions(text, cuts) for part in reader.push(portion)]
-    parts += reader.finish()
+    reader, parts = read(text, cuts)
     assert reader.num_calls == 0
     assert "".join(parts) == text
 
@@ -112,9 +112,7 @@ def test_a_tag_may_hold_a_list_of_calls(cuts, count):
     """As SmolLM2 writes them."""
     calls = [{"name": f"f{number}", "arguments": {"a": [number]}} for number in range(count)]
     text = f"<tool_call>{json.dumps(calls)}</tool_call>"
-    reader = CallReader()
-    parts = [part for portion in portions(text, cuts) for part in reader.push(portion)]
-    parts += reader.finish()
+    _, parts = read(text, cuts)
     found = [(part.name, json.loads(part.arguments)) for part in parts if part]
     assert found == [(one["name"], one["arguments"]) for one in calls]
 
@@ -124,5 +122,4 @@ def test_a_tag_may_hold_a_list_of_calls(cuts, count):
 )
 def test_a_list_that_is_no_calls_is_text(block):
     text = f"<tool_call>{block}</tool_call>"
-    reader = CallReader()
-    assert "".join([*reader.push(text), *reader.finish()]) == text
+    assert "".join(read(text, [])[1]) == text

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import time
 from pathlib import Path
@@ -56,13 +55,9 @@ def test_predictions_are_what_the_endpoints_answer(client):
 
 
 def test_parameters_are_for_instances_that_do_not_say_otherwise(client):
-    body = {
-        "instances": [{"messages": MESSAGES}, {"messages": MESSAGES, "max_tokens": 3}],
-        "parameters": {"max_tokens": 5},
-    }
-    assert [
-        one["usage"]["completion_tokens"] for one in predict(client, body).json()["predictions"]
-    ] == [5, 3]
+    instances = [{"messages": MESSAGES}, {"messages": MESSAGES, "max_tokens": 3}]
+    reply = predict(client, {"instances": instances, "parameters": {"max_tokens": 5}}).json()
+    assert [one["usage"]["completion_tokens"] for one in reply["predictions"]] == [5, 3]
     assert predict(client, {"instances": [CHAT], "parameters": None}).status_code == 200
 
 
@@ -118,11 +113,8 @@ def test_errors_have_the_shape_and_the_place_that_google_s_have(client, body, fi
     [b"{", b"\xff", b"[1]", b"null", b"[" * 50_000, b'{"instances": [{"prompt": "\\ud800"}]}'],
 )
 def test_bodies_that_are_none_are_refused(client, body):
-    reply = httpx.post(
-        client.url + ROUTES.predict_route,
-        content=body,
-        headers={"content-type": "application/json"},
-    )
+    headers = {"content-type": "application/json"}
+    reply = httpx.post(client.url + ROUTES.predict_route, content=body, headers=headers)
     assert reply.status_code == 400
     assert reply.json()["error"]["status"] == "INVALID_ARGUMENT"
 
@@ -175,10 +167,8 @@ def test_the_environment_says_where_and_what():
         health_route="/healthy", predict_route="/guess", storage_uri="gs://bucket/models/one/"
     )
     assert config.served_model == "one"
-    bare = ServeConfig(
-        target="t", **from_environment({"AIP_HTTP_PORT": "1", "AIP_STORAGE_URI": ""})
-    )
-    assert bare.vertex == VertexConfig()
+    bare = from_environment({"AIP_HTTP_PORT": "1", "AIP_STORAGE_URI": ""})
+    assert ServeConfig(target="t", **bare).vertex == VertexConfig()
 
 
 @pytest.mark.parametrize(
@@ -203,9 +193,8 @@ def test_without_a_target_and_without_a_store_there_is_nothing_to_serve():
 
 
 def test_the_document_has_the_predict_route(client):
-    assert json.loads(httpx.get(client.url + "/openapi.json").text)["paths"][ROUTES.predict_route][
-        "post"
-    ]
+    paths = httpx.get(client.url + "/openapi.json").json()["paths"]
+    assert paths[ROUTES.predict_route]["post"]
 
 
 def test_target_and_head_come_from_the_store(tmp_path, monkeypatch):
