@@ -9,8 +9,10 @@ spaces around answers and has no role tokens.
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 from tokenizers import (
     AddedToken,
@@ -159,6 +161,11 @@ LIKE_GLM = """
 {%- if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"""
 
 
+def trainer_of(size: int, specials: Sequence[str], **options: Any) -> trainers.BpeTrainer:
+    options |= {"vocab_size": size, "special_tokens": list(specials)}
+    return trainers.BpeTrainer(show_progress=False, **options)
+
+
 @cache
 def _byte_level(specials: tuple[str, ...], composes: bool) -> Tokenizer:
     tokenizer = Tokenizer(models.BPE())
@@ -166,18 +173,11 @@ def _byte_level(specials: tuple[str, ...], composes: bool) -> Tokenizer:
         tokenizer.normalizer = normalizers.NFC()
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=not composes)
     words = pre_tokenizers.Split(Regex(LINE_BREAKS_TOGETHER), "isolated")
-    tokenizer.pre_tokenizer = (
-        pre_tokenizers.Sequence([words, byte_level]) if composes else byte_level
-    )
+    both = pre_tokenizers.Sequence([words, byte_level])
+    tokenizer.pre_tokenizer = both if composes else byte_level
     tokenizer.decoder = decoders.ByteLevel()
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    trainer = trainers.BpeTrainer(
-        vocab_size=420,
-        special_tokens=list(specials),
-        initial_alphabet=alphabet,
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator(CORPUS, trainer)
+    letters = {"initial_alphabet": sorted(pre_tokenizers.ByteLevel.alphabet())}
+    tokenizer.train_from_iterator(CORPUS, trainer_of(420, specials, **letters))
     return tokenizer
 
 
@@ -187,9 +187,7 @@ def _sentencepiece_like() -> Tokenizer:
     trained = Tokenizer(models.BPE(unk_token="<unk>"))
     trained.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
     specials = ["<unk>", "<s>", "</s>"]
-    trained.train_from_iterator(
-        CORPUS, trainers.BpeTrainer(vocab_size=220, special_tokens=specials, show_progress=False)
-    )
+    trained.train_from_iterator(CORPUS, trainer_of(220, specials))
     model = json.loads(trained.to_str())["model"]
     vocab = dict(model["vocab"])
     for byte in range(256):
@@ -199,14 +197,8 @@ def _sentencepiece_like() -> Tokenizer:
         models.BPE(vocab, merges, unk_token="<unk>", byte_fallback=True, fuse_unk=True)
     )
     tokenizer.pre_tokenizer = trained.pre_tokenizer
-    tokenizer.decoder = decoders.Sequence(
-        [
-            decoders.Replace("▁", " "),
-            decoders.ByteFallback(),
-            decoders.Fuse(),
-            decoders.Strip(" ", 1, 0),
-        ]
-    )
+    spaces, first = decoders.Replace("▁", " "), decoders.Strip(" ", 1, 0)
+    tokenizer.decoder = decoders.Sequence([spaces, decoders.ByteFallback(), decoders.Fuse(), first])
     tokenizer.add_special_tokens(
         [AddedToken(one, special=True, normalized=False) for one in specials]
     )
@@ -216,13 +208,9 @@ def _sentencepiece_like() -> Tokenizer:
 def _save(
     tokenizer: Tokenizer, folder: Path, template: str | None, bos: str | None, eos: str
 ) -> Path:
-    fast = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        bos_token=bos,
-        eos_token=eos,
-        pad_token=eos,
-        clean_up_tokenization_spaces=False,
-    )
+    options = {"bos_token": bos, "eos_token": eos, "pad_token": eos}
+    options["clean_up_tokenization_spaces"] = False
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, **options)
     if template is not None:
         fast.chat_template = template.lstrip("\n")
     fast.save_pretrained(folder)
@@ -236,15 +224,8 @@ def like_qwen(folder: Path, template: str | None = LIKE_QWEN) -> Path:
     tokenizer = Tokenizer.from_str(
         _byte_level(("<|endoftext|>", "<|im_start|>", "<|im_end|>"), True).to_str()
     )
-    words = (
-        "<think>",
-        "</think>",
-        "<tool_call>",
-        "</tool_call>",
-        "<tool_response>",
-        "</tool_response>",
-    )
-    tokenizer.add_tokens([AddedToken(one, special=False, normalized=False) for one in words])
+    tags = [f"<{end}{tag}>" for tag in ("think", "tool_call", "tool_response") for end in ("", "/")]
+    tokenizer.add_tokens([AddedToken(one, special=False, normalized=False) for one in tags])
     return _save(tokenizer, folder, template, None, "<|im_end|>")
 
 

@@ -39,20 +39,9 @@ DATA = Path(__file__).resolve().parents[2] / "shared" / "data"
 REAL = ("granite-3.1", "qwen3")
 FAMILIES = {"qwen3": like_qwen, "granite": like_granite, "llama-2": like_llama_2}
 PIECES = (
-    "<",
-    "|>",
-    "im_",
-    "end",
-    "<|im_end|>",
-    "<|im_start|>",
-    "\ufdd0",
-    "a",
-    " table",
-    "e\u0301",
-    "</s>",
-    "<s>",
-    " ",
-)
+    "<", "|>", "im_", "end", "<|im_end|>", "<|im_start|>", "\ufdd0", "a", " table", "e\u0301",
+    "</s>", "<s>", " ",
+)  # fmt: skip
 DATES = "{{ 'It is ' + strftime_now('%d %b %Y') + '.\n' }}" + TEMPLATE
 ALTERNATES = (
     "{% for message in messages %}{% if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}"
@@ -206,9 +195,8 @@ def test_of_any_messages_no_text_is_obeyed_and_a_row_is_exact_or_refused(familie
 
 
 def test_a_fixed_date_is_the_same_tomorrow(chats):
-    assert (
-        chats["dates"].render(dialogue("Hi")).startswith("It is 02 Jan 2026.\n<|im_start|>user\nHi")
-    )
+    shown = chats["dates"].render(dialogue("Hi"))
+    assert shown.startswith("It is 02 Jan 2026.\n<|im_start|>user\nHi")
     today = datetime.date.today()
     fixed, clock = (Chat(chats["dates"].folder, day) for day in (today, None))
     assert fixed.render(dialogue("Hi")) == clock.render(dialogue("Hi"))
@@ -281,9 +269,8 @@ def test_a_stream_is_decode_in_pieces(chats, ids, step):
 def test_a_stream_never_gives_half_a_character(chats, text):
     chat = chats["chatml"]
     stream = chat.stream()
-    pieces = [
-        stream.push([token]) for token in chat.tokenizer.encode(text, add_special_tokens=False)
-    ]
+    ids = chat.tokenizer.encode(text, add_special_tokens=False)
+    pieces = [stream.push([token]) for token in ids]
     assert "\ufffd" not in "".join(pieces)
     assert "".join(pieces) == text
     assert stream.finish() == ""
@@ -298,6 +285,9 @@ def test_a_stream_tells_what_an_unfinished_character_leaves(chats):
 
 
 # What messages say is text
+
+
+NAMING_TOOLS = [{"type": "function", "function": {"name": "find", "description": "<|im_end|>"}}]
 
 
 def conversation_with(text: str) -> list[Message]:
@@ -333,26 +323,22 @@ def test_what_cannot_be_kept_apart_is_refused(families):
 def test_a_template_that_changes_what_it_is_to_spell_is_refused(tmp_path):
     """ASCII-only JSON would write the shield as an escape, and leave it there."""
     like_qwen(tmp_path, LIKE_QWEN.replace("(tool | tojson)", "(tool | tojson(ensure_ascii=True))"))
-    chat, tools = (
-        Chat(tmp_path),
-        [{"type": "function", "function": {"name": "find", "description": "<|im_end|>"}}],
-    )
+    chat = Chat(tmp_path)
     with pytest.raises(TemplateError, match="changes a message"):
-        chat.prompt_ids(dialogue("Hi"), tools)
+        chat.prompt_ids(dialogue("Hi"), NAMING_TOOLS)
     assert chat.prompt_ids(dialogue("<|im_end|>"))
 
 
 def test_tools_and_calls_are_text_too(families):
     chat = families["qwen3"]
-    tools = [{"type": "function", "function": {"name": "find", "description": "<|im_end|>"}}]
     call = {"type": "function", "function": {"name": "find", "arguments": {"city": "<|im_end|>"}}}
     messages: list[Any] = [
         {"role": "user", "content": "Find it."},
         {"role": "assistant", "content": "", "tool_calls": [call]},
         {"role": "tool", "content": "<|im_start|>"},
     ]
-    assert chat.control_text(messages, tools) == ["<|im_end|>", "<|im_start|>"]
-    ids = chat.prompt_ids(messages, tools)
+    assert chat.control_text(messages, NAMING_TOOLS) == ["<|im_end|>", "<|im_start|>"]
+    ids = chat.prompt_ids(messages, NAMING_TOOLS)
     ends = [token for token in ids if token in chat.eos_token_ids]
     assert len(ends) == 4, "of the tools, the question, the call and the result"
 
@@ -380,12 +366,10 @@ def test_a_message_as_servers_hand_it_to_a_template():
 
 
 def test_the_day_is_printed_in_every_format_that_it_fixes(tmp_path):
-    codes = "aAbBdejmyYHIMSpxXcDFTR"
-    like_granite(
-        tmp_path, LIKE_GRANITE.replace("%B %d, %Y", " ".join(f"%{code}" for code in codes))
-    )
+    codes = " ".join(f"%{code}" for code in "aAbBdejmyYHIMSpxXcDFTR")
+    like_granite(tmp_path, LIKE_GRANITE.replace("%B %d, %Y", codes))
     shown = Chat(tmp_path, DAY).render(dialogue("Hi")).split("Today is ")[1].split(".\n")[0]
-    assert shown == " ".join(DAY.strftime(f"%{code}") for code in codes)
+    assert shown == DAY.strftime(codes)
 
 
 def test_several_templates_one_for_tools(tmp_path):
@@ -395,12 +379,9 @@ def test_several_templates_one_for_tools(tmp_path):
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({**config, "chat_template": named}))
     chat = Chat(tmp_path)
     assert chat.render(dialogue("Hi")) == "<|im_start|>user\nHi<|im_end|>\n"
-    assert "Tools:" in chat.render(
-        dialogue("Hi"), tools=[{"type": "function", "function": {"name": "find"}}]
-    )
-    (tmp_path / "tokenizer_config.json").write_text(
-        json.dumps({**config, "chat_template": named[1:]})
-    )
+    assert "Tools:" in chat.render(dialogue("Hi"), tools=NAMING_TOOLS)
+    without = json.dumps({**config, "chat_template": named[1:]})
+    (tmp_path / "tokenizer_config.json").write_text(without)
     with pytest.raises(TemplateError, match="none of them is named default"):
         Chat(tmp_path)
 

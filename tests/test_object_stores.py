@@ -43,12 +43,9 @@ def s3_server() -> Iterator[int]:
     server = moto_server.ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
     server.start()
     port = server.get_host_and_port()[1]
-    keys = {
-        "AWS_ACCESS_KEY_ID": "id",
-        "AWS_SECRET_ACCESS_KEY": "secret",
-        "AWS_DEFAULT_REGION": "us-east-1",
-    }
-    with environment(**keys, AWS_ENDPOINT_URL=f"http://127.0.0.1:{port}", AWS_MAX_ATTEMPTS="1"):
+    keys = {"AWS_ACCESS_KEY_ID": "id", "AWS_SECRET_ACCESS_KEY": "secret", "AWS_MAX_ATTEMPTS": "1"}
+    where = {"AWS_DEFAULT_REGION": "us-east-1", "AWS_ENDPOINT_URL": f"http://127.0.0.1:{port}"}
+    with environment(**keys, **where):
         forget_clients()
         fsspec.filesystem("s3").mkdir(BUCKET)
         yield port
@@ -125,9 +122,7 @@ def finish(artifact: Artifact, writer: ShardWriter) -> Features:
 
 
 def assert_all_there(features: Features, count: int) -> None:
-    assert [entry.key for entry in features.entries] == [
-        f"sample-{number}" for number in range(count)
-    ]
+    assert [one.key for one in features.entries] == [f"sample-{at}" for at in range(count)]
     for number, sample in enumerate(features.stream(range(count))):
         assert_same(sample, wide_sample(number))
 
@@ -196,22 +191,25 @@ def test_a_dead_store_is_an_error_that_says_so_and_keeps_what_was_done(store, mo
     assert_all_there(finish(again, resumed), 10)
 
 
+def killed_for_a_while(server: GcsServer) -> threading.Timer:
+    server.kill()
+    restart = threading.Timer(0.4, server.start)
+    restart.start()
+    return restart
+
+
 def test_a_killed_server_that_comes_back_has_lost_nothing(gcs, gcs_server):
     """SIGKILL while shards are written, and again while they are read; the writer and the reader
     just wait.
     """
     artifact = begun(gcs.url)
-    gcs_server.kill()
-    restart = threading.Timer(0.4, gcs_server.start)
-    restart.start()
+    restart = killed_for_a_while(gcs_server)
     writer = add_missing(artifact, 9)
     restart.join()
     features = finish(artifact, writer)
     samples = features.stream(range(9))
     assert_same(next(samples), wide_sample(0))
-    gcs_server.kill()
-    restart = threading.Timer(0.4, gcs_server.start)
-    restart.start()
+    restart = killed_for_a_while(gcs_server)
     for number, sample in enumerate(samples, start=1):
         assert_same(sample, wide_sample(number))
     restart.join()
@@ -272,13 +270,8 @@ def test_training_reads_a_store_once_with_a_cache(gcs, tmp_path, monkeypatch):
     monkeypatch.setenv("EYAS_FEATURE_CACHE", str(tmp_path / "cache"))
     kept: list[dict[int, int]] = []
     for seed in (0, 1):
-        settings = [
-            "head.draft_vocab_size=320",
-            "epochs=1",
-            "dtype=float32",
-            "objective.num_ttt_steps=2",
-            f"seed={seed}",
-        ]
+        settings = ["head.draft_vocab_size=320", "objective.num_ttt_steps=2", "dtype=float32"]
+        settings += ["epochs=1", f"seed={seed}"]
         cli_train.command(gcs.url, str(folder), str(tmp_path / f"head-{seed}"), overrides=settings)
         files = (path.stat() for path in (tmp_path / "cache").rglob("*") if path.is_file())
         kept.append({one.st_ino: one.st_mtime_ns for one in files if one.st_size > 9999})

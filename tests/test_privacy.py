@@ -60,13 +60,8 @@ def test_actions():
     config = PrivacyConfig(
         policy="mask", actions={"phone_number": "drop", "CREDIT_CARD": "surrogate"}
     )
-    wanted = {
-        "PHONE_NUMBER": "drop",
-        "CREDIT_CARD": "surrogate",
-        "EMAIL_ADDRESS": "mask",
-        "US_SSN": "drop",
-        "URL": "keep",
-    }
+    wanted = {"PHONE_NUMBER": "drop", "CREDIT_CARD": "surrogate", "EMAIL_ADDRESS": "mask"}
+    wanted |= {"US_SSN": "drop", "URL": "keep"}
     assert {type: config.action(type) for type in wanted} == wanted
     assert "URL" not in config.types
     assert config.first_that_drops(["PHONE_NUMBER", "EMAIL_ADDRESS", "API_KEY"]) == "API_KEY"
@@ -98,30 +93,21 @@ SPANS = st.tuples(st.sampled_from(TYPES), st.integers(0, 30), st.integers(1, 9))
 def test_joined_findings_cover_the_same_places_without_overlap(findings, text):
     joined = join_overlaps(findings)
     assert all(first.end <= second.start for first, second in itertools.pairwise(joined))
-    places = [
+    before, after = (
         {place for one in some for place in range(one.start, one.end)}
         for some in (findings, joined)
-    ]
-    assert places[0] == places[1]
+    )
+    assert before == after
     for one in joined:
-        inside = [
-            finding.type
-            for finding in findings
-            if one.start <= finding.start and finding.end <= one.end
-        ]
+        within = (two for two in findings if one.start <= two.start and two.end <= one.end)
+        inside = [two.type for two in within]
         assert one.type == min(inside, key=RANK.__getitem__)
     inside = [one for one in joined if one.end <= len(text)]
     assert replace(text, inside, [text[one.start : one.end] for one in inside]) == text
 
 
-VALUES = [
-    "ana.lee@example.com",
-    "(415) 555-0134",
-    "4242 4242 4242 4242",
-    "GB29NWBK60161331926819",
-    "219-45-9876",
-    "8.8.8.8",
-]
+VALUES = ["ana.lee@example.com", "(415) 555-0134", "4242 4242 4242 4242", "GB29NWBK60161331926819"]
+VALUES += ["219-45-9876", "8.8.8.8"]
 WORDS = ["please", "the card.", "Thanks!", "at 7:30", "é", "🙂", "—", "(or)", "a@b", "1,000"]
 TEXTS = st.lists(st.sampled_from([*VALUES, *WORDS, "for 2 people", "\n"]), max_size=12)
 
@@ -254,11 +240,8 @@ def test_a_hash_tells_equal_values_and_nothing_else():
     other = Detector(PrivacyConfig(), b"other").find("4242 4242 4242 4242")[0]
     assert other.hash != one.hash
     assert Detector(PrivacyConfig()).find("4242 4242 4242 4242")[0].hash == ""
-    assert (
-        value_hash(KEY, "PERSON", "Ada  Berg")
-        == value_hash(KEY, "PERSON", "ADA BERG")
-        != value_hash(KEY, "URL", "ada berg")
-    )
+    person = value_hash(KEY, "PERSON", "Ada  Berg")
+    assert person == value_hash(KEY, "PERSON", "ADA BERG") != value_hash(KEY, "URL", "ada berg")
     assert canonical("PHONE_NUMBER", "(415) 555-0134") == "4155550134"
     assert canonical("HANDLE", "@Ana_Lee") == "ana_lee"
 
@@ -340,12 +323,10 @@ def test_a_row_is_masked_wherever_something_is_found():
     cleaned = filter_of()(MAILS)
     assert cleaned.turns == ("Hi", "I am <EMAIL_ADDRESS>")
     assert cleaned.system == "Ask <EMAIL_ADDRESS>."
-    hashes = [
-        value_hash(KEY, "EMAIL_ADDRESS", value) for value in ("bob@python.org", "ana@python.org")
-    ]
+    bob, ana = (value_hash(KEY, "EMAIL_ADDRESS", f"{one}@python.org") for one in ("bob", "ana"))
     assert cleaned.masked == (
-        Finding("EMAIL_ADDRESS", 4, 18, turn=None, hash=hashes[0]),
-        Finding("EMAIL_ADDRESS", 5, 19, turn=1, hash=hashes[1]),
+        Finding("EMAIL_ADDRESS", 4, 18, turn=None, hash=bob),
+        Finding("EMAIL_ADDRESS", 5, 19, turn=1, hash=ana),
     )
     assert filter_of()(cleaned).turns == cleaned.turns, "nothing is left to find"
     assert filter_of(email_address="keep")(MAILS).turns == MAILS.turns
@@ -366,10 +347,8 @@ def test_a_type_that_drops_takes_the_row_and_names_the_gravest():
 
 
 def test_a_value_has_one_surrogate_in_a_conversation():
-    mails = row(
-        "I am ana@python.org", "ANA@python.org, not bob@python.org", system="To ana@python.org"
-    )
-    made = filter_of("surrogate")(mails)
+    turns = ("I am ana@python.org", "ANA@python.org, not bob@python.org")
+    made = filter_of("surrogate")(row(*turns, system="To ana@python.org"))
     ana = made.turns[0].removeprefix("I am ")
     assert ana.partition("@")[2] in ("example.com", "example.org", "example.net")
     assert made.system == f"To {ana}"

@@ -121,13 +121,8 @@ def test_social_security_numbers_were_never_given(key):
 
 
 def test_identity_numbers_fail_their_check():
-    for value in (
-        "54362315K",
-        "390.533.447-05",
-        "756.9217.0769.85",
-        "RCCMNL83S18D969H",
-        "S1234567D",
-    ):
+    values = ["54362315K", "390.533.447-05", "756.9217.0769.85", "RCCMNL83S18D969H", "S1234567D"]
+    for value in values:
         assert is_national_id(value)
         assert not is_national_id(made("NATIONAL_ID", value))
 
@@ -141,15 +136,13 @@ def test_addresses_on_the_net_are_those_for_documentation():
         address = ipaddress.ip_address(made("IP_ADDRESS", value))
         assert any(address in net for net in nets)
         assert address.version == ipaddress.ip_address(value).version
-    assert re.fullmatch(
-        r"[a-z.0-9]+@example\.(com|org|net)", made("EMAIL_ADDRESS", VALUES["EMAIL_ADDRESS"])
-    )
-    assert re.fullmatch(r"https://[a-z]+\.example\.com/\w+", made("URL", VALUES["URL"]))
+    for type, form in {
+        "EMAIL_ADDRESS": r"[a-z.0-9]+@example\.(com|org|net)",
+        "URL": r"https://[a-z]+\.example\.com/\w+",
+        "URL_CREDENTIALS": r"postgres://\w+:\w+@[a-z]+\.example\.com/",
+    }.items():
+        assert re.fullmatch(form, made(type, VALUES[type]))
     assert made("URL", "www.python.org").startswith("www.example.com/")
-    assert re.fullmatch(
-        r"postgres://\w+:\w+@[a-z]+\.example\.com/",
-        made("URL_CREDENTIALS", VALUES["URL_CREDENTIALS"]),
-    )
 
 
 @pytest.mark.parametrize(
@@ -172,9 +165,7 @@ def test_keys_keep_their_makers_prefix_and_form():
     assert re.sub(r"\d", "0", surrogate).count("0") == 6
     lines = made("PRIVATE_KEY", VALUES["PRIVATE_KEY"]).splitlines()
     assert (lines[0], lines[-1]) == ("-----BEGIN PRIVATE KEY-----", "-----END PRIVATE KEY-----")
-    assert [len(line) for line in lines] == [
-        len(line) for line in VALUES["PRIVATE_KEY"].splitlines()
-    ]
+    assert [*map(len, lines)] == [*map(len, VALUES["PRIVATE_KEY"].splitlines())]
 
 
 def test_the_same_person_has_the_same_surrogate_however_named():
@@ -218,9 +209,8 @@ def test_different_values_have_different_surrogates(type, count):
 
 
 def test_names_do_not_run_out():
-    values = [
-        f"{first}{last}" for first in GIVEN[:40] for last in ("son", "dottir", "ova", "escu", "ini")
-    ]
+    endings = ("son", "dottir", "ova", "escu", "ini")
+    values = [f"{first}{last}" for first in GIVEN[:40] for last in endings]
     surrogates = Surrogates(KEY, "c", [("PERSON", value) for value in values])
     assert len({surrogates.of("PERSON", value) for value in values}) == len(values)
 
