@@ -23,7 +23,7 @@ MOST_FRAMES = 8  # from a command to the loss, and from the server's worker to t
 
 # KB of Python (1,000 bytes; of C++ for cpp), and what the room is for
 ROOMS = {
-    "data": (220, "sources, licence gate, filters, duplicates, ledger, card"),
+    "data": (213, "sources, licence gate, filters, duplicates, ledger, card"),
     "engine": (185, "exact speculative decoding: scheduler, rounds, drafters, policy, sampling"),
     "model": (207, "target and head: configs, checkpoints, attention, training-time test"),
     "cpp": (198, "the native decoder"),
