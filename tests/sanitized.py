@@ -119,12 +119,7 @@ def drafts() -> None:
             ):
                 first = draft.proposals(h[-1:], k)
                 draft.propose(
-                    Roots([20], [20], [], STRAIGHT),
-                    h[-1:],
-                    first,
-                    cache,
-                    (K, k, width),
-                    [0.0] * K,
+                    Roots([20], [20], [], STRAIGHT), h[-1:], first, cache, (K, k, width), [0.0] * K
                 )
         native_tests.test_growing_from_features_is_extending_and_proposing(dtype, (4, 3, 1))
 

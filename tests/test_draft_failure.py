@@ -23,15 +23,7 @@ from eyas.model.rows import Proposals
 from eyas.model.target import Target
 from tests import tiny_engine
 from tests.serving import World, ask, health
-from tests.tiny_engine import (
-    SAMPLED,
-    decoded,
-    engine,
-    idle,
-    plainly,
-    random_head,
-    requests,
-)
+from tests.tiny_engine import SAMPLED, decoded, engine, idle, plainly, random_head, requests
 
 ROUNDS = 4  # drafted before the head fails
 CHEAP_DRAFTS = CostTable(*[Curve([1, 64], [10.0, 11.0])] * 2, *[Curve([1, 64], [0.1, 0.2])] * 3)

@@ -13,15 +13,7 @@ from eyas.engine.request import Request, SamplingParams, Update
 from eyas.errors import ConfigError, InputError, MismatchError
 from eyas.model.target import Target
 from tests import tiny_engine
-from tests.tiny_engine import (
-    VOCAB,
-    decoded,
-    engine,
-    idle,
-    plainly,
-    random_head,
-    requests,
-)
+from tests.tiny_engine import VOCAB, decoded, engine, idle, plainly, random_head, requests
 
 WINDOW = 9  # shorter than configs allow, longer than a tree is deep
 folder, target = tiny_engine.folder, tiny_engine.target

@@ -202,12 +202,7 @@ def test_a_command_says_what_is_wrong_with_a_file(tmp_path):
 def test_unscored_merges_make_the_best_scored_tokens_first():
     vocabulary = {text: number for number, text in enumerate(["a", "b", "c", "ab", "bc", "abc"])}
     scores = {"a": -9.0, "b": -9.0, "c": -9.0, "ab": -2.0, "bc": -1.0, "abc": -3.0}
-    assert merges_by_score(scores, vocabulary) == [
-        ("b", "c"),
-        ("a", "b"),
-        ("a", "bc"),
-        ("ab", "c"),
-    ]
+    assert merges_by_score(scores, vocabulary) == [("b", "c"), ("a", "b"), ("a", "bc"), ("ab", "c")]
 
 
 def test_a_sentencepiece_vocabulary_is_read(tmp_path, tiny):
@@ -228,13 +223,7 @@ def test_a_sentencepiece_vocabulary_is_read(tmp_path, tiny):
         open_file(gguf_file(tiny, tmp_path / "tiny.gguf", changes=changes))
     )
     encoding = tokenizer.encode("a tabé")
-    assert [tokens[number] for number in encoding.ids] == [
-        "<s>",
-        "▁a",
-        "▁tab",
-        "<0xC3>",
-        "<0xA9>",
-    ]
+    assert [tokens[number] for number in encoding.ids] == ["<s>", "▁a", "▁tab", "<0xC3>", "<0xA9>"]
     assert tokenizer.decode(encoding.ids) == "a tabé"
     assert settings["bos_token"] == "<s>"
 
@@ -277,6 +266,6 @@ def test_smollm2_has_the_tokens_of_its_own_tokenizer():
     assert isinstance(tokenizer, Tokenizer)
     text = "Hello 123 <|im_end|> w"
     assert tokenizer.encode(text, add_special_tokens=False).ids == [
-        *(19556, 216, 33, 34, 35, 216, 2, 267),
+        *(19556, 216, 33, 34, 35, 216, 2, 267)
     ]
     assert settings["eos_token"] == "<|im_end|>"

@@ -20,14 +20,7 @@ from eyas.model import ttt
 from eyas.model import vocab as vocab_module
 from eyas.model.batch import Batch, plan_packs
 from eyas.train import loss as loss_module
-from eyas.train.loss import (
-    ObjectiveConfig,
-    batch_loss,
-    judged_positions,
-    loss_rows,
-    shifted,
-    teach,
-)
+from eyas.train.loss import ObjectiveConfig, batch_loss, judged_positions, loss_rows, shifted, teach
 from eyas.train.step import DRAW_STEP, LossModule
 from tests.plain_eagle import PlainHead, Wanted, plain_loss, plain_objective, weights_of
 from tests.supervision import supervised
@@ -50,10 +43,7 @@ CASES = {
     "an answer of one token beside another": [[False] * 2 + [True], ANSWER],
     "nothing judged after step 0": [[True, True, True, False]],
 }
-CONFIGS = {
-    "defaults": {},
-    "later steps sampled": {"later_steps": "sampled"},
-}
+CONFIGS = {"defaults": {}, "later steps sampled": {"later_steps": "sampled"}}
 HEADS = {
     "norm_before_residual": {"norm_before_residual": True},
     "norm_before_fc": {"norm_before_fc": True},
@@ -71,10 +61,7 @@ def outcome_of(head, batch, dtype=torch.float64, **config):
 
 def plain_outcome(head, weights, samples, **config):
     wanted, vocabulary = ObjectiveConfig(**config), tiny_vocabulary(torch.float64)
-    options = Wanted(
-        num_steps=wanted.num_ttt_steps,
-        sampled=wanted.later_steps == "sampled",
-    )
+    options = Wanted(num_steps=wanted.num_ttt_steps, sampled=wanted.later_steps == "sampled")
     embed_tokens = weights.get("embed_tokens", vocabulary.embed_tokens)
     plain = PlainHead(weights, head.config)
     return plain_objective(

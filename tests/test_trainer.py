@@ -277,13 +277,7 @@ def test_settings_are_checked():
         TrainConfig(learning_rate=0)
     with pytest.raises(ValidationError):
         TrainConfig(rate=1)
-    for section in (
-        TrainConfig,
-        BatchConfig,
-        StopConfig,
-        StartConfig,
-        TrackerConfig,
-    ):
+    for section in (TrainConfig, BatchConfig, StopConfig, StartConfig, TrackerConfig):
         assert len(section.model_fields) <= 12
 
 

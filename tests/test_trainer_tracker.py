@@ -15,14 +15,7 @@ from pathlib import Path
 import pytest
 
 from eyas.errors import ConfigError
-from eyas.train.tracker import (
-    TRACKERS,
-    TrackedRun,
-    TrackerConfig,
-    Trackers,
-    open_trackers,
-    scalars,
-)
+from eyas.train.tracker import TRACKERS, TrackedRun, TrackerConfig, Trackers, open_trackers, scalars
 
 BLOCK = 32 << 10
 IDENTITY = "0123456789abcdef"

@@ -9,12 +9,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from eyas.engine.acceptance import along_paths
-from eyas.engine.tree import (
-    MAX_NODES,
-    choose,
-    goes_on,
-    most_probable,
-)
+from eyas.engine.tree import MAX_NODES, choose, goes_on, most_probable
 from eyas.model.rows import Proposals
 
 
