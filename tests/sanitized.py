@@ -38,6 +38,7 @@ from tests.test_native import (  # noqa: E402
     DRAFT_DTYPES,
     DTYPES,
     FLAGS,
+    HEADS,
     PAGE_SIZE,
     PAGES,
     SHUFFLED,
@@ -51,17 +52,10 @@ from tests.test_native import (  # noqa: E402
     new_cache,
     run,
     target_of,
+    tree_rows,
 )
 
-ODD_SHAPES = (
-    "GQA of 3, odd sizes",
-    "GQA of 8, head of 80",
-    "MHA, head of 64",
-    "long products",
-    "biases",
-    "tied",
-    "qwen3",
-)
+ODD_SHAPES = (*HEADS[1:], "long products", "biases", "tied", "qwen3")
 DRAWS = (
     {},
     {"temperature": 0.0, "logprobs": 20},
@@ -69,6 +63,7 @@ DRAWS = (
     {"top_p": 0.9, "min_p": 0.01, "logprobs": 1},
     {"repetition_penalty": 1.3, "presence_penalty": 0.1, "logit_bias": {0: 1.0}, "min_tokens": 2},
 )
+GROWTHS = ((1, 1, 1), (9, 8, 8), (5, 16, 16), (16, 4, 4), (2, 16, 16), (16, 16, 1), (16, 5, 4))
 NOT_IDS = (-1, 320, -(2**63), 2**62, 2**31, -(2**31) - 1)
 
 
@@ -79,11 +74,11 @@ def shapes() -> None:
             target, cache = target_of(shape, dtype, 2), new_cache(shape, dtype)
             for rows in (chunk(TOKENS[:13], 0), chunk(TOKENS[13:14], 13), chunk(TOKENS[14:], 14)):
                 run(target, cache, rows)
+            run(target, cache, tree_rows(TOKENS[:6], [-1, 0, 0, 1, 2, 2], len(TOKENS), SHUFFLED))
     for dtype in DTYPES:
         native_tests.test_batch_of_requests_gives_the_bits_of_each_alone(dtype)
         native_tests.test_squeezed_weights_give_the_bits_of_plain_ones("GQA of 3, odd sizes", dtype)
         native_tests.test_verifying_in_one_call_is_forward_walk_and_move("llama", dtype)
-        native_tests.test_a_path_in_a_tree_gives_the_bits_of_plain_decoding("llama", dtype, 13, 2)
     native_tests.test_weights_of_unusual_size_are_kept_exactly(0.002)
     native_tests.test_all_64_bits_of_a_tree()
     native_tests.test_rows_whose_logits_are_asked_for()
@@ -103,24 +98,15 @@ def blocks() -> None:
 def drafts() -> None:
     """Every variant of the layer, and trees up to the most columns."""
     for dtype in DRAFT_DTYPES:
-        for flags in map(tuple, FLAGS):
+        for flags in FLAGS:
             draft, cache = draft_of(flags, dtype, 2), draft_cache(dtype)
             rows = chunk(TOKENS[1:], 1, first_column=1)
             h = draft.extend(rows, features(dtype)[:-1], cache)
             draft.enter(rows, features(dtype)[:-1], cache)
-            for K, k, width in (
-                (1, 1, 1),
-                (9, 8, 8),
-                (5, 16, 16),
-                (16, 4, 4),
-                (2, 16, 16),
-                (16, 16, 1),
-                (16, 5, 4),
-            ):
-                first = draft.proposals(h[-1:], k)
-                draft.propose(
-                    Roots([20], [20], [], STRAIGHT), h[-1:], first, cache, (K, k, width), [0.0] * K
-                )
+            roots = Roots([20], [20], [], STRAIGHT)
+            for growth in GROWTHS:
+                first, thresholds = draft.proposals(h[-1:], growth[1]), [0.0] * growth[0]
+                draft.propose(roots, h[-1:], first, cache, growth, thresholds)
         native_tests.test_growing_from_features_is_extending_and_proposing(dtype, (4, 3, 1))
 
 
@@ -136,9 +122,8 @@ def ids() -> None:
             rows = chunk([5, 6], 1, first_column=1)
             getattr(rows, name)[1] = value
             cache = draft_cache("float32")
-            refused(
-                lambda rows=rows, cache=cache: draft.extend(rows, features("float32")[:2], cache)
-            )
+            aux = features("float32")[:2]
+            refused(lambda rows=rows, aux=aux, cache=cache: draft.extend(rows, aux, cache))
     for value in (-1, PAGES, 2**31 - 1, -(2**31)):
         table = STRAIGHT.copy()
         table[0, 0] = value

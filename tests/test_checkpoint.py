@@ -16,7 +16,8 @@ from transformers import AutoConfig, LlamaConfig
 
 from eyas.errors import CorruptError, MismatchError, MissingInputError
 from eyas.model.checkpoint import map_faults, open_checkpoint, read_head
-from eyas.model.config import RopeConfig, TargetConfig
+from eyas.model.config import HeadConfig, RopeConfig, TargetConfig
+from eyas.model.dialects import Form
 from eyas.model.forms import Verifier, write_head
 from eyas.model.vocab import TargetVocabulary, draft_vocabulary
 from tests.tiny import tiny_target
@@ -40,61 +41,52 @@ def target(tmp_path_factory) -> Path:
     return tiny_target(tmp_path_factory.mktemp("target"))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def written_config(config: HeadConfig, tensors: dict[str, torch.Tensor], form: Form) -> dict:
+    name = "eyas_head.json" if form == "eyas" else "config.json"
+    return json.loads(write_head(config, tensors, form)[name])
+
+
+def stored_tensors(folder: Path) -> dict[str, torch.Tensor]:
+    return safetensors.torch.load_file(folder / "model.safetensors")
+
+
+HALVES = [{"dtype": torch.bfloat16}, {"dtype": torch.float16}]
+
+
+@pytest.mark.parametrize("options", [{}, *HALVES, *FLAGS], ids=lambda options: "+".join(options))
 @pytest.mark.parametrize("form", FORMS)
-def test_reads_back_bit_equal(target, tmp_path, form, dtype):
-    config, tensors = tiny_head(target, dtype=dtype)
-    config_read, tensors_read = read_head(
-        write_folder(write_head(config, tensors, form), tmp_path / form)
-    )
+def test_reads_back_bit_equal(target, tmp_path, form, options):
+    config, tensors = tiny_head(target, **options)
+    files = write_head(config, tensors, form)
+    config_read, tensors_read = read_head(write_folder(files, tmp_path / form))
     assert config_read == config
     assert tensors_read.keys() == tensors.keys()
     for name, tensor in tensors.items():
         assert tensors_read[name].dtype == tensor.dtype
         assert torch.equal(tensors_read[name], tensor), name
-
-
-@pytest.mark.parametrize("flags", FLAGS, ids=lambda flags: "+".join(flags))
-@pytest.mark.parametrize("form", FORMS)
-def test_flags_read_back_with_their_tensors(target, tmp_path, form, flags):
-    config, tensors = tiny_head(target, **flags)
-    files = write_head(config, tensors, form)
-    config_read, tensors_read = read_head(write_folder(files, tmp_path / form))
-    assert config_read == config
-    assert tensors_read.keys() == tensors.keys()
-    assert all(torch.equal(tensors_read[name], tensor) for name, tensor in tensors.items())
-    assert write_head(config_read, tensors_read, form) == files
+    backwards = dict(reversed(tensors_read.items()))
+    assert write_head(config_read, backwards, form) == files
+    assert open_checkpoint(tmp_path / form).form == form
 
 
 def test_flags_that_are_off_are_not_written_in_our_form(target):
-    settings = json.loads(write_head(*tiny_head(target), "eyas")["eyas_head.json"])
-    assert {
-        "norm_before_residual",
-        "norm_before_fc",
-        "fc_norm",
-        "norm_output",
-        "own_rope",
-    }.isdisjoint(settings)
-    assert (
-        json.loads(write_head(*tiny_head(target, fc_norm=True), "eyas")["eyas_head.json"])[
-            "fc_norm"
-        ]
-        is True
-    )
+    settings = written_config(*tiny_head(target), "eyas")
+    assert {*FLAGS[-1], "norm_before_fc"}.isdisjoint(settings)
+    assert written_config(*tiny_head(target, fc_norm=True), "eyas")["fc_norm"] is True
 
 
 def test_each_project_finds_the_flags_where_it_looks(target):
     flags = {"norm_before_fc": True, "norm_output": True}
     config, tensors = tiny_head(target, **flags)
     residual = config.model_copy(update={"norm_before_residual": True})
-    vllm = json.loads(write_head(residual, tensors, "vllm")["config.json"])
-    sglang = json.loads(write_head(config, tensors, "sglang")["config.json"])
+    vllm = written_config(residual, tensors, "vllm")
+    sglang = written_config(config, tensors, "sglang")
     for written in (vllm, sglang):
         assert {key: written[key] for key in flags} == flags
         assert written["fc_norm"] is False
     assert (vllm["norm_before_residual"], sglang["norm_before_residual"]) == (True, False)
     assert sglang["eagle_config"]["norm_before_fc"] is True
-    assert "norm_output" not in json.loads(write_head(*tiny_head(target), "sglang")["config.json"])
+    assert "norm_output" not in written_config(*tiny_head(target), "sglang")
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -129,48 +121,26 @@ def test_transformers_understands_what_engines_read_through_it(target, tmp_path,
     sglang = AutoConfig.from_pretrained(
         write_folder(write_head(config, tensors, "sglang"), tmp_path / "sglang")
     )
-    vllm = LlamaConfig(
-        **json.loads(write_head(config, tensors, "vllm")["config.json"])["transformer_layer_config"]
-    )
+    vllm = LlamaConfig(**written_config(config, tensors, "vllm")["transformer_layer_config"])
     for read in (sglang, vllm):
         assert RopeConfig.from_hf(read.to_dict()) == rope
-        assert (
-            read.num_hidden_layers,
-            read.head_dim,
-            read.vocab_size,
-            read.max_position_embeddings,
-        ) == (1, 8, 320, 256)
+        assert (read.num_hidden_layers, read.head_dim, read.vocab_size) == (1, 8, 320)
+        assert read.max_position_embeddings == 256
         assert not read.tie_word_embeddings
         assert str(read.dtype).removeprefix("torch.") == "float32"
     assert sglang.eagle_config[LAYER_IDS] == [1, 3, 4]
     assert (sglang.draft_vocab_size, sglang.target_hidden_size) == (64, 32)
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_equal_heads_give_equal_bytes(target, form):
-    config, tensors = tiny_head(target)
-    backwards = dict(reversed(tensors.items()))
-    assert write_head(config, tensors, form) == write_head(config, backwards, form)
-
-
-def test_form_is_found_by_looking(target, tmp_path):
-    for form in FORMS:
-        assert open_checkpoint(head_folder(target, tmp_path / form, form)).form == form
-
-
 def test_layer_names_of_each_form(target, tmp_path):
     """SpecForge, SGLang: midlayer.*, without embeddings; speculators, vLLM: layers.0.*, with the
     target's embeddings.
     """
-    sglang = safetensors.torch.load_file(
-        head_folder(target, tmp_path / "sglang", "sglang") / "model.safetensors"
+    sglang, vllm = (
+        stored_tensors(head_folder(target, tmp_path / form, form)) for form in ("sglang", "vllm")
     )
-    vllm = safetensors.torch.load_file(
-        head_folder(target, tmp_path / "vllm", "vllm") / "model.safetensors"
-    )
-    assert {name.replace("midlayer.", "layers.0.") for name in sglang} | {
-        "embed_tokens.weight"
-    } == set(vllm)
+    renamed = {name.replace("midlayer.", "layers.0.") for name in sglang}
+    assert renamed | {"embed_tokens.weight"} == set(vllm)
     assert sum(name.startswith("midlayer.") for name in sglang) == 10
     assert sglang["d2t"].dtype == vllm["d2t"].dtype == torch.int64
     assert sglang["t2d"].dtype == vllm["t2d"].dtype == torch.bool
@@ -179,10 +149,9 @@ def test_layer_names_of_each_form(target, tmp_path):
 def test_embeddings_are_left_out_where_they_are_said_to_be_the_targets(target, tmp_path):
     ours = head_folder(target, tmp_path / "ours", "vllm")
     assert "embed_tokens.weight" not in read_head(ours)[1]
-    stored = safetensors.torch.load_file(ours / "model.safetensors")["embed_tokens.weight"]
-    theirs = edit_config(
-        head_folder(target, tmp_path / "theirs", "vllm"), target_embed_tokens_sha256=None
-    )
+    stored = stored_tensors(ours)["embed_tokens.weight"]
+    theirs = head_folder(target, tmp_path / "theirs", "vllm")
+    edit_config(theirs, target_embed_tokens_sha256=None)
     assert torch.equal(read_head(theirs)[1]["embed_tokens.weight"], stored)
     edit_tensors(ours, {"embed_tokens.weight": stored.roll(1, 0)})
     with pytest.raises(MismatchError, match="not the embeddings that the config names"):
@@ -204,13 +173,11 @@ def test_own_embeddings_go_where_they_are_used(target, tmp_path):
 def test_a_full_vocabulary_may_share_the_targets_lm_head(target, tmp_path):
     config, tensors = tiny_head(target, draft_vocab_size=320)
     del tensors["lm_head.weight"]
-    files = write_head(config, tensors, "sglang")
     # SGLang would leave its own at random numbers
-    assert json.loads(files["config.json"])["draft_vocab_size"] is None
+    assert written_config(config, tensors, "sglang")["draft_vocab_size"] is None
     for form in ("eyas", "sglang"):
-        config_read, read = read_head(
-            write_folder(write_head(config, tensors, form), tmp_path / form)
-        )
+        files = write_head(config, tensors, form)
+        config_read, read = read_head(write_folder(files, tmp_path / form))
         assert config_read == config
         assert read.keys() == tensors.keys()
     config, tensors = tiny_head(target)
@@ -227,8 +194,8 @@ def test_each_engine_taps_the_same_three_streams(target, n):
     config, tensors = tiny_head(target)
     taps = TargetConfig.from_folder(target).model_copy(update={"num_hidden_layers": n}).default_taps
     config = config.model_copy(update={"taps": taps})
-    vllm = json.loads(write_head(config, tensors, "vllm")["config.json"])
-    sglang = json.loads(write_head(config, tensors, "sglang")["config.json"])
+    vllm = written_config(config, tensors, "vllm")
+    sglang = written_config(config, tensors, "sglang")
     entering = [2, n // 2, n - 3]  # EAGLE's and both engines' default
     assert vllm[LAYER_IDS] == entering
     assert [index + 1 for index in sglang["eagle_config"][LAYER_IDS]] == entering
@@ -240,9 +207,8 @@ def test_taps_of_its_own_are_read_back(target, tmp_path):
     config, tensors = tiny_head(target)
     config = config.model_copy(update={"taps": (0, 3, 5)})
     for form in ("eyas", "vllm"):
-        assert read_head(write_folder(write_head(config, tensors, form), tmp_path / form))[
-            0
-        ].taps == (0, 3, 5)
+        folder = write_folder(write_head(config, tensors, form), tmp_path / form)
+        assert read_head(folder)[0].taps == (0, 3, 5)
 
 
 def test_taps_that_are_not_given_are_the_targets_default(target, tmp_path):
@@ -258,19 +224,14 @@ def test_taps_that_are_not_given_are_the_targets_default(target, tmp_path):
 def test_a_config_with_the_fewest_keys(target, tmp_path):
     """What may be left out means what the engines take it for."""
     folder = head_folder(target, tmp_path / "head", "sglang")
-    kept = (
-        "architectures",
-        "hidden_size",
-        "intermediate_size",
-        "num_attention_heads",
-        "num_key_value_heads",
-        "vocab_size",
-    )
+    kept = ("architectures", "hidden_size", "intermediate_size", "num_attention_heads")
+    kept = (*kept, "num_key_value_heads", "vocab_size", "draft_vocab_size", "eagle_config")
     config = json.loads((folder / "config.json").read_text())
-    minimal = {key: config[key] for key in (*kept, "draft_vocab_size", "eagle_config")}
-    (folder / "config.json").write_text(
-        json.dumps({**minimal, "rope_scaling": None, "target_hidden_size": None})
-    )
+    minimal = {key: config[key] for key in kept} | {
+        "rope_scaling": None,
+        "target_hidden_size": None,
+    }
+    (folder / "config.json").write_text(json.dumps(minimal))
     read, _ = read_head(folder)
     assert read.rope == RopeConfig(theta=10000.0)
     assert (read.max_position_embeddings, read.rms_norm_eps, read.head_dim) == (2048, 1e-6, 8)
@@ -281,10 +242,9 @@ def test_a_config_with_the_fewest_keys(target, tmp_path):
 @pytest.mark.parametrize("size", [320, None])
 def test_full_vocabulary_needs_no_maps(target, tmp_path, form, size):
     config, tensors = tiny_head(target, draft_vocab_size=320)
-    folder = edit_config(
-        write_folder(write_head(config, tensors, form), tmp_path / "head"), draft_vocab_size=size
-    )
-    assert {"d2t", "t2d"}.isdisjoint(safetensors.torch.load_file(folder / "model.safetensors"))
+    folder = write_folder(write_head(config, tensors, form), tmp_path / "head")
+    edit_config(folder, draft_vocab_size=size)
+    assert {"d2t", "t2d"}.isdisjoint(stored_tensors(folder))
     config_read, read = read_head(folder)
     assert config_read.draft_vocab_size == 320
     assert read["t2d"].all()
@@ -316,18 +276,9 @@ def test_any_choice_of_tokens_is_a_map_and_a_changed_offset_is_none(data):
 
 def saved(folder: Path, tensors: dict[str, torch.Tensor], **config) -> Path:
     """A head in another project's form: these tensors, and the fewest keys that it writes."""
-    shape = {
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 8,
-        "num_hidden_layers": 1,
-        "vocab_size": 320,
-        "draft_vocab_size": 64,
-        "rms_norm_eps": 1e-6,
-        "model_type": "llama",
-    }
+    shape = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4}
+    shape |= {"num_key_value_heads": 2, "head_dim": 8, "num_hidden_layers": 1, "vocab_size": 320}
+    shape |= {"draft_vocab_size": 64, "rms_norm_eps": 1e-6, "model_type": "llama"}
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps({**shape, **config}))
     safetensors.torch.save_file(tensors, folder / "model.safetensors")
@@ -345,12 +296,10 @@ def renamed(
     }
 
 
-def expect(folder: Path, target: Path, tensors: dict[str, torch.Tensor], **flags) -> None:
+def expect(folder: Path, target: Path, tensors: dict[str, torch.Tensor], *flags: str) -> None:
     """The head reads as these tensors, with these flags and no other."""
     config, read = read_head(folder, TargetConfig.from_folder(target))
-    assert {flag for flag in FLAGS[-1] | FLAGS[1] if getattr(config, flag)} == {
-        flag for flag in flags if flags[flag]
-    }
+    assert {flag for flag in FLAGS[-1] | FLAGS[1] if getattr(config, flag)} == set(flags)
     assert config.taps == (1, 3, 4)
     assert read.keys() == tensors.keys()
     assert all(torch.equal(read[name], tensor) for name, tensor in tensors.items())
@@ -386,19 +335,40 @@ def test_a_pickle_that_would_run_code_is_not_read(target, tmp_path):
     assert not (tmp_path / "harmed").exists()
 
 
-def test_specforge_and_torchspec(target, tmp_path):
-    """Stock configs: a window that is not used, and norm_output false or absent."""
-    _, tensors = tiny_head(target, fc_norm=True)
-    config = {
-        "architectures": ["LlamaForCausalLMEagle3"],
-        "fc_norm": True,
-        "sliding_window": 128,
-        "use_sliding_window": False,
-    }
-    expect(saved(tmp_path / "a", tensors, **config), target, tensors, fc_norm=True)
-    expect(
-        saved(tmp_path / "b", tensors, **config, norm_output=False), target, tensors, fc_norm=True
-    )
+STOCK = {"architectures": ["LlamaForCausalLMEagle3"]}
+WINDOW_OFF = {**STOCK, "fc_norm": True, "sliding_window": 128, "use_sliding_window": False}
+MODELOPT = {**STOCK, "eagle_config": {"norm_before_fc": True, LAYER_IDS: [1, 3, 4]}}
+VLLM = {"architectures": ["Eagle3LlamaForCausalLM"], LAYER_IDS: [2, 4, 5]}
+NEMO = {"architectures": ["LlamaEagle3DraftModel"], "model_type": "qwen3"}
+NEMO |= {"tie_word_embeddings": True, "fc_norm": True, "norm_output": True}
+FREQUENCIES = {"midlayer.self_attn.rotary_emb.inv_freq": torch.ones(4)}
+EMBEDDINGS = {"embed_tokens.weight": torch.ones(320, 32)}
+# (config, flags of the head, the tensors' names, tensors beside them)
+DIALECTS = {
+    "SpecForge": (WINDOW_OFF, {"fc_norm"}, (), {}),
+    "TorchSpec": ({**WINDOW_OFF, "norm_output": False}, {"fc_norm"}, (), {}),
+    "ModelOpt": (
+        {**MODELOPT, "norm_before_residual": True},
+        {"norm_before_residual", "norm_before_fc"},
+        ("layers.0.",),
+        {},
+    ),
+    "vLLM, AngelSlim": (VLLM, set(), ("midlayer.",), {}),
+    "vLLM's layer": (VLLM, set(), ("layers.0.",), {}),
+    "NeMo": (NEMO, {"fc_norm", "norm_output"}, ("layers.0.", "model."), EMBEDDINGS),
+    "saved frequencies": ({"architectures": ["LlamaForCausalLM"]}, set(), (), FREQUENCIES),
+}
+
+
+@pytest.mark.parametrize(("config", "flags", "names", "beside"), DIALECTS.values(), ids=DIALECTS)
+def test_each_dialect(target, tmp_path, config, flags, names, beside):
+    """Windows that are not used, layers at the top level that the streams enter, frequencies that
+    are no weights.
+    """
+    _, tensors = tiny_head(target, **dict.fromkeys(flags, True))
+    tensors |= {name: beside[name] for name in EMBEDDINGS.keys() & beside.keys()}
+    folder = saved(tmp_path / "head", renamed(tensors | beside, *names), **config)
+    expect(folder, target, tensors, *flags)
 
 
 def test_the_keys_that_turn_a_window_on(target, tmp_path):
@@ -423,101 +393,40 @@ def test_the_keys_that_turn_a_window_on(target, tmp_path):
 def test_norm_output_of_specforge_is_never_carried_over(target, tmp_path):
     """The same key, name and tensors for two computations: only a statement decides."""
     _, tensors = tiny_head(target)
-    config = {"architectures": ["LlamaForCausalLMEagle3"], "norm_output": True}
+    config = {**STOCK, "norm_output": True}
     with pytest.raises(MismatchError, match="it has two meanings") as error:
         read_head(saved(tmp_path / "a", tensors, **config), TargetConfig.from_folder(target))
     assert '"norm_output_is_fed_back": false' in error.value.hint
     expect(saved(tmp_path / "b", tensors, **config, norm_output_is_fed_back=False), target, tensors)
-    expect(
-        saved(tmp_path / "c", tensors, **config, norm_output_is_fed_back=True),
-        target,
-        tensors,
-        norm_output=True,
-    )
+    folder = saved(tmp_path / "c", tensors, **config, norm_output_is_fed_back=True)
+    expect(folder, target, tensors, "norm_output")
 
 
 def test_norm_output_of_others_is_the_fed_back_norm(target, tmp_path, caplog):
     """What SpecForge does not write, by class or by the layer's name; the decision is logged."""
     _, tensors = tiny_head(target)
     named = {"architectures": ["Eagle3LlamaForCausalLM"], "norm_output": True}
-    expect(saved(tmp_path / "a", tensors, **named), target, tensors, norm_output=True)
+    expect(saved(tmp_path / "a", tensors, **named), target, tensors, "norm_output")
     assert "it is a Eagle3LlamaForCausalLM" in caplog.text
     caplog.clear()
-    layers = {
-        "architectures": ["LlamaForCausalLMEagle3"],
-        "norm_output": True,
-        "norm_before_residual": True,
-    }
+    layers = {**STOCK, "norm_output": True, "norm_before_residual": True}
     folder = saved(tmp_path / "b", renamed(tensors, "layers.0."), **layers)
-    expect(folder, target, tensors, norm_output=True, norm_before_residual=True)
+    expect(folder, target, tensors, "norm_output", "norm_before_residual")
     assert "SpecForge never writes layers.0.*" in caplog.text
 
 
 def test_modelopt_must_say_where_the_residual_is_taken(target, tmp_path):
     _, tensors = tiny_head(target, norm_before_fc=True)
-    config = {
-        "architectures": ["LlamaForCausalLMEagle3"],
-        "eagle_config": {"norm_before_fc": True, LAYER_IDS: [1, 3, 4]},
-    }
     with pytest.raises(MismatchError, match="norm_before_residual is not given"):
-        read_head(saved(tmp_path / "a", renamed(tensors, "layers.0."), **config))
-    folder = saved(
-        tmp_path / "b", renamed(tensors, "layers.0."), **config, norm_before_residual=True
-    )
-    expect(folder, target, tensors, norm_before_residual=True, norm_before_fc=True)
-
-
-@pytest.mark.parametrize("layer", ["midlayer.", "layers.0."])
-def test_vllm_and_angelslim(target, tmp_path, layer):
-    """Layers at the top level are those that the streams enter; an absent flag is false."""
-    _, tensors = tiny_head(target)
-    config = {"architectures": ["Eagle3LlamaForCausalLM"], LAYER_IDS: [2, 4, 5]}
-    expect(saved(tmp_path / "head", renamed(tensors, layer), **config), target, tensors)
-
-
-def test_nemo(target, tmp_path):
-    """Names under `model.`, embeddings, and a config that is the target's with changes."""
-    _, tensors = tiny_head(target, fc_norm=True)
-    tensors["embed_tokens.weight"] = torch.randn(320, 32)
-    config: dict = {
-        "model_type": "qwen3",
-        "tie_word_embeddings": True,
-        "fc_norm": True,
-        "norm_output": True,
-    }
-    folder = saved(
-        tmp_path / "head",
-        renamed(tensors, "layers.0.", "model."),
-        **config,
-        architectures=["LlamaEagle3DraftModel"],
-    )
-    expect(folder, target, tensors, fc_norm=True, norm_output=True)
+        read_head(saved(tmp_path / "head", renamed(tensors, "layers.0."), **MODELOPT))
 
 
 def test_speculators_with_eagle_3_1s_flags_and_embeddings(target, tmp_path):
-    config, tensors = tiny_head(
-        target, norm_before_residual=True, norm_before_fc=True, norm_output=True
-    )
+    flags = ("norm_before_residual", "norm_before_fc", "norm_output")
+    config, tensors = tiny_head(target, **dict.fromkeys(flags, True))
     tensors["embed_tokens.weight"] = torch.randn(320, 32)
     folder = write_folder(write_head(config, tensors, "vllm"), tmp_path / "head")
-    expect(
-        edit_config(folder, fc_norm=None),
-        target,
-        tensors,
-        norm_before_residual=True,
-        norm_before_fc=True,
-        norm_output=True,
-    )
-
-
-def test_saved_frequencies_are_no_weights(target, tmp_path):
-    _, tensors = tiny_head(target)
-    saved_too = {"midlayer.self_attn.rotary_emb.inv_freq": torch.ones(4)}
-    expect(
-        saved(tmp_path / "head", tensors | saved_too, architectures=["LlamaForCausalLM"]),
-        target,
-        tensors,
-    )
+    expect(edit_config(folder, fc_norm=None), target, tensors, *flags)
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -551,15 +460,11 @@ def test_sharded_heads(target, tmp_path, form):
 def test_the_targets_embeddings_go_along_if_given_and_are_known_for_it(target, tmp_path, form):
     config, tensors = tiny_head(target)
     embed_tokens = TargetVocabulary.load(target).embed_tokens
-    with_them = write_folder(
-        write_head(config, tensors, form, Verifier(embed_tokens=embed_tokens)), tmp_path / "with"
-    )
+    files = write_head(config, tensors, form, Verifier(embed_tokens=embed_tokens))
+    with_them = write_folder(files, tmp_path / "with")
     without = write_folder(write_head(config, tensors, form), tmp_path / "without")
-    assert torch.equal(
-        safetensors.torch.load_file(with_them / "model.safetensors")["embed_tokens.weight"],
-        embed_tokens,
-    )
-    assert "embed_tokens.weight" not in safetensors.torch.load_file(without / "model.safetensors")
+    assert torch.equal(stored_tensors(with_them)["embed_tokens.weight"], embed_tokens)
+    assert "embed_tokens.weight" not in stored_tensors(without)
     for folder in (with_them, without):
         config_read, read = read_head(folder)
         assert config_read == config
@@ -568,19 +473,11 @@ def test_the_targets_embeddings_go_along_if_given_and_are_known_for_it(target, t
 
 def test_sglangs_first_names_for_fc_norm(target, tmp_path):
     _, tensors = tiny_head(target, fc_norm=True)
-    old = dict(
-        zip(
-            (f"fc_norm.{stream}.weight" for stream in range(3)), ("low", "mid", "high"), strict=True
-        )
-    )
-    theirs = {
-        f"aux_norm_{old[name]}.weight" if name in old else name: tensor
-        for name, tensor in tensors.items()
-    }
-    folder = saved(
-        tmp_path / "head", theirs, architectures=["LlamaForCausalLMEagle3"], use_aux_norm=True
-    )
-    expect(folder, target, tensors, fc_norm=True)
+    theirs = {**tensors}
+    for stream, old in enumerate(("low", "mid", "high")):
+        theirs[f"aux_norm_{old}.weight"] = theirs.pop(f"fc_norm.{stream}.weight")
+    folder = saved(tmp_path / "head", theirs, **STOCK, use_aux_norm=True)
+    expect(folder, target, tensors, "fc_norm")
 
 
 def test_layers_listed_twice_need_to_agree_in_one_reading(target, tmp_path):
@@ -594,6 +491,8 @@ def test_layers_listed_twice_need_to_agree_in_one_reading(target, tmp_path):
     assert read_head(folder)[0].taps == (2, 4, 5)
 
 
+# as transformers 5 writes it
+PART = {"rope_theta": 10000.0, "rope_type": "default", "partial_rotary_factor": 0.5}
 REFUSED = {
     "norm_before_fc": ({"norm_before_fc": True}, "input_norm.weight is missing"),
     "fc_norm": ({"fc_norm": True}, "fc_norm.0.weight is missing.*fc_norm.2.weight is missing"),
@@ -602,6 +501,11 @@ REFUSED = {
     "contradiction": (
         {"norm_before_residual": False, "eagle_config": {"norm_before_residual": True}},
         "False and True",
+    ),
+    "part of the rotary embedding": ({"rope_parameters": PART}, "partial_rotary_factor"),
+    "all at once": (
+        {"fc_norm": True, "hidden_act": "gelu", "norm_before_fc": True},
+        "norm_before_fc and fc_norm.*gelu",
     ),
     "no boolean": ({"norm_before_residual": "yes"}, "norm_before_residual is given as 'yes'"),
     "multi-head latent attention": (
@@ -646,16 +550,19 @@ def test_settings_that_would_be_run_wrong_are_refused_by_name(target, tmp_path, 
     assert error.value.hint
 
 
+LAYER = "transformer_layer_config"
+
+
 @pytest.mark.parametrize(
     ("path", "changes", "named"),
     [
         ("", {"norm_before_residual": None}, "vLLM takes that for true"),
         ("", {"tie_word_embeddings": True}, "tie_word_embeddings"),
-        ("transformer_layer_config", {"fc_norm": True}, "fc_norm is given as False and True"),
-        ("transformer_layer_config", {"model_type": None}, "model_type is None"),
-        ("transformer_layer_config", {"model_type": "qwen3"}, "model_type is 'qwen3'"),
-        ("transformer_layer_config", {"mlp_bias": True}, "mlp_bias"),
-        ("transformer_layer_config", {"vocab_size": None}, "vocab_size"),
+        (LAYER, {"fc_norm": True}, "fc_norm is given as False and True"),
+        (LAYER, {"model_type": None}, "model_type is None"),
+        (LAYER, {"model_type": "qwen3"}, "model_type is 'qwen3'"),
+        (LAYER, {"mlp_bias": True}, "mlp_bias"),
+        (LAYER, {"vocab_size": None}, "vocab_size"),
     ],
 )
 def test_speculators_settings_that_would_be_run_wrong_are_refused(
@@ -670,19 +577,10 @@ def test_speculators_settings_that_would_be_run_wrong_are_refused(
     ("changes", "named"),
     [
         ({"norm.weight": None}, "norm.weight is missing"),
-        (
-            {"input_norm.weight": torch.ones(96)},
-            "input_norm.weight is there although norm_before_fc is not set",
-        ),
-        (
-            {"fc_norm.0.weight": torch.ones(32)},
-            "fc_norm.0.weight is there although fc_norm is not set",
-        ),
+        ({"input_norm.weight": torch.ones(96)}, "input_norm.* although norm_before_fc is not set"),
+        ({"fc_norm.0.weight": torch.ones(32)}, "fc_norm.0.* there although fc_norm is not set"),
         ({"midlayer.self_attn.q_norm.weight": torch.ones(8)}, "q_norm.weight is none"),
-        (
-            {"layers.1.input_layernorm.weight": torch.ones(32)},
-            "layers.1.input_layernorm.weight is none",
-        ),
+        ({"layers.1.mlp.weight": torch.ones(32)}, "layers.1.mlp.weight is none"),
         ({"layers.0.hidden_norm.weight": torch.ones(32)}, "two layers"),
         ({"model.norm.weight": torch.ones(32)}, "both with and without 'model.'"),
         ({"fc.weight": torch.ones(32, 32)}, "fc.weight has shape"),
@@ -706,14 +604,7 @@ MALFORMED = ("x", [], [1], {"a": 1}, 0, -1, 1.5, True)
 
 
 @pytest.mark.parametrize(
-    "key",
-    [
-        "architectures",
-        "eagle_config",
-        "rope_scaling",
-        "rope_parameters",
-        "transformer_layer_config",
-    ],
+    "key", ["architectures", "eagle_config", "rope_scaling", "rope_parameters", LAYER]
 )
 def test_parts_that_are_of_no_such_type_are_said(target, tmp_path, key):
     folder = head_folder(target, tmp_path / "head", "sglang")
@@ -732,12 +623,8 @@ def test_parts_that_are_of_no_such_type_are_said(target, tmp_path, key):
 def test_numbers_that_are_none_are_an_error_of_ours(target, tmp_path, form, key):
     folder = head_folder(target, tmp_path / "head", form)
     section = "transformer_layer_config" if form == "vllm" else ""
-    edit_config(
-        folder,
-        section,
-        head_dim=None,
-        **({"sliding_window": 4} if key == "max_position_embeddings" else {}),
-    )
+    window = {"sliding_window": 4} if key == "max_position_embeddings" else {}
+    edit_config(folder, section, head_dim=None, **window)
     for value in ("x", [1], {"a": 1}, -1.5):
         edit_config(folder, section, **{key: value})
         with pytest.raises(MismatchError):
@@ -747,43 +634,16 @@ def test_numbers_that_are_none_are_an_error_of_ours(target, tmp_path, form, key)
         read_head(folder)
 
 
-def test_a_part_of_the_rotary_embedding_is_refused_where_transformers_5_writes_it(target, tmp_path):
-    folder = head_folder(target, tmp_path / "head", "sglang")
-    edit_config(
-        folder,
-        rope_parameters={
-            "rope_theta": 10000.0,
-            "rope_type": "default",
-            "partial_rotary_factor": 0.5,
-        },
-    )
-    with pytest.raises(MismatchError, match="partial_rotary_factor"):
-        read_head(folder)
-
-
 def test_an_output_matrix_tied_to_the_embedding(target, tmp_path):
     """Of a part of the vocabulary it cannot be meant, whatever the config took over from its
     target.
     """
     part = head_folder(target, tmp_path / "part", "sglang")
     whole = head_folder(target, tmp_path / "whole", "sglang", draft_vocab_size=320)
-    assert read_head(edit_config(part, tie_word_embeddings=True))[1]["lm_head.weight"].shape == (
-        64,
-        32,
-    )
+    lm_head = read_head(edit_config(part, tie_word_embeddings=True))[1]["lm_head.weight"]
+    assert lm_head.shape == (64, 32)
     with pytest.raises(MismatchError, match="tie_word_embeddings"):
         read_head(edit_config(whole, tie_word_embeddings=True))
-
-
-def test_all_faults_are_named_at_once(target, tmp_path):
-    folder = edit_config(
-        head_folder(target, tmp_path / "head", "sglang"),
-        fc_norm=True,
-        hidden_act="gelu",
-        norm_before_fc=True,
-    )
-    with pytest.raises(MismatchError, match=r"norm_before_fc and fc_norm.*gelu"):
-        read_head(folder)
 
 
 def test_what_is_no_head(target, tmp_path):
@@ -792,18 +652,15 @@ def test_what_is_no_head(target, tmp_path):
     with pytest.raises(MissingInputError):
         read_head(tmp_path)
     ours = head_folder(target, tmp_path / "ours")
-    (ours / "eyas_head.json").write_text('{"format": "eyas head 2"}')
-    with pytest.raises(MismatchError, match="eyas head 2"):
-        read_head(ours)
-    (ours / "eyas_head.json").write_text('{"format": "eyas head 1"}')
-    with pytest.raises(MismatchError, match="lacks 'taps'"):
-        read_head(ours)
-    (ours / "eyas_head.json").write_text('{"format": "eyas head 1", "norm_of_the_future": true}')
-    with pytest.raises(MismatchError, match="unknown key 'norm_of_the_future'"):
-        read_head(ours)
-    (ours / "eyas_head.json").write_text("{")
-    with pytest.raises(CorruptError):
-        read_head(ours)
+    for written, error, message in (
+        ('{"format": "eyas head 2"}', MismatchError, "eyas head 2"),
+        ('{"format": "eyas head 1"}', MismatchError, "lacks 'taps'"),
+        ('{"format": "eyas head 1", "future": true}', MismatchError, "unknown key 'future'"),
+        ("{", CorruptError, "JSON"),
+    ):
+        (ours / "eyas_head.json").write_text(written)
+        with pytest.raises(error, match=message):
+            read_head(ours)
     (head_folder(target, tmp_path / "cut") / "model.safetensors").write_bytes(b"cut")
     with pytest.raises(CorruptError):
         read_head(tmp_path / "cut")
@@ -817,12 +674,9 @@ def test_a_head_that_does_not_fit_its_config_is_not_written(target):
 
 def test_verifier_is_written_for_vllm(target):
     config, tensors = tiny_head(target)
-    files = write_head(
-        config, tensors, "vllm", Verifier("org/model", ("LlamaForCausalLM",), num_draft_steps=3)
-    )
+    verifier = Verifier("org/model", ("LlamaForCausalLM",), num_draft_steps=3)
+    files = write_head(config, tensors, "vllm", verifier)
     speculators = json.loads(files["config.json"])["speculators_config"]
-    assert speculators["verifier"] == {
-        "name_or_path": "org/model",
-        "architectures": ["LlamaForCausalLM"],
-    }
+    named = {"name_or_path": "org/model", "architectures": ["LlamaForCausalLM"]}
+    assert speculators["verifier"] == named
     assert speculators["proposal_methods"][0]["speculative_tokens"] == 3

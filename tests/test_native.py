@@ -83,12 +83,12 @@ SHAPES = {
     "qwen3": {"family": "qwen3"},
     "mistral": {"family": "mistral"},
 }
+HEADS = ["llama", "MHA, head of 64", "GQA of 3, odd sizes", "GQA of 8, head of 80"]
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 TAPS = (1, 3, 4)
 T, PAGE_SIZE, PAGES = 21, 4, 32
-TOKENS = [
-    int(token) for token in torch.randint(3, 320, (T,), generator=torch.Generator().manual_seed(1))
-]
+LONG = torch.randint(3, 320, (120,), generator=torch.Generator().manual_seed(2)).tolist()
+TOKENS = LONG[:T]
 STRAIGHT = np.arange(PAGES, dtype=np.int32)[None]
 SHUFFLED = np.random.default_rng(0).permutation(PAGES).astype(np.int32)[None]
 
@@ -172,9 +172,9 @@ def run(target: NativeTarget, cache: PagedCache, rows: Rows) -> tuple[Tensor, Te
 
 @functools.cache
 def one_by_one(shape: str, dtype: str) -> tuple[Tensor, Tensor]:
-    """aux_hidden and logits of TOKENS, each token in a forward of its own."""
+    """aux_hidden and logits of LONG, each token in a forward of its own."""
     target, cache = target_of(shape, dtype), new_cache(shape, dtype)
-    outputs = [run(target, cache, chunk([token], place)) for place, token in enumerate(TOKENS)]
+    outputs = [run(target, cache, chunk([token], place)) for place, token in enumerate(LONG)]
     return torch.cat([aux for aux, _ in outputs]), torch.cat([logits for _, logits in outputs])
 
 
@@ -185,13 +185,11 @@ def one_by_one(shape: str, dtype: str) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_target_is_transformers(shape: str, dtype: str):
-    stored = AutoModelForCausalLM.from_pretrained(folder_of(shape), dtype=DTYPES[dtype]).eval()
-    exact = (
-        AutoModelForCausalLM.from_pretrained(folder_of(shape), dtype=DTYPES[dtype]).double().eval()
-    )
+    load = AutoModelForCausalLM.from_pretrained
+    stored, exact = (load(folder_of(shape), dtype=DTYPES[dtype]).eval() for _ in range(2))
     aux_hidden, logits = run(target_of(shape, dtype), new_cache(shape, dtype), chunk(TOKENS, 0))
     errors = []
-    for model in (stored, exact):
+    for model in (stored, exact.double()):
         with torch.inference_mode():
             plain = model(torch.tensor([TOKENS]), output_hidden_states=True)
         expected = torch.cat(
@@ -212,11 +210,8 @@ def test_weights_of_bfloat16_are_stored_in_12_bits_for_either_precision():
     ]
     wide = target_of("llama", "float32").num_bytes
     assert wide == 4 * sum(matrix.numel() for matrix in matrices)
-    assert (
-        target_of("llama", "bfloat16").num_bytes
-        == target_of("bf16 weights", "float32").num_bytes
-        < 0.39 * wide
-    )
+    narrow = target_of("llama", "bfloat16").num_bytes
+    assert narrow == target_of("bf16 weights", "float32").num_bytes < 0.39 * wide
 
 
 @needs_native
@@ -228,9 +223,8 @@ def test_weights_of_unusual_size_are_kept_exactly(rare: float):
     for name, tensor in tensors.items():
         if name.endswith("down_proj.weight") or name == "lm_head.weight":
             size = torch.randint(-60, 3, tensor.shape, generator=generator).float().exp2()
-            tensors[name] = torch.where(
-                torch.rand(tensor.shape, generator=generator) < rare, tensor * size, tensor
-            ).bfloat16()
+            is_rare = torch.rand(tensor.shape, generator=generator) < rare
+            tensors[name] = torch.where(is_rare, tensor * size, tensor).bfloat16()
     # no bfloat16: stored in full
     inexact = {name: tensor.float() * (1 + 2**-20) for name, tensor in tensors.items()}
     ours, full = (new_target(config, weights) for weights in (tensors, inexact))
@@ -247,7 +241,7 @@ def test_positions_beyond_the_first_table(monkeypatch):
     grown = new_target(TargetConfig.from_folder(folder), read_tensors(folder))
     assert torch.equal(
         run(grown, new_cache("llama", "float32"), chunk(TOKENS, 0))[1],
-        one_by_one("llama", "float32")[1],
+        one_by_one("llama", "float32")[1][:T],
     )
 
 
@@ -256,81 +250,36 @@ def test_positions_beyond_the_first_table(monkeypatch):
 
 @needs_native
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [*HEADS, "bf16 weights", "long products"])
 @pytest.mark.parametrize(
-    "shape",
-    ["llama", "MHA, head of 64", "GQA of 3, odd sizes", "GQA of 8, head of 80", "long products"],
-)
-@pytest.mark.parametrize(
-    ("sizes", "page_table", "threads"), [([21], STRAIGHT, 2), ([2, 3, 7, 9], SHUFFLED, 1)]
+    ("sizes", "page_table", "threads"),
+    [
+        ([21], STRAIGHT, 2),
+        ([2, 3, 7, 9], SHUFFLED, 1),
+        ([33, 50, 17, 20], SHUFFLED, 1),
+        ([3, 101, 16], SHUFFLED, 2),
+    ],
 )
 def test_chunks_give_the_bits_of_single_tokens(
     shape: str, dtype: str, sizes: list[int], page_table: np.ndarray, threads: int
 ):
+    """The long ones have more rows than a tile and more columns than a step."""
     target, cache = target_of(shape, dtype, threads), new_cache(shape, dtype)
     done, outputs = 0, []
     for size in sizes:
-        outputs.append(run(target, cache, chunk(TOKENS[done : done + size], done, page_table)))
+        outputs.append(run(target, cache, chunk(LONG[done : done + size], done, page_table)))
         done += size
     aux_hidden, logits = one_by_one(shape, dtype)
-    assert torch.equal(torch.cat([aux for aux, _ in outputs]), aux_hidden)
-    assert torch.equal(torch.cat([logits for _, logits in outputs]), logits)
-
-
-@needs_native
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(
-    "shape", ["llama", "MHA, head of 64", "GQA of 3, odd sizes", "GQA of 8, head of 80"]
-)
-@pytest.mark.parametrize("prefix", [1, 12, 13])
-@pytest.mark.parametrize("threads", [1, 2])
-def test_a_path_in_a_tree_gives_the_bits_of_plain_decoding(
-    shape: str, dtype: str, prefix: int, threads: int
-):
-    target, cache = target_of(shape, dtype, threads), new_cache(shape, dtype)
-    run(target, cache, chunk(TOKENS[:prefix], 0, SHUFFLED))
-    path = TOKENS[prefix : prefix + 6]
-    tokens = [path[0], 7, path[1], 9, path[2], 11, path[3], path[4], 13, path[5]]
-    parents = [-1, 0, 0, 1, 2, 2, 4, 6, 7, 7]
-    on_path = [0, 2, 4, 6, 7, 9]
-    aux_hidden, logits = run(target, cache, tree_rows(tokens, parents, prefix, SHUFFLED))
-    plain_aux, plain_logits = one_by_one(shape, dtype)
-    assert torch.equal(aux_hidden[on_path], plain_aux[prefix : prefix + 6])
-    assert torch.equal(logits[on_path], plain_logits[prefix : prefix + 6])
-
-
-LONG = [
-    int(token)
-    for token in torch.randint(3, 320, (120,), generator=torch.Generator().manual_seed(2))
-]
-
-
-@functools.cache
-def long_one_by_one(shape: str) -> Tensor:
-    target, cache = target_of(shape, "bfloat16"), new_cache(shape, "bfloat16")
-    steps = [run(target, cache, chunk([token], i)) for i, token in enumerate(LONG)]
-    return torch.cat([logits for _, logits in steps])
-
-
-@needs_native
-@pytest.mark.parametrize(
-    "shape", ["bf16 weights", "MHA, head of 64", "GQA of 3, odd sizes", "GQA of 8, head of 80"]
-)
-@pytest.mark.parametrize(("sizes", "threads"), [([33, 50, 17, 20], 1), ([3, 101, 16], 2)])
-def test_long_chunks_give_the_bits_of_single_tokens(shape: str, sizes: list[int], threads: int):
-    """More rows than a tile has, and more columns than a step."""
-    target, cache = target_of(shape, "bfloat16", threads), new_cache(shape, "bfloat16")
-    done, logits = 0, []
-    for size in sizes:
-        logits.append(run(target, cache, chunk(LONG[done : done + size], done, SHUFFLED))[1])
-        done += size
-    assert torch.equal(torch.cat(logits), long_one_by_one(shape))
+    assert torch.equal(torch.cat([aux for aux, _ in outputs]), aux_hidden[:done])
+    assert torch.equal(torch.cat([logits for _, logits in outputs]), logits[:done])
 
 
 @needs_native
 @settings(max_examples=40, deadline=None)
 @given(data=st.data())
-@pytest.mark.parametrize("shape", ["MHA, head of 64", "GQA of 3, odd sizes"])
-def test_any_tree_behind_a_long_prefix_gives_the_bits_of_plain_decoding(shape: str, data):
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", HEADS)
+def test_a_path_in_any_tree_gives_the_bits_of_plain_decoding(shape: str, dtype: str, data):
     """Random trees with the true continuation in them, wherever the prefix ends in a step."""
     prefix = data.draw(st.integers(1, 60), label="prefix")
     depth = data.draw(st.integers(1, 12), label="depth")
@@ -345,11 +294,12 @@ def test_any_tree_behind_a_long_prefix_gives_the_bits_of_plain_decoding(shape: s
             on_path.append(len(tokens) - 1)
     tokens, parents = tokens[:64], parents[:64]
     on_path = [node for node in on_path if node < 64]
-    target, cache = target_of(shape, "bfloat16"), new_cache(shape, "bfloat16")
+    target = target_of(shape, dtype, data.draw(st.integers(1, 2), label="threads"))
+    cache, end = new_cache(shape, dtype), prefix + len(on_path)
     run(target, cache, chunk(LONG[:prefix], 0, SHUFFLED))
-    logits = run(target, cache, tree_rows(tokens, parents, prefix, SHUFFLED))[1]
-    expected = long_one_by_one(shape)[prefix : prefix + len(on_path)]
-    assert torch.equal(logits[on_path], expected)
+    found = run(target, cache, tree_rows(tokens, parents, prefix, SHUFFLED))
+    for ours, plain in zip(found, one_by_one(shape, dtype), strict=True):
+        assert torch.equal(ours[on_path], plain[prefix:end])
 
 
 @needs_native
@@ -368,13 +318,8 @@ def test_batch_of_requests_gives_the_bits_of_each_alone(dtype: str):
     target, cache = target_of("llama", dtype), new_cache("llama", dtype)
     page_table = SHUFFLED.reshape(4, -1)
     starts = [0, 3, 5, 2]
-    run(
-        target,
-        cache,
-        prompt_rows(
-            [TOKENS[:start] or [1] for start in starts], [0] * 4, page_table, PAGE_SIZE, "cpu"
-        ),
-    )
+    begun = [TOKENS[:start] or [1] for start in starts]
+    run(target, cache, prompt_rows(begun, [0] * 4, page_table, PAGE_SIZE, "cpu"))
     parts = [TOKENS[start : start + 1 + b] for b, start in enumerate(starts)]
     logits = run(target, cache, prompt_rows(parts, starts, page_table, PAGE_SIZE, "cpu"))[1]
     plain = one_by_one("llama", dtype)[1]
@@ -387,14 +332,13 @@ def test_rows_whose_logits_are_asked_for():
     target, cache = target_of("llama", "float32"), new_cache("llama", "float32")
     plain_aux, plain_logits = one_by_one("llama", "float32")
     for wanted in ([], [20], [3, 3, 0], list(range(12))):
-        output = target.forward(
-            chunk(TOKENS, 0), cache, TAPS, torch.tensor(wanted, dtype=torch.int64)
-        )
+        logits_of = torch.tensor(wanted, dtype=torch.int64)
+        output = target.forward(chunk(TOKENS, 0), cache, TAPS, logits_of)
         assert output.logits.shape == (len(wanted), 320)
         assert torch.equal(output.logits, plain_logits[wanted])
         assert torch.equal(output.best, plain_logits[wanted].argmax(-1))
         assert output.aux_hidden is not None
-        assert torch.equal(output.aux_hidden, plain_aux)
+        assert torch.equal(output.aux_hidden, plain_aux[:T])
     assert target.forward(chunk(TOKENS, 0), cache).aux_hidden is None
 
 
@@ -432,20 +376,18 @@ def test_squeezed_weights_give_the_bits_of_plain_ones(shape: str, dtype: str):
 @needs_native
 def test_what_is_not_there_is_refused():
     target, cache = target_of("llama", "float32"), new_cache("llama", "float32")
-    with pytest.raises(IndexError, match="vocabulary"):
-        target.forward(chunk([320], 0), cache)
-    with pytest.raises(IndexError, match="slot"):
-        target.forward(chunk([1], 0, STRAIGHT + PAGES), cache)
-    with pytest.raises(IndexError, match="logits_of"):
-        target.forward(chunk([1], 0), cache, None, torch.tensor([1]))
-    rows = chunk([1], 0)
-    rows.position[0] = -1
-    with pytest.raises(IndexError, match="position"):
-        target.forward(rows, cache)
-    beyond = chunk([1], 0)
+    early, beyond = chunk([1], 0), chunk([1], 0)
+    early.position[0] = -1
     beyond.prefix_len[0] = PAGES * PAGE_SIZE + 1
-    with pytest.raises(IndexError, match="prefix"):
-        target.forward(beyond, cache)
+    for rows, logits_of, message in (
+        (chunk([320], 0), None, "vocabulary"),
+        (chunk([1], 0, STRAIGHT + PAGES), None, "slot"),
+        (chunk([1], 0), torch.tensor([1]), "logits_of"),
+        (early, None, "position"),
+        (beyond, None, "prefix"),
+    ):
+        with pytest.raises(IndexError, match=message):
+            target.forward(rows, cache, None, logits_of)
 
 
 @needs_native
@@ -460,14 +402,11 @@ def test_heads_wider_than_the_sums_of_attention_are_run_by_operators(tmp_path):
 
 @needs_native
 def test_two_decoders_on_two_python_threads():
+    folder = folder_of("llama")
     with torch_threads(2):
-        other = new_target(
-            TargetConfig.from_folder(folder_of("llama")),
-            read_tensors(folder_of("llama")),
-            squeezed=False,
-        )
+        other = new_target(TargetConfig.from_folder(folder), read_tensors(folder), squeezed=False)
     targets = [other, target_of("llama", "float32", 2)]
-    expected = one_by_one("llama", "float32")[1]
+    expected = one_by_one("llama", "float32")[1][:T]
 
     def decode(target: NativeTarget) -> bool:
         cache = new_cache("llama", "float32")
@@ -485,10 +424,8 @@ def test_a_forked_child_has_threads_of_its_own():
     expected = run(target, new_cache("llama", "float32"), chunk(TOKENS, 0))[1]
     child = os.fork()
     if child == 0:
-        same = torch.equal(
-            run(target, new_cache("llama", "float32"), chunk(TOKENS, 0))[1], expected
-        )
-        os._exit(0 if same else 1)
+        logits = run(target, new_cache("llama", "float32"), chunk(TOKENS, 0))[1]
+        os._exit(0 if torch.equal(logits, expected) else 1)
     assert os.waitpid(child, 0)[1] == 0
 
 
@@ -508,15 +445,8 @@ def test_why_there_is_no_native_path(monkeypatch, tmp_path):
 
 # The draft
 
-FLAGS = [
-    {},
-    {"norm_before_residual": True},
-    {"norm_before_fc": True},
-    {"fc_norm": True},
-    {"norm_output": True},
-    {"norm_before_residual": True, "norm_before_fc": True, "fc_norm": True, "norm_output": True},
-    {"sliding_window": True},
-]
+NORMS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
+FLAGS = [(), *((norm,) for norm in NORMS), NORMS, ("sliding_window",)]
 EIGHT_BITS = "eight bits"  # as the engine reads a head in bfloat16
 DRAFT_DTYPES = {**DTYPES, EIGHT_BITS: torch.bfloat16}
 WINDOW = 7  # shorter than configs allow, longer than the trees below are deep
@@ -532,24 +462,17 @@ def draft_of(flags: tuple[str, ...], dtype: str, threads: int = 1, **others: Ten
     """dtype: of DRAFT_DTYPES."""
     config, tensors = head_of(flags)
     target = read_tensors(folder_of("llama"))
+    embed, lm_head = target["model.embed_tokens.weight"], target["lm_head.weight"]
     tensors = {**tensors, **others}
     blocks = in_eight_bits(tensors) if dtype == EIGHT_BITS else None
     with torch_threads(threads):
-        return NativeDraft(
-            config,
-            tensors,
-            target["model.embed_tokens.weight"],
-            target["lm_head.weight"],
-            DRAFT_DTYPES[dtype],
-            blocks,
-        )
+        return NativeDraft(config, tensors, embed, lm_head, DRAFT_DTYPES[dtype], blocks)
 
 
 def draft_cache(dtype: str) -> PagedCache:
     config, _ = head_of()
-    return PagedCache(
-        1, PAGES, PAGE_SIZE, (config.num_key_value_heads, config.head_dim), DRAFT_DTYPES[dtype]
-    )
+    heads = (config.num_key_value_heads, config.head_dim)
+    return PagedCache(1, PAGES, PAGE_SIZE, heads, DRAFT_DTYPES[dtype])
 
 
 def features(dtype: str) -> Tensor:
@@ -559,19 +482,16 @@ def features(dtype: str) -> Tensor:
 
 @needs_native
 @pytest.mark.parametrize("dtype", DRAFT_DTYPES)
-@pytest.mark.parametrize("flags", [tuple(flags) for flags in FLAGS], ids=" ".join)
+@pytest.mark.parametrize("flags", FLAGS, ids=" ".join)
 def test_extend_step_and_proposals_are_the_plain_heads(flags: tuple[str, ...], dtype: str):
     config, tensors = head_of(flags)
+    embed = read_tensors(folder_of("llama"))["model.embed_tokens.weight"]
     rounded = {
         name: tensor.to(DRAFT_DTYPES[dtype]).double()
-        for name, tensor in tensors.items()
+        for name, tensor in (tensors | {"embed": embed}).items()
         if tensor.is_floating_point()
     }
-    embed = (
-        read_tensors(folder_of("llama"))["model.embed_tokens.weight"]
-        .to(DRAFT_DTYPES[dtype])
-        .double()
-    )
+    embed = rounded.pop("embed")
     draft, cache, aux = draft_of(flags, dtype), draft_cache(dtype), features(dtype)
     if dtype == EIGHT_BITS:
         blocks = in_eight_bits(tensors).items()
@@ -580,12 +500,9 @@ def test_extend_step_and_proposals_are_the_plain_heads(flags: tuple[str, ...], d
     expected = plain.unroll(example, embed, 11, 3, lambda step, _: TOKENS[12 + step])
     h = draft.extend(chunk(TOKENS[1:13], 1, first_column=1), aux[:12], cache)
     states = [h[-1:]]
-    for step in range(2):
-        states.append(
-            draft.step(
-                chunk(TOKENS[13 + step : 14 + step], 13 + step, first_column=1), states[-1], cache
-            )
-        )
+    for column in (13, 14):
+        rows = chunk([TOKENS[column]], column, first_column=1)
+        states.append(draft.step(rows, states[-1], cache))
     share, close = {
         "float32": (2e-5, 1e-4),
         "bfloat16": (0.1, 0.3),
@@ -649,12 +566,9 @@ def test_guesses_of_draws_are_the_plain_ones(options: dict[str, float]):
 def test_of_equal_proposals_the_smaller_draft_id_goes_first():
     lm_head = head_of()[1]["lm_head.weight"].clone()
     lm_head[32:] = lm_head[:32]
-    draft = draft_of(
-        (), "float32", **{"lm_head.weight": lm_head, "d2t": torch.zeros(64, dtype=torch.int64)}
-    )
-    ids, log_probs = draft.proposals(
-        torch.randn(7, 32, generator=torch.Generator().manual_seed(0)), 6
-    )
+    others = {"lm_head.weight": lm_head, "d2t": torch.zeros(64, dtype=torch.int64)}
+    h = torch.randn(7, 32, generator=torch.Generator().manual_seed(0))
+    ids, log_probs = draft_of((), "float32", **others).proposals(h, 6)
     assert torch.equal(ids[:, 1::2], ids[:, ::2] + 32)
     assert torch.equal(log_probs[:, 1::2], log_probs[:, ::2])
 
@@ -663,11 +577,9 @@ def test_of_equal_proposals_the_smaller_draft_id_goes_first():
 def test_a_head_with_embeddings_and_without_lm_head():
     config, tensors = head_of()
     config = config.model_copy(update={"draft_vocab_size": 320})
-    tensors = {
-        name: tensor
-        for name, tensor in tensors.items()
-        if name not in ("lm_head.weight", "d2t", "t2d")
-    }
+    tensors = {**tensors}
+    for name in ("lm_head.weight", "d2t", "t2d"):
+        del tensors[name]
     target = read_tensors(folder_of("llama"))
     embed, lm_head = target["model.embed_tokens.weight"], target["lm_head.weight"]
     with_both = {**tensors, "embed_tokens.weight": embed, "lm_head.weight": lm_head}
@@ -684,6 +596,11 @@ def test_a_head_with_embeddings_and_without_lm_head():
     assert torch.allclose(log_probs, best, atol=1e-5)
 
 
+def assert_same(ours: Proposals, plain: Proposals) -> None:
+    for name in ("tokens", "scores", "parents", "depths"):
+        assert np.array_equal(getattr(ours, name), getattr(plain, name)), name
+
+
 def grown_plainly(
     draft: NativeDraft,
     lens: list[int],
@@ -698,24 +615,14 @@ def grown_plainly(
     """The same growth as lists, one node's forward at a time."""
     K, k, width = growth
     B = len(lens)
-    tokens, scores = (
-        first[0].tolist(),
-        [[np.float32(score) for score in row] for row in first[1].tolist()],
-    )
+    tokens = first[0].tolist()
+    scores = [[np.float32(score) for score in row] for row in first[1].tolist()]
     parents, depths = [[-1] * k for _ in range(B)], [1] * k
     # candidate, seen, the parent's state
     frontiers = [[(j, 1 << j, h_BH[b : b + 1]) for j in range(width)] for b in range(B)]
     for level in range(K - 1):
-        if (
-            sum(
-                max(
-                    math.exp(max(scores[b][node] for node, _, _ in frontiers[b])) - thresholds[-1],
-                    0,
-                )
-                for b in range(B)
-            )
-            < thresholds[level]
-        ):
+        best = [max(scores[b][node] for node, _, _ in frontiers[b]) for b in range(B)]
+        if sum(max(math.exp(one) - thresholds[-1], 0) for one in best) < thresholds[level]:
             break
         depths += [level + 2] * (width * k)
         for b in range(B):
@@ -732,12 +639,11 @@ def grown_plainly(
                     tokens[b].append(int(ids[0, i]))
                     scores[b].append(scores[b][node] + np.float32(log_probs[0, i]))
                     parents[b].append(node)
-            order = sorted(
-                range(width * k), key=lambda i, b=b, start=start: (-scores[b][start + i], i)
-            )[:width]
-            bits = [1 << ((level + 1) * width + place) for place in range(width)]
-            best = zip(sorted(order), bits, strict=True)
-            frontiers[b] = [(start + i, children[i][0] | bit, children[i][1]) for i, bit in best]
+            order = np.argsort(-np.array(scores[b][start:]), kind="stable")[:width]
+            frontiers[b] = [
+                (start + i, children[i][0] | 1 << ((level + 1) * width + place), children[i][1])
+                for place, i in enumerate(sorted(order.tolist()))
+            ]
     return Proposals(
         np.array(tokens), np.array(scores, dtype=np.float32), np.array(parents), np.array(depths)
     )
@@ -746,45 +652,25 @@ def grown_plainly(
 @needs_native
 @pytest.mark.parametrize("dtype", DRAFT_DTYPES)
 @pytest.mark.parametrize(
-    ("growth", "least"),
-    [
-        ((4, 3, 3), 0.0),
-        ((6, 1, 1), 0.0),
-        ((3, 6, 6), 0.0),
-        ((1, 4, 4), 0.0),
-        ((5, 2, 2), 0.4),
-        ((6, 3, 1), 0.0),
-        ((4, 5, 2), 0.0),
-    ],
+    "growth", [(4, 3, 3), (6, 1, 1), (3, 6, 6), (1, 4, 4), (5, 2, 2), (6, 3, 1), (4, 5, 2)]
 )
 @pytest.mark.parametrize("flags", [(), ("norm_output",), ("sliding_window",)], ids=" ".join)
 @pytest.mark.parametrize("drawn", [False, True])
 def test_propose_is_the_plain_growth_to_the_bit(
-    dtype: str, growth: tuple[int, int, int], least: float, flags: tuple[str, ...], drawn: bool
+    dtype: str, growth: tuple[int, int, int], flags: tuple[str, ...], drawn: bool
 ):
+    least = 0.4 if growth == (5, 2, 2) else 0.0
     draft, cache, aux = draft_of(flags, dtype, 2), draft_cache(dtype), features(dtype)
     page_table, lens = SHUFFLED.reshape(2, -1), [7, 12]
-    h = torch.cat(
-        [
-            draft.extend(
-                prompt_rows([TOKENS[1 : n + 1]], [1], page_table[b : b + 1], PAGE_SIZE, "cpu", 1),
-                aux[:n],
-                cache,
-            )[-1:]
-            for b, n in enumerate(lens)
-        ]
-    )
+    rows = [chunk(TOKENS[1 : n + 1], 1, page_table[b : b + 1], 1) for b, n in enumerate(lens)]
+    h = [draft.extend(one, aux[:n], cache)[-1:] for one, n in zip(rows, lens, strict=True)]
+    h = torch.cat(h)
     draws = [None, DrawState(temperature=0.8, seed=4, num_drawn=6) if drawn else None]
     first = draft.proposals(h, growth[1], draws)
     thresholds = [least] * (growth[0] - 1) + [least / 8]
-    ours = draft.propose(
-        Roots(lens, lens, [], page_table), h, first, cache, growth, thresholds, draws
-    )
-    plain = grown_plainly(draft, lens, h, first, page_table, cache, growth, thresholds, draws)
-    assert np.array_equal(ours.tokens, plain.tokens)
-    assert np.array_equal(ours.scores, plain.scores)
-    assert np.array_equal(ours.parents, plain.parents)
-    assert np.array_equal(ours.depths, plain.depths)
+    roots, rest = Roots(lens, lens, [], page_table), (cache, growth, thresholds, draws)
+    ours = draft.propose(roots, h, first, *rest)
+    assert_same(ours, grown_plainly(draft, lens, h, first, page_table, *rest))
     if least > 0:
         assert len(ours.depths) < 2 + 4 * 4  # so high a threshold ends the growth early
 
@@ -792,7 +678,7 @@ def test_propose_is_the_plain_growth_to_the_bit(
 @needs_native
 def test_a_wide_tree_tells_what_the_narrow_one_would_have_been():
     draft, cache, aux, n = draft_of((), "float32"), draft_cache("float32"), features("float32"), 12
-    rows = prompt_rows([TOKENS[1 : n + 1]], [1], STRAIGHT, PAGE_SIZE, "cpu", 1)
+    rows = chunk(TOKENS[1 : n + 1], 1, first_column=1)
     h = draft.extend(rows, aux[:n], cache)[-1:]
     first, roots = draft.proposals(h, 4), Roots([n], [n], [], STRAIGHT)
     wide, narrow = (
@@ -812,14 +698,14 @@ def test_what_is_behind_a_window_is_not_read(dtype: str):
     results = []
     for is_there in (True, False):
         cache, pages = draft_cache(dtype), STRAIGHT.copy()
-        rows = prompt_rows([TOKENS[1 : n + 1]], [1], pages, PAGE_SIZE, "cpu", 1)
+        rows = chunk(TOKENS[1 : n + 1], 1, pages, 1)
         h = draft.extend(rows, aux[:n], cache)[-1:]
         if not is_there:  # the root stands in column n and sees columns n - WINDOW + 1 .. n
             cache.data[:, : n - WINDOW + 1] = math.nan
             pages[:, : (n - WINDOW + 1) // PAGE_SIZE] = -1
         first, thresholds = draft.proposals(h, 2), [0.0] * 5
         found = draft.propose(Roots([n], [n], [], pages), h, first, cache, (5, 2, 2), thresholds)
-        step = prompt_rows([[TOKENS[n]]], [n], pages, PAGE_SIZE, "cpu", 1)
+        step = chunk([TOKENS[n]], n, pages, 1)
         results.append((found, draft.extend(step, aux[n - 1 : n], cache)))
     (found, own), (expected, whole) = results
     assert torch.equal(own, whole)
@@ -847,37 +733,26 @@ def test_proposing_where_no_page_is():
 def test_growing_from_features_is_extending_and_proposing(dtype: str, growth: tuple[int, int, int]):
     """Two requests, 3 and 1 entries behind, whose features lie in pages."""
     draft, aux, page_table = draft_of((), dtype), features(dtype), SHUFFLED.reshape(2, -1)
-    kept, caches = (
-        FeatureCache(PAGES * PAGE_SIZE, 3 * 32, DRAFT_DTYPES[dtype]),
-        [draft_cache(dtype) for _ in range(2)],
-    )
+    kept = FeatureCache(PAGES * PAGE_SIZE, 3 * 32, DRAFT_DTYPES[dtype])
+    caches = [draft_cache(dtype) for _ in range(2)]
     lens, starts = [7, 12], [5, 12]
     for b, n in enumerate(lens):
         slots = slots_of(page_table, np.full(n, b), np.arange(n), PAGE_SIZE)
         kept.write(torch.from_numpy(slots), aux[:n])
-    h = []
+    h, tokens = [], []
     for b, (start, n) in enumerate(zip(starts, lens, strict=True)):
         pages = page_table[b : b + 1]
         for cache in caches:
-            draft.enter(
-                prompt_rows([TOKENS[1:start]], [1], pages, PAGE_SIZE, "cpu", 1),
-                aux[: start - 1],
-                cache,
-            )
-        rows = prompt_rows([TOKENS[start : n + 1]], [start], pages, PAGE_SIZE, "cpu", 1)
+            draft.enter(chunk(TOKENS[1:start], 1, pages, 1), aux[: start - 1], cache)
+        rows = chunk(TOKENS[start : n + 1], start, pages, 1)
         h.append(draft.extend(rows, aux[start - 1 : n], caches[0])[-1:])
+        tokens += TOKENS[start : n + 1]
     draws = [DrawState(temperature=0.7, seed=-5, num_drawn=3), None]
     first, thresholds = draft.proposals(torch.cat(h), growth[1], draws), [0.0] * growth[0]
-    rest = growth, thresholds, draws
-    expected = draft.propose(
-        Roots(lens, lens, [], page_table), torch.cat(h), first, caches[0], *rest
-    )
-    tokens = [
-        token for start, n in zip(starts, lens, strict=True) for token in TOKENS[start : n + 1]
-    ]
+    rest, roots = (growth, thresholds, draws), Roots(lens, lens, [], page_table)
+    expected = draft.propose(roots, torch.cat(h), first, caches[0], *rest)
     ours = draft.grow(Roots(lens, starts, tokens, page_table), caches[1], kept, *rest)
-    for name in ("tokens", "scores", "parents", "depths"):
-        assert np.array_equal(getattr(ours, name), getattr(expected, name))
+    assert_same(ours, expected)
     assert torch.equal(caches[0].data, caches[1].data)
 
 
@@ -899,22 +774,17 @@ def test_verifying_in_one_call_is_forward_walk_and_move(shape: str, dtype: str):
         target.forward(rows, cache, TAPS, None, kept)
     follow = roots[:1]
     for _ in range(3):  # what the target itself says, one token after the other
-        rows = prompt_rows([follow], [lens[0]], page_table[:1], PAGE_SIZE, "cpu")
+        rows = chunk(follow, lens[0], page_table[:1])
         follow = [*follow, int(target.forward(rows, new_copy(caches[0])).best[-1])]
     parents = np.array([[-1, -1, 0, 1, 3], [-1, -1, 0, 1, 3]], dtype=np.int32)
     others = rng.integers(3, 300, 5)
     tokens = np.array([[others[0], follow[1], others[1], follow[2], others[2]], others])
-    proposals = Proposals(
-        tokens,
-        np.zeros((2, 5), dtype=np.float32),
-        parents,
-        np.array([1, 1, 2, 2, 3], dtype=np.int32),
-    )
+    depths = np.array([1, 1, 2, 2, 3], dtype=np.int32)
+    proposals = Proposals(tokens, np.zeros((2, 5), dtype=np.float32), parents, depths)
     kept = np.array([[True, True, False, True, True], [False, True, False, False, False]])
     chosen = NodesToVerify([0, -1, 1], proposals, kept)
-    ours = target.verify(
-        Roots(lens, lens, roots, page_table), chosen, caches[0], TAPS, kept_features[0]
-    ).tokens
+    where = Roots(lens, lens, roots, page_table)
+    ours = target.verify(where, chosen, caches[0], TAPS, kept_features[0]).tokens
 
     trees = [
         tree_of(roots[b], proposals, line, kept[line].nonzero()[0].tolist()) if line >= 0 else None
@@ -930,12 +800,8 @@ def test_verifying_in_one_call_is_forward_walk_and_move(shape: str, dtype: str):
         for place, node in enumerate(path, start=1):
             caches[1].move([slots[node]], [slots[place]])
             kept_features[1].move([slots[node]], [slots[place]])
-        filled = slots_of(
-            page_table,
-            np.full(lens[b] + len(emitted), b),
-            np.arange(lens[b] + len(emitted)),
-            PAGE_SIZE,
-        )
+        columns = np.arange(lens[b] + len(emitted))
+        filled = slots_of(page_table, np.full_like(columns, b), columns, PAGE_SIZE)
         assert torch.equal(caches[0].data[:, filled], caches[1].data[:, filled])
         assert torch.equal(kept_features[0].data[filled], kept_features[1].data[filled])
     assert ours[0] == follow[1:]
@@ -952,12 +818,8 @@ def new_copy(cache: PagedCache) -> PagedCache:
 @needs_native
 def test_a_tree_that_does_not_hang_together_is_refused():
     target, cache = target_of("llama", "float32"), new_cache("llama", "float32")
-    proposals = Proposals(
-        np.array([[5, 6]]),
-        np.zeros((1, 2), dtype=np.float32),
-        np.array([[-1, 0]], dtype=np.int32),
-        np.array([1, 2], dtype=np.int32),
-    )
+    parents, depths = np.array([[-1, 0]], dtype=np.int32), np.array([1, 2], dtype=np.int32)
+    proposals = Proposals(np.array([[5, 6]]), np.zeros((1, 2), np.float32), parents, depths)
     orphan = NodesToVerify([0], proposals, np.array([[False, True]]))
     with pytest.raises(IndexError):
         target.verify(Roots([0], [0], [1], STRAIGHT), orphan, cache)
