@@ -69,7 +69,7 @@ def test_a_path_is_the_product_of_its_steps():
 
 @settings(max_examples=60)
 @given(st.integers(0, 10**6), st.integers(1, 4), st.booleans())
-def test_judged_are_the_children_of_what_was_drawn(seed: int, B: int, with_text: bool):
+def test_judged_are_the_children_of_what_was_drawn(seed, B, with_text):
     rng = np.random.default_rng(seed)
     for _ in range(10):
         trees = merged_trees if with_text else random_trees

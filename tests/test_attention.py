@@ -169,20 +169,20 @@ PAIRS = [
 
 
 @pytest.mark.parametrize(("case", "heads"), PAIRS, ids=str)
-def test_equals_the_definition(case, heads) -> None:
+def test_equals_the_definition(case, heads):
     *shape, first_column, dtype = heads
     rows = laid_out(CASES[case], 16, first_column, seed=len(case))
     assert_equals_definition(rows, 16, tuple(shape), dtype)
 
 
 @pytest.mark.parametrize("page_size", [1, 7, 32])
-def test_equals_the_definition_for_any_page_size_and_order_of_rows(page_size) -> None:
+def test_equals_the_definition_for_any_page_size_and_order_of_rows(page_size):
     rows = laid_out(MIXED, page_size, 1, seed=page_size, shuffled_rows=True)
     assert_equals_definition(rows, page_size, (2, 3, 64), torch.float32)
 
 
 @pytest.mark.parametrize("window", [64, 65, 100])
-def test_a_window_sees_the_last_positions(window) -> None:
+def test_a_window_sees_the_last_positions(window):
     """Also where rows of one tile begin at different columns, and where some see all."""
     parts = [Tree(15, 5), Prompt(0, 70), Tree(200, 13), Tree(66, 1), Prompt(140, 3), Tree(64, 5)]
     rows = replace(laid_out(parts, 16, 1, seed=window, shuffled_rows=True), window=window)
@@ -211,7 +211,7 @@ parts = st.one_of(
     heads=st.sampled_from(HEADS),
     seed=st.integers(0, 999),
 )
-def test_equals_the_definition_whatever_the_batch(parts, heads, seed) -> None:
+def test_equals_the_definition_whatever_the_batch(parts, heads, seed):
     *shape, first_column, dtype = heads
     rows = laid_out(parts, 16, first_column, seed, shuffled_rows=bool(seed % 2))
     assert_equals_definition(rows, 16, tuple(shape), dtype)
@@ -221,7 +221,7 @@ def test_equals_the_definition_whatever_the_batch(parts, heads, seed) -> None:
     ("dtype", "large", "first_column"),
     [(torch.float32, 1e30, 0), (torch.float16, 6e4, 1), (torch.bfloat16, 1e30, 1)],
 )
-def test_what_a_row_does_not_see_never_changes_it_to_the_bit(first_column, dtype, large) -> None:
+def test_what_a_row_does_not_see_never_changes_it_to_the_bit(first_column, dtype, large):
     rows = laid_out([Tree(15, 5), Prompt(0, 19), Tree(70, 7)], 16, first_column, seed=3)
     q, kv = tensors(rows, 16, (1, 2, 64), dtype, seed=4)
     plan = AttentionPlan.of(rows, 16)
@@ -235,7 +235,7 @@ def test_what_a_row_does_not_see_never_changes_it_to_the_bit(first_column, dtype
         assert torch.equal(plan.attend(q, spoilt)[m], expected[m])
 
 
-def test_a_row_that_sees_nothing_gets_zeros() -> None:
+def test_a_row_that_sees_nothing_gets_zeros():
     rows = laid_out([Tree(1, 1), Tree(20, 2)], 16, 1, seed=0)
     rows.seen[0] = 0  # prefix_len 1 from column 1 on: nothing
     q, kv = tensors(rows, 16, (1, 2, 64), torch.float32, seed=1)

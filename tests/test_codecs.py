@@ -3,7 +3,6 @@ giants, NaN or few rows.
 """
 
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, get_args
 
 import numpy as np
@@ -37,7 +36,7 @@ INEXACT = [name for name in NAMES if CODECS[name].error]
 SIZE = 48
 
 
-def test_every_name_has_an_entry() -> None:
+def test_every_name_has_an_entry():
     assert tuple(CODECS) == NAMES
 
 
@@ -99,7 +98,7 @@ def bits(x: torch.Tensor) -> list[int]:
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("codec", NAMES)
-def test_features_come_back_within_the_codecs_error(tmp_path: Path, codec: str, dtype: str) -> None:
+def test_features_come_back_within_the_codecs_error(tmp_path, codec, dtype):
     samples = [sample_of(number, 300 + number, getattr(torch, dtype)) for number in range(4)]
     features = features_of(str(tmp_path / "features"), meta_of(codec, dtype=dtype), samples)
     for sample, read in zip(samples, features, strict=True):
@@ -116,7 +115,7 @@ def test_features_come_back_within_the_codecs_error(tmp_path: Path, codec: str, 
 
 
 @pytest.mark.parametrize("codec", INEXACT)
-def test_giants_come_back_to_the_bit(codec: str) -> None:
+def test_giants_come_back_to_the_bit(codec):
     """Activations of first tokens, a thousand times the others: kept beside, and not spoiling the
     scale of their channel.
     """
@@ -134,7 +133,7 @@ def test_giants_come_back_to_the_bit(codec: str) -> None:
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("codec", NAMES)
-def test_what_is_no_number_is_kept_for_those_who_look_for_it(codec: str, dtype: str) -> None:
+def test_what_is_no_number_is_kept_for_those_who_look_for_it(codec, dtype):
     """The trainer names samples whose features are not finite: a codec must not make them look
     well.
     """
@@ -155,9 +154,7 @@ def test_what_is_no_number_is_kept_for_those_who_look_for_it(codec: str, dtype: 
     st.lists(st.booleans(), min_size=1, max_size=9),
     st.data(),
 )
-def test_any_rows_any_bits(
-    codec: CodecName, dtype: str, kept_rows: list[bool], data: st.DataObject
-) -> None:
+def test_any_rows_any_bits(codec, dtype, kept_rows, data):
     """Every pattern of bits goes through every codec; the lossless ones give it back."""
     kept = torch.tensor(kept_rows)
     kind = getattr(torch, dtype)
@@ -183,7 +180,7 @@ def test_any_rows_any_bits(
             assert bits(before) == bits(after)
 
 
-def test_a_codec_takes_the_bytes_that_its_entry_says() -> None:
+def test_a_codec_takes_the_bytes_that_its_entry_says():
     layers, kept = residual_streams(2000), torch.ones(2000, dtype=torch.bool)
     for codec in NAMES:
         coded = coder_of(meta_of(codec), layers, kept).encode(layers, kept)
@@ -191,7 +188,7 @@ def test_a_codec_takes_the_bytes_that_its_entry_says() -> None:
 
 
 @pytest.mark.parametrize("codec", NAMES)
-def test_a_teacher_is_kept_where_someone_asks_it(tmp_path: Path, codec: str) -> None:
+def test_a_teacher_is_kept_where_someone_asks_it(tmp_path, codec):
     """Every place that a loss mask's objective or the walk of `eyas eval` looks at, and their
     neighbours; zeros elsewhere.
     """
@@ -215,9 +212,7 @@ def test_a_teacher_is_kept_where_someone_asks_it(tmp_path: Path, codec: str) -> 
 
 
 @pytest.mark.parametrize("cut_after", [1, 4, 7])
-def test_a_cut_writer_goes_on_with_the_same_tables(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cut_after: int
-) -> None:
+def test_a_cut_writer_goes_on_with_the_same_tables(tmp_path, monkeypatch, cut_after):
     """The tables come from the first samples; a run that goes on takes those of the first shard,
     not of its own first.
     """
@@ -243,7 +238,7 @@ def test_a_cut_writer_goes_on_with_the_same_tables(
     ).read_bytes()
 
 
-def test_tables_are_the_same_on_both_sides() -> None:
+def test_tables_are_the_same_on_both_sides():
     tables = calibrate("within4", [(residual_streams(99), torch.ones(99, dtype=torch.bool))])
     again = Tables.from_text(tables.to_text(), SIZE)
     assert np.array_equal(tables.step, again.step)
@@ -255,7 +250,7 @@ def test_tables_are_the_same_on_both_sides() -> None:
 
 
 @pytest.mark.parametrize("codec", ["lossless", "within4"])
-def test_bytes_of_another_making_are_an_error(tmp_path: Path, codec: str) -> None:
+def test_bytes_of_another_making_are_an_error(tmp_path, codec):
     """Right by their checksum and wrong by their codec, as after a change of the format that forgot
     to say so.
     """
@@ -278,7 +273,7 @@ class Lying:
 
 
 @given(st.lists(st.binary(max_size=20), min_size=1, max_size=6))
-def test_parts_are_found_again(parts: list[bytes]) -> None:
+def test_parts_are_found_again(parts):
     packed = pack(parts)
     assert len(packed) % 8 == 0
     assert [bytes(part) for part in unpack(memoryview(packed), len(parts))] == parts
@@ -286,7 +281,7 @@ def test_parts_are_found_again(parts: list[bytes]) -> None:
         list(unpack(memoryview(packed)[: 4 * len(parts) - 1], len(parts)))
 
 
-def test_a_teacher_kept_where_it_is_asked_for_gives_the_same_loss_and_the_same_tau() -> None:
+def test_a_teacher_kept_where_it_is_asked_for_gives_the_same_loss_and_the_same_tau():
     """To the bit: what is not kept is never looked at."""
     head, vocabulary = wavy_head(), tiny_vocabulary()
     masks = [

@@ -199,15 +199,11 @@ def fields(params: SamplingParams) -> dict[str, object]:
     ("name", "option"),
     [(name, option) for name in ENGINES for option in THOROUGH.get(name, OPTIONS)],
 )
-def test_answers_are_distributed_as_the_target_says(
-    engine_of: Callable[[str], Engine], name: str, option: str
-) -> None:
+def test_answers_are_distributed_as_the_target_says(engine_of, name, option):
     assert p_value(engine_of(name), option) > LEAST_P
 
 
-def test_a_biased_acceptance_is_found(
-    engine_of: Callable[[str], Engine], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_biased_acceptance_is_found(engine_of, monkeypatch):
     """Further draws where the first was not proposed: what a draft proposes comes too often, and
     every token is plausible. Of many, since most first draws are proposed.
     """

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -105,13 +104,7 @@ FEW_PAGES = {"num_pages": 13, "max_batch": 5, "prefill_chunk": 16}
         ("MemoryError", FEW_PAGES, SAMPLED),
     ],
 )
-def test_every_answer_is_that_of_plain_decoding(
-    target: Target,
-    caplog: pytest.LogCaptureFixture,
-    fault: str,
-    config: dict[str, Any],
-    params: dict[str, Any],
-) -> None:
+def test_every_answer_is_that_of_plain_decoding(target, caplog, fault, config, params):
     asked = requests(6, shared=35, ignore_eos=True, **params)
     running = failing(engine(target, **config), FAULTS[fault], "grow")
     with caplog.at_level(logging.WARNING, "eyas.engine"):
@@ -129,7 +122,7 @@ def test_every_answer_is_that_of_plain_decoding(
     idle(running)
 
 
-def test_a_head_that_fails_on_prompts(target: Target) -> None:
+def test_a_head_that_fails_on_prompts(target):
     asked = requests(6, shared=35, ignore_eos=True)
     running = failing(engine(target), FAULTS["RuntimeError"], "enter", after=1)
     assert decoded(run_all(running, asked)) == plainly(target, asked)
@@ -138,7 +131,7 @@ def test_a_head_that_fails_on_prompts(target: Target) -> None:
 
 
 @pytest.mark.parametrize("error", [AssertionError, IndexError, KeyError])
-def test_a_broken_invariant_is_no_fault_of_the_head(target: Target, error: type[Exception]) -> None:
+def test_a_broken_invariant_is_no_fault_of_the_head(target, error):
     running = failing(engine(target), raising(error("lost a page")), "grow")
     with pytest.raises(error, match="lost a page"):
         list(running.run(requests(3)))
@@ -152,9 +145,7 @@ def overflowing(target: Target) -> Draft:
 
 
 @pytest.mark.parametrize(("params", "speculation"), [({}, "auto"), ({"temperature": 1.0}, "fixed")])
-def test_a_head_that_overflows(
-    target: Target, params: dict[str, Any], speculation: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_head_that_overflows(target, params, speculation, monkeypatch):
     monkeypatch.setattr("eyas.engine.rounds.round_costs", lambda work: CHEAP_DRAFTS)
     sizes = EngineConfig(max_batch=3, max_length=120, speculation=speculation)
     running = Engine(target, overflowing(target), sizes)
@@ -165,14 +156,14 @@ def test_a_head_that_overflows(
     idle(running)
 
 
-def test_an_evaluation_does_not_take_plain_rounds_for_a_result(target: Target) -> None:
+def test_an_evaluation_does_not_take_plain_rounds_for_a_result(target):
     sizes = EngineConfig(max_batch=3, max_length=120, speculation="fixed")
     running = Engine(target, overflowing(target), sizes)
     with pytest.raises(EyasError, match="the head fails on the target's features"):
         decode(running, requests(3), quiet)
 
 
-def test_fewer_tokens_to_draft_than_branches_are_refused(target: Target) -> None:
+def test_fewer_tokens_to_draft_than_branches_are_refused(target):
     draft = Draft(*random_head(target, draft_vocab_size=2), target)
     with pytest.raises(MismatchError, match="2 tokens to draft, the tree has 3 branches"):
         Engine(target, draft, EngineConfig(max_length=120))
@@ -181,7 +172,7 @@ def test_fewer_tokens_to_draft_than_branches_are_refused(target: Target) -> None
     assert decoded(list(Engine(target, draft, chain).run(asked))) == plainly(target, asked)
 
 
-def test_a_server_goes_on_and_says_so(tmp_path: Path) -> None:
+def test_a_server_goes_on_and_says_so(tmp_path):
     world = World.make(tmp_path / "target", vocab_size=320)
     plain = world.truth(max_tokens=24)[0]
     draft = Draft(*random_head(world.target, draft_vocab_size=64), world.target)

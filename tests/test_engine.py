@@ -11,7 +11,6 @@ from eyas.engine.draft import Draft
 from eyas.engine.engine import EngineConfig
 from eyas.engine.request import Request, SamplingParams, Update
 from eyas.errors import ConfigError, InputError, MismatchError
-from eyas.model.target import Target
 from tests import tiny_engine
 from tests.tiny_engine import VOCAB, decoded, engine, idle, plainly, random_head, requests
 
@@ -23,14 +22,14 @@ costs_of_this_test = tiny_engine.costs_of_this_test
 # The same tokens
 
 
-def test_speculating_and_plain_requests_share_a_batch(target: Target) -> None:
+def test_speculating_and_plain_requests_share_a_batch(target):
     mixed = [*requests(6)[::2], *requests(6, speculation=False)[1::2]]
     results = list(engine(target).run(mixed))
     assert decoded(results) == plainly(target, requests(6))
     assert all(sum(result.accept_hist) == 0 for result in results if int(result.request_id) % 2)
 
 
-def test_requests_come_and_go_without_disturbing_others(target: Target) -> None:
+def test_requests_come_and_go_without_disturbing_others(target):
     expected = plainly(target, requests(12, ignore_eos=True))
     running, found = engine(target, max_batch=2), {}
     pending = requests(12, ignore_eos=True)
@@ -56,9 +55,7 @@ def test_requests_come_and_go_without_disturbing_others(target: Target) -> None:
 
 
 @pytest.mark.parametrize("window", [None, WINDOW])
-def test_a_reused_prefix_gives_the_draft_what_it_would_have_made(
-    target: Target, window: int | None
-) -> None:
+def test_a_reused_prefix_gives_the_draft_what_it_would_have_made(target, window):
     """Not only the tokens: the very rounds are the same, so the draft's entries are, up to the
     first behind the prefix.
     """
@@ -76,9 +73,7 @@ def test_a_reused_prefix_gives_the_draft_what_it_would_have_made(
 
 
 @pytest.mark.parametrize("params", [{"temperature": 1.0}])
-def test_the_hit_rate_is_the_same_with_and_without_speculation(
-    target: Target, params: dict
-) -> None:
+def test_the_hit_rate_is_the_same_with_and_without_speculation(target, params):
     """Dialogues: every next turn begins with all that was said, so the answers' pages count as
     well.
     """
@@ -101,7 +96,7 @@ def test_the_hit_rate_is_the_same_with_and_without_speculation(
     assert next(iter(rates.values())) > 0.5
 
 
-def test_prefill_in_chunks_does_not_starve_decoding(target: Target) -> None:
+def test_prefill_in_chunks_does_not_starve_decoding(target):
     """Between two chunks of a long prompt those that decode get a round."""
     running = engine(target, prefill_chunk=16, max_length=300)
     running.add(
@@ -126,7 +121,7 @@ def test_prefill_in_chunks_does_not_starve_decoding(target: Target) -> None:
     )
 
 
-def test_cancelling_frees_everything(target: Target) -> None:
+def test_cancelling_frees_everything(target):
     running = engine(target)
     for request in requests(6, n=2, temperature=1.0):
         running.add(request)
@@ -142,7 +137,7 @@ def test_cancelling_frees_everything(target: Target) -> None:
 # Ends
 
 
-def test_the_end_token_ends_a_request_and_is_the_last(target: Target) -> None:
+def test_the_end_token_ends_a_request_and_is_the_last(target):
     results = list(engine(target).run(requests(20, max_tokens=80)))
     stopped = [result for result in results if result.finish_reason == "stop"]
     assert stopped
@@ -150,14 +145,14 @@ def test_the_end_token_ends_a_request_and_is_the_last(target: Target) -> None:
     assert all(len(result.token_ids) <= 80 for result in results)
 
 
-def test_a_full_context_ends_with_length(target: Target) -> None:
+def test_a_full_context_ends_with_length(target):
     prompt = tuple(range(3, 23))
     params = SamplingParams(max_tokens=500, ignore_eos=True)
     (result,) = engine(target, max_length=40).run([Request("long", prompt, params)])
     assert (len(result.token_ids), result.finish_reason) == (20, "length")
 
 
-def test_bad_requests_are_refused(target: Target) -> None:
+def test_bad_requests_are_refused(target):
     running = engine(target, max_length=40)
     with pytest.raises(InputError, match="no tokens"):
         running.add(Request("empty", ()))
@@ -176,13 +171,13 @@ def test_bad_requests_are_refused(target: Target) -> None:
     assert not running.has_work
 
 
-def test_a_speculation_that_cannot_be_is_refused() -> None:
+def test_a_speculation_that_cannot_be_is_refused():
     for wrong in ("sometimes", "fixed(6,3)", "fixed(0,1,2)", "fixed(16,8,12)", "off(1,1,2)"):
         with pytest.raises(ConfigError, match="speculation"):
             EngineConfig(speculation=wrong)
 
 
-def test_the_tree_of_eagles_repository_is_refused_with_the_nearest() -> None:
+def test_the_tree_of_eagles_repository_is_refused_with_the_nearest():
     """Its depth does not count the first level: 7 x 10 columns are drafted for 60 tokens."""
     with pytest.raises(ConfigError, match="drafts 70 nodes, more than 64") as error:
         EngineConfig(speculation="fixed(8,10,60)")
@@ -191,7 +186,7 @@ def test_the_tree_of_eagles_repository_is_refused_with_the_nearest() -> None:
         assert str(EngineConfig(speculation=near).parsed()) == near
 
 
-def test_sizes_of_speculation_are_said_in_one_place() -> None:
+def test_sizes_of_speculation_are_said_in_one_place():
     """`fixed(4,1,5)` used to win silently over num_draft_steps=6."""
     assert str(EngineConfig(speculation="fixed(4,1,5)").parsed()) == "fixed(4,1,5)"
     assert str(EngineConfig(speculation="auto").parsed()) == "auto(6,3,12)"
@@ -200,7 +195,7 @@ def test_sizes_of_speculation_are_said_in_one_place() -> None:
             EngineConfig(**{"speculation": "fixed(4,1,5)", name: 6})
 
 
-def test_a_head_for_another_target_is_refused(target: Target) -> None:
+def test_a_head_for_another_target_is_refused(target):
     config, tensors = random_head(target)
     with pytest.raises(MismatchError, match="hidden size 16"):
         Draft(config.model_copy(update={"target_hidden_size": 16}), tensors, target)
@@ -208,9 +203,7 @@ def test_a_head_for_another_target_is_refused(target: Target) -> None:
         Draft(config.model_copy(update={"target_lm_head_sha256": "0" * 64}), tensors, target)
 
 
-def test_a_head_that_does_not_help_is_warned_about(
-    target: Target, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_head_that_does_not_help_is_warned_about(target, caplog):
     with caplog.at_level(logging.WARNING, "eyas.engine"):
         list(
             engine(target, speculation="fixed(1,1,2)").run(

@@ -127,14 +127,7 @@ def engine_of(folder: Path, target: Target, draft: Draft, name: str) -> Engine:
 
 @pytest.mark.parametrize("name", ENGINES)
 @pytest.mark.parametrize("path", BACKENDS)
-def test_answers_are_those_of_plain_decoding(
-    backend: Callable[[str], tuple[Target, Draft, Answers]],
-    folder: Path,
-    path: str,
-    name: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_answers_are_those_of_plain_decoding(backend, folder, path, name, tmp_path, monkeypatch):
     monkeypatch.setattr("eyas.engine.costs.cache_folder", lambda _: tmp_path)
     target, draft, expected = backend(path)
     running = engine_of(folder, target, draft, name)
@@ -164,7 +157,7 @@ def test_answers_are_those_of_plain_decoding(
         assert (metrics["accepted_head"] + metrics["accepted_both"] > 0) == ("head" in name)
 
 
-def test_a_walk_in_python_is_that_of_the_library(backend, folder: Path) -> None:
+def test_a_walk_in_python_is_that_of_the_library(backend, folder):
     """Native forwards, of which Python draws, walks and moves, as by operators."""
     target, draft, expected = backend("native, float32")
     running = engine_of(folder, target, draft, "a tree, few pages")
@@ -178,7 +171,7 @@ def test_a_walk_in_python_is_that_of_the_library(backend, folder: Path) -> None:
         assert (same.token_ids, same.logprobs) == (one.token_ids, one.logprobs), key
 
 
-def test_the_plain_answers_tell_the_kinds_apart(backend) -> None:
+def test_the_plain_answers_tell_the_kinds_apart(backend):
     *_, expected = backend("operators, float32")
     assert {one.finish_reason for one in expected.values()} == {"stop", "length"}
     for kind in ("two samples", "sampled"):
@@ -193,7 +186,7 @@ def test_the_plain_answers_tell_the_kinds_apart(backend) -> None:
     assert all(len(entry.top) == 3 for entry in scored.logprobs)
 
 
-def test_plain_greedy_equals_transformers(backend, folder: Path) -> None:
+def test_plain_greedy_equals_transformers(backend, folder):
     theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     for path in ("native, float32", "operators, float32"):
         *_, expected = backend(path)
@@ -209,7 +202,7 @@ def test_plain_greedy_equals_transformers(backend, folder: Path) -> None:
             assert expected[request.id, 0].token_ids == own
 
 
-def test_bfloat16_runs_and_accepts_by_operators(folder: Path) -> None:
+def test_bfloat16_runs_and_accepts_by_operators(folder):
     """Their rounding depends on the rows beside a row, so answers may part."""
     target = Target.load(folder, "bfloat16", native=False)
     running = engine_of(folder, target, Draft(*random_head(target), target), "no reuse")

@@ -64,14 +64,8 @@ def plain_outcome(head, weights, samples, **config):
     options = Wanted(num_steps=wanted.num_ttt_steps, sampled=wanted.later_steps == "sampled")
     embed_tokens = weights.get("embed_tokens", vocabulary.embed_tokens)
     plain = PlainHead(weights, head.config)
-    return plain_objective(
-        plain,
-        as_examples(samples),
-        embed_tokens,
-        vocabulary.lm_head,
-        head.target_ids_W.tolist(),
-        options,
-    )
+    of_target = embed_tokens, vocabulary.lm_head, head.target_ids_W.tolist()
+    return plain_objective(plain, as_examples(samples), *of_target, options)
 
 
 def assert_equals_the_loops(head, batch, samples, **config):
@@ -81,13 +75,10 @@ def assert_equals_the_loops(head, batch, samples, **config):
     plain = plain_outcome(head, weights, samples, **config)
     assert sum(plain.num_trained) > 0
     plain.loss.backward()
-    torch.testing.assert_close(outcome.loss, plain.loss, rtol=1e-6, atol=1e-6)
-    torch.testing.assert_close(
-        outcome.step_losses,
-        torch.tensor(plain.step_losses, dtype=torch.float64),
-        rtol=1e-6,
-        atol=1e-6,
-    )
+    near = {"rtol": 1e-6, "atol": 1e-6}
+    torch.testing.assert_close(outcome.loss, plain.loss, **near)
+    step_losses = torch.tensor(plain.step_losses, dtype=torch.float64)
+    torch.testing.assert_close(outcome.step_losses, step_losses, **near)
     assert outcome.num_judged.tolist() == plain.num_judged
     assert outcome.num_trained.tolist() == plain.num_trained
     assert outcome.num_hits.tolist() == plain.num_hits
@@ -95,29 +86,16 @@ def assert_equals_the_loops(head, batch, samples, **config):
         if not weight.requires_grad:
             assert weight.grad is None, name
             continue
-        expected = (
-            weights[name].grad
-            if weights[name].grad is not None
-            else torch.zeros_like(weights[name])
-        )
-        torch.testing.assert_close(
-            weight.grad,
-            expected,
-            rtol=1e-6,
-            atol=1e-6,
-            msg=lambda text, name=name: f"{name}: {text}",
-        )
-
-
-@pytest.mark.parametrize("masks", CASES.values(), ids=CASES.keys())
-def test_loss_accuracy_and_gradients_equal_the_loops(masks):
-    samples = made_up_samples(masks, seed=1)
-    assert_equals_the_loops(wavy_head().double(), doubled(Batch.of(samples)), samples)
+        grad = weights[name].grad
+        expected = torch.zeros_like(weight) if grad is None else grad
+        named = {"msg": lambda text, name=name: f"{name}: {text}"}
+        torch.testing.assert_close(weight.grad, expected, **near, **named)
 
 
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS.keys())
-def test_every_option_of_the_objective_equals_the_loops(config):
-    samples = made_up_samples([TURNS, ANSWER], seed=1)
+@pytest.mark.parametrize("masks", CASES.values(), ids=CASES.keys())
+def test_loss_accuracy_and_gradients_equal_the_loops(masks, config):
+    samples = made_up_samples(masks, seed=1)
     assert_equals_the_loops(wavy_head().double(), doubled(Batch.of(samples)), samples, **config)
 
 
@@ -171,12 +149,8 @@ def golden(outcome, gradients):
         for key in ("num_judged", "num_trained", "num_hits")
     }
     steps = [float(loss) for loss in outcome.step_losses]
-    return {
-        "loss": float(outcome.loss.detach()),
-        "step_losses": steps,
-        **counts,
-        "gradient_norms": norms,
-    }
+    kept = {"loss": float(outcome.loss.detach()), "step_losses": steps, "gradient_norms": norms}
+    return {**kept, **counts}
 
 
 GOLDENS = {
@@ -191,7 +165,7 @@ def golden_of_the_loops(config, flags):
     plain = plain_outcome(head, weights, samples, **config)
     plain.loss.backward()
     trained = {
-        name: weights[name].grad for name, weight in head.named_parameters() if weight.requires_grad
+        name: weights[name].grad for name, one in head.named_parameters() if one.requires_grad
     }
     return golden(plain, trained)
 
@@ -200,14 +174,11 @@ def golden_of_the_loops(config, flags):
 def test_every_option_equals_its_golden(name):
     config, flags = GOLDENS[name]
     head = wavy_head(**flags).double()
-    outcome = outcome_of(
-        head, doubled(Batch.packed(made_up_samples([TURNS, ANSWER], seed=4), 16)), **config
-    )
+    batch = Batch.packed(made_up_samples([TURNS, ANSWER], seed=4), 16)
+    outcome = outcome_of(head, doubled(batch), **config)
     outcome.loss.backward()
-    made = golden(
-        outcome,
-        {name: weight.grad for name, weight in head.named_parameters() if weight.requires_grad},
-    )
+    trained = {name: one.grad for name, one in head.named_parameters() if one.requires_grad}
+    made = golden(outcome, trained)
     expected = json.loads(GOLDEN.read_text())["objective"][name]
     assert made.keys() == expected.keys()
     for part, value in expected.items():
@@ -217,9 +188,8 @@ def test_every_option_equals_its_golden(name):
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS.keys())
 def test_a_packed_row_equals_the_loops(config):
     samples = made_up_samples([ANSWER, TURNS, [True] * 3, ANSWER], seed=2)
-    assert_equals_the_loops(
-        wavy_head().double(), doubled(Batch.packed(samples, 32)), samples, **config
-    )
+    batch = doubled(Batch.packed(samples, 32))
+    assert_equals_the_loops(wavy_head().double(), batch, samples, **config)
 
 
 @given(
@@ -237,9 +207,7 @@ def test_packed_and_padded_rows_have_one_loss(masks, room):
         outcome.loss.backward()
         losses.append((outcome.loss, outcome.step_losses, outcome.num_judged, outcome.num_hits))
         grads.append([weight.grad for weight in head.parameters()])
-    for padded, packed in zip(losses[0], losses[1], strict=True):
-        torch.testing.assert_close(packed, padded, rtol=1e-9, atol=1e-9)
-    for padded, packed in zip(grads[0], grads[1], strict=True):
+    for padded, packed in (*zip(*losses, strict=True), *zip(*grads, strict=True)):
         torch.testing.assert_close(packed, padded, rtol=1e-9, atol=1e-9)
 
 
@@ -264,14 +232,12 @@ def test_packs_have_little_padding():
 
 
 def test_a_packed_row_says_where_its_samples_begin():
-    batch = Batch.packed(made_up_samples([[True] * 3, [True] * 2]), 7)
+    samples = made_up_samples([[True] * 3, [True] * 2])
+    batch = Batch.packed(samples, 7)
     assert batch.starts_BT.tolist() == [[0, 0, 0, 3, 3, -1, -1]]
     assert batch.loss_mask_BT.tolist() == [[True] * 5 + [False] * 2]
-    assert Batch.packed(made_up_samples([[True] * 3, [True] * 2]), 4).tokens_BT.shape == (1, 5)
-    assert Batch.of(made_up_samples([[True] * 3, [True] * 2])).starts_BT.tolist() == [
-        [0, 0, 0],
-        [0, 0, -1],
-    ]
+    assert Batch.packed(samples, 4).tokens_BT.shape == (1, 5)
+    assert Batch.of(samples).starts_BT.tolist() == [[0, 0, 0], [0, 0, -1]]
 
 
 @given(mask=st.lists(st.booleans(), min_size=1, max_size=12))
@@ -294,13 +260,9 @@ def test_judged_at_step_zero_are_the_slots_that_serving_drafts_from():
     """x_3 .. x_6 is an answer: rounds begin with x_3, x_4 or x_5 as bonus token, at the slot before
     each.
     """
-    mask_BT = torch.tensor([[False, False, False, True, True, True, True]])
-    assert shifted(judged_positions(mask_BT), 1).tolist() == [
-        [False, False, True, True, True, False, False]
-    ]
-    assert shifted(judged_positions(mask_BT), 3).tolist() == [
-        [True, True, True, False, False, False, False]
-    ]
+    judged_BT = judged_positions(torch.tensor([[False] * 3 + [True] * 4]))
+    assert shifted(judged_BT, 1).tolist() == [[False] * 2 + [True] * 3 + [False] * 2]
+    assert shifted(judged_BT, 3).tolist() == [[True] * 3 + [False] * 4]
 
 
 @given(st.lists(st.booleans(), min_size=1, max_size=12), st.integers(0, 14))
@@ -326,11 +288,8 @@ def test_tokens_outside_the_answer_do_not_teach():
 
 
 def test_the_teacher_is_the_target_at_the_judged_positions():
-    batch, head, vocabulary = (
-        doubled(made_up_batch([[True] * 9])),
-        wavy_head().double(),
-        tiny_vocabulary(torch.float64),
-    )
+    batch, head = doubled(made_up_batch([[True] * 9])), wavy_head().double()
+    vocabulary = tiny_vocabulary(torch.float64)
     teacher = teach(batch, vocabulary, head)
     logits_PV = batch.last_hidden_BTH[0, 1:8] @ vocabulary.lm_head.T
     rows = torch.tensor([5, 0, 5])
@@ -354,24 +313,15 @@ def test_pieces_of_the_vocabulary_change_nothing(monkeypatch, at_once):
         head = wavy_head().double()
         outcome = outcome_of(head, batch, num_ttt_steps=7)
         outcome.loss.backward()
-        results.append(
-            (
-                outcome.loss,
-                outcome.step_losses,
-                outcome.num_hits,
-                *(weight.grad for weight in head.parameters()),
-            )
-        )
+        grads = [weight.grad for weight in head.parameters()]
+        results.append((outcome.loss, outcome.step_losses, outcome.num_hits, *grads))
     for whole, pieces in zip(*results, strict=True):
         torch.testing.assert_close(pieces, whole, rtol=1e-9, atol=1e-9)
 
 
 def test_sampled_steps_take_their_share_and_all_slots_in_turn():
-    batch, head, vocabulary = (
-        made_up_batch([[True] * 60]),
-        wavy_head(draft_vocab_size=40),
-        tiny_vocabulary(),
-    )
+    batch, vocabulary = made_up_batch([[True] * 60]), tiny_vocabulary()
+    head = wavy_head(draft_vocab_size=40)
     wanted = ObjectiveConfig(later_steps="sampled")
     counts, sums = torch.zeros(7), torch.zeros(7)
     with torch.no_grad():
@@ -404,10 +354,8 @@ def test_the_losses_gradient_is_autograds_own():
 def test_a_target_that_cuts_its_logits_teaches_what_it_says():
     batch, head = doubled(made_up_batch([[True] * 9])), wavy_head().double()
     vocabulary = tiny_vocabulary(torch.float64)
-    cutting = replace(
-        vocabulary, config=vocabulary.config.model_copy(update={"logit_softcap": 2.0})
-    )
-    teacher = teach(batch, cutting, head)
+    config = vocabulary.config.model_copy(update={"logit_softcap": 2.0})
+    teacher = teach(batch, replace(vocabulary, config=config), head)
     logits_PV = 2 * torch.tanh(batch.last_hidden_BTH[0, 1:8] @ vocabulary.lm_head.T / 2)
     expected = logits_PV[:, head.target_ids_W].softmax(-1)
     torch.testing.assert_close(teacher.probabilities(torch.arange(7)), expected)
@@ -439,9 +387,8 @@ def test_bf16_is_close_to_float32():
     exact = outcome_of(head, batch, torch.float32)
     teacher = teach(batch, vocabulary, head)
     with torch.autocast("cpu", torch.bfloat16):
-        rough = batch_loss(
-            head, vocabulary.embed_tokens.bfloat16(), batch, teacher, ObjectiveConfig()
-        )
+        embed_tokens = vocabulary.embed_tokens.bfloat16()
+        rough = batch_loss(head, embed_tokens, batch, teacher, ObjectiveConfig())
     assert rough.loss.dtype == torch.float32
     torch.testing.assert_close(rough.loss, exact.loss, rtol=0.02, atol=0)
     assert not torch.equal(rough.loss, exact.loss)
@@ -449,6 +396,5 @@ def test_bf16_is_close_to_float32():
 
 if __name__ == "__main__":
     made = {name: golden_of_the_loops(*both) for name, both in GOLDENS.items()}
-    GOLDEN.write_text(
-        json.dumps({"made by": "python -m tests.test_loss", "objective": made}, indent=1) + "\n"
-    )
+    written = {"made by": "python -m tests.test_loss", "objective": made}
+    GOLDEN.write_text(json.dumps(written, indent=1) + "\n")

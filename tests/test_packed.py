@@ -110,7 +110,7 @@ def product(linear: PackedLinear, x: Tensor, N: int, threads: int = 1) -> Tensor
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
-def test_a_matrix_taken_apart_is_the_dequantised_one(kind: Kind):
+def test_a_matrix_taken_apart_is_the_dequantised_one(kind):
     one = matrix(kind, 9, 512)
     codes, scales, mins = taken_apart(one)
     width = 32 // scales.shape[-1]
@@ -121,7 +121,7 @@ def test_a_matrix_taken_apart_is_the_dequantised_one(kind: Kind):
 
 @needs_native
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
-def test_products_are_the_twins_to_the_bit(kind: Kind):
+def test_products_are_the_twins_to_the_bit(kind):
     for N, K in ((16, 256), (70, 512), (5, 256)):
         one = matrix(kind, N, K)
         bias = torch.randn(N)
@@ -145,7 +145,7 @@ def test_parts_of_several_formats_are_one_product():
 
 @needs_native
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
-def test_a_row_of_a_product_depends_on_nothing_beside_it(kind: Kind):
+def test_a_row_of_a_product_depends_on_nothing_beside_it(kind):
     packed, x = PackedLinear.of_blocks([matrix(kind, 70, 512)], [], 2), inputs(40, 512)
     alone = torch.cat([product(packed, row[None], 70) for row in x])
     for first, M in ((0, 2), (3, 11), (0, 12), (5, 13), (0, 40)):
@@ -217,7 +217,7 @@ def new_cache(config: TargetConfig, dtype: str) -> PagedCache:
 
 @needs_native
 @pytest.mark.parametrize("shape", SHAPES)
-def test_a_target_is_its_twin(shape: str):
+def test_a_target_is_its_twin(shape):
     """In float32 they differ by the order of sums, and where that rounds a number otherwise."""
     config, tensors, blocks = quantised(folder_of(shape))
     target = NativeTarget(config, tensors, torch.float32, blocks)
@@ -249,7 +249,7 @@ def test_matrices_in_other_formats_are_multiplied_dequantised():
 @needs_native
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", SHAPES)
-def test_rows_of_a_target_depend_on_nothing_beside_them(shape: str, dtype: str):
+def test_rows_of_a_target_depend_on_nothing_beside_them(shape, dtype):
     config, tensors, blocks = quantised(folder_of(shape))
     made = {}
     for threads in (1, 2):

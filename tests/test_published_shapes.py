@@ -6,7 +6,6 @@ configs/*eagle3*.json, read in November 2026). Where the two differ, the table s
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -213,7 +212,7 @@ FACTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("name", FACTS)
-def test_a_new_head_is_written_as_the_table_says(name: str, tmp_path: Path) -> None:
+def test_a_new_head_is_written_as_the_table_says(name, tmp_path):
     config, facts = FACTS[name]
     (tmp_path / "config.json").write_text(json.dumps(config))
     shape = target_shape(tmp_path)
@@ -232,7 +231,7 @@ def test_a_new_head_is_written_as_the_table_says(name: str, tmp_path: Path) -> N
     assert shape.eos_token_ids == tuple(stated if isinstance(stated, list) else [stated])
 
 
-def test_the_scale_of_a_targets_embeddings_is_none_of_its_head() -> None:
+def test_the_scale_of_a_targets_embeddings_is_none_of_its_head():
     """Gemma multiplies embeddings by the root of its width; engines give its head the matrix as it
     is stored, and so does training. A head norms what it is given, so the scale changes nothing.
     """

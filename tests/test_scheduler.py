@@ -180,9 +180,7 @@ class World:
     st.integers(1, 5),
     st.sampled_from([4, 7, 16]),
 )
-def test_whatever_comes_and_goes(
-    seed: int, num_pages: int, keeps: bool, max_batch: int, prefill_chunk: int
-) -> None:
+def test_whatever_comes_and_goes(seed, num_pages, keeps, max_batch, prefill_chunk):
     """Prompts over two tokens, so that prefixes are shared. Everyone finishes or was cancelled; no
     entry is anybody else's.
     """
@@ -215,7 +213,7 @@ def test_whatever_comes_and_goes(
     assert len(set(map(id, world.finished))) == len(world.finished), "finished twice"
 
 
-def test_arrivals_are_admitted_in_their_order() -> None:
+def test_arrivals_are_admitted_in_their_order():
     world = World(0, 100, max_batch=2)
     samples = [sample(name, [1, 1, 0] if name == "b" else [0] * 7)[0] for name in "abcdef"]
     for one in samples:
@@ -227,7 +225,7 @@ def test_arrivals_are_admitted_in_their_order() -> None:
     assert firsts == list("abcdef")
 
 
-def test_chunks_alternate_with_rounds_and_are_no_longer_than_allowed() -> None:
+def test_chunks_alternate_with_rounds_and_are_no_longer_than_allowed():
     world = World(0, 100)
     world.scheduler.add(sample("decodes", [1], max_tokens=60)[0])
     world.step()
@@ -241,7 +239,7 @@ def test_chunks_alternate_with_rounds_and_are_no_longer_than_allowed() -> None:
     assert [len(chunk) for chunk in shared or []] == [2, 5]
 
 
-def test_a_round_has_room_for_its_trees() -> None:
+def test_a_round_has_room_for_its_trees():
     world = World(1, 60, tree_columns=11)
     for name in "abc":
         world.scheduler.add(sample(name, [0] * 6, max_tokens=30)[0])
@@ -249,7 +247,7 @@ def test_a_round_has_room_for_its_trees() -> None:
     assert len(world.finished) == 3
 
 
-def test_when_pages_run_out_the_youngest_waits_again_first_in_line() -> None:
+def test_when_pages_run_out_the_youngest_waits_again_first_in_line():
     """7 pages: two samples of 4 columns and a tree are admitted; when the older grows, the younger
     gives its pages up.
     """
@@ -271,7 +269,7 @@ def test_when_pages_run_out_the_youngest_waits_again_first_in_line() -> None:
     assert [one.request.id for one in world.finished] == ["older", "younger", "third"]
 
 
-def test_a_preempted_sample_does_not_draw_again() -> None:
+def test_a_preempted_sample_does_not_draw_again():
     world = World(0, 7, keeps=True)
     world.device.most_emitted = 1
     samples = [sample(name, [1] * 4, max_tokens=12)[0] for name in "ab"]
@@ -282,7 +280,7 @@ def test_a_preempted_sample_does_not_draw_again() -> None:
     assert [one.num_emitted for one in samples] == [12, 12]
 
 
-def test_what_a_cancelled_sample_wrote_is_rewritten_before_it_is_read() -> None:
+def test_what_a_cancelled_sample_wrote_is_rewritten_before_it_is_read():
     for seed in range(20):
         world = World(seed, 12, max_batch=2)
         world.scheduler.add(sample("stays", [0, 1, 0], max_tokens=15)[0])

@@ -76,9 +76,7 @@ def assert_same(left: Sample, right: Sample) -> None:
 
 @pytest.mark.parametrize("store", ["file", "memory"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_samples_come_back_bit_for_bit_from_any_store(
-    tmp_path: Path, store: str, dtype: str
-) -> None:
+def test_samples_come_back_bit_for_bit_from_any_store(tmp_path, store, dtype):
     meta = META.model_copy(update={"dtype": dtype})
     url = str(tmp_path / "features") if store == "file" else f"memory://{uuid.uuid4()}"
     samples = [make_sample(number, dtype=getattr(torch, dtype)) for number in range(11)]
@@ -96,7 +94,7 @@ def test_samples_come_back_bit_for_bit_from_any_store(
     assert len(Features(Artifact(url), "held_out")) == 0
 
 
-def test_every_bfloat16_survives_numpy_and_back() -> None:
+def test_every_bfloat16_survives_numpy_and_back():
     """All 65,536 bit patterns: subnormals, both zeros, infinities and every NaN payload."""
     patterns = (
         torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
@@ -120,9 +118,7 @@ def test_every_bfloat16_survives_numpy_and_back() -> None:
     st.integers(1, 4),
     st.sampled_from(["bfloat16", "float32"]),
 )
-def test_a_shard_is_an_ordinary_safetensors_file(
-    lengths: list[int], hidden: int, dtype: str
-) -> None:
+def test_a_shard_is_an_ordinary_safetensors_file(lengths, hidden, dtype):
     """Odd lengths and sizes on purpose: the other reader insists on alignment and on no gaps."""
     meta = META.model_copy(update={"hidden_size": hidden, "dtype": dtype})
     artifact = Artifact(f"memory://{uuid.uuid4()}")
@@ -144,9 +140,7 @@ def test_a_shard_is_an_ordinary_safetensors_file(
         assert torch.equal(tensors[f"{number:03d}.aux_hidden"], expected)
 
 
-def test_reading_one_sample_asks_for_its_bytes_only(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_reading_one_sample_asks_for_its_bytes_only(tmp_path, monkeypatch):
     artifact = write(
         Artifact(f"memory://{tmp_path.name}"), [make_sample(number) for number in range(6)]
     )
@@ -165,7 +159,7 @@ def test_reading_one_sample_asks_for_its_bytes_only(
 
 @settings(max_examples=25, deadline=None)
 @given(st.data())
-def test_a_flipped_bit_in_a_sample_is_noticed_and_named(data: st.DataObject) -> None:
+def test_a_flipped_bit_in_a_sample_is_noticed_and_named(data):
     url = f"memory://{uuid.uuid4()}"
     artifact = write(Artifact(url), [make_sample(number) for number in range(6)])
     entry = data.draw(st.sampled_from(Features(artifact).entries))
@@ -185,7 +179,7 @@ def test_a_flipped_bit_in_a_sample_is_noticed_and_named(data: st.DataObject) -> 
         assert entry.shard in raised.value.what
 
 
-def test_a_truncated_or_missing_shard_is_noticed(tmp_path: Path) -> None:
+def test_a_truncated_or_missing_shard_is_noticed(tmp_path):
     folder = tmp_path / "features"
     features = Features(write(Artifact(str(folder)), [make_sample(number) for number in range(6)]))
     shard = folder / "train-00001.safetensors"
@@ -197,7 +191,7 @@ def test_a_truncated_or_missing_shard_is_noticed(tmp_path: Path) -> None:
         features[4]
 
 
-def test_a_changed_index_is_noticed(tmp_path: Path) -> None:
+def test_a_changed_index_is_noticed(tmp_path):
     folder = tmp_path / "features"
     write(Artifact(str(folder)), [make_sample(0)])
     index = folder / "train.index.json"
@@ -206,7 +200,7 @@ def test_a_changed_index_is_noticed(tmp_path: Path) -> None:
         Features(Artifact(str(folder)))
 
 
-def test_features_want_a_finished_capture(tmp_path: Path) -> None:
+def test_features_want_a_finished_capture(tmp_path):
     artifact = Artifact(str(tmp_path / "features"))
     with pytest.raises(MissingInputError, match="does not exist"):
         Features(artifact)
@@ -244,7 +238,7 @@ def write_and_die(folder: Path) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def test_a_killed_writer_goes_on_after_the_last_whole_shard(tmp_path: Path) -> None:
+def test_a_killed_writer_goes_on_after_the_last_whole_shard(tmp_path):
     samples = [make_sample(number) for number in range(14)]
     write(Artifact(str(tmp_path / "whole")), samples)
     child = forked(lambda: write_and_die(tmp_path / "cut"))
@@ -264,9 +258,7 @@ def test_a_killed_writer_goes_on_after_the_last_whole_shard(tmp_path: Path) -> N
     assert shard_bytes(tmp_path / "cut") == shard_bytes(tmp_path / "whole")
 
 
-def test_a_full_disk_keeps_the_whole_shards(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_disk_keeps_the_whole_shards(tmp_path, monkeypatch):
     artifact = Artifact(str(tmp_path / "features"))
     writer = ShardWriter(artifact, "train", META, samples_per_shard=2)
     writer.add(make_sample(0))
@@ -288,9 +280,7 @@ def test_a_full_disk_keeps_the_whole_shards(
 
 
 @pytest.mark.parametrize("keep", [0, 7, 300, -1])
-def test_half_a_shard_is_written_again_and_one_that_was_whole_is_named(
-    tmp_path: Path, keep: int
-) -> None:
+def test_half_a_shard_is_written_again_and_one_that_was_whole_is_named(tmp_path, keep):
     """A store may show half of an upload; it has no note beside it. What has one was whole and is
     broken.
     """
@@ -311,7 +301,7 @@ def test_half_a_shard_is_written_again_and_one_that_was_whole_is_named(
     assert artifact.read(name) == whole
 
 
-def test_a_large_sample_ends_its_shard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_large_sample_ends_its_shard(tmp_path, monkeypatch):
     """Memory is bounded by bytes, not by a number of samples."""
     monkeypatch.setattr(writer_module, "SHARD_BYTES", 10 * META.bytes_per_token)
     samples = [make_sample(number, length) for number, length in enumerate((4, 4, 2, 30, 1))]
@@ -319,9 +309,7 @@ def test_a_large_sample_ends_its_shard(tmp_path: Path, monkeypatch: pytest.Monke
     assert [int(entry.shard[6:11]) for entry in features.entries] == [0, 0, 0, 1, 2]
 
 
-def test_a_resumed_run_does_not_read_whole_shards_for_their_checksums(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_resumed_run_does_not_read_whole_shards_for_their_checksums(tmp_path, monkeypatch):
     artifact = Artifact(str(tmp_path / "features"))
     writer = ShardWriter(artifact, "train", META, samples_per_shard=2)
     for number in range(4):
@@ -342,7 +330,7 @@ def test_a_resumed_run_does_not_read_whole_shards_for_their_checksums(
     assert not (tmp_path / "features" / "work").exists()
 
 
-def test_features_of_another_format_say_so(tmp_path: Path) -> None:
+def test_features_of_another_format_say_so(tmp_path):
     artifact = Artifact(str(tmp_path / "features"))
     artifact.write_json("train.index.json", {"meta": {}, "samples": []})
     artifact.finish("capture", {}, {}, {})
@@ -355,16 +343,14 @@ def test_features_of_another_format_say_so(tmp_path: Path) -> None:
 
 @settings(max_examples=40, deadline=None)
 @given(st.integers(0, 60), st.integers(0, 3), st.integers(1, 7))
-def test_the_readers_of_an_epoch_take_each_sample_once(
-    count: int, epoch: int, world_size: int
-) -> None:
+def test_the_readers_of_an_epoch_take_each_sample_once(count, epoch, world_size):
     orders = [order_of(count, 5, epoch, rank, world_size) for rank in range(world_size)]
     assert sorted(number for order in orders for number in order) == list(range(count))
     assert max(map(len, orders)) - min(map(len, orders)) <= 1
     assert orders == [order_of(count, 5, epoch, rank, world_size) for rank in range(world_size)]
 
 
-def test_orders_differ_by_seed_and_epoch_and_never_change() -> None:
+def test_orders_differ_by_seed_and_epoch_and_never_change():
     assert order_of(7, 0, 0) == [5, 6, 4, 1, 2, 3, 0], (
         "a resumed run of an older version would read other samples"
     )
@@ -372,7 +358,7 @@ def test_orders_differ_by_seed_and_epoch_and_never_change() -> None:
     assert len(distinct) == 9
 
 
-def test_a_stream_goes_on_at_an_exact_sample(tmp_path: Path) -> None:
+def test_a_stream_goes_on_at_an_exact_sample(tmp_path):
     samples = [make_sample(number) for number in range(13)]
     features = Features(write(Artifact(str(tmp_path / "features")), samples))
     order = order_of(13, 1, 0)
@@ -388,7 +374,7 @@ def test_a_stream_goes_on_at_an_exact_sample(tmp_path: Path) -> None:
         assert torch.equal(mask, sample.loss_mask)
 
 
-def test_a_broken_sample_is_an_error_in_its_place(tmp_path: Path) -> None:
+def test_a_broken_sample_is_an_error_in_its_place(tmp_path):
     features = Features(
         write(Artifact(str(tmp_path / "features")), [make_sample(number) for number in range(6)])
     )
@@ -403,7 +389,7 @@ def test_a_broken_sample_is_an_error_in_its_place(tmp_path: Path) -> None:
         next(samples)
 
 
-def test_no_more_is_read_ahead_than_the_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_more_is_read_ahead_than_the_bound(monkeypatch):
     """Results that were not given out yet, those being made and the last one given out: their sizes
     never exceed it.
     """
@@ -424,7 +410,7 @@ def test_no_more_is_read_ahead_than_the_bound(monkeypatch: pytest.MonkeyPatch) -
     assert sorted(begun) == list(range(len(sizes)))
 
 
-def test_the_index_says_what_the_features_are(tmp_path: Path) -> None:
+def test_the_index_says_what_the_features_are(tmp_path):
     artifact = write(Artifact(str(tmp_path / "features")), [make_sample(0)])
     meta = json.loads(artifact.read("train.index.json"))["meta"]
     assert meta == {

@@ -45,9 +45,7 @@ VARIANTS = [
 
 @pytest.mark.parametrize("native", [False, True], ids=["torch", "native"])
 @pytest.mark.parametrize(("family", "overrides"), VARIANTS, ids=lambda value: str(value)[:40])
-def test_logits_and_taps_equal_transformers(
-    tmp_path: Path, family: str, overrides: dict, native: bool
-) -> None:
+def test_logits_and_taps_equal_transformers(tmp_path, family, overrides, native):
     folder = tiny_target(tmp_path, family, **overrides)
     theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     tokens_BT = torch.randint(0, 320, (3, 50))
@@ -75,8 +73,8 @@ def test_logits_and_taps_equal_transformers(
     ],
 )
 def test_auto_is_the_checkpoints_precision_where_it_runs_fast(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stored, device, native, chosen
-) -> None:
+    tmp_path, monkeypatch, stored, device, native, chosen
+):
     monkeypatch.setattr(target_module, "unavailable", lambda: None if native else "no compiler")
     shape = TargetConfig.from_folder(tiny_target(tmp_path)).model_copy(update={"dtype": stored})
     assert resolve_dtype("auto", shape, device) == chosen
@@ -100,7 +98,7 @@ class _Copies(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_weights_are_copied_to_the_device_once(tmp_path: Path, tied: bool) -> None:
+def test_weights_are_copied_to_the_device_once(tmp_path, tied):
     """The meta device stands for a GPU: each copy there would take its memory and its time."""
     folder = tiny_target(tmp_path, tie_word_embeddings=tied)
     tensors = read_tensors(folder)
@@ -115,9 +113,7 @@ def test_weights_are_copied_to_the_device_once(tmp_path: Path, tied: bool) -> No
 @pytest.mark.parametrize(
     ("dtype", "tolerance"), [("float32", 1e-4), ("bfloat16", 0.1), ("float16", 0.02)]
 )
-def test_any_stored_precision_in_any_precision(
-    tmp_path: Path, stored: str, dtype: str, tolerance: float
-) -> None:
+def test_any_stored_precision_in_any_precision(tmp_path, stored, dtype, tolerance):
     """Against transformers in float32, whose weights are what was stored."""
     family = "qwen3" if stored == "bfloat16" else "llama"
     folder = tiny_target(
@@ -139,7 +135,7 @@ def test_any_stored_precision_in_any_precision(
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_sharded_weights_are_the_same_target(tmp_path: Path, tied: bool) -> None:
+def test_sharded_weights_are_the_same_target(tmp_path, tied):
     folder = tiny_target(tmp_path / "whole", tie_word_embeddings=tied)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     model.save_pretrained(tmp_path / "shards", max_shard_size="60KB")
@@ -150,7 +146,7 @@ def test_sharded_weights_are_the_same_target(tmp_path: Path, tied: bool) -> None
     )
 
 
-def test_what_is_wrong_with_shards_is_named(tmp_path: Path) -> None:
+def test_what_is_wrong_with_shards_is_named(tmp_path):
     folder = tiny_target(tmp_path / "whole")
     shards = tmp_path / "shards"
     AutoModelForCausalLM.from_pretrained(folder).save_pretrained(shards, max_shard_size="60KB")
@@ -184,7 +180,7 @@ def test_what_is_wrong_with_shards_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="only Linux lists what is mapped")
-def test_weights_are_mapped_not_copied(tmp_path: Path) -> None:
+def test_weights_are_mapped_not_copied(tmp_path):
     folder = tiny_target(tmp_path)
     tensors = read_tensors(folder)
     mapped = [
@@ -204,7 +200,7 @@ def test_weights_are_mapped_not_copied(tmp_path: Path) -> None:
     )
 
 
-def test_bfloat16_is_near_float32(tmp_path: Path) -> None:
+def test_bfloat16_is_near_float32(tmp_path):
     folder = tiny_target(tmp_path, initializer_range=0.05)
     tokens_BT = torch.randint(0, 320, (2, 20))
     exact, rounded = (
@@ -218,7 +214,7 @@ def test_bfloat16_is_near_float32(tmp_path: Path) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("rows", [1, 3, 8, 33])
-def test_linear_layouts_equal_the_plain_product(dtype: torch.dtype, bias: bool, rows: int) -> None:
+def test_linear_layouts_equal_the_plain_product(dtype, bias, rows):
     weight, x, residual = (
         torch.randn(*shape).to(dtype) for shape in ((48, 37), (rows, 37), (rows, 48))
     )
@@ -232,7 +228,7 @@ def test_linear_layouts_equal_the_plain_product(dtype: torch.dtype, bias: bool, 
     torch.testing.assert_close(linear.add(x, residual.clone()), residual + expected, **tolerance)
 
 
-def test_wrong_weights_and_unsupported_targets_are_named(tmp_path: Path) -> None:
+def test_wrong_weights_and_unsupported_targets_are_named(tmp_path):
     folder = tiny_target(tmp_path / "a")
     config, tensors = TargetConfig.from_folder(folder), read_tensors(folder)
     del tensors["model.layers.3.mlp.up_proj.weight"]

@@ -45,7 +45,7 @@ def longest_match(tokens: list[int]) -> tuple[int, int]:
 
 
 @given(st.lists(st.integers(0, 3), max_size=40), st.integers(0, 40))
-def test_the_match_is_the_longest_and_most_recent(tokens: list[int], cut: int):
+def test_the_match_is_the_longest_and_most_recent(tokens, cut):
     index = index_of(tokens[:cut])
     index.extend(tokens[cut:])
     place, length = index.match()
@@ -175,7 +175,7 @@ def paths_in(proposals: Proposals, b: int) -> dict[tuple[int, ...], int]:
     st.integers(1, 3),
     st.integers(0, 3),
 )
-def test_merged_trees_hold_both_and_each_once(seed, asked, k: int, num_levels: int):
+def test_merged_trees_hold_both_and_each_once(seed, asked, k, num_levels):
     """asked: of each line, whether the head drafts for it, and text's chains."""
     rng = np.random.default_rng(seed)
     drafts = [line for line, (has_head, _) in enumerate(asked) if has_head]

@@ -1,7 +1,5 @@
 """Text's drafts in the engine: no token changes, whatever drafts, and what a request may ask."""
 
-from pathlib import Path
-
 from eyas.engine.drafters import DraftError
 from eyas.engine.engine import Engine, EngineConfig
 from eyas.engine.request import Request, SamplingParams
@@ -121,7 +119,7 @@ def test_drafted_trees_are_returned_with_texts_nodes(target):
     assert seen
 
 
-def test_a_cost_table_without_a_head_is_measured(target: Target, tmp_path: Path):
+def test_a_cost_table_without_a_head_is_measured(target, tmp_path):
     made = Engine(target, None, EngineConfig(max_batch=2, max_length=64))
     assert made.rounds.policy.costs is not None
     assert made.rounds.policy.costs.target(1) > 0

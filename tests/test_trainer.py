@@ -21,7 +21,7 @@ from pydantic import ValidationError
 from eyas.artifact import Artifact, Manifest
 from eyas.errors import ConfigError, EmptyInputError, EyasError, MismatchError, MissingInputError
 from eyas.log import quiet
-from eyas.model.batch import Batch, plan_batches
+from eyas.model.batch import plan_batches
 from eyas.model.config import HeadOptions
 from eyas.model.head import load_head
 from eyas.model.target import Target
@@ -87,6 +87,14 @@ def whole(made, features, tmp_path_factory):
     return output
 
 
+def interrupt_at(step):
+    def track(done, total=None, note=""):
+        if done == step:
+            raise KeyboardInterrupt
+
+    return track
+
+
 def weights(artifact: Artifact) -> bytes:
     return artifact.read("model.safetensors")
 
@@ -125,14 +133,10 @@ def test_the_seed_decides(made, features, whole, tmp_path):
 
 @given(st.integers(1, 300), st.lists(st.floats(0.001, 1), min_size=2, max_size=5), st.integers())
 def test_a_smaller_share_is_within_a_larger_one(num_samples, shares, seed):
-    taken = [
-        set(range(num_samples)) - left_out_samples(num_samples, share, seed)
-        for share in sorted(shares)
-    ]
+    shares, everything = sorted(shares), set(range(num_samples))
+    taken = [everything - left_out_samples(num_samples, share, seed) for share in shares]
     assert all(smaller <= larger for smaller, larger in pairwise(taken))
-    assert [len(one) for one in taken] == [
-        max(1, round(share * num_samples)) for share in sorted(shares)
-    ]
+    assert [len(one) for one in taken] == [max(1, round(share * num_samples)) for share in shares]
     assert not left_out_samples(num_samples, 1.0, seed)
 
 
@@ -161,14 +165,9 @@ def test_an_interrupted_bf16_run_ends_in_the_same_weights(made, features, tmp_pa
     uncut, cut = Artifact(str(tmp_path / "uncut")), Artifact(str(tmp_path / "cut"))
     run(made[0], features, uncut, config=config)
     # the second run goes on from the checkpoint of the first, and is cut before it makes one
-    for stop in (4, 5):
-
-        def interrupt(done, total=None, note="", stop=stop):
-            if done == stop:
-                raise KeyboardInterrupt
-
+    for step in (4, 5):
         with pytest.raises(KeyboardInterrupt):
-            run(made[0], features, cut, interrupt, config=config)
+            run(made[0], features, cut, interrupt_at(step), config=config)
         assert cut.exists(CHECKPOINT)
     run(made[0], features, cut, config=config)
     assert weights(cut) == weights(uncut)
@@ -201,13 +200,9 @@ def test_metrics_are_in_the_file_as_they_are_made(made, features, whole, tmp_pat
 def test_a_run_cut_before_its_first_checkpoint_begins_its_metrics_again(
     made, features, whole, tmp_path
 ):
-    def stop(done, total=None, note=""):
-        if done == 2:
-            raise KeyboardInterrupt
-
     output = Artifact(str(tmp_path / "head"))
     with pytest.raises(KeyboardInterrupt):
-        run(made[0], features, output, stop)
+        run(made[0], features, output, interrupt_at(2))
     assert not output.exists(CHECKPOINT)
     run(made[0], features, output)
     assert output.read(METRICS) == whole.read(METRICS)
@@ -321,10 +316,8 @@ def test_batches_hold_every_sample_once_within_the_budget(lengths, max_tokens, s
     batches = plan_batches(lengths, max_tokens, str(seed))
     assert sorted(number for numbers in batches for number in numbers) == list(range(len(lengths)))
     for numbers in batches:
-        assert (
-            len(numbers) == 1
-            or len(numbers) * max(lengths[number] for number in numbers) <= max_tokens
-        )
+        padded = len(numbers) * max(lengths[number] for number in numbers)
+        assert len(numbers) == 1 or padded <= max_tokens
     assert batches == plan_batches(lengths, max_tokens, str(seed))
 
 
@@ -340,10 +333,8 @@ def test_a_batch_pads_on_the_right():
     batch = made_up_batch([[True] * 3, [False, True, True, False, True]])
     assert batch.tokens_BT.dtype == torch.int64
     assert batch.aux_hidden_BTA.shape == (2, 5, 36)
-    assert batch.loss_mask_BT.tolist() == [
-        [True, True, True, False, False],
-        [False, True, True, False, True],
-    ]
+    first, second = [True] * 3 + [False] * 2, [False, True, True, False, True]
+    assert batch.loss_mask_BT.tolist() == [first, second]
     assert batch.last_hidden_BTH[0, 3:].eq(0).all()
 
 
@@ -362,10 +353,8 @@ def golden_step() -> dict[str, object]:
     head, vocabulary = wavy_head(), tiny_vocabulary()
     state = TrainingState(head, optimizers_of(head))
     objective = LossModule(head, vocabulary, ObjectiveConfig(), "float32")
-    batch: Batch = made_up_batch(
-        [[False] * 4 + [True] * 14, [False, True, True, True, False, False, True, True, True]],
-        seed=1,
-    )
+    turns = [False] + [True] * 3 + [False] * 2 + [True] * 3
+    batch = made_up_batch([[False] * 4 + [True] * 14, turns], seed=1)
     row = training_step(state, objective, [batch], Ranks(), 1e-3)
     sums = {
         name: [float(weight.sum()), float(weight.norm())]

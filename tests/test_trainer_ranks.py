@@ -48,16 +48,12 @@ CONFIG = {
     "checkpoint_every": 2,
 }
 # CONFIG, for a command
-SETTINGS = [
-    "head.draft_vocab_size=64",
-    "objective.num_ttt_steps=3",
-    "epochs=2",
-    "batches.tokens=64",
-    "batches.per_step=2",
-    "learning_rate=3e-3",
-    "dtype=float32",
-    "stop.measurements=4",
-]
+SETTINGS = ["head.draft_vocab_size=64", "objective.num_ttt_steps=3", "epochs=2"]
+SETTINGS += ["batches.tokens=64", "batches.per_step=2", "learning_rate=3e-3", "dtype=float32"]
+SETTINGS += ["stop.measurements=4"]
+TINY = [word for setting in SETTINGS for word in ("-s", setting)]
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
+ONE_CORE = {**os.environ, "OMP_NUM_THREADS": "1"}
 BY_THREE = {**CONFIG, "batches": {"tokens": 48, "per_step": 3}, "dtype": "bfloat16"}
 BY_FOUR = {**CONFIG, "batches": {"tokens": 40, "per_step": 4}}
 AGAIN = {**BY_FOUR, "objective": {**CONFIG["objective"], "recompute": True}}  # the same run
@@ -69,12 +65,9 @@ class Runs:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.target = tiny_target(folder / "target", num_hidden_layers=8)
-        self.samples = samples_of(
-            Target.load(self.target), greedy_answers(self.target, 24), "sample"
-        )
-        self.features = write_features(
-            folder / "features", Target.load(self.target), self.samples, self.samples[:5]
-        )
+        target = Target.load(self.target)
+        samples = samples_of(target, greedy_answers(self.target, 24), "sample")
+        self.features = write_features(folder / "features", target, samples, samples[:5])
         self.launches: list[dict] = []
         self.codes: dict[str, list[list[int]]] = {}
         self.spoilt_key = ""
@@ -87,17 +80,10 @@ class Runs:
         config: dict = CONFIG,
         features: str = "",
     ) -> None:
-        told = {"rank": kill[0], "step": kill[1]} if kill else None
-        self.launches.append(
-            {
-                "config": config,
-                "target": str(self.target),
-                "features": features or self.features.url,
-                "output": str(self.folder / name),
-                "size": size,
-                "kill": told,
-            }
-        )
+        killed = {"rank": kill[0], "step": kill[1]} if kill else None
+        places = {"target": str(self.target), "output": str(self.folder / name)}
+        places["features"] = features or self.features.url
+        self.launches.append({"config": config, **places, "size": size, "kill": killed})
 
     def launch(self) -> None:
         for asked, codes in zip(self.launches, launched(self.launches, self.folder), strict=True):
@@ -135,18 +121,16 @@ def runs(tmp_path_factory) -> Runs:
     spoilt = made.folder / "spoilt features"
     shutil.copytree(made.folder / "features", spoilt)
     lengths = Features(made.features).lengths
-    late = plan_steps(BatchConfig(**CONFIG["batches"]), [range(len(lengths))], lengths, 0)[
-        SPOILT_STEP - 1
-    ][1][0]
+    steps = plan_steps(BatchConfig(**CONFIG["batches"]), [range(len(lengths))], lengths, 0)
+    late = steps[SPOILT_STEP - 1][1][0]
     entry = Features(made.features).entries[late]
     data = bytearray((spoilt / entry.shard).read_bytes())
     data[entry.start + entry.size - 1] ^= 1
     (spoilt / entry.shard).write_bytes(bytes(data))
     made.spoilt_key = entry.key
     # a new head is fitted to samples before the first step; one that goes on meets it in its batch
-    made.add(
-        "spoilt", 2, config={**CONFIG, "start": str(made.folder / "one")}, features=str(spoilt)
-    )
+    config = {**CONFIG, "start": str(made.folder / "one")}
+    made.add("spoilt", 2, config=config, features=str(spoilt))
     made.launch()
     return made
 
@@ -170,12 +154,11 @@ def assert_like_one(runs: Runs, name: str, one: str = "one") -> None:
 
 def test_two_processes_give_the_loss_of_one(runs):
     assert runs.codes["one"] == [[0]]
-    assert runs.codes["two"] == [[0, 0]], said(str(runs.folder / "two"), 0) + said(
-        str(runs.folder / "two"), 1
-    )
+    two = str(runs.folder / "two")
+    assert runs.codes["two"] == [[0, 0]], said(two, 0) + said(two, 1)
     assert_like_one(runs, "two")
-    assert seen(str(runs.folder / "two")) == seen(str(runs.folder / "one"))
-    assert all(len(batches) == 2 for batches in list(seen(str(runs.folder / "two")).values())[:-1])
+    assert seen(two) == seen(str(runs.folder / "one"))
+    assert all(len(batches) == 2 for batches in list(seen(two).values())[:-1])
     assert runs.output("two").manifest().identity == runs.output("one").manifest().identity
 
 
@@ -239,25 +222,8 @@ def test_an_error_on_one_rank_stops_all_with_its_message(runs):
 def test_the_launch_by_torchrun_writes_once(runs, tmp_path):
     """The command of the README, with a real launcher."""
     words = ["train", runs.features.url, "-t", str(runs.target), "-o", str(tmp_path / "head")]
-    launcher = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node",
-        "2",
-    ]
-    command = [
-        *launcher,
-        "-m",
-        "eyas.cli.main",
-        *words,
-        *(word for one in SETTINGS for word in ("-s", one)),
-    ]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        command, cwd=ROOT, capture_output=True, text=True, check=False, env=environment
-    )
+    command = [*TORCHRUN, "--standalone", "--nproc-per-node", "2", "-m", "eyas.cli.main", *words]
+    done = subprocess.run([*command, *TINY], cwd=ROOT, capture_output=True, text=True, env=ONE_CORE)
     assert done.returncode == 0, done.stderr
     assert done.stderr.count("train     done:") == 1
     assert (tmp_path / "head" / "model.safetensors").read_bytes() == runs.weights("two")
@@ -270,29 +236,16 @@ def test_two_hosts_by_the_commands_of_the_page(runs, tmp_path):
     page = (ROOT / "docs" / "several-hosts.md").read_text().replace("\\\n", " ")
     commands = [shlex.split(line) for line in page.splitlines() if line.startswith("torchrun ")]
     assert len(commands) == 2
-    port = str(free_port())
-    here = {
-        "host-a": "127.0.0.1",
-        "29500": port,
-        "8": "1",
-        "gs://bucket/features": runs.features.url,
-        "meta-llama/Llama-3.3-70B-Instruct": str(runs.target),
-    }
-    tiny = [word for setting in SETTINGS for word in ("-s", setting)]
+    here = {"host-a": "127.0.0.1", "29500": str(free_port()), "8": "1"}
+    here["gs://bucket/features"] = runs.features.url
+    here["meta-llama/Llama-3.3-70B-Instruct"] = str(runs.target)
+    pipes = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
     hosts = []
     for number, command in enumerate(commands):
         places = {**here, "gs://bucket/head": str(tmp_path / f"host {number}" / "head")}
         words = [places.get(word, word) for word in command[1:]]
-        hosts.append(
-            subprocess.Popen(
-                [sys.executable, "-m", "torch.distributed.run", *words, *tiny],
-                cwd=ROOT,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.PIPE,
-                text=True,
-                env={**os.environ, "OMP_NUM_THREADS": "1"},
-            )
-        )
+        host = subprocess.Popen([*TORCHRUN, *words, *TINY], cwd=ROOT, env=ONE_CORE, **pipes)
+        hosts.append(host)
     told = [host.communicate(timeout=PATIENCE_S)[1] for host in hosts]
     assert [host.returncode for host in hosts] == [0, 0], told
     assert not (tmp_path / "host 1").exists()
@@ -303,19 +256,14 @@ def test_two_hosts_by_the_commands_of_the_page(runs, tmp_path):
 
 
 def test_a_step_of_two_batches_is_the_step_of_one_that_holds_both():
-    masks = [
-        [False] * 4 + [True] * 9,
-        [False, True, True, True, False, False, True, True, True],
-        [True] * 7,
-    ]
-    samples = made_up_samples(masks)
+    turns = [False] + [True] * 3 + [False] * 2 + [True] * 3
+    samples = made_up_samples([[False] * 4 + [True] * 9, turns, [True] * 7])
     config = ObjectiveConfig(num_ttt_steps=4)
     vocabulary = tiny_vocabulary()
     whole = wavy_head()
     batch = Batch.of(samples)
-    outcome = batch_loss(
-        whole, vocabulary.embed_tokens, batch, teach(batch, vocabulary, whole), config
-    )
+    teacher = teach(batch, vocabulary, whole)
+    outcome = batch_loss(whole, vocabulary.embed_tokens, batch, teacher, config)
     outcome.loss.backward()
     norm = torch.stack([weight.grad.norm() for weight in whole.parameters()]).norm()
     parts = wavy_head()
@@ -342,29 +290,22 @@ def test_a_run_of_all_stages_is_work_for_one_process(monkeypatch):
 
 
 def test_the_best_head_is_written_and_the_last_one_beside_it(runs):
-    facts = runs.output("one").manifest().facts["held_out"]
-    measured = {
-        row["step"]: row["held_out_tau"] for row in runs.rows("one") if "held_out_tau" in row
-    }
+    facts, rows = runs.output("one").manifest().facts["held_out"], runs.rows("one")
+    measured = {row["step"]: row["held_out_tau"] for row in rows if "held_out_tau" in row}
     assert len(measured) == 4
     assert facts["tau"] == max(measured.values())
     # of equals, the last
     assert facts["step"] == max(step for step, tau in measured.items() if tau == facts["tau"])
     last = runs.folder / "one" / "last"
-    assert last.exists() == (facts["step"] != len(runs.rows("one")))
+    assert last.exists() == (facts["step"] != len(rows))
     if last.exists():
-        assert (
-            load_file(last / "model.safetensors").keys()
-            == load_file(runs.folder / "one" / "model.safetensors").keys()
-        )
+        best = load_file(runs.folder / "one" / "model.safetensors")
+        assert load_file(last / "model.safetensors").keys() == best.keys()
 
 
 def test_features_are_read_by_the_rank_that_needs_them(runs):
     """Each sample is read once an epoch, by one rank."""
-    rows = [
-        line
-        for path in Path(f"{runs.folder}/two.seen").glob("*.jsonl")
-        for line in path.read_text().splitlines()
-    ]
-    assert len(rows) == 2 * len(runs.rows("two"))
+    files = Path(f"{runs.folder}/two.seen").glob("*.jsonl")
+    num_batches = sum(len(path.read_text().splitlines()) for path in files)
+    assert num_batches == 2 * len(runs.rows("two"))
     assert sum(row["samples"] for row in runs.rows("two")) == 2 * len(Features(runs.features))

@@ -137,21 +137,15 @@ def test_a_start_is_its_weights_not_its_place(world, tmp_path):
     world.tune("placed", world.head.url)
     config = TrainConfig(**{**CONFIG.model_dump(), **TUNED, "start": str(copy)})
     output = Artifact(str(world.folder / "placed"))
-    train(
-        config, str(world.target), Features(world.new), output, lambda *report: steps.append(report)
-    )
+    train(config, str(world.target), Features(world.new), output, lambda *one: steps.append(one))
     assert output.was_done
     assert not steps
 
 
 @pytest.mark.parametrize("asked", [{}, {"draft_vocab_size": 64}, {"draft_vocab_size": 200}])
 def test_draft_tokens_chosen_anew_keep_the_rows_they_had(world, asked):
-    output = world.tune(
-        f"recounted {asked}",
-        {"head": world.head.url, "vocabulary": "recount"},
-        learning_rate=1e-30,
-        head=asked,
-    )
+    start = {"head": world.head.url, "vocabulary": "recount"}
+    output = world.tune(f"recounted {asked}", start, learning_rate=1e-30, head=asked)
     before, after = load_head(world.head.local_path("")), load_head(output.local_path(""))
     counts = torch.zeros(320, dtype=torch.int64)
     for sample in world.samples[24:]:
@@ -188,45 +182,40 @@ def test_fresh_draft_tokens_have_the_scale_of_the_others():
 
 
 def test_what_does_not_fit_is_refused(world, tmp_path):
-    with pytest.raises(MissingInputError, match="no head folder at"):
-        world.tune("a", str(tmp_path / "nothing"))
-    with pytest.raises(MismatchError, match=r"head\.norm_output is True, its own is False"):
-        world.tune("b", world.head.url, head={"norm_output": True})
-    with pytest.raises(MismatchError, match=r"head\.draft_vocab_size is 64, its own is 160"):
-        world.tune("c", world.head.url, head={"draft_vocab_size": 64})
-    frozen = write_frozen(world.head, tmp_path / "frozen")
-    # said, though it is the default
-    with pytest.raises(MismatchError, match=r"head\.train_lm_head is True, its own is False"):
-        world.tune("f", str(frozen), head={"train_lm_head": True})
+    frozen = str(write_frozen(world.head, tmp_path / "frozen"))
+    for start, head, error, words in (
+        (str(tmp_path / "nothing"), {}, MissingInputError, "no head folder at"),
+        (world.head.url, {"norm_output": True}, MismatchError, "norm_output is True, its own is F"),
+        (world.head.url, {"draft_vocab_size": 64}, MismatchError, "size is 64, its own is 160"),
+        # said, though it is the default
+        (frozen, {"train_lm_head": True}, MismatchError, "train_lm_head is True, its own is False"),
+    ):
+        with pytest.raises(error, match=words):
+            world.tune("refused", start, head=head)
     other = shutil.copytree(world.folder / "head", tmp_path / "other")
     for name in (MANIFEST, DONE, IDENTITY):  # without them the files may be edited
         (other / name).unlink()
     settings = json.loads((other / "eyas_head.json").read_text())
+    taps = r"outputs of layers \(1, 2, 4\), the features are of \(1, 3, 4\)"
     for changed, words in (
-        (
-            {"taps": {"after_layer": [1, 2, 4]}},
-            r"outputs of layers \(1, 2, 4\), the features are of \(1, 3, 4\)",
-        ),
+        ({"taps": {"after_layer": [1, 2, 4]}}, taps),
         ({"target_lm_head_sha256": "another"}, "another target of the same shape"),
     ):
         (other / "eyas_head.json").write_text(json.dumps({**settings, **changed}))
         with pytest.raises(MismatchError, match=words):
-            world.tune("d", str(other))
+            world.tune("refused", str(other))
     meant = world.tune("meant", {"head": str(other), "other_target": True})
-    assert (
-        load_head(meant.local_path("")).config.target_lm_head_sha256
-        == Features(world.new).meta.lm_head_sha256
-    )
+    sha256 = load_head(meant.local_path("")).config.target_lm_head_sha256
+    assert sha256 == Features(world.new).meta.lm_head_sha256
     wide = tiny_target(tmp_path / "wide", num_hidden_layers=8, hidden_size=48)
     config = TrainConfig(**{**CONFIG.model_dump(), **TUNED, "start": world.head.url})
     target = Target.load(wide)
-    features = write_features(
-        tmp_path / "wide features", target, samples_of(target, [([5, 6], [7, 8, 9])], "wide"), []
-    )
+    samples = samples_of(target, [([5, 6], [7, 8, 9])], "wide")
+    features = write_features(tmp_path / "wide features", target, samples, [])
     with pytest.raises(MismatchError, match="a target of hidden size 32"):
         train(config, str(wide), Features(features), Artifact(str(tmp_path / "e")))
     # refused before any folder is taken
-    assert not any((world.folder / name).exists() for name in "abcdf")
+    assert not (world.folder / "refused").exists()
 
 
 def test_embeddings_of_its_own_are_not_lost_in_silence(world, tmp_path):
@@ -235,9 +224,8 @@ def test_embeddings_of_its_own_are_not_lost_in_silence(world, tmp_path):
     embeddings = Target.load(world.target).embed_tokens
     save_file({**tensors, "embed_tokens.weight": embeddings.clone()}, folder / "model.safetensors")
     same = world.tune("same embeddings", str(folder))
-    assert same.read("model.safetensors") == world.tune("none", world.head.url).read(
-        "model.safetensors"
-    )
+    none = world.tune("none", world.head.url)
+    assert same.read("model.safetensors") == none.read("model.safetensors")
     save_file({**tensors, "embed_tokens.weight": embeddings + 1}, folder / "model.safetensors")
     with pytest.raises(MismatchError, match="embeddings of its own"):
         world.tune("other embeddings", str(folder))
@@ -246,14 +234,8 @@ def test_embeddings_of_its_own_are_not_lost_in_silence(world, tmp_path):
 def test_the_command_line_names_the_start(world):
     """The same run as the settings of a run file give."""
     same = world.tune("by file", {"head": world.head.url}, learning_rate=1e-6)
-    settings = [
-        "objective.num_ttt_steps=3",
-        "epochs=2",
-        "batches.tokens=256",
-        "learning_rate=1e-6",
-        "dtype=float32",
-        "stop={measurements: 0}",
-    ]
+    settings = ["objective.num_ttt_steps=3", "epochs=2", "batches.tokens=256"]
+    settings += ["learning_rate=1e-6", "dtype=float32", "stop={measurements: 0}"]
     words = ["train", world.new.url, "-t", str(world.target), "-o", str(world.folder / "by words")]
     words += ["--start", world.head.url, *(word for one in settings for word in ("-s", one))]
     shown = CliRunner().invoke(build(words), words, prog_name="eyas")
@@ -268,6 +250,5 @@ def test_a_start_may_be_the_packaged_head_or_one_of_the_hub(monkeypatch):
     by_folder = load_start_head(packaged, vocabulary)
     for name in ("builtin", "owner/head"):
         assert head_manifest(name, {}).identity == head_manifest(packaged, {}).identity
-        assert torch.equal(
-            load_start_head(name, vocabulary).lm_head.weight, by_folder.lm_head.weight
-        )
+        weight = load_start_head(name, vocabulary).lm_head.weight
+        assert torch.equal(weight, by_folder.lm_head.weight)

@@ -52,7 +52,7 @@ def context_of(tree: Tree, node: int) -> tuple[int, ...]:
     ],
     ids=["T=1", "top_k", "top_p"],
 )
-def test_emitted_sequences_follow_the_target(params: SamplingParams) -> None:
+def test_emitted_sequences_follow_the_target(params):
     """Chi-square over all sequences of three tokens, thousands of draws, a new random tree for
     every round.
     """
@@ -100,7 +100,7 @@ def test_emitted_sequences_follow_the_target(params: SamplingParams) -> None:
     assert chisquare(counts[possible], expected[possible] * draws).pvalue > 1e-4
 
 
-def test_a_wrong_rule_would_fail_the_chi_square() -> None:
+def test_a_wrong_rule_would_fail_the_chi_square():
     """The same statistic on a verifier that gives the tree a second chance: it must show, or the
     test above is blind.
     """
@@ -116,7 +116,7 @@ def test_a_wrong_rule_would_fail_the_chi_square() -> None:
     assert chisquare(biased, probs.numpy() * 4000).pvalue < 1e-6
 
 
-def test_greedy_accepts_the_longest_agreeing_path() -> None:
+def test_greedy_accepts_the_longest_agreeing_path():
     tree = Tree([9, 1, 2, 3, 4], [-1, 0, 0, 2, 3], [0, 1, 1, 2, 3], [1, 3, 5, 13, 29])
     choices = {0: 2, 2: 3, 3: 7}
     assert accept(tree.tokens, tree.parents, choices.__getitem__) == ([2, 3], [2, 3, 7])
@@ -124,7 +124,7 @@ def test_greedy_accepts_the_longest_agreeing_path() -> None:
 
 
 @given(st.data())
-def test_the_kept_tree_hangs_together_and_holds_the_best_paths(data: st.DataObject) -> None:
+def test_the_kept_tree_hangs_together_and_holds_the_best_paths(data):
     """Two levels of three: children never score above their parents, ties included."""
     log_prob = st.sampled_from([0.0, -0.5, -1.0, -2.5])
     first = data.draw(st.lists(log_prob, min_size=3, max_size=3))
