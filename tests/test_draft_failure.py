@@ -176,30 +176,18 @@ def test_a_server_goes_on_and_says_so(tmp_path):
     world = World.make(tmp_path / "target", vocab_size=320)
     plain = world.truth(max_tokens=24)[0]
     draft = Draft(*random_head(world.target, draft_vocab_size=64), world.target)
-    running = failing(
-        Engine(
-            world.target,
-            draft,
-            EngineConfig(max_batch=4, max_length=256, speculation="fixed"),
-            world.chat.tokenizer,
-        ),
-        nan_scores,
-        "grow",
-        after=2,
-    )
+    sizes = EngineConfig(max_batch=4, max_length=256, speculation="fixed")
+    running = Engine(world.target, draft, sizes, world.chat.tokenizer)
+    failing(running, nan_scores, "grow", after=2)
     with world.served(running, has_head=True) as client:
         assert health(client).json() == {"status": "ok", "requests": 0}
         for _ in range(2):
             assert ask(client, max_tokens=24).choices[0].message.content == plain
-        told = health(client)
-        assert told.status_code == 200
-        assert told.json()["status"] == "ok"
-        assert "the head failed and is off" in told.json()["warning"]
-        assert "restart" in told.json()["warning"]
+        found = health(client)
+        assert (found.status_code, found.json()["status"]) == (200, "ok")
+        assert "the head failed and is off" in found.json()["warning"]
+        assert "restart" in found.json()["warning"]
         page = client._client.get(str(client.base_url).replace("/v1/", "/metrics")).text
-        (line,) = [
-            line
-            for line in page.splitlines()
-            if line.startswith("eyas:spec_decode_draft_failures_total")
-        ]
+        name = "eyas:spec_decode_draft_failures_total"
+        (line,) = [line for line in page.splitlines() if line.startswith(name)]
         assert line.endswith(" 1.0")

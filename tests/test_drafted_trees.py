@@ -4,7 +4,6 @@ became tokens.
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 
 import numpy as np
@@ -59,9 +58,7 @@ def test_a_tree_that_is_told_is_that_of_the_round(engine, params):
     """
     asked = requests(6, max_tokens=24, **params)
     # Every other one asks, so that what is told to one does not depend on its neighbours.
-    asked = [
-        replace(request, returns_trees=number % 2 == 0) for number, request in enumerate(asked)
-    ]
+    asked = [replace(request, returns_trees=n % 2 == 0) for n, request in enumerate(asked)]
     updates = decoded(engine, asked)
     accepted_in_all, nodes = 0, []
     for request in asked:
@@ -72,18 +69,16 @@ def test_a_tree_that_is_told_is_that_of_the_round(engine, params):
             tree = update.tree
             nodes.append(len(tree.token_ids))
             assert all(parent < node for node, parent in enumerate(tree.parents))
-            assert [tree.parents[node] for node in tree.accepted] == [-1, *tree.accepted][
-                : len(tree.accepted)
-            ]
             length = len(tree.accepted)
+            path = [-1, *tree.accepted][:length]
+            assert [tree.parents[node] for node in tree.accepted] == path
             assert [tree.token_ids[node] for node in tree.accepted] == update.token_ids[:length]
             cut = update.finish_reason is not None and length == len(update.token_ids)
             assert update.num_accepted_drafts == length - cut
             if not cut:
                 end = tree.accepted[-1] if tree.accepted else -1
-                assert (end, update.token_ids[length]) not in set(
-                    zip(tree.parents, tree.token_ids, strict=True)
-                )
+                nodes_of_tree = set(zip(tree.parents, tree.token_ids, strict=True))
+                assert (end, update.token_ids[length]) not in nodes_of_tree
             of_parent = {}
             for parent, probability in zip(tree.parents, tree.probabilities, strict=True):
                 of_parent[parent] = of_parent.get(parent, 0.0) + probability
@@ -96,34 +91,23 @@ def test_a_tree_that_is_told_is_that_of_the_round(engine, params):
 
 @pytest.mark.parametrize("params", [{}, SAMPLED])
 def test_asking_changes_no_token(engine, params):
-    plainly = decoded(engine, requests(4, max_tokens=20, **params))
-    asking = decoded(
-        engine,
-        [replace(request, returns_trees=True) for request in requests(4, max_tokens=20, **params)],
-    )
-    for key, updates in plainly.items():
-        tokens, same = (
-            [token for one in of for token in one.token_ids] for of in (updates, asking[key])
-        )
-        assert tokens == same
-        assert [one.num_accepted_drafts for one in updates] == [
-            one.num_accepted_drafts for one in asking[key]
-        ]
+    asked, found = requests(4, max_tokens=20, **params), []
+    for asks in (False, True):
+        updates = decoded(engine, [replace(one, returns_trees=asks) for one in asked])
+        rounds = {
+            key: [(one.token_ids, one.num_accepted_drafts) for one in of]
+            for key, of in updates.items()
+        }
+        found.append(rounds)
+    assert found[0] == found[1]
 
 
 def test_nodes_are_numbered_without_what_was_not_kept():
     # root -> 0 (5), 1 (6), 2 (7); 0 -> 3 (8), 4 (9), 5 (1); kept: 0, 2, 4
-    log = math.log
-    scores = np.array(
-        [[log(0.5), log(0.3), log(0.1), log(0.2), log(0.25), log(0.05)]], dtype=np.float32
-    )
+    scores = np.log([[0.5, 0.3, 0.1, 0.2, 0.25, 0.05]]).astype(np.float32)
     parents = np.array([[-1, -1, -1, 0, 0, 0]], dtype=np.int32)
-    proposals = Proposals(
-        np.array([[5, 6, 7, 8, 9, 1]]),
-        scores,
-        parents,
-        np.array([1, 1, 1, 2, 2, 2], dtype=np.int32),
-    )
+    depths = np.array([1, 1, 1, 2, 2, 2], dtype=np.int32)
+    proposals = Proposals(np.array([[5, 6, 7, 8, 9, 1]]), scores, parents, depths)
     kept = np.array([True, False, True, False, True, False])
     tree = drafted_tree(proposals, 0, kept, [5, 9, 3])
     assert (tree.token_ids, tree.parents, tree.accepted) == ([5, 7, 9], [-1, -1, 0], [0, 2])
@@ -174,11 +158,8 @@ def test_chunks_tell_rounds_where_that_is_asked_for(client, call):
     choices = [chunk.choices[0] for chunk in chunks if chunk.choices]
     said = "".join((one.text if call is complete else one.delta.content) or "" for one in choices)
     assert "".join(token["text"] for token in tokens) == said
-    assert rounds[0] == {
-        "tokens": [{"text": rounds[0]["tokens"][0]["text"], "origin": "plain"}],
-        "tree": None,
-        "head": False,
-    }
+    first = [{"text": rounds[0]["tokens"][0]["text"], "origin": "plain"}]
+    assert rounds[0] == {"tokens": first, "tree": None, "head": False}
     for one in rounds[1:]:
         assert one["head"]
         accepted = [node for node in one["tree"] if node["accepted"]]
@@ -194,9 +175,8 @@ def test_each_choice_has_its_own_rounds_and_plain_ones_have_no_tree(client):
     for index in (0, 1):
         assert sum(len(one["tokens"]) for one in rounds_of(chunks, index)) == 9
     plain = rounds_of(ask(client, max_tokens=9, extra_body={"speculation": False}, **ROUNDS))
-    assert [(one["tree"], one["tokens"][0]["origin"], len(one["tokens"])) for one in plain] == [
-        (None, "plain", 1)
-    ] * 9
+    found = [(one["tree"], one["tokens"][0]["origin"], len(one["tokens"])) for one in plain]
+    assert found == [(None, "plain", 1)] * 9
 
 
 def test_stop_strings_cut_the_text_and_not_what_is_told_of_its_rounds(client, world):
@@ -210,9 +190,6 @@ def test_stop_strings_cut_the_text_and_not_what_is_told_of_its_rounds(client, wo
 
 
 def test_rounds_are_refused_where_they_are_not_told(client):
-    body = {
-        "model": MODEL,
-        "messages": [{"role": "user", "content": "Hi"}],
-        "stream_options": {"include_rounds": True},
-    }
+    body = {"model": MODEL, "messages": [{"role": "user", "content": "Hi"}]}
+    body["stream_options"] = {"include_rounds": True}
     assert post(client, body).json()["error"]["param"] == "stream_options"

@@ -34,13 +34,11 @@ from tests.tiny_head import edit_config, edit_tensors, head_folder, tiny_head, w
 
 @pytest.mark.parametrize("flags", [{}, {"norm_before_fc": True}, {"fc_norm": True}], ids=str)
 def test_weights_have_eagles_names_and_start_as_nan(flags):
-    config = HeadConfig.for_target(TINY_TARGET, HeadOptions(draft_vocab_size=24)).model_copy(
-        update=flags
-    )
+    config = HeadConfig.for_target(TINY_TARGET, HeadOptions(draft_vocab_size=24))
+    config = config.model_copy(update=flags)
     head = Head(config)
-    assert {
-        name: tuple(tensor.shape) for name, tensor in head.state_dict().items()
-    } == expected_shapes(config)
+    shapes = {name: tuple(tensor.shape) for name, tensor in head.state_dict().items()}
+    assert shapes == expected_shapes(config)
     for name, weight in head.named_parameters():
         assert weight.isnan().all(), name
         assert weight.dtype == torch.float32
@@ -56,9 +54,11 @@ FLAGS = [
     {"norm_before_residual": True, "fc_norm": True, "norm_output": True},
     {"norm_before_residual": True, "norm_before_fc": True, "norm_output": True},
 ]
+with_flags = pytest.mark.parametrize("flags", FLAGS, ids=lambda flags: "+".join(flags) or "plain")
+native_or_not = pytest.mark.parametrize("native", [False, True], ids=["torch", "native"])
 
 
-@pytest.mark.parametrize("flags", FLAGS, ids=lambda flags: "+".join(flags) or "plain")
+@with_flags
 def test_forward_equals_the_loops(flags):
     """Embedding first, feature second; plain, the residual is the feature before hidden_norm and
     the output un-normed.
@@ -79,7 +79,7 @@ def test_forward_equals_the_loops(flags):
         )
 
 
-@pytest.mark.parametrize("flags", FLAGS, ids=lambda flags: "+".join(flags) or "plain")
+@with_flags
 def test_an_unroll_equals_the_loops(flags):
     """Three steps of TTT: what is fed back is the layer's output, of norm_output after the norm."""
     head, vocabulary = wavy_head(**flags).double(), tiny_vocabulary(torch.float64)
@@ -94,12 +94,9 @@ def test_an_unroll_equals_the_loops(flags):
 
     outputs = list(unroll(head, batch.aux_hidden_BTA, embeds, [slots] * 3, next_embeds))
     for slot in range(4):
+        tokens = example.tokens[slot + 1 :]
         expected = plain.unroll(
-            example,
-            vocabulary.embed_tokens,
-            slot,
-            3,
-            lambda step, _, slot=slot: example.tokens[slot + 1 + step],
+            example, vocabulary.embed_tokens, slot, 3, lambda step, _, of=tokens: of[step]
         )
         for step, output in enumerate(expected):
             torch.testing.assert_close(outputs[step][slot], output, rtol=1e-9, atol=1e-9)
@@ -144,7 +141,7 @@ def test_target_ids_are_draft_ids_plus_offset():
     assert ids != list(range(len(ids)))
 
 
-@pytest.mark.parametrize("flags", FLAGS, ids=lambda flags: "+".join(flags) or "plain")
+@with_flags
 def test_files_and_back(tmp_path, flags):
     head = wavy_head(**flags)
     loaded = load_head(write_folder(head_files(head), tmp_path / "head"))
@@ -161,7 +158,7 @@ def test_bf16_files_load_as_float32(tmp_path):
     assert torch.equal(loaded.fc.weight, head.fc.weight.float())
 
 
-@pytest.mark.parametrize("flags", FLAGS, ids=lambda flags: "+".join(flags) or "plain")
+@with_flags
 @pytest.mark.parametrize("form", ["sglang", "vllm"])
 def test_every_form_gives_the_same_head(tmp_path, form, flags):
     if form == "sglang" and flags.get("norm_before_residual"):
@@ -174,8 +171,8 @@ def test_every_form_gives_the_same_head(tmp_path, form, flags):
         assert torch.equal(other.state_dict()[name], tensor), name
 
 
-@pytest.mark.parametrize("native", [False, True], ids=["torch", "native"])
-@pytest.mark.parametrize("flags", FLAGS, ids=lambda flags: "+".join(flags) or "plain")
+@native_or_not
+@with_flags
 def test_computes_what_the_engines_draft_computes(tmp_path, flags, native):
     """Six entries from the target's features, then one fed back; where there is no native path,
     both are PyTorch's.
@@ -187,15 +184,13 @@ def test_computes_what_the_engines_draft_computes(tmp_path, flags, native):
     tokens_T = torch.arange(20, 28)
     aux_hidden, _ = (features.clone() for features in target.features(tokens_T[None]))
     cache, page_table = draft.new_cache(1), np.zeros((1, 1), dtype=np.int32)
+    first, last = (
+        prompt_rows([tokens.tolist()], [start], page_table, cache.page_size, "cpu", first_column=1)
+        for tokens, start in ((tokens_T[1:7], 1), (tokens_T[7:], 7))
+    )
     with torch.no_grad():
-        rows = prompt_rows(
-            [tokens_T[1:7].tolist()], [1], page_table, cache.page_size, "cpu", first_column=1
-        )
-        extended = draft.extend(rows, aux_hidden[0, :6], cache).clone()
-        rows = prompt_rows(
-            [tokens_T[7:].tolist()], [7], page_table, cache.page_size, "cpu", first_column=1
-        )
-        stepped = draft.step(rows, extended[-1:], cache).clone()
+        extended = draft.extend(first, aux_hidden[0, :6], cache).clone()
+        stepped = draft.step(last, extended[-1:], cache).clone()
         embed_tokens = target.embed_tokens
         ours, past = head(embed_tokens[tokens_T[1:7]][None], head.fuse(aux_hidden[:, :6]))
         fed_back, _ = head(embed_tokens[tokens_T[7:]][None], ours[:, -1:], past)
@@ -207,27 +202,23 @@ def test_computes_what_the_engines_draft_computes(tmp_path, flags, native):
     torch.testing.assert_close(log_probs, best, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("native", [False, True], ids=["torch", "native"])
+@native_or_not
 def test_the_engines_draft_uses_own_embeddings_and_the_targets_lm_head(tmp_path, native):
     """The same head with the target's matrices in its file, and with none or other ones."""
     folder = tiny_target(tmp_path / "target", num_hidden_layers=8)
     config, tensors = tiny_head(folder, draft_vocab_size=320)
     target = Target.load(folder, native=native)
-    rows = prompt_rows(
-        [[5, 6, 7]], [1], np.zeros((1, 1), dtype=np.int32), 16, "cpu", first_column=1
-    )
+    page_table = np.zeros((1, 1), dtype=np.int32)
+    rows = prompt_rows([[5, 6, 7]], [1], page_table, 16, "cpu", first_column=1)
     aux_hidden = torch.linspace(-1, 1, 3 * 96).sin().view(3, 96)
 
     def proposed(changes):
         draft = Draft(config, tensors | changes, target)
         return draft.proposals(draft.extend(rows, aux_hidden, draft.new_cache(1)), 4)[1].clone()
 
-    shared = proposed(
-        {"lm_head.weight": target.lm_head, "embed_tokens.weight": target.embed_tokens}
-    )
-    own = proposed(
-        {"lm_head.weight": target.lm_head, "embed_tokens.weight": target.embed_tokens.roll(1, 0)}
-    )
+    lm_head, embed_tokens = target.lm_head, target.embed_tokens
+    shared = proposed({"lm_head.weight": lm_head, "embed_tokens.weight": embed_tokens})
+    own = proposed({"lm_head.weight": lm_head, "embed_tokens.weight": embed_tokens.roll(1, 0)})
     del tensors["lm_head.weight"]
     assert torch.equal(proposed({}), shared)
     assert not torch.allclose(own, shared)
@@ -246,9 +237,8 @@ def test_a_head_that_uses_its_targets_lm_head_needs_it(tmp_path):
 def test_embeddings_of_its_own_are_kept_beside_the_weights(tmp_path):
     target = tiny_target(tmp_path / "target")
     own = torch.arange(320 * 32.0).view(320, 32)
-    head = load_head(
-        edit_tensors(head_folder(target, tmp_path / "own"), {"embed_tokens.weight": own})
-    )
+    folder = head_folder(target, tmp_path / "own")
+    head = load_head(edit_tensors(folder, {"embed_tokens.weight": own}))
     assert torch.equal(head.embed_tokens, own)
     assert "embed_tokens.weight" not in head.state_dict()
     assert load_head(head_folder(target, tmp_path / "shared")).embed_tokens is None
@@ -260,12 +250,7 @@ def test_norms_of_features_exclude_each_other():
 
 
 def test_what_was_chosen_is_in_the_checkpoint(tmp_path):
-    chosen = {
-        "norm_before_residual": True,
-        "fc_norm": True,
-        "norm_output": True,
-        "train_lm_head": False,
-    }
+    chosen = {**FLAGS[5], "train_lm_head": False}
     head = wavy_head(**chosen)
     assert not head.lm_head.weight.requires_grad
     written = json.loads(head_files(head)["eyas_head.json"])

@@ -44,13 +44,8 @@ def sampler(matcher=None, index=0, prompt=(1, 1, 8), **options):
 
 def test_penalties_follow_the_answer():
     """Against the definition, written with the whole answer at hand at each token."""
-    options = {
-        "repetition_penalty": 1.4,
-        "frequency_penalty": 0.6,
-        "presence_penalty": 0.5,
-        "logit_bias": {7: 3.0},
-    }
-    params = SamplingParams(temperature=0.9, seed=11, **options)
+    penalties = {"repetition_penalty": 1.4, "frequency_penalty": 0.6, "presence_penalty": 0.5}
+    params = SamplingParams(temperature=0.9, seed=11, logit_bias={7: 3.0}, **penalties)
     drawer, prompt, output = Sampler(params, (1, 1, 8), 80, frozenset()), (1, 1, 8), []
     torch.manual_seed(0)
     for at in range(120):  # more distinct tokens than the sampler has room for at first
@@ -115,11 +110,8 @@ def test_a_seed_gives_the_same_tokens_and_each_sample_its_own():
 
     assert answer(seed=9) == answer(seed=9)
     assert answer(seed=9, index=1) == answer(seed=9, index=1)
-    answers = [answer(seed=9, index=index, n=3) for index in range(3)] + [
-        answer(),
-        answer(),
-        answer(seed=10),
-    ]
+    answers = [answer(seed=9, index=index, n=3) for index in range(3)]
+    answers += [answer(), answer(), answer(seed=10)]
     assert answers[0] == answer(seed=9)
     assert len({tuple(one) for one in answers}) == len(answers)
     assert sampler(seed=9, index=2).seed == derived_seed(9, 2)
@@ -170,9 +162,8 @@ def test_logprobs_are_of_the_raw_logits_whatever_is_adjusted():
 
 def test_logits_are_left_as_they_are():
     before_V = LOGITS.clone()
-    sampler(
-        temperature=1.0, repetition_penalty=1.2, logit_bias={3: 1.0}, min_tokens=3, logprobs=2
-    ).draw(LOGITS)
+    adjusted = {"repetition_penalty": 1.2, "logit_bias": {3: 1.0}, "min_tokens": 3}
+    sampler(temperature=1.0, logprobs=2, **adjusted).draw(LOGITS)
     assert torch.equal(LOGITS, before_V)
 
 
@@ -190,12 +181,10 @@ def completing(chat, text, stops):
     """
     ids = chat.tokenizer.encode(text, add_special_tokens=False)
     checker = StopChecker(stops, chat.decode)
-    got = next((at for at, token in enumerate(ids) if checker.push(token)), None)
-    plain = next(
-        (at for at in range(len(ids)) if any(stop in chat.decode(ids[: at + 1]) for stop in stops)),
-        None,
-    )
-    return got, plain
+    texts = [chat.decode(ids[: at + 1]) for at in range(len(ids))]
+    got = [at for at, token in enumerate(ids) if checker.push(token)]
+    plain = [at for at, one in enumerate(texts) if any(stop in one for stop in stops)]
+    return got[:1], plain[:1]
 
 
 @pytest.mark.parametrize(
@@ -215,7 +204,7 @@ def completing(chat, text, stops):
 def test_a_stop_string_ends_where_it_is_complete(chat, text, stops):
     got, plain = completing(chat, text, stops)
     assert got == plain
-    assert (plain is None) == (not any(stop in text for stop in stops))
+    assert bool(plain) == any(stop in text for stop in stops)
 
 
 def test_a_stop_string_costs_no_more_in_a_long_answer(chat):
@@ -227,10 +216,7 @@ def test_a_stop_string_costs_no_more_in_a_long_answer(chat):
         return chat.decode(ids)
 
     checker = StopChecker(("§§",), decode)
-    assert not any(
-        checker.push(token)
-        for token in chat.tokenizer.encode(
-            "a few words more, and more. " * 40, add_special_tokens=False
-        )
-    )
+    text = "a few words more, and more. " * 40
+    ids = chat.tokenizer.encode(text, add_special_tokens=False)
+    assert not any(checker.push(token) for token in ids)
     assert longest < 12

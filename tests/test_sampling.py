@@ -92,11 +92,7 @@ KEYS = st.integers(0, 2**64 - 1)
 @settings(max_examples=300, deadline=None)
 @given(logits(), PARAMS, KEYS)
 @example(np.zeros(V, np.float32), SamplingParams(temperature=1.0, top_p=0.5), 5)
-@example(
-    np.zeros(V, np.float32),
-    SamplingParams(temperature=1.0, top_k=10, top_p=0.5, min_p=1.0),
-    2**64 - 1,
-)
+@example(np.zeros(V, np.float32), SamplingParams(1.0, top_k=10, top_p=0.5, min_p=1.0), 2**64 - 1)
 def test_the_fast_form_gives_the_token_of_the_plain_one(logits_V, params, key):
     before_V = logits_V.copy()
     weights_V = kept_weights(logits_V, params)
@@ -109,10 +105,8 @@ def test_the_fast_form_gives_the_token_of_the_plain_one(logits_V, params, key):
 def reference_probs(logits_V, params):
     """The definition, token by token, in exact order and with fsum."""
     best = max(logits_V)
-    probs = {
-        token: math.exp((logit - best) / params.temperature) for token, logit in enumerate(logits_V)
-    }
-    ranked = sorted(probs, key=lambda token: (-logits_V[token], token))
+    probs = [math.exp((logit - best) / params.temperature) for logit in logits_V]
+    ranked = sorted(range(len(probs)), key=lambda token: (-logits_V[token], token))
     ranked = [token for token in ranked if probs[token] >= params.min_p]
     ranked = ranked[: params.top_k or None]
     total, before, kept = math.fsum(probs[token] for token in ranked), [], []
@@ -121,10 +115,7 @@ def reference_probs(logits_V, params):
             break
         before.append(probs[token])
         kept.append(token)
-    total = math.fsum(before)
-    return np.array(
-        [probs[token] / total if token in kept else 0.0 for token in range(len(logits_V))]
-    )
+    return np.isin(np.arange(len(probs)), kept) * np.array(probs) / math.fsum(before)
 
 
 @pytest.mark.parametrize(
@@ -142,24 +133,19 @@ def test_the_plain_form_is_the_definition(options):
     params = SamplingParams(**{"temperature": 1.0} | options)
     logits_V = np.random.default_rng(5).standard_normal(V) * 2
     expected_V = reference_probs(logits_V.tolist(), params)
-    np.testing.assert_allclose(
-        adjusted_probs(torch.from_numpy(logits_V), params).numpy(),
-        expected_V,
-        rtol=1e-12,
-        atol=1 / BEST_WEIGHT,
-    )
+    found_V = adjusted_probs(torch.from_numpy(logits_V), params).numpy()
+    np.testing.assert_allclose(found_V, expected_V, rtol=1e-12, atol=1 / BEST_WEIGHT)
 
 
 def test_ties_at_a_cut_go_to_the_smaller_id():
     logits_V = torch.tensor([1.0, 2.0, 2.0, 1.0, 2.0, 1.0])
-    kept = [
-        adjusted_probs(logits_V, SamplingParams(temperature=1.0, **cut))
-        .nonzero()
-        .flatten()
-        .tolist()
-        for cut in ({"top_k": 2}, {"top_k": 4}, {"top_p": 0.4})
-    ]
-    assert kept == [[1, 2], [0, 1, 2, 4], [1, 2]]
+    for cut, kept in (
+        ({"top_k": 2}, [1, 2]),
+        ({"top_k": 4}, [0, 1, 2, 4]),
+        ({"top_p": 0.4}, [1, 2]),
+    ):
+        probs_V = adjusted_probs(logits_V, SamplingParams(temperature=1.0, **cut))
+        assert probs_V.nonzero().flatten().tolist() == kept
     assert best_ids(logits_V.numpy(), 5).tolist() == [0, 1, 2, 3, 4]
     assert sample(logits_V.numpy(), SamplingParams(), 0.0) == 1
 
@@ -238,11 +224,9 @@ def test_logprobs_are_log_softmax_of_the_raw_logits():
     np.testing.assert_allclose([number for _, number in got.top], best.values.numpy(), rtol=1e-12)
     assert got.token_id == 17
     assert got.logprob == pytest.approx(float(expected_V[17]), rel=1e-12)
-    assert token_logprob(np.zeros(9, np.float32), 8, 3).top == tuple(
-        (token, -math.log(9)) for token in range(3)
-    )
-    assert token_logprob(np.zeros(9, np.float32), 8, 1).top == ((0, -math.log(9)),)
-    assert token_logprob(np.zeros(9, np.float32), 8, 0).top == ()
+    for count in (3, 1, 0):
+        expected = tuple((token, -math.log(9)) for token in range(count))
+        assert token_logprob(np.zeros(9, np.float32), 8, count).top == expected
 
 
 # Random numbers
