@@ -34,9 +34,8 @@ def emit(rng: np.random.Generator, proposals: Proposals, accepted: np.ndarray) -
 
 def own(proposals: Proposals) -> np.ndarray:
     """The draft's probabilities given the parent."""
-    above = np.take_along_axis(
-        proposals.scores, np.maximum(proposals.parents, 0).astype(np.int64), 1
-    )
+    parents = np.maximum(proposals.parents, 0).astype(np.int64)
+    above = np.take_along_axis(proposals.scores, parents, 1)
     return np.exp(proposals.scores - np.where(proposals.parents < 0, 0, above))
 
 

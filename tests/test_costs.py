@@ -4,6 +4,7 @@ running.
 
 import json
 import math
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
@@ -85,33 +86,20 @@ def test_measure_finds_the_cost_under_noise():
         # every seventh call is interrupted
         return (0.6 + 0.05 * rows) * (10 if call % 7 == 0 else 1)
 
-    works = (
-        clock.work("target", target),
-        clock.work("step", lambda *_: 0.07),
-        clock.work("extend", lambda *_: 0.1),
-    )
-    others = [clock.work(name, lambda *_: 0.05) for name in ("decode", "enter")]
-    measured = measure(
-        (works[0], others[0], *works[1:], others[1]), points=[1, 2, 4, 8, 16], clock=clock
-    )
+    ms = {"decode": 0.05, "step": 0.07, "extend": 0.1, "enter": 0.05}
+    works = [clock.work(name, lambda *_, ms=one: ms) for name, one in ms.items()]
+    works = (clock.work("target", target), *works)
+    measured = measure(works, points=[1, 2, 4, 8, 16], clock=clock)
     assert [measured.target(rows) for rows in (1, 4, 16)] == pytest.approx([0.65, 0.8, 1.4])
     assert measured.step(5) == pytest.approx(0.07)
     assert measured.extend(5) == pytest.approx(0.1)
-    assert {name for name, _ in clock.calls[:5]} == {
-        "target",
-        "decode",
-        "step",
-        "extend",
-        "enter",
-    }  # in turn, not one after the other
+    assert {name for name, _ in clock.calls[:5]} == {"target", *ms}  # in turn, not one by one
 
 
 def test_measure_leaves_out_what_takes_too_long():
     clock = FalseClock()
-    works = [
-        clock.work(name, lambda rows, _: 12.0 * rows)
-        for name in ("target", "decode", "step", "extend", "enter")
-    ]
+    names = ("target", "decode", "step", "extend", "enter")
+    works = [clock.work(name, lambda rows, _: 12.0 * rows) for name in names]
     measured = measure(works, points=[1, 2, 4, 8, 16, 32, 64], clock=clock)
     assert measured.target.rows == [1, 2, 4, 8]
     assert measured.target(64) == pytest.approx(12 * 64)
@@ -166,12 +154,9 @@ def test_a_folder_that_cannot_be_written_is_no_error(cache):
 
 def test_every_field_of_the_identity_counts():
     others = ["a", "b", "float32", "gpu", 4, "2.14.0", "decoder-2"]
-    names = list(CostIdentity.__dataclass_fields__)
-    changed = [
-        CostIdentity(**{name: getattr(IDENTITY, name) for name in names} | {names[i]: others[i]})
-        for i in range(7)
-    ]
-    assert len({IDENTITY.key, *(one.key for one in changed)}) == 8
+    fields = zip(CostIdentity.__dataclass_fields__, others, strict=True)
+    changed = {replace(IDENTITY, **{name: other}).key for name, other in fields}
+    assert len({IDENTITY.key, *changed}) == 8
 
 
 def test_the_factor_of_drafting_rounds_is_learned_apart_from_the_machine():

@@ -87,8 +87,8 @@ HEADS = ["llama", "MHA, head of 64", "GQA of 3, odd sizes", "GQA of 8, head of 8
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 TAPS = (1, 3, 4)
 T, PAGE_SIZE, PAGES = 21, 4, 32
-LONG = torch.randint(3, 320, (120,), generator=torch.Generator().manual_seed(2)).tolist()
-TOKENS = LONG[:T]
+TOKENS = torch.randint(3, 320, (T,), generator=torch.Generator().manual_seed(1)).tolist()
+LONG = TOKENS + torch.randint(3, 320, (99,), generator=torch.Generator().manual_seed(2)).tolist()
 STRAIGHT = np.arange(PAGES, dtype=np.int32)[None]
 SHUFFLED = np.random.default_rng(0).permutation(PAGES).astype(np.int32)[None]
 

@@ -18,106 +18,39 @@ from eyas.model.vocab import target_shape
 from tests.tiny_batch import waves, wavy_head
 
 # The targets' own config.json, without what no head depends on.
-QWEN3_MOE = {
-    "model_type": "qwen3_moe",
-    "hidden_size": 2048,
-    "intermediate_size": 6144,
-    "moe_intermediate_size": 768,
-    "num_experts": 128,
-    "num_experts_per_tok": 8,
-    "num_hidden_layers": 48,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 4,
-    "head_dim": 128,
-    "vocab_size": 151936,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 1000000.0,
-    "max_position_embeddings": 40960,
-    "tie_word_embeddings": False,
-    "eos_token_id": 151645,
-}
-QWEN3_235B = QWEN3_MOE | {
-    "hidden_size": 4096,
-    "intermediate_size": 12288,
-    "moe_intermediate_size": 1536,
-    "num_hidden_layers": 94,
-    "num_attention_heads": 64,
-}
-GPT_OSS = {
-    "model_type": "gpt_oss",
-    "hidden_size": 2880,
-    "intermediate_size": 2880,  # of an expert
-    "num_local_experts": 32,
-    "num_experts_per_tok": 4,
-    "num_hidden_layers": 24,
-    "num_attention_heads": 64,
-    "num_key_value_heads": 8,
-    "head_dim": 64,
-    "vocab_size": 201088,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 150000,
-    "rope_scaling": {
-        "rope_type": "yarn",
-        "factor": 32.0,
-        "beta_fast": 32.0,
-        "beta_slow": 1.0,
-        "original_max_position_embeddings": 4096,
-        "truncate": False,
-    },
-    "max_position_embeddings": 131072,
-    "sliding_window": 128,
-    "tie_word_embeddings": False,
-    "eos_token_id": 200002,
-}
-DEEPSEEK_V3 = {
-    "model_type": "deepseek_v3",
-    "hidden_size": 7168,
-    "intermediate_size": 18432,
-    "moe_intermediate_size": 2048,
-    "n_routed_experts": 256,
-    "n_shared_experts": 1,
-    "num_experts_per_tok": 8,
-    "num_hidden_layers": 61,
-    "num_attention_heads": 128,
-    "num_key_value_heads": 128,
-    "kv_lora_rank": 512,
-    "q_lora_rank": 1536,
-    "qk_nope_head_dim": 128,
-    "qk_rope_head_dim": 64,
-    "v_head_dim": 128,
-    "vocab_size": 129280,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 10000,
-    "rope_scaling": {
-        "type": "yarn",
-        "factor": 40,
-        "beta_fast": 32,
-        "beta_slow": 1,
-        "mscale": 1.0,
-        "mscale_all_dim": 1.0,
-        "original_max_position_embeddings": 4096,
-    },
-    "max_position_embeddings": 163840,
-    "tie_word_embeddings": False,
-    "eos_token_id": 1,
-}
-GEMMA3 = {  # multimodal: the decoder's shape is a part of it, what is a default is left out
-    "model_type": "gemma3",
-    "eos_token_id": [1, 106],
-    "text_config": {
-        "model_type": "gemma3_text",
-        "hidden_size": 5376,
-        "intermediate_size": 21504,
-        "num_hidden_layers": 62,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 16,
-        "head_dim": 128,
-        "query_pre_attn_scalar": 168,
-        "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
-        "sliding_window": 1024,
-    },
-    "vision_config": {"model_type": "siglip_vision_model", "hidden_size": 1152},
-}
+QWEN3_MOE = {"model_type": "qwen3_moe", "hidden_size": 2048, "intermediate_size": 6144}
+QWEN3_MOE |= {"moe_intermediate_size": 768, "num_experts": 128, "num_experts_per_tok": 8}
+QWEN3_MOE |= {"num_hidden_layers": 48, "num_attention_heads": 32, "num_key_value_heads": 4}
+QWEN3_MOE |= {"head_dim": 128, "vocab_size": 151936, "rms_norm_eps": 1e-6, "rope_theta": 1000000.0}
+QWEN3_MOE |= {"max_position_embeddings": 40960, "tie_word_embeddings": False}
+QWEN3_MOE |= {"eos_token_id": 151645}
+QWEN3_235B = QWEN3_MOE | {"hidden_size": 4096, "intermediate_size": 12288}
+QWEN3_235B |= {"moe_intermediate_size": 1536, "num_hidden_layers": 94, "num_attention_heads": 64}
+YARN = {"beta_fast": 32.0, "beta_slow": 1.0, "original_max_position_embeddings": 4096}
+GPT_OSS = {"model_type": "gpt_oss", "hidden_size": 2880}
+GPT_OSS |= {"intermediate_size": 2880, "num_local_experts": 32, "num_experts_per_tok": 4}  # of one
+GPT_OSS |= {"num_hidden_layers": 24, "num_attention_heads": 64, "num_key_value_heads": 8}
+GPT_OSS |= {"head_dim": 64, "vocab_size": 201088, "rms_norm_eps": 1e-5, "rope_theta": 150000}
+GPT_OSS |= {"rope_scaling": {"rope_type": "yarn", "factor": 32.0, **YARN, "truncate": False}}
+GPT_OSS |= {"max_position_embeddings": 131072, "sliding_window": 128}
+GPT_OSS |= {"tie_word_embeddings": False, "eos_token_id": 200002}
+DEEPSEEK_V3 = {"model_type": "deepseek_v3", "hidden_size": 7168, "intermediate_size": 18432}
+DEEPSEEK_V3 |= {"moe_intermediate_size": 2048, "n_routed_experts": 256, "n_shared_experts": 1}
+DEEPSEEK_V3 |= {"num_experts_per_tok": 8, "num_hidden_layers": 61, "num_attention_heads": 128}
+DEEPSEEK_V3 |= {"num_key_value_heads": 128, "kv_lora_rank": 512, "q_lora_rank": 1536}
+DEEPSEEK_V3 |= {"qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
+DEEPSEEK_V3 |= {"vocab_size": 129280, "rms_norm_eps": 1e-6, "rope_theta": 10000}
+MSCALE = {"mscale": 1.0, "mscale_all_dim": 1.0}
+DEEPSEEK_V3 |= {"rope_scaling": {"type": "yarn", "factor": 40, **YARN, **MSCALE}}
+DEEPSEEK_V3 |= {"max_position_embeddings": 163840, "tie_word_embeddings": False, "eos_token_id": 1}
+# multimodal: the decoder's shape is a part of it, what is a default is left out
+GEMMA3_TEXT = {"model_type": "gemma3_text", "hidden_size": 5376, "intermediate_size": 21504}
+GEMMA3_TEXT |= {"num_hidden_layers": 62, "num_attention_heads": 32, "num_key_value_heads": 16}
+GEMMA3_TEXT |= {"head_dim": 128, "query_pre_attn_scalar": 168, "sliding_window": 1024}
+GEMMA3_TEXT |= {"rope_scaling": {"factor": 8.0, "rope_type": "linear"}}
+VISION = {"model_type": "siglip_vision_model", "hidden_size": 1152}
+GEMMA3 = {"model_type": "gemma3", "eos_token_id": [1, 106]}
+GEMMA3 |= {"text_config": GEMMA3_TEXT, "vision_config": VISION}
 SHORTER = "SpecForge writes the length that it trains at, ours is the target's"
 WIDER = "a choice of SpecForge's; ours is what a token meets in the target"
 LINEAR = {"rope_type": "linear", "factor": 8.0}
@@ -219,13 +152,10 @@ def test_a_new_head_is_written_as_the_table_says(name, tmp_path):
     written = forms._sglang_settings(HeadConfig.for_target(shape, HeadOptions()), "bfloat16")
     ours = {field: written.get(field) for field in facts}
     ours["layers"] = written["eagle_config"]["eagle_aux_hidden_state_layer_ids"]
-    assert ours == {
-        field: fact[0] if isinstance(fact, tuple) else fact for field, fact in facts.items()
-    }
-    assert (written["architectures"], written["model_type"]) == (
-        ["LlamaForCausalLMEagle3"],
-        "llama",
-    )
+    for field, fact in facts.items():
+        assert ours[field] == (fact[0] if isinstance(fact, tuple) else fact), field
+    assert written["architectures"] == ["LlamaForCausalLMEagle3"]
+    assert written["model_type"] == "llama"
     assert written["target_hidden_size"] == written["hidden_size"]
     stated = config["eos_token_id"]
     assert shape.eos_token_ids == tuple(stated if isinstance(stated, list) else [stated])

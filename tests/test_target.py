@@ -18,14 +18,8 @@ from eyas.model.target import Target, resolve_dtype, stored_dtype
 from eyas.model.weights import read_tensors
 from tests.tiny import FAMILIES, tiny_target
 
-LLAMA3 = {
-    "rope_type": "llama3",
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 32,
-    "rope_theta": 500000.0,
-}
+LLAMA3 = {"rope_type": "llama3", "rope_theta": 500000.0, "original_max_position_embeddings": 32}
+LLAMA3 |= {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 VARIANTS = [
     *((family, {}) for family in FAMILIES),
     ("llama", {"rope_parameters": LLAMA3}),
@@ -116,22 +110,15 @@ def test_weights_are_copied_to_the_device_once(tmp_path, tied):
 def test_any_stored_precision_in_any_precision(tmp_path, stored, dtype, tolerance):
     """Against transformers in float32, whose weights are what was stored."""
     family = "qwen3" if stored == "bfloat16" else "llama"
-    folder = tiny_target(
-        tmp_path,
-        family,
-        dtype=stored,
-        initializer_range=0.05,
-        tie_word_embeddings=family == "qwen3",
-    )
+    options = {"initializer_range": 0.05, "tie_word_embeddings": family == "qwen3"}
+    folder = tiny_target(tmp_path, family, dtype=stored, **options)
     tokens_BT = torch.randint(0, 320, (2, 20))
+    theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     with torch.inference_mode():
-        expected = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)(
-            tokens_BT
-        ).logits
-    ours = Target.load(folder, dtype).logits(tokens_BT)
-    torch.testing.assert_close(
-        ours.float(), expected, rtol=tolerance, atol=tolerance * float(expected.std())
-    )
+        expected = theirs(tokens_BT).logits
+    ours, near = Target.load(folder, dtype).logits(tokens_BT), tolerance * float(expected.std())
+    assert ours.dtype == getattr(torch, dtype)
+    torch.testing.assert_close(ours.float(), expected, rtol=tolerance, atol=near)
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -141,9 +128,8 @@ def test_sharded_weights_are_the_same_target(tmp_path, tied):
     model.save_pretrained(tmp_path / "shards", max_shard_size="60KB")
     assert len(list((tmp_path / "shards").glob("*.safetensors"))) > 2
     tokens_BT = torch.randint(0, 320, (2, 20))
-    assert torch.equal(
-        Target.load(tmp_path / "shards").logits(tokens_BT), Target.load(folder).logits(tokens_BT)
-    )
+    whole, sharded = (Target.load(one) for one in (folder, tmp_path / "shards"))
+    assert torch.equal(sharded.logits(tokens_BT), whole.logits(tokens_BT))
 
 
 def test_what_is_wrong_with_shards_is_named(tmp_path):
@@ -151,25 +137,16 @@ def test_what_is_wrong_with_shards_is_named(tmp_path):
     shards = tmp_path / "shards"
     AutoModelForCausalLM.from_pretrained(folder).save_pretrained(shards, max_shard_size="60KB")
     index = shards / "model.safetensors.index.json"
-    promised = json.loads(index.read_text())
-    index.write_text(
-        json.dumps(
-            {
-                "weight_map": {
-                    **promised["weight_map"],
-                    "more.weight": "model-00001-of-00002.safetensors",
-                }
-            }
-        )
-    )
-    shards.joinpath("model-00001-of-00002.safetensors").write_bytes(
-        min(shards.glob("*.safetensors")).read_bytes()
-    )
+    promised = json.loads(index.read_text())["weight_map"]
+
+    def promise_more(shard: str) -> None:
+        index.write_text(json.dumps({"weight_map": {**promised, "more.weight": shard}}))
+
+    first = min(shards.glob("*.safetensors")).name
+    promise_more(first)
     with pytest.raises(CorruptError, match=r"lacks more\.weight"):
         read_tensors(shards)
-    index.write_text(
-        json.dumps({"weight_map": {**promised["weight_map"], "more.weight": "model-9.safetensors"}})
-    )
+    promise_more("model-9.safetensors")
     with pytest.raises(MissingInputError, match=r"lacks the shard model-9\.safetensors"):
         read_tensors(shards)
     # what is not wanted is not looked for
@@ -183,32 +160,12 @@ def test_what_is_wrong_with_shards_is_named(tmp_path):
 def test_weights_are_mapped_not_copied(tmp_path):
     folder = tiny_target(tmp_path)
     tensors = read_tensors(folder)
-    mapped = [
-        line.split()
-        for line in Path("/proc/self/maps").read_text().splitlines()
-        if "model.safetensors" in line
-    ]
-    ranges = [
-        tuple(int(end, 16) for end in line[0].split("-"))
-        for line in mapped
-        if line[-1].startswith(str(tmp_path))
-    ]
+    maps = Path("/proc/self/maps").read_text().splitlines()
+    mapped = [line.split()[0] for line in maps if f" {tmp_path}/model.safetensors" in line]
+    ranges = [[int(end, 16) for end in one.split("-")] for one in mapped]
     assert ranges
-    assert all(
-        any(start <= tensor.data_ptr() < end for start, end in ranges)
-        for tensor in tensors.values()
-    )
-
-
-def test_bfloat16_is_near_float32(tmp_path):
-    folder = tiny_target(tmp_path, initializer_range=0.05)
-    tokens_BT = torch.randint(0, 320, (2, 20))
-    exact, rounded = (
-        Target.load(folder).logits(tokens_BT),
-        Target.load(folder, "bfloat16").logits(tokens_BT),
-    )
-    assert rounded.dtype == torch.bfloat16
-    torch.testing.assert_close(rounded.float(), exact, rtol=0.1, atol=0.1)
+    for tensor in tensors.values():
+        assert any(start <= tensor.data_ptr() < end for start, end in ranges)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -220,9 +177,8 @@ def test_linear_layouts_equal_the_plain_product(dtype, bias, rows):
     )
     offset = torch.randn(48).to(dtype) if bias else None
     linear = Linear(weight, offset)
-    tolerance = (
-        {"rtol": 1e-5, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 2e-2, "atol": 2e-1}
-    )
+    exact, rounded = {"rtol": 1e-5, "atol": 1e-5}, {"rtol": 2e-2, "atol": 2e-1}
+    tolerance = exact if dtype == torch.float32 else rounded
     expected = torch.nn.functional.linear(x, weight, offset)
     torch.testing.assert_close(linear(x), expected, **tolerance)
     torch.testing.assert_close(linear.add(x, residual.clone()), residual + expected, **tolerance)
@@ -239,8 +195,7 @@ def test_wrong_weights_and_unsupported_targets_are_named(tmp_path):
         ("c", "qwen2", {"use_sliding_window": True, "max_window_layers": 4}),
     ):
         sliding = tiny_target(tmp_path / name, family, sliding_window=16, **overrides)
-        with pytest.raises(
-            MismatchError, match="sliding-window attention: 16 tokens of a context of 256"
-        ) as error:
+        words = "sliding-window attention: 16 tokens of a context of 256"
+        with pytest.raises(MismatchError, match=words) as error:
             Target.load(sliding)
         assert "max_position_embeddings to 16" in error.value.hint

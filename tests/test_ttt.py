@@ -43,9 +43,8 @@ def batch():
 
 
 def next_embeds_of(batch):
-    return F.embedding(
-        batch.tokens_BT.roll(-1, dims=1), tiny_vocabulary(torch.float64).embed_tokens
-    )
+    embed_tokens = tiny_vocabulary(torch.float64).embed_tokens
+    return F.embedding(batch.tokens_BT.roll(-1, dims=1), embed_tokens)
 
 
 def test_slots_know_their_place_and_their_tiles():
@@ -72,26 +71,19 @@ def test_tiles_change_nothing(head, batch, monkeypatch, slots_of_a_tile, columns
         aux = batch.aux_hidden_BTA.clone().requires_grad_()
         slots = Slots.where(everywhere())
         still = waves(len(slots.slot_N), 12, seed=5).double()
-        outputs = torch.stack(
-            list(
-                unroll(head, aux, next_embeds_of(batch), [slots] * K, lambda *_, still=still: still)
-            )
-        )
+        steps = unroll(head, aux, next_embeds_of(batch), [slots] * K, lambda *_, of=still: of)
+        outputs = torch.stack(list(steps))
         head.zero_grad()
         outputs.sin().sum().backward()
-        results.append(
-            [outputs, aux.grad, *(weight.grad.clone() for weight in head.midlayer.parameters())]
-        )
+        grads = [weight.grad.clone() for weight in head.midlayer.parameters()]
+        results.append([outputs, aux.grad, *grads])
     for whole, tiled in zip(*results, strict=True):
         torch.testing.assert_close(tiled, whole, rtol=1e-9, atol=1e-9)
 
 
 def test_a_packed_row_costs_what_its_documents_do():
     """Tiles look at the tokens of their own documents, and at some more: sizes are few."""
-    lengths = [40] * 100
-    starts = torch.cat(
-        [torch.full((length,), 40 * number) for number, length in enumerate(lengths)]
-    )[None]
+    starts = (torch.arange(4000) // 40 * 40)[None]
     tiles = Slots.where(torch.ones_like(starts, dtype=torch.bool), starts).tiles
     assert sum(end - begin for begin, end, _, _ in tiles) == 4000
     assert all(high - low <= 128 + 40 + 2 * ttt.COLUMNS_IN_STEPS_OF for _, _, low, high in tiles)
@@ -117,9 +109,8 @@ def test_gradients_past_a_slot_and_from_other_rows_are_exactly_zero(head, batch)
     for step in (0, 1, K - 1):
         for n in (0, 3, len(rows) - 1):
             row, slot = int(rows[n]), int(slots.slot_N[n])
-            for grad in torch.autograd.grad(
-                outputs[step][n].sum(), (aux, embeds), retain_graph=True
-            ):
+            total = outputs[step][n].sum()
+            for grad in torch.autograd.grad(total, (aux, embeds), retain_graph=True):
                 seen = grad.abs().sum(-1) > 0
                 expected = torch.zeros_like(seen)
                 expected[row, : slot + 1] = True
@@ -128,32 +119,18 @@ def test_gradients_past_a_slot_and_from_other_rows_are_exactly_zero(head, batch)
 
 def test_later_steps_are_seen_by_their_own_slot_alone(head, batch):
     slots = Slots.where(everywhere())
-    fed = [
-        torch.randn(len(slots.slot_N), 12, dtype=torch.float64, requires_grad=True)
-        for _ in range(K)
-    ]
-    outputs = list(
-        unroll(
-            head,
-            batch.aux_hidden_BTA,
-            next_embeds_of(batch),
-            [slots] * K,
-            lambda step, _: fed[step],
-        )
-    )
+    size = len(slots.slot_N), 12
+    fed = [torch.randn(size, dtype=torch.float64, requires_grad=True) for _ in range(K)]
+    given = batch.aux_hidden_BTA, next_embeds_of(batch), [slots] * K
+    outputs = list(unroll(head, *given, lambda step, _: fed[step]))
     for n in (0, 2, 10):
         grads = torch.autograd.grad(outputs[-1][n].sum(), fed[1:], retain_graph=True)
         for grad in grads:
             assert (grad.abs().sum(-1) > 0).nonzero().flatten().tolist() == [n]
-        earlier = torch.autograd.grad(
-            outputs[2][n].sum(), fed[1:], retain_graph=True, allow_unused=True
-        )
-        assert [grad is not None and bool(grad.abs().sum() > 0) for grad in earlier] == [
-            True,
-            True,
-            False,
-            False,
-        ]
+        total = outputs[2][n].sum()
+        earlier = torch.autograd.grad(total, fed[1:], retain_graph=True, allow_unused=True)
+        reached = [grad is not None and bool(grad.abs().sum() > 0) for grad in earlier]
+        assert reached == [True, True, False, False]
 
 
 def test_the_fed_back_state_is_not_detached(head, batch):
@@ -181,19 +158,14 @@ def test_equals_the_loops(head, batch, window, columns, monkeypatch):
     def true_embeds(step, _):
         return vocabulary.embed_tokens[slots.take(after[step])]
 
-    outputs = torch.stack(
-        list(unroll(head, batch.aux_hidden_BTA, next_embeds_of(batch), [slots] * K, true_embeds))
-    )
+    given = batch.aux_hidden_BTA, next_embeds_of(batch), [slots] * K
+    outputs = torch.stack(list(unroll(head, *given, true_embeds)))
     assert outputs.shape == (K, len(slots.slot_N), 12)
     rows = slots.flat_N // max(LENGTHS)
     for n, (row, slot) in enumerate(zip(rows.tolist(), slots.slot_N.tolist(), strict=True)):
-        tokens = [*examples[row].tokens, *[0] * K]
+        tokens = [*examples[row].tokens, *[0] * K][slot + 1 :]
         expected = plain.unroll(
-            examples[row],
-            vocabulary.embed_tokens,
-            slot,
-            K,
-            lambda step, _, tokens=tokens, slot=slot: tokens[slot + 1 + step],
+            examples[row], vocabulary.embed_tokens, slot, K, lambda step, _, of=tokens: of[step]
         )
         torch.testing.assert_close(outputs[:, n], torch.stack(expected), rtol=1e-6, atol=1e-6)
 
@@ -202,9 +174,8 @@ def test_a_slot_does_not_depend_on_which_others_are_unrolled(head, batch):
     def outputs(active_BT):
         slots = Slots.where(active_BT)
         embeds = F.embedding(slots.flat_N % 40, tiny_vocabulary(torch.float64).embed_tokens)
-        made = unroll(
-            head, batch.aux_hidden_BTA, next_embeds_of(batch), [slots] * K, lambda *_: embeds
-        )
+        given = batch.aux_hidden_BTA, next_embeds_of(batch), [slots] * K
+        made = unroll(head, *given, lambda *_: embeds)
         return dict(zip(slots.flat_N.tolist(), torch.stack(list(made), dim=1), strict=True))
 
     every = outputs(everywhere())
@@ -221,9 +192,8 @@ def test_free_running_equals_drafting_step_by_step_with_a_cache(dtype):
     drafts_NK = free_running_drafts(head, vocabulary.embed_tokens, batch, slots, K)
     assert drafts_NK.shape == (len(slots.slot_N), K)
     assert head.t2d[drafts_NK].all()
-    for n, (flat, slot) in enumerate(
-        zip(slots.flat_N.tolist(), slots.slot_N.tolist(), strict=True)
-    ):
+    places = zip(slots.flat_N.tolist(), slots.slot_N.tolist(), strict=True)
+    for n, (flat, slot) in enumerate(places):
         row = flat // max(LENGTHS)
         embeds = vocabulary.embed_tokens[batch.tokens_BT[row, 1 : slot + 2]][None]
         feature = head.fuse(batch.aux_hidden_BTA[row, : slot + 1].to(dtype))[None]
@@ -231,9 +201,8 @@ def test_free_running_equals_drafting_step_by_step_with_a_cache(dtype):
         chain = []
         for _ in range(K):
             chain.append(int(head.target_ids_W[head.logits(hidden[:, -1]).argmax()]))
-            hidden, cache = head(
-                vocabulary.embed_tokens[chain[-1]][None, None], hidden[:, -1:], cache
-            )
+            embeds = vocabulary.embed_tokens[chain[-1]][None, None]
+            hidden, cache = head(embeds, hidden[:, -1:], cache)
         assert drafts_NK[n].tolist() == chain
 
 
@@ -242,23 +211,8 @@ def test_padding_beyond_a_row_changes_nothing(head):
     together = doubled(made_up_batch(masks))
     still = torch.zeros(5, 12, dtype=torch.float64)
     slots_of_second = Slots.where(everywhere() & torch.tensor([[False], [True], [False]]))
-    padded = list(
-        unroll(
-            head,
-            together.aux_hidden_BTA,
-            next_embeds_of(together),
-            [slots_of_second] * K,
-            lambda *_: still,
-        )
-    )
-    T = LENGTHS[1]
-    alone = list(
-        unroll(
-            head,
-            together.aux_hidden_BTA[1:2, :T],
-            next_embeds_of(together)[1:2, :T],
-            [Slots.where(everywhere((T,)))] * K,
-            lambda *_: still,
-        )
-    )
+    T, aux, embeds = LENGTHS[1], together.aux_hidden_BTA, next_embeds_of(together)
+    padded = list(unroll(head, aux, embeds, [slots_of_second] * K, lambda *_: still))
+    aux, embeds, slots = aux[1:2, :T], embeds[1:2, :T], Slots.where(everywhere((T,)))
+    alone = list(unroll(head, aux, embeds, [slots] * K, lambda *_: still))
     torch.testing.assert_close(torch.stack(padded), torch.stack(alone), rtol=1e-12, atol=1e-12)
