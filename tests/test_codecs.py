@@ -57,9 +57,8 @@ def residual_streams(rows: int, seed: int = 0, dtype: torch.dtype = torch.bfloat
     channel = torch.logspace(-1, 1.5, SIZE)
     layers = [torch.randn(rows, SIZE, generator=generator) * channel]
     for _ in range(3):
-        layers.append(
-            0.9 * layers[-1] + 0.4 * torch.randn(rows, SIZE, generator=generator) * channel
-        )
+        added = torch.randn(rows, SIZE, generator=generator) * channel
+        layers.append(0.9 * layers[-1] + 0.4 * added)
     for layer in layers:
         layer[0, 5] = 3000.0
     return [layer.to(dtype) for layer in layers]
@@ -124,11 +123,10 @@ def test_giants_come_back_to_the_bit(codec):
     coder = coder_of(meta_of(codec), layers, kept)
     read = coder.decode(memoryview(coder.encode(layers, kept)), kept)
     for before, after in zip(layers, read, strict=True):
-        assert before[0, 5] == after[0, 5] == 3008 or before[0, 5] == after[0, 5]
+        assert before[0, 5] == after[0, 5]
         channel = before[1:, 5].float()
-        assert (after[1:, 5].float() - channel).square().mean().sqrt() < 1.2 * CODECS[
-            codec
-        ].error * channel.square().mean().sqrt()
+        error = (after[1:, 5].float() - channel).square().mean().sqrt()
+        assert error < 1.2 * CODECS[codec].error * channel.square().mean().sqrt()
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
@@ -161,14 +159,10 @@ def test_any_rows_any_bits(codec, dtype, kept_rows, data):
     meta = meta_of(codec, dtype=dtype, hidden_size=3)
     layers = []
     for rows in (len(kept), len(kept), len(kept), int(kept.sum())):
-        raw = data.draw(
-            st.binary(min_size=rows * 3 * kind.itemsize, max_size=rows * 3 * kind.itemsize)
-        )
-        layers.append(
-            torch.frombuffer(bytearray(raw) or bytearray(kind.itemsize), dtype=kind)[
-                : rows * 3
-            ].view(rows, 3)
-        )
+        size = rows * 3 * kind.itemsize
+        raw = bytearray(data.draw(st.binary(min_size=size, max_size=size)))
+        numbers = torch.frombuffer(raw or bytearray(kind.itemsize), dtype=kind)
+        layers.append(numbers[: rows * 3].view(rows, 3))
     coder = coder_of(meta, layers, kept)
     encoded = coder.encode(layers, kept)
     assert len(encoded) % 8 == 0
@@ -194,17 +188,14 @@ def test_a_teacher_is_kept_where_someone_asks_it(tmp_path, codec):
     """
     samples = [sample_of(number, 41 + number) for number in range(3)]
     everywhere = features_of(str(tmp_path / "everywhere"), meta_of(codec), samples)
-    supervised = features_of(
-        str(tmp_path / "supervised"), meta_of(codec, teacher="supervised"), samples
-    )
-    assert sum(entry.size for entry in supervised.entries) < 0.95 * sum(
-        entry.size for entry in everywhere.entries
-    )
+    meta = meta_of(codec, teacher="supervised")
+    supervised = features_of(str(tmp_path / "supervised"), meta, samples)
+    sizes = [sum(entry.size for entry in one.entries) for one in (supervised, everywhere)]
+    assert sizes[0] < 0.95 * sizes[1]
     for sample, read in zip(samples, supervised, strict=True):
         mask, kept = sample.loss_mask, teacher_mask(sample.loss_mask)
-        assert kept.tolist() == [
-            mask[max(0, at - 1) : at + 2].any().item() for at in range(len(mask))
-        ]
+        near = [mask[max(0, at - 1) : at + 2].any().item() for at in range(len(mask))]
+        assert kept.tolist() == near
         assert not read.last_hidden[~kept].any()
         if codec not in INEXACT:
             assert torch.equal(read.last_hidden[kept], sample.last_hidden[kept])
@@ -229,13 +220,9 @@ def test_a_cut_writer_goes_on_with_the_same_tables(tmp_path, monkeypatch, cut_af
         if sample.key not in writer.keys:
             writer.add(sample)
     writer.close()
-    for entry in whole.entries:
-        assert (tmp_path / "cut" / entry.shard).read_bytes() == (
-            tmp_path / "whole" / entry.shard
-        ).read_bytes()
-    assert (tmp_path / "cut" / "train.index.json").read_bytes() == (
-        tmp_path / "whole" / "train.index.json"
-    ).read_bytes()
+    for name in ("train.index.json", *(entry.shard for entry in whole.entries)):
+        cut = (tmp_path / "cut" / name).read_bytes()
+        assert cut == (tmp_path / "whole" / name).read_bytes()
 
 
 def test_tables_are_the_same_on_both_sides():
@@ -284,12 +271,8 @@ def test_parts_are_found_again(parts):
 def test_a_teacher_kept_where_it_is_asked_for_gives_the_same_loss_and_the_same_tau():
     """To the bit: what is not kept is never looked at."""
     head, vocabulary = wavy_head(), tiny_vocabulary()
-    masks = [
-        [False] * 4 + [True] * 5 + [False] * 3 + [True] * 4,
-        [False, True, True, False, True],
-        [True] * 6,
-    ]
-    samples = made_up_samples(masks)
+    turns = [False] * 4 + [True] * 5 + [False] * 3 + [True] * 4
+    samples = made_up_samples([turns, [False, True, True, False, True], [True] * 6])
     kept = [
         replace(one, last_hidden=one.last_hidden * teacher_mask(one.loss_mask)[:, None])
         for one in samples

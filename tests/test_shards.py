@@ -96,15 +96,11 @@ def test_samples_come_back_bit_for_bit_from_any_store(tmp_path, store, dtype):
 
 def test_every_bfloat16_survives_numpy_and_back():
     """All 65,536 bit patterns: subnormals, both zeros, infinities and every NaN payload."""
-    patterns = (
-        torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
-    )
+    patterns = torch.arange(-(1 << 15), 1 << 15).to(torch.int16).view(torch.bfloat16)
     meta = META.model_copy(update={"hidden_size": 4})
     length = len(patterns) // (4 * meta.hidden_size)
-    aux_hidden, last_hidden = (
-        patterns[: 12 * length].view(length, 12),
-        patterns[12 * length :].view(length, 4),
-    )
+    aux_hidden = patterns[: 12 * length].view(length, 12)
+    last_hidden = patterns[12 * length :].view(length, 4)
     ids = torch.zeros(length, dtype=torch.int32)
     sample = Sample("all", ids, ids.bool(), aux_hidden, last_hidden)
     data = encode_sample(sample, meta)
@@ -126,9 +122,8 @@ def test_a_shard_is_an_ordinary_safetensors_file(lengths, hidden, dtype):
     for number, length in enumerate(lengths):
         features = torch.full((length, 4 * hidden), math.pi * number, dtype=getattr(torch, dtype))
         ids = torch.arange(length, dtype=torch.int32)
-        writer.add(
-            Sample(f"{number}", ids, ids % 2 == 0, features[:, hidden:], features[:, :hidden])
-        )
+        states = features[:, hidden:], features[:, :hidden]
+        writer.add(Sample(f"{number}", ids, ids % 2 == 0, *states))
     writer.close()
     data = artifact.read("train-00000.safetensors")
     assert int.from_bytes(data[:8], "little") % 8 == 0
@@ -261,9 +256,8 @@ def test_a_killed_writer_goes_on_after_the_last_whole_shard(tmp_path):
 def test_a_full_disk_keeps_the_whole_shards(tmp_path, monkeypatch):
     artifact = Artifact(str(tmp_path / "features"))
     writer = ShardWriter(artifact, "train", META, samples_per_shard=2)
-    writer.add(make_sample(0))
-    writer.add(make_sample(1))
-    writer.add(make_sample(2))
+    for number in range(3):
+        writer.add(make_sample(number))
 
     def full(_: int) -> None:
         raise OSError(28, "No space left on device")
@@ -273,10 +267,8 @@ def test_a_full_disk_keeps_the_whole_shards(tmp_path, monkeypatch):
         with pytest.raises(StorageFullError, match="no room left"):
             writer.add(make_sample(3))
     assert artifact.names() == ["train-00000.safetensors"]
-    assert ShardWriter(artifact, "train", META, samples_per_shard=2).keys == {
-        "sample-0",
-        "sample-1",
-    }
+    again = ShardWriter(artifact, "train", META, samples_per_shard=2)
+    assert again.keys == {"sample-0", "sample-1"}
 
 
 @pytest.mark.parametrize("keep", [0, 7, 300, -1])
@@ -318,15 +310,13 @@ def test_a_resumed_run_does_not_read_whole_shards_for_their_checksums(tmp_path, 
     resumed = ShardWriter(again, "train", META, samples_per_shard=2)
     resumed.close()
     with monkeypatch.context() as patched:
-        patched.setattr(
-            Artifact, "checksummed", lambda _, name: pytest.fail(f"{name} is read again")
-        )
+        again_read = "a shard is read again"
+        patched.setattr(Artifact, "checksummed", lambda *_: pytest.fail(again_read))
         manifest = again.finish("capture", {}, {}, {})
     for name in ("train-00000.safetensors", "train-00001.safetensors"):
         data = artifact.read_range(name, 0, 1 << 20)
-        assert manifest.files[name] == File(
-            bytes=len(data), sha256=hashlib.sha256(data).hexdigest()
-        )
+        sha256 = hashlib.sha256(data).hexdigest()
+        assert manifest.files[name] == File(bytes=len(data), sha256=sha256)
     assert not (tmp_path / "features" / "work").exists()
 
 
@@ -351,9 +341,8 @@ def test_the_readers_of_an_epoch_take_each_sample_once(count, epoch, world_size)
 
 
 def test_orders_differ_by_seed_and_epoch_and_never_change():
-    assert order_of(7, 0, 0) == [5, 6, 4, 1, 2, 3, 0], (
-        "a resumed run of an older version would read other samples"
-    )
+    # else a resumed run of an older version would read other samples
+    assert order_of(7, 0, 0) == [5, 6, 4, 1, 2, 3, 0]
     distinct = {tuple(order_of(50, seed, epoch)) for seed in range(3) for epoch in range(3)}
     assert len(distinct) == 9
 
@@ -401,9 +390,8 @@ def test_no_more_is_read_ahead_than_the_bound(monkeypatch):
         begun.append(number)
         return number
 
-    for place, number in enumerate(
-        reader_module.ahead(read, range(len(sizes)), sizes.__getitem__, 3)
-    ):
+    numbers = reader_module.ahead(read, range(len(sizes)), sizes.__getitem__, 3)
+    for place, number in enumerate(numbers):
         assert number == place
         held = sum(sizes[number] for number in begun if number >= place)
         assert held <= max(100, sizes[place])
@@ -413,13 +401,6 @@ def test_no_more_is_read_ahead_than_the_bound(monkeypatch):
 def test_the_index_says_what_the_features_are(tmp_path):
     artifact = write(Artifact(str(tmp_path / "features")), [make_sample(0)])
     meta = json.loads(artifact.read("train.index.json"))["meta"]
-    assert meta == {
-        "taps": [1, 2, 3],
-        "hidden_size": 5,
-        "vocab_size": 97,
-        "lm_head_sha256": "ab",
-        "dtype": "bfloat16",
-        "last_hidden": "post_norm",
-        "codec": "raw",
-        "teacher": "everywhere",
-    }
+    said = {"taps": [1, 2, 3], "hidden_size": 5, "vocab_size": 97, "lm_head_sha256": "ab"}
+    said |= {"dtype": "bfloat16", "last_hidden": "post_norm", "codec": "raw"}
+    assert meta == said | {"teacher": "everywhere"}
