@@ -52,8 +52,9 @@ class Prompt(_Row):
 @dataclasses.dataclass(frozen=True, slots=True)
 class Answer(_Row):
     """One assistant turn written by the target, as tokens: `prompt_ids` is what it saw,
-    `answer_ids` what it wrote, its end token included where it ended its turn. All of that carries
-    loss, and nothing before it. `messages` is the same for people, the answer as the last.
+    `answer_ids` what it wrote, its end token included where it ended its turn. The loss mask covers
+    `answer_ids`; the first of them is never judged, for a head drafts from the second on.
+    `messages` is the same for people, the answer as the last.
 
     key: of the work: equal prompt, target and sampling. finish_reason: "stop" (the target ended its
     turn) or "length" (cut at max_tokens). temperature to seed are how it was sampled; top_p 1 and

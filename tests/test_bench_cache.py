@@ -4,12 +4,10 @@ where neither is known.
 
 from __future__ import annotations
 
-from importlib.metadata import version
-
 import httpx
 import pytest
 
-from eyas.artifact import Artifact
+from eyas.artifact import VERSION, Artifact
 from eyas.bench.bench import ArmConfig, BenchConfig, bench
 from eyas.bench.report import notes
 from tests.bench_servers import scripted
@@ -86,7 +84,7 @@ def test_our_server_reuses_nothing_that_another_arm_or_load_has_asked(tmp_path, 
         bench(config, Artifact(str(tmp_path / "bench")))
         assert hits() == [0.0]
         facts = Artifact(str(tmp_path / "bench")).read_json("summary.json")["servers"]["plain"]
-        assert facts["version"] == version("eyas")
+        assert facts["version"] == VERSION
         assert (facts["has_head"], facts["precision"]) == (False, "float32")
         said = {"role": "user", "content": "The same, twice. " * 5}
         body = {"model": "tiny", "messages": [said], "max_tokens": 1}

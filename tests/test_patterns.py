@@ -465,8 +465,8 @@ INVISIBLE = st.sampled_from(["\u200b", "\u00ad", "\u2060", "\ufeff", "\u200d", "
 @settings(deadline=None, max_examples=80)
 @given(st.sampled_from(sorted(NUMBERS)), st.sampled_from((None, *DIGITS)), st.data())
 def test_digits_of_any_script_are_found_and_replaced(type, digits, data):
-    """With what is not seen between them. A surrogate that is the value in plain digits would count
-    as masked.
+    """Also with invisible characters between the digits. A surrogate that is the value in plain
+    digits would count as masked.
     """
     value = NUMBERS[type].translate(digits or {})
     value = "".join(letter + data.draw(INVISIBLE) for letter in value)

@@ -40,7 +40,7 @@ def empty(row: SourceRow) -> SourceRow | Drop:
 
 
 def too_long(limit: int) -> RowFilter:
-    """Drops a row of more than `limit` characters. First of the filters that search the text."""
+    """Drops a row of more than `limit` characters."""
 
     def keep(row: SourceRow) -> SourceRow | Drop:
         count = row.all_characters
@@ -194,9 +194,9 @@ class CleaningTask:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class FilterEntry:
-    """A filter of rows. name: with it the reasons of its drops begin; build: the filter of a task,
-    None where it is off; meaning: of such a drop, for people; limits: constants of the filter, for
-    the ledger and the identity.
+    """A filter of rows. name: what the reasons of its drops begin with; build: the filter of a
+    task, None where it is off; meaning: why such rows are dropped, for the card; limits: constants
+    of the filter, for the ledger and the identity.
     """
 
     name: str
@@ -205,7 +205,8 @@ class FilterEntry:
     limits: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
 
-# In their order. A row that passes them all is searched for personal data.
+# The first that drops a row is counted. Cheap ones come first, long rows go before any search of
+# the text, and a new filter is the last. A row that passes them all is searched for personal data.
 FILTERS = (
     FilterEntry("empty", lambda task: empty, "the user says nothing in it"),
     FilterEntry(

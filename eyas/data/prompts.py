@@ -50,7 +50,7 @@ from eyas.errors import ConfigError, CorruptError, EmptyInputError, InputError
 from eyas.log import Track, quiet
 from eyas.privacy import detector
 from eyas.privacy.key import key_id, key_place, privacy_key
-from eyas.privacy.pii import PrivacyConfig
+from eyas.privacy.pii import TYPES, PrivacyConfig
 from eyas.records import Prompt
 
 ROWS_PER_PART = 10_000  # of prompts, of dropped and of changed rows
@@ -149,6 +149,7 @@ class PromptsConfig(BaseModel):
             "filters": {entry.name: entry.limits for entry in FILTERS},
             "evaluation": {source.label: describe(source).identity for source in self.evaluation},
             "key": key_id(key),
+            "types": list(TYPES),
             "recognisers": {
                 name: version
                 for policy in self.policies.values()

@@ -110,7 +110,7 @@ class TargetServer(FleetServer[TurnRequest, TurnAnswer]):
             except RequestFailure as failure:
                 if failure.kind != "refused":
                     raise
-                what = f"{failure.what}, when asked to say a word"
+                what = f"{failure.what}, when asked for one token"
                 raise RequestFailure("unfit", what) from failure
 
     async def reply(self, request: TurnRequest) -> TurnAnswer:
@@ -141,7 +141,9 @@ class TargetServer(FleetServer[TurnRequest, TurnAnswer]):
         )
 
     def _read(self, content: Any, request: TurnRequest) -> tuple[tuple[int, ...], AnswerChoice]:
-        """The answer's tokens, of a body that saw ours. Raises RequestFailure."""
+        """The answer's tokens, of a body that says that the server saw our prompt's. Raises
+        RequestFailure.
+        """
         try:
             body = AnswerBody.model_validate(content)
         except (ValidationError, RecursionError) as error:
@@ -157,8 +159,10 @@ class TargetServer(FleetServer[TurnRequest, TurnAnswer]):
         if tuple(seen) != request.prompt_ids:
             raise PromptMismatch(seen, request.prompt_ids)
         is_cut = choice.finish_reason == "length"
-        if not choice.token_ids or (not is_cut and choice.token_ids[-1] not in self._proof.end_ids):
-            raise RequestFailure("broken", "leaves out the token that ended an answer")
+        if not choice.token_ids:
+            raise RequestFailure("broken", "answers without a token")
+        if not is_cut and choice.token_ids[-1] not in self._proof.end_ids:
+            raise RequestFailure("unfit", "leaves out the token that ended an answer")
         return tuple(choice.token_ids), choice
 
 

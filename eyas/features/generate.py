@@ -134,7 +134,7 @@ def generate(
         LeakDetector(config.personal),
         config.sends_messages,
     )
-    # what may refuse comes before the folder is claimed
+    # the backend may refuse, and then the folder is not claimed
     with closing(open_backend(config, chat, folder, max_length)) as backend:
         output.begin(own)
         with folder_lock(output), closing(Conversations(prompts, output)) as conversations:

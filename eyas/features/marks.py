@@ -130,7 +130,7 @@ _REFUSAL = re.compile(
 
 
 def mark(text: str, finish_reason: str) -> Mark | None:
-    """Why an answer is kept out of training, or None. finish_reason: "stop" or "length"."""
+    """What is special about an answer, or None. finish_reason: "stop" or "length"."""
     was_cut = finish_reason != "stop"
     if not text.strip():
         return "truncated" if was_cut else "empty"

@@ -5,7 +5,8 @@ Numbers come from ranges set aside for examples: telephone numbers 555-01xx, add
 the number is outside its plan (two zeros after the trunk) or fails its check.
 
 A maker takes a value as `spelling.plain` gives it and the draws of its conversation; it takes its
-form from the value and nothing else.
+form from the value and nothing else. Findings that overlap are joined, so that the value may be
+longer than what its type's search yields: a maker takes any text.
 """
 
 from __future__ import annotations

@@ -61,10 +61,11 @@ class PiiType:
     name: in findings, masks, settings and reports. action: by default; None: as `policy` says.
     example: a text that holds a value, between ⟨ and ⟩. find: the places of the values in a text
     as `spelling.plain` gives it; None: a name, found by language (`entities`, `ner`). surrogate: an
-    invented value in place of one; None: word by word (`surrogates`). is_numbered: written with
-    separators or without. sign: what may stand before the value or not. is_reserved: whether a
-    value is one set aside for examples. is_windowed: long texts are searched in pieces
-    (`detector.in_windows`); keys may be longer than a piece, and links are found in linear time.
+    invented value in place of one; None: word by word (`surrogates`). is_numbered: case and
+    separators do not tell two values apart, and a surrogate keeps those of the place. sign: what
+    may stand before the value or not. is_reserved: whether a value is one set aside for examples.
+    is_windowed: long texts are searched in pieces (`detector.in_windows`); keys may be longer than
+    a piece, and links are found in linear time.
     """
 
     name: str

@@ -108,8 +108,9 @@ class BatchLoss(NamedTuple):
 def judged_positions(loss_mask_BT: Tensor, starts_BT: Tensor | None = None) -> Tensor:
     """bool [B, T]: the positions s whose prediction of x_{s+1} is trained on.
 
-    Position s is judged where `chat.supervision.supervised` has s + 1. loss_mask_BT: bool.
-    starts_BT: as in a Batch; without it every row is one document without padding.
+    Position s is judged where x_s and x_{s+1} are under the mask and of one document, of which s
+    is not the first. loss_mask_BT: bool. starts_BT: as in a Batch; without it every row is one
+    document without padding.
     """
     starts_BT = (
         torch.zeros_like(loss_mask_BT, dtype=torch.int64) if starts_BT is None else starts_BT
