@@ -136,6 +136,14 @@ class _Handler(BaseHTTPRequestHandler):
         answer = self._real(body, return_token_ids=False)
         self._send(200, json.dumps(answer).encode())
 
+    def _trimmed(self, body: bytes) -> None:
+        """A server that leaves out the token that ended its turn."""
+        answer = self._real(body)
+        for choice in answer["choices"]:
+            if choice["finish_reason"] == "stop":
+                choice["token_ids"].pop()
+        self._send(200, json.dumps(answer).encode())
+
     def _parsed(self, body: bytes) -> None:
         """By a parser for reasoning, and for calls where tools are offered."""
         answer = self._real(body)

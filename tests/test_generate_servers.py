@@ -297,6 +297,17 @@ def test_a_server_that_says_when_to_come_again_is_waited_for(
     assert contents(output) == contents(answered)
 
 
+def test_a_server_that_leaves_out_end_tokens_stops_the_run(target, prompts, answered, url, output):
+    """Most probes, of one token, are cut and do not show it."""
+    with (
+        faulty(url, lambda asked: None if is_probe(asked) else "trimmed") as server,
+        pytest.raises(MismatchError, match="leaves out the token that ended an answer"),
+    ):
+        generate(config_of(target, server.url), prompts, output)
+    generate(config_of(target, url), prompts, output)
+    assert contents(output) == contents(answered)
+
+
 # Strange
 
 
@@ -327,9 +338,9 @@ def test_a_server_of_something_else_is_refused_before_it_is_asked(
         refused(config_of(target, client.url), short)
     for fault, match, error in (
         ("no ids", "gives no token ids: it has to know", MismatchError),
-        ("other tokens", "gives .*, or others, when asked to say a word", MismatchError),
+        ("other tokens", "gives .*, or others, when asked for one token", MismatchError),
         ("redirect", "HTTP 307", MismatchError),
-        ("400", "HTTP 400 .no_such_thing., when asked to say a word", MismatchError),
+        ("400", "HTTP 400 .no_such_thing., when asked for one token", MismatchError),
         ("garbage", "no server answers: .*no JSON", MissingInputError),
     ):
         with faulty(url, lambda asked, fault=fault: fault) as server:
