@@ -119,7 +119,12 @@ def gaps(figures: Figures) -> str:
 
 
 def masks(figures: Figures) -> str:
-    return f"{figures['equal']:,} of {figures['rows']:,} equal"
+    rows = figures["equal"] + figures["different"]
+    return (
+        f"{figures['equal']} of {rows} equal, {figures['refused']} refused; on "
+        f"{figures['rows'] * len(figures['tokenizers']):,} real conversations "
+        f"{sum(one['wrong'] for one in figures['tokenizers'])} wrong"
+    )
 
 
 def killed(figures: Figures) -> str:
@@ -209,7 +214,7 @@ TABLES: list[tuple[str, list[Row]]] = [
                 "privacy",
                 recall,
             ),
-            ("Loss masks against the golden of 61 published templates", "masks", masks),
+            ("Loss masks against those on record, by template", "masks", masks),
             ("Answers after `kill -9` at random moments", "generate", killed),
             ("Features: bytes by those of bf16; tau by that of lossless ones", "codecs", codec),
             ("A training step against a plain one with the same loss", "train_step", steps),
