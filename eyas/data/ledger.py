@@ -305,7 +305,7 @@ def show_dropped(lines: Iterable[Mapping[str, Any]], reason: str) -> Iterator[st
         else:
             others[line["reason"]] += 1
     if shown:
-        yield printable(f"{_pairs(shown)}; {shown.total()} together")
+        yield printable(f"{shown.total()} rows: {_pairs(shown)}")
     else:
         yield printable(
             f"no dropped row has a reason that begins with {reason!r}; there are: "
