@@ -18,6 +18,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import typer
 from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import BaseModel, ConfigDict
@@ -338,6 +339,21 @@ class TestPlan:
         shown = run_eyas(f"plan {run_file} --prompts {made.prompts}")
         assert shown.exit_code == 0, shown.output
         assert "400" in shown.stdout  # 40 answers of 10 tokens
+
+
+def test_pages_and_messages_name_options_that_exist():
+    pages = [ROOT / "README.md", *ROOT.glob("docs/*.md"), *ROOT.glob("runs/*.yaml")]
+    known, missing = {}, []
+    for path in [*pages, *ROOT.glob("eyas/**/*.py")]:
+        said = re.findall(r"\beyas ([a-z]+)\b([^`|;\"\n]*)", path.read_text(encoding="utf-8"))
+        for name, words in said:
+            if name in COMMANDS and name not in known:
+                params = typer.main.get_command(build([name])).commands[name].params
+                known[name] = {"--help", *(option for one in params for option in one.opts)}
+            options = re.findall(r"(?<![\w-])--[a-z][a-z-]+", words) if name in known else []
+            missing += [(path.name, name, one) for one in options if one not in known[name]]
+    assert len(known) > 10
+    assert not missing
 
 
 def settings_of(kind, section=None, prefix=""):

@@ -107,7 +107,7 @@ def test_both_heads_are_measured_on_the_same_prompts(runs):
 def test_it_says_which_commands_do_this_for_a_model_of_ones_own(runs):
     first, _, output = runs
     page = Path(figures(first)["report"]).read_text(encoding="utf-8")
-    for command in ("eyas plan mine.yaml --measure", "eyas run mine.yaml", "eyas serve --target"):
+    for command in ("eyas plan mine.yaml", "eyas run mine.yaml", "eyas serve --target"):
         assert f"\n{command}" in first.stdout
         assert command in page
     copy = yaml.safe_load((output / "run.yaml").read_text(encoding="utf-8"))

@@ -56,7 +56,7 @@ def own_commands(folder: str) -> list[str]:
     return [
         f"# the same for a model and prompts of yours: copy {folder}/{RUN_FILE} to mine.yaml,",
         "# change the lines that are marked (*), then",
-        "eyas plan mine.yaml --measure",
+        "eyas plan mine.yaml",
         "eyas run mine.yaml",
         "eyas serve --target MODEL --head out/mine/export-*/sglang",
     ]
