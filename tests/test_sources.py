@@ -12,12 +12,12 @@ import threading
 
 import fsspec
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from eyas.data.ledger import DamagedRow, SourceRow
-from eyas.data.shapes import is_transcript
+from eyas.data.shapes import ASSISTANT_ROLES, is_transcript
 from eyas.data.sources import (
     NOT_STATED,
     SourceConfig,
@@ -342,11 +342,22 @@ def test_a_text_of_both_sides_is_no_prompt(tmp_path_factory, user, answer, key, 
     assert SAID_BY_ASSISTANT not in repr(all_of(source))
 
 
+def hides_its_role(line):
+    """Whether damage renamed the key `role` of a message: nobody can tell then who said it."""
+    try:
+        row = json.loads(line.decode(errors="replace"))
+    except ValueError:
+        return False
+    others = [row[key] for key in row if key not in ("role", "from")] if type(row) is dict else []
+    return any(isinstance(one, str) and one.lower() in ASSISTANT_ROLES for one in others)
+
+
 @given(st.lists(conversations(), min_size=1, max_size=4), DAMAGES)
 @settings(max_examples=300)
 def test_nothing_an_assistant_said_comes_out(tmp_path_factory, values, damages):
-    text = json_lines(values)
-    source = write(tmp_path_factory.getbasetemp() / "damaged.json", damaged(text.encode(), damages))
+    data = damaged(json_lines(values).encode(), damages)
+    assume(not any(map(hides_its_role, data.splitlines())))
+    source = write(tmp_path_factory.getbasetemp() / "damaged.json", data)
     assert SAID_BY_ASSISTANT not in repr(all_of(source))
 
 
