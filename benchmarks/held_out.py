@@ -39,14 +39,10 @@ SPEC_BENCH = {
 }
 
 
-def arguments(
-    description: str | None, prompts: int, model: str = "smollm2"
-) -> argparse.ArgumentParser:
-    """The options of all benchmarks on held-out prompts. model: target and head by default."""
-    parser = argparse.ArgumentParser(description=description)
+def add_sources(parser: argparse.ArgumentParser, prompts: int, target: str) -> None:
+    """The options that say what is measured on what."""
     parser.add_argument("--quick", action="store_true", help="a minute's worth")
-    parser.add_argument("--target", default=model, help="folder, smollm2 or builtin")
-    parser.add_argument("--head", default=model, help="folder, smollm2 or builtin")
+    parser.add_argument("--target", default=target, help="folder, smollm2 or builtin")
     parser.add_argument(
         "--data",
         type=Path,
@@ -54,6 +50,15 @@ def arguments(
         help="conversations, JSON lines (.gz too) with messages",
     )
     parser.add_argument("--prompts", type=int, default=prompts, help="how many")
+
+
+def arguments(
+    description: str | None, prompts: int, model: str = "smollm2"
+) -> argparse.ArgumentParser:
+    """The options of all benchmarks on held-out prompts. model: target and head by default."""
+    parser = argparse.ArgumentParser(description=description)
+    add_sources(parser, prompts, model)
+    parser.add_argument("--head", default=model, help="folder, smollm2 or builtin")
     parser.add_argument("--max-tokens", type=int, default=128)
     return parser
 
@@ -154,15 +159,7 @@ def feature_arguments(description: str | None, prompts: int) -> argparse.Argumen
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--quick", action="store_true", help="a minute's worth")
-    parser.add_argument("--target", default="smollm2", help="folder, smollm2 or builtin")
-    parser.add_argument(
-        "--data",
-        type=Path,
-        default=SGD_DEV,
-        help="conversations, JSON lines (.gz too) with messages",
-    )
-    parser.add_argument("--prompts", type=int, default=prompts, help="how many")
+    add_sources(parser, prompts, "smollm2")
     parser.add_argument(
         "--features", help="a finished capture artifact to take instead, of codec raw or lossless"
     )
