@@ -1,0 +1,249 @@
+"""The architectures that people run, as one table: each a tiny target with random weights, and what
+eyas does with it.
+
+An architecture more is one entry.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers import AutoModelForCausalLM, PreTrainedConfig
+
+from tests.tiny import tiny_tokenizer
+
+SHAPE: dict[str, Any] = {
+    "vocab_size": 320,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 512,
+    "initializer_range": 0.2,  # large, so that greedy answers vary
+    "bos_token_id": None,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+    "tie_word_embeddings": False,
+}
+WINDOW = 16  # tokens: shorter than any test's texts
+TIED = {"tie_word_embeddings": True}
+GEMMA = {"sliding_window": WINDOW, "query_pre_attn_scalar": 24, **TIED}
+GEMMA_LAYERS = [*3 * ["sliding_attention"], "full_attention"] * 2
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
+LOCAL_EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}
+DELTA_NET = {  # of the linear layers, three of four
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+}
+GRANITE = {
+    "embedding_multiplier": 3.0,
+    "attention_multiplier": 0.2,
+    "residual_multiplier": 0.7,
+    "logits_scaling": 2.0,
+}
+MAMBA = {
+    "mamba_n_heads": 8,
+    "mamba_d_state": 16,
+    "mamba_n_groups": 1,
+    "mamba_chunk_size": 32,
+    "layer_types": [*3 * ["linear_attention"], "full_attention"] * 2,
+}
+LONG_FACTORS = {"short_factor": [1.0, 1.1, 1.2, 1.3, 1.4, 1.5], "long_factor": 6 * [2.0]}
+# Of a layer with a norm behind its MLP. Enlarged, or Gemma's scaled and tied embeddings outweigh
+# random layers, and every answer repeats the prompt's last token.
+LAST_NORM = "post_feedforward_layernorm.weight"
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """models: what people call it. config: the class of transformers, with settings over SHAPE.
+
+    own: whether our own engine runs it. refused: what the first stage that refuses it says (a
+    pattern), where a server answers and transformers computes the states.
+    """
+
+    models: str
+    config: str
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    own: bool = False
+    refused: str | None = None
+
+    def config_of(self, **overrides: Any) -> PreTrainedConfig:
+        """transformers' config at tiny size: 8 layers, hidden size 64, a vocabulary of 320."""
+        kind: type[PreTrainedConfig] = getattr(transformers, self.config)
+        return kind(**{**SHAPE, **self.settings, **overrides})
+
+
+ARCHITECTURES: dict[str, Architecture] = {
+    "llama": Architecture("Llama 2 and 3, SmolLM2", "LlamaConfig", own=True),
+    "mistral": Architecture(
+        "Mistral 7B v0.3, Nemo, Small", "MistralConfig", {"sliding_window": None}, own=True
+    ),
+    "mistral_window": Architecture(
+        "Mistral 7B v0.1 (sliding window)", "MistralConfig", {"sliding_window": WINDOW}
+    ),
+    "ministral3": Architecture(
+        "Ministral 3",
+        "Ministral3Config",
+        {
+            "rope_parameters": {
+                **YARN,
+                "rope_theta": 1e6,
+                "beta_fast": 32.0,
+                "beta_slow": 1.0,
+                "mscale": 1.0,
+                "mscale_all_dim": 1.0,
+                "llama_4_scaling_beta": 0.1,
+            }
+        },
+    ),
+    "mixtral": Architecture("Mixtral", "MixtralConfig", LOCAL_EXPERTS),
+    "qwen2": Architecture("Qwen2, Qwen2.5", "Qwen2Config", own=True),
+    "qwen3": Architecture("Qwen3", "Qwen3Config", own=True),
+    "qwen3_moe": Architecture("Qwen3 MoE (30B-A3B)", "Qwen3MoeConfig", EXPERTS),
+    "qwen3_next": Architecture(
+        "Qwen3-Next",
+        "Qwen3NextConfig",
+        {**EXPERTS, **DELTA_NET, "shared_expert_intermediate_size": 48},
+    ),
+    "qwen3_5": Architecture("Qwen3.5 and 3.6 (text)", "Qwen3_5TextConfig", DELTA_NET),
+    "gemma2": Architecture(
+        "Gemma 2",
+        "Gemma2Config",
+        {**GEMMA, "attn_logit_softcapping": 5.0, "final_logit_softcapping": 3.0},
+    ),
+    "gemma3": Architecture(
+        "Gemma 3 (text)", "Gemma3TextConfig", {**GEMMA, "layer_types": GEMMA_LAYERS}
+    ),
+    "gemma4": Architecture(
+        "Gemma 4 (text)",
+        "Gemma4TextConfig",
+        {
+            **TIED,
+            "sliding_window": WINDOW,
+            "global_head_dim": 32,
+            "vocab_size_per_layer_input": 320,
+            "hidden_size_per_layer_input": 8,
+            "final_logit_softcapping": 3.0,
+            "layer_types": GEMMA_LAYERS,
+        },
+    ),
+    "phi3": Architecture("Phi-3", "Phi3Config", {"sliding_window": WINDOW}),
+    "phi4_mini": Architecture(
+        "Phi-4 mini (long rope)",
+        "Phi3Config",
+        {
+            **TIED,
+            "original_max_position_embeddings": 256,
+            "rope_parameters": {
+                "rope_type": "longrope",
+                "rope_theta": 10000.0,
+                "partial_rotary_factor": 0.75,
+                **LONG_FACTORS,
+            },
+        },
+    ),
+    "gpt_oss": Architecture(
+        "gpt-oss",
+        "GptOssConfig",
+        {
+            **LOCAL_EXPERTS,
+            "sliding_window": WINDOW,
+            "rope_parameters": {
+                **YARN,
+                "rope_theta": 150000.0,
+                "beta_fast": 32.0,
+                "beta_slow": 1.0,
+                "truncate": False,
+            },
+        },
+    ),
+    "glm4": Architecture("GLM-4 (9B, 32B)", "Glm4Config"),
+    "glm4_moe": Architecture(
+        "GLM-4.5 and later (MoE)",
+        "Glm4MoeConfig",
+        {
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 48,
+            "use_qk_norm": True,
+        },
+    ),
+    "smollm3": Architecture("SmolLM3", "SmolLM3Config", TIED),
+    "granite": Architecture("Granite 3", "GraniteConfig", GRANITE),
+    "granite4": Architecture(
+        "Granite 4 (dense)",
+        "GraniteMoeHybridConfig",
+        {
+            **GRANITE,
+            "shared_intermediate_size": 96,
+            "num_local_experts": 0,
+            "num_experts_per_tok": 0,
+            "position_embedding_type": "rope",
+            "mamba_n_heads": 8,
+            "layer_types": 8 * ["full_attention"],
+        },
+    ),
+    "granite4_hybrid": Architecture(
+        "Granite 4 (hybrid, MoE)",
+        "GraniteMoeHybridConfig",
+        {**GRANITE, **MAMBA, **LOCAL_EXPERTS, "shared_intermediate_size": 96},
+    ),
+    "olmo3": Architecture("OLMo 3", "Olmo3Config", {"sliding_window": WINDOW}),
+    "lfm2": Architecture(
+        "LFM2",
+        "Lfm2Config",
+        {
+            **TIED,
+            "block_auto_adjust_ff_dim": False,
+            "layer_types": [*2 * ["conv"], "full_attention", "conv"] * 2,
+        },
+    ),
+    "opt": Architecture(
+        "OPT",
+        "OPTConfig",
+        {**TIED, "ffn_dim": 96, "word_embed_proj_dim": 64, "init_std": 0.2},
+    ),
+    "gpt2": Architecture(
+        "GPT-2",
+        "GPT2Config",
+        {**TIED, "n_embd": 64, "n_layer": 8, "n_head": 4, "n_positions": 512},
+    ),
+}
+
+
+def save_architecture(folder: Path, name: str, seed: int = 0, **overrides: Any) -> Path:
+    """Write a random target of ARCHITECTURES, with a tokenizer and a chat template, to `folder` and
+    return it. In float32; overrides are of its config.
+    """
+    config = ARCHITECTURES[name].config_of(**overrides)
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(config)
+    for path, weight in [*model.named_parameters(), *model.named_buffers()]:
+        # ones and zeros would hide a forgotten norm, bias, sink or scale
+        named = "norm" in path or path.endswith(("bias", "sinks", "layer_scalar"))
+        if named and weight.is_floating_point():
+            weight.data.add_(0.1 * torch.randn_like(weight))
+        if path.endswith(LAST_NORM):
+            weight.data.add_(3.0)
+    model.save_pretrained(folder)
+    tiny_tokenizer(folder)
+    return Path(folder)
+
+
+def saved_architecture(root: Path, name: str) -> Path:
+    """The target of this name, saved once below `root`: of a whole session of tests, this is
+    tmp_path_factory.getbasetemp(). Tests do not change it.
+    """
+    folder = root / "architectures" / name
+    return folder if folder.is_dir() else save_architecture(folder, name)
