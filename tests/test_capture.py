@@ -23,7 +23,6 @@ from eyas.chat.tokenizer import TargetTokenizer
 from eyas.errors import CorruptError, EmptyInputError, MismatchError, StorageFullError
 from eyas.features import capture as stage
 from eyas.features.capture import CaptureConfig, CaptureTask, capture, split_of
-from eyas.features.decoder import HookedDecoder, OwnDecoder
 from eyas.features.generate import GenerateConfig, generate
 from eyas.features.samples import (
     LEAST_SAVED,
@@ -33,6 +32,7 @@ from eyas.features.samples import (
     plan_samples,
     shared_groups,
 )
+from eyas.model.decoder import HookedDecoder, OwnDecoder
 from eyas.model.target import Target
 from eyas.model.weights import fingerprint
 from eyas.records import Answer, read_answers

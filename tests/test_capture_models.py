@@ -14,14 +14,14 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 from eyas.errors import ConfigError, MismatchError
-from eyas.features import decoder as features_decoder
-from eyas.features.decoder import (
+from eyas.model import decoder as hooked
+from eyas.model.config import TargetConfig
+from eyas.model.decoder import (
     HiddenStates,
     HookedDecoder,
     OwnDecoder,
     decoder_layers,
 )
-from eyas.model.config import TargetConfig
 from eyas.model.target import Target
 from eyas.model.vocab import TargetVocabulary, shape_of, target_shape
 from tests.foreign import CONFIGS, foreign_target
@@ -207,12 +207,12 @@ def test_layers_that_cannot_be_told_are_not_guessed(folders):
 def test_a_model_whose_past_cannot_be_shared_is_computed_whole(folders, monkeypatch):
     """A past that says nothing: what comes behind it does not see the beginning."""
 
-    class Forgetful(features_decoder.DynamicCache):
+    class Forgetful(hooked.DynamicCache):
         def batch_repeat_interleave(self, repeats):
             self.reset()
             super().batch_repeat_interleave(repeats)
 
-    monkeypatch.setattr(features_decoder, "DynamicCache", Forgetful)
+    monkeypatch.setattr(hooked, "DynamicCache", Forgetful)
     assert not HookedDecoder.load(folders["llama"], "float32").reuses
 
 

@@ -22,13 +22,13 @@ from eyas.client import RequestFailure
 from eyas.errors import EyasError, MismatchError, MissingInputError
 from eyas.features import capture as stage
 from eyas.features.capture import CaptureConfig, capture
-from eyas.features.decoder import HookedDecoder, OwnDecoder
 from eyas.features.fleet import FleetConfig
 from eyas.features.generate import GenerateConfig, generate
 from eyas.features.online import OnlineTarget
 from eyas.features.state_proof import stream_layers
 from eyas.features.states import StateServer
 from eyas.model.config import TargetConfig
+from eyas.model.decoder import HookedDecoder, OwnDecoder
 from eyas.shards import Features, FeatureSource
 from eyas.train.trainer import TrainConfig, train
 from tests.stages import all_samples, ending_target, prompts_of, write_prompts

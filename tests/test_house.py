@@ -25,11 +25,11 @@ MOST_FRAMES = 8  # from a command to the loss, and from the server's worker to t
 ROOMS = {
     "data": (213, "sources, licence gate, filters, duplicates, ledger, card"),
     "engine": (185, "exact speculative decoding: scheduler, rounds, drafters, policy, sampling"),
-    "model": (207, "target and head: configs, checkpoints, attention, training-time test"),
+    "model": (226, "target and head: configs, checkpoints, attention, training-time test"),
     "cpp": (198, "the native decoder"),
     "serve": (171, "the HTTP server"),
     "privacy": (156, "personal data and secrets: search, surrogates, key"),
-    "features": (143, "the target's answers and its hidden states"),
+    "features": (125, "the target's answers and its hidden states"),
     "bench": (106, "any server measured over HTTP, and watched"),
     "train": (93, "objective, optimizer, runs"),
     "cli": (87, "one file per command"),

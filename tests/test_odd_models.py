@@ -17,9 +17,9 @@ from eyas.cli.main import build
 from eyas.engine.engine import Engine
 from eyas.errors import CorruptError, EyasError, MismatchError
 from eyas.export.check import check, replay_head
-from eyas.features.decoder import HookedDecoder
 from eyas.model.checkpoint import read_head
 from eyas.model.config import RopeConfig, TargetConfig
+from eyas.model.decoder import HookedDecoder
 from eyas.model.target import Target
 from eyas.model.vocab import TargetVocabulary
 from eyas.model.weights import nonfinite

@@ -17,12 +17,12 @@ import torch
 from torch import Tensor
 
 from eyas.errors import MismatchError, MissingInputError
-from eyas.features.decoder import OwnDecoder
 from eyas.gguf.blocks import KINDS, BlockMatrix, Kind
 from eyas.gguf.folder import LINK
 from eyas.hub import resolve_target
 from eyas.model import library
 from eyas.model.config import TargetConfig
+from eyas.model.decoder import OwnDecoder
 from eyas.model.native import NativeTarget
 from eyas.model.packed import PackedLinear, parts_of
 from eyas.model.rows import PagedCache, prompt_rows

@@ -20,13 +20,6 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from eyas.artifact import Artifact, Manifest, identity
 from eyas.errors import EmptyInputError, MismatchError, StorageFullError
-from eyas.features.decoder import (
-    FeatureDecoder,
-    HiddenStates,
-    HookedDecoder,
-    OwnDecoder,
-    SharedPrefix,
-)
 from eyas.features.fleet import FleetConfig
 from eyas.features.marks import Mark
 from eyas.features.samples import (
@@ -41,6 +34,13 @@ from eyas.features.states import StateFleet, start_commands
 from eyas.hub import resolve_target
 from eyas.log import Track, quiet
 from eyas.model.config import TargetConfig, TargetShape
+from eyas.model.decoder import (
+    FeatureDecoder,
+    HiddenStates,
+    HookedDecoder,
+    OwnDecoder,
+    SharedPrefix,
+)
 from eyas.model.target import Dtype, default_device, resolve_dtype, stored_dtype
 from eyas.model.vocab import target_shape
 from eyas.model.weights import fingerprint

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from eyas.client import RequestFailure
-from eyas.features.decoder import TOLERANCE, FeatureDecoder, HiddenStates
 from eyas.model.config import TargetShape
+from eyas.model.decoder import TOLERANCE, FeatureDecoder, HiddenStates
 from eyas.model.target import DTYPES
 
 PROOF_SAMPLES = 4  # the shortest, the longest, and between: one step of a server, and several

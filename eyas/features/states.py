@@ -34,7 +34,6 @@ from torch import Tensor
 from eyas.client import RequestFailure
 from eyas.errors import EyasError
 from eyas.features.conversation import TurnFailure
-from eyas.features.decoder import TOLERANCE, HiddenStates, Tail
 from eyas.features.fleet import Fleet, FleetConfig, FleetServer, server_urls
 from eyas.features.state_proof import (
     NUM_STREAMS,
@@ -46,6 +45,7 @@ from eyas.features.state_proof import (
     unfit,
 )
 from eyas.model.config import TargetShape
+from eyas.model.decoder import TOLERANCE, HiddenStates, Tail
 
 # Tokens of its length that a server wants free: those of an answer, and what SGLang keeps back.
 ROOM_VLLM, ROOM_SGLANG = 1, 7
