@@ -156,6 +156,16 @@ def test_a_family_that_is_not_served_says_what_still_works(folders):
     assert "SGLang" in raised.value.hint
 
 
+def test_lm_head_is_given_contiguous_rows(decoders):
+    """A product with strided rows takes a CPU hundreds of times as long."""
+    seen, decoder = [], decoders["gemma3"]
+    hook = decoder._lm_head.register_forward_hook(lambda _m, given, _o: seen.append(given[0]))
+    decoder.states(TOKENS.tolist())
+    hook.remove()
+    assert seen[0].shape == (3, 1, 32)
+    assert seen[0].is_contiguous()
+
+
 def test_bfloat16_stays_bfloat16(folders):
     states = HookedDecoder.load(folders["gemma2"], "bfloat16").states(TOKENS.tolist())
     assert states.aux_hidden.dtype == states.last_hidden.dtype == torch.bfloat16

@@ -243,6 +243,21 @@ def another(folder, **changes):
     return tiny_target(folder / "other", num_hidden_layers=8, **changes)
 
 
+def test_answers_that_are_not_the_targets_are_refused_and_not_resumed(made, tmp_path):
+    """No position's best token is a draft token, so no position carries loss."""
+    folder, target, samples = made
+    said = {token for one in samples for token in one.token_ids.tolist()}
+    unsaid = min(set(range(320)) - said)
+    others = [dataclasses.replace(one, token_ids=one.token_ids * 0 + unsaid) for one in samples]
+    features = write_features(tmp_path / "features", target, others, [])
+    url, options = str(tmp_path / "output"), HeadOptions(draft_vocab_size=1)
+    for _ in range(2):
+        with pytest.raises(EyasError, match=r"is trained: at none of \d+ positions") as raised:
+            run(folder, features, url, head=options)
+        assert "let it answer the prompts itself" in raised.value.hint
+        assert not Artifact(url).is_done()
+
+
 @pytest.mark.parametrize(
     ("target", "given", "changes", "error", "message"),
     [

@@ -284,7 +284,10 @@ class HookedDecoder:
 
         def feed(_: nn.Module, given: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
             fed.append(given[0])
-            return None if all_logits else (given[0][:, -1:], *given[1:])
+            if all_logits:
+                return None
+            # rows of a larger stride take lm_head hundreds of times as long on a CPU
+            return (given[0][:, -1:].contiguous(), *given[1:])
 
         with contextlib.ExitStack() as hooks:
             for number in wanted:

@@ -213,7 +213,7 @@ def transformers_config(folder: str | Path) -> Any:
 
 def shape_of(config: Any, folder: str | Path) -> TargetShape:
     """The shape in a transformers config. Raises MismatchError for what is no decoder of layers."""
-    text = config.get_text_config(decoder=True)
+    text = usual_layer(config.get_text_config(decoder=True))
     given: dict[str, Any] = {
         name: getattr(text, name, None)
         for name in ("hidden_size", "num_hidden_layers", "vocab_size")
@@ -241,6 +241,17 @@ def shape_of(config: Any, folder: str | Path) -> TargetShape:
         logit_scale=logit_scale(text),
         logit_softcap=getattr(text, "final_logit_softcapping", None),
     )
+
+
+def usual_layer(text: Any) -> Any:
+    """The config of the kind of layer that the target has most of: Gemma 4's full attention has
+    heads of another size than its windows.
+    """
+    if not getattr(text, "is_heterogeneous", False):
+        return text
+    sizes = "num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size"
+    kinds = [tuple(getattr(one, size, None) for size in sizes) for one in text.per_layer_config]
+    return text.per_layer_config[kinds.index(max(kinds, key=kinds.count))]
 
 
 def head_attention(text: Any, hidden: int) -> dict[str, int]:

@@ -65,6 +65,8 @@ from eyas.train.step import (
 )
 from eyas.train.tracker import TrackedRun, TrackerConfig, Trackers, open_trackers, scalars
 
+ENOUGH_JUDGED = 100  # positions: if none of them carries loss, none will
+
 # Settings that are not in the artifact's identity: a run may be resumed with other values.
 WITHOUT_EFFECT = {
     "tracker": True,
@@ -108,6 +110,10 @@ class DivergedError(EyasError):
     """The loss has diverged (`state.DIVERGED_AT`): these weights are not saved."""
 
 
+class UntrainedError(EyasError):
+    """No position of the answers carries loss: these weights are the first ones, and not saved."""
+
+
 def train(
     config: TrainConfig,
     target: str,
@@ -125,9 +131,10 @@ def train(
     last head where another one was best.
 
     Raises MismatchError for features or a head of another target; EmptyInputError for features
-    without a trainable answer; ConfigError for settings that contradict each other; EyasError,
-    with the names of the samples, when a loss or gradient is not finite or the loss diverges. The
-    last checkpoint stays in the folder in all of these cases.
+    without a trainable answer; UntrainedError where no position carries loss; ConfigError for
+    settings that contradict each other; EyasError, with the names of the samples, when a loss or
+    gradient is not finite or the loss diverges. The last checkpoint stays in the folder in
+    all of these cases.
     """
     with ExitStack() as stack:
         ranks = stack.enter_context(joined())
@@ -261,6 +268,7 @@ class Trainer:
         assert highest is not None, "the default rate depends on the head"
         mine = [ranks.share(batches) for batches in self.steps[state.step :]]
         reader = self.source.batches([numbers for batches in mine for numbers in batches])
+        judged = trained = 0
         try:
             for planned in mine:
                 if state.patience.is_over(config.stop):
@@ -270,11 +278,14 @@ class Trainer:
                 rate = scheduled_rate(state.step, num_steps, highest)
                 row = training_step(state, self.module, batches, ranks, rate)
                 self._judge(row, batches, output)
+                judged, trained = judged + row["judged"], trained + row["trained"]
+                if not trained and (judged >= ENOUGH_JUDGED or state.step == num_steps):
+                    self._refuse_untrained(judged)
                 trackers.log(state.step, scalars(row))
                 if state.step % config.checkpoint_every == 0 and state.step < num_steps:
                     state.save(output, ranks)
                 track(state.step, num_steps, note(row, state))
-        except DivergedError:  # the older checkpoint stays
+        except (DivergedError, UntrainedError):  # the older checkpoint stays
             if ranks.is_first:
                 output.write_jsonl(METRICS, state.metrics)
             raise
@@ -282,6 +293,18 @@ class Trainer:
             if state.step == self._finished:  # else the step's measurement is missing
                 state.save(output, ranks)
             raise
+
+    def _refuse_untrained(self, judged: int) -> None:
+        """Raise UntrainedError if no step trained anything, those before a resume included."""
+        state = self.state
+        if self.ranks.first(lambda: any(row["trained"] for row in state.metrics)):
+            return
+        raise UntrainedError(
+            f"nothing is trained: at none of {judged} positions of the answers is the target's "
+            f"most likely next token one of the {state.head.config.draft_vocab_size} draft tokens",
+            "the answers are not this target's: let it answer the prompts itself (`eyas generate`, "
+            "at the temperature it is used at); or give a larger head.draft_vocab_size",
+        )
 
     def _judge(self, row: dict[str, Any], batches: Sequence[Batch], output: Artifact) -> None:
         """Measure held-out tau if it is due, and write the step's row of metrics.

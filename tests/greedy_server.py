@@ -1,0 +1,88 @@
+"""A server of any target that transformers runs, as vLLM answers: greedy, by tokens, with ids."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from eyas.model.vocab import target_shape
+
+
+class GreedyServer(ThreadingHTTPServer):
+    """The target's own greedy answers at /v1/completions, for prompts that are token ids."""
+
+    daemon_threads = True
+    request_queue_size = 128
+
+    def __init__(self, target: Path) -> None:
+        super().__init__(("127.0.0.1", 0), _Handler)
+        model: Any = AutoModelForCausalLM.from_pretrained(target)
+        self.model, self.lock = model.eval(), threading.Lock()
+        self.end_ids = target_shape(target).eos_token_ids
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_address[1]}"
+
+    @torch.inference_mode()
+    def answer(self, prompt_ids: list[int], max_tokens: int) -> list[int]:
+        """The end token included, if it comes."""
+        ids, cache, answer = torch.tensor([prompt_ids]), None, list[int]()
+        with self.lock:
+            while len(answer) < max_tokens and not set(answer[-1:]) & set(self.end_ids):
+                output = self.model(ids, past_key_values=cache, use_cache=True)
+                answer.append(int(output.logits[0, -1].argmax()))
+                cache, ids = output.past_key_values, torch.tensor([answer[-1:]])
+        return answer
+
+
+class _Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    server: GreedyServer
+
+    def do_GET(self) -> None:
+        if self.path == "/v1/models":
+            self._send({"data": [{"id": "tiny", "owned_by": "vllm", "max_model_len": 512}]})
+        else:
+            self._send({"version": "0.0.1"})
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+        assert body["temperature"] == 0
+        ids = self.server.answer(body["prompt"], body["max_tokens"])
+        ended = ids[-1] in self.server.end_ids
+        choice = {"index": 0, "text": "", "finish_reason": "stop" if ended else "length"}
+        self._send({"choices": [choice | {"token_ids": ids, "prompt_token_ids": body["prompt"]}]})
+
+    def _send(self, content: Any) -> None:
+        data = json.dumps(content).encode()
+        self.send_response(200)
+        self.send_header("content-type", "application/json")
+        self.send_header("content-length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def log_message(self, *args: Any) -> None:
+        """Nothing on the terminal."""
+
+
+@contextmanager
+def serving_greedily(target: Path) -> Iterator[str]:
+    """The address of a server of the target, for as long as the block lasts."""
+    server = GreedyServer(target)
+    thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
+    thread.start()
+    try:
+        yield server.url
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
