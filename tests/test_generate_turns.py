@@ -47,7 +47,7 @@ def thinking_target(folder: Path, kind: str) -> Path:
         family="qwen3",
         vocab_size=151936,
         eos_token_id=[151645, 151643],
-        num_hidden_layers=4,
+        num_hidden_layers=7,
     )
     for path in folder.iterdir():
         if path.name.startswith(("tokenizer", "chat_template", "special_tokens")):

@@ -14,6 +14,8 @@ import pytest
 from eyas.artifact import Artifact
 from eyas.chat import Chat
 from eyas.cli import run as cli_run
+from eyas.cli.options import read_run_file, validated
+from eyas.cli.run import RunConfig
 from eyas.errors import EmptyInputError, StorageFullError
 from eyas.features.capture import CaptureConfig, capture
 from eyas.features.generate import GenerateConfig, generate
@@ -33,6 +35,7 @@ from eyas.plan.needs import (
     plan_run,
     read_prompts,
     refuse_without_room,
+    source_prompts,
     turn_lengths,
 )
 from eyas.records import Prompt, read_answers
@@ -41,7 +44,7 @@ from eyas.train.trainer import TrainConfig
 from tests.foreign import foreign_target
 from tests.stages import ending_target, prompts_of, write_prompts
 from tests.test_cli import run_eyas
-from tests.tiny import TEMPLATE, tiny_tokenizer
+from tests.tiny import TEMPLATE, tiny_target, tiny_tokenizer
 
 TRAIN = TrainConfig(
     head={"draft_vocab_size": 64},
@@ -184,10 +187,14 @@ def test_a_target_that_our_engine_does_not_run_is_planned(
     assert plan_run(work, *read_prompts(prompts)).needs.prompts == 29
 
 
+def write_rows(path: Path, count: int) -> Path:
+    rows = ({"prompt": f"I would like a table for {one} in San Jose."} for one in range(count))
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
 def run_file(folder: Path, target: Path, **sections: Any) -> Path:
-    prompts = folder / "prompts.jsonl"
-    rows = [{"prompt": f"I would like a table for {number} in San Jose."} for number in range(20)]
-    prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    prompts = write_rows(folder / "prompts.jsonl", 20)
     source = {"path": str(prompts), "licence": "CC0-1.0", "name": "made up", "prompts_by": "human"}
     content = {
         **{"target": str(target), "output": str(folder / "run"), "serve": {}},
@@ -219,6 +226,42 @@ class TestCommand:
         assert "within4 (this run's)" in shown.stdout
         assert "600" in shown.stdout, "50 answers of 12 tokens"
         assert "filler prompts of 90 characters" in shown.stdout
+
+    def test_the_sources_of_the_run_file_are_counted(self, target: Path, tmp_path: Path) -> None:
+        path = run_file(tmp_path, target)
+        shown = run_eyas("plan", path)
+        assert "of all rows of the sources" in shown.stdout
+        needs = json.loads(run_eyas("plan", path, "--json").stdout)["needs"]
+        assert (needs["prompts"], needs["sampled"], needs["answers"]) == (20, 20, 20)
+        sources = validated(RunConfig, read_run_file(path), "").prompts
+        many = write_rows(tmp_path / "many.jsonl", SAMPLE_SIZE + 500)
+        limits = {"max_prompts": 1200}
+        other = sources.sources[0].model_copy(update={"path": str(many), **limits})
+        count, sample = source_prompts(sources.model_copy(update={"sources": [other]}))
+        assert (count, len(sample)) == (1200, SAMPLE_SIZE)
+        assert len({prompt.turns for prompt in sample}) == SAMPLE_SIZE
+
+    def test_a_target_that_run_refuses_is_refused(self, tmp_path: Path) -> None:
+        path = run_file(tmp_path, foreign_target(tmp_path / "neox", "gpt_neox"))
+        shown = run_eyas("plan", path)
+        assert shown.exit_code == 2
+        assert "lossless" in shown.stdout, "the plan is shown all the same: stages may do without"
+        assert "answer prompts by a server" in " ".join(shown.stderr.split())
+
+    def test_too_few_layers_are_refused_at_once(self, tmp_path: Path) -> None:
+        short = tiny_target(tmp_path / "short", num_hidden_layers=6)
+        prompts = write_prompts(tmp_path / "prompts", prompts_of(2))
+        path = run_file(tmp_path, short)
+        for words in (
+            ("plan", path),
+            ("run", path),
+            ("generate", prompts.url, "-t", short, "-o", tmp_path / "answers"),
+        ):
+            shown = run_eyas(*words)
+            assert shown.exit_code == 2
+            assert "a target of 6 layers has no three distinct taps" in shown.stderr
+        assert not (tmp_path / "run").exists()
+        assert not (tmp_path / "answers").exists()
 
     def test_without_room_the_exit_code_is_2(
         self, target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

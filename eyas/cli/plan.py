@@ -15,10 +15,17 @@ from rich.table import Table
 
 from eyas.artifact import Artifact
 from eyas.cli.options import read_run_file, validated
-from eyas.cli.run import RunConfig
+from eyas.cli.run import RunConfig, refuse_target
 from eyas.errors import ConfigError
 from eyas.plan.forecast import CurvePoint, TauForecast, forecast, read_runs
-from eyas.plan.needs import Plan, filler_prompts, plan_run, read_prompts, refuse_without_room
+from eyas.plan.needs import (
+    Plan,
+    filler_prompts,
+    plan_run,
+    read_prompts,
+    refuse_without_room,
+    source_prompts,
+)
 
 MULTIPLES = (2, 4, 8, 16)  # of the largest run's data
 
@@ -33,11 +40,12 @@ def command(
         typer.Option(help="finished prompts artifact, counted through the target's template"),
     ] = None,
     num_prompts: Annotated[
-        int, typer.Option(min=1, help="without one: how many prompts, of one turn each")
-    ] = 1000,
-    characters: Annotated[
-        int, typer.Option(min=1, help="without one: characters in a prompt")
-    ] = 400,
+        int | None,
+        typer.Option(
+            min=1, help="filler prompts of one turn in place of those of the run file's sources"
+        ),
+    ] = None,
+    characters: Annotated[int, typer.Option(min=1, help="in a filler prompt")] = 400,
     answer_tokens: Annotated[
         int | None, typer.Option(min=1, help="mean of an answer, if known; else max_tokens")
     ] = None,
@@ -50,7 +58,8 @@ def command(
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="print JSON, and nothing else")] = False,
 ) -> None:
-    """Count what a run file will need; exit code 2 when its output has no room for it.
+    """Count what a run file will need; exit code 2 when its output has no room for it, or when
+    `eyas run` cannot serve its target (the stages one by one may do without).
 
     With --forecast: what tau becomes with 2 to 16 times the data, from runs that differ only in
     data_share; exit code 2 when these allow no forecast.
@@ -63,19 +72,23 @@ def command(
     if len(paths) > 1:
         raise ConfigError("a plan is of one run file", "give one, or --forecast with runs")
     config = validated(RunConfig, read_run_file(Path(paths[0])), paths[0])
-    count, sample = (
-        read_prompts(Artifact(prompts))
-        if prompts
-        else (num_prompts, filler_prompts(num_prompts, characters))
-    )
+    if prompts:
+        count, sample = read_prompts(Artifact(prompts))
+    elif num_prompts:
+        count, sample = num_prompts, filler_prompts(num_prompts, characters)
+    else:
+        count, sample = source_prompts(config.prompts)
     plan = plan_run(config.planned(config.output), count, sample, answer_tokens)
     if as_json:
         print(json.dumps(plan.to_json(), indent=1))
     else:
         show(plan, paths[0])
-        if not prompts:
-            print(f"of filler prompts of {characters} characters; --prompts counts your own")
+        if num_prompts and not prompts:
+            print(f"of filler prompts of {characters} characters")
+        elif not prompts:
+            print("of all rows of the sources; --prompts counts those that `eyas prompts` kept")
     refuse_without_room(plan.room, config.output)
+    refuse_target(config.target)
 
 
 def show(plan: Plan, title: str) -> None:

@@ -190,7 +190,7 @@ def run(
         )
     config = validated(RunConfig, content, command_line)
     root = local_output(config.output)
-    TargetConfig.from_folder(resolve_target(config.target))  # a model that cannot be served: now
+    refuse_target(config.target)
     if config.train.start:
         resolve_head(config.train.start.head)
     done = run_stages(config, root, anyway)
@@ -226,6 +226,11 @@ def run(
         print(line)
     print(f"report: {report}")
     print(json.dumps({**figures, "seconds": seconds, "report": report}))
+
+
+def refuse_target(target: str) -> None:
+    """Raise MismatchError for a target that a run cannot serve in the end, or that has no head."""
+    TargetConfig.from_folder(resolve_target(target)).refuse_few_layers()
 
 
 def local_output(url: str) -> str:

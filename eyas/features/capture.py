@@ -161,6 +161,7 @@ class CaptureTask:
         self.config, self.folder, self.answers, self.made = config, folder, answers, made
         self.splits = splits
         self.shape = TargetConfig.from_folder(folder) if is_own else target_shape(folder)
+        self.shape.refuse_few_layers()
         self.settings: dict[str, Any] = {
             **config.model_dump(mode="json", exclude=PLACES),
             "splits": list(splits),

@@ -108,6 +108,7 @@ def generate(
     folder = resolve_target(config.target)
     chat, target = Chat(folder, config.date), fingerprint(folder)
     shape = target_shape(folder)
+    shape.refuse_few_layers()
     if not config.servers:
         dtype = resolve_dtype(config.dtype, shape, default_device())
         config = config.model_copy(update={"dtype": dtype})

@@ -34,8 +34,8 @@ ARCHITECTURES = {
     "qwen3": Architecture("qwen3", "Qwen3ForCausalLM"),
 }
 OTHER_ARCHITECTURE = (
-    "eyas reads GGUF files of Llama, Mistral, Qwen2 and Qwen3; take the model's own folder in "
-    "Hugging Face's form, if its architecture is one that eyas captures"
+    "eyas reads GGUF files of Llama, Mistral, Qwen2 and Qwen3; of another model take its folder in "
+    "Hugging Face's form, and let a server of it (SGLang, vLLM) answer: eyas generate --server URL"
 )
 ROPE_FACTORS = "rope_freqs.weight"  # Llama 3.1's scaling, as one factor by frequency
 

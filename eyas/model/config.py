@@ -31,6 +31,7 @@ ELSEWHERE = (
 )
 RESTORE_CONFIG = "restore the file from its source"
 Taps = tuple[int, int, int]
+LEAST_LAYERS = 7  # of a target
 # What JSON calls a number: neither a string of digits, nor true, nor NaN.
 Size = Annotated[int, Field(strict=True, ge=1)]
 Positive = Annotated[float, Field(strict=True, gt=0, allow_inf_nan=False)]
@@ -146,13 +147,16 @@ class TargetShape(DecoderConfig):
 
     @property
     def default_taps(self) -> Taps:
-        n = self.num_hidden_layers
-        if n < 7:
+        self.refuse_few_layers()
+        return (1, self.num_hidden_layers // 2 - 1, self.num_hidden_layers - 4)
+
+    def refuse_few_layers(self) -> None:
+        """Raise MismatchError for a target that has no three distinct taps."""
+        if self.num_hidden_layers < LEAST_LAYERS:
             raise MismatchError(
-                f"a target of {n} layers has no three distinct taps",
-                "EAGLE-3 needs a target of 7 layers or more",
+                f"a target of {self.num_hidden_layers} layers has no three distinct taps",
+                f"EAGLE-3 needs a target of {LEAST_LAYERS} layers or more",
             )
-        return (1, n // 2 - 1, n - 4)
 
 
 class TargetConfig(TargetShape):

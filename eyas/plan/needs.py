@@ -9,12 +9,16 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+import random
+from collections.abc import Iterator, Sequence
 from itertools import islice
 from typing import Any
 
 from eyas.artifact import Artifact
 from eyas.chat import Chat
+from eyas.data.ledger import SourceRow
+from eyas.data.prompts import PromptsConfig
+from eyas.data.sources import read_source
 from eyas.errors import EmptyInputError, StorageFullError, TemplateError
 from eyas.features.capture import CaptureConfig, held_out_meta, room_at
 from eyas.features.generate import GenerateConfig, count_prompts
@@ -109,11 +113,12 @@ def plan_run(
 ) -> Plan:
     """The plan for num_prompts prompts, from a sample of them.
 
-    answer_tokens: the mean length of answers, if known. Raises EmptyInputError, and what reading
-    the target raises.
+    answer_tokens: the mean length of answers, if known. Raises EmptyInputError, MismatchError
+    (too few layers), and what reading the target raises.
     """
     folder = resolve_target(run.target)
     shape = target_shape(folder)
+    shape.refuse_few_layers()
     needs = count_needs(
         sample, num_prompts, Chat(folder, run.generate.date), run.generate, answer_tokens
     )
@@ -159,6 +164,26 @@ def read_prompts(artifact: Artifact) -> tuple[int, list[Prompt]]:
     count = count_prompts(artifact)
     rows = islice(artifact.read_rows("prompts"), 0, None, -(-count // SAMPLE_SIZE))
     return count, [Prompt.from_json(row) for row in rows]
+
+
+def source_prompts(config: PromptsConfig) -> tuple[int, list[Prompt]]:
+    """The number of prompts in the sources of a run file before any is dropped, and a sample of
+    them. Raises what `read_source` raises.
+    """
+    draw, count, sample = random.Random(config.seed), 0, list[Prompt]()
+    for row in islice(_source_rows(config), config.max_prompts):
+        count += 1
+        place = len(sample) if count <= SAMPLE_SIZE else draw.randrange(count)
+        if place < SAMPLE_SIZE:
+            sample[place : place + 1] = [Prompt("", "", "", row.turns, row.system)]
+    wanted = config.match.num_prompts if config.match else None
+    return min(count, wanted or count), sample
+
+
+def _source_rows(config: PromptsConfig) -> Iterator[SourceRow]:
+    for source in config.sources:
+        rows = (row for row in read_source(source) if isinstance(row, SourceRow))
+        yield from islice(rows, source.max_prompts)
 
 
 def count_needs(
