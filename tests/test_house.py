@@ -25,7 +25,7 @@ MOST_FRAMES = 8  # from a command to the loss, and from the server's worker to t
 ROOMS = {
     "data": (213, "sources, licence gate, filters, duplicates, ledger, card"),
     "engine": (185, "exact speculative decoding: scheduler, rounds, drafters, policy, sampling"),
-    "model": (226, "target and head: configs, checkpoints, attention, training-time test"),
+    "model": (228, "target and head: configs, checkpoints, attention, training-time test"),
     "cpp": (198, "the native decoder"),
     "serve": (171, "the HTTP server"),
     "privacy": (156, "personal data and secrets: search, surrogates, key"),
@@ -37,7 +37,7 @@ ROOMS = {
     "export": (71, "forms of other engines, check by replay, card"),
     "chat": (31, "chat template and tokenizer"),
     "shards": (46, "the feature format"),
-    "evaluate": (33, "tau before a head is served"),
+    "evaluate": (55, "tau before a head is served"),
     "gguf": (30, "a GGUF file as a folder"),
     "plan": (21, "tokens and bytes of a run; tau of more data"),
     "builtin": (5, "the packaged models and prompts"),

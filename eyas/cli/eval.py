@@ -32,7 +32,11 @@ def command(
     target: TargetOption,
     output: Output,
     features: Annotated[
-        str | None, typer.Option(help="output of `eyas capture`: chains on its held-out answers")
+        str | None,
+        typer.Option(
+            help="output of `eyas capture`: chains on its held-out answers and, without prompts, "
+            "trees; the target is not run"
+        ),
     ] = None,
     prompts: Annotated[
         str | None, typer.Option(help="held-out prompts or conversations, JSON lines, as for bench")
@@ -57,7 +61,8 @@ def command(
     """Measure tau with its interval, by source, language, tree and temperature.
 
     By default on 100 prompts, answers of 64 tokens, in the default tree and a chain, greedy and at
-    temperature 1; more with -s num_prompts=N, -s max_tokens=N, --trees and --temperatures.
+    temperature 1; more with -s num_prompts=N, -s max_tokens=N, --trees and --temperatures. A target
+    that eyas' own engine does not run answers through transformers.
     """
     if features is None and prompts is None:
         raise ConfigError(
@@ -105,6 +110,8 @@ def headline(result: dict[str, Any]) -> dict[str, Any]:
         "tau_interval": result["tau_interval"],
         "accept_hist": result["accept_hist"],
         "trees": [{name: one[name] for name in names} for one in result.get("trees", [])],
+        "expected": result.get("expected", []),
+        "ways": result.get("ways", {}),
         "against": result.get("against"),
     }
 
@@ -132,8 +139,18 @@ def show_table(result: dict[str, Any]) -> None:
     if "tau_by_num_draft_steps" in result:
         measured.add_row(f"chain of {result['num_draft_steps']}, on features", *_cells(result))
     for one in result.get("trees", []):
-        measured.add_row(f"{one['speculation']}, temperature {one['temperature']:g}", *_cells(one))
+        drawn = one["temperature"]
+        how = "as sampled" if drawn is None else f"temperature {drawn:g}"
+        measured.add_row(f"{one['speculation']}, {how}", *_cells(one))
     out.print(measured)
+    for one in result.get("expected", []):
+        low, high = one["tau_between"]
+        out.print(
+            f"{one['speculation']} at temperature {one['temperature']:g}: tau {low:.2f} to "
+            f"{high:.2f} in the same rounds, by what the target says at each of their tokens"
+        )
+    for what, way in result.get("ways", {}).items():
+        out.print(f"{what}: {way}", soft_wrap=True)
     for name in ("source", "language"):
         parts = result[f"by_{name}"]
         if len(parts) < 2:  # says what the whole says

@@ -19,16 +19,17 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import islice
+from typing import Protocol
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 
 from eyas.engine.sampling import draw_key, exponentials
-from eyas.engine.tree import goes_on
+from eyas.engine.tree import Speculation, goes_on
 from eyas.errors import MismatchError
 from eyas.model.block import Block, Linear, Rope, rms_norm
-from eyas.model.config import HeadConfig, check_head
+from eyas.model.config import HeadConfig, TargetShape, check_head
 from eyas.model.draws import Draws, DrawState
 from eyas.model.native import MAX_HEAD_DIM, runs
 from eyas.model.native_draft import NativeDraft
@@ -44,7 +45,7 @@ from eyas.model.rows import (
     rows_of,
     slots_of,
 )
-from eyas.model.target import PAGE_SIZE, Target
+from eyas.model.target import PAGE_SIZE
 
 CUT_OFF = -40.0  # added to the scores of what min_p cuts
 
@@ -57,11 +58,40 @@ def to_device(array: np.ndarray, device: str) -> torch.Tensor:
     return tensor if device == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
 
 
+class HeadTarget(Protocol):
+    """What a head takes of its target: `Target` has it, and `TargetVocabulary`, without layers."""
+
+    @property
+    def config(self) -> TargetShape: ...
+    @property
+    def lm_head_sha256(self) -> str: ...
+    @property
+    def embed_tokens(self) -> torch.Tensor: ...
+    @property
+    def lm_head(self) -> torch.Tensor: ...
+    @property
+    def device(self) -> str: ...
+    @property
+    def dtype(self) -> torch.dtype: ...
+    @property
+    def is_native(self) -> bool: ...
+
+
+def check_branches(config: HeadConfig, speculation: Speculation) -> None:
+    """Raise MismatchError where a step has more branches than the head has tokens."""
+    if config.draft_vocab_size < speculation.tree_topk:
+        raise MismatchError(
+            f"the head has {config.draft_vocab_size} tokens to draft, the tree has "
+            f"{speculation.tree_topk} branches",
+            f"take a tree of fewer branches: {speculation} are draft steps, branches, tokens",
+        )
+
+
 class DraftLayers:
     """The head in PyTorch operators."""
 
     def __init__(
-        self, config: HeadConfig, tensors: dict[str, torch.Tensor], target: Target
+        self, config: HeadConfig, tensors: dict[str, torch.Tensor], target: HeadTarget
     ) -> None:
         """tensors of the target's dtype and device."""
         prefix = "midlayer."
@@ -118,7 +148,7 @@ class Draft:
     """A head on its target: shares the target's embeddings, dtype and device."""
 
     def __init__(
-        self, config: HeadConfig, tensors: dict[str, torch.Tensor], target: Target
+        self, config: HeadConfig, tensors: dict[str, torch.Tensor], target: HeadTarget
     ) -> None:
         """tensors: as `read_head` gives them.
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 from transformers import PreTrainedTokenizerBase
 
-from eyas.engine.draft import Draft
+from eyas.engine.draft import Draft, check_branches
 from eyas.engine.grammar import Grammar, Grammars
 from eyas.engine.pages import PagePool
 from eyas.engine.request import Request, Result, SamplingParams, Update
@@ -22,7 +22,7 @@ from eyas.engine.sampling import Sampler
 from eyas.engine.scheduler import BatchLimits, RunningSample, Scheduler
 from eyas.engine.stop import StopChecker
 from eyas.engine.tree import Speculation
-from eyas.errors import InputError, MismatchError
+from eyas.errors import InputError
 from eyas.log import Track, quiet
 from eyas.model.checkpoint import read_head
 from eyas.model.target import PAGE_SIZE, Dtype, Target
@@ -84,12 +84,8 @@ class Engine:
         self.speculation = speculation = config.parsed()
         self.target = target
         self.draft = draft if speculation.mode != "off" else None
-        if self.draft and self.draft.config.draft_vocab_size < speculation.tree_topk:
-            raise MismatchError(
-                f"the head has {self.draft.config.draft_vocab_size} tokens to draft, the tree has "
-                f"{speculation.tree_topk} branches",
-                f"take a tree of fewer branches: {speculation} are draft steps, branches, tokens",
-            )
+        if self.draft:
+            check_branches(self.draft.config, speculation)
         self.max_length = min(config.max_length, target.config.max_position_embeddings)
         self.text_drafts = config.text_drafts and speculation.mode == "auto"
         drafts = self.draft is not None or self.text_drafts

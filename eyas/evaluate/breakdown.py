@@ -8,6 +8,15 @@ from typing import Any
 
 from eyas.tau import RoundCounts, tau_interval
 
+# How a figure came to be, by the name that eval.json has for it.
+WAYS = {
+    "engine": "our own engine answered the prompts, with the head's drafts in every round",
+    "features": "stored features: the head drafts along the target's own answers, and no target "
+    "runs",
+    "transformers": "transformers answered the prompts and computed the hidden states: the head "
+    "drafts along these answers",
+}
+
 
 @dataclass(frozen=True, slots=True)
 class AnswerCounts:

@@ -1,4 +1,4 @@
-"""Chains on stored features: quick, and the only measurement where the target cannot run here.
+"""Chains on stored features: quick, and possible where the target cannot run here.
 
 Rounds are those of a chain that drafts in every round and is never cut short, on the answers as
 they were captured.
@@ -12,7 +12,8 @@ from typing import Any
 
 from eyas.chat import Chat
 from eyas.errors import EmptyInputError, MismatchError
-from eyas.evaluate.breakdown import AnswerCounts, figures, vocabulary_figures
+from eyas.evaluate.breakdown import WAYS, AnswerCounts, figures, vocabulary_figures
+from eyas.evaluate.walks import TreeWalks
 from eyas.language import language
 from eyas.log import Track
 from eyas.model.batch import Batch, plan_batches
@@ -24,10 +25,23 @@ from eyas.shards import FeatureMeta, FeatureSource, Sample
 from eyas.tau import RoundCounts
 
 BATCH_TOKENS = 8192  # of a batch, padding included: under a GB for a head of a 70 B target
+# of answers' tokens that are the target's argmax by the features: below it they were sampled
+GREEDY = 0.97
 ASSUMES = (
-    "greedy answers; a chain of num_draft_steps drafts every round, never cut short; "
-    "features in the precision served"
+    "a chain of num_draft_steps drafts every round, never cut short; features in the precision "
+    "served"
 )
+
+
+def answers_temperature(source: FeatureSource, greedy_share: float) -> float | None:
+    """What the answers were drawn at: as `generate` was asked, or greedy by their tokens; None for
+    several temperatures, or one that is not known.
+    """
+    answers = source.inputs["features"].inputs.get("answers")
+    if answers is not None and answers.config.get("sampling"):
+        stated = {one["temperature"] for one in answers.config["sampling"]}
+        return stated.pop() if len(stated) == 1 else None
+    return 0.0 if greedy_share >= GREEDY else None
 
 
 def check_belongs(head: HeadConfig, meta: FeatureMeta, vocabulary: TargetVocabulary) -> None:
@@ -66,23 +80,30 @@ class Chains:
         self._num_greedy = 0
 
     @classmethod
-    def load(cls, folder: str, head: Path, source: FeatureSource, num_draft_steps: int) -> Chains:
+    def load(
+        cls, vocabulary: TargetVocabulary, head: Path, source: FeatureSource, num_draft_steps: int
+    ) -> Chains:
         """Raises what loading raises, and MismatchError for what is not of one target."""
-        vocabulary = TargetVocabulary.load(folder)
         loaded = load_head(head, vocabulary.config, vocabulary.lm_head)
         check_belongs(loaded.config, source.meta, vocabulary)
         return cls(loaded, vocabulary, source, num_draft_steps)
 
-    def measure(self, chat: Chat, track: Track) -> tuple[dict[str, Any], list[AnswerCounts]]:
+    def measure(
+        self, chat: Chat, track: Track, walks: TreeWalks | None
+    ) -> tuple[dict[str, Any], list[AnswerCounts]]:
         """What eval.json says of features, and the counts of each answer; chat: to read the
-        answers' language.
+        answers' language. walks: trees that are walked along the same answers.
 
         Raises EmptyInputError where no answer has two tokens.
         """
         done, longest = 0, self._by_length[-1]
         batches = plan_batches(self._source.lengths, BATCH_TOKENS, "eval")
         for samples in self._source.batches(batches):
-            self._add(samples, chat)
+            texts = (chat.decode(one.token_ids[one.loss_mask].tolist()) for one in samples)
+            languages = [language(text) for text in texts]
+            self._add(samples, languages)
+            if walks is not None:
+                walks.add(samples, languages)
             done += len(samples)
             track(done, len(self._source), f"tau {longest.tau:.3f}")
         if not longest.rounds:
@@ -91,19 +112,28 @@ class Chains:
                 "capture with more prompts",
             )
         K, num_tokens = len(self._by_length), sum(map(len, self._is_known))
-        result = {
+        greedy_share = self._num_greedy / num_tokens
+        temperature = answers_temperature(self._source, greedy_share)
+        kind = "greedy" if temperature == 0 else "sampled"
+        result: dict[str, Any] = {
             **figures(self._answers, K),
             "num_draft_steps": K,
             "tau_by_num_draft_steps": [counts.tau for counts in self._by_length],
             "language_of": "answers",
             **vocabulary_figures(self._is_known, K),
-            "greedy_share": self._num_greedy / num_tokens,
+            "greedy_share": greedy_share,
+            "answers_temperature": temperature,
             "tokens": num_tokens,
-            "assumes": ASSUMES,
+            "assumes": f"{kind} answers; {ASSUMES}",
+            "ways": {"chain": WAYS["features"]},
         }
+        if walks is not None:
+            result["trees"] = walks.entries(temperature, language_of="answers", by="features")
+            result["expected"] = list(walks.expected())
+            result["ways"]["trees"] = WAYS["features"]
         return result, self._answers
 
-    def _add(self, samples: Sequence[Sample], chat: Chat) -> None:
+    def _add(self, samples: Sequence[Sample], languages: Sequence[str]) -> None:
         K = len(self._by_length)
         measured = measure(self._head, self._vocabulary, Batch.of(samples), K)
         self._num_greedy += measured.num_greedy
@@ -112,9 +142,7 @@ class Chains:
             spans = runs(sample.loss_mask.tolist())
             self._is_known += [is_known[first:end] for first, end in spans]
         for number, matches in measured.spans:
-            sample = samples[number]
-            text = chat.decode(sample.token_ids[sample.loss_mask].tolist())
-            answer = AnswerCounts(sample.source, language(text), RoundCounts(K))
+            answer = AnswerCounts(samples[number].source, languages[number], RoundCounts(K))
             for counts in (answer.counts, *self._by_length):
                 counts.add_answer(matches)
             self._answers.append(answer)

@@ -1,13 +1,18 @@
 """The eval stage: what a head brings on answers and prompts that it has not seen, in eval.json.
 
-features    chains, on the answers that `capture` held out; no target runs          -> tau, ...
-prompts     trees at several temperatures, through the engine                       -> trees
+features    chains on the answers that `capture` held out and, without prompts, trees;
+            no target runs                                          -> tau, ..., trees, expected
+prompts     trees at several temperatures, through the engine; where it does not run
+            the target, along answers of transformers' model                        -> trees
 against     the same measurement of another head, and how tau changes               -> against
+
+`ways` says in words which it was.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +22,9 @@ from eyas.artifact import Artifact, Manifest, identity
 from eyas.chat import Chat
 from eyas.engine.tree import Speculation
 from eyas.errors import ConfigError, EmptyInputError
-from eyas.evaluate.breakdown import AnswerCounts
-from eyas.evaluate.chains import Chains
+from eyas.evaluate.answers import HookedAnswers, hooked_dtype
+from eyas.evaluate.breakdown import WAYS, AnswerCounts
+from eyas.evaluate.chains import GREEDY, Chains
 from eyas.evaluate.comparison import compare
 from eyas.evaluate.trees import (
     EvalPrompt,
@@ -29,11 +35,13 @@ from eyas.evaluate.trees import (
     prompts_digest,
     torch_threads,
 )
+from eyas.evaluate.walks import TreeWalks
 from eyas.hub import resolve_head, resolve_target
 from eyas.lineage import head_manifest
 from eyas.log import Track, quiet
 from eyas.model.config import TargetConfig
 from eyas.model.target import resolve_dtype
+from eyas.model.vocab import TargetVocabulary, target_shape
 from eyas.model.weights import fingerprint
 from eyas.shards import FeatureSource
 
@@ -115,17 +123,23 @@ def evaluate(
         raise ConfigError("tolerance: there is no other head to compare with", "give --against")
     folder, prompts = resolve_target(target), prompts[: config.num_prompts]
     if prompts:  # what "auto" stands for on this machine
-        models = config.models
-        dtype = resolve_dtype(models.dtype, TargetConfig.from_folder(folder), models.device)
+        models, shape = config.models, target_shape(folder)
+        is_own = isinstance(shape, TargetConfig)
+        dtype = (
+            resolve_dtype(models.dtype, shape, models.device)
+            if is_own
+            else hooked_dtype(models.dtype, shape)
+        )
         models = models.model_copy(update={"dtype": dtype})
         config = config.model_copy(update={"models": models})
-    if prompts:
         # the other head is an input, and the tolerance only judges the result
         settings = config.model_dump(mode="json", exclude={"against", "tolerance"})
         settings["prompts"] = prompts_digest(prompts)
         settings["target_fingerprint"] = fingerprint(folder)
+        settings |= {} if is_own else {"by": "transformers"}
     else:
-        settings = config.model_dump(mode="json", include={"num_draft_steps"})
+        measured = {"num_draft_steps", "trees", "temperatures"}
+        settings = config.model_dump(mode="json", include=measured)
     inputs = {"head": head_manifest(head, {}), **(features.inputs if features is not None else {})}
     if config.against is not None:
         inputs["against"] = head_manifest(config.against, {})
@@ -148,13 +162,29 @@ def evaluate(
     output.write_json("eval.json", result)
     counts = {"answers": result["answers"], "tokens": result["tokens"], "rounds": result["rounds"]}
     facts = {name: result[name] for name in ("tau", "tau_interval", "accept_hist")}
+    if warnings := list(cautions(result, config, len(prompts))):
+        facts["warnings"] = warnings
+    return output.finish("eval", settings, inputs, counts, facts)
+
+
+def cautions(result: Mapping[str, Any], config: EvalConfig, num_prompts: int) -> Iterator[str]:
+    """What was asked for and is not measured."""
     if left_out := result.get("left_out"):
-        facts["warnings"] = [
-            f"{left_out} of {len(prompts)} prompts are not measured: longer than "
+        yield (
+            f"{left_out} of {num_prompts} prompts are not measured: longer than "
             f"{config.max_prompt_tokens} tokens (models.max_length less max_tokens), or refused "
             "by the chat template"
-        ]
-    return output.finish("eval", settings, inputs, counts, facts)
+        )
+    if not num_prompts and result["answers_temperature"] != 0 and 0 in config.temperatures:
+        yield (
+            "temperature 0 is not measured: the answers of these features were sampled; greedy "
+            "ones are what `eyas generate` makes with `sampling` left out"
+        )
+    if result.get("answers_temperature") == 0 and result["greedy_share"] < GREEDY:
+        yield (
+            f"the answers are greedy, yet {1 - result['greedy_share']:.1%} of their tokens are not "
+            "the target's best by the features: another precision answered than computed them"
+        )
 
 
 class HeadMeasurement:
@@ -169,13 +199,33 @@ class HeadMeasurement:
         prompts: Sequence[EvalPrompt],
     ) -> None:
         """Raises what loading raises, and EmptyInputError where no prompt can be asked."""
-        files = Path(resolve_head(head))
-        self._config, self._chat, self._chains, self._models = config, Chat(folder), None, None
-        if features is not None:
-            self._chains = Chains.load(folder, files, features, config.num_draft_steps)
+        files, chat = Path(resolve_head(head)), Chat(folder)
+        self._config, self._chat = config, chat
+        self._chains: Chains | None = None
+        self._walks: TreeWalks | None = None
+        self._models: Models | None = None
+        self._hooked: HookedAnswers | None = None
+        shape = target_shape(folder)
+        is_own = isinstance(shape, TargetConfig)
         if prompts:
-            self._prompts = PromptSet.of(prompts, self._chat, config.max_prompt_tokens)
+            positions = shape.max_position_embeddings - config.max_tokens
+            longest = (
+                config.max_prompt_tokens if is_own else min(config.max_prompt_tokens, positions)
+            )
+            self._prompts = PromptSet.of(prompts, chat, longest)
+        if prompts and is_own:
             self._models = Models.load(folder, files, config.models)
+        if features is None and is_own:
+            return
+        vocabulary = TargetVocabulary.load(folder)
+        if features is not None:
+            self._chains = Chains.load(vocabulary, files, features, config.num_draft_steps)
+        if self._models is None:
+            lent, sampled = vocabulary.to(config.models.device), config.temperatures
+            self._walks = TreeWalks.load(lent, files, config.trees, () if prompts else sampled)
+        if prompts and not is_own:
+            asked = self._prompts, config.max_tokens, config.seed
+            self._hooked = HookedAnswers.load(folder, config.models, *asked)
 
     def measure(self, track: Track) -> tuple[dict[str, Any], list[AnswerCounts]]:
         """What eval.json says of the head, and the counts of its answers: by the first tree at the
@@ -186,15 +236,45 @@ class HeadMeasurement:
         result: dict[str, Any] = {}
         answers: list[AnswerCounts] = []
         if self._chains is not None:
-            result, answers = self._chains.measure(self._chat, track)
+            along = self._walks if self._hooked is None else None
+            result, answers = self._chains.measure(self._chat, track, along)
         if self._models is not None:
-            of_trees, answers = self._measure_trees(self._models, track)
-            result = {**of_trees, **result}
+            measured, answers = self._measure_trees(self._models, track)
+            result = self._of_trees(measured, "engine", result)
+        if self._hooked is not None:
+            measured, answers = self._measure_walks(self._hooked, track)
+            result = self._of_trees(measured, "transformers", result)
         return result, answers
+
+    def _of_trees(
+        self, measured: list[dict[str, Any]], by: str, of_chains: dict[str, Any]
+    ) -> dict[str, Any]:
+        """What eval.json says of trees on prompts, beside what it says of chains.
+
+        Raises EmptyInputError where the first tree drafted nothing.
+        """
+        first, config = measured[0], self._config
+        if not first["rounds"]:
+            raise EmptyInputError(
+                f"no round of {first['speculation']} drafted anything",
+                "give prompts with longer answers, or a fixed tree first",
+            )
+        return {
+            **first,
+            "assumes": f"{first['speculation']} in {config.models.dtype} at temperature "
+            f"{first['temperature']:g}",
+            "dtype": config.models.dtype,
+            "trees": measured,
+            "temperatures": list(config.temperatures),
+            "languages": sorted(first["by_language"]),
+            "left_out": self._prompts.num_left_out,
+            **of_chains,
+            "ways": {**of_chains.get("ways", {}), "trees": WAYS[by]},
+        }
 
     def _measure_trees(
         self, models: Models, track: Track
-    ) -> tuple[dict[str, Any], list[AnswerCounts]]:
+    ) -> tuple[list[dict[str, Any]], list[AnswerCounts]]:
         config, measured = self._config, list[dict[str, Any]]()
         answers: list[AnswerCounts] = []
         for temperature in config.temperatures:
@@ -205,23 +285,23 @@ class HeadMeasurement:
                 entry, counts = measure_tree(models, self._prompts, tree, requests, bar)
                 measured.append(entry)
                 answers = answers or counts
-        first = measured[0]
-        if not first["rounds"]:
-            raise EmptyInputError(
-                f"no round of {first['speculation']} drafted anything",
-                "give prompts with longer answers, or a fixed tree first",
-            )
-        result = {
-            **first,
-            "assumes": f"{first['speculation']} in {config.models.dtype} at temperature "
-            f"{first['temperature']:g}",
-            "dtype": config.models.dtype,
-            "trees": measured,
-            "temperatures": list(config.temperatures),
-            "languages": sorted(first["by_language"]),
-            "left_out": self._prompts.num_left_out,
-        }
-        return result, answers
+        return measured, answers
+
+    def _measure_walks(
+        self, hooked: HookedAnswers, track: Track
+    ) -> tuple[list[dict[str, Any]], list[AnswerCounts]]:
+        config, measured = self._config, list[dict[str, Any]]()
+        assert self._walks is not None
+        first = self._walks
+        for number, temperature in enumerate(config.temperatures):
+            walks = first.fresh() if number else first
+            languages = iter([prompt.language for prompt in self._prompts.prompts])
+            for samples in hooked.samples(
+                temperature, _part_of(track, number, len(config.temperatures))
+            ):
+                walks.add(samples, list(islice(languages, len(samples))))
+            measured += walks.entries(temperature, language_of="prompts", by="transformers")
+        return measured, first.answers()
 
 
 def _part_of(track: Track, number: int, count: int) -> Track:

@@ -205,5 +205,6 @@ def measure_tree(
         **vocabulary_figures([models.t2d_V[one.token_ids].tolist() for one in decoded], steps),
         "tokens": sum(len(answer.token_ids) for answer in decoded),
         "language_of": "prompts",
+        "by": "engine",
     }
     return entry, answers

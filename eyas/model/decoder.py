@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, DynamicCache
+from transformers import AutoModelForCausalLM, DynamicCache, GenerationConfig
 
 from eyas.errors import ConfigError, MismatchError
 from eyas.model.config import TargetShape
@@ -199,16 +199,48 @@ class HookedDecoder:
         )
 
     def states(
-        self, tokens: Sequence[Sequence[int]], after: SharedPrefix | None = None
+        self,
+        tokens: Sequence[Sequence[int]],
+        after: SharedPrefix | None = None,
+        taps: Sequence[int] | None = None,
     ) -> HiddenStates:
+        """As OwnDecoder's. taps: layers in place of the three of EAGLE-3, without a prefix."""
         T = max(map(len, tokens))
         # causal: padding on the right is not seen
         tokens_BT = torch.tensor([[*row, *[0] * (T - len(row))] for row in tokens])
         if after is None:
-            return self._forward(tokens_BT, use_cache=False)[0]
+            return self._forward(tokens_BT, taps=taps, use_cache=False)[0]
         cache = copy.deepcopy(after.kept)
         cache.batch_repeat_interleave(len(tokens))
         return self._forward(tokens_BT, past_key_values=cache, use_cache=True)[0]
+
+    @torch.inference_mode()
+    def answer(
+        self, prompt_ids: Sequence[int], max_tokens: int, temperature: float = 0.0, seed: int = 0
+    ) -> list[int]:
+        """What the model answers to a prompt, its end token included: greedily, or drawn from the
+        whole vocabulary.
+        """
+        how = GenerationConfig(
+            max_new_tokens=max_tokens,
+            do_sample=temperature > 0,
+            temperature=temperature or 1.0,
+            top_k=0,
+            top_p=1.0,
+            eos_token_id=list(self.shape.eos_token_ids) or None,
+            pad_token_id=0,
+            use_cache=True,
+        )
+        # the checkpoint's own settings, such as a penalty, would go before what is left open
+        self._model.generation_config = GenerationConfig()
+        tokens_BT = torch.tensor([list(prompt_ids)], device=self._device)
+        with torch.random.fork_rng():
+            torch.manual_seed(seed)
+            whole_BT = self._model.generate(
+                tokens_BT, attention_mask=torch.ones_like(tokens_BT), generation_config=how
+            )
+        answer_ids: list[int] = whole_BT[0, len(prompt_ids) :].tolist()
+        return answer_ids
 
     def layers(self, tokens: Sequence[int]) -> Tensor:
         every, T = range(self.shape.num_hidden_layers), len(tokens)

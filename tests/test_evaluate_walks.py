@@ -1,0 +1,291 @@
+"""Eval where our own engine does not run the target: on one that it runs, the rounds are the
+engine's, and sampled acceptance lies between the bounds.
+"""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from eyas.artifact import Artifact
+from eyas.chat import Chat
+from eyas.errors import ConfigError, MismatchError
+from eyas.evaluate.answers import HookedAnswers
+from eyas.evaluate.breakdown import WAYS
+from eyas.evaluate.evaluate import EvalConfig, evaluate
+from eyas.evaluate.trees import ModelsConfig, PromptSet, decode
+from eyas.evaluate.walks import TreeWalks, bounds, heights, walk
+from eyas.log import quiet
+from eyas.model.batch import Batch
+from eyas.model.chain import measure
+from eyas.model.head import load_head
+from eyas.model.vocab import TargetVocabulary
+from eyas.shards import Features
+from eyas.tau import RoundCounts
+from eyas.train.trainer import train
+from tests.architectures import saved_architecture
+from tests.test_cli import assert_one_clear_error, run_eyas
+from tests.tiny import tiny_target
+from tests.tiny_features import samples_of, write_features
+from tests.tiny_head import head_folder
+from tests.tiny_prompts import TRAIN, eval_prompts, learned_head, learned_models, prompt_set
+
+COUNT, TOKENS = 8, 24
+TREES = ("fixed(4,2,6)", "fixed(3,1,4)", "fixed(5,3,9)", "fixed(1,2,3)")
+FLOAT32 = ModelsConfig(dtype="float32", max_length=200)
+# a hybrid with experts, windows with heads of two sizes, layer norms without a rope
+FOREIGN = ("qwen3_next", "qwen3_5", "opt")
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory):
+    """A target, a head that learned some of its answers, and these answers' features."""
+    folder = tiny_target(tmp_path_factory.mktemp("target"), num_hidden_layers=8)
+    head = learned_head(folder, COUNT, tmp_path_factory.mktemp("head"))
+    models = learned_models(folder, head)
+    requests = prompt_set(folder, COUNT).requests(TOKENS, 0.0, 0)
+    answers = decode(models.engine("off"), requests, quiet)
+    conversations = [
+        (list(request.prompt_ids), answer.token_ids)
+        for request, answer in zip(requests, answers, strict=True)
+    ]
+    samples = samples_of(models.target, conversations, "seen")
+    return folder, head, models, requests, samples
+
+
+@pytest.fixture(scope="module")
+def vocabulary(world):
+    return TargetVocabulary.load(world[0])
+
+
+def rounds_of(walks: TreeWalks) -> list[list[int]]:
+    """accept_hist of each answer, by the first tree."""
+    return [answer.counts.accept_hist for answer in walks.answers()]
+
+
+def served_rounds(models, requests, tree) -> list[list[int]]:
+    size = int(tree[6]) + 1
+    served = decode(models.engine(tree), requests, quiet)
+    return [[answer.accepted.count(n) for n in range(size)] for answer in served]
+
+
+# On a target that our engine runs
+
+
+@pytest.mark.parametrize("native", [True, False])
+@pytest.mark.parametrize("tree", TREES)
+def test_a_tree_on_features_is_the_engines_round_for_round(
+    world, vocabulary, tree, native, monkeypatch
+):
+    if not native:
+        monkeypatch.setattr("eyas.model.vocab.unavailable", lambda: "asked for operators")
+    _, head, models, requests, samples = world
+    walks = TreeWalks.load(vocabulary, head.url, [tree])
+    for part in (samples[:3], samples[3:]):
+        walks.add(part, ["en"] * len(part))
+    (entry,) = walks.entries(0.0)
+    assert rounds_of(walks) == served_rounds(models, requests, tree)
+    assert sum(entry["accept_hist"][1:]) > 10, "a head that accepts nothing would prove nothing"
+
+
+def test_answers_of_transformers_give_the_engines_rounds(world, vocabulary):
+    """Prompts alone: answered through transformers, walked, and the same as served."""
+    folder, head, models, requests, samples = world
+    asked = prompt_set(folder, COUNT), TOKENS, 0
+    hooked = HookedAnswers.load(str(folder), FLOAT32, *asked)
+    walks = TreeWalks.load(vocabulary, head.url, TREES[:1])
+    told = []
+    for part in hooked.samples(0.0, lambda done, total=None, note="": told.append((done, total))):
+        for one, other in zip(part, samples[len(rounds_of(walks)) :], strict=False):
+            assert torch.equal(one.token_ids, other.token_ids)
+            torch.testing.assert_close(one.last_hidden, other.last_hidden, rtol=1e-4, atol=1e-4)
+        walks.add(part, ["en"] * len(part))
+    assert rounds_of(walks) == served_rounds(models, requests, TREES[0])
+    assert told == [(done, COUNT) for done in range(1, COUNT + 1)]
+
+
+def test_several_turns_of_one_conversation_are_answers_of_their_own(world, vocabulary):
+    """The rounds of the second answer begin at its own first token."""
+    _, head, models, _, samples = world
+    (tokens, mask), (more, more_mask) = (
+        (one.token_ids.tolist(), one.loss_mask.tolist()) for one in samples[:2]
+    )
+    joined = samples_of(models.target, [([*tokens, *more], [])], "both")[0]
+    joined.loss_mask[:] = torch.tensor([*mask, *more_mask])
+    one = walk(
+        models.draft, TreeWalks.load(vocabulary, head.url, TREES[:1])._counts[0].tree, [joined]
+    )[0]
+    assert [rounds[0].root for rounds in one.rounds] == [
+        mask.index(True),
+        len(tokens) + more_mask.index(True),
+    ]
+    emitted = [sum(r.num_accepted_drafts + 1 for r in rounds) for rounds in one.rounds]
+    assert emitted == [sum(mask) - 1, sum(more_mask) - 1]
+
+
+# Sampled
+
+
+@pytest.mark.parametrize("temperature", [0.4, 1.0, 3.0])
+@pytest.mark.parametrize("tree", ["fixed(3,2,5)", "fixed(2,1,3)"])
+def test_expected_acceptance_lies_between_the_bounds(world, vocabulary, tree, temperature):
+    """Against all that the target could draw: its chances behind every node, by its own forward."""
+    _, head, models, _, samples = world
+    walks = TreeWalks.load(vocabulary, head.url, [tree])
+    exact, width = 0, 0.0
+    for sample in samples:
+        rounds = walk(walks._draft, walks._counts[0].tree, [sample])[0].rounds[0]
+        for one in rounds:
+            if one.left <= 3:  # its answer's end would cut it
+                continue
+            prefix = sample.token_ids[: one.root + 1].tolist()
+            expected = drafts_in_expectation(models.target, prefix, one.tree, 0, temperature)
+            ((low, high),) = bounds([one], sample.last_hidden, vocabulary, [temperature])
+            assert low - 1e-5 <= expected <= high + 1e-5
+            off = [n for n, below in enumerate(heights(one.tree)) if below and n not in one.path]
+            if off == [0]:  # the answer takes every node that has children
+                assert low == pytest.approx(high, abs=1e-9) == pytest.approx(expected, abs=1e-5)
+                exact += 1
+            width = max(width, high - low)
+    assert exact > 0
+    assert width > 0
+
+
+def drafts_in_expectation(target, prefix, tree, node, temperature) -> float:
+    """Accepted drafts below a node, summed over all draws."""
+    children = [n for n, parent in enumerate(tree.parents) if parent == node]
+    if not children:
+        return 0.0
+    chances = (target.logits(torch.tensor([prefix]))[0, -1] / temperature).softmax(-1)
+    return sum(
+        float(chances[tree.tokens[n]])
+        * (1 + drafts_in_expectation(target, [*prefix, tree.tokens[n]], tree, n, temperature))
+        for n in children
+    )
+
+
+def test_a_cold_target_accepts_what_the_greedy_one_does(world, vocabulary):
+    _, head, _, _, samples = world
+    walks = TreeWalks.load(vocabulary, head.url, TREES, [0.0, 1e-4])
+    walks.add(samples, ["en"] * len(samples))
+    for one, measured in zip(walks.expected(), walks.entries(0.0), strict=True):
+        assert one["temperature"] == 1e-4
+        assert one["tau_between"] == pytest.approx(2 * [measured["tau"]], abs=2e-3)
+
+
+def test_rounds_of_sampled_answers_are_within_their_own_bounds(world, vocabulary):
+    """On average: an answer is one draw, the bounds are over all draws."""
+    folder, head, *_ = world
+    prompts = PromptSet.of(eval_prompts(40), Chat(folder), 150)
+    hooked = HookedAnswers.load(str(folder), FLOAT32, prompts, TOKENS, 3)
+    walks = TreeWalks.load(vocabulary, head.url, ["fixed(4,2,6)"], [1.0])
+    answers = [sample for part in hooked.samples(1.0, quiet) for sample in part]
+    walks.add(answers, ["en"] * len(answers))
+    (measured,), (expected,) = walks.entries(1.0), walks.expected()
+    low, high = expected["tau_between"]
+    assert low - 0.1 < measured["tau"] < high + 0.1
+    assert len({tuple(one.token_ids.tolist()) for one in answers}) == 40
+
+
+# Targets that our own engine does not run
+
+
+@pytest.fixture(scope="module", params=FOREIGN)
+def foreign(request, tmp_path_factory):
+    """A target, its greedy answers by transformers as features, and a head that learned them."""
+    folder = saved_architecture(tmp_path_factory.getbasetemp(), request.param)
+    prompts = PromptSet.of(eval_prompts(COUNT), Chat(folder), 150)
+    hooked = HookedAnswers.load(str(folder), FLOAT32, prompts, TOKENS, 0)
+    samples = [sample for part in hooked.samples(0.0, quiet) for sample in part]
+    root = tmp_path_factory.mktemp(request.param)
+    vocabulary = TargetVocabulary.load(folder)
+    features = write_features(root / "features", vocabulary, samples, samples)
+    head = Artifact(str(root / "head"))
+    train(TRAIN, str(folder), Features(features), head)
+    return folder, head, features, samples, vocabulary
+
+
+@pytest.fixture(scope="module")
+def on_features(foreign, tmp_path_factory):
+    """eval.json of its features."""
+    folder, head, features, *_ = foreign
+    output = Artifact(str(tmp_path_factory.mktemp("features")))
+    config = EvalConfig(num_draft_steps=4, trees=("fixed(4,2,6)", "fixed(4,1,5)"))
+    evaluate(config, str(folder), head.url, output, Features(features, "held_out"))
+    return output.read_json("eval.json")
+
+
+def test_features_alone_give_chains_trees_and_sampled_acceptance(foreign, on_features):
+    """A chain by the tree's code is the chain of `model.chain`, which shares none of it."""
+    _, head, _, samples, vocabulary = foreign
+    loaded, counts = load_head(head.local_path("")), RoundCounts(4)
+    for _, matches in measure(loaded, vocabulary, Batch.of(samples), 4).spans:
+        counts.add_answer(matches)
+    tree, chain = on_features["trees"]
+    assert on_features["accept_hist"] == chain["accept_hist"] == counts.accept_hist
+    assert tree["tau"] >= chain["tau"] > 1.2
+    assert on_features["greedy_share"] == 1.0
+    assert {one["by"] for one in on_features["trees"]} == {"features"}
+    assert on_features["ways"] == {"chain": WAYS["features"], "trees": WAYS["features"]}
+    for one, measured in zip(on_features["expected"], on_features["trees"], strict=True):
+        assert (one["speculation"], one["temperature"]) == (measured["speculation"], 1.0)
+        low, high = one["tau_between"]
+        assert 1.0 < low <= high < measured["num_draft_steps"] + 1
+
+
+def test_prompts_are_answered_by_transformers(foreign, on_features, tmp_path):
+    """As a user calls it; on the prompts of the features, the same rounds."""
+    folder, head, *_ = foreign
+    prompts = tmp_path / "prompts.jsonl"
+    rows = [
+        {"id": one.id, "source": one.source, "messages": list(one.messages)}
+        for one in eval_prompts(COUNT)
+    ]
+    prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    words = ("eval", head.url, "-t", folder, "-o", tmp_path / "out", "--prompts", prompts)
+    words += ("--trees", "fixed(4,2,6) fixed(4,1,5)", "-s", f"max_tokens={TOKENS}")
+    shown = run_eyas(*words)
+    assert shown.exit_code == 0, shown.output
+    result = Artifact(str(tmp_path / "out")).read_json("eval.json")
+    measured = [(one["speculation"], one["temperature"], one["by"]) for one in result["trees"]]
+    trees = "fixed(4,2,6)", "fixed(4,1,5)"
+    assert measured == [(tree, t, "transformers") for t in (0.0, 1.0) for tree in trees]
+    for one, stored in zip(result["trees"], on_features["trees"], strict=False):
+        assert one["accept_hist"] == stored["accept_hist"]
+    assert result["by_source"].keys() == {one.source for one in eval_prompts(COUNT)}
+    assert WAYS["transformers"] in " ".join(shown.stdout.split())
+    assert json.loads(shown.stdout.splitlines()[-1])["ways"] == {"trees": WAYS["transformers"]}
+    words = (*words[:4], "-o", tmp_path / "other", *words[6:8])
+    refused = run_eyas(*words, "--trees", "auto")
+    assert_one_clear_error(refused, "auto", "has no size of its own", "fixed(6,3,12)")
+    wide = run_eyas(*words, "--trees", "fixed(2,2,4)", "-s", "models.dtype=packed")
+    assert_one_clear_error(wide, "no dtype packed")
+
+
+def test_answers_that_were_sampled_are_said_to_be(foreign, tmp_path):
+    folder, head, _, samples, vocabulary = foreign
+    for sample in samples:
+        sample.token_ids[-8:] = torch.randint(3, 320, (8,)).int()
+    features = write_features(tmp_path / "features", vocabulary, [], samples)
+    output = Artifact(str(tmp_path / "out"))
+    source = Features(features, "held_out")
+    manifest = evaluate(EvalConfig(), str(folder), head.url, output, source)
+    result = output.read_json("eval.json")
+    assert result["answers_temperature"] is None
+    assert result["assumes"].startswith("sampled answers")
+    assert [one["temperature"] for one in result["trees"]] == [None, None]
+    (warning,) = manifest.facts["warnings"]
+    assert "temperature 0 is not measured" in warning
+    words = ("eval", head.url, "-t", folder, "-o", tmp_path / "out", "--features", features.url)
+    assert "as sampled" in run_eyas(*words).stdout
+
+
+def test_trees_that_cannot_be_walked_are_refused(world, vocabulary, tmp_path):
+    folder, head, *_ = world
+    with pytest.raises(ConfigError, match="auto"):
+        TreeWalks.load(vocabulary, head.url, ["auto"])
+    few = head_folder(folder, tmp_path / "few", draft_vocab_size=8)
+    with pytest.raises(MismatchError, match="8 tokens to draft, the tree has 16 branches"):
+        TreeWalks.load(vocabulary, few, ["fixed(2,16,17)"])
