@@ -17,6 +17,7 @@ from eyas.export.lint import CheckFinding, check_is_head, exit_code, in_order
 from eyas.model.config import RopeConfig
 from eyas.model.forms import write_head
 from eyas.model.vocab import TargetVocabulary
+from tests.architectures import saved_architecture
 from tests.tiny import tiny_target
 from tests.tiny_head import edit_config, edit_tensors, head_folder, tiny_head, write_folder
 
@@ -54,7 +55,8 @@ def test_sound_for_every_family_tied_or_not(tmp_path, family):
         if form == "vllm":
             verifier = {"name_or_path": "it", "architectures": architectures}
             edit_config(folder, "speculators_config", verifier=verifier)
-        assert check(folder, target) == []
+        found = [(one.level, one.what.split(" of ")[0]) for one in check(folder, target)]
+        assert found == ([("note", "not served by llama.cpp")] if family == "qwen2" else [])
 
 
 def with_nan(folder: Path) -> Path:
@@ -278,6 +280,29 @@ def test_engines_that_do_not_read_a_flag_are_named(target, tmp_path):
     assert llama.what.startswith("llama.cpp does not read fc_norm, norm_output: it refuses")
     assert openvino.what.startswith("OpenVINO does not read fc_norm, norm_output: it ignores")
     assert "conversion/llama.py" in llama.hint
+
+
+@pytest.mark.parametrize(
+    ("name", "form", "levels"),
+    [
+        ("gpt2", "eyas", ["warning"]),
+        ("gpt2", "vllm", ["warning"]),
+        ("gemma3", "eyas", ["note"]),
+        ("gemma3", "sglang", ["note"]),
+        ("gemma3", "vllm", ["warning", "note"]),
+    ],
+)
+def test_a_target_that_engines_do_not_serve_with_a_head(
+    tmp_path, tmp_path_factory, name, form, levels
+):
+    target = saved_architecture(tmp_path_factory.getbasetemp(), name)
+    found = check(head_folder(target, tmp_path / "head", form), target)
+    findings = [one for one in found if one.what.startswith("not served by")]
+    assert [finding.level for finding in findings] == levels
+    what = findings[0].what
+    assert ("vLLM 0.32" in what) == (form == "vllm" or levels != ["warning", "note"])
+    assert f"no EAGLE-3 for a target of {name!r}"[:-1] in what
+    assert ("SGLang 0.5.23: serve it there" in findings[0].hint) == (name == "gemma3")
 
 
 @pytest.mark.parametrize("form", FORMS)

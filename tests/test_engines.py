@@ -133,6 +133,31 @@ def test_forms_of_engines_whose_flags_are_read(tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("family", "titles"),
+    [
+        ("llama", {"SGLang", "vLLM", "llama.cpp", "OpenVINO"}),
+        ("qwen2", {"SGLang", "vLLM", "OpenVINO"}),
+        ("qwen3_5_text", {"SGLang", "vLLM", "llama.cpp"}),
+        ("gemma3_text", {"SGLang"}),
+        ("glm4_moe", {"SGLang"}),
+        ("granite", {"vLLM"}),
+        ("smollm3", {"vLLM", "OpenVINO"}),
+        ("lfm2", {"llama.cpp"}),
+        ("gpt2", set()),
+    ],
+)
+def test_targets_that_engines_serve_with_a_head(family, titles):
+    assert {engine.title for engine in ENGINES if engine.serves(family)} == titles
+
+
+def test_every_target_of_the_table_is_named_once():
+    for engine in ENGINES:
+        names = engine.families.split()
+        assert names == sorted(set(names))
+        assert not engine.serves("")
+
+
+@pytest.mark.parametrize(
     ("form", "changes", "tensors", "message"),
     [
         ("sglang", {"norm_before_residual": True}, {}, "norm_before_residual is set: SGLang"),

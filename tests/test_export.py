@@ -30,6 +30,7 @@ from eyas.model.checkpoint import read_head
 from eyas.model.forms import write_head
 from eyas.model.head import load_head
 from eyas.model.vocab import TargetVocabulary
+from tests.architectures import saved_architecture
 from tests.stated import Source
 from tests.tiny import tiny_target
 from tests.tiny_head import edit_config, edit_tensors, head_folder, tiny_head
@@ -114,6 +115,23 @@ def test_both_forms_are_the_trained_head_and_lint_clean(target, tmp_path, dtype)
         written = safetensors.torch.load_file(folder / "model.safetensors")
         assert ("embed_tokens.weight" in written) == (form == "vllm"), "where vLLM looks for them"
         assert {f"{form}/config.json", f"{form}/model.safetensors"} < manifest.files.keys()
+
+
+@pytest.mark.parametrize(("name", "served"), [("gpt2", []), ("granite", ["vllm"])])
+def test_commands_are_of_engines_that_serve_the_target(tmp_path, tmp_path_factory, name, served):
+    """The head is written all the same: a newer version may serve it."""
+    target = saved_architecture(tmp_path_factory.getbasetemp(), name)
+    manifest = made(target, trained(target, str(tmp_path / "train")), tmp_path / "export")
+    assert [*manifest.facts["commands"]] == served
+    (warning,) = manifest.facts["warnings"]
+    assert "not served by SGLang 0.5.23" in warning
+    card = card_of(tmp_path / "export")
+    assert ("sglang.launch_server" in card, "vllm serve" in card) == (False, bool(served))
+    assert f"`sglang/` is for a newer version: SGLang 0.5.23 serves no target of type `{name}`" in (
+        card
+    )
+    assert front_matter(tmp_path / "export")["tags"][2:] == served
+    assert (tmp_path / "export" / "sglang" / "model.safetensors").exists()
 
 
 def test_card_has_commands_lineage_and_measurements_but_no_folder_of_ours(target, head, tmp_path):

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from eyas.model.checkpoint import expected_shapes
-from eyas.model.config import HeadConfig, HeadOptions, TargetConfig
+from eyas.model.config import HeadConfig, HeadOptions
 from eyas.model.dialects import Form
 from eyas.model.forms import Verifier, write_head
 from eyas.model.vocab import TargetVocabulary, draft_vocabulary
@@ -29,7 +29,7 @@ def tiny_head(
     """
     vocabulary = TargetVocabulary.load(target)
     options = HeadOptions(draft_vocab_size=draft_vocab_size)
-    config = HeadConfig.for_target(TargetConfig.from_folder(target), options)
+    config = HeadConfig.for_target(vocabulary.config, options)
     config = config.model_copy(update={"target_lm_head_sha256": vocabulary.lm_head_sha256, **flags})
     generator = torch.Generator().manual_seed(seed)
     counts_V = torch.randint(100, (config.vocab_size,), generator=generator)

@@ -92,7 +92,7 @@ class HeadCard:
         return environment.from_string(TEMPLATE.read_text(encoding="utf-8")).render(
             card=self,
             launch=self.launch,
-            engines={form: engine_of(form).title for form in FORMS},
+            engines={form: engine_of(form) for form in FORMS},
             front=_yaml(self.metadata()),
             measured=self.measured,
             manifest=self.manifest,
@@ -119,7 +119,8 @@ class HeadCard:
             found |= self.origin.terms
         else:  # the hub's word for a licence that is not on its list
             found |= {"license": "other", "license_name": "of-the-target-and-its-data"}
-        found["tags"] = ["eagle3", "speculative-decoding", *self.forms]
+        served = filter(self.launch.is_served, self.forms)
+        found["tags"] = ["eagle3", "speculative-decoding", *served]
         if sets := sorted(
             {match[1] for source in sources(self.manifest) if (match := HUB_SET.match(source.url))}
         ):

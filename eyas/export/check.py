@@ -15,6 +15,7 @@ from pathlib import Path
 from eyas.builtin import demo_prompts
 from eyas.chat.tokenizer import TargetTokenizer
 from eyas.errors import EmptyInputError, MismatchError, TemplateError
+from eyas.export.engines import EngineForm
 from eyas.export.lint import (
     UNSAID,
     CheckFinding,
@@ -24,6 +25,7 @@ from eyas.export.lint import (
     errors,
     form_findings,
     in_order,
+    serving_findings,
     setting_findings,
     target_findings,
     twin_findings,
@@ -61,11 +63,13 @@ from eyas.model.vocab import TargetVocabulary
 MEANINGS = "; "  # between the names of meanings that are taken together
 
 
-def check(head: str | Path, target: str | Path) -> list[CheckFinding]:
+def check(
+    head: str | Path, target: str | Path, forms: Sequence[EngineForm] = ()
+) -> list[CheckFinding]:
     """All that is wrong with a head of any form for a target (folders, or "builtin"); errors first.
 
-    Raises MissingInputError, CorruptError, and MismatchError for what is no EAGLE-3 head or no
-    supported target at all.
+    forms: those it is about to be written in, beside its own. Raises MissingInputError,
+    CorruptError, and MismatchError for what is no EAGLE-3 head or no supported target at all.
     """
     target_folder, folder = resolve_target(str(target)), Path(resolve_head(str(head)))
     vocabulary = TargetVocabulary.load(target_folder)
@@ -91,7 +95,9 @@ def check(head: str | Path, target: str | Path) -> list[CheckFinding]:
         *form_findings(checkpoint),
     ]
     if not any(finding.level == "error" for finding in findings):
-        findings += engine_findings(checkpoint, config)
+        named = {checkpoint.form, *forms}
+        findings += engine_findings(named, config)
+        findings += serving_findings(named, vocabulary.config)
     return in_order(findings)
 
 

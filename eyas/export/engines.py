@@ -1,11 +1,11 @@
-"""The engines that load our heads, as one table: the form that each reads, what of a head it cannot
-read, and the command that starts it.
+"""The engines that load our heads, as one table: the form that each reads, the targets that it
+serves with a head, what of a head it cannot read, and the command that starts it.
 
 Another engine is one entry of ENGINES (and its writer in model/forms.py, if its form is new).
 
 Found in the engines' sources and proved by `benchmarks/engines.py` (docs/decisions/
-heads-in-engines.md). Versions: SGLang 0.5.23, vLLM 0.32.0, llama.cpp of llama-cpp-python 0.3.36,
-optimum-intel 2.2 with OpenVINO GenAI 2026.4. Commands: docs.sglang.io/docs/advanced_features/
+heads-in-engines.md). llama.cpp is that of llama-cpp-python 0.3.36, OpenVINO's converter
+optimum-intel 2.2. Commands: docs.sglang.io/docs/advanced_features/
 speculative_decoding and sglang/srt/arg_groups/speculative_hook.py; docs.vllm.ai, "EAGLE draft
 models", and vllm/config/speculative.py.
 """
@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, get_args
@@ -41,6 +41,7 @@ class Launch:
     None leaves it to them. max_length: of a request in tokens; None is the target's own.
     draft_window: the head's `sliding_window`, which SGLang takes from the command only. taps: the
     layers whose outputs the head reads, which OpenVINO takes from the converted file only.
+    family: the target's model_type; None where it is not known.
     """
 
     target: str
@@ -51,11 +52,16 @@ class Launch:
     max_length: int | None = None
     draft_window: int | None = None
     taps: tuple[int, int, int] | None = None
+    family: str | None = None
 
     @property
     def title(self) -> str:
         """The target's name for people: of a folder, its last part."""
         return Path(self.target).name if Path(self.target).is_absolute() else self.target
+
+    def is_served(self, form: EngineForm) -> bool:
+        """Whether the engine of this form serves such a target with a head."""
+        return self.family is not None and engine_of(form).serves(self.family)
 
     def arguments(self, form: EngineForm, head: str) -> list[str]:
         """The words of the command. head: the folder that the engine loads the head from."""
@@ -142,22 +148,39 @@ def _words(options: Mapping[str, object]) -> list[str]:
 class EngineAbilities:
     """How an engine takes a head.
 
-    form: the exported folder that it reads. command: what starts it; None for an engine that reads
-    another's form. unread: flags of the head's config that it does not read, with what it does
-    about them; where: the place in its source that says so. any_taps: whether it has one reading of
-    every list of layers. own_embeddings: whether it uses the head's. needs_lm_head: whether the
-    file must hold one. target_embeddings: whether its form holds the target's as well.
+    version: the one that was read. form: the exported folder that it reads. families: the targets
+    that it serves with an EAGLE-3 head, by config.json's model_type, between spaces. command: what
+    starts it; None for an engine that reads another's form. unread: flags of the head's config that
+    it does not read, with what it does about them; where: the place in its source that says so.
+    any_taps: whether it has one reading of every list of layers. own_embeddings: whether it uses
+    the head's. needs_lm_head: whether the file must hold one. target_embeddings: whether its form
+    holds the target's as well.
     """
 
     title: str
+    version: str
     form: Form
     where: str
+    families: str
     command: Callable[[Launch, str], list[str]] | None = None
     unread: Mapping[str, str] = field(default_factory=dict)
     any_taps: bool = True
     own_embeddings: bool = True
     needs_lm_head: bool = True
     target_embeddings: bool = True
+
+    @property
+    def release(self) -> str:
+        """Its name with the version that was read."""
+        return f"{self.title} {self.version}"
+
+    def serves(self, family: str) -> bool:
+        """Whether it serves a target of this model_type with a head."""
+        return family in self.families.split()
+
+    def is_of(self, forms: Collection[Form]) -> bool:
+        """Whether one of these forms is its own."""
+        return self.command is not None and self.form in forms
 
     def unread_flags(self, config: HeadConfig) -> list[str]:
         """The flags that this head sets and this engine does not read."""
@@ -183,11 +206,38 @@ class EngineAbilities:
         return [MismatchError(what, hint) for what in found]
 
 
+# Targets by model_type; with another one the engine stops when it starts.
+# set_eagle3_layers_to_capture and get_embed_and_head in sglang/srt/models:
+SGLANG_FAMILIES = """\
+apertus deepseek_v2 deepseek_v3 deepseek_v32 exaone_moe gemma3 gemma3_text gemma4 gemma4_text
+gemma4_unified glm4_moe glm4_moe_lite glm5_next glm_moe_dsa gpt_oss internlm3 iquestcoder llama
+llama4 llama4_text longcat_flash mellum minimax_m2 minimax_m3_vl ministral3 mistral phi3 qwen2
+qwen2_5_vl qwen3 qwen3_5 qwen3_5_moe qwen3_5_moe_text qwen3_5_text qwen3_moe qwen3_next qwen3_vl
+qwen3_vl_moe qwen4_exp"""
+# SupportsEagle3 in vllm/model_executor/models, its transformers backend among them:
+VLLM_FAMILIES = """\
+afmoe apertus arcee cohere2_moe cwm deepseek_v2 deepseek_v3 deepseek_v4 ernie4_5 flex_olmo
+gemma4 gemma4_text gemma4_unified glm glm5_next gpt_bigcode gpt_neox gpt_oss granite granite_swa
+hunyuan_v1_dense hunyuan_v1_moe internlm3 iquestcoder jais2 laguna llama llama4 llama4_text
+mellum mimo_v2_flash minicpm3 minimax_m2 minimax_m3_vl ministral3 mistral mistral3 muse_glimmer
+nemotron_h olmo olmo2 olmo3 phi phi3 qwen2 qwen2_5_vl qwen3 qwen3_5 qwen3_5_moe qwen3_5_moe_text
+qwen3_5_text qwen3_moe qwen3_next qwen3_vl qwen3_vl_moe qwen4_exp seed_oss smollm3 starcoder2
+vaultgemma"""
+# The graphs that set t_layer_inp in src/models:
+LLAMA_CPP_FAMILIES = """\
+deepseek_v4 gemma4 gemma4_text gemma4_unified gpt_oss hunyuan_v1_dense internlm3 iquestcoder
+lfm2 lfm2_moe llama mimo_v2_flash minimax_m2 mistral mixtral muse_glimmer nemotron_h qwen3
+qwen3_5 qwen3_5_moe qwen3_5_moe_text qwen3_5_text qwen3_moe qwen3_next qwen4_exp"""
+# Converted, their layers have the one Add that eagle3_model_transforms.cpp looks for:
+OPENVINO_FAMILIES = "llama mistral phi3 qwen2 qwen3 smollm3"
+
 ENGINES = (
     EngineAbilities(
         "SGLang",
+        "0.5.23",
         "sglang",
         "sglang/srt/models/llama_eagle3.py:97-100 (the residual is taken before the norm)",
+        SGLANG_FAMILIES,
         sglang_command,
         unread={"norm_before_residual": IGNORES},
         any_taps=False,
@@ -195,19 +245,30 @@ ENGINES = (
         needs_lm_head=False,
         target_embeddings=False,
     ),
-    EngineAbilities("vLLM", "vllm", "vllm/model_executor/models/llama_eagle3.py", vllm_command),
+    EngineAbilities(
+        "vLLM",
+        "0.32",
+        "vllm",
+        "vllm/model_executor/models/llama_eagle3.py",
+        VLLM_FAMILIES,
+        vllm_command,
+    ),
     EngineAbilities(
         "llama.cpp",
+        "of llama-cpp-python 0.3.36",
         "vllm",
         "conversion/llama.py:232-252 (no name for fc_norm.*), src/models/eagle3.cpp:286-288 "
         "(the layer's output is fed back before the norm)",
+        LLAMA_CPP_FAMILIES,
         unread={"fc_norm": REFUSES, "norm_output": IGNORES},
     ),
     EngineAbilities(
         "OpenVINO",
+        "2026.4",
         "openvino",
         "optimum/exporters/openvino/model_patcher.py:8447-8472, 8510-8520, 8586-8587, 8601 (one "
         "norm, the last; other weights are left out)",
+        OPENVINO_FAMILIES,
         openvino_command,
         unread=dict.fromkeys(FLAGS, IGNORES),
     ),

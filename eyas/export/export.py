@@ -98,7 +98,7 @@ def export(
     work = identity("export", settings, inputs)
     if output.is_done_for(work):
         return output.manifest("export")
-    findings = check(source, folder)
+    findings = check(source, folder, config.forms)
     wrong = [MismatchError(one.what, one.hint) for one in findings if one.level == "error"]
     refuse(head.url, wrong)
     vocabulary = TargetVocabulary.load(folder)
@@ -143,7 +143,7 @@ def export(
     counts = {"forms": len(config.forms), "tensors": len(tensors), "parameters": num_parameters}
     facts = {
         "target": launch.target,
-        "commands": {form: launch.command(form) for form in config.forms},
+        "commands": {form: launch.command(form) for form in config.forms if launch.is_served(form)},
         "warnings": [one.what for one in findings if one.level != "note"],
         "notes": [one.what for one in findings if one.level == "note"],
         "measured": measured and {key: measured[key] for key in PROMISED if key in measured},
@@ -204,6 +204,7 @@ def launch_of(
         dtype,
         draft_window=head.sliding_window,
         taps=head.taps,
+        family=vocabulary.config.family,
     )
 
 

@@ -5,7 +5,7 @@ Every function yields findings of one kind; `check` calls them in order.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -19,7 +19,14 @@ from eyas.errors import EyasError, MismatchError, MissingInputError
 from eyas.export.engines import ENGINES, FORMS
 from eyas.lineage import HEAD_FILES
 from eyas.model.checkpoint import ANEW
-from eyas.model.config import HeadConfig, TargetShape, rope_faults, same_rotation, spelled
+from eyas.model.config import (
+    HeadConfig,
+    TargetConfig,
+    TargetShape,
+    rope_faults,
+    same_rotation,
+    spelled,
+)
 from eyas.model.dialects import (
     CONFIG_JSON,
     EMBED_TOKENS,
@@ -30,6 +37,7 @@ from eyas.model.dialects import (
     LM_HEAD,
     SGLANG_ARCHITECTURE,
     Checkpoint,
+    Form,
     ambiguities,
     decisions,
     setting_faults,
@@ -263,18 +271,38 @@ def verifier_findings(
             )
 
 
-def engine_findings(checkpoint: Checkpoint, config: HeadConfig) -> Iterator[CheckFinding]:
-    """What engines do not read of it: a warning for the engine of its form, else a note."""
+def engine_findings(named: Collection[Form], config: HeadConfig) -> Iterator[CheckFinding]:
+    """What engines do not read of it: a warning for those of forms in `named`, else a note."""
     for engine in ENGINES:
         flags = engine.unread_flags(config)
         if flags:
             effects = dict.fromkeys(engine.unread[flag] for flag in flags)
-            is_own = engine.command is not None and engine.form == checkpoint.form
             yield CheckFinding(
-                "warning" if is_own else "note",
+                "warning" if engine.is_of(named) else "note",
                 f"{engine.title} does not read {', '.join(flags)}: it {'; '.join(effects)}",
                 f"serve it with another engine, or train a head without ({engine.where})",
             )
+
+
+def serving_findings(named: Collection[Form], target: TargetShape) -> Iterator[CheckFinding]:
+    """Engines that serve no such target with a head, ours among them: a warning for the engine of
+    a form in `named`, and where no engine is left; else a note.
+    """
+    able = [engine.release for engine in ENGINES if engine.serves(target.family)]
+    able += ["eyas serve"] if isinstance(target, TargetConfig) else []
+    hint = (
+        f"{', '.join(able)}: serve it there, or with a newer version that takes such targets"
+        if able
+        else "keep it for a newer version that takes such targets, or train one for another target"
+    )
+    unable = [engine for engine in ENGINES if not engine.serves(target.family)]
+    levels: dict[Level, list[str]] = {"warning": [], "note": []}
+    for engine in unable:
+        levels["note" if able and not engine.is_of(named) else "warning"].append(engine.release)
+    for level, names in levels.items():
+        if names:
+            what = f"not served by {', '.join(names)}: no EAGLE-3 for a target of {target.family!r}"
+            yield CheckFinding(level, what, hint)
 
 
 def form_findings(checkpoint: Checkpoint) -> Iterator[CheckFinding]:
