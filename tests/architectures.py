@@ -1,5 +1,5 @@
 """The architectures that people run, as one table: each a tiny target with random weights, and what
-eyas does with it.
+eyas does with it. docs/architectures.md is written from it (tests/test_architectures.py).
 
 An architecture more is one entry.
 """
@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 import transformers
-from transformers import AutoModelForCausalLM, PreTrainedConfig
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedConfig
 
 from tests.tiny import tiny_tokenizer
 
@@ -58,6 +58,19 @@ MAMBA = {
     "mamba_chunk_size": 32,
     "layer_types": [*3 * ["linear_attention"], "full_attention"] * 2,
 }
+VISION = {  # whatever a model calls its sizes
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_hidden_layers": 1,
+    "depth": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "num_heads": 2,
+    "head_dim": 16,
+    "image_size": 28,
+    "patch_size": 14,
+    "out_hidden_size": 64,
+}
 LONG_FACTORS = {"short_factor": [1.0, 1.1, 1.2, 1.3, 1.4, 1.5], "long_factor": 6 * [2.0]}
 # Of a layer with a norm behind its MLP. Enlarged, or Gemma's scaled and tied embeddings outweigh
 # random layers, and every answer repeats the prompt's last token.
@@ -67,21 +80,23 @@ LAST_NORM = "post_feedforward_layernorm.weight"
 @dataclass(frozen=True)
 class Architecture:
     """models: what people call it. config: the class of transformers, with settings over SHAPE.
-
-    own: whether our own engine runs it. refused: what the first stage that refuses it says (a
-    pattern), where a server answers and transformers computes the states.
+    own: whether our own engine runs it; answers, captures and all else go without. text: the
+    entry of the decoder in a model that sees images too; its settings have no SHAPE.
     """
 
     models: str
     config: str
     settings: Mapping[str, Any] = field(default_factory=dict)
     own: bool = False
-    refused: str | None = None
+    text: str | None = None
 
     def config_of(self, **overrides: Any) -> PreTrainedConfig:
         """transformers' config at tiny size: 8 layers, hidden size 64, a vocabulary of 320."""
         kind: type[PreTrainedConfig] = getattr(transformers, self.config)
-        return kind(**{**SHAPE, **self.settings, **overrides})
+        if self.text is None:
+            return kind(**{**SHAPE, **self.settings, **overrides})
+        decoder = ARCHITECTURES[self.text].config_of(**overrides).to_dict()
+        return kind(**{"text_config": decoder, "eos_token_id": 2, **self.settings})
 
 
 ARCHITECTURES: dict[str, Architecture] = {
@@ -107,6 +122,12 @@ ARCHITECTURES: dict[str, Architecture] = {
             }
         },
     ),
+    "mistral3_vision": Architecture(
+        "Mistral Small 3.1, Ministral 3 (as published, with images)",
+        "Mistral3Config",
+        {"vision_config": {"model_type": "pixtral", **VISION}},
+        text="ministral3",
+    ),
     "mixtral": Architecture("Mixtral", "MixtralConfig", LOCAL_EXPERTS),
     "qwen2": Architecture("Qwen2, Qwen2.5", "Qwen2Config", own=True),
     "qwen3": Architecture("Qwen3", "Qwen3Config", own=True),
@@ -117,6 +138,12 @@ ARCHITECTURES: dict[str, Architecture] = {
         {**EXPERTS, **DELTA_NET, "shared_expert_intermediate_size": 48},
     ),
     "qwen3_5": Architecture("Qwen3.5 and 3.6 (text)", "Qwen3_5TextConfig", DELTA_NET),
+    "qwen3_5_vision": Architecture(
+        "Qwen3.5 and 3.6 (as published, with images)",
+        "Qwen3_5Config",
+        {"vision_config": VISION},
+        text="qwen3_5",
+    ),
     "gemma2": Architecture(
         "Gemma 2",
         "Gemma2Config",
@@ -137,6 +164,18 @@ ARCHITECTURES: dict[str, Architecture] = {
             "final_logit_softcapping": 3.0,
             "layer_types": GEMMA_LAYERS,
         },
+    ),
+    "gemma3_vision": Architecture(
+        "Gemma 3 4B and larger (with images)",
+        "Gemma3Config",
+        {"vision_config": VISION, "mm_tokens_per_image": 4},
+        text="gemma3",
+    ),
+    "gemma4_vision": Architecture(
+        "Gemma 4 (as published, with images)",
+        "Gemma4Config",
+        {"vision_config": VISION, "audio_config": None},
+        text="gemma4",
     ),
     "phi3": Architecture("Phi-3", "Phi3Config", {"sliding_window": WINDOW}),
     "phi4_mini": Architecture(
@@ -226,9 +265,11 @@ def save_architecture(folder: Path, name: str, seed: int = 0, **overrides: Any) 
     """Write a random target of ARCHITECTURES, with a tokenizer and a chat template, to `folder` and
     return it. In float32; overrides are of its config.
     """
-    config = ARCHITECTURES[name].config_of(**overrides)
+    entry = ARCHITECTURES[name]
+    config = entry.config_of(**overrides)
+    kind = AutoModelForCausalLM if entry.text is None else AutoModelForImageTextToText
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(config)
+    model = kind.from_config(config)
     for path, weight in [*model.named_parameters(), *model.named_buffers()]:
         # ones and zeros would hide a forgotten norm, bias, sink or scale
         named = "norm" in path or path.endswith(("bias", "sinks", "layer_scalar"))

@@ -11,9 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM
 
-from eyas.model.vocab import target_shape
+from eyas.model.vocab import auto_class, target_shape, transformers_config
 
 
 class GreedyServer(ThreadingHTTPServer):
@@ -24,7 +23,7 @@ class GreedyServer(ThreadingHTTPServer):
 
     def __init__(self, target: Path) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
-        model: Any = AutoModelForCausalLM.from_pretrained(target)
+        model: Any = auto_class(transformers_config(target)).from_pretrained(target)
         self.model, self.lock = model.eval(), threading.Lock()
         self.end_ids = target_shape(target).eos_token_ids
 

@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, DynamicCache, GenerationConfig
+from transformers import DynamicCache, GenerationConfig
 
 from eyas.errors import ConfigError, MismatchError
 from eyas.model.config import TargetShape
@@ -31,6 +31,7 @@ from eyas.model.rows import prompt_rows
 from eyas.model.target import PAGE_SIZE, Dtype, Target, TargetTail, default_device
 from eyas.model.vocab import (
     ANOTHER,
+    auto_class,
     first_line,
     shape_of,
     transformers_config,
@@ -155,7 +156,7 @@ class HookedDecoder:
 
     @classmethod
     def load(cls, folder: str | Path, dtype: str, device_map: str | None = None) -> HookedDecoder:
-        """Load a folder by AutoModelForCausalLM. device_map: accelerate's, for a model larger than
+        """Load a folder by transformers. device_map: accelerate's, for a model larger than
         one device.
 
         Raises ConfigError where accelerate is asked for and absent, MismatchError,
@@ -174,7 +175,7 @@ class HookedDecoder:
         if getattr(text_config, "attn_logit_softcapping", None) is not None:
             options["attn_implementation"] = "eager"  # the others leave the soft cap out
         try:
-            model = AutoModelForCausalLM.from_pretrained(
+            model = auto_class(config).from_pretrained(
                 folder,
                 dtype=getattr(torch, dtype),
                 local_files_only=True,

@@ -17,7 +17,13 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+)
 
 from eyas.errors import ConfigError, MismatchError
 from eyas.model.config import RopeConfig, TargetConfig, TargetShape, end_token_ids, read_config
@@ -216,13 +222,28 @@ def transformers_config(folder: str | Path) -> Any:
     """
     stated = read_config(folder)
     try:
-        return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except (ValueError, KeyError, OSError, TypeError) as error:
         what = (
             f"{folder} is a {stated.get('model_type')!r} model, which the installed "
             "transformers does not load"
         )
         raise MismatchError(f"{what}: {first_line(error)}", ANOTHER) from error
+    auto_class(config)
+    return config
+
+
+def auto_class(config: Any) -> Any:
+    """What of transformers loads such a model; of one that sees images too, the decoder is used.
+    Raises MismatchError for what is no language model.
+    """
+    if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:
+        return AutoModelForCausalLM
+    if type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
+        return AutoModelForImageTextToText
+    raise MismatchError(
+        f"transformers has no language model of the {config.model_type!r} kind", ANOTHER
+    )
 
 
 def shape_of(config: Any, folder: str | Path) -> TargetShape:
@@ -356,7 +377,7 @@ def transformers_matrices(folder: str | Path, shape: TargetShape) -> tuple[Tenso
 def _names(config: Any) -> tuple[str, str]:
     """What the model calls its embeddings and its lm_head. Raises MismatchError for one without."""
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+        model = auto_class(config).from_config(config, trust_remote_code=False)
     owners = {id(module): name for name, module in model.named_modules()}
     found = [
         owners.get(id(module))

@@ -1,0 +1,115 @@
+"""Every architecture of the table through every stage, at tiny size: a server of it answers,
+transformers computes its hidden states, a head is trained, evaluated, exported and checked; our own
+engine serves it, or refuses in one error that says what to do.
+
+`python -m tests.test_architectures` writes docs/architectures.md.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from eyas.artifact import Artifact
+from eyas.engine.engine import Engine, EngineConfig
+from eyas.engine.request import Request, SamplingParams
+from eyas.errors import MismatchError
+from eyas.evaluate.evaluate import EvalConfig, evaluate
+from eyas.export.check import check
+from eyas.export.export import ExportConfig, export
+from eyas.features.capture import CaptureConfig, capture
+from eyas.features.generate import GenerateConfig, generate
+from eyas.records import read_answers
+from eyas.shards import Features
+from eyas.train.trainer import TrainConfig, train
+from tests.architectures import ARCHITECTURES, saved_architecture
+from tests.greedy_server import serving_greedily
+from tests.stages import prompts_of, write_prompts
+from tests.tiny_prompts import eval_prompts
+
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "architectures.md"
+TRAIN = TrainConfig(
+    objective={"num_ttt_steps": 2}, epochs=2, batches={"tokens": 256}, stop={"measurements": 1}
+)
+SPECULATION = "fixed(2,2,4)"
+EVAL = EvalConfig(trees=(SPECULATION,), temperatures=(0.0,), max_tokens=6, num_draft_steps=2)
+INTRODUCTION = """# Architectures
+
+What runs with which model. `python -m tests.test_architectures` writes this page; every row is run
+as a test, on a small model of the architecture with random weights.
+
+A model is **trained for** when these stages run: a server of the model answers (`eyas generate
+--server URL`: vLLM or SGLang), transformers computes its hidden states (`eyas capture`), and the
+head is trained, evaluated (trees along the model's own answers), exported and checked. Our **own
+engine** also answers, captures and serves without a server; its output is the same with a head and
+without. A model that it does not run is refused in one error that says so.
+
+A model that is not here may run too: anything that transformers loads as a language model of seven
+or more layers is tried, and what the hooks see is compared with the model's own logits first.
+"""
+
+
+@pytest.fixture(scope="module")
+def prompts(tmp_path_factory: pytest.TempPathFactory) -> Artifact:
+    return write_prompts(tmp_path_factory.mktemp("prompts") / "prompts", prompts_of(6))
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_every_stage_runs_or_says_what_to_do(
+    name: str, prompts: Artifact, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    folder = str(saved_architecture(tmp_path_factory.getbasetemp(), name))
+    answers, features, head, evaluation, exported = (
+        Artifact(str(tmp_path / stage))
+        for stage in ("generate", "capture", "train", "eval", "export")
+    )
+    asked = GenerateConfig(target=folder, max_tokens=12, client={"send": "tokens"})
+    with serving_greedily(Path(folder)) as url:
+        generate(asked.model_copy(update={"servers": (url,)}), prompts, answers)
+    said = {token for row in read_answers(answers) for token in row.answer_ids}
+    assert len(said) > 10, "a target that repeats itself shows nothing"
+    config = CaptureConfig(target=folder, decoder="transformers", held_out_share=0.5)
+    capture(config, answers, features)
+    held_out = Features(features, "held_out")
+    trained = train(TRAIN, folder, Features(features, "train"), head, held_out=held_out)
+    assert trained.facts["last_batches"]["accuracy"][0] > 0, "it repeats what it has seen"
+    manifest = evaluate(EVAL, folder, head.url, evaluation, held_out, eval_prompts(2))
+    assert 1 <= manifest.facts["tau"] <= 3
+    export(ExportConfig(), folder, head, exported, evaluation=evaluation)
+    for form in ("sglang", "vllm"):
+        findings = check(tmp_path / "export" / form, folder)
+        assert not [one for one in findings if one.level == "error"], findings
+    serves_or_refuses(name, folder, tmp_path / "export" / "sglang", answers)
+
+
+def serves_or_refuses(name: str, folder: str, head: Path, answers: Artifact) -> None:
+    """Our own engine gives the server's answers, with a head; or it is one error."""
+    config = EngineConfig(max_batch=4, max_length=256, speculation=SPECULATION)
+    if not ARCHITECTURES[name].own:
+        with pytest.raises(MismatchError) as raised:
+            Engine.load(folder, head, config=config)
+        assert "answer prompts by a server" in raised.value.hint
+        return
+    engine, rows = Engine.load(folder, head, config=config), list(read_answers(answers))
+    requests = [Request(row.key, row.prompt_ids, SamplingParams(max_tokens=12)) for row in rows]
+    served = {one.request_id: tuple(one.token_ids) for one in engine.run(requests)}
+    assert served == {row.key: row.answer_ids for row in rows}
+
+
+def page() -> str:
+    """docs/architectures.md."""
+    rows = [("model", "`model_type`", "trained for", "own engine")]
+    rows.append(tuple("---" for _ in rows[0]))
+    for entry in ARCHITECTURES.values():
+        family = entry.config_of().model_type
+        rows.append((entry.models, f"`{family}`", "yes", "yes" if entry.own else "no"))
+    return INTRODUCTION + "\n" + "".join(f"| {' | '.join(row)} |\n" for row in rows)
+
+
+def test_the_page_says_what_the_table_says() -> None:
+    assert PAGE.read_text(encoding="utf-8") == page()
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(), encoding="utf-8")
