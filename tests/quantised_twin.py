@@ -73,7 +73,8 @@ def quantised_rows(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     blocks = x.float().view(len(x), -1, BLOCK)
     most = blocks.abs().amax(-1)
     scale = most / 127
-    inverse = torch.where(most > 0, 127 / most, 0.0)
+    # by torch.div: `127 / most` is most's reciprocal times 127, rounded twice
+    inverse = torch.where(most > 0, torch.div(torch.full_like(most, 127), most), 0.0)
     q = (blocks * inverse.unsqueeze(-1)).round().clamp(-128, 127)
     return q, scale.half().float(), (scale * q.sum(-1)).half().float()
 
