@@ -17,6 +17,7 @@ from eyas.engine.request import Request, SamplingParams
 from eyas.errors import MismatchError
 from eyas.evaluate.evaluate import EvalConfig, evaluate
 from eyas.export.check import check
+from eyas.export.engines import ENGINES
 from eyas.export.export import ExportConfig, export
 from eyas.features.capture import CaptureConfig, capture
 from eyas.features.generate import GenerateConfig, generate
@@ -47,6 +48,11 @@ without. A model that it does not run is refused in one error that says so.
 
 A model that is not here may run too: anything that transformers loads as a language model of seven
 or more layers is tried, and what the hooks see is compared with the model's own logits first.
+
+The last columns are the engines that serve such a target with an EAGLE-3 head, as their sources
+say. Where there is none, the head is measured here and waits for a newer version; `eyas export` and
+`eyas check` say so too.
+
 """
 
 
@@ -78,8 +84,8 @@ def test_every_stage_runs_or_says_what_to_do(
     assert 1 <= manifest.facts["tau"] <= 3
     export(ExportConfig(), folder, head, exported, evaluation=evaluation)
     for form in ("sglang", "vllm"):
-        findings = check(tmp_path / "export" / form, folder)
-        assert not [one for one in findings if one.level == "error"], findings
+        for finding in check(tmp_path / "export" / form, folder):
+            assert finding.what.startswith("not served by"), finding
     serves_or_refuses(name, folder, tmp_path / "export" / "sglang", answers)
 
 
@@ -99,12 +105,17 @@ def serves_or_refuses(name: str, folder: str, head: Path, answers: Artifact) -> 
 
 def page() -> str:
     """docs/architectures.md."""
-    rows = [("model", "`model_type`", "trained for", "own engine")]
+    titles = "model", "`model_type`", "trained for", "own engine"
+    rows = [(*titles, *(engine.title for engine in ENGINES))]
     rows.append(tuple("---" for _ in rows[0]))
     for entry in ARCHITECTURES.values():
         family = entry.config_of().model_type
-        rows.append((entry.models, f"`{family}`", "yes", "yes" if entry.own else "no"))
-    return INTRODUCTION + "\n" + "".join(f"| {' | '.join(row)} |\n" for row in rows)
+        served = (entry.own, *(family in engine.families for engine in ENGINES))
+        runs = ("yes" if one else "-" for one in served)
+        rows.append((entry.models, f"`{family}`", "yes", *runs))
+    table = "".join(f"| {' | '.join(row)} |\n" for row in rows)
+    versions = ", ".join(engine.release for engine in ENGINES)
+    return f"{INTRODUCTION}{table}\nRead in {versions}.\n"
 
 
 def test_the_page_says_what_the_table_says() -> None:
