@@ -32,8 +32,9 @@ from eyas.errors import MismatchError
 from eyas.export.check import check, meanings, verdict
 from eyas.export.lint import CheckFinding, exit_code
 from eyas.export.replay import NUM_CONVERSATIONS, AnswerTokens, answered, replay
+from eyas.model.architecture import TargetConfig
 from eyas.model.checkpoint import read_head
-from eyas.model.config import HeadConfig, TargetConfig
+from eyas.model.config import HeadConfig
 from eyas.model.dialects import EMBED_TOKENS, LAYER, LM_HEAD, Form
 from eyas.model.forms import Verifier, write_head
 from eyas.model.target import Target

@@ -25,7 +25,8 @@ import numpy as np
 import torch
 
 from eyas.gguf.blocks import BlockMatrix, Kind
-from eyas.model.config import HeadConfig, HeadOptions, RopeConfig, TargetConfig
+from eyas.model.architecture import TargetConfig
+from eyas.model.config import HeadConfig, HeadOptions, RopeConfig
 from eyas.model.native import NativeTarget
 from eyas.model.native_draft import NativeDraft
 from eyas.model.packed import in_eight_bits
@@ -87,7 +88,6 @@ def configs(shape: str) -> tuple[TargetConfig, HeadConfig]:
         attention_bias=False,
         attention_out_bias=False,
         mlp_bias=False,
-        qk_norm=False,
         eos_token_ids=(),
         dtype="bfloat16",
     )

@@ -29,8 +29,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from eyas.bench.machine import machine
+from eyas.model.architecture import TargetConfig
 from eyas.model.batch import Batch
-from eyas.model.config import HeadConfig, HeadOptions, RopeConfig, TargetConfig
+from eyas.model.config import HeadConfig, HeadOptions, RopeConfig
 from eyas.model.head import Head
 from eyas.model.vocab import TargetVocabulary
 from eyas.shards import Sample
@@ -165,7 +166,6 @@ def target_config(args: argparse.Namespace) -> TargetConfig:
         attention_bias=False,
         attention_out_bias=False,
         mlp_bias=False,
-        qk_norm=False,
         eos_token_ids=(),
         dtype="bfloat16",
     )

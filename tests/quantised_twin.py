@@ -19,8 +19,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from eyas.gguf.blocks import BLOCK, BlockMatrix, Kind
+from eyas.model.architecture import TargetConfig
 from eyas.model.block import Block
-from eyas.model.config import TargetConfig
 from eyas.model.packed import Blocks, parts_of
 from eyas.model.target import Layers
 

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from eyas.errors import ConfigError, MismatchError
 from eyas.model import decoder as hooked
-from eyas.model.config import TargetConfig
+from eyas.model.architecture import TargetConfig
 from eyas.model.decoder import (
     HiddenStates,
     HookedDecoder,

@@ -27,7 +27,7 @@ from eyas.features.generate import GenerateConfig, generate
 from eyas.features.online import OnlineTarget
 from eyas.features.state_proof import stream_layers
 from eyas.features.states import StateServer
-from eyas.model.config import TargetConfig
+from eyas.model.architecture import TargetConfig
 from eyas.model.decoder import HookedDecoder, OwnDecoder
 from eyas.shards import Features, FeatureSource
 from eyas.train.trainer import TrainConfig, train

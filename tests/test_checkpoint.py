@@ -15,8 +15,9 @@ from hypothesis import strategies as st
 from transformers import AutoConfig, LlamaConfig
 
 from eyas.errors import CorruptError, MismatchError, MissingInputError
+from eyas.model.architecture import TargetConfig
 from eyas.model.checkpoint import map_faults, open_checkpoint, read_head
-from eyas.model.config import HeadConfig, RopeConfig, TargetConfig
+from eyas.model.config import HeadConfig, RopeConfig
 from eyas.model.dialects import Form
 from eyas.model.forms import Verifier, write_head
 from eyas.model.vocab import TargetVocabulary, draft_vocabulary

@@ -27,7 +27,8 @@ from eyas.engine.tree import tree_of
 from eyas.engine.verify import accept
 from eyas.errors import MismatchError
 from eyas.model import library, native, packed
-from eyas.model.config import HeadConfig, TargetConfig
+from eyas.model.architecture import TargetConfig
+from eyas.model.config import HeadConfig
 from eyas.model.draws import DrawState
 from eyas.model.native import NativeTarget
 from eyas.model.native_draft import NativeDraft

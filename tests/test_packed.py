@@ -21,7 +21,7 @@ from eyas.gguf.blocks import KINDS, BlockMatrix, Kind
 from eyas.gguf.folder import LINK
 from eyas.hub import resolve_target
 from eyas.model import library
-from eyas.model.config import TargetConfig
+from eyas.model.architecture import TargetConfig
 from eyas.model.decoder import OwnDecoder
 from eyas.model.native import NativeTarget
 from eyas.model.packed import PackedLinear, parts_of

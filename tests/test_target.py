@@ -12,8 +12,8 @@ from transformers import AutoModelForCausalLM
 
 from eyas.errors import CorruptError, MismatchError, MissingInputError
 from eyas.model import target as target_module
+from eyas.model.architecture import TargetConfig
 from eyas.model.block import Linear
-from eyas.model.config import TargetConfig
 from eyas.model.target import Target, resolve_dtype, stored_dtype
 from eyas.model.weights import read_tensors
 from tests.tiny import FAMILIES, tiny_target

@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from eyas.model.architecture import TargetConfig
 from eyas.model.batch import Batch
-from eyas.model.config import HeadConfig, HeadOptions, RopeConfig, TargetConfig
+from eyas.model.config import HeadConfig, HeadOptions, RopeConfig
 from eyas.model.head import Head
 from eyas.model.vocab import TargetVocabulary, draft_vocabulary
 from eyas.shards import Sample
@@ -32,7 +33,6 @@ TINY_TARGET = TargetConfig(
     attention_bias=False,
     attention_out_bias=False,
     mlp_bias=False,
-    qk_norm=False,
     eos_token_ids=(2,),
     dtype="float32",
 )

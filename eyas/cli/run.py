@@ -47,7 +47,7 @@ from eyas.features.online import OnlineTarget
 from eyas.hub import resolve_head, resolve_target
 from eyas.lineage import head_manifest
 from eyas.log import console
-from eyas.model.config import TargetConfig
+from eyas.model.architecture import TargetConfig
 from eyas.plan.needs import PlannedRun, plan_run, read_prompts, refuse_without_room
 from eyas.serve.server import ServeConfig, running_server
 from eyas.shards import Features, Split

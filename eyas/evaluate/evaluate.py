@@ -39,7 +39,7 @@ from eyas.evaluate.walks import TreeWalks
 from eyas.hub import resolve_head, resolve_target
 from eyas.lineage import head_manifest
 from eyas.log import Track, quiet
-from eyas.model.config import TargetConfig
+from eyas.model.architecture import TargetConfig
 from eyas.model.target import resolve_dtype
 from eyas.model.vocab import TargetVocabulary, target_shape
 from eyas.model.weights import fingerprint

@@ -46,6 +46,7 @@ from eyas.export.replay import (
 )
 from eyas.hub import resolve_head, resolve_target
 from eyas.log import Track, quiet
+from eyas.model.architecture import TargetConfig
 from eyas.model.checkpoint import (
     embedding_faults,
     head_config,
@@ -55,7 +56,7 @@ from eyas.model.checkpoint import (
     refuse,
     tensor_faults,
 )
-from eyas.model.config import TargetConfig, TargetShape, match_faults, read_config, shape_faults
+from eyas.model.config import TargetShape, match_faults, read_config, shape_faults
 from eyas.model.dialects import LM_HEAD, ambiguities
 from eyas.model.target import Target, stored_dtype
 from eyas.model.vocab import TargetVocabulary

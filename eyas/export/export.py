@@ -26,12 +26,13 @@ from eyas.errors import ConfigError, CorruptError, MismatchError
 from eyas.export.card import CARD, CardOrigin, HeadCard
 from eyas.export.check import check
 from eyas.export.engines import DTYPES, FORMS, EngineForm, Launch, engine_of
+from eyas.families import FAMILIES
 from eyas.gguf.configuration import SOURCE as GGUF
 from eyas.hub import fetch, is_hub_id, resolve_head, resolve_target
 from eyas.lineage import SOURCE, head_manifest
 from eyas.log import Track, quiet
 from eyas.model.checkpoint import read_head, refuse
-from eyas.model.config import FAMILIES, HeadConfig, RopeConfig, read_config
+from eyas.model.config import HeadConfig, RopeConfig, read_config
 from eyas.model.dialects import EMBED_TOKENS, HEAD_JSON, LM_HEAD
 from eyas.model.forms import Verifier, write_head
 from eyas.model.head import Head, head_of, load_head

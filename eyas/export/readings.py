@@ -11,7 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from eyas.model.config import EAGLE_ROPE, HeadConfig, Taps, TargetConfig, same_rotation
+from eyas.model.architecture import TargetConfig
+from eyas.model.config import EAGLE_ROPE, HeadConfig, Taps, same_rotation
 from eyas.model.dialects import EMBED_TOKENS, FC_NORMS, INPUT_NORM
 
 DECLARED = "as declared"

@@ -33,7 +33,8 @@ from eyas.features.state_proof import StateRequest, prove_by
 from eyas.features.states import StateFleet, start_commands
 from eyas.hub import resolve_target
 from eyas.log import Track, quiet
-from eyas.model.config import TargetConfig, TargetShape
+from eyas.model.architecture import TargetConfig
+from eyas.model.config import TargetShape
 from eyas.model.decoder import (
     FeatureDecoder,
     HiddenStates,

@@ -8,8 +8,8 @@ other projects write them.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -25,10 +25,6 @@ from pydantic import (
 
 from eyas.errors import CorruptError, MismatchError, MissingInputError
 
-ELSEWHERE = (
-    "answer prompts by a server that runs it (SGLang, vLLM); capture, train, eval and export take "
-    "it through transformers, and the exported head is served there"
-)
 RESTORE_CONFIG = "restore the file from its source"
 Taps = tuple[int, int, int]
 LEAST_LAYERS = 7  # of a target
@@ -37,64 +33,67 @@ Size = Annotated[int, Field(strict=True, ge=1)]
 Positive = Annotated[float, Field(strict=True, gt=0, allow_inf_nan=False)]
 
 
-@dataclass(frozen=True, slots=True)
-class LayerSpec:
-    """How a family's decoder layer differs from the plain one. name: of transformers' classes.
-
-    attention_bias: q, k and v always have a bias; else config.json says it. out_bias: o_proj has
-    one where q, k and v do. qk_norm: queries and keys are normed by head. window: the default of
-    config.json's `use_sliding_window`; None where it has no effect.
-    """
-
-    name: str
-    attention_bias: bool = False
-    out_bias: bool = False
-    qk_norm: bool = False
-    window: bool | None = None
-
-
-# The families that our own decoder runs, by config.json's model_type. Another one whose layer is
-# of this kind is an entry here.
-FAMILIES = {
-    "llama": LayerSpec("Llama", out_bias=True),
-    "mistral": LayerSpec("Mistral", window=True),
-    "qwen2": LayerSpec("Qwen2", attention_bias=True, window=False),
-    "qwen3": LayerSpec("Qwen3", out_bias=True, qk_norm=True, window=False),
-}
-
-
 class RopeConfig(BaseModel):
-    """Rotary embedding: base and, for Llama 3.x, its frequency scaling."""
+    """Rotary embedding: base and, for long contexts, how its frequencies are scaled.
+
+    yarn: arXiv 2309.00071; the cosines and sines are multiplied by attention_factor. longrope
+    (arXiv 2402.13753): each frequency is divided by its entry of factors. Heads have neither.
+    """
 
     model_config = ConfigDict(frozen=True)
 
     theta: Positive = 10000.0
-    kind: Literal["default", "llama3", "linear"] = "default"
+    kind: Literal["default", "llama3", "linear", "yarn", "longrope"] = "default"
     factor: Positive = 1.0
     low_freq_factor: Positive = 1.0
     high_freq_factor: Positive = 4.0
     original_max_position_embeddings: Size = 8192
+    beta_fast: Positive = 32.0
+    beta_slow: Positive = 1.0
+    truncate: bool = True
+    attention_factor: Positive = 1.0
+    factors: tuple[Positive, ...] = ()
 
     @classmethod
     def from_hf(cls, config: dict[str, Any]) -> RopeConfig:
-        """Read transformers 5's `rope_parameters` or the older `rope_theta` with `rope_scaling`."""
+        """Read transformers 5's `rope_parameters` or the older `rope_theta` with `rope_scaling`, of
+        a head.
+        """
         rope = config.get("rope_parameters") or {}
         scaling = rope or config.get("rope_scaling") or {}
         kind = scaling.get("rope_type", scaling.get("type", "default")) or "default"
-        if kind not in ("default", "llama3", "linear"):
+        if kind not in HEAD_ROPES:
             raise MismatchError(
                 f"rope scaling {kind!r} is not supported", "supported: default, linear, llama3"
             )
-        kept = {key: scaling[key] for key in cls.model_fields if scaling.get(key) is not None}
         theta = given(rope, "rope_theta", given(config, "rope_theta", 10000.0))
+        return cls.of_target({**scaling, "rope_theta": theta})
+
+    @classmethod
+    def of_target(cls, stated: Mapping[str, Any]) -> RopeConfig:
+        """Read an entry of transformers 5's `rope_parameters`. Raises MismatchError for a scaling
+        that our decoder does not compute, CorruptError.
+        """
+        kind = stated.get("rope_type", stated.get("type")) or "default"
+        if kind not in (*HEAD_ROPES, "yarn", "longrope"):
+            raise MismatchError(
+                f"rope scaling {kind!r} is not supported",
+                "supported: default, linear, llama3, yarn, longrope",
+            )
+        kept = {key: stated[key] for key in cls.model_fields if stated.get(key) is not None}
+        kept |= {"theta": given(stated, "rope_theta", 10000.0), "kind": kind}
+        if kind in ("yarn", "longrope") and "attention_factor" not in kept:
+            kept["attention_factor"] = attention_factor(kind, stated)
+        if kind == "longrope":
+            kept["factors"] = stated.get("short_factor")
         try:
-            return cls(**{**kept, "theta": theta, "kind": kind})
+            return cls(**kept)
         except ValidationError as error:
             what = f"the rotary embedding in the config is none: {in_words(error)}"
             raise CorruptError(what, RESTORE_CONFIG) from error
 
     def to_hf(self) -> dict[str, Any]:
-        """`rope_theta` and `rope_scaling`, the spelling that every engine reads."""
+        """`rope_theta` and `rope_scaling`, the spelling that every engine reads; of a head."""
         if self.kind == "default":
             return {"rope_theta": self.theta, "rope_scaling": None}
         scaling: dict[str, Any] = {"rope_type": self.kind, "factor": self.factor}
@@ -103,6 +102,26 @@ class RopeConfig(BaseModel):
             scaling["high_freq_factor"] = self.high_freq_factor
             scaling["original_max_position_embeddings"] = self.original_max_position_embeddings
         return {"rope_theta": self.theta, "rope_scaling": scaling}
+
+
+HEAD_ROPES = ("default", "linear", "llama3")
+
+
+def attention_factor(kind: str, stated: Mapping[str, Any]) -> float:
+    """What the two papers multiply cosines and sines by, where a config does not say it."""
+    factor = float(stated.get("factor") or 1.0)
+    if factor <= 1:
+        return 1.0
+    if kind == "longrope":
+        return math.sqrt(
+            1 + math.log(factor) / math.log(stated["original_max_position_embeddings"])
+        )
+
+    def scale(weight: float) -> float:
+        return 0.1 * weight * math.log(factor) + 1.0
+
+    mscale, all_dims = stated.get("mscale"), stated.get("mscale_all_dim")
+    return scale(mscale) / scale(all_dims) if mscale and all_dims else scale(1.0)
 
 
 class DecoderConfig(BaseModel):
@@ -157,90 +176,6 @@ class TargetShape(DecoderConfig):
                 f"a target of {self.num_hidden_layers} layers has no three distinct taps",
                 f"EAGLE-3 needs a target of {LEAST_LAYERS} layers or more",
             )
-
-
-class TargetConfig(TargetShape):
-    """A target that our own decoder runs: the config.json of the families in FAMILIES."""
-
-    attention_bias: StrictBool  # on q, k, v
-    attention_out_bias: StrictBool
-    mlp_bias: StrictBool
-    qk_norm: bool
-
-    @model_validator(mode="after")
-    def _has_whole_heads(self) -> Self:
-        whole_heads(self)
-        return self
-
-    @classmethod
-    def from_folder(cls, folder: str | Path) -> TargetConfig:
-        """Read config.json (and generation_config.json's end tokens). Raises MissingInputError,
-        CorruptError, and MismatchError for a model that our own decoder does not run
-        (`vocab.target_shape` may still read it).
-        """
-        config = read_config(folder)
-        family = config.get("model_type")
-        if not isinstance(family, str) or family not in FAMILIES:
-            known = f"{', '.join(spec.name for spec in FAMILIES.values())}, dense"
-            raise MismatchError(
-                f"{folder} is a {family!r} model; eyas' own engine runs {known}", ELSEWHERE
-            )
-        spec = FAMILIES[family]
-        length = given(config, "max_position_embeddings", 2048)
-        _refuse_window(folder, config, length)
-        bias = given(config, "attention_bias", False)
-        try:
-            return cls(
-                family=family,
-                hidden_size=config["hidden_size"],
-                intermediate_size=config["intermediate_size"],
-                num_hidden_layers=config["num_hidden_layers"],
-                num_attention_heads=config["num_attention_heads"],
-                num_key_value_heads=given(
-                    config, "num_key_value_heads", config["num_attention_heads"]
-                ),
-                head_dim=head_dim_of(config),
-                vocab_size=config["vocab_size"],
-                rms_norm_eps=given(config, "rms_norm_eps", 1e-6),
-                max_position_embeddings=length,
-                rope=_rope(folder, config),
-                tie_word_embeddings=given(config, "tie_word_embeddings", False),
-                attention_bias=spec.attention_bias or bias,
-                attention_out_bias=bias if spec.out_bias else False,
-                mlp_bias=given(config, "mlp_bias", False),
-                qk_norm=spec.qk_norm,
-                eos_token_ids=end_token_ids(folder, config.get("eos_token_id")),
-                dtype=config.get("dtype") or config.get("torch_dtype") or "float32",
-            )
-        except KeyError as error:
-            raise CorruptError(f"{folder}/config.json lacks {error}", RESTORE_CONFIG) from error
-        except ValidationError as error:
-            what = f"{folder}/config.json does not describe a model: {in_words(error)}"
-            raise CorruptError(what, RESTORE_CONFIG) from error
-
-
-def _refuse_window(folder: str | Path, config: Mapping[str, Any], length: Any) -> None:
-    """Raise MismatchError for attention that does not see the whole context."""
-    window, default = config.get("sliding_window"), FAMILIES[config["model_type"]].window
-    if default is None or not window or not config.get("use_sliding_window", default):
-        return
-    if not (isinstance(window, int) and isinstance(length, int)) or window < length:
-        raise MismatchError(
-            f"{folder} uses sliding-window attention: {window} tokens of a context of {length}",
-            f"to run it here, set max_position_embeddings to {window} in its config.json; or "
-            f"{ELSEWHERE}",
-        )
-
-
-def _rope(folder: str | Path, config: dict[str, Any]) -> RopeConfig:
-    try:
-        return RopeConfig.from_hf(config)
-    except MismatchError as error:
-        raise MismatchError(
-            f"{folder}: {error.what} by eyas' own engine", f"{error.hint}; or {ELSEWHERE}"
-        ) from error
-    except CorruptError as error:
-        raise CorruptError(f"{folder}: {error.what}", error.hint) from error
 
 
 def given(config: Mapping[str, Any], key: str, default: Any) -> Any:

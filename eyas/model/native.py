@@ -22,8 +22,9 @@ import numpy as np
 import torch
 
 from eyas.gguf.blocks import BlockMatrix
+from eyas.model.architecture import TargetConfig
 from eyas.model.block import Tensors, rope_table
-from eyas.model.config import DecoderConfig, Taps, TargetConfig
+from eyas.model.config import DecoderConfig, Taps
 from eyas.model.draws import Draws, addresses, no_best_logit
 from eyas.model.library import address, library
 from eyas.model.packed import (

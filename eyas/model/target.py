@@ -20,8 +20,9 @@ import torch.nn.functional as F
 
 from eyas.errors import MismatchError
 from eyas.gguf.blocks import block_matrices
+from eyas.model.architecture import TargetConfig
 from eyas.model.block import Block, Linear, Rope, rms_norm
-from eyas.model.config import Taps, TargetConfig, TargetShape
+from eyas.model.config import Taps, TargetShape
 from eyas.model.draws import Draws
 from eyas.model.library import unavailable
 from eyas.model.native import NativeTarget, Verified, runs
@@ -357,7 +358,7 @@ def check_tensors(config: TargetConfig, tensors: dict[str, torch.Tensor]) -> Non
             expected[f"{prefix}self_attn.{name}_proj.weight"] = shape
             if config.attention_out_bias if name == "o" else config.attention_bias:
                 expected[f"{prefix}self_attn.{name}_proj.bias"] = shape[:1]
-            if config.qk_norm and name in "qk":
+            if config.qk_norm == "head" and name in "qk":
                 expected[f"{prefix}self_attn.{name}_norm.weight"] = (config.head_dim,)
         for name, shape in {"gate": (inner, H), "up": (inner, H), "down": (H, inner)}.items():
             expected[f"{prefix}mlp.{name}_proj.weight"] = shape

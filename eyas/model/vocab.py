@@ -26,7 +26,8 @@ from transformers import (
 )
 
 from eyas.errors import ConfigError, MismatchError
-from eyas.model.config import RopeConfig, TargetConfig, TargetShape, end_token_ids, read_config
+from eyas.model.architecture import TargetConfig
+from eyas.model.config import RopeConfig, TargetShape, end_token_ids, read_config
 from eyas.model.library import unavailable
 from eyas.model.weights import read_shapes, read_tensors, refuse_nonfinite, tensor_sha256
 

@@ -1,0 +1,272 @@
+"""The architectures that our own decoder runs: one entry of FAMILIES each, as config.json, the
+tensors of a checkpoint and ggml's files describe them.
+
+`model/architecture.py` reads a config.json by an entry, `model/arrangement.py` a checkpoint's
+tensors, `gguf` a file of ggml's. The model types are those of transformers 5.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+NormPlacement = Literal["before", "after", "both"]
+HeadNorm = Literal["none", "head", "width"]
+Activation = Literal["silu", "gelu_tanh", "clamped_silu"]
+# config.json's names of activations; clamped_silu is gpt-oss', which calls it silu
+ACTIVATIONS: dict[str, Activation] = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
+ALL_SLIDING = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """One architecture: what of it no config.json says.
+
+    name: of transformers' classes. defaults: of config.json, where they differ from Llama's.
+
+    norms: before attention and MLP (Llama), after them (OLMo 2), or both (Gemma 2). norm_offset:
+    added to the stored weights of every norm. qk_norm: queries and keys are normed by head, or over
+    all heads together. attention_bias, out_bias: q, k and v (o) always have a bias; None is as
+    config.json's `attention_bias` says.
+
+    sinks: a logit for each head that takes weight and has no value. window_period: which layers
+    slide where config.json has a window and no `layer_types`: all but every n-th, ALL_SLIDING, or
+    none (None). has_window_switch: `use_sliding_window` must be true. local_rope: layers that slide
+    have a rotary embedding of their own.
+
+    interleaved_heads: a turned pair is two neighbours, where ours is one channel of each half.
+    names: parts of published tensors' names and ours. fused: matrices that hold several of ours one
+    behind the other.
+
+    gguf: ggml's name of the architecture; None where eyas does not read its files. gguf_names:
+    parts of ggml's names where they differ from Llama's, and the published ones. gguf_interleaved:
+    ggml stores rows of q and k as interleaved_heads says, unlike the checkpoint.
+    gguf_norm_offset: is added in the file already.
+    """
+
+    name: str
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    norms: NormPlacement = "before"
+    norm_offset: float = 0.0
+    qk_norm: HeadNorm = "none"
+    attention_bias: bool | None = None
+    out_bias: bool | None = False
+    activation: Activation | None = None
+    sinks: bool = False
+    window_period: int | None = None
+    has_window_switch: bool = False
+    local_rope: bool = False
+    interleaved_heads: bool = False
+    names: Mapping[str, str] = field(default_factory=dict)
+    fused: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    gguf: str | None = None
+    gguf_names: Mapping[str, str] = field(default_factory=dict)
+    gguf_interleaved: bool = False
+    gguf_norm_offset: bool = False
+
+
+# Ours, where a layer has more norms than Llama's two:
+#   h += attention_out_norm(attention(input_layernorm(h)))
+#   h += mlp_out_norm(mlp(post_attention_layernorm(h)))
+OUT_NORMS = {
+    "post_attention_layernorm": "attention_out_norm",
+    "pre_feedforward_layernorm": "post_attention_layernorm",
+    "post_feedforward_layernorm": "mlp_out_norm",
+}
+GATE_UP: dict[str, tuple[str, ...]] = {"mlp.gate_up_proj": ("mlp.gate_proj", "mlp.up_proj")}
+QKV: dict[str, tuple[str, ...]] = {
+    "self_attn.qkv_proj": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+}
+GGUF_GEMMA = {
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
+GGUF_EXPERTS = {
+    "ffn_gate_inp": "mlp.gate",
+    "ffn_gate_exps": "mlp.experts.*.gate_proj",
+    "ffn_up_exps": "mlp.experts.*.up_proj",
+    "ffn_down_exps": "mlp.experts.*.down_proj",
+}
+
+# By config.json's model_type.
+FAMILIES: dict[str, Family] = {
+    "llama": Family("Llama", out_bias=None, gguf="llama", gguf_interleaved=True),
+    "mistral": Family("Mistral", defaults={"sliding_window": 4096}, window_period=ALL_SLIDING),
+    "ministral3": Family("Ministral3", window_period=ALL_SLIDING),
+    "mixtral": Family(
+        "Mixtral",
+        window_period=ALL_SLIDING,
+        names={
+            "block_sparse_moe.gate": "mlp.router",
+            "block_sparse_moe.experts": "mlp.experts",
+            "w1": "gate_proj",
+            "w3": "up_proj",
+            "w2": "down_proj",
+        },
+    ),
+    "qwen2": Family("Qwen2", attention_bias=True, has_window_switch=True, gguf="qwen2"),
+    "qwen3": Family("Qwen3", qk_norm="head", out_bias=None, has_window_switch=True, gguf="qwen3"),
+    "qwen3_moe": Family(
+        "Qwen3Moe",
+        defaults={"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768},
+        qk_norm="head",
+        out_bias=None,
+        window_period=ALL_SLIDING,
+        has_window_switch=True,
+        names={"mlp.gate": "mlp.router"},
+        gguf="qwen3moe",
+        gguf_names=GGUF_EXPERTS,
+    ),
+    "gemma2": Family(
+        "Gemma2",
+        defaults={
+            "head_dim": 256,
+            "query_pre_attn_scalar": 256,
+            "sliding_window": 4096,
+            "final_logit_softcapping": 30.0,
+            "attn_logit_softcapping": 50.0,
+            "tie_word_embeddings": True,
+            "hidden_activation": "gelu_pytorch_tanh",
+        },
+        norms="both",
+        norm_offset=1.0,
+        out_bias=None,
+        window_period=2,
+        names=OUT_NORMS,
+        gguf="gemma2",
+        gguf_names=GGUF_GEMMA,
+        gguf_norm_offset=True,
+    ),
+    "gemma3_text": Family(
+        "Gemma3",
+        defaults={
+            "vocab_size": 262208,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 4,
+            "head_dim": 256,
+            "query_pre_attn_scalar": 256,
+            "max_position_embeddings": 131072,
+            "sliding_window": 4096,
+            "rope_theta": 1e6,
+            "rope_local_base_freq": 1e4,
+            "tie_word_embeddings": True,
+            "hidden_activation": "gelu_pytorch_tanh",
+        },
+        norms="both",
+        norm_offset=1.0,
+        qk_norm="head",
+        out_bias=None,
+        window_period=6,
+        local_rope=True,
+        names=OUT_NORMS,
+        gguf="gemma3",
+        gguf_names=GGUF_GEMMA,
+        gguf_norm_offset=True,
+    ),
+    "phi3": Family(
+        "Phi3",
+        window_period=ALL_SLIDING,
+        fused=QKV | GATE_UP,
+        gguf="phi3",
+        gguf_names={"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"},
+    ),
+    "smollm3": Family(
+        "SmolLM3",
+        defaults={"tie_word_embeddings": True, "rope_theta": 2e6},
+        out_bias=None,
+        has_window_switch=True,
+        gguf="smollm3",
+        gguf_interleaved=True,
+    ),
+    "granite": Family("Granite", out_bias=None, gguf="granite", gguf_interleaved=True),
+    "granitemoehybrid": Family(
+        "GraniteMoeHybrid",
+        out_bias=None,
+        names={"shared_mlp": "mlp", "output_linear": "down_proj"},
+        fused={"mlp.input_linear": ("mlp.gate_proj", "mlp.up_proj")},
+    ),
+    "glm4": Family(
+        "Glm4",
+        defaults={"partial_rotary_factor": 0.5, "attention_bias": True},
+        norms="both",
+        interleaved_heads=True,
+        names={
+            "post_self_attn_layernorm": "attention_out_norm",
+            "post_mlp_layernorm": "mlp_out_norm",
+        },
+        fused=GATE_UP,
+        gguf="glm4",
+        gguf_names={
+            "post_attention_norm": "post_self_attn_layernorm",
+            "ffn_norm": "post_attention_layernorm",
+            "post_ffw_norm": "post_mlp_layernorm",
+            "ffn_up": "mlp.gate_up_proj",
+        },
+    ),
+    "olmo2": Family(
+        "Olmo2", norms="after", qk_norm="width", out_bias=None, names=OUT_NORMS, gguf="olmo2"
+    ),
+    "olmo3": Family(
+        "Olmo3",
+        defaults={"sliding_window": 4096, "rope_theta": 5e5},
+        norms="after",
+        qk_norm="width",
+        out_bias=None,
+        window_period=4,
+        local_rope=True,
+        names=OUT_NORMS,
+    ),
+    "gpt_oss": Family(
+        "GptOss",
+        defaults={
+            "num_local_experts": 128,
+            "num_experts_per_tok": 4,
+            "head_dim": 64,
+            "sliding_window": 128,
+            "attention_bias": True,
+            "rope_theta": 150000.0,
+        },
+        out_bias=None,
+        activation="clamped_silu",
+        sinks=True,
+        window_period=2,
+        gguf="gpt-oss",
+        gguf_names={
+            **GGUF_EXPERTS,
+            "ffn_gate_inp": "mlp.router",
+            "post_attention_norm": "post_attention_layernorm",
+            "attn_sinks": "self_attn.sinks",
+        },
+    ),
+    "lfm2": Family(
+        "Lfm2",
+        defaults={"tie_word_embeddings": True, "norm_eps": 1e-5, "rope_theta": 1e6},
+        qk_norm="head",
+        names={
+            "model.embedding_norm": "model.norm",
+            "operator_norm": "input_layernorm",
+            "ffn_norm": "post_attention_layernorm",
+            "self_attn.out_proj": "self_attn.o_proj",
+            "q_layernorm": "q_norm",
+            "k_layernorm": "k_norm",
+            "feed_forward.w1": "mlp.gate_proj",
+            "feed_forward.w3": "mlp.up_proj",
+            "feed_forward.w2": "mlp.down_proj",
+        },
+        gguf="lfm2",
+        gguf_names={
+            "attn_norm": "operator_norm",
+            "attn_output": "self_attn.out_proj",
+            "attn_q_norm": "self_attn.q_layernorm",
+            "attn_k_norm": "self_attn.k_layernorm",
+            "ffn_gate": "feed_forward.w1",
+            "ffn_up": "feed_forward.w3",
+            "ffn_down": "feed_forward.w2",
+            "shortconv.in_proj": "conv.in_proj",
+            "shortconv.conv": "conv.conv",
+            "shortconv.out_proj": "conv.out_proj",
+        },
+    ),
+}

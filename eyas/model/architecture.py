@@ -1,0 +1,396 @@
+"""What a target's decoder computes, as one description: read from config.json by its family.
+
+    for layer, kind in enumerate(config.layer_kinds):
+        x = input_layernorm(h)                      absent where norms are "after"
+        x = attention(x), or for a "conv" layer  conv_out(C * conv(B * x))   of B, C, x = conv_in(x)
+        h = h + residual_scale * attention_out_norm(x)                       absent if "before"
+        x = mlp(post_attention_layernorm(h)), dense or the chosen experts'
+        h = h + residual_scale * mlp_out_norm(x)
+    logits = softcap(logit_scale * lm_head(norm(h)))
+
+h begins as embed_scale times the embedding. A mixture of experts computes the logits of its router,
+takes the num_experts_per_tok best of their softmax, divided by their sum where `renormalises`, and
+adds up the experts' outputs times these, in the experts' order.
+
+A short convolution (LFM2) reads the `B * x` of the last conv_kernel tokens of a row's path; they
+lie in the cache where attention layers keep keys and values, so trees need no state of their own.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, StrictBool, ValidationError, model_validator
+
+from eyas.errors import CorruptError, MismatchError
+from eyas.families import (
+    ACTIVATIONS,
+    ALL_SLIDING,
+    FAMILIES,
+    Activation,
+    Family,
+    HeadNorm,
+    NormPlacement,
+)
+from eyas.model.config import (
+    LEAST_WINDOW,
+    RESTORE_CONFIG,
+    Positive,
+    RopeConfig,
+    Size,
+    TargetShape,
+    end_token_ids,
+    given,
+    head_dim_of,
+    in_words,
+    read_config,
+    whole_heads,
+)
+
+ELSEWHERE = (
+    "answer prompts by a server that runs it (SGLang, vLLM); capture, train, eval and export take "
+    "it through transformers, and the exported head is served there"
+)
+
+
+class LayerKind(BaseModel):
+    """What may differ from layer to layer.
+
+    window: positions that attention sees, the row's own among them; None is all. rope: the number
+    of the rotary embedding among the config's `rotations`; None turns nothing. has_experts: the
+    MLP is a mixture.
+    """
+
+    model_config = ConfigDict(frozen=True)
+
+    mixer: Literal["attention", "conv"] = "attention"
+    window: Size | None = None
+    rope: int | None = 0
+    has_experts: bool = False
+
+
+class Experts(BaseModel):
+    """A mixture of experts. bias: the router and all matrices of the experts have one."""
+
+    model_config = ConfigDict(frozen=True)
+
+    num_experts: Size
+    num_experts_per_tok: Size
+    intermediate_size: Size
+    renormalises: bool
+    bias: bool = False
+
+
+class QueryScale(BaseModel):
+    """A query at position p is multiplied by 1 + beta * log(1 + floor(p / length)) (Llama 4)."""
+
+    model_config = ConfigDict(frozen=True)
+
+    beta: float
+    length: Size
+
+
+class TargetConfig(TargetShape):
+    """A target that our own decoder runs.
+
+    layers: one kind for each; () where all are plain. ropes: what kinds name, of rotary_dims
+    channels of a head (the first ones, all by default); () is `rope` alone, which is the head's
+    and plain where heads have no such scaling. qk_norm: by head, or over the width of all heads.
+    attention_scale: of scores, 1 / sqrt(head_dim) by default; attention_softcap: cuts them as
+    logit_softcap cuts logits. norm_offset is added to the norms' weights when they are read.
+    """
+
+    attention_bias: StrictBool  # on q, k, v
+    attention_out_bias: StrictBool
+    mlp_bias: StrictBool
+    qk_norm: HeadNorm = "none"
+    norms: NormPlacement = "before"
+    activation: Activation = "silu"
+    layers: tuple[LayerKind, ...] = ()
+    ropes: tuple[RopeConfig, ...] = ()
+    rotary_dims: Size | None = None
+    query_scale: QueryScale | None = None
+    attention_scale: Positive | None = None
+    attention_softcap: Positive | None = None
+    sinks: bool = False
+    embed_scale: Positive = 1.0
+    residual_scale: Positive = 1.0
+    experts: Experts | None = None
+    conv_kernel: Size | None = None
+    conv_bias: bool = False
+
+    @property
+    def layer_kinds(self) -> tuple[LayerKind, ...]:
+        return self.layers or (LayerKind(),) * self.num_hidden_layers
+
+    @property
+    def rotations(self) -> tuple[RopeConfig, ...]:
+        return self.ropes or (self.rope,)
+
+    @property
+    def score_scale(self) -> float:
+        return self.attention_scale or 1.0 / math.sqrt(self.head_dim)
+
+    @property
+    def slot_width(self) -> int:
+        """Numbers that a layer keeps of a token: keys and values, or a convolution's input."""
+        kept = 2 * self.num_key_value_heads * self.head_dim
+        return max(kept, self.hidden_size) if self.conv_kernel else kept
+
+    @model_validator(mode="after")
+    def _has_whole_heads(self) -> Self:
+        whole_heads(self)
+        return self
+
+    @classmethod
+    def from_folder(cls, folder: str | Path) -> TargetConfig:
+        """Read config.json (and generation_config.json's end tokens). Raises MissingInputError,
+        CorruptError, and MismatchError for a model that our own decoder does not run
+        (`vocab.target_shape` may still read it).
+        """
+        whole = read_config(folder)
+        config = text_config(whole)
+        family = config.get("model_type")
+        if not isinstance(family, str) or family not in FAMILIES:
+            raise MismatchError(
+                f"{folder} is a {family!r} model, which eyas' own engine does not run "
+                f"({', '.join(sorted(FAMILIES))})",
+                ELSEWHERE,
+            )
+        try:
+            return cls(
+                family=family,
+                eos_token_ids=end_token_ids(folder, config.get("eos_token_id")),
+                dtype=config.get("dtype") or config.get("torch_dtype") or "float32",
+                **description(config, FAMILIES[family]),
+            )
+        except Unsupported as error:
+            raise MismatchError(f"{folder} {error}", ELSEWHERE) from error
+        except KeyError as error:
+            raise CorruptError(f"{folder}/config.json lacks {error}", RESTORE_CONFIG) from error
+        except ValidationError as error:
+            what = f"{folder}/config.json does not describe a model: {in_words(error)}"
+            raise CorruptError(what, RESTORE_CONFIG) from error
+        except (TypeError, ValueError, OverflowError) as error:
+            what = f"{folder}/config.json does not describe a model: {error}"
+            raise CorruptError(what, RESTORE_CONFIG) from error
+
+
+class Unsupported(Exception):
+    """What of a config.json our decoder does not compute, as the rest of a sentence."""
+
+
+def text_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The part of a config.json that describes the decoder of text, with what stands outside of
+    it for the whole model, and the family's defaults.
+    """
+    text = config.get("text_config")
+    merged = dict(config)
+    if isinstance(text, dict):
+        outside = ("eos_token_id", "dtype", "torch_dtype", "tie_word_embeddings")
+        merged = {key: config[key] for key in outside if config.get(key) is not None}
+        merged |= {key: value for key, value in text.items() if value is not None}
+    family = FAMILIES.get(str(merged.get("model_type")))
+    return merged if family is None else {**family.defaults, **merged}
+
+
+def description(config: Mapping[str, Any], family: Family) -> dict[str, Any]:
+    """The fields of TargetConfig that a family's config.json says. Raises KeyError, Unsupported."""
+    hidden, count = config["hidden_size"], config["num_hidden_layers"]
+    head_dim, length = head_dim_of(config), given(config, "max_position_embeddings", 2048)
+    rotations, dims, query_scale = rotations_of(config, family, head_dim)
+    if isinstance(length, int) and rotations[0].kind == "longrope":
+        # its second set of factors is for longer contexts: one request has one set
+        length = min(length, rotations[0].original_max_position_embeddings)
+    scalar = config.get("query_pre_attn_scalar")
+    bias, eps = given(config, "attention_bias", False), given(config, "norm_eps", 1e-6)
+    plain = rotations[0] if _is_plain(rotations[0], dims, head_dim) else None
+    kinds = layer_kinds(config, family, len(rotations), length)
+    return {
+        "hidden_size": hidden,
+        "intermediate_size": mlp_width(config),
+        "num_hidden_layers": count,
+        "num_attention_heads": config["num_attention_heads"],
+        "num_key_value_heads": given(config, "num_key_value_heads", config["num_attention_heads"]),
+        "head_dim": head_dim,
+        "vocab_size": config["vocab_size"],
+        "rms_norm_eps": given(config, "rms_norm_eps", eps),
+        "max_position_embeddings": length,
+        "rope": plain or RopeConfig(theta=rotations[0].theta),
+        "tie_word_embeddings": given(config, "tie_word_embeddings", False),
+        "attention_bias": bias if family.attention_bias is None else family.attention_bias,
+        "attention_out_bias": bias if family.out_bias is None else family.out_bias,
+        "mlp_bias": given(config, "mlp_bias", False),
+        "qk_norm": family.qk_norm,
+        "norms": family.norms,
+        "activation": activation_of(config, family),
+        "layers": () if set(kinds) == {LayerKind()} else kinds,
+        "ropes": () if len(rotations) == 1 and plain else rotations,
+        "rotary_dims": None if dims == head_dim else dims,
+        "query_scale": query_scale,
+        "attention_scale": config.get("attention_multiplier") or (scalar and scalar**-0.5),
+        "attention_softcap": config.get("attn_logit_softcapping"),
+        "sinks": family.sinks,
+        "embed_scale": embed_scale(config, family),
+        "residual_scale": given(config, "residual_multiplier", 1.0),
+        "logit_scale": 1.0 / given(config, "logits_scaling", 1.0),
+        "logit_softcap": config.get("final_logit_softcapping"),
+        "experts": experts_of(config, family) if any(kind.has_experts for kind in kinds) else None,
+        "conv_kernel": config["conv_L_cache"] if any(k.mixer == "conv" for k in kinds) else None,
+        "conv_bias": given(config, "conv_bias", False),
+    }
+
+
+def layer_kinds(
+    config: Mapping[str, Any], family: Family, num_rotations: int, length: int
+) -> tuple[LayerKind, ...]:
+    """One for each layer. Raises Unsupported for layers of another kind."""
+    count, window = config["num_hidden_layers"], config.get("sliding_window")
+    if family.has_window_switch and not config.get("use_sliding_window", False):
+        window = None
+    if window is not None and window >= length:
+        window = None
+    if window is not None and window < LEAST_WINDOW:
+        raise Unsupported(f"attends to {window} positions; trees need {LEAST_WINDOW} or more")
+    stated = config.get("layer_types") if family.window_period != ALL_SLIDING else None
+    stated = stated or _stated_types(config, family, count)
+    if len(stated) != count:
+        raise ValueError(f"layer_types has {len(stated)} entries for {count} layers")
+    turned = config.get("no_rope_layers") or [
+        (layer + 1) % config["no_rope_layer_interval"] if "no_rope_layer_interval" in config else 1
+        for layer in range(count)
+    ]
+    if config.get("position_embedding_type", "rope") != "rope":
+        turned = [0] * count
+    kinds = []
+    for layer, kind in enumerate(stated):
+        if kind not in ("full_attention", "sliding_attention", "attention", "conv"):
+            raise Unsupported(f"has layers of the kind {kind!r}, which eyas' engine does not run")
+        slides = kind == "sliding_attention"
+        kinds.append(
+            LayerKind(
+                mixer="conv" if kind == "conv" else "attention",
+                window=window if slides else None,
+                rope=(num_rotations - 1 if slides else 0) if turned[layer] else None,
+                has_experts=has_experts(config, layer),
+            )
+        )
+    return tuple(kinds)
+
+
+def _stated_types(config: Mapping[str, Any], family: Family, count: int) -> list[str]:
+    """The kinds of layers of a config.json without `layer_types`."""
+    full, slides = "full_attention", "sliding_attention"
+    if (indices := config.get("full_attn_idxs")) is not None:
+        return [full if layer in indices else "conv" for layer in range(count)]
+    if family.window_period == ALL_SLIDING:
+        return [slides] * count
+    if family.window_period is None:
+        first = config.get("max_window_layers", 28)
+        with_switch = family.has_window_switch and config.get("use_sliding_window", False)
+        return [slides if with_switch and layer >= first else full for layer in range(count)]
+    period = given(config, "sliding_window_pattern", family.window_period)
+    return [slides if (layer + 1) % period else full for layer in range(count)]
+
+
+def rotations_of(
+    config: Mapping[str, Any], family: Family, head_dim: int
+) -> tuple[tuple[RopeConfig, ...], int, QueryScale | None]:
+    """The rotary embeddings, full attention's first, how many channels they turn, and how queries
+    are scaled by their position. Raises Unsupported.
+    """
+    stated = config.get("rope_parameters") or {}
+    by_kind = {key: value for key, value in stated.items() if isinstance(value, dict)}
+    full = by_kind.get("full_attention") or (stated if not by_kind else {})
+    full = dict(full or config.get("rope_scaling") or {})
+    if family.name == "GptOss" and not full:
+        full = dict(GPT_OSS_ROPE)
+    full.setdefault("rope_theta", config.get("rope_theta", 10000.0))
+    kind = full.get("rope_type", full.get("type")) or "default"
+    share = given(full, "partial_rotary_factor", given(config, "partial_rotary_factor", 1.0))
+    dims = int(head_dim * share)
+    beta = full.get("llama_4_scaling_beta")
+    scale = QueryScale(beta=beta, length=full["original_max_position_embeddings"]) if beta else None
+    if family.name == "Phi3" and kind in ("su", "yarn", "longrope"):
+        full |= {"rope_type": "longrope"}
+        full["original_max_position_embeddings"] = given(
+            full,
+            "original_max_position_embeddings",
+            given(config, "original_max_position_embeddings", 4096),
+        )
+        original = full["original_max_position_embeddings"]
+        full.setdefault("factor", config.get("max_position_embeddings", original) / original)
+    try:
+        first = RopeConfig.of_target(full)
+        if not family.local_rope:
+            return (first,), dims, scale
+        local = by_kind.get("sliding_attention") or {
+            "rope_theta": config.get("rope_local_base_freq", full["rope_theta"])
+        }
+        return (first, RopeConfig.of_target(local)), dims, scale
+    except MismatchError as error:
+        raise Unsupported(f"has a {error.what}") from error
+
+
+GPT_OSS_ROPE = {
+    "rope_type": "yarn",
+    "factor": 32.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": False,
+    "original_max_position_embeddings": 4096,
+}
+
+
+def _is_plain(rope: RopeConfig, dims: int, head_dim: int) -> bool:
+    """Whether heads can have this rotary embedding too."""
+    return rope.kind in ("default", "linear", "llama3") and dims == head_dim
+
+
+def activation_of(config: Mapping[str, Any], family: Family) -> Activation:
+    stated = given(config, "hidden_activation", given(config, "hidden_act", "silu"))
+    if stated not in ACTIVATIONS:
+        raise Unsupported(f"has the activation {stated!r}, which eyas' engine does not compute")
+    return family.activation or ACTIVATIONS[stated]
+
+
+def embed_scale(config: Mapping[str, Any], family: Family) -> float:
+    """Gemma's sqrt(hidden_size), Granite's embedding_multiplier."""
+    if family.name.startswith("Gemma"):
+        return math.sqrt(config["hidden_size"])
+    return float(given(config, "embedding_multiplier", 1.0))
+
+
+def has_experts(config: Mapping[str, Any], layer: int) -> bool:
+    """Whether the MLP of a layer is a mixture."""
+    if not given(config, "num_local_experts", given(config, "num_experts", 0)):
+        return False
+    step = given(config, "decoder_sparse_step", 1)
+    return layer not in given(config, "mlp_only_layers", []) and (layer + 1) % step == 0
+
+
+def experts_of(config: Mapping[str, Any], family: Family) -> Experts:
+    is_gpt_oss = family.name == "GptOss"
+    if given(config, "shared_intermediate_size", 0):
+        raise Unsupported("has experts beside a shared MLP, which eyas' engine does not run")
+    return Experts(
+        num_experts=given(config, "num_local_experts", config.get("num_experts")),
+        num_experts_per_tok=config["num_experts_per_tok"],
+        intermediate_size=given(config, "moe_intermediate_size", config["intermediate_size"]),
+        renormalises=given(config, "norm_topk_prob", family.name != "Qwen3Moe"),
+        bias=is_gpt_oss,
+    )
+
+
+def mlp_width(config: Mapping[str, Any]) -> int:
+    """The width of the dense MLP. LFM2 states a number that it is derived from."""
+    width = given(config, "shared_intermediate_size", config.get("block_ff_dim"))
+    width = config["intermediate_size"] if width is None else width
+    if not config.get("block_auto_adjust_ff_dim", config["model_type"] == "lfm2"):
+        return int(width)
+    width = int(given(config, "block_ffn_dim_multiplier", 1.0) * int(2 * width / 3))
+    multiple = given(config, "block_multiple_of", 256)
+    return int(multiple * -(-width // multiple))
