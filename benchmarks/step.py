@@ -186,9 +186,8 @@ def main() -> None:
     config, _ = configs(args.shape)
     pages = (max(args.context, PREFILL) + 128) // PAGE_SIZE + 1
     page_table = np.arange(pages, dtype=np.int32)[None]
-    heads = (config.num_key_value_heads, config.head_dim)
-    cache = PagedCache(config.num_hidden_layers, pages, PAGE_SIZE, heads, dtype)
-    draft_cache = PagedCache(1, pages, PAGE_SIZE, heads, dtype)
+    cache = PagedCache(config.num_hidden_layers, pages, PAGE_SIZE, config.slot_width, dtype)
+    draft_cache = PagedCache(1, pages, PAGE_SIZE, config.slot_width, dtype)
     figures: dict[str, float] = {}
 
     def report(name: str, call: Callable[[], object]) -> None:

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from eyas.model.block import rope_table
 from eyas.model.config import HeadConfig
 from eyas.model.head import Head
+from eyas.model.rope import rope_table
 
 Weights = dict[str, Tensor]
 DECAY = 0.8

@@ -128,8 +128,7 @@ def new_target(
 
 def new_cache(shape: str, dtype: str) -> PagedCache:
     config = TargetConfig.from_folder(folder_of(shape))
-    heads = (config.num_key_value_heads, config.head_dim)
-    return PagedCache(config.num_hidden_layers, PAGES, PAGE_SIZE, heads, DTYPES[dtype])
+    return PagedCache(config.num_hidden_layers, PAGES, PAGE_SIZE, config.slot_width, DTYPES[dtype])
 
 
 def chunk(
@@ -472,8 +471,7 @@ def draft_of(flags: tuple[str, ...], dtype: str, threads: int = 1, **others: Ten
 
 def draft_cache(dtype: str) -> PagedCache:
     config, _ = head_of()
-    heads = (config.num_key_value_heads, config.head_dim)
-    return PagedCache(1, PAGES, PAGE_SIZE, heads, DRAFT_DTYPES[dtype])
+    return PagedCache(1, PAGES, PAGE_SIZE, config.slot_width, DRAFT_DTYPES[dtype])
 
 
 def features(dtype: str) -> Tensor:
@@ -810,8 +808,8 @@ def test_verifying_in_one_call_is_forward_walk_and_move(shape: str, dtype: str):
 
 
 def new_copy(cache: PagedCache) -> PagedCache:
-    layers, slots, _, *heads = cache.data.shape
-    copy = PagedCache(layers, slots // PAGE_SIZE, PAGE_SIZE, (heads[0], heads[1]), cache.data.dtype)
+    layers, slots, width = cache.data.shape
+    copy = PagedCache(layers, slots // PAGE_SIZE, PAGE_SIZE, width, cache.data.dtype)
     copy.data.copy_(cache.data)
     return copy
 

@@ -211,8 +211,7 @@ def folder_of(shape: str) -> Path:
 
 
 def new_cache(config: TargetConfig, dtype: str) -> PagedCache:
-    heads = (config.num_key_value_heads, config.head_dim)
-    return PagedCache(config.num_hidden_layers, PAGES, PAGE_SIZE, heads, DTYPES[dtype])
+    return PagedCache(config.num_hidden_layers, PAGES, PAGE_SIZE, config.slot_width, DTYPES[dtype])
 
 
 @needs_native

@@ -3,8 +3,8 @@ import torch
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
-from eyas.model.block import apply_rope, rope_table
 from eyas.model.config import RopeConfig
+from eyas.model.rope import apply_rope, rope_table
 
 LLAMA3 = {
     "factor": 8.0,

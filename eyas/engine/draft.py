@@ -28,7 +28,7 @@ import torch.nn.functional as F
 from eyas.engine.sampling import draw_key, exponentials
 from eyas.engine.tree import Speculation, goes_on
 from eyas.errors import MismatchError
-from eyas.model.block import Block, Linear, Rope, rms_norm
+from eyas.model.block import Block, Linear, Positions, rms_norm
 from eyas.model.config import HeadConfig, TargetShape, check_head
 from eyas.model.draws import Draws, DrawState
 from eyas.model.native import MAX_HEAD_DIM, runs
@@ -110,7 +110,7 @@ class DraftLayers:
         self._lm_head = Linear(tensors.get("lm_head.weight", target.lm_head))
         self._norm, self._tensors = tensors["norm.weight"], tensors
         length = target.config.max_position_embeddings + 64
-        self._rope = Rope(config, length, target.dtype, target.device)
+        self._positions = Positions(config, length, target.dtype, target.device)
 
     def fuse(self, aux_hidden: torch.Tensor) -> torch.Tensor:
         """Target features [M, 3 * Ht] -> [M, H]."""
@@ -135,7 +135,7 @@ class DraftLayers:
         h = self._block(
             torch.cat((embedded, normed), dim=-1),
             residual,
-            self._rope.place(rows, cache.page_size),
+            self._positions.place(rows, cache.page_size),
             cache,
         )
         return rms_norm(h, self._norm, self._eps) if self._config.norm_output else h
@@ -182,8 +182,8 @@ class Draft:
             )
 
     def new_cache(self, num_pages: int, page_size: int = PAGE_SIZE) -> PagedCache:
-        heads = (self.config.num_key_value_heads, self.config.head_dim)
-        return PagedCache(1, num_pages, page_size, heads, self._dtype, self.device)
+        width = self.config.slot_width
+        return PagedCache(1, num_pages, page_size, width, self._dtype, self.device)
 
     def extend(self, rows: Rows, aux_hidden: torch.Tensor, cache: PagedCache) -> torch.Tensor:
         """The target's features [M, 3 * Ht] of the columns before the rows' -> outputs [M, H]."""

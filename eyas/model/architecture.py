@@ -23,7 +23,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, Self
 
+import torch
 from pydantic import BaseModel, ConfigDict, StrictBool, ValidationError, model_validator
+from torch import Tensor
 
 from eyas.errors import CorruptError, MismatchError
 from eyas.families import (
@@ -92,6 +94,13 @@ class QueryScale(BaseModel):
     beta: float
     length: Size
 
+    def of(self, positions: Tensor) -> Tensor:
+        """The factors of integer positions [...], float32."""
+        return 1 + self.beta * torch.log1p(torch.floor(positions.float() / self.length))
+
+
+BIASES = {"attention_bias", "attention_out_bias", "mlp_bias"}
+
 
 class TargetConfig(TargetShape):
     """A target that our own decoder runs.
@@ -131,13 +140,26 @@ class TargetConfig(TargetShape):
         return self.ropes or (self.rope,)
 
     @property
+    def is_plain(self) -> bool:
+        """Whether every layer is one of Llama's, or has norms of its heads."""
+        fields = type(self).model_fields
+        own = set(fields) - set(TargetShape.model_fields) - {"qk_norm"}
+        usual = all(getattr(self, name) == fields[name].default for name in own - BIASES)
+        scales = self.logit_scale == 1.0 and self.logit_softcap is None
+        return usual and scales and self.qk_norm != "width"
+
+    @property
+    def turned_dims(self) -> int:
+        return self.rotary_dims or self.head_dim
+
+    @property
     def score_scale(self) -> float:
         return self.attention_scale or 1.0 / math.sqrt(self.head_dim)
 
     @property
     def slot_width(self) -> int:
         """Numbers that a layer keeps of a token: keys and values, or a convolution's input."""
-        kept = 2 * self.num_key_value_heads * self.head_dim
+        kept = super().slot_width
         return max(kept, self.hidden_size) if self.conv_kernel else kept
 
     @model_validator(mode="after")
@@ -197,8 +219,26 @@ def text_config(config: Mapping[str, Any]) -> dict[str, Any]:
     return merged if family is None else {**family.defaults, **merged}
 
 
+# What is computed with before TargetConfig has checked it.
+NUMBERS = (
+    "hidden_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "head_dim",
+    "max_position_embeddings",
+    "sliding_window",
+    "intermediate_size",
+)
+
+
 def description(config: Mapping[str, Any], family: Family) -> dict[str, Any]:
-    """The fields of TargetConfig that a family's config.json says. Raises KeyError, Unsupported."""
+    """The fields of TargetConfig that a family's config.json says. Raises KeyError, ValueError,
+    Unsupported.
+    """
+    for name in NUMBERS:
+        value = config.get(name)
+        if value is not None and (type(value) is not int or value < 1):
+            raise ValueError(f"{name} is {value!r:.64}: not a whole number of 1 or more")
     hidden, count = config["hidden_size"], config["num_hidden_layers"]
     head_dim, length = head_dim_of(config), given(config, "max_position_embeddings", 2048)
     rotations, dims, query_scale = rotations_of(config, family, head_dim)
@@ -351,6 +391,7 @@ def _is_plain(rope: RopeConfig, dims: int, head_dim: int) -> bool:
 
 
 def activation_of(config: Mapping[str, Any], family: Family) -> Activation:
+    """Of the MLP. Raises Unsupported."""
     stated = given(config, "hidden_activation", given(config, "hidden_act", "silu"))
     if stated not in ACTIVATIONS:
         raise Unsupported(f"has the activation {stated!r}, which eyas' engine does not compute")
@@ -373,6 +414,7 @@ def has_experts(config: Mapping[str, Any], layer: int) -> bool:
 
 
 def experts_of(config: Mapping[str, Any], family: Family) -> Experts:
+    """The mixture of experts of a config that has one. Raises Unsupported."""
     is_gpt_oss = family.name == "GptOss"
     if given(config, "shared_intermediate_size", 0):
         raise Unsupported("has experts beside a shared MLP, which eyas' engine does not run")

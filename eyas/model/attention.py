@@ -1,7 +1,7 @@
 """Attention of the rows of a forward over a paged cache: a dense prefix, then a tree by ancestry.
 
-    plan = AttentionPlan.of(rows, page_size)    once a forward: what every layer has in common
-    mixed = plan.attend(q, kv)                  per layer
+    plan = AttentionPlan.of(rows, page_size)    once a forward and window
+    mixed = plan.attend(q, kv, scores)          per layer
 
 Which columns a row sees, `Rows` says; one that sees nothing gets zeros. These are PyTorch's
 operators for any device; on a CPU the native library has its own.
@@ -22,6 +22,40 @@ from eyas.model.rows import MAX_TREE_COLUMNS, Rows
 
 
 @dataclass(frozen=True, slots=True)
+class Scores:
+    """How a layer weighs what a row sees: softmax of scale * q.k, 1 / sqrt(D) by default.
+
+    softcap: cuts the scores softly (Gemma 2). sinks [Hq]: logits that take a share of the weight
+    and have no value (gpt-oss).
+    """
+
+    scale: float | None = None
+    softcap: float | None = None
+    sinks: torch.Tensor | None = None
+
+    def mix(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor
+    ) -> torch.Tensor:
+        """q [b, Hk, group * N, D], k, v [b, Hk, C, D], mask bool [b, 1, group * N, C] -> as q."""
+        if self.softcap is None and self.sinks is None:
+            return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=self.scale)
+        b, Hk, queries, D = q.shape
+        scores = (q @ k.mT).float() * (self.scale or D**-0.5)
+        if self.softcap is not None:
+            scores = self.softcap * torch.tanh(scores / self.softcap)
+        scores = scores.masked_fill(~mask, -torch.inf)
+        if self.sinks is not None:
+            group = len(self.sinks) // Hk
+            sinks = self.sinks.float().view(1, Hk, group, 1).expand(b, Hk, group, queries // group)
+            scores = torch.cat((scores, sinks.reshape(b, Hk, queries, 1)), dim=-1)
+        weights = scores.softmax(-1)[..., : k.shape[2]]
+        return weights.to(v.dtype) @ v
+
+
+PLAIN_SCORES = Scores()
+
+
+@dataclass(frozen=True, slots=True)
 class _Bucket:
     """The b requests of a forward that have the same number of rows: each one's columns are
     gathered once.
@@ -34,7 +68,7 @@ class _Bucket:
     slots: torch.Tensor
     mask: torch.Tensor
 
-    def attend(self, q: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
+    def attend(self, q: torch.Tensor, kv: torch.Tensor, scores: Scores) -> torch.Tensor:
         """q [M, Hq, D] -> [b * N, Hq, D]. The heads of a group are queries beside each other: keys
         are never repeated.
         """
@@ -49,9 +83,7 @@ class _Bucket:
             .reshape(b, Hk, group * N, D)
         )
         k, v = kv.index_select(0, self.slots).view(b, C, 2, Hk, D).permute(2, 0, 3, 1, 4)
-        mixed = F.scaled_dot_product_attention(
-            wide_q, k, v, attn_mask=self.mask.repeat(1, 1, group, 1)
-        )
+        mixed = scores.mix(wide_q, k, v, self.mask.repeat(1, 1, group, 1))
         return mixed.view(b, Hk, group, N, D).permute(0, 3, 1, 2, 4).reshape(b * N, Hq, D)
 
 
@@ -79,14 +111,32 @@ class AttentionPlan:
             )
         return cls(tuple(buckets))
 
-    def attend(self, q: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
+    def attend(
+        self, q: torch.Tensor, kv: torch.Tensor, scores: Scores = PLAIN_SCORES
+    ) -> torch.Tensor:
         """q [M, Hq, D], kv [num_slots, 2, Hk, D] (a layer of a cache, the rows' own entries
         written) -> [M, Hq, D].
         """
         mixed = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         for bucket in self.buckets:
-            mixed.index_copy_(0, bucket.rows, bucket.attend(q, kv))
+            mixed.index_copy_(0, bucket.rows, bucket.attend(q, kv, scores))
         return mixed
+
+
+def path_slots(rows: Rows, page_size: int, count: int) -> torch.Tensor:
+    """Where the last `count` tokens of each row's path lie, its own last: int64 [M, count], -1
+    before the sequence begins. Reads the rows on the host.
+    """
+    prefix_len, seen = rows.prefix_len.tolist(), rows.seen.tolist()
+    pages, requests = rows.page_table.cpu().numpy(), rows.request.tolist()
+    slots = np.full((len(rows), count), -1, dtype=np.int64)
+    for m, (length, bits, request) in enumerate(zip(prefix_len, seen, requests, strict=True)):
+        nodes = [length + bit for bit in range(MAX_TREE_COLUMNS) if bits >> bit & 1]
+        columns = [*range(max(0, length - count), length), *nodes][-count:]
+        for place, column in enumerate(columns, start=count - len(columns)):
+            page = int(pages[request, column // page_size])
+            slots[m, place] = page * page_size + column % page_size
+    return torch.from_numpy(slots).to(rows.slot.device)
 
 
 def _bit_lengths(seen: np.ndarray) -> np.ndarray:

@@ -1,24 +1,27 @@
-"""One decoder layer of the Llama family for inference, in PyTorch operators on any device, and its
-parts: products with weights, rotary embedding, norm.
+"""One decoder layer for inference, in PyTorch operators on any device, and its parts: products with
+weights, norm, the MLP and its experts, the short convolution.
 
 Targets and draft heads share it: a target's input is normed hidden states, a head's [embedding,
 feature] of twice the width. Its twin for a CPU is `native`.
 
-Letters: M rows of one forward, H hidden, Hq and Hk heads, D head dimension, I intermediate.
+Letters: M rows of one forward, H hidden, Hq and Hk heads, D head dimension, I intermediate, E
+experts, R rows of one expert.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from eyas.model.attention import AttentionPlan
+from eyas.families import Activation
+from eyas.model.architecture import LayerKind, TargetConfig
+from eyas.model.attention import AttentionPlan, Scores, path_slots
 from eyas.model.config import DecoderConfig, RopeConfig
+from eyas.model.rope import rope_table
 from eyas.model.rows import PagedCache, Rows
 
 Tensors = Mapping[str, Tensor]
@@ -62,137 +65,247 @@ class Linear:
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x * weight / sqrt(mean(x^2) + eps) over the last dimension, computed in fp32."""
+    """x * weight / sqrt(mean(x^2) + eps) over the last dimension, computed in fp32; in the dtype of
+    x. A weight that keeps float32 (see `arranged`) is not rounded.
+    """
+    if weight.dtype != x.dtype:
+        return F.rms_norm(x.float(), weight.shape, weight.float(), eps).to(x.dtype)
     return F.rms_norm(x, weight.shape, weight, eps)
 
 
-# Rotary embedding, in Llama's convention: channel d turns with channel d + D / 2
-
-
-def inverse_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
-    """Radians per position of each channel pair, float32 [D / 2].
-
-    linear: all divided by `factor`. llama3 (Llama 3.1's published scaling): waves that fit
-    `high_freq_factor` times or more into the original context stay, those that fit
-    `low_freq_factor` times or fewer are divided by `factor`, and those between are interpolated.
-    """
-    exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
-    frequencies = 1.0 / rope.theta**exponents
-    if rope.kind == "linear":
-        return frequencies / rope.factor
-    if rope.kind == "llama3":
-        waves_in_context = rope.original_max_position_embeddings * frequencies / (2 * math.pi)
-        kept = (waves_in_context - rope.low_freq_factor) / (
-            rope.high_freq_factor - rope.low_freq_factor
-        )
-        kept = kept.clamp(0.0, 1.0)
-        return frequencies * (kept + (1.0 - kept) / rope.factor)
-    return frequencies
-
-
-def rotation(rope: RopeConfig, head_dim: int, positions: Tensor) -> tuple[Tensor, Tensor]:
-    """Cosines and sines of integer positions [...], float32 [..., D] each; the second half of D
-    repeats the first.
-    """
-    angles = positions.to(torch.float32).unsqueeze(-1) * inverse_frequencies(rope, head_dim).to(
-        positions.device
-    )
-    cos, sin = angles.cos(), angles.sin()
-    return torch.cat((cos, cos), dim=-1), torch.cat((sin, sin), dim=-1)
-
-
-def rope_table(rope: RopeConfig, head_dim: int, length: int) -> tuple[Tensor, Tensor]:
-    """Cosines and sines of positions 0 .. length - 1, float32 [length, D] each."""
-    return rotation(rope, head_dim, torch.arange(length))
-
-
-def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn x [..., D] by cos, sin broadcastable to it; the result has the dtype of x times that of
-    the table.
-    """
-    first, second = x.chunk(2, dim=-1)
-    return x * cos + torch.cat((-second, first), dim=-1) * sin
+# Where rows sit
 
 
 @dataclass(frozen=True, slots=True)
 class Placement:
     """Where the M rows of one forward sit, worked out once and used by every layer.
 
-    cos, sin [M, 1, D]: the rotation of each row's position, in the model's dtype; the first half of
-    sin is negated. slot [M] int64: where keys and values go. plan: what each row sees.
+    turns: by number of the rotary embedding, cos and sin [M, 1, dims] of each row's position, in
+    the model's dtype; the first half of sin is negated. slot [M] int64: where the rows are kept.
+    plans: by window, what each row sees. query_scale [M, 1, 1] or None. path [M, kernel]: slots of
+    a convolution, see `path_slots`.
     """
 
-    cos: Tensor
-    sin: Tensor
+    turns: tuple[tuple[Tensor, Tensor], ...]
     slot: Tensor
-    plan: AttentionPlan
+    plans: Mapping[int | None, AttentionPlan]
+    query_scale: Tensor | None
+    path: Tensor | None
 
 
-class Rope:
-    """The rotation table of a model, and the placement of its forwards."""
+class Positions:
+    """The rotation tables of a model, and the placement of its forwards."""
 
     def __init__(self, config: DecoderConfig, length: int, dtype: torch.dtype, device: str) -> None:
-        cos, sin = rope_table(config.rope, config.head_dim, length)
-        # rotate_half(x) * sin == roll(x, D/2) * sin with a negated first half
-        sin[:, : config.head_dim // 2].neg_()
-        self._cos, self._sin = (table.to(device, dtype).unsqueeze(1) for table in (cos, sin))
+        decoder = config if isinstance(config, TargetConfig) else None
+        dims = config.head_dim
+        ropes: tuple[RopeConfig, ...] = (config.rope,)
+        kinds: tuple[LayerKind, ...] = (LayerKind(),)
+        self._kernel, self._scale = None, None
+        if decoder is not None:
+            dims, ropes, kinds = decoder.turned_dims, decoder.rotations, decoder.layer_kinds
+            self._kernel, self._scale = decoder.conv_kernel, decoder.query_scale
+        self._windows = {kind.window for kind in kinds if kind.mixer == "attention"}
+        self._tables = []
+        for rope in ropes:
+            cos, sin = rope_table(rope, dims, length)
+            # rotate_half(x) * sin == roll(x, dims/2) * sin with a negated first half
+            sin[:, : dims // 2].neg_()
+            self._tables.append(tuple(t.to(device, dtype).unsqueeze(1) for t in (cos, sin)))
+        self._dtype = dtype
 
     def place(self, rows: Rows, page_size: int) -> Placement:
-        cos, sin = (
-            self._cos.index_select(0, rows.position),
-            self._sin.index_select(0, rows.position),
+        turns = tuple(
+            (cos.index_select(0, rows.position), sin.index_select(0, rows.position))
+            for cos, sin in self._tables
         )
-        return Placement(cos, sin, rows.slot, AttentionPlan.of(rows, page_size))
+        plans = {
+            window: AttentionPlan.of(
+                rows if window is None else replace(rows, window=window), page_size
+            )
+            for window in self._windows
+        }
+        scale = None
+        if self._scale is not None:
+            scale = self._scale.of(rows.position).to(self._dtype)[:, None, None]
+        path = path_slots(rows, page_size, self._kernel) if self._kernel else None
+        return Placement(turns, rows.slot, plans, scale, path)
 
 
 # The layer
 
 
+def joined(tensors: Tensors, names: Sequence[str]) -> Linear:
+    """The product of several matrices with one input, their outputs side by side."""
+    biases = [tensors[f"{name}.bias"] for name in names if f"{name}.bias" in tensors]
+    weight = torch.cat([tensors[f"{name}.weight"] for name in names])
+    return Linear(weight, torch.cat(biases) if biases else None)
+
+
+def gated(gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
+    """act(gate) * up. clamped_silu is gpt-oss': both cut at 7, a swish of 1.702, and up + 1."""
+    if activation == "silu":
+        return F.silu(gate).mul_(up)
+    if activation == "gelu_tanh":
+        return F.gelu(gate, approximate="tanh").mul_(up)
+    gate, up = gate.clamp(max=7.0), up.clamp(-7.0, 7.0)
+    return gate * torch.sigmoid(gate * 1.702) * (up + 1)
+
+
+class Mlp:
+    """down(act(gate(x)) * up(x))."""
+
+    def __init__(self, tensors: Tensors, prefix: str, activation: Activation) -> None:
+        self.gate_up = joined(tensors, [f"{prefix}gate_proj", f"{prefix}up_proj"])
+        self.down = joined(tensors, [f"{prefix}down_proj"])
+        self._activation = activation
+
+    def act(self, x: Tensor) -> Tensor:
+        """[M, H] -> what `down` takes, [M, I]."""
+        gate, up = self.gate_up(x).chunk(2, dim=-1)
+        return gated(gate, up, self._activation)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.down(self.act(x))
+
+
+class MixtureOfExperts:
+    """Each row's best experts, weighted by the softmax of the router's logits."""
+
+    def __init__(self, tensors: Tensors, config: TargetConfig) -> None:
+        assert config.experts is not None
+        self._experts = config.experts
+        self._router = joined(tensors, ["mlp.router"])
+        self._mlps = [
+            Mlp(tensors, f"mlp.experts.{number}.", config.activation)
+            for number in range(config.experts.num_experts)
+        ]
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[M, H] -> [M, H]; rows go to an expert together, experts in ascending order."""
+        probabilities = self._router(x).float().softmax(-1)
+        best = probabilities.sort(dim=-1, descending=True, stable=True)
+        count = self._experts.num_experts_per_tok
+        weights, chosen = best.values[:, :count], best.indices[:, :count]
+        if self._experts.renormalises:
+            weights = weights / weights.sum(-1, keepdim=True)
+        mixed = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+        for number in sorted(set(chosen.flatten().tolist())):
+            rows, places = (chosen == number).nonzero().unbind(1)
+            out = self._mlps[number](x[rows]).float() * weights[rows, places, None]
+            mixed.index_add_(0, rows, out)
+        return mixed.to(x.dtype)
+
+
+class ShortConvolution:
+    """LFM2's mixer: out(C * conv(B * x)), where B, C and x are `in` of the input."""
+
+    def __init__(self, tensors: Tensors) -> None:
+        self._in, self._out = joined(tensors, ["conv.in_proj"]), joined(tensors, ["conv.out_proj"])
+        self._taps_HK, self._bias = tensors["conv.conv.weight"], tensors.get("conv.conv.bias")
+
+    def __call__(self, x: Tensor, layer: int, at: Placement, cache: PagedCache) -> Tensor:
+        assert at.path is not None
+        B, C, x = self._in(x).chunk(3, dim=-1)
+        cache.write(layer, at.slot, B * x)
+        H = x.shape[1]
+        kept = cache.data[layer, :, :H][at.path.clamp(min=0)]  # [M, kernel, H]
+        kept = kept.masked_fill((at.path < 0)[..., None], 0)
+        y = (kept.float() * self._taps_HK.T.float()).sum(1)
+        if self._bias is not None:
+            y = y + self._bias.float()
+        return self._out(C * y.to(x.dtype))
+
+
+class Attention:
+    """Over the rows' keys and values in the cache, which are written first."""
+
+    def __init__(self, config: DecoderConfig, tensors: Tensors, kind: LayerKind) -> None:
+        decoder = config if isinstance(config, TargetConfig) else None
+        self._kind, self._eps = kind, config.rms_norm_eps
+        self._Hq, self._Hk = config.num_attention_heads, config.num_key_value_heads
+        self._D = self._turned = config.head_dim
+        self._qkv = joined(tensors, [f"self_attn.{name}_proj" for name in "qkv"])
+        self.out = joined(tensors, ["self_attn.o_proj"])
+        self._norms = [tensors.get(f"self_attn.{name}_norm.weight") for name in "qk"]
+        self._scores = Scores()
+        if decoder is not None:
+            self._turned = decoder.turned_dims
+            self._scores = Scores(
+                decoder.attention_scale, decoder.attention_softcap, tensors.get("self_attn.sinks")
+            )
+
+    @property
+    def linears(self) -> tuple[Linear, ...]:
+        return (self._qkv, self.out)
+
+    def __call__(self, x: Tensor, layer: int, at: Placement, cache: PagedCache) -> Tensor:
+        """x [M, in] (normed) -> what `out` takes, [M, Hq * D]."""
+        Hq, Hk, D = self._Hq, self._Hk, self._D
+        qkv = self._qkv(x).view(-1, Hq + 2 * Hk, D)
+        for norm, heads in zip(self._norms, (slice(0, Hq), slice(Hq, Hq + Hk)), strict=True):
+            if norm is not None:
+                wide = qkv[:, heads] if norm.numel() == D else qkv[:, heads].flatten(1)
+                qkv[:, heads] = rms_norm(wide, norm, self._eps).view(qkv[:, heads].shape)
+        if self._kind.rope is not None:
+            turned = qkv[:, : Hq + Hk, : self._turned]
+            cos, sin = at.turns[self._kind.rope]
+            rolled = turned.roll(self._turned // 2, -1)
+            turned.mul_(cos).addcmul_(rolled, sin)
+        cache.write(layer, at.slot, qkv[:, Hq:])
+        q = qkv[:, :Hq] if at.query_scale is None else qkv[:, :Hq] * at.query_scale
+        plan = at.plans[self._kind.window]
+        mixed = plan.attend(q, cache.keys_and_values(layer, (Hk, D)), self._scores)
+        return mixed.reshape(-1, Hq * D)
+
+
 class Block:
-    """Attention and MLP of one layer over `tensors` named as in transformers
-    (`self_attn.q_proj.weight`, ...).
-    """
+    """One layer over `tensors` by our names (`self_attn.q_proj.weight`, ...)."""
 
     def __init__(self, config: DecoderConfig, tensors: Tensors, layer: int) -> None:
-        def joined(names: Sequence[str]) -> Linear:
-            biases = [tensors[f"{name}.bias"] for name in names if f"{name}.bias" in tensors]
-            weight = torch.cat([tensors[f"{name}.weight"] for name in names])
-            return Linear(weight, torch.cat(biases) if biases else None)
-
+        decoder = config if isinstance(config, TargetConfig) else None
+        kind = LayerKind() if decoder is None else decoder.layer_kinds[layer]
         self._layer, self._eps = layer, config.rms_norm_eps
-        self._Hq, self._Hk, self._D = (
-            config.num_attention_heads,
-            config.num_key_value_heads,
-            config.head_dim,
-        )
-        self._qkv = joined([f"self_attn.{name}_proj" for name in "qkv"])
-        self._out = joined(["self_attn.o_proj"])
-        self._gate_up = joined(["mlp.gate_proj", "mlp.up_proj"])
-        self._down = joined(["mlp.down_proj"])
-        self._post_norm = tensors["post_attention_layernorm.weight"]
-        self._q_norm, self._k_norm = (
-            tensors.get("self_attn.q_norm.weight"),
-            tensors.get("self_attn.k_norm.weight"),
+        self._residual_scale = 1.0 if decoder is None else decoder.residual_scale
+        is_attention = kind.mixer == "attention"
+        self._attention = Attention(config, tensors, kind) if is_attention else None
+        self._conv = None if is_attention else ShortConvolution(tensors)
+        self._mlp: Mlp | MixtureOfExperts
+        if kind.has_experts:
+            assert decoder is not None
+            self._mlp = MixtureOfExperts(tensors, decoder)
+        else:
+            self._mlp = Mlp(tensors, "mlp.", "silu" if decoder is None else decoder.activation)
+        self._mlp_norm, self._mixer_out_norm, self._mlp_out_norm = (
+            tensors.get(f"{name}.weight")
+            for name in ("post_attention_layernorm", "attention_out_norm", "mlp_out_norm")
         )
 
     @property
     def linears(self) -> tuple[Linear, ...]:
-        return (self._qkv, self._out, self._gate_up, self._down)
+        """Of a layer like Llama's."""
+        assert self._attention is not None
+        assert isinstance(self._mlp, Mlp)
+        return (*self._attention.linears, self._mlp.gate_up, self._mlp.down)
 
     def __call__(self, x: Tensor, residual: Tensor, at: Placement, cache: PagedCache) -> Tensor:
-        """x [M, in] (normed), residual [M, H] -> the layer's output [M, H]. Writes the rows' keys
-        and values.
+        """x [M, in] (normed where the layer begins with a norm), residual [M, H] -> the layer's
+        output [M, H]. Writes what the cache keeps of the rows.
         """
-        Hq, Hk, D = self._Hq, self._Hk, self._D
-        qkv = self._qkv(x).view(-1, Hq + 2 * Hk, D)
-        q_and_k = qkv[:, : Hq + Hk]
-        if self._q_norm is not None and self._k_norm is not None:
-            q_and_k[:, :Hq] = rms_norm(q_and_k[:, :Hq], self._q_norm, self._eps)
-            q_and_k[:, Hq:] = rms_norm(q_and_k[:, Hq:], self._k_norm, self._eps)
-        rolled = q_and_k.roll(D // 2, -1)
-        q_and_k.mul_(at.cos).addcmul_(rolled, at.sin)
-        cache.write(self._layer, at.slot, qkv[:, Hq:].view(-1, 2, Hk, D))
-        mixed = at.plan.attend(qkv[:, :Hq], cache.data[self._layer])
-        h = self._out.add(mixed.reshape(-1, Hq * D), residual)
-        gate, up = self._gate_up(rms_norm(h, self._post_norm, self._eps)).chunk(2, dim=-1)
-        return self._down.add(F.silu(gate).mul_(up), h)
+        if self._attention is not None:
+            mixed = self._attention(x, self._layer, at, cache)
+            h = self._added(residual, self._attention.out, mixed, self._mixer_out_norm)
+        else:
+            assert self._conv is not None
+            h = residual + self._conv(x, self._layer, at, cache)
+        x = h if self._mlp_norm is None else rms_norm(h, self._mlp_norm, self._eps)
+        if isinstance(self._mlp, Mlp):
+            return self._added(h, self._mlp.down, self._mlp.act(x), self._mlp_out_norm)
+        return h + self._mlp(x) * self._residual_scale
+
+    def _added(self, h: Tensor, linear: Linear, x: Tensor, norm: Tensor | None) -> Tensor:
+        """h plus linear(x), normed where there is a norm."""
+        if norm is None and self._residual_scale == 1.0:
+            return linear.add(x, h)
+        y = linear(x)
+        return h + (y if norm is None else rms_norm(y, norm, self._eps)) * self._residual_scale

@@ -140,6 +140,11 @@ class DecoderConfig(BaseModel):
     max_position_embeddings: Size
     rope: RopeConfig
 
+    @property
+    def slot_width(self) -> int:
+        """Numbers that a layer keeps of a token: a key and a value for each head."""
+        return 2 * self.num_key_value_heads * self.head_dim
+
 
 def whole_heads(config: DecoderConfig) -> None:
     """Raise ValueError for heads that no attention of ours can be made of."""

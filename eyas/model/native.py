@@ -23,7 +23,7 @@ import torch
 
 from eyas.gguf.blocks import BlockMatrix
 from eyas.model.architecture import TargetConfig
-from eyas.model.block import Tensors, rope_table
+from eyas.model.block import Tensors
 from eyas.model.config import DecoderConfig, Taps
 from eyas.model.draws import Draws, addresses, no_best_logit
 from eyas.model.library import address, library
@@ -36,6 +36,7 @@ from eyas.model.packed import (
     tensor_pointer,
     tensor_pointers,
 )
+from eyas.model.rope import rope_table
 from eyas.model.rows import FeatureCache, NodesToVerify, PagedCache, Roots, Rows, TargetOutput
 
 MAX_HEAD_DIM = 256  # kMaxHeadDim of attention.h: what a thread keeps of a row's sums

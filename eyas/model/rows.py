@@ -1,6 +1,7 @@
 """What one forward reads and writes: rows of tokens, the paged caches, and the results.
 
-    PagedCache.data [L, num_slots, 2, Hk, D]    slot = page * page_size + offset; 2 = key, value
+    PagedCache.data [L, num_slots, W]           slot = page * page_size + offset; W: keys [Hk, D],
+                                                then values [Hk, D]
     FeatureCache.data [num_slots, A]            the target's features of the same tokens
 
 A slot is the place of one token, a page is page_size slots in a row; the allocator knows who owns
@@ -145,31 +146,39 @@ def rows_of(
 
 
 class PagedCache:
-    """Keys and values of `num_layers` layers for num_pages * page_size tokens."""
+    """What `num_layers` layers keep of num_pages * page_size tokens: keys and values, or what a
+    convolution reads.
+    """
 
     def __init__(
         self,
         num_layers: int,
         num_pages: int,
         page_size: int,
-        heads: tuple[int, int],
+        slot_width: int,
         dtype: torch.dtype,
         device: str = "cpu",
     ) -> None:
-        """heads: (Hk, D). Memory: num_layers * num_pages * page_size * 2 * Hk * D elements,
-        allocated here, once.
+        """slot_width: of the config. Memory: num_layers * num_pages * page_size * slot_width
+        elements, allocated here, once.
         """
         self.num_pages, self.page_size = num_pages, page_size
         # Zeros, not empty: a masked slot may still take part in a product, and 0 * NaN is NaN.
         self.data = torch.zeros(
-            num_layers, num_pages * page_size, 2, *heads, dtype=dtype, device=device
+            num_layers, num_pages * page_size, slot_width, dtype=dtype, device=device
         )
         # The same memory for moves on a CPU: NumPy's indexing takes a fifth of PyTorch's time.
         self._bytes = self.data.view(torch.uint8).numpy() if device == "cpu" else None
 
-    def write(self, layer: int, slot_M: torch.Tensor, kv: torch.Tensor) -> None:
-        """Put kv [M, 2, Hk, D] into slots int64 [M]."""
-        self.data[layer].index_copy_(0, slot_M, kv)
+    def write(self, layer: int, slot_M: torch.Tensor, kept: torch.Tensor) -> None:
+        """Put [M, ...], at most slot_width numbers each, into slots int64 [M]."""
+        flat = kept.flatten(1)
+        self.data[layer, :, : flat.shape[1]].index_copy_(0, slot_M, flat)
+
+    def keys_and_values(self, layer: int, heads: tuple[int, int]) -> torch.Tensor:
+        """[num_slots, 2, Hk, D] of an attention layer; heads: (Hk, D)."""
+        kept = self.data[layer, :, : 2 * heads[0] * heads[1]]
+        return kept.view(-1, 2, *heads)
 
     def move(self, sources: list[int], destinations: list[int]) -> None:
         """Copy slots to slots in every layer; the sources are read before anything is written."""

@@ -19,9 +19,11 @@ import torch
 import torch.nn.functional as F
 
 from eyas.errors import MismatchError
+from eyas.families import FAMILIES
 from eyas.gguf.blocks import block_matrices
 from eyas.model.architecture import TargetConfig
-from eyas.model.block import Block, Linear, Rope, rms_norm
+from eyas.model.arrangement import arranged
+from eyas.model.block import Block, Linear, Positions, rms_norm
 from eyas.model.config import Taps, TargetShape
 from eyas.model.draws import Draws
 from eyas.model.library import unavailable
@@ -85,8 +87,8 @@ class Layers:
         lm_head: torch.Tensor,
     ) -> None:
         """tensors: checked, of one dtype and device."""
-        self._embed_tokens = tensors["model.embed_tokens.weight"]
-        self.head = Linear(lm_head)
+        self._config, self._embed_tokens = config, tensors["model.embed_tokens.weight"]
+        self._head = Linear(lm_head)
         self._norm, self._eps = tensors["model.norm.weight"], config.rms_norm_eps
         self._input_norms, self._blocks = [], []
         for layer in range(config.num_hidden_layers):
@@ -96,33 +98,47 @@ class Layers:
                 for name, tensor in tensors.items()
                 if name.startswith(prefix)
             }
-            self._input_norms.append(own["input_layernorm.weight"])
+            self._input_norms.append(own.get("input_layernorm.weight"))
             self._blocks.append(Block(config, own, layer))
         # The last position of a request and the nodes of its tree: a little beyond the trained
         # context never hurts.
         length = config.max_position_embeddings + 64
-        self._rope = Rope(config, length, self._embed_tokens.dtype, str(self._embed_tokens.device))
+        self._positions = Positions(
+            config, length, self._embed_tokens.dtype, str(self._embed_tokens.device)
+        )
 
     def hidden(
         self, rows: Rows, cache: PagedCache, taps: tuple[int, ...] | None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Last hidden [M, Ht] after the final norm; aux_hidden [M, 3 * Ht] where taps are given."""
-        return self.go_on(F.embedding(rows.token, self._embed_tokens), rows, cache, taps)
+        h = F.embedding(rows.token, self._embed_tokens)
+        if self._config.embed_scale != 1.0:
+            h = h * torch.tensor(self._config.embed_scale, dtype=h.dtype, device=h.device)
+        return self.go_on(h, rows, cache, taps)
 
     def go_on(
         self, h: torch.Tensor, rows: Rows, cache: PagedCache, taps: tuple[int, ...] | None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """As `hidden`, from what the first layer takes, [M, Ht]."""
-        at = self._rope.place(rows, cache.page_size)
+        at = self._positions.place(rows, cache.page_size)
         tapped = []
         for layer, (input_norm, block) in enumerate(
             zip(self._input_norms, self._blocks, strict=True)
         ):
-            h = block(rms_norm(h, input_norm, self._eps), h, at, cache)
+            x = h if input_norm is None else rms_norm(h, input_norm, self._eps)
+            h = block(x, h, at, cache)
             if taps is not None and layer in taps:
                 tapped.append(h)
         aux_hidden = torch.cat(tapped, dim=-1) if taps is not None else None
         return rms_norm(h, self._norm, self._eps), aux_hidden
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Of last hidden states [R, Ht], as the target has them: scaled, and cut softly."""
+        logits = self._head(hidden)
+        if self._config.logit_scale != 1.0:
+            logits = logits * self._config.logit_scale
+        cap = self._config.logit_softcap
+        return logits if cap is None else cap * torch.tanh(logits / cap)
 
     def last(self, count: int) -> Layers:
         """The last `count` layers and the norm, to `go_on` with."""
@@ -154,8 +170,9 @@ class Target:
         self.config, self.device = config, device
         self.precision = resolve_dtype(dtype, config, device)
         self.dtype = DTYPES[self.precision]
+        tensors = arranged(config, tensors)
         check_tensors(config, tensors)
-        self.blocks = blocks or {}
+        self.blocks = arranged(config, blocks or {})
         check_blocks(tensors, self.blocks)
         stored_head = tensors[
             "model.embed_tokens.weight" if config.tie_word_embeddings else "lm_head.weight"
@@ -172,6 +189,7 @@ class Target:
             and device == "cpu"
             and self.dtype != torch.float16
             and runs(config)
+            and config.is_plain
             and unavailable() is None
         )
         if self.blocks and native and not self.is_native:
@@ -209,15 +227,24 @@ class Target:
     def _cast(self) -> dict[str, torch.Tensor]:
         """All tensors in this target's precision and on its device, without second copies."""
         held = {"model.embed_tokens.weight": self.embed_tokens, "lm_head.weight": self.lm_head}
+        # a norm that was given its offset keeps float32: rounded, the offset would be lost
+        keeps = FAMILIES[self.config.family].norm_offset != 0
         return {
-            name: held[name] if name in held else tensor.to(self.device, self.dtype)
+            name: held[name]
+            if name in held
+            else tensor.to(self.device, tensor.dtype if keeps and tensor.ndim == 1 else self.dtype)
             for name, tensor in self._tensors.items()
         }
 
     def new_cache(self, num_pages: int, page_size: int = PAGE_SIZE) -> PagedCache:
-        heads = (self.config.num_key_value_heads, self.config.head_dim)
+        config = self.config
         return PagedCache(
-            self.config.num_hidden_layers, num_pages, page_size, heads, self.dtype, self.device
+            config.num_hidden_layers,
+            num_pages,
+            page_size,
+            config.slot_width,
+            self.dtype,
+            self.device,
         )
 
     def forward(
@@ -241,7 +268,7 @@ class Target:
         if features is not None and aux_hidden is not None:
             features.write(rows.slot, aux_hidden)
             aux_hidden = None
-        logits = self.layers.head(hidden if logits_of is None else hidden[logits_of])
+        logits = self.layers.logits(hidden if logits_of is None else hidden[logits_of])
         return TargetOutput(aux_hidden, logits, logits.argmax(-1))
 
     def hidden(
@@ -299,7 +326,7 @@ class Target:
     def logits(self, tokens_BT: torch.Tensor) -> torch.Tensor:
         """int64 [B, T] -> logits [B, T, V]: for checks, not for decoding."""
         _, hidden_BTH = self.features(tokens_BT)
-        return self.layers.head(hidden_BTH.flatten(0, 1)).view(*tokens_BT.shape, -1)
+        return self.layers.logits(hidden_BTH.flatten(0, 1)).view(*tokens_BT.shape, -1)
 
 
 class TargetTail:
@@ -318,9 +345,9 @@ class TargetTail:
         T, config = len(hidden_TH), self._config
         pages = np.arange(-(-T // PAGE_SIZE), dtype=np.int32)[None]
         rows = prompt_rows([[0] * T], [0], pages, PAGE_SIZE, self._device)  # the tokens: not read
-        heads = (config.num_key_value_heads, config.head_dim)
+        width = config.slot_width
         cache = PagedCache(
-            config.num_hidden_layers, pages.size, PAGE_SIZE, heads, self._dtype, self._device
+            config.num_hidden_layers, pages.size, PAGE_SIZE, width, self._dtype, self._device
         )
         h = hidden_TH.to(self._device, self._dtype)
         return self._layers.go_on(h, rows, cache, None)[0]
@@ -336,34 +363,62 @@ def check_blocks(tensors: dict[str, torch.Tensor], blocks: Blocks) -> None:
             )
 
 
-def check_tensors(config: TargetConfig, tensors: dict[str, torch.Tensor]) -> None:
-    """Raise MismatchError unless the tensors are exactly those of the config, in their shapes."""
-    H, inner, V = config.hidden_size, config.intermediate_size, config.vocab_size
-    q, kv = (
-        config.num_attention_heads * config.head_dim,
-        config.num_key_value_heads * config.head_dim,
-    )
-    expected: dict[str, tuple[int, ...]] = {
+def expected_shapes(config: TargetConfig) -> dict[str, tuple[int, ...]]:
+    """Every tensor of a target by our names."""
+    H, V, D = config.hidden_size, config.vocab_size, config.head_dim
+    q, kv = config.num_attention_heads * D, config.num_key_value_heads * D
+    found: dict[str, tuple[int, ...]] = {
         "model.embed_tokens.weight": (V, H),
         "model.norm.weight": (H,),
     }
     if not config.tie_word_embeddings:
-        expected["lm_head.weight"] = (V, H)
-    for layer in range(config.num_hidden_layers):
+        found["lm_head.weight"] = (V, H)
+
+    def add(name: str, shape: tuple[int, ...], has_bias: bool) -> None:
+        found[f"{name}.weight"] = shape
+        if has_bias:
+            found[f"{name}.bias"] = shape[:1]
+
+    before = ("input_layernorm", "post_attention_layernorm")
+    after = ("attention_out_norm", "mlp_out_norm")
+    norms = {"before": before, "after": after, "both": before + after}[config.norms]
+    for layer, kind in enumerate(config.layer_kinds):
         prefix = f"model.layers.{layer}."
-        expected |= {
-            f"{prefix}{name}_layernorm.weight": (H,) for name in ("input", "post_attention")
-        }
-        for name, shape in {"q": (q, H), "k": (kv, H), "v": (kv, H), "o": (H, q)}.items():
-            expected[f"{prefix}self_attn.{name}_proj.weight"] = shape
-            if config.attention_out_bias if name == "o" else config.attention_bias:
-                expected[f"{prefix}self_attn.{name}_proj.bias"] = shape[:1]
-            if config.qk_norm == "head" and name in "qk":
-                expected[f"{prefix}self_attn.{name}_norm.weight"] = (config.head_dim,)
-        for name, shape in {"gate": (inner, H), "up": (inner, H), "down": (H, inner)}.items():
-            expected[f"{prefix}mlp.{name}_proj.weight"] = shape
-            if config.mlp_bias:
-                expected[f"{prefix}mlp.{name}_proj.bias"] = shape[:1]
+        found |= {f"{prefix}{name}.weight": (H,) for name in norms}
+        if kind.mixer == "conv":
+            add(f"{prefix}conv.in_proj", (3 * H, H), config.conv_bias)
+            add(f"{prefix}conv.conv", (H, config.conv_kernel or 0), config.conv_bias)
+            add(f"{prefix}conv.out_proj", (H, H), config.conv_bias)
+        else:
+            for name, rows in {"q": q, "k": kv, "v": kv}.items():
+                add(f"{prefix}self_attn.{name}_proj", (rows, H), config.attention_bias)
+            add(f"{prefix}self_attn.o_proj", (H, q), config.attention_out_bias)
+            if config.qk_norm != "none":
+                is_wide = config.qk_norm == "width"
+                found[f"{prefix}self_attn.q_norm.weight"] = (q if is_wide else D,)
+                found[f"{prefix}self_attn.k_norm.weight"] = (kv if is_wide else D,)
+            if config.sinks:
+                found[f"{prefix}self_attn.sinks"] = (config.num_attention_heads,)
+        mlps, inner, has_bias = [f"{prefix}mlp."], config.intermediate_size, config.mlp_bias
+        if kind.has_experts:
+            assert config.experts is not None
+            E, inner, has_bias = (
+                config.experts.num_experts,
+                config.experts.intermediate_size,
+                config.experts.bias,
+            )
+            add(f"{prefix}mlp.router", (E, H), has_bias)
+            mlps = [f"{prefix}mlp.experts.{number}." for number in range(E)]
+        for mlp in mlps:
+            add(f"{mlp}gate_proj", (inner, H), has_bias)
+            add(f"{mlp}up_proj", (inner, H), has_bias)
+            add(f"{mlp}down_proj", (H, inner), has_bias)
+    return found
+
+
+def check_tensors(config: TargetConfig, tensors: dict[str, torch.Tensor]) -> None:
+    """Raise MismatchError unless the tensors are exactly those of the config, in their shapes."""
+    expected = expected_shapes(config)
     ignored = {"lm_head.weight"} | {
         name for name in tensors if name.endswith("rotary_emb.inv_freq")
     }

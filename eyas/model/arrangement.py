@@ -1,0 +1,157 @@
+"""A published checkpoint's tensors under our names and in our order of rows.
+
+What differs between projects is taken away here, once, when a target is loaded: names, matrices
+that hold several, pairs of channels that are turned as neighbours, norms stored without their 1,
+experts in one tensor, and 4-bit blocks of MXFP4 (OCP Microscaling Formats 1.0).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from eyas.families import FAMILIES, Family
+from eyas.model.architecture import TargetConfig
+
+Rows = TypeVar("Rows", bound=Any)  # a tensor, or blocks of a GGUF file: what has rows to choose
+LAYER = re.compile(r"(model\.layers\.\d+\.)(.+)\.(weight|bias)")
+# Before the decoder's own names in checkpoints that hold more than a decoder of text.
+WITHIN = (("model.language_model.", "model."), ("language_model.", ""))
+BESIDE = tuple(
+    f"{prefix}{part}."
+    for prefix in ("", "model.")
+    for part in ("vision_tower", "multi_modal_projector", "visual")
+)
+MXFP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # by three bits; the fourth is the sign
+
+
+def arranged(config: TargetConfig, published: Mapping[str, Rows]) -> dict[str, Rows]:
+    """Tensors or blocks by our names. What has no name of ours keeps its own."""
+    family = FAMILIES[config.family]
+    found: dict[str, Any] = {}
+    for name, tensor in published.items():
+        own = our_name(name, family)
+        if own is None:
+            continue
+        if config.experts is not None and family.name == "GptOss" and ".mlp.experts." in own:
+            found |= _one_by_one(own, tensor, published, name)
+            continue
+        found |= _parts(own, tensor, config, family)
+    for name, tensor in found.items():
+        if family.norm_offset and "norm" in name.rsplit(".", 2)[-2]:
+            found[name] = tensor.float() + family.norm_offset
+        elif name.endswith("conv.conv.weight"):
+            found[name] = tensor.squeeze(1)
+    return found
+
+
+def our_name(name: str, family: Family) -> str | None:
+    """None for what is no part of a decoder of text."""
+    if name.startswith(BESIDE):
+        return None
+    for outside, inside in WITHIN:
+        if name.startswith(outside):
+            name = inside + name.removeprefix(outside)
+            break
+    stem, _, kind = name.rpartition(".")
+    if stem in family.names:
+        return f"{family.names[stem]}.{kind}"
+    match = LAYER.fullmatch(name)
+    if match is None or not family.names:
+        return name
+    prefix, part, kind = match.groups()
+    return f"{prefix}{_renamed(part, family.names)}.{kind}"
+
+
+def _renamed(part: str, names: Mapping[str, str]) -> str:
+    """A part of a layer: by its whole name, else by its beginning and its end."""
+    if part in names:
+        return names[part]
+    for published, ours in names.items():
+        if part.startswith(f"{published}."):
+            part = ours + part.removeprefix(published)
+            break
+    beginning, dot, end = part.rpartition(".")
+    return f"{beginning}{dot}{names.get(end, end)}"
+
+
+def _parts(name: str, tensor: Any, config: TargetConfig, family: Family) -> dict[str, Any]:
+    """One tensor, or those that it holds one behind the other; heads in halves."""
+    match = LAYER.fullmatch(name)
+    if match is None:
+        return {name: tensor}
+    prefix, part, kind = match.groups()
+    found, first = {}, 0
+    parts = family.fused.get(part, (part,))
+    for one in parts:
+        end = first + _num_rows(one, config) if len(parts) > 1 else tensor.shape[0]
+        rows = tensor[first:end] if len(parts) > 1 else tensor
+        if family.interleaved_heads and one.endswith(("q_proj", "k_proj")):
+            rows = rows[_halves(tensor.shape[0] if len(parts) == 1 else end - first, config)]
+        found[f"{prefix}{one}.{kind}"] = rows
+        first = end
+    return found
+
+
+def _num_rows(part: str, config: TargetConfig) -> int:
+    if part.endswith("q_proj"):
+        return config.num_attention_heads * config.head_dim
+    if part.endswith(("k_proj", "v_proj")):
+        return config.num_key_value_heads * config.head_dim
+    return config.intermediate_size
+
+
+def _halves(num_rows: int, config: TargetConfig) -> Tensor:
+    """Of the channels that are turned in each head, the even ones before the odd ones: int64
+    [num_rows].
+    """
+    D, turned = config.head_dim, config.rotary_dims or config.head_dim
+    order = torch.cat(
+        [torch.arange(0, turned, 2), torch.arange(1, turned, 2), torch.arange(turned, D)]
+    )
+    return (torch.arange(0, num_rows, D)[:, None] + order).flatten()
+
+
+# gpt-oss: all experts of a layer in one tensor, rows of gate and up by turns
+
+
+def _one_by_one(
+    name: str, tensor: Any, published: Mapping[str, Any], stored_name: str
+) -> dict[str, Any]:
+    """The matrices or biases of each expert. MXFP4 is two tensors, `_blocks` and `_scales`."""
+    stem, _, end = name.rpartition("mlp.experts.")
+    if end.split(".", 1)[0].isdigit():
+        return {name: tensor}  # of a GGUF file, apart already
+    if end.endswith("_scales"):
+        return {}
+    if end.endswith("_blocks"):
+        scales = published[stored_name.removesuffix("_blocks") + "_scales"]
+        matrices = [mxfp4(one, scale) for one, scale in zip(tensor, scales, strict=True)]
+        part, kind = end.removesuffix("_blocks"), "weight"
+    elif end.endswith("_bias"):
+        matrices, part, kind = list(tensor), end.removesuffix("_bias"), "bias"
+    else:
+        matrices, part, kind = [one.T for one in tensor], end, "weight"
+    found = {}
+    for number, matrix in enumerate(matrices):
+        place = f"{stem}mlp.experts.{number}."
+        if part == "gate_up_proj":
+            found[f"{place}gate_proj.{kind}"] = matrix[0::2]
+            found[f"{place}up_proj.{kind}"] = matrix[1::2]
+        else:
+            found[f"{place}{part}.{kind}"] = matrix
+    return found
+
+
+def mxfp4(blocks: Tensor, scales: Tensor) -> Tensor:
+    """uint8 [N, G, 16] (two numbers a byte, the low one first) and uint8 [N, G] (exponents, biased
+    by 127) -> bfloat16 [N, 32 * G], exact.
+    """
+    values = torch.tensor([*MXFP4, *(-value for value in MXFP4)])
+    codes = torch.stack((blocks & 15, blocks >> 4), dim=-1).flatten(-2).long()
+    exponents = scales.to(torch.int32)[..., None] - 127
+    return torch.ldexp(values[codes], exponents).flatten(-2).bfloat16()
