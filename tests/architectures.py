@@ -32,7 +32,7 @@ SHAPE: dict[str, Any] = {
     "pad_token_id": 0,
     "tie_word_embeddings": False,
 }
-WINDOW = 16  # tokens: shorter than any test's texts
+WINDOW = 64  # tokens: the least that our engine takes
 TIED = {"tie_word_embeddings": True}
 GEMMA = {"sliding_window": WINDOW, "query_pre_attn_scalar": 24, **TIED}
 GEMMA_LAYERS = [*3 * ["sliding_attention"], "full_attention"] * 2
@@ -87,7 +87,7 @@ class Architecture:
     models: str
     config: str
     settings: Mapping[str, Any] = field(default_factory=dict)
-    own: bool = False
+    own: bool = True
     text: str | None = None
 
     def config_of(self, **overrides: Any) -> PreTrainedConfig:
@@ -100,9 +100,9 @@ class Architecture:
 
 
 ARCHITECTURES: dict[str, Architecture] = {
-    "llama": Architecture("Llama 2 and 3, SmolLM2", "LlamaConfig", own=True),
+    "llama": Architecture("Llama 2 and 3, SmolLM2", "LlamaConfig"),
     "mistral": Architecture(
-        "Mistral 7B v0.3, Nemo, Small", "MistralConfig", {"sliding_window": None}, own=True
+        "Mistral 7B v0.3, Nemo, Small", "MistralConfig", {"sliding_window": None}
     ),
     "mistral_window": Architecture(
         "Mistral 7B v0.1 (sliding window)", "MistralConfig", {"sliding_window": WINDOW}
@@ -129,20 +129,22 @@ ARCHITECTURES: dict[str, Architecture] = {
         text="ministral3",
     ),
     "mixtral": Architecture("Mixtral", "MixtralConfig", LOCAL_EXPERTS),
-    "qwen2": Architecture("Qwen2, Qwen2.5", "Qwen2Config", own=True),
-    "qwen3": Architecture("Qwen3", "Qwen3Config", own=True),
+    "qwen2": Architecture("Qwen2, Qwen2.5", "Qwen2Config"),
+    "qwen3": Architecture("Qwen3", "Qwen3Config"),
     "qwen3_moe": Architecture("Qwen3 MoE (30B-A3B)", "Qwen3MoeConfig", EXPERTS),
     "qwen3_next": Architecture(
         "Qwen3-Next",
         "Qwen3NextConfig",
         {**EXPERTS, **DELTA_NET, "shared_expert_intermediate_size": 48},
+        own=False,
     ),
-    "qwen3_5": Architecture("Qwen3.5 and 3.6 (text)", "Qwen3_5TextConfig", DELTA_NET),
+    "qwen3_5": Architecture("Qwen3.5 and 3.6 (text)", "Qwen3_5TextConfig", DELTA_NET, own=False),
     "qwen3_5_vision": Architecture(
         "Qwen3.5 and 3.6 (as published, with images)",
         "Qwen3_5Config",
         {"vision_config": VISION},
         text="qwen3_5",
+        own=False,
     ),
     "gemma2": Architecture(
         "Gemma 2",
@@ -164,6 +166,7 @@ ARCHITECTURES: dict[str, Architecture] = {
             "final_logit_softcapping": 3.0,
             "layer_types": GEMMA_LAYERS,
         },
+        own=False,
     ),
     "gemma3_vision": Architecture(
         "Gemma 3 4B and larger (with images)",
@@ -176,6 +179,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         "Gemma4Config",
         {"vision_config": VISION, "audio_config": None},
         text="gemma4",
+        own=False,
     ),
     "phi3": Architecture("Phi-3", "Phi3Config", {"sliding_window": WINDOW}),
     "phi4_mini": Architecture(
@@ -217,6 +221,7 @@ ARCHITECTURES: dict[str, Architecture] = {
             "moe_intermediate_size": 48,
             "use_qk_norm": True,
         },
+        own=False,
     ),
     "smollm3": Architecture("SmolLM3", "SmolLM3Config", TIED),
     "granite": Architecture("Granite 3", "GraniteConfig", GRANITE),
@@ -237,6 +242,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         "Granite 4 (hybrid, MoE)",
         "GraniteMoeHybridConfig",
         {**GRANITE, **MAMBA, **LOCAL_EXPERTS, "shared_intermediate_size": 96},
+        own=False,
     ),
     "olmo3": Architecture("OLMo 3", "Olmo3Config", {"sliding_window": WINDOW}),
     "lfm2": Architecture(
@@ -252,11 +258,13 @@ ARCHITECTURES: dict[str, Architecture] = {
         "OPT",
         "OPTConfig",
         {**TIED, "ffn_dim": 96, "word_embed_proj_dim": 64, "init_std": 0.2},
+        own=False,
     ),
     "gpt2": Architecture(
         "GPT-2",
         "GPT2Config",
         {**TIED, "n_embd": 64, "n_layer": 8, "n_head": 4, "n_positions": 512},
+        own=False,
     ),
 }
 

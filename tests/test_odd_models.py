@@ -17,8 +17,8 @@ from eyas.cli.main import build
 from eyas.engine.engine import Engine
 from eyas.errors import CorruptError, EyasError, MismatchError
 from eyas.export.check import check, replay_head
-from eyas.model.checkpoint import read_head
 from eyas.model.architecture import TargetConfig
+from eyas.model.checkpoint import read_head
 from eyas.model.config import RopeConfig
 from eyas.model.decoder import HookedDecoder
 from eyas.model.target import Target

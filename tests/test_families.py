@@ -1,0 +1,117 @@
+"""Every architecture of our own engine: transformers' numbers in float32, and speculation that
+changes nothing.
+
+How a backend computes each of them bit for bit, test_native.py holds.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from eyas.engine.draft import Draft
+from eyas.engine.engine import Engine, EngineConfig
+from eyas.engine.request import Request, SamplingParams
+from eyas.model.target import Target
+from tests.architectures import ARCHITECTURES, saved_architecture
+from tests.tiny_engine import EVERYTHING, idle, load_as, random_head
+
+OWN = [name for name, one in ARCHITECTURES.items() if one.own]
+NUM_TOKENS = 150  # more than the windows of the table
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.getbasetemp()
+
+
+@cache
+def loaded(root: Path, name: str, backend: str) -> Target:
+    return load_as(backend, saved_architecture(root, name))
+
+
+@pytest.fixture(params=["torch", "native"])
+def backend(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_logits_and_taps_are_those_of_transformers(root, name, backend):
+    """Every logit; the best token; the residual stream behind each of the tapped layers."""
+    folder, target = saved_architecture(root, name), loaded(root, name, backend)
+    model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager").eval()
+    tokens_BT = torch.randint(
+        3, target.config.vocab_size, (2, NUM_TOKENS), generator=torch.Generator().manual_seed(1)
+    )
+    with torch.no_grad():
+        theirs = model(tokens_BT, output_hidden_states=True, use_cache=False)
+    taps = [theirs.hidden_states[tap + 1] for tap in target.config.default_taps]
+    aux_hidden, last_hidden = target.features(tokens_BT)
+    assert_near(target.logits(tokens_BT), theirs.logits)
+    assert_near(aux_hidden, torch.cat(taps, dim=-1))
+    assert_near(last_hidden, theirs.hidden_states[-1])
+    assert torch.equal(target.logits(tokens_BT).argmax(-1), theirs.logits.argmax(-1))
+
+
+def assert_near(ours: Tensor, theirs: Tensor) -> None:
+    """Within 3e-5 of the greatest: the sums run in another order, through eight layers."""
+    assert float((ours - theirs).abs().max()) < 3e-5 * float(theirs.abs().max())
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_greedy_answers_are_those_of_transformers(root, name, backend):
+    folder, target = saved_architecture(root, name), loaded(root, name, backend)
+    model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager").eval()
+    (asked,) = prompts(target, [80])
+    with torch.no_grad():
+        theirs = model.generate(
+            torch.tensor([asked.prompt_ids]), max_new_tokens=40, do_sample=False, eos_token_id=None
+        )
+    ours = run(Engine(target, None, EngineConfig(num_pages=64)), [asked])
+    assert list(ours[0][0]) == theirs[0, len(asked.prompt_ids) :].tolist()
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_speculation_changes_nothing(root, name, backend):
+    """Trees in a batch whose requests are accepted to different lengths, greedy and sampled, and a
+    prefix used again: tokens and log-probabilities are those of plain decoding, to the bit where
+    the native decoder computes them.
+    """
+    target, num_top = loaded(root, name, backend), 2 if backend == "native" else None
+    asked = prompts(target, [30, 70, 100], logprobs=num_top)
+    asked += prompts(target, [70, 33], temperature=1.0, logprobs=num_top)
+    plain = [run(Engine(target, None, EngineConfig(num_pages=64)), [one])[0] for one in asked]
+    draft = Draft(*random_head(target), target)
+    for speculation in ("fixed(3,3,8)", "auto(3,4,20)"):
+        config = EngineConfig(num_pages=64, max_batch=4, speculation=speculation)
+        engine = Engine(target, draft, config)
+        engine.rounds.policy.costs = EVERYTHING
+        assert run(engine, asked) == plain
+        assert run(engine, asked) == plain
+        idle(engine)
+
+
+def prompts(target: Target, lengths: list[int], **params: float | None) -> list[Request]:
+    """Random prompts whose end repeats, so that what the text proposes is sometimes right."""
+    generator = torch.Generator().manual_seed(2)
+    made = []
+    for number, length in enumerate(lengths):
+        row = torch.randint(3, target.config.vocab_size, (length,), generator=generator).tolist()
+        sampling = SamplingParams(max_tokens=40, ignore_eos=True, seed=number, **params)
+        made.append(Request(f"{params} {number}", (*row, *row[:9]), sampling))
+    return made
+
+
+def run(engine: Engine, asked: list[Request]) -> list[tuple]:
+    """Of each request its tokens, its end and its log-probabilities."""
+    results = {one.request_id: one for one in engine.run([replace(one) for one in asked])}
+    return [
+        (tuple(found.token_ids), found.finish_reason, tuple(found.logprobs or ()))
+        for found in (results[one.id] for one in asked)
+    ]
