@@ -10,7 +10,7 @@ Letters: M rows, N outputs, K inputs, B blocks of 32 inputs, S scales of a block
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import gguf
 import numpy as np
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from eyas.gguf.blocks import BLOCK, BlockMatrix, Kind
 from eyas.model.architecture import TargetConfig
-from eyas.model.block import Block
+from eyas.model.block import Block, MixtureOfExperts
 from eyas.model.packed import Blocks, parts_of
 from eyas.model.target import Layers
 
@@ -140,17 +140,29 @@ def twin_layers(
 
 
 def quantise(block: Block, tensors: dict[str, Tensor], blocks: Blocks, prefix: str) -> None:
-    products = {
-        "_qkv": [f"self_attn.{name}_proj" for name in "qkv"],
-        "_out": ["self_attn.o_proj"],
-        "_gate_up": ["mlp.gate_proj", "mlp.up_proj"],
-        "_down": ["mlp.down_proj"],
-    }
-    for attribute, names in products.items():
+    """Replace a layer's products whose matrices are blocks."""
+    for owner, attribute, names in products(block):
         names = [prefix + name for name in names]
         weights = [f"{name}.weight" for name in names]
-        parts = parts_of(blocks, weights, gated=attribute == "_gate_up")
+        parts = parts_of(blocks, weights, gated=attribute == "gate_up")
         biases = [tensors[f"{name}.bias"] for name in names if f"{name}.bias" in tensors]
         if parts is not None:
             linear = QuantisedLinear(parts, torch.cat(biases) if biases else None)
-            setattr(block, attribute, linear)
+            setattr(owner, attribute, linear)
+
+
+def products(block: Block) -> Iterator[tuple[object, str, list[str]]]:
+    """Of each product of a layer who has it, under which name, and of which matrices."""
+    if block.attention is not None:
+        yield block.attention, "qkv", [f"self_attn.{name}_proj" for name in "qkv"]
+        yield block.attention, "out", ["self_attn.o_proj"]
+    if block.convolution is not None:
+        yield block.convolution, "input", ["conv.in_proj"]
+        yield block.convolution, "output", ["conv.out_proj"]
+    mlps = {"mlp.": block.mlp}
+    if isinstance(block.mlp, MixtureOfExperts):
+        yield block.mlp, "router", ["mlp.router"]
+        mlps = {f"mlp.experts.{number}.": mlp for number, mlp in enumerate(block.mlp.mlps)}
+    for place, mlp in mlps.items():
+        yield mlp, "gate_up", [f"{place}gate_proj", f"{place}up_proj"]
+        yield mlp, "down", [f"{place}down_proj"]

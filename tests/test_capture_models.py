@@ -137,16 +137,16 @@ def test_a_target_says_its_shape_in_one_spelling(folders):
 
 def test_a_window_or_a_rope_that_our_own_decoder_lacks_goes_by_transformers(tmp_path):
     window = tiny_target(tmp_path / "window", "mistral", sliding_window=12)
-    rope = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 5000.0}
-    yarn = tiny_target(tmp_path / "yarn", rope_parameters=rope, max_position_embeddings=512)
-    for folder in (window, yarn):
-        with pytest.raises(MismatchError, match=r"sliding-window|yarn") as raised:
+    rope = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 5000.0}
+    dynamic = tiny_target(tmp_path / "dynamic", rope_parameters=rope, max_position_embeddings=512)
+    for folder in (window, dynamic):
+        with pytest.raises(MismatchError, match=r"12 positions|'dynamic'") as raised:
             Target.load(folder)
         assert "transformers" in raised.value.hint
         aux_hidden, last_hidden, _ = stated(folder, TOKENS)
         states = HookedDecoder.load(folder, "float32").states(TOKENS.tolist())
         assert_close(states, aux_hidden, last_hidden)
-    assert target_shape(yarn).rope.theta == 5000.0
+    assert target_shape(dynamic).rope.theta == 5000.0
 
 
 def test_a_family_that_is_not_served_says_what_still_works(folders):

@@ -25,7 +25,7 @@ MOST_FRAMES = 8  # from a command to the loss, and from the server's worker to t
 ROOMS = {
     "data": (213, "sources, licence gate, filters, duplicates, ledger, card"),
     "engine": (185, "exact speculative decoding: scheduler, rounds, drafters, policy, sampling"),
-    "model": (228, "target and head: configs, checkpoints, attention, training-time test"),
+    "model": (265, "target and head: configs, checkpoints, attention, training-time test"),
     "cpp": (198, "the native decoder"),
     "serve": (171, "the HTTP server"),
     "privacy": (156, "personal data and secrets: search, surrogates, key"),
@@ -33,7 +33,7 @@ ROOMS = {
     "bench": (106, "any server measured over HTTP, and watched"),
     "train": (93, "objective, optimizer, runs"),
     "cli": (87, "one file per command"),
-    "top": (94, "artifacts, records, errors, names of models, pages"),
+    "top": (102, "artifacts, records, errors, names of models, pages"),
     "export": (75, "forms of other engines, check by replay, card"),
     "chat": (31, "chat template and tokenizer"),
     "shards": (46, "the feature format"),

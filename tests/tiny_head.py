@@ -10,7 +10,6 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
-from eyas.model.architecture import TargetConfig
 from eyas.model.checkpoint import expected_shapes
 from eyas.model.config import HeadConfig, HeadOptions
 from eyas.model.dialects import Form

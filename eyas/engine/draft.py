@@ -28,7 +28,7 @@ import torch.nn.functional as F
 from eyas.engine.sampling import draw_key, exponentials
 from eyas.engine.tree import Speculation, goes_on
 from eyas.errors import MismatchError
-from eyas.model.block import Block, Linear, Positions, rms_norm
+from eyas.model.block import Block, Linear, PositionTables, rms_norm
 from eyas.model.config import HeadConfig, TargetShape, check_head
 from eyas.model.draws import Draws, DrawState
 from eyas.model.native import MAX_HEAD_DIM, runs
@@ -110,7 +110,7 @@ class DraftLayers:
         self._lm_head = Linear(tensors.get("lm_head.weight", target.lm_head))
         self._norm, self._tensors = tensors["norm.weight"], tensors
         length = target.config.max_position_embeddings + 64
-        self._positions = Positions(config, length, target.dtype, target.device)
+        self._positions = PositionTables(config, length, target.dtype, target.device)
 
     def fuse(self, aux_hidden: torch.Tensor) -> torch.Tensor:
         """Target features [M, 3 * Ht] -> [M, H]."""

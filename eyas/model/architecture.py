@@ -178,8 +178,8 @@ class TargetConfig(TargetShape):
         family = config.get("model_type")
         if not isinstance(family, str) or family not in FAMILIES:
             raise MismatchError(
-                f"{folder} is a {family!r} model, which eyas' own engine does not run "
-                f"({', '.join(sorted(FAMILIES))})",
+                f"{folder} is a {family!r} model; eyas' own engine runs "
+                f"{', '.join(one.name for one in FAMILIES.values())}",
                 ELSEWHERE,
             )
         try:

@@ -1,7 +1,7 @@
 """Attention of the rows of a forward over a paged cache: a dense prefix, then a tree by ancestry.
 
     plan = AttentionPlan.of(rows, page_size)    once a forward and window
-    mixed = plan.attend(q, kv, scores)          per layer
+    mixed = plan.attend(q, kv, how)          per layer
 
 Which columns a row sees, `Rows` says; one that sees nothing gets zeros. These are PyTorch's
 operators for any device; on a CPU the native library has its own.
@@ -22,7 +22,7 @@ from eyas.model.rows import MAX_TREE_COLUMNS, Rows
 
 
 @dataclass(frozen=True, slots=True)
-class Scores:
+class Weighing:
     """How a layer weighs what a row sees: softmax of scale * q.k, 1 / sqrt(D) by default.
 
     softcap: cuts the scores softly (Gemma 2). sinks [Hq]: logits that take a share of the weight
@@ -52,7 +52,7 @@ class Scores:
         return weights.to(v.dtype) @ v
 
 
-PLAIN_SCORES = Scores()
+PLAIN_WEIGHING = Weighing()
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +68,7 @@ class _Bucket:
     slots: torch.Tensor
     mask: torch.Tensor
 
-    def attend(self, q: torch.Tensor, kv: torch.Tensor, scores: Scores) -> torch.Tensor:
+    def attend(self, q: torch.Tensor, kv: torch.Tensor, how: Weighing) -> torch.Tensor:
         """q [M, Hq, D] -> [b * N, Hq, D]. The heads of a group are queries beside each other: keys
         are never repeated.
         """
@@ -83,7 +83,7 @@ class _Bucket:
             .reshape(b, Hk, group * N, D)
         )
         k, v = kv.index_select(0, self.slots).view(b, C, 2, Hk, D).permute(2, 0, 3, 1, 4)
-        mixed = scores.mix(wide_q, k, v, self.mask.repeat(1, 1, group, 1))
+        mixed = how.mix(wide_q, k, v, self.mask.repeat(1, 1, group, 1))
         return mixed.view(b, Hk, group, N, D).permute(0, 3, 1, 2, 4).reshape(b * N, Hq, D)
 
 
@@ -112,14 +112,14 @@ class AttentionPlan:
         return cls(tuple(buckets))
 
     def attend(
-        self, q: torch.Tensor, kv: torch.Tensor, scores: Scores = PLAIN_SCORES
+        self, q: torch.Tensor, kv: torch.Tensor, how: Weighing = PLAIN_WEIGHING
     ) -> torch.Tensor:
         """q [M, Hq, D], kv [num_slots, 2, Hk, D] (a layer of a cache, the rows' own entries
         written) -> [M, Hq, D].
         """
         mixed = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         for bucket in self.buckets:
-            mixed.index_copy_(0, bucket.rows, bucket.attend(q, kv, scores))
+            mixed.index_copy_(0, bucket.rows, bucket.attend(q, kv, how))
         return mixed
 
 

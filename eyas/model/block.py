@@ -19,7 +19,7 @@ from torch import Tensor
 
 from eyas.families import Activation
 from eyas.model.architecture import LayerKind, TargetConfig
-from eyas.model.attention import AttentionPlan, Scores, path_slots
+from eyas.model.attention import AttentionPlan, Weighing, path_slots
 from eyas.model.config import DecoderConfig, RopeConfig
 from eyas.model.rope import rope_table
 from eyas.model.rows import PagedCache, Rows
@@ -93,7 +93,7 @@ class Placement:
     path: Tensor | None
 
 
-class Positions:
+class PositionTables:
     """The rotation tables of a model, and the placement of its forwards."""
 
     def __init__(self, config: DecoderConfig, length: int, dtype: torch.dtype, device: str) -> None:
@@ -152,7 +152,7 @@ def gated(gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
     return gate * torch.sigmoid(gate * 1.702) * (up + 1)
 
 
-class Mlp:
+class GatedMlp:
     """down(act(gate(x)) * up(x))."""
 
     def __init__(self, tensors: Tensors, prefix: str, activation: Activation) -> None:
@@ -175,15 +175,15 @@ class MixtureOfExperts:
     def __init__(self, tensors: Tensors, config: TargetConfig) -> None:
         assert config.experts is not None
         self._experts = config.experts
-        self._router = joined(tensors, ["mlp.router"])
-        self._mlps = [
-            Mlp(tensors, f"mlp.experts.{number}.", config.activation)
+        self.router = joined(tensors, ["mlp.router"])
+        self.mlps = [
+            GatedMlp(tensors, f"mlp.experts.{number}.", config.activation)
             for number in range(config.experts.num_experts)
         ]
 
     def __call__(self, x: Tensor) -> Tensor:
         """[M, H] -> [M, H]; rows go to an expert together, experts in ascending order."""
-        probabilities = self._router(x).float().softmax(-1)
+        probabilities = self.router(x).float().softmax(-1)
         best = probabilities.sort(dim=-1, descending=True, stable=True)
         count = self._experts.num_experts_per_tok
         weights, chosen = best.values[:, :count], best.indices[:, :count]
@@ -192,7 +192,7 @@ class MixtureOfExperts:
         mixed = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
         for number in sorted(set(chosen.flatten().tolist())):
             rows, places = (chosen == number).nonzero().unbind(1)
-            out = self._mlps[number](x[rows]).float() * weights[rows, places, None]
+            out = self.mlps[number](x[rows]).float() * weights[rows, places, None]
             mixed.index_add_(0, rows, out)
         return mixed.to(x.dtype)
 
@@ -201,12 +201,15 @@ class ShortConvolution:
     """LFM2's mixer: out(C * conv(B * x)), where B, C and x are `in` of the input."""
 
     def __init__(self, tensors: Tensors) -> None:
-        self._in, self._out = joined(tensors, ["conv.in_proj"]), joined(tensors, ["conv.out_proj"])
+        self.input, self.output = (
+            joined(tensors, ["conv.in_proj"]),
+            joined(tensors, ["conv.out_proj"]),
+        )
         self._taps_HK, self._bias = tensors["conv.conv.weight"], tensors.get("conv.conv.bias")
 
     def __call__(self, x: Tensor, layer: int, at: Placement, cache: PagedCache) -> Tensor:
         assert at.path is not None
-        B, C, x = self._in(x).chunk(3, dim=-1)
+        B, C, x = self.input(x).chunk(3, dim=-1)
         cache.write(layer, at.slot, B * x)
         H = x.shape[1]
         kept = cache.data[layer, :, :H][at.path.clamp(min=0)]  # [M, kernel, H]
@@ -214,10 +217,10 @@ class ShortConvolution:
         y = (kept.float() * self._taps_HK.T.float()).sum(1)
         if self._bias is not None:
             y = y + self._bias.float()
-        return self._out(C * y.to(x.dtype))
+        return self.output(C * y.to(x.dtype))
 
 
-class Attention:
+class PagedAttention:
     """Over the rows' keys and values in the cache, which are written first."""
 
     def __init__(self, config: DecoderConfig, tensors: Tensors, kind: LayerKind) -> None:
@@ -225,24 +228,24 @@ class Attention:
         self._kind, self._eps = kind, config.rms_norm_eps
         self._Hq, self._Hk = config.num_attention_heads, config.num_key_value_heads
         self._D = self._turned = config.head_dim
-        self._qkv = joined(tensors, [f"self_attn.{name}_proj" for name in "qkv"])
+        self.qkv = joined(tensors, [f"self_attn.{name}_proj" for name in "qkv"])
         self.out = joined(tensors, ["self_attn.o_proj"])
         self._norms = [tensors.get(f"self_attn.{name}_norm.weight") for name in "qk"]
-        self._scores = Scores()
+        self._weighing = Weighing()
         if decoder is not None:
             self._turned = decoder.turned_dims
-            self._scores = Scores(
+            self._weighing = Weighing(
                 decoder.attention_scale, decoder.attention_softcap, tensors.get("self_attn.sinks")
             )
 
     @property
     def linears(self) -> tuple[Linear, ...]:
-        return (self._qkv, self.out)
+        return (self.qkv, self.out)
 
     def __call__(self, x: Tensor, layer: int, at: Placement, cache: PagedCache) -> Tensor:
         """x [M, in] (normed) -> what `out` takes, [M, Hq * D]."""
         Hq, Hk, D = self._Hq, self._Hk, self._D
-        qkv = self._qkv(x).view(-1, Hq + 2 * Hk, D)
+        qkv = self.qkv(x).view(-1, Hq + 2 * Hk, D)
         for norm, heads in zip(self._norms, (slice(0, Hq), slice(Hq, Hq + Hk)), strict=True):
             if norm is not None:
                 wide = qkv[:, heads] if norm.numel() == D else qkv[:, heads].flatten(1)
@@ -255,7 +258,7 @@ class Attention:
         cache.write(layer, at.slot, qkv[:, Hq:])
         q = qkv[:, :Hq] if at.query_scale is None else qkv[:, :Hq] * at.query_scale
         plan = at.plans[self._kind.window]
-        mixed = plan.attend(q, cache.keys_and_values(layer, (Hk, D)), self._scores)
+        mixed = plan.attend(q, cache.keys_and_values(layer, (Hk, D)), self._weighing)
         return mixed.reshape(-1, Hq * D)
 
 
@@ -268,14 +271,14 @@ class Block:
         self._layer, self._eps = layer, config.rms_norm_eps
         self._residual_scale = 1.0 if decoder is None else decoder.residual_scale
         is_attention = kind.mixer == "attention"
-        self._attention = Attention(config, tensors, kind) if is_attention else None
-        self._conv = None if is_attention else ShortConvolution(tensors)
-        self._mlp: Mlp | MixtureOfExperts
+        self.attention = PagedAttention(config, tensors, kind) if is_attention else None
+        self.convolution = None if is_attention else ShortConvolution(tensors)
+        self.mlp: GatedMlp | MixtureOfExperts
         if kind.has_experts:
             assert decoder is not None
-            self._mlp = MixtureOfExperts(tensors, decoder)
+            self.mlp = MixtureOfExperts(tensors, decoder)
         else:
-            self._mlp = Mlp(tensors, "mlp.", "silu" if decoder is None else decoder.activation)
+            self.mlp = GatedMlp(tensors, "mlp.", "silu" if decoder is None else decoder.activation)
         self._mlp_norm, self._mixer_out_norm, self._mlp_out_norm = (
             tensors.get(f"{name}.weight")
             for name in ("post_attention_layernorm", "attention_out_norm", "mlp_out_norm")
@@ -284,24 +287,24 @@ class Block:
     @property
     def linears(self) -> tuple[Linear, ...]:
         """Of a layer like Llama's."""
-        assert self._attention is not None
-        assert isinstance(self._mlp, Mlp)
-        return (*self._attention.linears, self._mlp.gate_up, self._mlp.down)
+        assert self.attention is not None
+        assert isinstance(self.mlp, GatedMlp)
+        return (*self.attention.linears, self.mlp.gate_up, self.mlp.down)
 
     def __call__(self, x: Tensor, residual: Tensor, at: Placement, cache: PagedCache) -> Tensor:
         """x [M, in] (normed where the layer begins with a norm), residual [M, H] -> the layer's
         output [M, H]. Writes what the cache keeps of the rows.
         """
-        if self._attention is not None:
-            mixed = self._attention(x, self._layer, at, cache)
-            h = self._added(residual, self._attention.out, mixed, self._mixer_out_norm)
+        if self.attention is not None:
+            mixed = self.attention(x, self._layer, at, cache)
+            h = self._added(residual, self.attention.out, mixed, self._mixer_out_norm)
         else:
-            assert self._conv is not None
-            h = residual + self._conv(x, self._layer, at, cache)
+            assert self.convolution is not None
+            h = residual + self.convolution(x, self._layer, at, cache)
         x = h if self._mlp_norm is None else rms_norm(h, self._mlp_norm, self._eps)
-        if isinstance(self._mlp, Mlp):
-            return self._added(h, self._mlp.down, self._mlp.act(x), self._mlp_out_norm)
-        return h + self._mlp(x) * self._residual_scale
+        if isinstance(self.mlp, GatedMlp):
+            return self._added(h, self.mlp.down, self.mlp.act(x), self._mlp_out_norm)
+        return h + self.mlp(x) * self._residual_scale
 
     def _added(self, h: Tensor, linear: Linear, x: Tensor, norm: Tensor | None) -> Tensor:
         """h plus linear(x), normed where there is a norm."""

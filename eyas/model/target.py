@@ -23,7 +23,7 @@ from eyas.families import FAMILIES
 from eyas.gguf.blocks import block_matrices
 from eyas.model.architecture import TargetConfig
 from eyas.model.arrangement import arranged
-from eyas.model.block import Block, Linear, Positions, rms_norm
+from eyas.model.block import Block, Linear, PositionTables, rms_norm
 from eyas.model.config import Taps, TargetShape
 from eyas.model.draws import Draws
 from eyas.model.library import unavailable
@@ -88,7 +88,7 @@ class Layers:
     ) -> None:
         """tensors: checked, of one dtype and device."""
         self._config, self._embed_tokens = config, tensors["model.embed_tokens.weight"]
-        self._head = Linear(lm_head)
+        self.head = Linear(lm_head)
         self._norm, self._eps = tensors["model.norm.weight"], config.rms_norm_eps
         self._input_norms, self._blocks = [], []
         for layer in range(config.num_hidden_layers):
@@ -103,7 +103,7 @@ class Layers:
         # The last position of a request and the nodes of its tree: a little beyond the trained
         # context never hurts.
         length = config.max_position_embeddings + 64
-        self._positions = Positions(
+        self._positions = PositionTables(
             config, length, self._embed_tokens.dtype, str(self._embed_tokens.device)
         )
 
@@ -134,7 +134,7 @@ class Layers:
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Of last hidden states [R, Ht], as the target has them: scaled, and cut softly."""
-        logits = self._head(hidden)
+        logits = self.head(hidden)
         if self._config.logit_scale != 1.0:
             logits = logits * self._config.logit_scale
         cap = self._config.logit_softcap
