@@ -9,16 +9,17 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM
 
 from eyas.engine.draft import Draft
 from eyas.engine.engine import Engine, EngineConfig
 from eyas.engine.request import Request, SamplingParams
 from eyas.model.target import Target
+from eyas.model.vocab import auto_class, transformers_config
 from tests.architectures import ARCHITECTURES, saved_architecture
 from tests.tiny_engine import EVERYTHING, idle, load_as, random_head
 
@@ -36,6 +37,13 @@ def loaded(root: Path, name: str, backend: str) -> Target:
     return load_as(backend, saved_architecture(root, name))
 
 
+@cache
+def by_transformers(root: Path, name: str) -> Any:
+    folder = saved_architecture(root, name)
+    kind = auto_class(transformers_config(folder))
+    return kind.from_pretrained(folder, attn_implementation="eager").eval()
+
+
 @pytest.fixture(params=["torch", "native"])
 def backend(request: pytest.FixtureRequest) -> str:
     return str(request.param)
@@ -44,8 +52,7 @@ def backend(request: pytest.FixtureRequest) -> str:
 @pytest.mark.parametrize("name", OWN)
 def test_logits_and_taps_are_those_of_transformers(root, name, backend):
     """Every logit; the best token; the residual stream behind each of the tapped layers."""
-    folder, target = saved_architecture(root, name), loaded(root, name, backend)
-    model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager").eval()
+    target, model = loaded(root, name, backend), by_transformers(root, name)
     tokens_BT = torch.randint(
         3, target.config.vocab_size, (2, NUM_TOKENS), generator=torch.Generator().manual_seed(1)
     )
@@ -66,8 +73,7 @@ def assert_near(ours: Tensor, theirs: Tensor) -> None:
 
 @pytest.mark.parametrize("name", OWN)
 def test_greedy_answers_are_those_of_transformers(root, name, backend):
-    folder, target = saved_architecture(root, name), loaded(root, name, backend)
-    model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager").eval()
+    target, model = loaded(root, name, backend), by_transformers(root, name)
     (asked,) = prompts(target, [80])
     with torch.no_grad():
         theirs = model.generate(

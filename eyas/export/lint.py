@@ -18,15 +18,9 @@ from eyas.artifact import MANIFEST, Manifest, file_identity
 from eyas.errors import EyasError, MismatchError, MissingInputError
 from eyas.export.engines import ENGINES, FORMS
 from eyas.lineage import HEAD_FILES
+from eyas.model.architecture import TargetConfig
 from eyas.model.checkpoint import ANEW
-from eyas.model.config import (
-    HeadConfig,
-    TargetConfig,
-    TargetShape,
-    rope_faults,
-    same_rotation,
-    spelled,
-)
+from eyas.model.config import HeadConfig, TargetShape, rope_faults, same_rotation, spelled
 from eyas.model.dialects import (
     CONFIG_JSON,
     EMBED_TOKENS,

@@ -213,8 +213,8 @@ def text_config(config: Mapping[str, Any]) -> dict[str, Any]:
     merged = dict(config)
     if isinstance(text, dict):
         outside = ("eos_token_id", "dtype", "torch_dtype", "tie_word_embeddings")
-        merged = {key: config[key] for key in outside if config.get(key) is not None}
-        merged |= {key: value for key, value in text.items() if value is not None}
+        merged = {key: value for key, value in text.items() if value is not None}
+        merged |= {key: config[key] for key in outside if config.get(key) is not None}
     family = FAMILIES.get(str(merged.get("model_type")))
     return merged if family is None else {**family.defaults, **merged}
 

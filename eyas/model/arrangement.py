@@ -67,6 +67,14 @@ def our_name(name: str, family: Family) -> str | None:
     return f"{prefix}{_renamed(part, family.names)}.{kind}"
 
 
+def published_names(name: str) -> set[str]:
+    """What a tensor that stands outside of the layers may be called in a checkpoint."""
+    within = {
+        outside + name.removeprefix(inside) for outside, inside in WITHIN if name.startswith(inside)
+    }
+    return {name} | within
+
+
 def _renamed(part: str, names: Mapping[str, str]) -> str:
     """A part of a layer: by its whole name, else by its beginning and its end."""
     if part in names:

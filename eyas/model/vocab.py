@@ -27,6 +27,7 @@ from transformers import (
 
 from eyas.errors import ConfigError, MismatchError
 from eyas.model.architecture import TargetConfig
+from eyas.model.arrangement import arranged, published_names
 from eyas.model.config import RopeConfig, TargetShape, end_token_ids, read_config
 from eyas.model.library import unavailable
 from eyas.model.weights import read_shapes, read_tensors, refuse_nonfinite, tensor_sha256
@@ -196,8 +197,9 @@ def own_matrices(folder: str | Path, config: TargetConfig) -> tuple[Tensor, Tens
     """embed_tokens and lm_head [V, Ht], as stored, of a target that our own decoder runs."""
     embed_name = "model.embed_tokens.weight"
     head_name = embed_name if config.tie_word_embeddings else "lm_head.weight"
-    tensors = read_tensors(folder, {embed_name, head_name})
-    if tensors.keys() != {embed_name, head_name}:
+    found = read_tensors(folder, published_names(embed_name) | published_names(head_name))
+    tensors = arranged(config, found)
+    if not {embed_name, head_name} <= tensors.keys():
         raise MismatchError(
             f"{folder} lacks {embed_name} or {head_name}", "restore the checkpoint from its source"
         )
