@@ -110,7 +110,7 @@ def page() -> str:
     rows.append(tuple("---" for _ in rows[0]))
     for entry in ARCHITECTURES.values():
         family = entry.config_of().model_type
-        served = (entry.own, *(family in engine.families for engine in ENGINES))
+        served = (entry.own, *(engine.serves(family) for engine in ENGINES))
         runs = ("yes" if one else "-" for one in served)
         rows.append((entry.models, f"`{family}`", "yes", *runs))
     table = "".join(f"| {' | '.join(row)} |\n" for row in rows)

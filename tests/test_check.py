@@ -285,11 +285,11 @@ def test_engines_that_do_not_read_a_flag_are_named(target, tmp_path):
 @pytest.mark.parametrize(
     ("name", "form", "levels"),
     [
-        ("gpt2", "eyas", ["warning"]),
-        ("gpt2", "vllm", ["warning"]),
-        ("gemma3", "eyas", ["note"]),
-        ("gemma3", "sglang", ["note"]),
-        ("gemma3", "vllm", ["warning", "note"]),
+        ("gpt2", "eyas", {"SGLang": "warning", "vLLM": "warning", "llama.cpp": "warning"}),
+        ("gpt2", "vllm", {"SGLang": "warning", "vLLM": "warning", "llama.cpp": "warning"}),
+        ("granite", "eyas", {"SGLang": "note", "llama.cpp": "note"}),
+        ("granite", "sglang", {"SGLang": "warning", "llama.cpp": "note"}),
+        ("lfm2", "vllm", {"SGLang": "note", "vLLM": "warning"}),
     ],
 )
 def test_a_target_that_engines_do_not_serve_with_a_head(
@@ -298,11 +298,18 @@ def test_a_target_that_engines_do_not_serve_with_a_head(
     target = saved_architecture(tmp_path_factory.getbasetemp(), name)
     found = check(head_folder(target, tmp_path / "head", form), target)
     findings = [one for one in found if one.what.startswith("not served by")]
-    assert [finding.level for finding in findings] == levels
-    what = findings[0].what
-    assert ("vLLM 0.32" in what) == (form == "vllm" or levels != ["warning", "note"])
-    assert f"no EAGLE-3 for a target of {name!r}"[:-1] in what
-    assert ("SGLang 0.5.23: serve it there" in findings[0].hint) == (name == "gemma3")
+    for title in ("SGLang", "vLLM", "llama.cpp"):
+        named = [one.level for one in findings if f"{title} " in one.what]
+        assert named == ([levels[title]] if title in levels else [])
+        able = {f"{title} " in one.hint for one in findings}
+        assert able == {title not in levels}
+
+
+def test_an_option_that_the_target_needs_is_said(tmp_path, tmp_path_factory):
+    target = saved_architecture(tmp_path_factory.getbasetemp(), "gemma2")
+    folder = head_folder(target, tmp_path / "head", "vllm")
+    (note,) = [one for one in check(folder, target) if "--model-impl transformers" in one.what]
+    assert note.level == "note"
 
 
 @pytest.mark.parametrize("form", FORMS)

@@ -34,7 +34,7 @@ ROOMS = {
     "train": (93, "objective, optimizer, runs"),
     "cli": (87, "one file per command"),
     "top": (102, "artifacts, records, errors, names of models, pages"),
-    "export": (75, "forms of other engines, check by replay, card"),
+    "export": (76, "forms of other engines, check by replay, card"),
     "chat": (31, "chat template and tokenizer"),
     "shards": (46, "the feature format"),
     "evaluate": (55, "tau before a head is served"),

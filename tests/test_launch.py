@@ -46,6 +46,12 @@ def test_sglang_takes_a_window_from_the_command_and_vllm_from_the_config():
     assert windowed.command("vllm") == LAUNCH.command("vllm")
 
 
+def test_vllm_runs_by_transformers_what_its_own_code_does_not_tap():
+    added = words(replace(LAUNCH, family="gemma3_text").command("vllm"))
+    assert added[added.index("--model-impl") + 1] == "transformers"
+    assert replace(LAUNCH, family="llama").command("vllm") == LAUNCH.command("vllm")
+
+
 def test_vllms_command():
     *rest, speculation = words(LAUNCH.command("vllm"))
     assert rest == [

@@ -166,9 +166,10 @@ def engine_command(engine: EngineName, config: ServeConfig, extra: str = "") -> 
             f"vLLM drafts chains: {sizes} is a tree",
             f"ask for a chain of as many steps: fixed({steps},1,{steps + 1})",
         )
-    target = config.target
+    target, family = config.target, None
     if not is_hub_id(target):
         target = str(Path(resolve_target(target)).absolute())
+        family = read_config(target).get("model_type")
     head = _exported_head(engine, Path(resolve_head(config.head)).absolute())
     settings = read_config(head)
     launch = Launch(
@@ -179,6 +180,7 @@ def engine_command(engine: EngineName, config: ServeConfig, extra: str = "") -> 
         config.dtype if "dtype" in given else None,
         config.engine.max_length if "max_length" in sizes_given else None,
         settings.get("sliding_window") if uses_window(settings) else None,
+        family=family,
     )
     words = launch.arguments(engine.value, str(head))
     words += ["--host", config.host, "--port", str(config.port)]

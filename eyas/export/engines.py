@@ -116,7 +116,9 @@ def sglang_command(launch: Launch, head: str) -> list[str]:
 
 
 def vllm_command(launch: Launch, head: str) -> list[str]:
-    """vLLM drafts chains only."""
+    """vLLM drafts chains only. Its own code of some targets gives no hidden states, transformers'
+    does.
+    """
     speculation = {
         "method": "eagle3",
         "model": head,
@@ -125,6 +127,7 @@ def vllm_command(launch: Launch, head: str) -> list[str]:
     options = {
         "--dtype": launch.dtype,
         "--max-model-len": launch.max_length,
+        **VLLM_OPTIONS.get(launch.family or "", {}),
         "--speculative-config": json.dumps(speculation),
     }
     return ["vllm", "serve", launch.target, *_words(options)]
@@ -150,7 +153,8 @@ class EngineAbilities:
 
     version: the one that was read. form: the exported folder that it reads. families: the targets
     that it serves with an EAGLE-3 head, by config.json's model_type, between spaces. command: what
-    starts it; None for an engine that reads another's form. unread: flags of the head's config that
+    starts it; None for an engine that reads another's form. options: of the command, without which
+    a target of this model_type is not served. unread: flags of the head's config that
     it does not read, with what it does about them; where: the place in its source that says so.
     any_taps: whether it has one reading of every list of layers. own_embeddings: whether it uses
     the head's. needs_lm_head: whether the file must hold one. target_embeddings: whether its form
@@ -163,6 +167,7 @@ class EngineAbilities:
     where: str
     families: str
     command: Callable[[Launch, str], list[str]] | None = None
+    options: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     unread: Mapping[str, str] = field(default_factory=dict)
     any_taps: bool = True
     own_embeddings: bool = True
@@ -223,6 +228,11 @@ mellum mimo_v2_flash minicpm3 minimax_m2 minimax_m3_vl ministral3 mistral mistra
 nemotron_h olmo olmo2 olmo3 phi phi3 qwen2 qwen2_5_vl qwen3 qwen3_5 qwen3_5_moe qwen3_5_moe_text
 qwen3_5_text qwen3_moe qwen3_next qwen3_vl qwen3_vl_moe qwen4_exp seed_oss smollm3 starcoder2
 vaultgemma"""
+# tried: features and tokens are transformers' own
+VLLM_OPTIONS = {
+    family: {"--model-impl": "transformers"}
+    for family in ("gemma2", "gemma3_text", "glm4", "glm4_moe", "mixtral")
+}
 # The graphs that set t_layer_inp in src/models:
 LLAMA_CPP_FAMILIES = """\
 deepseek_v4 gemma4 gemma4_text gemma4_unified gpt_oss hunyuan_v1_dense internlm3 iquestcoder
@@ -250,8 +260,9 @@ ENGINES = (
         "0.32",
         "vllm",
         "vllm/model_executor/models/llama_eagle3.py",
-        VLLM_FAMILIES,
+        f"{VLLM_FAMILIES} {' '.join(VLLM_OPTIONS)}",
         vllm_command,
+        options=VLLM_OPTIONS,
     ),
     EngineAbilities(
         "llama.cpp",

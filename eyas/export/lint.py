@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
 
@@ -297,6 +298,11 @@ def serving_findings(named: Collection[Form], target: TargetShape) -> Iterator[C
         if names:
             what = f"not served by {', '.join(names)}: no EAGLE-3 for a target of {target.family!r}"
             yield CheckFinding(level, what, hint)
+    for engine in ENGINES:
+        if engine.is_of(named) and target.family in engine.options:
+            words = " ".join(chain(*engine.options[target.family].items()))
+            what = f"{engine.release} serves a target of {target.family!r} with {words} only"
+            yield CheckFinding("note", what, "the command that export writes has it")
 
 
 def form_findings(checkpoint: Checkpoint) -> Iterator[CheckFinding]:
