@@ -17,7 +17,7 @@ from eyas.engine.request import Request, SamplingParams
 from eyas.errors import MismatchError
 from eyas.evaluate.evaluate import EvalConfig, evaluate
 from eyas.export.check import check
-from eyas.export.engines import ENGINES
+from eyas.export.engines import ENGINES, EngineAbilities
 from eyas.export.export import ExportConfig, export
 from eyas.features.capture import CaptureConfig, capture
 from eyas.features.generate import GenerateConfig, generate
@@ -35,6 +35,7 @@ TRAIN = TrainConfig(
 )
 SPECULATION = "fixed(2,2,4)"
 EVAL = EvalConfig(trees=(SPECULATION,), temperatures=(0.0,), max_tokens=6, num_draft_steps=2)
+OPTION = "with an option that the command on the head's card has."
 INTRODUCTION = """# Architectures
 
 What runs with which model. `python -m tests.test_architectures` writes this page; every row is run
@@ -84,8 +85,12 @@ def test_every_stage_runs_or_says_what_to_do(
     assert 1 <= manifest.facts["tau"] <= 3
     export(ExportConfig(), folder, head, exported, evaluation=evaluation)
     for form in ("sglang", "vllm"):
-        for finding in check(tmp_path / "export" / form, folder):
-            assert finding.what.startswith("not served by"), finding
+        findings = check(tmp_path / "export" / form, folder)
+        family = ARCHITECTURES[name].config_of().model_type
+        unable = {one.release for one in ENGINES if not one.serves(family)}
+        of_engines = [one for one in findings if one.what.startswith("not served by")]
+        assert all(any(title in one.what for one in of_engines) for title in unable)
+        assert all(one.level == "note" for one in findings if one not in of_engines), findings
     serves_or_refuses(name, folder, tmp_path / "export" / "sglang", answers)
 
 
@@ -110,12 +115,18 @@ def page() -> str:
     rows.append(tuple("---" for _ in rows[0]))
     for entry in ARCHITECTURES.values():
         family = entry.config_of().model_type
-        served = (entry.own, *(engine.serves(family) for engine in ENGINES))
-        runs = ("yes" if one else "-" for one in served)
-        rows.append((entry.models, f"`{family}`", "yes", *runs))
+        served = ["yes" if entry.own else "-", *(served_by(one, family) for one in ENGINES)]
+        rows.append((entry.models, f"`{family}`", "yes", *served))
     table = "".join(f"| {' | '.join(row)} |\n" for row in rows)
     versions = ", ".join(engine.release for engine in ENGINES)
-    return f"{INTRODUCTION}{table}\nRead in {versions}.\n"
+    return f"{INTRODUCTION}{table}\n(1) {OPTION}\n\nRead in {versions}.\n"
+
+
+def served_by(engine: EngineAbilities, family: str) -> str:
+    """A cell of the page."""
+    if not engine.serves(family):
+        return "-"
+    return "yes (1)" if family in engine.options else "yes"
 
 
 def test_the_page_says_what_the_table_says() -> None:

@@ -22,7 +22,7 @@ from eyas.model.checkpoint import read_head
 from eyas.model.config import RopeConfig
 from eyas.model.decoder import HookedDecoder
 from eyas.model.target import Target
-from eyas.model.vocab import TargetVocabulary
+from eyas.model.vocab import TargetVocabulary, target_shape
 from eyas.model.weights import nonfinite
 from tests.tiny import tiny_target
 from tests.tiny_head import edit_config, edit_tensors, head_folder
@@ -256,6 +256,30 @@ def test_a_head_with_a_weight_that_is_no_number_is_refused(kept, tmp_path, name,
     replayed, why_not = replay_head(folder, kept)
     assert not replayed
     assert said in why_not
+
+
+def test_a_quantised_target_goes_by_transformers_or_says_what_to_do(tmp_path):
+    folder = tiny_target(tmp_path / "fp8", dtype="bfloat16", hidden_size=128, head_dim=32)
+    tensors = safetensors.torch.load_file(folder / "model.safetensors")
+    plain = HookedDecoder.load(folder, "bfloat16").states([[5, 6, 7]])
+    for name in [name for name in tensors if "_proj" in name]:
+        tensors[name] = tensors[name].to(torch.float8_e4m3fn)
+        blocks = [-(-size // 128) for size in tensors[name].shape]
+        tensors[name.replace("weight", "weight_scale_inv")] = torch.ones(blocks)
+    safetensors.torch.save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    edit_config(
+        folder, quantization_config={"quant_method": "fp8", "weight_block_size": [128, 128]}
+    )
+    with pytest.raises(MismatchError, match="quantised by 'fp8'") as raised:
+        Target.load(folder)
+    assert "transformers" in raised.value.hint
+    assert not isinstance(target_shape(folder), TargetConfig), "capture takes transformers then"
+    states = HookedDecoder.load(folder, "bfloat16").states([[5, 6, 7]])
+    assert torch.cosine_similarity(states.last_hidden, plain.last_hidden, dim=-1).min() > 0.9
+    edit_config(folder, quantization_config={"quant_method": "awq", "bits": 4, "group_size": 128})
+    with pytest.raises(MismatchError, match="transformers does not run") as raised:
+        HookedDecoder.load(folder, "bfloat16")
+    assert "before it was quantised" in raised.value.hint
 
 
 @pytest.mark.parametrize("tied", [False, True])

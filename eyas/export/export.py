@@ -205,7 +205,7 @@ def launch_of(
         dtype,
         draft_window=head.sliding_window,
         taps=head.taps,
-        family=vocabulary.config.family,
+        family=vocabulary.config.model_type,
     )
 
 

@@ -283,25 +283,25 @@ def serving_findings(named: Collection[Form], target: TargetShape) -> Iterator[C
     """Engines that serve no such target with a head, ours among them: a warning for the engine of
     a form in `named`, and where no engine is left; else a note.
     """
-    able = [engine.release for engine in ENGINES if engine.serves(target.family)]
+    able = [engine.release for engine in ENGINES if engine.serves(target.model_type)]
     able += ["eyas serve"] if isinstance(target, TargetConfig) else []
     hint = (
         f"{', '.join(able)}: serve it there, or with a newer version that takes such targets"
         if able
         else "keep it for a newer version that takes such targets, or train one for another target"
     )
-    unable = [engine for engine in ENGINES if not engine.serves(target.family)]
+    unable = [engine for engine in ENGINES if not engine.serves(target.model_type)]
     levels: dict[Level, list[str]] = {"warning": [], "note": []}
     for engine in unable:
         levels["note" if able and not engine.is_of(named) else "warning"].append(engine.release)
     for level, names in levels.items():
         if names:
-            what = f"not served by {', '.join(names)}: no EAGLE-3 for a target of {target.family!r}"
-            yield CheckFinding(level, what, hint)
+            missing = f"no EAGLE-3 for a target of {target.model_type!r}"
+            yield CheckFinding(level, f"not served by {', '.join(names)}: {missing}", hint)
     for engine in ENGINES:
-        if engine.is_of(named) and target.family in engine.options:
-            words = " ".join(chain(*engine.options[target.family].items()))
-            what = f"{engine.release} serves a target of {target.family!r} with {words} only"
+        if engine.is_of(named) and target.model_type in engine.options:
+            words = " ".join(chain(*engine.options[target.model_type].items()))
+            what = f"{engine.release} serves a target of {target.model_type!r} with {words} only"
             yield CheckFinding("note", what, "the command that export writes has it")
 
 

@@ -174,6 +174,7 @@ class TargetConfig(TargetShape):
         (`vocab.target_shape` may still read it).
         """
         whole = read_config(folder)
+        _refuse_quantised(folder, whole)
         config = text_config(whole)
         family = config.get("model_type")
         if not isinstance(family, str) or family not in FAMILIES:
@@ -185,6 +186,7 @@ class TargetConfig(TargetShape):
         try:
             return cls(
                 family=family,
+                whole=whole.get("model_type"),
                 eos_token_ids=end_token_ids(folder, config.get("eos_token_id")),
                 dtype=config.get("dtype") or config.get("torch_dtype") or "float32",
                 **description(config, FAMILIES[family]),
@@ -199,6 +201,18 @@ class TargetConfig(TargetShape):
         except (TypeError, ValueError, OverflowError) as error:
             what = f"{folder}/config.json does not describe a model: {error}"
             raise CorruptError(what, RESTORE_CONFIG) from error
+
+
+def _refuse_quantised(folder: str | Path, config: Mapping[str, Any]) -> None:
+    """Raise MismatchError for weights that only their own library reads."""
+    stated = config.get("quantization_config")
+    method = stated.get("quant_method") if isinstance(stated, dict) else None
+    if method not in (None, "mxfp4"):
+        raise MismatchError(
+            f"{folder} is quantised by {method!r}; eyas' own engine runs GGUF files, gpt-oss' "
+            "MXFP4 and weights that are not quantised",
+            ELSEWHERE,
+        )
 
 
 class Unsupported(Exception):

@@ -159,15 +159,21 @@ class TargetShape(DecoderConfig):
     """What a head needs to know of any target. rope: its head's, the target's own where possible.
 
     The logits are lm_head's output times logit_scale, then cut softly: logit_softcap * tanh(. /
-    logit_softcap).
+    logit_softcap). family: model_type of the decoder; whole: of a model that it is a part of.
     """
 
     family: str
+    whole: str | None = None
     tie_word_embeddings: StrictBool
     eos_token_ids: tuple[int, ...]
     dtype: str
     logit_scale: float = 1.0
     logit_softcap: float | None = None
+
+    @property
+    def model_type(self) -> str:
+        """As config.json begins with it, and servers know the model."""
+        return self.whole or self.family
 
     @property
     def default_taps(self) -> Taps:

@@ -40,6 +40,16 @@ from eyas.model.vocab import (
 from eyas.model.weights import refuse_nonfinite, tensor_sha256
 
 Tail = Callable[[Tensor], Tensor]
+# Of another library's model, as it is loaded and first run.
+FAULTS = (
+    AttributeError,
+    ImportError,
+    LookupError,
+    OSError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+)
 PROOF_TOKENS = 40  # of each of two random rows
 # Relative to a stream's own size.
 TOLERANCE = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 6e-2}
@@ -182,14 +192,18 @@ class HookedDecoder:
                 trust_remote_code=False,
                 **options,
             )
-        except (ValueError, ImportError, KeyError, OSError) as error:
-            raise MismatchError(
-                f"transformers does not load {folder}: {first_line(error)}", ANOTHER
-            ) from error
-        refuse_nonfinite(folder, dict(model.named_parameters()))
-        if device_map is None:
-            model = model.to(default_device())
-        return cls(model, shape, lm_head)
+            refuse_nonfinite(folder, dict(model.named_parameters()))
+            if device_map is None:
+                model = model.to(default_device())
+            return cls(model, shape, lm_head)
+        except FAULTS as error:
+            hint = ANOTHER
+            if isinstance(error, torch.OutOfMemoryError):
+                hint = "device_map: auto spreads a large target over devices"
+            elif getattr(config, "quantization_config", None) is not None:
+                hint = "install what it asks for, or give the checkpoint before it was quantised"
+            what = f"transformers does not run {folder}: {first_line(error)}"
+            raise MismatchError(what, hint) from error
 
     def begin(self, tokens: Sequence[int]) -> SharedPrefix:
         cache = DynamicCache(config=self._model.config)
