@@ -218,6 +218,7 @@ FAMILIES: dict[str, Family] = {
         local_rope=True,
         names=OUT_NORMS,
     ),
+    "seed_oss": Family("SeedOss", defaults={"head_dim": 128, "attention_bias": True}),
     "gpt_oss": Family(
         "GptOss",
         defaults={

@@ -254,6 +254,7 @@ ARCHITECTURES: dict[str, Architecture] = {
             "layer_types": [*2 * ["conv"], "full_attention", "conv"] * 2,
         },
     ),
+    "seed_oss": Architecture("Seed-OSS", "SeedOssConfig", {"attention_out_bias": True}),
     "opt": Architecture(
         "OPT",
         "OPTConfig",

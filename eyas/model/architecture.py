@@ -261,6 +261,7 @@ def description(config: Mapping[str, Any], family: Family) -> dict[str, Any]:
         length = min(length, rotations[0].original_max_position_embeddings)
     scalar = config.get("query_pre_attn_scalar")
     bias, eps = given(config, "attention_bias", False), given(config, "norm_eps", 1e-6)
+    out_bias = bias if family.out_bias is None else family.out_bias
     plain = rotations[0] if _is_plain(rotations[0], dims, head_dim) else None
     kinds = layer_kinds(config, family, len(rotations), length)
     return {
@@ -276,7 +277,7 @@ def description(config: Mapping[str, Any], family: Family) -> dict[str, Any]:
         "rope": plain or RopeConfig(theta=rotations[0].theta),
         "tie_word_embeddings": given(config, "tie_word_embeddings", False),
         "attention_bias": bias if family.attention_bias is None else family.attention_bias,
-        "attention_out_bias": bias if family.out_bias is None else family.out_bias,
+        "attention_out_bias": given(config, "attention_out_bias", out_bias),
         "mlp_bias": given(config, "mlp_bias", False),
         "qk_norm": family.qk_norm,
         "norms": family.norms,
