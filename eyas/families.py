@@ -33,7 +33,8 @@ class Family:
     sinks: a logit for each head that takes weight and has no value. window_period: which layers
     slide where config.json has a window and no `layer_types`: all but every n-th, ALL_SLIDING, or
     none (None). has_window_switch: `use_sliding_window` must be true. local_rope: layers that slide
-    have a rotary embedding of their own.
+    have a rotary embedding of their own. only_windows_turn: where config.json has a window, layers
+    that see all have no rotary embedding.
 
     interleaved_heads: a turned pair is two neighbours, where ours is one channel of each half.
     names: parts of published tensors' names and ours. fused: matrices that hold several of ours one
@@ -57,6 +58,7 @@ class Family:
     window_period: int | None = None
     has_window_switch: bool = False
     local_rope: bool = False
+    only_windows_turn: bool = False
     interleaved_heads: bool = False
     names: Mapping[str, str] = field(default_factory=dict)
     fused: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
@@ -216,6 +218,15 @@ FAMILIES: dict[str, Family] = {
         out_bias=None,
         window_period=4,
         local_rope=True,
+        names=OUT_NORMS,
+    ),
+    "exaone4": Family(
+        "Exaone4",
+        defaults={"rms_norm_eps": 1e-5, "sliding_window": 4096},
+        norms="after",
+        qk_norm="head",
+        window_period=4,
+        only_windows_turn=True,
         names=OUT_NORMS,
     ),
     "seed_oss": Family("SeedOss", defaults={"head_dim": 128, "attention_bias": True}),

@@ -254,6 +254,14 @@ ARCHITECTURES: dict[str, Architecture] = {
             "layer_types": [*2 * ["conv"], "full_attention", "conv"] * 2,
         },
     ),
+    "exaone4": Architecture(
+        "EXAONE 4 32B (sliding window)", "Exaone4Config", {"sliding_window": WINDOW}
+    ),
+    "exaone4_full": Architecture(
+        "EXAONE 4 1.2B",
+        "Exaone4Config",
+        {**TIED, "sliding_window": None, "layer_types": 8 * ["full_attention"]},
+    ),
     "seed_oss": Architecture("Seed-OSS", "SeedOssConfig", {"attention_out_bias": True}),
     "opt": Architecture(
         "OPT",

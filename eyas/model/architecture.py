@@ -320,6 +320,8 @@ def layer_kinds(
     ]
     if config.get("position_embedding_type", "rope") != "rope":
         turned = [0] * count
+    if family.only_windows_turn and config.get("sliding_window") is not None:
+        turned = [kind == "sliding_attention" for kind in stated]
     kinds = []
     for layer, kind in enumerate(stated):
         if kind not in ("full_attention", "sliding_attention", "attention", "conv"):
