@@ -1,7 +1,7 @@
 """The architectures that people run, as one table: each a tiny target with random weights, and what
 eyas does with it. docs/architectures.md is written from it (tests/test_architectures.py).
 
-An architecture more is one entry.
+An architecture more is one entry, and one of eyas/families.py where our own engine runs it.
 """
 
 from __future__ import annotations

@@ -59,7 +59,7 @@ def load_as(kind: str, folder: Path) -> Target:
     """A target that runs "native" or by "torch" operators."""
     loaded = Target.load(folder, native=kind == "native")
     if kind == "native" and not loaded.is_native:
-        pytest.skip("no native path on this machine")
+        pytest.skip("no native path for this target on this machine")
     return loaded
 
 

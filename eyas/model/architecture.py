@@ -1,13 +1,14 @@
 """What a target's decoder computes, as one description: read from config.json by its family.
 
     for layer, kind in enumerate(config.layer_kinds):
-        x = input_layernorm(h)                      absent where norms are "after"
+        x = input_layernorm(h)
         x = attention(x), or for a "conv" layer  conv_out(C * conv(B * x))   of B, C, x = conv_in(x)
-        h = h + residual_scale * attention_out_norm(x)                       absent if "before"
+        h = h + residual_scale * attention_out_norm(x)
         x = mlp(post_attention_layernorm(h)), dense or the chosen experts'
         h = h + residual_scale * mlp_out_norm(x)
     logits = softcap(logit_scale * lm_head(norm(h)))
 
+Norms of outputs are absent where norms are "before", those of inputs where they are "after".
 h begins as embed_scale times the embedding. A mixture of experts computes the logits of its router,
 takes the num_experts_per_tok best of their softmax, divided by their sum where `renormalises`, and
 adds up the experts' outputs times these, in the experts' order.
