@@ -40,10 +40,12 @@ class Family:
     names: parts of published tensors' names and ours. fused: matrices that hold several of ours one
     behind the other.
 
-    gguf: ggml's name of the architecture; None where eyas does not read its files. gguf_names:
-    parts of ggml's names where they differ from Llama's, and the published ones. gguf_interleaved:
-    ggml stores rows of q and k as interleaved_heads says, unlike the checkpoint.
-    gguf_norm_offset: is added in the file already.
+    gguf: ggml's name of the architecture; None where eyas does not read its files. gguf_mark: of
+    several families of one name, this one's files have this in their metadata. gguf_names: parts of
+    ggml's names where they differ from Llama's, and the published ones, * for an expert's number.
+    gguf_interleaved: ggml stores rows of q and k as interleaved_heads says, unlike the checkpoint.
+    gguf_norm_offset: is added in the file already. gguf_constants: of config.json, which no file of
+    ggml's says.
     """
 
     name: str
@@ -63,9 +65,11 @@ class Family:
     names: Mapping[str, str] = field(default_factory=dict)
     fused: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     gguf: str | None = None
+    gguf_mark: str | None = None
     gguf_names: Mapping[str, str] = field(default_factory=dict)
     gguf_interleaved: bool = False
     gguf_norm_offset: bool = False
+    gguf_constants: Mapping[str, Any] = field(default_factory=dict)
 
 
 # Ours, where a layer has more norms than Llama's two:
@@ -80,11 +84,11 @@ GATE_UP: dict[str, tuple[str, ...]] = {"mlp.gate_up_proj": ("mlp.gate_proj", "ml
 QKV: dict[str, tuple[str, ...]] = {
     "self_attn.qkv_proj": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 }
-GGUF_GEMMA = {
+GGUF_OUT_NORMS = {
     "post_attention_norm": "post_attention_layernorm",
-    "ffn_norm": "pre_feedforward_layernorm",
     "post_ffw_norm": "post_feedforward_layernorm",
 }
+GGUF_GEMMA = {**GGUF_OUT_NORMS, "ffn_norm": "pre_feedforward_layernorm"}
 GGUF_EXPERTS = {
     "ffn_gate_inp": "mlp.gate",
     "ffn_gate_exps": "mlp.experts.*.gate_proj",
@@ -95,8 +99,20 @@ GGUF_EXPERTS = {
 # By config.json's model_type.
 FAMILIES: dict[str, Family] = {
     "llama": Family("Llama", out_bias=None, gguf="llama", gguf_interleaved=True),
-    "mistral": Family("Mistral", defaults={"sliding_window": 4096}, window_period=ALL_SLIDING),
-    "ministral3": Family("Ministral3", window_period=ALL_SLIDING),
+    "mistral": Family(
+        "Mistral",
+        defaults={"sliding_window": 4096},
+        window_period=ALL_SLIDING,
+        gguf="mistral3",
+        gguf_interleaved=True,
+    ),
+    "ministral3": Family(
+        "Ministral3",
+        window_period=ALL_SLIDING,
+        gguf="mistral3",
+        gguf_mark="attention.temperature_scale",
+        gguf_interleaved=True,
+    ),
     "mixtral": Family(
         "Mixtral",
         window_period=ALL_SLIDING,
@@ -107,6 +123,15 @@ FAMILIES: dict[str, Family] = {
             "w3": "up_proj",
             "w2": "down_proj",
         },
+        gguf="llama",
+        gguf_mark="expert_count",
+        gguf_names={
+            "ffn_gate_inp": "block_sparse_moe.gate",
+            "ffn_gate_exps": "block_sparse_moe.experts.*.w1",
+            "ffn_up_exps": "block_sparse_moe.experts.*.w3",
+            "ffn_down_exps": "block_sparse_moe.experts.*.w2",
+        },
+        gguf_interleaved=True,
     ),
     "qwen2": Family("Qwen2", attention_bias=True, has_window_switch=True, gguf="qwen2"),
     "qwen3": Family("Qwen3", qk_norm="head", out_bias=None, has_window_switch=True, gguf="qwen3"),
@@ -120,6 +145,7 @@ FAMILIES: dict[str, Family] = {
         names={"mlp.gate": "mlp.router"},
         gguf="qwen3moe",
         gguf_names=GGUF_EXPERTS,
+        gguf_constants={"norm_topk_prob": True},
     ),
     "gemma2": Family(
         "Gemma2",
@@ -181,6 +207,7 @@ FAMILIES: dict[str, Family] = {
         has_window_switch=True,
         gguf="smollm3",
         gguf_interleaved=True,
+        gguf_constants={"no_rope_layer_interval": 4},
     ),
     "granite": Family("Granite", out_bias=None, gguf="granite", gguf_interleaved=True),
     "granitemoehybrid": Family(
@@ -208,7 +235,13 @@ FAMILIES: dict[str, Family] = {
         },
     ),
     "olmo2": Family(
-        "Olmo2", norms="after", qk_norm="width", out_bias=None, names=OUT_NORMS, gguf="olmo2"
+        "Olmo2",
+        norms="after",
+        qk_norm="width",
+        out_bias=None,
+        names=OUT_NORMS,
+        gguf="olmo2",
+        gguf_names=GGUF_OUT_NORMS,
     ),
     "olmo3": Family(
         "Olmo3",
@@ -219,6 +252,9 @@ FAMILIES: dict[str, Family] = {
         window_period=4,
         local_rope=True,
         names=OUT_NORMS,
+        gguf="olmo2",
+        gguf_mark="attention.sliding_window",
+        gguf_names=GGUF_OUT_NORMS,
     ),
     "exaone4": Family(
         "Exaone4",
@@ -251,6 +287,7 @@ FAMILIES: dict[str, Family] = {
             "post_attention_norm": "post_attention_layernorm",
             "attn_sinks": "self_attn.sinks",
         },
+        gguf_constants={"attention_bias": True},
     ),
     "lfm2": Family(
         "Lfm2",
@@ -269,7 +306,9 @@ FAMILIES: dict[str, Family] = {
         },
         gguf="lfm2",
         gguf_names={
+            "token_embd_norm": "model.embedding_norm",
             "attn_norm": "operator_norm",
+            "ffn_norm": "ffn_norm",
             "attn_output": "self_attn.out_proj",
             "attn_q_norm": "self_attn.q_layernorm",
             "attn_k_norm": "self_attn.k_layernorm",
@@ -280,5 +319,6 @@ FAMILIES: dict[str, Family] = {
             "shortconv.conv": "conv.conv",
             "shortconv.out_proj": "conv.out_proj",
         },
+        gguf_constants={"block_auto_adjust_ff_dim": False},
     ),
 }

@@ -38,7 +38,7 @@ ROOMS = {
     "chat": (31, "chat template and tokenizer"),
     "shards": (46, "the feature format"),
     "evaluate": (55, "tau before a head is served"),
-    "gguf": (30, "a GGUF file as a folder"),
+    "gguf": (46, "a GGUF file as a folder"),
     "plan": (21, "tokens and bytes of a run; tau of more data"),
     "builtin": (5, "the packaged models and prompts"),
     "tests": (1640, "proofs"),

@@ -17,10 +17,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from eyas.errors import MismatchError
-from eyas.gguf.file import dequantised_rows
-from eyas.gguf.folder import linked_file, raw_tensors
+from eyas.gguf.file import Kind, dequantised_rows
+from eyas.gguf.folder import linked_file
+from eyas.gguf.tensors import raw_tensors
 
-Kind = gguf.GGMLQuantizationType
 KINDS = (Kind.Q4_0, Kind.Q4_1, Kind.Q8_0, Kind.Q4_K, Kind.Q6_K)
 BLOCK = 32
 
@@ -36,6 +36,10 @@ class BlockMatrix:
     def shape(self) -> tuple[int, int]:
         block, num_bytes = gguf.GGML_QUANT_SIZES[self.kind]
         return len(self.data), self.data.shape[1] // num_bytes * block
+
+    def __getitem__(self, rows: slice | NDArray[np.integer]) -> BlockMatrix:
+        """Some of its rows, in this order: blocks stay whole."""
+        return BlockMatrix(self.kind, self.data[rows])
 
     def dequantised(self) -> NDArray[np.float32]:
         """Its values, float32 [N, K]."""

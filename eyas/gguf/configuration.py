@@ -1,76 +1,130 @@
-"""config.json from a GGUF file's metadata, for the architectures that our own decoder runs."""
+"""config.json from a GGUF file's metadata, for the architectures of eyas/families.py.
+
+Where a file says nothing, llama.cpp has a constant of the architecture (src/models/*.cpp), and so
+has this file or the family (gguf_constants).
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from eyas.errors import MismatchError
+from eyas.families import ALL_SLIDING, FAMILIES, Family
 from eyas.gguf.file import GgufFile, dequantised
 
 SOURCE = "gguf"  # in config.json: name of the file, and in what types its matrices are stored
-
-
-@dataclass(frozen=True, slots=True)
-class Architecture:
-    """What a model of one of ggml's architectures is called by transformers, and whether its rows
-    of q and k are interleaved (see folder.py).
-    """
-
-    model_type: str
-    class_name: str
-    interleaves_heads: bool = False
-
-
-# By `general.architecture`. Another one is an entry here, and one in model/config.py (FAMILIES).
-ARCHITECTURES = {
-    "llama": Architecture("llama", "LlamaForCausalLM", interleaves_heads=True),
-    "qwen2": Architecture("qwen2", "Qwen2ForCausalLM"),
-    "qwen3": Architecture("qwen3", "Qwen3ForCausalLM"),
-}
+READ = ", ".join(sorted({family.gguf for family in FAMILIES.values() if family.gguf}))
 OTHER_ARCHITECTURE = (
-    "eyas reads GGUF files of Llama, Mistral, Qwen2 and Qwen3; of another model take its folder in "
-    "Hugging Face's form, and let a server of it (SGLang, vLLM) answer: eyas generate --server URL"
+    f"eyas reads GGUF files of {READ}; of another model take its folder in Hugging Face's form, and "
+    "let a server of it (SGLang, vLLM) answer: eyas generate --server URL"
 )
 ROPE_FACTORS = "rope_freqs.weight"  # Llama 3.1's scaling, as one factor by frequency
+LONG_FACTORS, SHORT_FACTORS = "rope_factors_long.weight", "rope_factors_short.weight"
+# config.json's names of what some architectures have, by ggml's.
+NUMBERS = {
+    "attn_logit_softcapping": "attn_logit_softcapping",
+    "final_logit_softcapping": "final_logit_softcapping",
+    "attention.scale": "attention_multiplier",
+    "embedding_scale": "embedding_multiplier",
+    "residual_scale": "residual_multiplier",
+    "logit_scale": "logits_scaling",
+}
+COUNTS = {
+    "expert_used_count": "num_experts_per_tok",
+    "expert_feed_forward_length": "moe_intermediate_size",
+    "shortconv.l_cache": "conv_L_cache",
+}
+# The models, by number of layers, whose queries are scaled by another width than a head's.
+WIDE_QUERIES = {"Gemma2": 46, "Gemma3": 62}
+
+
+def family_of(file: GgufFile) -> tuple[str, Family]:
+    """The model type of transformers and its family. Raises MismatchError."""
+    of_name = {
+        model_type: family
+        for model_type, family in FAMILIES.items()
+        if family.gguf == file.architecture
+        and (family.gguf_mark is None or file.of_model(family.gguf_mark, 0))
+    }
+    if not of_name:
+        raise MismatchError(f"{file.path} holds {file.architecture!r}", OTHER_ARCHITECTURE)
+    model_type = max(of_name, key=lambda name: of_name[name].gguf_mark is not None)
+    family = of_name[model_type]
+    if file.of_model("expert_count", 0) and "ffn_gate_exps" not in family.gguf_names:
+        raise MismatchError(f"{file.path} holds a mixture of experts", OTHER_ARCHITECTURE)
+    if not file.of_model("rope.scaling.finetuned", True):
+        raise MismatchError(
+            f"{file.path} holds a {file.architecture} without positions", OTHER_ARCHITECTURE
+        )
+    return model_type, family
 
 
 def configuration(file: GgufFile) -> dict[str, Any]:
     """config.json. Raises MismatchError, CorruptError."""
-    architecture = ARCHITECTURES.get(file.architecture)
-    if architecture is None or file.of_model("expert_count", 0):
-        kind = "a mixture of experts" if architecture else repr(file.architecture)
-        raise MismatchError(f"{file.path} holds {kind}", OTHER_ARCHITECTURE)
+    model_type, family = family_of(file)
     hidden, heads = file.count("embedding_length"), file.count("attention.head_count")
     head_dim = file.count("attention.key_length", hidden // heads)
-    tokens = file.of_tokenizer("tokens") or []
-    config = {
-        "model_type": architecture.model_type,
-        "architectures": [architecture.class_name],
+    config: dict[str, Any] = {
+        "model_type": model_type,
+        "architectures": [f"{family.name}ForCausalLM"],
         "dtype": stored_dtype(file),
         "hidden_size": hidden,
         "intermediate_size": file.count("feed_forward_length"),
         "num_hidden_layers": file.count("block_count"),
         "num_attention_heads": heads,
-        "num_key_value_heads": file.count("attention.head_count_kv", heads),
+        "num_key_value_heads": key_value_heads(file),
         "head_dim": head_dim,
-        "vocab_size": len(tokens),
-        "rms_norm_eps": float(str(np.float32(file.of_model("attention.layer_norm_rms_epsilon")))),
+        "vocab_size": len(file.of_tokenizer("tokens") or []),
         "max_position_embeddings": file.count("context_length"),
-        "rope_theta": float(file.of_model("rope.freq_base", 10000.0)),
-        "rope_scaling": rope_scaling(file, head_dim),
         "tie_word_embeddings": "output.weight" not in file.tensors,
         "attention_bias": "blk.0.attn_q.bias" in file.tensors,
-        "hidden_act": "silu",
         SOURCE: {"file": file.path.name, "types": quantisation(file)},
     }
-    window = file.of_model("attention.sliding_window", 0)
-    return config | ({"sliding_window": window} if window else {})
+    epsilon = "norm_eps" if "norm_eps" in family.defaults else "rms_norm_eps"
+    config[epsilon] = file.number("attention.layer_norm_rms_epsilon")
+    activation = "hidden_activation" if "hidden_activation" in family.defaults else "hidden_act"
+    config[activation] = family.defaults.get(activation, "silu")
+    if "query_pre_attn_scalar" in family.defaults:
+        is_wide = config["num_hidden_layers"] == WIDE_QUERIES[family.name]
+        config["query_pre_attn_scalar"] = hidden // heads if is_wide else head_dim
+    config |= {name: file.number(key) for key, name in NUMBERS.items() if file.of_model(key, 0)}
+    config |= {name: file.count(key) for key, name in COUNTS.items() if file.of_model(key, 0)}
+    if file.of_model("expert_count", 0):
+        name = "num_experts" if "num_experts" in family.defaults else "num_local_experts"
+        config[name] = file.count("expert_count")
+    config |= rotations(file, family, head_dim) | layer_kinds(file, family)
+    return config | dict(family.gguf_constants)
+
+
+def key_value_heads(file: GgufFile) -> int:
+    """The same number for every layer that has any. Raises CorruptError."""
+    heads = file.of_model("attention.head_count_kv", 0)
+    if isinstance(heads, list) and file.of_model("shortconv.l_cache", 0):
+        return int(max(heads))
+    return file.count("attention.head_count_kv", file.count("attention.head_count"))
+
+
+def layer_kinds(file: GgufFile, family: Family) -> dict[str, Any]:
+    """`sliding_window` and `layer_types` of config.json, where the family has such layers."""
+    count, window = file.count("block_count"), file.of_model("attention.sliding_window", 0)
+    heads = file.of_model("attention.head_count_kv", 0)
+    if file.of_model("shortconv.l_cache", 0) and isinstance(heads, list):
+        return {"layer_types": ["full_attention" if kept else "conv" for kept in heads]}
+    if family.window_period == ALL_SLIDING:
+        return {"sliding_window": window or None}
+    if family.window_period is None:
+        return {}
+    pattern = file.of_model("attention.sliding_window_pattern", family.window_period)
+    if isinstance(pattern, int):
+        pattern = [(layer + 1) % pattern != 0 if pattern else True for layer in range(count)]
+    slides = [bool(window) and slide for slide in pattern]
+    types = ["sliding_attention" if slide else "full_attention" for slide in slides]
+    return {"layer_types": types} | ({"sliding_window": window} if window else {})
 
 
 def stored_dtype(file: GgufFile) -> str:
@@ -81,38 +135,108 @@ def stored_dtype(file: GgufFile) -> str:
 
 def quantisation(file: GgufFile) -> dict[str, int]:
     """How many matrices are stored in each of ggml's types."""
-    kinds = [tensor.tensor_type.name for tensor in file.tensors.values() if len(tensor.shape) > 1]
+    kinds = [tensor.kind.name for tensor in file.tensors.values() if len(tensor.shape) > 1]
     return {kind: kinds.count(kind) for kind in sorted(set(kinds))}
 
 
-def rope_scaling(file: GgufFile, head_dim: int) -> dict[str, Any] | None:
-    """`rope_scaling` of config.json. Raises MismatchError for a scaling that we do not read.
+# The rotary embedding
 
-    Of Llama 3.1's the file holds only what came out, a factor by frequency: the parameters are
-    found among those that Llama's models have, by the same factors.
+
+def rotations(file: GgufFile, family: Family, head_dim: int) -> dict[str, Any]:
+    """What config.json says of the rotary embedding. Raises MismatchError for one that we do not
+    read.
     """
+    base, scaling = file.number("rope.freq_base", 10000.0), rope_scaling(file, family, head_dim)
+    dims = file.count("rope.dimension_count", head_dim)
+    found: dict[str, Any] = {"rope_theta": base, "rope_scaling": scaling}
+    if dims != head_dim or "partial_rotary_factor" in family.defaults:
+        if family.name not in ("Glm4", "Phi3"):
+            raise MismatchError(
+                f"{file.path} turns {dims} of {head_dim} channels of a head", OTHER_ARCHITECTURE
+            )
+        found["partial_rotary_factor"] = dims / head_dim
+    if scaling and scaling["rope_type"] == "longrope":
+        found["original_max_position_embeddings"] = file.count(
+            "rope.scaling.original_context_length"
+        )
+    if not family.local_rope:
+        return found
+    local = file.number("rope.freq_base_swa", base if family.name == "Olmo3" else 10000.0)
+    return {
+        "rope_parameters": {
+            "full_attention": {"rope_theta": base, **(scaling or {"rope_type": "default"})},
+            "sliding_attention": {"rope_theta": local, "rope_type": "default"},
+        }
+    }
+
+
+def rope_scaling(file: GgufFile, family: Family, head_dim: int) -> dict[str, Any] | None:
+    """`rope_scaling` of config.json. Raises MismatchError for a scaling that we do not read."""
     kind = file.of_model("rope.scaling.type", "none")
-    if ROPE_FACTORS in file.tensors:
-        factors = dequantised(file.tensors[ROPE_FACTORS])
-        base = float(file.of_model("rope.freq_base", 10000.0))
-        for factor in (8.0, 32.0):
-            scaling = {
-                "rope_type": "llama3",
-                "factor": factor,
-                "low_freq_factor": 1.0,
-                "high_freq_factor": 4.0,
-                "original_max_position_embeddings": 8192,
-            }
-            if np.allclose(factors, llama3_factors(scaling, base, head_dim), rtol=1e-3):
-                return scaling
+    if file.of_model("rope.dimension_sections", 0):
+        kind = "sections of positions"
+    elif LONG_FACTORS in file.tensors and family.name == "Phi3":
+        return {
+            "rope_type": "longrope",
+            "long_factor": _decimals(file, LONG_FACTORS),
+            "short_factor": _decimals(file, SHORT_FACTORS),
+        }
+    elif ROPE_FACTORS in file.tensors:
+        if (scaling := llama3_scaling(file, head_dim)) is not None:
+            return scaling
         kind = f"{ROPE_FACTORS} of an unknown kind"
     if kind == "linear":
-        return {"rope_type": "linear", "factor": float(file.of_model("rope.scaling.factor"))}
+        return {"rope_type": "linear", "factor": file.number("rope.scaling.factor")}
+    if kind == "yarn":
+        return yarn(file, family)
     if kind != "none":
         raise MismatchError(
             f"{file.path} scales its rotary embedding by {kind}",
-            "eyas reads files without scaling, with linear scaling or Llama 3.1's",
+            "eyas reads files without scaling, with linear scaling, yarn, Llama 3.1's or Phi's",
         )
+    return None
+
+
+def _decimals(file: GgufFile, name: str) -> list[float]:
+    return [float(str(value)) for value in dequantised(file.tensors[name])]
+
+
+def yarn(file: GgufFile, family: Family) -> dict[str, Any]:
+    """Yarn's parameters (arXiv 2309.00071). Raises CorruptError."""
+    scaling: dict[str, Any] = {
+        "rope_type": "yarn",
+        "factor": file.number("rope.scaling.factor"),
+        "original_max_position_embeddings": file.count("rope.scaling.original_context_length"),
+    }
+    names = {"yarn_beta_fast": "beta_fast", "yarn_beta_slow": "beta_slow"}
+    names |= {"yarn_attn_factor": "attention_factor", "yarn_log_multiplier": "mscale_all_dim"}
+    for key, name in names.items():
+        if file.of_model(f"rope.scaling.{key}", 0):
+            scaling[name] = file.number(f"rope.scaling.{key}")
+    if "mscale_all_dim" in scaling:
+        scaling["mscale"] = 1.0
+    if beta := file.of_model("attention.temperature_scale", 0):
+        scaling["llama_4_scaling_beta"] = float(str(np.float32(beta)))
+    return scaling | ({"truncate": False} if family.name == "GptOss" else {})
+
+
+def llama3_scaling(file: GgufFile, head_dim: int) -> dict[str, Any] | None:
+    """Llama 3.1's parameters, of which a file holds only what came out, a factor by frequency:
+    those among its models' that give the same factors. None where none do.
+    """
+    factors = dequantised(file.tensors[ROPE_FACTORS])
+    base = float(file.of_model("rope.freq_base", 10000.0))
+    for factor in (8.0, 32.0):
+        scaling = {
+            "rope_type": "llama3",
+            "factor": factor,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 8192,
+        }
+        expected = llama3_factors(scaling, base, head_dim)
+        if len(factors) == len(expected) and np.allclose(factors, expected, rtol=1e-3):
+            return scaling
     return None
 
 

@@ -1,10 +1,18 @@
-"""A GGUF file that is open: its metadata and its tensors, mapped.
+"""A GGUF file that is open: its metadata, and its tensors, mapped.
 
-The format is read by the `gguf` package of llama.cpp's authors.
+The header is read here: the `gguf` package of llama.cpp's authors makes an array of each string
+of a vocabulary, 14 s for 262,144. Its tables say what the types are, and it dequantises them.
+
+    "GGUF"  version  number of tensors  number of metadata
+    metadata: key  type  value             an array: type of its entries  length  entries
+    tensors:  name  dimensions  shape (the fastest first)  type  offset
+    padding to a multiple of general.alignment, then the tensors' bytes
 """
 
 from __future__ import annotations
 
+import mmap
+import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +24,24 @@ from numpy.typing import NDArray
 
 from eyas.errors import CorruptError, MismatchError
 
+Kind = gguf.GGMLQuantizationType
 DAMAGED = "download it again; compare its size with its source's"
+VERSIONS = (2, 3)
+STRING, ARRAY = 8, 9  # among the types of metadata; the others are numbers
+_CODES = ((0, "BbHhIif?"), (10, "Qqd"))
+NUMBERS = {first + i: code for first, codes in _CODES for i, code in enumerate(codes)}
+ALIGNMENT = 32
+MOST_DIMENSIONS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """A tensor as it lies in a file. shape: PyTorch's order. data: uint8 [..., bytes of a row]."""
+
+    name: str
+    kind: gguf.GGMLQuantizationType
+    shape: tuple[int, ...]
+    data: NDArray[np.uint8]
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +50,7 @@ class GgufFile:
 
     path: Path
     metadata: Mapping[str, Any]
-    tensors: Mapping[str, gguf.ReaderTensor]
+    tensors: Mapping[str, StoredTensor]
 
     @property
     def architecture(self) -> str:
@@ -39,8 +64,10 @@ class GgufFile:
         return self.metadata.get(full, default)
 
     def count(self, key: str, default: int | None = None) -> int:
-        """A whole number of the architecture's own, 1 or more."""
+        """A whole number of the architecture's own, 1 or more; a list may repeat it by layer."""
         found = self.of_model(key, default)
+        if isinstance(found, list) and len(set(found)) == 1:
+            found = found[0]
         if not isinstance(found, int) or found < 1:
             raise CorruptError(
                 f"{self.path} has {found!r:.40} as {self.architecture}.{key}",
@@ -48,34 +75,112 @@ class GgufFile:
             )
         return found
 
+    def number(self, key: str, default: float | None = None) -> float:
+        """A number of the architecture's own: the shortest decimal of the float32 in the file."""
+        return float(str(np.float32(self.of_model(key, default))))
+
     def of_tokenizer(self, key: str, default: Any = None) -> Any:
         return self.metadata.get(f"tokenizer.ggml.{key}", default)
+
+
+class _Header:
+    """Reads one value after another. Raises struct.error and ValueError at what is not there."""
+
+    def __init__(self, content: mmap.mmap) -> None:
+        self.content, self.at = content, 0
+
+    def numbers(self, code: str, count: int = 1) -> tuple[Any, ...]:
+        found = struct.unpack_from(f"<{count}{code}", self.content, self.at)
+        self.at += struct.calcsize(f"<{count}{code}")
+        return found
+
+    def string(self) -> str:
+        (length,) = struct.unpack_from("<Q", self.content, self.at)
+        begin = self.at + 8
+        self.at = begin + length
+        if self.at > len(self.content):
+            raise ValueError("a text is longer than the file")
+        return self.content[begin : self.at].decode()
+
+    def value(self, kind: int) -> Any:
+        if kind == STRING:
+            return self.string()
+        if kind != ARRAY:
+            return self.numbers(NUMBERS[kind])[0]
+        inner, count = *self.numbers("I"), *self.numbers("Q")
+        if count > len(self.content):
+            raise ValueError("a list is longer than the file")
+        if inner in NUMBERS:
+            return list(self.numbers(NUMBERS[inner], count))
+        return [self.value(inner) for _ in range(count)]
 
 
 def open_file(path: Path) -> GgufFile:
     """Read metadata and the table of tensors. Raises CorruptError, MismatchError."""
     try:
-        reader = gguf.GGUFReader(path)
-        metadata = {name: field.contents() for name, field in reader.fields.items()}
-    except (ValueError, IndexError, KeyError, OverflowError, TypeError) as error:
-        if "GGMLQuantizationType" in str(error):
-            raise MismatchError(
-                f"{path} holds tensors of a type that the installed gguf does not know: {error}",
-                "`pip install -U gguf`, or take a file in another quantisation",
-            ) from error
+        with path.open("rb") as stream:
+            content = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
+        return _read(path, content)
+    except (
+        ValueError,
+        KeyError,
+        OverflowError,
+        MemoryError,
+        RecursionError,
+        struct.error,
+    ) as error:
         raise CorruptError(f"{path} is no whole GGUF file: {error}", DAMAGED) from error
+
+
+def _read(path: Path, content: mmap.mmap) -> GgufFile:
+    header = _Header(content)
+    if content[:4] != b"GGUF":
+        raise ValueError("it does not begin with GGUF")
+    _, version = header.numbers("I", 2)
+    if version not in VERSIONS:
+        raise ValueError(f"version {version}, known: {', '.join(map(str, VERSIONS))}")
+    num_tensors, num_values = header.numbers("Q", 2)
+    metadata = {}
+    for _ in range(num_values):
+        key = header.string()
+        metadata[key] = header.value(*header.numbers("I"))
     if metadata.get("split.count", 1) > 1:
         raise MismatchError(
             f"{path} is one of {metadata['split.count']} parts",
             "join them: `llama-gguf-split --merge FIRST OUTPUT`",
         )
-    return GgufFile(path, metadata, {tensor.name: tensor for tensor in reader.tensors})
+    table = []
+    for _ in range(num_tensors):
+        name = header.string()
+        (dimensions,) = header.numbers("I")
+        if not 1 <= dimensions <= MOST_DIMENSIONS:
+            raise ValueError(f"{name} has {dimensions} dimensions")
+        shape = tuple(reversed(header.numbers("Q", dimensions)))
+        table.append((name, shape, *header.numbers("I"), *header.numbers("Q")))
+    alignment = metadata.get("general.alignment", ALIGNMENT)
+    begin = -(-header.at // alignment) * alignment
+    whole = np.frombuffer(content, np.uint8)
+    tensors = {}
+    for name, shape, number, offset in table:
+        if number not in set(Kind):
+            raise MismatchError(
+                f"{path} holds {name} in type {number}, which the installed gguf does not know",
+                "`pip install -U gguf`, or take a file in another quantisation",
+            )
+        kind = Kind(number)
+        block, num_bytes = gguf.GGML_QUANT_SIZES[kind]
+        width = shape[-1] // block * num_bytes
+        size = int(np.prod(shape[:-1], dtype=object)) * width
+        data = whole[begin + offset : begin + offset + size]
+        if len(data) != size or shape[-1] % block:
+            raise ValueError(f"{name} is cut")
+        tensors[name] = StoredTensor(name, kind, shape, data.reshape(*shape[:-1], width))
+    return GgufFile(path, metadata, tensors)
 
 
-def dequantised(tensor: gguf.ReaderTensor) -> NDArray[np.float32]:
-    """Its values, in the order of rows and columns that PyTorch has. Raises NotImplementedError."""
-    values = dequantised_rows(tensor.data, tensor.tensor_type)
-    return values.reshape(tuple(reversed(tensor.shape.tolist())))
+def dequantised(tensor: StoredTensor) -> NDArray[np.float32]:
+    """Its values. Raises NotImplementedError."""
+    return dequantised_rows(tensor.data, tensor.kind)
 
 
 def dequantised_rows(data: NDArray[Any], kind: gguf.GGMLQuantizationType) -> NDArray[np.float32]:

@@ -6,10 +6,9 @@
 All of it comes from the file: its metadata say configuration, tokenizer and chat template, and the
 weights are dequantised by the `gguf` package, into float32 where the matrices are stored so, else
 into bfloat16. What comes out is a target in its own right: a model that was quantised to 4 bits is
-not the model that its publisher trained, and `config.json` says so (SOURCE).
+not the model that its publisher trained, and `config.json` says so (SOURCE). A template in
+FILE.jinja beside the file comes before its own: files of base models have none.
 
-ggml's own order differs from Hugging Face's in one place: of the `llama` architecture the rows of q
-and k are interleaved, as its rotary embedding turns neighbours where transformers turns halves.
 The link leads back to the file, for the decoder that multiplies its blocks as they are (`blocks`).
 """
 
@@ -21,50 +20,29 @@ import os
 import shutil
 import tempfile
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import gguf
 import numpy as np
 from numpy.typing import NDArray
 
 from eyas.artifact import cache_folder, storage_errors
-from eyas.errors import CorruptError, MismatchError, MissingInputError
-from eyas.gguf.configuration import (
-    ARCHITECTURES,
-    OTHER_ARCHITECTURE,
-    ROPE_FACTORS,
-    configuration,
-)
-from eyas.gguf.file import DAMAGED, GgufFile, dequantised_rows, open_file
+from eyas.errors import MismatchError, MissingInputError
+from eyas.gguf.configuration import configuration
+from eyas.gguf.file import GgufFile, open_file
+from eyas.gguf.tensors import check_types, published_names, weights
 from eyas.gguf.tokenizer import tokenizer_of
 
 SUFFIX = ".gguf"
 LINK = "source.gguf"
+TEMPLATE_SUFFIX = ".jinja"  # of a chat template beside a file
+PLAIN_TEMPLATE = "{{ bos_token }}{{ messages | map(attribute='content') | join('\\n') }}"
 SHARD_BYTES = 2 << 30  # of weights, held in memory at a time
 IDENTITY_BYTES = 8 << 20  # read at either end, to tell whether a file is one that is known
-FORM = "1"  # of the folder: raise it when the same file gives another
+FORM = "2"  # of the folder: raise it when the same file gives another
 SAFETENSORS_TYPES = {"float32": "F32", "bfloat16": "BF16"}
-GLOBAL = {
-    "token_embd": "model.embed_tokens",
-    "output_norm": "model.norm",
-    "output": "lm_head",
-}
-BY_LAYER = {
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "attn_q_norm": "self_attn.q_norm",
-    "attn_k_norm": "self_attn.k_norm",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-}
 
 
 def is_gguf(place: str) -> bool:
@@ -135,8 +113,10 @@ def linked_file(folder: Path) -> GgufFile:
 
 
 def _identity(path: Path) -> str:
-    size = path.stat().st_size
+    size, beside = path.stat().st_size, path.with_suffix(TEMPLATE_SUFFIX)
     digest = hashlib.sha256(f"{FORM} {path.name} {size} ".encode())
+    if beside.is_file():
+        digest.update(beside.read_bytes())
     with path.open("rb") as stream:
         digest.update(stream.read(IDENTITY_BYTES))
         stream.seek(max(0, size - IDENTITY_BYTES))
@@ -146,18 +126,21 @@ def _identity(path: Path) -> str:
 
 def write_folder(file: GgufFile, folder: Path) -> None:
     """Write everything of a target into an empty folder."""
-    config = configuration(file)
-    template = file.metadata.get("tokenizer.chat_template")
-    if not template:
-        raise MismatchError(
-            f"{file.path} has no chat template",
-            "a head is trained on the answers of a chat model: take the file of an instruct model",
-        )
+    config, template = configuration(file), chat_template(file)
+    published_names(file)
+    check_types(file)
     tokenizer, tokenizer_config = tokenizer_of(file)
     ends = [file.of_tokenizer(f"{name}_token_id") for name in ("eos", "eot")]
     found_ends = list(dict.fromkeys(number for number in ends if number is not None))
     texts = {
-        "config.json": _json(config | {"eos_token_id": found_ends}),
+        "config.json": _json(
+            config
+            | {"eos_token_id": found_ends}
+            | {
+                f"{name}_token_id": file.of_tokenizer(f"{key}_token_id")
+                for name, key in (("bos", "bos"), ("pad", "padding"))
+            }
+        ),
         "generation_config.json": _json({"eos_token_id": found_ends}),
         "tokenizer.json": tokenizer.to_str(),
         "tokenizer_config.json": _json(tokenizer_config),
@@ -168,69 +151,26 @@ def write_folder(file: GgufFile, folder: Path) -> None:
     write_weights(file, config["dtype"], folder)
 
 
+def chat_template(file: GgufFile) -> str:
+    """The template beside the file, else the one in it. Raises MismatchError."""
+    beside = file.path.with_suffix(TEMPLATE_SUFFIX)
+    if beside.is_file():
+        return beside.read_text(encoding="utf-8")
+    template = file.metadata.get("tokenizer.chat_template")
+    if not template:
+        raise MismatchError(
+            f"{file.path} has no chat template",
+            f"write the one that the model was trained with to {beside}; for a base model, which "
+            f'continues plain text: echo "{PLAIN_TEMPLATE}" > {beside}',
+        )
+    return str(template)
+
+
 def _json(settings: Mapping[str, Any]) -> str:
     return json.dumps(settings, indent=2) + "\n"
 
 
 # Weights
-
-
-def hugging_face_name(name: str) -> str | None:
-    """A tensor's name in a Hugging Face checkpoint; None for one that none has."""
-    stem, _, kind = name.rpartition(".")
-    if stem in GLOBAL:
-        return f"{GLOBAL[stem]}.{kind}"
-    block, _, rest = stem.partition(".")
-    layer, _, part = rest.partition(".")
-    if block != "blk" or part not in BY_LAYER:
-        return None
-    return f"model.layers.{layer}.{BY_LAYER[part]}.{kind}"
-
-
-def half_order(values: NDArray[Any], heads: int) -> NDArray[Any]:
-    """Rows [heads * D, ...] from ggml's order, in which a turned pair is two neighbours, to
-    transformers', in which it is one row of each half.
-    """
-    pairs = values.reshape(heads, values.shape[0] // heads // 2, 2, -1)
-    return np.ascontiguousarray(pairs.swapaxes(1, 2)).reshape(values.shape)
-
-
-def raw_tensors(
-    file: GgufFile,
-) -> Iterator[tuple[str, gguf.GGMLQuantizationType, NDArray[Any]]]:
-    """Every tensor under its name in Hugging Face's form: its type and its rows as they lie in the
-    file, in Hugging Face's order. Raises MismatchError.
-    """
-    query_heads = file.count("attention.head_count")
-    heads = {
-        "q_proj": query_heads,
-        "k_proj": file.count("attention.head_count_kv", query_heads),
-    }
-    for tensor in file.tensors.values():
-        if tensor.name == ROPE_FACTORS:
-            continue
-        name = hugging_face_name(tensor.name)
-        if name is None:
-            raise MismatchError(f"{file.path} holds {tensor.name}", OTHER_ARCHITECTURE)
-        rows, part = tensor.data, name.split(".")[-2]
-        if ARCHITECTURES[file.architecture].interleaves_heads and part in heads:
-            # a row's blocks stay whole: whole rows change places
-            rows = half_order(rows, heads[part])
-        yield name, tensor.tensor_type, rows
-
-
-def weights(file: GgufFile) -> Iterator[tuple[str, NDArray[np.float32]]]:
-    """Every tensor under its name in Hugging Face's form. Raises MismatchError, CorruptError."""
-    for name, kind, rows in raw_tensors(file):
-        try:
-            yield name, dequantised_rows(rows, kind)
-        except NotImplementedError as error:
-            raise MismatchError(
-                f"{file.path} holds {name} in {kind.name}, which gguf does not dequantise",
-                "take a file in another quantisation (Q8_0, Q6_K, Q4_K_M, ...)",
-            ) from error
-        except (ValueError, IndexError) as error:
-            raise CorruptError(f"{file.path}: {name} is cut: {error}", DAMAGED) from error
 
 
 def write_weights(file: GgufFile, dtype: str, folder: Path) -> None:

@@ -26,12 +26,15 @@ LLAMA_3 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-QWEN_2 = LLAMA_3.replace(r"\p{N}{1,3}", r"\p{N}")
 _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
-TEKKEN = (
-    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*|\p{{N}}"
+_ENDING = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+GPT_4O = (
+    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+{_ENDING}"
+    rf"|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*{_ENDING}|\p{{N}}{{1,3}}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+TEKKEN = GPT_4O.replace(_ENDING, "").replace(r"\p{N}{1,3}", r"\p{N}")
+QWEN_2 = LLAMA_3.replace(r"\p{N}{1,3}", r"\p{N}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +53,12 @@ WORD_SPLITS = {
     "llama-bpe": WordSplit(LLAMA_3, whole_words=True),
     "llama3": WordSplit(LLAMA_3, whole_words=True),
     "llama-v3": WordSplit(LLAMA_3, whole_words=True),
+    "lfm2": WordSplit(LLAMA_3, whole_words=True),
+    "glm4": WordSplit(LLAMA_3, whole_words=True),
+    "dbrx": WordSplit(LLAMA_3),
+    "smaug-bpe": WordSplit(LLAMA_3),
+    "gpt-4o": WordSplit(GPT_4O),
+    "refact": WordSplit(GPT2, digits_apart=True),
     "qwen2": WordSplit(QWEN_2, composes=True),
     "tekken": WordSplit(TEKKEN, whole_words=True),
 }
