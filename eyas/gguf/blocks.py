@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import gguf
 import numpy as np
@@ -37,9 +38,10 @@ class BlockMatrix:
         block, num_bytes = gguf.GGML_QUANT_SIZES[self.kind]
         return len(self.data), self.data.shape[1] // num_bytes * block
 
-    def __getitem__(self, rows: slice | NDArray[np.integer]) -> BlockMatrix:
-        """Some of its rows, in this order: blocks stay whole."""
-        return BlockMatrix(self.kind, self.data[rows])
+    def __getitem__(self, rows: Any) -> BlockMatrix:
+        """Some of its rows, a slice or their numbers in an order: blocks stay whole."""
+        chosen = rows if isinstance(rows, slice) else np.asarray(rows)
+        return BlockMatrix(self.kind, self.data[chosen])
 
     def dequantised(self) -> NDArray[np.float32]:
         """Its values, float32 [N, K]."""
