@@ -24,6 +24,8 @@ from eyas.model.block import Block, MixtureOfExperts
 from eyas.model.packed import Blocks, parts_of
 from eyas.model.target import Layers
 
+MXFP4 = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], np.int16)  # doubled
+
 
 def taken_apart(
     matrix: BlockMatrix,
@@ -39,12 +41,26 @@ def taken_apart(
         return _nibbles(units[..., 2:]) - np.int16(8), _halves(units, 0), no_min
     if matrix.kind == Kind.Q4_1:
         return _nibbles(units[..., 4:]), _halves(units, 0), _halves(units, 2)[..., 0]
-    if matrix.kind == Kind.Q4_K:
+    if matrix.kind in (Kind.Q5_0, Kind.Q5_1):
+        at = 2 if matrix.kind == Kind.Q5_0 else 4
+        fifth = np.unpackbits(units[..., at : at + 4], axis=-1, bitorder="little").astype(np.int16)
+        codes = _nibbles(units[..., at + 4 :]) + fifth * np.int16(16)
+        if matrix.kind == Kind.Q5_1:
+            return codes, _halves(units, 0), _halves(units, 2)[..., 0]
+        return codes - np.int16(16), _halves(units, 0), no_min
+    if matrix.kind == Kind.MXFP4:
+        powers = np.ldexp(np.float32(1), units[..., :1].astype(np.int32) - 128)
+        return MXFP4[_nibbles(units[..., 1:])], powers, no_min
+    if matrix.kind in (Kind.Q4_K, Kind.Q5_K):
         # 6 bits each: of the first 4 blocks whole, of the others' the upper 2 above those
         first, second, rest = np.split(units[..., 4:16], 3, axis=-1)
         low = np.concatenate([first & 63, rest & 15 | first >> 6 << 4], axis=-1)
         high = np.concatenate([second & 63, rest >> 4 | second >> 6 << 4], axis=-1)
-        codes = _nibbles(units[..., 16:].reshape(N, B // 2, BLOCK)).reshape(N, B, BLOCK)
+        codes = _nibbles(units[..., -128:].reshape(N, B // 2, BLOCK)).reshape(N, B, BLOCK)
+        if matrix.kind == Kind.Q5_K:
+            shifts = np.arange(8, dtype=np.uint8)[:, None]
+            fifth = (units[..., None, 16:48] >> shifts & 1).astype(np.int16)
+            codes = codes + fifth.reshape(N, B, BLOCK) * np.int16(16)
         scales, mins = _halves(units, 0) * low, -(_halves(units, 2) * high)
         return codes, scales.reshape(N, B, 1), mins.reshape(N, B)
     assert matrix.kind == Kind.Q6_K

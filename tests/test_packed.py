@@ -46,7 +46,8 @@ from tests.test_native import (
 from tests.tiny import tiny_target
 
 # where the scales of half precision lie in a block, and of what size they are in usual weights
-HALVES_OF = {Kind.Q4_K: ((0, 2), 5e-4), Kind.Q6_K: ((208,), 1e-4)}
+HALVES_OF = {Kind.Q4_K: ((0, 2), 5e-4), Kind.Q5_K: ((0, 2), 2.5e-4), Kind.Q6_K: ((208,), 1e-4)}
+SIZES = (48, 16, 32, 16, 64, 16, 32, 48, 37)  # rows of parts
 ROWS = (1, 2, 3, 4, 8, 11, 12, 13, 24, 40)
 SHAPES = {
     "llama": {},
@@ -136,7 +137,7 @@ def test_products_are_the_twins_to_the_bit(kind):
 
 @needs_native
 def test_parts_of_several_formats_are_one_product():
-    parts = [matrix(kind, N, 256, N) for kind, N in zip(KINDS, (48, 16, 32, 16, 37), strict=True)]
+    parts = [matrix(kind, N, 256, N) for kind, N in zip(KINDS, SIZES, strict=True)]
     x, N = inputs(7, 256), sum(part.shape[0] for part in parts)
     for threads in (1, 2, 3):
         packed = PackedLinear.of_blocks(parts, [], threads)

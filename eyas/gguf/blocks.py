@@ -22,7 +22,10 @@ from eyas.gguf.file import Kind, dequantised_rows
 from eyas.gguf.folder import linked_file
 from eyas.gguf.tensors import raw_tensors
 
-KINDS = (Kind.Q4_0, Kind.Q4_1, Kind.Q8_0, Kind.Q4_K, Kind.Q6_K)
+KINDS = (
+    *(Kind.Q4_0, Kind.Q4_1, Kind.Q5_0, Kind.Q5_1, Kind.Q8_0, Kind.MXFP4),
+    *(Kind.Q4_K, Kind.Q5_K, Kind.Q6_K),
+)
 BLOCK = 32
 
 

@@ -14,7 +14,17 @@
 #include "simd.h"
 
 // As in a file.
-enum class Format : int { q4_0 = 2, q4_1 = 3, q8_0 = 8, q4_k = 12, q6_k = 14 };
+enum class Format : int {
+  q4_0 = 2,
+  q4_1 = 3,
+  q5_0 = 6,
+  q5_1 = 7,
+  q8_0 = 8,
+  q4_k = 12,
+  q5_k = 13,
+  q6_k = 14,
+  mxfp4 = 39,
+};
 
 constexpr int kBlockInputs = 32, kLineInputs = 4, kBlockLines = kBlockInputs / kLineInputs,
               kMaxUnitInputs = 256;
@@ -59,6 +69,24 @@ INLINE void put_nibbles(const uint8_t* codes, int column, uint8_t* to) {
   for (int k = 0; k < kBlockInputs / 2; ++k)
     to[k / kLineInputs * 64 + column * kLineInputs + k % kLineInputs] =
         static_cast<uint8_t>((codes[k] & 15) | (codes[k + kBlockInputs / 2] & 15) << 4);
+}
+
+// Nibbles and behind them a line of fifth bits: bit i of a byte belongs to line i.
+template <class Use>
+INLINE void fifth_bit_lines(const uint8_t* from, Use&& use) {
+  const Bits bits = _mm512_loadu_si512(from + 256), fifth = _mm512_set1_epi8(16);
+  nibble_lines(from, [&](int i, Bits low) __attribute__((always_inline)) {
+    const Bits placed = i < 4 ? _mm512_slli_epi16(bits, 4 - i) : _mm512_srli_epi16(bits, i - 4);
+    use(i, _mm512_or_si512(low, _mm512_and_si512(placed, fifth)));
+  });
+}
+
+// Puts a column's 32 codes of 5 bits into its lines.
+INLINE void put_five_bits(const uint8_t* codes, int column, uint8_t* to) {
+  put_nibbles(codes, column, to);
+  for (int k = 0; k < kBlockInputs; ++k)
+    to[256 + column * kLineInputs + k % kLineInputs] |=
+        static_cast<uint8_t>(codes[k] >> 4 << k / kLineInputs);
 }
 
 // Every format has: kBlocks of a unit; kSourceBytes of a unit in a file, kBytes of a packed one of
@@ -124,6 +152,66 @@ struct Q4_1 {
   }
 };
 
+// scale | 32 fifth bits | nibbles as of Q4_0
+struct Q5_0 {
+  static constexpr int kBlocks = 1, kHalves = 1, kOffset = 3;
+  static constexpr bool kHasMin = false;
+  static constexpr size_t kSourceBytes = 22, kBytes = 5 * 64 + 32;
+
+  // bits: the fifth ones, and the nibbles behind them.
+  static void codes(const uint8_t* bits, uint8_t* to) {
+    Q4_0::codes(bits + 2, to);
+    for (int i = 0; i < kBlockInputs; ++i)
+      to[i] = static_cast<uint8_t>(to[i] | (bits[i / 8] >> i % 8 & 1) << 4);
+  }
+  static void dequantise(const uint8_t* source, float* to) {
+    uint8_t code[kBlockInputs];
+    codes(source + 2, code);
+    for (int i = 0; i < kBlockInputs; ++i) to[i] = half(source) * static_cast<float>(code[i] - 16);
+  }
+  static void pack_column(const uint8_t* source, int column, uint8_t* to) {
+    uint8_t code[kBlockInputs];
+    codes(source + 2, code);
+    put_five_bits(code, column, to);
+    std::memcpy(to + 320 + 2 * column, source, 2);
+  }
+  static INLINE Scales scales(const uint8_t* unit, int, int) {
+    return {halves(unit + 320), _mm512_setzero_ps()};
+  }
+  template <class Use>
+  static INLINE void lines(const uint8_t* unit, int, Use&& use) {
+    fifth_bit_lines(unit, use);
+  }
+};
+
+// scale, min | bits as of Q5_0
+struct Q5_1 {
+  static constexpr int kBlocks = 1, kHalves = 1, kOffset = -1;
+  static constexpr bool kHasMin = true;
+  static constexpr size_t kSourceBytes = 24, kBytes = 5 * 64 + 64;
+
+  static void dequantise(const uint8_t* source, float* to) {
+    uint8_t code[kBlockInputs];
+    Q5_0::codes(source + 4, code);
+    for (int i = 0; i < kBlockInputs; ++i)
+      to[i] = half(source) * static_cast<float>(code[i]) + half(source + 2);
+  }
+  static void pack_column(const uint8_t* source, int column, uint8_t* to) {
+    uint8_t code[kBlockInputs];
+    Q5_0::codes(source + 4, code);
+    put_five_bits(code, column, to);
+    std::memcpy(to + 320 + 2 * column, source, 2);
+    std::memcpy(to + 352 + 2 * column, source + 2, 2);
+  }
+  static INLINE Scales scales(const uint8_t* unit, int, int) {
+    return {halves(unit + 320), halves(unit + 352)};
+  }
+  template <class Use>
+  static INLINE void lines(const uint8_t* unit, int, Use&& use) {
+    fifth_bit_lines(unit, use);
+  }
+};
+
 // scale | 32 signed bytes
 struct Q8_0 {
   static constexpr int kBlocks = 1, kHalves = 1, kOffset = 0;
@@ -149,6 +237,48 @@ struct Q8_0 {
   static INLINE void lines(const uint8_t* unit, int, Use&& use) {
 #pragma GCC unroll 8
     for (int i = 0; i < kBlockLines; ++i) use(i, _mm512_loadu_si512(unit + i * 64));
+  }
+};
+
+// power of 2, as a byte | nibbles as of Q4_0, each one of 16 numbers (OCP Microscaling Formats 1.0;
+// doubled, for whole numbers)
+struct MXFP4 {
+  static constexpr int kBlocks = 1, kHalves = 1, kOffset = 0;
+  static constexpr bool kHasMin = false;
+  static constexpr size_t kSourceBytes = 17, kBytes = 4 * 64 + kLanes;
+  static constexpr int8_t kNumbers[16] = {0, 1,  2,  3,  4,  6,  8,  12,
+                                          0, -1, -2, -3, -4, -6, -8, -12};
+
+  static float power(uint8_t byte) { return std::ldexp(1.0f, byte - 128); }
+  static void dequantise(const uint8_t* source, float* to) {
+    uint8_t code[kBlockInputs];
+    Q4_0::codes(source - 1, code);
+    for (int i = 0; i < kBlockInputs; ++i) to[i] = power(source[0]) * kNumbers[code[i]];
+  }
+  static void pack_column(const uint8_t* source, int column, uint8_t* to) {
+    uint8_t code[kBlockInputs];
+    Q4_0::codes(source - 1, code);
+    put_nibbles(code, column, to);
+    to[256 + column] = source[0];
+  }
+  static INLINE Scales scales(const uint8_t* unit, int, int) {
+    const Bits bytes =
+        _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(unit + 256)));
+    const Bits exponents = _mm512_slli_epi32(_mm512_sub_epi32(bytes, _mm512_set1_epi32(1)), 23);
+    // below the normal numbers: 2^-128 and 2^-127
+    const Bits least = _mm512_sllv_epi32(_mm512_set1_epi32(1 << 21), bytes);
+    const __mmask16 small = _mm512_cmplt_epi32_mask(bytes, _mm512_set1_epi32(2));
+    return {_mm512_castsi512_ps(_mm512_mask_mov_epi32(exponents, small, least)),
+            _mm512_setzero_ps()};
+  }
+  template <class Use>
+  static INLINE void lines(const uint8_t* unit, int, Use&& use) {
+    const Bits numbers = _mm512_xor_si512(
+        _mm512_broadcast_i32x4(_mm_loadu_si128(reinterpret_cast<const __m128i*>(kNumbers))),
+        _mm512_set1_epi8(-128));
+    nibble_lines(unit, [&](int i, Bits codes) __attribute__((always_inline)) {
+      use(i, _mm512_shuffle_epi8(numbers, codes));
+    });
   }
 };
 
@@ -180,13 +310,18 @@ struct Q4_K {
       for (int i = 0; i < kBlockInputs; ++i) to[i] = scale * code[i] - min;
     }
   }
-  static void pack_column(const uint8_t* source, int column, uint8_t* to) {
+  static void pack_scales(const uint8_t* source, int column, uint8_t* to) {
     std::memcpy(to + 2 * column, source, 2);
     std::memcpy(to + 32 + 2 * column, source + 2, 2);
-    uint8_t code[kBlockInputs];
     for (int b = 0; b < kBlocks; ++b) {
       to[64 + b * 2 * kLanes + column] = six_bits(source, b, false);
       to[64 + (b * 2 + 1) * kLanes + column] = six_bits(source, b, true);
+    }
+  }
+  static void pack_column(const uint8_t* source, int column, uint8_t* to) {
+    pack_scales(source, column, to);
+    uint8_t code[kBlockInputs];
+    for (int b = 0; b < kBlocks; ++b) {
       codes(source, b, code);
       put_nibbles(code, column, to + kLinesAt + b * 256);
     }
@@ -199,6 +334,45 @@ struct Q4_K {
   template <class Use>
   static INLINE void lines(const uint8_t* unit, int b, Use&& use) {
     nibble_lines(unit + kLinesAt + b * 256, use);
+  }
+};
+
+// scale, scale of mins, 6 bits each as of Q4_K | 32 bytes: bit b of one belongs to block b | nibbles
+// as of Q4_K
+struct Q5_K {
+  static constexpr int kBlocks = 8, kHalves = 1, kOffset = -1;
+  static constexpr bool kHasMin = true;
+  static constexpr size_t kSourceBytes = 176, kLinesAt = Q4_K::kLinesAt,
+                          kBytes = kLinesAt + 8 * 320;
+
+  static void codes(const uint8_t* source, int b, uint8_t* to) {
+    Q4_K::codes(source + 32, b, to);
+    for (int i = 0; i < kBlockInputs; ++i)
+      to[i] = static_cast<uint8_t>(to[i] | (source[16 + i] >> b & 1) << 4);
+  }
+  static void dequantise(const uint8_t* source, float* to) {
+    uint8_t code[kBlockInputs];
+    for (int b = 0; b < kBlocks; ++b, to += kBlockInputs) {
+      codes(source, b, code);
+      const float scale = half(source) * Q4_K::six_bits(source, b, false),
+                  min = half(source + 2) * Q4_K::six_bits(source, b, true);
+      for (int i = 0; i < kBlockInputs; ++i) to[i] = scale * code[i] - min;
+    }
+  }
+  static void pack_column(const uint8_t* source, int column, uint8_t* to) {
+    Q4_K::pack_scales(source, column, to);
+    uint8_t code[kBlockInputs];
+    for (int b = 0; b < kBlocks; ++b) {
+      codes(source, b, code);
+      put_five_bits(code, column, to + kLinesAt + b * 320);
+    }
+  }
+  static INLINE Scales scales(const uint8_t* unit, int b, int half) {
+    return Q4_K::scales(unit, b, half);
+  }
+  template <class Use>
+  static INLINE void lines(const uint8_t* unit, int b, Use&& use) {
+    fifth_bit_lines(unit + kLinesAt + b * 320, use);
   }
 };
 

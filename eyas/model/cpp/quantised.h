@@ -78,10 +78,18 @@ INLINE auto with_format(Format format, Use&& use) {
       return use(Q4_0());
     case Format::q4_1:
       return use(Q4_1());
+    case Format::q5_0:
+      return use(Q5_0());
+    case Format::q5_1:
+      return use(Q5_1());
     case Format::q4_k:
       return use(Q4_K());
+    case Format::q5_k:
+      return use(Q5_K());
     case Format::q6_k:
       return use(Q6_K());
+    case Format::mxfp4:
+      return use(MXFP4());
     default:
       return use(Q8_0());
   }
