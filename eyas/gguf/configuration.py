@@ -20,8 +20,8 @@ from eyas.gguf.file import GgufFile, dequantised
 SOURCE = "gguf"  # in config.json: name of the file, and in what types its matrices are stored
 READ = ", ".join(sorted({family.gguf for family in FAMILIES.values() if family.gguf}))
 OTHER_ARCHITECTURE = (
-    f"eyas reads GGUF files of {READ}; of another model take its folder in Hugging Face's form, and "
-    "let a server of it (SGLang, vLLM) answer: eyas generate --server URL"
+    f"eyas reads GGUF files of {READ}; of another model take its folder in Hugging Face's form, "
+    "and let a server of it (SGLang, vLLM) answer: eyas generate --server URL"
 )
 ROPE_FACTORS = "rope_freqs.weight"  # Llama 3.1's scaling, as one factor by frequency
 LONG_FACTORS, SHORT_FACTORS = "rope_factors_long.weight", "rope_factors_short.weight"
