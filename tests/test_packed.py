@@ -194,7 +194,8 @@ def test_without_the_instruction_the_bits_are_the_same(monkeypatch):
 def quantised(folder: Path) -> tuple[TargetConfig, dict[str, Tensor], dict[str, BlockMatrix]]:
     """A tiny target with quantised matrices, in turn by two formats, and the values they have."""
     config, tensors, blocks = TargetConfig.from_folder(folder), read_tensors(folder), {}
-    kinds = list(HALVES_OF) if config.hidden_size % 256 == 0 else [Kind.Q4_1, Kind.Q8_0]
+    is_wide = config.hidden_size % 256 == 0
+    kinds = (Kind.Q4_K, Kind.Q6_K) if is_wide else (Kind.Q4_1, Kind.Q8_0)
     for number, (name, tensor) in enumerate(sorted(tensors.items())):
         if tensor.ndim == 2:
             kind = kinds[number % 2]
