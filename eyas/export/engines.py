@@ -3,11 +3,10 @@ serves with a head, what of a head it cannot read, and the command that starts i
 
 Another engine is one entry of ENGINES (and its writer in model/forms.py, if its form is new).
 
-Found in the engines' sources and proved by `benchmarks/engines.py` (docs/decisions/
-heads-in-engines.md). llama.cpp is that of llama-cpp-python 0.3.36, OpenVINO's converter
-optimum-intel 2.2. Commands: docs.sglang.io/docs/advanced_features/
-speculative_decoding and sglang/srt/arg_groups/speculative_hook.py; docs.vllm.ai, "EAGLE draft
-models", and vllm/config/speculative.py.
+Found in the engines' sources and proved by `benchmarks/engines.py` (docs/decisions/heads.md).
+llama.cpp is that of llama-cpp-python 0.3.36, OpenVINO's converter optimum-intel 2.2. Commands:
+docs.sglang.io/docs/advanced_features/speculative_decoding and sglang/srt/arg_groups/
+speculative_hook.py; docs.vllm.ai, "EAGLE draft models", and vllm/config/speculative.py.
 """
 
 from __future__ import annotations
