@@ -37,6 +37,15 @@ TIED = {"tie_word_embeddings": True}
 GEMMA = {"sliding_window": WINDOW, "query_pre_attn_scalar": 24, **TIED}
 GEMMA_LAYERS = [*3 * ["sliding_attention"], "full_attention"] * 2
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
+GEMMA_4 = {
+    **TIED,
+    "sliding_window": WINDOW,
+    "global_head_dim": 32,
+    "vocab_size_per_layer_input": 320,
+    "hidden_size_per_layer_input": 8,
+    "final_logit_softcapping": 3.0,
+    "layer_types": GEMMA_LAYERS,
+}
 LOCAL_EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}
 DELTA_NET = {  # of the linear layers, three of four
@@ -44,6 +53,15 @@ DELTA_NET = {  # of the linear layers, three of four
     "linear_num_value_heads": 4,
     "linear_key_head_dim": 16,
     "linear_value_head_dim": 16,
+}
+LATENT = {  # attention by a compressed state (MLA)
+    "num_key_value_heads": 4,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 16,
+    "head_dim": 8,
 }
 GRANITE = {
     "embedding_multiplier": 3.0,
@@ -139,6 +157,12 @@ ARCHITECTURES: dict[str, Architecture] = {
         own=False,
     ),
     "qwen3_5": Architecture("Qwen3.5 and 3.6 (text)", "Qwen3_5TextConfig", DELTA_NET, own=False),
+    "qwen3_5_moe": Architecture(
+        "Qwen3.5 and 3.6 MoE (35B-A3B, text)",
+        "Qwen3_5MoeTextConfig",
+        {**EXPERTS, **DELTA_NET, "shared_expert_intermediate_size": 48},
+        own=False,
+    ),
     "qwen3_5_vision": Architecture(
         "Qwen3.5 and 3.6 (as published, with images)",
         "Qwen3_5Config",
@@ -154,25 +178,30 @@ ARCHITECTURES: dict[str, Architecture] = {
     "gemma3": Architecture(
         "Gemma 3 (text)", "Gemma3TextConfig", {**GEMMA, "layer_types": GEMMA_LAYERS}
     ),
-    "gemma4": Architecture(
-        "Gemma 4 (text)",
-        "Gemma4TextConfig",
-        {
-            **TIED,
-            "sliding_window": WINDOW,
-            "global_head_dim": 32,
-            "vocab_size_per_layer_input": 320,
-            "hidden_size_per_layer_input": 8,
-            "final_logit_softcapping": 3.0,
-            "layer_types": GEMMA_LAYERS,
-        },
-        own=False,
-    ),
     "gemma3_vision": Architecture(
         "Gemma 3 4B and larger (with images)",
         "Gemma3Config",
         {"vision_config": VISION, "mm_tokens_per_image": 4},
         text="gemma3",
+    ),
+    "gemma4": Architecture("Gemma 4 (text)", "Gemma4TextConfig", GEMMA_4, own=False),
+    "gemma4_small": Architecture(
+        "Gemma 4 E2B and E4B (text)",
+        "Gemma4TextConfig",
+        {**GEMMA_4, "num_kv_shared_layers": 3, "use_double_wide_mlp": True},
+        own=False,
+    ),
+    "gemma4_moe": Architecture(
+        "Gemma 4 26B-A4B (text)",
+        "Gemma4TextConfig",
+        {
+            **GEMMA_4,
+            "enable_moe_block": True,
+            "num_experts": 4,
+            "top_k_experts": 2,
+            "moe_intermediate_size": 48,
+        },
+        own=False,
     ),
     "gemma4_vision": Architecture(
         "Gemma 4 (as published, with images)",
@@ -223,6 +252,25 @@ ARCHITECTURES: dict[str, Architecture] = {
         },
         own=False,
     ),
+    "glm4_moe_lite": Architecture(
+        "GLM-4.7 Flash",
+        "Glm4MoeLiteConfig",
+        {**LATENT, "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48},
+        own=False,
+    ),
+    "deepseek_v3": Architecture(
+        "DeepSeek V3, R1, Kimi K2",
+        "DeepseekV3Config",
+        {
+            **LATENT,
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 48,
+            "n_group": 2,
+            "topk_group": 1,
+        },
+        own=False,
+    ),
     "smollm3": Architecture("SmolLM3", "SmolLM3Config", TIED),
     "granite": Architecture("Granite 3", "GraniteConfig", GRANITE),
     "granite4": Architecture(
@@ -253,6 +301,12 @@ ARCHITECTURES: dict[str, Architecture] = {
             "block_auto_adjust_ff_dim": False,
             "layer_types": [*2 * ["conv"], "full_attention", "conv"] * 2,
         },
+    ),
+    "lfm2_moe": Architecture(
+        "LFM2 MoE (8B-A1B)",
+        "Lfm2MoeConfig",
+        {**TIED, **EXPERTS, "layer_types": [*2 * ["conv"], "full_attention", "conv"] * 2},
+        own=False,
     ),
     "exaone4": Architecture(
         "EXAONE 4 32B (sliding window)", "Exaone4Config", {"sliding_window": WINDOW}
