@@ -99,7 +99,8 @@ LAST_NORM = "post_feedforward_layernorm.weight"
 class Architecture:
     """models: what people call it. config: the class of transformers, with settings over SHAPE.
     own: whether our own engine runs it; answers, captures and all else go without. text: the
-    entry of the decoder in a model that sees images too; its settings have no SHAPE.
+    entry of the decoder in a model that sees images too; its settings have no SHAPE. refused: why
+    no head can be trained for it, and a pattern of what capture says.
     """
 
     models: str
@@ -107,6 +108,7 @@ class Architecture:
     settings: Mapping[str, Any] = field(default_factory=dict)
     own: bool = True
     text: str | None = None
+    refused: tuple[str, str] | None = None
 
     def config_of(self, **overrides: Any) -> PreTrainedConfig:
         """transformers' config at tiny size: 8 layers, hidden size 64, a vocabulary of 320."""
@@ -317,6 +319,28 @@ ARCHITECTURES: dict[str, Architecture] = {
         {**TIED, "sliding_window": None, "layer_types": 8 * ["full_attention"]},
     ),
     "seed_oss": Architecture("Seed-OSS", "SeedOssConfig", {"attention_out_bias": True}),
+    "gemma3n": Architecture(
+        "Gemma 3n",
+        "Gemma3nTextConfig",
+        {
+            **TIED,
+            "vocab_size_per_layer_input": 320,
+            "hidden_size_per_layer_input": 8,
+            "laurel_rank": 8,
+            "num_kv_shared_layers": 3,
+            "activation_sparsity_pattern": 8 * [0.0],
+            "sliding_window": WINDOW,
+            "layer_types": GEMMA_LAYERS,
+        },
+        own=False,
+        refused=("its layers pass on four streams", "8 decoder layers, .* found 0"),
+    ),
+    "phi": Architecture(
+        "Phi-2",
+        "PhiConfig",
+        own=False,
+        refused=("its lm_head has a bias", r"lm_head \(it has a bias\)"),
+    ),
     "opt": Architecture(
         "OPT",
         "OPTConfig",

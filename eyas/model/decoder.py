@@ -40,6 +40,9 @@ from eyas.model.vocab import (
 from eyas.model.weights import refuse_nonfinite, tensor_sha256
 
 Tail = Callable[[Tensor], Tensor]
+NO_STREAM = (
+    "a head reads what the layers pass on, which cannot be told of this model: take another target"
+)
 # Of another library's model, as it is loaded and first run.
 FAULTS = (
     AttributeError,
@@ -364,13 +367,13 @@ class HookedDecoder:
         if layers is None or len(layers) != self.shape.num_hidden_layers + 1:
             raise MismatchError(
                 f"{name} does not put out a hidden state of each of its {len(self._layers)} layers",
-                ANOTHER,
+                NO_STREAM,
             )
         device = hooked.aux_hidden.device
         stated = torch.cat([layers[tap + 1].to(device) for tap in self.shape.default_taps], dim=-1)
         if not alike(hooked.aux_hidden, stated):
             raise MismatchError(
-                f"{name}: the layers' outputs are not the hidden states that it puts out", ANOTHER
+                f"{name}: the layers' outputs are not the hidden states that it puts out", NO_STREAM
             )
         rows = hooked.last_hidden[:, -1].float().cpu()
         logits = rows @ lm_head.float().T * self.shape.logit_scale
@@ -457,6 +460,6 @@ def decoder_layers(model: Any, shape: TargetShape, tokens_BT: Tensor) -> nn.Modu
             f"{shape.num_hidden_layers} decoder layers, each of which is called once and puts out "
             f"[batch, length, {shape.hidden_size}], and found {len(found)}; its lists: "
             f"{there or 'none'}",
-            ANOTHER,
+            NO_STREAM,
         )
     return candidates[found[0]]
