@@ -40,9 +40,11 @@ LONG_TOKENS_BT = torch.tensor([[(7 * place) % 311 + 3 for place in range(40)]])
 OF_GGUF = [
     *("mixtral", "ministral3", "qwen3_moe", "gemma2", "gemma3", "phi3"),
     *("phi4_mini", "gpt_oss", "glm4", "smollm3", "granite", "granite4", "olmo3", "lfm2"),
+    *("exaone4", "exaone4_full", "seed_oss"),
 ]
 # what no file says: Gemma's queries are scaled by the width of a head, Qwen's experts sum up to 1
 OTHERWISE: dict[str, dict[str, object]] = {
+    "seed_oss": {"attention_out_bias": False},
     "qwen3_moe": {"norm_topk_prob": True},
     "gemma2": {"query_pre_attn_scalar": 16, "layer_types": None},
     "gemma3": {"query_pre_attn_scalar": 16, "layer_types": None},
