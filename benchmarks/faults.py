@@ -338,7 +338,7 @@ class Bench:
             return linted, []
         for way in ways:
             way.tensors.setdefault(LM_HEAD, self.target.lm_head)
-        replayed = replay(ways, self.target, self.answers)
+        replayed = replay(ways, self.target, self.vocabulary, self.answers)
         heard = verdict([], replayed)
         found = [one for one in verdict(linted, replayed) if one.level != "note"]
         return [one for one in found if one not in heard], heard

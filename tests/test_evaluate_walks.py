@@ -36,7 +36,7 @@ COUNT, TOKENS = 8, 24
 TREES = ("fixed(4,2,6)", "fixed(3,1,4)", "fixed(5,3,9)", "fixed(1,2,3)")
 FLOAT32 = ModelsConfig(dtype="float32", max_length=200)
 # a hybrid with experts, windows with heads of two sizes, layer norms without a rope
-FOREIGN = ("qwen3_next", "qwen3_5", "opt")
+FOREIGN = ("qwen3_next", "gemma4", "opt")
 
 
 @pytest.fixture(scope="module")
@@ -80,7 +80,7 @@ def test_a_tree_on_features_is_the_engines_round_for_round(
     world, vocabulary, tree, native, monkeypatch
 ):
     if not native:
-        monkeypatch.setattr("eyas.model.vocab.unavailable", lambda: "asked for operators")
+        monkeypatch.setattr("eyas.evaluate.walks.unavailable", lambda: "asked for operators")
     _, head, models, requests, samples = world
     walks = TreeWalks.load(vocabulary, head.url, [tree])
     for part in (samples[:3], samples[3:]):

@@ -22,10 +22,14 @@ from eyas.export.readings import DECLARED, HeadReading, misreadings
 from eyas.export.replay import AnswerBatch, ReadingScore, answered, conversations, decoded, replay
 from eyas.model.checkpoint import read_head
 from eyas.model.config import RopeConfig
+from eyas.model.decoder import HookedDecoder
 from eyas.model.forms import write_head
 from eyas.model.head import Head, head_of
 from eyas.model.target import Target
 from eyas.model.ttt import Slots, unroll
+from eyas.model.vocab import TargetVocabulary
+from tests.architectures import saved_architecture
+from tests.test_cli import run_eyas
 from tests.tiny import tiny_target
 from tests.tiny_head import edit_config, head_folder, tiny_head, write_folder
 
@@ -48,7 +52,9 @@ def world():
 
 def replayed(config, tensors, target, answers):
     """The replay of a head that can be meant in one way."""
-    return replay([HeadReading(DECLARED, config, tensors)], target, answers)
+    matrices = target.embed_tokens.float(), target.lm_head.float()
+    vocabulary = TargetVocabulary(target.config, *matrices, target.lm_head_sha256)
+    return replay([HeadReading(DECLARED, config, tensors)], target, vocabulary, answers)
 
 
 def changed(config, **changes):
@@ -368,6 +374,46 @@ def test_a_lost_flag_is_found_by_what_it_costs(tiny, flag):
     (finding,) = reading_findings(replayed(lost, tensors, target, answers))
     assert finding.level == "error"
     assert f"{flag} on" in finding.what
+
+
+# Targets that our own engine does not run
+
+
+def test_a_replay_through_transformers_is_our_engines(tiny):
+    """The same target both ways: the same answers, and each reading accepts the same."""
+    target, config, tensors, _ = trained_with(tiny, "norm_output")
+    hooked, vocabulary = HookedDecoder.load(tiny, "float32"), TargetVocabulary.load(tiny)
+    meant, scores = [HeadReading(DECLARED, config, tensors)], []
+    for one in (target, hooked):
+        answers = answered(one, tiny, builtin.demo_prompts(), NUM_CONVERSATIONS)
+        scores.append((answers, replay(meant, one, vocabulary, answers)))
+    assert scores[0] == scores[1]
+
+
+@pytest.mark.parametrize("name", ["qwen3_next", "opt"])
+def test_any_target_that_transformers_loads_is_replayed(name, tmp_path_factory, tmp_path):
+    folder = saved_architecture(tmp_path_factory.getbasetemp(), name)
+    head = head_folder(folder, tmp_path / "head", "sglang")
+    text = tmp_path / "text.txt"
+    text.write_text("Where is the street?\nA table for two.\nWhich number?\n")
+    words = "check", head, "-t", folder, "--text", text
+    shown = run_eyas(*words, "--json")
+    told = json.loads(shown.stdout)
+    assert told["not_replayed"] == ""
+    assert told["replayed_by"] == "transformers"
+    assert told["replay"][0]["answers"] == 3
+    assert any("next to nothing" in finding["what"] for finding in told["findings"])
+    shown = run_eyas(*words)
+    assert "the target ran in transformers" in " ".join(shown.stdout.split())
+
+
+def test_a_target_that_is_larger_than_memory_is_not_loaded(tmp_path_factory, tmp_path, monkeypatch):
+    folder = saved_architecture(tmp_path_factory.getbasetemp(), "opt")
+    head = head_folder(folder, tmp_path / "head")
+    monkeypatch.setattr("eyas.export.check.os.sysconf", lambda _: 1)
+    scores, why_not = replay_head(head, folder)
+    assert scores == []
+    assert "more than the 0 GB of memory" in why_not
 
 
 # Text

@@ -15,7 +15,7 @@ from rich.table import Table
 
 from eyas.cli.options import TargetOption
 from eyas.errors import EyasError
-from eyas.export.check import check, replay_head, verdict
+from eyas.export.check import check, replay_head, replayed_by, verdict
 from eyas.export.lint import CheckFinding, exit_code
 from eyas.export.replay import NUM_DRAFT_STEPS, ReadingScore
 from eyas.log import progress_bar
@@ -56,7 +56,7 @@ def command(
     if as_json:
         print(json.dumps(report(head, target, findings, replayed, why_not), ensure_ascii=False))
     else:
-        show_readings(replayed, why_not if replay else "")
+        show_readings(replayed, why_not if replay else "", replayed_by(target) if replayed else "")
         show(findings, head)
     raise typer.Exit(exit_code(findings))
 
@@ -87,12 +87,13 @@ def report(
             }
             for one in replayed
         ],
+        "replayed_by": replayed_by(target) if replayed else "",
         "not_replayed": why_not,
     }
 
 
-def show_readings(replayed: Sequence[ReadingScore], why_not: str) -> None:
-    """Print what each reading accepted."""
+def show_readings(replayed: Sequence[ReadingScore], why_not: str, by: str) -> None:
+    """Print what each reading accepted. by: what ran the target."""
     console = Console(soft_wrap=True, highlight=False)
     if why_not:
         console.print(f"not replayed: {escape(why_not)}")
@@ -107,7 +108,7 @@ def show_readings(replayed: Sequence[ReadingScore], why_not: str) -> None:
     console.print(table)
     console.print(
         f"chains of {NUM_DRAFT_STEPS} from {sum(replayed[0].places)} places in "
-        f"{len(replayed[0].places)} answers\n"
+        f"{len(replayed[0].places)} answers; the target ran in {by}\n"
     )
 
 

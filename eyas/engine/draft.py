@@ -59,7 +59,7 @@ def to_device(array: np.ndarray, device: str) -> torch.Tensor:
 
 
 class HeadTarget(Protocol):
-    """What a head takes of its target: `Target` has it, and `TargetVocabulary`, without layers."""
+    """What a head takes of its target: a `Target` has it, and `evaluate.walks.TargetMatrices`."""
 
     @property
     def config(self) -> TargetShape: ...

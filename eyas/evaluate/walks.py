@@ -24,7 +24,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -38,7 +38,8 @@ from eyas.errors import ConfigError
 from eyas.evaluate.breakdown import AnswerCounts, figures, vocabulary_figures
 from eyas.model.chain import runs
 from eyas.model.checkpoint import read_head
-from eyas.model.library import one_torch_thread
+from eyas.model.config import TargetShape
+from eyas.model.library import one_torch_thread, unavailable
 from eyas.model.rows import FeatureCache, Growth, PagedCache, Roots
 from eyas.model.target import PAGE_SIZE
 from eyas.model.vocab import TargetVocabulary
@@ -47,6 +48,26 @@ from eyas.tau import RoundCounts
 
 ROWS_AT_ONCE = 256  # of logits over the target's vocabulary
 END = -1  # behind an answer: no draft's token
+
+
+class TargetMatrices(NamedTuple):
+    """A target without its layers, as `Draft` takes it."""
+
+    config: TargetShape
+    lm_head_sha256: str
+    embed_tokens: Tensor
+    lm_head: Tensor
+    device: str
+    is_native: bool
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, vocabulary: TargetVocabulary) -> TargetMatrices:
+        """Where the vocabulary is; natively on a CPU that can."""
+        embed_tokens, device = vocabulary.embed_tokens, str(vocabulary.embed_tokens.device)
+        is_native = device == "cpu" and unavailable() is None
+        own = vocabulary.config, vocabulary.lm_head_sha256, embed_tokens, vocabulary.lm_head
+        return cls(*own, device, is_native, embed_tokens.dtype)
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,7 +276,7 @@ class TreeWalks:
                     "give trees such as fixed(6,3,12)",
                 )
             check_branches(config, tree)
-        draft = Draft(config, tensors, vocabulary)
+        draft = Draft(config, tensors, TargetMatrices.of(vocabulary))
         above_0 = [temperature for temperature in temperatures if temperature > 0]
         return cls(draft, tensors["t2d"], vocabulary, parsed, above_0)
 
@@ -267,7 +288,7 @@ class TreeWalks:
     def add(self, samples: Sequence[Sample], languages: Sequence[str]) -> None:
         """Walk these samples' answers. languages: of each sample's."""
         for counts in self._counts:
-            with one_torch_thread(self._vocabulary.is_native):
+            with one_torch_thread(self._draft.device == "cpu"):
                 walks = walk(self._draft, counts.tree, samples)
             for sample, language, one in zip(samples, languages, walks, strict=True):
                 for rounds in one.rounds:

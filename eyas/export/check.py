@@ -1,16 +1,19 @@
 """The check of a head against its target, by lint and replay: what serves badly although it loads.
 
 The lint reads a head of any form as `read_head` does, but names all faults. A head that can be read
-is replayed where the target can be run.
+is replayed where the target can be run: by our own engine, or else through transformers.
 """
 
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
+
+import torch
 
 from eyas.builtin import demo_prompts
 from eyas.chat.tokenizer import TargetTokenizer
@@ -40,6 +43,7 @@ from eyas.export.replay import (
     LEAST_TAU,
     WARNING,
     ReadingScore,
+    ReplayTarget,
     answered,
     continued,
     replay,
@@ -57,9 +61,10 @@ from eyas.model.checkpoint import (
     tensor_faults,
 )
 from eyas.model.config import TargetShape, match_faults, read_config, shape_faults
+from eyas.model.decoder import HookedDecoder
 from eyas.model.dialects import LM_HEAD, ambiguities
 from eyas.model.target import Target, stored_dtype
-from eyas.model.vocab import TargetVocabulary
+from eyas.model.vocab import TargetVocabulary, target_shape
 
 MEANINGS = "; "  # between the names of meanings that are taken together
 
@@ -113,15 +118,22 @@ def replay_head(
     """
     folder = resolve_target(str(target))
     vocabulary = TargetVocabulary.load(folder)
-    if not isinstance(vocabulary.config, TargetConfig):
-        return [], "the target is of a family that our own decoder does not run"
     try:
         ways = meanings(resolve_head(str(head)), vocabulary.config)
     except MismatchError as fault:
         return [], f"it cannot be read: {fault.what}"
-    loaded = Target.load(folder, stored_dtype(vocabulary.config))
+    loaded: ReplayTarget
+    if isinstance(vocabulary.config, TargetConfig):
+        loaded = Target.load(folder, stored_dtype(vocabulary.config))
+    elif too_large := larger_than_memory(folder):
+        return [], too_large
+    else:
+        try:
+            loaded = HookedDecoder.load(folder, stored_dtype(vocabulary.config))
+        except MismatchError as fault:
+            return [], fault.what
     for way in ways:
-        way.tensors.setdefault(LM_HEAD, loaded.lm_head)
+        way.tensors.setdefault(LM_HEAD, vocabulary.lm_head)
     try:
         answers = answered(loaded, folder, text or demo_prompts(), track=track)
     except EmptyInputError as fault:
@@ -135,7 +147,26 @@ def replay_head(
             answers = continued(loaded, folder, text, track=track)
         except EmptyInputError as empty:
             return [], empty.what
-    return replay(ways, loaded, answers, track), ""
+    return replay(ways, loaded, vocabulary, answers, track), ""
+
+
+def replayed_by(target: str | Path) -> str:
+    """What runs a target that is replayed, for people."""
+    shape = target_shape(resolve_target(str(target)))
+    return "our own engine" if isinstance(shape, TargetConfig) else "transformers"
+
+
+def larger_than_memory(folder: str | Path) -> str:
+    """Why a target cannot be loaded on this machine; nothing where it may be."""
+    size = sum(path.stat().st_size for path in Path(folder).glob("*.safetensors"))
+    memory = (
+        torch.cuda.get_device_properties(0).total_memory
+        if torch.cuda.is_available()
+        else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    )
+    if size < memory:
+        return ""
+    return f"the target's {size / 1e9:.0f} GB are more than the {memory / 1e9:.0f} GB of memory"
 
 
 def meanings(folder: str | Path, target: TargetShape) -> list[HeadReading]:

@@ -11,8 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from eyas.model.architecture import TargetConfig
-from eyas.model.config import EAGLE_ROPE, HeadConfig, Taps, same_rotation
+from eyas.model.config import EAGLE_ROPE, HeadConfig, Taps, TargetShape, same_rotation
 from eyas.model.dialects import EMBED_TOKENS, FC_NORMS, INPUT_NORM
 
 DECLARED = "as declared"
@@ -30,7 +29,7 @@ class HeadReading:
 
 
 def misreadings(
-    config: HeadConfig, tensors: HeadTensors, target: TargetConfig
+    config: HeadConfig, tensors: HeadTensors, target: TargetShape
 ) -> Iterator[HeadReading]:
     """The other ways to read a head: of layers, flags, rotary embedding, embeddings and d2t."""
     yield from other_taps(config, tensors, target)
@@ -56,7 +55,7 @@ def misreadings(
 
 
 def other_taps(
-    config: HeadConfig, tensors: HeadTensors, target: TargetConfig
+    config: HeadConfig, tensors: HeadTensors, target: TargetShape
 ) -> Iterator[HeadReading]:
     """Layers by another convention: listed outputs taken for inputs, and the other way round."""
     one, two, three = config.taps

@@ -1,6 +1,7 @@
 """A head replayed on answered text in every reading of it: what each would have accepted.
 
-Text is prompts that the target answers here without speculation, or answers that are given.
+Text is prompts that the target answers here without speculation, or answers that are given. The
+target runs in our own engine or, where it does not run there, through transformers.
 Acceptance is counted by `model.chain`.
 
 The declared reading should be the best; WARNING and ERROR say how much better another must be to
@@ -36,6 +37,7 @@ from eyas.log import Track, quiet
 from eyas.model.batch import Batch
 from eyas.model.chain import measure
 from eyas.model.config import Taps
+from eyas.model.decoder import HookedDecoder
 from eyas.model.head import head_of
 from eyas.model.target import Target
 from eyas.model.vocab import TargetVocabulary
@@ -43,6 +45,7 @@ from eyas.shards import Sample
 from eyas.tau import RoundCounts
 
 log = logging.getLogger(__name__)
+ReplayTarget = Target | HookedDecoder
 NUM_CONVERSATIONS = 32  # some 800 tokens of the built-in target's answers
 ANSWER_TOKENS = 48
 PROMPT_TOKENS = 160  # longer ones would be most of the time
@@ -89,7 +92,7 @@ class AnswerTokens:
 
 
 def continued(
-    target: Target, folder: str | Path, text: Path, track: Track = quiet
+    target: ReplayTarget, folder: str | Path, text: Path, track: Track = quiet
 ) -> list[AnswerTokens]:
     """For a target without a chat template: its greedy continuation of a file's conversations as
     plain text, past what would end it.
@@ -104,7 +107,7 @@ def continued(
 
 
 def answered(
-    target: Target,
+    target: ReplayTarget,
     folder: str | Path,
     text: Path,
     num_conversations: int = NUM_CONVERSATIONS,
@@ -158,21 +161,25 @@ def usable(found: Sequence[AnswerTokens], text: Path, hint: str) -> list[AnswerT
 
 
 def decoded(
-    target: Target,
+    target: ReplayTarget,
     folder: str | Path,
     prompts: list[list[int]],
     ignore_eos: bool = False,
     track: Track = quiet,
 ) -> list[AnswerTokens]:
     """What the target answers to prompts, greedily, in the order of the prompts."""
-    longest = max(map(len, prompts), default=0) + ANSWER_TOKENS + 1
-    engine = Engine(
-        target, None, EngineConfig(max_batch=BATCH, max_length=longest, speculation="off")
-    )
-    params = SamplingParams(max_tokens=ANSWER_TOKENS, ignore_eos=ignore_eos)
-    requests = [Request(str(number), tuple(ids), params) for number, ids in enumerate(prompts)]
-    results = engine.run(requests, track)
-    answers = {int(result.request_id): list(result.token_ids) for result in results}
+    answers: dict[int, list[int]] = {}
+    if isinstance(target, HookedDecoder):
+        for number, ids in enumerate(prompts):
+            answers[number] = target.answer(ids, ANSWER_TOKENS, ignore_eos=ignore_eos)
+            track(number + 1, len(prompts))
+    else:
+        longest = max(map(len, prompts), default=0) + ANSWER_TOKENS + 1
+        config = EngineConfig(max_batch=BATCH, max_length=longest, speculation="off")
+        params = SamplingParams(max_tokens=ANSWER_TOKENS, ignore_eos=ignore_eos)
+        requests = [Request(str(number), tuple(ids), params) for number, ids in enumerate(prompts)]
+        for result in Engine(target, None, config).run(requests, track):
+            answers[int(result.request_id)] = list(result.token_ids)
     return [
         AnswerTokens(ids + answers[number], [False] * len(ids) + [True] * len(answers[number]))
         for number, ids in enumerate(prompts)
@@ -265,11 +272,16 @@ class AnswerBatch:
 
     @classmethod
     def of(
-        cls, target: Target, answers: Sequence[AnswerTokens], layers: Sequence[int]
+        cls, target: ReplayTarget, answers: Sequence[AnswerTokens], layers: Sequence[int]
     ) -> AnswerBatch:
         """Run the target; float32."""
-        tokens_BT = pad_sequence([torch.tensor(one.token_ids) for one in answers], batch_first=True)
-        hidden, last_hidden = target.features(tokens_BT.to(target.device), tuple(layers))
+        if isinstance(target, HookedDecoder):
+            states = target.states([one.token_ids for one in answers], taps=layers)
+            hidden, last_hidden = states.aux_hidden, states.last_hidden
+        else:
+            rows = [torch.tensor(one.token_ids) for one in answers]
+            tokens_BT = pad_sequence(rows, batch_first=True).to(target.device)
+            hidden, last_hidden = target.features(tokens_BT, tuple(layers))
         by_layer = hidden.float().cpu().chunk(len(layers), dim=-1)
         return cls(answers, dict(zip(layers, by_layer, strict=True)), last_hidden.float().cpu())
 
@@ -287,7 +299,8 @@ class AnswerBatch:
 
 def replay(
     meanings: Sequence[HeadReading],
-    target: Target,
+    target: ReplayTarget,
+    vocabulary: TargetVocabulary,
     answers: Sequence[AnswerTokens],
     track: Track = quiet,
 ) -> list[ReadingScore]:
@@ -295,14 +308,12 @@ def replay(
     and its misreadings.
 
     meanings: the declared reading, or each meaning of an ambiguous checkpoint; with an lm_head.
+    vocabulary: the target's.
     """
-    vocabulary = TargetVocabulary(
-        target.config, target.embed_tokens.float(), target.lm_head.float(), target.lm_head_sha256
-    )
     ways = [
         way
         for one in meanings
-        for way in (one, *other_taps(one.config, one.tensors, target.config))
+        for way in (one, *other_taps(one.config, one.tensors, vocabulary.config))
     ]
     layers = sorted({tap for way in ways for tap in way.config.taps})
     by_length = sorted(answers, key=lambda one: len(one.token_ids))
@@ -313,7 +324,7 @@ def replay(
     measured = [(one, acceptance(one, batches, vocabulary)) for one in meanings]
     meant, declared = max(measured, key=lambda pair: pair[1].accepted_drafts)
     scores = [declared, *(one for _, one in measured if one is not declared)]
-    others = list(misreadings(meant.config, meant.tensors, target.config))
+    others = list(misreadings(meant.config, meant.tensors, vocabulary.config))
     for number, reading in enumerate(others):
         track(number, len(others), f"read with {reading.name}")
         if reading.tensors is not meant.tensors or reading.config not in [

@@ -234,18 +234,23 @@ class HookedDecoder:
 
     @torch.inference_mode()
     def answer(
-        self, prompt_ids: Sequence[int], max_tokens: int, temperature: float = 0.0, seed: int = 0
+        self,
+        prompt_ids: Sequence[int],
+        max_tokens: int,
+        temperature: float = 0.0,
+        seed: int = 0,
+        ignore_eos: bool = False,
     ) -> list[int]:
         """What the model answers to a prompt, its end token included: greedily, or drawn from the
         whole vocabulary.
         """
+        ends = () if ignore_eos else self.shape.eos_token_ids
+        sampling = {"temperature": temperature, "top_k": 0, "top_p": 1.0}
         how = GenerationConfig(
-            max_new_tokens=max_tokens,
+            **(sampling if temperature > 0 else {}),
             do_sample=temperature > 0,
-            temperature=temperature or 1.0,
-            top_k=0,
-            top_p=1.0,
-            eos_token_id=list(self.shape.eos_token_ids) or None,
+            max_new_tokens=max_tokens,
+            eos_token_id=list(ends) or None,
             pad_token_id=0,
             use_cache=True,
         )

@@ -29,7 +29,6 @@ from eyas.errors import ConfigError, MismatchError
 from eyas.model.architecture import TargetConfig
 from eyas.model.arrangement import arranged, published_names
 from eyas.model.config import RopeConfig, TargetShape, end_token_ids, read_config
-from eyas.model.library import unavailable
 from eyas.model.weights import read_shapes, read_tensors, refuse_nonfinite, tensor_sha256
 
 # Of `TargetVocabulary.best`:
@@ -106,19 +105,6 @@ class TargetVocabulary:
         elif stored.dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported():
             short = stored
         return cls(config, embed_tokens.to(dtype), lm_head, tensor_sha256(stored), short)
-
-    @property
-    def device(self) -> str:
-        return str(self.embed_tokens.device)
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.embed_tokens.dtype
-
-    @property
-    def is_native(self) -> bool:
-        """Whether a head on these matrices runs in the native library."""
-        return self.device == "cpu" and self.dtype != torch.float16 and unavailable() is None
 
     def logits(self, hidden_RH: Tensor) -> Tensor:
         """What the target says after last hidden states [R, Ht]: its logits [R, V]."""
