@@ -100,7 +100,7 @@ class Architecture:
     """models: what people call it. config: the class of transformers, with settings over SHAPE.
     own: whether our own engine runs it; answers, captures and all else go without. text: the
     entry of the decoder in a model that sees images too; its settings have no SHAPE. refused: why
-    no head can be trained for it, and a pattern of what capture says.
+    no head can be trained for it, and a pattern of what generate or capture says.
     """
 
     models: str
@@ -339,7 +339,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         "Phi-2",
         "PhiConfig",
         own=False,
-        refused=("its lm_head has a bias", r"lm_head \(it has a bias\)"),
+        refused=("its lm_head has a bias", "its lm_head has a bias"),
     ),
     "opt": Architecture(
         "OPT",

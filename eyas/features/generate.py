@@ -35,8 +35,9 @@ from eyas.features.conversation import Conversation, Sampling, TurnAnswer, TurnR
 from eyas.features.fleet import ClientConfig, Fleet, server_urls
 from eyas.hub import resolve_head, resolve_target
 from eyas.log import Track, quiet
+from eyas.model.architecture import TargetConfig
 from eyas.model.target import PAGE_SIZE, Dtype, default_device, resolve_dtype
-from eyas.model.vocab import target_shape
+from eyas.model.vocab import matrix_names, target_shape
 from eyas.model.weights import fingerprint
 from eyas.privacy.detector import LeakDetector, recogniser_versions
 from eyas.privacy.pii import ANSWER_POLICY, PrivacyConfig
@@ -109,6 +110,8 @@ def generate(
     chat, target = Chat(folder, config.date), fingerprint(folder)
     shape = target_shape(folder)
     shape.refuse_few_layers()
+    if not isinstance(shape, TargetConfig):
+        matrix_names(folder, shape)  # capture would refuse it once all is answered
     if not config.servers:
         dtype = resolve_dtype(config.dtype, shape, default_device())
         config = config.model_copy(update={"dtype": dtype})

@@ -31,6 +31,7 @@ from eyas.model.rows import prompt_rows
 from eyas.model.target import PAGE_SIZE, Dtype, Target, TargetTail, default_device
 from eyas.model.vocab import (
     ANOTHER,
+    MATRIX_ALONE,
     auto_class,
     first_line,
     shape_of,
@@ -384,12 +385,9 @@ class HookedDecoder:
         logits = rows @ lm_head.float().T * self.shape.logit_scale
         if (cap := self.shape.logit_softcap) is not None:
             logits = cap * torch.tanh(logits / cap)
-        bias = " (it has a bias)" if getattr(self._lm_head, "bias", None) is not None else ""
-        if bias or not alike(logits, output.logits[:, -1].float().cpu(), hooked.last_hidden.dtype):
-            raise MismatchError(
-                f"{name}: its logits are not lm_head{bias} times what feeds it",
-                "a head is trained against lm_head's matrix, a scale and a soft cap alone",
-            )
+        if not alike(logits, output.logits[:, -1].float().cpu(), hooked.last_hidden.dtype):
+            what = f"{name}: its logits are not lm_head times what feeds it"
+            raise MismatchError(what, MATRIX_ALONE)
 
     def _continues_alike(self) -> bool:
         """Whether it computes the same behind a prefix as in one go: not every model keeps its past

@@ -46,6 +46,7 @@ NORM_EPSILONS = (
     "norm_eps",
     "layernorm_epsilon",
 )
+MATRIX_ALONE = "a head is trained against lm_head's matrix, a scale and a soft cap alone"
 ANOTHER = (
     "eyas captures decoder-only language models that the installed transformers knows, "
     "without code of their own"
@@ -336,8 +337,15 @@ def logit_scale(text: Any) -> float:
 
 
 def transformers_matrices(folder: str | Path, shape: TargetShape) -> tuple[Tensor, Tensor]:
-    """embed_tokens and lm_head [V, Ht] as stored. Raises MismatchError, MissingInputError,
-    CorruptError.
+    """embed_tokens and lm_head [V, Ht] as stored. Raises what `matrix_names` raises."""
+    embed_name, head_name = matrix_names(folder, shape)
+    tensors = read_tensors(folder, {embed_name, head_name})
+    return tensors[embed_name], tensors[head_name]
+
+
+def matrix_names(folder: str | Path, shape: TargetShape) -> tuple[str, str]:
+    """What a checkpoint calls embed_tokens and lm_head; no tensor is read. Raises MismatchError,
+    MissingInputError, CorruptError.
 
     They are found by their shape and the model's own names for them; transformers may rename
     tensors while it loads them, so one of the two names may differ.
@@ -359,12 +367,13 @@ def transformers_matrices(folder: str | Path, shape: TargetShape) -> tuple[Tenso
             "save the model by the installed transformers (save_pretrained), or restore the "
             "checkpoint from its source",
         )
-    tensors = read_tensors(folder, {embed_name, head_name})
-    return tensors[embed_name], tensors[head_name]
+    return embed_name, head_name
 
 
 def _names(config: Any) -> tuple[str, str]:
-    """What the model calls its embeddings and its lm_head. Raises MismatchError for one without."""
+    """What the model calls its embeddings and its lm_head. Raises MismatchError for one without, or
+    with a bias.
+    """
     with torch.device("meta"):
         model = auto_class(config).from_config(config, trust_remote_code=False)
     owners = {id(module): name for name, module in model.named_modules()}
@@ -374,6 +383,8 @@ def _names(config: Any) -> tuple[str, str]:
     ]
     if None in found:
         raise MismatchError(f"{type(model).__name__} has no embeddings or no lm_head", ANOTHER)
+    if getattr(model.get_output_embeddings(), "bias", None) is not None:
+        raise MismatchError(f"{type(model).__name__}: its lm_head has a bias", MATRIX_ALONE)
     return f"{found[0]}.weight", f"{found[1]}.weight"
 
 
