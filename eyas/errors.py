@@ -48,6 +48,18 @@ class TemplateError(InputError):
     pass
 
 
+# of a base model, which continues plain text
+PLAIN_TEMPLATE = "{{ bos_token }}{{ messages | map(attribute='content') | join('\\n') }}"
+
+
+def template_hint(path: str) -> str:
+    """What to do where a target has no chat template: path is where one is looked for."""
+    return (
+        f"write the one that the model was trained with to {path}; for a base model, which "
+        f'continues plain text: echo "{PLAIN_TEMPLATE}" > {path}'
+    )
+
+
 class CorruptError(InputError):
     pass
 

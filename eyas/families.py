@@ -264,8 +264,15 @@ FAMILIES: dict[str, Family] = {
         window_period=4,
         only_windows_turn=True,
         names=OUT_NORMS,
+        gguf="exaone4",
+        gguf_names=GGUF_OUT_NORMS,
     ),
-    "seed_oss": Family("SeedOss", defaults={"head_dim": 128, "attention_bias": True}),
+    "seed_oss": Family(
+        "SeedOss",
+        defaults={"head_dim": 128, "attention_bias": True},
+        gguf="seed_oss",
+        gguf_names={"post_attention_norm": "post_attention_layernorm"},
+    ),
     "gpt_oss": Family(
         "GptOss",
         defaults={

@@ -130,7 +130,7 @@ def model_metadata(config: Any, architecture: str) -> dict[str, Any]:
         found["rope.scaling.original_context_length"] = original
     for key in ("beta_fast", "beta_slow"):
         found[f"rope.scaling.yarn_{key}"] = rope.get(key)
-    if architecture in ("gemma2", "gemma3", "gpt-oss", "phi3", "olmo2"):
+    if architecture in ("gemma2", "gemma3", "gpt-oss", "phi3", "olmo2", "exaone4"):
         found["attention.sliding_window"] = settings.get("sliding_window")
     if architecture == "phi3":
         found["attention.sliding_window"] = settings.get("sliding_window") or 0
@@ -167,7 +167,7 @@ def _own(settings: dict[str, Any], rope: dict[str, Any], architecture: str) -> d
             "attention.head_count_kv": [0 if kind == "conv" else heads for kind in kinds],
             "shortconv.l_cache": settings["conv_L_cache"],
         }
-    if architecture == "olmo2" and settings.get("sliding_window"):
+    if architecture in ("olmo2", "exaone4") and settings.get("sliding_window"):
         slides = [kind == "sliding_attention" for kind in kinds]
         return {"attention.sliding_window_pattern": slides}
     return {}

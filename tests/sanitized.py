@@ -39,8 +39,10 @@ from tests.test_native import (  # noqa: E402
     DTYPES,
     FLAGS,
     HEADS,
+    ODD_PARTS,
     PAGE_SIZE,
     PAGES,
+    PARTS,
     SHUFFLED,
     STRAIGHT,
     TAPS,
@@ -55,7 +57,7 @@ from tests.test_native import (  # noqa: E402
     tree_rows,
 )
 
-ODD_SHAPES = (*HEADS[1:], "long products", "biases", "tied", "qwen3")
+ODD_SHAPES = (*HEADS[1:], "long products", "biases", "tied", "qwen3", *PARTS, *ODD_PARTS)
 DRAWS = (
     {},
     {"temperature": 0.0, "logprobs": 20},
@@ -76,7 +78,7 @@ def shapes() -> None:
                 run(target, cache, rows)
             run(target, cache, tree_rows(TOKENS[:6], [-1, 0, 0, 1, 2, 2], len(TOKENS), SHUFFLED))
     for dtype in DTYPES:
-        native_tests.test_batch_of_requests_gives_the_bits_of_each_alone(dtype)
+        native_tests.test_batch_of_requests_gives_the_bits_of_each_alone("llama", dtype)
         native_tests.test_squeezed_weights_give_the_bits_of_plain_ones("GQA of 3, odd sizes", dtype)
         native_tests.test_verifying_in_one_call_is_forward_walk_and_move("llama", dtype)
     native_tests.test_weights_of_unusual_size_are_kept_exactly(0.002)
@@ -90,7 +92,7 @@ def blocks() -> None:
         packed_tests.test_a_row_of_a_product_depends_on_nothing_beside_it(kind)
     packed_tests.test_parts_of_several_formats_are_one_product()
     for dtype in DTYPES:
-        for shape in ("odd parts", "super-blocks"):
+        for shape in ("odd parts", "super-blocks", "gpt_oss", "lfm2"):
             packed_tests.test_rows_of_a_target_depend_on_nothing_beside_them(shape, dtype)
     packed_tests.test_captured_states_are_those_of_decoding()
 

@@ -21,7 +21,13 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from eyas import builtin
 from eyas.builtin import SMOLLM2_COMMAND, smollm2_file
 from eyas.chat import Chat
-from eyas.errors import CorruptError, MismatchError, MissingInputError
+from eyas.errors import (
+    PLAIN_TEMPLATE,
+    CorruptError,
+    MismatchError,
+    MissingInputError,
+    TemplateError,
+)
 from eyas.gguf.configuration import llama3_factors
 from eyas.gguf.file import open_file
 from eyas.gguf.folder import target_folder
@@ -40,9 +46,11 @@ LONG_TOKENS_BT = torch.tensor([[(7 * place) % 311 + 3 for place in range(40)]])
 OF_GGUF = [
     *("mixtral", "ministral3", "qwen3_moe", "gemma2", "gemma3", "phi3"),
     *("phi4_mini", "gpt_oss", "glm4", "smollm3", "granite", "granite4", "olmo3", "lfm2"),
+    *("exaone4", "exaone4_full", "seed_oss"),
 ]
 # what no file says: Gemma's queries are scaled by the width of a head, Qwen's experts sum up to 1
 OTHERWISE: dict[str, dict[str, object]] = {
+    "seed_oss": {"attention_out_bias": False},
     "qwen3_moe": {"norm_topk_prob": True},
     "gemma2": {"query_pre_attn_scalar": 16, "layer_types": None},
     "gemma3": {"query_pre_attn_scalar": 16, "layer_types": None},
@@ -199,10 +207,22 @@ def test_a_file_that_is_cut_anywhere_is_refused(tmp_path, tiny, cache):
 )
 def test_what_eyas_does_not_read_is_refused_by_name(tmp_path, tiny, changes, problem):
     file = gguf_file(tiny, tmp_path / "tiny.gguf", changes=changes)
-    with pytest.raises((MismatchError, CorruptError), match=problem) as caught:
+    with pytest.raises((MismatchError, CorruptError, TemplateError), match=problem) as caught:
         resolve_target(str(file))
     assert "tiny.gguf" in caught.value.what
     assert caught.value.hint
+
+
+def test_a_template_beside_a_file_comes_before_its_own(tmp_path, tiny):
+    file = gguf_file(tiny, tmp_path / "tiny.gguf")
+    own = resolve_target(str(file))
+    (tmp_path / "tiny.jinja").write_text(PLAIN_TEMPLATE.replace("\\n", "\n"))
+    folder = resolve_target(str(file))
+    messages = [{"role": "user", "content": "A plain"}, {"role": "user", "content": "text"}]
+    assert Chat(folder).render(messages, True) == "A plain\ntext"
+    assert folder != own
+    (tmp_path / "tiny.jinja").unlink()
+    assert resolve_target(str(file)) == own
 
 
 def test_an_unknown_quantisation_and_tensor_are_refused(tmp_path, tiny, monkeypatch):

@@ -17,7 +17,7 @@ from typing import Any
 
 import jinja2
 
-from eyas.errors import TemplateError
+from eyas.errors import TemplateError, template_hint
 
 REASONING = ("reasoning_content", "reasoning", "thinking")  # its names in messages
 _CLOCK = "strftime_now"
@@ -64,8 +64,7 @@ class Template:
         if tokenizer.chat_template is None:
             raise TemplateError(
                 f"the tokenizer in {folder} has no chat template",
-                "put the template that the target was trained with into chat_template.jinja in "
-                "that folder; a base model without one cannot be used for chat",
+                template_hint(f"{folder}/chat_template.jinja"),
             )
         self._plain, self._with_tools = self._source(None), self._source([{}])
         # servers give the first two; gpt-oss's template reads the third

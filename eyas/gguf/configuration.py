@@ -39,6 +39,7 @@ COUNTS = {
     "expert_feed_forward_length": "moe_intermediate_size",
     "shortconv.l_cache": "conv_L_cache",
 }
+GEMMA_2_WINDOW = 4096  # of its first files, which do not say it
 # The models, by number of layers, whose queries are scaled by another width than a head's.
 WIDE_QUERIES = {"Gemma2": 46, "Gemma3": 62}
 
@@ -83,6 +84,7 @@ def configuration(file: GgufFile) -> dict[str, Any]:
         "max_position_embeddings": file.count("context_length"),
         "tie_word_embeddings": "output.weight" not in file.tensors,
         "attention_bias": "blk.0.attn_q.bias" in file.tensors,
+        "attention_out_bias": "blk.0.attn_output.bias" in file.tensors,
         SOURCE: {"file": file.path.name, "types": quantisation(file)},
     }
     epsilon = "norm_eps" if "norm_eps" in family.defaults else "rms_norm_eps"
@@ -111,7 +113,8 @@ def key_value_heads(file: GgufFile) -> int:
 
 def layer_kinds(file: GgufFile, family: Family) -> dict[str, Any]:
     """`sliding_window` and `layer_types` of config.json, where the family has such layers."""
-    count, window = file.count("block_count"), file.of_model("attention.sliding_window", 0)
+    default = GEMMA_2_WINDOW if family.name == "Gemma2" else 0
+    count, window = file.count("block_count"), file.of_model("attention.sliding_window", default)
     heads = file.of_model("attention.head_count_kv", 0)
     if file.of_model("shortconv.l_cache", 0) and isinstance(heads, list):
         return {"layer_types": ["full_attention" if kept else "conv" for kept in heads]}
@@ -124,7 +127,7 @@ def layer_kinds(file: GgufFile, family: Family) -> dict[str, Any]:
         pattern = [(layer + 1) % pattern != 0 if pattern else True for layer in range(count)]
     slides = [bool(window) and slide for slide in pattern]
     types = ["sliding_attention" if slide else "full_attention" for slide in slides]
-    return {"layer_types": types} | ({"sliding_window": window} if window else {})
+    return {"layer_types": types, "sliding_window": window or None}
 
 
 def stored_dtype(file: GgufFile) -> str:
@@ -226,7 +229,7 @@ def llama3_scaling(file: GgufFile, head_dim: int) -> dict[str, Any] | None:
     """
     factors = dequantised(file.tensors[ROPE_FACTORS])
     base = float(file.of_model("rope.freq_base", 10000.0))
-    for factor in (8.0, 32.0):
+    for factor in (8.0, 16.0, 32.0):
         scaling = {
             "rope_type": "llama3",
             "factor": factor,

@@ -29,7 +29,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from eyas.artifact import cache_folder, storage_errors
-from eyas.errors import MismatchError, MissingInputError
+from eyas.errors import MismatchError, MissingInputError, TemplateError, template_hint
 from eyas.gguf.configuration import configuration
 from eyas.gguf.file import GgufFile, open_file
 from eyas.gguf.tensors import check_types, published_names, weights
@@ -38,7 +38,6 @@ from eyas.gguf.tokenizer import tokenizer_of
 SUFFIX = ".gguf"
 LINK = "source.gguf"
 TEMPLATE_SUFFIX = ".jinja"  # of a chat template beside a file
-PLAIN_TEMPLATE = "{{ bos_token }}{{ messages | map(attribute='content') | join('\\n') }}"
 SHARD_BYTES = 2 << 30  # of weights, held in memory at a time
 IDENTITY_BYTES = 8 << 20  # read at either end, to tell whether a file is one that is known
 FORM = "2"  # of the folder: raise it when the same file gives another
@@ -55,8 +54,8 @@ def target_folder(file: str | Path) -> Path:
     asked for.
 
     Raises MissingInputError, CorruptError (a cut file), MismatchError (an architecture,
-    quantisation, tokenizer or rotary scaling that eyas does not read, no chat template),
-    StorageFullError.
+    quantisation, tokenizer or rotary scaling that eyas does not read), TemplateError (no chat
+    template), StorageFullError.
     """
     path = Path(file)
     if not path.is_file():
@@ -152,16 +151,15 @@ def write_folder(file: GgufFile, folder: Path) -> None:
 
 
 def chat_template(file: GgufFile) -> str:
-    """The template beside the file, else the one in it. Raises MismatchError."""
+    """The template beside the file, else the one in it. Raises TemplateError."""
     beside = file.path.with_suffix(TEMPLATE_SUFFIX)
     if beside.is_file():
         return beside.read_text(encoding="utf-8")
     template = file.metadata.get("tokenizer.chat_template")
     if not template:
-        raise MismatchError(
+        raise TemplateError(
             f"{file.path} has no chat template",
-            f"write the one that the model was trained with to {beside}; for a base model, which "
-            f'continues plain text: echo "{PLAIN_TEMPLATE}" > {beside}',
+            template_hint(str(beside)),
         )
     return str(template)
 

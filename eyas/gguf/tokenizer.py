@@ -59,6 +59,8 @@ WORD_SPLITS = {
     "smaug-bpe": WordSplit(LLAMA_3),
     "gpt-4o": WordSplit(GPT_4O),
     "refact": WordSplit(GPT2, digits_apart=True),
+    "exaone4": WordSplit(GPT2),
+    "seed-coder": WordSplit(QWEN_2.replace(r"\p{N}]+[\r\n]*", r"\p{N}\r\n]+")),
     "qwen2": WordSplit(QWEN_2, composes=True),
     "tekken": WordSplit(TEKKEN, whole_words=True),
 }

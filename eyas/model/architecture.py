@@ -100,9 +100,6 @@ class QueryScale(BaseModel):
         return 1 + self.beta * torch.log1p(torch.floor(positions.float() / self.length))
 
 
-BIASES = {"attention_bias", "attention_out_bias", "mlp_bias"}
-
-
 class TargetConfig(TargetShape):
     """A target that our own decoder runs.
 
@@ -139,15 +136,6 @@ class TargetConfig(TargetShape):
     @property
     def rotations(self) -> tuple[RopeConfig, ...]:
         return self.ropes or (self.rope,)
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether every layer is one of Llama's, or has norms of its heads."""
-        fields = type(self).model_fields
-        own = set(fields) - set(TargetShape.model_fields) - {"qk_norm"}
-        usual = all(getattr(self, name) == fields[name].default for name in own - BIASES)
-        scales = self.logit_scale == 1.0 and self.logit_softcap is None
-        return usual and scales and self.qk_norm != "width"
 
     @property
     def turned_dims(self) -> int:

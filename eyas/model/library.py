@@ -140,10 +140,10 @@ def _declared(lib: ctypes.CDLL) -> ctypes.CDLL:
         "eyas_linear_bytes": (integer, [pointer]),
         "eyas_new": (
             pointer,
-            [integer, pointer, ctypes.c_float, pointer, pointer, pointer, pointer],
+            [integer, *[pointer] * 5],
         ),
         "eyas_free": (None, [pointer]),
-        "eyas_set_rope": (None, [pointer, pointer, pointer, integer]),
+        "eyas_set_positions": (None, [pointer, pointer, integer, pointer, integer]),
         "eyas_forward": (integer, [*[pointer] * 5, integer, pointer, integer, *[pointer] * 3]),
         "eyas_verify": (integer, [pointer] * 3),
         "eyas_score": (integer, [pointer, integer, integer, integer, pointer, pointer]),

@@ -15,31 +15,38 @@ from __future__ import annotations
 import ctypes
 import math
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import get_args
 
 import numpy as np
 import torch
 
+from eyas.families import Activation
 from eyas.gguf.blocks import BlockMatrix
-from eyas.model.architecture import TargetConfig
+from eyas.model.architecture import QueryScale, TargetConfig
 from eyas.model.block import Tensors
-from eyas.model.config import DecoderConfig, Taps
+from eyas.model.config import DecoderConfig, RopeConfig, Taps
 from eyas.model.draws import Draws, addresses, no_best_logit
 from eyas.model.library import address, library
 from eyas.model.packed import (
     Blocks,
+    LayerParts,
+    PackedLayer,
     PackedLinear,
-    is_large,
-    layer_linears,
+    Packing,
+    fields,
+    joined_linear,
     rows_of_embeddings,
     tensor_pointer,
     tensor_pointers,
+    vector,
 )
 from eyas.model.rope import rope_table
 from eyas.model.rows import FeatureCache, NodesToVerify, PagedCache, Roots, Rows, TargetOutput
 
-MAX_HEAD_DIM = 256  # kMaxHeadDim of attention.h: what a thread keeps of a row's sums
+# kMaxHeadDim of attention.h, kMaxKernel of model.h: what a thread keeps of a row
+MAX_HEAD_DIM, MAX_KERNEL = 256, 16
 FIRST_POSITIONS = 4096  # of the rotation's table; it grows with what is asked for
 MOST_POSITIONS = 1 << 24  # no request has so many: what lies beyond is no position
 ROWS_AT_ONCE = 4096  # of a prompt whose hidden states are asked for
@@ -54,20 +61,76 @@ BAD_POSITION, BAD_LOGITS = 2, 5
 
 def runs(config: DecoderConfig) -> bool:
     """Whether the native path runs decoders of this shape."""
-    return config.head_dim <= MAX_HEAD_DIM
+    kernel = config.conv_kernel if isinstance(config, TargetConfig) else None
+    return config.head_dim <= MAX_HEAD_DIM and (kernel or 0) <= MAX_KERNEL
+
+
+class Shape(ctypes.Structure):
+    """`Shape` of cpp/model.h."""
+
+    _fields_ = fields(
+        ctypes.c_int64,
+        "layers hidden inner Hq Hk D vocab embed_rows embed_kind is_draft norm_before_residual "
+        "norm_output threads slot_width rotary_dims wide_head_norms activation num_experts "
+        "experts_per_token expert_inner renormalises conv_kernel",
+    )
+
+
+class Factors(ctypes.Structure):
+    """`Factors` of cpp/model.h."""
+
+    _fields_ = fields(ctypes.c_float, "eps score softcap embed residual logit logit_softcap")
+
+
+class Outer(ctypes.Structure):
+    """`Outer` of cpp/model.h."""
+
+    _fields_ = fields(
+        ctypes.c_void_p,
+        "head fc final_norm hidden_norm features_norm feature_norm_0 feature_norm_1 feature_norm_2 "
+        "embed",
+    )
 
 
 @dataclass(frozen=True, slots=True)
 class DecoderRole:
-    """What a decoder of the library is for, beside its layers' shape. num_logits: rows of lm_head;
-    the flags are those of HeadConfig.
+    """What a decoder of the library is, beside its layers: entries of Shape and of Factors that are
+    not a plain decoder's, its rotary embeddings and the scales of its queries.
     """
 
-    num_logits: int
-    is_draft: bool = False
-    norm_before_residual: bool = False
-    norm_output: bool = False
-    sliding_window: int | None = None
+    shape: Mapping[str, int]
+    factors: Mapping[str, float]
+    ropes: tuple[RopeConfig, ...]
+    query_scale: QueryScale | None = None
+
+
+def target_role(config: TargetConfig, dtype: torch.dtype | None) -> DecoderRole:
+    """dtype: in which the embeddings are scaled; None is float32."""
+    experts, embed_scale = config.experts, torch.tensor(config.embed_scale, dtype=dtype)
+    shape = {
+        "vocab": config.vocab_size,
+        "slot_width": config.slot_width,
+        "rotary_dims": config.rotary_dims or config.head_dim,
+        "wide_head_norms": config.qk_norm == "width",
+        "activation": get_args(Activation).index(config.activation),
+        "conv_kernel": config.conv_kernel or 0,
+    }
+    if experts is not None:
+        shape |= {
+            "num_experts": experts.num_experts,
+            "experts_per_token": experts.num_experts_per_tok,
+            "expert_inner": experts.intermediate_size,
+            "renormalises": experts.renormalises,
+        }
+    factors = {
+        "score": config.score_scale,
+        "softcap": config.attention_softcap or 0.0,
+        "embed": float(embed_scale),
+        "residual": config.residual_scale,
+        "logit": config.logit_scale,
+        "logit_softcap": config.logit_softcap or 0.0,
+    }
+    return DecoderRole(shape, factors, config.rotations, config.query_scale)
 
 
 class NativeDecoder:
@@ -80,45 +143,51 @@ class NativeDecoder:
         config: DecoderConfig,
         dtype: torch.dtype,
         role: DecoderRole,
-        linears: Sequence[PackedLinear | None],
-        norms: Sequence[torch.Tensor | None],
+        layers: Sequence[PackedLayer],
+        outer: Mapping[str, PackedLinear | torch.Tensor],
         embed_tokens: torch.Tensor | BlockMatrix,
         target_ids_W: torch.Tensor | None = None,
     ) -> None:
+        """outer: the products and norms of Outer that there are."""
         lib, self.dtype = library(), dtype
-        self._config, self._lib = config, lib
-        self._linears = list(linears)
-        self._norms = [
-            None if norm is None else norm.detach().float().contiguous() for norm in norms
-        ]
+        self._config, self._lib, self._role = config, lib, role
+        self._layers, self._target_ids_W = list(layers), target_ids_W
+        self._outer = {
+            name: part if isinstance(part, PackedLinear) else vector(part)
+            for name, part in outer.items()
+        }
         self._embed, embed_kind, embed_at = rows_of_embeddings(embed_tokens)
-        self._target_ids_W = target_ids_W
-        shape = (ctypes.c_int64 * 14)(
-            config.num_hidden_layers,
-            config.hidden_size,
-            config.intermediate_size,
-            config.num_attention_heads,
-            config.num_key_value_heads,
-            config.head_dim,
-            role.num_logits,
-            len(self._embed),
-            embed_kind,
-            role.is_draft,
-            role.norm_before_residual,
-            role.norm_output,
-            torch.get_num_threads(),
-            role.sliding_window or 0,
-        )
-        linear_handles = [None if linear is None else linear.handle for linear in self._linears]
-        handles = (ctypes.c_void_p * len(linear_handles))(*linear_handles)
-        is_bf16, eps = dtype == torch.bfloat16, config.rms_norm_eps
+        D, Hk = config.head_dim, config.num_key_value_heads
+        shape = {
+            "layers": config.num_hidden_layers,
+            "hidden": config.hidden_size,
+            "inner": config.intermediate_size,
+            "Hq": config.num_attention_heads,
+            "Hk": Hk,
+            "D": D,
+            "embed_rows": len(self._embed),
+            "embed_kind": embed_kind,
+            "threads": torch.get_num_threads(),
+            "slot_width": 2 * Hk * D,
+            "rotary_dims": D,
+        }
+        factors = {
+            "eps": config.rms_norm_eps,
+            "score": 1.0 / math.sqrt(D),
+            "embed": 1.0,
+            "residual": 1.0,
+            "logit": 1.0,
+        }
+        handles = {
+            name: part.handle if isinstance(part, PackedLinear) else part.data_ptr()
+            for name, part in self._outer.items()
+        }
         self._handle: int = lib.eyas_new(
-            is_bf16,
-            shape,
-            eps,
-            handles,
-            tensor_pointers(self._norms),
-            embed_at,
+            dtype == torch.bfloat16,
+            ctypes.byref(Shape(**{**shape, **role.shape})),
+            ctypes.byref(Factors(**{**factors, **role.factors})),
+            (LayerParts * len(layers))(*(layer.parts for layer in layers)),
+            ctypes.byref(Outer(**handles, embed=embed_at)),
             tensor_pointer(target_ids_W),
         )
         weakref.finalize(self, lib.eyas_free, self._handle)
@@ -127,16 +196,27 @@ class NativeDecoder:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of packed weights: what a forward with logits reads at least."""
-        return sum(linear.num_bytes for linear in self._linears if linear is not None)
+        """Bytes of packed weights, of all experts too."""
+        packed = [linear for layer in self._layers for linear in layer.linears]
+        packed += [part for part in self._outer.values() if isinstance(part, PackedLinear)]
+        return sum(linear.num_bytes for linear in packed)
 
     def _set_positions(self, length: int) -> None:
-        half = self._config.head_dim // 2
-        cos, sin = rope_table(self._config.rope, self._config.head_dim, length)
-        self._rope = cos[:, :half].contiguous(), sin[:, :half].contiguous()
-        self._num_positions = length
-        self._lib.eyas_set_rope(
-            self._handle, self._rope[0].data_ptr(), self._rope[1].data_ptr(), length
+        dims = self._role.shape.get("rotary_dims", self._config.head_dim)
+        tables = [
+            table[:, : dims // 2].contiguous()
+            for rope in self._role.ropes
+            for table in rope_table(rope, dims, length)
+        ]
+        scale = self._role.query_scale
+        query_scales = None if scale is None else scale.of(torch.arange(length)).contiguous()
+        self._positions, self._num_positions = (tables, query_scales), length  # kept alive
+        self._lib.eyas_set_positions(
+            self._handle,
+            tensor_pointers(tables),
+            len(self._role.ropes),
+            tensor_pointer(query_scales),
+            length,
         )
 
     def _arguments(
@@ -187,33 +267,24 @@ class NativeTarget(NativeDecoder):
         dtype: torch.dtype,
         blocks: Blocks | None = None,
     ) -> None:
-        """tensors as in a Hugging Face checkpoint, checked; dtype float32 or bfloat16. blocks:
-        those of them that are multiplied in a GGUF file's own format, their rows quantised.
+        """tensors by our names (`arranged`), checked; dtype float32 or bfloat16. blocks: those of
+        them that are multiplied in a GGUF file's own format, their rows quantised.
         """
-        blocks = blocks or {}
-        threads, squeezed = torch.get_num_threads(), is_large(tensors.values())
-        linears, norms = [], []
-        for layer in range(config.num_hidden_layers):
-            prefix = f"model.layers.{layer}."
-            linears += layer_linears(tensors, prefix, dtype, threads, squeezed, blocks)
-            names = (
-                "input_layernorm",
-                "post_attention_layernorm",
-                "self_attn.q_norm",
-                "self_attn.k_norm",
-            )
-            norms += [tensors.get(f"{prefix}{name}.weight") for name in names]
+        blocks, how = blocks or {}, Packing.of(tensors, dtype, blocks)
+        num_experts = config.experts.num_experts if config.experts else 0
+        layers = [
+            PackedLayer(tensors, f"model.layers.{number}.", how, kind, num_experts)
+            for number, kind in enumerate(config.layer_kinds)
+        ]
         embed_name = "model.embed_tokens.weight"
         head_name = embed_name if config.tie_word_embeddings else "lm_head.weight"
-        if head_name in blocks:
-            linears.append(PackedLinear.of_blocks([blocks[head_name]], [], threads))
-        else:
-            lm_head = tensors[head_name]
-            linears.append(PackedLinear.of_tensors([lm_head], [], dtype, threads, squeezed))
+        outer: dict[str, PackedLinear | torch.Tensor] = {
+            "head": joined_linear(tensors, [head_name.removesuffix(".weight")], how),
+            "final_norm": tensors["model.norm.weight"],
+        }
         embed_tokens = blocks.get(embed_name) or tensors[embed_name]
-        norms.append(tensors["model.norm.weight"])
-        role = DecoderRole(config.vocab_size)
-        super().__init__(config, dtype, role, [*linears, None], [*norms, *[None] * 5], embed_tokens)
+        role = target_role(config, None if blocks else dtype)
+        super().__init__(config, dtype, role, layers, outer, embed_tokens)
         self._logits, self._aux = torch.empty(0, dtype=torch.float32), torch.empty(0, dtype=dtype)
 
     def forward(

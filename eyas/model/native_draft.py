@@ -15,12 +15,13 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from eyas.model.architecture import LayerKind
 from eyas.model.block import Tensors
 from eyas.model.config import HeadConfig
 from eyas.model.draws import Draws, addresses
 from eyas.model.library import address
 from eyas.model.native import DecoderRole, NativeDecoder
-from eyas.model.packed import Blocks, is_large, joined_linear, layer_linears
+from eyas.model.packed import Blocks, PackedLayer, PackedLinear, Packing, joined_linear
 from eyas.model.rows import (
     MAX_TREE_COLUMNS,
     FeatureCache,
@@ -53,35 +54,32 @@ class NativeDraft(NativeDecoder):
         """
         layer = "midlayer."
         tensors = {"lm_head.weight": lm_head_fallback, **tensors}
-        how = dtype, torch.get_num_threads(), is_large(tensors.values()), blocks
-        linears = [
-            *layer_linears(tensors, layer, *how),
-            joined_linear(tensors, ["lm_head"], *how),
-            joined_linear(tensors, ["fc"], *how),
-        ]
-        features = tensors["input_norm.weight"] if config.norm_before_fc else None
-        each = [
-            tensors[f"fc_norm.{stream}.weight"] if config.fc_norm else None for stream in range(3)
-        ]
-        norms = [
-            tensors[f"{layer}input_layernorm.weight"],
-            tensors[f"{layer}post_attention_layernorm.weight"],
-            tensors.get(f"{layer}self_attn.q_norm.weight"),
-            tensors.get(f"{layer}self_attn.k_norm.weight"),
-            tensors["norm.weight"],
-            tensors[f"{layer}hidden_norm.weight"],
-            features,
-            *each,
-        ]
+        how = Packing.of(tensors, dtype, blocks)
+        layers = [PackedLayer(tensors, layer, how, LayerKind(window=config.sliding_window))]
+        outer: dict[str, PackedLinear | torch.Tensor] = {
+            "head": joined_linear(tensors, ["lm_head"], how),
+            "fc": joined_linear(tensors, ["fc"], how),
+            "final_norm": tensors["norm.weight"],
+            "hidden_norm": tensors[f"{layer}hidden_norm.weight"],
+        }
+        if config.norm_before_fc:
+            outer["features_norm"] = tensors["input_norm.weight"]
+        if config.fc_norm:
+            outer |= {f"feature_norm_{i}": tensors[f"fc_norm.{i}.weight"] for i in range(3)}
         self._W = len(tensors["lm_head.weight"])
         d2t_offset = tensors.get("d2t")
         target_ids_W = (
             None if d2t_offset is None else (torch.arange(self._W) + d2t_offset.cpu()).contiguous()
         )
-        flags = config.norm_before_residual, config.norm_output
-        role = DecoderRole(self._W, True, *flags, config.sliding_window)
+        shape = {
+            "vocab": self._W,
+            "is_draft": True,
+            "norm_before_residual": config.norm_before_residual,
+            "norm_output": config.norm_output,
+        }
+        role = DecoderRole(shape, {}, (config.rope,))
         embed_tokens = tensors.get("embed_tokens.weight", embed_tokens)
-        super().__init__(config, dtype, role, linears, norms, embed_tokens, target_ids_W)
+        super().__init__(config, dtype, role, layers, outer, embed_tokens, target_ids_W)
 
     def extend(self, rows: Rows, aux_hidden: torch.Tensor, cache: PagedCache) -> torch.Tensor:
         """The target's features [M, 3 * Ht] of the columns before the rows' -> outputs [M, H].

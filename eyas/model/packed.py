@@ -10,12 +10,15 @@ from __future__ import annotations
 
 import ctypes
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 
 from eyas.gguf.blocks import BLOCK, BlockMatrix, eight_bit_blocks
+from eyas.model.architecture import LayerKind
 from eyas.model.block import Tensors
 from eyas.model.library import address, library
 
@@ -26,6 +29,25 @@ SQUEEZED_FROM = 1 << 24
 LANES = 16  # outputs that the library computes together: one format
 
 Blocks = Mapping[str, BlockMatrix]  # matrices in a GGUF file's own format, by name
+PLAIN_LAYER = LayerKind()
+
+
+@dataclass(frozen=True, slots=True)
+class Packing:
+    """How a model's weights are packed. squeezed: bfloat16 in 12 bits. blocks: those that are
+    multiplied in a GGUF file's own format instead.
+    """
+
+    dtype: torch.dtype
+    threads: int
+    squeezed: bool
+    blocks: Blocks
+
+    @classmethod
+    def of(cls, tensors: Tensors, dtype: torch.dtype, blocks: Blocks | None) -> Packing:
+        """For these tensors, on the threads of this moment."""
+        large = 2 * sum(tensor.numel() for tensor in tensors.values()) >= SQUEEZED_FROM
+        return cls(dtype, torch.get_num_threads(), large, blocks or {})
 
 
 class PackedLinear:
@@ -137,11 +159,6 @@ def in_eight_bits(tensors: Tensors) -> dict[str, BlockMatrix]:
     }
 
 
-def is_large(tensors: Iterable[torch.Tensor]) -> bool:
-    """Whether a model's weights are squeezed."""
-    return 2 * sum(tensor.numel() for tensor in tensors) >= SQUEEZED_FROM
-
-
 def tensor_pointer(tensor: torch.Tensor | None) -> int | None:
     """Where a tensor's numbers lie, as the library takes it."""
     return None if tensor is None else tensor.data_ptr()
@@ -152,45 +169,107 @@ def tensor_pointers(tensors: Sequence[torch.Tensor | None]) -> ctypes.Array[ctyp
     return (ctypes.c_void_p * len(tensors))(*map(tensor_pointer, tensors))
 
 
-def layer_linears(
-    tensors: Tensors,
-    prefix: str,
-    dtype: torch.dtype,
-    threads: int,
-    squeezed: bool,
-    blocks: Blocks | None = None,
-) -> list[PackedLinear]:
-    """The products of one layer in the order of their use, so that they lie in memory as they are
-    read.
+def fields(kind: type[Any], names: str) -> tuple[tuple[str, type[Any]], ...]:
+    """The fields of a struct of the library, all of one kind."""
+    return tuple((name, kind) for name in names.split())
+
+
+# The vectors of a layer, and their names in a checkpoint.
+VECTORS = {
+    "input_norm": "input_layernorm.weight",
+    "out_norm": "attention_out_norm.weight",
+    "post_norm": "post_attention_layernorm.weight",
+    "mlp_out_norm": "mlp_out_norm.weight",
+    "q_norm": "self_attn.q_norm.weight",
+    "k_norm": "self_attn.k_norm.weight",
+    "sinks": "self_attn.sinks",
+    "taps": "conv.conv.weight",
+    "taps_bias": "conv.conv.bias",
+}
+
+
+class LayerParts(ctypes.Structure):
+    """`Layer` of cpp/model.h: where a layer's products and vectors lie; what it does not have is
+    null.
     """
-    names = [[f"self_attn.{name}_proj" for name in "qkv"], ["self_attn.o_proj"]]
-    names += [["mlp.gate_proj", "mlp.up_proj"], ["mlp.down_proj"]]
-    how = dtype, threads, squeezed, blocks
-    return [
-        joined_linear(tensors, [prefix + name for name in one], *how, gated=len(one) == 2)
-        for one in names
-    ]
+
+    _fields_ = (
+        *fields(ctypes.c_void_p, "in out gate_up down router experts"),
+        *fields(ctypes.c_void_p, " ".join(VECTORS)),
+        *fields(ctypes.c_int64, "window rope"),
+    )
+
+
+class PackedLayer:
+    """The weights of one layer, packed in the order of their use, so that they lie in memory as
+    they are read.
+    """
+
+    def __init__(
+        self,
+        tensors: Tensors,
+        prefix: str,
+        how: Packing,
+        kind: LayerKind = PLAIN_LAYER,
+        num_experts: int = 0,
+    ) -> None:
+        """tensors by our names behind the prefix. num_experts: of the model's mixtures."""
+
+        def joined(*names: str) -> PackedLinear:
+            gated = len(names) == 2
+            return joined_linear(tensors, [prefix + name for name in names], how, gated)
+
+        def mlp(of: str) -> tuple[PackedLinear, PackedLinear]:
+            return joined(f"{of}.gate_proj", f"{of}.up_proj"), joined(f"{of}.down_proj")
+
+        linears: dict[str, PackedLinear] = {}
+        if kind.mixer == "conv":
+            linears |= {"in": joined("conv.in_proj"), "out": joined("conv.out_proj")}
+        else:
+            linears["in"] = joined(*(f"self_attn.{name}_proj" for name in "qkv"))
+            linears["out"] = joined("self_attn.o_proj")
+        experts: list[PackedLinear] = []
+        if kind.has_experts:
+            linears["router"] = joined("mlp.router")
+            for number in range(num_experts):
+                experts += mlp(f"mlp.experts.{number}")
+        else:
+            linears["gate_up"], linears["down"] = mlp("mlp")
+        vectors = {
+            name: vector(tensors[prefix + stored])
+            for name, stored in VECTORS.items()
+            if prefix + stored in tensors
+        }
+        self.linears = [*linears.values(), *experts]
+        self._experts = (ctypes.c_void_p * len(experts))(*(one.handle for one in experts))
+        self._vectors = vectors  # kept alive
+        self.parts = LayerParts(
+            **{name: linear.handle for name, linear in linears.items()},
+            **{name: tensor.data_ptr() for name, tensor in vectors.items()},
+            experts=ctypes.addressof(self._experts) if experts else None,
+            window=kind.window or 0,
+            rope=-1 if kind.rope is None else kind.rope,
+        )
+
+
+def vector(tensor: torch.Tensor) -> torch.Tensor:
+    """As the library reads a norm's weights, or the taps of a convolution: by tap, [kernel, H]."""
+    return tensor.detach().float().t().contiguous()
 
 
 def joined_linear(
-    tensors: Tensors,
-    names: Sequence[str],
-    dtype: torch.dtype,
-    threads: int,
-    squeezed: bool,
-    blocks: Blocks | None = None,
-    gated: bool = False,
+    tensors: Tensors, names: Sequence[str], how: Packing, gated: bool = False
 ) -> PackedLinear:
     """One product of the weights and biases under some names: of their blocks where there are any
     that fit together, else of the tensors.
     """
     weights = [f"{name}.weight" for name in names]
     biases = [tensors[f"{name}.bias"] for name in names if f"{name}.bias" in tensors]
-    parts = parts_of(blocks or {}, weights, gated)
+    parts = parts_of(how.blocks, weights, gated)
     if parts is not None:
-        return PackedLinear.of_blocks(parts, biases, threads, gated)
+        return PackedLinear.of_blocks(parts, biases, how.threads, gated)
     own = [tensors[name] for name in weights]
-    return PackedLinear.of_tensors(own, biases, dtype, threads, squeezed, gated)
+    return PackedLinear.of_tensors(own, biases, how.dtype, how.threads, how.squeezed, gated)
 
 
 def rows_of_embeddings(

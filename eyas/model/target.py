@@ -189,7 +189,6 @@ class Target:
             and device == "cpu"
             and self.dtype != torch.float16
             and runs(config)
-            and config.is_plain
             and unavailable() is None
         )
         if self.blocks and native and not self.is_native:

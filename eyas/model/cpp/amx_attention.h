@@ -146,7 +146,7 @@ inline void attend_by_amx(const AttentionView<Bf16>& at, const RowsView& rows,
                           const Visible& visible, const RowTile& tile, int g, int head, int heads,
                           float* scratch, size_t scratch_stride, PackedPrefix& kept, bool may_keep,
                           const Later<bf16>& later) {
-  const size_t to_values = static_cast<size_t>(at.Hk) * at.D, stride = 2 * to_values;
+  const size_t to_values = static_cast<size_t>(at.Hk) * at.D, stride = at.slot_stride;
   const bf16 *keys = at.cache + g * at.D, *values = keys + to_values;
   const int width = round_up(at.D, 32), R = tile.count * heads;
   alignas(64) bf16 queries[2 * kAmxQueries * kMaxHeadDim];
@@ -225,7 +225,7 @@ inline void attend_by_amx(const AttentionView<Bf16>& at, const RowsView& rows,
     float* scores = scratch + r * scratch_stride;
     const int count = visible.count(rows, tile.first + r / heads),
               end = std::max(common, round_up(count, kAmxColumns));
-    inverse[r] = weigh<Bf16>(scores, count, at.scale);
+    inverse[r] = weigh<Bf16>(scores, count, at.scoring, head + r % heads);
     bf16* weights = reinterpret_cast<bf16*>(scores);
     for (int j = round_up(count, kLanes); j < end; j += kLanes)
       _mm256_storeu_si256(reinterpret_cast<__m256i*>(weights + j), _mm256_setzero_si256());

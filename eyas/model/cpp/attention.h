@@ -35,10 +35,12 @@ struct RowTile {
 // Which slots each row sees, worked out once a forward.
 class Visible {
  public:
+  // window: positions that a row sees, 0 for all.
+  explicit Visible(int64_t window) : window(window) {}
+
   // False when a row names a slot or page that is not there.
-  bool plan(const RowsView& rows, int rows_a_tile, int apart, int64_t window) {
+  bool plan(const RowsView& rows, int rows_a_tile, int apart) {
     tiles.clear();
-    window_ = window;
     const int M = rows.M;
     prefix_of_.resize(M);
     tail_count_.resize(M);
@@ -99,6 +101,7 @@ class Visible {
     return round_up(longer, step);
   }
 
+  int64_t window;
   std::vector<RowTile> tiles;
   int longest = 0;
 
@@ -114,8 +117,8 @@ class Visible {
   // The first column of its prefix that a row sees: the entry in column c has the position c -
   // first_column.
   int64_t begin(const RowsView& rows, int m) const {
-    if (window_ == 0) return rows.first_column;
-    return std::min(std::max<int64_t>(rows.position[m] - window_ + 1, 0) + rows.first_column,
+    if (window == 0) return rows.first_column;
+    return std::min(std::max<int64_t>(rows.position[m] - window + 1, 0) + rows.first_column,
                     rows.prefix_len[m]);
   }
 
@@ -158,19 +161,26 @@ class Visible {
   std::vector<int> prefix_of_, tail_count_, tail_, slots_;
   std::vector<size_t> starts_;
   std::vector<int64_t> begins_;
-  int64_t window_ = 0;  // 0: none
 };
 
-// One layer's cache [num_slots, 2, Hk, D] and its queries [M, Hq, padded D].
+// How scores become weights. softcap: cuts them softly, 0 for not. sinks: a logit of each query
+// head that takes weight and has no value, or null.
+struct Scoring {
+  float scale, softcap;
+  const float* sinks;
+};
+
+// One layer's cache, in each slot keys [Hk, D] and values [Hk, D], and its queries [M, Hq, padded
+// D].
 template <class A>
 struct AttentionView {
   using T = typename A::T;
   const T* cache;
   const T* queries;
   T* mixed;  // [M, mixed_stride]
-  size_t query_stride, mixed_stride;
+  size_t query_stride, mixed_stride, slot_stride;
   int Hq, Hk, D;
-  float scale;
+  Scoring scoring;
 };
 
 // Elements that one instruction of a score takes: pairs of bf16, or floats.
@@ -251,17 +261,26 @@ void scores_of(const typename A::T* const* q, const typename A::T* keys, size_t 
   }
 }
 
-// Scores [n] to weights, in place; returns 1 / their sum. In bf16 weights are rounded and packed to
-// the front, an odd number of them followed by a zero.
+// Scores [n] of a query head to weights, in place; returns 1 / their sum. In bf16 weights are
+// rounded and packed to the front, an odd number of them followed by a zero.
 template <class A>
-float weigh(float* scores, int n, float scale) {
+float weigh(float* scores, int n, const Scoring& scoring, int head) {
   Vec most = _mm512_set1_ps(-INFINITY);
-  const Vec factor = _mm512_set1_ps(scale);
+  Vec factor = _mm512_set1_ps(scoring.scale);
+  if (scoring.softcap > 0) {
+    for (int j = 0; j < n; j += kLanes) {
+      const Vec scaled = _mm512_mul_ps(_mm512_loadu_ps(scores + j), factor);
+      _mm512_storeu_ps(scores + j, capped(scaled, _mm512_set1_ps(scoring.softcap)));
+    }
+    factor = _mm512_set1_ps(1.0f);
+  }
   for (int j = 0; j < n; j += kLanes) {
     const __mmask16 lanes = first_lanes(n - j);
     most = _mm512_mask_max_ps(most, lanes, most, _mm512_maskz_loadu_ps(lanes, scores + j));
   }
-  const Vec top = _mm512_mul_ps(_mm512_set1_ps(_mm512_reduce_max_ps(most)), factor);
+  Vec top = _mm512_mul_ps(_mm512_set1_ps(_mm512_reduce_max_ps(most)), factor);
+  const Vec sink = _mm512_set1_ps(scoring.sinks == nullptr ? -INFINITY : scoring.sinks[head]);
+  if (scoring.sinks != nullptr) top = _mm512_max_ps(top, sink);
   Vec total = _mm512_setzero_ps();
   bf16* packed = reinterpret_cast<bf16*>(scores);
   for (int j = 0; j < n; j += kLanes) {
@@ -278,6 +297,8 @@ float weigh(float* scores, int n, float scale) {
     }
     total = _mm512_add_ps(total, weight);
   }
+  if (scoring.sinks != nullptr)
+    total = _mm512_mask_add_ps(total, 1, total, exp_of(_mm512_sub_ps(sink, top)));
   return 1.0f / _mm512_reduce_add_ps(total);
 }
 
@@ -409,7 +430,7 @@ void attend(const AttentionView<A>& at, const RowsView& rows, const Visible& vis
             const RowTile& tile, int g, int head, int heads, float* scratch, size_t scratch_stride,
             const Later<typename A::T>& later) {
   using T = typename A::T;
-  const size_t to_values = static_cast<size_t>(at.Hk) * at.D, stride = 2 * to_values;
+  const size_t to_values = static_cast<size_t>(at.Hk) * at.D, stride = at.slot_stride;
   const T *keys = at.cache + g * at.D, *values = keys + to_values;
   const int R = tile.count * heads;
   const T* q[kTileQueries];
@@ -447,7 +468,7 @@ void attend(const AttentionView<A>& at, const RowsView& rows, const Visible& vis
       });
     for (int h = 0; h < heads; ++h) {
       const int r = i * heads + h;
-      inverse[r] = weigh<A>(scores[r], count + tail, at.scale);
+      inverse[r] = weigh<A>(scores[r], count + tail, at.scoring, head + h);
       weights[r] = reinterpret_cast<const T*>(scores[r]);
     }
   }

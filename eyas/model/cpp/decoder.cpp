@@ -5,9 +5,10 @@
 namespace {
 
 template <class A>
-Decoder* make(const Shape& shape, float eps, const std::vector<Layer>& layers, const Outer& outer,
+Decoder* make(const Shape& shape, const Factors& factors, const Layer* layers, const Outer& outer,
               const int64_t* target_ids) {
-  auto* model = new Model<A>(shape, eps, layers, outer);
+  auto* model =
+      new Model<A>(shape, factors, std::vector<Layer>(layers, layers + shape.layers), outer);
   model->target_ids = target_ids;
   return model;
 }
@@ -101,31 +102,21 @@ Product* eyas_quantised(const void* const* parts, const int64_t* part_rows, cons
 void eyas_free_linear(Product* product) { delete product; }
 int64_t eyas_linear_bytes(const Product* product) { return static_cast<int64_t>(product->bytes()); }
 
-// linears: per layer qkv, out, gate_up, down; then head, fc. norms: per layer input, post, q, k;
-// then final, hidden, features, 3 of fc.
-Decoder* eyas_new(int64_t is_bf16, const int64_t* shape_ints, float eps,
-                  const Product* const* linears, const float* const* norms, const void* embed,
-                  const int64_t* target_ids) {
+Decoder* eyas_new(int64_t is_bf16, const Shape* shape, const Factors* factors, const Layer* layers,
+                  const Outer* outer, const int64_t* target_ids) {
+  static_assert(sizeof(Shape) == 22 * 8 && sizeof(Layer) == 17 * 8 && sizeof(Outer) == 9 * 8);
   return made_or_null<Decoder>([&] {
-    Shape shape;
-    static_assert(sizeof(Shape) == 14 * sizeof(int64_t));
-    std::memcpy(&shape, shape_ints, sizeof(Shape));
-    std::vector<Layer> layers;
-    for (int64_t l = 0; l < shape.layers; ++l, linears += 4, norms += 4)
-      layers.push_back(
-          {linears[0], linears[1], linears[2], linears[3], norms[0], norms[1], norms[2], norms[3]});
-    const Outer outer{norms[0],   norms[1],   norms[2], {norms[3], norms[4], norms[5]},
-                      linears[0], linears[1], embed};
-    return is_bf16 ? make<Bf16>(shape, eps, layers, outer, target_ids)
-                   : make<Fp32>(shape, eps, layers, outer, target_ids);
+    return is_bf16 ? make<Bf16>(*shape, *factors, layers, *outer, target_ids)
+                   : make<Fp32>(*shape, *factors, layers, *outer, target_ids);
   });
 }
 
 void eyas_free(Decoder* decoder) { delete decoder; }
 
-void eyas_set_rope(Decoder* decoder, const float* cos, const float* sin, int64_t length) {
+void eyas_set_positions(Decoder* decoder, const float* const* tables, int64_t ropes,
+                        const float* query_scales, int64_t length) {
   const std::lock_guard<std::mutex> guard(calls());
-  decoder->set_rope(cos, sin, length);
+  decoder->set_positions(tables, ropes, query_scales, length);
 }
 
 int64_t eyas_forward(Decoder* decoder, const int64_t* ints, void* const* pointers,

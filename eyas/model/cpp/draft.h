@@ -1,7 +1,7 @@
 // A draft head: its entries, its proposals, and the growth of trees (EAGLE-2, arXiv 2406.16858).
 #pragma once
 
-#include "model.h"
+#include "layer.h"
 
 namespace {  // of one translation unit: decoder.cpp
 
@@ -17,13 +17,7 @@ int Model<A>::extend(const RowsView& rows, void* kv, const void* aux, float* h) 
       sync();
       features = features_.get(), stride = feature_stride();
     }
-    product(*outer_.fc, layers_[0].qkv, features, stride, M, t, T_,
-            [&](const Panel& panel, const float* out) {
-              for (int m = 0; m < M; ++m)
-                for (int w = 0; w < panel.width; ++w)
-                  _mm512_storeu_ps(other_h_ + m * h_stride_ + (panel.first + w) * kLanes,
-                                   _mm512_loadu_ps(out + m * kPanelColumns + w * kLanes));
-            });
+    put_product(t, T_, *outer_.fc, layers_[0].in, features, stride, M, other_h_, h_stride_);
     if (t == 0)
       for (int m = 0; m < M; ++m) sources_[m] = other_h_ + m * h_stride_;
     sync();
@@ -179,13 +173,7 @@ void Model<A>::norm_features(const T* from, int m, int t) {
 template <class A>
 void Model<A>::best_tokens(int t, int T_, int n, const Guess& guess, int k, int64_t* ids,
                            float* log_probs) {
-  product(*outer_.head, layers_[0].qkv, x_, x_stride_, n, t, T_,
-          [&](const Panel& panel, const float* out) {
-            for (int r = 0; r < n; ++r)
-              for (int w = 0; w < panel.width; ++w)
-                _mm512_storeu_ps(logits_.get() + r * logits_stride_ + (panel.first + w) * kLanes,
-                                 _mm512_loadu_ps(out + r * kPanelColumns + w * kLanes));
-          });
+  put_product(t, T_, *outer_.head, layers_[0].in, x_, x_stride_, n, logits_.get(), logits_stride_);
   sync();
   const int chunks = top_chunks();
   bool draws = false, cuts = false;

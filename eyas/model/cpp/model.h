@@ -1,13 +1,14 @@
-// A Llama-family decoder on the CPU: what targets and drafts share. target.h has a target's
-// forward, draft.h a draft head's extend, step and growth of a tree.
+// A decoder on the CPU, as `eyas/model/architecture.py` describes it: what targets and drafts
+// share. target.h has a target's forward, draft.h a draft head's extend, step and growth of a tree;
+// layer.h what a layer computes.
 //
 // The whole of a forward is one run of the pool's threads with about five barriers a layer. The
 // residual stream is fp32; activations are rounded to A (bf16 or fp32) where a product or the cache
 // takes them.
 //
 // Letters: M rows, R rows with logits, B requests, H hidden, X input width of q, k, v (2 H for a
-// draft), I intermediate, D head dimension, V vocabulary (of the head's outputs), k candidates of a
-// node, t of T threads.
+// draft), I intermediate, D head dimension, E experts, V vocabulary (of the head's outputs), k
+// candidates of a node, t of T threads.
 #pragma once
 
 #include <algorithm>
@@ -19,6 +20,7 @@
 #include "amx_attention.h"
 #include "attention.h"
 #include "draw.h"
+#include "experts.h"
 #include "linear.h"
 #include "quantised.h"
 #include "round.h"
@@ -35,27 +37,51 @@ enum Status : int {
   kNoMemory = 6
 };
 
+// These structs are those of `native.py` and `packed.py`. slot_width: numbers that a layer keeps of
+// a token.
 struct Shape {
   int64_t layers, hidden, inner, Hq, Hk, D, vocab, embed_rows, embed_kind, is_draft;
-  int64_t norm_before_residual, norm_output, threads, window;
+  int64_t norm_before_residual, norm_output, threads, slot_width, rotary_dims, wide_head_norms,
+      activation, num_experts, experts_per_token, expert_inner, renormalises, conv_kernel;
 };
 
-// Norm weights; null where the model has none. Of a layer: input, post, q, k; of a draft also
-// hidden.
+// softcaps: 0 for none.
+struct Factors {
+  float eps, score, softcap, embed, residual, logit, logit_softcap;
+};
+
+// What a layer does not have is null. in: queries, keys and values, or B, C and x of a convolution.
+// experts: gate_up and down of each. out_norm, mlp_out_norm: of what is added to the residual
+// stream. taps [conv_kernel, H]: of the convolution. window: 0 for none; rope: -1 for none.
 struct Layer {
-  const Product *qkv, *out, *gate_up, *down;
-  const float *input_norm, *post_norm, *q_norm, *k_norm;
+  const Product *in, *out, *gate_up, *down, *router, *const *experts;
+  const float *input_norm, *out_norm, *post_norm, *mlp_out_norm, *q_norm, *k_norm, *sinks, *taps,
+      *taps_bias;
+  int64_t window, rope;
 };
 
 struct Outer {
-  const float *final_norm, *hidden_norm, *features_norm, *feature_norms[3];
   const Product *head, *fc;
+  const float *final_norm, *hidden_norm, *features_norm, *feature_norms[3];
   const void* embed;
 };
 
+// Calls use with what a model's MLPs are made of.
+template <class Use>
+INLINE void with_activation(int64_t activation, Use&& use) {
+  switch (activation) {
+    case 1:
+      return use(GeluTanh());
+    case 2:
+      return use(ClampedSilu());
+    default:
+      return use(Silu());
+  }
+}
+
 // What rows of embeddings are stored as; above these, ggml's formats.
 constexpr int64_t kEmbedBf16 = 1;
-constexpr int kMaxTopk = 16, kTopChunk = 512, kOwnNorms = 8;
+constexpr int kMaxTopk = 16, kTopChunk = 512, kOwnNorms = 8, kMaxKernel = 16;
 constexpr float kCutOff = -40;  // added to logits that min_p cuts
 
 // The best of a stretch of logits, best first (ties: smaller index), and its sum of exponentials
@@ -133,8 +159,12 @@ class Decoder {
   virtual int grow(const Lines& lines, const int64_t* starts, const int64_t* tokens,
                    const void* features, Growth& growth) = 0;
 
-  void set_rope(const float* cos, const float* sin, int64_t length) {
-    cos_ = cos, sin_ = sin, positions_ = length;
+  // Cosines and sines of each rope, [length, rotary_dims / 2]; what a query is multiplied by at
+  // each position, or null.
+  void set_positions(const float* const* tables, int64_t ropes, const float* query_scales,
+                     int64_t length) {
+    tables_.assign(tables, tables + 2 * ropes);
+    query_scales_ = query_scales, positions_ = length;
   }
   void set_threads(int threads) {
     threads_ = std::max(1, std::min(threads, Pool::kMaxThreads - 1));
@@ -142,14 +172,14 @@ class Decoder {
   int threads() const { return threads_; }
 
  protected:
-  const float *cos_ = nullptr, *sin_ = nullptr;  // [positions, D / 2]
+  std::vector<const float*> tables_;
+  const float* query_scales_ = nullptr;
   int64_t positions_ = 0;
   int threads_ = 1;
 };
 
-// out = x * weight / sqrt(mean(x^2) + eps) of n channels; the same bits wherever it is called from.
-template <class Store>
-INLINE void normalise(const float* x, const float* weight, int n, float eps, Store&& store) {
+// 1 / sqrt(mean(x^2) + eps) of n channels; the same bits wherever it is called from.
+INLINE float inverse_size(const float* x, int n, float eps) {
   Vec squares[2] = {_mm512_setzero_ps(), _mm512_setzero_ps()};
   int i = 0;
   for (; i + 2 * kLanes <= n; i += 2 * kLanes) {
@@ -163,12 +193,26 @@ INLINE void normalise(const float* x, const float* weight, int n, float eps, Sto
   }
   const float mean =
       _mm512_reduce_add_ps(_mm512_add_ps(squares[0], squares[1])) / static_cast<float>(n);
-  const Vec factor = _mm512_set1_ps(1.0f / std::sqrt(mean + eps));
-  for (i = 0; i < n; i += kLanes) {
+  return 1.0f / std::sqrt(mean + eps);
+}
+
+// x * weight * factor of n channels.
+template <class Store>
+INLINE void scale(const float* x, const float* weight, float by, int n, Store&& store) {
+  const Vec factor = _mm512_set1_ps(by);
+  for (int i = 0; i < n; i += kLanes) {
     const __mmask16 lanes = first_lanes(n - i);
     const Vec scaled = _mm512_mul_ps(_mm512_maskz_loadu_ps(lanes, x + i), factor);
     store(i, lanes, _mm512_mul_ps(scaled, _mm512_maskz_loadu_ps(lanes, weight + i)));
   }
+}
+
+// x * weight / sqrt(mean(x^2) + eps); null is a weight of ones without the norm.
+template <class Store>
+INLINE void normalise(const float* x, const float* weight, int n, float eps, Store&& store) {
+  if (weight != nullptr) return scale(x, weight, inverse_size(x, n, eps), n, store);
+  for (int i = 0; i < n; i += kLanes)
+    store(i, first_lanes(n - i), _mm512_maskz_loadu_ps(first_lanes(n - i), x + i));
 }
 
 template <class A>
@@ -176,22 +220,34 @@ class Model final : public Decoder {
   using T = typename A::T;
 
  public:
-  Model(const Shape& shape, float eps, std::vector<Layer> layers, const Outer& outer)
-      : shape_(shape), eps_(eps), layers_(std::move(layers)), outer_(outer) {
+  Model(const Shape& shape, const Factors& factors, std::vector<Layer> layers, const Outer& outer)
+      : shape_(shape),
+        factors_(factors),
+        eps_(factors.eps),
+        layers_(std::move(layers)),
+        outer_(outer),
+        experts_(shape.num_experts, shape.experts_per_token, shape.renormalises != 0) {
     H_ = static_cast<int>(shape.hidden), I_ = static_cast<int>(shape.inner),
     D_ = static_cast<int>(shape.D);
     Hq_ = static_cast<int>(shape.Hq), Hk_ = static_cast<int>(shape.Hk),
     V_ = static_cast<int>(shape.vocab);
-    X_ = shape.is_draft ? 2 * H_ : H_;
+    X_ = shape.is_draft ? 2 * H_ : H_, I_ = std::max(I_, static_cast<int>(shape.expert_inner));
     h_stride_ = round_up(H_, kLanes);
     // A line more than a multiple of 2 KB: rows of one tile must not fall into the same sets of the
     // L1 cache.
     x_stride_ = round_up(std::max(X_, Hq_ * D_), 32) + 32;
     act_stride_ = round_up(I_, 32) + 32;
-    qkv_stride_ = round_up((Hq_ + 2 * Hk_) * D_, kLanes);
+    in_stride_ =
+        round_up(std::max((Hq_ + 2 * Hk_) * D_, shape.conv_kernel > 0 ? 3 * H_ : 0), kLanes);
     query_stride_ = round_up(D_, 32);
     logits_stride_ = round_up(V_, kLanes);
     set_threads(static_cast<int>(shape.threads));
+    for (const Layer& layer : layers_) {
+      if (std::none_of(visible_.begin(), visible_.end(),
+                       [&](const Visible& one) { return one.window == layer.window; }))
+        visible_.emplace_back(layer.window);
+      adds_later_ |= layer.out_norm != nullptr || layer.experts != nullptr;
+    }
     by_amx_ = A::is_bf16 && has_amx();
 #ifdef __AMX_BF16__
     if (by_amx_) tile_queries_ = kAmxQueries;
@@ -228,6 +284,8 @@ class Model final : public Decoder {
     }
   }
 
+  void finish_logits(float* out, int n, int width) const;
+
   int place_logits(int64_t B, const Draws& draws, int M);
 
   bool walk(int64_t b, const DrawState* state, TokenSampler& sampler);
@@ -248,6 +306,11 @@ class Model final : public Decoder {
   }
 
   bool has_quantised() const;
+
+  const Visible& seen_by(const Layer& layer) const {
+    return *std::find_if(visible_.begin(), visible_.end(),
+                         [&](const Visible& one) { return one.window == layer.window; });
+  }
 
   size_t feature_stride() const { return round_up(3 * H_, 32) + 32; }
   size_t wide_stride() const { return round_up(3 * H_, kLanes); }
@@ -275,17 +338,17 @@ class Model final : public Decoder {
   }
 
   // Thread t's part of x [M, K] times the weights; put and next as of `multiply`. Of few rows every
-  // thread quantises all by itself.
+  // thread quantises all by itself; of more, they are kept from row `first` on.
   template <class Put>
   void product(const Product& weights, const Product* next, const T* x, size_t stride, int M, int t,
-               int T_, Put&& put) {
+               int T_, Put&& put, size_t first = 0) {
     if (!weights.is_quantised)
       return multiply<A>(static_cast<const Linear&>(weights), next, x, stride, M, t, T_, sums(t),
                          put);
     const bool own = M <= kOwnNorms;
-    const RowBlocks rows{
-        own ? own_blocks_.get() + static_cast<size_t>(t) * kOwnNorms * row_blocks() : blocks_.get(),
-        weights.K / kBlockInputs, M};
+    const RowBlocks rows{own ? own_blocks_.get() + static_cast<size_t>(t) * kOwnNorms * row_blocks()
+                             : blocks_.get() + first * row_blocks(),
+                         weights.K / kBlockInputs, M};
     for (int m = own ? 0 : M * t / T_; m < (own ? M : M * (t + 1) / T_); ++m)
       quantise_row<A>(x + m * stride, rows, m);
     if (!own) sync();
@@ -293,132 +356,130 @@ class Model final : public Decoder {
                        put);
   }
 
-  // One layer of the M rows, after their input x: adds to h_. next: the product after it. tap(m,
-  // column, lanes, values) sees what is put out.
+  // A product whose outputs are kept as they are, [M, stride].
+  void put_product(int t, int T_, const Product& weights, const Product* next, const T* x,
+                   size_t x_stride, int M, float* to, size_t stride, size_t first = 0) {
+    product(
+        weights, next, x, x_stride, M, t, T_,
+        [&](const Panel& panel, const float* out) {
+          for (int m = 0; m < M; ++m)
+            for (int w = 0; w < panel.width; ++w)
+              _mm512_storeu_ps(to + m * stride + (panel.first + w) * kLanes,
+                               _mm512_loadu_ps(out + m * kPanelColumns + w * kLanes));
+        },
+        first);
+  }
+
+  // Gate and up of an MLP, joined by its activation, to [M, act_stride_].
+  void put_gated(int t, int T_, const Product& weights, const Product* next, const T* x, int M,
+                 T* to, size_t first = 0) {
+    with_activation(shape_.activation, [&](auto activation) {
+      product(
+          weights, next, x, x_stride_, M, t, T_,
+          [&](const Panel& panel, const float* out) {
+            for (int m = 0; m < M; ++m)
+              for (int w = 0; w < panel.width; w += 2) {
+                const float* at = out + m * kPanelColumns + w * kLanes;
+                A::store(to + m * act_stride_ + (panel.first + w) / 2 * kLanes,
+                         activation.of(_mm512_loadu_ps(at), _mm512_loadu_ps(at + kLanes)));
+              }
+          },
+          first);
+    });
+  }
+
+  // Adds a product's outputs to h_, their norm where there is one. tap(m, column, lanes, values)
+  // sees what h_ becomes.
+  template <class Tap>
+  void add_product(int t, int T_, const Product& weights, const Product* next, const float* norm,
+                   const T* x, size_t stride, int M, Tap&& tap) {
+    if (norm != nullptr) {
+      put_product(t, T_, weights, next, x, stride, M, later_.get(), h_stride_);
+      sync();
+      for (int m = M * t / T_; m < M * (t + 1) / T_; ++m)
+        add_normed(m, later_.get() + m * h_stride_, norm, tap);
+      return;
+    }
+    product(weights, next, x, stride, M, t, T_, [&](const Panel& panel, const float* out) {
+      for (int m = 0; m < M; ++m)
+        for (int w = 0; w < panel.width; ++w) {
+          const int c = (panel.first + w) * kLanes;
+          const float* at = out + m * kPanelColumns + w * kLanes;
+          tap(m, c, first_lanes(H_ - c), add_to_h(m, c, _mm512_loadu_ps(at)));
+        }
+    });
+  }
+
+  template <class Tap>
+  void add_normed(int m, const float* x, const float* norm, Tap&& tap) {
+    normalise(x, norm, H_, eps_,
+              [&](int c, __mmask16 lanes, Vec v) { tap(m, c, lanes, add_to_h(m, c, v)); });
+  }
+
+  INLINE Vec add_to_h(int m, int c, Vec v) {
+    float* to = h_ + m * h_stride_ + c;
+    const Vec sum = _mm512_fmadd_ps(v, _mm512_set1_ps(factors_.residual), _mm512_loadu_ps(to));
+    _mm512_storeu_ps(to, sum);
+    return sum;
+  }
+
+  // One layer of the M rows, after their input x: adds to h_. next: the product after it; tap as of
+  // add_product.
   template <class Tap>
   void layer(int t, int T_, const Layer& layer, const Product* next, const RowsView& rows,
              const T* x, T* cache, Tap&& tap) {
     const int M = rows.M;
     project(t, T_, layer, layer.out, x, M);
-    attention(t, T_, layer, rows, cache);
+    if (layer.taps != nullptr)
+      convolve(t, T_, layer, rows, cache);
+    else
+      attention(t, T_, layer, rows, cache);
     sync();
-    product(*layer.out, layer.gate_up, mixed_.get(), x_stride_, M, t, T_,
-            [&](const Panel& panel, const float* out) {
-              for (int m = 0; m < M; ++m)
-                for (int w = 0; w < panel.width; ++w)
-                  add_to_h(m, (panel.first + w) * kLanes, out + m * kPanelColumns + w * kLanes);
-            });
+    add_product(t, T_, *layer.out, layer.experts == nullptr ? layer.gate_up : layer.router,
+                layer.out_norm, mixed_.get(), x_stride_, M, [](int, int, __mmask16, Vec) {});
     sync();
     x = normed(t, T_, M, layer.post_norm, nullptr);
-    product(*layer.gate_up, layer.down, x, x_stride_, M, t, T_,
-            [&](const Panel& panel, const float* out) {
-              for (int m = 0; m < M; ++m)
-                for (int w = 0; w < panel.width; w += 2) {
-                  const float* at = out + m * kPanelColumns + w * kLanes;
-                  A::store(act_.get() + m * act_stride_ + (panel.first + w) / 2 * kLanes,
-                           silu_times(_mm512_loadu_ps(at), _mm512_loadu_ps(at + kLanes)));
-                }
-            });
+    if (layer.experts != nullptr) return mixture(t, T_, layer, next, x, M, tap);
+    put_gated(t, T_, *layer.gate_up, layer.down, x, M, act_.get());
     sync();
-    product(*layer.down, next, act_.get(), act_stride_, M, t, T_,
-            [&](const Panel& panel, const float* out) {
-              for (int m = 0; m < M; ++m)
-                for (int w = 0; w < panel.width; ++w) {
-                  const int c = (panel.first + w) * kLanes;
-                  tap(m, c, first_lanes(H_ - c),
-                      add_to_h(m, c, out + m * kPanelColumns + w * kLanes));
-                }
-            });
+    add_product(t, T_, *layer.down, next, layer.mlp_out_norm, act_.get(), act_stride_, M, tap);
   }
 
-  // Queries, keys and values of the M rows, to qkv_.
+  // What attention or a convolution takes of the M rows, to in_.
   void project(int t, int T_, const Layer& layer, const Product* next, const T* x, int M) {
-    product(*layer.qkv, next, x, x_stride_, M, t, T_, [&](const Panel& panel, const float* out) {
-      for (int m = 0; m < M; ++m)
-        for (int w = 0; w < panel.width; ++w)
-          _mm512_storeu_ps(qkv_.get() + m * qkv_stride_ + (panel.first + w) * kLanes,
-                           _mm512_loadu_ps(out + m * kPanelColumns + w * kLanes));
-    });
+    put_product(t, T_, *layer.in, next, x, x_stride_, M, in_.get(), in_stride_);
     sync();
   }
 
-  INLINE Vec add_to_h(int m, int c, const float* out) {
-    float* to = h_ + m * h_stride_ + c;
-    const Vec sum = _mm512_add_ps(_mm512_loadu_ps(to), _mm512_loadu_ps(out));
-    _mm512_storeu_ps(to, sum);
-    return sum;
+  template <class Tap>
+  void mixture(int t, int T_, const Layer& layer, const Product* next, const T* x, int M,
+               Tap&& tap);
+
+  void convolve(int t, int T_, const Layer& layer, const RowsView& rows, T* cache);
+
+  AttentionView<A> view(const Layer& layer, const T* cache) const {
+    return {cache,
+            queries_.get(),
+            mixed_.get(),
+            static_cast<size_t>(query_stride_),
+            static_cast<size_t>(x_stride_),
+            static_cast<size_t>(shape_.slot_width),
+            Hq_,
+            Hk_,
+            D_,
+            {factors_.score, factors_.softcap, layer.sinks}};
   }
 
   void attention(int t, int T_, const Layer& layer, const RowsView& rows, T* cache);
 
 #ifdef __AMX_BF16__
-  // The same by tiles. Tiles of one prefix stand together for each key head, so that a thread packs
-  // its keys and values once.
-  void attention_by_amx(int t, int T_, const Layer& layer, const RowsView& rows, T* cache) {
-    const int M = rows.M, group = Hq_ / Hk_, tiles = static_cast<int>(visible_.tiles.size()),
-              all = tiles * Hk_;
-    // One row: the thread that wrote a head's key is the one that reads it.
-    for (int i = M * Hk_ * t / T_; i < M * Hk_ * (t + 1) / T_; ++i)
-      place(layer, rows, cache, i / Hk_, i % Hk_);
-    if (M > 1) sync();
-    const AttentionView<Bf16> view{cache,
-                                   queries_.get(),
-                                   mixed_.get(),
-                                   static_cast<size_t>(query_stride_),
-                                   static_cast<size_t>(x_stride_),
-                                   Hq_,
-                                   Hk_,
-                                   D_,
-                                   1.0f / std::sqrt(static_cast<float>(D_))};
-    float* scratch = scores_.get() + static_cast<size_t>(t) * tile_queries_ * scores_stride_;
-    PackedPrefix& kept = packed_[t];
-    kept.slots = nullptr;
-    AmxTiles shapes;
-    shapes.shape(kAmxRows, kAmxRows);
-    for (int first = 0, unit = 0; first < tiles;) {
-      int end = first + 1;
-      while (end < tiles && !visible_.begins_prefix(end)) ++end;
-      for (int g = 0; g < Hk_; ++g)
-        for (int i = first; i < end; ++i, ++unit) {
-          if (unit < all * t / T_ || unit >= all * (t + 1) / T_) continue;
-          Later<bf16> later{cache, nullptr, 0};
-          if (i + 1 == end) {
-            const bool same = g + 1 < Hk_;
-            if (same || end < tiles) {
-              const int m = visible_.tiles[same ? first : end].first;
-              later = {cache + (same ? g + 1 : 0) * D_, visible_.prefix(rows, m),
-                       visible_.prefix_count(rows, m)};
-            }
-          }
-          for (int head = 0; head < group; head += kAmxQueries)
-            attend_by_amx(view, rows, visible_, visible_.tiles[i], g, g * group + head,
-                          std::min(kAmxQueries, group - head), scratch, scores_stride_, kept,
-                          end - first > 1 || D_ > kAmxChannels || group > kAmxQueries,
-                          head == 0 ? later : Later<bf16>{});
-        }
-      first = end;
-    }
-  }
+  void attention_by_amx(int t, int T_, const Layer& layer, const RowsView& rows, T* cache);
 #endif
 
   void place(const Layer& layer, const RowsView& rows, T* cache, int m, int g);
 
-  INLINE void turn(float* x, const float* norm, int64_t position, T* to) const {
-    if (norm != nullptr)
-      normalise(x, norm, D_, eps_,
-                [&](int c, __mmask16 lanes, Vec v) { _mm512_mask_storeu_ps(x + c, lanes, v); });
-    const int half = D_ / 2;
-    const float *cos = cos_ + position * half, *sin = sin_ + position * half;
-    for (int d = 0; d < half; d += kLanes) {
-      const __mmask16 lanes = first_lanes(half - d);
-      const Vec a = _mm512_maskz_loadu_ps(lanes, x + d),
-                b = _mm512_maskz_loadu_ps(lanes, x + half + d);
-      const Vec c = _mm512_maskz_loadu_ps(lanes, cos + d),
-                s = _mm512_maskz_loadu_ps(lanes, sin + d);
-      A::store(to + d, lanes, _mm512_fnmadd_ps(b, s, _mm512_mul_ps(a, c)));
-      A::store(to + half + d, lanes, _mm512_fmadd_ps(a, s, _mm512_mul_ps(b, c)));
-    }
-  }
+  void turn(const float* x, const float* norm, float inverse, const Layer& layer, int64_t position,
+            float factor, T* to) const;
 
   // The best logit of each row, lane by lane
 
@@ -476,13 +537,14 @@ class Model final : public Decoder {
   }
 
   const Shape shape_;
+  const Factors factors_;
   const float eps_;
   const std::vector<Layer> layers_;
   const Outer outer_;
   int H_, X_, I_, Hq_, Hk_, D_, V_;
-  int h_stride_, x_stride_, act_stride_, qkv_stride_, query_stride_, logits_stride_;
+  int h_stride_, x_stride_, act_stride_, in_stride_, query_stride_, logits_stride_;
   size_t scores_stride_ = 0;
-  bool by_amx_ = false;
+  bool by_amx_ = false, adds_later_ = false;
   int tile_queries_ = kTileQueries;
 #ifdef __AMX_BF16__
   std::unique_ptr<PackedPrefix[]> packed_;  // of each thread
@@ -490,13 +552,14 @@ class Model final : public Decoder {
   int rows_ = 0, team_ = 0;
   float *h_ = nullptr, *other_h_ = nullptr;
   T* x_ = nullptr;
-  Buffer<float> h_buffer_, other_h_buffer_, qkv_, sums_, scores_, most_, wide_, logits_;
+  Buffer<float> h_buffer_, other_h_buffer_, in_, later_, sums_, scores_, most_, wide_, logits_;
   Buffer<T> x_buffer_, own_x_, queries_, mixed_, act_, features_;
   Buffer<RowBlock> blocks_, own_blocks_;
   Buffer<int> most_ids_;
   Buffer<Top> tops_;
   std::vector<const float*> sources_;
-  Visible visible_;
+  std::vector<Visible> visible_;  // of each window
+  Experts<T> experts_;
   TreeRows tree_rows_;
   EntryRows entry_rows_;
   std::vector<int64_t> best_, first_ids_;
@@ -550,12 +613,15 @@ void Model<A>::reserve(int M, int team) {
   h_ = h_buffer_.reserve(rows * h_stride_);
   x_ = x_buffer_.reserve(rows * x_stride_);
   own_x_.reserve(static_cast<size_t>(team) * kOwnNorms * x_stride_);
-  qkv_.reserve(rows * qkv_stride_);
+  in_.reserve(rows * in_stride_);
+  if (adds_later_) later_.reserve(rows * h_stride_);
   queries_.reserve(rows * Hq_ * query_stride_);
   mixed_.reserve(rows * x_stride_);
-  act_.reserve(rows * act_stride_);
+  const size_t mlp_rows = rows * std::max<size_t>(1, shape_.experts_per_token);
+  act_.reserve(mlp_rows * act_stride_);
+  if (shape_.num_experts > 0) experts_.reserve(rows, x_stride_, h_stride_);
   if (has_quantised()) {
-    blocks_.reserve(rows * row_blocks() + kAmxRows);  // a tile may read rows that are not used
+    blocks_.reserve(mlp_rows * row_blocks() + kAmxRows);  // a tile may read rows that are not used
     own_blocks_.reserve(static_cast<size_t>(team) * kOwnNorms * row_blocks() + kAmxRows);
   }
   sums_.reserve(static_cast<size_t>(team) * rows * kPanelColumns);
@@ -579,8 +645,12 @@ void Model<A>::reserve(int M, int team) {
 template <class A>
 bool Model<A>::plan(const RowsView& rows) {
   const int group = Hq_ / Hk_, a_tile = std::max(1, tile_queries_ / group);
-  if (!visible_.plan(rows, a_tile, by_amx_ ? a_tile : kMaxApart, shape_.window)) return false;
-  scores_stride_ = round_up(visible_.longest + 64, 1024) + 16;
+  int longest = 0;
+  for (Visible& visible : visible_) {
+    if (!visible.plan(rows, a_tile, by_amx_ ? a_tile : kMaxApart)) return false;
+    longest = std::max(longest, visible.longest);
+  }
+  scores_stride_ = round_up(longest + 64, 1024) + 16;
   scores_.reserve(static_cast<size_t>(team_) * tile_queries_ * scores_stride_);
   return true;
 }
@@ -596,9 +666,11 @@ int Model<A>::check(const RowsView& rows) const {
 
 template <class A>
 bool Model<A>::has_quantised() const {
-  const auto any = [](const Layer& one) {
-    return one.qkv->is_quantised || one.out->is_quantised || one.gate_up->is_quantised ||
-           one.down->is_quantised;
+  const auto is = [](const Product* one) { return one != nullptr && one->is_quantised; };
+  const auto any = [&](const Layer& one) {
+    return is(one.in) || is(one.out) || is(one.gate_up) || is(one.down) || is(one.router) ||
+           (one.experts != nullptr &&
+            std::any_of(one.experts, one.experts + 2 * shape_.num_experts, is));
   };
   if (shape_.is_draft && outer_.fc->is_quantised) return true;
   return outer_.head->is_quantised || std::any_of(layers_.begin(), layers_.end(), any);
@@ -606,10 +678,13 @@ bool Model<A>::has_quantised() const {
 
 template <class A>
 void Model<A>::embed(int64_t token, float* to) const {
+  const Vec size = _mm512_set1_ps(factors_.embed);
   if (shape_.embed_kind > kEmbedBf16) {
     const Format format = static_cast<Format>(shape_.embed_kind);
     dequantise_row(
         format, static_cast<const uint8_t*>(outer_.embed) + token * row_bytes(format, H_), H_, to);
+    for (int c = 0; c < H_; c += kLanes)
+      _mm512_storeu_ps(to + c, _mm512_mul_ps(size, _mm512_loadu_ps(to + c)));
     return;
   }
   for (int c = 0; c < H_; c += kLanes) {
@@ -618,58 +693,8 @@ void Model<A>::embed(int64_t token, float* to) const {
     const Vec v = shape_.embed_kind == kEmbedBf16
                       ? Bf16::load(static_cast<const bf16*>(outer_.embed) + at, lanes)
                       : Fp32::load(static_cast<const float*>(outer_.embed) + at, lanes);
-    _mm512_storeu_ps(to + c, v);
+    _mm512_storeu_ps(to + c, _mm512_mul_ps(size, v));
   }
-}
-
-template <class A>
-void Model<A>::attention(int t, int T_, const Layer& layer, const RowsView& rows, T* cache) {
-  const int M = rows.M, group = Hq_ / Hk_, tiles = static_cast<int>(visible_.tiles.size());
-#ifdef __AMX_BF16__
-  if constexpr (A::is_bf16)
-    if (by_amx_) return attention_by_amx(t, T_, layer, rows, cache);
-#endif
-  for (int i = t; i < M * Hk_; i += T_) place(layer, rows, cache, i / Hk_, i % Hk_);
-  // One row: the thread that wrote a head's key is the one that reads it.
-  if (M > 1) sync();
-  const AttentionView<A> view{cache,
-                              queries_.get(),
-                              mixed_.get(),
-                              static_cast<size_t>(query_stride_),
-                              static_cast<size_t>(x_stride_),
-                              Hq_,
-                              Hk_,
-                              D_,
-                              1.0f / std::sqrt(static_cast<float>(D_))};
-  float* scratch = scores_.get() + static_cast<size_t>(t) * kTileQueries * scores_stride_;
-  for (int i = t; i < tiles * Hk_; i += T_) {
-    const int next = (i + T_) / Hk_;
-    Later<T> later{cache + (i + T_) % Hk_ * D_, nullptr, 0};
-    if (next < tiles && visible_.begins_prefix(next)) {
-      const int m = visible_.tiles[next].first;
-      later.slots = visible_.prefix(rows, m), later.count = visible_.prefix_count(rows, m);
-    }
-    for (int head = 0; head < group; head += kTileQueries)
-      attend(view, rows, visible_, visible_.tiles[i / Hk_], i % Hk_, i % Hk_ * group + head,
-             std::min(kTileQueries, group - head), scratch, scores_stride_,
-             head == 0 ? later : Later<T>{});
-  }
-}
-
-// Norm and rotation of one key head and its query heads; key and value go to the cache.
-template <class A>
-void Model<A>::place(const Layer& layer, const RowsView& rows, T* cache, int m, int g) {
-  const int group = Hq_ / Hk_;
-  float* from = qkv_.get() + m * qkv_stride_;
-  T* to = cache + (static_cast<size_t>(rows.slot[m]) * 2 * Hk_ + g) * D_;
-  for (int head = g * group; head < (g + 1) * group; ++head)
-    turn(from + head * D_, layer.q_norm, rows.position[m],
-         queries_.get() + (static_cast<size_t>(m) * Hq_ + head) * query_stride_);
-  turn(from + (Hq_ + g) * D_, layer.k_norm, rows.position[m], to);
-  const float* value = from + (Hq_ + Hk_ + g) * D_;
-  for (int d = 0; d < D_; d += kLanes)
-    A::store(to + static_cast<size_t>(Hk_) * D_ + d, first_lanes(D_ - d),
-             _mm512_maskz_loadu_ps(first_lanes(D_ - d), value + d));
 }
 
 }  // namespace

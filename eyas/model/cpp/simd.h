@@ -85,11 +85,54 @@ INLINE Vec exp_of(Vec x) {
   return _mm512_scalef_ps(p, n);
 }
 
-INLINE Vec silu_times(Vec gate, Vec up) {
-  const Vec one = _mm512_set1_ps(1.0f);
-  const Vec grown = _mm512_add_ps(one, exp_of(_mm512_sub_ps(_mm512_setzero_ps(), gate)));
-  return _mm512_mul_ps(_mm512_div_ps(gate, grown), up);
+// tanh x to about one unit in the last place: by Cephes' polynomial where e^x would lose it.
+INLINE Vec tanh_of(Vec x) {
+  const Vec one = _mm512_set1_ps(1.0f), two = _mm512_set1_ps(2.0f), size = _mm512_abs_ps(x),
+            square = _mm512_mul_ps(x, x);
+  Vec p = _mm512_set1_ps(-5.70498872745e-3f);
+  p = _mm512_fmadd_ps(p, square, _mm512_set1_ps(2.06390887954e-2f));
+  p = _mm512_fmadd_ps(p, square, _mm512_set1_ps(-5.37397155531e-2f));
+  p = _mm512_fmadd_ps(p, square, _mm512_set1_ps(1.33314422036e-1f));
+  p = _mm512_fmadd_ps(p, square, _mm512_set1_ps(-3.33332819422e-1f));
+  const Vec small = _mm512_fmadd_ps(_mm512_mul_ps(p, square), x, x);
+  const Vec grown = _mm512_add_ps(one, exp_of(_mm512_mul_ps(two, size)));
+  const Vec large = _mm512_sub_ps(one, _mm512_div_ps(two, grown));
+  const Vec signed_large = _mm512_or_ps(large, _mm512_and_ps(x, _mm512_set1_ps(-0.0f)));
+  return _mm512_mask_mov_ps(signed_large,
+                            _mm512_cmp_ps_mask(size, _mm512_set1_ps(0.625f), _CMP_NGE_UQ), small);
 }
+
+INLINE Vec capped(Vec x, Vec cap) { return _mm512_mul_ps(cap, tanh_of(_mm512_div_ps(x, cap))); }
+
+// x / (1 + e^(-slope x))
+INLINE Vec sigmoid_times(Vec x, float slope) {
+  const Vec one = _mm512_set1_ps(1.0f);
+  return _mm512_div_ps(x, _mm512_add_ps(one, exp_of(_mm512_mul_ps(_mm512_set1_ps(-slope), x))));
+}
+
+// What an MLP makes of its gate and up, as `eyas/families.py` names them.
+struct Silu {
+  static INLINE Vec of(Vec gate, Vec up) { return _mm512_mul_ps(sigmoid_times(gate, 1.0f), up); }
+};
+
+struct GeluTanh {
+  static INLINE Vec of(Vec gate, Vec up) {
+    const Vec half = _mm512_mul_ps(_mm512_set1_ps(0.5f), gate);
+    const Vec cube = _mm512_mul_ps(_mm512_mul_ps(gate, gate), gate);
+    const Vec inner = _mm512_fmadd_ps(_mm512_set1_ps(0.044715f), cube, gate);
+    const Vec turned = tanh_of(_mm512_mul_ps(_mm512_set1_ps(0.7978845608f), inner));
+    return _mm512_mul_ps(_mm512_fmadd_ps(half, turned, half), up);
+  }
+};
+
+struct ClampedSilu {
+  static INLINE Vec of(Vec gate, Vec up) {
+    const Vec limit = _mm512_set1_ps(7.0f);
+    up = _mm512_max_ps(_mm512_min_ps(up, limit), _mm512_set1_ps(-7.0f));
+    const Vec glu = sigmoid_times(_mm512_min_ps(gate, limit), 1.702f);
+    return _mm512_fmadd_ps(glu, up, glu);
+  }
+};
 
 // The sums of 16 vectors, in the 16 lanes of one. Every vector is summed by the same tree, wherever
 // it stands.

@@ -2,7 +2,7 @@
 // row.
 #pragma once
 
-#include "model.h"
+#include "layer.h"
 
 namespace {  // of one translation unit: decoder.cpp
 
@@ -19,15 +19,16 @@ int Model<A>::forward(const RowsView& rows, void* kv, const Tapped& tapped,
   const int team = Pool::shared().advised(threads_);
   reserve(std::max(M, n), team);
   if (!plan(rows)) return kBadSlot;
+  const bool finishes = factors_.logit != 1 || factors_.logit_softcap > 0;
   Pool::shared().run(team, [&](int t) {
     const int T_ = team;
     for (int m = M * t / T_; m < M * (t + 1) / T_; ++m) embed(rows.token[m], h_ + m * h_stride_);
     sync();
     for (size_t l = 0; l < layers_.size(); ++l) {
       const T* x = normed(t, T_, M, layers_[l].input_norm, nullptr);
-      const Product* next = l + 1 < layers_.size() ? layers_[l + 1].qkv : outer_.head;
+      const Product* next = l + 1 < layers_.size() ? layers_[l + 1].in : outer_.head;
       layer(t, T_, layers_[l], next, rows, x,
-            static_cast<T*>(kv) + l * rows.num_slots * 2 * Hk_ * D_,
+            static_cast<T*>(kv) + l * rows.num_slots * shape_.slot_width,
             [&](int m, int c, __mmask16 lanes, Vec v) {
               if (tapped.taps == nullptr) return;
               const size_t to = tapped.by_slot ? rows.slot[m] : m;
@@ -45,8 +46,9 @@ int Model<A>::forward(const RowsView& rows, void* kv, const Tapped& tapped,
     if (n == 0) return;
     const T* x = normed(t, T_, n, outer_.final_norm, logits_of);
     clear_best(t, n);
-    product(*outer_.head, layers_[0].qkv, x, x_stride_, n, t, T_,
-            [&](const Panel& panel, const float* out) {
+    product(*outer_.head, layers_[0].in, x, x_stride_, n, t, T_,
+            [&](const Panel& panel, float* out) {
+              if (finishes) finish_logits(out, n, panel.width);
               for (int r = 0; r < n; ++r)
                 for (int w = 0; w < panel.width; ++w) {
                   const int c = (panel.first + w) * kLanes;
@@ -61,6 +63,18 @@ int Model<A>::forward(const RowsView& rows, void* kv, const Tapped& tapped,
     for (int r = n * t / T_; r < n * (t + 1) / T_; ++r) best[r] = best_of(T_, r);
   });
   return kDone;
+}
+
+// Factors the outputs of lm_head on a panel, and cuts them softly.
+template <class A>
+void Model<A>::finish_logits(float* out, int n, int width) const {
+  const Vec size = _mm512_set1_ps(factors_.logit), cap = _mm512_set1_ps(factors_.logit_softcap);
+  for (int r = 0; r < n; ++r)
+    for (int w = 0; w < width; ++w) {
+      float* at = out + r * kPanelColumns + w * kLanes;
+      const Vec v = _mm512_mul_ps(size, _mm512_loadu_ps(at));
+      _mm512_storeu_ps(at, factors_.logit_softcap > 0 ? capped(v, cap) : v);
+    }
 }
 
 // One forward over the chosen trees; the target's own tokens along each, and its columns put in
@@ -133,7 +147,7 @@ bool Model<A>::walk(int64_t b, const DrawState* state, TokenSampler& sampler) {
   }
   sampler.begin(*state, V_);
   return tree_rows_.walk(b, paths_[b], drawn_[b],
-                          [&](int m) { return sampler.next(logits_of_[m]); });
+                         [&](int m) { return sampler.next(logits_of_[m]); });
 }
 
 // A column's keys, values and features from one slot to another.
@@ -141,7 +155,7 @@ template <class A>
 void Model<A>::move(const RowsView& rows, int64_t from, int64_t to, T* kv,
                     const Tapped& tapped) const {
   if (from == to) return;
-  const size_t width = static_cast<size_t>(2) * Hk_ * D_, features = static_cast<size_t>(3) * H_;
+  const size_t width = shape_.slot_width, features = static_cast<size_t>(3) * H_;
   for (size_t l = 0; l < layers_.size(); ++l, kv += rows.num_slots * width)
     std::memcpy(kv + to * width, kv + from * width, width * sizeof(T));
   if (tapped.taps == nullptr) return;

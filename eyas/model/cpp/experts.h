@@ -1,0 +1,100 @@
+// Which experts of a mixture take which rows. Knows the router's logits, no weights.
+//
+// The rows of a forward go to experts grouped: an expert's rows stand together, so its weights are
+// read once. What a row is given, and in what order it is summed, depends on the row alone.
+#pragma once
+
+#include <cmath>
+
+#include "simd.h"
+
+// Rows [start, start + count) of the grouped ones.
+struct ExpertRows {
+  int expert, start, count;
+};
+
+// Letters: M rows, E experts, k of them for a row.
+template <class T>
+class Experts {
+ public:
+  Experts(int64_t E, int64_t k, bool renormalises)
+      : E_(static_cast<int>(E)),
+        k_(static_cast<int>(k)),
+        stride_(round_up(E_, kLanes)),
+        renormalises_(renormalises) {}
+
+  void reserve(size_t M, size_t x_stride, size_t h_stride) {
+    logits.reserve(M * stride_);
+    ids_.reserve(M * k_), places_.reserve(M * k_), rows_.reserve(M * k_), shares_.reserve(M * k_);
+    counts_.reserve(E_ + 1), groups_.reserve(E_);
+    x.reserve(M * k_ * x_stride);
+    outputs.reserve(M * k_ * h_stride);
+  }
+
+  // The k best of row m's softmax (ties: smaller id), ascending, and their shares.
+  void choose(int m) {
+    float* p = logits.get() + static_cast<size_t>(m) * stride_;
+    int* ids = ids_.get() + m * k_;
+    Vec most = _mm512_set1_ps(-INFINITY), sum = _mm512_setzero_ps();
+    for (int e = 0; e < E_; e += kLanes)
+      most = _mm512_mask_max_ps(most, first_lanes(E_ - e), most, _mm512_loadu_ps(p + e));
+    const Vec top = _mm512_set1_ps(_mm512_reduce_max_ps(most));
+    for (int e = 0; e < E_; e += kLanes) {
+      const Vec part = exp_of(_mm512_sub_ps(_mm512_loadu_ps(p + e), top));
+      _mm512_storeu_ps(p + e, part);
+      sum = _mm512_mask_add_ps(sum, first_lanes(E_ - e), sum, part);
+    }
+    for (int i = 0; i < k_; ++i) {
+      int best = -1;
+      for (int e = 0; e < E_; ++e)
+        if (std::find(ids, ids + i, e) == ids + i && (best < 0 || p[e] > p[best])) best = e;
+      ids[i] = best;
+    }
+    std::sort(ids, ids + k_);
+    float total = renormalises_ ? 0 : _mm512_reduce_add_ps(sum);
+    for (int i = 0; renormalises_ && i < k_; ++i) total += p[ids[i]];
+    for (int i = 0; i < k_; ++i) shares_.get()[m * k_ + i] = p[ids[i]] / total;
+  }
+
+  // Groups the M rows by expert; needs every row's choice.
+  void group(int M) {
+    int* starts = counts_.get();
+    std::fill(starts, starts + E_ + 1, 0);
+    for (int i = 0; i < M * k_; ++i) ++starts[ids_.get()[i] + 1];
+    num_groups_ = 0;
+    for (int e = 0; e < E_; ++e) {
+      if (starts[e + 1] > 0) groups_.get()[num_groups_++] = {e, starts[e], starts[e + 1]};
+      starts[e + 1] += starts[e];
+    }
+    for (int i = 0; i < M * k_; ++i) {
+      const int place = starts[ids_.get()[i]]++;
+      places_.get()[i] = place, rows_.get()[place] = i / k_;
+    }
+  }
+
+  // After `group`.
+  int num_groups() const { return num_groups_; }
+  const ExpertRows& operator[](int group) const { return groups_.get()[group]; }
+  int row(int place) const { return rows_.get()[place]; }
+
+  // 16 channels of row m's sum over its experts, in their order, of outputs [M * k, stride].
+  INLINE Vec sum(int m, int c, size_t stride) const {
+    Vec all = _mm512_setzero_ps();
+    for (int i = m * k_; i < (m + 1) * k_; ++i)
+      all = _mm512_fmadd_ps(_mm512_set1_ps(shares_.get()[i]),
+                            _mm512_loadu_ps(outputs.get() + places_.get()[i] * stride + c), all);
+    return all;
+  }
+
+  int stride() const { return stride_; }
+
+  Buffer<float> logits, outputs;  // [M, stride], [M * k, h_stride]
+  Buffer<T> x;                    // [M * k, x_stride]
+
+ private:
+  int E_, k_, stride_, num_groups_ = 0;
+  bool renormalises_;
+  Buffer<int> ids_, places_, rows_, counts_;
+  Buffer<float> shares_;
+  Buffer<ExpertRows> groups_;
+};
