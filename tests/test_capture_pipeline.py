@@ -94,7 +94,7 @@ def test_serving_it_is_refused_in_words(tmp_path):
     shown = CliRunner().invoke(build(words), words, prog_name="eyas")
     assert shown.exit_code == 2
     assert "'gpt_neox' model; eyas' own engine runs Llama" in shown.stderr
-    assert "the exported head is served there" in shown.stderr
+    assert "check says which servers take the head" in shown.stderr
     with pytest.raises(MismatchError, match="gpt_neox"):
         capture(
             CaptureConfig(target=str(folder), decoder="own"),

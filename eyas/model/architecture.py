@@ -55,7 +55,7 @@ from eyas.model.config import (
 
 ELSEWHERE = (
     "answer prompts by a server that runs it (SGLang, vLLM); capture, train, eval and export take "
-    "it through transformers, and the exported head is served there"
+    "it through transformers, and check says which servers take the head"
 )
 
 
