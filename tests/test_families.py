@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -18,8 +18,12 @@ from torch import Tensor
 from eyas.engine.draft import Draft
 from eyas.engine.engine import Engine, EngineConfig
 from eyas.engine.request import Request, SamplingParams
-from eyas.model.target import Target
+from eyas.model.architecture import TargetConfig
+from eyas.model.library import unavailable
+from eyas.model.packed import in_eight_bits
+from eyas.model.target import Dtype, Target
 from eyas.model.vocab import auto_class, transformers_config
+from eyas.model.weights import read_tensors
 from tests.architectures import ARCHITECTURES, saved_architecture
 from tests.tiny_engine import EVERYTHING, idle, load_as, random_head
 
@@ -34,7 +38,17 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @cache
 def loaded(root: Path, name: str, backend: str) -> Target:
-    return load_as(backend, saved_architecture(root, name))
+    """backend: "torch" or "native" in float32; "bfloat16", or "packed" in blocks of eight bits, by
+    the native decoder.
+    """
+    folder = saved_architecture(root, name)
+    if backend in ("torch", "native"):
+        return load_as(backend, folder)
+    if unavailable() is not None:
+        pytest.skip("no native path on this machine")
+    config, tensors = TargetConfig.from_folder(folder), read_tensors(folder)
+    blocks = in_eight_bits(tensors) if backend == "packed" else None
+    return Target(config, tensors, cast(Dtype, backend), blocks=blocks)
 
 
 @cache
@@ -83,13 +97,14 @@ def test_greedy_answers_are_those_of_transformers(root, name, backend):
     assert list(ours[0][0]) == theirs[0, len(asked.prompt_ids) :].tolist()
 
 
+@pytest.mark.parametrize("backend", ["torch", "native", "bfloat16", "packed"])
 @pytest.mark.parametrize("name", OWN)
 def test_speculation_changes_nothing(root, name, backend):
     """Trees in a batch whose requests are accepted to different lengths, greedy and sampled, and a
     prefix used again: tokens and log-probabilities are those of plain decoding, to the bit where
     the native decoder computes them.
     """
-    target, num_top = loaded(root, name, backend), 2 if backend == "native" else None
+    target, num_top = loaded(root, name, backend), None if backend == "torch" else 2
     asked = prompts(target, [30, 70, 100], logprobs=num_top)
     asked += prompts(target, [70, 33], temperature=1.0, logprobs=num_top)
     plain = [run(Engine(target, None, EngineConfig(num_pages=64)), [one])[0] for one in asked]

@@ -155,7 +155,10 @@ def in_eight_bits(tensors: Tensors) -> dict[str, BlockMatrix]:
     return {
         name: eight_bit_blocks(tensor.float().numpy())
         for name, tensor in tensors.items()
-        if tensor.ndim == 2 and tensor.shape[1] % BLOCK == 0 and "embed_tokens" not in name
+        if tensor.ndim == 2
+        and name.endswith("weight")
+        and tensor.shape[1] % BLOCK == 0
+        and "embed_tokens" not in name
     }
 
 
