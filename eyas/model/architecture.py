@@ -146,6 +146,14 @@ class TargetConfig(TargetShape):
         return self.attention_scale or 1.0 / math.sqrt(self.head_dim)
 
     @property
+    def head_width(self) -> int:
+        """What a token meets: the experts that it is sent to have together."""
+        if self.experts is None:
+            return self.intermediate_size
+        at_work = self.experts.num_experts_per_tok * self.experts.intermediate_size
+        return max(self.intermediate_size, at_work)
+
+    @property
     def slot_width(self) -> int:
         """Numbers that a layer keeps of a token: keys and values, or a convolution's input."""
         kept = super().slot_width

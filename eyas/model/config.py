@@ -176,6 +176,11 @@ class TargetShape(DecoderConfig):
         return self.whole or self.family
 
     @property
+    def head_width(self) -> int:
+        """Of the MLP of a head for this target."""
+        return self.intermediate_size
+
+    @property
     def default_taps(self) -> Taps:
         self.refuse_few_layers()
         return (1, self.num_hidden_layers // 2 - 1, self.num_hidden_layers - 4)
@@ -302,6 +307,7 @@ class HeadConfig(DecoderConfig):
         shape = target.model_dump(include=set(DecoderConfig.model_fields)) | options.model_dump()
         shape |= {
             "rope": target.rope,
+            "intermediate_size": target.head_width,
             "num_hidden_layers": 1,
             "target_hidden_size": target.hidden_size,
             "draft_vocab_size": options.draft_vocab_size
