@@ -200,7 +200,8 @@ def gguf_file(
     for name, values in converted(folder, config, architecture):
         ggml_name = names.get_name(name, try_suffixes=(".weight", ".bias"))
         assert ggml_name is not None, name
-        stored = kind if values.ndim > 1 and "norm" not in ggml_name else F32
+        whole = values.shape[-1] % gguf.GGML_QUANT_SIZES[kind][0] == 0
+        stored = kind if values.ndim > 1 and whole else F32
         writer.add_tensor(ggml_name, gguf.quantize(values, stored), raw_dtype=stored)
     for name, values in (add or {}).items():
         writer.add_tensor(name, values)

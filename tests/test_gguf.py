@@ -28,11 +28,14 @@ from eyas.errors import (
     MissingInputError,
     TemplateError,
 )
+from eyas.gguf.blocks import block_matrices
 from eyas.gguf.configuration import llama3_factors
 from eyas.gguf.file import open_file
 from eyas.gguf.folder import target_folder
 from eyas.gguf.tokenizer import WORD_SPLITS, merges_by_score, tokenizer_of
 from eyas.hub import resolve_target
+from eyas.model.architecture import TargetConfig
+from eyas.model.arrangement import arranged
 from eyas.model.target import Target
 from eyas.model.weights import read_tensors
 from tests.architectures import save_architecture
@@ -107,16 +110,40 @@ def test_a_file_computes_what_the_model_in_it_does(tmp_path, family, overrides):
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
+def file_of(source: Path, folder: Path, kind: Kind = Kind.F32) -> Path:
+    """Phi's files have the factors of its long rotary embedding as tensors."""
+    rope = AutoConfig.from_pretrained(source).rope_parameters
+    add = {
+        f"rope_factors_{length}.weight": np.array(rope[f"{length}_factor"], np.float32)
+        for length in ("long", "short")
+        if f"{length}_factor" in rope
+    }
+    return gguf_file(source, folder / "tiny.gguf", kind, add=add)
+
+
+@pytest.mark.parametrize("name", OF_GGUF)
+def test_blocks_of_every_architecture_are_those_of_its_weights(tmp_path, name):
+    source = save_architecture(tmp_path / "source", name, **OTHERWISE.get(name, {}))
+    kind = Kind.MXFP4 if name == "gpt_oss" else Kind.Q8_0
+    folder = resolve_target(str(file_of(source, tmp_path, kind)))
+    config = TargetConfig.from_folder(folder)
+    tensors, blocks = (
+        arranged(config, read_tensors(folder)),
+        arranged(config, block_matrices(folder)),
+    )
+    matrices = {
+        name for name, tensor in tensors.items() if tensor.ndim == 2 and "conv.conv" not in name
+    }
+    narrow = {one for one in matrices if tensors[one].shape[1] % 32}
+    assert blocks.keys() == matrices - narrow
+    for one, block in blocks.items():
+        assert torch.equal(torch.from_numpy(block.dequantised()).bfloat16(), tensors[one]), one
+
+
 @pytest.mark.parametrize("name", OF_GGUF)
 def test_a_file_of_every_architecture_computes_what_the_model_in_it_does(tmp_path, name):
     source = save_architecture(tmp_path / "source", name, **OTHERWISE.get(name, {}))
-    config = AutoConfig.from_pretrained(source)
-    add = {}
-    if name == "phi4_mini":
-        for length in ("long", "short"):
-            factors = np.array(config.rope_parameters[f"{length}_factor"], np.float32)
-            add[f"rope_factors_{length}.weight"] = factors
-    folder = resolve_target(str(gguf_file(source, tmp_path / "tiny.gguf", add=add)))
+    folder = resolve_target(str(file_of(source, tmp_path)))
     expected = AutoModelForCausalLM.from_pretrained(source)(LONG_TOKENS_BT).logits
     found = AutoModelForCausalLM.from_pretrained(folder)
     own = Target.load(folder).logits(LONG_TOKENS_BT)
