@@ -1,10 +1,11 @@
 """Eval where our own engine does not run the target: on one that it runs, the rounds are the
-engine's, and sampled acceptance lies between the bounds.
+engine's, and sampled acceptance is that over all draws.
 """
 
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,9 +15,11 @@ from eyas.chat import Chat
 from eyas.errors import ConfigError, MismatchError
 from eyas.evaluate.answers import HookedAnswers
 from eyas.evaluate.breakdown import WAYS
+from eyas.evaluate.chains import answers_temperature, drawn_at
 from eyas.evaluate.evaluate import EvalConfig, evaluate
 from eyas.evaluate.trees import ModelsConfig, PromptSet, decode
-from eyas.evaluate.walks import TreeWalks, bounds, heights, walk
+from eyas.evaluate.walks import TreeWalks, WalkedRound, expected_drafts, walk
+from eyas.features.conversation import Sampling
 from eyas.log import quiet
 from eyas.model.batch import Batch
 from eyas.model.chain import measure
@@ -129,64 +132,81 @@ def test_several_turns_of_one_conversation_are_answers_of_their_own(world, vocab
 
 
 @pytest.mark.parametrize("temperature", [0.4, 1.0, 3.0])
-@pytest.mark.parametrize("tree", ["fixed(3,2,5)", "fixed(2,1,3)"])
-def test_expected_acceptance_lies_between_the_bounds(world, vocabulary, tree, temperature):
-    """Against all that the target could draw: its chances behind every node, by its own forward."""
+@pytest.mark.parametrize("tree", ["fixed(3,2,5)", "fixed(3,1,4)"])
+def test_expected_acceptance_is_that_over_all_draws(world, vocabulary, tree, temperature):
+    """Every answer that the target could draw at a tree's nodes, by its chance: what one round
+    counts on each adds up to the target's own chances along the whole tree.
+    """
     _, head, models, _, samples = world
-    walks = TreeWalks.load(vocabulary, head.url, [tree])
-    exact, width = 0, 0.0
-    for sample in samples:
-        rounds = walk(walks._draft, walks._counts[0].tree, [sample])[0].rounds[0]
-        for one in rounds:
-            if one.left <= 3:  # its answer's end would cut it
-                continue
-            prefix = sample.token_ids[: one.root + 1].tolist()
-            expected = drafts_in_expectation(models.target, prefix, one.tree, 0, temperature)
-            ((low, high),) = bounds([one], sample.last_hidden, vocabulary, [temperature])
-            assert low - 1e-5 <= expected <= high + 1e-5
-            off = [n for n, below in enumerate(heights(one.tree)) if below and n not in one.path]
-            if off == [0]:  # the answer takes every node that has children
-                assert low == pytest.approx(high, abs=1e-9) == pytest.approx(expected, abs=1e-5)
-                exact += 1
-            width = max(width, high - low)
-    assert exact > 0
-    assert width > 0
+    walks, total = TreeWalks.load(vocabulary, head.url, [tree]), 0.0
+    for sample in samples[:3]:
+        one = walk(walks._draft, walks._counts[0].tree, [sample])[0].rounds[0][1]
+        prefix = sample.token_ids[: one.root + 1].tolist()
+        chance_of, counted = chances_of_nodes(models.target, prefix, one.tree, temperature), 0.0
+        for node, chance in enumerate(chance_of):
+            path = [node] if node else []
+            while path and one.tree.parents[path[0]]:
+                path.insert(0, one.tree.parents[path[0]])
+            below = [n for n, parent in enumerate(one.tree.parents) if parent == node]
+            stops_here = chance - sum(chance_of[n] for n in below)
+            answer = [one.tree.tokens[n] for n in path] + [5] * 6
+            (drawn,) = samples_of(models.target, [(prefix, answer)], "drawn")
+            walked = WalkedRound(one.root, len(answer), one.tree, path)
+            states = drawn.last_hidden, vocabulary
+            counted += stops_here * expected_drafts([walked], *states, temperature)
+        assert counted == pytest.approx(sum(chance_of[1:]), abs=1e-5)
+        total += counted
+    assert total > 0.01
 
 
-def drafts_in_expectation(target, prefix, tree, node, temperature) -> float:
-    """Accepted drafts below a node, summed over all draws."""
-    children = [n for n, parent in enumerate(tree.parents) if parent == node]
-    if not children:
-        return 0.0
-    chances = (target.logits(torch.tensor([prefix]))[0, -1] / temperature).softmax(-1)
-    return sum(
-        float(chances[tree.tokens[n]])
-        * (1 + drafts_in_expectation(target, [*prefix, tree.tokens[n]], tree, n, temperature))
-        for n in children
-    )
+def chances_of_nodes(target, prefix, tree, temperature) -> list[float]:
+    """How likely each node of a tree is drawn, by the target's own forward; 1 for the root."""
+    chances, texts = [1.0], [prefix]
+    for token, parent in zip(tree.tokens[1:], tree.parents[1:], strict=True):
+        logits_V = target.logits(torch.tensor([texts[parent]]))[0, -1]
+        chances.append(chances[parent] * float((logits_V / temperature).softmax(-1)[token]))
+        texts.append([*texts[parent], token])
+    return chances
 
 
 def test_a_cold_target_accepts_what_the_greedy_one_does(world, vocabulary):
     _, head, _, _, samples = world
-    walks = TreeWalks.load(vocabulary, head.url, TREES, [0.0, 1e-4])
+    walks = TreeWalks.load(vocabulary, head.url, TREES).of(1e-4)
     walks.add(samples, ["en"] * len(samples))
-    for one, measured in zip(walks.expected(), walks.entries(0.0), strict=True):
-        assert one["temperature"] == 1e-4
-        assert one["tau_between"] == pytest.approx(2 * [measured["tau"]], abs=2e-3)
+    for entry in walks.entries(1e-4):
+        assert entry["expected_tau"] == pytest.approx(entry["tau"], abs=2e-3)
 
 
-def test_rounds_of_sampled_answers_are_within_their_own_bounds(world, vocabulary):
-    """On average: an answer is one draw, the bounds are over all draws."""
+def test_rounds_of_sampled_answers_are_what_is_expected(world, vocabulary):
+    """On average: an answer is one draw of many."""
     folder, head, *_ = world
     prompts = PromptSet.of(eval_prompts(40), Chat(folder), 150)
     hooked = HookedAnswers.load(str(folder), FLOAT32, prompts, TOKENS, 3)
-    walks = TreeWalks.load(vocabulary, head.url, ["fixed(4,2,6)"], [1.0])
+    walks = TreeWalks.load(vocabulary, head.url, ["fixed(4,2,6)"]).of(1.0)
     answers = [sample for part in hooked.samples(1.0, quiet) for sample in part]
     walks.add(answers, ["en"] * len(answers))
-    (measured,), (expected,) = walks.entries(1.0), walks.expected()
-    low, high = expected["tau_between"]
-    assert low - 0.1 < measured["tau"] < high + 0.1
+    (entry,) = walks.entries(1.0)
+    assert entry["expected_tau"] == pytest.approx(entry["tau"], abs=0.1)
     assert len({tuple(one.token_ids.tolist()) for one in answers}) == 40
+
+
+@pytest.mark.parametrize(
+    ("asked", "stated", "known"),
+    [
+        ([Sampling()], 0.0, 0.0),
+        ([Sampling(temperature=0.7)], 0.7, 0.7),
+        ([Sampling(temperature=0.7, top_p=0.9)], 0.7, 0.0),
+        ([Sampling(share=0.5), Sampling(share=0.5, temperature=1.0)], None, 0.0),
+        ([], 0.0, 0.0),
+    ],
+)
+def test_how_answers_were_drawn_is_read_from_their_manifest(asked, stated, known):
+    """known: where the chances of all that could be drawn follow from the temperature."""
+    config = {"sampling": [one.model_dump() for one in asked]}
+    answers = SimpleNamespace(config=config)
+    source = SimpleNamespace(inputs={"features": SimpleNamespace(inputs={"answers": answers})})
+    assert answers_temperature(source, greedy_share=1.0) == stated
+    assert drawn_at(source) == known
 
 
 # Targets that our own engine does not run
@@ -229,10 +249,7 @@ def test_features_alone_give_chains_trees_and_sampled_acceptance(foreign, on_fea
     assert on_features["greedy_share"] == 1.0
     assert {one["by"] for one in on_features["trees"]} == {"features"}
     assert on_features["ways"] == {"chain": WAYS["features"], "trees": WAYS["features"]}
-    for one, measured in zip(on_features["expected"], on_features["trees"], strict=True):
-        assert (one["speculation"], one["temperature"]) == (measured["speculation"], 1.0)
-        low, high = one["tau_between"]
-        assert 1.0 < low <= high < measured["num_draft_steps"] + 1
+    assert "expected_tau" not in tree
 
 
 def test_prompts_are_answered_by_transformers(foreign, on_features, tmp_path):
@@ -255,7 +272,10 @@ def test_prompts_are_answered_by_transformers(foreign, on_features, tmp_path):
     for one, stored in zip(result["trees"], on_features["trees"], strict=False):
         assert one["accept_hist"] == stored["accept_hist"]
     assert result["by_source"].keys() == {one.source for one in eval_prompts(COUNT)}
-    assert WAYS["transformers"] in " ".join(shown.stdout.split())
+    assert [one["temperature"] for one in result["trees"] if "expected_tau" in one] == [1.0, 1.0]
+    told = " ".join(shown.stdout.split())
+    assert WAYS["transformers"] in told
+    assert "expected over all that the target could have drawn" in told
     assert json.loads(shown.stdout.splitlines()[-1])["ways"] == {"trees": WAYS["transformers"]}
     words = (*words[:4], "-o", tmp_path / "other", *words[6:8])
     refused = run_eyas(*words, "--trees", "auto")
@@ -277,7 +297,8 @@ def test_answers_that_were_sampled_are_said_to_be(foreign, tmp_path):
     assert result["assumes"].startswith("sampled answers")
     assert [one["temperature"] for one in result["trees"]] == [None, None]
     (warning,) = manifest.facts["warnings"]
-    assert "temperature 0 is not measured" in warning
+    assert "temperature 0, 1 is not measured" in warning
+    assert "drawn in several ways" in warning
     words = ("eval", head.url, "-t", folder, "-o", tmp_path / "out", "--features", features.url)
     assert "as sampled" in run_eyas(*words).stdout
 

@@ -33,13 +33,25 @@ ASSUMES = (
 )
 
 
+def samplings(source: FeatureSource) -> list[dict[str, Any]]:
+    """How `generate` was asked to draw the answers of features; nothing where that is not known."""
+    answers = source.inputs["features"].inputs.get("answers")
+    return answers.config.get("sampling", []) if answers is not None else []
+
+
+def drawn_at(source: FeatureSource) -> float:
+    """The temperature at which all answers were drawn from the whole vocabulary; 0 for others."""
+    kinds = {(one["temperature"], one["top_p"], one["top_k"]) for one in samplings(source)}
+    ((temperature, *cut),) = kinds if len(kinds) == 1 else {(0.0, 1, 0)}
+    return temperature if cut == [1, 0] else 0.0
+
+
 def answers_temperature(source: FeatureSource, greedy_share: float) -> float | None:
     """What the answers were drawn at: as `generate` was asked, or greedy by their tokens; None for
     several temperatures, or one that is not known.
     """
-    answers = source.inputs["features"].inputs.get("answers")
-    if answers is not None and answers.config.get("sampling"):
-        stated = {one["temperature"] for one in answers.config["sampling"]}
+    stated = {one["temperature"] for one in samplings(source)}
+    if stated:
         return stated.pop() if len(stated) == 1 else None
     return 0.0 if greedy_share >= GREEDY else None
 
@@ -96,6 +108,7 @@ class Chains:
 
         Raises EmptyInputError where no answer has two tokens.
         """
+        walks = walks.of(drawn_at(self._source)) if walks is not None else None
         done, longest = 0, self._by_length[-1]
         batches = plan_batches(self._source.lengths, BATCH_TOKENS, "eval")
         for samples in self._source.batches(batches):
@@ -129,7 +142,6 @@ class Chains:
         }
         if walks is not None:
             result["trees"] = walks.entries(temperature, language_of="answers", by="features")
-            result["expected"] = list(walks.expected())
             result["ways"]["trees"] = WAYS["features"]
         return result, self._answers
 

@@ -1,7 +1,7 @@
 """The eval stage: what a head brings on answers and prompts that it has not seen, in eval.json.
 
 features    chains on the answers that `capture` held out and, without prompts, trees;
-            no target runs                                          -> tau, ..., trees, expected
+            no target runs                                                 -> tau, ..., trees
 prompts     trees at several temperatures, through the engine; where it does not run
             the target, along answers of transformers' model                        -> trees
 against     the same measurement of another head, and how tau changes               -> against
@@ -138,8 +138,7 @@ def evaluate(
         settings["target_fingerprint"] = fingerprint(folder)
         settings |= {} if is_own else {"by": "transformers"}
     else:
-        measured = {"num_draft_steps", "trees", "temperatures"}
-        settings = config.model_dump(mode="json", include=measured)
+        settings = config.model_dump(mode="json", include={"num_draft_steps", "trees"})
     inputs = {"head": head_manifest(head, {}), **(features.inputs if features is not None else {})}
     if config.against is not None:
         inputs["against"] = head_manifest(config.against, {})
@@ -175,10 +174,13 @@ def cautions(result: Mapping[str, Any], config: EvalConfig, num_prompts: int) ->
             f"{config.max_prompt_tokens} tokens (models.max_length less max_tokens), or refused "
             "by the chat template"
         )
-    if not num_prompts and result["answers_temperature"] != 0 and 0 in config.temperatures:
+    drawn = result.get("answers_temperature")
+    others = [f"{one:g}" for one in config.temperatures if one != drawn]
+    if not num_prompts and others:
+        how = "in several ways" if drawn is None else f"at temperature {drawn:g}"
         yield (
-            "temperature 0 is not measured: the answers of these features were sampled; greedy "
-            "ones are what `eyas generate` makes with `sampling` left out"
+            f"temperature {', '.join(others)} is not measured: the answers of these features were "
+            f"drawn {how}; give --prompts, or features of other answers (generate's `sampling`)"
         )
     if result.get("answers_temperature") == 0 and result["greedy_share"] < GREEDY:
         yield (
@@ -221,8 +223,8 @@ class HeadMeasurement:
         if features is not None:
             self._chains = Chains.load(vocabulary, files, features, config.num_draft_steps)
         if self._models is None:
-            lent, sampled = vocabulary.to(config.models.device), config.temperatures
-            self._walks = TreeWalks.load(lent, files, config.trees, () if prompts else sampled)
+            lent = vocabulary.to(config.models.device)
+            self._walks = TreeWalks.load(lent, files, config.trees)
         if prompts and not is_own:
             asked = self._prompts, config.max_tokens, config.seed
             self._hooked = HookedAnswers.load(folder, config.models, *asked)
@@ -292,16 +294,16 @@ class HeadMeasurement:
     ) -> tuple[list[dict[str, Any]], list[AnswerCounts]]:
         config, measured = self._config, list[dict[str, Any]]()
         assert self._walks is not None
-        first = self._walks
+        answers: list[AnswerCounts] = []
         for number, temperature in enumerate(config.temperatures):
-            walks = first.fresh() if number else first
+            walks = self._walks.of(temperature)
             languages = iter([prompt.language for prompt in self._prompts.prompts])
-            for samples in hooked.samples(
-                temperature, _part_of(track, number, len(config.temperatures))
-            ):
+            bar = _part_of(track, number, len(config.temperatures))
+            for samples in hooked.samples(temperature, bar):
                 walks.add(samples, list(islice(languages, len(samples))))
             measured += walks.entries(temperature, language_of="prompts", by="transformers")
-        return measured, first.answers()
+            answers = answers or walks.answers()
+        return measured, answers
 
 
 def _part_of(track: Track, number: int, count: int) -> Track:

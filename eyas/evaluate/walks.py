@@ -9,19 +9,17 @@ were. So the head's tree grows at each round's root as in serving, and is walked
 
 These are the rounds of serving, one by one, where a draft does not follow from the random numbers
 that the target draws with: greedy answers, and sampled ones of servers that draft the likeliest
-tokens (SGLang, vLLM).
+tokens (SGLang, vLLM). Our own engine guesses the draws, and accepts more at temperatures above 0.
 
-At another temperature than the answers' own, the last hidden states give bounds. A node of the tree
-that lies on the answer is reached with a probability that is known, and so is the chance of each of
-its children; below a child that the answer does not take, nothing is known: no draft is accepted,
-or all.
+A sampled answer is one of many. What is accepted in expectation over all that could be drawn at its
+nodes follows from the last hidden states: the chance that the target draws a child of a node.
 
 Letters: B samples, T the longest of them, C candidates, H target hidden size, V target vocabulary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -177,17 +175,18 @@ def _missing(walks: Sequence[AnswerWalk], table: np.ndarray, before: int) -> Roo
     return Roots(lens, starts, tokens, table)
 
 
-# Another temperature
-
-
-def bounds(
+def expected_drafts(
     rounds: Sequence[WalkedRound],
     last_hidden_TH: Tensor,
     vocabulary: TargetVocabulary,
-    temperatures: Sequence[float],
-) -> np.ndarray:
-    """The least and the most drafts that these rounds of a sample accept in expectation where the
-    target draws at these temperatures from its whole vocabulary, float64 [temperatures, 2].
+    temperature: float,
+) -> float:
+    """The drafts that these rounds of a sample accept in expectation, its answer drawn at this
+    temperature from the whole vocabulary.
+
+    A node that the answer reached is reached with its own probability, over all answers; so what is
+    summed is the chance of its children alone. The answer's last token is no draft: see
+    WalkedRound.
     """
     nodes = [
         (one, depth, node)
@@ -195,35 +194,16 @@ def bounds(
         for depth, node in enumerate([0, *one.path])
         if depth + 1 < one.left
     ]
-    sums, reached = np.zeros((len(temperatures), 2)), np.ones(len(temperatures))
-    below = {id(one): heights(one.tree) for one in rounds}
+    total = 0.0
     for first in range(0, len(nodes), ROWS_AT_ONCE):
         part = nodes[first : first + ROWS_AT_ONCE]
         columns = [one.root + depth for one, depth, _ in part]
         logits_RV = vocabulary.logits(last_hidden_TH[columns].to(vocabulary.lm_head.device))
-        for number, temperature in enumerate(temperatures):
-            chances_RV = (logits_RV / temperature).softmax(-1).cpu()
-            for (one, depth, node), chances_V in zip(part, chances_RV, strict=True):
-                children = [n for n, parent in enumerate(one.tree.parents) if parent == node]
-                on_path = one.path[depth] if depth < len(one.path) else None
-                reach = 1.0 if depth == 0 else reached[number]
-                for child in children:
-                    chance = reach * float(chances_V[one.tree.tokens[child]])
-                    sums[number] += chance
-                    if child == on_path:
-                        reached[number] = chance
-                    else:
-                        sums[number, 1] += chance * below[id(one)][child]
-    return sums
-
-
-def heights(tree: Tree) -> list[int]:
-    """The levels below each node."""
-    below = [0] * len(tree)
-    for node in range(len(tree) - 1, 0, -1):  # parents stand before their children
-        parent = tree.parents[node]
-        below[parent] = max(below[parent], below[node] + 1)
-    return below
+        chances_RV = (logits_RV / temperature).softmax(-1).cpu()
+        for (one, _, node), chances_V in zip(part, chances_RV, strict=True):
+            drafts = zip(one.tree.tokens, one.tree.parents, strict=True)
+            total += float(chances_V[[token for token, parent in drafts if parent == node]].sum())
+    return total
 
 
 # Figures
@@ -231,10 +211,10 @@ def heights(tree: Tree) -> list[int]:
 
 @dataclass(slots=True)
 class TreeCounts:
-    """What is counted of one tree. between: sums of `bounds`, float64 [temperatures, 2]."""
+    """What is counted of one tree. expected: the sum of `expected_drafts`."""
 
     tree: Speculation
-    between: np.ndarray
+    expected: float = 0.0
     answers: list[AnswerCounts] = field(default_factory=list)
 
 
@@ -247,22 +227,18 @@ class TreeWalks:
         t2d_V: Tensor,
         vocabulary: TargetVocabulary,
         trees: Sequence[Speculation],
-        temperatures: Sequence[float],
+        temperature: float = 0.0,
     ) -> None:
-        """t2d_V bool: in the draft vocabulary. temperatures: above 0, to give bounds at."""
+        """t2d_V bool: in the draft vocabulary. temperature: what the answers are drawn at, from the
+        whole vocabulary; 0 as well where that is not so.
+        """
         self._draft, self._t2d_V, self._vocabulary = draft, t2d_V, vocabulary
-        self._temperatures, sums = temperatures, (len(temperatures), 2)
-        self._counts = [TreeCounts(tree, np.zeros(sums)) for tree in trees]
+        self._temperature = temperature
+        self._counts = [TreeCounts(tree) for tree in trees]
         self._is_known: list[list[bool]] = []  # of each answer's tokens: in the draft vocabulary
 
     @classmethod
-    def load(
-        cls,
-        vocabulary: TargetVocabulary,
-        head: Path,
-        trees: Sequence[str],
-        temperatures: Sequence[float] = (),
-    ) -> TreeWalks:
+    def load(cls, vocabulary: TargetVocabulary, head: Path, trees: Sequence[str]) -> TreeWalks:
         """Raises what reading a head raises, MismatchError for one that does not fit, and
         ConfigError for a tree without a size.
         """
@@ -277,13 +253,12 @@ class TreeWalks:
                 )
             check_branches(config, tree)
         draft = Draft(config, tensors, TargetMatrices.of(vocabulary))
-        above_0 = [temperature for temperature in temperatures if temperature > 0]
-        return cls(draft, tensors["t2d"], vocabulary, parsed, above_0)
+        return cls(draft, tensors["t2d"], vocabulary, parsed)
 
-    def fresh(self) -> TreeWalks:
-        """The same without counts."""
+    def of(self, temperature: float) -> TreeWalks:
+        """The same without counts, for answers that are drawn at this temperature."""
         trees = [counts.tree for counts in self._counts]
-        return TreeWalks(self._draft, self._t2d_V, self._vocabulary, trees, self._temperatures)
+        return TreeWalks(self._draft, self._t2d_V, self._vocabulary, trees, temperature)
 
     def add(self, samples: Sequence[Sample], languages: Sequence[str]) -> None:
         """Walk these samples' answers. languages: of each sample's."""
@@ -295,18 +270,22 @@ class TreeWalks:
                     tally = RoundCounts(counts.tree.num_draft_steps)
                     tally.add_rounds([round.num_accepted_drafts for round in rounds])
                     counts.answers.append(AnswerCounts(sample.source, language, tally))
-                    if self._temperatures:
+                    if self._temperature > 0:
                         states = sample.last_hidden, self._vocabulary
-                        counts.between += bounds(rounds, *states, self._temperatures)
+                        counts.expected += expected_drafts(rounds, *states, self._temperature)
         for sample in samples:
             is_known = self._t2d_V[sample.token_ids.long()].tolist()
             spans = runs(sample.loss_mask.tolist())
             self._is_known += [is_known[first:end] for first, end in spans]
 
     def entries(self, temperature: float | None, **facts: Any) -> list[dict[str, Any]]:
-        """Entries of eval.json's `trees`. temperature: of the answers; None: of several."""
-        return [
-            {
+        """Entries of eval.json's `trees`. temperature: of the answers; None: of several.
+
+        expected_tau: over all that could have been drawn in these rounds.
+        """
+        made = []
+        for counts in self._counts:
+            entry = {
                 "speculation": str(counts.tree),
                 "temperature": temperature,
                 "num_draft_steps": counts.tree.num_draft_steps,
@@ -315,21 +294,11 @@ class TreeWalks:
                 "tokens": sum(map(len, self._is_known)),
                 **facts,
             }
-            for counts in self._counts
-        ]
+            if self._temperature > 0:
+                entry["expected_tau"] = 1 + counts.expected / max(entry["rounds"], 1)
+            made.append(entry)
+        return made
 
     def answers(self) -> list[AnswerCounts]:
         """The counts of each answer, by the first tree."""
         return self._counts[0].answers
-
-    def expected(self) -> Iterator[dict[str, Any]]:
-        """Entries of eval.json's `expected`: tau at each of the temperatures, least and most."""
-        for counts in self._counts:
-            rounds = sum(answer.counts.rounds for answer in counts.answers)
-            for temperature, sums in zip(self._temperatures, counts.between, strict=True):
-                yield {
-                    "speculation": str(counts.tree),
-                    "temperature": temperature,
-                    "tau_between": [1 + float(total) / max(rounds, 1) for total in sums],
-                    "rounds": rounds,
-                }
