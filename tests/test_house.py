@@ -31,7 +31,7 @@ ROOMS = {
     "privacy": (156, "personal data and secrets: search, surrogates, key"),
     "features": (125, "the target's answers and its hidden states"),
     "bench": (106, "any server measured over HTTP, and watched"),
-    "train": (93, "objective, optimizer, runs"),
+    "train": (94, "objective, optimizer, runs"),
     "cli": (88, "one file per command"),
     "top": (105, "artifacts, records, errors, names of models, pages"),
     "export": (79, "forms of other engines, check by replay, card"),

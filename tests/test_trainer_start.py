@@ -69,6 +69,16 @@ def test_a_new_head_begins_with_what_is_linear_in_the_features(train_lm_head):
     assert torch.equal(head.fc.weight, before)
 
 
+@pytest.mark.parametrize("fc_norm", [True, False])
+def test_large_hidden_states_are_named_where_no_norm_tames_them(caplog, fc_norm):
+    head = wavy_head(fc_norm=fc_norm)
+    initialise(head, tiny_vocabulary(), seed=0)
+    aux_TA = 200 * torch.randn(50, head.fc.in_features)
+    hidden_TH = torch.randn(50, head.config.hidden_size)
+    fit_to_features(head, [Sample("large", torch.zeros(50), torch.ones(50) > 0, aux_TA, hidden_TH)])
+    assert ("head.fc_norm=true" in caplog.text) is not fc_norm
+
+
 class World:
     """A target, two mixes of its own answers, and a head of the old one."""
 

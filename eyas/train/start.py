@@ -5,6 +5,7 @@ Letters: V target vocabulary, W draft vocabulary, H hidden, R rows.
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Iterable
 from typing import Any, Literal
@@ -21,10 +22,14 @@ from eyas.model.head import Head, load_head
 from eyas.model.vocab import TargetVocabulary, draft_vocabulary
 from eyas.shards import FeatureMeta, Sample
 
+log = logging.getLogger(__name__)
 COVERAGE = 0.99  # the share of the answers' tokens in the default draft vocabulary
 W_IN_STEPS_OF = 128  # W is a multiple of it: a size that all devices multiply well
 FITTED_SAMPLES = 256  # conversations that `fit_to_features` takes
 RIDGE = 0.01  # of the mean square of fc's inputs
+# Root mean square of fc's inputs: SmolLM2's is 12; at Gemma 3's 630 a step of any size that trains
+# the other weights throws fc out of its place.
+MOST_INPUT = 100.0
 
 
 class StartConfig(BaseModel):
@@ -124,6 +129,12 @@ def fit_to_features(head: Head, samples: Iterable[Sample]) -> None:
     if not power:
         return
     scale = math.sqrt(power / count)
+    size = math.sqrt(float(square.diagonal().mean()) * (width // 3) / count)
+    if size > MOST_INPUT:
+        log.warning(
+            f"the hidden states are large (root mean square {size:.0f}): a head without fc_norm "
+            "does not learn from them; --set head.fc_norm=true (in a run file: train.head.fc_norm)"
+        )
     square.diagonal().add_(RIDGE * float(square.diagonal().mean()))
     head.fc.weight.copy_(torch.linalg.solve(square, product / scale).T)
     if head.config.train_lm_head:
