@@ -89,6 +89,10 @@ def test_a_chain_on_features_is_a_figure_too(tmp_path):
     (tmp_path / "eval.json").write_text(json.dumps(found))
     (card,) = read_card(str(tmp_path))
     assert card == CHAIN
+    sampled = {**found, "answers_temperature": 1.0, "trees": [{**found, "temperature": None}]}
+    (tmp_path / "eval.json").write_text(json.dumps(sampled))
+    (card,) = read_card(str(tmp_path))
+    assert card == replace(CHAIN, temperature=1.0)
 
 
 def test_cards_without_an_interval_are_refused(tmp_path):

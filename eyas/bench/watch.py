@@ -123,19 +123,25 @@ def read_card(place: str) -> list[CardTau]:
 
 
 def _of_eval(result: Mapping[str, Any]) -> list[CardTau]:
-    """Trees first, as they were served; a chain on features has no `speculation`."""
-    found = [*result.get("trees", [])]
+    """Trees first, as they were served; a chain on features has no `speculation`. What was drawn
+    at several temperatures is a promise of none.
+    """
+    found = [(one, one["temperature"]) for one in result.get("trees", [])]
     if "tau_by_num_draft_steps" in result:
-        found.append(result)
-    return [_card_tau(one) for one in found if one["tau_interval"] and one["rounds"]]
+        found.append((result, result.get("answers_temperature", 0.0)))
+    return [
+        _card_tau(one, temperature)
+        for one, temperature in found
+        if one["tau_interval"] and one["rounds"] and temperature is not None
+    ]
 
 
-def _card_tau(one: Mapping[str, Any]) -> CardTau:
+def _card_tau(one: Mapping[str, Any], temperature: float) -> CardTau:
     steps = one["num_draft_steps"]
     is_tree = "tau_by_num_draft_steps" not in one
     return CardTau(
         one["speculation"] if is_tree else f"fixed({steps},1,{steps + 1})",
-        one["temperature"] if is_tree else 0.0,
+        temperature,
         one["tau"],
         (one["tau_interval"][0], one["tau_interval"][1]),
         one["answers"],
