@@ -407,9 +407,14 @@ def test_any_target_that_transformers_loads_is_replayed(name, tmp_path_factory, 
     assert "the target ran in transformers" in " ".join(shown.stdout.split())
 
 
-def test_a_target_that_is_larger_than_memory_is_not_loaded(tmp_path_factory, tmp_path, monkeypatch):
+def test_a_target_that_cannot_answer_here_is_not_replayed(tmp_path_factory, tmp_path, monkeypatch):
     folder = saved_architecture(tmp_path_factory.getbasetemp(), "opt")
     head = head_folder(folder, tmp_path / "head")
+    with monkeypatch.context() as patch:
+        patch.setattr("transformers.OPTForCausalLM.generate", None)
+        scores, why_not = replay_head(head, folder)
+        assert scores == []
+        assert "OPTForCausalLM does not answer: 'NoneType' object is not callable" in why_not
     monkeypatch.setattr("eyas.export.check.os.sysconf", lambda _: 1)
     scores, why_not = replay_head(head, folder)
     assert scores == []

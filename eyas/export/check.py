@@ -136,7 +136,7 @@ def replay_head(
         way.tensors.setdefault(LM_HEAD, vocabulary.lm_head)
     try:
         answers = answered(loaded, folder, text or demo_prompts(), track=track)
-    except EmptyInputError as fault:
+    except (EmptyInputError, MismatchError) as fault:
         return [], fault.what
     except TemplateError as fault:
         if TargetTokenizer(folder).tokenizer.chat_template:

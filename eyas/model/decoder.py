@@ -54,6 +54,15 @@ FAULTS = (
     TypeError,
     ValueError,
 )
+# what models of transformers raise that keep another past, or none
+OF_ANOTHER_KIND = (
+    TypeError,
+    ValueError,
+    AttributeError,
+    NotImplementedError,
+    RuntimeError,
+    IndexError,
+)
 PROOF_TOKENS = 40  # of each of two random rows
 # Relative to a stream's own size.
 TOLERANCE = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 6e-2}
@@ -243,7 +252,7 @@ class HookedDecoder:
         ignore_eos: bool = False,
     ) -> list[int]:
         """What the model answers to a prompt, its end token included: greedily, or drawn from the
-        whole vocabulary.
+        whole vocabulary. Raises MismatchError for a model that does not.
         """
         ends = () if ignore_eos else self.shape.eos_token_ids
         sampling = {"temperature": temperature, "top_k": 0, "top_p": 1.0}
@@ -260,9 +269,15 @@ class HookedDecoder:
         tokens_BT = torch.tensor([list(prompt_ids)], device=self._device)
         with torch.random.fork_rng():
             torch.manual_seed(seed)
-            whole_BT = self._model.generate(
-                tokens_BT, attention_mask=torch.ones_like(tokens_BT), generation_config=how
-            )
+            try:
+                whole_BT = self._model.generate(
+                    tokens_BT, attention_mask=torch.ones_like(tokens_BT), generation_config=how
+                )
+            except OF_ANOTHER_KIND as error:
+                raise MismatchError(
+                    f"{type(self._model).__name__} does not answer: {first_line(error)}",
+                    "let a server answer: `eyas generate --server URL`, then `eyas capture`",
+                ) from error
         answer_ids: list[int] = whole_BT[0, len(prompt_ids) :].tolist()
         return answer_ids
 
@@ -398,14 +413,7 @@ class HookedDecoder:
         whole = self.states(tokens.tolist())
         try:
             rest = self.states(tokens[:, 16:].tolist(), self.begin(tokens[0, :16].tolist()))
-        except (
-            TypeError,
-            ValueError,
-            AttributeError,
-            NotImplementedError,
-            RuntimeError,
-            IndexError,
-        ):
+        except OF_ANOTHER_KIND:
             return False  # its past is of another kind
         return alike(whole.aux_hidden[:, 16:], rest.aux_hidden) and alike(
             whole.last_hidden[:, 16:], rest.last_hidden
