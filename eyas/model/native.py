@@ -110,7 +110,7 @@ def target_role(config: TargetConfig, dtype: torch.dtype | None) -> DecoderRole:
     shape = {
         "vocab": config.vocab_size,
         "slot_width": config.slot_width,
-        "rotary_dims": config.rotary_dims or config.head_dim,
+        "rotary_dims": config.turned_dims,
         "wide_head_norms": config.qk_norm == "width",
         "activation": get_args(Activation).index(config.activation),
         "conv_kernel": config.conv_kernel or 0,

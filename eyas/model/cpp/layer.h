@@ -193,14 +193,15 @@ void Model<A>::mixture(int t, int T_, const Layer& layer, const Product* next, c
     const Product* after =
         layer.experts[i + 1 < groups ? 2 * experts_[i + 1].expert : 2 * experts_[0].expert + 1];
     put_gated(t, T_, *layer.experts[2 * expert], after, experts_.x.get() + start * x_stride_, count,
-              act_.get() + start * act_stride_, start);
+              act_.get() + start * expert_stride_, expert_stride_, start);
   }
   sync();
   for (int i = 0; i < groups; ++i) {
     const auto [expert, start, count] = experts_[i];
     const Product* after = i + 1 < groups ? layer.experts[2 * experts_[i + 1].expert + 1] : next;
-    put_product(t, T_, *layer.experts[2 * expert + 1], after, act_.get() + start * act_stride_,
-                act_stride_, count, experts_.outputs.get() + start * h_stride_, h_stride_, start);
+    put_product(t, T_, *layer.experts[2 * expert + 1], after, act_.get() + start * expert_stride_,
+                expert_stride_, count, experts_.outputs.get() + start * h_stride_, h_stride_,
+                start);
   }
   sync();
   for (int m = M * t / T_; m < M * (t + 1) / T_; ++m) {

@@ -231,12 +231,12 @@ class Model final : public Decoder {
     D_ = static_cast<int>(shape.D);
     Hq_ = static_cast<int>(shape.Hq), Hk_ = static_cast<int>(shape.Hk),
     V_ = static_cast<int>(shape.vocab);
-    X_ = shape.is_draft ? 2 * H_ : H_, I_ = std::max(I_, static_cast<int>(shape.expert_inner));
+    X_ = shape.is_draft ? 2 * H_ : H_, E_inner_ = static_cast<int>(shape.expert_inner);
     h_stride_ = round_up(H_, kLanes);
     // A line more than a multiple of 2 KB: rows of one tile must not fall into the same sets of the
     // L1 cache.
     x_stride_ = round_up(std::max(X_, Hq_ * D_), 32) + 32;
-    act_stride_ = round_up(I_, 32) + 32;
+    act_stride_ = round_up(I_, 32) + 32, expert_stride_ = round_up(E_inner_, 32) + 32;
     in_stride_ =
         round_up(std::max((Hq_ + 2 * Hk_) * D_, shape.conv_kernel > 0 ? 3 * H_ : 0), kLanes);
     query_stride_ = round_up(D_, 32);
@@ -302,7 +302,7 @@ class Model final : public Decoder {
 
   // Of the widest product's row.
   size_t row_blocks() const {
-    return std::max({X_, Hq_ * D_, I_, shape_.is_draft ? 3 * H_ : 0}) / kBlockInputs;
+    return std::max({X_, Hq_ * D_, I_, E_inner_, shape_.is_draft ? 3 * H_ : 0}) / kBlockInputs;
   }
 
   bool has_quantised() const;
@@ -370,9 +370,9 @@ class Model final : public Decoder {
         first);
   }
 
-  // Gate and up of an MLP, joined by its activation, to [M, act_stride_].
+  // Gate and up of an MLP, joined by its activation, to [M, stride].
   void put_gated(int t, int T_, const Product& weights, const Product* next, const T* x, int M,
-                 T* to, size_t first = 0) {
+                 T* to, size_t stride, size_t first = 0) {
     with_activation(shape_.activation, [&](auto activation) {
       product(
           weights, next, x, x_stride_, M, t, T_,
@@ -380,7 +380,7 @@ class Model final : public Decoder {
             for (int m = 0; m < M; ++m)
               for (int w = 0; w < panel.width; w += 2) {
                 const float* at = out + m * kPanelColumns + w * kLanes;
-                A::store(to + m * act_stride_ + (panel.first + w) / 2 * kLanes,
+                A::store(to + m * stride + (panel.first + w) / 2 * kLanes,
                          activation.of(_mm512_loadu_ps(at), _mm512_loadu_ps(at + kLanes)));
               }
           },
@@ -388,8 +388,8 @@ class Model final : public Decoder {
     });
   }
 
-  // Adds a product's outputs to h_, their norm where there is one. tap(m, column, lanes, values)
-  // sees what h_ becomes.
+  // Adds a product's outputs to h_, or their norm where it has a weight. tap(m, column, lanes,
+  // values) sees what h_ becomes.
   template <class Tap>
   void add_product(int t, int T_, const Product& weights, const Product* next, const float* norm,
                    const T* x, size_t stride, int M, Tap&& tap) {
@@ -440,7 +440,7 @@ class Model final : public Decoder {
     sync();
     x = normed(t, T_, M, layer.post_norm, nullptr);
     if (layer.experts != nullptr) return mixture(t, T_, layer, next, x, M, tap);
-    put_gated(t, T_, *layer.gate_up, layer.down, x, M, act_.get());
+    put_gated(t, T_, *layer.gate_up, layer.down, x, M, act_.get(), act_stride_);
     sync();
     add_product(t, T_, *layer.down, next, layer.mlp_out_norm, act_.get(), act_stride_, M, tap);
   }
@@ -541,8 +541,8 @@ class Model final : public Decoder {
   const float eps_;
   const std::vector<Layer> layers_;
   const Outer outer_;
-  int H_, X_, I_, Hq_, Hk_, D_, V_;
-  int h_stride_, x_stride_, act_stride_, in_stride_, query_stride_, logits_stride_;
+  int H_, X_, I_, E_inner_, Hq_, Hk_, D_, V_;
+  int h_stride_, x_stride_, act_stride_, expert_stride_, in_stride_, query_stride_, logits_stride_;
   size_t scores_stride_ = 0;
   bool by_amx_ = false, adds_later_ = false;
   int tile_queries_ = kTileQueries;
@@ -618,7 +618,7 @@ void Model<A>::reserve(int M, int team) {
   queries_.reserve(rows * Hq_ * query_stride_);
   mixed_.reserve(rows * x_stride_);
   const size_t mlp_rows = rows * std::max<size_t>(1, shape_.experts_per_token);
-  act_.reserve(mlp_rows * act_stride_);
+  act_.reserve(std::max(rows * act_stride_, mlp_rows * expert_stride_));
   if (shape_.num_experts > 0) experts_.reserve(rows, x_stride_, h_stride_);
   if (has_quantised()) {
     blocks_.reserve(mlp_rows * row_blocks() + kAmxRows);  // a tile may read rows that are not used
