@@ -104,12 +104,14 @@ def judge(result: dict[str, Any], config: EvalConfig) -> None:
 
 def headline(result: dict[str, Any]) -> dict[str, Any]:
     """tau with its interval, in all and of each tree and temperature."""
-    names = "speculation", "temperature", "tau", "tau_interval", "tau_ceiling"
+    names = "speculation", "temperature", "tau", "tau_interval", "tau_ceiling", "expected_tau"
     return {
         "tau": result["tau"],
         "tau_interval": result["tau_interval"],
         "accept_hist": result["accept_hist"],
-        "trees": [{name: one[name] for name in names} for one in result.get("trees", [])],
+        "trees": [
+            {name: one[name] for name in names if name in one} for one in result.get("trees", [])
+        ],
         "ways": result.get("ways", {}),
         "against": result.get("against"),
     }
@@ -142,15 +144,18 @@ def show_table(result: dict[str, Any]) -> None:
         how = "as sampled" if drawn is None else f"temperature {drawn:g}"
         measured.add_row(f"{one['speculation']}, {how}", *_cells(one))
     out.print(measured)
-    for one in result.get("trees", []):
-        if "expected_tau" in one:
-            out.print(
-                f"{one['speculation']}, temperature {one['temperature']:g}: tau "
-                f"{one['expected_tau']:.2f} expected over all that the target could have drawn "
-                "where these answers went, by servers that draft the likeliest tokens (SGLang, "
-                "vLLM); our own engine guesses draws and accepts more",
-                soft_wrap=True,
-            )
+    expected = [
+        f"{one['expected_tau']:.2f} with {one['speculation']} at {one['temperature']:g}"
+        for one in result.get("trees", [])
+        if "expected_tau" in one
+    ]
+    if expected:
+        out.print(
+            "sampled, tau expected over all that the target could have drawn: "
+            f"{', '.join(expected)}. So do servers accept that draft the likeliest tokens (SGLang, "
+            "vLLM); our own engine guesses the draws and accepts more.",
+            soft_wrap=True,
+        )
     for what, way in result.get("ways", {}).items():
         out.print(f"{what}: {way}", soft_wrap=True)
     for name in ("source", "language"):
