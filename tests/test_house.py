@@ -25,7 +25,7 @@ MOST_FRAMES = 8  # from a command to the loss, and from the server's worker to t
 ROOMS = {
     "data": (213, "sources, licence gate, filters, duplicates, ledger, card"),
     "engine": (185, "exact speculative decoding: scheduler, rounds, drafters, policy, sampling"),
-    "model": (274, "target and head: configs, checkpoints, attention, training-time test"),
+    "model": (276, "target and head: configs, checkpoints, attention, training-time test"),
     "cpp": (222, "the native decoder"),
     "serve": (171, "the HTTP server"),
     "privacy": (156, "personal data and secrets: search, surrogates, key"),

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +19,14 @@ from eyas.engine.engine import Engine
 from eyas.errors import CorruptError, EyasError, MismatchError
 from eyas.export.check import check, replay_head
 from eyas.model.architecture import TargetConfig
+from eyas.model.arrangement import arranged
 from eyas.model.checkpoint import read_head
 from eyas.model.config import RopeConfig
 from eyas.model.decoder import HookedDecoder
 from eyas.model.target import Target
 from eyas.model.vocab import TargetVocabulary, target_shape
 from eyas.model.weights import nonfinite
+from tests.architectures import saved_architecture
 from tests.tiny import tiny_target
 from tests.tiny_head import edit_config, edit_tensors, head_folder
 
@@ -133,6 +136,41 @@ def test_shapes_that_no_decoder_has(target, changes, named):
     edit_config(target, **changes)
     with pytest.raises((CorruptError, MismatchError), match=named):
         Target.load(target)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "named"),
+    [
+        ("glm4", {"rope_parameters": {"partial_rotary_factor": 1.5}}, "turns 24 of a head's 16"),
+        ("glm4", {"rope_parameters": {"partial_rotary_factor": 0.45}}, "turns 7 of a head's 16"),
+        ("glm4", {"rope_parameters": [1]}, "does not describe a model"),
+        ("phi4_mini", {"max_position_embeddings": None, "head_dim": 32}, "short_factor has 6"),
+        ("mixtral", {"num_experts_per_tok": 5}, "num_experts_per_tok is 5, of 4 experts"),
+        ("smollm3", {"no_rope_layers": [1]}, "does not describe a model"),
+    ],
+)
+def test_parts_of_an_architecture_that_are_none(tmp_path_factory, tmp_path, name, changes, named):
+    saved = saved_architecture(tmp_path_factory.getbasetemp(), name)
+    shutil.copy(saved / "config.json", tmp_path)
+    with pytest.raises(CorruptError, match=named):
+        TargetConfig.from_folder(edit_config(tmp_path, **changes))
+
+
+def test_layers_that_transformers_does_not_know_either(target):
+    with pytest.raises(MismatchError, match="transformers does not load"):
+        target_shape(edit_config(target, model_type="lfm2", layer_types=8 * ["x"]))
+
+
+def test_blocks_of_experts_without_scales_and_rows_that_are_not_there(tmp_path_factory):
+    root, blocks = tmp_path_factory.getbasetemp(), "model.layers.0.mlp.experts.down_proj_blocks"
+    config = TargetConfig.from_folder(saved_architecture(root, "gpt_oss"))
+    stored = {blocks: torch.zeros(4, 64, 3, 16, dtype=torch.uint8)}
+    for scales in ({}, {blocks.replace("blocks", "scales"): torch.zeros(4, 64, 2)}):
+        with pytest.raises(MismatchError, match="down_proj_blocks has no scales"):
+            arranged(config, stored | scales)
+    config = TargetConfig.from_folder(saved_architecture(root, "glm4"))
+    with pytest.raises(MismatchError, match=r"q_proj\.weight is \(60, 64\), not as config"):
+        arranged(config, {"model.layers.0.self_attn.q_proj.weight": torch.zeros(60, 64)})
 
 
 @pytest.mark.parametrize("theta", [0, -1.0, float("inf"), "x", True])

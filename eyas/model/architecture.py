@@ -86,6 +86,14 @@ class Experts(BaseModel):
     renormalises: bool
     bias: bool = False
 
+    @model_validator(mode="after")
+    def _has_as_many_as_it_chooses(self) -> Self:
+        if self.num_experts_per_tok > self.num_experts:
+            raise ValueError(
+                f"num_experts_per_tok is {self.num_experts_per_tok}, of {self.num_experts} experts"
+            )
+        return self
+
 
 class QueryScale(BaseModel):
     """A query at position p is multiplied by 1 + beta * log(1 + floor(p / length)) (Llama 4)."""
@@ -162,6 +170,15 @@ class TargetConfig(TargetShape):
     @model_validator(mode="after")
     def _has_whole_heads(self) -> Self:
         whole_heads(self)
+        pairs, odd = divmod(self.turned_dims, 2)
+        if odd or self.turned_dims > self.head_dim:
+            raise ValueError(
+                f"partial_rotary_factor turns {self.turned_dims} of a head's {self.head_dim} "
+                "channels: the rotary embedding turns pairs"
+            )
+        for rope in self.rotations:
+            if rope.kind == "longrope" and len(rope.factors) != pairs:
+                raise ValueError(f"short_factor has {len(rope.factors)} entries for {pairs} pairs")
         return self
 
     @classmethod
@@ -195,7 +212,7 @@ class TargetConfig(TargetShape):
         except ValidationError as error:
             what = f"{folder}/config.json does not describe a model: {in_words(error)}"
             raise CorruptError(what, RESTORE_CONFIG) from error
-        except (TypeError, ValueError, OverflowError) as error:
+        except (TypeError, ValueError, AttributeError, IndexError, ArithmeticError) as error:
             what = f"{folder}/config.json does not describe a model: {error}"
             raise CorruptError(what, RESTORE_CONFIG) from error
 

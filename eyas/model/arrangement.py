@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from eyas.errors import MismatchError
 from eyas.families import FAMILIES, Family
 from eyas.model.architecture import TargetConfig
 
@@ -26,25 +27,32 @@ BESIDE = tuple(
     for prefix in ("", "model.")
     for part in ("vision_tower", "multi_modal_projector", "visual")
 )
+RESTORE = "restore the checkpoint from its source"
 MXFP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # by three bits; the fourth is the sign
 
 
 def arranged(config: TargetConfig, published: Mapping[str, Rows]) -> dict[str, Rows]:
-    """Tensors or blocks by our names. What has no name of ours keeps its own."""
+    """Tensors or blocks by our names. What has no name of ours keeps its own. Raises
+    MismatchError.
+    """
     family = FAMILIES[config.family]
     found: dict[str, Any] = {}
     for name, tensor in published.items():
         own = our_name(name, family)
         if own is None:
             continue
-        if config.experts is not None and family.name == "GptOss" and ".mlp.experts." in own:
-            found |= _one_by_one(own, tensor, published, name)
-            continue
-        found |= _parts(own, tensor, config, family)
+        try:
+            if config.experts is not None and family.name == "GptOss" and ".mlp.experts." in own:
+                found |= _one_by_one(own, tensor, published, name)
+            else:
+                found |= _parts(own, tensor, config, family)
+        except (IndexError, ValueError) as error:  # of rows that are not there
+            shape = tuple(tensor.shape)
+            raise MismatchError(f"{name} is {shape}, not as config.json says", RESTORE) from error
     for name, tensor in found.items():
         if family.norm_offset and "norm" in name.rsplit(".", 2)[-2]:
             found[name] = tensor.float() + family.norm_offset
-        elif name.endswith("conv.conv.weight"):
+        elif name.endswith("conv.conv.weight") and tensor.ndim == 3:
             found[name] = tensor.squeeze(1)
     return found
 
@@ -137,7 +145,9 @@ def _one_by_one(
     if end.endswith("_scales"):
         return {}
     if end.endswith("_blocks"):
-        scales = published[stored_name.removesuffix("_blocks") + "_scales"]
+        scales = published.get(stored_name.removesuffix("_blocks") + "_scales")
+        if scales is None or tensor.ndim != 4 or scales.shape != tensor.shape[:-1]:
+            raise MismatchError(f"{stored_name} has no scales of its blocks", RESTORE)
         matrices = [mxfp4(one, scale) for one, scale in zip(tensor, scales, strict=True)]
         part, kind = end.removesuffix("_blocks"), "weight"
     elif end.endswith("_bias"):

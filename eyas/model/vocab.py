@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
@@ -213,7 +214,7 @@ def transformers_config(folder: str | Path) -> Any:
     stated = read_config(folder)
     try:
         config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    except (ValueError, KeyError, OSError, TypeError) as error:
+    except (ValueError, KeyError, OSError, TypeError, StrictDataclassError) as error:
         what = (
             f"{folder} is a {stated.get('model_type')!r} model, which the installed "
             "transformers does not load"
