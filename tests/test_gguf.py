@@ -51,12 +51,16 @@ OF_GGUF = [
     *("phi4_mini", "gpt_oss", "glm4", "smollm3", "granite", "granite4", "olmo3", "lfm2"),
     *("exaone4", "exaone4_full", "seed_oss"),
 ]
+GEMMA_3_4B = {
+    "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+}
 # what no file says: Gemma's queries are scaled by the width of a head, Qwen's experts sum up to 1
 OTHERWISE: dict[str, dict[str, object]] = {
     "seed_oss": {"attention_out_bias": False},
     "qwen3_moe": {"norm_topk_prob": True},
     "gemma2": {"query_pre_attn_scalar": 16, "layer_types": None},
-    "gemma3": {"query_pre_attn_scalar": 16, "layer_types": None},
+    "gemma3": {"query_pre_attn_scalar": 16, "layer_types": None, "rope_parameters": GEMMA_3_4B},
 }
 LLAMA_3 = {
     "rope_type": "llama3",
