@@ -231,6 +231,8 @@ def test_a_file_that_is_cut_anywhere_is_refused(tmp_path, tiny, cache):
         ({"tokenizer.ggml.token_type": [1, 1]}, "no whole vocabulary"),
         ({"llama.feed_forward_length": None}, "lacks llama.feed_forward_length"),
         ({"llama.attention.head_count": 0}, "has 0 as llama.attention.head_count"),
+        ({"llama.attention.layer_norm_rms_epsilon": "x"}, "has 'x' as llama.attention.layer"),
+        ({"llama.attention.head_count": 3}, "has 3 heads for the"),
         ({"llama.block_count": [2, 3]}, "as llama.block_count"),
         ({"tokenizer.ggml.merges": ["Q Zx"]}, "no whole tokenizer"),
     ],
@@ -242,6 +244,13 @@ def test_what_eyas_does_not_read_is_refused_by_name(tmp_path, tiny, changes, pro
         resolve_target(str(file))
     assert "tiny.gguf" in caught.value.what
     assert caught.value.hint
+
+
+def test_rotary_factors_that_the_architecture_does_not_read_are_refused(tmp_path, tiny):
+    ones = {"rope_factors_long.weight": np.ones(4, np.float32)}
+    file = gguf_file(tiny, tmp_path / "tiny.gguf", add=ones)
+    with pytest.raises(MismatchError, match="by long and short factors"):
+        resolve_target(str(file))
 
 
 def test_a_template_beside_a_file_comes_before_its_own(tmp_path, tiny):

@@ -146,6 +146,9 @@ def test_shapes_that_no_decoder_has(target, changes, named):
         ("glm4", {"rope_parameters": [1]}, "does not describe a model"),
         ("phi4_mini", {"max_position_embeddings": None, "head_dim": 32}, "short_factor has 6"),
         ("mixtral", {"num_experts_per_tok": 5}, "num_experts_per_tok is 5, of 4 experts"),
+        ("mixtral", {"num_local_experts": 10**9}, "num_experts is 1000000000"),
+        ("mixtral", {"num_hidden_layers": 10**9}, "num_hidden_layers is 1000000000"),
+        ("granite", {"logits_scaling": float("nan")}, "logit_scale is nan"),
         ("smollm3", {"no_rope_layers": [1]}, "does not describe a model"),
     ],
 )

@@ -178,12 +178,14 @@ def rope_scaling(file: GgufFile, family: Family, head_dim: int) -> dict[str, Any
     kind = file.of_model("rope.scaling.type", "none")
     if file.of_model("rope.dimension_sections", 0):
         kind = "sections of positions"
-    elif LONG_FACTORS in file.tensors and family.name == "Phi3":
+    elif family.name == "Phi3" and {LONG_FACTORS, SHORT_FACTORS} <= file.tensors.keys():
         return {
             "rope_type": "longrope",
             "long_factor": _decimals(file, LONG_FACTORS),
             "short_factor": _decimals(file, SHORT_FACTORS),
         }
+    elif not file.tensors.keys().isdisjoint((LONG_FACTORS, SHORT_FACTORS)):
+        kind = "long and short factors"
     elif ROPE_FACTORS in file.tensors:
         if (scaling := llama3_scaling(file, head_dim)) is not None:
             return scaling

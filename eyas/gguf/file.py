@@ -68,7 +68,7 @@ class GgufFile:
         found = self.of_model(key, default)
         if isinstance(found, list) and len(set(found)) == 1:
             found = found[0]
-        if not isinstance(found, int) or found < 1:
+        if type(found) is not int or found < 1:
             raise CorruptError(
                 f"{self.path} has {found!r:.40} as {self.architecture}.{key}",
                 "a whole number is needed, the same for every layer",
@@ -77,7 +77,11 @@ class GgufFile:
 
     def number(self, key: str, default: float | None = None) -> float:
         """A number of the architecture's own: the shortest decimal of the float32 in the file."""
-        return float(str(np.float32(self.of_model(key, default))))
+        found = self.of_model(key, default)
+        if not isinstance(found, float | int):
+            what = f"{self.path} has {found!r:.40} as {self.architecture}.{key}"
+            raise CorruptError(what, "a number is needed")
+        return float(str(np.float32(found)))
 
     def of_tokenizer(self, key: str, default: Any = None) -> Any:
         return self.metadata.get(f"tokenizer.ggml.{key}", default)

@@ -90,7 +90,7 @@ def half_order(values: NDArray[Any], heads: int) -> NDArray[Any]:
 
 def stored_tensors(file: GgufFile) -> Iterator[tuple[str, Kind, NDArray[np.uint8]]]:
     """Every tensor under its published name: its type, and its rows as they lie in the file, in the
-    published order. Raises MismatchError.
+    published order. Raises MismatchError, CorruptError.
     """
     _, family = family_of(file)
     heads = {"attn_q": file.count("attention.head_count"), "attn_k": key_value_heads(file)}
@@ -98,6 +98,11 @@ def stored_tensors(file: GgufFile) -> Iterator[tuple[str, Kind, NDArray[np.uint8
         tensor, part = file.tensors[ggml_name], ggml_name.split(".")[-2]
         rows = tensor.data
         if family.gguf_interleaved and part in heads:
+            if tensor.shape[0] % (2 * heads[part]):
+                what = (
+                    f"{file.path} has {heads[part]} heads for the {tensor.shape[0]} rows of {name}"
+                )
+                raise CorruptError(what, DAMAGED)
             # a row's blocks stay whole: whole rows change places
             by_row = rows.reshape(tensor.shape[0], -1)
             rows = half_order(by_row, heads[part]).reshape(rows.shape)
@@ -135,6 +140,8 @@ def _stacked(file: GgufFile) -> Iterator[tuple[str, NDArray[np.float32]]]:
     stored = {name: (kind, rows) for name, kind, rows in stored_tensors(file) if "*" in name}
 
     def of_experts(name: str) -> NDArray[np.float32]:
+        if name not in stored:
+            raise CorruptError(f"{file.path} lacks {name}", DAMAGED)
         kind, rows = stored[name]
         return _values(file, name, kind, rows)
 
@@ -144,6 +151,8 @@ def _stacked(file: GgufFile) -> Iterator[tuple[str, NDArray[np.float32]]]:
         values = of_experts(name)
         if ".gate_proj." in name:
             up = of_experts(name.replace("gate_proj", "up_proj"))
+            if up.shape != values.shape:
+                raise CorruptError(f"{file.path}: {name} is not of the shape of up_proj", DAMAGED)
             values = np.stack([values, up], axis=2).reshape(len(up), -1, *up.shape[2:])
         stem, _, kind = name.replace("*.", "").replace("gate_proj", "gate_up_proj").rpartition(".")
         if kind == "weight":

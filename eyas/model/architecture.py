@@ -22,10 +22,10 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 import torch
-from pydantic import BaseModel, ConfigDict, StrictBool, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, StrictBool, ValidationError, model_validator
 from torch import Tensor
 
 from eyas.errors import CorruptError, MismatchError
@@ -57,6 +57,7 @@ ELSEWHERE = (
     "answer prompts by a server that runs it (SGLang, vLLM); capture, train, eval and export take "
     "it through transformers, and check says which servers take the head"
 )
+MOST_PARTS = 4096  # layers, or experts of one: a list of more may not fit in memory
 
 
 class LayerKind(BaseModel):
@@ -80,7 +81,7 @@ class Experts(BaseModel):
 
     model_config = ConfigDict(frozen=True)
 
-    num_experts: Size
+    num_experts: Annotated[int, Field(strict=True, ge=1, le=MOST_PARTS)]
     num_experts_per_tok: Size
     intermediate_size: Size
     renormalises: bool
@@ -100,7 +101,7 @@ class QueryScale(BaseModel):
 
     model_config = ConfigDict(frozen=True)
 
-    beta: float
+    beta: Positive
     length: Size
 
     def of(self, positions: Tensor) -> Tensor:
@@ -267,6 +268,10 @@ def description(config: Mapping[str, Any], family: Family) -> dict[str, Any]:
         value = config.get(name)
         if value is not None and (type(value) is not int or value < 1):
             raise ValueError(f"{name} is {value!r:.64}: not a whole number of 1 or more")
+    if config["num_hidden_layers"] > MOST_PARTS:
+        raise ValueError(
+            f"num_hidden_layers is {config['num_hidden_layers']}: no model has so many"
+        )
     hidden, count = config["hidden_size"], config["num_hidden_layers"]
     head_dim, length = head_dim_of(config), given(config, "max_position_embeddings", 2048)
     rotations, dims, query_scale = rotations_of(config, family, head_dim)

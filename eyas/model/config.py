@@ -167,7 +167,7 @@ class TargetShape(DecoderConfig):
     tie_word_embeddings: StrictBool
     eos_token_ids: tuple[int, ...]
     dtype: str
-    logit_scale: float = 1.0
+    logit_scale: Positive = 1.0
     logit_softcap: float | None = None
 
     @property
