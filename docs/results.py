@@ -75,6 +75,19 @@ def speedup(requests: int, arm: str = "auto") -> Callable[[Figures], str]:
     return told
 
 
+def plainly(arm: str) -> Callable[[Figures], str]:
+    def told(figures: Figures) -> str:
+        row = figures["by_concurrency"]["1"]
+        plain, own = row["plain"], row[arm]
+        tau = "" if own["tau"] is None else f", tau {own['tau']}"
+        return (
+            f"tokens/s {plain['tokens_per_s']} -> {own['tokens_per_s']}{tau}; "
+            f"{own['identical']} identical"
+        )
+
+    return told
+
+
 def peers(section: str, *engines: str) -> Callable[[Figures], str]:
     return lambda figures: ", ".join(
         f"{name} {figures[section][name]['tokens_per_second']:,.0f}" for name in engines
@@ -162,6 +175,17 @@ TABLES: list[tuple[str, list[Row]]] = [
     (
         "What do head and text gain over plain decoding?",
         [(f"{n} at a time, nine kinds of prompts", "concurrency", speedup(n)) for n in (1, 4, 8)],
+    ),
+    (
+        "Another model: Gemma 3 270M (base, its Q4_K_M file), a head made here from 1,598 texts",
+        [
+            (
+                "Head and text, 1 at a time: the text's drafts alone are used",
+                "gemma3",
+                plainly("auto"),
+            ),
+            ("The head alone", "gemma3", plainly("head")),
+        ],
     ),
     (
         "How many tokens does a round give? (chain of 5; default tree)",
