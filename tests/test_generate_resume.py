@@ -68,8 +68,8 @@ def is_running(pid: int) -> bool:
 
 
 def kept_turns(folder: Path) -> set[tuple[str, int]]:
-    """The answers that are on disk, in finished parts and in journals, read without the code that
-    wrote them.
+    """The answers that are on disk with those before them, in finished parts and in journals, read
+    without the code that wrote them.
     """
     rows = [
         json.loads(line)
@@ -78,7 +78,9 @@ def kept_turns(folder: Path) -> set[tuple[str, int]]:
     ]
     for path in (folder / WORK).glob("*/*.json"):
         rows.append(json.loads(path.read_bytes())["answer"])
-    return {(row["prompt_id"], row["turn"]) for row in rows if row is not None}
+    found = {(row["prompt_id"], row["turn"]) for row in rows if row is not None}
+    # several threads write: a turn without those before it is asked for again
+    return {(name, turn) for name, turn in found if {(name, t) for t in range(turn)} <= found}
 
 
 @pytest.fixture
@@ -146,7 +148,7 @@ def test_killed_at_the_worst_moment(when, config, prompts, whole, asked, tmp_pat
 
     def keep_or_die(self, name, data):
         count[0] += name.startswith(WORK)
-        is_time = name.startswith(WORK) and count[0] == 11 and when not in ("part", "work")
+        is_time = name.startswith(WORK) and count[0] >= 11 and when not in ("part", "work")
         if is_time and when == "before":
             die()
         if is_time and when == "torn":
