@@ -39,6 +39,7 @@ from eyas.families import (
     NormPlacement,
 )
 from eyas.model.config import (
+    HEAD_ROPES,
     LEAST_WINDOW,
     RESTORE_CONFIG,
     Positive,
@@ -423,7 +424,7 @@ GPT_OSS_ROPE = {
 
 def _is_plain(rope: RopeConfig, dims: int, head_dim: int) -> bool:
     """Whether heads can have this rotary embedding too."""
-    return rope.kind in ("default", "linear", "llama3") and dims == head_dim
+    return rope.kind in HEAD_ROPES and dims == head_dim
 
 
 def activation_of(config: Mapping[str, Any], family: Family) -> Activation:

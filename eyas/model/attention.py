@@ -21,6 +21,11 @@ import torch.nn.functional as F
 from eyas.model.rows import MAX_TREE_COLUMNS, Rows
 
 
+def capped(x: torch.Tensor, cap: float | None) -> torch.Tensor:
+    """Scores or logits cut softly, as Gemma 2 does: cap * tanh(x / cap)."""
+    return x if cap is None else cap * torch.tanh(x / cap)
+
+
 @dataclass(frozen=True, slots=True)
 class Weighing:
     """How a layer weighs what a row sees: softmax of scale * q.k, 1 / sqrt(D) by default.
@@ -41,8 +46,7 @@ class Weighing:
             return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=self.scale)
         b, Hk, queries, D = q.shape
         scores = (q @ k.mT).float() * (self.scale or D**-0.5)
-        if self.softcap is not None:
-            scores = self.softcap * torch.tanh(scores / self.softcap)
+        scores = capped(scores, self.softcap)
         scores = scores.masked_fill(~mask, -torch.inf)
         if self.sinks is not None:
             group = len(self.sinks) // Hk

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache, GenerationConfig
 
 from eyas.errors import ConfigError, MismatchError
+from eyas.model.attention import capped
 from eyas.model.config import TargetShape
 from eyas.model.rows import prompt_rows
 from eyas.model.target import PAGE_SIZE, Dtype, Target, TargetTail, default_device
@@ -398,8 +399,7 @@ class HookedDecoder:
             )
         rows = hooked.last_hidden[:, -1].float().cpu()
         logits = rows @ lm_head.float().T * self.shape.logit_scale
-        if (cap := self.shape.logit_softcap) is not None:
-            logits = cap * torch.tanh(logits / cap)
+        logits = capped(logits, self.shape.logit_softcap)
         if not alike(logits, output.logits[:, -1].float().cpu(), hooked.last_hidden.dtype):
             what = f"{name}: its logits are not lm_head times what feeds it"
             raise MismatchError(what, MATRIX_ALONE)

@@ -23,6 +23,7 @@ from eyas.families import FAMILIES
 from eyas.gguf.blocks import block_matrices
 from eyas.model.architecture import TargetConfig
 from eyas.model.arrangement import arranged
+from eyas.model.attention import capped
 from eyas.model.block import Block, Linear, PositionTables, rms_norm
 from eyas.model.config import Taps, TargetShape
 from eyas.model.draws import Draws
@@ -137,8 +138,7 @@ class Layers:
         logits = self.head(hidden)
         if self._config.logit_scale != 1.0:
             logits = logits * self._config.logit_scale
-        cap = self._config.logit_softcap
-        return logits if cap is None else cap * torch.tanh(logits / cap)
+        return capped(logits, self._config.logit_softcap)
 
     def last(self, count: int) -> Layers:
         """The last `count` layers and the norm, to `go_on` with."""

@@ -29,6 +29,7 @@ from transformers import (
 from eyas.errors import ConfigError, MismatchError
 from eyas.model.architecture import TargetConfig
 from eyas.model.arrangement import arranged, published_names
+from eyas.model.attention import capped
 from eyas.model.config import RopeConfig, TargetShape, end_token_ids, read_config
 from eyas.model.weights import read_shapes, read_tensors, refuse_nonfinite, tensor_sha256
 
@@ -114,8 +115,7 @@ class TargetVocabulary:
 
     def capped(self, logits: Tensor) -> Tensor:
         """lm_head's output with the soft cap of Gemma 2, which changes no argmax."""
-        cap = self.config.logit_softcap
-        return logits if cap is None else cap * torch.tanh(logits / cap)
+        return capped(logits, self.config.logit_softcap)
 
     def best(self, hidden_RH: Tensor) -> Tensor:
         """The argmax of the target's logits in lm_head's precision, int64 [R]; of equal logits the
