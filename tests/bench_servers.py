@@ -1,5 +1,5 @@
-"""Servers that speak as others do, in a thread each, for tests of the benchmark: no model, answers
-written here.
+"""Servers that speak as others do, in a thread each, and for tests of the benchmark some without a
+model, whose answers are written here.
 """
 
 from __future__ import annotations
@@ -12,16 +12,40 @@ from time import sleep
 
 
 @contextmanager
-def web_server(handler):
-    """The URL of a server whose requests a BaseHTTPRequestHandler answers."""
-    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
-        thread = Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+def running(server):
+    """The server, answering for as long as the block lasts."""
+    with server:
+        thread = Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
         thread.start()
         try:
-            yield f"http://127.0.0.1:{server.server_port}"
+            yield server
         finally:
             server.shutdown()
             thread.join()
+
+
+@contextmanager
+def web_server(handler):
+    """The URL of a server whose requests a BaseHTTPRequestHandler answers."""
+    with running(ThreadingHTTPServer(("127.0.0.1", 0), handler)) as server:
+        yield f"http://127.0.0.1:{server.server_port}"
+
+
+class JsonHandler(BaseHTTPRequestHandler):
+    """What handlers that answer in JSON have in common."""
+
+    protocol_version = "HTTP/1.1"
+
+    def send_json(self, content, status=200):
+        data = json.dumps(content).encode()
+        self.send_response(status)
+        self.send_header("content-type", "application/json")
+        self.send_header("content-length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def log_message(self, *args):
+        """Nothing on the terminal."""
 
 
 class Scripted(BaseHTTPRequestHandler):

@@ -6,13 +6,14 @@ import json
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from eyas.model.vocab import auto_class, target_shape, transformers_config
+from tests.bench_servers import JsonHandler, running
 
 
 class GreedyServer(ThreadingHTTPServer):
@@ -43,45 +44,32 @@ class GreedyServer(ThreadingHTTPServer):
         return answer
 
 
-class _Handler(BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"
+class _Handler(JsonHandler):
     server: GreedyServer
 
     def do_GET(self) -> None:
         if self.path == "/v1/models":
-            self._send({"data": [{"id": "tiny", "owned_by": "vllm", "max_model_len": 512}]})
+            self.send_json({"data": [{"id": "tiny", "owned_by": "vllm", "max_model_len": 512}]})
         else:
-            self._send({"version": "0.0.1"})
+            self.send_json({"version": "0.0.1"})
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["content-length"])))
         assert body["temperature"] == 0
         ids = self.server.answer(body["prompt"], body["max_tokens"])
         ended = ids[-1] in self.server.end_ids
-        choice = {"index": 0, "text": "", "finish_reason": "stop" if ended else "length"}
-        self._send({"choices": [choice | {"token_ids": ids, "prompt_token_ids": body["prompt"]}]})
-
-    def _send(self, content: Any) -> None:
-        data = json.dumps(content).encode()
-        self.send_response(200)
-        self.send_header("content-type", "application/json")
-        self.send_header("content-length", str(len(data)))
-        self.end_headers()
-        self.wfile.write(data)
-
-    def log_message(self, *args: Any) -> None:
-        """Nothing on the terminal."""
+        choice: dict[str, Any] = {
+            "index": 0,
+            "text": "",
+            "finish_reason": "stop" if ended else "length",
+        }
+        self.send_json(
+            {"choices": [choice | {"token_ids": ids, "prompt_token_ids": body["prompt"]}]}
+        )
 
 
 @contextmanager
 def serving_greedily(target: Path) -> Iterator[str]:
     """The address of a server of the target, for as long as the block lasts."""
-    server = GreedyServer(target)
-    thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
-    thread.start()
-    try:
+    with running(GreedyServer(target)) as server:
         yield server.url
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()

@@ -16,7 +16,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ from transformers import AutoModelForCausalLM
 
 from eyas.features.states import connector_folder, vllm_arguments
 from eyas.model.vocab import target_shape
+from tests.bench_servers import JsonHandler, running
 
 
 @dataclass
@@ -87,19 +88,18 @@ class StateHTTP(ThreadingHTTPServer):
         return torch.stack([seen[layer] for layer in self.behaviour.layers], dim=1)
 
 
-class _Handler(BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"
+class _Handler(JsonHandler):
     server: StateHTTP
 
     def do_GET(self) -> None:
         of = self.server.behaviour
         if self.path == "/v1/models":
             card = {"id": "m", "owned_by": of.engine, "max_model_len": of.length}
-            self._send({"data": [card]})
+            self.send_json({"data": [card]})
         elif self.path in ("/version", "/get_server_info"):
-            self._send({"version": "0.0.1"})
+            self.send_json({"version": "0.0.1"})
         else:
-            self._send({}, 404)
+            self.send_json({}, 404)
 
     def do_POST(self) -> None:
         of = self.server.behaviour
@@ -122,13 +122,13 @@ class _Handler(BaseHTTPRequestHandler):
         answer: dict[str, Any] = {"id": "cmpl", "choices": [choice], "kv_transfer_params": None}
         of = self.server.behaviour
         if not of.has_states:
-            self._send(answer)
+            self.send_json(answer)
             return
         of.folder.mkdir(exist_ok=True)
         path = of.folder / f"cmpl-{body['request_id']}-0-9256bd1b.safetensors"
         with open(f"{path}.lock", "w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
-            self._send({**answer, "kv_transfer_params": {"hidden_states_path": str(path)}})
+            self.send_json({**answer, "kv_transfer_params": {"hidden_states_path": str(path)}})
             save_file(
                 {"hidden_states": states.contiguous(), "token_ids": torch.tensor(ids)}, str(path)
             )
@@ -139,31 +139,13 @@ class _Handler(BaseHTTPRequestHandler):
         meta: dict[str, Any] = {"prompt_tokens": len(ids), "completion_tokens": 1}
         if self.server.behaviour.has_states:
             meta["hidden_states"] = [rows[:cut], rows[cut:], rows[-1]]
-        self._send({"text": "", "meta_info": meta})
-
-    def _send(self, content: Any, status: int = 200) -> None:
-        data = json.dumps(content).encode()
-        self.send_response(status)
-        self.send_header("content-type", "application/json")
-        self.send_header("content-length", str(len(data)))
-        self.end_headers()
-        self.wfile.write(data)
-
-    def log_message(self, *args: Any) -> None:
-        """Nothing on the terminal."""
+        self.send_json({"text": "", "meta_info": meta})
 
 
 @contextmanager
 def serving_states(behaviour: Behaviour) -> Iterator[StateHTTP]:
-    server = StateHTTP(behaviour)
-    thread = threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True)
-    thread.start()
-    try:
+    with running(StateHTTP(behaviour)) as server:
         yield server
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()
 
 
 @contextmanager
