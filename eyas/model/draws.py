@@ -10,15 +10,9 @@ from collections.abc import Sequence
 import numpy as np
 
 from eyas.errors import EyasError
+from eyas.model.structs import STRUCTS
 
 MOST_PLACES = 64  # of a walk through a tree: its columns
-
-_DOUBLES = ("temperature", "top_p", "min_p", "repetition", "frequency", "presence")
-_INTS = (
-    *("top_k", "seed", "num_drawn", "min_tokens"),
-    *("num_seen", "num_biased", "num_ends", "num_top", "by_caller"),
-)
-_ARRAYS = ("seen", "counts", "biased", "biases", "ends", "scored_ints", "scored_logits")
 
 
 class DrawState(ctypes.Structure):
@@ -31,17 +25,13 @@ class DrawState(ctypes.Structure):
     library draws nothing and gives the logits.
     """
 
-    _fields_ = (
-        *((name, ctypes.c_double) for name in _DOUBLES),
-        *((name, ctypes.c_int64) for name in _INTS),
-        *((name, ctypes.c_void_p) for name in _ARRAYS),
-    )
+    _fields_ = STRUCTS["DrawState"]._fields_
 
 
 Draws = Sequence[DrawState | None]  # of each request, None where the best logit is the token
 
 
-def addresses(draws: Draws | None, count: int) -> ctypes.Array[ctypes.c_void_p]:
+def draw_states(draws: Draws | None, count: int) -> ctypes.Array[ctypes.c_void_p]:
     """Of how each of `count` requests draws, null where the best logit is the token."""
     given = [None] * count if draws is None else draws
     assert len(given) == count

@@ -15,7 +15,7 @@ import platform
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ import numpy as np
 import torch
 
 from eyas.artifact import cache_folder
+from eyas.model.structs import STRUCTS, check_sizes
 
 SOURCES = Path(__file__).parent / "cpp"
 FLAGS = (
@@ -37,7 +38,7 @@ FLAGS = (
     "-pthread",
 )
 NO_MEMORY = 6  # kNoMemory of decoder.cpp; negative of OF_LEVELS
-MAKERS, OF_LEVELS = ("eyas_linear", "eyas_quantised", "eyas_new"), ("eyas_propose", "eyas_grow")
+OF_LEVELS = ("eyas_propose", "eyas_grow")
 NEEDED = ("avx512f", "avx512bw", "avx512dq", "avx512vl")
 
 logger = logging.getLogger(__name__)
@@ -126,38 +127,37 @@ def built(main: Path, compiler: str) -> Path:
 
 
 def _declared(lib: ctypes.CDLL) -> ctypes.CDLL:
+    """The library with the types of its functions. Raises OSError where its structs are others."""
     pointer, integer = ctypes.c_void_p, ctypes.c_int64
-    signatures = {
-        "eyas_linear": (
-            pointer,
-            [pointer, pointer, integer, integer, integer, integer, pointer, integer],
-        ),
-        "eyas_quantised": (
-            pointer,
-            [pointer, pointer, pointer, integer, integer, integer, pointer, integer],
-        ),
+    lib.eyas_sizes.argtypes, lib.eyas_sizes.restype = [pointer, integer], integer
+    sizes = (integer * (len(STRUCTS) + 1))()
+    check_sizes(sizes[: lib.eyas_sizes(sizes, len(sizes))])
+    calls = {
+        "eyas_set_positions": "Positions",
+        "eyas_forward": "ForwardCall",
+        "eyas_verify": "VerifyCall",
+        "eyas_extend": "StatesCall",
+        "eyas_step": "StatesCall",
+        "eyas_proposals": "ProposalsCall",
+        "eyas_propose": "Growth",
+        "eyas_grow": "Growth",
+    }
+    makers = {"eyas_linear": "Weights", "eyas_quantised": "Weights", "eyas_new": "DecoderParts"}
+    signatures: dict[str, tuple[Any, list[Any]]] = {
         "eyas_free_linear": (None, [pointer]),
         "eyas_linear_bytes": (integer, [pointer]),
-        "eyas_new": (
-            pointer,
-            [integer, *[pointer] * 5],
-        ),
         "eyas_free": (None, [pointer]),
-        "eyas_set_positions": (None, [pointer, pointer, integer, pointer, integer]),
-        "eyas_forward": (integer, [*[pointer] * 5, integer, pointer, integer, *[pointer] * 3]),
-        "eyas_verify": (integer, [pointer] * 3),
         "eyas_score": (integer, [pointer, integer, integer, integer, pointer, pointer]),
         "eyas_draw": (integer, [pointer, pointer, integer, integer, pointer]),
-        "eyas_extend": (integer, [pointer] * 5),
-        "eyas_step": (integer, [pointer] * 5),
-        "eyas_proposals": (integer, [*[pointer] * 3, *[integer] * 3, pointer, pointer]),
-        "eyas_propose": (integer, [pointer] * 3),
-        "eyas_grow": (integer, [pointer] * 3),
     }
+    for name, struct in makers.items():
+        signatures[name] = (pointer, [ctypes.POINTER(STRUCTS[struct])])
+    for name, struct in calls.items():
+        signatures[name] = (integer, [pointer, ctypes.POINTER(STRUCTS[struct])])
     for name, (result, arguments) in signatures.items():
         function = getattr(lib, name)
         function.restype, function.argtypes = result, arguments
-        if name in MAKERS:
+        if name in makers:
             function.errcheck = _checked(None)
         elif result is integer and name != "eyas_linear_bytes":
             function.errcheck = _checked(-NO_MEMORY if name in OF_LEVELS else NO_MEMORY)
@@ -193,11 +193,15 @@ def one_torch_thread(enabled: bool) -> Iterator[None]:
         torch.set_num_threads(threads)
 
 
-def address(array: np.ndarray) -> int:
-    """Where an array's numbers lie, in half the time that `array.ctypes` takes."""
-    return array.__array_interface__["data"][0]  # type: ignore[no-any-return]
+def address(array: np.ndarray | torch.Tensor | None) -> int | None:
+    """Where the numbers of a contiguous array lie, in half the time that `array.ctypes` takes."""
+    if isinstance(array, np.ndarray):
+        return array.__array_interface__["data"][0]  # type: ignore[no-any-return]
+    return None if array is None else array.data_ptr()
 
 
-def pointers(*arrays: np.ndarray) -> ctypes.Array[ctypes.c_void_p]:
-    """The arrays' addresses, as the library's functions take them; contiguous arrays only."""
+def addresses(
+    arrays: Sequence[np.ndarray | torch.Tensor | None],
+) -> ctypes.Array[ctypes.c_void_p]:
+    """The same of several."""
     return (ctypes.c_void_p * len(arrays))(*map(address, arrays))

@@ -13,6 +13,7 @@ pages.
 from __future__ import annotations
 
 import ctypes
+import functools
 import math
 import weakref
 from collections.abc import Mapping, Sequence
@@ -27,23 +28,20 @@ from eyas.gguf.blocks import BlockMatrix
 from eyas.model.architecture import QueryScale, TargetConfig
 from eyas.model.block import Tensors
 from eyas.model.config import DecoderConfig, RopeConfig, Taps
-from eyas.model.draws import Draws, addresses, no_best_logit
-from eyas.model.library import address, library
+from eyas.model.draws import Draws, draw_states, no_best_logit
+from eyas.model.library import address, addresses, library
 from eyas.model.packed import (
     Blocks,
-    LayerParts,
     PackedLayer,
     PackedLinear,
     Packing,
-    fields,
     joined_linear,
     rows_of_embeddings,
-    tensor_pointer,
-    tensor_pointers,
     vector,
 )
 from eyas.model.rope import rope_table
 from eyas.model.rows import FeatureCache, NodesToVerify, PagedCache, Roots, Rows, TargetOutput
+from eyas.model.structs import STRUCTS
 
 # kMaxHeadDim of attention.h, kMaxKernel of model.h: what a thread keeps of a row
 MAX_HEAD_DIM, MAX_KERNEL = 256, 16
@@ -51,6 +49,13 @@ FIRST_POSITIONS = 4096  # of the rotation's table; it grows with what is asked f
 MOST_POSITIONS = 1 << 24  # no request has so many: what lies beyond is no position
 ROWS_AT_ONCE = 4096  # of a prompt whose hidden states are asked for
 ROW_COLUMNS = ("token", "request", "position", "slot", "prefix_len", "seen")
+DecoderParts, Shape, Factors, Layer, Outer, Positions = (
+    STRUCTS[name] for name in ("DecoderParts", "Shape", "Factors", "Layer", "Outer", "Positions")
+)
+RowsView, Tapped, ForwardCall = (STRUCTS[name] for name in ("RowsView", "Tapped", "ForwardCall"))
+Lines, Chosen, DrawsOf, VerifyCall = (
+    STRUCTS[name] for name in ("Lines", "Chosen", "Draws", "VerifyCall")
+)
 WRONG = {
     1: "a token is not in the vocabulary",
     3: "a slot, page or prefix is not there",
@@ -63,33 +68,6 @@ def runs(config: DecoderConfig) -> bool:
     """Whether the native path runs decoders of this shape."""
     kernel = config.conv_kernel if isinstance(config, TargetConfig) else None
     return config.head_dim <= MAX_HEAD_DIM and (kernel or 0) <= MAX_KERNEL
-
-
-class Shape(ctypes.Structure):
-    """`Shape` of cpp/model.h."""
-
-    _fields_ = fields(
-        ctypes.c_int64,
-        "layers hidden inner Hq Hk D vocab embed_rows embed_kind is_draft norm_before_residual "
-        "norm_output threads slot_width rotary_dims wide_head_norms activation num_experts "
-        "experts_per_token expert_inner renormalises conv_kernel",
-    )
-
-
-class Factors(ctypes.Structure):
-    """`Factors` of cpp/model.h."""
-
-    _fields_ = fields(ctypes.c_float, "eps score softcap embed residual logit logit_softcap")
-
-
-class Outer(ctypes.Structure):
-    """`Outer` of cpp/model.h."""
-
-    _fields_ = fields(
-        ctypes.c_void_p,
-        "head fc final_norm hidden_norm features_norm feature_norm_0 feature_norm_1 feature_norm_2 "
-        "embed",
-    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,17 +157,20 @@ class NativeDecoder:
             "logit": 1.0,
         }
         handles = {
-            name: part.handle if isinstance(part, PackedLinear) else part.data_ptr()
+            name: part.handle if isinstance(part, PackedLinear) else address(part)
             for name, part in self._outer.items()
         }
-        self._handle: int = lib.eyas_new(
-            dtype == torch.bfloat16,
-            ctypes.byref(Shape(**{**shape, **role.shape})),
-            ctypes.byref(Factors(**{**factors, **role.factors})),
-            (LayerParts * len(layers))(*(layer.parts for layer in layers)),
-            ctypes.byref(Outer(**handles, embed=embed_at)),
-            tensor_pointer(target_ids_W),
+        norms = tuple(handles.pop(f"feature_norm_{i}", None) for i in range(3))
+        layer_parts = (Layer * len(layers))(*(layer.parts for layer in layers))
+        parts = DecoderParts(
+            shape=Shape(**{**shape, **role.shape}),
+            factors=Factors(**{**factors, **role.factors}),
+            outer=Outer(**handles, feature_norms=norms, embed=embed_at),
+            layers=ctypes.addressof(layer_parts),
+            target_ids=address(target_ids_W),
+            is_bf16=dtype == torch.bfloat16,
         )
+        self._handle: int = lib.eyas_new(parts)
         weakref.finalize(self, lib.eyas_free, self._handle)
         self._num_positions = 0
         self._set_positions(FIRST_POSITIONS)
@@ -211,17 +192,17 @@ class NativeDecoder:
         scale = self._role.query_scale
         query_scales = None if scale is None else scale.of(torch.arange(length)).contiguous()
         self._positions, self._num_positions = (tables, query_scales), length  # kept alive
-        self._lib.eyas_set_positions(
-            self._handle,
-            tensor_pointers(tables),
-            len(self._role.ropes),
-            tensor_pointer(query_scales),
-            length,
+        listed = addresses(tables)
+        to = Positions(
+            tables=ctypes.addressof(listed),
+            query_scales=address(query_scales),
+            ropes=len(self._role.ropes),
+            length=length,
         )
+        self._lib.eyas_set_positions(self._handle, to)
 
-    def _arguments(
-        self, rows: Rows, cache: PagedCache
-    ) -> tuple[ctypes.Array[ctypes.c_int64], ctypes.Array[ctypes.c_void_p]]:
+    def _view(self, rows: Rows, cache: PagedCache) -> ctypes.Structure:
+        """The rows as the library takes them."""
         assert cache.data.dtype == self.dtype
         B, P = rows.page_table.shape
         columns = [getattr(rows, name) for name in ROW_COLUMNS]
@@ -232,13 +213,16 @@ class NativeDecoder:
             assert column.is_contiguous()
         assert rows.page_table.dtype == torch.int32
         assert rows.page_table.is_contiguous()
-        ints = (ctypes.c_int64 * 6)(
-            len(rows.token), B, P, rows.first_column, cache.page_size, cache.data.shape[1]
+        return RowsView(
+            *map(address, columns),
+            page_table=address(rows.page_table),
+            B=B,
+            P=P,
+            first_column=rows.first_column,
+            page_size=cache.page_size,
+            num_slots=cache.data.shape[1],
+            M=len(rows.token),
         )
-        pointers = (ctypes.c_void_p * 8)(
-            *map(tensor_pointer, columns), rows.page_table.data_ptr(), cache.data.data_ptr()
-        )
-        return ints, pointers
 
     def _is_done(self, status: int, last_position: int) -> bool:
         """Whether the call did its work; False when it must be made again, with a longer table.
@@ -301,7 +285,6 @@ class NativeTarget(NativeDecoder):
         The logits are float32; aux_hidden has the cache's dtype, and with `features` goes there, to
         the rows' slots.
         """
-        ints, pointers = self._arguments(rows, cache)
         M, V, width = len(rows.token), self._config.vocab_size, 3 * self._config.hidden_size
         R = M if logits_of is None else len(logits_of)
         if self._logits.numel() < R * V:
@@ -314,17 +297,16 @@ class NativeTarget(NativeDecoder):
             aux_hidden = self._aux[: M * width].view(M, width)
         aux = aux_hidden if features is None else features.data
         assert features is None or features.data.shape == (cache.data.shape[1], width)
-        outputs = (
-            taps_3,
-            tensor_pointer(aux),
-            features is not None,
-            tensor_pointer(logits_of),
-            R,
-            logits.data_ptr(),
-            best.data_ptr(),
-            None,
+        call = ForwardCall(
+            rows=self._view(rows, cache),
+            cache=address(cache.data),
+            tapped=Tapped(address(taps_3), address(aux), features is not None),
+            logits_of=address(logits_of),
+            R=R,
+            logits=address(logits),
+            best=address(best),
         )
-        while (status := self._lib.eyas_forward(self._handle, ints, pointers, *outputs)) != 0:
+        while (status := self._lib.eyas_forward(self._handle, call)) != 0:
             self._is_done(status, int(rows.position.max()))
         return TargetOutput(aux_hidden, logits, best)
 
@@ -337,15 +319,19 @@ class NativeTarget(NativeDecoder):
         ROWS_AT_ONCE at a time: a row's bits are the same, and its buffers stay small.
         """
         M, H = len(rows.token), self._config.hidden_size
+        taps_3 = _three(taps)
         last_hidden = torch.empty(M, H, dtype=self.dtype)
         aux_hidden = torch.empty(M, 3 * H, dtype=self.dtype)
         for first in range(0, M, ROWS_AT_ONCE):
             part = slice(first, first + ROWS_AT_ONCE)
             some = replace(rows, **{name: getattr(rows, name)[part] for name in ROW_COLUMNS})
-            ints, pointers = self._arguments(some, cache)
-            taken = (_three(taps), aux_hidden[part].data_ptr(), False, None, 0, None, None)
-            outputs = (*taken, last_hidden[part].data_ptr())
-            while (status := self._lib.eyas_forward(self._handle, ints, pointers, *outputs)) != 0:
+            call = ForwardCall(
+                rows=self._view(some, cache),
+                cache=address(cache.data),
+                tapped=Tapped(address(taps_3), address(aux_hidden[part]), by_slot=False),
+                last_hidden=address(last_hidden[part]),
+            )
+            while (status := self._lib.eyas_forward(self._handle, call)) != 0:
                 self._is_done(status, int(rows.position.max()))
         return last_hidden, aux_hidden
 
@@ -384,34 +370,43 @@ class NativeTarget(NativeDecoder):
         room, V = sum(num_nodes.values()), self._config.vocab_size
         if self._logits.numel() < room * V:
             self._logits = torch.empty(room * V, dtype=torch.float32)
-        arrays = (
+        lens, page_table = (
             np.array(roots.lens, dtype=np.int64),
-            np.array(roots.tokens, dtype=np.int64),
-            np.array(chosen.line, dtype=np.int32),
-            np.ascontiguousarray(proposals.tokens, dtype=np.int64),
-            np.ascontiguousarray(proposals.parents, dtype=np.int32),
-            np.ascontiguousarray(chosen.kept, dtype=bool),
             np.ascontiguousarray(roots.page_table, dtype=np.int32),
         )
-        emitted, counts = np.empty((B, places), dtype=np.int64), np.empty(B, dtype=np.int64)
-        taps_3 = _three(taps)
-        states = addresses(draws, B)
-        ints = (ctypes.c_int64 * 7)(B, P, cache.page_size, cache.data.shape[1], C, places, room)
-        pointers = (ctypes.c_void_p * 14)(
-            *(address(array) for array in arrays),
-            cache.data.data_ptr(),
-            None if taps_3 is None else ctypes.addressof(taps_3),
-            None if features is None else features.data.data_ptr(),
-            ctypes.addressof(states),
-            address(emitted),
-            address(counts),
-            self._logits.data_ptr(),
+        trees: tuple[np.ndarray, ...] = (
+            np.array(roots.tokens, dtype=np.int64),
+            np.ascontiguousarray(proposals.tokens, dtype=np.int64),
+            np.array(chosen.line, dtype=np.int32),
+            np.ascontiguousarray(proposals.parents, dtype=np.int32),
+            np.ascontiguousarray(chosen.kept, dtype=bool),
         )
-        while (status := self._lib.eyas_verify(self._handle, ints, pointers)) != 0:
+        emitted, counts = np.empty((B, places), dtype=np.int64), np.empty(B, dtype=np.int64)
+        taps_3, states = _three(taps), draw_states(draws, B)
+        aux = None if features is None else features.data
+        call = VerifyCall(
+            lines=Lines(
+                B=B,
+                P=P,
+                page_size=cache.page_size,
+                num_slots=cache.data.shape[1],
+                page_table=address(page_table),
+                lens=address(lens),
+            ),
+            chosen=Chosen(*map(address, trees), C=C),
+            cache=address(cache.data),
+            tapped=Tapped(address(taps_3), address(aux), by_slot=True),
+            draws=DrawsOf(ctypes.addressof(states), address(self._logits), room),
+            places=places,
+            emitted=address(emitted),
+            counts=address(counts),
+        )
+        while (status := self._lib.eyas_verify(self._handle, call)) != 0:
             self._is_done(status, max(roots.lens) + places)
-        rows = zip(emitted.tolist(), counts.tolist(), strict=True)
-        parts = torch.split(self._logits[: room * V].view(room, V), list(num_nodes.values()))
-        logits = dict(zip(num_nodes, parts, strict=True)) if num_nodes else {}
+        rows, logits = zip(emitted.tolist(), counts.tolist(), strict=True), {}
+        if num_nodes:
+            parts = torch.split(self._logits[: room * V].view(room, V), list(num_nodes.values()))
+            logits = dict(zip(num_nodes, parts, strict=True))
         return Verified([row[:count] for row, count in rows], logits)
 
 
@@ -425,5 +420,6 @@ class Verified:
     logits: dict[int, torch.Tensor]
 
 
-def _three(taps: Taps | None) -> ctypes.Array[ctypes.c_int64] | None:
-    return None if taps is None else (ctypes.c_int64 * 3)(*sorted(taps))
+@functools.cache
+def _three(taps: Taps | None) -> np.ndarray | None:
+    return None if taps is None else np.array(sorted(taps), dtype=np.int64)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -18,7 +18,7 @@ import torch
 from eyas.model.architecture import LayerKind
 from eyas.model.block import Tensors
 from eyas.model.config import HeadConfig
-from eyas.model.draws import Draws, addresses
+from eyas.model.draws import Draws, draw_states
 from eyas.model.library import address
 from eyas.model.native import DecoderRole, NativeDecoder
 from eyas.model.packed import Blocks, PackedLayer, PackedLinear, Packing, joined_linear
@@ -31,8 +31,12 @@ from eyas.model.rows import (
     Roots,
     Rows,
 )
+from eyas.model.structs import STRUCTS
 
 MAX_TOPK = 16
+StatesCall, ProposalsCall, GrowthCall = (
+    STRUCTS[name] for name in ("StatesCall", "ProposalsCall", "Growth")
+)
 
 
 class NativeDraft(NativeDecoder):
@@ -87,22 +91,18 @@ class NativeDraft(NativeDecoder):
         """
         assert aux_hidden.shape == (len(rows), 3 * self._config.hidden_size)
         aux_hidden = aux_hidden.to(self.dtype).contiguous()
-        return self._states("eyas_extend", rows, aux_hidden, cache)
+        return self._states(self._lib.eyas_extend, rows, aux_hidden, cache)
 
     def enter(self, rows: Rows, aux_hidden: torch.Tensor, cache: PagedCache) -> None:
         """`extend` without its outputs: the rows' keys and values, in half the time."""
-        ints, pointers = self._arguments(rows, cache)
         assert aux_hidden.shape == (len(rows), 3 * self._config.hidden_size)
         features = aux_hidden.to(self.dtype).contiguous()
-        while (
-            status := self._lib.eyas_extend(self._handle, ints, pointers, features.data_ptr(), None)
-        ) != 0:
-            self._is_done(status, int(rows.position.max()))
+        self._run(self._lib.eyas_extend, rows, features, None, cache)
 
     def step(self, rows: Rows, h: torch.Tensor, cache: PagedCache) -> torch.Tensor:
         """Outputs [M, H] of the rows' parents -> the rows' own [M, H]. Raises IndexError."""
         assert h.shape == (len(rows), self._config.hidden_size)
-        return self._states("eyas_step", rows, h.float().contiguous(), cache)
+        return self._states(self._lib.eyas_step, rows, h.float().contiguous(), cache)
 
     def proposals(
         self,
@@ -118,10 +118,17 @@ class NativeDraft(NativeDecoder):
         assert h.shape[1:] == (self._config.hidden_size,)
         h, R = h.float().contiguous(), len(h)
         ids, log_probs = torch.empty(R, tree_topk, dtype=torch.int64), torch.empty(R, tree_topk)
-        states = addresses(draws, R)
-        sizes = place, R, tree_topk
-        outputs = ids.data_ptr(), log_probs.data_ptr()
-        status = self._lib.eyas_proposals(self._handle, h.data_ptr(), states, *sizes, *outputs)
+        states = draw_states(draws, R)
+        call = ProposalsCall(
+            h=address(h),
+            draws=ctypes.addressof(states),
+            place=place,
+            R=R,
+            k=tree_topk,
+            ids=address(ids),
+            log_probs=address(log_probs),
+        )
+        status = self._lib.eyas_proposals(self._handle, call)
         assert status == 0
         return (ids if self._target_ids_W is None else self._target_ids_W[ids]), log_probs
 
@@ -150,20 +157,11 @@ class NativeDraft(NativeDecoder):
             first[1].float().contiguous(),
         )
         page_table = np.ascontiguousarray(page_table, dtype=np.int32)
-        ints = self._growth_sizes(len(lens), growth, page_table, cache)
-        states = addresses(draws, len(lens))
-        pointers = (ctypes.c_void_p * 11)(
-            address(lens_B),
-            first_ids.data_ptr(),
-            h_BH.data_ptr(),
-            first_log_probs.data_ptr(),
-            address(page_table),
-            out.least,
-            cache.data.data_ptr(),
-            *out.pointers,
-            ctypes.addressof(states),
-        )
-        while (drafted := self._lib.eyas_propose(self._handle, ints, pointers)) < 0:
+        states = draw_states(draws, len(lens))
+        call = self._growth(lens_B, growth, page_table, cache, states, out)
+        call.first_ids, call.h = address(first_ids), address(h_BH)
+        call.first_log_probs = address(first_log_probs)
+        while (drafted := self._lib.eyas_propose(self._handle, call)) < 0:
             self._is_done(-drafted, int(lens_B.max()) + K - 2)
         return out.proposals(drafted)
 
@@ -188,20 +186,11 @@ class NativeDraft(NativeDecoder):
         assert len(roots.page_table) == len(lens) == len(starts)
         assert features.data.shape == (cache.data.shape[1], 3 * self._config.hidden_size)
         page_table = np.ascontiguousarray(roots.page_table, dtype=np.int32)
-        ints = self._growth_sizes(len(lens), growth, page_table, cache)
-        states = addresses(draws, len(lens))
-        pointers = (ctypes.c_void_p * 11)(
-            address(lens),
-            address(starts),
-            address(tokens),
-            features.data.data_ptr(),
-            address(page_table),
-            out.least,
-            cache.data.data_ptr(),
-            *out.pointers,
-            ctypes.addressof(states),
-        )
-        while (drafted := self._lib.eyas_grow(self._handle, ints, pointers)) < 0:
+        states = draw_states(draws, len(lens))
+        call = self._growth(lens, growth, page_table, cache, states, out)
+        call.starts, call.entered = address(starts), address(tokens)
+        call.features = address(features.data)
+        while (drafted := self._lib.eyas_grow(self._handle, call)) < 0:
             self._is_done(-drafted, max(roots.lens) + K - 2)
         return out.proposals(drafted)
 
@@ -209,25 +198,53 @@ class NativeDraft(NativeDecoder):
         assert 0 < growth[2] <= growth[1] <= min(MAX_TOPK, self._W)
         return CandidateBuffers(B, growth, thresholds)
 
-    def _growth_sizes(
-        self, B: int, growth: Growth, page_table: np.ndarray, cache: PagedCache
-    ) -> ctypes.Array[ctypes.c_int64]:
+    def _growth(
+        self,
+        lens_B: np.ndarray,
+        growth: Growth,
+        page_table: np.ndarray,
+        cache: PagedCache,
+        states: ctypes.Array[ctypes.c_void_p],
+        out: CandidateBuffers,
+    ) -> ctypes.Structure:
+        """What both ways to begin have in common."""
         assert cache.data.dtype == self.dtype
-        return (ctypes.c_int64 * 7)(
-            B, *growth, page_table.shape[1], cache.page_size, cache.data.shape[1]
+        return GrowthCall(
+            len(lens_B),
+            *growth,
+            P=page_table.shape[1],
+            page_size=cache.page_size,
+            num_slots=cache.data.shape[1],
+            lens=address(lens_B),
+            page_table=address(page_table),
+            kv=address(cache.data),
+            draws=ctypes.addressof(states),
+            **out.fields,
         )
 
     def _states(
-        self, call: str, rows: Rows, inputs: torch.Tensor, cache: PagedCache
+        self, call: Callable[..., int], rows: Rows, inputs: torch.Tensor, cache: PagedCache
     ) -> torch.Tensor:
-        ints, pointers = self._arguments(rows, cache)
         h = torch.empty(len(rows.token), self._config.hidden_size)
-        function = getattr(self._lib, call)
-        while (
-            status := function(self._handle, ints, pointers, inputs.data_ptr(), h.data_ptr())
-        ) != 0:
-            self._is_done(status, int(rows.position.max()))
+        self._run(call, rows, inputs, h, cache)
         return h
+
+    def _run(
+        self,
+        function: Callable[..., int],
+        rows: Rows,
+        inputs: torch.Tensor,
+        h: torch.Tensor | None,
+        cache: PagedCache,
+    ) -> None:
+        call = StatesCall(
+            rows=self._view(rows, cache),
+            cache=address(cache.data),
+            inputs=address(inputs),
+            h=address(h),
+        )
+        while (status := function(self._handle, call)) != 0:
+            self._is_done(status, int(rows.position.max()))
 
 
 class CandidateBuffers:
@@ -247,12 +264,14 @@ class CandidateBuffers:
         self._least = (ctypes.c_double * K)(*thresholds)
 
     @property
-    def least(self) -> int:
-        return ctypes.addressof(self._least)
-
-    @property
-    def pointers(self) -> tuple[int, int, int]:
-        return address(self._tokens), address(self._parents), address(self._scores)
+    def fields(self) -> dict[str, int | None]:
+        """Those of Growth that lie here."""
+        return {
+            "thresholds": ctypes.addressof(self._least),
+            "tokens": address(self._tokens),
+            "parents": address(self._parents),
+            "scores": address(self._scores),
+        }
 
     def proposals(self, drafted: int) -> Proposals:
         """Of so many levels behind the first."""

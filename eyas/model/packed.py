@@ -10,9 +10,8 @@ from __future__ import annotations
 
 import ctypes
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -21,7 +20,9 @@ from eyas.gguf.blocks import BLOCK, BlockMatrix, eight_bit_blocks
 from eyas.model.architecture import LayerKind
 from eyas.model.block import Tensors
 from eyas.model.library import address, library
+from eyas.model.structs import STRUCTS
 
+Part, Weights, Layer = (STRUCTS[name] for name in ("Part", "Weights", "Layer"))
 FULL, PLAIN, SQUEEZED = 0, 1, 2  # how weights are packed: float32, bfloat16, bfloat16 in 12 bits
 # bytes in bfloat16: fewer stay in the caches, where unpacking takes longer than reading more
 SQUEEZED_FROM = 1 << 24
@@ -78,21 +79,9 @@ class PackedLinear:
             else torch.float32
         )
         parts = [weight.detach().to(stored).contiguous() for weight in weights]
-        bias = _joined(biases)
-        rows = (ctypes.c_int64 * len(parts))(*map(len, parts))
         kind = FULL if stored == torch.float32 else SQUEEZED if squeezed else PLAIN
-        return cls(
-            library().eyas_linear(
-                tensor_pointers(parts),
-                rows,
-                len(parts),
-                parts[0].shape[1],
-                kind,
-                gated,
-                tensor_pointer(bias),
-                threads,
-            )
-        )
+        of = [Part(address(part), len(part), kind) for part in parts]
+        return cls._stacked(library().eyas_linear, of, parts[0].shape[1], biases, threads, gated)
 
     @classmethod
     def of_blocks(
@@ -106,24 +95,33 @@ class PackedLinear:
         MemoryError.
         """
         parts = [np.ascontiguousarray(matrix.data) for matrix in matrices]
-        bias, count, K = _joined(biases), len(parts), matrices[0].shape[1]
-        integers = ctypes.c_int64 * count
-        return cls(
-            library().eyas_quantised(
-                (ctypes.c_void_p * count)(*map(address, parts)),
-                integers(*map(len, parts)),
-                integers(*(int(matrix.kind) for matrix in matrices)),
-                count,
-                K,
-                gated,
-                tensor_pointer(bias),
-                threads,
-            )
+        of = [
+            Part(address(part), len(part), int(matrix.kind))
+            for part, matrix in zip(parts, matrices, strict=True)
+        ]
+        K = matrices[0].shape[1]
+        return cls._stacked(library().eyas_quantised, of, K, biases, threads, gated)
+
+    @classmethod
+    def _stacked(
+        cls,
+        make: Callable[[ctypes.Structure], int],
+        parts: Sequence[ctypes.Structure],
+        K: int,
+        biases: Sequence[torch.Tensor],
+        threads: int,
+        gated: bool,
+    ) -> PackedLinear:
+        bias = torch.cat([part.detach().float() for part in biases]) if biases else None
+        weights = Weights(
+            parts=ctypes.addressof(listed := (Part * len(parts))(*parts)),
+            count=len(listed),
+            K=K,
+            gated=gated,
+            threads=threads,
+            bias=address(bias),
         )
-
-
-def _joined(biases: Sequence[torch.Tensor]) -> torch.Tensor | None:
-    return torch.cat([part.detach().float() for part in biases]).contiguous() if biases else None
+        return cls(make(weights))
 
 
 def _is_bfloat16(weight: torch.Tensor) -> bool:
@@ -162,21 +160,6 @@ def in_eight_bits(tensors: Tensors) -> dict[str, BlockMatrix]:
     }
 
 
-def tensor_pointer(tensor: torch.Tensor | None) -> int | None:
-    """Where a tensor's numbers lie, as the library takes it."""
-    return None if tensor is None else tensor.data_ptr()
-
-
-def tensor_pointers(tensors: Sequence[torch.Tensor | None]) -> ctypes.Array[ctypes.c_void_p]:
-    """The same of several."""
-    return (ctypes.c_void_p * len(tensors))(*map(tensor_pointer, tensors))
-
-
-def fields(kind: type[Any], names: str) -> tuple[tuple[str, type[Any]], ...]:
-    """The fields of a struct of the library, all of one kind."""
-    return tuple((name, kind) for name in names.split())
-
-
 # The vectors of a layer, and their names in a checkpoint.
 VECTORS = {
     "input_norm": "input_layernorm.weight",
@@ -189,18 +172,6 @@ VECTORS = {
     "taps": "conv.conv.weight",
     "taps_bias": "conv.conv.bias",
 }
-
-
-class LayerParts(ctypes.Structure):
-    """`Layer` of cpp/model.h: where a layer's products and vectors lie; what it does not have is
-    null.
-    """
-
-    _fields_ = (
-        *fields(ctypes.c_void_p, "in out gate_up down router experts"),
-        *fields(ctypes.c_void_p, " ".join(VECTORS)),
-        *fields(ctypes.c_int64, "window rope"),
-    )
 
 
 class PackedLayer:
@@ -246,9 +217,9 @@ class PackedLayer:
         self.linears = [*linears.values(), *experts]
         self._experts = (ctypes.c_void_p * len(experts))(*(one.handle for one in experts))
         self._vectors = vectors  # kept alive
-        self.parts = LayerParts(
+        self.parts = Layer(
             **{name: linear.handle for name, linear in linears.items()},
-            **{name: tensor.data_ptr() for name, tensor in vectors.items()},
+            **{name: address(tensor) for name, tensor in vectors.items()},
             experts=ctypes.addressof(self._experts) if experts else None,
             window=kind.window or 0,
             rope=-1 if kind.rope is None else kind.rope,
@@ -277,7 +248,7 @@ def joined_linear(
 
 def rows_of_embeddings(
     embed_tokens: torch.Tensor | BlockMatrix,
-) -> tuple[torch.Tensor | np.ndarray, int, int]:
+) -> tuple[torch.Tensor | np.ndarray, int, int | None]:
     """What must be kept alive, how the library reads it (0 float32, 1 bfloat16, else a number of
     ggml's), and where it lies.
     """
@@ -286,4 +257,4 @@ def rows_of_embeddings(
         return data, int(embed_tokens.kind), address(data)
     kept = embed_tokens.detach().contiguous()
     kept = kept if kept.dtype in (torch.bfloat16, torch.float32) else kept.float()
-    return kept, int(kept.dtype == torch.bfloat16), kept.data_ptr()
+    return kept, int(kept.dtype == torch.bfloat16), address(kept)

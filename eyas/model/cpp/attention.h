@@ -12,20 +12,13 @@
 #include <algorithm>
 #include <vector>
 
+#include "eyas.h"
 #include "simd.h"
 
 constexpr int kTileQueries = 4;
 constexpr int kTreeColumns = 64;
 constexpr int kMaxApart = 4;  // rows of one tile: their prefixes end so near the first one's
 constexpr int kMaxRest = kTreeColumns + 2 * kMaxApart + 2;
-
-// The arguments that describe rows, as `eyas/model/rows.py` has them.
-struct RowsView {
-  const int64_t *token, *request, *position, *slot, *prefix_len, *seen;
-  const int32_t* page_table;
-  int64_t B, P, first_column, page_size, num_slots;
-  int M;
-};
 
 // Up to kTileQueries rows of one request, neighbours in M, whose prefixes nearly agree.
 struct RowTile {

@@ -13,6 +13,7 @@
 #include <cstdint>
 #include <vector>
 
+#include "eyas.h"
 #include "simd.h"
 
 constexpr int kWeightBits =
@@ -31,19 +32,6 @@ constexpr int kStripVectors =
 constexpr int kMostPlaces = 64;      // of a walk: a tree's columns
 constexpr int64_t kWeightSlack = 4;  // units, above what rounding can turn around
 constexpr int kFewLeft = 64;  // candidates: sorting them costs less than closing in once more
-
-// How a request draws: the fields of `model/draws.py`'s DrawState, in its order. The arrays are the
-// caller's.
-struct DrawState {
-  double temperature, top_p, min_p, repetition, frequency, presence;
-  int64_t top_k, seed, num_drawn, min_tokens, num_seen, num_biased, num_ends, num_top, by_caller;
-  const int64_t *seen, *counts, *biased;
-  const double* biases;
-  const int64_t* ends;
-  int64_t* scored_ints;  // [kMostPlaces, 1 + num_top]: sum of weights at temperature 1, the best
-                         // ids; null without log-probabilities
-  float* scored_logits;  // [kMostPlaces, 2 + num_top]: the best, the token's, those of the best ids
-};
 
 struct PowerSeries {
   double c[kPowerTerms];

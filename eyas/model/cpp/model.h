@@ -37,35 +37,6 @@ enum Status : int {
   kNoMemory = 6
 };
 
-// These structs are those of `native.py` and `packed.py`. slot_width: numbers that a layer keeps of
-// a token.
-struct Shape {
-  int64_t layers, hidden, inner, Hq, Hk, D, vocab, embed_rows, embed_kind, is_draft;
-  int64_t norm_before_residual, norm_output, threads, slot_width, rotary_dims, wide_head_norms,
-      activation, num_experts, experts_per_token, expert_inner, renormalises, conv_kernel;
-};
-
-// softcaps: 0 for none.
-struct Factors {
-  float eps, score, softcap, embed, residual, logit, logit_softcap;
-};
-
-// What a layer does not have is null. in: queries, keys and values, or B, C and x of a convolution.
-// experts: gate_up and down of each. out_norm, mlp_out_norm: of what is added to the residual
-// stream. taps [conv_kernel, H]: of the convolution. window: 0 for none; rope: -1 for none.
-struct Layer {
-  const Product *in, *out, *gate_up, *down, *router, *const *experts;
-  const float *input_norm, *out_norm, *post_norm, *mlp_out_norm, *q_norm, *k_norm, *sinks, *taps,
-      *taps_bias;
-  int64_t window, rope;
-};
-
-struct Outer {
-  const Product *head, *fc;
-  const float *final_norm, *hidden_norm, *features_norm, *feature_norms[3];
-  const void* embed;
-};
-
 // Calls use with what a model's MLPs are made of.
 template <class Use>
 INLINE void with_activation(int64_t activation, Use&& use) {
@@ -100,35 +71,6 @@ struct Top {
       logits[at] = logits[at - 1], ids[at] = ids[at - 1];
     logits[at] = logit, ids[at] = id;
   }
-};
-
-struct Growth {
-  int64_t B, num_draft_steps, k, width, P, page_size,
-      num_slots;  // k candidates of a row, `width` rows of a request a step
-  const int64_t *lens, *first_ids;
-  const float *h, *first_log_probs;
-  const int32_t* page_table;
-  const double* thresholds;
-  void* kv;
-  const DrawState* const* draws;  // of each request, null where the best logit is the token
-  int64_t* tokens;                // [B, all candidates]
-  int32_t* parents;
-  float* scores;
-};
-
-// Where a target's features go: rows of aux by row, or by slot.
-struct Tapped {
-  const int64_t* taps;  // 3 layers, or null
-  void* aux;
-  bool by_slot;
-};
-
-// How the requests of a round draw: null where the best logit is the token. logits [room, V]: of
-// those that draw by_caller.
-struct Draws {
-  const DrawState* const* of;
-  float* logits;
-  int64_t room;
 };
 
 // What a draft knows of the draws that it guesses: each request draws with `draws`, or draws[b] is

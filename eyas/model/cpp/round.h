@@ -13,18 +13,6 @@
 
 #include "attention.h"
 
-struct Lines {
-  int64_t B, P, page_size, num_slots;
-  const int32_t* page_table;  // [B, P]
-  const int64_t* lens;        // [B]
-
-  bool has(int64_t column) const { return column >= 0 && column / page_size < P; }
-  int64_t slot(int64_t b, int64_t column) const {
-    return static_cast<int64_t>(page_table[b * P + column / page_size]) * page_size +
-           column % page_size;
-  }
-};
-
 // The rows of a forward, one after the other.
 class RowList {
  public:
@@ -56,7 +44,7 @@ class RowList {
                     first_column,
                     lines.page_size,
                     lines.num_slots,
-                    static_cast<int>(size())};
+                    static_cast<int64_t>(size())};
   }
 
  private:
@@ -82,14 +70,6 @@ struct EntryRows {
     }
     return true;
   }
-};
-
-// The candidates of the requests that drafted: line[b] of the arrays [., C], or none (-1).
-struct Chosen {
-  const int64_t *roots, *tokens;
-  const int32_t *line, *parents;
-  const uint8_t* kept;
-  int64_t C;
 };
 
 // The trees of all requests beside each other, as rows of the target's forward.
