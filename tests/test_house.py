@@ -25,7 +25,7 @@ MOST_FRAMES = 8  # from a command to the loss, and from the server's worker to t
 ROOMS = {
     "data": (213, "sources, licence gate, filters, duplicates, ledger, card"),
     "engine": (185, "exact speculative decoding: scheduler, rounds, drafters, policy, sampling"),
-    "model": (276, "target and head: configs, checkpoints, attention, training-time test"),
+    "model": (286, "target and head: configs, checkpoints, attention, training-time test"),
     "cpp": (222, "the native decoder"),
     "serve": (171, "the HTTP server"),
     "privacy": (156, "personal data and secrets: search, surrogates, key"),
@@ -41,7 +41,7 @@ ROOMS = {
     "gguf": (46, "a GGUF file as a folder"),
     "plan": (21, "tokens and bytes of a run; tau of more data"),
     "builtin": (5, "the packaged models and prompts"),
-    "tests": (1660, "proofs"),
+    "tests": (1666, "proofs"),
     "benchmarks": (297, "the scripts behind the figures of README and results"),
 }
 MOST_SCRIPTS, MOST_DECISIONS, MOST_DECISION_KB, MOST_DEPENDENCIES = 18, 15, 90, 20
