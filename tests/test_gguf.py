@@ -28,7 +28,8 @@ from eyas.errors import (
     MissingInputError,
     TemplateError,
 )
-from eyas.gguf.blocks import block_matrices
+from eyas.gguf import checkpoint
+from eyas.gguf.checkpoint import matrices_apart, published_files, whole_folder
 from eyas.gguf.configuration import llama3_factors
 from eyas.gguf.file import open_file
 from eyas.gguf.folder import target_folder
@@ -37,7 +38,7 @@ from eyas.hub import resolve_target
 from eyas.model.architecture import TargetConfig
 from eyas.model.arrangement import arranged
 from eyas.model.target import Target
-from eyas.model.weights import read_tensors
+from eyas.model.weights import fingerprint, read_shapes, read_tensors, tensor_sha256
 from tests.architectures import save_architecture
 from tests.gguf_files import gguf_file
 from tests.test_cli import assert_one_clear_error, run_eyas
@@ -133,13 +134,12 @@ def test_blocks_of_every_architecture_are_those_of_its_weights(tmp_path, name):
     config = TargetConfig.from_folder(folder)
     tensors, blocks = (
         arranged(config, read_tensors(folder)),
-        arranged(config, block_matrices(folder)),
+        arranged(config, matrices_apart(Path(folder))[2]),
     )
     matrices = {
         name for name, tensor in tensors.items() if tensor.ndim == 2 and "conv.conv" not in name
     }
-    narrow = {one for one in matrices if tensors[one].shape[1] % 32}
-    assert blocks.keys() == matrices - narrow
+    assert blocks.keys() == matrices
     for one, block in blocks.items():
         assert torch.equal(torch.from_numpy(block.dequantised()).bfloat16(), tensors[one]), one
 
@@ -149,7 +149,7 @@ def test_a_file_of_every_architecture_computes_what_the_model_in_it_does(tmp_pat
     source = save_architecture(tmp_path / "source", name, **OTHERWISE.get(name, {}))
     folder = resolve_target(str(file_of(source, tmp_path)))
     expected = AutoModelForCausalLM.from_pretrained(source)(LONG_TOKENS_BT).logits
-    found = AutoModelForCausalLM.from_pretrained(folder)
+    found = AutoModelForCausalLM.from_pretrained(whole_folder(folder))
     own = Target.load(folder).logits(LONG_TOKENS_BT)
     torch.testing.assert_close(found(LONG_TOKENS_BT).logits, expected, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(own, expected, rtol=1e-3, atol=1e-3)
@@ -200,6 +200,29 @@ def test_a_folder_is_made_once_and_by_one(tmp_path, tiny, cache):
     before = made.stat().st_mtime_ns
     assert target_folder(file) in folders
     assert made.stat().st_mtime_ns == before
+
+
+def test_a_folder_holds_no_weights_until_another_engine_wants_them(tmp_path, tiny, monkeypatch):
+    """What is read from the file is what the files would hold, whichever bytes are asked for."""
+    monkeypatch.setattr(checkpoint, "SHARD_BYTES", 20_000)
+    folder = Path(resolve_target(str(gguf_file(tiny, tmp_path / "tiny.gguf", Kind.Q8_0))))
+    assert not list(folder.glob("*.safetensors*"))
+    before, tensors, of_file = fingerprint(folder), read_tensors(folder), read_shapes(folder)
+    shards, index = published_files(folder)
+    assert whole_folder(folder) == folder
+    assert (folder / checkpoint.INDEX).read_bytes() == index
+    assert len(shards) > 5
+    for shard in shards:
+        content = (folder / shard.name).read_bytes()
+        assert len(content) == shard.size
+        for begin, end in ((0, shard.size), (1, 7), (901, 1907), (shard.size - 3, shard.size + 9)):
+            assert shard.read(begin, end) == content[begin:end]
+    written = read_tensors(folder)
+    assert written.keys() == tensors.keys()
+    assert all(torch.equal(written[name], tensors[name]) for name in written)
+    assert read_shapes(folder) == of_file
+    assert fingerprint(folder) == before
+    assert Target.load(folder).lm_head_sha256 == tensor_sha256(tensors["lm_head.weight"])
 
 
 # What cannot be read

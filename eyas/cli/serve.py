@@ -23,6 +23,7 @@ import typer
 from eyas.cli.options import Overrides, RunFile, stage_config
 from eyas.errors import ConfigError, EyasError, InputError, MissingInputError
 from eyas.export.engines import Launch
+from eyas.gguf.checkpoint import whole_folder
 from eyas.hub import is_hub_id, resolve_head, resolve_target
 from eyas.log import log_to_stderr
 from eyas.model.config import read_config
@@ -168,7 +169,7 @@ def engine_command(engine: EngineName, config: ServeConfig, extra: str = "") -> 
         )
     target, family = config.target, None
     if not is_hub_id(target):
-        target = str(Path(resolve_target(target)).absolute())
+        target = str(whole_folder(resolve_target(target)).absolute())
         family = read_config(target).get("model_type")
     head = _exported_head(engine, Path(resolve_head(config.head)).absolute())
     settings = read_config(head)

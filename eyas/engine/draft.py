@@ -28,6 +28,7 @@ import torch.nn.functional as F
 from eyas.engine.sampling import draw_key, exponentials
 from eyas.engine.tree import Speculation, goes_on
 from eyas.errors import MismatchError
+from eyas.gguf.blocks import BlockMatrix
 from eyas.model.block import Block, Linear, PositionTables, rms_norm
 from eyas.model.config import HeadConfig, TargetShape, check_head
 from eyas.model.draws import Draws, DrawState
@@ -67,6 +68,8 @@ class HeadTarget(Protocol):
     def lm_head_sha256(self) -> str: ...
     @property
     def embed_tokens(self) -> torch.Tensor: ...
+    @property
+    def embeddings(self) -> torch.Tensor | BlockMatrix: ...
     @property
     def lm_head(self) -> torch.Tensor: ...
     @property
@@ -172,8 +175,10 @@ class Draft:
             own = {**cast, "d2t": d2t_offset}
             # Half the bytes to read in every step; what drafts lose by it, verification never sees.
             blocks = in_eight_bits(cast) if target.dtype == torch.bfloat16 else None
+            own_head = cast.get("lm_head.weight")
+            lm_head = target.lm_head if own_head is None else own_head
             self._native = NativeDraft(
-                config, own, target.embed_tokens, target.lm_head, target.dtype, blocks
+                config, own, target.embeddings, lm_head, target.dtype, blocks
             )
         else:
             self._layers = DraftLayers(config, cast, target)

@@ -59,6 +59,11 @@ class TargetMatrices(NamedTuple):
     is_native: bool
     dtype: torch.dtype
 
+    @property
+    def embeddings(self) -> Tensor:
+        """As a `Target` has them."""
+        return self.embed_tokens
+
     @classmethod
     def of(cls, vocabulary: TargetVocabulary) -> TargetMatrices:
         """Where the vocabulary is; natively on a CPU that can."""

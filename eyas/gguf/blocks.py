@@ -9,69 +9,100 @@ Letters: N rows, K columns.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import gguf
 import numpy as np
 from numpy.typing import NDArray
 
-from eyas.errors import MismatchError
-from eyas.gguf.file import Kind, dequantised_rows
-from eyas.gguf.folder import linked_file
-from eyas.gguf.tensors import raw_tensors
+from eyas.errors import CorruptError, MismatchError
+from eyas.gguf.file import DAMAGED, Kind, dequantised_rows, release
 
-KINDS = (
-    *(Kind.Q4_0, Kind.Q4_1, Kind.Q5_0, Kind.Q5_1, Kind.Q8_0, Kind.MXFP4),
-    *(Kind.Q4_K, Kind.Q5_K, Kind.Q6_K),
-)
+# The formats with products of their own, and where in a block their scales of half precision lie.
+HALVES = {
+    **{Kind.Q4_0: (0,), Kind.Q4_1: (0, 2), Kind.Q5_0: (0,), Kind.Q5_1: (0, 2), Kind.Q8_0: (0,)},
+    **{Kind.MXFP4: (), Kind.Q4_K: (0, 2), Kind.Q5_K: (0, 2), Kind.Q6_K: (208,)},
+}
+KINDS = tuple(HALVES)
+PLAIN = (Kind.F32, Kind.F16, Kind.BF16)  # numbers without scales
 BLOCK = 32
+# The largest scale of MXFP4 that all of its numbers stay finite with; 255 is NaN.
+LARGEST_POWER = 252
 
 
 @dataclass(frozen=True, slots=True)
 class BlockMatrix:
-    """A matrix [N, K] in a format of KINDS. data: uint8 [N, bytes of a row], mapped or copied."""
+    """A matrix [N, K] in a format of ggml.
+
+    stored: uint8 [rows, bytes of a row], mapped from a file or copied. order: which of them are its
+    rows; None is all of them in order.
+    """
 
     kind: gguf.GGMLQuantizationType
-    data: NDArray[np.uint8]
+    stored: NDArray[np.uint8]
+    order: NDArray[np.intp] | None = None
 
     @property
     def shape(self) -> tuple[int, int]:
+        """[N, K]."""
         block, num_bytes = gguf.GGML_QUANT_SIZES[self.kind]
-        return len(self.data), self.data.shape[1] // num_bytes * block
+        rows = self.stored if self.order is None else self.order
+        return len(rows), self.stored.shape[1] // num_bytes * block
+
+    @property
+    def ndim(self) -> int:
+        """As of an array."""
+        return 2
+
+    @property
+    def data(self) -> NDArray[np.uint8]:
+        """Its rows, uint8 [N, bytes of a row], contiguous: copied where they have another order."""
+        rows = self.stored if self.order is None else self.stored[self.order]
+        return np.ascontiguousarray(rows)
 
     def __getitem__(self, rows: Any) -> BlockMatrix:
         """Some of its rows, a slice or their numbers in an order: blocks stay whole."""
         chosen = rows if isinstance(rows, slice) else np.asarray(rows)
-        return BlockMatrix(self.kind, self.data[chosen])
+        if self.order is not None:
+            return BlockMatrix(self.kind, self.stored, self.order[chosen])
+        if isinstance(chosen, slice):
+            return BlockMatrix(self.kind, self.stored[chosen])
+        return BlockMatrix(self.kind, self.stored, chosen)
 
     def dequantised(self) -> NDArray[np.float32]:
         """Its values, float32 [N, K]."""
         return dequantised_rows(self.data, self.kind)
 
+    def release(self) -> None:
+        """Give back the memory of a mapped file: what is read again comes from the file."""
+        release(self.stored)
+
+    def refuse_nonfinite(self, name: str) -> None:
+        """Raise CorruptError for a scale that is NaN or infinite, of a format of KINDS."""
+        units = self.data.reshape(-1, gguf.GGML_QUANT_SIZES[self.kind][1])
+        bad = units[:, 0] > LARGEST_POWER if self.kind == Kind.MXFP4 else np.zeros(1, bool)
+        for at in HALVES[self.kind]:
+            bad = bad | (units[:, at + 1] & 0x7C == 0x7C)
+        if count := int(bad.sum()):
+            what = f"{name}: {count} of {len(units)} blocks have a scale that is NaN or infinite"
+            raise CorruptError(what, DAMAGED)
+
+
+def refuse_other_kinds(matrices: Mapping[str, BlockMatrix]) -> None:
+    """Raise MismatchError unless the matrices of a file can be multiplied as they lie in it."""
+    kinds = {matrix.kind for matrix in matrices.values()}
+    others = sorted(kind.name for kind in kinds - {*KINDS, *PLAIN})
+    names = ", ".join(kind.name for kind in KINDS)
+    if others or not kinds & set(KINDS):
+        what = f"matrices in {', '.join(others)}" if others else f"no matrix in {names}"
+        raise MismatchError(
+            f"the GGUF file holds {what}",
+            f"dtype packed is for files in {names}: leave it out, or take another file",
+        )
+
 
 def eight_bit_blocks(weight: NDArray[np.float32]) -> BlockMatrix:
     """A matrix [N, K] in Q8_0, K a multiple of 32."""
     return BlockMatrix(Kind.Q8_0, gguf.quantize(weight, Kind.Q8_0))
-
-
-def block_matrices(folder: str | Path) -> dict[str, BlockMatrix]:
-    """The matrices of the file that a target's folder was made from, under Hugging Face's names;
-    those in other formats are left out.
-
-    Raises MismatchError (no GGUF file, or none of its matrices in a format of KINDS),
-    MissingInputError, CorruptError.
-    """
-    file = linked_file(Path(folder))
-    found = {
-        name: BlockMatrix(kind, rows)
-        for name, kind, rows in raw_tensors(file)
-        if kind in KINDS and rows.ndim == 2
-    }
-    if not found:
-        raise MismatchError(
-            f"{file.path} holds no matrix in {', '.join(kind.name for kind in KINDS)}",
-            "dtype packed is for files in these types; leave it out for this one",
-        )
-    return found

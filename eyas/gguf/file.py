@@ -176,10 +176,19 @@ def _read(path: Path, content: mmap.mmap) -> GgufFile:
         width = shape[-1] // block * num_bytes
         size = int(np.prod(shape[:-1], dtype=object)) * width
         data = whole[begin + offset : begin + offset + size]
-        if len(data) != size or shape[-1] % block:
+        if len(data) != size or shape[-1] % block or (block > 1 and len(shape) == 1):
             raise ValueError(f"{name} is cut")
         tensors[name] = StoredTensor(name, kind, shape, data.reshape(*shape[:-1], width))
     return GgufFile(path, metadata, tensors)
+
+
+def release(data: NDArray[Any]) -> None:
+    """Give back the memory that a mapped file takes, of an array that lies in it; others stay."""
+    owner: Any = data
+    while isinstance(owner, np.ndarray | memoryview):
+        owner = owner.base if isinstance(owner, np.ndarray) else owner.obj
+    if isinstance(owner, mmap.mmap):
+        owner.madvise(mmap.MADV_DONTNEED)
 
 
 def dequantised(tensor: StoredTensor) -> NDArray[np.float32]:
@@ -188,5 +197,6 @@ def dequantised(tensor: StoredTensor) -> NDArray[np.float32]:
 
 
 def dequantised_rows(data: NDArray[Any], kind: gguf.GGMLQuantizationType) -> NDArray[np.float32]:
-    """The values of rows as they lie in a file. Raises NotImplementedError."""
-    return np.ascontiguousarray(gguf.dequantize(data, kind), np.float32)
+    """The values of rows as they lie in a file, fresh. Raises NotImplementedError."""
+    values = np.ascontiguousarray(gguf.dequantize(data, kind), np.float32)
+    return values if values.flags.writeable else values.copy()

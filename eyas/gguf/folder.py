@@ -1,15 +1,13 @@
-"""A GGUF file as a target: written once as a folder in Hugging Face's form, in the cache.
+"""A GGUF file as a target: a folder in the cache in Hugging Face's form, but for the weights, which
+are read from the file itself (`checkpoint`).
 
     FILE.gguf  ->  config.json  generation_config.json  tokenizer.json  tokenizer_config.json
-                   chat_template.jinja  model*.safetensors  source.gguf (a link to the file)
+                   chat_template.jinja  source.gguf (a link to the file)
 
-All of it comes from the file: its metadata say configuration, tokenizer and chat template, and the
-weights are dequantised by the `gguf` package, into float32 where the matrices are stored so, else
-into bfloat16. What comes out is a target in its own right: a model that was quantised to 4 bits is
-not the model that its publisher trained, and `config.json` says so (SOURCE). A template in
-FILE.jinja beside the file comes before its own: files of base models have none.
-
-The link leads back to the file, for the decoder that multiplies its blocks as they are (`blocks`).
+All of it comes from the file: its metadata say configuration, tokenizer and chat template. What
+comes out is a target in its own right: a model that was quantised to 4 bits is not the model that
+its publisher trained, and `config.json` says so (SOURCE). A template in FILE.jinja beside the file
+comes before its own: files of base models have none.
 """
 
 from __future__ import annotations
@@ -25,23 +23,18 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
 from eyas.artifact import cache_folder, storage_errors
 from eyas.errors import MismatchError, MissingInputError, TemplateError, template_hint
 from eyas.gguf.configuration import configuration
 from eyas.gguf.file import GgufFile, open_file
-from eyas.gguf.tensors import check_types, published_names, weights
+from eyas.gguf.tensors import check_types, weights
 from eyas.gguf.tokenizer import tokenizer_of
 
 SUFFIX = ".gguf"
 LINK = "source.gguf"
 TEMPLATE_SUFFIX = ".jinja"  # of a chat template beside a file
-SHARD_BYTES = 2 << 30  # of weights, held in memory at a time
 IDENTITY_BYTES = 8 << 20  # read at either end, to tell whether a file is one that is known
 FORM = "2"  # of the folder: raise it when the same file gives another
-SAFETENSORS_TYPES = {"float32": "F32", "bfloat16": "BF16"}
 
 
 def is_gguf(place: str) -> bool:
@@ -92,17 +85,21 @@ def _link(folder: Path, path: Path) -> None:
         fresh.replace(link)
 
 
+def is_of_file(folder: Path) -> bool:
+    """Whether a target's folder was made from a GGUF file."""
+    return (folder / LINK).is_symlink()
+
+
 def linked_file(folder: Path) -> GgufFile:
     """The file that a folder was made from. Raises MismatchError where it was made from none,
     MissingInputError, CorruptError.
     """
-    link = folder / LINK
-    if not link.is_symlink():
+    if not is_of_file(folder):
         raise MismatchError(
             f"{folder} is not made from a GGUF file",
             "dtype packed is for a target that is one: --target FILE.gguf",
         )
-    path = Path(os.readlink(link))
+    path = Path(os.readlink(folder / LINK))
     if not path.is_file() or _identity(path) != folder.name:
         raise MissingInputError(
             f"the file {path} is no longer there, or another one",
@@ -124,10 +121,11 @@ def _identity(path: Path) -> str:
 
 
 def write_folder(file: GgufFile, folder: Path) -> None:
-    """Write everything of a target into an empty folder."""
+    """Write everything of a target but its weights into an empty folder."""
     config, template = configuration(file), chat_template(file)
-    published_names(file)
     check_types(file)
+    for _ in weights(file):  # every tensor has a name and a shape that can be published
+        pass
     tokenizer, tokenizer_config = tokenizer_of(file)
     ends = [file.of_tokenizer(f"{name}_token_id") for name in ("eos", "eot")]
     found_ends = list(dict.fromkeys(number for number in ends if number is not None))
@@ -147,7 +145,6 @@ def write_folder(file: GgufFile, folder: Path) -> None:
     }
     for name, text in texts.items():
         (folder / name).write_text(text, encoding="utf-8")
-    write_weights(file, config["dtype"], folder)
 
 
 def chat_template(file: GgufFile) -> str:
@@ -166,54 +163,3 @@ def chat_template(file: GgufFile) -> str:
 
 def _json(settings: Mapping[str, Any]) -> str:
     return json.dumps(settings, indent=2) + "\n"
-
-
-# Weights
-
-
-def write_weights(file: GgufFile, dtype: str, folder: Path) -> None:
-    """Write the tensors in `dtype` (bfloat16 or float32) as shards of safetensors with an index."""
-    shard: dict[str, NDArray[Any]] = {}
-    place: dict[str, int] = {}
-    size, total, number = 0, 0, 0
-    for name, values in weights(file):
-        stored = values if dtype == "float32" else bfloat16_bits(values)
-        if shard and size + stored.nbytes > SHARD_BYTES:
-            _write_shard(shard, dtype, folder / _shard_name(number))
-            shard, size, number = {}, 0, number + 1
-        shard[name], place[name] = stored, number
-        size, total = size + stored.nbytes, total + stored.nbytes
-    _write_shard(shard, dtype, folder / _shard_name(number))
-    index = {
-        "metadata": {"total_size": total},
-        "weight_map": {name: _shard_name(at) for name, at in sorted(place.items())},
-    }
-    (folder / "model.safetensors.index.json").write_text(_json(index))
-
-
-def bfloat16_bits(values: NDArray[np.float32]) -> NDArray[np.uint16]:
-    """The bits of the nearest bfloat16 of each number, ties to even; NaN stays NaN."""
-    bits = values.view(np.uint32)
-    nearest = (bits + (0x7FFF + (bits >> 16 & 1))) >> 16
-    return np.where(np.isnan(values), 0x7FC0, nearest).astype(np.uint16)
-
-
-def _write_shard(shard: Mapping[str, NDArray[Any]], dtype: str, path: Path) -> None:
-    """A safetensors file, as its own package writes it, which knows no NumPy array of bfloat16."""
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    names, at = sorted(shard), 0
-    for name in names:
-        end = at + shard[name].nbytes
-        kind, shape = SAFETENSORS_TYPES[dtype], list(shard[name].shape)
-        header[name] = {"dtype": kind, "shape": shape, "data_offsets": [at, end]}
-        at = end
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    with path.open("wb") as stream:
-        stream.write(len(text).to_bytes(8, "little") + text)
-        for name in names:
-            stream.write(np.ascontiguousarray(shard[name]).data)
-
-
-def _shard_name(number: int) -> str:
-    return f"model-{number + 1:05d}.safetensors"

@@ -10,8 +10,9 @@ Letters: E experts, N rows, K columns.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
 
 import gguf
 import numpy as np
@@ -19,6 +20,7 @@ from numpy.typing import NDArray
 
 from eyas.errors import CorruptError, MismatchError
 from eyas.families import FAMILIES
+from eyas.gguf.blocks import BlockMatrix
 from eyas.gguf.configuration import (
     LONG_FACTORS,
     OTHER_ARCHITECTURE,
@@ -27,7 +29,7 @@ from eyas.gguf.configuration import (
     family_of,
     key_value_heads,
 )
-from eyas.gguf.file import DAMAGED, GgufFile, Kind, dequantised_rows
+from eyas.gguf.file import DAMAGED, GgufFile, StoredTensor, dequantised_rows
 
 # Llama's, by ggml's.
 GLOBAL = {
@@ -54,6 +56,22 @@ SINKS, SHORT_CONVOLUTION = "self_attn.sinks", "conv.conv.weight"
 STACKED_EXPERTS = FAMILIES["gpt_oss"]
 
 
+@dataclass(frozen=True, slots=True)
+class PublishedTensor:
+    """A tensor of the published checkpoint [..., K]. rows(first, last): some of its rows of K
+    numbers, float32 [n, K].
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    rows: Callable[[int, int], NDArray[np.float32]]
+
+    def values(self) -> NDArray[np.float32]:
+        """All of it, in its shape."""
+        count = int(np.prod(self.shape[:-1], dtype=object))
+        return self.rows(0, count).reshape(self.shape)
+
+
 def published_names(file: GgufFile) -> dict[str, str]:
     """By ggml's names, those in a published checkpoint, * for an expert's number. Raises
     MismatchError for a tensor that the family has not.
@@ -76,98 +94,129 @@ def published_names(file: GgufFile) -> dict[str, str]:
 def check_types(file: GgufFile) -> None:
     """Raises MismatchError for a type that the `gguf` package does not dequantise."""
     for kind, tensor in {tensor.kind: tensor for tensor in file.tensors.values()}.items():
-        block = np.zeros((1, gguf.GGML_QUANT_SIZES[kind][1]), np.uint8)
-        _values(file, tensor.name, kind, block)
+        try:
+            dequantised_rows(np.zeros((1, gguf.GGML_QUANT_SIZES[kind][1]), np.uint8), kind)
+        except NotImplementedError as error:
+            raise MismatchError(
+                f"{file.path} holds {tensor.name} in {kind.name}, which gguf does not dequantise",
+                "take a file in another quantisation (Q8_0, Q6_K, Q4_K_M, ...)",
+            ) from error
 
 
-def half_order(values: NDArray[Any], heads: int) -> NDArray[Any]:
-    """Rows [heads * D, ...] from ggml's order, in which a turned pair is two neighbours, to
-    transformers', in which it is one row of each half.
+def half_order(count: int, heads: int) -> NDArray[np.intp]:
+    """Rows [heads * D] from ggml's order, in which a turned pair is two neighbours, to
+    transformers', in which it is one row of each half: their numbers.
     """
-    pairs = values.reshape(heads, values.shape[0] // heads // 2, 2, -1)
-    return np.ascontiguousarray(pairs.swapaxes(1, 2)).reshape(values.shape)
+    return np.arange(count).reshape(heads, -1, 2).swapaxes(1, 2).reshape(-1)
 
 
-def stored_tensors(file: GgufFile) -> Iterator[tuple[str, Kind, NDArray[np.uint8]]]:
-    """Every tensor under its published name: its type, and its rows as they lie in the file, in the
-    published order. Raises MismatchError, CorruptError.
+def stored_tensors(file: GgufFile) -> Iterator[tuple[str, StoredTensor, NDArray[np.intp] | None]]:
+    """Every tensor under its published name, and the published order of its rows where it is
+    another. Raises MismatchError, CorruptError.
     """
     _, family = family_of(file)
     heads = {"attn_q": file.count("attention.head_count"), "attn_k": key_value_heads(file)}
     for ggml_name, name in published_names(file).items():
-        tensor, part = file.tensors[ggml_name], ggml_name.split(".")[-2]
-        rows = tensor.data
+        tensor, part, order = file.tensors[ggml_name], ggml_name.split(".")[-2], None
         if family.gguf_interleaved and part in heads:
             if tensor.shape[0] % (2 * heads[part]):
                 what = (
                     f"{file.path} has {heads[part]} heads for the {tensor.shape[0]} rows of {name}"
                 )
                 raise CorruptError(what, DAMAGED)
-            # a row's blocks stay whole: whole rows change places
-            by_row = rows.reshape(tensor.shape[0], -1)
-            rows = half_order(by_row, heads[part]).reshape(rows.shape)
-        yield name, tensor.kind, rows
+            order = half_order(tensor.shape[0], heads[part])
+        yield name, tensor, order
 
 
-def raw_tensors(file: GgufFile) -> Iterator[tuple[str, Kind, NDArray[np.uint8]]]:
-    """`stored_tensors`, each expert's by itself."""
-    for name, kind, rows in stored_tensors(file):
-        if "*" not in name:
-            yield name, kind, rows
-            continue
-        for expert, own in enumerate(rows):
-            yield name.replace("*", str(expert)), kind, own
+def raw_tensors(file: GgufFile) -> Iterator[tuple[str, tuple[int, ...], BlockMatrix]]:
+    """Every tensor under its published name, its shape, and its rows as they lie in the file, each
+    expert's by itself. A vector is one row.
+    """
+    for name, tensor, order in stored_tensors(file):
+        shape, data = tensor.shape, tensor.data
+        if "*" in name:
+            for expert, own in enumerate(data):
+                rows = own.reshape(-1, data.shape[-1])
+                yield name.replace("*", str(expert)), shape[1:], BlockMatrix(tensor.kind, rows)
+        elif len(shape) == 1:
+            if order is not None:
+                data = data.reshape(len(order), -1)[order]
+            yield name, shape, BlockMatrix(tensor.kind, data.reshape(1, -1))
+        else:
+            rows = data.reshape(-1, data.shape[-1])
+            yield name, shape, BlockMatrix(tensor.kind, rows, order)
 
 
-def weights(file: GgufFile) -> Iterator[tuple[str, NDArray[np.float32]]]:
+def weights(file: GgufFile) -> Iterator[PublishedTensor]:
     """Every tensor of the published checkpoint. Raises MismatchError, CorruptError."""
     _, family = family_of(file)
     if family is STACKED_EXPERTS:
         yield from _stacked(file)
-    for name, kind, rows in raw_tensors(file):
+    for name, shape, matrix in raw_tensors(file):
         if family is STACKED_EXPERTS and ".experts." in name:
             continue
-        values = _values(file, name, kind, rows)
+        offset = 0.0
         if family.gguf_norm_offset and name.endswith("norm.weight"):
-            values = values - np.float32(family.norm_offset)
-        yield name, values[:, None] if name.endswith(SHORT_CONVOLUTION) else values
+            offset = family.norm_offset
+        if name.endswith(SHORT_CONVOLUTION):
+            shape = (shape[0], 1, *shape[1:])
+        yield PublishedTensor(name, shape, partial(_rows, matrix, offset))
 
 
-def _stacked(file: GgufFile) -> Iterator[tuple[str, NDArray[np.float32]]]:
+def _rows(matrix: BlockMatrix, offset: float, first: int, last: int) -> NDArray[np.float32]:
+    values = matrix[first:last].dequantised()
+    return values - np.float32(offset) if offset else values
+
+
+def _stacked(file: GgufFile) -> Iterator[PublishedTensor]:
     """gpt-oss' experts: gate and up in one tensor [E, K, 2N], one output of each by turns; down
     [E, K, N]; biases [E, 2N] and [E, N].
     """
-    stored = {name: (kind, rows) for name, kind, rows in stored_tensors(file) if "*" in name}
-
-    def of_experts(name: str) -> NDArray[np.float32]:
-        if name not in stored:
-            raise CorruptError(f"{file.path} lacks {name}", DAMAGED)
-        kind, rows = stored[name]
-        return _values(file, name, kind, rows)
-
-    for name in stored:
+    stored = {name: tensor for name, tensor, _ in stored_tensors(file) if "*" in name}
+    for name, tensor in stored.items():
         if ".up_proj." in name:
             continue
-        values = of_experts(name)
+        parts = [tensor]
         if ".gate_proj." in name:
-            up = of_experts(name.replace("gate_proj", "up_proj"))
-            if up.shape != values.shape:
+            other = name.replace("gate_proj", "up_proj")
+            if other not in stored:
+                raise CorruptError(f"{file.path} lacks {other}", DAMAGED)
+            if stored[other].shape != tensor.shape:
                 raise CorruptError(f"{file.path}: {name} is not of the shape of up_proj", DAMAGED)
-            values = np.stack([values, up], axis=2).reshape(len(up), -1, *up.shape[2:])
+            parts.append(stored[other])
         stem, _, kind = name.replace("*.", "").replace("gate_proj", "gate_up_proj").rpartition(".")
+        shape = tensor.shape
         if kind == "weight":
-            yield stem, np.ascontiguousarray(values.swapaxes(1, 2))
+            shape = (shape[0], shape[2], shape[1] * len(parts))
+            yield PublishedTensor(stem, shape, partial(_columns, parts))
         else:
-            yield f"{stem}_bias", values
+            shape = (shape[0], shape[1] * len(parts))
+            yield PublishedTensor(f"{stem}_bias", shape, partial(_by_turns, parts))
 
 
-def _values(file: GgufFile, name: str, kind: Kind, rows: NDArray[np.uint8]) -> NDArray[np.float32]:
-    try:
-        return dequantised_rows(rows, kind)
-    except NotImplementedError as error:
-        raise MismatchError(
-            f"{file.path} holds {name} in {kind.name}, which gguf does not dequantise",
-            "take a file in another quantisation (Q8_0, Q6_K, Q4_K_M, ...)",
-        ) from error
-    except (ValueError, IndexError) as error:
-        raise CorruptError(f"{file.path}: {name} is cut: {error}", DAMAGED) from error
+def _by_turns(parts: list[StoredTensor], first: int, last: int) -> NDArray[np.float32]:
+    """Rows of tensors [E, N], a number of each by turns: [n, parts * N]."""
+    values = [dequantised_rows(part.data[first:last], part.kind) for part in parts]
+    return np.stack(values, axis=2).reshape(last - first, -1)
+
+
+def _columns(parts: list[StoredTensor], first: int, last: int) -> NDArray[np.float32]:
+    """Of tensors [E, N, K] those of their E * K columns as rows, a number of each by turns: [n,
+    parts * N].
+    """
+    N, K = parts[0].shape[1:]
+    found = np.empty((last - first, N, len(parts)), np.float32)
+    at = first
+    while at < last:
+        expert, column = divmod(at, K)
+        end = min(K, column + last - at)
+        for number, part in enumerate(parts):
+            block, num_bytes = gguf.GGML_QUANT_SIZES[part.kind]
+            begin = column // block
+            data = part.data[expert, :, begin * num_bytes : -(-end // block) * num_bytes]
+            values = dequantised_rows(np.ascontiguousarray(data), part.kind)
+            found[at - first : at - first + end - column, :, number] = values[
+                :, column - begin * block : end - begin * block
+            ].T
+        at += end - column
+    return found.reshape(last - first, -1)

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache, GenerationConfig
 
 from eyas.errors import ConfigError, MismatchError
+from eyas.gguf.checkpoint import whole_folder
 from eyas.model.attention import capped
 from eyas.model.config import TargetShape
 from eyas.model.rows import prompt_rows
@@ -191,6 +192,7 @@ class HookedDecoder:
                 f"device_map: {device_map} needs accelerate, which is not installed",
                 "pip install 'eyas[large]', or leave it out",
             )
+        folder = whole_folder(folder)
         config = transformers_config(folder)
         shape = shape_of(config, folder)
         _, lm_head = transformers_matrices(folder, shape)

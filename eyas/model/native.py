@@ -266,7 +266,10 @@ class NativeTarget(NativeDecoder):
             "head": joined_linear(tensors, [head_name.removesuffix(".weight")], how),
             "final_norm": tensors["model.norm.weight"],
         }
-        embed_tokens = blocks.get(embed_name) or tensors[embed_name]
+        embed_blocks = blocks.get(embed_name)
+        if embed_blocks is not None and embed_name != head_name:
+            embed_blocks.refuse_nonfinite(embed_name)
+        embed_tokens = tensors[embed_name] if embed_blocks is None else embed_blocks
         role = target_role(config, None if blocks else dtype)
         super().__init__(config, dtype, role, layers, outer, embed_tokens)
         self._logits, self._aux = torch.empty(0, dtype=torch.float32), torch.empty(0, dtype=dtype)

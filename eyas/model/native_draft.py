@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import torch
 
+from eyas.gguf.blocks import BlockMatrix
 from eyas.model.architecture import LayerKind
 from eyas.model.block import Tensors
 from eyas.model.config import HeadConfig
@@ -48,7 +49,7 @@ class NativeDraft(NativeDecoder):
         self,
         config: HeadConfig,
         tensors: Tensors,
-        embed_tokens: torch.Tensor,
+        embed_tokens: torch.Tensor | BlockMatrix,
         lm_head_fallback: torch.Tensor,
         dtype: torch.dtype,
         blocks: Blocks | None = None,

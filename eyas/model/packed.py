@@ -9,6 +9,7 @@ Letters: N outputs, K inputs.
 from __future__ import annotations
 
 import ctypes
+import math
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from eyas.model.architecture import LayerKind
 from eyas.model.block import Tensors
 from eyas.model.library import address, library
 from eyas.model.structs import STRUCTS
+from eyas.model.weights import LazyTensors
 
 Part, Weights, Layer = (STRUCTS[name] for name in ("Part", "Weights", "Layer"))
 FULL, PLAIN, SQUEEZED = 0, 1, 2  # how weights are packed: float32, bfloat16, bfloat16 in 12 bits
@@ -47,7 +49,12 @@ class Packing:
     @classmethod
     def of(cls, tensors: Tensors, dtype: torch.dtype, blocks: Blocks | None) -> Packing:
         """For these tensors, on the threads of this moment."""
-        large = 2 * sum(tensor.numel() for tensor in tensors.values()) >= SQUEEZED_FROM
+        shapes = (
+            tensors.shapes.values()
+            if isinstance(tensors, LazyTensors)
+            else (tensor.shape for tensor in tensors.values())
+        )
+        large = 2 * sum(map(math.prod, shapes)) >= SQUEEZED_FROM
         return cls(dtype, torch.get_num_threads(), large, blocks or {})
 
 
@@ -94,7 +101,7 @@ class PackedLinear:
         """From the blocks of a GGUF file, which `parts_of` says fit together. Raises
         MemoryError.
         """
-        parts = [np.ascontiguousarray(matrix.data) for matrix in matrices]
+        parts = [matrix.data for matrix in matrices]
         of = [
             Part(address(part), len(part), int(matrix.kind))
             for part, matrix in zip(parts, matrices, strict=True)
@@ -235,13 +242,18 @@ def joined_linear(
     tensors: Tensors, names: Sequence[str], how: Packing, gated: bool = False
 ) -> PackedLinear:
     """One product of the weights and biases under some names: of their blocks where there are any
-    that fit together, else of the tensors.
+    that fit together, else of the tensors. Raises CorruptError for scales that are no numbers.
     """
     weights = [f"{name}.weight" for name in names]
     biases = [tensors[f"{name}.bias"] for name in names if f"{name}.bias" in tensors]
     parts = parts_of(how.blocks, weights, gated)
     if parts is not None:
-        return PackedLinear.of_blocks(parts, biases, how.threads, gated)
+        for name, part in zip(weights, parts, strict=True):
+            part.refuse_nonfinite(name)
+        packed = PackedLinear.of_blocks(parts, biases, how.threads, gated)
+        for part in parts:
+            part.release()
+        return packed
     own = [tensors[name] for name in weights]
     return PackedLinear.of_tensors(own, biases, how.dtype, how.threads, how.squeezed, gated)
 
@@ -253,7 +265,7 @@ def rows_of_embeddings(
     ggml's), and where it lies.
     """
     if isinstance(embed_tokens, BlockMatrix):
-        data = np.ascontiguousarray(embed_tokens.data)
+        data = embed_tokens.data
         return data, int(embed_tokens.kind), address(data)
     kept = embed_tokens.detach().contiguous()
     kept = kept if kept.dtype in (torch.bfloat16, torch.float32) else kept.float()

@@ -10,6 +10,7 @@ vocabulary.
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Literal, cast
@@ -20,7 +21,8 @@ import torch.nn.functional as F
 
 from eyas.errors import MismatchError
 from eyas.families import FAMILIES
-from eyas.gguf.blocks import block_matrices
+from eyas.gguf.blocks import KINDS, BlockMatrix, refuse_other_kinds
+from eyas.gguf.checkpoint import lies_in_file, matrices_apart
 from eyas.model.architecture import TargetConfig
 from eyas.model.arrangement import arranged
 from eyas.model.attention import capped
@@ -39,7 +41,16 @@ from eyas.model.rows import (
     TargetOutput,
     prompt_rows,
 )
-from eyas.model.weights import read_tensors, refuse_nonfinite, tensor_sha256
+from eyas.model.weights import (
+    LazyTensors,
+    matrix_sha256,
+    read_tensors,
+    refuse_nonfinite,
+    remembered,
+    rounded,
+    tensor_sha256,
+    with_matrices,
+)
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16", "packed"]
 # packed: what is not a quantised product, keys, values and features
@@ -159,30 +170,34 @@ class Target:
         device: str = "cpu",
         native: bool = True,
         blocks: Blocks | None = None,
+        lm_head_sha256: str | None = None,
     ) -> None:
         """Lay out a checkpoint's tensors, named as Hugging Face names them.
 
         dtype: see `resolve_dtype`. native: False takes PyTorch operators even if the native decoder
-        could run. blocks: of "packed", the matrices in a GGUF file's own format. Raises
-        MismatchError when a tensor is missing or has another shape, or this machine does not run
-        "packed".
+        could run. blocks: matrices of a GGUF file in its own formats, which come before tensors.
+        lm_head_sha256: where it is known. Raises MismatchError when a tensor is missing or has
+        another shape, or this machine does not run "packed".
         """
         self.config, self.device = config, device
         self.precision = resolve_dtype(dtype, config, device)
         self.dtype = DTYPES[self.precision]
-        tensors = arranged(config, tensors)
-        check_tensors(config, tensors)
-        self.blocks = arranged(config, blocks or {})
-        check_blocks(tensors, self.blocks)
-        stored_head = tensors[
-            "model.embed_tokens.weight" if config.tie_word_embeddings else "lm_head.weight"
-        ]
-        self.lm_head_sha256 = tensor_sha256(stored_head)
+        matrices = arranged(config, blocks or {})
         # as stored, mapped from the files: another precision is made where it is needed
-        self._tensors = tensors
-        self.embed_tokens = tensors["model.embed_tokens.weight"].to(device, self.dtype)
-        self.lm_head = (
-            self.embed_tokens if config.tie_word_embeddings else stored_head.to(device, self.dtype)
+        self._tensors = with_matrices(arranged(config, tensors), matrices, stored_dtype(config))
+        check_shapes(config, self._tensors.shapes)
+        self.blocks = (
+            {name: one for name, one in matrices.items() if one.kind in KINDS}
+            if self.precision == "packed"
+            else {}
+        )
+        self._head_name = (
+            "model.embed_tokens.weight" if config.tie_word_embeddings else "lm_head.weight"
+        )
+        self.lm_head_sha256 = lm_head_sha256 or (
+            matrix_sha256(matrices[self._head_name])
+            if self._head_name in matrices
+            else tensor_sha256(self._tensors[self._head_name])
         )
         self.is_native = (
             native
@@ -198,18 +213,53 @@ class Target:
                 "take another dtype: the weights are then dequantised",
             )
         self._native = (
-            NativeTarget(config, self._cast(), self.dtype, self.blocks) if self.is_native else None
+            NativeTarget(
+                config, LazyTensors(self._tensors.shapes, self._cast), self.dtype, self.blocks
+            )
+            if self.is_native
+            else None
         )
 
     @classmethod
     def load(
         cls, folder: str | Path, dtype: Dtype = "auto", device: str = "cpu", native: bool = True
     ) -> Target:
-        """Load a Hugging Face folder. Raises MissingInputError, CorruptError, MismatchError."""
-        config, tensors = TargetConfig.from_folder(folder), read_tensors(folder)
+        """Load a Hugging Face folder, or what a GGUF file became. Raises MissingInputError,
+        CorruptError, MismatchError.
+        """
+        config, root = TargetConfig.from_folder(folder), Path(folder)
+        if dtype != "packed" and not lies_in_file(root):
+            tensors = read_tensors(folder)
+            refuse_nonfinite(folder, tensors)
+            return cls(config, tensors, dtype, device, native)
+        stored, vectors, matrices = matrices_apart(root)
+        if dtype == "packed":
+            refuse_other_kinds(matrices)
+        tensors = {name: rounded(values, stored) for name, values in vectors.items()}
         refuse_nonfinite(folder, tensors)
-        blocks = block_matrices(folder) if dtype == "packed" else None
-        return cls(config, tensors, dtype, device, native, blocks)
+        head = "model.embed_tokens" if config.tie_word_embeddings else "lm_head"
+        sha256 = None
+        if (name := f"{head}.weight") in matrices:
+            kept = root / "lm_head.sha256"
+            sha256 = remembered(kept, lambda: matrix_sha256(matrices[name]))
+        return cls(config, tensors, dtype, device, native, matrices, sha256)
+
+    @cached_property
+    def embed_tokens(self) -> torch.Tensor:
+        """[V, Ht] in this target's precision; what is packed has rows of its own."""
+        return self._tensors["model.embed_tokens.weight"].to(self.device, self.dtype)
+
+    @cached_property
+    def lm_head(self) -> torch.Tensor:
+        """[V, Ht] in this target's precision."""
+        if self.config.tie_word_embeddings:
+            return self.embed_tokens
+        return self._tensors[self._head_name].to(self.device, self.dtype)
+
+    @property
+    def embeddings(self) -> torch.Tensor | BlockMatrix:
+        """The embeddings as they are read: `embed_tokens`, or their blocks."""
+        return self.blocks.get("model.embed_tokens.weight") or self.embed_tokens
 
     @property
     def fingerprint(self) -> str:
@@ -221,19 +271,17 @@ class Target:
         """The decoder in PyTorch operators, laid out when it is first asked for; of blocks it
         multiplies the dequantised numbers.
         """
-        return Layers(self.config, self._cast(), self.lm_head)
+        tensors = {name: self._cast(name) for name in self._tensors if name != "lm_head.weight"}
+        return Layers(self.config, tensors, self.lm_head)
 
-    def _cast(self) -> dict[str, torch.Tensor]:
-        """All tensors in this target's precision and on its device, without second copies."""
-        held = {"model.embed_tokens.weight": self.embed_tokens, "lm_head.weight": self.lm_head}
+    def _cast(self, name: str) -> torch.Tensor:
+        """A tensor in this target's precision and on its device."""
+        if name == "model.embed_tokens.weight":
+            return self.embed_tokens
+        tensor = self._tensors[name]
         # a norm that was given its offset keeps float32: rounded, the offset would be lost
-        keeps = FAMILIES[self.config.family].norm_offset != 0
-        return {
-            name: held[name]
-            if name in held
-            else tensor.to(self.device, tensor.dtype if keeps and tensor.ndim == 1 else self.dtype)
-            for name, tensor in self._tensors.items()
-        }
+        keeps = FAMILIES[self.config.family].norm_offset != 0 and tensor.ndim == 1
+        return tensor.to(self.device, tensor.dtype if keeps else self.dtype)
 
     def new_cache(self, num_pages: int, page_size: int = PAGE_SIZE) -> PagedCache:
         config = self.config
@@ -352,16 +400,6 @@ class TargetTail:
         return self._layers.go_on(h, rows, cache, None)[0]
 
 
-def check_blocks(tensors: dict[str, torch.Tensor], blocks: Blocks) -> None:
-    """Raise MismatchError unless every matrix of blocks has its dequantised one's shape."""
-    for name, matrix in blocks.items():
-        if name not in tensors or tuple(tensors[name].shape) != matrix.shape:
-            raise MismatchError(
-                f"{name} is {matrix.shape} in the GGUF file, not as in the folder made from it",
-                "delete the folder in the cache; it is made again",
-            )
-
-
 def expected_shapes(config: TargetConfig) -> dict[str, tuple[int, ...]]:
     """Every tensor of a target by our names."""
     H, V, D = config.hidden_size, config.vocab_size, config.head_dim
@@ -415,20 +453,18 @@ def expected_shapes(config: TargetConfig) -> dict[str, tuple[int, ...]]:
     return found
 
 
-def check_tensors(config: TargetConfig, tensors: dict[str, torch.Tensor]) -> None:
+def check_shapes(config: TargetConfig, shapes: Mapping[str, tuple[int, ...]]) -> None:
     """Raise MismatchError unless the tensors are exactly those of the config, in their shapes."""
     expected = expected_shapes(config)
-    ignored = {"lm_head.weight"} | {
-        name for name in tensors if name.endswith("rotary_emb.inv_freq")
-    }
+    ignored = {"lm_head.weight"} | {name for name in shapes if name.endswith("rotary_emb.inv_freq")}
     wrong = [
-        f"{name}: {tuple(tensors[name].shape) if name in tensors else 'missing'}, expected {shape}"
+        f"{name}: {shapes.get(name, 'missing')}, expected {shape}"
         for name, shape in expected.items()
-        if name not in tensors or tuple(tensors[name].shape) != shape
+        if shapes.get(name) != shape
     ]
     wrong += [
         f"{name}: not a tensor of this architecture"
-        for name in tensors.keys() - expected.keys() - ignored
+        for name in shapes.keys() - expected.keys() - ignored
     ]
     if wrong:
         listed = "; ".join(wrong[:3]) + (f"; and {len(wrong) - 3} more" if len(wrong) > 3 else "")

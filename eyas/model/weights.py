@@ -1,23 +1,33 @@
-"""Weights on disk: safetensors, single or sharded, EAGLE's pickled tensors, and the hashes that
-identify them.
+"""Weights on disk: safetensors, single or sharded, GGUF files, EAGLE's pickled tensors, and the
+hashes that identify them.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import os
 import pickle
 import zipfile
-from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 
 from eyas.errors import CorruptError, MissingInputError
+from eyas.gguf.blocks import BlockMatrix
+from eyas.gguf.checkpoint import (
+    dequantised_tensors,
+    file_shapes,
+    lies_in_file,
+    published_files,
+)
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 PICKLE_INDEX, PICKLE = "pytorch_model.bin.index.json", "pytorch_model.bin"
@@ -27,6 +37,7 @@ CHECKED = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 # What of a target's folder `fingerprint` reads in full, and its samples of each weight file.
 CONFIG_SUFFIXES = (".json", ".jinja", ".txt", ".model")
 SAMPLE_BYTES, NUM_SAMPLES = 1 << 16, 256
+ROWS_AT_ONCE = 4096  # of a matrix that is dequantised to be hashed
 
 
 def read_tensors(
@@ -35,17 +46,67 @@ def read_tensors(
     """Tensors of a folder, by name, on the CPU in their stored dtype: all, or those `wanted` that
     are there.
 
-    They are mapped from the files, not copied. pickled: take pytorch_model.bin where there are no
-    safetensors; only tensors are read from it, no code is run. Raises MissingInputError,
-    CorruptError.
+    They are mapped from the files, not copied; those of a GGUF file are dequantised. pickled: take
+    pytorch_model.bin where there are no safetensors; only tensors are read from it, no code is run.
+    Raises MissingInputError, CorruptError.
     """
     root = Path(folder)
+    if lies_in_file(root):
+        dtype, dequantised = dequantised_tensors(root, wanted)
+        return {name: rounded(values, dtype) for name, values in dequantised.items()}
     for index, single in ((INDEX, SINGLE), (PICKLE_INDEX, PICKLE))[: 2 if pickled else 1]:
         if (root / index).exists():
             return sharded_tensors(root, index, wanted)
         if (root / single).exists():
             return file_tensors(root / single, wanted)
     raise _without_weights(root)
+
+
+def rounded(values: NDArray[np.float32], dtype: str) -> torch.Tensor:
+    """The values of a GGUF file in the dtype of the checkpoint that it is."""
+    return torch.from_numpy(values).to(getattr(torch, dtype))
+
+
+class LazyTensors(Mapping[str, torch.Tensor]):
+    """Tensors that are made when they are asked for, each time anew; their shapes are known."""
+
+    def __init__(
+        self, shapes: Mapping[str, tuple[int, ...]], read: Callable[[str], torch.Tensor]
+    ) -> None:
+        self.shapes, self._read = shapes, read
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        if name not in self.shapes:
+            raise KeyError(name)
+        return self._read(name)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.shapes
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.shapes)
+
+    def __len__(self) -> int:
+        return len(self.shapes)
+
+
+def with_matrices(
+    tensors: Mapping[str, torch.Tensor], matrices: Mapping[str, BlockMatrix], dtype: str
+) -> LazyTensors:
+    """Tensors and the matrices of a GGUF file, dequantised to dtype. Raises CorruptError for values
+    that are NaN or infinite where they are asked for.
+    """
+
+    def read(name: str) -> torch.Tensor:
+        if name not in matrices:
+            return tensors[name]
+        values = rounded(matrices[name].dequantised(), dtype)
+        matrices[name].release()
+        refuse_nonfinite("the GGUF file", {name: values})
+        return values
+
+    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    return LazyTensors(shapes | {name: one.shape for name, one in matrices.items()}, read)
 
 
 def sharded_tensors(
@@ -111,6 +172,8 @@ def read_shapes(folder: str | Path) -> dict[str, tuple[int, ...]]:
     """Name and shape of every tensor of a folder, from the headers alone. Raises MissingInputError,
     CorruptError.
     """
+    if lies_in_file(Path(folder)):
+        return file_shapes(Path(folder))
     shapes = {}
     for path in _safetensors(Path(folder)):
         with _opened(path) as shard:
@@ -227,16 +290,63 @@ def fingerprint(folder: str | Path) -> str:
     places. A single changed value can escape, a training step cannot. Raises MissingInputError.
     """
     root = Path(folder)
-    weights, digest = _safetensors(root), hashlib.sha256()
-    configs = (path for path in root.iterdir() if path.suffix in CONFIG_SUFFIXES)
-    for path in sorted(path for path in configs if path.is_file()):
-        digest.update(f"{path.name} ".encode() + hashlib.sha256(path.read_bytes()).digest())
-    for path in weights:
-        size = path.stat().st_size
-        digest.update(f"{path.name} {size} ".encode())
-        with path.open("rb") as stream:
+    files = [
+        (path.name, path.stat().st_size, _reader(path))
+        for path in ([] if lies_in_file(root) else _safetensors(root))
+    ]
+    configs = {
+        path.name: path.read_bytes()
+        for path in root.iterdir()
+        if path.suffix in CONFIG_SUFFIXES and path.is_file()
+    }
+    if not files:
+        # as the files would be that the folder could hold: see `gguf.checkpoint.whole_folder`
+        shards, configs[INDEX] = published_files(root)
+        files = [(shard.name, shard.size, shard.read) for shard in shards]
+    digest = hashlib.sha256()
+    for name, content in sorted(configs.items()):
+        digest.update(f"{name} ".encode() + hashlib.sha256(content).digest())
+
+    def whole() -> str:
+        for name, size, read in files:
+            digest.update(f"{name} {size} ".encode())
             gaps = NUM_SAMPLES - 1
             for number in range(NUM_SAMPLES):
-                stream.seek(number * max(size - SAMPLE_BYTES, SAMPLE_BYTES * gaps) // gaps)
-                digest.update(stream.read(SAMPLE_BYTES))
-    return digest.hexdigest()[:16]
+                begin = number * max(size - SAMPLE_BYTES, SAMPLE_BYTES * gaps) // gaps
+                digest.update(read(begin, begin + SAMPLE_BYTES))
+        return digest.hexdigest()[:16]
+
+    if not lies_in_file(root):
+        return whole()
+    return remembered(root / f"fingerprint-{digest.hexdigest()[:16]}", whole)
+
+
+def remembered(path: Path, compute: Callable[[], str]) -> str:
+    """What is computed once of a GGUF file, and kept in its folder in the cache."""
+    with suppress(OSError):
+        return path.read_text()
+    found = compute()
+    with suppress(OSError):
+        fresh = path.with_name(f"{path.name}.{os.getpid()}")
+        fresh.write_text(found)
+        fresh.replace(path)
+    return found
+
+
+def matrix_sha256(matrix: BlockMatrix) -> str:
+    """`tensor_sha256` of a matrix of a GGUF file, some rows at a time."""
+    digest = hashlib.sha256()
+    for first in range(0, matrix.shape[0], ROWS_AT_ONCE):
+        values = matrix[first : first + ROWS_AT_ONCE].dequantised()
+        digest.update(rounded(values, "bfloat16").view(torch.uint8).numpy().data)
+    matrix.release()
+    return digest.hexdigest()
+
+
+def _reader(path: Path) -> Callable[[int, int], bytes]:
+    def read(begin: int, end: int) -> bytes:
+        with path.open("rb") as stream:
+            stream.seek(begin)
+            return stream.read(end - begin)
+
+    return read

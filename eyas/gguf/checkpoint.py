@@ -1,0 +1,186 @@
+"""The weights of a GGUF file as those of a published checkpoint: its tensors, and the bytes of the
+safetensors files that it would be, of which none is written unless another engine wants them.
+
+Values are dequantised by the `gguf` package, into float32 where all matrices are stored so, else
+rounded to bfloat16.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from eyas.artifact import storage_errors
+from eyas.gguf.blocks import BlockMatrix
+from eyas.gguf.configuration import stored_dtype
+from eyas.gguf.folder import is_of_file, linked_file
+from eyas.gguf.tensors import SHORT_CONVOLUTION, PublishedTensor, raw_tensors, weights
+
+INDEX = "model.safetensors.index.json"
+SHARD_BYTES = 2 << 30
+WRITTEN_AT_ONCE = 64 << 20
+SAFETENSORS_TYPES = {"float32": "F32", "bfloat16": "BF16"}
+
+
+def lies_in_file(folder: Path) -> bool:
+    """Whether the weights of a target's folder are read from a GGUF file, none being here."""
+    return is_of_file(folder) and not (folder / INDEX).exists()
+
+
+def file_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
+    """Of every tensor of the checkpoint that a folder's file is. Raises MissingInputError,
+    CorruptError.
+    """
+    return {tensor.name: tensor.shape for tensor in weights(linked_file(folder))}
+
+
+def dequantised_tensors(
+    folder: Path, wanted: Collection[str] | None = None
+) -> tuple[str, dict[str, NDArray[np.float32]]]:
+    """The dtype of the checkpoint that a folder's file is, and its tensors, or those `wanted` that
+    are there, each still to be rounded to it. Raises MissingInputError, CorruptError.
+    """
+    file = linked_file(folder)
+    tensors = (one for one in weights(file) if wanted is None or one.name in wanted)
+    return stored_dtype(file), {one.name: one.values() for one in tensors}
+
+
+def matrices_apart(
+    folder: Path,
+) -> tuple[str, dict[str, NDArray[np.float32]], dict[str, BlockMatrix]]:
+    """As `dequantised_tensors` gives them, but matrices apart and as they lie in the file: those of
+    experts one by one. Raises MismatchError (made from no file), MissingInputError, CorruptError.
+    """
+    file = linked_file(folder)
+    matrices = {
+        name: matrix
+        for name, shape, matrix in raw_tensors(file)
+        if len(shape) == 2 and not name.endswith(SHORT_CONVOLUTION)
+    }
+    others = {name: matrix for name, _, matrix in raw_tensors(file) if name not in matrices}
+    vectors = {one.name: one.values() for one in weights(file) if one.name in others}
+    vectors |= {name: others[name].dequantised()[0] for name in others.keys() - vectors.keys()}
+    return stored_dtype(file), vectors, matrices
+
+
+# The files
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """A safetensors file of PublishedTensors, as its own package writes it."""
+
+    name: str
+    tensors: tuple[PublishedTensor, ...]
+    dtype: str
+    header: bytes = field(init=False)
+    size: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        described: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+        at = 0
+        for tensor in self.tensors:
+            end = at + num_bytes(tensor, self.dtype)
+            kind, shape = SAFETENSORS_TYPES[self.dtype], list(tensor.shape)
+            described[tensor.name] = {"dtype": kind, "shape": shape, "data_offsets": [at, end]}
+            at = end
+        text = json.dumps(described, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % 8)
+        object.__setattr__(self, "header", len(text).to_bytes(8, "little") + text)
+        object.__setattr__(self, "size", len(self.header) + at)
+
+    def read(self, begin: int, end: int) -> bytes:
+        """Its bytes [begin, end); fewer at the end of the file."""
+        parts, at = [self.header[begin:end]], len(self.header)
+        for tensor in self.tensors:
+            past = at + num_bytes(tensor, self.dtype)
+            if begin < past and at < end:
+                parts.append(self._read(tensor, max(begin, at) - at, min(end, past) - at))
+            at = past
+        return b"".join(parts)
+
+    def _read(self, tensor: PublishedTensor, begin: int, end: int) -> bytes:
+        width = tensor.shape[-1] * item_bytes(self.dtype)
+        first, last = begin // width, -(-end // width)
+        values = tensor.rows(first, last)
+        stored = values if self.dtype == "float32" else bfloat16_bits(values)
+        return stored.tobytes()[begin - first * width : end - first * width]
+
+
+def item_bytes(dtype: str) -> int:
+    """Of one number."""
+    return 4 if dtype == "float32" else 2
+
+
+def num_bytes(tensor: PublishedTensor, dtype: str) -> int:
+    """Of a tensor in a shard."""
+    return int(np.prod(tensor.shape, dtype=object)) * item_bytes(dtype)
+
+
+def published_files(folder: Path) -> tuple[list[Shard], bytes]:
+    """The shards that a folder's file would be, and the text of their index. Raises
+    MissingInputError, CorruptError.
+    """
+    file = linked_file(folder)
+    dtype = stored_dtype(file)
+    groups: list[list[PublishedTensor]] = [[]]
+    size, total = 0, 0
+    for tensor in weights(file):
+        own = num_bytes(tensor, dtype)
+        if groups[-1] and size + own > SHARD_BYTES:
+            groups.append([])
+            size = 0
+        groups[-1].append(tensor)
+        size, total = size + own, total + own
+    shards = [
+        Shard(
+            f"model-{number:05d}.safetensors",
+            tuple(sorted(group, key=lambda tensor: tensor.name)),
+            dtype,
+        )
+        for number, group in enumerate(groups, 1)
+    ]
+    place = {tensor.name: shard.name for shard in shards for tensor in shard.tensors}
+    index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(place.items()))}
+    return shards, (json.dumps(index, indent=2) + "\n").encode()
+
+
+def whole_folder(folder: str | Path) -> Path:
+    """A target's folder with its weights in it, for what reads no GGUF file: transformers, and
+    other engines. They are written once, beside the rest, the index last.
+
+    Raises MissingInputError, CorruptError, StorageFullError.
+    """
+    root = Path(folder)
+    if lies_in_file(root):
+        shards, index = published_files(root)
+        with storage_errors(str(root)):
+            for shard in shards:
+                _write(root / shard.name, shard.size, shard.read)
+            _write(root / INDEX, len(index), lambda begin, end: index[begin:end])
+    return root
+
+
+def _write(path: Path, size: int, read: Callable[[int, int], bytes]) -> None:
+    partial = path.with_name(f"{path.name}.partial-{os.getpid()}")
+    try:
+        with partial.open("wb") as stream:
+            for begin in range(0, size, WRITTEN_AT_ONCE):
+                stream.write(read(begin, min(size, begin + WRITTEN_AT_ONCE)))
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def bfloat16_bits(values: NDArray[np.float32]) -> NDArray[np.uint16]:
+    """The bits of the nearest bfloat16 of each number, ties to even; NaN stays NaN."""
+    bits = values.view(np.uint32)
+    nearest = (bits + (0x7FFF + (bits >> 16 & 1))) >> 16
+    return np.where(np.isnan(values), 0x7FC0, nearest).astype(np.uint16)
