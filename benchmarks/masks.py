@@ -67,7 +67,7 @@ def measure(name: str, folder: str, rows: list[list[dict[str, Any]]]) -> dict[st
         except TemplateError:
             outcome["refused"] += 1
             continue
-        said = chat.tokenizer.encode(messages[-1]["content"], add_special_tokens=False)
+        said = chat.tokenizer.encode(messages[-1]["content"], add_special_tokens=False).ids
         is_whole = chat.decode(answer_ids) == chat.decode(said)
         outcome["taken" if is_whole and answer_ids[-1] in chat.eos_token_ids else "wrong"] += 1
         num_tokens += len(prompt_ids) + len(answer_ids)

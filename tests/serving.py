@@ -222,7 +222,7 @@ def saying(world, text, per_step=1):
     """A client of a server whose target says a text; and the engine, which keeps its requests."""
     engine = world.engine(ScriptedEngine, max_length=1024)
     tokenizer = world.chat.tokenizer
-    said = tokenizer.encode(text, add_special_tokens=False)
-    engine.script, engine.per_step = (*said, tokenizer.eos_token_id), per_step
+    said = tokenizer.encode(text, add_special_tokens=False).ids
+    engine.script, engine.per_step = (*said, world.chat.eos_token_ids[0]), per_step
     with world.served(engine) as client:
         yield client, engine

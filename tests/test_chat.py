@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import AutoTokenizer
 
 from eyas.builtin import target_folder
 from eyas.chat import Chat
@@ -81,7 +80,7 @@ def real_rows(count: int) -> list[list[Message]]:
 
 def spelled(chat: Chat, ids: Sequence[int]) -> str:
     """With control tokens by name."""
-    return str(chat.tokenizer.backend_tokenizer.decode(list(ids), skip_special_tokens=False))
+    return chat.tokenizer.decode(list(ids), skip_special_tokens=False)
 
 
 def control_ids(chat: Chat, ids: list[int]) -> list[int]:
@@ -186,7 +185,7 @@ def test_of_any_messages_no_text_is_obeyed_and_a_row_is_exact_or_refused(familie
         except TemplateError:
             continue
         assert before == prompt_ids
-        normalizer = chat.tokenizer.backend_tokenizer.normalizer
+        normalizer = chat.tokenizer.normalizer
         written = normalizer.normalize_str(turns[-1]) if normalizer else turns[-1]
         assert spelled(chat, answer_ids[:-1]) == written, (family, turns)
 
@@ -269,7 +268,7 @@ def test_a_stream_is_decode_in_pieces(chats, ids, step):
 def test_a_stream_never_gives_half_a_character(chats, text):
     chat = chats["chatml"]
     stream = chat.stream()
-    ids = chat.tokenizer.encode(text, add_special_tokens=False)
+    ids = chat.tokenizer.encode(text, add_special_tokens=False).ids
     pieces = [stream.push([token]) for token in ids]
     assert "\ufffd" not in "".join(pieces)
     assert "".join(pieces) == text
@@ -279,7 +278,7 @@ def test_a_stream_never_gives_half_a_character(chats, text):
 def test_a_stream_tells_what_an_unfinished_character_leaves(chats):
     chat = chats["chatml"]
     stream = chat.stream()
-    ids = chat.tokenizer.encode("ok\U0001f642", add_special_tokens=False)
+    ids = chat.tokenizer.encode("ok\U0001f642", add_special_tokens=False).ids
     assert stream.push(ids[:-1]) == "ok"
     assert stream.finish() == "\ufffd"
 
@@ -350,18 +349,18 @@ def test_what_a_server_is_given_for_the_template_is_given_here(tmp_path):
 
 def test_a_message_as_servers_hand_it_to_a_template():
     calls = [{"function": {"name": "find", "arguments": '{"city": "Oslo"}'}}]
-    served = as_served({"role": "assistant", "tool_calls": calls, "reasoning": "Hm"}, ("a", "b"))
+    served = as_served({"role": "assistant", "tool_calls": calls, "reasoning": "Hm", "name": None})
     assert served == {
         "role": "assistant",
         "content": "",
         "tool_calls": [{"function": {"name": "find", "arguments": {"city": "Oslo"}}}],
-        **{"a": "Hm", "b": "Hm"},
+        **{"thinking": "Hm", "reasoning_content": "Hm", "reasoning": "Hm"},
     }
-    bare = as_served({"role": "assistant", "content": None, "tool_calls": []}, ("a",))
+    bare = as_served({"role": "assistant", "content": None, "tool_calls": []})
     assert bare == {"role": "assistant", "content": ""}
     for arguments, read in (("", {}), (None, {}), ("[1]", "[1]"), ("{", "{"), ({"a": 1}, {"a": 1})):
         call = {"name": "find", "arguments": arguments}
-        made = as_served({"role": "assistant", "tool_calls": [call]}, ())
+        made = as_served({"role": "assistant", "tool_calls": [call]})
         assert made["tool_calls"][0]["arguments"] == read
 
 
@@ -384,19 +383,6 @@ def test_several_templates_one_for_tools(tmp_path):
     (tmp_path / "tokenizer_config.json").write_text(without)
     with pytest.raises(TemplateError, match="none of them is named default"):
         Chat(tmp_path)
-
-
-@pytest.mark.parametrize("name", REAL)
-def test_real_templates_render_as_transformers_does(name):
-    chat = real_chat(name)
-    plain = AutoTokenizer.from_pretrained(chat.folder)
-    today = Chat(chat.folder, datetime.date.today())
-    for messages in real_rows(4):
-        for last in range(1, len(messages) + 1):
-            expected = plain.apply_chat_template(
-                messages[:last], tokenize=True, add_generation_prompt=True
-            )["input_ids"]
-            assert today.prompt_ids(messages[:last]) == expected
 
 
 def test_a_target_folder_can_be_moved(chats, tmp_path):

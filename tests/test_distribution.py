@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 import torch
 from scipy.stats import chi2
-from transformers import AutoTokenizer
 
+from eyas.chat.files import read_tokenizer
 from eyas.engine.costs import CostTable, Curve
 from eyas.engine.draft import Draft
 from eyas.engine.engine import Engine, EngineConfig
@@ -83,7 +83,7 @@ def engine_of(folder: Path) -> Callable[[str], Engine]:
                 target,
                 draft,
                 EngineConfig(max_batch=128, max_length=32, **config),
-                AutoTokenizer.from_pretrained(folder),
+                read_tokenizer(folder).backend,
             )
         observe = made.rounds.policy.observe
         made.rounds.policy.observe = lambda plan, emitted, ms: observe(

@@ -14,8 +14,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from tokenizers import Tokenizer
+from transformers import AutoModelForCausalLM
 
+from eyas.chat.files import read_tokenizer
 from eyas.engine.draft import Draft
 from eyas.engine.engine import Engine, EngineConfig
 from eyas.engine.request import Request, Result, SamplingParams
@@ -108,8 +110,8 @@ def backend(folder: Path) -> Callable[[str], tuple[Target, Draft, Answers]]:
     return made
 
 
-def tokenizer_of(folder: Path) -> AutoTokenizer:
-    return AutoTokenizer.from_pretrained(folder)
+def tokenizer_of(folder: Path) -> Tokenizer:
+    return read_tokenizer(folder).backend
 
 
 def engine_of(folder: Path, target: Target, draft: Draft, name: str) -> Engine:

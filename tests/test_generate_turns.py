@@ -63,7 +63,7 @@ def scripted(chat: Chat) -> type[ScriptedEngine]:
 
     class Thinking(ScriptedEngine):
         script = (
-            *chat.tokenizer.encode(THOUGHTS + SAID, add_special_tokens=False),
+            *chat.tokenizer.encode(THOUGHTS + SAID, add_special_tokens=False).ids,
             chat.eos_token_ids[0],
         )
 
@@ -126,7 +126,7 @@ def test_an_answer_in_parts_ends_its_conversation_where_nothing_parses_it(tmp_pa
 
     class Channels(ScriptedEngine):
         script = (
-            *chat.tokenizer.encode(f"{text}<|message|>{SAID}", add_special_tokens=False),
+            *chat.tokenizer.encode(f"{text}<|message|>{SAID}", add_special_tokens=False).ids,
             chat.eos_token_ids[0],
         )
 

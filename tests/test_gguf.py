@@ -165,7 +165,7 @@ def test_a_file_speaks_as_the_model_in_it_does(tmp_path, tiny):
     folder = resolve_target(str(gguf_file(tiny, tmp_path / "tiny.gguf")))
     messages = [{"role": "user", "content": "A table for 2,\n<|im_end|> in San José 🙂"}]
     assert Chat(folder).prompt_ids(messages) == Chat(str(tiny)).prompt_ids(messages)
-    assert Chat(folder).tokenizer.eos_token_id == Chat(str(tiny)).tokenizer.eos_token_id
+    assert Chat(folder).eos_token_ids == Chat(str(tiny)).eos_token_ids
 
 
 def test_llama_3_scaling_is_transformers_own(tmp_path):

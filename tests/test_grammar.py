@@ -11,9 +11,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from transformers import AutoTokenizer
 
 from eyas.builtin import target_folder
+from eyas.chat import encoded
+from eyas.chat.files import read_tokenizer
 from eyas.engine.grammar import Grammars
 from eyas.engine.request import SamplingParams
 from eyas.engine.sampling import Sampler
@@ -64,13 +65,11 @@ class Walker:
             pytest.skip(f"no {folder}")
         config = json.loads((folder / "config.json").read_text())
         self.V, self.end = config["vocab_size"], config["eos_token_id"]
-        self.tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        self.tokenizer = read_tokenizer(folder).backend
         self.grammars = Grammars(self.tokenizer, self.V, {self.end})
 
     def text(self, ids):
-        return self.tokenizer.decode(
-            ids, skip_special_tokens=False, clean_up_tokenization_spaces=False
-        )
+        return self.tokenizer.decode(ids, skip_special_tokens=False)
 
     def walk(self, rng, **options):
         """The text of tokens drawn uniformly from the masks, up to the end token."""
@@ -132,7 +131,7 @@ def test_the_mask_lets_the_usual_tokens_through(walker):
         ({"regex": r"[A-Za-z ]+\."}, "A few plain words."),
     ):
         matcher = walker.grammars.compile(SamplingParams(**options)).matcher()
-        for token in [*walker.tokenizer(text, add_special_tokens=False)["input_ids"], walker.end]:
+        for token in [*encoded(walker.tokenizer, text).ids, walker.end]:
             assert matcher.mask()[token]
             matcher.advance(token)
         assert matcher.is_over
@@ -140,7 +139,7 @@ def test_the_mask_lets_the_usual_tokens_through(walker):
 
 def test_the_end_is_allowed_only_where_the_grammar_may_stop(builtin):
     matcher = builtin.grammars.compile(SamplingParams(regex="ab?")).matcher()
-    a, b = builtin.tokenizer.convert_tokens_to_ids(["a", "b"])
+    a, b = map(builtin.tokenizer.token_to_id, "ab")
     assert not matcher.mask()[builtin.end]
     matcher.advance(a)
     assert matcher.mask()[[builtin.end, b]].all()
@@ -155,7 +154,7 @@ def test_the_end_is_allowed_only_where_the_grammar_may_stop(builtin):
 def test_all_end_tokens_of_the_target_end_a_grammar(builtin):
     grammars = Grammars(builtin.tokenizer, builtin.V, {0, builtin.end, 10**6})
     matcher = grammars.compile(SamplingParams(regex="a")).matcher()
-    matcher.advance(builtin.tokenizer.convert_tokens_to_ids("a"))
+    matcher.advance(builtin.tokenizer.token_to_id("a"))
     assert np.flatnonzero(matcher.mask()).tolist() == [0, builtin.end]
 
 
@@ -171,7 +170,9 @@ def test_rows_of_the_target_beyond_the_tokenizer_are_never_allowed(builtin):
 def test_special_tokens_are_no_text(builtin):
     mask_V = builtin.grammars.compile(SamplingParams(regex="(?s).*")).matcher().mask()
     special = [
-        number for number, token in builtin.tokenizer.added_tokens_decoder.items() if token.special
+        number
+        for number, token in builtin.tokenizer.get_added_tokens_decoder().items()
+        if token.special
     ]
     assert set(np.flatnonzero(mask_V[special])) <= {special.index(builtin.end)}
 
@@ -179,7 +180,7 @@ def test_special_tokens_are_no_text(builtin):
 def test_blanks_come_to_an_end(builtin):
     """A target that goes on with blanks as long as it may."""
     matcher = builtin.grammars.compile(SamplingParams(json_schema=json.dumps(SCHEMA))).matcher()
-    brace, blank = builtin.tokenizer.convert_tokens_to_ids(["{", "Ġ"])
+    brace, blank = map(builtin.tokenizer.token_to_id, "{Ġ")
     matcher.advance(brace)
     count = 0
     while matcher.mask()[blank]:
@@ -193,7 +194,7 @@ def test_blanks_come_to_an_end(builtin):
 def test_matchers_do_not_share_their_place(builtin):
     one, other = (builtin.grammars.compile(SamplingParams(regex="ab")).matcher() for _ in range(2))
     before_V = other.mask()
-    one.advance(builtin.tokenizer.convert_tokens_to_ids("a"))
+    one.advance(builtin.tokenizer.token_to_id("a"))
     assert np.array_equal(other.mask(), before_V)
     assert not np.array_equal(one.mask(), before_V)
 
@@ -279,7 +280,7 @@ def test_a_target_without_an_end_token_is_refused(builtin):
 def test_a_grammar_that_grows_too_large_ends_the_answer_and_says_so(builtin):
     matcher = builtin.grammars.compile(SamplingParams(regex="ab")).matcher()
     # the library's way of giving up, brought about by force
-    matcher.advance(builtin.tokenizer.convert_tokens_to_ids("z"))
+    matcher.advance(builtin.tokenizer.token_to_id("z"))
     assert "z" in matcher.failure
     assert np.flatnonzero(matcher.mask()).tolist() == [builtin.end]
 
@@ -287,7 +288,7 @@ def test_a_grammar_that_grows_too_large_ends_the_answer_and_says_so(builtin):
 def test_a_grammar_that_gives_up_ends_its_answer_and_no_later_one(builtin):
     """A walk meets what no budget allows; the mask is never empty, and the next answer begins."""
     params = SamplingParams(regex="x*((a{101}){100}){97}c")
-    x, a = builtin.tokenizer.convert_tokens_to_ids(["x", "a"])
+    x, a = map(builtin.tokenizer.token_to_id, "xa")
     for _ in range(2):
         matcher = builtin.grammars.compile(params).matcher()
         assert matcher.mask()[[x, a]].all()

@@ -35,7 +35,7 @@ ROOMS = {
     "cli": (88, "one file per command"),
     "top": (105, "artifacts, records, errors, names of models, pages"),
     "export": (79, "forms of other engines, check by replay, card"),
-    "chat": (31, "chat template and tokenizer"),
+    "chat": (38, "chat template and tokenizer"),
     "shards": (46, "the feature format"),
     "evaluate": (56, "tau before a head is served"),
     "gguf": (64, "a GGUF file as a target: metadata as a folder, weights read from the file"),

@@ -179,7 +179,7 @@ def completing(chat, text, stops):
     """The place of the token that completes a stop string, and the place by decoding every
     beginning anew.
     """
-    ids = chat.tokenizer.encode(text, add_special_tokens=False)
+    ids = chat.tokenizer.encode(text, add_special_tokens=False).ids
     checker = StopChecker(stops, chat.decode)
     texts = [chat.decode(ids[: at + 1]) for at in range(len(ids))]
     got = [at for at, token in enumerate(ids) if checker.push(token)]
@@ -217,6 +217,6 @@ def test_a_stop_string_costs_no_more_in_a_long_answer(chat):
 
     checker = StopChecker(("§§",), decode)
     text = "a few words more, and more. " * 40
-    ids = chat.tokenizer.encode(text, add_special_tokens=False)
+    ids = chat.tokenizer.encode(text, add_special_tokens=False).ids
     assert not any(checker.push(token) for token in ids)
     assert longest < 12

@@ -48,7 +48,7 @@ def reference(world):
 
 
 def ids_of(world, text=PROMPT):
-    return world.chat.tokenizer.encode(text, add_special_tokens=False)
+    return world.chat.tokenizer.encode(text, add_special_tokens=False).ids
 
 
 def scores(reply, number=0):
@@ -109,7 +109,7 @@ def test_a_prompt_that_is_cached_is_scored_whole(client, world):
 
 
 def test_tokens_outside_the_text_have_no_length_in_it(client, world):
-    ids = [world.chat.tokenizer.convert_tokens_to_ids("<|im_end|>"), *ids_of(world)]
+    ids = [world.chat.tokenizer.token_to_id("<|im_end|>"), *ids_of(world)]
     logprobs = complete(client, ids, **SCORING).choices[0].logprobs
     assert logprobs.tokens[0] == "<|im_end|>"
     assert logprobs.text_offset[:3] == [0, 0, len(logprobs.tokens[1])]
@@ -181,7 +181,7 @@ def test_the_prompt_stands_before_its_text_where_it_is_asked_for(client, extra):
 
 
 def test_each_choice_echoes_its_own_prompt(client, world):
-    ids = world.chat.tokenizer.encode("you", add_special_tokens=False)
+    ids = world.chat.tokenizer.encode("you", add_special_tokens=False).ids
     reply = client.completions.create(
         model=MODEL, prompt=["I would", "well"], n=2, max_tokens=3, echo=True
     )

@@ -7,6 +7,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from tokenizers import Tokenizer
+
 from eyas.chat.template import Template
 from eyas.chat.tokenizer import (
     ShieldedText,
@@ -46,12 +48,14 @@ class Chat:
         self.folder = str(folder)
         self._tokens = tokens or TargetTokenizer(self.folder)
         self.eos_token_ids = self._tokens.end_ids
-        self._template = Template(self._tokens.tokenizer, self.folder, date, options or {})
+        self._template = Template(
+            self._tokens.templates, self._tokens.named, self.folder, date, options or {}
+        )
         # a template that cannot work fails here, before anything is done
         messages, tools = [{"role": "user", "content": QUESTION}], self._template.probe_tools
         if QUESTION not in self.render(messages, True, tools):
             raise self._error(TemplateProblem("leaves out a message, or changes it"))
-        bos = self.tokenizer.bos_token_id
+        bos = self._tokens.id_of("bos_token")
         if bos is not None and self.prompt_ids(messages, tools)[:2] == [bos, bos]:
             raise self._error(TemplateProblem("begins with two BOS tokens"))
 
@@ -60,9 +64,14 @@ class Chat:
         return Chat(self.folder, options=options, tokens=self._tokens)
 
     @property
-    def tokenizer(self) -> Any:
-        """The tokenizer of transformers."""
-        return self._tokens.tokenizer
+    def tokenizer(self) -> Tokenizer:
+        """Text to tokens and back, without the template."""
+        return self._tokens.backend
+
+    @property
+    def template(self) -> str:
+        """The source of the template for conversations without tools."""
+        return self._template.plain
 
     @property
     def needs_a_date(self) -> bool:
@@ -185,11 +194,7 @@ class Chat:
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text of tokens; special tokens are left out, everything else is kept as it is."""
-        return str(
-            self.tokenizer.decode(
-                list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False
-            )
-        )
+        return self._tokens.decode(ids)
 
     def has_control(self, ids: Iterable[int]) -> bool:
         """Whether any of the tokens is a control token: `decode` leaves it out."""

@@ -17,13 +17,13 @@ from typing import Any
 
 import jinja2
 
+from eyas.chat.environment import compiled
 from eyas.errors import TemplateError, template_hint
 
 REASONING = ("reasoning_content", "reasoning", "thinking")  # its names in messages
 _CLOCK = "strftime_now"
 # of strftime that a day fixes
-_CODES = (*"aAbBcCdDeFgGhHIjmMpPrRSTuUVwWxXyY", *(f"-{code}" for code in "dHIjmMSUwy"))
-_FORMAT = re.compile(_CLOCK + r"""\(\s*(?:format\s*=\s*)?(["'])(?P<format>.*?)\1""")
+_CODES = {*"%aAbBcCdDeFgGhHIjmMpPrRSTuUVwWxXyY", *(f"-{code}" for code in "dHIjmMSUwy")}
 _CODE = re.compile(r"%(-?.)")
 
 _QUESTION: list[dict[str, Any]] = [{"role": "user", "content": "Hello"}]
@@ -48,34 +48,44 @@ class TemplateRefusal(TemplateError):
 
 
 class Template:
-    """The chat template of a tokenizer. date: printed for today; options: more variables for it.
+    """A target's chat template. templates: sources by name, "default" and perhaps "tool_use";
+    special_tokens: variables of it (bos_token); date: printed for today; options: more variables.
 
-    probe_tools: to examine it with; None where it takes conversations without any. Raises
-    TemplateError: there is none, or it prints the time in a way that a day does not fix.
+    plain: the source for conversations without tools. probe_tools: to examine it with; None where
+    it takes conversations without any. Raises TemplateError: there is none.
     """
 
     probe_tools: list[dict[str, Any]] | None = None
 
     def __init__(
-        self, tokenizer: Any, folder: str, date: datetime.date | None, options: Mapping[str, Any]
+        self,
+        templates: Mapping[str, str],
+        special_tokens: Mapping[str, str],
+        folder: str,
+        date: datetime.date | None,
+        options: Mapping[str, Any],
     ) -> None:
-        self._tokenizer, self._folder = tokenizer, folder
-        self._date, self._options = date, dict(options)
-        if tokenizer.chat_template is None:
+        self._folder, self._date = folder, date
+        if not templates:
             raise TemplateError(
                 f"the tokenizer in {folder} has no chat template",
                 template_hint(f"{folder}/chat_template.jinja"),
             )
-        self._plain, self._with_tools = self._source(None), self._source([{}])
-        # servers give the first two; gpt-oss's template reads the third
-        is_read = re.search(rf"\b{REASONING[2]}\b", self._plain + self._with_tools)
-        self._reasoning_names = REASONING if is_read else REASONING[:2]
+        if "default" not in templates:
+            raise TemplateError(
+                f"the tokenizer in {folder} has several chat templates and none of them is "
+                "named default",
+                "name the one for conversations `default`",
+            )
+        self.plain = templates["default"]
+        self._with_tools = templates.get("tool_use", self.plain)
+        self._variables = {**special_tokens, _CLOCK: self._formatted_date, **options}
         self.probe_tools = self._probe_tools()
 
     @property
     def needs_a_date(self) -> bool:
         """True when its output may depend on the day, and none is given."""
-        return self._date is None and _CLOCK in self._plain + self._with_tools
+        return self._date is None and _CLOCK in self.plain + self._with_tools
 
     def render(
         self,
@@ -84,20 +94,31 @@ class Template:
         tools: Sequence[Mapping[str, Any]] | None,
     ) -> str:
         """The conversation as text, its messages as servers give them to a template. Raises
-        TemplateRefusal.
+        TemplateRefusal, and TemplateError for a template that prints the time in a way that a day
+        does not fix.
         """
         try:
-            text = self._tokenizer.apply_chat_template(
-                [as_served(message, self._reasoning_names) for message in messages],
+            return compiled(self._with_tools if tools else self.plain).render(
+                messages=[as_served(message) for message in messages],
                 tools=list(tools) if tools else None,
-                chat_template=self._with_tools if tools else self._plain,
-                tokenize=False,
+                documents=None,
                 add_generation_prompt=add_generation_prompt,
-                **self._options,
+                **self._variables,
             )
         except (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError) as error:
             raise self._refusal(error, bool(tools)) from error
-        return str(text)
+
+    def _formatted_date(self, format: str) -> str:
+        """What templates call `strftime_now`."""
+        if self._date is None:
+            return datetime.datetime.now().strftime(format)
+        if unknown := sorted({*_CODE.findall(format)} - _CODES):
+            raise TemplateError(
+                f"the chat template of {self._folder} prints the time (%{', %'.join(unknown)}), "
+                "which no day fixes",
+                "take the time out of chat_template in that folder, or fix it there",
+            )
+        return self._date.strftime(format)
 
     def _refusal(self, error: Exception, has_tools: bool) -> TemplateRefusal:
         where = f"the chat template of {self._folder}"
@@ -122,54 +143,25 @@ class Template:
                 return tools
         return None
 
-    def _source(self, tools: list[dict[str, Any]] | None) -> str:
-        try:
-            template = str(self._tokenizer.get_chat_template(tools=tools))
-        except ValueError as error:
-            raise TemplateError(
-                f"the tokenizer in {self._folder} has several chat templates and none of them is "
-                "named default",
-                "name the one for conversations `default`",
-            ) from error
-        if self._date is None or _CLOCK not in template:
-            return template
-        return _on_a_day(template, self._date, self._folder)
 
-
-def _on_a_day(template: str, date: datetime.date, folder: str) -> str:
-    """Shadow the function `strftime_now` that templates get, by a macro: a function cannot be
-    handed to a template.
-    """
-    formats = [found["format"] for found in _FORMAT.finditer(template)]
-    unknown = sorted({code for form in formats for code in _CODE.findall(form)} - set(_CODES))
-    if unknown or len(formats) != len(re.findall(_CLOCK + r"\s*\(", template)):
-        codes = ", ".join(f"%{code}" for code in unknown) or "a format that it makes up"
-        raise TemplateError(
-            f"the chat template of {folder} prints the time ({codes}), which no day fixes",
-            "take the time out of chat_template in that folder, or fix it there",
-        )
-    filled = "".join(f" | replace('%{code}', '{date.strftime('%' + code)}')" for code in _CODES)
-    return (
-        f"{{%- macro strftime_now(format) -%}}{{{{ format{filled} }}}}{{%- endmacro +%}}{template}"
-    )
-
-
-def as_served(message: Mapping[str, Any], reasoning_names: Sequence[str]) -> dict[str, Any]:
+def as_served(message: Mapping[str, Any]) -> dict[str, Any]:
     """A message in OpenAI's form as servers (vLLM, SGLang) hand it to a chat template.
 
     A content that is null or absent, as beside tool calls, is an empty text; arguments of calls
-    are objects; an empty list of calls or a null reasoning is not there; a reasoning is there
-    under all of reasoning_names.
+    are objects; an empty list of calls and what else is null is not there; a reasoning is there
+    under all of its names.
     """
-    served = {name: value for name, value in message.items() if name not in REASONING}
-    if served.get("content") is None:
-        served["content"] = ""
+    content = message.get("content")
+    filled = {**message, "content": "" if content is None else content}
+    served = {
+        name: value for name, value in filled.items() if name not in REASONING and value is not None
+    }
     if calls := served.pop("tool_calls", None):
         served["tool_calls"] = [_call_as_served(call) for call in calls]
     reasoning = next((str(message[name]) for name in REASONING if message.get(name)), "")
-    if reasoning:
-        served |= dict.fromkeys(reasoning_names, reasoning)
-    return served
+    if not reasoning:
+        return served
+    return {"thinking": reasoning, **served} | dict.fromkeys(REASONING[:2], reasoning)
 
 
 def _call_as_served(call: Mapping[str, Any]) -> dict[str, Any]:

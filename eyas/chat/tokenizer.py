@@ -20,9 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from tokenizers import AddedToken, Encoding, Tokenizer
-from transformers import AutoTokenizer
 
-from eyas.errors import MissingInputError
+from eyas.chat.files import read_tokenizer
 
 _SHIELDS = tuple(chr(code) for code in range(0xFDD0, 0xFDEF))
 _STAND_IN = "\ufdef"  # a non-character, too
@@ -65,29 +64,16 @@ def encoded(backend: Tokenizer, text: str, add_special_tokens: bool = False) -> 
 
 
 class TargetTokenizer:
-    """The tokenizer in `folder`. Raises MissingInputError."""
+    """The tokenizer in `folder`, with its templates. named: special tokens by their names in
+    templates (bos_token, ...). Raises MissingInputError.
+    """
 
     def __init__(self, folder: str) -> None:
-        if not Path(folder).is_dir():
-            raise MissingInputError(
-                f"no folder at {folder}", "give a target's folder in Hugging Face's form"
-            )
-        try:
-            self.tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
-        except (OSError, ValueError) as error:
-            first_line = str(error).splitlines()[0]
-            raise MissingInputError(
-                f"{folder} has no tokenizer that can be read: {first_line}",
-                "put the target's tokenizer files beside its weights",
-            ) from error
-        if not self.tokenizer.is_fast:
-            raise MissingInputError(f"{folder} has no fast tokenizer", "add its tokenizer.json")
-        self._backend: Tokenizer = self.tokenizer.backend_tokenizer
-        self._backend.no_truncation()
-        self._backend.no_padding()
+        files = read_tokenizer(Path(folder))
+        self.backend, self.named, self.templates = files.backend, files.named, files.templates
         special = {
-            number: str(token)
-            for number, token in self.tokenizer.added_tokens_decoder.items()
+            number: token.content
+            for number, token in self.backend.get_added_tokens_decoder().items()
             if token.special
         }
         self.control_ids = frozenset(special)
@@ -95,13 +81,19 @@ class TargetTokenizer:
         # the longest name first; nothing matches where there are none
         names = sorted(filter(None, self.names), key=len, reverse=True)
         self.control = re.compile("|".join(map(re.escape, names)) or r"(?!)")
-        self.end_ids = _end_tokens(Path(folder), self.tokenizer.eos_token_id)
+        self.end_ids = _end_tokens(Path(folder), self.id_of("eos_token"))
         # Where control tokens end the output, they end turns; words that end it too (a stop token
         # of a recipe) do not.
         closing = [number for number in self.end_ids if number in special] or self.end_ids
-        self.ends = {
-            number: str(self.tokenizer.convert_ids_to_tokens(number)) for number in closing
-        }
+        self.ends = {number: str(self.backend.id_to_token(number)) for number in closing}
+
+    def id_of(self, name: str) -> int | None:
+        """The id of a special token by its name in templates."""
+        return self.backend.token_to_id(self.named[name]) if name in self.named else None
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """The text of tokens; special tokens are left out, everything else is kept as it is."""
+        return self.backend.decode(list(ids), skip_special_tokens=True)
 
     def ids(self, rendered: ShieldedText) -> list[int]:
         """The tokens of a text without its shields.
@@ -110,7 +102,7 @@ class TargetTokenizer:
         the text between control tokens is not tokenized on its own, so that it cannot be kept from
         being read as one.
         """
-        ids = encoded(self._backend, rendered.text).ids
+        ids = encoded(self.backend, rendered.text).ids
         if rendered.shield is None:
             found = sum(map(self.control_ids.__contains__, ids))
             if found > len(self.control.findall(rendered.text)):
@@ -144,7 +136,7 @@ class TargetTokenizer:
     @cached_property
     def _plain_backend(self) -> Tokenizer:
         """The tokenizer that knows control tokens by their stand-ins only."""
-        plain = copy.deepcopy(self._backend)
+        plain = copy.deepcopy(self.backend)
         plain.encode_special_tokens = True
         plain.add_tokens(
             [AddedToken(one, special=False, normalized=False) for one in self._stand_ins.values()]
@@ -154,7 +146,7 @@ class TargetTokenizer:
     @cached_property
     def _meant(self) -> dict[int, int]:
         """The ids of stand-ins, and those of the control tokens that they stand in for."""
-        made, known = self._plain_backend.get_vocab(), self._backend.get_vocab()
+        made, known = self._plain_backend.get_vocab(), self.backend.get_vocab()
         return {made[stand_in]: known[name] for name, stand_in in self._stand_ins.items()}
 
 

@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
-from transformers import PreTrainedTokenizerBase
+from tokenizers import Tokenizer
 
 from eyas.engine.draft import Draft, check_branches
 from eyas.engine.grammar import Grammar, Grammars
@@ -74,7 +74,7 @@ class Engine:
         target: Target,
         draft: Draft | None = None,
         config: EngineConfig | None = None,
-        tokenizer: PreTrainedTokenizerBase | None = None,
+        tokenizer: Tokenizer | None = None,
     ) -> None:
         """tokenizer: the target's; requests with stop strings or a grammar need it.
 
@@ -120,7 +120,7 @@ class Engine:
         dtype: Dtype = "auto",
         config: EngineConfig | None = None,
         device: str = "cpu",
-        tokenizer: PreTrainedTokenizerBase | None = None,
+        tokenizer: Tokenizer | None = None,
     ) -> Engine:
         """Load a target folder and, optionally, a head folder in any form that `read_head` knows.
 
@@ -294,8 +294,7 @@ class Engine:
     def _decode(self, token_ids: list[int]) -> str:
         """Tokens to text as clients see it: without special tokens."""
         assert self._tokenizer is not None
-        text: str = self._tokenizer.backend_tokenizer.decode(token_ids, skip_special_tokens=True)
-        return text
+        return self._tokenizer.decode(token_ids, skip_special_tokens=True)
 
 
 def _needs_tokenizer() -> InputError:

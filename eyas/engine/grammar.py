@@ -14,7 +14,7 @@ from threading import Lock
 import numpy as np
 from llguidance import LLMatcher, LLTokenizer
 from numpy.typing import NDArray
-from transformers import PreTrainedTokenizerBase
+from tokenizers import Tokenizer
 
 from eyas.engine.grammar_process import GrammarProcess, Kind, compiled, reason_of
 from eyas.engine.request import SamplingParams
@@ -27,9 +27,7 @@ _MAX_SOURCE_LENGTH = 65536  # characters of a schema or a regular expression
 class Grammars:
     """Compiles the grammars of requests for a target, each once. Any thread may call it."""
 
-    def __init__(
-        self, tokenizer: PreTrainedTokenizerBase, vocab_size: int, end_tokens: Iterable[int]
-    ) -> None:
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int, end_tokens: Iterable[int]) -> None:
         self._target_tokenizer = tokenizer
         self._vocab_size = vocab_size
         self._end_tokens = sorted(token for token in end_tokens if token < vocab_size)
@@ -79,10 +77,8 @@ class Grammars:
         runs: a server makes it before it serves.
         """
         tokenizer = self._target_tokenizer
-        size = max(self._vocab_size, len(tokenizer))
-        return LLTokenizer(
-            tokenizer.backend_tokenizer.to_str(), n_vocab=size, eos_token=self._end_tokens
-        )
+        size = max(self._vocab_size, tokenizer.get_vocab_size())
+        return LLTokenizer(tokenizer.to_str(), n_vocab=size, eos_token=self._end_tokens)
 
 
 class Grammar:

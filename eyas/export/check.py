@@ -139,7 +139,7 @@ def replay_head(
     except (EmptyInputError, MismatchError) as fault:
         return [], fault.what
     except TemplateError as fault:
-        if TargetTokenizer(folder).tokenizer.chat_template:
+        if TargetTokenizer(folder).templates:
             return [], fault.what
         if text is None:
             return [], f"{fault.what}; text given by --text is replayed all the same"

@@ -99,9 +99,9 @@ def continued(
 
     Raises MissingInputError, EmptyInputError, CorruptError.
     """
-    tokenizer = TargetTokenizer(str(folder)).tokenizer
+    tokenizer = TargetTokenizer(str(folder)).backend
     texts = ("\n".join(turn["content"] for turn in turns) for turns in conversations(text))
-    prompts = [tokenizer(one).input_ids for one in islice(texts, NUM_CONVERSATIONS)]
+    prompts = [tokenizer.encode(one).ids for one in islice(texts, NUM_CONVERSATIONS)]
     short = [prompt for prompt in prompts if 0 < len(prompt) <= PROMPT_TOKENS]
     return usable(decoded(target, folder, short, True, track), text, "give other text")
 

@@ -11,8 +11,6 @@ import re
 from collections.abc import Mapping
 from functools import cached_property
 
-from transformers.convert_slow_tokenizer import bytes_to_unicode
-
 from eyas.chat import Chat, TextStream, encoded
 from eyas.errors import InputError, TemplateError
 
@@ -24,8 +22,13 @@ _RESERVED = frozenset(
     {"add_generation_prompt", "continue_final_message", "documents", "messages", "tools"}
 )
 MAX_CHATS = 8
-# the characters that byte-level tokenizers write bytes as
-_BYTES = {character: byte for byte, character in bytes_to_unicode().items()}
+# The characters that byte-level tokenizers write bytes as: those that are seen stand for
+# themselves, the others have the first characters behind the bytes'.
+_SEEN = {*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+_UNSEEN = [byte for byte in range(256) if byte not in _SEEN]
+_BYTES = {chr(byte): byte for byte in _SEEN} | {
+    chr(256 + at): byte for at, byte in enumerate(_UNSEEN)
+}
 
 
 class Tokenizer:
@@ -33,8 +36,7 @@ class Tokenizer:
 
     def __init__(self, chat: Chat) -> None:
         self._chats: dict[tuple[tuple[str, bool], ...], Chat] = {(): chat}
-        self._tokenizer = chat.tokenizer
-        self._backend = self._tokenizer.backend_tokenizer
+        self._backend = chat.tokenizer
         self._longest_token = max(map(len, self._backend.get_vocab()))
 
     # Text to tokens
@@ -55,7 +57,7 @@ class Tokenizer:
 
     def knows_option(self, name: str) -> bool:
         """Whether the chat template reads a variable of this name."""
-        template = str(self._tokenizer.get_chat_template())
+        template = self._chats[()].template
         return name not in _RESERVED and re.search(rf"\b{re.escape(name)}\b", template) is not None
 
     @cached_property
@@ -87,8 +89,8 @@ class Tokenizer:
     # Tokens to text
 
     def decode(self, ids: list[int]) -> str:
-        """The text of tokens, special tokens left out: the same as Chat's, at less cost."""
-        return str(self._backend.decode(ids, skip_special_tokens=True))
+        """The text of tokens, special tokens left out."""
+        return self._backend.decode(ids, skip_special_tokens=True)
 
     def stream(self) -> TextStream:
         """A new incremental `decode`."""
@@ -116,7 +118,7 @@ class Tokenizer:
     def _special_ids(self) -> frozenset[int]:
         return frozenset(
             number
-            for number, token in self._tokenizer.added_tokens_decoder.items()
+            for number, token in self._backend.get_added_tokens_decoder().items()
             if token.special
         )
 
