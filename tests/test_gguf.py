@@ -225,6 +225,56 @@ def test_a_folder_holds_no_weights_until_another_engine_wants_them(tmp_path, tin
     assert Target.load(folder).lm_head_sha256 == tensor_sha256(tensors["lm_head.weight"])
 
 
+def split(file: Path, count: int) -> list[Path]:
+    """The parts that llama.cpp's splitter makes of a file: metadata in the first one."""
+    reader, parts = gguf.GGUFReader(file), []
+    for number in range(count):
+        path = file.with_name(f"{file.stem}-{number + 1:05d}-of-{count:05d}.gguf")
+        writer = gguf.GGUFWriter(path, "llama")
+        for key, part in reader.fields.items() if number == 0 else ():
+            if not key.startswith("GGUF.") and key != "general.architecture":
+                writer.add_key_value(key, part.contents(), part.types[0], part.types[-1])
+        writer.add_uint16("split.no", number)
+        writer.add_uint16("split.count", count)
+        writer.add_int32("split.tensors.count", len(reader.tensors))
+        for tensor in reader.tensors[number::count]:
+            writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+        parts.append(path)
+    return parts
+
+
+def test_parts_are_one_model_whichever_is_named(tmp_path, tiny):
+    file = gguf_file(tiny, tmp_path / "tiny.gguf", Kind.Q8_0)
+    parts = split(file, 3)
+    whole = read_tensors(resolve_target(str(file)))
+    folders = {resolve_target(str(part)) for part in parts}
+    found = read_tensors(folders.pop())
+    assert not folders
+    assert found.keys() == whole.keys()
+    assert all(torch.equal(found[name], whole[name]) for name in whole)
+    moved = parts[1].rename(tmp_path / "elsewhere.gguf")
+    for given in (parts[0], parts[2]):
+        with pytest.raises(MissingInputError, match=r"tiny-00002-of-00003\.gguf is not beside it"):
+            resolve_target(str(given))
+    moved.rename(parts[1]).write_bytes(parts[0].read_bytes())
+    with pytest.raises(CorruptError, match=r"says that it is part 0 \(from 0\) of 3"):
+        resolve_target(str(parts[0]))
+
+
+def test_parts_that_lack_tensors_are_refused(tmp_path, tiny):
+    parts = split(gguf_file(tiny, tmp_path / "tiny.gguf"), 2)
+    key = b"split.tensors.count"
+    raw = parts[0].read_bytes()
+    at = raw.index(key) + len(key) + 4
+    parts[0].write_bytes(raw[:at] + (999).to_bytes(4, "little") + raw[at + 4 :])
+    with pytest.raises(CorruptError, match="tensors of 999"):
+        resolve_target(str(parts[1]))
+
+
 # What cannot be read
 
 
@@ -250,7 +300,7 @@ def test_a_file_that_is_cut_anywhere_is_refused(tmp_path, tiny, cache):
         ({"llama.rope.scaling.type": "longrope"}, "longrope"),
         ({"llama.rope.scaling.type": "yarn"}, "lacks llama.rope.scaling.factor"),
         ({"llama.rope.dimension_count": 4}, "turns 4 of 8 channels"),
-        ({"split.count": 3}, "one of 3 parts"),
+        ({"split.count": 3}, "part 1 of 3, which its name does not say"),
         ({"tokenizer.ggml.token_type": [1, 1]}, "no whole vocabulary"),
         ({"llama.feed_forward_length": None}, "lacks llama.feed_forward_length"),
         ({"llama.attention.head_count": 0}, "has 0 as llama.attention.head_count"),
@@ -267,6 +317,15 @@ def test_what_eyas_does_not_read_is_refused_by_name(tmp_path, tiny, changes, pro
         resolve_target(str(file))
     assert "tiny.gguf" in caught.value.what
     assert caught.value.hint
+
+
+@pytest.mark.parametrize("heads", [["a", "b"], [0, 0], [2, 1], [-1, 0], [1.5, 0.0]])
+def test_layers_with_heads_of_no_number_are_refused(tmp_path, heads):
+    source = save_architecture(tmp_path / "source", "lfm2")
+    changes = {"lfm2.attention.head_count_kv": heads}
+    file = gguf_file(source, tmp_path / "tiny.gguf", changes=changes)
+    with pytest.raises(CorruptError, match=r"as lfm2\.attention\.head_count_kv"):
+        resolve_target(str(file))
 
 
 def test_rotary_factors_that_the_architecture_does_not_read_are_refused(tmp_path, tiny):

@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from eyas.errors import MismatchError, MissingInputError
+from eyas.errors import CorruptError, MismatchError, MissingInputError
 from eyas.gguf.blocks import KINDS, BlockMatrix, Kind
 from eyas.gguf.folder import LINK
 from eyas.hub import resolve_target
@@ -25,7 +25,7 @@ from eyas.model.architecture import TargetConfig
 from eyas.model.arrangement import arranged
 from eyas.model.decoder import OwnDecoder
 from eyas.model.native import NativeTarget
-from eyas.model.packed import PackedLinear, parts_of
+from eyas.model.packed import PackedLinear, Packing, joined_linear, parts_of
 from eyas.model.rows import PagedCache, prompt_rows
 from eyas.model.target import Target
 from eyas.model.weights import read_tensors
@@ -369,6 +369,16 @@ def test_what_cannot_be_run_packed_is_refused(tmp_path, tiny, monkeypatch):
     moved.rename(file).write_bytes(file.read_bytes()[:-4096] + bytes(4096))
     with pytest.raises(MissingInputError, match="or another one"):
         Target.load(folder, "packed")
+
+
+@pytest.mark.parametrize(
+    ("kind", "at", "scale"), [(Kind.Q4_1, 3, 0x7C), (Kind.Q6_K, 209, 0xFC), (Kind.MXFP4, 0, 255)]
+)
+def test_a_scale_that_is_no_number_is_refused(kind, at, scale):
+    one = matrix(kind, 16, 256)
+    one.data[5, at] = scale
+    with pytest.raises(CorruptError, match=r"lm_head\.weight: 1 of .* NaN or infinite"):
+        joined_linear({}, ["lm_head"], Packing(torch.bfloat16, 1, False, {"lm_head.weight": one}))
 
 
 @pytest.mark.usefixtures("cache")

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from eyas.errors import MismatchError
+from eyas.errors import CorruptError, MismatchError
 from eyas.families import ALL_SLIDING, FAMILIES, Family
 from eyas.gguf.file import GgufFile, dequantised
 
@@ -107,6 +107,11 @@ def key_value_heads(file: GgufFile) -> int:
     """The same number for every layer that has any. Raises CorruptError."""
     heads = file.of_model("attention.head_count_kv", 0)
     if isinstance(heads, list) and file.of_model("shortconv.l_cache", 0):
+        if len({*heads, 0}) != 2 or not all(type(count) is int and count >= 0 for count in heads):
+            raise CorruptError(
+                f"{file.path} has {heads!r:.40} as {file.architecture}.attention.head_count_kv",
+                "a whole number is needed for every layer, 0 or one and the same",
+            )
         return int(max(heads))
     return file.count("attention.head_count_kv", file.count("attention.head_count"))
 

@@ -7,14 +7,18 @@ of a vocabulary, 14 s for 262,144. Its tables say what the types are, and it deq
     metadata: key  type  value             an array: type of its entries  length  entries
     tensors:  name  dimensions  shape (the fastest first)  type  offset
     padding to a multiple of general.alignment, then the tensors' bytes
+
+A large model comes as parts NAME-00001-of-00003.gguf, each such a file: the first has all metadata
+but of the split, each its own tensors.
 """
 
 from __future__ import annotations
 
 import mmap
+import re
 import struct
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +26,7 @@ import gguf
 import numpy as np
 from numpy.typing import NDArray
 
-from eyas.errors import CorruptError, MismatchError
+from eyas.errors import CorruptError, MismatchError, MissingInputError
 
 Kind = gguf.GGMLQuantizationType
 DAMAGED = "download it again; compare its size with its source's"
@@ -32,6 +36,7 @@ _CODES = ((0, "BbHhIif?"), (10, "Qqd"))
 NUMBERS = {first + i: code for first, codes in _CODES for i, code in enumerate(codes)}
 ALIGNMENT = 32
 MOST_DIMENSIONS = 4
+PART = re.compile(r"(?P<name>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +51,7 @@ class StoredTensor:
 
 @dataclass(frozen=True, slots=True)
 class GgufFile:
-    """A GGUF file that is open: its metadata, and its tensors, mapped."""
+    """A GGUF file that is open: its metadata, and its tensors, mapped. path: of the first part."""
 
     path: Path
     metadata: Mapping[str, Any]
@@ -119,8 +124,59 @@ class _Header:
         return [self.value(inner) for _ in range(count)]
 
 
+def part_names(path: Path) -> list[Path]:
+    """All parts of a model, by the name of one; the path itself where it names no part."""
+    match = PART.fullmatch(path.name)
+    if match is None:
+        return [path]
+    count = int(match["count"])
+    names = (f"{match['name']}-{number:05d}-of-{count:05d}.gguf" for number in range(1, count + 1))
+    return [path.with_name(name) for name in names]
+
+
 def open_file(path: Path) -> GgufFile:
-    """Read metadata and the table of tensors. Raises CorruptError, MismatchError."""
+    """Read metadata and the table of tensors, of a part's name all parts'. Raises CorruptError,
+    MismatchError, MissingInputError.
+    """
+    given = _open_one(path)
+    count, number = (given.metadata.get(f"split.{key}", 0) for key in ("count", "no"))
+    if type(count) is not int or count < 2:
+        return given
+    names = part_names(path)
+    if len(names) != count or type(number) is not int or names.index(path) != number:
+        raise MismatchError(
+            f"{path} is part {number + 1} of {count}, which its name does not say",
+            f"name the parts as they were published: ...-00001-of-{count:05d}.gguf",
+        )
+    if missing := [name.name for name in names if not name.is_file()]:
+        raise MissingInputError(
+            f"{path} is one of {count} parts, and {', '.join(missing)} is not beside it",
+            "download all parts into one folder",
+        )
+    parts = [given if name == path else _open_one(name) for name in names]
+    return _joined(parts)
+
+
+def _joined(parts: list[GgufFile]) -> GgufFile:
+    """One model of its parts, in order."""
+    first = parts[0]
+    tensors: dict[str, StoredTensor] = {}
+    for number, part in enumerate(parts):
+        said = [part.metadata.get(f"split.{key}") for key in ("no", "count")]
+        if said != [number, len(parts)]:
+            what = f"{part.path} says that it is part {said[0]} (from 0) of {said[1]}"
+            raise CorruptError(what, DAMAGED)
+        if twice := sorted(tensors.keys() & part.tensors.keys()):
+            raise CorruptError(f"{part.path} holds {twice[0]}, as a part before it does", DAMAGED)
+        tensors |= part.tensors
+    expected = first.metadata.get("split.tensors.count", len(tensors))
+    if expected != len(tensors):
+        what = f"the parts of {first.path} hold {len(tensors)} tensors of {expected}"
+        raise CorruptError(what, DAMAGED)
+    return replace(first, tensors=tensors)
+
+
+def _open_one(path: Path) -> GgufFile:
     try:
         with path.open("rb") as stream:
             content = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
@@ -148,11 +204,6 @@ def _read(path: Path, content: mmap.mmap) -> GgufFile:
     for _ in range(num_values):
         key = header.string()
         metadata[key] = header.value(*header.numbers("I"))
-    if metadata.get("split.count", 1) > 1:
-        raise MismatchError(
-            f"{path} is one of {metadata['split.count']} parts",
-            "join them: `llama-gguf-split --merge FIRST OUTPUT`",
-        )
     table = []
     for _ in range(num_tensors):
         name = header.string()

@@ -26,7 +26,7 @@ from typing import Any
 from eyas.artifact import cache_folder, storage_errors
 from eyas.errors import MismatchError, MissingInputError, TemplateError, template_hint
 from eyas.gguf.configuration import configuration
-from eyas.gguf.file import GgufFile, open_file
+from eyas.gguf.file import PART, GgufFile, open_file, part_names
 from eyas.gguf.tensors import check_types, weights
 from eyas.gguf.tokenizer import tokenizer_of
 
@@ -53,6 +53,8 @@ def target_folder(file: str | Path) -> Path:
     path = Path(file)
     if not path.is_file():
         raise MissingInputError(f"no file at {path}", "give the path of a GGUF file")
+    if (first := part_names(path)[0]).is_file():
+        path = first
     folder = cache_folder("gguf") / _identity(path)
     if folder.is_dir():
         _link(folder, path)
@@ -109,14 +111,19 @@ def linked_file(folder: Path) -> GgufFile:
 
 
 def _identity(path: Path) -> str:
-    size, beside = path.stat().st_size, path.with_suffix(TEMPLATE_SUFFIX)
-    digest = hashlib.sha256(f"{FORM} {path.name} {size} ".encode())
-    if beside.is_file():
-        digest.update(beside.read_bytes())
-    with path.open("rb") as stream:
-        digest.update(stream.read(IDENTITY_BYTES))
-        stream.seek(max(0, size - IDENTITY_BYTES))
-        digest.update(stream.read(IDENTITY_BYTES))
+    """Of a file, or of the parts of a model that are here, by the first one's path."""
+    digest = hashlib.sha256()
+    for part in part_names(path):
+        if not part.is_file():
+            continue
+        size = part.stat().st_size
+        digest.update(f"{FORM} {part.name} {size} ".encode())
+        if part == path and (beside := template_beside(path)).is_file():
+            digest.update(beside.read_bytes())
+        with part.open("rb") as stream:
+            digest.update(stream.read(IDENTITY_BYTES))
+            stream.seek(max(0, size - IDENTITY_BYTES))
+            digest.update(stream.read(IDENTITY_BYTES))
     return digest.hexdigest()[:16]
 
 
@@ -147,9 +154,19 @@ def write_folder(file: GgufFile, folder: Path) -> None:
         (folder / name).write_text(text, encoding="utf-8")
 
 
+def template_beside(path: Path) -> Path:
+    """Where a template lies that comes before a file's own; of parts NAME.jinja."""
+    match = PART.fullmatch(path.name)
+    return (
+        path.with_name(match["name"] + TEMPLATE_SUFFIX)
+        if match
+        else (path.with_suffix(TEMPLATE_SUFFIX))
+    )
+
+
 def chat_template(file: GgufFile) -> str:
     """The template beside the file, else the one in it. Raises TemplateError."""
-    beside = file.path.with_suffix(TEMPLATE_SUFFIX)
+    beside = template_beside(file.path)
     if beside.is_file():
         return beside.read_text(encoding="utf-8")
     template = file.metadata.get("tokenizer.chat_template")
