@@ -17,14 +17,15 @@ import torch
 
 from eyas.engine.request import SamplingParams
 from eyas.engine.sampling import Sampler
-from eyas.model import library
+from eyas.model import library, variants
 
 SANITIZERS = (
     "-fsanitize=address,undefined,float-cast-overflow",
     "-fno-sanitize-recover=all",
     "-fno-omit-frame-pointer",
 )
-library.FLAGS = ("-O0", *library.FLAGS[1:], *SANITIZERS)
+variants.FLAGS = ("-O0", *variants.FLAGS[1:], *SANITIZERS)
+variants.LINKED = ()
 if library.unavailable() is not None:
     print(f"unavailable: {library.unavailable()}")
     raise SystemExit(3)

@@ -461,20 +461,6 @@ def test_a_forked_child_has_threads_of_its_own():
     assert os.waitpid(child, 0)[1] == 0
 
 
-def test_why_there_is_no_native_path(monkeypatch, tmp_path):
-    monkeypatch.setenv("EYAS_NATIVE", "0")
-    assert library.unavailable() == "EYAS_NATIVE=0 turns it off"
-    load = library._loaded.__wrapped__
-    monkeypatch.setattr(library, "_cpu", lambda: "some processor avx2")
-    assert load()[1] == "the processor has no avx512bw, avx512dq, avx512f, avx512vl"
-    monkeypatch.setattr(library, "_cpu", lambda: " ".join(library.NEEDED))
-    monkeypatch.setenv("EYAS_CACHE", str(tmp_path))
-    monkeypatch.setenv("CXX", "false")
-    assert "failed" in str(load()[1])
-    monkeypatch.setenv("PATH", str(tmp_path))
-    assert load()[1] == "there is no C++ compiler (g++)"
-
-
 # The draft
 
 NORMS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")

@@ -20,7 +20,7 @@ from eyas.errors import CorruptError, MismatchError, MissingInputError
 from eyas.gguf.blocks import KINDS, BlockMatrix, Kind
 from eyas.gguf.folder import LINK
 from eyas.hub import resolve_target
-from eyas.model import library
+from eyas.model import library, variants
 from eyas.model.architecture import TargetConfig
 from eyas.model.arrangement import arranged
 from eyas.model.decoder import OwnDecoder
@@ -101,10 +101,10 @@ def inputs(M: int, K: int) -> Tensor:
 
 
 @functools.cache
-def multiply(flags: tuple[str, ...]) -> Any:
-    """products.cpp's function, built as the library is with these flags."""
-    built = library.built(Path(__file__).with_name("products.cpp"), library.find_compiler())
-    function = ctypes.CDLL(str(built)).multiply
+def multiply() -> Any:
+    """products.cpp's function, built as the library is."""
+    main, compiler = Path(__file__).with_name("products.cpp"), variants.find_compiler()
+    function = ctypes.CDLL(str(library.built(library.native().variant, compiler, main))).multiply
     pointer, integer = ctypes.c_void_p, ctypes.c_int64
     function.argtypes, function.restype = [pointer, pointer, integer, integer, pointer], None
     return function
@@ -114,7 +114,7 @@ def product(linear: PackedLinear, x: Tensor, N: int, threads: int = 1) -> Tensor
     """x [M, K] -> [M, N] by the library."""
     y = torch.empty(len(x), -(-N // 16) * 16)
     x = x.contiguous()
-    multiply(library.FLAGS)(linear.handle, x.data_ptr(), len(x), threads, y.data_ptr())
+    multiply()(linear.handle, x.data_ptr(), len(x), threads, y.data_ptr())
     return y[:, :N]
 
 

@@ -1,22 +1,20 @@
-"""The C++ library of `cpp/` for x86-64 with AVX-512, built when first used, and how it is called.
+"""The C++ library of `cpp/`: the best of its variants that this processor runs, shipped with the
+package or built when first used, and how it is called.
 
-Without a compiler or AVX-512 there is none, and PyTorch and NumPy do its work. A call that finds no
-memory raises MemoryError.
+Without one PyTorch and NumPy do its work. A call that finds no memory raises MemoryError.
 """
 
 from __future__ import annotations
 
 import ctypes
 import functools
-import hashlib
 import logging
 import os
 import platform
-import shutil
 import subprocess
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,106 +22,114 @@ import numpy as np
 import torch
 
 from eyas.artifact import cache_folder
+from eyas.errors import ConfigError
+from eyas.model import variants
 from eyas.model.structs import STRUCTS, check_sizes
+from eyas.model.variants import Variant
 
-SOURCES = Path(__file__).parent / "cpp"
-FLAGS = (
-    "-O3",
-    "-march=native",
-    "-std=c++20",
-    "-ffp-contract=off",
-    "-fvisibility=hidden",
-    "-shared",
-    "-fPIC",
-    "-pthread",
-)
-NO_MEMORY = 6  # kNoMemory of decoder.cpp; negative of OF_LEVELS
+NO_MEMORY = 6  # kNoMemory of model.h; negative of OF_LEVELS
 OF_LEVELS = ("eyas_propose", "eyas_grow")
-NEEDED = ("avx512f", "avx512bw", "avx512dq", "avx512vl")
+CHOICE = "EYAS_NATIVE_VARIANT"
 
 logger = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True, slots=True)
+class Native:
+    """The library of this process."""
+
+    lib: ctypes.CDLL
+    variant: Variant
+    path: Path
+    is_shipped: bool
+
+
 def unavailable() -> str | None:
     """Why this machine or process has no native path, in one line; None when it has. Builds the
-    library when there is none.
+    library when there is none. Raises ConfigError for a variant that is none.
     """
     if os.environ.get("EYAS_NATIVE") == "0":
         return "EYAS_NATIVE=0 turns it off"
-    return _loaded()[1]
+    found = _loaded()
+    return found if isinstance(found, str) else None
+
+
+def native() -> Native:
+    """Only for a process in which `unavailable()` is None."""
+    found = _loaded()
+    assert isinstance(found, Native), found
+    return found
 
 
 def library() -> ctypes.CDLL:
-    """The library, built at need. Only for a process in which `unavailable()` is None."""
-    lib, why = _loaded()
-    assert lib is not None, why
-    return lib
+    """The library. Only for a process in which `unavailable()` is None."""
+    return native().lib
 
 
 def build() -> str:
-    """Names the build of the library: its sources, compiler and processor; "" if there is none."""
-    lib, _ = _loaded()
-    return "" if lib is None else Path(lib._name).stem
+    """Names the build of the library: its variant, sources and flags; "" if there is none."""
+    found = _loaded()
+    return "" if isinstance(found, str) else found.path.stem
+
+
+def runnable() -> list[Variant]:
+    """The variants that this processor runs, the best first; the one that is asked for alone.
+    Raises ConfigError.
+    """
+    here, features = variants.of_machine(), variants.processor_features()
+    found = [one for one in here if one.features <= features]
+    asked = os.environ.get(CHOICE)
+    if not asked:
+        return found
+    chosen = next((one for one in here if one.name == asked), None)
+    if chosen in found:
+        return [chosen]
+    names = ", ".join(one.name for one in found) or "none"
+    why = "there is no such variant"
+    if chosen is not None:
+        why = f"the processor has no {chosen.lacking(features)}"
+    raise ConfigError(f"{CHOICE}={asked}: {why}", f"take one that runs here: {names}, or unset it")
 
 
 @functools.cache
-def _loaded() -> tuple[ctypes.CDLL | None, str | None]:
-    missing = sorted(set(NEEDED) - set(_cpu().split()))
-    if platform.machine() != "x86_64" or missing:
-        return None, f"the processor has no {', '.join(missing) or 'AVX-512'}"
-    compiler = find_compiler()
+def _loaded() -> Native | str:
+    """The library, or why there is none."""
+    here = runnable()
+    if not here:
+        return _no_variant()
+    failures = []
+    for variant in here:
+        if (path := variants.shipped(variant)).exists():
+            try:
+                return Native(_declared(ctypes.CDLL(str(path))), variant, path, is_shipped=True)
+            except OSError as error:
+                failures.append(f"{path.name} cannot be loaded: {error}")
+    compiler = variants.find_compiler()
     if compiler is None:
-        return None, "there is no C++ compiler (g++)"
-    try:
-        return _declared(ctypes.CDLL(str(built(SOURCES / "decoder.cpp", compiler)))), None
-    except subprocess.CalledProcessError as error:
-        lines = (error.stderr or str(error)).strip().splitlines()
-        return (
-            None,
-            f"{compiler} failed: {next((line for line in lines if 'error' in line), lines[0])}",
-        )
-    except OSError as error:
-        return None, f"the library cannot be built or loaded: {error}"
+        return "; ".join([*failures, "there is no C++ compiler (g++)"])
+    for variant in here:  # an old compiler does not know every processor
+        try:
+            path = built(variant, compiler)
+            return Native(_declared(ctypes.CDLL(str(path))), variant, path, is_shipped=False)
+        except subprocess.CalledProcessError as error:
+            lines = (error.stderr or str(error)).strip().splitlines()
+            said = next((line for line in lines if "error" in line), lines[0])
+            failures.append(f"{compiler} failed: {said}")
+        except OSError as error:
+            failures.append(f"the library cannot be built or loaded: {error}")
+    return failures[0]
 
 
-def _cpu() -> str:
-    """Model and flags of the processor, as Linux says it: what -march=native compiles for."""
-    path = Path("/proc/cpuinfo")
-    lines = path.read_text().splitlines() if path.exists() else []
-    kept = {
-        line.partition(":")[0].strip(): line.partition(":")[2].strip() for line in reversed(lines)
-    }
-    return f"{kept.get('model name', '')} {kept.get('flags', '')}"
+def _no_variant() -> str:
+    known = variants.of_machine()
+    if not known:
+        return f"there is no library for {platform.machine()}"
+    return f"the processor has no {known[-1].lacking(variants.processor_features())}"
 
 
-def find_compiler() -> str | None:
-    """The C++ compiler: $CXX, or the first of g++, c++ and clang++ that is there."""
-    names = (os.environ.get("CXX") or "g++", "c++", "clang++")
-    return next(filter(None, map(shutil.which, names)), None)
-
-
-def built(main: Path, compiler: str) -> Path:
-    """The library's file of a source, built unless there is one of these sources, this compiler and
-    this processor.
-    """
-    sources = sorted({*SOURCES.glob("*.*"), main})
-    version = subprocess.run(
-        [compiler, "--version"], capture_output=True, text=True, check=True
-    ).stdout
-    parts = [*(source.read_text() for source in sources), *FLAGS, version, _cpu()]
-    key = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:24]
-    folder = cache_folder("native")
-    library_file = folder / f"{main.stem}-{key}.so"
-    if library_file.exists():
-        return library_file
-    logger.warning("building the native decoder, once for this machine (%s)", library_file)
-    folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder) as scratch:
-        fresh = Path(scratch) / library_file.name
-        command = [compiler, *FLAGS, f"-I{SOURCES}", str(main), "-o", str(fresh)]
-        subprocess.run(command, capture_output=True, text=True, check=True)
-        fresh.replace(library_file)
-    return library_file
+def built(variant: Variant, compiler: str, main: Path = variants.MAIN) -> Path:
+    """The file of a variant's library in this machine's cache, compiled at need."""
+    return variants.built(variant, compiler, cache_folder("native"), main, logger.warning)
 
 
 def _declared(lib: ctypes.CDLL) -> ctypes.CDLL:
