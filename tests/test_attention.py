@@ -12,8 +12,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from eyas.model.attention import AttentionPlan
 from eyas.model.rows import MAX_TREE_COLUMNS, Rows, rows_of, slots_of
+from tests.oracle.attention import AttentionPlan
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TOLERANCE = {torch.float32: 4e-6, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}

@@ -80,7 +80,7 @@ def test_the_image_installs_this_package_and_starts_its_server(monkeypatch):
     assert entry[:2] == ["eyas", "serve"]
     assert project["scripts"].keys() == {"eyas"}
     config = config_of(monkeypatch, [*entry[2:], "--target", "builtin"])
-    assert (config.host, config.device, config.port) == ("0.0.0.0", "cpu", int(last["EXPOSE"]))
+    assert (config.host, config.port) == ("0.0.0.0", int(last["EXPOSE"]))
     # on Vertex AI it needs no arguments
     uri = "gs://bucket/models/7"
     cache = environment["XDG_CACHE_HOME"]

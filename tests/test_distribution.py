@@ -17,14 +17,14 @@ from scipy.stats import chi2
 
 from eyas.chat.files import read_tokenizer
 from eyas.engine.costs import CostTable, Curve
-from eyas.engine.draft import Draft
 from eyas.engine.engine import Engine, EngineConfig
 from eyas.engine.request import MAX_SAMPLES, Request, SamplingParams
 from eyas.engine.sampling import Sampler
 from eyas.model.draws import DrawState
 from eyas.model.target import Target
 from tests import tiny_engine
-from tests.tiny_engine import VOCAB, random_head
+from tests.oracle.target import OperatorTarget
+from tests.tiny_engine import VOCAB, draft_of, load_as, random_head
 
 PROMPT = (5, 9, 5)
 END = 2
@@ -73,12 +73,10 @@ def engine_of(folder: Path) -> Callable[[str], Engine]:
     @cache
     def engine(name: str) -> Engine:
         native, config = ENGINES[name]
-        target = Target.load(folder, native=native)
-        if native and not target.is_native:
-            pytest.skip("no native path on this machine")
+        target = load_as("native" if native else "torch", folder)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("eyas.engine.rounds.round_costs", lambda work: COSTS)
-            draft = Draft(*random_head(target, HEAD), target)
+            draft = draft_of(*random_head(target, HEAD), target)
             made = Engine(
                 target,
                 draft,
@@ -180,7 +178,7 @@ def p_value(running: Engine, option: str, drafts: int = 10) -> float:
 
 def answers_of(running: Engine, params: SamplingParams, drafts: int) -> list[tuple[int, ...]]:
     asked = []
-    for seed in range(NUM_REQUESTS if running.target.is_native else 2):
+    for seed in range(2 if isinstance(running.target, OperatorTarget) else NUM_REQUESTS):
         asked.append(
             Request(str(seed), PROMPT, SamplingParams(**{**fields(params), "seed": 1000 + seed}))
         )

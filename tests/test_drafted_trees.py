@@ -9,15 +9,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from eyas.engine.draft import Draft
 from eyas.engine.engine import Engine, EngineConfig
 from eyas.engine.request import DraftedTree
 from eyas.engine.tree import drafted_tree
 from eyas.model.rows import Proposals
-from eyas.model.target import Target
 from tests import tiny_engine
 from tests.serving import MODEL, World, ask, complete, post
-from tests.tiny_engine import random_head, requests
+from tests.tiny_engine import draft_of, load_as, random_head, requests
 
 SAMPLED = {"temperature": 0.8, "repetition_penalty": 1.2}
 
@@ -33,11 +31,9 @@ def kind(request):
 @pytest.fixture
 def engine(folder, kind):
     """Records what the policy chose, round by round."""
-    target = Target.load(folder, native=kind == "native")
-    if kind == "native" and not target.is_native:
-        pytest.skip("no native path on this machine")
+    target = load_as(kind, folder)
     config = EngineConfig(max_batch=3, max_length=120, speculation="fixed(4,3,9)")
-    return Engine(target, Draft(*random_head(target), target), config)
+    return Engine(target, draft_of(*random_head(target), target), config)
 
 
 def decoded(engine, asked):

@@ -9,20 +9,15 @@ import math
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from eyas.engine.request import SamplingParams
-from eyas.engine.sampling import (
-    BEST_WEIGHT,
-    Sampler,
-    token_logprob,
-    token_logprob_natively,
-    weights_of,
-)
+from eyas.engine.sampling import BEST_WEIGHT, Sampler, token_logprob
 from eyas.errors import EyasError
 from eyas.model.library import address, library, unavailable
+from tests.oracle.sampling import PlainSampler, weights_of
+from tests.oracle.sampling import token_logprob as plain_logprob
 
 pytestmark = pytest.mark.skipif(unavailable() is not None, reason=str(unavailable()))
 
@@ -89,8 +84,8 @@ def answers(draw):
     return rows, prompt, SamplingParams(**options)
 
 
-def sampler_of(prompt, params, V):
-    return Sampler(params, prompt, V, frozenset({0} if V > 2 else ()))
+def sampler_of(prompt, params, V, kind=Sampler):
+    return kind(params, prompt, V, frozenset({0} if V > 2 else ()))
 
 
 @FEW
@@ -100,12 +95,13 @@ def sampler_of(prompt, params, V):
 def test_the_library_draws_the_tokens_of_the_plain_sampler(answer):
     rows, prompt, params = answer
     V = rows.shape[1]
-    plain, ours, single = (sampler_of(prompt, params, V) for _ in range(3))
+    kinds = PlainSampler, Sampler, Sampler
+    plain, ours, single = (sampler_of(prompt, params, V, kind) for kind in kinds)
     if plain.is_plain_greedy:
         return
     with np.errstate(all="ignore"):
-        expected = [plain.draw(torch.from_numpy(row)) for row in rows]
-        assert [single.draw(torch.from_numpy(row), native=True) for row in rows] == expected
+        expected = [plain.draw(row) for row in rows]
+        assert [single.draw(row) for row in rows] == expected
         tokens = drawn(ours, rows)
     ours.take_drawn(tokens)
     assert ours.num_drawn == plain.num_drawn
@@ -145,7 +141,7 @@ def test_logits_that_overflowed_give_no_token(bad, options):
     assert tokens[0] >= 0
     assert tokens[1] == -1
     with pytest.raises(EyasError, match="best logit is"):
-        sampler.draw(torch.from_numpy(rows[1]), native=True)
+        sampler.draw(rows[1])
 
 
 @FEW
@@ -153,5 +149,5 @@ def test_logits_that_overflowed_give_no_token(bad, options):
 def test_the_library_scores_a_prompts_token_as_python_does(rows, num_top):
     for row in rows:
         token = int(row.view(np.uint32).sum() % len(row))
-        ours = token_logprob_natively(torch.from_numpy(row), token, num_top)
-        assert repr(ours) == repr(token_logprob(row, token, num_top))
+        ours = token_logprob(row, token, num_top)
+        assert repr(ours) == repr(plain_logprob(row, token, num_top))

@@ -77,13 +77,8 @@ def served_rounds(models, requests, tree) -> list[list[int]]:
 # On a target that our engine runs
 
 
-@pytest.mark.parametrize("native", [True, False])
 @pytest.mark.parametrize("tree", TREES)
-def test_a_tree_on_features_is_the_engines_round_for_round(
-    world, vocabulary, tree, native, monkeypatch
-):
-    if not native:
-        monkeypatch.setattr("eyas.evaluate.walks.unavailable", lambda: "asked for operators")
+def test_a_tree_on_features_is_the_engines_round_for_round(world, vocabulary, tree):
     _, head, models, requests, samples = world
     walks = TreeWalks.load(vocabulary, head.url, [tree])
     for part in (samples[:3], samples[3:]):

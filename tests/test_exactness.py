@@ -7,9 +7,10 @@ all kinds run in the same batch.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 import pytest
@@ -21,11 +22,19 @@ from eyas.chat.files import read_tokenizer
 from eyas.engine.draft import Draft
 from eyas.engine.engine import Engine, EngineConfig
 from eyas.engine.request import Request, Result, SamplingParams
-from eyas.model.library import unavailable
 from eyas.model.target import Target
 from tests import tiny_engine
+from tests.oracle.target import OperatorTarget
 from tests.test_packed import quantised
-from tests.tiny_engine import EVERYTHING, SAMPLED, idle, random_head, requests
+from tests.tiny_engine import (
+    EVERYTHING,
+    SAMPLED,
+    draft_of,
+    idle,
+    load_as,
+    random_head,
+    requests,
+)
 
 WINDOW = 9  # shorter than configs allow, longer than a tree is deep
 
@@ -95,17 +104,14 @@ def backend(folder: Path) -> Callable[[str], tuple[Target, Draft, Answers]]:
     @cache
     def made(name: str) -> tuple[Target, Draft, Answers]:
         path, dtype = name.split(", ")
-        if path == "native" and unavailable() is not None:
-            pytest.skip("no native path on this machine")
         if dtype == "packed":
             config, tensors, blocks = quantised(folder)
             target = Target(config, tensors, "packed", blocks=blocks)
         else:
-            target = Target.load(folder, dtype, native=path == "native")
-        assert target.is_native == (path == "native")
+            target = load_as(path, folder, dtype)
         sizes = {"max_batch": 1, "prefix_reuse": False, "speculation": "off"}
         alone = Engine(target, None, EngineConfig(max_length=120, **sizes), tokenizer_of(folder))
-        return target, Draft(*random_head(target), target), answers(alone, asked())
+        return target, draft_of(*random_head(target), target), answers(alone, asked())
 
     return made
 
@@ -119,7 +125,8 @@ def engine_of(folder: Path, target: Target, draft: Draft, name: str) -> Engine:
     costs, head, window = (config.pop(key, None) for key in ("costs", "head", "window"))
     if window is not None:
         shape, tensors = random_head(target)
-        draft = Draft(shape.model_copy(update={"sliding_window": window}), tensors, target)
+        shape = shape.model_copy(update={"sliding_window": window})
+        draft = draft_of(shape, tensors, target)
     with pytest.MonkeyPatch.context() as patch:
         if costs is not None:
             patch.setattr("eyas.engine.rounds.round_costs", lambda _: costs)
@@ -138,7 +145,7 @@ def test_answers_are_those_of_plain_decoding(backend, folder, path, name, tmp_pa
     for key, one in expected.items():
         same = found[key]
         assert (same.token_ids, same.finish_reason) == (one.token_ids, one.finish_reason), key
-        if target.is_native:
+        if not isinstance(target, OperatorTarget):
             assert same.logprobs == one.logprobs, key
         elif one.logprobs is not None:  # rows of operators depend on what stands beside them
             assert same.logprobs is not None
@@ -162,12 +169,10 @@ def test_answers_are_those_of_plain_decoding(backend, folder, path, name, tmp_pa
 def test_a_walk_in_python_is_that_of_the_library(backend, folder):
     """Native forwards, of which Python draws, walks and moves, as by operators."""
     target, draft, expected = backend("native, float32")
-    running = engine_of(folder, target, draft, "a tree, few pages")
-    target.is_native = False
-    try:
-        found = answers(running, asked())
-    finally:
-        target.is_native = True
+    walked = copy.copy(target)
+    walked.verify = partial(OperatorTarget.verify, walked)
+    running = engine_of(folder, walked, draft, "a tree, few pages")
+    found = answers(running, asked())
     for key, one in expected.items():
         same = found[key]
         assert (same.token_ids, same.logprobs) == (one.token_ids, one.logprobs), key
@@ -206,6 +211,6 @@ def test_plain_greedy_equals_transformers(backend, folder):
 
 def test_bfloat16_runs_and_accepts_by_operators(folder):
     """Their rounding depends on the rows beside a row, so answers may part."""
-    target = Target.load(folder, "bfloat16", native=False)
-    running = engine_of(folder, target, Draft(*random_head(target), target), "no reuse")
+    target = load_as("torch", folder, "bfloat16")
+    running = engine_of(folder, target, draft_of(*random_head(target), target), "no reuse")
     assert sum(sum(one.accept_hist[1:]) for one in answers(running, asked()).values()) > 0

@@ -15,7 +15,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from eyas.engine.draft import Draft
 from eyas.engine.engine import Engine, EngineConfig
 from eyas.engine.request import Request, SamplingParams
 from eyas.model.architecture import TargetConfig
@@ -25,7 +24,7 @@ from eyas.model.target import Dtype, Target
 from eyas.model.vocab import auto_class, transformers_config
 from eyas.model.weights import read_tensors
 from tests.architectures import ARCHITECTURES, saved_architecture
-from tests.tiny_engine import EVERYTHING, idle, load_as, random_head
+from tests.tiny_engine import EVERYTHING, draft_of, idle, load_as, random_head
 
 OWN = [name for name, one in ARCHITECTURES.items() if one.own]
 NUM_TOKENS = 150  # more than the windows of the table
@@ -108,7 +107,7 @@ def test_speculation_changes_nothing(root, name, backend):
     asked = prompts(target, [30, 70, 100], logprobs=num_top)
     asked += prompts(target, [70, 33], temperature=1.0, logprobs=num_top)
     plain = [run(Engine(target, None, EngineConfig(num_pages=64)), [one])[0] for one in asked]
-    draft = Draft(*random_head(target), target)
+    draft = draft_of(*random_head(target), target)
     for speculation in ("fixed(3,3,8)", "auto(3,4,20)"):
         config = EngineConfig(num_pages=64, max_batch=4, speculation=speculation)
         engine = Engine(target, draft, config)

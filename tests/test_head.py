@@ -9,13 +9,11 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from eyas.engine.draft import Draft
 from eyas.errors import MismatchError
 from eyas.model.checkpoint import expected_shapes, read_head
 from eyas.model.config import HeadConfig, HeadOptions
 from eyas.model.head import Head, head_files, load_head
 from eyas.model.rows import prompt_rows
-from eyas.model.target import Target
 from eyas.model.ttt import Slots, unroll
 from eyas.model.vocab import TargetVocabulary
 from tests.plain_eagle import PlainHead, weights_of
@@ -29,6 +27,7 @@ from tests.tiny_batch import (
     tiny_vocabulary,
     wavy_head,
 )
+from tests.tiny_engine import draft_of, load_as
 from tests.tiny_head import edit_config, edit_tensors, head_folder, tiny_head, write_folder
 
 
@@ -55,7 +54,7 @@ FLAGS = [
     {"norm_before_residual": True, "norm_before_fc": True, "norm_output": True},
 ]
 with_flags = pytest.mark.parametrize("flags", FLAGS, ids=lambda flags: "+".join(flags) or "plain")
-native_or_not = pytest.mark.parametrize("native", [False, True], ids=["torch", "native"])
+native_or_not = pytest.mark.parametrize("kind", ["torch", "native"])
 
 
 @with_flags
@@ -173,14 +172,12 @@ def test_every_form_gives_the_same_head(tmp_path, form, flags):
 
 @native_or_not
 @with_flags
-def test_computes_what_the_engines_draft_computes(tmp_path, flags, native):
-    """Six entries from the target's features, then one fed back; where there is no native path,
-    both are PyTorch's.
-    """
+def test_computes_what_the_engines_draft_computes(tmp_path, flags, kind):
+    """Six entries from the target's features, then one fed back."""
     folder = tiny_target(tmp_path / "target", num_hidden_layers=8)
     head = load_head(head_folder(folder, tmp_path / "head", **flags))
-    target = Target.load(folder, native=native)
-    draft = Draft(*read_head(tmp_path / "head"), target)
+    target = load_as(kind, folder)
+    draft = draft_of(*read_head(tmp_path / "head"), target)
     tokens_T = torch.arange(20, 28)
     aux_hidden, _ = (features.clone() for features in target.features(tokens_T[None]))
     cache, page_table = draft.new_cache(1), np.zeros((1, 1), dtype=np.int32)
@@ -203,17 +200,17 @@ def test_computes_what_the_engines_draft_computes(tmp_path, flags, native):
 
 
 @native_or_not
-def test_the_engines_draft_uses_own_embeddings_and_the_targets_lm_head(tmp_path, native):
+def test_the_engines_draft_uses_own_embeddings_and_the_targets_lm_head(tmp_path, kind):
     """The same head with the target's matrices in its file, and with none or other ones."""
     folder = tiny_target(tmp_path / "target", num_hidden_layers=8)
     config, tensors = tiny_head(folder, draft_vocab_size=320)
-    target = Target.load(folder, native=native)
+    target = load_as(kind, folder)
     page_table = np.zeros((1, 1), dtype=np.int32)
     rows = prompt_rows([[5, 6, 7]], [1], page_table, 16, "cpu", first_column=1)
     aux_hidden = torch.linspace(-1, 1, 3 * 96).sin().view(3, 96)
 
     def proposed(changes):
-        draft = Draft(config, tensors | changes, target)
+        draft = draft_of(config, tensors | changes, target)
         return draft.proposals(draft.extend(rows, aux_hidden, draft.new_cache(1)), 4)[1].clone()
 
     lm_head, embed_tokens = target.lm_head, target.embed_tokens

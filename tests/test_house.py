@@ -24,8 +24,8 @@ MOST_FRAMES = 8  # from a command to the loss, and from the server's worker to t
 # KB of Python (1,000 bytes; of C++ for cpp), and what the room is for
 ROOMS = {
     "data": (213, "sources, licence gate, filters, duplicates, ledger, card"),
-    "engine": (185, "exact speculative decoding: scheduler, rounds, drafters, policy, sampling"),
-    "model": (286, "target and head: configs, checkpoints, attention, training-time test"),
+    "engine": (163, "exact speculative decoding: scheduler, rounds, drafters, policy, sampling"),
+    "model": (259, "target and head: configs, checkpoints, attention, training-time test"),
     "cpp": (222, "the native decoder"),
     "serve": (171, "the HTTP server"),
     "privacy": (156, "personal data and secrets: search, surrogates, key"),
@@ -41,7 +41,7 @@ ROOMS = {
     "gguf": (64, "a GGUF file as a target: metadata as a folder, weights read from the file"),
     "plan": (21, "tokens and bytes of a run; tau of more data"),
     "builtin": (5, "the packaged models and prompts"),
-    "tests": (1678, "proofs"),
+    "tests": (1722, "proofs"),
     "benchmarks": (297, "the scripts behind the figures of README and results"),
 }
 MOST_SCRIPTS, MOST_DECISIONS, MOST_DECISION_KB, MOST_DEPENDENCIES = 18, 15, 90, 20

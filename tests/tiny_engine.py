@@ -10,7 +10,10 @@ from eyas.engine.draft import Draft
 from eyas.engine.engine import Engine, EngineConfig
 from eyas.engine.request import Request, Result, SamplingParams
 from eyas.model.config import HeadConfig, HeadOptions
-from eyas.model.target import Target
+from eyas.model.library import unavailable
+from eyas.model.target import Dtype, Target
+from tests.oracle.draft import OperatorDraft
+from tests.oracle.target import OperatorTarget
 from tests.tiny import tiny_target
 
 VOCAB = 24  # so small that a random head's proposals are often right
@@ -55,12 +58,18 @@ def random_head(
     return config, tensors
 
 
-def load_as(kind: str, folder: Path) -> Target:
-    """A target that runs "native" or by "torch" operators."""
-    loaded = Target.load(folder, native=kind == "native")
-    if kind == "native" and not loaded.is_native:
-        pytest.skip("no native path for this target on this machine")
-    return loaded
+def load_as(kind: str, folder: Path, dtype: Dtype = "auto") -> Target:
+    """A target that runs "native" or by the oracle's "torch" operators."""
+    if kind == "native" and unavailable() is not None:
+        pytest.skip("no native path on this machine")
+    return (Target if kind == "native" else OperatorTarget).load(folder, dtype)
+
+
+def draft_of(
+    config: HeadConfig, tensors: dict[str, torch.Tensor], target: Target
+) -> Draft | OperatorDraft:
+    """A head that runs as its target does."""
+    return (OperatorDraft if isinstance(target, OperatorTarget) else Draft)(config, tensors, target)
 
 
 @pytest.fixture(scope="module")
@@ -86,7 +95,7 @@ def engine(
         return Engine(target, None, sizes)
     shape, tensors = random_head(target)
     shape = shape.model_copy(update={"sliding_window": window})
-    return Engine(target, Draft(shape, tensors, target), sizes)
+    return Engine(target, draft_of(shape, tensors, target), sizes)
 
 
 def requests(

@@ -343,7 +343,6 @@ def as_served(config: RunConfig) -> EvalConfig:
     served = config.serve
     models = {
         "dtype": served.dtype,
-        "device": served.device,
         "threads": served.threads,
         "max_length": served.engine.max_length,
     }

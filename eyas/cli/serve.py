@@ -62,9 +62,6 @@ def command(
     head: Annotated[
         str | None, typer.Option(help="in any form; none: plain decoding", rich_help_panel=MODEL)
     ] = None,
-    device: Annotated[
-        str | None, typer.Option(help="cpu, cuda, cuda:1 (cpu)", rich_help_panel=MODEL)
-    ] = None,
     speculation: Annotated[
         str | None,
         typer.Option(help="off, auto, fixed(steps,branches,nodes) (auto)", rich_help_panel=MODEL),
@@ -110,7 +107,7 @@ def command(
         *(overrides or []),
         *(f"{name}={json.dumps(value)}" for name, value in settings.items() if value is not None),
     ]
-    given = {"target": target, "head": head, "device": device, "host": host, "port": port}
+    given = {"target": target, "head": head, "host": host, "port": port}
     options = from_environment() | {
         name: value for name, value in given.items() if value is not None
     }

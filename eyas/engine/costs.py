@@ -30,7 +30,7 @@ import torch
 
 from eyas.artifact import cache_folder
 from eyas.engine.draft import Draft
-from eyas.model.library import build, one_torch_thread
+from eyas.model.library import build
 from eyas.model.rows import FeatureCache, Growth, PagedCache, Roots, RowArrays, rows_of, slots_of
 from eyas.model.target import Target
 
@@ -171,16 +171,15 @@ class Correction:
 
 @dataclass(frozen=True, slots=True)
 class CostIdentity:
-    """All that the costs depend on. target: its fingerprint; head: its shape; device: its name in
-    the system; native: the library's build, "" without one.
+    """All that the costs depend on. target: its fingerprint; head: its shape; processor: its name
+    in the system; native: the library's build.
     """
 
     target: str
     head: str
     dtype: str
-    device: str
+    processor: str
     threads: int
-    torch_version: str
     native: str
 
     @property
@@ -274,21 +273,17 @@ def round_costs(work: RoundWork) -> CostTable:
         target=target.fingerprint,
         head=work.draft.config.model_dump_json() if work.draft is not None else "none",
         dtype=target.precision,
-        device=device_name(target.device),
+        processor=processor_name(),
         threads=torch.get_num_threads(),
-        torch_version=torch.__version__,
-        native=build() if target.is_native else "",
+        native=build(),
     )
-    with torch.inference_mode(), one_torch_thread(target.is_native):
-        return kept_or_measured(
-            identity, work.measured, lambda kept: kept.target(1) > STALE * work.fastest_ms()
-        )
+    return kept_or_measured(
+        identity, work.measured, lambda kept: kept.target(1) > STALE * work.fastest_ms()
+    )
 
 
-def device_name(device: str) -> str:
-    """The processor as the system names it."""
-    if device.startswith("cuda"):
-        return torch.cuda.get_device_name(device)
+def processor_name() -> str:
+    """As the system names it."""
     cpuinfo = Path("/proc/cpuinfo")
     lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
     return next(
@@ -333,7 +328,7 @@ class RoundWork:
         self._forward((nothing, nothing, prefix, column, prefix, nothing), self._table)
 
     def _forward(self, arrays: RowArrays, pages: np.ndarray) -> None:
-        rows = rows_of(arrays, pages, self.target.device)
+        rows = rows_of(arrays, pages, "cpu")
         taps = self.draft.config.taps if self.draft is not None else None
         self.target.forward(rows, self._cache, taps).best.tolist()
 
@@ -371,9 +366,7 @@ class RoundWork:
         k = self._topk
         B = max(1, R // k)
         if B not in self._roots:  # what the trees grow from; not part of what is timed
-            h = torch.zeros(
-                B, self.draft.config.hidden_size, dtype=self.target.dtype, device=self.target.device
-            )
+            h = torch.zeros(B, self.draft.config.hidden_size)
             self._roots[B] = h, self.draft.proposals(h, k)
         h, first = self._roots[B]
         lens = [min(self._length, self._num_slots - NUM_LEVELS * k - 2)] * B

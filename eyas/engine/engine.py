@@ -119,14 +119,13 @@ class Engine:
         head: str | Path | None = None,
         dtype: Dtype = "auto",
         config: EngineConfig | None = None,
-        device: str = "cpu",
         tokenizer: Tokenizer | None = None,
     ) -> Engine:
         """Load a target folder and, optionally, a head folder in any form that `read_head` knows.
 
-        device: cpu, cuda, cuda:1. Raises MissingInputError, CorruptError, MismatchError.
+        Raises MissingInputError, CorruptError, MismatchError.
         """
-        loaded = Target.load(target, dtype, device)
+        loaded = Target.load(target, dtype)
         draft = Draft(*read_head(head, loaded.config), loaded) if head is not None else None
         return cls(loaded, draft, config, tokenizer)
 

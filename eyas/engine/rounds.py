@@ -1,4 +1,4 @@
-"""The device's work: a prefill, or one round of propose -> verify -> extend, for a job's samples.
+"""The work of a step: a prefill, or one round of propose -> verify -> extend, for a job's samples.
 
     propose   the drafters give trees of candidates; the policy chooses which nodes are verified
     verify    one forward of the target over all trees, and each sample's walk through its own
@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 
@@ -24,7 +24,7 @@ import numpy as np
 import torch
 
 from eyas.engine.costs import RoundWork, round_costs
-from eyas.engine.draft import Draft, to_device
+from eyas.engine.draft import Draft
 from eyas.engine.drafters import (
     HEAD_FAULTS,
     NOTHING,
@@ -36,12 +36,11 @@ from eyas.engine.drafters import (
 from eyas.engine.pages import PagePool
 from eyas.engine.policy import Policy, RoundPlan
 from eyas.engine.request import DraftedTree, Update
-from eyas.engine.sampling import host_logits, token_logprob, token_logprob_natively
+from eyas.engine.sampling import Logits, token_logprob
 from eyas.engine.scheduler import Job, RunningSample, page_table
-from eyas.engine.tree import Speculation, Tree, drafted_tree, tree_of_line
+from eyas.engine.tree import Speculation, drafted_tree, tree_of_line
 from eyas.engine.verify import accept
 from eyas.model.config import Taps
-from eyas.model.library import one_torch_thread
 from eyas.model.rows import (
     FeatureCache,
     NodesToVerify,
@@ -50,7 +49,6 @@ from eyas.model.rows import (
     Rows,
     TargetOutput,
     prompt_rows,
-    rows_of,
     slots_of,
 )
 from eyas.model.target import Target
@@ -107,11 +105,10 @@ class Rounds:
         # If set, it gets the proposals of every round, and no node is verified: a token a round.
         self.recorder: Recorder | None = None
         self._end_tokens = frozenset(target.config.eos_token_ids)
-        self._device = target.device
         self._cache = target.new_cache(pool.num_pages)
         if draft is not None:
             num_slots, width = pool.num_pages * pool.page_size, 3 * target.config.hidden_size
-            features = FeatureCache(num_slots, width, target.dtype, target.device)
+            features = FeatureCache(num_slots, width, target.dtype)
             self.head = HeadDrafter(draft, speculation, features, pool)
         costs = None
         if speculation.mode == "auto":
@@ -123,7 +120,7 @@ class Rounds:
 
     def run(self, job: Job) -> list[Update]:
         """Do a job: prefill if it has chunks, else a round. The update of each of its samples."""
-        with torch.inference_mode(), self.trace.job(), one_torch_thread(self.target.is_native):
+        with self.trace.job():
             if job.chunks is None:
                 return self._round(job.samples)
             return self._prefill(job.samples, job.chunks)
@@ -149,7 +146,7 @@ class Rounds:
             for sample, chunk in zip(samples, chunks, strict=True)
         ]
         starts, size = [chunk.start for chunk in chunks], self._cache.page_size
-        rows = prompt_rows(tokens, starts, page_table(samples), size, self._device)
+        rows = prompt_rows(tokens, starts, page_table(samples), size, "cpu")
         begins = np.cumsum([0, *map(len, chunks)]).tolist()
         judged = [
             (sample, column, begin + column - chunk.start)
@@ -157,14 +154,14 @@ class Rounds:
             for column in _judged_columns(sample, chunk)
         ]
         asked_R = np.array([row for _, _, row in judged], dtype=np.int64)
-        output = self._forward(rows, to_device(asked_R, self._device))
+        output = self._forward(rows, torch.from_numpy(asked_R))
         emitted: dict[RunningSample, list[int]] = {}
-        best = output.best.tolist() if judged else []
+        logits = output.logits.numpy()
         for r, (sample, column, _) in enumerate(judged):
             if column + 1 < len(sample.tokens):
-                _score(sample, column + 1, output.logits[r], self.target.is_native)
+                _score(sample, column + 1, logits[r])
             else:
-                token = _draw(sample, best, output.logits, r, self.target.is_native)
+                token = sample.sampler.draw_at(logits, r)
                 emitted[sample] = sample.take([token], self._end_tokens)
         for sample, chunk in zip(samples, chunks, strict=True):
             sample.num_cached = chunk.stop
@@ -258,17 +255,14 @@ class Rounds:
         They are the accepted nodes' tokens and the bonus token, cut where the sample ends. The
         accepted nodes' keys, values and features are moved behind the sample's prefix.
         """
-        verify = self._verify_natively if self.target.is_native else self._verify_by_operators
         emitted = []
-        for sample, drawn in zip(samples, verify(samples, chosen), strict=True):
+        for sample, drawn in zip(samples, self._walks(samples, chosen), strict=True):
             emitted.append(sample.take(drawn, self._end_tokens))
             # The caches hold the root and the emitted accepted nodes, but not the last token.
             sample.num_cached += len(emitted[-1])
         return emitted
 
-    def _verify_natively(
-        self, samples: list[RunningSample], chosen: NodesToVerify
-    ) -> list[list[int]]:
+    def _walks(self, samples: list[RunningSample], chosen: NodesToVerify) -> list[list[int]]:
         """Forward, draws, walks and moves in one call of the native library; a grammar's masks are
         drawn under in Python.
         """
@@ -281,35 +275,13 @@ class Rounds:
             if (logits := verified.logits.get(b)) is None:
                 sample.sampler.take_drawn(verified.tokens[b])
                 continue
-            draw = partial(_draw, sample, [], logits, native=True)
             tree = tree_of_line(sample.root, chosen, b)
+            draw = partial(sample.sampler.draw_at, logits.numpy())
             path, verified.tokens[b] = accept(tree.tokens, tree.parents, draw)
             columns = np.array([path, range(1, len(path) + 1)], dtype=np.int64) + lens[b]
             at = slots_of(table, np.full_like(columns, b), columns, self._cache.page_size)
             self._move(*at.tolist())
         return verified.tokens
-
-    def _verify_by_operators(
-        self, samples: list[RunningSample], chosen: NodesToVerify
-    ) -> list[list[int]]:
-        """The same in Python: forward, walk of each tree, move."""
-        trees = [tree_of_line(sample.root, chosen, b) for b, sample in enumerate(samples)]
-        rows = self._rows_of_trees(samples, trees)
-        output = self._forward(rows, None)
-        best, slots = output.best.tolist(), rows.slot.tolist()
-        emitted: list[list[int]] = []
-        sources: list[int] = []
-        destinations: list[int] = []
-        start = 0
-        for sample, tree in zip(samples, trees, strict=True):
-            draw = partial(_draw, sample, best[start:], output.logits[start:])
-            path, tokens = accept(tree.tokens, tree.parents, draw)
-            emitted.append(tokens)
-            sources += [slots[start + node] for node in path]
-            destinations += slots[start + 1 : start + 1 + len(path)]
-            start += len(tree)
-        self._move(sources, destinations)
-        return emitted
 
     def _move(self, sources: list[int], destinations: list[int]) -> None:
         """Accepted nodes' keys, values and features from slots to slots."""
@@ -317,21 +289,6 @@ class Rounds:
             self._cache.move(sources, destinations)
             if self.head is not None:
                 self.head.features.move(sources, destinations)
-
-    def _rows_of_trees(self, samples: list[RunningSample], trees: list[Tree]) -> Rows:
-        """The nodes of all trees, tree after tree, as rows."""
-        sizes, table = [len(tree) for tree in trees], page_table(samples)
-        prefix = np.repeat([sample.num_cached for sample in samples], sizes)
-        request = np.repeat(np.arange(len(trees)), sizes)
-        node = np.concatenate([np.arange(size) for size in sizes])
-        arrays = np.empty((6, len(node)), dtype=np.int64)
-        arrays[0] = [token for tree in trees for token in tree.tokens]
-        arrays[1] = request
-        arrays[2] = prefix + [depth for tree in trees for depth in tree.depths]
-        arrays[3] = slots_of(table, request, prefix + node, self._cache.page_size)
-        arrays[4] = prefix
-        arrays[5].view(np.uint64)[:] = [bits for tree in trees for bits in tree.seen]
-        return rows_of(arrays, table, self._device)
 
 
 def _judged_columns(sample: RunningSample, chunk: range) -> range:
@@ -347,33 +304,12 @@ def _judged_columns(sample: RunningSample, chunk: range) -> range:
     return range(max(chunk.start, len(sample.prompt_logprobs)), stop)
 
 
-def _score(sample: RunningSample, column: int, logits_V: torch.Tensor, is_native: bool) -> None:
+def _score(sample: RunningSample, column: int, logits_V: Logits) -> None:
     """Append the log-probability of a token of the prompt under the logits before it."""
     assert sample.prompt_logprobs is not None
     assert len(sample.prompt_logprobs) == column - 1, "a token of the prompt was left out"
     num_top = sample.request.params.prompt_logprobs or 0
-    if is_native:
-        scored = token_logprob_natively(logits_V, sample.tokens[column], num_top)
-    else:
-        scored = token_logprob(host_logits(logits_V), sample.tokens[column], num_top)
-    sample.prompt_logprobs.append(scored)
-
-
-def _draw(
-    sample: RunningSample,
-    best: Sequence[int],
-    logits: torch.Tensor,
-    row: int,
-    native: bool = False,
-) -> int:
-    """The target's next token at a row of best [R] and logits [R, V].
-
-    It advances the sampler, so it is called along the accepted path only, in its order.
-    """
-    if sample.sampler.is_plain_greedy:
-        sample.sampler.take(best[row])
-        return best[row]
-    return sample.sampler.draw(logits[row], native)
+    sample.prompt_logprobs.append(token_logprob(logits_V, sample.tokens[column], num_top))
 
 
 def update_of(

@@ -1,7 +1,6 @@
-"""From the target's logits to the tokens of one answer: random numbers, cuts, penalties, `Sampler`.
+"""The tokens of one answer: its seed, its penalties and log-probabilities, `Sampler`.
 
-Pure functions of arrays, and `Sampler`, which holds what one answer has drawn so far. The native
-library (`cpp/draw.h`) computes the same to the last bit.
+The native library (`cpp/draw.h`) draws; tests/oracle/sampling.py computes the same to the last bit.
 
 The order is: penalties, bias, mask (grammar, min_tokens), temperature, min_p, top_k, top_p. A cut
 keeps the best tokens, and of equal ones those with the smaller ids, so a result never depends on
@@ -9,11 +8,11 @@ the batch. What is kept is renormalised before the next cut.
 
 Every token of the vocabulary has a random number of its own, and the one whose weight by its number
 is largest is drawn: the Gumbel-max trick as a race of exponentials. The numbers follow from the
-request's seed, so a drafter knows them, and drafts what they favour (`draft.py`). Weights are whole
-numbers and the rest is a few operations of fp64 in one order, so that a seed gives the same token
-here and in the native library.
+request's seed, so a drafter knows them, and drafts what they favour. A token's weight is a whole
+number, 2**WEIGHT_BITS of the best one's probability: sums of whole numbers are the same in any
+order, so that vectors and threads draw the same tokens. What is below half a unit is never drawn.
 
-V vocabulary, C candidates.
+V vocabulary.
 """
 
 from __future__ import annotations
@@ -24,7 +23,6 @@ import secrets
 from collections.abc import Sequence
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from eyas.engine.grammar import GrammarMatcher
@@ -32,18 +30,17 @@ from eyas.engine.request import SamplingParams, TokenLogprob
 from eyas.model.draws import DrawState, Scores, no_best_logit
 from eyas.model.library import address, library
 
-Logits = NDArray[np.float32] | NDArray[np.float64]
-Weights = NDArray[np.int64]
+Logits = NDArray[np.float32]
 Ids = NDArray[np.int64]
+
+WEIGHT_BITS = 44  # so that the sum over 2**19 tokens fits 63 bits
+BEST_WEIGHT = 1 << WEIGHT_BITS
 
 # splitmix64's constants
 MASK = 2**64 - 1
 STEP = 0x9E3779B97F4A7C15
 FACTORS = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 SHIFTS = (30, 27, 31)
-
-# Counter-based random numbers: a hash of the request's seed, the token's index in the answer and
-# the token id. There is no state to keep or to roll back.
 
 
 def fresh_seed() -> int:
@@ -55,37 +52,7 @@ def derived_seed(seed: int, sample: int) -> int:
     """The seed of the sample-th of n samples, as a signed 64-bit number; sample 0 keeps the
     request's own.
     """
-    return seed if sample == 0 else signed(_mixed(_mixed(seed ^ STEP) + sample * STEP))
-
-
-def draw_key(seed: int, index: int) -> int:
-    """What the random numbers of the answer's token `index` come from, 64 bits, unsigned."""
-    return _mixed(_mixed(seed) + (index + 1) * STEP)
-
-
-def exponentials(key: int, ids_C: Ids) -> NDArray[np.float64]:
-    """The exponential numbers of these ids, in units of log(2): -log2 of uniform numbers, which are
-    odd multiples of 2**-53.
-
-    By operations that `cpp/draw.h` repeats. The series is that of log2((1 + s) / (1 - s)), the
-    number's exponent taken off.
-    """
-    z = np.uint64(key) + (ids_C.astype(np.uint64) + np.uint64(1)) * np.uint64(STEP)
-    for shift, factor in zip(SHIFTS, FACTORS, strict=False):
-        z = (z ^ (z >> np.uint64(shift))) * np.uint64(factor)
-    z ^= z >> np.uint64(SHIFTS[2])
-    uniform_C = ((z >> np.uint64(UNIFORM_SHIFT)) * np.uint64(2) + np.uint64(1)) * 2.0**-53
-    bits_C = uniform_C.view(np.int64)
-    whole_C = (bits_C - SQRT_HALF) >> EXPONENT_AT
-    part_C = (bits_C - (whole_C << EXPONENT_AT)).view(np.float64)
-    part_C = (part_C - 1) / (part_C + 1)
-    square_C = part_C * part_C
-    series_C = np.full(len(part_C), LOG_SERIES[-1])
-    for term in reversed(LOG_SERIES[:-1]):
-        series_C *= square_C
-        series_C += term
-    numbers: NDArray[np.float64] = -(whole_C + part_C * series_C)
-    return numbers
+    return seed if sample == 0 else signed(mixed(mixed(seed ^ STEP) + sample * STEP))
 
 
 def signed(z: int) -> int:
@@ -94,172 +61,12 @@ def signed(z: int) -> int:
     return z - 2**64 if z >= 2**63 else z
 
 
-def _mixed(z: int) -> int:
+def mixed(z: int) -> int:
+    """A hash of 64 bits: splitmix64's output function."""
     z &= MASK
     z = (z ^ (z >> SHIFTS[0])) * FACTORS[0] & MASK
     z = (z ^ (z >> SHIFTS[1])) * FACTORS[1] & MASK
     return z ^ (z >> SHIFTS[2])
-
-
-def host_logits(logits_V: torch.Tensor) -> Logits:
-    """The logits as an array of the host, fp32 or fp64; a view where they already are one."""
-    if logits_V.dtype != torch.float64:
-        logits_V = logits_V.float()
-    array: Logits = logits_V.detach().cpu().numpy()
-    return array
-
-
-# A token's weight is a whole number, 2**WEIGHT_BITS of the best one's probability: sums of whole
-# numbers are the same in any order, so that vectors and threads draw the same tokens. What is below
-# half a unit, 2**-45 of the best one's probability, is never drawn.
-WEIGHT_BITS = 44  # so that the sum over 2**19 tokens fits 63 bits
-BEST_WEIGHT = 1 << WEIGHT_BITS
-LOG2_E, LN_2 = 1.4426950408889634, 0.6931471805599453
-LEAST_POWER = -64.0  # of 2: its weight is 0
-POWER_SERIES = [1.0]  # of 2**f, |f| <= 1/2: the rest is below 2**-47
-for _place in range(1, 12):
-    POWER_SERIES.append(POWER_SERIES[-1] * LN_2 / _place)
-EXPONENT_BIAS, EXPONENT_AT = 1023, 52  # of fp64
-UNIFORM_SHIFT = 12  # of 64 bits: 52 are left
-SQRT_HALF = 0x3FE6A09E667F3BCD  # its bits
-LOG_SERIES = [2 * LOG2_E / (2 * place + 1) for place in range(8)]  # the rest is below 2**-44
-_WEIGHT_SLACK = 4  # units, above what rounding can turn around
-
-
-def sample(logits_V: Logits, params: SamplingParams, key: int) -> int:
-    """The token that the numbers of `key` draw from what the cuts keep; the argmax at temperature
-    0. Sorts nothing that it need not cut. `cpp/draw.h` is its twin, to the bit.
-
-    With independent exponential numbers e, the largest weight / e falls on each token with the
-    probability of its weight (Gumbel-max; Maddison et al. 2014, arXiv 1411.0030).
-    """
-    if params.temperature == 0:
-        return int(logits_V.argmax())
-    ids_C: Ids | None = None
-    if 0 < params.top_k < len(logits_V):
-        ids_C = best_ids(logits_V, params.top_k)
-        logits_V = logits_V[ids_C]
-    weights_C = weights_of(logits_V, params.temperature)
-    if params.min_p > 0:
-        weights_C[weights_C < least_weight(params.min_p)] = 0
-    if params.top_p < 1:
-        kept_C = _nucleus(logits_V, weights_C, params.top_p)
-        ids_C, weights_C = kept_C if ids_C is None else ids_C[kept_C], weights_C[kept_C]
-    drawn_C = np.flatnonzero(weights_C)
-    ids_C = drawn_C if ids_C is None else ids_C[drawn_C]
-    return int(ids_C[(weights_C[drawn_C] / exponentials(key, ids_C)).argmax()])
-
-
-def sample_natively(logits_V: Logits, params: SamplingParams, seed: int, index: int) -> int:
-    """`sample` in the native library of the answer's token `index`, of fp32 logits."""
-    assert logits_V.dtype == np.float32
-    assert logits_V.flags.c_contiguous
-    token = ctypes.c_int64()
-    state = DrawState(
-        temperature=params.temperature,
-        top_p=params.top_p,
-        min_p=params.min_p,
-        top_k=min(params.top_k, 2**62),
-        repetition=1.0,
-        seed=seed,
-        num_drawn=index,
-    )
-    call = ctypes.addressof(state), address(logits_V), 1, len(logits_V), ctypes.addressof(token)
-    library().eyas_draw(*call)
-    if token.value < 0:
-        raise no_best_logit(float(logits_V.max()))
-    return token.value
-
-
-def weights_of(logits_V: Logits, temperature: float) -> Weights:
-    """int64 [V]: 2**44 * exp((logit - best) / temperature), rounded.
-
-    By a few operations of fp64, in this order and none fused, that `cpp/draw.h` repeats: libraries
-    differ in the last bit of their exp. Raises EyasError unless the best logit is a finite number.
-    """
-    best = logits_V.max()
-    if not math.isfinite(best):
-        raise no_best_logit(best)
-    power_V = np.subtract(logits_V, best, dtype=np.float64)
-    power_V *= LOG2_E / temperature
-    np.maximum(power_V, LEAST_POWER, out=power_V)
-    whole_V = np.rint(power_V)
-    power_V -= whole_V
-    series_V = np.full(len(power_V), POWER_SERIES[-1])
-    for term in reversed(POWER_SERIES[:-1]):
-        series_V *= power_V
-        series_V += term
-    exponent_V = whole_V.astype(np.int64)
-    exponent_V += EXPONENT_BIAS + WEIGHT_BITS
-    exponent_V <<= EXPONENT_AT
-    series_V *= exponent_V.view(np.float64)
-    weights_V: Weights = np.rint(series_V, out=series_V).astype(np.int64)
-    return weights_V
-
-
-def least_weight(min_p: float) -> int:
-    """What min_p keeps has this weight or more."""
-    return math.ceil(min_p * BEST_WEIGHT)
-
-
-def nucleus_weight(total: int, top_p: float) -> int:
-    """What the nucleus has to hold of the total."""
-    return min(total, math.ceil(top_p * total))
-
-
-def best_ids(logits_V: Logits, count: int) -> Ids:
-    """The ids of the `count` best logits, ascending; of equal ones at the cut those with the
-    smaller ids.
-    """
-    if count >= len(logits_V):
-        return np.arange(len(logits_V))
-    least = torch.from_numpy(logits_V).topk(count, sorted=False).values.min().item()
-    ids_C = np.flatnonzero(logits_V >= least)
-    if len(ids_C) > count:
-        at_cut = np.flatnonzero(logits_V[ids_C] == least)
-        ids_C = np.delete(ids_C, at_cut[count - len(ids_C) :])
-    return ids_C
-
-
-def _nucleus(logits_C: Logits, weights_C: Weights, top_p: float) -> Ids:
-    """The smallest set of the best that holds top_p of the weight, ascending.
-
-    Tokens that each have less than a C-th of the weight outside hold less than that together: the
-    set is among the others, and only they are sorted.
-    """
-    total = int(weights_C.sum())
-    thin = int((1 - top_p) * total / len(weights_C)) - _WEIGHT_SLACK
-    among_C = np.flatnonzero(weights_C >= thin)
-    ranked_C = among_C[np.argsort(-logits_C[among_C], kind="stable")]
-    held_C = torch.from_numpy(weights_C[ranked_C]).cumsum(0).numpy()  # several times numpy's speed
-    count = int(np.searchsorted(held_C, nucleus_weight(total, top_p))) + 1
-    return np.sort(ranked_C[:count])
-
-
-# Penalties
-
-
-def penalised(
-    logits_V: Logits, seen_ids: Ids, output_counts: NDArray[np.int64], params: SamplingParams
-) -> Logits:
-    """New logits [V]: penalties for the tokens seen_ids (each once) of prompt and output,
-    output_counts times in the output.
-
-    The repetition penalty is CTRL's (a positive logit is divided by it, a negative one multiplied),
-    over prompt and output; the frequency penalty (for each occurrence) and the presence penalty
-    (once) are OpenAI's, over the output.
-    """
-    logits_V = logits_V.copy()
-    seen_C = logits_V[seen_ids].astype(np.float64)
-    if params.repetition_penalty != 1:
-        seen_C = np.where(
-            seen_C > 0, seen_C / params.repetition_penalty, seen_C * params.repetition_penalty
-        )
-    seen_C -= params.frequency_penalty * output_counts + params.presence_penalty * (
-        output_counts > 0
-    )
-    logits_V[seen_ids] = seen_C
-    return logits_V
 
 
 # Log-probabilities
@@ -270,29 +77,25 @@ def token_logprob(logits_V: Logits, token: int, num_top: int) -> TokenLogprob:
     smaller id.
 
     Of the raw logits, before penalties, bias, mask and temperature: as OpenAI's API and vLLM's
-    default have it. In fp64, of the weights at temperature 1: to 1e-9 or better.
+    default have it. In fp64, of the weights at temperature 1: to 1e-9 or better. Raises EyasError.
     """
-    top: Ids = best_ids(logits_V, num_top) if num_top else np.empty(0, np.int64)
-    top = top[np.argsort(-logits_V[top], kind="stable")]
-    total = int(weights_of(logits_V, 1.0).sum())
-    logits = [float(logits_V.max()), float(logits_V[token]), *logits_V[top].tolist()]
-    return _scored(token, total, logits, top.tolist())
-
-
-def token_logprob_natively(logits_V: torch.Tensor, token: int, num_top: int) -> TokenLogprob:
-    """`token_logprob` in the native library, of fp32 logits on a CPU."""
-    assert logits_V.dtype == torch.float32
-    assert logits_V.is_contiguous()
+    check_logits(logits_V)
     scores = Scores(min(num_top, len(logits_V)), places=1)
     sizes = len(logits_V), token, scores.ints.shape[1] - 1
     outputs = address(scores.ints), address(scores.logits)
-    if not library().eyas_score(logits_V.data_ptr(), *sizes, *outputs):
+    if not library().eyas_score(address(logits_V), *sizes, *outputs):
         raise no_best_logit(float(logits_V.max()))
     total, *top = scores.ints[0].tolist()
-    return _scored(token, total, scores.logits[0].tolist(), top)
+    return scored(token, total, scores.logits[0].tolist(), top)
 
 
-def _scored(token: int, total: int, logits: list[float], top: list[int]) -> TokenLogprob:
+def check_logits(logits_V: Logits) -> None:
+    """What the library takes: it is given an address."""
+    assert logits_V.dtype == np.float32
+    assert logits_V.flags.c_contiguous
+
+
+def scored(token: int, total: int, logits: list[float], top: list[int]) -> TokenLogprob:
     """total: of the weights at temperature 1. logits: the best, the token's, those of `top`."""
     norm = logits[0] + math.log(total / BEST_WEIGHT)
     pairs = tuple((one, logit - norm) for one, logit in zip(top, logits[2:], strict=True))
@@ -335,7 +138,9 @@ class Sampler:
         self._seen = _Seen(prompt_ids) if params.has_penalties else None
         self._matcher = matcher
         self._over_with: int | None = None
-        self._scores = None if params.logprobs is None else Scores(min(params.logprobs, vocab_size))
+        # what a grammar leaves open is drawn of masked logits, and scored apart
+        is_scored = params.logprobs is not None and matcher is None
+        self._scores = Scores(min(params.logprobs or 0, vocab_size)) if is_scored else None
         self._state: DrawState | None = None
 
     @property
@@ -354,11 +159,6 @@ class Sampler:
     def failure(self) -> str | None:
         """Why the answer ended early: its grammar grew too large to be followed. Else None."""
         return self._matcher.failure if self._matcher is not None else None
-
-    def take(self, token: int) -> None:
-        """Count a token that was drawn elsewhere: the argmax."""
-        assert self.logprobs is None, "log-probabilities need the logits"
-        self._advance(token)
 
     def draw_state(self) -> DrawState | None:
         """How the library is to draw the next tokens: None for the argmax of the logits. It holds
@@ -405,51 +205,39 @@ class Sampler:
             if self.logprobs is not None:
                 assert self._scores is not None
                 total, *top = self._scores.ints[place].tolist()
-                self.logprobs.append(
-                    _scored(token, total, self._scores.logits[place].tolist(), top)
-                )
+                self.logprobs.append(scored(token, total, self._scores.logits[place].tolist(), top))
             self._advance(token)
 
-    def draw(self, logits_V: torch.Tensor, native: bool = False) -> int:
-        """The next token. The token that ended the answer is repeated: the walk through a tree may
-        go past the end. native: compute in the native library, which must be available; of fp32
-        logits on a CPU.
+    def draw_at(self, logits_RV: Logits, row: int) -> int:
+        """`draw` from a row of logits [R, V]."""
+        return self.draw(logits_RV[row])
+
+    def draw(self, logits_V: Logits) -> int:
+        """The next token of logits fp32 [V]. The token that ended the answer is repeated: the walk
+        through a tree may go past the end. Raises EyasError for logits that are no numbers.
         """
         if self._over_with is not None:
             return self._over_with
-        raw_V = host_logits(logits_V)
-        token = self._draw_allowed(self._adjusted(raw_V), native)
+        check_logits(logits_V)
+        state, allowed_V = self.draw_state(), logits_V
+        if self._matcher is not None:
+            allowed_V = np.where(self._matcher.mask(), logits_V, np.float32(-np.inf))
+        if state is None:
+            token = int(logits_V.argmax())
+        else:
+            drawn = ctypes.c_int64()
+            call = ctypes.addressof(state), address(allowed_V), 1, len(allowed_V)
+            library().eyas_draw(*call, ctypes.addressof(drawn))
+            token = drawn.value
+        if token < 0 or not math.isfinite(logits_V[token]):
+            raise no_best_logit(float(logits_V.max()))
+        if self._matcher is None:
+            self.take_drawn([token])
+            return token
         if self.logprobs is not None:
-            num_top = self.params.logprobs or 0
-            self.logprobs.append(
-                token_logprob_natively(logits_V, token, num_top)
-                if native
-                else token_logprob(raw_V, token, num_top)
-            )
+            self.logprobs.append(token_logprob(logits_V, token, self.params.logprobs or 0))
         self._advance(token)
         return token
-
-    def _adjusted(self, logits_V: Logits) -> Logits:
-        """Penalties, bias and the mask of min_tokens; the logits themselves where none applies."""
-        params = self.params
-        adjusted_V = logits_V
-        if self._seen is not None:
-            adjusted_V = penalised(adjusted_V, self._seen.ids, self._seen.output_counts, params)
-        if len(self._bias_ids):
-            adjusted_V = adjusted_V.copy() if adjusted_V is logits_V else adjusted_V
-            adjusted_V[self._bias_ids] += self._bias.astype(adjusted_V.dtype)
-        if self.num_drawn < params.min_tokens:
-            adjusted_V = adjusted_V.copy() if adjusted_V is logits_V else adjusted_V
-            adjusted_V[self._end_ids] = -np.inf
-        return adjusted_V
-
-    def _draw_allowed(self, logits_V: Logits, native: bool) -> int:
-        """The draw among what the grammar allows."""
-        if self._matcher is not None:
-            logits_V = np.where(self._matcher.mask(), logits_V, logits_V.dtype.type(-np.inf))
-        if native:
-            return sample_natively(logits_V, self.params, self.seed, self.num_drawn)
-        return sample(logits_V, self.params, draw_key(self.seed, self.num_drawn))
 
     def _advance(self, token: int) -> None:
         self.num_drawn += 1

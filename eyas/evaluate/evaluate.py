@@ -125,11 +125,7 @@ def evaluate(
     if prompts:  # what "auto" stands for on this machine
         models, shape = config.models, target_shape(folder)
         is_own = isinstance(shape, TargetConfig)
-        dtype = (
-            resolve_dtype(models.dtype, shape, models.device)
-            if is_own
-            else hooked_dtype(models.dtype, shape)
-        )
+        dtype = resolve_dtype(models.dtype, shape) if is_own else hooked_dtype(models.dtype, shape)
         models = models.model_copy(update={"dtype": dtype})
         config = config.model_copy(update={"models": models})
         # the other head is an input, and the tolerance only judges the result
@@ -223,8 +219,7 @@ class HeadMeasurement:
         if features is not None:
             self._chains = Chains.load(vocabulary, files, features, config.num_draft_steps)
         if self._models is None:
-            lent = vocabulary.to(config.models.device)
-            self._walks = TreeWalks.load(lent, files, config.trees)
+            self._walks = TreeWalks.load(vocabulary, files, config.trees)
         if prompts and not is_own:
             asked = self._prompts, config.max_tokens, config.seed
             self._hooked = HookedAnswers.load(folder, config.models, *asked)

@@ -38,7 +38,6 @@ class ModelsConfig(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     dtype: Dtype = Field("auto", description="of the weights; auto: as in the checkpoint")
-    device: str = Field("cpu", description="cpu, cuda, cuda:1")
     threads: int | None = Field(None, ge=1, description="null: torch's own choice")
     max_batch: int = Field(16, ge=1, description="samples that run at a time")
     max_length: int = Field(1024, ge=2, description="tokens of prompt and answer together")
@@ -71,7 +70,7 @@ class Models:
     @classmethod
     def load(cls, folder: str, head: str | Path, config: ModelsConfig) -> Models:
         """Raises MissingInputError, CorruptError, MismatchError (a head of another target)."""
-        target = Target.load(folder, config.dtype, config.device)
+        target = Target.load(folder, config.dtype)
         shape, tensors = read_head(head, target.config)
         return cls(target, Draft(shape, tensors, target), folder, config, tensors["t2d"])
 

@@ -37,7 +37,6 @@ from eyas.evaluate.breakdown import AnswerCounts, figures, vocabulary_figures
 from eyas.model.chain import runs
 from eyas.model.checkpoint import read_head
 from eyas.model.config import TargetShape
-from eyas.model.library import one_torch_thread, unavailable
 from eyas.model.rows import FeatureCache, Growth, PagedCache, Roots
 from eyas.model.target import PAGE_SIZE
 from eyas.model.vocab import TargetVocabulary
@@ -55,8 +54,6 @@ class TargetMatrices(NamedTuple):
     lm_head_sha256: str
     embed_tokens: Tensor
     lm_head: Tensor
-    device: str
-    is_native: bool
     dtype: torch.dtype
 
     @property
@@ -66,11 +63,9 @@ class TargetMatrices(NamedTuple):
 
     @classmethod
     def of(cls, vocabulary: TargetVocabulary) -> TargetMatrices:
-        """Where the vocabulary is; natively on a CPU that can."""
-        embed_tokens, device = vocabulary.embed_tokens, str(vocabulary.embed_tokens.device)
-        is_native = device == "cpu" and unavailable() is None
-        own = vocabulary.config, vocabulary.lm_head_sha256, embed_tokens, vocabulary.lm_head
-        return cls(*own, device, is_native, embed_tokens.dtype)
+        embed_tokens, lm_head = vocabulary.embed_tokens, vocabulary.lm_head
+        own = vocabulary.config, vocabulary.lm_head_sha256
+        return cls(*own, embed_tokens, lm_head, embed_tokens.dtype)
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,10 +141,10 @@ def walk(draft: Draft, tree: Speculation, samples: Sequence[Sample]) -> list[Ans
 def feature_cache(draft: Draft, samples: Sequence[Sample], num_slots: int) -> FeatureCache:
     """The samples' features, num_slots for each."""
     width = samples[0].aux_hidden.shape[-1]
-    features = FeatureCache(len(samples) * num_slots, width, torch.float32, draft.device)
+    features = FeatureCache(len(samples) * num_slots, width, torch.float32)
     for b, sample in enumerate(samples):
         slots = torch.arange(len(sample.token_ids)) + b * num_slots
-        features.write(slots.to(draft.device), sample.aux_hidden.to(draft.device).float())
+        features.write(slots, sample.aux_hidden.float())
     return features
 
 
@@ -203,8 +198,8 @@ def expected_drafts(
     for first in range(0, len(nodes), ROWS_AT_ONCE):
         part = nodes[first : first + ROWS_AT_ONCE]
         columns = [one.root + depth for one, depth, _ in part]
-        logits_RV = vocabulary.logits(last_hidden_TH[columns].to(vocabulary.lm_head.device))
-        chances_RV = (logits_RV / temperature).softmax(-1).cpu()
+        logits_RV = vocabulary.logits(last_hidden_TH[columns])
+        chances_RV = (logits_RV / temperature).softmax(-1)
         for (one, _, node), chances_V in zip(part, chances_RV, strict=True):
             drafts = zip(one.tree.tokens, one.tree.parents, strict=True)
             total += float(chances_V[[token for token, parent in drafts if parent == node]].sum())
@@ -268,8 +263,7 @@ class TreeWalks:
     def add(self, samples: Sequence[Sample], languages: Sequence[str]) -> None:
         """Walk these samples' answers. languages: of each sample's."""
         for counts in self._counts:
-            with one_torch_thread(self._draft.device == "cpu"):
-                walks = walk(self._draft, counts.tree, samples)
+            walks = walk(self._draft, counts.tree, samples)
             for sample, language, one in zip(samples, languages, walks, strict=True):
                 for rounds in one.rounds:
                     tally = RoundCounts(counts.tree.num_draft_steps)

@@ -124,7 +124,7 @@ def replay_head(
         return [], f"it cannot be read: {fault.what}"
     loaded: ReplayTarget
     if isinstance(vocabulary.config, TargetConfig):
-        loaded = Target.load(folder, stored_dtype(vocabulary.config))
+        loaded = Target.load(folder)
     elif too_large := larger_than_memory(folder):
         return [], too_large
     else:

@@ -280,7 +280,7 @@ class AnswerBatch:
             hidden, last_hidden = states.aux_hidden, states.last_hidden
         else:
             rows = [torch.tensor(one.token_ids) for one in answers]
-            tokens_BT = pad_sequence(rows, batch_first=True).to(target.device)
+            tokens_BT = pad_sequence(rows, batch_first=True)
             hidden, last_hidden = target.features(tokens_BT, tuple(layers))
         by_layer = hidden.float().cpu().chunk(len(layers), dim=-1)
         return cls(answers, dict(zip(layers, by_layer, strict=True)), last_hidden.float().cpu())

@@ -41,8 +41,9 @@ from eyas.model.decoder import (
     HookedDecoder,
     OwnDecoder,
     SharedPrefix,
+    default_device,
 )
-from eyas.model.target import Dtype, default_device, resolve_dtype, stored_dtype
+from eyas.model.target import Dtype, resolve_dtype, stored_dtype
 from eyas.model.vocab import target_shape
 from eyas.model.weights import fingerprint
 from eyas.records import RECORD, read_answers
@@ -65,7 +66,7 @@ class CaptureConfig(BaseModel):
     answers that were cut and loops are the target's own words, as a server will have to decode
     them, and stay.
 
-    `servers` (vLLM, SGLang: features.states) compute instead, asked as `client` says; `decoder`
+    `servers` (vLLM, SGLang: features.states) compute instead, asked as `client` says; transformers
     then proves them on some of the samples, and `dtype` is what they are to compute in.
     """
 
@@ -93,13 +94,13 @@ class CaptureConfig(BaseModel):
     client: FleetConfig = FleetConfig()
 
     def decoder_of(self, shape: TargetShape) -> str:
-        """`decoder` without "auto": transformers' where our own does not know the target, or where
-        the target is spread over devices.
+        """`decoder` without "auto": transformers' where our own does not know the target, and where
+        there is a GPU.
         """
         if self.decoder != "auto":
             return self.decoder
-        is_ours = isinstance(shape, TargetConfig) and self.device_map is None
-        return "own" if is_ours else "transformers"
+        on_gpu = self.device_map is not None or default_device() != "cpu"
+        return "own" if isinstance(shape, TargetConfig) and not on_gpu else "transformers"
 
     def dtype_of(self, shape: TargetShape) -> Dtype:
         """`dtype` without "auto". Raises MismatchError for "packed" where others than our decoder
@@ -112,7 +113,7 @@ class CaptureConfig(BaseModel):
                     f"{whose} no dtype packed", "take our own decoder: decoder: own, no servers"
                 )
             return stored_dtype(shape) if self.dtype == "auto" else self.dtype
-        return resolve_dtype(self.dtype, shape, default_device())
+        return resolve_dtype(self.dtype, shape)
 
     def meta_of(self, shape: TargetShape, lm_head_sha256: str = "") -> FeatureMeta:
         """What features of this target are of. Raises MismatchError for too few layers."""
@@ -216,6 +217,11 @@ def load_decoder(config: CaptureConfig, shape: TargetShape, folder: str) -> Feat
     """The decoder of the settings with the target loaded. Raises what loading raises."""
     if config.decoder_of(shape) == "own":
         return OwnDecoder.load(folder, config.dtype_of(shape))
+    return hooked_decoder(config, shape, folder)
+
+
+def hooked_decoder(config: CaptureConfig, shape: TargetShape, folder: str) -> HookedDecoder:
+    """transformers' model with the target loaded. Raises what loading raises."""
     return HookedDecoder.load(folder, config.dtype_of(shape), config.device_map)
 
 
@@ -224,9 +230,9 @@ def open_source(task: CaptureTask, plan: CapturePlan) -> SampleSource:
     Raises what loading, `Fleet` and proving raise.
     """
     config, shape = task.config, task.shape
-    decoder = load_decoder(config, shape, task.folder)
     if not config.servers:
-        return FeatureForward(decoder)
+        return FeatureForward(load_decoder(config, shape, task.folder))
+    decoder = hooked_decoder(config, shape, task.folder)
     dtype = config.dtype_of(shape)
     proof = prove_by(decoder, dtype, [request_of(one) for one in plan.samples])
     commands = start_commands(task.folder, shape, dtype, proof.max_length)

@@ -5,8 +5,8 @@ An answer that was cut, loops or is empty ends its conversation; after a refusal
 these are marked and kept. An answer with personal data or a secret that was not in its prompt is
 never written: it is counted by type, and ends its conversation too.
 
-The engine in this process answers where `servers` is empty. On a GPU it runs through PyTorch's
-operators: correct, and slow. For many prompts start SGLang or vLLM, and give `servers`.
+The engine in this process answers where `servers` is empty, on the CPU. On a machine with a GPU
+start SGLang or vLLM, and give `servers`.
 
 A run that is killed, or whose servers have all died, resumes where it was (see answers). Which
 servers answer, how many requests run at once, and whether a head speculates changes no answer, and
@@ -36,7 +36,7 @@ from eyas.features.fleet import ClientConfig, Fleet, server_urls
 from eyas.hub import resolve_head, resolve_target
 from eyas.log import Track, quiet
 from eyas.model.architecture import TargetConfig
-from eyas.model.target import PAGE_SIZE, Dtype, default_device, resolve_dtype
+from eyas.model.target import PAGE_SIZE, Dtype, resolve_dtype
 from eyas.model.vocab import matrix_names, target_shape
 from eyas.model.weights import fingerprint
 from eyas.privacy.detector import LeakDetector, recogniser_versions
@@ -113,7 +113,7 @@ def generate(
     if not isinstance(shape, TargetConfig):
         matrix_names(folder, shape)  # capture would refuse it once all is answered
     if not config.servers:
-        dtype = resolve_dtype(config.dtype, shape, default_device())
+        dtype = resolve_dtype(config.dtype, shape)
         config = config.model_copy(update={"dtype": dtype})
     settings = {
         **config.model_dump(mode="json", exclude=PLACES),
@@ -167,7 +167,7 @@ def count_prompts(prompts: Artifact) -> int:
 def open_backend(
     config: GenerateConfig, chat: Chat, folder: str, max_length: int
 ) -> EngineBackend | Fleet[TurnRequest, TurnAnswer]:
-    """The engine, on a GPU where there is one, or the servers. Raises what loading the engine or
+    """The engine, or the servers. Raises what loading the engine or
     checking servers raises.
     """
     if not config.servers:
@@ -180,7 +180,7 @@ def open_backend(
             # without a head plainly: text's drafts pay for few requests at a time
             speculation="off" if head is None else "auto",
         )
-        engine = Engine.load(folder, head, config.dtype, sizes, default_device())
+        engine = Engine.load(folder, head, config.dtype, sizes)
         return EngineBackend(engine, config.head)
     if config.sends_messages and Chat(folder).needs_a_date:
         raise TemplateError(

@@ -14,8 +14,7 @@ from torch import Tensor
 
 from eyas.client import RequestFailure
 from eyas.model.config import TargetShape
-from eyas.model.decoder import TOLERANCE, FeatureDecoder, HiddenStates
-from eyas.model.target import DTYPES
+from eyas.model.decoder import TOLERANCE, HiddenStates, HookedDecoder
 
 PROOF_SAMPLES = 4  # the shortest, the longest, and between: one step of a server, and several
 LAYERS_TOKENS = 32  # of the shortest, of which every layer is compared
@@ -48,7 +47,7 @@ class StateProof:
     max_length: int
 
 
-def prove_by(decoder: FeatureDecoder, dtype: str, requests: Sequence[StateRequest]) -> StateProof:
+def prove_by(decoder: HookedDecoder, dtype: str, requests: Sequence[StateRequest]) -> StateProof:
     """Compute some of the requests here, chosen by their lengths."""
     by_length = sorted(requests, key=lambda one: len(one.token_ids))
     last = len(by_length) - 1
@@ -60,7 +59,7 @@ def prove_by(decoder: FeatureDecoder, dtype: str, requests: Sequence[StateReques
         samples.append((by_length[place], of_one))
     layers_LTH = decoder.layers(by_length[0].token_ids[:LAYERS_TOKENS]).cpu()
     longest = len(by_length[-1].token_ids)
-    return StateProof(decoder.shape, DTYPES[dtype], tuple(samples), layers_LTH, longest)
+    return StateProof(decoder.shape, getattr(torch, dtype), tuple(samples), layers_LTH, longest)
 
 
 def compare(

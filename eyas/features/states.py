@@ -69,7 +69,7 @@ class StateServer(FleetServer[StateRequest, StateReply]):
     def __init__(
         self, url: str, config: FleetConfig, proof: StateProof, tails: Sequence[Tail], run: str
     ) -> None:
-        """tails: see OwnDecoder.tails. run: names this run's requests and files."""
+        """tails: see HookedDecoder.tails. run: names this run's requests and files."""
         super().__init__(url, config)
         self._proof, self._tails = proof, tails
         # of each server and process its own: several may share a folder, as the ranks of a run do

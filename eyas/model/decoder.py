@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 import numpy as np
@@ -27,14 +28,14 @@ from transformers import DynamicCache, GenerationConfig
 
 from eyas.errors import ConfigError, MismatchError
 from eyas.gguf.checkpoint import whole_folder
-from eyas.model.attention import capped
 from eyas.model.config import TargetShape
 from eyas.model.rows import prompt_rows
-from eyas.model.target import PAGE_SIZE, Dtype, Target, TargetTail, default_device
+from eyas.model.target import PAGE_SIZE, Dtype, Target
 from eyas.model.vocab import (
     ANOTHER,
     MATRIX_ALONE,
     auto_class,
+    capped,
     first_line,
     shape_of,
     transformers_config,
@@ -68,6 +69,11 @@ OF_ANOTHER_KIND = (
 PROOF_TOKENS = 40  # of each of two random rows
 # Relative to a stream's own size.
 TOLERANCE = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 6e-2}
+
+
+def default_device() -> str:
+    """Where transformers' models compute: a GPU where there is one."""
+    return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,8 +110,8 @@ class OwnDecoder:
 
     @classmethod
     def load(cls, folder: str | Path, dtype: Dtype) -> OwnDecoder:
-        """On a GPU where there is one. Raises what Target.load raises."""
-        return cls(Target.load(folder, dtype, default_device()))
+        """Raises what Target.load raises."""
+        return cls(Target.load(folder, dtype))
 
     def begin(self, tokens: Sequence[int]) -> SharedPrefix:
         """Compute a shared prefix, a multiple of samples.SHARED_STEP tokens."""
@@ -122,18 +128,6 @@ class OwnDecoder:
         beyond a row's end hold no meaning.
         """
         return self._forward(tokens, after)[0]
-
-    def layers(self, tokens: Sequence[int]) -> Tensor:
-        """The residual stream behind every layer, [layers, T, H]: for proofs."""
-        count, T = self._target.config.num_hidden_layers, len(tokens)
-        streams, _ = self._target.features(torch.tensor([list(tokens)]), tuple(range(count)))
-        return streams.view(T, count, -1).transpose(0, 1)
-
-    def tails(self) -> tuple[Tail, Tail]:
-        """The final norm, and the last layer with it: the residual stream that they take, [T, H] of
-        one sample, -> last_hidden [T, H]. Ends this decoder: other layers' weights can go.
-        """
-        return TargetTail(self._target, 0), TargetTail(self._target, 1)
 
     @torch.inference_mode()
     def _forward(
@@ -152,7 +146,7 @@ class OwnDecoder:
             cache.data[:, :num_before] = after.kept[:, :num_before]
         padded = [[*row, *[0] * (T - len(row))] for row in tokens]
         page_table = np.ascontiguousarray(np.concatenate([shared, own], axis=1))
-        rows = prompt_rows(padded, [num_before] * B, page_table, PAGE_SIZE, target.device)
+        rows = prompt_rows(padded, [num_before] * B, page_table, PAGE_SIZE, "cpu")
         last_hidden, aux_hidden = target.hidden(rows, cache, target.config.default_taps)
         return HiddenStates(aux_hidden.view(B, T, -1), last_hidden.view(B, T, -1)), cache.data
 
@@ -285,14 +279,19 @@ class HookedDecoder:
         return answer_ids
 
     def layers(self, tokens: Sequence[int]) -> Tensor:
+        """The residual stream behind every layer, [layers, T, H]: for proofs."""
         every, T = range(self.shape.num_hidden_layers), len(tokens)
         states, _ = self._forward(torch.tensor([list(tokens)]), taps=every, use_cache=False)
         return states.aux_hidden.view(T, len(every), -1).transpose(0, 1)
 
     def tails(self) -> tuple[Tail, Tail]:
-        """Raises MismatchError where more than one module is between the layers and lm_head."""
+        """The final norm, and the last layer with it: the residual stream that they take, [T, H] of
+        one sample, -> last_hidden [T, H]. Ends this decoder: other layers' weights can go. Raises
+        MismatchError where more than one module is between the layers and lm_head.
+        """
         last, final = self._layers[-1], self._final_module()
         del self._layers[:-1]  # the model's own list: it calls the last layer alone from now on
+        one_at_a_time = Lock()  # replies of several servers are finished by several threads
         norm = torch.inference_mode()(lambda hidden_TH: final(hidden_TH.to(self._device)))
 
         def finish(hidden_TH: Tensor) -> Tensor:
@@ -301,12 +300,13 @@ class HookedDecoder:
                 rest = {**named, "hidden_states": given} if not args else named
                 return ((given, *args[1:]) if args else args), rest
 
-            handle = last.register_forward_pre_hook(enter, with_kwargs=True)
-            try:
-                tokens = torch.zeros(1, len(hidden_TH), dtype=torch.long)
-                return self._forward(tokens, taps=(), use_cache=False)[0].last_hidden[0]
-            finally:
-                handle.remove()
+            with one_at_a_time:
+                handle = last.register_forward_pre_hook(enter, with_kwargs=True)
+                try:
+                    tokens = torch.zeros(1, len(hidden_TH), dtype=torch.long)
+                    return self._forward(tokens, taps=(), use_cache=False)[0].last_hidden[0]
+                finally:
+                    handle.remove()
 
         return norm, finish
 

@@ -26,7 +26,6 @@ import torch
 from eyas.families import Activation
 from eyas.gguf.blocks import BlockMatrix
 from eyas.model.architecture import QueryScale, TargetConfig
-from eyas.model.block import Tensors
 from eyas.model.config import DecoderConfig, RopeConfig, Taps
 from eyas.model.draws import Draws, draw_states, no_best_logit
 from eyas.model.library import address, addresses, library
@@ -35,6 +34,7 @@ from eyas.model.packed import (
     PackedLayer,
     PackedLinear,
     Packing,
+    Tensors,
     joined_linear,
     rows_of_embeddings,
     vector,

@@ -17,12 +17,18 @@ import torch
 
 from eyas.gguf.blocks import BlockMatrix
 from eyas.model.architecture import LayerKind
-from eyas.model.block import Tensors
 from eyas.model.config import HeadConfig
 from eyas.model.draws import Draws, draw_states
 from eyas.model.library import address
 from eyas.model.native import DecoderRole, NativeDecoder
-from eyas.model.packed import Blocks, PackedLayer, PackedLinear, Packing, joined_linear
+from eyas.model.packed import (
+    Blocks,
+    PackedLayer,
+    PackedLinear,
+    Packing,
+    Tensors,
+    joined_linear,
+)
 from eyas.model.rows import (
     MAX_TREE_COLUMNS,
     FeatureCache,

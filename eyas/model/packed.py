@@ -19,7 +19,6 @@ import torch
 
 from eyas.gguf.blocks import BLOCK, BlockMatrix, eight_bit_blocks
 from eyas.model.architecture import LayerKind
-from eyas.model.block import Tensors
 from eyas.model.library import address, library
 from eyas.model.structs import STRUCTS
 from eyas.model.weights import LazyTensors
@@ -31,6 +30,7 @@ SQUEEZED_FROM = 1 << 24
 
 LANES = 16  # outputs that the library computes together: one format
 
+Tensors = Mapping[str, torch.Tensor]
 Blocks = Mapping[str, BlockMatrix]  # matrices in a GGUF file's own format, by name
 PLAIN_LAYER = LayerKind()
 

@@ -29,7 +29,6 @@ from transformers import (
 from eyas.errors import ConfigError, MismatchError
 from eyas.model.architecture import TargetConfig
 from eyas.model.arrangement import arranged, published_names
-from eyas.model.attention import capped
 from eyas.model.config import RopeConfig, TargetShape, end_token_ids, read_config
 from eyas.model.weights import read_shapes, read_tensors, refuse_nonfinite, tensor_sha256
 
@@ -53,6 +52,11 @@ ANOTHER = (
     "eyas captures decoder-only language models that the installed transformers knows, "
     "without code of their own"
 )
+
+
+def capped(x: Tensor, cap: float | None) -> Tensor:
+    """Scores or logits cut softly, as Gemma 2 does: cap * tanh(x / cap)."""
+    return x if cap is None else cap * torch.tanh(x / cap)
 
 
 def draft_vocabulary(counts_V: Tensor, draft_vocab_size: int) -> tuple[Tensor, Tensor]:

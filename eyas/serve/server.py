@@ -59,7 +59,6 @@ class ServeConfig(BaseModel):
     target: str | None = Field(None, description="a folder, a GGUF file, or a name of a hub")
     head: str | None = Field(None, description="the same, in any form; null: plain decoding")
     dtype: Dtype = Field("auto", description="of the weights; auto: as in the checkpoint")
-    device: str = Field("cpu", pattern=r"^(cpu|cuda(:[0-9]+)?)$", description="cpu, cuda, cuda:1")
     model: str | None = Field(None, description="name in requests; null: that of the folder")
     host: str = Field("127.0.0.1", description="address to listen on")
     port: int = Field(8000, description="0 takes a free one")
@@ -112,7 +111,6 @@ def load(config: ServeConfig) -> ModelService:
         head,
         dtype=config.dtype,
         config=config.engine,
-        device=config.device,
         tokenizer=chat.tokenizer,
     )
     engine.prepare_grammars()

@@ -19,11 +19,7 @@ import torch
 import torch.nn.functional as F
 
 from eyas.model.rows import MAX_TREE_COLUMNS, Rows
-
-
-def capped(x: torch.Tensor, cap: float | None) -> torch.Tensor:
-    """Scores or logits cut softly, as Gemma 2 does: cap * tanh(x / cap)."""
-    return x if cap is None else cap * torch.tanh(x / cap)
+from eyas.model.vocab import capped
 
 
 @dataclass(frozen=True, slots=True)

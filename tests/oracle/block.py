@@ -19,10 +19,10 @@ from torch import Tensor
 
 from eyas.families import Activation
 from eyas.model.architecture import LayerKind, TargetConfig
-from eyas.model.attention import AttentionPlan, Weighing, path_slots
 from eyas.model.config import DecoderConfig, RopeConfig
 from eyas.model.rope import rope_table
 from eyas.model.rows import PagedCache, Rows
+from tests.oracle.attention import AttentionPlan, Weighing, path_slots
 
 Tensors = Mapping[str, Tensor]
 _HAS_ONEDNN = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]

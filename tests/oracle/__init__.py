@@ -1,0 +1,1 @@
+"""The plain versions of what the native library computes: PyTorch operators and NumPy."""
