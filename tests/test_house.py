@@ -42,10 +42,15 @@ ROOMS = {
     "plan": (21, "tokens and bytes of a run; tau of more data"),
     "builtin": (5, "the packaged models and prompts"),
     "tests": (1722, "proofs"),
-    "benchmarks": (297, "the scripts behind the figures of README and results"),
+    "benchmarks": (318, "the scripts behind the figures of README and results"),
 }
 MOST_SCRIPTS, MOST_DECISIONS, MOST_DECISION_KB, MOST_DEPENDENCIES = 18, 15, 90, 20
-MODULES_BESIDE_SCRIPTS = {"held_out.py", "arena_rules.py", "recording.py"}  # parts of scripts
+MODULES_BESIDE_SCRIPTS = {  # parts of scripts
+    "held_out.py",
+    "arena_rules.py",
+    "recording.py",
+    "random_models.py",
+}
 
 
 def test_every_room_stays_within_its_budget(capsys):
