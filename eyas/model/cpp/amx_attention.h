@@ -32,29 +32,22 @@ inline void pack_keys(const bf16* keys, size_t stride, const int* slots, int n, 
       std::memset(padded + i * width, 0, width * sizeof(bf16));
       key[i] = static_cast<const bf16*>(std::memcpy(padded + i * width, key[i], D * sizeof(bf16)));
     }
-  const auto quarter = [&](int i, int d) __attribute__((always_inline)) {
-    return _mm_loadu_si128(reinterpret_cast<const __m128i*>(key[i] + d));
-  };
   for (int d = 0; d < D; d += 32, to += kAmxTile)
 #pragma GCC unroll 4
     for (int q = 0; q < 4; ++q) {
       Bits four[4];
 #pragma GCC unroll 4
       for (int i = 0; i < 4; ++i) {
-        Bits line = _mm512_castsi128_si512(quarter(i, d + 8 * q));
-        line = _mm512_inserti32x4(line, quarter(i + 4, d + 8 * q), 1);
-        line = _mm512_inserti32x4(line, quarter(i + 8, d + 8 * q), 2);
-        four[i] = _mm512_inserti32x4(line, quarter(i + 12, d + 8 * q), 3);
+        const int at = d + 8 * q;
+        four[i] = of_quarters(key[i] + at, key[i + 4] + at, key[i + 8] + at, key[i + 12] + at);
       }
-      const Bits a = _mm512_unpacklo_epi32(four[0], four[1]),
-                 b = _mm512_unpackhi_epi32(four[0], four[1]);
-      const Bits c = _mm512_unpacklo_epi32(four[2], four[3]),
-                 e = _mm512_unpackhi_epi32(four[2], four[3]);
+      const Bits a = zip_low<int32_t>(four[0], four[1]), b = zip_high<int32_t>(four[0], four[1]);
+      const Bits c = zip_low<int32_t>(four[2], four[3]), e = zip_high<int32_t>(four[2], four[3]);
       bf16* line = to + q * 4 * 32;
-      _mm512_storeu_si512(line, _mm512_unpacklo_epi64(a, c));
-      _mm512_storeu_si512(line + 32, _mm512_unpackhi_epi64(a, c));
-      _mm512_storeu_si512(line + 64, _mm512_unpacklo_epi64(b, e));
-      _mm512_storeu_si512(line + 96, _mm512_unpackhi_epi64(b, e));
+      store_bits(line, zip_low<int64_t>(a, c));
+      store_bits(line + 32, zip_high<int64_t>(a, c));
+      store_bits(line + 64, zip_low<int64_t>(b, e));
+      store_bits(line + 96, zip_high<int64_t>(b, e));
     }
 }
 
@@ -66,11 +59,10 @@ inline void pack_values(const bf16* values, size_t stride, const int* slots, int
     const bf16 *one = values + slots[std::min(2 * pair, n - 1)] * stride,
                *two = values + slots[std::min(2 * pair + 1, n - 1)] * stride;
     for (int d = 0; d < D; d += 32) {
-      const __mmask32 lanes = D - d >= 32 ? 0xffffffffu : (1u << (D - d)) - 1;
-      const Bits a = _mm512_maskz_loadu_epi16(lanes, one + d),
-                 b = _mm512_maskz_loadu_epi16(lanes, two + d);
-      _mm512_storeu_si512(to + d / 16 * kAmxTile, _mm512_unpacklo_epi16(a, b));
-      _mm512_storeu_si512(to + (d / 16 + 1) * kAmxTile, _mm512_unpackhi_epi16(a, b));
+      const Lanes lanes = first_lanes(D - d);
+      const Bits a = load_words(one + d, lanes), b = load_words(two + d, lanes);
+      store_bits(to + d / 16 * kAmxTile, zip_low<uint16_t>(a, b));
+      store_bits(to + (d / 16 + 1) * kAmxTile, zip_high<uint16_t>(a, b));
     }
   }
 }
@@ -192,8 +184,8 @@ inline void attend_by_amx(const AttentionView<Bf16>& at, const RowsView& rows,
       if (j + kKeysAhead < whole)
         for (int i = 0; i < kAmxKeys; ++i)
           for (int d = 0; d < at.D; d += 32)
-            _mm_prefetch(keys + prefix[std::min(j + kKeysAhead + i, whole - 1)] * stride + d,
-                         _MM_HINT_T0);
+            __builtin_prefetch(keys + prefix[std::min(j + kKeysAhead + i, whole - 1)] * stride + d,
+                               0, 3);
       pack_keys(keys, stride, slots(j), std::min(kAmxKeys, shared - j), at.D, to);
       if (keeps) kept.key_tiles = j / kAmxKeys + 1;
     }
@@ -201,8 +193,8 @@ inline void attend_by_amx(const AttentionView<Bf16>& at, const RowsView& rows,
              static_cast<int>(int64_t(later.count) * std::min(j + kAmxKeys, shared) / shared);
          fetched < end; ++fetched)
       for (int d = 0; d < at.D; d += 32) {
-        _mm_prefetch(later.keys + later.slots[fetched] * stride + d, _MM_HINT_T1);
-        _mm_prefetch(later.keys + later.slots[fetched] * stride + to_values + d, _MM_HINT_T1);
+        __builtin_prefetch(later.keys + later.slots[fetched] * stride + d, 0, 2);
+        __builtin_prefetch(later.keys + later.slots[fetched] * stride + to_values + d, 0, 2);
       }
     score_tile(queries, width, to, scratch + j, scratch_stride);
   }
@@ -215,8 +207,7 @@ inline void attend_by_amx(const AttentionView<Bf16>& at, const RowsView& rows,
       pack_keys(keys, stride, own_slots[i] + j, std::min(kAmxKeys, own - j), at.D, tiles);
       score_tile(queries + i * heads * width, width, tiles, scores[0], kAmxKeys);
       for (int h = 0; h < heads; ++h)
-        _mm512_storeu_ps(scratch + (i * heads + h) * scratch_stride + common + j,
-                         _mm512_load_ps(scores[h]));
+        store(scratch + (i * heads + h) * scratch_stride + common + j, load(scores[h]));
     }
   }
 
@@ -227,8 +218,7 @@ inline void attend_by_amx(const AttentionView<Bf16>& at, const RowsView& rows,
               end = std::max(common, round_up(count, kAmxColumns));
     inverse[r] = weigh<Bf16>(scores, count, at.scoring, head + r % heads);
     bf16* weights = reinterpret_cast<bf16*>(scores);
-    for (int j = round_up(count, kLanes); j < end; j += kLanes)
-      _mm256_storeu_si256(reinterpret_cast<__m256i*>(weights + j), _mm256_setzero_si256());
+    for (int j = round_up(count, kLanes); j < end; j += kLanes) store(weights + j, narrow(Vec{}));
   }
 
   const bf16* weights = reinterpret_cast<const bf16*>(scratch);
@@ -244,7 +234,7 @@ inline void attend_by_amx(const AttentionView<Bf16>& at, const RowsView& rows,
             if (j + kAmxColumns < whole)
               for (int i = 0; i < kAmxColumns; ++i)
                 for (int c = 0; c < at.D; c += 32)
-                  _mm_prefetch(values + prefix[j + kAmxColumns + i] * stride + c, _MM_HINT_T0);
+                  __builtin_prefetch(values + prefix[j + kAmxColumns + i] * stride + c, 0, 3);
             pack_values(values, stride, slots(j), std::min(kAmxColumns, shared - j), at.D, to);
             if (keeps) kept.value_steps = s + 1;
           }
@@ -281,8 +271,7 @@ inline void attend_by_amx(const AttentionView<Bf16>& at, const RowsView& rows,
       for (int d = 0; d < at.D; d += 32) in_order(sums[r] + d);
       bf16* out = at.mixed + (tile.first + i) * at.mixed_stride + (head + h) * at.D;
       for (int d = 0; d < at.D; d += kLanes)
-        Bf16::store(out + d, first_lanes(at.D - d),
-                    _mm512_mul_ps(_mm512_load_ps(sums[r] + d), _mm512_set1_ps(inverse[r])));
+        Bf16::store(out + d, first_lanes(at.D - d), load(sums[r] + d) * splat(inverse[r]));
     }
 }
 

@@ -201,55 +201,52 @@ void scores_of(const typename A::T* const* q, const typename A::T* keys, size_t 
   int fetched = 0;
   constexpr int at_once = R == 1 ? 16 : R == 2 ? 8 : 4, lanes = kScoreLanes<A>;
   const int steps = (D + lanes - 1) / lanes;
-  const uint32_t last = static_cast<uint32_t>((uint64_t(1) << (D - (steps - 1) * lanes)) - 1);
+  const Lanes last = first_lanes(D - (steps - 1) * lanes);
   for (int j = 0; j < n; j += at_once) {
     const T* key[at_once];
     for (int i = 0; i < at_once; ++i) {
       key[i] = keys + slots[std::min(j + i, n - 1)] * stride;
       // Keys of a head lie apart, so the hardware does not foresee them.
       const T* soon = keys + slots[std::min(j + i + kKeysAhead, n - 1)] * stride;
-      for (int d = 0; d < D; d += 64 / sizeof(T)) _mm_prefetch(soon + d, _MM_HINT_T0);
+      for (int d = 0; d < D; d += 64 / sizeof(T)) __builtin_prefetch(soon + d, 0, 3);
     }
     for (const int end = static_cast<int>(int64_t(later.count) * std::min(j + at_once, n) / n);
          fetched < end; ++fetched) {
       const T* key = later.keys + later.slots[fetched] * stride;
       for (int d = 0; d < D; d += 64 / sizeof(T)) {
-        _mm_prefetch(key + d, _MM_HINT_T1);
-        _mm_prefetch(key + to_values + d, _MM_HINT_T1);
+        __builtin_prefetch(key + d, 0, 2);
+        __builtin_prefetch(key + to_values + d, 0, 2);
       }
     }
     Vec sum[16];
-    for (int i = 0; i < 16; ++i) sum[i] = _mm512_setzero_ps();
+    for (int i = 0; i < 16; ++i) sum[i] = Vec{};
     for (int d = 0; d < steps; ++d) {
-      const uint32_t mask = d == steps - 1 ? last : 0xffffffffu;
+      const Lanes mask = d == steps - 1 ? last : first_lanes(lanes);
 #pragma GCC unroll 16
       for (int i = 0; i < at_once; ++i) {
         if constexpr (A::is_bf16) {
-          const Bits k = _mm512_maskz_loadu_epi16(mask, key[i] + d * lanes);
+          const Bits k = load_words(key[i] + d * lanes, mask);
 #pragma GCC unroll 4
           for (int r = 0; r < R; ++r)
-            sum[r * at_once + i] =
-                dot_pairs(sum[r * at_once + i], _mm512_loadu_si512(q[r] + d * lanes), k);
+            sum[r * at_once + i] = dot_pairs(sum[r * at_once + i], load_bits(q[r] + d * lanes), k);
         } else {
-          const Vec k = _mm512_maskz_loadu_ps(static_cast<__mmask16>(mask), key[i] + d * lanes);
+          const Vec k = load(key[i] + d * lanes, mask);
 #pragma GCC unroll 4
           for (int r = 0; r < R; ++r)
-            sum[r * at_once + i] =
-                _mm512_fmadd_ps(_mm512_loadu_ps(q[r] + d * lanes), k, sum[r * at_once + i]);
+            sum[r * at_once + i] = fma(load(q[r] + d * lanes), k, sum[r * at_once + i]);
         }
       }
     }
     const Vec done = sums_of(sum);
     if constexpr (R == 1) {
-      _mm512_storeu_ps(scores[0] + j, done);
+      store(scores[0] + j, done);
     } else if constexpr (R == 2) {
-      _mm256_storeu_ps(scores[0] + j, _mm512_castps512_ps256(done));
-      _mm256_storeu_ps(scores[1] + j, _mm512_extractf32x8_ps(done, 1));
+      store_quarter<0>(scores[0] + j, done), store_quarter<1>(scores[0] + j + 4, done);
+      store_quarter<2>(scores[1] + j, done), store_quarter<3>(scores[1] + j + 4, done);
     } else {
-      _mm_storeu_ps(scores[0] + j, _mm512_castps512_ps128(done));
-      _mm_storeu_ps(scores[1] + j, _mm512_extractf32x4_ps(done, 1));
-      _mm_storeu_ps(scores[2] + j, _mm512_extractf32x4_ps(done, 2));
-      if constexpr (R == 4) _mm_storeu_ps(scores[3] + j, _mm512_extractf32x4_ps(done, 3));
+      store_quarter<0>(scores[0] + j, done), store_quarter<1>(scores[1] + j, done);
+      store_quarter<2>(scores[2] + j, done);
+      if constexpr (R == 4) store_quarter<3>(scores[3] + j, done);
     }
   }
 }
@@ -258,65 +255,61 @@ void scores_of(const typename A::T* const* q, const typename A::T* keys, size_t 
 // rounded and packed to the front, an odd number of them followed by a zero.
 template <class A>
 float weigh(float* scores, int n, const Scoring& scoring, int head) {
-  Vec most = _mm512_set1_ps(-INFINITY);
-  Vec factor = _mm512_set1_ps(scoring.scale);
+  Vec most = splat(-INFINITY);
+  Vec factor = splat(scoring.scale);
   if (scoring.softcap > 0) {
     for (int j = 0; j < n; j += kLanes) {
-      const Vec scaled = _mm512_mul_ps(_mm512_loadu_ps(scores + j), factor);
-      _mm512_storeu_ps(scores + j, capped(scaled, _mm512_set1_ps(scoring.softcap)));
+      const Vec scaled = load(scores + j) * factor;
+      store(scores + j, capped(scaled, splat(scoring.softcap)));
     }
-    factor = _mm512_set1_ps(1.0f);
+    factor = splat(1.0f);
   }
   for (int j = 0; j < n; j += kLanes) {
-    const __mmask16 lanes = first_lanes(n - j);
-    most = _mm512_mask_max_ps(most, lanes, most, _mm512_maskz_loadu_ps(lanes, scores + j));
+    most = max(most, load(scores + j, first_lanes(n - j), splat(-INFINITY)));
   }
-  Vec top = _mm512_mul_ps(_mm512_set1_ps(_mm512_reduce_max_ps(most)), factor);
-  const Vec sink = _mm512_set1_ps(scoring.sinks == nullptr ? -INFINITY : scoring.sinks[head]);
-  if (scoring.sinks != nullptr) top = _mm512_max_ps(top, sink);
-  Vec total = _mm512_setzero_ps();
+  Vec top = splat(max_of(most)) * factor;
+  const Vec sink = splat(scoring.sinks == nullptr ? -INFINITY : scoring.sinks[head]);
+  if (scoring.sinks != nullptr) top = max(top, sink);
+  Vec total = Vec{};
   bf16* packed = reinterpret_cast<bf16*>(scores);
   for (int j = 0; j < n; j += kLanes) {
-    const __mmask16 lanes = first_lanes(n - j);
-    Vec weight =
-        exp_of(_mm512_sub_ps(_mm512_mul_ps(_mm512_maskz_loadu_ps(lanes, scores + j), factor), top));
-    weight = _mm512_maskz_mov_ps(lanes, weight);
+    const Lanes lanes = first_lanes(n - j);
+    Vec weight = exp_of(load(scores + j, lanes) * factor - top);
+    weight = first_of(lanes, weight);
     if constexpr (A::is_bf16) {
-      const __m256i rounded = narrow(weight);
+      const Halves rounded = narrow(weight);
       weight = widen(rounded);
-      _mm256_storeu_si256(reinterpret_cast<__m256i*>(packed + j), rounded);
+      store(packed + j, rounded);
     } else {
-      _mm512_storeu_ps(scores + j, weight);
+      store(scores + j, weight);
     }
-    total = _mm512_add_ps(total, weight);
+    total = total + weight;
   }
-  if (scoring.sinks != nullptr)
-    total = _mm512_mask_add_ps(total, 1, total, exp_of(_mm512_sub_ps(sink, top)));
-  return 1.0f / _mm512_reduce_add_ps(total);
+  if (scoring.sinks != nullptr) total = total + first_of(first_lanes(1), exp_of(sink - top));
+  return 1.0f / sum_of(total);
 }
 
 // Values of 16 channels of n slots, times their weights, added to sums [R][stride]: V vectors of
 // channels from `values` on.
 template <int R, int V>
 void mix_floats(const float* const* weights, const float* values, size_t stride, const int* slots,
-                int n, __mmask16 last, float* const* sums) {
+                int n, Lanes last, float* const* sums) {
   Vec sum[R][V];
 #pragma GCC unroll 4
   for (int r = 0; r < R; ++r)
-    for (int v = 0; v < V; ++v) sum[r][v] = _mm512_loadu_ps(sums[r] + v * kLanes);
+    for (int v = 0; v < V; ++v) sum[r][v] = load(sums[r] + v * kLanes);
   for (int j = 0; j < n; ++j) {
     const float* value = values + slots[j] * stride;
     Vec x[V];
     for (int v = 0; v < V; ++v)
-      x[v] = _mm512_maskz_loadu_ps(v == V - 1 ? last : 0xffff, value + v * kLanes);
+      x[v] = load(value + v * kLanes, v == V - 1 ? last : first_lanes(kLanes));
 #pragma GCC unroll 4
     for (int r = 0; r < R; ++r)
-      for (int v = 0; v < V; ++v)
-        sum[r][v] = _mm512_fmadd_ps(_mm512_set1_ps(weights[r][j]), x[v], sum[r][v]);
+      for (int v = 0; v < V; ++v) sum[r][v] = fma(splat(weights[r][j]), x[v], sum[r][v]);
   }
 #pragma GCC unroll 4
   for (int r = 0; r < R; ++r)
-    for (int v = 0; v < V; ++v) _mm512_storeu_ps(sums[r] + v * kLanes, sum[r][v]);
+    for (int v = 0; v < V; ++v) store(sums[r] + v * kLanes, sum[r][v]);
 }
 
 // The same in bf16 for V vectors of 32 channels: slots two by two (an odd last one with the weight
@@ -324,42 +317,36 @@ void mix_floats(const float* const* weights, const float* values, size_t stride,
 // `in_order` puts them right.
 template <int R, int V>
 void mix_pairs(const bf16* const* weights, const bf16* values, size_t stride, const int* slots,
-               int n, __mmask32 last, float* const* sums) {
+               int n, Lanes last, float* const* sums) {
   Vec sum[R][2 * V];
 #pragma GCC unroll 4
   for (int r = 0; r < R; ++r)
-    for (int v = 0; v < 2 * V; ++v) sum[r][v] = _mm512_loadu_ps(sums[r] + v * kLanes);
+    for (int v = 0; v < 2 * V; ++v) sum[r][v] = load(sums[r] + v * kLanes);
   for (int j = 0; j < n; j += 2) {
     const bf16 *one = values + slots[j] * stride,
                *two = values + slots[std::min(j + 1, n - 1)] * stride;
     Bits x[2 * V];
     for (int v = 0; v < V; ++v) {
-      const __mmask32 mask = v == V - 1 ? last : 0xffffffffu;
-      const Bits a = _mm512_maskz_loadu_epi16(mask, one + v * 32),
-                 b = _mm512_maskz_loadu_epi16(mask, two + v * 32);
-      x[2 * v] = _mm512_unpacklo_epi16(a, b);
-      x[2 * v + 1] = _mm512_unpackhi_epi16(a, b);
+      const Lanes lanes = v == V - 1 ? last : first_lanes(2 * kLanes);
+      const Bits a = load_words(one + v * 32, lanes), b = load_words(two + v * 32, lanes);
+      x[2 * v] = zip_low<uint16_t>(a, b);
+      x[2 * v + 1] = zip_high<uint16_t>(a, b);
     }
 #pragma GCC unroll 4
     for (int r = 0; r < R; ++r) {
-      int pair;
-      std::memcpy(&pair, weights[r] + j, 4);
-      for (int v = 0; v < 2 * V; ++v)
-        sum[r][v] = dot_pairs(sum[r][v], _mm512_set1_epi32(pair), x[v]);
+      const Bits pair = splat_four(weights[r] + j);
+      for (int v = 0; v < 2 * V; ++v) sum[r][v] = dot_pairs(sum[r][v], pair, x[v]);
     }
   }
 #pragma GCC unroll 4
   for (int r = 0; r < R; ++r)
-    for (int v = 0; v < 2 * V; ++v) _mm512_storeu_ps(sums[r] + v * kLanes, sum[r][v]);
+    for (int v = 0; v < 2 * V; ++v) store(sums[r] + v * kLanes, sum[r][v]);
 }
 
 INLINE void in_order(float* sums) {
-  const Vec low = _mm512_loadu_ps(sums), high = _mm512_loadu_ps(sums + kLanes);
-  const Bits first = _mm512_setr_epi32(0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23);
-  const Bits second =
-      _mm512_setr_epi32(8, 9, 10, 11, 24, 25, 26, 27, 12, 13, 14, 15, 28, 29, 30, 31);
-  _mm512_storeu_ps(sums, _mm512_permutex2var_ps(low, first, high));
-  _mm512_storeu_ps(sums + kLanes, _mm512_permutex2var_ps(low, second, high));
+  Vec low = load(sums), high = load(sums + kLanes);
+  zip_quarters(low, high);
+  store(sums, low), store(sums + kLanes, high);
 }
 
 constexpr int kMaxHeadDim = 256;
@@ -374,12 +361,12 @@ void mix(const typename A::T* const* weights, const typename A::T* values, size_
     const int left = std::min(64, D - d);
     if constexpr (A::is_bf16) {
       const int over = left - (left > 32 ? 32 : 0);
-      const __mmask32 last = static_cast<__mmask32>((uint64_t(1) << over) - 1);
+      const Lanes last = first_lanes(over);
       (left > 32 ? mix_pairs<R, 2> : mix_pairs<R, 1>)(weights, values + d, stride, slots, n, last,
                                                       at);
     } else {
       const int vectors = (left + 15) / 16;
-      const __mmask16 last = first_lanes(left - (vectors - 1) * 16);
+      const Lanes last = first_lanes(left - (vectors - 1) * 16);
       switch (vectors) {
         case 1:
           mix_floats<R, 1>(weights, values + d, stride, slots, n, last, at);
@@ -440,9 +427,9 @@ void attend(const AttentionView<A>& at, const RowsView& rows, const Visible& vis
       q[r] = at.queries + m * at.Hq * at.query_stride + (head + h) * at.query_stride;
       scores[r] = scratch + r * scratch_stride;
       sums[r] = sums_space[r];
-      for (int d = 0; d < at.D; d += kLanes) _mm512_store_ps(sums[r] + d, _mm512_setzero_ps());
+      for (int d = 0; d < at.D; d += kLanes) store(sums[r] + d, Vec{});
       for (int d = round_up(at.D, kLanes); d < round_up(at.D, 2 * kLanes); d += kLanes)
-        _mm512_store_ps(sums[r] + d, _mm512_setzero_ps());
+        store(sums[r] + d, Vec{});
     }
   }
   const int* prefix = visible.prefix(rows, tile.first);
@@ -485,8 +472,7 @@ void attend(const AttentionView<A>& at, const RowsView& rows, const Visible& vis
         for (int d = 0; d < at.D; d += 32) in_order(sums[r] + d);
       T* out = at.mixed + m * at.mixed_stride + (head + h) * at.D;
       for (int d = 0; d < at.D; d += kLanes)
-        A::store(out + d, first_lanes(at.D - d),
-                 _mm512_mul_ps(_mm512_load_ps(sums[r] + d), _mm512_set1_ps(inverse[r])));
+        A::store(out + d, first_lanes(at.D - d), load(sums[r] + d) * splat(inverse[r]));
     }
   }
 }

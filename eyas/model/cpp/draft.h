@@ -117,11 +117,11 @@ void Model<A>::draft_input(int t, int T_, const RowsView& rows) {
     float *wide = wide_.get() + t * wide_stride(), *h = h_ + m * h_stride_;
     embed(rows.token[m], wide);
     normalise(wide, only.input_norm, H_, eps_,
-              [&](int c, __mmask16 lanes, Vec v) { A::store(x + c, lanes, v); });
+              [&](int c, Lanes lanes, Vec v) { A::store(x + c, lanes, v); });
     const bool residual_normed = shape_.norm_before_residual;
-    normalise(sources_[m], outer_.hidden_norm, H_, eps_, [&](int c, __mmask16 lanes, Vec v) {
+    normalise(sources_[m], outer_.hidden_norm, H_, eps_, [&](int c, Lanes lanes, Vec v) {
       A::store(x + H_ + c, lanes, v);
-      _mm512_storeu_ps(h + c, residual_normed ? v : _mm512_maskz_loadu_ps(lanes, sources_[m] + c));
+      store(h + c, residual_normed ? v : load(sources_[m] + c, lanes));
     });
   }
   sync();
@@ -131,7 +131,7 @@ template <class A>
 void Model<A>::norm_output(int m) {
   float* h = h_ + m * h_stride_;
   normalise(h, outer_.final_norm, H_, eps_,
-            [&](int c, __mmask16 lanes, Vec v) { _mm512_mask_storeu_ps(h + c, lanes, v); });
+            [&](int c, Lanes lanes, Vec v) { store(h + c, lanes, v); });
 }
 
 // The input of lm_head from row m of h_, to x_; h_ is the post-norm state already when
@@ -142,10 +142,10 @@ void Model<A>::draft_normed(int m, bool is_normed) {
   T* x = x_ + m * x_stride_;
   if (!is_normed) {
     normalise(h, outer_.final_norm, H_, eps_,
-              [&](int c, __mmask16 lanes, Vec v) { A::store(x + c, lanes, v); });
+              [&](int c, Lanes lanes, Vec v) { A::store(x + c, lanes, v); });
     return;
   }
-  for (int c = 0; c < H_; c += kLanes) A::store(x + c, first_lanes(H_ - c), _mm512_loadu_ps(h + c));
+  for (int c = 0; c < H_; c += kLanes) A::store(x + c, first_lanes(H_ - c), load(h + c));
 }
 
 template <class A>
@@ -153,19 +153,19 @@ void Model<A>::norm_features(const T* from, int m, int t) {
   float* wide = wide_.get() + t * wide_stride();
   T* to = features_.get() + m * feature_stride();
   for (int c = 0; c < 3 * H_; c += kLanes) {
-    const __mmask16 lanes = first_lanes(3 * H_ - c);
-    _mm512_mask_storeu_ps(wide + c, lanes, A::load(from + c, lanes));
+    const Lanes lanes = first_lanes(3 * H_ - c);
+    store(wide + c, lanes, A::load(from + c, lanes));
   }
   for (int i = 0; i < 3 && outer_.feature_norms[i] != nullptr; ++i) {
     float* part = wide + i * H_;
     normalise(part, outer_.feature_norms[i], H_, eps_,
-              [&](int c, __mmask16 lanes, Vec v) { _mm512_mask_storeu_ps(part + c, lanes, v); });
+              [&](int c, Lanes lanes, Vec v) { store(part + c, lanes, v); });
   }
   if (outer_.features_norm != nullptr)
     normalise(wide, outer_.features_norm, 3 * H_, eps_,
-              [&](int c, __mmask16 lanes, Vec v) { _mm512_mask_storeu_ps(wide + c, lanes, v); });
+              [&](int c, Lanes lanes, Vec v) { store(wide + c, lanes, v); });
   for (int c = 0; c < 3 * H_; c += kLanes)
-    A::store(to + c, first_lanes(3 * H_ - c), _mm512_loadu_ps(wide + c));
+    A::store(to + c, first_lanes(3 * H_ - c), load(wide + c));
 }
 
 // The k best tokens of n rows whose lm_head inputs are in x_. Ends with a barrier only between
@@ -218,23 +218,20 @@ void Model<A>::survey(int r, int chunk, int k) {
   top.clear();
   const float* logits = logits_.get() + r * logits_stride_;
   const int first = chunk * kTopChunk, end = std::min(V_, first + kTopChunk);
-  Vec most = _mm512_set1_ps(-INFINITY);
+  Vec most = splat(-INFINITY);
   for (int c = first; c < end; c += kLanes) {
-    const __mmask16 lanes = first_lanes(end - c);
-    const Vec v = _mm512_loadu_ps(logits + c);
-    most = _mm512_mask_max_ps(most, lanes, most, v);
-    unsigned more =
-        _mm512_mask_cmp_ps_mask(lanes, v, _mm512_set1_ps(top.logits[k - 1]), _CMP_GT_OQ);
+    const Lanes lanes = first_lanes(end - c);
+    const Vec v = load(logits + c);
+    most = max(most, first_of(lanes, v, splat(-INFINITY)));
+    unsigned more = bits_of(mask_of(lanes) & (v > splat(top.logits[k - 1])));
     for (; more != 0; more &= more - 1)
       top.insert(k, logits[c + __builtin_ctz(more)], c + __builtin_ctz(more));
   }
-  top.most = _mm512_reduce_max_ps(most);
-  Vec sum = _mm512_setzero_ps();
+  top.most = max_of(most);
+  Vec sum = Vec{};
   for (int c = first; c < end; c += kLanes)
-    sum = _mm512_mask_add_ps(
-        sum, first_lanes(end - c), sum,
-        exp_of(_mm512_sub_ps(_mm512_loadu_ps(logits + c), _mm512_set1_ps(top.most))));
-  top.sum = _mm512_reduce_add_ps(sum);
+    sum = sum + first_of(first_lanes(end - c), exp_of(load(logits + c) - splat(top.most)));
+  top.sum = sum_of(sum);
 }
 
 // Guesses of draws, of a request's rows from `first` on: each logit plus temperature * -log(its
@@ -245,25 +242,20 @@ void Model<A>::add_numbers(int first, int chunk, const Guess& guess) {
   const DrawState* state = guess.of(first);
   if (state == nullptr || state->temperature == 0) return;
   const uint64_t key = draw_key(state->seed, state->num_drawn + guess.place);
-  const __m512d factor = _mm512_set1_pd(state->temperature * kLn2);
+  const Doubles factor = splat(state->temperature * kLn2);
   const auto cut = static_cast<float>(state->temperature * std::log(state->min_p));
   const int end = std::min(V_, (chunk + 1) * kTopChunk);
   for (int c = chunk * kTopChunk; c < end; c += kLanes) {
-    __m256 halves[2];
-    for (int i = 0; i < 2; ++i) {
-      const __m512d numbers = exponentials_of(uniforms_of(key, ids_from(c + 8 * i, end)));
-      halves[i] =
-          _mm512_cvtpd_ps(_mm512_mul_pd(exponentials_of(numbers), factor));  // -log2 of any number
+    float gains[kLanes];
+    for (int i = 0; i < kLanes; i += 8) {
+      const Doubles numbers = exponentials_of(uniforms_of(key, ids_from(c + i, end)));
+      store_as_floats(gains + i, exponentials_of(numbers) * factor);  // -log2 of any number
     }
-    const Vec gains = _mm512_insertf32x8(_mm512_castps256_ps512(halves[0]), halves[1], 1);
     for (int r = first; r < first + guess.rows_each; ++r) {
       float* logits = logits_.get() + r * logits_stride_ + c;
-      Vec x = _mm512_loadu_ps(logits);
-      if (state->min_p > 0)
-        x = _mm512_mask_add_ps(
-            x, _mm512_cmp_ps_mask(x, _mm512_set1_ps(row_most_[r] + cut), _CMP_LT_OQ), x,
-            _mm512_set1_ps(kCutOff));
-      _mm512_storeu_ps(logits, _mm512_add_ps(x, gains));
+      Vec x = load(logits);
+      if (state->min_p > 0) x = select(x < splat(row_most_[r] + cut), x + splat(kCutOff), x);
+      store(logits, x + load(gains));
     }
   }
 }

@@ -44,16 +44,14 @@ inline constexpr PowerSeries kPowerSeries;
 
 // round(2^44 * 2^((logit - best) * scale)) of 8 logits; 0 far below. `scale` is log2(e) /
 // temperature.
-INLINE Bits weights_of(__m256 logits, __m512d best, __m512d scale) {
-  __m512d y = _mm512_mul_pd(_mm512_sub_pd(_mm512_cvtps_pd(logits), best), scale);
-  y = _mm512_max_pd(y, _mm512_set1_pd(kLeastPower));
-  const __m512d n = _mm512_roundscale_pd(y, 8), f = _mm512_sub_pd(y, n);
-  __m512d p = _mm512_set1_pd(kPowerSeries.c[kPowerTerms - 1]);
-  for (int i = kPowerTerms - 2; i >= 0; --i)
-    p = _mm512_add_pd(_mm512_mul_pd(p, f), _mm512_set1_pd(kPowerSeries.c[i]));
-  const Bits power = _mm512_slli_epi64(
-      _mm512_add_epi64(_mm512_cvtpd_epi64(n), _mm512_set1_epi64(1023 + kWeightBits)), 52);
-  return _mm512_cvtpd_epi64(_mm512_mul_pd(p, _mm512_castsi512_pd(power)));
+INLINE Longs weights_of(Doubles logits, Doubles best, Doubles scale) {
+  const Doubles least = splat(kLeastPower), raw = (logits - best) * scale;
+  const Doubles y = select(raw > least, raw, least);
+  const Longs whole = to_longs(y);
+  const Doubles f = y - to_doubles(whole);
+  Doubles p = splat(kPowerSeries.c[kPowerTerms - 1]);
+  for (int i = kPowerTerms - 2; i >= 0; --i) p = p * f + splat(kPowerSeries.c[i]);
+  return to_longs(p * as<double>((whole + splat<int64_t>(1023 + kWeightBits)) << 52));
 }
 
 struct LogSeries {
@@ -78,29 +76,22 @@ inline uint64_t draw_key(int64_t seed, int64_t index) {
 }
 
 // The uniform numbers of 8 ids: odd multiples of 2^-53 below 1.
-INLINE __m512d uniforms_of(uint64_t key, Bits ids) {
-  const auto of = [](uint64_t value) { return _mm512_set1_epi64(static_cast<int64_t>(value)); };
-  Bits z = _mm512_add_epi64(of(key + kStep), _mm512_mullo_epi64(ids, of(kStep)));
-  z = _mm512_mullo_epi64(_mm512_xor_si512(z, _mm512_srli_epi64(z, 30)), of(kFactors[0]));
-  z = _mm512_mullo_epi64(_mm512_xor_si512(z, _mm512_srli_epi64(z, 27)), of(kFactors[1]));
-  z = _mm512_xor_si512(z, _mm512_srli_epi64(z, 31));
-  const Bits one_to_two = _mm512_or_si512(_mm512_srli_epi64(z, 12), _mm512_set1_epi64(kOne));
-  return _mm512_sub_pd(_mm512_castsi512_pd(one_to_two), _mm512_set1_pd(1 - 0x1p-53));
+INLINE Doubles uniforms_of(uint64_t key, Longs ids) {
+  Wide<uint64_t> z = splat(key + kStep) + as<uint64_t>(ids) * splat(kStep);
+  z = (z ^ (z >> 30)) * splat(kFactors[0]);
+  z = (z ^ (z >> 27)) * splat(kFactors[1]);
+  z = z ^ (z >> 31);
+  return as<double>((z >> 12) | splat<uint64_t>(kOne)) - splat(1 - 0x1p-53);
 }
 
 // Their exponential numbers: -log2(u), above 1 - u.
-INLINE __m512d exponentials_of(__m512d u) {
-  const Bits bits = _mm512_castpd_si512(u);
-  const Bits whole = _mm512_srai_epi64(_mm512_sub_epi64(bits, _mm512_set1_epi64(kSqrtHalf)), 52);
-  const __m512d one = _mm512_set1_pd(1),
-                m = _mm512_castsi512_pd(_mm512_sub_epi64(bits, _mm512_slli_epi64(whole, 52)));
-  const __m512d s = _mm512_div_pd(_mm512_sub_pd(m, one), _mm512_add_pd(m, one)),
-                square = _mm512_mul_pd(s, s);
-  __m512d p = _mm512_set1_pd(kLogSeries.c[kLogTerms - 1]);
-  for (int i = kLogTerms - 2; i >= 0; --i)
-    p = _mm512_add_pd(_mm512_mul_pd(p, square), _mm512_set1_pd(kLogSeries.c[i]));
-  return _mm512_sub_pd(_mm512_setzero_pd(),
-                       _mm512_add_pd(_mm512_cvtepi64_pd(whole), _mm512_mul_pd(s, p)));
+INLINE Doubles exponentials_of(Doubles u) {
+  const Longs bits = as<int64_t>(u), whole = (bits - splat(kSqrtHalf)) >> 52;
+  const Doubles one = splat(1.0), m = as<double>(bits - (whole << 52));
+  const Doubles s = (m - one) / (m + one), square = s * s;
+  Doubles p = splat(kLogSeries.c[kLogTerms - 1]);
+  for (int i = kLogTerms - 2; i >= 0; --i) p = p * square + splat(kLogSeries.c[i]);
+  return Doubles{} - (to_doubles(whole) + s * p);
 }
 
 // A token and its rank: by the logit, of equal ones the smaller id first.
@@ -207,15 +198,14 @@ class TokenSampler {
 
   // The maximum; NaN where there is one.
   float best_of(const float* logits) const {
-    Vec most = _mm512_set1_ps(-INFINITY);
-    __mmask16 odd = 0;
+    Vec most = splat(-INFINITY);
+    Mask odd{};
     for (int c = 0; c < V_; c += kLanes) {
-      const Vec v =
-          _mm512_mask_loadu_ps(_mm512_set1_ps(-INFINITY), first_lanes(V_ - c), logits + c);
-      odd |= _mm512_cmp_ps_mask(v, v, _CMP_UNORD_Q);
-      most = _mm512_max_ps(most, v);
+      const Vec v = load(logits + c, first_lanes(V_ - c), splat(-INFINITY));
+      odd = odd | (v != v);
+      most = max(most, v);
     }
-    return odd ? NAN : _mm512_reduce_max_ps(most);
+    return bits_of(odd) != 0 ? NAN : max_of(most);
   }
 
   // As NumPy's: of equal ones the first, and a NaN before all.
@@ -230,28 +220,25 @@ class TokenSampler {
   // which one is kept or more.
   template <class Take>
   INLINE void each_eight(const float* logits, int first, int end, Take&& take) const {
-    const __m512d best = _mm512_set1_pd(best_), scale = _mm512_set1_pd(scale_);
-    const __m256 bound = _mm256_set1_ps(last_.logit);
-    const __m256i place = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
+    const Doubles best = splat(best_), scale = splat(scale_), bound = splat<double>(last_.logit);
+    const Longs least = splat(least_), place = count_up<int64_t>();
     for (int c = first; c < end; c += 8) {
-      const __mmask8 lanes = end - c >= 8 ? 0xff : static_cast<__mmask8>((1u << (end - c)) - 1);
-      const __m256 v = _mm256_maskz_loadu_ps(lanes, logits + c);
-      __mmask8 kept = _mm256_mask_cmp_ps_mask(lanes, v, bound, _CMP_GE_OQ);
-      if (kept == 0) continue;
-      const __mmask8 ties = _mm256_mask_cmp_ps_mask(kept, v, bound, _CMP_EQ_OQ);
-      kept &= ~_mm256_mask_cmpgt_epi32_mask(ties, place, _mm256_set1_epi32(last_.id - c));
-      const Bits weights = weights_of(v, best, scale);
-      kept = _mm512_mask_cmpge_epi64_mask(kept, weights, _mm512_set1_epi64(least_));
-      if (kept != 0) take(c, kept, weights);
+      const Doubles v = load_as_doubles(logits + c, std::min(8, end - c));
+      // of equal logits the first ids, and none behind the end
+      const Longs last = splat<int64_t>(last_.id) - splat<int64_t>(c);
+      Longs kept =
+          ((v > bound) | ((v == bound) & (place <= last))) & (place < splat<int64_t>(end - c));
+      if (bits_of(kept) == 0) continue;
+      const Longs weights = weights_of(v, best, scale);
+      kept = kept & (weights >= least);
+      if (bits_of(kept) != 0) take(c, kept, weights);
     }
   }
 
   int64_t sum(const float* logits) const {
-    Bits total = _mm512_setzero_si512();
-    each_eight(logits, 0, V_, [&](int, __mmask8 kept, Bits w) {
-      total = _mm512_mask_add_epi64(total, kept, total, w);
-    });
-    return _mm512_reduce_add_epi64(total);
+    Longs total{};
+    each_eight(logits, 0, V_, [&](int, Longs kept, Longs w) { total = total + (w & kept); });
+    return sum_of(total);
   }
 
   // The largest weight / exponential number of what is kept, of equal ones the first. Few have to
@@ -259,17 +246,14 @@ class TokenSampler {
   int64_t winner(const float* logits, uint64_t key) const {
     int64_t token = kNoToken;
     double most = 0;
-    const Bits place = _mm512_setr_epi64(0, 1, 2, 3, 4, 5, 6, 7);
-    each_eight(logits, 0, V_, [&](int c, __mmask8 kept, Bits w) {
-      const __m512d u = uniforms_of(key, _mm512_add_epi64(_mm512_set1_epi64(c), place)),
-                    weights = _mm512_cvtepi64_pd(w);
-      const __m512d least =
-          _mm512_mul_pd(_mm512_sub_pd(_mm512_set1_pd(1), u), _mm512_set1_pd(most));
-      kept = _mm512_mask_cmp_pd_mask(kept, least, weights, _CMP_LT_OQ);
-      if (kept == 0) return;
-      alignas(64) double ratios[8];
-      _mm512_store_pd(ratios, _mm512_div_pd(weights, exponentials_of(u)));
-      for (unsigned rest = kept; rest != 0; rest &= rest - 1) {
+    each_eight(logits, 0, V_, [&](int c, Longs kept, Longs w) {
+      const Doubles u = uniforms_of(key, splat<int64_t>(c) + count_up<int64_t>()),
+                    weights = to_doubles(w);
+      unsigned rest = bits_of(kept & ((splat(1.0) - u) * splat(most) < weights));
+      if (rest == 0) return;
+      double ratios[8];
+      store(ratios, weights / exponentials_of(u));
+      for (; rest != 0; rest &= rest - 1) {
         const int i = __builtin_ctz(rest);
         if (ratios[i] > most) most = ratios[i], token = c + i;
       }
@@ -280,9 +264,8 @@ class TokenSampler {
   // The weights of what is kept, 0 of the others, in eights.
   void weigh(const float* logits) {
     weights_.assign(round_up(V_, 8), 0);
-    each_eight(logits, 0, V_, [&](int c, __mmask8 kept, Bits w) {
-      _mm512_mask_storeu_epi64(weights_.data() + c, kept, w);
-    });
+    each_eight(logits, 0, V_,
+               [&](int c, Longs kept, Longs w) { store(weights_.data() + c, w & kept); });
   }
 
   struct Held {
@@ -291,15 +274,12 @@ class TokenSampler {
 
   // Of the tokens of `bound` or more.
   Held held_from(int64_t bound) const {
-    Bits sum = _mm512_setzero_si512();
-    int64_t count = 0;
+    Longs sum{}, count{};
     for (size_t i = 0; i < weights_.size(); i += 8) {
-      const Bits w = _mm512_loadu_si512(weights_.data() + i);
-      const __mmask8 kept = _mm512_cmpge_epi64_mask(w, _mm512_set1_epi64(bound));
-      sum = _mm512_mask_add_epi64(sum, kept, sum, w);
-      count += __builtin_popcount(kept);
+      const Longs w = load(weights_.data() + i), kept = w >= splat(bound);
+      sum = sum + (w & kept), count = count - kept;
     }
-    return {_mm512_reduce_add_epi64(sum), count};
+    return {sum_of(sum), sum_of(count)};
   }
 
   // The worst of the smallest set of the best that holds top_p of what weigh() kept.
@@ -327,10 +307,9 @@ class TokenSampler {
     int64_t held = held_from(high + kWeightSlack).weight;
     ranked_.clear();
     for (int c = 0; c < V_; c += 8) {
-      const Bits w = _mm512_loadu_si512(weights_.data() + c);
-      unsigned kept =
-          _mm512_cmpge_epi64_mask(w, _mm512_set1_epi64(std::max<int64_t>(1, low - kWeightSlack)));
-      kept &= _mm512_cmplt_epi64_mask(w, _mm512_set1_epi64(high + kWeightSlack));
+      const Longs w = load(weights_.data() + c);
+      unsigned kept = bits_of((w >= splat(std::max<int64_t>(1, low - kWeightSlack))) &
+                              (w < splat(high + kWeightSlack)));
       for (; kept != 0; kept &= kept - 1)
         ranked_.push_back({logits[c + __builtin_ctz(kept)], c + __builtin_ctz(kept)});
     }
@@ -360,12 +339,11 @@ class TokenSampler {
     float bound = -INFINITY;
     maxima_.clear();
     for (int first = 0; first < V_; first += kStripVectors * kLanes) {
-      Vec most = _mm512_set1_ps(-INFINITY);
+      Vec most = splat(-INFINITY);
       for (int c = first; c < std::min(V_, first + kStripVectors * kLanes); c += kLanes)
-        most = _mm512_mask_max_ps(most, first_lanes(V_ - c), most,
-                                  _mm512_maskz_loadu_ps(first_lanes(V_ - c), logits + c));
+        most = max(most, load(logits + c, first_lanes(V_ - c), splat(-INFINITY)));
       maxima_.resize(maxima_.size() + kLanes);
-      _mm512_storeu_ps(maxima_.data() + maxima_.size() - kLanes, most);
+      store(maxima_.data() + maxima_.size() - kLanes, most);
     }
     if (count <= static_cast<int64_t>(maxima_.size())) {
       std::nth_element(maxima_.begin(), maxima_.begin() + (count - 1), maxima_.end(),
@@ -374,9 +352,8 @@ class TokenSampler {
     }
     ranked_.clear();
     for (int c = 0; c < V_; c += kLanes) {
-      const __mmask16 lanes = first_lanes(V_ - c);
-      const Vec v = _mm512_maskz_loadu_ps(lanes, logits + c);
-      unsigned kept = _mm512_mask_cmp_ps_mask(lanes, v, _mm512_set1_ps(bound), _CMP_GE_OQ);
+      const Lanes lanes = first_lanes(V_ - c);
+      unsigned kept = bits_of(mask_of(lanes) & (load(logits + c, lanes) >= splat(bound)));
       for (; kept != 0; kept &= kept - 1)
         ranked_.push_back({logits[c + __builtin_ctz(kept)], c + __builtin_ctz(kept)});
     }

@@ -35,14 +35,14 @@ class Experts {
   void choose(int m) {
     float* p = logits.get() + static_cast<size_t>(m) * stride_;
     int* ids = ids_.get() + m * k_;
-    Vec most = _mm512_set1_ps(-INFINITY), sum = _mm512_setzero_ps();
+    Vec most = splat(-INFINITY), sum = Vec{};
     for (int e = 0; e < E_; e += kLanes)
-      most = _mm512_mask_max_ps(most, first_lanes(E_ - e), most, _mm512_loadu_ps(p + e));
-    const Vec top = _mm512_set1_ps(_mm512_reduce_max_ps(most));
+      most = max(most, first_of(first_lanes(E_ - e), load(p + e), most));
+    const Vec top = splat(max_of(most));
     for (int e = 0; e < E_; e += kLanes) {
-      const Vec part = exp_of(_mm512_sub_ps(_mm512_loadu_ps(p + e), top));
-      _mm512_storeu_ps(p + e, part);
-      sum = _mm512_mask_add_ps(sum, first_lanes(E_ - e), sum, part);
+      const Vec part = exp_of(load(p + e) - top);
+      store(p + e, part);
+      sum = sum + first_of(first_lanes(E_ - e), part);
     }
     for (int i = 0; i < k_; ++i) {
       int best = -1;
@@ -51,7 +51,7 @@ class Experts {
       ids[i] = best;
     }
     std::sort(ids, ids + k_);
-    float total = renormalises_ ? 0 : _mm512_reduce_add_ps(sum);
+    float total = renormalises_ ? 0 : sum_of(sum);
     for (int i = 0; renormalises_ && i < k_; ++i) total += p[ids[i]];
     for (int i = 0; i < k_; ++i) shares_.get()[m * k_ + i] = p[ids[i]] / total;
   }
@@ -79,10 +79,9 @@ class Experts {
 
   // 16 channels of row m's sum over its experts, in their order, of outputs [M * k, stride].
   INLINE Vec sum(int m, int c, size_t stride) const {
-    Vec all = _mm512_setzero_ps();
+    Vec all = Vec{};
     for (int i = m * k_; i < (m + 1) * k_; ++i)
-      all = _mm512_fmadd_ps(_mm512_set1_ps(shares_.get()[i]),
-                            _mm512_loadu_ps(outputs.get() + places_.get()[i] * stride + c), all);
+      all = fma(splat(shares_.get()[i]), load(outputs.get() + places_.get()[i] * stride + c), all);
     return all;
   }
 

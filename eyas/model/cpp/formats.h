@@ -32,20 +32,12 @@ constexpr int kBlockInputs = 32, kLineInputs = 4, kBlockLines = kBlockInputs / k
 INLINE float half(const uint8_t* from) {
   uint16_t bits;
   std::memcpy(&bits, from, 2);
-  return _mm_cvtss_f32(_mm_cvtph_ps(_mm_cvtsi32_si128(bits)));
+  return from_half_precision(bits);
 }
 
-INLINE Vec halves(const uint8_t* from) {
-  return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
-}
-INLINE Vec from_bytes(const uint8_t* from) {
-  return _mm512_cvtepi32_ps(
-      _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from))));
-}
-INLINE Vec from_signed_bytes(const uint8_t* from) {
-  return _mm512_cvtepi32_ps(
-      _mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from))));
-}
+INLINE Vec halves(const uint8_t* from) { return from_half_precision(load_halves(from)); }
+INLINE Vec from_bytes(const uint8_t* from) { return to_floats(load_unsigned(from)); }
+INLINE Vec from_signed_bytes(const uint8_t* from) { return to_floats(load_signed(from)); }
 
 // Of one half of a block (or of all of it), by column.
 struct Scales {
@@ -55,12 +47,12 @@ struct Scales {
 // Lines of nibbles: use(i, line) sees the 8 lines of codes.
 template <class Use>
 INLINE void nibble_lines(const uint8_t* from, Use&& use) {
-  const Bits low = _mm512_set1_epi8(15);
+  const Bits low = splat_bytes(15);
 #pragma GCC unroll 4
   for (int i = 0; i < kBlockLines / 2; ++i) {
-    const Bits two = _mm512_loadu_si512(from + i * 64);
-    use(i, _mm512_and_si512(two, low));
-    use(i + kBlockLines / 2, _mm512_and_si512(_mm512_srli_epi16(two, 4), low));
+    const Bits two = load_bits(from + i * 64);
+    use(i, two & low);
+    use(i + kBlockLines / 2, words_right(two, 4) & low);
   }
 }
 
@@ -74,10 +66,10 @@ INLINE void put_nibbles(const uint8_t* codes, int column, uint8_t* to) {
 // Nibbles and behind them a line of fifth bits: bit i of a byte belongs to line i.
 template <class Use>
 INLINE void fifth_bit_lines(const uint8_t* from, Use&& use) {
-  const Bits bits = _mm512_loadu_si512(from + 256), fifth = _mm512_set1_epi8(16);
+  const Bits bits = load_bits(from + 256), fifth = splat_bytes(16);
   nibble_lines(from, [&](int i, Bits low) __attribute__((always_inline)) {
-    const Bits placed = i < 4 ? _mm512_slli_epi16(bits, 4 - i) : _mm512_srli_epi16(bits, i - 4);
-    use(i, _mm512_or_si512(low, _mm512_and_si512(placed, fifth)));
+    const Bits placed = i < 4 ? words_left(bits, 4 - i) : words_right(bits, i - 4);
+    use(i, low | (placed & fifth));
   });
 }
 
@@ -89,34 +81,33 @@ INLINE void put_five_bits(const uint8_t* codes, int column, uint8_t* to) {
         static_cast<uint8_t>(codes[k] >> 4 << k / kLineInputs);
 }
 
-// Every format has: kBlocks of a unit; kSourceBytes of a unit in a file, kBytes of a packed one of
-// 16 columns; kOffset, by how many bits it is less than 128 (negative: none); kHasMin; kHalves of a
-// block with scales of their own. dequantise(): the values of a source unit; pack_column(): puts
-// one into a packed unit of zeros; scales() and lines() of a packed unit's block.
+// Every format has: kBlocks of a unit; kBits of a code, of 8 bits with kByteBias added;
+// kSourceBytes of a unit in a file, kBytes of a packed one of 16 columns; kOffset, by how many bits
+// it is less than 128 (negative: none); kHasMin; kHalves of a block with scales of their own.
+// dequantise(): the values of a source unit; pack_column(): puts one into a packed unit of zeros;
+// scales() and lines() of a packed unit's block.
 
 // scale | 16 bytes of nibbles, inputs i and i + 16
 struct Q4_0 {
-  static constexpr int kBlocks = 1, kHalves = 1, kOffset = 4;
+  static constexpr int kBlocks = 1, kBits = 4, kHalves = 1, kOffset = 4;
   static constexpr bool kHasMin = false;
   static constexpr size_t kSourceBytes = 18, kBytes = 4 * 64 + 32;
 
-  static void codes(const uint8_t* source, uint8_t* to) {
-    for (int i = 0; i < 16; ++i) to[i] = source[2 + i] & 15, to[i + 16] = source[2 + i] >> 4;
+  static void codes(const uint8_t* nibbles, uint8_t* to) {
+    for (int i = 0; i < 16; ++i) to[i] = nibbles[i] & 15, to[i + 16] = nibbles[i] >> 4;
   }
   static void dequantise(const uint8_t* source, float* to) {
     uint8_t code[kBlockInputs];
-    codes(source, code);
+    codes(source + 2, code);
     for (int i = 0; i < kBlockInputs; ++i) to[i] = half(source) * static_cast<float>(code[i] - 8);
   }
   static void pack_column(const uint8_t* source, int column, uint8_t* to) {
     uint8_t code[kBlockInputs];
-    codes(source, code);
+    codes(source + 2, code);
     put_nibbles(code, column, to);
     std::memcpy(to + 256 + 2 * column, source, 2);
   }
-  static INLINE Scales scales(const uint8_t* unit, int, int) {
-    return {halves(unit + 256), _mm512_setzero_ps()};
-  }
+  static INLINE Scales scales(const uint8_t* unit, int, int) { return {halves(unit + 256), Vec{}}; }
   template <class Use>
   static INLINE void lines(const uint8_t* unit, int, Use&& use) {
     nibble_lines(unit, use);
@@ -125,11 +116,11 @@ struct Q4_0 {
 
 // scale, min | nibbles as of Q4_0
 struct Q4_1 {
-  static constexpr int kBlocks = 1, kHalves = 1, kOffset = -1;
+  static constexpr int kBlocks = 1, kBits = 4, kHalves = 1, kOffset = -1;
   static constexpr bool kHasMin = true;
   static constexpr size_t kSourceBytes = 20, kBytes = 4 * 64 + 64;
 
-  static void codes(const uint8_t* source, uint8_t* to) { Q4_0::codes(source + 2, to); }
+  static void codes(const uint8_t* source, uint8_t* to) { Q4_0::codes(source + 4, to); }
   static void dequantise(const uint8_t* source, float* to) {
     uint8_t code[kBlockInputs];
     codes(source, code);
@@ -154,13 +145,13 @@ struct Q4_1 {
 
 // scale | 32 fifth bits | nibbles as of Q4_0
 struct Q5_0 {
-  static constexpr int kBlocks = 1, kHalves = 1, kOffset = 3;
+  static constexpr int kBlocks = 1, kBits = 5, kHalves = 1, kOffset = 3;
   static constexpr bool kHasMin = false;
   static constexpr size_t kSourceBytes = 22, kBytes = 5 * 64 + 32;
 
   // bits: the fifth ones, and the nibbles behind them.
   static void codes(const uint8_t* bits, uint8_t* to) {
-    Q4_0::codes(bits + 2, to);
+    Q4_0::codes(bits + 4, to);
     for (int i = 0; i < kBlockInputs; ++i)
       to[i] = static_cast<uint8_t>(to[i] | (bits[i / 8] >> i % 8 & 1) << 4);
   }
@@ -175,9 +166,7 @@ struct Q5_0 {
     put_five_bits(code, column, to);
     std::memcpy(to + 320 + 2 * column, source, 2);
   }
-  static INLINE Scales scales(const uint8_t* unit, int, int) {
-    return {halves(unit + 320), _mm512_setzero_ps()};
-  }
+  static INLINE Scales scales(const uint8_t* unit, int, int) { return {halves(unit + 320), Vec{}}; }
   template <class Use>
   static INLINE void lines(const uint8_t* unit, int, Use&& use) {
     fifth_bit_lines(unit, use);
@@ -186,7 +175,7 @@ struct Q5_0 {
 
 // scale, min | bits as of Q5_0
 struct Q5_1 {
-  static constexpr int kBlocks = 1, kHalves = 1, kOffset = -1;
+  static constexpr int kBlocks = 1, kBits = 5, kHalves = 1, kOffset = -1;
   static constexpr bool kHasMin = true;
   static constexpr size_t kSourceBytes = 24, kBytes = 5 * 64 + 64;
 
@@ -214,7 +203,7 @@ struct Q5_1 {
 
 // scale | 32 signed bytes
 struct Q8_0 {
-  static constexpr int kBlocks = 1, kHalves = 1, kOffset = 0;
+  static constexpr int kBlocks = 1, kBits = 8, kHalves = 1, kOffset = kByteBias == 128 ? 0 : -1;
   static constexpr bool kHasMin = false;
   static constexpr size_t kSourceBytes = 34, kBytes = 8 * 64 + 32;
 
@@ -227,58 +216,48 @@ struct Q8_0 {
   }
   static void pack_column(const uint8_t* source, int column, uint8_t* to) {
     for (int k = 0; k < kBlockInputs; ++k)
-      to[k / kLineInputs * 64 + column * kLineInputs + k % kLineInputs] = source[2 + k] ^ 128;
+      to[k / kLineInputs * 64 + column * kLineInputs + k % kLineInputs] = source[2 + k] ^ kByteBias;
     std::memcpy(to + 512 + 2 * column, source, 2);
   }
-  static INLINE Scales scales(const uint8_t* unit, int, int) {
-    return {halves(unit + 512), _mm512_setzero_ps()};
-  }
+  static INLINE Scales scales(const uint8_t* unit, int, int) { return {halves(unit + 512), Vec{}}; }
   template <class Use>
   static INLINE void lines(const uint8_t* unit, int, Use&& use) {
 #pragma GCC unroll 8
-    for (int i = 0; i < kBlockLines; ++i) use(i, _mm512_loadu_si512(unit + i * 64));
+    for (int i = 0; i < kBlockLines; ++i) use(i, load_bits(unit + i * 64));
   }
 };
 
 // power of 2, as a byte | nibbles as of Q4_0, each one of 16 numbers (OCP Microscaling Formats 1.0;
 // doubled, for whole numbers)
 struct MXFP4 {
-  static constexpr int kBlocks = 1, kHalves = 1, kOffset = 0;
+  static constexpr int kBlocks = 1, kBits = 5, kHalves = 1, kOffset = 3;
   static constexpr bool kHasMin = false;
   static constexpr size_t kSourceBytes = 17, kBytes = 4 * 64 + kLanes;
-  static constexpr int8_t kNumbers[16] = {0, 1,  2,  3,  4,  6,  8,  12,
-                                          0, -1, -2, -3, -4, -6, -8, -12};
+  static constexpr int8_t kNumbers[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
 
   static float power(uint8_t byte) { return std::ldexp(1.0f, byte - 128); }
   static void dequantise(const uint8_t* source, float* to) {
     uint8_t code[kBlockInputs];
-    Q4_0::codes(source - 1, code);
+    Q4_0::codes(source + 1, code);
     for (int i = 0; i < kBlockInputs; ++i) to[i] = power(source[0]) * kNumbers[code[i]];
   }
   static void pack_column(const uint8_t* source, int column, uint8_t* to) {
     uint8_t code[kBlockInputs];
-    Q4_0::codes(source - 1, code);
+    Q4_0::codes(source + 1, code);
     put_nibbles(code, column, to);
     to[256 + column] = source[0];
   }
   static INLINE Scales scales(const uint8_t* unit, int, int) {
-    const Bits bytes =
-        _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(unit + 256)));
-    const Bits exponents = _mm512_slli_epi32(_mm512_sub_epi32(bytes, _mm512_set1_epi32(1)), 23);
+    const Bits bytes = load_unsigned(unit + 256), exponents = (bytes - splat(1)) << 23;
     // below the normal numbers: 2^-128 and 2^-127
-    const Bits least = _mm512_sllv_epi32(_mm512_set1_epi32(1 << 21), bytes);
-    const __mmask16 small = _mm512_cmplt_epi32_mask(bytes, _mm512_set1_epi32(2));
-    return {_mm512_castsi512_ps(_mm512_mask_mov_epi32(exponents, small, least)),
-            _mm512_setzero_ps()};
+    const Bits least = (bytes << 21) + splat(1 << 21);
+    return {as<float>(select(bytes < splat(2), least, exponents)), Vec{}};
   }
   template <class Use>
   static INLINE void lines(const uint8_t* unit, int, Use&& use) {
-    const Bits numbers = _mm512_xor_si512(
-        _mm512_broadcast_i32x4(_mm_loadu_si128(reinterpret_cast<const __m128i*>(kNumbers))),
-        _mm512_set1_epi8(-128));
-    nibble_lines(unit, [&](int i, Bits codes) __attribute__((always_inline)) {
-      use(i, _mm512_shuffle_epi8(numbers, codes));
-    });
+    const Bits numbers = as<int32_t>(as<uint8_t>(load_table(kNumbers)) + splat<uint8_t>(16));
+    nibble_lines(unit, [&](int i, Bits codes)
+                           __attribute__((always_inline)) { use(i, look_up(numbers, codes)); });
   }
 };
 
@@ -286,7 +265,7 @@ struct MXFP4 {
 // scale, scale of mins | 12 bytes: 8 scales and 8 mins of 6 bits | 4 times 32 bytes: nibbles of one
 // block and the next
 struct Q4_K {
-  static constexpr int kBlocks = 8, kHalves = 1, kOffset = -1;
+  static constexpr int kBlocks = 8, kBits = 4, kHalves = 1, kOffset = -1;
   static constexpr bool kHasMin = true;
   static constexpr size_t kSourceBytes = 144, kLinesAt = 64 + 2 * 8 * kLanes,
                           kBytes = kLinesAt + 8 * 256;
@@ -328,8 +307,8 @@ struct Q4_K {
   }
   static INLINE Scales scales(const uint8_t* unit, int b, int) {
     const uint8_t* six = unit + 64 + b * 2 * kLanes;
-    const Vec min = _mm512_mul_ps(halves(unit + 32), from_bytes(six + kLanes));
-    return {_mm512_mul_ps(halves(unit), from_bytes(six)), _mm512_sub_ps(_mm512_setzero_ps(), min)};
+    const Vec min = halves(unit + 32) * from_bytes(six + kLanes);
+    return {halves(unit) * from_bytes(six), Vec{} - min};
   }
   template <class Use>
   static INLINE void lines(const uint8_t* unit, int b, Use&& use) {
@@ -337,10 +316,10 @@ struct Q4_K {
   }
 };
 
-// scale, scale of mins, 6 bits each as of Q4_K | 32 bytes: bit b of one belongs to block b | nibbles
-// as of Q4_K
+// scale, scale of mins, 6 bits each as of Q4_K | 32 bytes: bit b of one belongs to block b |
+// nibbles as of Q4_K
 struct Q5_K {
-  static constexpr int kBlocks = 8, kHalves = 1, kOffset = -1;
+  static constexpr int kBlocks = 8, kBits = 5, kHalves = 1, kOffset = -1;
   static constexpr bool kHasMin = true;
   static constexpr size_t kSourceBytes = 176, kLinesAt = Q4_K::kLinesAt,
                           kBytes = kLinesAt + 8 * 320;
@@ -379,7 +358,7 @@ struct Q5_K {
 // 2 times 64 bytes of the lower 4 bits of 4 blocks | 2 times 32 bytes of their upper 2 bits | 16
 // signed scales, of 16 inputs each | scale
 struct Q6_K {
-  static constexpr int kBlocks = 8, kHalves = 2, kOffset = 2;
+  static constexpr int kBlocks = 8, kBits = 6, kHalves = 2, kOffset = 2;
   static constexpr bool kHasMin = false;
   static constexpr size_t kSourceBytes = 210, kLinesAt = 32 + 16 * kLanes, kBlockBytes = 256 + 128,
                           kBytes = kLinesAt + 8 * kBlockBytes;
@@ -416,21 +395,19 @@ struct Q6_K {
     }
   }
   static INLINE Scales scales(const uint8_t* unit, int b, int half) {
-    return {_mm512_mul_ps(halves(unit), from_signed_bytes(unit + 32 + (b * 2 + half) * kLanes)),
-            _mm512_setzero_ps()};
+    return {halves(unit) * from_signed_bytes(unit + 32 + (b * 2 + half) * kLanes), Vec{}};
   }
   template <class Use>
   static INLINE void lines(const uint8_t* unit, int b, Use&& use) {
     const uint8_t* from = unit + kLinesAt + b * kBlockBytes;
-    const Bits two = _mm512_set1_epi8(0x30),
-               upper[2] = {_mm512_loadu_si512(from + 256), _mm512_loadu_si512(from + 320)};
+    const Bits two = splat_bytes(0x30), upper[2] = {load_bits(from + 256), load_bits(from + 320)};
     nibble_lines(from, [&](int i, Bits low) __attribute__((always_inline)) {
       const Bits bits = upper[i / 4];
-      const Bits placed = i % 4 == 0   ? _mm512_slli_epi16(bits, 4)
-                          : i % 4 == 1 ? _mm512_slli_epi16(bits, 2)
+      const Bits placed = i % 4 == 0   ? words_left(bits, 4)
+                          : i % 4 == 1 ? words_left(bits, 2)
                           : i % 4 == 2 ? bits
-                                       : _mm512_srli_epi16(bits, 2);
-      use(i, _mm512_or_si512(low, _mm512_and_si512(placed, two)));
+                                       : words_right(bits, 2);
+      use(i, low | (placed & two));
     });
   }
 };

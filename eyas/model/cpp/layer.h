@@ -12,28 +12,25 @@ INLINE void Model<A>::turn(const float* x, const float* norm, float inverse, con
                            int64_t position, float factor, T* to) const {
   alignas(64) float space[kMaxHeadDim];
   if (norm != nullptr) {
-    scale(x, norm, inverse, D_, [&](int c, __mmask16, Vec v) { _mm512_store_ps(space + c, v); });
+    scale(x, norm, inverse, D_, [&](int c, Lanes, Vec v) { store(space + c, v); });
     x = space;
   }
   const int turned = layer.rope < 0 ? 0 : static_cast<int>(shape_.rotary_dims), half = turned / 2;
-  const Vec size = _mm512_set1_ps(factor);
+  const Vec size = splat(factor);
   if (turned > 0) {
     const float *cos = tables_[2 * layer.rope] + position * half,
                 *sin = tables_[2 * layer.rope + 1] + position * half;
     for (int d = 0; d < half; d += kLanes) {
-      const __mmask16 lanes = first_lanes(half - d);
-      const Vec a = _mm512_maskz_loadu_ps(lanes, x + d),
-                b = _mm512_maskz_loadu_ps(lanes, x + half + d);
-      const Vec c = _mm512_maskz_loadu_ps(lanes, cos + d),
-                s = _mm512_maskz_loadu_ps(lanes, sin + d);
-      A::store(to + d, lanes, _mm512_mul_ps(size, _mm512_fnmadd_ps(b, s, _mm512_mul_ps(a, c))));
-      A::store(to + half + d, lanes,
-               _mm512_mul_ps(size, _mm512_fmadd_ps(a, s, _mm512_mul_ps(b, c))));
+      const Lanes lanes = first_lanes(half - d);
+      const Vec a = load(x + d, lanes), b = load(x + half + d, lanes);
+      const Vec c = load(cos + d, lanes), s = load(sin + d, lanes);
+      A::store(to + d, lanes, size * fnma(b, s, a * c));
+      A::store(to + half + d, lanes, size * fma(a, s, b * c));
     }
   }
   for (int d = turned; d < D_; d += kLanes) {
-    const __mmask16 lanes = first_lanes(D_ - d);
-    A::store(to + d, lanes, _mm512_mul_ps(size, _mm512_maskz_loadu_ps(lanes, x + d)));
+    const Lanes lanes = first_lanes(D_ - d);
+    A::store(to + d, lanes, size * load(x + d, lanes));
   }
 }
 
@@ -63,7 +60,7 @@ void Model<A>::place(const Layer& layer, const RowsView& rows, T* cache, int m, 
   place_heads(keys, Hk_, g, g + 1, layer.k_norm, 1.0f, to, 0);
   for (int d = 0; d < D_; d += kLanes)
     A::store(to + static_cast<size_t>(Hk_) * D_ + d, first_lanes(D_ - d),
-             _mm512_maskz_loadu_ps(first_lanes(D_ - d), value + d));
+             load(value + d, first_lanes(D_ - d)));
 }
 
 #ifdef __AMX_BF16__
@@ -148,25 +145,21 @@ void Model<A>::convolve(int t, int T_, const Layer& layer, const RowsView& rows,
   const auto kept = [&](int64_t slot) { return cache + slot * shape_.slot_width; };
   for (int m = 0; m < rows.M; ++m)
     for (int c = first; c < end; c += kLanes) {
-      const __mmask16 lanes = first_lanes(H_ - c);
+      const Lanes lanes = first_lanes(H_ - c);
       const float* from = in_.get() + m * in_stride_ + c;
-      A::store(kept(rows.slot[m]) + c, lanes,
-               _mm512_mul_ps(_mm512_maskz_loadu_ps(lanes, from),
-                             _mm512_maskz_loadu_ps(lanes, from + 2 * H_)));
+      A::store(kept(rows.slot[m]) + c, lanes, load(from, lanes) * load(from + 2 * H_, lanes));
     }
   for (int m = 0; m < rows.M; ++m) {
     const int count = visible.count(rows, m), steps = std::min(kernel, count);
     for (int i = 1; i <= steps; ++i) path[i - 1] = kept(visible.column(rows, m, count - i));
     for (int c = first; c < end; c += kLanes) {
-      const __mmask16 lanes = first_lanes(H_ - c);
-      Vec sum = layer.taps_bias == nullptr ? _mm512_setzero_ps()
-                                           : _mm512_maskz_loadu_ps(lanes, layer.taps_bias + c);
+      const Lanes lanes = first_lanes(H_ - c);
+      Vec sum = layer.taps_bias == nullptr ? Vec{} : load(layer.taps_bias + c, lanes);
       for (int i = steps; i > 0; --i)
-        sum =
-            _mm512_fmadd_ps(A::load(path[i - 1] + c, lanes),
-                            _mm512_maskz_loadu_ps(lanes, layer.taps + (kernel - i) * H_ + c), sum);
-      const Vec gate = _mm512_maskz_loadu_ps(lanes, in_.get() + m * in_stride_ + H_ + c);
-      A::store(mixed_.get() + m * x_stride_ + c, lanes, _mm512_mul_ps(gate, sum));
+        sum = fma(A::load(path[i - 1] + c, lanes), load(layer.taps + (kernel - i) * H_ + c, lanes),
+                  sum);
+      const Vec gate = load(in_.get() + m * in_stride_ + H_ + c, lanes);
+      A::store(mixed_.get() + m * x_stride_ + c, lanes, gate * sum);
     }
   }
 }
@@ -206,7 +199,7 @@ void Model<A>::mixture(int t, int T_, const Layer& layer, const Product* next, c
   sync();
   for (int m = M * t / T_; m < M * (t + 1) / T_; ++m) {
     float* sum = later_.get() + m * h_stride_;
-    for (int c = 0; c < H_; c += kLanes) _mm512_storeu_ps(sum + c, experts_.sum(m, c, h_stride_));
+    for (int c = 0; c < H_; c += kLanes) store(sum + c, experts_.sum(m, c, h_stride_));
     add_normed(m, sum, layer.mlp_out_norm, tap);
   }
 }

@@ -23,8 +23,6 @@
 
 enum class Packed : int { fp32 = 0, bf16 = 1, squeezed = 2 };
 
-constexpr int kMaxTileRows =
-    6;  // 6 rows x 4 blocks of sums, and 4 of weights, fill the 32 registers
 constexpr int kChunkPairs =
     128;  // 32 KB of a panel: its second and further tiles of rows find it in a cache
 constexpr int kSqueezedPairs = 8;   // of a chunk
@@ -94,35 +92,24 @@ class Linear final : public Product {
     for (int i = 0; i < fours; ++i) {
       Bits lines[4];
       unpack_four(low + i * 128, codes + i * 64, table, lines);
-      for (int l = 0; l < 4; ++l) _mm512_storeu_si512(to + i * 128 + l * 32, lines[l]);
+      for (int l = 0; l < 4; ++l) store_bits(to + i * 128 + l * 32, lines[l]);
     }
     const size_t at = panel.first_chunk + index;
     for (uint32_t i = rare_starts_[at]; i < rare_starts_[at + 1]; ++i)
       to[rare_[i].place] = rare_[i].weight;
   }
 
-  INLINE Bits upper_table() const {
-    return _mm512_broadcast_i32x4(_mm_load_si128(reinterpret_cast<const __m128i*>(upper_)));
-  }
+  INLINE Bits upper_table() const { return load_table(upper_); }
 
   static INLINE void unpack_four(const uint8_t* low, const uint8_t* codes, Bits table,
                                  Bits* lines) {
-    const Bits code = _mm512_loadu_si512(codes);
-    const Bits upper[2] = {look_up(table, code), look_up(table, _mm512_srli_epi16(code, 4))};
+    const Bits code = load_bits(codes);
+    const Bits upper[2] = {look_up_low(table, code), look_up_low(table, words_right(code, 4))};
     for (int i = 0; i < 2; ++i) {
-      const Bits lower = _mm512_loadu_si512(low + i * 64);
-      lines[2 * i] = _mm512_unpacklo_epi8(lower, upper[i]);
-      lines[2 * i + 1] = _mm512_unpackhi_epi8(lower, upper[i]);
+      const Bits lower = load_bits(low + i * 64);
+      lines[2 * i] = zip_low<uint8_t>(lower, upper[i]);
+      lines[2 * i + 1] = zip_high<uint8_t>(lower, upper[i]);
     }
-  }
-
-  // By the lower four bits of each byte, whatever is above them.
-  static INLINE Bits look_up(Bits table, Bits code) {
-#ifdef __AVX512VBMI__
-    return _mm512_permutexvar_epi8(code, table);  // by six bits: the table repeats every 16 bytes
-#else
-    return _mm512_shuffle_epi8(table, _mm512_and_si512(code, _mm512_set1_epi8(15)));
-#endif
   }
 
   int pairs;
@@ -231,13 +218,22 @@ class Linear final : public Product {
 template <class A>
 INLINE Vec add_pair(Vec sum, const typename A::T* x, Bits line) {
   if constexpr (A::is_bf16) {
-    int pair;
-    std::memcpy(&pair, x, 4);
-    return dot_pairs(sum, _mm512_set1_epi32(pair), line);
+    return dot_pairs(sum, splat_four(x), line);
   } else {
-    sum = _mm512_fmadd_ps(_mm512_set1_ps(x[0]), even_of_pairs(line), sum);
-    return _mm512_fmadd_ps(_mm512_set1_ps(x[1]), odd_of_pairs(line), sum);
+    sum = fma(splat(x[0]), even_of_pairs(line), sum);
+    return fma(splat(x[1]), odd_of_pairs(line), sum);
   }
+}
+
+// make(R, W), a function for R rows and W blocks, both constants, from a table of all of them.
+template <class Function, class Make>
+Function of_rows_and_width(int rows, int width, Make) {
+  static constexpr auto functions = []<int... I>(std::integer_sequence<int, I...>) {
+    return std::array<Function, sizeof...(I)>{
+        Make()(std::integral_constant<int, I / kPanelBlocks + 1>(),
+               std::integral_constant<int, I % kPanelBlocks + 1>())...};
+  }(std::make_integer_sequence<int, kMaxTileRows * kPanelBlocks>());
+  return functions[(rows - 1) * kPanelBlocks + width - 1];
 }
 
 // Some chunks of a squeezed panel.
@@ -267,8 +263,7 @@ void fused_tile(const Squeezed& chunks, const typename A::T* x, size_t stride, f
 #pragma GCC unroll 8
   for (int r = 0; r < R; ++r)
     for (int w = 0; w < W; ++w)
-      sum[r][w] =
-          fresh ? _mm512_setzero_ps() : _mm512_loadu_ps(sums + r * kPanelColumns + w * kLanes);
+      sum[r][w] = fresh ? Vec{} : load(sums + r * kPanelColumns + w * kLanes);
   const uint8_t *weights = linear.chunk(chunks.panel, chunks.first), *fetching = weights;
   const size_t fetched = bytes / 64 / chunks.tiles * 64;
   for (int c = chunks.first; c < chunks.first + chunks.count;
@@ -285,7 +280,7 @@ void fused_tile(const Squeezed& chunks, const typename A::T* x, size_t stride, f
           Linear::unpack_four(low + i * 32, codes + i * 16, table, line + i);
 #pragma GCC unroll 12
         for (int i = 0; i < lines; ++i) {
-          if constexpr (keep) _mm512_store_si512(kept + (p * W + i) * 32, line[i]);
+          if constexpr (keep) store_bits(kept + (p * W + i) * 32, line[i]);
 #pragma GCC unroll 8
           for (int r = 0; r < R; ++r)
             sum[r][i % W] = add_pair<A>(sum[r][i % W], x + r * stride + (p + i / W) * 2, line[i]);
@@ -296,7 +291,7 @@ void fused_tile(const Squeezed& chunks, const typename A::T* x, size_t stride, f
       for (int p = 0; p < pairs; ++p)
 #pragma GCC unroll 8
         for (int w = 0; w < W; ++w) {
-          const Bits line = _mm512_load_si512(kept + (p * W + w) * 32);
+          const Bits line = load_bits(kept + (p * W + w) * 32);
 #pragma GCC unroll 8
           for (int r = 0; r < R; ++r)
             sum[r][w] = add_pair<A>(sum[r][w], x + r * stride + 2 * p, line);
@@ -306,7 +301,7 @@ void fused_tile(const Squeezed& chunks, const typename A::T* x, size_t stride, f
   }
 #pragma GCC unroll 8
   for (int r = 0; r < R; ++r)
-    for (int w = 0; w < W; ++w) _mm512_storeu_ps(sums + r * kPanelColumns + w * kLanes, sum[r][w]);
+    for (int w = 0; w < W; ++w) store(sums + r * kPanelColumns + w * kLanes, sum[r][w]);
 }
 
 template <class A>
@@ -314,15 +309,8 @@ using FusedTile = void (*)(const Squeezed&, const typename A::T*, size_t, float*
 
 template <class A, bool keep>
 FusedTile<A> fused_tile_of(int rows, int width) {
-#define EYAS_ROW(R)                                                                  \
-  {                                                                                  \
-    fused_tile<A, R, 1, keep>, fused_tile<A, R, 2, keep>, fused_tile<A, R, 3, keep>, \
-        fused_tile<A, R, 4, keep>                                                    \
-  }
-  static constexpr FusedTile<A> tiles[kMaxTileRows][kPanelBlocks] = {
-      EYAS_ROW(1), EYAS_ROW(2), EYAS_ROW(3), EYAS_ROW(4), EYAS_ROW(5), EYAS_ROW(6)};
-#undef EYAS_ROW
-  return tiles[rows - 1][width - 1];
+  return of_rows_and_width<FusedTile<A>>(rows, width,
+                                         [](auto R, auto W) { return fused_tile<A, R, W, keep>; });
 }
 
 // Sums of R rows and W blocks over `pairs` pairs of inputs, added to sums [R][kPanelColumns] or,
@@ -334,8 +322,7 @@ void tile(const typename A::T* x, size_t stride, const uint8_t* weights, int pai
 #pragma GCC unroll 8
   for (int r = 0; r < R; ++r)
     for (int w = 0; w < W; ++w)
-      sum[r][w] =
-          fresh ? _mm512_setzero_ps() : _mm512_loadu_ps(sums + r * kPanelColumns + w * kLanes);
+      sum[r][w] = fresh ? Vec{} : load(sums + r * kPanelColumns + w * kLanes);
   constexpr size_t unit = kind == Packed::bf16 ? 64 : 128;
   const int bursts = (pairs + kBurstPairs - 1) / kBurstPairs;
   const size_t burst = (ahead.lines + bursts - 1) / bursts * 64;
@@ -346,12 +333,10 @@ void tile(const typename A::T* x, size_t stride, const uint8_t* weights, int pai
     for (int p = first; p < past; ++p, weights += W * unit) {
       if constexpr (A::is_bf16) {
         Bits w[W];
-        for (int i = 0; i < W; ++i) w[i] = _mm512_loadu_si512(weights + i * 64);
+        for (int i = 0; i < W; ++i) w[i] = load_bits(weights + i * 64);
 #pragma GCC unroll 8
         for (int r = 0; r < R; ++r) {
-          int pair;
-          std::memcpy(&pair, x + r * stride + 2 * p, 4);
-          const Bits a = _mm512_set1_epi32(pair);
+          const Bits a = splat_four(x + r * stride + 2 * p);
           for (int i = 0; i < W; ++i) sum[r][i] = dot_pairs(sum[r][i], a, w[i]);
         }
       } else {
@@ -360,17 +345,16 @@ void tile(const typename A::T* x, size_t stride, const uint8_t* weights, int pai
           Vec w[W];
           for (int i = 0; i < W; ++i) {
             if constexpr (kind == Packed::fp32) {
-              w[i] =
-                  _mm512_loadu_ps(reinterpret_cast<const float*>(weights + i * 128) + odd * kLanes);
+              w[i] = load(reinterpret_cast<const float*>(weights + i * 128) + odd * kLanes);
             } else {
-              const Bits pair = _mm512_loadu_si512(weights + i * 64);
+              const Bits pair = load_bits(weights + i * 64);
               w[i] = odd ? odd_of_pairs(pair) : even_of_pairs(pair);
             }
           }
 #pragma GCC unroll 8
           for (int r = 0; r < R; ++r) {
-            const Vec a = _mm512_set1_ps(x[r * stride + 2 * p + odd]);
-            for (int i = 0; i < W; ++i) sum[r][i] = _mm512_fmadd_ps(a, w[i], sum[r][i]);
+            const Vec a = splat(x[r * stride + 2 * p + odd]);
+            for (int i = 0; i < W; ++i) sum[r][i] = fma(a, w[i], sum[r][i]);
           }
         }
       }
@@ -378,7 +362,7 @@ void tile(const typename A::T* x, size_t stride, const uint8_t* weights, int pai
   }
 #pragma GCC unroll 8
   for (int r = 0; r < R; ++r)
-    for (int w = 0; w < W; ++w) _mm512_storeu_ps(sums + r * kPanelColumns + w * kLanes, sum[r][w]);
+    for (int w = 0; w < W; ++w) store(sums + r * kPanelColumns + w * kLanes, sum[r][w]);
 }
 
 template <class A>
@@ -386,14 +370,8 @@ using Tile = void (*)(const typename A::T*, size_t, const uint8_t*, int, float*,
 
 template <class A, Packed kind>
 Tile<A> tile_of(int rows, int width) {
-#define EYAS_ROW(R)                                                                    \
-  {                                                                                    \
-    tile<A, kind, R, 1>, tile<A, kind, R, 2>, tile<A, kind, R, 3>, tile<A, kind, R, 4> \
-  }
-  static constexpr Tile<A> tiles[kMaxTileRows][kPanelBlocks] = {
-      EYAS_ROW(1), EYAS_ROW(2), EYAS_ROW(3), EYAS_ROW(4), EYAS_ROW(5), EYAS_ROW(6)};
-#undef EYAS_ROW
-  return tiles[rows - 1][width - 1];
+  return of_rows_and_width<Tile<A>>(rows, width,
+                                    [](auto R, auto W) { return tile<A, kind, R, W>; });
 }
 
 template <class A>

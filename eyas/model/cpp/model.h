@@ -122,30 +122,29 @@ class Decoder {
 
 // 1 / sqrt(mean(x^2) + eps) of n channels; the same bits wherever it is called from.
 INLINE float inverse_size(const float* x, int n, float eps) {
-  Vec squares[2] = {_mm512_setzero_ps(), _mm512_setzero_ps()};
+  Vec squares[2] = {Vec{}, Vec{}};
   int i = 0;
   for (; i + 2 * kLanes <= n; i += 2 * kLanes) {
-    const Vec a = _mm512_loadu_ps(x + i), b = _mm512_loadu_ps(x + i + kLanes);
-    squares[0] = _mm512_fmadd_ps(a, a, squares[0]);
-    squares[1] = _mm512_fmadd_ps(b, b, squares[1]);
+    const Vec a = load(x + i), b = load(x + i + kLanes);
+    squares[0] = fma(a, a, squares[0]);
+    squares[1] = fma(b, b, squares[1]);
   }
   for (; i < n; i += kLanes) {
-    const Vec a = _mm512_maskz_loadu_ps(first_lanes(n - i), x + i);
-    squares[0] = _mm512_fmadd_ps(a, a, squares[0]);
+    const Vec a = load(x + i, first_lanes(n - i));
+    squares[0] = fma(a, a, squares[0]);
   }
-  const float mean =
-      _mm512_reduce_add_ps(_mm512_add_ps(squares[0], squares[1])) / static_cast<float>(n);
+  const float mean = sum_of(squares[0] + squares[1]) / static_cast<float>(n);
   return 1.0f / std::sqrt(mean + eps);
 }
 
 // x * weight * factor of n channels.
 template <class Store>
 INLINE void scale(const float* x, const float* weight, float by, int n, Store&& store) {
-  const Vec factor = _mm512_set1_ps(by);
+  const Vec factor = splat(by);
   for (int i = 0; i < n; i += kLanes) {
-    const __mmask16 lanes = first_lanes(n - i);
-    const Vec scaled = _mm512_mul_ps(_mm512_maskz_loadu_ps(lanes, x + i), factor);
-    store(i, lanes, _mm512_mul_ps(scaled, _mm512_maskz_loadu_ps(lanes, weight + i)));
+    const Lanes lanes = first_lanes(n - i);
+    const Vec scaled = load(x + i, lanes) * factor;
+    store(i, lanes, scaled * load(weight + i, lanes));
   }
 }
 
@@ -153,8 +152,7 @@ INLINE void scale(const float* x, const float* weight, float by, int n, Store&& 
 template <class Store>
 INLINE void normalise(const float* x, const float* weight, int n, float eps, Store&& store) {
   if (weight != nullptr) return scale(x, weight, inverse_size(x, n, eps), n, store);
-  for (int i = 0; i < n; i += kLanes)
-    store(i, first_lanes(n - i), _mm512_maskz_loadu_ps(first_lanes(n - i), x + i));
+  for (int i = 0; i < n; i += kLanes) store(i, first_lanes(n - i), load(x + i, first_lanes(n - i)));
 }
 
 template <class A>
@@ -218,11 +216,11 @@ class Model final : public Decoder {
 
  private:
   // Stores a line past the caches, which the weights need: of a tree's rows few are ever read.
-  static INLINE void put_away(float* to, __mmask16 lanes, Vec v) {
-    if (lanes == 0xffff && reinterpret_cast<uintptr_t>(to) % 64 == 0) {
-      _mm512_stream_ps(to, v);
+  static INLINE void put_away(float* to, Lanes lanes, Vec v) {
+    if (is_all(lanes) && reinterpret_cast<uintptr_t>(to) % 64 == 0) {
+      stream(to, v);
     } else {
-      _mm512_mask_storeu_ps(to, lanes, v);
+      store(to, lanes, v);
     }
   }
 
@@ -273,7 +271,7 @@ class Model final : public Decoder {
       const float* from = h_ + (which == nullptr ? m : which[m]) * h_stride_;
       T* to = x + m * x_stride_;
       normalise(from, weight, H_, eps_,
-                [&](int c, __mmask16 lanes, Vec v) { A::store(to + c, lanes, v); });
+                [&](int c, Lanes lanes, Vec v) { A::store(to + c, lanes, v); });
     }
     if (!own) sync();
     return x;
@@ -306,8 +304,8 @@ class Model final : public Decoder {
         [&](const Panel& panel, const float* out) {
           for (int m = 0; m < M; ++m)
             for (int w = 0; w < panel.width; ++w)
-              _mm512_storeu_ps(to + m * stride + (panel.first + w) * kLanes,
-                               _mm512_loadu_ps(out + m * kPanelColumns + w * kLanes));
+              store(to + m * stride + (panel.first + w) * kLanes,
+                    load(out + m * kPanelColumns + w * kLanes));
         },
         first);
   }
@@ -323,7 +321,7 @@ class Model final : public Decoder {
               for (int w = 0; w < panel.width; w += 2) {
                 const float* at = out + m * kPanelColumns + w * kLanes;
                 A::store(to + m * stride + (panel.first + w) / 2 * kLanes,
-                         activation.of(_mm512_loadu_ps(at), _mm512_loadu_ps(at + kLanes)));
+                         activation.of(load(at), load(at + kLanes)));
               }
           },
           first);
@@ -347,7 +345,7 @@ class Model final : public Decoder {
         for (int w = 0; w < panel.width; ++w) {
           const int c = (panel.first + w) * kLanes;
           const float* at = out + m * kPanelColumns + w * kLanes;
-          tap(m, c, first_lanes(H_ - c), add_to_h(m, c, _mm512_loadu_ps(at)));
+          tap(m, c, first_lanes(H_ - c), add_to_h(m, c, load(at)));
         }
     });
   }
@@ -355,13 +353,13 @@ class Model final : public Decoder {
   template <class Tap>
   void add_normed(int m, const float* x, const float* norm, Tap&& tap) {
     normalise(x, norm, H_, eps_,
-              [&](int c, __mmask16 lanes, Vec v) { tap(m, c, lanes, add_to_h(m, c, v)); });
+              [&](int c, Lanes lanes, Vec v) { tap(m, c, lanes, add_to_h(m, c, v)); });
   }
 
   INLINE Vec add_to_h(int m, int c, Vec v) {
     float* to = h_ + m * h_stride_ + c;
-    const Vec sum = _mm512_fmadd_ps(v, _mm512_set1_ps(factors_.residual), _mm512_loadu_ps(to));
-    _mm512_storeu_ps(to, sum);
+    const Vec sum = fma(v, splat(factors_.residual), load(to));
+    store(to, sum);
     return sum;
   }
 
@@ -378,7 +376,7 @@ class Model final : public Decoder {
       attention(t, T_, layer, rows, cache);
     sync();
     add_product(t, T_, *layer.out, layer.experts == nullptr ? layer.gate_up : layer.router,
-                layer.out_norm, mixed_.get(), x_stride_, M, [](int, int, __mmask16, Vec) {});
+                layer.out_norm, mixed_.get(), x_stride_, M, [](int, int, Lanes, Vec) {});
     sync();
     x = normed(t, T_, M, layer.post_norm, nullptr);
     if (layer.experts != nullptr) return mixture(t, T_, layer, next, x, M, tap);
@@ -434,14 +432,11 @@ class Model final : public Decoder {
 
   void clear_best(int t, int n) const;
 
-  INLINE void raise_best(int t, int r, int c, __mmask16 lanes, Vec v) const {
-    const Bits ids =
-        _mm512_add_epi32(_mm512_set1_epi32(c),
-                         _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15));
-    const __mmask16 more =
-        _mm512_mask_cmp_ps_mask(lanes, v, _mm512_loadu_ps(most(t, r)), _CMP_GT_OQ);
-    _mm512_mask_storeu_ps(most(t, r), more, v);
-    _mm512_mask_storeu_epi32(most_ids(t, r), more, ids);
+  INLINE void raise_best(int t, int r, int c, Lanes lanes, Vec v) const {
+    const Vec old = load(most(t, r));
+    const Mask more = mask_of(lanes) & (v > old);
+    store(most(t, r), select(more, v, old));
+    store(most_ids(t, r), select(more, splat(c) + count_up<int>(), load(most_ids(t, r))));
   }
 
   int64_t best_of(int T_, int r) const;
@@ -454,7 +449,7 @@ class Model final : public Decoder {
   void draft_input(int t, int T_, const RowsView& rows);
 
   void draft_layer(int t, int T_, const RowsView& rows, T* cache) {
-    layer(t, T_, layers_[0], outer_.head, rows, x_, cache, [](int, int, __mmask16, Vec) {});
+    layer(t, T_, layers_[0], outer_.head, rows, x_, cache, [](int, int, Lanes, Vec) {});
     sync();
   }
 
@@ -471,11 +466,12 @@ class Model final : public Decoder {
   void add_numbers(int first, int chunk, const Guess& guess);
 
   // The target's ids of 8 of the draft's tokens, those from `end` on any.
-  Bits ids_from(int c, int end) const {
-    if (target_ids != nullptr)
-      return _mm512_maskz_loadu_epi64(
-          static_cast<__mmask8>(first_lanes(std::max(0, std::min(8, end - c)))), target_ids + c);
-    return _mm512_add_epi64(_mm512_set1_epi64(c), _mm512_setr_epi64(0, 1, 2, 3, 4, 5, 6, 7));
+  Longs ids_from(int c, int end) const {
+    if (target_ids == nullptr) return splat<int64_t>(c) + count_up<int64_t>();
+    if (end - c >= 8) return load(target_ids + c);
+    int64_t ids[8] = {};
+    if (c < end) std::copy(target_ids + c, target_ids + end, ids);
+    return load(ids);
   }
 
   const Shape shape_;
@@ -620,22 +616,21 @@ bool Model<A>::has_quantised() const {
 
 template <class A>
 void Model<A>::embed(int64_t token, float* to) const {
-  const Vec size = _mm512_set1_ps(factors_.embed);
+  const Vec size = splat(factors_.embed);
   if (shape_.embed_kind > kEmbedBf16) {
     const Format format = static_cast<Format>(shape_.embed_kind);
     dequantise_row(
         format, static_cast<const uint8_t*>(outer_.embed) + token * row_bytes(format, H_), H_, to);
-    for (int c = 0; c < H_; c += kLanes)
-      _mm512_storeu_ps(to + c, _mm512_mul_ps(size, _mm512_loadu_ps(to + c)));
+    for (int c = 0; c < H_; c += kLanes) store(to + c, size * load(to + c));
     return;
   }
   for (int c = 0; c < H_; c += kLanes) {
-    const __mmask16 lanes = first_lanes(H_ - c);
+    const Lanes lanes = first_lanes(H_ - c);
     const size_t at = static_cast<size_t>(token) * H_ + c;
     const Vec v = shape_.embed_kind == kEmbedBf16
                       ? Bf16::load(static_cast<const bf16*>(outer_.embed) + at, lanes)
                       : Fp32::load(static_cast<const float*>(outer_.embed) + at, lanes);
-    _mm512_storeu_ps(to + c, _mm512_mul_ps(size, v));
+    store(to + c, size * v);
   }
 }
 

@@ -109,8 +109,7 @@ class Product {
     for (int m = 0; m < M; ++m)
       for (int w = 0; w < panel.width; ++w) {
         float* at = sums + m * kPanelColumns + w * kLanes;
-        _mm512_storeu_ps(at, _mm512_add_ps(_mm512_loadu_ps(at),
-                                           _mm512_loadu_ps(bias() + (panel.first + w) * kLanes)));
+        store(at, load(at) + load(bias() + (panel.first + w) * kLanes));
       }
   }
 
@@ -166,8 +165,7 @@ class Product {
 using Address = uintptr_t;
 
 INLINE void prefetch(Address at, size_t bytes) {
-  for (size_t i = 0; i < bytes; i += 64)
-    _mm_prefetch(reinterpret_cast<const char*>(at + i), _MM_HINT_T1);
+  for (size_t i = 0; i < bytes; i += 64) fetch(at + i);
 }
 
 // Fetches what a thread will read kLead bytes later: on its share of one product and then on that

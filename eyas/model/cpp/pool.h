@@ -8,7 +8,6 @@
 // all have ended; work with barriers must not throw.
 #pragma once
 
-#include <immintrin.h>
 #include <linux/futex.h>
 #include <sys/syscall.h>
 #include <unistd.h>
@@ -22,6 +21,8 @@
 #include <mutex>
 #include <thread>
 #include <utility>
+
+#include "vec.h"
 
 using Clock = std::chrono::steady_clock;
 
@@ -39,7 +40,7 @@ class alignas(64) Signal {
     for (int i = 0; i < spins; ++i) {
       const int now = get();
       if (now != old) return now;
-      _mm_pause();
+      relax();
     }
     const auto start = Clock::now();
     sleepers_.fetch_add(1);

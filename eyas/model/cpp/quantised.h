@@ -16,9 +16,6 @@
 #include "formats.h"
 #include "panels.h"
 
-constexpr int kMaxGroupRows =
-    12;  // 12 sums, 12 integers and a line with its scales fill the 32 registers
-
 // A block of a row. sum: scale times the sum of q; offset: -128 times the sum of q, offsets: of
 // either half.
 struct alignas(64) RowBlock {
@@ -40,21 +37,17 @@ struct RowBlocks {
 };
 
 // The nearest number of half precision.
-INLINE float rounded_to_half(float x) {
-  return _mm_cvtss_f32(_mm_cvtph_ps(_mm_cvtps_ph(_mm_set_ss(x), _MM_FROUND_TO_NEAREST_INT)));
-}
+INLINE float rounded_to_half(float x) { return from_half_precision(to_half_precision(x)); }
 
 INLINE void quantise(Vec first, Vec second, RowBlock& to) {
-  const float most =
-      _mm512_reduce_max_ps(_mm512_max_ps(_mm512_abs_ps(first), _mm512_abs_ps(second)));
+  const float most = max_of(max(abs(first), abs(second)));
   const float scale = most / 127.0f;
-  const Vec inverse = _mm512_set1_ps(most > 0 ? 127.0f / most : 0.0f);
-  const Bits q[2] = {_mm512_cvtps_epi32(_mm512_mul_ps(first, inverse)),
-                     _mm512_cvtps_epi32(_mm512_mul_ps(second, inverse))};
+  const Vec inverse = splat(most > 0 ? 127.0f / most : 0.0f), greatest = splat(127.0f);
+  const Bits q[2] = {to_ints(min(first * inverse, greatest)),  // 127 where it is no number
+                     to_ints(min(second * inverse, greatest))};
   for (int half = 0; half < 2; ++half) {
-    const __m128i bytes = _mm512_cvtsepi32_epi8(q[half]);
-    _mm_store_si128(reinterpret_cast<__m128i*>(to.q) + half, bytes);
-    to.offsets[half] = -128 * _mm512_reduce_add_epi32(_mm512_cvtepi8_epi32(bytes));
+    store_bytes(to.q + half * kLanes, q[half]);
+    to.offsets[half] = -128 * sum_of(q[half]);
   }
   to.offset = to.offsets[0] + to.offsets[1];
   to.scale = rounded_to_half(scale);
@@ -67,7 +60,7 @@ void quantise_row(const typename A::T* x, const RowBlocks& rows, int m) {
   const int first = m / rows_of_group() * rows_of_group(), count = rows.group_rows(first);
   RowBlock* to = rows.group(first) + (m - first);
   for (int b = 0; b < rows.blocks; ++b, x += kBlockInputs, to += count)
-    quantise(A::load(x, 0xffff), A::load(x + kLanes, 0xffff), *to);
+    quantise(A::load(x), A::load(x + kLanes), *to);
 }
 
 // Calls use(Q()) with the format's struct.
@@ -185,7 +178,7 @@ void quantised_tile(const uint8_t* weights, const RowBlock* x, int blocks, float
                                  : 1;  // integers of a row that do not wait for each other
   Vec sum[R];
 #pragma GCC unroll 12
-  for (int r = 0; r < R; ++r) sum[r] = _mm512_setzero_ps();
+  for (int r = 0; r < R; ++r) sum[r] = Vec{};
   for (int unit = 0; unit < blocks; unit += Q::kBlocks, weights += Q::kBytes) {
     if (const Address ahead = stream == nullptr ? 0 : stream->ahead(weights); ahead != 0)
       prefetch(ahead, Q::kBytes);
@@ -194,18 +187,15 @@ void quantised_tile(const uint8_t* weights, const RowBlock* x, int blocks, float
 #pragma GCC unroll 12
       for (int r = 0; r < R; ++r)
         for (int h = 0; h < Q::kHalves; ++h) {
-          const Bits offset = _mm512_set1_epi32(Q::kHalves == 1 ? x[r].offset : x[r].offsets[h]);
-          all[r][h][0] = Q::kOffset < 0 ? _mm512_setzero_si512()
-                                        : _mm512_srai_epi32(offset, std::max(0, Q::kOffset));
-          for (int i = 1; i < chains; ++i) all[r][h][i] = _mm512_setzero_si512();
+          const int offset = Q::kHalves == 1 ? x[r].offset : x[r].offsets[h];
+          all[r][h][0] = Q::kOffset < 0 ? Bits{} : splat(offset) >> std::max(0, Q::kOffset);
+          for (int i = 1; i < chains; ++i) all[r][h][i] = Bits{};
         }
       Q::lines(weights, b, [&](int i, Bits line) __attribute__((always_inline)) {
 #pragma GCC unroll 12
         for (int r = 0; r < R; ++r) {
-          int four;
-          std::memcpy(&four, x[r].q + i * kLineInputs, 4);
           Bits& to = all[r][i * Q::kHalves / kBlockLines][i % chains];
-          to = dot_bytes(to, line, _mm512_set1_epi32(four));
+          to = dot_bytes<Q::kBits>(to, line, splat_four(x[r].q + i * kLineInputs));
         }
       });
 #pragma GCC unroll 2
@@ -213,28 +203,24 @@ void quantised_tile(const uint8_t* weights, const RowBlock* x, int blocks, float
         const Scales scales = Q::scales(weights, b, h);
 #pragma GCC unroll 12
         for (int r = 0; r < R; ++r) {
-          for (int i = 1; i < chains; ++i)
-            all[r][h][0] = _mm512_add_epi32(all[r][h][0], all[r][h][i]);
-          sum[r] = _mm512_fmadd_ps(_mm512_mul_ps(scales.scale, _mm512_set1_ps(x[r].scale)),
-                                   _mm512_cvtepi32_ps(all[r][h][0]), sum[r]);
-          if constexpr (Q::kHasMin)
-            sum[r] = _mm512_fmadd_ps(scales.min, _mm512_set1_ps(x[r].sum), sum[r]);
+          for (int i = 1; i < chains; ++i) all[r][h][0] = all[r][h][0] + all[r][h][i];
+          sum[r] = fma(scales.scale * splat(x[r].scale), to_floats(all[r][h][0]), sum[r]);
+          if constexpr (Q::kHasMin) sum[r] = fma(scales.min, splat(x[r].sum), sum[r]);
         }
       }
     }
   }
 #pragma GCC unroll 12
-  for (int r = 0; r < R; ++r) _mm512_storeu_ps(sums + r * kPanelColumns, sum[r]);
+  for (int r = 0; r < R; ++r) store(sums + r * kPanelColumns, sum[r]);
 }
 
 using QuantisedTile = void (*)(const uint8_t*, const RowBlock*, int, float*, const Stream*);
 
 template <class Q>
 QuantisedTile quantised_tile_of(int rows) {
-  static constexpr QuantisedTile tiles[kMaxGroupRows] = {
-      quantised_tile<Q, 1>, quantised_tile<Q, 2>,  quantised_tile<Q, 3>,  quantised_tile<Q, 4>,
-      quantised_tile<Q, 5>, quantised_tile<Q, 6>,  quantised_tile<Q, 7>,  quantised_tile<Q, 8>,
-      quantised_tile<Q, 9>, quantised_tile<Q, 10>, quantised_tile<Q, 11>, quantised_tile<Q, 12>};
+  static constexpr auto tiles = []<int... R>(std::integer_sequence<int, R...>) {
+    return std::array<QuantisedTile, kMaxGroupRows>{quantised_tile<Q, R + 1>...};
+  }(std::make_integer_sequence<int, kMaxGroupRows>());
   return tiles[rows - 1];
 }
 
@@ -256,7 +242,7 @@ void quantised_by_amx(AmxTiles& tiles, const uint8_t* weights, const RowBlock* x
   tiles.shape(rows, 0, kBlockInputs);
   Vec sum[R];
 #pragma GCC unroll 16
-  for (int r = 0; r < R; ++r) sum[r] = _mm512_setzero_ps();
+  for (int r = 0; r < R; ++r) sum[r] = Vec{};
   for (int first = 0; first < blocks; first += kBlocksAtOnce) {
     const int count = std::min(kBlocksAtOnce, blocks - first);
     const auto unit = [&](int i) {
@@ -268,7 +254,7 @@ void quantised_by_amx(AmxTiles& tiles, const uint8_t* weights, const RowBlock* x
           ahead != 0)
         prefetch(ahead, Q::kBytes);
       Q::lines(unit(i), b, [&](int line, Bits codes) __attribute__((always_inline)) {
-        _mm512_store_si512(lines[i][line * Q::kHalves / kBlockLines][line], codes);
+        store_bits(lines[i][line * Q::kHalves / kBlockLines][line], codes);
       });
     }
     before_tiles();
@@ -298,22 +284,19 @@ void quantised_by_amx(AmxTiles& tiles, const uint8_t* weights, const RowBlock* x
         const Scales scales = Q::scales(unit(i), (first + i) % Q::kBlocks, h);
 #pragma GCC unroll 16
         for (int r = 0; r < R; ++r) {
-          Bits integer = _mm512_load_si512(integers[i][h][r]);
+          Bits integer = load(integers[i][h][r]);
           if constexpr (Q::kOffset >= 0)
-            integer = _mm512_add_epi32(
-                integer, _mm512_set1_epi32((Q::kHalves == 1 ? row[r].offset : row[r].offsets[h]) >>
-                                           Q::kOffset));
-          sum[r] = _mm512_fmadd_ps(_mm512_mul_ps(scales.scale, _mm512_set1_ps(row[r].scale)),
-                                   _mm512_cvtepi32_ps(integer), sum[r]);
-          if constexpr (Q::kHasMin)
-            sum[r] = _mm512_fmadd_ps(scales.min, _mm512_set1_ps(row[r].sum), sum[r]);
+            integer = integer +
+                      splat((Q::kHalves == 1 ? row[r].offset : row[r].offsets[h]) >> Q::kOffset);
+          sum[r] = fma(scales.scale * splat(row[r].scale), to_floats(integer), sum[r]);
+          if constexpr (Q::kHasMin) sum[r] = fma(scales.min, splat(row[r].sum), sum[r]);
         }
       }
     }
   }
 #pragma GCC unroll 16
   for (int r = 0; r < R; ++r)
-    if (r < rows) _mm512_storeu_ps(sums + r * kPanelColumns, sum[r]);
+    if (r < rows) store(sums + r * kPanelColumns, sum[r]);
 }
 
 using QuantisedByAmx = void (*)(AmxTiles&, const uint8_t*, const RowBlock*, int, int, float*,

@@ -1,182 +1,84 @@
-// Vectors of 16 floats, activations in bf16 or fp32, and aligned memory.
+// Functions of vectors, activations in bf16 or fp32, and aligned memory.
 #pragma once
 
-#include <immintrin.h>
 #include <sys/mman.h>
 
-#include <algorithm>
-#include <cmath>
-#include <cstdint>
 #include <cstdlib>
-#include <cstring>
 #include <new>
-#include <utility>
 
-#define INLINE inline __attribute__((always_inline))
-
-using Vec = __m512;
-using Bits = __m512i;
-using bf16 = uint16_t;
-
-constexpr int kLanes = 16;
+#include "vec.h"
 
 INLINE int round_up(int n, int unit) { return (n + unit - 1) / unit * unit; }
-INLINE __mmask16 first_lanes(int n) {
-  return n >= 16 ? 0xffff : static_cast<__mmask16>((1u << n) - 1);
-}
-
-// A bf16 is the upper half of a float.
-INLINE Vec widen(__m256i half) {
-  return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(half), 16));
-}
-
-INLINE __m256i narrow(Vec x) {
-#ifdef __AVX512BF16__
-  return (__m256i)_mm512_cvtneps_pbh(x);
-#else
-  const Bits bits = _mm512_castps_si512(x);
-  const Bits odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
-  return _mm512_cvtepi32_epi16(_mm512_srli_epi32(
-      _mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff))), 16));
-#endif
-}
-
-INLINE Vec even_of_pairs(Bits pairs) { return _mm512_castsi512_ps(_mm512_slli_epi32(pairs, 16)); }
-INLINE Vec odd_of_pairs(Bits pairs) {
-  return _mm512_castsi512_ps(_mm512_and_si512(pairs, _mm512_set1_epi32(0xffff0000)));
-}
-
-// sum + a.even * b.even + a.odd * b.odd in each lane, for pairs of bf16.
-INLINE Vec dot_pairs(Vec sum, Bits a, Bits b) {
-#ifdef __AVX512BF16__
-  return _mm512_dpbf16_ps(sum, (__m512bh)a, (__m512bh)b);
-#else
-  sum = _mm512_fmadd_ps(even_of_pairs(a), even_of_pairs(b), sum);
-  return _mm512_fmadd_ps(odd_of_pairs(a), odd_of_pairs(b), sum);
-#endif
-}
-
-// sum + four products in each lane, of unsigned bytes with signed ones: exact, and the same by
-// either way.
-INLINE Bits dot_bytes(Bits sum, Bits a, Bits b) {
-#ifdef __AVX512VNNI__
-  return _mm512_dpbusd_epi32(sum, a, b);
-#else
-  const Bits even = _mm512_madd_epi16(_mm512_and_si512(a, _mm512_set1_epi16(255)),
-                                      _mm512_srai_epi16(_mm512_slli_epi16(b, 8), 8));
-  const Bits odd = _mm512_madd_epi16(_mm512_srli_epi16(a, 8), _mm512_srai_epi16(b, 8));
-  return _mm512_add_epi32(sum, _mm512_add_epi32(even, odd));
-#endif
-}
 
 // e^x to about one unit in the last place; 0 far below.
 INLINE Vec exp_of(Vec x) {
-  x = _mm512_min_ps(_mm512_max_ps(x, _mm512_set1_ps(-120.0f)), _mm512_set1_ps(88.7f));
-  const Vec n = _mm512_roundscale_ps(_mm512_mul_ps(x, _mm512_set1_ps(1.44269504088896341f)), 8);
-  Vec r = _mm512_fnmadd_ps(n, _mm512_set1_ps(0.693145751953125f), x);
-  r = _mm512_fnmadd_ps(n, _mm512_set1_ps(1.42860677e-6f), r);
-  Vec p = _mm512_set1_ps(1.0f / 720);
-  p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(1.0f / 120));
-  p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(1.0f / 24));
-  p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(1.0f / 6));
-  p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(0.5f));
-  p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(1.0f));
-  p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(1.0f));
-  return _mm512_scalef_ps(p, n);
+  x = min(max(x, splat(-120.0f)), splat(88.7f));
+  const Vec n = rounded(x * splat(1.44269504088896341f));
+  Vec r = fnma(n, splat(0.693145751953125f), x);
+  r = fnma(n, splat(1.42860677e-6f), r);
+  Vec p = splat(1.0f / 720);
+  for (const float c : {1.0f / 120, 1.0f / 24, 1.0f / 6, 0.5f, 1.0f, 1.0f}) p = fma(p, r, splat(c));
+  return times_power(p, n);
 }
 
 // tanh x to about one unit in the last place: by Cephes' polynomial where e^x would lose it.
 INLINE Vec tanh_of(Vec x) {
-  const Vec one = _mm512_set1_ps(1.0f), two = _mm512_set1_ps(2.0f), size = _mm512_abs_ps(x),
-            square = _mm512_mul_ps(x, x);
-  Vec p = _mm512_set1_ps(-5.70498872745e-3f);
-  p = _mm512_fmadd_ps(p, square, _mm512_set1_ps(2.06390887954e-2f));
-  p = _mm512_fmadd_ps(p, square, _mm512_set1_ps(-5.37397155531e-2f));
-  p = _mm512_fmadd_ps(p, square, _mm512_set1_ps(1.33314422036e-1f));
-  p = _mm512_fmadd_ps(p, square, _mm512_set1_ps(-3.33332819422e-1f));
-  const Vec small = _mm512_fmadd_ps(_mm512_mul_ps(p, square), x, x);
-  const Vec grown = _mm512_add_ps(one, exp_of(_mm512_mul_ps(two, size)));
-  const Vec large = _mm512_sub_ps(one, _mm512_div_ps(two, grown));
-  const Vec signed_large = _mm512_or_ps(large, _mm512_and_ps(x, _mm512_set1_ps(-0.0f)));
-  return _mm512_mask_mov_ps(signed_large,
-                            _mm512_cmp_ps_mask(size, _mm512_set1_ps(0.625f), _CMP_NGE_UQ), small);
+  const Vec one = splat(1.0f), two = splat(2.0f), size = abs(x), square = x * x;
+  Vec p = splat(-5.70498872745e-3f);
+  for (const float c :
+       {2.06390887954e-2f, -5.37397155531e-2f, 1.33314422036e-1f, -3.33332819422e-1f})
+    p = fma(p, square, splat(c));
+  const Vec small = fma(p * square, x, x), large = one - two / (one + exp_of(two * size));
+  const Bits sign = as<int32_t>(x) & splat(INT32_MIN);
+  return select(size >= splat(0.625f), as<float>(as<int32_t>(large) | sign), small);
 }
 
-INLINE Vec capped(Vec x, Vec cap) { return _mm512_mul_ps(cap, tanh_of(_mm512_div_ps(x, cap))); }
+INLINE Vec capped(Vec x, Vec cap) { return cap * tanh_of(x / cap); }
 
 // x / (1 + e^(-slope x))
 INLINE Vec sigmoid_times(Vec x, float slope) {
-  const Vec one = _mm512_set1_ps(1.0f);
-  return _mm512_div_ps(x, _mm512_add_ps(one, exp_of(_mm512_mul_ps(_mm512_set1_ps(-slope), x))));
+  return x / (splat(1.0f) + exp_of(splat(-slope) * x));
 }
 
 // What an MLP makes of its gate and up, as `eyas/families.py` names them.
 struct Silu {
-  static INLINE Vec of(Vec gate, Vec up) { return _mm512_mul_ps(sigmoid_times(gate, 1.0f), up); }
+  static INLINE Vec of(Vec gate, Vec up) { return sigmoid_times(gate, 1.0f) * up; }
 };
 
 struct GeluTanh {
   static INLINE Vec of(Vec gate, Vec up) {
-    const Vec half = _mm512_mul_ps(_mm512_set1_ps(0.5f), gate);
-    const Vec cube = _mm512_mul_ps(_mm512_mul_ps(gate, gate), gate);
-    const Vec inner = _mm512_fmadd_ps(_mm512_set1_ps(0.044715f), cube, gate);
-    const Vec turned = tanh_of(_mm512_mul_ps(_mm512_set1_ps(0.7978845608f), inner));
-    return _mm512_mul_ps(_mm512_fmadd_ps(half, turned, half), up);
+    const Vec half = splat(0.5f) * gate, cube = gate * gate * gate;
+    const Vec turned = tanh_of(splat(0.7978845608f) * fma(splat(0.044715f), cube, gate));
+    return fma(half, turned, half) * up;
   }
 };
 
 struct ClampedSilu {
   static INLINE Vec of(Vec gate, Vec up) {
-    const Vec limit = _mm512_set1_ps(7.0f);
-    up = _mm512_max_ps(_mm512_min_ps(up, limit), _mm512_set1_ps(-7.0f));
-    const Vec glu = sigmoid_times(_mm512_min_ps(gate, limit), 1.702f);
-    return _mm512_fmadd_ps(glu, up, glu);
+    const Vec limit = splat(7.0f);
+    up = max(min(up, limit), splat(-7.0f));
+    const Vec glu = sigmoid_times(min(gate, limit), 1.702f);
+    return fma(glu, up, glu);
   }
 };
-
-// The sums of 16 vectors, in the 16 lanes of one. Every vector is summed by the same tree, wherever
-// it stands.
-INLINE Vec sums_of(const Vec* v) {
-  Vec pairs[8], fours[4], eights[2];
-  for (int i = 0; i < 8; ++i)
-    pairs[i] = _mm512_add_ps(_mm512_unpacklo_ps(v[2 * i], v[2 * i + 1]),
-                             _mm512_unpackhi_ps(v[2 * i], v[2 * i + 1]));
-  for (int i = 0; i < 4; ++i) {
-    const __m512d a = _mm512_castps_pd(pairs[2 * i]), b = _mm512_castps_pd(pairs[2 * i + 1]);
-    fours[i] = _mm512_add_ps(_mm512_castpd_ps(_mm512_unpacklo_pd(a, b)),
-                             _mm512_castpd_ps(_mm512_unpackhi_pd(a, b)));
-  }
-  for (int i = 0; i < 2; ++i) {
-    const Vec a = fours[2 * i], b = fours[2 * i + 1];
-    eights[i] = _mm512_add_ps(_mm512_shuffle_f32x4(a, b, 0x88), _mm512_shuffle_f32x4(a, b, 0xdd));
-  }
-  return _mm512_add_ps(_mm512_shuffle_f32x4(eights[0], eights[1], 0x88),
-                       _mm512_shuffle_f32x4(eights[0], eights[1], 0xdd));
-}
 
 // What activations, keys and values are stored as.
 struct Bf16 {
   using T = bf16;
   static constexpr bool is_bf16 = true;
-  static INLINE void store(T* to, Vec x) {
-    _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), narrow(x));
-  }
-  static INLINE void store(T* to, __mmask16 lanes, Vec x) {
-    _mm256_mask_storeu_epi16(to, lanes, narrow(x));
-  }
-  static INLINE Vec load(const T* from, __mmask16 lanes) {
-    return widen(_mm256_maskz_loadu_epi16(lanes, from));
-  }
+  static INLINE void store(T* to, Vec x) { ::store(to, narrow(x)); }
+  static INLINE void store(T* to, Lanes lanes, Vec x) { ::store(to, lanes, narrow(x)); }
+  static INLINE Vec load(const T* from) { return widen(load_halves(from)); }
+  static INLINE Vec load(const T* from, Lanes lanes) { return widen(load_halves(from, lanes)); }
 };
 
 struct Fp32 {
   using T = float;
   static constexpr bool is_bf16 = false;
-  static INLINE void store(T* to, Vec x) { _mm512_storeu_ps(to, x); }
-  static INLINE void store(T* to, __mmask16 lanes, Vec x) { _mm512_mask_storeu_ps(to, lanes, x); }
-  static INLINE Vec load(const T* from, __mmask16 lanes) {
-    return _mm512_maskz_loadu_ps(lanes, from);
-  }
+  static INLINE void store(T* to, Vec x) { ::store(to, x); }
+  static INLINE void store(T* to, Lanes lanes, Vec x) { ::store(to, lanes, x); }
+  static INLINE Vec load(const T* from) { return ::load(from); }
+  static INLINE Vec load(const T* from, Lanes lanes) { return ::load(from, lanes); }
 };
 
 // A zeroed array on 64 bytes that only grows; growing forgets what was in it.

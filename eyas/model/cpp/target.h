@@ -29,7 +29,7 @@ int Model<A>::forward(const RowsView& rows, void* kv, const Tapped& tapped,
       const Product* next = l + 1 < layers_.size() ? layers_[l + 1].in : outer_.head;
       layer(t, T_, layers_[l], next, rows, x,
             static_cast<T*>(kv) + l * rows.num_slots * shape_.slot_width,
-            [&](int m, int c, __mmask16 lanes, Vec v) {
+            [&](int m, int c, Lanes lanes, Vec v) {
               if (tapped.taps == nullptr) return;
               const size_t to = tapped.by_slot ? rows.slot[m] : m;
               for (int i = 0; i < 3; ++i)
@@ -41,7 +41,7 @@ int Model<A>::forward(const RowsView& rows, void* kv, const Tapped& tapped,
     for (int m = M * t / T_; last_hidden != nullptr && m < M * (t + 1) / T_; ++m) {
       T* to = static_cast<T*>(last_hidden) + static_cast<size_t>(m) * H_;
       normalise(h_ + m * h_stride_, outer_.final_norm, H_, eps_,
-                [&](int c, __mmask16 lanes, Vec v) { A::store(to + c, lanes, v); });
+                [&](int c, Lanes lanes, Vec v) { A::store(to + c, lanes, v); });
     }
     if (n == 0) return;
     const T* x = normed(t, T_, n, outer_.final_norm, logits_of);
@@ -52,13 +52,13 @@ int Model<A>::forward(const RowsView& rows, void* kv, const Tapped& tapped,
               for (int r = 0; r < n; ++r)
                 for (int w = 0; w < panel.width; ++w) {
                   const int c = (panel.first + w) * kLanes;
-                  const __mmask16 lanes = first_lanes(V_ - c);
-                  const Vec v = _mm512_loadu_ps(out + r * kPanelColumns + w * kLanes);
+                  const Lanes lanes = first_lanes(V_ - c);
+                  const Vec v = load(out + r * kPanelColumns + w * kLanes);
                   if (logits != nullptr && logits[r] != nullptr) put_away(logits[r] + c, lanes, v);
                   raise_best(t, r, c, lanes, v);
                 }
             });
-    _mm_sfence();  // what is put away is there for the other threads
+    end_streams();  // what is put away is there for the other threads
     sync();
     for (int r = n * t / T_; r < n * (t + 1) / T_; ++r) best[r] = best_of(T_, r);
   });
@@ -68,12 +68,12 @@ int Model<A>::forward(const RowsView& rows, void* kv, const Tapped& tapped,
 // Factors the outputs of lm_head on a panel, and cuts them softly.
 template <class A>
 void Model<A>::finish_logits(float* out, int n, int width) const {
-  const Vec size = _mm512_set1_ps(factors_.logit), cap = _mm512_set1_ps(factors_.logit_softcap);
+  const Vec size = splat(factors_.logit), cap = splat(factors_.logit_softcap);
   for (int r = 0; r < n; ++r)
     for (int w = 0; w < width; ++w) {
       float* at = out + r * kPanelColumns + w * kLanes;
-      const Vec v = _mm512_mul_ps(size, _mm512_loadu_ps(at));
-      _mm512_storeu_ps(at, factors_.logit_softcap > 0 ? capped(v, cap) : v);
+      const Vec v = size * load(at);
+      store(at, factors_.logit_softcap > 0 ? capped(v, cap) : v);
     }
 }
 
@@ -166,8 +166,8 @@ void Model<A>::move(const RowsView& rows, int64_t from, int64_t to, T* kv,
 template <class A>
 void Model<A>::clear_best(int t, int n) const {
   for (int r = 0; r < n; ++r) {
-    _mm512_storeu_ps(most(t, r), _mm512_set1_ps(-INFINITY));
-    _mm512_storeu_si512(most_ids(t, r), _mm512_set1_epi32(INT32_MAX));
+    store(most(t, r), splat(-INFINITY));
+    store(most_ids(t, r), splat(INT32_MAX));
   }
 }
 
