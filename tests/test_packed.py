@@ -177,25 +177,23 @@ def test_formats_that_do_not_fit_together_are_no_product():
 
 
 @needs_native
-def test_without_the_instruction_the_bits_are_the_same(monkeypatch):
-    """As a library for a processor without VNNI."""
+def test_the_bits_of_products_are_those_of_the_plainest_variant(monkeypatch):
+    plainest = library.runnable()[-1]  # without the instruction for four products of bytes
     one, x = matrix(Kind.Q8_0, 48, 512), inputs(13, 512)
     one.data[:, 2::34] = 128  # the largest sums of products there are
-    expected = {
-        kind: product(PackedLinear.of_blocks([matrix(kind, 48, 512)], [], 1), x, 48)
-        for kind in KINDS
-    }
-    extreme = product(PackedLinear.of_blocks([one], [], 1), x, 48)
-    flags = ("-O1", *library.FLAGS[1:], "-mno-avx512vnni", "-mno-avxvnni")
-    monkeypatch.setattr(library, "FLAGS", flags)
-    library._loaded.cache_clear()
-    try:
-        for kind in KINDS:
-            packed = PackedLinear.of_blocks([matrix(kind, 48, 512)], [], 1)
-            assert torch.equal(product(packed, x, 48), expected[kind])
-        assert torch.equal(product(PackedLinear.of_blocks([one], [], 1), x, 48), extreme)
-    finally:
-        library._loaded.cache_clear()
+    matrices = [matrix(kind, 48, 512) for kind in KINDS] + [one]
+
+    def products() -> list[Tensor]:
+        return [product(PackedLinear.of_blocks([each], [], 1), x, 48) for each in matrices]
+
+    expected = products()
+    with monkeypatch.context() as patch:
+        patch.setenv(library.CHOICE, plainest.name)
+        patch.setattr(library, "_loaded", functools.cache(library._loaded.__wrapped__))
+        patch.setitem(globals(), "multiply", functools.cache(multiply.__wrapped__))
+        assert library.native().variant == plainest
+        found = products()
+    assert all(map(torch.equal, found, expected))
 
 
 # Targets

@@ -59,7 +59,10 @@ _AVX512 = _x86(
 _VNNI = _x86("avx512_vnni", "-mavx512vnni", "avx512_vnni", _AVX512)
 _BF16 = _x86("avx512_vnni_bf16", "-mavx512bf16 -mavx512vbmi", "avx512_bf16 avx512vbmi", _VNNI)
 _AMX = _x86("amx", "-mamx-tile -mamx-int8 -mamx-bf16", "amx_tile amx_int8 amx_bf16", _BF16)
-VARIANTS = (_AMX, _BF16, _VNNI, _AVX512)  # the best first
+_AVX2 = _x86("avx2", "-march=x86-64-v3", "avx2 fma f16c bmi2")
+_AVX2_VNNI = _x86("avx2_vnni", "-mavxvnni", "avx_vnni", _AVX2)
+_NEON = Variant("neon", "aarch64", ("-march=armv8.2-a+dotprod",), frozenset(["asimd", "asimddp"]))
+VARIANTS = (_AMX, _BF16, _VNNI, _AVX512, _AVX2_VNNI, _AVX2, _NEON)  # the best first
 
 
 def of_machine(machine: str | None = None) -> list[Variant]:
