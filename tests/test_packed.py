@@ -335,6 +335,7 @@ def tiny(tmp_path_factory):
 def test_a_file_is_run_as_it_is(tmp_path, tiny, kind):
     folder = resolve_target(str(gguf_file(tiny, tmp_path / "tiny.gguf", kind)))
     packed, dense = (Target.load(folder, dtype) for dtype in ("packed", "float32"))
+    assert Target.load(folder).precision == "packed"
     name = "model.layers.3.self_attn.q_proj.weight"
     assert torch.equal(
         torch.from_numpy(packed.blocks[name].dequantised()).bfloat16(), read_tensors(folder)[name]

@@ -65,7 +65,9 @@ def test_logits_and_taps_equal_transformers(tmp_path, family, overrides, kind):
 def test_auto_is_the_checkpoints_precision_where_it_runs(tmp_path, stored, chosen):
     shape = TargetConfig.from_folder(tiny_target(tmp_path)).model_copy(update={"dtype": stored})
     assert resolve_dtype("auto", shape) == chosen
-    assert resolve_dtype("packed", shape) == "packed"
+    in_blocks = shape.model_copy(update={"in_blocks": True})
+    assert resolve_dtype("auto", in_blocks) == resolve_dtype("packed", shape) == "packed"
+    assert resolve_dtype("float32", in_blocks) == "float32"
     assert stored_dtype(shape) == (stored if stored != "float8_e4m3fn" else "float32")
     with pytest.raises(MismatchError, match="float16"):
         Target.load(tmp_path, "float16")

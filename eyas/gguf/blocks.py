@@ -9,7 +9,7 @@ Letters: N rows, K columns.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -90,12 +90,18 @@ class BlockMatrix:
             raise CorruptError(what, DAMAGED)
 
 
+def are_multiplied(kinds: Collection[str]) -> bool:
+    """Whether matrices of types of these names can be multiplied as they lie in a file."""
+    known = {kind.name for kind in KINDS}
+    return not known.isdisjoint(kinds) and known | {kind.name for kind in PLAIN} >= set(kinds)
+
+
 def refuse_other_kinds(matrices: Mapping[str, BlockMatrix]) -> None:
     """Raise MismatchError unless the matrices of a file can be multiplied as they lie in it."""
-    kinds = {matrix.kind for matrix in matrices.values()}
-    others = sorted(kind.name for kind in kinds - {*KINDS, *PLAIN})
-    names = ", ".join(kind.name for kind in KINDS)
-    if others or not kinds & set(KINDS):
+    kinds = {matrix.kind.name for matrix in matrices.values()}
+    if not are_multiplied(kinds):
+        names = ", ".join(kind.name for kind in KINDS)
+        others = sorted(kinds - {kind.name for kind in (*KINDS, *PLAIN)})
         what = f"matrices in {', '.join(others)}" if others else f"no matrix in {names}"
         raise MismatchError(
             f"the GGUF file holds {what}",

@@ -38,6 +38,9 @@ from eyas.families import (
     HeadNorm,
     NormPlacement,
 )
+from eyas.gguf.blocks import are_multiplied
+from eyas.gguf.configuration import SOURCE
+from eyas.gguf.folder import is_of_file
 from eyas.model.config import (
     HEAD_ROPES,
     LEAST_WINDOW,
@@ -205,6 +208,7 @@ class TargetConfig(TargetShape):
                 whole=whole.get("model_type"),
                 eos_token_ids=end_token_ids(folder, config.get("eos_token_id")),
                 dtype=config.get("dtype") or config.get("torch_dtype") or "float32",
+                in_blocks=is_of_file(Path(folder)) and are_multiplied(whole[SOURCE]["types"]),
                 **description(config, FAMILIES[family]),
             )
         except Unsupported as error:

@@ -160,6 +160,7 @@ class TargetShape(DecoderConfig):
 
     The logits are lm_head's output times logit_scale, then cut softly: logit_softcap * tanh(. /
     logit_softcap). family: model_type of the decoder; whole: of a model that it is a part of.
+    in_blocks: a GGUF file whose matrices the native decoder multiplies as they are.
     """
 
     family: str
@@ -169,6 +170,7 @@ class TargetShape(DecoderConfig):
     dtype: str
     logit_scale: Positive = 1.0
     logit_softcap: float | None = None
+    in_blocks: bool = False
 
     @property
     def model_type(self) -> str:

@@ -67,12 +67,14 @@ def stored_dtype(shape: TargetShape) -> Dtype:
 def resolve_dtype(dtype: Dtype, shape: TargetShape) -> Dtype:
     """The precision that our own decoder runs a target in: a key of DTYPES.
 
-    "auto" is bfloat16 for a checkpoint stored in it and float32 for others: the answers and
-    features are then those of the engine that serves the model. "packed" is only taken where it is
-    asked for: the matrices of a GGUF file in its own blocks, multiplied as they are.
+    "auto" is "packed" for a GGUF file whose matrices the library multiplies in the file's own
+    blocks, bfloat16 for a checkpoint stored in it and float32 for others: the answers and features
+    are then those of the engine that serves the model.
     """
     if dtype != "auto":
         return dtype
+    if shape.in_blocks:
+        return "packed"
     return "bfloat16" if shape.dtype == "bfloat16" else "float32"
 
 
@@ -111,6 +113,7 @@ class Target:
         CorruptError, MismatchError.
         """
         config, root = TargetConfig.from_folder(folder), Path(folder)
+        dtype = resolve_dtype(dtype, config)
         if dtype != "packed" and not lies_in_file(root):
             tensors = read_tensors(folder)
             refuse_nonfinite(folder, tensors)
