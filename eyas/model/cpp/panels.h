@@ -13,7 +13,7 @@
 #include "simd.h"
 
 constexpr int kPanelBlocks = 4, kPanelColumns = kPanelBlocks * kLanes;
-constexpr size_t kLead = 16384;  // bytes between what is worked on and what is fetched
+constexpr size_t kLead = 6144;  // bytes between what is worked on and what is fetched
 
 struct Panel {
   int first, width;  // blocks
@@ -176,8 +176,8 @@ class Stream {
       : past_(address(product.share_weights(t + 1, T))),
         then_(next == nullptr ? 0 : address(next->share_weights(t, T))) {}
 
-  Address ahead(const uint8_t* weights) const {
-    const Address at = address(weights) + kLead;
+  Address ahead(const uint8_t* weights, size_t lead = kLead) const {
+    const Address at = address(weights) + lead;
     return at < past_ ? at : then_ == 0 ? 0 : then_ + (at - past_);
   }
 

@@ -24,16 +24,27 @@ struct alignas(64) RowBlock {
   int32_t offset, offsets[2];
 };
 
-// Rows that are multiplied together: by tiles as many as one has.
-inline int rows_of_group() { return has_amx() ? kAmxRows : kMaxGroupRows; }
+constexpr int kStretch = 8;  // blocks of a row that lie together: one unit, or 8
 
-// M rows of `blocks` blocks. Rows that are multiplied together lie together: [groups][block][row].
+// M rows of `blocks` blocks, in the order in which they are read: [stretch][group][block][row].
+// Few rows are groups that take the weights apart each for itself; many are small groups that share
+// what is taken apart once, and tiles (AMX) have their own number.
 struct RowBlocks {
   RowBlock* data;
   int blocks, M;
 
+  bool are_many() const { return !has_amx() && M >= kOpenedFrom; }
+  int rows_of_group() const {
+    const int most = has_amx() ? kAmxRows : M >= kOpenedFrom ? kOpenedRows : kMaxGroupRows,
+              groups = (M + most - 1) / most;
+    return has_amx() ? most : (M + groups - 1) / groups;
+  }
   int group_rows(int first) const { return std::min(rows_of_group(), M - first); }
-  RowBlock* group(int first) const { return data + static_cast<size_t>(first) * blocks; }
+  int stretch_blocks(int block) const { return std::min(kStretch, blocks - block); }
+  // From a stretch's first block on, the blocks of the group that begins with row `first`.
+  RowBlock* stretch(int block, int first) const {
+    return data + static_cast<size_t>(block) * M + first * stretch_blocks(block);
+  }
 };
 
 // The nearest number of half precision.
@@ -57,10 +68,12 @@ INLINE void quantise(Vec first, Vec second, RowBlock& to) {
 // Row m of rows, K inputs of it, a multiple of 32.
 template <class A>
 void quantise_row(const typename A::T* x, const RowBlocks& rows, int m) {
-  const int first = m / rows_of_group() * rows_of_group(), count = rows.group_rows(first);
-  RowBlock* to = rows.group(first) + (m - first);
-  for (int b = 0; b < rows.blocks; ++b, x += kBlockInputs, to += count)
-    quantise(A::load(x), A::load(x + kLanes), *to);
+  const int first = m / rows.rows_of_group() * rows.rows_of_group(), count = rows.group_rows(first);
+  for (int stretch = 0; stretch < rows.blocks; stretch += kStretch) {
+    RowBlock* to = rows.stretch(stretch, first) + (m - first);
+    for (int b = 0; b < rows.stretch_blocks(stretch); ++b, x += kBlockInputs, to += count)
+      quantise(A::load(x), A::load(x + kLanes), *to);
+  }
 }
 
 // Calls use(Q()) with the format's struct.
@@ -169,9 +182,24 @@ class QuantisedProduct final : public Product {
   std::vector<Format> formats_;  // of panels
 };
 
-// Sums of R rows, a group, on one block of 16 columns. What is ahead is fetched by the first group.
+// What a block's integers begin with.
+template <class Q>
+INLINE Bits start_of(const RowBlock& x, int half) {
+  if constexpr (Q::kOffset < 0) return Bits{};
+  return splat(Q::kHalves == 1 ? x.offset : x.offsets[half]) >> std::max(0, Q::kOffset);
+}
+
+template <class Q>
+INLINE Vec add_scaled(Vec sum, Scales scales, Bits integers, const RowBlock& x) {
+  sum = fma(scales.scale * splat(x.scale), to_floats(integers), sum);
+  if constexpr (Q::kHasMin) sum = fma(scales.min, splat(x.sum), sum);
+  return sum;
+}
+
+// Sums of R rows, a group from row `first` on, on one block of 16 columns. What is ahead is fetched
+// by the first group.
 template <class Q, int R>
-void quantised_tile(const uint8_t* weights, const RowBlock* x, int blocks, float* sums,
+void quantised_tile(const uint8_t* weights, const RowBlocks& rows, int first, float* sums,
                     const Stream* stream) {
   constexpr int chains = R == 1  ? 4
                          : R < 4 ? 2
@@ -179,19 +207,21 @@ void quantised_tile(const uint8_t* weights, const RowBlock* x, int blocks, float
   Vec sum[R];
 #pragma GCC unroll 12
   for (int r = 0; r < R; ++r) sum[r] = Vec{};
-  for (int unit = 0; unit < blocks; unit += Q::kBlocks, weights += Q::kBytes) {
-    if (const Address ahead = stream == nullptr ? 0 : stream->ahead(weights); ahead != 0)
-      prefetch(ahead, Q::kBytes);
-    for (int b = 0; b < Q::kBlocks; ++b, x += R) {
+  for (int stretch = 0; stretch < rows.blocks; stretch += kStretch) {
+    const RowBlock* x = rows.stretch(stretch, first);
+    const int count = rows.stretch_blocks(stretch);
+    for (int b = 0; b < count; ++b, x += R) {
+      if (b % Q::kBlocks == 0)
+        if (const Address ahead = stream == nullptr ? 0 : stream->ahead(weights); ahead != 0)
+          prefetch(ahead, Q::kBytes);
       Bits all[R][Q::kHalves][chains];
 #pragma GCC unroll 12
       for (int r = 0; r < R; ++r)
         for (int h = 0; h < Q::kHalves; ++h) {
-          const int offset = Q::kHalves == 1 ? x[r].offset : x[r].offsets[h];
-          all[r][h][0] = Q::kOffset < 0 ? Bits{} : splat(offset) >> std::max(0, Q::kOffset);
+          all[r][h][0] = start_of<Q>(x[r], h);
           for (int i = 1; i < chains; ++i) all[r][h][i] = Bits{};
         }
-      Q::lines(weights, b, [&](int i, Bits line) __attribute__((always_inline)) {
+      Q::lines(weights, b % Q::kBlocks, [&](int i, Bits line) __attribute__((always_inline)) {
 #pragma GCC unroll 12
         for (int r = 0; r < R; ++r) {
           Bits& to = all[r][i * Q::kHalves / kBlockLines][i % chains];
@@ -200,21 +230,21 @@ void quantised_tile(const uint8_t* weights, const RowBlock* x, int blocks, float
       });
 #pragma GCC unroll 2
       for (int h = 0; h < Q::kHalves; ++h) {
-        const Scales scales = Q::scales(weights, b, h);
+        const Scales scales = Q::scales(weights, b % Q::kBlocks, h);
 #pragma GCC unroll 12
         for (int r = 0; r < R; ++r) {
           for (int i = 1; i < chains; ++i) all[r][h][0] = all[r][h][0] + all[r][h][i];
-          sum[r] = fma(scales.scale * splat(x[r].scale), to_floats(all[r][h][0]), sum[r]);
-          if constexpr (Q::kHasMin) sum[r] = fma(scales.min, splat(x[r].sum), sum[r]);
+          sum[r] = add_scaled<Q>(sum[r], scales, all[r][h][0], x[r]);
         }
       }
+      if (b % Q::kBlocks == Q::kBlocks - 1) weights += Q::kBytes;
     }
   }
 #pragma GCC unroll 12
   for (int r = 0; r < R; ++r) store(sums + r * kPanelColumns, sum[r]);
 }
 
-using QuantisedTile = void (*)(const uint8_t*, const RowBlock*, int, float*, const Stream*);
+using QuantisedTile = void (*)(const uint8_t*, const RowBlocks&, int, float*, const Stream*);
 
 template <class Q>
 QuantisedTile quantised_tile_of(int rows) {
@@ -222,6 +252,126 @@ QuantisedTile quantised_tile_of(int rows) {
     return std::array<QuantisedTile, kMaxGroupRows>{quantised_tile<Q, R + 1>...};
   }(std::make_integer_sequence<int, kMaxGroupRows>());
   return tiles[rows - 1];
+}
+
+// A stretch of a panel's weights, taken apart.
+struct Opened {
+  alignas(64) uint8_t lines[kStretch][kBlockLines][kPanelBlocks][64];
+  Scales scales[kStretch][2][kPanelBlocks];
+};
+
+// Fetches a panel's next stretch while one is worked on: a little at each of its steps.
+class Fetcher {
+ public:
+  // weights: of the stretch, in the first of `width` blocks that are `apart`; lead: how far ahead.
+  Fetcher(const Stream& stream, const uint8_t* weights, size_t apart, int width, size_t lead,
+          size_t bytes, int steps)
+      : lines_(static_cast<int>((bytes + 63) / 64)), left_(lines_ * width), steps_(steps) {
+    for (int w = 0; w < width; ++w) starts_[w] = stream.ahead(weights + w * apart, lead);
+  }
+  // Called once for every step that the work has; a call may stand for several.
+  INLINE void step(int count) {
+    for (due_ += count * lines_ * kPanelBlocks; due_ >= steps_ && left_ > 0; due_ -= steps_) {
+      --left_;
+      if (const Address at = starts_[left_ / lines_]; at != 0) fetch(at + left_ % lines_ * 64);
+    }
+  }
+
+ private:
+  Address starts_[kPanelBlocks];
+  int lines_, left_, steps_, due_ = 0;
+};
+
+// One block of 16 columns from a stretch's unit on.
+template <class Q>
+void open(const uint8_t* weights, int count, int w, Opened& to) {
+  for (int i = 0; i < count; ++i) {
+    const uint8_t* unit = weights + i / Q::kBlocks * Q::kBytes;
+    Q::lines(unit, i % Q::kBlocks, [&](int line, Bits codes) __attribute__((always_inline)) {
+      store_bits(to.lines[i][line][w], codes);
+    });
+    for (int h = 0; h < Q::kHalves; ++h)
+      to.scales[i][h][w] = Q::scales(unit, i % Q::kBlocks, h);
+  }
+}
+
+// A stretch's part of the sums of R rows on W blocks from the w-th on.
+template <class Q, int R, int W>
+void opened_tile(const Opened& opened, int count, int w, const RowBlock* x, float* sums,
+                 bool is_first) {
+  Vec sum[R][W];
+#pragma GCC unroll 4
+  for (int r = 0; r < R; ++r)
+#pragma GCC unroll 4
+    for (int v = 0; v < W; ++v)
+      sum[r][v] = is_first ? Vec{} : load(sums + r * kPanelColumns + v * kLanes);
+  for (int i = 0; i < count; ++i, x += R)
+#pragma GCC unroll 2
+    for (int h = 0; h < Q::kHalves; ++h) {
+      Bits all[R][W];
+#pragma GCC unroll 4
+      for (int r = 0; r < R; ++r)
+#pragma GCC unroll 4
+        for (int v = 0; v < W; ++v) all[r][v] = start_of<Q>(x[r], h);
+      constexpr int lines = kBlockLines / Q::kHalves;
+#pragma GCC unroll 8
+      for (int l = h * lines; l < (h + 1) * lines; ++l)
+#pragma GCC unroll 4
+        for (int r = 0; r < R; ++r) {
+          const Bits four = splat_four(x[r].q + l * kLineInputs);
+#pragma GCC unroll 4
+          for (int v = 0; v < W; ++v)
+            all[r][v] = dot_bytes<Q::kBits>(all[r][v], load_bits(opened.lines[i][l][w + v]), four);
+        }
+#pragma GCC unroll 4
+      for (int v = 0; v < W; ++v)
+#pragma GCC unroll 4
+        for (int r = 0; r < R; ++r)
+          sum[r][v] = add_scaled<Q>(sum[r][v], opened.scales[i][h][w + v], all[r][v], x[r]);
+    }
+#pragma GCC unroll 4
+  for (int r = 0; r < R; ++r)
+#pragma GCC unroll 4
+    for (int v = 0; v < W; ++v) store(sums + r * kPanelColumns + v * kLanes, sum[r][v]);
+}
+
+using OpenedTile = void (*)(const Opened&, int, int, const RowBlock*, float*, bool);
+
+template <class Q>
+OpenedTile opened_tile_of(int rows, int width) {
+  static constexpr auto tiles = []<int... I>(std::integer_sequence<int, I...>) {
+    return std::array<OpenedTile, kOpenedRows * kOpenedBlocks>{
+        opened_tile<Q, I / kOpenedBlocks + 1, I % kOpenedBlocks + 1>...};
+  }(std::make_integer_sequence<int, kOpenedRows * kOpenedBlocks>());
+  return tiles[(rows - 1) * kOpenedBlocks + width - 1];
+}
+
+// All rows on a panel, whose weights are taken apart once for all of them.
+template <class Q>
+void opened_panel(const uint8_t* weights, size_t apart, int width, const RowBlocks& rows,
+                  float* sums, const Stream& stream) {
+  Opened opened;
+  const int group = rows.rows_of_group(), steps = width * kStretch + rows.M / group * width;
+  for (int stretch = 0; stretch < rows.blocks; stretch += kStretch) {
+    const int count = rows.stretch_blocks(stretch);
+    const size_t bytes = static_cast<size_t>(count) / Q::kBlocks * Q::kBytes;
+    const bool is_last = stretch + count == rows.blocks;
+    Fetcher fetcher(stream, weights, apart, width, is_last ? apart * width + bytes - apart : bytes,
+                    bytes, steps);
+    for (int w = 0; w < width; ++w) {
+      open<Q>(weights + w * apart, count, w, opened);
+      fetcher.step(kStretch);
+    }
+    for (int first = 0; first < rows.M; first += group) {
+      const int R = rows.group_rows(first);
+      for (int w = 0; w < width; w += kOpenedBlocks)
+        opened_tile_of<Q>(R, std::min(kOpenedBlocks, width - w))(
+            opened, count, w, rows.stretch(stretch, first),
+            sums + first * kPanelColumns + w * kLanes, stretch == 0);
+      fetcher.step(width);
+    }
+    weights += bytes;
+  }
 }
 
 #if defined(__AMX_INT8__) && defined(__AMX_TILE__)
@@ -233,18 +383,22 @@ constexpr int kFewRowsByBytes = 7;  // up to these the instruction for four prod
 // 16 columns. A block's sum is an exact integer, so the bits are the same. R: the group's rows and
 // some that are not used.
 template <class Q, int R>
-void quantised_by_amx(AmxTiles& tiles, const uint8_t* weights, const RowBlock* x, int rows,
-                      int blocks, float* sums, const Stream* stream) {
+void quantised_by_amx(AmxTiles& tiles, const uint8_t* weights, const RowBlocks& all, int first_row,
+                      float* sums, const Stream* stream) {
   alignas(64) uint8_t lines[kBlocksAtOnce][Q::kHalves][kBlockLines][64];
   alignas(64) int32_t integers[kBlocksAtOnce][Q::kHalves][R][kLanes];
   if constexpr (Q::kHalves > 1)
     std::memset(lines, 0, sizeof(lines));  // of each half the lines of the other stay 0
+  const int rows = all.group_rows(first_row), blocks = all.blocks;
   tiles.shape(rows, 0, kBlockInputs);
   Vec sum[R];
 #pragma GCC unroll 16
   for (int r = 0; r < R; ++r) sum[r] = Vec{};
   for (int first = 0; first < blocks; first += kBlocksAtOnce) {
-    const int count = std::min(kBlocksAtOnce, blocks - first);
+    const int count = std::min(kBlocksAtOnce, blocks - first),
+              stretch = first / kStretch * kStretch;
+    const RowBlock* x =
+        all.stretch(stretch, first_row) + static_cast<size_t>(first - stretch) * rows;
     const auto unit = [&](int i) {
       return weights + static_cast<size_t>((first + i) / Q::kBlocks) * Q::kBytes;
     };
@@ -265,7 +419,7 @@ void quantised_by_amx(AmxTiles& tiles, const uint8_t* weights, const RowBlock* x
   _tile_stored(I, integers[I][H], 64);
 #define EYAS_BLOCK(I)                                                            \
   if (I < count) {                                                               \
-    _tile_loadd(4, x + static_cast<size_t>(first + I) * rows, sizeof(RowBlock)); \
+    _tile_loadd(4, x + static_cast<size_t>(I) * rows, sizeof(RowBlock));         \
     EYAS_HALF(I, 0, 5)                                                           \
     if constexpr (Q::kHalves > 1) {                                              \
       EYAS_HALF(I, Q::kHalves - 1, 6)                                            \
@@ -278,7 +432,7 @@ void quantised_by_amx(AmxTiles& tiles, const uint8_t* weights, const RowBlock* x
 #undef EYAS_BLOCK
 #undef EYAS_HALF
     for (int i = 0; i < count; ++i) {
-      const RowBlock* row = x + static_cast<size_t>(first + i) * rows;
+      const RowBlock* row = x + static_cast<size_t>(i) * rows;
 #pragma GCC unroll 2
       for (int h = 0; h < Q::kHalves; ++h) {
         const Scales scales = Q::scales(unit(i), (first + i) % Q::kBlocks, h);
@@ -299,7 +453,7 @@ void quantised_by_amx(AmxTiles& tiles, const uint8_t* weights, const RowBlock* x
     if (r < rows) store(sums + r * kPanelColumns, sum[r]);
 }
 
-using QuantisedByAmx = void (*)(AmxTiles&, const uint8_t*, const RowBlock*, int, int, float*,
+using QuantisedByAmx = void (*)(AmxTiles&, const uint8_t*, const RowBlocks&, int, float*,
                                 const Stream*);
 
 template <class Q>
@@ -323,21 +477,25 @@ void multiply_quantised(const QuantisedProduct& product, const Product* next, co
     const Panel& panel = product.panels[p];
     const Format format = product.format(panel);
     const uint8_t* weights = product.weights(panel);
-    for (int w = 0; w < panel.width; ++w, weights += product.block_bytes(format))
-      for (int first = 0; first < rows.M; first += rows_of_group()) {
-        const int R = rows.group_rows(first);
-        float* to = sums + first * kPanelColumns + w * kLanes;
-        const Stream* ahead = first == 0 ? &stream : nullptr;
-        with_format(format, [&](auto q) {
-          using Q = decltype(q);
+    with_format(format, [&](auto q) {
+      using Q = decltype(q);
+      const size_t apart = product.block_bytes(format);
+      if (rows.are_many())
+        return opened_panel<Q>(weights, apart, panel.width, rows, sums, stream);
+      for (int w = 0; w < panel.width; ++w, weights += apart)
+        for (int first = 0; first < rows.M; first += rows.rows_of_group()) {
+          const int R = rows.group_rows(first);
+          float* to = sums + first * kPanelColumns + w * kLanes;
+          const Stream* ahead = first == 0 ? &stream : nullptr;
 #ifdef __AMX_INT8__
-          if (R > kFewRowsByBytes && has_amx())
-            return quantised_by_amx_of<Q>(R)(tiles, weights, rows.group(first), R, rows.blocks, to,
-                                             ahead);
+          if (R > kFewRowsByBytes && has_amx()) {
+            quantised_by_amx_of<Q>(R)(tiles, weights, rows, first, to, ahead);
+            continue;
+          }
 #endif
-          quantised_tile_of<Q>(R)(weights, rows.group(first), rows.blocks, to, ahead);
-        });
-      }
+          quantised_tile_of<Q>(R)(weights, rows, first, to, ahead);
+        }
+    });
     product.add_bias(panel, rows.M, sums);
     put(panel, sums);
   }

@@ -37,7 +37,7 @@ INLINE Bits select(Mask mask, Bits yes, Bits no) {
 
 INLINE void stream(float* to, Vec x) { EYAS_EACH _mm256_stream_ps(to + i * 8, x.in[i]); }
 INLINE void end_streams() { _mm_sfence(); }
-INLINE void fetch(uintptr_t at) { asm volatile("prefetcht1 (%0)" ::"r"(at)); }
+INLINE void fetch(uintptr_t at) { asm volatile("prefetcht0 (%0)" ::"r"(at)); }
 INLINE void relax() { _mm_pause(); }
 
 INLINE Vec fma(Vec a, Vec b, Vec c) {
@@ -200,3 +200,5 @@ INLINE void zip_quarters(Vec& a, Vec& b) {
 // How many rows are multiplied at once: what fills the registers.
 constexpr int kMaxGroupRows = 3;
 constexpr int kMaxTileRows = 3;
+// From so many rows on quantised weights are taken apart once for all: so many rows by blocks.
+constexpr int kOpenedFrom = 13, kOpenedRows = 3, kOpenedBlocks = 1;

@@ -30,7 +30,7 @@ INLINE Bits load_words(const bf16* from, Lanes lanes) {
 // Past the caches, to 64 bytes.
 INLINE void stream(float* to, Vec x) { _mm512_stream_ps(to, x.in[0]); }
 INLINE void end_streams() { _mm_sfence(); }
-INLINE void fetch(uintptr_t at) { asm volatile("prefetcht1 (%0)" ::"r"(at)); }
+INLINE void fetch(uintptr_t at) { asm volatile("prefetcht0 (%0)" ::"r"(at)); }
 INLINE void relax() { _mm_pause(); }
 
 INLINE Vec fma(Vec a, Vec b, Vec c) { return vec(_mm512_fmadd_ps(a.in[0], b.in[0], c.in[0])); }
@@ -182,3 +182,5 @@ INLINE Bits of_quarters(const void* a, const void* b, const void* c, const void*
 // How many rows are multiplied at once: what fills the registers.
 constexpr int kMaxGroupRows = 12;  // 12 sums, 12 integers and a line with its scales fill 32
 constexpr int kMaxTileRows = 6;    // 6 rows x 4 blocks of sums, and 4 of weights
+// From so many rows on quantised weights are taken apart once for all: so many rows by blocks.
+constexpr int kOpenedFrom = 33, kOpenedRows = 3, kOpenedBlocks = 4;
