@@ -32,7 +32,7 @@ ROOMS = {
     "features": (125, "the target's answers and its hidden states"),
     "bench": (106, "any server measured over HTTP, and watched"),
     "train": (94, "objective, optimizer, runs"),
-    "cli": (88, "one file per command"),
+    "cli": (91, "one file per command"),
     "top": (105, "artifacts, records, errors, names of models, pages"),
     "export": (79, "forms of other engines, check by replay, card"),
     "chat": (38, "chat template and tokenizer"),
@@ -41,7 +41,7 @@ ROOMS = {
     "gguf": (64, "a GGUF file as a target: metadata as a folder, weights read from the file"),
     "plan": (21, "tokens and bytes of a run; tau of more data"),
     "builtin": (5, "the packaged models and prompts"),
-    "tests": (1722, "proofs"),
+    "tests": (1732, "proofs"),
     "benchmarks": (318, "the scripts behind the figures of README and results"),
 }
 MOST_SCRIPTS, MOST_DECISIONS, MOST_DECISION_KB, MOST_DEPENDENCIES = 18, 15, 90, 20

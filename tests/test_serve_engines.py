@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from eyas.cli import serve
+from eyas.cli import serve, stage
 from eyas.cli.main import build
 from eyas.cli.serve import EngineName, become, engine_command
 from eyas.errors import ConfigError, EyasError, InputError
@@ -185,3 +185,21 @@ def test_the_command_line(target, head):
     assert run("--engine", "llama", "--print-command").exit_code == 2
     assert run("--print-command").exit_code == 2
     assert run("--engine", "vllm").exit_code == 2  # no head
+
+
+@pytest.mark.parametrize(
+    ("words", "advice"),
+    [
+        (["serve", "-t", "a b", "--head", "h"], "eyas serve --engine vllm --target 'a b' --head h"),
+        (["generate", "nowhere", "-t", "T", "-o", "out"], "vllm serve T --port 8001 (then give"),
+        (["generate", "nowhere", "-t", "T", "-o", "out", "--server", "http://localhost:1"], None),
+    ],
+)
+def test_on_a_gpu_a_command_names_the_engines_that_use_it(words, advice, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(serve, "serve", lambda config, on_ready: None)
+    for is_there in (True, False):
+        monkeypatch.setattr(stage, "has_gpu", lambda there=is_there: there)
+        shown = CliRunner().invoke(build(words), words).stderr
+        assert ("SGLang and vLLM use it" in shown) == (is_there and advice is not None)
+        assert not is_there or (advice or "") in shown

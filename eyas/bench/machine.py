@@ -23,6 +23,11 @@ def machine() -> dict[str, Any]:
     }
 
 
+def has_gpu() -> bool:
+    """Whether Linux has a device of NVIDIA's or AMD's drivers."""
+    return any(Path("/dev").glob("nvidia[0-9]*")) or Path("/dev/kfd").exists()
+
+
 def cpu_field(name: str) -> str:
     """The first value of a `name : value` line in Linux' /proc/cpuinfo; "" elsewhere."""
     path = Path("/proc/cpuinfo")

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import shlex
 from typing import Annotated
 
 import typer
 
 from eyas.artifact import Artifact
 from eyas.cli.options import Output, Overrides, RunFile, TargetOption, stage_config
-from eyas.cli.stage import stage
+from eyas.cli.stage import advise_gpu, stage
 from eyas.features.generate import GenerateConfig, generate
 
 CONFIG = GenerateConfig
@@ -38,6 +39,9 @@ def command(
     """
     options = {"target": target, "head": head, "servers": server or None}
     config = stage_config(GenerateConfig, "generate", run_file, overrides, **options)
+    if not config.servers:
+        words = ["vllm", "serve", config.target, "--port", "8001"]
+        advise_gpu(shlex.join(words), "then give --server http://127.0.0.1:8001/v1")
     artifact = Artifact(output)
     with stage("generate", artifact) as track:
         generate(config, Artifact(prompts), artifact, track)

@@ -21,6 +21,7 @@ from typing import Annotated
 import typer
 
 from eyas.cli.options import Overrides, RunFile, stage_config
+from eyas.cli.stage import advise_gpu
 from eyas.errors import ConfigError, EyasError, InputError, MissingInputError
 from eyas.export.engines import Launch
 from eyas.gguf.checkpoint import whole_folder
@@ -121,6 +122,8 @@ def command(
             "--print-command and --engine-args are for another engine",
             "name it: --engine sglang or vllm",
         )
+    words = ["eyas", "serve", "--engine", "vllm", "--target", config.target or "TARGET"]
+    advise_gpu(shlex.join([*words, "--head", config.head or "HEAD"]), "or sglang")
     log_to_stderr()
     # the normal end of a server: it is raised after running requests have finished
     with suppress(KeyboardInterrupt):

@@ -9,9 +9,20 @@ from contextlib import contextmanager
 from rich.markup import escape
 
 from eyas.artifact import Artifact
+from eyas.bench.machine import has_gpu
 from eyas.log import Track, console, progress_bar
 
 WARNINGS = ("warnings", "unsearched", "left_out")  # lists of lines in a manifest's facts
+
+
+def advise_gpu(command: str, then: str) -> None:
+    """Where there is a GPU, which our own engine does not use, say what does."""
+    if has_gpu():
+        lines = (
+            "note: this machine has a GPU, and eyas' own engine computes on the CPU",
+            f"  -> SGLang and vLLM use it: {command} ({then})",
+        )
+        console.print(escape("\n".join(lines)), style="yellow", highlight=False, soft_wrap=True)
 
 
 @contextmanager
