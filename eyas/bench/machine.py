@@ -7,15 +7,16 @@ import platform
 from pathlib import Path
 from typing import Any
 
+from eyas.cores import cores
+
 
 def machine() -> dict[str, Any]:
     """Processor, cores this process may use, memory (GiB), system, and the load averages (1, 5, 15
     min) right now.
     """
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return {
         "processor": cpu_field("model name") or platform.processor() or platform.machine(),
-        "cores": cores,
+        "cores": cores(),
         "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
         "system": platform.platform(),
         "python": platform.python_version(),

@@ -10,6 +10,7 @@ from __future__ import annotations
 import errno
 import functools
 import importlib
+import os
 import sys
 from collections.abc import Callable, Sequence
 from types import ModuleType
@@ -18,6 +19,7 @@ from typing import Any
 import typer
 
 from eyas.cli.options import settings
+from eyas.cores import cores
 from eyas.errors import EyasError, StorageFullError
 
 COMMANDS = {
@@ -123,6 +125,8 @@ def _report(error: EyasError) -> int:
 
 def main() -> None:
     """Run `eyas` with the process's arguments; ends the process with the command's exit code."""
+    # a container's quota too, of which the libraries that compute do not know
+    os.environ.setdefault("OMP_NUM_THREADS", str(cores()))
     try:
         app = build(sys.argv[1:])
     except EyasError as error:
