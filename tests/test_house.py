@@ -25,15 +25,15 @@ MOST_FRAMES = 8  # from a command to the loss, and from the server's worker to t
 ROOMS = {
     "data": (213, "sources, licence gate, filters, duplicates, ledger, card"),
     "engine": (163, "exact speculative decoding: scheduler, rounds, drafters, policy, sampling"),
-    "model": (259, "target and head: configs, checkpoints, attention, training-time test"),
+    "model": (266, "target and head: configs, checkpoints, attention, training-time test"),
     "cpp": (240, "the native decoder"),
     "serve": (171, "the HTTP server"),
     "privacy": (156, "personal data and secrets: search, surrogates, key"),
     "features": (125, "the target's answers and its hidden states"),
     "bench": (106, "any server measured over HTTP, and watched"),
     "train": (94, "objective, optimizer, runs"),
-    "cli": (91, "one file per command"),
-    "top": (105, "artifacts, records, errors, names of models, pages"),
+    "cli": (93, "one file per command"),
+    "top": (108, "artifacts, records, errors, names of models, pages"),
     "export": (79, "forms of other engines, check by replay, card"),
     "chat": (38, "chat template and tokenizer"),
     "shards": (46, "the feature format"),
@@ -41,7 +41,7 @@ ROOMS = {
     "gguf": (64, "a GGUF file as a target: metadata as a folder, weights read from the file"),
     "plan": (21, "tokens and bytes of a run; tau of more data"),
     "builtin": (5, "the packaged models and prompts"),
-    "tests": (1732, "proofs"),
+    "tests": (1740, "proofs"),
     "benchmarks": (318, "the scripts behind the figures of README and results"),
 }
 MOST_SCRIPTS, MOST_DECISIONS, MOST_DECISION_KB, MOST_DEPENDENCIES = 18, 15, 90, 20
