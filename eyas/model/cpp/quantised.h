@@ -35,9 +35,7 @@ struct RowBlocks {
 
   bool are_many() const { return !has_amx() && M >= kOpenedFrom; }
   int rows_of_group() const {
-    const int most = has_amx() ? kAmxRows : M >= kOpenedFrom ? kOpenedRows : kMaxGroupRows,
-              groups = (M + most - 1) / most;
-    return has_amx() ? most : (M + groups - 1) / groups;
+    return has_amx() ? kAmxRows : M >= kOpenedFrom ? kOpenedRows : kMaxGroupRows;
   }
   int group_rows(int first) const { return std::min(rows_of_group(), M - first); }
   int stretch_blocks(int block) const { return std::min(kStretch, blocks - block); }
@@ -263,23 +261,36 @@ struct Opened {
 // Fetches a panel's next stretch while one is worked on: a little at each of its steps.
 class Fetcher {
  public:
-  // weights: of the stretch, in the first of `width` blocks that are `apart`; lead: how far ahead.
+  // weights: of the stretch, in the first of `width` blocks that are `apart`; lead: how far ahead;
+  // bytes: of a block.
   Fetcher(const Stream& stream, const uint8_t* weights, size_t apart, int width, size_t lead,
           size_t bytes, int steps)
-      : lines_(static_cast<int>((bytes + 63) / 64)), left_(lines_ * width), steps_(steps) {
-    for (int w = 0; w < width; ++w) starts_[w] = stream.ahead(weights + w * apart, lead);
-  }
-  // Called once for every step that the work has; a call may stand for several.
+      : stream_(stream),
+        weights_(weights),
+        apart_(apart),
+        lead_(lead),
+        lines_((static_cast<int>(bytes) + 63) / 64),
+        blocks_(width),
+        each_(lines_ * width),
+        steps_(steps) {}
+  // Called for every step that the work has; a call may stand for several.
   INLINE void step(int count) {
-    for (due_ += count * lines_ * kPanelBlocks; due_ >= steps_ && left_ > 0; due_ -= steps_) {
+    for (due_ += count * each_; due_ >= steps_ && left_ + blocks_ > 0; due_ -= steps_, at_ += 64) {
+      if (left_ == 0) {
+        at_ = stream_.ahead(weights_, lead_);
+        weights_ += apart_, left_ = lines_, --blocks_;
+      }
       --left_;
-      if (const Address at = starts_[left_ / lines_]; at != 0) fetch(at + left_ % lines_ * 64);
+      fetch(at_);
     }
   }
 
  private:
-  Address starts_[kPanelBlocks];
-  int lines_, left_, steps_, due_ = 0;
+  const Stream& stream_;
+  const uint8_t* weights_;
+  size_t apart_, lead_;
+  Address at_ = 0;
+  int lines_, blocks_, each_, steps_, left_ = 0, due_ = 0;
 };
 
 // One block of 16 columns from a stretch's unit on.
@@ -351,7 +362,7 @@ template <class Q>
 void opened_panel(const uint8_t* weights, size_t apart, int width, const RowBlocks& rows,
                   float* sums, const Stream& stream) {
   Opened opened;
-  const int group = rows.rows_of_group(), steps = width * kStretch + rows.M / group * width;
+  const int group = rows.rows_of_group(), steps = width * (kStretch + (rows.M + group - 1) / group);
   for (int stretch = 0; stretch < rows.blocks; stretch += kStretch) {
     const int count = rows.stretch_blocks(stretch);
     const size_t bytes = static_cast<size_t>(count) / Q::kBlocks * Q::kBytes;
