@@ -209,8 +209,8 @@ void quantised_tile(const uint8_t* weights, const RowBlocks& rows, int first, fl
     const RowBlock* x = rows.stretch(stretch, first);
     const int count = rows.stretch_blocks(stretch);
     for (int b = 0; b < count; ++b, x += R) {
-      if (b % Q::kBlocks == 0)
-        if (const Address ahead = stream == nullptr ? 0 : stream->ahead(weights); ahead != 0)
+      if (stream != nullptr && b % Q::kBlocks == 0)
+        if (const Address ahead = stream->ahead(weights, kQuantisedLead); ahead != 0)
           prefetch(ahead, Q::kBytes);
       Bits all[R][Q::kHalves][chains];
 #pragma GCC unroll 12
@@ -415,9 +415,9 @@ void quantised_by_amx(AmxTiles& tiles, const uint8_t* weights, const RowBlocks& 
     };
     for (int i = 0; i < count; ++i) {
       const int b = (first + i) % Q::kBlocks;
-      if (const Address ahead = stream == nullptr || b != 0 ? 0 : stream->ahead(unit(i));
-          ahead != 0)
-        prefetch(ahead, Q::kBytes);
+      if (stream != nullptr && b == 0)
+        if (const Address ahead = stream->ahead(unit(i), kQuantisedLead); ahead != 0)
+          prefetch(ahead, Q::kBytes);
       Q::lines(unit(i), b, [&](int line, Bits codes) __attribute__((always_inline)) {
         store_bits(lines[i][line * Q::kHalves / kBlockLines][line], codes);
       });
