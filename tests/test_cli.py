@@ -37,6 +37,7 @@ from eyas.cli.options import (
 )
 from eyas.cli.run import RunConfig, as_exported, local_output, serve_command
 from eyas.errors import ConfigError
+from eyas.model import library
 from tests.stages import ending_target
 from tests.tiny import tiny_target, tiny_tokenizer
 
@@ -220,6 +221,9 @@ class TestPipeline:
         shown = run_eyas("doctor").stdout
         assert "torch" in shown
         project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+        ours = library.native()
+        assert re.search(rf"native library .*{ours.variant.name} .*(built on|shipped)", shown)
+        assert re.search(r"weights of 8 bits .*\d .*as NumPy has it", shown)
         for package, use in doctor.OPTIONAL.items():
             extra = re.search(r"eyas\[(\w+)\]", use)[1]
             assert package in " ".join(project["optional-dependencies"][extra])

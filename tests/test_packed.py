@@ -4,11 +4,9 @@ twin to the bit, rows that depend on nothing beside them, and the engine on top.
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import tempfile
 from pathlib import Path
-from typing import Any
 
 import gguf
 import numpy as np
@@ -20,13 +18,14 @@ from eyas.errors import CorruptError, MismatchError, MissingInputError
 from eyas.gguf.blocks import KINDS, BlockMatrix, Kind
 from eyas.gguf.folder import LINK
 from eyas.hub import resolve_target
-from eyas.model import library, variants
+from eyas.model import library
 from eyas.model.architecture import TargetConfig
 from eyas.model.arrangement import arranged
 from eyas.model.decoder import OwnDecoder
 from eyas.model.native import NativeTarget
 from eyas.model.packed import PackedLinear, Packing, joined_linear, parts_of
 from eyas.model.rows import PagedCache, prompt_rows
+from eyas.model.structs import STRUCTS
 from eyas.model.target import Target
 from eyas.model.weights import read_tensors
 from tests.architectures import ARCHITECTURES, save_architecture
@@ -100,21 +99,12 @@ def inputs(M: int, K: int) -> Tensor:
     return x
 
 
-@functools.cache
-def multiply() -> Any:
-    """products.cpp's function, built as the library is."""
-    main, compiler = Path(__file__).with_name("products.cpp"), variants.find_compiler()
-    function = ctypes.CDLL(str(library.built(library.native().variant, compiler, main))).multiply
-    pointer, integer = ctypes.c_void_p, ctypes.c_int64
-    function.argtypes, function.restype = [pointer, pointer, integer, integer, pointer], None
-    return function
-
-
 def product(linear: PackedLinear, x: Tensor, N: int, threads: int = 1) -> Tensor:
     """x [M, K] -> [M, N] by the library."""
     y = torch.empty(len(x), -(-N // 16) * 16)
     x = x.contiguous()
-    multiply()(linear.handle, x.data_ptr(), len(x), threads, y.data_ptr())
+    call = STRUCTS["ProductCall"](x.data_ptr(), y.data_ptr(), len(x), threads)
+    assert library.library().eyas_multiply(linear.handle, call) == 0
     return y[:, :N]
 
 
@@ -190,7 +180,6 @@ def test_the_bits_of_products_are_those_of_the_plainest_variant(monkeypatch):
     with monkeypatch.context() as patch:
         patch.setenv(library.CHOICE, plainest.name)
         patch.setattr(library, "_loaded", functools.cache(library._loaded.__wrapped__))
-        patch.setitem(globals(), "multiply", functools.cache(multiply.__wrapped__))
         assert library.native().variant == plainest
         found = products()
     assert all(map(torch.equal, found, expected))

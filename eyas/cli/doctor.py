@@ -1,9 +1,10 @@
-"""`eyas doctor`: what this machine can do. Reads versions, processor flags and devices; measures
-nothing, but builds the native decoder where that can be done and has not been.
+"""`eyas doctor`: what this machine can do. Reads versions and devices and measures the native
+library for half a second; builds it where none is shipped and none has been built.
 """
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import os
 import platform
@@ -11,7 +12,6 @@ import shutil
 import sys
 from importlib.metadata import PackageNotFoundError, version
 
-import torch
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
@@ -19,11 +19,15 @@ from rich.table import Table
 from eyas import __version__
 from eyas.bench.machine import cpu_field
 from eyas.builtin import demo_prompts, head_folder, smollm2_file, smollm2_head_folder, target_folder
+from eyas.cores import cores
 from eyas.errors import MissingInputError
-from eyas.model.library import unavailable
+from eyas.model import library
+from eyas.model.speed import measured
 
-REQUIRED = ("torch", "transformers", "llguidance", "pydantic", "fsspec", "gguf")
+REQUIRED = ("numpy", "tokenizers", "llguidance", "pydantic", "fsspec", "gguf")
 OPTIONAL = {
+    "torch": "training and capture: eyas[train]",
+    "transformers": "architectures without kernels of our own: eyas[train]",
     "openai": "generate and capture by servers: eyas[servers]",
     "datasets": "sets of the Hugging Face hub: eyas[hub]",
     "pyarrow": "Parquet: eyas[parquet]",
@@ -37,7 +41,6 @@ OPTIONAL = {
 }
 STORES = {"s3://": "s3fs", "gs://": "gcsfs"}
 Row = tuple[str, str, str]
-CPU_FLAGS = {"avx512f": "AVX-512", "avx512_bf16": "AVX-512 bf16", "amx_bf16": "AMX bf16"}
 
 
 def command() -> None:
@@ -61,17 +64,35 @@ def _versions() -> list[Row]:
 
 
 def _devices() -> list[Row]:
-    flags, why = cpu_field("flags").split(), unavailable()
-    threads = f"{torch.get_num_threads()} threads in use; OMP_NUM_THREADS changes it"
-    rows = [("cpu", f"{os.cpu_count()} cores", threads)]
-    for flag, name in CPU_FLAGS.items():
-        meaning = "fast bf16" if "bf16" in flag else "wide vectors"
-        rows.append((name, _yes(flag in flags), meaning))
-    decodes = "decodes on the CPU" if why is None else f"PyTorch decodes: {why}"
-    rows.append(("native decoder", _yes(why is None), decodes))
-    onednn = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
+    threads = f"{cores()} of them are this process's; OMP_NUM_THREADS chooses fewer threads"
+    rows = [("processor", cpu_field("model name") or platform.machine(), "")]
+    rows.append(("cores", str(os.cpu_count()), threads))
+    return [*rows, *_native(), *_pytorch()]
+
+
+def _native() -> list[Row]:
+    why = library.unavailable()
+    if why is not None:
+        return [("native library", "no", why)]
+    ours, count = library.native(), cores()
+    origin = "shipped with eyas" if ours.is_shipped else f"built on this machine: {ours.path}"
+    others = [one.name for one in library.runnable() if one != ours.variant]
+    runs = f"; {', '.join(others)} would run too" if others else ""
+    speed, of = measured(count), f"on {count} threads, GB/s"
+    agrees = "as NumPy has it" if speed.is_right else "WRONG: please report this machine"
+    return [
+        ("native library", ours.variant.name, origin + runs),
+        ("reading memory", f"{speed.read:.1f}", of),
+        ("weights of 8 bits", f"{speed.product:.1f}", f"multiplied {of}; {agrees}"),
+    ]
+
+
+def _pytorch() -> list[Row]:
+    if importlib.util.find_spec("torch") is None:
+        return []
+    torch = importlib.import_module("torch")
     meaning = "reordered weights for features and training on a CPU"
-    rows.append(("oneDNN", _yes(onednn), meaning))
+    rows = [("oneDNN", _yes(torch.backends.mkldnn.is_available()), meaning)]
     if not torch.cuda.is_available():
         rows.append(("cuda", "no", "everything runs on the CPU"))
     for index in range(torch.cuda.device_count()):

@@ -28,6 +28,7 @@ from eyas.model.structs import STRUCTS, check_sizes
 from eyas.model.variants import Variant
 
 NO_MEMORY = 6  # kNoMemory of model.h; negative of OF_LEVELS
+NUMBERS = ("eyas_linear_bytes", "eyas_read")  # may be any
 OF_LEVELS = ("eyas_propose", "eyas_grow")
 CHOICE = "EYAS_NATIVE_VARIANT"
 
@@ -139,6 +140,7 @@ def _declared(lib: ctypes.CDLL) -> ctypes.CDLL:
     sizes = (integer * (len(STRUCTS) + 1))()
     check_sizes(sizes[: lib.eyas_sizes(sizes, len(sizes))])
     calls = {
+        "eyas_multiply": "ProductCall",
         "eyas_set_positions": "Positions",
         "eyas_forward": "ForwardCall",
         "eyas_verify": "VerifyCall",
@@ -152,6 +154,7 @@ def _declared(lib: ctypes.CDLL) -> ctypes.CDLL:
     signatures: dict[str, tuple[Any, list[Any]]] = {
         "eyas_free_linear": (None, [pointer]),
         "eyas_linear_bytes": (integer, [pointer]),
+        "eyas_read": (integer, [pointer, integer, integer]),
         "eyas_free": (None, [pointer]),
         "eyas_score": (integer, [pointer, integer, integer, integer, pointer, pointer]),
         "eyas_draw": (integer, [pointer, pointer, integer, integer, pointer]),
@@ -165,7 +168,7 @@ def _declared(lib: ctypes.CDLL) -> ctypes.CDLL:
         function.restype, function.argtypes = result, arguments
         if name in makers:
             function.errcheck = _checked(None)
-        elif result is integer and name != "eyas_linear_bytes":
+        elif result is integer and name not in NUMBERS:
             function.errcheck = _checked(-NO_MEMORY if name in OF_LEVELS else NO_MEMORY)
     return lib
 

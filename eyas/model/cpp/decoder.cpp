@@ -62,7 +62,7 @@ int64_t eyas_sizes(int64_t* sizes, int64_t room) {
       sizeof(Layer),       sizeof(Outer),         sizeof(DecoderParts), sizeof(Positions),
       sizeof(DrawState),   sizeof(Draws),         sizeof(RowsView),     sizeof(Tapped),
       sizeof(ForwardCall), sizeof(Lines),         sizeof(Chosen),       sizeof(VerifyCall),
-      sizeof(StatesCall),  sizeof(ProposalsCall), sizeof(Growth)};
+      sizeof(StatesCall),  sizeof(ProposalsCall), sizeof(Growth),       sizeof(ProductCall)};
   constexpr auto count = static_cast<int64_t>(std::size(all));
   std::copy(all, all + std::min(room, count), sizes);
   return count;
@@ -94,6 +94,47 @@ Product* eyas_quantised(const Weights* weights) {
 void eyas_free_linear(Product* product) { delete product; }
 
 int64_t eyas_linear_bytes(const Product* product) { return static_cast<int64_t>(product->bytes()); }
+
+int64_t eyas_multiply(const Product* product, const ProductCall* call) {
+  return locked([&]() -> int64_t {
+    if (!product->is_quantised) return kBadRow;
+    const auto& weights = static_cast<const QuantisedProduct&>(*product);
+    const int M = static_cast<int>(call->M), T = static_cast<int>(call->threads),
+              units = weights.K / kBlockInputs, stride = weights.blocks * kLanes;
+    Buffer<RowBlock> blocks;
+    const RowBlocks rows{blocks.reserve(static_cast<size_t>(M) * units + kAmxRows), units, M};
+    for (int m = 0; m < M; ++m)
+      quantise_row<Fp32>(call->x + static_cast<size_t>(m) * weights.K, rows, m);
+    const size_t of_thread = static_cast<size_t>(M) * kPanelColumns;
+    std::vector<float> sums(T * of_thread);
+    Pool::shared().run(T, [&](int t) {
+      multiply_quantised(weights, nullptr, rows, t, T, sums.data() + t * of_thread,
+                         [&](const Panel& panel, const float* out) {
+                           for (int m = 0; m < M; ++m)
+                             std::memcpy(call->y + m * stride + panel.first * kLanes,
+                                         out + m * kPanelColumns,
+                                         panel.width * kLanes * sizeof(float));
+                         });
+    });
+    return kDone;
+  });
+}
+
+// The sum of an array, read once by so many threads.
+int64_t eyas_read(const int64_t* words, int64_t count, int64_t threads) {
+  return guarded(
+      [&]() -> int64_t {
+        std::atomic<uint64_t> total{0};
+        Pool::shared().run(static_cast<int>(threads), [&](int t) {
+          uint64_t sum = 0;
+          for (int64_t i = count * t / threads; i < count * (t + 1) / threads; ++i)
+            sum += static_cast<uint64_t>(words[i]);
+          total += sum;
+        });
+        return static_cast<int64_t>(total);
+      },
+      int64_t{kNoMemory});
+}
 
 Decoder* eyas_new(const DecoderParts* parts) {
   return guarded(

@@ -195,3 +195,10 @@ struct Growth {
   const int64_t *starts, *entered;
   const void* features;
 };
+
+// One quantised product by itself: x [M, K] to y [M, 16 * blocks].
+struct ProductCall {
+  const float* x;
+  float* y;
+  int64_t M, threads;
+};
