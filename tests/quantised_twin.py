@@ -5,7 +5,7 @@ A weight is scale * code + min. A row is quantised per block of 32 to int8, as g
 are (quantize_row_q8_0 and _q8_1 of llama.cpp). The products of a block are summed as integers, the
 blocks in ascending order in float32 with one rounding each.
 
-Letters: M rows, N outputs, K inputs, B blocks of 32 inputs, S scales of a block.
+Letters: M rows, N outputs, K inputs, B blocks of 32 inputs, S scales and mins of a block.
 """
 
 from __future__ import annotations
@@ -24,29 +24,30 @@ from eyas.model.packed import Blocks, parts_of
 from tests.oracle.block import Block, MixtureOfExperts
 from tests.oracle.target import Layers
 
+IQ4 = np.array([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], np.int16)
 MXFP4 = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], np.int16)  # doubled
 
 
 def taken_apart(
     matrix: BlockMatrix,
 ) -> tuple[NDArray[np.int16], NDArray[np.float32], NDArray[np.float32]]:
-    """Codes int16 [N, B, 32], scales float32 [N, B, S] and mins [N, B]."""
+    """Codes int16 [N, B, 32], scales float32 [N, B, S] and mins [N, B, S]."""
     N, K = matrix.shape
     units = matrix.data.reshape(N, -1, gguf.GGML_QUANT_SIZES[matrix.kind][1])
     B = K // BLOCK
-    no_min = np.zeros((N, B), np.float32)
+    no_min = np.zeros((N, B, 1), np.float32)
     if matrix.kind == Kind.Q8_0:
         return units[..., 2:].view(np.int8).astype(np.int16), _halves(units, 0), no_min
     if matrix.kind == Kind.Q4_0:
         return _nibbles(units[..., 2:]) - np.int16(8), _halves(units, 0), no_min
     if matrix.kind == Kind.Q4_1:
-        return _nibbles(units[..., 4:]), _halves(units, 0), _halves(units, 2)[..., 0]
+        return _nibbles(units[..., 4:]), _halves(units, 0), _halves(units, 2)
     if matrix.kind in (Kind.Q5_0, Kind.Q5_1):
         at = 2 if matrix.kind == Kind.Q5_0 else 4
         fifth = np.unpackbits(units[..., at : at + 4], axis=-1, bitorder="little").astype(np.int16)
         codes = _nibbles(units[..., at + 4 :]) + fifth * np.int16(16)
         if matrix.kind == Kind.Q5_1:
-            return codes, _halves(units, 0), _halves(units, 2)[..., 0]
+            return codes, _halves(units, 0), _halves(units, 2)
         return codes - np.int16(16), _halves(units, 0), no_min
     if matrix.kind == Kind.MXFP4:
         powers = np.ldexp(np.float32(1), units[..., :1].astype(np.int32) - 128)
@@ -62,7 +63,31 @@ def taken_apart(
             fifth = (units[..., None, 16:48] >> shifts & 1).astype(np.int16)
             codes = codes + fifth.reshape(N, B, BLOCK) * np.int16(16)
         scales, mins = _halves(units, 0) * low, -(_halves(units, 2) * high)
-        return codes, scales.reshape(N, B, 1), mins.reshape(N, B)
+        return codes, scales.reshape(N, B, 1), mins.reshape(N, B, 1)
+    if matrix.kind == Kind.IQ4_NL:
+        return IQ4[_nibbles(units[..., 2:])], _halves(units, 0), no_min
+    if matrix.kind == Kind.IQ4_XS:
+        low = np.stack([units[..., 4:8] & 15, units[..., 4:8] >> 4], axis=-1).reshape(N, -1, 8)
+        high = (units[..., 2:4, None] >> np.arange(0, 8, 2, dtype=np.uint8) & 3).reshape(N, -1, 8)
+        scales = _halves(units, 0) * (low + high * np.int16(16) - 32)
+        codes = IQ4[_nibbles(units[..., 8:].reshape(N, B, 16))]
+        return codes, scales.astype(np.float32).reshape(N, B, 1), no_min
+    twos = np.arange(0, 8, 2, dtype=np.uint8)[:, None]
+    if matrix.kind == Kind.Q2_K:
+        codes = units[..., 16:80].reshape(N, -1, 1, BLOCK) >> twos & 3
+        scales, mins = _halves(units, 80) * (units[..., :16] & 15), units[..., :16] >> 4
+        mins = -(_halves(units, 82) * mins)
+        return codes.reshape(N, B, BLOCK).astype(np.int16), *(
+            found.reshape(N, B, 2) for found in (scales, mins)
+        )
+    if matrix.kind == Kind.Q3_K:
+        codes = (units[..., 32:96].reshape(N, -1, 1, BLOCK) >> twos & 3).reshape(N, B, BLOCK)
+        third = units[..., None, :32] >> np.arange(8, dtype=np.uint8)[:, None] & 1
+        codes = codes.astype(np.int16) + third.reshape(N, B, BLOCK) * np.int16(4) - np.int16(4)
+        low = np.concatenate([units[..., 96:104] & 15, units[..., 96:104] >> 4], axis=-1)
+        high = (units[..., None, 104:108] >> twos & 3).reshape(*low.shape)
+        scales = _halves(units, 108) * (low + high * np.int16(16) - 32)
+        return codes, scales.astype(np.float32).reshape(N, B, 2), no_min
     assert matrix.kind == Kind.Q6_K
     low, high = units[..., :128].reshape(N, -1, 64), units[..., 128:192].reshape(N, -1, BLOCK)
     shifts = np.arange(0, 8, 2, dtype=np.uint8)[:, None]
@@ -82,9 +107,10 @@ def _nibbles(pairs: NDArray[np.uint8]) -> NDArray[np.int16]:
     return np.concatenate([pairs & 15, pairs >> 4], axis=-1).astype(np.int16)
 
 
-def quantised_rows(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """[M, K] -> whole numbers of int8 [M, B, 32], their scales [M, B] and the scaled sums of the
-    numbers [M, B]; all float32, scales and sums of half precision.
+def quantised_rows(x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """[M, K] -> whole numbers of int8 [M, B, 32], their scales [M, B], the scaled sums of the
+    numbers [M, B, 1] and those of either half [M, B, 2]; all float32, scales and whole sums of half
+    precision.
     """
     blocks = x.float().view(len(x), -1, BLOCK)
     most = blocks.abs().amax(-1)
@@ -92,7 +118,10 @@ def quantised_rows(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     # by torch.div: `127 / most` is most's reciprocal times 127, rounded twice
     inverse = torch.where(most > 0, torch.div(torch.full_like(most, 127), most), 0.0)
     q = (blocks * inverse.unsqueeze(-1)).round().clamp(-128, 127)
-    return q, scale.half().float(), (scale * q.sum(-1)).half().float()
+    whole, halves = q.sum(-1), q.view(*q.shape[:2], 2, -1).sum(-1)
+    half_scale = scale.half().float()
+    sums = (scale * whole).half().float().unsqueeze(-1)
+    return q, half_scale, sums, half_scale.unsqueeze(-1) * halves
 
 
 class QuantisedLinear:
@@ -120,11 +149,11 @@ class QuantisedLinear:
         """[M, K], [M, N] -> residual + self(x)."""
         return (self.float(x) + residual).to(residual.dtype)
 
-    def _sums(self, rows: tuple[Tensor, Tensor, Tensor], part: int) -> Tensor:
-        q, row_scales, row_sums = rows
+    def _sums(self, rows: tuple[Tensor, Tensor, Tensor, Tensor], part: int) -> Tensor:
+        q, row_scales, *row_sums = rows
         codes, scales, mins = self._codes[part], self._scales[part], self._mins[part]
         (N, B, _), S = codes.shape, scales.shape[-1]
-        width = BLOCK // S
+        width, has_min = BLOCK // S, bool(mins.any())
         y = torch.zeros(len(q), N)
         for b in range(B):
             for s in range(S):
@@ -132,7 +161,7 @@ class QuantisedLinear:
                 # whole numbers below 2^24: exact in float32, in whatever order
                 integers = q[:, b, at] @ codes[:, b, at].float().T
                 y = fma(row_scales[:, b, None] * scales[:, b, s], integers, y)
-            y = fma(row_sums[:, b, None], mins[:, b], y) if mins.any() else y
+                y = fma(row_sums[S - 1][:, b, s, None], mins[:, b, s], y) if has_min else y
         return y
 
 

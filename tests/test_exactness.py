@@ -22,10 +22,13 @@ from eyas.chat.files import read_tokenizer
 from eyas.engine.draft import Draft
 from eyas.engine.engine import Engine, EngineConfig
 from eyas.engine.request import Request, Result, SamplingParams
+from eyas.gguf.blocks import KINDS as FORMATS
+from eyas.gguf.blocks import Kind
 from eyas.model.target import Target
 from tests import tiny_engine
 from tests.oracle.target import OperatorTarget
 from tests.test_packed import quantised
+from tests.tiny import tiny_target
 from tests.tiny_engine import (
     EVERYTHING,
     SAMPLED,
@@ -36,6 +39,7 @@ from tests.tiny_engine import (
     requests,
 )
 
+MIXED = (Kind.Q4_K, Kind.F16, Kind.Q6_K, Kind.BF16, Kind.Q8_0, Kind.F32)
 WINDOW = 9  # shorter than configs allow, longer than a tree is deep
 
 folder = tiny_engine.folder
@@ -164,6 +168,28 @@ def test_answers_are_those_of_plain_decoding(backend, folder, path, name, tmp_pa
     if "text" in name:
         assert metrics["accepted_text"] > 0
         assert (metrics["accepted_head"] + metrics["accepted_both"] > 0) == ("head" in name)
+
+
+@pytest.mark.parametrize(
+    "kinds",
+    [(kind,) for kind in FORMATS] + [MIXED],
+    ids=lambda kinds: " ".join(kind.name for kind in kinds),
+)
+def test_every_quantisation_answers_as_plain_decoding(tmp_path, kinds):
+    """MIXED: as files have them whose publisher keeps some matrices as they were."""
+    folder = tiny_target(tmp_path, hidden_size=256, intermediate_size=256, head_dim=64)
+    config, tensors, blocks = quantised(folder, kinds)
+    target = Target(config, tensors, "packed", blocks=blocks)
+    sizes = EngineConfig(max_length=120, max_batch=4)
+    plain = Engine(target, None, sizes.model_copy(update={"speculation": "off"}))
+    draft = draft_of(*random_head(target), target)
+    these = [one for one in asked() if one.id.startswith(("greedy,", "sampled", "all cuts"))]
+    tree = Engine(target, draft, sizes.model_copy(update={"speculation": "fixed(2,16,33)"}))
+    expected, found = answers(plain, these), answers(tree, these)
+    for key, one in expected.items():
+        assert found[key].token_ids == one.token_ids, key
+        assert found[key].logprobs == one.logprobs, key
+    assert all(sum(one.accept_hist) > 0 for one in found.values())  # rounds with drafts
 
 
 def test_a_walk_in_python_is_that_of_the_library(backend, folder):

@@ -26,7 +26,7 @@ ROOMS = {
     "data": (213, "sources, licence gate, filters, duplicates, ledger, card"),
     "engine": (163, "exact speculative decoding: scheduler, rounds, drafters, policy, sampling"),
     "model": (266, "target and head: configs, checkpoints, attention, training-time test"),
-    "cpp": (240, "the native decoder"),
+    "cpp": (258, "the native decoder"),
     "serve": (171, "the HTTP server"),
     "privacy": (156, "personal data and secrets: search, surrogates, key"),
     "features": (125, "the target's answers and its hidden states"),

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from eyas.errors import CorruptError, MismatchError, MissingInputError
-from eyas.gguf.blocks import KINDS, BlockMatrix, Kind
+from eyas.gguf.blocks import HALVES, KINDS, BlockMatrix, Kind
 from eyas.gguf.folder import LINK
 from eyas.hub import resolve_target
 from eyas.model import library
@@ -47,9 +47,13 @@ from tests.test_native import (
 )
 from tests.tiny import tiny_target
 
-# where the scales of half precision lie in a block, and of what size they are in usual weights
-HALVES_OF = {Kind.Q4_K: ((0, 2), 5e-4), Kind.Q5_K: ((0, 2), 2.5e-4), Kind.Q6_K: ((208,), 1e-4)}
-SIZES = (48, 16, 32, 16, 64, 16, 32, 48, 37)  # rows of parts
+# of what size the scales of half precision are in usual weights
+SIZES_OF = {Kind.IQ4_NL: 1e-3, Kind.IQ4_XS: 1e-4, Kind.Q2_K: 5e-3, Kind.Q3_K: 1e-3} | {
+    Kind.Q4_K: 5e-4,
+    Kind.Q5_K: 2.5e-4,
+    Kind.Q6_K: 1e-4,
+}
+SIZES = (48, 16, 32, 16, 64, 16, 32, 48, 16, 16, 32, 16, 37)  # rows of parts
 ROWS = (1, 2, 3, 4, 8, 11, 12, 13, 24, 40)
 SHAPES = {
     "llama": {},
@@ -77,13 +81,12 @@ def matrix(kind: Kind, N: int, K: int, seed: int = 0) -> BlockMatrix:
     values[0] = 0
     values[1] *= 1000
     values[2, :32] = -0.25
-    if kind not in HALVES_OF:
+    if kind not in SIZES_OF:
         return BlockMatrix(kind, gguf.quantize(values, kind))
     block, num_bytes = gguf.GGML_QUANT_SIZES[kind]
     units = rng.integers(0, 256, (N, K // block, num_bytes), dtype=np.uint8)
-    places, size = HALVES_OF[kind]
-    for at in places:
-        scales = (rng.standard_normal((N, K // block, 1)) * size).astype(np.float16)
+    for at in HALVES[kind]:
+        scales = (rng.standard_normal((N, K // block, 1)) * SIZES_OF[kind]).astype(np.float16)
         units[..., at : at + 2] = scales.view(np.uint8)
     return BlockMatrix(kind, units.reshape(N, -1))
 
@@ -116,7 +119,8 @@ def test_a_matrix_taken_apart_is_the_dequantised_one(kind):
     one = matrix(kind, 9, 512)
     codes, scales, mins = taken_apart(one)
     width = 32 // scales.shape[-1]
-    values = np.repeat(scales, width, axis=-1) * codes + mins[..., None]
+    mins = np.broadcast_to(mins, scales.shape)
+    values = np.repeat(scales, width, axis=-1) * codes + np.repeat(mins, width, axis=-1)
     assert one.shape == (9, 512)
     np.testing.assert_array_equal(values.reshape(9, 512), one.dequantised())
 
@@ -189,19 +193,24 @@ def test_the_bits_of_products_are_those_of_the_plainest_variant(monkeypatch):
 
 
 @functools.cache
-def quantised(folder: Path) -> tuple[TargetConfig, dict[str, Tensor], dict[str, BlockMatrix]]:
-    """A tiny target with quantised matrices, in turn by two formats, and the values they have."""
+def quantised(
+    folder: Path, kinds: tuple[Kind, ...] = ()
+) -> tuple[TargetConfig, dict[str, Tensor], dict[str, BlockMatrix]]:
+    """A tiny target with quantised matrices, in turn by two formats or these, and the values they
+    have.
+    """
     config, blocks = TargetConfig.from_folder(folder), {}
     tensors = arranged(config, read_tensors(folder))
     is_wide = config.hidden_size % 256 == 0
-    kinds = (Kind.Q4_K, Kind.Q6_K) if is_wide else (Kind.Q4_1, Kind.Q8_0)
+    kinds = kinds or ((Kind.Q4_K, Kind.Q6_K) if is_wide else (Kind.Q4_1, Kind.Q8_0))
     for number, (name, tensor) in enumerate(sorted(tensors.items())):
         if tensor.ndim == 2 and "conv.conv" not in name and "router" not in name:
-            kind = kinds[number % 2]
-            if kind in HALVES_OF:
+            kind = kinds[number % len(kinds)]
+            if kind in SIZES_OF:
                 blocks[name] = matrix(kind, *tensor.shape, number)
             else:
-                blocks[name] = BlockMatrix(kind, gguf.quantize(tensor.float().numpy(), kind))
+                values = gguf.quantize(tensor.float().numpy(), kind)
+                blocks[name] = BlockMatrix(kind, np.ascontiguousarray(values).view(np.uint8))
             tensors[name] = torch.from_numpy(blocks[name].dequantised())
     return config, tensors, blocks
 
@@ -219,12 +228,17 @@ def new_cache(config: TargetConfig, dtype: str) -> PagedCache:
 
 
 @needs_native
-@pytest.mark.parametrize("shape", [*SHAPES, *ARCHITECTURE_SHAPES])
-def test_a_target_is_its_twin(shape):
+@pytest.mark.parametrize(
+    ("shape", "kinds"),
+    [(shape, ()) for shape in (*SHAPES, *ARCHITECTURE_SHAPES)]
+    + [("super-blocks", (kind,)) for kind in SIZES_OF],
+    ids=str,
+)
+def test_a_target_is_its_twin(shape, kinds):
     """In float32 they differ by the order of sums, and where that rounds a number otherwise: a row,
     and what follows it.
     """
-    config, tensors, blocks = quantised(folder_of(shape))
+    config, tensors, blocks = quantised(folder_of(shape), kinds)
     target = NativeTarget(config, tensors, torch.float32, blocks)
     lm_head = tensors.get("lm_head.weight", tensors["model.embed_tokens.weight"])
     aux, logits = run(target, new_cache(config, "float32"), chunk(TOKENS, 0))

@@ -23,7 +23,8 @@ from eyas.gguf.file import DAMAGED, Kind, dequantised_rows, release
 # The formats with products of their own, and where in a block their scales of half precision lie.
 HALVES = {
     **{Kind.Q4_0: (0,), Kind.Q4_1: (0, 2), Kind.Q5_0: (0,), Kind.Q5_1: (0, 2), Kind.Q8_0: (0,)},
-    **{Kind.MXFP4: (), Kind.Q4_K: (0, 2), Kind.Q5_K: (0, 2), Kind.Q6_K: (208,)},
+    **{Kind.MXFP4: (), Kind.IQ4_NL: (0,), Kind.IQ4_XS: (0,), Kind.Q2_K: (80, 82)},
+    **{Kind.Q3_K: (108,), Kind.Q4_K: (0, 2), Kind.Q5_K: (0, 2), Kind.Q6_K: (208,)},
 }
 KINDS = tuple(HALVES)
 PLAIN = (Kind.F32, Kind.F16, Kind.BF16)  # numbers without scales

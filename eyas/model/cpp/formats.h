@@ -20,9 +20,13 @@ enum class Format : int {
   q5_0 = 6,
   q5_1 = 7,
   q8_0 = 8,
+  q2_k = 10,
+  q3_k = 11,
   q4_k = 12,
   q5_k = 13,
   q6_k = 14,
+  iq4_nl = 20,
+  iq4_xs = 23,
   mxfp4 = 39,
 };
 
@@ -56,29 +60,72 @@ INLINE void nibble_lines(const uint8_t* from, Use&& use) {
   }
 }
 
-// Puts a column's 32 codes of 4 bits into its lines.
-INLINE void put_nibbles(const uint8_t* codes, int column, uint8_t* to) {
-  for (int k = 0; k < kBlockInputs / 2; ++k)
-    to[k / kLineInputs * 64 + column * kLineInputs + k % kLineInputs] =
-        static_cast<uint8_t>((codes[k] & 15) | (codes[k + kBlockInputs / 2] & 15) << 4);
+// Numbers of 4 bits stand for those of a table; kBias is added to be unsigned.
+template <int kBias, class Use>
+INLINE void table_lines(const int8_t* table, const uint8_t* from, Use&& use) {
+  const Bits numbers = as<int32_t>(as<uint8_t>(load_table(table)) + splat<uint8_t>(kBias));
+  nibble_lines(from, [&](int i, Bits codes)
+                         __attribute__((always_inline)) { use(i, look_up(numbers, codes)); });
 }
 
-// Nibbles and behind them a line of fifth bits: bit i of a byte belongs to line i.
+// The codes of the 4 inputs of a line, of a column.
+INLINE uint32_t four_codes(const uint8_t* codes, int line) {
+  uint32_t four;
+  std::memcpy(&four, codes + line * kLineInputs, kLineInputs);
+  return four;
+}
+INLINE void put_four(uint32_t four, int line, int column, uint8_t* to) {
+  std::memcpy(to + line * 64 + column * kLineInputs, &four, kLineInputs);
+}
+
+// Puts a column's 32 codes of 4 bits into its lines.
+INLINE void put_nibbles(const uint8_t* codes, int column, uint8_t* to) {
+  for (int i = 0; i < kBlockLines / 2; ++i)
+    put_four((four_codes(codes, i) & 0x0f0f0f0f) |
+                 (four_codes(codes, i + kBlockLines / 2) & 0x0f0f0f0f) << 4,
+             i, column, to);
+}
+
+// Puts bit `from` of a column's codes into one line: bit i of a byte belongs to line i.
+INLINE void put_bits(const uint8_t* codes, int from, int column, uint8_t* to) {
+  uint32_t bits = 0;
+  for (int i = 0; i < kBlockLines; ++i) bits |= (four_codes(codes, i) >> from & 0x01010101) << i;
+  put_four(bits, 0, column, to);
+}
+// line i of them, as bit kTo of its bytes.
+template <int kTo>
+INLINE Bits bit_line(Bits bits, int i) {
+  return (i < kTo ? words_left(bits, kTo - i) : words_right(bits, i - kTo)) & splat_bytes(1 << kTo);
+}
+
+// Puts 2 bits of a column's codes into two lines, each those of four.
+INLINE void put_two_bits(const uint8_t* codes, int from, int column, uint8_t* to) {
+  for (int line = 0; line < 2; ++line) {
+    uint32_t bits = 0;
+    for (int i = 0; i < 4; ++i)
+      bits |= (four_codes(codes, line * 4 + i) >> from & 0x03030303) << 2 * i;
+    put_four(bits, line, column, to);
+  }
+}
+// line i of them, as bits kTo and the next of its bytes.
+template <int kTo>
+INLINE Bits two_bit_line(Bits four, int i) {
+  const int by = i % 4 * 2 - kTo;
+  return (by < 0 ? words_left(four, -by) : words_right(four, by)) & splat_bytes(3 << kTo);
+}
+
+// Nibbles and behind them a line of fifth bits.
 template <class Use>
 INLINE void fifth_bit_lines(const uint8_t* from, Use&& use) {
-  const Bits bits = load_bits(from + 256), fifth = splat_bytes(16);
-  nibble_lines(from, [&](int i, Bits low) __attribute__((always_inline)) {
-    const Bits placed = i < 4 ? words_left(bits, 4 - i) : words_right(bits, i - 4);
-    use(i, low | (placed & fifth));
-  });
+  const Bits bits = load_bits(from + 256);
+  nibble_lines(from, [&](int i, Bits low)
+                         __attribute__((always_inline)) { use(i, low | bit_line<4>(bits, i)); });
 }
 
 // Puts a column's 32 codes of 5 bits into its lines.
 INLINE void put_five_bits(const uint8_t* codes, int column, uint8_t* to) {
   put_nibbles(codes, column, to);
-  for (int k = 0; k < kBlockInputs; ++k)
-    to[256 + column * kLineInputs + k % kLineInputs] |=
-        static_cast<uint8_t>(codes[k] >> 4 << k / kLineInputs);
+  put_bits(codes, 4, column, to + 256);
 }
 
 // Every format has: kBlocks of a unit; kBits of a code, of 8 bits with kByteBias added;
@@ -215,8 +262,8 @@ struct Q8_0 {
       to[i] = half(source) * static_cast<float>(static_cast<int8_t>(source[2 + i]));
   }
   static void pack_column(const uint8_t* source, int column, uint8_t* to) {
-    for (int k = 0; k < kBlockInputs; ++k)
-      to[k / kLineInputs * 64 + column * kLineInputs + k % kLineInputs] = source[2 + k] ^ kByteBias;
+    for (int i = 0; i < kBlockLines; ++i)
+      put_four(four_codes(source + 2, i) ^ kByteBias * 0x01010101u, i, column, to);
     std::memcpy(to + 512 + 2 * column, source, 2);
   }
   static INLINE Scales scales(const uint8_t* unit, int, int) { return {halves(unit + 512), Vec{}}; }
@@ -255,9 +302,30 @@ struct MXFP4 {
   }
   template <class Use>
   static INLINE void lines(const uint8_t* unit, int, Use&& use) {
-    const Bits numbers = as<int32_t>(as<uint8_t>(load_table(kNumbers)) + splat<uint8_t>(16));
-    nibble_lines(unit, [&](int i, Bits codes)
-                           __attribute__((always_inline)) { use(i, look_up(numbers, codes)); });
+    table_lines<16>(kNumbers, unit, use);
+  }
+};
+
+// scale | nibbles as of Q4_0, each one of 16 numbers
+struct IQ4_NL {
+  static constexpr int kBlocks = 1, kBits = 8, kHalves = 1, kOffset = Q8_0::kOffset;
+  static constexpr bool kHasMin = false;
+  static constexpr size_t kSourceBytes = 18, kBytes = Q4_0::kBytes;
+  static constexpr int8_t kNumbers[16] = {-127, -104, -83, -65, -49, -35, -22, -10,
+                                          1,    13,   25,  38,  53,  69,  89,  113};
+
+  static void dequantise(const uint8_t* source, float* to) {
+    uint8_t code[kBlockInputs];
+    Q4_0::codes(source + 2, code);
+    for (int i = 0; i < kBlockInputs; ++i) to[i] = half(source) * kNumbers[code[i]];
+  }
+  static void pack_column(const uint8_t* source, int column, uint8_t* to) {
+    Q4_0::pack_column(source, column, to);
+  }
+  static INLINE Scales scales(const uint8_t* unit, int, int) { return {halves(unit + 256), Vec{}}; }
+  template <class Use>
+  static INLINE void lines(const uint8_t* unit, int, Use&& use) {
+    table_lines<kByteBias>(kNumbers, unit, use);
   }
 };
 
@@ -378,7 +446,6 @@ struct Q6_K {
             half(source + 208) * static_cast<int8_t>(source[192 + b * 2 + i / 16]) * (code[i] - 32);
     }
   }
-  // The upper 2 bits of 4 lines lie in one.
   static void pack_column(const uint8_t* source, int column, uint8_t* to) {
     std::memcpy(to + 2 * column, source + 208, 2);
     for (int s = 0; s < 16; ++s) to[32 + s * kLanes + column] = source[192 + s];
@@ -387,11 +454,7 @@ struct Q6_K {
       uint8_t* lines = to + kLinesAt + b * kBlockBytes;
       codes(source, b, code);
       put_nibbles(code, column, lines);
-      for (int k = 0; k < kBlockInputs; ++k) {
-        const int line = k / kLineInputs;
-        lines[256 + line / 4 * 64 + column * kLineInputs + k % kLineInputs] |=
-            static_cast<uint8_t>(code[k] >> 4 << line % 4 * 2);
-      }
+      put_two_bits(code, 4, column, lines + 256);
     }
   }
   static INLINE Scales scales(const uint8_t* unit, int b, int half) {
@@ -400,14 +463,146 @@ struct Q6_K {
   template <class Use>
   static INLINE void lines(const uint8_t* unit, int b, Use&& use) {
     const uint8_t* from = unit + kLinesAt + b * kBlockBytes;
-    const Bits two = splat_bytes(0x30), upper[2] = {load_bits(from + 256), load_bits(from + 320)};
+    const Bits upper[2] = {load_bits(from + 256), load_bits(from + 320)};
     nibble_lines(from, [&](int i, Bits low) __attribute__((always_inline)) {
-      const Bits bits = upper[i / 4];
-      const Bits placed = i % 4 == 0   ? words_left(bits, 4)
-                          : i % 4 == 1 ? words_left(bits, 2)
-                          : i % 4 == 2 ? bits
-                                       : words_right(bits, 2);
-      use(i, low | (placed & two));
+      use(i, low | two_bit_line<4>(upper[i / 4], i));
     });
+  }
+};
+
+// 16 bytes: 4 bits each of scale and of min, of 16 inputs | 2 times 32 bytes: 2 bits of each of 4
+// blocks | scale, scale of mins
+struct Q2_K {
+  static constexpr int kBlocks = 8, kBits = 2, kHalves = 2, kOffset = -1;
+  static constexpr bool kHasMin = true;
+  static constexpr size_t kSourceBytes = 84, kLinesAt = 64 + 16 * kLanes,
+                          kBytes = kLinesAt + 8 * 128;
+
+  // two: of the 2 times 32 bytes.
+  static void codes(const uint8_t* two, int b, uint8_t* to) {
+    for (int i = 0; i < kBlockInputs; ++i) to[i] = two[b / 4 * 32 + i] >> b % 4 * 2 & 3;
+  }
+  static void dequantise(const uint8_t* source, float* to) {
+    uint8_t code[kBlockInputs];
+    for (int b = 0; b < kBlocks; ++b) {
+      codes(source + 16, b, code);
+      for (int i = 0; i < kBlockInputs; ++i) {
+        const uint8_t both = source[b * 2 + i / 16];
+        const float scale = half(source + 80) * (both & 15), min = half(source + 82) * (both >> 4);
+        *to++ = scale * code[i] - min;
+      }
+    }
+  }
+  static void pack_column(const uint8_t* source, int column, uint8_t* to) {
+    std::memcpy(to + 2 * column, source + 80, 2);
+    std::memcpy(to + 32 + 2 * column, source + 82, 2);
+    for (int s = 0; s < 16; ++s) to[64 + s * kLanes + column] = source[s];
+    uint8_t code[kBlockInputs];
+    for (int b = 0; b < kBlocks; ++b) {
+      codes(source + 16, b, code);
+      put_two_bits(code, 0, column, to + kLinesAt + b * 128);
+    }
+  }
+  static INLINE Scales scales(const uint8_t* unit, int b, int half) {
+    const Bits both = load_unsigned(unit + 64 + (b * 2 + half) * kLanes);
+    const Vec min = halves(unit + 32) * to_floats(both >> 4);
+    return {halves(unit) * to_floats(both & splat(15)), Vec{} - min};
+  }
+  template <class Use>
+  static INLINE void lines(const uint8_t* unit, int b, Use&& use) {
+    const uint8_t* from = unit + kLinesAt + b * 128;
+    const Bits four[2] = {load_bits(from), load_bits(from + 64)};
+#pragma GCC unroll 8
+    for (int i = 0; i < kBlockLines; ++i) use(i, two_bit_line<0>(four[i / 4], i));
+  }
+};
+
+// 32 bytes: bit b of one is the third of block b | 2 bits as of Q2_K | 12 bytes: 16 scales of 6
+// bits, of 16 inputs each | scale
+struct Q3_K {
+  static constexpr int kBlocks = 8, kBits = 3, kHalves = 2, kOffset = 5;
+  static constexpr bool kHasMin = false;
+  static constexpr size_t kSourceBytes = 110, kLinesAt = 32 + 16 * kLanes, kBlockBytes = 128 + 64,
+                          kBytes = kLinesAt + 8 * kBlockBytes;
+
+  static void codes(const uint8_t* source, int b, uint8_t* to) {
+    Q2_K::codes(source + 32, b, to);
+    for (int i = 0; i < kBlockInputs; ++i)
+      to[i] = static_cast<uint8_t>(to[i] | (source[i] >> b & 1) << 2);
+  }
+  static int8_t scale(const uint8_t* source, int s) {
+    const uint8_t low = source[96 + s % 8] >> s / 8 * 4 & 15,
+                  upper = source[104 + s % 4] >> s / 4 * 2 & 3;
+    return static_cast<int8_t>((low | upper << 4) - 32);
+  }
+  static void dequantise(const uint8_t* source, float* to) {
+    uint8_t code[kBlockInputs];
+    for (int b = 0; b < kBlocks; ++b) {
+      codes(source, b, code);
+      for (int i = 0; i < kBlockInputs; ++i)
+        *to++ = half(source + 108) * scale(source, b * 2 + i / 16) * (code[i] - 4);
+    }
+  }
+  static void pack_column(const uint8_t* source, int column, uint8_t* to) {
+    std::memcpy(to + 2 * column, source + 108, 2);
+    for (int s = 0; s < 16; ++s)
+      to[32 + s * kLanes + column] = static_cast<uint8_t>(scale(source, s));
+    uint8_t code[kBlockInputs];
+    for (int b = 0; b < kBlocks; ++b) {
+      uint8_t* lines = to + kLinesAt + b * kBlockBytes;
+      codes(source, b, code);
+      put_two_bits(code, 0, column, lines);
+      put_bits(code, 2, column, lines + 128);
+    }
+  }
+  static INLINE Scales scales(const uint8_t* unit, int b, int half) {
+    return Q6_K::scales(unit, b, half);
+  }
+  template <class Use>
+  static INLINE void lines(const uint8_t* unit, int b, Use&& use) {
+    const uint8_t* from = unit + kLinesAt + b * kBlockBytes;
+    const Bits four[2] = {load_bits(from), load_bits(from + 64)}, bits = load_bits(from + 128);
+#pragma GCC unroll 8
+    for (int i = 0; i < kBlockLines; ++i)
+      use(i, two_bit_line<0>(four[i / 4], i) | bit_line<2>(bits, i));
+  }
+};
+
+// scale | upper 2 bits of 8 scales, and 4 bytes of their lower 4 | 8 times 16 bytes of nibbles as
+// of IQ4_NL
+struct IQ4_XS {
+  static constexpr int kBlocks = 8, kBits = 8, kHalves = 1, kOffset = Q8_0::kOffset;
+  static constexpr bool kHasMin = false;
+  static constexpr size_t kSourceBytes = 136, kLinesAt = 32 + 8 * kLanes,
+                          kBytes = kLinesAt + 8 * 256;
+
+  static int8_t scale(const uint8_t* source, int b) {
+    const uint8_t low = source[4 + b / 2] >> b % 2 * 4 & 15,
+                  upper = source[2 + b / 4] >> b % 4 * 2 & 3;
+    return static_cast<int8_t>((low | upper << 4) - 32);
+  }
+  static void dequantise(const uint8_t* source, float* to) {
+    uint8_t code[kBlockInputs];
+    for (int b = 0; b < kBlocks; ++b) {
+      Q4_0::codes(source + 8 + b * 16, code);
+      for (int i = 0; i < kBlockInputs; ++i)
+        *to++ = half(source) * scale(source, b) * IQ4_NL::kNumbers[code[i]];
+    }
+  }
+  static void pack_column(const uint8_t* source, int column, uint8_t* to) {
+    std::memcpy(to + 2 * column, source, 2);
+    uint8_t code[kBlockInputs];
+    for (int b = 0; b < kBlocks; ++b) {
+      to[32 + b * kLanes + column] = static_cast<uint8_t>(scale(source, b));
+      Q4_0::codes(source + 8 + b * 16, code);
+      put_nibbles(code, column, to + kLinesAt + b * 256);
+    }
+  }
+  static INLINE Scales scales(const uint8_t* unit, int b, int) {
+    return {halves(unit) * from_signed_bytes(unit + 32 + b * kLanes), Vec{}};
+  }
+  template <class Use>
+  static INLINE void lines(const uint8_t* unit, int b, Use&& use) {
+    IQ4_NL::lines(unit + kLinesAt + b * 256, 0, use);
   }
 };

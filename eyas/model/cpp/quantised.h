@@ -17,10 +17,10 @@
 #include "panels.h"
 
 // A block of a row. sum: scale times the sum of q; offset: -128 times the sum of q, offsets: of
-// either half.
+// either half, and sums.
 struct alignas(64) RowBlock {
   int8_t q[kBlockInputs];
-  float scale, sum;
+  float scale, sum, sums[2];
   int32_t offset, offsets[2];
 };
 
@@ -61,6 +61,8 @@ INLINE void quantise(Vec first, Vec second, RowBlock& to) {
   to.offset = to.offsets[0] + to.offsets[1];
   to.scale = rounded_to_half(scale);
   to.sum = rounded_to_half(scale * static_cast<float>(to.offset / -128));
+  for (int half = 0; half < 2; ++half)
+    to.sums[half] = to.scale * static_cast<float>(to.offsets[half] / -128);
 }
 
 // Row m of rows, K inputs of it, a multiple of 32.
@@ -86,12 +88,20 @@ INLINE auto with_format(Format format, Use&& use) {
       return use(Q5_0());
     case Format::q5_1:
       return use(Q5_1());
+    case Format::q2_k:
+      return use(Q2_K());
+    case Format::q3_k:
+      return use(Q3_K());
     case Format::q4_k:
       return use(Q4_K());
     case Format::q5_k:
       return use(Q5_K());
     case Format::q6_k:
       return use(Q6_K());
+    case Format::iq4_nl:
+      return use(IQ4_NL());
+    case Format::iq4_xs:
+      return use(IQ4_XS());
     case Format::mxfp4:
       return use(MXFP4());
     default:
@@ -188,9 +198,10 @@ INLINE Bits start_of(const RowBlock& x, int half) {
 }
 
 template <class Q>
-INLINE Vec add_scaled(Vec sum, Scales scales, Bits integers, const RowBlock& x) {
+INLINE Vec add_scaled(Vec sum, Scales scales, Bits integers, const RowBlock& x, int half) {
   sum = fma(scales.scale * splat(x.scale), to_floats(integers), sum);
-  if constexpr (Q::kHasMin) sum = fma(scales.min, splat(x.sum), sum);
+  if constexpr (Q::kHasMin)
+    sum = fma(scales.min, splat(Q::kHalves == 1 ? x.sum : x.sums[half]), sum);
   return sum;
 }
 
@@ -232,7 +243,7 @@ void quantised_tile(const uint8_t* weights, const RowBlocks& rows, int first, fl
 #pragma GCC unroll 12
         for (int r = 0; r < R; ++r) {
           for (int i = 1; i < chains; ++i) all[r][h][0] = all[r][h][0] + all[r][h][i];
-          sum[r] = add_scaled<Q>(sum[r], scales, all[r][h][0], x[r]);
+          sum[r] = add_scaled<Q>(sum[r], scales, all[r][h][0], x[r], h);
         }
       }
       if (b % Q::kBlocks == Q::kBlocks - 1) weights += Q::kBytes;
@@ -338,7 +349,7 @@ void opened_tile(const Opened& opened, int count, int w, const RowBlock* x, floa
       for (int v = 0; v < W; ++v)
 #pragma GCC unroll 4
         for (int r = 0; r < R; ++r)
-          sum[r][v] = add_scaled<Q>(sum[r][v], opened.scales[i][h][w + v], all[r][v], x[r]);
+          sum[r][v] = add_scaled<Q>(sum[r][v], opened.scales[i][h][w + v], all[r][v], x[r], h);
     }
 #pragma GCC unroll 4
   for (int r = 0; r < R; ++r)
@@ -453,8 +464,7 @@ void quantised_by_amx(AmxTiles& tiles, const uint8_t* weights, const RowBlocks& 
           if constexpr (Q::kOffset >= 0)
             integer = integer +
                       splat((Q::kHalves == 1 ? row[r].offset : row[r].offsets[h]) >> Q::kOffset);
-          sum[r] = fma(scales.scale * splat(row[r].scale), to_floats(integer), sum[r]);
-          if constexpr (Q::kHasMin) sum[r] = fma(scales.min, splat(row[r].sum), sum[r]);
+          sum[r] = add_scaled<Q>(sum[r], scales, integer, row[r], h);
         }
       }
     }
