@@ -4,16 +4,21 @@ and never one of other sources.
 
 from __future__ import annotations
 
+import functools
 import platform
 import shutil
+import subprocess
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from eyas.artifact import cache_folder
 from eyas.errors import ConfigError
 from eyas.model import library, variants
 from eyas.model.library import Native
+from eyas.model.variants import Variant
 from tests.test_native import needs_native
 
 load = library._loaded.__wrapped__
@@ -102,3 +107,56 @@ def test_a_shipped_library_that_cannot_be_loaded_is_said(no_cache, monkeypatch):
     Path(variants.shipped(ours)).write_bytes(b"no library")
     monkeypatch.setenv("PATH", str(no_cache))
     assert str(load()).startswith(f"{ours.name}.so cannot be loaded: ")
+
+
+# Kernels
+
+
+@needs_native
+@pytest.mark.parametrize("variant", variants.VARIANTS, ids=lambda variant: variant.name)
+def test_kernels_of_every_variant_give_the_same(variant):
+    """`tests/kernels.cpp`, on this processor or, for ARM, as Debian's qemu-user runs it. Only sums
+    of products of bf16 may differ, by their rounding.
+    """
+    expected, found = results_of(library.native().variant), results_of(variant)
+    assert len(found) == len(expected) > 100
+    for (name, same, *theirs), (other, _, *ours) in zip(expected, found, strict=True):
+        assert name == other
+        if same:
+            assert theirs == ours, name
+        else:
+            largest = np.abs(floats(theirs)).max()
+            np.testing.assert_allclose(floats(ours), floats(theirs), atol=1e-5 * largest, rtol=0)
+
+
+def floats(words: list[str]) -> np.ndarray:
+    return np.array([int(word, 16) for word in words], dtype=np.uint32).view(np.float32)
+
+
+@functools.cache
+def results_of(variant: Variant) -> list[tuple[str | bool, ...]]:
+    """Lines of the program: what was computed, whether all variants must have the same, words."""
+    is_foreign = variant not in HERE
+    lacking = "" if is_foreign else variant.lacking(variants.processor_features())
+    if lacking:
+        pytest.skip(f"the processor has no {lacking}")
+    compiler, emulator = f"{variant.machine}-linux-gnu-g++", f"qemu-{variant.machine}"
+    if is_foreign and not (shutil.which(compiler) and shutil.which(emulator)):
+        pytest.skip(f"{compiler} and {emulator} are not installed")
+    if not is_foreign:
+        compiler = variants.find_compiler()
+    main = Path(__file__).with_name("kernels.cpp")
+    program = cache_folder("native") / f"kernels-{variants.stamp(variant, main, compiler)}"
+    if not program.exists():
+        flags = [flag for flag in variants.command(variant) if flag not in ("-O3", "-shared")]
+        call = [compiler, "-O1", *flags, "-static", f"-I{variants.SOURCES}", str(main)]
+        program.parent.mkdir(parents=True, exist_ok=True)
+        subprocess.run([*call, "-o", f"{program}.new"], check=True)
+        Path(f"{program}.new").replace(program)
+    started = [emulator, str(program)] if is_foreign else [str(program)]
+    done = subprocess.run(started, capture_output=True, text=True, check=True)
+    lines = []
+    for line in done.stdout.splitlines():
+        name, sign, words = line.partition(" = ") if " = " in line else line.partition(" ~ ")
+        lines.append((name, sign == " = ", *words.split()))
+    return lines

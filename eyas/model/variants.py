@@ -12,7 +12,7 @@ import shutil
 import subprocess
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 SOURCES = Path(__file__).parent / "cpp"
@@ -62,7 +62,14 @@ _AMX = _x86("amx", "-mamx-tile -mamx-int8 -mamx-bf16", "amx_tile amx_int8 amx_bf
 _AVX2 = _x86("avx2", "-march=x86-64-v3", "avx2 fma f16c bmi2")
 _AVX2_VNNI = _x86("avx2_vnni", "-mavxvnni", "avx_vnni", _AVX2)
 _NEON = Variant("neon", "aarch64", ("-march=armv8.2-a+dotprod",), frozenset(["asimd", "asimddp"]))
-VARIANTS = (_AMX, _BF16, _VNNI, _AVX512, _AVX2_VNNI, _AVX2, _NEON)  # the best first
+_NEON_BF16 = replace(
+    _NEON,
+    name="neon_bf16",
+    flags=("-march=armv8.2-a+dotprod+bf16",),
+    features=_NEON.features | {"bf16"},
+)
+# the best first
+VARIANTS = (_AMX, _BF16, _VNNI, _AVX512, _AVX2_VNNI, _AVX2, _NEON_BF16, _NEON)
 
 
 def of_machine(machine: str | None = None) -> list[Variant]:

@@ -120,41 +120,6 @@ class Decoder {
   int threads_ = 1;
 };
 
-// 1 / sqrt(mean(x^2) + eps) of n channels; the same bits wherever it is called from.
-INLINE float inverse_size(const float* x, int n, float eps) {
-  Vec squares[2] = {Vec{}, Vec{}};
-  int i = 0;
-  for (; i + 2 * kLanes <= n; i += 2 * kLanes) {
-    const Vec a = load(x + i), b = load(x + i + kLanes);
-    squares[0] = fma(a, a, squares[0]);
-    squares[1] = fma(b, b, squares[1]);
-  }
-  for (; i < n; i += kLanes) {
-    const Vec a = load(x + i, first_lanes(n - i));
-    squares[0] = fma(a, a, squares[0]);
-  }
-  const float mean = sum_of(squares[0] + squares[1]) / static_cast<float>(n);
-  return 1.0f / std::sqrt(mean + eps);
-}
-
-// x * weight * factor of n channels.
-template <class Store>
-INLINE void scale(const float* x, const float* weight, float by, int n, Store&& store) {
-  const Vec factor = splat(by);
-  for (int i = 0; i < n; i += kLanes) {
-    const Lanes lanes = first_lanes(n - i);
-    const Vec scaled = load(x + i, lanes) * factor;
-    store(i, lanes, scaled * load(weight + i, lanes));
-  }
-}
-
-// x * weight / sqrt(mean(x^2) + eps); null is a weight of ones without the norm.
-template <class Store>
-INLINE void normalise(const float* x, const float* weight, int n, float eps, Store&& store) {
-  if (weight != nullptr) return scale(x, weight, inverse_size(x, n, eps), n, store);
-  for (int i = 0; i < n; i += kLanes) store(i, first_lanes(n - i), load(x + i, first_lanes(n - i)));
-}
-
 template <class A>
 class Model final : public Decoder {
   using T = typename A::T;

@@ -147,6 +147,15 @@ INLINE Bits look_up(Bits table, Bits index) {
 }
 INLINE Bits look_up_low(Bits table, Bits index) { return look_up(table, index & splat_bytes(15)); }
 
+#ifdef __ARM_FEATURE_BF16
+#define EYAS_DOT_OF_BF16
+INLINE Vec dot_pairs_at_once(Vec sum, Bits a, Bits b) {
+  EYAS_EACH sum.in[i] =
+      vbfdotq_f32(sum.in[i], (bfloat16x8_t)a.in[i], (bfloat16x8_t)b.in[i]);
+  return sum;
+}
+#endif
+
 constexpr int kByteBias = 0;  // codes of 8 bits are signed
 
 // sum + four products in each lane, of codes of so many bits with signed bytes: exact.
