@@ -1,9 +1,7 @@
-// The library's kernels by themselves, for tests: the results of all of them on odd sizes as a
-// program, one product of quantised weights as a library.
-//
-// The program writes a line for each result: "=" and a hash where every variant must have the same
-// bits, "~" and the numbers' bits where products of bf16 are summed in the processor's own way. It
-// ends with 1 where a row's bits depend on the rows beside it.
+// The library's kernels on odd sizes, for tests. A line for each result: "=" and a hash where every
+// variant must have the same bits, "~" and the numbers' bits where products of bf16 are summed in
+// the processor's own way. Ends with 1 where a row's bits depend on the rows beside it.
+#include <bit>
 #include <cstdio>
 
 #include "attention.h"
@@ -11,29 +9,6 @@
 #include "experts.h"
 #include "linear.h"
 #include "quantised.h"
-
-// x [M, K] in fp32 -> y [M, 16 * blocks].
-extern "C" __attribute__((visibility("default"))) void multiply(const Product* product,
-                                                                const float* x, int64_t M,
-                                                                int64_t threads, float* y) {
-  const auto& weights = static_cast<const QuantisedProduct&>(*product);
-  const int T = static_cast<int>(threads), stride = weights.blocks * kLanes;
-  Buffer<RowBlock> blocks;
-  const RowBlocks rows{blocks.reserve(M * (weights.K / kBlockInputs) + kAmxRows),
-                       weights.K / kBlockInputs, static_cast<int>(M)};
-  for (int m = 0; m < rows.M; ++m)
-    quantise_row<Fp32>(x + static_cast<size_t>(m) * weights.K, rows, m);
-  std::vector<float> sums(T * M * kPanelColumns);
-  Pool::shared().run(T, [&](int t) {
-    multiply_quantised(weights, nullptr, rows, t, T, sums.data() + t * M * kPanelColumns,
-                       [&](const Panel& panel, const float* out) {
-                         for (int m = 0; m < rows.M; ++m)
-                           std::memcpy(y + m * stride + panel.first * kLanes,
-                                       out + m * kPanelColumns,
-                                       panel.width * kLanes * sizeof(float));
-                       });
-  });
-}
 
 namespace {
 
@@ -87,12 +62,33 @@ std::vector<typename A::T> numbers(size_t count, float size = 1) {
   return made;
 }
 
+// x [M, K] -> y [M, 16 * blocks].
+void multiply(const QuantisedProduct& weights, const float* x, int M, int T, float* y) {
+  const int stride = weights.blocks * kLanes;
+  Buffer<RowBlock> blocks;
+  const RowBlocks rows{blocks.reserve(M * (weights.K / kBlockInputs) + kAmxRows),
+                       weights.K / kBlockInputs, M};
+  for (int m = 0; m < rows.M; ++m)
+    quantise_row<Fp32>(x + static_cast<size_t>(m) * weights.K, rows, m);
+  std::vector<float> sums(T * M * kPanelColumns);
+  Pool::shared().run(T, [&](int t) {
+    multiply_quantised(weights, nullptr, rows, t, T, sums.data() + t * M * kPanelColumns,
+                       [&](const Panel& panel, const float* out) {
+                         for (int m = 0; m < rows.M; ++m)
+                           std::memcpy(y + m * stride + panel.first * kLanes,
+                                       out + m * kPanelColumns,
+                                       panel.width * kLanes * sizeof(float));
+                       });
+  });
+}
+
 constexpr int kRows[] = {1, 2, 3, 7, 13, 40};
 
 void quantised_products() {
   const int N = 70, K = 512;
   for (const Format format : {Format::q4_0, Format::q4_1, Format::q5_0, Format::q5_1, Format::q8_0,
-                              Format::q4_k, Format::q5_k, Format::q6_k, Format::mxfp4}) {
+                              Format::q4_k, Format::q5_k, Format::q6_k, Format::mxfp4, Format::q2_k,
+                              Format::q3_k, Format::iq4_nl, Format::iq4_xs}) {
     std::vector<uint8_t> blocks(N * row_bytes(format, K));
     with_format(format, [&](auto q) {
       float values[kMaxUnitInputs];
@@ -109,9 +105,9 @@ void quantised_products() {
     const Floats x = numbers<Fp32>(kRows[5] * K, 3);
     for (const int M : kRows) {
       Floats y(M * stride), one(stride);
-      multiply(&product, x.data(), M, 2, y.data());
+      multiply(product, x.data(), M, 2, y.data());
       say("quantised product", static_cast<int>(format) * 100 + M, y);
-      multiply(&product, x.data() + (M - 1) * K, 1, 1, one.data());
+      multiply(product, x.data() + (M - 1) * K, 1, 1, one.data());
       compare("quantised product", y, M - 1, one);
     }
   }
