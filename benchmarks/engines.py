@@ -62,10 +62,10 @@ from eyas.chat import Chat
 from eyas.evaluate.evaluate import EvalConfig, evaluate
 from eyas.evaluate.trees import EvalPrompt, ModelsConfig
 from eyas.export.engines import ENGINES
-from eyas.model.checkpoint import read_head
 from eyas.model.config import HeadConfig
 from eyas.model.dialects import CONFIG_JSON, FC_NORMS, LAYER_IDS
 from eyas.model.target import Target
+from eyas.operators.tensors import read_head
 from eyas.tau import tau_interval
 
 DTYPE = "float32"

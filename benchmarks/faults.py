@@ -33,13 +33,13 @@ from eyas.export.check import check, meanings, verdict
 from eyas.export.lint import CheckFinding, exit_code
 from eyas.export.replay import NUM_CONVERSATIONS, AnswerTokens, answered, replay
 from eyas.model.architecture import TargetConfig
-from eyas.model.checkpoint import read_head
 from eyas.model.config import HeadConfig
 from eyas.model.dialects import EMBED_TOKENS, LAYER, LM_HEAD, Form
-from eyas.model.forms import Verifier, write_head
+from eyas.model.forms import Verifier
 from eyas.model.target import Target
-from eyas.model.vocab import TargetVocabulary
 from eyas.model.weights import weight_files
+from eyas.operators.tensors import read_head, write_head
+from eyas.operators.vocab import TargetVocabulary
 
 IDS = "eagle_aux_hidden_state_layer_ids"
 QUICK = 12  # conversations

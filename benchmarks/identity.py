@@ -38,8 +38,8 @@ from eyas.engine.draft import Draft
 from eyas.engine.engine import Engine, EngineConfig
 from eyas.engine.request import Request, SamplingParams
 from eyas.log import quiet
-from eyas.model.checkpoint import read_head
 from eyas.model.target import PAGE_SIZE, Target
+from eyas.operators.tensors import read_head
 
 MAX_LENGTH, MAX_STEPS = 320, 200_000
 STRESSES = [

@@ -45,11 +45,10 @@ import torch
 from eyas import hub
 from eyas.export.engines import ENGINES, engine_of, layers_info
 from eyas.gguf.folder import is_gguf
-from eyas.model.checkpoint import read_head
 from eyas.model.config import HeadConfig, read_config
 from eyas.model.dialects import Form
-from eyas.model.forms import Verifier, write_head
-from eyas.model.weights import read_tensors
+from eyas.model.forms import Verifier
+from eyas.operators.tensors import read_head, read_tensors, write_head
 
 WORKERS = Path(__file__).parent / "peers"
 SGLANG_ON_A_CPU = {"PYTHONPATH": str(WORKERS / "sglang_cpu"), "SGLANG_USE_CPU_ENGINE": "1"}

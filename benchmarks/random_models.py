@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 
 from eyas.model.architecture import TargetConfig
 from eyas.model.config import HeadConfig, HeadOptions
-from eyas.model.forms import write_head
+from eyas.operators.tensors import write_head
 
 FORMATS = ("Q4_K_M", "Q4_0", "Q8_0", "BF16")
 DEVIATION = 0.02

@@ -49,7 +49,6 @@ from eyas import hub
 from eyas.engine.draft import Draft
 from eyas.engine.engine import Engine, EngineConfig
 from eyas.engine.request import Request, SamplingParams
-from eyas.model.checkpoint import read_head
 from eyas.model.rows import (
     FeatureCache,
     Growth,
@@ -60,6 +59,7 @@ from eyas.model.rows import (
     slots_of,
 )
 from eyas.model.target import PAGE_SIZE, Target
+from eyas.operators.tensors import read_head
 
 SECTIONS = ("plain", "rows", "draft", "synthetic")
 ROWS = (1, 2, 4, 8, 16, 32, 64)
@@ -253,7 +253,7 @@ def chain(count: int, page_table: np.ndarray, first_column: int = 0) -> Rows:
     seen = np.array([(1 << (i + 1)) - 1 for i in range(count)], dtype=np.uint64).view(np.int64)
     slot, prefix = slots_of(page_table, request, column, PAGE_SIZE), np.full(count, CONTEXT)
     arrays = (7 + np.arange(count), request, column - first_column, slot, prefix, seen)
-    return rows_of(arrays, page_table, "cpu", first_column)
+    return rows_of(arrays, page_table, first_column)
 
 
 def rows(target: Target, args: argparse.Namespace) -> dict[str, Any]:

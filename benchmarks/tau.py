@@ -28,8 +28,8 @@ from eyas.artifact import Artifact
 from eyas.chat import Chat
 from eyas.evaluate.evaluate import EvalConfig, evaluate
 from eyas.evaluate.trees import EvalPrompt, ModelsConfig
-from eyas.model.head import Head, head_files, load_head
-from eyas.model.vocab import TargetVocabulary
+from eyas.operators.head import Head, head_files, load_head
+from eyas.operators.vocab import TargetVocabulary
 from eyas.shards import Features
 from eyas.train.batches import survey
 from eyas.train.start import recount

@@ -30,10 +30,10 @@ from torch import Tensor
 
 from eyas.bench.machine import machine
 from eyas.model.architecture import TargetConfig
-from eyas.model.batch import Batch
 from eyas.model.config import HeadConfig, HeadOptions, RopeConfig
-from eyas.model.head import Head
-from eyas.model.vocab import TargetVocabulary
+from eyas.operators.batch import Batch
+from eyas.operators.head import Head
+from eyas.operators.vocab import TargetVocabulary
 from eyas.shards import Sample
 from eyas.train.loss import ObjectiveConfig, judged_positions
 from eyas.train.ranks import Ranks

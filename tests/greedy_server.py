@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from eyas.model.vocab import auto_class, target_shape, transformers_config
+from eyas.operators.vocab import auto_class, target_shape, transformers_config
 from tests.bench_servers import JsonHandler, running
 
 

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from eyas.model.config import HeadConfig
-from eyas.model.head import Head
-from eyas.model.rope import rope_table
+from eyas.operators.head import Head
+from eyas.operators.rope import rotation
 
 Weights = dict[str, Tensor]
 DECAY = 0.8
@@ -61,7 +61,9 @@ class PlainHead:
 
     def __init__(self, weights: Weights, config: HeadConfig) -> None:
         self.w, self.c = weights, config
-        self.table = rope_table(config.rope, config.head_dim, config.max_position_embeddings)
+        self.table = rotation(
+            config.rope, config.head_dim, torch.arange(config.max_position_embeddings)
+        )
 
     def feature(self, aux: Tensor) -> Tensor:
         eps, third = self.c.rms_norm_eps, len(aux) // 3

@@ -20,7 +20,9 @@ from torch import Tensor
 
 from eyas.gguf.blocks import BLOCK, BlockMatrix, Kind
 from eyas.model.architecture import TargetConfig
+from eyas.model.arrays import Array, Arrays
 from eyas.model.packed import Blocks, parts_of
+from eyas.operators.tensors import tensor_of, tensors_of
 from tests.oracle.block import Block, MixtureOfExperts
 from tests.oracle.target import Layers
 
@@ -170,11 +172,10 @@ def fma(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
     return (a.double() * b.double() + c.double()).float()
 
 
-def twin_layers(
-    config: TargetConfig, tensors: dict[str, Tensor], lm_head: Tensor, blocks: Blocks
-) -> Layers:
+def twin_layers(config: TargetConfig, arrays: Arrays, lm_head: Array, blocks: Blocks) -> Layers:
     """The decoder in PyTorch operators, with products of blocks where the native one has them."""
-    layers = Layers(config, tensors, lm_head)
+    tensors = tensors_of(arrays)
+    layers = Layers(config, tensors, tensor_of(lm_head))
     head = "model.embed_tokens.weight" if config.tie_word_embeddings else "lm_head.weight"
     parts = parts_of(blocks, [head])
     if parts is not None:

@@ -12,15 +12,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from eyas.model.rows import MAX_TREE_COLUMNS, Rows, rows_of, slots_of
+from eyas.model.rows import MAX_TREE_COLUMNS, rows_of, slots_of
 from tests.oracle.attention import AttentionPlan
+from tests.oracle.rows import TensorRows
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TOLERANCE = {torch.float32: 4e-6, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 
 
 def tree_attention_reference(
-    q: torch.Tensor, kv: torch.Tensor, rows: Rows, page_size: int
+    q: torch.Tensor, kv: torch.Tensor, rows: TensorRows, page_size: int
 ) -> torch.Tensor:
     """The definition: softmax(q k^T / sqrt(D)) v over the columns that a row sees. The result is
     float64.
@@ -98,7 +98,7 @@ HEADS = [
 
 def laid_out(
     parts: Parts, page_size: int, first_column: int, seed: int, shuffled_rows: bool = False
-) -> Rows:
+) -> TensorRows:
     """The rows of a forward over shuffled pages; each page table line ends in pages of other
     requests.
     """
@@ -124,24 +124,26 @@ def laid_out(
     # of a prompt's token the last of its prefix, of a node as many behind as it has ancestors
     depth_M = np.array([int(seen).bit_count() for seen in seen_M.view(np.uint64)])
     position_M = prefix_len_M - 1 - first_column + depth_M
-    return rows_of(
+    rows = rows_of(
         (unused, request_M, position_M, unused, prefix_len_M, seen_M),
         page_table,
-        DEVICE,
         first_column,
     )
+    return TensorRows.of(rows)
 
 
-def tensors(rows: Rows, page_size: int, heads: tuple[int, int, int], dtype: torch.dtype, seed: int):
+def tensors(
+    rows: TensorRows, page_size: int, heads: tuple[int, int, int], dtype: torch.dtype, seed: int
+):
     """Random q [M, Hq, D] and kv [num_slots, 2, Hk, D]."""
     Hk, group, D = heads
     generator = torch.Generator().manual_seed(seed)
     q = torch.randn(len(rows), Hk * group, D, generator=generator)
     kv = torch.randn((int(rows.page_table.max()) + 1) * page_size, 2, Hk, D, generator=generator)
-    return q.to(DEVICE, dtype), kv.to(DEVICE, dtype)
+    return q.to(dtype), kv.to(dtype)
 
 
-def slots_seen(rows: Rows, page_size: int, m: int) -> np.ndarray:
+def slots_seen(rows: TensorRows, page_size: int, m: int) -> np.ndarray:
     prefix_len, bits = int(rows.prefix_len[m]), int(rows.seen[m])
     columns = [
         *range(int(rows.first_seen[m]), prefix_len),
@@ -230,7 +232,7 @@ def test_what_a_row_does_not_see_never_changes_it_to_the_bit(first_column, dtype
     for m in (0, 5, 21, len(rows) - 1):
         spoilt = torch.full_like(kv, large)
         spoilt[::2] *= -1
-        own = torch.from_numpy(slots_seen(rows, 16, m)).to(DEVICE)
+        own = torch.from_numpy(slots_seen(rows, 16, m))
         spoilt[own] = kv[own]
         assert torch.equal(plan.attend(q, spoilt)[m], expected[m])
 

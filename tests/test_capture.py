@@ -32,11 +32,12 @@ from eyas.features.samples import (
     plan_samples,
     shared_groups,
 )
-from eyas.model.decoder import HookedDecoder, OwnDecoder
 from eyas.model.target import Target
 from eyas.model.weights import fingerprint
+from eyas.operators.decoder import HookedDecoder, OwnDecoder
 from eyas.records import Answer, read_answers
 from eyas.shards import Features
+from tests.oracle.target import features_of
 from tests.stages import (
     all_samples,
     contents,
@@ -192,7 +193,7 @@ def test_merged_turns_have_the_features_of_the_turns_alone(target, tmp_path, out
     for answer in read_answers(answers):
         whole = samples[f"{answer.prompt_id}/2"]
         ids = [*answer.prompt_ids, *answer.answer_ids]
-        aux_hidden, last_hidden = loaded.features(torch.tensor([ids]))
+        aux_hidden, last_hidden = features_of(loaded, torch.tensor([ids]))
         assert whole.token_ids[: len(ids)].tolist() == ids
         assert whole.loss_mask[len(answer.prompt_ids) : len(ids)].all()
         for found, alone in ((whole.aux_hidden, aux_hidden), (whole.last_hidden, last_hidden)):

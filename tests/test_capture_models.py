@@ -16,14 +16,14 @@ from transformers import AutoModelForCausalLM
 from eyas.errors import ConfigError, MismatchError
 from eyas.model import decoder as hooked
 from eyas.model.architecture import TargetConfig
-from eyas.model.decoder import (
+from eyas.model.target import Target
+from eyas.operators.decoder import (
     HiddenStates,
     HookedDecoder,
     OwnDecoder,
     decoder_layers,
 )
-from eyas.model.target import Target
-from eyas.model.vocab import TargetVocabulary, shape_of, target_shape
+from eyas.operators.vocab import TargetVocabulary, shape_of, target_shape
 from tests.foreign import CONFIGS, foreign_target
 from tests.tiny import FAMILIES, tiny_target
 

@@ -28,7 +28,7 @@ from eyas.features.online import OnlineTarget
 from eyas.features.state_proof import stream_layers
 from eyas.features.states import StateServer
 from eyas.model.architecture import TargetConfig
-from eyas.model.decoder import HookedDecoder
+from eyas.operators.decoder import HookedDecoder
 from eyas.shards import Features, FeatureSource
 from eyas.train.trainer import TrainConfig, train
 from tests.stages import all_samples, ending_target, prompts_of, write_prompts

@@ -15,8 +15,8 @@ from eyas.errors import MismatchError, MissingInputError
 from eyas.export.check import check
 from eyas.export.lint import CheckFinding, check_is_head, exit_code, in_order
 from eyas.model.config import RopeConfig
-from eyas.model.forms import write_head
-from eyas.model.vocab import TargetVocabulary
+from eyas.operators.tensors import write_head
+from eyas.operators.vocab import TargetVocabulary
 from tests.architectures import saved_architecture
 from tests.tiny import tiny_target
 from tests.tiny_head import edit_config, edit_tensors, head_folder, tiny_head, write_folder

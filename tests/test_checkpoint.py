@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 import safetensors.torch
 import torch
@@ -16,11 +17,12 @@ from transformers import AutoConfig, LlamaConfig
 
 from eyas.errors import CorruptError, MismatchError, MissingInputError
 from eyas.model.architecture import TargetConfig
-from eyas.model.checkpoint import map_faults, open_checkpoint, read_head
+from eyas.model.checkpoint import map_faults, open_checkpoint
 from eyas.model.config import HeadConfig, RopeConfig
 from eyas.model.dialects import Form
-from eyas.model.forms import Verifier, write_head
-from eyas.model.vocab import TargetVocabulary, draft_vocabulary
+from eyas.model.forms import Verifier
+from eyas.operators.tensors import array_of, read_head, read_tensors, write_head
+from eyas.operators.vocab import TargetVocabulary, draft_vocabulary
 from tests.tiny import tiny_target
 from tests.tiny_head import edit_config, edit_tensors, head_folder, tiny_head, write_folder
 
@@ -163,7 +165,8 @@ def test_own_embeddings_go_where_they_are_used(target, tmp_path):
     config, tensors = tiny_head(target)
     tensors["embed_tokens.weight"] = torch.randn(320, 32)
     for form in ("eyas", "vllm"):
-        written = write_head(config, tensors, form, Verifier(embed_tokens=torch.zeros(320, 32)))
+        of_target = Verifier(embed_tokens=np.zeros((320, 32), np.float32))
+        written = write_head(config, tensors, form, of_target)
         read = read_head(write_folder(written, tmp_path / form))[1]
         assert all(torch.equal(read[name], tensor) for name, tensor in tensors.items())
     tensors["embed_tokens.weight"] = torch.zeros(319, 32)
@@ -268,7 +271,7 @@ def test_any_choice_of_tokens_is_a_map_and_a_changed_offset_is_none(data):
     V = data.draw(st.integers(2, 40))
     W = data.draw(st.integers(1, V - 1))
     counts_V = torch.tensor(data.draw(st.lists(st.integers(0, 5), min_size=V, max_size=V)))
-    d2t, t2d = draft_vocabulary(counts_V, W)
+    d2t, t2d = map(array_of, draft_vocabulary(counts_V, W))
     assert map_faults(d2t, t2d, V, W) == []
     place, shift = data.draw(st.integers(0, W - 1)), data.draw(st.integers(-V, V).filter(bool))
     d2t[place] += shift
@@ -313,9 +316,20 @@ def test_the_eagle_repositorys_own_form(target, tmp_path):
         tmp_path / "head", tensors, architectures=["LlamaForCausalLM"], max_position_embeddings=2048
     )
     (folder / "model.safetensors").unlink()
-    for is_zip in (True, False):  # since PyTorch 1.6, and before
-        torch.save(tensors, folder / "pytorch_model.bin", _use_new_zipfile_serialization=is_zip)
-        expect(folder, target, tensors)
+    torch.save(tensors, folder / "pytorch_model.bin")
+    expect(folder, target, tensors)
+    torch.save(tensors["fc.weight"].T, folder / "pytorch_model.bin")
+    with pytest.raises(CorruptError, match="more than named tensors"):
+        read_head(folder)
+    whole = tensors["fc.weight"]
+    views = {"cut": whole[5:9, 3:], "turned": whole.T, "single": torch.ones(())}
+    torch.save({**views, "short": tensors["fc.weight"].bfloat16()}, folder / "pytorch_model.bin")
+    found = read_tensors(folder, pickled=True)
+    assert all(torch.equal(found[name], one) for name, one in views.items())
+    assert torch.equal(found["short"], tensors["fc.weight"].bfloat16())
+    torch.save(tensors, folder / "pytorch_model.bin", _use_new_zipfile_serialization=False)
+    with pytest.raises(CorruptError, match="plain tensors"):  # of before PyTorch 1.6
+        read_head(folder)
 
 
 def test_a_pickle_that_would_run_code_is_not_read(target, tmp_path):
@@ -461,7 +475,7 @@ def test_sharded_heads(target, tmp_path, form):
 def test_the_targets_embeddings_go_along_if_given_and_are_known_for_it(target, tmp_path, form):
     config, tensors = tiny_head(target)
     embed_tokens = TargetVocabulary.load(target).embed_tokens
-    files = write_head(config, tensors, form, Verifier(embed_tokens=embed_tokens))
+    files = write_head(config, tensors, form, Verifier(embed_tokens=array_of(embed_tokens)))
     with_them = write_folder(files, tmp_path / "with")
     without = write_folder(write_head(config, tensors, form), tmp_path / "without")
     assert torch.equal(stored_tensors(with_them)["embed_tokens.weight"], embed_tokens)

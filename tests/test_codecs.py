@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from eyas.artifact import Artifact
 from eyas.errors import CorruptError
-from eyas.model.batch import Batch
-from eyas.model.chain import measure
+from eyas.operators.batch import Batch
+from eyas.operators.chain import measure
 from eyas.shards import (
     CODECS,
     Codec,

@@ -23,7 +23,7 @@ from eyas.engine.sampling import Sampler
 from eyas.model.draws import DrawState
 from eyas.model.target import Target
 from tests import tiny_engine
-from tests.oracle.target import OperatorTarget
+from tests.oracle.target import OperatorTarget, logits_of
 from tests.tiny_engine import VOCAB, draft_of, load_as, random_head
 
 PROMPT = (5, 9, 5)
@@ -108,7 +108,7 @@ def exact(target: Target, params: SamplingParams) -> dict[tuple[int, ...], float
     while prefixes:
         with torch.inference_mode():
             logits_BV = (
-                target.logits(torch.tensor([[*PROMPT, *prefix] for prefix in prefixes]))[:, -1]
+                logits_of(target, torch.tensor([[*PROMPT, *prefix] for prefix in prefixes]))[:, -1]
                 .double()
                 .numpy()
             )

@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from eyas.export.engines import EAGLE3_MODE, ENGINES, Launch, engine_of, layers_info
-from eyas.model.forms import Verifier, write_head
+from eyas.model.forms import Verifier
+from eyas.operators.tensors import write_head
 from tests.tiny import tiny_target
 from tests.tiny_head import tiny_head, write_folder
 

@@ -20,10 +20,11 @@ from eyas.evaluate import chains
 from eyas.evaluate.breakdown import AnswerCounts, figures, tau_ceiling, vocabulary_figures
 from eyas.evaluate.comparison import compare, refuse_worse
 from eyas.evaluate.evaluate import EvalConfig, evaluate
-from eyas.model.chain import leading_matches, runs
-from eyas.model.head import load_head
 from eyas.model.target import Target
-from eyas.model.ttt import Slots
+from eyas.operators.chain import leading_matches, runs
+from eyas.operators.head import load_head
+from eyas.operators.tensors import arrays_of
+from eyas.operators.ttt import Slots
 from eyas.shards import Features
 from eyas.tau import RoundCounts
 from eyas.train.trainer import TrainConfig, train
@@ -76,7 +77,7 @@ def test_predicts_what_the_engine_does(made, tmp_path):
     loaded = load_head(head.local_path(""))
     engine = Engine(
         target,
-        Draft(loaded.config, loaded.state_dict(), target),
+        Draft(loaded.config, arrays_of(loaded.state_dict()), target),
         EngineConfig(speculation=f"fixed({K},1,{K + 1})"),
     )
     requests = [

@@ -21,14 +21,15 @@ from eyas.evaluate.trees import ModelsConfig, PromptSet, decode
 from eyas.evaluate.walks import TreeWalks, WalkedRound, expected_drafts, walk
 from eyas.features.conversation import Sampling
 from eyas.log import quiet
-from eyas.model.batch import Batch
-from eyas.model.chain import measure
-from eyas.model.head import load_head
-from eyas.model.vocab import TargetVocabulary
+from eyas.operators.batch import Batch
+from eyas.operators.chain import measure
+from eyas.operators.head import load_head
+from eyas.operators.vocab import TargetVocabulary
 from eyas.shards import Features
 from eyas.tau import RoundCounts
 from eyas.train.trainer import train
 from tests.architectures import saved_architecture
+from tests.oracle.target import logits_of
 from tests.test_cli import assert_one_clear_error, run_eyas
 from tests.tiny import tiny_target
 from tests.tiny_features import samples_of, write_features
@@ -158,7 +159,7 @@ def chances_of_nodes(target, prefix, tree, temperature) -> list[float]:
     """How likely each node of a tree is drawn, by the target's own forward; 1 for the root."""
     chances, texts = [1.0], [prefix]
     for token, parent in zip(tree.tokens[1:], tree.parents[1:], strict=True):
-        logits_V = target.logits(torch.tensor([texts[parent]]))[0, -1]
+        logits_V = logits_of(target, torch.tensor([texts[parent]]))[0, -1]
         chances.append(chances[parent] * float((logits_V / temperature).softmax(-1)[token]))
         texts.append([*texts[parent], token])
     return chances
@@ -233,7 +234,7 @@ def on_features(foreign, tmp_path_factory):
 
 
 def test_features_alone_give_chains_trees_and_sampled_acceptance(foreign, on_features):
-    """A chain by the tree's code is the chain of `model.chain`, which shares none of it."""
+    """A chain by the tree's code is the chain of `operators.chain`, which shares none of it."""
     _, head, _, samples, vocabulary = foreign
     loaded, counts = load_head(head.local_path("")), RoundCounts(4)
     for _, matches in measure(loaded, vocabulary, Batch.of(samples), 4).spans:

@@ -26,10 +26,9 @@ from eyas.export.card import CardOrigin
 from eyas.export.check import check
 from eyas.export.export import ExportConfig, export, made_up_logits, manifest_of, prove_equal
 from eyas.lineage import head_manifest
-from eyas.model.checkpoint import read_head
-from eyas.model.forms import write_head
-from eyas.model.head import load_head
-from eyas.model.vocab import TargetVocabulary
+from eyas.operators.head import load_head
+from eyas.operators.tensors import read_head, write_head
+from eyas.operators.vocab import TargetVocabulary
 from tests.architectures import saved_architecture
 from tests.stated import Source
 from tests.tiny import tiny_target

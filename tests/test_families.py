@@ -21,9 +21,10 @@ from eyas.model.architecture import TargetConfig
 from eyas.model.library import unavailable
 from eyas.model.packed import in_eight_bits
 from eyas.model.target import Dtype, Target
-from eyas.model.vocab import auto_class, transformers_config
-from eyas.model.weights import read_tensors
+from eyas.model.weights import read_arrays
+from eyas.operators.vocab import auto_class, transformers_config
 from tests.architectures import ARCHITECTURES, saved_architecture
+from tests.oracle.target import features_of, logits_of
 from tests.tiny_engine import EVERYTHING, draft_of, idle, load_as, random_head
 
 OWN = [name for name, one in ARCHITECTURES.items() if one.own]
@@ -45,7 +46,7 @@ def loaded(root: Path, name: str, backend: str) -> Target:
         return load_as(backend, folder)
     if unavailable() is not None:
         pytest.skip("no native path on this machine")
-    config, tensors = TargetConfig.from_folder(folder), read_tensors(folder)
+    config, tensors = TargetConfig.from_folder(folder), read_arrays(folder)
     blocks = in_eight_bits(tensors) if backend == "packed" else None
     return Target(config, tensors, cast(Dtype, backend), blocks=blocks)
 
@@ -72,11 +73,11 @@ def test_logits_and_taps_are_those_of_transformers(root, name, backend):
     with torch.no_grad():
         theirs = model(tokens_BT, output_hidden_states=True, use_cache=False)
     taps = [theirs.hidden_states[tap + 1] for tap in target.config.default_taps]
-    aux_hidden, last_hidden = target.features(tokens_BT)
-    assert_near(target.logits(tokens_BT), theirs.logits)
+    aux_hidden, last_hidden = features_of(target, tokens_BT)
+    assert_near(logits_of(target, tokens_BT), theirs.logits)
     assert_near(aux_hidden, torch.cat(taps, dim=-1))
     assert_near(last_hidden, theirs.hidden_states[-1])
-    assert torch.equal(target.logits(tokens_BT).argmax(-1), theirs.logits.argmax(-1))
+    assert torch.equal(logits_of(target, tokens_BT).argmax(-1), theirs.logits.argmax(-1))
 
 
 def assert_near(ours: Tensor, theirs: Tensor) -> None:

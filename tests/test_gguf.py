@@ -37,10 +37,13 @@ from eyas.gguf.tokenizer import WORD_SPLITS, merges_by_score, tokenizer_of
 from eyas.hub import resolve_target
 from eyas.model.architecture import TargetConfig
 from eyas.model.arrangement import arranged
+from eyas.model.arrays import BFLOAT16
 from eyas.model.target import Target
-from eyas.model.weights import fingerprint, read_shapes, read_tensors, tensor_sha256
+from eyas.model.weights import array_sha256, fingerprint, read_arrays, read_shapes
+from eyas.operators.tensors import array_of, read_tensors
 from tests.architectures import save_architecture
 from tests.gguf_files import gguf_file
+from tests.oracle.target import logits_of
 from tests.test_cli import assert_one_clear_error, run_eyas
 from tests.tiny import tiny_target
 
@@ -108,7 +111,7 @@ def test_a_file_computes_what_the_model_in_it_does(tmp_path, family, overrides):
     folder = resolve_target(str(file))
     expected = AutoModelForCausalLM.from_pretrained(source)(TOKENS_BT).logits
     torch.testing.assert_close(
-        Target.load(folder).logits(TOKENS_BT), expected, rtol=1e-4, atol=1e-4
+        logits_of(Target.load(folder), TOKENS_BT), expected, rtol=1e-4, atol=1e-4
     )
     ours, theirs = read_tensors(folder), read_tensors(source)
     assert ours.keys() == theirs.keys()
@@ -133,7 +136,7 @@ def test_blocks_of_every_architecture_are_those_of_its_weights(tmp_path, name):
     folder = resolve_target(str(file_of(source, tmp_path, kind)))
     config = TargetConfig.from_folder(folder)
     tensors, blocks = (
-        arranged(config, read_tensors(folder)),
+        arranged(config, read_arrays(folder)),
         arranged(config, matrices_apart(Path(folder))[2]),
     )
     matrices = {
@@ -141,7 +144,7 @@ def test_blocks_of_every_architecture_are_those_of_its_weights(tmp_path, name):
     }
     assert blocks.keys() == matrices
     for one, block in blocks.items():
-        assert torch.equal(torch.from_numpy(block.dequantised()).bfloat16(), tensors[one]), one
+        assert np.array_equal(block.dequantised().astype(BFLOAT16), tensors[one]), one
 
 
 @pytest.mark.parametrize("name", OF_GGUF)
@@ -150,7 +153,7 @@ def test_a_file_of_every_architecture_computes_what_the_model_in_it_does(tmp_pat
     folder = resolve_target(str(file_of(source, tmp_path)))
     expected = AutoModelForCausalLM.from_pretrained(source)(LONG_TOKENS_BT).logits
     found = AutoModelForCausalLM.from_pretrained(whole_folder(folder))
-    own = Target.load(folder).logits(LONG_TOKENS_BT)
+    own = logits_of(Target.load(folder), LONG_TOKENS_BT)
     torch.testing.assert_close(found(LONG_TOKENS_BT).logits, expected, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(own, expected, rtol=1e-3, atol=1e-3)
     ours, theirs = read_tensors(folder), read_tensors(source)
@@ -222,7 +225,7 @@ def test_a_folder_holds_no_weights_until_another_engine_wants_them(tmp_path, tin
     assert all(torch.equal(written[name], tensors[name]) for name in written)
     assert read_shapes(folder) == of_file
     assert fingerprint(folder) == before
-    assert Target.load(folder).lm_head_sha256 == tensor_sha256(tensors["lm_head.weight"])
+    assert Target.load(folder).lm_head_sha256 == array_sha256(array_of(tensors["lm_head.weight"]))
 
 
 def split(file: Path, count: int) -> list[Path]:

@@ -10,12 +10,15 @@ import torch
 from pydantic import ValidationError
 
 from eyas.errors import MismatchError
-from eyas.model.checkpoint import expected_shapes, read_head
+from eyas.model import checkpoint
+from eyas.model.checkpoint import expected_shapes
 from eyas.model.config import HeadConfig, HeadOptions
-from eyas.model.head import Head, head_files, load_head
 from eyas.model.rows import prompt_rows
-from eyas.model.ttt import Slots, unroll
-from eyas.model.vocab import TargetVocabulary
+from eyas.operators.head import Head, head_files, load_head
+from eyas.operators.tensors import array_of, arrays_of, tensor_of
+from eyas.operators.ttt import Slots, unroll
+from eyas.operators.vocab import TargetVocabulary
+from tests.oracle.target import features_of
 from tests.plain_eagle import PlainHead, weights_of
 from tests.tiny import tiny_target
 from tests.tiny_batch import (
@@ -177,23 +180,23 @@ def test_computes_what_the_engines_draft_computes(tmp_path, flags, kind):
     folder = tiny_target(tmp_path / "target", num_hidden_layers=8)
     head = load_head(head_folder(folder, tmp_path / "head", **flags))
     target = load_as(kind, folder)
-    draft = draft_of(*read_head(tmp_path / "head"), target)
+    draft = draft_of(*checkpoint.read_head(tmp_path / "head"), target)
     tokens_T = torch.arange(20, 28)
-    aux_hidden, _ = (features.clone() for features in target.features(tokens_T[None]))
+    aux_hidden, _ = (features.clone() for features in features_of(target, tokens_T[None]))
     cache, page_table = draft.new_cache(1), np.zeros((1, 1), dtype=np.int32)
     first, last = (
-        prompt_rows([tokens.tolist()], [start], page_table, cache.page_size, "cpu", first_column=1)
+        prompt_rows([tokens.tolist()], [start], page_table, cache.page_size, first_column=1)
         for tokens, start in ((tokens_T[1:7], 1), (tokens_T[7:], 7))
     )
     with torch.no_grad():
-        extended = draft.extend(first, aux_hidden[0, :6], cache).clone()
-        stepped = draft.step(last, extended[-1:], cache).clone()
-        embed_tokens = target.embed_tokens
+        h = draft.extend(first, array_of(aux_hidden[0, :6]), cache)
+        after = draft.step(last, h[-1:], cache)
+        extended, stepped, embed_tokens = map(tensor_of, (h, after, target.embed_tokens))
         ours, past = head(embed_tokens[tokens_T[1:7]][None], head.fuse(aux_hidden[:, :6]))
         fed_back, _ = head(embed_tokens[tokens_T[7:]][None], ours[:, -1:], past)
         torch.testing.assert_close(ours[0], extended, rtol=1e-4, atol=1e-5)
         torch.testing.assert_close(fed_back[0], stepped, rtol=1e-4, atol=1e-4)
-        ids, log_probs = draft.proposals(stepped, 5)
+        ids, log_probs = map(tensor_of, draft.proposals(after, 5))
         best, places = head.logits(fed_back[0]).log_softmax(-1).topk(5)
     assert torch.equal(ids, head.target_ids_W[places])
     torch.testing.assert_close(log_probs, best, rtol=1e-4, atol=1e-4)
@@ -206,19 +209,20 @@ def test_the_engines_draft_uses_own_embeddings_and_the_targets_lm_head(tmp_path,
     config, tensors = tiny_head(folder, draft_vocab_size=320)
     target = load_as(kind, folder)
     page_table = np.zeros((1, 1), dtype=np.int32)
-    rows = prompt_rows([[5, 6, 7]], [1], page_table, 16, "cpu", first_column=1)
+    rows = prompt_rows([[5, 6, 7]], [1], page_table, 16, first_column=1)
     aux_hidden = torch.linspace(-1, 1, 3 * 96).sin().view(3, 96)
 
     def proposed(changes):
-        draft = draft_of(config, tensors | changes, target)
-        return draft.proposals(draft.extend(rows, aux_hidden, draft.new_cache(1)), 4)[1].clone()
+        draft = draft_of(config, arrays_of(tensors) | changes, target)
+        h = draft.extend(rows, array_of(aux_hidden), draft.new_cache(1))
+        return draft.proposals(h, 4)[1]
 
     lm_head, embed_tokens = target.lm_head, target.embed_tokens
     shared = proposed({"lm_head.weight": lm_head, "embed_tokens.weight": embed_tokens})
-    own = proposed({"lm_head.weight": lm_head, "embed_tokens.weight": embed_tokens.roll(1, 0)})
+    own = proposed({"lm_head.weight": lm_head, "embed_tokens.weight": np.roll(embed_tokens, 1, 0)})
     del tensors["lm_head.weight"]
-    assert torch.equal(proposed({}), shared)
-    assert not torch.allclose(own, shared)
+    assert np.array_equal(proposed({}), shared)
+    assert not np.allclose(own, shared)
 
 
 def test_a_head_that_uses_its_targets_lm_head_needs_it(tmp_path):

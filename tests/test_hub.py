@@ -25,8 +25,8 @@ from eyas.artifact import Artifact, cache_folder
 from eyas.errors import CorruptError, EyasError, InputError, MissingInputError
 from eyas.hub import fetch, locate, resolve_head, resolve_target
 from eyas.lineage import SOURCE, head_manifest
-from eyas.model.head import load_head
-from eyas.model.vocab import TargetVocabulary
+from eyas.operators.head import load_head
+from eyas.operators.vocab import TargetVocabulary
 from tests.object_stores import BUCKET, GcsServer, Line, environment, forget_clients, free_port
 from tests.serving import MESSAGES, World
 from tests.source_rows import written

@@ -8,9 +8,7 @@ import functools
 import math
 import os
 import tempfile
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +28,7 @@ from eyas.errors import MismatchError
 from eyas.model import library, native, packed
 from eyas.model.architecture import TargetConfig
 from eyas.model.arrangement import arranged
+from eyas.model.arrays import BFLOAT16, FLOAT32, Arrays
 from eyas.model.config import HeadConfig
 from eyas.model.draws import DrawState
 from eyas.model.native import NativeTarget
@@ -47,7 +46,9 @@ from eyas.model.rows import (
     slots_of,
 )
 from eyas.model.target import Target
-from eyas.model.weights import read_tensors
+from eyas.model.threads import threads
+from eyas.model.weights import read_arrays
+from eyas.operators.tensors import array_of, arrays_of, read_tensors, tensor_of
 from tests.architectures import ARCHITECTURES, save_architecture
 from tests.oracle.draft import guessed
 from tests.plain_eagle import Example, PlainHead
@@ -107,7 +108,8 @@ ARCHITECTURE_SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
 # each part that architectures differ in
 PARTS = ["gemma2", "gpt_oss", "qwen3_moe", "lfm2", "olmo3", "ministral3", "glm4", "smollm3"]
 ODD_PARTS = [name for name in ARCHITECTURE_SHAPES if "odd" in name]
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+TYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+DTYPES = {"float32": FLOAT32, "bfloat16": BFLOAT16}
 TAPS = (1, 3, 4)
 T, PAGE_SIZE, PAGES = 21, 4, 32
 TOKENS = torch.randint(3, 320, (T,), generator=torch.Generator().manual_seed(1)).tolist()
@@ -125,32 +127,21 @@ def folder_of(shape: str) -> Path:
     return save_architecture(folder, name, **overrides)
 
 
-@contextmanager
-def torch_threads(count: int) -> Iterator[None]:
-    """Weights are packed for, and forwards run on, the number of threads at construction."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
-
-
 @functools.cache
-def target_of(shape: str, dtype: str, threads: int = 1) -> NativeTarget:
+def target_of(shape: str, dtype: str, count: int = 1) -> NativeTarget:
     folder = folder_of(shape)
-    with torch_threads(threads):
+    with threads(count):
         config = TargetConfig.from_folder(folder)
-        return new_target(config, arranged(config, read_tensors(folder)), dtype)
+        return new_target(config, arranged(config, read_arrays(folder)), dtype)
 
 
 def new_target(
-    config: TargetConfig, tensors: dict[str, Tensor], dtype: str = "float32", squeezed: bool = True
+    config: TargetConfig, arrays: Arrays, dtype: str = "float32", squeezed: bool = True
 ) -> NativeTarget:
     """A tiny target whose weights are packed as those of a large one."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(packed, "SQUEEZED_FROM", 0 if squeezed else 1 << 40)
-        return NativeTarget(config, tensors, DTYPES[dtype])
+        return NativeTarget(config, arrays, DTYPES[dtype])
 
 
 def new_cache(shape: str, dtype: str) -> PagedCache:
@@ -161,7 +152,7 @@ def new_cache(shape: str, dtype: str) -> PagedCache:
 def chunk(
     tokens: list[int], start: int, page_table: np.ndarray = STRAIGHT, first_column: int = 0
 ) -> Rows:
-    return prompt_rows([tokens], [start], page_table, PAGE_SIZE, "cpu", first_column)
+    return prompt_rows([tokens], [start], page_table, PAGE_SIZE, first_column)
 
 
 def tree_rows(
@@ -185,7 +176,7 @@ def tree_rows(
     bits = np.array(seen, dtype=np.uint64).view(np.int64)
     full = np.full(N, prefix, dtype=np.int64)
     return rows_of(
-        (np.array(tokens), request, position, slot, full, bits), page_table, "cpu", first_column
+        (np.array(tokens), request, position, slot, full, bits), page_table, first_column
     )
 
 
@@ -193,8 +184,8 @@ def run(target: NativeTarget, cache: PagedCache, rows: Rows) -> tuple[Tensor, Te
     """Copies of aux_hidden and logits of all rows."""
     output = target.forward(rows, cache, TAPS)
     assert output.aux_hidden is not None
-    assert torch.equal(output.best, output.logits.argmax(-1))
-    return output.aux_hidden.clone(), output.logits.clone()
+    assert np.array_equal(output.best, output.logits.argmax(-1))
+    return tensor_of(output.aux_hidden).clone(), tensor_of(output.logits).clone()
 
 
 @functools.cache
@@ -214,7 +205,7 @@ def one_by_one(shape: str, dtype: str) -> tuple[Tensor, Tensor]:
 def test_target_is_transformers(shape: str, dtype: str):
     eager = {"attn_implementation": "eager", "experts_implementation": "eager"}
     load = functools.partial(AutoModelForCausalLM.from_pretrained, **eager)
-    stored, exact = (load(folder_of(shape), dtype=DTYPES[dtype]).eval() for _ in range(2))
+    stored, exact = (load(folder_of(shape), dtype=TYPES[dtype]).eval() for _ in range(2))
     tokens_BT = torch.tensor(LONG[: 5 * T]).view(5, T)
     found = [
         run(target_of(shape, dtype), new_cache(shape, dtype), chunk(row, 0))
@@ -259,7 +250,7 @@ def test_weights_of_unusual_size_are_kept_exactly(rare: float):
             tensors[name] = torch.where(is_rare, tensor * size, tensor).bfloat16()
     # no bfloat16: stored in full
     inexact = {name: tensor.float() * (1 + 2**-20) for name, tensor in tensors.items()}
-    ours, full = (new_target(config, weights) for weights in (tensors, inexact))
+    ours, full = (new_target(config, arrays_of(weights)) for weights in (tensors, inexact))
     ours, full = (
         run(target, new_cache("llama", "float32"), chunk(TOKENS, 0))[1] for target in (ours, full)
     )
@@ -270,7 +261,7 @@ def test_weights_of_unusual_size_are_kept_exactly(rare: float):
 def test_positions_beyond_the_first_table(monkeypatch):
     folder = folder_of("llama")
     monkeypatch.setattr(native, "FIRST_POSITIONS", 2)
-    grown = new_target(TargetConfig.from_folder(folder), read_tensors(folder))
+    grown = new_target(TargetConfig.from_folder(folder), read_arrays(folder))
     assert torch.equal(
         run(grown, new_cache("llama", "float32"), chunk(TOKENS, 0))[1],
         one_by_one("llama", "float32")[1][:T],
@@ -352,9 +343,9 @@ def test_batch_of_requests_gives_the_bits_of_each_alone(shape: str, dtype: str):
     page_table = SHUFFLED.reshape(4, -1)
     starts = [0, 3, 5, 2]
     begun = [TOKENS[:start] or [1] for start in starts]
-    run(target, cache, prompt_rows(begun, [0] * 4, page_table, PAGE_SIZE, "cpu"))
+    run(target, cache, prompt_rows(begun, [0] * 4, page_table, PAGE_SIZE))
     parts = [TOKENS[start : start + 1 + b] for b, start in enumerate(starts)]
-    logits = run(target, cache, prompt_rows(parts, starts, page_table, PAGE_SIZE, "cpu"))[1]
+    logits = run(target, cache, prompt_rows(parts, starts, page_table, PAGE_SIZE))[1]
     plain = one_by_one(shape, dtype)[1]
     expected = torch.cat([plain[start : start + 1 + b] for b, start in enumerate(starts)])
     assert torch.equal(logits, expected)
@@ -365,13 +356,13 @@ def test_rows_whose_logits_are_asked_for():
     target, cache = target_of("llama", "float32"), new_cache("llama", "float32")
     plain_aux, plain_logits = one_by_one("llama", "float32")
     for wanted in ([], [20], [3, 3, 0], list(range(12))):
-        logits_of = torch.tensor(wanted, dtype=torch.int64)
+        logits_of = np.array(wanted, dtype=np.int64)
         output = target.forward(chunk(TOKENS, 0), cache, TAPS, logits_of)
         assert output.logits.shape == (len(wanted), 320)
-        assert torch.equal(output.logits, plain_logits[wanted])
-        assert torch.equal(output.best, plain_logits[wanted].argmax(-1))
+        assert np.array_equal(output.logits, plain_logits[wanted])
+        assert np.array_equal(output.best, plain_logits[wanted].argmax(-1))
         assert output.aux_hidden is not None
-        assert torch.equal(output.aux_hidden, plain_aux[:T])
+        assert np.array_equal(output.aux_hidden, plain_aux[:T])
     assert target.forward(chunk(TOKENS, 0), cache).aux_hidden is None
 
 
@@ -380,9 +371,9 @@ def test_of_equal_logits_the_smallest_id_is_best():
     folder = folder_of("llama")
     tensors = read_tensors(folder)
     tensors["lm_head.weight"] = tensors["lm_head.weight"][:80].repeat(4, 1)
-    target = NativeTarget(TargetConfig.from_folder(folder), tensors, torch.float32)
+    target = NativeTarget(TargetConfig.from_folder(folder), arrays_of(tensors), FLOAT32)
     output = target.forward(chunk(TOKENS, 0), new_cache("llama", "float32"))
-    first = [int((row == row.max()).nonzero()[0]) for row in output.logits]
+    first = [int((row == row.max()).nonzero()[0][0]) for row in output.logits]
     assert output.best.tolist() == first
     assert max(first) < 80
 
@@ -393,7 +384,7 @@ def test_of_equal_logits_the_smallest_id_is_best():
 def test_squeezed_weights_give_the_bits_of_plain_ones(shape: str, dtype: str):
     tensors = {name: tensor.bfloat16() for name, tensor in read_tensors(folder_of(shape)).items()}
     config = TargetConfig.from_folder(folder_of(shape))
-    squeezed, plain = (new_target(config, tensors, dtype, way) for way in (True, False))
+    squeezed, plain = (new_target(config, arrays_of(tensors), dtype, way) for way in (True, False))
     assert squeezed.num_bytes < 0.8 * plain.num_bytes
     for size in (1, 2, 5, 8, 21):
         logits = [
@@ -415,7 +406,7 @@ def test_what_is_not_there_is_refused():
     for rows, logits_of, message in (
         (chunk([320], 0), None, "vocabulary"),
         (chunk([1], 0, STRAIGHT + PAGES), None, "slot"),
-        (chunk([1], 0), torch.tensor([1]), "logits_of"),
+        (chunk([1], 0), np.array([1]), "logits_of"),
         (early, None, "position"),
         (beyond, None, "prefix"),
     ):
@@ -429,15 +420,16 @@ def test_heads_wider_than_the_sums_of_attention_are_refused(tmp_path):
     Target.load(tiny_target(tmp_path / "fits", head_dim=native.MAX_HEAD_DIM))
     with pytest.raises(MismatchError, match="heads of 258"):
         Target.load(tiny_target(tmp_path / "wide", head_dim=native.MAX_HEAD_DIM + 2))
+    config, tensors = tiny_head(folder_of("llama"), head_dim=258)
     with pytest.raises(MismatchError, match="head_dim 258"):
-        Draft(*tiny_head(folder_of("llama"), head_dim=258), Target.load(folder_of("llama")))
+        Draft(config, arrays_of(tensors), Target.load(folder_of("llama")))
 
 
 @needs_native
 def test_two_decoders_on_two_python_threads():
     folder = folder_of("llama")
-    with torch_threads(2):
-        other = new_target(TargetConfig.from_folder(folder), read_tensors(folder), squeezed=False)
+    with threads(2):
+        other = new_target(TargetConfig.from_folder(folder), read_arrays(folder), squeezed=False)
     targets = [other, target_of("llama", "float32", 2)]
     expected = one_by_one("llama", "float32")[1][:T]
 
@@ -447,8 +439,8 @@ def test_two_decoders_on_two_python_threads():
             torch.equal(run(target, cache, chunk(TOKENS, 0))[1], expected) for _ in range(20)
         )
 
-    with ThreadPoolExecutor(2) as threads:
-        assert list(threads.map(decode, targets)) == [True, True]
+    with ThreadPoolExecutor(2) as pool:
+        assert list(pool.map(decode, targets)) == [True, True]
 
 
 @needs_native
@@ -467,7 +459,8 @@ def test_a_forked_child_has_threads_of_its_own():
 NORMS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 FLAGS = [(), *((norm,) for norm in NORMS), NORMS, ("sliding_window",)]
 EIGHT_BITS = "eight bits"  # as the engine reads a head in bfloat16
-DRAFT_DTYPES = {**DTYPES, EIGHT_BITS: torch.bfloat16}
+DRAFT_DTYPES = {**DTYPES, EIGHT_BITS: BFLOAT16}
+DRAFT_TYPES = {**TYPES, EIGHT_BITS: torch.bfloat16}
 WINDOW = 7  # shorter than configs allow, longer than the trees below are deep
 
 
@@ -477,15 +470,51 @@ def head_of(flags: tuple[str, ...] = ()) -> tuple[HeadConfig, dict[str, Tensor]]
     return tiny_head(folder_of("llama"), **values)
 
 
-def draft_of(flags: tuple[str, ...], dtype: str, threads: int = 1, **others: Tensor) -> NativeDraft:
-    """dtype: of DRAFT_DTYPES."""
+class TensorDraft:
+    """A NativeDraft that takes and gives tensors."""
+
+    def __init__(
+        self,
+        config: HeadConfig,
+        tensors: dict[str, Tensor],
+        embed: Tensor,
+        lm_head: Tensor,
+        dtype: str = "float32",
+    ) -> None:
+        arrays = arrays_of(tensors)
+        blocks = in_eight_bits(arrays) if dtype == EIGHT_BITS else None
+        lent = array_of(embed), array_of(lm_head)
+        self.own = NativeDraft(config, arrays, *lent, DRAFT_DTYPES[dtype], blocks)
+
+    def extend(self, rows: Rows, aux: Tensor, cache: PagedCache) -> Tensor:
+        return tensor_of(self.own.extend(rows, array_of(aux), cache))
+
+    def enter(self, rows: Rows, aux: Tensor, cache: PagedCache) -> None:
+        self.own.enter(rows, array_of(aux), cache)
+
+    def step(self, rows: Rows, h: Tensor, cache: PagedCache) -> Tensor:
+        return tensor_of(self.own.step(rows, array_of(h), cache))
+
+    def proposals(self, h: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+        ids, log_probs = self.own.proposals(array_of(h), *rest)
+        return tensor_of(ids), tensor_of(log_probs)
+
+    def propose(
+        self, roots: Roots, h: Tensor, first: tuple[Tensor, Tensor], *rest: Any
+    ) -> Proposals:
+        return self.own.propose(roots, array_of(h), tuple(map(array_of, first)), *rest)
+
+    def grow(self, *arguments: Any) -> Proposals:
+        return self.own.grow(*arguments)
+
+
+def draft_of(flags: tuple[str, ...], dtype: str, count: int = 1, **others: Tensor) -> TensorDraft:
+    """dtype: of DRAFT_DTYPES. count: of threads."""
     config, tensors = head_of(flags)
     target = read_tensors(folder_of("llama"))
-    embed, lm_head = target["model.embed_tokens.weight"], target["lm_head.weight"]
-    tensors = {**tensors, **others}
-    blocks = in_eight_bits(tensors) if dtype == EIGHT_BITS else None
-    with torch_threads(threads):
-        return NativeDraft(config, tensors, embed, lm_head, DRAFT_DTYPES[dtype], blocks)
+    lent = target["model.embed_tokens.weight"], target["lm_head.weight"]
+    with threads(count):
+        return TensorDraft(config, {**tensors, **others}, *lent, dtype)
 
 
 def draft_cache(dtype: str) -> PagedCache:
@@ -495,7 +524,7 @@ def draft_cache(dtype: str) -> PagedCache:
 
 def features(dtype: str) -> Tensor:
     aux_hidden = torch.randn(T, 3 * 32, generator=torch.Generator().manual_seed(2))
-    return aux_hidden.to(DRAFT_DTYPES[dtype])
+    return aux_hidden.to(DRAFT_TYPES[dtype])
 
 
 @needs_native
@@ -505,14 +534,14 @@ def test_extend_step_and_proposals_are_the_plain_heads(flags: tuple[str, ...], d
     config, tensors = head_of(flags)
     embed = read_tensors(folder_of("llama"))["model.embed_tokens.weight"]
     rounded = {
-        name: tensor.to(DRAFT_DTYPES[dtype]).double()
+        name: tensor.to(DRAFT_TYPES[dtype]).double()
         for name, tensor in (tensors | {"embed": embed}).items()
         if tensor.is_floating_point()
     }
     embed = rounded.pop("embed")
     draft, cache, aux = draft_of(flags, dtype), draft_cache(dtype), features(dtype)
     if dtype == EIGHT_BITS:
-        blocks = in_eight_bits(tensors).items()
+        blocks = in_eight_bits(arrays_of(tensors)).items()
         rounded |= {name: torch.from_numpy(one.dequantised()).double() for name, one in blocks}
     plain, example = PlainHead(rounded, config), Example(TOKENS, [], aux.double(), aux.double())
     expected = plain.unroll(example, embed, 11, 3, lambda step, _: TOKENS[12 + step])
@@ -544,7 +573,7 @@ def test_extend_step_and_proposals_are_the_plain_heads(flags: tuple[str, ...], d
 def test_a_drafts_rows_depend_on_nothing_beside_them(dtype: str, flags: tuple[str, ...]):
     draft, aux = draft_of(flags, dtype), features(dtype)
     together = draft.extend(chunk(TOKENS[1:], 1, first_column=1), aux[:-1], draft_cache(dtype))
-    draft = draft_of(flags, dtype, threads=2)
+    draft = draft_of(flags, dtype, 2)
     cache = draft_cache(dtype)
     alone = [
         draft.extend(chunk([token], c, SHUFFLED, first_column=1), aux[c - 1 : c], cache)
@@ -601,8 +630,8 @@ def test_a_head_with_embeddings_and_without_lm_head():
     target = read_tensors(folder_of("llama"))
     embed, lm_head = target["model.embed_tokens.weight"], target["lm_head.weight"]
     with_both = {**tensors, "embed_tokens.weight": embed, "lm_head.weight": lm_head}
-    own = NativeDraft(config, with_both, embed * 0, lm_head * 0, torch.float32)
-    shared = NativeDraft(config, tensors, embed, lm_head, torch.float32)
+    own = TensorDraft(config, with_both, embed * 0, lm_head * 0)
+    shared = TensorDraft(config, tensors, embed, lm_head)
     rows, aux = chunk(TOKENS[1:9], 1, first_column=1), features("float32")[:8]
     h = own.extend(rows, aux, draft_cache("float32"))
     assert torch.equal(h, shared.extend(rows, aux, draft_cache("float32")))
@@ -620,7 +649,7 @@ def assert_same(ours: Proposals, plain: Proposals) -> None:
 
 
 def grown_plainly(
-    draft: NativeDraft,
+    draft: TensorDraft,
     lens: list[int],
     h_BH: Tensor,
     first: tuple[Tensor, Tensor],
@@ -650,7 +679,7 @@ def grown_plainly(
                 slot = page_table[b, column // PAGE_SIZE] * PAGE_SIZE + column % PAGE_SIZE
                 fields = (tokens[b][node], b, lens[b] + level, slot, lens[b] + 1, seen)
                 arrays = [np.array([value], dtype=np.int64) for value in fields]
-                own = draft.step(rows_of(tuple(arrays), page_table, "cpu", 1), h, cache)
+                own = draft.step(rows_of(tuple(arrays), page_table, 1), h, cache)
                 ids, log_probs = draft.proposals(own, k, [draws[b]], level + 1)
                 for i in range(k):
                     children.append((seen, own))
@@ -756,7 +785,7 @@ def test_growing_from_features_is_extending_and_proposing(dtype: str, growth: tu
     lens, starts = [7, 12], [5, 12]
     for b, n in enumerate(lens):
         slots = slots_of(page_table, np.full(n, b), np.arange(n), PAGE_SIZE)
-        kept.write(torch.from_numpy(slots), aux[:n])
+        kept.write(slots, array_of(aux[:n]))
     h, tokens = [], []
     for b, (start, n) in enumerate(zip(starts, lens, strict=True)):
         pages = page_table[b : b + 1]
@@ -771,7 +800,7 @@ def test_growing_from_features_is_extending_and_proposing(dtype: str, growth: tu
     expected = draft.propose(roots, torch.cat(h), first, caches[0], *rest)
     ours = draft.grow(Roots(lens, starts, tokens, page_table), caches[1], kept, *rest)
     assert_same(ours, expected)
-    assert torch.equal(caches[0].data, caches[1].data)
+    assert np.array_equal(caches[0].data, caches[1].data)
 
 
 @needs_native
@@ -788,7 +817,7 @@ def test_verifying_in_one_call_is_forward_walk_and_move(shape: str, dtype: str):
     caches = [new_cache(shape, dtype) for _ in range(2)]
     kept_features = [FeatureCache(PAGES * PAGE_SIZE, width, DTYPES[dtype]) for _ in range(2)]
     for cache, kept in zip(caches, kept_features, strict=True):
-        rows = prompt_rows([TOKENS[:n] for n in lens], [0] * 3, page_table, PAGE_SIZE, "cpu")
+        rows = prompt_rows([TOKENS[:n] for n in lens], [0] * 3, page_table, PAGE_SIZE)
         target.forward(rows, cache, TAPS, None, kept)
     follow = roots[:1]
     for _ in range(3):  # what the target itself says, one token after the other
@@ -820,8 +849,8 @@ def test_verifying_in_one_call_is_forward_walk_and_move(shape: str, dtype: str):
             kept_features[1].move([slots[node]], [slots[place]])
         columns = np.arange(lens[b] + len(emitted))
         filled = slots_of(page_table, np.full_like(columns, b), columns, PAGE_SIZE)
-        assert torch.equal(caches[0].data[:, filled], caches[1].data[:, filled])
-        assert torch.equal(kept_features[0].data[filled], kept_features[1].data[filled])
+        assert np.array_equal(caches[0].data[:, filled], caches[1].data[:, filled])
+        assert np.array_equal(kept_features[0].data[filled], kept_features[1].data[filled])
     assert ours[0] == follow[1:]
     assert len(ours[1]) == 1
 
@@ -829,7 +858,7 @@ def test_verifying_in_one_call_is_forward_walk_and_move(shape: str, dtype: str):
 def new_copy(cache: PagedCache) -> PagedCache:
     layers, slots, width = cache.data.shape
     copy = PagedCache(layers, slots // PAGE_SIZE, PAGE_SIZE, width, cache.data.dtype)
-    copy.data.copy_(cache.data)
+    copy.data[:] = cache.data
     return copy
 
 

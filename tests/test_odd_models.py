@@ -10,6 +10,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import safetensors.torch
 import torch
@@ -20,12 +21,12 @@ from eyas.errors import CorruptError, EyasError, MismatchError
 from eyas.export.check import check, replay_head
 from eyas.model.architecture import TargetConfig
 from eyas.model.arrangement import arranged
-from eyas.model.checkpoint import read_head
+from eyas.model.arrays import nonfinite
 from eyas.model.config import RopeConfig
-from eyas.model.decoder import HookedDecoder
 from eyas.model.target import Target
-from eyas.model.vocab import TargetVocabulary, target_shape
-from eyas.model.weights import nonfinite
+from eyas.operators.decoder import HookedDecoder
+from eyas.operators.tensors import array_of, read_head
+from eyas.operators.vocab import TargetVocabulary, target_shape
 from tests.architectures import saved_architecture
 from tests.tiny import tiny_target
 from tests.tiny_head import edit_config, edit_tensors, head_folder
@@ -167,13 +168,13 @@ def test_layers_that_transformers_does_not_know_either(target):
 def test_blocks_of_experts_without_scales_and_rows_that_are_not_there(tmp_path_factory):
     root, blocks = tmp_path_factory.getbasetemp(), "model.layers.0.mlp.experts.down_proj_blocks"
     config = TargetConfig.from_folder(saved_architecture(root, "gpt_oss"))
-    stored = {blocks: torch.zeros(4, 64, 3, 16, dtype=torch.uint8)}
-    for scales in ({}, {blocks.replace("blocks", "scales"): torch.zeros(4, 64, 2)}):
+    stored = {blocks: np.zeros((4, 64, 3, 16), np.uint8)}
+    for scales in ({}, {blocks.replace("blocks", "scales"): np.zeros((4, 64, 2))}):
         with pytest.raises(MismatchError, match="down_proj_blocks has no scales"):
             arranged(config, stored | scales)
     config = TargetConfig.from_folder(saved_architecture(root, "glm4"))
     with pytest.raises(MismatchError, match=r"q_proj\.weight is \(60, 64\), not as config"):
-        arranged(config, {"model.layers.0.self_attn.q_proj.weight": torch.zeros(60, 64)})
+        arranged(config, {"model.layers.0.self_attn.q_proj.weight": np.zeros((60, 64))})
 
 
 @pytest.mark.parametrize("theta", [0, -1.0, float("inf"), "x", True])
@@ -270,14 +271,15 @@ BAD = [float("nan"), float("inf"), float("-inf")]
 def test_one_value_among_many_is_found_wherever_it_stands(dtype, value):
     for size in (1, 15, 1000, 70_000):
         weights = torch.ones(size).to(dtype)
-        assert nonfinite({"w": weights}) == []
+        assert nonfinite({"w": array_of(weights)}) == []
         for at in {0, size // 2, size - 1}:
             damaged = weights.clone()
             damaged[at] = value
             said = [f"w: 1 of {size} values are NaN or infinite"]
-            assert nonfinite({"w": damaged}) == said
-    assert nonfinite({"none": torch.empty(0), "ids": torch.tensor([1])}) == []
-    assert nonfinite({"most": torch.tensor([torch.finfo(dtype).max] * 9, dtype=dtype)}) == []
+            assert nonfinite({"w": array_of(damaged)}) == said
+    assert nonfinite({"none": np.empty(0), "ids": np.array([1])}) == []
+    most = torch.tensor([torch.finfo(dtype).max] * 9, dtype=dtype)
+    assert nonfinite({"most": array_of(most)}) == []
 
 
 @pytest.mark.parametrize("value", BAD)

@@ -21,15 +21,19 @@ from eyas.hub import resolve_target
 from eyas.model import library
 from eyas.model.architecture import TargetConfig
 from eyas.model.arrangement import arranged
-from eyas.model.decoder import OwnDecoder
+from eyas.model.arrays import FLOAT32, Array
 from eyas.model.native import NativeTarget
 from eyas.model.packed import PackedLinear, Packing, joined_linear, parts_of
 from eyas.model.rows import PagedCache, prompt_rows
 from eyas.model.structs import STRUCTS
 from eyas.model.target import Target
-from eyas.model.weights import read_tensors
+from eyas.model.threads import threads
+from eyas.model.weights import read_arrays
+from eyas.operators.decoder import OwnDecoder
+from eyas.operators.tensors import array_of, read_tensors
 from tests.architectures import ARCHITECTURES, save_architecture
 from tests.gguf_files import gguf_file
+from tests.oracle.rows import TensorCache, TensorRows
 from tests.quantised_twin import QuantisedLinear, taken_apart, twin_layers
 from tests.test_cli import assert_one_clear_error, run_eyas
 from tests.test_native import (
@@ -42,7 +46,6 @@ from tests.test_native import (
     chunk,
     needs_native,
     run,
-    torch_threads,
     tree_rows,
 )
 from tests.tiny import tiny_target
@@ -133,20 +136,20 @@ def test_products_are_the_twins_to_the_bit(kind):
         bias = torch.randn(N)
         for biases in ([], [bias]):
             twin = QuantisedLinear([one], *biases)
-            for threads in (1, 2):
-                packed = PackedLinear.of_blocks([one], biases, threads)
+            for count in (1, 2):
+                packed = PackedLinear.of_blocks([one], [*map(array_of, biases)], count)
                 for M in ROWS:
                     x = inputs(M, K)
-                    assert torch.equal(product(packed, x, N, threads), twin.float(x))
+                    assert torch.equal(product(packed, x, N, count), twin.float(x))
 
 
 @needs_native
 def test_parts_of_several_formats_are_one_product():
     parts = [matrix(kind, N, 256, N) for kind, N in zip(KINDS, SIZES, strict=True)]
     x, N = inputs(7, 256), sum(part.shape[0] for part in parts)
-    for threads in (1, 2, 3):
-        packed = PackedLinear.of_blocks(parts, [], threads)
-        assert torch.equal(product(packed, x, N, threads), QuantisedLinear(parts).float(x))
+    for count in (1, 2, 3):
+        packed = PackedLinear.of_blocks(parts, [], count)
+        assert torch.equal(product(packed, x, N, count), QuantisedLinear(parts).float(x))
 
 
 @needs_native
@@ -195,12 +198,12 @@ def test_the_bits_of_products_are_those_of_the_plainest_variant(monkeypatch):
 @functools.cache
 def quantised(
     folder: Path, kinds: tuple[Kind, ...] = ()
-) -> tuple[TargetConfig, dict[str, Tensor], dict[str, BlockMatrix]]:
+) -> tuple[TargetConfig, dict[str, Array], dict[str, BlockMatrix]]:
     """A tiny target with quantised matrices, in turn by two formats or these, and the values they
     have.
     """
     config, blocks = TargetConfig.from_folder(folder), {}
-    tensors = arranged(config, read_tensors(folder))
+    tensors = arranged(config, read_arrays(folder))
     is_wide = config.hidden_size % 256 == 0
     kinds = kinds or ((Kind.Q4_K, Kind.Q6_K) if is_wide else (Kind.Q4_1, Kind.Q8_0))
     for number, (name, tensor) in enumerate(sorted(tensors.items())):
@@ -209,9 +212,9 @@ def quantised(
             if kind in SIZES_OF:
                 blocks[name] = matrix(kind, *tensor.shape, number)
             else:
-                values = gguf.quantize(tensor.float().numpy(), kind)
+                values = gguf.quantize(tensor.astype(np.float32), kind)
                 blocks[name] = BlockMatrix(kind, np.ascontiguousarray(values).view(np.uint8))
-            tensors[name] = torch.from_numpy(blocks[name].dequantised())
+            tensors[name] = blocks[name].dequantised()
     return config, tensors, blocks
 
 
@@ -239,13 +242,14 @@ def test_a_target_is_its_twin(shape, kinds):
     and what follows it.
     """
     config, tensors, blocks = quantised(folder_of(shape), kinds)
-    target = NativeTarget(config, tensors, torch.float32, blocks)
+    target = NativeTarget(config, tensors, FLOAT32, blocks)
     lm_head = tensors.get("lm_head.weight", tensors["model.embed_tokens.weight"])
     aux, logits = run(target, new_cache(config, "float32"), chunk(TOKENS, 0))
     by_blocks = {}
     for quantises in (True, False):
         layers = twin_layers(config, tensors, lm_head, blocks if quantises else {})
-        hidden, states = layers.hidden(chunk(TOKENS, 0), new_cache(config, "float32"), TAPS)
+        of_rows = TensorRows.of(chunk(TOKENS, 0)), TensorCache(new_cache(config, "float32"))
+        hidden, states = layers.hidden(*of_rows, TAPS)
         by_blocks[quantises] = layers.logits(hidden), states
     (expected, expected_aux), (dense, dense_aux) = by_blocks[True], by_blocks[False]
     for ours, twins, others in ((logits, expected, dense), (aux, expected_aux, dense_aux)):
@@ -259,10 +263,11 @@ def test_matrices_in_other_formats_are_multiplied_dequantised():
     config, tensors, blocks = quantised(folder_of("llama"))
     others = ("v_proj", "gate_proj", "embed_tokens", "lm_head")
     kept = {name: one for name, one in blocks.items() if not any(other in name for other in others)}
-    target = NativeTarget(config, tensors, torch.float32, kept)
+    target = NativeTarget(config, tensors, FLOAT32, kept)
     layers = twin_layers(config, tensors, tensors["lm_head.weight"], kept)
     _, logits = run(target, new_cache(config, "float32"), chunk(TOKENS, 0))
-    hidden, _ = layers.hidden(chunk(TOKENS, 0), new_cache(config, "float32"), TAPS)
+    of_rows = TensorRows.of(chunk(TOKENS, 0)), TensorCache(new_cache(config, "float32"))
+    hidden, _ = layers.hidden(*of_rows, TAPS)
     assert (logits - layers.head(hidden)).abs().mean() < 0.02 * logits.std()
 
 
@@ -272,16 +277,16 @@ def test_matrices_in_other_formats_are_multiplied_dequantised():
 def test_rows_of_a_target_depend_on_nothing_beside_them(shape, dtype):
     config, tensors, blocks = quantised(folder_of(shape))
     made = {}
-    for threads in (1, 2):
-        with torch_threads(threads):
-            made[threads] = NativeTarget(config, tensors, DTYPES[dtype], blocks)
+    for count in (1, 2):
+        with threads(count):
+            made[count] = NativeTarget(config, tensors, DTYPES[dtype], blocks)
     cache = new_cache(config, dtype)
     alone = [run(made[1], cache, chunk([token], place)) for place, token in enumerate(TOKENS)]
     aux, logits = (torch.cat([one[part] for one in alone]) for part in (0, 1))
-    for threads, sizes in ((1, (21,)), (2, (21,)), (2, (1, 13, 7)), (1, (12, 9))):
+    for count, sizes in ((1, (21,)), (2, (21,)), (2, (1, 13, 7)), (1, (12, 9))):
         cache, at = new_cache(config, dtype), 0
         for size in sizes:
-            found = run(made[threads], cache, chunk(TOKENS[at : at + size], at))
+            found = run(made[count], cache, chunk(TOKENS[at : at + size], at))
             assert torch.equal(found[0], aux[at : at + size])
             assert torch.equal(found[1], logits[at : at + size])
             at += size
@@ -308,15 +313,15 @@ def test_captured_states_are_those_of_decoding():
     for index, row in enumerate(rows):
         cache = target.new_cache(4)
         found = target.forward(
-            prompt_rows([shared + row], [0], np.arange(4, dtype=np.int32)[None], 16, "cpu"),
+            prompt_rows([shared + row], [0], np.arange(4, dtype=np.int32)[None], 16),
             cache,
             config.default_taps,
         )
         assert found.aux_hidden is not None
-        assert torch.equal(states.aux_hidden[index, : len(row)], found.aux_hidden[16:])
+        assert np.array_equal(states.aux_hidden[index, : len(row)].float(), found.aux_hidden[16:])
         head = QuantisedLinear([blocks["lm_head.weight"]])
         logits = head.float(states.last_hidden[index, : len(row)])
-        assert torch.equal(logits, found.logits[16:])
+        assert np.array_equal(logits, found.logits[16:])
 
 
 # Files
@@ -346,8 +351,9 @@ def test_a_file_is_run_as_it_is(tmp_path, tiny, kind):
     logits = []
     for target in (packed, dense):
         cache = target.new_cache(8)
-        logits.append(target.forward(chunk(TOKENS, 0), cache).logits.clone())
-    apart = (logits[0].softmax(-1) - logits[1].softmax(-1)).abs().sum(-1)
+        logits.append(target.forward(chunk(TOKENS, 0), cache).logits.copy())
+    one, other = (torch.from_numpy(row).softmax(-1) for row in logits)
+    apart = (one - other).abs().sum(-1)
     assert apart.mean() < 0.2
     assert packed._native.num_bytes < 0.7 * dense._native.num_bytes
 

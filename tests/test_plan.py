@@ -20,8 +20,8 @@ from eyas.errors import EmptyInputError, StorageFullError
 from eyas.features.capture import CaptureConfig, capture
 from eyas.features.generate import GenerateConfig, generate
 from eyas.model.config import HeadConfig, HeadOptions
-from eyas.model.head import Head
-from eyas.model.vocab import target_shape
+from eyas.operators.head import Head
+from eyas.operators.vocab import target_shape
 from eyas.plan.needs import (
     SAMPLE_SIZE,
     STAND_IN,

@@ -20,15 +20,15 @@ from eyas.export.check import check, reading_findings, replay_head, verdict
 from eyas.export.lint import UNSAID, CheckFinding, exit_code
 from eyas.export.readings import DECLARED, HeadReading, misreadings
 from eyas.export.replay import AnswerBatch, ReadingScore, answered, conversations, decoded, replay
-from eyas.model.checkpoint import read_head
 from eyas.model.config import RopeConfig
-from eyas.model.decoder import HookedDecoder
-from eyas.model.forms import write_head
-from eyas.model.head import Head, head_of
 from eyas.model.target import Target
-from eyas.model.ttt import Slots, unroll
-from eyas.model.vocab import TargetVocabulary
+from eyas.operators.decoder import HookedDecoder
+from eyas.operators.head import Head, head_of
+from eyas.operators.tensors import read_head, tensor_of, write_head
+from eyas.operators.ttt import Slots, unroll
+from eyas.operators.vocab import TargetVocabulary
 from tests.architectures import saved_architecture
+from tests.oracle.target import logits_of
 from tests.test_cli import run_eyas
 from tests.tiny import tiny_target
 from tests.tiny_head import edit_config, head_folder, tiny_head, write_folder
@@ -52,7 +52,7 @@ def world():
 
 def replayed(config, tensors, target, answers):
     """The replay of a head that can be meant in one way."""
-    matrices = target.embed_tokens.float(), target.lm_head.float()
+    matrices = (tensor_of(one).float() for one in (target.embed_tokens, target.lm_head))
     vocabulary = TargetVocabulary(target.config, *matrices, target.lm_head_sha256)
     return replay([HeadReading(DECLARED, config, tensors)], target, vocabulary, answers)
 
@@ -344,14 +344,15 @@ def trained_with(folder: Path, flag: str):
     batch = AnswerBatch.of(target, answers, config.taps).features(config.taps)
     tokens, slots = batch.tokens_BT, Slots.where(batch.loss_mask_BT)
     optimizer = torch.optim.Adam(head.parameters(), lr=5e-3)
+    embed_tokens = tensor_of(target.embed_tokens)
     for _ in range(STEPS_BY_HEART):
-        embeds = F.embedding(tokens.roll(-1, 1), target.embed_tokens)
+        embeds = F.embedding(tokens.roll(-1, 1), embed_tokens)
         steps = unroll(
             head,
             batch.aux_hidden_BTA,
             embeds,
             [slots] * 2,
-            lambda step, _: slots.take(F.embedding(tokens.roll(-1 - step, 1), target.embed_tokens)),
+            lambda step, _: slots.take(F.embedding(tokens.roll(-1 - step, 1), embed_tokens)),
         )
         loss = sum(
             F.cross_entropy(head.logits(hidden), slots.take(tokens.roll(-2 - step, 1)))
@@ -469,7 +470,7 @@ def test_a_kept_answer_is_taken_as_it_is_and_a_prompt_is_answered(tiny, tmp_path
     assert 0 < sum(kept.mask) < len(kept.mask)
     first = made.mask.index(True)
     ids = torch.tensor([made.token_ids])
-    greedy = target.logits(ids)[0].argmax(-1)
+    greedy = logits_of(target, ids)[0].argmax(-1)
     assert made.token_ids[first:] == greedy[first - 1 : -1].tolist()
     (tmp_path / "empty.txt").write_text("")
     with pytest.raises(EmptyInputError):

@@ -11,9 +11,11 @@ from transformers import AutoModelForCausalLM
 
 from eyas.errors import CorruptError, MismatchError, MissingInputError
 from eyas.model.architecture import TargetConfig
+from eyas.model.library import address
 from eyas.model.target import Target, resolve_dtype, stored_dtype
-from eyas.model.weights import read_tensors
+from eyas.model.weights import read_arrays
 from tests.oracle.block import Linear
+from tests.oracle.target import features_of, logits_of
 from tests.tiny import FAMILIES, tiny_target
 from tests.tiny_engine import load_as
 
@@ -45,8 +47,8 @@ def test_logits_and_taps_equal_transformers(tmp_path, family, overrides, kind):
     ours = load_as(kind, folder, "float32")
     with torch.inference_mode():
         expected = theirs(tokens_BT, output_hidden_states=True)
-    torch.testing.assert_close(ours.logits(tokens_BT), expected.logits, rtol=1e-4, atol=1e-4)
-    aux_hidden, last_hidden = ours.features(tokens_BT)
+    torch.testing.assert_close(logits_of(ours, tokens_BT), expected.logits, rtol=1e-4, atol=1e-4)
+    aux_hidden, last_hidden = features_of(ours, tokens_BT)
     n = theirs.config.num_hidden_layers
     streams = torch.cat([expected.hidden_states[i] for i in (2, n // 2, n - 3)], dim=-1)
     torch.testing.assert_close(aux_hidden, streams, rtol=1e-4, atol=1e-4)
@@ -84,7 +86,7 @@ def test_any_stored_precision_in_any_precision(tmp_path, stored, dtype, toleranc
     theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     with torch.inference_mode():
         expected = theirs(tokens_BT).logits
-    ours, near = Target.load(folder, dtype).logits(tokens_BT), tolerance * float(expected.std())
+    ours, near = logits_of(Target.load(folder, dtype), tokens_BT), tolerance * float(expected.std())
     torch.testing.assert_close(ours, expected, rtol=tolerance, atol=near)
 
 
@@ -96,7 +98,7 @@ def test_sharded_weights_are_the_same_target(tmp_path, tied):
     assert len(list((tmp_path / "shards").glob("*.safetensors"))) > 2
     tokens_BT = torch.randint(0, 320, (2, 20))
     whole, sharded = (Target.load(one) for one in (folder, tmp_path / "shards"))
-    assert torch.equal(sharded.logits(tokens_BT), whole.logits(tokens_BT))
+    assert torch.equal(logits_of(sharded, tokens_BT), logits_of(whole, tokens_BT))
 
 
 def test_what_is_wrong_with_shards_is_named(tmp_path):
@@ -112,27 +114,27 @@ def test_what_is_wrong_with_shards_is_named(tmp_path):
     first = min(shards.glob("*.safetensors")).name
     promise_more(first)
     with pytest.raises(CorruptError, match=r"lacks more\.weight"):
-        read_tensors(shards)
+        read_arrays(shards)
     promise_more("model-9.safetensors")
     with pytest.raises(MissingInputError, match=r"lacks the shard model-9\.safetensors"):
-        read_tensors(shards)
+        read_arrays(shards)
     # what is not wanted is not looked for
-    assert "model.norm.weight" in read_tensors(shards, {"model.norm.weight"})
+    assert "model.norm.weight" in read_arrays(shards, {"model.norm.weight"})
     index.write_text("{}")
     with pytest.raises(CorruptError, match="no index of shards"):
-        read_tensors(shards)
+        read_arrays(shards)
 
 
 @pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="only Linux lists what is mapped")
 def test_weights_are_mapped_not_copied(tmp_path):
     folder = tiny_target(tmp_path)
-    tensors = read_tensors(folder)
+    tensors = read_arrays(folder)
     maps = Path("/proc/self/maps").read_text().splitlines()
     mapped = [line.split()[0] for line in maps if f" {tmp_path}/model.safetensors" in line]
     ranges = [[int(end, 16) for end in one.split("-")] for one in mapped]
     assert ranges
     for tensor in tensors.values():
-        assert any(start <= tensor.data_ptr() < end for start, end in ranges)
+        assert any(start <= address(tensor) < end for start, end in ranges)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -153,7 +155,7 @@ def test_linear_layouts_equal_the_plain_product(dtype, bias, rows):
 
 def test_wrong_weights_and_unsupported_targets_are_named(tmp_path):
     folder = tiny_target(tmp_path / "a")
-    config, tensors = TargetConfig.from_folder(folder), read_tensors(folder)
+    config, tensors = TargetConfig.from_folder(folder), read_arrays(folder)
     del tensors["model.layers.3.mlp.up_proj.weight"]
     with pytest.raises(MismatchError, match=r"layers\.3\.mlp\.up_proj\.weight: missing"):
         Target(config, tensors, "float32")

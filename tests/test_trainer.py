@@ -21,10 +21,10 @@ from pydantic import ValidationError
 from eyas.artifact import Artifact, Manifest
 from eyas.errors import ConfigError, EmptyInputError, EyasError, MismatchError, MissingInputError
 from eyas.log import quiet
-from eyas.model.batch import plan_batches
 from eyas.model.config import HeadOptions
-from eyas.model.head import load_head
 from eyas.model.target import Target
+from eyas.operators.batch import plan_batches
+from eyas.operators.head import load_head
 from eyas.shards import Features
 from eyas.train.batches import BatchConfig, left_out_samples
 from eyas.train.loss import ObjectiveConfig

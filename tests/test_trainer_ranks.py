@@ -20,8 +20,8 @@ from safetensors.torch import load_file
 from eyas.artifact import Artifact
 from eyas.cli.run import run as run_file
 from eyas.errors import ConfigError
-from eyas.model.batch import Batch
 from eyas.model.target import Target
+from eyas.operators.batch import Batch
 from eyas.shards import Features
 from eyas.train.batches import BatchConfig, plan_steps
 from eyas.train.loss import ObjectiveConfig, batch_loss, teach

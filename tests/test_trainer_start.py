@@ -16,10 +16,10 @@ from eyas.artifact import DONE, IDENTITY, MANIFEST, Artifact
 from eyas.cli.main import build
 from eyas.errors import MismatchError, MissingInputError
 from eyas.lineage import head_manifest, sources
-from eyas.model.forms import write_head
-from eyas.model.head import load_head
 from eyas.model.target import Target
-from eyas.model.vocab import TargetVocabulary
+from eyas.operators.head import load_head
+from eyas.operators.tensors import tensor_of, write_head
+from eyas.operators.vocab import TargetVocabulary
 from eyas.shards import Features, Sample
 from eyas.train.start import fit_to_features, initialise, load_start_head, recount
 from eyas.train.state import METRICS
@@ -162,7 +162,7 @@ def test_draft_tokens_chosen_anew_keep_the_rows_they_had(world, asked):
         counts += torch.bincount(sample.token_ids[sample.loss_mask], minlength=320)
     assert len(after.d2t) == len(after.lm_head.weight) == asked.get("draft_vocab_size", 160)
     assert counts[~after.t2d].max() <= counts[after.t2d].min()
-    lm_head = Target.load(world.target).lm_head
+    lm_head = tensor_of(Target.load(world.target).lm_head)
     had = {int(token): row for row, token in enumerate(before.target_ids_W)}
     # by least squares, that of the rows that it had
     of_target = lm_head[before.target_ids_W]
@@ -231,7 +231,7 @@ def test_what_does_not_fit_is_refused(world, tmp_path):
 def test_embeddings_of_its_own_are_not_lost_in_silence(world, tmp_path):
     folder = in_form(world.head, "vllm", tmp_path / "own")
     tensors = load_file(folder / "model.safetensors")
-    embeddings = Target.load(world.target).embed_tokens
+    embeddings = tensor_of(Target.load(world.target).embed_tokens)
     save_file({**tensors, "embed_tokens.weight": embeddings.clone()}, folder / "model.safetensors")
     same = world.tune("same embeddings", str(folder))
     none = world.tune("none", world.head.url)

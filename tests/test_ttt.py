@@ -8,9 +8,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from eyas.model import ttt
-from eyas.model.chain import free_running_drafts
-from eyas.model.ttt import Slots, unroll
+from eyas.operators import ttt
+from eyas.operators.chain import free_running_drafts
+from eyas.operators.ttt import Slots, unroll
 from tests.plain_eagle import PlainHead, weights_of
 from tests.tiny_batch import (
     as_examples,

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from eyas.model.architecture import TargetConfig
-from eyas.model.batch import Batch
 from eyas.model.config import HeadConfig, HeadOptions, RopeConfig
-from eyas.model.head import Head
-from eyas.model.vocab import TargetVocabulary, draft_vocabulary
+from eyas.operators.batch import Batch
+from eyas.operators.head import Head
+from eyas.operators.vocab import TargetVocabulary, draft_vocabulary
 from eyas.shards import Sample
 from tests.plain_eagle import Example
 

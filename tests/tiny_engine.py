@@ -9,9 +9,11 @@ from eyas.engine.costs import CostTable, Curve
 from eyas.engine.draft import Draft
 from eyas.engine.engine import Engine, EngineConfig
 from eyas.engine.request import Request, Result, SamplingParams
+from eyas.model.arrays import Array, Arrays
 from eyas.model.config import HeadConfig, HeadOptions
 from eyas.model.library import unavailable
 from eyas.model.target import Dtype, Target
+from eyas.operators.tensors import arrays_of
 from tests.oracle.draft import OperatorDraft
 from tests.oracle.target import OperatorTarget
 from tests.tiny import tiny_target
@@ -25,7 +27,7 @@ SAMPLED = {"temperature": 0.8, "top_p": 0.9, "min_p": 0.01, "repetition_penalty"
 
 def random_head(
     target: Target, seed: int = 0, draft_vocab_size: int = 20
-) -> tuple[HeadConfig, dict[str, torch.Tensor]]:
+) -> tuple[HeadConfig, dict[str, Array]]:
     config = HeadConfig.for_target(target.config, HeadOptions(draft_vocab_size=draft_vocab_size))
     H, inner, W = config.hidden_size, config.intermediate_size, config.draft_vocab_size
     q, kv = (
@@ -55,7 +57,7 @@ def random_head(
     used = torch.randperm(config.vocab_size, generator=generator)[:W].sort().values
     tensors["d2t"] = used - torch.arange(W)
     tensors["t2d"] = torch.zeros(config.vocab_size, dtype=torch.bool).index_fill(0, used, True)
-    return config, tensors
+    return config, arrays_of(tensors)
 
 
 def load_as(kind: str, folder: Path, dtype: Dtype = "auto") -> Target:
@@ -65,9 +67,7 @@ def load_as(kind: str, folder: Path, dtype: Dtype = "auto") -> Target:
     return (Target if kind == "native" else OperatorTarget).load(folder, dtype)
 
 
-def draft_of(
-    config: HeadConfig, tensors: dict[str, torch.Tensor], target: Target
-) -> Draft | OperatorDraft:
+def draft_of(config: HeadConfig, tensors: Arrays, target: Target) -> Draft | OperatorDraft:
     """A head that runs as its target does."""
     return (OperatorDraft if isinstance(target, OperatorTarget) else Draft)(config, tensors, target)
 

@@ -15,6 +15,7 @@ from eyas.engine.request import Request, SamplingParams
 from eyas.model.config import Taps
 from eyas.model.target import Target
 from eyas.shards import FeatureMeta, Sample, ShardWriter
+from tests.oracle.target import features_of
 
 Conversation = tuple[list[int], list[int]]  # prompt and answer
 
@@ -40,7 +41,7 @@ def samples_of(target: Target, conversations: Sequence[Conversation], name: str)
     for number, (prompt, answer) in enumerate(conversations):
         tokens_T = torch.tensor(prompt + answer)
         aux_hidden, last_hidden = (
-            features[0].clone() for features in target.features(tokens_T[None])
+            features[0].clone() for features in features_of(target, tokens_T[None])
         )
         loss_mask = torch.arange(len(tokens_T)) >= len(prompt)
         source = f"source-{number % 2}"

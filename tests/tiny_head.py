@@ -13,8 +13,9 @@ from torch import Tensor
 from eyas.model.checkpoint import expected_shapes
 from eyas.model.config import HeadConfig, HeadOptions
 from eyas.model.dialects import Form
-from eyas.model.forms import Verifier, write_head
-from eyas.model.vocab import TargetVocabulary, draft_vocabulary
+from eyas.model.forms import Verifier
+from eyas.operators.tensors import array_of, write_head
+from eyas.operators.vocab import TargetVocabulary, draft_vocabulary
 
 
 def tiny_head(
@@ -60,7 +61,7 @@ def head_folder(target: Path, folder: Path, form: Form = "eyas", **options) -> P
     """
     config, tensors = tiny_head(target, **options)
     embed_tokens = (
-        TargetVocabulary.load(target, tensors["fc.weight"].dtype).embed_tokens
+        array_of(TargetVocabulary.load(target, tensors["fc.weight"].dtype).embed_tokens)
         if form == "vllm"
         else None
     )

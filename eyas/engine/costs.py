@@ -26,13 +26,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
 from eyas.artifact import cache_folder
 from eyas.engine.draft import Draft
 from eyas.model.library import build
 from eyas.model.rows import FeatureCache, Growth, PagedCache, Roots, RowArrays, rows_of, slots_of
 from eyas.model.target import Target
+from eyas.model.threads import num_threads
 
 # A draft that lacks at most so many entries makes them in one call with the root's; of more, all
 # but the root's are made in a call of their own, which computes no outputs.
@@ -274,7 +274,7 @@ def round_costs(work: RoundWork) -> CostTable:
         head=work.draft.config.model_dump_json() if work.draft is not None else "none",
         dtype=target.precision,
         processor=processor_name(),
-        threads=torch.get_num_threads(),
+        threads=num_threads(),
         native=build(),
     )
     return kept_or_measured(
@@ -314,7 +314,7 @@ class RoundWork:
         self._num_slots = self._cache.num_pages * self._cache.page_size
         self._length = max(2, min(TYPICAL_LENGTH, self._num_slots // 2))
         self._table = np.arange(self._cache.num_pages, dtype=np.int32)[None]
-        self._roots: dict[int, tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]]] = {}
+        self._roots: dict[int, tuple[np.ndarray, tuple[np.ndarray, np.ndarray]]] = {}
 
     def measured(self) -> CostTable:
         works = (self.steps, self.extend, self.enter) if self.draft is not None else (_nothing,) * 3
@@ -328,7 +328,7 @@ class RoundWork:
         self._forward((nothing, nothing, prefix, column, prefix, nothing), self._table)
 
     def _forward(self, arrays: RowArrays, pages: np.ndarray) -> None:
-        rows = rows_of(arrays, pages, "cpu")
+        rows = rows_of(arrays, pages)
         taps = self.draft.config.taps if self.draft is not None else None
         self.target.forward(rows, self._cache, taps).best.tolist()
 
@@ -366,7 +366,7 @@ class RoundWork:
         k = self._topk
         B = max(1, R // k)
         if B not in self._roots:  # what the trees grow from; not part of what is timed
-            h = torch.zeros(B, self.draft.config.hidden_size)
+            h = np.zeros((B, self.draft.config.hidden_size), np.float32)
             self._roots[B] = h, self.draft.proposals(h, k)
         h, first = self._roots[B]
         lens = [min(self._length, self._num_slots - NUM_LEVELS * k - 2)] * B

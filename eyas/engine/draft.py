@@ -1,4 +1,4 @@
-"""The draft head for inference: the layer of `model/head.py` over the paged cache, and its trees.
+"""The draft head for inference: the layer of `operators/head.py` over the paged cache; its trees.
 
 `native_draft` computes; the caller gives columns, hidden states and page tables.
 
@@ -16,14 +16,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import islice
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
-import torch
 
 from eyas.engine.tree import Speculation
 from eyas.errors import MismatchError
 from eyas.gguf.blocks import BlockMatrix
+from eyas.model.arrays import BFLOAT16, Array, Arrays, cast
 from eyas.model.config import HeadConfig, TargetShape, check_head
 from eyas.model.draws import Draws
 from eyas.model.native import MAX_HEAD_DIM, runs
@@ -50,13 +50,13 @@ class HeadTarget(Protocol):
     @property
     def lm_head_sha256(self) -> str: ...
     @property
-    def embed_tokens(self) -> torch.Tensor: ...
+    def embed_tokens(self) -> Array: ...
     @property
-    def embeddings(self) -> torch.Tensor | BlockMatrix: ...
+    def embeddings(self) -> Array | BlockMatrix: ...
     @property
-    def lm_head(self) -> torch.Tensor: ...
+    def lm_head(self) -> Array: ...
     @property
-    def dtype(self) -> torch.dtype: ...
+    def dtype(self) -> np.dtype[Any]: ...
 
 
 def check_branches(config: HeadConfig, speculation: Speculation) -> None:
@@ -72,9 +72,7 @@ def check_branches(config: HeadConfig, speculation: Speculation) -> None:
 class Draft:
     """A head on its target: shares the target's embeddings and dtype."""
 
-    def __init__(
-        self, config: HeadConfig, tensors: dict[str, torch.Tensor], target: HeadTarget
-    ) -> None:
+    def __init__(self, config: HeadConfig, tensors: Arrays, target: HeadTarget) -> None:
         """tensors: as `read_head` gives them.
 
         Raises MismatchError if the head was made for another target.
@@ -87,12 +85,12 @@ class Draft:
             )
         self.config, self._dtype = config, target.dtype
         own = {
-            name: tensor if name == "d2t" else tensor.to(target.dtype)
+            name: tensor if name == "d2t" else cast(tensor, target.dtype)
             for name, tensor in tensors.items()
             if name != "t2d"
         }
         # Half the bytes to read in every step; what drafts lose by it, verification never sees.
-        blocks = in_eight_bits(own) if target.dtype == torch.bfloat16 else None
+        blocks = in_eight_bits(own) if target.dtype == BFLOAT16 else None
         own_head = own.get("lm_head.weight")
         lm_head = target.lm_head if own_head is None else own_head
         lent = target.embeddings, lm_head
@@ -101,21 +99,21 @@ class Draft:
     def new_cache(self, num_pages: int, page_size: int = PAGE_SIZE) -> PagedCache:
         return PagedCache(1, num_pages, page_size, self.config.slot_width, self._dtype)
 
-    def extend(self, rows: Rows, aux_hidden: torch.Tensor, cache: PagedCache) -> torch.Tensor:
+    def extend(self, rows: Rows, aux_hidden: Array, cache: PagedCache) -> Array:
         """The target's features [M, 3 * Ht] of the columns before the rows' -> outputs [M, H]."""
         return self._native.extend(rows, aux_hidden, cache)
 
-    def step(self, rows: Rows, h: torch.Tensor, cache: PagedCache) -> torch.Tensor:
+    def step(self, rows: Rows, h: Array, cache: PagedCache) -> Array:
         """Outputs [M, H] of the rows' parents -> the rows' own [M, H]."""
         return self._native.step(rows, h, cache)
 
     def proposals(
         self,
-        h: torch.Tensor,
+        h: Array,
         tree_topk: int,
         draws: Draws | None = None,
         place: int = 0,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> tuple[Array, Array]:
         """Outputs [R, H] -> the k = tree_topk best next tokens of each, and their log-probs.
 
         Target ids, int64 [R, k]; float32 [R, k]. draws: how each row's request draws, None for the
@@ -128,25 +126,26 @@ class Draft:
         """Make the entries of columns starts[b] .. lens[b] from the features before each."""
         self._native.enter(*self._entries(roots, cache, features), cache)
 
-    def catch_up(self, roots: Roots, cache: PagedCache, features: FeatureCache) -> torch.Tensor:
+    def catch_up(self, roots: Roots, cache: PagedCache, features: FeatureCache) -> Array:
         """`enter`, and the outputs [B, H] at the last of each request's entries."""
         h = self.extend(*self._entries(roots, cache, features), cache)
         ends = np.cumsum(np.array(roots.lens) + 1 - np.array(roots.starts))
-        return h[ends - 1]
+        last: Array = h[ends - 1]
+        return last
 
     def _entries(
         self, roots: Roots, cache: PagedCache, features: FeatureCache
-    ) -> tuple[Rows, torch.Tensor]:
+    ) -> tuple[Rows, Array]:
         """Columns starts[b] .. lens[b] as rows, and the features [M, 3 * Ht] before each."""
         size, table = cache.page_size, roots.page_table
         tokens = iter(roots.tokens)
         spans = [range(start, end + 1) for start, end in zip(roots.starts, roots.lens, strict=True)]
         by_request = [list(islice(tokens, len(span))) for span in spans]
-        rows = prompt_rows(by_request, roots.starts, table, size, "cpu", first_column=1)
+        rows = prompt_rows(by_request, roots.starts, table, size, first_column=1)
         request = np.repeat(np.arange(len(spans)), list(map(len, spans)))
         before = np.concatenate([np.arange(span.start, span.stop) for span in spans]) - 1
         slots = slots_of(table, request, before, size)
-        return rows, features.read(torch.from_numpy(slots))
+        return rows, features.read(slots)
 
     def grow(
         self,
@@ -163,8 +162,8 @@ class Draft:
     def propose(
         self,
         roots: Roots,
-        h_BH: torch.Tensor,
-        first: tuple[torch.Tensor, torch.Tensor],
+        h_BH: Array,
+        first: tuple[Array, Array],
         cache: PagedCache,
         growth: Growth,
         thresholds: Sequence[float],

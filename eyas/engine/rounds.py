@@ -21,7 +21,6 @@ from contextlib import contextmanager
 from functools import partial
 
 import numpy as np
-import torch
 
 from eyas.engine.costs import RoundWork, round_costs
 from eyas.engine.draft import Draft
@@ -125,7 +124,7 @@ class Rounds:
                 return self._round(job.samples)
             return self._prefill(job.samples, job.chunks)
 
-    def _forward(self, rows: Rows, asked_R: torch.Tensor | None) -> TargetOutput:
+    def _forward(self, rows: Rows, asked_R: np.ndarray) -> TargetOutput:
         """The target's forward; its features go to the head's cache."""
         taps, features = self._taps_and_features()
         return self.target.forward(rows, self._cache, taps, asked_R, features)
@@ -146,7 +145,7 @@ class Rounds:
             for sample, chunk in zip(samples, chunks, strict=True)
         ]
         starts, size = [chunk.start for chunk in chunks], self._cache.page_size
-        rows = prompt_rows(tokens, starts, page_table(samples), size, "cpu")
+        rows = prompt_rows(tokens, starts, page_table(samples), size)
         begins = np.cumsum([0, *map(len, chunks)]).tolist()
         judged = [
             (sample, column, begin + column - chunk.start)
@@ -154,9 +153,9 @@ class Rounds:
             for column in _judged_columns(sample, chunk)
         ]
         asked_R = np.array([row for _, _, row in judged], dtype=np.int64)
-        output = self._forward(rows, torch.from_numpy(asked_R))
+        output = self._forward(rows, asked_R)
         emitted: dict[RunningSample, list[int]] = {}
-        logits = output.logits.numpy()
+        logits = output.logits
         for r, (sample, column, _) in enumerate(judged):
             if column + 1 < len(sample.tokens):
                 _score(sample, column + 1, logits[r])
@@ -276,7 +275,7 @@ class Rounds:
                 sample.sampler.take_drawn(verified.tokens[b])
                 continue
             tree = tree_of_line(sample.root, chosen, b)
-            draw = partial(sample.sampler.draw_at, logits.numpy())
+            draw = partial(sample.sampler.draw_at, logits)
             path, verified.tokens[b] = accept(tree.tokens, tree.parents, draw)
             columns = np.array([path, range(1, len(path) + 1)], dtype=np.int64) + lens[b]
             at = slots_of(table, np.full_like(columns, b), columns, self._cache.page_size)

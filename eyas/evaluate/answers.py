@@ -13,8 +13,8 @@ from eyas.errors import MismatchError
 from eyas.evaluate.trees import ModelsConfig, PromptSet
 from eyas.log import Track
 from eyas.model.config import TargetShape
-from eyas.model.decoder import HookedDecoder
 from eyas.model.target import Dtype, stored_dtype
+from eyas.operators.decoder import HookedDecoder
 from eyas.records import mixed_seed
 from eyas.shards import Sample
 

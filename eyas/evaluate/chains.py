@@ -16,11 +16,11 @@ from eyas.evaluate.breakdown import WAYS, AnswerCounts, figures, vocabulary_figu
 from eyas.evaluate.walks import TreeWalks
 from eyas.language import language
 from eyas.log import Track
-from eyas.model.batch import Batch, plan_batches
-from eyas.model.chain import measure, runs
 from eyas.model.config import HeadConfig
-from eyas.model.head import Head, load_head
-from eyas.model.vocab import TargetVocabulary
+from eyas.operators.batch import Batch, plan_batches
+from eyas.operators.chain import measure, runs
+from eyas.operators.head import Head, load_head
+from eyas.operators.vocab import TargetVocabulary
 from eyas.shards import FeatureMeta, FeatureSource, Sample
 from eyas.tau import RoundCounts
 

@@ -33,7 +33,6 @@ from eyas.evaluate.trees import (
     PromptSet,
     measure_tree,
     prompts_digest,
-    torch_threads,
 )
 from eyas.evaluate.walks import TreeWalks
 from eyas.hub import resolve_head, resolve_target
@@ -41,8 +40,9 @@ from eyas.lineage import head_manifest
 from eyas.log import Track, quiet
 from eyas.model.architecture import TargetConfig
 from eyas.model.target import resolve_dtype
-from eyas.model.vocab import TargetVocabulary, target_shape
+from eyas.model.threads import threads
 from eyas.model.weights import fingerprint
+from eyas.operators.vocab import TargetVocabulary, target_shape
 from eyas.shards import FeatureSource
 
 DEFAULT_TREES = (str(Speculation("fixed")), "fixed(4,1,5)")  # the engine's own sizes, and a chain
@@ -142,7 +142,7 @@ def evaluate(
     if output.is_done_for(work):
         return output.manifest("eval")
     # Weights are laid out for the number of threads that there is when they are loaded.
-    with torch_threads(config.models.threads):
+    with threads(config.models.threads):
         new = HeadMeasurement(config, folder, head, features, prompts)
         other = None
         if config.against is not None:

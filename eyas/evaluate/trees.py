@@ -6,16 +6,14 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import torch
+import numpy as np
 from pydantic import BaseModel, ConfigDict, Field
-from torch import Tensor
 
 from eyas.chat import Chat
 from eyas.engine.draft import Draft
@@ -38,20 +36,9 @@ class ModelsConfig(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     dtype: Dtype = Field("auto", description="of the weights; auto: as in the checkpoint")
-    threads: int | None = Field(None, ge=1, description="null: torch's own choice")
+    threads: int | None = Field(None, ge=1, description="null: all that this process has")
     max_batch: int = Field(16, ge=1, description="samples that run at a time")
     max_length: int = Field(1024, ge=2, description="tokens of prompt and answer together")
-
-
-@contextmanager
-def torch_threads(count: int | None) -> Iterator[None]:
-    """Set the number of torch's threads, and restore it afterwards."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(count or before)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +52,7 @@ class Models:
     draft: Draft
     folder: str
     config: ModelsConfig
-    t2d_V: Tensor
+    t2d_V: np.ndarray
 
     @classmethod
     def load(cls, folder: str, head: str | Path, config: ModelsConfig) -> Models:

@@ -34,12 +34,14 @@ from eyas.engine.tree import Speculation, Tree, most_probable, tree_of
 from eyas.engine.verify import accept
 from eyas.errors import ConfigError
 from eyas.evaluate.breakdown import AnswerCounts, figures, vocabulary_figures
-from eyas.model.chain import runs
+from eyas.model.arrays import FLOAT32, Array
 from eyas.model.checkpoint import read_head
 from eyas.model.config import TargetShape
 from eyas.model.rows import FeatureCache, Growth, PagedCache, Roots
 from eyas.model.target import PAGE_SIZE
-from eyas.model.vocab import TargetVocabulary
+from eyas.operators.chain import runs
+from eyas.operators.tensors import array_of
+from eyas.operators.vocab import TargetVocabulary
 from eyas.shards import Sample
 from eyas.tau import RoundCounts
 
@@ -52,18 +54,18 @@ class TargetMatrices(NamedTuple):
 
     config: TargetShape
     lm_head_sha256: str
-    embed_tokens: Tensor
-    lm_head: Tensor
-    dtype: torch.dtype
+    embed_tokens: Array
+    lm_head: Array
+    dtype: np.dtype[Any]
 
     @property
-    def embeddings(self) -> Tensor:
+    def embeddings(self) -> Array:
         """As a `Target` has them."""
         return self.embed_tokens
 
     @classmethod
     def of(cls, vocabulary: TargetVocabulary) -> TargetMatrices:
-        embed_tokens, lm_head = vocabulary.embed_tokens, vocabulary.lm_head
+        embed_tokens, lm_head = map(array_of, (vocabulary.embed_tokens, vocabulary.lm_head))
         own = vocabulary.config, vocabulary.lm_head_sha256
         return cls(*own, embed_tokens, lm_head, embed_tokens.dtype)
 
@@ -141,10 +143,10 @@ def walk(draft: Draft, tree: Speculation, samples: Sequence[Sample]) -> list[Ans
 def feature_cache(draft: Draft, samples: Sequence[Sample], num_slots: int) -> FeatureCache:
     """The samples' features, num_slots for each."""
     width = samples[0].aux_hidden.shape[-1]
-    features = FeatureCache(len(samples) * num_slots, width, torch.float32)
+    features = FeatureCache(len(samples) * num_slots, width, FLOAT32)
     for b, sample in enumerate(samples):
-        slots = torch.arange(len(sample.token_ids)) + b * num_slots
-        features.write(slots, sample.aux_hidden.float())
+        slots = np.arange(len(sample.token_ids)) + b * num_slots
+        features.write(slots, array_of(sample.aux_hidden.float()))
     return features
 
 
@@ -224,7 +226,7 @@ class TreeWalks:
     def __init__(
         self,
         draft: Draft,
-        t2d_V: Tensor,
+        t2d_V: np.ndarray,
         vocabulary: TargetVocabulary,
         trees: Sequence[Speculation],
         temperature: float = 0.0,
@@ -273,7 +275,7 @@ class TreeWalks:
                         states = sample.last_hidden, self._vocabulary
                         counts.expected += expected_drafts(rounds, *states, self._temperature)
         for sample in samples:
-            is_known = self._t2d_V[sample.token_ids.long()].tolist()
+            is_known = self._t2d_V[sample.token_ids.numpy()].tolist()
             spans = runs(sample.loss_mask.tolist())
             self._is_known += [is_known[first:end] for first, end in spans]
 

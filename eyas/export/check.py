@@ -61,10 +61,11 @@ from eyas.model.checkpoint import (
     tensor_faults,
 )
 from eyas.model.config import TargetShape, match_faults, read_config, shape_faults
-from eyas.model.decoder import HookedDecoder
 from eyas.model.dialects import LM_HEAD, ambiguities
 from eyas.model.target import Target, stored_dtype
-from eyas.model.vocab import TargetVocabulary, target_shape
+from eyas.operators.decoder import HookedDecoder
+from eyas.operators.tensors import tensors_of
+from eyas.operators.vocab import TargetVocabulary, target_shape
 
 MEANINGS = "; "  # between the names of meanings that are taken together
 
@@ -188,7 +189,7 @@ def meanings(folder: str | Path, target: TargetShape) -> list[HeadReading]:
             misfits.append(fault)
         else:
             name = MEANINGS.join(name for name, _ in chosen) or DECLARED
-            ways.append(HeadReading(name, config, tensors))
+            ways.append(HeadReading(name, config, tensors_of(tensors)))
     if not ways:
         raise misfits[0]
     return ways

@@ -18,8 +18,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, get_args
 
-from torch import Tensor
-
 from eyas.errors import MismatchError
 from eyas.model.config import HeadConfig
 from eyas.model.dialects import EMBED_TOKENS, FLAGS, LM_HEAD, Form
@@ -190,7 +188,7 @@ class EngineAbilities:
         """The flags that this head sets and this engine does not read."""
         return [flag for flag in self.unread if getattr(config, flag)]
 
-    def faults(self, config: HeadConfig, tensors: Mapping[str, Tensor]) -> list[MismatchError]:
+    def faults(self, config: HeadConfig, tensors: Mapping[str, object]) -> list[MismatchError]:
         """What of a sound head this engine cannot read: its form is not written then."""
         found = [
             f"{flag} is set: {self.title} {self.unread[flag]}" for flag in self.unread_flags(config)

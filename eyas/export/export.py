@@ -31,13 +31,14 @@ from eyas.gguf.configuration import SOURCE as GGUF
 from eyas.hub import fetch, is_hub_id, resolve_head, resolve_target
 from eyas.lineage import SOURCE, head_manifest
 from eyas.log import Track, quiet
-from eyas.model.checkpoint import read_head, refuse
+from eyas.model.checkpoint import refuse
 from eyas.model.config import HeadConfig, RopeConfig, read_config
 from eyas.model.dialects import EMBED_TOKENS, HEAD_JSON, LM_HEAD
-from eyas.model.forms import Verifier, write_head
-from eyas.model.head import Head, head_of, load_head
-from eyas.model.vocab import TargetVocabulary
+from eyas.model.forms import Verifier
 from eyas.model.weights import fingerprint
+from eyas.operators.head import Head, head_of, load_head
+from eyas.operators.tensors import array_of, read_head, write_head
+from eyas.operators.vocab import TargetVocabulary
 
 PROMISED = ("tau", "tau_interval", "accept_hist")  # what a server holds its traffic against
 REPLAYED_TOKENS, REPLAYED_STEPS = 16, 3
@@ -223,7 +224,7 @@ def verifier_of(
     name = FAMILIES[family].name if family in FAMILIES else family
     architectures = read_config(folder).get("architectures") or [f"{name}ForCausalLM"]
     embed_tokens = (
-        vocabulary.embed_tokens.to(tensors["fc.weight"].dtype)
+        array_of(vocabulary.embed_tokens.to(tensors["fc.weight"].dtype))
         if engine_of(form).target_embeddings
         else None
     )

@@ -11,15 +11,15 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
 
-import torch
+import numpy as np
 from pydantic import ValidationError
-from torch import Tensor
 
 from eyas.artifact import MANIFEST, Manifest, file_identity
 from eyas.errors import EyasError, MismatchError, MissingInputError
 from eyas.export.engines import ENGINES, FORMS
 from eyas.lineage import HEAD_FILES
 from eyas.model.architecture import TargetConfig
+from eyas.model.arrays import Array, cast, nonfinite
 from eyas.model.checkpoint import ANEW
 from eyas.model.config import HeadConfig, TargetShape, rope_faults, same_rotation, spelled
 from eyas.model.dialects import (
@@ -37,16 +37,16 @@ from eyas.model.dialects import (
     decisions,
     setting_faults,
 )
-from eyas.model.vocab import TargetVocabulary
 from eyas.model.weights import (
     INDEX,
     PICKLE,
     PICKLE_INDEX,
     SINGLE,
-    file_tensors,
-    nonfinite,
-    sharded_tensors,
+    file_arrays,
+    sharded_arrays,
 )
+from eyas.operators.tensors import array_of
+from eyas.operators.vocab import TargetVocabulary
 
 Level = Literal["error", "warning", "note"]
 LEVELS: tuple[Level, ...] = ("error", "warning", "note")
@@ -149,21 +149,20 @@ def twin_findings(folder: Path) -> Iterator[CheckFinding]:
             )
 
 
-def stored(folder: Path, name: str) -> dict[str, Tensor]:
+def stored(folder: Path, name: str) -> dict[str, Array]:
     """The tensors of one file, or of the shards of an index."""
     tensors = (
-        sharded_tensors(folder, name, None)
+        sharded_arrays(folder, name, None)
         if name in (INDEX, PICKLE_INDEX)
-        else file_tensors(folder / name, None)
+        else file_arrays(folder / name, None)
     )
     return {key: tensor for key, tensor in tensors.items() if not key.endswith(INV_FREQ)}
 
 
-def equal(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
+def equal(one: dict[str, Array], other: dict[str, Array]) -> bool:
     """Equal names and, in the precision of the first, equal values."""
     return one.keys() == other.keys() and all(
-        tensor.shape == other[name].shape and torch.equal(tensor, other[name].to(tensor.dtype))
-        for name, tensor in one.items()
+        np.array_equal(tensor, cast(other[name], tensor.dtype)) for name, tensor in one.items()
     )
 
 
@@ -218,8 +217,8 @@ def vocabulary_findings(
         yield warning(UNSAID, "eyas writes its hash at export; a good replay is as good")
     stored = checkpoint.embed_tokens
     if stored is not None:
-        ours = vocabulary.embed_tokens.to(stored.dtype)
-        if stored.shape != ours.shape or not torch.equal(stored, ours):
+        ours = cast(array_of(vocabulary.embed_tokens), stored.dtype)
+        if not np.array_equal(stored, ours):
             what = f"{EMBED_TOKENS} {tuple(stored.shape)} are not the target's {tuple(ours.shape)}"
             if checkpoint.form == "sglang" or EMBED_TOKENS_SHA256 in checkpoint.settings:
                 yield error(
@@ -229,7 +228,7 @@ def vocabulary_findings(
             else:
                 hint = "fine if the head was trained with them; SGLang would use the target's"
                 yield warning(what, hint)
-    mask = checkpoint.tensors.get("t2d", torch.empty(0))
+    mask = checkpoint.tensors.get("t2d", np.empty(0))
     ends = [token for token in vocabulary.config.eos_token_ids if token < len(mask)]
     if ends and not mask[ends].any():
         yield warning(
@@ -334,14 +333,14 @@ def value_findings(checkpoint: Checkpoint) -> Iterator[CheckFinding]:
     weights = {
         name: tensor
         for name, tensor in checkpoint.all_tensors.items()
-        if tensor.is_floating_point()
+        if tensor.dtype.kind not in "biu"
     }
     for name, tensor in weights.items():
         if not tensor.any():
             yield error(f"{name} is all zeros", ANEW)
         elif bad := nonfinite({name: tensor}):
             yield error(bad[0], ANEW)
-    dtypes = sorted({str(tensor.dtype).removeprefix("torch.") for tensor in weights.values()})
+    dtypes = sorted({str(tensor.dtype) for tensor in weights.values()})
     if len(dtypes) > 1:
         what = f"tensors are of several precisions: {', '.join(dtypes)}"
         yield warning(what, "export the head again")

@@ -2,7 +2,7 @@
 
 Text is prompts that the target answers here without speculation, or answers that are given. The
 target runs in our own engine or, where it does not run there, through transformers.
-Acceptance is counted by `model.chain`.
+Acceptance is counted by `operators.chain`.
 
 The declared reading should be the best; WARNING and ERROR say how much better another must be to
 count. Of several meanings of a checkpoint the best counts as the declared one.
@@ -34,13 +34,14 @@ from eyas.engine.request import Request, SamplingParams
 from eyas.errors import CorruptError, EmptyInputError, MissingInputError, TemplateError
 from eyas.export.readings import HeadReading, misreadings, other_taps
 from eyas.log import Track, quiet
-from eyas.model.batch import Batch
-from eyas.model.chain import measure
 from eyas.model.config import Taps
-from eyas.model.decoder import HookedDecoder
-from eyas.model.head import head_of
 from eyas.model.target import Target
-from eyas.model.vocab import TargetVocabulary
+from eyas.operators.batch import Batch
+from eyas.operators.chain import measure
+from eyas.operators.decoder import HookedDecoder
+from eyas.operators.head import head_of
+from eyas.operators.tensors import tensor_of
+from eyas.operators.vocab import TargetVocabulary
 from eyas.shards import Sample
 from eyas.tau import RoundCounts
 
@@ -281,7 +282,8 @@ class AnswerBatch:
         else:
             rows = [torch.tensor(one.token_ids) for one in answers]
             tokens_BT = pad_sequence(rows, batch_first=True)
-            hidden, last_hidden = target.features(tokens_BT, tuple(layers))
+            found = target.features(tokens_BT.numpy(), tuple(layers))
+            hidden, last_hidden = map(tensor_of, found)
         by_layer = hidden.float().cpu().chunk(len(layers), dim=-1)
         return cls(answers, dict(zip(layers, by_layer, strict=True)), last_hidden.float().cpu())
 

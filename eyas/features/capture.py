@@ -35,7 +35,9 @@ from eyas.hub import resolve_target
 from eyas.log import Track, quiet
 from eyas.model.architecture import TargetConfig
 from eyas.model.config import TargetShape
-from eyas.model.decoder import (
+from eyas.model.target import Dtype, resolve_dtype, stored_dtype
+from eyas.model.weights import fingerprint
+from eyas.operators.decoder import (
     FeatureDecoder,
     HiddenStates,
     HookedDecoder,
@@ -43,9 +45,7 @@ from eyas.model.decoder import (
     SharedPrefix,
     default_device,
 )
-from eyas.model.target import Dtype, resolve_dtype, stored_dtype
-from eyas.model.vocab import target_shape
-from eyas.model.weights import fingerprint
+from eyas.operators.vocab import target_shape
 from eyas.records import RECORD, read_answers
 from eyas.shards import CodecName, FeatureMeta, Sample, ShardWriter, Split
 

@@ -37,8 +37,8 @@ from eyas.hub import resolve_head, resolve_target
 from eyas.log import Track, quiet
 from eyas.model.architecture import TargetConfig
 from eyas.model.target import PAGE_SIZE, Dtype, resolve_dtype
-from eyas.model.vocab import matrix_names, target_shape
 from eyas.model.weights import fingerprint
+from eyas.operators.vocab import matrix_names, target_shape
 from eyas.privacy.detector import LeakDetector, recogniser_versions
 from eyas.privacy.pii import ANSWER_POLICY, PrivacyConfig
 from eyas.records import RECORD, Prompt

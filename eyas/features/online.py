@@ -20,7 +20,7 @@ from torch import Tensor
 from eyas.artifact import Artifact, Manifest, identity
 from eyas.features.capture import CaptureConfig, CaptureTask, SampleSource, open_source
 from eyas.features.samples import CapturePlan, ForwardBatch, packed
-from eyas.model.vocab import TargetVocabulary
+from eyas.operators.vocab import TargetVocabulary
 from eyas.shards import CODECS, FeatureMeta, Sample, Split
 from eyas.shards.sample import DTYPES
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from eyas.client import RequestFailure
 from eyas.model.config import TargetShape
-from eyas.model.decoder import TOLERANCE, HiddenStates, HookedDecoder
+from eyas.operators.decoder import TOLERANCE, HiddenStates, HookedDecoder
 
 PROOF_SAMPLES = 4  # the shortest, the longest, and between: one step of a server, and several
 LAYERS_TOKENS = 32  # of the shortest, of which every layer is compared

@@ -45,7 +45,7 @@ from eyas.features.state_proof import (
     unfit,
 )
 from eyas.model.config import TargetShape
-from eyas.model.decoder import TOLERANCE, HiddenStates, Tail
+from eyas.operators.decoder import TOLERANCE, HiddenStates, Tail
 
 # Tokens of its length that a server wants free: those of an answer, and what SGLang keeps back.
 ROOM_VLLM, ROOM_SGLANG = 1, 7

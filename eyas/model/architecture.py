@@ -24,9 +24,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-import torch
+import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, StrictBool, ValidationError, model_validator
-from torch import Tensor
 
 from eyas.errors import CorruptError, MismatchError
 from eyas.families import (
@@ -108,9 +107,11 @@ class QueryScale(BaseModel):
     beta: Positive
     length: Size
 
-    def of(self, positions: Tensor) -> Tensor:
+    def of(self, positions: np.ndarray) -> np.ndarray:
         """The factors of integer positions [...], float32."""
-        return 1 + self.beta * torch.log1p(torch.floor(positions.float() / self.length))
+        turns = np.floor(positions.astype(np.float32) / np.float32(self.length))
+        factors: np.ndarray = 1 + np.float32(self.beta) * np.log1p(turns)
+        return factors
 
 
 class TargetConfig(TargetShape):

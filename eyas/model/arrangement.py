@@ -11,14 +11,14 @@ import re
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
-import torch
-from torch import Tensor
+import numpy as np
 
 from eyas.errors import MismatchError
 from eyas.families import FAMILIES, Family
 from eyas.model.architecture import TargetConfig
+from eyas.model.arrays import BFLOAT16, FLOAT32, Array, cast
 
-Rows = TypeVar("Rows", bound=Any)  # a tensor, or blocks of a GGUF file: what has rows to choose
+Rows = TypeVar("Rows", bound=Any)  # an array, or blocks of a GGUF file: what has rows to choose
 LAYER = re.compile(r"(model\.layers\.\d+\.)(.+)\.(weight|bias)")
 # Before the decoder's own names in checkpoints that hold more than a decoder of text.
 WITHIN = (("model.language_model.", "model."), ("language_model.", ""))
@@ -51,9 +51,9 @@ def arranged(config: TargetConfig, published: Mapping[str, Rows]) -> dict[str, R
             raise MismatchError(f"{name} is {shape}, not as config.json says", RESTORE) from error
     for name, tensor in found.items():
         if family.norm_offset and "norm" in name.rsplit(".", 2)[-2]:
-            found[name] = tensor.float() + family.norm_offset
+            found[name] = cast(tensor, FLOAT32) + np.float32(family.norm_offset)
         elif name.endswith("conv.conv.weight") and tensor.ndim == 3:
-            found[name] = tensor.squeeze(1)
+            found[name] = tensor[:, 0]
     return found
 
 
@@ -121,15 +121,14 @@ def _num_rows(part: str, config: TargetConfig) -> int:
     return config.intermediate_size
 
 
-def _halves(num_rows: int, config: TargetConfig) -> Tensor:
+def _halves(num_rows: int, config: TargetConfig) -> Array:
     """Of the channels that are turned in each head, the even ones before the odd ones: int64
     [num_rows].
     """
     D, turned = config.head_dim, config.rotary_dims or config.head_dim
-    order = torch.cat(
-        [torch.arange(0, turned, 2), torch.arange(1, turned, 2), torch.arange(turned, D)]
-    )
-    return (torch.arange(0, num_rows, D)[:, None] + order).flatten()
+    order = np.concatenate([np.arange(0, turned, 2), np.arange(1, turned, 2), np.arange(turned, D)])
+    rows: Array = (np.arange(0, num_rows, D)[:, None] + order).ravel()
+    return rows
 
 
 # gpt-oss: all experts of a layer in one tensor, rows of gate and up by turns
@@ -165,11 +164,12 @@ def _one_by_one(
     return found
 
 
-def mxfp4(blocks: Tensor, scales: Tensor) -> Tensor:
+def mxfp4(blocks: Array, scales: Array) -> Array:
     """uint8 [N, G, 16] (two numbers a byte, the low one first) and uint8 [N, G] (exponents, biased
     by 127) -> bfloat16 [N, 32 * G], exact.
     """
-    values = torch.tensor([*MXFP4, *(-value for value in MXFP4)])
-    codes = torch.stack((blocks & 15, blocks >> 4), dim=-1).flatten(-2).long()
-    exponents = scales.to(torch.int32)[..., None] - 127
-    return torch.ldexp(values[codes], exponents).flatten(-2).bfloat16()
+    values = np.array([*MXFP4, *(-value for value in MXFP4)], FLOAT32)
+    codes = np.stack((blocks & 15, blocks >> 4), axis=-1).reshape(*blocks.shape[:-1], -1)
+    exponents = scales.astype(np.int32)[..., None] - 127
+    numbers = np.ldexp(values[codes], exponents)
+    return cast(numbers.reshape(*numbers.shape[:-2], -1), BFLOAT16)

@@ -22,11 +22,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
+import numpy as np
 from pydantic import ValidationError
-from torch import Tensor
 
 from eyas.errors import CorruptError, MismatchError
+from eyas.model.arrays import Array, nonfinite
 from eyas.model.config import (
     HeadConfig,
     RopeConfig,
@@ -66,7 +66,7 @@ from eyas.model.dialects import (
     setting_faults,
     uses_window,
 )
-from eyas.model.weights import nonfinite, read_tensors, tensor_sha256
+from eyas.model.weights import array_sha256, read_arrays
 
 ANEW = "train or download the head again"
 
@@ -75,7 +75,7 @@ log = logging.getLogger(__name__)
 
 def read_head(
     folder: str | Path, target: TargetShape | None = None
-) -> tuple[HeadConfig, dict[str, Tensor]]:
+) -> tuple[HeadConfig, dict[str, Array]]:
     """A head of any form: its config, and its tensors by EAGLE's names in their stored dtype, d2t
     int64 and t2d bool.
 
@@ -94,14 +94,14 @@ def read_head(
 
 def judged_head(
     folder: str | Path, checkpoint: Checkpoint, target: TargetShape | None = None
-) -> tuple[HeadConfig, dict[str, Tensor]]:
+) -> tuple[HeadConfig, dict[str, Array]]:
     """What `read_head` makes of a checkpoint that is open."""
     refuse(folder, setting_faults(checkpoint))
     config = head_config(checkpoint, target)
     tensors = own_tensors(checkpoint, config)
     values = [MismatchError(what, ANEW) for what in nonfinite(checkpoint.all_tensors)]
     refuse(folder, [*tensor_faults(config, tensors), *values, *embedding_faults(checkpoint)])
-    maps = {"d2t": tensors["d2t"].to(torch.int64), "t2d": tensors["t2d"].to(torch.bool)}
+    maps = {"d2t": tensors["d2t"].astype(np.int64), "t2d": tensors["t2d"].astype(bool)}
     return config, {**tensors, **maps}
 
 
@@ -125,7 +125,7 @@ def open_checkpoint(folder: str | Path) -> Checkpoint:
         raise MismatchError(f"{folder} is a {kind!r} speculator", "give an EAGLE-3 head")
     found = {
         name: tensor
-        for name, tensor in read_tensors(folder, pickled=True).items()
+        for name, tensor in read_arrays(folder, pickled=True).items()
         if not name.endswith(INV_FREQ)
     }
     stored = {name.removeprefix(MODEL): tensor for name, tensor in found.items()}
@@ -243,23 +243,23 @@ def _read_taps(settings: Mapping[str, Any], target: TargetShape | None) -> Taps:
     return (taps[0], taps[1], taps[2])
 
 
-def own_tensors(checkpoint: Checkpoint, config: HeadConfig) -> dict[str, Tensor]:
+def own_tensors(checkpoint: Checkpoint, config: HeadConfig) -> dict[str, Array]:
     """The head's own tensors: without embeddings that the file says are the target's, and with the
     maps that it may leave out: both when W == V (identity), t2d when there is d2t.
     """
     V, W = config.vocab_size, config.draft_vocab_size
     tensors = dict(checkpoint.tensors)
     if "d2t" not in tensors and "t2d" not in tensors and W == V:
-        tensors["d2t"] = torch.zeros(W, dtype=torch.int64)
+        tensors["d2t"] = np.zeros(W, np.int64)
     if "t2d" not in tensors and "d2t" in tensors and not map_faults(tensors["d2t"], None, V, W):
-        tensors["t2d"] = torch.zeros(V, dtype=torch.bool)
-        tensors["t2d"][torch.arange(W) + tensors["d2t"]] = True
+        tensors["t2d"] = np.zeros(V, bool)
+        tensors["t2d"][np.arange(W) + tensors["d2t"]] = True
     if checkpoint.embed_tokens is not None and not checkpoint.settings.get(EMBED_TOKENS_SHA256):
         tensors[EMBED_TOKENS] = checkpoint.embed_tokens
     return tensors
 
 
-def tensor_faults(config: HeadConfig, tensors: Mapping[str, Tensor]) -> list[MismatchError]:
+def tensor_faults(config: HeadConfig, tensors: Mapping[str, Array]) -> list[MismatchError]:
     """Every tensor that is missing, unknown, of another shape or kind, and maps that are no map."""
     V, W, H = config.vocab_size, config.draft_vocab_size, config.hidden_size
     expected = expected_shapes(config)
@@ -299,7 +299,7 @@ def tensor_faults(config: HeadConfig, tensors: Mapping[str, Tensor]) -> list[Mis
 def embedding_faults(checkpoint: Checkpoint) -> list[MismatchError]:
     """Embeddings that are not those that the config says they are."""
     said = checkpoint.settings.get(EMBED_TOKENS_SHA256)
-    if checkpoint.embed_tokens is None or said in (None, tensor_sha256(checkpoint.embed_tokens)):
+    if checkpoint.embed_tokens is None or said in (None, array_sha256(checkpoint.embed_tokens)):
         return []
     what = f"{EMBED_TOKENS} are not the embeddings that the config names by {EMBED_TOKENS_SHA256}"
     hint = (
@@ -309,15 +309,15 @@ def embedding_faults(checkpoint: Checkpoint) -> list[MismatchError]:
     return [MismatchError(what, hint)]
 
 
-def map_faults(d2t: Tensor, t2d: Tensor | None, V: int, W: int) -> list[MismatchError]:
+def map_faults(d2t: Array, t2d: Array | None, V: int, W: int) -> list[MismatchError]:
     """What is wrong with the offsets d2t [W], in any order, and with the mask t2d [V] if given."""
-    if d2t.shape != (W,) or d2t.is_floating_point() or d2t.dtype == torch.bool:
+    if d2t.shape != (W,) or d2t.dtype.kind not in "iu":
         what = f"d2t is {d2t.dtype} {tuple(d2t.shape)}: whole offsets [{W}] are needed"
         return [MismatchError(what, "make it from the counts again")]
     if W == V and d2t.any():
         what = "d2t is not the identity although W == V: engines ignore it then"
         return [MismatchError(what, "reorder lm_head instead")]
-    ids_W = torch.arange(W) + d2t.cpu()
+    ids_W = np.arange(W) + d2t.astype(np.int64)
     if ((ids_W < 0) | (ids_W >= V)).any():
         what = f"d2t leads to ids {ids_W.min()} to {ids_W.max()}, out of the target's 0 to {V - 1}"
         hint = "d2t holds offsets, not ids: target id = draft id + d2t[draft id]"
@@ -326,9 +326,9 @@ def map_faults(d2t: Tensor, t2d: Tensor | None, V: int, W: int) -> list[Mismatch
     if num_ids != W:
         what = f"d2t leads {W - num_ids} draft tokens to a token taken already"
         return [MismatchError(what, "make it again")]
-    mask_V = torch.zeros(V, dtype=torch.bool)
+    mask_V = np.zeros(V, bool)
     mask_V[ids_W] = True
-    if t2d is not None and (t2d.shape != (V,) or not torch.equal(t2d.cpu().to(torch.bool), mask_V)):
+    if t2d is not None and not np.array_equal(t2d.astype(bool), mask_V):
         what = "t2d is not the mask of the ids that d2t leads to"
         return [MismatchError(what, "delete t2d: it is made from d2t")]
     return []

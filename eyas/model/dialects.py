@@ -11,10 +11,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-import torch
-from torch import Tensor
-
 from eyas.errors import MismatchError
+from eyas.model.arrays import BFLOAT16, FLOAT16, FLOAT32, Array
 from eyas.model.config import HeadConfig
 
 Form = Literal["eyas", "sglang", "vllm", "openvino"]
@@ -35,7 +33,7 @@ OLD_NORMS = {
     for place, norm in zip(("low", "mid", "high"), FC_NORMS, strict=True)
 }
 MAPS = ("d2t", "t2d")
-FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+FLOATS = (FLOAT32, BFLOAT16, FLOAT16)
 
 # Our keys in the others' configs, which they ignore.
 LM_HEAD_SHA256 = "target_lm_head_sha256"
@@ -98,8 +96,8 @@ class Checkpoint:
 
     form: Form
     settings: dict[str, Any]
-    tensors: dict[str, Tensor]
-    embed_tokens: Tensor | None
+    tensors: dict[str, Array]
+    embed_tokens: Array | None
     layer_name: str  # what the layer is called in the file: LAYER or SPECULATORS_LAYER
 
     @property
@@ -112,7 +110,7 @@ class Checkpoint:
         )
 
     @property
-    def all_tensors(self) -> dict[str, Tensor]:
+    def all_tensors(self) -> dict[str, Array]:
         """Every tensor of the file that is a head's, the embeddings last."""
         embed_tokens = {} if self.embed_tokens is None else {EMBED_TOKENS: self.embed_tokens}
         return self.tensors | embed_tokens

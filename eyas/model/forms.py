@@ -13,8 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor
-
+from eyas.model.arrays import Array
 from eyas.model.checkpoint import refuse, tensor_faults
 from eyas.model.config import DecoderConfig, HeadConfig
 from eyas.model.dialects import (
@@ -37,7 +36,7 @@ from eyas.model.dialects import (
     VLLM_ARCHITECTURE,
     Form,
 )
-from eyas.model.weights import tensor_sha256, weight_files
+from eyas.model.weights import array_sha256, weight_files
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,13 +45,13 @@ class Verifier:
 
     name_or_path: str | None = None
     architectures: tuple[str, ...] = ()
-    embed_tokens: Tensor | None = None  # [V, H], written beside the head when given
+    embed_tokens: Array | None = None  # [V, H], written beside the head when given
     num_draft_steps: int = 4
 
 
 def write_head(
     config: HeadConfig,
-    tensors: Mapping[str, Tensor],
+    tensors: Mapping[str, Array],
     form: Form,
     verifier: Verifier | None = None,
     max_shard_bytes: int | None = None,
@@ -65,7 +64,7 @@ def write_head(
     """
     refuse("the head", tensor_faults(config, tensors))
     verifier = verifier or Verifier()
-    written = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    written = dict(tensors)
     if form == "eyas":
         usual = {
             name: field.default
@@ -83,7 +82,7 @@ def write_head(
         )
     if config.draft_vocab_size == config.vocab_size:  # vLLM fails on maps that map nothing
         written = {name: tensor for name, tensor in written.items() if name not in MAPS}
-    dtype = str(tensors["fc.weight"].dtype).removeprefix("torch.")
+    dtype = str(tensors["fc.weight"].dtype)
     if form == "vllm":
         settings = _vllm_settings(config, dtype, verifier)
         written = {
@@ -95,8 +94,8 @@ def write_head(
         # SGLang takes the target's lm_head then, and random numbers otherwise
         settings["draft_vocab_size"] = None
     if EMBED_TOKENS not in written and verifier.embed_tokens is not None:
-        written[EMBED_TOKENS] = verifier.embed_tokens.detach().cpu().contiguous()
-        settings[EMBED_TOKENS_SHA256] = tensor_sha256(verifier.embed_tokens)
+        written[EMBED_TOKENS] = verifier.embed_tokens
+        settings[EMBED_TOKENS_SHA256] = array_sha256(verifier.embed_tokens)
     return _settings_file(CONFIG_JSON, settings) | weight_files(written, max_shard_bytes)
 
 

@@ -1,7 +1,7 @@
 """The C++ library of `cpp/`: the best of its variants that this processor runs, shipped with the
 package or built when first used, and how it is called.
 
-Without one PyTorch and NumPy do its work. A call that finds no memory raises MemoryError.
+A call that finds no memory raises MemoryError.
 """
 
 from __future__ import annotations
@@ -12,14 +12,12 @@ import logging
 import os
 import platform
 import subprocess
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
 from eyas.artifact import cache_folder
 from eyas.errors import ConfigError
@@ -187,30 +185,11 @@ def _checked(failure: int | None) -> Callable[..., Any]:
 # Arguments of a call
 
 
-@contextmanager
-def one_torch_thread(enabled: bool) -> Iterator[None]:
-    """Keep PyTorch's small operators on one thread while the native path's own threads work beside
-    them: two pools on the same cores wait for each other, and a copy of a few kilobytes takes
-    milliseconds.
-    """
-    threads = torch.get_num_threads()
-    if enabled:
-        torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
-
-
-def address(array: np.ndarray | torch.Tensor | None) -> int | None:
+def address(array: np.ndarray | None) -> int | None:
     """Where the numbers of a contiguous array lie, in half the time that `array.ctypes` takes."""
-    if isinstance(array, np.ndarray):
-        return array.__array_interface__["data"][0]  # type: ignore[no-any-return]
-    return None if array is None else array.data_ptr()
+    return None if array is None else array.__array_interface__["data"][0]
 
 
-def addresses(
-    arrays: Sequence[np.ndarray | torch.Tensor | None],
-) -> ctypes.Array[ctypes.c_void_p]:
+def addresses(arrays: Sequence[np.ndarray | None]) -> ctypes.Array[ctypes.c_void_p]:
     """The same of several."""
     return (ctypes.c_void_p * len(arrays))(*map(address, arrays))

@@ -4,7 +4,7 @@ One call is one forward of the whole model, on threads of its own. Every row's b
 row alone, not on the rows beside it, the pages or the number of threads: speculation changes no bit
 of an answer, in float32 and in bfloat16.
 
-Its PyTorch twin is `target.Layers`; `native_draft.py` has the draft.
+Its twin in PyTorch operators is tests/oracle/target.py; `native_draft.py` has the draft.
 
 Letters: M rows, R rows with logits, B requests, H hidden, V target vocabulary, D head dimension, P
 pages.
@@ -18,14 +18,14 @@ import math
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import get_args
+from typing import Any, get_args
 
 import numpy as np
-import torch
 
 from eyas.families import Activation
 from eyas.gguf.blocks import BlockMatrix
 from eyas.model.architecture import QueryScale, TargetConfig
+from eyas.model.arrays import BFLOAT16, FLOAT32, Array, Arrays
 from eyas.model.config import DecoderConfig, RopeConfig, Taps
 from eyas.model.draws import Draws, draw_states, no_best_logit
 from eyas.model.library import address, addresses, library
@@ -34,7 +34,6 @@ from eyas.model.packed import (
     PackedLayer,
     PackedLinear,
     Packing,
-    Tensors,
     joined_linear,
     rows_of_embeddings,
     vector,
@@ -42,6 +41,7 @@ from eyas.model.packed import (
 from eyas.model.rope import rope_table
 from eyas.model.rows import FeatureCache, NodesToVerify, PagedCache, Roots, Rows, TargetOutput
 from eyas.model.structs import STRUCTS
+from eyas.model.threads import num_threads
 
 # kMaxHeadDim of attention.h, kMaxKernel of model.h: what a thread keeps of a row
 MAX_HEAD_DIM, MAX_KERNEL = 256, 16
@@ -82,9 +82,9 @@ class DecoderRole:
     query_scale: QueryScale | None = None
 
 
-def target_role(config: TargetConfig, dtype: torch.dtype | None) -> DecoderRole:
-    """dtype: in which the embeddings are scaled; None is float32."""
-    experts, embed_scale = config.experts, torch.tensor(config.embed_scale, dtype=dtype)
+def target_role(config: TargetConfig, dtype: np.dtype[Any]) -> DecoderRole:
+    """dtype: in which the embeddings are scaled."""
+    experts = config.experts
     shape = {
         "vocab": config.vocab_size,
         "slot_width": config.slot_width,
@@ -103,7 +103,7 @@ def target_role(config: TargetConfig, dtype: torch.dtype | None) -> DecoderRole:
     factors = {
         "score": config.score_scale,
         "softcap": config.attention_softcap or 0.0,
-        "embed": float(embed_scale),
+        "embed": float(np.array(config.embed_scale).astype(dtype)),
         "residual": config.residual_scale,
         "logit": config.logit_scale,
         "logit_softcap": config.logit_softcap or 0.0,
@@ -119,12 +119,12 @@ class NativeDecoder:
     def __init__(
         self,
         config: DecoderConfig,
-        dtype: torch.dtype,
+        dtype: np.dtype[Any],
         role: DecoderRole,
         layers: Sequence[PackedLayer],
-        outer: Mapping[str, PackedLinear | torch.Tensor],
-        embed_tokens: torch.Tensor | BlockMatrix,
-        target_ids_W: torch.Tensor | None = None,
+        outer: Mapping[str, PackedLinear | Array],
+        embed_tokens: Array | BlockMatrix,
+        target_ids_W: np.ndarray | None = None,
     ) -> None:
         """outer: the products and norms of Outer that there are."""
         lib, self.dtype = library(), dtype
@@ -134,7 +134,7 @@ class NativeDecoder:
             name: part if isinstance(part, PackedLinear) else vector(part)
             for name, part in outer.items()
         }
-        self._embed, embed_kind, embed_at = rows_of_embeddings(embed_tokens)
+        self._embed, embed_kind = rows_of_embeddings(embed_tokens)
         D, Hk = config.head_dim, config.num_key_value_heads
         shape = {
             "layers": config.num_hidden_layers,
@@ -145,7 +145,7 @@ class NativeDecoder:
             "D": D,
             "embed_rows": len(self._embed),
             "embed_kind": embed_kind,
-            "threads": torch.get_num_threads(),
+            "threads": num_threads(),
             "slot_width": 2 * Hk * D,
             "rotary_dims": D,
         }
@@ -165,10 +165,10 @@ class NativeDecoder:
         parts = DecoderParts(
             shape=Shape(**{**shape, **role.shape}),
             factors=Factors(**{**factors, **role.factors}),
-            outer=Outer(**handles, feature_norms=norms, embed=embed_at),
+            outer=Outer(**handles, feature_norms=norms, embed=address(self._embed)),
             layers=ctypes.addressof(layer_parts),
             target_ids=address(target_ids_W),
-            is_bf16=dtype == torch.bfloat16,
+            is_bf16=dtype == BFLOAT16,
         )
         self._handle: int = lib.eyas_new(parts)
         weakref.finalize(self, lib.eyas_free, self._handle)
@@ -184,13 +184,9 @@ class NativeDecoder:
 
     def _set_positions(self, length: int) -> None:
         dims = self._role.shape.get("rotary_dims", self._config.head_dim)
-        tables = [
-            table[:, : dims // 2].contiguous()
-            for rope in self._role.ropes
-            for table in rope_table(rope, dims, length)
-        ]
+        tables = [table for rope in self._role.ropes for table in rope_table(rope, dims, length)]
         scale = self._role.query_scale
-        query_scales = None if scale is None else scale.of(torch.arange(length)).contiguous()
+        query_scales = None if scale is None else scale.of(np.arange(length))
         self._positions, self._num_positions = (tables, query_scales), length  # kept alive
         listed = addresses(tables)
         to = Positions(
@@ -208,11 +204,11 @@ class NativeDecoder:
         columns = [getattr(rows, name) for name in ROW_COLUMNS]
         # what the library cannot see: it is given addresses, and judges the numbers there
         for column in columns:
-            assert column.dtype == torch.int64
+            assert column.dtype == np.int64
             assert column.shape == rows.token.shape
-            assert column.is_contiguous()
-        assert rows.page_table.dtype == torch.int32
-        assert rows.page_table.is_contiguous()
+            assert column.flags.c_contiguous
+        assert rows.page_table.dtype == np.int32
+        assert rows.page_table.flags.c_contiguous
         return RowsView(
             *map(address, columns),
             page_table=address(rows.page_table),
@@ -247,8 +243,8 @@ class NativeTarget(NativeDecoder):
     def __init__(
         self,
         config: TargetConfig,
-        tensors: Tensors,
-        dtype: torch.dtype,
+        tensors: Arrays,
+        dtype: np.dtype[Any],
         blocks: Blocks | None = None,
     ) -> None:
         """tensors by our names (`arranged`), checked; dtype float32 or bfloat16. blocks: those of
@@ -262,7 +258,7 @@ class NativeTarget(NativeDecoder):
         ]
         embed_name = "model.embed_tokens.weight"
         head_name = embed_name if config.tie_word_embeddings else "lm_head.weight"
-        outer: dict[str, PackedLinear | torch.Tensor] = {
+        outer: dict[str, PackedLinear | Array] = {
             "head": joined_linear(tensors, [head_name.removesuffix(".weight")], how),
             "final_norm": tensors["model.norm.weight"],
         }
@@ -270,16 +266,16 @@ class NativeTarget(NativeDecoder):
         if embed_blocks is not None and embed_name != head_name:
             embed_blocks.refuse_nonfinite(embed_name)
         embed_tokens = tensors[embed_name] if embed_blocks is None else embed_blocks
-        role = target_role(config, None if blocks else dtype)
+        role = target_role(config, FLOAT32 if blocks else dtype)
         super().__init__(config, dtype, role, layers, outer, embed_tokens)
-        self._logits, self._aux = torch.empty(0, dtype=torch.float32), torch.empty(0, dtype=dtype)
+        self._logits, self._aux = np.empty(0, FLOAT32), np.empty(0, dtype)
 
     def forward(
         self,
         rows: Rows,
         cache: PagedCache,
         taps: Taps | None = None,
-        logits_of: torch.Tensor | None = None,
+        logits_of: np.ndarray | None = None,
         features: FeatureCache | None = None,
     ) -> TargetOutput:
         """One pass over the rows. logits_of int64 [R]: the rows whose logits are wanted, None for
@@ -290,14 +286,14 @@ class NativeTarget(NativeDecoder):
         """
         M, V, width = len(rows.token), self._config.vocab_size, 3 * self._config.hidden_size
         R = M if logits_of is None else len(logits_of)
-        if self._logits.numel() < R * V:
-            self._logits = torch.empty(R * V, dtype=torch.float32)
-        logits, best = self._logits[: R * V].view(R, V), torch.empty(R, dtype=torch.int64)
+        if self._logits.size < R * V:
+            self._logits = np.empty(R * V, FLOAT32)
+        logits, best = self._logits[: R * V].reshape(R, V), np.empty(R, np.int64)
         aux_hidden, taps_3 = None, _three(taps)
         if taps is not None and features is None:
-            if self._aux.numel() < M * width:
-                self._aux = torch.empty(M * width, dtype=self.dtype)
-            aux_hidden = self._aux[: M * width].view(M, width)
+            if self._aux.size < M * width:
+                self._aux = np.empty(M * width, self.dtype)
+            aux_hidden = self._aux[: M * width].reshape(M, width)
         aux = aux_hidden if features is None else features.data
         assert features is None or features.data.shape == (cache.data.shape[1], width)
         call = ForwardCall(
@@ -313,9 +309,7 @@ class NativeTarget(NativeDecoder):
             self._is_done(status, int(rows.position.max()))
         return TargetOutput(aux_hidden, logits, best)
 
-    def hidden(
-        self, rows: Rows, cache: PagedCache, taps: Taps
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def hidden(self, rows: Rows, cache: PagedCache, taps: Taps) -> tuple[Array, Array]:
         """Last hidden [M, H] after the final norm and aux_hidden [M, 3 * H], fresh; no logits.
         Raises IndexError.
 
@@ -323,8 +317,7 @@ class NativeTarget(NativeDecoder):
         """
         M, H = len(rows.token), self._config.hidden_size
         taps_3 = _three(taps)
-        last_hidden = torch.empty(M, H, dtype=self.dtype)
-        aux_hidden = torch.empty(M, 3 * H, dtype=self.dtype)
+        last_hidden, aux_hidden = np.empty((M, H), self.dtype), np.empty((M, 3 * H), self.dtype)
         for first in range(0, M, ROWS_AT_ONCE):
             part = slice(first, first + ROWS_AT_ONCE)
             some = replace(rows, **{name: getattr(rows, name)[part] for name in ROW_COLUMNS})
@@ -371,8 +364,8 @@ class NativeTarget(NativeDecoder):
             if draw is not None and draw.by_caller
         }
         room, V = sum(num_nodes.values()), self._config.vocab_size
-        if self._logits.numel() < room * V:
-            self._logits = torch.empty(room * V, dtype=torch.float32)
+        if self._logits.size < room * V:
+            self._logits = np.empty(room * V, FLOAT32)
         lens, page_table = (
             np.array(roots.lens, dtype=np.int64),
             np.ascontiguousarray(roots.page_table, dtype=np.int32),
@@ -408,7 +401,8 @@ class NativeTarget(NativeDecoder):
             self._is_done(status, max(roots.lens) + places)
         rows, logits = zip(emitted.tolist(), counts.tolist(), strict=True), {}
         if num_nodes:
-            parts = torch.split(self._logits[: room * V].view(room, V), list(num_nodes.values()))
+            ends = np.cumsum([*num_nodes.values()])[:-1]
+            parts = np.split(self._logits[: room * V].reshape(room, V), ends)
             logits = dict(zip(num_nodes, parts, strict=True))
         return Verified([row[:count] for row, count in rows], logits)
 
@@ -420,7 +414,7 @@ class Verified:
     """
 
     tokens: list[list[int]]
-    logits: dict[int, torch.Tensor]
+    logits: dict[int, np.ndarray]
 
 
 @functools.cache

@@ -1,6 +1,6 @@
 """A draft head through the C++ library: its entries, its proposals, and whole trees in one call.
 
-Its PyTorch twin is `engine/draft.py`.
+Its twin in PyTorch operators is tests/oracle/draft.py.
 
 Letters: M rows, R rows with proposals, B requests, H hidden of the head, Ht of the target, W draft
 vocabulary, K draft steps, k tree_topk, C candidates.
@@ -11,12 +11,13 @@ from __future__ import annotations
 import ctypes
 import functools
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
-import torch
 
 from eyas.gguf.blocks import BlockMatrix
 from eyas.model.architecture import LayerKind
+from eyas.model.arrays import FLOAT32, Array, Arrays, cast
 from eyas.model.config import HeadConfig
 from eyas.model.draws import Draws, draw_states
 from eyas.model.library import address
@@ -26,7 +27,6 @@ from eyas.model.packed import (
     PackedLayer,
     PackedLinear,
     Packing,
-    Tensors,
     joined_linear,
 )
 from eyas.model.rows import (
@@ -54,10 +54,10 @@ class NativeDraft(NativeDecoder):
     def __init__(
         self,
         config: HeadConfig,
-        tensors: Tensors,
-        embed_tokens: torch.Tensor | BlockMatrix,
-        lm_head_fallback: torch.Tensor,
-        dtype: torch.dtype,
+        tensors: Arrays,
+        embed_tokens: Array | BlockMatrix,
+        lm_head_fallback: Array,
+        dtype: np.dtype[Any],
         blocks: Blocks | None = None,
     ) -> None:
         """tensors under EAGLE's names; the head's own `embed_tokens` and `lm_head`, if it has them,
@@ -67,7 +67,7 @@ class NativeDraft(NativeDecoder):
         tensors = {"lm_head.weight": lm_head_fallback, **tensors}
         how = Packing.of(tensors, dtype, blocks)
         layers = [PackedLayer(tensors, layer, how, LayerKind(window=config.sliding_window))]
-        outer: dict[str, PackedLinear | torch.Tensor] = {
+        outer: dict[str, PackedLinear | Array] = {
             "head": joined_linear(tensors, ["lm_head"], how),
             "fc": joined_linear(tensors, ["fc"], how),
             "final_norm": tensors["norm.weight"],
@@ -79,9 +79,7 @@ class NativeDraft(NativeDecoder):
             outer |= {f"feature_norm_{i}": tensors[f"fc_norm.{i}.weight"] for i in range(3)}
         self._W = len(tensors["lm_head.weight"])
         d2t_offset = tensors.get("d2t")
-        target_ids_W = (
-            None if d2t_offset is None else (torch.arange(self._W) + d2t_offset.cpu()).contiguous()
-        )
+        target_ids_W = None if d2t_offset is None else np.arange(self._W) + d2t_offset
         shape = {
             "vocab": self._W,
             "is_draft": True,
@@ -92,39 +90,39 @@ class NativeDraft(NativeDecoder):
         embed_tokens = tensors.get("embed_tokens.weight", embed_tokens)
         super().__init__(config, dtype, role, layers, outer, embed_tokens, target_ids_W)
 
-    def extend(self, rows: Rows, aux_hidden: torch.Tensor, cache: PagedCache) -> torch.Tensor:
+    def extend(self, rows: Rows, aux_hidden: Array, cache: PagedCache) -> Array:
         """The target's features [M, 3 * Ht] of the columns before the rows' -> outputs [M, H].
         Raises IndexError.
         """
         assert aux_hidden.shape == (len(rows), 3 * self._config.hidden_size)
-        aux_hidden = aux_hidden.to(self.dtype).contiguous()
+        aux_hidden = np.ascontiguousarray(cast(aux_hidden, self.dtype))
         return self._states(self._lib.eyas_extend, rows, aux_hidden, cache)
 
-    def enter(self, rows: Rows, aux_hidden: torch.Tensor, cache: PagedCache) -> None:
+    def enter(self, rows: Rows, aux_hidden: Array, cache: PagedCache) -> None:
         """`extend` without its outputs: the rows' keys and values, in half the time."""
         assert aux_hidden.shape == (len(rows), 3 * self._config.hidden_size)
-        features = aux_hidden.to(self.dtype).contiguous()
+        features = np.ascontiguousarray(cast(aux_hidden, self.dtype))
         self._run(self._lib.eyas_extend, rows, features, None, cache)
 
-    def step(self, rows: Rows, h: torch.Tensor, cache: PagedCache) -> torch.Tensor:
+    def step(self, rows: Rows, h: Array, cache: PagedCache) -> Array:
         """Outputs [M, H] of the rows' parents -> the rows' own [M, H]. Raises IndexError."""
         assert h.shape == (len(rows), self._config.hidden_size)
-        return self._states(self._lib.eyas_step, rows, h.float().contiguous(), cache)
+        return self._states(self._lib.eyas_step, rows, np.ascontiguousarray(h, FLOAT32), cache)
 
     def proposals(
         self,
-        h: torch.Tensor,
+        h: Array,
         tree_topk: int,
         draws: Draws | None = None,
         place: int = 0,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> tuple[Array, Array]:
         """Outputs [R, H] -> the k best next tokens of each (target ids, int64 [R, k]) and their
         log-probs, float32 [R, k]. draws, place: see `engine.draft.Draft.proposals`.
         """
         assert 0 < tree_topk <= min(MAX_TOPK, self._W)
         assert h.shape[1:] == (self._config.hidden_size,)
-        h, R = h.float().contiguous(), len(h)
-        ids, log_probs = torch.empty(R, tree_topk, dtype=torch.int64), torch.empty(R, tree_topk)
+        h, R = np.ascontiguousarray(h, FLOAT32), len(h)
+        ids, log_probs = np.empty((R, tree_topk), np.int64), np.empty((R, tree_topk), FLOAT32)
         states = draw_states(draws, R)
         call = ProposalsCall(
             h=address(h),
@@ -142,8 +140,8 @@ class NativeDraft(NativeDecoder):
     def propose(
         self,
         roots: Roots,
-        h_BH: torch.Tensor,
-        first: tuple[torch.Tensor, torch.Tensor],
+        h_BH: Array,
+        first: tuple[Array, Array],
         cache: PagedCache,
         growth: Growth,
         thresholds: Sequence[float],
@@ -159,9 +157,9 @@ class NativeDraft(NativeDecoder):
         assert first[0].shape == first[1].shape == (len(lens), growth[1])
         assert len(page_table) == len(lens)
         h_BH, first_ids, first_log_probs = (
-            h_BH.float().contiguous(),
-            first[0].contiguous(),
-            first[1].float().contiguous(),
+            np.ascontiguousarray(h_BH, FLOAT32),
+            np.ascontiguousarray(first[0]),
+            np.ascontiguousarray(first[1], FLOAT32),
         )
         page_table = np.ascontiguousarray(page_table, dtype=np.int32)
         states = draw_states(draws, len(lens))
@@ -230,9 +228,9 @@ class NativeDraft(NativeDecoder):
         )
 
     def _states(
-        self, call: Callable[..., int], rows: Rows, inputs: torch.Tensor, cache: PagedCache
-    ) -> torch.Tensor:
-        h = torch.empty(len(rows.token), self._config.hidden_size)
+        self, call: Callable[..., int], rows: Rows, inputs: Array, cache: PagedCache
+    ) -> Array:
+        h = np.empty((len(rows.token), self._config.hidden_size), FLOAT32)
         self._run(call, rows, inputs, h, cache)
         return h
 
@@ -240,8 +238,8 @@ class NativeDraft(NativeDecoder):
         self,
         function: Callable[..., int],
         rows: Rows,
-        inputs: torch.Tensor,
-        h: torch.Tensor | None,
+        inputs: Array,
+        h: Array | None,
         cache: PagedCache,
     ) -> None:
         call = StatesCall(

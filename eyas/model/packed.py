@@ -13,15 +13,17 @@ import math
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
-import torch
 
 from eyas.gguf.blocks import BLOCK, BlockMatrix, eight_bit_blocks
 from eyas.model.architecture import LayerKind
+from eyas.model.arrays import BFLOAT16, FLOAT32, Array, Arrays, cast, fits_bfloat16
 from eyas.model.library import address, library
 from eyas.model.structs import STRUCTS
-from eyas.model.weights import LazyTensors
+from eyas.model.threads import num_threads
+from eyas.model.weights import LazyArrays
 
 Part, Weights, Layer = (STRUCTS[name] for name in ("Part", "Weights", "Layer"))
 FULL, PLAIN, SQUEEZED = 0, 1, 2  # how weights are packed: float32, bfloat16, bfloat16 in 12 bits
@@ -30,7 +32,6 @@ SQUEEZED_FROM = 1 << 24
 
 LANES = 16  # outputs that the library computes together: one format
 
-Tensors = Mapping[str, torch.Tensor]
 Blocks = Mapping[str, BlockMatrix]  # matrices in a GGUF file's own format, by name
 PLAIN_LAYER = LayerKind()
 
@@ -41,21 +42,21 @@ class Packing:
     multiplied in a GGUF file's own format instead.
     """
 
-    dtype: torch.dtype
+    dtype: np.dtype[Any]
     threads: int
     squeezed: bool
     blocks: Blocks
 
     @classmethod
-    def of(cls, tensors: Tensors, dtype: torch.dtype, blocks: Blocks | None) -> Packing:
+    def of(cls, tensors: Arrays, dtype: np.dtype[Any], blocks: Blocks | None) -> Packing:
         """For these tensors, on the threads of this moment."""
         shapes = (
             tensors.shapes.values()
-            if isinstance(tensors, LazyTensors)
+            if isinstance(tensors, LazyArrays)
             else (tensor.shape for tensor in tensors.values())
         )
         large = 2 * sum(map(math.prod, shapes)) >= SQUEEZED_FROM
-        return cls(dtype, torch.get_num_threads(), large, blocks or {})
+        return cls(dtype, num_threads(), large, blocks or {})
 
 
 class PackedLinear:
@@ -68,11 +69,11 @@ class PackedLinear:
         self.num_bytes: int = library().eyas_linear_bytes(handle)
 
     @classmethod
-    def of_tensors(
+    def of_arrays(
         cls,
-        weights: Sequence[torch.Tensor],
-        biases: Sequence[torch.Tensor],
-        dtype: torch.dtype,
+        weights: Sequence[Array],
+        biases: Sequence[Array],
+        dtype: np.dtype[Any],
         threads: int,
         squeezed: bool,
         gated: bool = False,
@@ -80,13 +81,10 @@ class PackedLinear:
         """squeezed: bfloat16 in 12 bits; gated: two parts, gate and up, whose outputs are joined.
         Raises MemoryError.
         """
-        stored = (
-            torch.bfloat16
-            if dtype == torch.bfloat16 or all(map(_is_bfloat16, weights))
-            else torch.float32
-        )
-        parts = [weight.detach().to(stored).contiguous() for weight in weights]
-        kind = FULL if stored == torch.float32 else SQUEEZED if squeezed else PLAIN
+        is_short = dtype == BFLOAT16 or all(map(fits_bfloat16, weights))
+        stored = BFLOAT16 if is_short else FLOAT32
+        parts = [np.ascontiguousarray(cast(weight, stored)) for weight in weights]
+        kind = FULL if not is_short else SQUEEZED if squeezed else PLAIN
         of = [Part(address(part), len(part), kind) for part in parts]
         return cls._stacked(library().eyas_linear, of, parts[0].shape[1], biases, threads, gated)
 
@@ -94,7 +92,7 @@ class PackedLinear:
     def of_blocks(
         cls,
         matrices: Sequence[BlockMatrix],
-        biases: Sequence[torch.Tensor],
+        biases: Sequence[Array],
         threads: int,
         gated: bool = False,
     ) -> PackedLinear:
@@ -115,11 +113,11 @@ class PackedLinear:
         make: Callable[[ctypes.Structure], int],
         parts: Sequence[ctypes.Structure],
         K: int,
-        biases: Sequence[torch.Tensor],
+        biases: Sequence[Array],
         threads: int,
         gated: bool,
     ) -> PackedLinear:
-        bias = torch.cat([part.detach().float() for part in biases]) if biases else None
+        bias = np.concatenate([cast(part, FLOAT32) for part in biases]) if biases else None
         weights = Weights(
             parts=ctypes.addressof(listed := (Part * len(parts))(*parts)),
             count=len(listed),
@@ -129,16 +127,6 @@ class PackedLinear:
             bias=address(bias),
         )
         return cls(make(weights))
-
-
-def _is_bfloat16(weight: torch.Tensor) -> bool:
-    """Whether every number of it is one of bfloat16."""
-    if weight.dtype == torch.bfloat16:
-        return True
-    first = weight[:1].float()
-    return bool((first.bfloat16().float() == first).all()) and bool(
-        (weight.bfloat16().float() == weight.float()).all()
-    )
 
 
 def parts_of(blocks: Blocks, names: Sequence[str], gated: bool = False) -> list[BlockMatrix] | None:
@@ -155,10 +143,10 @@ def parts_of(blocks: Blocks, names: Sequence[str], gated: bool = False) -> list[
     return found
 
 
-def in_eight_bits(tensors: Tensors) -> dict[str, BlockMatrix]:
+def in_eight_bits(tensors: Arrays) -> dict[str, BlockMatrix]:
     """The matrices among a model's tensors as Q8_0, embeddings and unfit widths left out."""
     return {
-        name: eight_bit_blocks(tensor.float().numpy())
+        name: eight_bit_blocks(cast(tensor, FLOAT32))
         for name, tensor in tensors.items()
         if tensor.ndim == 2
         and name.endswith("weight")
@@ -188,7 +176,7 @@ class PackedLayer:
 
     def __init__(
         self,
-        tensors: Tensors,
+        tensors: Arrays,
         prefix: str,
         how: Packing,
         kind: LayerKind = PLAIN_LAYER,
@@ -233,13 +221,13 @@ class PackedLayer:
         )
 
 
-def vector(tensor: torch.Tensor) -> torch.Tensor:
+def vector(tensor: Array) -> Array:
     """As the library reads a norm's weights, or the taps of a convolution: by tap, [kernel, H]."""
-    return tensor.detach().float().t().contiguous()
+    return np.ascontiguousarray(cast(tensor, FLOAT32).T)
 
 
 def joined_linear(
-    tensors: Tensors, names: Sequence[str], how: Packing, gated: bool = False
+    tensors: Arrays, names: Sequence[str], how: Packing, gated: bool = False
 ) -> PackedLinear:
     """One product of the weights and biases under some names: of their blocks where there are any
     that fit together, else of the tensors. Raises CorruptError for scales that are no numbers.
@@ -255,18 +243,16 @@ def joined_linear(
             part.release()
         return packed
     own = [tensors[name] for name in weights]
-    return PackedLinear.of_tensors(own, biases, how.dtype, how.threads, how.squeezed, gated)
+    return PackedLinear.of_arrays(own, biases, how.dtype, how.threads, how.squeezed, gated)
 
 
-def rows_of_embeddings(
-    embed_tokens: torch.Tensor | BlockMatrix,
-) -> tuple[torch.Tensor | np.ndarray, int, int | None]:
-    """What must be kept alive, how the library reads it (0 float32, 1 bfloat16, else a number of
-    ggml's), and where it lies.
+def rows_of_embeddings(embed_tokens: Array | BlockMatrix) -> tuple[Array, int]:
+    """The rows as the library reads them, and how it does: 0 float32, 1 bfloat16, else a number of
+    ggml's.
     """
     if isinstance(embed_tokens, BlockMatrix):
-        data = embed_tokens.data
-        return data, int(embed_tokens.kind), address(data)
-    kept = embed_tokens.detach().contiguous()
-    kept = kept if kept.dtype in (torch.bfloat16, torch.float32) else kept.float()
-    return kept, int(kept.dtype == torch.bfloat16), address(kept)
+        return embed_tokens.data, int(embed_tokens.kind)
+    is_short = embed_tokens.dtype == BFLOAT16
+    return np.ascontiguousarray(cast(embed_tokens, BFLOAT16 if is_short else FLOAT32)), int(
+        is_short
+    )

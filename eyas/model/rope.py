@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import math
 
-import torch
-from torch import Tensor
+import numpy as np
+from numpy.typing import NDArray
 
 from eyas.model.config import RopeConfig
 
+Floats = NDArray[np.float32]
 
-def inverse_frequencies(rope: RopeConfig, dims: int) -> Tensor:
+
+def inverse_frequencies(rope: RopeConfig, dims: int) -> Floats:
     """Radians per position of each channel pair, float32 [dims / 2].
 
     linear: all divided by `factor`. llama3 (Llama 3.1's published scaling): waves that fit
@@ -19,25 +21,27 @@ def inverse_frequencies(rope: RopeConfig, dims: int) -> Tensor:
     yarn (arXiv 2309.00071): the same, interpolated by the channel's number. longrope (arXiv
     2402.13753): each divided by its own factor.
     """
-    exponents = torch.arange(0, dims, 2, dtype=torch.float32) / dims
-    frequencies = 1.0 / rope.theta**exponents
+    exponents = np.arange(0, dims, 2, dtype=np.float32) / np.float32(dims)
+    # rounded once, as PyTorch's power is: tables are then those of transformers
+    powers = (rope.theta ** exponents.astype(np.float64)).astype(np.float32)
+    frequencies: Floats = np.float32(1) / powers
     if rope.kind == "linear":
-        return frequencies / rope.factor
+        return frequencies / np.float32(rope.factor)
     if rope.kind == "longrope":
-        return 1.0 / (torch.tensor(rope.factors) * rope.theta**exponents)
+        return np.float32(1) / (np.array(rope.factors, np.float32) * powers)
     if rope.kind == "yarn":
         first, last = _yarn_range(rope, dims)
         if first == last:
             last += 0.001  # as the reference: a step, not a division by zero
-        ramp = ((torch.arange(dims // 2, dtype=torch.float32) - first) / (last - first)).clamp(0, 1)
-        return frequencies / rope.factor * ramp + frequencies * (1 - ramp)
+        pairs = np.arange(dims // 2, dtype=np.float32)
+        ramp = ((pairs - np.float32(first)) / np.float32(last - first)).clip(0, 1)
+        frequencies = frequencies / np.float32(rope.factor) * ramp + frequencies * (1 - ramp)
     if rope.kind == "llama3":
-        waves_in_context = rope.original_max_position_embeddings * frequencies / (2 * math.pi)
-        kept = (waves_in_context - rope.low_freq_factor) / (
-            rope.high_freq_factor - rope.low_freq_factor
-        )
-        kept = kept.clamp(0.0, 1.0)
-        return frequencies * (kept + (1.0 - kept) / rope.factor)
+        length, low = rope.original_max_position_embeddings, rope.low_freq_factor
+        waves_in_context = np.float32(length) * frequencies / np.float32(2 * math.pi)
+        kept = (waves_in_context - np.float32(low)) / np.float32(rope.high_freq_factor - low)
+        kept = kept.clip(0, 1)
+        return frequencies * (kept + (1 - kept) / np.float32(rope.factor))
     return frequencies
 
 
@@ -56,25 +60,9 @@ def _yarn_range(rope: RopeConfig, dims: int) -> tuple[float, float]:
     return max(first, 0), min(last, dims - 1)
 
 
-def rotation(rope: RopeConfig, dims: int, positions: Tensor) -> tuple[Tensor, Tensor]:
-    """Cosines and sines of integer positions [...], float32 [..., dims] each; the second half
-    repeats the first.
-    """
-    angles = positions.to(torch.float32).unsqueeze(-1) * inverse_frequencies(rope, dims).to(
-        positions.device
-    )
-    cos, sin = angles.cos() * rope.attention_factor, angles.sin() * rope.attention_factor
-    return torch.cat((cos, cos), dim=-1), torch.cat((sin, sin), dim=-1)
-
-
-def rope_table(rope: RopeConfig, dims: int, length: int) -> tuple[Tensor, Tensor]:
-    """Cosines and sines of positions 0 .. length - 1, float32 [length, dims] each."""
-    return rotation(rope, dims, torch.arange(length))
-
-
-def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn x [..., dims] by cos, sin broadcastable to it; the result has the dtype of x times that
-    of the table.
-    """
-    first, second = x.chunk(2, dim=-1)
-    return x * cos + torch.cat((-second, first), dim=-1) * sin
+def rope_table(rope: RopeConfig, dims: int, length: int) -> tuple[Floats, Floats]:
+    """Cosines and sines of positions 0 .. length - 1, float32 [length, dims / 2] each."""
+    angles = np.arange(length, dtype=np.float32)[:, None] * inverse_frequencies(rope, dims)
+    exact, factor = angles.astype(np.float64), np.float32(rope.attention_factor)
+    cos, sin = (turned.astype(np.float32) * factor for turned in (np.cos(exact), np.sin(exact)))
+    return cos, sin

@@ -26,10 +26,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
-import torch
+
+from eyas.model.arrays import Array
 
 MAX_TREE_COLUMNS = 64
 
@@ -42,7 +43,7 @@ RowArrays = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray, np
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """The M rows (tokens) of one forward, on the model's device.
+    """The M rows (tokens) of one forward.
 
     All int64 [M], but page_table int32 [B, P]. request: the row's line of page_table. position: of
     the rotation. slot: where its key and value are written. seen holds 64 bits as a signed number.
@@ -51,27 +52,18 @@ class Rows:
     the prefix is cut.
     """
 
-    token: torch.Tensor
-    request: torch.Tensor
-    position: torch.Tensor
-    slot: torch.Tensor
-    prefix_len: torch.Tensor
-    seen: torch.Tensor
-    page_table: torch.Tensor
+    token: np.ndarray
+    request: np.ndarray
+    position: np.ndarray
+    slot: np.ndarray
+    prefix_len: np.ndarray
+    seen: np.ndarray
+    page_table: np.ndarray
     first_column: int = 0
     window: int | None = None
 
     def __len__(self) -> int:
         return len(self.token)
-
-    @property
-    def first_seen(self) -> torch.Tensor:
-        """The first column of the prefix that each row sees, int64 [M]."""
-        if self.window is None:
-            return torch.full_like(self.position, self.first_column)
-        # the entry in column c has the position c - first_column
-        first = self.position - self.window + 1 + self.first_column
-        return first.clamp(min=self.first_column).minimum(self.prefix_len)
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +97,6 @@ def prompt_rows(
     starts: Sequence[int],
     page_table: np.ndarray,
     page_size: int,
-    device: str,
     first_column: int = 0,
 ) -> Rows:
     """Rows of consecutive tokens, each of which sees all before it.
@@ -127,18 +118,14 @@ def prompt_rows(
     arrays[3] = slots_of(page_table, arrays[1], arrays[2], page_size)
     arrays[4] = arrays[2] + 1
     arrays[2] -= first_column
-    return rows_of(arrays, page_table, device, first_column)
+    return rows_of(arrays, page_table, first_column)
 
 
-def rows_of(
-    arrays: RowArrays | np.ndarray, page_table: np.ndarray, device: str, first_column: int = 0
-) -> Rows:
-    """Rows from their six arrays, in the order of Rows' fields, moved to the device together."""
-    joined = torch.from_numpy(np.ascontiguousarray(arrays, dtype=np.int64))
-    pages = torch.from_numpy(page_table)
-    if device != "cpu":
-        joined, pages = joined.to(device, non_blocking=True), pages.to(device, non_blocking=True)
-    token, request, position, slot, prefix_len, seen = joined.unbind()
+def rows_of(arrays: RowArrays | np.ndarray, page_table: np.ndarray, first_column: int = 0) -> Rows:
+    """Rows from their six arrays, in the order of Rows' fields."""
+    joined = np.ascontiguousarray(arrays, dtype=np.int64)
+    token, request, position, slot, prefix_len, seen = joined
+    pages = np.ascontiguousarray(page_table)
     return Rows(token, request, position, slot, prefix_len, seen, pages, first_column)
 
 
@@ -156,36 +143,18 @@ class PagedCache:
         num_pages: int,
         page_size: int,
         slot_width: int,
-        dtype: torch.dtype,
-        device: str = "cpu",
+        dtype: np.dtype[Any],
     ) -> None:
         """slot_width: of the config. Memory: num_layers * num_pages * page_size * slot_width
-        elements, allocated here, once.
+        numbers, allocated here, once.
         """
         self.num_pages, self.page_size = num_pages, page_size
         # Zeros, not empty: a masked slot may still take part in a product, and 0 * NaN is NaN.
-        self.data = torch.zeros(
-            num_layers, num_pages * page_size, slot_width, dtype=dtype, device=device
-        )
-        # The same memory for moves on a CPU: NumPy's indexing takes a fifth of PyTorch's time.
-        self._bytes = self.data.view(torch.uint8).numpy() if device == "cpu" else None
-
-    def write(self, layer: int, slot_M: torch.Tensor, kept: torch.Tensor) -> None:
-        """Put [M, ...], at most slot_width numbers each, into slots int64 [M]."""
-        flat = kept.flatten(1)
-        self.data[layer, :, : flat.shape[1]].index_copy_(0, slot_M, flat)
-
-    def keys_and_values(self, layer: int, heads: tuple[int, int]) -> torch.Tensor:
-        """[num_slots, 2, Hk, D] of an attention layer; heads: (Hk, D)."""
-        kept = self.data[layer, :, : 2 * heads[0] * heads[1]]
-        return kept.view(-1, 2, *heads)
+        self.data: Array = np.zeros((num_layers, num_pages * page_size, slot_width), dtype)
 
     def move(self, sources: list[int], destinations: list[int]) -> None:
         """Copy slots to slots in every layer; the sources are read before anything is written."""
-        if self._bytes is not None:
-            self._bytes[:, destinations] = self._bytes[:, sources]
-        else:
-            self.data[:, destinations] = self.data[:, sources]
+        self.data[:, destinations] = self.data[:, sources]
 
 
 class FeatureCache:
@@ -194,17 +163,18 @@ class FeatureCache:
     Like keys and values, they depend on the tokens up to their own only.
     """
 
-    def __init__(self, num_slots: int, width: int, dtype: torch.dtype, device: str = "cpu") -> None:
-        """Memory: num_slots * width elements, allocated here, once."""
-        self.data = torch.zeros(num_slots, width, dtype=dtype, device=device)
+    def __init__(self, num_slots: int, width: int, dtype: np.dtype[Any]) -> None:
+        """Memory: num_slots * width numbers, allocated here, once."""
+        self.data: Array = np.zeros((num_slots, width), dtype)
 
-    def write(self, slots: torch.Tensor, features: torch.Tensor) -> None:
+    def write(self, slots: np.ndarray, features: Array) -> None:
         """Put features [M, A] into slots int64 [M]."""
-        self.data.index_copy_(0, slots, features)
+        self.data[slots] = features
 
-    def read(self, slots: torch.Tensor) -> torch.Tensor:
+    def read(self, slots: np.ndarray) -> Array:
         """The features [M, A] in slots int64 [M], copied."""
-        return self.data.index_select(0, slots)
+        features: Array = self.data[slots]
+        return features
 
     def move(self, sources: list[int], destinations: list[int]) -> None:
         """Copy slots to slots; the sources are read before anything is written."""
@@ -222,9 +192,9 @@ class TargetOutput:
     logits: [R, V]. best: int64 [R], the argmax of each row; of equal logits the smallest id.
     """
 
-    aux_hidden: torch.Tensor | None
-    logits: torch.Tensor
-    best: torch.Tensor
+    aux_hidden: Array | None
+    logits: np.ndarray
+    best: np.ndarray
 
 
 class Growth(NamedTuple):

@@ -12,10 +12,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Literal, Self, cast
+from typing import Any, Literal, Self, get_args
 
 import numpy as np
-import torch
 
 from eyas.errors import MismatchError
 from eyas.families import FAMILIES
@@ -23,6 +22,7 @@ from eyas.gguf.blocks import KINDS, BlockMatrix, refuse_other_kinds
 from eyas.gguf.checkpoint import lies_in_file, matrices_apart
 from eyas.model.architecture import ELSEWHERE, TargetConfig
 from eyas.model.arrangement import arranged
+from eyas.model.arrays import BFLOAT16, FLOAT16, FLOAT32, Array, Arrays, cast, refuse_nonfinite
 from eyas.model.config import Taps, TargetShape
 from eyas.model.draws import Draws
 from eyas.model.library import unavailable
@@ -38,30 +38,25 @@ from eyas.model.rows import (
     prompt_rows,
 )
 from eyas.model.weights import (
-    LazyTensors,
+    LazyArrays,
+    array_sha256,
     matrix_sha256,
-    read_tensors,
-    refuse_nonfinite,
+    read_arrays,
     remembered,
     rounded,
-    tensor_sha256,
     with_matrices,
 )
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16", "packed"]
 # packed: what is not a quantised product, keys, values and features
-DTYPES = {
-    "float32": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-    "packed": torch.bfloat16,
-}
+DTYPES = {"float32": FLOAT32, "bfloat16": BFLOAT16, "float16": FLOAT16, "packed": BFLOAT16}
 PAGE_SIZE = 16
 
 
 def stored_dtype(shape: TargetShape) -> Dtype:
     """The checkpoint's own precision, float32 where it is none of DTYPES."""
-    return cast(Dtype, shape.dtype) if shape.dtype in DTYPES else "float32"
+    stored: dict[str, Dtype] = {name: name for name in get_args(Dtype)[1:4]}
+    return stored.get(shape.dtype, "float32")
 
 
 def resolve_dtype(dtype: Dtype, shape: TargetShape) -> Dtype:
@@ -84,7 +79,7 @@ class Target:
     def __init__(
         self,
         config: TargetConfig,
-        tensors: Mapping[str, torch.Tensor],
+        tensors: Arrays,
         dtype: Dtype = "auto",
         blocks: Blocks | None = None,
         lm_head_sha256: str | None = None,
@@ -115,7 +110,7 @@ class Target:
         config, root = TargetConfig.from_folder(folder), Path(folder)
         dtype = resolve_dtype(dtype, config)
         if dtype != "packed" and not lies_in_file(root):
-            tensors = read_tensors(folder)
+            tensors = read_arrays(folder)
             refuse_nonfinite(folder, tensors)
             return cls(config, tensors, dtype)
         stored, vectors, matrices = matrices_apart(root)
@@ -131,17 +126,17 @@ class Target:
         return cls(config, tensors, dtype, matrices, sha256)
 
     @property
-    def embed_tokens(self) -> torch.Tensor:
+    def embed_tokens(self) -> Array:
         """[V, Ht] in this target's precision; what is packed has rows of its own."""
         return self._weights.embed_tokens
 
     @property
-    def lm_head(self) -> torch.Tensor:
+    def lm_head(self) -> Array:
         """[V, Ht] in this target's precision."""
         return self._weights.lm_head
 
     @property
-    def embeddings(self) -> torch.Tensor | BlockMatrix:
+    def embeddings(self) -> Array | BlockMatrix:
         """The embeddings as they are read: `embed_tokens`, or their blocks."""
         return self.blocks.get("model.embed_tokens.weight") or self.embed_tokens
 
@@ -160,7 +155,7 @@ class Target:
         rows: Rows,
         cache: PagedCache,
         taps: Taps | None = None,
-        logits_of: torch.Tensor | None = None,
+        logits_of: np.ndarray | None = None,
         features: FeatureCache | None = None,
     ) -> TargetOutput:
         """One pass over the rows: writes their keys and values, returns logits and features.
@@ -172,9 +167,7 @@ class Target:
         """
         return self._native.forward(rows, cache, taps, logits_of, features)
 
-    def hidden(
-        self, rows: Rows, cache: PagedCache, taps: Taps
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def hidden(self, rows: Rows, cache: PagedCache, taps: Taps) -> tuple[Array, Array]:
         """Last hidden [M, Ht] after the final norm and aux_hidden [M, 3 * Ht], in the target's
         dtype: the numbers that `forward` computes, bit for bit.
         """
@@ -192,10 +185,9 @@ class Target:
         """Forward of the trees, draws, walks and moves in one call: see `NativeTarget.verify`."""
         return self._native.verify(roots, chosen, cache, taps, features, draws)
 
-    @torch.inference_mode()
     def features(
-        self, tokens_BT: torch.Tensor, taps: Sequence[int] | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self, tokens_BT: np.ndarray, taps: Sequence[int] | None = None
+    ) -> tuple[Array, Array]:
         """int64 [B, T] -> aux_hidden [B, T, 3 * Ht] and last_hidden [B, T, Ht] (post-norm).
 
         Both in the target's dtype. Right padding is harmless: attention is causal. taps: by default
@@ -204,25 +196,24 @@ class Target:
         B, T = tokens_BT.shape
         rows, cache = self._rows_of(tokens_BT)
         layers = self.config.default_taps if taps is None else taps
-        streams: dict[int, torch.Tensor] = {}
+        streams: dict[int, Array] = {}
         for three in threes(layers, self.config.num_hidden_layers):
             last_hidden, aux_hidden = self.hidden(rows, cache, three)
-            streams |= zip(three, aux_hidden.chunk(3, dim=-1), strict=True)
-        tapped = torch.cat([streams[layer] for layer in layers], dim=-1)
-        return tapped.view(B, T, -1), last_hidden.view(B, T, -1)
+            streams |= zip(three, np.split(aux_hidden, 3, axis=-1), strict=True)
+        tapped = np.concatenate([streams[layer] for layer in layers], axis=-1)
+        return tapped.reshape(B, T, -1), last_hidden.reshape(B, T, -1)
 
-    @torch.inference_mode()
-    def logits(self, tokens_BT: torch.Tensor) -> torch.Tensor:
+    def logits(self, tokens_BT: np.ndarray) -> Array:
         """int64 [B, T] -> logits [B, T, V]: for checks, not for decoding."""
-        logits: torch.Tensor = self.forward(*self._rows_of(tokens_BT)).logits
-        return logits.view(*tokens_BT.shape, -1).clone()
+        logits = self.forward(*self._rows_of(tokens_BT)).logits
+        return logits.reshape(*tokens_BT.shape, -1).copy()
 
-    def _rows_of(self, tokens_BT: torch.Tensor) -> tuple[Rows, PagedCache]:
+    def _rows_of(self, tokens_BT: np.ndarray) -> tuple[Rows, PagedCache]:
         """The rows of whole sequences, and a cache of their own."""
         B, T = tokens_BT.shape
         pages = -(-T // PAGE_SIZE)
         page_table = np.arange(B * pages, dtype=np.int32).reshape(B, pages)
-        rows = prompt_rows(tokens_BT.tolist(), [0] * B, page_table, PAGE_SIZE, "cpu")
+        rows = prompt_rows(tokens_BT.tolist(), [0] * B, page_table, PAGE_SIZE)
         return rows, self.new_cache(B * pages)
 
 
@@ -232,8 +223,8 @@ class TargetWeights:
     def __init__(
         self,
         config: TargetConfig,
-        published: Mapping[str, torch.Tensor],
-        dtype: torch.dtype,
+        published: Arrays,
+        dtype: np.dtype[Any],
         blocks: Blocks,
     ) -> None:
         """Raises MismatchError."""
@@ -245,7 +236,7 @@ class TargetWeights:
         check_shapes(config, self._stored.shapes)
         self._tied = config.tie_word_embeddings
         self._head_name = "model.embed_tokens.weight" if self._tied else "lm_head.weight"
-        self.cast = LazyTensors(self._stored.shapes, self._cast)
+        self.cast = LazyArrays(self._stored.shapes, self._cast)
 
     @property
     def products(self) -> dict[str, BlockMatrix]:
@@ -256,24 +247,24 @@ class TargetWeights:
         """Of what is stored."""
         if self._head_name in self._matrices:
             return matrix_sha256(self._matrices[self._head_name])
-        return tensor_sha256(self._stored[self._head_name])
+        return array_sha256(self._stored[self._head_name])
 
     @cached_property
-    def embed_tokens(self) -> torch.Tensor:
-        return self._stored["model.embed_tokens.weight"].to(self._dtype)
+    def embed_tokens(self) -> Array:
+        return cast(self._stored["model.embed_tokens.weight"], self._dtype)
 
     @cached_property
-    def lm_head(self) -> torch.Tensor:
-        return self.embed_tokens if self._tied else self._stored[self._head_name].to(self._dtype)
+    def lm_head(self) -> Array:
+        return self.embed_tokens if self._tied else cast(self._stored[self._head_name], self._dtype)
 
-    def _cast(self, name: str) -> torch.Tensor:
+    def _cast(self, name: str) -> Array:
         """A tensor in this precision."""
         if name == "model.embed_tokens.weight":
             return self.embed_tokens
         tensor = self._stored[name]
         # a norm that was given its offset keeps float32: rounded, the offset would be lost
         keeps = FAMILIES[self._config.family].norm_offset != 0 and tensor.ndim == 1
-        return tensor.to(tensor.dtype if keeps else self._dtype)
+        return tensor if keeps else cast(tensor, self._dtype)
 
 
 def refuse_unrun(config: TargetConfig, precision: Dtype) -> None:

@@ -7,18 +7,16 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import pickle
-import zipfile
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save
+from safetensors.numpy import save
 
 from eyas.errors import CorruptError, MissingInputError
 from eyas.gguf.blocks import BlockMatrix
@@ -28,21 +26,30 @@ from eyas.gguf.checkpoint import (
     lies_in_file,
     published_files,
 )
+from eyas.model.arrays import BFLOAT16, RESTORE, Array, cast, refuse_nonfinite
+from eyas.model.pickled import pickled_arrays
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 PICKLE_INDEX, PICKLE = "pytorch_model.bin.index.json", "pytorch_model.bin"
-RESTORE = "restore the file from its source"
-# in which a value may be NaN or infinite; what is quantised is refused, or run, by others
-CHECKED = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+# By the names of safetensors' files.
+TYPES: dict[str, np.dtype[Any]] = {
+    **{f"F{bits}": np.dtype(f"float{bits}") for bits in (16, 32, 64)},
+    **{f"I{bits}": np.dtype(f"int{bits}") for bits in (8, 16, 32, 64)},
+    **{f"U{bits}": np.dtype(f"uint{bits}") for bits in (8, 16, 32, 64)},
+    "BF16": BFLOAT16,
+    "BOOL": np.dtype(np.bool_),
+    "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
+    "F8_E5M2": np.dtype(ml_dtypes.float8_e5m2),
+}
 # What of a target's folder `fingerprint` reads in full, and its samples of each weight file.
 CONFIG_SUFFIXES = (".json", ".jinja", ".txt", ".model")
 SAMPLE_BYTES, NUM_SAMPLES = 1 << 16, 256
 ROWS_AT_ONCE = 4096  # of a matrix that is dequantised to be hashed
 
 
-def read_tensors(
+def read_arrays(
     folder: str | Path, wanted: Collection[str] | None = None, pickled: bool = False
-) -> dict[str, torch.Tensor]:
+) -> dict[str, Array]:
     """Tensors of a folder, by name, on the CPU in their stored dtype: all, or those `wanted` that
     are there.
 
@@ -56,26 +63,24 @@ def read_tensors(
         return {name: rounded(values, dtype) for name, values in dequantised.items()}
     for index, single in ((INDEX, SINGLE), (PICKLE_INDEX, PICKLE))[: 2 if pickled else 1]:
         if (root / index).exists():
-            return sharded_tensors(root, index, wanted)
+            return sharded_arrays(root, index, wanted)
         if (root / single).exists():
-            return file_tensors(root / single, wanted)
+            return file_arrays(root / single, wanted)
     raise _without_weights(root)
 
 
-def rounded(values: NDArray[np.float32], dtype: str) -> torch.Tensor:
+def rounded(values: NDArray[np.float32], dtype: str) -> Array:
     """The values of a GGUF file in the dtype of the checkpoint that it is."""
-    return torch.from_numpy(values).to(getattr(torch, dtype))
+    return cast(values, np.dtype(dtype))
 
 
-class LazyTensors(Mapping[str, torch.Tensor]):
-    """Tensors that are made when they are asked for, each time anew; their shapes are known."""
+class LazyArrays(Mapping[str, Array]):
+    """Arrays that are made when they are asked for, each time anew; their shapes are known."""
 
-    def __init__(
-        self, shapes: Mapping[str, tuple[int, ...]], read: Callable[[str], torch.Tensor]
-    ) -> None:
+    def __init__(self, shapes: Mapping[str, tuple[int, ...]], read: Callable[[str], Array]) -> None:
         self.shapes, self._read = shapes, read
 
-    def __getitem__(self, name: str) -> torch.Tensor:
+    def __getitem__(self, name: str) -> Array:
         if name not in self.shapes:
             raise KeyError(name)
         return self._read(name)
@@ -91,13 +96,13 @@ class LazyTensors(Mapping[str, torch.Tensor]):
 
 
 def with_matrices(
-    tensors: Mapping[str, torch.Tensor], matrices: Mapping[str, BlockMatrix], dtype: str
-) -> LazyTensors:
+    tensors: Mapping[str, Array], matrices: Mapping[str, BlockMatrix], dtype: str
+) -> LazyArrays:
     """Tensors and the matrices of a GGUF file, dequantised to dtype. Raises CorruptError for values
     that are NaN or infinite where they are asked for.
     """
 
-    def read(name: str) -> torch.Tensor:
+    def read(name: str) -> Array:
         if name not in matrices:
             return tensors[name]
         values = rounded(matrices[name].dequantised(), dtype)
@@ -106,12 +111,10 @@ def with_matrices(
         return values
 
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-    return LazyTensors(shapes | {name: one.shape for name, one in matrices.items()}, read)
+    return LazyArrays(shapes | {name: one.shape for name, one in matrices.items()}, read)
 
 
-def sharded_tensors(
-    root: Path, index: str, wanted: Collection[str] | None
-) -> dict[str, torch.Tensor]:
+def sharded_arrays(root: Path, index: str, wanted: Collection[str] | None) -> dict[str, Array]:
     """Tensors by an index: all that it lists, each in one shard of the folder itself."""
     try:
         shard_of = {
@@ -121,7 +124,7 @@ def sharded_tensors(
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CorruptError(f"{root / index} is no index of shards: {error!r}", RESTORE) from error
     promised = {key for key in shard_of if wanted is None or key in wanted}
-    tensors: dict[str, torch.Tensor] = {}
+    tensors: dict[str, Array] = {}
     twice: list[str] = []
     for name in sorted({shard_of[key] for key in promised}):
         if name in ("", "..") or Path(name).name != name or "\0" in name:
@@ -131,7 +134,7 @@ def sharded_tensors(
             )
         if not (root / name).exists():
             raise MissingInputError(f"{root} lacks the shard {name}", "download the missing file")
-        found = file_tensors(root / name, wanted)
+        found = file_arrays(root / name, wanted)
         twice += [f"{key} lies in {name}" for key in sorted(tensors.keys() & found.keys())]
         tensors |= found
     if lost := sorted(promised - tensors.keys()):
@@ -143,29 +146,6 @@ def sharded_tensors(
             f"{root}: {twice[0]} and in another shard: loaders differ in which they take", RESTORE
         )
     return tensors
-
-
-def nonfinite(tensors: Mapping[str, torch.Tensor]) -> list[str]:
-    """Every tensor that holds a NaN or an infinity, and how many.
-
-    One pass without a copy: the least or the greatest value of a tensor is NaN or infinite where
-    any is.
-    """
-    found = []
-    for name, tensor in tensors.items():
-        if tensor.dtype not in CHECKED or tensor.device.type == "meta" or not tensor.numel():
-            continue
-        if not all(bool(extreme.isfinite()) for extreme in tensor.aminmax()):
-            bad = int((~tensor.isfinite()).sum())
-            found.append(f"{name}: {bad} of {tensor.numel()} values are NaN or infinite")
-    return found
-
-
-def refuse_nonfinite(what: str | Path, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Raise CorruptError if any weight of a target is NaN or infinite: nothing it says would be."""
-    if found := nonfinite(tensors):
-        more = f"; and {len(found) - 3} tensors more" if len(found) > 3 else ""
-        raise CorruptError(f"{what}: {'; '.join(found[:3])}{more}", RESTORE)
 
 
 def read_shapes(folder: str | Path) -> dict[str, tuple[int, ...]]:
@@ -195,54 +175,51 @@ def _without_weights(folder: Path) -> MissingInputError:
     )
 
 
-def file_tensors(path: Path, wanted: Collection[str] | None) -> dict[str, torch.Tensor]:
+def file_arrays(path: Path, wanted: Collection[str] | None) -> dict[str, Array]:
     """Tensors of one file of either kind; wanted as in `read_tensors`."""
     if path.suffix != ".safetensors":
-        found = unpickled(path)
+        found = pickled_arrays(path)
         return {name: found[name] for name in found if wanted is None or name in wanted}
     with _opened(path) as shard:
         names = [name for name in shard.keys() if wanted is None or name in wanted]  # noqa: SIM118
-        return {name: shard.get_tensor(name) for name in names}
+        unknown = [name for name in names if shard.get_slice(name).get_dtype() not in TYPES]
+        if unknown:
+            kind = shard.get_slice(unknown[0]).get_dtype()
+            raise CorruptError(f"{path}: {unknown[0]} is {kind}, which is not read", RESTORE)
+    return mapped(path, names)
+
+
+def mapped(path: Path, names: Collection[str]) -> dict[str, Array]:
+    """Tensors of a safetensors file that is sound, in the memory of the file: what is written to
+    them stays here.
+    """
+    with path.open("rb") as stream:
+        length = int.from_bytes(stream.read(8), "little")
+        described = json.loads(stream.read(length))
+    has_data = path.stat().st_size > 8 + length
+    data = np.memmap(path, np.uint8, "c", offset=8 + length) if has_data else np.empty(0, np.uint8)
+    found = {}
+    for name in names:
+        entry = described[name]
+        first, end = entry["data_offsets"]
+        found[name] = (
+            np.asarray(data[first:end]).view(TYPES[entry["dtype"]]).reshape(entry["shape"])
+        )
+    return found
 
 
 @contextmanager
 def _opened(path: Path) -> Iterator[Any]:
     """A safetensors file. Raises CorruptError."""
     try:
-        with safe_open(str(path), framework="pt") as shard:
+        with safe_open(str(path), framework="np") as shard:
             yield shard
     except (SafetensorError, OSError) as error:
         raise CorruptError(f"{path} cannot be read: {error}", RESTORE) from error
 
 
-def unpickled(path: Path) -> dict[str, torch.Tensor]:
-    """The tensors of a pickled state dict, by PyTorch's reader that runs no code. Raises
-    CorruptError for anything else.
-    """
-    try:
-        # Files of before PyTorch 1.6 are no zip, and cannot be mapped.
-        found = torch.load(
-            path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path)
-        )
-    except (pickle.UnpicklingError, RuntimeError, ValueError, EOFError, OSError) as error:
-        what = (
-            f"{path} cannot be read as plain tensors: "
-            f"{str(error).splitlines()[0] if str(error) else type(error).__name__}"
-        )
-        raise CorruptError(
-            what, "nothing else is read from a pickle: convert it to safetensors where you trust it"
-        ) from error
-    if not isinstance(found, dict) or not all(
-        isinstance(tensor, torch.Tensor) for tensor in found.values()
-    ):
-        raise CorruptError(
-            f"{path} holds more than named tensors", "convert it to safetensors where you trust it"
-        )
-    return found
-
-
 def weight_files(
-    tensors: Mapping[str, torch.Tensor], max_shard_bytes: int | None = None
+    tensors: Mapping[str, Array], max_shard_bytes: int | None = None
 ) -> dict[str, bytes]:
     """Tensors as safetensors files by name: one, or shards of at most so many bytes with an index,
     as Hugging Face names them.
@@ -250,7 +227,7 @@ def weight_files(
     Equal tensors give equal bytes, whatever their order. A tensor that is larger by itself has a
     shard of its own.
     """
-    shards: list[dict[str, torch.Tensor]] = [{}]
+    shards: list[dict[str, Array]] = [{}]
     size = 0
     for name, tensor in sorted(tensors.items()):
         if max_shard_bytes is not None and shards[-1] and size + tensor.nbytes > max_shard_bytes:
@@ -274,11 +251,10 @@ def weight_files(
     return {INDEX: (json.dumps(index, indent=1) + "\n").encode(), **files}
 
 
-def tensor_sha256(tensor: torch.Tensor) -> str:
-    """SHA-256 of a tensor's values in bfloat16, so that precision at load does not change it."""
-    return hashlib.sha256(
-        tensor.detach().to("cpu", torch.bfloat16).contiguous().view(torch.uint8).numpy().tobytes()
-    ).hexdigest()
+def array_sha256(array: Array) -> str:
+    """SHA-256 of an array's values in bfloat16, so that precision at load does not change it."""
+    values = np.ascontiguousarray(cast(array, BFLOAT16))
+    return hashlib.sha256(values.view(np.uint8).data).hexdigest()
 
 
 def fingerprint(folder: str | Path) -> str:
@@ -334,11 +310,11 @@ def remembered(path: Path, compute: Callable[[], str]) -> str:
 
 
 def matrix_sha256(matrix: BlockMatrix) -> str:
-    """`tensor_sha256` of a matrix of a GGUF file, some rows at a time."""
+    """`array_sha256` of a matrix of a GGUF file, some rows at a time."""
     digest = hashlib.sha256()
     for first in range(0, matrix.shape[0], ROWS_AT_ONCE):
         values = matrix[first : first + ROWS_AT_ONCE].dequantised()
-        digest.update(rounded(values, "bfloat16").view(torch.uint8).numpy().data)
+        digest.update(rounded(values, "bfloat16").view(np.uint8).data)
     matrix.release()
     return digest.hexdigest()
 

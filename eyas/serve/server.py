@@ -23,7 +23,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import torch
 import uvicorn
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from starlette.applications import Starlette
@@ -35,6 +34,7 @@ from eyas.engine.engine import Engine, EngineConfig
 from eyas.errors import ConfigError, EyasError
 from eyas.hub import resolve_head, resolve_target
 from eyas.model.target import Dtype
+from eyas.model.threads import set_num_threads
 from eyas.model.weights import fingerprint
 from eyas.serve.app import Api, ModelService, create_app
 from eyas.serve.limits import LimitsConfig
@@ -63,7 +63,7 @@ class ServeConfig(BaseModel):
     host: str = Field("127.0.0.1", description="address to listen on")
     port: int = Field(8000, description="0 takes a free one")
     threads: int | None = Field(
-        None, ge=1, description="of the engine on a CPU; null: torch's own choice, all cores"
+        None, ge=1, description="of the engine on a CPU; null: all that this process has"
     )
     limits: LimitsConfig = LimitsConfig()
     engine: EngineConfig = EngineConfig()
@@ -103,7 +103,7 @@ class ServeConfig(BaseModel):
 def load(config: ServeConfig) -> ModelService:
     """Load target, head and tokenizer. Raises InputErrors for what does not fit together."""
     if config.threads is not None:
-        torch.set_num_threads(config.threads)
+        set_num_threads(config.threads)
     target, head = config.folders()
     chat = Chat(target)
     engine = Engine.load(

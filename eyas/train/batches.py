@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
 
 from eyas.errors import EmptyInputError
-from eyas.model.batch import Batch, plan_batches, plan_packs
+from eyas.operators.batch import Batch, plan_batches, plan_packs
 from eyas.shards import FeatureSource, Sample
 from eyas.train.loss import judged_positions
 

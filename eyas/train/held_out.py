@@ -1,4 +1,4 @@
-"""tau on held-out conversations in the chains of `model.chain`, measured by all ranks.
+"""tau on held-out conversations in the chains of `operators.chain`, measured by all ranks.
 
 The counts are whole numbers and the batches are the same on any number of ranks, so tau is too, as
 far as equal weights give equal drafts.
@@ -12,10 +12,10 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from eyas.model.batch import Batch, plan_batches
-from eyas.model.chain import measure
-from eyas.model.head import Head
-from eyas.model.vocab import TargetVocabulary
+from eyas.operators.batch import Batch, plan_batches
+from eyas.operators.chain import measure
+from eyas.operators.head import Head
+from eyas.operators.vocab import TargetVocabulary
 from eyas.shards import FeatureSource, order_of
 from eyas.tau import RoundCounts, ratio_of_sums
 from eyas.train.ranks import Ranks

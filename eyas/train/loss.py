@@ -31,10 +31,10 @@ import torch.nn.functional as F
 from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
 
-from eyas.model.batch import Batch
-from eyas.model.head import Head
-from eyas.model.ttt import Slots, by_rows, unroll
-from eyas.model.vocab import TargetVocabulary
+from eyas.operators.batch import Batch
+from eyas.operators.head import Head
+from eyas.operators.ttt import Slots, by_rows, unroll
+from eyas.operators.vocab import TargetVocabulary
 
 STEP_DECAY = 0.8  # the weight of step i is its i-th power, as in the reference
 # How many numbers are computed at a time

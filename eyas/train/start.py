@@ -18,8 +18,8 @@ from eyas.errors import MismatchError
 from eyas.hub import resolve_head
 from eyas.model.config import MOST_DRAFT_TOKENS, HeadConfig, HeadOptions
 from eyas.model.dialects import LM_HEAD
-from eyas.model.head import Head, load_head
-from eyas.model.vocab import TargetVocabulary, draft_vocabulary
+from eyas.operators.head import Head, load_head
+from eyas.operators.vocab import TargetVocabulary, draft_vocabulary
 from eyas.shards import FeatureMeta, Sample
 
 log = logging.getLogger(__name__)

@@ -30,7 +30,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from eyas.artifact import Artifact, storage_errors
-from eyas.model.head import Head
+from eyas.operators.head import Head
 from eyas.train.ranks import Ranks
 
 CHECKPOINT, METRICS = "checkpoint.pt", "metrics.jsonl"

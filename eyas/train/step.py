@@ -19,10 +19,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from eyas.errors import EyasError
-from eyas.model.batch import Batch
 from eyas.model.dialects import LM_HEAD
-from eyas.model.head import Head
-from eyas.model.vocab import TargetVocabulary
+from eyas.operators.batch import Batch
+from eyas.operators.head import Head
+from eyas.operators.vocab import TargetVocabulary
 from eyas.train.loss import BatchLoss, ObjectiveConfig, Teacher, batch_loss, divisors, teach
 from eyas.train.muon import Muon
 from eyas.train.ranks import Ranks, reduce_gradients

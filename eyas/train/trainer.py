@@ -23,10 +23,10 @@ from eyas.errors import ConfigError, EyasError, MismatchError
 from eyas.hub import resolve_target
 from eyas.lineage import head_manifest
 from eyas.log import Track, quiet
-from eyas.model.batch import Batch
 from eyas.model.config import HeadOptions
-from eyas.model.head import Head, head_files
-from eyas.model.vocab import TargetVocabulary
+from eyas.operators.batch import Batch
+from eyas.operators.head import Head, head_files
+from eyas.operators.vocab import TargetVocabulary
 from eyas.shards import FeatureMeta, FeatureSource
 from eyas.train.batches import (
     BatchConfig,

@@ -17,10 +17,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from eyas.model.checkpoint import read_head
-from eyas.model.head import load_head
-from eyas.model.ttt import Slots, unroll
-from eyas.model.vocab import TargetVocabulary
+from eyas.operators.head import load_head
+from eyas.operators.tensors import read_head
+from eyas.operators.ttt import Slots, unroll
+from eyas.operators.vocab import TargetVocabulary
 from tests.tiny import tiny_target
 from tests.tiny_head import edit_config, head_folder
 

@@ -20,8 +20,8 @@ from transformers.models.llama.modeling_llama import (
     LlamaRotaryEmbedding,
 )
 
-from eyas.model.head import load_head
-from eyas.model.vocab import TargetVocabulary
+from eyas.operators.head import load_head
+from eyas.operators.vocab import TargetVocabulary
 from tests.tiny import tiny_target
 from tests.tiny_head import head_folder
 

@@ -3,7 +3,7 @@
     plan = AttentionPlan.of(rows, page_size)    once a forward and window
     mixed = plan.attend(q, kv, how)          per layer
 
-Which columns a row sees, `Rows` says; one that sees nothing gets zeros. These are PyTorch's
+Which columns a row sees, `TensorRows` says; one that sees nothing gets zeros. These are PyTorch's
 operators for any device; on a CPU the native library has its own.
 
 Letters: M rows, B requests, N rows of one request, C columns, Hq and Hk query and key heads, D head
@@ -18,8 +18,9 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from eyas.model.rows import MAX_TREE_COLUMNS, Rows
-from eyas.model.vocab import capped
+from eyas.model.rows import MAX_TREE_COLUMNS
+from eyas.operators.vocab import capped
+from tests.oracle.rows import TensorRows
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +95,7 @@ class AttentionPlan:
     buckets: tuple[_Bucket, ...]
 
     @classmethod
-    def of(cls, rows: Rows, page_size: int) -> AttentionPlan:
+    def of(cls, rows: TensorRows, page_size: int) -> AttentionPlan:
         request, seen = rows.request.cpu().numpy(), rows.seen.cpu().numpy()
         ends = rows.prefix_len.cpu().numpy() + _bit_lengths(seen)
         order = np.argsort(request, kind="stable")
@@ -123,7 +124,7 @@ class AttentionPlan:
         return mixed
 
 
-def path_slots(rows: Rows, page_size: int, count: int) -> torch.Tensor:
+def path_slots(rows: TensorRows, page_size: int, count: int) -> torch.Tensor:
     """Where the last `count` tokens of each row's path lie, its own last: int64 [M, count], -1
     before the sequence begins. Reads the rows on the host.
     """
@@ -149,7 +150,7 @@ def _bit_lengths(seen: np.ndarray) -> np.ndarray:
 
 
 def _bucket(
-    rows: Rows, page_size: int, places: np.ndarray, ends: np.ndarray, with_tree: bool
+    rows: TensorRows, page_size: int, places: np.ndarray, ends: np.ndarray, with_tree: bool
 ) -> _Bucket:
     """places int64 [b, N] of the rows; ends int64 [b], one behind the last column that is seen of
     each request.

@@ -21,8 +21,9 @@ from eyas.families import Activation
 from eyas.model.architecture import LayerKind, TargetConfig
 from eyas.model.config import DecoderConfig, RopeConfig
 from eyas.model.rope import rope_table
-from eyas.model.rows import PagedCache, Rows
+from eyas.operators.tensors import tensor_of
 from tests.oracle.attention import AttentionPlan, Weighing, path_slots
+from tests.oracle.rows import TensorCache, TensorRows
 
 Tensors = Mapping[str, Tensor]
 _HAS_ONEDNN = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
@@ -96,7 +97,7 @@ class Placement:
 class PositionTables:
     """The rotation tables of a model, and the placement of its forwards."""
 
-    def __init__(self, config: DecoderConfig, length: int, dtype: torch.dtype, device: str) -> None:
+    def __init__(self, config: DecoderConfig, length: int, dtype: torch.dtype) -> None:
         decoder = config if isinstance(config, TargetConfig) else None
         dims = config.head_dim
         ropes: tuple[RopeConfig, ...] = (config.rope,)
@@ -108,13 +109,13 @@ class PositionTables:
         self._windows = {kind.window for kind in kinds if kind.mixer == "attention"}
         self._tables = []
         for rope in ropes:
-            cos, sin = rope_table(rope, dims, length)
+            cos, sin = map(tensor_of, rope_table(rope, dims, length))
             # rotate_half(x) * sin == roll(x, dims/2) * sin with a negated first half
-            sin[:, : dims // 2].neg_()
-            self._tables.append(tuple(t.to(device, dtype).unsqueeze(1) for t in (cos, sin)))
+            whole = torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
+            self._tables.append(tuple(t.to(dtype).unsqueeze(1) for t in whole))
         self._dtype = dtype
 
-    def place(self, rows: Rows, page_size: int) -> Placement:
+    def place(self, rows: TensorRows, page_size: int) -> Placement:
         turns = tuple(
             (cos.index_select(0, rows.position), sin.index_select(0, rows.position))
             for cos, sin in self._tables
@@ -127,7 +128,8 @@ class PositionTables:
         }
         scale = None
         if self._scale is not None:
-            scale = self._scale.of(rows.position).to(self._dtype)[:, None, None]
+            factors = tensor_of(self._scale.of(rows.position.numpy()))
+            scale = factors.to(self._dtype)[:, None, None]
         path = path_slots(rows, page_size, self._kernel) if self._kernel else None
         return Placement(turns, rows.slot, plans, scale, path)
 
@@ -207,7 +209,7 @@ class ShortConvolution:
         )
         self._taps_HK, self._bias = tensors["conv.conv.weight"], tensors.get("conv.conv.bias")
 
-    def __call__(self, x: Tensor, layer: int, at: Placement, cache: PagedCache) -> Tensor:
+    def __call__(self, x: Tensor, layer: int, at: Placement, cache: TensorCache) -> Tensor:
         assert at.path is not None
         B, C, x = self.input(x).chunk(3, dim=-1)
         cache.write(layer, at.slot, B * x)
@@ -242,7 +244,7 @@ class PagedAttention:
     def linears(self) -> tuple[Linear, ...]:
         return (self.qkv, self.out)
 
-    def __call__(self, x: Tensor, layer: int, at: Placement, cache: PagedCache) -> Tensor:
+    def __call__(self, x: Tensor, layer: int, at: Placement, cache: TensorCache) -> Tensor:
         """x [M, in] (normed) -> what `out` takes, [M, Hq * D]."""
         Hq, Hk, D = self._Hq, self._Hk, self._D
         qkv = self.qkv(x).view(-1, Hq + 2 * Hk, D)
@@ -291,7 +293,7 @@ class Block:
         assert isinstance(self.mlp, GatedMlp)
         return (*self.attention.linears, self.mlp.gate_up, self.mlp.down)
 
-    def __call__(self, x: Tensor, residual: Tensor, at: Placement, cache: PagedCache) -> Tensor:
+    def __call__(self, x: Tensor, residual: Tensor, at: Placement, cache: TensorCache) -> Tensor:
         """x [M, in] (normed where the layer begins with a norm), residual [M, H] -> the layer's
         output [M, H]. Writes what the cache keeps of the rows.
         """

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 
 from eyas.engine.draft import Draft, HeadTarget
 from eyas.engine.tree import goes_on
+from eyas.model.arrays import Array, Arrays, cast
 from eyas.model.config import HeadConfig, check_head
 from eyas.model.draws import Draws, DrawState
 from eyas.model.rows import (
@@ -29,7 +30,9 @@ from eyas.model.rows import (
     rows_of,
     slots_of,
 )
+from eyas.operators.tensors import array_of, tensor_of, tensors_of
 from tests.oracle.block import Block, Linear, PositionTables, rms_norm
+from tests.oracle.rows import TensorCache, TensorRows
 from tests.oracle.sampling import draw_key, exponentials
 
 CUT_OFF = -40.0  # added to the scores of what min_p cuts
@@ -41,7 +44,7 @@ class DraftLayers:
     def __init__(
         self, config: HeadConfig, tensors: dict[str, torch.Tensor], target: HeadTarget
     ) -> None:
-        """tensors of the target's dtype and device."""
+        """tensors of the target's dtype, its embeddings and lm_head where the head has none."""
         prefix = "midlayer."
         layer = {
             name.removeprefix(prefix): tensor
@@ -49,16 +52,16 @@ class DraftLayers:
             if name.startswith(prefix)
         }
         self._config, self._eps = config, config.rms_norm_eps
-        self._embed_tokens = tensors.get("embed_tokens.weight", target.embed_tokens)
+        self._embed_tokens = tensors["embed_tokens.weight"]
         self._embed_norm, self._hidden_norm = (
             layer["input_layernorm.weight"],
             layer["hidden_norm.weight"],
         )
         self._block, self._fc = Block(config, layer, 0), Linear(tensors["fc.weight"])
-        self._lm_head = Linear(tensors.get("lm_head.weight", target.lm_head))
+        self._lm_head = Linear(tensors["lm_head.weight"])
         self._norm, self._tensors = tensors["norm.weight"], tensors
         length = target.config.max_position_embeddings + 64
-        self._positions = PositionTables(config, length, target.dtype, "cpu")
+        self._positions = PositionTables(config, length, tensors["fc.weight"].dtype)
 
     def fuse(self, aux_hidden: torch.Tensor) -> torch.Tensor:
         """Target features [M, 3 * Ht] -> [M, H]."""
@@ -72,7 +75,7 @@ class DraftLayers:
             aux_hidden = rms_norm(aux_hidden, self._tensors["input_norm.weight"], self._eps)
         return self._fc(aux_hidden)
 
-    def step(self, rows: Rows, h: torch.Tensor, cache: PagedCache) -> torch.Tensor:
+    def step(self, rows: TensorRows, h: torch.Tensor, cache: TensorCache) -> torch.Tensor:
         """Features or previous outputs [M, H] -> outputs [M, H]: what is fed back."""
         rows = replace(rows, window=self._config.sliding_window)
         normed = rms_norm(h, self._hidden_norm, self._eps)
@@ -95,35 +98,40 @@ class DraftLayers:
 class OperatorDraft(Draft):
     """A draft whose steps are `DraftLayers`."""
 
-    def __init__(
-        self, config: HeadConfig, tensors: dict[str, torch.Tensor], target: HeadTarget
-    ) -> None:
+    def __init__(self, config: HeadConfig, tensors: Arrays, target: HeadTarget) -> None:
         check_head(config, target.config, target.lm_head_sha256)
         self.config, self._dtype = config, target.dtype
         maps = ("d2t", "t2d")
-        cast = {name: one.to(target.dtype) for name, one in tensors.items() if name not in maps}
-        self._layers = DraftLayers(config, cast, target)
-        self._target_ids_W = torch.arange(config.draft_vocab_size) + tensors["d2t"]
+        lent = {"embed_tokens.weight": target.embed_tokens, "lm_head.weight": target.lm_head}
+        own = {name: one for name, one in tensors.items() if name not in maps}
+        given = {name: cast(one, target.dtype) for name, one in {**lent, **own}.items()}
+        self._layers = DraftLayers(config, tensors_of(given), target)
+        self._target_ids_W = np.arange(config.draft_vocab_size) + tensors["d2t"]
+
+    def extend(self, rows: Rows, aux_hidden: Array, cache: PagedCache) -> Array:
+        with torch.inference_mode():
+            h = self._layers.fuse(tensor_of(cast(aux_hidden, self._dtype)))
+            return self._step(rows, h, cache)
+
+    def step(self, rows: Rows, h: Array, cache: PagedCache) -> Array:
+        return self._step(rows, tensor_of(cast(h, self._dtype)), cache)
 
     @torch.inference_mode()
-    def extend(self, rows: Rows, aux_hidden: torch.Tensor, cache: PagedCache) -> torch.Tensor:
-        return self._layers.step(rows, self._layers.fuse(aux_hidden.to(self._dtype)), cache)
-
-    @torch.inference_mode()
-    def step(self, rows: Rows, h: torch.Tensor, cache: PagedCache) -> torch.Tensor:
-        return self._layers.step(rows, h, cache)
+    def _step(self, rows: Rows, h: torch.Tensor, cache: PagedCache) -> Array:
+        return array_of(self._layers.step(TensorRows.of(rows), h, TensorCache(cache)))
 
     @torch.inference_mode()
     def proposals(
-        self, h: torch.Tensor, tree_topk: int, draws: Draws | None = None, place: int = 0
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        log_probs = self._layers.logits(h).float().log_softmax(-1)
+        self, h: Array, tree_topk: int, draws: Draws | None = None, place: int = 0
+    ) -> tuple[Array, Array]:
+        logits = self._layers.logits(tensor_of(cast(h, self._dtype)))
+        log_probs = logits.float().log_softmax(-1)
         for row, draw in zip(log_probs, draws or (), strict=False):
             if draw is not None and draw.temperature > 0:
-                row[:] = guessed(row, self._target_ids_W, draw, place)
+                row[:] = guessed(row, tensor_of(self._target_ids_W), draw, place)
         # A stable sort, not topk, so that of equal tokens the smaller draft id goes first.
         best, ids = log_probs.sort(dim=-1, descending=True, stable=True)
-        return self._target_ids_W[ids[:, :tree_topk]], best[:, :tree_topk]
+        return self._target_ids_W[ids[:, :tree_topk].numpy()], best[:, :tree_topk].numpy()
 
     def enter(self, roots: Roots, cache: PagedCache, features: FeatureCache) -> None:
         self.extend(*self._entries(roots, cache, features), cache)
@@ -144,26 +152,24 @@ class OperatorDraft(Draft):
     def propose(
         self,
         roots: Roots,
-        h_BH: torch.Tensor,
-        first: tuple[torch.Tensor, torch.Tensor],
+        h_BH: Array,
+        first: tuple[Array, Array],
         cache: PagedCache,
         growth: Growth,
         thresholds: Sequence[float],
         draws: Draws | None = None,
     ) -> Proposals:
         K, k, width = growth
-        tree = _TreeGrowth(first[0].numpy(), first[1].numpy(), width)
+        tree = _TreeGrowth(*first, width)
         starts, page_table = np.asarray(roots.lens, dtype=np.int64), roots.page_table
-        h = h_BH.repeat_interleave(width, 0)
+        h = h_BH.repeat(width, 0)
         for level in range(K - 1):
             if not goes_on(tree.frontier()[1], thresholds, level):
                 break
             rows = tree.rows(level, starts, page_table, cache.page_size)
             h = self.step(rows, h, cache)
             of_rows = None if draws is None else [draw for draw in draws for _ in range(width)]
-            ids, log_probs = self.proposals(h, k, of_rows, level + 1)
-            parents = tree.grow(ids.numpy(), log_probs.numpy())
-            h = h[torch.from_numpy(parents)]
+            h = h[tree.grow(*self.proposals(h, k, of_rows, level + 1))]
         return tree.proposals()
 
 
@@ -224,7 +230,7 @@ class _TreeGrowth:
             np.repeat(starts_B + 1, width),
             self._seen_Bw.ravel(),
         )
-        return rows_of(arrays, page_table, "cpu", first_column=1)
+        return rows_of(arrays, page_table, first_column=1)
 
     def grow(self, ids: np.ndarray, log_probs: np.ndarray) -> np.ndarray:
         """Add the k children of every frontier node, and choose the next frontier.

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 
 from eyas.engine.tree import Tree, tree_of_line
 from eyas.model.architecture import TargetConfig
+from eyas.model.arrays import Array
 from eyas.model.config import Taps
 from eyas.model.draws import Draws
 from eyas.model.native import Verified
@@ -30,8 +31,10 @@ from eyas.model.rows import (
     slots_of,
 )
 from eyas.model.target import Target
-from eyas.model.vocab import capped
+from eyas.operators.tensors import array_of, tensor_of, tensors_of
+from eyas.operators.vocab import capped
 from tests.oracle.block import Block, Linear, PositionTables, rms_norm
+from tests.oracle.rows import TensorCache, TensorRows
 
 
 class Layers:
@@ -60,12 +63,10 @@ class Layers:
         # The last position of a request and the nodes of its tree: a little beyond the trained
         # context never hurts.
         length = config.max_position_embeddings + 64
-        self._positions = PositionTables(
-            config, length, self._embed_tokens.dtype, str(self._embed_tokens.device)
-        )
+        self._positions = PositionTables(config, length, self._embed_tokens.dtype)
 
     def hidden(
-        self, rows: Rows, cache: PagedCache, taps: Sequence[int] | None
+        self, rows: TensorRows, cache: TensorCache, taps: Sequence[int] | None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Last hidden [M, Ht] after the final norm; aux_hidden [M, taps * Ht] where there are."""
         h = F.embedding(rows.token, self._embed_tokens)
@@ -95,8 +96,8 @@ class OperatorTarget(Target):
     """A target whose forwards are `Layers`."""
 
     def _lay_out(self) -> None:
-        tensors = {name: one for name, one in self._weights.cast.items() if "lm_head" not in name}
-        self.layers = Layers(self.config, tensors, self.lm_head)
+        arrays = {name: one for name, one in self._weights.cast.items() if "lm_head" not in name}
+        self.layers = Layers(self.config, tensors_of(arrays), tensor_of(self.lm_head))
 
     @torch.inference_mode()
     def forward(
@@ -104,23 +105,22 @@ class OperatorTarget(Target):
         rows: Rows,
         cache: PagedCache,
         taps: Taps | None = None,
-        logits_of: torch.Tensor | None = None,
+        logits_of: Array | None = None,
         features: FeatureCache | None = None,
     ) -> TargetOutput:
-        hidden, aux_hidden = self.layers.hidden(rows, cache, taps)
+        states = self.layers.hidden(TensorRows.of(rows), TensorCache(cache), taps)
+        hidden, aux_hidden = states[0], None if states[1] is None else array_of(states[1])
         if features is not None and aux_hidden is not None:
             features.write(rows.slot, aux_hidden)
             aux_hidden = None
-        logits = self.layers.logits(hidden if logits_of is None else hidden[logits_of]).float()
-        return TargetOutput(aux_hidden, logits, logits.argmax(-1))
+        logits = self.layers.logits(hidden if logits_of is None else hidden[tensor_of(logits_of)])
+        return TargetOutput(aux_hidden, logits.float().numpy(), logits.argmax(-1).numpy())
 
     @torch.inference_mode()
-    def hidden(
-        self, rows: Rows, cache: PagedCache, taps: Taps
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        last_hidden, aux_hidden = self.layers.hidden(rows, cache, taps)
+    def hidden(self, rows: Rows, cache: PagedCache, taps: Taps) -> tuple[Array, Array]:
+        last_hidden, aux_hidden = self.layers.hidden(TensorRows.of(rows), TensorCache(cache), taps)
         assert aux_hidden is not None
-        return last_hidden, aux_hidden
+        return array_of(last_hidden), array_of(aux_hidden)
 
     def verify(
         self,
@@ -135,7 +135,7 @@ class OperatorTarget(Target):
         trees = [tree_of_line(root, chosen, b) for b, root in enumerate(roots.tokens)]
         rows = rows_of_trees(roots, trees, cache.page_size)
         logits = self.forward(rows, cache, taps, None, features).logits
-        parts = torch.split(logits, [len(tree) for tree in trees])
+        parts = np.split(logits, np.cumsum([len(tree) for tree in trees])[:-1])
         return Verified([[] for _ in trees], dict(enumerate(parts)))
 
 
@@ -152,4 +152,15 @@ def rows_of_trees(roots: Roots, trees: Sequence[Tree], page_size: int) -> Rows:
     arrays[3] = slots_of(table, request, prefix + node, page_size)
     arrays[4] = prefix
     arrays[5].view(np.uint64)[:] = [bits for tree in trees for bits in tree.seen]
-    return rows_of(arrays, table, "cpu")
+    return rows_of(arrays, table)
+
+
+def logits_of(target: Target, tokens_BT: torch.Tensor) -> torch.Tensor:
+    """`Target.logits` as tensors."""
+    return tensor_of(target.logits(tokens_BT.numpy()))
+
+
+def features_of(target: Target, tokens_BT: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """`Target.features` as tensors: aux_hidden and last_hidden."""
+    aux_hidden, last_hidden = target.features(tokens_BT.numpy())
+    return tensor_of(aux_hidden), tensor_of(last_hidden)

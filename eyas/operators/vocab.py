@@ -29,8 +29,10 @@ from transformers import (
 from eyas.errors import ConfigError, MismatchError
 from eyas.model.architecture import TargetConfig
 from eyas.model.arrangement import arranged, published_names
+from eyas.model.arrays import Array, refuse_nonfinite
 from eyas.model.config import RopeConfig, TargetShape, end_token_ids, read_config
-from eyas.model.weights import read_shapes, read_tensors, refuse_nonfinite, tensor_sha256
+from eyas.model.weights import array_sha256, read_arrays, read_shapes
+from eyas.operators.tensors import tensor_of
 
 # Of `TargetVocabulary.best`:
 COLUMNS_AT_ONCE, BLOCK = 8192, 16  # tokens: of a product, and of what is looked at as one
@@ -97,21 +99,23 @@ class TargetVocabulary:
         Raises MissingInputError, CorruptError, MismatchError.
         """
         config = target_shape(folder)
-        embed_tokens, stored = (
+        arrays = (
             own_matrices(folder, config)
             if isinstance(config, TargetConfig)
             else transformers_matrices(folder, config)
         )
-        matrices = {"embed_tokens": embed_tokens, "lm_head": stored}
-        if stored is embed_tokens:
+        matrices = {"embed_tokens": arrays[0], "lm_head": arrays[1]}
+        if arrays[0] is arrays[1]:
             del matrices["lm_head"]
         refuse_nonfinite(folder, matrices)
+        sha256 = array_sha256(arrays[1])
+        embed_tokens, stored = map(tensor_of, arrays)
         lm_head, short = stored.to(dtype), None
         if config.logit_scale != 1.0:
             lm_head = lm_head * config.logit_scale
         elif stored.dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported():
             short = stored
-        return cls(config, embed_tokens.to(dtype), lm_head, tensor_sha256(stored), short)
+        return cls(config, embed_tokens.to(dtype), lm_head, sha256, short)
 
     def logits(self, hidden_RH: Tensor) -> Tensor:
         """What the target says after last hidden states [R, Ht]: its logits [R, V]."""
@@ -185,11 +189,11 @@ class TargetVocabulary:
         )
 
 
-def own_matrices(folder: str | Path, config: TargetConfig) -> tuple[Tensor, Tensor]:
+def own_matrices(folder: str | Path, config: TargetConfig) -> tuple[Array, Array]:
     """embed_tokens and lm_head [V, Ht], as stored, of a target that our own decoder runs."""
     embed_name = "model.embed_tokens.weight"
     head_name = embed_name if config.tie_word_embeddings else "lm_head.weight"
-    found = read_tensors(folder, published_names(embed_name) | published_names(head_name))
+    found = read_arrays(folder, published_names(embed_name) | published_names(head_name))
     tensors = arranged(config, found)
     if not {embed_name, head_name} <= tensors.keys():
         raise MismatchError(
@@ -341,10 +345,10 @@ def logit_scale(text: Any) -> float:
     )
 
 
-def transformers_matrices(folder: str | Path, shape: TargetShape) -> tuple[Tensor, Tensor]:
+def transformers_matrices(folder: str | Path, shape: TargetShape) -> tuple[Array, Array]:
     """embed_tokens and lm_head [V, Ht] as stored. Raises what `matrix_names` raises."""
     embed_name, head_name = matrix_names(folder, shape)
-    tensors = read_tensors(folder, {embed_name, head_name})
+    tensors = read_arrays(folder, {embed_name, head_name})
     return tensors[embed_name], tensors[head_name]
 
 

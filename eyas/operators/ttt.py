@@ -48,7 +48,7 @@ COLUMNS_IN_STEPS_OF = 32  # c is a multiple of it, so that tiles come in few siz
 
 
 class Layer(Protocol):
-    """What the unroll calls of a head; `model.head.Head` is one."""
+    """What the unroll calls of a head; `operators.head.Head` is one."""
 
     def fuse(self, aux_hidden: Tensor) -> Tensor:
         """The target's three streams [..., A] -> one feature [..., H]."""

@@ -28,10 +28,13 @@ from transformers import DynamicCache, GenerationConfig
 
 from eyas.errors import ConfigError, MismatchError
 from eyas.gguf.checkpoint import whole_folder
+from eyas.model.arrays import Array, refuse_nonfinite
 from eyas.model.config import TargetShape
 from eyas.model.rows import prompt_rows
 from eyas.model.target import PAGE_SIZE, Dtype, Target
-from eyas.model.vocab import (
+from eyas.model.weights import array_sha256
+from eyas.operators.tensors import arrays_of, tensor_of
+from eyas.operators.vocab import (
     ANOTHER,
     MATRIX_ALONE,
     auto_class,
@@ -41,7 +44,6 @@ from eyas.model.vocab import (
     transformers_config,
     transformers_matrices,
 )
-from eyas.model.weights import refuse_nonfinite, tensor_sha256
 
 Tail = Callable[[Tensor], Tensor]
 NO_STREAM = (
@@ -132,7 +134,7 @@ class OwnDecoder:
     @torch.inference_mode()
     def _forward(
         self, tokens: Sequence[Sequence[int]], after: SharedPrefix | None
-    ) -> tuple[HiddenStates, Tensor]:
+    ) -> tuple[HiddenStates, Array]:
         """The states, and keys and values of all slots. The prefix's pages come first, and every
         row has them in its page table.
         """
@@ -146,9 +148,10 @@ class OwnDecoder:
             cache.data[:, :num_before] = after.kept[:, :num_before]
         padded = [[*row, *[0] * (T - len(row))] for row in tokens]
         page_table = np.ascontiguousarray(np.concatenate([shared, own], axis=1))
-        rows = prompt_rows(padded, [num_before] * B, page_table, PAGE_SIZE, "cpu")
-        last_hidden, aux_hidden = target.hidden(rows, cache, target.config.default_taps)
-        return HiddenStates(aux_hidden.view(B, T, -1), last_hidden.view(B, T, -1)), cache.data
+        rows = prompt_rows(padded, [num_before] * B, page_table, PAGE_SIZE)
+        computed = target.hidden(rows, cache, target.config.default_taps)
+        last_hidden, aux_hidden = (tensor_of(one).view(B, T, -1) for one in computed)
+        return HiddenStates(aux_hidden, last_hidden), cache.data
 
 
 class HookedDecoder:
@@ -156,12 +159,12 @@ class HookedDecoder:
     is.
     """
 
-    def __init__(self, model: Any, shape: TargetShape, lm_head: Tensor) -> None:
+    def __init__(self, model: Any, shape: TargetShape, lm_head: Array) -> None:
         """lm_head: [V, H] as stored. Raises MismatchError where it is not certain which states are
         the layers'.
         """
         self._model, self.shape = model.eval().requires_grad_(False), shape
-        self.lm_head_sha256 = tensor_sha256(lm_head)
+        self.lm_head_sha256 = array_sha256(lm_head)
         self._lm_head = model.get_output_embeddings()
         if self._lm_head is None:
             raise MismatchError(f"{type(model).__name__} has no lm_head", ANOTHER)
@@ -170,7 +173,7 @@ class HookedDecoder:
         if self._device.type == "meta":
             self._device = torch.device(default_device())
         self._layers = decoder_layers(model, shape, self._proof_tokens())
-        self._prove(lm_head)
+        self._prove(tensor_of(lm_head))
         self.reuses = self._continues_alike()
 
     @classmethod
@@ -202,7 +205,7 @@ class HookedDecoder:
                 trust_remote_code=False,
                 **options,
             )
-            refuse_nonfinite(folder, dict(model.named_parameters()))
+            refuse_nonfinite(folder, arrays_of(dict(model.named_parameters())))
             if device_map is None:
                 model = model.to(default_device())
             return cls(model, shape, lm_head)

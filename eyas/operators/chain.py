@@ -18,10 +18,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from eyas.model.batch import Batch
-from eyas.model.head import Head
-from eyas.model.ttt import Slots, unroll
-from eyas.model.vocab import TargetVocabulary
+from eyas.operators.batch import Batch
+from eyas.operators.head import Head
+from eyas.operators.ttt import Slots, unroll
+from eyas.operators.vocab import TargetVocabulary
 
 ROWS_AT_ONCE = 512  # of logits over the whole target vocabulary
 

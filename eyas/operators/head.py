@@ -29,12 +29,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from eyas.errors import MismatchError
-from eyas.model.checkpoint import read_head
 from eyas.model.config import HeadConfig, TargetShape
 from eyas.model.dialects import EMBED_TOKENS, LM_HEAD
-from eyas.model.forms import write_head
-from eyas.model.rope import apply_rope, rotation
-from eyas.model.ttt import Rotation
+from eyas.operators.rope import apply_rope, rotation
+from eyas.operators.tensors import read_head, write_head
+from eyas.operators.ttt import Rotation
 
 KeysValues = tuple[Tensor, Tensor]  # [B, S, Hk, D] each
 

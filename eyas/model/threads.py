@@ -1,0 +1,37 @@
+"""How many threads the native library computes on."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from eyas.cores import cores
+
+_chosen: list[int] = []  # the one that was asked for
+
+
+def num_threads() -> int:
+    """As many as were asked for, by `set_num_threads` or OMP_NUM_THREADS, else as many as this
+    process has cores. A decoder keeps the number that holds when it is made.
+    """
+    if _chosen:
+        return _chosen[0]
+    stated = os.environ.get("OMP_NUM_THREADS", "")
+    return int(stated) if stated.isdigit() and int(stated) > 0 else cores()
+
+
+def set_num_threads(count: int) -> None:
+    """For all decoders that are made from now on."""
+    _chosen[:] = [count]
+
+
+@contextmanager
+def threads(count: int | None) -> Iterator[None]:
+    """Decoders made within run on so many; None leaves it."""
+    before = [*_chosen]
+    _chosen[:] = before if count is None else [count]
+    try:
+        yield
+    finally:
+        _chosen[:] = before
