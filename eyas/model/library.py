@@ -29,6 +29,7 @@ NO_MEMORY = 6  # kNoMemory of model.h; negative of OF_LEVELS
 NUMBERS = ("eyas_linear_bytes", "eyas_read")  # may be any
 OF_LEVELS = ("eyas_propose", "eyas_grow")
 CHOICE = "EYAS_NATIVE_VARIANT"
+NEITHER = "no built library came with eyas: install its wheel, or a C++ compiler (g++)"
 
 logger = logging.getLogger(__name__)
 
@@ -105,7 +106,7 @@ def _loaded() -> Native | str:
                 failures.append(f"{path.name} cannot be loaded: {error}")
     compiler = variants.find_compiler()
     if compiler is None:
-        return "; ".join([*failures, "there is no C++ compiler (g++)"])
+        return "; ".join([*failures, NEITHER])
     for variant in here:  # an old compiler does not know every processor
         try:
             path = built(variant, compiler)
