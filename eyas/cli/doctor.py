@@ -23,6 +23,7 @@ from eyas.cores import cores
 from eyas.errors import MissingInputError
 from eyas.model import library
 from eyas.model.speed import measured
+from eyas.model.threads import num_threads
 
 REQUIRED = ("numpy", "tokenizers", "llguidance", "pydantic", "fsspec", "gguf")
 OPTIONAL = {
@@ -74,8 +75,8 @@ def _native() -> list[Row]:
     why = library.unavailable()
     if why is not None:
         return [("native library", "no", why)]
-    ours, count = library.native(), cores()
-    origin = "shipped with eyas" if ours.is_shipped else f"built on this machine: {ours.path}"
+    ours, count = library.native(), num_threads()
+    origin = "shipped with eyas" if ours.is_shipped else "built on this machine"
     others = [one.name for one in library.runnable() if one != ours.variant]
     runs = f"; {', '.join(others)} would run too" if others else ""
     speed, of = measured(count), f"on {count} threads, GB/s"
