@@ -16,7 +16,7 @@ import sys
 
 from kfp import compiler, dsl
 
-IMAGE = "eyas:cpu"  # with the registry that Vertex pulls from
+IMAGE = "eyas:train"  # built with EXTRAS=gcs,train; with the registry that Vertex pulls from
 
 # A run works on a local disk and resumes there; what it made goes into the pipeline's bucket.
 SCRIPT = """
