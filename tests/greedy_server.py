@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 
-from eyas.operators.vocab import auto_class, target_shape, transformers_config
+from eyas.operators.foreign import auto_class, transformers_config
+from eyas.operators.shape import target_shape
 from tests.bench_servers import JsonHandler, running
 
 

@@ -26,7 +26,7 @@ from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
 from eyas.features.states import connector_folder, vllm_arguments
-from eyas.operators.vocab import target_shape
+from eyas.operators.shape import target_shape
 from tests.bench_servers import JsonHandler, running
 
 

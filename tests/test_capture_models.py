@@ -23,7 +23,9 @@ from eyas.operators.decoder import (
     OwnDecoder,
     decoder_layers,
 )
-from eyas.operators.vocab import TargetVocabulary, shape_of, target_shape
+from eyas.operators.foreign import shape_of
+from eyas.operators.shape import target_shape
+from eyas.operators.vocab import TargetVocabulary
 from tests.foreign import CONFIGS, foreign_target
 from tests.tiny import FAMILIES, tiny_target
 

@@ -22,7 +22,7 @@ from eyas.model.library import unavailable
 from eyas.model.packed import in_eight_bits
 from eyas.model.target import Dtype, Target
 from eyas.model.weights import read_arrays
-from eyas.operators.vocab import auto_class, transformers_config
+from eyas.operators.foreign import auto_class, transformers_config
 from tests.architectures import ARCHITECTURES, saved_architecture
 from tests.oracle.target import features_of, logits_of
 from tests.tiny_engine import EVERYTHING, draft_of, idle, load_as, random_head

@@ -25,8 +25,9 @@ from eyas.model.arrays import nonfinite
 from eyas.model.config import RopeConfig
 from eyas.model.target import Target
 from eyas.operators.decoder import HookedDecoder
+from eyas.operators.shape import target_shape
 from eyas.operators.tensors import array_of, read_head
-from eyas.operators.vocab import TargetVocabulary, target_shape
+from eyas.operators.vocab import TargetVocabulary
 from tests.architectures import saved_architecture
 from tests.tiny import tiny_target
 from tests.tiny_head import edit_config, edit_tensors, head_folder

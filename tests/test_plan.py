@@ -21,7 +21,7 @@ from eyas.features.capture import CaptureConfig, capture
 from eyas.features.generate import GenerateConfig, generate
 from eyas.model.config import HeadConfig, HeadOptions
 from eyas.operators.head import Head
-from eyas.operators.vocab import target_shape
+from eyas.operators.shape import target_shape
 from eyas.plan.needs import (
     SAMPLE_SIZE,
     STAND_IN,

@@ -15,7 +15,7 @@ import torch
 from transformers import AutoConfig
 
 from eyas.model.target import Target
-from eyas.operators.vocab import auto_class
+from eyas.operators.foreign import auto_class
 from tests.oracle.target import OperatorTarget, logits_of
 
 SMALL = {

@@ -14,7 +14,7 @@ import torch
 from eyas.model import forms
 from eyas.model.config import HeadConfig, HeadOptions
 from eyas.operators.head import Head
-from eyas.operators.vocab import target_shape
+from eyas.operators.shape import target_shape
 from tests.tiny_batch import waves, wavy_head
 
 # The targets' own config.json, without what no head depends on.

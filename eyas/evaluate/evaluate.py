@@ -42,7 +42,8 @@ from eyas.model.architecture import TargetConfig
 from eyas.model.target import resolve_dtype
 from eyas.model.threads import threads
 from eyas.model.weights import fingerprint
-from eyas.operators.vocab import TargetVocabulary, target_shape
+from eyas.operators.shape import target_shape
+from eyas.operators.vocab import TargetVocabulary
 from eyas.shards import FeatureSource
 
 DEFAULT_TREES = (str(Speculation("fixed")), "fixed(4,1,5)")  # the engine's own sizes, and a chain

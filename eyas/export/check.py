@@ -64,8 +64,9 @@ from eyas.model.config import TargetShape, match_faults, read_config, shape_faul
 from eyas.model.dialects import LM_HEAD, ambiguities
 from eyas.model.target import Target, stored_dtype
 from eyas.operators.decoder import HookedDecoder
+from eyas.operators.shape import target_shape
 from eyas.operators.tensors import tensors_of
-from eyas.operators.vocab import TargetVocabulary, target_shape
+from eyas.operators.vocab import TargetVocabulary
 
 MEANINGS = "; "  # between the names of meanings that are taken together
 

@@ -45,7 +45,7 @@ from eyas.operators.decoder import (
     SharedPrefix,
     default_device,
 )
-from eyas.operators.vocab import target_shape
+from eyas.operators.shape import target_shape
 from eyas.records import RECORD, read_answers
 from eyas.shards import CodecName, FeatureMeta, Sample, ShardWriter, Split
 

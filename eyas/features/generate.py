@@ -35,10 +35,9 @@ from eyas.features.conversation import Conversation, Sampling, TurnAnswer, TurnR
 from eyas.features.fleet import ClientConfig, Fleet, server_urls
 from eyas.hub import resolve_head, resolve_target
 from eyas.log import Track, quiet
-from eyas.model.architecture import TargetConfig
 from eyas.model.target import PAGE_SIZE, Dtype, resolve_dtype
 from eyas.model.weights import fingerprint
-from eyas.operators.vocab import matrix_names, target_shape
+from eyas.operators.shape import refuse_unnamed, target_shape
 from eyas.privacy.detector import LeakDetector, recogniser_versions
 from eyas.privacy.pii import ANSWER_POLICY, PrivacyConfig
 from eyas.records import RECORD, Prompt
@@ -110,8 +109,7 @@ def generate(
     chat, target = Chat(folder, config.date), fingerprint(folder)
     shape = target_shape(folder)
     shape.refuse_few_layers()
-    if not isinstance(shape, TargetConfig):
-        matrix_names(folder, shape)  # capture would refuse it once all is answered
+    refuse_unnamed(folder, shape)  # capture would, once all is answered
     if not config.servers:
         dtype = resolve_dtype(config.dtype, shape)
         config = config.model_copy(update={"dtype": dtype})

@@ -33,17 +33,17 @@ from eyas.model.config import TargetShape
 from eyas.model.rows import prompt_rows
 from eyas.model.target import PAGE_SIZE, Dtype, Target
 from eyas.model.weights import array_sha256
-from eyas.operators.tensors import arrays_of, tensor_of
-from eyas.operators.vocab import (
+from eyas.operators.foreign import (
     ANOTHER,
     MATRIX_ALONE,
     auto_class,
-    capped,
     first_line,
     shape_of,
     transformers_config,
     transformers_matrices,
 )
+from eyas.operators.tensors import arrays_of, tensor_of
+from eyas.operators.vocab import capped
 
 Tail = Callable[[Tensor], Tensor]
 NO_STREAM = (

@@ -25,7 +25,7 @@ from eyas.features.generate import GenerateConfig, count_prompts
 from eyas.hub import resolve_target
 from eyas.model.checkpoint import expected_shapes
 from eyas.model.config import HeadConfig, HeadOptions, TargetShape
-from eyas.operators.vocab import target_shape
+from eyas.operators.shape import target_shape
 from eyas.records import Message, Prompt
 from eyas.shards import CODECS, CodecName, FeatureMeta
 from eyas.train.trainer import TrainConfig

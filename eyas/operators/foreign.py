@@ -1,0 +1,234 @@
+"""Targets that our own decoder does not run: their shape and the names of their matrices, through
+transformers.
+
+It builds the model without memory, only to name its parts: nothing is run and no layer is loaded.
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub.errors import StrictDataclassError
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+)
+
+from eyas.errors import MismatchError
+from eyas.model.arrays import Array
+from eyas.model.config import RopeConfig, TargetShape, end_token_ids, read_config
+from eyas.model.weights import read_arrays, read_shapes
+
+# SpecForge's head for DeepSeek-V3 has 8 key and value heads, as Llama 3 and Qwen3 have
+MLA_HEAD_DIM, MLA_KEY_VALUE_HEADS = 128, 8
+NORM_EPSILONS = (
+    "rms_norm_eps",
+    "layer_norm_eps",
+    "layer_norm_epsilon",
+    "norm_eps",
+    "layernorm_epsilon",
+)
+MATRIX_ALONE = "a head is trained against lm_head's matrix, a scale and a soft cap alone"
+ANOTHER = (
+    "eyas captures decoder-only language models that the installed transformers knows, "
+    "without code of their own"
+)
+
+
+def transformers_config(folder: str | Path) -> Any:
+    """transformers' config of a folder, with nothing downloaded and no code of the model's own run.
+    Raises MismatchError.
+    """
+    stated = read_config(folder)
+    try:
+        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except (ValueError, KeyError, OSError, TypeError, StrictDataclassError) as error:
+        what = (
+            f"{folder} is a {stated.get('model_type')!r} model, which the installed "
+            "transformers does not load"
+        )
+        raise MismatchError(f"{what}: {first_line(error)}", ANOTHER) from error
+    auto_class(config)
+    return config
+
+
+def auto_class(config: Any) -> Any:
+    """What of transformers loads such a model; of one that sees images too, the decoder is used.
+    Raises MismatchError for what is no language model.
+    """
+    if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:
+        return AutoModelForCausalLM
+    if type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
+        return AutoModelForImageTextToText
+    raise MismatchError(
+        f"transformers has no language model of the {config.model_type!r} kind", ANOTHER
+    )
+
+
+def shape_of(config: Any, folder: str | Path) -> TargetShape:
+    """The shape in a transformers config. Raises MismatchError for what is no decoder of layers."""
+    text = usual_layer(config.get_text_config(decoder=True))
+    given: dict[str, Any] = {
+        name: getattr(text, name, None)
+        for name in ("hidden_size", "num_hidden_layers", "vocab_size")
+    }
+    if not all(isinstance(size, int) for size in given.values()):
+        lacking = ", ".join(name for name, size in given.items() if not isinstance(size, int))
+        raise MismatchError(
+            f"{folder}: the config of a {config.model_type!r} model tells no {lacking}", ANOTHER
+        )
+    hidden: int = given["hidden_size"]
+    ends = getattr(config, "eos_token_id", None)  # Gemma 3's are not in the part for text
+    return TargetShape(
+        **given,
+        **head_attention(text, hidden),
+        family=config.model_type,
+        intermediate_size=mlp_width(text, hidden),
+        rms_norm_eps=next(
+            (eps for name in NORM_EPSILONS if (eps := getattr(text, name, None)) is not None), 1e-6
+        ),
+        max_position_embeddings=_number(text, "max_position_embeddings") or 2048,
+        rope=head_rope(getattr(text, "rope_parameters", None)),
+        tie_word_embeddings=bool(config.tie_word_embeddings),
+        eos_token_ids=end_token_ids(folder, text.eos_token_id if ends is None else ends),
+        dtype=str(config.dtype or torch.float32).removeprefix("torch."),
+        logit_scale=logit_scale(text),
+        logit_softcap=getattr(text, "final_logit_softcapping", None),
+    )
+
+
+def usual_layer(text: Any) -> Any:
+    """The config of the kind of layer that the target has most of: Gemma 4's full attention has
+    heads of another size than its windows.
+    """
+    if not getattr(text, "is_heterogeneous", False):
+        return text
+    sizes = "num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size"
+    kinds = [tuple(getattr(one, size, None) for size in sizes) for one in text.per_layer_config]
+    return text.per_layer_config[kinds.index(max(kinds, key=kinds.count))]
+
+
+def head_attention(text: Any, hidden: int) -> dict[str, int]:
+    """Attention heads of a draft head for such a target: the target's own.
+
+    A draft head has no compressed state as in MLA (DeepSeek, Kimi), where the target's numbers
+    would mean 128 pairs of keys and values a token: it gets heads of the size of the target's
+    values, as many as fill the width, and MLA_KEY_VALUE_HEADS.
+    """
+    if getattr(text, "kv_lora_rank", None):
+        size = _number(text, "v_head_dim") or MLA_HEAD_DIM
+        heads = max(1, hidden // size)
+        keys = math.gcd(heads, MLA_KEY_VALUE_HEADS)
+        return {"num_attention_heads": heads, "num_key_value_heads": keys, "head_dim": size}
+    heads = getattr(text, "num_attention_heads", None) or max(1, hidden // 64)
+    return {
+        "num_attention_heads": heads,
+        "num_key_value_heads": _number(text, "num_key_value_heads") or heads,
+        "head_dim": _number(text, "head_dim") or hidden // heads,
+    }
+
+
+def mlp_width(text: Any, hidden: int) -> int:
+    """The MLP of a draft head for such a target: its dense MLP's, or what its experts have together
+    for one token, whichever is more.
+
+    gpt-oss and Mixtral write an expert's width where others write the dense one.
+    """
+    dense = _number(text, "intermediate_size") or 4 * hidden
+    expert = _number(text, "moe_intermediate_size") or dense
+    at_work = _number(text, "num_experts_per_tok") or 0
+    return max(dense, expert * (at_work + (_number(text, "n_shared_experts") or 0)))
+
+
+def head_rope(parameters: Any) -> RopeConfig:
+    """The rotary embedding of a head: the target's own, or its base alone where heads lack more.
+
+    parameters: transformers' `rope_parameters`; of several kinds of layers, full attention's.
+    """
+    if not parameters:
+        return RopeConfig()
+    by_kind = [value for value in parameters.values() if isinstance(value, dict)]
+    own = parameters.get("full_attention") or (by_kind[0] if by_kind else parameters)
+    if own.get("partial_rotary_factor") in (None, 1):
+        try:
+            return RopeConfig.from_hf({"rope_parameters": own})
+        except MismatchError:
+            pass
+    theta = own.get("rope_theta")
+    return RopeConfig(theta=theta) if theta else RopeConfig()
+
+
+def logit_scale(text: Any) -> float:
+    """The factor of lm_head's output: Cohere's `logit_scale` over Granite's `logits_scaling`."""
+    return float(getattr(text, "logit_scale", None) or 1.0) / float(
+        getattr(text, "logits_scaling", None) or 1.0
+    )
+
+
+def transformers_matrices(folder: str | Path, shape: TargetShape) -> tuple[Array, Array]:
+    """embed_tokens and lm_head [V, Ht] as stored. Raises what `matrix_names` raises."""
+    embed_name, head_name = matrix_names(folder, shape)
+    tensors = read_arrays(folder, {embed_name, head_name})
+    return tensors[embed_name], tensors[head_name]
+
+
+def matrix_names(folder: str | Path, shape: TargetShape) -> tuple[str, str]:
+    """What a checkpoint calls embed_tokens and lm_head; no tensor is read. Raises MismatchError,
+    MissingInputError, CorruptError.
+
+    They are found by their shape and the model's own names for them; transformers may rename
+    tensors while it loads them, so one of the two names may differ.
+    """
+    wanted = (shape.vocab_size, shape.hidden_size)
+    found = sorted(name for name, size in read_shapes(folder).items() if size == wanted)
+    embed_name, head_name = _names(transformers_config(folder))
+    if embed_name not in found and len(rest := [name for name in found if name != head_name]) == 1:
+        embed_name = rest[0]
+    if shape.tie_word_embeddings and embed_name in found:
+        head_name = embed_name
+    if head_name not in found and len(rest := [name for name in found if name != embed_name]) == 1:
+        head_name = rest[0]
+    if not {embed_name, head_name} <= set(found):
+        raise MismatchError(
+            f"{folder} has no recognisable embeddings and lm_head of {wanted}: the model calls "
+            f"them {embed_name} and {head_name}, tensors of this shape are "
+            f"{', '.join(found) or 'not there'}",
+            "save the model by the installed transformers (save_pretrained), or restore the "
+            "checkpoint from its source",
+        )
+    return embed_name, head_name
+
+
+def _names(config: Any) -> tuple[str, str]:
+    """What the model calls its embeddings and its lm_head. Raises MismatchError for one without, or
+    with a bias.
+    """
+    with torch.device("meta"):
+        model = auto_class(config).from_config(config, trust_remote_code=False)
+    owners = {id(module): name for name, module in model.named_modules()}
+    found = [
+        owners.get(id(module))
+        for module in (model.get_input_embeddings(), model.get_output_embeddings())
+    ]
+    if None in found:
+        raise MismatchError(f"{type(model).__name__} has no embeddings or no lm_head", ANOTHER)
+    if getattr(model.get_output_embeddings(), "bias", None) is not None:
+        raise MismatchError(f"{type(model).__name__}: its lm_head has a bias", MATRIX_ALONE)
+    return f"{found[0]}.weight", f"{found[1]}.weight"
+
+
+def first_line(error: Exception) -> str:
+    """What an exception of another library says, in brief."""
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)
+
+
+def _number(text: Any, name: str) -> int | None:
+    """A whole number of a config; some keep a list with one for each layer."""
+    value = getattr(text, name, None)
+    return max(value) if isinstance(value, list) else value

@@ -1,0 +1,63 @@
+"""The shape of any target, and its embedding and output matrices as they are stored.
+
+What our own decoder runs is read here; of other targets `foreign` is asked, which needs
+transformers and is loaded for them alone.
+"""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+from typing import Any
+
+from eyas.errors import MismatchError
+from eyas.model.architecture import TargetConfig
+from eyas.model.arrangement import arranged, published_names
+from eyas.model.arrays import Array
+from eyas.model.config import TargetShape
+from eyas.model.weights import read_arrays
+
+
+def target_shape(folder: str | Path) -> TargetShape:
+    """A target's shape: a TargetConfig where our own decoder runs it. Raises MissingInputError,
+    CorruptError, MismatchError.
+    """
+    try:
+        return TargetConfig.from_folder(folder)
+    except MismatchError:
+        foreign = _foreign()
+        shape: TargetShape = foreign.shape_of(foreign.transformers_config(folder), folder)
+        return shape
+
+
+def refuse_unnamed(folder: str | Path, shape: TargetShape) -> None:
+    """Raise what `target_matrices` would raise, before any tensor is read."""
+    if not isinstance(shape, TargetConfig):
+        _foreign().matrix_names(folder, shape)
+
+
+def target_matrices(folder: str | Path, shape: TargetShape) -> tuple[Array, Array]:
+    """embed_tokens and lm_head [V, Ht], as stored. Raises MissingInputError, CorruptError,
+    MismatchError.
+    """
+    if isinstance(shape, TargetConfig):
+        return own_matrices(folder, shape)
+    found: tuple[Array, Array] = _foreign().transformers_matrices(folder, shape)
+    return found
+
+
+def own_matrices(folder: str | Path, config: TargetConfig) -> tuple[Array, Array]:
+    """embed_tokens and lm_head [V, Ht], as stored, of a target that our own decoder runs."""
+    embed_name = "model.embed_tokens.weight"
+    head_name = embed_name if config.tie_word_embeddings else "lm_head.weight"
+    found = read_arrays(folder, published_names(embed_name) | published_names(head_name))
+    tensors = arranged(config, found)
+    if not {embed_name, head_name} <= tensors.keys():
+        raise MismatchError(
+            f"{folder} lacks {embed_name} or {head_name}", "restore the checkpoint from its source"
+        )
+    return tensors[embed_name], tensors[head_name]
+
+
+def _foreign() -> Any:
+    return importlib.import_module("eyas.operators.foreign")
