@@ -29,9 +29,9 @@ from torch import Tensor
 from eyas.artifact import Artifact
 from eyas.builtin import demo_prompts, head_folder, target_folder
 from eyas.errors import MismatchError
-from eyas.export.check import check, meanings, verdict
+from eyas.export.check import check, verdict
 from eyas.export.lint import CheckFinding, exit_code
-from eyas.export.replay import NUM_CONVERSATIONS, AnswerTokens, answered, replay
+from eyas.export.replay import NUM_CONVERSATIONS, AnswerTokens, answered, meanings, replay
 from eyas.model.architecture import TargetConfig
 from eyas.model.config import HeadConfig
 from eyas.model.dialects import EMBED_TOKENS, LAYER, LM_HEAD, Form

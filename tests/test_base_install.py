@@ -24,7 +24,6 @@ with running_app(create_app("it"), load(config)) as url:
         answer = httpx.post(f"{url}/v1/chat/completions", json=asked | options, timeout=60)
         assert answer.json()["choices"][0]["message"]["content"], answer.text
 """
-NOT_YET = pytest.mark.xfail(strict=True, reason="the engine computes with PyTorch")
 
 
 def run(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -33,11 +32,7 @@ def run(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.parametrize(
-    "name",
-    [
-        *("", "serve", "prompts", "bench", "watch", "lineage", "doctor"),
-        *(pytest.param(one, marks=NOT_YET) for one in ("generate", "check")),
-    ],
+    "name", ["", "prompts", "generate", "check", "serve", "bench", "watch", "lineage", "doctor"]
 )
 def test_a_command_of_the_base_install_starts(name):
     done = run(COMMAND, *filter(None, [name]), "--help")
@@ -48,6 +43,12 @@ def test_a_command_of_the_base_install_starts(name):
 def test_a_request_is_served():
     done = run(SERVE)
     assert done.returncode == 0, done.stderr
+
+
+def test_a_head_is_linted_and_not_replayed():
+    done = run(COMMAND, "check", "builtin", "-t", "builtin")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("not replayed: it needs PyTorch: pip install 'eyas[train]'\n")
 
 
 @pytest.mark.parametrize("name", ["train", "capture", "export"])

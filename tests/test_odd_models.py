@@ -18,7 +18,8 @@ import torch
 from eyas.cli.main import build
 from eyas.engine.engine import Engine
 from eyas.errors import CorruptError, EyasError, MismatchError
-from eyas.export.check import check, replay_head
+from eyas.export.check import check
+from eyas.export.replay import replay_head
 from eyas.model.architecture import TargetConfig
 from eyas.model.arrangement import arranged
 from eyas.model.arrays import nonfinite

@@ -16,10 +16,11 @@ from typer.testing import CliRunner
 from eyas import builtin
 from eyas.cli.main import build
 from eyas.errors import CorruptError, EmptyInputError, MissingInputError
-from eyas.export.check import check, reading_findings, replay_head, verdict
+from eyas.export.check import check, reading_findings, verdict
 from eyas.export.lint import UNSAID, CheckFinding, exit_code
 from eyas.export.readings import DECLARED, HeadReading, misreadings
-from eyas.export.replay import AnswerBatch, ReadingScore, answered, conversations, decoded, replay
+from eyas.export.replay import AnswerBatch, answered, conversations, decoded, replay, replay_head
+from eyas.export.scores import ReadingScore
 from eyas.model.config import RopeConfig
 from eyas.model.target import Target
 from eyas.operators.decoder import HookedDecoder
@@ -188,7 +189,7 @@ def test_what_is_open_is_replayed_in_each_way_and_the_best_is_named(
 ):
     only()
     _, config, tensors, answers = world
-    monkeypatch.setattr("eyas.export.check.answered", lambda *_, **__: answers)
+    monkeypatch.setattr("eyas.export.replay.answered", lambda *_, **__: answers)
     folder = edit_config(
         write_folder(write_head(config, tensors, form), tmp_path / "head"), **changes
     )
@@ -213,7 +214,7 @@ def test_what_is_open_is_replayed_in_each_way_and_the_best_is_named(
 def test_several_open_questions_are_replayed_together(world, tmp_path, monkeypatch, only):
     only()
     _, config, tensors, answers = world
-    monkeypatch.setattr("eyas.export.check.answered", lambda *_, **__: answers)
+    monkeypatch.setattr("eyas.export.replay.answered", lambda *_, **__: answers)
     folder = write_folder(write_head(config, tensors, "sglang"), tmp_path / "head")
     edit_config(folder, norm_output=True, eagle_config={IDS: [2, 6, 9]})
     ways, _ = replay_head(folder, "builtin")
@@ -416,7 +417,7 @@ def test_a_target_that_cannot_answer_here_is_not_replayed(tmp_path_factory, tmp_
         scores, why_not = replay_head(head, folder)
         assert scores == []
         assert "OPTForCausalLM does not answer: 'NoneType' object is not callable" in why_not
-    monkeypatch.setattr("eyas.export.check.os.sysconf", lambda _: 1)
+    monkeypatch.setattr("eyas.export.replay.os.sysconf", lambda _: 1)
     scores, why_not = replay_head(head, folder)
     assert scores == []
     assert "more than the 0 GB of memory" in why_not

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 import json
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -15,10 +17,10 @@ from rich.table import Table
 
 from eyas.cli.options import TargetOption
 from eyas.errors import EyasError
-from eyas.export.check import check, replay_head, replayed_by, verdict
+from eyas.export.check import check, replayed_by, verdict
 from eyas.export.lint import CheckFinding, exit_code
-from eyas.export.replay import NUM_DRAFT_STEPS, ReadingScore
-from eyas.log import progress_bar
+from eyas.export.scores import NUM_DRAFT_STEPS, ReadingScore
+from eyas.log import Track, progress_bar
 
 TextFile = Annotated[
     Path | None,
@@ -45,7 +47,7 @@ def command(
         with progress_bar("check") as track:
             findings = check(head, target)
             replayed, why_not = (
-                replay_head(head, target, text, track) if replay else ([], "not asked for")
+                _replayed(head, target, text, track) if replay else ([], "not asked for")
             )
     except EyasError as error:
         if as_json:
@@ -59,6 +61,17 @@ def command(
         show_readings(replayed, why_not if replay else "", replayed_by(target) if replayed else "")
         show(findings, head)
     raise typer.Exit(exit_code(findings))
+
+
+def _replayed(
+    head: str, target: str, text: Path | None, track: Track
+) -> tuple[list[ReadingScore], str]:
+    """As `replay.replay_head`, which computes with PyTorch."""
+    if importlib.util.find_spec("torch") is None:
+        return [], "it needs PyTorch: pip install 'eyas[train]'"
+    replay = importlib.import_module("eyas.export.replay")
+    found: tuple[list[ReadingScore], str] = replay.replay_head(head, target, text, track)
+    return found
 
 
 def report(

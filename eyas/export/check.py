@@ -7,17 +7,11 @@ is replayed where the target can be run: by our own engine, or else through tran
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from itertools import product
 from pathlib import Path
 
-import torch
-
-from eyas.builtin import demo_prompts
-from eyas.chat.tokenizer import TargetTokenizer
-from eyas.errors import EmptyInputError, MismatchError, TemplateError
+from eyas.errors import MismatchError
 from eyas.export.engines import EngineForm
 from eyas.export.lint import (
     UNSAID,
@@ -37,38 +31,18 @@ from eyas.export.lint import (
     vocabulary_findings,
     warning,
 )
-from eyas.export.readings import DECLARED, HeadReading
-from eyas.export.replay import (
-    ERROR,
-    LEAST_TAU,
-    WARNING,
-    ReadingScore,
-    ReplayTarget,
-    answered,
-    continued,
-    replay,
-)
+from eyas.export.scores import ERROR, LEAST_TAU, MEANINGS, WARNING, ReadingScore
 from eyas.hub import resolve_head, resolve_target
-from eyas.log import Track, quiet
 from eyas.model.architecture import TargetConfig
 from eyas.model.checkpoint import (
     embedding_faults,
     head_config,
-    judged_head,
     open_checkpoint,
     own_tensors,
-    refuse,
     tensor_faults,
 )
-from eyas.model.config import TargetShape, match_faults, read_config, shape_faults
-from eyas.model.dialects import LM_HEAD, ambiguities
-from eyas.model.target import Target, stored_dtype
-from eyas.operators.decoder import HookedDecoder
-from eyas.operators.shape import target_shape
-from eyas.operators.tensors import tensors_of
-from eyas.operators.vocab import TargetVocabulary
-
-MEANINGS = "; "  # between the names of meanings that are taken together
+from eyas.model.config import match_faults, read_config
+from eyas.operators.shape import StoredMatrices, target_shape
 
 
 def check(
@@ -80,7 +54,7 @@ def check(
     CorruptError, and MismatchError for what is no EAGLE-3 head or no supported target at all.
     """
     target_folder, folder = resolve_target(str(target)), Path(resolve_head(str(head)))
-    vocabulary = TargetVocabulary.load(target_folder)
+    vocabulary = StoredMatrices.load(target_folder)
     check_is_head(folder)
     checkpoint = open_checkpoint(folder)
     findings = [
@@ -109,91 +83,10 @@ def check(
     return in_order(findings)
 
 
-def replay_head(
-    head: str | Path, target: str | Path, text: Path | None = None, track: Track = quiet
-) -> tuple[list[ReadingScore], str]:
-    """Every reading of a head on answered text, the declared one first; or none, and why not.
-
-    text: as in `answered`; None is the packaged prompts. Where the target has no chat
-    template, only text that is given is replayed (`continued`). Raises what loading the target
-    raises, and MissingInputError.
-    """
-    folder = resolve_target(str(target))
-    vocabulary = TargetVocabulary.load(folder)
-    try:
-        ways = meanings(resolve_head(str(head)), vocabulary.config)
-    except MismatchError as fault:
-        return [], f"it cannot be read: {fault.what}"
-    loaded: ReplayTarget
-    if isinstance(vocabulary.config, TargetConfig):
-        loaded = Target.load(folder)
-    elif too_large := larger_than_memory(folder):
-        return [], too_large
-    else:
-        try:
-            loaded = HookedDecoder.load(folder, stored_dtype(vocabulary.config))
-        except MismatchError as fault:
-            return [], fault.what
-    for way in ways:
-        way.tensors.setdefault(LM_HEAD, vocabulary.lm_head)
-    try:
-        answers = answered(loaded, folder, text or demo_prompts(), track=track)
-    except (EmptyInputError, MismatchError) as fault:
-        return [], fault.what
-    except TemplateError as fault:
-        if TargetTokenizer(folder).templates:
-            return [], fault.what
-        if text is None:
-            return [], f"{fault.what}; text given by --text is replayed all the same"
-        try:
-            answers = continued(loaded, folder, text, track=track)
-        except EmptyInputError as empty:
-            return [], empty.what
-    return replay(ways, loaded, vocabulary, answers, track), ""
-
-
 def replayed_by(target: str | Path) -> str:
     """What runs a target that is replayed, for people."""
     shape = target_shape(resolve_target(str(target)))
     return "our own engine" if isinstance(shape, TargetConfig) else "transformers"
-
-
-def larger_than_memory(folder: str | Path) -> str:
-    """Why a target cannot be loaded on this machine; nothing where it may be."""
-    size = sum(path.stat().st_size for path in Path(folder).glob("*.safetensors"))
-    memory = (
-        torch.cuda.get_device_properties(0).total_memory
-        if torch.cuda.is_available()
-        else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    )
-    if size < memory:
-        return ""
-    return f"the target's {size / 1e9:.0f} GB are more than the {memory / 1e9:.0f} GB of memory"
-
-
-def meanings(folder: str | Path, target: TargetShape) -> list[HeadReading]:
-    """The head in a folder as its config declares it, or in each meaning that fits this target.
-
-    Raises what `read_head` raises, and MismatchError where no meaning fits.
-    """
-    checkpoint = open_checkpoint(folder)
-    ways: list[HeadReading] = []
-    misfits: list[MismatchError] = []
-    for chosen in product(*(one.meanings.items() for one in ambiguities(checkpoint))):
-        settings = checkpoint.settings | {
-            key: value for _, keys in chosen for key, value in keys.items()
-        }
-        try:
-            config, tensors = judged_head(folder, replace(checkpoint, settings=settings), target)
-            refuse(folder, shape_faults(config, target))
-        except MismatchError as fault:
-            misfits.append(fault)
-        else:
-            name = MEANINGS.join(name for name, _ in chosen) or DECLARED
-            ways.append(HeadReading(name, config, tensors_of(tensors)))
-    if not ways:
-        raise misfits[0]
-    return ways
 
 
 def verdict(

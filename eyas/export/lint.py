@@ -45,8 +45,7 @@ from eyas.model.weights import (
     file_arrays,
     sharded_arrays,
 )
-from eyas.operators.tensors import array_of
-from eyas.operators.vocab import TargetVocabulary
+from eyas.operators.shape import StoredMatrices
 
 Level = Literal["error", "warning", "note"]
 LEVELS: tuple[Level, ...] = ("error", "warning", "note")
@@ -210,14 +209,14 @@ def target_findings(config: HeadConfig, target: TargetShape) -> Iterator[CheckFi
 
 
 def vocabulary_findings(
-    checkpoint: Checkpoint, config: HeadConfig, vocabulary: TargetVocabulary
+    checkpoint: Checkpoint, config: HeadConfig, vocabulary: StoredMatrices
 ) -> Iterator[CheckFinding]:
     """What the head borrows from the target, or was trained against."""
     if not config.target_lm_head_sha256:
         yield warning(UNSAID, "eyas writes its hash at export; a good replay is as good")
     stored = checkpoint.embed_tokens
     if stored is not None:
-        ours = cast(array_of(vocabulary.embed_tokens), stored.dtype)
+        ours = cast(vocabulary.embed_tokens, stored.dtype)
         if not np.array_equal(stored, ours):
             what = f"{EMBED_TOKENS} {tuple(stored.shape)} are not the target's {tuple(ours.shape)}"
             if checkpoint.form == "sglang" or EMBED_TOKENS_SHA256 in checkpoint.settings:

@@ -15,32 +15,44 @@ from __future__ import annotations
 import gzip
 import json
 import logging
+import os
 import zlib
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import islice
+from dataclasses import dataclass, replace
+from itertools import islice, product
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from eyas.builtin import demo_prompts
 from eyas.chat import Chat
 from eyas.chat.tokenizer import TargetTokenizer
 from eyas.engine.engine import Engine, EngineConfig
 from eyas.engine.request import Request, SamplingParams
-from eyas.errors import CorruptError, EmptyInputError, MissingInputError, TemplateError
-from eyas.export.readings import HeadReading, misreadings, other_taps
+from eyas.errors import (
+    CorruptError,
+    EmptyInputError,
+    MismatchError,
+    MissingInputError,
+    TemplateError,
+)
+from eyas.export.readings import DECLARED, HeadReading, misreadings, other_taps
+from eyas.export.scores import MEANINGS, NUM_DRAFT_STEPS, ReadingScore
+from eyas.hub import resolve_head, resolve_target
 from eyas.log import Track, quiet
-from eyas.model.config import Taps
-from eyas.model.target import Target
+from eyas.model.architecture import TargetConfig
+from eyas.model.checkpoint import judged_head, open_checkpoint, refuse
+from eyas.model.config import Taps, TargetShape, shape_faults
+from eyas.model.dialects import LM_HEAD, ambiguities
+from eyas.model.target import Target, stored_dtype
 from eyas.operators.batch import Batch
 from eyas.operators.chain import measure
 from eyas.operators.decoder import HookedDecoder
 from eyas.operators.head import head_of
-from eyas.operators.tensors import tensor_of
+from eyas.operators.tensors import tensor_of, tensors_of
 from eyas.operators.vocab import TargetVocabulary
 from eyas.shards import Sample
 from eyas.tau import RoundCounts
@@ -60,28 +72,7 @@ ROLES = {
     "assistant": "assistant",
     "system": "system",
 }
-NUM_DRAFT_STEPS = 4
 ANSWERS_AT_ONCE = 8  # in one forward, of about one length
-
-
-class Gain(NamedTuple):
-    """What one reading accepts more: drafts a place, share of the other's, standard errors."""
-
-    drafts: float
-    share: float
-    standard_errors: float
-
-    def reaches(self, bar: Gain) -> bool:
-        """Whether it is as much in all three."""
-        return all(own >= least for own, least in zip(self, bar, strict=True))
-
-
-# From these on, another reading that accepts more counts. Sound heads: the best of all others
-# accepts 4 to 10 % less.
-WARNING = Gain(0.03, 0.02, 1.5)
-ERROR = Gain(0.06, 0.05, 3.0)
-# of the declared reading: below it a head is not worth its time, and the engine warns as well
-LEAST_TAU = 1.3
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,36 +223,6 @@ def text_lines(text: Path) -> Iterator[str]:
 
 
 @dataclass(frozen=True, slots=True)
-class ReadingScore:
-    """What a reading's chain of NUM_DRAFT_STEPS accepted: tau over rounds, and the drafts accepted
-    [answers] from every place of each answer, rounds or not, with the places [answers].
-    """
-
-    reading: str
-    tau: float
-    accepted: list[int]
-    places: list[int]
-
-    @property
-    def accepted_drafts(self) -> float:
-        """Mean over all places."""
-        return sum(self.accepted) / sum(self.places)
-
-    def gain(self, other: ReadingScore) -> Gain:
-        """What this reading accepts more than another on the same answers.
-
-        Answers are the sample, places of one answer are not independent: the ratio estimator's
-        error (Cochran 1977, 6.4).
-        """
-        total = sum(self.places)
-        differences = [one - two for one, two in zip(self.accepted, other.accepted, strict=True)]
-        mean = sum(differences) / total
-        errors = (d - mean * n for d, n in zip(differences, self.places, strict=True))
-        spread = sum(error**2 for error in errors) ** 0.5 / total
-        return Gain(mean, mean / max(other.accepted_drafts, 1e-9), mean / max(spread, 1e-9))
-
-
-@dataclass(frozen=True, slots=True)
 class AnswerBatch:
     """Answers of about one length, and the target's hidden states over them: hidden [B, T, H] by
     layer, all in one forward.
@@ -354,3 +315,84 @@ def acceptance(
         accepted += [of_row[row] for row in places_of_row]
         places += places_of_row.values()
     return ReadingScore(reading.name, tally.tau, accepted, places)
+
+
+def replay_head(
+    head: str | Path, target: str | Path, text: Path | None = None, track: Track = quiet
+) -> tuple[list[ReadingScore], str]:
+    """Every reading of a head on answered text, the declared one first; or none, and why not.
+
+    text: as in `answered`; None is the packaged prompts. Where the target has no chat
+    template, only text that is given is replayed (`continued`). Raises what loading the target
+    raises, and MissingInputError.
+    """
+    folder = resolve_target(str(target))
+    vocabulary = TargetVocabulary.load(folder)
+    try:
+        ways = meanings(resolve_head(str(head)), vocabulary.config)
+    except MismatchError as fault:
+        return [], f"it cannot be read: {fault.what}"
+    loaded: ReplayTarget
+    if isinstance(vocabulary.config, TargetConfig):
+        loaded = Target.load(folder)
+    elif too_large := larger_than_memory(folder):
+        return [], too_large
+    else:
+        try:
+            loaded = HookedDecoder.load(folder, stored_dtype(vocabulary.config))
+        except MismatchError as fault:
+            return [], fault.what
+    for way in ways:
+        way.tensors.setdefault(LM_HEAD, vocabulary.lm_head)
+    try:
+        answers = answered(loaded, folder, text or demo_prompts(), track=track)
+    except (EmptyInputError, MismatchError) as fault:
+        return [], fault.what
+    except TemplateError as fault:
+        if TargetTokenizer(folder).templates:
+            return [], fault.what
+        if text is None:
+            return [], f"{fault.what}; text given by --text is replayed all the same"
+        try:
+            answers = continued(loaded, folder, text, track=track)
+        except EmptyInputError as empty:
+            return [], empty.what
+    return replay(ways, loaded, vocabulary, answers, track), ""
+
+
+def larger_than_memory(folder: str | Path) -> str:
+    """Why a target cannot be loaded on this machine; nothing where it may be."""
+    size = sum(path.stat().st_size for path in Path(folder).glob("*.safetensors"))
+    memory = (
+        torch.cuda.get_device_properties(0).total_memory
+        if torch.cuda.is_available()
+        else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    )
+    if size < memory:
+        return ""
+    return f"the target's {size / 1e9:.0f} GB are more than the {memory / 1e9:.0f} GB of memory"
+
+
+def meanings(folder: str | Path, target: TargetShape) -> list[HeadReading]:
+    """The head in a folder as its config declares it, or in each meaning that fits this target.
+
+    Raises what `read_head` raises, and MismatchError where no meaning fits.
+    """
+    checkpoint = open_checkpoint(folder)
+    ways: list[HeadReading] = []
+    misfits: list[MismatchError] = []
+    for chosen in product(*(one.meanings.items() for one in ambiguities(checkpoint))):
+        settings = checkpoint.settings | {
+            key: value for _, keys in chosen for key, value in keys.items()
+        }
+        try:
+            config, tensors = judged_head(folder, replace(checkpoint, settings=settings), target)
+            refuse(folder, shape_faults(config, target))
+        except MismatchError as fault:
+            misfits.append(fault)
+        else:
+            name = MEANINGS.join(name for name, _ in chosen) or DECLARED
+            ways.append(HeadReading(name, config, tensors_of(tensors)))
+    if not ways:
+        raise misfits[0]
+    return ways

@@ -7,15 +7,16 @@ transformers and is loaded for them alone.
 from __future__ import annotations
 
 import importlib
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from eyas.errors import MismatchError
 from eyas.model.architecture import TargetConfig
 from eyas.model.arrangement import arranged, published_names
-from eyas.model.arrays import Array
+from eyas.model.arrays import Array, refuse_nonfinite
 from eyas.model.config import TargetShape
-from eyas.model.weights import read_arrays
+from eyas.model.weights import array_sha256, read_arrays
 
 
 def target_shape(folder: str | Path) -> TargetShape:
@@ -28,6 +29,32 @@ def target_shape(folder: str | Path) -> TargetShape:
         foreign = _foreign()
         shape: TargetShape = foreign.shape_of(foreign.transformers_config(folder), folder)
         return shape
+
+
+@dataclass(frozen=True, slots=True)
+class StoredMatrices:
+    """What a head borrows from its target: embed_tokens and lm_head [V, Ht] as they are stored,
+    and the digest of the latter.
+    """
+
+    config: TargetShape
+    embed_tokens: Array
+    lm_head: Array
+    lm_head_sha256: str
+
+    @classmethod
+    def load(cls, folder: str | Path) -> StoredMatrices:
+        """Read the two matrices of a Hugging Face folder, and none of its layers.
+
+        Raises MissingInputError, CorruptError, MismatchError.
+        """
+        config = target_shape(folder)
+        embed_tokens, lm_head = target_matrices(folder, config)
+        matrices = {"embed_tokens": embed_tokens, "lm_head": lm_head}
+        if embed_tokens is lm_head:
+            del matrices["lm_head"]
+        refuse_nonfinite(folder, matrices)
+        return cls(config, embed_tokens, lm_head, array_sha256(lm_head))
 
 
 def refuse_unnamed(folder: str | Path, shape: TargetShape) -> None:

@@ -14,10 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from eyas.errors import ConfigError
-from eyas.model.arrays import refuse_nonfinite
 from eyas.model.config import TargetShape
-from eyas.model.weights import array_sha256
-from eyas.operators.shape import target_matrices, target_shape
+from eyas.operators.shape import StoredMatrices
 from eyas.operators.tensors import tensor_of
 
 # Of `TargetVocabulary.best`:
@@ -70,20 +68,15 @@ class TargetVocabulary:
 
         Raises MissingInputError, CorruptError, MismatchError.
         """
-        config = target_shape(folder)
-        arrays = target_matrices(folder, config)
-        matrices = {"embed_tokens": arrays[0], "lm_head": arrays[1]}
-        if arrays[0] is arrays[1]:
-            del matrices["lm_head"]
-        refuse_nonfinite(folder, matrices)
-        sha256 = array_sha256(arrays[1])
-        embed_tokens, stored = map(tensor_of, arrays)
+        read = StoredMatrices.load(folder)
+        config, stored = read.config, tensor_of(read.lm_head)
         lm_head, short = stored.to(dtype), None
         if config.logit_scale != 1.0:
             lm_head = lm_head * config.logit_scale
         elif stored.dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported():
             short = stored
-        return cls(config, embed_tokens.to(dtype), lm_head, sha256, short)
+        embed_tokens = tensor_of(read.embed_tokens).to(dtype)
+        return cls(config, embed_tokens, lm_head, read.lm_head_sha256, short)
 
     def logits(self, hidden_RH: Tensor) -> Tensor:
         """What the target says after last hidden states [R, Ht]: its logits [R, V]."""
