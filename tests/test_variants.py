@@ -113,6 +113,16 @@ def test_a_shipped_library_that_cannot_be_loaded_is_said(no_cache, monkeypatch):
 
 
 @needs_native
+@pytest.mark.parametrize("variant", HERE, ids=lambda variant: variant.name)
+def test_a_compiler_takes_every_variant(variant):
+    compiler = variants.find_compiler()
+    if compiler is None:
+        pytest.skip("there is no C++ compiler")
+    flags = [*variants.FLAGS, *variant.flags, "-fsyntax-only"]
+    done = subprocess.run([compiler, *flags, str(variants.MAIN)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
 @pytest.mark.parametrize("variant", variants.VARIANTS, ids=lambda variant: variant.name)
 def test_kernels_of_every_variant_give_the_same(variant):
     """`tests/kernels.cpp`, on this processor or, for ARM, as Debian's qemu-user runs it. Only sums

@@ -113,6 +113,11 @@ def version_of(compiler: str) -> str:
     return call.stdout
 
 
+def file_of(variant: Variant, compiler: str, main: Path = MAIN) -> str:
+    """What `built` calls a library. Raises OSError, CalledProcessError."""
+    return f"{main.stem}-{variant.name}-{stamp(variant, main, version_of(compiler))}.so"
+
+
 def built(
     variant: Variant,
     compiler: str,
@@ -123,8 +128,7 @@ def built(
     """The variant's library in a folder, compiled unless it is there, by this compiler. Raises
     OSError, CalledProcessError.
     """
-    key = stamp(variant, main, version_of(compiler))
-    library = folder / f"{main.stem}-{variant.name}-{key}.so"
+    library = folder / file_of(variant, compiler, main)
     if library.exists():
         return library
     say(f"building the native library {library}, once: half a minute or more")
