@@ -27,7 +27,7 @@ ROOMS = {
     "engine": (163, "exact speculative decoding: scheduler, rounds, drafters, policy, sampling"),
     "model": (195, "target and head on NumPy: configs, checkpoints, the native library's calls"),
     "operators": (86, "what PyTorch computes: the head that trains, features"),
-    "cpp": (258, "the native decoder"),
+    "cpp": (262, "the native decoder"),
     "serve": (171, "the HTTP server"),
     "privacy": (156, "personal data and secrets: search, surrogates, key"),
     "features": (125, "the target's answers and its hidden states"),

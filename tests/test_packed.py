@@ -15,13 +15,13 @@ import torch
 from torch import Tensor
 
 from eyas.errors import CorruptError, MismatchError, MissingInputError
-from eyas.gguf.blocks import HALVES, KINDS, BlockMatrix, Kind
+from eyas.gguf.blocks import HALVES, KINDS, PLAIN, BlockMatrix, Kind, refuse_other_kinds
 from eyas.gguf.folder import LINK
 from eyas.hub import resolve_target
 from eyas.model import library
 from eyas.model.architecture import TargetConfig
 from eyas.model.arrangement import arranged
-from eyas.model.arrays import FLOAT32, Array
+from eyas.model.arrays import BFLOAT16, FLOAT32, Array
 from eyas.model.native import NativeTarget
 from eyas.model.packed import PackedLinear, Packing, joined_linear, parts_of
 from eyas.model.rows import PagedCache, prompt_rows
@@ -34,7 +34,7 @@ from eyas.operators.tensors import array_of, read_tensors
 from tests.architectures import ARCHITECTURES, save_architecture
 from tests.gguf_files import gguf_file
 from tests.oracle.rows import TensorCache, TensorRows
-from tests.quantised_twin import QuantisedLinear, taken_apart, twin_layers
+from tests.quantised_twin import QuantisedLinear, fma, taken_apart, twin_layers
 from tests.test_cli import assert_one_clear_error, run_eyas
 from tests.test_native import (
     DTYPES,
@@ -141,6 +141,28 @@ def test_products_are_the_twins_to_the_bit(kind):
                 for M in ROWS:
                     x = inputs(M, K)
                     assert torch.equal(product(packed, x, N, count), twin.float(x))
+
+
+@needs_native
+@pytest.mark.parametrize("kind", PLAIN, ids=lambda kind: kind.name)
+def test_numbers_without_scales_are_multiplied_as_they_are(kind):
+    """Rows of bfloat16 with weights that are not rounded to it: every output is one sum over the
+    inputs in ascending order, rounded once for each.
+    """
+    values = np.random.default_rng(0).standard_normal((37, 45)).astype(np.float32)
+    one = BlockMatrix(kind, np.ascontiguousarray(gguf.quantize(values, kind)).view(np.uint8))
+    how = Packing(BFLOAT16, 2, False, {"lm_head.weight": one})
+    packed, weights = joined_linear({}, ["lm_head"], how), torch.from_numpy(one.dequantised())
+    for M in (1, 3, 7, 13):
+        x = inputs(M, 45).bfloat16().float()
+        expected = torch.zeros(M, 37)
+        for k in range(45):
+            expected = fma(x[:, k, None], weights[:, k], expected)
+        found = product(packed, x, 37)
+        if kind == Kind.BF16:  # by pairs
+            torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4 * float(x.abs().max()))
+        else:
+            assert torch.equal(found, expected)
 
 
 @needs_native
@@ -362,7 +384,7 @@ def test_a_file_is_run_as_it_is(tmp_path, tiny, kind):
 def test_what_cannot_be_run_packed_is_refused(tmp_path, tiny):
     with pytest.raises(MismatchError, match="not made from a GGUF file"):
         Target.load(tiny, "packed")
-    file = gguf_file(tiny, tmp_path / "half.gguf", Kind.F16)
+    file = gguf_file(tiny, tmp_path / "half.gguf", Kind.BF16)
     with pytest.raises(MismatchError, match="no matrix in Q4_0"):
         Target.load(resolve_target(str(file)), "packed")
     file = gguf_file(tiny, tmp_path / "tiny.gguf", Kind.Q8_0)
@@ -375,6 +397,16 @@ def test_what_cannot_be_run_packed_is_refused(tmp_path, tiny):
         Target.load(folder, "packed")
 
 
+def test_a_type_without_a_product_is_refused_by_name():
+    few = {
+        "a": BlockMatrix(Kind.IQ2_XS, np.zeros((4, 74), np.uint8)),
+        "b": BlockMatrix(Kind.TQ1_0, np.zeros((4, 54), np.uint8)),
+        "c": matrix(Kind.Q4_K, 4, 256),
+    }
+    with pytest.raises(MismatchError, match="holds matrices in IQ2_XS, TQ1_0"):
+        refuse_other_kinds(few)
+
+
 @pytest.mark.parametrize(
     ("kind", "at", "scale"), [(Kind.Q4_1, 3, 0x7C), (Kind.Q6_K, 209, 0xFC), (Kind.MXFP4, 0, 255)]
 )
@@ -382,7 +414,7 @@ def test_a_scale_that_is_no_number_is_refused(kind, at, scale):
     one = matrix(kind, 16, 256)
     one.data[5, at] = scale
     with pytest.raises(CorruptError, match=r"lm_head\.weight: 1 of .* NaN or infinite"):
-        joined_linear({}, ["lm_head"], Packing(torch.bfloat16, 1, False, {"lm_head.weight": one}))
+        joined_linear({}, ["lm_head"], Packing(BFLOAT16, 1, False, {"lm_head.weight": one}))
 
 
 @pytest.mark.usefixtures("cache")

@@ -27,7 +27,13 @@ HALVES = {
     **{Kind.Q3_K: (108,), Kind.Q4_K: (0, 2), Kind.Q5_K: (0, 2), Kind.Q6_K: (208,)},
 }
 KINDS = tuple(HALVES)
-PLAIN = (Kind.F32, Kind.F16, Kind.BF16)  # numbers without scales
+# Numbers without scales, and the bits that are all 1 of one that is NaN or infinite.
+EXPONENTS: dict[Kind, np.uint16 | np.uint32] = {
+    Kind.F32: np.uint32(0x7F800000),
+    Kind.F16: np.uint16(0x7C00),
+    Kind.BF16: np.uint16(0x7F80),
+}
+PLAIN = tuple(EXPONENTS)
 BLOCK = 32
 # The largest scale of MXFP4 that all of its numbers stay finite with; 255 is NaN.
 LARGEST_POWER = 252
@@ -81,32 +87,37 @@ class BlockMatrix:
         release(self.stored)
 
     def refuse_nonfinite(self, name: str) -> None:
-        """Raise CorruptError for a scale that is NaN or infinite, of a format of KINDS."""
+        """Raise CorruptError for a scale, or of PLAIN a number, that is NaN or infinite."""
         units = self.data.reshape(-1, gguf.GGML_QUANT_SIZES[self.kind][1])
         bad = units[:, 0] > LARGEST_POWER if self.kind == Kind.MXFP4 else np.zeros(1, bool)
-        for at in HALVES[self.kind]:
+        for at in HALVES.get(self.kind, ()):
             bad = bad | (units[:, at + 1] & 0x7C == 0x7C)
+        if self.kind in EXPONENTS:
+            exponent = EXPONENTS[self.kind]
+            bad = units.view(exponent.dtype) & exponent == exponent
         if count := int(bad.sum()):
             what = f"{name}: {count} of {len(units)} blocks have a scale that is NaN or infinite"
             raise CorruptError(what, DAMAGED)
 
 
 def are_multiplied(kinds: Collection[str]) -> bool:
-    """Whether matrices of types of these names can be multiplied as they lie in a file."""
-    known = {kind.name for kind in KINDS}
-    return not known.isdisjoint(kinds) and known | {kind.name for kind in PLAIN} >= set(kinds)
+    """Whether matrices of types of these names are multiplied as they lie in a file: all can be,
+    and bfloat16 or float32 alone are not all of them.
+    """
+    plain = {Kind.F32.name, Kind.BF16.name}
+    return not plain >= set(kinds) and {kind.name for kind in (*KINDS, *PLAIN)} >= set(kinds)
 
 
 def refuse_other_kinds(matrices: Mapping[str, BlockMatrix]) -> None:
-    """Raise MismatchError unless the matrices of a file can be multiplied as they lie in it."""
+    """Raise MismatchError unless the matrices of a file are multiplied as they lie in it."""
     kinds = {matrix.kind.name for matrix in matrices.values()}
     if not are_multiplied(kinds):
-        names = ", ".join(kind.name for kind in KINDS)
+        known = ", ".join(kind.name for kind in (*KINDS, Kind.F16))
         others = sorted(kinds - {kind.name for kind in (*KINDS, *PLAIN)})
-        what = f"matrices in {', '.join(others)}" if others else f"no matrix in {names}"
+        what = f"matrices in {', '.join(others)}" if others else f"no matrix in {known}"
         raise MismatchError(
             f"the GGUF file holds {what}",
-            f"dtype packed is for files in {names}: leave it out, or take another file",
+            f"dtype packed is for files in {known}: leave it out, or take another file",
         )
 
 

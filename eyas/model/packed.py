@@ -17,7 +17,8 @@ from typing import Any
 
 import numpy as np
 
-from eyas.gguf.blocks import BLOCK, BlockMatrix, eight_bit_blocks
+from eyas.gguf.blocks import BLOCK, KINDS, PLAIN, BlockMatrix, eight_bit_blocks
+from eyas.gguf.file import Kind
 from eyas.model.architecture import LayerKind
 from eyas.model.arrays import BFLOAT16, FLOAT32, Array, Arrays, cast, fits_bfloat16
 from eyas.model.library import address, library
@@ -26,7 +27,8 @@ from eyas.model.threads import num_threads
 from eyas.model.weights import LazyArrays
 
 Part, Weights, Layer = (STRUCTS[name] for name in ("Part", "Weights", "Layer"))
-FULL, PLAIN, SQUEEZED = 0, 1, 2  # how weights are packed: float32, bfloat16, bfloat16 in 12 bits
+# how weights are packed: float32, bfloat16, bfloat16 in 12 bits, half precision
+FULL, SHORT, SQUEEZED, HALF = 0, 1, 2, 3
 # bytes in bfloat16: fewer stay in the caches, where unpacking takes longer than reading more
 SQUEEZED_FROM = 1 << 24
 
@@ -84,7 +86,7 @@ class PackedLinear:
         is_short = dtype == BFLOAT16 or all(map(fits_bfloat16, weights))
         stored = BFLOAT16 if is_short else FLOAT32
         parts = [np.ascontiguousarray(cast(weight, stored)) for weight in weights]
-        kind = FULL if not is_short else SQUEEZED if squeezed else PLAIN
+        kind = FULL if not is_short else SQUEEZED if squeezed else SHORT
         of = [Part(address(part), len(part), kind) for part in parts]
         return cls._stacked(library().eyas_linear, of, parts[0].shape[1], biases, threads, gated)
 
@@ -106,6 +108,23 @@ class PackedLinear:
         ]
         K = matrices[0].shape[1]
         return cls._stacked(library().eyas_quantised, of, K, biases, threads, gated)
+
+    @classmethod
+    def of_numbers(
+        cls,
+        matrices: Sequence[BlockMatrix],
+        biases: Sequence[Array],
+        how: Packing,
+        gated: bool = False,
+    ) -> PackedLinear:
+        """From numbers without scales of a GGUF file, each as it is. Raises MemoryError."""
+        if how.dtype == BFLOAT16 and {matrix.kind for matrix in matrices} == {Kind.F16}:
+            parts = [matrix.data for matrix in matrices]
+            of = [Part(address(part), len(part), HALF) for part in parts]
+            K = matrices[0].shape[1]
+            return cls._stacked(library().eyas_linear, of, K, biases, how.threads, gated)
+        values = [matrix.dequantised() for matrix in matrices]
+        return cls.of_arrays(values, biases, FLOAT32, how.threads, how.squeezed, gated)
 
     @classmethod
     def _stacked(
@@ -134,7 +153,7 @@ def parts_of(blocks: Blocks, names: Sequence[str], gated: bool = False) -> list[
     as blocks: one is in a format without a product, or their formats meet inside 16 outputs.
     """
     found = [blocks[name] for name in names if name in blocks]
-    if len(found) < len(names):
+    if len(found) < len(names) or any(part.kind not in KINDS for part in found):
         return None
     if len({part.kind for part in found}) > 1 and (
         gated or any(part.shape[0] % LANES for part in found[:-1])
@@ -234,25 +253,26 @@ def joined_linear(
     """
     weights = [f"{name}.weight" for name in names]
     biases = [tensors[f"{name}.bias"] for name in names if f"{name}.bias" in tensors]
-    parts = parts_of(how.blocks, weights, gated)
-    if parts is not None:
-        for name, part in zip(weights, parts, strict=True):
-            part.refuse_nonfinite(name)
+    of_file = {name: how.blocks[name] for name in weights if name in how.blocks}
+    for name, part in of_file.items():
+        part.refuse_nonfinite(name)
+    stored = list(of_file.values())
+    if (parts := parts_of(how.blocks, weights, gated)) is not None:
         packed = PackedLinear.of_blocks(parts, biases, how.threads, gated)
-        for part in parts:
-            part.release()
-        return packed
-    own = [tensors[name] for name in weights]
-    return PackedLinear.of_arrays(own, biases, how.dtype, how.threads, how.squeezed, gated)
+    elif len(stored) == len(weights) and all(part.kind in PLAIN for part in stored):
+        packed = PackedLinear.of_numbers(stored, biases, how, gated)
+    else:
+        own = [tensors[name] for name in weights]
+        packed = PackedLinear.of_arrays(own, biases, how.dtype, how.threads, how.squeezed, gated)
+    for part in stored:
+        part.release()
+    return packed
 
 
 def rows_of_embeddings(embed_tokens: Array | BlockMatrix) -> tuple[Array, int]:
-    """The rows as the library reads them, and how it does: 0 float32, 1 bfloat16, else a number of
-    ggml's.
-    """
+    """The rows as the library reads them, and how it does: by ggml's number of their type."""
     if isinstance(embed_tokens, BlockMatrix):
         return embed_tokens.data, int(embed_tokens.kind)
     is_short = embed_tokens.dtype == BFLOAT16
-    return np.ascontiguousarray(cast(embed_tokens, BFLOAT16 if is_short else FLOAT32)), int(
-        is_short
-    )
+    rows = np.ascontiguousarray(cast(embed_tokens, BFLOAT16 if is_short else FLOAT32))
+    return rows, int(Kind.BF16 if is_short else Kind.F32)

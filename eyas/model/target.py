@@ -18,7 +18,7 @@ import numpy as np
 
 from eyas.errors import MismatchError
 from eyas.families import FAMILIES
-from eyas.gguf.blocks import KINDS, BlockMatrix, refuse_other_kinds
+from eyas.gguf.blocks import KINDS, PLAIN, BlockMatrix, refuse_other_kinds
 from eyas.gguf.checkpoint import lies_in_file, matrices_apart
 from eyas.model.architecture import ELSEWHERE, TargetConfig
 from eyas.model.arrangement import arranged
@@ -241,7 +241,7 @@ class TargetWeights:
     @property
     def products(self) -> dict[str, BlockMatrix]:
         """The matrices that are multiplied in a GGUF file's own formats."""
-        return {name: one for name, one in self._matrices.items() if one.kind in KINDS}
+        return {name: one for name, one in self._matrices.items() if one.kind in (*KINDS, *PLAIN)}
 
     def lm_head_sha256(self) -> str:
         """Of what is stored."""

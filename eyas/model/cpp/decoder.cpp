@@ -97,24 +97,38 @@ int64_t eyas_linear_bytes(const Product* product) { return static_cast<int64_t>(
 
 int64_t eyas_multiply(const Product* product, const ProductCall* call) {
   return locked([&]() -> int64_t {
-    if (!product->is_quantised) return kBadRow;
-    const auto& weights = static_cast<const QuantisedProduct&>(*product);
-    const int M = static_cast<int>(call->M), T = static_cast<int>(call->threads),
-              units = weights.K / kBlockInputs, stride = weights.blocks * kLanes;
+    const int K = product->K, stride = product->blocks * kLanes, pitch = round_up(K, 2);
+    const int M = static_cast<int>(call->M), T = static_cast<int>(call->threads);
+    const RowBlocks rows{nullptr, K / kBlockInputs, M};
     Buffer<RowBlock> blocks;
-    const RowBlocks rows{blocks.reserve(static_cast<size_t>(M) * units + kAmxRows), units, M};
-    for (int m = 0; m < M; ++m)
-      quantise_row<Fp32>(call->x + static_cast<size_t>(m) * weights.K, rows, m);
+    Buffer<bf16> plain;
+    if (product->is_quantised) {
+      const RowBlocks made{blocks.reserve(static_cast<size_t>(M) * rows.blocks + kAmxRows),
+                           rows.blocks, M};
+      for (int m = 0; m < M; ++m)
+        quantise_row<Fp32>(call->x + static_cast<size_t>(m) * K, made, m);
+    } else {
+      bf16* to = plain.reserve(static_cast<size_t>(M) * pitch + kLanes);
+      for (int m = 0; m < M; ++m)
+        for (int k = 0; k < K; k += kLanes)
+          Bf16::store(to + m * pitch + k, first_lanes(K - k),
+                      Fp32::load(call->x + static_cast<size_t>(m) * K + k, first_lanes(K - k)));
+    }
     const size_t of_thread = static_cast<size_t>(M) * kPanelColumns;
     std::vector<float> sums(T * of_thread);
     Pool::shared().run(T, [&](int t) {
-      multiply_quantised(weights, nullptr, rows, t, T, sums.data() + t * of_thread,
-                         [&](const Panel& panel, const float* out) {
-                           for (int m = 0; m < M; ++m)
-                             std::memcpy(call->y + m * stride + panel.first * kLanes,
-                                         out + m * kPanelColumns,
-                                         panel.width * kLanes * sizeof(float));
-                         });
+      const auto put = [&](const Panel& panel, const float* out) {
+        for (int m = 0; m < M; ++m)
+          std::memcpy(call->y + m * stride + panel.first * kLanes, out + m * kPanelColumns,
+                      panel.width * kLanes * sizeof(float));
+      };
+      float* own = sums.data() + t * of_thread;
+      if (product->is_quantised)
+        multiply_quantised(static_cast<const QuantisedProduct&>(*product), nullptr,
+                           RowBlocks{blocks.get(), rows.blocks, M}, t, T, own, put);
+      else
+        multiply<Bf16>(static_cast<const Linear&>(*product), nullptr, plain.get(), pitch, M, t, T,
+                       own, put);
     });
     return kDone;
   });

@@ -196,7 +196,8 @@ struct Growth {
   const void* features;
 };
 
-// One quantised product by itself: x [M, K] to y [M, 16 * blocks].
+// One product by itself, of rows that are quantised or else rounded to bf16: x [M, K] to
+// y [M, 16 * blocks].
 struct ProductCall {
   const float* x;
   float* y;

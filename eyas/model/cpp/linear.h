@@ -21,7 +21,8 @@
 #include "amx.h"
 #include "panels.h"
 
-enum class Packed : int { fp32 = 0, bf16 = 1, squeezed = 2 };
+// half: of half precision, multiplied as floats.
+enum class Packed : int { fp32 = 0, bf16 = 1, squeezed = 2, half = 3 };
 
 constexpr int kChunkPairs =
     128;  // 32 KB of a panel: its second and further tiles of rows find it in a cache
@@ -39,7 +40,7 @@ struct Ahead {
 
 class Linear final : public Product {
  public:
-  // parts: [rows, K] matrices stacked, in fp32 or bf16; gated: two parts whose blocks alternate.
+  // parts: [rows, K] matrices stacked, of one kind; gated: two parts whose blocks alternate.
   // bias: of all rows, or null.
   Linear(const std::vector<Source>& parts, int K, Packed kind, bool gated, const float* bias,
          int threads)
@@ -51,7 +52,7 @@ class Linear final : public Product {
         lines.push_back(static_cast<const uint8_t*>(part.data) +
                         static_cast<size_t>(row) * K * element());
     if (kind == Packed::squeezed && !choose_upper(lines)) this->kind = Packed::bf16;
-    by_amx = kind != Packed::fp32 && K % (2 * kAmxPairs) == 0 && has_amx();
+    by_amx = !by_input() && K % (2 * kAmxPairs) == 0 && has_amx();
     place(threads);
     data_ = Arena::take(num_bytes_);
     std::vector<std::vector<std::vector<Rare>>> rare(panels.size());
@@ -72,7 +73,7 @@ class Linear final : public Product {
   size_t chunk_bytes(int pairs_of_chunk, int width) const {
     const size_t lines = static_cast<size_t>(pairs_of_chunk) * width;
     return kind == Packed::squeezed ? (lines + 3) / 4 * 192
-                                    : lines * (kind == Packed::bf16 ? 64 : 128);
+                                    : lines * (kind == Packed::fp32 ? 128 : 64);
   }
 
   const uint8_t* chunk(const Panel& panel, int index) const {
@@ -122,6 +123,8 @@ class Linear final : public Product {
     bf16 weight;
   };
 
+  // A line of 16 columns for each input; else pairs of bf16.
+  bool by_input() const { return kind == Packed::fp32 || kind == Packed::half; }
   size_t element() const { return kind == Packed::fp32 ? 4 : 2; }
 
   // The table of upper bytes, from a sample. False when too many weights have another one.
@@ -165,9 +168,8 @@ class Linear final : public Product {
           const int k = 2 * p + i;
           const T value = row < 0 || k >= K ? T(0) : reinterpret_cast<const T*>(lines[row])[k];
           const size_t block = static_cast<size_t>(p - begin) * panel.width + c / kLanes;
-          // bf16: the pair side by side, for one instruction; fp32: one line of 16 columns for each
-          // input.
-          to[block * 32 + (sizeof(T) == 2 ? c % kLanes * 2 + i : i * kLanes + c % kLanes)] = value;
+          // bf16: the pair side by side, for one instruction
+          to[block * 32 + (by_input() ? i * kLanes + c % kLanes : c % kLanes * 2 + i)] = value;
         }
       }
   }
@@ -182,7 +184,7 @@ class Linear final : public Product {
       rare.emplace_back();
       if (kind == Packed::fp32)
         pack_as(reinterpret_cast<float*>(to), panel, first, end, column_rows, lines);
-      else if (kind == Packed::bf16)
+      else if (kind != Packed::squeezed)
         pack_as(reinterpret_cast<bf16*>(to), panel, first, end, column_rows, lines);
       else {
         std::vector<bf16> plain((static_cast<size_t>(end - first) * panel.width + 3) / 4 * 128);
@@ -323,7 +325,7 @@ void tile(const typename A::T* x, size_t stride, const uint8_t* weights, int pai
   for (int r = 0; r < R; ++r)
     for (int w = 0; w < W; ++w)
       sum[r][w] = fresh ? Vec{} : load(sums + r * kPanelColumns + w * kLanes);
-  constexpr size_t unit = kind == Packed::bf16 ? 64 : 128;
+  constexpr size_t unit = kind == Packed::fp32 ? 128 : 64;
   const int bursts = (pairs + kBurstPairs - 1) / kBurstPairs;
   const size_t burst = (ahead.lines + bursts - 1) / bursts * 64;
   for (int first = 0; first < pairs; first += kBurstPairs) {
@@ -331,7 +333,7 @@ void tile(const typename A::T* x, size_t stride, const uint8_t* weights, int pai
     ahead.from += burst;
     const int past = std::min(pairs, first + kBurstPairs);
     for (int p = first; p < past; ++p, weights += W * unit) {
-      if constexpr (A::is_bf16) {
+      if constexpr (A::is_bf16 && kind == Packed::bf16) {
         Bits w[W];
         for (int i = 0; i < W; ++i) w[i] = load_bits(weights + i * 64);
 #pragma GCC unroll 8
@@ -346,6 +348,8 @@ void tile(const typename A::T* x, size_t stride, const uint8_t* weights, int pai
           for (int i = 0; i < W; ++i) {
             if constexpr (kind == Packed::fp32) {
               w[i] = load(reinterpret_cast<const float*>(weights + i * 128) + odd * kLanes);
+            } else if constexpr (kind == Packed::half) {
+              w[i] = from_half_precision(load_halves(weights + i * 64 + odd * 32));
             } else {
               const Bits pair = load_bits(weights + i * 64);
               w[i] = odd ? odd_of_pairs(pair) : even_of_pairs(pair);
@@ -353,7 +357,7 @@ void tile(const typename A::T* x, size_t stride, const uint8_t* weights, int pai
           }
 #pragma GCC unroll 8
           for (int r = 0; r < R; ++r) {
-            const Vec a = splat(x[r * stride + 2 * p + odd]);
+            const Vec a = splat(A::number(x[r * stride + 2 * p + odd]));
             for (int i = 0; i < W; ++i) sum[r][i] = fma(a, w[i], sum[r][i]);
           }
         }
@@ -376,10 +380,8 @@ Tile<A> tile_of(int rows, int width) {
 
 template <class A>
 Tile<A> tile_of(Packed kind, int rows, int width) {
-  if constexpr (A::is_bf16)
-    return tile_of<A, Packed::bf16>(rows, width);
-  else
-    return kind == Packed::fp32 ? tile_of<A, Packed::fp32>(rows, width)
+  return kind == Packed::fp32   ? tile_of<A, Packed::fp32>(rows, width)
+         : kind == Packed::half ? tile_of<A, Packed::half>(rows, width)
                                 : tile_of<A, Packed::bf16>(rows, width);
 }
 

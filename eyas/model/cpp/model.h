@@ -51,7 +51,7 @@ INLINE void with_activation(int64_t activation, Use&& use) {
 }
 
 // What rows of embeddings are stored as; above these, ggml's formats.
-constexpr int64_t kEmbedBf16 = 1;
+constexpr int64_t kEmbedFp32 = 0, kEmbedHalf = 1, kEmbedBf16 = 30;  // ggml's numbers
 constexpr int kMaxTopk = 16, kTopChunk = 512, kOwnNorms = 8, kMaxKernel = 16;
 constexpr float kCutOff = -40;  // added to logits that min_p cuts
 
@@ -582,8 +582,9 @@ bool Model<A>::has_quantised() const {
 template <class A>
 void Model<A>::embed(int64_t token, float* to) const {
   const Vec size = splat(factors_.embed);
-  if (shape_.embed_kind > kEmbedBf16) {
-    const Format format = static_cast<Format>(shape_.embed_kind);
+  const int64_t kind = shape_.embed_kind;
+  if (kind != kEmbedFp32 && kind != kEmbedHalf && kind != kEmbedBf16) {
+    const Format format = static_cast<Format>(kind);
     dequantise_row(
         format, static_cast<const uint8_t*>(outer_.embed) + token * row_bytes(format, H_), H_, to);
     for (int c = 0; c < H_; c += kLanes) store(to + c, size * load(to + c));
@@ -592,8 +593,10 @@ void Model<A>::embed(int64_t token, float* to) const {
   for (int c = 0; c < H_; c += kLanes) {
     const Lanes lanes = first_lanes(H_ - c);
     const size_t at = static_cast<size_t>(token) * H_ + c;
-    const Vec v = shape_.embed_kind == kEmbedBf16
-                      ? Bf16::load(static_cast<const bf16*>(outer_.embed) + at, lanes)
+    const auto* halves = static_cast<const bf16*>(outer_.embed) + at;
+    const Vec v = kind == kEmbedBf16 ? Bf16::load(halves, lanes)
+                  : kind == kEmbedHalf
+                      ? from_half_precision(load_halves(halves, lanes))
                       : Fp32::load(static_cast<const float*>(outer_.embed) + at, lanes);
     store(to + c, size * v);
   }

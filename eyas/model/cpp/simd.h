@@ -66,6 +66,12 @@ struct ClampedSilu {
 struct Bf16 {
   using T = bf16;
   static constexpr bool is_bf16 = true;
+  static INLINE float number(T x) {
+    const uint32_t bits = static_cast<uint32_t>(x) << 16;
+    float found;
+    std::memcpy(&found, &bits, 4);
+    return found;
+  }
   static INLINE void store(T* to, Vec x) { ::store(to, narrow(x)); }
   static INLINE void store(T* to, Lanes lanes, Vec x) { ::store(to, lanes, narrow(x)); }
   static INLINE Vec load(const T* from) { return widen(load_halves(from)); }
@@ -75,6 +81,7 @@ struct Bf16 {
 struct Fp32 {
   using T = float;
   static constexpr bool is_bf16 = false;
+  static INLINE float number(T x) { return x; }
   static INLINE void store(T* to, Vec x) { ::store(to, x); }
   static INLINE void store(T* to, Lanes lanes, Vec x) { ::store(to, lanes, x); }
   static INLINE Vec load(const T* from) { return ::load(from); }
