@@ -44,6 +44,7 @@ from pathlib import Path
 from typing import Any
 
 import held_out
+import numpy as np
 import safetensors.torch
 import torch
 from peers import (
@@ -65,7 +66,8 @@ from eyas.export.engines import ENGINES
 from eyas.model.config import HeadConfig
 from eyas.model.dialects import CONFIG_JSON, FC_NORMS, LAYER_IDS
 from eyas.model.target import Target
-from eyas.operators.tensors import read_head
+from eyas.model.threads import set_num_threads
+from eyas.operators.tensors import read_head, tensor_of
 from eyas.tau import tau_interval
 
 DTYPE = "float32"
@@ -148,7 +150,8 @@ def plain_head(
     """
     inverse_3, count = torch.zeros(3), 0
     for prompt in prompts:
-        aux_T3H = target.features(torch.tensor([prompt]))[0][0, 1:].float().unflatten(-1, (3, -1))
+        aux_hidden, _ = target.features(np.array([prompt]))
+        aux_T3H = tensor_of(aux_hidden)[0, 1:].float().unflatten(-1, (3, -1))
         inverse_3 += aux_T3H.square().mean(-1).rsqrt().sum(0)
         count += len(aux_T3H)
     columns = tensors["fc.weight"].float().chunk(3, dim=1)
@@ -303,8 +306,8 @@ class Run:
         shared = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], both))
         end = end_token(self.models["target"])
         one, other = (answer[shared] if shared < len(answer) else end for answer in (own, theirs))
-        logits_V = self.target.logits(torch.tensor([prompt + own[:shared]]))[0, -1]
-        return "tie" if float((logits_V[one] - logits_V[other]).abs()) < TIE else "other"
+        logits_V = self.target.logits(np.array([prompt + own[:shared]]))[0, -1]
+        return "tie" if abs(float(logits_V[one] - logits_V[other])) < TIE else "other"
 
 
 def tau_figures(answers: list[dict[str, Any]]) -> dict[str, Any]:
@@ -397,7 +400,7 @@ def prepared(args: argparse.Namespace, work: Path) -> Run:
 
 def main() -> None:
     args = parse()
-    torch.set_num_threads(args.threads)
+    set_num_threads(args.threads)
     wanted = [
         arm
         for arm in arms(args.num_draft_steps, args.broken)

@@ -38,7 +38,7 @@ from eyas.model.dialects import EMBED_TOKENS, LAYER, LM_HEAD, Form
 from eyas.model.forms import Verifier
 from eyas.model.target import Target
 from eyas.model.weights import weight_files
-from eyas.operators.tensors import read_head, write_head
+from eyas.operators.tensors import array_of, arrays_of, read_head, tensor_of, write_head
 from eyas.operators.vocab import TargetVocabulary
 
 IDS = "eagle_aux_hidden_state_layer_ids"
@@ -159,7 +159,7 @@ def in_shards_too(folder: Path, change: Callable[[Tensor], Tensor] = lambda tens
     """The weights in shards beside the one file, fc changed."""
     tensors = safetensors.torch.load_file(folder / "model.safetensors")
     tensors["fc.weight"] = change(tensors["fc.weight"])
-    for name, data in weight_files(tensors, SHARD_BYTES).items():
+    for name, data in weight_files(arrays_of(tensors), SHARD_BYTES).items():
         (folder / name).write_bytes(data)
     return folder
 
@@ -320,7 +320,9 @@ class Bench:
     def written(self, config: HeadConfig, tensors: Tensors, form: Form) -> Path:
         """A sound head in a new folder."""
         embed_tokens = (
-            self.vocabulary.embed_tokens.to(tensors["fc.weight"].dtype) if form == "vllm" else None
+            array_of(self.vocabulary.embed_tokens.to(tensors["fc.weight"].dtype))
+            if form == "vllm"
+            else None
         )
         verifier = Verifier("builtin", ("LlamaForCausalLM",), embed_tokens)
         folder = self.scratch / str(next(self.numbers))
@@ -337,7 +339,7 @@ class Bench:
         except MismatchError:
             return linted, []
         for way in ways:
-            way.tensors.setdefault(LM_HEAD, self.target.lm_head)
+            way.tensors.setdefault(LM_HEAD, tensor_of(self.target.lm_head))
         replayed = replay(ways, self.target, self.vocabulary, self.answers)
         heard = verdict([], replayed)
         found = [one for one in verdict(linted, replayed) if one.level != "note"]

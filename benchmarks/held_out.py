@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import fsspec
-import torch
 
 from eyas import hub
 from eyas.artifact import Artifact, identity
@@ -24,6 +23,7 @@ from eyas.engine.request import Request, SamplingParams
 from eyas.features.capture import CaptureConfig, capture
 from eyas.features.generate import GenerateConfig, generate
 from eyas.log import progress_bar
+from eyas.model.threads import num_threads
 from eyas.records import Prompt
 from eyas.shards import Features
 
@@ -133,7 +133,7 @@ def requests(
 
 
 def machine() -> str:
-    return f"{torch.get_num_threads()} threads, torch {torch.__version__}"
+    return f"{num_threads()} threads"
 
 
 def user_turns() -> list[str]:

@@ -30,7 +30,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import held_out
-import torch
+import numpy as np
 
 from eyas import hub
 from eyas.chat import Chat
@@ -38,8 +38,8 @@ from eyas.engine.draft import Draft
 from eyas.engine.engine import Engine, EngineConfig
 from eyas.engine.request import Request, SamplingParams
 from eyas.log import quiet
+from eyas.model.checkpoint import read_head
 from eyas.model.target import PAGE_SIZE, Target
-from eyas.operators.tensors import read_head
 
 MAX_LENGTH, MAX_STEPS = 320, 200_000
 STRESSES = [
@@ -153,8 +153,8 @@ def gap_at_parting(
     """
     ends = min(len(plain), len(stressed))
     place = next((i for i, (a, b) in enumerate(zip(plain, stressed, strict=False)) if a != b), ends)
-    logits_V = target.logits(torch.tensor([[*request.prompt_ids, *plain[:place]]]))[0, -1]
-    best, second = logits_V.float().topk(2).values.tolist()
+    logits_V = target.logits(np.array([[*request.prompt_ids, *plain[:place]]]))[0, -1]
+    second, best = np.sort(logits_V)[-2:].tolist()
     return place, best - second
 
 

@@ -48,7 +48,7 @@ from eyas.gguf.folder import is_gguf
 from eyas.model.config import HeadConfig, read_config
 from eyas.model.dialects import Form
 from eyas.model.forms import Verifier
-from eyas.operators.tensors import read_head, read_tensors, write_head
+from eyas.operators.tensors import array_of, read_head, read_tensors, write_head
 
 WORKERS = Path(__file__).parent / "peers"
 SGLANG_ON_A_CPU = {"PYTHONPATH": str(WORKERS / "sglang_cpu"), "SGLANG_USE_CPU_ENGINE": "1"}
@@ -183,7 +183,7 @@ def head_folders(
     for form in get_args(Form):
         if form == "eyas" or not engine_of(form).faults(config, tensors):
             holds_target = form != "eyas" and engine_of(form).target_embeddings
-            beside = embed_tokens if holds_target else None
+            beside = array_of(embed_tokens) if holds_target else None
             files = write_head(config, tensors, form, Verifier(target, architectures, beside))
             found[f"head_{form}"] = folder_of(files, work / f"{name}-head-{form}")
     return {**found, "layers_openvino": layers_info(config.taps)}

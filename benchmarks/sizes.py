@@ -49,6 +49,7 @@ from eyas import hub
 from eyas.engine.draft import Draft
 from eyas.engine.engine import Engine, EngineConfig
 from eyas.engine.request import Request, SamplingParams
+from eyas.model.checkpoint import read_head
 from eyas.model.rows import (
     FeatureCache,
     Growth,
@@ -59,7 +60,6 @@ from eyas.model.rows import (
     slots_of,
 )
 from eyas.model.target import PAGE_SIZE, Target
-from eyas.operators.tensors import read_head
 
 SECTIONS = ("plain", "rows", "draft", "synthetic")
 ROWS = (1, 2, 4, 8, 16, 32, 64)

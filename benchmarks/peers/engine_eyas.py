@@ -6,11 +6,11 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-import torch
 from wire import Decoded, serve, timed
 
 from eyas.engine.engine import Engine, EngineConfig
 from eyas.engine.request import Request, SamplingParams
+from eyas.model.threads import set_num_threads
 
 
 class Eyas:
@@ -19,7 +19,7 @@ class Eyas:
     """
 
     def __init__(self, settings: dict[str, Any]) -> None:
-        torch.set_num_threads(settings["threads"])
+        set_num_threads(settings["threads"])
         self.speculates = settings.get("speculation", "off") != "off"
         config = EngineConfig(
             max_batch=settings.get("max_batch", 1),
