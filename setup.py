@@ -37,7 +37,7 @@ COMPILER = variants.find_compiler()
 class Package(Distribution):
     def has_ext_modules(self) -> bool:
         """Whether the package is of this platform only."""
-        return COMPILER is not None
+        return COMPILER is not None and bool(variants.of_machine())
 
 
 class BuildLibraries(build_py):

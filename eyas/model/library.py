@@ -123,7 +123,7 @@ def _loaded() -> Native | str:
 def _no_variant() -> str:
     known = variants.of_machine()
     if not known:
-        return f"there is no library for {platform.machine()}"
+        return f"there is no library for {platform.system()} on {platform.machine()}"
     return f"the processor has no {known[-1].lacking(variants.processor_features())}"
 
 

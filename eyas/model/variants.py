@@ -73,7 +73,11 @@ VARIANTS = (_AMX, _BF16, _VNNI, _AVX512, _AVX2_VNNI, _AVX2, _NEON_BF16, _NEON)
 
 
 def of_machine(machine: str | None = None) -> list[Variant]:
-    """The variants for a kind of machine, this one's where none is named."""
+    """The variants for a kind of machine, this one's where none is named: the threads of cpp/pool.h
+    wait by a call of Linux.
+    """
+    if machine is None and platform.system() != "Linux":
+        return []
     found = (machine or platform.machine()).lower()
     names = {"amd64": "x86_64", "arm64": "aarch64"}
     return [one for one in VARIANTS if one.machine == names.get(found, found)]
