@@ -20,6 +20,7 @@ from eyas.errors import MismatchError
 from eyas.families import FAMILIES
 from eyas.gguf.blocks import KINDS, PLAIN, BlockMatrix, refuse_other_kinds
 from eyas.gguf.checkpoint import lies_in_file, matrices_apart
+from eyas.gguf.file import release
 from eyas.model.architecture import ELSEWHERE, TargetConfig
 from eyas.model.arrangement import arranged
 from eyas.model.arrays import BFLOAT16, FLOAT16, FLOAT32, Array, Arrays, cast, refuse_nonfinite
@@ -112,7 +113,10 @@ class Target:
         if dtype != "packed" and not lies_in_file(root):
             tensors = read_arrays(folder)
             refuse_nonfinite(folder, tensors)
-            return cls(config, tensors, dtype)
+            target = cls(config, tensors, dtype)
+            for tensor in tensors.values():  # packed by now; embeddings are read where they lie
+                release(tensor)
+            return target
         stored, vectors, matrices = matrices_apart(root)
         if dtype == "packed":
             refuse_other_kinds(matrices)
