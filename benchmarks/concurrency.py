@@ -13,6 +13,10 @@ same prompts, so that a busy minute hits all alike. FOLDER (by default ../shared
 tasks, none of them trained on: Spec-Bench's six, dialogues, word problems and commands
 (held_out.py).
 
+--starts 10 measures in place of speed, on our server and llama.cpp's in turns: seconds from the
+process's start until /health answers 200, by the clock and of CPU, and MB of memory (PSS) then and
+after an answer; medians.
+
 Prompts over MOST_CHARACTERS are left out. Writes rows.jsonl, summary.json and the report as page,
 Markdown and CSV into the output folder. The last line of stdout is one JSON.
 """
@@ -23,6 +27,7 @@ import argparse
 import json
 import os
 import random
+import statistics
 import subprocess
 import sys
 import time
@@ -82,15 +87,20 @@ def served(args: argparse.Namespace, arm: str) -> ServeConfig:
     )
 
 
-@contextmanager
-def llama_server(args: argparse.Namespace) -> Iterator[str]:
-    """The URL of llama.cpp's server on the target's file, once it answers."""
-    port, slots = free_port(), max(args.concurrency)
+def llama_command(args: argparse.Namespace, port: int) -> list[str]:
+    slots = max(args.concurrency)
     settings = {"--alias": args.target, "--port": port, "-t": args.threads, "-tb": args.threads}
     settings |= {"-np": slots, "-c": slots * LLAMA_CONTEXT, "--cache-ram": 0}
     command = [f"{args.llama_cpp}/bin/llama-server", "-m", hub.locate(args.target, "target")]
     command += [str(word) for setting in settings.items() for word in setting]
-    command += ["--jinja", "--metrics"]
+    return [*command, "--jinja", "--metrics"]
+
+
+@contextmanager
+def llama_server(args: argparse.Namespace) -> Iterator[str]:
+    """The URL of llama.cpp's server on the target's file, once it answers."""
+    port = free_port()
+    command = llama_command(args, port)
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
         try:
             url = f"http://127.0.0.1:{port}"
@@ -103,6 +113,54 @@ def llama_server(args: argparse.Namespace) -> Iterator[str]:
             sys.exit(f"error: llama-server is not ready after {START_SECONDS} s: {command}")
         finally:
             process.terminate()
+
+
+def started(command: list[str], port: int, model: str) -> dict[str, float]:
+    """The figures of one start of a server."""
+    begun, url = time.monotonic(), f"http://127.0.0.1:{port}"
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
+        try:
+            while not is_up(url):
+                if process.poll() is not None or time.monotonic() - begun > START_SECONDS:
+                    sys.exit(f"error: the server does not start: {command}")
+                time.sleep(0.02)
+            place = Path(f"/proc/{process.pid}")
+            ready_s = time.monotonic() - begun
+            times = place.joinpath("stat").read_text().rpartition(")")[2].split()[11:13]
+            ready_mb = memory_mb(place)
+            said = [{"role": "user", "content": "Tell me a story about a table."}]
+            body = {"model": model, "messages": said, "max_tokens": 128}
+            httpx.post(f"{url}/v1/chat/completions", json=body, timeout=60).raise_for_status()
+            cpu_s = sum(map(int, times)) / os.sysconf("SC_CLK_TCK")
+            after_mb = memory_mb(place)
+        finally:
+            process.terminate()
+    return {"ready_s": ready_s, "cpu_s": cpu_s, "ready_mb": ready_mb, "after_mb": after_mb}
+
+
+def memory_mb(place: Path) -> float:
+    """What a process has of memory, its share of what is shared counted."""
+    lines = place.joinpath("smaps_rollup").read_text().splitlines()
+    (kib,) = (line.split()[1] for line in lines if line.startswith("Pss:"))
+    return int(kib) * 1.024e-3
+
+
+def starts(args: argparse.Namespace) -> dict[str, dict[str, float]]:
+    """Medians over the starts of our server and, where its build is given, llama.cpp's."""
+    found = defaultdict(list)
+    for _ in range(args.starts):
+        port = free_port()
+        ours = [sys.executable, "-m", "eyas.cli.main", "serve", "--port", str(port)]
+        ours += ["--target", args.target, "--set", f"dtype={args.dtype}", "--set", "model=it"]
+        found["eyas"].append(started(ours, port, "it"))
+        if args.llama_cpp:
+            port = free_port()
+            theirs = llama_command(args, port)
+            found[LLAMA].append(started(theirs, port, args.target))
+    return {
+        name: {key: rounded(statistics.median(one[key] for one in runs)) for key in runs[0]}
+        for name, runs in found.items()
+    }
 
 
 def is_up(url: str) -> bool:
@@ -160,6 +218,7 @@ def arguments() -> argparse.Namespace:
         default=["auto", "fixed(4,1,5)"],
         help="beside plain: auto, head, a fixed tree, llama.cpp; split by ;",
     )
+    parser.add_argument("--starts", type=int, help="measure starts in place of speed, so many")
     parser.add_argument("--llama-cpp", help="its cmake build folder")
     parser.add_argument("--data", type=Path, default=held_out.DATA)
     parser.add_argument("--output", default=f"out/concurrency-{time.strftime('%Y%m%d-%H%M%S')}")
@@ -175,6 +234,9 @@ def arguments() -> argparse.Namespace:
 
 def main() -> None:
     args = arguments()
+    if args.starts:
+        print(json.dumps(starts(args)))
+        return
     asked = prompts(args)
     folder = Artifact(args.output)
     questions = f"{args.output}-prompts.jsonl"
