@@ -210,9 +210,8 @@ INLINE Vec add_scaled(Vec sum, Scales scales, Bits integers, const RowBlock& x, 
 template <class Q, int R>
 void quantised_tile(const uint8_t* weights, const RowBlocks& rows, int first, float* sums,
                     const Stream* stream) {
-  constexpr int chains = R == 1  ? 4
-                         : R < 4 ? 2
-                                 : 1;  // integers of a row that do not wait for each other
+  // integers of a row that do not wait for each other
+  constexpr int chains = R == 1 ? kChains : R < 4 ? (kChains + 1) / 2 : 1;
   Vec sum[R];
 #pragma GCC unroll 12
   for (int r = 0; r < R; ++r) sum[r] = Vec{};
@@ -227,7 +226,7 @@ void quantised_tile(const uint8_t* weights, const RowBlocks& rows, int first, fl
 #pragma GCC unroll 12
       for (int r = 0; r < R; ++r)
         for (int h = 0; h < Q::kHalves; ++h) {
-          all[r][h][0] = start_of<Q>(x[r], h);
+          all[r][h][0] = begin_dots<Q::kBits>(start_of<Q>(x[r], h));
           for (int i = 1; i < chains; ++i) all[r][h][i] = Bits{};
         }
       Q::lines(weights, b % Q::kBlocks, [&](int i, Bits line) __attribute__((always_inline)) {
@@ -243,7 +242,8 @@ void quantised_tile(const uint8_t* weights, const RowBlocks& rows, int first, fl
 #pragma GCC unroll 12
         for (int r = 0; r < R; ++r) {
           for (int i = 1; i < chains; ++i) all[r][h][0] = all[r][h][0] + all[r][h][i];
-          sum[r] = add_scaled<Q>(sum[r], scales, all[r][h][0], x[r], h);
+          const Bits integers = end_dots<Q::kBits>(all[r][h][0], start_of<Q>(x[r], h));
+          sum[r] = add_scaled<Q>(sum[r], scales, integers, x[r], h);
         }
       }
       if (b % Q::kBlocks == Q::kBlocks - 1) weights += Q::kBytes;
@@ -312,8 +312,7 @@ void open(const uint8_t* weights, int count, int w, Opened& to) {
     Q::lines(unit, i % Q::kBlocks, [&](int line, Bits codes) __attribute__((always_inline)) {
       store_bits(to.lines[i][line][w], codes);
     });
-    for (int h = 0; h < Q::kHalves; ++h)
-      to.scales[i][h][w] = Q::scales(unit, i % Q::kBlocks, h);
+    for (int h = 0; h < Q::kHalves; ++h) to.scales[i][h][w] = Q::scales(unit, i % Q::kBlocks, h);
   }
 }
 
@@ -334,7 +333,7 @@ void opened_tile(const Opened& opened, int count, int w, const RowBlock* x, floa
 #pragma GCC unroll 4
       for (int r = 0; r < R; ++r)
 #pragma GCC unroll 4
-        for (int v = 0; v < W; ++v) all[r][v] = start_of<Q>(x[r], h);
+        for (int v = 0; v < W; ++v) all[r][v] = begin_dots<Q::kBits>(start_of<Q>(x[r], h));
       constexpr int lines = kBlockLines / Q::kHalves;
 #pragma GCC unroll 8
       for (int l = h * lines; l < (h + 1) * lines; ++l)
@@ -349,7 +348,8 @@ void opened_tile(const Opened& opened, int count, int w, const RowBlock* x, floa
       for (int v = 0; v < W; ++v)
 #pragma GCC unroll 4
         for (int r = 0; r < R; ++r)
-          sum[r][v] = add_scaled<Q>(sum[r][v], opened.scales[i][h][w + v], all[r][v], x[r], h);
+          sum[r][v] = add_scaled<Q>(sum[r][v], opened.scales[i][h][w + v],
+                                    end_dots<Q::kBits>(all[r][v], start_of<Q>(x[r], h)), x[r], h);
     }
 #pragma GCC unroll 4
   for (int r = 0; r < R; ++r)
@@ -439,13 +439,13 @@ void quantised_by_amx(AmxTiles& tiles, const uint8_t* weights, const RowBlocks& 
   _tile_loadd(TILE, lines[I][H], 64); \
   _tile_dpbsud(I, 4, TILE);           \
   _tile_stored(I, integers[I][H], 64);
-#define EYAS_BLOCK(I)                                                            \
-  if (I < count) {                                                               \
-    _tile_loadd(4, x + static_cast<size_t>(I) * rows, sizeof(RowBlock));         \
-    EYAS_HALF(I, 0, 5)                                                           \
-    if constexpr (Q::kHalves > 1) {                                              \
-      EYAS_HALF(I, Q::kHalves - 1, 6)                                            \
-    }                                                                            \
+#define EYAS_BLOCK(I)                                                    \
+  if (I < count) {                                                       \
+    _tile_loadd(4, x + static_cast<size_t>(I) * rows, sizeof(RowBlock)); \
+    EYAS_HALF(I, 0, 5)                                                   \
+    if constexpr (Q::kHalves > 1) {                                      \
+      EYAS_HALF(I, Q::kHalves - 1, 6)                                    \
+    }                                                                    \
   }
     EYAS_BLOCK(0)
     EYAS_BLOCK(1)
@@ -501,8 +501,7 @@ void multiply_quantised(const QuantisedProduct& product, const Product* next, co
     with_format(format, [&](auto q) {
       using Q = decltype(q);
       const size_t apart = product.block_bytes(format);
-      if (rows.are_many())
-        return opened_panel<Q>(weights, apart, panel.width, rows, sums, stream);
+      if (rows.are_many()) return opened_panel<Q>(weights, apart, panel.width, rows, sums, stream);
       for (int w = 0; w < panel.width; ++w, weights += apart)
         for (int first = 0; first < rows.M; first += rows.rows_of_group()) {
           const int R = rows.group_rows(first);

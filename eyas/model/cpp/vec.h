@@ -221,6 +221,18 @@ INLINE Vec first_of(Lanes lanes, Vec a, Vec others = {}) {
   return select(mask_of(lanes), a, others);
 }
 
+#ifndef EYAS_DOTS_IN_WORDS
+// Sums of a block's products of bytes: from a number on, and at last, as integers.
+template <int kBits>
+INLINE Bits begin_dots(Bits start) {
+  return start;
+}
+template <int kBits>
+INLINE Bits end_dots(Bits sums, Bits) {
+  return sums;
+}
+#endif
+
 // sum + a.even * b.even + a.odd * b.odd in each lane, for pairs of bf16.
 INLINE Vec dot_pairs(Vec sum, Bits a, Bits b) {
 #ifdef EYAS_DOT_OF_BF16

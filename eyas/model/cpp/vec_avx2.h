@@ -149,19 +149,25 @@ INLINE Bits look_up_low(Bits table, Bits index) { return look_up(table, index & 
 // sum + four products in each lane, of codes of so many bits with signed bytes above -128: exact.
 // Codes of 8 bits are unsigned where the bias is 128, else signed.
 #if defined(__AVXVNNI__)
-constexpr int kByteBias = 128;
+constexpr int kByteBias = 128, kChains = 4;
 
-template <int kBits = 8>
+template <int kBits>
 INLINE Bits dot_bytes(Bits sum, Bits codes, Bits x) {
   EYAS_EACH sum.in[i] =
       (Bits::Register)_mm256_dpbusd_avx_epi32(raw(sum, i), raw(codes, i), raw(x, i));
   return sum;
 }
 #else
-constexpr int kByteBias = 0;
+#define EYAS_DOTS_IN_WORDS
+constexpr int kByteBias = 0, kChains = 1;
 
 // A sum of two products has room in 16 bits: of 127 * 127, or of 128 * 127 by the size of a code.
-template <int kBits = 8>
+// Those of codes of 4 bits have room for a block's 8 lines.
+template <int kBits>
+INLINE Bits begin_dots(Bits start) {
+  return kBits <= 4 ? Bits{} : start;
+}
+template <int kBits>
 INLINE Bits dot_bytes(Bits sum, Bits codes, Bits x) {
   const __m256i ones = _mm256_set1_epi16(1);
   EYAS_EACH {
@@ -169,9 +175,17 @@ INLINE Bits dot_bytes(Bits sum, Bits codes, Bits x) {
     const __m256i two =
         kBits < 8 ? _mm256_maddubs_epi16(code, raw(x, i))
                   : _mm256_maddubs_epi16(_mm256_abs_epi8(code), _mm256_sign_epi8(raw(x, i), code));
-    sum.in[i] += (Bits::Register)_mm256_madd_epi16(two, ones);
+    sum.in[i] =
+        (Bits::Register)(kBits <= 4 ? _mm256_add_epi16(raw(sum, i), two)
+                                    : _mm256_add_epi32(raw(sum, i), _mm256_madd_epi16(two, ones)));
   }
   return sum;
+}
+template <int kBits>
+INLINE Bits end_dots(Bits sums, Bits start) {
+  if constexpr (kBits > 4) return sums;
+  const __m256i ones = _mm256_set1_epi16(1);
+  return start + bits(_mm256_madd_epi16(raw(sums, 0), ones), _mm256_madd_epi16(raw(sums, 1), ones));
 }
 #endif
 

@@ -130,9 +130,10 @@ INLINE Vec dot_pairs_at_once(Vec sum, Bits a, Bits b) {
 #endif
 
 constexpr int kByteBias = 128;  // codes of 8 bits have it added: they are unsigned
+constexpr int kChains = 4;
 
 // sum + four products in each lane, of codes of so many bits with signed bytes above -128: exact.
-template <int kBits = 8>
+template <int kBits>
 INLINE Bits dot_bytes(Bits sum, Bits codes, Bits x) {
 #ifdef __AVX512VNNI__
   return bits(_mm512_dpbusd_epi32(raw(sum), raw(codes), raw(x)));

@@ -150,16 +150,16 @@ INLINE Bits look_up_low(Bits table, Bits index) { return look_up(table, index & 
 #ifdef __ARM_FEATURE_BF16
 #define EYAS_DOT_OF_BF16
 INLINE Vec dot_pairs_at_once(Vec sum, Bits a, Bits b) {
-  EYAS_EACH sum.in[i] =
-      vbfdotq_f32(sum.in[i], (bfloat16x8_t)a.in[i], (bfloat16x8_t)b.in[i]);
+  EYAS_EACH sum.in[i] = vbfdotq_f32(sum.in[i], (bfloat16x8_t)a.in[i], (bfloat16x8_t)b.in[i]);
   return sum;
 }
 #endif
 
 constexpr int kByteBias = 0;  // codes of 8 bits are signed
+constexpr int kChains = 1;
 
 // sum + four products in each lane, of codes of so many bits with signed bytes: exact.
-template <int kBits = 8>
+template <int kBits>
 INLINE Bits dot_bytes(Bits sum, Bits codes, Bits x) {
   EYAS_EACH sum.in[i] =
       vdotq_s32(sum.in[i], vreinterpretq_s8_s32(codes.in[i]), vreinterpretq_s8_s32(x.in[i]));
