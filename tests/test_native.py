@@ -25,7 +25,7 @@ from eyas.engine.draft import Draft
 from eyas.engine.tree import tree_of
 from eyas.engine.verify import accept
 from eyas.errors import MismatchError
-from eyas.model import library, native, packed
+from eyas.model import library, native, native_draft, packed
 from eyas.model.architecture import TargetConfig
 from eyas.model.arrangement import arranged
 from eyas.model.arrays import BFLOAT16, FLOAT32, Arrays
@@ -563,6 +563,54 @@ def test_extend_step_and_proposals_are_the_plain_heads(flags: tuple[str, ...], d
         assert torch.allclose(log_probs[r].double(), best, atol=close)
         if dtype == "float32":
             assert ids[r].tolist() == (order + tensors["d2t"][order]).tolist()
+
+
+@needs_native
+@pytest.mark.parametrize("draw", [None, DrawState(temperature=0.6, seed=4)], ids=["best", "drawn"])
+def test_an_lm_head_read_in_two_bits_proposes_what_the_whole_one_does(monkeypatch, draw):
+    H, W, R, k = 320, 4096 + 16, 7, 4
+    config, small = head_of()
+    config = config.model_copy(
+        update={"hidden_size": H, "target_hidden_size": H, "draft_vocab_size": W, "vocab_size": W}
+    )
+    rng = np.random.default_rng(0)
+
+    def random(*size: int) -> np.ndarray:
+        return (rng.standard_normal(size, np.float32) / 20).astype(DRAFT_DTYPES[EIGHT_BITS])
+
+    q, kv = (n * config.head_dim for n in (config.num_attention_heads, config.num_key_value_heads))
+    inner = config.intermediate_size
+    sizes = {"fc": (H, 3 * H), "lm_head": (W, H), "midlayer.self_attn.o_proj": (H, q)}
+    rows = {"q": q, "k": kv, "v": kv}
+    sizes |= {f"midlayer.self_attn.{n}_proj": (count, 2 * H) for n, count in rows.items()}
+    sizes |= {f"midlayer.mlp.{n}_proj": (inner, H) for n in ("gate", "up")}
+    sizes |= {"midlayer.mlp.down_proj": (H, inner)}
+    tensors = {f"{name}.weight": random(*size) for name, size in sizes.items()}
+    norms = (name for name, one in small.items() if one.ndim == 1 and "norm" in name)
+    tensors |= {name: np.ones(H, dtype=np.float32) for name in norms}
+    lm_head, embed = tensors["lm_head.weight"], random(W, H)
+    # states that some tokens fit: the last tokens of the vocabulary, and any
+    fits = np.concatenate([np.arange(W - 3, W), rng.integers(W, size=R * 5 - 3)])
+    factors = np.array([1.0, 0.9, 0.8, 0.7, 0.6], dtype=np.float32)
+    h = (lm_head[fits].astype(np.float32).reshape(R, 5, H) * factors[:, None]).sum(1)
+    blocks = in_eight_bits(tensors)
+
+    def proposals(count: int) -> tuple[np.ndarray, np.ndarray]:
+        with threads(count):
+            dtype = DRAFT_DTYPES[EIGHT_BITS]
+            draft = NativeDraft(config, tensors, embed, lm_head, dtype, blocks)
+        return draft.proposals(h, k, [draw] * R if draw else None)
+
+    whole_ids, whole = proposals(1)
+    monkeypatch.setattr(native_draft, "LARGE_FROM", 0)
+    ids, log_probs = proposals(1)
+    is_same = ids == whole_ids
+    assert is_same.all() if draw is None else is_same.mean() > 0.8
+    assert np.allclose(log_probs[is_same], whole[is_same], atol=0.3)
+    for count in (2, 3):
+        again = proposals(count)
+        assert np.array_equal(again[0], ids)
+        assert np.array_equal(again[1], log_probs)
 
 
 @needs_native

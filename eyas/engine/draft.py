@@ -27,8 +27,7 @@ from eyas.model.arrays import BFLOAT16, Array, Arrays, cast
 from eyas.model.config import HeadConfig, TargetShape, check_head
 from eyas.model.draws import Draws
 from eyas.model.native import MAX_HEAD_DIM, runs
-from eyas.model.native_draft import NativeDraft
-from eyas.model.packed import in_eight_bits
+from eyas.model.native_draft import NativeDraft, head_blocks
 from eyas.model.rows import (
     FeatureCache,
     Growth,
@@ -89,8 +88,7 @@ class Draft:
             for name, tensor in tensors.items()
             if name != "t2d"
         }
-        # Half the bytes to read in every step; what drafts lose by it, verification never sees.
-        blocks = in_eight_bits(own) if target.dtype == BFLOAT16 else None
+        blocks = head_blocks(own) if target.dtype == BFLOAT16 else None
         own_head = own.get("lm_head.weight")
         lm_head = target.lm_head if own_head is None else own_head
         lent = target.embeddings, lm_head

@@ -121,6 +121,6 @@ def refuse_other_kinds(matrices: Mapping[str, BlockMatrix]) -> None:
         )
 
 
-def eight_bit_blocks(weight: NDArray[np.float32]) -> BlockMatrix:
-    """A matrix [N, K] in Q8_0, K a multiple of 32."""
-    return BlockMatrix(Kind.Q8_0, gguf.quantize(weight, Kind.Q8_0))
+def quantised(weight: NDArray[np.float32], kind: Kind) -> BlockMatrix:
+    """A matrix [N, K] in a type whose blocks are of 32 numbers, K a multiple of them."""
+    return BlockMatrix(kind, gguf.quantize(weight, kind))

@@ -126,12 +126,12 @@ class NativeDecoder:
         embed_tokens: Array | BlockMatrix,
         target_ids_W: np.ndarray | None = None,
     ) -> None:
-        """outer: the products and norms of Outer that there are."""
+        """outer: the products, norms and plain matrices of Outer that there are."""
         lib, self.dtype = library(), dtype
         self._config, self._lib, self._role = config, lib, role
         self._layers, self._target_ids_W = list(layers), target_ids_W
         self._outer = {
-            name: part if isinstance(part, PackedLinear) else vector(part)
+            name: part if isinstance(part, PackedLinear) or part.ndim == 2 else vector(part)
             for name, part in outer.items()
         }
         self._embed, embed_kind = rows_of_embeddings(embed_tokens)

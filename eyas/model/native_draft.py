@@ -15,7 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from eyas.gguf.blocks import BlockMatrix
+from eyas.gguf.blocks import BlockMatrix, quantised
+from eyas.gguf.file import Kind
 from eyas.model.architecture import LayerKind
 from eyas.model.arrays import FLOAT32, Array, Arrays, cast
 from eyas.model.config import HeadConfig
@@ -23,11 +24,14 @@ from eyas.model.draws import Draws, draw_states
 from eyas.model.library import address
 from eyas.model.native import DecoderRole, NativeDecoder
 from eyas.model.packed import (
+    TWO_BIT_RUN,
     Blocks,
     PackedLayer,
     PackedLinear,
     Packing,
     joined_linear,
+    quantisable,
+    two_bit_rows,
 )
 from eyas.model.rows import (
     MAX_TREE_COLUMNS,
@@ -41,6 +45,7 @@ from eyas.model.rows import (
 from eyas.model.structs import STRUCTS
 
 MAX_TOPK = 16
+LARGE_FROM = 1 << 24  # weights: fewer stay in the caches
 StatesCall, ProposalsCall, GrowthCall = (
     STRUCTS[name] for name in ("StatesCall", "ProposalsCall", "Growth")
 )
@@ -68,7 +73,7 @@ class NativeDraft(NativeDecoder):
         how = Packing.of(tensors, dtype, blocks)
         layers = [PackedLayer(tensors, layer, how, LayerKind(window=config.sliding_window))]
         outer: dict[str, PackedLinear | Array] = {
-            "head": joined_linear(tensors, ["lm_head"], how),
+            **lm_head_parts(tensors, how),
             "fc": joined_linear(tensors, ["fc"], how),
             "final_norm": tensors["norm.weight"],
             "hidden_norm": tensors[f"{layer}hidden_norm.weight"],
@@ -250,6 +255,36 @@ class NativeDraft(NativeDecoder):
         )
         while (status := function(self._handle, call)) != 0:
             self._is_done(status, int(rows.position.max()))
+
+
+def head_blocks(tensors: Arrays) -> dict[str, BlockMatrix]:
+    """The matrices of a head in few bits: half the bytes to read in every step, and a third of a
+    large head, whose tau is the same in five bits; what drafts lose, verification never sees.
+    """
+    matrices = quantisable(tensors)
+    large = sum(tensor.size for tensor in matrices.values()) >= LARGE_FROM
+    lm_head = matrices.pop("lm_head.weight", None)
+    kind = Kind.Q5_0 if large else Kind.Q8_0
+    blocks = {name: quantised(cast(tensor, FLOAT32), kind) for name, tensor in matrices.items()}
+    if lm_head is not None and not is_coarse(lm_head):
+        blocks["lm_head.weight"] = quantised(cast(lm_head, FLOAT32), Kind.Q8_0)
+    return blocks
+
+
+def is_coarse(lm_head: Array) -> bool:
+    """Whether a draft's lm_head is first read in two bits: a step reads a quarter of it."""
+    return lm_head.shape[1] % TWO_BIT_RUN == 0 and lm_head.size >= LARGE_FROM
+
+
+def lm_head_parts(tensors: Arrays, how: Packing) -> dict[str, PackedLinear | Array]:
+    """The lm_head of Outer. Of one that is coarse, the logits that may be the best are computed
+    from its own numbers.
+    """
+    weight = tensors["lm_head.weight"]
+    if not how.blocks or not is_coarse(weight):
+        return {"head": joined_linear(tensors, ["lm_head"], how)}
+    coarse = PackedLinear.of_two_bits(two_bit_rows(weight), weight.shape[1], how.threads)
+    return {"head": coarse, "head_rows": np.ascontiguousarray(cast(weight, how.dtype))}
 
 
 class CandidateBuffers:

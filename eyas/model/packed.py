@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from eyas.gguf.blocks import BLOCK, KINDS, PLAIN, BlockMatrix, eight_bit_blocks
+from eyas.gguf.blocks import BLOCK, KINDS, PLAIN, BlockMatrix, quantised
 from eyas.gguf.file import Kind
 from eyas.model.architecture import LayerKind
 from eyas.model.arrays import BFLOAT16, FLOAT32, Array, Arrays, cast, fits_bfloat16
@@ -31,6 +31,9 @@ Part, Weights, Layer = (STRUCTS[name] for name in ("Part", "Weights", "Layer"))
 FULL, SHORT, SQUEEZED, HALF = 0, 1, 2, 3
 # bytes in bfloat16: fewer stay in the caches, where unpacking takes longer than reading more
 SQUEEZED_FROM = 1 << 24
+
+TWO_BITS, TWO_BIT_RUN = 1000, 64  # of cpp/formats.h: its number, and how many share a scale
+TWO_BIT_ROWS, TINY = 4096, 1e-30  # made at a time
 
 LANES = 16  # outputs that the library computes together: one format
 
@@ -127,6 +130,12 @@ class PackedLinear:
         return cls.of_arrays(values, biases, FLOAT32, how.threads, how.squeezed, gated)
 
     @classmethod
+    def of_two_bits(cls, rows: Array, K: int, threads: int) -> PackedLinear:
+        """From `two_bit_rows` of K inputs. Raises MemoryError."""
+        of = [Part(address(rows), len(rows), TWO_BITS)]
+        return cls._stacked(library().eyas_quantised, of, K, (), threads, False)
+
+    @classmethod
     def _stacked(
         cls,
         make: Callable[[ctypes.Structure], int],
@@ -162,16 +171,43 @@ def parts_of(blocks: Blocks, names: Sequence[str], gated: bool = False) -> list[
     return found
 
 
-def in_eight_bits(tensors: Arrays) -> dict[str, BlockMatrix]:
-    """The matrices among a model's tensors as Q8_0, embeddings and unfit widths left out."""
+def quantisable(tensors: Arrays) -> dict[str, Array]:
+    """The matrices among a model's tensors, embeddings and unfit widths left out."""
     return {
-        name: eight_bit_blocks(cast(tensor, FLOAT32))
+        name: tensor
         for name, tensor in tensors.items()
         if tensor.ndim == 2
         and name.endswith("weight")
         and tensor.shape[1] % BLOCK == 0
         and "embed_tokens" not in name
     }
+
+
+def in_eight_bits(tensors: Arrays) -> dict[str, BlockMatrix]:
+    """`quantisable` as Q8_0."""
+    return {
+        name: quantised(cast(one, FLOAT32), Kind.Q8_0) for name, one in quantisable(tensors).items()
+    }
+
+
+def two_bit_rows(weight: Array) -> Array:
+    """A matrix [N, K] with one of four numbers for each weight, K a multiple of TWO_BIT_RUN:
+    uint8 [N, bytes of a row], `TwoBits` of cpp/formats.h.
+    """
+    N, K = weight.shape
+    made = np.empty((N, K // TWO_BIT_RUN, 2 + TWO_BIT_RUN // 4), dtype=np.uint8)
+    for first in range(0, N, TWO_BIT_ROWS):
+        runs = cast(weight[first : first + TWO_BIT_ROWS], FLOAT32)
+        runs = runs.reshape(len(runs), -1, TWO_BIT_RUN)
+        # of four evenly spaced numbers, those nearest to a normal distribution are so far apart
+        scales = np.sqrt(np.square(runs).mean(-1)).astype(np.float16)
+        apart = np.maximum(scales.astype(np.float32), TINY)[..., None]
+        codes = np.clip(np.floor(runs / apart) + 2, 0, 3).astype(np.uint8)
+        four = codes.reshape(*codes.shape[:2], -1, 4)
+        to = made[first : first + TWO_BIT_ROWS]
+        to[..., :2] = scales[..., None].view(np.uint8)
+        to[..., 2:] = four[..., 0] | four[..., 1] << 2 | four[..., 2] << 4 | four[..., 3] << 6
+    return made.reshape(N, -1)
 
 
 # The vectors of a layer, and their names in a checkpoint.

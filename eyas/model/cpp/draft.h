@@ -175,6 +175,7 @@ void Model<A>::best_tokens(int t, int T_, int n, const Guess& guess, int k, int6
                            float* log_probs) {
   put_product(t, T_, *outer_.head, layers_[0].in, x_, x_stride_, n, logits_.get(), logits_stride_);
   sync();
+  if (outer_.head_rows != nullptr) refine(t, T_, n);
   const int chunks = top_chunks();
   bool draws = false, cuts = false;
   for (int r = 0; r < n; r += guess.rows_each) {
@@ -212,8 +213,56 @@ void Model<A>::best_tokens(int t, int T_, int n, const Guess& guess, int k, int6
   }
 }
 
+// The logits of n rows are those of a coarse head: the best of each row are computed anew.
+template <class A>
+void Model<A>::refine(int t, int T_, int n) {
+  const int chunks = top_chunks();
+  for (int i = t; i < n * chunks; i += T_) best_of_chunk(i / chunks, i % chunks, kMaxTopk);
+  sync();
+  std::vector<float>& found = found_[t];
+  for (int r = 0; r < n; ++r) {
+    const Top* parts = tops_.get() + r * chunks;
+    found.clear();
+    for (int c = 0; c < chunks; ++c)
+      found.insert(found.end(), parts[c].logits, parts[c].logits + kMaxTopk);
+    const auto last = found.begin() + std::min<int>(kRefined, static_cast<int>(found.size())) - 1;
+    std::nth_element(found.begin(), last, found.end(), std::greater<>());
+    int number = 0;
+    for (int c = 0; c < chunks; ++c)
+      for (int i = 0; i < kMaxTopk && parts[c].ids[i] >= 0 && parts[c].logits[i] >= *last; ++i)
+        if (number++ % T_ == t) {
+          const int id = parts[c].ids[i];
+          logits_.get()[r * logits_stride_ + id] = exact_logit(x_ + r * x_stride_, id);
+        }
+  }
+  sync();
+}
+
+template <class A>
+float Model<A>::exact_logit(const T* x, int id) const {
+  const T* weights = static_cast<const T*>(outer_.head_rows) + static_cast<size_t>(id) * H_;
+  Vec sum{};
+  for (int c = 0; c < H_; c += kLanes) {
+    const Lanes lanes = first_lanes(H_ - c);
+    sum = fma(A::load(x + c, lanes), A::load(weights + c, lanes), sum);
+  }
+  return sum_of(sum);
+}
+
 template <class A>
 void Model<A>::survey(int r, int chunk, int k) {
+  best_of_chunk(r, chunk, k);
+  Top& top = tops_.get()[r * top_chunks() + chunk];
+  const float* logits = logits_.get() + r * logits_stride_;
+  const int first = chunk * kTopChunk, end = std::min(V_, first + kTopChunk);
+  Vec sum = Vec{};
+  for (int c = first; c < end; c += kLanes)
+    sum = sum + first_of(first_lanes(end - c), exp_of(load(logits + c) - splat(top.most)));
+  top.sum = sum_of(sum);
+}
+
+template <class A>
+void Model<A>::best_of_chunk(int r, int chunk, int k) {
   Top& top = tops_.get()[r * top_chunks() + chunk];
   top.clear();
   const float* logits = logits_.get() + r * logits_stride_;
@@ -228,10 +277,6 @@ void Model<A>::survey(int r, int chunk, int k) {
       top.insert(k, logits[c + __builtin_ctz(more)], c + __builtin_ctz(more));
   }
   top.most = max_of(most);
-  Vec sum = Vec{};
-  for (int c = first; c < end; c += kLanes)
-    sum = sum + first_of(first_lanes(end - c), exp_of(load(logits + c) - splat(top.most)));
-  top.sum = sum_of(sum);
 }
 
 // Guesses of draws, of a request's rows from `first` on: each logit plus temperature * -log(its

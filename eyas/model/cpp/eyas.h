@@ -50,10 +50,12 @@ struct Layer {
   int64_t window, rope;
 };
 
+// head_rows [V, H]: of a draft whose head is a coarse one, its weights in the decoder's precision;
+// else null.
 struct Outer {
   const Product *head, *fc;
   const float *final_norm, *hidden_norm, *features_norm, *feature_norms[3];
-  const void* embed;
+  const void *embed, *head_rows;
 };
 
 // target_ids [V]: of a draft, the target's id of each of its tokens, or null for the same.

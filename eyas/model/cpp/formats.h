@@ -8,7 +8,7 @@
 //
 //   line     64 bytes: the codes of 4 inputs of each of 16 columns, [column][input]; 4 bits each:
 //   inputs i and i + 16 in a byte block    32 inputs: 8 lines of codes                   unit   1
-//   block or 8, with its scales
+//   block, 2 or 8, with its scales
 #pragma once
 
 #include "simd.h"
@@ -28,6 +28,7 @@ enum class Format : int {
   iq4_nl = 20,
   iq4_xs = 23,
   mxfp4 = 39,
+  two_bits = 1000,  // of no file: `eyas/model/packed.py:two_bit_rows` makes it
 };
 
 constexpr int kBlockInputs = 32, kLineInputs = 4, kBlockLines = kBlockInputs / kLineInputs,
@@ -604,5 +605,45 @@ struct IQ4_XS {
   template <class Use>
   static INLINE void lines(const uint8_t* unit, int b, Use&& use) {
     IQ4_NL::lines(unit + kLinesAt + b * 256, 0, use);
+  }
+};
+
+// scale | 16 bytes: 4 codes of 2 bits in a byte. For a first look at which outputs are large: a
+// weight is one of four numbers.
+struct TwoBits {
+  static constexpr int kBlocks = 2, kBits = 2, kHalves = 1, kOffset = -1;
+  static constexpr bool kHasMin = true;
+  static constexpr size_t kSourceBytes = 18, kLinesAt = 32, kBytes = kLinesAt + 2 * 128;
+  static constexpr float kMiddle = 1.5f;
+
+  static void codes(const uint8_t* source, int b, uint8_t* to) {
+    for (int i = 0; i < kBlockInputs; ++i) to[i] = source[2 + b * 8 + i / 4] >> i % 4 * 2 & 3;
+  }
+  static void dequantise(const uint8_t* source, float* to) {
+    uint8_t code[kBlockInputs];
+    for (int b = 0; b < kBlocks; ++b) {
+      codes(source, b, code);
+      for (int i = 0; i < kBlockInputs; ++i)
+        *to++ = half(source) * (static_cast<float>(code[i]) - kMiddle);
+    }
+  }
+  static void pack_column(const uint8_t* source, int column, uint8_t* to) {
+    std::memcpy(to + 2 * column, source, 2);
+    uint8_t code[kBlockInputs];
+    for (int b = 0; b < kBlocks; ++b) {
+      codes(source, b, code);
+      put_two_bits(code, 0, column, to + kLinesAt + b * 128);
+    }
+  }
+  static INLINE Scales scales(const uint8_t* unit, int, int) {
+    const Vec scale = halves(unit);
+    return {scale, scale * splat(-kMiddle)};
+  }
+  template <class Use>
+  static INLINE void lines(const uint8_t* unit, int b, Use&& use) {
+    const uint8_t* from = unit + kLinesAt + b * 128;
+    const Bits four[2] = {load_bits(from), load_bits(from + 64)};
+#pragma GCC unroll 8
+    for (int i = 0; i < kBlockLines; ++i) use(i, two_bit_line<0>(four[i / 4], i));
   }
 };

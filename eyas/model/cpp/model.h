@@ -52,7 +52,8 @@ INLINE void with_activation(int64_t activation, Use&& use) {
 
 // What rows of embeddings are stored as; above these, ggml's formats.
 constexpr int64_t kEmbedFp32 = 0, kEmbedHalf = 1, kEmbedBf16 = 30;  // ggml's numbers
-constexpr int kMaxTopk = 16, kTopChunk = 512, kOwnNorms = 8, kMaxKernel = 16;
+constexpr int kRefined = 128;  // logits of a row that a coarse head's are computed anew of
+constexpr int kMaxTopk = 16, kTopChunk = 128, kOwnNorms = 8, kMaxKernel = 16;
 constexpr float kCutOff = -40;  // added to logits that min_p cuts
 
 // The best of a stretch of logits, best first (ties: smaller index), and its sum of exponentials
@@ -428,6 +429,12 @@ class Model final : public Decoder {
 
   void survey(int r, int chunk, int k);
 
+  void best_of_chunk(int r, int chunk, int k);
+
+  void refine(int t, int T_, int n);
+
+  float exact_logit(const T* x, int id) const;
+
   void add_numbers(int first, int chunk, const Guess& guess);
 
   // The target's ids of 8 of the draft's tokens, those from `end` on any.
@@ -473,6 +480,7 @@ class Model final : public Decoder {
   std::vector<float*> logits_of_;       // of each row of a verify: where its logits are, or null
   Buffer<float> drawn_logits_;
   std::vector<float> row_most_;
+  std::vector<std::vector<float>> found_;  // of each thread: a row's best logits
   std::vector<T> gathered_;
   std::vector<float> outputs_, roots_h_, first_log_probs_;
 
@@ -540,6 +548,8 @@ void Model<A>::reserve(int M, int team) {
     logits_.reserve(rows * logits_stride_);
     tops_.reserve(rows * top_chunks());
     row_most_.resize(rows);
+    found_.resize(team);
+    for (std::vector<float>& one : found_) one.reserve(top_chunks() * kMaxTopk);
     sources_.resize(rows);
   }
   rows_ = static_cast<int>(rows), team_ = team;

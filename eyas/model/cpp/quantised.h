@@ -104,6 +104,8 @@ INLINE auto with_format(Format format, Use&& use) {
       return use(IQ4_XS());
     case Format::mxfp4:
       return use(MXFP4());
+    case Format::two_bits:
+      return use(TwoBits());
     default:
       return use(Q8_0());
   }
