@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 from eyas.errors import ConfigError, MismatchError
-from eyas.model import decoder as hooked
 from eyas.model.architecture import TargetConfig
 from eyas.model.target import Target
+from eyas.operators import decoder as hooked
 from eyas.operators.decoder import (
     HiddenStates,
     HookedDecoder,

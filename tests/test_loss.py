@@ -16,8 +16,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from eyas.model import vocab as vocab_module
 from eyas.operators import ttt
+from eyas.operators import vocab as vocab_module
 from eyas.operators.batch import Batch, plan_packs
 from eyas.train import loss as loss_module
 from eyas.train.loss import ObjectiveConfig, batch_loss, judged_positions, loss_rows, shifted, teach
