@@ -315,17 +315,17 @@ FusedTile<A> fused_tile_of(int rows, int width) {
                                          [](auto R, auto W) { return fused_tile<A, R, W, keep>; });
 }
 
-// Sums of R rows and W blocks over `pairs` pairs of inputs, added to sums [R][kPanelColumns] or,
-// when fresh, put there. What is ahead is fetched on the way.
-template <class A, Packed kind, int R, int W>
-void tile(const typename A::T* x, size_t stride, const uint8_t* weights, int pairs, float* sums,
-          bool fresh, Ahead ahead) {
-  Vec sum[R][W];
+// Sums of R rows and V of W blocks over `pairs` pairs of inputs, added to sums [R][kPanelColumns]
+// or, when fresh, put there. What is ahead is fetched on the way.
+template <class A, Packed kind, int R, int V, int W>
+INLINE void tile_part(const typename A::T* x, size_t stride, const uint8_t* weights, int pairs,
+                      float* sums, bool fresh, Ahead ahead) {
+  Vec sum[R][V];
 #pragma GCC unroll 8
   for (int r = 0; r < R; ++r)
-    for (int w = 0; w < W; ++w)
-      sum[r][w] = fresh ? Vec{} : load(sums + r * kPanelColumns + w * kLanes);
-  constexpr size_t unit = kind == Packed::fp32 ? 128 : 64;
+    for (int v = 0; v < V; ++v)
+      sum[r][v] = fresh ? Vec{} : load(sums + r * kPanelColumns + v * kLanes);
+  constexpr size_t unit = kind == Packed::bf16 ? 64 : 128;
   const int bursts = (pairs + kBurstPairs - 1) / kBurstPairs;
   const size_t burst = (ahead.lines + bursts - 1) / bursts * 64;
   for (int first = 0; first < pairs; first += kBurstPairs) {
@@ -333,23 +333,21 @@ void tile(const typename A::T* x, size_t stride, const uint8_t* weights, int pai
     ahead.from += burst;
     const int past = std::min(pairs, first + kBurstPairs);
     for (int p = first; p < past; ++p, weights += W * unit) {
-      if constexpr (A::is_bf16 && kind == Packed::bf16) {
-        Bits w[W];
-        for (int i = 0; i < W; ++i) w[i] = load_bits(weights + i * 64);
+      if constexpr (A::is_bf16) {
+        Bits w[V];
+        for (int i = 0; i < V; ++i) w[i] = load_bits(weights + i * 64);
 #pragma GCC unroll 8
         for (int r = 0; r < R; ++r) {
           const Bits a = splat_four(x + r * stride + 2 * p);
-          for (int i = 0; i < W; ++i) sum[r][i] = dot_pairs(sum[r][i], a, w[i]);
+          for (int i = 0; i < V; ++i) sum[r][i] = dot_pairs(sum[r][i], a, w[i]);
         }
       } else {
 #pragma GCC unroll 2
         for (int odd = 0; odd < 2; ++odd) {
-          Vec w[W];
-          for (int i = 0; i < W; ++i) {
+          Vec w[V];
+          for (int i = 0; i < V; ++i) {
             if constexpr (kind == Packed::fp32) {
               w[i] = load(reinterpret_cast<const float*>(weights + i * 128) + odd * kLanes);
-            } else if constexpr (kind == Packed::half) {
-              w[i] = from_half_precision(load_halves(weights + i * 64 + odd * 32));
             } else {
               const Bits pair = load_bits(weights + i * 64);
               w[i] = odd ? odd_of_pairs(pair) : even_of_pairs(pair);
@@ -357,8 +355,8 @@ void tile(const typename A::T* x, size_t stride, const uint8_t* weights, int pai
           }
 #pragma GCC unroll 8
           for (int r = 0; r < R; ++r) {
-            const Vec a = splat(A::number(x[r * stride + 2 * p + odd]));
-            for (int i = 0; i < W; ++i) sum[r][i] = fma(a, w[i], sum[r][i]);
+            const Vec a = splat(x[r * stride + 2 * p + odd]);
+            for (int i = 0; i < V; ++i) sum[r][i] = fma(a, w[i], sum[r][i]);
           }
         }
       }
@@ -366,7 +364,18 @@ void tile(const typename A::T* x, size_t stride, const uint8_t* weights, int pai
   }
 #pragma GCC unroll 8
   for (int r = 0; r < R; ++r)
-    for (int w = 0; w < W; ++w) store(sums + r * kPanelColumns + w * kLanes, sum[r][w]);
+    for (int v = 0; v < V; ++v) store(sums + r * kPanelColumns + v * kLanes, sum[r][v]);
+}
+
+// As many blocks at a time as the registers have room for sums.
+template <class A, Packed kind, int R, int W, int first = 0>
+void tile(const typename A::T* x, size_t stride, const uint8_t* weights, int pairs, float* sums,
+          bool fresh, Ahead ahead) {
+  constexpr int V = std::min(W - first, std::max(1, kTileSums / R));
+  tile_part<A, kind, R, V, W>(x, stride, weights + first * (kind == Packed::bf16 ? 64 : 128), pairs,
+                              sums + first * kLanes, fresh, ahead);
+  if constexpr (first + V < W)
+    tile<A, kind, R, W, first + V>(x, stride, weights, pairs, sums, fresh, {});
 }
 
 template <class A>
@@ -389,8 +398,10 @@ Tile<A> tile_of(Packed kind, int rows, int width) {
 template <class A>
 void multiply_panel(const Linear& linear, const Panel& panel, const Stream& stream,
                     const typename A::T* x, size_t stride, int M, float* sums) {
-  const int tiles = (M + kMaxTileRows - 1) / kMaxTileRows, first_rows = M / tiles;
   const bool squeezed = linear.kind == Packed::squeezed;
+  const int even = M / ((M + kMaxTileRows - 1) / kMaxTileRows),
+            fused = squeezed ? std::min(even, kFusedRows) : 0, rest = M - fused,
+            others = (rest + kMaxTileRows - 1) / kMaxTileRows, tiles = others + squeezed;
   const int all_chunks = (linear.pairs + linear.chunk_pairs() - 1) / linear.chunk_pairs();
   const int at_once = !squeezed ? 1 : tiles > 1 ? kUnpackedChunks : all_chunks;
   alignas(64) bf16 kept[kUnpackedChunks * kSqueezedPairs * kPanelColumns * 2 + 128];
@@ -402,13 +413,15 @@ void multiply_panel(const Linear& linear, const Panel& panel, const Stream& stre
     const size_t all_lines = ahead == 0 ? 0 : linear.chunk_bytes(pairs, panel.width) / 64;
     if (squeezed) {
       const Squeezed chunks{linear, panel, stream, c, std::min(at_once, all_chunks - c), tiles};
-      (tiles > 1 ? fused_tile_of<A, true> : fused_tile_of<A, false>)(first_rows, panel.width)(
+      (tiles > 1 ? fused_tile_of<A, true> : fused_tile_of<A, false>)(fused, panel.width)(
           chunks, x + 2 * first, stride, sums, kept);
       weights = reinterpret_cast<const uint8_t*>(kept);
     }
     for (int i = squeezed ? 1 : 0; i < tiles; ++i) {
-      const int row = static_cast<int>(int64_t(M) * i / tiles);
-      const int rows = static_cast<int>(int64_t(M) * (i + 1) / tiles) - row;
+      const auto begin = [&](int i) {
+        return fused + static_cast<int>(int64_t(rest) * (i - squeezed) / others);
+      };
+      const int row = begin(i), rows = begin(i + 1) - row;
       const size_t from = all_lines * i / tiles, lines = all_lines * (i + 1) / tiles - from;
       tile_of<A>(linear.kind, rows, panel.width)(x + row * stride + 2 * first, stride, weights,
                                                  pairs, sums + row * kPanelColumns, c == 0,

@@ -182,6 +182,6 @@ INLINE Bits of_quarters(const void* a, const void* b, const void* c, const void*
 
 // How many rows are multiplied at once: what fills the registers.
 constexpr int kMaxGroupRows = 12;  // 12 sums, 12 integers and a line with its scales fill 32
-constexpr int kMaxTileRows = 6;    // 6 rows x 4 blocks of sums, and 4 of weights
+constexpr int kMaxTileRows = 6, kTileSums = 24, kFusedRows = 6;  // 6 rows x 4 blocks
 // From so many rows on quantised weights are taken apart once for all: so many rows by blocks.
 constexpr int kOpenedFrom = 33, kOpenedRows = 3, kOpenedBlocks = 4;
