@@ -13,7 +13,6 @@ from collections.abc import Callable
 from contextlib import suppress
 
 import numpy as np
-import torch
 
 from eyas.engine.request import SamplingParams
 from eyas.engine.sampling import Sampler
@@ -132,14 +131,14 @@ def ids() -> None:
         table[0, 0] = value
         refused(lambda table=table: target.forward(chunk([5], 0, SHUFFLED), _torn(table), TAPS))
         rows = chunk([5, 6], 0)
-        rows.page_table[:] = torch.from_numpy(table)
+        rows.page_table[:] = table
         refused(lambda rows=rows: target.forward(rows, new_cache("llama", "float32"), TAPS))
 
 
 def _torn(table: np.ndarray) -> object:
     """A cache of too few pages for SHUFFLED."""
     cache = new_cache("llama", "float32")
-    cache.data = cache.data[:, : PAGE_SIZE * 2].contiguous()
+    cache.data = np.ascontiguousarray(cache.data[:, : PAGE_SIZE * 2])
     return cache
 
 

@@ -24,6 +24,9 @@
 // half: of half precision, multiplied as floats.
 enum class Packed : int { fp32 = 0, bf16 = 1, squeezed = 2, half = 3 };
 
+// Of a pair of inputs and 16 columns.
+constexpr size_t line_bytes(Packed kind) { return kind == Packed::fp32 ? 128 : 64; }
+
 constexpr int kChunkPairs =
     128;  // 32 KB of a panel: its second and further tiles of rows find it in a cache
 constexpr int kSqueezedPairs = 8;   // of a chunk
@@ -72,8 +75,7 @@ class Linear final : public Product {
 
   size_t chunk_bytes(int pairs_of_chunk, int width) const {
     const size_t lines = static_cast<size_t>(pairs_of_chunk) * width;
-    return kind == Packed::squeezed ? (lines + 3) / 4 * 192
-                                    : lines * (kind == Packed::fp32 ? 128 : 64);
+    return kind == Packed::squeezed ? (lines + 3) / 4 * 192 : lines * line_bytes(kind);
   }
 
   const uint8_t* chunk(const Panel& panel, int index) const {
@@ -325,7 +327,7 @@ INLINE void tile_part(const typename A::T* x, size_t stride, const uint8_t* weig
   for (int r = 0; r < R; ++r)
     for (int v = 0; v < V; ++v)
       sum[r][v] = fresh ? Vec{} : load(sums + r * kPanelColumns + v * kLanes);
-  constexpr size_t unit = kind == Packed::bf16 ? 64 : 128;
+  constexpr size_t unit = line_bytes(kind);
   const int bursts = (pairs + kBurstPairs - 1) / kBurstPairs;
   const size_t burst = (ahead.lines + bursts - 1) / bursts * 64;
   for (int first = 0; first < pairs; first += kBurstPairs) {
@@ -333,7 +335,7 @@ INLINE void tile_part(const typename A::T* x, size_t stride, const uint8_t* weig
     ahead.from += burst;
     const int past = std::min(pairs, first + kBurstPairs);
     for (int p = first; p < past; ++p, weights += W * unit) {
-      if constexpr (A::is_bf16) {
+      if constexpr (A::is_bf16 && kind == Packed::bf16) {
         Bits w[V];
         for (int i = 0; i < V; ++i) w[i] = load_bits(weights + i * 64);
 #pragma GCC unroll 8
@@ -348,6 +350,8 @@ INLINE void tile_part(const typename A::T* x, size_t stride, const uint8_t* weig
           for (int i = 0; i < V; ++i) {
             if constexpr (kind == Packed::fp32) {
               w[i] = load(reinterpret_cast<const float*>(weights + i * 128) + odd * kLanes);
+            } else if constexpr (kind == Packed::half) {
+              w[i] = from_half_precision(load_halves(weights + i * 64 + odd * 32));
             } else {
               const Bits pair = load_bits(weights + i * 64);
               w[i] = odd ? odd_of_pairs(pair) : even_of_pairs(pair);
@@ -355,7 +359,7 @@ INLINE void tile_part(const typename A::T* x, size_t stride, const uint8_t* weig
           }
 #pragma GCC unroll 8
           for (int r = 0; r < R; ++r) {
-            const Vec a = splat(x[r * stride + 2 * p + odd]);
+            const Vec a = splat(A::number(x[r * stride + 2 * p + odd]));
             for (int i = 0; i < V; ++i) sum[r][i] = fma(a, w[i], sum[r][i]);
           }
         }
@@ -372,7 +376,7 @@ template <class A, Packed kind, int R, int W, int first = 0>
 void tile(const typename A::T* x, size_t stride, const uint8_t* weights, int pairs, float* sums,
           bool fresh, Ahead ahead) {
   constexpr int V = std::min(W - first, std::max(1, kTileSums / R));
-  tile_part<A, kind, R, V, W>(x, stride, weights + first * (kind == Packed::bf16 ? 64 : 128), pairs,
+  tile_part<A, kind, R, V, W>(x, stride, weights + first * line_bytes(kind), pairs,
                               sums + first * kLanes, fresh, ahead);
   if constexpr (first + V < W)
     tile<A, kind, R, W, first + V>(x, stride, weights, pairs, sums, fresh, {});
