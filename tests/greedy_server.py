@@ -11,7 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import DynamicCache
 
+from eyas.operators.decoder import with_cache
 from eyas.operators.foreign import auto_class, transformers_config
 from eyas.operators.shape import target_shape
 from tests.bench_servers import JsonHandler, running
@@ -36,12 +38,13 @@ class GreedyServer(ThreadingHTTPServer):
     @torch.inference_mode()
     def answer(self, prompt_ids: list[int], max_tokens: int) -> list[int]:
         """The end token included, if it comes."""
-        ids, cache, answer = torch.tensor([prompt_ids]), None, list[int]()
+        ids, answer = torch.tensor([prompt_ids]), list[int]()
+        cache = DynamicCache(config=self.model.config)
         with self.lock:
             while len(answer) < max_tokens and not set(answer[-1:]) & set(self.end_ids):
-                output = self.model(ids, past_key_values=cache, use_cache=True)
+                output = self.model(ids, **with_cache(self.model, cache))
                 answer.append(int(output.logits[0, -1].argmax()))
-                cache, ids = output.past_key_values, torch.tensor([answer[-1:]])
+                ids = torch.tensor([answer[-1:]])
         return answer
 
 

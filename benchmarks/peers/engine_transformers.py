@@ -11,6 +11,8 @@ import torch
 from transformers import AutoModelForCausalLM, StaticCache
 from wire import Decoded, serve
 
+from eyas.operators.decoder import with_cache
+
 
 class Transformers:
     """One model; the prompt runs eagerly, the steps compiled."""
@@ -21,6 +23,7 @@ class Transformers:
         self.model = AutoModelForCausalLM.from_pretrained(settings["target"], dtype=dtype).eval()
         self.eos_token_id = settings["eos_token_id"]
         self.cache = StaticCache(config=self.model.config, max_cache_len=settings["max_length"])
+        self.kept = with_cache(self.model, self.cache)
         self.step = torch.compile(self._step) if settings.get("compile", True) else self._step
 
     @torch.inference_mode()
@@ -30,7 +33,7 @@ class Transformers:
         positions = torch.arange(T)[None]
         out = self.model(
             torch.tensor([prompt]),
-            past_key_values=self.cache,
+            **self.kept,
             position_ids=positions,
             logits_to_keep=1,
         )
@@ -44,7 +47,7 @@ class Transformers:
         return Decoded(tokens, seconds, len(tokens) - 1, started - asked)
 
     def _step(self, token_11: torch.Tensor, position_11: torch.Tensor) -> torch.Tensor:
-        logits = self.model(token_11, past_key_values=self.cache, position_ids=position_11).logits
+        logits = self.model(token_11, **self.kept, position_ids=position_11).logits
         return logits[:, -1].argmax(-1, keepdim=True)
 
 

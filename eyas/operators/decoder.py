@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import importlib.util
+import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -154,6 +155,14 @@ class OwnDecoder:
         return HiddenStates(aux_hidden, last_hidden), cache.data
 
 
+def with_cache(module: nn.Module, cache: Any) -> dict[str, Any]:
+    """Arguments of a forward of transformers that reads and extends a cache; before 5.24 it is
+    called `past_key_values`.
+    """
+    names = inspect.signature(module.forward).parameters
+    return {"cache" if "cache" in names else "past_key_values": cache, "use_cache": True}
+
+
 class HookedDecoder:
     """A model of transformers, with hooks on the tapped layers and on lm_head; in use as OwnDecoder
     is.
@@ -221,7 +230,7 @@ class HookedDecoder:
     def begin(self, tokens: Sequence[int]) -> SharedPrefix:
         cache = DynamicCache(config=self._model.config)
         tokens_BT = torch.tensor([list(tokens)])
-        states, _ = self._forward(tokens_BT, past_key_values=cache, use_cache=True)
+        states, _ = self._forward(tokens_BT, **with_cache(self._model, cache))
         return SharedPrefix(
             len(tokens), HiddenStates(states.aux_hidden[0], states.last_hidden[0]), cache
         )
@@ -240,7 +249,7 @@ class HookedDecoder:
             return self._forward(tokens_BT, taps=taps, use_cache=False)[0]
         cache = copy.deepcopy(after.kept)
         cache.batch_repeat_interleave(len(tokens))
-        return self._forward(tokens_BT, past_key_values=cache, use_cache=True)[0]
+        return self._forward(tokens_BT, **with_cache(self._model, cache))[0]
 
     @torch.inference_mode()
     def answer(

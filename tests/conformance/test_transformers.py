@@ -20,6 +20,7 @@ from transformers.models.llama.modeling_llama import (
     LlamaRotaryEmbedding,
 )
 
+from eyas.operators.decoder import with_cache
 from eyas.operators.head import load_head
 from eyas.operators.vocab import TargetVocabulary
 from tests.tiny import tiny_target
@@ -104,9 +105,8 @@ class TheirHead:
             -1,
         )
         turn = self.rotary(x, positions[None])
-        mixed, _ = self.attention(
-            x, position_embeddings=turn, attention_mask=mask, past_key_values=self.cache
-        )
+        kept = with_cache(self.attention, self.cache)
+        mixed, _ = self.attention(x, position_embeddings=turn, attention_mask=mask, **kept)
         hidden = hidden + mixed
         hidden = hidden + self.mlp(self.norm("midlayer.post_attention_layernorm.weight", hidden))
         normed = self.norm("norm.weight", hidden)

@@ -1,4 +1,5 @@
-// A vector is four registers of NEON, with dotprod; whether there is i8mm, the compiler says.
+// A vector is four registers of NEON, with dotprod; whether there are products of bf16, the
+// compiler says.
 #pragma once
 
 #include <arm_neon.h>
