@@ -30,6 +30,7 @@ machines varies by a third within an hour: compare within a row, not between row
 the way, failures included, is in [experiments](experiments/README.md). Some commands read public
 data sets that are not part of the repository.
 """
+ONE_B = "llama-1b-Q4_K_M"
 Figures = dict[str, Any]
 Row = tuple[str, str, Callable[[Figures], str]]  # promise, file in results/, its figure in words
 
@@ -140,6 +141,47 @@ def masks(figures: Figures) -> str:
     )
 
 
+def beside_llama(shape: str, format: str) -> Callable[[Figures], str]:
+    def told(figures: Figures) -> str:
+        own = figures["files"][f"{shape}-{format}"]["plain"]
+        theirs = next(one for name, one in own.items() if name.startswith("llama.cpp"))
+        return (
+            f"decoding {number(own['decoding'], 1)}, llama.cpp {number(theirs['decoding'], 1)} "
+            f"(**{theirs['ratio_decoding']:.2f}**); prompts of 512 {number(own['prompt'], 0)}, "
+            f"llama.cpp {number(theirs['prompt'], 0)} (**{theirs['ratio_prompt']:.2f}**); "
+            f"{own['share_of_reading']:.2f} of the speed of reading the weights"
+        )
+
+    return told
+
+
+def in_rows(file: str) -> Callable[[Figures], str]:
+    return lambda figures: ", ".join(
+        f"{count}: {figures['files'][file]['rows']['in_rows'][count]:.2f}"
+        for count in ("4", "8", "16", "32")
+    )
+
+
+def with_head(file: str) -> Callable[[Figures], str]:
+    def told(figures: Figures) -> str:
+        found = figures["files"][file]
+        one = found["synthetic"]
+        return (
+            f"growing a tree {found['draft']['of_a_forward']:.2f} of a forward; at a tau of "
+            f"{one['tau']:.2f}, put there by hand, {one['speedup']:.2f} times plain per token"
+        )
+
+    return told
+
+
+def started(figures: Figures) -> str:
+    return "; ".join(
+        f"{name} {one['ready_s']:.1f} s, {one['ready_mb']:.0f} MB, {one['after_mb']:.0f} MB after "
+        "an answer"
+        for name, one in figures.items()
+    )
+
+
 def killed(figures: Figures) -> str:
     return f"{figures['rows']:,} answers, the same bytes after {figures['kills']} kills"
 
@@ -210,6 +252,19 @@ TABLES: list[tuple[str, list[Row]]] = [
                 peers("prompts", "eyas packed", "llama.cpp, file as it is"),
             ),
             ("64 prompts, 32 at a time, bf16", "peers", peers("together", "eyas", "vLLM")),
+        ],
+    ),
+    (
+        "At the sizes and in the formats that people run, without AVX-512? (tokens/s)",
+        [
+            (f"{of}, {format}", "sizes_avx2", beside_llama(shape, format))
+            for shape, of in (("llama-1b", "1 B"), ("smollm2", "135 M"))
+            for format in ("Q4_K_M", "Q4_0", "Q8_0")
+        ]
+        + [
+            ("1 B, Q4_K_M: a forward of n rows by one of one", "sizes_avx2", in_rows(ONE_B)),
+            ("1 B, Q4_K_M: SYNTHETIC acceptance", "sizes_avx2", with_head(ONE_B)),
+            ("Server ready with SmolLM2's file: seconds, memory", "starts", started),
         ],
     ),
     (
