@@ -276,6 +276,8 @@ ALIKE = {
     "/raw/gpt4-instruct-dedupe.json": "gpteacher",
     "/raw/roleplay/GPTeacher-roleplay.json": "gpteacher",
     "/raw/lima_train.jsonl": "lima",
+    "/raw/train_sharegpt.json": "sharegpt",
+    "/raw/sharegpt_sql.json": "sharegpt",
 }
 LOOK_ALIKES = [({"path": path}, id) for path, id in ALIKE.items()]
 LOOK_ALIKES.append(({"name": "our alpaca", "path": "/raw/data.jsonl"}, "alpaca"))
@@ -302,6 +304,8 @@ def test_a_known_name_under_other_terms_is_refused_with_its_reason(given, id):
         ("/home/alpaca-farm-team/chat/train.jsonl", "CC0-1.0"),
         ("/raw/alpacas.jsonl", "CC0-1.0"),
         ("/raw/mathematics of star signs.jsonl", "CC0-1.0"),
+        ("/raw/sql_sharegpt.json", "CC0-1.0"),  # of that shape
+        ("/raw/our-tickets.sharegpt.jsonl", "CC0-1.0"),
         ("/raw/gsm8k.jsonl", "MIT"),
         ("/raw/oasst1.jsonl.gz", "Apache-2.0"),
         ("/raw/sgd_train.jsonl", "CC-BY-SA-4.0"),

@@ -268,6 +268,12 @@ def test_a_time_without_end_is_refused():
         LimitsConfig(shutdown_s=float("inf"))
 
 
+@pytest.mark.parametrize("port", [-1, 65536, 80000])
+def test_a_port_that_no_address_has_is_refused(port):
+    with pytest.raises(ValidationError, match=r"port\n  Input should be (less|greater) than"):
+        ServeConfig(target="t", port=port)
+
+
 def test_a_port_in_use_is_refused_before_the_model_is_loaded(client):
     port = int(client.url.rpartition(":")[2])
     with pytest.raises(ConfigError, match="cannot listen"):

@@ -61,7 +61,7 @@ class ServeConfig(BaseModel):
     dtype: Dtype = Field("auto", description="of the weights; auto: as in the checkpoint")
     model: str | None = Field(None, description="name in requests; null: that of the folder")
     host: str = Field("127.0.0.1", description="address to listen on")
-    port: int = Field(8000, description="0 takes a free one")
+    port: int = Field(8000, ge=0, le=65535, description="0 takes a free one")
     threads: int | None = Field(
         None, ge=1, description="of the engine on a CPU; null: all that this process has"
     )
