@@ -339,7 +339,7 @@ def test_columns_of_a_known_set_under_other_terms_are_refused():
     assert [one.field for one in judge(stated, shipped(), gpteacher).refusals] == ["prompts_by"]
 
 
-@pytest.mark.parametrize("path", ["builtin", "builtin-general", str(demo_prompts())])
+@pytest.mark.parametrize("path", ["builtin", "builtin-general", "builtin-sql", str(demo_prompts())])
 def test_the_packaged_prompts_are_known_by_their_place(path):
     judged = verdict(path=path, name="demo", licence="CC0-1.0")
     assert judged.known_as == "eyas-demo-prompts"
