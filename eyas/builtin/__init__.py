@@ -62,7 +62,7 @@ def smollm2_head_folder() -> Path:
 
 
 def demo_prompts() -> Path:
-    """The packaged prompts of the built-in target's domains, gzip JSON lines. Raises MissingInputError."""
+    """The packaged prompts of the built-in target's domains. Raises MissingInputError."""
     return _packaged(_HERE, "demo_prompts.jsonl.gz")
 
 
