@@ -329,14 +329,22 @@ def demo_rows(num_good: int = NUM_GOOD, seed: int = SEED) -> list[str]:
     while len(conversations) < num_good:
         turns = author.conversation()
         conversations.setdefault(" ".join(" / ".join(turns).lower().split()), turns)
-    good = list(conversations.values())
-    again = [duplicate(turns, rng) for turns in rng.sample(good, min(NUM_DUPLICATES, num_good))]
+    return as_found(list(conversations.values()), rng, NUM_DUPLICATES, NUM_EMPTY, NUM_BROKEN)
+
+
+def as_found(
+    good: list[list[str]], rng: random.Random, num_duplicates: int, num_empty: int, num_broken: int
+) -> list[str]:
+    """The lines of a set as found in the wild: these conversations, and what cleaning is to find,
+    shuffled.
+    """
+    again = [duplicate(turns, rng) for turns in rng.sample(good, min(num_duplicates, len(good)))]
     rows = [
         json.dumps(packed(turns, number, rng), ensure_ascii=False)
         for number, turns in enumerate([*good, *again])
     ]
-    rows += [broken(row, rng) for row in rng.sample(rows, min(NUM_BROKEN, len(rows)))]
-    rows += [empty(len(rows) + number, rng) for number in range(NUM_EMPTY)]
+    rows += [broken(row, rng) for row in rng.sample(rows, min(num_broken, len(rows)))]
+    rows += [empty(len(rows) + number, rng) for number in range(num_empty)]
     rng.shuffle(rows)
     return rows
 

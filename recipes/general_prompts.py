@@ -23,25 +23,30 @@ TEMPLATES = Path(__file__).with_suffix(".yaml")
 SEED, NUM_PROMPTS, SHARE_FOLLOWED = 11, 300, 0.15
 
 
-def general_rows(num_prompts: int = NUM_PROMPTS, seed: int = SEED) -> list[str]:
-    """The lines of the file: `num_prompts` different conversations of one or two user turns, as
-    many of each kind.
+def conversations(num: int, rng: random.Random, templates: Path) -> list[tuple[str, list[str]]]:
+    """`num` different conversations of one or two user turns from a file of templates, as many of
+    each kind: the kind and the turns of each.
     """
-    rng = random.Random(seed)
-    templates = yaml.safe_load(TEMPLATES.read_text(encoding="utf-8"))
-    slots = {name: listed(text) for name, text in templates["slots"].items()}
-    kinds = {name: lines(text) for name, text in templates["kinds"].items()}
+    content = yaml.safe_load(templates.read_text(encoding="utf-8"))
+    slots = {name: listed(text) for name, text in content["slots"].items()}
+    kinds = {name: lines(text) for name, text in content["kinds"].items()}
     written: dict[str, tuple[str, list[str]]] = {}
-    while len(written) < num_prompts:
+    while len(written) < num:
         kind = list(kinds)[len(written) % len(kinds)]
         writer = Writer(rng, slots)
         turns = [writer.write(rng.choice(kinds[kind]))]
         if rng.random() < SHARE_FOLLOWED:
-            turns.append(writer.write(rng.choice(templates["follow"])))
+            turns.append(writer.write(rng.choice(content["follow"])))
         written.setdefault(turns[0].lower(), (kind, turns))
+    return list(written.values())
+
+
+def general_rows(num_prompts: int = NUM_PROMPTS, seed: int = SEED) -> list[str]:
+    """The lines of the file, shuffled."""
+    rng = random.Random(seed)
     rows = [
         {"id": f"general-{number:03d}", "category": kind, "turns": turns}
-        for number, (kind, turns) in enumerate(written.values())
+        for number, (kind, turns) in enumerate(conversations(num_prompts, rng, TEMPLATES))
     ]
     rng.shuffle(rows)
     return [json.dumps(row, ensure_ascii=False) for row in rows]

@@ -328,6 +328,14 @@ class TestFullDisk:
             shown = run_eyas(f"{line} -t {made.target} -o {tmp_path}/{line.split()[0]}")
             assert_one_clear_error(shown, "no room left", "free some space")
 
+    def test_memory_that_is_not_there(self, made, tmp_path, monkeypatch):
+        def none(*_, **__):
+            raise MemoryError("Unable to allocate 90.5 GiB")
+
+        monkeypatch.setattr("eyas.cli.capture.capture", none)
+        shown = run_eyas(f"capture {made.answers} -t {made.target} -o {tmp_path}/capture")
+        assert_one_clear_error(shown, "no memory is left: Unable to allocate 90.5 GiB", "smaller")
+
     def test_a_file_where_the_output_has_to_be(self, made, tmp_path):
         for place in ("file", "file/below"):
             (tmp_path / "file").write_text("")

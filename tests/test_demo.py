@@ -14,10 +14,13 @@ import pytest
 import yaml
 
 from eyas import builtin
+from eyas.artifact import Artifact
 from eyas.cli import demo as demo_command
+from eyas.cli import run as run_command
 from eyas.cli.options import validated
 from eyas.cli.run import RunConfig
 from eyas.errors import MissingInputError
+from eyas.export.lint import CheckFinding
 
 STAGES = ("prompts", "generate", "capture", "train", "eval", "export", "bench")
 # the command, with a line of progress every hundredth of a second in place of every 20 seconds
@@ -170,3 +173,14 @@ def test_the_second_run_skips_and_says_so(runs):
     before, after = figures(first), figures(second)
     del before["seconds"], after["seconds"]
     assert before == after
+
+
+def test_a_run_shows_what_is_wrong_with_its_forms_and_no_notes_on_other_engines(
+    tmp_path, monkeypatch, capsys
+):
+    found = [CheckFinding("warning", "it is odd", "mend it"), CheckFinding("note", "other", "-")]
+    monkeypatch.setattr(run_command, "check", lambda head, target: found)
+    assert run_command.check_form(Artifact(str(tmp_path)), "sglang", "t") == f"{tmp_path}/sglang"
+    shown = capsys.readouterr().out
+    assert "warning: it is odd" in shown
+    assert "other" not in shown

@@ -3,6 +3,7 @@ moment requests come or go.
 """
 
 import logging
+import re
 from itertools import pairwise
 
 import pytest
@@ -188,8 +189,58 @@ def test_a_head_for_another_target_is_refused(target):
         Draft(config.model_copy(update={"target_lm_head_sha256": "0" * 64}), tensors, target)
 
 
-def test_a_head_that_does_not_help_is_warned_about(target, caplog):
-    with caplog.at_level(logging.WARNING, "eyas.engine"):
-        asked = requests(16, ignore_eos=True, max_tokens=40)
+def test_text_that_the_head_hardly_helps_is_logged_with_its_share(target, caplog, monkeypatch):
+    """After one, two, four such stretches of rounds; the head is not blamed for it."""
+    monkeypatch.setattr("eyas.engine.engine.TAU_WINDOW", 4)
+    drafting = engine(target, speculation="fixed(1,1,2)")
+    with caplog.at_level(logging.INFO, "eyas.engine"):
+        for accepted in (1, 0, 0, 0, 0, 1):
+            for _ in range(4):
+                drafting._watch_tau(accepted)
+    told = [record.getMessage() for record in caplog.records if "tau is" in record.getMessage()]
+    assert [
+        re.findall(r"helps (\d+)% .*, (\d of \d) stretches.* tau is (\S+) ", one) for one in told
+    ] == [
+        [("50", "1 of 2", "1.00")],
+        [("67", "2 of 3", "1.00")],
+        [("80", "4 of 5", "1.00")],
+    ]
+    assert all("Prompts unlike its own do that" in one for one in told)
+    caplog.clear()
+    with caplog.at_level(logging.INFO, "eyas.engine"):
+        asked = requests(4, ignore_eos=True, max_tokens=40)
         list(engine(target, speculation="fixed(1,1,2)").run(asked))
-    assert [record for record in caplog.records if "tau is" in record.getMessage()]
+    assert any("stretches" in record.getMessage() for record in caplog.records)
+
+
+@pytest.mark.parametrize(
+    ("free", "sizes", "fits"),
+    [
+        (2_000_000, {"max_batch": 500}, r"num_pages=\d+, or max_batch=\d+$"),
+        (2_000_000, {"max_batch": 20}, r"num_pages=\d+, or max_batch=\d+, or max_length=\d+$"),
+        (2_000_000, {"num_pages": 50_000_000}, r"num_pages=\d+$"),
+        (150_000, {}, r"max_length=\d+ with num_pages=\d+$"),
+        (100, {}, None),
+    ],
+)
+def test_caches_beyond_the_memory_are_refused_with_what_fits(
+    target, monkeypatch, free, sizes, fits
+):
+    """Each of the sizes that it names is taken; the cache's own bytes are what it says."""
+    monkeypatch.setattr("eyas.engine.engine.free_memory", lambda: free)
+    with pytest.raises(ConfigError) as refused:
+        engine(target, **sizes)
+    assert re.search(r"need [\d,.]+ GB of memory; 0.0 GB are free", refused.value.what)
+    if fits is None:
+        assert "more memory" in refused.value.hint
+        return
+    assert re.search(fits, refused.value.hint)
+    for way in refused.value.hint.removeprefix("what fits: ").split(", or "):
+        named = {name: int(value) for name, value in re.findall(r"(\w+)=(\d+)", way)}
+        taken = engine(target, **{**sizes, **named})
+        head = taken.rounds.head
+        caches = (taken.rounds._cache, head.cache, head.features)
+        size = sum(cache.data.nbytes for cache in caches)
+        assert 0.5 * free < size <= free
+    monkeypatch.setattr("eyas.engine.engine.free_memory", lambda: None)
+    engine(target)

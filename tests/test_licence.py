@@ -276,6 +276,8 @@ ALIKE = {
     "/raw/gpt4-instruct-dedupe.json": "gpteacher",
     "/raw/roleplay/GPTeacher-roleplay.json": "gpteacher",
     "/raw/lima_train.jsonl": "lima",
+    "/raw/train_sharegpt.json": "sharegpt",
+    "/raw/sharegpt_sql.json": "sharegpt",
 }
 LOOK_ALIKES = [({"path": path}, id) for path, id in ALIKE.items()]
 LOOK_ALIKES.append(({"name": "our alpaca", "path": "/raw/data.jsonl"}, "alpaca"))
@@ -302,6 +304,8 @@ def test_a_known_name_under_other_terms_is_refused_with_its_reason(given, id):
         ("/home/alpaca-farm-team/chat/train.jsonl", "CC0-1.0"),
         ("/raw/alpacas.jsonl", "CC0-1.0"),
         ("/raw/mathematics of star signs.jsonl", "CC0-1.0"),
+        ("/raw/sql_sharegpt.json", "CC0-1.0"),  # of that shape
+        ("/raw/our-tickets.sharegpt.jsonl", "CC0-1.0"),
         ("/raw/gsm8k.jsonl", "MIT"),
         ("/raw/oasst1.jsonl.gz", "Apache-2.0"),
         ("/raw/sgd_train.jsonl", "CC-BY-SA-4.0"),
@@ -335,7 +339,7 @@ def test_columns_of_a_known_set_under_other_terms_are_refused():
     assert [one.field for one in judge(stated, shipped(), gpteacher).refusals] == ["prompts_by"]
 
 
-@pytest.mark.parametrize("path", ["builtin", "builtin-general", str(demo_prompts())])
+@pytest.mark.parametrize("path", ["builtin", "builtin-general", "builtin-sql", str(demo_prompts())])
 def test_the_packaged_prompts_are_known_by_their_place(path):
     judged = verdict(path=path, name="demo", licence="CC0-1.0")
     assert judged.known_as == "eyas-demo-prompts"

@@ -5,6 +5,7 @@ the end.
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import runpy
 import signal
@@ -243,6 +244,7 @@ def test_a_server_that_is_open_to_all_says_so(monkeypatch, caplog, given, warns)
     for has_keys in (False, True):
         with pytest.raises(KeyboardInterrupt):
             serve(ServeConfig(target="t", port=0, **given), on_ready=stop)
+        assert gc.get_freeze_count() == 0  # or libraries report what was not collected
         assert ("no API keys" in caplog.text) == (warns and not has_keys)
         caplog.clear()
         monkeypatch.setenv("EYAS_API_KEYS", "secret")
@@ -266,6 +268,12 @@ def test_the_file_of_keys_is_read_once(tmp_path, monkeypatch):
 def test_a_time_without_end_is_refused():
     with pytest.raises(ValidationError, match="finite"):
         LimitsConfig(shutdown_s=float("inf"))
+
+
+@pytest.mark.parametrize("port", [-1, 65536, 80000])
+def test_a_port_that_no_address_has_is_refused(port):
+    with pytest.raises(ValidationError, match=r"port\n  Input should be (less|greater) than"):
+        ServeConfig(target="t", port=port)
 
 
 def test_a_port_in_use_is_refused_before_the_model_is_loaded(client):

@@ -62,7 +62,7 @@ def smollm2_head_folder() -> Path:
 
 
 def demo_prompts() -> Path:
-    """The packaged prompts of a domain, gzip JSON lines. Raises MissingInputError."""
+    """The packaged prompts of the built-in target's domains. Raises MissingInputError."""
     return _packaged(_HERE, "demo_prompts.jsonl.gz")
 
 
@@ -71,8 +71,17 @@ def general_prompts() -> Path:
     return _packaged(_HERE, "general_prompts.jsonl.gz")
 
 
+def sql_prompts() -> Path:
+    """The packaged requests for SQL, gzip JSON lines. Raises MissingInputError."""
+    return _packaged(_HERE, "sql_prompts.jsonl.gz")
+
+
 # Names that stand for a source's path.
-PROMPTS = {BUILTIN: demo_prompts, f"{BUILTIN}-general": general_prompts}
+PROMPTS = {
+    BUILTIN: demo_prompts,
+    f"{BUILTIN}-general": general_prompts,
+    f"{BUILTIN}-sql": sql_prompts,
+}
 
 
 def packaged_prompts(path: str) -> str:

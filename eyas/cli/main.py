@@ -20,7 +20,7 @@ import typer
 
 from eyas.cli.options import settings
 from eyas.cores import cores
-from eyas.errors import EyasError, StorageFullError
+from eyas.errors import EyasError, InputError, StorageFullError
 
 COMMANDS = {
     "demo": "the whole pipeline on SmolLM2-135M-Instruct, on a CPU, in minutes",
@@ -105,6 +105,12 @@ def reporting_errors(function: Callable[..., None], name: str) -> Callable[..., 
                 file=sys.stderr,
             )
             raise typer.Exit(INTERRUPTED) from interrupt
+        except MemoryError as error:
+            lack = InputError(
+                f"no memory is left: {error}".removesuffix(": "),
+                "give the process more, or take a smaller model or smaller batches",
+            )
+            raise typer.Exit(_report(lack)) from error
         # a disk that fills up outside an artifact, e.g. below a temporary folder
         except OSError as error:
             if error.errno not in (errno.ENOSPC, errno.EDQUOT):

@@ -291,12 +291,12 @@ def run_stages(config: RunConfig, root: str, anyway: bool = False) -> dict[str, 
 
 
 def check_form(exported: Artifact, form: str, target: str) -> str:
-    """The local folder of one exported form, after showing what `eyas check` finds. Raises
-    MismatchError for an error.
+    """The local folder of one exported form, after showing what `eyas check` finds wrong, without
+    its notes on engines that this form is not for. Raises MismatchError for an error.
     """
     folder = exported.local_path(form)
     assert folder is not None, "a run's output is a folder of this machine"
-    findings = check(folder, target)
+    findings = [one for one in check(folder, target) if one.level != "note"]
     show(findings, folder)
     if any(finding.level == "error" for finding in findings):
         raise MismatchError(f"{folder} would serve badly", "mend what is listed above")

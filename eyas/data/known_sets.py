@@ -15,6 +15,7 @@ from pydantic import BaseModel, ConfigDict, HttpUrl
 
 from eyas import builtin
 from eyas.data.hub_sets import hub_set
+from eyas.data.shapes import SHAPES
 from eyas.data.sources import URL_SET, SourceConfig
 from eyas.data.streams import public_url
 from eyas.hub import HUB_ID
@@ -29,6 +30,7 @@ FILLERS = re.compile(
     "instruct|instructions|prompts|train|training|test|dev|valid|validation|eval|en|english|"
     "part|split|sample|subset|copy|final|new|[0-9]+k?"
 )
+SHAPE_NAMES = {shape.name for shape in SHAPES}
 SHORTEST_WITHIN = 5  # characters of a name that counts with other words around it
 HUB_PAGE = re.compile(rf"https://huggingface\.co/datasets/({HUB_ID.pattern})(?:[@/].*)?")
 
@@ -82,7 +84,7 @@ def find(source: SourceConfig) -> KnownSet | None:
 def named_like(source: SourceConfig) -> dict[str, str]:
     """Ids of known sets that a source's name, file or folders are called after, each with what is
     called so. A file's name may have more words ("my_alpaca52k.jsonl"), unless the set's name is
-    as short as "star"; a folder's may not.
+    as short as "star"; a folder's may not. "sql_sharegpt.json" says how its rows are written.
     """
     *folders, file = ["", *re.split(r"[/\\]+", public_url(source.path).rstrip("/"))][-3:]
     file = file.partition(".")[0] if "." in file[1:] else file
@@ -101,7 +103,11 @@ def named_like(source: SourceConfig) -> dict[str, str]:
             within = re.compile(rf"(?<![a-z]){last.replace('-', '-?')}(?![a-z])")
             # of alpaca-gpt4 and alpaca the longer one counts: it was found before
             called += [
-                one for one in given if within.search(_set_key(one)) and one not in found.values()
+                one
+                for one in given
+                if within.search(_set_key(one))
+                and one not in found.values()
+                and not (last in SHAPE_NAMES and one == file and _set_key(one).endswith(f"-{last}"))
             ]
         for one in called[:1]:
             found.setdefault(entry.id, one)

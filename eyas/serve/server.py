@@ -61,7 +61,7 @@ class ServeConfig(BaseModel):
     dtype: Dtype = Field("auto", description="of the weights; auto: as in the checkpoint")
     model: str | None = Field(None, description="name in requests; null: that of the folder")
     host: str = Field("127.0.0.1", description="address to listen on")
-    port: int = Field(8000, description="0 takes a free one")
+    port: int = Field(8000, ge=0, le=65535, description="0 takes a free one")
     threads: int | None = Field(
         None, ge=1, description="of the engine on a CPU; null: all that this process has"
     )
@@ -135,17 +135,19 @@ def serve(config: ServeConfig, on_ready: Callable[[str], None] = print) -> None:
     address = config.host, config.port
     with _exits_on_sigterm(), _listening(app, address) as server:
         server.open(load(config))
-        # What is here stays: a full collection need not walk it, which takes tens of milliseconds.
         gc.collect()
-        gc.freeze()
         is_local = ipaddress.ip_address(server.host).is_loopback
-        if config.vertex is None and not is_local and not api.access.needs_key:
-            log.warning(
-                "no API keys are given: every client that reaches %s is served (--api-keys FILE)",
-                config.host,
-            )
-        on_ready(server.url)
         try:
+            # What is here stays: a full collection need not walk it, which takes tens of
+            # milliseconds.
+            gc.freeze()
+            if config.vertex is None and not is_local and not api.access.needs_key:
+                log.warning(
+                    "no API keys are given: every client that reaches %s is served (--api-keys "
+                    "FILE)",
+                    config.host,
+                )
+            on_ready(server.url)
             server.ended.wait()
         finally:
             gc.unfreeze()  # or libraries report at the process's end what was never collected
