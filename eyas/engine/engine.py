@@ -136,9 +136,9 @@ class Engine:
         return self._scheduler.has_work
 
     def prepare_grammars(self) -> None:
-        """Do now what the first grammar would do for all: it may take two seconds."""
-        if self._grammars is not None and self._end_tokens:
-            _ = self._grammars.tokenizer
+        """Start now what the first grammar would wait for."""
+        if self._grammars is not None:
+            self._grammars.prepare()
 
     def compile_grammar(self, params: SamplingParams) -> Grammar | None:
         """The grammar that the params ask for, if any; from any thread. Raises InputError."""
@@ -194,7 +194,9 @@ class Engine:
         self._scheduler.cancel(request_id)
 
     def run(self, requests: Iterable[Request], track: Track = quiet) -> Iterator[Result]:
-        """Decode all requests, yielding each sample as it finishes. Raises InputError (`add`)."""
+        """Decode all requests, yielding each sample as it finishes. Raises InputError: of `add`,
+        and of a grammar that cannot be followed any further.
+        """
         updates: dict[tuple[str, int], list[Update]] = {}
         done = total = 0
         for request in requests:
@@ -202,6 +204,9 @@ class Engine:
             total += request.params.n
         while self.has_work:
             for update in self.step():
+                if update.error is not None:
+                    self.cancel(update.request_id)
+                    raise update.error
                 key = update.request_id, update.index
                 updates.setdefault(key, []).append(update)
                 if update.finish_reason is not None:

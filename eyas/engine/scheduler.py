@@ -19,6 +19,9 @@ from eyas.engine.request import FinishReason, Request, TokenLogprob
 from eyas.engine.sampling import Sampler
 from eyas.engine.stop import StopChecker
 from eyas.engine.text import TextIndex
+from eyas.errors import InputError
+
+MASKS_S = 0.025  # of a round: what it waits for the masks of grammars
 
 
 class RunningSample:
@@ -55,6 +58,7 @@ class RunningSample:
         )
         self.text = TextIndex()  # of its tokens, as far as drafts were looked up
         self.finish_reason: FinishReason | None = None
+        self.error: InputError | None = None  # why it has ended before its end
 
     @property
     def num_emitted(self) -> int:
@@ -85,8 +89,7 @@ class RunningSample:
             if self.stops is not None:
                 is_end |= self.stops.push(token)
             if is_end or token in params.stop_token_ids:
-                # A grammar that grew too large has cut the answer: it did not end by itself.
-                self.finish_reason = "stop" if self.sampler.failure is None else "length"
+                self.finish_reason = "stop"
             elif self.num_emitted >= self.max_tokens:
                 self.finish_reason = "length"
             if self.finish_reason is not None:
@@ -94,6 +97,13 @@ class RunningSample:
                     self.finish_reason = "stop"
                 return tokens[:count]
         return tokens
+
+    def end_by_error(self) -> None:
+        """End the sample where it has an error, unless its last token has ended it."""
+        if self.finish_reason is not None:
+            self.error = None
+        elif self.error is not None:
+            self.finish_reason = "length"
 
 
 def page_table(samples: Sequence[RunningSample]) -> np.ndarray:
@@ -175,11 +185,13 @@ class Scheduler:
             self._leave(sample)
 
     def schedule(self) -> Job | None:
-        """The next job; None if there is nothing to do."""
+        """The next job; None if there is nothing to do, or nothing yet: all wait for grammars."""
         first, second = self._prefill, self._round
         if self._prefilled_last:
             first, second = second, first
         job = first() or second()
+        if job is None and self._running:
+            self._running[0].sampler.wait(MASKS_S)
         self._prefilled_last = job is not None and job.chunks is not None
         return job
 
@@ -269,12 +281,13 @@ class Scheduler:
     # Rounds
 
     def _round(self) -> Job | None:
-        """A round of all samples that are prefilled; preempts until there are pages for its trees.
+        """A round of all samples that are prefilled, but those whose grammars are late; preempts
+        until there are pages for its trees.
 
         None if there is no such sample.
         """
         while True:
-            samples = [sample for sample in self._running if sample.is_prefilled]
+            samples = [one for one in self._running if one.is_prefilled and not one.sampler.is_late]
             if all(map(self._has_room, samples)):
                 return Job(samples) if samples else None
             self._preempt(self._running[-1])
