@@ -6,6 +6,7 @@ step    schedule a job -> run it (`rounds.py`) -> settle it
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -39,10 +40,11 @@ class EngineConfig(BaseModel):
 
     max_batch: samples that run at a time. max_length: tokens of prompt and answer together.
     num_pages: pages of 16 tokens; None takes as many as max_batch requests of max_length need.
-    prefill_chunk: tokens of a prefill. speculation: off, auto or fixed; auto and fixed with sizes
-    if the defaults do not fit: fixed(6,3,12) are num_draft_steps, tree_topk and num_verify_tokens,
-    root included. prefix_reuse: keep computed prefixes for other requests. text_drafts: in auto,
-    draft also what followed the same tokens before, with or without a head.
+    prefill_chunk: tokens of a prefill. max_pause_ms: of running answers, while prompts are read;
+    more gives throughput. speculation: off, auto or fixed; auto and fixed with sizes if the
+    defaults do not fit: fixed(6,3,12) are num_draft_steps, tree_topk and num_verify_tokens, root
+    included. prefix_reuse: keep computed prefixes for other requests. text_drafts: in auto, draft
+    also what followed the same tokens before, with or without a head.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -51,6 +53,7 @@ class EngineConfig(BaseModel):
     max_length: int = Field(1024, ge=2)
     num_pages: int | None = Field(None, ge=1)
     prefill_chunk: int = Field(256, ge=16)
+    max_pause_ms: float = Field(150.0, gt=0)
     speculation: str = "auto"
     prefix_reuse: bool = True
     text_drafts: bool = True
@@ -95,6 +98,7 @@ class Engine:
             # what a tree writes behind its root: as it grows, and as it is verified
             max(speculation.num_verify_tokens, 1 + speculation.num_columns) if drafts else 1,
             scored_chunk=max(1, SCORED_LOGITS // target.config.vocab_size),
+            pause_ms=config.max_pause_ms,
         )
         most = PagePool(0, PAGE_SIZE).pages_for(self.max_length + limits.tree_columns)
         self._pool = PagePool(config.num_pages or config.max_batch * most, PAGE_SIZE)
@@ -248,8 +252,9 @@ class Engine:
         job = self._scheduler.schedule()
         if job is None:
             return []
+        started = time.perf_counter()
         updates = self.rounds.run(job)
-        self._scheduler.settle(job)
+        self._scheduler.settle(job, 1e3 * (time.perf_counter() - started))
         if not self._scheduler.has_work:
             self.rounds.trace.rest()
         for sample, update in zip(job.samples, updates, strict=True):
