@@ -20,7 +20,6 @@ import argparse
 import asyncio
 import json
 import multiprocessing
-import os
 import random
 import socket
 import time
@@ -378,16 +377,14 @@ class Attack:
 
 
 def resident_mib(pid: int) -> float:
-    """Of a process and its children."""
-    pages, page_bytes = 0, os.sysconf("SC_PAGE_SIZE")
-    threads = Path(f"/proc/{pid}/task").glob("*/children")
-    children = [int(one) for thread in threads for one in thread.read_text().split()]
-    for one in [pid, *children]:
-        try:
-            pages += int(Path(f"/proc/{one}/statm").read_text().split()[1])
-        except OSError:  # it has ended
-            continue
-    return pages * page_bytes / 2**20
+    """Of a process, its children and theirs; what forks share is counted once."""
+    mib = 0.0
+    with suppress(OSError):  # it has ended
+        lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+        mib = sum(int(one.split()[1]) for one in lines if one.startswith("Pss:")) / 1024
+        threads = Path(f"/proc/{pid}/task").glob("*/children")
+        mib += sum(resident_mib(int(one)) for two in threads for one in two.read_text().split())
+    return mib
 
 
 def arguments() -> argparse.Namespace:

@@ -23,6 +23,7 @@ from eyas.engine.grammar_process import TOKEN_S
 from eyas.engine.request import SamplingParams
 from eyas.engine.sampling import Sampler
 from eyas.errors import InputError
+from tests.tiny import children_of
 
 BUILTIN = target_folder()
 REAL = Path(__file__).resolve().parents[2] / "shared/data/tokenizers"
@@ -323,10 +324,6 @@ def test_a_grammar_that_gives_up_ends_its_answer_and_no_later_one(builtin):
         assert matcher.mask()[[x, a]].all()
         matcher.advance(x)
         assert "lexer" in failure_of(matcher, a)
-
-
-def children_of(pid):
-    return [int(one) for one in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
 def test_masks_that_cost_too_much_end_the_answer_by_an_error_that_names_its_schema(builtin):

@@ -186,12 +186,12 @@ class PromptPace:
         return max(LEAST_ROWS, int(ms / (row_ms or 1.0)))
 
     def ms(self, rows: int, scored: int) -> float:
-        return self._row_ms * max(rows, LEAST_ROWS) + self._scored_ms * scored
+        return self._row_ms * rows + self._scored_ms * scored
 
     def observe(self, rows: int, scored: int, real_ms: float) -> None:
         """Learn from a prefill."""
         if not self._row_ms:
-            self._row_ms = self._scored_ms = real_ms / (max(rows, LEAST_ROWS) + scored)
+            self._row_ms = self._scored_ms = real_ms / (rows + scored)
         predicted_ms = self.ms(rows, scored)
         error = math.log(real_ms / predicted_ms)
         error = _PACE_RATE * max(-_MOST_PACE_ERROR, min(_MOST_PACE_ERROR, error))

@@ -212,7 +212,7 @@ class Scheduler:
         how long it took.
         """
         if job.chunks is None:
-            self._round_ms += _ROUND_RATE * (ms - self._round_ms)
+            self._round_ms += _ROUND_RATE * (ms - self._round_ms) if self._round_ms else ms
         elif ms:
             scored = sum(map(len, itertools.compress(job.chunks, map(_is_scored, job.samples))))
             self._pace.observe(sum(map(len, job.chunks)), scored, ms)
