@@ -280,10 +280,10 @@ class Clock:
 
 
 def prompts_of(length: int, count: int = 4, **params: int) -> list[RunningSample]:
-    made = []
+    made, rng = [], random.Random(length)
     for number in range(count):
         sampling = SamplingParams(max_tokens=1, **params)
-        prompt = tuple([number % 3] * length)
+        prompt = tuple(rng.randrange(3) for _ in range(length))
         request = Request(f"{length}, {number}, {params}", prompt, sampling)
         made.append(RunningSample(request, 0, Sampler(sampling, prompt, 3, NO_END), None, 1))
     return made
