@@ -2,14 +2,16 @@
 
 A server in a process of its own; another process asks /health again and again and keeps one stream
 open after the other. First alone (`quiet`), then while each kind of hostile body is sent: one at a
-time, and at the end all kinds at once. Of each kind: statuses, the longest wait for /health, the
-longest gap between two chunks of the stream, and the server's resident memory (its child process
-included) against that before the first. Goals: no gap above 100 ms more than the quiet ones, and
-memory within 1.2 of idle. On a busy machine the quiet gaps say how far the others can be believed.
-The last line is one JSON.
+time, and at the end all kinds at once. Then crowds: many clients of one kind at the same time
+(prompts, echoes, schemas, slow readers, connections that send nothing). Of each: statuses, the
+longest wait for /health, the longest gap between two chunks of the stream, and the server's
+resident memory (its child processes included) against that before the first. Goals: no gap above
+150 ms, and memory within 1.2 of idle. On a busy machine the quiet gaps say how far the others can
+be believed. The last line is one JSON.
 
     python benchmarks/hostile.py --quick
     python benchmarks/hostile.py --rounds 20 --kinds grammar_memory tools
+    python benchmarks/hostile.py --target smollm2 --head smollm2 --kinds --rounds 0     (crowds)
 """
 
 from __future__ import annotations
@@ -18,11 +20,13 @@ import argparse
 import asyncio
 import json
 import multiprocessing
-import os
 import random
+import socket
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -34,10 +38,13 @@ from storm import started
 from eyas.engine.engine import EngineConfig
 from eyas.serve.server import ServeConfig
 
-GOAL_MS, GOAL_MEMORY = 100.0, 1.2
+GOAL_MS, GOAL_MEMORY = 150.0, 1.2
 AT_ONCE = 8
 SIZE = (1 << 20) - 64  # bytes: just below the largest body
 QUIET_S = 5.0
+PROMPT_TOKENS = 940
+NUM_READERS, READ_S, READ_BYTES = 50, 10.0, 256  # slow readers: bytes a twentieth of a second
+NUM_IDLE = 1000
 STREAM = {
     "model": "eyas",
     "messages": [{"role": "user", "content": "I would like a table for two."}],
@@ -81,6 +88,30 @@ def definitions(link: Callable[[str], dict[str, Any]], count: int) -> dict[str, 
     """Definitions that refer to each other in a row."""
     named = {f"d{at}": link(f"#/$defs/d{at + 1}") for at in range(count)}
     return {"$ref": "#/$defs/d0", "$defs": named | {f"d{count}": {"type": "integer"}}}
+
+
+def mutual_references(count: int = 30) -> dict[str, Any]:
+    """Definitions each of which may be any other, or an array of one: small, and of as many ways to
+    read an answer as there are paths between them.
+    """
+    named = [f"d{at}" for at in range(count)]
+    links = {one: {"$ref": f"#/$defs/{one}"} for one in named}
+    defs = {
+        one: {
+            "anyOf": [link for other, link in links.items() if other != one]
+            + [{"type": "array", "items": links[named[(at + 1) % count]]}]
+        }
+        for at, one in enumerate(named)
+    }
+    return {"$ref": "#/$defs/d0", "$defs": defs}
+
+
+def long_prompts(count: int, seed: int, **options: Any) -> list[tuple[str, bytes]]:
+    """Prompts of which no two begin alike."""
+    rng = random.Random(seed)
+    asked = [[rng.randrange(100, 500) for _ in range(PROMPT_TOKENS)] for _ in range(count)]
+    body = {"model": "eyas", "max_tokens": 2, "temperature": 0, **options}
+    return [(TEXT, json.dumps({**body, "prompt": one}).encode()) for one in asked]
 
 
 def bodies() -> dict[str, tuple[str, bytes]]:
@@ -160,6 +191,9 @@ def bodies() -> dict[str, tuple[str, bytes]]:
         ),
         "references": guided(
             "guided_json", definitions(lambda one: {"items": {"$ref": one}}, 1400)
+        ),
+        "mutual_references": guided("guided_json", mutual_references()).replace(
+            b'"max_tokens":2', b'"max_tokens":100'
         ),
         "reference_to_itself": guided("guided_json", {"$ref": "#"}),
         "properties": guided(
@@ -270,10 +304,71 @@ class Attack:
             await asyncio.gather(*(client(http) for _ in range(at_once)))
         return statuses
 
-    def measured(self, asked: list[tuple[str, bytes]], at_once: int = 1) -> dict[str, Any]:
+    async def read_slowly(self) -> Counter[str]:
+        """Streams whose clients read a little now and then, and leave."""
+        host, port = self._url.removeprefix("http://").split(":")
+        body = json.dumps({**STREAM, "logprobs": True, "top_logprobs": 20}).encode()
+        head = f"POST {CHAT} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+        head += f"content-length: {len(body)}\r\n\r\n"
+
+        async def reader() -> str:
+            made = socket.socket()
+            made.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            made.setblocking(False)
+            loop, end = asyncio.get_running_loop(), time.monotonic() + READ_S
+            with made:
+                await loop.sock_connect(made, (host, int(port)))
+                await loop.sock_sendall(made, head.encode() + body)
+                status = ""
+                while time.monotonic() < end:
+                    with suppress(TimeoutError):
+                        piece = await asyncio.wait_for(loop.sock_recv(made, READ_BYTES), 1)
+                        status = status or piece[9:12].decode()
+                    await asyncio.sleep(0.05)
+            return status or "waited"
+
+        return Counter(await asyncio.gather(*(reader() for _ in range(NUM_READERS))))
+
+    async def sit_idle(self) -> Counter[str]:
+        """Connections that send nothing, more than the server allows, while probes come anew."""
+        host, port = self._url.removeprefix("http://").split(":")
+        statuses, held = Counter[str](), list[socket.socket]()
+        try:
+            for _ in range(NUM_IDLE):
+                held.append(socket.create_connection((host, int(port)), timeout=10))
+            for path in ("/health", "/metrics") * 20:
+                async with httpx.AsyncClient(base_url=self._url, timeout=10) as http:
+                    try:
+                        statuses[str((await http.get(path)).status_code)] += 1
+                    except httpx.TransportError as error:
+                        statuses[type(error).__name__] += 1
+                await asyncio.sleep(0.05)
+        finally:
+            for one in held:
+                one.close()
+        return statuses
+
+    def crowds(self, seed: int) -> dict[str, Callable[[], Awaitable[Counter[str]]]]:
+        """Many clients of one kind at the same time."""
+        echo = {"echo": True, "logprobs": 20, "max_tokens": 1}
+        schema = [bodies()["mutual_references"]] * 16
+        return {
+            "16 prompts": lambda: self.send(long_prompts(16, seed), 16),
+            "8 echoes": lambda: self.send(long_prompts(8, seed + 1, **echo), 8),
+            "16 schemas": lambda: self.send(schema, 16),
+            "50 slow readers": self.read_slowly,
+            "1,000 idle connections": self.sit_idle,
+        }
+
+    async def during(self, work: Callable[[], Awaitable[Counter[str]]]) -> Counter[str]:
+        """Begins while the watch's stream is under way."""
+        await asyncio.sleep(0.5)
+        return await work()
+
+    def measured(self, work: Callable[[], Awaitable[Counter[str]]]) -> dict[str, Any]:
         """What the bodies did."""
         self.reported()
-        statuses = asyncio.run(self.send(asked, at_once))
+        statuses = asyncio.run(self.during(work))
         return {
             "statuses": dict(statuses),
             **self.reported(),
@@ -282,16 +377,14 @@ class Attack:
 
 
 def resident_mib(pid: int) -> float:
-    """Of a process and its children."""
-    pages, page_bytes = 0, os.sysconf("SC_PAGE_SIZE")
-    threads = Path(f"/proc/{pid}/task").glob("*/children")
-    children = [int(one) for thread in threads for one in thread.read_text().split()]
-    for one in [pid, *children]:
-        try:
-            pages += int(Path(f"/proc/{one}/statm").read_text().split()[1])
-        except OSError:  # it has ended
-            continue
-    return pages * page_bytes / 2**20
+    """Of a process, its children and theirs; what forks share is counted once."""
+    mib = 0.0
+    with suppress(OSError):  # it has ended
+        lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+        mib = sum(int(one.split()[1]) for one in lines if one.startswith("Pss:")) / 1024
+        threads = Path(f"/proc/{pid}/task").glob("*/children")
+        mib += sum(resident_mib(int(one)) for two in threads for one in two.read_text().split())
+    return mib
 
 
 def arguments() -> argparse.Namespace:
@@ -316,7 +409,7 @@ def main() -> None:
         engine=EngineConfig(max_length=args.max_length),
     )
     made = bodies()
-    kinds = args.kinds or list(made)
+    kinds = list(made) if args.kinds is None else args.kinds
     process, url = started(config)
     reports, ours = multiprocessing.Pipe()
     watching = multiprocessing.get_context("spawn").Process(target=watch, args=(url, ours))
@@ -332,19 +425,25 @@ def main() -> None:
         quiet = attack.reported()
         by_kind = {}
         for kind in kinds:
-            by_kind[kind] = attack.measured([made[kind]] * (1 if args.quick else 3))
+            asked = [made[kind]] * (1 if args.quick else 3)
+            by_kind[kind] = attack.measured(partial(attack.send, asked, 1))
             print(f"{kind:32s} {json.dumps(by_kind[kind])}", flush=True)
         mixed = [made[kind] for kind in kinds * args.rounds]
         random.Random(0).shuffle(mixed)
-        at_once = attack.measured(mixed, AT_ONCE)
+        at_once = attack.measured(partial(attack.send, mixed, AT_ONCE))
         print(f"{'all at once':32s} {json.dumps(at_once)}", flush=True)
+        crowds = {}
+        for name, work in attack.crowds(seed=0).items():
+            crowds[name] = attack.measured(work)
+            print(f"{name:32s} {json.dumps(crowds[name])}", flush=True)
         time.sleep(QUIET_S)
         after = resident_mib(process.pid) / attack.idle_mib
     finally:
         process.kill()
         watching.kill()
+    measured = by_kind | crowds
     most_ms = {
-        name: max((one[name], kind) for kind, one in by_kind.items())
+        name: max(((one[name], kind) for kind, one in by_kind.items()), default=(0.0, "none"))
         for name in ("health_ms", "stream_ms")
     }
     figures = {
@@ -352,13 +451,12 @@ def main() -> None:
         "quiet": quiet,
         "longest_alone": most_ms,
         "longest_at_once": {name: at_once[name] for name in most_ms},
+        "crowds": crowds,
         "kinds_over_goal": sorted(
-            kind
-            for kind, one in by_kind.items()
-            if any(one[name] > quiet[name] + GOAL_MS for name in most_ms)
+            kind for kind, one in measured.items() if any(one[name] > GOAL_MS for name in most_ms)
         ),
         "idle_mib": round(attack.idle_mib, 1),
-        "most_memory": max(one["memory"] for one in [*by_kind.values(), at_once]),
+        "most_memory": max(one["memory"] for one in [*measured.values(), at_once]),
         "memory_after": round(after, 3),
         "memory_holds": after <= GOAL_MEMORY,
         "statuses": dict(sum((Counter(one["statuses"]) for one in by_kind.values()), Counter())),

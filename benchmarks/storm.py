@@ -232,8 +232,9 @@ class Storm:
             self.record.counts["turned_away"] += 1
             return False
         self.record.counts[f"refused_{reply.status_code}"] += 1
-        if reply.status_code == 503:  # uvicorn's own answer to too many connections
-            self.record.expect(reply.text == "Service Unavailable", f"refused: {reply.text}")
+        if reply.status_code == 503:
+            is_full = reply.json()["error"]["code"] == "too_many_connections"
+            self.record.expect(is_full, f"refused: {reply.text}")
         else:
             is_full = reply.status_code == 429 and reply.json()["error"]["code"] == "queue_full"
             self.record.expect(is_full, f"refused: {reply.text}")

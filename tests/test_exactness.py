@@ -8,6 +8,9 @@ all kinds run in the same batch.
 from __future__ import annotations
 
 import copy
+import os
+import random
+import signal
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache, partial
@@ -21,6 +24,7 @@ from transformers import AutoModelForCausalLM
 from eyas.chat.files import read_tokenizer
 from eyas.engine.draft import Draft
 from eyas.engine.engine import Engine, EngineConfig
+from eyas.engine.grammar import GrammarMatcher
 from eyas.engine.request import Request, Result, SamplingParams
 from eyas.gguf.blocks import KINDS as FORMATS
 from eyas.gguf.blocks import Kind
@@ -28,7 +32,7 @@ from eyas.model.target import Target
 from tests import tiny_engine
 from tests.oracle.target import OperatorTarget
 from tests.test_packed import quantised
-from tests.tiny import tiny_target
+from tests.tiny import children_of, tiny_target
 from tests.tiny_engine import (
     EVERYTHING,
     SAMPLED,
@@ -190,6 +194,57 @@ def test_every_quantisation_answers_as_plain_decoding(tmp_path, kinds):
         assert found[key].token_ids == one.token_ids, key
         assert found[key].logprobs == one.logprobs, key
     assert all(sum(one.accept_hist) > 0 for one in found.values())  # rounds with drafts
+
+
+@pytest.mark.parametrize("name", ["a tree, short chunks", "a tree, few pages", "plain"])
+def test_masks_that_come_late_change_no_answer(backend, folder, name, monkeypatch):
+    """A walk ends before a mask that is late, and its sample is left out until it is there."""
+    target, draft, expected = backend("native, float32")
+    wait, rng, num_late = GrammarMatcher.wait, random.Random(0), 0
+
+    def late(matcher: GrammarMatcher, seconds: float) -> bool:
+        nonlocal num_late
+        if matcher.state is None and rng.random() < 0.5:
+            num_late, matcher.is_late = num_late + 1, True
+            return False
+        return wait(matcher, 60)
+
+    monkeypatch.setattr(GrammarMatcher, "wait", late)
+    found = answers(engine_of(folder, target, draft, name), asked())
+    assert num_late > 9
+    for key, one in expected.items():
+        same = found[key]
+        assert (same.token_ids, same.finish_reason) == (one.token_ids, one.finish_reason), key
+        assert same.logprobs == one.logprobs, key
+
+
+def test_a_grammar_that_fails_ends_its_request_and_changes_no_other(backend, folder):
+    target, draft, expected = backend("native, float32")
+    running = engine_of(folder, target, draft, "a tree, short chunks")
+    others = [one for one in asked() if "grammar" not in one.id]
+    fails = Request("fails", (5, 6), SamplingParams(regex="[!-0]{90}", max_tokens=90, n=2))
+    for one in (fails, *others):
+        running.add(one)
+    errors, found = [], dict[tuple[str, int], list[int]]()
+    while running.has_work:
+        for update in running.step():
+            found.setdefault((update.request_id, update.index), []).extend(update.token_ids)
+            if update.error is not None:
+                errors.append((update.request_id, update.error.what))
+        if len(found.get(("fails", 0), ())) > 9 and (processes := grammar_processes(running)):
+            os.kill(processes[0], signal.SIGKILL)
+    assert {name for name, _ in errors} == {"fails"}
+    assert len(errors) == 2, "both samples"
+    assert all("the regex [!-0]{90} needs more than" in what for _, what in errors)
+    assert 9 < len(found.pop(("fails", 0))) < 90
+    found.pop(("fails", 1))
+    assert found == {key: one.token_ids for key, one in expected.items() if key in found}
+    idle(running)
+
+
+def grammar_processes(running: Engine) -> list[int]:
+    assert running._grammars is not None
+    return children_of(running._grammars._process.process.pid)
 
 
 def test_a_walk_in_python_is_that_of_the_library(backend, folder):

@@ -5,7 +5,10 @@ and nothing else is needed.
 from __future__ import annotations
 
 import json
+import os
 import re
+import signal
+import time
 from pathlib import Path
 
 import numpy as np
@@ -16,9 +19,11 @@ from eyas.builtin import target_folder
 from eyas.chat import encoded
 from eyas.chat.files import read_tokenizer
 from eyas.engine.grammar import Grammars
+from eyas.engine.grammar_process import TOKEN_S
 from eyas.engine.request import SamplingParams
 from eyas.engine.sampling import Sampler
 from eyas.errors import InputError
+from tests.tiny import children_of
 
 BUILTIN = target_folder()
 REAL = Path(__file__).resolve().parents[2] / "shared/data/tokenizers"
@@ -54,6 +59,20 @@ CHAIN = {
     "$ref": "#/$defs/d0",
     "$defs": {f"d{at}": {"items": {"$ref": f"#/$defs/d{at + 1}"}} for at in range(1400)}
     | {"d1400": {}},
+}
+
+# each may be any other, or an array of one: as many ways to read an answer as there are paths
+NAMES = [f"d{at}" for at in range(30)]
+LINKS = {name: {"$ref": f"#/$defs/{name}"} for name in NAMES}
+MUTUAL = {
+    "$ref": "#/$defs/d0",
+    "$defs": {
+        name: {
+            "anyOf": [link for other, link in LINKS.items() if other != name]
+            + [{"type": "array", "items": LINKS[NAMES[at - 1]]}]
+        }
+        for at, name in enumerate(NAMES)
+    },
 }
 
 
@@ -266,7 +285,7 @@ def test_what_allows_no_answer_says_so(builtin, options):
 
 def test_grammars_go_on_when_their_process_is_ended_from_outside(builtin):
     builtin.grammars.compile(SamplingParams(regex="before"))
-    process = builtin.grammars._process._process
+    process = builtin.grammars._process.process
     process.kill()
     process.wait()
     assert builtin.grammars.compile(SamplingParams(regex="afterwards"))
@@ -277,26 +296,78 @@ def test_a_target_without_an_end_token_is_refused(builtin):
         Grammars(builtin.tokenizer, builtin.V, ()).compile(SamplingParams(regex="a"))
 
 
+def failure_of(matcher, *tokens):
+    """What ends an answer, after so many of these tokens."""
+    for token in tokens:
+        while matcher.wait(60) and matcher.failure is None:
+            assert matcher.mask()[token]
+            matcher.advance(token)
+    with pytest.raises(InputError) as failed:
+        matcher.mask()
+    assert failed.value.hint
+    return failed.value.what
+
+
 def test_a_grammar_that_grows_too_large_ends_the_answer_and_says_so(builtin):
     matcher = builtin.grammars.compile(SamplingParams(regex="ab")).matcher()
     # the library's way of giving up, brought about by force
     matcher.advance(builtin.tokenizer.token_to_id("z"))
-    assert "z" in matcher.failure
-    assert np.flatnonzero(matcher.mask()).tolist() == [builtin.end]
+    assert failure_of(matcher).startswith("the regex ab cannot be followed any further: ")
 
 
 def test_a_grammar_that_gives_up_ends_its_answer_and_no_later_one(builtin):
-    """A walk meets what no budget allows; the mask is never empty, and the next answer begins."""
+    """A walk meets what no budget allows, and the next answer begins."""
     params = SamplingParams(regex="x*((a{101}){100}){97}c")
     x, a = map(builtin.tokenizer.token_to_id, "xa")
     for _ in range(2):
         matcher = builtin.grammars.compile(params).matcher()
         assert matcher.mask()[[x, a]].all()
         matcher.advance(x)
-        while matcher.mask()[a]:
-            matcher.advance(a)
-        assert "lexer" in matcher.failure
-        assert np.flatnonzero(matcher.mask()).tolist() == [builtin.end]
+        assert "lexer" in failure_of(matcher, a)
+
+
+def test_masks_that_cost_too_much_end_the_answer_by_an_error_that_names_its_schema(builtin):
+    """In the process of this grammar, which nobody waits for, and whose end no other one feels."""
+    params = SamplingParams(json_schema=json.dumps(MUTUAL))
+    other = builtin.grammars.compile(SamplingParams(regex="ab")).matcher()
+    matcher = builtin.grammars.compile(params).matcher()
+    bracket = builtin.tokenizer.token_to_id("[")
+    failure = failure_of(matcher, bracket)
+    assert failure.startswith('the json_schema {"$ref": "#/$defs/d0", ')
+    assert f"{1e3 * TOKEN_S:.0f} ms a token" in failure
+    other.advance(builtin.tokenizer.token_to_id("a"))
+    assert np.flatnonzero(other.mask()).tolist() == [builtin.tokenizer.token_to_id("b")]
+    again = builtin.grammars.compile(params)
+    assert (again.failure, again is matcher._grammar) == (None, False)
+
+
+def test_a_mask_is_not_waited_for_beyond_a_time(builtin):
+    grammars = Grammars(builtin.tokenizer, builtin.V, {builtin.end})
+    matcher = grammars.compile(SamplingParams(regex="ab")).matcher()
+    (process,) = children_of(grammars._process.process.pid)
+    os.kill(process, signal.SIGSTOP)
+    try:
+        matcher.advance(builtin.tokenizer.token_to_id("a"))
+        assert not matcher.wait(0.01)
+        assert matcher.is_late
+    finally:
+        os.kill(process, signal.SIGCONT)
+    assert matcher.mask()[builtin.tokenizer.token_to_id("b")]
+    assert not matcher.is_late
+
+
+def test_the_process_of_a_grammar_ends_with_its_last_answer(builtin):
+    grammars = Grammars(builtin.tokenizer, builtin.V, {builtin.end})
+    matcher = grammars.compile(SamplingParams(regex="ab")).matcher()
+    for number in range(8):
+        grammars.compile(SamplingParams(regex=f"a{number}"))
+    matcher.advance(builtin.tokenizer.token_to_id("a"))
+    assert matcher.mask()[builtin.tokenizer.token_to_id("b")], "it is no longer kept, but held"
+    del matcher
+    most_s = time.monotonic() + 60
+    while len(children_of(grammars._process.process.pid)) > 4 and time.monotonic() < most_s:
+        time.sleep(0.01)
+    assert len(children_of(grammars._process.process.pid)) == 4
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])

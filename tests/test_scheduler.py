@@ -128,7 +128,7 @@ class FakeDevice:
 class World:
     """A scheduler and its device."""
 
-    def __init__(self, seed: int, num_pages: int, keeps: bool = True, **limits: int) -> None:
+    def __init__(self, seed: int, num_pages: int, keeps: bool = True, **limits: float) -> None:
         sizes = {"max_batch": 3, "prefill_chunk": 8, "tree_columns": 4, **limits}
         self.limits, self.rng = BatchLimits(**sizes), random.Random(seed)
         self.pool = PagePool(num_pages, PAGE)
@@ -237,6 +237,86 @@ def test_chunks_alternate_with_rounds_and_are_no_longer_than_allowed():
     assert max(world.device.rows_of_jobs) == 8
     shared = world.jobs[14].chunks  # the long prompt's last tokens, and the short one behind it
     assert [len(chunk) for chunk in shared or []] == [2, 5]
+
+
+ROUND_MS = 20.0
+
+
+class Clock:
+    """A world whose jobs take their time: so much a row of a prompt, and a scored one."""
+
+    def __init__(self, pause_ms: float) -> None:
+        self.world = World(0, 400, prefill_chunk=64, max_batch=8, pause_ms=pause_ms)
+        self.row_ms, self.scored_ms = 1.0, 2.0
+        self.pauses: list[float] = []  # of prefills while others decode, and of the round behind
+        self.world.scheduler.add(sample("decodes", [1], max_tokens=3000)[0])
+        for _ in range(6):
+            self.step()
+
+    def step(self) -> Job | None:
+        world = self.world
+        job = world.scheduler.schedule()
+        if job is None:
+            return None
+        ms = ROUND_MS
+        if job.chunks is not None:
+            ms = sum(
+                len(chunk) * (self.row_ms + self.scored_ms * (one.prompt_logprobs is not None))
+                for one, chunk in zip(job.samples, job.chunks, strict=True)
+            )
+            self.pauses.append(ms + ROUND_MS)
+        world.device.run(job)
+        world.scheduler.settle(job, ms)
+        return job
+
+    def pauses_of(self, prompts: list[RunningSample]) -> list[float]:
+        """While the prompts are read."""
+        self.pauses.clear()
+        for one in prompts:
+            self.world.scheduler.add(one)
+        while not all(one.is_prefilled or one.finish_reason for one in prompts):
+            self.step()
+        return self.pauses
+
+
+def prompts_of(length: int, count: int = 4, **params: int) -> list[RunningSample]:
+    made, rng = [], random.Random(length)
+    for number in range(count):
+        sampling = SamplingParams(max_tokens=1, **params)
+        prompt = tuple(rng.randrange(3) for _ in range(length))
+        request = Request(f"{length}, {number}, {params}", prompt, sampling)
+        made.append(RunningSample(request, 0, Sampler(sampling, prompt, 3, NO_END), None, 1))
+    return made
+
+
+def test_no_prompt_makes_others_pause_for_longer_than_allowed():
+    """Also when the machine gets slower, after few chunks; and more is used where more is."""
+    clock = Clock(pause_ms=60)
+    pauses = clock.pauses_of(prompts_of(150))
+    assert max(pauses) <= 60
+    assert max(pauses) > 35, "chunks are not shorter than they must be"
+    clock.row_ms = 3.0
+    pauses = clock.pauses_of(prompts_of(151))
+    assert max(pauses[8:]) <= 60
+    assert max(Clock(pause_ms=1e6).pauses_of(prompts_of(150))) == 64 + ROUND_MS
+
+
+def test_scored_prompts_make_no_others_pause_for_longer_either():
+    clock = Clock(pause_ms=80)
+    pauses = clock.pauses_of([*prompts_of(150, prompt_logprobs=0), *prompts_of(100)])
+    assert max(pauses[4:]) <= 80
+
+
+def test_a_prompt_that_waits_alone_is_read_in_whole_chunks():
+    world = World(0, 100, prefill_chunk=64, pause_ms=1.0)
+    (one,) = prompts_of(100, count=1)
+    world.scheduler.add(one)
+    while world.scheduler.has_work:
+        job = world.scheduler.schedule()
+        world.jobs.append(job)
+        world.device.run(job)
+        world.scheduler.settle(job, 1000.0)
+    assert [len(job.chunks[0]) for job in world.jobs if job.chunks] == [64, 36]
 
 
 def test_a_round_has_room_for_its_trees():

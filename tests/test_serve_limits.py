@@ -5,11 +5,14 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import os
 import random
 import re
+import signal
 import socket
 import threading
 import time
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, nullcontext, suppress
 
@@ -18,12 +21,13 @@ import openai
 import pytest
 from starlette.responses import JSONResponse
 
-from eyas.engine.request import Request, SamplingParams
+from eyas.engine.request import Request, SamplingParams, Update
 from eyas.errors import ConfigError, MissingInputError
 from eyas.serve import answers, app, fields
 from eyas.serve.limits import KEYS_VARIABLE, AccessControl, ApiError, LimitsConfig
 from eyas.serve.worker import EngineWorker, QueueFull
 from tests.serving import MESSAGES, MODEL, GatedEngine, World, ask, connected, health, post
+from tests.tiny import children_of
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 BODY = {"model": MODEL, "messages": MESSAGES, "temperature": 0, "max_tokens": 8}
@@ -215,14 +219,91 @@ def test_a_body_that_does_not_come_frees_its_place(client):
         assert ask(client, max_tokens=2).usage.completion_tokens == 2
 
 
-def test_more_connections_than_allowed_get_503(client):
+def test_idle_connections_make_room(client):
+    """Those that are idle longest; what is asked at once is answered."""
     with ExitStack() as stack:
-        for _ in range(20):
-            stack.enter_context(opened(client))
-        assert health(client).status_code == 503
-    while health(client).status_code == 503:  # until the server has seen that they are closed
-        time.sleep(0.01)
-    assert ask(client, max_tokens=2).usage.completion_tokens == 2
+        idle = [stack.enter_context(opened(client)) for _ in range(60)]
+        assert ask(client, max_tokens=2).usage.completion_tokens == 2
+        assert idle[0].recv(1) == b"", "the first of them is closed"
+        assert health(client).status_code == 200
+
+
+def test_more_requests_than_connections_get_503_and_probes_are_answered(world):
+    with world.served(limits=LimitsConfig(max_connections=3)) as client, ExitStack() as stack:
+        held = [stack.enter_context(opened(client)) for _ in range(3)]
+        for connection in held:
+            connection.sendall(HEAD + b"{")  # the rest of the body is on its way
+        while (refused := post(client, BODY)).status_code == 200:  # until the server has seen all
+            time.sleep(0.01)
+        assert (refused.status_code, refused.headers["connection"]) == (503, "close")
+        assert refused.json()["error"]["code"] == "too_many_connections"
+        for path in ("health", "metrics"):
+            assert httpx.get(f"{client.url}/{path}").status_code == 200
+        held[0].sendall(b'"a": 1}')
+        assert held[0].recv(65536).startswith(b"HTTP/1.1 400"), "those that hold on are served"
+        assert post(client, BODY).status_code == 200
+
+
+def test_what_a_slow_reader_left_unread_is_written_in_parts_between_those_of_others():
+    """All that came while it did not read is one batch: 400 updates with log-probabilities."""
+    turns, at_turn = 0, []
+
+    class Written:
+        is_over = False
+
+        def chunk(self, update):
+            at_turn.append(turns)
+            return "x"
+
+        def end(self):
+            return "."
+
+    async def read():
+        nonlocal turns
+
+        async def others():
+            nonlocal turns
+            while True:
+                turns += 1
+                await asyncio.sleep(0)
+
+        async def updates():
+            while True:
+                Written.is_over = True
+                yield [Update("a", [1], "stop")]
+
+        working = asyncio.ensure_future(others())
+        batch = [Update("a", [1])] * 400
+        pieces = [one async for one in answers.event_pieces(batch, updates(), None, Written())]
+        working.cancel()
+        return b"".join(pieces)
+
+    assert asyncio.run(read()) == b"x" * 401 + b"."
+    assert max(Counter(at_turn).values()) <= answers.PART
+
+
+def test_a_grammar_that_fails_says_so_in_every_kind_of_answer(tmp_path):
+    world = World.make(tmp_path / "target", eos_token_id=2)
+    body = {**BODY, "max_tokens": 100, "guided_regex": "[a-z]{100}"}
+    for stream in (False, True):
+        engine = world.engine(GatedEngine)
+        with world.served(engine) as client, ThreadPoolExecutor(1) as pool:
+            reply = pool.submit(post, client, {**body, "stream": stream})
+            engine.gate.release(5)
+            while not (processes := children_of_grammars(engine)):
+                time.sleep(0.01)
+            os.kill(processes[0], signal.SIGKILL)
+            engine.gate.release(1000)
+            found = reply.result()
+            assert found.status_code in ((200, 400) if stream else (400,))
+            assert "the regex [a-z]{100} needs more than" in found.text
+            assert engine.is_empty.wait(10)
+            assert post(client, {**body, "guided_regex": "[ab]{3}"}).status_code == 200
+
+
+def children_of_grammars(engine):
+    process = getattr(engine._grammars._process, "process", None)
+    return [] if process is None else children_of(process.pid)
 
 
 @pytest.fixture

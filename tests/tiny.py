@@ -102,3 +102,8 @@ def tiny_target(
     model.save_pretrained(folder)
     tiny_tokenizer(folder, max(320, config.vocab_size))
     return Path(folder)
+
+
+def children_of(pid: int) -> list[int]:
+    """The processes that a process has started: of the first of grammars, one for each grammar."""
+    return [int(one) for one in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]

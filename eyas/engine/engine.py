@@ -6,6 +6,7 @@ step    schedule a job -> run it (`rounds.py`) -> settle it
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -41,10 +42,11 @@ class EngineConfig(BaseModel):
 
     max_batch: samples that run at a time. max_length: tokens of prompt and answer together.
     num_pages: pages of 16 tokens; None takes as many as max_batch requests of max_length need.
-    prefill_chunk: tokens of a prefill. speculation: off, auto or fixed; auto and fixed with sizes
-    if the defaults do not fit: fixed(6,3,12) are num_draft_steps, tree_topk and num_verify_tokens,
-    root included. prefix_reuse: keep computed prefixes for other requests. text_drafts: in auto,
-    draft also what followed the same tokens before, with or without a head.
+    prefill_chunk: tokens of a prefill. max_pause_ms: of running answers, while prompts are read;
+    more gives throughput. speculation: off, auto or fixed; auto and fixed with sizes if the
+    defaults do not fit: fixed(6,3,12) are num_draft_steps, tree_topk and num_verify_tokens, root
+    included. prefix_reuse: keep computed prefixes for other requests. text_drafts: in auto, draft
+    also what followed the same tokens before, with or without a head.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -53,6 +55,7 @@ class EngineConfig(BaseModel):
     max_length: int = Field(1024, ge=2)
     num_pages: int | None = Field(None, ge=1)
     prefill_chunk: int = Field(256, ge=16)
+    max_pause_ms: float = Field(150.0, gt=0)
     speculation: str = "auto"
     prefix_reuse: bool = True
     text_drafts: bool = True
@@ -98,6 +101,7 @@ class Engine:
             # what a tree writes behind its root: as it grows, and as it is verified
             max(speculation.num_verify_tokens, 1 + speculation.num_columns) if drafts else 1,
             scored_chunk=max(1, SCORED_LOGITS // target.config.vocab_size),
+            pause_ms=config.max_pause_ms,
         )
         most = PagePool(0, PAGE_SIZE).pages_for(self.max_length + limits.tree_columns)
         num_pages = config.num_pages or config.max_batch * most
@@ -171,9 +175,9 @@ class Engine:
         return self._scheduler.has_work
 
     def prepare_grammars(self) -> None:
-        """Do now what the first grammar would do for all: it may take two seconds."""
-        if self._grammars is not None and self._end_tokens:
-            _ = self._grammars.tokenizer
+        """Start now what the first grammar would wait for."""
+        if self._grammars is not None:
+            self._grammars.prepare()
 
     def compile_grammar(self, params: SamplingParams) -> Grammar | None:
         """The grammar that the params ask for, if any; from any thread. Raises InputError."""
@@ -229,7 +233,9 @@ class Engine:
         self._scheduler.cancel(request_id)
 
     def run(self, requests: Iterable[Request], track: Track = quiet) -> Iterator[Result]:
-        """Decode all requests, yielding each sample as it finishes. Raises InputError (`add`)."""
+        """Decode all requests, yielding each sample as it finishes. Raises InputError: of `add`,
+        and of a grammar that cannot be followed any further.
+        """
         updates: dict[tuple[str, int], list[Update]] = {}
         done = total = 0
         for request in requests:
@@ -237,6 +243,9 @@ class Engine:
             total += request.params.n
         while self.has_work:
             for update in self.step():
+                if update.error is not None:
+                    self.cancel(update.request_id)
+                    raise update.error
                 key = update.request_id, update.index
                 updates.setdefault(key, []).append(update)
                 if update.finish_reason is not None:
@@ -278,8 +287,9 @@ class Engine:
         job = self._scheduler.schedule()
         if job is None:
             return []
+        started = time.perf_counter()
         updates = self.rounds.run(job)
-        self._scheduler.settle(job)
+        self._scheduler.settle(job, 1e3 * (time.perf_counter() - started))
         if not self._scheduler.has_work:
             self.rounds.trace.rest()
         for sample, update in zip(job.samples, updates, strict=True):

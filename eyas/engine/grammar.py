@@ -1,39 +1,60 @@
 """Answers that must follow a JSON schema or a regular expression: which tokens may come next.
 
-llguidance does the work (docs/decisions/server.md); it refuses what it cannot honour instead of
-ignoring it. Each token that is drawn must be passed to `advance`.
+llguidance does the work (docs/decisions/server.md), in a process for each grammar; it refuses what
+it cannot honour instead of ignoring it. Each token that is drawn must be passed to `advance`, and
+the mask behind it is computed while other work goes on.
 """
 
 from __future__ import annotations
 
+import itertools
+import select
+import time
+import weakref
 from collections import OrderedDict
 from collections.abc import Iterable
-from functools import cached_property
+from contextlib import suppress
+from multiprocessing.connection import Connection
 from threading import Lock
 
 import numpy as np
-from llguidance import LLMatcher, LLTokenizer
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
-from eyas.engine.grammar_process import GrammarProcess, Kind, compiled, reason_of
+from eyas.engine.grammar_process import (
+    ACCEPTS,
+    ANSWER,
+    ASK,
+    FAILED,
+    FORGET,
+    STOPPED,
+    TOKEN_S,
+    GrammarProcess,
+    Kind,
+)
 from eyas.engine.request import SamplingParams
 from eyas.errors import InputError
 
 _CACHED_GRAMMARS = 4  # answers make them grow, up to 100 MiB each (PARSER_LIMITS)
 _MAX_SOURCE_LENGTH = 65536  # characters of a schema or a regular expression
+_NAMED = 60  # characters of it that an error repeats
 
 
 class Grammars:
     """Compiles the grammars of requests for a target, each once. Any thread may call it."""
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, end_tokens: Iterable[int]) -> None:
-        self._target_tokenizer = tokenizer
         self._vocab_size = vocab_size
         self._end_tokens = sorted(token for token in end_tokens if token < vocab_size)
-        self._process = GrammarProcess()
+        size = max(vocab_size, tokenizer.get_vocab_size())
+        self._process = GrammarProcess(tokenizer.to_str(), size, self._end_tokens)
         self._lock = Lock()
         self._cached: OrderedDict[tuple[Kind, str], Grammar] = OrderedDict()
+
+    def prepare(self) -> None:
+        """Start now what the first grammar needs."""
+        if self._end_tokens:
+            self._process.start()
 
     def compile(self, params: SamplingParams) -> Grammar | None:
         """The grammar that the params ask for, if any.
@@ -50,7 +71,7 @@ class Grammars:
             return None
         with self._lock:
             grammar = self._cached.pop((kind, source), None)
-            if grammar is None or grammar.matcher().is_spent:
+            if grammar is None or grammar.has_ended:
                 grammar = self._compiled(kind, source)
             self._cached[kind, source] = grammar
             if len(self._cached) > _CACHED_GRAMMARS:
@@ -67,70 +88,126 @@ class Grammars:
             raise InputError(
                 f"the {kind} has {len(source)} characters", f"give {_MAX_SOURCE_LENGTH} or fewer"
             )
-        self._process.check(kind, source)
-        start = compiled(self.tokenizer, kind, source)
-        return Grammar(start, self._vocab_size, self._end_tokens)
-
-    @cached_property
-    def tokenizer(self) -> LLTokenizer:
-        """The target's, in the library's form. It takes up to two seconds, in which no other thread
-        runs: a server makes it before it serves.
-        """
-        tokenizer = self._target_tokenizer
-        size = max(self._vocab_size, tokenizer.get_vocab_size())
-        return LLTokenizer(tokenizer.to_str(), n_vocab=size, eos_token=self._end_tokens)
+        connection, start = self._process.begin(kind, source)
+        name = source if len(source) <= _NAMED else f"{source[:_NAMED]}..."
+        return Grammar(connection, start, f"the {kind} {name}", self._vocab_size, self._end_tokens)
 
 
 class Grammar:
-    """A compiled grammar. Its matchers share what the library has computed of it, and that it has
-    given up on it.
+    """A compiled grammar, and the way to its process. Its answers share what the library has
+    computed of it, and that it could not be followed any further: `failure`.
     """
 
-    def __init__(self, start: LLMatcher, vocab_size: int, end_tokens: list[int]) -> None:
-        self._start, self._vocab_size, self._end_tokens = start, vocab_size, end_tokens
+    def __init__(
+        self,
+        connection: Connection,
+        start: bytes,
+        name: str,
+        vocab_size: int,
+        end_tokens: list[int],
+    ) -> None:
+        self.failure: InputError | None = None
+        self.vocab_size, self.end_tokens, self.start = vocab_size, end_tokens, start
+        self._connection, self._name = connection, name
+        self._numbers = itertools.count()
+        self._lock = Lock()  # of what is sent: answers are forgotten in any thread
+        self._poll = select.poll()
+        self._poll.register(connection, select.POLLIN)
+        self._matchers: weakref.WeakValueDictionary[int, GrammarMatcher] = (
+            weakref.WeakValueDictionary()
+        )
+        weakref.finalize(self, connection.close)
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether its process can follow no further answer."""
+        poll = select.poll()
+        poll.register(self._connection, 0)
+        return self.failure is not None or bool(poll.poll(0))
 
     def matcher(self) -> GrammarMatcher:
         """A matcher at its start."""
-        return GrammarMatcher(self._start.deep_copy(), self._vocab_size, self._end_tokens)
+        number = next(self._numbers)
+        matcher = self._matchers[number] = GrammarMatcher(self, number)
+        weakref.finalize(matcher, self.send, number, FORGET)
+        return matcher
+
+    def send(self, number: int, token: int) -> None:
+        """A matcher's token; FORGET where it has ended."""
+        with self._lock, suppress(OSError):  # a process that has ended is seen in `receive`
+            self._connection.send_bytes(ASK.pack(number, token))
+
+    def receive(self, seconds: float) -> None:
+        """Take in one mask, if it comes in time; sets `failure` where none will."""
+        if self.failure is not None or not self._poll.poll(1e3 * seconds):
+            return
+        try:
+            reply = self._connection.recv_bytes()
+        except (EOFError, OSError):
+            self._fail(f"needs more than {1e3 * TOKEN_S:.0f} ms a token, or too much memory")
+            return
+        (number,) = ANSWER.unpack_from(reply)
+        state = reply[ANSWER.size :]
+        if state[0] & FAILED:
+            self._fail(f"cannot be followed any further: {state[1:].decode(errors='replace')}")
+        elif (matcher := self._matchers.get(number)) is not None:
+            matcher.state = state
+
+    def _fail(self, how: str) -> None:
+        self.failure = InputError(
+            f"{self._name} {how}",
+            "give fewer alternatives that begin alike, smaller counts, or less nesting",
+        )
 
 
 class GrammarMatcher:
-    """The place of one answer in its grammar. `failure` says why the library gave up on the way, or
-    None.
-    """
+    """The place of one answer in its grammar. Only one thread may use those of a grammar."""
 
-    def __init__(self, matcher: LLMatcher, vocab_size: int, end_tokens: list[int]) -> None:
-        self._matcher, self._vocab_size, self._end_tokens = matcher, vocab_size, end_tokens
-        self.is_over = False
-
-    @property
-    def failure(self) -> str | None:
-        return reason_of(self._matcher) if self._matcher.is_error() else None
+    def __init__(self, grammar: Grammar, number: int) -> None:
+        self._grammar, self._number = grammar, number
+        self.state: bytes | None = grammar.start  # of `grammar_process.state_of`; None: on its way
+        self.is_over = self.is_late = False
 
     @property
-    def is_spent(self) -> bool:
-        """Whether there is no next token, because the library has given up."""
-        self._matcher.compute_bitmask()
-        return self._matcher.is_error()
+    def failure(self) -> InputError | None:
+        """Why the answer cannot go on."""
+        return None if self.is_over else self._grammar.failure
+
+    def wait(self, seconds: float) -> bool:
+        """Whether the mask is there within so many seconds, or will never be (`failure`)."""
+        end = time.monotonic() + seconds
+        while self.state is None and self.failure is None:
+            left = end - time.monotonic()
+            self._grammar.receive(max(0.0, left))
+            if left <= 0:
+                break
+        self.is_late = self.state is None and self.failure is None
+        return not self.is_late
 
     def mask(self) -> NDArray[np.bool_]:
         """[V]: the tokens that may come next. End tokens where the grammar may stop; only they
-        where nothing else may come.
+        where nothing else may come. Raises InputError (`failure`).
         """
-        if self.is_over or self._matcher.is_stopped():
-            allowed_V = np.zeros(self._vocab_size, dtype=bool)
-            allowed_V[self._end_tokens] = True
+        ends = self._grammar.end_tokens
+        while not self.is_over and not self.wait(1.0):
+            pass
+        if (failure := self.failure) is not None:
+            raise InputError(failure.what, failure.hint)
+        allowed_V = np.zeros(self._grammar.vocab_size, dtype=bool)
+        if self.is_over or self.state is None or self.state[0] & STOPPED:
+            allowed_V[ends] = True
             return allowed_V
-        bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
-        allowed_V = np.unpackbits(bits, bitorder="little")[: self._vocab_size].view(bool)
+        bits = np.frombuffer(self.state, np.uint8, offset=1)
+        allowed_V = np.unpackbits(bits, bitorder="little")[: len(allowed_V)].view(bool)
         # the library's own end token says nothing: it is there where it has just given up, too
-        allowed_V[self._end_tokens] = False
-        allowed_V[self._end_tokens] = self._matcher.is_accepting() or not allowed_V.any()
+        allowed_V[ends] = False
+        allowed_V[ends] = bool(self.state[0] & ACCEPTS) or not allowed_V.any()
         return allowed_V
 
     def advance(self, token: int) -> None:
         """Take note of the token drawn: one that the mask allowed."""
-        if token in self._end_tokens:
+        if token in self._grammar.end_tokens:
             self.is_over = True
         elif not self.is_over:
-            self._matcher.consume_token(token)
+            self.state = None
+            self._grammar.send(self._number, token)

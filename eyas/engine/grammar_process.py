@@ -1,25 +1,36 @@
-"""A process that compiles a client's grammar first, under a budget of time and memory.
+"""Processes that follow clients' grammars, each under a budget of time and memory.
 
-Compiling cannot be interrupted, and llguidance's own limits do not bound all of it: to intersect
-thirty patterns takes minutes, and a chain of a thousand references overflows the stack, which ends
-the process. So a grammar is compiled here before it is compiled for the engine, and what ends this
-process ends no answer. Its tokens are single bytes.
+Neither compiling nor a mask can be interrupted, and llguidance's own limits do not bound all of it:
+to intersect thirty patterns takes minutes, a chain of a thousand references overflows the stack,
+which ends the process, and thirty definitions that refer to each other cost half a second a token.
+So each grammar has a process of its own, which compiles it and computes the masks of its answers.
+What ends it ends the answers under this grammar and no others, and nobody has to wait for it.
 
-    GrammarProcess.check ── {"kind", "source"} ─▶ main: compile, first mask
-                         ◀── {"error", "grown_mib"} ── or the process has ended
+    engine's process               the first process         a grammar's process
+    GrammarProcess ─ a tokenizer ─▶ main
+        .begin     ─ a socket ────▶ forks ─────────────────▶ follow
+                   ─ {"kind", "source"} ───────────────────▶ compile
+                   ◀─ an error, or the first mask ───────────
+    GrammarMatcher ─ answer, token ────────────────────────▶ consume, mask
+                   ◀─ answer, mask ───────────────────────── or the process has ended
 """
 
 from __future__ import annotations
 
 import json
+import os
 import resource
-import select
 import signal
+import socket
+import struct
 import subprocess
 import sys
 import threading
+import time
 import weakref
 from contextlib import suppress
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Literal
 
@@ -32,11 +43,12 @@ Kind = Literal["json_schema", "regex"]
 # Of one grammar: CPU seconds to compile it, and what it may add to the process's memory. Schemas
 # and expressions that people write take up to 60 ms and 3 MiB (docs/decisions/server.md).
 BUDGET_S, BUDGET_MIB = 0.5, 8
-_ADDRESS_SPACE = 1 << 30  # bytes, of the process
-_WAIT_S = 20.0  # on a machine so busy that the process gets hardly any CPU time
-# The thread that compiles for the engine has the system's default, 8 MiB: it can follow what this
-# one has followed.
-_STACK_BYTES = 1 << 20
+# Of one answer: CPU seconds for each token, and how many it may have saved, or spend at its begin.
+# Grammars that people write take .5 ms a token over a vocabulary of 150,000, at most 8 ms.
+TOKEN_S, SAVED_S = 0.01, 0.25
+_GROWTH = 256 << 20  # bytes of address space beyond the tokenizer's
+_WAIT_S = 60.0  # on a machine so busy that a process gets hardly any CPU time
+_NICENESS = 5  # those who wait for a mask leave a core free; those who do not shall not feel it
 # between the parts of a JSON text: some targets never leave off where blanks may go on
 _BLANKS = r"[ \t\n\r]{0,20}"
 # The library counts its work ("fuel"): to read a grammar, and for each token. Its defaults are
@@ -47,6 +59,9 @@ PARSER_LIMITS = LLParserLimits(
     max_lexer_states=64_000,  # 1.5 KiB each, kept as answers reach them
     verbose_errors=False,
 )
+ASK, ANSWER = struct.Struct("<II"), struct.Struct("<I")  # answer and token; answer
+FORGET = 2**32 - 1  # as a token: the answer has ended
+ACCEPTS, STOPPED, FAILED = 1, 2, 4  # before a mask; FAILED: before the reason
 
 
 def grammar_text(kind: Kind, source: str) -> str:
@@ -91,94 +106,148 @@ def reason_of(matcher: LLMatcher) -> str:
     )
 
 
+def state_of(matcher: LLMatcher) -> bytes:
+    """A byte of flags, then a bit for each token: which may come next."""
+    bits = b"" if matcher.is_stopped() else matcher.compute_bitmask()
+    if matcher.is_error():
+        return bytes([FAILED]) + reason_of(matcher).encode()
+    return bytes([ACCEPTS * matcher.is_accepting() + STOPPED * (not bits)]) + bits
+
+
 class GrammarProcess:
-    """The process: it starts with the first grammar, and again after one that has ended it."""
+    """The first process. It starts with `start`, and again with a grammar after it has ended."""
 
-    def __init__(self) -> None:
+    def __init__(self, tokenizer: str, vocab_size: int, end_tokens: list[int]) -> None:
+        """tokenizer: in JSON, as Hugging Face's tokenizers write it."""
+        self._tokenizer = [tokenizer, vocab_size, end_tokens]
         self._lock = threading.Lock()
-        self._process: subprocess.Popen[bytes] | None = None
+        self._socket: socket.socket | None = None
 
-    def check(self, kind: Kind, source: str) -> None:
-        """Raise InputError for a grammar that cannot be compiled within the budget, or at all."""
+    def start(self) -> None:
+        """It takes up to two seconds to be ready, for which only `begin` waits."""
         with self._lock:
-            answer = self._answer({"kind": kind, "source": source})
-        if answer is None or answer["grown_mib"] > BUDGET_MIB:
-            raise InputError(
-                f"the {kind} needs more than {BUDGET_S} s or {BUDGET_MIB} MiB to be compiled",
-                "give smaller counts, fewer patterns for one value, or less nesting",
-            )
-        if answer["error"] is not None:
+            self._started()
+
+    def begin(self, kind: Kind, source: str) -> tuple[Connection, bytes]:
+        """The way to the process of a grammar, and the state (`state_of`) at its start.
+
+        Raises InputError for a grammar that cannot be compiled within the budget, or at all.
+        """
+        ours, theirs = Pipe()
+        with theirs:
+            self._fork(theirs.fileno())
+        answer: dict[str, Any] = {}
+        with suppress(EOFError, OSError):
+            ours.send_bytes(json.dumps({"kind": kind, "source": source}).encode())
+            if ours.poll(_WAIT_S):
+                answer = json.loads(ours.recv_bytes())
+                if "error" not in answer:
+                    return ours, ours.recv_bytes()
+        ours.close()
+        if "error" in answer:
             raise InputError(*answer["error"])
-
-    def _answer(self, question: dict[str, str]) -> dict[str, Any] | None:
-        """What the process finds; None, and no process, where it exceeds the budget."""
-        process = self._process or self._started()
-        assert process.stdin is not None
-        assert process.stdout is not None
-        try:
-            process.stdin.write(json.dumps(question).encode() + b"\n")
-            process.stdin.flush()
-        except OSError:  # it was ended from outside, while it had nothing to do
-            _end(process)
-            self._process = None
-            return self._answer(question)
-        is_ready, _, _ = select.select([process.stdout], [], [], _WAIT_S)
-        line = process.stdout.readline() if is_ready else b""
-        answer: dict[str, Any] | None = json.loads(line) if line else None
-        if answer is None or answer["grown_mib"] > BUDGET_MIB:
-            _end(process)
-            self._process = None
-        return answer
-
-    def _started(self) -> subprocess.Popen[bytes]:
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "eyas.engine.grammar_process"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,  # a panic's message may quote what a client wrote
+        raise InputError(
+            f"the {kind} needs more than {BUDGET_S} s or {BUDGET_MIB} MiB to be compiled",
+            "give smaller counts, fewer patterns for one value, or less nesting",
         )
-        weakref.finalize(self, _end, self._process)
-        return self._process
+
+    def _fork(self, end: int) -> None:
+        with self._lock:
+            try:
+                socket.send_fds(self._started(), [b"f"], [end])
+            except OSError:  # it was ended from outside
+                self._socket = None
+                socket.send_fds(self._started(), [b"f"], [end])
+
+    def _started(self) -> socket.socket:
+        if self._socket is None:
+            self._socket, theirs = socket.socketpair()
+            with theirs, os.fdopen(os.memfd_create("tokenizer"), "r+", encoding="utf-8") as file:
+                json.dump(self._tokenizer, file)
+                file.seek(0)
+                self.process = subprocess.Popen(
+                    [sys.executable, "-m", "eyas.engine.grammar_process", str(theirs.fileno())],
+                    stdin=file,
+                    stdout=subprocess.DEVNULL,
+                    stderr=subprocess.DEVNULL,  # a panic's message may quote what a client wrote
+                    pass_fds=[theirs.fileno()],
+                )
+            weakref.finalize(self, _end, self.process, self._socket)
+        return self._socket
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
+def _end(process: subprocess.Popen[bytes], own: socket.socket) -> None:
+    own.close()
     process.kill()
-    with suppress(BrokenPipeError), process:  # closes the pipes and waits
-        pass
+    process.wait()
 
 
 def main() -> None:
-    """The process: answers a line of JSON by a line of JSON until its parent ends."""
+    """The first process: makes the tokenizer, then a process for each socket that it is given,
+    until its parent ends.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent
-    resource.setrlimit(resource.RLIMIT_AS, (_ADDRESS_SPACE, _ADDRESS_SPACE))
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for those that have ended
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    threading.stack_size(_STACK_BYTES)
-    thread = threading.Thread(target=_answer_lines)
-    thread.start()
-    thread.join()
-
-
-def _answer_lines() -> None:
-    tokenizer = LLTokenizer("byte")
+    given = socket.socket(fileno=int(sys.argv[1]))
+    text, vocab_size, end_tokens = json.load(sys.stdin)
+    tokenizer = LLTokenizer(text, n_vocab=vocab_size, eos_token=end_tokens)
+    del text
     compiled(tokenizer, "regex", "a")
-    for line in sys.stdin.buffer:
-        question, before = json.loads(line), _resident_mib()
-        error, start = None, None
-        # its signal ends the process
-        signal.setitimer(signal.ITIMER_VIRTUAL, BUDGET_S)
-        try:
-            start = compiled(tokenizer, question["kind"], question["source"])
-        except InputError as refused:
-            error = (refused.what, refused.hint)
+    size = _pages(0) * resource.getpagesize() + _GROWTH
+    resource.setrlimit(resource.RLIMIT_AS, (size, size))
+    os.nice(_NICENESS)
+    while True:
+        message, ends, _, _ = socket.recv_fds(given, 1, 1)
+        if not message:
+            return
+        for end in ends:
+            if os.fork() == 0:
+                given.close()
+                with suppress(EOFError, OSError):
+                    follow(Connection(end), tokenizer)
+                os._exit(0)
+            os.close(end)
+
+
+def follow(connection: Connection, tokenizer: LLTokenizer) -> None:
+    """A grammar's process: compiles it, then answers tokens by masks until the other end closes."""
+    question, before = json.loads(connection.recv_bytes()), _pages(1)
+    # its signal ends the process
+    signal.setitimer(signal.ITIMER_VIRTUAL, BUDGET_S)
+    try:
+        start = compiled(tokenizer, question["kind"], question["source"])
+    except InputError as refused:
+        connection.send_bytes(json.dumps({"error": [refused.what, refused.hint]}).encode())
+        return
+    signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+    if (_pages(1) - before) * resource.getpagesize() > BUDGET_MIB << 20:
+        return
+    connection.send_bytes(b"{}")
+    connection.send_bytes(state_of(start))
+    answers: dict[int, tuple[LLMatcher, float]] = {}  # with the CPU seconds that it has left
+    while True:
+        answer, token = ASK.unpack(connection.recv_bytes())
+        matcher, left = answers.pop(answer, (start, SAVED_S))
+        if token == FORGET:
+            continue
+        began, left = time.thread_time(), min(SAVED_S, left + TOKEN_S)
+        signal.setitimer(signal.ITIMER_VIRTUAL, left)
+        if matcher is start:
+            matcher = start.deep_copy()
+        matcher.consume_token(token)
+        state = state_of(matcher)
         signal.setitimer(signal.ITIMER_VIRTUAL, 0)
-        answer = {"error": error, "grown_mib": _resident_mib() - before}
-        del start
-        print(json.dumps(answer), flush=True)
+        left += began - time.thread_time()
+        if left <= 0:
+            return
+        answers[answer] = matcher, left
+        connection.send_bytes(ANSWER.pack(answer) + state)
 
 
-def _resident_mib() -> float:
-    pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
-    return pages * resource.getpagesize() / 2**20
+def _pages(column: int) -> int:
+    """Of this process's memory: 0 its address space, 1 what is resident."""
+    return int(Path("/proc/self/statm").read_text(encoding="ascii").split()[column])
 
 
 if __name__ == "__main__":

@@ -208,7 +208,7 @@ class Update:
     prompt_logprobs: one entry for each token of the prompt behind the first, if requested, with the
     sample's first update. tree: of a round with candidates, if requested. text: of a request with
     stop strings, the new text that is certain; it ends before the first stop string. None: the text
-    is that of the tokens.
+    is that of the tokens. error: why the sample has ended before its end.
     """
 
     request_id: str
@@ -220,6 +220,7 @@ class Update:
     tree: DraftedTree | None = None
     text: str | None = None
     prompt_logprobs: list[TokenLogprob] | None = None
+    error: InputError | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,7 +36,7 @@ from eyas.engine.pages import PagePool
 from eyas.engine.policy import Policy, RoundPlan
 from eyas.engine.request import DraftedTree, Update
 from eyas.engine.sampling import Logits, token_logprob
-from eyas.engine.scheduler import Job, RunningSample, page_table
+from eyas.engine.scheduler import MASKS_S, Job, RunningSample, page_table
 from eyas.engine.tree import Speculation, drafted_tree, tree_of_line
 from eyas.engine.verify import accept
 from eyas.model.config import Taps
@@ -160,8 +160,9 @@ class Rounds:
             if column + 1 < len(sample.tokens):
                 _score(sample, column + 1, logits[r])
             else:
-                token = sample.sampler.draw_at(logits, r)
-                emitted[sample] = sample.take([token], self._end_tokens)
+                token = _draw(sample, logits, 0.0, r)
+                emitted[sample] = sample.take([] if token is None else [token], self._end_tokens)
+                sample.end_by_error()
         for sample, chunk in zip(samples, chunks, strict=True):
             sample.num_cached = chunk.stop
             if sample.max_tokens == 0 and chunk.stop == sample.prefill_end:
@@ -196,7 +197,7 @@ class Rounds:
             if sample in lines and self.recorder is None and sample.request.returns_trees:
                 line = lines[sample]
                 tree = drafted_tree(proposals, line, kept[line], tokens)
-            if sample in grown and self.recorder is None:
+            if tokens and sample in grown and self.recorder is None:
                 accepted = len(tokens) - 1
             if sample.finish_reason is not None and self.text is not None:
                 self.text.remember(sample)
@@ -257,25 +258,27 @@ class Rounds:
         emitted = []
         for sample, drawn in zip(samples, self._walks(samples, chosen), strict=True):
             emitted.append(sample.take(drawn, self._end_tokens))
+            sample.end_by_error()
             # The caches hold the root and the emitted accepted nodes, but not the last token.
             sample.num_cached += len(emitted[-1])
         return emitted
 
     def _walks(self, samples: list[RunningSample], chosen: NodesToVerify) -> list[list[int]]:
         """Forward, draws, walks and moves in one call of the native library; a grammar's masks are
-        drawn under in Python.
+        drawn under in Python, as far as they come in time.
         """
         lens, table = [sample.num_cached for sample in samples], page_table(samples)
         roots = Roots(lens, lens, [sample.root for sample in samples], table)
         states = [sample.sampler.draw_state() for sample in samples]
         taps, features = self._taps_and_features()
         verified = self.target.verify(roots, chosen, self._cache, taps, features, states)
+        deadline = time.monotonic() + MASKS_S
         for b, sample in enumerate(samples):
             if (logits := verified.logits.get(b)) is None:
                 sample.sampler.take_drawn(verified.tokens[b])
                 continue
             tree = tree_of_line(sample.root, chosen, b)
-            draw = partial(sample.sampler.draw_at, logits)
+            draw = partial(_draw, sample, logits, deadline)
             path, verified.tokens[b] = accept(tree.tokens, tree.parents, draw)
             columns = np.array([path, range(1, len(path) + 1)], dtype=np.int64) + lens[b]
             at = slots_of(table, np.full_like(columns, b), columns, self._cache.page_size)
@@ -288,6 +291,18 @@ class Rounds:
             self._cache.move(sources, destinations)
             if self.head is not None:
                 self.head.features.move(sources, destinations)
+
+
+def _draw(sample: RunningSample, logits_NV: Logits, deadline: float, node: int) -> int | None:
+    """The next token at a node; None where its mask does not come before the deadline, or never:
+    the sample's `error`.
+    """
+    if not sample.sampler.wait(max(0.0, deadline - time.monotonic())):
+        return None
+    if sample.sampler.failure is not None:
+        sample.error = sample.sampler.failure
+        return None
+    return sample.sampler.draw_at(logits_NV, node)
 
 
 def _judged_columns(sample: RunningSample, chunk: range) -> range:
@@ -332,4 +347,5 @@ def update_of(
         tree=tree,
         text=None if sample.stops is None or not tokens else sample.stops.take_text(),
         prompt_logprobs=of_prompt,
+        error=sample.error,
     )

@@ -27,6 +27,7 @@ from numpy.typing import NDArray
 
 from eyas.engine.grammar import GrammarMatcher
 from eyas.engine.request import SamplingParams, TokenLogprob
+from eyas.errors import InputError
 from eyas.model.draws import DrawState, Scores, no_best_logit
 from eyas.model.library import address, library
 
@@ -156,9 +157,18 @@ class Sampler:
         )
 
     @property
-    def failure(self) -> str | None:
-        """Why the answer ended early: its grammar grew too large to be followed. Else None."""
+    def failure(self) -> InputError | None:
+        """Why there is no next token: its grammar cannot be followed any further. Else None."""
         return self._matcher.failure if self._matcher is not None else None
+
+    @property
+    def is_late(self) -> bool:
+        """Whether a round has waited for its grammar's mask, and it is not there yet."""
+        return self._matcher is not None and self._matcher.is_late and not self.wait(0.0)
+
+    def wait(self, seconds: float) -> bool:
+        """Whether the next token can be drawn, or never, within so many seconds."""
+        return self._matcher is None or self._matcher.wait(seconds)
 
     def draw_state(self) -> DrawState | None:
         """How the library is to draw the next tokens: None for the argmax of the logits. It holds

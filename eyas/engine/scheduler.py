@@ -1,24 +1,33 @@
 """Which samples run next: admission, chunks of prefill, room for trees, preemption.
 
 Jobs alternate while both kinds are possible: a prefill of at most prefill_chunk tokens, then one
-round of all samples that decode, so that neither starves. Requests are admitted in the order of
+round of all samples that decode, so that neither starves. Beside samples that decode a prefill is
+as short as prompts are slow on this machine now: none of them pauses for longer than pause_ms.
+Requests are admitted in the order of
 their arrival. When pages run out, the sample that was admitted last is preempted: it gives up its
 pages, keeps its tokens, and is the next to be admitted.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
+from eyas.engine.costs import LEAST_ROWS, PromptPace
 from eyas.engine.pages import ROOT, PagePool
 from eyas.engine.request import FinishReason, Request, TokenLogprob
 from eyas.engine.sampling import Sampler
 from eyas.engine.stop import StopChecker
 from eyas.engine.text import TextIndex
+from eyas.errors import InputError
+
+MASKS_S = 0.025  # of a round: what it waits for the masks of grammars
+_ANY_MS = 1e9
+_PAUSE_SHARE, _ROUND_RATE = 0.7, 0.2  # of a pause: what is planned; how fast rounds are learned
 
 
 class RunningSample:
@@ -55,6 +64,7 @@ class RunningSample:
         )
         self.text = TextIndex()  # of its tokens, as far as drafts were looked up
         self.finish_reason: FinishReason | None = None
+        self.error: InputError | None = None  # why it has ended before its end
 
     @property
     def num_emitted(self) -> int:
@@ -85,8 +95,7 @@ class RunningSample:
             if self.stops is not None:
                 is_end |= self.stops.push(token)
             if is_end or token in params.stop_token_ids:
-                # A grammar that grew too large has cut the answer: it did not end by itself.
-                self.finish_reason = "stop" if self.sampler.failure is None else "length"
+                self.finish_reason = "stop"
             elif self.num_emitted >= self.max_tokens:
                 self.finish_reason = "length"
             if self.finish_reason is not None:
@@ -94,6 +103,17 @@ class RunningSample:
                     self.finish_reason = "stop"
                 return tokens[:count]
         return tokens
+
+    def end_by_error(self) -> None:
+        """End the sample where it has an error, unless its last token has ended it."""
+        if self.finish_reason is not None:
+            self.error = None
+        elif self.error is not None:
+            self.finish_reason = "length"
+
+
+def _is_scored(sample: RunningSample) -> bool:
+    return sample.prompt_logprobs is not None
 
 
 def page_table(samples: Sequence[RunningSample]) -> np.ndarray:
@@ -121,13 +141,14 @@ class BatchLimits:
 
     max_batch: running samples. prefill_chunk: tokens of a prefill. tree_columns: columns that a
     round may write for a sample, the root's and those behind it. scored_chunk: tokens of a prefill
-    that are scored for prompt_logprobs.
+    that are scored for prompt_logprobs. pause_ms: between two rounds of samples that decode.
     """
 
     max_batch: int
     prefill_chunk: int
     tree_columns: int
     scored_chunk: int = 64
+    pause_ms: float = _ANY_MS
 
 
 class Scheduler:
@@ -144,6 +165,7 @@ class Scheduler:
         self._waiting: deque[RunningSample] = deque()
         self._running: list[RunningSample] = []  # in the order of their arrival
         self._prefilled_last = False
+        self._pace, self._round_ms = PromptPace(), 0.0
 
     @property
     def has_work(self) -> bool:
@@ -175,16 +197,25 @@ class Scheduler:
             self._leave(sample)
 
     def schedule(self) -> Job | None:
-        """The next job; None if there is nothing to do."""
+        """The next job; None if there is nothing to do, or nothing yet: all wait for grammars."""
         first, second = self._prefill, self._round
         if self._prefilled_last:
             first, second = second, first
         job = first() or second()
+        if job is None and self._running:
+            self._running[0].sampler.wait(MASKS_S)
         self._prefilled_last = job is not None and job.chunks is not None
         return job
 
-    def settle(self, job: Job) -> None:
-        """Keep what a job has computed for other requests; release what has ended."""
+    def settle(self, job: Job, ms: float = 0.0) -> None:
+        """Keep what a job has computed for other requests, release what has ended, and learn from
+        how long it took.
+        """
+        if job.chunks is None:
+            self._round_ms += _ROUND_RATE * (ms - self._round_ms) if self._round_ms else ms
+        elif ms:
+            scored = sum(map(len, itertools.compress(job.chunks, map(_is_scored, job.samples))))
+            self._pace.observe(sum(map(len, job.chunks)), scored, ms)
         for sample in job.samples:
             if self._keeps_prefixes:
                 self._keep(sample)
@@ -200,10 +231,14 @@ class Scheduler:
     def _prefill(self) -> Job | None:
         """A job of chunks: first of running samples, then of newly admitted ones."""
         left, left_scored = self._limits.prefill_chunk, self._limits.scored_chunk
-        samples, chunks = [], []
+        samples, chunks, left_ms = [], [], _ANY_MS
+        if any(sample.is_prefilled for sample in self._running):
+            left_ms = _PAUSE_SHARE * self._limits.pause_ms - self._round_ms
         for sample in self._unprefilled():
-            count = min(left, sample.prefill_end - sample.num_cached)
-            if sample.prompt_logprobs is not None:
+            is_scored = _is_scored(sample)
+            fits = min(left, self._pace.rows(left_ms, is_scored))
+            count = min(fits, sample.prefill_end - sample.num_cached)
+            if is_scored:
                 count = min(count, left_scored)
                 left_scored -= count
                 if count == 0:
@@ -211,7 +246,8 @@ class Scheduler:
             samples.append(sample)
             chunks.append(range(sample.num_cached, sample.num_cached + count))
             left -= count
-            if left == 0:
+            left_ms -= self._pace.ms(count, count * is_scored)
+            if left == 0 or left_ms <= self._pace.ms(LEAST_ROWS, 0):
                 break
         return Job(samples, chunks) if samples else None
 
@@ -269,12 +305,13 @@ class Scheduler:
     # Rounds
 
     def _round(self) -> Job | None:
-        """A round of all samples that are prefilled; preempts until there are pages for its trees.
+        """A round of all samples that are prefilled, but those whose grammars are late; preempts
+        until there are pages for its trees.
 
         None if there is no such sample.
         """
         while True:
-            samples = [sample for sample in self._running if sample.is_prefilled]
+            samples = [one for one in self._running if one.is_prefilled and not one.sampler.is_late]
             if all(map(self._has_room, samples)):
                 return Job(samples) if samples else None
             self._preempt(self._running[-1])

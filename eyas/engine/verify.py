@@ -13,12 +13,13 @@ from collections.abc import Callable, Sequence
 
 
 def accept(
-    tokens: Sequence[int], parents: Sequence[int], draw: Callable[[int], int]
+    tokens: Sequence[int], parents: Sequence[int], draw: Callable[[int], int | None]
 ) -> tuple[list[int], list[int]]:
     """Walk the tree from its root along the target's own draws.
 
     tokens, parents: of nodes 0 .. N-1; node 0 is the root, parents[n] < n. draw(node): the target's
-    next token after the path to `node`; called once for each node on the path, in its order.
+    next token after the path to `node`; called once for each node on the path, in its order. None:
+    it is not known yet, and the walk ends before it.
     Returns the accepted nodes in order, root excluded, and the emitted tokens: those of the nodes,
     then the bonus token.
     """
@@ -28,6 +29,8 @@ def accept(
     emitted: list[int] = []
     while True:
         token = draw(node)
+        if token is None:  # the last token takes the bonus token's place: its node is not accepted
+            return path[:-1], emitted
         emitted.append(token)
         child = children.get((node, token))
         if child is None:

@@ -67,6 +67,7 @@ class Models:
             speculation=str(speculation),
             max_batch=self.config.max_batch,
             max_length=self.config.max_length,
+            max_pause_ms=1e9,  # nobody reads along
             text_drafts=False,  # the head is judged
         )
         return Engine(self.target, self.draft, config)

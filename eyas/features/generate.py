@@ -175,6 +175,7 @@ def open_backend(
             max_batch=config.max_batch,
             max_length=max_length,
             num_pages=num_tokens // PAGE_SIZE + PAGES_BESIDE,
+            max_pause_ms=1e9,  # nobody reads along
             # without a head plainly: text's drafts pay for few requests at a time
             speculation="off" if head is None else "auto",
         )

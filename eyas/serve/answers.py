@@ -26,6 +26,8 @@ from eyas.serve.writers import CompletionWriter
 
 LONG_ECHO = 256  # tokens of a prompt with up to 20 alternatives each: some 10 ms to write
 PIECE = 64  # elements of a list
+# updates: those of a client that has not read for a while are many, and others write in between
+PART = 16
 log = logging.getLogger("eyas.serve")
 T = TypeVar("T")
 
@@ -67,7 +69,7 @@ async def event_pieces(
     exchange: Exchange,
     completion: CompletionWriter,
 ) -> AsyncGenerator[bytes]:
-    """The events of a stream: one piece of bytes for all updates that came together.
+    """The events of a stream: one piece of bytes for updates that came together, up to PART.
 
     The status has been sent by now, so an error is an event too.
     """
@@ -75,13 +77,16 @@ async def event_pieces(
     async with aclosing(updates):
         while True:
             try:
-                events = await _chunks(completion, batch)
+                events = await _chunks(completion, batch[:PART])
             except Exception as error:
                 yield internal_error(exchange, error).event()
                 return
             if completion.is_over:
                 break
             yield events.encode()
+            if batch := batch[PART:]:
+                await asyncio.sleep(0)
+                continue
             try:
                 batch = await anext(updates)
             except EyasError as error:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence, Sized
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, asynccontextmanager, suppress
 from dataclasses import asdict, dataclass
@@ -98,7 +98,10 @@ def create_app(
 
     app = Starlette(
         routes=api.routes(),
-        middleware=[Middleware(HostCheck, access=api.access)],
+        middleware=[
+            Middleware(HostCheck, access=api.access),
+            Middleware(ConnectionCheck, api=api),
+        ],
         exception_handlers={HTTPException: _http_error},
         lifespan=lifespan,
     )
@@ -122,6 +125,25 @@ class HostCheck:
         await respond(scope, receive, send)
 
 
+class ConnectionCheck:
+    """Answers 503 to what comes on more connections than are allowed, but to those who ask how the
+    server is: a probe that is refused ends a server that is well.
+    """
+
+    def __init__(self, app: ASGIApp, api: Api) -> None:
+        self._app, self._api = app, api
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        api, respond = self._api, self._app
+        is_http = scope["type"] == "http" and scope["path"] not in api.probe_paths
+        if is_http and len(api.connections) > api.limits.max_connections:
+            what = f"more than {api.limits.max_connections} connections at once"
+            error = ApiError(503, what, code="too_many_connections", retry_after=1)
+            headers = error.headers | {"connection": "close"}
+            respond = JSONResponse(error.body(), error.status, headers)
+        await respond(scope, receive, send)
+
+
 async def _http_error(http: HttpRequest, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     failed = ApiError(error.status_code, f"{http.method} {http.url.path[:256]}: {error.detail}")
@@ -140,6 +162,10 @@ class Api:
         self._model = model
         self._vertex = vertex
         self._metrics = Metrics(model)
+        self.connections: Sized = ()  # those that are open: the server's own set
+        self.probe_paths = {"/health", "/metrics"}
+        if vertex is not None:
+            self.probe_paths.add(vertex.health_route)
         self._service: ModelService | None = None
         self._is_draining = False
         self._started = int(time.time())

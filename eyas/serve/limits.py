@@ -51,7 +51,9 @@ class LimitsConfig(BaseModel):
     )
     max_queue: int = Field(256, ge=0, description="samples that may wait beside those that run")
     max_body_bytes: int = Field(1 << 20, ge=1024, description="of a request")
-    max_connections: int = Field(512, ge=1, description="at once; further requests get 503")
+    max_connections: int = Field(
+        512, ge=1, description="at once; idle ones make room, then requests get 503"
+    )
     body_timeout_s: float = Field(30.0, gt=0, description="for a request's body to arrive")
     request_timeout_s: float = Field(
         600.0, gt=0, description="for a whole answer, sending included"

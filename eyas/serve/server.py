@@ -22,10 +22,12 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import cast
 
 import uvicorn
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from starlette.applications import Starlette
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from eyas.artifact import Artifact
 from eyas.builtin import BUILTIN
@@ -207,6 +209,36 @@ def running_server(config: ServeConfig) -> Iterator[str]:
             process.terminate()
 
 
+class Connection(HttpToolsProtocol):
+    """A connection that makes room for itself: beyond max_connections the one is closed that has
+    been idle longest, of those that never sent a request if there are any.
+    """
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self.idle_since = self.loop.time()
+        api: Api = self.config.app.state.api  # type: ignore[union-attr]
+        others = cast(set[Connection], self.connections) - {self}
+        if len(others) >= api.limits.max_connections:
+            idle = [one for one in others if one.is_idle]
+            longest = min(
+                idle, key=lambda one: (one.cycle is not None, one.idle_since), default=self
+            )
+            if longest is not self:
+                longest.transport.close()
+
+    def on_response_complete(self) -> None:
+        self.idle_since = self.loop.time()
+        super().on_response_complete()
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether it is open and no request is under way."""
+        return not self.transport.is_closing() and (
+            self.cycle is None or self.cycle.response_complete
+        )
+
+
 class UvicornServer(uvicorn.Server):
     """A uvicorn server in a thread, on a socket that is bound already, which ends in two steps.
 
@@ -220,16 +252,16 @@ class UvicornServer(uvicorn.Server):
         super().__init__(
             uvicorn.Config(
                 app,
-                http="httptools",
+                http=Connection,
                 ws="none",
                 log_level="critical",  # errors are in our own log, without what clients wrote
                 access_log=False,
                 server_header=False,
-                limit_concurrency=limits.max_connections,
                 timeout_keep_alive=KEEP_ALIVE_S,
                 timeout_graceful_shutdown=math.ceil(limits.shutdown_s + LAST_ANSWERS_S),
             )
         )
+        self._api.connections = self.server_state.connections
         self.host, port = listener.getsockname()[:2]
         self._api.access.checks_hosts |= ipaddress.ip_address(self.host).is_loopback
         self.url = f"http://{f'[{self.host}]' if ':' in self.host else self.host}:{port}"

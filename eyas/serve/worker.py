@@ -197,7 +197,7 @@ class EngineWorker:
             return self._engine.compile_grammar(request.params)
         except EyasError:
             raise
-        except BaseException as error:  # a panic in the grammar library is no Exception
+        except Exception as error:
             raise _not_run(error) from None
 
     def _post(self, command: Command) -> None:
@@ -228,7 +228,7 @@ class EngineWorker:
             while self._carry_out_commands(loop):
                 if engine.has_work and (updates := engine.step()):
                     loop.call_soon_threadsafe(
-                        self._deliver, [(one.request_id, one) for one in updates]
+                        self._deliver, [(one.request_id, one.error or one) for one in updates]
                     )
         # native libraries raise what is no Exception, and the clients must still get an answer
         except BaseException as error:
@@ -261,9 +261,7 @@ class EngineWorker:
             self._engine.add(request, grammar)
         except InputError as error:
             return error
-        except BaseException as error:  # a panic in the grammar library is no Exception
-            if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
-                raise
+        except Exception as error:
             self._engine.cancel(request.id)
             return _not_run(error)
         return None
