@@ -1,10 +1,12 @@
-"""The cores that this process may use: what the scheduler lets it run on, within the quota of its
-container. More threads than these wait for each other.
+"""What this process may use of the machine. Cores: what the scheduler lets it run on, within the
+quota of its container; more threads than these wait for each other. Memory: what is free, within
+its limits.
 """
 
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -32,26 +34,58 @@ def _siblings(root: Path, cpu: int) -> str:
 
 def _quotas(root: Path) -> Iterator[float]:
     """The limits of the control groups that this process is in, in cores: version 2's cpu.max,
-    version 1's cpu.cfs_quota_us, of every group up to the one that is mounted.
+    version 1's cpu.cfs_quota_us.
+    """
+    for folder, is_old in _groups(root, "cpu"):
+        quota, _, period = _text(folder / "cpu.max").partition(" ")
+        if is_old:
+            quota, period = (_text(folder / f"cpu.cfs_{name}_us") for name in ("quota", "period"))
+        with suppress(ValueError, ZeroDivisionError):  # "max", or no such file
+            limit = int(quota) / int(period)
+            if limit > 0:  # version 1 has -1 for none
+                yield limit
+
+
+def free_memory(root: Path = ROOT) -> int | None:
+    """Bytes that this process can still take: what the machine has, within the limits of its
+    control groups and of its addresses (`ulimit -v`). None where no file of Linux says so.
+    """
+    free = [*_rooms(root)]
+    return max(0, min(free)) if free else None
+
+
+def _rooms(root: Path) -> Iterator[int]:
+    """What each limit leaves, in bytes."""
+    process, limits = root / "proc/self/status", _text(root / "proc/self/limits")
+    for kib in re.findall(r"MemAvailable:\s+(\d+)", _text(root / "proc/meminfo")):
+        yield int(kib) * 1024
+    for most in re.findall(r"Max address space\s+(\d+)", limits):
+        yield int(most) - 1024 * sum(map(int, re.findall(r"VmSize:\s+(\d+)", _text(process))))
+    for folder, is_old in _groups(root, "memory"):
+        names = ("limit_in_bytes", "usage_in_bytes") if is_old else ("max", "current")
+        with suppress(ValueError):  # "max", or no such file
+            limit, used = (int(_text(folder / f"memory.{name}")) for name in names)
+            total = "total_" if is_old else ""  # with the groups below
+            # of files that were read: given back when memory is short
+            files = rf"^{total}(?:in)?active_file (\d+)"
+            given_back = re.findall(files, _text(folder / "memory.stat"), re.MULTILINE)
+            yield limit - used + sum(map(int, given_back))
+
+
+def _groups(root: Path, controller: str) -> Iterator[tuple[Path, bool]]:
+    """The folders of the control groups that this process is in, of every group up to the one that
+    is mounted; whether they are of version 1.
     """
     for line in _text(root / "proc/self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
-        if controllers and "cpu" not in controllers.split(","):
+        if controllers and controller not in controllers.split(","):
             continue
         mount = root / GROUPS / controllers
         group = mount / path.lstrip("/")
         for folder in (group, *group.parents):
             if not folder.is_relative_to(mount):
                 break
-            quota, _, period = _text(folder / "cpu.max").partition(" ")
-            if controllers:
-                quota, period = (
-                    _text(folder / f"cpu.cfs_{name}_us") for name in ("quota", "period")
-                )
-            with suppress(ValueError, ZeroDivisionError):  # "max", or no such file
-                limit = int(quota) / int(period)
-                if limit > 0:  # version 1 has -1 for none
-                    yield limit
+            yield folder, bool(controllers)
 
 
 def _text(path: Path) -> str:

@@ -1,4 +1,6 @@
-"""How many cores a process takes: by affinity, by core and by the quota of its container."""
+"""How many cores a process takes: by affinity, by core and by the quota of its container; and how
+much memory it still can.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +8,7 @@ import os
 
 import pytest
 
-from eyas.cores import cores
+from eyas.cores import cores, free_memory
 
 
 @pytest.fixture
@@ -96,3 +98,50 @@ def test_two_threads_of_one_core_are_one(linux, monkeypatch):
 
 def test_here_there_is_one_at_least():
     assert 1 <= cores() <= (os.cpu_count() or 1)
+
+
+FREE = {"proc/meminfo": "MemTotal: 64000 kB\nMemAvailable:   9000 kB"}
+STAT = "anon 5\ninactive_file 1000\nactive_file 24\nunevictable 7"
+
+
+@pytest.mark.parametrize(
+    ("files", "expected"),
+    [
+        ({}, None),
+        (FREE, 9000 * 1024),
+        (FREE | group(V2, **{"memory.max": "max", "memory.current": "5"}), 9000 * 1024),
+        (FREE | group(V2, **{"memory.max": "900000", "memory.current": "500000"}), 400000),
+        (  # what files take is given back
+            FREE
+            | group(
+                V2,
+                **{"memory.max": "900000", "memory.current": "500000", "memory.stat": STAT},
+            ),
+            401024,
+        ),
+        (FREE | group(V2, **{"memory.max": "900000", "memory.current": "900001"}), 0),
+        (
+            FREE
+            | group(
+                V1,
+                **{
+                    "memory/memory.limit_in_bytes": "800000",
+                    "memory/memory.usage_in_bytes": "300000",
+                    "memory/memory.stat": f"{STAT}\ntotal_inactive_file 2000",
+                },
+            ),
+            502000,
+        ),
+        (
+            FREE
+            | {
+                "proc/self/limits": "Limit  Soft  Hard\nMax address space  2048000  9  bytes",
+                "proc/self/status": "VmPeak: 1900 kB\nVmSize:    1000 kB",
+            },
+            1024000,
+        ),
+        (FREE | {"proc/self/limits": "Max address space   unlimited  unlimited  bytes"}, 9216000),
+    ],
+)
+def test_what_is_free_within_every_limit(linux, files, expected):
+    assert free_memory(linux(dict(files))) == expected

@@ -13,6 +13,7 @@ from pathlib import Path
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 from tokenizers import Tokenizer
 
+from eyas.cores import free_memory
 from eyas.engine.draft import Draft, check_branches
 from eyas.engine.grammar import Grammar, Grammars
 from eyas.engine.pages import PagePool
@@ -22,7 +23,7 @@ from eyas.engine.sampling import Sampler
 from eyas.engine.scheduler import BatchLimits, RunningSample, Scheduler
 from eyas.engine.stop import StopChecker
 from eyas.engine.tree import Speculation
-from eyas.errors import InputError
+from eyas.errors import ConfigError, InputError
 from eyas.log import Track, quiet
 from eyas.model.checkpoint import read_head
 from eyas.model.target import PAGE_SIZE, Dtype, Target
@@ -31,14 +32,18 @@ from eyas.tau import count_round, tau_of
 log = logging.getLogger("eyas.engine")
 
 LEAST_TAU, TAU_WINDOW = 1.3, 256  # below it a head hardly helps; over so many greedy rounds
+DEFAULT_SHARE = 0.5  # of what is free, for the caches without a max_length
+MEMORY_FOR_CACHES = 0.9  # of what is free, when a size that fits is proposed
 SCORED_LOGITS = 1 << 22  # of one prefill, for prompt_logprobs: 16 MiB in fp32
 
 
 class EngineConfig(BaseModel):
     """Sizes of the engine and how it speculates.
 
-    max_batch: samples that run at a time. max_length: tokens of prompt and answer together.
-    num_pages: pages of 16 tokens; None takes as many as max_batch requests of max_length need.
+    max_batch: samples that run at a time. max_length: tokens of prompt and answer together; None
+    takes the target's context, as far as half of the free memory holds it. num_pages: pages of 16
+    tokens; None takes as many as max_batch requests of max_length need, or, without a max_length,
+    as that half holds: then requests may wait for each other's pages.
     prefill_chunk: tokens of a prefill. speculation: off, auto or fixed; auto and fixed with sizes
     if the defaults do not fit: fixed(6,3,12) are num_draft_steps, tree_topk and num_verify_tokens,
     root included. prefix_reuse: keep computed prefixes for other requests. text_drafts: in auto,
@@ -48,7 +53,7 @@ class EngineConfig(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     max_batch: int = Field(8, ge=1)
-    max_length: int = Field(1024, ge=2)
+    max_length: int | None = Field(None, ge=2)
     num_pages: int | None = Field(None, ge=1)
     prefill_chunk: int = Field(256, ge=16)
     speculation: str = "auto"
@@ -78,7 +83,8 @@ class Engine:
     ) -> None:
         """tokenizer: the target's; requests with stop strings or a grammar need it.
 
-        Raises MismatchError for a head of another target.
+        Raises MismatchError for a head of another target, ConfigError for caches that the memory
+        has no room for.
         """
         self.config = config = config or EngineConfig()
         self.speculation = speculation = config.parsed()
@@ -86,7 +92,6 @@ class Engine:
         self.draft = draft if speculation.mode != "off" else None
         if self.draft:
             check_branches(self.draft.config, speculation)
-        self.max_length = min(config.max_length, target.config.max_position_embeddings)
         self.text_drafts = config.text_drafts and speculation.mode == "auto"
         drafts = self.draft is not None or self.text_drafts
         limits = BatchLimits(
@@ -96,8 +101,10 @@ class Engine:
             max(speculation.num_verify_tokens, 1 + speculation.num_columns) if drafts else 1,
             scored_chunk=max(1, SCORED_LOGITS // target.config.vocab_size),
         )
-        most = PagePool(0, PAGE_SIZE).pages_for(self.max_length + limits.tree_columns)
-        self._pool = PagePool(config.num_pages or config.max_batch * most, PAGE_SIZE)
+        free = free_memory()
+        self.max_length, most, num_pages = self._sizes(limits.tree_columns, free)
+        self._check_memory(free, num_pages, most, limits.tree_columns)
+        self._pool = PagePool(num_pages, PAGE_SIZE)
         self._scheduler = Scheduler(self._pool, limits, config.prefix_reuse)
         if not drafts:
             speculation = replace(speculation, mode="off")
@@ -110,7 +117,7 @@ class Engine:
             else None
         )
         self._accept_hist: list[int] = []  # of greedy rounds, up to TAU_WINDOW
-        self._has_warned = False
+        self._num_windows = self._num_low = 0
 
     @classmethod
     def load(
@@ -123,11 +130,66 @@ class Engine:
     ) -> Engine:
         """Load a target folder and, optionally, a head folder in any form that `read_head` knows.
 
-        Raises MissingInputError, CorruptError, MismatchError.
+        Raises MissingInputError, CorruptError, MismatchError, ConfigError.
         """
         loaded = Target.load(target, dtype)
         draft = Draft(*read_head(head, loaded.config), loaded) if head is not None else None
         return cls(loaded, draft, config, tokenizer)
+
+    def _sizes(self, tree_columns: int, free: int | None) -> tuple[int, int, int]:
+        """Tokens of a request, the most pages of one, and the pages of the caches. tree_columns: of
+        a request, behind its tokens; free: bytes of memory.
+        """
+        config, room = self.config, self.config.num_pages
+        length = context = self.target.config.max_position_embeddings
+        if config.max_length is not None:
+            length = min(config.max_length, context)
+        elif room is None and free is not None:
+            room = int(free * DEFAULT_SHARE) // self._page_bytes
+        if config.max_length is None and room is not None:
+            length = max(2, min(context, room * PAGE_SIZE - tree_columns))
+        most = PagePool(0, PAGE_SIZE).pages_for(length + tree_columns)
+        needed = config.max_batch * most
+        if config.max_length is None and room is not None:
+            needed = max(most, min(needed, room))
+        return length, most, config.num_pages or needed
+
+    @property
+    def _page_bytes(self) -> int:
+        """Of a page in all caches."""
+        shape = self.target.config
+        numbers = shape.num_hidden_layers * shape.slot_width
+        if self.draft is not None:
+            numbers += 3 * shape.hidden_size + self.draft.config.slot_width
+        return int(numbers * PAGE_SIZE * self.target.dtype.itemsize)
+
+    def _check_memory(
+        self, free: int | None, num_pages: int, most_pages: int, tree_columns: int
+    ) -> None:
+        """Raise ConfigError, with what would fit, for caches that need more than is free: the
+        system gives memory when it is written first, so that a server would be killed under load.
+        most_pages: of a request; tree_columns: of them, behind its tokens.
+        """
+        page_bytes = self._page_bytes
+        if free is None or num_pages * page_bytes <= free:
+            return
+        fits = int(free * MEMORY_FOR_CACHES) // page_bytes
+        ways = []
+        if fits >= most_pages:
+            ways.append(f"num_pages={fits}")
+            if not self.config.num_pages:
+                each = fits // self.config.max_batch * PAGE_SIZE - tree_columns
+                ways.append(f"max_batch={fits // most_pages}")
+                ways += [f"max_length={each}"] if each >= 2 else []
+        elif (one := fits * PAGE_SIZE - tree_columns) >= 2:
+            ways.append(f"max_length={one} with num_pages={fits}")
+        raise ConfigError(
+            f"the caches of {num_pages:,} pages, of {PAGE_SIZE} tokens each, need "
+            f"{num_pages * page_bytes / 1e9:,.1f} GB of memory; {free / 1e9:,.1f} GB are free",
+            f"what fits: {', or '.join(ways)}"
+            if ways
+            else "give the process more memory, or take a smaller model",
+        )
 
     # Requests
 
@@ -253,24 +315,30 @@ class Engine:
         return [one for one in updates if one.token_ids or one.finish_reason is not None]
 
     def _watch_tau(self, num_accepted_drafts: int) -> None:
-        """Count a greedy round; warn once if tau shows that the head hardly helps.
+        """Count a greedy round, and say how much of the text the head hardly helps: at the first
+        TAU_WINDOW rounds that show it, and each time that there are twice as many.
 
-        Such a head was trained for another target or for other traffic.
+        Text unlike what a head was trained for does this, so it is no sign of a bad head.
         """
-        if self._has_warned or self.draft is None:
+        if self.draft is None:
             return
         count_round(self._accept_hist, num_accepted_drafts)
         if sum(self._accept_hist) < TAU_WINDOW:
             return
-        tau = tau_of(self._accept_hist)
+        tau = tau_of(self._accept_hist) or 1.0
         self._accept_hist.clear()
-        if tau is not None and tau < LEAST_TAU:
-            self._has_warned = True
+        self._num_windows += 1
+        if tau >= LEAST_TAU:
+            return
+        self._num_low += 1
+        if self._num_low & (self._num_low - 1) == 0:
             what = (
-                "the head hardly helps: tau is %.2f over %d greedy rounds; `eyas check` tells "
-                "whether it is read wrong"
+                "the head hardly helps %.0f%% of the text so far, %d of %d stretches of %d greedy "
+                "rounds: tau is %.2f in the last. Prompts unlike its own do that; if prompts of "
+                "its card do it too, `eyas check` tells whether it is read wrong"
             )
-            log.warning(what, tau, TAU_WINDOW)
+            counts = self._num_low, self._num_windows, TAU_WINDOW
+            log.info(what, 100 * self._num_low / self._num_windows, *counts, tau)
 
     def _sample(
         self, request: Request, index: int, max_tokens: int, grammar: Grammar | None

@@ -21,13 +21,14 @@ import threading
 import weakref
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from eyas.errors import InputError
 
-Kind = Literal["json_schema", "regex"]
+Kind = Literal["json_schema", "regex", "grammar"]
+KINDS: tuple[Kind, ...] = get_args(Kind)  # fields of SamplingParams; one at most is given
 
 # Of one grammar: CPU seconds to compile it, and what it may add to the process's memory. Schemas
 # and expressions that people write take up to 60 ms and 3 MiB (docs/decisions/server.md).
@@ -50,7 +51,9 @@ PARSER_LIMITS = LLParserLimits(
 
 
 def grammar_text(kind: Kind, source: str) -> str:
-    """A schema or a regular expression in the library's form. Raises ValueError."""
+    """A grammar in the library's form, which `grammar` is in already. Raises ValueError."""
+    if kind == "grammar":
+        return source
     if kind == "regex":
         return LLMatcher.grammar_from_regex(source)
     return LLMatcher.grammar_from_json_schema(source, defaults={"whitespace_pattern": _BLANKS})

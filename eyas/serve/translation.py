@@ -15,7 +15,7 @@ from eyas.serve.limits import ApiError, refused_by_engine, unsupported
 from eyas.serve.protocol import ChatRequest, TextRequest
 from eyas.serve.responses import RESPONSE_NAMES, ResponsesRequest, ResponseWriter
 from eyas.serve.tokenizer import Tokenizer
-from eyas.serve.tools import CLOSING, REQUIRED_OPENING, call_schema
+from eyas.serve.tools import CLOSING, REQUIRED_OPENING, answer_grammar, call_schema, in_text
 from eyas.serve.writers import ChatWriter, CompletionWriter, TextWriter
 
 MAX_ECHOED = 1 << 16  # log-probabilities of prompts in an answer, each token's own included
@@ -27,9 +27,9 @@ THINKING = "enable_thinking"  # the switch of templates whose targets can think
 class ModelInfo:
     """What the server reports about its model.
 
-    model: the name in requests. max_length: tokens of prompt and answer together.
-    text_drafts: whether it drafts what followed the same tokens before. target_fingerprint: of the
-    target's files; `eyas generate` compares it with its own target's.
+    model: the name in requests. max_length: tokens of prompt and answer together; context: those
+    that the target can have. text_drafts: whether it drafts what followed the same tokens before.
+    target_fingerprint: of the target's files; `eyas generate` compares it with its own target's.
     """
 
     model: str
@@ -38,6 +38,7 @@ class ModelInfo:
     max_length: int
     target_fingerprint: str | None = None
     text_drafts: bool = False
+    context: int | None = None
 
     @property
     def speculates(self) -> bool:
@@ -91,10 +92,13 @@ class Translator:
                 "a tool cannot be called in an answer that must follow a grammar; ask for one of "
                 "them",
             )
+        stops: tuple[str, ...] = ()
         if required:
             constraint = {"json_schema": call_schema(required)}
-        ends_with_call = bool(tools) and not body.parallel_tool_calls and not required
-        stops = (CLOSING,) if ends_with_call else ()
+        elif tools and self.tokenizer.tool_form == "generic":
+            constraint = {"grammar": answer_grammar(tools, body.parallel_tool_calls)}
+        elif tools and not body.parallel_tool_calls:
+            stops = (CLOSING,)
         return self._request(body, self._chat_prompt(body), constraint, stops)
 
     def _text(self, body: TextRequest) -> list[Request]:
@@ -126,17 +130,19 @@ class Translator:
         constraint: dict[str, str],
         stops: tuple[str, ...] = (),
     ) -> Request:
-        """stops: beside the body's own. max_tokens is the body's, which must fit, or the default as
-        far as it fits.
+        """stops: beside the body's own. max_tokens is the body's or the default, as far as it fits;
+        the default also as far as an answer in one object may have log-probabilities.
         """
         room, max_tokens = self._info.max_length - len(prompt_ids), body.token_limit
-        wanted = 1 if max_tokens is None else max_tokens
-        if wanted > room:
-            what = f"the prompt has {len(prompt_ids)} tokens and the answer may have {wanted}"
+        if room < (max_tokens != 0):
             prompt = "messages" if isinstance(body, ChatRequest) else "prompt"
-            raise self._too_long(what, prompt if room < 1 else "max_tokens")
+            raise self._too_long(f"the prompt has {len(prompt_ids)} tokens", prompt)
         if max_tokens is None:
-            max_tokens = min(room, body.default_tokens or room)
+            max_tokens = body.default_tokens or room
+            if body.num_logprobs is not None and not body.stream:
+                most = MAX_LOGPROBS_WHOLE // (body.n * (1 + body.num_logprobs))
+                max_tokens = min(max_tokens, most)
+        max_tokens = min(max_tokens, room)
         options = {name: getattr(body, name) for name in SamplingFields.model_fields}
         options |= {"max_tokens": max_tokens, "stop": options["stop"] + stops, **constraint}
         options |= {"logprobs": body.num_logprobs, "prompt_logprobs": body.num_prompt_logprobs}
@@ -166,11 +172,12 @@ class Translator:
     def _chat_prompt(self, body: ChatRequest) -> list[int]:
         in_messages = any(turn.role == "tool" or turn.tool_calls for turn in body.messages)
         used = "tools" if body.offered_tools else "messages" if in_messages else None
-        if used is not None and not self.tokenizer.calls_tools_in_tags:
+        form = self.tokenizer.tool_form
+        if used is not None and form is None:
             raise unsupported(
                 used,
-                "this target's chat template has no tools, or none that are called in <tool_call> "
-                "tags",
+                "this target's chat template calls tools in a form of its own, not in <tool_call> "
+                "tags, which this server does not read",
             )
         if len(body.messages) > self._info.max_length:  # each has tokens of its own
             raise self._too_long(f"{len(body.messages)} messages are more tokens", "messages")
@@ -182,6 +189,9 @@ class Translator:
         messages = [turn.for_template() for turn in body.messages]
         tools = [tool.for_template() for tool in body.offered_tools] or None
         self._check_characters(len(json.dumps(tools)), "tools")
+        if used is not None and form == "generic":
+            messages = in_text(messages, body.offered_tools, self.tokenizer.takes_system)
+            tools = None
         try:
             prompt_ids = chat.prompt_ids(messages, tools)
         except InputError as error:
@@ -209,10 +219,14 @@ class Translator:
             raise self._too_long(f"{num_characters} characters are {least} tokens at least", param)
 
     def _too_long(self, what: str, param: str) -> ApiError:
-        holds = f"this server holds {self._info.max_length} tokens a request"
+        holds, context = self._info.max_length, self._info.context or 0
+        hint = "shorten the prompt"
+        if holds < context:
+            hint += f", or start the server with engine.max_length of up to {context}"
         return ApiError(
             400,
-            f"{holds}; {what}: shorten the prompt or lower max_tokens",
+            f"this server holds {holds} tokens a request, prompt and answer together; {what}: "
+            f"{hint}",
             param,
             "context_length_exceeded",
         )
