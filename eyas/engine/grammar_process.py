@@ -25,6 +25,7 @@ from typing import Any, Literal, get_args
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
+from eyas.engine.schemas import lark, plain_schema
 from eyas.errors import InputError
 
 Kind = Literal["json_schema", "regex", "grammar"]
@@ -51,11 +52,13 @@ PARSER_LIMITS = LLParserLimits(
 
 
 def grammar_text(kind: Kind, source: str) -> str:
-    """A grammar in the library's form, which `grammar` is in already. Raises ValueError."""
+    """A grammar in the library's form. Raises ValueError."""
     if kind == "grammar":
-        return source
+        return lark(source)
     if kind == "regex":
         return LLMatcher.grammar_from_regex(source)
+    with suppress(ValueError, RecursionError):  # of what is no schema the library says why
+        source = json.dumps(plain_schema(json.loads(source)))
     return LLMatcher.grammar_from_json_schema(source, defaults={"whitespace_pattern": _BLANKS})
 
 
@@ -66,7 +69,9 @@ def compiled(tokenizer: LLTokenizer, kind: Kind, source: str) -> LLMatcher:
     except ValueError as error:
         raise InputError(
             f"the {kind} cannot be read: {error}",
-            "give a JSON schema, an object, as a string of JSON",
+            "give a grammar in GBNF or Lark's form"
+            if kind == "grammar"
+            else "give a JSON schema, an object, as a string of JSON",
         ) from error
     start = LLMatcher(tokenizer, text, log_level=0, limits=PARSER_LIMITS)
     start.compute_bitmask()  # finds what is too large to be followed, and what allows nothing

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, Literal
 
 from eyas.chat import Chat, TextStream, encoded
@@ -37,13 +37,13 @@ class Tokenizer:
     """Tokens from and to text, for any thread."""
 
     def __init__(self, chat: Chat) -> None:
-        self._chats: dict[tuple[tuple[str, bool], ...], Chat] = {(): chat}
+        self._chats: dict[tuple[tuple[str, bool | str], ...], Chat] = {(): chat}
         self._backend = chat.tokenizer
         self._longest_token = max(map(len, self._backend.get_vocab()))
 
     # Text to tokens
 
-    def chat(self, options: Mapping[str, bool]) -> Chat:
+    def chat(self, options: Mapping[str, bool | str]) -> Chat:
         """The Chat whose template gets these options. Raises InputError for too many combinations,
         TemplateError where Chat does.
         """
@@ -103,13 +103,13 @@ class Tokenizer:
 
     # Tokens to text
 
-    def decode(self, ids: list[int]) -> str:
-        """The text of tokens, special tokens left out."""
-        return self._backend.decode(ids, skip_special_tokens=True)
+    def decode(self, ids: list[int], skips_special: bool = True) -> str:
+        """The text of tokens, special tokens left out unless asked for."""
+        return self._backend.decode(ids, skip_special_tokens=skips_special)
 
-    def stream(self) -> TextStream:
+    def stream(self, skips_special: bool = True) -> TextStream:
         """A new incremental `decode`."""
-        return TextStream(self.decode)
+        return TextStream(partial(self.decode, skips_special=skips_special))
 
     def piece(self, token: int) -> bytes:
         """The bytes that a token stands for; of a special token, its name."""
@@ -124,6 +124,10 @@ class Tokenizer:
             if byte
             else name.replace("\N{LOWER ONE EIGHTH BLOCK}", " ").encode()
         )
+
+    def knows(self, token: int) -> bool:
+        """Whether there is such a token."""
+        return self._backend.id_to_token(token) is not None
 
     def num_characters(self, token: int) -> int:
         """How much of a text a token stands for: nothing if it is special."""

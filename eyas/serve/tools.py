@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from eyas.engine.schemas import plain_schema
 from eyas.engine.stop import StopFilter
 from eyas.serve.limits import unsupported
 from eyas.serve.protocol import Tool
@@ -170,7 +171,7 @@ def call_schema(tools: Sequence[Tool]) -> str:
     definitions: dict[str, dict[str, Any]] = {}
     calls = []
     for tool in tools:
-        parameters = dict(tool.function.parameters or {"type": "object"})
+        parameters = plain_schema(dict(tool.function.parameters or {"type": "object"}))
         if "properties" in parameters and parameters.keys().isdisjoint(_JOINS):
             parameters.setdefault("additionalProperties", False)
         for name in _DEFINITIONS:

@@ -6,13 +6,14 @@ import json
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from eyas.chat import Chat
 from eyas.engine.request import Request, SamplingParams
 from eyas.errors import InputError
 from eyas.serve.fields import CompletionRequest, SamplingFields
 from eyas.serve.limits import ApiError, refused_by_engine, unsupported
-from eyas.serve.protocol import ChatRequest, TextRequest
+from eyas.serve.protocol import ChatRequest, DetokenizeRequest, TextRequest, TokenizeRequest
 from eyas.serve.responses import RESPONSE_NAMES, ResponsesRequest, ResponseWriter
 from eyas.serve.tokenizer import Tokenizer
 from eyas.serve.tools import CLOSING, REQUIRED_OPENING, answer_grammar, call_schema, in_text
@@ -145,7 +146,11 @@ class Translator:
         max_tokens = min(max_tokens, room)
         options = {name: getattr(body, name) for name in SamplingFields.model_fields}
         options |= {"max_tokens": max_tokens, "stop": options["stop"] + stops, **constraint}
+        if body.repeat_penalty is not None:
+            options["repetition_penalty"] = body.repeat_penalty
         options |= {"logprobs": body.num_logprobs, "prompt_logprobs": body.num_prompt_logprobs}
+        if body.num_samples > body.n:
+            options |= {"n": body.num_samples, "logprobs": body.num_logprobs or 0}
         try:
             params = SamplingParams(**options)
         except InputError as error:
@@ -160,10 +165,37 @@ class Translator:
             cache_salt=body.cache_salt,
         )
 
-    def _check_model(self, body: CompletionRequest) -> None:
-        if body.model != self._info.model:
-            message = f"no model {body.model[:128]!r} here, only {self._info.model!r}"
+    def tokenize(self, body: TokenizeRequest) -> dict[str, Any]:
+        """What /tokenize answers, in vLLM's form."""
+        self._check_name(body.model)
+        if body.messages is not None:
+            chat = body.model_dump(include={"messages", "tools"}, exclude_none=True)
+            token_ids = self._chat_prompt(ChatRequest(model=self._info.model, **chat))
+        else:
+            token_ids = self.tokenizer.encode(body.text, body.adds_special)
+        answer: dict[str, Any] = {"count": len(token_ids), "max_model_len": self._info.max_length}
+        answer["tokens"] = token_ids
+        if body.return_token_strs:
+            pieces = map(self.tokenizer.piece, token_ids)
+            answer["token_strs"] = [piece.decode(errors="replace") for piece in pieces]
+        return answer
+
+    def detokenize(self, body: DetokenizeRequest) -> dict[str, Any]:
+        """The text of tokens, special ones too, under vLLM's name and llama.cpp's."""
+        self._check_name(body.model)
+        unknown = next((one for one in body.tokens if not self.tokenizer.knows(one)), None)
+        if unknown is not None:
+            raise ApiError(400, f"the tokenizer has no token {unknown}", "tokens")
+        text = self.tokenizer.decode(body.tokens, skips_special=False)
+        return {"prompt": text, "content": text}
+
+    def _check_name(self, model: str | None) -> None:
+        if model not in (None, self._info.model):
+            message = f"no model {str(model)[:128]!r} here, only {self._info.model!r}"
             raise ApiError(404, message, "model", "model_not_found")
+
+    def _check_model(self, body: CompletionRequest) -> None:
+        self._check_name(body.model)
         if body.speculation and not self._info.speculates:
             raise unsupported("speculation", "needs a head, and this server has none")
         if body.text_drafts and not self._info.text_drafts:
@@ -187,21 +219,31 @@ class Translator:
         except InputError as error:
             raise ApiError(400, error.what, "chat_template_kwargs") from error
         messages = [turn.for_template() for turn in body.messages]
+        last = body.messages[-1]
+        is_open = last.role == "assistant" and last.text.strip() and not last.tool_calls
+        if body.continue_final_message and not is_open:
+            what = "the last message is no text of the assistant: there is nothing to continue"
+            raise ApiError(400, what, "continue_final_message")
         tools = [tool.for_template() for tool in body.offered_tools] or None
         self._check_characters(len(json.dumps(tools)), "tools")
         if used is not None and form == "generic":
             messages = in_text(messages, body.offered_tools, self.tokenizer.takes_system)
             tools = None
         try:
-            prompt_ids = chat.prompt_ids(messages, tools)
+            prompt_ids = chat.prompt_ids(messages, tools, body.continue_final_message)
         except InputError as error:
             raise ApiError(400, error.what, "messages") from error
         opening = self.tokenizer.encode(REQUIRED_OPENING) if body.required_tools else []
         return prompt_ids + opening
 
-    def _template_options(self, body: ChatRequest) -> dict[str, bool]:
-        """chat_template_kwargs, and what reasoning_effort none means to a template that thinks."""
-        options = dict(body.chat_template_kwargs)
+    def _template_options(self, body: ChatRequest) -> dict[str, bool | str]:
+        """chat_template_kwargs, and reasoning_effort: for a template that has it; none for one that
+        thinks.
+        """
+        options: dict[str, bool | str] = dict(body.chat_template_kwargs)
+        effort = "reasoning_effort"
+        if body.reasoning_effort is not None and self.tokenizer.knows_option(effort):
+            options.setdefault(effort, body.reasoning_effort)
         for name in options:
             if not self.tokenizer.knows_option(name):
                 what = f"this target's chat template has no option {name[:64]!r}"
