@@ -73,8 +73,9 @@ def document(model: str, predict_route: str | None = None) -> Schema:
 
     def completion(summary: str, form: Form, answer: Schema, error: Schema = _ERROR) -> Schema:
         responses = _responses(answer, _PROBLEMS, error)
-        # each event's data is the JSON of a chunk, the last one's [DONE]
-        responses["200"]["content"]["text/event-stream"] = {"schema": _ANY}
+        if "stream" in form.model_fields:
+            # each event's data is the JSON of a chunk, the last one's [DONE]
+            responses["200"]["content"]["text/event-stream"] = {"schema": _ANY}
         body = {"application/json": {"schema": _form(form, model, schemas)}}
         return {
             "post": {

@@ -318,6 +318,15 @@ class TokenizeRequest(RequestBody):
     the tokens that a tokenizer puts around a text.
     """
 
+    off: ClassVar[dict[str, tuple[Any, ...]]] = {
+        "add_generation_prompt": (True,),
+        "chat_template": (),
+        "chat_template_kwargs": ({},),
+        "continue_final_message": (False,),
+        "parse_special": (True,),
+        "with_pieces": (False,),
+    }
+
     model: str | None = None
     prompt: str | None = None
     content: str | None = None
