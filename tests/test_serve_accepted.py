@@ -48,7 +48,8 @@ def client(world):
 
 
 def test_an_answer_is_as_long_as_fits(world, client):
-    reply = ask(client, max_tokens=100_000, seed=3, temperature=1)
+    endless = {"ignore_eos": True}
+    reply = ask(client, max_tokens=100_000, extra_body=endless)
     prompt = len(world.chat.prompt_ids(MESSAGES))
     assert (reply.usage.prompt_tokens, reply.usage.total_tokens) == (prompt, MAX_LENGTH)
     assert reply.choices[0].finish_reason == "length"
@@ -74,28 +75,21 @@ def chat_body():
     return ChatRequest(model=MODEL, messages=MESSAGES)
 
 
-@pytest.mark.parametrize(
-    ("free_pages", "length", "num_pages"),
-    [(None, 256, None), (10_000, 256, None), (20, 147, 10), (0, 2, None)],
-)
-def test_half_of_the_free_memory_bounds_the_default(
-    world, monkeypatch, free_pages, length, num_pages
-):
-    """A request has at most what the pages hold less what a tree writes behind its tokens; the
-    pages are at most so many, too.
-    """
+@pytest.mark.parametrize(("free_pages", "num_pages"), [(None, None), (10_000, None), (20, 10)])
+def test_half_of_the_free_memory_bounds_the_default(world, monkeypatch, free_pages, num_pages):
+    """A request has at most what the pages hold less what a tree writes behind its tokens."""
     page_bytes = world.engine()._page_bytes
     free = None if free_pages is None else free_pages * page_bytes
     monkeypatch.setattr("eyas.engine.engine.free_memory", lambda: free)
-    if free_pages == 0:
-        with pytest.raises(ConfigError):
-            world.engine(max_length=None)
-        return
     engine = world.engine(max_length=None)
-    assert engine.max_length == length
     most = engine._scheduler.most_pages(engine.max_length)
     assert engine._pool.num_pages == (num_pages or 4 * most)
+    columns = engine._scheduler._limits.tree_columns
+    assert engine.max_length == (num_pages * 16 - columns if num_pages else MAX_LENGTH)
     assert most <= engine._pool.num_pages
+    monkeypatch.setattr("eyas.engine.engine.free_memory", lambda: 0)
+    with pytest.raises(ConfigError, match="GB are free"):
+        world.engine(max_length=None)
 
 
 # Fields
