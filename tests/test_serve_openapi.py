@@ -63,6 +63,9 @@ def test_the_document_has_every_route_and_every_field(client, document):
     assert chat["echo"] == {"enum": [False, None]}
     assert document["info"]["version"] == eyas.__version__
     assert "mix the prompt into it" in json.dumps(chat["seed"])
+    for form, name in (("Chat", "logprobs"), ("Text", "logprobs"), ("Responses", "top_logprobs")):
+        field = document["components"]["schemas"][f"{form}Request"]["properties"][name]
+        assert "whatever the temperature" in json.dumps(field)
 
 
 OPERATIONS = [
@@ -73,7 +76,7 @@ OPERATIONS = [
     "/v1/models/{model}",
     "/v1/models",
 ]
-OPERATIONS += ["/server_info", "/health", "/metrics"]
+OPERATIONS += ["/server_info", "/health", "/metrics", "/tokenize", "/detokenize", "/version"]
 
 
 TAKING = [path for path in OPERATIONS if path.startswith(("/v1/c", "/v1/r", "/predict"))]

@@ -8,14 +8,19 @@ import json
 import shutil
 from pathlib import Path
 
+import numpy as np
 import openai
 import pytest
 
 from eyas.chat.files import read_tokenizer
+from eyas.engine.grammar import Grammars
+from eyas.engine.request import SamplingParams
+from eyas.serve.protocol import Tool
 from eyas.serve.tokenizer import Tokenizer
+from eyas.serve.tools import CallReader, answer_grammar, call_schema
 from tests.chat_folders import LIKE_QWEN, like_granite, like_qwen
 from tests.serving import TOOLS, World, ask, saying
-from tests.tiny import tiny_target
+from tests.tiny import tiny_target, tiny_tokenizer
 
 TOKENIZERS = Path(__file__).resolve().parents[2] / "shared" / "data" / "tokenizers"
 MAX_LENGTH = 1024
@@ -140,3 +145,117 @@ def test_calls_in_another_form_are_refused_by_name(tmp_path):
         with pytest.raises(openai.BadRequestError, match="<tool_call> tags") as refused:
             ask(client, QUESTION, tools=TOOLS)
         assert refused.value.param == "tools"
+
+
+# Templates without tools
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory):
+    """A random target whose template has no tools."""
+    return World.make(
+        tmp_path_factory.mktemp("plain"), eos_token_id=2, max_position_embeddings=MAX_LENGTH
+    )
+
+
+CALLED = {
+    "id": "1",
+    "type": "function",
+    "function": {"name": "book", "arguments": ARGUMENTS},
+}
+TURNS = [
+    *QUESTION,
+    {"role": "assistant", "content": "I will.", "tool_calls": [CALLED, {**CALLED, "id": "2"}]},
+    {"role": "tool", "tool_call_id": "1", "content": "booked 0"},
+    {"role": "tool", "tool_call_id": "2", "content": "booked 1"},
+]
+IN_TAGS = f'<tool_call>\n{{"name": "book", "arguments": {ARGUMENTS}}}\n</tool_call>'
+
+
+def test_a_template_without_tools_shows_them_in_its_messages(plain):
+    """Tools in the system's message, calls in the assistant's, both results in one of the user: the
+    target reads its own answer as it wrote it.
+    """
+    said = f"I will.\n{IN_TAGS}\n{IN_TAGS}"
+    with saying(plain, said) as (client, engine):
+        message = ask(client, QUESTION, tools=TOOLS).choices[0].message
+        assert message.content == "I will."
+        assert [call.function.arguments for call in message.tool_calls] == [ARGUMENTS] * 2
+        ask(client, [*QUESTION, message.to_dict(), *TURNS[2:]], tools=TOOLS)
+        ask(client, [{"role": "system", "content": "Be brief."}, *TURNS], tools=TOOLS)
+        ask(client, TURNS, tools=TOOLS, tool_choice="none")
+        first, second, third, fourth = (shown(plain, engine, number) for number in range(4))
+    assert "Book a table." in first
+    assert second.startswith(first + said)
+    results = "".join(f"<tool_response>\nbooked {place}\n</tool_response>\n" for place in range(2))
+    assert results.strip() in second
+    assert third.count("system") == first.count("system")
+    assert third.index("Be brief.") < third.index("Book a table.")
+    assert "Book a table." not in fourth
+    assert f"I will.\n{IN_TAGS}" in fourth
+
+
+def test_a_template_without_a_system_shows_tools_before_the_question(tmp_path):
+    refuses = "{% if message['role'] == 'system' %}{{ raise_exception('no system') }}{% endif %}"
+    world = World.make(tmp_path, eos_token_id=2, max_position_embeddings=MAX_LENGTH)
+    template = world.chat.template
+    loop = "{% for message in messages %}"
+    assert loop in template
+    tiny_tokenizer(tmp_path, chat_template=template.replace(loop, loop + refuses))
+    with saying(World(tmp_path), "Well.") as (client, engine):
+        ask(client, QUESTION, tools=TOOLS)
+        text = shown(world, engine)
+    assert text.index("Book a table.") < text.index(QUESTION[0]["content"])
+
+
+@pytest.mark.parametrize("may_repeat", [False, True])
+def test_calls_of_the_generic_form_are_held_by_a_grammar(plain, may_repeat):
+    """Also where the target may answer in words: what a random walk writes behind the opening tag
+    is calls of tools, written as history is, and no word follows them.
+    """
+    tokenizer, end = plain.chat.tokenizer, plain.chat.eos_token_ids[0]
+    tools = [Tool.model_validate(tool) for tool in TOOLS]
+    grammars = Grammars(tokenizer, 320, [end])
+    grammar = grammars.compile(SamplingParams(grammar=answer_grammar(tools, may_repeat)))
+    rng, counts = np.random.default_rng(0), set()
+    for _ in range(6):
+        matcher, said = grammar.matcher(), "I will.\n<tool_call>"
+        ids = tokenizer.encode(said, add_special_tokens=False).ids
+        for token in ids:
+            assert matcher.mask()[token]
+            matcher.advance(token)
+        while not matcher.is_over:
+            ids.append(int(rng.choice(np.flatnonzero(matcher.mask()))))
+            matcher.advance(ids[-1])
+        text = tokenizer.decode(ids, skip_special_tokens=True)
+        reader = CallReader()
+        words, *calls = [part for part in [*reader.push(text), *reader.finish()] if part]
+        assert words == "I will."
+        written = [
+            f'<tool_call>\n{{"name": "{one.name}", "arguments": {one.arguments}}}\n</tool_call>'
+            for one in calls
+        ]
+        assert text == "\n".join(["I will.", *written])
+        for one in calls:
+            parameters = {"book": {"party", "indoors"}, "cancel": set()}
+            assert set(json.loads(one.arguments)) == parameters[one.name]
+        counts.add(len(calls))
+    assert (max(counts) > 1) == may_repeat
+    matcher = grammar.matcher()
+    for token in tokenizer.encode("No.", add_special_tokens=False).ids:
+        matcher.advance(token)
+    assert matcher.mask()[end]
+
+
+def test_arguments_that_no_tool_names_are_not_written():
+    """Unless its parameters say otherwise."""
+    open_, closed = (
+        {"type": "object", "properties": {"a": {"type": "integer"}}, **more}
+        for more in ({"additionalProperties": True}, {})
+    )
+    for parameters, added in ((open_, True), (closed, False)):
+        tool = Tool.model_validate(
+            {"type": "function", "function": {"name": "f", "parameters": parameters}}
+        )
+        schema = json.loads(call_schema([tool]))
+        assert schema["properties"]["arguments"]["additionalProperties"] is added

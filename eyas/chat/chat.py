@@ -88,18 +88,34 @@ class Chat:
         """
         return self._template.render(messages, add_generation_prompt, tools)
 
-    def prompt_ids(self, messages: Messages, tools: Tools | None = None) -> list[int]:
+    def prompt_ids(
+        self, messages: Messages, tools: Tools | None = None, continues: bool = False
+    ) -> list[int]:
         """The tokens that the target continues: all messages and the opening of the assistant's
-        turn.
+        turn; or, with `continues`, all up to the end of the last message's content.
 
         Messages are text: a control token's name in them is spelled, not obeyed (see
         `control_text`). Raises TemplateError: the template refuses the messages, or does not let
         such a name be kept apart from a token.
         """
         try:
+            if continues:
+                return self._tokens.ids(self._opened(messages, tools))
             return self._tokens.ids(self._rendered(messages, tools, True))
         except TemplateProblem as problem:
             raise self._error(problem) from problem
+
+    def _opened(self, messages: Messages, tools: Tools | None) -> ShieldedText:
+        """The text up to the end of the last message's content, which a template may trim."""
+        rendered = self._rendered(messages, tools, False)
+        content = str(messages[-1]["content"])
+        if rendered.shield is not None:
+            content = shielded(content, self._tokens.control, rendered.shield)
+        for shown in (content, content.rstrip(), content.strip()):
+            at = rendered.text.rfind(shown)
+            if at >= 0:
+                return ShieldedText(rendered.text[: at + len(shown)], rendered.shield)
+        raise TemplateProblem("changes the message that is to be continued")
 
     def control_text(self, messages: Messages, tools: Tools | None = None) -> list[str]:
         """The control tokens whose names messages and tools hold as text, sorted; nearly always

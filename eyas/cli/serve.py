@@ -81,6 +81,13 @@ def command(
         list[str] | None,
         typer.Option(help="also answer to this Host; may be repeated", rich_help_panel=ADDRESS),
     ] = None,
+    allowed_origin: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="web pages there may ask, https://HOST (CORS); may be repeated",
+            rich_help_panel=ADDRESS,
+        ),
+    ] = None,
     engine: Annotated[
         EngineName | None,
         typer.Option(help="installed here, in place of ours", rich_help_panel=OTHER),
@@ -103,6 +110,7 @@ def command(
         "engine.speculation": speculation,
         "limits.api_keys": api_keys,
         "limits.allowed_hosts": allowed_host,
+        "limits.allowed_origins": allowed_origin,
     }
     overrides = [
         *(overrides or []),

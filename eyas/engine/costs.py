@@ -39,6 +39,7 @@ from eyas.model.threads import num_threads
 AT_ONCE = 8
 
 POINTS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 256)
+MOST_PAGES = 1024  # of a cache, that what is timed spreads over
 TYPICAL_LENGTH = 200  # columns that a row sees
 NUM_LEVELS = 4  # timed together: a call's own time is spread over a tree's levels
 # a table this much slower than the machine is now was measured on a busy one, or by older code
@@ -342,9 +343,10 @@ class RoundWork:
         assert (draft is None) == (drafts is None)
         self.target, self.draft, self._topk = target, draft, tree_topk
         self._cache, self._drafts = cache, drafts
-        self._num_slots = self._cache.num_pages * self._cache.page_size
+        num_pages = min(self._cache.num_pages, MOST_PAGES)
+        self._num_slots = num_pages * self._cache.page_size
         self._length = max(2, min(TYPICAL_LENGTH, self._num_slots // 2))
-        self._table = np.arange(self._cache.num_pages, dtype=np.int32)[None]
+        self._table = np.arange(num_pages, dtype=np.int32)[None]
         self._roots: dict[int, tuple[np.ndarray, tuple[np.ndarray, np.ndarray]]] = {}
 
     def measured(self) -> CostTable:

@@ -33,6 +33,7 @@ from eyas.tau import count_round, tau_of
 log = logging.getLogger("eyas.engine")
 
 LEAST_TAU, TAU_WINDOW = 1.3, 256  # below it a head hardly helps; over so many greedy rounds
+DEFAULT_SHARE = 0.5  # of what is free, for the caches without a max_length
 MEMORY_FOR_CACHES = 0.9  # of what is free, when a size that fits is proposed
 SCORED_LOGITS = 1 << 22  # of one prefill, for prompt_logprobs: 16 MiB in fp32
 
@@ -40,19 +41,21 @@ SCORED_LOGITS = 1 << 22  # of one prefill, for prompt_logprobs: 16 MiB in fp32
 class EngineConfig(BaseModel):
     """Sizes of the engine and how it speculates.
 
-    max_batch: samples that run at a time. max_length: tokens of prompt and answer together.
-    num_pages: pages of 16 tokens; None takes as many as max_batch requests of max_length need.
-    prefill_chunk: tokens of a prefill. max_pause_ms: of running answers, while prompts are read;
-    more gives throughput. speculation: off, auto or fixed; auto and fixed with sizes if the
-    defaults do not fit: fixed(6,3,12) are num_draft_steps, tree_topk and num_verify_tokens, root
-    included. prefix_reuse: keep computed prefixes for other requests. text_drafts: in auto, draft
-    also what followed the same tokens before, with or without a head.
+    max_batch: samples that run at a time. max_length: tokens of prompt and answer together; None
+    takes the target's context, as far as half of the free memory holds it. num_pages: pages of 16
+    tokens; None takes as many as max_batch requests of max_length need, or, without a max_length,
+    as that half holds: then requests may wait for each other's pages. prefill_chunk: tokens of a
+    prefill. max_pause_ms: of running answers, while prompts are read; more gives throughput.
+    speculation: off, auto or fixed; auto and fixed with sizes if the defaults do not fit:
+    fixed(6,3,12) are num_draft_steps, tree_topk and num_verify_tokens, root included. prefix_reuse:
+    keep computed prefixes for other requests. text_drafts: in auto, draft also what followed the
+    same tokens before, with or without a head.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     max_batch: int = Field(8, ge=1)
-    max_length: int = Field(1024, ge=2)
+    max_length: int | None = Field(None, ge=2)
     num_pages: int | None = Field(None, ge=1)
     prefill_chunk: int = Field(256, ge=16)
     max_pause_ms: float = Field(150.0, gt=0)
@@ -92,7 +95,6 @@ class Engine:
         self.draft = draft if speculation.mode != "off" else None
         if self.draft:
             check_branches(self.draft.config, speculation)
-        self.max_length = min(config.max_length, target.config.max_position_embeddings)
         self.text_drafts = config.text_drafts and speculation.mode == "auto"
         drafts = self.draft is not None or self.text_drafts
         limits = BatchLimits(
@@ -103,9 +105,9 @@ class Engine:
             scored_chunk=max(1, SCORED_LOGITS // target.config.vocab_size),
             pause_ms=config.max_pause_ms,
         )
-        most = PagePool(0, PAGE_SIZE).pages_for(self.max_length + limits.tree_columns)
-        num_pages = config.num_pages or config.max_batch * most
-        self._check_memory(num_pages, most, limits.tree_columns)
+        free = free_memory()
+        self.max_length, most, num_pages = self._sizes(limits.tree_columns, free)
+        self._check_memory(free, num_pages, most, limits.tree_columns)
         self._pool = PagePool(num_pages, PAGE_SIZE)
         self._scheduler = Scheduler(self._pool, limits, config.prefix_reuse)
         if not drafts:
@@ -138,16 +140,41 @@ class Engine:
         draft = Draft(*read_head(head, loaded.config), loaded) if head is not None else None
         return cls(loaded, draft, config, tokenizer)
 
-    def _check_memory(self, num_pages: int, most_pages: int, tree_columns: int) -> None:
+    def _sizes(self, tree_columns: int, free: int | None) -> tuple[int, int, int]:
+        """Tokens of a request, the most pages of one, and the pages of the caches. tree_columns: of
+        a request, behind its tokens; free: bytes of memory.
+        """
+        config, room = self.config, self.config.num_pages
+        length = context = self.target.config.max_position_embeddings
+        if config.max_length is not None:
+            length = min(config.max_length, context)
+        elif room is None and free is not None:
+            room = int(free * DEFAULT_SHARE) // self._page_bytes
+        if config.max_length is None and room is not None:
+            length = max(2, min(context, room * PAGE_SIZE - tree_columns))
+        most = PagePool(0, PAGE_SIZE).pages_for(length + tree_columns)
+        needed = config.max_batch * most
+        if config.max_length is None and room is not None:
+            needed = max(most, min(needed, room))
+        return length, most, config.num_pages or needed
+
+    @property
+    def _page_bytes(self) -> int:
+        """Of a page in all caches."""
+        shape = self.target.config
+        numbers = shape.num_hidden_layers * shape.slot_width
+        if self.draft is not None:
+            numbers += 3 * shape.hidden_size + self.draft.config.slot_width
+        return int(numbers * PAGE_SIZE * self.target.dtype.itemsize)
+
+    def _check_memory(
+        self, free: int | None, num_pages: int, most_pages: int, tree_columns: int
+    ) -> None:
         """Raise ConfigError, with what would fit, for caches that need more than is free: the
         system gives memory when it is written first, so that a server would be killed under load.
         most_pages: of a request; tree_columns: of them, behind its tokens.
         """
-        free, shape = free_memory(), self.target.config
-        numbers = shape.num_hidden_layers * shape.slot_width
-        if self.draft is not None:
-            numbers += 3 * shape.hidden_size + self.draft.config.slot_width
-        page_bytes = numbers * PAGE_SIZE * self.target.dtype.itemsize
+        page_bytes = self._page_bytes
         if free is None or num_pages * page_bytes <= free:
             return
         fits = int(free * MEMORY_FOR_CACHES) // page_bytes

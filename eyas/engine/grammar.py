@@ -1,4 +1,4 @@
-"""Answers that must follow a JSON schema or a regular expression: which tokens may come next.
+"""Answers that must follow a schema, an expression or a grammar: which tokens may come next.
 
 llguidance does the work (docs/decisions/server.md), in a process for each grammar; it refuses what
 it cannot honour instead of ignoring it. Each token that is drawn must be passed to `advance`, and
@@ -27,6 +27,7 @@ from eyas.engine.grammar_process import (
     ASK,
     FAILED,
     FORGET,
+    KINDS,
     STOPPED,
     TOKEN_S,
     GrammarProcess,
@@ -62,13 +63,10 @@ class Grammars:
         Raises InputError for a grammar that cannot be followed, or not within the budget of
         `GrammarProcess`.
         """
-        kind: Kind
-        if params.regex is not None:
-            kind, source = "regex", params.regex
-        elif params.json_schema is not None:
-            kind, source = "json_schema", params.json_schema
-        else:
+        found = [(kind, text) for kind in KINDS if (text := getattr(params, kind)) is not None]
+        if not found:
             return None
+        ((kind, source),) = found
         with self._lock:
             grammar = self._cached.pop((kind, source), None)
             if grammar is None or grammar.has_ended:

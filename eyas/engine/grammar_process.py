@@ -32,13 +32,15 @@ from contextlib import suppress
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
+from eyas.engine.schemas import lark, plain_schema
 from eyas.errors import InputError
 
-Kind = Literal["json_schema", "regex"]
+Kind = Literal["json_schema", "regex", "grammar"]
+KINDS: tuple[Kind, ...] = get_args(Kind)  # fields of SamplingParams; one at most is given
 
 # Of one grammar: CPU seconds to compile it, and what it may add to the process's memory. Schemas
 # and expressions that people write take up to 60 ms and 3 MiB (docs/decisions/server.md).
@@ -65,9 +67,13 @@ ACCEPTS, STOPPED, FAILED = 1, 2, 4  # before a mask; FAILED: before the reason
 
 
 def grammar_text(kind: Kind, source: str) -> str:
-    """A schema or a regular expression in the library's form. Raises ValueError."""
+    """A grammar in the library's form. Raises ValueError."""
+    if kind == "grammar":
+        return lark(source)
     if kind == "regex":
         return LLMatcher.grammar_from_regex(source)
+    with suppress(ValueError, RecursionError):  # of what is no schema the library says why
+        source = json.dumps(plain_schema(json.loads(source)))
     return LLMatcher.grammar_from_json_schema(source, defaults={"whitespace_pattern": _BLANKS})
 
 
@@ -78,7 +84,9 @@ def compiled(tokenizer: LLTokenizer, kind: Kind, source: str) -> LLMatcher:
     except ValueError as error:
         raise InputError(
             f"the {kind} cannot be read: {error}",
-            "give a JSON schema, an object, as a string of JSON",
+            "give a grammar in GBNF or Lark's form"
+            if kind == "grammar"
+            else "give a JSON schema, an object, as a string of JSON",
         ) from error
     start = LLMatcher(tokenizer, text, log_level=0, limits=PARSER_LIMITS)
     start.compute_bitmask()  # finds what is too large to be followed, and what allows nothing

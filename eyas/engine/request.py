@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+from eyas.engine.grammar_process import KINDS
 from eyas.errors import InputError
 from eyas.tau import count_round
 
@@ -45,6 +46,7 @@ class SamplingParams:
     end tokens do, and also where ignore_eos is set. logprobs None gives none, 0 those of the
     answer's tokens, n those of the n best tokens at each place as well; prompt_logprobs is the same
     for the prompt's tokens from the second on. max_tokens 0 reads the prompt and answers nothing.
+    grammar: Lark's form as llguidance reads it, or llama.cpp's GBNF.
     Raises InputError for values out of range and for options that contradict each other.
     """
 
@@ -67,6 +69,7 @@ class SamplingParams:
     prompt_logprobs: int | None = None
     json_schema: str | None = None
     regex: str | None = None
+    grammar: str | None = None
 
     def __post_init__(self) -> None:
         for name, (least, most, hint) in _RANGES.items():
@@ -117,15 +120,14 @@ class SamplingParams:
                 f"give {MAX_STOPS} or fewer, 0 or more each",
             ),
             (
-                self.json_schema is not None and self.regex is not None,
-                "json_schema and regex are both given",
+                sum(getattr(self, kind) is not None for kind in KINDS) > 1,
+                f"several of {', '.join(KINDS)} are given",
                 "give one of them",
             ),
             (
                 self.has_grammar and (self.ignore_eos or self.min_tokens > 0),
-                "ignore_eos and min_tokens ask for tokens where a json_schema or a regex may allow "
-                "none",
-                "leave them out, or the json_schema or regex",
+                "ignore_eos and min_tokens ask for tokens where a grammar may allow none",
+                "leave them out, or what makes the grammar: a schema, an expression, tools",
             ),
         ):
             if is_wrong:
@@ -133,7 +135,7 @@ class SamplingParams:
 
     @property
     def has_grammar(self) -> bool:
-        return self.json_schema is not None or self.regex is not None
+        return any(getattr(self, kind) is not None for kind in KINDS)
 
     @property
     def has_penalties(self) -> bool:

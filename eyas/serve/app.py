@@ -26,12 +26,14 @@ from starlette.applications import Starlette
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from eyas.artifact import VERSION
 from eyas.chat import Chat
 from eyas.engine.engine import Engine
 from eyas.engine.request import Update
@@ -49,7 +51,7 @@ from eyas.serve.limits import AccessControl, ApiError, LimitsConfig
 from eyas.serve.metrics import CONTENT_TYPE, Exchange, Metrics
 from eyas.serve.openapi import document
 from eyas.serve.page import page_routes
-from eyas.serve.protocol import ChatRequest, TextRequest
+from eyas.serve.protocol import ChatRequest, DetokenizeRequest, TextRequest, TokenizeRequest
 from eyas.serve.responses import ResponsesRequest
 from eyas.serve.translation import ModelInfo, Translator, check_logprobs
 from eyas.serve.vertex import VertexConfig, error_body, instances, located
@@ -99,6 +101,7 @@ def create_app(
     app = Starlette(
         routes=api.routes(),
         middleware=[
+            *_cors(api.limits.allowed_origins),
             Middleware(HostCheck, access=api.access),
             Middleware(ConnectionCheck, api=api),
         ],
@@ -107,6 +110,16 @@ def create_app(
     )
     app.state.api = api
     return app
+
+
+def _cors(origins: list[str]) -> list[Middleware]:
+    """Lets web pages of these origins ask from a browser; without any, browsers refuse them."""
+    if not origins:
+        return []
+    shown = ["x-request-id", "retry-after"]
+    options: dict[str, Any] = {"allow_methods": ["GET", "POST"], "allow_headers": ["*"]}
+    options |= {"allow_private_network": True, "expose_headers": shown}
+    return [Middleware(CORSMiddleware, allow_origins=origins, **options)]
 
 
 class HostCheck:
@@ -146,7 +159,12 @@ class ConnectionCheck:
 
 async def _http_error(http: HttpRequest, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    failed = ApiError(error.status_code, f"{http.method} {http.url.path[:256]}: {error.detail}")
+    what = f"{http.method} {http.url.path[:256]}: {error.detail}"
+    if error.status_code == 404:
+        what += f"; there is {', '.join(http.app.state.api.endpoints)}"
+    elif allowed := (error.headers or {}).get("Allow"):
+        what += f", only {allowed}"
+    failed = ApiError(error.status_code, what)
     return JSONResponse(failed.body(), error.status_code, headers=error.headers)
 
 
@@ -171,6 +189,7 @@ class Api:
         self._started = int(time.time())
         self._recent_e2e_s = 1.0  # moving mean
         self._held_bytes = 0  # of bodies that are not translated
+        self.endpoints: list[str] = []
         self._lanes = ThreadPoolExecutor(1, "small bodies"), ThreadPoolExecutor(1, "large bodies")
 
     def routes(self) -> list[Route]:
@@ -183,7 +202,11 @@ class Api:
             self._route("/v1/models/{model:path}", self._one_model),
             self._route("/server_info", self._server_info),
             self._route("/get_server_info", self._server_info),
+            self._route("/tokenize", partial(self._tokens, TokenizeRequest), "POST"),
+            self._route("/detokenize", partial(self._tokens, DetokenizeRequest), "POST"),
             Route("/health", self._health),
+            Route("/ping", self._health, methods=["GET", "POST"]),  # SageMaker's name
+            Route("/version", self._version),
             Route("/metrics", self._metrics_page),
             Route("/openapi.json", self._openapi),
         ]
@@ -194,6 +217,7 @@ class Api:
                 routes.insert(0, route)
             if self._vertex.health_route not in known:
                 routes.insert(0, Route(self._vertex.health_route, self._health))
+        self.endpoints = [route.path for route in routes]
         return routes + page_routes()
 
     # Life
@@ -303,6 +327,26 @@ class Api:
     async def _openapi(self, _: HttpRequest) -> Response:
         predict_route = None if self._vertex is None else self._vertex.predict_route
         return JSONResponse(document(self._model, predict_route))
+
+    async def _version(self, _: HttpRequest) -> Response:
+        return JSONResponse({"version": VERSION})
+
+    async def _tokens(
+        self,
+        kind: type[TokenizeRequest | DetokenizeRequest],
+        exchange: Exchange,
+        service: ModelService,
+    ) -> Response:
+        """Text to tokens, or back; no request reaches the engine. Raises ApiError."""
+
+        def answer(text: bytes) -> bytes:
+            body, translator = parse_body(kind, text), service.translator
+            if isinstance(body, TokenizeRequest):
+                return "".join(json_pieces(translator.tokenize(body))).encode()
+            return "".join(json_pieces(translator.detokenize(body))).encode()
+
+        found = await self._translated(exchange.http, answer)
+        return Response(found, media_type="application/json")
 
     async def _models(self, exchange: Exchange, service: ModelService) -> Response:
         return JSONResponse({"object": "list", "data": [self._card(service.info)]})

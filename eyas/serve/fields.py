@@ -9,7 +9,7 @@ is the same as leaving a field out, and an unknown field is an error.
 from __future__ import annotations
 
 import json
-from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar, get_args
 
 from pydantic import (
     AfterValidator,
@@ -22,28 +22,34 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-from eyas.engine.request import MAX_LOGPROBS, MAX_SAMPLES, MAX_STOP_LENGTH, MAX_STOPS
+from eyas.engine.request import (
+    MAX_LOGPROBS,
+    MAX_SAMPLES,
+    MAX_STOP_LENGTH,
+    MAX_STOPS,
+    MIN_TEMPERATURE,
+)
 from eyas.serve.limits import ApiError, unsupported
 
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
+EFFORTS: tuple[Effort, ...] = get_args(Effort)
 # Known fields that are not supported, with the values that change nothing. A body's own field of
 # the same name comes first.
 OFF: dict[str, tuple[Any, ...]] = {
-    "add_generation_prompt": (True,),
     "add_special_tokens": (False,),
     "allowed_token_ids": ([],),
     "audio": (),
     "bad_words": ([],),
     "chat_template": (),
     "continue_final_message": (False,),
+    "add_generation_prompt": (True,),
     "custom_params": ({},),
     "detokenize": (True,),
     "documents": ([],),
-    "ebnf": (),
     "early_stopping": (False,),
     "echo": (False,),
     "function_call": ("none", "auto"),
     "functions": ([],),
-    "guided_grammar": (),
     "include_stop_str_in_output": (False,),
     "kv_transfer_params": ({},),
     "length_penalty": (1,),
@@ -55,11 +61,10 @@ OFF: dict[str, tuple[Any, ...]] = {
     "no_stop_trim": (False,),
     "priority": (0,),
     "prompt_logprobs": (),
-    "reasoning_effort": ("none",),
+    "reasoning_effort": EFFORTS,
     "return_hidden_states": (False,),
     "return_tokens_as_token_ids": (False,),
     "separate_reasoning": (False,),
-    "skip_special_tokens": (True,),
     "spaces_between_special_tokens": (True,),
     "stream_reasoning": (True, False),
     "suffix": ("",),
@@ -72,6 +77,7 @@ OFF: dict[str, tuple[Any, ...]] = {
 IGNORED = frozenset(
     {
         "cache_control",
+        "cache_prompt",
         "metadata",
         "prediction",
         "prompt_cache_key",
@@ -93,6 +99,10 @@ MAX_VALUES = 262_144  # token ids, most of them
 MAX_BIASES = 1024
 MAX_GRAMMAR = 65_536  # characters
 MAX_FIELDS = 256  # of one object with known fields
+RAW = (
+    "Log-probabilities are raw: of the model's own distribution, as at temperature 1, whatever the "
+    "temperature, penalties, logit_bias, cuts and grammar that the token was drawn with."
+)
 _METACHARACTERS = frozenset("\\.+*?()|[]{}^$#&-~/")  # of Rust's regular expressions
 
 
@@ -177,7 +187,9 @@ class SamplingFields(RequestBody):
     that a new one is one entry here: name, type, bounds, default and what it means.
     """
 
-    temperature: float = Field(1.0, ge=0, le=2, description="0 is greedy")
+    temperature: Annotated[
+        float, AfterValidator(lambda heat: heat if heat >= MIN_TEMPERATURE else 0.0)
+    ] = Field(1.0, ge=0, le=2, description=f"0, and what is below {MIN_TEMPERATURE}, is greedy")
     top_p: float = Field(1.0, gt=0, le=1, description="share of the probability that is kept")
     top_k: Annotated[int, AfterValidator(lambda top_k: max(top_k, 0))] = Field(
         0, ge=-1, lt=2**31, description="how many tokens are kept; 0 and -1: all"
@@ -227,12 +239,13 @@ class StreamOptions(Strict):
 
 
 class StructuredOutputs(Strict):
-    """vLLM's way to constrain an answer: one of the four."""
+    """vLLM's way to constrain an answer: one of the five."""
 
     json_: dict[str, Any] | str | None = Field(None, alias="json")
     regex: str | None = None
     choice: list[str] | None = Field(None, min_length=1, fail_fast=True)
     json_object: bool | None = None
+    grammar: str | None = Field(None, max_length=MAX_GRAMMAR)
 
 
 class JsonSchema(Strict):
@@ -271,7 +284,13 @@ class CompletionRequest(SamplingFields):
     off: ClassVar[dict[str, tuple[Any, ...]]] = OFF
 
     model: str
-    best_of: int | None = Field(None, description="the same as n: no sample is thrown away")
+    best_of: int | None = Field(
+        None,
+        ge=1,
+        le=MAX_SAMPLES,
+        description="samples drawn of each prompt, of which the n are kept whose tokens have the "
+        "highest mean log-probability; not with stream. usage counts all.",
+    )
     max_tokens: int | None = Field(None, ge=1, lt=2**31)
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
@@ -280,8 +299,21 @@ class CompletionRequest(SamplingFields):
     guided_choice: list[str] | None = Field(
         None, min_length=1, fail_fast=True, description="vLLM's: the answer is one of these"
     )
+    guided_grammar: GrammarText | None = Field(None, description="vLLM's: GBNF, or Lark's form")
     json_schema: GrammarText | None = Field(None, description="SGLang's")
     regex: GrammarText | None = Field(None, description="SGLang's")
+    ebnf: GrammarText | None = Field(None, description="SGLang's: as guided_grammar")
+    grammar: GrammarText | None = Field(
+        None,
+        description="llama.cpp's GBNF. Every answer follows it. A rule of characters alone takes "
+        "the longest text that it can: what follows it should begin with none of its characters.",
+    )
+    repeat_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = Field(
+        None, description="llama.cpp's name of repetition_penalty"
+    )
+    skip_special_tokens: bool = Field(
+        True, description="vLLM's: false shows them in the text, but for the one that ends it"
+    )
     stream: bool = False
     stream_options: StreamOptions | None = None
     return_token_ids: bool = Field(
@@ -302,16 +334,28 @@ class CompletionRequest(SamplingFields):
     def _check_pairs(self) -> Self:
         if self.stream_options is not None and not self.stream:
             raise ApiError(400, "stream_options is for stream=true only", "stream_options")
-        if self.best_of not in (None, self.n):
+        penalties = {self.repeat_penalty, self.repetition_penalty} - {None, 1.0}
+        if self.repeat_penalty is not None and len(penalties) > 1:
+            what = "repeat_penalty and repetition_penalty differ: give one of them"
+            raise ApiError(400, what, "repeat_penalty")
+        if self.stop and not self.skip_special_tokens:
             raise unsupported(
-                "best_of",
-                f"{self.best_of} of which {self.n} are kept is not supported; leave it out",
+                "skip_special_tokens", "false is not supported with stop strings; leave one out"
             )
+        if self.num_samples < self.n:
+            raise ApiError(400, f"best_of is less than n, {self.n}", "best_of")
+        if self.stream and self.num_samples > self.n:
+            raise unsupported("best_of", "a stream shows every sample; leave it out, or stream")
         return self
 
     @property
     def token_limit(self) -> int | None:
         return self.max_tokens
+
+    @property
+    def num_samples(self) -> int:
+        """Of each prompt; n of them are kept."""
+        return self.n if self.best_of is None else self.best_of
 
     @property
     def default_tokens(self) -> int | None:
@@ -352,6 +396,10 @@ class CompletionRequest(SamplingFields):
             ("structured_outputs", "regex", vllm.regex),
             ("structured_outputs", "regex", _one_of(vllm.choice)),
             ("structured_outputs", "json_schema", {"type": "object"} if vllm.json_object else None),
+            ("structured_outputs", "grammar", vllm.grammar),
+            ("guided_grammar", "grammar", self.guided_grammar),
+            ("ebnf", "grammar", self.ebnf),
+            ("grammar", "grammar", self.grammar),
         ]
         given = [one for one in fields if one[2] is not None]
         if len(given) > 1:

@@ -20,6 +20,7 @@ from eyas.errors import ConfigError, InputError, MissingInputError
 KEYS_VARIABLE = "EYAS_API_KEYS"
 MAX_HOST = 64  # characters of a host that a message repeats
 _HOST = re.compile(r"(?P<name>\[[0-9a-f:.]+\]|[a-z0-9._-]+)(:[0-9]*)?")
+_ORIGIN = re.compile(r"https?://(\[[0-9a-f:.]+\]|[a-z0-9._-]+)(:[0-9]+)?")
 _LOOPBACK = frozenset({"localhost", "127.0.0.1", "::1"})
 MAX_CLIENTS = 10_000  # whose rates are kept
 _KINDS = {
@@ -46,6 +47,9 @@ class LimitsConfig(BaseModel):
     allowed_hosts: list[str] = Field(
         [], description="in the header Host, beside the loopback's; *: any"
     )
+    allowed_origins: list[str] = Field(
+        [], description="web pages that may ask from a browser (CORS): https://HOST; *: any"
+    )
     requests_per_minute: int | None = Field(
         None, ge=1, description="of one key, or of one address without keys"
     )
@@ -69,6 +73,17 @@ class LimitsConfig(BaseModel):
                     f"{host!r} is no name of a host", "give a name alone, as in eyas.example.org"
                 )
         return hosts
+
+    @field_validator("allowed_origins")
+    @classmethod
+    def _are_origins(cls, origins: list[str]) -> list[str]:
+        for origin in origins:
+            if origin != "*" and not _ORIGIN.fullmatch(origin):
+                raise ConfigError(
+                    f"{origin!r} is no origin of web pages",
+                    "give scheme and host alone, as in https://chat.example.org",
+                )
+        return origins
 
 
 class ApiError(Exception):
@@ -119,7 +134,7 @@ def refused_by_engine(error: InputError) -> ApiError:
     """The engine's error as the client's; `param` is the setting that the message begins with."""
     first = error.what.removeprefix("the ").split(" ", 1)[0]
     is_setting = "_" in first and first.replace("_", "").isalnum()
-    is_setting = is_setting or first in ("temperature", "regex", "seed")
+    is_setting = is_setting or first in ("temperature", "regex", "grammar", "seed")
     hint = f": {error.hint}" if error.hint else ""
     return ApiError(400, f"{error.what}{hint}", first if is_setting else None)
 

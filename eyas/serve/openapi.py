@@ -7,7 +7,7 @@ from typing import Any
 
 from eyas.artifact import VERSION
 from eyas.serve.fields import RequestBody
-from eyas.serve.protocol import ChatRequest, TextRequest
+from eyas.serve.protocol import ChatRequest, DetokenizeRequest, TextRequest, TokenizeRequest
 from eyas.serve.responses import ResponsesRequest
 from eyas.serve.vertex import PredictionRequest
 
@@ -44,6 +44,7 @@ _RESPONSE = _object(
     output=_list(_object(id=_TEXT, type=_TEXT, status=_TEXT)),
     usage=_object(input_tokens=_COUNT, output_tokens=_COUNT, total_tokens=_COUNT),
 )
+_TOKENS = _object(count=_COUNT, max_model_len=_COUNT, tokens=_list(_COUNT))
 _MODEL = _object(id=_TEXT, object=_TEXT, created=_COUNT, owned_by=_TEXT)
 _MODELS = _object(object=_TEXT, data=_list(_MODEL))
 _SERVER_INFO = _object(internal_states=_list(_object(avg_spec_accept_length=_ANY)))
@@ -72,8 +73,9 @@ def document(model: str, predict_route: str | None = None) -> Schema:
 
     def completion(summary: str, form: Form, answer: Schema, error: Schema = _ERROR) -> Schema:
         responses = _responses(answer, _PROBLEMS, error)
-        # each event's data is the JSON of a chunk, the last one's [DONE]
-        responses["200"]["content"]["text/event-stream"] = {"schema": _ANY}
+        if "stream" in form.model_fields:
+            # each event's data is the JSON of a chunk, the last one's [DONE]
+            responses["200"]["content"]["text/event-stream"] = {"schema": _ANY}
         body = {"application/json": {"schema": _form(form, model, schemas)}}
         return {
             "post": {
@@ -99,6 +101,10 @@ def document(model: str, predict_route: str | None = None) -> Schema:
         "/v1/models/{model}": page("by name", _MODEL, "404", *usual, parameters=[name]),
         "/server_info": page("what SGLang's benchmark reads", _SERVER_INFO, *usual),
         "/get_server_info": page("the same under its older name", _SERVER_INFO, *usual),
+        "/tokenize": completion("text or messages as tokens", TokenizeRequest, _TOKENS),
+        "/detokenize": completion("tokens as text", DetokenizeRequest, _object(prompt=_TEXT)),
+        "/version": page("of eyas", _object(version=_TEXT)),
+        "/ping": page("the same as /health", _object(status=_TEXT), "503"),
         "/health": page("whether requests are taken", _object(status=_TEXT), "503"),
         "/metrics": {"get": {"summary": "for Prometheus", "responses": metrics}},
         "/openapi.json": page("this document", {"type": "object"}),

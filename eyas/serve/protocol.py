@@ -9,7 +9,17 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import BeforeValidator, Field, model_validator
 from pydantic_core import PydanticCustomError
 
-from eyas.serve.fields import MAX_SHOWN, CompletionRequest, NumLogprobs, Strict, TokenId, few_keys
+from eyas.serve.fields import (
+    MAX_SHOWN,
+    RAW,
+    CompletionRequest,
+    Effort,
+    NumLogprobs,
+    RequestBody,
+    Strict,
+    TokenId,
+    few_keys,
+)
 from eyas.serve.limits import ApiError, unsupported
 
 TEXT_MAX_TOKENS = 16  # OpenAI's default
@@ -180,13 +190,11 @@ class NamedTool(Strict):
 
 
 class ChatRequest(CompletionRequest):
-    """The body of /v1/chat/completions, with OpenAI's defaults. reasoning_effort none: templates
-    with a switch for thinking get it off.
-    """
+    """The body of /v1/chat/completions, with OpenAI's defaults."""
 
     messages: list[ChatMessage] = Field(min_length=1, fail_fast=True)
     max_completion_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
-    logprobs: bool = False
+    logprobs: bool = Field(False, description=RAW)
     top_logprobs: NumLogprobs = 0
     tools: list[Tool] = Field(default=[], max_length=MAX_TOOLS, fail_fast=True)
     tool_choice: Literal["none", "auto", "required"] | NamedTool = "auto"
@@ -194,7 +202,15 @@ class ChatRequest(CompletionRequest):
     chat_template_kwargs: Annotated[
         dict[str, bool], BeforeValidator(partial(few_keys, most=MAX_OPTIONS))
     ] = Field({}, description="vLLM's: options of the chat template")
-    reasoning_effort: Literal["none"] | None = None
+    reasoning_effort: Effort | None = Field(
+        None, description="for templates that have it; none also switches thinking off"
+    )
+    continue_final_message: bool = Field(
+        False, description="vLLM's: the answer goes on with the last message, the assistant's"
+    )
+    add_generation_prompt: bool = Field(
+        True, description="vLLM's: false is for continue_final_message"
+    )
 
     @model_validator(mode="after")
     def _check_chat(self) -> Self:
@@ -206,6 +222,13 @@ class ChatRequest(CompletionRequest):
             raise ApiError(400, "top_logprobs is for logprobs=true only", "top_logprobs")
         if not self.tools and self.tool_choice not in ("none", "auto"):
             raise ApiError(400, "tool_choice needs tools", "tool_choice")
+        if not self.add_generation_prompt and not self.continue_final_message:
+            raise unsupported(
+                "add_generation_prompt", "false is for continue_final_message only; leave it out"
+            )
+        if self.continue_final_message and self.required_tools:
+            what = "a call cannot be required in a message that is continued: ask for one of them"
+            raise ApiError(400, what, "continue_final_message")
         names = [tool.function.name for tool in self.tools]
         if len(set(names)) < len(names):
             raise ApiError(400, "two tools have the same name", "tools")
@@ -260,7 +283,9 @@ class TextRequest(CompletionRequest):
         BeforeValidator(_few_prompts),
     ]
     max_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = None
-    logprobs: NumLogprobs | None = None
+    logprobs: NumLogprobs | None = Field(
+        None, description=f"of so many tokens at each place. {RAW}"
+    )
     add_special_tokens: bool = True
     echo: bool = False
 
@@ -283,3 +308,51 @@ class TextRequest(CompletionRequest):
     @property
     def num_prompt_logprobs(self) -> int | None:
         return self.logprobs if self.echo else None
+
+
+# /tokenize, /detokenize
+
+
+class TokenizeRequest(RequestBody):
+    """vLLM's body (prompt or messages), and llama.cpp's (content), each with its own default for
+    the tokens that a tokenizer puts around a text.
+    """
+
+    off: ClassVar[dict[str, tuple[Any, ...]]] = {
+        "add_generation_prompt": (True,),
+        "chat_template": (),
+        "chat_template_kwargs": ({},),
+        "continue_final_message": (False,),
+        "parse_special": (True,),
+        "with_pieces": (False,),
+    }
+
+    model: str | None = None
+    prompt: str | None = None
+    content: str | None = None
+    messages: list[ChatMessage] | None = Field(None, min_length=1, fail_fast=True)
+    tools: list[Tool] | None = Field(None, max_length=MAX_TOOLS, fail_fast=True)
+    add_special_tokens: bool = Field(True, description="of a prompt")
+    add_special: bool = Field(False, description="of a content")
+    return_token_strs: bool = False
+
+    @model_validator(mode="after")
+    def _is_one(self) -> Self:
+        if sum(one is not None for one in (self.prompt, self.content, self.messages)) != 1:
+            raise ApiError(400, "give one of prompt, content and messages", "prompt")
+        return self
+
+    @property
+    def text(self) -> str:
+        return self.prompt if self.prompt is not None else self.content or ""
+
+    @property
+    def adds_special(self) -> bool:
+        return self.add_special if self.prompt is None else self.add_special_tokens
+
+
+class DetokenizeRequest(RequestBody):
+    """vLLM's and llama.cpp's body."""
+
+    model: str | None = None
+    tokens: list[TokenId] = Field(fail_fast=True)

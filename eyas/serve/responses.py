@@ -20,7 +20,7 @@ from pydantic import Discriminator, Field, Tag, model_validator
 from pydantic_core import PydanticCustomError
 
 from eyas.engine.request import Request, TokenLogprob
-from eyas.serve.fields import IGNORED, NumLogprobs, RequestBody, Strict
+from eyas.serve.fields import IGNORED, RAW, Effort, NumLogprobs, RequestBody, Strict
 from eyas.serve.limits import ApiError
 from eyas.serve.protocol import CACHE_HINTS, MAX_TOOLS, ChatRequest, Function
 from eyas.serve.tokenizer import Tokenizer
@@ -164,7 +164,7 @@ class ReasoningOptions(Strict):
 
     ignored: ClassVar[frozenset[str]] = frozenset({"context", "summary", "generate_summary"})
 
-    effort: Literal["none"] | None = None
+    effort: Effort | None = None
     mode: Literal["standard"] | None = None
 
 
@@ -204,7 +204,7 @@ class ResponsesRequest(RequestBody):
     include: list[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]] = Field(
         default=[], max_length=16, fail_fast=True
     )
-    top_logprobs: NumLogprobs = 0
+    top_logprobs: NumLogprobs = Field(0, description=RAW)
     reasoning: ReasoningOptions = ReasoningOptions()
     metadata: dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]] = (
         Field(default={}, max_length=16)

@@ -35,6 +35,7 @@ from eyas.chat import Chat
 from eyas.engine.engine import Engine, EngineConfig
 from eyas.errors import ConfigError, EyasError
 from eyas.hub import resolve_head, resolve_target
+from eyas.model.architecture import TargetConfig
 from eyas.model.target import Dtype
 from eyas.model.threads import set_num_threads
 from eyas.model.weights import fingerprint
@@ -108,6 +109,15 @@ def load(config: ServeConfig) -> ModelService:
         set_num_threads(config.threads)
     target, head = config.folders()
     chat = Chat(target)
+    context, asked = (
+        TargetConfig.from_folder(target).max_position_embeddings,
+        config.engine.max_length,
+    )
+    if asked is not None and asked > context:
+        raise ConfigError(
+            f"engine.max_length={asked} is more than the model's context of {context} tokens",
+            f"give {context} or less, or leave it out",
+        )
     engine = Engine.load(
         target,
         head,
@@ -123,7 +133,15 @@ def load(config: ServeConfig) -> ModelService:
         engine.max_length,
         fingerprint(target),
         engine.text_drafts,
+        context,
     )
+    if info.max_length < context and config.engine.max_length is None:
+        log.warning(
+            "half of the free memory holds %d tokens a request, the model reads %d: give the "
+            "process more memory, or engine.max_length",
+            info.max_length,
+            context,
+        )
     return ModelService.of(engine, chat, info)
 
 

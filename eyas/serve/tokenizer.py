@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from functools import cached_property
+from functools import cached_property, partial
+from typing import Any, Literal
 
 from eyas.chat import Chat, TextStream, encoded
 from eyas.errors import InputError, TemplateError
 
 _PROBE = "a-tool-to-look-for"
+_QUESTION = {"role": "user", "content": "Hello"}
 _BYTE = re.compile(r"<0x([0-9A-F]{2})>")
 _SHRINKING = 4  # how many times shorter a tokenizer's normalization may make a text
 # variables of a template that are not the client's options
@@ -35,13 +37,13 @@ class Tokenizer:
     """Tokens from and to text, for any thread."""
 
     def __init__(self, chat: Chat) -> None:
-        self._chats: dict[tuple[tuple[str, bool], ...], Chat] = {(): chat}
+        self._chats: dict[tuple[tuple[str, bool | str], ...], Chat] = {(): chat}
         self._backend = chat.tokenizer
         self._longest_token = max(map(len, self._backend.get_vocab()))
 
     # Text to tokens
 
-    def chat(self, options: Mapping[str, bool]) -> Chat:
+    def chat(self, options: Mapping[str, bool | str]) -> Chat:
         """The Chat whose template gets these options. Raises InputError for too many combinations,
         TemplateError where Chat does.
         """
@@ -61,20 +63,33 @@ class Tokenizer:
         return name not in _RESERVED and re.search(rf"\b{re.escape(name)}\b", template) is not None
 
     @cached_property
-    def calls_tools_in_tags(self) -> bool:
-        """Whether the template shows tools to the target, with calls as JSON between <tool_call>
-        tags.
+    def tool_form(self) -> Literal["template", "generic"] | None:
+        """How tools come to the target, with calls as JSON between <tool_call> tags: its template
+        shows them, or, where it shows none, a text beside the messages does (tools.in_text). None:
+        the template calls them in another form, or the tokenizer does not keep the tags.
         """
-        tool = {
-            "type": "function",
-            "function": {"name": _PROBE, "description": "", "parameters": {"type": "object"}},
-        }
-        try:
-            shown = self._chats[()].render([{"role": "user", "content": "Hello"}], True, [tool])
-        except TemplateError:
-            return False
+        function = {"name": _PROBE, "description": "", "parameters": {"type": "object"}}
+        shown = self._shown([_QUESTION], [{"type": "function", "function": function}])
         tags = "<tool_call></tool_call>"
-        return _PROBE in shown and "<tool_call>" in shown and self.decode(self.encode(tags)) == tags
+        if shown is None or self.decode(self.encode(tags)) != tags:
+            return None
+        if _PROBE not in shown:
+            return "generic"
+        return "template" if "<tool_call>" in shown else None
+
+    @cached_property
+    def takes_system(self) -> bool:
+        """Whether the template shows a message of the system."""
+        turns = [{"role": "system", "content": _PROBE}, _QUESTION]
+        return _PROBE in (self._shown(turns) or "")
+
+    def _shown(
+        self, turns: list[dict[str, str]], tools: list[dict[str, Any]] | None = None
+    ) -> str | None:
+        try:
+            return self._chats[()].render(turns, True, tools)
+        except TemplateError:
+            return None
 
     def encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
         """The tokens of a text; with add_special_tokens also those that the tokenizer puts around
@@ -88,13 +103,13 @@ class Tokenizer:
 
     # Tokens to text
 
-    def decode(self, ids: list[int]) -> str:
-        """The text of tokens, special tokens left out."""
-        return self._backend.decode(ids, skip_special_tokens=True)
+    def decode(self, ids: list[int], skips_special: bool = True) -> str:
+        """The text of tokens, special tokens left out unless asked for."""
+        return self._backend.decode(ids, skip_special_tokens=skips_special)
 
-    def stream(self) -> TextStream:
+    def stream(self, skips_special: bool = True) -> TextStream:
         """A new incremental `decode`."""
-        return TextStream(self.decode)
+        return TextStream(partial(self.decode, skips_special=skips_special))
 
     def piece(self, token: int) -> bytes:
         """The bytes that a token stands for; of a special token, its name."""
@@ -109,6 +124,10 @@ class Tokenizer:
             if byte
             else name.replace("\N{LOWER ONE EIGHTH BLOCK}", " ").encode()
         )
+
+    def knows(self, token: int) -> bool:
+        """Whether there is such a token."""
+        return self._backend.id_to_token(token) is not None
 
     def num_characters(self, token: int) -> int:
         """How much of a text a token stands for: nothing if it is special."""

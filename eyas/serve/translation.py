@@ -6,16 +6,17 @@ import json
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from eyas.chat import Chat
 from eyas.engine.request import Request, SamplingParams
 from eyas.errors import InputError
 from eyas.serve.fields import CompletionRequest, SamplingFields
 from eyas.serve.limits import ApiError, refused_by_engine, unsupported
-from eyas.serve.protocol import ChatRequest, TextRequest
+from eyas.serve.protocol import ChatRequest, DetokenizeRequest, TextRequest, TokenizeRequest
 from eyas.serve.responses import RESPONSE_NAMES, ResponsesRequest, ResponseWriter
 from eyas.serve.tokenizer import Tokenizer
-from eyas.serve.tools import CLOSING, REQUIRED_OPENING, call_schema
+from eyas.serve.tools import CLOSING, REQUIRED_OPENING, answer_grammar, call_schema, in_text
 from eyas.serve.writers import ChatWriter, CompletionWriter, TextWriter
 
 MAX_ECHOED = 1 << 16  # log-probabilities of prompts in an answer, each token's own included
@@ -27,9 +28,9 @@ THINKING = "enable_thinking"  # the switch of templates whose targets can think
 class ModelInfo:
     """What the server reports about its model.
 
-    model: the name in requests. max_length: tokens of prompt and answer together.
-    text_drafts: whether it drafts what followed the same tokens before. target_fingerprint: of the
-    target's files; `eyas generate` compares it with its own target's.
+    model: the name in requests. max_length: tokens of prompt and answer together; context: those
+    that the target can have. text_drafts: whether it drafts what followed the same tokens before.
+    target_fingerprint: of the target's files; `eyas generate` compares it with its own target's.
     """
 
     model: str
@@ -38,6 +39,7 @@ class ModelInfo:
     max_length: int
     target_fingerprint: str | None = None
     text_drafts: bool = False
+    context: int | None = None
 
     @property
     def speculates(self) -> bool:
@@ -91,10 +93,13 @@ class Translator:
                 "a tool cannot be called in an answer that must follow a grammar; ask for one of "
                 "them",
             )
+        stops: tuple[str, ...] = ()
         if required:
             constraint = {"json_schema": call_schema(required)}
-        ends_with_call = bool(tools) and not body.parallel_tool_calls and not required
-        stops = (CLOSING,) if ends_with_call else ()
+        elif tools and self.tokenizer.tool_form == "generic":
+            constraint = {"grammar": answer_grammar(tools, body.parallel_tool_calls)}
+        elif tools and not body.parallel_tool_calls:
+            stops = (CLOSING,)
         return self._request(body, self._chat_prompt(body), constraint, stops)
 
     def _text(self, body: TextRequest) -> list[Request]:
@@ -126,20 +131,26 @@ class Translator:
         constraint: dict[str, str],
         stops: tuple[str, ...] = (),
     ) -> Request:
-        """stops: beside the body's own. max_tokens is the body's, which must fit, or the default as
-        far as it fits.
+        """stops: beside the body's own. max_tokens is the body's or the default, as far as it fits;
+        the default also as far as an answer in one object may have log-probabilities.
         """
         room, max_tokens = self._info.max_length - len(prompt_ids), body.token_limit
-        wanted = 1 if max_tokens is None else max_tokens
-        if wanted > room:
-            what = f"the prompt has {len(prompt_ids)} tokens and the answer may have {wanted}"
+        if room < (max_tokens != 0):
             prompt = "messages" if isinstance(body, ChatRequest) else "prompt"
-            raise self._too_long(what, prompt if room < 1 else "max_tokens")
+            raise self._too_long(f"the prompt has {len(prompt_ids)} tokens", prompt)
         if max_tokens is None:
-            max_tokens = min(room, body.default_tokens or room)
+            max_tokens = body.default_tokens or room
+            if body.num_logprobs is not None and not body.stream:
+                most = MAX_LOGPROBS_WHOLE // (body.n * (1 + body.num_logprobs))
+                max_tokens = min(max_tokens, most)
+        max_tokens = min(max_tokens, room)
         options = {name: getattr(body, name) for name in SamplingFields.model_fields}
         options |= {"max_tokens": max_tokens, "stop": options["stop"] + stops, **constraint}
+        if body.repeat_penalty is not None:
+            options["repetition_penalty"] = body.repeat_penalty
         options |= {"logprobs": body.num_logprobs, "prompt_logprobs": body.num_prompt_logprobs}
+        if body.num_samples > body.n:
+            options |= {"n": body.num_samples, "logprobs": body.num_logprobs or 0}
         try:
             params = SamplingParams(**options)
         except InputError as error:
@@ -154,10 +165,37 @@ class Translator:
             cache_salt=body.cache_salt,
         )
 
-    def _check_model(self, body: CompletionRequest) -> None:
-        if body.model != self._info.model:
-            message = f"no model {body.model[:128]!r} here, only {self._info.model!r}"
+    def tokenize(self, body: TokenizeRequest) -> dict[str, Any]:
+        """What /tokenize answers, in vLLM's form."""
+        self._check_name(body.model)
+        if body.messages is not None:
+            chat = body.model_dump(include={"messages", "tools"}, exclude_none=True)
+            token_ids = self._chat_prompt(ChatRequest(model=self._info.model, **chat))
+        else:
+            token_ids = self.tokenizer.encode(body.text, body.adds_special)
+        answer: dict[str, Any] = {"count": len(token_ids), "max_model_len": self._info.max_length}
+        answer["tokens"] = token_ids
+        if body.return_token_strs:
+            pieces = map(self.tokenizer.piece, token_ids)
+            answer["token_strs"] = [piece.decode(errors="replace") for piece in pieces]
+        return answer
+
+    def detokenize(self, body: DetokenizeRequest) -> dict[str, Any]:
+        """The text of tokens, special ones too, under vLLM's name and llama.cpp's."""
+        self._check_name(body.model)
+        unknown = next((one for one in body.tokens if not self.tokenizer.knows(one)), None)
+        if unknown is not None:
+            raise ApiError(400, f"the tokenizer has no token {unknown}", "tokens")
+        text = self.tokenizer.decode(body.tokens, skips_special=False)
+        return {"prompt": text, "content": text}
+
+    def _check_name(self, model: str | None) -> None:
+        if model not in (None, self._info.model):
+            message = f"no model {str(model)[:128]!r} here, only {self._info.model!r}"
             raise ApiError(404, message, "model", "model_not_found")
+
+    def _check_model(self, body: CompletionRequest) -> None:
+        self._check_name(body.model)
         if body.speculation and not self._info.speculates:
             raise unsupported("speculation", "needs a head, and this server has none")
         if body.text_drafts and not self._info.text_drafts:
@@ -166,11 +204,12 @@ class Translator:
     def _chat_prompt(self, body: ChatRequest) -> list[int]:
         in_messages = any(turn.role == "tool" or turn.tool_calls for turn in body.messages)
         used = "tools" if body.offered_tools else "messages" if in_messages else None
-        if used is not None and not self.tokenizer.calls_tools_in_tags:
+        form = self.tokenizer.tool_form
+        if used is not None and form is None:
             raise unsupported(
                 used,
-                "this target's chat template has no tools, or none that are called in <tool_call> "
-                "tags",
+                "this target's chat template calls tools in a form of its own, not in <tool_call> "
+                "tags, which this server does not read",
             )
         if len(body.messages) > self._info.max_length:  # each has tokens of its own
             raise self._too_long(f"{len(body.messages)} messages are more tokens", "messages")
@@ -180,18 +219,31 @@ class Translator:
         except InputError as error:
             raise ApiError(400, error.what, "chat_template_kwargs") from error
         messages = [turn.for_template() for turn in body.messages]
+        last = body.messages[-1]
+        is_open = last.role == "assistant" and last.text.strip() and not last.tool_calls
+        if body.continue_final_message and not is_open:
+            what = "the last message is no text of the assistant: there is nothing to continue"
+            raise ApiError(400, what, "continue_final_message")
         tools = [tool.for_template() for tool in body.offered_tools] or None
         self._check_characters(len(json.dumps(tools)), "tools")
+        if used is not None and form == "generic":
+            messages = in_text(messages, body.offered_tools, self.tokenizer.takes_system)
+            tools = None
         try:
-            prompt_ids = chat.prompt_ids(messages, tools)
+            prompt_ids = chat.prompt_ids(messages, tools, body.continue_final_message)
         except InputError as error:
             raise ApiError(400, error.what, "messages") from error
         opening = self.tokenizer.encode(REQUIRED_OPENING) if body.required_tools else []
         return prompt_ids + opening
 
-    def _template_options(self, body: ChatRequest) -> dict[str, bool]:
-        """chat_template_kwargs, and what reasoning_effort none means to a template that thinks."""
-        options = dict(body.chat_template_kwargs)
+    def _template_options(self, body: ChatRequest) -> dict[str, bool | str]:
+        """chat_template_kwargs, and reasoning_effort: for a template that has it; none for one that
+        thinks.
+        """
+        options: dict[str, bool | str] = dict(body.chat_template_kwargs)
+        effort = "reasoning_effort"
+        if body.reasoning_effort is not None and self.tokenizer.knows_option(effort):
+            options.setdefault(effort, body.reasoning_effort)
         for name in options:
             if not self.tokenizer.knows_option(name):
                 what = f"this target's chat template has no option {name[:64]!r}"
@@ -209,10 +261,14 @@ class Translator:
             raise self._too_long(f"{num_characters} characters are {least} tokens at least", param)
 
     def _too_long(self, what: str, param: str) -> ApiError:
-        holds = f"this server holds {self._info.max_length} tokens a request"
+        holds, context = self._info.max_length, self._info.context or 0
+        hint = "shorten the prompt"
+        if holds < context:
+            hint += f", or start the server with engine.max_length of up to {context}"
         return ApiError(
             400,
-            f"{holds}; {what}: shorten the prompt or lower max_tokens",
+            f"this server holds {holds} tokens a request, prompt and answer together; {what}: "
+            f"{hint}",
             param,
             "context_length_exceeded",
         )

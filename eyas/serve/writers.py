@@ -56,8 +56,10 @@ class Choice:
         self.ending: Ending | None = None
         self.num_tokens = 0
         self.kept: list[Delta] = []
+        self.hides_logprobs = False  # they are there for best_of alone
         self._has_begun = False
-        self._stream = tokenizer.stream()
+        self._skips_special = body.skip_special_tokens
+        self._stream = tokenizer.stream(self._skips_special)
         self._by_token = tokenizer.stream() if body.includes_rounds else None
         self._calls = None
         if isinstance(body, ChatRequest) and body.offered_tools:
@@ -72,7 +74,9 @@ class Choice:
         self._has_begun = True
         text = update.text
         if text is None:  # else the engine decodes, where it searches for stop strings
-            text = self._stream.push(update.token_ids)
+            # the token that ends an answer is none of its text
+            is_ended = update.finish_reason == "stop" and not self._skips_special
+            text = self._stream.push(update.token_ids[:-1] if is_ended else update.token_ids)
             text += self._stream.finish() if is_last else ""
         parts: list[str | Call] = [text]
         self.ending = update.finish_reason
@@ -88,6 +92,12 @@ class Choice:
                 token_texts[-1] += self._by_token.finish()
         return Delta(update, text, parts, self.ending, is_first, token_texts)
 
+    @property
+    def mean_logprob(self) -> float:
+        """Of the tokens of an answer that is kept; that of an empty one is 0."""
+        found = [one.logprob for delta in self.kept for one in delta.update.logprobs or ()]
+        return sum(found) / max(1, len(found))
+
     def whole(self) -> Delta:
         """The kept deltas as one."""
         first, last = self.kept[0].update, self.kept[-1].update
@@ -95,7 +105,7 @@ class Choice:
         update = replace(
             last,
             token_ids=[token for delta in self.kept for token in delta.update.token_ids],
-            logprobs=None if last.logprobs is None else logprobs,
+            logprobs=None if last.logprobs is None or self.hides_logprobs else logprobs,
             prompt_logprobs=first.prompt_logprobs,
         )
         text = "".join(delta.text for delta in self.kept)
@@ -199,6 +209,9 @@ class _OpenAIWriter(CompletionWriter):
     ) -> None:
         super().__init__(requests, tokenizer, body)
         self._returns_ids = body.return_token_ids
+        self._n, self._best_of = body.n, body.num_samples
+        for choice in self.choices:
+            choice.hides_logprobs = body.num_logprobs is None
         self._shared = {
             "id": f"{self.prefix}-{uuid.uuid4().hex}",
             "created": int(time.time()),
@@ -253,6 +266,17 @@ class _OpenAIWriter(CompletionWriter):
         is_by_head = delta.update.num_accepted_drafts is not None
         return {"eyas": {"round": {"tokens": tokens, "tree": nodes, "head": is_by_head}}}
 
+    def _kept(self) -> list[Choice]:
+        """The choices of the answer, numbered: with best_of, of each prompt the n likeliest."""
+        if self._best_of > self._n:
+            starts = range(0, len(self.choices), self._best_of)
+            groups = [self.choices[start : start + self._best_of] for start in starts]
+            best = [sorted(group, key=lambda one: -one.mean_logprob)[: self._n] for group in groups]
+            for number, choice in enumerate(chosen := [one for group in best for one in group]):
+                choice.number = number
+            return chosen
+        return self.choices
+
     def _object(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
         return {**self._shared, "object": self.kind, "choices": choices, "usage": self.usage()}
 
@@ -298,7 +322,7 @@ class ChatWriter(_OpenAIWriter):
         return event + self._event(last)
 
     def whole(self) -> dict[str, Any]:
-        answer = self._object([self._choice(choice) for choice in self.choices])
+        answer = self._object([self._choice(choice) for choice in self._kept()])
         if self._returns_ids:
             answer["prompt_token_ids"] = list(self.requests[0].prompt_ids)
         return answer
@@ -344,7 +368,7 @@ class TextWriter(_OpenAIWriter):
         return self._event(self._choice(choice, delta), **self._round(delta))
 
     def whole(self) -> dict[str, Any]:
-        return self._object([self._choice(choice, choice.whole()) for choice in self.choices])
+        return self._object([self._choice(choice, choice.whole()) for choice in self._kept()])
 
     def _choice(self, choice: Choice, delta: Delta) -> dict[str, Any]:
         written: dict[str, Any] = {

