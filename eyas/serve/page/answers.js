@@ -112,7 +112,7 @@ export function spoken(place, shown) {
   allWords.add(words);
   place.addEventListener("click", (event) => {
     const number = event.target.dataset?.round;
-    if (number === undefined || isRunning() || String(getSelection())) return;
+    if (number === undefined || String(getSelection()) || (isRunning() && tree.words !== words)) return;
     if (tree.words !== words) shown(words);
     tree.pick(Number(number));
     view("rounds");
