@@ -318,8 +318,8 @@ def test_a_browser_without_room_says_so(page):
 
 
 def test_settings_are_sent_and_kept(page):
-    bodies = []
-    page.on("request", lambda one: bodies.extend(one.post_data_json and [one.post_data_json] or []))
+    bodies = [{}]
+    page.on("request", lambda one: bodies.append(one.post_data_json or bodies[-1]))
     given = {"temperature": 0.5, "top-p": 0.9, "top-k": 40, "min-p": 0.05, "seed": 7}
     given |= {"repetition": 1.1, "presence": 0.5, "frequency": -0.5, "longest": 3}
     settle(page, system="Be brief.", **given)
