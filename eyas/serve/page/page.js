@@ -106,7 +106,7 @@ function actions(number) {
   }
   row.append(copyButton(() => node.content));
   if (node.role === "user") row.append(button("Edit", "small", (event) => whenFree(() => edit(number, event.target.closest(".turn")))));
-  else row.append(button("Regenerate", "small", () => start(() => regenerate(number))));
+  else row.append(button("Regenerate", "small", () => asks(() => regenerate(number))));
   return row;
 }
 
@@ -135,7 +135,7 @@ function edit(number, place) {
   form.append(box, row);
   form.addEventListener("submit", (event) => {
     event.preventDefault();
-    if (box.value.trim()) start(() => converse(box.value, parent));
+    if (box.value.trim()) asks(() => converse(box.value, parent));
   });
   box.addEventListener("keydown", (event) => {
     if (event.key === "Escape") show();
@@ -286,11 +286,18 @@ function enableButtons() {
 function submit(work) {
   const prompt = $("prompt").value;
   if (isRunning() || !$("composer").reportValidity() || !prompt.trim()) return;
+  asks(() => {
+    $("prompt").value = "";
+    return work(prompt);
+  });
+}
+
+// Do what asks the server, unless a setting is wrong.
+function asks(work) {
   const fault = wrong();
   if (fault) return say("", fault);
-  $("prompt").value = "";
   view("chat");
-  start(() => work(prompt));
+  start(work);
 }
 
 function sendsOnEnter(event, form) {
@@ -321,7 +328,7 @@ $("composer").addEventListener("submit", (event) => {
 });
 $("race").addEventListener("click", () => submit(compare));
 for (const one of welcome.querySelectorAll(".example")) {
-  one.addEventListener("click", () => start(() => converse(one.textContent)));
+  one.addEventListener("click", () => asks(() => converse(one.textContent)));
 }
 $("stop").addEventListener("click", stop);
 $("clear").addEventListener("click", () => begin(new Chat()));
