@@ -1,11 +1,18 @@
 """The playground in a real browser, for its tests: pages, what people do on them, and answers in
 place of a server's.
+
+    python -m tests.playground URL
+
+takes the pictures of the documents, docs/page.png and docs/page_dark.png, of a server of smollm2
+that has just started, on a quiet machine.
 """
 
 from __future__ import annotations
 
 import json
+import sys
 from contextlib import contextmanager
+from pathlib import Path
 from urllib.parse import urlsplit
 
 import pytest
@@ -123,3 +130,33 @@ def streamed(rounds, by_head=True, used=100):
     chunks.append({**ending, "usage": {"total_tokens": used}})
     body = "".join(f"data: {json.dumps(chunk)}\n\n" for chunk in chunks) + "data: [DONE]\n\n"
     return {"status": 200, "content_type": "text/event-stream", "body": body}
+
+
+PICTURED = "Write a Python function that counts the vowels in a text."
+# The round that shows most: nodes, accepted ones, and who proposed them.
+TELLING = """async () => {
+    const { tree } = await import("/page/tree.js");
+    const telling = ({ tree }) => tree ? tree.length + 3 * tree.filter(one => one.accepted).length
+        + 4 * new Set(tree.map(one => one.source)).size : 0;
+    const all = tree.rounds.map(telling);
+    tree.pick(all.indexOf(Math.max(...all)));
+    document.querySelector("#log").scrollTop = 0;
+}"""
+
+
+def take_pictures(url):
+    with chromium() as browser, opened(browser, url) as page:
+        page.wait_for_selector("#send:enabled")
+        page.fill("#prompt", PICTURED)
+        page.click("#send")
+        over(page)
+        page.evaluate(TELLING)
+        docs = Path(__file__).resolve().parents[1] / "docs"
+        for scheme, name in (("light", "page.png"), ("dark", "page_dark.png")):
+            page.emulate_media(color_scheme=scheme)
+            page.wait_for_timeout(500)
+            page.screenshot(path=docs / name)
+
+
+if __name__ == "__main__":
+    take_pictures(sys.argv[1])

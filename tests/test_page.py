@@ -336,7 +336,7 @@ def test_a_round_that_text_alone_drafted_is_none_of_tau(page):
     assert page.text_content("#told") == (
         "Text drafted 2 tokens; the target kept 1: “w ”, and added “v ”."
     )
-    assert texts(page, "#drawing .probability") == ["root", "text", "text", "target"]
+    assert texts(page, "#drawing .probability") == ["root", "text", "target", "text"]
     assert texts(page, "#drawing .node.accepted.text title") == ["“w ”, found in text"]
     assert "%" not in page.text_content("#drawing")
 
