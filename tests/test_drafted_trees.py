@@ -15,7 +15,7 @@ from eyas.engine.tree import drafted_tree
 from eyas.model.rows import Proposals
 from tests import tiny_engine
 from tests.serving import MODEL, World, ask, complete, post
-from tests.tiny_engine import draft_of, load_as, random_head, requests
+from tests.tiny_engine import EVERYTHING, draft_of, load_as, random_head, requests
 
 SAMPLED = {"temperature": 0.8, "repetition_penalty": 1.2}
 
@@ -112,7 +112,20 @@ def test_nodes_are_numbered_without_what_was_not_kept():
     # cut behind a draft: the answer's last token
     assert drafted_tree(proposals, 0, kept, [5]).accepted == [0]
     nothing = drafted_tree(proposals, 0, np.zeros(6, dtype=bool), [5])
-    assert nothing == DraftedTree([], [], [], [])
+    assert nothing == DraftedTree([], [], [], [], [])
+
+
+def test_nodes_say_who_proposed_them():
+    # root -> 0 (5) of the head; 0 -> 1 (8) of both, 2 (9) of text; 2 -> 3 (4) of text
+    scores = np.array([[np.log(0.5), np.log(0.2), -100.7, -200.7]], dtype=np.float32)
+    parents = np.array([[-1, 0, 0, 2]], dtype=np.int32)
+    depths, kinds = np.array([1, 2, 2, 3], dtype=np.int32), np.array([[-1, 3, 0, 0]])
+    proposals = Proposals(np.array([[5, 8, 9, 4]]), scores, parents, depths, kinds)
+    tree = drafted_tree(proposals, 0, np.ones(4, dtype=bool), [5, 9, 4, 1])
+    assert tree.sources == ["head", "both", "text", "text"]
+    assert tree.accepted == [0, 2, 3]
+    assert tree.probabilities[2:] == [None, None]  # text gives none
+    assert tree.probabilities[:2] == pytest.approx([0.5, 0.4])
 
 
 # Over HTTP
@@ -161,9 +174,28 @@ def test_chunks_tell_rounds_where_that_is_asked_for(client, call):
         accepted = [node for node in one["tree"] if node["accepted"]]
         origins = [token["origin"] for token in one["tokens"]]
         assert origins == ["drafted"] * len(accepted) + ["bonus"] * (len(origins) - len(accepted))
-        assert {"parent", "text", "probability", "accepted"} == set(one["tree"][0])
+        assert {"parent", "text", "probability", "source", "accepted"} == set(one["tree"][0])
+        assert {node["source"] for node in one["tree"]} == {"head"}
         assert 0 < len(one["tree"]) <= 5
     assert not any(map(told, call(client, max_tokens=4, stream=True)))
+
+
+def test_text_s_tokens_are_told_apart_from_the_heads(world, tmp_path):
+    """A prompt that says the same again and again is drafted from its own text."""
+    engine = world.drafting(tmp_path / "head", "auto")
+    engine.rounds.policy.costs = EVERYTHING
+    said = [{"role": "user", "content": "a b c d e f g " * 8}]
+    with world.served(engine, has_head=True) as client:
+        rounds = rounds_of(ask(client, said, max_tokens=60, **ROUNDS))
+    origins = [token["origin"] for one in rounds for token in one["tokens"]]
+    assert origins.count("text") > 0
+    for one in rounds:
+        nodes = one["tree"] or []
+        accepted = [node for node in nodes if node["accepted"]]
+        others = ["bonus" if nodes else "plain"] * (len(one["tokens"]) - len(accepted))
+        told = ["text" if node["source"] == "text" else "drafted" for node in accepted]
+        assert [token["origin"] for token in one["tokens"]] == told + others
+        assert all((node["probability"] is None) == (node["source"] == "text") for node in nodes)
 
 
 def test_each_choice_has_its_own_rounds_and_plain_ones_have_no_tree(client):

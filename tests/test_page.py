@@ -6,80 +6,35 @@ from __future__ import annotations
 
 import json
 import re
-from contextlib import contextmanager
 from itertools import pairwise
-from urllib.parse import urlsplit
 
 import httpx
 import pytest
 
-from eyas.builtin import BUILTIN
-from eyas.engine.engine import EngineConfig
 from eyas.serve.limits import LimitsConfig
 from eyas.serve.page import FILES, FOLDER
-from eyas.serve.server import ServeConfig, running_server
 from eyas.serve.vertex import VertexConfig
 from eyas.tau import LEAST_TURNS
-from tests.browser import chromium, needs_chromium
+from tests import playground
+from tests.browser import needs_chromium
 from tests.page_tags import Tags
+from tests.playground import (
+    DRAFTED,
+    NODE,
+    PROMPT,
+    answer_with,
+    chat,
+    events,
+    opened,
+    over,
+    race,
+    settle,
+    streamed,
+    texts,
+)
 from tests.serving import World
 
-# an answer of some forty tokens: a shorter one may reach a busy browser in too few pieces to time
-PROMPT = "Please book a table for 4 people at Sino in San Jose, on March 8th at 6:30 pm."
-WAIT_MS = 120_000  # a busy machine's
-
-
-@pytest.fixture(scope="module")
-def server():
-    engine = EngineConfig(max_batch=2, max_length=512, speculation="fixed(4,2,8)")
-    with running_server(
-        ServeConfig(target=BUILTIN, head=BUILTIN, port=0, threads=1, engine=engine)
-    ) as url:
-        yield url
-
-
-@pytest.fixture(scope="module")
-def browser():
-    with chromium() as browser:
-        yield browser
-
-
-@contextmanager
-def opened(browser, url, faults=(), **options):
-    """A page in a context of its own. It may ask this server only, and complain of nothing but
-    `faults`.
-    """
-    options = {"viewport": {"width": 1280, "height": 860}} | options
-    with browser.new_context(**options) as context:
-        page = context.new_page()
-        page.set_default_timeout(WAIT_MS)
-        hosts, said = set(), []
-        page.on("request", lambda request: hosts.add(urlsplit(request.url).netloc))
-        page.on("console", lambda message: said.append(message.text))
-        page.on("pageerror", lambda error: said.append(str(error)))
-        page.goto(url)
-        yield page
-        assert hosts == {urlsplit(url).netloc}
-        assert [one for one in said if not any(fault in one for fault in faults)] == []
-
-
-@pytest.fixture
-def page(browser, server):
-    with opened(browser, server) as page:
-        page.wait_for_selector("#send:enabled")
-        yield page
-
-
-def over(page):
-    page.wait_for_selector("#stop:disabled")
-    page.wait_for_selector("#send:enabled")
-
-
-def chat(page, prompt=PROMPT, longest=40):
-    page.fill("#longest", str(longest))
-    page.fill("#prompt", prompt)
-    page.click("#send")
-    over(page)
+server, browser, page = playground.server, playground.browser, playground.page
 
 
 def asked(url, speculation=True, **fields):
@@ -88,15 +43,6 @@ def asked(url, speculation=True, **fields):
     body = {"model": "eyas", "messages": said, "temperature": 0, "max_tokens": 40}
     body |= {"speculation": speculation, **fields}
     return httpx.post(f"{url}/v1/chat/completions", json=body, timeout=300).json()
-
-
-def answer_with(page, answer):
-    """This answer in place of the server's."""
-    page.route("**/completions", lambda route: route.fulfill(**answer))
-
-
-def texts(page, selector):
-    return [one.text_content() for one in page.query_selector_all(selector)]
 
 
 # The files
@@ -135,11 +81,11 @@ def test_the_page_is_strict_html_without_anything_inline_or_foreign():
             assert not attributes.get(name, "").startswith("/")
     ids = [attributes["id"] for _, attributes in tags.all if "id" in attributes]
     assert len(ids) == len(set(ids))
-    fields = {attributes["id"] for tag, attributes in tags.all if tag in ("input", "textarea")}
-    script = (FOLDER / "page.js").read_text(encoding="utf-8")
-    written = r"innerHTML|outerHTML|insertAdjacent|document\.write|eval\("
-    assert not re.findall(rf"{written}|localStorage|sessionStorage|cookie", script)
-    assert fields <= set(ids)
+    written = r"innerHTML|outerHTML|insertAdjacent|document\.write|eval\(|sessionStorage|cookie"
+    for file in FOLDER.glob("*.js"):
+        script = file.read_text(encoding="utf-8")
+        assert not re.findall(written, script), file.name
+        assert ("localStorage" in script) == (file.name == "store.js"), file.name
 
 
 def test_vertex_may_have_its_routes_at_the_same_place(tiny):
@@ -168,7 +114,8 @@ def test_a_chat_shows_where_its_tokens_come_from(page, server):
     assert len(page.query_selector_all(".said .token.bonus")) == bonus > 0
     assert page.text_content("#per-round") == f"{usage['eyas']['tau']:.2f}"
     told = page.text_content("#per-round-note")
-    assert told == f"over {usage['eyas']['rounds']} rounds, which all drafted: this is tau"
+    rounds = usage["eyas"]["rounds"]
+    assert told == f"over {rounds} rounds, and the head drafted in all: this is tau"
     for _ in range(5):  # no speed is shown where the answer came in fewer than four pieces
         if page.text_content("#speed") != "–":
             break
@@ -209,14 +156,13 @@ def test_the_tree_is_that_of_the_round_that_is_picked(page):
 
 @needs_chromium
 def test_a_race_ends_with_the_same_output_twice_and_can_be_seen_again(page, server):
-    page.fill("#longest", "160")
-    page.fill("#temperature", "0.7")
+    settle(page, longest=160, temperature=0.7)
     page.fill("#prompt", PROMPT)
     page.evaluate(CLOCK)  # an answer may be short, and a busy browser may get it in few pieces
     page.evaluate("window.paces = [5, 5]")
     with page.expect_request("**/completions") as first:
         page.click("#race")
-    page.wait_for_selector(".verdict")
+    page.wait_for_selector(".lanes")
     over(page)
     plain, speculative = lanes(page)
     assert plain == speculative != ""
@@ -226,14 +172,15 @@ def test_a_race_ends_with_the_same_output_twice_and_can_be_seen_again(page, serv
     verdict = page.text_content(".verdict")
     assert re.fullmatch(
         r"Identical outputs: all \d+ tokens are the same\. "
-        r"With the head \d\.\d\d tokens a round, over all \d+ rounds\. "
+        r"With drafts \d\.\d\d tokens a round, over all \d+ rounds\. "
         r"No speed is claimed yet: 1 of 8 races, and fewer may agree by chance\.",
         verdict,
     )
     body = first.value.post_data_json
     again = asked(server, False, temperature=0.7, seed=body["seed"], max_tokens=160)
     assert again["choices"][0]["message"]["content"] == plain
-    page.click(".turn button")
+    page.evaluate("delete performance.now")
+    page.click("button:text('Replay')")
     over(page)
     assert lanes(page) == [plain, plain]
 
@@ -241,15 +188,6 @@ def test_a_race_ends_with_the_same_output_twice_and_can_be_seen_again(page, serv
 def lanes(page):
     """What both sides of a race say."""
     return ["".join(texts(page, f".lane:nth-child({place}) .token")) for place in (1, 2)]
-
-
-def race(page, prompt=PROMPT):
-    """The verdict, and what both lanes say."""
-    page.fill("#prompt", prompt)
-    page.click("#race")
-    page.wait_for_selector(".verdict")
-    over(page)
-    return page.text_content(".verdict"), texts(page, ".lane .opener"), texts(page, ".lane .figure")
 
 
 @needs_chromium
@@ -264,9 +202,9 @@ def test_a_race_without_drafts_claims_no_speed(page):
         route.continue_(post_data=json.dumps(body))
 
     page.route("**/completions", without_drafts)
-    page.fill("#longest", "160")
+    settle(page, longest=160)
     verdict, notes, figures = race(page)
-    assert "Nothing was drafted with the head either" in verdict
+    assert "Nothing was drafted in the second answer either" in verdict
     assert "times as many" not in verdict
     assert not [note for note in notes if "a round" in note]
     # a busy machine may hand an answer over at once: then there is no pace
@@ -283,12 +221,12 @@ def test_an_answer_that_comes_at_once_has_no_pace(page):
     answer_with(page, events(["word "] * 17))
     verdict, notes, figures = race(page)
     assert verdict == (
-        "Identical outputs: all 17 tokens are the same. With the head 1.00 tokens a round, over "
+        "Identical outputs: all 17 tokens are the same. With drafts 1.00 tokens a round, over "
         "all 17 rounds. Too soon over to time: ask for a longer answer."
     )
     assert notes == ["17 tokens, too soon over to time, 1.00 tokens a round"] * 2
     assert figures == ["– tokens/s"] * 2
-    page.click(".turn button:text('Replay')")
+    page.click("button:text('Replay')")
     over(page)
     assert texts(page, ".lane .opener") == notes
     chat(page)
@@ -332,10 +270,10 @@ def raced(page, paces, head):
     page.evaluate(CLOCK)
     page.evaluate("paces => { window.paces = paces }", paces)
     first = race(page)[0]
-    page.click(".verdict ~ button:has-text('Race 7 more times')")
+    page.click("button.more:has-text('Race 7 more times')")
     page.wait_for_selector("#stop:enabled")
     over(page)
-    assert page.is_hidden(".verdict ~ button:has-text('more time')")
+    assert page.is_hidden("button.more")
     return first, page.text_content(".verdict")
 
 
@@ -353,39 +291,115 @@ def raced(page, paces, head):
 def test_a_ratio_takes_eight_races_an_interval_and_tau(page, paces, said):
     """The same floor and law as the report's: 11 tokens in 5 rounds are 2.20 a round."""
     rounds = [["w "], ["w "] * 4, ["w "] * 4, ["w "], ["w "], ["w "]]
-    drafted = [(one, *(("bonus", []) if len(one) > 1 else ("plain", None))) for one in rounds]
+    drafted = [(one, *(("bonus", DRAFTED) if len(one) > 1 else ("plain", None))) for one in rounds]
     head = streamed(drafted)
     turns = [[10, pace * 11 / 5] for pace in paces]  # ms a chunk; the first chunk has no pace
     order = [one for place, both in enumerate(turns) for one in both[:: -1 if place % 2 else 1]]
     first, last = raced(page, order, head)
     assert "No speed is claimed yet: 1 of 8 races" in first
     assert "times as many" not in first
-    assert "With the head 2.20 tokens a round, over all 5 rounds." in last
+    assert "With drafts 2.20 tokens a round, over all 5 rounds." in last
     assert said in last
 
 
 @needs_chromium
 def test_tokens_a_round_count_plain_rounds_and_the_last_round_that_drafted_is_shown(page):
     """13 of 19 tokens are plain: tau is 3.00 over two rounds, and hardly anything was gained."""
-    rounds = [(["w "], "plain", None)] * 5 + [(["w "] * 3, "bonus", [])] * 2
+    rounds = [(["w "], "plain", None)] * 5 + [(["w "] * 3, "bonus", DRAFTED)] * 2
     rounds += [(["w "], "plain", None)] * 8
     answer_with(page, streamed(rounds))
     chat(page)
     assert page.text_content("#per-round") == "1.29"  # 18 tokens in 14 rounds after the prefill
     told = page.text_content("#per-round-note")
-    assert told == "over all 14 rounds; tau 3.00 over the 2 that drafted"
+    assert told == "over all 14 rounds; tau 3.00 over the 2 that the head drafted in"
     assert texts(page, ".opener")[-1].startswith("19 tokens, 1.29 tokens a round")
     assert page.text_content("#tree-title") == "Round 7 of 15"
 
 
 @needs_chromium
 def test_a_round_that_text_alone_drafted_is_none_of_tau(page):
-    rounds = [(["w "], "plain", None)] + [(["w ", "w "], "bonus", [])] * 3
-    answer_with(page, streamed(rounds, by_head=False))
+    tree = [NODE | {"text": "w ", "probability": None, "source": "text", "accepted": True}]
+    tree.append(tree[0] | {"parent": 0, "text": "z", "accepted": False})
+    said = [{"text": "w ", "origin": "text"}, {"text": "v ", "origin": "bonus"}]
+    reply = streamed([(["w "], "plain", None)] + [(["w ", "w "], "bonus", tree)] * 3, by_head=False)
+    bonus = json.dumps([one | {"text": "w ", "origin": "bonus"} for one in said])
+    assert reply["body"].count(bonus) == 3
+    reply["body"] = reply["body"].replace(bonus, json.dumps(said))
+    answer_with(page, reply)
     chat(page)
     assert page.text_content("#per-round") == "2.00"
     assert page.text_content("#per-round-note") == "the head drafted in no round so far"
-    assert page.text_content("#told").startswith("Text drafted 0 tokens")
+    assert page.text_content("#accepted") == "–"  # it is of the head
+    assert page.text_content("#num-drafted") == "0"
+    assert page.text_content("#num-text") + page.text_content("#of-text") == "3 of 6"
+    assert texts(page, ".said .token.text") == ["w "] * 3
+    assert page.text_content("#told") == (
+        "Text drafted 2 tokens; the target kept 1: “w ”, and added “v ”."
+    )
+    assert texts(page, "#drawing .probability") == ["root", "text", "target", "text"]
+    assert texts(page, "#drawing .node.accepted.text title") == ["“w ”, found in text"]
+    assert "%" not in page.text_content("#drawing")
+
+
+@needs_chromium
+def test_the_tree_is_never_cut_at_its_right_edge(browser, server):
+    """Nine levels of wide labels, and ten children of one node, at both widths."""
+    chain = [
+        NODE | {"parent": n - 1, "text": f"long word {n}", "accepted": n < 5} for n in range(9)
+    ]
+    wide = [NODE | {"text": f"long word {n}"} for n in range(10)]
+    for width in (1280, 390):
+        with opened(browser, server, viewport={"width": width, "height": 844}) as page:
+            page.wait_for_selector("#send:enabled")
+            for tree in (chain, wide):
+                page.unroute("**/completions")
+                answer_with(page, streamed([(["w "], "plain", None), (["w "] * 6, "bonus", tree)]))
+                chat(page)
+                if width == 390:
+                    page.click("#view-rounds")
+                assert len(page.query_selector_all("#drawing .node")) == len(tree) + 2
+                assert page.evaluate(INSIDE) == []
+                page.click("#clear")
+
+
+# The drawing's boxes that leave what can be seen of the drawing at its sides.
+INSIDE = """() => {
+    const room = document.querySelector("#drawing").getBoundingClientRect();
+    return [...document.querySelectorAll("#drawing rect")].map(one => one.getBoundingClientRect())
+        .filter(box => box.left < room.left || box.right > Math.min(room.right, innerWidth));
+}"""
+
+
+@needs_chromium
+def test_a_race_ends_with_its_result_on_the_screen(browser, server):
+    for width in (1280, 390):
+        with opened(browser, server, viewport={"width": width, "height": 844}) as page:
+            page.wait_for_selector("#send:enabled")
+            answer_with(page, events(["line \n\n"] * 40))
+            for _ in range(2):
+                race(page)
+                seen = page.evaluate("""() => {
+                    const log = document.querySelector("#log").getBoundingClientRect();
+                    const last = [...document.querySelectorAll(".race")].at(-1);
+                    const bottom = Math.min(log.bottom, innerHeight);
+                    return [".verdict", ".figure", ".more"].map(name => {
+                        const box = last.querySelector(name).getBoundingClientRect();
+                        return box.top >= log.top && box.bottom <= bottom;
+                    });
+                }""")
+                assert seen == [True, True, True]
+
+
+@needs_chromium
+def test_a_race_drafts_from_nothing_that_the_other_side_has_said(page):
+    """Else the second answer would be drafted from the first, which is the same."""
+    salts = []
+    page.on("request", lambda one: salts.append((one.post_data_json or {}).get("cache_salt")))
+    answer_with(page, events(["a", "b"]))
+    chat(page)
+    race(page)
+    asked = [one for one in salts if one]
+    assert len(asked) == len(set(asked)) == 2
 
 
 @needs_chromium
@@ -395,7 +409,7 @@ def test_a_newcomer_has_prompts_to_click_and_two_lines_to_read(page):
         one => [one.textContent.split(":")[0], one.getClientRects().length, one.offsetHeight])""")
     assert [name for name, _, _ in lines] == ["tau", "plain"]
     assert all(height < 30 for _, _, height in lines)  # a line each
-    page.fill("#longest", "12")
+    settle(page, longest=12)
     said = texts(page, ".example")[1]
     page.click(".example >> nth=1")
     over(page)
@@ -406,7 +420,7 @@ def test_a_newcomer_has_prompts_to_click_and_two_lines_to_read(page):
 
 
 def test_the_floor_of_races_is_that_of_a_benchmark():
-    script = (FOLDER / "page.js").read_text(encoding="utf-8")
+    script = (FOLDER / "race.js").read_text(encoding="utf-8")
     assert f"const LEAST_TURNS = {LEAST_TURNS};" in script
 
 
@@ -425,20 +439,29 @@ def test_all_of_it_goes_by_keyboard(page):
         "request", lambda one: sent.append(one.post_data_json) if one.method == "POST" else None
     )
     assert page.evaluate("document.activeElement.id") == "prompt"
-    page.fill("#longest", "200")
+    page.uncheck("#markdown")
+    page.focus("#open-settings")
+    page.keyboard.press("Enter")
+    for key in ("Tab", "Tab"):
+        page.keyboard.press(key)
+    page.keyboard.type("200")
+    assert page.input_value("#longest") == "200"
+    page.keyboard.press("Escape")
+    assert page.evaluate("document.activeElement.id") == "open-settings"
     page.focus("#prompt")
     page.keyboard.type("Hello")
     page.keyboard.press("Shift+Enter")
     page.keyboard.type("I need a hotel in Seattle.")
     seen = []
-    for _ in range(12):
+    for _ in range(16):
         page.keyboard.press("Tab")
         seen.append(page.evaluate("document.activeElement.id || document.activeElement.tagName"))
         outline = page.evaluate("getComputedStyle(document.activeElement).outlineStyle")
         assert outline not in ("none", "") or seen[-1] == "BODY", seen
         if seen[-1] == "slow":
             page.keyboard.press("Space")
-    order = ["send", "race", "clear", "speculation", "slow", "temperature", "longest"]
+    order = ["send", "race", "speculation", "slow", "colours", "markdown", "drawing"]
+    order += ["open-chats", "clear", "open-settings"]
     assert [one for one in seen if one in order] == order
     page.focus("#prompt")
     page.keyboard.press("Enter")
@@ -448,7 +471,7 @@ def test_all_of_it_goes_by_keyboard(page):
     said = "".join(texts(page, ".said .token"))
     assert "stopped" in page.text_content("#status")
     page.uncheck("#slow")
-    page.fill("#longest", "8")
+    settle(page, longest=8)
     page.focus("#prompt")
     page.keyboard.type("Thanks")
     page.keyboard.press("Enter")
@@ -466,30 +489,13 @@ def test_all_of_it_goes_by_keyboard(page):
     assert second == [*first, ("assistant", said), ("user", "Thanks")]
 
 
-def events(pieces, origin="bonus", tree=()):
-    """A stream that says these tokens, one a round."""
-    return streamed([([piece], origin, tree if tree is None else []) for piece in pieces])
-
-
-def streamed(rounds, by_head=True):
-    """A stream of rounds: texts of tokens, their origin, the tree."""
-    chunks = []
-    for said, origin, tree in rounds:
-        delta = {"content": "".join(said)}
-        tokens = [{"text": one, "origin": origin} for one in said]
-        choice = {"index": 0, "delta": delta, "finish_reason": None}
-        shown = {"tokens": tokens, "tree": tree, "head": by_head and tree is not None}
-        chunks.append({"choices": [choice], "eyas": {"round": shown}})
-    chunks.append({"choices": [{"index": 0, "delta": {}, "finish_reason": "stop"}]})
-    body = "".join(f"data: {json.dumps(chunk)}\n\n" for chunk in chunks) + "data: [DONE]\n\n"
-    return {"status": 200, "content_type": "text/event-stream", "body": body}
-
-
 @needs_chromium
 def test_what_a_model_says_is_text_and_never_html(page):
     evil = "<img src=x onerror=\"document.title='x'\"><script>document.title='x'</script>"
     answer_with(page, events([evil, "</div>&amp;"]))
     chat(page, prompt=evil)
+    assert texts(page, ".said .token") == [evil, "</div>&amp;"]
+    page.uncheck("#markdown")
     assert texts(page, ".said .token") == [evil, "</div>&amp;"]
     assert page.text_content(".asked") == evil
     assert page.query_selector_all("#log img, #log script, #drawing img") == []
@@ -520,12 +526,40 @@ def test_a_long_answer_leaves_the_page_its_frames(page):
     assert page.evaluate("log.scrollHeight - log.scrollTop - log.clientHeight") < 20
 
 
+LONG = {  # a server's refusal
+    "status": 400,
+    "content_type": "application/json",
+    "body": json.dumps(
+        {"error": {"message": "too long: lower max_tokens", "code": "context_length_exceeded"}}
+    ),
+}
+
+
 @needs_chromium
 def test_errors_are_said_in_words_and_the_prompt_is_not_lost(browser, server):
     with opened(browser, server, faults=["400 (Bad Request)", "ERR_FAILED", "401"]) as page:
         page.wait_for_selector("#send:enabled")
+        answer_with(page, LONG)
         chat(page, longest=5000)
-        assert "This server holds 512 tokens a request" in page.text_content("#problem")
+        assert page.text_content("#problem") == (
+            "This server holds 512 tokens of chat and answer together, and this asks for more: "
+            "lower “Longest answer” in Settings (now 5000), or shorten the message, edit an "
+            "earlier one, or begin a new chat."
+        )
+        settle(page, longest="")
+        page.fill("#prompt", PROMPT)
+        page.click("#send")
+        over(page)
+        assert "Longest answer" not in page.text_content("#problem")
+        page.unroute("**/completions")
+        chat(page, prompt=PROMPT * 200)
+        assert page.text_content("#problem").startswith("This server holds 512 tokens of chat")
+        assert page.query_selector_all(".turn") == []
+        settle(page, temperature=5)
+        page.fill("#prompt", PROMPT)
+        page.click("#send")
+        assert page.text_content("#problem").startswith("“Temperature” in Settings: ")
+        settle(page, temperature=0)
         assert page.input_value("#prompt") == PROMPT
         assert page.query_selector_all(".turn") == []
         page.route("**/completions", lambda route: route.abort())
@@ -569,11 +603,12 @@ def test_a_key_is_asked_for_and_kept_nowhere(browser, tiny, tmp_path):
         assert page.is_disabled("#race")
         assert "without drafts" in page.text_content("#told")
         kept = page.evaluate(
-            "[localStorage.length, sessionStorage.length, document.cookie, "
+            "[sessionStorage.length, document.cookie, JSON.stringify(localStorage), "
             "document.documentElement.outerHTML]"
         )
-        assert kept[:3] == [0, 0, ""]
-        assert "a-key-of-this-test" not in kept[3]
+        assert kept[:2] == [0, ""]
+        assert PROMPT in kept[2]  # the chat is kept
+        assert "a-key-of-this-test" not in kept[2] + kept[3]
         assert page.input_value("#key") == ""
         page.reload()
         page.wait_for_selector("#key-form", state="visible")
@@ -625,11 +660,19 @@ def test_text_stands_out_from_its_background(browser, server, tmp_path, scheme):
     with opened(browser, server, color_scheme=scheme) as page:
         page.wait_for_selector("#send:enabled")
         welcome = page.evaluate(CONTRASTS)
-        page.fill("#longest", "30")
+        settle(page, longest=30)
         race(page)
-        page.fill("#temperature", "0")
+        chat(page, longest=30)
+        page.unroute("**/completions")
+        answer_with(
+            page, events(["# A\n\n", "- `b`\n\n```py\nc\n```\n\n|d|e|\n|-|-|\n|f|g|"], "text")
+        )
         chat(page, longest=30)
         found = welcome + page.evaluate(CONTRASTS)
+        for name in ("chats", "settings"):
+            page.click(f"#open-{name}")
+            found += page.evaluate(CONTRASTS)
+            page.click(f"#close-{name}")
         assert len(found) > 80
         assert [one for one in found if one[0] < 4.5] == []
         picture = page.screenshot(path=tmp_path / "page.png")
@@ -639,17 +682,36 @@ def test_text_stands_out_from_its_background(browser, server, tmp_path, scheme):
 
 
 @needs_chromium
-def test_a_phone_reads_it_without_scrolling_sideways(browser, server):
-    with opened(browser, server, viewport={"width": 360, "height": 740}, has_touch=True) as page:
+@pytest.mark.parametrize("width", [360, 390])
+def test_a_phone_reads_it_without_scrolling_sideways(browser, server, width):
+    with opened(browser, server, viewport={"width": width, "height": 740}, has_touch=True) as page:
         page.wait_for_selector("#send:enabled")
         # the chat comes first: examples, prompt and Send are on the first screen
         assert page.evaluate("document.querySelector('#send').getBoundingClientRect().bottom < 740")
         chat(page, longest=30)
         race(page, "https://" + "long" * 60)
-        assert page.evaluate("[document.documentElement.scrollWidth, innerWidth]") == [360, 360]
-        small = page.evaluate("""[...document.querySelectorAll("button")]
-            .filter(one => one.checkVisibility())
-            .map(one => one.getBoundingClientRect())
-            .filter(box => box.height < 36 || box.width < 36).length""")
-        assert small == 0
-        assert page.evaluate("document.querySelector('#drawing').scrollWidth >= 300")
+        for step in (None, "#view-rounds", "#open-settings", "#open-chats"):
+            if step:
+                page.click(step)
+            assert (
+                page.evaluate("[document.documentElement.scrollWidth, innerWidth]") == [width] * 2
+            )
+            assert page.evaluate(SMALL) == []
+            if "open" in str(step):
+                assert page.evaluate(
+                    "[...document.querySelectorAll('dialog[open]')].every("
+                    "one => one.scrollWidth <= one.clientWidth)"
+                )
+                page.keyboard.press("Escape")
+        page.click("#view-chat")
+        page.tap(".turn.answer .token >> nth=3")
+        assert page.is_visible("#drawing")
+        assert page.is_hidden("#log")
+        page.click("#view-chat")
+        assert page.is_visible("#log")
+
+
+# What is too small for a finger.
+SMALL = """[...document.querySelectorAll("button")].filter(one => one.checkVisibility())
+    .map(one => [one.textContent, one.getBoundingClientRect()])
+    .filter(([_, box]) => box.height < 36 || box.width < 36).map(([text]) => text)"""

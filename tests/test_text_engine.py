@@ -101,7 +101,7 @@ def test_text_goes_on_where_the_head_fails(target, monkeypatch):
 
 
 def test_drafted_trees_are_returned_with_texts_nodes(target):
-    drafting, seen = engine(target), 0
+    drafting, seen = engine(target), set()
     for one in repeating(3, max_tokens=30):
         drafting.add(
             Request(one.id, one.prompt_ids, SamplingParams(max_tokens=30), returns_trees=True)
@@ -114,9 +114,12 @@ def test_drafted_trees_are_returned_with_texts_nodes(target):
                 assert (
                     update.num_accepted_drafts in (None, len(tree.accepted)) or update.finish_reason
                 )
-                assert all(0 <= p <= 1 for p in tree.probabilities)
-                seen += 1
-    assert seen
+                assert all(
+                    p is None if source == "text" else 0 <= p <= 1
+                    for p, source in zip(tree.probabilities, tree.sources, strict=True)
+                )
+                seen |= set(tree.sources)
+    assert seen >= {"text", "head"}
 
 
 def test_a_cost_table_without_a_head_is_measured(target, tmp_path):

@@ -12,6 +12,7 @@ from eyas.errors import InputError
 from eyas.tau import count_round
 
 FinishReason = Literal["stop", "length"]
+Source = Literal["head", "text", "both"]  # who proposes a token
 
 MAX_SAMPLES = 128
 MAX_STOPS = 16
@@ -191,14 +192,16 @@ class TokenLogprob:
 class DraftedTree:
     """The nodes that the target judged in a round of one sample, parents first, without the root.
 
-    parents: the number of each node's parent, -1 for the root. probabilities: the draft's, of each
-    node's token after its parent. accepted: the accepted nodes, in the order of their tokens.
+    parents: the number of each node's parent, -1 for the root. probabilities: the head's, of each
+    node's token after its parent; None of what text alone proposed. accepted: the accepted nodes,
+    in the order of their tokens. sources: who proposed each node.
     """
 
     token_ids: list[int]
     parents: list[int]
-    probabilities: list[float]
+    probabilities: list[float | None]
     accepted: list[int]
+    sources: list[Source]
 
 
 @dataclass(frozen=True, slots=True)

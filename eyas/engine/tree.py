@@ -21,9 +21,9 @@ from typing import Literal, cast
 
 import numpy as np
 
-from eyas.engine.request import DraftedTree
+from eyas.engine.request import DraftedTree, Source
 from eyas.errors import ConfigError
-from eyas.model.rows import NodesToVerify, Proposals
+from eyas.model.rows import UNPROPOSED, NodesToVerify, Proposals
 
 MAX_NODES = 63  # of a request, root excluded: the bits of a row's mask
 
@@ -227,7 +227,14 @@ def drafted_tree(
             break
         accepted.append(child - 1)
         node = child
-    probabilities = [
-        math.exp(score - scores[parent]) for score, parent in zip(scores[1:], parents, strict=True)
+    kinds = [-1] * len(kept) if proposals.kinds is None else proposals.kinds[b, kept].tolist()
+    sources: list[Source] = [
+        "text" if score <= UNPROPOSED else "head" if kind < 0 else "both"
+        for score, kind in zip(scores[1:], kinds, strict=True)
     ]
-    return DraftedTree(tokens, [parent - 1 for parent in parents], probabilities, accepted)
+    probabilities = [
+        None if source == "text" else math.exp(score - scores[parent])
+        for score, parent, source in zip(scores[1:], parents, sources, strict=True)
+    ]
+    above = [parent - 1 for parent in parents]
+    return DraftedTree(tokens, above, probabilities, accepted, sources)

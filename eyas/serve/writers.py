@@ -240,28 +240,34 @@ class _OpenAIWriter(CompletionWriter):
 
     def _round(self, delta: Delta) -> dict[str, Any]:
         """For include_rounds, the field of a chunk that has the delta's round: the origin of each
-        token (drafted and accepted, the target's bonus, or decoded plainly), its tree (None for a
-        prefill or a plain round), and whether the head drafted in it, as tau counts.
+        token (drafted by the head, or by text alone, and accepted; the target's bonus; or plain, of
+        a round in which no draft was judged), its tree (None where nothing was drafted; the
+        probabilities are the head's), and whether the head drafted in it, as tau counts.
         """
         if delta.token_texts is None:
             return {}
         tree, nodes = delta.update.tree, None
-        others, num_drafted = "plain", 0
+        origins, others = list[str](), "plain"
         if tree is not None:
-            others, num_drafted = "bonus", len(tree.accepted)
-            drafted = zip(tree.token_ids, tree.parents, tree.probabilities, strict=True)
+            others = "bonus" if tree.token_ids else "plain"
+            origins = ["text" if tree.sources[n] == "text" else "drafted" for n in tree.accepted]
+            drafted = zip(
+                tree.token_ids, tree.parents, tree.probabilities, tree.sources, strict=True
+            )
             nodes = [
                 {
                     "parent": parent,
                     "text": self.tokenizer.piece(token).decode(errors="replace"),
-                    "probability": round(probability, 4),
+                    "probability": None if probability is None else round(probability, 4),
+                    "source": source,
                     "accepted": node in tree.accepted,
                 }
-                for node, (token, parent, probability) in enumerate(drafted)
+                for node, (token, parent, probability, source) in enumerate(drafted)
             ]
+        origins += [others] * (len(delta.token_texts) - len(origins))
         tokens = [
-            {"text": text, "origin": "drafted" if place < num_drafted else others}
-            for place, text in enumerate(delta.token_texts)
+            {"text": text, "origin": origin}
+            for text, origin in zip(delta.token_texts, origins, strict=True)
         ]
         is_by_head = delta.update.num_accepted_drafts is not None
         return {"eyas": {"round": {"tokens": tokens, "tree": nodes, "head": is_by_head}}}

@@ -18,9 +18,9 @@ FILES = {
     "/": (FOLDER / "index.html", "text/html"),
     "/page/house.css": (STYLESHEET, "text/css"),
     "/page/page.css": (FOLDER / "page.css", "text/css"),
-    "/page/page.js": (FOLDER / "page.js", "text/javascript"),
     "/page/icon.svg": (FOLDER / "icon.svg", "image/svg+xml"),
 }
+FILES |= {f"/page/{file.name}": (file, "text/javascript") for file in sorted(FOLDER.glob("*.js"))}
 # With trusted types nothing on the page can turn a text into HTML, whatever a model writes.
 POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
