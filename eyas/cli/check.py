@@ -16,11 +16,16 @@ from rich.markup import escape
 from rich.table import Table
 
 from eyas.cli.options import TargetOption
-from eyas.errors import EyasError
+from eyas.errors import ConfigError, EmptyInputError, EyasError
 from eyas.export.check import check, replayed_by, verdict
 from eyas.export.lint import CheckFinding, exit_code
 from eyas.export.scores import NUM_DRAFT_STEPS, ReadingScore
+from eyas.export.why import card_tau, why_findings
+from eyas.hub import resolve_head
 from eyas.log import Track, progress_bar
+
+MULTIPLES = (2, 8)  # of the largest run's data, of which --run says what they bring
+MOST_ROWS = 10  # of counterfactuals that are shown
 
 TextFile = Annotated[
     Path | None,
@@ -40,21 +45,38 @@ def command(
     replay: Annotated[
         bool, typer.Option(help="run the target on text and the head in every reading of it")
     ] = True,
+    why: Annotated[
+        bool,
+        typer.Option(
+            "--why",
+            help="find out why it accepts little: replay what may have gone wrong, one at a time",
+        ),
+    ] = False,
+    runs: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--run", help="with --why: three or more outputs of `eyas train -s data_share=...`"
+        ),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False,
 ) -> None:
     """Print what would serve badly. Exit code 0: nothing, or notes; 1: warnings; 2: errors."""
+    if (runs and not why) or (why and not replay):
+        raise ConfigError("--why replays, --run is for --why", "give --why, and no --no-replay")
     try:
+        forecast = _forecast(runs) if runs else []
         with progress_bar("check") as track:
             findings = check(head, target)
             replayed, why_not = (
-                _replayed(head, target, text, track) if replay else ([], "not asked for")
+                _replayed(head, target, text, track, why) if replay else ([], "not asked for")
             )
     except EyasError as error:
         if as_json:
             said = {"exit_code": error.exit_code, "error": error.what, "hint": error.hint}
             print(json.dumps({"head": head, "target": target, **said}, ensure_ascii=False))
         raise
-    findings = verdict(findings, replayed)
+    reasons = list(why_findings(replayed, card_tau(resolve_head(head)), forecast)) if why else None
+    findings = verdict(findings, replayed, reasons)
     if as_json:
         print(json.dumps(report(head, target, findings, replayed, why_not), ensure_ascii=False))
     else:
@@ -64,14 +86,30 @@ def command(
 
 
 def _replayed(
-    head: str, target: str, text: Path | None, track: Track
+    head: str, target: str, text: Path | None, track: Track, why: bool
 ) -> tuple[list[ReadingScore], str]:
     """As `replay.replay_head`, which computes with PyTorch."""
     if importlib.util.find_spec("torch") is None:
         return [], "it needs PyTorch: pip install 'eyas[train]'"
     replay = importlib.import_module("eyas.export.replay")
-    found: tuple[list[ReadingScore], str] = replay.replay_head(head, target, text, track)
+    found: tuple[list[ReadingScore], str] = replay.replay_head(head, target, text, track, why)
     return found
+
+
+def _forecast(runs: list[str]) -> list[str]:
+    """What more data would bring, in words. Raises what reading the runs raises, ConfigError."""
+    plan = importlib.import_module("eyas.plan.forecast")
+    points = plan.read_runs(runs)
+    most = max(one.answer_tokens for one in points)
+    try:
+        found = plan.forecast(points, [most * times for times in MULTIPLES])
+    except EmptyInputError as error:
+        return [error.what]
+    return [
+        f"tau {one.gain:+.2f} ({one.gain_interval[0]:+.2f} to {one.gain_interval[1]:+.2f}) with "
+        f"{one.answer_tokens / most:.0f} times as much"
+        for one in found
+    ] or ["no gain is certain enough to foresee"]
 
 
 def report(
@@ -113,12 +151,18 @@ def show_readings(replayed: Sequence[ReadingScore], why_not: str, by: str) -> No
     if not replayed:
         return
     table = Table("read as", "tau", "drafts", "answers", "against declared", box=None)
-    for one in replayed:
+    others = sorted(replayed[1:], key=lambda one: -one.tau)
+    for one in (
+        *replayed[:1],
+        *(others[:MOST_ROWS] if len(others) > 2 * MOST_ROWS else replayed[1:]),
+    ):
         _, share, standard_errors = one.gain(replayed[0])
         against = "" if one is replayed[0] else f"{share:+.0%} ({standard_errors:+.1f} se)"
         numbers = (f"{one.tau:.2f}", f"{one.accepted_drafts:.2f}", str(len(one.places)))
         table.add_row(escape(one.reading), *numbers, against)
     console.print(table)
+    if len(others) > 2 * MOST_ROWS:
+        console.print(f"and {len(others) - MOST_ROWS} that accept less (--json has all)")
     console.print(
         f"chains of {NUM_DRAFT_STEPS} from {sum(replayed[0].places)} places in "
         f"{len(replayed[0].places)} answers; the target ran in {by}\n"

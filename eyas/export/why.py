@@ -1,0 +1,223 @@
+"""Why a head accepts little: which counterfactuals make its tau jump, and what a sound one lacks.
+
+One fault at a time. Intervals are over answers, which both readings share, and hold for all
+counterfactuals together, so that a sound head raises a false alarm in one of 20 checks at most.
+
+Letters: N answers, C counterfactuals, D draws.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+
+from eyas.export.lint import CheckFinding, warning
+from eyas.export.scores import LEAST_TAU, NUM_DRAFT_STEPS, ReadingScore
+from eyas.tau import LEAST_ROWS, Interval, RoundCounts, tau_interval
+
+CONFIDENCE = 0.95
+NUM_DRAWS = 10_000
+LEAST_JUMP = 1.02  # of tau, that the interval must lie beyond
+AT = NUM_DRAFT_STEPS - 1
+EDGES = (0, 16, 64, 256, 1024)  # tokens of the answer at which groups of places begin
+LEAST_PLACES = 100
+LEAST_COVERED = 0.9  # of tokens, by the draft vocabulary
+
+
+@dataclass(frozen=True, slots=True)
+class Jump:
+    """What a counterfactual does to tau: the ratio, with its interval."""
+
+    score: ReadingScore
+    ratio: float
+    interval: Interval
+
+    @property
+    def is_named(self) -> bool:
+        """Whether tau jumps; of a loss, whether it falls."""
+        low, high = self.interval
+        return high < 1 / LEAST_JUMP if self.score.is_loss else low > LEAST_JUMP
+
+
+def effects(scores: Sequence[ReadingScore]) -> tuple[np.ndarray, np.ndarray]:
+    """log tau of each reading [R], and what each answer does to it [R, N]: the delta method on the
+    ratio of sums.
+    """
+    counts = [one.counts for one in scores]
+    emitted_RN = np.array([[one.emitted for one in row] for row in counts], dtype=float)
+    rounds_RN = np.array([[one.rounds for one in row] for row in counts], dtype=float)
+    emitted_R1, rounds_R1 = emitted_RN.sum(1, keepdims=True), rounds_RN.sum(1, keepdims=True)
+    N = emitted_RN.shape[1]
+    effect_RN = (emitted_RN / emitted_R1 - rounds_RN / rounds_R1) * np.sqrt(N / max(N - 1, 1))
+    return np.log(emitted_R1 / rounds_R1)[:, 0], effect_RN
+
+
+def jumps(scores: Sequence[ReadingScore], seed: int = 0) -> list[Jump]:
+    """What every counterfactual does to tau; scores: the declared reading first.
+
+    The bound is the 95 % quantile of the largest |t| over all counterfactuals, by a multiplier
+    bootstrap (Chernozhukov, Chetverikov, Kato 2013): those that go up and down together count as
+    fewer.
+    """
+    log_tau_R, effect_RN = effects(scores)
+    change_C, effect_CN = log_tau_R[1:] - log_tau_R[0], effect_RN[1:] - effect_RN[0]
+    error_C = np.sqrt((effect_CN**2).sum(1))
+    unit_CN = effect_CN / np.maximum(error_C, 1e-12)[:, None]
+    signs_DN = np.random.default_rng(seed).choice([-1.0, 1.0], (NUM_DRAWS, unit_CN.shape[1]))
+    bound = float(np.quantile(np.abs(signs_DN @ unit_CN.T).max(1), CONFIDENCE))
+    return [
+        Jump(
+            score,
+            float(np.exp(change)),
+            (float(np.exp(change - bound * error)), float(np.exp(change + bound * error))),
+        )
+        for score, change, error in zip(scores[1:], change_C, error_C, strict=True)
+    ]
+
+
+def named(scores: Sequence[ReadingScore]) -> list[Jump]:
+    """The counterfactual that helps most and those that cannot be told from it; else losses."""
+    if len(scores[0].answers) < LEAST_ROWS:
+        return []
+    found = [one for one in jumps(scores) if one.is_named]
+    gains = sorted((one for one in found if not one.score.is_loss), key=lambda one: -one.ratio)
+    if not gains:
+        return found
+    best, *others = gains
+    rivals = {id(one.score): one for one in jumps([best.score, *(it.score for it in others)])}
+    ties = [one for one in others if rivals[id(one.score)].interval[1] >= 1]
+    return [best, *ties]
+
+
+def why_findings(
+    scores: Sequence[ReadingScore], own_tau: float | None, forecast: Sequence[str] = ()
+) -> Iterator[CheckFinding]:
+    """What explains a low tau, or that the head is sound, and what it lacks.
+
+    own_tau: of chains of NUM_DRAFT_STEPS on its own held-out answers, where that is known.
+    forecast: what more data would bring, in words.
+    """
+    if not scores:
+        return
+    declared, tried = scores[0], len(scores) - 1
+    if len(declared.answers) < LEAST_ROWS:
+        what = f"{len(declared.answers)} answers are too few to say why"
+        yield warning(what, f"give --text with {LEAST_ROWS} prompts or more, better 50")
+        return
+    found = named(scores)
+    if found:
+        yield explained(declared, found, tried)
+    if not found or found[0].score.is_loss:
+        yield from unexplained(declared)
+        yield from lacks(declared, own_tau, forecast)
+
+
+def explained(declared: ReadingScore, found: Sequence[Jump], tried: int) -> CheckFinding:
+    """The counterfactuals that are named."""
+    best, is_loss = found[0], found[0].score.is_loss
+    names = " or ".join(repr(one.score.reading) for one in found)
+    low, high = best.interval
+    change = (
+        f"tau {declared.tau:.2f} -> {best.score.tau:.2f}, {best.ratio:.2f} times ({low:.2f} to "
+        f"{high:.2f}, {CONFIDENCE:.0%} for the {tried} best counterfactuals together)"
+    )
+    what = f"computed in {names} the head loses" if is_loss else f"why: read as {names}"
+    says = "; ".join(dict.fromkeys(one.score.says for one in found))
+    ties = "" if len(found) == 1 or is_loss else "these cannot be told apart on this text; "
+    return CheckFinding("warning" if is_loss else "error", f"{what}: {change}", ties + says)
+
+
+def unexplained(declared: ReadingScore) -> Iterator[CheckFinding]:
+    """That nothing is wrong in how it is read."""
+    what = f"no counterfactual makes tau ({declared.tau:.2f}) jump"
+    if declared.tau < LEAST_TAU:
+        hint = "it is hardly trained, or for another target or other text: give --text of its own"
+        yield warning(f"the head drafts next to nothing of this text, and {what}", hint)
+    else:
+        hint = "it is read as it was trained; what it may lack follows"
+        yield CheckFinding("note", f"the head is sound: {what}", hint)
+
+
+def lacks(
+    declared: ReadingScore, own_tau: float | None, forecast: Sequence[str]
+) -> Iterator[CheckFinding]:
+    """Notes on what a sound head may lack: text like its own, vocabulary, data."""
+    tau, found = declared.tau, tau_of_answers(declared.counts)
+    if own_tau is not None and found is not None:
+        unlike = found[1] < own_tau
+        what = (
+            f"tau is {tau:.2f} ({found[0]:.2f} to {found[1]:.2f}) on this text, "
+            f"{own_tau:.2f} on the text of its card"
+        )
+        hint = (
+            "prompts unlike its own: train on prompts like these"
+            if unlike
+            else "the text is no harder than its own"
+        )
+        yield CheckFinding("note", what, hint)
+    if declared.covered < LEAST_COVERED:
+        what = f"the draft vocabulary covers {declared.covered:.0%} of the answers' tokens"
+        hint = "train with a larger draft_vocab_size, counted on answers like these"
+        yield CheckFinding("note", what, hint)
+    kinds = by_kind(declared)
+    if len(kinds) > 1:
+        hint = "train on more prompts of the lowest kinds"
+        yield CheckFinding("note", f"tau by kind: {'; '.join(kinds)}", hint)
+    if places := by_place(declared):
+        hint = "lower at the end: train on longer answers; at the begin: on more of them"
+        what = f"first drafts accepted, by token of the answer: {'; '.join(places)}"
+        yield CheckFinding("note", what, hint)
+    what = f"more data: {'; '.join(forecast)}" if forecast else "whether more data helps is open"
+    hint = (
+        "of the same kind, with the same settings"
+        if forecast
+        else "give --run three times or more: outputs of `eyas train -s data_share=...`"
+    )
+    yield CheckFinding("note", what, hint)
+
+
+def tau_of_answers(counts: Sequence[RoundCounts]) -> Interval | None:
+    """The interval of tau over answers."""
+    return tau_interval([one.emitted for one in counts], [one.rounds for one in counts])
+
+
+def by_kind(declared: ReadingScore) -> list[str]:
+    """tau of each kind of at least LEAST_ROWS answers, the lowest first, in words."""
+    rows = []
+    for kind in sorted(set(declared.kinds)):
+        counts = [
+            one for one, of in zip(declared.counts, declared.kinds, strict=True) if of == kind
+        ]
+        interval = tau_of_answers(counts)
+        if interval is not None:
+            tau = sum(one.emitted for one in counts) / sum(one.rounds for one in counts)
+            rows.append((tau, f"{kind} {tau:.2f} ({interval[0]:.2f} to {interval[1]:.2f})"))
+    return [words for _, words in sorted(rows)]
+
+
+def by_place(declared: ReadingScore) -> list[str]:
+    """Share of first drafts accepted, by place in the answer, in words; a place has one draft
+    judged for certain, however near the end it is.
+    """
+    places = [(n, m > 0) for spans in declared.answers for one in spans for n, m in enumerate(one)]
+    rows = []
+    for first, end in pairwise((*EDGES, len(places))):
+        judged = [is_accepted for n, is_accepted in places if first <= n < end]
+        if len(judged) >= LEAST_PLACES:
+            rows.append(f"from {first + 1} {sum(judged) / len(judged):.0%}")
+    return rows if len(rows) > 1 else []
+
+
+def card_tau(folder: str | Path) -> float | None:
+    """tau of chains of NUM_DRAFT_STEPS by the evaluation that an export keeps beside the head."""
+    for path in (Path(folder) / "eval.json", Path(folder).parent / "eval.json"):
+        try:
+            return float(json.loads(path.read_bytes())["tau_by_num_draft_steps"][AT])
+        except (OSError, ValueError, LookupError, TypeError):
+            continue
+    return None
