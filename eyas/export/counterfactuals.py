@@ -62,18 +62,23 @@ def counterfactuals(
 
     longest: tokens of the longest conversation that is replayed.
     """
-    known = list(misreadings(declared.config, declared.tensors, vocabulary.config))
-    for number, one in enumerate(known):
-        known[number] = replace(one, says=CONFIG)
+    common = misreadings(declared.config, declared.tensors, vocabulary.config)
+    known = [replace(one, says=CONFIG) for one in common]
     for entry in TABLE:
-        if entry.name != WINDOW or longest > LONGEST:
-            found = entry.change(declared, vocabulary)
-            configs = [one.config for one in known if one.tensors is declared.tensors]
-            if found is not None and (
-                found.tensors is not declared.tensors or found.config not in configs
-            ):
-                known.append(replace(found, name=entry.name, says=entry.says))
+        found = (
+            None
+            if entry.name == WINDOW and longest <= LONGEST
+            else entry.change(declared, vocabulary)
+        )
+        if found is not None and not any(same(found, one) for one in known):
+            known.append(replace(found, name=entry.name, says=entry.says))
     yield from known
+
+
+def same(one: HeadReading, other: HeadReading) -> bool:
+    """Whether they are one reading under two names."""
+    ways = [(it.config, it.later, it.embed_lag, it.dtype) for it in (one, other)]
+    return one.tensors is other.tensors and ways[0] == ways[1]
 
 
 # What an entry changes

@@ -347,7 +347,9 @@ def acceptance(
 ) -> ReadingScore:
     """What a reading accepts on the answers."""
     head = head_of(reading.config, reading.tensors).to(reading.dtype)
-    embed_tokens = vocabulary.embed_tokens.to(reading.dtype)
+    own = head.embed_tokens
+    embed_tokens = (vocabulary.embed_tokens if own is None else own).to(reading.dtype)
+    head.embed_tokens = None
     answers: list[list[list[int]]] = []
     kinds: list[str] = []
     known: list[Tensor] = []
@@ -376,8 +378,7 @@ def replay_head(
 
     text: as in `answered`; None is the packaged prompts. Where the target has no chat
     template, only text that is given is replayed (`continued`). why: as in `replay`, on more and
-    longer text. Raises what loading the target
-    raises, and MissingInputError.
+    longer text. Raises what loading the target raises, and MissingInputError.
     """
     folder = resolve_target(str(target))
     vocabulary = TargetVocabulary.load(folder)
