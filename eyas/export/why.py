@@ -21,7 +21,7 @@ from eyas.export.scores import LEAST_TAU, NUM_DRAFT_STEPS, ReadingScore
 from eyas.tau import LEAST_ROWS, Interval, RoundCounts, tau_interval
 
 CONFIDENCE = 0.95
-NUM_DRAWS = 10_000
+NUM_DRAWS = 4_000
 LEAST_JUMP = 1.02  # of tau, that the interval must lie beyond
 AT = NUM_DRAFT_STEPS - 1
 EDGES = (0, 16, 64, 256, 1024)  # tokens of the answer at which groups of places begin
