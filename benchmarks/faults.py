@@ -802,8 +802,8 @@ BROKEN = (
         "features one token earlier",
         trained(later=-1),
     ),
-    Broken("first layer two on", (SMOLLM2,), "the first layer one earlier", layers(1, 0, 0)),
-    Broken("second layer one back", (SMOLLM2,), "the second layer one later", layers(0, -1, 0)),
+    Broken("first layer one on", (SMOLLM2,), "the target's default layers", layers(1, 0, 0)),
+    Broken("second layer one back", (SMOLLM2,), "the target's default layers", layers(0, -1, 0)),
     Broken("streams stored 3 2 1", (SMOLLM2,), "the streams in the order 3 2 1", blocks(2, 1, 0)),
     Broken(
         "fc_norm in another order",
