@@ -588,16 +588,6 @@ def norms(by: int) -> Callable[..., tuple[HeadConfig, Tensors]]:
     )
 
 
-def dealt(_: Bench, config: HeadConfig, tensors: Tensors) -> tuple[HeadConfig, Tensors]:
-    """Heads of queries by their number in the group, then by group."""
-    groups = config.num_key_value_heads, -1, config.head_dim, 2 * config.hidden_size
-    queries = tensors[ATTENTION + "q_proj.weight"].view(groups).transpose(0, 1).flatten(0, 2)
-    outputs = tensors[ATTENTION + "o_proj.weight"].T.view(*groups[:3], config.hidden_size)
-    outputs = outputs.transpose(0, 1).flatten(0, 2).T
-    changed = {ATTENTION + "q_proj.weight": queries, ATTENTION + "o_proj.weight": outputs}
-    return config, tensors | changed
-
-
 def positions(by: int) -> Callable[..., tuple[HeadConfig, Tensors]]:
     """Queries turned by so many positions."""
 
@@ -806,13 +796,6 @@ BROKEN = (
     Broken("second layer one back", (SMOLLM2,), "the target's default layers", layers(0, -1, 0)),
     Broken("streams stored 3 2 1", (SMOLLM2,), "the streams in the order 3 2 1", blocks(2, 1, 0)),
     Broken(
-        "fc_norm in another order",
-        (SMOLLM2,),
-        "the norms of the streams in the order 3 2 1",
-        switched(FC_NORMS[0], FC_NORMS[2]),
-    ),
-    Broken("heads dealt in turn", (SMOLLM2,), "heads of queries in turn", dealt),
-    Broken(
         "embedding's norm for the feature's",
         (SMOLLM2,),
         "input_layernorm and hidden_norm exchanged",
@@ -828,7 +811,7 @@ def asked(bench: Bench, folder: Path) -> tuple[float, list[str], str]:
     for way in ways:
         way.tensors.setdefault(LM_HEAD, bench.vocabulary.lm_head)
     scores = replay(ways, bench.target, bench.vocabulary, bench.answers, why=True)
-    said = [one.what for one in why_findings(scores, None) if one.level != "note"]
+    said = [one.what for one in why_findings(scores) if one.level != "note"]
     return scores[0].tau, [one.score.reading for one in named(scores)], " ".join(said)
 
 

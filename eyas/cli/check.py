@@ -20,8 +20,7 @@ from eyas.errors import ConfigError, EmptyInputError, EyasError
 from eyas.export.check import check, replayed_by, verdict
 from eyas.export.lint import CheckFinding, exit_code
 from eyas.export.scores import NUM_DRAFT_STEPS, ReadingScore
-from eyas.export.why import card_tau, why_findings
-from eyas.hub import resolve_head
+from eyas.export.why import why_findings
 from eyas.log import Track, progress_bar
 
 MULTIPLES = (2, 8)  # of the largest run's data, of which --run says what they bring
@@ -75,7 +74,7 @@ def command(
             said = {"exit_code": error.exit_code, "error": error.what, "hint": error.hint}
             print(json.dumps({"head": head, "target": target, **said}, ensure_ascii=False))
         raise
-    reasons = list(why_findings(replayed, card_tau(resolve_head(head)), forecast)) if why else None
+    reasons = list(why_findings(replayed, forecast)) if why else None
     findings = verdict(findings, replayed, reasons)
     if as_json:
         print(json.dumps(report(head, target, findings, replayed, why_not), ensure_ascii=False))

@@ -1,326 +1,231 @@
 """The counterfactuals of `eyas check --why`: one table of what a trainer, converter or engine may
-have done to a head. Each entry reads the head as if that had been done, and says what follows if
-it accepts more so.
+have done to a head. Each entry reads the head as if that had been done.
 
-Letters: W draft vocabulary, V target vocabulary, H hidden size, D head dimension, X the layer's
-input.
+Letters: W draft vocabulary, V target vocabulary, H hidden size, D head dimension, X layer's input.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from itertools import combinations, permutations
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from eyas.export.readings import HeadReading, HeadTensors, misreadings
-from eyas.model.config import HeadConfig, RopeConfig, same_rotation
+from eyas.model.config import RopeConfig, same_rotation
 from eyas.model.dialects import FC_NORMS, INPUT_NORM, LAYER, LM_HEAD
 from eyas.operators.rope import apply_rope, rotation
 from eyas.operators.vocab import TargetVocabulary
 
-Change = Callable[[HeadReading, TargetVocabulary], HeadReading | None]
-OfTensors = Callable[[HeadConfig, HeadTensors], HeadTensors | None]
+# From the declared reading: `HeadReading`'s fields that differ, and of its tensors and config those
+# that do. Nothing where the head has no such reading.
+Change = Callable[[HeadReading, TargetVocabulary], dict[str, Any]]
 QUERY, KEY, VALUE, OUTPUT = (f"{LAYER}self_attn.{name}_proj.weight" for name in "qkvo")
 GATE, UP = (f"{LAYER}mlp.{name}_proj.weight" for name in ("gate", "up"))
-NORMS = {
-    name: f"{LAYER}{name}.weight"
-    for name in ("input_layernorm", "hidden_norm", "post_attention_layernorm")
-} | {"norm": "norm.weight"}
-STREAMS = ("first", "second", "third")
-BASES = (1e4, 1e5, 5e5, 1e6)
+LAYER_NORMS = ("input_layernorm", "hidden_norm", "post_attention_layernorm")
+NORMS = {name: f"{LAYER}{name}.weight" for name in LAYER_NORMS} | {"norm": "norm.weight"}
 LONGEST = 2048  # tokens, at which trainers cut conversations by default
-# of rows of the target's and of a head's lm_head that began as them; those of others: 0.2
+# median cosine of lm_head's rows and the target's that they began as; of others it is some 0.2
 LEAST_ALIKE = 0.5
 ROWS_AT_ONCE = 1024
 
 CONFIG = "correct config.json, or train with what it says"
-FILE = "the file is written so: convert its tensors, or export it again with what wrote it mended"
+FILE = "the file is written so: mend what wrote it and export again, or convert the tensors"
 TRAINER = "it was trained so, and no engine serves it so: mend the trainer and train again"
-PRECISION = "serve it in bfloat16 or float32, whichever is not named here"
+PRECISION = "serve it in another precision"
 
 
-@dataclass(frozen=True, slots=True)
-class Counterfactual:
-    """name: as what the head is read. says: what to do if it accepts more so.
-
-    change: the reading, or None where this head has none.
-    """
-
-    name: str
-    says: str
-    change: Change
-
-
-def counterfactuals(
-    declared: HeadReading, vocabulary: TargetVocabulary, longest: int
-) -> Iterator[HeadReading]:
-    """The head as every entry reads it, one at a time, the common misreadings first.
-
-    longest: tokens of the longest conversation that is replayed.
-    """
+def counterfactuals(declared: HeadReading, vocabulary: TargetVocabulary) -> Iterator[HeadReading]:
+    """The head as every entry reads it, one at a time, the common misreadings first."""
     common = misreadings(declared.config, declared.tensors, vocabulary.config)
-    known = [replace(one, says=CONFIG) for one in common]
-    for entry in TABLE:
-        found = (
-            None
-            if entry.name == WINDOW and longest <= LONGEST
-            else entry.change(declared, vocabulary)
-        )
-        if found is not None and not any(same(found, one) for one in known):
-            known.append(replace(found, name=entry.name, says=entry.says))
-    yield from known
-
-
-def same(one: HeadReading, other: HeadReading) -> bool:
-    """Whether they are one reading under two names."""
-    ways = [(it.config, it.later, it.embed_lag, it.dtype) for it in (one, other)]
-    return one.tensors is other.tensors and ways[0] == ways[1]
+    found = [replace(one, says=CONFIG) for one in common]
+    configs = [one.config for one in found if one.tensors is declared.tensors]
+    for name, (says, change) in TABLE.items():
+        fields = change(declared, vocabulary)
+        if "config" in fields:
+            fields["config"] = declared.config.model_copy(update=fields["config"])
+        if "tensors" in fields:
+            fields["tensors"] = declared.tensors | fields["tensors"]
+        if fields and fields.get("config") not in configs:
+            found.append(replace(declared, name=name, says=says, **fields))
+    yield from found
 
 
 # What an entry changes
 
 
-def of_tensors(change: OfTensors) -> Change:
-    """Tensors alone."""
-
-    def changed(declared: HeadReading, _: TargetVocabulary) -> HeadReading | None:
-        tensors = change(declared.config, declared.tensors)
-        return None if tensors is None else replace(declared, tensors=declared.tensors | tensors)
-
-    return changed
-
-
-def of_run(**fields: object) -> Change:
-    """How it is run (fields of `HeadReading`)."""
-    return lambda declared, _: replace(declared, **fields)  # type: ignore[arg-type]
-
-
-def exchanged(*pairs: tuple[str, str]) -> OfTensors:
-    """Tensors under each other's names, where their shapes allow it."""
-
-    def change(_: HeadConfig, tensors: HeadTensors) -> HeadTensors | None:
-        if any(tensors[one].shape != tensors[other].shape for one, other in pairs):
-            return None
-        return {name: tensors[other] for pair in pairs for name, other in (pair, pair[::-1])}
-
-    return change
+def of_tensors(change: Callable[[HeadReading], HeadTensors]) -> Change:
+    """Tensors that do not depend on the target."""
+    return lambda declared, _: {"tensors": found} if (found := change(declared)) else {}
 
 
 def tapped(stream: int, by: int) -> Change:
     """One stream of another layer."""
 
-    def change(declared: HeadReading, vocabulary: TargetVocabulary) -> HeadReading | None:
+    def change(declared: HeadReading, vocabulary: TargetVocabulary) -> dict[str, Any]:
         taps = list(declared.config.taps)
         taps[stream] += by
-        if not 0 <= taps[stream] < vocabulary.config.num_hidden_layers:
-            return None
-        return replace(declared, config=declared.config.model_copy(update={"taps": tuple(taps)}))
+        inside = 0 <= taps[stream] < vocabulary.config.num_hidden_layers
+        return {"config": {"taps": tuple(taps)}} if inside else {}
 
     return change
 
 
 def turned_by(theta: float) -> Change:
     """A plain rotary embedding of another base."""
-
-    def change(declared: HeadReading, _: TargetVocabulary) -> HeadReading | None:
-        rope = RopeConfig(theta=theta)
-        if same_rotation(rope, declared.config.rope):
-            return None
-        return replace(declared, config=declared.config.model_copy(update={"rope": rope}))
-
-    return change
+    rope = RopeConfig(theta=theta)
+    return lambda declared, _: (
+        {} if same_rotation(rope, declared.config.rope) else {"config": {"rope": rope}}
+    )
 
 
-def windowed(declared: HeadReading, _: TargetVocabulary) -> HeadReading | None:
-    """The last LONGEST tokens are all that attention sees."""
-    if (declared.config.sliding_window or LONGEST + 1) <= LONGEST:
-        return None
-    config = declared.config.model_copy(update={"sliding_window": LONGEST})
-    return replace(declared, config=config)
+def streams(order: tuple[int, ...]) -> Change:
+    """The three streams in another order, with their norms."""
+
+    def change(declared: HeadReading) -> HeadTensors:
+        tensors, found = declared.tensors, {}
+        for name in {"fc.weight", INPUT_NORM} & tensors.keys():
+            parts = tensors[name].chunk(3, dim=-1)
+            found[name] = torch.cat([parts[one] for one in order], dim=-1)
+        norms = [tensors[name] for name in FC_NORMS if name in tensors]
+        return found | {n: norms[o] for n, o in zip(FC_NORMS, order, strict=True) if norms}
+
+    return of_tensors(change)
 
 
-def streams(order: Sequence[int], names: Sequence[str] = ("fc.weight", *FC_NORMS)) -> OfTensors:
-    """The three streams in another order; names: of the tensors that have an order."""
-
-    def change(_: HeadConfig, tensors: HeadTensors) -> HeadTensors | None:
-        found: HeadTensors = {}
-        for name in ("fc.weight", INPUT_NORM):
-            if name in tensors and "fc.weight" in names:
-                parts = tensors[name].chunk(3, dim=-1)
-                found[name] = torch.cat([parts[one] for one in order], dim=-1)
-        if set(FC_NORMS) <= tensors.keys():
-            found |= {
-                name: tensors[FC_NORMS[one]]
-                for name, one in zip(FC_NORMS, order, strict=True)
-                if name in names
-            }
-        return found or None
-
-    return change
+def exchanged(one: str, other: str) -> Change:
+    """Two tensors under each other's names."""
+    return of_tensors(lambda it: {one: it.tensors[other], other: it.tensors[one]})
 
 
-def feature_first(_: HeadConfig, tensors: HeadTensors) -> HeadTensors:
-    """The layer's input as [feature, embedding]."""
-    return {
-        name: tensors[name].roll(tensors[name].shape[1] // 2, dims=1)
-        for name in (QUERY, KEY, VALUE)
-    }
+def weighed(name: str, change: Callable[[Tensor], Tensor]) -> Change:
+    """The weights of a norm, or without a name of every norm, changed."""
+    return of_tensors(
+        lambda declared: {
+            one: change(weight)
+            for one, weight in declared.tensors.items()
+            if (one == name if name else weight.ndim == 1 and one.endswith(".weight"))
+        }
+    )
 
 
-def weighed(name: str, change: Callable[[Tensor], Tensor]) -> OfTensors:
-    """The weights of a norm, or of every one, changed."""
-
-    def changed(_: HeadConfig, tensors: HeadTensors) -> HeadTensors:
-        names = [one for one in tensors if one.endswith("norm.weight") or one in FC_NORMS]
-        return {one: change(tensors[one]) for one in ([NORMS[name]] if name else names)}
-
-    return changed
+def in_heads(weight_RX: Tensor, declared: HeadReading) -> Tensor:
+    """Rows of a projection [R, X] by head [R / D, D, X]."""
+    return weight_RX.view(-1, declared.config.head_dim, weight_RX.shape[1])
 
 
-def by_head(weight: Tensor, config: HeadConfig) -> Tensor:
-    """Rows of a projection as [heads, D, X]."""
-    return weight.view(-1, config.head_dim, weight.shape[-1])
+def paired(*shape: int) -> Change:
+    """Rows of each head in the order of `shape`, turned: rotary pairs as they may be stored."""
+
+    def change(declared: HeadReading) -> HeadTensors:
+        order = torch.arange(declared.config.head_dim).view(shape).T.flatten()
+        names = QUERY, KEY
+        return {n: in_heads(declared.tensors[n], declared)[:, order].flatten(0, 1) for n in names}
+
+    return of_tensors(change)
 
 
-def pairs_side_by_side(config: HeadConfig, tensors: HeadTensors) -> HeadTensors:
-    """Rotary pairs as (0, 1), (2, 3), ... in the file, as GPT-J and Meta's Llama have them."""
-    order = torch.arange(config.head_dim).view(-1, 2).T.flatten()
-    return {name: by_head(tensors[name], config)[:, order].flatten(0, 1) for name in (QUERY, KEY)}
-
-
-def pairs_taken_apart(config: HeadConfig, tensors: HeadTensors) -> HeadTensors:
-    """Rotary pairs that were converted once too often."""
-    order = torch.arange(config.head_dim).view(2, -1).T.flatten()
-    return {name: by_head(tensors[name], config)[:, order].flatten(0, 1) for name in (QUERY, KEY)}
-
-
-def queries_on(by: int) -> OfTensors:
+def queries_at(by: int) -> Change:
     """Queries so many positions after their keys."""
 
-    def change(config: HeadConfig, tensors: HeadTensors) -> HeadTensors:
-        by_head_hXD = by_head(tensors[QUERY].float(), config).transpose(1, 2)
-        turn = rotation(config.rope, config.head_dim, torch.tensor(abs(by)))
-        cos, sin = turn[0], turn[1] if by > 0 else -turn[1]
-        return {QUERY: apply_rope(by_head_hXD, cos, sin).transpose(1, 2).flatten(0, 1)}
+    def change(declared: HeadReading) -> HeadTensors:
+        queries_hXD = in_heads(declared.tensors[QUERY].float(), declared).transpose(1, 2)
+        turn = rotation(declared.config.rope, declared.config.head_dim, torch.tensor(by))
+        return {QUERY: apply_rope(queries_hXD, *turn).transpose(1, 2).flatten(0, 1)}
 
-    return change
-
-
-def queries_in_turn(config: HeadConfig, tensors: HeadTensors) -> HeadTensors | None:
-    """Heads of queries dealt to the heads of keys in turn, not in groups."""
-    heads, key_heads = config.num_attention_heads, config.num_key_value_heads
-    if key_heads in (1, heads):
-        return None
-    order = torch.arange(heads).view(-1, key_heads).T.flatten()
-    outputs = by_head(tensors[OUTPUT].T, config)[order].flatten(0, 1).T
-    return {QUERY: by_head(tensors[QUERY], config)[order].flatten(0, 1), OUTPUT: outputs}
+    return of_tensors(change)
 
 
-def transposed(_: HeadConfig, tensors: HeadTensors) -> HeadTensors | None:
-    """Matrices that are square, and so load either way."""
-    square = {
-        name: one for name, one in tensors.items() if one.ndim == 2 and one.shape[0] == len(one.T)
-    }
-    return {name: one.T for name, one in square.items()} or None
+def mapped(declared: HeadReading, ids_W: Tensor) -> dict[str, Any]:
+    """d2t and t2d of other target ids."""
+    d2t = ids_W - torch.arange(len(ids_W))
+    if torch.equal(d2t, declared.tensors["d2t"]):
+        return {}
+    t2d = torch.zeros_like(declared.tensors["t2d"]).index_fill(0, ids_W, True)
+    return {"tensors": {"d2t": d2t, "t2d": t2d}}
 
 
-def mapped(ids_W: Tensor, vocab_size: int) -> HeadTensors:
-    """d2t and t2d of target ids."""
-    mask_V = torch.zeros(vocab_size, dtype=torch.bool).index_fill(0, ids_W, True)
-    return {"d2t": ids_W - torch.arange(len(ids_W)), "t2d": mask_V}
-
-
-def identity(config: HeadConfig, tensors: HeadTensors) -> HeadTensors | None:
-    """The target's first W tokens."""
-    if not tensors["d2t"].any():
-        return None
-    return mapped(torch.arange(config.draft_vocab_size), config.vocab_size)
-
-
-def rows_alike(declared: HeadReading, vocabulary: TargetVocabulary) -> HeadReading | None:
-    """The map by what rows of lm_head began as: of the target's, the most alike."""
+def rows_alike(declared: HeadReading, vocabulary: TargetVocabulary) -> dict[str, Any]:
+    """The map by what the rows of lm_head began as: the target's rows that are most alike."""
     rows_VH = F.normalize(vocabulary.lm_head.float())
-    best = [
-        (F.normalize(part.float()) @ rows_VH.T).max(-1)
-        for part in torch.split(declared.tensors[LM_HEAD], ROWS_AT_ONCE)
-    ]
-    alike_W, ids_W = (torch.cat(parts) for parts in zip(*best, strict=True))
-    stated_W = declared.tensors["d2t"] + torch.arange(len(ids_W))
-    if torch.equal(ids_W, stated_W) or alike_W.median() < LEAST_ALIKE:
-        return None
-    tensors = mapped(ids_W, declared.config.vocab_size)
-    return replace(declared, tensors=declared.tensors | tensors)
+    parts = torch.split(F.normalize(declared.tensors[LM_HEAD].float()), ROWS_AT_ONCE)
+    best = [(part @ rows_VH.T).max(-1) for part in parts]
+    alike_W, ids_W = (torch.cat(of) for of in zip(*best, strict=True))
+    return mapped(declared, ids_W) if alike_W.median() >= LEAST_ALIKE else {}
 
 
-def target_rows(declared: HeadReading, vocabulary: TargetVocabulary) -> HeadReading | None:
+def target_rows(declared: HeadReading, vocabulary: TargetVocabulary) -> dict[str, Any]:
     """The target's own rows for lm_head."""
-    ids_W = declared.tensors["d2t"] + torch.arange(len(declared.tensors["d2t"]))
-    rows_WH = vocabulary.lm_head[ids_W]
-    if torch.equal(rows_WH, declared.tensors[LM_HEAD].float()):
-        return None
-    return replace(declared, tensors=declared.tensors | {LM_HEAD: rows_WH})
+    own, d2t = declared.tensors[LM_HEAD].float(), declared.tensors["d2t"]
+    rows_WH = vocabulary.lm_head[d2t + torch.arange(len(d2t))]
+    return {} if torch.equal(rows_WH, own) else {"tensors": {LM_HEAD: rows_WH}}
 
 
-WINDOW = f"a context cut at {LONGEST:,} tokens"
-TABLE: tuple[Counterfactual, ...] = (
-    *(
-        Counterfactual(f"the {STREAMS[stream]} layer one {word}", CONFIG, tapped(stream, by))
-        for stream in range(3)
-        for word, by in (("earlier", -1), ("later", 1))
-    ),
-    *(
-        Counterfactual(
-            f"the streams in the order {' '.join(str(one + 1) for one in order)}",
+TABLE: dict[str, tuple[str, Change]] = {
+    **{
+        f"the {word} layer one {where}": (CONFIG, tapped(stream, by))
+        for stream, word in enumerate(("first", "second", "third"))
+        for where, by in (("earlier", -1), ("later", 1))
+    },
+    **{
+        f"the streams in the order {' '.join(str(one + 1) for one in order)}": (
             FILE,
-            of_tensors(streams(order)),
+            streams(order),
         )
         for order in permutations(range(3))
         if order != (0, 1, 2)
+    },
+    "the feature before the embedding": (
+        FILE,
+        of_tensors(
+            lambda it: {
+                name: it.tensors[name].roll(it.config.hidden_size, dims=1)
+                for name in (QUERY, KEY, VALUE)
+            }
+        ),
     ),
-    *(
-        Counterfactual(
-            f"the norms of the streams in the order {' '.join(str(one + 1) for one in order)}",
-            FILE,
-            of_tensors(streams(order, FC_NORMS)),
-        )
-        for order in permutations(range(3))
-        if order != (0, 1, 2)
+    "the embedding of the feature's own token": (TRAINER, lambda *_: {"embed_lag": 1}),
+    "features one token later": (TRAINER, lambda *_: {"later": 1}),
+    "features one token earlier": (TRAINER, lambda *_: {"later": -1}),
+    "queries one position on": (TRAINER, queries_at(1)),
+    "queries one position back": (TRAINER, queries_at(-1)),
+    "rotary pairs side by side": (FILE, paired(-1, 2)),
+    "rotary pairs converted twice": (FILE, paired(2, -1)),
+    **{f"rope_theta {base:g}": (CONFIG, turned_by(base)) for base in (1e5, 5e5, 1e6)},
+    f"a context cut at {LONGEST:,} tokens": (
+        "serve it with this sliding_window, or train on longer text",
+        lambda *_: {"config": {"sliding_window": LONGEST}},
     ),
-    Counterfactual("the feature before the embedding", FILE, of_tensors(feature_first)),
-    Counterfactual("the embedding of the feature's own token", TRAINER, of_run(embed_lag=1)),
-    Counterfactual("features one token later", TRAINER, of_run(later=1)),
-    Counterfactual("features one token earlier", TRAINER, of_run(later=-1)),
-    Counterfactual("queries one position on", TRAINER, of_tensors(queries_on(1))),
-    Counterfactual("queries one position back", TRAINER, of_tensors(queries_on(-1))),
-    Counterfactual("rotary pairs side by side", FILE, of_tensors(pairs_side_by_side)),
-    Counterfactual("rotary pairs converted twice", FILE, of_tensors(pairs_taken_apart)),
-    *(Counterfactual(f"rope_theta {base:g}", CONFIG, turned_by(base)) for base in BASES),
-    Counterfactual(WINDOW, "serve it with this sliding_window, or train on longer text", windowed),
-    *(
-        Counterfactual(
-            f"{one} and {other} exchanged", FILE, of_tensors(exchanged((NORMS[one], NORMS[other])))
-        )
+    **{
+        f"{one} and {other} exchanged": (FILE, exchanged(NORMS[one], NORMS[other]))
         for one, other in combinations(NORMS, 2)
+    },
+    **{
+        f"{name} without its weights": (FILE, weighed(tensor, torch.ones_like))
+        for name, tensor in NORMS.items()
+    },
+    "norm weights counted from 1": (FILE, weighed("", lambda weight: weight + 1)),
+    "norm weights with 1 too many": (FILE, weighed("", lambda weight: weight - 1)),
+    "gate_proj and up_proj exchanged": (FILE, exchanged(GATE, UP)),
+    "k_proj and v_proj exchanged": (FILE, exchanged(KEY, VALUE)),
+    "square matrices transposed": (
+        FILE,
+        of_tensors(
+            lambda it: {
+                n: w.T for n, w in it.tensors.items() if w.ndim == 2 and w.shape == w.T.shape
+            }
+        ),
     ),
-    *(
-        Counterfactual(
-            f"{name} without its weights", FILE, of_tensors(weighed(name, torch.ones_like))
-        )
-        for name in NORMS
+    "d2t as identity": (
+        FILE,
+        lambda it, _: mapped(it, torch.arange(it.config.draft_vocab_size)),
     ),
-    Counterfactual("norm weights counted from 1", FILE, of_tensors(weighed("", lambda w: w + 1))),
-    Counterfactual("norm weights with 1 too many", FILE, of_tensors(weighed("", lambda w: w - 1))),
-    Counterfactual("gate_proj and up_proj exchanged", FILE, of_tensors(exchanged((GATE, UP)))),
-    Counterfactual("k_proj and v_proj exchanged", FILE, of_tensors(exchanged((KEY, VALUE)))),
-    Counterfactual("heads of queries in turn", FILE, of_tensors(queries_in_turn)),
-    Counterfactual("square matrices transposed", FILE, of_tensors(transposed)),
-    Counterfactual("d2t as identity", FILE, of_tensors(identity)),
-    Counterfactual("d2t by the rows of lm_head", FILE, rows_alike),
-    Counterfactual("the target's lm_head", FILE, target_rows),
-    Counterfactual("float16", PRECISION, of_run(dtype=torch.float16, is_loss=True)),
-    Counterfactual("bfloat16", PRECISION, of_run(dtype=torch.bfloat16, is_loss=True)),
-)
+    "d2t by the rows of lm_head": (FILE, rows_alike),
+    "the target's lm_head": (FILE, target_rows),
+    "float16": (PRECISION, lambda *_: {"dtype": torch.float16, "is_loss": True}),
+    "bfloat16": (PRECISION, lambda *_: {"dtype": torch.bfloat16, "is_loss": True}),
+}

@@ -76,7 +76,7 @@ ROLES = {
     "system": "system",
 }
 # Of counterfactuals: answers from which on a quarter of them chooses those that the others judge.
-LEAST_SCREENED, NUM_PROMISING = 32, 16
+LEAST_SCREENED, NUM_PROMISING = 32, 12
 ANSWERS_AT_ONCE = 8  # in one forward, of about one length
 
 
@@ -284,10 +284,9 @@ def replay(
     meanings: the declared reading, or each meaning of an ambiguous checkpoint; with an lm_head.
     vocabulary: the target's.
     """
-    longest = max(len(one.token_ids) for one in answers)
     others_of = [
         list(
-            counterfactuals(one, vocabulary, longest)
+            counterfactuals(one, vocabulary)
             if why
             else misreadings(one.config, one.tensors, vocabulary.config)
         )

@@ -8,23 +8,20 @@ Letters: N answers, C counterfactuals, D draws.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from pathlib import Path
 
 import numpy as np
 
 from eyas.export.lint import CheckFinding, warning
-from eyas.export.scores import LEAST_TAU, NUM_DRAFT_STEPS, ReadingScore
-from eyas.tau import LEAST_ROWS, Interval, RoundCounts, tau_interval
+from eyas.export.scores import LEAST_TAU, ReadingScore
+from eyas.tau import LEAST_ROWS, Interval, tau_interval
 
 CONFIDENCE = 0.95
 NUM_DRAWS = 4_000
 LEAST_JUMP = 1.02  # of tau, that the interval must lie beyond
-AT = NUM_DRAFT_STEPS - 1
-EDGES = (0, 16, 64, 256, 1024)  # tokens of the answer at which groups of places begin
+EDGES = (0, 16, 64, 256, 1024, 2**31)  # tokens of the answer at which groups of places begin
 LEAST_PLACES = 100
 LEAST_COVERED = 0.9  # of tokens, by the draft vocabulary
 
@@ -95,45 +92,31 @@ def named(scores: Sequence[ReadingScore]) -> list[Jump]:
 
 
 def why_findings(
-    scores: Sequence[ReadingScore], own_tau: float | None, forecast: Sequence[str] = ()
+    scores: Sequence[ReadingScore], forecast: Sequence[str] = ()
 ) -> Iterator[CheckFinding]:
-    """What explains a low tau, or that the head is sound, and what it lacks.
-
-    own_tau: of chains of NUM_DRAFT_STEPS on its own held-out answers, where that is known.
-    forecast: what more data would bring, in words.
+    """What explains a low tau, or that the head is sound, and what it lacks. forecast: what more
+    data would bring, in words.
     """
     if not scores:
         return
-    declared, tried = scores[0], len(scores) - 1
+    declared, found = scores[0], named(scores)
     if len(declared.answers) < LEAST_ROWS:
         what = f"{len(declared.answers)} answers are too few to say why"
         yield warning(what, f"give --text with {LEAST_ROWS} prompts or more, better 50")
         return
-    found = named(scores)
     if found:
-        yield explained(declared, found, tried)
-    if not found or found[0].score.is_loss:
-        yield from unexplained(declared)
-        yield from lacks(declared, own_tau, forecast)
-
-
-def explained(declared: ReadingScore, found: Sequence[Jump], tried: int) -> CheckFinding:
-    """The counterfactuals that are named."""
-    best, is_loss = found[0], found[0].score.is_loss
-    names = " or ".join(repr(one.score.reading) for one in found)
-    low, high = best.interval
-    change = (
-        f"tau {declared.tau:.2f} -> {best.score.tau:.2f}, {best.ratio:.2f} times ({low:.2f} to "
-        f"{high:.2f}, {CONFIDENCE:.0%} for the {tried} best counterfactuals together)"
-    )
-    what = f"computed in {names} the head loses" if is_loss else f"why: read as {names}"
-    says = "; ".join(dict.fromkeys(one.score.says for one in found))
-    ties = "" if len(found) == 1 or is_loss else "these cannot be told apart on this text; "
-    return CheckFinding("warning" if is_loss else "error", f"{what}: {change}", ties + says)
-
-
-def unexplained(declared: ReadingScore) -> Iterator[CheckFinding]:
-    """That nothing is wrong in how it is read."""
+        best, is_loss = found[0], found[0].score.is_loss
+        names = " or ".join(repr(one.score.reading) for one in found)
+        low, high = best.interval
+        yield CheckFinding(
+            "warning" if is_loss else "error",
+            f"{'the head loses in' if is_loss else 'why: read as'} {names}: tau {declared.tau:.2f} "
+            f"-> {best.score.tau:.2f}, {best.ratio:.2f} times ({low:.2f} to {high:.2f}, "
+            f"{CONFIDENCE:.0%} for the {len(scores) - 1} best counterfactuals together)",
+            "; ".join(dict.fromkeys(one.score.says for one in found)),
+        )
+    if found and not found[0].score.is_loss:
+        return
     what = f"no counterfactual makes tau ({declared.tau:.2f}) jump"
     if declared.tau < LEAST_TAU:
         hint = "it is hardly trained, or for another target or other text: give --text of its own"
@@ -141,83 +124,36 @@ def unexplained(declared: ReadingScore) -> Iterator[CheckFinding]:
     else:
         hint = "it is read as it was trained; what it may lack follows"
         yield CheckFinding("note", f"the head is sound: {what}", hint)
-
-
-def lacks(
-    declared: ReadingScore, own_tau: float | None, forecast: Sequence[str]
-) -> Iterator[CheckFinding]:
-    """Notes on what a sound head may lack: text like its own, vocabulary, data."""
-    tau, found = declared.tau, tau_of_answers(declared.counts)
-    if own_tau is not None and found is not None:
-        unlike = found[1] < own_tau
-        what = (
-            f"tau is {tau:.2f} ({found[0]:.2f} to {found[1]:.2f}) on this text, "
-            f"{own_tau:.2f} on the text of its card"
-        )
-        hint = (
-            "prompts unlike its own: train on prompts like these"
-            if unlike
-            else "the text is no harder than its own"
-        )
+    for what, hint in lacks(declared, forecast):
         yield CheckFinding("note", what, hint)
+
+
+def lacks(declared: ReadingScore, forecast: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """What a sound head may lack, and what to do: vocabulary, text of these kinds, data."""
     if declared.covered < LEAST_COVERED:
         what = f"the draft vocabulary covers {declared.covered:.0%} of the answers' tokens"
-        hint = "train with a larger draft_vocab_size, counted on answers like these"
-        yield CheckFinding("note", what, hint)
-    kinds = by_kind(declared)
-    if len(kinds) > 1:
-        hint = "train on more prompts of the lowest kinds"
-        yield CheckFinding("note", f"tau by kind: {'; '.join(kinds)}", hint)
-    if places := by_place(declared):
-        hint = "lower at the end: train on longer answers; at the begin: on more of them"
-        what = f"first drafts accepted, by token of the answer: {'; '.join(places)}"
-        yield CheckFinding("note", what, hint)
-    what = f"more data: {'; '.join(forecast)}" if forecast else "whether more data helps is open"
-    hint = (
-        "of the same kind, with the same settings"
-        if forecast
-        else "give --run three times or more: outputs of `eyas train -s data_share=...`"
-    )
-    yield CheckFinding("note", what, hint)
-
-
-def tau_of_answers(counts: Sequence[RoundCounts]) -> Interval | None:
-    """The interval of tau over answers."""
-    return tau_interval([one.emitted for one in counts], [one.rounds for one in counts])
-
-
-def by_kind(declared: ReadingScore) -> list[str]:
-    """tau of each kind of at least LEAST_ROWS answers, the lowest first, in words."""
-    rows = []
+        yield what, "train with a larger draft_vocab_size, counted on answers like these"
+    counts, by_kind = declared.counts, []
     for kind in sorted(set(declared.kinds)):
-        counts = [
-            one for one, of in zip(declared.counts, declared.kinds, strict=True) if of == kind
-        ]
-        interval = tau_of_answers(counts)
-        if interval is not None:
-            tau = sum(one.emitted for one in counts) / sum(one.rounds for one in counts)
-            rows.append((tau, f"{kind} {tau:.2f} ({interval[0]:.2f} to {interval[1]:.2f})"))
-    return [words for _, words in sorted(rows)]
-
-
-def by_place(declared: ReadingScore) -> list[str]:
-    """Share of first drafts accepted, by place in the answer, in words; a place has one draft
-    judged for certain, however near the end it is.
-    """
+        own = [one for one, of in zip(counts, declared.kinds, strict=True) if of == kind]
+        emitted, rounds = [one.emitted for one in own], [one.rounds for one in own]
+        if interval := tau_interval(emitted, rounds):
+            words = f"{sum(emitted) / sum(rounds):.2f} ({interval[0]:.2f} to {interval[1]:.2f})"
+            by_kind.append(f"{words} {kind}")
+    if len(by_kind) > 1:
+        yield f"tau by kind: {'; '.join(sorted(by_kind))}", "train on more of the lowest kinds"
+    # the first draft alone: it is judged at every place, however near the end
     places = [(n, m > 0) for spans in declared.answers for one in spans for n, m in enumerate(one)]
-    rows = []
-    for first, end in pairwise((*EDGES, len(places))):
+    by_place = []
+    for first, end in pairwise(EDGES):
         judged = [is_accepted for n, is_accepted in places if first <= n < end]
         if len(judged) >= LEAST_PLACES:
-            rows.append(f"from {first + 1} {sum(judged) / len(judged):.0%}")
-    return rows if len(rows) > 1 else []
-
-
-def card_tau(folder: str | Path) -> float | None:
-    """tau of chains of NUM_DRAFT_STEPS by the evaluation that an export keeps beside the head."""
-    for path in (Path(folder) / "eval.json", Path(folder).parent / "eval.json"):
-        try:
-            return float(json.loads(path.read_bytes())["tau_by_num_draft_steps"][AT])
-        except (OSError, ValueError, LookupError, TypeError):
-            continue
-    return None
+            by_place.append(f"from {first + 1} {sum(judged) / len(judged):.0%}")
+    if len(by_place) > 1:
+        what = f"first drafts accepted, by token of the answer: {'; '.join(by_place)}"
+        yield what, "lower at the end: train on longer answers"
+    if forecast:
+        yield f"more data: {'; '.join(forecast)}", "of the same kind, with the same settings"
+    else:
+        hint = "give --run three times or more: outputs of `eyas train -s data_share=...`"
+        yield "whether more data helps is open", hint
