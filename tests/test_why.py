@@ -14,6 +14,8 @@ import torch
 
 from benchmarks import faults
 from eyas import builtin
+from eyas.cli.check import _forecast
+from eyas.errors import EmptyInputError
 from eyas.export import counterfactuals, replay, why
 from eyas.export.check import verdict
 from eyas.export.counterfactuals import TABLE
@@ -24,6 +26,7 @@ from eyas.export.why import jumps, named, why_findings
 from eyas.operators.head import head_of
 from eyas.operators.tensors import read_head, write_head
 from eyas.operators.vocab import TargetVocabulary
+from eyas.plan.forecast import CurvePoint, TauForecast
 from tests.test_cli import run_eyas
 from tests.tiny import tiny_target
 from tests.tiny_head import tiny_head, write_folder
@@ -234,6 +237,23 @@ def test_the_command_names_a_fault_and_clears_a_sound_head(tmp_path, monkeypatch
     done = run_eyas("check", "builtin", "-t", "builtin", "--run", "x")
     assert done.exit_code == 2
     assert "--run is for --why" in done.stderr
+
+
+def test_what_more_data_brings_is_said_in_words(monkeypatch):
+    points = [CurvePoint("run", tokens, (3,), (2,), 4) for tokens in (100, 400)]
+    asked = []
+
+    def foresee(_, tokens):
+        asked.extend(tokens)
+        if len(asked) > 2:
+            raise EmptyInputError("no forecast: too noisy", "more")
+        return [TauForecast(800, 2.0, (1.9, 2.1), 0.2, (0.1, 0.3))]
+
+    monkeypatch.setattr("eyas.plan.forecast.read_runs", lambda _: points)
+    monkeypatch.setattr("eyas.plan.forecast.forecast", foresee)
+    assert _forecast(["a"]) == ["tau +0.20 (+0.10 to +0.30) with 2 times as much"]
+    assert asked == [800, 3200]
+    assert _forecast(["a"]) == ["no forecast: too noisy"]
 
 
 def test_most_counterfactuals_are_given_up_early_and_the_rest_judged_by_other_answers(monkeypatch):

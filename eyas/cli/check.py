@@ -24,7 +24,6 @@ from eyas.export.why import why_findings
 from eyas.log import Track, progress_bar
 
 MULTIPLES = (2, 8)  # of the largest run's data, of which --run says what they bring
-MOST_ROWS = 10  # of counterfactuals that are shown
 
 TextFile = Annotated[
     Path | None,
@@ -150,18 +149,12 @@ def show_readings(replayed: Sequence[ReadingScore], why_not: str, by: str) -> No
     if not replayed:
         return
     table = Table("read as", "tau", "drafts", "answers", "against declared", box=None)
-    others = sorted(replayed[1:], key=lambda one: -one.tau)
-    for one in (
-        *replayed[:1],
-        *(others[:MOST_ROWS] if len(others) > 2 * MOST_ROWS else replayed[1:]),
-    ):
+    for one in replayed:
         _, share, standard_errors = one.gain(replayed[0])
         against = "" if one is replayed[0] else f"{share:+.0%} ({standard_errors:+.1f} se)"
         numbers = (f"{one.tau:.2f}", f"{one.accepted_drafts:.2f}", str(len(one.places)))
         table.add_row(escape(one.reading), *numbers, against)
     console.print(table)
-    if len(others) > 2 * MOST_ROWS:
-        console.print(f"and {len(others) - MOST_ROWS} that accept less (--json has all)")
     console.print(
         f"chains of {NUM_DRAFT_STEPS} from {sum(replayed[0].places)} places in "
         f"{len(replayed[0].places)} answers; the target ran in {by}\n"
