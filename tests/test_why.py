@@ -159,6 +159,8 @@ def test_what_jumps_is_named_with_what_cannot_be_told_from_it():
     low, high = found[0].interval
     assert 1.02 < low < found[0].ratio < high
     assert found[0].ratio == pytest.approx(found[0].score.tau / declared.tau)
+    assert [one.score.reading for one in named([declared, other, right])] == ["right"]
+    assert named([declared]) == []
     (finding,) = why_findings([declared, other, twin, partly, right])
     assert finding.level == "error"
     assert "'right'" in finding.what

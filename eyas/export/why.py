@@ -61,6 +61,8 @@ def jumps(scores: Sequence[ReadingScore], seed: int = 0) -> list[Jump]:
     bootstrap (Chernozhukov, Chetverikov, Kato 2013): those that go up and down together count as
     fewer.
     """
+    if len(scores) < 2:
+        return []
     log_tau_R, effect_RN = effects(scores)
     change_C, effect_CN = log_tau_R[1:] - log_tau_R[0], effect_RN[1:] - effect_RN[0]
     error_C = np.sqrt((effect_CN**2).sum(1))
