@@ -298,10 +298,17 @@ def test_what_a_head_has_of_its_own_is_read_without(tiny):
     assert torch.equal(as_ids.tensors["t2d"], tensors["t2d"])
 
 
+def scored(accepted, places, name=DECLARED):
+    """A score with these drafts accepted, spread over the places of each answer."""
+    answers = [
+        [[(at + 1) * a // n - at * a // n for at in range(n)]]
+        for a, n in zip(accepted, places, strict=True)
+    ]
+    return ReadingScore(name, answers)
+
+
 def test_a_gain_is_paired_over_answers():
-    one, other = (
-        ReadingScore("", 2.0, accepted, [10] * 4) for accepted in ([10, 12, 8, 11], [8, 10, 6, 9])
-    )
+    one, other = (scored(accepted, [10] * 4) for accepted in ([10, 12, 8, 11], [8, 10, 6, 9]))
     drafts, share, errors = one.gain(other)
     assert (drafts, share) == (pytest.approx(0.2), pytest.approx(8 / 33))
     assert errors > 1e6  # the same gain in every answer
@@ -320,8 +327,8 @@ def test_a_gain_is_paired_over_answers():
 )
 def test_another_reading_must_be_better_by_both_size_and_certainty(accepted, level):
     places = [20, 30, 40, 50]
-    declared = ReadingScore(DECLARED, 2.0, [10, 30, 50, 70], places)
-    findings = reading_findings([declared, ReadingScore("other", 2.0, accepted, places)])
+    declared = scored([10, 30, 50, 70], places)
+    findings = reading_findings([declared, scored(accepted, places, "other")])
     assert [finding.level for finding in findings] == ([level] if level else [])
 
 
@@ -428,8 +435,11 @@ def test_a_target_that_cannot_answer_here_is_not_replayed(tmp_path_factory, tmp_
 
 def test_text_is_prompts_or_answers_in_any_usual_shape(tmp_path):
     rows = [
-        {"messages": [{"role": "user", "content": "A?"}, {"role": "assistant", "content": "B."}]},
-        {"conversations": [{"from": "human", "value": "C?"}]},
+        {
+            "messages": [{"role": "user", "content": "A?"}, {"role": "assistant", "content": "B."}],
+            "source": "mail",
+        },
+        {"conversations": [{"from": "human", "value": "C?"}], "category": "chat", "source": "web"},
         {"messages": []},
         {"other": 1},
     ]
@@ -439,11 +449,11 @@ def test_text_is_prompts_or_answers_in_any_usual_shape(tmp_path):
         packed.write(text)
     (tmp_path / "plain.txt").write_text("One?\n\nTwo?\n")
     for name in ("rows.jsonl", "rows.jsonl.gz"):
-        assert [[one["content"] for one in row] for row in conversations(tmp_path / name)] == [
-            ["A?", "B."],
-            ["C?"],
-        ]
-    assert [row[0]["content"] for row in conversations(tmp_path / "plain.txt")] == ["One?", "Two?"]
+        found = list(conversations(tmp_path / name))
+        assert [[one["content"] for one in row] for row, _ in found] == [["A?", "B."], ["C?"]]
+        assert [kind for _, kind in found] == ["mail", "chat"]
+    found = list(conversations(tmp_path / "plain.txt"))
+    assert [row[0]["content"] for row, _ in found] == ["One?", "Two?"]
     with pytest.raises(MissingInputError):
         list(conversations(tmp_path / "absent.txt"))
 

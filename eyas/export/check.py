@@ -90,12 +90,16 @@ def replayed_by(target: str | Path) -> str:
 
 
 def verdict(
-    findings: Sequence[CheckFinding], replayed: Sequence[ReadingScore]
+    findings: Sequence[CheckFinding],
+    replayed: Sequence[ReadingScore],
+    why: Sequence[CheckFinding] | None = None,
 ) -> list[CheckFinding]:
-    """The findings of the lint, settled by the replay, and those of the replay; errors first."""
-    of_replay = list(reading_findings(replayed))
+    """The findings of the lint, settled by the replay, and those of the replay; errors first. why:
+    those of a replay under counterfactuals (`why.why_findings`).
+    """
+    of_replay = list(reading_findings(replayed)) if why is None else why
     of_lint = [settled(finding, replayed) if finding.meanings else finding for finding in findings]
-    if replayed and not of_replay:
+    if replayed and all(one.level == "note" for one in of_replay):
         hint = "the replay is as good as it would be with its own: nothing to do"
         of_lint = [
             replace(one, level="note", hint=hint) if one.what == UNSAID else one for one in of_lint

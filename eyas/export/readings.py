@@ -21,11 +21,21 @@ HeadTensors = dict[str, Tensor]
 
 @dataclass(frozen=True, slots=True)
 class HeadReading:
-    """A way to read a head; `tensors` by EAGLE's names."""
+    """A way to read a head; `tensors` by EAGLE's names.
+
+    says: what to do where it is the right one. later: slot t takes the feature of token t + later.
+    embed_lag: as in `operators.chain`. dtype: what it is computed in. is_loss: what counts is that
+    it accepts less.
+    """
 
     name: str
     config: HeadConfig
     tensors: HeadTensors
+    says: str = ""
+    later: int = 0
+    embed_lag: int = 0
+    dtype: torch.dtype = torch.float32
+    is_loss: bool = False
 
 
 def misreadings(

@@ -15,12 +15,13 @@ from __future__ import annotations
 import gzip
 import json
 import logging
+import math
 import os
 import zlib
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import islice, product
+from itertools import chain, islice, product
 from pathlib import Path
 
 import torch
@@ -39,9 +40,11 @@ from eyas.errors import (
     MissingInputError,
     TemplateError,
 )
-from eyas.export.readings import DECLARED, HeadReading, misreadings, other_taps
+from eyas.export.counterfactuals import LONGEST, counterfactuals
+from eyas.export.readings import DECLARED, HeadReading, misreadings
 from eyas.export.scores import MEANINGS, NUM_DRAFT_STEPS, ReadingScore
 from eyas.hub import resolve_head, resolve_target
+from eyas.language import language
 from eyas.log import Track, quiet
 from eyas.model.architecture import TargetConfig
 from eyas.model.checkpoint import judged_head, open_checkpoint, refuse
@@ -49,17 +52,17 @@ from eyas.model.config import Taps, TargetShape, shape_faults
 from eyas.model.dialects import LM_HEAD, ambiguities
 from eyas.model.target import Target, stored_dtype
 from eyas.operators.batch import Batch
-from eyas.operators.chain import measure
+from eyas.operators.chain import matched_spans
 from eyas.operators.decoder import HookedDecoder
 from eyas.operators.head import head_of
 from eyas.operators.tensors import tensor_of, tensors_of
 from eyas.operators.vocab import TargetVocabulary
 from eyas.shards import Sample
-from eyas.tau import RoundCounts
 
 log = logging.getLogger(__name__)
 ReplayTarget = Target | HookedDecoder
 NUM_CONVERSATIONS = 32  # some 800 tokens of the built-in target's answers
+WHY_CONVERSATIONS = 64  # intervals that hold for all counterfactuals need more
 ANSWER_TOKENS = 48
 PROMPT_TOKENS = 160  # longer ones would be most of the time
 # of a conversation with its answer; the rest is cut off, so that hidden states of all layers fit
@@ -72,15 +75,20 @@ ROLES = {
     "assistant": "assistant",
     "system": "system",
 }
+# Of counterfactuals: answers from which on a quarter of them chooses those that the others judge.
+LEAST_SCREENED, NUM_PROMISING = 32, 12
 ANSWERS_AT_ONCE = 8  # in one forward, of about one length
 
 
 @dataclass(frozen=True, slots=True)
 class AnswerTokens:
-    """Tokens of a conversation [T] and which of them the target wrote [T]."""
+    """Tokens of a conversation [T] and which of them the target wrote [T]. kind: of its prompt, by
+    its row's category or source, or else by its language.
+    """
 
     token_ids: list[int]
     mask: list[bool]
+    kind: str = ""
 
 
 def continued(
@@ -92,7 +100,7 @@ def continued(
     Raises MissingInputError, EmptyInputError, CorruptError.
     """
     tokenizer = TargetTokenizer(str(folder)).backend
-    texts = ("\n".join(turn["content"] for turn in turns) for turns in conversations(text))
+    texts = ("\n".join(turn["content"] for turn in turns) for turns, _ in conversations(text))
     prompts = [tokenizer.encode(one).ids for one in islice(texts, NUM_CONVERSATIONS)]
     short = [prompt for prompt in prompts if 0 < len(prompt) <= PROMPT_TOKENS]
     return usable(decoded(target, folder, short, True, track), text, "give other text")
@@ -104,6 +112,7 @@ def answered(
     text: Path,
     num_conversations: int = NUM_CONVERSATIONS,
     track: Track = quiet,
+    most_tokens: int = MOST_TOKENS,
 ) -> list[AnswerTokens]:
     """The first usable conversations of a file. A last turn of the assistant is the answer; others
     are answered greedily.
@@ -115,27 +124,27 @@ def answered(
     chat = Chat(folder)
     kept: list[AnswerTokens] = []
     prompts: list[list[int]] = []
+    kinds: list[str] = []
     refused: Counter[str] = Counter()
-    for messages in islice(conversations(text), 4 * num_conversations):
+    for messages, kind in islice(conversations(text), 4 * num_conversations):
         if len(kept) + len(prompts) == num_conversations:
             break
         try:
             if messages[-1]["role"] == "assistant":
                 prompt_ids, answer_ids = chat.answered(messages)
                 mask = [False] * len(prompt_ids) + [True] * len(answer_ids)
-                token_ids = prompt_ids + answer_ids
-                kept.append(AnswerTokens(token_ids[:MOST_TOKENS], mask[:MOST_TOKENS]))
-            else:
-                prompts.append(chat.prompt_ids(messages))
+                token_ids = (prompt_ids + answer_ids)[:most_tokens]
+                kept.append(AnswerTokens(token_ids, mask[:most_tokens], kind))
+            elif len(prompt_ids := chat.prompt_ids(messages)) <= PROMPT_TOKENS:
+                prompts.append(prompt_ids)
+                kinds.append(kind)
         except TemplateError as error:
             refused[error.what] += 1
-            continue
-        if prompts and len(prompts[-1]) > PROMPT_TOKENS:
-            prompts.pop()
     if refused:
         data = {"text": str(text), "reasons": dict(refused)}
         log.warning("conversations are left out", extra={"data": data})
-    found = kept + (decoded(target, folder, prompts, track=track) if prompts else [])
+    made = decoded(target, folder, prompts, track=track) if prompts else []
+    found = kept + [replace(one, kind=kind) for one, kind in zip(made, kinds, strict=True)]
     return usable(found, text, "give prompts that fit its chat template")
 
 
@@ -178,8 +187,8 @@ def decoded(
     ]
 
 
-def conversations(text: Path) -> Iterator[list[dict[str, str]]]:
-    """Messages of each row of a file; a row that is no conversation is passed over.
+def conversations(text: Path) -> Iterator[tuple[list[dict[str, str]], str]]:
+    """Messages of each row of a file, and its kind; a row that is no conversation is passed over.
 
     Raises MissingInputError, and CorruptError for what is no text.
     """
@@ -189,7 +198,7 @@ def conversations(text: Path) -> Iterator[list[dict[str, str]]]:
         )
     for line in filter(str.strip, text_lines(text)):
         if not {".jsonl", ".json"} & {*text.suffixes}:
-            yield [{"role": "user", "content": line.strip()}]
+            yield [{"role": "user", "content": line.strip()}], language(line)
             continue
         try:
             row = json.loads(line)
@@ -203,7 +212,8 @@ def conversations(text: Path) -> Iterator[list[dict[str, str]]]:
         except (ValueError, TypeError, AttributeError, KeyError):
             continue
         if messages:
-            yield messages
+            kind = row.get("category") or row.get("source")
+            yield messages, str(kind or language(messages[0]["content"]))
 
 
 def text_lines(text: Path) -> Iterator[str]:
@@ -248,9 +258,9 @@ class AnswerBatch:
         by_layer = hidden.float().cpu().chunk(len(layers), dim=-1)
         return cls(answers, dict(zip(layers, by_layer, strict=True)), last_hidden.float().cpu())
 
-    def features(self, taps: Taps) -> Batch:
-        """As a head with these taps gets them."""
-        aux_hidden = torch.cat([self.hidden[tap] for tap in taps], dim=-1)
+    def features(self, taps: Taps, later: int = 0) -> Batch:
+        """As a head with these taps gets them, of so many tokens later than it should."""
+        aux_hidden = torch.cat([self.hidden[tap] for tap in taps], dim=-1).roll(-later, dims=1)
         samples = []
         for row, one in enumerate(self.answers):
             T = len(one.token_ids)  # without the padding of its neighbours
@@ -266,65 +276,108 @@ def replay(
     vocabulary: TargetVocabulary,
     answers: Sequence[AnswerTokens],
     track: Track = quiet,
+    why: bool = False,
 ) -> list[ReadingScore]:
     """Every reading's acceptance on the answers: the meaning that accepts most, the other meanings,
-    and its misreadings.
+    and its misreadings or, to find out why, its counterfactuals.
 
     meanings: the declared reading, or each meaning of an ambiguous checkpoint; with an lm_head.
     vocabulary: the target's.
     """
-    ways = [
-        way
+    others_of = [
+        list(
+            counterfactuals(one, vocabulary)
+            if why
+            else misreadings(one.config, one.tensors, vocabulary.config)
+        )
         for one in meanings
-        for way in (one, *other_taps(one.config, one.tensors, vocabulary.config))
     ]
+    ways = [*meanings, *chain.from_iterable(others_of)]
     layers = sorted({tap for way in ways for tap in way.config.taps})
     by_length = sorted(answers, key=lambda one: len(one.token_ids))
-    batches = [
-        AnswerBatch.of(target, by_length[at : at + ANSWERS_AT_ONCE], layers)
-        for at in range(0, len(by_length), ANSWERS_AT_ONCE)
-    ]
+    is_screened = why and len(answers) >= LEAST_SCREENED
+    batches = batched(
+        target, [one for n, one in enumerate(by_length) if n % 4 or not is_screened], layers
+    )
     measured = [(one, acceptance(one, batches, vocabulary)) for one in meanings]
     meant, declared = max(measured, key=lambda pair: pair[1].accepted_drafts)
     scores = [declared, *(one for _, one in measured if one is not declared)]
-    others = list(misreadings(meant.config, meant.tensors, vocabulary.config))
+    others = next(of for one, of in zip(meanings, others_of, strict=True) if one is meant)
+    if is_screened:
+        others = promising(others, batched(target, by_length[::4], layers), vocabulary, track)
     for number, reading in enumerate(others):
         track(number, len(others), f"read with {reading.name}")
-        if reading.tensors is not meant.tensors or reading.config not in [
-            one.config for one in meanings
-        ]:
+        is_meaning = reading.config in [one.config for one in meanings]
+        if why or not is_meaning or reading.tensors is not meant.tensors:
             scores.append(acceptance(reading, batches, vocabulary))
     return scores
+
+
+def batched(
+    target: ReplayTarget, answers: Sequence[AnswerTokens], layers: Sequence[int]
+) -> list[AnswerBatch]:
+    """Answers that are sorted by length, ANSWERS_AT_ONCE at a time."""
+    return [
+        AnswerBatch.of(target, answers[at : at + ANSWERS_AT_ONCE], layers)
+        for at in range(0, len(answers), ANSWERS_AT_ONCE)
+    ]
+
+
+def promising(
+    readings: Sequence[HeadReading],
+    batches: Sequence[AnswerBatch],
+    vocabulary: TargetVocabulary,
+    track: Track,
+) -> list[HeadReading]:
+    """Losses, and the NUM_PROMISING that accept most on a quarter of the answers. The other answers
+    judge them, so that what is chosen here is chosen by other chance than theirs.
+    """
+    found: list[tuple[float, HeadReading]] = []
+    for number, one in enumerate(readings):
+        track(number, len(readings), f"read with {one.name}")
+        accepts = math.inf if one.is_loss else acceptance(one, batches, vocabulary).accepted_drafts
+        found.append((accepts, one))
+    best = sorted(found, key=lambda pair: -pair[0])
+    return [one for accepts, one in best[:NUM_PROMISING] if accepts > 0]
 
 
 def acceptance(
     reading: HeadReading, batches: Sequence[AnswerBatch], vocabulary: TargetVocabulary
 ) -> ReadingScore:
     """What a reading accepts on the answers."""
-    head, tally = head_of(reading.config, reading.tensors), RoundCounts(NUM_DRAFT_STEPS)
-    accepted: list[int] = []
-    places: list[int] = []
+    head = head_of(reading.config, reading.tensors).to(reading.dtype)
+    own = head.embed_tokens
+    embed_tokens = (vocabulary.embed_tokens if own is None else own).to(reading.dtype)
+    head.embed_tokens = None
+    answers: list[list[list[int]]] = []
+    kinds: list[str] = []
+    known: list[Tensor] = []
     for batch in batches:
-        of_row, places_of_row = Counter[int](), Counter[int]()
-        for row, matches in measure(
-            head, vocabulary, batch.features(reading.config.taps), NUM_DRAFT_STEPS
-        ).spans:
-            tally.add_answer(matches)
-            of_row[row] += sum(matches)
-            places_of_row[row] += len(matches)
-        accepted += [of_row[row] for row in places_of_row]
-        places += places_of_row.values()
-    return ReadingScore(reading.name, tally.tau, accepted, places)
+        spans_of_row = defaultdict[int, list[list[int]]](list)
+        features = batch.features(reading.config.taps, reading.later)
+        for row, matches in matched_spans(
+            head, embed_tokens, features, NUM_DRAFT_STEPS, reading.embed_lag
+        ):
+            spans_of_row[row].append(matches)
+        answers += spans_of_row.values()
+        kinds += [batch.answers[row].kind for row in spans_of_row]
+        known.append(head.t2d[features.tokens_BT[features.loss_mask_BT]])
+    covered = float(torch.cat(known).float().mean())
+    return ReadingScore(reading.name, answers, reading.says, reading.is_loss, kinds, covered)
 
 
 def replay_head(
-    head: str | Path, target: str | Path, text: Path | None = None, track: Track = quiet
+    head: str | Path,
+    target: str | Path,
+    text: Path | None = None,
+    track: Track = quiet,
+    why: bool = False,
 ) -> tuple[list[ReadingScore], str]:
     """Every reading of a head on answered text, the declared one first; or none, and why not.
 
     text: as in `answered`; None is the packaged prompts. Where the target has no chat
-    template, only text that is given is replayed (`continued`). Raises what loading the target
-    raises, and MissingInputError.
+    template, only text that is given is replayed (`continued`). why: as in `replay`, on more and
+    longer text. Raises what loading the target raises, and MissingInputError.
     """
     folder = resolve_target(str(target))
     vocabulary = TargetVocabulary.load(folder)
@@ -345,7 +398,10 @@ def replay_head(
     for way in ways:
         way.tensors.setdefault(LM_HEAD, vocabulary.lm_head)
     try:
-        answers = answered(loaded, folder, text or demo_prompts(), track=track)
+        count, longest = (
+            (WHY_CONVERSATIONS, 2 * LONGEST) if why else (NUM_CONVERSATIONS, MOST_TOKENS)
+        )
+        answers = answered(loaded, folder, text or demo_prompts(), count, track, longest)
     except (EmptyInputError, MismatchError) as fault:
         return [], fault.what
     except TemplateError as fault:
@@ -357,7 +413,7 @@ def replay_head(
             answers = continued(loaded, folder, text, track=track)
         except EmptyInputError as empty:
             return [], empty.what
-    return replay(ways, loaded, vocabulary, answers, track), ""
+    return replay(ways, loaded, vocabulary, answers, track, why), ""
 
 
 def larger_than_memory(folder: str | Path) -> str:

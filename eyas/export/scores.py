@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
+
+from eyas.tau import RoundCounts
 
 NUM_DRAFT_STEPS = 4
 MEANINGS = "; "  # between the names of meanings that are taken together
@@ -31,14 +34,47 @@ LEAST_TAU = 1.3
 
 @dataclass(frozen=True, slots=True)
 class ReadingScore:
-    """What a reading's chain of NUM_DRAFT_STEPS accepted: tau over rounds, and the drafts accepted
-    [answers] from every place of each answer, rounds or not, with the places [answers].
+    """What a reading's chains of NUM_DRAFT_STEPS accepted: of each answer the matches of its spans,
+    as `tau.RoundCounts.add_answer` takes them.
+
+    says, is_loss: as in `readings.HeadReading`. kinds: of each answer's prompt. covered: share of
+    the answers' tokens in the draft vocabulary.
     """
 
     reading: str
-    tau: float
-    accepted: list[int]
-    places: list[int]
+    answers: list[list[list[int]]]
+    says: str = ""
+    is_loss: bool = False
+    kinds: Sequence[str] = ()
+    covered: float = 1.0
+
+    @property
+    def counts(self) -> list[RoundCounts]:
+        """The rounds of each answer."""
+        found = []
+        for spans in self.answers:
+            found.append(RoundCounts(NUM_DRAFT_STEPS))
+            for matches in spans:
+                found[-1].add_answer(matches)
+        return found
+
+    @property
+    def tau(self) -> float:
+        """Over all rounds."""
+        total = RoundCounts(NUM_DRAFT_STEPS)
+        for counts in self.counts:
+            total.add(counts)
+        return total.tau
+
+    @property
+    def accepted(self) -> list[int]:
+        """Drafts accepted from every place of each answer, rounds or not."""
+        return [sum(map(sum, spans)) for spans in self.answers]
+
+    @property
+    def places(self) -> list[int]:
+        """Of each answer."""
+        return [sum(map(len, spans)) for spans in self.answers]
 
     @property
     def accepted_drafts(self) -> float:

@@ -47,19 +47,7 @@ def measure(
 ) -> ChainCounts:
     """Unroll every slot of the batch's answers and count."""
     mask_BT = batch.loss_mask_BT
-    starts_BT = F.pad(mask_BT[:, 1:-1] & mask_BT[:, 2:], (0, 2))
-    matches_BT = torch.zeros_like(batch.tokens_BT)
-    if starts_BT.any():
-        slots = Slots.where(starts_BT, window=head.config.sliding_window)
-        drafts_NK = free_running_drafts(
-            head, vocabulary.embed_tokens, batch, slots, num_draft_steps
-        )
-        matches_BT.view(-1)[slots.flat_N] = leading_matches(drafts_NK, batch, slots)
-    spans = [
-        (number, matches_T[first:end].tolist())
-        for number, (starts_T, matches_T) in enumerate(zip(starts_BT, matches_BT, strict=True))
-        for first, end in runs(starts_T.tolist())
-    ]
+    spans = matched_spans(head, vocabulary.embed_tokens, batch, num_draft_steps)
     answer_P = batch.tokens_BT[mask_BT]
     before_PH = batch.last_hidden_BTH[:, :-1][mask_BT[:, 1:]]
     own_P = torch.cat([vocabulary.best(rows) for rows in torch.split(before_PH, ROWS_AT_ONCE)])
@@ -67,26 +55,54 @@ def measure(
     return ChainCounts(spans, len(answer_P), int(head.t2d[answer_P].sum()), greedy)
 
 
+@torch.inference_mode()
+def matched_spans(
+    head: Head, embed_tokens: Tensor, batch: Batch, num_draft_steps: int, embed_lag: int = 0
+) -> list[tuple[int, list[int]]]:
+    """`ChainCounts.spans` alone; embed_tokens and embed_lag as in `free_running_drafts`."""
+    mask_BT = batch.loss_mask_BT
+    starts_BT = F.pad(mask_BT[:, 1:-1] & mask_BT[:, 2:], (0, 2))
+    matches_BT = torch.zeros_like(batch.tokens_BT)
+    if starts_BT.any():
+        slots = Slots.where(starts_BT, window=head.config.sliding_window)
+        drafts_NK = free_running_drafts(
+            head, embed_tokens, batch, slots, num_draft_steps, embed_lag
+        )
+        matches_BT.view(-1)[slots.flat_N] = leading_matches(drafts_NK, batch, slots)
+    return [
+        (number, matches_T[first:end].tolist())
+        for number, (starts_T, matches_T) in enumerate(zip(starts_BT, matches_BT, strict=True))
+        for first, end in runs(starts_T.tolist())
+    ]
+
+
 def free_running_drafts(
-    head: Head, embed_tokens: Tensor, batch: Batch, slots: Slots, num_draft_steps: int
+    head: Head,
+    embed_tokens: Tensor,
+    batch: Batch,
+    slots: Slots,
+    num_draft_steps: int,
+    embed_lag: int = 0,
 ) -> Tensor:
     """The chain that each slot drafts when every step takes the draft of the one before: target ids
     int64 [N, K].
 
     Slot t has x_{t+1} for its bonus token; its drafts stand for x_{t+2} onwards. embed_tokens [V,
-    H]: the target's, for a head that has none of its own.
+    H]: the target's, for a head that has none of its own. embed_lag 1: every step takes the token
+    before the one that it should, as a head does that was trained without the shift.
     """
     embed_tokens = embed_tokens if head.embed_tokens is None else head.embed_tokens
     drafts: list[Tensor] = []
+    bonus_N = slots.take(batch.tokens_BT.roll(-1, dims=1))
 
-    def draft(hidden_NH: Tensor) -> Tensor:
+    def draft(hidden_NH: Tensor) -> None:
         drafts.append(head.target_ids_W[head.logits(hidden_NH).argmax(-1)])
-        return drafts[-1]
 
-    def draft_embeds(_: int, hidden_NH: Tensor) -> Tensor:
-        return F.embedding(draft(hidden_NH), embed_tokens)
+    def draft_embeds(step: int, hidden_NH: Tensor) -> Tensor:
+        draft(hidden_NH)
+        return F.embedding([bonus_N, *drafts][step - embed_lag], embed_tokens)
 
-    embeds_BTH = F.embedding(batch.tokens_BT.roll(-1, dims=1), embed_tokens)
+    embeds_BTH = F.embedding(batch.tokens_BT.roll(embed_lag - 1, dims=1), embed_tokens)
     aux_hidden_BTA = batch.aux_hidden_BTA.to(embed_tokens.dtype)
     steps = [slots] * num_draft_steps
     for hidden_NH in unroll(head, aux_hidden_BTA, embeds_BTH, steps, draft_embeds):

@@ -1,0 +1,161 @@
+"""Why a head accepts little: which counterfactuals make its tau jump, and what a sound one lacks.
+
+One fault at a time. Intervals are over answers, which both readings share, and hold for all
+counterfactuals together, so that a sound head raises a false alarm in one of 20 checks at most.
+
+Letters: N answers, C counterfactuals, D draws.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+
+from eyas.export.lint import CheckFinding, warning
+from eyas.export.scores import LEAST_TAU, ReadingScore
+from eyas.tau import LEAST_ROWS, Interval, tau_interval
+
+CONFIDENCE = 0.95
+NUM_DRAWS = 4_000
+LEAST_JUMP = 1.02  # of tau, that the interval must lie beyond
+EDGES = (0, 16, 64, 256, 1024, 2**31)  # tokens of the answer at which groups of places begin
+LEAST_PLACES = 100
+LEAST_COVERED = 0.9  # of tokens, by the draft vocabulary
+
+
+@dataclass(frozen=True, slots=True)
+class Jump:
+    """What a counterfactual does to tau: the ratio, with its interval."""
+
+    score: ReadingScore
+    ratio: float
+    interval: Interval
+
+    @property
+    def is_named(self) -> bool:
+        """Whether tau jumps; of a loss, whether it falls."""
+        low, high = self.interval
+        return high < 1 / LEAST_JUMP if self.score.is_loss else low > LEAST_JUMP
+
+
+def effects(scores: Sequence[ReadingScore]) -> tuple[np.ndarray, np.ndarray]:
+    """log tau of each reading [R], and what each answer does to it [R, N]: the delta method on the
+    ratio of sums.
+    """
+    counts = [one.counts for one in scores]
+    emitted_RN = np.array([[one.emitted for one in row] for row in counts], dtype=float)
+    rounds_RN = np.array([[one.rounds for one in row] for row in counts], dtype=float)
+    emitted_R1, rounds_R1 = emitted_RN.sum(1, keepdims=True), rounds_RN.sum(1, keepdims=True)
+    N = emitted_RN.shape[1]
+    effect_RN = (emitted_RN / emitted_R1 - rounds_RN / rounds_R1) * np.sqrt(N / max(N - 1, 1))
+    return np.log(emitted_R1 / rounds_R1)[:, 0], effect_RN
+
+
+def jumps(scores: Sequence[ReadingScore], seed: int = 0) -> list[Jump]:
+    """What every counterfactual does to tau; scores: the declared reading first.
+
+    The bound is the 95 % quantile of the largest |t| over all counterfactuals, by a multiplier
+    bootstrap (Chernozhukov, Chetverikov, Kato 2013): those that go up and down together count as
+    fewer.
+    """
+    if len(scores) < 2:
+        return []
+    log_tau_R, effect_RN = effects(scores)
+    change_C, effect_CN = log_tau_R[1:] - log_tau_R[0], effect_RN[1:] - effect_RN[0]
+    error_C = np.sqrt((effect_CN**2).sum(1))
+    unit_CN = effect_CN / np.maximum(error_C, 1e-12)[:, None]
+    signs_DN = np.random.default_rng(seed).choice([-1.0, 1.0], (NUM_DRAWS, unit_CN.shape[1]))
+    bound = float(np.quantile(np.abs(signs_DN @ unit_CN.T).max(1), CONFIDENCE))
+    return [
+        Jump(
+            score,
+            float(np.exp(change)),
+            (float(np.exp(change - bound * error)), float(np.exp(change + bound * error))),
+        )
+        for score, change, error in zip(scores[1:], change_C, error_C, strict=True)
+    ]
+
+
+def named(scores: Sequence[ReadingScore]) -> list[Jump]:
+    """The counterfactual that helps most and those that cannot be told from it; else losses."""
+    if len(scores[0].answers) < LEAST_ROWS:
+        return []
+    found = [one for one in jumps(scores) if one.is_named]
+    gains = sorted((one for one in found if not one.score.is_loss), key=lambda one: -one.ratio)
+    if not gains:
+        return found
+    best, *others = gains
+    rivals = {id(one.score): one for one in jumps([best.score, *(it.score for it in others)])}
+    ties = [one for one in others if rivals[id(one.score)].interval[1] >= 1]
+    return [best, *ties]
+
+
+def why_findings(
+    scores: Sequence[ReadingScore], forecast: Sequence[str] = ()
+) -> Iterator[CheckFinding]:
+    """What explains a low tau, or that the head is sound, and what it lacks. forecast: what more
+    data would bring, in words.
+    """
+    if not scores:
+        return
+    declared, found = scores[0], named(scores)
+    if len(declared.answers) < LEAST_ROWS:
+        what = f"{len(declared.answers)} answers are too few to say why"
+        yield warning(what, f"give --text with {LEAST_ROWS} prompts or more, better 50")
+        return
+    if found:
+        best, is_loss = found[0], found[0].score.is_loss
+        names = " or ".join(repr(one.score.reading) for one in found)
+        low, high = best.interval
+        yield CheckFinding(
+            "warning" if is_loss else "error",
+            f"{'the head loses in' if is_loss else 'why: read as'} {names}: tau {declared.tau:.2f} "
+            f"-> {best.score.tau:.2f}, {best.ratio:.2f} times ({low:.2f} to {high:.2f}, "
+            f"{CONFIDENCE:.0%} for the {len(scores) - 1} best counterfactuals together)",
+            "; ".join(dict.fromkeys(one.score.says for one in found)),
+        )
+    if found and not found[0].score.is_loss:
+        return
+    what = f"no counterfactual makes tau ({declared.tau:.2f}) jump"
+    if declared.tau < LEAST_TAU:
+        hint = "it is hardly trained, or for another target or other text: give --text of its own"
+        yield warning(f"the head drafts next to nothing of this text, and {what}", hint)
+    else:
+        hint = "it is read as it was trained; what it may lack follows"
+        yield CheckFinding("note", f"the head is sound: {what}", hint)
+    for what, hint in lacks(declared, forecast):
+        yield CheckFinding("note", what, hint)
+
+
+def lacks(declared: ReadingScore, forecast: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """What a sound head may lack, and what to do: vocabulary, text of these kinds, data."""
+    if declared.covered < LEAST_COVERED:
+        what = f"the draft vocabulary covers {declared.covered:.0%} of the answers' tokens"
+        yield what, "train with a larger draft_vocab_size, counted on answers like these"
+    counts, by_kind = declared.counts, []
+    for kind in sorted(set(declared.kinds)):
+        own = [one for one, of in zip(counts, declared.kinds, strict=True) if of == kind]
+        emitted, rounds = [one.emitted for one in own], [one.rounds for one in own]
+        if interval := tau_interval(emitted, rounds):
+            words = f"{sum(emitted) / sum(rounds):.2f} ({interval[0]:.2f} to {interval[1]:.2f})"
+            by_kind.append(f"{words} {kind}")
+    if len(by_kind) > 1:
+        yield f"tau by kind: {'; '.join(sorted(by_kind))}", "train on more of the lowest kinds"
+    # the first draft alone: it is judged at every place, however near the end
+    places = [(n, m > 0) for spans in declared.answers for one in spans for n, m in enumerate(one)]
+    by_place = []
+    for first, end in pairwise(EDGES):
+        judged = [is_accepted for n, is_accepted in places if first <= n < end]
+        if len(judged) >= LEAST_PLACES:
+            by_place.append(f"from {first + 1} {sum(judged) / len(judged):.0%}")
+    if len(by_place) > 1:
+        what = f"first drafts accepted, by token of the answer: {'; '.join(by_place)}"
+        yield what, "lower at the end: train on longer answers"
+    if forecast:
+        yield f"more data: {'; '.join(forecast)}", "of the same kind, with the same settings"
+    else:
+        hint = "give --run three times or more: outputs of `eyas train -s data_share=...`"
+        yield "whether more data helps is open", hint
