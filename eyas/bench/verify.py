@@ -17,7 +17,7 @@ import json
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import asdict, dataclass
-from itertools import takewhile
+from itertools import takewhile, zip_longest
 from typing import Any
 
 import numpy as np
@@ -46,10 +46,10 @@ Drafts = tuple[float, float]  # rounds or tokens that were drafted, and drafts t
 # Logprobs so near are a tie: two last bits of a logit between 16 and 32, in float32 what sums in
 # another order move. For a precision that is not told, the widest.
 WIDTHS = {"bfloat16": 0.25, "float16": 0.03, "float32": 0.001, "32.0 bits a weight": 0.001}
-TOP = 20
-LOGPROBS = {"logprobs": True, "top_logprobs": TOP}
+LOGPROBS = {"logprobs": True, "top_logprobs": 20}
 NAMES = {"return_tokens_as_token_ids": True}  # in logprobs; vLLM's field, and ours
 IDS: dict[str, dict[str, Any]] = {"llama.cpp": {"return_tokens": True, "verbose": True}}
+PLAINLY = {"speculation": False}  # eyas' own field
 OF_OTHERS: dict[str, Any] = {"return_token_ids": True}  # vLLM, SGLang, ours
 LEVEL = 0.001  # of the test: so often are two samples of one distribution told apart
 NUM_SHUFFLES, NUM_SAMPLED, SAMPLED_TOKENS = 4999, 4, 8
@@ -125,8 +125,8 @@ def _name(entry: Mapping[str, Any]) -> Token:
 @dataclass(frozen=True, slots=True)
 class Parting:
     """Where two answers to a prompt part. place: tokens before it. plain, speculated: the tokens
-    there, None behind an end. gap: of their logprobs at the plain side; None if it does not give
-    both. kind: tie, wrong, or unknown.
+    there, None behind an end. gap: of their logprobs at the plain side, or at least so much if the
+    other is not among its best. kind: tie, wrong, or unknown.
     """
 
     prompt_id: str
@@ -152,8 +152,8 @@ def parting(
         shorter = plain if one is None else other
         kind = "wrong" if one is two or shorter.ending[1] != "stop" else "unknown"
     elif plain.tops and len(top := plain.tops[place]) > 1:
-        gap = top[one] - top[two] if two in top else None
-        kind = "wrong" if gap is None or abs(gap) > width else "tie"
+        gap = top[one] - top.get(two, min(top.values()))
+        kind = "wrong" if abs(gap) > width else "tie" if two in top else "unknown"
     return Parting(prompt_id, place, one, two, gap, kind)
 
 
@@ -169,33 +169,58 @@ class ArmComparison:
     def count(self, kind: str) -> int:
         return sum(one.kind == kind for one in self.partings)
 
+    @property
+    def equal(self) -> str:
+        return f"{self.num_answers - len(self.partings)} of {self.num_answers}"
+
     def __str__(self) -> str:
-        equal = f"{self.num_answers - len(self.partings)} of {self.num_answers} answers equal"
-        kinds = "".join(f", {self.count(kind)} {kind}" for kind in ("tie", "wrong", "unknown"))
-        return f"{equal}{kinds}; {self.num_compared:,} of {self.num_tokens:,} tokens compared"
+        kinds = ", ".join(f"{kind} {self.count(kind)}" for kind in ("tie", "wrong", "unknown"))
+        compared = f"{self.num_compared:,} of {self.num_tokens:,} tokens compared"
+        return f"{self.equal} equal ({kinds}); {compared}"
 
 
-def p_value(plain: Sequence[np.ndarray], other: Sequence[np.ndarray], seed: int) -> float:
+def compare(
+    tasks: Sequence[Task],
+    plain: Sequence[ServerAnswer],
+    others: Sequence[ServerAnswer],
+    width: float,
+) -> ArmComparison:
+    """Two arms' answers to the same tasks."""
+    found = [
+        parting(task.prompt_id, one, two, width)
+        for task, one, two in zip(tasks, plain, others, strict=True)
+    ]
+    lengths = [len(one.tokens) for one in plain]
+    reached = [n if p is None else min(n, p.place + 1) for n, p in zip(lengths, found, strict=True)]
+    parts = [one for one in found if one is not None]
+    return ArmComparison(len(found), sum(lengths), sum(reached), parts)
+
+
+def p_value(
+    plain: Sequence[ServerAnswer], other: Sequence[ServerAnswer], num_samples: int, seed: int
+) -> float:
     """How often shuffled labels tell two arms apart as well: a permutation test, exact for any
-    counts. plain, other: of each prompt the tokens of its samples as numbers, [N, T] each. The
-    statistic is the sum of chi squares over prompts and places.
+    counts. The arms have num_samples answers to each prompt in turn. The statistic is the sum of
+    chi squares over prompts and places, without the first: it is the prefill's, and never drafted.
     """
     rng = np.random.default_rng(seed)
+    labels = np.repeat([1.0, 0.0], num_samples)
     statistic_S = np.zeros(NUM_SHUFFLES + 1)
-    for one_NT, two_NT in zip(plain, other, strict=True):
-        labels = np.repeat([1.0, 0.0], [len(one_NT), len(two_NT)])
+    for start in range(0, len(plain), num_samples):
+        own = slice(start, start + num_samples)
         labels_SM = np.array([labels, *(rng.permutation(labels) for _ in range(NUM_SHUFFLES))])
-        for column in np.concatenate([one_NT, two_NT]).T:
-            kinds, codes = np.unique(column, return_inverse=True)
+        for column in zip_longest(*(one.tokens[1:] for one in [*plain[own], *other[own]])):
+            kinds: dict[Token | None, int] = {}
+            codes = [kinds.setdefault(token, len(kinds)) for token in column]
             total_K = np.bincount(codes)
             counts_SK = labels_SM @ np.eye(len(kinds))[codes]
-            statistic_S += ((counts_SK - labels.mean() * total_K) ** 2 / total_K).sum(axis=1)
+            statistic_S += ((counts_SK - total_K / 2) ** 2 / total_K).sum(axis=1)
     return float(np.mean(statistic_S >= statistic_S[0] * (1 - 1e-9)))
 
 
 @dataclass(frozen=True)
 class Verification:
-    """What was found. repeated: the plain side against itself. drafts: None if the server does not
+    """What was found. again: the plain side against itself. drafts: None if the server does not
     tell. seeded: None where nothing was drafted. p_value: None where seeded answers are equal.
     """
 
@@ -203,7 +228,7 @@ class Verification:
     differences: Sequence[str]
     width: float
     greedy: ArmComparison
-    repeated: ArmComparison
+    again: ArmComparison
     drafts: Drafts | None
     plain_drafts: Drafts | None
     seeded: ArmComparison | None = None
@@ -212,25 +237,27 @@ class Verification:
     @property
     def verdict(self) -> tuple[str, str]:
         """EXACT, TIES ONLY, DIFFERENT or INCONCLUSIVE, and why."""
-        of = f"of {self.greedy.num_answers} greedy answers"
+        greedy, of = self.greedy, f"of {self.greedy.num_answers} greedy answers"
         if self.drafts and not self.drafts[0]:
             return "INCONCLUSIVE", "nothing was drafted, so there is nothing to judge"
         if self.plain_drafts and self.plain_drafts[0]:
             return "INCONCLUSIVE", "the plain side drafted too"
-        if noise := self.repeated.count("wrong"):
-            return (
-                "INCONCLUSIVE",
-                f"asked again, the plain side itself gives {noise} {of} otherwise",
-            )
-        if wrong := self.greedy.count("wrong"):
+        if noise := self.again.count("wrong"):
+            return "INCONCLUSIVE", f"the plain side does not repeat {noise} {of}"
+        if wrong := greedy.count("wrong"):
             return "DIFFERENT", f"{wrong} {of} have a token that plain decoding would not give"
         if self.p_value is not None and self.p_value <= LEVEL:
             return "DIFFERENT", f"sampled tokens are distributed otherwise (p {self.p_value:.4f})"
-        if unknown := self.greedy.count("unknown"):
+        if unknown := greedy.count("unknown"):
             return "INCONCLUSIVE", f"{unknown} {of} differ, and no logprobs say by how much"
-        if ties := self.greedy.count("tie"):
-            return "TIES ONLY", f"{ties} {of} differ, at near-ties"
-        return "EXACT", f"all {self.greedy.num_answers} greedy answers are equal"
+        name, why = "EXACT", f"{greedy.equal} greedy answers are equal"
+        if greedy.partings:
+            name, why = "TIES ONLY", f"{why}, the others differ at near-ties"
+        if self.seeded:
+            why += f", and {self.seeded.equal} with a seed"
+        if self.p_value is not None:
+            why += f", of one distribution as far as a test tells (p {self.p_value:.2f})"
+        return name, why + ("" if self.drafts else "; whether any token was drafted is not known")
 
     def to_json(self) -> dict[str, Any]:
         """The verdict first."""
@@ -238,64 +265,55 @@ class Verification:
 
     def markdown(self) -> str:
         """The report."""
-        sampled, drafted = "not tested", "the server does not tell"
-        if self.p_value is not None:
-            sampled = "another one" if self.p_value <= LEVEL else "not told apart"
-            sampled += f" (p {self.p_value:.4f}, level {LEVEL})"
-        if self.drafts:
-            drafted = "{:,.0f}; drafts accepted {:,.0f}".format(*self.drafts)
+        drafted = "{:,.0f}; drafts accepted {:,.0f}".format(*self.drafts or (0, 0))
         rows = {
-            "greedy": self.greedy,
-            "plain, asked again": self.repeated,
-            "seeded": self.seeded or "not asked",
-            "distribution of sampled tokens": sampled,
-            "drafted": drafted,
+            "greedy answers": self.greedy,
+            "the plain side, asked again": self.again,
+            "answers with a seed": self.seeded,
+            f"p of sampled tokens (differ at {LEVEL} or less)": self.p_value,
+            "drafted": drafted if self.drafts else None,
             "a tie": f"logprobs within {self.width:g}",
             **{side: server_line(asdict(facts)) for side, facts in self.servers.items()},
         }
-        lines = ["# eyas verify: {}", "", "**{}.**", "", "| | |", "|---|---|"]
-        text = "\n".join(lines).format(*self.verdict)
-        text += "".join(f"\n| {name} | {value} |" for name, value in rows.items())
-        text += "".join(f"\n\n{one}" for one in self.differences)
-        if self.greedy.partings:
-            columns = "prompt | token | plain | speculated | logprobs apart | judged"
-            text += f"\n\n| {columns} |\n|---|---|---|---|---|---|"
-        for one in self.greedy.partings:
-            gap = f"not in the best {TOP}" if one.gap is None else f"{one.gap:.4f}"
-            cells = one.prompt_id, one.place + 1, one.plain, one.speculated, gap, one.kind
-            text += f"\n| {' | '.join(repr(cell).replace('|', '&#124;') for cell in cells)} |"
-        return f"{text}\n"
+        name, why = self.verdict
+        lines = [f"# eyas verify: {name}", "", f"{why}.", "", "| | |", "|---|---|"]
+        lines += [f"| {what} | {'–' if one is None else one} |" for what, one in rows.items()]
+        lines += ["", *(f"- {one}" for one in self.differences), ""]
+        lines += [
+            f"- prompt {one.prompt_id}, token {one.place + 1}: `{one.plain!r}` plainly, "
+            f"`{one.speculated!r}` speculated; {one.kind}, {one.gap} of logprobs apart"
+            for one in self.greedy.partings
+        ]
+        return "\n".join([*lines, ""])
 
 
 class Arm:
-    """A way to ask a server. switch: fields of the body, next to what `probe` finds."""
+    """A way to ask a server. fields: of the body; `probe` adds those for ids and logprobs."""
 
-    def __init__(self, client: Client, facts: ServerFacts, switch: Mapping[str, Any]) -> None:
-        self.client, self.facts, self.switch = client, facts, switch
+    def __init__(self, client: Client, facts: ServerFacts, fields: Mapping[str, Any]) -> None:
+        self.client, self.facts, self.fields = client, facts, dict(fields)
         self.extra: dict[str, Any] = {}
 
     async def probe(self, task: Task) -> ServerAnswer:
-        """Find by a short answer what the server gives of ids and logprobs. Raises
-        RequestFailure.
-        """
+        """A short answer, with what the server gives of ids and logprobs. Raises RequestFailure."""
         ids = IDS.get(self.facts.kind, OF_OTHERS)
-        for extra in ({**ids, **NAMES, **LOGPROBS}, {**ids, **LOGPROBS}, LOGPROBS, ids, {}):
-            self.extra = extra
+        for self.extra in ({**ids, **NAMES, **LOGPROBS}, LOGPROBS):
             try:
                 return await self.ask(task, {"temperature": 0, "max_tokens": 2})
             except RequestFailure as failure:
-                if failure.kind != "refused" or not extra:
+                if failure.kind != "refused":
                     raise
-        raise AssertionError("the last form raises")
+        self.extra = ids
+        return await self.ask(task, {"temperature": 0, "max_tokens": 2})
 
     async def ask(self, task: Task, options: Mapping[str, Any]) -> ServerAnswer:
         """Raises RequestFailure."""
         body = {"model": self.facts.model, "messages": list(task.messages), **options}
-        body |= {**self.switch, **self.extra}
+        body |= {**self.fields, **self.extra}
         return read_answer(await self.client.request("/v1/chat/completions", body))
 
     async def answers(
-        self, asked: Sequence[tuple[Task, Mapping[str, Any]]], concurrency: int
+        self, requests: Sequence[tuple[Task, Mapping[str, Any]]], concurrency: int
     ) -> tuple[list[ServerAnswer], Drafts | None]:
         """Answers in order, and what was drafted for them: as they tell, else as the server counts,
         other clients' requests included; None if neither does.
@@ -306,16 +324,17 @@ class Arm:
             async with slots:
                 return await self.ask(task, options)
 
-        found = await asyncio.gather(*(one(*request) for request in asked))
+        found = await asyncio.gather(*(one(*request) for request in requests))
         await asyncio.sleep(SETTLE_S)
         counted = counted_between(before, await read_counters(self.client))
         told = [answer.drafts for answer in found if answer.drafts is not None]
         own = sum(one[0] for one in told), sum(one[1] for one in told)
         rounds, accepted, nodes = drafts_of(counted)
-        if not own[0] and max(rounds, nodes):  # of eyas, drafts from text are counted here alone
+        # eyas tells of the head's drafts, and counts those from text too
+        if self.fields != PLAINLY and not own[0] and max(rounds, nodes):
             return found, (max(rounds, nodes), accepted)
         # vLLM counts drafts from its start on, where it speculates
-        is_told = own[0] or told or (counted and self.facts.kind == "vllm")
+        is_told = told or (counted and self.facts.kind == "vllm")
         return found, own if is_told else None
 
 
@@ -329,17 +348,15 @@ async def verify(config: VerifyConfig, track: Track = quiet) -> Verification:
         urls = [config.plain or config.url, config.url]
         clients = [await stack.enter_async_context(Client(url, TIMEOUT_S)) for url in urls]
         facts = [await ask_facts(client) for client in clients]
-        switches: list[dict[str, Any]] = [{}, {}]
-        if config.plain is None:
-            if facts[1].kind != "eyas":
-                raise ConfigError(
-                    f"{config.url} ({facts[1].kind}) cannot turn speculation off for one request",
-                    "start the same model beside it without speculation, and give --plain URL",
-                )
-            switches = [{"speculation": False}, {"speculation": True}]
+        if config.plain is None and facts[1].kind != "eyas":
+            raise ConfigError(
+                f"{config.url} ({facts[1].kind}) cannot turn speculation off for one request",
+                "start the same model beside it without speculation, and give --plain URL",
+            )
+        fields = [PLAINLY, {"speculation": True}] if config.plain is None else [{}, {}]
         differences = differences_of_servers(*facts)
         check_comparable(config.url, "--plain", differences, compare_anyway=False)
-        arms = [Arm(*one) for one in zip(clients, facts, switches, strict=True)]
+        arms = [Arm(*one) for one in zip(clients, facts, fields, strict=True)]
         try:
             found = await _asked(config, tasks, arms, track)
         except RequestFailure as failure:
@@ -352,84 +369,57 @@ async def verify(config: VerifyConfig, track: Track = quiet) -> Verification:
 async def _asked(
     config: VerifyConfig, tasks: Sequence[Task], arms: Sequence[Arm], track: Track
 ) -> dict[str, Any]:
-    """What is known only from answers. Raises MismatchError, EyasError, RequestFailure."""
+    """What answers tell. Raises MismatchError, EyasError, RequestFailure."""
     plain, arm = arms
     one, two = [await side.probe(tasks[0]) for side in arms]
     if one.num_prompt_tokens != two.num_prompt_tokens:
         what = f"a prompt has {one.num_prompt_tokens} tokens at the plain side, and here "
         raise MismatchError(f"{what}{two.num_prompt_tokens}", "serve the same model by both")
-    if set(map(type, one.tokens)) != set(map(type, two.tokens)) or not one.tokens:
+    if not one.tokens or {*map(type, one.tokens)} != {*map(type, two.tokens)}:
         raise EyasError(
-            "the servers do not give token ids or logprobs, the same kind of both",
-            "switch them on: vLLM and SGLang give ids by return_token_ids",
+            "the servers do not both give token ids, or both logprobs",
+            "take a version that does: vLLM and SGLang give ids for return_token_ids",
         )
     if isinstance(one.tokens[0], int):  # as it is used: logprobs may take another way
-        kept = arm.extra.items()
-        arm.extra = {name: value for name, value in kept if name not in {**LOGPROBS, **NAMES}}
+        arm.extra = IDS.get(arm.facts.kind, OF_OTHERS)
     precisions = [(side.facts.precision or "").partition("/")[0] for side in arms]
     width = max(WIDTHS.get(one, max(WIDTHS.values())) for one in precisions)
     width = width if config.tie_width is None else config.tie_width
 
-    def requests(some: Sequence[Task], numbers: range, **options: Any) -> list[tuple[Task, Any]]:
-        return [
+    async def answers(
+        side: Arm, what: str, some: Sequence[Task], numbers: range, **options: Any
+    ) -> tuple[list[ServerAnswer], Drafts | None]:
+        track(0, None, what)
+        requests = [
             (task, {**options, "seed": mixed_seed(config.seed, f"{task.prompt_id} {number}")})
             for task in some
             for number in numbers
         ]
+        return await side.answers(requests, config.concurrency)
 
-    def compared(ours: Sequence[ServerAnswer], theirs: Sequence[ServerAnswer]) -> ArmComparison:
-        found = []
-        for task, one, two in zip(tasks, ours, theirs, strict=True):
-            part = parting(task.prompt_id, one, two, width)
-            found.append((len(one.tokens), part))
-        reached = sum(min(num, part.place + 1) if part else num for num, part in found)
-        parts = [part for _, part in found if part]
-        return ArmComparison(len(found), sum(num for num, _ in found), reached, parts)
-
-    greedy = requests(tasks, range(1), temperature=0.0, max_tokens=config.max_tokens)
-    track(0, 6, "greedy, plain")
-    first, plain_drafts = await plain.answers(greedy, config.concurrency)
-    track(1, 6, "greedy, speculated")
-    others, drafts = await arm.answers(greedy, config.concurrency)
-    track(2, 6, "greedy, plain again")
-    again, _ = await plain.answers(greedy, config.concurrency)
+    greedy = {"temperature": 0.0, "max_tokens": config.max_tokens}
+    first, plain_drafts = await answers(plain, "greedy, plain", tasks, range(1), **greedy)
+    others, drafts = await answers(arm, "greedy, speculated", tasks, range(1), **greedy)
+    again, _ = await answers(plain, "greedy, plain again", tasks, range(1), **greedy)
     found: dict[str, Any] = {
         "width": width,
-        "greedy": compared(first, others),
-        "repeated": compared(first, again),
+        "greedy": compare(tasks, first, others, width),
+        "again": compare(tasks, first, again, width),
         "drafts": drafts,
         "plain_drafts": plain_drafts,
     }
     if drafts and not drafts[0]:
         return found
-    track(3, 6, "seeded")
-    drawn = {"temperature": config.temperature, "max_tokens": config.max_tokens}
-    seeded = requests(tasks, range(1), **drawn)
-    pair = [(await side.answers(seeded, config.concurrency))[0] for side in arms]
-    found["seeded"] = compared(*pair)
+    drawn = {**greedy, "temperature": config.temperature}
+    pair = [(await answers(side, "seeded", tasks, range(1), **drawn))[0] for side in arms]
+    found["seeded"] = compare(tasks, pair[0], pair[1], width)
     if found["seeded"].partings:
-        sampled = []
-        for number, side in enumerate(arms):
-            track(4 + number, 6, "sampled")
-            own = range(1 + number * config.num_samples, 1 + (number + 1) * config.num_samples)
-            asked = requests(tasks[:NUM_SAMPLED], own, **drawn | {"max_tokens": SAMPLED_TOKENS})
-            sampled.append((await side.answers(asked, config.concurrency))[0])
-        one_PNT, two_PNT = _numbered(sampled, config.num_samples)
-        found["p_value"] = p_value(one_PNT, two_PNT, config.seed)
+        drawn["max_tokens"] = SAMPLED_TOKENS
+        few, count = tasks[:NUM_SAMPLED], config.num_samples
+        ranges = range(1, 1 + count), range(1 + count, 1 + 2 * count)
+        sampled = [
+            (await answers(side, "sampled", few, numbers, **drawn))[0]
+            for side, numbers in zip(arms, ranges, strict=True)
+        ]
+        found["p_value"] = p_value(sampled[0], sampled[1], count, config.seed)
     return found
-
-
-def _numbered(
-    sampled: Sequence[Sequence[ServerAnswer]], num_samples: int
-) -> list[list[np.ndarray]]:
-    """Either arm's tokens as numbers, [N, T] for each prompt, 0 behind an end. Without the first
-    of each: it is the prefill's, and never drafted.
-    """
-    codes: dict[Token, int] = {}
-    numbers = [
-        [[codes.setdefault(token, len(codes) + 1) for token in one.tokens[1:]] for one in side]
-        for side in sampled
-    ]
-    width = max(len(row) for side in numbers for row in side)
-    sides = [np.array([row + [0] * (width - len(row)) for row in side]) for side in numbers]
-    return [np.split(side, len(side) // num_samples) for side in sides]
