@@ -328,14 +328,13 @@ class Arm:
         await asyncio.sleep(SETTLE_S)
         counted = counted_between(before, await read_counters(self.client))
         told = [answer.drafts for answer in found if answer.drafts is not None]
-        own = sum(one[0] for one in told), sum(one[1] for one in told)
-        rounds, accepted, nodes = drafts_of(counted)
-        # eyas tells of the head's drafts, and counts those from text too
-        if self.fields != PLAINLY and not own[0] and max(rounds, nodes):
-            return found, (max(rounds, nodes), accepted)
+        drafted, accepted = sum(one[0] for one in told), sum(one[1] for one in told)
+        if self.fields != PLAINLY:  # eyas' answers do not tell of drafts from text
+            rounds, num, nodes = drafts_of(counted)
+            drafted, accepted = max(drafted, rounds, nodes), max(accepted, num)
         # vLLM counts drafts from its start on, where it speculates
-        is_told = told or (counted and self.facts.kind == "vllm")
-        return found, own if is_told else None
+        is_told = told or drafted or (counted and self.facts.kind == "vllm")
+        return found, (drafted, accepted) if is_told else None
 
 
 async def verify(config: VerifyConfig, track: Track = quiet) -> Verification:
