@@ -31,7 +31,7 @@ ROOMS = {
     "serve": (171, "the HTTP server"),
     "privacy": (156, "personal data and secrets: search, surrogates, key"),
     "features": (125, "the target's answers and its hidden states"),
-    "bench": (106, "any server measured over HTTP, and watched"),
+    "bench": (126, "any server measured over HTTP, verified, and watched"),
     "train": (94, "objective, optimizer, runs"),
     "cli": (93, "one file per command"),
     "top": (108, "artifacts, records, errors, names of models, pages"),
@@ -42,7 +42,7 @@ ROOMS = {
     "gguf": (64, "a GGUF file as a target: metadata as a folder, weights read from the file"),
     "plan": (21, "tokens and bytes of a run; tau of more data"),
     "builtin": (5, "the packaged models and prompts"),
-    "tests": (1755, "proofs"),
+    "tests": (1772, "proofs"),
     "benchmarks": (321, "the scripts behind the figures of README and results"),
 }
 MOST_SCRIPTS, MOST_DECISIONS, MOST_DECISION_KB, MOST_DEPENDENCIES = 18, 15, 90, 20

@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field
 
-from eyas.bench.report import server_line
+from eyas.bench.report import server_line, without_folders
 from eyas.bench.server import (
     ServerFacts,
     ask_facts,
@@ -273,17 +273,21 @@ class Verification:
             f"p of sampled tokens (differ at {LEVEL} or less)": self.p_value,
             "drafted": drafted if self.drafts else None,
             "a tie": f"logprobs within {self.width:g}",
-            **{side: server_line(asdict(facts)) for side, facts in self.servers.items()},
+            **{
+                side: server_line(without_folders(asdict(one)))
+                for side, one in self.servers.items()
+            },
         }
         name, why = self.verdict
         lines = [f"# eyas verify: {name}", "", f"{why}.", "", "| | |", "|---|---|"]
         lines += [f"| {what} | {'–' if one is None else one} |" for what, one in rows.items()]
         lines += ["", *(f"- {one}" for one in self.differences), ""]
-        lines += [
-            f"- prompt {one.prompt_id}, token {one.place + 1}: `{one.plain!r}` plainly, "
-            f"`{one.speculated!r}` speculated; {one.kind}, {one.gap} of logprobs apart"
-            for one in self.greedy.partings
-        ]
+        for one in self.greedy.partings:
+            gap = "" if one.gap is None else f", {one.gap:.4f} of logprobs apart"
+            lines.append(
+                f"- prompt {one.prompt_id}, token {one.place + 1}: `{one.plain!r}` plainly, "
+                f"`{one.speculated!r}` speculated: {one.kind}{gap}"
+            )
         return "\n".join([*lines, ""])
 
 
