@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import asdict, dataclass
 from itertools import takewhile, zip_longest
@@ -45,7 +45,7 @@ Token = int | str  # by its id, or its text
 Drafts = tuple[float, float]  # rounds or tokens that were drafted, and drafts that were accepted
 # Logprobs so near are a tie: two last bits of a logit between 16 and 32, in float32 what sums in
 # another order move. For a precision that is not told, the widest.
-WIDTHS = {"bfloat16": 0.25, "float16": 0.03, "float32": 0.001, "32.0 bits a weight": 0.001}
+WIDTHS = {"bfloat16": 0.25, "float16": 0.03, "float32": 0.001, "all f32": 0.001}
 LOGPROBS = {"logprobs": True, "top_logprobs": 20}
 NAMES = {"return_tokens_as_token_ids": True}  # in logprobs; vLLM's field, and ours
 IDS: dict[str, dict[str, Any]] = {"llama.cpp": {"return_tokens": True, "verbose": True}}
@@ -317,18 +317,22 @@ class Arm:
         return read_answer(await self.client.request("/v1/chat/completions", body))
 
     async def answers(
-        self, requests: Sequence[tuple[Task, Mapping[str, Any]]], concurrency: int
+        self,
+        requests: Sequence[tuple[Task, Mapping[str, Any]]],
+        concurrency: int,
+        progress: Callable[[int], None],
     ) -> tuple[list[ServerAnswer], Drafts | None]:
         """Answers in order, and what was drafted for them: as they tell, else as the server counts,
         other clients' requests included; None if neither does.
         """
         before, slots = await read_counters(self.client), asyncio.Semaphore(concurrency)
 
-        async def one(task: Task, options: Mapping[str, Any]) -> ServerAnswer:
+        async def one(number: int, task: Task, options: Mapping[str, Any]) -> ServerAnswer:
             async with slots:
+                progress(number)
                 return await self.ask(task, options)
 
-        found = await asyncio.gather(*(one(*request) for request in requests))
+        found = await asyncio.gather(*(one(at, *request) for at, request in enumerate(requests)))
         await asyncio.sleep(SETTLE_S)
         counted = counted_between(before, await read_counters(self.client))
         told = [answer.drafts for answer in found if answer.drafts is not None]
@@ -392,13 +396,15 @@ async def _asked(
     async def answers(
         side: Arm, what: str, some: Sequence[Task], numbers: range, **options: Any
     ) -> tuple[list[ServerAnswer], Drafts | None]:
-        track(0, None, what)
         requests = [
             (task, {**options, "seed": mixed_seed(config.seed, f"{task.prompt_id} {number}")})
             for task in some
             for number in numbers
         ]
-        return await side.answers(requests, config.concurrency)
+        count = len(requests)
+        return await side.answers(
+            requests, config.concurrency, lambda number: track(number, count, what)
+        )
 
     greedy = {"temperature": 0.0, "max_tokens": config.max_tokens}
     first, plain_drafts = await answers(plain, "greedy, plain", tasks, range(1), **greedy)
