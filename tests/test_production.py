@@ -30,6 +30,7 @@ PATIENCE_S = 600
 NOISE = 1.0  # of fc's weights, in their standard deviation
 SIZES = {
     "eval": "-s num_prompts=24 -s max_tokens=16",
+    "verify": "-s num_prompts=4 -s max_tokens=16",
     "watch": "--requests 30 --once",
     "run": "-s target=builtin -s train.start.head={head} -s prompts.max_prompts=140 "
     "-s prompts.workers=1 -s generate.max_tokens=32 -s capture.held_out_share=0.3 "
@@ -169,7 +170,7 @@ def test_every_command_of_the_page_does_what_the_page_says(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "name", ["eval", "export", "lineage", "prompts", "run", "serve", "watch", "check"]
+    "name", ["eval", "export", "lineage", "prompts", "run", "serve", "watch", "check", "verify"]
 )
 def test_the_page_has_each_step(name):
     assert any(line.startswith(f"eyas {name} ") for line in commands())

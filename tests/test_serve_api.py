@@ -571,6 +571,24 @@ def test_each_text_has_the_token_ids_of_its_own_prompt(client, world, stream):
     assert [found[index] for index in range(2)] == list(zip(asked, truth, strict=True))
 
 
+def test_logprobs_name_tokens_by_their_ids_on_demand(client):
+    """As in vLLM; `eyas verify` finds a token of one answer among the best of another by it."""
+    wishes = {"return_tokens_as_token_ids": True, "return_token_ids": True}
+    reply = ask(client, max_tokens=4, logprobs=True, top_logprobs=2, extra_body=wishes)
+    (choice,) = reply.choices
+    names = [one.token for one in choice.logprobs.content]
+    assert names == [f"token_id:{token}" for token in choice.token_ids]
+    for one in choice.logprobs.content:
+        assert one.top_logprobs[0].token == one.token  # greedy
+        assert all(top.token.startswith("token_id:") for top in one.top_logprobs)
+    (text,) = complete(client, max_tokens=4, logprobs=2, extra_body=wishes).choices
+    assert text.logprobs.tokens == [f"token_id:{token}" for token in text.token_ids]
+    assert all(
+        set(top) >= {name}
+        for name, top in zip(text.logprobs.tokens, text.logprobs.top_logprobs, strict=True)
+    )
+
+
 def test_without_a_wish_there_are_no_token_ids(client):
     assert "token_ids" not in post(client, BODY).text
     assert "token_ids" not in post(client, {"model": MODEL, "prompt": "x"}, TEXT).text

@@ -217,7 +217,7 @@ def rounds_of(counted: Counters) -> dict[str, Any]:
     num_draft_steps: positions that are counted; of eyas those that accepted at all. plain_share: of
     the engine's rounds, those without drafts. predicted_over_real: of the rounds' time.
     """
-    drafts, accepted, nodes = _drafts(counted)
+    drafts, accepted, nodes = drafts_of(counted)
     found: dict[str, Any] = {}
     if drafts > 0:
         found |= {"num_rounds": drafts, "tau": 1 + accepted / drafts, "nodes_mean": nodes / drafts}
@@ -247,7 +247,7 @@ def num_ended(counted: Counters) -> float:
     return sum(counted.get(name, 0.0) for name in REQUESTS)
 
 
-def _drafts(counted: Counters) -> tuple[float, float, float]:
+def drafts_of(counted: Counters) -> tuple[float, float, float]:
     """Rounds with drafts, accepted drafts, judged drafts.
 
     SGLang counts rounds and tokens when an answer is over. The first token of an answer is the

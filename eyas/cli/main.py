@@ -35,6 +35,7 @@ COMMANDS = {
     "check": "lint and replay a head against its target",
     "serve": "target + head -> OpenAI-compatible server",
     "bench": "a running server -> TTFT, TPOT, throughput, report",
+    "verify": "a running server -> whether its speculation changes an answer",
     "watch": "servers in production -> tau beside the card's, and when a head is stale",
     "lineage": "from a head or any artifact back to its sources and licences",
     "doctor": "what this machine can do",

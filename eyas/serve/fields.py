@@ -63,7 +63,6 @@ OFF: dict[str, tuple[Any, ...]] = {
     "prompt_logprobs": (),
     "reasoning_effort": EFFORTS,
     "return_hidden_states": (False,),
-    "return_tokens_as_token_ids": (False,),
     "separate_reasoning": (False,),
     "spaces_between_special_tokens": (True,),
     "stream_reasoning": (True, False),
@@ -318,6 +317,9 @@ class CompletionRequest(SamplingFields):
     stream_options: StreamOptions | None = None
     return_token_ids: bool = Field(
         False, description="vLLM's: prompt_token_ids and token_ids stand in the answer"
+    )
+    return_tokens_as_token_ids: bool = Field(
+        False, description="vLLM's: logprobs name tokens by their ids, as token_id:17"
     )
     cache_salt: Annotated[str, Field(min_length=1, max_length=128)] | None = Field(
         None, description="vLLM's: computed prefixes are shared with requests of the same salt only"

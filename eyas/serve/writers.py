@@ -25,6 +25,7 @@ from eyas.tau import count_round, tau_of
 
 Ending = FinishReason | Literal["tool_calls"]
 DONE = "data: [DONE]\n\n"
+TOKEN_ID = "token_id:{}"  # vLLM's name of a token by its id
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,6 +213,7 @@ class _OpenAIWriter(CompletionWriter):
         self._n, self._best_of = body.n, body.num_samples
         for choice in self.choices:
             choice.hides_logprobs = body.num_logprobs is None
+        self._names_ids = body.return_tokens_as_token_ids
         self._shared = {
             "id": f"{self.prefix}-{uuid.uuid4().hex}",
             "created": int(time.time()),
@@ -348,7 +350,8 @@ class ChatWriter(_OpenAIWriter):
         return {**written, "token_ids": answer.update.token_ids} if self._returns_ids else written
 
     def _logprobs(self, logprobs: list[TokenLogprob]) -> dict[str, Any]:
-        return {"content": chat_logprobs(self.tokenizer, logprobs), "refusal": None}
+        content = chat_logprobs(self.tokenizer, logprobs, self._names_ids)
+        return {"content": content, "refusal": None}
 
 
 class TextWriter(_OpenAIWriter):
@@ -416,6 +419,8 @@ class TextWriter(_OpenAIWriter):
         """A token's text; its bytes where it is a part of a character, or two tokens would share a
         name.
         """
+        if self._names_ids:
+            return TOKEN_ID.format(token)
         piece = self.tokenizer.piece(token)
         try:
             return piece.decode()
@@ -423,12 +428,15 @@ class TextWriter(_OpenAIWriter):
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in piece)
 
 
-def chat_logprobs(tokenizer: Tokenizer, logprobs: list[TokenLogprob]) -> list[dict[str, Any]]:
-    """As chat completions and responses have them."""
+def chat_logprobs(
+    tokenizer: Tokenizer, logprobs: list[TokenLogprob], names_ids: bool = False
+) -> list[dict[str, Any]]:
+    """As chat completions and responses have them. names_ids: tokens by their ids."""
 
     def named(token: int, logprob: float) -> dict[str, Any]:
         piece = tokenizer.piece(token)
-        return {"token": piece.decode(errors="replace"), "logprob": logprob, "bytes": list(piece)}
+        name = TOKEN_ID.format(token) if names_ids else piece.decode(errors="replace")
+        return {"token": name, "logprob": logprob, "bytes": list(piece)}
 
     return [
         {**named(one.token_id, one.logprob), "top_logprobs": [named(*pair) for pair in one.top]}

@@ -1,0 +1,49 @@
+"""`eyas verify URL`: a server with speculation, and plainly -> whether its answers are the same."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Annotated
+
+import typer
+
+from eyas.artifact import Artifact
+from eyas.bench.verify import VerifyConfig, verify
+from eyas.cli.options import Overrides, stage_config
+from eyas.log import progress_bar
+
+CONFIG = VerifyConfig
+CODES = {"EXACT": 0, "TIES ONLY": 0, "DIFFERENT": 3, "INCONCLUSIVE": 4}  # 1 and 2 are errors
+
+
+def command(
+    url: Annotated[str, typer.Argument(help="server that speculates")],
+    plain: Annotated[
+        str | None,
+        typer.Option(help="a server of the same model that does not; eyas' own needs none"),
+    ] = None,
+    output: Annotated[
+        str, typer.Option("--output", "-o", help="folder or URL of the report")
+    ] = "out/verify",
+    prompts: Annotated[str | None, typer.Option(help='JSONL (.gz too), or "builtin"')] = None,
+    overrides: Overrides = None,
+) -> None:
+    """Tell whether a server's speculation changes what it answers: for any OpenAI-compatible server
+    that gives token ids or logprobs.
+
+    Asks for the same answers with speculation and without, greedy and with seeds, and writes
+    report.md and verify.json. Ends with 0 (EXACT, TIES ONLY), 3 (DIFFERENT) or 4 (INCONCLUSIVE).
+    """
+    config = stage_config(
+        VerifyConfig, "verify", None, overrides, url=url, plain=plain, prompts=prompts
+    )
+    with progress_bar("verify") as track:
+        found = asyncio.run(verify(config, track))
+    folder = Artifact(output)
+    folder.write("report.md", found.markdown().encode())
+    folder.write_json("verify.json", found.to_json() | {"config": config.model_dump(mode="json")})
+    verdict, why = found.verdict
+    print(f"{verdict}: {why}\nreport: {folder.url}/report.md")
+    print(json.dumps({"verdict": verdict, "why": why, "output": output}))
+    raise typer.Exit(CODES[verdict])
