@@ -229,7 +229,8 @@ def test_idle_connections_make_room(client):
 
 
 def test_more_requests_than_connections_get_503_and_probes_are_answered(world):
-    with world.served(limits=LimitsConfig(max_connections=3)) as client, ExitStack() as stack:
+    limits = LimitsConfig(max_connections=3, body_timeout_s=600)
+    with world.served(limits=limits) as client, ExitStack() as stack:
         held = [stack.enter_context(opened(client)) for _ in range(3)]
         for connection in held:
             connection.sendall(HEAD + b"{")  # the rest of the body is on its way
@@ -239,7 +240,7 @@ def test_more_requests_than_connections_get_503_and_probes_are_answered(world):
         assert refused.json()["error"]["code"] == "too_many_connections"
         for path in ("health", "metrics"):
             assert httpx.get(f"{client.url}/{path}").status_code == 200
-        held[0].sendall(b'"a": 1}')
+        held[0].sendall(b'"a": 10}')
         assert held[0].recv(65536).startswith(b"HTTP/1.1 400"), "those that hold on are served"
         assert post(client, BODY).status_code == 200
 
@@ -279,7 +280,7 @@ def test_what_a_slow_reader_left_unread_is_written_in_parts_between_those_of_oth
         return b"".join(pieces)
 
     assert asyncio.run(read()) == b"x" * 401 + b"."
-    assert max(Counter(at_turn).values()) <= answers.PART
+    assert max(Counter(at_turn).values()) <= answers.PART + 1  # the last update is another batch
 
 
 def test_a_grammar_that_fails_says_so_in_every_kind_of_answer(tmp_path):
@@ -290,20 +291,16 @@ def test_a_grammar_that_fails_says_so_in_every_kind_of_answer(tmp_path):
         with world.served(engine) as client, ThreadPoolExecutor(1) as pool:
             reply = pool.submit(post, client, {**body, "stream": stream})
             engine.gate.release(5)
-            while not (processes := children_of_grammars(engine)):
+            while engine._scheduler.num_running == 0:
                 time.sleep(0.01)
-            os.kill(processes[0], signal.SIGKILL)
+            (process,) = children_of(engine._grammars._process.process.pid)
+            os.kill(process, signal.SIGKILL)
             engine.gate.release(1000)
             found = reply.result()
             assert found.status_code in ((200, 400) if stream else (400,))
             assert "the regex [a-z]{100} needs more than" in found.text
             assert engine.is_empty.wait(10)
             assert post(client, {**body, "guided_regex": "[ab]{3}"}).status_code == 200
-
-
-def children_of_grammars(engine):
-    process = getattr(engine._grammars._process, "process", None)
-    return [] if process is None else children_of(process.pid)
 
 
 @pytest.fixture

@@ -261,6 +261,8 @@ class Rounds:
             sample.end_by_error()
             # The caches hold the root and the emitted accepted nodes, but not the last token.
             sample.num_cached += len(emitted[-1])
+            if not emitted[-1]:  # the root's entry is made again: the next tree grows from it
+                sample.draft_len = min(sample.draft_len, sample.num_cached)
         return emitted
 
     def _walks(self, samples: list[RunningSample], chosen: NodesToVerify) -> list[list[int]]:
