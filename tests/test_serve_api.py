@@ -271,7 +271,6 @@ OF_CHATS = [
     ({"temperature": "hot"}, "temperature"),
     ({"top_p": 0}, "top_p"),
     ({"max_tokens": 0}, "max_tokens"),
-    ({"max_tokens": 250}, "max_tokens"),
     ({"max_completion_tokens": 3}, "max_tokens"),
     ({"stop": ["a"] * 17}, "stop"),
     ({"stop": ""}, "stop"),
