@@ -101,6 +101,7 @@ def test_vertex_may_have_its_routes_at_the_same_place(tiny):
 @needs_chromium
 def test_a_chat_shows_where_its_tokens_come_from(page, server):
     """Text, counts and tau are those that the server tells without a browser."""
+    page.uncheck("#markdown")
     chat(page)
     answer = asked(server)
     usage = answer["usage"]
@@ -110,8 +111,13 @@ def test_a_chat_shows_where_its_tokens_come_from(page, server):
     )
     assert drafted + bonus + plain == usage["completion_tokens"]
     assert plain == 1
-    assert len(page.query_selector_all(".said .token.drafted")) == drafted > 0
-    assert len(page.query_selector_all(".said .token.bonus")) == bonus > 0
+    ended = answer["choices"][0]["finish_reason"] == "stop"  # by a token without text
+    shown = [
+        len(page.query_selector_all(f".said .token.{one}")) for one in ("drafted", "bonus", "plain")
+    ]
+    assert sum(shown) == usage["completion_tokens"] - ended
+    for seen, count in zip(shown, (drafted, bonus, plain), strict=True):
+        assert max(1, count - ended) <= seen <= count
     assert page.text_content("#per-round") == f"{usage['eyas']['tau']:.2f}"
     told = page.text_content("#per-round-note")
     rounds = usage["eyas"]["rounds"]
@@ -156,6 +162,7 @@ def test_the_tree_is_that_of_the_round_that_is_picked(page):
 
 @needs_chromium
 def test_a_race_ends_with_the_same_output_twice_and_can_be_seen_again(page, server):
+    page.uncheck("#markdown")
     settle(page, longest=160, temperature=0.7)
     page.fill("#prompt", PROMPT)
     page.evaluate(CLOCK)  # an answer may be short, and a busy browser may get it in few pieces
@@ -577,6 +584,9 @@ def test_errors_are_said_in_words_and_the_prompt_is_not_lost(browser, server):
         assert page.text_content("#problem") == ""
 
 
+ROUNDS = "[...document.querySelectorAll('.said .token')].map(one => one.dataset.round)"
+
+
 @needs_chromium
 def test_a_key_is_asked_for_and_kept_nowhere(browser, tiny, tmp_path):
     keys = tmp_path / "keys"
@@ -597,8 +607,9 @@ def test_a_key_is_asked_for_and_kept_nowhere(browser, tiny, tmp_path):
         page.fill("#key", "a-key-of-this-test-0123456789")
         page.keyboard.press("Enter")
         page.wait_for_selector("#key-form", state="hidden")
+        page.uncheck("#markdown")
         chat(page, longest=8)
-        assert len(page.query_selector_all(".said .token")) == 8
+        assert len(set(page.evaluate(ROUNDS))) == 8
         assert "without a head" in page.text_content("#served")  # which this server has not
         assert page.is_disabled("#race")
         assert "without drafts" in page.text_content("#told")
