@@ -511,7 +511,10 @@ def test_what_a_model_says_is_text_and_never_html(page):
 
 @needs_chromium
 def test_a_long_answer_leaves_the_page_its_frames(page):
-    """However fast it comes, so many tokens are drawn between two frames and no more."""
+    """However fast it comes, so many tokens are drawn between two frames and no more; as Markdown,
+    drawing takes a fifth of the time at most (`PATIENCE` in words.js).
+    """
+    page.uncheck("#markdown")
     count = 3000
     words = events([f"word{one}\n " for one in range(count)])
     answer_with(page, words)
