@@ -101,6 +101,7 @@ def test_vertex_may_have_its_routes_at_the_same_place(tiny):
 @needs_chromium
 def test_a_chat_shows_where_its_tokens_come_from(page, server):
     """Text, counts and tau are those that the server tells without a browser."""
+    page.uncheck("#markdown")
     chat(page)
     answer = asked(server)
     usage = answer["usage"]
@@ -110,8 +111,13 @@ def test_a_chat_shows_where_its_tokens_come_from(page, server):
     )
     assert drafted + bonus + plain == usage["completion_tokens"]
     assert plain == 1
-    assert len(page.query_selector_all(".said .token.drafted")) == drafted > 0
-    assert len(page.query_selector_all(".said .token.bonus")) == bonus > 0
+    ended = answer["choices"][0]["finish_reason"] == "stop"  # by a token without text
+    shown = [
+        len(page.query_selector_all(f".said .token.{one}")) for one in ("drafted", "bonus", "plain")
+    ]
+    assert sum(shown) == usage["completion_tokens"] - ended
+    for seen, count in zip(shown, (drafted, bonus, plain), strict=True):
+        assert max(1, count - ended) <= seen <= count
     assert page.text_content("#per-round") == f"{usage['eyas']['tau']:.2f}"
     told = page.text_content("#per-round-note")
     rounds = usage["eyas"]["rounds"]
@@ -156,6 +162,7 @@ def test_the_tree_is_that_of_the_round_that_is_picked(page):
 
 @needs_chromium
 def test_a_race_ends_with_the_same_output_twice_and_can_be_seen_again(page, server):
+    page.uncheck("#markdown")
     settle(page, longest=160, temperature=0.7)
     page.fill("#prompt", PROMPT)
     page.evaluate(CLOCK)  # an answer may be short, and a busy browser may get it in few pieces
@@ -504,7 +511,10 @@ def test_what_a_model_says_is_text_and_never_html(page):
 
 @needs_chromium
 def test_a_long_answer_leaves_the_page_its_frames(page):
-    """However fast it comes, so many tokens are drawn between two frames and no more."""
+    """However fast it comes, so many tokens are drawn between two frames and no more; as Markdown,
+    drawing takes a fifth of the time at most (`PATIENCE` in words.js).
+    """
+    page.uncheck("#markdown")
     count = 3000
     words = events([f"word{one}\n " for one in range(count)])
     answer_with(page, words)
@@ -598,7 +608,8 @@ def test_a_key_is_asked_for_and_kept_nowhere(browser, tiny, tmp_path):
         page.keyboard.press("Enter")
         page.wait_for_selector("#key-form", state="hidden")
         chat(page, longest=8)
-        assert len(page.query_selector_all(".said .token")) == 8
+        assert page.text_content("#num-plain") == "8"
+        assert page.query_selector_all(".said .token")
         assert "without a head" in page.text_content("#served")  # which this server has not
         assert page.is_disabled("#race")
         assert "without drafts" in page.text_content("#told")
