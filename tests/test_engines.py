@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
@@ -122,7 +123,7 @@ def test_rows_are_kept_for_the_same_head_and_settings(tmp_path, monkeypatch):
 
 def test_forms_of_engines_whose_flags_are_read(tmp_path):
     config, tensors = tiny_head(tiny_target(tmp_path / "target"))
-    embed_tokens = torch.zeros(config.vocab_size, config.target_hidden_size)
+    embed_tokens = np.zeros((config.vocab_size, config.target_hidden_size), dtype=np.float32)
     for engine in ENGINES:
         assert engine.unread_flags(config) == engine.faults(config, tensors) == []
         beside = embed_tokens if engine.target_embeddings else None

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import pytest
 
 from benchmarks.recording import record
@@ -14,7 +12,7 @@ from eyas.engine.tree import Speculation, most_probable
 from eyas.errors import ConfigError, EmptyInputError
 from eyas.evaluate import trees
 from eyas.evaluate.evaluate import EvalConfig, evaluate
-from eyas.evaluate.trees import ModelsConfig, PromptSet, decode, prompts_digest
+from eyas.evaluate.trees import PromptSet, decode, prompts_digest
 from eyas.log import quiet
 from eyas.tau import tau_of
 from tests.tiny import tiny_target
@@ -129,12 +127,6 @@ def test_rounds_without_drafts_take_a_token_each(recorded):
     accepted = rounds.play(lambda _, proposals: proposals.tokens < 0, 1)
     lengths = {name: len(answer.token_ids) for name, answer in rounds.answers.items()}
     assert accepted == {name: [0] * (length - 1) for name, length in lengths.items()}
-
-
-def test_only_rounds_on_a_cpu_are_recorded(models):
-    elsewhere = dataclasses.replace(models, config=ModelsConfig(device="cuda"))
-    with pytest.raises(ConfigError, match="rounds on cuda are not recorded"):
-        record(elsewhere, 5, 2, [], quiet)
 
 
 def test_prompts_that_cannot_be_asked_are_left_out(folders):

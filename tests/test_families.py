@@ -97,16 +97,15 @@ def test_greedy_answers_are_those_of_transformers(root, name, backend):
     assert list(ours[0][0]) == theirs[0, len(asked.prompt_ids) :].tolist()
 
 
-@pytest.mark.parametrize("backend", ["torch", "native", "bfloat16", "packed"])
+@pytest.mark.parametrize("backend", ["native", "bfloat16", "packed"])
 @pytest.mark.parametrize("name", OWN)
 def test_speculation_changes_nothing(root, name, backend):
     """Trees in a batch whose requests are accepted to different lengths, greedy and sampled, and a
-    prefix used again: tokens and log-probabilities are those of plain decoding, to the bit where
-    the native decoder computes them.
+    prefix used again: tokens and log-probabilities are those of plain decoding, to the bit.
     """
-    target, num_top = loaded(root, name, backend), None if backend == "torch" else 2
-    asked = prompts(target, [30, 70, 100], logprobs=num_top)
-    asked += prompts(target, [70, 33], temperature=1.0, logprobs=num_top)
+    target = loaded(root, name, backend)
+    asked = prompts(target, [30, 70, 100], logprobs=2)
+    asked += prompts(target, [70, 33], temperature=1.0, logprobs=2)
     plain = [run(Engine(target, None, EngineConfig(num_pages=64)), [one])[0] for one in asked]
     draft = draft_of(*random_head(target), target)
     for speculation in ("fixed(3,3,8)", "auto(3,4,20)"):

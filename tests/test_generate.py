@@ -4,7 +4,6 @@ on resume.
 
 import collections
 import json
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +13,9 @@ from transformers import AutoModelForCausalLM
 
 from eyas.artifact import VERSION, Artifact, Manifest
 from eyas.chat import Chat
-from eyas.engine.engine import Engine
 from eyas.errors import EmptyInputError, MissingInputError, TemplateError
 from eyas.features import generate as stage
-from eyas.features.generate import GenerateConfig, generate, open_backend
+from eyas.features.generate import GenerateConfig, generate
 from eyas.privacy.detector import LeakDetector
 from eyas.privacy.pii import PrivacyConfig
 from eyas.records import Answer, Prompt, read_answers, read_origins
@@ -150,22 +148,6 @@ def test_answers_are_what_transformers_generates(target, answered):
 def test_the_batch_changes_no_answer(target, answered, output):
     run(target, PROMPTS, output, max_batch=1)
     assert contents(output) == contents(answered)
-
-
-def test_the_engine_in_this_process_runs_on_a_gpu_where_there_is_one(target, monkeypatch):
-    devices = []
-    load = Engine.load
-
-    def recorded(*settings):
-        devices.append(settings[-1])
-        return load(*settings[:-1], "cpu")
-
-    monkeypatch.setattr(Engine, "load", recorded)
-    for device in ("cpu", "cuda"):
-        monkeypatch.setattr(stage, "default_device", lambda device=device: device)
-        with closing(open_backend(config_of(target), Chat(target), str(target), 200)):
-            pass
-    assert devices == ["cpu", "cuda"]
 
 
 def test_sampling_is_repeatable_and_part_of_the_key(target, answered, tmp_path):

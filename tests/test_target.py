@@ -1,8 +1,7 @@
-"""The target's logits and taps against transformers', for every family and way of storing it; and
-the layouts of Linear.
-"""
+"""The target's logits and taps against transformers', for every family and way of storing it."""
 
 import json
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -14,7 +13,6 @@ from eyas.model.architecture import TargetConfig
 from eyas.model.library import address
 from eyas.model.target import Target, resolve_dtype, stored_dtype
 from eyas.model.weights import read_arrays
-from tests.oracle.block import Linear
 from tests.oracle.target import features_of, logits_of
 from tests.tiny import FAMILIES, tiny_target
 from tests.tiny_engine import load_as
@@ -42,17 +40,17 @@ VARIANTS = [
 @pytest.mark.parametrize(("family", "overrides"), VARIANTS, ids=lambda value: str(value)[:40])
 def test_logits_and_taps_equal_transformers(tmp_path, family, overrides, kind):
     folder = tiny_target(tmp_path, family, **overrides)
-    theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
     tokens_BT = torch.randint(0, 320, (3, 50))
     ours = load_as(kind, folder, "float32")
     with torch.inference_mode():
         expected = theirs(tokens_BT, output_hidden_states=True)
-    torch.testing.assert_close(logits_of(ours, tokens_BT), expected.logits, rtol=1e-4, atol=1e-4)
+    near = partial(torch.testing.assert_close, rtol=1e-4, atol=1e-4, check_dtype=False)
+    near(logits_of(ours, tokens_BT), expected.logits)
     aux_hidden, last_hidden = features_of(ours, tokens_BT)
     n = theirs.config.num_hidden_layers
-    streams = torch.cat([expected.hidden_states[i] for i in (2, n // 2, n - 3)], dim=-1)
-    torch.testing.assert_close(aux_hidden, streams, rtol=1e-4, atol=1e-4)
-    torch.testing.assert_close(last_hidden, expected.hidden_states[-1], rtol=1e-4, atol=1e-4)
+    near(aux_hidden, torch.cat([expected.hidden_states[i] for i in (2, n // 2, n - 3)], dim=-1))
+    near(last_hidden, expected.hidden_states[-1])
 
 
 @pytest.mark.parametrize(
@@ -135,22 +133,6 @@ def test_weights_are_mapped_not_copied(tmp_path):
     assert ranges
     for tensor in tensors.values():
         assert any(start <= address(tensor) < end for start, end in ranges)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("rows", [1, 3, 8, 33])
-def test_linear_layouts_equal_the_plain_product(dtype, bias, rows):
-    weight, x, residual = (
-        torch.randn(*shape).to(dtype) for shape in ((48, 37), (rows, 37), (rows, 48))
-    )
-    offset = torch.randn(48).to(dtype) if bias else None
-    linear = Linear(weight, offset)
-    exact, rounded = {"rtol": 1e-5, "atol": 1e-5}, {"rtol": 2e-2, "atol": 2e-1}
-    tolerance = exact if dtype == torch.float32 else rounded
-    expected = torch.nn.functional.linear(x, weight, offset)
-    torch.testing.assert_close(linear(x), expected, **tolerance)
-    torch.testing.assert_close(linear.add(x, residual.clone()), residual + expected, **tolerance)
 
 
 def test_wrong_weights_and_unsupported_targets_are_named(tmp_path):

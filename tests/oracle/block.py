@@ -26,42 +26,20 @@ from tests.oracle.attention import AttentionPlan, Weighing, path_slots
 from tests.oracle.rows import TensorCache, TensorRows
 
 Tensors = Mapping[str, Tensor]
-_HAS_ONEDNN = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
 
 
 class Linear:
-    """y = x W^T + b for x [M, in], W [out, in], b [out] or None, all of one dtype and device.
-
-    On a CPU the time of a decode step is the reading of weights, and a product that lays its weight
-    out anew on every call reads it twice: the weight is kept in oneDNN's blocked layout, one copy
-    for any number of rows. Other devices and dtypes take `F.linear`.
-    """
+    """y = x W^T + b for x [M, in], W [out, in], b [out] or None, all of one dtype."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
-        self.bias = bias
-        self._weight = weight
-        self._blocked: Tensor | None = None
-        if (
-            _HAS_ONEDNN
-            and weight.device.type == "cpu"
-            and weight.dtype in (torch.bfloat16, torch.float32)
-        ):
-            self._blocked = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), None)
+        self._weight, self._bias = weight, bias
 
     def __call__(self, x: Tensor) -> Tensor:
         """[M, in] -> [M, out]."""
-        if self._blocked is not None:
-            y: Tensor = torch.ops.mkldnn._linear_pointwise(
-                x, self._blocked, self.bias, "none", [], ""
-            )
-            return y
-        return F.linear(x, self._weight, self.bias)
+        return F.linear(x, self._weight, self._bias)
 
     def add(self, x: Tensor, residual: Tensor) -> Tensor:
-        """[M, in], [M, out] -> residual + self(x), in one operator where there is one."""
-        if self._blocked is not None and self.bias is None:
-            y: Tensor = torch.ops.mkldnn._linear_pointwise(x, residual, self._blocked, None, "add")
-            return y
+        """[M, in], [M, out] -> residual + self(x)."""
         return self(x).add_(residual)
 
 
