@@ -331,7 +331,7 @@ def test_what_cannot_be_compared_is_one_clear_error(tmp_path, changes, words):
 def test_a_server_without_ids_and_logprobs_is_one_clear_error(tmp_path):
     failed = verified(tmp_path, (), **TWO, gives_ids=False, gives_logprobs=False, fails=True)
     assert failed.exit_code == 1
-    assert "token ids or logprobs" in failed.stderr
+    assert "token ids, or both logprobs" in failed.stderr
     assert "no server at" in run_eyas("verify", "http://127.0.0.1:9").stderr
 
 

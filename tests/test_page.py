@@ -516,7 +516,7 @@ def test_a_long_answer_leaves_the_page_its_frames(page):
     """
     page.uncheck("#markdown")
     count = 3000
-    words = events([f"word{one}\n " for one in range(count)])
+    words = events([f"word{one}\n" for one in range(count)])
     answer_with(page, words)
     page.evaluate("""() => {
         window.counts = [];

@@ -291,7 +291,7 @@ def test_samples_of_a_request_have_seeds_of_their_own():
         ({"logprobs": 21}, "logprobs"),
         ({"logprobs": -1}, "logprobs"),
         ({"prompt_logprobs": 21}, "prompt_logprobs"),
-        ({"json_schema": "{}", "regex": "a"}, "both"),
+        ({"json_schema": "{}", "regex": "a"}, "several of json_schema, regex"),
         ({"regex": "a", "ignore_eos": True}, "ignore_eos"),
         ({"json_schema": "{}", "min_tokens": 1}, "min_tokens"),
     ],

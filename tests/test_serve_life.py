@@ -52,7 +52,11 @@ def test_models_and_health(client):
     (card,) = client.models.list().data
     assert card.id == MODEL
     told = {"model": MODEL, "dtype": "float32", "has_head": False, "text_drafts": False}
-    assert card.eyas == told | {"max_length": MAX_LENGTH, "target_fingerprint": None}
+    assert card.eyas == told | {
+        "max_length": MAX_LENGTH,
+        "context": None,
+        "target_fingerprint": None,
+    }
     assert health(client).json() == {"status": "ok", "requests": 0}
 
 

@@ -95,7 +95,7 @@ translated = Translator.completion
             "parameters",
         ),
         ({"instances": [{**CHAT, "stream": True}]}, "instances.0.stream"),
-        ({"instances": [CHAT, {**CHAT, "max_tokens": 5000}]}, "instances.1.max_tokens"),
+        ({"instances": [CHAT, {**CHAT, "max_tokens": 0}]}, "instances.1.max_tokens"),
         ({"instances": [{**CHAT, "use_beam_search": True}]}, "instances.0.use_beam_search"),
     ],
 )

@@ -341,11 +341,9 @@ def serve_and_bench(
 def as_served(config: RunConfig) -> EvalConfig:
     """The settings of eval; what they leave open is as the run will serve and measure."""
     served = config.serve
-    models = {
-        "dtype": served.dtype,
-        "threads": served.threads,
-        "max_length": served.engine.max_length,
-    }
+    models: dict[str, Any] = {"dtype": served.dtype, "threads": served.threads}
+    if served.engine.max_length is not None:
+        models["max_length"] = served.engine.max_length
     speculation = served.engine.parsed()
     fixed = str(dataclasses.replace(speculation, mode="fixed"))
     trees = DEFAULT_TREES if speculation.mode == "off" else (fixed, *DEFAULT_TREES)

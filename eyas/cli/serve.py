@@ -84,7 +84,7 @@ def command(
     allowed_origin: Annotated[
         list[str] | None,
         typer.Option(
-            help="web pages there may ask, https://HOST (CORS); may be repeated",
+            help="web pages there may ask (CORS), https://HOST",
             rich_help_panel=ADDRESS,
         ),
     ] = None,
