@@ -2,10 +2,10 @@
 
 Jobs alternate while both kinds are possible: a prefill of at most prefill_chunk tokens, then one
 round of all samples that decode, so that neither starves. Beside samples that decode a prefill is
-as short as prompts are slow on this machine now: none of them pauses for longer than pause_ms.
-Requests are admitted in the order of
-their arrival. When pages run out, the sample that was admitted last is preempted: it gives up its
-pages, keeps its tokens, and is the next to be admitted.
+as short as prompts are slow on this machine now, so that none of them pauses for much longer than
+pause_ms. Requests are admitted in the order of their arrival. When pages run out, the sample that
+was admitted last is preempted: it gives up its pages, keeps its tokens, and is the next to be
+admitted.
 """
 
 from __future__ import annotations
