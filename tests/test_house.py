@@ -27,7 +27,7 @@ ROOMS = {
     "engine": (180, "exact speculative decoding: scheduler, rounds, drafters, policy, sampling"),
     "model": (197, "target and head on NumPy: configs, checkpoints, the native library's calls"),
     "operators": (86, "what PyTorch computes: the head that trains, features"),
-    "cpp": (265, "the native decoder"),
+    "cpp": (267, "the native decoder"),
     "serve": (192, "the HTTP server"),
     "privacy": (156, "personal data and secrets: search, surrogates, key"),
     "features": (125, "the target's answers and its hidden states"),

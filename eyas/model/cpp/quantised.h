@@ -24,6 +24,7 @@ struct alignas(64) RowBlock {
   int32_t offset, offsets[2];
 };
 
+constexpr bool kOpens = kOpenedFrom > 0;
 constexpr int kStretch = 8;  // blocks of a row that lie together: one unit, or 8
 
 // M rows of `blocks` blocks, in the order in which they are read: [stretch][group][block][row].
@@ -33,9 +34,9 @@ struct RowBlocks {
   RowBlock* data;
   int blocks, M;
 
-  bool are_many() const { return !has_amx() && M >= kOpenedFrom; }
+  bool are_many() const { return !has_amx() && kOpens && M >= kOpenedFrom; }
   int rows_of_group() const {
-    return has_amx() ? kAmxRows : M >= kOpenedFrom ? kOpenedRows : kMaxGroupRows;
+    return has_amx() ? kAmxRows : are_many() ? kOpenedRows : kMaxGroupRows;
   }
   int group_rows(int first) const { return std::min(rows_of_group(), M - first); }
   int stretch_blocks(int block) const { return std::min(kStretch, blocks - block); }
@@ -207,52 +208,115 @@ INLINE Vec add_scaled(Vec sum, Scales scales, Bits integers, const RowBlock& x, 
   return sum;
 }
 
+// The sums of R rows on W blocks of columns while blocks of inputs go by: in registers where these
+// are enough, else in memory.
+template <int R, int W>
+class RowSums {
+ public:
+  explicit RowSums(float* at) : at_(at) {}
+
+  INLINE void begin(bool is_first) {
+    each([&](int r, int w) __attribute__((always_inline)) {
+      if constexpr (kInRegisters)
+        in_[r][w] = is_first ? Vec{} : load(place(r, w));
+      else if (is_first)
+        store(place(r, w), Vec{});
+    });
+  }
+  INLINE void end() {
+    if constexpr (kInRegisters)
+      each([&](int r, int w) __attribute__((always_inline)) { store(place(r, w), in_[r][w]); });
+  }
+  template <class Q>
+  INLINE void add(int r, int w, Scales scales, Bits integers, const RowBlock& x, int half) {
+    if constexpr (kInRegisters)
+      in_[r][w] = add_scaled<Q>(in_[r][w], scales, integers, x, half);
+    else
+      store(place(r, w), add_scaled<Q>(load(place(r, w)), scales, integers, x, half));
+  }
+
+ private:
+  static constexpr bool kInRegisters = R * W <= kSumsInRegisters;
+
+  template <class Do>
+  static INLINE void each(Do&& what) {
+#pragma GCC unroll 12
+    for (int r = 0; r < R; ++r)
+#pragma GCC unroll 4
+      for (int w = 0; w < W; ++w) what(r, w);
+  }
+  INLINE float* place(int r, int w) { return at_ + r * kPanelColumns + w * kLanes; }
+
+  float* at_;
+  Vec in_[R][W];
+};
+
+// Adds a block of R rows times W blocks of columns to their sums. lines(use) calls use(i, w, codes)
+// with line i of block w, scales(half, w) has its scales.
+template <class Q, int R, int W, class Lines, class ScalesOf>
+INLINE void add_block(const RowBlock* x, Lines&& lines, ScalesOf&& scales, RowSums<R, W>& sums) {
+  // integers of a row that do not wait for each other
+  constexpr int per_half = kBlockLines / Q::kHalves, chains = R * W == 1  ? kChains
+                                                              : R * W < 4 ? (kChains + 1) / 2
+                                                                          : 1;
+#pragma GCC unroll 2
+  for (int h = 0; h < Q::kHalves; ++h) {
+    Dots<Q::kBits, per_half / chains> dots[R][W][chains];
+#pragma GCC unroll 12
+    for (int r = 0; r < R; ++r)
+#pragma GCC unroll 4
+      for (int w = 0; w < W; ++w)
+#pragma GCC unroll 4
+        for (int i = 0; i < chains; ++i)
+          dots[r][w][i].begin(i == 0 ? start_of<Q>(x[r], h) : Bits{});
+    int taken[W] = {};
+    lines([&](int i, int w, Bits line) __attribute__((always_inline)) {
+      if (i / per_half != h) return;
+      const int step = taken[w]++;
+#pragma GCC unroll 12
+      for (int r = 0; r < R; ++r)
+        dots[r][w][step % chains].add(step / chains, line, splat_four(x[r].q + i * kLineInputs));
+    });
+#pragma GCC unroll 4
+    for (int w = 0; w < W; ++w) {
+      const Scales of_half = scales(h, w);
+#pragma GCC unroll 12
+      for (int r = 0; r < R; ++r) {
+        Bits integers = dots[r][w][0].end(start_of<Q>(x[r], h));
+        for (int i = 1; i < chains; ++i) integers = integers + dots[r][w][i].end(Bits{});
+        sums.template add<Q>(r, w, of_half, integers, x[r], h);
+      }
+    }
+  }
+}
+
 // Sums of R rows, a group from row `first` on, on one block of 16 columns. What is ahead is fetched
 // by the first group.
 template <class Q, int R>
-void quantised_tile(const uint8_t* weights, const RowBlocks& rows, int first, float* sums,
+void quantised_tile(const uint8_t* weights, const RowBlocks& rows, int first, float* to,
                     const Stream* stream) {
-  // integers of a row that do not wait for each other
-  constexpr int chains = R == 1 ? kChains : R < 4 ? (kChains + 1) / 2 : 1;
-  Vec sum[R];
-#pragma GCC unroll 12
-  for (int r = 0; r < R; ++r) sum[r] = Vec{};
+  RowSums<R, 1> sums(to);
+  sums.begin(true);
   for (int stretch = 0; stretch < rows.blocks; stretch += kStretch) {
     const RowBlock* x = rows.stretch(stretch, first);
     const int count = rows.stretch_blocks(stretch);
     for (int b = 0; b < count; ++b, x += R) {
-      if (stream != nullptr && b % Q::kBlocks == 0)
+      const int of_unit = b % Q::kBlocks;
+      if (stream != nullptr && of_unit == 0)
         if (const Address ahead = stream->ahead(weights, kQuantisedLead); ahead != 0)
           prefetch(ahead, Q::kBytes);
-      Bits all[R][Q::kHalves][chains];
-#pragma GCC unroll 12
-      for (int r = 0; r < R; ++r)
-        for (int h = 0; h < Q::kHalves; ++h) {
-          all[r][h][0] = begin_dots<Q::kBits>(start_of<Q>(x[r], h));
-          for (int i = 1; i < chains; ++i) all[r][h][i] = Bits{};
-        }
-      Q::lines(weights, b % Q::kBlocks, [&](int i, Bits line) __attribute__((always_inline)) {
-#pragma GCC unroll 12
-        for (int r = 0; r < R; ++r) {
-          Bits& to = all[r][i * Q::kHalves / kBlockLines][i % chains];
-          to = dot_bytes<Q::kBits>(to, line, splat_four(x[r].q + i * kLineInputs));
-        }
-      });
-#pragma GCC unroll 2
-      for (int h = 0; h < Q::kHalves; ++h) {
-        const Scales scales = Q::scales(weights, b % Q::kBlocks, h);
-#pragma GCC unroll 12
-        for (int r = 0; r < R; ++r) {
-          for (int i = 1; i < chains; ++i) all[r][h][0] = all[r][h][0] + all[r][h][i];
-          const Bits integers = end_dots<Q::kBits>(all[r][h][0], start_of<Q>(x[r], h));
-          sum[r] = add_scaled<Q>(sum[r], scales, integers, x[r], h);
-        }
-      }
-      if (b % Q::kBlocks == Q::kBlocks - 1) weights += Q::kBytes;
+      add_block<Q>(
+          x,
+          [&](auto&& use) __attribute__((always_inline)) {
+            Q::lines(weights, of_unit,
+                     [&](int i, Bits line) __attribute__((always_inline)) { use(i, 0, line); });
+          },
+          [&](int h, int) __attribute__((always_inline)) { return Q::scales(weights, of_unit, h); },
+          sums);
+      if (of_unit == Q::kBlocks - 1) weights += Q::kBytes;
     }
   }
-#pragma GCC unroll 12
-  for (int r = 0; r < R; ++r) store(sums + r * kPanelColumns, sum[r]);
+  sums.end();
 }
 
 using QuantisedTile = void (*)(const uint8_t*, const RowBlocks&, int, float*, const Stream*);
@@ -265,10 +329,10 @@ QuantisedTile quantised_tile_of(int rows) {
   return tiles[rows - 1];
 }
 
-// A stretch of a panel's weights, taken apart.
+// A stretch of some of a panel's weights, taken apart.
 struct Opened {
-  alignas(64) uint8_t lines[kStretch][kBlockLines][kPanelBlocks][64];
-  Scales scales[kStretch][2][kPanelBlocks];
+  alignas(64) uint8_t lines[kStretch][kBlockLines][kOpenedBlocks][64];
+  Scales scales[kStretch][2][kOpenedBlocks];
 };
 
 // Fetches a panel's next stretch while one is worked on: a little at each of its steps.
@@ -318,48 +382,25 @@ void open(const uint8_t* weights, int count, int w, Opened& to) {
   }
 }
 
-// A stretch's part of the sums of R rows on W blocks from the w-th on.
+// A stretch's part of the sums of R rows on W blocks of columns.
 template <class Q, int R, int W>
-void opened_tile(const Opened& opened, int count, int w, const RowBlock* x, float* sums,
-                 bool is_first) {
-  Vec sum[R][W];
-#pragma GCC unroll 4
-  for (int r = 0; r < R; ++r)
-#pragma GCC unroll 4
-    for (int v = 0; v < W; ++v)
-      sum[r][v] = is_first ? Vec{} : load(sums + r * kPanelColumns + v * kLanes);
+void opened_tile(const Opened& opened, int count, const RowBlock* x, float* to, bool is_first) {
+  RowSums<R, W> sums(to);
+  sums.begin(is_first);
   for (int i = 0; i < count; ++i, x += R)
-#pragma GCC unroll 2
-    for (int h = 0; h < Q::kHalves; ++h) {
-      Bits all[R][W];
-#pragma GCC unroll 4
-      for (int r = 0; r < R; ++r)
-#pragma GCC unroll 4
-        for (int v = 0; v < W; ++v) all[r][v] = begin_dots<Q::kBits>(start_of<Q>(x[r], h));
-      constexpr int lines = kBlockLines / Q::kHalves;
+    add_block<Q>(
+        x,
+        [&](auto&& use) __attribute__((always_inline)) {
 #pragma GCC unroll 8
-      for (int l = h * lines; l < (h + 1) * lines; ++l)
+          for (int l = 0; l < kBlockLines; ++l)
 #pragma GCC unroll 4
-        for (int r = 0; r < R; ++r) {
-          const Bits four = splat_four(x[r].q + l * kLineInputs);
-#pragma GCC unroll 4
-          for (int v = 0; v < W; ++v)
-            all[r][v] = dot_bytes<Q::kBits>(all[r][v], load_bits(opened.lines[i][l][w + v]), four);
-        }
-#pragma GCC unroll 4
-      for (int v = 0; v < W; ++v)
-#pragma GCC unroll 4
-        for (int r = 0; r < R; ++r)
-          sum[r][v] = add_scaled<Q>(sum[r][v], opened.scales[i][h][w + v],
-                                    end_dots<Q::kBits>(all[r][v], start_of<Q>(x[r], h)), x[r], h);
-    }
-#pragma GCC unroll 4
-  for (int r = 0; r < R; ++r)
-#pragma GCC unroll 4
-    for (int v = 0; v < W; ++v) store(sums + r * kPanelColumns + v * kLanes, sum[r][v]);
+            for (int w = 0; w < W; ++w) use(l, w, load_bits(opened.lines[i][l][w]));
+        },
+        [&](int h, int w) __attribute__((always_inline)) { return opened.scales[i][h][w]; }, sums);
+  sums.end();
 }
 
-using OpenedTile = void (*)(const Opened&, int, int, const RowBlock*, float*, bool);
+using OpenedTile = void (*)(const Opened&, int, const RowBlock*, float*, bool);
 
 template <class Q>
 OpenedTile opened_tile_of(int rows, int width) {
@@ -382,17 +423,16 @@ void opened_panel(const uint8_t* weights, size_t apart, int width, const RowBloc
     const bool is_last = stretch + count == rows.blocks;
     Fetcher fetcher(stream, weights, apart, width, is_last ? apart * width + bytes - apart : bytes,
                     bytes, steps);
-    for (int w = 0; w < width; ++w) {
-      open<Q>(weights + w * apart, count, w, opened);
-      fetcher.step(kStretch);
-    }
-    for (int first = 0; first < rows.M; first += group) {
-      const int R = rows.group_rows(first);
-      for (int w = 0; w < width; w += kOpenedBlocks)
-        opened_tile_of<Q>(R, std::min(kOpenedBlocks, width - w))(
-            opened, count, w, rows.stretch(stretch, first),
-            sums + first * kPanelColumns + w * kLanes, stretch == 0);
-      fetcher.step(width);
+    for (int w = 0; w < width; w += kOpenedBlocks) {
+      const int W = std::min(kOpenedBlocks, width - w);
+      for (int v = 0; v < W; ++v) open<Q>(weights + (w + v) * apart, count, v, opened);
+      fetcher.step(W * kStretch);
+      for (int first = 0; first < rows.M; first += group) {
+        opened_tile_of<Q>(rows.group_rows(first), W)(opened, count, rows.stretch(stretch, first),
+                                                     sums + first * kPanelColumns + w * kLanes,
+                                                     stretch == 0);
+        fetcher.step(W);
+      }
     }
     weights += bytes;
   }
@@ -503,7 +543,9 @@ void multiply_quantised(const QuantisedProduct& product, const Product* next, co
     with_format(format, [&](auto q) {
       using Q = decltype(q);
       const size_t apart = product.block_bytes(format);
-      if (rows.are_many()) return opened_panel<Q>(weights, apart, panel.width, rows, sums, stream);
+      if constexpr (kOpens)
+        if (rows.are_many())
+          return opened_panel<Q>(weights, apart, panel.width, rows, sums, stream);
       for (int w = 0; w < panel.width; ++w, weights += apart)
         for (int first = 0; first < rows.M; first += rows.rows_of_group()) {
           const int R = rows.group_rows(first);

@@ -222,15 +222,17 @@ INLINE Vec first_of(Lanes lanes, Vec a, Vec others = {}) {
 }
 
 #ifndef EYAS_DOTS_IN_WORDS
-// Sums of a block's products of bytes: from a number on, and at last, as integers.
-template <int kBits>
-INLINE Bits begin_dots(Bits start) {
-  return start;
-}
-template <int kBits>
-INLINE Bits end_dots(Bits sums, Bits) {
-  return sums;
-}
+// Sums of products of a block's lines: begin(start), add each, end(start).
+template <int kBits, int>
+class Dots {
+ public:
+  INLINE void begin(Bits start) { sum_ = start; }
+  INLINE void add(int, Bits codes, Bits x) { sum_ = dot_bytes<kBits>(sum_, codes, x); }
+  INLINE Bits end(Bits) const { return sum_; }
+
+ private:
+  Bits sum_;
+};
 #endif
 
 // sum + a.even * b.even + a.odd * b.odd in each lane, for pairs of bf16.

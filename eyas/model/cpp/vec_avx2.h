@@ -161,32 +161,40 @@ INLINE Bits dot_bytes(Bits sum, Bits codes, Bits x) {
 #define EYAS_DOTS_IN_WORDS
 constexpr int kByteBias = 0, kChains = 1;
 
-// A sum of two products has room in 16 bits: of 127 * 127, or of 128 * 127 by the size of a code.
-// Those of codes of 4 bits have room for a block's 8 lines.
-template <int kBits>
-INLINE Bits begin_dots(Bits start) {
-  return kBits <= 4 ? Bits{} : start;
-}
-template <int kBits>
-INLINE Bits dot_bytes(Bits sum, Bits codes, Bits x) {
-  const __m256i ones = _mm256_set1_epi16(1);
-  EYAS_EACH {
-    const __m256i code = raw(codes, i);
-    const __m256i two =
-        kBits < 8 ? _mm256_maddubs_epi16(code, raw(x, i))
-                  : _mm256_maddubs_epi16(_mm256_abs_epi8(code), _mm256_sign_epi8(raw(x, i), code));
-    sum.in[i] =
-        (Bits::Register)(kBits <= 4 ? _mm256_add_epi16(raw(sum, i), two)
-                                    : _mm256_add_epi32(raw(sum, i), _mm256_madd_epi16(two, ones)));
+// Sums of products of a block's lines. Two products of a code with 127 or 128 have room in 16 bits,
+// those of small codes for several lines, which are added there before they are widened.
+template <int kBits, int kLines>
+class Dots {
+ public:
+  INLINE void begin(Bits) {}
+  INLINE void add(int line, Bits codes, Bits x) {
+    const __m256i ones = _mm256_set1_epi16(1);
+    const bool first = line % kTogether == 0, last = line % kTogether == kTogether - 1;
+    EYAS_EACH {
+      const __m256i code = raw(codes, i);
+      __m256i two = kBits < 8 ? _mm256_maddubs_epi16(code, raw(x, i))
+                              : _mm256_maddubs_epi16(_mm256_abs_epi8(code),
+                                                     _mm256_sign_epi8(raw(x, i), code));
+      if (!first) two = _mm256_add_epi16(raw(words_, i), two);
+      words_.in[i] = (Bits::Register)two;
+      if (!last) continue;
+      const auto four = (Bits::Register)_mm256_madd_epi16(two, ones);
+      sum_.in[i] = line < kTogether ? four : sum_.in[i] + four;
+    }
+    // in this order: the compiler's own needs more registers than there are
+    asm("" : "+x"(words_.in[0]), "+x"(words_.in[1]));
   }
-  return sum;
-}
-template <int kBits>
-INLINE Bits end_dots(Bits sums, Bits start) {
-  if constexpr (kBits > 4) return sums;
-  const __m256i ones = _mm256_set1_epi16(1);
-  return start + bits(_mm256_madd_epi16(raw(sums, 0), ones), _mm256_madd_epi16(raw(sums, 1), ones));
-}
+  INLINE Bits end(Bits start) const { return sum_ + start; }
+
+ private:
+  static constexpr int kRoom = kBits <= 4   ? 8
+                               : kBits == 5 ? 4
+                               : kBits == 6 ? 2
+                                            : 1,
+                       kTogether = kRoom < kLines ? kRoom : kLines;
+
+  Bits words_, sum_;
+};
 #endif
 
 // Of four vectors with a sum in every lane of their quarters: (0 + 1) + (2 + 3), a fourth of the
@@ -212,7 +220,9 @@ INLINE void zip_quarters(Vec& a, Vec& b) {
 }
 
 // How many rows are multiplied at once: what fills the registers.
-constexpr int kMaxGroupRows = 3;
+constexpr int kMaxGroupRows = 4;
 constexpr int kMaxTileRows = 6, kTileSums = 6, kFusedRows = 2;
-// From so many rows on quantised weights are taken apart once for all: so many rows by blocks.
-constexpr int kOpenedFrom = 13, kOpenedRows = 3, kOpenedBlocks = 1;
+// Quantised weights are taken apart for each group again (from 0 rows on: never once for all): what
+// was taken apart would be read from memory where four rows already wait for their loads.
+constexpr int kOpenedFrom = 0, kOpenedRows = 1, kOpenedBlocks = 1;
+constexpr int kSumsInRegisters = 1;  // 4 rows' integers fill them

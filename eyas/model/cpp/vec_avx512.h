@@ -185,3 +185,4 @@ constexpr int kMaxGroupRows = 12;  // 12 sums, 12 integers and a line with its s
 constexpr int kMaxTileRows = 6, kTileSums = 24, kFusedRows = 6;  // 6 rows x 4 blocks
 // From so many rows on quantised weights are taken apart once for all: so many rows by blocks.
 constexpr int kOpenedFrom = 33, kOpenedRows = 3, kOpenedBlocks = 4;
+constexpr int kSumsInRegisters = 12;

@@ -191,3 +191,4 @@ constexpr int kMaxGroupRows = 3;
 constexpr int kMaxTileRows = 6, kTileSums = 6, kFusedRows = 2;
 // From so many rows on quantised weights are taken apart once for all: so many rows by blocks.
 constexpr int kOpenedFrom = 13, kOpenedRows = 3, kOpenedBlocks = 1;
+constexpr int kSumsInRegisters = 12;
