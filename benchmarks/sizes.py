@@ -9,9 +9,10 @@
                 reads, interleaved; medians. Memory after a request, and seconds to open the file
     rows        a forward of 2 to 64 rows in times of one row
     draft       growing the default tree in times of a forward of one row, and its parts
-    synthetic   time per token of plain decoding by that of speculative decoding where drafts are
-                SYNTHETIC: they are put right as often as gives a tau of 3.0; everything else, the
-                head's forwards among them, runs as it is. The answer must be plain's
+    synthetic   time per token of plain decoding by that of speculative decoding, with the default
+                tree and as the policy chooses, where drafts are SYNTHETIC: they are put right as
+                often as gives a tau of 3.0; everything else, the head's forwards among them, runs
+                as it is. The answer must be plain's
 
 Weights are random (random_models.py): speed does not depend on their values. Every file has a
 process of its own. A file that is not in FOLDER (by default a temporary one) is written first.
@@ -348,23 +349,24 @@ def synthetic(target: Target, head: Draft, args: argparse.Namespace) -> dict[str
     _, answer, _ = of_plain.decoding(count)
     unlike = next(token for token in range(50, 10**6) if token not in answer)
     made = SyntheticDraft(head, [*prompt[:16], *answer], unlike)
-    config = EngineConfig(max_batch=1, speculation=SPECULATION, text_drafts=False)
-    speculative = Asked(Engine(target, made, config), prompt)
-    seconds: dict[str, list[float]] = {"plain": [], "speculative": []}
-    taus = []
+    arms = {"plain": of_plain}
+    for speculation in (SPECULATION, "auto"):
+        config = EngineConfig(max_batch=1, speculation=speculation, text_drafts=False)
+        arms[speculation] = Asked(Engine(target, made, config), prompt)
+    seconds: dict[str, list[float]] = {name: [] for name in arms}
+    taus: dict[str, list[float]] = {name: [] for name in arms}
     for _ in range(args.samples):
-        one, again, _ = of_plain.decoding(count)
-        seconds["plain"].append(one)
-        one, drafted, num_rounds = speculative.decoding(count)
-        seconds["speculative"].append(one)
-        assert again == drafted == answer, "speculation changed the answer"
-        taus.append(count / num_rounds)
-    ms = {name: 1e3 * statistics.median(samples) for name, samples in seconds.items()}
+        for name, arm in arms.items():
+            one, tokens, num_rounds = arm.decoding(count)
+            assert tokens == answer, f"{name}: speculation changed the answer"
+            seconds[name].append(one)
+            taus[name].append(count / num_rounds)
+    ms = {name: statistics.median(samples) * 1e3 for name, samples in seconds.items()}
     return {
         "acceptance": "SYNTHETIC",
-        "tau": round(statistics.median(taus), 2),
         "ms_per_token": {name: round(one, 2) for name, one in ms.items()},
-        "speedup": round(ms["plain"] / ms["speculative"], 3),
+        "tau": {name: round(statistics.median(taus[name]), 2) for name in arms},
+        "speedup": {name: round(ms["plain"] / one, 3) for name, one in ms.items()},
     }
 
 

@@ -165,10 +165,12 @@ def in_rows(file: str) -> Callable[[Figures], str]:
 def with_head(file: str) -> Callable[[Figures], str]:
     def told(figures: Figures) -> str:
         found = figures["files"][file]
-        one = found["synthetic"]
+        tau, speedup = found["synthetic"]["tau"], found["synthetic"]["speedup"]
         return (
-            f"growing a tree {found['draft']['of_a_forward']:.2f} of a forward; at a tau of "
-            f"{one['tau']:.2f}, put there by hand, {one['speedup']:.2f} times plain per token"
+            f"growing the default tree {found['draft']['of_a_forward']:.2f} of a forward; times "
+            f"plain per token, acceptance put there by hand: the default tree "
+            f"{speedup['fixed(6,3,12)']:.2f} (tau {tau['fixed(6,3,12)']:.2f}), trees as the policy "
+            f"chooses them **{speedup['auto']:.2f}** (tau {tau['auto']:.2f})"
         )
 
     return told
