@@ -15,6 +15,7 @@ stage that wrote them, and nothing else reads them.
 from __future__ import annotations
 
 import errno
+import fcntl
 import functools
 import hashlib
 import json
@@ -118,12 +119,19 @@ def cache_folder(name: str) -> Path:
 
 @contextmanager
 def storage_errors(url: str) -> Iterator[None]:
-    """Turn a full disk, and a file where a folder has to be, into the one error that says so."""
+    """Turn a full disk, one that cannot be written, and a file where a folder has to be, into the
+    one error that says so.
+    """
     try:
         yield
     except (FileExistsError, NotADirectoryError) as error:
         raise InputError(f"{url} is a file, or below one", "give a folder's path") from error
     except OSError as error:
+        if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+            raise InputError(
+                f"{url} cannot be written ({error.strerror})",
+                "give a folder that this user may write, or change who may write this one",
+            ) from error
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise StorageFullError(
                 f"no room left at {url}",
@@ -258,24 +266,27 @@ class Artifact:
         return sorted(name for name in names if ".partial-" not in name)
 
     def read(self, name: str) -> bytes:
-        """The bytes of a file; of a finished artifact, checked against its manifest.
+        """The bytes of a file; of a finished artifact, checked against its manifest, and read once
+        more where they do not match: a line may have failed and not the disk.
 
         Raises MissingInputError, CorruptError.
         """
-        try:
-            data = bytes(self._fs.cat_file(self._path(name)))
-        except FileNotFoundError as error:
-            raise MissingInputError(
-                f"{self.url} has no file {name}", "run the stage that makes it again"
-            ) from error
-        if self.is_done():
-            known = self.manifest().files.get(name)
-            if known is not None and hashlib.sha256(data).hexdigest() != known.sha256:
-                raise CorruptError(
-                    f"{self.url}/{name} does not match its checksum",
-                    "delete the folder and run its stage again",
-                )
-        return data
+        known = self.manifest().files.get(name) if self.is_done() else None
+        for _ in range(2):
+            try:
+                data = bytes(self._fs.cat_file(self._path(name)))
+            except FileNotFoundError as error:
+                raise MissingInputError(
+                    f"{self.url} has no file {name}", "run the stage that makes it again"
+                ) from error
+            if known is None or hashlib.sha256(data).hexdigest() == known.sha256:
+                return data
+        assert known is not None
+        raise CorruptError(
+            f"{self.url}/{name} does not match its checksum",
+            f"restore this file from a copy (SHA-256 {known.sha256}); without one, delete the "
+            "folder and run its stage again",
+        )
 
     def read_range(self, name: str, start: int, end: int) -> bytes:
         """Bytes [start, end) of a file, unchecked: the caller holds a checksum of the range."""
@@ -353,6 +364,30 @@ class Artifact:
         self.write(IDENTITY, identity.encode())
         self._written.clear()
         return True
+
+    @contextmanager
+    def held_alone(self) -> Iterator[None]:
+        """Hold the folder: two processes would do the same work twice, into the same files.
+
+        The system releases it when the process ends, however it ends. An object store has no
+        locks: nothing is held there. Raises InputError.
+        """
+        path = self.local_path(f"{WORK}/claim")
+        if path is None:
+            yield
+            return
+        with storage_errors(self.url):
+            os.makedirs(os.path.dirname(path), exist_ok=True)
+            file = open(path, "wb")  # noqa: SIM115  # closed below
+        with file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                raise InputError(
+                    f"another process is writing into {self.url}",
+                    "wait for it, end it, or choose another output folder",
+                ) from error
+            yield
 
     def write(self, name: str, data: bytes) -> None:
         """Write a file whole or not at all, and remember its checksum for the manifest."""

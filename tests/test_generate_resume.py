@@ -20,7 +20,7 @@ from eyas.artifact import WORK, Artifact
 from eyas.errors import InputError, MissingInputError, StorageFullError
 from eyas.features import answers as on_disk
 from eyas.features import generate as stage
-from eyas.features.answers import AnswerParts, JournalEntry, folder_lock
+from eyas.features.answers import AnswerParts, JournalEntry
 from eyas.features.backends import EngineBackend
 from eyas.features.generate import GenerateConfig, generate
 from eyas.records import Answer, Origin, read_answers
@@ -234,7 +234,7 @@ def test_what_a_killed_process_left_half_written_is_swept(config, prompts, whole
 
 def test_two_processes_do_not_write_into_one_folder(config, prompts, tmp_path):
     output = Artifact(str(tmp_path / "answers"))
-    with folder_lock(output):
+    with output.held_alone():
         with pytest.raises(InputError, match="another process is writing into"):
             generate(config, prompts, output)
         assert not output.is_done()

@@ -12,20 +12,16 @@ store. A kill loses the answers that are being written and nothing else.
 
 from __future__ import annotations
 
-import fcntl
 import itertools
 import json
 import logging
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any
 
 from eyas.artifact import WORK, Artifact
-from eyas.errors import InputError
 from eyas.records import Answer, Origin
 
 log = logging.getLogger(__name__)
@@ -132,29 +128,6 @@ class AnswerParts:
         self._output.write_jsonl(f"origins-{part:05d}.jsonl", origins)
         self._output.write_jsonl(f"answers-{part:05d}.jsonl", answers)
         self._output.delete_work(_folder(part))
-
-
-@contextmanager
-def folder_lock(output: Artifact) -> Iterator[None]:
-    """Hold the folder alone: two processes would answer everything twice, into the same journals.
-
-    The system releases the lock when the process ends, however it ends. An object store has no
-    locks: nothing is held there. Raises InputError.
-    """
-    path = output.local_path(f"{WORK}/claim")
-    if path is None:
-        yield
-        return
-    Path(path).parent.mkdir(parents=True, exist_ok=True)
-    with open(path, "wb") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise InputError(
-                f"another process is writing into {output.url}",
-                "wait for it, end it, or choose another output folder",
-            ) from error
-        yield
 
 
 def _folder(part: int) -> str:

@@ -29,7 +29,7 @@ from eyas.chat import Chat
 from eyas.engine.engine import Engine, EngineConfig
 from eyas.errors import EmptyInputError, TemplateError
 from eyas.features import marks
-from eyas.features.answers import AnswerParts, folder_lock
+from eyas.features.answers import AnswerParts
 from eyas.features.backends import EngineBackend, TargetProof, TargetServer, probes
 from eyas.features.conversation import Conversation, Sampling, TurnAnswer, TurnRequest, TurnRules
 from eyas.features.fleet import ClientConfig, Fleet, server_urls
@@ -139,7 +139,7 @@ def generate(
     # the backend may refuse, and then the folder is not claimed
     with closing(open_backend(config, chat, folder, max_length)) as backend:
         output.begin(own)
-        with folder_lock(output), closing(Conversations(prompts, output)) as conversations:
+        with output.held_alone(), closing(Conversations(prompts, output)) as conversations:
             answer_all(backend, rules, conversations, num_prompts, track)
         facts = {"target": config.target, **backend.facts()}
     counts = _counts(prompts, output)
