@@ -63,6 +63,7 @@ from eyas.chat import Chat
 from eyas.evaluate.evaluate import EvalConfig, evaluate
 from eyas.evaluate.trees import EvalPrompt, ModelsConfig
 from eyas.export.engines import ENGINES
+from eyas.gguf.checkpoint import whole_folder
 from eyas.model.config import HeadConfig
 from eyas.model.dialects import CONFIG_JSON, FC_NORMS, LAYER_IDS
 from eyas.model.target import Target
@@ -381,7 +382,7 @@ def parse() -> argparse.Namespace:
 
 def prepared(args: argparse.Namespace, work: Path) -> Run:
     """The target, the prompts and both heads, in every form that can say them."""
-    folder = hub.resolve_target(args.target)
+    folder = str(whole_folder(hub.resolve_target(args.target)))
     chat = Chat(folder)
     prompts = [
         ids

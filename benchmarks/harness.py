@@ -26,6 +26,7 @@ import held_out
 
 from eyas import hub
 from eyas.engine.engine import EngineConfig
+from eyas.gguf.checkpoint import whole_folder
 from eyas.serve.server import ServeConfig, running_server
 
 MAX_LENGTH = 1024
@@ -129,7 +130,7 @@ def main() -> None:
     parser = held_out.arguments(__doc__, prompts=100)
     parser.add_argument("--harness", required=True, help="the program lm_eval")
     args = parser.parse_args()
-    target = hub.resolve_target(args.target)
+    target = whole_folder(hub.resolve_target(args.target))
     config = ServeConfig(
         target=args.target,
         head=args.head,

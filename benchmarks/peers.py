@@ -44,6 +44,7 @@ import torch
 
 from eyas import hub
 from eyas.export.engines import ENGINES, engine_of, layers_info
+from eyas.gguf.checkpoint import whole_folder
 from eyas.gguf.folder import is_gguf
 from eyas.model.config import HeadConfig, read_config
 from eyas.model.dialects import Form
@@ -199,7 +200,7 @@ def unread_flags(entry: Entry, head: str) -> list[str]:
 
 def given_models(args: argparse.Namespace, work: Path) -> dict[str, str]:
     """The models of the command, and the file that the target was read from, if it is one."""
-    target = hub.resolve_target(args.target)
+    target = str(whole_folder(hub.resolve_target(args.target)))
     file = hub.locate(args.target, "target")
     return {
         "target": target,

@@ -43,6 +43,7 @@ from eyas.train.step import (
     BETAS,
     LossModule,
     optimizers_of,
+    quickest,
     training_step,
 )
 
@@ -63,7 +64,7 @@ class World:
 @dataclass(frozen=True, slots=True)
 class PlainStep:
     """A training step as the projects describe it (arXiv 2503.01840): a head, the target's two
-    matrices in bf16, and the optimizer.
+    matrices in the precision of the maths, and the optimizer.
 
     Every step of the unroll runs at all T slots with scores of T x (T + i), the target's logits are
     computed at all T slots over its whole vocabulary, p over the draft vocabulary is kept for all
@@ -79,7 +80,8 @@ class PlainStep:
 
     def __call__(self, tokens_T: Tensor, mask_T: Tensor, aux_TA: Tensor, last_TH: Tensor) -> float:
         """One update. mask_T: the slots t whose draft of x_{t+2} counts."""
-        with torch.autocast(tokens_T.device.type, torch.bfloat16):
+        device, dtype = tokens_T.device.type, self.lm_head.dtype
+        with torch.autocast(device, dtype, enabled=dtype != torch.float32):
             loss = self.loss(tokens_T, mask_T, aux_TA, last_TH)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(self.head.parameters(), 0.5)
@@ -94,7 +96,7 @@ class PlainStep:
         wanted_T = position_mask_T & mask_T
         tokens_T, target_p_TW = ahead(tokens_T), ahead(target_p_TW)
         causal_TT = torch.full((T, T), float("-inf"), device=tokens_T.device).triu(1)
-        hidden_TH = head.fuse(aux_TA)
+        hidden_TH = head.fuse(aux_TA.to(self.lm_head.dtype))
         kept: list[tuple[Tensor, Tensor]] = []
         total = hidden_TH.new_zeros((), dtype=torch.float32)
         for step in range(self.num_steps):
@@ -112,7 +114,7 @@ class PlainStep:
         """p over the draft vocabulary at each position, and by slot whether the argmax that it is
         judged by is draftable.
         """
-        logits_TV = (last_TH @ self.lm_head.T).float()
+        logits_TV = (last_TH.to(self.lm_head.dtype) @ self.lm_head.T).float()
         draftable_T = self.head.t2d[logits_TV.argmax(-1)]
         return logits_TV[:, self.head.target_ids_W].softmax(-1), ahead(draftable_T)
 
@@ -214,9 +216,9 @@ def world(args: argparse.Namespace, samples: list[Sample], device: str) -> World
 
 def our_step(made: World, device: str) -> Any:
     """A call that makes one step of ours and returns its loss, as in `eyas train`."""
-    state = TrainingState(made.head, optimizers_of(made.head))
-    config = ObjectiveConfig()
-    objective = LossModule(made.head, made.vocabulary, config, "bfloat16")
+    dtype = quickest(device)
+    state = TrainingState(made.head, optimizers_of(made.head), dtype)
+    objective = LossModule(made.head, made.vocabulary, ObjectiveConfig(), dtype)
     ranks = Ranks(device=device)
     return lambda: training_step(state, objective, [made.batch], ranks, LEARNING_RATE)["loss"]
 
@@ -226,7 +228,8 @@ def plain_step(made: World) -> Any:
     optimizer = torch.optim.AdamW(
         made.head.parameters(), LEARNING_RATE, betas=BETAS, weight_decay=0.0, fused=True
     )
-    matrix = made.vocabulary.lm_head.bfloat16()
+    matrix = made.vocabulary.lm_head
+    matrix = matrix.to(getattr(torch, quickest(matrix.device.type)))
     step, batch = PlainStep(made.head, optimizer, matrix, matrix), made.batch
     mask_T = judged_positions(batch.loss_mask_BT, batch.starts_BT)[0]
     mask_T = torch.cat((mask_T[1:], mask_T.new_zeros(1)))  # by slot: the position after it

@@ -25,7 +25,9 @@ from eyas.model.config import HeadOptions
 from eyas.model.target import Target
 from eyas.operators.batch import plan_batches
 from eyas.operators.head import load_head
+from eyas.operators.tensors import read_head
 from eyas.shards import Features
+from eyas.train import trainer
 from eyas.train.batches import BatchConfig, left_out_samples
 from eyas.train.loss import ObjectiveConfig
 from eyas.train.ranks import Ranks
@@ -172,6 +174,24 @@ def test_an_interrupted_bf16_run_ends_in_the_same_weights(made, features, tmp_pa
     run(made[0], features, cut, config=config)
     assert weights(cut) == weights(uncut)
     assert cut.read(METRICS) == uncut.read(METRICS)
+
+
+@pytest.mark.parametrize("begun", ["bfloat16", "float32"])
+def test_a_run_goes_on_in_the_precision_it_began_with(made, features, tmp_path, monkeypatch, begun):
+    """On another machine too. The head is written in bfloat16, unless float32 is asked for."""
+    asked = run(made[0], features, tmp_path / "asked", dtype=begun)
+    monkeypatch.setattr(trainer, "quickest", lambda device: begun)
+    cut = Artifact(str(tmp_path / "cut"))
+    with pytest.raises(KeyboardInterrupt):
+        run(made[0], features, cut, interrupt_at(4), dtype="auto")
+    other = {"bfloat16": "float32", "float32": "bfloat16"}[begun]
+    monkeypatch.setattr(trainer, "quickest", lambda device: other)
+    manifest = run(made[0], features, cut, dtype="auto")
+    assert manifest.facts["computed_in"] == asked.facts["computed_in"] == begun
+    assert cut.read(METRICS) == (tmp_path / "asked" / METRICS).read_bytes()
+    (ours, theirs) = (read_head(folder)[1] for folder in (tmp_path / "cut", tmp_path / "asked"))
+    assert {one.dtype for one in ours.values() if one.is_floating_point()} == {torch.bfloat16}
+    assert all(torch.equal(one, theirs[name].to(one.dtype)) for name, one in ours.items())
 
 
 def test_metrics_are_in_the_file_as_they_are_made(made, features, whole, tmp_path):
@@ -366,7 +386,7 @@ def golden_step() -> dict[str, object]:
     weights after it.
     """
     head, vocabulary = wavy_head(), tiny_vocabulary()
-    state = TrainingState(head, optimizers_of(head))
+    state = TrainingState(head, optimizers_of(head), "float32")
     objective = LossModule(head, vocabulary, ObjectiveConfig(), "float32")
     turns = [False] + [True] * 3 + [False] * 2 + [True] * 3
     batch = made_up_batch([[False] * 4 + [True] * 14, turns], seed=1)

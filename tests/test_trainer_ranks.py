@@ -267,7 +267,7 @@ def test_a_step_of_two_batches_is_the_step_of_one_that_holds_both():
     outcome.loss.backward()
     norm = torch.stack([weight.grad.norm() for weight in whole.parameters()]).norm()
     parts = wavy_head()
-    state = TrainingState(parts, optimizers_of(parts))
+    state = TrainingState(parts, optimizers_of(parts), "float32")
     batches = [Batch.of(samples[:1]), Batch.of(samples[1:])]
     module = LossModule(parts, vocabulary, config, "float32")
     row = training_step(state, module, batches, Ranks(), 0.0)

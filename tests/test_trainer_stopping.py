@@ -87,7 +87,7 @@ def test_a_run_stops_when_tau_rises_no_more_and_keeps_the_best(made, tmp_path, m
     taus = iter([1.5, 1.9, 1.8, 1.7, 2.5, 2.6])
     at_best = {}
 
-    def measured(held_out, head, vocabulary, ranks):
+    def measured(held_out, head, vocabulary, ranks, dtype):
         tau = next(taus)
         if tau == 1.9:
             at_best.update({name: weight.clone() for name, weight in head.state_dict().items()})

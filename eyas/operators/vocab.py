@@ -16,7 +16,7 @@ from torch import Tensor
 from eyas.errors import ConfigError
 from eyas.model.config import TargetShape
 from eyas.operators.shape import StoredMatrices
-from eyas.operators.tensors import tensor_of
+from eyas.operators.tensors import multiplies_bf16, tensor_of
 
 # Of `TargetVocabulary.best`:
 COLUMNS_AT_ONCE, BLOCK = 8192, 16  # tokens: of a product, and of what is looked at as one
@@ -73,7 +73,7 @@ class TargetVocabulary:
         lm_head, short = stored.to(dtype), None
         if config.logit_scale != 1.0:
             lm_head = lm_head * config.logit_scale
-        elif stored.dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        elif stored.dtype == torch.bfloat16 and multiplies_bf16("cpu"):
             short = stored
         embed_tokens = tensor_of(read.embed_tokens).to(dtype)
         return cls(config, embed_tokens, lm_head, read.lm_head_sha256, short)

@@ -26,19 +26,22 @@ MEASURED_STEPS = 7  # of the chains: as many as the default objective unrolls
 
 @dataclass(frozen=True)
 class HeldOutSample:
-    """MEASURED_SAMPLES conversations of a source, measured with maths in `dtype`."""
+    """MEASURED_SAMPLES conversations of a source."""
 
     source: FeatureSource
     batch_tokens: int
-    dtype: torch.dtype
 
     @cached_property
     def numbers(self) -> list[int]:
         """Of the conversations; always the same ones."""
         return sorted(order_of(len(self.source), seed=0, epoch=0)[:MEASURED_SAMPLES])
 
-    def counts(self, head: Head, vocabulary: TargetVocabulary, ranks: Ranks) -> Tensor:
-        """Emitted tokens and rounds of each conversation, int64 [samples, 2], on every rank."""
+    def counts(
+        self, head: Head, vocabulary: TargetVocabulary, ranks: Ranks, dtype: torch.dtype
+    ) -> Tensor:
+        """Emitted tokens and rounds of each conversation, int64 [samples, 2], on every rank; with
+        maths in `dtype`.
+        """
         lengths = [self.source.lengths[number] for number in self.numbers]
         mine = ranks.share(plan_batches(lengths, self.batch_tokens, "held out"))
         counts = torch.zeros(len(self.numbers), 2, dtype=torch.float64)  # of this rank's part
@@ -47,7 +50,7 @@ class HeldOutSample:
             batches = self.source.batches([[self.numbers[at] for at in places] for places in mine])
             for places, samples in zip(mine, batches, strict=True):
                 batch = Batch.of(samples, str(device))
-                with torch.autocast(device.type, self.dtype, enabled=self.dtype != torch.float32):
+                with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
                     measured = measure(head, vocabulary, batch, MEASURED_STEPS)
                 for number, matches in measured.spans:
                     rounds = RoundCounts(MEASURED_STEPS)

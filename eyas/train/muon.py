@@ -1,10 +1,10 @@
-"""Muon for weights that are split over ranks by rows: the same step as torch's own for whole ones.
+"""Muon for whole weights and for those that are split over ranks by rows: the same bits.
 
 A step of Muon is a function of a whole matrix. torch's own, given split ones, multiplies them
 split, and gathers every matrix fifteen times a step. Here each rank collects the update of one
-matrix in bf16, the precision of the iteration, makes it orthogonal as one process would, and gives
-every rank its rows back. Two exchanges a matrix, no product is made twice, and a rank keeps only
-its rows of weights, gradients and momentum between steps.
+matrix in bf16, makes it orthogonal as one process would, and gives every rank its rows back in
+bf16. Two exchanges a matrix, no product is made twice, and a rank keeps only its rows of weights,
+gradients and momentum between steps.
 
 Letters: A rows, B columns, r the most rows of a rank.
 """
@@ -21,6 +21,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from eyas.operators.tensors import multiplies_bf16
+
 MATCHED_RMS = 0.2  # of AdamW's steps (Liu et al., arXiv 2502.16982)
 
 
@@ -35,23 +37,21 @@ class Muon(torch.optim.Muon):
         super().__init__(params, weight_decay=0.0, adjust_lr_fn="match_rms_adamw")
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """One update; split weights take part on all ranks. `closure` as torch has it."""
-        weights = [w for group in self.param_groups for w in group["params"] if w.grad is not None]
-        if not any(isinstance(weight, DTensor) for weight in weights):
-            whole: float | None = super().step(closure)  # type: ignore[no-untyped-call]
-            return whole
-        assert closure is None, "split weights have their gradients before the step"
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        """One update; split weights take part on all ranks. Gradients are there: no `closure`."""
+        assert closure is None, "weights have their gradients before the step"
         for group in self.param_groups:
-            split = [weight for weight in group["params"] if weight.grad is not None]
-            # the largest first: matrices of one round are alike in size, so no rank waits long
-            if not split:
+            weights = [weight for weight in group["params"] if weight.grad is not None]
+            if not any(isinstance(weight, DTensor) for weight in weights):
+                for weight in weights:
+                    turned_AB = orthogonalised(self._update(weight, group), group)
+                    weight.add_(turned_AB, alpha=-rate_of(weight.shape, group))
                 continue
-            split.sort(key=torch.numel, reverse=True)
-            ranks = split[0].device_mesh.get_group()
-            for first in range(0, len(split), ranks.size()):
-                self._step_round(split[first : first + ranks.size()], group, ranks)
-        return None
+            # the largest first: matrices of one round are alike in size, so no rank waits long
+            weights.sort(key=torch.numel, reverse=True)
+            ranks = weights[0].device_mesh.get_group()
+            for first in range(0, len(weights), ranks.size()):
+                self._step_round(weights[first : first + ranks.size()], group, ranks)
 
     def _step_round(
         self, weights: Sequence[DTensor], group: dict[str, Any], ranks: dist.ProcessGroup
@@ -70,27 +70,36 @@ class Muon(torch.optim.Muon):
         dist.all_to_all_single(received, sent, own_sizes, sizes, group=ranks)
         if own:
             whole_AB = received.view(-1, own.columns)[: own.rows]
-            coefficients, steps = group["ns_coefficients"], group["ns_steps"]
-            turned_AB = orthogonalised(whole_AB, coefficients, steps, group["eps"])
-            received.view(-1, own.columns)[: own.rows] = turned_AB
+            received.view(-1, own.columns)[: own.rows] = orthogonalised(whole_AB, group)
         dist.all_to_all_single(sent, received, sizes, own_sizes, group=ranks)
         parts = torch.split(sent, sizes[: len(pieces)])
         for weight, piece, part in zip(weights, pieces, parts, strict=True):
             local = weight.to_local()
-            rate = group["lr"] * MATCHED_RMS * math.sqrt(max(piece.rows, piece.columns))
+            rate = rate_of(weight.shape, group)
             local.add_(part.view(-1, piece.columns)[: len(local)], alpha=-rate)
 
-    def _update(self, weight: DTensor, group: dict[str, Any]) -> Tensor:
+    def _update(self, weight: Tensor, group: dict[str, Any]) -> Tensor:
         """This rank's rows of what is to be made orthogonal, in bf16; the momentum is updated."""
         state, gradient = self.state[weight], weight.grad
-        assert isinstance(gradient, DTensor)
+        assert gradient is not None
         if "momentum_buffer" not in state:
             state["momentum_buffer"] = torch.zeros_like(gradient)
-        momentum, rows = state["momentum_buffer"].to_local(), gradient.to_local()
+        momentum, rows = own_rows(state["momentum_buffer"]), own_rows(gradient)
         momentum.lerp_(rows, 1 - group["momentum"])
         return (
             rows.lerp(momentum, group["momentum"]) if group["nesterov"] else momentum
         ).bfloat16()
+
+
+def own_rows(matrix: Tensor) -> Tensor:
+    """This rank's rows of a split matrix; of a whole one all."""
+    return matrix.to_local() if isinstance(matrix, DTensor) else matrix
+
+
+def rate_of(shape: Sequence[int], group: dict[str, Any]) -> float:
+    """What a whole matrix of this shape is stepped by, times its orthogonal update."""
+    rate: float = group["lr"] * MATCHED_RMS * math.sqrt(max(shape))
+    return rate
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,19 +125,18 @@ class Piece:
         return torch.nn.functional.pad(rows.flatten(), (0, self.size - rows.numel()))
 
 
-def orthogonalised(
-    matrix_AB: Tensor, coefficients: tuple[float, float, float], steps: int, eps: float
-) -> Tensor:
-    """A matrix with the singular vectors of matrix_AB and singular values near 1, bf16 [A, B].
+def orthogonalised(matrix_AB: Tensor, group: dict[str, Any]) -> Tensor:
+    """A matrix with the singular vectors of matrix_AB and singular values near 1, bf16 as it is.
 
     The Newton-Schulz iteration of Jordan (kellerjordan.github.io/posts/muon), in the order of
-    operations of torch.optim.Muon: the same bits.
+    operations of torch.optim.Muon: the same bits. Where products in bf16 are slow it is in float32.
     """
-    a, b, c = coefficients
+    a, b, c = group["ns_coefficients"]
     is_tall = matrix_AB.shape[0] > matrix_AB.shape[1]
-    x = (matrix_AB.T if is_tall else matrix_AB).bfloat16()
-    x = x / x.norm().clamp(min=eps)
-    for _ in range(steps):
+    x = matrix_AB.T if is_tall else matrix_AB
+    x = x if multiplies_bf16(x.device.type) else x.float()
+    x = x / x.norm().clamp(min=group["eps"])
+    for _ in range(group["ns_steps"]):
         gram = x @ x.T
         x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
-    return x.T if is_tall else x
+    return (x.T if is_tall else x).to(matrix_AB.dtype)

@@ -111,12 +111,14 @@ class LossTrend:
 class TrainingState:
     """The head, the optimizers' state, the number of steps done, and what the stop rules remember.
 
-    best: the weights of the best measured head, on the CPU of the first rank; None before a
-    measurement. metrics: a row a step, on the first rank; the others' begin where they resumed.
+    dtype: what is computed in. best: the weights of the best measured head, on the CPU of the first
+    rank; None before a measurement. metrics: a row a step, on the first rank; the others' begin
+    where they resumed.
     """
 
     head: Head
     optimizers: list[torch.optim.Optimizer]
+    dtype: str
     step: int = 0
     patience: Patience = field(default_factory=Patience)
     trend: LossTrend = field(default_factory=LossTrend)
@@ -162,6 +164,7 @@ class TrainingState:
             "head": get_model_state_dict(self.head, options=_WHOLE),
             "optimizer": get_optimizer_state_dict(self.head, self.optimizers, options=_WHOLE),
             "best": self.best,
+            "dtype": self.dtype,
             "step": self.step,
             "patience": asdict(self.patience),
             "trend": asdict(self.trend),
@@ -173,16 +176,11 @@ class TrainingState:
                 output.write_jsonl(METRICS, self.metrics)
                 output.write(CHECKPOINT, stream.getvalue())
 
-    def resume(self, output: Artifact, ranks: Ranks) -> None:
-        """Continue from the folder's checkpoint, if there is one. All ranks call it.
+    def resume(self, content: dict[str, Any], output: Artifact, ranks: Ranks) -> None:
+        """Continue from the `checkpoint`, if there is one. All ranks call it.
 
         The metrics hold the rows of its steps then, and no others.
         """
-        content: dict[str, Any] = {}
-        with ranks.together():
-            if ranks.is_first and output.exists(CHECKPOINT):
-                stream = io.BytesIO(output.read(CHECKPOINT))
-                content = torch.load(stream, map_location="cpu", weights_only=True)
         names = ("step", "patience", "trend")
         counters = ranks.first(lambda: {name: content[name] for name in names if content})
         if not counters:
@@ -202,6 +200,16 @@ class TrainingState:
             lines = itertools.islice(output.read(METRICS).splitlines(), self.step)
             self.metrics = list(map(json.loads, lines))
             output.write_jsonl(METRICS, self.metrics)
+
+
+def checkpoint(output: Artifact, ranks: Ranks) -> dict[str, Any]:
+    """What `TrainingState.save` wrote to the folder; empty without that, and on other ranks."""
+    content: dict[str, Any] = {}
+    with ranks.together():
+        if ranks.is_first and output.exists(CHECKPOINT):
+            stream = io.BytesIO(output.read(CHECKPOINT))
+            content = torch.load(stream, map_location="cpu", weights_only=True)
+    return content
 
 
 # Whole tensors on the CPU of the first rank; of other ranks nothing.

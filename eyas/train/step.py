@@ -22,6 +22,7 @@ from eyas.errors import EyasError
 from eyas.model.dialects import LM_HEAD
 from eyas.operators.batch import Batch
 from eyas.operators.head import Head
+from eyas.operators.tensors import multiplies_bf16
 from eyas.operators.vocab import TargetVocabulary
 from eyas.train.loss import BatchLoss, ObjectiveConfig, Teacher, batch_loss, divisors, teach
 from eyas.train.muon import Muon
@@ -29,6 +30,7 @@ from eyas.train.ranks import Ranks, reduce_gradients
 from eyas.train.state import TrainingState
 
 Precision = Literal["bfloat16", "float32"]
+Dtype = Literal["auto", "bfloat16", "float32"]
 BETAS = (0.9, 0.95)  # EAGLE's, as SpecForge has them too; neither decays weights
 MAX_GRAD_NORM = 0.5  # EAGLE's and SpecForge's
 DRAW_STEP = 2**0.5 - 1  # between two training steps: no multiple of another sequence's
@@ -38,6 +40,11 @@ WARMUP_SHARE = 0.03  # of all steps; SpecForge's is 0.015
 ROWS_RATE_SHARE = 0.2
 # for `usual_learning_rate`
 MOST_LEARNING_RATE, PUBLISHED_RATE, PUBLISHED_HIDDEN_SIZE = 1e-3, 1e-4, 4096
+
+
+def quickest(device: str) -> Precision:
+    """What dtype "auto" computes in on a device."""
+    return "bfloat16" if multiplies_bf16(device) else "float32"
 
 
 def usual_learning_rate(hidden_size: int) -> float:
@@ -118,15 +125,15 @@ class LossModule(nn.Module):
 
 
 @contextmanager
-def teaching_in_tf32(dtype: Precision) -> Iterator[None]:
-    """While the block runs, a GPU may multiply float32 as TF32, if `dtype` is bfloat16.
+def teaching_in_tf32(dtype: Dtype) -> Iterator[None]:
+    """While the block runs, a GPU may multiply float32 as TF32, unless that is the `dtype`.
 
     The float32 products are the teacher's then, and TF32 has all digits of weights and features
     that are stored in bf16.
     """
     before = torch.backends.cuda.matmul.allow_tf32
     if torch.cuda.is_available():
-        torch.backends.cuda.matmul.allow_tf32 = before or dtype == "bfloat16"
+        torch.backends.cuda.matmul.allow_tf32 = before or dtype != "float32"
     try:
         yield
     finally:

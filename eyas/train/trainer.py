@@ -52,12 +52,15 @@ from eyas.train.state import (
     METRICS,
     StopConfig,
     TrainingState,
+    checkpoint,
     measured_steps,
 )
 from eyas.train.step import (
+    Dtype,
     LossModule,
     Precision,
     optimizers_of,
+    quickest,
     scheduled_rate,
     teaching_in_tf32,
     training_step,
@@ -82,6 +85,7 @@ class TrainConfig(BaseModel):
     start: a head to continue from; null draws new weights. data_share: the share of the
     conversations to train on, drawn by seed; a smaller share is within a larger one, and steps are
     fewer. learning_rate: its peak; null takes `usual_learning_rate` of the head's hidden size.
+    dtype: auto is bfloat16, or float32 on a CPU that multiplies bfloat16 slowly (without AVX-512).
     checkpoint_every: in steps.
     """
 
@@ -94,7 +98,7 @@ class TrainConfig(BaseModel):
     epochs: int = Field(3, ge=1, description="passes over the samples")
     batches: BatchConfig = BatchConfig()
     learning_rate: float | None = Field(None, gt=0)
-    dtype: Precision = Field("bfloat16", description="what is computed in; weights are float32")
+    dtype: Dtype = Field("auto", description="what is computed in; weights are float32")
     stop: StopConfig = StopConfig()
     tracker: TrackerConfig = TrackerConfig()
     checkpoint_every: int = Field(200, ge=1)
@@ -126,9 +130,9 @@ def train(
 
     Under torchrun every process calls this with the same arguments; the first rank writes.
     target: a folder, or "builtin". held_out: the conversations that tau is measured on. Writes
-    eyas_head.json and model.safetensors (in config.dtype) of the head with the best held-out tau
-    (without measurements: the last one), metrics.jsonl with one row a step, and last/ with the
-    last head where another one was best.
+    eyas_head.json and model.safetensors (in bfloat16, or in float32 if that is asked for) of the
+    head with the best held-out tau (without measurements: the last one), metrics.jsonl with one row
+    a step, and last/ with the last head where another one was best.
 
     Raises MismatchError for features or a head of another target; EmptyInputError for features
     without a trainable answer; UntrainedError where no position carries loss; ConfigError for
@@ -184,8 +188,7 @@ class Trainer:
         self.held_out = None
         if held_out is not None and len(held_out) and self.config.stop.measurements:
             check_same_target(held_out.meta, self.vocabulary)
-            tokens, dtype = self.config.batches.tokens, getattr(torch, self.config.dtype)
-            self.held_out = HeldOutSample(held_out, tokens, dtype)
+            self.held_out = HeldOutSample(held_out, self.config.batches.tokens)
         check_settings(config, ranks, self.held_out is not None)
         self.settings = self.config.model_dump(mode="json", exclude=WITHOUT_EFFECT)  # type: ignore[arg-type]
         self.inputs = self._inputs()
@@ -213,13 +216,14 @@ class Trainer:
         epochs = [list(self.usable)] * config.epochs
         self.steps = plan_steps(config.batches, epochs, self.source.lengths, config.seed)
         self.measure_at = measured_steps(len(self.steps), config.stop) if self.held_out else set()
-        # the first rank's answer: other hosts may not see its folder
-        resumes = ranks.first(lambda: output.exists(CHECKPOINT))
+        content = checkpoint(output, ranks)
+        # the first rank's answers: other hosts may not see its folder, or have other processors
+        resumes, dtype = ranks.first(lambda: (bool(content), self._dtype(content)))
         head = self._initial_head(resumes).to(ranks.device)
-        self.module = LossModule(head, self.vocabulary, config.objective, config.dtype)
+        self.module = LossModule(head, self.vocabulary, config.objective, dtype)
         ranks.shard(self.module)
-        self.state = TrainingState(head, optimizers_of(head))
-        self.state.resume(output, ranks)
+        self.state = TrainingState(head, optimizers_of(head), dtype)
+        self.state.resume(content, output, ranks)
         with ranks.together():
             if not ranks.is_first:
                 return Trackers({})
@@ -228,6 +232,13 @@ class Trainer:
             return open_trackers(
                 TrackedRun(config.tracker, name, self.identity, self.settings, folder, step)
             )
+
+    def _dtype(self, content: Mapping[str, Any]) -> Precision:
+        """What is computed in: a run that is resumed keeps what it began with on any machine."""
+        if self.config.dtype != "auto":
+            return self.config.dtype
+        begun: Precision | None = content.get("dtype")
+        return begun or quickest(self.ranks.device)
 
     def _initial_head(self, resumes: bool) -> Head:
         """The head before step 0, float32 on the CPU: fresh and fitted, or config.start's.
@@ -319,7 +330,8 @@ class Trainer:
         if state.step in self.measure_at:
             assert self.held_out is not None, "measured without a sample"
             with whole(self.module):
-                counts = self.held_out.counts(state.head, self.vocabulary, self.ranks)
+                dtype = getattr(torch, state.dtype)
+                counts = self.held_out.counts(state.head, self.vocabulary, self.ranks, dtype)
             row["held_out_tau"] = tau = tau_of_counts(counts)
             emitted, rounds = counts.T.tolist()
             row["held_out_counts"] = {"emitted": emitted, "rounds": rounds}  # by conversation
@@ -342,12 +354,12 @@ class Trainer:
                 self._write(output, head, last, self._facts(head))
 
     def _finished_head(self) -> Head:
-        """A copy of the current head, unsharded, in config.dtype. All ranks call it."""
+        """A copy of the current head, unsharded, as it is written. All ranks call it."""
         head = Head(self.state.head.config).to(self.ranks.device)
         with whole(self.module):
             weights = [*self.state.head.named_parameters(), *self.state.head.named_buffers()]
             head.load_state_dict({name: weight.detach() for name, weight in weights})
-        return head.to(getattr(torch, self.config.dtype))
+        return head.to(torch.float32 if self.config.dtype == "float32" else torch.bfloat16)
 
     def _write(
         self, output: Artifact, head: Head, last: Head | None, facts: Mapping[str, Any]
@@ -375,6 +387,7 @@ class Trainer:
             "draft_vocab_size": head.config.draft_vocab_size,
             "draft_vocabulary_coverage": float(covered),
             "planned_batches": len(self.steps),
+            "computed_in": self.state.dtype,
         }
         if state.metrics:
             facts["last_batches"] = mean_of_last(state.metrics)
