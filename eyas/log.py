@@ -120,6 +120,15 @@ class _StageProgress:
         return ", ".join([*parts, self._note] if self._note else parts)
 
 
+def size_text(num_bytes: float) -> str:
+    """Bytes in a unit that fits, of three digits: "5.37 GB", "412 kB"."""
+    for unit in ("bytes", "kB", "MB", "GB", "TB"):
+        if num_bytes < 999.5 or unit == "TB":
+            return f"{num_bytes:,.3g} {unit}"
+        num_bytes /= 1000
+    raise AssertionError
+
+
 class JsonFormatter(logging.Formatter):
     """A JSON object a line: time, level, name, message and the fields of `extra={"data": ...}`."""
 

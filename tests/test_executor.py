@@ -48,6 +48,22 @@ KINDS = [
 
 
 @dataclasses.dataclass(frozen=True)
+class KilledOnce:
+    """Work that doubles; the first process that gets a 3 dies of it."""
+
+    mark: str
+
+    def ready(self):
+        def doubled(job):
+            if job == 3 and not Path(self.mark).exists():
+                Path(self.mark).touch()
+                os.kill(os.getpid(), signal.SIGKILL)
+            return 2 * job
+
+        return doubled
+
+
+@dataclasses.dataclass(frozen=True)
 class Times:
     """Work that multiplies; `None` is a job that cannot be done, and a negative one kills its
     process.
@@ -108,6 +124,14 @@ def test_a_killed_worker_is_a_clear_error(kind, workers):
     ):
         list(executor.map([1, 2, -1, 4, 5, 6]))
     assert "run the same command again" in raised.value.hint
+
+
+@needs_ray
+def test_a_worker_that_ray_loses_is_replaced_and_its_jobs_are_done_again(tmp_path):
+    """As where a cluster takes a machine back."""
+    with RayExecutor(KilledOnce(str(tmp_path / "mark")), 2) as executor:
+        assert list(executor.map([1, 2, 3, 4, 5, 6])) == [2, 4, 6, 8, 10, 12]
+    assert (tmp_path / "mark").exists()
 
 
 def test_one_job_needs_no_process():

@@ -458,6 +458,38 @@ def test_what_a_servers_parsers_make_of_an_answer_is_its_message_and_not_its_tok
     assert called.answer_ids == thought.answer_ids, "the target wrote the same"
 
 
+def stated(url: str, **precision: str) -> Any:
+    """A server that states how it computes, as SGLang does, in front of our engine."""
+    card = {"data": [{"id": "tiny", "owned_by": "sglang"}]}
+    told = {"version": "0.5.5", **precision}
+    pages = {"/v1/models": card, "/get_server_info": told}
+    return faulty(url, lambda asked: None, {k: json.dumps(v).encode() for k, v in pages.items()})
+
+
+def test_servers_that_state_another_precision_are_no_one_target(target, prompts, url, output):
+    with (
+        stated(url, dtype="bfloat16") as one,
+        stated(url, dtype="float16") as other,
+        stated(url) as silent,
+    ):
+        with pytest.raises(MismatchError, match=r"bfloat16.* float16|float16.* bfloat16"):
+            generate(config_of(target, one.url, other.url), prompts, output)
+        assert not output.names(), "the folder is free"
+        # cut after its first part, and gone on with by another server
+        for begun in (one, other):
+            raised = pytest.raises(MismatchError, match="answers so far")
+            with raised if begun is other else pytest.raises(KeyboardInterrupt):
+                generate(config_of(target, begun.url), prompts, output, interrupt)
+        manifest = generate(config_of(target, one.url, silent.url), prompts, output)
+    told = {server["url"]: server["precision"] for server in manifest.facts["servers"]}
+    assert told == {one.url: {"dtype": "bfloat16"}, silent.url: "not stated"}
+
+
+def interrupt(done: int, *_: Any) -> None:
+    if done:
+        raise KeyboardInterrupt
+
+
 def test_other_engines_tell_their_version(target, prompts, url, tmp_path):
     """vLLM's and SGLang's own forms, in front of our engine."""
     for name, path, told in (

@@ -1,5 +1,6 @@
 """The feature format: exact bytes, exact ranges, corruption noticed, resume without loss."""
 
+import errno
 import hashlib
 import json
 import math
@@ -179,7 +180,7 @@ def test_a_truncated_or_missing_shard_is_noticed(tmp_path):
     features = Features(write(Artifact(str(folder)), [make_sample(number) for number in range(6)]))
     shard = folder / "train-00001.safetensors"
     shard.write_bytes(shard.read_bytes()[:-1])
-    with pytest.raises(CorruptError, match="sample-5"):
+    with pytest.raises(CorruptError, match=r"train-00001\.safetensors holds"):
         features[5]
     shard.unlink()
     with pytest.raises(MissingInputError, match="train-00001"):
@@ -291,6 +292,56 @@ def test_half_a_shard_is_written_again_and_one_that_was_whole_is_named(tmp_path,
     again.add(make_sample(2))
     again.add(make_sample(3))
     assert artifact.read(name) == whole
+
+
+@pytest.mark.parametrize("place", ["{}/features", "memory://{}/features"])
+def test_a_shard_that_was_cut_short_is_named_at_once(tmp_path, place):
+    """Not after a minute, as a store that does not answer."""
+    artifact = write(Artifact(place.format(tmp_path)), [make_sample(n) for n in range(4)])
+    name = next(name for name in artifact.names() if name.endswith(".safetensors"))
+    artifact._fs.pipe_file(artifact._path(name), artifact.read(name)[:-40])
+    features = Features(Artifact(artifact.url))
+    for read in (lambda: features[3], lambda: features.tokens(3)):
+        with pytest.raises(CorruptError, match=rf"{name} holds [\d,]+ bytes, not") as raised:
+            read()
+        assert "this one shard" in raised.value.hint
+
+
+def test_bytes_that_came_damaged_once_are_read_again(tmp_path, monkeypatch):
+    artifact = write(Artifact(str(tmp_path / "features")), [make_sample(n) for n in range(2)])
+    features, fresh = Features(artifact), Artifact(artifact.url)
+    fresh.manifest()
+    calls = []
+
+    def once(read):
+        def damaged(*asked, **options):
+            data = bytearray(read(*asked, **options))
+            if not calls:
+                data[-1] ^= 1
+            calls.append(asked)
+            return bytes(data)
+
+        return damaged
+
+    monkeypatch.setattr(features, "_read_range", once(features._read_range))
+    assert features[1].key == "sample-1"
+    assert len(calls) == 2
+    calls.clear()
+    monkeypatch.setattr(fresh._fs, "cat_file", once(fresh._fs.cat_file))
+    assert fresh.read_json("train.index.json")
+    assert len(calls) > 1
+
+
+@pytest.mark.parametrize("number", [errno.EROFS, errno.EACCES])
+def test_a_folder_that_cannot_be_written_is_one_error(tmp_path, monkeypatch, number):
+    def refused(*_, **__):
+        raise OSError(number, os.strerror(number))
+
+    artifact = Artifact(str(tmp_path / "features"))
+    monkeypatch.setattr(os, "makedirs", refused)
+    for use in (lambda: artifact.write("a", b"b"), lambda: artifact.held_alone().__enter__()):
+        with pytest.raises(InputError, match="cannot be written"):
+            use()
 
 
 def test_a_large_sample_ends_its_shard(tmp_path, monkeypatch):

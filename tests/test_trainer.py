@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
+import signal
 from itertools import pairwise
 from pathlib import Path
 
@@ -174,6 +176,35 @@ def test_an_interrupted_bf16_run_ends_in_the_same_weights(made, features, tmp_pa
     run(made[0], features, cut, config=config)
     assert weights(cut) == weights(uncut)
     assert cut.read(METRICS) == uncut.read(METRICS)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_costs_no_step(made, features, whole, tmp_path, number):
+    """A cluster that takes its machine back: the run ends after the step in work, with a checkpoint
+    of it.
+    """
+
+    def killed(done, total=None, note=""):
+        if done == 4:
+            os.kill(os.getpid(), number)
+
+    before = signal.getsignal(number)
+    cut = Artifact(str(tmp_path / "cut"))
+    with pytest.raises(EyasError, match=rf"stopped by {number.name} after step \d of") as raised:
+        run(made[0], features, cut, killed)
+    assert raised.value.exit_code == 128 + number
+    assert "resumes" in raised.value.hint
+    assert signal.getsignal(number) is before
+    assert len(list(cut.read_jsonl(METRICS))) in (4, 5)
+    assert cut.exists(CHECKPOINT)
+    run(made[0], features, cut)
+    assert weights(cut) == weights(whole)
+
+
+def test_a_folder_is_trained_into_by_one_process(made, features, tmp_path):
+    output = Artifact(str(tmp_path / "head"))
+    with output.held_alone(), pytest.raises(EyasError, match="another process is writing into"):
+        run(made[0], features, output)
 
 
 @pytest.mark.parametrize("begun", ["bfloat16", "float32"])

@@ -11,6 +11,7 @@ import errno
 import functools
 import importlib
 import os
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from types import ModuleType
@@ -40,7 +41,7 @@ COMMANDS = {
     "lineage": "from a head or any artifact back to its sources and licences",
     "doctor": "what this machine can do",
 }
-INTERRUPTED = 130  # 128 + SIGINT, what shells expect
+INTERRUPTED, TERMINATED = 130, 143  # 128 + SIGINT, SIGTERM: what shells expect
 # of eyas[train], by the names that are imported
 TRAINING = {"torch": "PyTorch", "transformers": "transformers", "zstandard": "zstandard"}
 
@@ -101,11 +102,13 @@ def reporting_errors(function: Callable[..., None], name: str) -> Callable[..., 
         except ModuleNotFoundError as error:
             raise typer.Exit(_report(_needs(name, error))) from error
         except KeyboardInterrupt as interrupt:
+            is_ended = isinstance(interrupt, Terminated)
             print(
-                "\ninterrupted\n  -> run the same command again: it resumes from what is done",
+                f"\n{'terminated' if is_ended else 'interrupted'}\n"
+                "  -> run the same command again: it resumes from what is done",
                 file=sys.stderr,
             )
-            raise typer.Exit(INTERRUPTED) from interrupt
+            raise typer.Exit(TERMINATED if is_ended else INTERRUPTED) from interrupt
         except MemoryError as error:
             lack = InputError(
                 f"no memory is left: {error}".removesuffix(": "),
@@ -125,6 +128,15 @@ def reporting_errors(function: Callable[..., None], name: str) -> Callable[..., 
     return wrapped
 
 
+class Terminated(KeyboardInterrupt):
+    """SIGTERM: a cluster wants its machine back."""
+
+
+def _terminate(_number: int, _frame: object) -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the next one ends the process at once
+    raise Terminated
+
+
 def _report(error: EyasError) -> int:
     print(f"error: {error}", file=sys.stderr)
     return error.exit_code
@@ -138,6 +150,7 @@ def main() -> None:
         app = build(sys.argv[1:])
     except EyasError as error:
         raise SystemExit(_report(error)) from error
+    signal.signal(signal.SIGTERM, _terminate)  # a server sets its own
     app()
 
 

@@ -17,6 +17,7 @@ from eyas.artifact import Artifact
 from eyas.cli.options import read_run_file, validated
 from eyas.cli.run import RunConfig, refuse_target
 from eyas.errors import ConfigError
+from eyas.log import size_text
 from eyas.plan.forecast import CurvePoint, TauForecast, forecast, read_runs
 from eyas.plan.needs import (
     Plan,
@@ -97,14 +98,12 @@ def show(plan: Plan, title: str) -> None:
     for name in ("prompts", "answers", "prompt_tokens", "answer_tokens", "feature_tokens"):
         table.add_row(name.replace("_", " "), f"{getattr(plan.needs, name):,}")
     for name in ("answers", "features", "head"):
-        table.add_row(f"bytes of {name}", f"{getattr(plan.room, name) / 1e9:,.3f} GB")
+        table.add_row(f"bytes of {name}", size_text(getattr(plan.room, name)))
     for codec, size in plan.bytes_by_codec.items():
         own = " (this run's)" if codec == plan.codec else ""
-        table.add_row(f"features with codec {codec}{own}", f"{size / 1e9:,.3f} GB")
+        table.add_row(f"features with codec {codec}{own}", size_text(size))
     free = plan.room.free
-    table.add_row(
-        "free", "not known (an object store)" if free is None else f"{free / 1e9:,.1f} GB"
-    )
+    table.add_row("free", "not known (an object store)" if free is None else size_text(free))
     Console().print(table)
 
 

@@ -25,6 +25,9 @@ from typing import Any, Protocol, Self
 from eyas.errors import ConfigError, EyasError
 
 IN_FLIGHT = 2  # jobs per worker: one in work, one waiting
+# A cluster loses machines: a worker is started anew and its jobs are done again. One that every
+# worker dies of ends the run.
+RAY_WORKER = {"num_cpus": 1, "max_restarts": 4, "max_task_retries": 2}
 
 
 class WorkerTask(Protocol):
@@ -150,7 +153,9 @@ def _end_with_parent() -> None:
 
 
 class RayExecutor:
-    """Actors of the cluster at RAY_ADDRESS, or of a local one that runs while this is open."""
+    """Actors of the cluster at RAY_ADDRESS, or of a local one that runs while this is open; what a
+    dead one had in work is done again.
+    """
 
     def __init__(self, task: WorkerTask, workers: int) -> None:
         if find_spec("ray") is None:
@@ -176,7 +181,7 @@ class RayExecutor:
             }
             self._ray.init(log_to_driver=False, **({} if "RAY_ADDRESS" in os.environ else own))
             self._started_ray = True
-        actor = self._ray.remote(num_cpus=1)(Worker)
+        actor = self._ray.remote(**RAY_WORKER)(Worker)
         self._actors = [actor.remote(self._task) for _ in range(self._workers)]
         return self
 

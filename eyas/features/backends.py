@@ -69,6 +69,10 @@ class EngineBackend:
         """The engine and its head; neither changes an answer."""
         return {"engine": ENGINE, "head": self._head}
 
+    def precision(self) -> dict[str, str]:
+        """Nothing: the settings have it."""
+        return {}
+
     def close(self) -> None:
         """Nothing is held that Python does not release."""
 

@@ -32,7 +32,7 @@ from eyas.features.samples import (
 from eyas.features.state_proof import StateRequest, prove_by
 from eyas.features.states import StateFleet, start_commands
 from eyas.hub import resolve_target
-from eyas.log import Track, quiet
+from eyas.log import Track, quiet, size_text
 from eyas.model.architecture import TargetConfig
 from eyas.model.config import TargetShape
 from eyas.model.target import Dtype, resolve_dtype, stored_dtype
@@ -340,26 +340,27 @@ def capture(
     inputs = {"answers": task.made}
     if not output.begin(identity("capture", task.settings, inputs)):
         return output.manifest()
-    plan = task.plan()
-    output.write_jsonl("dropped.jsonl", plan.dropped)
-    with closing(open_source(task, plan)) as source:
-        meta = config.meta_of(task.shape, source.lm_head_sha256)
-        metas: dict[Split, FeatureMeta] = {"train": meta, "held_out": held_out_meta(meta)}
-        writers = {
-            split: ShardWriter(output, split, meta, SAMPLES_PER_SHARD)
-            for split, meta in metas.items()
-        }
-        work = [
-            (writers[split], batch)
-            for split in splits
-            for batch in task.batches(plan, split, source.reuses)
-        ]
-        refuse_without_room(work, output)
-        _capture_missing(source, work, track)
-        for writer in writers.values():
-            writer.close()
-        features = {"target": config.target, "features": meta.model_dump(mode="json")}
-        facts = {**features, **source.facts()}
+    with output.held_alone():
+        plan = task.plan()
+        output.write_jsonl("dropped.jsonl", plan.dropped)
+        with closing(open_source(task, plan)) as source:
+            meta = config.meta_of(task.shape, source.lm_head_sha256)
+            metas: dict[Split, FeatureMeta] = {"train": meta, "held_out": held_out_meta(meta)}
+            writers = {
+                split: ShardWriter(output, split, meta, SAMPLES_PER_SHARD)
+                for split, meta in metas.items()
+            }
+            work = [
+                (writers[split], batch)
+                for split in splits
+                for batch in task.batches(plan, split, source.reuses)
+            ]
+            refuse_without_room(work, output)
+            _capture_missing(source, work, track)
+            for writer in writers.values():
+                writer.close()
+            features = {"target": config.target, "features": meta.model_dump(mode="json")}
+            facts = {**features, **source.facts()}
     return output.finish("capture", task.settings, inputs, task.counts(plan), facts)
 
 
@@ -374,8 +375,7 @@ def refuse_without_room(work: list[tuple[ShardWriter, ForwardBatch]], output: Ar
     free = room_at(output)
     if free is not None and num_bytes > free:
         raise StorageFullError(
-            f"the features need {num_bytes / 1e9:,.2f} GB at {output.url}, {free / 1e9:,.2f} GB "
-            "are free",
+            f"the features need {size_text(num_bytes)} at {output.url}, {size_text(free)} are free",
             "free some space, choose another folder, an object store or a smaller codec, or "
             "capture fewer answers",
         )

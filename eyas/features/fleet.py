@@ -28,10 +28,14 @@ from eyas.features.conversation import TurnFailure
 CLIENT_RETRIES = 2  # by the client itself, before another server is asked
 PAUSE_S, LONGEST_PAUSE_S = 0.5, 600.0  # before a server that failed is asked again
 WAIT_S = 1.0  # of `wait`, at most
+ONE_PRECISION = "give servers that compute alike: some of their answers would differ"
 POLL_S = 0.1  # to look whether a pause is over
 PATIENCE_S = 300.0  # without any answer: a restart with a large model takes minutes
 MOST_FAILURES = 5  # of one request, at servers that pass their checks
 # Where an engine tells its version, by the `owned_by` of its model card.
+# What they state there, or on the card, of how they compute: two that differ are two targets, as
+# some of their answers differ.
+PRECISION = ("dtype", "quantization", "kv_cache_dtype")
 VERSION_PATHS = {"vllm": "/version", "sglang": "/get_server_info", "eyas": "/openapi.json"}
 
 
@@ -83,6 +87,7 @@ class FleetServer(Generic[RequestT, ReplyT]):
         """Raises ConfigError for the address or the key, or where `openai` is not installed."""
         self.url, self.config = url, config
         self.model, self.engine = config.model or "", "unknown"
+        self.precision: dict[str, str] = {}  # what it states of it
         self.client = Client(url, config.timeout_s)
         self.num_running = self.num_answers = self.num_failures = 0
         self.not_before = 0.0
@@ -142,10 +147,12 @@ class FleetServer(Generic[RequestT, ReplyT]):
         card = found[0]
         owner = str(card.get("owned_by", ""))
         version: Any = None
+        facts: Any = {}
         if owner in VERSION_PATHS:
             with suppress(ValueError, AttributeError, RecursionError):
                 facts = json.loads(await self.client.page(VERSION_PATHS[owner]))
                 version = facts.get("info", facts).get("version")
+        self.precision = stated_precision(card, facts)
         name = owner[:40] if owner.isprintable() and owner else "unknown"
         self.model = card["id"]
         self.engine = f"{name} {version[:40]}" if isinstance(version, str) else name
@@ -190,6 +197,7 @@ class FleetServer(Generic[RequestT, ReplyT]):
             "url": self.url,
             "model": self.model,
             "engine": self.engine,
+            "precision": self.precision or "not stated",
             "answers": self.num_answers,
             "failures": self.num_failures,
             "reason": self.reason,
@@ -247,6 +255,20 @@ class Fleet(Generic[RequestT, ReplyT]):
         """Every server with what it is and how it went."""
         return {"servers": [one.facts() for one in self._servers]}
 
+    def precision(self) -> dict[str, str]:
+        """What the servers state of how they compute: the same, where they state it."""
+        return next((one.precision for one in self._servers if one.precision), {})
+
+    def _differs(self, server: FleetServer[RequestT, ReplyT]) -> bool:
+        return server.precision not in ({}, self.precision())
+
+    def _difference(self, server: FleetServer[RequestT, ReplyT]) -> str:
+        other = next(one for one in self._servers if one.precision)
+        return (
+            f"the servers do not compute alike: {other.url} states "
+            f"{precision_text(other.precision)}, {server.url} {precision_text(server.precision)}"
+        )
+
     def close(self) -> None:
         """Stop all requests and close all connections."""
         self._runner.run(self._stop())
@@ -262,6 +284,8 @@ class Fleet(Generic[RequestT, ReplyT]):
             for server, failure in zip(self._servers, found, strict=True)
             if isinstance(failure, RequestFailure)
         ]
+        if odd := next(filter(self._differs, self._servers), None):
+            raise MismatchError(self._difference(odd), ONE_PRECISION)
         for bug in found:
             if isinstance(bug, BaseException) and not isinstance(bug, RequestFailure):
                 raise bug
@@ -298,6 +322,8 @@ class Fleet(Generic[RequestT, ReplyT]):
             try:
                 if await server.checked():
                     self._last_good = time.monotonic()
+                    if self._differs(server):
+                        raise MismatchError(self._difference(server), ONE_PRECISION)
                 reply = await server.reply(request)
             except RequestFailure as failure:
                 if failure.kind == "refused":
@@ -347,6 +373,28 @@ class Fleet(Generic[RequestT, ReplyT]):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await asyncio.gather(*(one.close() for one in self._servers))
+
+
+def stated_precision(card: Any, facts: Any) -> dict[str, str]:
+    """What a model's card and a server's facts say of how it computes; the file, where it is one
+    quantised file. Empty where they say nothing.
+    """
+    places = [one for one in (facts, card.get("eyas")) if isinstance(one, dict)]
+    found = {
+        name: place[name][:80]
+        for place in places
+        for name in PRECISION
+        if isinstance(place.get(name), str)
+    }
+    root = card.get("root")
+    if isinstance(root, str) and root.endswith(".gguf"):
+        found["file"] = root.rsplit("/", 1)[-1][:80]
+    return found
+
+
+def precision_text(precision: dict[str, str]) -> str:
+    """Such statements in a line."""
+    return ", ".join(f"{name} {value}" for name, value in precision.items()) or "nothing"
 
 
 def server_urls(urls: Sequence[str]) -> list[str]:

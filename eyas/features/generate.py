@@ -24,15 +24,15 @@ from contextlib import closing
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from eyas.artifact import Artifact, Manifest, identity
+from eyas.artifact import WORK, Artifact, Manifest, identity
 from eyas.chat import Chat
 from eyas.engine.engine import Engine, EngineConfig
-from eyas.errors import EmptyInputError, TemplateError
+from eyas.errors import EmptyInputError, MismatchError, TemplateError
 from eyas.features import marks
 from eyas.features.answers import AnswerParts
 from eyas.features.backends import EngineBackend, TargetProof, TargetServer, probes
 from eyas.features.conversation import Conversation, Sampling, TurnAnswer, TurnRequest, TurnRules
-from eyas.features.fleet import ClientConfig, Fleet, server_urls
+from eyas.features.fleet import ClientConfig, Fleet, precision_text, server_urls
 from eyas.hub import resolve_head, resolve_target
 from eyas.log import Track, quiet
 from eyas.model.target import PAGE_SIZE, Dtype, resolve_dtype
@@ -45,6 +45,7 @@ from eyas.records import RECORD, Prompt
 ROWS_PER_PART = 200  # prompts in a file of answers
 PAGES_BESIDE = 64  # of the cache, for what rounds add to requests
 CACHE_TOKENS = 1024  # of each running request, in the cache of the engine in this process
+PRECISION_NOTE = f"{WORK}/precision.json"  # what the servers of this run stated
 # Where the run takes place, and how fast it is: no part of the identity.
 PLACES = {"target", "head", "max_batch", "servers", "client"}
 
@@ -140,6 +141,7 @@ def generate(
     with closing(open_backend(config, chat, folder, max_length)) as backend:
         output.begin(own)
         with output.held_alone(), closing(Conversations(prompts, output)) as conversations:
+            hold_to(output, backend.precision())
             answer_all(backend, rules, conversations, num_prompts, track)
         facts = {"target": config.target, **backend.facts()}
     counts = _counts(prompts, output)
@@ -150,6 +152,22 @@ def generate(
             "help, into another folder",
         )
     return output.finish("generate", settings, {"prompts": made}, counts, facts)
+
+
+def hold_to(output: Artifact, precision: dict[str, str]) -> None:
+    """Note how the servers of these answers compute. Raises MismatchError where those of an earlier
+    part of the run stated something else.
+    """
+    if output.exists(PRECISION_NOTE):
+        before = output.read_json(PRECISION_NOTE)
+        if precision and before != precision:
+            raise MismatchError(
+                f"the answers so far in {output.url} are of servers with "
+                f"{precision_text(before)}; these state {precision_text(precision)}",
+                "give servers that compute alike, or choose another output folder",
+            )
+    elif precision:
+        output.write_json(PRECISION_NOTE, precision)
 
 
 def count_prompts(prompts: Artifact) -> int:

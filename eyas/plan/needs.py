@@ -23,6 +23,7 @@ from eyas.errors import EmptyInputError, StorageFullError, TemplateError
 from eyas.features.capture import CaptureConfig, held_out_meta, room_at
 from eyas.features.generate import GenerateConfig, count_prompts
 from eyas.hub import resolve_target
+from eyas.log import size_text
 from eyas.model.checkpoint import expected_shapes
 from eyas.model.config import HeadConfig, HeadOptions, TargetShape
 from eyas.operators.shape import target_shape
@@ -140,9 +141,9 @@ def refuse_without_room(room: Room, output: str) -> None:
         return
     assert room.free is not None
     raise StorageFullError(
-        f"the run needs up to {room.missing / 1e9:,.2f} GB more at {output} (answers "
-        f"{room.answers / 1e9:,.2f}, features {room.features / 1e9:,.2f}, head "
-        f"{room.head / 1e9:,.2f}), {room.free / 1e9:,.2f} GB are free",
+        f"the run needs up to {size_text(room.missing)} more at {output} (answers "
+        f"{size_text(room.answers)}, features {size_text(room.features)}, head "
+        f"{size_text(room.head)}), {size_text(room.free)} are free",
         "free some space, choose another output or a smaller capture.codec, take fewer prompts, a "
         "smaller max_tokens or online: true; or, where answers are sure to be shorter than "
         "max_tokens, eyas run --anyway",

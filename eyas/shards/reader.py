@@ -52,7 +52,10 @@ AHEAD_BYTES = 256 << 20  # of decoded samples
 S3_TIMEOUT = "120s"  # of one sample: some 30 MB where the target has 8 billion parameters
 HAS_OBSTORE = importlib.util.find_spec("obstore") is not None
 CACHE_VARIABLE = "EYAS_FEATURE_CACHE"
-AGAIN = "delete the folder and run `eyas capture` again, or restore the shard from a copy"
+AGAIN = (
+    "restore this one shard from a copy; without one, delete the folder and run `eyas capture` "
+    "again"
+)
 
 Read = TypeVar("Read")
 ReadRange = Callable[[str, int, int], bytes]
@@ -83,6 +86,7 @@ class Features:
             ShardCache(artifact.url, folder, made.identity) if folder and not is_local else None
         )
         self._num_threads = LOCAL_THREADS if is_local else REMOTE_THREADS
+        self._whole: set[str] = set()  # shards that are as long as they should be
         try:
             self.meta = FeatureMeta.model_validate(index["meta"])
             self.entries = [Entry.model_validate(entry) for entry in index["samples"]]
@@ -137,8 +141,9 @@ class Features:
         """
         entry = self.entries[number]
         data = self._read(entry, entry.size)
-        if not _matches(data, entry) and self._cache is not None:
-            self._cache.drop(entry.shard)
+        if not _matches(data, entry):  # perhaps on the way only: read once more
+            if self._cache is not None:
+                self._cache.drop(entry.shard)
             data = self._read(entry, entry.size)
         if not _matches(data, entry):
             raise CorruptError(f"{self._named(entry)} does not match its checksum", AGAIN)
@@ -153,12 +158,31 @@ class Features:
     def _read(self, entry: Entry, size: int) -> bytes:
         read = self._read_range if self._cache is None else self._cache.read
         try:
-            return read(entry.shard, entry.start, entry.start + size)
+            self._refuse_cut_short(entry.shard)
+            data = read(entry.shard, entry.start, entry.start + size)
         except FileNotFoundError as error:
             raise MissingInputError(
-                f"{self._artifact.url} lacks the shard {entry.shard}",
-                "delete the folder and run `eyas capture` again",
+                f"{self._artifact.url} lacks the shard {entry.shard}", AGAIN
             ) from error
+        if len(data) != size:
+            raise CorruptError(
+                f"{self._named(entry)} has {len(data):,} of its {size:,} bytes", AGAIN
+            )
+        return data
+
+    def _refuse_cut_short(self, shard: str) -> None:
+        """Raise CorruptError for a shard that is not as long as the manifest says, before bytes are
+        asked for that it does not have: a store answers that as if it were out of order. Each is
+        looked at once.
+        """
+        known = self.inputs["features"].files.get(shard)
+        if self._cache is not None or shard in self._whole or known is None:
+            return
+        if (size := self._artifact.size(shard)) != known.bytes:
+            raise CorruptError(
+                f"{self._artifact.url}/{shard} holds {size:,} bytes, not {known.bytes:,}", AGAIN
+            )
+        self._whole.add(shard)
 
 
 def _matches(data: bytes, entry: Entry) -> bool:

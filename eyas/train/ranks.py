@@ -11,10 +11,12 @@ others by the broken connection, or by torchrun.
 from __future__ import annotations
 
 import os
+import signal
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -164,6 +166,27 @@ def joined() -> Iterator[Ranks]:
         # gloo's threads outlive the group. One that lets go of the last result's tensors while the
         # interpreter ends would abort the process, and torchrun would report a failure.
         time.sleep(LAST_RESULT_S)
+
+
+@contextmanager
+def asked_to_stop() -> Iterator[Callable[[], int]]:
+    """Within the block SIGINT and SIGTERM (a cluster that wants its machine back) stop nothing: the
+    callable gives the signal that came, 0 for none. A second one does what it did before.
+    """
+    found: list[int] = []
+    before: dict[int, Any] = {}
+
+    def note(number: int, _frame: object) -> None:
+        found.append(number)
+        signal.signal(number, before[number])
+
+    if threading.current_thread() is threading.main_thread():  # no other may set them
+        before = {one: signal.signal(one, note) for one in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield lambda: found[0] if found else 0
+    finally:
+        for one, handler in before.items():
+            signal.signal(one, handler)
 
 
 def world_size() -> int:

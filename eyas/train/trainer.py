@@ -11,6 +11,7 @@ Letters: V target vocabulary, W draft vocabulary.
 from __future__ import annotations
 
 import random
+import signal
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
@@ -37,7 +38,7 @@ from eyas.train.batches import (
 )
 from eyas.train.held_out import MEASURED_STEPS, HeldOutSample, tau_of_counts
 from eyas.train.loss import ObjectiveConfig
-from eyas.train.ranks import Ranks, joined, whole
+from eyas.train.ranks import Ranks, asked_to_stop, joined, whole
 from eyas.train.start import (
     FITTED_SAMPLES,
     StartConfig,
@@ -118,6 +119,18 @@ class UntrainedError(EyasError):
     """No position of the answers carries loss: these weights are the first ones, and not saved."""
 
 
+class StoppedError(EyasError):
+    """A signal came; the checkpoint is written."""
+
+    def __init__(self, number: int, step: int, num_steps: int) -> None:
+        super().__init__(
+            f"stopped by {signal.Signals(number).name} after step {step} of {num_steps}, with a "
+            "checkpoint of it",
+            "run the same command again: it resumes there",
+        )
+        self.exit_code = 128 + number  # what shells expect
+
+
 def train(
     config: TrainConfig,
     target: str,
@@ -146,6 +159,8 @@ def train(
         with ranks.together():
             trainer = Trainer(config, target, source, held_out, ranks)
         if ranks.first(lambda: output.begin(trainer.identity)):
+            if ranks.is_first:
+                stack.enter_context(output.held_alone())
             trackers = trainer.begin(output)
             stack.callback(trackers.close)
             trainer.fit(output, track if ranks.is_first else quiet, trackers)
@@ -271,8 +286,8 @@ class Trainer:
     def fit(self, output: Artifact, track: Track, trackers: Trackers) -> None:
         """Train the steps that are left, fewer if `StopConfig.patience` ends the run.
 
-        On an EyasError the checkpoint of the last whole step is saved, then the error is raised; a
-        DivergedError leaves the older checkpoint.
+        On an EyasError the checkpoint of the last whole step is saved, then the error is raised; so
+        on SIGINT and SIGTERM, as a StoppedError. A DivergedError leaves the older checkpoint.
         """
         state, config, ranks, num_steps = self.state, self.config, self.ranks, len(self.steps)
         self._finished, highest = state.step, config.learning_rate
@@ -281,21 +296,24 @@ class Trainer:
         reader = self.source.batches([numbers for batches in mine for numbers in batches])
         judged = trained = 0
         try:
-            for planned in mine:
-                if state.patience.is_over(config.stop):
-                    break
-                with ranks.together():
-                    batches = read_batches(reader, len(planned), config.batches, ranks.device)
-                rate = scheduled_rate(state.step, num_steps, highest)
-                row = training_step(state, self.module, batches, ranks, rate)
-                self._judge(row, batches, output)
-                judged, trained = judged + row["judged"], trained + row["trained"]
-                if not trained and (judged >= ENOUGH_JUDGED or state.step == num_steps):
-                    self._refuse_untrained(judged)
-                trackers.log(state.step, scalars(row))
-                if state.step % config.checkpoint_every == 0 and state.step < num_steps:
-                    state.save(output, ranks)
-                track(state.step, num_steps, note(row, state))
+            with asked_to_stop() as signal_of:
+                for planned in mine:
+                    if state.patience.is_over(config.stop):
+                        break
+                    with ranks.together():
+                        batches = read_batches(reader, len(planned), config.batches, ranks.device)
+                    rate = scheduled_rate(state.step, num_steps, highest)
+                    row = training_step(state, self.module, batches, ranks, rate)
+                    self._judge(row, batches, output)
+                    judged, trained = judged + row["judged"], trained + row["trained"]
+                    if not trained and (judged >= ENOUGH_JUDGED or state.step == num_steps):
+                        self._refuse_untrained(judged)
+                    trackers.log(state.step, scalars(row))
+                    if state.step % config.checkpoint_every == 0 and state.step < num_steps:
+                        state.save(output, ranks)
+                    track(state.step, num_steps, note(row, state))
+                    if state.step < num_steps and (came := max(ranks.gathered(signal_of()))):
+                        raise StoppedError(came, state.step, num_steps)
         except (DivergedError, UntrainedError):  # the older checkpoint stays
             if ranks.is_first:
                 output.write_jsonl(METRICS, state.metrics)
