@@ -1,1 +1,7 @@
 """The eval stage: tau of a head, measured before any server runs it."""
+
+import sys
+
+from eyas import CallableRoom
+
+sys.modules[__name__].__class__ = CallableRoom  # `eyas.evaluate(...)`

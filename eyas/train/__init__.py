@@ -1,1 +1,7 @@
 """From features to a head: the objective, the weights it starts from, and the loop around them."""
+
+import sys
+
+from eyas import CallableRoom
+
+sys.modules[__name__].__class__ = CallableRoom  # `eyas.train(...)`
