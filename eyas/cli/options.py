@@ -127,7 +127,7 @@ def _groups(kind: type[BaseModel], prefix: str, section: BaseModel | None) -> li
             continue
         text = f"{prefix}{name}"
         if not field.is_required():
-            text = _shortened(f"{text}={_plain(default)}", NAME_WIDTH)
+            text = _shortened(f"{text}={plain(default)}", NAME_WIDTH)
         own.append(f"{text:{NAME_WIDTH}} {_shortened(meaning(kind, name), HELP_WIDTH)}".rstrip())
     return [own, *sections] if own else sections
 
@@ -147,7 +147,7 @@ def _shortened(text: str, width: int) -> str:
     return text if len(text) <= width else f"{text[: width - 1].rstrip()}…"
 
 
-def _plain(value: Any) -> str:
+def plain(value: Any) -> str:
     """A default as YAML on one line."""
     plain = to_jsonable_python(value)
     text = yaml.safe_dump(plain, default_flow_style=True, width=10**6, sort_keys=False)
