@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
 
 from eyas.artifact import Artifact
 from eyas.features.capture import CaptureConfig, capture
@@ -65,3 +66,26 @@ def test_the_page_of_settings_is_up_to_date():
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     assert module.PAGE.read_text(encoding="utf-8") == module.page()
+
+
+def test_contributing_names_tests_that_there_are():
+    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    named = set(re.findall(r"(?:tests|benchmarks)/[\w*]+\.py", text))
+    assert len(named) > 30
+    assert not [name for name in named if not list(ROOT.glob(name))]
+
+
+def test_people_hooks_and_ci_run_the_same_checks():
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    (check,) = re.findall(r"^check: .*\n((?:\t.+\n)+)", makefile, re.MULTILINE)
+    hooks = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"][0]["hooks"]
+    for hook in hooks:
+        program, command = hook["entry"].split()[:2]
+        assert program == ".venv/bin/ruff"
+        assert f"$(BIN)/ruff {command}" in check
+    workflow = yaml.safe_load((ROOT / ".github" / "workflows" / "ci.yaml").read_text())
+    (job,) = workflow["jobs"].values()
+    assert job["steps"][-1] == {"run": ".ci/run"}
+    run = (ROOT / ".ci" / "run").read_text()
+    assert "make check" in run
+    assert "make test" in run
