@@ -1,4 +1,7 @@
-"""The eval stage: tau of a head, measured before any server runs it."""
+"""The eval stage: tau of a head, measured before any server runs it.
+
+`eyas.evaluate(...)` calls eyas.cli.eval.evaluate, whose help says how.
+"""
 
 import sys
 
