@@ -248,7 +248,7 @@ class LLM:
     @overload
     def chat(
         self,
-        prompts: list[str] | list[Messages],
+        prompts: list[str] | Sequence[Messages],
         *,
         stream: Literal[False] = False,
         progress: bool = True,
@@ -262,7 +262,7 @@ class LLM:
 
     def chat(
         self,
-        prompts: str | Messages | list[str] | list[Messages],
+        prompts: str | Messages | list[str] | Sequence[Messages],
         *,
         stream: bool = False,
         progress: bool = True,
