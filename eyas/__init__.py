@@ -12,12 +12,12 @@ from types import ModuleType
 from typing import Any
 
 _HOMES = {  # each name's module, and its name there
-    "Answer": "eyas.llm:Answer",
+    "Chunk": "eyas.llm:Chunk",
+    "Completion": "eyas.llm:Completion",
     "EyasError": "eyas.errors:EyasError",
     "Evaluation": "eyas.cli.eval:Evaluation",
     "InputError": "eyas.errors:InputError",
     "LLM": "eyas.llm:LLM",
-    "Piece": "eyas.llm:Piece",
     "TokenLogprob": "eyas.engine.request:TokenLogprob",
     "__version__": "eyas.artifact:VERSION",
     "evaluate": "eyas.cli.eval:evaluate",

@@ -10,17 +10,17 @@ from eyas.engine.request import TokenLogprob as TokenLogprob
 from eyas.errors import EyasError as EyasError
 from eyas.errors import InputError as InputError
 from eyas.llm import LLM as LLM
-from eyas.llm import Answer as Answer
-from eyas.llm import Piece as Piece
+from eyas.llm import Chunk as Chunk
+from eyas.llm import Completion as Completion
 from eyas.llm import load as load
 
 __all__ = [
     "LLM",
-    "Answer",
+    "Chunk",
+    "Completion",
     "Evaluation",
     "EyasError",
     "InputError",
-    "Piece",
     "TokenLogprob",
     "__version__",
     "evaluate",

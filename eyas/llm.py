@@ -1,7 +1,7 @@
 """A model in this process, for programs in Python: what `eyas serve` does, without HTTP.
 
     llm.chat ── a request's fields, as a client sends them ──▶ Translator ──▶ EngineWorker
-       ◀── Answer, or Pieces ◀── CompletionWriter ◀── updates ─────────────────────┘
+       ◀── Completion, or Chunks ◀── CompletionWriter ◀── updates ─────────────────────┘
 
 Loading, translation, engine and text are the server's own, and so are the answers. A thread of its
 own holds the event loop that the worker reports to; any thread may ask.
@@ -88,7 +88,7 @@ class ChatOptions(SamplingOptions, total=False):
     continue_final_message: bool
 
 
-class TextOptions(SamplingOptions, total=False):
+class CompletionOptions(SamplingOptions, total=False):
     """Options of a text. logprobs: of so many of the best tokens at each place beside the answer's
     own; with echo also the prompt's. add_special_tokens: what the tokenizer puts around a text.
     """
@@ -99,7 +99,7 @@ class TextOptions(SamplingOptions, total=False):
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class Completion:
     """What the model answered to one prompt; `str(answer)` is its text.
 
     token_ids: the tokens that it wrote, the one that ended it included. finish_reason: "stop",
@@ -119,7 +119,7 @@ class Answer:
     accept_hist: list[int]
 
     @classmethod
-    def of(cls, writer: CompletionWriter) -> Answer:
+    def of(cls, writer: CompletionWriter) -> Completion:
         """The answer of a writer that has kept all updates of its one sample."""
         (choice,) = writer.choices
         whole = choice.whole()
@@ -150,8 +150,8 @@ class Answer:
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
-    """What one round added to an answer that is streamed; the pieces' texts and tokens, joined, are
+class Chunk:
+    """What one round added to an answer that is streamed; the chunks' texts and tokens, joined, are
     the answer's. finish_reason: None before the last. num_accepted_drafts: None of a round that the
     head did not draft in.
     """
@@ -164,7 +164,7 @@ class Piece:
     num_accepted_drafts: int | None
 
     @classmethod
-    def of(cls, delta: Delta) -> Piece:
+    def of(cls, delta: Delta) -> Chunk:
         """What a delta of the server's streams says."""
         update, calls = delta.update, [call.to_json() for call in delta.calls]
         counted = update.num_accepted_drafts
@@ -243,7 +243,7 @@ class LLM:
         stream: Literal[False] = False,
         progress: bool = True,
         **options: Unpack[ChatOptions],
-    ) -> Answer: ...
+    ) -> Completion: ...
 
     @overload
     def chat(
@@ -253,12 +253,12 @@ class LLM:
         stream: Literal[False] = False,
         progress: bool = True,
         **options: Unpack[ChatOptions],
-    ) -> list[Answer]: ...
+    ) -> list[Completion]: ...
 
     @overload
     def chat(
         self, prompts: str | Messages, *, stream: Literal[True], **options: Unpack[ChatOptions]
-    ) -> Iterator[Piece]: ...
+    ) -> Iterator[Chunk]: ...
 
     def chat(
         self,
@@ -267,12 +267,12 @@ class LLM:
         stream: bool = False,
         progress: bool = True,
         **options: Unpack[ChatOptions],
-    ) -> Answer | list[Answer] | Iterator[Piece]:
+    ) -> Completion | list[Completion] | Iterator[Chunk]:
         """Let the model answer, through its chat template.
 
         prompts: what a user says; a conversation as messages in OpenAI's form; or a list of either,
         which is answered together, in its order, under a bar on stderr (progress). stream: yield
-        the answer's pieces as they come; closing the iterator ends the answer. Several answers to
+        the answer's chunks as they come; closing the iterator ends the answer. Several answers to
         one prompt: give it as often.
 
         Raises InputError for a prompt that does not fit and for options that do not exist or
@@ -290,8 +290,8 @@ class LLM:
         *,
         stream: Literal[False] = False,
         progress: bool = True,
-        **options: Unpack[TextOptions],
-    ) -> Answer: ...
+        **options: Unpack[CompletionOptions],
+    ) -> Completion: ...
 
     @overload
     def complete(
@@ -300,13 +300,17 @@ class LLM:
         *,
         stream: Literal[False] = False,
         progress: bool = True,
-        **options: Unpack[TextOptions],
-    ) -> list[Answer]: ...
+        **options: Unpack[CompletionOptions],
+    ) -> list[Completion]: ...
 
     @overload
     def complete(
-        self, prompts: str | list[int], *, stream: Literal[True], **options: Unpack[TextOptions]
-    ) -> Iterator[Piece]: ...
+        self,
+        prompts: str | list[int],
+        *,
+        stream: Literal[True],
+        **options: Unpack[CompletionOptions],
+    ) -> Iterator[Chunk]: ...
 
     def complete(
         self,
@@ -314,8 +318,8 @@ class LLM:
         *,
         stream: bool = False,
         progress: bool = True,
-        **options: Unpack[TextOptions],
-    ) -> Answer | list[Answer] | Iterator[Piece]:
+        **options: Unpack[CompletionOptions],
+    ) -> Completion | list[Completion] | Iterator[Chunk]:
         """As `chat`, without the chat template: the model goes on with a text, or with token ids.
         The answer's text is what it adds.
         """
@@ -330,7 +334,7 @@ class LLM:
         is_one: bool,
         stream: bool,
         progress: bool,
-    ) -> Answer | list[Answer] | Iterator[Piece]:
+    ) -> Completion | list[Completion] | Iterator[Chunk]:
         if stream and not is_one:
             raise InputError(
                 "stream=True is for one prompt, and this is a list",
@@ -341,10 +345,10 @@ class LLM:
             for number, body in enumerate(bodies)
         ]
         if stream:
-            return self._pieces(writers[0])
+            return self._chunks(writers[0])
         with progress_bar("answers") if progress and not is_one else nullcontext(quiet) as track:
             self._call(_answer(self._worker, writers, track))
-        answers = [Answer.of(writer) for writer in writers]
+        answers = [Completion.of(writer) for writer in writers]
         return answers[0] if is_one else answers
 
     def _writer(
@@ -359,7 +363,7 @@ class LLM:
         try:
             writer = self._translator.completion(parse_body(kind, text.encode()))
         except ApiError as error:
-            options = ChatOptions if kind is ChatRequest else TextOptions
+            options = ChatOptions if kind is ChatRequest else CompletionOptions
             hint = "change it, or leave it out"
             if error.code == "unknown_parameter":
                 hint = f"options: {', '.join(get_type_hints(options))}"
@@ -373,12 +377,12 @@ class LLM:
             )
         return writer
 
-    def _pieces(self, writer: CompletionWriter) -> Iterator[Piece]:
+    def _chunks(self, writer: CompletionWriter) -> Iterator[Chunk]:
         updates = _updates(self._worker, [writer])
         try:
             while not writer.is_over:
                 for update in self._call(_next(updates)):
-                    yield Piece.of(writer.push(update)[1])
+                    yield Chunk.of(writer.push(update)[1])
         finally:
             if self._end.alive:
                 self._call(updates.aclose())

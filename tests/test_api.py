@@ -20,7 +20,7 @@ import torch
 import eyas
 from eyas.artifact import VERSION, Artifact
 from eyas.errors import ConfigError, MismatchError, MissingInputError
-from eyas.llm import LLM, ChatOptions, TextOptions
+from eyas.llm import LLM, ChatOptions, CompletionOptions
 from eyas.model.target import Target
 from eyas.serve.app import ModelService
 from eyas.serve.protocol import ChatRequest, TextRequest
@@ -121,7 +121,7 @@ print(trainer.TrainConfig.__name__)
         assert "eyas.train needs torch: pip install 'eyas[train]'" in done.stderr
 
     @pytest.mark.parametrize(
-        ("options", "body"), [(ChatOptions, ChatRequest), (TextOptions, TextRequest)]
+        ("options", "body"), [(ChatOptions, ChatRequest), (CompletionOptions, TextRequest)]
     )
     def test_options_are_a_requests_fields(self, options, body):
         assert set(options.__annotations__) == set(body.model_fields) - WITHOUT_MEANING
