@@ -101,7 +101,10 @@ def llama_server(args: argparse.Namespace) -> Iterator[str]:
     """The URL of llama.cpp's server on the target's file, once it answers."""
     port = free_port()
     command = llama_command(args, port)
-    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
+    # as an installed package starts, whose modules are compiled already
+    environment = os.environ | {"PYTHONDONTWRITEBYTECODE": ""}
+    unheard = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    with subprocess.Popen(command, env=environment, **unheard) as process:
         try:
             url = f"http://127.0.0.1:{port}"
             until = time.monotonic() + START_SECONDS
@@ -118,7 +121,10 @@ def llama_server(args: argparse.Namespace) -> Iterator[str]:
 def started(command: list[str], port: int, model: str) -> dict[str, float]:
     """The figures of one start of a server."""
     begun, url = time.monotonic(), f"http://127.0.0.1:{port}"
-    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
+    # as an installed package starts, whose modules are compiled already
+    environment = os.environ | {"PYTHONDONTWRITEBYTECODE": ""}
+    unheard = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    with subprocess.Popen(command, env=environment, **unheard) as process:
         try:
             while not is_up(url):
                 if process.poll() is not None or time.monotonic() - begun > START_SECONDS:

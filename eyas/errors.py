@@ -29,6 +29,8 @@ class EyasError(Exception):
 
 
 class InputError(EyasError):
+    """What was given is wrong: other input mends it."""
+
     exit_code = 2
 
 

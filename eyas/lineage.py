@@ -14,7 +14,7 @@ from typing import Any
 
 from eyas.artifact import IDENTITY, MANIFEST, Artifact, Manifest
 from eyas.errors import CorruptError, MissingInputError
-from eyas.hub import locate, resolve_head
+from eyas.hub import PACKAGED, locate, resolve_head
 
 SOURCE = "source"
 HEAD_FILES = (".json", ".safetensors", ".bin")
@@ -100,6 +100,22 @@ def head_manifest(name: str, config: Mapping[str, Any]) -> Manifest:
         files=files,
         url=place,
     )
+
+
+def target_of(head: str) -> str:
+    """The name of the target that a head was trained for, as the stages before it were given it.
+    Raises MissingInputError where nothing says it, and what `head_manifest` raises.
+    """
+    if head in PACKAGED:
+        return head
+    named = [
+        made.facts["target"] for made in stages(head_manifest(head, {})) if made.facts.get("target")
+    ]
+    if not named:
+        raise MissingInputError(
+            f"{head} does not say which target it drafts for", "give target=NAME"
+        )
+    return str(named[-1])
 
 
 def stages(manifest: Manifest) -> list[Manifest]:

@@ -24,6 +24,11 @@ with running_app(create_app("it"), load(config)) as url:
         answer = httpx.post(f"{url}/v1/chat/completions", json=asked | options, timeout=60)
         assert answer.json()["choices"][0]["message"]["content"], answer.text
 """
+LOAD = """
+import eyas
+with eyas.load("builtin", head="builtin") as llm:
+    assert llm.chat("Hi", max_tokens=8).token_ids
+"""
 
 
 def run(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -40,8 +45,9 @@ def test_a_command_of_the_base_install_starts(name):
     assert done.stdout.lstrip().startswith("Usage")
 
 
-def test_a_request_is_served():
-    done = run(SERVE)
+@pytest.mark.parametrize("program", [SERVE, LOAD])
+def test_a_request_is_served(program):
+    done = run(program)
     assert done.returncode == 0, done.stderr
 
 

@@ -288,7 +288,7 @@ class TestBadInputs:
         assert "target" in linted.stdout
 
     def test_an_interrupt_says_that_a_rerun_resumes(self, made, tmp_path, monkeypatch):
-        def interrupted(*args):
+        def interrupted(*args, **settings):
             raise KeyboardInterrupt
 
         monkeypatch.setattr("eyas.cli.train.train", interrupted)

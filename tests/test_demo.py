@@ -17,10 +17,10 @@ from eyas import builtin
 from eyas.artifact import Artifact
 from eyas.cli import demo as demo_command
 from eyas.cli import run as run_command
-from eyas.cli.options import validated
 from eyas.cli.run import RunConfig
 from eyas.errors import MissingInputError
 from eyas.export.lint import CheckFinding
+from eyas.settings import validated
 
 STAGES = ("prompts", "generate", "capture", "train", "eval", "export", "bench")
 # the command, with a line of progress every hundredth of a second in place of every 20 seconds

@@ -12,9 +12,9 @@ import pytest
 from eyas.artifact import Artifact
 from eyas.chat import Chat
 from eyas.cli.eval import eval_figures, in_one_line
-from eyas.cli.options import validated
 from eyas.cli.run import RunConfig, as_served
 from eyas.evaluate.evaluate import EvalConfig
+from eyas.settings import validated
 from tests.test_cli import RUN, assert_one_clear_error, run_eyas
 from tests.tiny import tiny_target
 from tests.tiny_head import head_folder

@@ -7,7 +7,7 @@ import pytest
 from benchmarks.recording import record
 from eyas.artifact import Artifact
 from eyas.chat import Chat
-from eyas.cli.run import StageFolder
+from eyas.cli.stage import StageFolder
 from eyas.engine.tree import Speculation, most_probable
 from eyas.errors import ConfigError, EmptyInputError
 from eyas.evaluate import trees

@@ -18,7 +18,7 @@ from pydantic import ValidationError
 
 from eyas import builtin
 from eyas.artifact import Artifact, Manifest, identity
-from eyas.cli.run import StageFolder
+from eyas.cli.stage import StageFolder
 from eyas.data.licence import judge
 from eyas.data.licence_rules import shipped
 from eyas.errors import ConfigError, CorruptError, MismatchError, MissingInputError

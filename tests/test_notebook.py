@@ -36,6 +36,7 @@ def test_the_notebook_goes_from_a_server_to_the_pictures(tmp_path, monkeypatch):
         for output in outputs
         if output.output_type == "stream" and output.name == "stdout"
     )
+    assert "the same without the head: True" in said
     assert said.count("16 of 16 answers identical") == 2
     assert "report.html True" in said
     shown = [output.data for output in outputs if output.output_type == "execute_result"]

@@ -14,7 +14,7 @@ import pytest
 from eyas.artifact import Artifact
 from eyas.chat import Chat
 from eyas.cli import run as cli_run
-from eyas.cli.options import read_run_file, validated
+from eyas.cli.options import read_run_file
 from eyas.cli.run import RunConfig
 from eyas.errors import EmptyInputError, StorageFullError
 from eyas.features.capture import CaptureConfig, capture
@@ -39,6 +39,7 @@ from eyas.plan.needs import (
     turn_lengths,
 )
 from eyas.records import Prompt, read_answers
+from eyas.settings import validated
 from eyas.shards import CODECS, FeatureMeta
 from eyas.train.trainer import TrainConfig
 from tests.foreign import foreign_target

@@ -14,9 +14,9 @@ import pytest
 import yaml
 
 from eyas import builtin
-from eyas.cli.options import validated
 from eyas.cli.run import RunConfig, as_served
 from eyas.errors import ConfigError, WorseHeadError
+from eyas.settings import validated
 
 ROOT = Path(__file__).resolve().parents[1]
 RUN_FILE = yaml.safe_load((ROOT / "runs/refresh.yaml").read_text())

@@ -1,4 +1,6 @@
-"""The wheel: it carries every variant for this kind of machine, and serves without a compiler."""
+"""The wheel: it carries every variant for this kind of machine, and serves without a compiler. The
+source archive holds the same sources, and a package index takes both.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +9,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tarfile
 from pathlib import Path
 from zipfile import ZipFile
 
@@ -17,6 +20,7 @@ from tests.test_native import needs_native
 
 ROOT = Path(__file__).resolve().parents[1]
 LARGE = ("*.safetensors", "*.gz", "*.egg-info", "__pycache__", "libraries")
+ARCHIVE = "import sys; from setuptools import build_meta; build_meta.build_sdist(sys.argv[1])"
 PROGRAM = """
 import json
 from eyas.model import library, variants
@@ -27,10 +31,18 @@ print(json.dumps(found))
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory) -> Path:
-    """Built from a copy without the packaged models; in place of compiling every variant, the
-    library of this process is said to be each of them.
-    """
+def source(tmp_path_factory) -> Path:
+    """A copy of the checkout without the packaged models."""
+    source = tmp_path_factory.mktemp("source")
+    shutil.copytree(ROOT / "eyas", source / "eyas", ignore=shutil.ignore_patterns(*LARGE))
+    for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, source)
+    return source
+
+
+@pytest.fixture(scope="module")
+def wheel(source, tmp_path_factory) -> Path:
+    """The library of this process is said to be each variant, in place of compiling them all."""
     compiler = variants.find_compiler()
     if compiler is None:
         pytest.skip("there is no C++ compiler")
@@ -38,10 +50,7 @@ def wheel(tmp_path_factory) -> Path:
     (cache / "native").mkdir()
     for one in variants.of_machine():
         shutil.copy(library.native().path, cache / "native" / variants.file_of(one, compiler))
-    source, folder = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheel")
-    shutil.copytree(ROOT / "eyas", source / "eyas", ignore=shutil.ignore_patterns(*LARGE))
-    for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE"):
-        shutil.copy(ROOT / name, source)
+    folder = tmp_path_factory.mktemp("wheel")
     options = ["--no-deps", "--no-build-isolation", "--no-index", "-q", "-w", str(folder)]
     environment = os.environ | {"EYAS_CACHE": str(cache)}
     command = [sys.executable, "-m", "pip", "wheel", str(source), *options]
@@ -64,6 +73,34 @@ def test_it_carries_every_variant_and_the_sources(wheel):
         info.compress_size for info in ZipFile(wheel).infolist() if info.filename in shipped
     )
     assert small < len(shipped) * 1_000_000
+
+
+@pytest.fixture(scope="module")
+def source_archive(source, tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("archive")
+    command = [sys.executable, "-c", ARCHIVE, str(folder)]
+    done = subprocess.run(command, cwd=source, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    (found,) = folder.glob("*.tar.gz")
+    return found
+
+
+@needs_native
+def test_the_source_archive_holds_what_the_wheel_holds(wheel, source_archive):
+    with tarfile.open(source_archive) as archive:
+        held = {name.partition("/")[2] for name in archive.getnames()}
+    names = {name for name in ZipFile(wheel).namelist() if name.startswith("eyas/")}
+    assert not {name for name in names - held if not name.endswith(".so")}
+    assert {"setup.py", "pyproject.toml", "README.md", "LICENSE", "eyas/__init__.pyi"} <= held
+
+
+@needs_native
+def test_a_package_index_takes_both(wheel, source_archive):
+    pytest.importorskip("twine", reason="twine comes with the extra `dev`")
+    command = [sys.executable, "-m", "twine", "check", "--strict", str(wheel), str(source_archive)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("PASSED") == 2
 
 
 @needs_native

@@ -48,7 +48,7 @@ def read_tasks(url: str, count: int, seed: int, skip_bad: bool = False) -> list[
     tasks: dict[str, Task] = {}
     for number, row in enumerate(_rows(url, skip_bad), start=1):
         try:
-            task = _task(row, number, url)
+            task = task_of(row, number, url)
             if task.prompt_id in tasks:
                 raise InputError(
                     f"{url} has two prompts with the id {task.prompt_id!r}", "make the ids unique"
@@ -87,7 +87,8 @@ def _rows(url: str, skip_bad: bool) -> Iterator[Any]:
         raise CorruptError(f"{url} cannot be read: {error}", "restore the file") from error
 
 
-def _task(row: Any, number: int, url: str) -> Task:
+def task_of(row: Any, number: int, url: str) -> Task:
+    """The task of a row, which is the number-th of a file or list. Raises InputError."""
     row = row if isinstance(row, dict) else {}
     try:
         messages = _first_turns(row)

@@ -5,6 +5,11 @@ lines that show an eval.json.
 from __future__ import annotations
 
 import json
+import os
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from tempfile import TemporaryDirectory
 from typing import Annotated, Any
 
 import typer
@@ -12,13 +17,18 @@ from rich.console import Console
 from rich.table import Table
 
 from eyas.artifact import Artifact
-from eyas.bench.workload import read_tasks
+from eyas.bench.workload import read_tasks, task_of
+from eyas.chat.chat import Messages
 from eyas.cli.options import Output, Overrides, RunFile, TargetOption, stage_config
 from eyas.cli.stage import stage
 from eyas.errors import ConfigError
 from eyas.evaluate.comparison import ALL, described, refuse_worse
-from eyas.evaluate.evaluate import EvalConfig, evaluate
+from eyas.evaluate.evaluate import EvalConfig
+from eyas.evaluate.evaluate import evaluate as measure
 from eyas.evaluate.trees import EvalPrompt
+from eyas.lineage import target_of
+from eyas.log import quiet
+from eyas.settings import validated
 from eyas.shards import Features
 
 CONFIG = EvalConfig
@@ -77,22 +87,75 @@ def command(
     }
     given = {name: value for name, value in options.items() if value is not None}
     config = stage_config(EvalConfig, "eval", run_file, overrides, **given)
-    artifact = Artifact(output)
-    with stage("eval", artifact) as track:
-        source = Features(Artifact(features), "held_out") if features is not None else None
-        asked = eval_prompts(prompts, config) if prompts is not None else ()
-        evaluate(config, target, head, artifact, source, asked, track)
-    result = artifact.read_json("eval.json")
-    show_table(result)
-    print(json.dumps({**headline(result), "output": output}))
-    judge(result, config)
+    found = evaluate(head, prompts, target=target, features=features, output=output, **dict(config))
+    show_table(found.result)
+    print(json.dumps({**headline(found.result), "output": output}))
+    judge(found.result, config)
 
 
-def eval_prompts(path: str, config: EvalConfig) -> list[EvalPrompt]:
-    """The prompts that `eyas bench` draws from a file with the same number and seed. Raises what
-    `read_tasks` raises.
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    """What a head brings. tau: tokens per round, by the first tree at the first temperature or, of
+    features alone, by chains. tau_interval: 95 %, resampled by answer; None for too few answers.
+    accept_hist[a] counts the rounds that accepted a drafts. result: all of eval.json, by source,
+    language, tree and temperature.
     """
-    tasks = read_tasks(path, config.num_prompts, config.seed)
+
+    tau: float
+    tau_interval: tuple[float, float] | None
+    accept_hist: list[int]
+    result: dict[str, Any]
+
+
+def evaluate(
+    head: str | os.PathLike[str],
+    prompts: str | os.PathLike[str] | Sequence[str | Messages] | None = None,
+    *,
+    target: str | os.PathLike[str] | None = None,
+    features: str | os.PathLike[str] | None = None,
+    output: str | os.PathLike[str] | None = None,
+    progress: bool = True,
+    **settings: Any,
+) -> Evaluation:
+    """Measure a head on what it was not trained on, before a server runs it.
+
+    head: any name of one: a folder or URL in any form, a hub id, "smollm2". prompts: a file of JSON
+    lines, as `eyas bench` reads it, of which num_prompts are drawn; or a list of what users say
+    (text, or messages), of which all are asked. target: any name of the model; None: the one that
+    the head was trained for, by its manifests. features: output of `eyas capture`, for chains on
+    its held-out answers. output: a folder or URL that keeps eval.json; None keeps nothing.
+    progress: on stderr. settings: EvalConfig's fields (docs/settings.md).
+
+    Raises ConfigError, MissingInputError, EmptyInputError, and MismatchError for a head of another
+    target.
+    """
+    if prompts is not None and not isinstance(prompts, str | os.PathLike):
+        settings = {"num_prompts": max(1, len(prompts)), **settings}
+    config = validated(EvalConfig, settings, "eval")
+    name = target_of(str(head)) if target is None else str(target)
+    asked = eval_prompts(prompts, config) if prompts is not None else ()
+    source = Features(Artifact(str(features)), "held_out") if features is not None else None
+    with ExitStack() as stack:
+        folder = stack.enter_context(TemporaryDirectory()) if output is None else str(output)
+        artifact = Artifact(folder)
+        track = stack.enter_context(stage("eval", artifact)) if progress else quiet
+        measure(config, name, str(head), artifact, source, asked, track)
+        result = artifact.read_json("eval.json")
+    ends = result["tau_interval"]
+    return Evaluation(result["tau"], ends and tuple(ends), result["accept_hist"], result)
+
+
+def eval_prompts(
+    prompts: str | os.PathLike[str] | Sequence[str | Messages], config: EvalConfig
+) -> list[EvalPrompt]:
+    """The prompts that `eyas bench` draws from a file with the same number and seed, or those of a
+    list. Raises what `read_tasks` raises.
+    """
+    if isinstance(prompts, str | os.PathLike):
+        tasks = read_tasks(str(prompts), config.num_prompts, config.seed)
+    else:
+        rows = [{"turns": [one]} if isinstance(one, str) else {"messages": one} for one in prompts]
+        tasks = [task_of(row, number, "prompts") for number, row in enumerate(rows)]
     return [EvalPrompt(task.prompt_id, task.category, task.messages) for task in tasks]
 
 

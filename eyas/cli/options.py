@@ -7,19 +7,19 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any
 
 import typer
 import yaml
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel
 from pydantic_core import to_jsonable_python
 from rich.markup import escape
 
 from eyas.errors import ConfigError, MissingInputError
+from eyas.settings import ConfigT, validated
 
 # Of 100 columns: a setting and its default, a space, what it does; two are the margins.
 NAME_WIDTH, HELP_WIDTH = 40, 57
-ConfigT = TypeVar("ConfigT", bound=BaseModel)
 
 TargetOption = Annotated[
     str,
@@ -85,19 +85,14 @@ def override(values: Mapping[str, Any], assignments: Sequence[str]) -> dict[str,
     return changed
 
 
-def validated(kind: type[ConfigT], values: Mapping[str, Any], where: str) -> ConfigT:
-    """`values` as a config of this kind. Raises ConfigError that names each wrong field."""
-    try:
-        return kind.model_validate(values)
-    except ValidationError as error:
-        wrong = [
-            f"{'.'.join(map(str, item['loc'])) or where}: {item['msg']}" for item in error.errors()
-        ]
-        known = ", ".join(kind.model_fields)
-        raise ConfigError(
-            f"{where} does not fit: " + "; ".join(wrong),
-            f"change the field in the run file or by --set; fields: {known}",
-        ) from error
+def run_section(stage: str, run_file: Path | None) -> dict[str, Any]:
+    """A stage's section of the run file; empty without a file. Raises MissingInputError,
+    ConfigError.
+    """
+    content = read_run_file(run_file) if run_file else {}
+    if run_file and stage not in content:
+        raise ConfigError(f"{run_file} has no section {stage!r}", f"it has: {', '.join(content)}")
+    return content.get(stage) or {}
 
 
 def stage_config(
@@ -108,10 +103,7 @@ def stage_config(
     **options: Any,
 ) -> ConfigT:
     """The config of one stage: its section of the run file, then `--set`, then given options."""
-    content = read_run_file(run_file) if run_file else {}
-    section = content.get(stage) or {}
-    if run_file and stage not in content:
-        raise ConfigError(f"{run_file} has no section {stage!r}", f"it has: {', '.join(content)}")
+    section = run_section(stage, run_file)
     given = {name: value for name, value in options.items() if value is not None}
     return validated(kind, {**override(section, overrides or ()), **given}, where=stage)
 
@@ -135,7 +127,7 @@ def _groups(kind: type[BaseModel], prefix: str, section: BaseModel | None) -> li
             continue
         text = f"{prefix}{name}"
         if not field.is_required():
-            text = _shortened(f"{text}={_plain(default)}", NAME_WIDTH)
+            text = _shortened(f"{text}={plain(default)}", NAME_WIDTH)
         own.append(f"{text:{NAME_WIDTH}} {_shortened(meaning(kind, name), HELP_WIDTH)}".rstrip())
     return [own, *sections] if own else sections
 
@@ -155,7 +147,7 @@ def _shortened(text: str, width: int) -> str:
     return text if len(text) <= width else f"{text[: width - 1].rstrip()}…"
 
 
-def _plain(value: Any) -> str:
+def plain(value: Any) -> str:
     """A default as YAML on one line."""
     plain = to_jsonable_python(value)
     text = yaml.safe_dump(plain, default_flow_style=True, width=10**6, sort_keys=False)

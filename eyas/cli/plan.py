@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from eyas.artifact import Artifact
-from eyas.cli.options import read_run_file, validated
+from eyas.cli.options import read_run_file
 from eyas.cli.run import RunConfig, refuse_target
 from eyas.errors import ConfigError
 from eyas.log import size_text
@@ -27,6 +27,7 @@ from eyas.plan.needs import (
     refuse_without_room,
     source_prompts,
 )
+from eyas.settings import validated
 
 MULTIPLES = (2, 4, 8, 16)  # of the largest run's data
 

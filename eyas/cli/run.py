@@ -16,9 +16,10 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import shlex
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Annotated, Any
@@ -33,8 +34,8 @@ from eyas.bench.report import Contents, show_table, write_reports
 from eyas.builtin import packaged_prompts
 from eyas.cli.check import show
 from eyas.cli.eval import comparison_lines, eval_figures, eval_prompts, in_one_line, judge
-from eyas.cli.options import Overrides, override, read_run_file, validated
-from eyas.cli.stage import stage
+from eyas.cli.options import Overrides, override, read_run_file
+from eyas.cli.stage import IDENTITY_DIGITS, StageFolder, stage
 from eyas.data.prompts import PromptsConfig, make_prompts
 from eyas.errors import ConfigError, EmptyInputError, MismatchError
 from eyas.evaluate.evaluate import ANSWER_TOKENS, DEFAULT_TREES, EvalConfig, evaluate
@@ -50,11 +51,11 @@ from eyas.log import console
 from eyas.model.architecture import TargetConfig
 from eyas.plan.needs import PlannedRun, plan_run, read_prompts, refuse_without_room
 from eyas.serve.server import ServeConfig, running_server
+from eyas.settings import validated
 from eyas.shards import Features, Split
 from eyas.train.ranks import world_size
 from eyas.train.trainer import TrainConfig, train
 
-IDENTITY_DIGITS = 8  # of a folder's name
 GENERAL, ADAPTED = "general head", "adapted head"  # arms of a run that adapts a head
 
 
@@ -144,19 +145,6 @@ def _with_paths(prompts: Any) -> Any:
     return {**prompts, "sources": found}
 
 
-class StageFolder(Artifact):
-    """An artifact below a run's output whose folder is named by the stage and its identity."""
-
-    def __init__(self, root: str, stage: str) -> None:
-        super().__init__(f"{root}/{stage}")
-        self._stem = self.url
-
-    def is_done_for(self, identity: str) -> bool:
-        """As Artifact.is_done_for (which `begin` asks first), in the folder of this identity."""
-        super().__init__(f"{self._stem}-{identity[:IDENTITY_DIGITS]}")
-        return super().is_done_for(identity)
-
-
 def command(
     run_file: Annotated[
         Path, typer.Argument(help="run file: one YAML file with a section per stage")
@@ -169,18 +157,25 @@ def command(
     """Run all stages of a run file, skipping what is done and resuming what was cut; ends with the
     table of `eyas demo` and a report.
     """
-    run(override(read_run_file(run_file), overrides or ()), f"eyas run {run_file}", anyway)
+    content = override(read_run_file(run_file), overrides or ())
+    run(content, f"eyas run {run_file}", anyway=anyway)
 
 
 def run(
-    content: dict[str, Any], command_line: str, anyway: bool = False, own: Sequence[str] = ()
-) -> None:
-    """Validate a run file's content, run its stages, print table, report and one JSON line.
+    run_file: str | os.PathLike[str] | Mapping[str, Any],
+    command_line: str = "eyas.run",
+    *,
+    anyway: bool = False,
+    own: Sequence[str] = (),
+) -> dict[str, str]:
+    """Do all stages of a run, or find them done; print a table and one JSON line, and return the
+    folder of each stage by its name (prompts, generate, capture, train, eval, export, bench).
 
-    command_line: the command that does this, for messages and the report. anyway: start even if
-    there may be no room. own: lines on how to do the same for another model, for the end and the
-    report. Raises what the stages raise.
+    run_file: the path of a YAML file, or its content. command_line: what does this, for messages
+    and the report. anyway: start even if there may be no room. own: lines on how to do the same for
+    another model, for the end and the report. Raises ConfigError and what the stages raise.
     """
+    content = run_file if isinstance(run_file, Mapping) else read_run_file(Path(run_file))
     started = time.monotonic()
     if world_size() > 1:
         raise ConfigError(
@@ -226,6 +221,7 @@ def run(
         print(line)
     print(f"report: {report}")
     print(json.dumps({**figures, "seconds": seconds, "report": report}))
+    return {name: artifact.url for name, artifact in done.items()}
 
 
 def refuse_target(target: str) -> None:

@@ -12,7 +12,26 @@ from eyas.artifact import Artifact
 from eyas.bench.machine import has_gpu
 from eyas.log import Track, console, progress_bar
 
+IDENTITY_DIGITS = 8  # of a folder's name
 WARNINGS = ("warnings", "unsearched", "left_out")  # lists of lines in a manifest's facts
+
+
+class StageFolder(Artifact):
+    """An artifact below `root` whose folder is named by the stage and its identity."""
+
+    def __init__(self, root: str, stage: str) -> None:
+        super().__init__(f"{root}/{stage}")
+        self._stem = self.url
+
+    def is_done_for(self, identity: str) -> bool:
+        """As Artifact.is_done_for (which `begin` asks first), in the folder of this identity."""
+        super().__init__(f"{self._stem}-{identity[:IDENTITY_DIGITS]}")
+        return super().is_done_for(identity)
+
+
+def folder_of(url: str) -> str:
+    """The folder or URL that holds an artifact's."""
+    return url.rpartition("/")[0] or "."
 
 
 def advise_gpu(command: str, then: str) -> None:

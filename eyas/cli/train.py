@@ -4,22 +4,25 @@ from __future__ import annotations
 
 import importlib
 import json
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from functools import partial
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from eyas.artifact import Artifact
-from eyas.cli.options import Output, Overrides, RunFile, TargetOption, stage_config
-from eyas.cli.stage import stage
+from eyas.cli.options import Output, Overrides, RunFile, TargetOption, run_section, stage_config
+from eyas.cli.stage import StageFolder, folder_of, stage
 from eyas.errors import ConfigError
 from eyas.log import quiet
+from eyas.settings import validated
 from eyas.shards import Features, FeatureSource
 from eyas.shards.sample import Split
+from eyas.train import trainer
 from eyas.train.ranks import is_first_rank
-from eyas.train.trainer import TrainConfig, train
+from eyas.train.trainer import TrainConfig
 
 CONFIG = TrainConfig  # its fields are listed by `eyas train --help`
 
@@ -70,22 +73,43 @@ def command(
         )
     assignments = [] if start is None else [f"start.head={json.dumps(start)}"]
     config = stage_config(TrainConfig, "train", run_file, [*assignments, *(overrides or ())])
+    servers = {"servers": server} if server else {}
+    capture = run_section("capture", run_file) | servers if online else None
+    train(features, target=target, output=output, online=capture, **dict(config))
 
-    source, artifact = Artifact(features), Artifact(output)
-    with stage("train", artifact) if is_first_rank() else nullcontext(quiet) as track:
-        open_split: Callable[[Split], FeatureSource]
-        if online:
+
+def train(
+    features: str | os.PathLike[str],
+    *,
+    target: str | os.PathLike[str],
+    output: str | os.PathLike[str] | None = None,
+    online: Mapping[str, Any] | None = None,
+    progress: bool = True,
+    **settings: Any,
+) -> str:
+    """Train a head, and return the folder or URL that holds it. Interrupted, the same call resumes
+    from the last checkpoint; done, it returns at once.
+
+    features: the folder or URL of `eyas capture`'s output; with `online`, capture's settings ({}:
+    the defaults), that of `eyas generate`'s, and the target computes them meanwhile. target: any
+    name of the model that they are of. output: None takes a folder beside the features, named by
+    the work's identity. progress: on stderr. settings: TrainConfig's fields, sections as dicts
+    (docs/settings.md).
+
+    Raises ConfigError, MissingInputError, MismatchError (features of another target), and what
+    training raises.
+    """
+    config = validated(TrainConfig, settings, "train")
+    source, target = Artifact(str(features)), str(target)
+    beside = output is None
+    artifact = StageFolder(folder_of(source.url), "train") if beside else Artifact(str(output))
+    shown = stage("train", artifact) if progress and is_first_rank() else nullcontext(quiet)
+    with shown as track:
+        open_split: Callable[[Split], FeatureSource] = partial(Features, source)
+        if online is not None:
             # imported here only: it loads the target's code, its tokenizer and its chat template
-            online_features = importlib.import_module("eyas.features.online")
-            capture = stage_config(
-                online_features.CaptureConfig,
-                "capture",
-                run_file,
-                [],
-                target=target,
-                servers=server or None,
-            )
-            open_split = online_features.OnlineTarget(capture, source).features
-        else:
-            open_split = partial(Features, source)
-        train(config, target, open_split("train"), artifact, track, open_split("held_out"))
+            module = importlib.import_module("eyas.features.online")
+            capture = validated(module.CaptureConfig, {**online, "target": target}, "capture")
+            open_split = module.OnlineTarget(capture, source).features
+        trainer.train(config, target, open_split("train"), artifact, track, open_split("held_out"))
+    return artifact.url

@@ -17,7 +17,7 @@ from __future__ import annotations
 import mmap
 import re
 import struct
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -104,12 +104,19 @@ class _Header:
         return found
 
     def string(self) -> str:
-        (length,) = struct.unpack_from("<Q", self.content, self.at)
-        begin = self.at + 8
-        self.at = begin + length
-        if self.at > len(self.content):
-            raise ValueError("a text is longer than the file")
-        return self.content[begin : self.at].decode()
+        (found,) = self.strings(1)
+        return found
+
+    def strings(self, count: int) -> Iterator[str]:
+        """So many texts; a vocabulary has hundreds of thousands of them."""
+        content, size, at = self.content, len(self.content), self.at
+        for _ in range(count):
+            begin = at + 8
+            at = begin + int.from_bytes(content[at:begin], "little")
+            if at > size:
+                raise ValueError("a text is longer than the file")
+            yield content[begin:at].decode()
+        self.at = at
 
     def value(self, kind: int) -> Any:
         if kind == STRING:
@@ -121,6 +128,8 @@ class _Header:
             raise ValueError("a list is longer than the file")
         if inner in NUMBERS:
             return list(self.numbers(NUMBERS[inner], count))
+        if inner == STRING:
+            return list(self.strings(count))
         return [self.value(inner) for _ in range(count)]
 
 

@@ -20,6 +20,7 @@ import tempfile
 import threading
 from collections.abc import Mapping
 from contextlib import suppress
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -107,6 +108,12 @@ def linked_file(folder: Path) -> GgufFile:
             f"the file {path} is no longer there, or another one",
             "give --target the path of the file once more",
         )
+    return _opened(path, folder.name)
+
+
+@lru_cache(maxsize=1)
+def _opened(path: Path, identity: str) -> GgufFile:
+    """Weights and fingerprint ask for one file one after the other: it is read once."""
     return open_file(path)
 
 

@@ -159,14 +159,15 @@ class CompletionWriter(ABC):
 
     def chunk(self, update: Update) -> str:
         """The server-sent events of an update."""
-        return self.write(*self._push(update))
+        return self.write(*self.push(update))
 
     def keep(self, update: Update) -> None:
         """Take an update of an answer that is not streamed."""
-        choice, delta = self._push(update)
+        choice, delta = self.push(update)
         choice.kept.append(delta)
 
-    def _push(self, update: Update) -> tuple[Choice, Delta]:
+    def push(self, update: Update) -> tuple[Choice, Delta]:
+        """The choice that an update is of, and what it adds to it."""
         self.last_at = time.perf_counter()
         self.first_at = self.first_at or self.last_at
         if update.num_accepted_drafts is not None:

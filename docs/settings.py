@@ -1,0 +1,103 @@
+"""The page of settings, generated from the models that check them.
+
+python docs/settings.py     write docs/settings.md
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, get_args
+
+from pydantic import BaseModel
+
+from eyas.cli.main import COMMANDS
+from eyas.cli.options import meaning, plain
+
+PAGE = Path(__file__).with_name("settings.md")
+INTRODUCTION = """# Settings
+
+Every setting of every stage, from the models that check them (`python docs/settings.py`). A run
+file has a section for each stage, `-s name=value` of a command changes one, and `eyas.train(...)`
+and `eyas.evaluate(...)` take them as arguments. A name with points stands in a section of its own:
+`-s batches.tokens=4096`, `batches={"tokens": 4096}`. One with `[]` belongs to each entry of a list;
+entries of the same kind are listed once. [runs/example.yaml](../runs/example.yaml) is a run file to
+copy.
+"""
+HEAD = "\n| setting | default | values | |\n|---|---|---|---|\n"
+TYPES = {"integer": "whole number", "number": "number", "string": "text", "boolean": "true, false"}
+BOUNDS = (("minimum", "from"), ("exclusiveMinimum", "above"))
+BOUNDS += (("maximum", "to"), ("exclusiveMaximum", "below"))
+
+
+def values(schema: dict[str, Any]) -> str:
+    """What a setting may be, by its JSON schema."""
+    if "anyOf" in schema:
+        return " or ".join(dict.fromkeys(values(one) for one in schema["anyOf"]))
+    if "const" in schema or "enum" in schema:
+        return ", ".join(map(str, schema.get("enum", [schema.get("const")])))
+    if "$ref" in schema or "allOf" in schema:
+        return "a section"
+    kind = schema.get("type")
+    if kind == "array":
+        items = schema.get("items") or (schema.get("prefixItems") or [{}])[0]
+        return f"list: {values(items)}"
+    if kind == "object":
+        inner = schema.get("additionalProperties")
+        return f"by name: {values(inner)}" if isinstance(inner, dict) else "a section"
+    bounds = [f"{word} {schema[name]:g}" for name, word in BOUNDS if name in schema]
+    return " ".join([TYPES.get(str(kind), str(kind or "any")), *bounds])
+
+
+def models_in(annotation: Any) -> list[type[BaseModel]]:
+    """The models that a type names."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return [annotation]
+    return [found for one in get_args(annotation) for found in models_in(one)]
+
+
+def rows(
+    kind: type[BaseModel],
+    seen: set[type[BaseModel]],
+    prefix: str = "",
+    default: BaseModel | None = None,
+) -> Iterator[str]:
+    """A line for each setting, those of sections behind them. seen: models of entries that have
+    their lines already.
+    """
+    properties, inner = kind.model_json_schema()["properties"], []
+    for name, field in kind.model_fields.items():
+        given = field.get_default(call_default_factory=True)
+        given = getattr(default, name) if default is not None else given
+        if isinstance(given, BaseModel):
+            inner += list(rows(type(given), seen, f"{prefix}{name}.", given))
+            continue
+        shown = "" if field.is_required() and default is None else f"`{plain(given)}`"
+        schema = properties[field.alias or name]
+        cells = f"`{prefix}{name}`", shown, values(schema), meaning(kind, name)
+        yield f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
+        of_each = "[]" if "list" in values(schema) or "by name" in values(schema) else ""
+        for one in models_in(field.annotation):
+            if one not in seen:
+                seen.add(one)
+                inner += list(rows(one, seen, f"{prefix}{name}{of_each}."))
+    yield from inner
+
+
+def page() -> str:
+    """The whole page."""
+    parts = [INTRODUCTION]
+    for name, line in COMMANDS.items():
+        config = getattr(importlib.import_module(f"eyas.cli.{name}"), "CONFIG", None)
+        if config is not None:
+            parts.append(
+                f"\n## `eyas {name}`\n\n{line}\n{HEAD}" + "\n".join(rows(config, set())) + "\n"
+            )
+    return "".join(parts)
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(), encoding="utf-8")
+    print(json.dumps({"settings": page().count("\n| `")}))

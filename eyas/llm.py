@@ -1,0 +1,446 @@
+"""A model in this process, for programs in Python: what `eyas serve` does, without HTTP.
+
+    llm.chat ── a request's fields, as a client sends them ──▶ Translator ──▶ EngineWorker
+       ◀── Completion, or Chunks ◀── CompletionWriter ◀── updates ─────────────────────┘
+
+Loading, translation, engine and text are the server's own, and so are the answers. A thread of its
+own holds the event loop that the worker reports to; any thread may ask.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import os
+import sys
+import threading
+import time
+import weakref
+from collections.abc import AsyncGenerator, Coroutine, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import aclosing, nullcontext
+from dataclasses import dataclass
+from typing import Any, Literal, Self, TypedDict, TypeVar, Unpack, get_type_hints, overload
+
+from eyas.chat.chat import Messages
+from eyas.engine.request import TokenLogprob, Update
+from eyas.errors import EyasError, InputError
+from eyas.log import Track, progress_bar, quiet
+from eyas.model.target import Dtype
+from eyas.serve.app import ModelService
+from eyas.serve.fields import Effort, parse_body
+from eyas.serve.limits import ApiError
+from eyas.serve.protocol import ChatRequest, TextRequest
+from eyas.serve.server import ServeConfig
+from eyas.serve.server import load as load_service
+from eyas.serve.worker import EngineWorker
+from eyas.serve.writers import CompletionWriter, Delta, Ending
+from eyas.settings import validated
+from eyas.tau import tau_of
+
+T = TypeVar("T")
+
+
+class SamplingOptions(TypedDict, total=False):
+    """How an answer is drawn and where it ends: fields of a request, with the server's names,
+    bounds and defaults (docs/clients.md). temperature is 1 unless given; 0 is greedy. Without
+    max_tokens a chat ends where the model ends it or max_length does, a text after 16 tokens.
+    speculation: False decodes plainly, to the same tokens.
+    """
+
+    temperature: float
+    top_p: float
+    top_k: int
+    min_p: float
+    seed: int
+    max_tokens: int
+    min_tokens: int
+    stop: str | list[str]
+    stop_token_ids: list[int]
+    ignore_eos: bool
+    repetition_penalty: float
+    frequency_penalty: float
+    presence_penalty: float
+    logit_bias: Mapping[int, float]
+    response_format: Mapping[str, Any]
+    json_schema: str
+    regex: str
+    grammar: str
+    skip_special_tokens: bool
+    cache_salt: str
+    speculation: bool
+    text_drafts: bool
+
+
+class ChatOptions(SamplingOptions, total=False):
+    """Options of a chat. logprobs: of the answer's tokens; top_logprobs: and of so many of the best
+    tokens at each place. tools: in OpenAI's form.
+    """
+
+    logprobs: bool
+    top_logprobs: int
+    tools: Sequence[Mapping[str, Any]]
+    tool_choice: str | Mapping[str, Any]
+    parallel_tool_calls: bool
+    chat_template_kwargs: Mapping[str, bool]
+    reasoning_effort: Effort
+    continue_final_message: bool
+
+
+class CompletionOptions(SamplingOptions, total=False):
+    """Options of a text. logprobs: of so many of the best tokens at each place beside the answer's
+    own; with echo also the prompt's. add_special_tokens: what the tokenizer puts around a text.
+    """
+
+    logprobs: int
+    echo: bool
+    add_special_tokens: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """What the model answered to one prompt; `str(answer)` is its text.
+
+    token_ids: the tokens that it wrote, the one that ended it included. finish_reason: "stop",
+    "length" (max_tokens, or no more room) or "tool_calls". prompt_ids: the tokens that it read.
+    logprobs: one entry a token, natural logarithms of the model's own distribution, where they were
+    asked for. tool_calls: in OpenAI's form. accept_hist[a] counts the rounds that the head drafted
+    in and of whose drafts the model accepted a.
+    """
+
+    text: str
+    token_ids: list[int]
+    finish_reason: Ending
+    prompt_ids: list[int]
+    logprobs: list[TokenLogprob] | None
+    prompt_logprobs: list[TokenLogprob] | None
+    tool_calls: list[dict[str, Any]]
+    accept_hist: list[int]
+
+    @classmethod
+    def of(cls, writer: CompletionWriter) -> Completion:
+        """The answer of a writer that has kept all updates of its one sample."""
+        (choice,) = writer.choices
+        whole = choice.whole()
+        assert whole.ending is not None, "the answer has not ended"
+        return cls(
+            whole.text,
+            whole.update.token_ids,
+            whole.ending,
+            list(choice.request.prompt_ids),
+            whole.update.logprobs,
+            whole.update.prompt_logprobs,
+            [call.to_json() for call in whole.calls],
+            writer.accept_hist,
+        )
+
+    @property
+    def rounds(self) -> int:
+        """The rounds that the head drafted in; 0 without a head."""
+        return sum(self.accept_hist)
+
+    @property
+    def tau(self) -> float | None:
+        """Tokens per round, of the rounds that the head drafted in; None where there were none."""
+        return tau_of(self.accept_hist)
+
+    def __str__(self) -> str:
+        return self.text
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """What one round added to an answer that is streamed; the chunks' texts and tokens, joined, are
+    the answer's. finish_reason: None before the last. num_accepted_drafts: None of a round that the
+    head did not draft in.
+    """
+
+    text: str
+    token_ids: list[int]
+    finish_reason: Ending | None
+    logprobs: list[TokenLogprob] | None
+    tool_calls: list[dict[str, Any]]
+    num_accepted_drafts: int | None
+
+    @classmethod
+    def of(cls, delta: Delta) -> Chunk:
+        """What a delta of the server's streams says."""
+        update, calls = delta.update, [call.to_json() for call in delta.calls]
+        counted = update.num_accepted_drafts
+        return cls(delta.text, update.token_ids, delta.ending, update.logprobs, calls, counted)
+
+
+def load(
+    target: str | os.PathLike[str],
+    head: str | os.PathLike[str] | None = None,
+    *,
+    dtype: Dtype = "auto",
+    threads: int | None = None,
+    speculation: str = "auto",
+    max_length: int | None = None,
+    max_batch: int = 8,
+) -> LLM:
+    """Load a model, and a head that drafts for it, into this process.
+
+    target: a folder in Hugging Face's form, a GGUF file, an id of the hub, a URL, or "smollm2".
+    head: the same in any form; None decodes plainly, to the same answers. dtype: of the weights;
+    auto: as in the checkpoint. threads: of the engine; None: all that this process has.
+    speculation: off, auto, or fixed(steps,branches,nodes). max_length: tokens of prompt and answer
+    together; None: the model's context, as far as half of the free memory holds it. max_batch:
+    answers that run at a time.
+
+    Raises MissingInputError, CorruptError, MismatchError (a head of another target), ConfigError.
+    """
+    given = {
+        "target": os.fspath(target),
+        "head": None if head is None else os.fspath(head),
+        "dtype": dtype,
+        "threads": threads,
+        "engine": {
+            "speculation": speculation,
+            "max_length": max_length,
+            "max_batch": max_batch,
+        },
+    }
+    return LLM(load_service(validated(ServeConfig, given, "eyas.load")))
+
+
+class LLM:
+    """A loaded model. One thread runs the engine, and prompts of all threads share its batches.
+
+    `with eyas.load(...) as llm:` ends the thread and frees the model, as `close` does.
+    """
+
+    def __init__(self, service: ModelService) -> None:
+        self.max_length = service.info.max_length  # tokens of prompt and answer together
+        self._model, self._translator = service.info.model, service.translator
+        self._worker = service.worker
+        started: Future[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = Future()
+        run = _run(service.worker, started)
+        self._thread = threading.Thread(target=asyncio.run, args=(run,), name="llm", daemon=True)
+        self._thread.start()
+        self._loop, over = started.result()
+        # without a wait: the last reference may go in the thread that is to end
+        self._end = weakref.finalize(self, self._loop.call_soon_threadsafe, over.set)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the engine's thread; answers that are not whole fail. Again: nothing happens."""
+        self._end()
+        self._thread.join()
+
+    @overload
+    def chat(
+        self,
+        prompts: str | Messages,
+        *,
+        stream: Literal[False] = False,
+        progress: bool = True,
+        **options: Unpack[ChatOptions],
+    ) -> Completion: ...
+
+    @overload
+    def chat(
+        self,
+        prompts: list[str] | Sequence[Messages],
+        *,
+        stream: Literal[False] = False,
+        progress: bool = True,
+        **options: Unpack[ChatOptions],
+    ) -> list[Completion]: ...
+
+    @overload
+    def chat(
+        self, prompts: str | Messages, *, stream: Literal[True], **options: Unpack[ChatOptions]
+    ) -> Iterator[Chunk]: ...
+
+    def chat(
+        self,
+        prompts: str | Messages | list[str] | Sequence[Messages],
+        *,
+        stream: bool = False,
+        progress: bool = True,
+        **options: Unpack[ChatOptions],
+    ) -> Completion | list[Completion] | Iterator[Chunk]:
+        """Let the model answer, through its chat template.
+
+        prompts: what a user says; a conversation as messages in OpenAI's form; or a list of either,
+        which is answered together, in its order, under a bar on stderr (progress). stream: yield
+        the answer's chunks as they come; closing the iterator ends the answer. Several answers to
+        one prompt: give it as often.
+
+        Raises InputError for a prompt that does not fit and for options that do not exist or
+        contradict each other, before any prompt is answered; EyasError when the engine fails.
+        """
+        is_one = isinstance(prompts, str) or _is_conversation(prompts)
+        asked = [prompts] if is_one else prompts
+        bodies = [{"messages": _messages(one), **options} for one in asked]
+        return self._ask(ChatRequest, bodies, is_one, stream, progress)
+
+    @overload
+    def complete(
+        self,
+        prompts: str | list[int],
+        *,
+        stream: Literal[False] = False,
+        progress: bool = True,
+        **options: Unpack[CompletionOptions],
+    ) -> Completion: ...
+
+    @overload
+    def complete(
+        self,
+        prompts: list[str] | list[list[int]],
+        *,
+        stream: Literal[False] = False,
+        progress: bool = True,
+        **options: Unpack[CompletionOptions],
+    ) -> list[Completion]: ...
+
+    @overload
+    def complete(
+        self,
+        prompts: str | list[int],
+        *,
+        stream: Literal[True],
+        **options: Unpack[CompletionOptions],
+    ) -> Iterator[Chunk]: ...
+
+    def complete(
+        self,
+        prompts: str | list[int] | list[str] | list[list[int]],
+        *,
+        stream: bool = False,
+        progress: bool = True,
+        **options: Unpack[CompletionOptions],
+    ) -> Completion | list[Completion] | Iterator[Chunk]:
+        """As `chat`, without the chat template: the model goes on with a text, or with token ids.
+        The answer's text is what it adds.
+        """
+        is_one = isinstance(prompts, str) or (bool(prompts) and isinstance(prompts[0], int))
+        bodies = [{"prompt": one, **options} for one in ([prompts] if is_one else prompts)]
+        return self._ask(TextRequest, bodies, is_one, stream, progress)
+
+    def _ask(
+        self,
+        kind: type[ChatRequest | TextRequest],
+        bodies: list[dict[str, Any]],
+        is_one: bool,
+        stream: bool,
+        progress: bool,
+    ) -> Completion | list[Completion] | Iterator[Chunk]:
+        if stream and not is_one:
+            raise InputError(
+                "stream=True is for one prompt, and this is a list",
+                "leave stream out, or stream them one by one, each from a thread of its own",
+            )
+        writers = [
+            self._writer(kind, body, "" if is_one else f"prompts[{number}]: ")
+            for number, body in enumerate(bodies)
+        ]
+        if stream:
+            return self._chunks(writers[0])
+        with progress_bar("answers") if progress and not is_one else nullcontext(quiet) as track:
+            self._call(_answer(self._worker, writers, track))
+        answers = [Completion.of(writer) for writer in writers]
+        return answers[0] if is_one else answers
+
+    def _writer(
+        self, kind: type[ChatRequest | TextRequest], body: dict[str, Any], where: str
+    ) -> CompletionWriter:
+        """What the server makes of the same body. Raises InputError."""
+        try:
+            text = json.dumps({"model": self._model, **body})
+        except (TypeError, ValueError, RecursionError) as error:
+            what = f"{where}a message or an option is no JSON: {error}"
+            raise InputError(what, "give strings, numbers, lists and dicts") from error
+        try:
+            writer = self._translator.completion(parse_body(kind, text.encode()))
+        except ApiError as error:
+            options = ChatOptions if kind is ChatRequest else CompletionOptions
+            hint = "change it, or leave it out"
+            if error.code == "unknown_parameter":
+                hint = f"options: {', '.join(get_type_hints(options))}"
+            elif error.code == "context_length_exceeded":
+                hint = "shorten the prompt, or eyas.load(..., max_length=TOKENS)"
+            raise InputError(f"{where}{error.message}", hint) from None
+        if writer.num_samples != 1:
+            raise InputError(
+                "n and best_of: a prompt has one answer here",
+                "give it as often as answers are wanted: llm.chat([prompt] * 3)",
+            )
+        return writer
+
+    def _chunks(self, writer: CompletionWriter) -> Iterator[Chunk]:
+        updates = _updates(self._worker, [writer])
+        try:
+            while not writer.is_over:
+                for update in self._call(_next(updates)):
+                    yield Chunk.of(writer.push(update)[1])
+        finally:
+            if self._end.alive:
+                self._call(updates.aclose())
+
+    def _call(self, work: Coroutine[Any, Any, T]) -> T:
+        """The result of work on the event loop, which an exception in this thread cancels."""
+        if not self._end.alive:
+            work.close()
+            raise EyasError("the model is closed", "load it again: eyas.load(...)")
+        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        try:
+            return future.result()
+        except BaseException:
+            future.cancel()
+            raise
+
+
+def _is_conversation(prompts: Sequence[Any]) -> bool:
+    return bool(prompts) and isinstance(prompts[0], Mapping)
+
+
+def _messages(prompt: Any) -> Any:
+    return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+
+
+# On the event loop. What runs there holds no LLM, whose end would wait for it.
+
+
+async def _run(
+    worker: EngineWorker, started: Future[tuple[asyncio.AbstractEventLoop, asyncio.Event]]
+) -> None:
+    over = asyncio.Event()
+    worker.start()
+    started.set_result((asyncio.get_running_loop(), over))
+    await over.wait()
+    await worker.stop()
+
+
+def _updates(
+    worker: EngineWorker, writers: Sequence[CompletionWriter]
+) -> AsyncGenerator[list[Update]]:
+    requests = [request for writer in writers for request in writer.requests]
+    return worker.updates(requests, math.inf, sys.maxsize)
+
+
+async def _next(updates: AsyncGenerator[list[Update]]) -> list[Update]:
+    return await anext(updates)
+
+
+async def _answer(worker: EngineWorker, writers: Sequence[CompletionWriter], track: Track) -> None:
+    """Give the writers all their updates."""
+    by_request = {request.id: writer for writer in writers for request in writer.requests}
+    started, num_done, num_tokens = time.monotonic(), 0, 0
+    async with aclosing(_updates(worker, writers)) as batches:
+        async for batch in batches:
+            for update in batch:
+                by_request[update.request_id].keep(update)
+                num_done += update.finish_reason is not None
+                num_tokens += len(update.token_ids)
+            rate = num_tokens / max(time.monotonic() - started, 1e-9)
+            track(num_done, len(writers), f"{rate:.0f} tokens/s")

@@ -1,0 +1,27 @@
+"""The check of settings from outside: run files, options of commands, arguments in Python."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ValidationError
+
+from eyas.errors import ConfigError
+
+ConfigT = TypeVar("ConfigT", bound=BaseModel)
+
+
+def validated(kind: type[ConfigT], values: Mapping[str, Any], where: str) -> ConfigT:
+    """`values` as a config of this kind. Raises ConfigError that names each wrong field."""
+    try:
+        return kind.model_validate(values)
+    except ValidationError as error:
+        wrong = [
+            f"{'.'.join(map(str, item['loc'])) or where}: {item['msg']}" for item in error.errors()
+        ]
+        known = ", ".join(kind.model_fields)
+        raise ConfigError(
+            f"{where} does not fit: " + "; ".join(wrong),
+            f"change the field in the run file, by --set or as an argument; fields: {known}",
+        ) from error

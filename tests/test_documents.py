@@ -1,0 +1,91 @@
+"""What the documents say: their Python runs, and the pages that are generated are up to date."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from eyas.artifact import Artifact
+from eyas.features.capture import CaptureConfig, capture
+from eyas.hub import resolve_target
+from tests.stages import ROOT, write_answers
+
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+EXAMPLE = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
+EXAMPLES = {
+    str(page.relative_to(ROOT)): found
+    for page in PAGES
+    if (found := EXAMPLE.findall(page.read_text(encoding="utf-8")))
+}
+# The test suite's small model stands for SmolLM2, which is 30 times as large.
+STAND_IN = ('"smollm2"', '"builtin"')
+DIALOGUES = [
+    ["I need a table for two.", "Which city?", "San Jose.", "For when?"],
+    ["Find me a hotel.", "I found 3 hotels. Do you like the Clarion?"],
+    ["A taxi, please.", "Where to?"],
+    ["What is on at the cinema?", "There are 4 films. Do you like comedies?"],
+]
+
+
+def test_python_is_shown():
+    assert "docs/python.md" in EXAMPLES
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Where examples run: out/features are there, as `eyas capture` would have left them."""
+    folder = tmp_path_factory.mktemp("examples")
+    target = Path(resolve_target("builtin"))
+    write_answers(target, folder / "answers", DIALOGUES)
+    config = CaptureConfig(target="builtin", held_out_share=0.3)
+    capture(config, Artifact(str(folder / "answers")), Artifact(str(folder / "out" / "features")))
+    return folder
+
+
+@pytest.mark.parametrize("page", EXAMPLES)
+def test_examples_run(page, folder):
+    """The examples of a page, one after the other, as one program."""
+    program = "\n".join(EXAMPLES[page]).replace(*STAND_IN)
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", program], cwd=folder, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip()
+
+
+def test_the_page_of_settings_is_up_to_date():
+    """`python docs/settings.py` writes it."""
+    path = ROOT / "docs" / "settings.py"
+    spec = importlib.util.spec_from_file_location("settings_page", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    assert module.PAGE.read_text(encoding="utf-8") == module.page()
+
+
+def test_contributing_names_tests_that_there_are():
+    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    named = set(re.findall(r"(?:tests|benchmarks)/[\w*]+\.py", text))
+    assert len(named) > 30
+    assert not [name for name in named if not list(ROOT.glob(name))]
+
+
+def test_people_hooks_and_ci_run_the_same_checks():
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    (check,) = re.findall(r"^check: .*\n((?:\t.+\n)+)", makefile, re.MULTILINE)
+    hooks = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"][0]["hooks"]
+    for hook in hooks:
+        program, command = hook["entry"].split()[:2]
+        assert program == ".venv/bin/ruff"
+        assert f"$(BIN)/ruff {command}" in check
+    workflow = yaml.safe_load((ROOT / ".github" / "workflows" / "ci.yaml").read_text())
+    (job,) = workflow["jobs"].values()
+    assert job["steps"][-1] == {"run": ".ci/run"}
+    run = (ROOT / ".ci" / "run").read_text()
+    assert "make check" in run
+    assert "make test" in run
