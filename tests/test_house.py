@@ -32,7 +32,7 @@ ROOMS = {
     "privacy": (156, "personal data and secrets: search, surrogates, key"),
     "features": (125, "the target's answers and its hidden states"),
     "bench": (126, "any server measured over HTTP, and watched"),
-    "train": (94, "objective, optimizer, runs"),
+    "train": (96, "objective, optimizer, runs"),
     "cli": (96, "one file per command"),
     "top": (108, "artifacts, records, errors, names of models, pages"),
     "export": (100, "forms of other engines, check by replay, card"),

@@ -24,7 +24,7 @@ from eyas.export.readings import DECLARED, HeadReading
 from eyas.export.scores import ReadingScore
 from eyas.export.why import jumps, named, why_findings
 from eyas.operators.head import head_of
-from eyas.operators.tensors import read_head, write_head
+from eyas.operators.tensors import RoundedProducts, read_head, write_head
 from eyas.operators.vocab import TargetVocabulary
 from eyas.plan.forecast import CurvePoint, TauForecast
 from tests.test_cli import run_eyas
@@ -118,6 +118,22 @@ def test_the_counterfactual_undoes_the_fault(tiny, fault):
     torch.testing.assert_close(made, expected, rtol=1e-3, atol=1e-3)
     is_same = torch.allclose(before, expected, rtol=1e-2, atol=1e-2)
     assert is_same == (right.is_loss or "d2t" in fault.right or "layers" in fault.right)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_rounded_products_are_those_of_the_precision(tiny, dtype):
+    config, tensors = tiny_head(tiny)
+    head, generator = head_of(config, tensors).to(dtype), torch.Generator().manual_seed(0)
+    embeds, features = (torch.randn(1, 7, n, generator=generator) for n in (32, 96))
+    embeds, features = embeds.to(dtype), features.to(dtype)
+    with torch.inference_mode():
+        theirs = head.logits(head(embeds, head.fuse(features))[0])
+        with RoundedProducts():
+            ours = head.logits(head(embeds, head.fuse(features))[0])
+    assert ours.dtype == dtype
+    torch.testing.assert_close(ours, theirs, rtol=4 * torch.finfo(dtype).eps, atol=1e-2)
+    whole = head.float()(embeds.float(), head.fuse(features.float()))[0]
+    assert not torch.equal(ours.float(), head.logits(whole))
 
 
 # The statistics

@@ -55,7 +55,7 @@ from eyas.operators.batch import Batch
 from eyas.operators.chain import matched_spans
 from eyas.operators.decoder import HookedDecoder
 from eyas.operators.head import head_of
-from eyas.operators.tensors import tensor_of, tensors_of
+from eyas.operators.tensors import RoundedProducts, tensor_of, tensors_of
 from eyas.operators.vocab import TargetVocabulary
 from eyas.shards import Sample
 
@@ -355,9 +355,9 @@ def acceptance(
     for batch in batches:
         spans_of_row = defaultdict[int, list[list[int]]](list)
         features = batch.features(reading.config.taps, reading.later)
-        for row, matches in matched_spans(
-            head, embed_tokens, features, NUM_DRAFT_STEPS, reading.embed_lag
-        ):
+        with RoundedProducts():
+            spans = matched_spans(head, embed_tokens, features, NUM_DRAFT_STEPS, reading.embed_lag)
+        for row, matches in spans:
             spans_of_row[row].append(matches)
         answers += spans_of_row.values()
         kinds += [batch.answers[row].kind for row in spans_of_row]
