@@ -651,7 +651,7 @@ def offset(bench: Bench, config: HeadConfig, tensors: Tensors) -> tuple[HeadConf
     bfloat16 to tell apart.
     """
     rows = tensors[LM_HEAD].float()
-    return config, tensors | {LM_HEAD: rows + 20 * rows.std() * torch.ones_like(rows[:1])}
+    return config, tensors | {LM_HEAD: rows + 1000 * rows.std() * torch.ones_like(rows[:1])}
 
 
 def trained(later: int = 0, lag: int = 0) -> Callable[..., tuple[HeadConfig, Tensors]]:
