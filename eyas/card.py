@@ -81,7 +81,7 @@ def read_card(place: str) -> list[CardTau]:
             f"no {EVAL} in {output.url}", "give the output of `eyas eval` or `eyas export`"
         )
     try:
-        figures = _of_eval(json.loads(output.read(EVAL)))
+        figures = figures_of(json.loads(output.read(EVAL)))
     except (ValueError, LookupError, TypeError, AttributeError) as error:
         raise CorruptError(
             f"{output.url}/{EVAL} cannot be read ({type(error).__name__}: {error})",
@@ -95,9 +95,9 @@ def read_card(place: str) -> list[CardTau]:
     return figures
 
 
-def _of_eval(result: Mapping[str, Any]) -> list[CardTau]:
-    """Trees first, as they were served; a chain on features has no `speculation`. What was drawn
-    at several temperatures is a promise of none.
+def figures_of(result: Mapping[str, Any]) -> list[CardTau]:
+    """Those of an eval.json. Trees first, as they were served; a chain on features has no
+    `speculation`. What was drawn at several temperatures is a promise of none.
     """
     found = [(one, one["temperature"]) for one in result.get("trees", [])]
     if "tau_by_num_draft_steps" in result:
