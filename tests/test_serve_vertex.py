@@ -15,7 +15,7 @@ from eyas.errors import ConfigError
 from eyas.serve.limits import LimitsConfig
 from eyas.serve.server import ServeConfig, load
 from eyas.serve.translation import Translator
-from eyas.serve.vertex import VertexConfig, from_environment
+from eyas.serve.vertex import VertexConfig, from_environment, instances
 from tests.serving import MESSAGES, MODEL, World, ask, complete, events, post
 from tests.tiny import tiny_target
 from tests.tiny_head import head_folder
@@ -80,14 +80,13 @@ def test_openai_s_bodies_are_answered_by_themselves(client):
 
 def test_a_whole_number_may_be_written_as_protobuf_writes_it(client):
     """In `instances` and `parameters`, at any depth; a half is refused as before."""
-    schema = {"type": "object", "properties": {"a": {"const": 7.0}}, "required": ["a"]}
-    format = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
     instance = {"messages": MESSAGES, "max_tokens": 16.0, "n": 2.0, "seed": 3.0}
-    reply = predict(
-        client, {"instances": [instance], "parameters": {"top_k": 1.0, "response_format": format}}
-    )
-    (answer,) = reply.json()["predictions"]
-    assert [json.loads(one["message"]["content"]) for one in answer["choices"]] == [{"a": 7}] * 2
+    body = {"instances": [instance], "parameters": {"top_k": 1.0, "temperature": 0.5}}
+    (answer,) = predict(client, body).json()["predictions"]
+    assert answer["usage"]["completion_tokens"] == 32
+    body["parameters"]["guided_json"] = {"enum": [7.0, 1.5, {"const": 1e300}]}
+    (one,) = instances(json.dumps(body).encode(), MODEL)
+    assert json.dumps(one.guided_json) == json.dumps({"enum": [7, 1.5, {"const": int(1e300)}]})
     assert predict(client, {"instances": [{**CHAT, "max_tokens": 1.5}]}).status_code == 400
 
 

@@ -412,7 +412,7 @@ class Api:
         """Vertex AI's: a body of OpenAI's, or all instances at once; one that fails fails all."""
 
         def translate(text: bytes) -> tuple[bool, CompletionWriter] | list[CompletionWriter]:
-            if (alone := openai_body(text)) is not None:
+            if (alone := openai_body(text, self._model)) is not None:
                 return _translated(service, alone)
             completions = []
             for number, body in enumerate(instances(text, self._model)):

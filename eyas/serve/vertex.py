@@ -89,16 +89,15 @@ class PredictionRequest(Strict):
     parameters: dict[str, Any] | None = None
 
 
-def openai_body(body: bytes) -> ChatRequest | TextRequest | None:
-    """The body of a chat or a text completion; None for one with instances, or with neither.
-    Raises ApiError.
+def openai_body(body: bytes, model: str) -> ChatRequest | TextRequest | None:
+    """The body of a chat or a text completion, for the served model whatever it names: the endpoint
+    is chosen. None for one with instances, or with neither. Raises ApiError.
     """
     outline = parse_body(_Outline, body).model_fields_set
-    if "messages" in outline and "instances" not in outline:
-        return parse_body(ChatRequest, body)
-    if "prompt" in outline and "instances" not in outline:
-        return parse_body(TextRequest, body)
-    return None
+    if "instances" in outline or not outline:
+        return None
+    kind: type[ChatRequest | TextRequest] = ChatRequest if "messages" in outline else TextRequest
+    return parse_body(kind, json.dumps({**json.loads(body), "model": model}).encode())
 
 
 def instances(body: bytes, model: str) -> list[ChatRequest | TextRequest]:
