@@ -12,6 +12,7 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from eyas.engine.engine import EngineConfig
 from eyas.log import JsonFormatter
 from eyas.serve.app import create_app
 from eyas.serve.server import ServeConfig, load, running_app
@@ -143,16 +144,18 @@ def test_a_server_tells_what_its_own_head_s_card_promises(world, tmp_path):
     other = {**figures, "speculation": "fixed(6,3,12)", "tau": 3.0, "temperature": 0.0}
     trees = [other, *({**figures, "tau": 1.6 - t / 10, "temperature": t} for t in (0.0, 1.0))]
     (tmp_path / "export" / "eval.json").write_text(json.dumps({"trees": trees}))
-    config = ServeConfig(target=str(world.folder), head=str(head), model=MODEL)
-    config.engine.speculation = "fixed(2,2,4)"
-    with running_app(create_app(MODEL), load(config)) as url, connected(url) as client:
+
+    def served(speculation):
+        own = {"target": str(world.folder), "head": str(head), "model": MODEL}
+        return load(ServeConfig(**own, engine=EngineConfig(speculation=speculation)))
+
+    with running_app(create_app(MODEL), served("fixed(2,2,4)")) as url, connected(url) as client:
         found = scraped(client)
     cold, warm = ("temperature", "0"), ("temperature", "1")
     assert (found["eyas:card_tau", cold], found["eyas:card_tau", warm]) == (1.6, 1.5)
     assert found["eyas:card_se", cold] == pytest.approx(0.2 / 3.92, rel=1e-3)
     assert (found["eyas:card_answers", cold], found["eyas:card_rounds", cold]) == (50, 900)
-    config.engine.speculation = "off"  # no promise is made of it
-    assert not load(config).card
+    assert not served("off").card  # no promise is made of it
 
 
 def test_an_engine_that_has_failed_still_has_a_page(world):
