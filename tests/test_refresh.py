@@ -169,7 +169,7 @@ def test_the_pipelines_task_stores_the_evaluation_and_only_a_better_head(tmp_pat
     assert (tmp_path / "a/head/sglang/x").exists() is stored
 
 
-def test_an_export_is_laid_out_as_an_endpoint_reads_it(tmp_path, monkeypatch):
+def test_an_export_is_laid_out_as_an_endpoint_reads_it(tmp_path):
     """The target's folder, the head with its card; served from there by Vertex AI's variables."""
     target, export = tiny_target(tmp_path / "model"), tmp_path / "export"
     head_folder(target, export / "sglang")
@@ -179,7 +179,6 @@ def test_an_export_is_laid_out_as_an_endpoint_reads_it(tmp_path, monkeypatch):
     (export / "eval.json").write_text(json.dumps({"trees": [figure]}))
     assert task(tmp_path, "LAY_OUT", export, target, tmp_path / "endpoint") == 0
     shutil.rmtree(target)
-    monkeypatch.setenv("EYAS_CACHE", str(tmp_path / "cache"))
     uri = {"AIP_HTTP_PORT": "8080", "AIP_STORAGE_URI": f"{tmp_path}/endpoint"}
     config = ServeConfig(**from_environment(uri), engine={"speculation": "fixed"})
     service = load(config)

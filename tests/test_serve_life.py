@@ -278,6 +278,22 @@ def test_it_listens_before_the_model_is_loaded_and_ends_while_it_loads(monkeypat
     assert capsys.readouterr().out == ""  # it was never ready
 
 
+def test_a_signal_whose_exception_python_dropped_still_ends_the_server(monkeypatch):
+    """As it drops one that is raised while weak references are collected."""
+
+    class Dropped:
+        def __del__(self):
+            signal.raise_signal(signal.SIGTERM)
+
+    monkeypatch.setattr("eyas.serve.server.load", lambda config: Dropped())
+    monkeypatch.setattr(UvicornServer, "open", lambda server, service: None)
+    monkeypatch.setattr(sys, "unraisablehook", lambda dropped: None)
+    ready = []
+    with pytest.raises(SystemExit) as ended:
+        serve(ServeConfig(target="t", port=0), on_ready=ready.append)
+    assert (ended.value.code, len(ready)) == (0, 1)
+
+
 @pytest.mark.parametrize(
     ("given", "warns"),
     [({}, False), ({"host": "0.0.0.0"}, True), ({"host": "0.0.0.0", "vertex": {}}, False)],

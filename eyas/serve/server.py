@@ -171,7 +171,7 @@ def serve(config: ServeConfig, on_ready: Callable[[str], None] = print) -> None:
     app = create_app(config.served_model, config.limits, config.vertex)
     api: Api = app.state.api
     address = config.host, config.port
-    with _exits_on_sigterm(), _listening(app, address) as server:
+    with _exits_on_sigterm() as told, _listening(app, address) as server:
         server.open(load(config))
         gc.collect()
         is_local = ipaddress.ip_address(server.host).is_loopback
@@ -186,24 +186,31 @@ def serve(config: ServeConfig, on_ready: Callable[[str], None] = print) -> None:
                     config.host,
                 )
             on_ready(server.url)
-            server.ended.wait()
+            while not server.ended.wait(1):
+                if told.is_set():
+                    raise SystemExit(0)
         finally:
             gc.unfreeze()  # or libraries report at the process's end what was never collected
 
 
 @contextmanager
-def _exits_on_sigterm() -> Iterator[None]:
+def _exits_on_sigterm() -> Iterator[threading.Event]:
     """SIGTERM ends the block by SystemExit(0), once. The first process of a container ignores a
     signal without a handler, so this must hold while the model is loaded.
+
+    The event says that it came: where the interpreter calls back, as in a collection of weak
+    references, Python drops an exception.
     """
+    told = threading.Event()
 
     def end(*_: object) -> None:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        told.set()
         raise SystemExit(0)
 
     before = signal.signal(signal.SIGTERM, end)
     try:
-        yield
+        yield told
     finally:
         signal.signal(signal.SIGTERM, before)
 
