@@ -275,7 +275,7 @@ def test_what_rests_on_few_conversations_says_so_and_its_interval_is_wider():
     assert described(few) == "unknown: 5 answers, fewer than 6"
     for number, said in ((29, ["29 (all), 29 (a)"]), (30, [])):
         against = compare(*zip(*pairs[:number], strict=True))
-        warned = list(cautions({"against": against}, EvalConfig(temperatures=()), 1))
+        warned = list(cautions({"against": against}, EvalConfig(), 1))
         assert [one.partition("few answers, ")[2].partition(":")[0] for one in warned] == said
 
 

@@ -600,8 +600,8 @@ def test_every_table_of_an_evaluation_is_on_the_card_with_its_intervals(target, 
         },
         "languages": {"de": {"tau": 2.25, "tau_interval": [2.0, 2.5], "tokens": 120}},
         "trees": [
-            {"tree_topk": 4, "num_verify_tokens": 16, "tau": 3.5, "tau_interval": [3.25, 3.75]}
-            | {"accept_hist": [1, 2]}
+            {**tree("fixed(4,4,16)", 3.5), "tree_topk": 4, "num_verify_tokens": 16}
+            | {"tau_interval": [3.25, 3.75], "accept_hist": [1, 2]}
         ],
         "dtype": "bfloat16",
         "num_draft_steps": 2,
