@@ -610,7 +610,7 @@ def test_every_table_of_an_evaluation_is_on_the_card_with_its_intervals(target, 
     text = card_of(tmp_path / "export")
     assert "tau 2.72 (95 %: 2.50-2.90) on held-out answers" in text
     assert "| de | 2.25 | 2.00-2.50 | 120 |" in text
-    assert "| 4 | 16 | 3.50 | 3.25-3.75 |" in text
+    assert "| fixed(4,4,16) | 0.00 | 3.50 | 3.25-3.75 | 60 | 900 | 4 | 4 | 16 |" in text
     assert "Measured in bfloat16; **the commands above serve in float32**" in text
     assert "eyas eval -s models.dtype=float32" in text
     assert "| sgd | 3.00 | 2.50-3.50 |\n| gsm8k | 2.00 |  |" in text
