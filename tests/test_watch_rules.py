@@ -68,11 +68,14 @@ def selector(name, labels):
 
 
 def an_hour(before, after, more):
-    """The series of a server that counted from one page to the next in an hour. more: labels."""
-    first = samples(before)
+    """The series that rules read of a server that counted from one page to the next in an hour.
+    more: labels.
+    """
+    first, read = samples(before), {name for rule in RECORDS.values() for name in metrics(rule)}
     return {
         selector(name, sorted(labels | more.items())): (first.get((name, labels), 0.0), value)
         for (name, labels), value in samples(after).items()
+        if name in read
     }
 
 
