@@ -228,7 +228,7 @@ def intervals_of_turns(
     ranks_RF = 1 + np.argsort(np.argsort(values_RF, axis=0, kind="stable"), axis=0, kind="stable")
     # of each resample, how far out it lies in the figure where it lies furthest out
     depth_R = np.maximum(ranks_RF, NUM_RESAMPLES + 1 - ranks_RF)[:, known].max(axis=1)
-    last = int(np.quantile(depth_R, _expanded(confidence, G), method="higher"))
+    last = int(np.quantile(depth_R, expanded(confidence, G), method="higher"))
     ends = ordered_RF[NUM_RESAMPLES - last], ordered_RF[last - 1]
     return [
         (float(low), float(high)) if is_known else None
@@ -236,7 +236,7 @@ def intervals_of_turns(
     ]
 
 
-def _expanded(confidence: float, n: int) -> float:
+def expanded(confidence: float, n: int) -> float:
     """The confidence at which percentiles of resamples of n rows hold with `confidence`."""
     normal = NormalDist()
     z, v = normal.inv_cdf((1 + confidence) / 2), n - 1

@@ -21,7 +21,7 @@ ORDER = (
     ("artifact", "log", "chat", "builtin", "language", "figure", "client", "settings"),
     ("gguf",),
     ("hub", "model", "shards", "privacy"),
-    ("lineage", "engine", "operators"),
+    ("lineage", "card", "engine", "operators"),
     ("data", "features", "train", "evaluate", "export", "serve"),
     ("bench", "plan", "llm"),
     ("cli",),

@@ -14,7 +14,7 @@ from eyas.bench.claims import headline_figures, headlines, is_certain, quotable
 from eyas.bench.report import Contents, markdown, show_table
 from eyas.bench.server import ServerFacts
 from eyas.bench.summary import RATIOS, RunContext, summarise
-from eyas.tau import LEAST_TURNS, _expanded, bootstrap, intervals_of_turns, ratio_of_medians
+from eyas.tau import LEAST_TURNS, bootstrap, expanded, intervals_of_turns, ratio_of_medians
 from tests.bench_rows import row
 
 MACHINE = {"processor": "Abacus 5", "cores": 2, "memory_gib": 8, "system": "any"}
@@ -200,7 +200,7 @@ def test_intervals_of_turns_hold_together_and_are_wider_for_few():
     assert intervals_of_turns(unknown, [ratio_of_medians]) == [None]
     for number in (8, 10, 40):
         wanted = student.ppf(0.975, number - 1) * (number / (number - 1)) ** 0.5
-        normal = np.sqrt(2) * erfinv(_expanded(0.95, number))
+        normal = np.sqrt(2) * erfinv(expanded(0.95, number))
         assert normal == pytest.approx(wanted, rel=2e-3)
 
 

@@ -1,5 +1,5 @@
-"""SGLang and vLLM on Kubernetes: every object against Kubernetes' own schemas, and the commands
-against those that `eyas export` writes. No cluster ran them.
+"""Servers on Kubernetes: every object against Kubernetes' own schemas, and the commands of SGLang
+and vLLM against those that `eyas export` writes. No cluster ran them.
 
 The schemas of the Prometheus operator's objects are in no package: of these, the fields that are
 used are held against a list written after its API reference (v1).
@@ -7,11 +7,15 @@ used are held against a list written after its API reference (v1).
 
 from __future__ import annotations
 
+import json
+import re
 from pathlib import Path
 
 import pytest
 import yaml
 
+from eyas.card import CardTau
+from eyas.export.card import prometheus_rules
 from eyas.export.engines import Launch
 from tests.test_deploy import amount
 
@@ -23,9 +27,12 @@ ENGINES = ("sglang", "vllm")
 OPERATOR = "monitoring.coreos.com/v1"
 LAUNCH = Launch("Qwen/Qwen3-8B", 4, 4, 16, "bfloat16", 8192)
 KINDS = {
-    "ServiceAccount", "Service", "StatefulSet", "PodDisruptionBudget", "HorizontalPodAutoscaler",
-    "ServiceMonitor",
+    "ServiceAccount", "Service", "PodDisruptionBudget", "HorizontalPodAutoscaler", "PodMonitor",
+    "NetworkPolicy",
 }  # fmt: skip
+WORKLOADS = {"eyas": "Deployment", "sglang": "StatefulSet", "vllm": "StatefulSet"}
+FILES = {"eyas": "kubernetes"}  # whose name is not the server's
+VERSION = "metadata.labels['head_version']"
 RULE = {"alert", "record", "expr", "for", "keep_firing_for", "labels", "annotations"}
 GROUP = {"name", "interval", "rules", "labels", "limit", "query_offset"}
 ENDPOINT = {"port", "path", "interval", "scheme", "scrapeTimeout", "honorLabels", "params"}
@@ -40,14 +47,25 @@ def engine(request):
     return request.param
 
 
+@pytest.fixture(params=WORKLOADS)
+def server(request):
+    return request.param
+
+
 @pytest.fixture
-def objects(engine):
-    return {one["kind"]: one for one in documents(engine)}
+def objects(request):
+    name = request.getfixturevalue("server" if "server" in request.fixturenames else "engine")
+    return {one["kind"]: one for one in documents(FILES.get(name, name))}
 
 
 @pytest.fixture
 def pod(objects):
-    return objects["StatefulSet"]["spec"]["template"]["spec"]
+    return workload(objects)["template"]["spec"]
+
+
+def workload(objects):
+    (found,) = (objects[kind]["spec"] for kind in set(WORKLOADS.values()) & set(objects))
+    return found
 
 
 @pytest.mark.parametrize("version", VERSIONS)
@@ -63,21 +81,62 @@ def test_objects_fit_the_schemas_of_kubernetes(name, version):
         kubernetes_validate.validate(wrong, version, strict=True)
 
 
-def test_all_that_is_promised_is_there_and_belongs_together(objects, engine):
-    assert set(objects) == KINDS
-    labels = {"app.kubernetes.io/name": engine}
-    assert all(one["metadata"]["name"] == engine for one in objects.values())
+def test_all_that_is_promised_is_there_and_belongs_together(objects, server):
+    assert set(objects) == KINDS | {WORKLOADS[server]}
+    labels = {"app.kubernetes.io/name": server}
+    assert all(one["metadata"]["name"] == server for one in objects.values())
     assert all(one["metadata"]["labels"] == labels for one in objects.values())
-    stateful = objects["StatefulSet"]["spec"]
-    assert stateful["template"]["metadata"]["labels"] == labels
+    spec = workload(objects)
+    assert spec["template"]["metadata"]["labels"] == {**labels, "head_version": "VERSION"}
     assert objects["Service"]["spec"]["selector"] == labels
-    for kind in ("StatefulSet", "PodDisruptionBudget", "ServiceMonitor"):
-        assert objects[kind]["spec"]["selector"]["matchLabels"] == labels
+    for one in (spec, *(objects[kind]["spec"] for kind in ("PodDisruptionBudget", "PodMonitor"))):
+        assert one["selector"]["matchLabels"] == labels
     scaled = objects["HorizontalPodAutoscaler"]["spec"]
-    assert scaled["scaleTargetRef"]["name"] == engine
+    assert (scaled["scaleTargetRef"]["kind"], scaled["scaleTargetRef"]["name"]) == (
+        WORKLOADS[server],
+        server,
+    )
     # one pod of two may go, and the autoscaler's number is not set back by `kubectl apply`
     assert scaled["minReplicas"] > objects["PodDisruptionBudget"]["spec"]["maxUnavailable"]
-    assert "replicas" not in stateful
+    assert "replicas" not in spec
+    (spread,) = spec["template"]["spec"]["topologySpreadConstraints"]
+    assert spread["labelSelector"]["matchLabels"] == labels
+
+
+def test_only_named_pods_and_prometheus_reach_a_server(objects, server):
+    policy = objects["NetworkPolicy"]["spec"]
+    assert policy["podSelector"]["matchLabels"] == {"app.kubernetes.io/name": server}
+    assert policy["policyTypes"] == ["Ingress"]
+    (rule,) = policy["ingress"]
+    assert [list(one) for one in rule["from"]] == [["podSelector"], ["namespaceSelector"]]
+    (port,) = workload(objects)["template"]["spec"]["containers"][0]["ports"]
+    assert rule["ports"] == [{"port": port["name"]}]
+
+
+def test_the_version_of_the_head_stands_in_one_place_that_a_command_changes(objects, pod, server):
+    """The label of the pods: the head's URL and the series' label are read from it. The first pod
+    of a roll-out is a canary for half an hour.
+    """
+    where = [*pod.get("initContainers", ()), *pod["containers"]]
+    (reads,) = (one for one in where if any("$(HEAD_VERSION)" in text for text in one["args"]))
+    assert {"name": "HEAD_VERSION", "valueFrom": {"fieldRef": {"fieldPath": VERSION}}} in reads[
+        "env"
+    ]
+    monitor = objects["PodMonitor"]["spec"]
+    assert monitor["podTargetLabels"] == ["head_version"]
+    spec, kind = workload(objects), WORKLOADS[server]
+    assert spec["minReadySeconds"] >= 1800
+    if kind == "Deployment":  # the API server refuses less
+        assert spec["progressDeadlineSeconds"] > spec["minReadySeconds"]
+        assert spec["strategy"]["rollingUpdate"] == {"maxUnavailable": 0, "maxSurge": 1}
+    text = (DEPLOY / f"{FILES.get(server, server)}.yaml").read_text()
+    patch = re.search(rf"kubectl patch {kind.lower()} {server} -p '(.*)'", text)[1]
+    changed = json.loads(patch)["spec"]["template"]["metadata"]["labels"]
+    assert changed == {"head_version": "VERSION"}
+    assert f"kubectl rollout undo {kind.lower()} {server}\n" in text
+    page = (DEPLOY.parent / "docs/production.md").read_text()
+    assert patch in page
+    assert "kubectl rollout undo " in page
 
 
 def test_the_command_is_the_one_that_export_writes(pod, engine):
@@ -86,8 +145,14 @@ def test_the_command_is_the_one_that_export_writes(pod, engine):
     written = LAUNCH.arguments(engine, "/cache/head")
     assert words[: len(written)] == written
     rest = words[len(written) :]
-    metrics = ["--enable-metrics"] if engine == "sglang" else []  # vLLM always counts
-    assert rest == ["--host", "0.0.0.0", "--port", "8000", *metrics]
+    own = {
+        "sglang": ["--api-key", "$(API_KEY)", "--enable-metrics"],  # vLLM always counts
+        "vllm": ["--shutdown-timeout", "150"],  # whose default, 0, cuts what runs
+    }[engine]
+    assert rest == ["--host", "0.0.0.0", "--port", "8000", "--revision", "COMMIT", *own]
+    (key,) = (one for one in container["env"] if "valueFrom" in one)
+    assert key["name"] == {"sglang": "API_KEY", "vllm": "VLLM_API_KEY"}[engine]
+    assert key["valueFrom"]["secretKeyRef"] == {"name": f"{engine}-api-key", "key": "key"}
     (port,) = container["ports"]
     assert port["containerPort"] == 8000
 
@@ -95,14 +160,14 @@ def test_the_command_is_the_one_that_export_writes(pod, engine):
 def test_the_head_comes_from_its_form_s_folder_before_the_engine_starts(pod, engine):
     (fetching,) = pod["initContainers"]
     source, folder = fetching["args"]
-    assert source.startswith("gs://")
-    assert source.endswith(f"/{engine}")
+    assert re.fullmatch(rf"gs://BUCKET/heads/[\w-]+/\$\(HEAD_VERSION\)/{engine}", source)
     mounts = {one["mountPath"] for one in fetching["volumeMounts"]}
     assert folder == "/cache/head"
     assert "/cache" in mounts
     assert folder in "".join(pod["containers"][0]["args"])
 
 
+@pytest.mark.usefixtures("engine")
 def test_nothing_runs_as_root_or_writes_outside_its_volumes(pod):
     assert pod["securityContext"]["runAsNonRoot"] is True
     assert pod["securityContext"]["runAsUser"] == pod["securityContext"]["fsGroup"] == 10001
@@ -127,6 +192,7 @@ def test_nothing_runs_as_root_or_writes_outside_its_volumes(pod):
         assert not one["image"].endswith(":latest")
 
 
+@pytest.mark.usefixtures("engine")
 def test_the_cache_outlives_its_pod(objects, pod):
     (claim,) = objects["StatefulSet"]["spec"]["volumeClaimTemplates"]
     assert claim["metadata"]["name"] == "cache"
@@ -135,42 +201,56 @@ def test_the_cache_outlives_its_pod(objects, pod):
     assert "cache" not in {volume["name"] for volume in pod["volumes"]}
 
 
-def test_probes_and_an_end_in_time(pod):
+def test_probes_and_an_end_in_time(pod, engine):
     (container,) = pod["containers"]
-    for name in ("startupProbe", "readinessProbe", "livenessProbe"):
-        assert container[name]["httpGet"] == {"path": "/health", "port": "http"}
+    paths = dict.fromkeys(("startupProbe", "readinessProbe", "livenessProbe"), "/health")
+    if engine == "sglang":  # of a token, which takes its 20 s behind long prompts
+        paths |= dict.fromkeys(("startupProbe", "livenessProbe"), "/health_generate")
+        off = {"name": "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION", "value": "0"}
+        assert off in container["env"]
+    for name, path in paths.items():
+        probe = container[name]
+        assert probe["httpGet"] == {"path": path, "port": "http"}
+        assert probe["periodSeconds"] >= probe["timeoutSeconds"]
+        assert path == "/health" or probe["timeoutSeconds"] > 20
     startup = container["startupProbe"]
     assert startup["periodSeconds"] * startup["failureThreshold"] >= 1200
     pause = int(container["lifecycle"]["preStop"]["exec"]["command"][1])
-    assert pod["terminationGracePeriodSeconds"] >= pause + 120
+    words = container["args"]
+    drain = int(words[words.index("--shutdown-timeout") + 1]) if engine == "vllm" else 120
+    assert pod["terminationGracePeriodSeconds"] >= pause + drain + 10
 
 
-def test_pods_are_added_by_the_queue(objects, engine):
+def test_pods_are_added_by_the_queue(objects, server):
     (metric,) = objects["HorizontalPodAutoscaler"]["spec"]["metrics"]
     name = metric["pods"]["metric"]["name"]
-    series = {"sglang": "sglang:num_queue_reqs", "vllm": "vllm:num_requests_waiting"}[engine]
+    series = "sglang:num_queue_reqs" if server == "sglang" else f"{server}:num_requests_waiting"
     assert name == series.replace(":", "_")
-    recorded = {"sglang": "watched_pages.py", "vllm": "streams/vllm_watched.json"}[engine]
-    assert f"# TYPE {series} gauge" in (Path(__file__).parent / recorded).read_text()
-    text = (DEPLOY / f"{engine}.yaml").read_text()
+    text = (DEPLOY / f"{FILES.get(server, server)}.yaml").read_text()
     assert f"seriesQuery: '{series}{{" in text  # the adapter's rule, in the comment
     assert f"as: {name}}}" in text
 
 
-def test_the_operator_s_objects_have_known_fields(objects):
-    monitor = objects["ServiceMonitor"]
+def test_the_operator_s_objects_have_known_fields(objects, server):
+    monitor = objects["PodMonitor"]
     assert monitor["apiVersion"] == OPERATOR
-    assert set(monitor["spec"]) == {"selector", "endpoints"}
-    (port,) = objects["Service"]["spec"]["ports"]
-    for endpoint in monitor["spec"]["endpoints"]:
+    assert set(monitor["spec"]) == {"selector", "podMetricsEndpoints", "podTargetLabels"}
+    (port,) = workload(objects)["template"]["spec"]["containers"][0]["ports"]
+    for endpoint in monitor["spec"]["podMetricsEndpoints"]:
         assert set(endpoint) <= ENDPOINT
         assert endpoint["port"] == port["name"]
-    (rules,) = documents("prometheus-rules")
-    assert (rules["apiVersion"], rules["kind"]) == (OPERATOR, "PrometheusRule")
-    assert set(rules["spec"]) == {"groups"}
-    for group in rules["spec"]["groups"]:
-        assert set(group) <= GROUP
-        for rule in group["rules"]:
-            assert set(rule) <= RULE
-            assert ("alert" in rule) != ("record" in rule)
-            assert all(isinstance(text, str) for text in rule.get("annotations", {}).values())
+
+
+def test_the_rules_have_known_fields():
+    of_a_card = prometheus_rules(
+        [CardTau("fixed(4,1,5)", 0, 2, (1, 3), 8, 9, ())], "m", "1", "vllm"
+    )
+    for rules in (*documents("prometheus-rules"), yaml.safe_load(of_a_card)):
+        assert (rules["apiVersion"], rules["kind"]) == (OPERATOR, "PrometheusRule")
+        assert set(rules["spec"]) == {"groups"}
+        for group in rules["spec"]["groups"]:
+            assert set(group) <= GROUP
+            for rule in group["rules"]:
+                assert set(rule) <= RULE
+                assert ("alert" in rule) != ("record" in rule)
+                assert all(isinstance(text, str) for text in rule.get("annotations", {}).values())

@@ -6,6 +6,7 @@ import random
 from functools import cache
 from itertools import pairwise
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -18,15 +19,15 @@ from eyas.engine.request import Request, SamplingParams
 from eyas.errors import EmptyInputError, MismatchError, WorseHeadError
 from eyas.evaluate import chains
 from eyas.evaluate.breakdown import AnswerCounts, figures, tau_ceiling, vocabulary_figures
-from eyas.evaluate.comparison import compare, refuse_worse
-from eyas.evaluate.evaluate import EvalConfig, evaluate
+from eyas.evaluate.comparison import _changes, change_of_tau, compare, described, refuse_worse
+from eyas.evaluate.evaluate import EvalConfig, cautions, evaluate
 from eyas.model.target import Target
 from eyas.operators.chain import leading_matches, runs
 from eyas.operators.head import load_head
 from eyas.operators.tensors import arrays_of
 from eyas.operators.ttt import Slots
 from eyas.shards import Features
-from eyas.tau import RoundCounts
+from eyas.tau import RoundCounts, bootstrap
 from eyas.train.trainer import TrainConfig, train
 from tests.tiny import tiny_target
 from tests.tiny_batch import made_up_batch
@@ -255,6 +256,27 @@ def test_intervals_are_paired_so_that_a_small_gain_is_seen():
     refuse_worse(changes, 0.0)
     same = compare(answers(1), answers(1))["all"]
     assert (same["change"], same["change_interval"]) == (0.0, [0.0, 0.0])
+
+
+def test_what_rests_on_few_conversations_says_so_and_its_interval_is_wider():
+    """By Student's t: of 14 by a seventh, of 1,000 by nothing; of 5 there is none."""
+    rng = random.Random(1)
+    pairs = [(answer(61, 30), answer(61, rng.randint(24, 34))) for _ in range(1000)]
+    widths = {}
+    for number in (14, 1000):
+        rows = np.array([[61, new.counts.rounds, 61, 30] for _, new in pairs[:number]], dtype=float)
+        low, high = bootstrap(rows, _changes)
+        found = change_of_tau(pairs[:number])["change_interval"]
+        widths[number] = (found[1] - found[0]) / (high - low)
+    assert widths[14] == pytest.approx(2.160 / 1.960 * (14 / 13) ** 0.5, rel=0.05)
+    assert widths[1000] == pytest.approx(1, rel=0.02)
+    few = compare(*zip(*pairs[:5], strict=True))["all"]
+    assert few["change_interval"] is None
+    assert described(few) == "unknown: 5 answers, fewer than 6"
+    for number, said in ((29, ["29 (all), 29 (a)"]), (30, [])):
+        against = compare(*zip(*pairs[:number], strict=True))
+        warned = list(cautions({"against": against}, EvalConfig(), 1))
+        assert [one.partition("few answers, ")[2].partition(":")[0] for one in warned] == said
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,14 @@ from eyas.data.licence_rules import shipped
 from eyas.errors import ConfigError, CorruptError, MismatchError, MissingInputError
 from eyas.export.card import CardOrigin
 from eyas.export.check import check
-from eyas.export.export import ExportConfig, export, made_up_logits, manifest_of, prove_equal
+from eyas.export.export import (
+    ExportConfig,
+    export,
+    made_up_logits,
+    manifest_of,
+    prove_equal,
+    publish,
+)
 from eyas.lineage import head_manifest
 from eyas.operators.head import load_head
 from eyas.operators.tensors import read_head, write_head
@@ -178,6 +185,52 @@ def test_a_run_finds_an_export_done_before_it_checks_or_writes_anything(
     monkeypatch.setattr(again, "write", lambda *_: pytest.fail("it is written again"))
     assert made(target, head, again) == first
     assert again.was_done
+
+
+def tree(speculation: str, tau: float) -> dict:
+    return {
+        "speculation": speculation, "temperature": 0.0, "tau": tau, "tau_interval": [tau - 1, tau],
+        "answers": 60, "rounds": 900, "acceptance_by_position": [0.5], "num_draft_steps": 4,
+    }  # fmt: skip
+
+
+def test_a_head_is_published_under_a_version_that_never_changes(target, head, tmp_path):
+    """With its card as series for Prometheus, by the drafts that each engine makes; a second time
+    it is found there.
+    """
+    trees = [tree("fixed(4,2,9)", 2.5), tree("fixed(4,1,5)", 2.25)]
+    evaluation = measured(head, tmp_path / "eval", {**MEASURED, "trees": trees})
+    output, versions = Artifact(str(tmp_path / "export")), f"{tmp_path}/heads/m/"
+    done = made(target, head, output, evaluation, target_name="owner/model", publish=versions)
+    assert versions not in str(done.config)
+    url = publish(output, versions)
+    version = url.rpartition("/")[2]
+    assert (url, done.identity[:8]) == (f"{versions}{version}", version)
+    published = Artifact(url)
+    assert published.manifest("export").files == done.files
+    before = {path: path.stat().st_mtime_ns for path in Path(url).rglob("*")}
+    assert publish(output, versions) == url
+    assert {path: path.stat().st_mtime_ns for path in Path(url).rglob("*")} == before
+    # the sizes are of the evaluation's first tree, of which vLLM makes a chain
+    assert "--speculative-num-draft-tokens 9" in card_of(tmp_path / "export")
+    for form, tau in (("sglang", 2.5), ("vllm", 2.25)):
+        (group,) = yaml.safe_load(published.read(f"{form}/prometheus.yaml"))["spec"]["groups"]
+        rules = {rule["record"]: rule for rule in group["rules"]}
+        assert rules["eyas:card_tau"]["expr"] == f"vector({tau})"
+        names = {"model_name": "owner/model", "head_version": version, "temperature": "0"}
+        assert all(rule["labels"] == names for rule in rules.values())
+        assert len(rules) == 4
+    made(target, head, tmp_path / "other")
+    assert publish(Artifact(str(tmp_path / "other")), versions) != url
+    with pytest.raises(MissingInputError, match="unfinished"):
+        publish(Artifact(str(tmp_path)), versions)
+
+
+def test_a_card_without_the_drafts_that_are_launched_has_no_series(target, head, tmp_path):
+    values = {**MEASURED, "trees": [tree("fixed(6,3,12)", 2.5)]}
+    evaluation = measured(head, tmp_path / "eval", values)
+    done = made(target, head, tmp_path / "export", evaluation, speculation="fixed(2,2,4)")
+    assert not any(name.endswith("prometheus.yaml") for name in done.files)
 
 
 def test_one_form_alone(target, head, tmp_path):
@@ -547,8 +600,8 @@ def test_every_table_of_an_evaluation_is_on_the_card_with_its_intervals(target, 
         },
         "languages": {"de": {"tau": 2.25, "tau_interval": [2.0, 2.5], "tokens": 120}},
         "trees": [
-            {"tree_topk": 4, "num_verify_tokens": 16, "tau": 3.5, "tau_interval": [3.25, 3.75]}
-            | {"accept_hist": [1, 2]}
+            {**tree("fixed(4,4,16)", 3.5), "tree_topk": 4, "num_verify_tokens": 16}
+            | {"tau_interval": [3.25, 3.75], "accept_hist": [1, 2]}
         ],
         "dtype": "bfloat16",
         "num_draft_steps": 2,
@@ -557,7 +610,7 @@ def test_every_table_of_an_evaluation_is_on_the_card_with_its_intervals(target, 
     text = card_of(tmp_path / "export")
     assert "tau 2.72 (95 %: 2.50-2.90) on held-out answers" in text
     assert "| de | 2.25 | 2.00-2.50 | 120 |" in text
-    assert "| 4 | 16 | 3.50 | 3.25-3.75 |" in text
+    assert "| fixed(4,4,16) | 0.00 | 3.50 | 3.25-3.75 | 60 | 900 | 4 | 4 | 16 |" in text
     assert "Measured in bfloat16; **the commands above serve in float32**" in text
     assert "eyas eval -s models.dtype=float32" in text
     assert "| sgd | 3.00 | 2.50-3.50 |\n| gsm8k | 2.00 |  |" in text

@@ -6,6 +6,7 @@ import importlib.util
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -16,7 +17,11 @@ import yaml
 from eyas import builtin
 from eyas.cli.run import RunConfig, as_served
 from eyas.errors import ConfigError, WorseHeadError
+from eyas.serve.server import ServeConfig, load
+from eyas.serve.vertex import from_environment
 from eyas.settings import validated
+from tests.tiny import tiny_target
+from tests.tiny_head import head_folder
 
 ROOT = Path(__file__).resolve().parents[1]
 RUN_FILE = yaml.safe_load((ROOT / "runs/refresh.yaml").read_text())
@@ -96,35 +101,86 @@ def test_the_vertex_pipeline_compiles(tmp_path):
     file = tmp_path / "refresh.json"
     subprocess.run([KFP_PYTHON, ROOT / "deploy/vertex_pipeline.py", file], check=True)
     compiled = json.loads(file.read_text())
-    ((name, executor),) = compiled["deploymentSpec"]["executors"].items()
-    assert name == "exec-refresh"
-    script = executor["container"]["command"][2]
-    subprocess.run(["sh", "-n", "-c", script], check=True)
+    executors = compiled["deploymentSpec"]["executors"]
+    assert set(executors) == {"exec-refresh", "exec-lay-out"}
+    for executor in executors.values():
+        subprocess.run(["sh", "-n", "-c", executor["container"]["command"][2]], check=True)
     assert compiled["root"]["inputDefinitions"]["parameters"]["run_file"]["defaultValue"]
 
 
-def script():
-    found = re.search(
-        r'SCRIPT = """\n(.*?)"""', (ROOT / "deploy/vertex_pipeline.py").read_text(), re.S
-    )
-    return found[1]
+def task(folder, name, *places, **programs):
+    """Run a task's script of the pipeline, with these programs in front of others of their name."""
+    text = (ROOT / "deploy/vertex_pipeline.py").read_text()
+    (script,) = re.findall(rf'^{name} = """\n(.*?)"""', text, re.S | re.M)
+    programs["python"] = f'exec "{sys.executable}" "$@"'
+    for program, lines in programs.items():
+        (folder / program).write_text(f"#!/bin/sh\n{lines}\n")
+        (folder / program).chmod(0o755)
+    return subprocess.run(
+        ["sh", "-c", script.replace("/tmp/refresh", f"{folder}/refresh"), *map(str, places)],
+        env={
+            **os.environ,
+            "PATH": f"{folder}:{os.environ['PATH']}",
+            "PYTHONPATH": f"{folder}:{ROOT}",
+        },
+        check=False,
+    ).returncode
+
+
+SECRETS = """
+import base64, google.auth, google.auth.transport.requests as transport
+class Session:
+    def __init__(self, credentials):
+        assert credentials == "ours"
+    def get(self, url):
+        print(url, file=open("{log}", "a"))
+        return self
+    def raise_for_status(self):
+        pass
+    def json(self):
+        return {{"payload": {{"data": base64.b64encode(b"a key of nobody").decode()}}}}
+google.auth.default = lambda: ("ours", "project")
+transport.AuthorizedSession = Session
+"""
 
 
 @pytest.mark.parametrize(("code", "stored"), [(0, True), (3, False)])
 def test_the_pipelines_task_stores_the_evaluation_and_only_a_better_head(tmp_path, code, stored):
-    """Its script, with an `eyas` that ends as one does."""
-    work = tmp_path / "refresh"
-    (tmp_path / "eyas").write_text(
-        f"#!/bin/sh\nmkdir -p {work}/export-1/sglang {work}/eval-1\n"
-        f"echo made > {work}/eval-1/eval.json\necho head > {work}/export-1/sglang/x\nexit {code}\n"
+    """Its script, with an `eyas` that ends as one does, and the privacy key as Secret Manager gives
+    it.
+    """
+    (tmp_path / "sitecustomize.py").write_text(SECRETS.format(log=tmp_path / "asked"))
+    work, secret = tmp_path / "refresh", "projects/p/secrets/key/versions/latest"
+    places = [tmp_path / name for name in ("a/evaluation", "a/head")]
+    made = task(
+        tmp_path,
+        "REFRESH",
+        tmp_path / "run.yaml",
+        secret,
+        *places,
+        eyas=f"mkdir -p {work}/export-1/sglang {work}/eval-1\n"
+        f"echo $EYAS_PRIVACY_KEY > {work}/eval-1/eval.json\n"
+        f"echo head > {work}/export-1/sglang/x\nexit {code}",
     )
-    (tmp_path / "eyas").chmod(0o755)
-    places = [str(tmp_path / "run.yaml"), str(tmp_path / "a/evaluation"), str(tmp_path / "a/head")]
-    done = subprocess.run(
-        ["sh", "-c", script().replace("/tmp/refresh", str(work)), *places],
-        env={**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"},
-        check=False,
-    )
-    assert done.returncode == code
-    assert (tmp_path / "a/evaluation").read_text() == "made\n"
+    assert made == code
+    url = f"https://secretmanager.googleapis.com/v1/{secret}:access"
+    assert (tmp_path / "asked").read_text().split() == [url]
+    assert (tmp_path / "a/evaluation").read_text() == "a key of nobody\n"
     assert (tmp_path / "a/head/sglang/x").exists() is stored
+
+
+def test_an_export_is_laid_out_as_an_endpoint_reads_it(tmp_path):
+    """The target's folder, the head with its card; served from there by Vertex AI's variables."""
+    target, export = tiny_target(tmp_path / "model"), tmp_path / "export"
+    head_folder(target, export / "sglang")
+    figure = {"speculation": "fixed(6,3,12)", "temperature": 0.0, "tau": 2.0, "answers": 9}
+    figure |= {"tau_interval": [1.9, 2.1], "num_draft_steps": 6, "rounds": 90}
+    figure["acceptance_by_position"] = [0.5]
+    (export / "eval.json").write_text(json.dumps({"trees": [figure]}))
+    assert task(tmp_path, "LAY_OUT", export, target, tmp_path / "endpoint") == 0
+    shutil.rmtree(target)
+    uri = {"AIP_HTTP_PORT": "8080", "AIP_STORAGE_URI": f"{tmp_path}/endpoint"}
+    config = ServeConfig(**from_environment(uri), engine={"speculation": "fixed"})
+    service = load(config)
+    assert service.info.has_head
+    assert [one.tau for one in service.card] == [2.0]

@@ -16,6 +16,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
+from types import SimpleNamespace
 
 import httpx
 import openai
@@ -26,6 +27,7 @@ from eyas.engine.engine import Engine, EngineConfig
 from eyas.errors import ConfigError, EyasError
 from eyas.log import JsonFormatter
 from eyas.serve.limits import LimitsConfig
+from eyas.serve.metrics import Metrics
 from eyas.serve.server import ServeConfig, UvicornServer, _bound, running_server, serve
 from eyas.serve.writers import CompletionWriter
 from tests.object_stores import free_port
@@ -41,11 +43,6 @@ def world(tmp_path_factory):
 def client(world):
     with world.served() as client:
         yield client
-
-
-def ask_health_until_refused(client):
-    while True:
-        health(client)
 
 
 def test_models_and_health(client):
@@ -120,22 +117,69 @@ def test_an_engine_that_fails_fails_its_requests_and_says_so(world, caplog):
     assert "out of luck" not in line
 
 
-def test_a_server_told_to_end_finishes_what_runs(world):
+def test_a_server_told_to_end_finishes_what_runs_and_says_that_it_drains(world):
+    """Nothing new is taken; health and counters answer until the last word is sent."""
     engine = world.engine(GatedEngine)
-    with ExitStack() as clients, ExitStack() as server, ThreadPoolExecutor(1) as pool:
+    with ExitStack() as clients, ExitStack() as server, ThreadPoolExecutor(2) as pool:
         url = server.enter_context(world.served(engine)).url
         client = clients.enter_context(connected(url))
         engine.gate.release()
         reply = ask(client, stream=True)
         text = next(reply).choices[0].delta.content
         leaving = pool.submit(server.close)
-        with pytest.raises(httpx.TransportError):
-            ask_health_until_refused(client)
+        while health(client).status_code == 200:
+            time.sleep(0.01)
+        assert health(client).json() == {"status": "draining", "requests": 1}
+        page = pool.submit(httpx.get, f"{url}/metrics")
+        while not page.done():  # the engine tells its counts between two steps
+            engine.gate.release()
+            time.sleep(0.05)
+        assert page.result().status_code == 200
+        with pytest.raises(openai.InternalServerError) as refused:
+            ask(client)
+        assert (refused.value.status_code, refused.value.code) == (503, "shutting_down")
+        assert refused.value.response.headers["connection"] == "close"
         assert not leaving.done()
         engine.gate.release(100)
         text += "".join(piece.choices[0].delta.content or "" for piece in reply)
         leaving.result()
     assert text == world.truth(max_tokens=24)[0]
+    with pytest.raises(httpx.ConnectError):
+        httpx.get(f"{url}/health")
+
+
+def test_who_reads_the_counters_regularly_has_the_last_of_them(world):
+    with ExitStack() as clients, ExitStack() as server, ThreadPoolExecutor(1) as pool:
+        url = server.enter_context(world.served()).url
+        client = clients.enter_context(connected(url))
+        for _ in range(2):
+            httpx.get(f"{url}/metrics")
+            time.sleep(1)
+        ask(client, max_tokens=7)
+        leaving = pool.submit(server.close)
+        while health(client).status_code == 200:
+            time.sleep(0.01)
+        assert not leaving.done()
+        page = httpx.get(f"{url}/metrics").text
+        leaving.result(5)
+    assert "eyas:generation_tokens_total" in page
+    assert 'finished_reason="length",model_name="tiny"} 1.0' in page
+
+
+def test_nobody_is_waited_for_who_has_all_counters_or_reads_no_more(monkeypatch):
+    now = 0.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    metrics = Metrics("m")
+    exchange = SimpleNamespace(endpoint="/", completions=(), failure=None)
+    for now in (0.0, 15.0):  # noqa: B007  the clock
+        metrics.count(exchange, 200)
+        assert not metrics.is_awaited
+        metrics.page({}, 0)
+    assert not metrics.is_awaited
+    metrics.count(exchange, 200)
+    assert metrics.is_awaited
+    now = 15 + 1.5 * 15
+    assert not metrics.is_awaited
 
 
 def test_a_process_told_to_end_finishes_what_runs_and_ends_well(world, monkeypatch):
@@ -232,6 +276,22 @@ def test_it_listens_before_the_model_is_loaded_and_ends_while_it_loads(monkeypat
     assert seen[0].json() == {"status": "loading"}
     assert seen[1].json()["error"]["code"] == "loading"
     assert capsys.readouterr().out == ""  # it was never ready
+
+
+def test_a_signal_whose_exception_python_dropped_still_ends_the_server(monkeypatch):
+    """As it drops one that is raised while weak references are collected."""
+
+    class Dropped:
+        def __del__(self):
+            signal.raise_signal(signal.SIGTERM)
+
+    monkeypatch.setattr("eyas.serve.server.load", lambda config: Dropped())
+    monkeypatch.setattr(UvicornServer, "open", lambda server, service: None)
+    monkeypatch.setattr(sys, "unraisablehook", lambda dropped: None)
+    ready = []
+    with pytest.raises(SystemExit) as ended:
+        serve(ServeConfig(target="t", port=0), on_ready=ready.append)
+    assert (ended.value.code, len(ready)) == (0, 1)
 
 
 @pytest.mark.parametrize(

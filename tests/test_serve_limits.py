@@ -106,6 +106,37 @@ def test_a_file_without_keys_is_no_open_door(tmp_path):
         AccessControl(LimitsConfig(api_keys=tmp_path / "nowhere"))
 
 
+def test_a_key_is_revoked_and_another_given_without_a_restart(world, tmp_path, monkeypatch):
+    """Also where the file is replaced, as Kubernetes replaces a secret's; an empty file is no open
+    door, and a key of the environment stays.
+    """
+    keys, new = tmp_path / "keys", tmp_path / "new"
+    keys.write_text("key-of-team-a\nkey-of-team-b\n")
+    monkeypatch.setenv(KEYS_VARIABLE, "key-of-the-operator")
+    with world.served(limits=LimitsConfig(api_keys=keys)) as client:
+
+        def let_in():
+            found = {}
+            for name in ("team-a", "team-b", "team-c", "the-operator"):
+                key = {"authorization": f"Bearer key-of-{name}"}
+                found[name] = httpx.get(f"{client.url}/v1/models", headers=key).status_code
+            assert httpx.get(f"{client.url}/v1/models").status_code == 401
+            return [name for name, status in found.items() if status == 200]
+
+        assert let_in() == ["team-a", "team-b", "the-operator"]
+        keys.write_text("key-of-team-b\n")
+        assert let_in() == ["team-b", "the-operator"]
+        new.write_text("key-of-team-c\n")
+        new.replace(keys)
+        assert let_in() == ["team-c", "the-operator"]
+        keys.write_text("")
+        assert let_in() == ["the-operator"]
+        keys.unlink()
+        assert let_in() == ["the-operator"]
+        keys.write_text("key-of-team-a\n")
+        assert let_in() == ["team-a", "the-operator"]
+
+
 def test_a_rate_is_each_clients_own_and_says_when_to_come_again(monkeypatch):
     now = 100.0
     monkeypatch.setattr(time, "monotonic", lambda: now)

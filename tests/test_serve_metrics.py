@@ -12,8 +12,12 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from eyas.engine.engine import EngineConfig
 from eyas.log import JsonFormatter
-from tests.serving import MESSAGES, MODEL, World, ask, post
+from eyas.serve.app import create_app
+from eyas.serve.server import ServeConfig, load, running_app
+from tests.serving import MESSAGES, MODEL, World, ask, connected, post
+from tests.tiny_head import head_folder
 
 HI = {"model": MODEL, "messages": [{"role": "user", "content": "Hi"}]}
 
@@ -118,6 +122,40 @@ def test_a_request_is_one_line_of_log_with_its_id(speculating, caplog):
     assert good["tau"] >= 1
     assert (bad["status"], bad["failure"]) == (400, "bad_request")
     assert bad["request_id"].isalnum()
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_the_trace_of_a_request_is_in_the_log_and_in_the_answer(speculating, caplog, is_stream):
+    caplog.set_level(logging.INFO, logger="eyas.serve")
+    trace = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
+    body = {**HI, "max_tokens": 2, "stream": is_stream}
+    for sent in (trace, "00-\u00e9".encode()):
+        reply = post(speculating, body, headers={"traceparent": sent})
+        assert reply.headers.get("traceparent") == (sent if sent == trace else None)
+    logged = [one.data for one in caplog.records if one.getMessage() == "request"]
+    assert [one.get("traceparent") for one in logged] == [trace, None]
+
+
+def test_a_server_tells_what_its_own_head_s_card_promises(world, tmp_path):
+    """Of the drafts that it makes, from the first scrape on; of a form, from the export's card."""
+    head = head_folder(world.folder, tmp_path / "export" / "sglang")
+    figures = {"num_draft_steps": 2, "rounds": 900, "answers": 50, "acceptance_by_position": [0.5]}
+    figures |= {"speculation": "fixed(2,2,4)", "tau_interval": [1.5, 1.7]}
+    other = {**figures, "speculation": "fixed(6,3,12)", "tau": 3.0, "temperature": 0.0}
+    trees = [other, *({**figures, "tau": 1.6 - t / 10, "temperature": t} for t in (0.0, 1.0))]
+    (tmp_path / "export" / "eval.json").write_text(json.dumps({"trees": trees}))
+
+    def served(speculation):
+        own = {"target": str(world.folder), "head": str(head), "model": MODEL}
+        return load(ServeConfig(**own, engine=EngineConfig(speculation=speculation)))
+
+    with running_app(create_app(MODEL), served("fixed(2,2,4)")) as url, connected(url) as client:
+        found = scraped(client)
+    cold, warm = ("temperature", "0"), ("temperature", "1")
+    assert (found["eyas:card_tau", cold], found["eyas:card_tau", warm]) == (1.6, 1.5)
+    assert found["eyas:card_se", cold] == pytest.approx(0.2 / 3.92, rel=1e-3)
+    assert (found["eyas:card_answers", cold], found["eyas:card_rounds", cold]) == (50, 900)
+    assert not served("off").card  # no promise is made of it
 
 
 def test_an_engine_that_has_failed_still_has_a_page(world):

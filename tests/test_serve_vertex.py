@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import time
 from pathlib import Path
@@ -14,8 +15,8 @@ from eyas.errors import ConfigError
 from eyas.serve.limits import LimitsConfig
 from eyas.serve.server import ServeConfig, load
 from eyas.serve.translation import Translator
-from eyas.serve.vertex import VertexConfig, from_environment
-from tests.serving import MESSAGES, MODEL, World, ask, complete, post
+from eyas.serve.vertex import VertexConfig, from_environment, instances
+from tests.serving import MESSAGES, MODEL, World, ask, complete, events, post
 from tests.tiny import tiny_target
 from tests.tiny_head import head_folder
 
@@ -59,6 +60,34 @@ def test_parameters_are_for_instances_that_do_not_say_otherwise(client):
     reply = predict(client, {"instances": instances, "parameters": {"max_tokens": 5}}).json()
     assert [one["usage"]["completion_tokens"] for one in reply["predictions"]] == [5, 3]
     assert predict(client, {"instances": [CHAT], "parameters": None}).status_code == 200
+
+
+def test_openai_s_bodies_are_answered_by_themselves(client):
+    """As rawPredict and streamRawPredict hand them on, with a model or without."""
+    chat, text = predict(client, CHAT).json(), predict(client, {**TEXT, "model": "any"}).json()
+    expected = ask(client, max_tokens=12).choices[0].message.content
+    assert (chat["object"], text["object"]) == ("chat.completion", "text_completion")
+    assert chat["choices"][0]["message"]["content"] == expected
+    assert text["choices"][0]["text"] == complete(client, max_tokens=6).choices[0].text
+    streamed = predict(client, {**CHAT, "stream": True})
+    assert streamed.headers["content-type"].startswith("text/event-stream")
+    pieces = [one["choices"][0]["delta"].get("content") or "" for one in events(streamed)]
+    assert "".join(pieces) == expected
+    wrong = predict(client, {**CHAT, "top_p": 7})
+    (violation,) = wrong.json()["error"]["details"][0]["fieldViolations"]
+    assert (wrong.status_code, violation["field"]) == (400, "top_p")
+
+
+def test_a_whole_number_may_be_written_as_protobuf_writes_it(client):
+    """In `instances` and `parameters`, at any depth; a half is refused as before."""
+    instance = {"messages": MESSAGES, "max_tokens": 16.0, "n": 2.0, "seed": 3.0}
+    body = {"instances": [instance], "parameters": {"top_k": 1.0, "temperature": 0.5}}
+    (answer,) = predict(client, body).json()["predictions"]
+    assert answer["usage"]["completion_tokens"] == 32
+    body["parameters"]["guided_json"] = {"enum": [7.0, 1.5, {"const": 1e300}]}
+    (one,) = instances(json.dumps(body).encode(), MODEL)
+    assert json.dumps(one.guided_json) == json.dumps({"enum": [7, 1.5, {"const": int(1e300)}]})
+    assert predict(client, {"instances": [{**CHAT, "max_tokens": 1.5}]}).status_code == 400
 
 
 def test_times_count_from_the_arrival_of_the_request(world, monkeypatch):

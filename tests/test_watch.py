@@ -20,7 +20,8 @@ import pytest
 from eyas.artifact import Artifact, identity
 from eyas.bench import watch
 from eyas.bench.server import counted_between, is_restarted, parse_metrics, rounds_of
-from eyas.bench.watch import CardTau, WatchWindow, choose, read_card, window_of
+from eyas.bench.watch import WatchWindow, choose, window_of
+from eyas.card import CardTau, card_of_head, of_size, read_card
 from eyas.errors import CorruptError, EyasError, InputError, MismatchError, MissingInputError
 from eyas.export.engines import Launch
 from eyas.export.export import ExportConfig, export
@@ -111,6 +112,20 @@ def test_a_damaged_card_is_one_clear_error(tmp_path):
         (tmp_path / "eval.json").write_text(content)
         with pytest.raises(CorruptError, match="cannot be read"):
             read_card(str(tmp_path))
+
+
+def test_a_card_has_figures_for_the_drafts_that_are_served(tmp_path):
+    figures = [TREE, CHAIN, SAMPLED, AUTO]
+    assert of_size(figures, "fixed(4,1,5)") == [CHAIN, SAMPLED]
+    assert of_size(figures, "fixed(2,1,3)") == [CHAIN.cut(2), SAMPLED.cut(2)]
+    assert of_size(figures, "fixed(6,3,12)") == [TREE]
+    assert of_size(figures, "auto(6,3,12)") == [AUTO]
+    assert of_size(figures, "fixed(5,1,6)") == of_size(figures, "off") == []
+    (tmp_path / "eval.json").write_text(json.dumps(evaluation()))
+    for form in ("sglang", "other"):
+        (tmp_path / form).mkdir()
+    assert card_of_head(f"{tmp_path}/sglang") == card_of_head(str(tmp_path)) == [CHAIN, SAMPLED]
+    assert card_of_head(f"{tmp_path}/other") == []  # what lies above is no card of this head
 
 
 def test_a_chain_cut_to_its_own_length_is_itself():

@@ -22,9 +22,7 @@ docs/decisions/verdict.md has the measured rates; deploy/prometheus-rules.yaml t
 from __future__ import annotations
 
 import asyncio
-import json
 import math
-import re
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, zip_longest
@@ -32,7 +30,6 @@ from operator import mul
 from statistics import NormalDist
 from typing import Any
 
-from eyas.artifact import Artifact
 from eyas.bench.server import (
     Counters,
     add_counters,
@@ -42,124 +39,18 @@ from eyas.bench.server import (
     read_counters,
     rounds_of,
 )
+from eyas.card import Z_95, CardTau, at_temperature
 from eyas.client import Client
-from eyas.errors import CorruptError, EyasError, InputError, MismatchError, MissingInputError
+from eyas.errors import EyasError, MismatchError, MissingInputError
 from eyas.tau import Interval, acceptance_of_positions
 
 MARGIN = 0.1  # of the accepted drafts a round: less is not worth a training run
 FALSE_ALARMS = 0.001  # of windows
 Z = NormalDist().inv_cdf(1 - FALSE_ALARMS)
-Z_95 = NormalDist().inv_cdf(0.975)
 LOST_S = 300.0  # longer than a server takes to load: none is coming back
 # Of judged drafts a round. eyas counts drafts as they are judged, and rounds as answers end: those
 # under way are the difference, a batch at most.
 SIZE_APART = 0.25
-EVAL = "eval.json"
-_FIXED = re.compile(r"fixed\((\d+),(\d+),(\d+)\)")
-
-
-@dataclass(frozen=True, slots=True)
-class CardTau:
-    """What a card says of one size of drafts. speculation: as `eyas serve` takes it."""
-
-    speculation: str
-    temperature: float
-    tau: float
-    interval: Interval
-    num_answers: int
-    num_rounds: int
-    acceptance_by_position: tuple[float, ...]
-
-    @property
-    def size(self) -> tuple[int, int, int] | None:
-        """Draft steps, branches, tokens that the target judges (the root counted); None of auto."""
-        found = _FIXED.fullmatch(self.speculation)
-        return (int(found[1]), int(found[2]), int(found[3])) if found else None
-
-    @property
-    def se(self) -> float:
-        """Standard error of tau."""
-        return (self.interval[1] - self.interval[0]) / (2 * Z_95)
-
-    def cut(self, num_draft_steps: int) -> CardTau:
-        """A chain's figures with fewer drafts a round: the same acceptance, no drafts behind."""
-        shares = list(accumulate(self.acceptance_by_position, mul))
-        kept = sum(shares[:num_draft_steps]) / (sum(shares) or 1.0)  # a head may be of no use
-        tau, low, high = (1 + kept * (one - 1) for one in (self.tau, *self.interval))
-        return replace(
-            self,
-            speculation=f"fixed({num_draft_steps},1,{num_draft_steps + 1})",
-            tau=tau,
-            interval=(low, high),
-            num_rounds=round(self.num_rounds * self.tau / tau),
-            acceptance_by_position=self.acceptance_by_position[:num_draft_steps],
-        )
-
-
-def read_card(place: str) -> list[CardTau]:
-    """The figures of a head's card: eval.json, or a folder or URL that has one: the output of
-    `eyas eval`, or of `eyas export` with an evaluation.
-
-    Raises MissingInputError, CorruptError, InputError for a card without a tau and its interval.
-    """
-    output = Artifact(place.removesuffix(EVAL).rstrip("/") or ".")
-    if not output.exists(EVAL):
-        raise MissingInputError(
-            f"no {EVAL} in {output.url}", "give the output of `eyas eval` or `eyas export`"
-        )
-    try:
-        figures = _of_eval(json.loads(output.read(EVAL)))
-    except (ValueError, LookupError, TypeError, AttributeError) as error:
-        raise CorruptError(
-            f"{output.url}/{EVAL} cannot be read ({type(error).__name__}: {error})",
-            "make it again with `eyas eval` or `eyas export`",
-        ) from error
-    if not figures:
-        raise InputError(
-            f"{output.url}/{EVAL} has no tau with its interval",
-            "measure the head with `eyas eval` (6 answers or more), and give its output",
-        )
-    return figures
-
-
-def _of_eval(result: Mapping[str, Any]) -> list[CardTau]:
-    """Trees first, as they were served; a chain on features has no `speculation`. What was drawn
-    at several temperatures is a promise of none.
-    """
-    found = [(one, one["temperature"]) for one in result.get("trees", [])]
-    if "tau_by_num_draft_steps" in result:
-        found.append((result, result.get("answers_temperature", 0.0)))
-    return [
-        _card_tau(one, temperature)
-        for one, temperature in found
-        if one["tau_interval"] and one["rounds"] and temperature is not None
-    ]
-
-
-def _card_tau(one: Mapping[str, Any], temperature: float) -> CardTau:
-    steps = one["num_draft_steps"]
-    is_tree = "tau_by_num_draft_steps" not in one
-    return CardTau(
-        one["speculation"] if is_tree else f"fixed({steps},1,{steps + 1})",
-        temperature,
-        one["tau"],
-        (one["tau_interval"][0], one["tau_interval"][1]),
-        one["answers"],
-        one["rounds"],
-        tuple(one["acceptance_by_position"]),
-    )
-
-
-def at_temperature(figures: Sequence[CardTau], temperature: float) -> list[CardTau]:
-    """The card's figures at one temperature. Raises MismatchError where it has none."""
-    own = [one for one in figures if one.temperature == temperature]
-    if not own:
-        known = ", ".join(f"{one:g}" for one in sorted({one.temperature for one in figures}))
-        raise MismatchError(
-            f"the card has no figures at temperature {temperature:g}, only at {known}",
-            "give one of them as --temperature, or measure: `eyas eval` with --temperatures",
-        )
-    return own
 
 
 def choose(figures: Sequence[CardTau], temperature: float, rounds: Mapping[str, Any]) -> CardTau:

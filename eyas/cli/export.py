@@ -9,7 +9,7 @@ import typer
 from eyas.artifact import Artifact
 from eyas.cli.options import Output, Overrides, RunFile, TargetOption, stage_config
 from eyas.cli.stage import stage
-from eyas.export.export import ExportConfig, export
+from eyas.export.export import ExportConfig, export, publish
 from eyas.hub import locate
 
 CONFIG = ExportConfig
@@ -35,3 +35,5 @@ def command(
     artifact = Artifact(output)
     with stage("export", artifact) as track:
         export(config, target, source, artifact, track, measured)
+    if config.publish:
+        print(f"published: {publish(artifact, config.publish)}")

@@ -41,7 +41,7 @@ from eyas.errors import ConfigError, EmptyInputError, MismatchError
 from eyas.evaluate.evaluate import ANSWER_TOKENS, DEFAULT_TREES, EvalConfig, evaluate
 from eyas.evaluate.trees import ModelsConfig
 from eyas.export.check import check
-from eyas.export.export import ExportConfig, export
+from eyas.export.export import ExportConfig, export, publish
 from eyas.features.capture import SPLITS, CaptureConfig, capture, split_of
 from eyas.features.generate import GenerateConfig, generate
 from eyas.features.online import OnlineTarget
@@ -282,6 +282,9 @@ def run_stages(config: RunConfig, root: str, anyway: bool = False) -> dict[str, 
         export(as_exported(config), target, head, exported, track, evaluation)
     folders = [check_form(exported, form, target) for form in config.export.forms]
     measured = serve_and_bench(config, root, prompts, exported, folders[0])
+    if config.export.publish:
+        url = publish(exported, config.export.publish)
+        console.print(f"published: {url}", highlight=False, markup=False, soft_wrap=True)
     done = {"prompts": prompts, "generate": answers, "capture": features, "train": head}
     return {**done, "eval": evaluation, "export": exported, "bench": measured}
 

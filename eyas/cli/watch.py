@@ -13,7 +13,8 @@ from typing import Annotated
 
 import typer
 
-from eyas.bench.watch import CardTau, WatchWindow, read_card, windows
+from eyas.bench.watch import WatchWindow, windows
+from eyas.card import CardTau, read_card
 from eyas.client import Client
 from eyas.hub import locate
 

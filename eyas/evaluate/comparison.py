@@ -1,7 +1,8 @@
 """Two heads on the same answers: how far tau changes, with its interval, in all and by source.
 
 Intervals resample prompts with both heads' counts, so that what makes a prompt easy or hard cancels
-(paired bootstrap, Efron's percentiles).
+(paired bootstrap). For few prompts the percentiles lie further out, as Student's t does (Hesterberg
+2015, expanded percentiles); for fewer than LEAST_ROWS there is no interval.
 """
 
 from __future__ import annotations
@@ -13,9 +14,10 @@ import numpy as np
 
 from eyas.errors import WorseHeadError
 from eyas.evaluate.breakdown import AnswerCounts
-from eyas.tau import bootstrap, ratio_of_sums
+from eyas.tau import LEAST_ROWS, bootstrap, expanded, ratio_of_sums
 
 LEVEL = 0.95  # of the intervals
+FEW = 30  # answers: what rests on fewer is said to
 ALL = "all"  # the name of the comparison over all sources
 
 
@@ -25,7 +27,7 @@ def compare(
     """Changes of tau by source, that over all answers first under ALL.
 
     other, new: of the same prompts, in the same order. change: tau by the other head's tau, less 1.
-    change_interval: None where one of the heads has no round.
+    change_interval: None where one of the heads has no round, and for too few answers.
     """
     pairs = list(zip(other, new, strict=True))
     found = {ALL: change_of_tau(pairs)}
@@ -38,8 +40,8 @@ def change_of_tau(pairs: Sequence[tuple[AnswerCounts, AnswerCounts]]) -> dict[st
     """The change over some answers, each of the other head and of the new one."""
     rows = np.array([_row(new) + _row(other) for other, new in pairs], dtype=float)
     tau_other, tau = float(ratio_of_sums(rows[:, 2:])), float(ratio_of_sums(rows[:, :2]))
-    # least 1: few answers give a wide interval, which shows nothing
-    interval = bootstrap(rows, _changes, LEVEL, least=1) if tau and tau_other else None
+    enough = len(rows) >= LEAST_ROWS and tau and tau_other
+    interval = bootstrap(rows, _changes, expanded(LEVEL, len(rows))) if enough else None
     known = interval is not None and bool(np.isfinite(interval).all())
     return {
         "tau_other": tau_other,
@@ -63,7 +65,8 @@ def _changes(table: np.ndarray) -> np.ndarray:
 def described(change: Mapping[str, Any]) -> str:
     """A change for people."""
     if change["change_interval"] is None:
-        return f"unknown: {change['answers']} answers without a round"
+        few = f"fewer than {LEAST_ROWS}" if change["answers"] < LEAST_ROWS else "without a round"
+        return f"unknown: {change['answers']} answers, {few}"
     low, high = change["change_interval"]
     return (
         f"tau {change['tau_other']:.3f} -> {change['tau']:.3f} ({change['change']:+.1%}, "

@@ -25,7 +25,7 @@ from eyas.errors import ConfigError, EmptyInputError
 from eyas.evaluate.answers import HookedAnswers, hooked_dtype
 from eyas.evaluate.breakdown import WAYS, AnswerCounts
 from eyas.evaluate.chains import GREEDY, Chains
-from eyas.evaluate.comparison import compare
+from eyas.evaluate.comparison import FEW, compare
 from eyas.evaluate.trees import (
     EvalPrompt,
     Models,
@@ -164,7 +164,13 @@ def evaluate(
 
 
 def cautions(result: Mapping[str, Any], config: EvalConfig, num_prompts: int) -> Iterator[str]:
-    """What was asked for and is not measured."""
+    """What was asked for and is not measured, or on few answers."""
+    counts = {source: one["answers"] for source, one in result.get("against", {}).items()}
+    if few := [f"{number} ({source})" for source, number in counts.items() if number < FEW]:
+        yield (
+            f"the comparison rests on few answers, {', '.join(few)}: another {FEW} may decide "
+            "otherwise; measure on more prompts (num_prompts, capture.held_out_share)"
+        )
     if left_out := result.get("left_out"):
         yield (
             f"{left_out} of {num_prompts} prompts are not measured: longer than "

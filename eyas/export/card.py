@@ -7,7 +7,7 @@ the commands where the target has no other name.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ import jinja2
 import yaml
 
 from eyas.artifact import Manifest
+from eyas.card import CardTau
 from eyas.export.engines import FORMS, EngineForm, Launch, engine_of
 from eyas.hub import HUB_ID
 from eyas.lineage import sources, stages
@@ -232,3 +233,30 @@ def _cell(name: str, value: Any) -> str:
         if isinstance(value, int | str) and not isinstance(value, bool)
         else ""
     )
+
+
+def prometheus_rules(figures: Sequence[CardTau], model: str, version: str, form: str) -> str:
+    """A PrometheusRule that records a card's figures as the series eyas:card_*, by the served
+    model's name and the head's version, for servers that do not export them.
+    """
+    name = f"eyas-card-{version}-{form}"
+    rules = [
+        {
+            "record": f"eyas:card_{series}",
+            "expr": f"vector({value!r})",
+            "labels": {
+                "model_name": model,
+                "head_version": version,
+                "temperature": f"{one.temperature:g}",
+            },
+        }
+        for one in figures
+        for series, value in one.series.items()
+    ]
+    found = {
+        "apiVersion": "monitoring.coreos.com/v1",
+        "kind": "PrometheusRule",
+        "metadata": {"name": name, "labels": {"app.kubernetes.io/name": "eyas-head"}},
+        "spec": {"groups": [{"name": name, "interval": "1m", "rules": rules}]},
+    }
+    return yaml.safe_dump(found, sort_keys=False)

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, get_args
 
+from eyas.engine.tree import Speculation
 from eyas.errors import MismatchError
 from eyas.model.config import HeadConfig
 from eyas.model.dialects import EMBED_TOKENS, FLAGS, LM_HEAD, Form
@@ -55,6 +56,16 @@ class Launch:
     def title(self) -> str:
         """The target's name for people: of a folder, its last part."""
         return Path(self.target).name if Path(self.target).is_absolute() else self.target
+
+    def drafts(self, form: EngineForm) -> Speculation:
+        """The size of drafts that the engine's command asks for."""
+        steps, topk, num_verified = self.num_draft_steps, self.tree_topk, self.num_verify_tokens
+        if topk == 1 or form == "vllm":  # vLLM drafts chains only
+            return Speculation("fixed", steps, 1, steps + 1)
+        # no more than the draft steps can give
+        return Speculation(
+            "fixed", steps, topk, min(num_verified, topk + (steps - 1) * topk**2 + 1)
+        )
 
     def is_served(self, form: EngineForm) -> bool:
         """Whether the engine of this form serves such a target with a head."""
@@ -94,10 +105,6 @@ def sglang_command(launch: Launch, head: str) -> list[str]:
     It verifies no more than the draft steps can give; of a chain all drafts and the root, whatever
     number it is given.
     """
-    num_candidates = launch.tree_topk + (launch.num_draft_steps - 1) * launch.tree_topk**2
-    num_verified = min(launch.num_verify_tokens, num_candidates + 1)
-    if launch.tree_topk == 1:
-        num_verified = launch.num_draft_steps + 1
     options = {
         "--model-path": launch.target,
         "--dtype": launch.dtype,
@@ -106,14 +113,14 @@ def sglang_command(launch: Launch, head: str) -> list[str]:
         "--speculative-draft-model-path": head,
         "--speculative-num-steps": launch.num_draft_steps,
         "--speculative-eagle-topk": launch.tree_topk,
-        "--speculative-num-draft-tokens": num_verified,
+        "--speculative-num-draft-tokens": launch.drafts("sglang").num_verify_tokens,
         "--speculative-draft-window-size": launch.draft_window,
     }
     return ["python", "-m", "sglang.launch_server", *_words(options)]
 
 
 def vllm_command(launch: Launch, head: str) -> list[str]:
-    """vLLM drafts chains only. Its own code of some targets gives no hidden states, transformers'
+    """Its own code of some targets gives no hidden states, transformers'
     does.
     """
     speculation = {

@@ -5,7 +5,11 @@ with its card.
     vllm/     config.json  model.safetensors     config, bit-equal tensors, equal logits of a sample
     openvino/ config.json  model.safetensors     if asked for (forms)
     README.md                                    the model card, with the commands that launch both
-    eval.json                                    of an evaluation, if one was given
+    eval.json                                    of an evaluation, if one was given, and of it
+    sglang/, vllm/ prometheus.yaml               what deploy/prometheus-rules.yaml compares with
+
+`publish` copies all of it to a folder of versions. A version never changes: it is the work's
+identity.
 """
 
 from __future__ import annotations
@@ -14,6 +18,7 @@ import hashlib
 from collections.abc import Mapping
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -21,9 +26,10 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator
 from torch import Tensor
 
 from eyas.artifact import Artifact, Manifest, identity
+from eyas.card import EVAL, figures_of, of_size
 from eyas.engine.tree import Speculation
 from eyas.errors import ConfigError, CorruptError, MismatchError
-from eyas.export.card import CARD, CardOrigin, HeadCard
+from eyas.export.card import CARD, CardOrigin, HeadCard, prometheus_rules
 from eyas.export.check import check
 from eyas.export.engines import DTYPES, FORMS, EngineForm, Launch, engine_of
 from eyas.families import FAMILIES
@@ -49,7 +55,8 @@ class ExportConfig(BaseModel):
     """Settings of the export stage.
 
     target_name: what the engines load the target by, if not its folder. speculation: the size of
-    drafts in the launch commands, as `eyas serve` takes it. licence: for the card.
+    drafts in the launch commands, as `eyas serve` takes it; null: the first fixed tree of the
+    evaluation, or the engine's own. licence: for the card.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -58,13 +65,17 @@ class ExportConfig(BaseModel):
         ("sglang", "vllm"), min_length=1, description="engines to write the head for"
     )
     target_name: str | None = None
-    speculation: str = str(Speculation("fixed"))  # the engine's own sizes
+    speculation: str | None = None
     licence: str | None = None
+    publish: str | None = Field(
+        None,
+        description="a folder of a head's versions: a copy goes below it, at VERSION",
+    )
 
     @field_validator("speculation")
     @classmethod
-    def _has_a_size(cls, text: str) -> str:
-        if Speculation.parse(text).mode != "fixed":
+    def _has_a_size(cls, text: str | None) -> str | None:
+        if text is not None and Speculation.parse(text).mode != "fixed":
             raise ConfigError(
                 f"speculation: {text} has no size for a launch command",
                 "give fixed(6,3,12), or a chain such as fixed(4,1,5)",
@@ -96,7 +107,8 @@ def export(
                 "run `eyas eval` on the head that is exported",
             )
     folder = str(Path(resolve_target(target)).resolve())
-    settings = {**config.model_dump(mode="json"), "target_fingerprint": fingerprint(folder)}
+    settings = config.model_dump(mode="json", exclude={"publish"})
+    settings["target_fingerprint"] = fingerprint(folder)
     work = identity("export", settings, inputs)
     if output.is_done_for(work):
         return output.manifest("export")
@@ -110,7 +122,9 @@ def export(
         [fault for form in config.forms for fault in engine_of(form).faults(shape, tensors)],
     )
     output.begin(work)  # not before: a head that is refused takes no folder
-    launch = launch_of(config, target, folder, vocabulary, shape)
+    measured = evaluation.read_json("eval.json") if evaluation is not None else None
+    drafts = Speculation.parse(config.speculation or measured_tree(measured))
+    launch = launch_of(config.target_name, target, folder, vocabulary, shape, drafts)
     hashes: dict[str, str] = {}
     for number, form in enumerate(config.forms):
         track(number, len(config.forms), form)
@@ -122,11 +136,13 @@ def export(
         with TemporaryDirectory() as scratch:
             written = fetch(f"{output.url}/{form}", Path(scratch))
             prove_equal(shape, tensors, written, vocabulary)
+        if figures := of_size(figures_of(measured or {}), str(launch.drafts(form))):
+            rules = prometheus_rules(figures, launch.target, version_of(work), form)
+            output.write(f"{form}/prometheus.yaml", rules.encode())
     track(len(config.forms), len(config.forms))
 
     weights = [tensor for tensor in tensors.values() if tensor.is_floating_point()]
     num_parameters = sum(weight.numel() for weight in weights)
-    measured = evaluation.read_json("eval.json") if evaluation is not None else None
     card = HeadCard(
         launch,
         shape,
@@ -141,7 +157,7 @@ def export(
     )
     output.write(CARD, card.text().encode())
     if measured is not None:  # as measured, for `eyas watch`: the card rounds
-        output.write_json("eval.json", measured)
+        output.write_json(EVAL, measured)
     counts = {"forms": len(config.forms), "tensors": len(tensors), "parameters": num_parameters}
     facts = {
         "target": launch.target,
@@ -151,6 +167,30 @@ def export(
         "measured": measured and {key: measured[key] for key in PROMISED if key in measured},
     }
     return output.finish("export", settings, inputs, counts, facts)
+
+
+def measured_tree(measured: Mapping[str, Any] | None) -> str:
+    """The first fixed tree of an evaluation; without one the engine's own sizes."""
+    trees = [one["speculation"] for one in (measured or {}).get("trees", [])]
+    return next((one for one in trees if one.startswith("fixed")), str(Speculation("fixed")))
+
+
+def version_of(identity: str) -> str:
+    """The name of an export among the versions of a head, of its work's identity."""
+    return identity[:8]
+
+
+def publish(output: Artifact, versions: str) -> str:
+    """Copy a finished export to `versions`/VERSION, where it never changes; the URL. What is there
+    already stays. Raises InputError for a folder with other work, CorruptError.
+    """
+    source = output.manifest("export")
+    copy = Artifact(f"{versions.rstrip('/')}/{version_of(source.identity)}")
+    if copy.begin(source.identity):
+        for name in source.files:
+            copy.write(name, output.read(name))
+        copy.finish("export", source.config, source.inputs, source.counts, source.facts)
+    return copy.url
 
 
 def manifest_of(head: Artifact, folder: Path) -> Manifest:
@@ -189,17 +229,17 @@ def served_head(source: Path, vocabulary: TargetVocabulary) -> tuple[HeadConfig,
 
 
 def launch_of(
-    config: ExportConfig,
+    name: str | None,
     target: str,
     folder: str,
     vocabulary: TargetVocabulary,
     head: HeadConfig,
+    drafts: Speculation,
 ) -> Launch:
-    """What the commands say."""
-    drafts = Speculation.parse(config.speculation)
+    """What the commands say. name: the target's, if not its folder."""
     dtype = vocabulary.config.dtype if vocabulary.config.dtype in DTYPES else None
     return Launch(
-        config.target_name or (target if is_hub_id(target) else folder),
+        name or (target if is_hub_id(target) else folder),
         drafts.num_draft_steps,
         drafts.tree_topk,
         drafts.num_verify_tokens,

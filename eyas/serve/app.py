@@ -34,6 +34,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from eyas.artifact import VERSION
+from eyas.card import CardTau
 from eyas.chat import Chat
 from eyas.engine.engine import Engine
 from eyas.engine.request import Update
@@ -54,7 +55,7 @@ from eyas.serve.page import page_routes
 from eyas.serve.protocol import ChatRequest, DetokenizeRequest, TextRequest, TokenizeRequest
 from eyas.serve.responses import ResponsesRequest
 from eyas.serve.translation import ModelInfo, Translator, check_logprobs
-from eyas.serve.vertex import VertexConfig, error_body, instances, located
+from eyas.serve.vertex import VertexConfig, error_body, instances, located, openai_body
 from eyas.serve.worker import EngineFailure, EngineWorker, QueueFull
 from eyas.serve.writers import CompletionWriter
 
@@ -72,16 +73,21 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class ModelService:
-    """A loaded model: what clients learn of it, the engine's thread, and its translator."""
+    """A loaded model: what clients learn of it, the engine's thread, its translator, and what the
+    head's card says of the drafts that are served.
+    """
 
     info: ModelInfo
     worker: EngineWorker
     translator: Translator
+    card: Sequence[CardTau] = ()
 
     @classmethod
-    def of(cls, engine: Engine, chat: Chat, info: ModelInfo) -> ModelService:
+    def of(
+        cls, engine: Engine, chat: Chat, info: ModelInfo, card: Sequence[CardTau] = ()
+    ) -> ModelService:
         """The service of an engine that has not started."""
-        return cls(info, EngineWorker(engine), Translator(chat, info))
+        return cls(info, EngineWorker(engine), Translator(chat, info), card)
 
 
 def create_app(
@@ -168,6 +174,16 @@ async def _http_error(http: HttpRequest, error: Exception) -> Response:
     return JSONResponse(failed.body(), error.status_code, headers=error.headers)
 
 
+def _translated(
+    service: ModelService, body: ChatRequest | TextRequest | ResponsesRequest
+) -> tuple[bool, CompletionWriter]:
+    """Whether a body asks for a stream, and its completion. Raises ApiError."""
+    completion = service.translator.completion(body)
+    if not body.stream:
+        check_logprobs(completion.requests)
+    return body.stream, completion
+
+
 Handler = Callable[[Exchange, ModelService], Awaitable[Response]]
 
 
@@ -186,6 +202,7 @@ class Api:
             self.probe_paths.add(vertex.health_route)
         self._service: ModelService | None = None
         self._is_draining = False
+        self._num_open = 0  # requests that have not ended
         self._started = int(time.time())
         self._recent_e2e_s = 1.0  # moving mean
         self._held_bytes = 0  # of bodies that are not translated
@@ -228,6 +245,7 @@ class Api:
         # nothing runs yet: all pages are there to be counted
         counters = await service.worker.inspect(Engine.metrics)
         self._metrics.num_pages = counters["pages_available"]
+        self._metrics.card = service.card
         self._service = service
 
     def drain(self) -> None:
@@ -238,6 +256,11 @@ class Api:
         worker = self._service.worker
         log.info("shutting down", extra={"data": {"requests": worker.num_requests}})
         asyncio.get_running_loop().call_later(self.limits.shutdown_s, worker.fail_all)
+
+    @property
+    def is_drained(self) -> bool:
+        """Whether no request runs, and what reads the counters regularly has the last of them."""
+        return self._num_open == 0 and not self._metrics.is_awaited
 
     async def close(self) -> None:
         """End the threads."""
@@ -261,7 +284,11 @@ class Api:
             exchange = Exchange(http)
             address = http.client.host if http.client else ""
             exchange.client = address  # of a key that is refused, too
+            self._num_open += 1
             try:
+                if self._is_draining:
+                    what = "the server is shutting down"
+                    raise ApiError(503, what, code="shutting_down", retry_after=1)
                 key = http.headers.get("authorization", "")
                 exchange.client = self.access.client_name(key, address)
                 self.access.count(exchange.client)
@@ -277,7 +304,7 @@ class Api:
                 response = Response(status_code=CLIENT_GONE)
             except Exception as error:
                 response = JSONResponse(error_form(internal_error(exchange, error)), 500)
-            response.headers["x-request-id"] = exchange.id
+            response.headers.update({"x-request-id": exchange.id, **exchange.traced})
             if not isinstance(response, EventStream):
                 self._end(exchange, response.status_code)
             return response
@@ -288,6 +315,7 @@ class Api:
         """End a request: write its line of log, and count it in the metrics."""
         if exchange.failure is None and not all(one.is_over for one in exchange.completions):
             exchange.failure = "client_gone"
+        self._num_open -= 1
         self._metrics.count(exchange, status)
         if exchange.failure is None and exchange.completions:
             e2e_s = time.perf_counter() - exchange.started
@@ -315,7 +343,9 @@ class Api:
         return JSONResponse({"status": "failed", "error": error}, 503)
 
     async def _metrics_page(self, _: HttpRequest) -> Response:
-        """For Prometheus; without an engine that runs, the server's own part."""
+        """For Prometheus, while the server drains too; without an engine that runs, the server's
+        own part.
+        """
         counters, num_samples = dict[str, float](), 0
         if self._service is not None:
             num_samples = self._service.worker.num_samples
@@ -379,9 +409,11 @@ class Api:
         )
 
     async def _predict(self, exchange: Exchange, service: ModelService) -> Response:
-        """Vertex AI's: all instances at once; one that fails fails all."""
+        """Vertex AI's: a body of OpenAI's, or all instances at once; one that fails fails all."""
 
-        def translate(text: bytes) -> list[CompletionWriter]:
+        def translate(text: bytes) -> tuple[bool, CompletionWriter] | list[CompletionWriter]:
+            if (alone := openai_body(text, self._model)) is not None:
+                return _translated(service, alone)
             completions = []
             for number, body in enumerate(instances(text, self._model)):
                 try:
@@ -392,6 +424,8 @@ class Api:
             return completions
 
         completions = await self._translated(exchange.http, translate)
+        if isinstance(completions, tuple):
+            return await self._answer(exchange, service, *completions)
 
         def write() -> dict[str, Any]:
             return {"predictions": [one.whole() for one in completions]}
@@ -409,13 +443,22 @@ class Api:
         """
 
         def translate(text: bytes) -> tuple[bool, CompletionWriter]:
-            body = parse_body(kind, text)
-            completion = service.translator.completion(body)
-            if not body.stream:
-                check_logprobs(completion.requests)
-            return body.stream, completion
+            return _translated(service, parse_body(kind, text))
 
-        is_stream, completion = await self._translated(exchange.http, translate)
+        return await self._answer(
+            exchange, service, *await self._translated(exchange.http, translate)
+        )
+
+    # Answers
+
+    async def _answer(
+        self,
+        exchange: Exchange,
+        service: ModelService,
+        is_stream: bool,
+        completion: CompletionWriter,
+    ) -> Response:
+        """One completion, whole or as a stream. Raises ApiError, ClientDisconnect."""
         if not is_stream:
             return await self._whole(exchange, service, [completion], completion.whole)
         updates = self._submit(exchange, service, [completion])
@@ -426,8 +469,6 @@ class Api:
             raise self._failed(exchange, service, error) from error
         events = event_pieces(first, updates, exchange, completion)
         return EventStream(events, self.limits.request_timeout_s, exchange, self._end)
-
-    # Answers
 
     async def _whole(
         self,
@@ -464,8 +505,6 @@ class Api:
         """The updates of all requests of completions. Raises ApiError for more samples than fit."""
         num_samples = sum(one.num_samples for one in completions)
         most = service.worker.max_batch + self.limits.max_queue
-        if self._is_draining:
-            raise ApiError(503, "the server is shutting down", code="shutting_down", retry_after=1)
         if num_samples > most:
             raise ApiError(
                 400, f"{num_samples} samples are more than this server holds at once, {most}", "n"

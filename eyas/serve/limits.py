@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 import json
+import logging
 import math
 import os
 import re
@@ -15,8 +16,9 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
-from eyas.errors import ConfigError, InputError, MissingInputError
+from eyas.errors import ConfigError, EyasError, InputError, MissingInputError
 
+log = logging.getLogger("eyas.serve")
 KEYS_VARIABLE = "EYAS_API_KEYS"
 MAX_HOST = 64  # characters of a host that a message repeats
 _HOST = re.compile(r"(?P<name>\[[0-9a-f:.]+\]|[a-z0-9._-]+)(:[0-9]*)?")
@@ -43,7 +45,9 @@ class LimitsConfig(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
-    api_keys: Path | None = Field(None, description="file, a key a line; EYAS_API_KEYS adds to it")
+    api_keys: Path | None = Field(
+        None, description="file, a key a line, read again when it changes; EYAS_API_KEYS adds to it"
+    )
     allowed_hosts: list[str] = Field(
         [], description="in the header Host, beside the loopback's; *: any"
     )
@@ -108,7 +112,8 @@ class ApiError(Exception):
 
     @property
     def headers(self) -> dict[str, str]:
-        headers = {"connection": "close"} if self.status in _CLOSES else {}
+        closes = self.status in _CLOSES or self.code == "shutting_down"
+        headers = {"connection": "close"} if closes else {}
         if self.retry_after is not None:
             headers["retry-after"] = str(self.retry_after)
         return headers
@@ -151,19 +156,16 @@ class AccessControl:
     """
 
     def __init__(self, limits: LimitsConfig) -> None:
-        self._digests = [
-            hashlib.sha256(key.encode()).digest() for key in read_keys(limits.api_keys)
-        ]
+        self._file = limits.api_keys
+        self._file_state = _state_of(self._file)
+        self._digests = _digests(read_keys(self._file))
+        self.needs_key = bool(self._digests)  # it stays so, whatever the file holds later
         self._rate = limits.requests_per_minute
         self._hosts = _LOOPBACK | {host.lower() for host in limits.allowed_hosts}
         # true of a server on the loopback, and where names are given
         self.checks_hosts = bool(limits.allowed_hosts)
         # name: (requests left, at which time)
         self._buckets: OrderedDict[str, tuple[float, float]] = OrderedDict()
-
-    @property
-    def needs_key(self) -> bool:
-        return bool(self._digests)
 
     def check_host(self, header: str) -> None:
         """Raise ApiError 403 for a name that is not this server's: a foreign web page can make its
@@ -183,8 +185,9 @@ class AccessControl:
 
     def client_name(self, authorization: str, address: str) -> str:
         """The client's name for the log: of its key, else its address. Raises ApiError 401."""
-        if not self._digests:
+        if not self.needs_key:
             return address
+        self._read_again()
         scheme, _, key = authorization.partition(" ")
         digest = hashlib.sha256(key.strip().encode("utf-8", "surrogateescape")).digest()
         # All are compared, each in constant time: the duration says nothing about the keys.
@@ -193,6 +196,20 @@ class AccessControl:
             what = "no such API key" if key else "an API key is needed"
             raise ApiError(401, f"{what}: send authorization: Bearer KEY", code="invalid_api_key")
         return f"key-{digest.hex()[:8]}"
+
+    def _read_again(self) -> None:
+        """Take the keys of the file if it has changed. One that cannot be read, or holds none, lets
+        nobody in: it may have been emptied to revoke a key.
+        """
+        if (state := _state_of(self._file)) == self._file_state:
+            return
+        self._file_state = state
+        try:
+            self._digests = _digests(read_keys(self._file))
+            log.info("read API keys", extra={"data": {"keys": len(self._digests)}})
+        except EyasError as error:
+            self._digests = _digests(read_keys(None))
+            log.error("API keys", extra={"data": {"error": f"{error.what}: none of it is valid"}})
 
     def count(self, name: str) -> None:
         """Count a request of this client. Raises ApiError 429."""
@@ -212,6 +229,19 @@ class AccessControl:
                 code="rate_limit_exceeded",
                 retry_after=wait,
             )
+
+
+def _digests(keys: list[str]) -> list[bytes]:
+    return [hashlib.sha256(key.encode()).digest() for key in keys]
+
+
+def _state_of(file: Path | None) -> tuple[int, ...] | None:
+    """What of a file changes with its content; None without one."""
+    try:
+        found = file.stat() if file is not None else None
+    except OSError:
+        return None
+    return None if found is None else (found.st_mtime_ns, found.st_ino, found.st_size)
 
 
 def read_keys(path: Path | None) -> list[str]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 import time
 import uuid
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,6 +20,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 from starlette.requests import Request as HttpRequest
 
+from eyas.card import CardTau
 from eyas.serve.writers import CompletionWriter
 from eyas.tau import accepted_by_position, num_accepted, sum_hists, tau_of
 
@@ -55,7 +57,16 @@ _OF_ROUNDS = (
     ("round_real_seconds", "real_ms", 1e-3, "what they took"),
 )
 _KINDS = ("plain", "tree")  # of rounds
+# The figures of the head's card, for which deploy/prometheus-rules.yaml holds its traffic to them.
+_OF_CARD = {
+    "tau": "what the head's card promises",
+    "se": "standard error of that tau",
+    "answers": "answers that it was measured on",
+    "rounds": "rounds of these answers",
+}
 _REQUEST_ID = re.compile(r"[\w.:-]{1,128}", re.ASCII)
+# W3C Trace Context: version, trace, span of the caller, flags
+_TRACE = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
 
 
 @dataclass
@@ -76,11 +87,15 @@ class Exchange:
         self.endpoint: str = self.http.scope["route"].path
         sent = self.http.headers.get("x-request-id", "")
         self.id = sent if _REQUEST_ID.fullmatch(sent) else uuid.uuid4().hex
+        trace = self.http.headers.get("traceparent", "")
+        # of the request: the log and the answer have it again
+        self.traced = {"traceparent": trace} if _TRACE.fullmatch(trace) else {}
 
     def facts(self, status: int) -> dict[str, Any]:
         """What the log says: client, counts and times."""
         facts: dict[str, Any] = {
             "request_id": self.id,
+            **self.traced,
             "endpoint": self.endpoint,
             "status": status,
             "client": self.client,
@@ -104,10 +119,15 @@ class Exchange:
 
 
 class Metrics(Collector):
-    """All metrics of one server. num_pages: of the engine's cache."""
+    """All metrics of one server. num_pages: of the engine's cache. card: the head's figures for the
+    drafts that are served.
+    """
 
     def __init__(self, model: str) -> None:
         self.num_pages = 1.0
+        self.card: Sequence[CardTau] = ()
+        self._scrapes: deque[float] = deque(maxlen=2)
+        self._has_news = False  # that no scrape has seen
         self._registry = CollectorRegistry()
         self._model = model
         self._accept_hist: list[int] = []
@@ -142,6 +162,7 @@ class Metrics(Collector):
 
     def count(self, exchange: Exchange, status: int) -> None:
         """Count a request that has ended, and its answers."""
+        self._has_news = True
         self._responses.labels(self._model, exchange.endpoint, str(status)).inc()
         for answer in exchange.completions:
             if exchange.failure is not None:
@@ -174,11 +195,31 @@ class Metrics(Collector):
         """All metrics in Prometheus' text format. engine: its counters; num_samples: running or
         waiting, as the server counts them.
         """
+        self._scrapes.append(time.monotonic())
+        self._has_news = False
         self._engine, self._num_samples = engine, num_samples
         return generate_latest(self._registry)
 
+    @property
+    def is_awaited(self) -> bool:
+        """Whether something was counted since the last scrape, and the next is due: after the pause
+        that was between the last two, or soon after.
+        """
+        if not self._has_news or len(self._scrapes) < 2:
+            return False
+        before, last = self._scrapes
+        return time.monotonic() < last + 1.5 * (last - before)
+
     def collect(self) -> Iterator[Metric]:
-        """The engine's part; Prometheus' registry calls it."""
+        """The card's and the engine's part; Prometheus' registry calls it."""
+        for name, about in _OF_CARD.items():
+            of_card = GaugeMetricFamily(
+                f"eyas:card_{name}", about, labels=("model_name", "temperature")
+            )
+            for one in self.card:
+                of_card.add_metric((self._model, f"{one.temperature:g}"), one.series[name])
+            if self.card:
+                yield of_card
         if not (counters := self._engine):
             return
         gauge, counter, hist = GaugeMetricFamily, CounterMetricFamily, self._accept_hist

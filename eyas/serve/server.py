@@ -1,6 +1,7 @@
 """Runs the application: in this process until a signal, in a thread, or in a process of its own.
 
-The socket listens from the first moment; /health answers 503 until the model is loaded.
+The socket listens before the model is loaded, 1.4 s (of one Zen 3 core) after the process starts,
+which are imports; /health answers 503 until the model is there.
 
     main thread     bind, start the event loop -> load the model -> open the API, wait for a signal
     event loop      answers 503 .............................. -> serves
@@ -31,10 +32,11 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from eyas.artifact import Artifact
 from eyas.builtin import BUILTIN
+from eyas.card import CardTau, card_of_head, of_size
 from eyas.chat import Chat
 from eyas.engine.engine import Engine, EngineConfig
 from eyas.errors import ConfigError, EyasError
-from eyas.hub import resolve_head, resolve_target
+from eyas.hub import locate, resolve_head, resolve_target
 from eyas.model.architecture import TargetConfig
 from eyas.model.target import Dtype
 from eyas.model.threads import set_num_threads
@@ -46,6 +48,7 @@ from eyas.serve.vertex import VertexConfig
 
 KEEP_ALIVE_S = 30  # a connection may be idle between two requests
 LAST_ANSWERS_S = 2  # to tell clients about requests that have not finished after shutdown_s
+TICK_S = 0.02  # between two looks whether all have finished
 
 # How long a thread may go on while others want to run; Python's default is 5 ms, and the engine's
 # thread asks often, once for every operator of PyTorch's.
@@ -92,14 +95,16 @@ class ServeConfig(BaseModel):
             return str(self._storage_uri).rpartition("/")[2]
         return Path(self.target).resolve().name
 
+    @property
+    def head_place(self) -> str | None:
+        """The head's name, or its URL in the store of Vertex AI where one lies there."""
+        stored = f"{self._storage_uri}/head"
+        is_stored = self.target is None and self.head is None and bool(Artifact(stored).names())
+        return stored if is_stored else self.head
+
     def folders(self) -> tuple[str, str | None]:
         """The local folders of target and head. Raises what resolving and fetching them raises."""
-        target, head = self.target, self.head
-        if target is None:
-            target = f"{self._storage_uri}/target"
-            stored_head = f"{self._storage_uri}/head"
-            if head is None and Artifact(stored_head).names():
-                head = stored_head
+        target, head = self.target or f"{self._storage_uri}/target", self.head_place
         return resolve_target(target), None if head is None else resolve_head(head)
 
 
@@ -142,7 +147,21 @@ def load(config: ServeConfig) -> ModelService:
             info.max_length,
             context,
         )
-    return ModelService.of(engine, chat, info)
+    return ModelService.of(engine, chat, info, figures_of(config))
+
+
+def figures_of(config: ServeConfig) -> list[CardTau]:
+    """What the card of the served head promises for the drafts that are served; nothing of a head
+    without one.
+    """
+    place = config.head_place
+    if place is None:
+        return []
+    try:
+        return of_size(card_of_head(locate(place)), str(config.engine.parsed()))
+    except EyasError as error:  # the head serves all the same
+        log.warning("the head's card is not watched: %s", error.what)
+        return []
 
 
 def serve(config: ServeConfig, on_ready: Callable[[str], None] = print) -> None:
@@ -153,7 +172,7 @@ def serve(config: ServeConfig, on_ready: Callable[[str], None] = print) -> None:
     app = create_app(config.served_model, config.limits, config.vertex)
     api: Api = app.state.api
     address = config.host, config.port
-    with _exits_on_sigterm(), _listening(app, address) as server:
+    with _exits_on_sigterm() as told, _listening(app, address) as server:
         server.open(load(config))
         gc.collect()
         is_local = ipaddress.ip_address(server.host).is_loopback
@@ -168,24 +187,31 @@ def serve(config: ServeConfig, on_ready: Callable[[str], None] = print) -> None:
                     config.host,
                 )
             on_ready(server.url)
-            server.ended.wait()
+            while not server.ended.wait(1):
+                if told.is_set():
+                    raise SystemExit(0)
         finally:
             gc.unfreeze()  # or libraries report at the process's end what was never collected
 
 
 @contextmanager
-def _exits_on_sigterm() -> Iterator[None]:
+def _exits_on_sigterm() -> Iterator[threading.Event]:
     """SIGTERM ends the block by SystemExit(0), once. The first process of a container ignores a
     signal without a handler, so this must hold while the model is loaded.
+
+    The event says that it came: where the interpreter calls back, as in a collection of weak
+    references, Python drops an exception.
     """
+    told = threading.Event()
 
     def end(*_: object) -> None:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        told.set()
         raise SystemExit(0)
 
     before = signal.signal(signal.SIGTERM, end)
     try:
-        yield
+        yield told
     finally:
         signal.signal(signal.SIGTERM, before)
 
@@ -260,13 +286,13 @@ class Connection(HttpToolsProtocol):
 class UvicornServer(uvicorn.Server):
     """A uvicorn server in a thread, on a socket that is bound already, which ends in two steps.
 
-    When it is to end, it takes no more requests and lets those that run finish, for shutdown_s.
-    Requests that have not finished by then fail with a message that says so.
+    When it is to end, it takes no more requests and lets those that run finish, for shutdown_s;
+    /health and /metrics go on answering. Requests that have not finished by then fail with a
+    message that says so.
     """
 
     def __init__(self, app: Starlette, listener: socket.socket) -> None:
         self._api: Api = app.state.api
-        limits = self._api.limits
         super().__init__(
             uvicorn.Config(
                 app,
@@ -276,7 +302,6 @@ class UvicornServer(uvicorn.Server):
                 access_log=False,
                 server_header=False,
                 timeout_keep_alive=KEEP_ALIVE_S,
-                timeout_graceful_shutdown=math.ceil(limits.shutdown_s + LAST_ANSWERS_S),
             )
         )
         self._api.connections = self.server_state.connections
@@ -306,6 +331,12 @@ class UvicornServer(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self._api.drain()
+        end = self.loop.time() + self._api.limits.shutdown_s
+        while not (self._api.is_drained or self.force_exit) and self.loop.time() < end:
+            await asyncio.sleep(TICK_S)
+        # what is still being sent has the rest of the time
+        left_s = max(0.0, end - self.loop.time()) + LAST_ANSWERS_S
+        self.config.timeout_graceful_shutdown = math.ceil(left_s)
         await super().shutdown(sockets)
 
 

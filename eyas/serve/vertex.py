@@ -7,7 +7,8 @@ form of its errors.
 
 An instance is the body of a chat (it has `messages`) or of a text completion (`prompt`) without
 `model`; parameters are fields for all instances that do not have them. A prediction is what the
-endpoint of the instance would answer.
+endpoint of the instance would answer. Such a body by itself, as rawPredict and streamRawPredict
+hand it on, is answered as by that endpoint.
 """
 
 from __future__ import annotations
@@ -71,6 +72,14 @@ def from_environment(environment: Mapping[str, str] = os.environ) -> dict[str, A
     return {"host": "0.0.0.0", "port": int(port), "vertex": routes}
 
 
+class _Outline(BaseModel):
+    """What tells an OpenAI body from one with instances."""
+
+    instances: Any = None
+    messages: Any = None
+    prompt: Any = None
+
+
 class PredictionRequest(Strict):
     """The body of a request."""
 
@@ -78,6 +87,17 @@ class PredictionRequest(Strict):
         list[dict[str, Any]], Field(min_length=1, max_length=MAX_INSTANCES, fail_fast=True)
     ]
     parameters: dict[str, Any] | None = None
+
+
+def openai_body(body: bytes, model: str) -> ChatRequest | TextRequest | None:
+    """The body of a chat or a text completion, for the served model whatever it names: the endpoint
+    is chosen. None for one with instances, or with neither. Raises ApiError.
+    """
+    outline = parse_body(_Outline, body).model_fields_set
+    if "instances" in outline or not outline:
+        return None
+    kind: type[ChatRequest | TextRequest] = ChatRequest if "messages" in outline else TextRequest
+    return parse_body(kind, json.dumps({**json.loads(body), "model": model}).encode())
 
 
 def instances(body: bytes, model: str) -> list[ChatRequest | TextRequest]:
@@ -100,13 +120,22 @@ def instances(body: bytes, model: str) -> list[ChatRequest | TextRequest]:
             raise ApiError(400, f"{where}: give messages, for a chat, or prompt, for a text", where)
         kind: type[ChatRequest | TextRequest] = ChatRequest if "messages" in given else TextRequest
         try:
-            one = parse_body(kind, json.dumps({"model": model, **shared, **given}).encode())
+            one = parse_body(kind, json.dumps(_whole({"model": model, **shared, **given})).encode())
             if one.stream:
                 raise unsupported("stream", "a prediction is not streamed; leave it out (or false)")
         except ApiError as error:
             raise located(error, number, given, shared) from None
         found.append(one)
     return found
+
+
+def _whole(value: Any) -> Any:
+    """16.0 as 16: protobuf's Struct, through which instances may come, has floats alone."""
+    if isinstance(value, dict):
+        return {name: _whole(one) for name, one in value.items()}
+    if isinstance(value, list):
+        return [_whole(one) for one in value]
+    return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 def located(
