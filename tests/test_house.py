@@ -33,7 +33,7 @@ ROOMS = {
     "features": (127, "the target's answers and its hidden states"),
     "bench": (122, "any server measured over HTTP, and watched"),
     "train": (99, "objective, optimizer, runs"),
-    "cli": (100, "one file per command"),
+    "cli": (102, "one file per command"),
     "top": (138, "artifacts, records, errors, names of models, pages, Python's API"),
     "export": (103, "forms of other engines, check by replay, card"),
     "chat": (39, "chat template and tokenizer"),
