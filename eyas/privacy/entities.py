@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
+import itertools
 import re
 from collections.abc import Sequence
 
@@ -13,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from eyas.privacy import tagger
+from eyas.privacy.evidence import borne_out
 from eyas.privacy.lexicon import bare_word, gazetteer, tokenize
 
 TYPES = ("PERSON", "STREET_ADDRESS", "LOCATION")
@@ -63,7 +65,9 @@ def find_entities(text: str, threshold: float = NAME_THRESHOLD) -> list[Entity]:
     found: list[Entity] = []
     for start, end in pieces(text):
         found += _find_in_piece(text[start:end], start, threshold)
-    return repeat_names(text, join_addresses(text, found))
+    spans = join_addresses(text, found)
+    kept = borne_out(text, [(one.type, one.start, one.end, one.score) for one in spans])
+    return repeat_names(text, list(itertools.compress(spans, kept)))
 
 
 def pieces(text: str) -> list[tuple[int, int]]:
