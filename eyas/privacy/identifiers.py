@@ -1,4 +1,4 @@
-"""National identity, tax, social security and health numbers of 36 countries: how each is written,
+"""National identity, tax, social security and health numbers of 37 countries: how each is written,
 its check (python-stdnum's), and cue words.
 
 A number whose form and check are so loose that ordinary prompts hold it by chance needs a cue word
@@ -41,6 +41,7 @@ from stdnum.no import fodselsnummer
 from stdnum.pl import pesel
 from stdnum.pt import nif
 from stdnum.ro import cnp
+from stdnum.ru import inn
 from stdnum.se import personnummer
 from stdnum.th import pin
 from stdnum.tr import tckimlik
@@ -48,6 +49,7 @@ from stdnum.us import itin
 from stdnum.za import idnr as za_id
 
 from eyas.privacy.spelling import Span
+from eyas.privacy.spelling import cue as spelt_cue
 
 CUE_DISTANCE = 40  # characters between a cue and the number after it
 CLOSE = 24  # the same behind the number
@@ -68,11 +70,9 @@ class Identifier:
     cue: re.Pattern[str] | None = None
 
 
-def _kind(name: str, written: str, valid: Callable[[str], bool], cue: str = "") -> Identifier:
-    pattern = re.compile(rf"(?<![\w.,/+-])(?:{written})(?![\w/+-]|[.,]\d)", re.ASCII)
-    return Identifier(
-        name, pattern, valid, re.compile(rf"(?<!\w)(?:{cue})(?!\w)", re.I) if cue else None
-    )
+def _kind(name: str, written: str, valid: Callable[[str], bool], words: str = "") -> Identifier:
+    pattern = re.compile(rf"(?<![\w./+-])(?:{written})(?![\w/+-]|\.\d)", re.ASCII)
+    return Identifier(name, pattern, valid, re.compile(spelt_cue(words), re.I) if words else None)
 
 
 def is_nric(value: str) -> bool:
@@ -90,6 +90,13 @@ def is_nino(value: str) -> bool:
     return value[:2].upper() not in ("BG", "GB", "NK", "KN", "TN", "NT", "ZZ")
 
 
+def is_snils(value: str) -> bool:
+    """Russia's insurance number: weighted digits modulo 101, of which 100 is written 00."""
+    *digits, tens, ones = (int(sign) for sign in value if sign.isdigit())
+    total = sum(digit * weight for digit, weight in zip(digits, range(9, 0, -1), strict=True))
+    return total % 101 % 100 == 10 * tens + ones
+
+
 def is_document(value: str) -> bool:
     """At least four digits: passports and licences have no public check, and need their cue."""
     return sum(letter.isdigit() for letter in value) >= 4
@@ -99,6 +106,7 @@ DOCUMENT_CUE = (
     r"passport(?: (?:number|no\.?))?|driv(?:er'?s?|ing) licen[cs]e(?: (?:number|no\.?))?"
     r"|licen[cs]e (?:number|no\.?)|(?:identity|id) card(?: (?:number|no\.?))?"
     r"|national id(?: (?:number|no\.?))?|personalausweis|reisepass|medical record(?: number)?|mrn"
+    r"|pasaporte|passaporto|passeport|паспорт\w*|护照号?码?|护照|旅券|パスポート|여권(?:번호)?"
     r"|health (?:insurance|card)(?: (?:number|no\.?))?|medicare(?: (?:number|no\.?))?"
 )
 IDENTIFIERS = (
@@ -160,10 +168,19 @@ IDENTIFIERS = (
     ),
     _kind("AU TFN", r"\d{3} ?\d{3} ?\d{2,3}", tfn.is_valid, r"tfn|tax file(?: number)?"),
     _kind("IN PAN", r"[A-Z]{5}\d{4}[A-Z]", pan.is_valid),
-    _kind("IN Aadhaar", r"\d{4}[ -]?\d{4}[ -]?\d{4}", aadhaar.is_valid, r"a?adh?aar|uidai?"),
+    _kind("IN Aadhaar", r"\d{4}[ -]?\d{4}[ -]?\d{4}", aadhaar.is_valid, r"a?adh?aar|uidai?|आधार"),
     _kind("SG NRIC", r"[STFGstfg]\d{7}[A-Za-z]", is_nric),
     _kind("TH PIN", r"\d-\d{4}-\d{5}-\d\d-\d", pin.is_valid),
     _kind("KR RRN", r"\d{6}-[0-9]\d{6}", rrn.is_valid),
+    _kind(
+        "KR RRN, any",  # those given since October 2020 have no check digit
+        r"\d\d[01]\d[0-3]\d-?[1-8]\d{6}",
+        is_document,
+        r"주민(?:등록)?번호\w*|rrn|resident registration(?: number)?",
+    ),
+    _kind("RU SNILS", r"\d{3}-\d{3}-\d{3}[ -]\d\d", is_snils),
+    _kind("RU SNILS, bare", r"\d{11}", is_snils, r"снилс|snils"),
+    _kind("RU INN", r"\d{12}", inn.is_valid, r"инн|inn"),
     _kind(
         "JP My Number",
         r"\d{4}[ -]?\d{4}[ -]?\d{4}",

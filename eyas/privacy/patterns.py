@@ -16,7 +16,9 @@ from collections.abc import Iterator
 import phonenumbers
 from stdnum import bitcoin, iban, luhn
 
-from eyas.privacy.spelling import Span
+from eyas.language import spoken_language
+from eyas.privacy.evidence import LOG
+from eyas.privacy.spelling import Span, cue
 
 CUE_DISTANCE = 40  # characters between a cue word and the value behind it
 
@@ -38,11 +40,13 @@ _LOCAL = r"\w.!#$%&'*+=?^`{}~-"  # characters of an address before the @
 
 def _mail(domains: str) -> re.Pattern[str]:
     start = rf"(?<![{_LOCAL}])[^\w\s@]*(?P<address>\w[{_LOCAL}]*@(?:\w[\w-]*\.)+"
-    return re.compile(rf"{start}(?:{domains}|xn--[\w-]+|[^\W\d_a-z]{{2,24}}))(?!\w)", re.I)
+    return re.compile(rf"{start}(?:{domains}|xn--[\w-]+|(?=\w*[^\W\d_a-z])[^\W\d_]{{2,24}}))(?!\w)", re.I)
 
 
 MAIL, ANY_MAIL = _mail("|".join(DOMAINS)), _mail("[a-z]{2,24}")
-MAIL_CUE = re.compile(r"\b(?:(?:e-?)?mails?|contact|write|reach|address|correo|courriel)\b", re.I)
+MAIL_CUE = re.compile(
+    cue(r"(?:e-?)?mails?|contact|write|reach|address|correo|courriel|邮箱|邮件|メール|이메일|почт\w+"), re.I
+)
 
 IPV4 = re.compile(r"(?<![\w.])\d{1,3}(?:\.\d{1,3}){3}(?:/\d{1,2})?(?!\w|\.\d)")
 IPV6 = re.compile(
@@ -52,28 +56,30 @@ IPV6 = re.compile(
 )
 
 # By issuer: Visa 4, Mastercard 51-55 and 2221-2720, American Express 34 and 37, Diners 30, 36, 38
-# and 39, JCB 35, 1800 and 2131, Discover, UnionPay and Maestro 6, Maestro 50 and 56-58.
-CARD_ISSUER = re.compile(r"4|5[0-8]|2(?:22[1-9]|2[3-9]|[3-6]|7[01]|720)|3[0-9]|6|1800|2131")
+# and 39, JCB 35, 1800 and 2131, Mir 2200-2204, Discover, UnionPay and Maestro 6, UnionPay 81,
+# Maestro 50 and 56-58.
+CARD_ISSUER = re.compile(r"4|5[0-8]|81|2(?:20[0-4]|22[1-9]|2[3-9]|[3-6]|7[01]|720)|3[0-9]|6|1800|2131")
 # Each layout is tried by itself, since an expiry date or a security code may follow as one more
 # group of digits.
 CARD_LAYOUTS = {
     "one run": r"\d{12,19}",
     "4-4-4-4": r"\d{4}([ -])\d{4}\1\d{4}\1\d{4}",
     "4-4-4-4-3": r"\d{4}([ -])\d{4}\1\d{4}\1\d{4}\1\d{3}",
+    "6-13": r"\d{6} \d{13}",
     "4-6-5": r"\d{4}([ -])\d{6}\1\d{4,5}",
     "4-4-5": r"\d{4}([ -])\d{4}\1\d{4,5}",
 }
 CARDS = [
-    re.compile(rf"(?<![\w+])(?<!\d[.,-]){digits}(?!\w|[.,]\d)") for digits in CARD_LAYOUTS.values()
+    re.compile(rf"(?<![\w+])(?<!\d[.-]){digits}(?!\w|\.\d)") for digits in CARD_LAYOUTS.values()
 ]
 MAYBE_CARD = re.compile(r"\d(?:[\W_]{0,7}\d){11}")
 # The same between separators of any kind; a line of a column has more of its like beside it.
 CARD_SEPARATOR = r"(?:[^\w$€£,%]{1,7}|_{1,3})"
 LOOSE_CARDS = [
     re.compile(
-        r"(?<![\w+])(?<!\d[.,-])"
+        r"(?<![\w+])(?<!\d[.-])(?<![-*•] )"
         + CARD_SEPARATOR.join(rf"\d{{{count}}}" for count in layout)
-        + r"(?!\w|[.,]\d)"
+        + r"(?!\w|\.\d)"
     )
     for layout in ((4, 4, 4, 4), (4, 6, 5), (4, 6, 4), (4, 4, 5))
 ]
@@ -82,8 +88,11 @@ ONE_BEFORE = re.compile(rf"(?<!\d)\d{{4}}{CARD_SEPARATOR}$")
 SINGLE_DIGITS = re.compile(r"(?<![\w.,-])\d([ ._/-])\d(?:\1\d){13,14}(?!\w|\1\d)")
 # Beside a word for a card, any separators and groups do.
 CARD_CUE = re.compile(
-    r"\b(?:card|visa|master ?card|amex|american express|maestro|cc|ccn|karte|kreditkarte|tarjeta"
-    r"|carte|cart[ãa]o|carta)(?: (?:number|no|num|nummer)\b)?",
+    cue(
+        r"(?:card|visa|master ?card|amex|american express|maestro|cc|ccn|karte|kreditkarte|tarjeta"
+        r"|carte|cart[ãa]o|carta|карт\w+|мир|kart\w*|karty|卡号?|カード|카드\w*|银行卡|信用卡)"
+        r"(?: (?:number|no|num|nummer))?"
+    ),
     re.I,
 )
 CARD_RUN = re.compile(r"(?<![\w$€£])\d(?:[^\w$€£]{0,3}_?\d){12,26}(?!\d)")
@@ -100,20 +109,47 @@ LOOSE_SSN = re.compile(r"(?<![\w./-])\d(?:[^\w$]{0,3}_?\d){8}(?![\w/-]|\.\d)")
 SSN_CUE = re.compile(r"\bssn\b|\bsocial[ -]security\b", re.I)
 
 # Countries whose national numbering is tried; any country's number is found in international form
-# or beside a cue word.
+# or beside a cue word, and those of the text's language or script as their people write them.
 PHONE_REGIONS = (
     "US", "GB", "IE", "AU", "NZ", "ZA", "IN", "DE", "AT",
     "CH", "FR", "BE", "NL", "ES", "IT", "SE", "BR", "MX",
 )  # fmt: skip
+LANGUAGE_REGIONS = {
+    language: tuple(regions.split())
+    for language, regions in (
+        part.split(":")
+        for part in """
+    es:ES MX AR CO CL PE|pt:BR PT|gl:ES BR|ca:ES|pl:PL|ru:RU KZ BY|uk:UA|bg:BG|tr:TR|zh:CN TW HK SG
+    |ja:JP|ko:KR|hi:IN|ar:EG SA AE MA|th:TH|vi:VN|id:ID|cs:CZ|sk:SK|hu:HU|ro:RO|el:GR|he:IL|fa:IR
+    |de:DE AT CH|fr:FR BE CH CA|it:IT CH|nl:NL BE|sv:SE FI|da:DK|no:NO|nb:NO|fi:FI""".split("|")
+    )
+    for language in [language.strip()]
+}
+# Scripts that tell the language, before the detector is asked.
+SCRIPTS = (
+    (re.compile("[\u3040-\u30ff]"), "ja"),
+    (re.compile("[\uac00-\ud7ff]"), "ko"),
+    (re.compile("[\u4e00-\u9fff]"), "zh"),
+    (re.compile("[\u0e00-\u0e7f]"), "th"),
+    (re.compile("[\u0900-\u097f]"), "hi"),
+)
 MAYBE_PHONE = re.compile(r"\d(?:\D{0,3}\d){6}")  # seven digits that stand together
 PHONE = re.compile(
-    r"(?<![\w#$€£+])(?<!\d[.,:/-])[+(]?\d(?:(?:[ ().·•-]{0,2}|[/_\n]| [-/] )\d){6,63}"
-    r"(?:\s?(?:x|ext\.?)\s?\d{1,6})?(?![\w%/]|[.,:-]\d)",
+    r"(?<![\w#$€£+])(?<!\d[.:/-])[+(]?\d(?:(?:[ ().·•-]{0,2}|[/_\n]| [-/] )\d){6,63}"
+    r"(?:\s?(?:x|ext\.?)\s?\d{1,6})?(?![\w%/]|[.:-]\d)",
     re.I,
 )
 PHONE_CUE = re.compile(
-    r"\b(?:(?:tele)?phone|tel|mobile|cell|landline|fax|office|my number"
-    r"|call(?:ing|ed)?|dial|ring|text|sms|whatsapp|reach|answering)\b",
+    cue(
+        r"(?:tele)?phone|tel|mobile|cell|landline|fax|office|my number"
+        r"|call(?:ing|ed)?|dial|ring|text|sms|whatsapp|reach|answering"
+        r"|tel[eé]fono|tel[eé]f|m[oó]vil|celular|ll[aá]m\w*|telefone|fone|ligue|ligar"
+        r"|telefon\w*|handy\w*|mobil\w*|rufnummer|anrufen|t[eé]l[eé]phone|portable|appel\w*"
+        r"|cellulare|chiam\w+|telefoon\w*|kom[oó]rk\w*|(?:za)?dzwo\w+|cep|телефон\w*|тел|моб"
+        r"|звон\w*|позвон\w*|вотсап|电话(?:号码)?|手机号?码?|致电|拨打|联系方式|電話(?:番号)?|携帯\w*|手機"
+        r"|전화\w*|휴대폰\w*|핸드폰\w*|연락처\w*|फ़ोन|फोन|मोबाइल|هاتف\w*|جوال\w*|اتصل|موبايل|โทร|มือถือ|เบอร์"
+    )
+    + r"|电话|手机|電話|携帯|전화|연락처|โทร|เบอร์",
     re.I,
 )
 # Written without a cue, a national number shows itself by a trunk 0, by North America's 3-3-4, or
@@ -125,9 +161,11 @@ PHONE_FORM = re.compile(
 NO_PHONE = re.compile(
     r"(?:19|20)\d\d[-./_ ]\d{1,2}[-./_ ]\d{1,2}(?: .*)?"
     r"|\d{1,2}[-./_ ]\d{1,2}[-./_ ](?:19|20)\d\d(?:[ -].*)?|\d{1,2}/\d{1,2}/\d\d(?:[ -].*)?"
-    r"|\(?(?:1\d|20)\d\d(?: |-| - )(?:1\d|20)\d\d|\d{1,3}(?:\.\d{1,3}){3}|97[89][ -].*"
+    r"|\d{1,2}\.\d+|\(?(?:1\d|20)\d\d(?: |-| - )(?:1\d|20)\d\d|\d{1,3}(?:\.\d{1,3}){3}|97[89][ -].*"
 )
 ONE_DIGIT = re.compile(r"(?<!\d)\d(?!\d)")
+HEADER = re.compile(r"[A-Za-z_]\w*,[A-Za-z_]")  # of CSV
+MOST_OF_LINE = 1000  # characters of a line that are looked at
 # Where one number of a run may end and the next begin.
 PHONE_BREAK = re.compile(r"\d[).-]?[ \n]|\d(?=[(+])")
 NEAR_BEFORE, NEAR_AFTER = 32, 12  # characters in which a telephone's cue counts
@@ -298,11 +336,49 @@ def _is_phone(text: str, start: int, end: int) -> bool:
     has_form = PHONE_FORM.fullmatch(value) is not None
     if NO_PHONE.fullmatch(value) or ("/" in value and not has_form):
         return False
+    if not _is_field(text, start, end):
+        return False
     has_form = has_form and " / " not in value  # a division
     beside = f"{text[max(0, start - NEAR_BEFORE) : start]} {text[end : end + NEAR_AFTER]}"
     if PHONE_CUE.search(beside):
         return 7 <= num_digits <= 15
-    return 8 <= num_digits <= 15 and has_form and next(parse_phone(value), None) is not None
+    if not 8 <= num_digits <= 15 or (value[0].isdigit() and _is_in_log(text, start)):
+        return False
+    return (has_form and next(parse_phone(value), None) is not None) or _is_local(text, value)
+
+
+def _is_field(text: str, start: int, end: int) -> bool:
+    """Whether a comma between the digits and others, if there is one, parts fields of CSV: there is
+    a second one on the line, or names of columns above; else it is a decimal one.
+    """
+    if not (re.match(r",\d", text[end:]) or re.search(r"\d,$", text[:start])):
+        return True
+    line = text[text.rfind("\n", 0, start) + 1 :].partition("\n")[0]
+    return line.count(",") > 1 or HEADER.search(text, 0, start) is not None
+
+
+def _is_in_log(text: str, start: int) -> bool:
+    line = text[text.rfind("\n", 0, start) + 1 :].partition("\n")[0]
+    return LOG.search(line[:MOST_OF_LINE]) is not None
+
+
+def _is_local(text: str, value: str) -> bool:
+    """Whether it is a number of a country where the text's language is spoken, in the groups in
+    which it is written there, or ten digits or more in one.
+    """
+    language = next((code for script, code in SCRIPTS if script.search(text)), "")
+    groups = re.findall(r"\d+", value)
+    for region in LANGUAGE_REGIONS.get(language or spoken_language(text), ()):
+        number = _parsed(region, value)
+        if number is None or not phonenumbers.is_valid_number(number):
+            continue
+        if len(groups) == 1:
+            return len(groups[0]) > 9
+        written = phonenumbers.format_number(number, phonenumbers.PhoneNumberFormat.NATIONAL)
+        usual = re.findall(r"\d+", written)
+        if groups == usual or groups[1:] == usual or groups[1:] == usual[1:]:
+            return True
+    return False
 
 
 def parse_phone(value: str) -> Iterator[phonenumbers.PhoneNumber]:
