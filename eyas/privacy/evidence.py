@@ -35,8 +35,8 @@ from eyas.privacy.lexicon import (
 )
 
 _LISTS = yaml.safe_load((FILES / "evidence.yaml").read_text(encoding="utf-8"))
-EPONYM, PLACE, WEAK = (
-    frozenset(_LISTS[kind].split()) for kind in ("eponym", "place", "weak")
+EPONYM, PLACE, WEAK, SOFTWARE = (
+    frozenset(_LISTS[kind].split()) for kind in ("eponym", "place", "weak", "software")
 )
 NAMED, PLACED = GIVEN | FAMILY, CITY | CITY_LARGE | COUNTRY | REGION
 
@@ -54,8 +54,10 @@ CUE = re.compile(
 )
 TITLE = re.compile(r"\b(?:mr|mrs|ms|miss|mx|dr|prof|sir|lady|lord|professor|doctor|judge)\.? ?$", re.I)
 INTRODUCED = re.compile(
-    r"\b(?:my (?:full |first |last |maiden )?name|i am|i'?m|this is|call me|name[sd]?)\b", re.I
+    r"\b(?:my (?:full |first |last |maiden )?name|i am|i'?m|this is|call me|name(?:'s| is|:))(?!\w)", re.I
 )
+
+MIXED = re.compile(r"\A(?!Mc|Mac|De|Di|La|Le|Van|O['’])\w*[a-z][A-Z]")
 
 # Options: marks in order, from the first letter on, on lines of their own or on one.
 MARK = re.compile(r"(?:(?<=\s)|\A)\(?([A-Ha-h])(?:[.):]|\))(?=\s)")
@@ -70,12 +72,12 @@ LOG = re.compile(
 )
 
 PROBLEM = re.compile(
-    r"\bhow (?:many|much|long|old|far|tall|fast|often|late)\b|\bwhat (?:is|was|will|are|percent\w*"
+    r"\bhow (?:many|much|long|old|far|tall|fast|often|late)\b|\bwhat (?:is|do(?:es)?|did|was|will|are|percent\w*"
     r"|fraction)\b|\b(?:find|calculate|compute|determine)\b|\bwho (?:is|has|was|won|finished)\b",
     re.I,
 )
 NUMBER = re.compile(
-    r"\d+|\b(?:two|three|four|five|six|seven|eight|nine|ten|twice|half|taller|older|younger"
+    r"\d+|\b(?:two|three|four|five|six|seven|eight|nine|ten|eighteen|twenty|thirty|hundred|third|twice|half|taller|older|younger"
     r"|shorter|dozen)\b",
     re.I,
 )
@@ -84,7 +86,13 @@ STORY = re.compile(
     r"[,.!?—-][\"”’'»] ?(?:said|cried|replied|asked|exclaimed|returned|answered|whispered|murmured"
     r"|continued|observed|remarked|thought|shouted|muttered|inquired)\b"
     r"|\b(?:said|cried|replied|exclaimed|whispered|murmured) (?:he|she|I|Mrs?|the)\b"
-    r"|\b(?:extract|excerpt|passage|chapter|scene|lines) from [A-Z\"“*_]",
+    r"|\b(?:[Ee]xtract|[Ee]xcerpt|[Pp]assage|[Cc]hapter|[Ss]cene|[Ff]able|[Nn]ovel)s?\b",
+)
+# A letter, a record, a form: its people are no story's.
+PRIVATE = re.compile(
+    r"\w@\w|\d{3}[ .-]?\d{4}\b|\b(?:dear|regards|sincerely|invoice|customer|patient|phone|address"
+    r"|order|account|my name)\b",
+    re.I,
 )
 # A question about somebody; what follows is whom it is about.
 ABOUT = re.compile(
@@ -112,7 +120,7 @@ class Surroundings:
             and not FIRST_PERSON.search(text)
         )
         self.is_lower = not any(map(str.isupper, text))
-        self.is_story = STORY.search(text) is not None
+        self.is_story = STORY.search(text) is not None and not PRIVATE.search(text)
 
     def is_person(self, start: int, end: int, score: float) -> bool:
         """Whether a span that looks like a name is a person's, and one that is to go."""
@@ -131,7 +139,7 @@ class Surroundings:
         if (self.is_story or ABOUT.search(before)) and not introduced:
             return False
         if len(words) > 1 and not has_title:
-            return self._is_pair(words, names, looked, score, cued, is_log)
+            return self._is_pair(words, names, looked, after, score, cued, is_log)
         if self.is_problem and not introduced:
             return False
         if is_log and not introduced:
@@ -143,6 +151,7 @@ class Surroundings:
         words: Sequence[str],
         names: Sequence[str],
         looked: Sequence[tuple[int, int]],
+        after: str,
         score: float,
         cued: bool,
         is_log: bool,
@@ -151,10 +160,10 @@ class Surroundings:
         ordinary = [0 < rank <= 2 and not bits & (GIVEN_COMMON | FAMILY_COMMON) for bits, rank in looked]
         if all(ordinary) and not cued:
             return False
-        if any(bare_word(word) in EPONYM for word in words):
+        if any(bare_word(word) in EPONYM for word in words) or _is_eponym(after):
             return False
         if is_log:
-            return len(names) > 1
+            return len({*names}) > 1
         return bool(names) or cued or score >= SURE
 
     def _is_lone(
@@ -166,8 +175,7 @@ class Surroundings:
             return False
         if re.search(r"\d[ -]?$|\($", before) or (word.isupper() and len(word) < 6 and not cued):
             return False
-        following = re.match(r"(?:['’]s?)? ([^\W\d_]+)", after)
-        if following and bare_word(following[1]) in EPONYM:
+        if _is_eponym(after) or MIXED.search(word) or (bare_word(word) in SOFTWARE and not cued):
             return False
         if BEFORE_ITEM.search(before) and AFTER_ITEM.match(after):
             return False
@@ -193,6 +201,8 @@ class Surroundings:
         cued = any(bare_word(word) in PLACE for word in WORD.findall(before[-48:]))
         near = value + self.text[end : end + 40]
         has_kind = any(_is_kind(word, self.is_lower) for word in WORD.findall(near))
+        if LOG.search(self._line(start)):
+            return False
         if BOX.search(near) or (CORNER.search(value) and cued):
             return True
         if has_number:
@@ -242,6 +252,14 @@ def _is_joined(text: str, start: int, end: int) -> bool:
         and after[0] in JOINING
         and after[1].isalnum()
         and not (after[0] in ".:-/" and after[1].isupper())
+    )
+
+
+def _is_eponym(after: str) -> bool:
+    """Whether something that is named after a person follows: Ohm's law, the Gibbs free energy."""
+    following = re.match(r"(?:['’]s?)? ([^\W\d_]+)(?: ([^\W\d_]+))?", after)
+    return following is not None and any(
+        word is not None and bare_word(word) in EPONYM for word in following.groups()
     )
 
 

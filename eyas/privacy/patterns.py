@@ -101,6 +101,11 @@ CARD_LENGTHS = (16, 15, 19, 14, 13)
 ACCOUNT = re.compile(
     r"(?<![A-Za-z0-9])(?=([A-Za-z]{2}[\W_]{0,3}\d[\W_]{0,3}\d(?:[\W_]{0,3}[A-Za-z0-9]){11,30}))"
 )
+ACCOUNT_NUMBER = re.compile(
+    r"\b(?:account|acct|konto|cuenta)[ -]?(?:number|num|no\.?|nr\.?|nummer|#)(?!\w)[^\n\d]{0,16}?"
+    r"(?<![\w$€£])(?P<value>\d[\d -]{4,18}\d)(?![\w-])",
+    re.I,
+)
 SHORTEST_ACCOUNT = 15  # letters and digits; Norway's
 
 SSN = re.compile(r"(?<![\w./-])(\d{3})([- ./_]|  )(\d{2})\2(\d{4})(?![\w/-]|\.\d)")
@@ -119,8 +124,8 @@ LANGUAGE_REGIONS = {
     for language, regions in (
         part.split(":")
         for part in """
-    es:ES MX AR CO CL PE|pt:BR PT|gl:ES BR|ca:ES|pl:PL|ru:RU KZ BY|uk:UA|bg:BG|tr:TR|zh:CN TW HK SG
-    |ja:JP|ko:KR|hi:IN|ar:EG SA AE MA|th:TH|vi:VN|id:ID|cs:CZ|sk:SK|hu:HU|ro:RO|el:GR|he:IL|fa:IR
+    es:ES MX AR CO CL PE|pt:BR PT|gl:ES BR|ca:ES|pl:PL|ru:RU UA KZ BY BG|tr:TR|zh:CN TW HK SG
+    |ja:JP|ko:KR|hi:IN|ar:EG SA AE MA IR|th:TH|vi:VN|id:ID|cs:CZ|sk:SK|hu:HU|ro:RO|el:GR|he:IL
     |de:DE AT CH|fr:FR BE CH CA|it:IT CH|nl:NL BE|sv:SE FI|da:DK|no:NO|nb:NO|fi:FI""".split("|")
     )
     for language in [language.strip()]
@@ -132,6 +137,8 @@ SCRIPTS = (
     (re.compile("[\u4e00-\u9fff]"), "zh"),
     (re.compile("[\u0e00-\u0e7f]"), "th"),
     (re.compile("[\u0900-\u097f]"), "hi"),
+    (re.compile("[\u0600-\u06ff]"), "ar"),
+    (re.compile("[\u0400-\u04ff]"), "ru"),
 )
 MAYBE_PHONE = re.compile(r"\d(?:\D{0,3}\d){6}")  # seven digits that stand together
 PHONE = re.compile(
@@ -146,7 +153,7 @@ PHONE_CUE = re.compile(
         r"|tel[eé]fono|tel[eé]f|m[oó]vil|celular|ll[aá]m\w*|telefone|fone|ligue|ligar"
         r"|telefon\w*|handy\w*|mobil\w*|rufnummer|anrufen|t[eé]l[eé]phone|portable|appel\w*"
         r"|cellulare|chiam\w+|telefoon\w*|kom[oó]rk\w*|(?:za)?dzwo\w+|cep|телефон\w*|тел|моб"
-        r"|звон\w*|позвон\w*|вотсап|电话(?:号码)?|手机号?码?|致电|拨打|联系方式|電話(?:番号)?|携帯\w*|手機"
+        r"|звон\w*|позвон\w*|вотсап|zap|电话(?:号码)?|手机号?码?|致电|拨打|联系方式|電話(?:番号)?|携帯\w*|手機"
         r"|전화\w*|휴대폰\w*|핸드폰\w*|연락처\w*|फ़ोन|फोन|मोबाइल|هاتف\w*|جوال\w*|اتصل|موبايل|โทร|มือถือ|เบอร์"
     )
     + r"|电话|手机|電話|携帯|전화|연락처|โทร|เบอร์",
@@ -263,7 +270,9 @@ def _card_at_start(text: str, start: int, end: int) -> Iterator[Span]:
 
 
 def accounts(text: str) -> Iterator[Span]:
-    """IBANs: the form of their country and right check digits, between separators of any kind."""
+    """IBANs: the form of their country and right check digits, between separators of any kind; the
+    digits behind "account number".
+    """
     for match in ACCOUNT.finditer(text):
         start, end = match.span(1)
         places = [place for place in range(start, end) if text[place].isalnum()]
@@ -274,6 +283,8 @@ def accounts(text: str) -> Iterator[Span]:
             if iban.is_valid("".join(text[place] for place in places[:length]), False):
                 yield start, last
                 break
+    for match in ACCOUNT_NUMBER.finditer(text):
+        yield match.span("value")
 
 
 def social_security_numbers(text: str) -> Iterator[Span]:
@@ -349,12 +360,13 @@ def _is_phone(text: str, start: int, end: int) -> bool:
 
 def _is_field(text: str, start: int, end: int) -> bool:
     """Whether a comma between the digits and others, if there is one, parts fields of CSV: there is
-    a second one on the line, or names of columns above; else it is a decimal one.
+    one behind it, several before it, or names of columns above; else it is a decimal one.
     """
     if not (re.match(r",\d", text[end:]) or re.search(r"\d,$", text[:start])):
         return True
-    line = text[text.rfind("\n", 0, start) + 1 :].partition("\n")[0]
-    return line.count(",") > 1 or HEADER.search(text, 0, start) is not None
+    if HEADER.search(text, 0, start) or text[end : end + 1] == "," or not text[start].isdigit():
+        return True
+    return re.search(r"(?<![\w,.-])\d{1,3},$", text[max(0, start - 8) : start]) is None
 
 
 def _is_in_log(text: str, start: int) -> bool:
@@ -376,7 +388,9 @@ def _is_local(text: str, value: str) -> bool:
             return len(groups[0]) > 9
         written = phonenumbers.format_number(number, phonenumbers.PhoneNumberFormat.NATIONAL)
         usual = re.findall(r"\d+", written)
-        if groups == usual or groups[1:] == usual or groups[1:] == usual[1:]:
+        kind = phonenumbers.number_type(number)
+        is_mobile = kind == phonenumbers.PhoneNumberType.MOBILE
+        if groups in (usual, usual[1:]) or (is_mobile and {*map(len, groups)} == {3}):
             return True
     return False
 
