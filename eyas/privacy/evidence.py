@@ -86,7 +86,7 @@ STORY = re.compile(
     r"[,.!?—-][\"”’'»] ?(?:said|cried|replied|asked|exclaimed|returned|answered|whispered|murmured"
     r"|continued|observed|remarked|thought|shouted|muttered|inquired)\b"
     r"|\b(?:said|cried|replied|exclaimed|whispered|murmured) (?:he|she|I|Mrs?|the)\b"
-    r"|\b(?:[Ee]xtract|[Ee]xcerpt|[Pp]assage|[Cc]hapter|[Ss]cene|[Ff]able|[Nn]ovel)s?\b",
+    r"|\b(?:[Ee]xtract|[Ee]xcerpt|[Pp]assage|[Cc]hapter|[Ss]cene|[Ff]able)s?\b",
 )
 # A letter, a record, a form: its people are no story's.
 PRIVATE = re.compile(
@@ -105,6 +105,7 @@ ABOUT = re.compile(
 STREET_WORDS = frozenset(word for word, kind in CUES.items() if kind in ("street", "box", "unit"))
 BOX = re.compile(r"\b(?:p\.? ?o\.? ?box|psc|cmr|unit|apt|apartment|suite|ste|postfach)\b.{0,3}\d"
     r"|\b[fad]po,? (?:a[ape] )?\d{5}", re.I)
+POSTCODE = re.compile(r"\b(?:zip|post(?:al)?|plz|cep)[ -]?(?:code)?(?: is| ?:)? $", re.I)
 CORNER = re.compile(r"\d+(?:st|nd|rd|th)? (?:and|&|at) [A-Z0-9]|\bcorner of\b")
 
 
@@ -195,6 +196,8 @@ class Surroundings:
         """
         value, before = self.text[start:end], self._before(start)
         words = WORD.findall(value)
+        if POSTCODE.search(before):
+            return True
         if not words or any(first <= start < last for first, last in self.options):
             return False
         has_number = any(sign.isdigit() for sign in value)
@@ -257,10 +260,8 @@ def _is_joined(text: str, start: int, end: int) -> bool:
 
 def _is_eponym(after: str) -> bool:
     """Whether something that is named after a person follows: Ohm's law, the Gibbs free energy."""
-    following = re.match(r"(?:['’]s?)? ([^\W\d_]+)(?: ([^\W\d_]+))?", after)
-    return following is not None and any(
-        word is not None and bare_word(word) in EPONYM for word in following.groups()
-    )
+    following = re.match(r"(?:['’]s?)? (?:free )?([^\W\d_]+)", after)
+    return following is not None and bare_word(following[1]) in EPONYM
 
 
 @functools.lru_cache(1 << 12)
