@@ -35,8 +35,8 @@ from eyas.privacy.lexicon import (
 )
 
 _LISTS = yaml.safe_load((FILES / "evidence.yaml").read_text(encoding="utf-8"))
-EPONYM, PLACE, WEAK, SOFTWARE = (
-    frozenset(_LISTS[kind].split()) for kind in ("eponym", "place", "weak", "software")
+EPONYM, PLACE, WEAK, SOFTWARE, KIN = (
+    frozenset(_LISTS[kind].split()) for kind in ("eponym", "place", "weak", "software", "kin")
 )
 NAMED, PLACED = GIVEN | FAMILY, CITY | CITY_LARGE | COUNTRY | REGION
 
@@ -44,15 +44,18 @@ WORD = re.compile(r"[^\W\d_]+(?:['’-][^\W\d_]+)*")
 # Before a name, on its line: somebody says whose it is.
 CUE = re.compile(
     r"(?:\bnam(?:e|ed|es)\b[^.\n]{0,24}|\b(?:called|surname|nickname|alias|née|nee|signed|attn"
-    r"|customer|client|patient|passenger|guest|tenant|applicant|employee|recipient|sender|from|to"
-    r"|cc|contact|author|owner|holder|reporter|assignee|manager|attendees?|participants?|students?"
-    r"|beneficiary|under|review(?:ed)? by|regards|sincerely|cheers|love|best|yours|thanks"
-    r"|greetings|grüße|saludos|cordialement) ?[:,-]?\s{0,2}|\b(?:i'?m|i am|this is|it'?s|call me"
-    r"|i go by|mr|mrs|ms|miss|mx|dr|prof|professor|herr|frau|señora?|madame|monsieur|sir|dear|hi"
-    r"|hello|hey|liebe[r]?|hallo|hola|bonjour|my|your|his|her|our|their)(?: \w+)?[.,]? ?)$",
+    r"|customer|client|patient|passenger|guest|tenant|applicant|employee|recipient|sender|contact"
+    r"|author|owner|holder|reporter|assignee|manager|attendees?|participants?|students?|beneficiary"
+    r"|reviewed by|regards|sincerely|cheers|greetings|grüße|saludos) ?[:,-]?\s{0,2}"
+    r"|\b(?:from|to|cc|by|love|best|yours|thanks) ?[:,]\s{0,2}"
+    r"|\b(?:i'?m|i am|this is|call me|i go by|mr|mrs|ms|miss|mx|dr|prof|professor|herr|frau|señora?"
+    r"|madame|monsieur|sir|dear|hi|hello|hey|lieber?|hallo|hola|bonjour)[.,]? ?)$",
     re.I,
 )
 TITLE = re.compile(r"\b(?:mr|mrs|ms|miss|mx|dr|prof|sir|lady|lord|professor|doctor|judge)\.? ?$", re.I)
+PLACE_BEFORE = re.compile(r"(?:\b(?:in|at|near|to|of|the)|,) $")
+ARTICLE = re.compile(r"\b(?:the|an?|this|that|return of) $", re.I)
+LAST_WORD = re.compile(r"([^\W\d_]+)[,:]? $")
 INTRODUCED = re.compile(
     r"\b(?:my (?:full |first |last |maiden )?name|i am|i'?m|this is|call me|name(?:'s| is|:))(?!\w)", re.I
 )
@@ -86,7 +89,7 @@ STORY = re.compile(
     r"[,.!?—-][\"”’'»] ?(?:said|cried|replied|asked|exclaimed|returned|answered|whispered|murmured"
     r"|continued|observed|remarked|thought|shouted|muttered|inquired)\b"
     r"|\b(?:said|cried|replied|exclaimed|whispered|murmured) (?:he|she|I|Mrs?|the)\b"
-    r"|\b(?:[Ee]xtract|[Ee]xcerpt|[Pp]assage|[Cc]hapter|[Ss]cene|[Ff]able)s?\b",
+    r"|\b(?:(?:[Ee]xtract|[Ll]ines) from|[Ee]xcerpt|[Pp]assage|[Cc]hapter|[Ss]cene|[Ff]able)s?\b",
 )
 # A letter, a record, a form: its people are no story's.
 PRIVATE = re.compile(
@@ -106,6 +109,9 @@ STREET_WORDS = frozenset(word for word, kind in CUES.items() if kind in ("street
 BOX = re.compile(r"\b(?:p\.? ?o\.? ?box|psc|cmr|unit|apt|apartment|suite|ste|postfach)\b.{0,3}\d"
     r"|\b[fad]po,? (?:a[ape] )?\d{5}", re.I)
 POSTCODE = re.compile(r"\b(?:zip|post(?:al)?|plz|cep)[ -]?(?:code)?(?: is| ?:)? $", re.I)
+SAINT = ("St", "ST", "Ste", "Unit", "Lot", "Room")  # before a name or a number
+UNIT_NEXT = re.compile(r"(?:[\s,|]{0,4}(?:[^\W\d_]{1,12}\.? ){0,2}[^\W\d_]{0,12}\.? ?\d{0,6})?")
+TIMES = re.compile(r"\d{1,2}[-–]\d{1,2}\b")  # a score or a range
 CORNER = re.compile(r"\d+(?:st|nd|rd|th)? (?:and|&|at) [A-Z0-9]|\bcorner of\b")
 
 
@@ -134,7 +140,7 @@ class Surroundings:
         looked = [gazetteer().look_up(word) for word in words]
         names = [word for word, (bits, _) in zip(words, looked, strict=True) if bits & NAMED]
         has_title = TITLE.search(before) is not None or CUES.get(bare_word(words[0])) == "title"
-        cued = has_title or CUE.search(before) is not None
+        cued = has_title or CUE.search(before) is not None or _is_kin(before)
         introduced = INTRODUCED.search(before) is not None
         is_log = LOG.search(self._line(start)) is not None
         if (self.is_story or ABOUT.search(before)) and not introduced:
@@ -165,7 +171,14 @@ class Surroundings:
             return False
         if is_log:
             return len({*names}) > 1
-        return bool(names) or cued or score >= SURE
+        if not self.is_lower and not cued and any(word.islower() for word in (words[0], words[-1])):
+            return False
+        bits, rank = looked[0]
+        if not cued and (bits & (DEMONYM | REGION) or (rank and looked[-1][1] and not bits & NAMED)):
+            return False
+        if cued or any(bits & (GIVEN_COMMON | FAMILY_COMMON) for bits, _ in looked):
+            return True
+        return score >= (PROBABLE if len(names) > 1 else SURE)
 
     def _is_lone(
         self, word: str, listed: tuple[int, int], around: tuple[str, str], score: float, cued: bool
@@ -183,12 +196,18 @@ class Surroundings:
         if cued:
             return bool(bits & NAMED) or score >= PROBABLE
         if word.islower() and not self.is_lower:
-            return bool(bits & GIVEN_COMMON) and score >= SURE
-        if bits & GIVEN_COMMON:
-            return score >= PROBABLE
-        if bits & NAMED and not bits & (PLACED | DEMONYM) and not 0 < rank <= 2:
-            return score >= PROBABLE
-        return score >= SURE
+            return False
+        if bits & (CITY_LARGE | COUNTRY | REGION) and (
+            not bits & GIVEN_COMMON or score < CERTAIN or PLACE_BEFORE.search(before)
+        ):
+            return False
+        if ARTICLE.search(before) and not bits & GIVEN_COMMON:
+            return False
+        if bits & GIVEN_COMMON and (not 0 < rank <= 3 or score >= SURE):
+            return True
+        if bits & NAMED and not bits & (PLACED | DEMONYM) and not 0 < rank <= 3:
+            return score >= SURE
+        return score >= CERTAIN
 
     def is_street(self, start: int, end: int) -> bool:
         """Whether a span that looks like an address has the kind of a street, a number of its own,
@@ -202,12 +221,15 @@ class Surroundings:
             return False
         has_number = any(sign.isdigit() for sign in value)
         cued = any(bare_word(word) in PLACE for word in WORD.findall(before[-48:]))
-        near = value + self.text[end : end + 40]
-        has_kind = any(_is_kind(word, self.is_lower) for word in WORD.findall(near))
+        near = value + UNIT_NEXT.match(self.text, end)[0]  # type: ignore[index]
+        kinds = [word for word in WORD.findall(near) if _is_kind(word, self.is_lower)]
+        has_kind = bool(kinds) and (len(kinds) > 1 or kinds[0] != words[0] or kinds[0] not in SAINT)
         if LOG.search(self._line(start)):
             return False
         if BOX.search(near) or (CORNER.search(value) and cued):
             return True
+        if value[0].isdigit() and TIMES.match(value):
+            return False
         if has_number:
             is_named = self.is_lower or has_kind or any(word[0].isupper() for word in words)
             return is_named and (has_kind or cued or _has_town(near))
@@ -223,7 +245,7 @@ class Surroundings:
 
 
 NEXT_LINES = 40  # characters within which the rest of an address follows
-PROBABLE, SURE = 0.3, 0.5  # of the tagger, for a lone listed name and for one that no list has
+PROBABLE, SURE, CERTAIN = 0.3, 0.3, 0.65  # of the tagger, for a lone listed name and for one that no list has
 
 
 def option_regions(text: str) -> list[tuple[int, int]]:
@@ -256,6 +278,12 @@ def _is_joined(text: str, start: int, end: int) -> bool:
         and after[1].isalnum()
         and not (after[0] in ".:-/" and after[1].isupper())
     )
+
+
+def _is_kin(before: str) -> bool:
+    """Whether a word such as "sister" or "boss" stands before the name."""
+    last = LAST_WORD.search(before)
+    return last is not None and (CUES.get(word := bare_word(last[1])) == "kin" or word in KIN)
 
 
 def _is_eponym(after: str) -> bool:
