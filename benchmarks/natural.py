@@ -284,6 +284,7 @@ BESIDE = {
     "Hindi": ("मेरा पता{value}है", "कृपया{value}पर भेजें"),
     "CSV": ("2026-01-02,20,{value}", "7,{value},true,3.5", "id,n\n12,{value}\n13,x", "a;1;{value};2"),
 }  # fmt: skip
+LANGUAGES = {"Chinese": "zh", "Japanese": "ja", "Thai": "th", "Arabic": "ar", "Korean": "ko", "Hindi": "hi"}  # fmt: skip
 CSV_TYPES = ("CREDIT_CARD", "PHONE_NUMBER", "EMAIL_ADDRESS", "IP_ADDRESS", "IBAN_CODE", "US_SSN")
 
 

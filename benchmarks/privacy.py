@@ -43,6 +43,8 @@ from stdnum import luhn
 from stdnum.br import cpf as brazil
 from stdnum.iban import calc_check_digits
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from benchmarks import natural  # noqa: E402
 from eyas.artifact import VERSION
 from eyas.data.filters import PersonalData
 from eyas.data.ledger import Drop, SourceRow
@@ -408,6 +410,8 @@ MADE: dict[str, tuple[Maker, tuple[str, ...]]] = {
     "COORDINATES": (place, ("Meet me at the coordinates {}.", "GPS: {}")),
     "HANDLE": (handle, ("Follow me on Instagram {}.", "my Twitter handle is {}")),
 }
+TOUCHING_TYPES = ("EMAIL_ADDRESS", "PHONE_NUMBER", "CREDIT_CARD", "IP_ADDRESS", "IBAN_CODE", "US_SSN",
+                  "NATIONAL_ID", "API_KEY", "MAC_ADDRESS")  # fmt: skip
 SENTENCES = {
     "password, no sign": ("Log in with password {}", "use the password {} now"),
     "credentials a / b": ("The credentials are ana / {}", "login: bob:{}"),
@@ -613,7 +617,24 @@ def written_recall(texts: list[dict[str, Any]]) -> dict[str, Any]:
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "versions": {"eyas": VERSION, **detector.versions()},
         "types": {type: {"found": found[type], "of": of[type]} for type in sorted(of)},
+        "scripts": touching_recall(VALUES),
     }
+
+
+def touching_recall(count: int) -> dict[str, dict[str, dict[str, int]]]:
+    """By language and type, values found of those that touch its letters."""
+    makers = {type: MADE[type][0] for type in TOUCHING_TYPES}
+    search = PersonalData(PrivacyConfig(), KEY)
+    found: dict[str, dict[str, dict[str, int]]] = {}
+    for script, type, text, value in natural.touching(makers, count):
+        made = search(SourceRow("", "", "", None, (text,)))
+        is_gone = isinstance(made, Drop) or value not in made.turns[0]
+        if script not in natural.LANGUAGES:
+            continue
+        counts = found.setdefault(natural.LANGUAGES[script], {}).setdefault(type, {"found": 0, "of": 0})
+        counts["of"] += 1
+        counts["found"] += is_gone
+    return found
 
 
 def main() -> None:

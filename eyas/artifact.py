@@ -354,6 +354,19 @@ class Artifact:
         self._written.clear()
         return True
 
+    @contextmanager
+    def freed_by(self, *errors: type[BaseException]) -> Iterator[None]:
+        """On such an error, which no resumed run of the same identity escapes, the claim and `work/`
+        go, and the folder is free for another.
+        """
+        try:
+            yield
+        except errors:
+            if not self.is_done():
+                self.delete_work()
+                self.delete(IDENTITY)
+            raise
+
     def write(self, name: str, data: bytes) -> None:
         """Write a file whole or not at all, and remember its checksum for the manifest."""
         path = self._path(name)

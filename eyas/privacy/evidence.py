@@ -53,6 +53,14 @@ CUE = re.compile(
     re.I,
 )
 TITLE = re.compile(r"\b(?:mr|mrs|ms|miss|mx|dr|prof|sir|lady|lord|professor|doctor|judge)\.? ?$", re.I)
+# What people do, behind a name; another name beside it.
+ACTS = re.compile(
+    r" (?:said|says|told|asked|shouted|began|wrote|lives|lived|works|worked|thinks|wants|married|is from"
+    r"|had (?:given|told)|has (?:given|told))\b|, can (?:i|you)\b",
+    re.I,
+)
+ANOTHER_BEFORE = re.compile(r"\b[A-Z][^\W\d_]+,? and $")
+ANOTHER_AFTER = re.compile(r",? and [A-Z][^\W\d_]+ [a-z]")
 PLACE_BEFORE = re.compile(r"(?:\b(?:in|at|near|to|of|the)|,) $")
 ARTICLE = re.compile(r"\b(?:the|an?|this|that|return of) $", re.I)
 LAST_WORD = re.compile(r"([^\W\d_]+)[,:]? $")
@@ -110,7 +118,7 @@ BOX = re.compile(r"\b(?:p\.? ?o\.? ?box|psc|cmr|unit|apt|apartment|suite|ste|pos
     r"|\b[fad]po,? (?:a[ape] )?\d{5}", re.I)
 POSTCODE = re.compile(r"\b(?:zip|post(?:al)?|plz|cep)[ -]?(?:code)?(?: is| ?:)? $", re.I)
 SAINT = ("St", "ST", "Ste", "Unit", "Lot", "Room")  # before a name or a number
-UNIT_NEXT = re.compile(r"(?:[\s,|]{0,4}(?:[^\W\d_]{1,12}\.? ){0,2}[^\W\d_]{0,12}\.? ?\d{0,6})?")
+UNIT_NEXT = re.compile(r"(?:[\s,|>?-]{0,8}(?:[^\W\d_]{1,12}\.? ){0,2}[^\W\d_]{0,12}\.? ?\d{0,6})?")
 TIMES = re.compile(r"\d{1,2}[-–]\d{1,2}\b")  # a score or a range
 CORNER = re.compile(r"\d+(?:st|nd|rd|th)? (?:and|&|at) [A-Z0-9]|\bcorner of\b")
 
@@ -203,6 +211,10 @@ class Surroundings:
             return False
         if ARTICLE.search(before) and not bits & GIVEN_COMMON:
             return False
+        if ACTS.match(after) or (
+            bits & NAMED and (ANOTHER_BEFORE.search(before) or ANOTHER_AFTER.match(after))
+        ):
+            return True
         if bits & GIVEN_COMMON and (not 0 < rank <= 3 or score >= SURE):
             return True
         if bits & NAMED and not bits & (PLACED | DEMONYM) and not 0 < rank <= 3:
