@@ -74,10 +74,15 @@ def options(layout: str) -> Callable[[Draw], str]:
         kind = draw.choice(sorted(LISTS))
         some = [one.replace("_", " ") for one in LISTS[kind].split()]
         if draw.random() < 0.35:
-            first = draw.choice((draw.randint(2, 90), draw.randint(100, 9999), draw.randint(1500, 2020)))
+            first = draw.choice(
+                (draw.randint(2, 90), draw.randint(100, 9999), draw.randint(1500, 2020))
+            )
             some = [str(first + step) for step in range(9)]
             if draw.random() < 0.3:
-                some = [f"{one} {draw.choice(('m/s', 'kg', 'J', 'N', 'K', 'years', 'cm', '%'))}" for one in some]
+                some = [
+                    f"{one} {draw.choice(('m/s', 'kg', 'J', 'N', 'K', 'years', 'cm', '%'))}"
+                    for one in some
+                ]
             elif draw.random() < 0.2:
                 some = [f"{one}/{int(one) + draw.randint(1, 9)}" for one in some]
         marks = "1234" if layout == "1. x" else "ABCD"
@@ -209,7 +214,9 @@ def science(draw: Draw) -> str:
     """A question of mathematics, physics, chemistry, biology."""
     text = draw.choice(SCIENCE).replace("{{", "\x01").replace("}}", "\x02")
     while "{n}" in text:
-        text = text.replace("{n}", str(draw.choice((draw.randint(100, 9999), draw.randint(10**4, 10**7)))), 1)
+        text = text.replace(
+            "{n}", str(draw.choice((draw.randint(100, 9999), draw.randint(10**4, 10**7)))), 1
+        )
     while "{s}" in text:
         text = text.replace("{s}", str(draw.randint(2, 99)), 1)
     return text.replace("\x01", "{").replace("\x02", "}")
@@ -218,23 +225,23 @@ def science(draw: Draw) -> str:
 # Code
 
 CODE = (
-    "#include <stdio.h>\n\nint main(void) {\n    const char *name = \"x\";\n    int grace = NUM;\n    for (int i = 0; i < NUM; i++) printf(\"%s %d\\n\", name, i);\n    return 0;\n}",
-    "static const char *VAR_names[] = { \"Red\", \"Green\", \"Blue\" };\nunsigned long VAR(const char *s, size_t n);",
+    '#include <stdio.h>\n\nint main(void) {\n    const char *name = "x";\n    int grace = NUM;\n    for (int i = 0; i < NUM; i++) printf("%s %d\\n", name, i);\n    return 0;\n}',
+    'static const char *VAR_names[] = { "Red", "Green", "Blue" };\nunsigned long VAR(const char *s, size_t n);',
     "template <typename T>\nclass Stack {\n public:\n  void Push(const T& value) { items_.push_back(value); }\n  T Pop();\n private:\n  std::vector<T> items_;\n};\n\nvoid VAR(const std::string& s, char delim = ' ');",
-    "public class Main {\n    private final Map<String, Integer> VAR = new HashMap<>();\n\n    public static void main(String[] args) {\n        Scanner in = new Scanner(System.in);\n        System.out.println(\"Hello World \" + NUM);\n    }\n}",
-    "def VAR(items: list[int], limit: int = NUM) -> list[int]:\n    \"\"\"Return the items below the limit.\n\n    Note: Order is kept. Raises ValueError for none.\n    \"\"\"\n    return [one for one in items if one < limit]",
+    'public class Main {\n    private final Map<String, Integer> VAR = new HashMap<>();\n\n    public static void main(String[] args) {\n        Scanner in = new Scanner(System.in);\n        System.out.println("Hello World " + NUM);\n    }\n}',
+    'def VAR(items: list[int], limit: int = NUM) -> list[int]:\n    """Return the items below the limit.\n\n    Note: Order is kept. Raises ValueError for none.\n    """\n    return [one for one in items if one < limit]',
     "class Node:\n    def __init__(self, val=NUM, left=None, right=None):\n        self.val = val\n        self.left = left\n\n    def VAR(self):\n        # Walk the tree, In order\n        return (self.left.VAR() if self.left else 0) + self.val",
     "const express = require('express');\nconst app = express();\n\napp.get('/VAR', async (req, res) => {\n  const user = await User.findById(req.params.id);\n  res.json({ ok: true, count: NUM });\n});\napp.listen(NUM);",
-    "func VAR(ctx context.Context, n int) (string, error) {\n\tif n > NUM {\n\t\treturn \"\", fmt.Errorf(\"too many: %d\", n)\n\t}\n\tMax := n\n\treturn strconv.Itoa(Max), nil\n}",
+    'func VAR(ctx context.Context, n int) (string, error) {\n\tif n > NUM {\n\t\treturn "", fmt.Errorf("too many: %d", n)\n\t}\n\tMax := n\n\treturn strconv.Itoa(Max), nil\n}',
     "fn VAR(s: &str) -> Result<u32, ParseIntError> {\n    let grace: u32 = s.trim().parse()?;\n    match grace {\n        0 => Ok(NUM),\n        Self::Max => Err(Error::Limit),\n        _ => Ok(grace),\n    }\n}",
     "SELECT c.Name, COUNT(*) AS VAR\nFROM Customer c JOIN Orders o ON o.CustomerId = c.Id\nWHERE o.Year = NUM AND c.State = 'CA'\nGROUP BY c.Name ORDER BY 2 DESC LIMIT NUM;",
-    "#!/bin/bash\nset -euo pipefail\nfor f in /var/log/VAR/*.log; do\n  gzip -9 \"$f\" && echo \"Done: $f\" >> /tmp/out.NUM\ndone",
+    '#!/bin/bash\nset -euo pipefail\nfor f in /var/log/VAR/*.log; do\n  gzip -9 "$f" && echo "Done: $f" >> /tmp/out.NUM\ndone',
     "import numpy as np\nimport pandas as pd\n\ndf = pd.read_csv('VAR.csv')\ndf['Total'] = df['Price'] * NUM\nprint(df.groupby('Region').agg({'Total': 'sum'}).head(NUM))",
-    "<div class=\"VAR\">\n  <h1>Welcome Back</h1>\n  <img src=\"img/NUM.png\" alt=\"Rose Garden\">\n</div>\n<style>.VAR { color: #NUM; margin: 0 auto }</style>",
-    "Dim VAR As Integer\nFor Each Cell In Range(\"A1:B20\")\n    If Cell.Value > NUM Then Cell.Interior.Color = vbRed\nNext Cell",
+    '<div class="VAR">\n  <h1>Welcome Back</h1>\n  <img src="img/NUM.png" alt="Rose Garden">\n</div>\n<style>.VAR { color: #NUM; margin: 0 auto }</style>',
+    'Dim VAR As Integer\nFor Each Cell In Range("A1:B20")\n    If Cell.Value > NUM Then Cell.Interior.Color = vbRed\nNext Cell',
     "struct Point { double x, y; };\ntypedef struct Node { int val; struct Node *next; } Node;\n\nNode *VAR(Node *head, int Val) {\n    Node *Cur = head;\n    while (Cur && Cur->val != Val) Cur = Cur->next;\n    return Cur;\n}",
-    "const char VAR(char Ch, bool Upper);\nstd::cout << \"Enter a Number: \" << std::endl;\nstd::cin >> NUM_items;",
-    "Traceback (most recent call last):\n  File \"main.py\", line NUM, in <module>\n    VAR(data)\n  File \"lib/util.py\", line 17, in VAR\n    return int(value)\nValueError: invalid literal for int() with base 10: 'Abc'",
+    'const char VAR(char Ch, bool Upper);\nstd::cout << "Enter a Number: " << std::endl;\nstd::cin >> NUM_items;',
+    'Traceback (most recent call last):\n  File "main.py", line NUM, in <module>\n    VAR(data)\n  File "lib/util.py", line 17, in VAR\n    return int(value)\nValueError: invalid literal for int() with base 10: \'Abc\'',
     "error[E0382]: borrow of moved value: `VAR`\n --> src/main.rs:NUM:20\n  |\nNUM |     let s2 = s1;\n  |              -- value moved here",
     "interface Props { Title: string; Max?: number }\nexport const VAR: React.FC<Props> = ({ Title, Max = NUM }) => {\n  const [open, setOpen] = useState<boolean>(false);\n  return <Dialog Title={Title} />;\n};",
     "data Tree a = Leaf | Node (Tree a) a (Tree a)\n\nVAR :: Ord a => a -> Tree a -> Tree a\nVAR x Leaf = Node Leaf x Leaf",
@@ -256,7 +263,9 @@ def code(draw: Draw) -> str:
     """A piece of code, alone."""
     text = draw.choice(CODE).replace("VAR", draw.choice(NAMES))
     while "NUM" in text:
-        text = text.replace("NUM", str(draw.choice((draw.randint(1, 99), draw.randint(100, 99999)))), 1)
+        text = text.replace(
+            "NUM", str(draw.choice((draw.randint(1, 99), draw.randint(100, 99999)))), 1
+        )
     return text
 
 
@@ -382,7 +391,9 @@ def labelled(data: Path) -> list[Natural]:
     found = []
     rows = {"instructions": user_rows(data, "instructions")}
     books = [
-        text for text, source in rows["instructions"] if source in ("classic-books", "digitalgov-news")
+        text
+        for text, source in rows["instructions"]
+        if source in ("classic-books", "digitalgov-news")
     ]
     for name, labels in json.loads(gzip.decompress(LABELS.read_bytes())).items():
         texts = rows.get(name) or user_rows(data, name)
@@ -391,10 +402,17 @@ def labelled(data: Path) -> list[Natural]:
             text = text[:MOST]
             key = f"{name}:{number}"
             if stratum == "o":
-                text, key = with_options(text, int(number), books[int(number) % len(books)]), f"{key}:options"
+                text, key = (
+                    with_options(text, int(number), books[int(number) % len(books)]),
+                    f"{key}:options",
+                )
             if hashlib.sha256(text.encode()).hexdigest()[:8] != digest:
                 raise ValueError(f"row {number} of {name} is not the one that was read")
-            form = "options" if stratum == "o" else FORM_OF.get(source, "Spec-Bench" if name == "spec_bench" else "dialogues")
+            form = (
+                "options"
+                if stratum == "o"
+                else FORM_OF.get(source, "Spec-Bench" if name == "spec_bench" else "dialogues")
+            )
             spans = tuple((SHORT[kind[0]], start, end, WHO[kind[1]]) for kind, start, end in marks)
             is_tuned = int(hashlib.sha256(key.encode()).hexdigest(), 16) % 2 == 0
             found.append(Natural(form, stratum, is_tuned, text, spans))
@@ -414,7 +432,11 @@ def judge(rows: Iterable[Natural], find: Callable[[str], list[Any]]) -> dict[str
         findings = find(row.text)
         for one in findings:
             kind = SAME.get(one.type, one.type)
-            over = [who for type, start, end, who in row.spans if type == kind and start < one.end and one.start < end]
+            over = [
+                who
+                for type, start, end, who in row.spans
+                if type == kind and start < one.end and one.start < end
+            ]
             found[kind] += 1
             right[kind] += bool(over)
             due[kind] += "private" in over
@@ -423,7 +445,9 @@ def judge(rows: Iterable[Natural], find: Callable[[str], list[Any]]) -> dict[str
         for type, start, end, who in row.spans:
             if who == "private":
                 private[type] += 1
-                covered[type] += all(at in places for at in range(start, end) if row.text[at].isalnum())
+                covered[type] += all(
+                    at in places for at in range(start, end) if row.text[at].isalnum()
+                )
         if row.stratum != "e":
             counts = forms.setdefault(row.form, [0, 0, 0])
             counts[0] += 1

@@ -631,7 +631,9 @@ def touching_recall(count: int) -> dict[str, dict[str, dict[str, int]]]:
         is_gone = isinstance(made, Drop) or value not in made.turns[0]
         if script not in natural.LANGUAGES:
             continue
-        counts = found.setdefault(natural.LANGUAGES[script], {}).setdefault(type, {"found": 0, "of": 0})
+        counts = found.setdefault(natural.LANGUAGES[script], {}).setdefault(
+            type, {"found": 0, "of": 0}
+        )
         counts["of"] += 1
         counts["found"] += is_gone
     return found

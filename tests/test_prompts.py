@@ -2,9 +2,12 @@
 written anywhere.
 """
 
+import base64
 import gzip
 import html
 import json
+import os
+import random
 import tempfile
 from collections import Counter
 from pathlib import Path
@@ -157,7 +160,9 @@ def test_nothing_left_is_an_error_that_says_why(tmp_path):
     assert len(list(output.read_rows("dropped"))) == 3
     assert not {"_IDENTITY", "work"} & set(os.listdir(tmp_path / "prompts"))
     other = run(tmp_path, [openai("Sing."), openai("")])
-    assert [one.turns for one in prompts(other)] == [("Sing.",)], "the folder is free for other work"
+    assert [one.turns for one in prompts(other)] == [("Sing.",)], (
+        "the folder is free for other work"
+    )
     assert len(list(other.read_rows("dropped"))) == 1
 
 

@@ -186,9 +186,10 @@ def recall_by_language(ledger: Mapping[str, Any]) -> list[dict[str, Any]]:
     rows, total = [], sum(ledger["languages"].values()) or 1
     for code, count in sorted(ledger["languages"].items(), key=lambda item: (-item[1], item[0])):
         known = sorted(recall_in(code).items(), key=lambda item: item[1].interval[0])
-        parts = [one for one in known if one[0] not in NAME_TYPES], [
-            one for one in known if one[0] in NAME_TYPES
-        ]
+        parts = (
+            [one for one in known if one[0] not in NAME_TYPES],
+            [one for one in known if one[0] in NAME_TYPES],
+        )
         forms, names = (next(iter(part), None) for part in parts)
         language = NO_LANGUAGE.get(code, code)
         rows.append({"language": language, "share": count / total, "forms": forms, "names": names})

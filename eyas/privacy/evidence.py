@@ -52,7 +52,9 @@ CUE = re.compile(
     r"|madame|monsieur|sir|dear|hi|hello|hey|lieber?|hallo|hola|bonjour)[.,]? ?)$",
     re.I,
 )
-TITLE = re.compile(r"\b(?:mr|mrs|ms|miss|mx|dr|prof|sir|lady|lord|professor|doctor|judge)\.? ?$", re.I)
+TITLE = re.compile(
+    r"\b(?:mr|mrs|ms|miss|mx|dr|prof|sir|lady|lord|professor|doctor|judge)\.? ?$", re.I
+)
 # What people do, behind a name; another name beside it.
 ACTS = re.compile(
     r" (?:said|says|told|asked|shouted|began|wrote|lives|lived|works|worked|thinks|wants|married|is from"
@@ -65,7 +67,8 @@ PLACE_BEFORE = re.compile(r"(?:\b(?:in|at|near|to|of|the)|,) $")
 ARTICLE = re.compile(r"\b(?:the|an?|this|that|return of) $", re.I)
 LAST_WORD = re.compile(r"([^\W\d_]+)[,:]? $")
 INTRODUCED = re.compile(
-    r"\b(?:my (?:full |first |last |maiden )?name|i am|i'?m|this is|call me|name(?:'s| is|:))(?!\w)", re.I
+    r"\b(?:my (?:full |first |last |maiden )?name|i am|i'?m|this is|call me|name(?:'s| is|:))(?!\w)",
+    re.I,
 )
 
 MIXED = re.compile(r"\A(?!Mc|Mac|De|Di|La|Le|Van|O['’])\w*[a-z][A-Z]")
@@ -79,7 +82,7 @@ AFTER_ITEM = re.compile(r"(?:['’]s?)?\s*(?:\Z|\n|[-*•–]\s|\(?(?:\d{1,2}|[A
 JOINING = frozenset("./\\@=<>{}[]|#$&+*~^_:-")
 LOG = re.compile(
     r"\d\d:\d\d:\d\d|\b(?:INFO|WARN(?:ING)?|ERROR|DEBUG|FATAL|NOTICE|TRACE)\b|\w\[\d+\]:?"
-    r"|\b0x[0-9a-f]+|\w+\.\w+\.\w+\.|Traceback|\b\w+::\w+|^\s*(?:at|File) |[{}<>|]{2}"
+    r"|\b0x[0-9a-f]+|(?:\w\.[a-z]\w*){2,}\.[A-Z]|Traceback|\b\w+::\w+|^\s*(?:at|File) |[{}<>|]{2}"
 )
 
 PROBLEM = re.compile(
@@ -114,8 +117,11 @@ ABOUT = re.compile(
 )
 
 STREET_WORDS = frozenset(word for word, kind in CUES.items() if kind in ("street", "box", "unit"))
-BOX = re.compile(r"\b(?:p\.? ?o\.? ?box|psc|cmr|unit|apt|apartment|suite|ste|postfach)\b.{0,3}\d"
-    r"|\b[fad]po,? (?:a[ape] )?\d{5}", re.I)
+BOX = re.compile(
+    r"\b(?:p\.? ?o\.? ?box|psc|cmr|unit|apt|apartment|suite|ste|postfach)\b.{0,3}\d"
+    r"|\b[fad]po,? (?:a[ape] )?\d{5}",
+    re.I,
+)
 POSTCODE = re.compile(r"\b(?:zip|post(?:al)?|plz|cep)[ -]?(?:code)?(?: is| ?:)? $", re.I)
 SAINT = ("St", "ST", "Ste", "Unit", "Lot", "Room")  # before a name or a number
 UNIT_NEXT = re.compile(r"(?:[\s,|>?-]{0,8}(?:[^\W\d_]{1,12}\.? ){0,2}[^\W\d_]{0,12}\.? ?\d{0,6})?")
@@ -172,7 +178,9 @@ class Surroundings:
         is_log: bool,
     ) -> bool:
         """Two words or more: at least one is a listed name, or a cue stands before them."""
-        ordinary = [0 < rank <= 2 and not bits & (GIVEN_COMMON | FAMILY_COMMON) for bits, rank in looked]
+        ordinary = [
+            0 < rank <= 2 and not bits & (GIVEN_COMMON | FAMILY_COMMON) for bits, rank in looked
+        ]
         if all(ordinary) and not cued:
             return False
         if any(bare_word(word) in EPONYM for word in words) or _is_eponym(after):
@@ -182,7 +190,9 @@ class Surroundings:
         if not self.is_lower and not cued and any(word.islower() for word in (words[0], words[-1])):
             return False
         bits, rank = looked[0]
-        if not cued and (bits & (DEMONYM | REGION) or (rank and looked[-1][1] and not bits & NAMED)):
+        if not cued and (
+            bits & (DEMONYM | REGION) or (rank and looked[-1][1] and not bits & NAMED)
+        ):
             return False
         if cued or any(bits & (GIVEN_COMMON | FAMILY_COMMON) for bits, _ in looked):
             return True
@@ -257,7 +267,11 @@ class Surroundings:
 
 
 NEXT_LINES = 40  # characters within which the rest of an address follows
-PROBABLE, SURE, CERTAIN = 0.3, 0.3, 0.65  # of the tagger, for a lone listed name and for one that no list has
+PROBABLE, SURE, CERTAIN = (
+    0.3,
+    0.3,
+    0.65,
+)  # of the tagger, for a lone listed name and for one that no list has
 
 
 def option_regions(text: str) -> list[tuple[int, int]]:
@@ -310,8 +324,10 @@ def _is_kind(word: str, in_small: bool) -> bool:
     folded = bare_word(word)
     if folded in STREET_WORDS and len(folded) > 1:
         return in_small or word[0].isupper() or folded not in WEAK
-    return len(folded) > 6 and STREET_END.search(folded) is not None and (
-        in_small or word[0].isupper()
+    return (
+        len(folded) > 6
+        and STREET_END.search(folded) is not None
+        and (in_small or word[0].isupper())
     )
 
 

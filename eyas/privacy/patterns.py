@@ -40,12 +40,17 @@ _LOCAL = r"\w.!#$%&'*+=?^`{}~-"  # characters of an address before the @
 
 def _mail(domains: str) -> re.Pattern[str]:
     start = rf"(?<![{_LOCAL}])[^\w\s@]*(?P<address>\w[{_LOCAL}]*@(?:\w[\w-]*\.)+"
-    return re.compile(rf"{start}(?:{domains}|xn--[\w-]+|(?=\w*[^\W\d_a-z])[^\W\d_]{{2,24}}))(?!\w)", re.I)
+    return re.compile(
+        rf"{start}(?:{domains}|xn--[\w-]+|(?=\w*[^\W\d_a-z])[^\W\d_]{{2,24}}))(?!\w)", re.I
+    )
 
 
 MAIL, ANY_MAIL = _mail("|".join(DOMAINS)), _mail("[a-z]{2,24}")
 MAIL_CUE = re.compile(
-    cue(r"(?:e-?)?mails?|contact|write|reach|address|correo|courriel|邮箱|邮件|メール|이메일|почт\w+"), re.I
+    cue(
+        r"(?:e-?)?mails?|contact|write|reach|address|correo|courriel|邮箱|邮件|メール|이메일|почт\w+"
+    ),
+    re.I,
 )
 
 IPV4 = re.compile(r"(?<![\w.])\d{1,3}(?:\.\d{1,3}){3}(?:/\d{1,2})?(?!\w|\.\d)")
@@ -58,7 +63,9 @@ IPV6 = re.compile(
 # By issuer: Visa 4, Mastercard 51-55 and 2221-2720, American Express 34 and 37, Diners 30, 36, 38
 # and 39, JCB 35, 1800 and 2131, Mir 2200-2204, Discover, UnionPay and Maestro 6, UnionPay 81,
 # Maestro 50 and 56-58.
-CARD_ISSUER = re.compile(r"4|5[0-8]|81|2(?:20[0-4]|22[1-9]|2[3-9]|[3-6]|7[01]|720)|3[0-9]|6|1800|2131")
+CARD_ISSUER = re.compile(
+    r"4|5[0-8]|81|2(?:20[0-4]|22[1-9]|2[3-9]|[3-6]|7[01]|720)|3[0-9]|6|1800|2131"
+)
 # Each layout is tried by itself, since an expiry date or a security code may follow as one more
 # group of digits.
 CARD_LAYOUTS = {

@@ -155,7 +155,8 @@ ALGORITHM = re.compile(
     re.I,
 )
 MAYBE_PASSWORD = re.compile(
-    rf"pass|pwd|wort|cred|log ?in|zugangsdaten|identifiants|curl|mysql|mariadb|\bpin\b|{WORDS}", re.I
+    rf"pass|pwd|wort|cred|log ?in|zugangsdaten|identifiants|curl|mysql|mariadb|\bpin\b|{WORDS}",
+    re.I,
 )
 # An example, or code that fetches the password from elsewhere.
 PLACEHOLDER = re.compile(
