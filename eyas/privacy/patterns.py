@@ -18,23 +18,13 @@ from stdnum import bitcoin, iban, luhn
 
 from eyas.language import spoken_language
 from eyas.privacy.evidence import LOG
-from eyas.privacy.spelling import Span, cue
+from eyas.privacy.spelling import LISTS, Span, cue, joined
 
 CUE_DISTANCE = 40  # characters between a cue word and the value behind it
 
 # Generic top-level domains that need no word such as "mail" before the address, as others do:
 # `self.w@layer.weight` is code. Those of the countries are added.
-GENERIC_DOMAINS = """
-    com org net edu gov mil int info biz name pro aero coop museum mobi jobs travel tel asia cat
-    eu uk ac su ai io app dev cloud online site website web tech xyz top club shop store blog page
-    live life world today news media email mail digital agency group team company global services
-    solutions systems software support network studio design art photo photos photography video
-    music games fun health care clinic dental doctor hospital law legal finance bank money capital
-    ventures consulting academy school university education church foundation charity community
-    social family house homes land properties city town berlin london paris nyc tokyo wien koeln
-    hamburg bayern swiss scot wales amsterdam africa
-"""
-DOMAINS = [*GENERIC_DOMAINS.split(), *map(str.lower, sorted(phonenumbers.SUPPORTED_REGIONS))]
+DOMAINS = [*LISTS["domains"].split(), *map(str.lower, sorted(phonenumbers.SUPPORTED_REGIONS))]
 _LOCAL = r"\w.!#$%&'*+=?^`{}~-"  # characters of an address before the @
 
 
@@ -46,12 +36,7 @@ def _mail(domains: str) -> re.Pattern[str]:
 
 
 MAIL, ANY_MAIL = _mail("|".join(DOMAINS)), _mail("[a-z]{2,24}")
-MAIL_CUE = re.compile(
-    cue(
-        r"(?:e-?)?mails?|contact|write|reach|address|correo|courriel|邮箱|邮件|メール|이메일|почт\w+"
-    ),
-    re.I,
-)
+MAIL_CUE = re.compile(cue(joined("mail")), re.I)
 
 IPV4 = re.compile(r"(?<![\w.])\d{1,3}(?:\.\d{1,3}){3}(?:/\d{1,2})?(?!\w|\.\d)")
 IPV6 = re.compile(
@@ -94,14 +79,7 @@ ONE_MORE = re.compile(rf"{CARD_SEPARATOR}\d{{4}}(?!\d)")
 ONE_BEFORE = re.compile(rf"(?<!\d)\d{{4}}{CARD_SEPARATOR}$")
 SINGLE_DIGITS = re.compile(r"(?<![\w.,-])\d([ ._/-])\d(?:\1\d){13,14}(?!\w|\1\d)")
 # Beside a word for a card, any separators and groups do.
-CARD_CUE = re.compile(
-    cue(
-        r"(?:card|visa|master ?card|amex|american express|maestro|cc|ccn|karte|kreditkarte|tarjeta"
-        r"|carte|cart[ãa]o|carta|карт\w+|мир|kart\w*|karty|卡号?|カード|카드\w*|银行卡|信用卡)"
-        r"(?: (?:number|no|num|nummer))?"
-    ),
-    re.I,
-)
+CARD_CUE = re.compile(cue(rf"(?:{joined('card')})(?: (?:number|no|num|nummer))?"), re.I)
 CARD_RUN = re.compile(r"(?<![\w$€£])\d(?:[^\w$€£]{0,3}_?\d){12,26}(?!\d)")
 CARD_LENGTHS = (16, 15, 19, 14, 13)
 
@@ -126,17 +104,7 @@ PHONE_REGIONS = (
     "US", "GB", "IE", "AU", "NZ", "ZA", "IN", "DE", "AT",
     "CH", "FR", "BE", "NL", "ES", "IT", "SE", "BR", "MX",
 )  # fmt: skip
-LANGUAGE_REGIONS = {
-    language: tuple(regions.split())
-    for language, regions in (
-        part.split(":")
-        for part in """
-    es:ES MX AR CO CL PE|pt:BR PT|gl:ES BR|ca:ES|pl:PL|ru:RU UA KZ BY BG|tr:TR|zh:CN TW HK SG
-    |ja:JP|ko:KR|hi:IN|ar:EG SA AE MA IR|th:TH|vi:VN|id:ID|cs:CZ|sk:SK|hu:HU|ro:RO|el:GR|he:IL
-    |de:DE AT CH|fr:FR BE CH CA|it:IT CH|nl:NL BE|sv:SE FI|da:DK|no:NO|nb:NO|fi:FI""".split("|")
-    )
-    for language in [language.strip()]
-}
+LANGUAGE_REGIONS = {code: regions.split() for code, regions in LISTS["regions"].items()}
 # Scripts that tell the language, before the detector is asked.
 SCRIPTS = (
     (re.compile("[\u3040-\u30ff]"), "ja"),
@@ -153,19 +121,7 @@ PHONE = re.compile(
     r"(?:\s?(?:x|ext\.?)\s?\d{1,6})?(?![\w%/]|[.:-]\d)",
     re.I,
 )
-PHONE_CUE = re.compile(
-    cue(
-        r"(?:tele)?phone|tel|mobile|cell|landline|fax|office|my number"
-        r"|call(?:ing|ed)?|dial|ring|text|sms|whatsapp|reach|answering"
-        r"|tel[eé]fono|tel[eé]f|m[oó]vil|celular|ll[aá]m\w*|telefone|fone|ligue|ligar"
-        r"|telefon\w*|handy\w*|mobil\w*|rufnummer|anrufen|t[eé]l[eé]phone|portable|appel\w*"
-        r"|cellulare|chiam\w+|telefoon\w*|kom[oó]rk\w*|(?:za)?dzwo\w+|cep|телефон\w*|тел|моб"
-        r"|звон\w*|позвон\w*|вотсап|zap|电话(?:号码)?|手机号?码?|致电|拨打|联系方式|電話(?:番号)?|携帯\w*|手機"
-        r"|전화\w*|휴대폰\w*|핸드폰\w*|연락처\w*|फ़ोन|फोन|मोबाइल|هاتف\w*|جوال\w*|اتصل|موبايل|โทร|มือถือ|เบอร์"
-    )
-    + r"|电话|手机|電話|携帯|전화|연락처|โทร|เบอร์",
-    re.I,
-)
+PHONE_CUE = re.compile(cue(joined("phone")) + r"|电话|手机|電話|携帯|전화|연락처|โทร|เบอร์", re.I)
 # Written without a cue, a national number shows itself by a trunk 0, by North America's 3-3-4, or
 # by four groups or more.
 PHONE_FORM = re.compile(

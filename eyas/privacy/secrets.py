@@ -11,7 +11,7 @@ import importlib
 import re
 from collections.abc import Iterator
 
-from eyas.privacy.spelling import Span
+from eyas.privacy.spelling import LISTS, Span, joined
 
 # detect-secrets' modules and classes. Not among them: JWT (leaves the signature), private keys
 # (only the heading), basic authentication (only the password; links are found whole), IP addresses,
@@ -40,50 +40,7 @@ PLUGINS = {
 # characters from which a pattern's group is the secret itself rather than its prefix
 SECRET_GROUP = 16
 
-OURS = [
-    re.compile(rf"(?<![A-Za-z0-9])(?:{written})")
-    for written in (
-        r"sk-(?:proj|svcacct|admin|None)-[\w-]{20,}",
-        r"sk-ant-[\w-]{20,}",
-        r"sk-or-(?:v\d-)?[\w-]{20,}",
-        r"sk-[A-Za-z0-9]{32,}",
-        r"[srp]k_(?:live|test)_[0-9a-zA-Z]{16,}",
-        r"hf_[A-Za-z0-9]{30,}",
-        r"AIza[\w-]{35}",
-        r"ya29\.[\w-]{20,}",
-        r"GOCSPX-[\w-]{24,}",
-        r"gh[pousr]_[A-Za-z0-9_]{36,}",
-        r"github_pat_[A-Za-z0-9_]{22,}",
-        r"xox[a-z]-[0-9A-Za-z-]{10,}",
-        r"xapp-\d-[0-9A-Za-z-]{20,}",
-        r"npm_[A-Za-z0-9]{36}",
-        r"(?:AKIA|ASIA|ABIA|ACCA)[0-9A-Z]{16}",
-        r"do[opr]_v1_[a-f0-9]{64}",
-        r"shp(?:at|ca|pa|ss)_[a-fA-F0-9]{32}",
-        r"gsk_[A-Za-z0-9]{40,}",
-        r"r8_[A-Za-z0-9]{37}",
-        r"pplx-[A-Za-z0-9]{40,}",
-        r"nvapi-[\w-]{40,}",
-        r"xai-[A-Za-z0-9]{40,}",
-        r"wandb_v\d_[\w-]{20,}",
-        r"hv[sbr]\.[\w-]{20,}",  # Vault
-        r"dapi[a-f0-9]{32}(?:-\d)?",  # Databricks
-        r"dckr_[po]at_[\w-]{20,}",
-        r"lin_(?:api|oauth)_[A-Za-z0-9]{32,}",
-        r"ntn_[A-Za-z0-9]{40,}",  # Notion
-        r"secret_[A-Za-z0-9]{43}",
-        r"(?:[A-Za-z0-9]{76}AZDO[A-Za-z0-9]{4}|[a-z2-7]{52}(?![A-Za-z0-9]))",  # Azure DevOps
-        r"gl(?:sa|c)_[\w=+/-]{32,}",  # Grafana
-        r"ATATT3[\w=-]{50,}",  # Atlassian
-        r"PMAK-[\w-]{50,}",
-        r"figd_[\w-]{36,}",
-        r"[A-Za-z0-9]{14}\.atlasv1\.[\w-]{60,}",  # Terraform
-        r"AGE-SECRET-KEY-1[0-9A-Z]{58}",
-        r"https://(?:\w+\.)?discord(?:app)?\.com/api/(?:v\d+/)?webhooks/\d{15,20}/[\w-]{40,}",
-        # JWT, encrypted ones too
-        r"eyJ[\w-]{8,4000}\.[\w-]{4,4000}(?:\.[\w-]{0,4000})?(?:\.[\w-]{0,4000}){0,2}",
-    )
-]
+OURS = [re.compile(rf"(?<![A-Za-z0-9])(?:{written})") for written in LISTS["keys"]]
 # Any of the patterns above needs so many such characters in a row, a digit among them.
 RUN = re.compile(r"[\w+/=~.:-]{16,}")
 IN_SECRET = re.compile(r"[\w+/=~-]")
@@ -103,11 +60,7 @@ BEARER = re.compile(
 )
 MAYBE_NAMED = re.compile(r"key|token|secret|authorization", re.I)
 
-WORDS = (
-    r"password|passwd|passphrase|passcode|pwd|pw|kennwort|passwort|contraseña|clave|mot de passe"
-    r"|wachtwoord|senha|п[аa][рp][оo]ль|şifre(?:m|si|niz)?|parola(?:m|sı)?|hasło|密码|密碼|口令"
-    r"|パスワード|비밀번호|암호"
-)
+WORDS = joined("password")
 # Between such a word and the value, in the languages of the words.
 IS = (
     r"(?:\s{1,3}(?:is now|is|was|lautet|ist|es|est|é|è|to|это|olarak)\s{1,3}"

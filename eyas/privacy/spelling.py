@@ -5,9 +5,14 @@ in their usual spelling, and long numbers in digits.
 from __future__ import annotations
 
 import re
+from importlib import resources
+
+import yaml
 
 from eyas.fold import FoldedText, fold
 
+FILES = resources.files("eyas.privacy")
+LISTS = yaml.safe_load((FILES / "patterns.yaml").read_text(encoding="utf-8"))
 Span = tuple[int, int]  # characters [start, end)
 
 # Mail addresses as people hide them from programs: (at), [dot], "at gmail dot com", spaces.
@@ -74,9 +79,14 @@ def cue(words: str) -> str:
     return rf"(?<!{letter})(?:{words})(?!{letter})"
 
 
+def joined(name: str) -> str:
+    """A list of patterns.yaml as one pattern."""
+    return "|".join(LISTS[name])
+
+
 def plain(text: str) -> FoldedText:
-    """The text as patterns are matched to it: folded, a space between scripts, mail addresses in their usual spelling, long
-    numbers in digits.
+    """The text as patterns are matched to it: folded, a space between scripts, mail addresses in
+    their usual spelling, long numbers in digits.
     """
     folded = fold(text)
     if not folded.text.isascii():
