@@ -6,9 +6,10 @@ code in six languages and under a request. Made with a fixed seed from lists of 
 harmed when the default policy changes or drops it. `TOUCHING`: values beside letters of scripts
 that are written without spaces, and in the fields of CSV; one passes when it is still in the text.
 
-`labelled`: 1,448 prompts of public sets (the data folder beside the checkout), read by two readers.
-natural.json.gz holds no text: by set and row the SHA-256 of what was read (its first 900 characters;
-of rows marked "o" with options put behind them) and the places, types and kinds of what they found.
+`labelled`: 1,448 prompts of public sets (the data folder beside the checkout), read twice.
+natural.json.gz holds no text: by set and row the SHA-256 of what was read (its first 900
+characters; of rows marked "o" with options put behind them) and the places, types and kinds of what
+they found.
 Rows are r (drawn by chance), e (rows in which the search of 2026-11-25 found something) or o.
 """
 
@@ -147,7 +148,7 @@ FORMS: dict[str, Callable[[Draw], str]] = {
 
 # Values that touch what stands beside them
 
-LANGUAGES = {"Chinese": "zh", "Japanese": "ja", "Thai": "th", "Arabic": "ar", "Korean": "ko", "Hindi": "hi"}  # fmt: skip
+LANGUAGES = dict(zip(TEXTS["beside"], ("zh", "ja", "th", "ar", "ko", "hi"), strict=False))
 CSV_TYPES = ("CREDIT_CARD", "PHONE_NUMBER", "EMAIL_ADDRESS", "IP_ADDRESS", "IBAN_CODE", "US_SSN")
 
 
@@ -178,8 +179,17 @@ def forms(count: int = ROWS) -> Iterator[tuple[str, list[str]]]:
 LABELS = Path(__file__).with_suffix(".json.gz")
 MOST = 900  # characters of a prompt that were read
 OPTION_MARKS = ("{}. ", "{}) ", "({}) ", "- ", "{}: ")
-SHORT = {"P": "PERSON", "S": "STREET_ADDRESS", "N": "PHONE_NUMBER", "M": "EMAIL_ADDRESS", "K": "SECRET",
-         "A": "IBAN_CODE", "D": "DATE_OF_BIRTH", "H": "HANDLE", "I": "IP_ADDRESS"}  # fmt: skip
+SHORT = {
+    "P": "PERSON",
+    "S": "STREET_ADDRESS",
+    "N": "PHONE_NUMBER",
+    "M": "EMAIL_ADDRESS",
+    "K": "SECRET",
+    "A": "IBAN_CODE",
+    "D": "DATE_OF_BIRTH",
+    "H": "HANDLE",
+    "I": "IP_ADDRESS",
+}
 WHO = {"p": "private", "u": "public", "i": "invented", "n": "none"}
 SAME = {
     **dict.fromkeys(("PASSWORD", "API_KEY", "PRIVATE_KEY", "URL_CREDENTIALS"), "SECRET"),
@@ -310,10 +320,16 @@ def judge(rows: Iterable[Natural], find: Callable[[str], list[Any]]) -> dict[str
     return {
         "types": {
             type: {
-                "found": found[type], "right": right[type], "due": due[type],
-                "private": private[type], "covered": covered[type],
+                "found": found[type],
+                "right": right[type],
+                "due": due[type],
+                "private": private[type],
+                "covered": covered[type],
             }
             for type in sorted({*found, *private})
         },
-        "forms": {form: dict(zip(("rows", "changed", "wrongly"), counts, strict=True)) for form, counts in sorted(forms.items())},
-    }  # fmt: skip
+        "forms": {
+            form: dict(zip(("rows", "changed", "wrongly"), counts, strict=True))
+            for form, counts in sorted(forms.items())
+        },
+    }

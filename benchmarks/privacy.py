@@ -44,7 +44,7 @@ from stdnum.br import cpf as brazil
 from stdnum.iban import calc_check_digits
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from benchmarks import natural  # noqa: E402
+from benchmarks import natural
 from eyas.artifact import VERSION
 from eyas.data.filters import PersonalData
 from eyas.data.ledger import Drop, SourceRow
@@ -410,8 +410,7 @@ MADE: dict[str, tuple[Maker, tuple[str, ...]]] = {
     "COORDINATES": (place, ("Meet me at the coordinates {}.", "GPS: {}")),
     "HANDLE": (handle, ("Follow me on Instagram {}.", "my Twitter handle is {}")),
 }
-TOUCHING_TYPES = ("EMAIL_ADDRESS", "PHONE_NUMBER", "CREDIT_CARD", "IP_ADDRESS", "IBAN_CODE", "US_SSN",
-                  "NATIONAL_ID", "API_KEY", "MAC_ADDRESS")  # fmt: skip
+TOUCHING_TYPES = (*natural.CSV_TYPES, "NATIONAL_ID", "API_KEY", "MAC_ADDRESS")
 SENTENCES = {
     "password, no sign": ("Log in with password {}", "use the password {} now"),
     "credentials a / b": ("The credentials are ana / {}", "login: bob:{}"),

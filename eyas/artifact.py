@@ -356,8 +356,8 @@ class Artifact:
 
     @contextmanager
     def freed_by(self, *errors: type[BaseException]) -> Iterator[None]:
-        """On such an error, which no resumed run of the same identity escapes, the claim and `work/`
-        go, and the folder is free for another.
+        """On such an error, which a resumed run of the same identity meets again, the claim and
+        `work/` go: the folder is free for other work.
         """
         try:
             yield

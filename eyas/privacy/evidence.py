@@ -57,7 +57,7 @@ TITLE = re.compile(
 )
 # What people do, behind a name; another name beside it.
 ACTS = re.compile(
-    r" (?:said|says|told|asked|shouted|began|wrote|lives|lived|works|worked|thinks|wants|married|is from"
+    r" (?:said|says|told|asked|shouted|began|wrote|lives|lived|works|worked|thinks|wants|is from"
     r"|had (?:given|told)|has (?:given|told))\b|, can (?:i|you)\b",
     re.I,
 )
@@ -67,7 +67,8 @@ PLACE_BEFORE = re.compile(r"(?:\b(?:in|at|near|to|of|the)|,) $")
 ARTICLE = re.compile(r"\b(?:the|an?|this|that|return of) $", re.I)
 LAST_WORD = re.compile(r"([^\W\d_]+)[,:]? $")
 INTRODUCED = re.compile(
-    r"\b(?:my (?:full |first |last |maiden )?name|i am|i'?m|this is|call me|name(?:'s| is|:))(?!\w)",
+    r"\b(?:my (?:full |first |last |maiden )?name|i am|i'?m|this is"
+    r"|call me|name(?:'s| is|:))(?!\w)",
     re.I,
 )
 
@@ -86,8 +87,8 @@ LOG = re.compile(
 )
 
 PROBLEM = re.compile(
-    r"\bhow (?:many|much|long|old|far|tall|fast|often|late)\b|\bwhat (?:is|do(?:es)?|did|was|will|are|percent\w*"
-    r"|fraction)\b|\b(?:find|calculate|compute|determine)\b|\bwho (?:is|has|was|won|finished)\b",
+    r"\bhow (?:many|much|long|old|far|tall|fast|often|late)\b"
+    r"|\bwhat (?:is|do(?:es)?|did|was|will|are|percent\w*|fraction)\b|\b(?:find|calculate|compute|determine)\b|\bwho (?:is|has|was|won|finished)\b",
     re.I,
 )
 NUMBER = re.compile(
@@ -111,8 +112,8 @@ PRIVATE = re.compile(
 # A question about somebody; what follows is whom it is about.
 ABOUT = re.compile(
     r"\b(?:who (?:is|was|were|are)|what (?:did|does|do)|(?:tell me|know|learn|essay|report|article"
-    r"|poem|facts|paragraph) (?:more |something )?(?:about|on)|(?:biography|life|death|works?|legacy"
-    r"|novels|poems|paintings|philosophy|discography) of|influenced|compare|when (?:was|did)) $",
+    r"|poem|facts|paragraph) (?:more |something )?(?:about|on)"
+    r"|(?:biography|life|death|works?|legacy|novels|poems|paintings|philosophy|discography) of|influenced|compare|when (?:was|did)) $",
     re.I,
 )
 
@@ -125,7 +126,8 @@ BOX = re.compile(
 POSTCODE = re.compile(r"\b(?:zip|post(?:al)?|plz|cep)[ -]?(?:code)?(?: is| ?:)? $", re.I)
 SAINT = ("St", "ST", "Ste", "Unit", "Lot", "Room")  # before a name or a number
 UNIT_NEXT = re.compile(r"(?:[\s,|>?-]{0,8}(?:[^\W\d_]{1,12}\.? ){0,2}[^\W\d_]{0,12}\.? ?\d{0,6})?")
-TIMES = re.compile(r"\d{1,2}[-–]\d{1,2}\b")  # a score or a range
+# A score, a range, a day.
+TIMES = re.compile(r"\d{1,2}[-–]\d{1,2}\b|\d+(?:st|nd|rd|th)\W*\Z")
 CORNER = re.compile(r"\d+(?:st|nd|rd|th)? (?:and|&|at) [A-Z0-9]|\bcorner of\b")
 
 
@@ -250,12 +252,13 @@ class Surroundings:
             return False
         if BOX.search(near) or (CORNER.search(value) and cued):
             return True
-        if value[0].isdigit() and TIMES.match(value):
+        if TIMES.match(value.lower().removeprefix("the ")):
             return False
         if has_number:
             is_named = self.is_lower or has_kind or any(word[0].isupper() for word in words)
             return is_named and (has_kind or cued or _has_town(near))
-        return has_kind and len(words) > 1 + (not cued) and not self.is_story
+        is_named = any(kind not in SAINT for kind in kinds)
+        return is_named and len(words) > 1 + (not cued) and not self.is_story
 
     def _line(self, place: int) -> str:
         end = self.text.find("\n", place)
@@ -320,7 +323,9 @@ def _is_eponym(after: str) -> bool:
 
 @functools.lru_cache(1 << 12)
 def _is_kind(word: str, in_small: bool) -> bool:
-    """Whether a word is a kind of street, box or flat; one that is another word too, in capitals."""
+    """Whether a word is a kind of street, box or flat; one that is another word too, with
+    a capital.
+    """
     folded = bare_word(word)
     if folded in STREET_WORDS and len(folded) > 1:
         return in_small or word[0].isupper() or folded not in WEAK

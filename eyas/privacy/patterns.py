@@ -314,6 +314,8 @@ def _is_phone(text: str, start: int, end: int) -> bool:
         return False
     has_form = has_form and " / " not in value  # a division
     beside = f"{text[max(0, start - NEAR_BEFORE) : start]} {text[end : end + NEAR_AFTER]}"
+    if num_digits == 7 and len(re.findall(r"\d+", value)) > 3:
+        return False
     if PHONE_CUE.search(beside):
         return 7 <= num_digits <= 15
     if not 8 <= num_digits <= 15 or (value[0].isdigit() and _is_in_log(text, start)):

@@ -79,7 +79,8 @@ PASSWORD_NEXT = re.compile(
     r"(?<![A-Za-z])(?:"
     r"(?:with|using|use|by|and|my|her|his|their|our|the|user\w*:? \S{1,40})[ ,/]{1,2}"
     rf"(?:(?:my|the|this|a) )?(?:{WORDS}|pass):?\s{{1,2}}"
-    r"|(?:şifre(?:m|si|niz)?|parola(?:m|sı)?|п[аa][рp][оo]ль|密码|パスワード|비밀번호)(?: (?:от|для|на|к|за) \w{1,20})? "
+    r"|(?:şifre(?:m|si|niz)?|parola(?:m|sı)?|п[аa][рp][оo]ль|密码|パスワード|비밀번호)"
+    r"(?: (?:от|для|на|к|за) \w{1,20})? "
     r"|(?:pass ?word|passwd|pwd|pass|pw|passwort)(?:\s?(?:->|=>|[:→])\s{0,2}| - ))"
     r"(?P<quote>[\"'`]?)(?P<value>[^\s\"'`<>{}()\[\],;]{6,64})(?P=quote)",
     re.I,
