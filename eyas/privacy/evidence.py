@@ -88,7 +88,8 @@ LOG = re.compile(
 
 PROBLEM = re.compile(
     r"\bhow (?:many|much|long|old|far|tall|fast|often|late)\b"
-    r"|\bwhat (?:is|do(?:es)?|did|was|will|are|percent\w*|fraction)\b|\b(?:find|calculate|compute|determine)\b|\bwho (?:is|has|was|won|finished)\b",
+    r"|\bwhat (?:is|do(?:es)?|did|was|will|are|percent\w*|fraction)\b"
+    r"|\b(?:find|calculate|compute|determine)\b|\bwho (?:is|has|was|won|finished)\b",
     re.I,
 )
 NUMBER = re.compile(
@@ -113,7 +114,8 @@ PRIVATE = re.compile(
 ABOUT = re.compile(
     r"\b(?:who (?:is|was|were|are)|what (?:did|does|do)|(?:tell me|know|learn|essay|report|article"
     r"|poem|facts|paragraph) (?:more |something )?(?:about|on)"
-    r"|(?:biography|life|death|works?|legacy|novels|poems|paintings|philosophy|discography) of|influenced|compare|when (?:was|did)) $",
+    r"|(?:biography|life|death|works?|legacy|novels|poems|paintings|philosophy|discography) of"
+    r"|influenced|compare|when (?:was|did)) $",
     re.I,
 )
 
