@@ -274,7 +274,14 @@ NATIONAL = {
     "CN resident ID": "360426199101010071",
     "document": "passport number C01X00T47",
 }
-UNCHECKED = ("US ITIN", "UK NINO", "DK CPR", "IN PAN", "document")  # form and ranges alone
+UNCHECKED = (
+    "US ITIN",
+    "UK NINO",
+    "DK CPR",
+    "IN PAN",
+    "KR RRN, any",
+    "document",
+)  # form and ranges alone
 
 
 def some(count, letters=MIXED, start=37):
