@@ -89,7 +89,8 @@ LOG = re.compile(
 PROBLEM = re.compile(
     r"\bhow (?:many|much|long|old|far|tall|fast|often|late)\b"
     r"|\bwhat (?:is|do(?:es)?|did|was|will|are|percent\w*|fraction)\b"
-    r"|\b(?:find|calculate|compute|determine|exercise)\b|\bsolves? this problem|\bwho (?:is|has|was|won|finished)\b",
+    r"|\b(?:find|calculate|compute|determine|exercise)\b|\bsolves? this problem"
+    r"|\bwho (?:is|has|was|won|finished)\b",
     re.I,
 )
 NUMBER = re.compile(

@@ -131,7 +131,8 @@ PHONE_FORM = re.compile(
 NO_PHONE = re.compile(
     r"(?:19|20)\d\d[-./_ ]\d{1,2}[-./_ ]\d{1,2}(?: .*)?"
     r"|\d{1,2}[-./_ ]\d{1,2}[-./_ ](?:19|20)\d\d(?:[ -].*)?|\d{1,2}/\d{1,2}/\d\d(?:[ -].*)?"
-    r"|\d{1,2}\.\d+|\d-\d{2,6}-\d{2,6}-\d|\(?(?:1\d|20)\d\d(?: |-| - )(?:1\d|20)\d\d|\d{1,3}(?:\.\d{1,3}){3}|97[89][ -].*"
+    r"|\d{1,2}\.\d+|\d-\d{2,6}-\d{2,6}-\d"
+    r"|\(?(?:1\d|20)\d\d(?: |-| - )(?:1\d|20)\d\d|\d{1,3}(?:\.\d{1,3}){3}|97[89][ -].*"
 )
 ONE_DIGIT = re.compile(r"(?<!\d)\d(?!\d)")
 HEADER = re.compile(r"[A-Za-z_]\w*,[A-Za-z_]")  # of CSV
@@ -270,8 +271,11 @@ def phones(text: str) -> Iterator[Span]:
     such as "call".
     """
     if MAYBE_PHONE.search(text):
-        for run in PHONE.finditer(text):
-            yield from _phones_in(text, *run.span())
+        place = 0
+        while run := PHONE.search(text, place):
+            found = _phones_in(text, *run.span())
+            yield from found
+            place = found[-1][1] if found else run.end()  # a run may be cut within a number
 
 
 def _phones_in(text: str, start: int, end: int) -> list[Span]:
