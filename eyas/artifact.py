@@ -354,19 +354,6 @@ class Artifact:
         self._written.clear()
         return True
 
-    @contextmanager
-    def freed_by(self, *errors: type[BaseException]) -> Iterator[None]:
-        """On such an error, which a resumed run of the same identity meets again, the claim and
-        `work/` go: the folder is free for other work.
-        """
-        try:
-            yield
-        except errors:
-            if not self.is_done():
-                self.delete_work()
-                self.delete(IDENTITY)
-            raise
-
     def write(self, name: str, data: bytes) -> None:
         """Write a file whole or not at all, and remember its checksum for the manifest."""
         path = self._path(name)
@@ -426,6 +413,19 @@ class Artifact:
         """Delete what only the stage itself needed, or a folder of it, if there is any."""
         if self.exists(folder):
             self._fs.rm(self._path(folder), recursive=True)
+
+    @contextmanager
+    def freed_by(self, *errors: type[BaseException]) -> Iterator[None]:
+        """On such an error, which a resumed run of the same identity meets again, the claim and
+        `work/` go: the folder is free for other work.
+        """
+        try:
+            yield
+        except errors:
+            if not self.is_done():
+                self.delete_work()
+                self.delete(IDENTITY)
+            raise
 
     def finish(
         self,
