@@ -13,6 +13,10 @@ Disguises: values are invented with a fixed seed, put into sentences, and disgui
 found when neither it, as a person reads it, nor its disguise is left by a filter with a surrogate
 for every type.
 
+Forms: how many rows without personal data the default policy changes (`natural.py`), how many
+values that touch letters of other scripts are found, and precision and recall on natural prompts
+that were read.
+
 Ordinary prompts: how many rows each policy changes or drops, and for which types. Names, in the
 first set of prompts: of the rows in which one was replaced, those in which a word of it is left,
 those in which one word became two, and the share of given names that kept their gender. Speed: one
@@ -43,6 +47,8 @@ from stdnum import luhn
 from stdnum.br import cpf as brazil
 from stdnum.iban import calc_check_digits
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from benchmarks import natural
 from eyas.artifact import VERSION
 from eyas.data.filters import PersonalData
 from eyas.data.ledger import Drop, SourceRow
@@ -408,6 +414,7 @@ MADE: dict[str, tuple[Maker, tuple[str, ...]]] = {
     "COORDINATES": (place, ("Meet me at the coordinates {}.", "GPS: {}")),
     "HANDLE": (handle, ("Follow me on Instagram {}.", "my Twitter handle is {}")),
 }
+TOUCHING_TYPES = (*natural.CSV_TYPES, "NATIONAL_ID", "API_KEY", "MAC_ADDRESS")
 SENTENCES = {
     "password, no sign": ("Log in with password {}", "use the password {} now"),
     "credentials a / b": ("The credentials are ana / {}", "login: bob:{}"),
@@ -613,7 +620,52 @@ def written_recall(texts: list[dict[str, Any]]) -> dict[str, Any]:
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "versions": {"eyas": VERSION, **detector.versions()},
         "types": {type: {"found": found[type], "of": of[type]} for type in sorted(of)},
+        "scripts": touching_recall(VALUES),
     }
+
+
+def harmed(texts: list[str]) -> dict[str, Any]:
+    """Of texts that hold no personal data besides IP addresses, those that the default policy
+    changes or drops.
+    """
+    search, count, types = PersonalData(PrivacyConfig(), KEY), 0, Counter[str]()
+    for text in texts:
+        made = search(SourceRow("", "", "", None, (text,)))
+        found = made.found if isinstance(made, Drop) else made.masked
+        kinds = {one.type for one in found} - {"IP_ADDRESS"}
+        count += bool(kinds)
+        types.update(kinds)
+    return {**share(count, len(texts)), "types": dict(types)}
+
+
+def show_natural(title: str, judged: dict[str, Any]) -> None:
+    """The natural prompts of one half."""
+    print(f"\nnatural prompts, {title}\n{'':16}   found  right      private  of them found")
+    for type, one in judged["types"].items():
+        print(
+            f"{type:16}{one['found']:8}{one['right'] / max(1, one['found']):7.3f}"
+            f"{one['private']:13}{one['covered'] / max(1, one['private']):8.3f}"
+        )
+    for form, one in judged["forms"].items():
+        print(f"{form:24}{one['rows']:5} rows,{one['changed']:4} changed, {one['wrongly']} wrongly")
+
+
+def touching_recall(count: int) -> dict[str, dict[str, dict[str, int]]]:
+    """By language and type, values found of those that touch its letters."""
+    makers = {type: MADE[type][0] for type in TOUCHING_TYPES}
+    search = PersonalData(PrivacyConfig(), KEY)
+    found: dict[str, dict[str, dict[str, int]]] = {}
+    for script, type, text, value in natural.touching(makers, count):
+        made = search(SourceRow("", "", "", None, (text,)))
+        is_gone = isinstance(made, Drop) or value not in made.turns[0]
+        if script not in natural.LANGUAGES:
+            continue
+        counts = found.setdefault(natural.LANGUAGES[script], {}).setdefault(
+            type, {"found": 0, "of": 0}
+        )
+        counts["of"] += 1
+        counts["found"] += is_gone
+    return found
 
 
 def main() -> None:
@@ -653,6 +705,17 @@ def main() -> None:
     for name, of in found.items():
         cells = (f"{of[type]['share']:.2f}" if type in of else "" for type in types)
         print(f"| {name} | " + " | ".join(cells) + " |")
+    count = QUICK_VALUES if args.quick else natural.ROWS
+    result["harmless"] = {name: harmed(some) for name, some in natural.forms(count)}
+    for name, one in result["harmless"].items():
+        print(f"{name:26}{one['share']:.3f} changed of {one['of']}: {one['types'] or 'none'}")
+    result["touching"] = touching_recall(QUICK_VALUES if args.quick else VALUES)
+    print(f"found of values that touch letters: {result['touching']}")
+    read_rows = natural.labelled(DATA)
+    for is_tuned, title in ((True, "the half that rules were made on"), (False, "the other half")):
+        half = [one for one in read_rows if one.is_tuned == is_tuned]
+        result[title] = natural.judge(half, Detector(PrivacyConfig()).find)
+        show_natural(title, result[title])
     result["ordinary"] = {}
     pool = []
     for path in args.prompts:

@@ -449,6 +449,19 @@ class Artifact:
         if self.exists(folder):
             self._fs.rm(self._path(folder), recursive=True)
 
+    @contextmanager
+    def freed_by(self, *errors: type[BaseException]) -> Iterator[None]:
+        """On such an error, which a resumed run of the same identity meets again, the claim and
+        `work/` go: the folder is free for other work.
+        """
+        try:
+            yield
+        except errors:
+            if not self.is_done():
+                self.delete_work()
+                self.delete(IDENTITY)
+            raise
+
     def finish(
         self,
         stage: str,

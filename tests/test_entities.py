@@ -82,6 +82,49 @@ ORDINARY = [
 ]
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "Which of these is a plant?\nA. Lily\nB. Daisy\nC. Violet\nD. Rose",
+        "Which planet is the odd one out? A) Mars B) Neptune C) Mercury D) Uranus",
+        "What is 7 times 3?\n(A) 21 (B) 23\n(C) 58 (D) 12",
+        "Name a virtue.\n1. Grace\n2. Faith\n3. Hope\n4. Prudence",
+        "Pick a colour: - Violet - Scarlet - Hazel - Olive",
+        "03-17 16:15:35.123  1702  2395 D PowerManagerService: release lock",
+        "- 1131554188 2005.11.15 tbird-admin1 Nov 10 09:48:04 local@tbird-admin1 gmetad[1682]:",
+        "A star has a surface temperature of 5800 Kelvin. Use Wien's law.",
+        "What is the electron configuration of iridium (Ir)?",
+        "State Green's theorem, the Gibbs free energy and Bayes' rule.",
+        "How many marbles do Martha and Jim have if Jim has 12 more than Martha, who has 30?",
+        "Who was Marie Curie?",
+        '"Kill him, Johnnie!" cried the captain, and Henry took the oar.',
+        "Apartment in Brno: 2 rooms, 106 square meters, third floor",
+        "They lost by 10-7, Dallas, on a field goal.",
+    ],
+)
+def test_a_capital_without_evidence_is_no_name(text):
+    """Options, logs, units, eponyms, and people that a problem, a story or a question is about."""
+    assert [one for one in find_entities(text) if one.type != "LOCATION"] == []
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "1. ⟨Susan Miller⟩ called about her invoice.\n2. ⟨Peter Novak⟩ did not pay.",
+        "How many days has my sister ⟨Ana⟩ left of her 30 days, of which I counted 12?",
+        "Summarize this letter. Dear ⟨Ana⟩, the passage was rough. Regards, ⟨Bob Smith⟩",
+        "[12:01:33] INFO user ⟨John Smith⟩ logged in",
+    ],
+)
+def test_a_cue_is_evidence_in_a_list_a_problem_and_a_letter(text):
+    found, _ = marked(unmarked(text), _people)
+    assert found == text
+
+
+def _people(text):
+    return [one for one in find_entities(text) if one.type == "PERSON"]
+
+
 def test_ordinary_words_are_left_alone():
     assert {text: found for text in ORDINARY if (found := find_entities(text))} == {}
 

@@ -78,9 +78,9 @@ def test_code_is_code_alone_and_below_a_request(code):
     "piece", ["len(nums)", "user_name", "--output", "{{olga}}", "myClass", "report.pdf", "%(nora)s"]
 )
 def test_code_within_a_sentence_is_left_out(piece):
-    text = f"What does {piece} do, and who is Susan Miller?"
+    text = f"What does {piece} do, and why did my colleague Susan Miller write it?"
     assert [text[start:end] for start, end in code_spans(text)] == [piece]
-    assert mask(text, Detector(PrivacyConfig()).find(text)).endswith("who is <PERSON>?")
+    assert mask(text, Detector(PrivacyConfig()).find(text)).endswith("colleague <PERSON> write it?")
 
 
 @pytest.mark.parametrize(

@@ -266,11 +266,22 @@ NATIONAL = {
     "SG NRIC": "S1234567D",
     "TH PIN": "1-2345-45678-78-1",
     "KR RRN": "971013-9019902",
+    "KR RRN, any": "주민등록번호 010203-3456789",
+    "RU SNILS": "112-233-445 95",
+    "RU SNILS, bare": "СНИЛС 11223344595",
+    "RU INN": "ИНН 500100732259",
     "JP My Number": "My Number 6214 9832 0257",
     "CN resident ID": "360426199101010071",
     "document": "passport number C01X00T47",
 }
-UNCHECKED = ("US ITIN", "UK NINO", "DK CPR", "IN PAN", "document")  # form and ranges alone
+UNCHECKED = (
+    "US ITIN",
+    "UK NINO",
+    "DK CPR",
+    "IN PAN",
+    "KR RRN, any",
+    "document",
+)  # form and ranges alone
 
 
 def some(count, letters=MIXED, start=37):
@@ -335,6 +346,82 @@ BLOCKS = {
     + "\\n-----END PRIVATE KEY-----",
     "cut": f"-----BEGIN EC PRIVATE KEY-----\n{BODY}",
 }
+
+
+# Passwords on command lines and in other languages, keys of more makers, phones as their people
+# write them, mail under international domains and within links.
+ELSEWHERE = {
+    "PASSWORD": [
+        "curl -u admin:⟨s3cretpw⟩ https://x.org",
+        "sshpass -p ⟨'tr0ub4'⟩ ssh root@host",
+        "mysql -u root -p⟨S3cret!x⟩ shop",
+        "Mein Passwort lautet ⟨Sommer2024!⟩",
+        "пароль от почты ⟨Zaq12wsx⟩",
+        "我的密码：⟨Wang8899⟩",
+        "密码是⟨Abc12345!⟩，请登录",
+        "şifrem ⟨Ankara06!⟩",
+        "パスワードは⟨Sakura99⟩です",
+        "비밀번호는 ⟨Seoul88x⟩ 입니다",
+        "my pin is ⟨3941⟩",
+    ],
+    "API_KEY": [
+        f"⟨hvs.{some(24)}⟩",
+        f"⟨dapi{some(32, HEX)}⟩",
+        f"⟨dckr_pat_{some(27)}⟩",
+        f"⟨lin_api_{some(40)}⟩",
+        f"⟨ntn_{some(46)}⟩",
+        f"⟨https://discord.com/api/webhooks/123456789012345678/{some(68)}⟩",
+        f"PAT ⟨{'abcdefgh2345' * 4}abc7⟩",
+    ],
+    "PHONE_NUMBER": [
+        "Mi teléfono es ⟨612 345 678⟩",
+        "Здравствуйте, меня зовут Иван, ⟨8 916 123-45-67⟩",
+        "Me chama no zap ⟨(11) 91234-5678⟩",
+        "Dzień dobry, proszę o kontakt w sprawie umowy, ⟨501 234 567⟩",
+        "请联系⟨138 1234 5678⟩",
+        "電話番号は⟨090-1234-5678⟩です",
+        "⟨010-1234-5678⟩로 연락 주세요",
+        "id,phone\n7,⟨4155550134⟩,x",
+    ],
+    "CREDIT_CARD": [
+        "2026-01-02,20,⟨4242424242424242⟩,12/27",
+        "карта ⟨2200000000000004⟩",
+        "⟨622848 0000000000000⟩是我的卡",
+    ],
+    "EMAIL_ADDRESS": [
+        "schreib an ⟨info@bücher.de⟩ bitte",
+        "⟨ivan@почта.рф⟩",
+        "请写信到⟨ana@web.de⟩谢谢",
+        "https://x.com/?⟨m=ana.lee%40web.de⟩",
+        "mailto:⟨ana.lee@web.de⟩?subject=hi",
+    ],
+    "IP_ADDRESS": ["服务器⟨8.8.8.8⟩坏了"],
+    "IBAN_CODE": ["my account number is ⟨85731890⟩"],
+}
+
+
+@pytest.mark.parametrize("type", ELSEWHERE)
+def test_values_of_other_countries_and_programs_are_found(type):
+    for text in ELSEWHERE[type]:
+        assert marked(unmarked(text)) == (text, {type})
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "mysql -u root -p < x.sql",
+        "curl --user username:password https://x.org",
+        "curl -u $USER:$TOKEN https://x.org",
+        "GPIO pin 1234",
+        "the values 3,1415926535 and 2,7182818284",
+        "081125 583030 27 INFO dfs.FSNamesystem: BLOCK*",
+        "status: 200 len: 2767 time: 0.7891314",
+        "- 4430 - 4426 - 4433 - 4431",
+        "订单号 20240101",
+    ],
+)
+def test_what_looks_like_them_is_left_alone(text):
+    assert PATTERNS.find(text) == []
 
 
 def test_values_are_found_whole():

@@ -2,9 +2,12 @@
 written anywhere.
 """
 
+import base64
 import gzip
 import html
 import json
+import os
+import random
 import tempfile
 from collections import Counter
 from pathlib import Path
@@ -155,6 +158,27 @@ def test_nothing_left_is_an_error_that_says_why(tmp_path):
     output = Artifact(str(tmp_path / "prompts"))
     assert not output.is_done()
     assert len(list(output.read_rows("dropped"))) == 3
+    assert not {"_IDENTITY", "work"} & set(os.listdir(tmp_path / "prompts"))
+    other = run(tmp_path, [openai("Sing."), openai("")])
+    assert [one.turns for one in prompts(other)] == [("Sing.",)], (
+        "the folder is free for other work"
+    )
+    assert len(list(other.read_rows("dropped"))) == 1
+
+
+def test_a_key_that_is_no_text_is_quoted_nowhere(tmp_path):
+    key = base64.b64encode(random.Random(1).randbytes(1200)).decode()
+    body = "\n".join(key[at : at + 64] for at in range(0, len(key), 64))
+    output = run(tmp_path, [openai(f"{body}\n-----END RSA PRIVATE KEY-----"), openai("Sing.")])
+    (line,) = output.read_rows("dropped")
+    assert (line["reason"], line["turns"]) == ("quality.non_text", [])
+    for path in (tmp_path / "prompts").rglob("*"):
+        assert path.is_dir() or key[:24].encode() not in path.read_bytes(), path
+
+
+def test_mathematics_is_read_from_its_column(tmp_path):
+    output = run(tmp_path, [{"problem": "What is $1+1$?", "level": "1", "solution": "2"}])
+    assert [one.turns for one in prompts(output)] == [("What is $1+1$?",)]
 
 
 def test_tools_that_are_left_out_are_named(tmp_path):

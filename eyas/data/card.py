@@ -14,11 +14,11 @@ from typing import Any
 
 from eyas.data.filters import FILTERS, PRIVACY_REASONS
 from eyas.data.logs import LOG_REASONS
-from eyas.data.recall import measured, recall_of
+from eyas.data.recall import measured, recall_in, recall_of
 from eyas.data.selection import SELECTION_REASONS
 from eyas.data.streams import READING_REASONS
 from eyas.page import fill
-from eyas.privacy.pii import TYPES
+from eyas.privacy.pii import NAME_TYPES, TYPES
 
 TEMPLATE = Path(__file__).with_name("card.html")
 MOST_LANGUAGES = 12
@@ -97,6 +97,7 @@ def write_card(contents: CardContents) -> str:
     filters = {
         "number": lambda value: f"{value:,.0f}",
         "percent": lambda value: f"{100 * value:.1f} %",
+        "truncated": lambda names: ", ".join([*names[:4], *(["..."] if len(names) > 4 else [])]),
         "pretty": lambda value: json.dumps(value, indent=1, ensure_ascii=False),
         "about": lambda value: f"{value:,.1f}" if value < 10 else f"{value:,.0f}",
         "pii_rows": lambda dropped: sum(
@@ -112,6 +113,7 @@ def write_card(contents: CardContents) -> str:
         num_dropped=sum(ledger["dropped"].values()),
         key_from=KEY_FROM,
         remaining=remaining(contents),
+        spoken=recall_by_language(ledger),
         recall=measured(),
         caveats=_recall_caveats(ledger),
         parts=name_parts(ledger),
@@ -174,6 +176,24 @@ def remaining(contents: CardContents) -> list[dict[str, Any]]:
         row = {"type": type, "found": found, "recall": known}
         rows += [{**row, "expected": expected, "between": between}] if found else []
     return sorted(rows, key=lambda row: -row["found"])
+
+
+def recall_by_language(ledger: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """For each language of the rows, the most frequent first: its share of them, and the type with
+    the lowest measured recall of values with a form and of names, as (type, recall); None where no
+    recall was measured.
+    """
+    rows, total = [], sum(ledger["languages"].values()) or 1
+    for code, count in sorted(ledger["languages"].items(), key=lambda item: (-item[1], item[0])):
+        known = sorted(recall_in(code).items(), key=lambda item: item[1].interval[0])
+        parts = (
+            [one for one in known if one[0] not in NAME_TYPES],
+            [one for one in known if one[0] in NAME_TYPES],
+        )
+        forms, names = (next(iter(part), None) for part in parts)
+        language = NO_LANGUAGE.get(code, code)
+        rows.append({"language": language, "share": count / total, "forms": forms, "names": names})
+    return rows
 
 
 def _recall_caveats(ledger: Mapping[str, Any]) -> list[str]:

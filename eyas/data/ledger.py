@@ -23,6 +23,9 @@ EXCERPT = 240  # characters of each
 # Characters that are searched for what begins inside an excerpt: a private key has 3,000, and a
 # name is easier to find when it occurs again later.
 LOOK = 8000
+# Reasons that lie in what is no text, such as a key without its heading: no search knows what it
+# is, so nothing of such a row is quoted.
+NOT_QUOTED = ("quality.non_text", "quality.encoding", "pii.private_key")
 
 FindPersonalData = Callable[[str], Iterable[Finding]]
 
@@ -88,7 +91,8 @@ def length_class(characters: int) -> int:
 
 
 def dropped_line(row: SourceRow | DamagedRow, drop: Drop, find: FindPersonalData) -> dict[str, Any]:
-    """The line of a dropped row: place, id, reason, what was found, and its redacted beginning.
+    """The line of a dropped row: place, id, reason, what was found, and its redacted beginning,
+    unless it is no text.
     find: must find every type of personal data, whatever the policy.
     """
     line: dict[str, Any] = {
@@ -102,7 +106,8 @@ def dropped_line(row: SourceRow | DamagedRow, drop: Drop, find: FindPersonalData
         line["found"] = [dataclasses.asdict(finding) for finding in drop.found]
     if isinstance(row, SourceRow):
         line["characters"] = row.characters
-        line["turns"] = [excerpt(turn, find) for turn in row.turns[:EXCERPT_TURNS]]
+        quoted = () if drop.reason.startswith(NOT_QUOTED) else row.turns[:EXCERPT_TURNS]
+        line["turns"] = [excerpt(turn, find) for turn in quoted]
     return line
 
 

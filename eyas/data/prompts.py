@@ -216,7 +216,7 @@ def make_prompts(config: PromptsConfig, output: Artifact, track: Track = quiet) 
     made_with = versions()
     if not output.exists(VERSIONS) or output.read_json(VERSIONS) != made_with:
         # Begun by another version of eyas or of a library: its blocks may differ.
-        for name in itertools.chain.from_iterable(map(output.parts, STEMS)):
+        for name in (*itertools.chain.from_iterable(map(output.parts, STEMS)), "match.json"):
             output.delete(name)
         output.delete_work()
         output.write_json(VERSIONS, made_with)
@@ -234,7 +234,7 @@ def make_prompts(config: PromptsConfig, output: Artifact, track: Track = quiet) 
         if config.executor == "local"
         else RayExecutor(config.task(key), config.workers)
     )
-    with executor:
+    with output.freed_by(EmptyInputError), executor:
         if not output.exists(SELECTION):
             decide(config, output, finished_blocks(config, BlockStore(output), executor, track))
         write(config, output, ledger, licences, executor)
@@ -249,10 +249,11 @@ def make_prompts(config: PromptsConfig, output: Artifact, track: Track = quiet) 
     track(total.rows_in, total.rows_in)
     if not total.rows_out:
         reasons = ", ".join(f"{count} {reason}" for reason, count in total.dropped.most_common())
-        raise EmptyInputError(
-            f"no prompt is left of {total.rows_in} rows ({reasons})",
-            f"{output.url}/dropped-*.jsonl says why each row went",
-        )
+        with output.freed_by(EmptyInputError):
+            raise EmptyInputError(
+                f"no prompt is left of {total.rows_in} rows ({reasons})",
+                f"{output.url}/dropped-*.jsonl says why each row went",
+            )
     counts = {
         "rows": total.rows_in,
         "prompts": total.rows_out,

@@ -57,7 +57,9 @@ class Recall:
 
 @functools.cache
 def measured() -> Mapping[str, Any]:
-    """recall.json: "types" (counts by type), and what they were measured on and with."""
+    """recall.json: "types" (counts by type in `languages`), "scripts" (the same by language), and
+    what they were measured on and with.
+    """
     table: dict[str, Any] = json.loads(MEASURED.read_text(encoding="utf-8"))
     return table
 
@@ -66,3 +68,13 @@ def recall_of(type: str) -> Recall | None:
     """The measured recall of a type of personal data; None if it was not measured."""
     counts = measured()["types"].get(type)
     return Recall(counts["found"], counts["of"]) if counts else None
+
+
+def recall_in(language: str) -> Mapping[str, Recall]:
+    """The measured recall of each type in a language of `eyas.language`; empty: not measured there.
+    In languages of other scripts than Latin, of values with a form, touching their letters.
+    """
+    table = measured()
+    types = table["types"] if language in table["languages"] else {}
+    types = types or table["scripts"].get(language, {})
+    return {type: Recall(counts["found"], counts["of"]) for type, counts in types.items()}

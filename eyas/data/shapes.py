@@ -181,7 +181,11 @@ SHAPES = (
         "an instruction and what it is about (Alpaca, Dolly)",
     ),
     RowShape(
-        "prompt", ("prompt", "question", "text", "query"), _prompt, False, "a text of the user"
+        "prompt",
+        ("prompt", "question", "problem", "text", "query"),
+        _prompt,
+        False,
+        "a text of the user",
     ),
     RowShape("strings", (), _string, False, "a row that is a text itself"),
 )

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
+import itertools
 import re
 from collections.abc import Sequence
 
@@ -13,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from eyas.privacy import tagger
+from eyas.privacy.evidence import borne_out
 from eyas.privacy.lexicon import bare_word, gazetteer, tokenize
 
 TYPES = ("PERSON", "STREET_ADDRESS", "LOCATION")
@@ -26,16 +28,6 @@ WITHIN_ADDRESS = re.compile(r"[\s,;.\-–|>]{0,12}")
 AFTER_STREET = re.compile(r"[\s,.\-|(]{0,6}(?:(?=[^\Wa-z_])[^\W_]{1,16}[\s,\-|()]{1,6}){0,3}")
 WITHIN_STREET = re.compile(r" ?[^\W_]{1,12}[ .]{1,2}")
 POSTCODE = re.compile(r"[ ,\n]{1,3}(?:[A-Z]{1,2}-)?\d{4,6}(?=\s*(?:[\n.,;]|$))")
-# What the tagger sometimes takes for an address: times, measures, ordinals, short numbers.
-MEASURE = (
-    r"[ap]\.?m\b|[cmk]?m\b|k?g\b|sq\b|ft\b|feet|foot|inch|mile|hour|minute|day|week|month|year"
-    r"|bath|bed"
-)
-NO_ADDRESS = re.compile(
-    r"\d{1,3}\W*|the\b\D*|\d+(?:st|nd|rd|th)|(?:id|chapter|no) ?\d+"
-    rf"|(?:the )?[\d.,:/]+ ?(?:{MEASURE})[\w .]{{0,6}}",
-    re.I,
-)
 NO_NAME = frozenset("[]{}=`_|\\")  # signs that stand in code
 # Letters of scripts that the tagger is not trained on: Greek, Cyrillic and what follows, without
 # Latin Extended Additional.
@@ -63,7 +55,9 @@ def find_entities(text: str, threshold: float = NAME_THRESHOLD) -> list[Entity]:
     found: list[Entity] = []
     for start, end in pieces(text):
         found += _find_in_piece(text[start:end], start, threshold)
-    return repeat_names(text, join_addresses(text, found))
+    spans = join_addresses(text, found)
+    kept = borne_out(text, [(one.type, one.start, one.end, one.score) for one in spans])
+    return repeat_names(text, list(itertools.compress(spans, kept)))
 
 
 def pieces(text: str) -> list[tuple[int, int]]:
@@ -153,13 +147,8 @@ def join_addresses(text: str, spans: Sequence[Entity]) -> list[Entity]:
             joined[-1] = Entity("STREET_ADDRESS", last.start, span.end, max(last.score, span.score))
         else:
             joined.append(span)
-    found = [
-        _with_postcode(text, span) if span.type == "STREET_ADDRESS" else span for span in joined
-    ]
     return [
-        one
-        for one in found
-        if one.type != "STREET_ADDRESS" or not NO_ADDRESS.fullmatch(text, one.start, one.end)
+        _with_postcode(text, span) if span.type == "STREET_ADDRESS" else span for span in joined
     ]
 
 

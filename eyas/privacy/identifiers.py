@@ -1,4 +1,4 @@
-"""National identity, tax, social security and health numbers of 36 countries: how each is written,
+"""National identity, tax, social security and health numbers of 37 countries: how each is written,
 its check (python-stdnum's), and cue words.
 
 A number whose form and check are so loose that ordinary prompts hold it by chance needs a cue word
@@ -7,47 +7,14 @@ within CUE_DISTANCE.
 
 from __future__ import annotations
 
+import importlib
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from stdnum.ar import cuit
-from stdnum.au import tfn
-from stdnum.be import nn
-from stdnum.bg import egn
-from stdnum.br import cpf
-from stdnum.ca import sin
-from stdnum.ch import ssn as ahv
-from stdnum.cl import rut
-from stdnum.cn import ric
-from stdnum.cz import rc
-from stdnum.de import idnr as steuer_id
-from stdnum.dk import cpr
-from stdnum.es import dni, nie
-from stdnum.fi import hetu
-from stdnum.fr import nir
-from stdnum.gb import nhs
-from stdnum.gr import amka
-from stdnum.hr import oib
-from stdnum.ie import pps
-from stdnum.il import idnr as teudat_zehut
-from stdnum.in_ import aadhaar, pan
-from stdnum.it import codicefiscale
-from stdnum.jp import in_ as my_number
-from stdnum.kr import rrn
-from stdnum.mx import curp
-from stdnum.nl import bsn
-from stdnum.no import fodselsnummer
-from stdnum.pl import pesel
-from stdnum.pt import nif
-from stdnum.ro import cnp
-from stdnum.se import personnummer
-from stdnum.th import pin
-from stdnum.tr import tckimlik
-from stdnum.us import itin
-from stdnum.za import idnr as za_id
+import yaml
 
-from eyas.privacy.spelling import Span
+from eyas.privacy.spelling import FILES, Span, cue, joined
 
 CUE_DISTANCE = 40  # characters between a cue and the number after it
 CLOSE = 24  # the same behind the number
@@ -68,13 +35,6 @@ class Identifier:
     cue: re.Pattern[str] | None = None
 
 
-def _kind(name: str, written: str, valid: Callable[[str], bool], cue: str = "") -> Identifier:
-    pattern = re.compile(rf"(?<![\w.,/+-])(?:{written})(?![\w/+-]|[.,]\d)", re.ASCII)
-    return Identifier(
-        name, pattern, valid, re.compile(rf"(?<!\w)(?:{cue})(?!\w)", re.I) if cue else None
-    )
-
-
 def is_nric(value: str) -> bool:
     """Singapore's check letter: weighted digits modulo 11, plus 4 for those issued since 2000."""
     series, digits, letter = value[0].upper(), value[1:-1], value[-1].upper()
@@ -90,89 +50,35 @@ def is_nino(value: str) -> bool:
     return value[:2].upper() not in ("BG", "GB", "NK", "KN", "TN", "NT", "ZZ")
 
 
+def is_snils(value: str) -> bool:
+    """Russia's insurance number: weighted digits modulo 101, of which 100 is written 00."""
+    *digits, tens, ones = (int(sign) for sign in value if sign.isdigit())
+    total = sum(digit * weight for digit, weight in zip(digits, range(9, 0, -1), strict=True))
+    return total % 101 % 100 == 10 * tens + ones
+
+
 def is_document(value: str) -> bool:
     """At least four digits: passports and licences have no public check, and need their cue."""
     return sum(letter.isdigit() for letter in value) >= 4
 
 
-DOCUMENT_CUE = (
-    r"passport(?: (?:number|no\.?))?|driv(?:er'?s?|ing) licen[cs]e(?: (?:number|no\.?))?"
-    r"|licen[cs]e (?:number|no\.?)|(?:identity|id) card(?: (?:number|no\.?))?"
-    r"|national id(?: (?:number|no\.?))?|personalausweis|reisepass|medical record(?: number)?|mrn"
-    r"|health (?:insurance|card)(?: (?:number|no\.?))?|medicare(?: (?:number|no\.?))?"
-)
-IDENTIFIERS = (
-    _kind("US ITIN", r"9\d\d-\d\d-\d{4}", itin.is_valid),
-    _kind("UK NINO", r"[A-CEGHJ-PR-TW-Z][A-CEGHJ-NPR-TW-Z] ?\d\d ?\d\d ?\d\d ?[A-D]", is_nino),
-    _kind("UK NHS", r"\d{3}[ -]?\d{3}[ -]?\d{4}", nhs.is_valid, r"nhs|national health"),
-    _kind("IE PPS", r"\d{7}[A-W][A-IW]?", pps.is_valid),
-    _kind("ES DNI", r"\d{8}-?[A-Z]|\d{1,2}\.\d{3}\.\d{3}-?[A-Z]", dni.is_valid),
-    _kind("ES NIE", r"[XYZ]-?\d{7}-?[A-Z]", nie.is_valid),
-    _kind(
-        "IT codice fiscale",
-        r"[A-Za-z]{6}\d\d[A-Za-z]\d\d[A-Za-z]\d{3}[A-Za-z]",
-        codicefiscale.is_valid,
-    ),
-    _kind("FR NIR", r"[12] ?\d\d ?\d\d ?(?:\d\d|2[AB]) ?\d{3} ?\d{3} ?\d\d", nir.is_valid),
-    _kind(
-        "DE Steuer-ID",
-        r"\d\d ?\d{3} ?\d{3} ?\d{3}",
-        steuer_id.is_valid,
-        r"steuer(?:liche)?[ -]?(?:id|identifikation\w*|nummer)|idnr|tin"
-        r"|tax (?:id|number|identification)\w*",
-    ),
-    _kind("CH AHV", r"756\.?\d{4}\.?\d{4}\.?\d\d", ahv.is_valid),
-    _kind(
-        "NL BSN",
-        r"\d{9}|\d{4}\.\d\d\.\d{3}",
-        bsn.is_valid,
-        r"bsn|burgerservicenummer|sofinummer|citizen service number",
-    ),
-    _kind("BE rijksregister", r"\d\d\.\d\d\.\d\d-\d{3}\.\d\d", nn.is_valid),
-    _kind("PT NIF", r"\d{3} ?\d{3} ?\d{3}", nif.is_valid, r"nif|contribuinte"),
-    _kind("PL PESEL", r"\d{11}", pesel.is_valid, r"pesel"),
-    _kind("CZ, SK rodné číslo", r"\d{6}/\d{3,4}", rc.is_valid),
-    _kind("SE personnummer", r"(?:19|20)?\d{6}[-+]\d{4}", personnummer.is_valid),
-    _kind("FI henkilötunnus", r"\d{6}[-+A-FU-Y]\d{3}[0-9A-Y]", hetu.is_valid),
-    _kind("DK CPR", r"\d{6}-?\d{4}", cpr.is_valid, r"cpr|personnummer"),
-    _kind("NO fødselsnummer", r"\d{6} ?\d{5}", fodselsnummer.is_valid),
-    _kind("RO CNP", r"\d{13}", cnp.is_valid, r"cnp|cod numeric personal"),
-    _kind("BG EGN", r"\d{10}", egn.is_valid, r"egn|егн"),
-    _kind("HR OIB", r"\d{11}", oib.is_valid, r"oib"),
-    _kind("GR AMKA", r"\d{11}", amka.is_valid, r"amka|αμκα"),
-    _kind("TR kimlik", r"\d{11}", tckimlik.is_valid, r"t\.?c\.?|kimlik(?: no)?|tckn"),
-    _kind(
-        "IL teudat zehut", r"\d{9}", teudat_zehut.is_valid, r"teudat zehut|israeli id|תעודת זהות"
-    ),
-    _kind(
-        "ZA ID",
-        r"\d{6} ?\d{4} ?\d{3}",
-        za_id.is_valid,
-        r"id(?: number| no\.?)?|identity(?: number)?",
-    ),
-    _kind("BR CPF", r"\d{3}\.\d{3}\.\d{3}-\d\d", cpf.is_valid),
-    _kind("BR CPF, bare", r"\d{3}(?:[ ./-]?\d{3}){2}[ ./-]?\d\d", cpf.is_valid, r"cpf"),
-    _kind("CL RUT", r"\d{1,2}\.\d{3}\.\d{3}-[\dkK]", rut.is_valid),
-    _kind("AR CUIT", r"\d\d-\d{8}-\d", cuit.is_valid),
-    _kind("MX CURP", r"[A-Z]{4}\d{6}[HMX][A-Z]{5}[0-9A-Z]\d", curp.is_valid),
-    _kind(
-        "CA SIN", r"\d{3}[ -]?\d{3}[ -]?\d{3}", sin.is_valid, r"sin|social insurance(?: number)?"
-    ),
-    _kind("AU TFN", r"\d{3} ?\d{3} ?\d{2,3}", tfn.is_valid, r"tfn|tax file(?: number)?"),
-    _kind("IN PAN", r"[A-Z]{5}\d{4}[A-Z]", pan.is_valid),
-    _kind("IN Aadhaar", r"\d{4}[ -]?\d{4}[ -]?\d{4}", aadhaar.is_valid, r"a?adh?aar|uidai?"),
-    _kind("SG NRIC", r"[STFGstfg]\d{7}[A-Za-z]", is_nric),
-    _kind("TH PIN", r"\d-\d{4}-\d{5}-\d\d-\d", pin.is_valid),
-    _kind("KR RRN", r"\d{6}-[0-9]\d{6}", rrn.is_valid),
-    _kind(
-        "JP My Number",
-        r"\d{4}[ -]?\d{4}[ -]?\d{4}",
-        my_number.is_valid,
-        r"my ?number|マイナンバー|個人番号",
-    ),
-    _kind("CN resident ID", r"\d{17}[\dXx]", ric.is_valid),
-    _kind("document", r"[A-Z0-9](?:[ -]?[A-Z0-9]){5,14}", is_document, DOCUMENT_CUE),
-)
+CHECKS = {one.__name__: one for one in (is_nric, is_nino, is_snils, is_document)}
+
+
+def _read() -> Iterator[Identifier]:
+    """The table, identifiers.yaml."""
+    for one in yaml.safe_load((FILES / "identifiers.yaml").read_text(encoding="utf-8")):
+        form, check = one["form"], one["check"]
+        words = joined("document") if one["name"] == "document" else one.get("cue")
+        yield Identifier(
+            one["name"],
+            re.compile(rf"(?<![\w./+-])(?:{form})(?![\w/+-]|\.\d)", re.ASCII),
+            CHECKS.get(check) or importlib.import_module(f"stdnum.{check}").is_valid,
+            re.compile(cue(words), re.I) if words else None,
+        )
+
+
+IDENTIFIERS = tuple(_read())
 
 
 def national_ids(text: str) -> Iterator[Span]:

@@ -16,33 +16,27 @@ from collections.abc import Iterator
 import phonenumbers
 from stdnum import bitcoin, iban, luhn
 
-from eyas.privacy.spelling import Span
+from eyas.language import spoken_language
+from eyas.privacy.evidence import LOG
+from eyas.privacy.spelling import LISTS, Span, cue, joined
 
 CUE_DISTANCE = 40  # characters between a cue word and the value behind it
 
 # Generic top-level domains that need no word such as "mail" before the address, as others do:
 # `self.w@layer.weight` is code. Those of the countries are added.
-GENERIC_DOMAINS = """
-    com org net edu gov mil int info biz name pro aero coop museum mobi jobs travel tel asia cat
-    eu uk ac su ai io app dev cloud online site website web tech xyz top club shop store blog page
-    live life world today news media email mail digital agency group team company global services
-    solutions systems software support network studio design art photo photos photography video
-    music games fun health care clinic dental doctor hospital law legal finance bank money capital
-    ventures consulting academy school university education church foundation charity community
-    social family house homes land properties city town berlin london paris nyc tokyo wien koeln
-    hamburg bayern swiss scot wales amsterdam africa
-"""
-DOMAINS = [*GENERIC_DOMAINS.split(), *map(str.lower, sorted(phonenumbers.SUPPORTED_REGIONS))]
+DOMAINS = [*LISTS["domains"].split(), *map(str.lower, sorted(phonenumbers.SUPPORTED_REGIONS))]
 _LOCAL = r"\w.!#$%&'*+=?^`{}~-"  # characters of an address before the @
 
 
 def _mail(domains: str) -> re.Pattern[str]:
     start = rf"(?<![{_LOCAL}])[^\w\s@]*(?P<address>\w[{_LOCAL}]*@(?:\w[\w-]*\.)+"
-    return re.compile(rf"{start}(?:{domains}|xn--[\w-]+|[^\W\d_a-z]{{2,24}}))(?!\w)", re.I)
+    return re.compile(
+        rf"{start}(?:{domains}|xn--[\w-]+|(?=\w*[^\W\d_a-z])[^\W\d_]{{2,24}}))(?!\w)", re.I
+    )
 
 
 MAIL, ANY_MAIL = _mail("|".join(DOMAINS)), _mail("[a-z]{2,24}")
-MAIL_CUE = re.compile(r"\b(?:(?:e-?)?mails?|contact|write|reach|address|correo|courriel)\b", re.I)
+MAIL_CUE = re.compile(cue(joined("mail")), re.I)
 
 IPV4 = re.compile(r"(?<![\w.])\d{1,3}(?:\.\d{1,3}){3}(?:/\d{1,2})?(?!\w|\.\d)")
 IPV6 = re.compile(
@@ -52,28 +46,32 @@ IPV6 = re.compile(
 )
 
 # By issuer: Visa 4, Mastercard 51-55 and 2221-2720, American Express 34 and 37, Diners 30, 36, 38
-# and 39, JCB 35, 1800 and 2131, Discover, UnionPay and Maestro 6, Maestro 50 and 56-58.
-CARD_ISSUER = re.compile(r"4|5[0-8]|2(?:22[1-9]|2[3-9]|[3-6]|7[01]|720)|3[0-9]|6|1800|2131")
+# and 39, JCB 35, 1800 and 2131, Mir 2200-2204, Discover, UnionPay and Maestro 6, UnionPay 81,
+# Maestro 50 and 56-58.
+CARD_ISSUER = re.compile(
+    r"4|5[0-8]|81|2(?:20[0-4]|22[1-9]|2[3-9]|[3-6]|7[01]|720)|3[0-9]|6|1800|2131"
+)
 # Each layout is tried by itself, since an expiry date or a security code may follow as one more
 # group of digits.
 CARD_LAYOUTS = {
     "one run": r"\d{12,19}",
     "4-4-4-4": r"\d{4}([ -])\d{4}\1\d{4}\1\d{4}",
     "4-4-4-4-3": r"\d{4}([ -])\d{4}\1\d{4}\1\d{4}\1\d{3}",
+    "6-13": r"\d{6} \d{13}",
     "4-6-5": r"\d{4}([ -])\d{6}\1\d{4,5}",
     "4-4-5": r"\d{4}([ -])\d{4}\1\d{4,5}",
 }
 CARDS = [
-    re.compile(rf"(?<![\w+])(?<!\d[.,-]){digits}(?!\w|[.,]\d)") for digits in CARD_LAYOUTS.values()
+    re.compile(rf"(?<![\w+])(?<!\d[.-]){digits}(?!\w|\.\d)") for digits in CARD_LAYOUTS.values()
 ]
 MAYBE_CARD = re.compile(r"\d(?:[\W_]{0,7}\d){11}")
 # The same between separators of any kind; a line of a column has more of its like beside it.
 CARD_SEPARATOR = r"(?:[^\w$€£,%]{1,7}|_{1,3})"
 LOOSE_CARDS = [
     re.compile(
-        r"(?<![\w+])(?<!\d[.,-])"
+        r"(?<![\w+])(?<!\d[.-])(?<![-*•] )"
         + CARD_SEPARATOR.join(rf"\d{{{count}}}" for count in layout)
-        + r"(?!\w|[.,]\d)"
+        + r"(?!\w|\.\d)"
     )
     for layout in ((4, 4, 4, 4), (4, 6, 5), (4, 6, 4), (4, 4, 5))
 ]
@@ -81,16 +79,17 @@ ONE_MORE = re.compile(rf"{CARD_SEPARATOR}\d{{4}}(?!\d)")
 ONE_BEFORE = re.compile(rf"(?<!\d)\d{{4}}{CARD_SEPARATOR}$")
 SINGLE_DIGITS = re.compile(r"(?<![\w.,-])\d([ ._/-])\d(?:\1\d){13,14}(?!\w|\1\d)")
 # Beside a word for a card, any separators and groups do.
-CARD_CUE = re.compile(
-    r"\b(?:card|visa|master ?card|amex|american express|maestro|cc|ccn|karte|kreditkarte|tarjeta"
-    r"|carte|cart[ãa]o|carta)(?: (?:number|no|num|nummer)\b)?",
-    re.I,
-)
+CARD_CUE = re.compile(cue(rf"(?:{joined('card')})(?: (?:number|no|num|nummer))?"), re.I)
 CARD_RUN = re.compile(r"(?<![\w$€£])\d(?:[^\w$€£]{0,3}_?\d){12,26}(?!\d)")
 CARD_LENGTHS = (16, 15, 19, 14, 13)
 
 ACCOUNT = re.compile(
     r"(?<![A-Za-z0-9])(?=([A-Za-z]{2}[\W_]{0,3}\d[\W_]{0,3}\d(?:[\W_]{0,3}[A-Za-z0-9]){11,30}))"
+)
+ACCOUNT_NUMBER = re.compile(
+    r"\b(?:account|acct|konto|cuenta)[ -]?(?:number|num|no\.?|nr\.?|nummer|#)(?!\w)[^\n\d]{0,16}?"
+    r"(?<![\w$€£])(?P<value>\d[\d -]{4,18}\d)(?![\w-])",
+    re.I,
 )
 SHORTEST_ACCOUNT = 15  # letters and digits; Norway's
 
@@ -100,22 +99,29 @@ LOOSE_SSN = re.compile(r"(?<![\w./-])\d(?:[^\w$]{0,3}_?\d){8}(?![\w/-]|\.\d)")
 SSN_CUE = re.compile(r"\bssn\b|\bsocial[ -]security\b", re.I)
 
 # Countries whose national numbering is tried; any country's number is found in international form
-# or beside a cue word.
+# or beside a cue word, and those of the text's language or script as their people write them.
 PHONE_REGIONS = (
     "US", "GB", "IE", "AU", "NZ", "ZA", "IN", "DE", "AT",
     "CH", "FR", "BE", "NL", "ES", "IT", "SE", "BR", "MX",
 )  # fmt: skip
+LANGUAGE_REGIONS = {code: regions.split() for code, regions in LISTS["regions"].items()}
+# Scripts that tell the language, before the detector is asked.
+SCRIPTS = (
+    (re.compile("[\u3040-\u30ff]"), "ja"),
+    (re.compile("[\uac00-\ud7ff]"), "ko"),
+    (re.compile("[\u4e00-\u9fff]"), "zh"),
+    (re.compile("[\u0e00-\u0e7f]"), "th"),
+    (re.compile("[\u0900-\u097f]"), "hi"),
+    (re.compile("[\u0600-\u06ff]"), "ar"),
+    (re.compile("[\u0400-\u04ff]"), "ru"),
+)
 MAYBE_PHONE = re.compile(r"\d(?:\D{0,3}\d){6}")  # seven digits that stand together
 PHONE = re.compile(
-    r"(?<![\w#$€£+])(?<!\d[.,:/-])[+(]?\d(?:(?:[ ().·•-]{0,2}|[/_\n]| [-/] )\d){6,63}"
-    r"(?:\s?(?:x|ext\.?)\s?\d{1,6})?(?![\w%/]|[.,:-]\d)",
+    r"(?<![\w#$€£+])(?<!\d[.:/-])[+(]?\d(?:(?:[ ().·•-]{0,2}|[/_\n]| [-/] )\d){6,63}"
+    r"(?:\s?(?:x|ext\.?)\s?\d{1,6})?(?![\w%/]|[.:-]\d)",
     re.I,
 )
-PHONE_CUE = re.compile(
-    r"\b(?:(?:tele)?phone|tel|mobile|cell|landline|fax|office|my number"
-    r"|call(?:ing|ed)?|dial|ring|text|sms|whatsapp|reach|answering)\b",
-    re.I,
-)
+PHONE_CUE = re.compile(cue(joined("phone")) + r"|电话|手机|電話|携帯|전화|연락처|โทร|เบอร์", re.I)
 # Written without a cue, a national number shows itself by a trunk 0, by North America's 3-3-4, or
 # by four groups or more.
 PHONE_FORM = re.compile(
@@ -125,9 +131,12 @@ PHONE_FORM = re.compile(
 NO_PHONE = re.compile(
     r"(?:19|20)\d\d[-./_ ]\d{1,2}[-./_ ]\d{1,2}(?: .*)?"
     r"|\d{1,2}[-./_ ]\d{1,2}[-./_ ](?:19|20)\d\d(?:[ -].*)?|\d{1,2}/\d{1,2}/\d\d(?:[ -].*)?"
+    r"|\d{1,2}\.\d+|\d-\d{2,6}-\d{2,6}-\d"
     r"|\(?(?:1\d|20)\d\d(?: |-| - )(?:1\d|20)\d\d|\d{1,3}(?:\.\d{1,3}){3}|97[89][ -].*"
 )
 ONE_DIGIT = re.compile(r"(?<!\d)\d(?!\d)")
+HEADER = re.compile(r"[A-Za-z_]\w*,[A-Za-z_]")  # of CSV
+MOST_OF_LINE = 1000  # characters of a line that are looked at
 # Where one number of a run may end and the next begin.
 PHONE_BREAK = re.compile(r"\d[).-]?[ \n]|\d(?=[(+])")
 NEAR_BEFORE, NEAR_AFTER = 32, 12  # characters in which a telephone's cue counts
@@ -225,7 +234,9 @@ def _card_at_start(text: str, start: int, end: int) -> Iterator[Span]:
 
 
 def accounts(text: str) -> Iterator[Span]:
-    """IBANs: the form of their country and right check digits, between separators of any kind."""
+    """IBANs: the form of their country and right check digits, between separators of any kind; the
+    digits behind "account number".
+    """
     for match in ACCOUNT.finditer(text):
         start, end = match.span(1)
         places = [place for place in range(start, end) if text[place].isalnum()]
@@ -236,6 +247,8 @@ def accounts(text: str) -> Iterator[Span]:
             if iban.is_valid("".join(text[place] for place in places[:length]), False):
                 yield start, last
                 break
+    for match in ACCOUNT_NUMBER.finditer(text):
+        yield match.span("value")
 
 
 def social_security_numbers(text: str) -> Iterator[Span]:
@@ -258,8 +271,11 @@ def phones(text: str) -> Iterator[Span]:
     such as "call".
     """
     if MAYBE_PHONE.search(text):
-        for run in PHONE.finditer(text):
-            yield from _phones_in(text, *run.span())
+        place = 0
+        while run := PHONE.search(text, place):
+            found = _phones_in(text, *run.span())
+            yield from found
+            place = found[-1][1] if found else run.end()  # a run may be cut within a number
 
 
 def _phones_in(text: str, start: int, end: int) -> list[Span]:
@@ -298,11 +314,54 @@ def _is_phone(text: str, start: int, end: int) -> bool:
     has_form = PHONE_FORM.fullmatch(value) is not None
     if NO_PHONE.fullmatch(value) or ("/" in value and not has_form):
         return False
+    if not _is_field(text, start, end):
+        return False
     has_form = has_form and " / " not in value  # a division
     beside = f"{text[max(0, start - NEAR_BEFORE) : start]} {text[end : end + NEAR_AFTER]}"
+    if num_digits == 7 and len(re.findall(r"\d+", value)) > 3:
+        return False
     if PHONE_CUE.search(beside):
         return 7 <= num_digits <= 15
-    return 8 <= num_digits <= 15 and has_form and next(parse_phone(value), None) is not None
+    if not 8 <= num_digits <= 15 or (value[0].isdigit() and _is_in_log(text, start)):
+        return False
+    return (has_form and next(parse_phone(value), None) is not None) or _is_local(text, value)
+
+
+def _is_field(text: str, start: int, end: int) -> bool:
+    """Whether a comma between the digits and others, if there is one, parts fields of CSV: there is
+    one behind it, several before it, or names of columns above; else it is a decimal one.
+    """
+    if not (re.match(r",\d", text[end:]) or re.search(r"\d,$", text[:start])):
+        return True
+    if HEADER.search(text, 0, start) or text[end : end + 1] == "," or not text[start].isdigit():
+        return True
+    return re.search(r"(?<![\w,.-])\d{1,3},$", text[max(0, start - 8) : start]) is None
+
+
+def _is_in_log(text: str, start: int) -> bool:
+    line = text[text.rfind("\n", 0, start) + 1 :].partition("\n")[0]
+    return LOG.search(line[:MOST_OF_LINE]) is not None
+
+
+def _is_local(text: str, value: str) -> bool:
+    """Whether it is a number of a country where the text's language is spoken, in the groups in
+    which it is written there, or ten digits or more in one.
+    """
+    language = next((code for script, code in SCRIPTS if script.search(text)), "")
+    groups = re.findall(r"\d+", value)
+    for region in LANGUAGE_REGIONS.get(language or spoken_language(text), ()):
+        number = _parsed(region, value)
+        if number is None or not phonenumbers.is_valid_number(number):
+            continue
+        if len(groups) == 1:
+            return len(groups[0]) > 9
+        written = phonenumbers.format_number(number, phonenumbers.PhoneNumberFormat.NATIONAL)
+        usual = re.findall(r"\d+", written)
+        kind = phonenumbers.number_type(number)
+        is_mobile = kind == phonenumbers.PhoneNumberType.MOBILE
+        if groups in (usual, usual[1:]) or (is_mobile and {*map(len, groups)} == {3}):
+            return True
+    return False
 
 
 def parse_phone(value: str) -> Iterator[phonenumbers.PhoneNumber]:

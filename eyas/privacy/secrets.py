@@ -11,7 +11,7 @@ import importlib
 import re
 from collections.abc import Iterator
 
-from eyas.privacy.spelling import Span
+from eyas.privacy.spelling import LISTS, Span, joined
 
 # detect-secrets' modules and classes. Not among them: JWT (leaves the signature), private keys
 # (only the heading), basic authentication (only the password; links are found whole), IP addresses,
@@ -40,36 +40,7 @@ PLUGINS = {
 # characters from which a pattern's group is the secret itself rather than its prefix
 SECRET_GROUP = 16
 
-OURS = [
-    re.compile(rf"(?<![A-Za-z0-9])(?:{written})")
-    for written in (
-        r"sk-(?:proj|svcacct|admin|None)-[\w-]{20,}",
-        r"sk-ant-[\w-]{20,}",
-        r"sk-or-(?:v\d-)?[\w-]{20,}",
-        r"sk-[A-Za-z0-9]{32,}",
-        r"[srp]k_(?:live|test)_[0-9a-zA-Z]{16,}",
-        r"hf_[A-Za-z0-9]{30,}",
-        r"AIza[\w-]{35}",
-        r"ya29\.[\w-]{20,}",
-        r"GOCSPX-[\w-]{24,}",
-        r"gh[pousr]_[A-Za-z0-9_]{36,}",
-        r"github_pat_[A-Za-z0-9_]{22,}",
-        r"xox[a-z]-[0-9A-Za-z-]{10,}",
-        r"xapp-\d-[0-9A-Za-z-]{20,}",
-        r"npm_[A-Za-z0-9]{36}",
-        r"(?:AKIA|ASIA|ABIA|ACCA)[0-9A-Z]{16}",
-        r"do[opr]_v1_[a-f0-9]{64}",
-        r"shp(?:at|ca|pa|ss)_[a-fA-F0-9]{32}",
-        r"gsk_[A-Za-z0-9]{40,}",
-        r"r8_[A-Za-z0-9]{37}",
-        r"pplx-[A-Za-z0-9]{40,}",
-        r"nvapi-[\w-]{40,}",
-        r"xai-[A-Za-z0-9]{40,}",
-        r"wandb_v\d_[\w-]{20,}",
-        # JWT, encrypted ones too
-        r"eyJ[\w-]{8,4000}\.[\w-]{4,4000}(?:\.[\w-]{0,4000})?(?:\.[\w-]{0,4000}){0,2}",
-    )
-]
+OURS = [re.compile(rf"(?<![A-Za-z0-9])(?:{written})") for written in LISTS["keys"]]
 # Any of the patterns above needs so many such characters in a row, a digit among them.
 RUN = re.compile(r"[\w+/=~.:-]{16,}")
 IN_SECRET = re.compile(r"[\w+/=~-]")
@@ -89,21 +60,27 @@ BEARER = re.compile(
 )
 MAYBE_NAMED = re.compile(r"key|token|secret|authorization", re.I)
 
+WORDS = joined("password")
+# Between such a word and the value, in the languages of the words.
+IS = (
+    r"(?:\s{1,3}(?:is now|is|was|lautet|ist|es|est|é|è|to|это|olarak)\s{1,3}"
+    r"|\s{0,3}(?:=>|[:=]{1,2}|是|为|為|は|는|은|—|–)\s{0,3})"
+)
 PASSWORD = re.compile(
-    r"(?<![A-Za-z])(?:[a-z]+[_-])?(?:password|passwd|passphrase|passcode|pwd|pw|kennwort|passwort"
-    r"|contraseña|mot de passe|wachtwoord|senha)(?:[_-][a-z]+)?[\"'\])]{0,2}"
-    r"(?: (?:for|to|of|on) [^\n:=\"]{1,40})?"
-    r"(?:\s{1,3}(?:is now|is|was|ist|es|est)\s{1,3}|\s{0,3}(?:=>|[:=]{1,2})\s{0,3})"
+    rf"(?<![A-Za-z])(?:[a-z]+[_-])?(?:{WORDS})(?:[_-][a-z]+)?[\"'\])]{{0,2}}"
+    r"(?: (?:for|to|of|on|für|von|para|от|для) [^\n:=\"]{1,40})?"
+    rf"{IS}"
     r"(?:(?P<quote>[\"'`])(?P<quoted>[^\s\"'`]{4,64})(?P=quote)"
-    r"|(?P<bare>[^\s\"'`<>{}()\[\],;]{4,64}))",
+    r"|(?P<bare>[^\s\"'`<>{}()\[\],;，。、；！]{4,64}))",
     re.I,
 )
 # Without a sign between: "with password X", and "the credentials are a / b", both of which go.
 PASSWORD_NEXT = re.compile(
     r"(?<![A-Za-z])(?:"
     r"(?:with|using|use|by|and|my|her|his|their|our|the|user\w*:? \S{1,40})[ ,/]{1,2}"
-    r"(?:(?:my|the|this|a) )?(?:password|passwd|passphrase|passcode|pwd|pass|pw|kennwort|passwort"
-    r"|contraseña|mot de passe|wachtwoord|senha):?\s{1,2}"
+    rf"(?:(?:my|the|this|a) )?(?:{WORDS}|pass):?\s{{1,2}}"
+    r"|(?:şifre(?:m|si|niz)?|parola(?:m|sı)?|п[аa][рp][оo]ль|密码|パスワード|비밀번호)"
+    r"(?: (?:от|для|на|к|за) \w{1,20})? "
     r"|(?:pass ?word|passwd|pwd|pass|pw|passwort)(?:\s?(?:->|=>|[:→])\s{0,2}| - ))"
     r"(?P<quote>[\"'`]?)(?P<value>[^\s\"'`<>{}()\[\],;]{6,64})(?P=quote)",
     re.I,
@@ -117,12 +94,23 @@ CREDENTIALS = re.compile(
     r"(?P<value>[^\s\"'`<>{}()\[\],;/|]{4,64})",
     re.I,
 )
+# On a command line: curl -u, sshpass -p, mysql -p.
+COMMAND = re.compile(
+    r"\bcurl\b[^\n|;&]{0,300}?\s(?:-u|--user)[ =]?[\"']?[^\s:\"']{1,64}:(?P<curl>[^\s\"']{3,128})"
+    r"|\bsshpass\s+-p\s*(?P<ssh>'[^'\n]{3,128}'|\"[^\"\n]{3,128}\"|[^\s\"']{3,128})"
+    r"|\b(?:mysql|mariadb)(?:dump|admin|import)?\b[^\n|;&]{0,300}?\s-p(?P<sql>'[^'\n]{3,128}'"
+    r"|\"[^\"\n]{3,128}\"|[^\s\"'-][^\s\"']{2,128})"
+    r"|\b(?:docker|podman|helm|az)\b[^\n|;&]{0,300}?\slogin\b[^\n|;&]{0,300}?\s-p[ =]?[\"']?"
+    r"(?P<login>[^\s\"']{3,128})|\b(?:PGPASSWORD|MYSQL_PWD|SSHPASS)=[\"']?(?P<env>[^\s\"']{3,128})"
+    r"|(?:\bPIN|\bmy pin)(?: (?:code|number))?(?: is|:| =)? (?P<pin>\d{4})(?!\w)"
+)
 ALGORITHM = re.compile(
     r"(?:sha|md|aes|rsa|pbkdf|base|utf|win|mp|h|x|v|oauth|argon|bcrypt|scrypt|sql|ntlm)[-_]?\d.*",
     re.I,
 )
 MAYBE_PASSWORD = re.compile(
-    r"pass|pwd|\bpw\b|wort|contrase|wachtw|senha|cred|log ?in|zugangsdaten|identifiants", re.I
+    rf"pass|pwd|wort|cred|log ?in|zugangsdaten|identifiants|curl|mysql|mariadb|\bpin\b|{WORDS}",
+    re.I,
 )
 # An example, or code that fetches the password from elsewhere.
 PLACEHOLDER = re.compile(
@@ -173,6 +161,10 @@ def passwords(text: str) -> Iterator[Span]:
             value = match["value"].rstrip(".,:?")
             if _is_mixed(value):
                 yield match.start("value"), match.start("value") + len(value)
+        for match in COMMAND.finditer(text):
+            kind = match.lastgroup or ""
+            if not PLACEHOLDER.fullmatch(match[kind].strip("\"'")):
+                yield match.span(kind)
         for match in CREDENTIALS.finditer(text):
             value = match["value"].rstrip(".,:?")
             if _is_password(value, quoted=False) and "=" not in value:

@@ -5,9 +5,14 @@ in their usual spelling, and long numbers in digits.
 from __future__ import annotations
 
 import re
+from importlib import resources
+
+import yaml
 
 from eyas.fold import FoldedText, fold
 
+FILES = resources.files("eyas.privacy")
+LISTS = yaml.safe_load((FILES / "patterns.yaml").read_text(encoding="utf-8"))
 Span = tuple[int, int]  # characters [start, end)
 
 # Mail addresses as people hide them from programs: (at), [dot], "at gmail dot com", spaces.
@@ -41,6 +46,12 @@ DOT_SPELT = re.compile(
     re.I,
 )
 MAYBE_SPELT = re.compile(rf"[ _-](?:{AT_ALONE})[ _-]|@", re.I)
+# Letters of scripts without spaces, or whose particles stand close to a word: where they touch a
+# Latin letter or a digit a value may begin or end, and \w sees no boundary. NFKC folds Latin first.
+OTHER = "\u0530-\u1cff\u2e80-\ua4cf\ua840-\uabff\uac00-\ud7ff\uf900-\ufaff\ufb1d-\ufefc"
+TOUCHING = re.compile(
+    rf"[{OTHER}](?=[A-Za-z0-9\u00c0-\u024f+(])|[A-Za-z0-9\u00c0-\u024f](?=[{OTHER}])"
+)
 AT_CAPITAL = re.compile("(?<=[a-z0-9])AT(?=[a-z0-9-]+DOT[a-z])")
 DOT_CAPITAL = re.compile("(?<=[a-z0-9])DOT(?=[a-z])")
 NUMBER_DOT = re.compile(r"(?<=\d) dot (?=\d)", re.I)
@@ -62,11 +73,24 @@ SPELT_NUMBER = re.compile(
 MAYBE_NUMBER = re.compile(rf"(?:{_NUMERAL})[ ,.-]{{1,2}}(?:{_NUMERAL})[ ,.-]", re.I)
 
 
+def cue(words: str) -> str:
+    """A pattern of cue words that are no part of a longer word, in any script."""
+    letter = rf"[^\W{OTHER}]"
+    return rf"(?<!{letter})(?:{words})(?!{letter})"
+
+
+def joined(name: str) -> str:
+    """A list of patterns.yaml as one pattern."""
+    return "|".join(LISTS[name])
+
+
 def plain(text: str) -> FoldedText:
-    """The text as patterns are matched to it: folded, mail addresses in their usual spelling, long
-    numbers in digits.
+    """The text as patterns are matched to it: folded, a space between scripts, mail addresses in
+    their usual spelling, long numbers in digits.
     """
     folded = fold(text)
+    if not folded.text.isascii():
+        folded = folded.sub(TOUCHING, lambda match: f"{match[0]} ")
     if any(sign in folded.text for sign in IN_BRACKETS):
         folded = folded.sub(AT, lambda _: "@").sub(DOT, lambda _: ".")
     if MAYBE_SPELT.search(folded.text):

@@ -1,0 +1,364 @@
+"""What makes a capital a person and a number a street: the tagger's spans that the text around them
+bears out.
+
+The tagger has seen sentences. Options, logs, formulas, tables and lists have capitals and numbers
+of their own, and it takes them for names. Here a name needs evidence: another name beside it, a cue
+such as a title or "my name is", or a sentence around it; a street needs its kind or a cue, and a
+number. What stands for nobody stays: persons of word problems, of stories, and those that a
+question is about.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Iterable, Sequence
+
+import yaml
+
+from eyas.privacy.lexicon import (
+    CITY,
+    CITY_LARGE,
+    COUNTRY,
+    CUES,
+    DEMONYM,
+    FAMILY,
+    FAMILY_COMMON,
+    FILES,
+    GIVEN,
+    GIVEN_COMMON,
+    REGION,
+    STREET_END,
+    UPPER_CODES,
+    bare_word,
+    gazetteer,
+)
+
+_LISTS = yaml.safe_load((FILES / "evidence.yaml").read_text(encoding="utf-8"))
+EPONYM, PLACE, WEAK, SOFTWARE, KIN = (
+    frozenset(_LISTS[kind].split()) for kind in ("eponym", "place", "weak", "software", "kin")
+)
+NAMED, PLACED = GIVEN | FAMILY, CITY | CITY_LARGE | COUNTRY | REGION
+
+WORD = re.compile(r"[^\W\d_]+(?:['’-][^\W\d_]+)*")
+# Before a name, on its line: somebody says whose it is.
+CUE = re.compile(
+    r"(?:\bnam(?:e|ed|es)\b[^.\n]{0,24}|\b(?:called|surname|nickname|alias|née|nee|signed|attn"
+    r"|customer|client|patient|passenger|guest|tenant|applicant|employee|recipient|sender|contact"
+    r"|author|owner|holder|reporter|assignee|manager|attendees?|participants?|students?|beneficiary"
+    r"|reviewed by|regards|sincerely|cheers|greetings|grüße|saludos) ?[:,-]?\s{0,2}"
+    r"|\b(?:from|to|cc|by|love|best|yours|thanks) ?[:,]\s{0,2}"
+    r"|\b(?:i'?m|i am|this is|call me|i go by|mr|mrs|ms|miss|mx|dr|prof|professor|herr|frau|señora?"
+    r"|madame|monsieur|sir|dear|hi|hello|hey|lieber?|hallo|hola|bonjour)[.,]? ?)$",
+    re.I,
+)
+TITLE = re.compile(
+    r"\b(?:mr|mrs|ms|miss|mx|dr|prof|sir|lady|lord|professor|doctor|judge)\.? ?$", re.I
+)
+# What people do, behind a name; another name beside it.
+ACTS = re.compile(
+    r" (?:said|says|told|asked|shouted|began|wrote|lives|lived|works|worked|thinks|wants|is from"
+    r"|had (?:given|told)|has (?:given|told))\b|, can (?:i|you)\b",
+    re.I,
+)
+ANOTHER_BEFORE = re.compile(r"\b[A-Z][^\W\d_]+,? and $")
+ANOTHER_AFTER = re.compile(r",? and [A-Z][^\W\d_]+ [a-z]")
+PLACE_BEFORE = re.compile(r"(?:\b(?:in|at|near|to|of|the)|,) $")
+ARTICLE = re.compile(r"\b(?:the|an?|this|that|return of) $", re.I)
+LAST_WORD = re.compile(r"([^\W\d_]+)[,:]? $")
+INTRODUCED = re.compile(
+    r"\b(?:my (?:full |first |last |maiden )?name|i am|i'?m|this is"
+    r"|call me|name(?:'s| is|:))(?!\w)",
+    re.I,
+)
+
+MIXED = re.compile(r"\A(?!Mc|Mac|De|Di|La|Le|Van|O['’])\w*[a-z][A-Z]")
+
+# Options: marks in order, from the first letter on, on lines of their own or on one.
+MARK = re.compile(r"(?:(?<=\s)|\A)\(?([A-Ha-h])(?:[.):]|\))(?=\s)")
+# A line or an inline item that is one capital.
+BEFORE_ITEM = re.compile(r"(?:(?:\A|\n)\s*|\s)(?:[-*•–]|\(?(?:\d{1,2}|[A-Za-z])[.):])\s*$")
+AFTER_ITEM = re.compile(r"(?:['’]s?)?\s*(?:\Z|\n|[-*•–]\s|\(?(?:\d{1,2}|[A-Za-z])[.):]\s|,\s*\n)")
+# Signs that stand in identifiers, paths, formulas and logs, close to a word.
+JOINING = frozenset("./\\@=<>{}[]|#$&+*~^_:-")
+LOG = re.compile(
+    r"\d\d:\d\d:\d\d|\b(?:INFO|WARN(?:ING)?|ERROR|DEBUG|FATAL|NOTICE|TRACE)\b|\w\[\d+\]:?"
+    r"|\b0x[0-9a-f]+|(?:\w\.[a-z]\w*){2,}\.[A-Z]|Traceback|\b\w+::\w+|^\s*(?:at|File) |[{}<>|]{2}"
+)
+
+PROBLEM = re.compile(
+    r"\bhow (?:many|much|long|old|far|tall|fast|often|late)\b"
+    r"|\bwhat (?:is|do(?:es)?|did|was|will|are|percent\w*|fraction)\b"
+    r"|\b(?:find|calculate|compute|determine|exercise)\b|\bsolves? this problem"
+    r"|\bwho (?:is|has|was|won|finished)\b",
+    re.I,
+)
+NUMBER = re.compile(
+    r"\d+|\b(?:two|three|four|five|six|seven|eight|nine|ten|eighteen|twenty|thirty|hundred|third|twice|half|taller|older|younger"
+    r"|shorter|dozen)\b",
+    re.I,
+)
+FIRST_PERSON = re.compile(r"\b(?:I|my|me)\b")
+STORY = re.compile(
+    r"[,.!?—-][\"”’'»] ?(?:said|cried|replied|asked|exclaimed|returned|answered|whispered|murmured"
+    r"|continued|observed|remarked|thought|shouted|muttered|inquired)\b"
+    r"|\b(?:said|cried|replied|exclaimed|whispered|murmured) (?:he|she|I|Mrs?|the)\b"
+    r"|\b(?:(?:[Ee]xtract|[Ll]ines) from|[Ee]xcerpt|[Pp]assage|[Cc]hapter|[Ss]cene|[Ff]able)s?\b",
+)
+# A letter, a record, a form: its people are no story's.
+PRIVATE = re.compile(
+    r"\w@\w|\d{3}[ .-]?\d{4}\b|\b(?:dear|regards|sincerely|invoice|customer|patient|phone|address"
+    r"|order|account|my name)\b",
+    re.I,
+)
+# A question about somebody; what follows is whom it is about.
+ABOUT = re.compile(
+    r"\b(?:who (?:is|was|were|are)|what (?:did|does|do)|(?:tell me|know|learn|essay|report|article"
+    r"|poem|facts|paragraph) (?:more |something )?(?:about|on)"
+    r"|(?:biography|life|death|works?|legacy|novels|poems|paintings|philosophy|discography) of"
+    r"|influenced|compare|when (?:was|did)) $",
+    re.I,
+)
+
+STREET_WORDS = frozenset(word for word, kind in CUES.items() if kind in ("street", "box", "unit"))
+BOX = re.compile(
+    r"\b(?:p\.? ?o\.? ?box|psc|cmr|unit|apt|apartment|suite|ste|postfach)\b.{0,3}\d"
+    r"|\b[fad]po,? (?:a[ape] )?\d{5}",
+    re.I,
+)
+POSTCODE = re.compile(r"\b(?:zip|post(?:al)?|plz|cep)[ -]?(?:code)?(?: is| ?:)? $", re.I)
+SAINT = ("St", "ST", "Ste", "Unit", "Lot", "Room")  # before a name or a number
+UNIT_NEXT = re.compile(r"(?:[\s,|>?-]{0,8}(?:[^\W\d_]{1,12}\.? ){0,2}[^\W\d_]{0,12}\.? ?\d{0,6})?")
+# A score, a range, a day.
+TIMES = re.compile(r"\d{1,2}[-–]\d{1,2}\b|\d+(?:st|nd|rd|th)\W*\Z")
+CORNER = re.compile(r"\d+(?:st|nd|rd|th)? (?:and|&|at) [A-Z0-9]|\bcorner of\b")
+
+
+class Surroundings:
+    """A text, and what of it is options, a word problem, a story."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+        self.options = option_regions(text)
+        self.is_problem = (
+            PROBLEM.search(text) is not None
+            and len(NUMBER.findall(text)) > 1
+            and not FIRST_PERSON.search(text)
+        )
+        self.is_lower = not any(map(str.isupper, text))
+        self.is_story = STORY.search(text) is not None and not PRIVATE.search(text)
+
+    def is_person(self, start: int, end: int, score: float) -> bool:
+        """Whether a span that looks like a name is a person's, and one that is to go."""
+        value, before, after = self.text[start:end], self._before(start), self.text[end : end + 40]
+        words = [word for word in WORD.findall(value) if len(word) > 1]
+        if not words or any(first <= start < last for first, last in self.options):
+            return False
+        if _is_joined(self.text, start, end):
+            return False
+        looked = [gazetteer().look_up(word) for word in words]
+        names = [word for word, (bits, _) in zip(words, looked, strict=True) if bits & NAMED]
+        has_title = TITLE.search(before) is not None or CUES.get(bare_word(words[0])) == "title"
+        cued = has_title or CUE.search(before) is not None or _is_kin(before)
+        introduced = INTRODUCED.search(before) is not None
+        is_log = LOG.search(self._line(start)) is not None
+        if (self.is_story or ABOUT.search(before)) and not introduced:
+            return False
+        if len(words) > 1 and not has_title:
+            return self._is_pair(words, names, looked, after, score, cued, is_log)
+        if self.is_problem and not introduced:
+            return False
+        if is_log and not introduced:
+            return False
+        return self._is_lone(words[-1], looked[-1], (before, after), score, cued)
+
+    def _is_pair(
+        self,
+        words: Sequence[str],
+        names: Sequence[str],
+        looked: Sequence[tuple[int, int]],
+        after: str,
+        score: float,
+        cued: bool,
+        is_log: bool,
+    ) -> bool:
+        """Two words or more: at least one is a listed name, or a cue stands before them."""
+        ordinary = [
+            0 < rank <= 2 and not bits & (GIVEN_COMMON | FAMILY_COMMON) for bits, rank in looked
+        ]
+        if all(ordinary) and not cued:
+            return False
+        if any(bare_word(word) in EPONYM for word in words) or _is_eponym(after):
+            return False
+        if is_log:
+            return len({*names}) > 1
+        if not self.is_lower and not cued and any(word.islower() for word in (words[0], words[-1])):
+            return False
+        bits, rank = looked[0]
+        if not cued and (
+            bits & (DEMONYM | REGION) or (rank and looked[-1][1] and not bits & NAMED)
+        ):
+            return False
+        if cued or any(bits & (GIVEN_COMMON | FAMILY_COMMON) for bits, _ in looked):
+            return True
+        return score >= (PROBABLE if len(names) > 1 else SURE)
+
+    def _is_lone(
+        self, word: str, listed: tuple[int, int], around: tuple[str, str], score: float, cued: bool
+    ) -> bool:
+        bits, rank = listed
+        before, after = around
+        if len(word) < 3 and not cued:
+            return False
+        if re.search(r"\d[ -]?$|\($", before) or (word.isupper() and len(word) < 6 and not cued):
+            return False
+        if _is_eponym(after) or MIXED.search(word) or (bare_word(word) in SOFTWARE and not cued):
+            return False
+        if BEFORE_ITEM.search(before) and AFTER_ITEM.match(after):
+            return False
+        if cued:
+            return bool(bits & NAMED) or score >= PROBABLE
+        if word.islower() and not self.is_lower:
+            return False
+        if bits & (CITY_LARGE | COUNTRY | REGION) and (
+            not bits & GIVEN_COMMON or score < CERTAIN or PLACE_BEFORE.search(before)
+        ):
+            return False
+        if ARTICLE.search(before) and not bits & GIVEN_COMMON:
+            return False
+        if ACTS.match(after) or (
+            bits & NAMED and (ANOTHER_BEFORE.search(before) or ANOTHER_AFTER.match(after))
+        ):
+            return True
+        if bits & GIVEN_COMMON and (not 0 < rank <= 3 or score >= SURE):
+            return True
+        if bits & NAMED and not bits & (PLACED | DEMONYM) and not 0 < rank <= 3:
+            return score >= SURE
+        return score >= CERTAIN
+
+    def is_street(self, start: int, end: int) -> bool:
+        """Whether a span that looks like an address has the kind of a street, a number of its own,
+        or a word beside it that says that a place follows.
+        """
+        value, before = self.text[start:end], self._before(start)
+        words = WORD.findall(value)
+        if POSTCODE.search(before):
+            return True
+        if not words or any(first <= start < last for first, last in self.options):
+            return False
+        has_number = any(sign.isdigit() for sign in value)
+        cued = any(bare_word(word) in PLACE for word in WORD.findall(before[-48:]))
+        near = value + UNIT_NEXT.match(self.text, end)[0]  # type: ignore[index]
+        kinds = [word for word in WORD.findall(near) if _is_kind(word, self.is_lower)]
+        has_kind = bool(kinds) and (len(kinds) > 1 or kinds[0] != words[0] or kinds[0] not in SAINT)
+        if LOG.search(self._line(start)):
+            return False
+        if BOX.search(near) or (CORNER.search(value) and cued):
+            return True
+        if TIMES.match(value.lower().removeprefix("the ")):
+            return False
+        if has_number:
+            is_named = self.is_lower or has_kind or any(word[0].isupper() for word in words)
+            return is_named and (has_kind or cued or _has_town(near))
+        is_named = any(kind not in SAINT for kind in kinds)
+        return is_named and len(words) > 1 + (not cued) and not self.is_story
+
+    def _line(self, place: int) -> str:
+        end = self.text.find("\n", place)
+        return self.text[self.text.rfind("\n", 0, place) + 1 : end if end >= 0 else None][:2000]
+
+    def _before(self, start: int) -> str:
+        """Up to 60 characters, of this line and the last one."""
+        return self.text[max(0, start - 60) : start]
+
+
+NEXT_LINES = 40  # characters within which the rest of an address follows
+PROBABLE, SURE, CERTAIN = (
+    0.3,
+    0.3,
+    0.65,
+)  # of the tagger, for a lone listed name and for one that no list has
+
+
+def option_regions(text: str) -> list[tuple[int, int]]:
+    """Where options with letters in order stand, A, B and C at least or two on lines of their own,
+    each to the end of its line.
+    """
+    found: list[tuple[int, int]] = []
+    marks: list[re.Match[str]] = []
+    for mark in [*MARK.finditer(text), None]:
+        is_next = mark is not None and marks and ord(mark[1]) == ord(marks[-1][1]) + 1
+        if not is_next:
+            own = sum(text[: one.start()].rstrip(" ")[-1:] in ("", "\n") for one in marks)
+            if len(marks) > 2 or own > 1:
+                end = text.find("\n", marks[-1].end())
+                found.append((marks[0].start(), end if end >= 0 else len(text)))
+            marks = []
+        if mark is not None and (is_next or mark[1] in "Aa"):
+            marks.append(mark)
+    return found
+
+
+def _is_joined(text: str, start: int, end: int) -> bool:
+    """Whether a sign of an identifier or a formula joins the span to what stands beside it."""
+    before, after = text[max(0, start - 2) : start], text[end : end + 2]
+    if len(before) > 1 and before[-1] in JOINING and not before[0].isspace():
+        return before[-1] not in ":-/" or before[0].isalnum()
+    return (
+        len(after) > 1
+        and after[0] in JOINING
+        and after[1].isalnum()
+        and not (after[0] in ".:-/" and after[1].isupper())
+    )
+
+
+def _is_kin(before: str) -> bool:
+    """Whether a word such as "sister" or "boss" stands before the name."""
+    last = LAST_WORD.search(before)
+    return last is not None and (CUES.get(word := bare_word(last[1])) == "kin" or word in KIN)
+
+
+def _is_eponym(after: str) -> bool:
+    """Whether something that is named after a person follows: Ohm's law, the Gibbs free energy."""
+    following = re.match(r"(?:['’]s?)? (?:free )?([^\W\d_]+)", after)
+    return following is not None and bare_word(following[1]) in EPONYM
+
+
+@functools.lru_cache(1 << 12)
+def _is_kind(word: str, in_small: bool) -> bool:
+    """Whether a word is a kind of street, box or flat; one that is another word too, with
+    a capital.
+    """
+    folded = bare_word(word)
+    if folded in STREET_WORDS and len(folded) > 1:
+        return in_small or word[0].isupper() or folded not in WEAK
+    return (
+        len(folded) > 6
+        and STREET_END.search(folded) is not None
+        and (in_small or word[0].isupper())
+    )
+
+
+def _has_town(value: str) -> bool:
+    """Whether a town, a country or a code of a state stands behind a comma or a line end."""
+    parts = re.split(r"[,\n|]", value)[1:]
+    return any(
+        word in UPPER_CODES or gazetteer().look_up(word)[0] & PLACED
+        for part in parts
+        for word in WORD.findall(part)
+        if word[0].isupper()
+    ) and bool(re.search(r"\d", value))
+
+
+def borne_out(text: str, spans: Iterable[tuple[str, int, int, float]]) -> list[bool]:
+    """For each span (type, start, end, score), whether the text bears it out; places always."""
+    here, kept, last = Surroundings(text), list[bool](), -NEXT_LINES
+    for type, start, end, score in spans:
+        if type == "PERSON":
+            kept.append(here.is_person(start, end, score))
+        elif type == "STREET_ADDRESS":
+            kept.append(start - last < NEXT_LINES or here.is_street(start, end))
+            last = end if kept[-1] else last
+        else:
+            kept.append(True)
+    return kept
