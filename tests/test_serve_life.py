@@ -208,6 +208,33 @@ def test_a_process_told_to_end_finishes_what_runs_and_ends_well(world, monkeypat
         httpx.get(f"{url}/health")
 
 
+def test_a_server_ends_with_the_process_that_started_it_however_that_ends(world):
+    sizes = EngineConfig(max_length=MAX_LENGTH, max_batch=1)
+    config = ServeConfig(target=str(world.folder), model=MODEL, port=0, engine=sizes)
+    code = f"""
+import time
+from eyas.serve.server import ServeConfig, running_server
+with running_server(ServeConfig.model_validate_json({config.model_dump_json()!r})) as url:
+    print(url, flush=True)
+    time.sleep(600)
+"""
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, text=True
+    ) as parent:
+        assert parent.stdout is not None
+        url = parent.stdout.readline().strip()
+        assert httpx.get(f"{url}/health").status_code == 200
+        parent.kill()
+    address = httpx.URL(url)
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        with socket.socket() as asking:
+            if asking.connect_ex((address.host, address.port)) != 0:
+                return
+        time.sleep(0.1)
+    pytest.fail("it runs on")
+
+
 def test_what_has_not_finished_when_the_time_is_over_is_told_so(world):
     engine = world.engine(GatedEngine)
     with ExitStack() as clients, ExitStack() as server, ThreadPoolExecutor(2) as pool:

@@ -1,18 +1,31 @@
-"""`python -m eyas.serve CONFIG`: a server as a process of its own, for `running_server`. CONFIG is
-a ServeConfig as JSON.
+"""`python -m eyas.serve CONFIG [ends-with-input]`: a server as a process of its own, for
+`running_server`. CONFIG is a ServeConfig as JSON. Its standard input ends where the process that
+started it is killed.
 """
 
 from __future__ import annotations
 
 import functools
 import logging
+import os
+import signal
 import sys
+import threading
 
 from eyas.errors import EyasError
 from eyas.log import log_to_stderr
 from eyas.serve.server import ServeConfig, serve
 
+
+def end_with_input() -> None:
+    """Wait for the end of standard input, then ask this process to end."""
+    sys.stdin.buffer.read()
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
 if __name__ == "__main__":
+    if "ends-with-input" in sys.argv[2:]:
+        threading.Thread(target=end_with_input, daemon=True).start()
     log_to_stderr(logging.WARNING)
     try:
         serve(

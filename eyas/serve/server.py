@@ -228,13 +228,14 @@ def running_app(app: Starlette, service: ModelService) -> Iterator[str]:
 
 @contextmanager
 def running_server(config: ServeConfig) -> Iterator[str]:
-    """The URL of a server in a process of its own, once it answers; SIGTERM ends it on leaving.
+    """The URL of a server in a process of its own, once it answers; SIGTERM ends it on leaving, and
+    the end of its standard input where this process is killed.
 
     Raises EyasError when it does not come up; its own message is on stderr.
     """
-    command = [sys.executable, "-m", "eyas.serve", config.model_dump_json()]
+    command = [sys.executable, "-m", "eyas.serve", config.model_dump_json(), "ends-with-input"]
     with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stdin=subprocess.DEVNULL, text=True
+        command, stdout=subprocess.PIPE, stdin=subprocess.PIPE, text=True
     ) as process:
         try:
             assert process.stdout is not None
@@ -251,6 +252,7 @@ def running_server(config: ServeConfig) -> Iterator[str]:
             yield url
         finally:
             process.terminate()
+            process.wait()  # its input must not end before, for that would end it at once
 
 
 class Connection(HttpToolsProtocol):
