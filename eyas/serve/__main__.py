@@ -19,7 +19,8 @@ from eyas.serve.server import ServeConfig, serve
 
 def end_with_input() -> None:
     """Wait for the end of standard input, then ask this process to end."""
-    sys.stdin.buffer.read()
+    while os.read(0, 1):  # a buffered one would hold a lock that the interpreter's end needs
+        pass
     os.kill(os.getpid(), signal.SIGTERM)
 
 
