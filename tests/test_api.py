@@ -243,11 +243,20 @@ class TestLife:
 
     def test_after_its_end_it_says_so(self, world):
         engine = world.engine(GatedEngine)
+        over = threading.Event()
+
+        def let_rounds_end():  # the end waits for the one under way
+            while not over.wait(0.05):
+                engine.gate.release()
+
+        rounds = threading.Thread(target=let_rounds_end)
         with llm_of(engine, world.chat) as llm:
             stream = llm.chat(MESSAGES, stream=True, max_tokens=100)
             engine.gate.release(2)
             next(stream)
-            engine.gate.release(2)  # the round under way, which the end waits for
+            rounds.start()
+        over.set()
+        rounds.join()
         with pytest.raises(eyas.EyasError, match=r"closed\n  -> load it again"):
             list(stream)
         with pytest.raises(eyas.EyasError, match="closed"):
