@@ -133,6 +133,10 @@ UNIT_NEXT = re.compile(r"(?:[\s,|>?-]{0,8}(?:[^\W\d_]{1,12}\.? ){0,2}[^\W\d_]{0,
 TIMES = re.compile(r"\d{1,2}[-–]\d{1,2}\b|\d+(?:st|nd|rd|th)\W*\Z")
 CORNER = re.compile(r"\d+(?:st|nd|rd|th)? (?:and|&|at) [A-Z0-9]|\bcorner of\b")
 
+NEXT_LINES = 40  # characters within which the rest of an address follows
+# What the tagger's score must be: of a name that a list has, and of one that none has.
+PROBABLE, CERTAIN = 0.3, 0.65
+
 
 class Surroundings:
     """A text, and what of it is options, a word problem, a story."""
@@ -152,7 +156,7 @@ class Surroundings:
         """Whether a span that looks like a name is a person's, and one that is to go."""
         value, before, after = self.text[start:end], self._before(start), self.text[end : end + 40]
         words = [word for word in WORD.findall(value) if len(word) > 1]
-        if not words or any(first <= start < last for first, last in self.options):
+        if not words or self._is_option(start):
             return False
         if _is_joined(self.text, start, end):
             return False
@@ -166,9 +170,7 @@ class Surroundings:
             return False
         if len(words) > 1 and not has_title:
             return self._is_pair(words, names, looked, after, score, cued, is_log)
-        if self.is_problem and not introduced:
-            return False
-        if is_log and not introduced:
+        if (self.is_problem or is_log) and not introduced:
             return False
         return self._is_lone(words[-1], looked[-1], (before, after), score, cued)
 
@@ -201,7 +203,7 @@ class Surroundings:
             return False
         if cued or any(bits & (GIVEN_COMMON | FAMILY_COMMON) for bits, _ in looked):
             return True
-        return score >= (PROBABLE if len(names) > 1 else SURE)
+        return score >= PROBABLE
 
     def _is_lone(
         self, word: str, listed: tuple[int, int], around: tuple[str, str], score: float, cued: bool
@@ -230,10 +232,10 @@ class Surroundings:
             bits & NAMED and (ANOTHER_BEFORE.search(before) or ANOTHER_AFTER.match(after))
         ):
             return True
-        if bits & GIVEN_COMMON and (not 0 < rank <= 3 or score >= SURE):
+        if bits & GIVEN_COMMON and (not 0 < rank <= 3 or score >= PROBABLE):
             return True
         if bits & NAMED and not bits & (PLACED | DEMONYM) and not 0 < rank <= 3:
-            return score >= SURE
+            return score >= PROBABLE
         return score >= CERTAIN
 
     def is_street(self, start: int, end: int) -> bool:
@@ -244,7 +246,7 @@ class Surroundings:
         words = WORD.findall(value)
         if POSTCODE.search(before):
             return True
-        if not words or any(first <= start < last for first, last in self.options):
+        if not words or self._is_option(start):
             return False
         has_number = any(sign.isdigit() for sign in value)
         cued = any(bare_word(word) in PLACE for word in WORD.findall(before[-48:]))
@@ -263,6 +265,9 @@ class Surroundings:
         is_named = any(kind not in SAINT for kind in kinds)
         return is_named and len(words) > 1 + (not cued) and not self.is_story
 
+    def _is_option(self, place: int) -> bool:
+        return any(first <= place < last for first, last in self.options)
+
     def _line(self, place: int) -> str:
         end = self.text.find("\n", place)
         return self.text[self.text.rfind("\n", 0, place) + 1 : end if end >= 0 else None][:2000]
@@ -270,14 +275,6 @@ class Surroundings:
     def _before(self, start: int) -> str:
         """Up to 60 characters, of this line and the last one."""
         return self.text[max(0, start - 60) : start]
-
-
-NEXT_LINES = 40  # characters within which the rest of an address follows
-PROBABLE, SURE, CERTAIN = (
-    0.3,
-    0.3,
-    0.65,
-)  # of the tagger, for a lone listed name and for one that no list has
 
 
 def option_regions(text: str) -> list[tuple[int, int]]:
