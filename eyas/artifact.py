@@ -449,18 +449,13 @@ class Artifact:
         if self.exists(folder):
             self._fs.rm(self._path(folder), recursive=True)
 
-    @contextmanager
-    def freed_by(self, *errors: type[BaseException]) -> Iterator[None]:
-        """On such an error, which a resumed run of the same identity meets again, the claim and
-        `work/` go: the folder is free for other work.
+    def free(self) -> None:
+        """Unless the work is done, delete its claim and `work/`, for other work to take the folder:
+        after an error that a resumed run of the same identity meets again.
         """
-        try:
-            yield
-        except errors:
-            if not self.is_done():
-                self.delete_work()
-                self.delete(IDENTITY)
-            raise
+        if not self.is_done():
+            self.delete_work()
+            self.delete(IDENTITY)
 
     def finish(
         self,

@@ -234,10 +234,14 @@ def make_prompts(config: PromptsConfig, output: Artifact, track: Track = quiet) 
         if config.executor == "local"
         else RayExecutor(config.task(key), config.workers)
     )
-    with output.freed_by(EmptyInputError), executor:
-        if not output.exists(SELECTION):
-            decide(config, output, finished_blocks(config, BlockStore(output), executor, track))
-        write(config, output, ledger, licences, executor)
+    try:
+        with executor:
+            if not output.exists(SELECTION):
+                decide(config, output, finished_blocks(config, BlockStore(output), executor, track))
+            write(config, output, ledger, licences, executor)
+    except EmptyInputError:
+        output.free()
+        raise
     report = output.read_json(REPORT) if config.match else None
     contents = card_contents(config, ledger, inputs, made_by, report)
     output.write_json("ledger.json", contents.ledger)
@@ -249,11 +253,11 @@ def make_prompts(config: PromptsConfig, output: Artifact, track: Track = quiet) 
     track(total.rows_in, total.rows_in)
     if not total.rows_out:
         reasons = ", ".join(f"{count} {reason}" for reason, count in total.dropped.most_common())
-        with output.freed_by(EmptyInputError):
-            raise EmptyInputError(
-                f"no prompt is left of {total.rows_in} rows ({reasons})",
-                f"{output.url}/dropped-*.jsonl says why each row went",
-            )
+        output.free()
+        raise EmptyInputError(
+            f"no prompt is left of {total.rows_in} rows ({reasons})",
+            f"{output.url}/dropped-*.jsonl says why each row went",
+        )
     counts = {
         "rows": total.rows_in,
         "prompts": total.rows_out,
