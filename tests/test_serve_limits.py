@@ -19,12 +19,15 @@ from contextlib import ExitStack, nullcontext, suppress
 import httpx
 import openai
 import pytest
+import uvicorn
 from starlette.responses import JSONResponse
+from uvicorn.server import ServerState
 
 from eyas.engine.request import Request, SamplingParams, Update
 from eyas.errors import ConfigError, MissingInputError
 from eyas.serve import answers, app, fields
 from eyas.serve.limits import KEYS_VARIABLE, AccessControl, ApiError, LimitsConfig
+from eyas.serve.server import Connection
 from eyas.serve.worker import EngineWorker, QueueFull
 from tests.serving import MESSAGES, MODEL, GatedEngine, World, ask, connected, health, post
 from tests.tiny import children_of
@@ -257,6 +260,31 @@ def test_idle_connections_make_room(client):
         assert ask(client, max_tokens=2).usage.completion_tokens == 2
         assert idle[0].recv(1) == b"", "the first of them is closed"
         assert health(client).status_code == 200
+
+
+def test_a_connection_that_makes_room_takes_none_itself():
+    """Its transport ends later, and a request that comes before that isn't refused for it."""
+    served = app.create_app(MODEL, LimitsConfig(max_connections=2))
+    config = uvicorn.Config(served, lifespan="off", log_config=None)
+    state = ServerState()
+
+    class Transport(asyncio.Transport):
+        closed = False
+
+        def close(self):
+            self.closed = True
+
+        def is_closing(self):
+            return self.closed
+
+    async def open_four():
+        transports = [Transport() for _ in range(4)]
+        for transport in transports:
+            Connection(config, state, {}).connection_made(transport)
+        return [transport.closed for transport in transports]
+
+    assert asyncio.run(open_four()) == [True, True, False, False]
+    assert len(state.connections) == 2
 
 
 def test_more_requests_than_connections_get_503_and_probes_are_answered(world):

@@ -272,6 +272,7 @@ class Connection(HttpToolsProtocol):
             )
             if longest is not self:
                 longest.transport.close()
+                self.connections.discard(longest)  # it takes no room, though its end comes later
 
     def on_response_complete(self) -> None:
         self.idle_since = self.loop.time()
