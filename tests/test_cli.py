@@ -447,6 +447,22 @@ class TestRunFiles:
         content["export"] = {"speculation": "fixed(2,1,3)"}
         assert as_exported(validated(RunConfig, content, "run.yaml")).speculation == "fixed(2,1,3)"
 
+    def test_a_new_head_has_the_norms_that_its_engines_read(self):
+        """The default ones, unless an engine of export.forms reads none; what is said stays."""
+
+        def norms(**changed):
+            head = validated(RunConfig, {**RUN, **changed}, "run.yaml").train.head
+            return head.fc_norm, head.norm_output
+
+        for_openvino = {"forms": ["sglang", "openvino"]}
+        said = {"head": {"fc_norm": True}}
+        assert norms() == norms(export={"forms": ["sglang", "vllm"]}) == (True, True)
+        assert norms(export=for_openvino) == (False, False)
+        sized = {"head": {"draft_vocab_size": 64}}
+        assert norms(export=for_openvino, train=sized) == (False, False)
+        assert norms(export=for_openvino, train=said) == (True, True)
+        assert norms(train={"head": {"norm_before_fc": True}}) == (False, True)
+
     def test_an_output_in_a_store_is_refused_before_any_work(self):
         with pytest.raises(ConfigError, match="no folder of this machine"):
             local_output("memory://run")

@@ -17,7 +17,7 @@ from eyas import builtin
 from eyas.cli.main import build
 from eyas.errors import CorruptError, EmptyInputError, MissingInputError
 from eyas.export.check import check, reading_findings, verdict
-from eyas.export.lint import UNSAID, CheckFinding, exit_code
+from eyas.export.lint import CheckFinding, exit_code
 from eyas.export.readings import DECLARED, HeadReading, misreadings
 from eyas.export.replay import AnswerBatch, answered, conversations, decoded, replay, replay_head
 from eyas.export.scores import ReadingScore
@@ -227,17 +227,6 @@ def test_several_open_questions_are_replayed_together(world, tmp_path, monkeypat
     ways, _ = replay_head(beyond, "builtin")
     assert sum("as outputs" in one.reading for one in ways) == 0
     assert sum("as inputs" in one.reading for one in ways) == 2
-
-
-def test_a_good_replay_is_as_good_as_a_hash(sound, random):
-    unsaid, other = CheckFinding("warning", UNSAID, ""), CheckFinding("warning", "another", "")
-    assert [(one.what, one.level) for one in verdict([unsaid, other], sound)] == [
-        ("another", "warning"),
-        (UNSAID, "note"),
-    ]
-    assert exit_code(verdict([unsaid], sound)) == 0
-    assert {one.level for one in verdict([unsaid], random)} == {"warning"}
-    assert verdict([unsaid], []) == [unsaid]
 
 
 # The readings, on random heads

@@ -6,6 +6,7 @@ import json
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -14,14 +15,21 @@ from typer.testing import CliRunner
 from eyas import builtin, hub
 from eyas.artifact import DONE, IDENTITY, MANIFEST, Artifact
 from eyas.cli.main import build
-from eyas.errors import MismatchError, MissingInputError
+from eyas.errors import ConfigError, CorruptError, MismatchError, MissingInputError
 from eyas.lineage import head_manifest, sources
 from eyas.model.target import Target
 from eyas.operators.head import load_head
 from eyas.operators.tensors import tensor_of, write_head
 from eyas.operators.vocab import TargetVocabulary
 from eyas.shards import Features, Sample
-from eyas.train.start import fit_to_features, initialise, load_start_head, recount
+from eyas.train.start import (
+    fit_to_features,
+    given_vocabulary,
+    initialise,
+    load_start_head,
+    recount,
+    scale_features,
+)
 from eyas.train.state import METRICS
 from eyas.train.trainer import TrainConfig, train
 from tests.tiny import tiny_target
@@ -69,14 +77,26 @@ def test_a_new_head_begins_with_what_is_linear_in_the_features(train_lm_head):
     assert torch.equal(head.fc.weight, before)
 
 
-@pytest.mark.parametrize("fc_norm", [True, False])
-def test_large_hidden_states_are_named_where_no_norm_tames_them(caplog, fc_norm):
-    head = wavy_head(fc_norm=fc_norm)
-    initialise(head, tiny_vocabulary(), seed=0)
-    aux_TA = 200 * torch.randn(50, head.fc.in_features)
-    hidden_TH = torch.randn(50, head.config.hidden_size)
-    fit_to_features(head, [Sample("large", torch.zeros(50), torch.ones(50) > 0, aux_TA, hidden_TH)])
-    assert ("head.fc_norm=true" in caplog.text) is not fc_norm
+@pytest.mark.parametrize("options", [{}, {"fc_norm": True}, {"norm_before_fc": True}])
+def test_large_channels_are_scaled_and_the_head_stays_what_it_was(options):
+    """One channel is 300 times the others, and at position 0 all are: a step of any size that
+    trains the rest would throw fc out of its place.
+    """
+    head, draw = wavy_head(**options), torch.Generator().manual_seed(0)
+    width = head.fc.in_features
+    aux_TA = torch.randn(200, width, generator=draw)
+    aux_TA[:, 7] *= 300
+    aux_TA[0] *= 1000
+    aux_TA[:, 9] = 0.0
+    before = head.fuse(aux_TA).detach()
+    hidden_TH = torch.zeros(200, head.config.hidden_size)
+    scale_features(
+        head, [Sample("large", torch.zeros(200), torch.ones(200) > 0, aux_TA, hidden_TH)]
+    )
+    size_A = head.fc_inputs(aux_TA[1:]).square().mean(0).sqrt()
+    assert torch.allclose(size_A[torch.arange(width) != 9], torch.ones(width - 1), atol=0.1)
+    assert head.fc_inputs(aux_TA).isfinite().all()
+    assert torch.allclose(head.fuse(aux_TA), before, rtol=1e-3, atol=1e-3 * before.abs().max())
 
 
 class World:
@@ -195,7 +215,12 @@ def test_what_does_not_fit_is_refused(world, tmp_path):
     frozen = str(write_frozen(world.head, tmp_path / "frozen"))
     for start, head, error, words in (
         (str(tmp_path / "nothing"), {}, MissingInputError, "no head folder at"),
-        (world.head.url, {"norm_output": True}, MismatchError, "norm_output is True, its own is F"),
+        (
+            world.head.url,
+            {"norm_output": False},
+            MismatchError,
+            "norm_output is False, its own is T",
+        ),
         (world.head.url, {"draft_vocab_size": 64}, MismatchError, "size is 64, its own is 160"),
         # said, though it is the default
         (frozen, {"train_lm_head": True}, MismatchError, "train_lm_head is True, its own is False"),
@@ -226,6 +251,43 @@ def test_what_does_not_fit_is_refused(world, tmp_path):
         train(config, str(wide), Features(features), Artifact(str(tmp_path / "e")))
     # refused before any folder is taken
     assert not (world.folder / "refused").exists()
+
+
+def test_a_draft_vocabulary_can_be_given_in_the_forms_of_other_trainers(world, tmp_path):
+    ids = [*range(3, 300, 4)]
+    mask = np.isin(np.arange(320), ids)
+    np.save(tmp_path / "t2d.npy", mask)
+    np.save(tmp_path / "d2t.npy", np.array(ids) - np.arange(len(ids)))
+    torch.save({"t2d": torch.from_numpy(mask), "d2t": None}, tmp_path / "vocabulary.pt")
+    (tmp_path / "ids.json").write_text(json.dumps(ids[::-1]))
+    made = []
+    for name in ("t2d.npy", "d2t.npy", "vocabulary.pt", "ids.json"):
+        given = {"draft_tokens": str(tmp_path / name)}
+        config = TrainConfig(**{**CONFIG.model_dump(), "head": given, "epochs": 1})
+        output = Artifact(str(tmp_path / f"head of {name}"))
+        made.append(train(config, str(world.target), Features(world.new), output).identity)
+        assert load_head(output.local_path("")).target_ids_W.tolist() == ids
+    assert len(set(made)) == 1, "the tokens count, not their file"
+
+
+def test_a_given_draft_vocabulary_that_is_none_is_refused(world, tmp_path):
+    files = {"other.npy": np.ones(7, bool), "twice.npy": np.array([4, 3]), "far.npy": [[1]]}
+    for name, array in files.items():
+        np.save(tmp_path / name, array)
+    (tmp_path / "text.json").write_text("[1, 2")
+    (tmp_path / "beyond.json").write_text("[1, 999]")
+    for name in (*files, "text.json", "beyond.json"):
+        with pytest.raises(CorruptError, match="no draft vocabulary of a target of 320 tokens"):
+            given_vocabulary(str(tmp_path / name), 320)
+    with pytest.raises(MissingInputError, match="cannot be read"):
+        given_vocabulary(str(tmp_path / "nothing.npy"), 320)
+    np.save(tmp_path / "good.npy", np.arange(320) < 40)
+    given = {"draft_tokens": str(tmp_path / "good.npy")}
+    with pytest.raises(ConfigError, match="start are both set"):
+        world.tune("refused", world.head.url, head=given)
+    config = TrainConfig(**{**CONFIG.model_dump(), "head": {**given, "draft_vocab_size": 64}})
+    with pytest.raises(ConfigError, match="has 40 tokens"):
+        train(config, str(world.target), Features(world.new), Artifact(str(tmp_path / "head")))
 
 
 def test_embeddings_of_its_own_are_not_lost_in_silence(world, tmp_path):

@@ -73,7 +73,9 @@ def test_tau_is_measured_on_the_way_and_shown(made, tmp_path):
     rows = list(output.read_jsonl(METRICS))
     measured = [row["step"] for row in rows if "held_out_tau" in row]
     assert measured == sorted(measured_steps(len(rows), CONFIG.stop))
-    assert "tau" not in notes[0]
+    start = output.manifest().facts["held_out"]["start_tau"]
+    assert f"tau {start:.2f}" in notes[0]
+    assert all(row["held_out_loss"] > 0 for row in rows if "held_out_tau" in row)
     assert f"tau {max(row.get('held_out_tau', 0) for row in rows):.2f}" in notes[-1]
     assert output.manifest().facts["held_out"]["samples"] == 5
     for row in rows:
@@ -84,16 +86,18 @@ def test_tau_is_measured_on_the_way_and_shown(made, tmp_path):
 
 
 def test_a_run_stops_when_tau_rises_no_more_and_keeps_the_best(made, tmp_path, monkeypatch):
-    taus = iter([1.5, 1.9, 1.8, 1.7, 2.5, 2.6])
+    taus = iter([1.2, 1.5, 1.9, 1.8, 1.7, 2.5, 2.6])
     at_best = {}
 
-    def measured(held_out, head, vocabulary, ranks, dtype):
+    def measured(held_out, module, ranks):
         tau = next(taus)
         if tau == 1.9:
-            at_best.update({name: weight.clone() for name, weight in head.state_dict().items()})
-        return torch.tensor([[round(10 * tau), 10]])
+            at_best.update(module.head.state_dict())
+            at_best["fc.weight"] = at_best["fc.weight"] * at_best.pop("feature_scale")
+            at_best.update({name: weight.clone() for name, weight in at_best.items()})
+        return torch.tensor([[round(10 * tau), 10]]), 1.0
 
-    monkeypatch.setattr(trainer.HeldOutSample, "counts", measured)
+    monkeypatch.setattr(trainer.HeldOutSample, "measure", measured)
     output = run(made, changed(stop={**CONFIG.stop.model_dump(), "patience": 2}), tmp_path)
     rows = list(output.read_jsonl(METRICS))
     facts = output.manifest().facts
@@ -103,6 +107,29 @@ def test_a_run_stops_when_tau_rises_no_more_and_keeps_the_best(made, tmp_path, m
     best, last = (load_file(path / "model.safetensors") for path in (tmp_path, tmp_path / "last"))
     assert all(best[name].equal(weight) for name, weight in at_best.items())
     assert not last["fc.weight"].equal(best["fc.weight"])
+
+
+def test_a_start_that_is_better_than_all_that_follows_is_kept(made, tmp_path, monkeypatch, caplog):
+    taus = iter([1.9, *[1.5] * 20])
+    monkeypatch.setattr(trainer, "tau_of_counts", lambda counts: next(taus))
+    output = run(made, changed(stop={**CONFIG.stop.model_dump(), "max_steps": 9}), tmp_path)
+    held_out = output.manifest().facts["held_out"]
+    assert (held_out["tau"], held_out["start_tau"], held_out["step"]) == (1.9, 1.9, 0)
+    assert "no head of this run is better than its start" in caplog.text
+    started = (tmp_path / "last" / "model.safetensors").read_bytes()
+    assert output.read("model.safetensors") != started
+    assert len(list(output.read_jsonl(METRICS))) == 9
+
+
+def test_measured_heads_are_kept_if_asked_for(made, tmp_path):
+    stop = {**CONFIG.stop.model_dump(), "keep": True}
+    output = run(made, changed(stop=stop), tmp_path)
+    steps = [row["step"] for row in output.read_jsonl(METRICS) if "held_out_tau" in row]
+    kept = sorted(int(path.name) for path in (tmp_path / "measured").iterdir())
+    assert kept == sorted(steps)
+    best = output.manifest().facts["held_out"]["step"]
+    names = ["eyas_head.json", "model.safetensors"]
+    assert all(output.read(name) == output.read(f"measured/{best}/{name}") for name in names)
 
 
 def test_a_stopped_run_that_was_cut_stops_again(made, tmp_path, monkeypatch):
@@ -159,10 +186,10 @@ def test_patience_counts_measurements_without_a_gain():
 
 
 def test_a_loss_that_runs_away_stops_the_run_and_names_its_samples(made, tmp_path, monkeypatch):
-    monkeypatch.setattr("eyas.train.step.WARMUP_SHARE", 0.7)
     monkeypatch.setattr("eyas.train.step.MAX_GRAD_NORM", 1e6)
     monkeypatch.setattr("eyas.train.state.DIVERGED_AT", 1.3)
-    config = changed(learning_rate=3.0, epochs=40, stop={})
+    rate = {"peak": 3.0, "warmup_share": 0.7}
+    config = changed(learning_rate=rate, epochs=40, stop={})
     with pytest.raises(EyasError, match="the loss diverges") as raised:
         run(made, config, tmp_path)
     assert "sample-" in raised.value.what

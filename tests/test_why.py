@@ -17,9 +17,7 @@ from eyas import builtin
 from eyas.cli.check import _forecast
 from eyas.errors import EmptyInputError
 from eyas.export import counterfactuals, replay, why
-from eyas.export.check import verdict
 from eyas.export.counterfactuals import TABLE
-from eyas.export.lint import UNSAID, CheckFinding
 from eyas.export.readings import DECLARED, HeadReading
 from eyas.export.scores import ReadingScore
 from eyas.export.why import jumps, named, why_findings
@@ -217,8 +215,6 @@ def test_a_sound_head_is_said_to_be_and_what_it_lacks():
     for words in ("the head is sound", "covers 70%", "tau by kind: ", "from 17 ", "more data: tau"):
         assert any(words in what for what in said), words
     assert any("give --run" in one.hint for one in why_findings(scores))
-    unsaid = CheckFinding("warning", UNSAID, "")
-    assert {one.level for one in verdict([unsaid], scores, list(why_findings(scores)))} == {"note"}
 
 
 def test_a_head_that_drafts_nothing_however_it_is_read_is_warned_of():

@@ -56,8 +56,9 @@ def tiny_vocabulary(dtype: torch.dtype = torch.float32) -> TargetVocabulary:
 
 def wavy_head(draft_vocab_size: int = 30, **options: Any) -> Head:
     """A head whose every weight matters, norms too; draft tokens spread over the vocabulary.
-    options: HeadOptions'.
+    options: HeadOptions', with plain EAGLE-3's norms by default.
     """
+    options = {"fc_norm": False, "norm_output": False, **options}
     head = Head(
         HeadConfig.for_target(
             TINY_TARGET, HeadOptions(draft_vocab_size=draft_vocab_size, **options)

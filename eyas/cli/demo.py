@@ -16,11 +16,10 @@ from eyas.cli.run import local_output, run
 SETTINGS = Path(__file__).with_name("demo.yaml")
 QUICK_SETTINGS = Path(__file__).with_name("demo_quick.yaml")
 RUN_FILE = "run.yaml"  # a copy of SETTINGS, beside the results
-# What a head from new weights needs instead of a start: EAGLE-3.1's norms, more passes, and the
-# usual rate for its width.
+# What a head from new weights needs instead of a start: more passes, and the usual rate for its
+# width.
 FROM_NOTHING = (
     "train.start=null",
-    "train.head={fc_norm: true, norm_output: true}",
     "train.epochs=4",
     "train.learning_rate=null",
 )

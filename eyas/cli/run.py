@@ -41,6 +41,7 @@ from eyas.errors import ConfigError, EmptyInputError, MismatchError
 from eyas.evaluate.evaluate import ANSWER_TOKENS, DEFAULT_TREES, EvalConfig, evaluate
 from eyas.evaluate.trees import ModelsConfig
 from eyas.export.check import check
+from eyas.export.engines import engine_of
 from eyas.export.export import ExportConfig, export, publish
 from eyas.features.capture import SPLITS, CaptureConfig, capture, split_of
 from eyas.features.generate import GenerateConfig, generate
@@ -49,6 +50,7 @@ from eyas.hub import resolve_head, resolve_target
 from eyas.lineage import head_manifest
 from eyas.log import console
 from eyas.model.architecture import TargetConfig
+from eyas.model.dialects import FLAGS
 from eyas.plan.needs import PlannedRun, plan_run, read_prompts, refuse_without_room
 from eyas.serve.server import ServeConfig, running_server
 from eyas.settings import validated
@@ -125,6 +127,19 @@ class RunConfig(BaseModel):
                 "eval.tolerance: judges the new head against another one; give train.start, or "
                 "eval.against"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _norms_that_are_read(self) -> RunConfig:
+        """A new head's norms are the default ones only where every engine of export.forms reads
+        them; what the run file says of norms stays.
+        """
+        head = self.train.head
+        unread = {flag for form in self.export.forms for flag in engine_of(form).unread}
+        plain = {flag: False for flag in FLAGS if flag in unread and getattr(head, flag)}
+        if plain and self.train.start is None and not head.model_fields_set & set(FLAGS):
+            plain_head = head.model_copy(update=plain)
+            self.train = self.train.model_copy(update={"head": plain_head})
         return self
 
     def planned(self, output: str) -> PlannedRun:

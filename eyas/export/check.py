@@ -14,7 +14,6 @@ from pathlib import Path
 from eyas.errors import MismatchError
 from eyas.export.engines import EngineForm
 from eyas.export.lint import (
-    UNSAID,
     CheckFinding,
     changed_findings,
     check_is_head,
@@ -99,11 +98,6 @@ def verdict(
     """
     of_replay = list(reading_findings(replayed)) if why is None else why
     of_lint = [settled(finding, replayed) if finding.meanings else finding for finding in findings]
-    if replayed and all(one.level == "note" for one in of_replay):
-        hint = "the replay is as good as it would be with its own: nothing to do"
-        of_lint = [
-            replace(one, level="note", hint=hint) if one.what == UNSAID else one for one in of_lint
-        ]
     return in_order([*of_lint, *of_replay])
 
 

@@ -50,7 +50,6 @@ from eyas.operators.shape import StoredMatrices
 Level = Literal["error", "warning", "note"]
 LEVELS: tuple[Level, ...] = ("error", "warning", "note")
 STAGES = ("train", "export")  # whose output is a head
-UNSAID = "the head does not say which lm_head it was trained against"
 # what older speculators wrote of the target
 VERIFIER_SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "vocab_size")
 
@@ -213,7 +212,11 @@ def vocabulary_findings(
 ) -> Iterator[CheckFinding]:
     """What the head borrows from the target, or was trained against."""
     if not config.target_lm_head_sha256:
-        yield warning(UNSAID, "eyas writes its hash at export; a good replay is as good")
+        yield CheckFinding(
+            "note",
+            "the head does not say which lm_head it was trained against",
+            "only eyas writes its hash; a good replay is as good",
+        )
     stored = checkpoint.embed_tokens
     if stored is not None:
         ours = cast(vocabulary.embed_tokens, stored.dtype)

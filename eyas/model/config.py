@@ -243,19 +243,30 @@ MOST_DRAFT_TOKENS = 32_000
 class HeadOptions(BaseModel):
     """What of a new head is chosen, and written into the checkpoint; the rest is its target's.
 
+    The default norms, fc_norm and norm_output, are EAGLE-3.1's, which eyas, SGLang and vLLM read;
+    llama.cpp and OpenVINO read a head without them (docs/decisions/training.md).
     draft_vocab_size: None is as many tokens as cover the training answers (train/start.py), at most
-    MOST_DRAFT_TOKENS. sliding_window: see `HeadConfig`.
+    MOST_DRAFT_TOKENS. draft_tokens: a file that says which (`train.start.given_vocabulary`); None
+    counts the answers. sliding_window: see `HeadConfig`.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     draft_vocab_size: int | None = Field(None, ge=1)
+    draft_tokens: str | None = Field(None, description="a file: .npy, .pt or .json of token ids")
     train_lm_head: bool = Field(True, description="false: the target's rows stay")
     norm_before_residual: bool = Field(False, description="the residual is taken after hidden_norm")
     norm_before_fc: bool = Field(False, description="one norm of the three streams together")
-    fc_norm: bool = Field(False, description="a norm of each stream; with norm_output EAGLE-3.1")
-    norm_output: bool = Field(False, description="what is fed back is the output after the norm")
+    fc_norm: bool = Field(True, description="a norm of each stream; with norm_output EAGLE-3.1")
+    norm_output: bool = Field(True, description="what is fed back is the output after the norm")
     sliding_window: Window | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _in_place_of_the_default(cls, given: Any) -> Any:
+        if isinstance(given, dict) and given.get("norm_before_fc"):
+            return {"fc_norm": False, **given}
+        return given
 
     @model_validator(mode="after")
     def _one_norm_of_features(self) -> HeadOptions:

@@ -95,15 +95,19 @@ class Head(nn.Module):
     """A draft head of `config`'s shape. `forward` takes embeddings: the target's or the head's own.
 
     embed_tokens [V, H], float32: of a published head that has its own; neither trained nor written.
+    feature_scale [3 H], float32: what fc's inputs are multiplied by while a head is trained; it is
+    folded into fc before the head is written (`train.start.scale_features`).
     """
 
     d2t: Tensor
     t2d: Tensor
     embed_tokens: Tensor | None
+    feature_scale: Tensor | None
 
     def __init__(self, config: HeadConfig) -> None:
         super().__init__()
         self.config, self.embed_tokens = config, None
+        self.register_buffer("feature_scale", None)
         H, W = config.hidden_size, config.draft_vocab_size
         with torch.device("meta"):  # no time for random numbers that are never used
             if config.norm_before_fc:
@@ -148,6 +152,8 @@ class Head(nn.Module):
             aux_hidden = torch.cat([norm(stream) for norm, stream in streams], dim=-1)
         if self.config.norm_before_fc:
             aux_hidden = self.input_norm(aux_hidden)
+        if self.feature_scale is not None:
+            aux_hidden = aux_hidden * self.feature_scale
         return aux_hidden
 
     def inputs(self, embeds: Tensor, hidden: Tensor) -> Tensor:

@@ -195,10 +195,15 @@ def point_of(run: Artifact) -> CurvePoint:
     """The counts in a run's manifest and metrics. Raises EmptyInputError, MissingInputError."""
     manifest = run.manifest("train")
     held_out = manifest.facts.get("held_out") or {}
-    if not held_out.get("step"):
+    if not held_out.get("tau"):
         raise EmptyInputError(
             f"{run.url} measured no tau",
             "capture with a held_out_share, and leave stop.measurements above 0",
+        )
+    if not held_out["step"]:
+        raise EmptyInputError(
+            f"{run.url} has learned nothing: its best head is its start",
+            "train it on more answers, or with a lower learning_rate",
         )
     best = next(row for row in run.read_jsonl(METRICS) if row["step"] == held_out["step"])
     if "held_out_counts" not in best or "answer_tokens" not in manifest.counts:

@@ -1,4 +1,5 @@
-"""tau on held-out conversations in the chains of `operators.chain`, measured by all ranks.
+"""tau and loss on held-out conversations, measured by all ranks; tau in the chains of
+`operators.chain`.
 
 The counts are whole numbers and the batches are the same on any number of ranks, so tau is too, as
 far as equal weights give equal drafts.
@@ -14,11 +15,11 @@ from torch import Tensor
 
 from eyas.operators.batch import Batch, plan_batches
 from eyas.operators.chain import measure
-from eyas.operators.head import Head
-from eyas.operators.vocab import TargetVocabulary
 from eyas.shards import FeatureSource, order_of
 from eyas.tau import RoundCounts, ratio_of_sums
+from eyas.train.loss import STEP_DECAY
 from eyas.train.ranks import Ranks
+from eyas.train.step import LossModule
 
 MEASURED_SAMPLES = 48  # conversations: tau is measured several times in a run
 MEASURED_STEPS = 7  # of the chains: as many as the default objective unrolls
@@ -36,28 +37,40 @@ class HeldOutSample:
         """Of the conversations; always the same ones."""
         return sorted(order_of(len(self.source), seed=0, epoch=0)[:MEASURED_SAMPLES])
 
-    def counts(
-        self, head: Head, vocabulary: TargetVocabulary, ranks: Ranks, dtype: torch.dtype
-    ) -> Tensor:
-        """Emitted tokens and rounds of each conversation, int64 [samples, 2], on every rank; with
-        maths in `dtype`.
+    @torch.no_grad()
+    def measure(self, module: LossModule, ranks: Ranks) -> tuple[Tensor, float]:
+        """Emitted tokens and rounds of each conversation, int64 [samples, 2], and the loss, on
+        every rank. module: not sharded.
         """
         lengths = [self.source.lengths[number] for number in self.numbers]
         mine = ranks.share(plan_batches(lengths, self.batch_tokens, "held out"))
         counts = torch.zeros(len(self.numbers), 2, dtype=torch.float64)  # of this rank's part
+        head, vocabulary, dtype = module.head, module.vocabulary, module.embed_tokens.dtype
         device = vocabulary.embed_tokens.device
+        ones_K = torch.ones(module.config.num_ttt_steps, dtype=torch.int64)
+        sums = torch.zeros(2, len(ones_K), dtype=torch.float64)  # of losses by step, their number
         with ranks.together():
             batches = self.source.batches([[self.numbers[at] for at in places] for places in mine])
             for places, samples in zip(mine, batches, strict=True):
                 batch = Batch.of(samples, str(device))
                 with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
                     measured = measure(head, vocabulary, batch, MEASURED_STEPS)
+                teacher = module.teach(batch, draw=0.0)
+                if len(teacher.argmax_P):
+                    loss = module.batch_loss(batch, teacher, ones_K)
+                    by_step = torch.stack([loss.step_losses.double(), loss.num_trained.double()])
+                    sums += by_step.cpu()
                 for number, matches in measured.spans:
                     rounds = RoundCounts(MEASURED_STEPS)
                     rounds.add_answer(matches)
                     counts[places[number]] += torch.tensor([rounds.emitted, rounds.rounds])
-        totals = torch.tensor(ranks.total(counts.flatten().tolist()), dtype=torch.float64)
-        return totals.long().view(-1, 2)
+        counted, summed = (
+            torch.tensor(ranks.total(part.flatten().tolist()), dtype=torch.float64)
+            for part in (counts, sums)
+        )
+        loss_K, number_K = summed.view(2, -1)
+        decay_K = STEP_DECAY ** torch.arange(len(ones_K))
+        return counted.long().view(-1, 2), float((decay_K * loss_K / number_K.clamp(min=1)).sum())
 
 
 def tau_of_counts(counts: Tensor) -> float:

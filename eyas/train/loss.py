@@ -51,7 +51,8 @@ class ObjectiveConfig(BaseModel):
 
     num_ttt_steps: K. later_steps: whether all slots are unrolled to the last step, or of step i the
     share STEP_DECAY ** i (sampled), others in every training step: the same loss on average, for
-    little more than half of the work. recompute: keep little of each step of the unroll for the
+    little more than half of the work. weight_decay: of all weights but norms, times the learning
+    rate (decoupled, as in AdamW). recompute: keep little of each step of the unroll for the
     backward and compute the rest again: the same loss but for rounding, in a fraction of the
     memory.
     """
@@ -60,6 +61,7 @@ class ObjectiveConfig(BaseModel):
 
     num_ttt_steps: int = Field(7, ge=1, le=16)
     later_steps: Literal["all", "sampled"] = "all"
+    weight_decay: float = Field(0.0, ge=0)
     recompute: bool = False
 
 

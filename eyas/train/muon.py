@@ -27,7 +27,7 @@ MATCHED_RMS = 0.2  # of AdamW's steps (Liu et al., arXiv 2502.16982)
 
 
 class Muon(torch.optim.Muon):
-    """torch.optim.Muon with `adjust_lr_fn="match_rms_adamw"` and no weight decay.
+    """torch.optim.Muon with `adjust_lr_fn="match_rms_adamw"`, by default without weight decay.
 
     Weights are plain, or all are DTensors that FSDP2 splits by rows.
     """
@@ -42,6 +42,9 @@ class Muon(torch.optim.Muon):
         assert closure is None, "weights have their gradients before the step"
         for group in self.param_groups:
             weights = [weight for weight in group["params"] if weight.grad is not None]
+            if group["weight_decay"]:
+                for weight in weights:
+                    own_rows(weight).mul_(1 - group["lr"] * group["weight_decay"])
             if not any(isinstance(weight, DTensor) for weight in weights):
                 for weight in weights:
                     turned_AB = orthogonalised(self._update(weight, group), group)

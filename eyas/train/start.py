@@ -5,16 +5,20 @@ Letters: V target vocabulary, W draft vocabulary, H hidden, R rows.
 
 from __future__ import annotations
 
-import logging
+import io
+import json
 import math
-from collections.abc import Iterable
+import pickle
+from collections.abc import Iterable, Iterator
 from typing import Any, Literal
 
+import fsspec
+import numpy as np
 import torch
 from pydantic import BaseModel, ConfigDict, model_validator
 from torch import Tensor, nn
 
-from eyas.errors import MismatchError
+from eyas.errors import CorruptError, MismatchError, MissingInputError
 from eyas.hub import resolve_head
 from eyas.model.config import MOST_DRAFT_TOKENS, HeadConfig, HeadOptions
 from eyas.model.dialects import LM_HEAD
@@ -22,14 +26,12 @@ from eyas.operators.head import Head, load_head
 from eyas.operators.vocab import TargetVocabulary, draft_vocabulary
 from eyas.shards import FeatureMeta, Sample
 
-log = logging.getLogger(__name__)
 COVERAGE = 0.99  # the share of the answers' tokens in the default draft vocabulary
 W_IN_STEPS_OF = 128  # W is a multiple of it: a size that all devices multiply well
 FITTED_SAMPLES = 256  # conversations that `fit_to_features` takes
+SCALED_SAMPLES = 32  # that `scale_features` takes
 RIDGE = 0.01  # of the mean square of fc's inputs
-# Root mean square of fc's inputs: SmolLM2's is 12; at Gemma 3's 630 a step of any size that trains
-# the other weights throws fc out of its place.
-MOST_INPUT = 100.0
+LEAST_CHANNEL = 1e-3  # of the mean size of a channel: a smaller one is scaled as if it were this
 
 
 class StartConfig(BaseModel):
@@ -77,6 +79,45 @@ def fresh_head(
     return head
 
 
+def given_vocabulary(path: str, vocab_size: int) -> Tensor:
+    """Which of the target's tokens a file says to draft, bool [V].
+
+    path: a file or URL: .npy of speculators' t2d (bool [V]) or d2t (int [W], the target's id less
+    the draft's), .pt of SpecForge's mapping (with t2d), or .json, a list of the target's ids.
+    Raises MissingInputError, CorruptError.
+    """
+    what = "a draft vocabulary: .npy of t2d or d2t, .pt with t2d, or .json, a list of token ids"
+    try:
+        with fsspec.open(path, "rb") as file:
+            data = file.read()
+    except OSError as error:
+        raise MissingInputError(f"{path} cannot be read: {error}", f"give {what}") from error
+    try:
+        if path.endswith(".json"):
+            ids = np.array(json.loads(data))
+        elif path.endswith(".pt"):
+            mapping = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+            ids = mapping["t2d"].numpy()
+        else:
+            ids = np.load(io.BytesIO(data), allow_pickle=False)
+            if ids.dtype != bool:
+                ids = ids + np.arange(len(ids))
+        if ids.dtype == bool and len(ids) == vocab_size:
+            ids = ids.nonzero()[0]
+        given_V = torch.zeros(vocab_size, dtype=torch.bool)
+        if ids.ndim != 1 or ids.dtype.kind not in "iu" or not 0 <= ids.min() <= ids.max():
+            raise ValueError("no list of token ids")
+        given_V[torch.from_numpy(ids.astype(np.int64))] = True
+        if len(ids) != given_V.sum():
+            raise ValueError("a token is there twice")
+    except (ValueError, KeyError, IndexError, TypeError, pickle.UnpicklingError) as error:
+        raise CorruptError(
+            f"{path} is no draft vocabulary of a target of {vocab_size} tokens: {error}",
+            f"give {what}",
+        ) from error
+    return given_V
+
+
 def covering_size(counts_V: Tensor) -> int:
     """The fewest tokens that cover COVERAGE of the counts, in steps of W_IN_STEPS_OF.
 
@@ -105,6 +146,22 @@ def initialise(head: Head, vocabulary: TargetVocabulary, seed: int) -> None:
     head.lm_head.weight.copy_(vocabulary.lm_head[head.target_ids_W])
 
 
+def answer_features(head: Head, samples: Iterable[Sample]) -> Iterator[tuple[Tensor, Tensor]]:
+    """Of each sample's answer fc's inputs [P, 3 H] and the next last hidden states [P, H], as
+    float64.
+
+    A conversation's first position is left out: targets keep states there that are far larger than
+    all others.
+    """
+    for sample in samples:
+        answer_T = sample.loss_mask[:-1].clone()
+        answer_T[:1] = False
+        inputs = head.fc_inputs(sample.aux_hidden[:-1][answer_T].float()).double()
+        following = sample.last_hidden[1:][answer_T].double()
+        if inputs.isfinite().all() and following.isfinite().all():  # else a step will name it
+            yield inputs, following
+
+
 @torch.no_grad()
 def fit_to_features(head: Head, samples: Iterable[Sample]) -> None:
     """Let a new head begin where a linear map ends.
@@ -112,35 +169,48 @@ def fit_to_features(head: Head, samples: Iterable[Sample]) -> None:
     fc becomes the least-squares map from the features of an answer's token to the target's last
     hidden state at the next token, scaled to a mean square of 1; o_proj and down_proj are zero, so
     that the layer passes it on. lm_head takes over the scale (norm does, where lm_head is not
-    trained).
+    trained). Its inputs get a scale as `scale_features` gives it.
     """
     width = head.fc.in_features
     square, product = (torch.zeros(width, n, dtype=torch.float64) for n in (width, width // 3))
-    power, count = 0.0, 0
-    for sample in samples:
-        answer_T = sample.loss_mask[:-1]
-        inputs = head.fc_inputs(sample.aux_hidden[:-1][answer_T].float()).double()
-        following = sample.last_hidden[1:][answer_T].double()
-        if not (inputs.isfinite().all() and following.isfinite().all()):
-            continue  # the step that meets it will name it
+    power, rows = 0.0, 0
+    for inputs, following in answer_features(head, samples):
         square += inputs.T @ inputs
         product += inputs.T @ following
-        power, count = power + float(following.square().sum()), count + following.numel()
+        power, rows = power + float(following.square().sum()), rows + len(inputs)
     if not power:
         return
-    scale = math.sqrt(power / count)
-    size = math.sqrt(float(square.diagonal().mean()) * (width // 3) / count)
-    if size > MOST_INPUT:
-        log.warning(
-            f"the hidden states are large (root mean square {size:.0f}): a head without fc_norm "
-            "does not learn from them; --set head.fc_norm=true (in a run file: train.head.fc_norm)"
-        )
+    per_channel = set_feature_scale(head, square.diagonal() / rows)
+    square, product = per_channel[:, None] * square * per_channel, per_channel[:, None] * product
+    scale = math.sqrt(power / rows / (width // 3))
     square.diagonal().add_(RIDGE * float(square.diagonal().mean()))
     head.fc.weight.copy_(torch.linalg.solve(square, product / scale).T)
     if head.config.train_lm_head:
         head.lm_head.weight.mul_(scale)
     else:
         head.norm.weight.fill_(scale)
+
+
+@torch.no_grad()
+def scale_features(head: Head, samples: Iterable[Sample]) -> None:
+    """Let fc's inputs have a mean square of 1 in every channel, and the head be what it was.
+
+    A step of the optimizer is then as large for what few, large channels of the target hold (on
+    SmolLM2 one is 15 times the others) as for the rest.
+    """
+    power, rows = torch.zeros(head.fc.in_features, dtype=torch.float64), 0
+    for inputs, _ in answer_features(head, samples):
+        power, rows = power + inputs.square().sum(0), rows + len(inputs)
+    if rows:
+        head.fc.weight.div_(set_feature_scale(head, power / rows).float())
+
+
+def set_feature_scale(head: Head, mean_square_A: Tensor) -> Tensor:
+    """Give a head the scale of inputs of these mean squares, and return it, float64."""
+    rms_A = mean_square_A.sqrt()
+    scale_A = 1.0 / rms_A.clamp(min=LEAST_CHANNEL * float(rms_A.mean()))
+    head.feature_scale = scale_A.float()
+    return scale_A
 
 
 def existing_head(

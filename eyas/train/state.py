@@ -44,15 +44,18 @@ UPLOAD_S = 20.0  # between two versions of the metrics in an object store, which
 class StopConfig(BaseModel):
     """When tau is measured while training, and when a run stops before its last step.
 
-    measurements: how often in a run, at equal distances; 0 measures nothing. patience: stop after
-    so many measurements in a row without a gain; null never stops. The head that is kept is the
-    best measured.
+    measurements: how often in a run, at equal distances, the start besides; 0 measures nothing.
+    patience: stop after so many measurements in a row without a gain; null never stops. The head
+    that is kept is the best measured, be it the start. keep: write every measured head, into
+    measured/STEP/. max_steps: the rate's schedule ends there too; null does all passes.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     measurements: int = Field(8, ge=0)
     patience: int | None = Field(None, ge=1)
+    keep: bool = Field(False, description="write every measured head, into measured/STEP/")
+    max_steps: int | None = Field(None, ge=1, description="updates of the weights, at most")
 
 
 def measured_steps(num_steps: int, config: StopConfig) -> set[int]:
@@ -63,16 +66,19 @@ def measured_steps(num_steps: int, config: StopConfig) -> set[int]:
 
 @dataclass(slots=True)
 class Patience:
-    """The best tau so far, the last step it was measured at, and the measurements in a row without
-    a gain (misses).
+    """The best tau so far, the last step it was measured at (0 is the start), and the measurements
+    in a row without a gain (misses). start: the tau of the start; 0 before it is measured.
     """
 
     best: float = 0.0
     best_step: int = 0
     misses: int = 0
+    start: float = 0.0
 
     def add(self, step: int, tau: float) -> bool:
         """Count a measurement, above 0. Is it the best, or as good and later?"""
+        if step == 0:
+            self.start = tau
         self.misses = 0 if tau > self.best else self.misses + 1
         if tau < self.best:
             return False
@@ -194,7 +200,7 @@ class TrainingState:
         self.step, self.best = counters["step"], content.get("best")
         self.patience = Patience(**counters["patience"])
         self.trend = LossTrend(**counters["trend"])
-        if self.patience.best_step and self.best is None:
+        if self.patience.best and self.best is None:
             self.best = {}  # the first rank has them
         if ranks.is_first:
             lines = itertools.islice(output.read(METRICS).splitlines(), self.step)

@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from typing import Any, Literal
 
 import torch
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -31,15 +32,48 @@ from eyas.train.state import TrainingState
 
 Precision = Literal["bfloat16", "float32"]
 Dtype = Literal["auto", "bfloat16", "float32"]
-BETAS = (0.9, 0.95)  # EAGLE's, as SpecForge has them too; neither decays weights
+BETAS = (0.9, 0.95)  # EAGLE's; SpecForge leaves torch's
 MAX_GRAD_NORM = 0.5  # EAGLE's and SpecForge's
 DRAW_STEP = 2**0.5 - 1  # between two training steps: no multiple of another sequence's
-WARMUP_SHARE = 0.03  # of all steps; SpecForge's is 0.015
 # Of the rate, for lm_head and embeddings: they begin as the target's rows, and a step of Adam moves
 # the logits of all tokens at once.
 ROWS_RATE_SHARE = 0.2
 # for `usual_learning_rate`
 MOST_LEARNING_RATE, PUBLISHED_RATE, PUBLISHED_HIDDEN_SIZE = 1e-3, 1e-4, 4096
+
+
+class RateConfig(BaseModel):
+    """The learning rate: a linear warm-up to its peak, then down to 0 or constant. A number alone
+    is the peak.
+
+    peak: null takes `usual_learning_rate` of the head's hidden size. warmup_share: EAGLE's and
+    SpecForge's is .015, speculators' .01.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    peak: float | None = Field(None, gt=0)
+    schedule: Literal["cosine", "linear", "constant"] = "cosine"
+    warmup_share: float = Field(0.03, ge=0, lt=1, description="of all steps")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _short_form(cls, value: Any) -> Any:
+        return value if isinstance(value, dict | RateConfig) else {"peak": value}
+
+    def at(self, step: int, num_steps: int) -> float:
+        """The rate of a step, counted from 0."""
+        assert self.peak is not None, "the default depends on the head"
+        warmup = max(1, round(self.warmup_share * num_steps))
+        if step < warmup:
+            return self.peak * (step + 1) / warmup
+        done = (step - warmup) / max(1, num_steps - warmup)
+        shares = {
+            "cosine": 0.5 * (1.0 + math.cos(math.pi * done)),
+            "linear": 1.0 - done,
+            "constant": 1.0,
+        }
+        return self.peak * shares[self.schedule]
 
 
 def quickest(device: str) -> Precision:
@@ -56,7 +90,7 @@ def usual_learning_rate(hidden_size: int) -> float:
     return min(MOST_LEARNING_RATE, PUBLISHED_RATE * PUBLISHED_HIDDEN_SIZE / hidden_size)
 
 
-def optimizers_of(head: Head) -> list[torch.optim.Optimizer]:
+def optimizers_of(head: Head, weight_decay: float = 0.0) -> list[torch.optim.Optimizer]:
     """The optimizers of the head's float32 weights, whatever the precision of the maths.
 
     Muon (Jordan, kellerjordan.github.io/posts/muon; its steps as large as AdamW's: Liu et al.,
@@ -67,23 +101,16 @@ def optimizers_of(head: Head) -> list[torch.optim.Optimizer]:
     inside = [weight for weight in trained.values() if weight.ndim == 2]
     norms = [weight for weight in trained.values() if weight.ndim == 1]
     # `training_step` sets the rate before every update: the run's times the group's share
-    by_share = [(norms, 1.0), (rows, ROWS_RATE_SHARE)]
-    groups = [{"params": weights, "share": share} for weights, share in by_share if weights]
-    return [
-        Muon([{"params": inside, "share": 1.0}]),
-        torch.optim.AdamW(groups, betas=BETAS, weight_decay=0.0, fused=True),
+    by_share = [(norms, 1.0, 0.0), (rows, ROWS_RATE_SHARE, weight_decay)]
+    groups = [
+        {"params": weights, "share": share, "weight_decay": decay}
+        for weights, share, decay in by_share
+        if weights
     ]
-
-
-def scheduled_rate(step: int, num_steps: int, highest: float) -> float:
-    """The learning rate of a step, counted from 0: a linear warm-up to the highest, then half a
-    cosine down to 0.
-    """
-    warmup = max(1, round(WARMUP_SHARE * num_steps))
-    if step < warmup:
-        return highest * (step + 1) / warmup
-    cosine = 0.5 * (1.0 + math.cos(math.pi * (step - warmup) / max(1, num_steps - warmup)))
-    return highest * cosine
+    return [
+        Muon([{"params": inside, "share": 1.0, "weight_decay": weight_decay}]),
+        torch.optim.AdamW(groups, betas=BETAS, fused=True),
+    ]
 
 
 class LossModule(nn.Module):
@@ -118,6 +145,10 @@ class LossModule(nn.Module):
         if batch is None or teacher is None:
             zero = sum((0.0 * weight.sum() for weight in self.head.parameters()), torch.zeros(()))
             return BatchLoss(zero, *(torch.zeros_like(divisor_K) for _ in range(4)))
+        return self.batch_loss(batch, teacher, divisor_K)
+
+    def batch_loss(self, batch: Batch, teacher: Teacher, divisor_K: Tensor) -> BatchLoss:
+        """As `forward`, which torch's sharding works around: all ranks call that equally often."""
         device, dtype = batch.tokens_BT.device, self.embed_tokens.dtype
         divisor_K = divisor_K.to(device)
         with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):

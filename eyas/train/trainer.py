@@ -10,10 +10,13 @@ Letters: V target vocabulary, W draft vocabulary.
 
 from __future__ import annotations
 
+import logging
 import random
 import signal
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
+from hashlib import sha256
 from typing import Any
 
 import torch
@@ -28,7 +31,7 @@ from eyas.model.config import HeadOptions
 from eyas.operators.batch import Batch
 from eyas.operators.head import Head, head_files
 from eyas.operators.vocab import TargetVocabulary
-from eyas.shards import FeatureMeta, FeatureSource
+from eyas.shards import FeatureMeta, FeatureSource, Sample
 from eyas.train.batches import (
     BatchConfig,
     left_out_samples,
@@ -41,11 +44,14 @@ from eyas.train.loss import ObjectiveConfig
 from eyas.train.ranks import Ranks, asked_to_stop, joined, whole
 from eyas.train.start import (
     FITTED_SAMPLES,
+    SCALED_SAMPLES,
     StartConfig,
     existing_head,
     fit_to_features,
     fresh_head,
+    given_vocabulary,
     recount,
+    scale_features,
 )
 from eyas.train.state import (
     CHECKPOINT,
@@ -60,15 +66,16 @@ from eyas.train.step import (
     Dtype,
     LossModule,
     Precision,
+    RateConfig,
     optimizers_of,
     quickest,
-    scheduled_rate,
     teaching_in_tf32,
     training_step,
     usual_learning_rate,
 )
 from eyas.train.tracker import TrackedRun, TrackerConfig, Trackers, open_trackers, scalars
 
+log = logging.getLogger(__name__)
 ENOUGH_JUDGED = 100  # positions: if none of them carries loss, none will
 
 # Settings that are not in the artifact's identity: a run may be resumed with other values.
@@ -85,9 +92,8 @@ class TrainConfig(BaseModel):
 
     start: a head to continue from; null draws new weights. data_share: the share of the
     conversations to train on, drawn by seed; a smaller share is within a larger one, and steps are
-    fewer. learning_rate: its peak; null takes `usual_learning_rate` of the head's hidden size.
-    dtype: auto is bfloat16, or float32 on a CPU that multiplies bfloat16 slowly (without AVX-512).
-    checkpoint_every: in steps.
+    fewer. dtype: auto is bfloat16, or float32 on a CPU that multiplies bfloat16 slowly (without
+    AVX-512). checkpoint_every: in steps.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -98,7 +104,7 @@ class TrainConfig(BaseModel):
     data_share: float = Field(1.0, gt=0, le=1)
     epochs: int = Field(3, ge=1, description="passes over the samples")
     batches: BatchConfig = BatchConfig()
-    learning_rate: float | None = Field(None, gt=0)
+    learning_rate: RateConfig = RateConfig()
     dtype: Dtype = Field("auto", description="what is computed in; weights are float32")
     stop: StopConfig = StopConfig()
     tracker: TrackerConfig = TrackerConfig()
@@ -107,7 +113,8 @@ class TrainConfig(BaseModel):
 
     def for_head(self, hidden_size: int) -> TrainConfig:
         """These settings with the learning rate that a head of this size gets by default."""
-        rate = self.learning_rate or usual_learning_rate(hidden_size)
+        peak = self.learning_rate.peak or usual_learning_rate(hidden_size)
+        rate = self.learning_rate.model_copy(update={"peak": peak})
         return self.model_copy(update={"learning_rate": rate})
 
 
@@ -145,7 +152,8 @@ def train(
     target: a folder, or "builtin". held_out: the conversations that tau is measured on. Writes
     eyas_head.json and model.safetensors (in bfloat16, or in float32 if that is asked for) of the
     head with the best held-out tau (without measurements: the last one), metrics.jsonl with one row
-    a step, and last/ with the last head where another one was best.
+    a step, last/ with the last head where another one was best, and measured/ if
+    `StopConfig.keep` asks for it.
 
     Raises MismatchError for features or a head of another target; EmptyInputError for features
     without a trainable answer; UntrainedError where no position carries loss; ConfigError for
@@ -194,7 +202,10 @@ class Trainer:
         self.ranks, self.source = ranks, source
         self.vocabulary = TargetVocabulary.load(resolve_target(target)).to(ranks.device)
         check_same_target(self.source.meta, self.vocabulary)
-        self.start_head = None
+        self.given_V, self.start_head = None, None
+        if config.head.draft_tokens:
+            self.given_V = given_vocabulary(config.head.draft_tokens, self.source.meta.vocab_size)
+            config = with_vocabulary(config, int(self.given_V.sum()))
         if config.start:
             self.start_head = existing_head(
                 config.start, config.head, self.source.meta, self.vocabulary
@@ -206,6 +217,10 @@ class Trainer:
             self.held_out = HeldOutSample(held_out, self.config.batches.tokens)
         check_settings(config, ranks, self.held_out is not None)
         self.settings = self.config.model_dump(mode="json", exclude=WITHOUT_EFFECT)  # type: ignore[arg-type]
+        if self.given_V is not None:  # by its content, not by its path
+            self.settings["head"]["draft_tokens"] = sha256(
+                self.given_V.numpy().tobytes()
+            ).hexdigest()
         self.inputs = self._inputs()
         self.identity = identity("train", self.settings, self.inputs)
 
@@ -229,7 +244,8 @@ class Trainer:
         left_out = left_out_samples(len(self.source), config.data_share, config.seed)
         self.counts_V, self.usable = ranks.first(lambda: survey(self.source, left_out))
         epochs = [list(self.usable)] * config.epochs
-        self.steps = plan_steps(config.batches, epochs, self.source.lengths, config.seed)
+        steps = plan_steps(config.batches, epochs, self.source.lengths, config.seed)
+        self.steps = steps[: config.stop.max_steps]
         self.measure_at = measured_steps(len(self.steps), config.stop) if self.held_out else set()
         content = checkpoint(output, ranks)
         # the first rank's answers: other hosts may not see its folder, or have other processors
@@ -237,7 +253,8 @@ class Trainer:
         head = self._initial_head(resumes).to(ranks.device)
         self.module = LossModule(head, self.vocabulary, config.objective, dtype)
         ranks.shard(self.module)
-        self.state = TrainingState(head, optimizers_of(head), dtype)
+        optimizers = optimizers_of(head, config.objective.weight_decay)
+        self.state = TrainingState(head, optimizers, dtype)
         self.state.resume(content, output, ranks)
         with ranks.together():
             if not ranks.is_first:
@@ -261,49 +278,57 @@ class Trainer:
         resumes: a checkpoint's weights will take the place of its own, so that nothing is fitted.
         """
         config, on_cpu = self.config, self.vocabulary.to("cpu")
-        if self.start_head is None:
-            head = fresh_head(config.head, self.source.meta, on_cpu, self.counts_V, config.seed)
-            if not resumes:
-                few = min(FITTED_SAMPLES, len(self.usable))
-                numbers = random.Random(config.seed).sample(list(self.usable), few)
-                self._fit(head, numbers)
-            return head
-        head = self.start_head
-        if config.start and config.start.vocabulary == "recount":
+        head, fit, num_samples = self.start_head, scale_features, SCALED_SAMPLES
+        if head is None:
+            fit, num_samples = fit_to_features, FITTED_SAMPLES
+            counts_V = self.counts_V if self.given_V is None else self.given_V.long()
+            head = fresh_head(config.head, self.source.meta, on_cpu, counts_V, config.seed)
+        elif config.start and config.start.vocabulary == "recount":
             recount(head, on_cpu, self.counts_V, config.head.draft_vocab_size)
+        head.feature_scale = torch.ones(head.fc.in_features)
+        if not resumes:
+            few = min(num_samples, len(self.usable))
+            self._fit(head, fit, random.Random(config.seed).sample(list(self.usable), few))
         return head
 
-    def _fit(self, head: Head, numbers: Sequence[int]) -> None:
-        """Fit a new head to these samples, on the first rank: it takes all products of the
+    def _fit(
+        self, head: Head, fit: Callable[[Head, Iterable[Sample]], None], numbers: Sequence[int]
+    ) -> None:
+        """Fit a head to these samples, on the first rank: a new one takes all products of the
         features with each other, 9 H^2 numbers. The others get its weights.
         """
         with self.ranks.together():
             if self.ranks.is_first:
                 batches = self.source.batches([[number] for number in numbers])
-                fit_to_features(head, (sample for batch in batches for sample in batch))
-        self.ranks.spread(head.parameters())
+                fit(head, (sample for batch in batches for sample in batch))
+        self.ranks.spread([*head.parameters(), *head.buffers()])
 
     def fit(self, output: Artifact, track: Track, trackers: Trackers) -> None:
-        """Train the steps that are left, fewer if `StopConfig.patience` ends the run.
+        """Measure the start, then train the steps that are left, fewer if `StopConfig.patience`
+        ends the run.
 
         On an EyasError the checkpoint of the last whole step is saved, then the error is raised; so
         on SIGINT and SIGTERM, as a StoppedError. A DivergedError leaves the older checkpoint.
         """
         state, config, ranks, num_steps = self.state, self.config, self.ranks, len(self.steps)
-        self._finished, highest = state.step, config.learning_rate
-        assert highest is not None, "the default rate depends on the head"
+        self._finished = state.step
         mine = [ranks.share(batches) for batches in self.steps[state.step :]]
         reader = self.source.batches([numbers for batches in mine for numbers in batches])
         judged = trained = 0
+        if self.measure_at and state.step == 0:
+            self._measure()
         try:
             with asked_to_stop() as signal_of:
                 for planned in mine:
                     if state.patience.is_over(config.stop):
                         break
+                    began = time.monotonic()
                     with ranks.together():
                         batches = read_batches(reader, len(planned), config.batches, ranks.device)
-                    rate = scheduled_rate(state.step, num_steps, highest)
+                    rate = config.learning_rate.at(state.step, num_steps)
                     row = training_step(state, self.module, batches, ranks, rate)
+                    row["seconds"] = seconds = time.monotonic() - began
+                    row["tokens_per_s"] = row["tokens"] / seconds
                     self._judge(row, batches, output)
                     judged, trained = judged + row["judged"], trained + row["trained"]
                     if not trained and (judged >= ENOUGH_JUDGED or state.step == num_steps):
@@ -346,37 +371,57 @@ class Trainer:
             state.add_row(row, output, self.ranks)
             raise diverged(state, batches, self.ranks)
         if state.step in self.measure_at:
-            assert self.held_out is not None, "measured without a sample"
-            with whole(self.module):
-                dtype = getattr(torch, state.dtype)
-                counts = self.held_out.counts(state.head, self.vocabulary, self.ranks, dtype)
-            row["held_out_tau"] = tau = tau_of_counts(counts)
-            emitted, rounds = counts.T.tolist()
-            row["held_out_counts"] = {"emitted": emitted, "rounds": rounds}  # by conversation
-            # tau is 0 if no answer of the sample is long enough for a round
-            if tau > 0 and state.patience.add(state.step, tau):
-                state.keep_best()
+            row |= self._measure()
+            if self.config.stop.keep:
+                measured = self._finished_head()
+                with self.ranks.together():
+                    if self.ranks.is_first:
+                        write_head(output, f"measured/{state.step}/", measured)
         state.add_row(row, output, self.ranks)
         self._finished = state.step
+
+    def _measure(self) -> dict[str, Any]:
+        """Measure the head as it is, and remember it if it is the best."""
+        assert self.held_out is not None, "measured without a sample"
+        state = self.state
+        with whole(self.module):
+            counts, loss = self.held_out.measure(self.module, self.ranks)
+        tau = tau_of_counts(counts)
+        # tau is 0 if no answer of the sample is long enough for a round
+        if tau > 0 and state.patience.add(state.step, tau):
+            state.keep_best()
+        emitted, rounds = counts.T.tolist()
+        by_conversation = {"emitted": emitted, "rounds": rounds}
+        return {"held_out_tau": tau, "held_out_loss": loss, "held_out_counts": by_conversation}
 
     def finish(self, output: Artifact) -> None:
         """Write the best head that was measured; without measurements the last one."""
         state, ranks = self.state, self.ranks
         last = None
-        if state.patience.best_step > 0:
+        if state.patience.best:
             last = self._finished_head() if state.patience.best_step != state.step else None
             state.restore_best(ranks)
+            if ranks.is_first and state.patience.best_step == 0:
+                log.warning(
+                    f"no head of this run is better than its start, which is kept (tau "
+                    f"{state.patience.best:.2f}): train on more answers, or with a lower "
+                    "learning_rate"
+                )
         head = self._finished_head()
         with ranks.together():
             if ranks.is_first:
                 self._write(output, head, last, self._facts(head))
 
     def _finished_head(self) -> Head:
-        """A copy of the current head, unsharded, as it is written. All ranks call it."""
+        """A copy of the current head, unsharded, as it is written: without feature_scale. All
+        ranks call it.
+        """
         head = Head(self.state.head.config).to(self.ranks.device)
         with whole(self.module):
-            weights = [*self.state.head.named_parameters(), *self.state.head.named_buffers()]
-            head.load_state_dict({name: weight.detach() for name, weight in weights})
+            named = [*self.state.head.named_parameters(), *self.state.head.named_buffers()]
+            weights = {name: weight.detach() for name, weight in named}
+            scale_A = weights.pop("feature_scale")
+            head.load_state_dict(weights | {"fc.weight": weights["fc.weight"] * scale_A})
         return head.to(torch.float32 if self.config.dtype == "float32" else torch.bfloat16)
 
     def _write(
@@ -384,8 +429,8 @@ class Trainer:
     ) -> None:
         """Write the artifact: head, last (in last/; None: none), metrics and manifest."""
         for folder, one in (("", head), ("last/", last)):
-            for name, data in head_files(one).items() if one else ():
-                output.write(folder + name, data)
+            if one:
+                write_head(output, folder, one)
         output.write_jsonl(METRICS, self.state.metrics)
         output.delete(CHECKPOINT)
         size = sum(weight.numel() for weight in head.parameters())
@@ -412,6 +457,7 @@ class Trainer:
         if self.held_out is not None:
             facts["held_out"] = {
                 "tau": state.patience.best,
+                "start_tau": state.patience.start,
                 "step": state.patience.best_step,
                 "samples": len(self.held_out.numbers),
                 "num_draft_steps": MEASURED_STEPS,
@@ -419,9 +465,15 @@ class Trainer:
         return facts
 
 
+def write_head(output: Artifact, folder: str, head: Head) -> None:
+    """Write a head in our own form; folder: "", or a path that ends with /."""
+    for name, data in head_files(head).items():
+        output.write(folder + name, data)
+
+
 def note(row: Mapping[str, Any], state: TrainingState) -> str:
     """The text beside the progress bar after a step."""
-    tau = f" tau {state.patience.best:.2f}" if state.patience.best_step else ""
+    tau = f" tau {state.patience.best:.2f}" if state.patience.best else ""
     return f"loss {row['loss']:.3f} accuracy {row['accuracy'][0]:.3f}{tau}"
 
 
@@ -434,6 +486,23 @@ def diverged(state: TrainingState, batches: Sequence[Batch], ranks: Ranks) -> Di
         f"samples of this step: {', '.join(keys)}",
         "begin in another folder with a lower learning_rate",
     )
+
+
+def with_vocabulary(config: TrainConfig, size: int) -> TrainConfig:
+    """The settings of a new head of so many given draft tokens. Raises ConfigError."""
+    if config.start:
+        raise ConfigError(
+            "head.draft_tokens and start are both set: an existing head has a draft vocabulary",
+            "leave one out; start.vocabulary: recount chooses its tokens anew",
+        )
+    if config.head.draft_vocab_size not in (None, size):
+        raise ConfigError(
+            f"head.draft_vocab_size is {config.head.draft_vocab_size}, and "
+            f"{config.head.draft_tokens} has {size} tokens",
+            "leave head.draft_vocab_size out",
+        )
+    head = config.head.model_copy(update={"draft_vocab_size": size})
+    return config.model_copy(update={"head": head})
 
 
 def check_settings(config: TrainConfig, ranks: Ranks, measures: bool) -> None:
