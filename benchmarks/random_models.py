@@ -229,7 +229,9 @@ def bytes_per_token(name: str, format: str) -> int:
 def write_random_head(name: str, target: TargetConfig, folder: Path) -> None:
     """A head of a target of that shape, in bfloat16. Its logits are as wide as a trained head's."""
     H, W = target.hidden_size, SHAPES[name].draft_vocabulary
-    config = HeadConfig.for_target(target, HeadOptions(draft_vocab_size=W))
+    config = HeadConfig.for_target(
+        target, HeadOptions(draft_vocab_size=W, fc_norm=False, norm_output=False)
+    )
     q, kv = (
         count * config.head_dim
         for count in (config.num_attention_heads, config.num_key_value_heads)

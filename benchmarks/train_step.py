@@ -201,7 +201,8 @@ def world(args: argparse.Namespace, samples: list[Sample], device: str) -> World
     )
     vocabulary = TargetVocabulary(target, matrix, matrix, "made up")
     batch = Batch.packed(samples, args.tokens, device)
-    head = Head(HeadConfig.for_target(target, HeadOptions(draft_vocab_size=args.draft_vocab)))
+    options = HeadOptions(draft_vocab_size=args.draft_vocab, fc_norm=False, norm_output=False)
+    head = Head(HeadConfig.for_target(target, options))
     last_PH = batch.last_hidden_BTH[batch.loss_mask_BT]
     argmax_P = torch.cat(
         [vocabulary.logits(rows).argmax(-1) for rows in torch.split(last_PH, 64)]

@@ -31,12 +31,19 @@ from tests.tiny_batch import (
     wavy_head,
 )
 from tests.tiny_engine import draft_of, load_as
-from tests.tiny_head import edit_config, edit_tensors, head_folder, tiny_head, write_folder
+from tests.tiny_head import (
+    PLAIN_NORMS,
+    edit_config,
+    edit_tensors,
+    head_folder,
+    tiny_head,
+    write_folder,
+)
 
 
 @pytest.mark.parametrize("flags", [{}, {"norm_before_fc": True}, {"fc_norm": True}], ids=str)
 def test_weights_have_eagles_names_and_start_as_nan(flags):
-    config = HeadConfig.for_target(TINY_TARGET, HeadOptions(draft_vocab_size=24))
+    config = HeadConfig.for_target(TINY_TARGET, HeadOptions(draft_vocab_size=24, **PLAIN_NORMS))
     config = config.model_copy(update=flags)
     head = Head(config)
     shapes = {name: tuple(tensor.shape) for name, tensor in head.state_dict().items()}

@@ -16,10 +16,11 @@ from eyas.model.config import (
     same_rotation,
 )
 from tests.tiny_batch import TINY_TARGET
+from tests.tiny_head import PLAIN_NORMS
 
 LLAMA3 = RopeConfig(theta=5e5, kind="llama3", factor=8.0)
 TARGET = TINY_TARGET.model_copy(update={"rope": LLAMA3, "max_position_embeddings": 131072})
-HEAD = HeadConfig.for_target(TARGET, HeadOptions(draft_vocab_size=24)).model_copy(
+HEAD = HeadConfig.for_target(TARGET, HeadOptions(draft_vocab_size=24, **PLAIN_NORMS)).model_copy(
     update={"target_lm_head_sha256": "a" * 64}
 )
 

@@ -16,6 +16,7 @@ from eyas.operators.head import Head
 from eyas.operators.vocab import TargetVocabulary, draft_vocabulary
 from eyas.shards import Sample
 from tests.plain_eagle import Example
+from tests.tiny_head import PLAIN_NORMS
 
 TINY_TARGET = TargetConfig(
     hidden_size=12,
@@ -58,7 +59,7 @@ def wavy_head(draft_vocab_size: int = 30, **options: Any) -> Head:
     """A head whose every weight matters, norms too; draft tokens spread over the vocabulary.
     options: HeadOptions', with plain EAGLE-3's norms by default.
     """
-    options = {"fc_norm": False, "norm_output": False, **options}
+    options = {**PLAIN_NORMS, **options}
     head = Head(
         HeadConfig.for_target(
             TINY_TARGET, HeadOptions(draft_vocab_size=draft_vocab_size, **options)

@@ -17,6 +17,7 @@ from eyas.operators.tensors import arrays_of
 from tests.oracle.draft import OperatorDraft
 from tests.oracle.target import OperatorTarget
 from tests.tiny import tiny_target
+from tests.tiny_head import PLAIN_NORMS
 
 VOCAB = 24  # so small that a random head's proposals are often right
 FREE = Curve([1, 64], [1.0, 1.0])
@@ -28,7 +29,8 @@ SAMPLED = {"temperature": 0.8, "top_p": 0.9, "min_p": 0.01, "repetition_penalty"
 def random_head(
     target: Target, seed: int = 0, draft_vocab_size: int = 20
 ) -> tuple[HeadConfig, dict[str, Array]]:
-    config = HeadConfig.for_target(target.config, HeadOptions(draft_vocab_size=draft_vocab_size))
+    options = HeadOptions(draft_vocab_size=draft_vocab_size, **PLAIN_NORMS)
+    config = HeadConfig.for_target(target.config, options)
     H, inner, W = config.hidden_size, config.intermediate_size, config.draft_vocab_size
     q, kv = (
         config.num_attention_heads * config.head_dim,

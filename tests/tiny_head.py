@@ -17,6 +17,8 @@ from eyas.model.forms import Verifier
 from eyas.operators.tensors import array_of, write_head
 from eyas.operators.vocab import TargetVocabulary, draft_vocabulary
 
+PLAIN_NORMS = {"fc_norm": False, "norm_output": False}  # EAGLE-3's own norms
+
 
 def tiny_head(
     target: Path,
@@ -29,7 +31,7 @@ def tiny_head(
     flags: HeadConfig's.
     """
     vocabulary = TargetVocabulary.load(target)
-    options = HeadOptions(draft_vocab_size=draft_vocab_size)
+    options = HeadOptions(draft_vocab_size=draft_vocab_size, **PLAIN_NORMS)
     config = HeadConfig.for_target(vocabulary.config, options)
     config = config.model_copy(update={"target_lm_head_sha256": vocabulary.lm_head_sha256, **flags})
     generator = torch.Generator().manual_seed(seed)

@@ -110,7 +110,7 @@ def given_vocabulary(path: str, vocab_size: int) -> Tensor:
         given_V[torch.from_numpy(ids.astype(np.int64))] = True
         if len(ids) != given_V.sum():
             raise ValueError("a token is there twice")
-    except (ValueError, KeyError, IndexError, TypeError, pickle.UnpicklingError) as error:
+    except (ValueError, LookupError, TypeError, RuntimeError, pickle.UnpicklingError) as error:
         raise CorruptError(
             f"{path} is no draft vocabulary of a target of {vocab_size} tokens: {error}",
             f"give {what}",

@@ -53,7 +53,9 @@ class RateConfig(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     peak: float | None = Field(None, gt=0)
-    schedule: Literal["cosine", "linear", "constant"] = "cosine"
+    schedule: Literal["cosine", "linear", "constant"] = Field(
+        "cosine", description="from the peak down to 0, or at the peak"
+    )
     warmup_share: float = Field(0.03, ge=0, lt=1, description="of all steps")
 
     @model_validator(mode="before")

@@ -1,0 +1,265 @@
+"""A leaderboard of recipes for heads, speculators' own code among them: each trains a head on the
+same features, and tau of it is one line.
+
+    python benchmarks/heads.py [--quick] [--features URL] [--passes 1 3 10] [--seeds 0 1 2]
+    [--recipe "5 steps: objective.num_ttt_steps=5"] [--speculators] [--spec-bench 20]
+
+The target's answers to real prompts and their features are made once and kept, or given. `default`
+is `eyas train` as it is; a recipe is a name and settings of it. With --speculators its model, data
+collation, loss, optimizers, schedule and defaults train a head too (PyTorch's attention and its
+eager loss, which is what runs without a GPU), with the same draft vocabulary. All have --tokens
+tokens a step. tau is that of `eyas eval` on the features that were held out: chains of 5 and the
+default tree, greedy; with --spec-bench also on so many prompts of each of Spec-Bench's tasks in the
+engine, greedy and at temperature 1. What is done is kept in --folder, so that a cut run goes on.
+The last line of stdout is one JSON object: by passes and recipe, tau of each seed, its mean, CPU
+seconds, and the mean by that of the first recipe.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import statistics
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import held_out
+import torch
+from speculators.models.eagle3 import Eagle3DraftModel
+from speculators.models.eagle3.data import shift_batch
+from speculators.train.config.schema import TrainConfig as TheirConfig
+from speculators.train.data import CollateFn
+from speculators.train.optimizers import build_optimizers
+from speculators.train.trainer import TrainerConfig, _resolve_scheduler_steps
+from transformers import AutoConfig, get_linear_schedule_with_warmup
+
+from eyas import hub
+from eyas.artifact import Artifact
+from eyas.cli.options import override
+from eyas.evaluate.evaluate import EvalConfig, evaluate
+from eyas.evaluate.trees import EvalPrompt
+from eyas.gguf.checkpoint import whole_folder
+from eyas.log import progress_bar
+from eyas.operators.batch import plan_packs
+from eyas.operators.vocab import draft_vocabulary
+from eyas.settings import validated
+from eyas.shards import Features, Sample
+from eyas.train.batches import survey
+from eyas.train.start import covering_size
+from eyas.train.trainer import TrainConfig, train
+
+EVAL = EvalConfig(num_draft_steps=5, trees=("fixed(6,3,12)",))
+IN_ENGINE = EvalConfig(
+    trees=("fixed(5,1,6)", "fixed(6,3,12)"), temperatures=(0.0, 1.0), max_tokens=96
+)
+STOP = {"measurements": 2}  # each takes as long as some training steps: runs are short here
+CLIP = 1.0  # speculators' trainer has it as a number in its loop
+
+
+def arguments() -> argparse.Namespace:
+    parser = held_out.feature_arguments(__doc__, prompts=1000)
+    parser.set_defaults(data=held_out.DATA / "instructions.jsonl.gz", folder=Path("out/heads"))
+    parser.add_argument("--recipe", action="append", default=[], help="NAME: FIELD=VALUE ...")
+    parser.add_argument("--passes", type=int, nargs="+", default=[1, 3])
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0])
+    parser.add_argument("--tokens", type=int, default=2048, help="of a step, prompts included")
+    parser.add_argument("--speculators", action="store_true")
+    parser.add_argument("--spec-bench", type=int, default=0, help="prompts of each task")
+    args = parser.parse_args()
+    if args.quick:
+        args.prompts, args.passes = min(args.prompts, 60), [1]
+    return args
+
+
+@dataclass(frozen=True, slots=True)
+class Try:
+    """One head: a recipe's settings (None: speculators'), passes and a seed."""
+
+    recipe: str
+    settings: tuple[str, ...] | None
+    passes: int
+    seed: int
+
+    def folder(self, args: argparse.Namespace) -> Path:
+        name = f"{self.recipe}-{self.passes}-{self.seed}".replace(" ", "-").replace("/", "-")
+        return Path(args.folder) / name
+
+
+def our_head(args: argparse.Namespace, features: Artifact, one: Try, output: Artifact) -> None:
+    batches = {"tokens": args.tokens, "packed": True}
+    settings = {"epochs": one.passes, "seed": one.seed, "batches": batches, "stop": STOP}
+    config = validated(TrainConfig, override(settings, one.settings or ()), one.recipe)
+    train_on, held = Features(features, "train"), Features(features, "held_out")
+    with progress_bar(f"{one.recipe}, {one.passes} passes") as track:
+        train(config, args.target, train_on, output, track, held)
+
+
+class TheirSamples(torch.utils.data.Dataset[dict[str, Any]]):
+    """Our features as speculators' data set hands them to its collation, in its dtype."""
+
+    def __init__(self, samples: list[Sample]) -> None:
+        self.samples = samples
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def __getitem__(self, number: int) -> dict[str, Any]:
+        sample = self.samples[number]
+        length = len(sample.token_ids)
+        return {
+            "hidden_states": sample.aux_hidden.float(),
+            "input_ids": sample.token_ids,
+            "verifier_last_hidden_states": sample.last_hidden.float(),
+            "loss_mask": sample.loss_mask,
+            "lengths": torch.tensor([length]),
+            "position_ids": torch.arange(length),
+        }
+
+
+def their_head(args: argparse.Namespace, features: Artifact, one: Try, folder: Path) -> None:
+    """Train with speculators' parts in the order of its `Trainer.train_epoch`, which itself asks
+    for an accelerator.
+    """
+    passes = one.passes
+    target = str(whole_folder(hub.resolve_target(args.target)))
+    defaults = TheirConfig.from_flat(
+        {
+            "verifier_name_or_path": target,
+            "speculator_type": "eagle3",
+            "draft_attn_impl": "sdpa",
+            "loss_implementation": "eager",
+            "epochs": passes,
+        }
+    ).flatten()
+    flat = dict(defaults if isinstance(defaults, dict) else vars(defaults))
+    source = Features(features, "train")
+    counts_V, _ = survey(source)
+    d2t, t2d = draft_vocabulary(counts_V, covering_size(counts_V))
+    torch.manual_seed(one.seed)
+    shape = AutoConfig.from_pretrained(target)
+    shape.num_hidden_layers = 1
+    chosen = {**flat, "t2d": t2d, "d2t": d2t, "draft_vocab_size": len(d2t)}
+    model = Eagle3DraftModel.from_training_args(shape, **chosen).float()
+    model.verifier_norm = torch.nn.Identity()  # our last hidden states are behind the norm
+    numbers = [[number] for number in range(len(source))]
+    samples = [sample for batch in source.batches(numbers) for sample in batch]
+    data = TheirSamples(samples)
+    collate = CollateFn(args.tokens, shape.hidden_size, 3, torch.float32, shift_batch)
+    orders = [plan_packs(source.lengths, args.tokens, f"{one.seed}/{n}") for n in range(passes)]
+    plans = [plan for order in orders for plan in order]
+    config = TrainerConfig(
+        num_epochs=passes,
+        save_path=str(folder),
+        **{name: flat[name] for name in ("lr", "optimizer", "weight_decay", "scheduler_type")},
+        **{name: flat[name] for name in flat if name.startswith("muon_") and name != "muon_lr"},
+        muon_lr=flat["muon_lr"] or flat["lr"],
+    )
+    optimizers = build_optimizers(model, config)
+    warmup, total = _resolve_scheduler_steps(config._replace(max_steps=len(plans)), len(plans))
+    schedules = [get_linear_schedule_with_warmup(each, warmup, total) for each in optimizers]
+    call, _ = Eagle3DraftModel.get_trainer_kwargs(**flat)
+    model.train()
+    with progress_bar(f"speculators, {passes} passes") as track:
+        for step, plan in enumerate(plans, 1):
+            batch = collate([data[number] for number in plan])
+            _, loss, _ = model(**batch, **call)
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+            for optimizer, schedule in zip(optimizers, schedules, strict=True):
+                optimizer.step()
+                schedule.step()
+            track(step, len(plans), f"loss {loss.item():.3f}")
+    model.save_pretrained(str(folder))
+
+
+def measured(
+    args: argparse.Namespace, features: Artifact, head: str, folder: Path
+) -> dict[str, Any]:
+    """tau of chains and of the tree, each with its interval; and that of Spec-Bench."""
+    output = Artifact(str(folder))
+    evaluate(EVAL, args.target, head, output, Features(features, "held_out"))
+    found = output.read_json("eval.json")
+    tau = {"chain": found, "tree": found["trees"][0]}
+    if args.spec_bench:
+        asked = [
+            EvalPrompt(f"{task}-{number}", task, tuple(messages))
+            for task, prompts in held_out.spec_bench(held_out.DATA).items()
+            for number, messages in enumerate(held_out.short(prompts, 3000)[: args.spec_bench])
+        ]
+        in_engine = Artifact(f"{folder}-spec-bench")
+        config = IN_ENGINE.model_copy(update={"num_prompts": len(asked)})
+        evaluate(config, args.target, head, in_engine, None, asked)
+        for row in in_engine.read_json("eval.json")["trees"]:
+            tau[f"Spec-Bench {row['speculation']} T={row['temperature']:g}"] = row
+    return {
+        name: {
+            "tau": round(row["tau"], 3),
+            "interval": [round(end, 3) for end in row["tau_interval"]],
+        }
+        for name, row in tau.items()
+    }
+
+
+def figures(args: argparse.Namespace, features: Artifact, one: Try) -> dict[str, Any]:
+    """Those of one head, which is trained if it was not."""
+    folder = one.folder(args)
+    kept = folder / "figures.json"
+    if not kept.exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        began, head = time.process_time(), folder / "head"
+        if one.settings is None:
+            their_head(args, features, one, head)
+        else:
+            our_head(args, features, one, Artifact(str(head)))
+        spent = round(time.process_time() - began)
+        found = {"cpu_s": spent, "tau": measured(args, features, str(head), folder / "eval")}
+        kept.write_text(json.dumps(found))
+    return dict(json.loads(kept.read_text()))
+
+
+def line(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """A recipe's line: of its seeds the CPU seconds, and tau of each with the mean."""
+    taus = {name: [row["tau"][name]["tau"] for row in rows] for name in rows[0]["tau"]}
+    return {
+        "cpu_s": [row["cpu_s"] for row in rows],
+        "tau": {
+            name: {"mean": round(statistics.mean(of), 3), "seeds": of} for name, of in taus.items()
+        },
+        "intervals": {name: one["interval"] for name, one in rows[0]["tau"].items()},
+    }
+
+
+def main() -> None:
+    logging.disable(logging.INFO)
+    args = arguments()
+    features = held_out.captured(args, held_out_share=0.1)
+    recipes: dict[str, tuple[str, ...] | None] = {"default": ()}
+    for recipe in args.recipe:
+        name, _, settings = recipe.partition(":")
+        recipes[name] = tuple(settings.split())
+    if args.speculators:
+        recipes["speculators"] = None
+    board: dict[str, Any] = {}
+    for passes in args.passes:
+        lines = board[str(passes)] = {}
+        for recipe, settings in recipes.items():
+            tries = [Try(recipe, settings, passes, seed) for seed in args.seeds]
+            lines[recipe] = line([figures(args, features, one) for one in tries])
+            first = lines["default"]["tau"]
+            for name, tau in lines[recipe]["tau"].items():
+                tau["by_default"] = round(tau["mean"] / first[name]["mean"], 3)
+            print(json.dumps({"passes": passes, recipe: lines[recipe]}), flush=True)
+    source = Features(features, "train")
+    size = {"samples": len(source), "tokens": sum(source.lengths)}
+    print(
+        json.dumps({"target": args.target, **size, "machine": held_out.machine(), "passes": board})
+    )
+
+
+if __name__ == "__main__":
+    main()
