@@ -34,6 +34,7 @@ from speculators.train.config.schema import TrainConfig as TheirConfig
 from speculators.train.data import CollateFn
 from speculators.train.optimizers import build_optimizers
 from speculators.train.trainer import TrainerConfig, _resolve_scheduler_steps
+from torch.optim import _muon
 from transformers import AutoConfig, get_linear_schedule_with_warmup
 
 from eyas import hub
@@ -44,10 +45,12 @@ from eyas.evaluate.trees import EvalPrompt
 from eyas.gguf.checkpoint import whole_folder
 from eyas.log import progress_bar
 from eyas.operators.batch import plan_packs
+from eyas.operators.tensors import multiplies_bf16
 from eyas.operators.vocab import draft_vocabulary
 from eyas.settings import validated
 from eyas.shards import Features, Sample
 from eyas.train.batches import survey
+from eyas.train.muon import orthogonalised
 from eyas.train.start import covering_size
 from eyas.train.trainer import TrainConfig, train
 
@@ -119,6 +122,14 @@ class TheirSamples(torch.utils.data.Dataset[dict[str, Any]]):
         }
 
 
+def in_float32(
+    gradient: torch.Tensor, coefficients: tuple[float, float, float], steps: int, eps: float
+) -> torch.Tensor:
+    """torch.optim.Muon's iteration, as a CPU without fast bfloat16 can do it."""
+    group = {"ns_coefficients": coefficients, "ns_steps": steps, "eps": eps}
+    return orthogonalised(gradient.bfloat16(), group)
+
+
 def their_head(args: argparse.Namespace, features: Artifact, one: Try, folder: Path) -> None:
     """Train with speculators' parts in the order of its `Trainer.train_epoch`, which itself asks
     for an accelerator.
@@ -157,6 +168,8 @@ def their_head(args: argparse.Namespace, features: Artifact, one: Try, folder: P
         **{name: flat[name] for name in flat if name.startswith("muon_") and name != "muon_lr"},
         muon_lr=flat["muon_lr"] or flat["lr"],
     )
+    if not multiplies_bf16("cpu"):  # the same iteration as ours, in float32, so that a run ends
+        _muon._zeropower_via_newtonschulz = in_float32
     optimizers = build_optimizers(model, config)
     warmup, total = _resolve_scheduler_steps(config._replace(max_steps=len(plans)), len(plans))
     schedules = [get_linear_schedule_with_warmup(each, warmup, total) for each in optimizers]
