@@ -353,10 +353,12 @@ def test_the_learning_rate_follows_the_head_by_default(made, features, tmp_path)
     assert usual_learning_rate(4096) == pytest.approx(1e-4)
     assert usual_learning_rate(8192) == pytest.approx(5e-5)
     assert usual_learning_rate(320) == usual_learning_rate(32) == 1e-3
+    short = [usual_learning_rate(4096, num_steps) for num_steps in (1, 62, 250, 1000, 10**6)]
+    assert short == pytest.approx([4e-4, 4e-4, 2e-4, 1e-4, 1e-4], rel=0.01)
     manifest = run(made[0], features, tmp_path, epochs=1, learning_rate=RateConfig())
-    assert manifest.config["learning_rate"]["peak"] == 1e-3
+    assert manifest.facts["learning_rate"] == 4e-3
     rows = list(Artifact(str(tmp_path)).read_jsonl(METRICS))
-    assert max(row["learning_rate"] for row in rows) <= 1e-3
+    assert 2e-3 <= max(row["learning_rate"] for row in rows) <= 4e-3
 
 
 def test_the_draft_vocabulary_covers_the_answers_by_default(made, features, tmp_path):

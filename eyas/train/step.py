@@ -40,13 +40,14 @@ DRAW_STEP = 2**0.5 - 1  # between two training steps: no multiple of another seq
 ROWS_RATE_SHARE = 0.2
 # for `usual_learning_rate`
 MOST_LEARNING_RATE, PUBLISHED_RATE, PUBLISHED_HIDDEN_SIZE = 1e-3, 1e-4, 4096
+LONG_RUN, MOST_FOR_SHORT = 1000, 4.0
 
 
 class RateConfig(BaseModel):
     """The learning rate: a linear warm-up to its peak, then down to 0 or constant. A number alone
     is the peak.
 
-    peak: null takes `usual_learning_rate` of the head's hidden size. warmup_share: EAGLE's and
+    peak: null takes `usual_learning_rate` of the head and the run. warmup_share: EAGLE's and
     SpecForge's is .015, speculators' .01.
     """
 
@@ -83,13 +84,15 @@ def quickest(device: str) -> Precision:
     return "bfloat16" if multiplies_bf16(device) else "float32"
 
 
-def usual_learning_rate(hidden_size: int) -> float:
+def usual_learning_rate(hidden_size: int, num_steps: int = LONG_RUN) -> float:
     """SpecForge's 1e-4 at hidden size 4096 (EAGLE: 5e-5), in inverse proportion at others.
 
     That is how Adam's rate goes with the width (Yang et al., arXiv 2203.03466). At most 1e-3, which
-    was good at hidden size 320 (docs/decisions/training.md).
+    was good at hidden size 320. num_steps: of a new head's run; below LONG_RUN it has no time for
+    small steps, and the rate is sqrt(LONG_RUN / num_steps) times that (docs/decisions/training.md).
     """
-    return min(MOST_LEARNING_RATE, PUBLISHED_RATE * PUBLISHED_HIDDEN_SIZE / hidden_size)
+    rate = min(MOST_LEARNING_RATE, PUBLISHED_RATE * PUBLISHED_HIDDEN_SIZE / hidden_size)
+    return rate * min(MOST_FOR_SHORT, max(1.0, math.sqrt(LONG_RUN / num_steps)))
 
 
 def optimizers_of(head: Head, weight_decay: float = 0.0) -> list[torch.optim.Optimizer]:

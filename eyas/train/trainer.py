@@ -63,6 +63,7 @@ from eyas.train.state import (
     measured_steps,
 )
 from eyas.train.step import (
+    LONG_RUN,
     Dtype,
     LossModule,
     Precision,
@@ -110,12 +111,6 @@ class TrainConfig(BaseModel):
     tracker: TrackerConfig = TrackerConfig()
     checkpoint_every: int = Field(200, ge=1)
     seed: int = Field(0, description="of fresh weights, the order and what is drawn")
-
-    def for_head(self, hidden_size: int) -> TrainConfig:
-        """These settings with the learning rate that a head of this size gets by default."""
-        peak = self.learning_rate.peak or usual_learning_rate(hidden_size)
-        rate = self.learning_rate.model_copy(update={"peak": peak})
-        return self.model_copy(update={"learning_rate": rate})
 
 
 class DivergedError(EyasError):
@@ -210,7 +205,7 @@ class Trainer:
             self.start_head = existing_head(
                 config.start, config.head, self.source.meta, self.vocabulary
             )
-        self.config = config.for_head(self.vocabulary.config.hidden_size)
+        self.config = config
         self.held_out = None
         if held_out is not None and len(held_out) and self.config.stop.measurements:
             check_same_target(held_out.meta, self.vocabulary)
@@ -246,6 +241,10 @@ class Trainer:
         epochs = [list(self.usable)] * config.epochs
         steps = plan_steps(config.batches, epochs, self.source.lengths, config.seed)
         self.steps = steps[: config.stop.max_steps]
+        size, num_steps = self.vocabulary.config.hidden_size, len(self.steps)
+        usual = usual_learning_rate(size, LONG_RUN if config.start else num_steps)
+        peak = config.learning_rate.peak or usual
+        self.rate = config.learning_rate.model_copy(update={"peak": peak})
         self.measure_at = measured_steps(len(self.steps), config.stop) if self.held_out else set()
         content = checkpoint(output, ranks)
         # the first rank's answers: other hosts may not see its folder, or have other processors
@@ -325,7 +324,7 @@ class Trainer:
                     began = time.monotonic()
                     with ranks.together():
                         batches = read_batches(reader, len(planned), config.batches, ranks.device)
-                    rate = config.learning_rate.at(state.step, num_steps)
+                    rate = self.rate.at(state.step, num_steps)
                     row = training_step(state, self.module, batches, ranks, rate)
                     row["seconds"] = seconds = time.monotonic() - began
                     row["tokens_per_s"] = row["tokens"] / seconds
@@ -451,6 +450,7 @@ class Trainer:
             "draft_vocabulary_coverage": float(covered),
             "planned_batches": len(self.steps),
             "computed_in": self.state.dtype,
+            "learning_rate": self.rate.peak,
         }
         if state.metrics:
             facts["last_batches"] = mean_of_last(state.metrics)
