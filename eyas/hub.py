@@ -15,6 +15,7 @@ from __future__ import annotations
 import fcntl
 import glob
 import hashlib
+import importlib
 import json
 import os
 import re
@@ -22,10 +23,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from fnmatch import fnmatch
 from pathlib import Path
-from typing import cast
 
 import huggingface_hub
-from huggingface_hub.errors import HfHubHTTPError
 
 from eyas import builtin
 from eyas.artifact import (
@@ -49,9 +48,6 @@ PACKAGED: dict[str, dict[str, Callable[[], Path]]] = {
     SMOLLM2: {"target": builtin.smollm2_file, "head": builtin.smollm2_head_folder},
 }
 
-# The hub client's own errors, and those of its HTTP client, which differ between its versions.
-HTTP_FAULTS = cast("tuple[type[Exception], ...]", HfHubHTTPError.__bases__)
-FAULTS: tuple[type[Exception], ...] = (OSError, ValueError, *HTTP_FAULTS)
 HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 CONFIGS, WEIGHTS = ("config.json", "eyas_head.json"), ("model.safetensors", "pytorch_model.bin")
 # What belongs to a model, directly in its folder: all else (checkpoints, other formats) stays.
@@ -122,7 +118,7 @@ def hub_folder(name: str) -> str:
                     local_files_only=local_files_only,
                 )
             )
-        except FAULTS as error:
+        except faults() as error:
             found = error
         if isinstance(found, str) and _is_complete(Path(found)):
             return found
@@ -138,6 +134,14 @@ def hub_folder(name: str) -> str:
         f"`hf download {name}` where there is a network (HF_TOKEN for a gated model), or give a "
         "folder",
     )
+
+
+def faults() -> tuple[type[Exception], ...]:
+    """The hub client's own errors, and those of its HTTP client, which differ between its
+    versions; that client is loaded where it is used only.
+    """
+    errors = importlib.import_module("huggingface_hub.errors")
+    return (OSError, ValueError, *errors.HfHubHTTPError.__bases__)
 
 
 def _is_complete(folder: Path) -> bool:

@@ -25,6 +25,7 @@ from eyas.artifact import Artifact, cache_folder
 from eyas.errors import CorruptError, EyasError, InputError, MissingInputError
 from eyas.hub import fetch, locate, resolve_head, resolve_target
 from eyas.lineage import SOURCE, head_manifest
+from eyas.model import library
 from eyas.operators.head import load_head
 from eyas.operators.vocab import TargetVocabulary
 from tests.object_stores import BUCKET, GcsServer, Line, environment, forget_clients, free_port
@@ -369,6 +370,9 @@ def test_a_container_fetches_its_model_and_is_healthy_only_then(uri, tmp_path):
     env = os.environ | {"AIP_HEALTH_ROUTE": "/healthy", "AIP_STORAGE_URI": uri}
     env |= {"AIP_PREDICT_ROUTE": "/models/1:predict", "AIP_HTTP_PORT": str(port)}
     env["EYAS_CACHE"] = str(tmp_path / "cache")
+    native = tmp_path / "cache" / "native"
+    native.mkdir(parents=True)
+    shutil.copy(library.native().path, native)  # else the server compiles it
     command = [sys.executable, "-m", "eyas.cli.main", "serve", "--speculation", "fixed(2,2,4)"]
     quiet = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
     with subprocess.Popen(command, env=env, text=True, **quiet) as process:

@@ -19,7 +19,7 @@ from typing import Any
 
 from eyas.data.formats import ending
 from eyas.errors import InputError, MissingInputError
-from eyas.hub import FAULTS, HUB_ID
+from eyas.hub import HUB_ID, faults
 
 SET = re.compile(rf"({HUB_ID.pattern})(?:@(.+))?")
 TRAIN = "train"
@@ -80,7 +80,7 @@ def _faults(path: str) -> Iterator[None]:
     """Turn a failure of the hub, or of `datasets`, into a MissingInputError."""
     try:
         yield
-    except (_datasets(path).exceptions.DatasetsError, *FAULTS) as error:
+    except (_datasets(path).exceptions.DatasetsError, *faults()) as error:
         reason = " ".join(str(error).split()) or type(error).__name__
         raise MissingInputError(
             f"no file or folder {path} here, and no set of the hub can be read: {reason}",

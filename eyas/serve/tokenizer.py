@@ -39,7 +39,6 @@ class Tokenizer:
     def __init__(self, chat: Chat) -> None:
         self._chats: dict[tuple[tuple[str, bool | str], ...], Chat] = {(): chat}
         self._backend = chat.tokenizer
-        self._longest_token = max(map(len, self._backend.get_vocab()))
 
     # Text to tokens
 
@@ -132,6 +131,10 @@ class Tokenizer:
     def num_characters(self, token: int) -> int:
         """How much of a text a token stands for: nothing if it is special."""
         return 0 if token in self._special_ids else len(self.piece(token).decode(errors="replace"))
+
+    @cached_property
+    def _longest_token(self) -> int:
+        return max(map(len, self._backend.get_vocab()))
 
     @cached_property
     def _special_ids(self) -> frozenset[int]:

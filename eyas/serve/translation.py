@@ -256,6 +256,8 @@ class Translator:
 
     def _check_characters(self, num_characters: int, param: str) -> None:
         """Refuse a text that is far too long before it is encoded, which would take long."""
+        if num_characters <= self._info.max_length:  # to know the longest token takes 50 ms, once
+            return
         least = self.tokenizer.least_tokens(num_characters)
         if least > self._info.max_length:
             raise self._too_long(f"{num_characters} characters are {least} tokens at least", param)

@@ -450,8 +450,8 @@ int Model<A>::propose(const Growth& growth) {
         draft_normed(m, shape_.norm_output);
       }
       sync();
-      best_tokens(t, team, M, Guess{growth.draws, growth.width, level + 1}, k, drawn_ids_.data(),
-                  drawn_log_probs_.data());
+      const Guess guess{growth.draws, static_cast<int>(growth.width), level + 1};
+      best_tokens(t, team, M, guess, k, drawn_ids_.data(), drawn_log_probs_.data());
       sync();
     }
   });
