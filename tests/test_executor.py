@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from eyas.data import executor as executors
-from eyas.data.executor import IN_FLIGHT, LocalExecutor, RayExecutor
+from eyas import executor as executors
 from eyas.errors import ConfigError, CorruptError, EyasError
+from eyas.executor import IN_FLIGHT, LocalExecutor, RayExecutor
 
 ROOT = Path(__file__).resolve().parents[1]
 needs_ray = pytest.mark.skipif(find_spec("ray") is None, reason="ray is not installed")
@@ -144,7 +144,7 @@ def test_one_job_needs_no_process():
 def test_workers_end_with_their_parent_however_it_ends():
     code = """
 import itertools, time
-from eyas.data.executor import LocalExecutor
+from eyas.executor import LocalExecutor
 from tests.test_executor import Times
 results = LocalExecutor(Times(1), 2).map(itertools.count())
 print(*{next(results)[1][0] for _ in range(20)}, flush=True)

@@ -23,18 +23,18 @@ MOST_FRAMES = 8  # from a command to the loss, and from the server's worker to t
 
 # KB of Python (1,000 bytes; of C++ for cpp), and what the room is for
 ROOMS = {
-    "data": (215, "sources, licence gate, filters, duplicates, ledger, card"),
+    "data": (208, "sources, licence gate, filters, duplicates, ledger, card"),
     "engine": (180, "exact speculative decoding: scheduler, rounds, drafters, policy, sampling"),
     "model": (197, "target and head on NumPy: configs, checkpoints, the native library's calls"),
     "operators": (86, "what PyTorch computes: the head that trains, features"),
     "cpp": (267, "the native decoder"),
     "serve": (200, "the HTTP server"),
     "privacy": (170, "personal data and secrets: search, surrogates, key"),
-    "features": (127, "the target's answers and its hidden states"),
+    "features": (136, "the target's answers and its hidden states"),
     "bench": (122, "any server measured over HTTP, and watched"),
     "train": (107, "objective, optimizer, runs"),
     "cli": (102, "one file per command"),
-    "top": (138, "artifacts, records, errors, names of models, pages, Python's API"),
+    "top": (146, "artifacts, records, errors, names of models, pages, Python's API"),
     "export": (103, "forms of other engines, check by replay, card"),
     "chat": (39, "chat template and tokenizer"),
     "shards": (48, "the feature format"),
@@ -43,7 +43,7 @@ ROOMS = {
     "plan": (22, "tokens and bytes of a run; tau of more data"),
     "builtin": (5, "the packaged models and prompts"),
     "tests": (1965, "proofs"),
-    "benchmarks": (370, "the scripts behind the figures of README and results"),
+    "benchmarks": (381, "the scripts behind the figures of README and results"),
 }
 MOST_SCRIPTS, MOST_DECISIONS, MOST_DECISION_KB, MOST_DEPENDENCIES = 18, 15, 90, 20
 MODULES_BESIDE_SCRIPTS = {  # parts of scripts

@@ -32,6 +32,7 @@ def command(
 
     Any causal language model that transformers knows can be captured; those that eyas serves, by
     its own decoder; or by servers (vLLM, SGLang), which are proved on some of the samples first.
+    Workers on a Ray cluster share the work: -s executor=ray -s workers=10.
     vLLM's files of states are read from a folder that it shares with this process.
     """
     options = {"target": target, "servers": server or None}

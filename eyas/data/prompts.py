@@ -28,7 +28,6 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 from eyas.artifact import VERSION, WORK, Artifact, Manifest, Parts, identity
 from eyas.data.card import CardContents, write_card
 from eyas.data.changes import CHANGED, changed_line
-from eyas.data.executor import Executor, LocalExecutor, RayExecutor
 from eyas.data.filters import FILTERS, CleaningTask, LateDrops, in_languages
 from eyas.data.ledger import Ledger, SourceRow
 from eyas.data.licence import gate, require
@@ -47,6 +46,7 @@ from eyas.data.selection import (
 )
 from eyas.data.sources import SourceConfig, describe, looks, read_source
 from eyas.errors import ConfigError, CorruptError, EmptyInputError, InputError
+from eyas.executor import Executor, Place, open_executor
 from eyas.log import Track, quiet
 from eyas.privacy import detector
 from eyas.privacy.key import key_id, key_place, privacy_key
@@ -107,9 +107,7 @@ class PromptsConfig(BaseModel):
     seed: int = Field(
         default=0, ge=0, description="of what `match` and a source's `max_prompts` draw"
     )
-    executor: Literal["local", "ray"] = Field(
-        "local", description="where the work runs; the result is the same"
-    )
+    executor: Place = Field("local", description="where the work runs; the result is the same")
     workers: int = Field(default=1, ge=1, description="processes, or actors on Ray")
 
     @model_validator(mode="after")
@@ -229,13 +227,8 @@ def make_prompts(config: PromptsConfig, output: Artifact, track: Track = quiet) 
     }
     ledger = Ledger(made_with, policies, [one.to_json() for one in verdicts])
     licences = {verdict.source: verdict.licence for verdict in verdicts}
-    executor: Executor = (
-        LocalExecutor(config.task(key), config.workers)
-        if config.executor == "local"
-        else RayExecutor(config.task(key), config.workers)
-    )
     try:
-        with executor:
+        with open_executor(config.executor, config.task(key), config.workers) as executor:
             if not output.exists(SELECTION):
                 decide(config, output, finished_blocks(config, BlockStore(output), executor, track))
             write(config, output, ledger, licences, executor)

@@ -8,19 +8,28 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import os
 import shutil
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-import torch
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from eyas.artifact import Artifact, Manifest, identity
-from eyas.errors import EmptyInputError, MismatchError, StorageFullError
+from eyas.errors import (
+    ConfigError,
+    EmptyInputError,
+    MismatchError,
+    MissingInputError,
+    StorageFullError,
+)
+from eyas.executor import Place, open_executor
 from eyas.features.fleet import FleetConfig
+from eyas.features.forward import FeatureForward, ForwardTask, WorkerForward, sample_of
 from eyas.features.marks import Mark
 from eyas.features.samples import (
     CapturePlan,
@@ -31,28 +40,25 @@ from eyas.features.samples import (
 )
 from eyas.features.state_proof import StateRequest, prove_by
 from eyas.features.states import StateFleet, start_commands
-from eyas.hub import resolve_target
+from eyas.hub import PACKAGED, resolve_target
 from eyas.log import Track, quiet, size_text
 from eyas.model.architecture import TargetConfig
 from eyas.model.config import TargetShape
 from eyas.model.target import Dtype, resolve_dtype, stored_dtype
 from eyas.model.weights import fingerprint
-from eyas.operators.decoder import (
-    FeatureDecoder,
-    HiddenStates,
-    HookedDecoder,
-    OwnDecoder,
-    SharedPrefix,
-    default_device,
-)
+from eyas.operators.decoder import FeatureDecoder, HookedDecoder, OwnDecoder, default_device
 from eyas.operators.shape import target_shape
 from eyas.records import RECORD, read_answers
-from eyas.shards import CodecName, FeatureMeta, Sample, ShardWriter, Split
+from eyas.shards import CodecName, EncodedSample, FeatureMeta, Sample, ShardWriter, Split
 
 SAMPLES_PER_SHARD = 50
 SPLITS: tuple[Split, ...] = get_args(Split)
 # Where the run takes place: no part of the identity.
-PLACES = {"target", "device_map", "servers", "client"}
+PLACES = {"target", "device_map", "executor", "workers", "servers", "client"}
+EVERY_HOST = (
+    "each host loads the target by the name in the settings: give an id of the hub, a URL, or a "
+    "folder that all hosts mount at one path"
+)
 
 
 class CaptureConfig(BaseModel):
@@ -64,7 +70,8 @@ class CaptureConfig(BaseModel):
     stored exactly, since a server has no rounded features. `batch_tokens`: with 1 every sample is
     computed alone, and its values, to the last bit, depend on nothing beside it. `leave_out`:
     answers that were cut and loops are the target's own words, as a server will have to decode
-    them, and stay.
+    them, and stay. `executor`, `workers`: where it is computed, in as many processes; the result
+    has the same bytes.
 
     `servers` (vLLM, SGLang: features.states) compute instead, asked as `client` says; transformers
     then proves them on some of the samples, and `dtype` is what they are to compute in.
@@ -90,8 +97,21 @@ class CaptureConfig(BaseModel):
     leave_out: tuple[Mark, ...] = Field(
         ("empty", "refused"), description="marks of answers that no head learns from"
     )
+    executor: Place = Field("local", description="where workers run; the result is the same")
+    workers: int = Field(1, ge=1, description="processes that compute; on Ray, one for each host")
     servers: tuple[str, ...] = Field((), description="URLs that compute in place of this process")
     client: FleetConfig = FleetConfig()
+
+    @model_validator(mode="after")
+    def _one_place(self) -> CaptureConfig:
+        if self.servers and self.has_workers:
+            raise ValueError("servers: they compute, and no workers: leave one of the two out")
+        return self
+
+    @property
+    def has_workers(self) -> bool:
+        """Whether other processes compute."""
+        return self.executor == "ray" or self.workers > 1
 
     def decoder_of(self, shape: TargetShape) -> str:
         """`decoder` without "auto": transformers' where our own does not know the target, and where
@@ -159,10 +179,9 @@ class CaptureTask:
                 f"give the same target ({made.facts['target']}), or run `eyas generate` with this "
                 "one",
             )
-        is_own = config.decoder == "own"
         self.config, self.folder, self.answers, self.made = config, folder, answers, made
         self.splits = splits
-        self.shape = TargetConfig.from_folder(folder) if is_own else target_shape(folder)
+        self.shape = shape_for(config, folder)
         self.shape.refuse_few_layers()
         self.settings: dict[str, Any] = {
             **config.model_dump(mode="json", exclude=PLACES),
@@ -213,6 +232,11 @@ class CaptureTask:
         }
 
 
+def shape_for(config: CaptureConfig, folder: str) -> TargetShape:
+    """The target's shape. Raises MismatchError where our decoder is asked for and cannot."""
+    return TargetConfig.from_folder(folder) if config.decoder == "own" else target_shape(folder)
+
+
 def load_decoder(config: CaptureConfig, shape: TargetShape, folder: str) -> FeatureDecoder:
     """The decoder of the settings with the target loaded. Raises what loading raises."""
     if config.decoder_of(shape) == "own":
@@ -223,6 +247,39 @@ def load_decoder(config: CaptureConfig, shape: TargetShape, folder: str) -> Feat
 def hooked_decoder(config: CaptureConfig, shape: TargetShape, folder: str) -> HookedDecoder:
     """transformers' model with the target loaded. Raises what loading raises."""
     return HookedDecoder.load(folder, config.dtype_of(shape), config.device_map)
+
+
+def load_on_worker(config: CaptureConfig, target_fingerprint: str) -> FeatureDecoder:
+    """The decoder, on a host of its own. Raises MissingInputError, MismatchError for a target that
+    is not there or is another one, and what loading raises.
+    """
+    try:
+        folder = resolve_target(config.target)
+    except MissingInputError as error:
+        raise MissingInputError(error.what, EVERY_HOST) from error
+    if fingerprint(folder) != target_fingerprint:
+        raise MismatchError(f"{folder} holds another target than on the first host", EVERY_HOST)
+    return load_decoder(config, shape_for(config, folder), folder)
+
+
+def open_workers(task: CaptureTask) -> WorkerForward:
+    """The workers of a task, each with the target. Raises ConfigError where they would share a GPU
+    or Ray is not installed, and what loading raises.
+    """
+    config, settings = task.config, task.settings
+    is_local = config.executor == "local"
+    if is_local and settings["decoder"] == "transformers" and default_device() != "cpu":
+        raise ConfigError(
+            f"workers: {config.workers} processes would each load the target onto the same GPU",
+            "workers: 1; servers compute on several GPUs (`--server`), workers on several hosts",
+        )
+    name = config.target
+    if name not in PACKAGED and os.path.exists(name):
+        name = os.path.abspath(name)  # a worker may stand in another folder
+    own = {"target": name, "decoder": settings["decoder"], "dtype": settings["dtype"]}
+    load = partial(load_on_worker, config.model_copy(update=own), settings["target_fingerprint"])
+    work = ForwardTask(load, config.workers if is_local else 1)
+    return WorkerForward(open_executor(config.executor, work, config.workers), config.workers)
 
 
 def open_source(task: CaptureTask, plan: CapturePlan) -> SampleSource:
@@ -246,12 +303,6 @@ def open_source(task: CaptureTask, plan: CapturePlan) -> SampleSource:
 def request_of(sample: SamplePlan) -> StateRequest:
     """What servers are asked for."""
     return StateRequest(sample.key, tuple(sample.token_ids.tolist()))
-
-
-def sample_of(plan: SamplePlan, states: HiddenStates) -> Sample:
-    """A sample with its states."""
-    ids, mask = torch.from_numpy(plan.token_ids), torch.from_numpy(plan.loss_mask)
-    return Sample(plan.key, ids, mask, states.aux_hidden, states.last_hidden, plan.source)
 
 
 def split_of(prompt_id: str, held_out_share: float) -> Split:
@@ -279,48 +330,6 @@ class ServedForward:
             yield [sample_of(one, next(states)) for one in batch.samples]
 
 
-class FeatureForward:
-    """Computes batches one after the other, in the decoder's dtype; a prefix that several batches
-    in a row share is computed once.
-    """
-
-    def __init__(self, decoder: FeatureDecoder) -> None:
-        self._decoder = decoder
-        self._prefix: tuple[bytes, SharedPrefix] | None = None
-        self.reuses, self.lm_head_sha256 = decoder.reuses, decoder.lm_head_sha256
-
-    def samples(self, batches: Iterable[ForwardBatch]) -> Iterator[list[Sample]]:
-        """The samples of each batch, in order; nothing is computed ahead."""
-        return (list(self._samples(batch)) for batch in batches)
-
-    def status(self) -> str:
-        """For the line of progress."""
-        return ""
-
-    def facts(self) -> dict[str, Any]:
-        """For the manifest, which has the settings already."""
-        return {}
-
-    def close(self) -> None:
-        """Nothing is held that Python does not release."""
-
-    def _samples(self, batch: ForwardBatch) -> Iterator[Sample]:
-        name, prefix = batch.prefix.tobytes(), None
-        if name:
-            if self._prefix is None or self._prefix[0] != name:
-                self._prefix = name, self._decoder.begin(batch.prefix.tolist())
-            prefix = self._prefix[1]
-        rows = [one.token_ids[batch.num_shared :].tolist() for one in batch.samples]
-        states = self._decoder.states(rows, prefix)
-        for row, one in enumerate(batch.samples):
-            end = len(one) - batch.num_shared
-            aux_hidden, last_hidden = states.aux_hidden[row, :end], states.last_hidden[row, :end]
-            if prefix is not None:
-                aux_hidden = torch.cat([prefix.states.aux_hidden, aux_hidden])
-                last_hidden = torch.cat([prefix.states.last_hidden, last_hidden])
-            yield sample_of(one, HiddenStates(aux_hidden, last_hidden))
-
-
 SampleSource = FeatureForward | ServedForward
 
 
@@ -343,7 +352,8 @@ def capture(
     with output.held_alone():
         plan = task.plan()
         output.write_jsonl("dropped.jsonl", plan.dropped)
-        with closing(open_source(task, plan)) as source:
+        opened = open_workers(task) if config.has_workers else open_source(task, plan)
+        with closing(opened) as source:
             meta = config.meta_of(task.shape, source.lm_head_sha256)
             metas: dict[Split, FeatureMeta] = {"train": meta, "held_out": held_out_meta(meta)}
             writers = {
@@ -395,7 +405,9 @@ def room_at(output: Artifact) -> int | None:
 
 
 def _capture_missing(
-    source: SampleSource, work: list[tuple[ShardWriter, ForwardBatch]], track: Track
+    source: SampleSource | WorkerForward,
+    work: list[tuple[ShardWriter, ForwardBatch]],
+    track: Track,
 ) -> None:
     """All samples that no whole shard holds yet. A batch is computed whole or not at all, so that
     its values, to the last bit, do not depend on where an earlier run was cut.
@@ -408,10 +420,15 @@ def _capture_missing(
     ]
     done = total - sum(len(batch.samples) for _, batch in missing)
     num_tokens, started = 0, time.monotonic()
-    computed = source.samples(batch for _, batch in missing)
+    computed: Iterator[list[Sample] | list[EncodedSample]]
+    if isinstance(source, WorkerForward):
+        computed = source.samples(missing)
+    else:
+        computed = source.samples(batch for _, batch in missing)
     for (writer, batch), samples in zip(missing, computed, strict=True):
         for sample in samples:
-            if sample.key not in writer.keys:
+            key = sample.key if isinstance(sample, Sample) else sample.entry.key
+            if key not in writer.keys:
                 writer.add(sample)
         num_tokens += sum(map(len, batch.samples))
         done += len(batch.samples)

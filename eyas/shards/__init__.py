@@ -9,7 +9,7 @@ store.
 """
 
 from eyas.shards.codecs import CODECS, Codec, CodecName
-from eyas.shards.layout import Entry, decode_sample, encode_sample
+from eyas.shards.layout import EncodedSample, Entry, decode_sample, encode_sample, encoded
 from eyas.shards.reader import Features, order_of
 from eyas.shards.sample import FeatureMeta, FeatureSource, Sample, Split, teacher_mask
 from eyas.shards.writer import ShardWriter
@@ -18,6 +18,7 @@ __all__ = [
     "CODECS",
     "Codec",
     "CodecName",
+    "EncodedSample",
     "Entry",
     "FeatureMeta",
     "FeatureSource",
@@ -27,6 +28,7 @@ __all__ = [
     "Split",
     "decode_sample",
     "encode_sample",
+    "encoded",
     "order_of",
     "teacher_mask",
 ]

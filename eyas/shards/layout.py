@@ -15,10 +15,11 @@ Letters: T sequence, K tokens whose last hidden state is kept, Ht target hidden 
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import zstandard
@@ -50,6 +51,13 @@ class Entry(BaseModel):
     sha256: str
 
 
+class EncodedSample(NamedTuple):
+    """A sample's bytes, and its entry without a place."""
+
+    entry: Entry
+    data: bytes
+
+
 def index_name(split: Split) -> str:
     """Where the places of a split's samples are."""
     return f"{split}.index.json"
@@ -79,6 +87,21 @@ def encode_sample(sample: Sample, meta: FeatureMeta, codec: Codec | None = None)
     layers, kept = layers_of(sample, meta)
     tokens = torch.cat([sample.token_ids.to(torch.int32), sample.loss_mask.to(torch.int32)]).cpu()
     return tokens.numpy().tobytes() + (codec or meta.coder()).encode(layers, kept)
+
+
+def encoded(sample: Sample, meta: FeatureMeta, codec: Codec) -> EncodedSample:
+    """The sample as a shard will hold it."""
+    data = encode_sample(sample, meta, codec)
+    entry = Entry(
+        key=sample.key,
+        source=sample.source,
+        shard="",
+        start=0,
+        size=len(data),
+        length=len(sample.token_ids),
+        sha256=hashlib.sha256(data).hexdigest(),
+    )
+    return EncodedSample(entry, data)
 
 
 def decode_sample(

@@ -7,14 +7,21 @@ on.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 
 from eyas.artifact import WORK, Artifact, File
 from eyas.errors import CorruptError
 from eyas.shards.codecs import Codec, Tables, calibrate
-from eyas.shards.layout import FORMAT, Entry, encode_sample, index_name, layers_of, shard_head
+from eyas.shards.layout import (
+    FORMAT,
+    EncodedSample,
+    Entry,
+    encoded,
+    index_name,
+    layers_of,
+    shard_head,
+)
 from eyas.shards.sample import FeatureMeta, Sample, Split
 
 log = logging.getLogger(__name__)
@@ -27,6 +34,8 @@ class ShardWriter:
 
     The caller adds the same samples in the same order in every run and leaves out those whose key
     is in `keys`; the files are then the same, byte for byte, however often the work was cut.
+
+    codec: None until an inexact one is calibrated. Who has it may encode in another process.
     """
 
     def __init__(
@@ -37,15 +46,15 @@ class ShardWriter:
         self._samples_per_shard = samples_per_shard
         self._entries: list[Entry] = []
         self._num_shards = 0
-        self._pending: list[tuple[Entry, bytes]] = []
+        self._pending: list[EncodedSample] = []
         self._uncoded: list[Sample] = []
         self._tables: Tables | None = None
         while (found := self._found(self._shard_name)) is not None:
             self._entries += found
             self._num_shards += 1
-        self._codec: Codec | None = None
+        self.codec: Codec | None = None
         if self._tables is not None or meta.is_exact:
-            self._codec = meta.coder(self._tables)
+            self.codec = meta.coder(self._tables)
         self.keys = {entry.key for entry in self._entries}
 
     def __len__(self) -> int:
@@ -55,16 +64,21 @@ class ShardWriter:
     def _shard_name(self) -> str:
         return f"{self._split}-{self._num_shards:05d}.safetensors"
 
-    def add(self, sample: Sample) -> None:
-        """Append a sample. Raises StorageFullError; whole shards are kept."""
-        assert sample.key not in self.keys, f"sample {sample.key} twice"
-        self.keys.add(sample.key)
-        if self._codec is not None:
-            self._append(sample, self._codec)
-            return
-        self._uncoded.append(sample)
-        if sum(len(one.token_ids) for one in self._uncoded) >= CALIBRATION_TOKENS:
-            self._calibrate()
+    def add(self, sample: Sample | EncodedSample) -> None:
+        """Append a sample, or what `codec` made of it. Raises StorageFullError; whole shards are
+        kept.
+        """
+        key = sample.key if isinstance(sample, Sample) else sample.entry.key
+        assert key not in self.keys, f"sample {key} twice"
+        self.keys.add(key)
+        if isinstance(sample, EncodedSample):
+            self._append(sample)
+        elif self.codec is not None:
+            self._append(encoded(sample, self.meta, self.codec))
+        else:
+            self._uncoded.append(sample)
+            if sum(len(one.token_ids) for one in self._uncoded) >= CALIBRATION_TOKENS:
+                self._calibrate()
 
     def close(self) -> None:
         """Write what is pending, then the index of all shards."""
@@ -85,25 +99,17 @@ class ShardWriter:
         self._tables = calibrate(
             self.meta.codec, [layers_of(sample, self.meta) for sample in self._uncoded]
         )
-        self._codec = self.meta.coder(self._tables)
+        self.codec = self.meta.coder(self._tables)
         waiting, self._uncoded = self._uncoded, []
         for sample in waiting:
-            self._append(sample, self._codec)
+            self._append(encoded(sample, self.meta, self.codec))
 
-    def _append(self, sample: Sample, codec: Codec) -> None:
-        data = encode_sample(sample, self.meta, codec)
-        start = sum(len(earlier) for _, earlier in self._pending)
-        entry = Entry(
-            key=sample.key,
-            source=sample.source,
-            shard=self._shard_name,
-            start=start,
-            size=len(data),
-            length=len(sample.token_ids),
-            sha256=hashlib.sha256(data).hexdigest(),
-        )
-        self._pending.append((entry, data))
-        if len(self._pending) == self._samples_per_shard or start + len(data) >= SHARD_BYTES:
+    def _append(self, sample: EncodedSample) -> None:
+        start = sum(one.entry.size for one in self._pending)
+        place = {"shard": self._shard_name, "start": start}
+        self._pending.append(EncodedSample(sample.entry.model_copy(update=place), sample.data))
+        size = start + sample.entry.size
+        if len(self._pending) == self._samples_per_shard or size >= SHARD_BYTES:
             self._flush()
 
     def _flush(self) -> None:

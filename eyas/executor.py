@@ -1,7 +1,8 @@
 """Where work runs: one function over many jobs, in this process, in several, or on Ray, with the
 results in the order of the jobs.
 
-Jobs and results can be pickled; a fixed number is in flight, so memory does not grow with them. The
+Jobs and results can be pickled; a fixed number is in flight, so memory does not grow with them. A
+worker that ends amid its work is replaced and its jobs are done again, MOST_LOSSES times each. The
 stage records what is finished, so a run that was killed on Ray can be finished by local processes,
 and the other way round.
 """
@@ -19,15 +20,23 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterable
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass
 from importlib.util import find_spec
-from typing import Any, Protocol, Self
+from typing import Any, Literal, Protocol, Self
 
 from eyas.errors import ConfigError, EyasError
 
+log = logging.getLogger(__name__)
+Place = Literal["local", "ray"]
 IN_FLIGHT = 2  # jobs per worker: one in work, one waiting
-# A cluster loses machines: a worker is started anew and its jobs are done again. One that every
-# worker dies of ends the run.
-RAY_WORKER = {"num_cpus": 1, "max_restarts": 4, "max_task_retries": 2}
+MOST_LOSSES = 2  # of workers amid one job: it may be the job that they die of
+# A cluster loses machines: workers are spread over all, and started anew as often as they end.
+RAY_WORKER = {
+    "num_cpus": 1,
+    "scheduling_strategy": "SPREAD",
+    "max_restarts": -1,
+    "max_task_retries": MOST_LOSSES,
+}
 
 
 class WorkerTask(Protocol):
@@ -44,8 +53,8 @@ class Executor(Protocol):
     def __exit__(self, *error: object) -> None: ...
 
     def map(self, jobs: Iterable[Any]) -> Generator[Any]:
-        """Results in the order of the jobs. Raises the first EyasError of a job, and EyasError when
-        a worker dies.
+        """Results in the order of the jobs. Raises the first EyasError of a job, and EyasError
+        where every worker dies of one.
         """
         ...
 
@@ -82,21 +91,30 @@ def _in_order(
             yield _result(wait(running.popleft()))
     except faults as error:
         raise EyasError(
-            f"a worker process ended amid its work ({type(error).__name__}): it was killed, or "
-            "there was no memory left",
+            f"a worker process ended amid its work ({type(error).__name__}), and those that did it "
+            "again ended too: they were killed, or there was no memory left",
             "run the same command again: finished blocks are kept; fewer `workers` need less "
             "memory",
         ) from error
     finally:
         for handle in running:
-            if isinstance(handle, Future):
-                handle.cancel()
+            if isinstance(handle, Begun):
+                handle.future.cancel()
 
 
 def _result(result: Any) -> Any:
     if isinstance(result, EyasError):
         raise result
     return result
+
+
+@dataclass(slots=True)
+class Begun:
+    """A job in the hands of a pool."""
+
+    job: Any
+    pool: ProcessPoolExecutor
+    future: Future[Any]
 
 
 class LocalExecutor:
@@ -119,16 +137,37 @@ class LocalExecutor:
         waiting = iter(jobs)
         first = list(itertools.islice(waiting, 2))
         every = itertools.chain(first, waiting)
-        if self._workers == 1 or len(first) < 2:
+        if self._workers == 1 or (len(first) < 2 and self._pool is None):
             return (_result(self._here.perform(job)) for job in every)
-        # Spawned, not forked: threads and locks of this process stay out of the workers.
-        spawn = multiprocessing.get_context("spawn")
-        self._pool = self._pool or ProcessPoolExecutor(
-            self._workers, spawn, initializer=_begin, initargs=(self._task,)
-        )
-        begun = (self._pool.submit(_perform, job) for job in every)
-        most = self._workers * IN_FLIGHT
-        return _in_order(begun, Future.result, most, (BrokenProcessPool,))
+        begun = (Begun(job, *self._submitted(job)) for job in every)
+        return _in_order(begun, self._wait, self._workers * IN_FLIGHT, (BrokenProcessPool,))
+
+    def _submitted(self, job: Any) -> tuple[ProcessPoolExecutor, Future[Any]]:
+        """The job in a pool whose workers live."""
+        while True:
+            if self._pool is None:
+                # Spawned, not forked: threads and locks of this process stay out of the workers.
+                spawn = multiprocessing.get_context("spawn")
+                self._pool = ProcessPoolExecutor(
+                    self._workers, spawn, initializer=_begin, initargs=(self._task,)
+                )
+            try:
+                return self._pool, self._pool.submit(_perform, job)
+            except BrokenProcessPool:
+                self._pool = None
+
+    def _wait(self, begun: Begun) -> Any:
+        """The result. A pool breaks with one of its workers, and all that it had is lost."""
+        for losses in itertools.count():
+            try:
+                return begun.future.result()
+            except BrokenProcessPool:
+                if losses == MOST_LOSSES:
+                    raise
+                log.warning("a worker process ended: what it had in work is done again")
+                if self._pool is begun.pool:
+                    self._pool = None
+                begun.pool, begun.future = self._submitted(begun.job)
 
 
 _worker: list[Worker] = []  # in a worker process: its own
@@ -181,6 +220,10 @@ class RayExecutor:
             }
             self._ray.init(log_to_driver=False, **({} if "RAY_ADDRESS" in os.environ else own))
             self._started_ray = True
+        cpus = self._ray.cluster_resources().get("CPU", 0)
+        if cpus < self._workers:
+            data = {"workers": self._workers, "cpus": cpus}
+            log.warning("workers wait until more hosts join the cluster", extra={"data": data})
         actor = self._ray.remote(**RAY_WORKER)(Worker)
         self._actors = [actor.remote(self._task) for _ in range(self._workers)]
         return self
@@ -197,3 +240,8 @@ class RayExecutor:
         begun = (actor.perform.remote(job) for job, actor in zip(jobs, actors, strict=False))
         ended = (self._ray.exceptions.RayActorError, self._ray.exceptions.OutOfMemoryError)
         return _in_order(begun, self._ray.get, self._workers * IN_FLIGHT, ended)
+
+
+def open_executor(place: Place, task: WorkerTask, workers: int) -> Executor:
+    """The executor of the settings. Raises ConfigError where Ray is asked for and absent."""
+    return (LocalExecutor if place == "local" else RayExecutor)(task, workers)
