@@ -58,12 +58,14 @@ def find_entities(
         found += _find_in_piece(text[start:end], start, threshold)
     spans, here = join_addresses(text, found), Surroundings(text, conversation)
     said = [Entity(*one, BY_ITSELF) for one in answers(here)]
+    crossings = [one for one in said if one.type == "STREET_ADDRESS"]
+    weaker = {"LOCATION": said, "PERSON": crossings}  # than what was said
     kept = [
         one
         for one, is_kept in zip(
             spans, borne_out(here, map(dataclasses.astuple, spans)), strict=True
         )
-        if is_kept and not (one.type == "LOCATION" and _overlaps(one, said))
+        if is_kept and not _overlaps(one, weaker.get(one.type, ()))
     ]
     said = [one for one in said if not _overlaps(one, kept)]
     return repeat_names(text, sorted([*kept, *said], key=lambda one: one.start))

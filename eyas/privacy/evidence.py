@@ -35,9 +35,9 @@ from eyas.privacy.lexicon import (
 )
 
 _LISTS = yaml.safe_load((FILES / "evidence.yaml").read_text(encoding="utf-8"))
-EPONYM, CALLED, PLACE, WEAK, SOFTWARE, KIN = (
+EPONYM, CALLED, PLACE, WEAK, SOFTWARE, KIN, UTTERED = (
     frozenset(_LISTS[kind].split())
-    for kind in ("eponym", "thing", "place", "weak", "software", "kin")
+    for kind in ("eponym", "thing", "place", "weak", "software", "kin", "uttered")
 )
 NAMED, PLACED = GIVEN | FAMILY, CITY | CITY_LARGE | COUNTRY | REGION
 
@@ -49,8 +49,8 @@ CUE = re.compile(
     r"|author|owner|holder|reporter|assignee|manager|attendees?|participants?|students?|beneficiary"
     r"|reviewed by|regards|sincerely|cheers|greetings|grüße|saludos) ?[:,-]?\s{0,2}"
     r"|\b(?:from|to|cc|by|love|best|yours|thanks) ?[:,]\s{0,2}"
-    r"|\b(?:i'?m|i am|this is|call me|i go by|mr|mrs|ms|miss|mx|dr|prof|professor|herr|frau|señora?"
-    r"|madame|monsieur|sir|dear|hi|hello|hey|lieber?|hallo|hola|bonjour)[.,]? ?)$",
+    r"|\b(?:i'?m|i am|this is|calls? me|i go by|mr|mrs|ms|miss|mx|dr|prof|professor|herr|frau"
+    r"|señora?|madame|monsieur|sir|dear|hi|hello|hey|lieber?|hallo|hola|bonjour)[.,]? ?)$",
     re.I,
 )
 TITLE = re.compile(
@@ -58,10 +58,16 @@ TITLE = re.compile(
 )
 # What people do, behind a name; another name beside it.
 ACTS = re.compile(
-    r" (?:said|says|told|asked|shouted|began|wrote|lives|lived|works|worked|thinks|wants|is from"
-    r"|had (?:given|told)|has (?:given|told)|and I)\b|, can (?:i|you)\b",
+    r" (?:said|says|told|asked|shouted|smiled|began|wrote|lives|lived|works|worked|thinks|wants"
+    r"|is from|had (?:given|told)|has (?:given|told)|and I)\b|, can (?:i|you)\b",
     re.I,
 )
+SPEAKER = re.compile(r": (?:[\"“]|[A-Z])")
+# What a word that no list has needs: a pronoun or a listed name near, somebody who speaks.
+SAID_BEFORE = re.compile(r"\b(?:said|says|asked|told|replied|starring|shouted at) $")
+PRONOUN = re.compile(r"\b(?:he|she|him|his|her|hers|mom|dad|mother|father|brother|sister)\b", re.I)
+LISTED_BEFORE = re.compile(r"([A-Z][^\W\d_]+)(?:,|,? (?:and|or|&)) $")
+LISTED_AFTER = re.compile(r"(?:,|,? (?:and|or|&)) ([A-Z][^\W\d_]+)")
 ANOTHER_BEFORE = re.compile(r"\b[A-Z][^\W\d_]+,? and $")
 ANOTHER_AFTER = re.compile(r",? and [A-Z][^\W\d_]+ [a-z]")
 PLACE_BEFORE = re.compile(r"(?:\b(?:in|at|near|to|of|the)|,) $")
@@ -90,8 +96,9 @@ COINED = re.compile(rf"\b{THINGS} (?:called|named) $|[a-z,] [A-Z][a-z]{{3,}} $")
 WITHIN = re.compile(r"\b(?:in|near|on) $")
 # Talk about films, music, sports and games: it names who is known to the public, or a character.
 TALK = re.compile(
-    r"\b(?:movie|film|song|album|band|singer|actor|actress|soundtrack|lyric|drummer|rapper|rap|music|villain"
-    r"|playoff|quarterback|nfl|nba|mlb|super ?bowl|touchdown|sequel|superhero|oscar|grammy)s?\b",
+    r"\b(?:movie|film|song|album|band|singer|actor|actress|soundtrack|lyric|drummer|rapper|rap|music"
+    r"|villain|tv show|playoff|quarterback|nfl|nba|mlb|super ?bowl|touchdown|sequel|superhero"
+    r"|oscar|grammy)s?\b",
     re.I,
 )
 ALSO_TALK = re.compile(  # two of them
@@ -106,6 +113,7 @@ ACQUAINTED = re.compile(
     r"\b(?:hi|hello|hey|dear|thanks|with|invite|meet|met|call|text|tell|ask|remind),? $", re.I
 )
 
+UTTERANCE = re.compile(r"([a-z])\1\1", re.I)  # Ohhh
 MIXED = re.compile(r"\A(?!Mc|Mac|De|Di|La|Le|Van|O['’])\w*[a-z][A-Z]")
 
 # Options: marks in order, from the first letter on, on lines of their own or on one.
@@ -167,17 +175,22 @@ UNIT_NEXT = re.compile(r"(?:[\s,|>?-]{0,8}(?:[^\W\d_]{1,12}\.? ){0,2}[^\W\d_]{0,
 TIMES = re.compile(r"\d{1,2}[-–]\d{1,2}\b|\d+(?:st|nd|rd|th)\W*\Z")
 CORNER = re.compile(r"\d+(?:st|nd|rd|th)? (?:and|&|at) [A-Z0-9]|\bcorner of\b")
 
-# A line of one or two words; somebody's own name; on a ride, two streets.
+# A line of one or two words; somebody's own name, or who is spoken to; on a ride, two streets.
 ANSWER = re.compile(r"(?:\A|(?<=\n))([^\W\d_]{3,}(?: [^\W\d_]{3,})?)(?=[.!]?(?:\n|\Z))")
 OWN_NAME = re.compile(
     r"\b(?:[Mm]y name(?:['’]s| is)|[Ii]['’]m|I am|[Tt]his is|[Cc]all me) ([A-Z][a-z]{2,})\b"
 )
+ADDRESSED = re.compile(r"[a-z], ([A-Z][a-z]{2,})!")
+# Whom a family name alone tells who asks.
+RECORD = re.compile(
+    r"\b(?:account|bank|card|pin|dob|birth|maiden|fraud|money|surname|last name)\b", re.I
+)
 RIDE = re.compile(
-    r"\b(?:ride|cab|taxi|uber|lyft|directions|walk|drive[rs]?|pick(?:ed)? (?:me|us) up|dropped"
-    r"|drop (?:me|us) off|bus|corner|intersection)\b"
+    r"\b(?:ride|cab|taxi|uber|lyft|directions|walk|drive[rs]?|pick(?:ed)? (?:me|us) up"
+    r"|drop (?:me|us)|bus|corner|intersection)\b"
 )
 CROSSING = re.compile(
-    r"(?:\b(?:from|to|at|near|on|of) |(?:\A|(?<=\n)))"
+    r"(?:\b(?:from|to|at|near|on|of) |\A|(?<=\n)(?=[^\n]{0,30}(?:\n|\Z)))"
     r"(?P<all>(?P<first>[A-Z][a-z]{2,}|\d{1,2}(?:st|nd|rd|th)) (?:and|&) "
     r"(?P<second>[A-Z][a-z]{2,}|\d{1,2}(?:st|nd|rd|th)|main))\b(?! [A-Z])"
 )
@@ -248,7 +261,7 @@ class Surroundings:
         if all(ordinary) and not cued:
             return False
         if not cued and (
-            (bare_word(words[0]) in SOFTWARE and words[1].isupper())
+            (set(map(str.isupper, words)) == {True, False} and _is_acronym(words, looked))
             or (looked[-1][0] & CITY_LARGE and not looked[0][0] & (GIVEN | FAMILY_COMMON))
         ):
             return False
@@ -278,7 +291,7 @@ class Surroundings:
     ) -> bool:
         bits, rank = listed
         before, after = around
-        if len(word) < 3 and not cued:
+        if (len(word) < 3 and not cued) or UTTERANCE.search(word) or bare_word(word) in UTTERED:
             return False
         if re.search(r"\d[ -]?\Z|\(\Z", before) or (
             word.isupper() and not self.text.isupper() and len(word) < (3 if cued else 6)
@@ -289,17 +302,22 @@ class Surroundings:
         if BEFORE_ITEM.search(before) and AFTER_ITEM.match(after):
             return False
         if word.islower() and not self.is_lower and not (cued and bits & GIVEN_COMMON):
-            return introduced and score >= PROBABLE
+            return introduced and score >= PROBABLE and (bits & NAMED > 0 or not rank)
         if not bits & NAMED and COINED.search(before):
             return False
         if cued:
             return bool(bits & NAMED) or score >= PROBABLE
+        if SAID_BEFORE.search(before):
+            return score >= PROBABLE
         if bits & (CITY_LARGE | COUNTRY | REGION) and (
             not bits & GIVEN_COMMON or score < CERTAIN or PLACE_BEFORE.search(before)
         ):
             return False
         if (bits & PLACED or not bits & GIVEN_COMMON) and (
-            ARTICLE.search(before) or WITHIN.search(before) or after[1:2].isdigit()
+            ARTICLE.search(before)
+            or WITHIN.search(before)
+            or after[1:2].isdigit()
+            or (not bits & GIVEN_COMMON and before.endswith(" at "))
         ):
             return False
         if ACTS.match(after) or (
@@ -310,7 +328,16 @@ class Surroundings:
             return True
         if bits & NAMED and not bits & (PLACED | DEMONYM) and not 0 < rank <= 3:
             return score >= PROBABLE
-        return score >= CERTAIN
+        return score >= CERTAIN and (bool(bits & NAMED) or self._is_borne_out(word, before, after))
+
+    def _is_borne_out(self, word: str, before: str, after: str) -> bool:
+        """Whether something near a word that no list has says that it is a person."""
+        listed = [LISTED_BEFORE.search(before), LISTED_AFTER.match(after)]
+        return (
+            any(one and gazetteer().look_up(one[1])[0] & NAMED for one in listed)
+            or bool(SAID_BEFORE.search(before) or SPEAKER.match(after))
+            or PRONOUN.search(before + after) is not None
+        )
 
     def is_street(self, start: int, end: int) -> bool:
         """Whether a span that looks like an address has the kind of a street, a number of its own,
@@ -327,7 +354,7 @@ class Surroundings:
         near = value + UNIT_NEXT.match(self.text, end)[0]  # type: ignore[index]
         kinds = [word for word in WORD.findall(near) if _is_kind(word, self.is_lower)]
         has_kind = bool(kinds) and (len(kinds) > 1 or kinds[0] != words[0] or kinds[0] not in SAINT)
-        if LOG.search(self._line(start)):
+        if LOG.search(self._line(start)) or (self.is_talk and not cued):
             return False
         if BOX.search(near) or (CORNER.search(value) and cued):
             return True
@@ -363,10 +390,11 @@ def answers(here: Surroundings) -> Iterator[tuple[str, int, int]]:
             yield "STREET_ADDRESS", *crossing.span("all")
     is_answer = not here.is_talk and (FIRST_PERSON.search(said) or "\n" not in said.strip())
     for name in ANSWER.finditer(text) if is_answer else ():
-        if _are_names(name[1].split()):
+        if _are_names(name[1].split(), may_be_family=RECORD.search(said) is not None):
             yield "PERSON", *name.span(1)
-    for name in OWN_NAME.finditer(text):
-        if gazetteer().look_up(name[1])[0] & GIVEN_COMMON and _are_names([name[1]]):
+    addressed = () if here.is_talk or here.is_problem else ADDRESSED.finditer(text)
+    for name in (*OWN_NAME.finditer(text), *addressed):
+        if _are_names([name[1]], may_be_family=False):
             yield "PERSON", *name.span(1)
 
 
@@ -384,10 +412,10 @@ def _is_large(word: str) -> bool:
     return bool(gazetteer().look_up(word)[0] & (CITY_LARGE | COUNTRY | REGION))
 
 
-def _are_names(words: Sequence[str]) -> bool:
-    """Whether a line's words are a common name, the first a given one, and no ordinary word."""
+def _are_names(words: Sequence[str], may_be_family: bool) -> bool:
+    """Whether words are a common name, given or a family's, and none is an ordinary word."""
     looked = [gazetteer().look_up(word) for word in words]
-    first = GIVEN_COMMON if len(words) > 1 else GIVEN_COMMON | FAMILY_COMMON
+    first = GIVEN_COMMON | FAMILY_COMMON * (may_be_family and len(words) == 1)
     return (
         bool(looked[0][0] & first)
         and not _is_large(words[0])
@@ -430,6 +458,14 @@ def _is_joined(text: str, start: int, end: int) -> bool:
     )
 
 
+def _is_acronym(words: Sequence[str], looked: Sequence[tuple[int, int]]) -> bool:
+    """Whether capitals that no list has are one of the words: IBM Watson, Mac OS."""
+    return any(
+        word.isupper() and len(word) < 5 and not bits & NAMED
+        for word, (bits, _) in zip(words, looked, strict=True)
+    )
+
+
 def _is_kin(before: str) -> bool:
     """Whether a word such as "sister" or "boss" stands before the name."""
     last = LAST_WORD.search(before)
@@ -468,7 +504,7 @@ def _has_town(value: str) -> bool:
         for part in parts
         for word in WORD.findall(part)
         if word[0].isupper()
-    ) and bool(re.search(r"\d", value))
+    ) and bool(re.search(r"\d", value) and len(WORD.findall(value)) > 1)
 
 
 def borne_out(here: Surroundings, spans: Iterable[tuple[str, int, int, float]]) -> Iterator[bool]:
