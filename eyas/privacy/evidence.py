@@ -363,7 +363,7 @@ class Surroundings:
         if has_number:
             is_named = self.is_lower or has_kind or any(word[0].isupper() for word in words)
             return is_named and (has_kind or cued or _has_town(near))
-        is_named = any(kind not in SAINT for kind in kinds) and SPOKEN.search(self.text)
+        is_named = any(kind not in SAINT for kind in kinds) and SPOKEN.search(self._line(start))
         return bool(is_named) and len(words) > 1 + (not cued) and not self.is_story
 
     def _is_option(self, place: int) -> bool:
