@@ -286,7 +286,8 @@ def labelled(data: Path) -> list[Natural]:
 def judge(rows: Iterable[Natural], find: Callable[[str], list[Any]]) -> dict[str, Any]:
     """By type: findings, of those right (they overlap a value of the type that the readers saw),
     and of those a private person's; private values, and of those found whole. By form, over rows
-    drawn by chance and options: rows, those with a finding, those with one that is not private.
+    drawn by chance and options: rows, those with a finding, those with one that is not private;
+    public and invented persons, and those that stay.
     """
     found, right, due, private, covered = (Counter[str]() for _ in range(5))
     forms: dict[str, list[int]] = {}
@@ -313,10 +314,13 @@ def judge(rows: Iterable[Natural], find: Callable[[str], list[Any]]) -> dict[str
                     at in places for at in range(start, end) if row.text[at].isalnum()
                 )
         if row.stratum != "e":
-            counts = forms.setdefault(row.form, [0, 0, 0])
+            counts = forms.setdefault(row.form, [0, 0, 0, 0, 0])
             counts[0] += 1
             counts[1] += bool(findings)
             counts[2] += wrong
+            named = [span for span in row.spans if span[0] == "PERSON" and span[3] != "private"]
+            counts[3] += len(named)
+            counts[4] += sum(places.isdisjoint(range(start, end)) for _, start, end, _ in named)
     return {
         "types": {
             type: {
@@ -329,7 +333,7 @@ def judge(rows: Iterable[Natural], find: Callable[[str], list[Any]]) -> dict[str
             for type in sorted({*found, *private})
         },
         "forms": {
-            form: dict(zip(("rows", "changed", "wrongly"), counts, strict=True))
+            form: dict(zip(("rows", "changed", "wrongly", "named", "stay"), counts, strict=True))
             for form, counts in sorted(forms.items())
         },
     }

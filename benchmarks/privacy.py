@@ -647,7 +647,10 @@ def show_natural(title: str, judged: dict[str, Any]) -> None:
             f"{one['private']:13}{one['covered'] / max(1, one['private']):8.3f}"
         )
     for form, one in judged["forms"].items():
-        print(f"{form:24}{one['rows']:5} rows,{one['changed']:4} changed, {one['wrongly']} wrongly")
+        print(
+            f"{form:24}{one['rows']:5} rows,{one['changed']:4} changed,{one['wrongly']:4} wrongly; "
+            f"{one['stay']} of {one['named']} public and invented persons stay"
+        )
 
 
 def touching_recall(count: int) -> dict[str, dict[str, dict[str, int]]]:

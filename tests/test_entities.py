@@ -18,7 +18,9 @@ from hypothesis import strategies as st
 
 from eyas.errors import CorruptError
 from eyas.privacy import entities, lexicon, tagger
+from eyas.privacy.detector import Detector
 from eyas.privacy.entities import PIECE, Entity, find_entities
+from eyas.privacy.pii import PrivacyConfig
 from tests.marks import marked, unmarked
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -100,6 +102,12 @@ ORDINARY = [
         '"Kill him, Johnnie!" cried the captain, and Henry took the oar.',
         "Apartment in Brno: 2 rooms, 106 square meters, third floor",
         "They lost by 10-7, Dallas, on a field goal.",
+        "Flurry, a mobile company owned by others, grew.",
+        "Where is The Adventures of Tom Sawyer set?",
+        "In 1971 Apollo 14 landed. He works in Ghent. They built a settlement called Charlesfort.",
+        "I'd like a Triple Cappucino, and one latte with Almond milk.",
+        "Do you like rap?\nYes! What about Jay Parker? And Ana Berg, who sang with the Pixies?",
+        "I rented Josie and the Pussycats yesterday.",
     ],
 )
 def test_a_capital_without_evidence_is_no_name(text):
@@ -114,6 +122,11 @@ def test_a_capital_without_evidence_is_no_name(text):
         "How many days has my sister ⟨Ana⟩ left of her 30 days, of which I counted 12?",
         "Summarize this letter. Dear ⟨Ana⟩, the passage was rough. Regards, ⟨Bob Smith⟩",
         "[12:01:33] INFO user ⟨John Smith⟩ logged in",
+        "I check my balance.\n⟨Susan⟩\nWhat is my balance?\n783\n⟨Tom⟩\nYes",
+        "⟨John smith⟩",
+        "Hello, I'm ⟨Ben⟩. I saw Dr.⟨Morgan⟩, and ⟨Britney⟩ and I met.",
+        "I watched the movie with ⟨Anna⟩ and my sister ⟨Clara⟩. Call me ⟨Tom⟩.",
+        "⟨Susan⟩'s account is locked. ⟨Ann Lee⟩ is the project manager of a company.",
     ],
 )
 def test_a_cue_is_evidence_in_a_list_a_problem_and_a_letter(text):
@@ -123,6 +136,33 @@ def test_a_cue_is_evidence_in_a_list_a_problem_and_a_letter(text):
 
 def _people(text):
     return [one for one in find_entities(text) if one.type == "PERSON"]
+
+
+def test_small_talk_is_told_by_the_whole_conversation():
+    text = "What about Ana Berg?"
+    assert find_entities(text, f"Who is your favourite singer?\n{text}") == []
+    assert [text[one.start : one.end] for one in find_entities(text)] == ["Ana Berg"]
+    turns = ["Which movies do you like?", "I like Ana Berg, and I'm Tom."]
+    assert [
+        turns[1][one.start : one.end] for one in Detector(PrivacyConfig()).find_all(turns)[1]
+    ] == ["Tom"]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "I need a ride from ⟨Forbes and Murray⟩ to ⟨5th and Main⟩, please.",
+        "Get me a cab\n⟨Broadway and Main⟩\nI'm at the door",
+        "Is there a bus from France and Spain? Ask the Department of Health and Human Services.",
+        "Salt and pepper are on the table of Alice and Bob.",
+    ],
+)
+def test_a_crossing_is_a_place_on_a_ride(text):
+    found, _ = marked(
+        unmarked(text),
+        lambda said: [one for one in find_entities(said) if one.type == "STREET_ADDRESS"],
+    )
+    assert found == text
 
 
 def test_ordinary_words_are_left_alone():

@@ -29,7 +29,7 @@ ROOMS = {
     "operators": (86, "what PyTorch computes: the head that trains, features"),
     "cpp": (267, "the native decoder"),
     "serve": (200, "the HTTP server"),
-    "privacy": (170, "personal data and secrets: search, surrogates, key"),
+    "privacy": (179, "personal data and secrets: search, surrogates, key"),
     "features": (136, "the target's answers and its hidden states"),
     "bench": (122, "any server measured over HTTP, and watched"),
     "train": (107, "objective, optimizer, runs"),

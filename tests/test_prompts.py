@@ -437,8 +437,18 @@ def test_a_cut_file_and_many_malformed_rows_are_warnings_or_an_error(tmp_path):
     with pytest.raises(CorruptError, match="bad: 4 of 100"):
         make_prompts(strict, anew)
     assert not anew.is_done()
-    make_prompts(given, anew)  # what was finished is kept, whatever the setting was
-    assert anew.manifest().identity == manifest.identity
+    assert not {"_IDENTITY", "work"} & set(os.listdir(tmp_path / "anew"))
+    for source in given.sources[:3]:
+        (tmp_path / source.path).unlink()
+        (tmp_path / source.path).write_bytes(gzip.compress(json_lines([openai("Sing.")]).encode()))
+    assert make_prompts(strict, anew).identity != manifest.identity, "the folder was free"
+
+
+def test_a_folder_is_free_after_a_source_without_a_readable_row(tmp_path):
+    with pytest.raises(CorruptError, match="not one of the 2 rows"):
+        run(tmp_path, [7, 8])
+    assert not {"_IDENTITY", "work"} & set(os.listdir(tmp_path / "prompts"))
+    assert len(prompts(run(tmp_path, [openai("Sing.")]))) == 1
 
 
 def test_rows_that_look_like_a_known_set_are_refused_before_anything_is_written(tmp_path):

@@ -204,7 +204,7 @@ def make_prompts(config: PromptsConfig, output: Artifact, track: Track = quiet) 
     made_by = identity("prompts", settings, inputs)
     if not output.begin(made_by):
         done = output.manifest("prompts")
-        _refuse_damage(config, done.facts["warnings"])
+        _refuse_damage(config, output, done.facts["warnings"])
         if done.facts["record"] != config.record:
             raise InputError(
                 f"{output.url} is done, and its card holds another record of processing",
@@ -232,7 +232,7 @@ def make_prompts(config: PromptsConfig, output: Artifact, track: Track = quiet) 
             if not output.exists(SELECTION):
                 decide(config, output, finished_blocks(config, BlockStore(output), executor, track))
             write(config, output, ledger, licences, executor)
-    except EmptyInputError:
+    except (CorruptError, EmptyInputError):
         output.free()
         raise
     report = output.read_json(REPORT) if config.match else None
@@ -241,7 +241,7 @@ def make_prompts(config: PromptsConfig, output: Artifact, track: Track = quiet) 
     if report:
         output.write_json("match.json", report)
     output.write("card.html", write_card(contents).encode())
-    _refuse_damage(config, ledger.warnings())
+    _refuse_damage(config, output, ledger.warnings())
     total = ledger.total
     track(total.rows_in, total.rows_in)
     if not total.rows_out:
@@ -272,11 +272,10 @@ def make_prompts(config: PromptsConfig, output: Artifact, track: Track = quiet) 
     return output.finish("prompts", settings, inputs, counts, facts=facts)
 
 
-def _refuse_damage(config: PromptsConfig, warnings: Sequence[str]) -> None:
+def _refuse_damage(config: PromptsConfig, output: Artifact, warnings: Sequence[str]) -> None:
     if config.damaged == "error" and warnings:
-        raise CorruptError(
-            "; ".join(warnings), "mend the files, or take `damaged: warn`; what is finished is kept"
-        )
+        output.free()
+        raise CorruptError("; ".join(warnings), "mend the files, or take `damaged: warn`")
 
 
 def versions() -> dict[str, Any]:

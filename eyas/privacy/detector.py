@@ -69,8 +69,9 @@ class Detector:
         """
         parts = passages(texts) if parts is None else parts
         found = self._cloud(texts) if self._cloud else [[] for _ in texts]
+        said = "\n".join(texts)
         return [
-            self._hashed(text, join_overlaps(self._find_here(text, of_text, findings)))
+            self._hashed(text, join_overlaps(self._find_here(text, said, of_text, findings)))
             for text, of_text, findings in zip(texts, parts, found, strict=True)
         ]
 
@@ -95,7 +96,7 @@ class Detector:
         return "code" if part.is_code else "language"
 
     def _find_here(
-        self, text: str, parts: Sequence[Passage], from_cloud: Sequence[Finding]
+        self, text: str, said: str, parts: Sequence[Passage], from_cloud: Sequence[Finding]
     ) -> Iterator[Finding]:
         prose = [one for one in parts if not one.is_code]
         yield from (one for one in from_cloud if one.type not in NAME_TYPES)
@@ -111,7 +112,7 @@ class Detector:
         for recogniser in self._recognisers:
             known = [one for one in prose if recogniser.knows(one.language)]
             if known:
-                found = recogniser.find(only(text, known))
+                found = recogniser.find(only(text, known), said)
                 yield from within((one for one in found if one.type in self._types), known)
 
     def _hashed(self, text: str, findings: list[Finding]) -> list[Finding]:
@@ -198,9 +199,9 @@ def recognisers(ner: tuple[tuple[str, str], ...]) -> tuple[NameRecogniser, ...]:
     ConfigError.
     """
 
-    def find_entities(text: str) -> Iterator[Finding]:
+    def find_entities(text: str, conversation: str) -> Iterator[Finding]:
         folded = fold(text)
-        for one in entities.find_entities(folded.text):
+        for one in entities.find_entities(folded.text, conversation):
             yield Finding(one.type, *folded.span(one.start, one.end))
 
     ours = NameRecogniser("eyas", find_entities, frozenset({"en"}))

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
-import itertools
 import re
 from collections.abc import Sequence
 
@@ -14,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from eyas.privacy import tagger
-from eyas.privacy.evidence import borne_out
+from eyas.privacy.evidence import Surroundings, answers, borne_out
 from eyas.privacy.lexicon import bare_word, gazetteer, tokenize
 
 TYPES = ("PERSON", "STREET_ADDRESS", "LOCATION")
@@ -45,19 +44,31 @@ class Entity:
     score: float
 
 
-def find_entities(text: str, threshold: float = NAME_THRESHOLD) -> list[Entity]:
+def find_entities(
+    text: str, conversation: str = "", threshold: float = NAME_THRESHOLD
+) -> list[Entity]:
     """Names, street addresses and places of a text by place, without overlaps.
 
-    threshold: the least probability of a token's type. A street address takes in the town, the
-    postcode and the country that follow it; a place by itself is a LOCATION. Texts mostly in other
-    scripts than Latin are not searched.
+    conversation: see `evidence.Surroundings`. threshold: the least probability of a token's type. A
+    street address takes in the town, the postcode and the country that follow it; a place by itself
+    is a LOCATION. Texts mostly in other scripts than Latin are not searched.
     """
     found: list[Entity] = []
     for start, end in pieces(text):
         found += _find_in_piece(text[start:end], start, threshold)
-    spans = join_addresses(text, found)
-    kept = borne_out(text, [(one.type, one.start, one.end, one.score) for one in spans])
-    return repeat_names(text, list(itertools.compress(spans, kept)))
+    spans, here = join_addresses(text, found), Surroundings(text, conversation)
+    said = [Entity(*one, BY_ITSELF) for one in answers(here)]
+    crossings = [one for one in said if one.type == "STREET_ADDRESS"]
+    weaker = {"LOCATION": said, "PERSON": crossings}  # than what was said
+    kept = [
+        one
+        for one, is_kept in zip(
+            spans, borne_out(here, map(dataclasses.astuple, spans)), strict=True
+        )
+        if is_kept and not _overlaps(one, weaker.get(one.type, ()))
+    ]
+    said = [one for one in said if not _overlaps(one, kept)]
+    return repeat_names(text, sorted([*kept, *said], key=lambda one: one.start))
 
 
 def pieces(text: str) -> list[tuple[int, int]]:

@@ -4,15 +4,15 @@ bears out.
 The tagger has seen sentences. Options, logs, formulas, tables and lists have capitals and numbers
 of their own, and it takes them for names. Here a name needs evidence: another name beside it, a cue
 such as a title or "my name is", or a sentence around it; a street needs its kind or a cue, and a
-number. What stands for nobody stays: persons of word problems, of stories, and those that a
-question is about.
+number. What stands for nobody stays: persons of word problems, of stories, those that a question is
+about, and those of small talk on films, music and sports.
 """
 
 from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import yaml
 
@@ -35,8 +35,9 @@ from eyas.privacy.lexicon import (
 )
 
 _LISTS = yaml.safe_load((FILES / "evidence.yaml").read_text(encoding="utf-8"))
-EPONYM, PLACE, WEAK, SOFTWARE, KIN = (
-    frozenset(_LISTS[kind].split()) for kind in ("eponym", "place", "weak", "software", "kin")
+EPONYM, CALLED, PLACE, WEAK, SOFTWARE, KIN, UTTERED = (
+    frozenset(_LISTS[kind].split())
+    for kind in ("eponym", "thing", "place", "weak", "software", "kin", "uttered")
 )
 NAMED, PLACED = GIVEN | FAMILY, CITY | CITY_LARGE | COUNTRY | REGION
 
@@ -48,8 +49,8 @@ CUE = re.compile(
     r"|author|owner|holder|reporter|assignee|manager|attendees?|participants?|students?|beneficiary"
     r"|reviewed by|regards|sincerely|cheers|greetings|grüße|saludos) ?[:,-]?\s{0,2}"
     r"|\b(?:from|to|cc|by|love|best|yours|thanks) ?[:,]\s{0,2}"
-    r"|\b(?:i'?m|i am|this is|call me|i go by|mr|mrs|ms|miss|mx|dr|prof|professor|herr|frau|señora?"
-    r"|madame|monsieur|sir|dear|hi|hello|hey|lieber?|hallo|hola|bonjour)[.,]? ?)$",
+    r"|\b(?:i'?m|i am|this is|calls? me|i go by|mr|mrs|ms|miss|mx|dr|prof|professor|herr|frau"
+    r"|señora?|madame|monsieur|sir|dear|hi|hello|hey|lieber?|hallo|hola|bonjour)[.,]? ?)$",
     re.I,
 )
 TITLE = re.compile(
@@ -57,10 +58,16 @@ TITLE = re.compile(
 )
 # What people do, behind a name; another name beside it.
 ACTS = re.compile(
-    r" (?:said|says|told|asked|shouted|began|wrote|lives|lived|works|worked|thinks|wants|is from"
-    r"|had (?:given|told)|has (?:given|told))\b|, can (?:i|you)\b",
+    r" (?:said|says|told|asked|shouted|smiled|began|wrote|lives|lived|works|worked|thinks|wants"
+    r"|is from|had (?:given|told)|has (?:given|told)|and I)\b|, can (?:i|you)\b",
     re.I,
 )
+SPEAKER = re.compile(r": (?:[\"“]|[A-Z])")
+# What a word that no list has needs: a pronoun or a listed name near, somebody who speaks.
+SAID_BEFORE = re.compile(r"\b(?:said|says|asked|told|replied|starring|shouted at) $")
+PRONOUN = re.compile(r"\b(?:he|she|him|his|her|hers|mom|dad|mother|father|brother|sister)\b", re.I)
+LISTED_BEFORE = re.compile(r"([A-Z][^\W\d_]+)(?:,|,? (?:and|or|&)) $")
+LISTED_AFTER = re.compile(r"(?:,|,? (?:and|or|&)) ([A-Z][^\W\d_]+)")
 ANOTHER_BEFORE = re.compile(r"\b[A-Z][^\W\d_]+,? and $")
 ANOTHER_AFTER = re.compile(r",? and [A-Z][^\W\d_]+ [a-z]")
 PLACE_BEFORE = re.compile(r"(?:\b(?:in|at|near|to|of|the)|,) $")
@@ -72,6 +79,41 @@ INTRODUCED = re.compile(
     re.I,
 )
 
+# No person: "The Adventures of ...", "..., a company of", "... is the tool", "... and the Cats".
+WORK_BEFORE = re.compile(r"\b[Tt]he [A-Z][a-z]+ of $")
+THINGS = (
+    "(?:company|firm|agency|start-?up|tool|app|site|website|platform|service|library|language|brand|game"
+    "|movie|film|band|album|song|series|city|town|village|settlement|fort|ship|river|island|region|program"
+    "|project|system|product|device|festival|retailer|team|newspaper)"
+)
+THING = re.compile(
+    rf"(?:,| is| was| are) (?:the|an?) (?:(?!of|at|in|for|the)[\w-]+ ){{0,4}}?{THINGS}"
+    r"(?:[,.;:!?\n]| (?:that|which|for|of|in|by|based|with|to|and|on|from|owned|where)\b)"
+    r"| and the [A-Z][a-z]+s\b"
+)
+# Before a word that no list has: a thing that is called so, the first word of a name of two.
+COINED = re.compile(rf"\b{THINGS} (?:called|named) $|[a-z,] [A-Z][a-z]{{3,}} $")
+WITHIN = re.compile(r"\b(?:in|near|on) $")
+# Talk about films, music, sports and games: it names who is known to the public, or a character.
+TALK = re.compile(
+    r"\b(?:movie|film|song|album|band|singer|actor|actress|soundtrack|lyric|drummer|rapper|rap|music"
+    r"|villain|tv show|playoff|quarterback|nfl|nba|mlb|super ?bowl|touchdown|sequel|superhero"
+    r"|oscar|grammy)s?\b",
+    re.I,
+)
+ALSO_TALK = re.compile(  # two of them
+    r"\b(concert|director|starring|genre|season|coach|league|player|team|character|episode|performance|comic"
+    r"|trilogy|franchise|rock|fan|novel|author|game|match|cast|scene)s?\b",
+    re.I,
+)
+SPOKEN = re.compile(r"\b(?:I|you|we|my|your|i'm)\b", re.I)
+SPOKEN_LINE = 150  # characters of a line of small talk, at most in the mean
+# Somebody of the writer's own, in such talk.
+ACQUAINTED = re.compile(
+    r"\b(?:hi|hello|hey|dear|thanks|with|invite|meet|met|call|text|tell|ask|remind),? $", re.I
+)
+
+UTTERANCE = re.compile(r"([a-z])\1\1", re.I)  # Ohhh
 MIXED = re.compile(r"\A(?!Mc|Mac|De|Di|La|Le|Van|O['’])\w*[a-z][A-Z]")
 
 # Options: marks in order, from the first letter on, on lines of their own or on one.
@@ -133,16 +175,37 @@ UNIT_NEXT = re.compile(r"(?:[\s,|>?-]{0,8}(?:[^\W\d_]{1,12}\.? ){0,2}[^\W\d_]{0,
 TIMES = re.compile(r"\d{1,2}[-–]\d{1,2}\b|\d+(?:st|nd|rd|th)\W*\Z")
 CORNER = re.compile(r"\d+(?:st|nd|rd|th)? (?:and|&|at) [A-Z0-9]|\bcorner of\b")
 
+# A line of one or two words; somebody's own name, or who is spoken to; on a ride, two streets.
+ANSWER = re.compile(r"(?:\A|(?<=\n))([^\W\d_]{3,}(?: [^\W\d_]{3,})?)(?=[.!]?(?:\n|\Z))")
+OWN_NAME = re.compile(
+    r"\b(?:[Mm]y name(?:['’]s| is)|[Ii]['’]m|I am|[Tt]his is|[Cc]all me) ([A-Z][a-z]{2,})\b"
+)
+ADDRESSED = re.compile(r"[a-z], ([A-Z][a-z]{2,})!")
+# Whom a family name alone tells who asks.
+RECORD = re.compile(
+    r"\b(?:account|bank|card|pin|dob|birth|maiden|fraud|money|surname|last name)\b", re.I
+)
+RIDE = re.compile(
+    r"\b(?:ride|cab|taxi|uber|lyft|directions|walk|drive[rs]?|pick(?:ed)? (?:me|us) up"
+    r"|drop (?:me|us)|bus|corner|intersection)\b"
+)
+CROSSING = re.compile(
+    r"(?:\b(?:from|to|at|near|on|of) |\A|(?<=\n)(?=[^\n]{0,30}(?:\n|\Z)))"
+    r"(?P<all>(?P<first>[A-Z][a-z]{2,}|\d{1,2}(?:st|nd|rd|th)) (?:and|&) "
+    r"(?P<second>[A-Z][a-z]{2,}|\d{1,2}(?:st|nd|rd|th)|main))\b(?! [A-Z])"
+)
+
 NEXT_LINES = 40  # characters within which the rest of an address follows
 # What the tagger's score must be: of a name that a list has, and of one that none has.
 PROBABLE, CERTAIN = 0.3, 0.65
 
 
 class Surroundings:
-    """A text, and what of it is options, a word problem, a story."""
+    """A text, and what of it is options, a word problem, a story, small talk."""
 
-    def __init__(self, text: str) -> None:
-        self.text = text
+    def __init__(self, text: str, conversation: str = "") -> None:
+        """conversation: all of its texts, one a line; "" = the text stands alone."""
+        self.text, self.conversation = text, conversation or text
         self.options = option_regions(text)
         self.is_problem = (
             PROBLEM.search(text) is not None
@@ -150,29 +213,36 @@ class Surroundings:
             and not FIRST_PERSON.search(text)
         )
         self.is_lower = not any(map(str.isupper, text))
+        self.is_talk = _is_talk(self.conversation)
         self.is_story = STORY.search(text) is not None and not PRIVATE.search(text)
 
     def is_person(self, start: int, end: int, score: float) -> bool:
         """Whether a span that looks like a name is a person's, and one that is to go."""
-        value, before, after = self.text[start:end], self._before(start), self.text[end : end + 40]
+        value, before, after = self.text[start:end], self._before(start), self.text[end : end + 80]
         words = [word for word in WORD.findall(value) if len(word) > 1]
         if not words or self._is_option(start):
-            return False
-        if _is_joined(self.text, start, end):
             return False
         looked = [gazetteer().look_up(word) for word in words]
         names = [word for word, (bits, _) in zip(words, looked, strict=True) if bits & NAMED]
         has_title = TITLE.search(before) is not None or CUES.get(bare_word(words[0])) == "title"
         cued = has_title or CUE.search(before) is not None or _is_kin(before)
         introduced = INTRODUCED.search(before) is not None
+        if not has_title and _is_joined(self.text, start, end):
+            return False
         is_log = LOG.search(self._line(start)) is not None
-        if (self.is_story or ABOUT.search(before)) and not introduced:
+        is_public = self.is_story or ABOUT.search(before) or WORK_BEFORE.search(before)
+        if is_public and not introduced:
+            return False
+        is_known = looked[0][0] & GIVEN_COMMON and len(words) == 1 and ACQUAINTED.search(before)
+        if self.is_talk and not (introduced or is_known or _is_kin(before)):
+            return False
+        if THING.match(after) and not introduced:
             return False
         if len(words) > 1 and not has_title:
             return self._is_pair(words, names, looked, after, score, cued, is_log)
         if (self.is_problem or is_log) and not introduced:
             return False
-        return self._is_lone(words[-1], looked[-1], (before, after), score, cued)
+        return self._is_lone(words[-1], looked[-1], (before, after), score, cued, introduced)
 
     def _is_pair(
         self,
@@ -190,7 +260,12 @@ class Surroundings:
         ]
         if all(ordinary) and not cued:
             return False
-        if any(bare_word(word) in EPONYM for word in words) or _is_eponym(after):
+        if not cued and (
+            (set(map(str.isupper, words)) == {True, False} and _is_acronym(words, looked))
+            or (looked[-1][0] & CITY_LARGE and not looked[0][0] & (GIVEN | FAMILY_COMMON))
+        ):
+            return False
+        if any(bare_word(word) in EPONYM | CALLED for word in words) or _is_eponym(after):
             return False
         if is_log:
             return len({*names}) > 1
@@ -206,27 +281,44 @@ class Surroundings:
         return score >= PROBABLE
 
     def _is_lone(
-        self, word: str, listed: tuple[int, int], around: tuple[str, str], score: float, cued: bool
+        self,
+        word: str,
+        listed: tuple[int, int],
+        around: tuple[str, str],
+        score: float,
+        cued: bool,
+        introduced: bool,
     ) -> bool:
         bits, rank = listed
         before, after = around
-        if len(word) < 3 and not cued:
+        if (len(word) < 3 and not cued) or UTTERANCE.search(word) or bare_word(word) in UTTERED:
             return False
-        if re.search(r"\d[ -]?$|\($", before) or (word.isupper() and len(word) < 6 and not cued):
+        if re.search(r"\d[ -]?\Z|\(\Z", before) or (
+            word.isupper() and not self.text.isupper() and len(word) < (3 if cued else 6)
+        ):
             return False
         if _is_eponym(after) or MIXED.search(word) or (bare_word(word) in SOFTWARE and not cued):
             return False
         if BEFORE_ITEM.search(before) and AFTER_ITEM.match(after):
             return False
+        if word.islower() and not self.is_lower and not (cued and bits & GIVEN_COMMON):
+            return introduced and score >= PROBABLE and (bits & NAMED > 0 or not rank)
+        if not bits & NAMED and COINED.search(before):
+            return False
         if cued:
             return bool(bits & NAMED) or score >= PROBABLE
-        if word.islower() and not self.is_lower:
-            return False
+        if SAID_BEFORE.search(before):
+            return score >= PROBABLE
         if bits & (CITY_LARGE | COUNTRY | REGION) and (
             not bits & GIVEN_COMMON or score < CERTAIN or PLACE_BEFORE.search(before)
         ):
             return False
-        if ARTICLE.search(before) and not bits & GIVEN_COMMON:
+        if (bits & PLACED or not bits & GIVEN_COMMON) and (
+            ARTICLE.search(before)
+            or WITHIN.search(before)
+            or after[1:2].isdigit()
+            or (not bits & GIVEN_COMMON and before.endswith(" at "))
+        ):
             return False
         if ACTS.match(after) or (
             bits & NAMED and (ANOTHER_BEFORE.search(before) or ANOTHER_AFTER.match(after))
@@ -236,7 +328,16 @@ class Surroundings:
             return True
         if bits & NAMED and not bits & (PLACED | DEMONYM) and not 0 < rank <= 3:
             return score >= PROBABLE
-        return score >= CERTAIN
+        return score >= CERTAIN and (bool(bits & NAMED) or self._is_borne_out(word, before, after))
+
+    def _is_borne_out(self, word: str, before: str, after: str) -> bool:
+        """Whether something near a word that no list has says that it is a person."""
+        listed = [LISTED_BEFORE.search(before), LISTED_AFTER.match(after)]
+        return (
+            any(one and gazetteer().look_up(one[1])[0] & NAMED for one in listed)
+            or bool(SAID_BEFORE.search(before) or SPEAKER.match(after))
+            or PRONOUN.search(before + after) is not None
+        )
 
     def is_street(self, start: int, end: int) -> bool:
         """Whether a span that looks like an address has the kind of a street, a number of its own,
@@ -253,7 +354,7 @@ class Surroundings:
         near = value + UNIT_NEXT.match(self.text, end)[0]  # type: ignore[index]
         kinds = [word for word in WORD.findall(near) if _is_kind(word, self.is_lower)]
         has_kind = bool(kinds) and (len(kinds) > 1 or kinds[0] != words[0] or kinds[0] not in SAINT)
-        if LOG.search(self._line(start)):
+        if LOG.search(self._line(start)) or (self.is_talk and not cued):
             return False
         if BOX.search(near) or (CORNER.search(value) and cued):
             return True
@@ -262,8 +363,8 @@ class Surroundings:
         if has_number:
             is_named = self.is_lower or has_kind or any(word[0].isupper() for word in words)
             return is_named and (has_kind or cued or _has_town(near))
-        is_named = any(kind not in SAINT for kind in kinds)
-        return is_named and len(words) > 1 + (not cued) and not self.is_story
+        is_named = any(kind not in SAINT for kind in kinds) and SPOKEN.search(self._line(start))
+        return bool(is_named) and len(words) > 1 + (not cued) and not self.is_story
 
     def _is_option(self, place: int) -> bool:
         return any(first <= place < last for first, last in self.options)
@@ -275,6 +376,54 @@ class Surroundings:
     def _before(self, start: int) -> str:
         """Up to 60 characters, of this line and the last one."""
         return self.text[max(0, start - 60) : start]
+
+
+def answers(here: Surroundings) -> Iterator[tuple[str, int, int]]:
+    """What needs no sentence: a name alone on a line of a conversation, somebody's own name, a
+    crossing that somebody rides to; as (type, start, end).
+    """
+    if here.is_story:
+        return
+    text, said = here.text, here.conversation
+    for crossing in CROSSING.finditer(text) if RIDE.search(said) else ():
+        if not any(_is_large(crossing[word]) for word in ("first", "second")):
+            yield "STREET_ADDRESS", *crossing.span("all")
+    is_answer = not here.is_talk and (FIRST_PERSON.search(said) or "\n" not in said.strip())
+    for name in ANSWER.finditer(text) if is_answer else ():
+        if _are_names(name[1].split(), may_be_family=RECORD.search(said) is not None):
+            yield "PERSON", *name.span(1)
+    addressed = () if here.is_talk or here.is_problem else ADDRESSED.finditer(text)
+    for name in (*OWN_NAME.finditer(text), *addressed):
+        if _are_names([name[1]], may_be_family=False):
+            yield "PERSON", *name.span(1)
+
+
+def _is_talk(text: str) -> bool:
+    """Whether a text is small talk on films, music, sports or games, in short lines."""
+    return (
+        len(text) <= SPOKEN_LINE * (text.count("\n") + 1)
+        and bool(TALK.search(text) or len({*map(str.lower, ALSO_TALK.findall(text))}) > 1)
+        and SPOKEN.search(text) is not None
+        and not PRIVATE.search(text)
+    )
+
+
+def _is_large(word: str) -> bool:
+    return bool(gazetteer().look_up(word)[0] & (CITY_LARGE | COUNTRY | REGION))
+
+
+def _are_names(words: Sequence[str], may_be_family: bool) -> bool:
+    """Whether words are a common name, given or a family's, and none is an ordinary word."""
+    looked = [gazetteer().look_up(word) for word in words]
+    first = GIVEN_COMMON | FAMILY_COMMON * (may_be_family and len(words) == 1)
+    return (
+        bool(looked[0][0] & first)
+        and not _is_large(words[0])
+        and all(
+            bits & NAMED and rank != 1 and (word[0].isupper() or rank != 2 or len(words) > 1)
+            for word, (bits, rank) in zip(words, looked, strict=True)
+        )
+    )
 
 
 def option_regions(text: str) -> list[tuple[int, int]]:
@@ -309,6 +458,14 @@ def _is_joined(text: str, start: int, end: int) -> bool:
     )
 
 
+def _is_acronym(words: Sequence[str], looked: Sequence[tuple[int, int]]) -> bool:
+    """Whether capitals that no list has are one of the words: IBM Watson, Mac OS."""
+    return any(
+        word.isupper() and len(word) < 5 and not bits & NAMED
+        for word, (bits, _) in zip(words, looked, strict=True)
+    )
+
+
 def _is_kin(before: str) -> bool:
     """Whether a word such as "sister" or "boss" stands before the name."""
     last = LAST_WORD.search(before)
@@ -317,8 +474,11 @@ def _is_kin(before: str) -> bool:
 
 def _is_eponym(after: str) -> bool:
     """Whether something that is named after a person follows: Ohm's law, the Gibbs free energy."""
-    following = re.match(r"(?:['’]s?)? (?:free )?([^\W\d_]+)", after)
-    return following is not None and bare_word(following[1]) in EPONYM
+    following = re.match(r"(['’]s?)? (?:free )?([^\W\d_]+)", after)
+    if following is None:
+        return False
+    word = bare_word(following[2])
+    return word in EPONYM or (not following[1] and word in CALLED)
 
 
 @functools.lru_cache(1 << 12)
@@ -344,18 +504,18 @@ def _has_town(value: str) -> bool:
         for part in parts
         for word in WORD.findall(part)
         if word[0].isupper()
-    ) and bool(re.search(r"\d", value))
+    ) and bool(re.search(r"\d", value) and len(WORD.findall(value)) > 1)
 
 
-def borne_out(text: str, spans: Iterable[tuple[str, int, int, float]]) -> list[bool]:
+def borne_out(here: Surroundings, spans: Iterable[tuple[str, int, int, float]]) -> Iterator[bool]:
     """For each span (type, start, end, score), whether the text bears it out; places always."""
-    here, kept, last = Surroundings(text), list[bool](), -NEXT_LINES
+    last = -NEXT_LINES
     for type, start, end, score in spans:
         if type == "PERSON":
-            kept.append(here.is_person(start, end, score))
+            yield here.is_person(start, end, score)
         elif type == "STREET_ADDRESS":
-            kept.append(start - last < NEXT_LINES or here.is_street(start, end))
-            last = end if kept[-1] else last
+            is_kept = start - last < NEXT_LINES or here.is_street(start, end)
+            last = end if is_kept else last
+            yield is_kept
         else:
-            kept.append(True)
-    return kept
+            yield True

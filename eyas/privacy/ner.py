@@ -16,7 +16,7 @@ from typing import Any
 from eyas.errors import ConfigError
 from eyas.privacy.findings import Finding
 
-Search = Callable[[str], Iterable[Finding]]
+Search = Callable[[str, str], Iterable[Finding]]  # of a text, and the conversation that it is in
 NER_SCORE = 0.5  # the least of a model
 # Labels of the usual models (OntoNotes, CoNLL, WikiNER, OpenAI's Privacy Filter, sets made for
 # personal data, spaCy's Polish and Swedish pipelines). What has a form is found by patterns.
@@ -107,7 +107,7 @@ def _spacy(name: str) -> tuple[Search, frozenset[str] | None]:
     except OSError as error:
         raise _absent(f"spacy:{name}") from error
 
-    def find(text: str) -> Iterator[Finding]:
+    def find(text: str, _: str) -> Iterator[Finding]:
         for entity in pipeline(text).ents:
             if type := NER_LABELS.get(entity.label_.upper()):
                 yield Finding(type, entity.start_char, entity.end_char)
@@ -133,7 +133,7 @@ def _presidio(
             "see the model's config, and that its library is installed (pip install gliner)",
         ) from error
 
-    def find(text: str) -> Iterator[Finding]:
+    def find(text: str, _: str) -> Iterator[Finding]:
         for one in recognizer.analyze(text, recognizer.supported_entities, None):
             yield Finding(one.entity_type, one.start, one.end)
 
