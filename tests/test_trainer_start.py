@@ -184,9 +184,12 @@ def test_draft_tokens_chosen_anew_keep_the_rows_they_had(world, asked):
     assert counts[~after.t2d].max() <= counts[after.t2d].min()
     lm_head = tensor_of(Target.load(world.target).lm_head)
     had = {int(token): row for row, token in enumerate(before.target_ids_W)}
-    # by least squares, that of the rows that it had
-    of_target = lm_head[before.target_ids_W]
-    scale = (of_target * before.lm_head.weight).sum() / of_target.square().sum()
+    # the map from the target's rows to those that it had, by least squares beside a scale
+    of_target, had_rows = lm_head[before.target_ids_W], before.lm_head.weight.detach()
+    scale = (of_target * had_rows).sum() / of_target.square().sum()
+    ridge = 0.01 * of_target.square().sum(0).mean() * torch.eye(of_target.shape[1])
+    rest = torch.linalg.inv(of_target.T @ of_target + ridge) @ of_target.T
+    mapped = scale * lm_head + lm_head @ (rest @ (had_rows - scale * of_target))
     kept, fresh = 0, 0
     for row, token in enumerate(after.target_ids_W.tolist()):
         if token in had:
@@ -194,7 +197,8 @@ def test_draft_tokens_chosen_anew_keep_the_rows_they_had(world, asked):
             assert torch.equal(after.lm_head.weight[row], before.lm_head.weight[had[token]])
         else:
             fresh += 1
-            torch.testing.assert_close(after.lm_head.weight[row], scale * lm_head[token])
+            made = after.lm_head.weight[row]
+            torch.testing.assert_close(made, mapped[token], rtol=0.02, atol=0.01)  # bfloat16
     assert kept
     assert fresh or asked == {"draft_vocab_size": 64}
 

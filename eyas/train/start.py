@@ -30,7 +30,7 @@ COVERAGE = 0.99  # the share of the answers' tokens in the default draft vocabul
 W_IN_STEPS_OF = 128  # W is a multiple of it: a size that all devices multiply well
 FITTED_SAMPLES = 256  # conversations that `fit_to_features` takes
 SCALED_SAMPLES = 32  # that `scale_features` takes
-RIDGE = 0.01  # of the mean square of fc's inputs
+RIDGE = 0.01  # of the mean square of what is regressed on
 LEAST_CHANNEL = 1e-3  # of the mean size of a channel: a smaller one is scaled as if it were this
 
 
@@ -291,21 +291,25 @@ def recount(
 ) -> None:
     """Choose the head's draft tokens again by counts_V, in place: num_tokens, or as many as it had.
 
-    Tokens that were drafted before keep their row of lm_head, others get the target's at the scale
-    that the head's rows have (`fit_to_features` gives them one). vocabulary: on the CPU, of the
-    head's width.
+    Tokens that were drafted before keep their row of lm_head. Others get the target's row by the
+    linear map that takes the target's rows of the old tokens to the head's (ridge regression on
+    what a scale alone leaves). vocabulary: on the CPU, of the head's width.
     """
     W, lm_head = num_tokens or head.config.draft_vocab_size, head.lm_head
     old_row_V = torch.full((head.config.vocab_size,), -1, dtype=torch.int64)
     old_row_V[head.target_ids_W] = torch.arange(head.config.draft_vocab_size)
     old_WH = vocabulary.lm_head.cpu()[head.target_ids_W].to(lm_head.weight)
     scale = (old_WH * lm_head.weight).sum() / old_WH.square().sum()
+    square_HH = old_WH.T @ old_WH
+    square_HH.diagonal().add_(RIDGE * float(square_HH.diagonal().mean()))
+    rest_HH = torch.linalg.solve(square_HH, old_WH.T @ (lm_head.weight - scale * old_WH))
     head.config = head.config.model_copy(update={"draft_vocab_size": W})
     head.d2t = torch.empty(W, dtype=torch.int64)
     head.set_vocabulary(*draft_vocabulary(counts_V, W))
     ids_W = head.target_ids_W
     was_W = old_row_V[ids_W]
-    fresh_WH = vocabulary.lm_head.cpu()[ids_W].to(lm_head.weight) * scale
+    of_target_WH = vocabulary.lm_head.cpu()[ids_W].to(lm_head.weight)
+    fresh_WH = scale * of_target_WH + of_target_WH @ rest_HH
     rows_WH = torch.where((was_W >= 0).unsqueeze(1), lm_head.weight[was_W.clamp(min=0)], fresh_WH)
     head.lm_head = nn.Linear(rows_WH.shape[1], W, bias=False, device="meta")  # draws no numbers
     head.lm_head.weight = nn.Parameter(rows_WH, requires_grad=lm_head.weight.requires_grad)
