@@ -151,7 +151,7 @@ def their_head(args: argparse.Namespace, features: Artifact, one: Try, folder: P
     d2t, t2d = draft_vocabulary(counts_V, covering_size(counts_V))
     torch.manual_seed(one.seed)
     shape = AutoConfig.from_pretrained(target)
-    shape.num_hidden_layers = 1
+    shape.num_hidden_layers, shape.tie_word_embeddings = 1, False
     chosen = {**flat, "t2d": t2d, "d2t": d2t, "draft_vocab_size": len(d2t)}
     model = Eagle3DraftModel.from_training_args(shape, **chosen).float()
     model.verifier_norm = torch.nn.Identity()  # our last hidden states are behind the norm
