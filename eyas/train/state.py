@@ -46,8 +46,8 @@ class StopConfig(BaseModel):
 
     measurements: how often in a run, at equal distances, the start besides; 0 measures nothing.
     patience: stop after so many measurements in a row without a gain; null never stops. The head
-    that is kept is the best measured, be it the start. keep: write every measured head, into
-    measured/STEP/. max_steps: the rate's schedule ends there too; null does all passes.
+    that is kept is the best measured, be it an existing head's start. keep: write every measured
+    head, into measured/STEP/. max_steps: the rate's schedule ends there too; null does all passes.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -77,8 +77,6 @@ class Patience:
 
     def add(self, step: int, tau: float) -> bool:
         """Count a measurement, above 0. Is it the best, or as good and later?"""
-        if step == 0:
-            self.start = tau
         self.misses = 0 if tau > self.best else self.misses + 1
         if tau < self.best:
             return False

@@ -14,7 +14,7 @@ import logging
 import random
 import signal
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from hashlib import sha256
 from typing import Any
@@ -31,7 +31,7 @@ from eyas.model.config import HeadOptions
 from eyas.operators.batch import Batch
 from eyas.operators.head import Head, head_files
 from eyas.operators.vocab import TargetVocabulary
-from eyas.shards import FeatureMeta, FeatureSource, Sample
+from eyas.shards import FeatureMeta, FeatureSource
 from eyas.train.batches import (
     BatchConfig,
     left_out_samples,
@@ -44,14 +44,12 @@ from eyas.train.loss import ObjectiveConfig
 from eyas.train.ranks import Ranks, asked_to_stop, joined, whole
 from eyas.train.start import (
     FITTED_SAMPLES,
-    SCALED_SAMPLES,
     StartConfig,
     existing_head,
     fit_to_features,
     fresh_head,
     given_vocabulary,
     recount,
-    scale_features,
 )
 from eyas.train.state import (
     CHECKPOINT,
@@ -277,29 +275,28 @@ class Trainer:
         resumes: a checkpoint's weights will take the place of its own, so that nothing is fitted.
         """
         config, on_cpu = self.config, self.vocabulary.to("cpu")
-        head, fit, num_samples = self.start_head, scale_features, SCALED_SAMPLES
-        if head is None:
-            fit, num_samples = fit_to_features, FITTED_SAMPLES
+        if self.start_head is None:
             counts_V = self.counts_V if self.given_V is None else self.given_V.long()
             head = fresh_head(config.head, self.source.meta, on_cpu, counts_V, config.seed)
-        elif config.start and config.start.vocabulary == "recount":
+            head.feature_scale = torch.ones(head.fc.in_features)
+            if not resumes:
+                few = min(FITTED_SAMPLES, len(self.usable))
+                numbers = random.Random(config.seed).sample(list(self.usable), few)
+                self._fit(head, numbers)
+            return head
+        head = self.start_head
+        if config.start and config.start.vocabulary == "recount":
             recount(head, on_cpu, self.counts_V, config.head.draft_vocab_size)
-        head.feature_scale = torch.ones(head.fc.in_features)
-        if not resumes:
-            few = min(num_samples, len(self.usable))
-            self._fit(head, fit, random.Random(config.seed).sample(list(self.usable), few))
         return head
 
-    def _fit(
-        self, head: Head, fit: Callable[[Head, Iterable[Sample]], None], numbers: Sequence[int]
-    ) -> None:
-        """Fit a head to these samples, on the first rank: a new one takes all products of the
+    def _fit(self, head: Head, numbers: Sequence[int]) -> None:
+        """Fit a new head to these samples, on the first rank: it takes all products of the
         features with each other, 9 H^2 numbers. The others get its weights.
         """
         with self.ranks.together():
             if self.ranks.is_first:
                 batches = self.source.batches([[number] for number in numbers])
-                fit(head, (sample for batch in batches for sample in batch))
+                fit_to_features(head, (sample for batch in batches for sample in batch))
         self.ranks.spread([*head.parameters(), *head.buffers()])
 
     def fit(self, output: Artifact, track: Track, trackers: Trackers) -> None:
@@ -380,14 +377,18 @@ class Trainer:
         self._finished = state.step
 
     def _measure(self) -> dict[str, Any]:
-        """Measure the head as it is, and remember it if it is the best."""
+        """Measure the head as it is, and remember it if it is the best. A new head's start is no
+        head yet: its layer writes nothing.
+        """
         assert self.held_out is not None, "measured without a sample"
         state = self.state
         with whole(self.module):
             counts, loss = self.held_out.measure(self.module, self.ranks)
         tau = tau_of_counts(counts)
+        if state.step == 0:
+            state.patience.start = tau
         # tau is 0 if no answer of the sample is long enough for a round
-        if tau > 0 and state.patience.add(state.step, tau):
+        if tau > 0 and (state.step or self.config.start) and state.patience.add(state.step, tau):
             state.keep_best()
         emitted, rounds = counts.T.tolist()
         by_conversation = {"emitted": emitted, "rounds": rounds}
@@ -400,10 +401,10 @@ class Trainer:
         if state.patience.best:
             last = self._finished_head() if state.patience.best_step != state.step else None
             state.restore_best(ranks)
-            if ranks.is_first and state.patience.best_step == 0:
+            if ranks.is_first and state.patience.best <= state.patience.start:
                 log.warning(
-                    f"no head of this run is better than its start, which is kept (tau "
-                    f"{state.patience.best:.2f}): train on more answers, or with a lower "
+                    f"no head of this run is better than its start (tau "
+                    f"{state.patience.start:.2f}): train on more answers, or with another "
                     "learning_rate"
                 )
         head = self._finished_head()
@@ -419,8 +420,9 @@ class Trainer:
         with whole(self.module):
             named = [*self.state.head.named_parameters(), *self.state.head.named_buffers()]
             weights = {name: weight.detach() for name, weight in named}
-            scale_A = weights.pop("feature_scale")
-            head.load_state_dict(weights | {"fc.weight": weights["fc.weight"] * scale_A})
+            if "feature_scale" in weights:
+                weights["fc.weight"] = weights["fc.weight"] * weights.pop("feature_scale")
+            head.load_state_dict(weights)
         return head.to(torch.float32 if self.config.dtype == "float32" else torch.bfloat16)
 
     def _write(
