@@ -82,9 +82,9 @@ INTRODUCED = re.compile(
 # No person: "The Adventures of ...", "..., a company of", "... is the tool", "... and the Cats".
 WORK_BEFORE = re.compile(r"\b[Tt]he [A-Z][a-z]+ of $")
 THINGS = (
-    "(?:company|firm|agency|start-?up|tool|app|site|website|platform|service|library|language|brand|game"
-    "|movie|film|band|album|song|series|city|town|village|settlement|fort|ship|river|island|region|program"
-    "|project|system|product|device|festival|retailer|team|newspaper)"
+    "(?:company|firm|agency|start-?up|tool|app|site|website|platform|service|library|language"
+    "|brand|game|movie|film|band|album|song|series|city|town|village|settlement|fort|ship|river"
+    "|island|region|program|project|system|product|device|festival|retailer|team|newspaper)"
 )
 THING = re.compile(
     rf"(?:,| is| was| are) (?:the|an?) (?:(?!of|at|in|for|the)[\w-]+ ){{0,4}}?{THINGS}"
@@ -102,8 +102,8 @@ TALK = re.compile(
     re.I,
 )
 ALSO_TALK = re.compile(  # two of them
-    r"\b(concert|director|starring|genre|season|coach|league|player|team|character|episode|performance|comic"
-    r"|trilogy|franchise|rock|fan|novel|author|game|match|cast|scene)s?\b",
+    r"\b(concert|director|starring|genre|season|coach|league|player|team|character|episode"
+    r"|performance|comic|trilogy|franchise|rock|fan|novel|author|game|match|cast|scene)s?\b",
     re.I,
 )
 SPOKEN = re.compile(r"\b(?:I|you|we|my|your|i'm)\b", re.I)
