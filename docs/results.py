@@ -155,6 +155,12 @@ def beside_llama(shape: str, format: str) -> Callable[[Figures], str]:
     return told
 
 
+def opened(figures: Figures) -> str:
+    one = figures["files"]["llama-8b-Q4_K_M"]
+    own, file = one["plain"]["memory_mb"]["peak"] / 1000, one["megabytes"] / 1000
+    return f"{one['opening_s']:.1f} s; {own:.1f} GB, of which the file is {file:.1f}"
+
+
 def in_rows(file: str) -> Callable[[Figures], str]:
     return lambda figures: ", ".join(
         f"{count}: {figures['files'][file]['rows']['in_rows'][count]:.2f}"
@@ -264,6 +270,16 @@ TABLES: list[tuple[str, list[Row]]] = [
             for format in ("Q4_K_M", "Q4_0", "Q8_0")
         ]
         + [
+            (f"{of}, Q4_K_M", "sizes_large", beside_llama(shape, "Q4_K_M"))
+            for shape, of in (
+                ("llama-3b", "3 B"),
+                ("qwen3-4b", "Qwen3 4 B"),
+                ("qwen3-moe", "Mixture of experts, 5 GB"),
+                ("llama-8b", "8 B"),
+            )
+        ]
+        + [
+            ("8 B, Q4_K_M: as it is opened again, and memory", "sizes_large", opened),
             ("1 B, Q4_K_M: a forward of n rows by one of one", "sizes_avx2", in_rows(ONE_B)),
             ("1 B, Q4_K_M: SYNTHETIC acceptance", "sizes_avx2", with_head(ONE_B)),
             ("Server ready with SmolLM2's file: seconds, memory", "starts", started),
