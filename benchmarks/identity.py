@@ -1,7 +1,7 @@
 """Outputs under stress against plain decoding alone, token by token: are they the same?
 
     python benchmarks/identity.py [--quick] [--dtype float32|bfloat16|packed] [--prompts 500]
-    [--sampled] [--minutes 0] [--max-tokens 64] [--data FILE.jsonl]
+    [--sampled] [--swap HEAD] [--minutes 0] [--max-tokens 64] [--data FILE.jsonl]
 
 Plainly: one prompt at a time, no head, no reuse of prefixes. Under stress: four engines in turn
 (speculation fixed and auto), each with a quarter of the prompts, in batches of 4, 5, 8 and 12, with
@@ -11,10 +11,10 @@ prompts begin with each other; every tenth is asked for twice. Every other answe
 end token. Requests arrive in bursts, every sixth with one that is cancelled after some steps.
 
 With --sampled every request has random sampling parameters and a seed: the tokens must be the same
-too. With --minutes the whole is repeated with other arrivals until the time is over, and the
-memory of the process is measured (a soak). Where two outputs part, the gap of the best two logits
-says whether rounding can explain it. Exit code 1 if an output differs. The last line of stdout is
-one JSON.
+too. With --swap the head and that one draft in turn, SWAP_STEPS steps each. With --minutes the
+whole is repeated with other arrivals until the time is over, and the memory of the process is
+measured (a soak). Where two outputs part, the gap of the best two logits says whether rounding can
+explain it. Exit code 1 if an output differs. The last line of stdout is one JSON.
 """
 
 from __future__ import annotations
@@ -42,6 +42,7 @@ from eyas.model.checkpoint import read_head
 from eyas.model.target import PAGE_SIZE, Target
 
 MAX_LENGTH, MAX_STEPS = 320, 200_000
+SWAP_STEPS = 25
 STRESSES = [
     {"speculation": "fixed(6,3,12)", "max_batch": 5},
     {"speculation": "auto", "max_batch": 8},
@@ -60,6 +61,7 @@ class Stressed:
     prompt_tokens: int = 0
     reused_tokens: int = 0
     accepted: int = 0
+    swaps: int = 0
 
 
 def prompts(args: argparse.Namespace) -> list[Request]:
@@ -108,13 +110,23 @@ def random_params(rng: random.Random, params: SamplingParams) -> SamplingParams:
     return dataclasses.replace(params, **options)  # type: ignore[arg-type]
 
 
-def stress(engine: Engine, requests: list[Request], rng: random.Random, into: Stressed) -> None:
-    """All requests through one engine, in bursts, among others that are cancelled."""
+def stress(
+    engine: Engine,
+    requests: list[Request],
+    rng: random.Random,
+    into: Stressed,
+    drafts: list[Draft],
+) -> None:
+    """All requests through one engine, in bursts, among others that are cancelled. drafts: those
+    that take turns; the engine begins with the first.
+    """
     waiting, doomed = list(reversed(requests)), dict[str, int]()
     done = 0
     for step in range(MAX_STEPS):
         if done == len(requests) and not engine.has_work:
             break
+        if len(drafts) > 1 and step % SWAP_STEPS == SWAP_STEPS - 1:
+            into.swaps += engine.swap_draft(drafts[(step + 1) // SWAP_STEPS % len(drafts)])
         if waiting and rng.random() < 0.4:
             for _ in range(min(len(waiting), rng.choice([1, 1, 2, 6]))):
                 request = waiting.pop()
@@ -170,6 +182,7 @@ def main() -> None:
     parser.set_defaults(max_tokens=64)
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16", "packed"])
     parser.add_argument("--sampled", action="store_true", help="random sampling parameters")
+    parser.add_argument("--swap", metavar="HEAD", help="drafts in turn with the first")
     parser.add_argument("--minutes", type=float, default=0.0, help="repeat for so long")
     parser.add_argument("--seed", type=int, default=0, help="of arrivals, cancellations, sampling")
     args = parser.parse_args()
@@ -179,7 +192,8 @@ def main() -> None:
     folder = hub.resolve_target(args.target)
     tokenizer = Chat(folder).tokenizer
     target = Target.load(folder, args.dtype)
-    draft = Draft(*read_head(hub.resolve_head(args.head)), target)
+    heads = [args.head, *([args.swap] if args.swap else [])]
+    drafts = [Draft(*read_head(hub.resolve_head(head)), target) for head in heads]
     started = time.perf_counter()
     settings = {"max_batch": 1, "prefix_reuse": False, "speculation": "off"}
     config = EngineConfig(max_length=MAX_LENGTH, **settings)
@@ -195,10 +209,10 @@ def main() -> None:
         total.outputs, passes = {}, passes + 1
         for number, one in enumerate(STRESSES):
             sizes = {"max_length": MAX_LENGTH, "num_pages": pages, "prefill_chunk": 96}
-            engine = Engine(target, draft, EngineConfig(**sizes, **one), tokenizer)
+            engine = Engine(target, drafts[0], EngineConfig(**sizes, **one), tokenizer)
             # Quarters by blocks of eight, so that turns of one dialogue meet in one engine.
             own = [request for at, request in enumerate(requests) if at // 8 % 4 == number]
-            stress(engine, own, rng, total)
+            stress(engine, own, rng, total, drafts)
             print(f"{one}: {len(own)} prompts, {time.perf_counter() - started:.0f} s", flush=True)
         memory.append(resident_mib())
         for request in requests:
@@ -218,6 +232,7 @@ def main() -> None:
         "cancelled": total.cancelled,
         "reused_share": round(total.reused_tokens / total.prompt_tokens, 3),
         "accepted_drafts": total.accepted,
+        "swaps": total.swaps,
         "rss_mib": [round(one) for one in (memory[0], memory[len(memory) // 2], memory[-1])],
         "dtype": args.dtype,
         "sampled": args.sampled,

@@ -659,6 +659,9 @@ def test_an_output_matrix_tied_to_the_embedding(target, tmp_path):
     assert lm_head.shape == (64, 32)
     with pytest.raises(MismatchError, match="tie_word_embeddings"):
         read_head(edit_config(whole, tie_word_embeddings=True))
+    theirs = head_folder(target, tmp_path / "theirs", "vllm")
+    lm_head = read_head(edit_config(theirs, LAYER, tie_word_embeddings=True))[1]["lm_head.weight"]
+    assert lm_head.shape == (64, 32)
 
 
 def test_what_is_no_head(target, tmp_path):

@@ -4,6 +4,7 @@ moment requests come or go.
 
 import logging
 import re
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -13,7 +14,17 @@ from eyas.engine.engine import EngineConfig
 from eyas.engine.request import Request, SamplingParams, Update
 from eyas.errors import ConfigError, InputError, MismatchError
 from tests import tiny_engine
-from tests.tiny_engine import VOCAB, decoded, engine, idle, plainly, random_head, requests
+from tests.tiny_engine import (
+    VOCAB,
+    decoded,
+    draft_of,
+    engine,
+    idle,
+    plainly,
+    random_head,
+    requests,
+)
+from tests.tiny_head import head_folder
 
 WINDOW = 9  # shorter than configs allow, longer than a tree is deep
 folder, target = tiny_engine.folder, tiny_engine.target
@@ -50,6 +61,73 @@ def test_requests_come_and_go_without_disturbing_others(target):
         results.pop(("1", 0), None)
     assert found == expected
     idle(running)
+
+
+@pytest.mark.parametrize("speculation", ["fixed(6,3,12)", "auto"])
+@pytest.mark.parametrize("window", [None, WINDOW])
+def test_heads_that_take_turns_change_no_token(target, window, speculation):
+    """In the middle of rounds, of prefills, of preemptions and of prefixes that are shared."""
+    sizes = {"ignore_eos": True, "max_tokens": 40}
+    asked = [one for shared in (0, 40) for one in requests(8, shared=shared, **sizes)]
+    asked = [replace(request, id=str(number)) for number, request in enumerate(asked)]
+    running = engine(target, window=window, num_pages=12, speculation=speculation)
+    other_head = random_head(target, seed=1)
+    heads = [running.draft, draft_of(*other_head, target)]
+    for request in asked:
+        running.add(request)
+    tokens, found, step = {request.id: [] for request in asked}, {}, 0
+    while running.has_work:
+        for update in running.step():
+            tokens[update.request_id] += update.token_ids
+            if update.finish_reason:
+                found[update.request_id, 0] = (tokens[update.request_id], update.finish_reason)
+        step += 1
+        if step % 3 == 0:
+            assert running.swap_draft(heads[step // 3 % 2])
+            running.check()
+    assert found == plainly(target, asked)
+    assert running.metrics()["preemptions"] > 0
+    assert running.metrics()["prompt_tokens_reused"] > 0
+    idle(running)
+
+
+def test_a_head_swapped_in_drafts_as_if_it_had_been_there_from_the_start(target):
+    """Its entries for what was decoded before are made of the features that are kept."""
+    other_head = random_head(target, seed=1)
+
+    def proposed(swaps_at: int) -> list[list[list[int]]]:
+        running, rounds = engine(target), []
+        running.rounds.recorder = lambda _, proposals: rounds.append(proposals.tokens.tolist())
+        for request in requests(3, shared=20, ignore_eos=True, max_tokens=20):
+            running.add(request)
+        step = 0
+        while running.has_work:
+            if step == swaps_at:
+                running.swap_draft(draft_of(*other_head, target))
+            running.step()
+            step += 1
+        return rounds
+
+    at_once, later = proposed(0), proposed(9)
+    assert len(at_once) == len(later)
+    same = [one == other for one, other in zip(at_once, later, strict=True)]
+    first = same.index(True, same.index(False))
+    assert all(same[first:])
+    assert len(same) - first >= 8
+
+
+def test_a_head_that_needs_other_caches_needs_a_restart(folder, tmp_path):
+    target = tiny_engine.load_as("native", folder)
+    running = engine(target)
+    with pytest.raises(MismatchError, match="draft_vocab_size of the head is 16, of the served"):
+        running.read_draft(head_folder(folder, tmp_path / "other", draft_vocab_size=16))
+    same = running.read_draft(head_folder(folder, tmp_path / "same", draft_vocab_size=20))
+    assert running.swap_draft(same)
+    assert running.draft is same
+    running.rounds.switch_off(ValueError("NaN"))
+    assert not running.swap_draft(same)
+    with pytest.raises(MismatchError, match="switched off"):
+        running.read_draft(tmp_path / "same")
 
 
 # Pages

@@ -24,11 +24,11 @@ MOST_FRAMES = 8  # from a command to the loss, and from the server's worker to t
 # KB of Python (1,000 bytes; of C++ for cpp), and what the room is for
 ROOMS = {
     "data": (208, "sources, licence gate, filters, duplicates, ledger, card"),
-    "engine": (180, "exact speculative decoding: scheduler, rounds, drafters, policy, sampling"),
+    "engine": (183, "exact speculative decoding: scheduler, rounds, drafters, policy, sampling"),
     "model": (197, "target and head on NumPy: configs, checkpoints, the native library's calls"),
     "operators": (86, "what PyTorch computes: the head that trains, features"),
     "cpp": (267, "the native decoder"),
-    "serve": (200, "the HTTP server"),
+    "serve": (205, "the HTTP server"),
     "privacy": (179, "personal data and secrets: search, surrogates, key"),
     "features": (136, "the target's answers and its hidden states"),
     "bench": (122, "any server measured over HTTP, and watched"),

@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import json
+import logging
 import runpy
 import signal
 import socket
@@ -26,12 +27,14 @@ from pydantic import ValidationError
 from eyas.engine.engine import Engine, EngineConfig
 from eyas.errors import ConfigError, EyasError
 from eyas.log import JsonFormatter
+from eyas.serve.app import create_app
 from eyas.serve.limits import LimitsConfig
 from eyas.serve.metrics import Metrics
 from eyas.serve.server import ServeConfig, UvicornServer, _bound, running_server, serve
 from eyas.serve.writers import CompletionWriter
 from tests.object_stores import free_port
 from tests.serving import MAX_LENGTH, MODEL, GatedEngine, World, ask, connected, health
+from tests.tiny_head import head_folder
 
 
 @pytest.fixture(scope="module")
@@ -115,6 +118,61 @@ def test_an_engine_that_fails_fails_its_requests_and_says_so(world, caplog):
     assert json.loads(line)["error"] == "RuntimeError"
     assert any(place.endswith(" _gated") for place in json.loads(line)["places"])
     assert "out of luck" not in line
+
+
+# Another head
+
+
+def test_a_head_is_swapped_under_running_streams_and_no_answer_changes(world, tmp_path, caplog):
+    caplog.set_level(logging.INFO, logger="eyas.serve")
+    heads, keys = tmp_path / "heads", tmp_path / "keys"
+    keys.write_text("a-key\n")
+    for seed in (1, 2):
+        head_folder(world.folder, heads / f"head-{seed}", seed=seed)
+    head_folder(world.folder, heads / "small", draft_vocab_size=16)
+    (heads / "broken").mkdir()
+    engine = world.drafting(tmp_path / "head", "fixed(2,2,4)")
+    limits = LimitsConfig(api_keys=keys, heads=heads)
+    truth, _ = world.truth(max_tokens=150)
+
+    def swap(name, key="a-key"):
+        headers = {"authorization": f"Bearer {key}"}
+        return httpx.post(f"{url}/v1/head", json={"head": name}, headers=headers, timeout=60)
+
+    with (
+        world.served(engine, limits, has_head=True) as client,
+        connected(client.url, "a-key") as asking,
+        ThreadPoolExecutor(4) as pool,
+    ):
+        url, before = client.url, None
+        streams = [pool.submit(ask, asking, max_tokens=150) for _ in range(4)]
+        for number in range(8):
+            name = f"head-{1 + number % 2}"
+            told = swap(name)
+            assert (told.status_code, told.json()) == (200, {"head": name, "before": before})
+            before = name
+        for stream in streams:
+            assert stream.result().choices[0].message.content == truth
+        for name, status, what in (
+            ("../head", 404, "there is broken, head-1, head-2, small"),
+            ("small", 400, "draft_vocab_size of the head is 16, of the served one 64: restart"),
+            ("broken", 400, "broken"),
+        ):
+            told = swap(name)
+            assert (told.status_code, told.json()["error"]["param"]) == (status, "head")
+            assert what in told.json()["error"]["message"]
+        assert swap("head-1", "another key").status_code == 401
+        assert ask(asking, max_tokens=150).choices[0].message.content == truth
+        assert ask(asking).usage.eyas["accept_hist"]
+    swapped = [one.data for one in caplog.records if one.getMessage() == "another head drafts"]
+    assert [one["head"] for one in swapped] == ["head-1", "head-2"] * 4
+
+
+def test_a_server_swaps_heads_only_where_it_was_told_to(client, tmp_path):
+    told = httpx.post(f"{client.url}/v1/head", json={"head": "a"})
+    assert (told.status_code, told.json()["error"]["code"]) == (403, "head_is_fixed")
+    with pytest.raises(ConfigError, match="no API keys"):
+        create_app(MODEL, LimitsConfig(heads=tmp_path))
 
 
 def test_a_server_told_to_end_finishes_what_runs_and_says_that_it_drains(world):

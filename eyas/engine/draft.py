@@ -24,7 +24,7 @@ from eyas.engine.tree import Speculation
 from eyas.errors import MismatchError
 from eyas.gguf.blocks import BlockMatrix
 from eyas.model.arrays import BFLOAT16, Array, Arrays, cast
-from eyas.model.config import HeadConfig, TargetShape, check_head
+from eyas.model.config import DecoderConfig, HeadConfig, TargetShape, check_head
 from eyas.model.draws import Draws
 from eyas.model.native import MAX_HEAD_DIM, runs
 from eyas.model.native_draft import NativeDraft, head_blocks
@@ -66,6 +66,18 @@ def check_branches(config: HeadConfig, speculation: Speculation) -> None:
             f"{speculation.tree_topk} branches",
             f"take a tree of fewer branches: {speculation} are draft steps, branches, tokens",
         )
+
+
+def check_place(config: HeadConfig, served: HeadConfig) -> None:
+    """Raise MismatchError unless a head can go on from the caches of the served one, at the costs
+    that were measured with it: it has the same taps and sizes.
+    """
+    for name in (*DecoderConfig.model_fields, "draft_vocab_size", "taps"):
+        if (own := getattr(config, name)) != (there := getattr(served, name)):
+            raise MismatchError(
+                f"{name} of the head is {own}, of the served one {there}",
+                "restart the server with the other head",
+            )
 
 
 class Draft:

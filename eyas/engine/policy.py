@@ -100,7 +100,7 @@ class Policy:
         self.has_head = True  # the rounds say when it has none, or no longer
         self.expects_drafts = speculation.mode != "off"  # of a request that comes now
         self.records: deque[RoundRecord] = deque(maxlen=_NUM_RECORDS)
-        self.acceptance, self.correction = Acceptance(speculation.num_draft_steps), Correction()
+        self.correction = Correction()
         self._sums: defaultdict[str, float] = defaultdict(float)
         self._max_nodes = speculation.num_verify_tokens - 1
         self._widths = np.array(sorted({speculation.tree_topk, 1}, reverse=True))
@@ -108,9 +108,15 @@ class Policy:
         self._depths = np.arange(1.0, speculation.num_draft_steps + 1)
         chain = FIRST_PATH**self._depths
         is_above = chain[:, None] >= GRID
-        self._tables = FIRST_TREES * np.stack((is_above * chain[:, None], is_above)).cumsum(1)
-        self._reached, self._num_trees = FIRST_TREES * self._depths, FIRST_TREES
-        self._first = self._tables.copy(), self._reached.copy()
+        tables = FIRST_TREES * np.stack((is_above * chain[:, None], is_above)).cumsum(1)
+        self._first = tables, FIRST_TREES * self._depths
+        self.forget()
+
+    def forget(self) -> None:
+        """Begin again with the first belief about trees and drafts: another head drafts."""
+        self.acceptance = Acceptance(len(self._depths))
+        self._tables, self._reached = (of.copy() for of in self._first)
+        self._num_trees = FIRST_TREES
 
     # Before drafting
 

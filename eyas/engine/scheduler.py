@@ -222,6 +222,12 @@ class Scheduler:
             if sample.finish_reason is not None:
                 self._leave(sample)
 
+    def forget_drafts(self) -> None:
+        """Another head drafts from now on: the entries of all pages are to be made by it."""
+        self._pool.is_drafted[:] = [False] * self._pool.num_pages
+        for sample in self._running:
+            sample.draft_len = 1
+
     def check(self) -> None:
         """Raise AssertionError unless every page is accounted for."""
         self._pool.check(sample.pages for sample in self._running)

@@ -188,13 +188,11 @@ def layer_faults(checkpoint: Checkpoint) -> list[MismatchError]:
         hint = f'write "{LAYER_TYPES}": ["{SLIDING}"] if it was, ["full_attention"] if not'
         faults.append(MismatchError(what, hint))
     # Of W tokens, an output matrix of its own cannot be the embedding of V, whatever a config
-    # copied from the target says.
-    is_own = (
-        checkpoint.form == "sglang"
-        and LM_HEAD in checkpoint.tensors
-        and "d2t" in checkpoint.tensors
-    )
-    if any(checkpoint.stated("tie_word_embeddings")) and not is_own:
+    # copied from the target says; speculators ties by the outer config, and copies into the inner.
+    is_tied = any(checkpoint.stated("tie_word_embeddings"))
+    if LM_HEAD in checkpoint.tensors and "d2t" in checkpoint.tensors:
+        is_tied = checkpoint.form == "vllm" and bool(checkpoint.settings.get("tie_word_embeddings"))
+    if is_tied:
         what = "tie_word_embeddings is set (the output matrix is the embedding): not supported"
         faults.append(MismatchError(what, "train a head without it"))
     return faults

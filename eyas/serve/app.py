@@ -38,7 +38,8 @@ from eyas.card import CardTau
 from eyas.chat import Chat
 from eyas.engine.engine import Engine
 from eyas.engine.request import Update
-from eyas.errors import EyasError
+from eyas.errors import ConfigError, EyasError, InputError
+from eyas.hub import resolve_head
 from eyas.serve.answers import (
     EventStream,
     api_error,
@@ -49,10 +50,16 @@ from eyas.serve.answers import (
 )
 from eyas.serve.fields import parse_body
 from eyas.serve.limits import AccessControl, ApiError, LimitsConfig
-from eyas.serve.metrics import CONTENT_TYPE, Exchange, Metrics
+from eyas.serve.metrics import CONTENT_TYPE, Exchange, Metrics, card_figures
 from eyas.serve.openapi import document
 from eyas.serve.page import page_routes
-from eyas.serve.protocol import ChatRequest, DetokenizeRequest, TextRequest, TokenizeRequest
+from eyas.serve.protocol import (
+    ChatRequest,
+    DetokenizeRequest,
+    HeadRequest,
+    TextRequest,
+    TokenizeRequest,
+)
 from eyas.serve.responses import ResponsesRequest
 from eyas.serve.translation import ModelInfo, Translator, check_logprobs
 from eyas.serve.vertex import VertexConfig, error_body, instances, located, openai_body
@@ -193,6 +200,11 @@ class Api:
     def __init__(self, model: str, limits: LimitsConfig, vertex: VertexConfig | None) -> None:
         self.limits = limits
         self.access = AccessControl(limits)
+        if limits.heads is not None and not self.access.needs_key:
+            raise ConfigError(
+                "limits.heads lets a request swap the head, and the server has no API keys",
+                "give some: --api-keys FILE",
+            )
         self._model = model
         self._vertex = vertex
         self._metrics = Metrics(model)
@@ -205,6 +217,8 @@ class Api:
         self._num_open = 0  # requests that have not ended
         self._started = int(time.time())
         self._recent_e2e_s = 1.0  # moving mean
+        self._head: str | None = None  # that was swapped in last
+        self._swapping = asyncio.Lock()
         self._held_bytes = 0  # of bodies that are not translated
         self.endpoints: list[str] = []
         self._lanes = ThreadPoolExecutor(1, "small bodies"), ThreadPoolExecutor(1, "large bodies")
@@ -221,6 +235,7 @@ class Api:
             self._route("/get_server_info", self._server_info),
             self._route("/tokenize", partial(self._tokens, TokenizeRequest), "POST"),
             self._route("/detokenize", partial(self._tokens, DetokenizeRequest), "POST"),
+            self._route("/v1/head", self._swap_head, "POST"),
             Route("/health", self._health),
             Route("/ping", self._health, methods=["GET", "POST"]),  # SageMaker's name
             Route("/version", self._version),
@@ -407,6 +422,32 @@ class Api:
                 "internal_states": [{"avg_spec_accept_length": self._metrics.tau}],
             }
         )
+
+    async def _swap_head(self, exchange: Exchange, service: ModelService) -> Response:
+        """Another head drafts from the next round on; no request notices but by its speed."""
+        name = (await self._translated(exchange.http, partial(parse_body, HeadRequest))).head
+        heads = self.limits.heads
+        if heads is None:
+            message = "this server keeps its head: start it with limits.heads and API keys"
+            raise ApiError(403, message, code="head_is_fixed")
+        async with self._swapping:
+            known = sorted(one.name for one in heads.iterdir()) if heads.is_dir() else []
+            if name not in known:
+                there = ", ".join(known) or "none"
+                raise ApiError(404, f"no such head here; there is {there}", "head", "no_such_head")
+            place = str(heads / name)
+            try:
+                await service.worker.swap_head(await asyncio.to_thread(resolve_head, place))
+            except InputError as error:
+                message = f"{error.what}: {error.hint}" if error.hint else error.what
+                raise ApiError(400, message, "head", "head_refused") from error
+            except EngineFailure as error:
+                raise api_error(error) from error
+            before, self._head = self._head, name
+            promised = partial(card_figures, place, service.worker.speculation)
+            self._metrics.card = await asyncio.to_thread(promised)
+        log.info("another head drafts", extra={"data": {"head": name, "before": before}})
+        return JSONResponse({"head": name, "before": before})
 
     async def _predict(self, exchange: Exchange, service: ModelService) -> Response:
         """Vertex AI's: a body of OpenAI's, or all instances at once; one that fails fails all."""

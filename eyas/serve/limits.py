@@ -54,6 +54,10 @@ class LimitsConfig(BaseModel):
     allowed_origins: list[str] = Field(
         [], description="web pages that may ask from a browser (CORS): https://HOST; *: any"
     )
+    heads: Path | None = Field(
+        None,
+        description="folder: POST /v1/head serves another head of it; needs API keys",
+    )
     requests_per_minute: int | None = Field(
         None, ge=1, description="of one key, or of one address without keys"
     )

@@ -7,6 +7,7 @@ anything of a request's text.
 
 from __future__ import annotations
 
+import logging
 import re
 import time
 import uuid
@@ -20,9 +21,13 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 from starlette.requests import Request as HttpRequest
 
-from eyas.card import CardTau
+from eyas.card import CardTau, card_of_head, of_size
+from eyas.errors import EyasError
+from eyas.hub import locate
 from eyas.serve.writers import CompletionWriter
 from eyas.tau import accepted_by_position, num_accepted, sum_hists, tau_of
+
+log = logging.getLogger("eyas.serve")
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _SECONDS = (
@@ -116,6 +121,17 @@ class Exchange:
                 "ttft_ms": round(1000 * (min(firsts) - self.started), 1) if firsts else None,
             }
         return facts
+
+
+def card_figures(place: str, speculation: str) -> list[CardTau]:
+    """What the card of a served head promises for the drafts that are served; nothing of a head
+    without one.
+    """
+    try:
+        return of_size(card_of_head(locate(place)), speculation)
+    except EyasError as error:  # the head serves all the same
+        log.warning("the head's card is not watched: %s", error.what)
+        return []
 
 
 class Metrics(Collector):

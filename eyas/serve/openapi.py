@@ -7,7 +7,13 @@ from typing import Any
 
 from eyas.artifact import VERSION
 from eyas.serve.fields import RequestBody
-from eyas.serve.protocol import ChatRequest, DetokenizeRequest, TextRequest, TokenizeRequest
+from eyas.serve.protocol import (
+    ChatRequest,
+    DetokenizeRequest,
+    HeadRequest,
+    TextRequest,
+    TokenizeRequest,
+)
 from eyas.serve.responses import ResponsesRequest
 from eyas.serve.vertex import PredictionRequest
 
@@ -45,6 +51,7 @@ _RESPONSE = _object(
     usage=_object(input_tokens=_COUNT, output_tokens=_COUNT, total_tokens=_COUNT),
 )
 _TOKENS = _object(count=_COUNT, max_model_len=_COUNT, tokens=_list(_COUNT))
+_HEAD = _object(head=_TEXT, before=_MAYBE)
 _MODEL = _object(id=_TEXT, object=_TEXT, created=_COUNT, owned_by=_TEXT)
 _MODELS = _object(object=_TEXT, data=_list(_MODEL))
 _SERVER_INFO = _object(internal_states=_list(_object(avg_spec_accept_length=_ANY)))
@@ -53,8 +60,8 @@ _VERTEX_ERROR = _object(error=_object(code=_COUNT, message=_TEXT, status=_TEXT))
 _PROBLEMS = {
     "400": "the request is wrong or asks for what this server does not support",
     "401": "an API key is needed",
-    "403": "the header Host names no name of this server",
-    "404": "no such model",
+    "403": "the header Host names no name of this server; of a head: the server keeps its own",
+    "404": "no such model or head",
     "408": "the body came too slowly",
     "413": "the body is too large",
     "415": "the body is no JSON",
@@ -103,6 +110,7 @@ def document(model: str, predict_route: str | None = None) -> Schema:
         "/get_server_info": page("the same under its older name", _SERVER_INFO, *usual),
         "/tokenize": completion("text or messages as tokens", TokenizeRequest, _TOKENS),
         "/detokenize": completion("tokens as text", DetokenizeRequest, _object(prompt=_TEXT)),
+        "/v1/head": completion("drafts with another head", HeadRequest, _HEAD),
         "/version": page("of eyas", _object(version=_TEXT)),
         "/ping": page("the same as /health", _object(status=_TEXT), "503"),
         "/health": page("whether requests are taken", _object(status=_TEXT), "503"),

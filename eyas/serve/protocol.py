@@ -30,6 +30,7 @@ MAX_NAME = 256  # characters of a participant's
 NOTES = frozenset({"id", "provider_specific_fields", "reasoning_details", "thinking_blocks"})
 MAX_TOOLS = 128
 MAX_OPTIONS = 16
+MAX_HEAD_NAME = 255
 
 TokenIds = Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]
 CACHE_HINTS = frozenset({"cache_control", "prompt_cache_breakpoint"})
@@ -349,6 +350,12 @@ class TokenizeRequest(RequestBody):
     @property
     def adds_special(self) -> bool:
         return self.add_special if self.prompt is None else self.add_special_tokens
+
+
+class HeadRequest(RequestBody):
+    """Which head drafts from now on: the name of a folder among `limits.heads`."""
+
+    head: str = Field(min_length=1, max_length=MAX_HEAD_NAME)
 
 
 class DetokenizeRequest(RequestBody):

@@ -32,17 +32,17 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from eyas.artifact import Artifact
 from eyas.builtin import BUILTIN
-from eyas.card import CardTau, card_of_head, of_size
 from eyas.chat import Chat
 from eyas.engine.engine import Engine, EngineConfig
 from eyas.errors import ConfigError, EyasError
-from eyas.hub import locate, resolve_head, resolve_target
+from eyas.hub import resolve_head, resolve_target
 from eyas.model.architecture import TargetConfig
 from eyas.model.target import Dtype
 from eyas.model.threads import set_num_threads
 from eyas.model.weights import fingerprint
 from eyas.serve.app import Api, ModelService, create_app
 from eyas.serve.limits import LimitsConfig
+from eyas.serve.metrics import card_figures
 from eyas.serve.translation import ModelInfo
 from eyas.serve.vertex import VertexConfig
 
@@ -147,21 +147,9 @@ def load(config: ServeConfig) -> ModelService:
             info.max_length,
             context,
         )
-    return ModelService.of(engine, chat, info, figures_of(config))
-
-
-def figures_of(config: ServeConfig) -> list[CardTau]:
-    """What the card of the served head promises for the drafts that are served; nothing of a head
-    without one.
-    """
     place = config.head_place
-    if place is None:
-        return []
-    try:
-        return of_size(card_of_head(locate(place)), str(config.engine.parsed()))
-    except EyasError as error:  # the head serves all the same
-        log.warning("the head's card is not watched: %s", error.what)
-        return []
+    card = [] if place is None else card_figures(place, str(engine.speculation))
+    return ModelService.of(engine, chat, info, card)
 
 
 def serve(config: ServeConfig, on_ready: Callable[[str], None] = print) -> None:

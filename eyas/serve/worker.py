@@ -4,6 +4,7 @@
     updates(requests) ── add, cancel ─▶ inbox ─▶ engine.add, engine.cancel
        └ a grammar is compiled before, in a thread of its own: a large one takes its time
     inspect(look)     ── look ────────▶          look(engine), between two rounds
+    swap_head(head)   ── look ────────▶          the same; the head is read before, in a thread
            ▲                                     engine.step (without work: waits)
            └──── one queue per call ◀─ deliver ◀─ call_soon_threadsafe, once per round
 
@@ -24,7 +25,7 @@ from typing import Any, TypeVar
 from eyas.engine.engine import Engine
 from eyas.engine.grammar import Grammar
 from eyas.engine.request import Request, Update
-from eyas.errors import EyasError, InputError
+from eyas.errors import EyasError, InputError, MismatchError
 from eyas.log import error_facts
 
 log = logging.getLogger("eyas.serve")
@@ -89,6 +90,11 @@ class EngineWorker:
         return self._thread is not None and self._thread.is_alive() and self.failure is None
 
     @property
+    def speculation(self) -> str:
+        """How the engine speculates."""
+        return str(self._engine.speculation)
+
+    @property
     def draft_failure(self) -> str | None:
         """Why the engine goes on without its head, if it does."""
         return self._engine.draft_failure
@@ -128,6 +134,15 @@ class EngineWorker:
 
         self._post(lambda engine: loop.call_soon_threadsafe(settle, look(engine)))
         return await result
+
+    async def swap_head(self, head: str) -> None:
+        """Draft with the head in a folder from the next round on; what runs goes on.
+
+        Raises what reading it raises, MismatchError for one that needs a restart, EngineFailure.
+        """
+        draft = await asyncio.to_thread(self._engine.read_draft, head)
+        if not await self.inspect(lambda engine: engine.swap_draft(draft)):
+            raise MismatchError("the served head was switched off", "restart the server")
 
     async def updates(
         self, requests: Sequence[Request], timeout_s: float, max_queue: int
