@@ -138,6 +138,16 @@ def test_from_nothing_is_the_same_run_without_a_start(quick, tmp_path, monkeypat
     assert adapted.model_dump(exclude={"train"}) == new.model_dump(exclude={"train"})
 
 
+def test_a_processor_without_bfloat16_multiplies_the_file_s_own_blocks(tmp_path, monkeypatch):
+    asked = []
+    monkeypatch.setattr(demo_command, "run", lambda content, *_, **__: asked.append(content))
+    for features in ({"avx2", "avx512_bf16"}, {"avx2"}):
+        monkeypatch.setattr(demo_command, "processor_features", lambda of=features: of)
+        demo_command.command(output=str(tmp_path))
+    precise, blocks = ((one["generate"]["dtype"], one["serve"]["dtype"]) for one in asked)
+    assert (precise, blocks) == (("bfloat16",) * 2, ("auto",) * 2)
+
+
 def test_the_report_is_one_file_that_needs_nothing_else(runs):
     page = Path(figures(runs[0])["report"]).read_text(encoding="utf-8")
     assert "<svg" in page
