@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
 from safetensors.torch import load_file, save_file
 
 from eyas.artifact import Artifact
@@ -100,6 +101,23 @@ def in_a_process(work: Callable[[], Any]) -> int:
 def ended(pid: int) -> int:
     """The exit status of a process, below zero for a signal, once it has ended."""
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def killed_at_a_write(name: str, work: Callable[[], Any], output: Artifact) -> dict[Path, int]:
+    """Do this in a process that is killed as it writes `name`; the times of the shards that it left
+    in `output`.
+    """
+    write = Artifact.write
+
+    def write_or_die(self: Artifact, written: str, data: bytes) -> None:
+        if written == name:
+            os.kill(os.getpid(), signal.SIGKILL)
+        write(self, written, data)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Artifact, "write", write_or_die)
+        assert ended(in_a_process(work)) == -signal.SIGKILL
+    return {path: path.stat().st_mtime_ns for path in Path(output.url).glob("*.safetensors")}
 
 
 def write_answers(folder: Path, output: Path, dialogues: Sequence[Sequence[str]]) -> Artifact:

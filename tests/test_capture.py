@@ -3,9 +3,7 @@ is accounted for.
 """
 
 import dataclasses
-import os
 import shutil
-import signal
 from collections import namedtuple
 from collections.abc import Sequence
 from pathlib import Path
@@ -41,9 +39,8 @@ from tests.oracle.target import features_of
 from tests.stages import (
     all_samples,
     contents,
-    ended,
     ending_target,
-    in_a_process,
+    killed_at_a_write,
     prompts_of,
     write_answers,
     write_prompts,
@@ -269,19 +266,13 @@ def test_bfloat16_on_disk_is_float32_rounded(target, answers, captured, output):
         assert torch.equal(sample.last_hidden, exact[key].last_hidden.bfloat16())
 
 
-def test_a_killed_run_goes_on_and_ends_the_same(target, answers, captured, tmp_path, monkeypatch):
-    config, output, write = config_of(target), Artifact(str(tmp_path / "cut")), Artifact.write
-
-    def write_or_die(self, name, data):
-        if name == "train-00001.safetensors":
-            os.kill(os.getpid(), signal.SIGKILL)
-        write(self, name, data)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Artifact, "write", write_or_die)
-        killed = in_a_process(lambda: capture(config, answers, Artifact(output.url)))
-        assert ended(killed) == -signal.SIGKILL
-    kept = {path: path.stat().st_mtime_ns for path in Path(output.url).glob("*.safetensors")}
+def test_a_killed_run_goes_on_and_ends_the_same(target, answers, captured, tmp_path):
+    config, output = config_of(target), Artifact(str(tmp_path / "cut"))
+    kept = killed_at_a_write(
+        "train-00001.safetensors",
+        lambda: capture(config, answers, Artifact(output.url)),
+        output,
+    )
     assert kept
     manifest = capture(config, answers, output)
     assert contents(output) == contents(captured)

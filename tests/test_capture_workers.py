@@ -24,7 +24,7 @@ from eyas.features.forward import ForwardResult, ForwardTask, WorkerForward
 from eyas.model.weights import fingerprint
 from eyas.operators.decoder import HookedDecoder, OwnDecoder
 from eyas.shards import Features, writer
-from tests.stages import ended, in_a_process, write_answers
+from tests.stages import killed_at_a_write, write_answers
 from tests.tiny import tiny_target
 
 needs_ray = pytest.mark.skipif(find_spec("ray") is None, reason="ray is not installed")
@@ -131,21 +131,15 @@ def test_a_killed_worker_changes_nothing(
 
 @pytest.mark.parametrize("workers", [1, 2])
 def test_a_killed_run_goes_on_with_any_number_of_workers(
-    target, answers, of_one_process, tmp_path, monkeypatch, workers
+    target, answers, of_one_process, tmp_path, workers
 ):
-    config, output, write = config_of(target), Artifact(str(tmp_path / "cut")), Artifact.write
-
-    def write_or_die(self, name, data):
-        if name == "train-00003.safetensors":
-            os.kill(os.getpid(), signal.SIGKILL)
-        write(self, name, data)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Artifact, "write", write_or_die)
-        several = config.model_copy(update={"workers": 3 - workers})
-        killed = in_a_process(lambda: capture(several, answers, Artifact(output.url)))
-        assert ended(killed) == -signal.SIGKILL
-    kept = {path: path.stat().st_mtime_ns for path in Path(output.url).glob("*.safetensors")}
+    config, output = config_of(target), Artifact(str(tmp_path / "cut"))
+    several = config.model_copy(update={"workers": 3 - workers})
+    kept = killed_at_a_write(
+        "train-00003.safetensors",
+        lambda: capture(several, answers, Artifact(output.url)),
+        output,
+    )
     assert len(kept) == 3
     capture(config.model_copy(update={"workers": workers}), answers, output)
     assert contents(output) == of_one_process["own"]
