@@ -36,7 +36,7 @@ import subprocess
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack
 from dataclasses import replace
@@ -54,6 +54,7 @@ from eyas.model.checkpoint import read_head
 from eyas.model.rows import (
     FeatureCache,
     Growth,
+    PagedCache,
     Proposals,
     Roots,
     Rows,
@@ -301,8 +302,8 @@ def draft(target: Target, head: Draft, args: argparse.Namespace) -> dict[str, An
 
 
 class SyntheticDraft:
-    """A draft whose trees are grown by the head, and then hold the right token at as many levels
-    as ACCEPTANCE gives, and wrong ones behind them.
+    """A draft whose trees are grown by the head, as deep as ACCEPTANCE lets them pay, and then hold
+    the right token at as many levels as ACCEPTANCE gives, and wrong ones behind them.
 
     tokens: prompt and answer, which plain decoding gave. wrong: a token that is not in the answer.
     """
@@ -313,8 +314,20 @@ class SyntheticDraft:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._head, name)
 
-    def grow(self, roots: Roots, *rest: Any) -> Proposals:
-        proposals = self._head.grow(roots, *rest)
+    def grow(
+        self,
+        roots: Roots,
+        cache: PagedCache,
+        features: FeatureCache,
+        growth: Growth,
+        thresholds: Sequence[float],
+        draws: Any = None,
+    ) -> Proposals:
+        # `tree.goes_on` by the scores below: a random head's own are those of no path that pays
+        paths = [max(ACCEPTANCE ** (level + 1) - thresholds[-1], 0.0) for level in range(STEPS)]
+        goes_on = [path >= least for path, least in zip(paths, thresholds, strict=True)]
+        forced = [0.0 if one else math.inf for one in goes_on[:-1]] + [0.0]
+        proposals = self._head.grow(roots, cache, features, growth, forced, draws)
         tokens, scores = np.array(proposals.tokens), np.array(proposals.scores)
         parents, parent, right = proposals.parents[0], -1, self._levels()
         for level in range(STEPS):
