@@ -51,6 +51,10 @@ def same(figures: Figures) -> str:
     )
 
 
+def swapped(figures: Figures) -> str:
+    return f"{same(figures)}, {figures['swaps']} swaps"
+
+
 def tau(group: str, task: str = "all") -> Callable[[Figures], str]:
     def told(figures: Figures) -> str:
         by_tree = next(iter(figures["tau"].values()))[group]
@@ -219,6 +223,7 @@ TABLES: list[tuple[str, list[Row]]] = [
             ("Greedy answers under stress, bf16", "identity_bf16", same),
             ("The same from the 4-bit file", "identity_packed", same),
             ("Answers sampled with seeds, bf16", "identity_sampled", same),
+            ("From the 4-bit file, while two heads take turns", "identity_swap", swapped),
             ("Good, cancelled, bad and flooding requests over HTTP", "storm", storm),
         ],
     ),
