@@ -140,40 +140,6 @@ class Engine:
         draft = Draft(*read_head(head, loaded.config), loaded) if head is not None else None
         return cls(loaded, draft, config, tokenizer)
 
-    # The head
-
-    def read_draft(self, head: str | Path) -> Draft:
-        """A head for `swap_draft`, from any thread.
-
-        Raises what reading a head raises, and MismatchError for one that cannot take the place of
-        the served one while requests run.
-        """
-        served = self.rounds.head
-        if served is None:
-            raise MismatchError(
-                "no head is served, or it was switched off",
-                "restart the server with the other head",
-            )
-        draft = Draft(*read_head(head, self.target.config), self.target)
-        check_place(draft.config, served.draft.config)
-        return draft
-
-    def swap_draft(self, draft: Draft) -> bool:
-        """Draft with another head (of `read_draft`) from the next round on; False, and nothing
-        changed, where the head was switched off in the meantime.
-
-        No answer changes: what is kept of the target, its features among it, is of any head. The
-        new head makes its entries from them when it first drafts.
-        """
-        if self.rounds.head is None:
-            return False
-        self.draft = self.rounds.head.draft = draft
-        self.rounds.policy.forget()
-        self._scheduler.forget_drafts()
-        self._accept_hist.clear()
-        self._num_windows = self._num_low = 0
-        return True
-
     def _sizes(self, tree_columns: int, free: int | None) -> tuple[int, int, int]:
         """Tokens of a request, the most pages of one, and the pages of the caches. tree_columns: of
         a request, behind its tokens; free: bytes of memory.
@@ -228,6 +194,40 @@ class Engine:
             if ways
             else "give the process more memory, or take a smaller model",
         )
+
+    # The head
+
+    def read_draft(self, head: str | Path) -> Draft:
+        """A head for `swap_draft`, from any thread.
+
+        Raises what reading a head raises, and MismatchError for one that cannot take the place of
+        the served one while requests run.
+        """
+        served = self.rounds.head
+        if served is None:
+            raise MismatchError(
+                "no head is served, or it was switched off",
+                "restart the server with the other head",
+            )
+        draft = Draft(*read_head(head, self.target.config), self.target)
+        check_place(draft.config, served.draft.config)
+        return draft
+
+    def swap_draft(self, draft: Draft) -> bool:
+        """Draft with another head (of `read_draft`) from the next round on; False, and nothing
+        changed, where the head was switched off in the meantime.
+
+        No answer changes: what is kept of the target, its features among it, is of any head. The
+        new head makes its entries from them when it first drafts.
+        """
+        if self.rounds.head is None:
+            return False
+        self.draft = self.rounds.head.draft = draft
+        self.rounds.policy.forget()
+        self._scheduler.forget_drafts()
+        self._accept_hist.clear()
+        self._num_windows = self._num_low = 0
+        return True
 
     # Requests
 
