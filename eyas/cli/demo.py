@@ -47,9 +47,8 @@ def command(
     adapted to them: prompts, generate, capture, train, eval, export, check, serve, bench.
     """
     content = read_run_file(QUICK_SETTINGS if quick else SETTINGS)
-    own = FROM_NOTHING if from_nothing else ()
-    if not quick and not HAS_BF16 & processor_features():
-        own += IN_BLOCKS
+    lacks_bf16 = not quick and not HAS_BF16 & processor_features()
+    own = [*(FROM_NOTHING if from_nothing else ()), *(IN_BLOCKS if lacks_bf16 else ())]
     content = override(content, [*own, *(overrides or ())])
     content = {**content, "output": output} if output else content
     folder = local_output(str(content["output"]))
