@@ -106,7 +106,9 @@ class World:
             np.concatenate(parents, 1).astype(np.int32),
             np.concatenate(conditional, 1),
         )
-        scores = np.log(along_paths(given, above_of(parents_TC), depths)).astype(np.float32)
+        scores = np.log(along_paths(given, above_of(parents_TC), int(depths.max()))).astype(
+            np.float32
+        )
         tokens = np.tile(np.arange(len(depths)), (T, 1))  # a candidate's token is its index
         return Proposals(tokens, scores, parents_TC, depths)
 

@@ -54,7 +54,7 @@ def test_a_path_is_the_product_of_its_steps():
     for depth in range(1, 12):
         proposals = chain(rng, 3, depth)
         steps = rng.uniform(0.1, 0.99, size=(3, depth))
-        paths = along_paths(steps, above_of(proposals.parents), proposals.depths)
+        paths = along_paths(steps, above_of(proposals.parents), depth)
         assert paths == pytest.approx(steps.cumprod(1))
     parents = np.array([[-1, -1, 0, 0, 1, 1], [-1, -1, 1, 1, 0, 0]])
     steps = np.array([[0.6, 0.3, 0.5, 0.4, 0.7, 0.1]] * 2)
@@ -62,7 +62,7 @@ def test_a_path_is_the_product_of_its_steps():
         [0.6, 0.3, 0.6 * 0.5, 0.6 * 0.4, 0.3 * 0.7, 0.3 * 0.1],
         [0.6, 0.3, 0.3 * 0.5, 0.3 * 0.4, 0.6 * 0.7, 0.6 * 0.1],
     ]
-    paths = along_paths(steps, above_of(parents), np.array([1, 1, 2, 2, 2, 2]))
+    paths = along_paths(steps, above_of(parents), 2)
     assert paths == pytest.approx(np.array(expected))
 
 

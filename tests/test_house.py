@@ -24,7 +24,7 @@ MOST_FRAMES = 8  # from a command to the loss, and from the server's worker to t
 # KB of Python (1,000 bytes; of C++ for cpp), and what the room is for
 ROOMS = {
     "data": (208, "sources, licence gate, filters, duplicates, ledger, card"),
-    "engine": (183, "exact speculative decoding: scheduler, rounds, drafters, policy, sampling"),
+    "engine": (185, "exact speculative decoding: scheduler, rounds, drafters, policy, sampling"),
     "model": (197, "target and head on NumPy: configs, checkpoints, the native library's calls"),
     "operators": (86, "what PyTorch computes: the head that trains, features"),
     "cpp": (267, "the native decoder"),

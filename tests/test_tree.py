@@ -41,7 +41,9 @@ def random_trees(rng: np.random.Generator, B: int, k: int, num_levels: int) -> P
     """
     _, parents, depths = forest(rng, B, k, num_levels)
     conditional = rng.uniform(0.001, 0.99, parents.shape)
-    scores = np.log(along_paths(conditional, above_of(parents), depths)).astype(np.float32)
+    scores = np.log(along_paths(conditional, above_of(parents), int(depths.max()))).astype(
+        np.float32
+    )
     tokens = [rng.permutation(2 * k)[:k] for _ in range(parents.size // k)]
     return Proposals(np.concatenate(tokens).reshape(parents.shape), scores, parents, depths)
 

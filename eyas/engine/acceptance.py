@@ -45,36 +45,46 @@ class Calibration:
 
 class Acceptance:
     """expected, drawn: float64 [K], the head's candidates that were judged. text_judged,
-    text_drawn: float64 [NUM_KINDS], those of text.
+    text_drawn: float64 [NUM_KINDS], those of text. A round asks for what follows from them several
+    times, so that it is kept until they change.
     """
 
     def __init__(self, num_draft_steps: int) -> None:
-        self.expected, self.drawn = np.zeros((2, num_draft_steps))
-        self.text_judged, self.text_drawn = np.zeros((2, NUM_KINDS))
+        self._of_heads = np.zeros((2, num_draft_steps))
+        self._of_texts = np.zeros((2, NUM_KINDS))
+        self.expected, self.drawn = self._of_heads
+        self.text_judged, self.text_drawn = self._of_texts
+        self._ratios: np.ndarray | None = None
+        self._conditional: np.ndarray | None = None
 
     def of_text(self) -> np.ndarray:
         """Conditionals of text's candidates by kind, float64 [NUM_KINDS]."""
-        drawn = self.text_drawn + BELIEF * _FIRST_OF_TEXT
-        conditional: np.ndarray = np.minimum(drawn / (self.text_judged + BELIEF), LARGEST)
-        return conditional
+        if self._conditional is None:
+            drawn = self.text_drawn + BELIEF * _FIRST_OF_TEXT
+            self._conditional = np.minimum(drawn / (self.text_judged + BELIEF), LARGEST)
+        return self._conditional
 
     def ratios(self) -> np.ndarray:
         """Drawn by expected candidates of the head by depth, float64 [K]."""
-        of_all = (self.drawn.sum() + BELIEF) / (self.expected.sum() + BELIEF)
-        ratios: np.ndarray = (self.drawn + BELIEF * of_all) / (self.expected + BELIEF)
-        return ratios
+        if self._ratios is None:
+            of_all = (self.drawn.sum() + BELIEF) / (self.expected.sum() + BELIEF)
+            self._ratios = (self.drawn + BELIEF * of_all) / (self.expected + BELIEF)
+        return self._ratios
 
     def calibrate(self, proposals: Proposals) -> Calibration:
         scores, parents, kinds = proposals.scores, proposals.parents, proposals.kinds
         B, C = scores.shape
-        above = np.where(parents < 0, C, parents) + np.arange(0, B * (C + 1), C + 1)[:, None]
+        above = np.where(parents < 0, C, parents).astype(np.int64)
+        if B > 1:
+            above += np.arange(0, B * (C + 1), C + 1)[:, None]
         own = np.exp(scores - _with_root(scores, 0.0).take(above))
         conditional = own * self.ratios().take(self._levels(proposals.depths))
         if kinds is not None:
             wrong = 1.0 - self.of_text().take(kinds) * (kinds >= 0)
             conditional = 1.0 - (1.0 - np.minimum(conditional, LARGEST)) * wrong
         conditional = np.minimum(conditional, LARGEST)
-        return Calibration(above, own, along_paths(conditional, above, proposals.depths))
+        longest = int(proposals.depths.max(initial=1))
+        return Calibration(above, own, along_paths(conditional, above, longest))
 
     def observe(
         self, proposals: Proposals, calibration: Calibration, emitted: Sequence[Sequence[int]]
@@ -87,20 +97,24 @@ class Acceptance:
         judged, drawn, accepted = judge(proposals, calibration.above, emitted)
         is_heads = proposals.scores > UNPROPOSED
         level, K = self._levels(depths), len(self.drawn)
-        for counts, now in (
-            (self.expected, (calibration.own * judged).sum(0)),
-            (self.drawn, (is_heads & drawn).sum(0)),
-        ):
-            counts *= MEMORY
-            counts += np.bincount(level, now, K)
+        self._ratios = self._conditional = None
+        self._of_heads *= MEMORY
+        self.expected += np.bincount(level, _summed(calibration.own * judged), K)
+        any_drawn = np.count_nonzero(drawn) > 0
+        if any_drawn:
+            self.drawn += np.bincount(level, _summed(is_heads & drawn), K)
+        num_accepted = int(np.count_nonzero(accepted)) if any_drawn else 0
         if kinds is None:
-            return [int(accepted.sum()), 0, 0]
+            return [num_accepted, 0, 0]
         is_texts = kinds >= 0
+        self._of_texts *= MEMORY
         for counts, those in ((self.text_judged, judged), (self.text_drawn, drawn)):
-            counts *= MEMORY
             counts += np.bincount(kinds[those & is_texts], minlength=NUM_KINDS)
-        sources = is_heads & ~is_texts, is_texts & ~is_heads, is_texts & is_heads
-        return [int((accepted & source).sum()) for source in sources]
+        if num_accepted == 0:
+            return [0, 0, 0]
+        of_text = int(np.count_nonzero(accepted & is_texts))
+        both = int(np.count_nonzero(accepted & is_texts & is_heads)) if of_text else 0
+        return [num_accepted - of_text, of_text - both, both]
 
     def _levels(self, depths: np.ndarray) -> np.ndarray:
         """Where candidates of these depths are counted: text's chains may be deeper than K."""
@@ -108,9 +122,9 @@ class Acceptance:
         return levels
 
 
-def along_paths(own: np.ndarray, above: np.ndarray, depths: np.ndarray) -> np.ndarray:
+def along_paths(own: np.ndarray, above: np.ndarray, longest: int) -> np.ndarray:
     """Products [B, C] over each candidate's path from the root of what is its own, [B, C]: numbers,
-    or bools of which all have to be true. above: of `Calibration`.
+    or bools of which all have to be true. above: of `Calibration`. longest: as deep as a path goes.
 
     Each step doubles how much of its path a candidate has multiplied up.
     """
@@ -118,7 +132,7 @@ def along_paths(own: np.ndarray, above: np.ndarray, depths: np.ndarray) -> np.nd
     paths, jump = _with_root(own, 1), np.empty((B, C + 1), dtype=np.int64)
     jump[:, :C] = above
     jump[:, C] = np.arange(C, B * (C + 1), C + 1)  # the root is above itself
-    for step in range((int(depths.max(initial=1)) - 1).bit_length()):
+    for step in range((longest - 1).bit_length()):
         if step:
             jump = jump.take(jump)
         paths = paths * paths.take(jump)
@@ -131,14 +145,22 @@ def judge(
     """bool [B, C] three times: candidates whose parent was drawn, those drawn themselves, and the
     accepted drafts among them: all but a request's last token, which the target adds.
     """
-    lengths_B = np.array([len(row) for row in emitted])
-    emitted_BD = np.full((len(emitted), max(int(proposals.depths.max()), lengths_B.max())), -2)
+    lengths = [len(row) for row in emitted]
+    depth, longest = int(proposals.depths.max()), max(lengths)
+    emitted_BD = np.full((len(emitted), max(depth, longest)), -2)
     for b, row in enumerate(emitted):
         emitted_BD[b, : len(row)] = row
     following = emitted_BD[:, proposals.depths - 1]
-    drawn = along_paths(proposals.tokens == following, above, proposals.depths)
+    # what lies deeper than an answer goes was not drawn, whatever is above it
+    drawn = along_paths(proposals.tokens == following, above, max(1, min(depth, longest)))
     judged = _with_root(drawn, True).take(above) & (following >= 0)
-    return judged, drawn, drawn & (proposals.depths < lengths_B[:, None])
+    return judged, drawn, drawn & (proposals.depths < np.array(lengths)[:, None])
+
+
+def _summed(values: np.ndarray) -> np.ndarray:
+    """Of [B, C] over the requests."""
+    total: np.ndarray = values[0] if len(values) == 1 else values.sum(0)
+    return total
 
 
 def _with_root(values: np.ndarray, root: float) -> np.ndarray:

@@ -31,16 +31,19 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
+from operator import mul
 
 import numpy as np
 
 from eyas.engine.acceptance import SOURCES, Acceptance, Calibration
 from eyas.engine.costs import AT_ONCE, Correction, CostTable
-from eyas.engine.text import CHAIN, TextChain
+from eyas.engine.text import TextChain
 from eyas.engine.tree import Speculation, choose, most_probable
 from eyas.model.rows import UNPROPOSED, Proposals
 
 GRID = np.array([0.02, 0.04, 0.07, 0.1, 0.14, 0.19, 0.25, 0.32, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9])
+_LEASTS = GRID.tolist()
 FIRST_PATH = 0.85  # of the first expected tree, a chain: a good head's, so that it is tried
 FIRST_TREES = 10.0  # trees that it counts as
 RECENT, AT_REST = 0.98, 0.9999  # part of the trees that a round with trees keeps, and one without
@@ -48,6 +51,7 @@ NARROW = 0.96  # tokens of trees grown from one candidate a level, of those grow
 LEVEL_GAIN = 0.75  # tokens that a further level brings for a path of probability 1
 ROUNDS_TO_PAY = 32  # rounds of a request over which making its missing entries may pay
 _NUM_RECORDS = 1024
+_MOST_LOADS = 256  # numbers of requests whose costs are kept
 
 
 @dataclass(slots=True)
@@ -91,6 +95,20 @@ class RoundRecord:
     real_ms: float
 
 
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Costs that depend on the number of requests alone. forwards float64, by nodes in nodes_axis,
+    without any plain_ms; of_Q: how many requests may draft, less one; steps_WQ1: of a level of the
+    head.
+    """
+
+    plain_ms: float
+    forwards: np.ndarray
+    nodes_axis: np.ndarray
+    of_Q: np.ndarray
+    steps_WQ1: np.ndarray
+
+
 class Policy:
     """Decides for one engine. `costs` are needed in auto only."""
 
@@ -104,6 +122,9 @@ class Policy:
         self._sums: defaultdict[str, float] = defaultdict(float)
         self._max_nodes = speculation.num_verify_tokens - 1
         self._widths = np.array(sorted({speculation.tree_topk, 1}, reverse=True))
+        narrow = NARROW if len(self._widths) > 1 else 1.0
+        self._quality_W = np.where(self._widths > 1, 1.0, narrow)[:, None, None, None]
+        self._loads: dict[tuple[int, int], Load] = {}
         # tokens and nodes of the expected tree, and the levels it is drafted to at most d: sums
         self._depths = np.arange(1.0, speculation.num_draft_steps + 1)
         chain = FIRST_PATH**self._depths
@@ -149,15 +170,14 @@ class Policy:
         """text_S2G: as the expected tree's tables, of text's candidates."""
         assert self.costs is not None
         costs, B, S = self.costs, plan.num_requests, len(plan.pending)
-        forwards = costs.forwards(B, S * self._max_nodes)
-        nodes_axis = np.arange(len(forwards))
-        plain_rate = B / float(forwards[0])
+        load = self._load(B, S)
+        plain_rate = B / load.plain_ms
         trees_2KG = self._tables / self._num_trees
-        gain_S2KG = np.broadcast_to(trees_2KG, (S, *trees_2KG.shape))
-        text_2G = np.zeros((2, len(GRID)))
+        gain_S2KG = trees_2KG[None] if S == 1 else np.broadcast_to(trees_2KG, (S, *trees_2KG.shape))
+        text_2G = None
         if text_S2G is not None:
-            text_2G = text_S2G.sum(0)
-            rates = (B + text_2G[0]) / np.interp(text_2G[1], nodes_axis, forwards)
+            text_2G = text_S2G[0] if S == 1 else text_S2G.sum(0)
+            rates = (B + text_2G[0]) / np.interp(text_2G[1], load.nodes_axis, load.forwards)
             plain_rate = max(plain_rate, float(rates.max()))
             gain_S2KG = np.maximum(trees_2KG - text_S2G[:, :, None], 0.0)
         plan.rate = plain_rate
@@ -165,55 +185,77 @@ class Policy:
             return
         # entries that are missing because a request did not draft are paid once, and serve all its
         # rounds
-        late_S = np.where(plan.pending > AT_ONCE, plan.pending, 0).astype(np.float64)
-        for s in late_S.nonzero()[0].tolist():
-            late_S[s] = costs.enter(int(late_S[s])) / ROUNDS_TO_PAY
-        order = (late_S * plain_rate - gain_S2KG[:, 0, -1, 0]).argsort(kind="stable")
-        counts_Q = np.array(sorted({S, *(2**n for n in range(S.bit_length()))}))
-        of_Q = counts_Q - 1
-        due_Q = np.minimum(plan.pending, AT_ONCE)[order].cumsum()[of_Q]
-        before_Q = costs.extend.span(0, S * AT_ONCE + 1)[due_Q] + late_S[order].cumsum()[of_Q]
-        steps_WQ = costs.step.span(0, S * int(self._widths[0]) + 1)[
-            np.outer(self._widths, counts_Q)
-        ]
-        sums = gain_S2KG[order].cumsum(0)[of_Q] + text_2G[:, None]
-        ms_QKG = np.interp(sums[:, 1], nodes_axis, forwards) + before_Q[:, None, None]
+        pending = plan.pending.tolist()
+        late = [costs.enter(n) / ROUNDS_TO_PAY if n > AT_ONCE else 0.0 for n in pending]
+        if S == 1:
+            order, sums = np.zeros(1, dtype=np.intp), gain_S2KG
+            before_Q = np.array([costs.extend(min(pending[0], AT_ONCE)) + late[0]])
+        else:
+            late_S = np.array(late)
+            order = (late_S * plain_rate - gain_S2KG[:, 0, -1, 0]).argsort(kind="stable")
+            due_Q = np.minimum(plan.pending, AT_ONCE)[order].cumsum()[load.of_Q]
+            before_Q = costs.extend.span(0, S * AT_ONCE + 1)[due_Q]
+            before_Q = before_Q + late_S[order].cumsum()[load.of_Q]
+            sums = gain_S2KG[order].cumsum(0)[load.of_Q]
+        if text_2G is not None:
+            sums = sums + text_2G[:, None]
+        ms_QKG = np.interp(sums[:, 1], load.nodes_axis, load.forwards) + before_Q[:, None, None]
         levels_K = self._reached / self._num_trees - 1
-        ms_WQKG = ms_QKG + (steps_WQ[:, :, None] * levels_K)[..., None]
-        quality_W = np.where(self._widths > 1, 1.0, NARROW if len(self._widths) > 1 else 1.0)
+        ms_WQKG = ms_QKG + (load.steps_WQ1 * levels_K)[..., None]
         factor = self.correction.factor(B)
-        tokens_WQKG = B + sums[:, 0] * quality_W[:, None, None, None]
+        tokens_WQKG = B + sums[:, 0] * self._quality_W
         rates = tokens_WQKG / (ms_WQKG * factor)
         best = int(rates.argmax())
         if rates.flat[best] <= plain_rate:
             return
         w, q, _, g = np.unravel_index(best, rates.shape)
         plan.rate = float(rates.flat[best]) * factor
-        plan.drafting[order[: counts_Q[q]]] = True
+        plan.drafting[order[: load.of_Q[q] + 1]] = True
         plan.width = int(self._widths[w])
         # as the draft's own path probabilities, of which the levels' frontiers are known
         ratios = self.acceptance.ratios().cumprod()
-        level = plan.rate * float(steps_WQ[w, q]) / LEVEL_GAIN
+        level = plan.rate * float(load.steps_WQ1[w, q, 0]) / LEVEL_GAIN
         plan.thresholds = [*(level / ratios[:-1]).tolist(), float(GRID[g] / ratios[0])]
+
+    def _load(self, B: int, S: int) -> Load:
+        """What rounds of B requests, of which S may speculate, cost; kept for the next of them."""
+        if (found := self._loads.get((B, S))) is None:
+            assert self.costs is not None
+            if len(self._loads) >= _MOST_LOADS:
+                self._loads.clear()
+            forwards = self.costs.forwards(B, S * self._max_nodes)
+            counts_Q = np.array(sorted({S, *(2**n for n in range(S.bit_length()))}))
+            of_step = self.costs.step.span(0, S * int(self._widths[0]) + 1)
+            steps_WQ = of_step[np.outer(self._widths, counts_Q)]
+            found = Load(
+                float(forwards[0]),
+                forwards,
+                np.arange(len(forwards)),
+                counts_Q - 1,
+                steps_WQ[:, :, None],
+            )
+            self._loads[B, S] = found
+        return found
 
     def _text_paths(self, chains: Sequence[Sequence[TextChain]]) -> np.ndarray:
         """Nodes and tokens that text brings without the head, [S, 2, G]: of each request's chains
         the one that is expected to bring most.
         """
         conditional = self.acceptance.of_text().tolist()
-        paths_SN = np.zeros((len(chains), CHAIN))
-        for row, own in zip(paths_SN, chains, strict=True):
+        of_requests = []
+        for own in chains:
             best: list[float] = []
             for chain in own:
-                path, paths = 1.0, []
-                for kind in chain.kinds:
-                    path *= conditional[kind]
-                    paths.append(path)
+                paths = list(accumulate((conditional[kind] for kind in chain.kinds), mul))
                 if sum(paths) > sum(best):
                     best = paths
-            row[: len(best)] = best
-        is_above = paths_SN[:, :, None] >= GRID
-        return np.stack(((is_above * paths_SN[:, :, None]).sum(1), is_above.sum(1)), 1)
+            tokens, nodes, count = [0.0, *accumulate(best)], [], len(best)
+            for least in _LEASTS:  # they ascend, and paths descend
+                while count and best[count - 1] < least:
+                    count -= 1
+                nodes.append(count)
+            of_requests.append(([tokens[count] for count in nodes], nodes))
+        return np.array(of_requests, dtype=np.float64)
 
     # After drafting
 
@@ -231,7 +273,7 @@ class Policy:
         assert self.costs is not None
         plan.calibration = self.acceptance.calibrate(proposals)
         paths, B = plan.calibration.paths, plan.num_requests
-        costs = self.costs.forwards(B, len(paths) * self._max_nodes)
+        costs = self._load(B, len(paths)).forwards
         before_ms = self._before_ms(self.costs, plan)
         choice = choose(paths, costs, B, before_ms, self._max_nodes, plan.rate)
         plan.num_nodes, plan.expected_tokens = choice.num_nodes, choice.expected_tokens
@@ -290,13 +332,14 @@ class Policy:
             levels, paths = levels[is_grown], paths[is_grown]
         places = levels * (len(GRID) + 1) + GRID.searchsorted(paths, side="right")
         size = K * (len(GRID) + 1)
-        both = np.stack(
-            [np.bincount(places.ravel(), of, size) for of in (paths.ravel(), None)]
-        ).reshape(2, K, -1)[..., 1:]
-        both[0] /= NARROW if 1 == plan.width < self._widths[0] else 1.0
+        both, places = np.empty((2, size)), places.ravel()
+        both[0], both[1] = np.bincount(places, paths.ravel(), size), np.bincount(places, None, size)
+        if 1 == plan.width < self._widths[0]:
+            both[0] /= NARROW
         num_trees = int(np.count_nonzero(plan.drafting))
         self._tables *= RECENT
-        self._tables += both[..., ::-1].cumsum(2)[..., ::-1].cumsum(1)
+        above = both.reshape(2, K, -1)[..., 1:]
+        self._tables += above[..., ::-1].cumsum(2)[..., ::-1].cumsum(1)
         self._reached = RECENT * self._reached + num_trees * np.minimum(self._depths, plan.depth)
         self._num_trees = RECENT * self._num_trees + num_trees
 
