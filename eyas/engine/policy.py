@@ -97,9 +97,9 @@ class RoundRecord:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Costs that depend on the number of requests alone. forwards float64, by nodes in nodes_axis,
-    without any plain_ms; of_Q: how many requests may draft, less one; steps_WQ1: of a level of the
-    head.
+    """Milliseconds that depend on the number of requests alone. forwards: of the target's, by the
+    number of nodes that it verifies, 0, 1, .. as in nodes_axis; plain_ms: the first of them. of_Q:
+    how many requests may draft, less one. steps_WQ1: of a level of the head for so many.
     """
 
     plain_ms: float
