@@ -100,10 +100,8 @@ class Acceptance:
         self._ratios = self._conditional = None
         self._of_heads *= MEMORY
         self.expected += np.bincount(level, _summed(calibration.own * judged), K)
-        any_drawn = np.count_nonzero(drawn) > 0
-        if any_drawn:
-            self.drawn += np.bincount(level, _summed(is_heads & drawn), K)
-        num_accepted = int(np.count_nonzero(accepted)) if any_drawn else 0
+        self.drawn += np.bincount(level, _summed(is_heads & drawn), K)
+        num_accepted = int(np.count_nonzero(accepted))
         if kinds is None:
             return [num_accepted, 0, 0]
         is_texts = kinds >= 0
@@ -113,7 +111,7 @@ class Acceptance:
         if num_accepted == 0:
             return [0, 0, 0]
         of_text = int(np.count_nonzero(accepted & is_texts))
-        both = int(np.count_nonzero(accepted & is_texts & is_heads)) if of_text else 0
+        both = int(np.count_nonzero(accepted & is_texts & is_heads))
         return [num_accepted - of_text, of_text - both, both]
 
     def _levels(self, depths: np.ndarray) -> np.ndarray:

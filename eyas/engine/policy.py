@@ -98,11 +98,10 @@ class RoundRecord:
 @dataclass(frozen=True, slots=True)
 class Load:
     """Milliseconds that depend on the number of requests alone. forwards: of the target's, by the
-    number of nodes that it verifies, 0, 1, .. as in nodes_axis; plain_ms: the first of them. of_Q:
-    how many requests may draft, less one. steps_WQ1: of a level of the head for so many.
+    number of nodes that it verifies, 0, 1, .. as in nodes_axis. of_Q: how many requests may draft,
+    less one. steps_WQ1: of a level of the head for so many.
     """
 
-    plain_ms: float
     forwards: np.ndarray
     nodes_axis: np.ndarray
     of_Q: np.ndarray
@@ -171,7 +170,7 @@ class Policy:
         assert self.costs is not None
         costs, B, S = self.costs, plan.num_requests, len(plan.pending)
         load = self._load(B, S)
-        plain_rate = B / load.plain_ms
+        plain_rate = B / float(load.forwards[0])
         trees_2KG = self._tables / self._num_trees
         gain_S2KG = trees_2KG[None] if S == 1 else np.broadcast_to(trees_2KG, (S, *trees_2KG.shape))
         text_2G = None
@@ -227,13 +226,7 @@ class Policy:
             counts_Q = np.array(sorted({S, *(2**n for n in range(S.bit_length()))}))
             of_step = self.costs.step.span(0, S * int(self._widths[0]) + 1)
             steps_WQ = of_step[np.outer(self._widths, counts_Q)]
-            found = Load(
-                float(forwards[0]),
-                forwards,
-                np.arange(len(forwards)),
-                counts_Q - 1,
-                steps_WQ[:, :, None],
-            )
+            found = Load(forwards, np.arange(len(forwards)), counts_Q - 1, steps_WQ[:, :, None])
             self._loads[B, S] = found
         return found
 
