@@ -45,6 +45,7 @@ from eyas.evaluate.trees import EvalPrompt
 from eyas.gguf.checkpoint import whole_folder
 from eyas.log import progress_bar
 from eyas.operators.batch import plan_packs
+from eyas.operators.decoder import default_device
 from eyas.operators.tensors import multiplies_bf16
 from eyas.operators.vocab import draft_vocabulary
 from eyas.settings import validated
@@ -154,6 +155,7 @@ def their_head(args: argparse.Namespace, features: Artifact, one: Try, folder: P
     shape.num_hidden_layers, shape.tie_word_embeddings = 1, False
     chosen = {**flat, "t2d": t2d, "d2t": d2t, "draft_vocab_size": len(d2t)}
     model = Eagle3DraftModel.from_training_args(shape, **chosen).float()
+    model = model.to(default_device())
     model.verifier_norm = torch.nn.Identity()  # our last hidden states are behind the norm
     numbers = [[number] for number in range(len(source))]
     samples = [sample for batch in source.batches(numbers) for sample in batch]
@@ -168,7 +170,9 @@ def their_head(args: argparse.Namespace, features: Artifact, one: Try, folder: P
         **{name: flat[name] for name in flat if name.startswith("muon_") and name != "muon_lr"},
         muon_lr=flat["muon_lr"] or flat["lr"],
     )
-    if not multiplies_bf16("cpu"):  # the same iteration as ours, in float32, so that a run ends
+    if not multiplies_bf16(
+        default_device()
+    ):  # the same iteration as ours, in float32, so that a run ends
         _muon._zeropower_via_newtonschulz = in_float32
     optimizers = build_optimizers(model, config)
     warmup, total = _resolve_scheduler_steps(config._replace(max_steps=len(plans)), len(plans))
@@ -177,7 +181,11 @@ def their_head(args: argparse.Namespace, features: Artifact, one: Try, folder: P
     model.train()
     with progress_bar(f"speculators, {passes} passes") as track:
         for step, plan in enumerate(plans, 1):
-            batch = collate([data[number] for number in plan])
+            collated = collate([data[number] for number in plan])
+            batch = {
+                name: of.to(default_device()) if isinstance(of, torch.Tensor) else of
+                for name, of in collated.items()
+            }
             _, loss, _ = model(**batch, **call)
             for optimizer in optimizers:
                 optimizer.zero_grad()

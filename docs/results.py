@@ -291,6 +291,19 @@ TABLES: list[tuple[str, list[Row]]] = [
         ],
     ),
     (
+        "The same with AMX? (tokens/s)",
+        [
+            (f"{of}, {format}", "sizes_amx", beside_llama(shape, format))
+            for shape, of, format in (
+                ("llama-1b", "1 B", "Q4_K_M"),
+                ("llama-1b", "1 B", "Q4_0"),
+                ("llama-3b", "3 B", "Q4_K_M"),
+                ("llama-8b", "8 B", "Q4_K_M"),
+            )
+        ]
+        + [("1 B, Q4_K_M: a forward of n rows by one of one", "sizes_amx", in_rows(ONE_B))],
+    ),
+    (
         "Do other engines read our heads right?",
         [
             ("vLLM, chain", "engines", engine("vLLM", "fixed(4,1,5)")),

@@ -167,6 +167,32 @@ def test_shares_of_conversations_are_sampled_as_they_say(tmp_path):
     assert len({row.seed for row in rows.values() if row.seed is not None}) > 10
 
 
+def test_several_conversations_with_each_prompt(tmp_path):
+    """One of each share, whole conversations, and each a sample with a key of its own."""
+    target = talking_target(tmp_path / "target")
+    prompts = prompts_of(12)
+    output = Artifact(str(tmp_path / "answers"))
+    thirds = tuple(Sampling(share=1 / 3, temperature=at) for at in (0.0, 0.7, 1.0))
+    config = GenerateConfig(target=str(target), max_tokens=8, sampling=thirds, answers_per_prompt=3)
+    made = generate(config, write_prompts(tmp_path / "prompts", prompts), output)
+    rows = list(read_answers(output))
+    first_turns = [row for row in rows if row.turn == 0]
+    for prompt in prompts:
+        of_prompt = [row for row in first_turns if row.prompt_id == prompt.id]
+        assert sorted(row.temperature for row in of_prompt) == [0.0, 0.7, 1.0]
+    assert made.counts["turns"] == 3 * sum(len(prompt.turns) for prompt in prompts)
+    keys = [one.key for one in plan_samples(rows, 10_000, ()).samples]
+    assert len(set(keys)) == len(keys) > 2 * len(prompts)
+    assert len({row.key for row in rows}) == len(rows)
+
+
+def test_greedy_answers_would_be_the_same():
+    half = (Sampling(share=0.5), Sampling(share=0.5, temperature=1.0))
+    assert GenerateConfig(target="t", sampling=half, answers_per_prompt=2)
+    with pytest.raises(ValidationError, match=r"sum to 0\.33 at most"):
+        GenerateConfig(target="t", sampling=half, answers_per_prompt=3)
+
+
 @given(
     st.lists(st.text(min_size=1), min_size=1, max_size=3),
     st.none() | st.text(),

@@ -30,7 +30,7 @@ ROOMS = {
     "cpp": (267, "the native decoder"),
     "serve": (205, "the HTTP server"),
     "privacy": (179, "personal data and secrets: search, surrogates, key"),
-    "features": (136, "the target's answers and its hidden states"),
+    "features": (139, "the target's answers and its hidden states"),
     "bench": (122, "any server measured over HTTP, and watched"),
     "train": (107, "objective, optimizer, runs"),
     "cli": (102, "one file per command"),

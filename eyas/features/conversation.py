@@ -57,12 +57,16 @@ class Sampling(BaseModel):
         )
 
 
-def sampling_of(prompt: Prompt, samplings: Sequence[Sampling]) -> Sampling:
-    """The share that a conversation falls into: by a hash of its user's turns alone."""
+def sampling_of(
+    prompt: Prompt, samplings: Sequence[Sampling], number: int = 0, of: int = 1
+) -> Sampling:
+    """The share that a conversation falls into: by a hash of its user's turns alone, and by its
+    number among the `of` conversations of a prompt, which are spread evenly over the shares.
+    """
     digest = hashlib.sha256(
         repr((prompt.system, prompt.turns)).encode("utf-8", "surrogatepass")
     ).digest()
-    point = int.from_bytes(digest[:8], "big") / 2**64
+    point = (int.from_bytes(digest[:8], "big") / 2**64 + number / of) % 1.0
     for one in samplings:
         point -= one.share
         if point < 0:
@@ -111,9 +115,9 @@ class TurnFailure:
 class Conversation:
     """A prompt and what has become of its turns; `take_entry` takes what is not written yet."""
 
-    def __init__(self, prompt: Prompt, part: int, at: int) -> None:
-        """part, at: its place in the artifact, and in that part."""
-        self.prompt, self.part, self.at = prompt, part, at
+    def __init__(self, prompt: Prompt, part: int, at: int, number: int = 0) -> None:
+        """part, at: its place in the artifact, and in that part. number: which of its prompt's."""
+        self.prompt, self.part, self.at, self.number = prompt, part, at, number
         self.messages: list[Message] = (
             [{"role": "system", "content": prompt.system}] if prompt.system is not None else []
         )
@@ -177,6 +181,7 @@ class TurnRules:
     max_length: int
     leaks: LeakDetector
     sends_messages: bool
+    answers_per_prompt: int = 1
 
     def request(self, conversation: Conversation) -> TurnRequest | None:
         """The request for the next turn; None when there is none, and turns that cannot be asked
@@ -204,11 +209,11 @@ class TurnRules:
                 "context_full", f"{len(prompt_ids)} tokens, the limit is {self.max_length - 1}"
             )
             return None
-        sampling = sampling_of(prompt, self.samplings)
-        seed = int(self._key(prompt_ids, sampling), 16) % 2**SEED_BITS
+        sampling = self._sampling(conversation)
+        seed = int(self._key(prompt_ids, sampling, conversation.number), 16) % 2**SEED_BITS
         params = sampling.params(min(self.max_tokens, self.max_length - len(prompt_ids)), seed)
         return TurnRequest(
-            f"{prompt.id}/{conversation.turn}",
+            f"{prompt.id}/{conversation.number}/{conversation.turn}",
             tuple(messages),
             tuple(prompt_ids),
             params,
@@ -236,7 +241,7 @@ class TurnRules:
         prompt, params = conversation.prompt, request.params
         message: Any = reply.message or {"role": "assistant", "content": text}
         answer = Answer(
-            key=self._key(request.prompt_ids, sampling_of(prompt, self.samplings)),
+            key=self._key(request.prompt_ids, self._sampling(conversation), conversation.number),
             prompt_id=prompt.id,
             source=prompt.source,
             licence=prompt.licence,
@@ -272,9 +277,14 @@ class TurnRules:
                 "control tokens separate its parts: servers with parsers tell them apart",
             )
 
-    def _key(self, prompt_ids: Sequence[int], sampling: Sampling) -> str:
+    def _sampling(self, conversation: Conversation) -> Sampling:
+        return sampling_of(
+            conversation.prompt, self.samplings, conversation.number, self.answers_per_prompt
+        )
+
+    def _key(self, prompt_ids: Sequence[int], sampling: Sampling, number: int) -> str:
         """Equal keys are equal work: the same target, the same tokens before the answer by its
-        template, the same sampling.
+        template, the same sampling, the same of a prompt's conversations.
         """
         params = sampling.params(self.max_tokens, None)
         what = (
@@ -284,5 +294,6 @@ class TurnRules:
             params.top_p,
             params.top_k,
             params.max_tokens,
+            *([number] if number else []),
         )
         return hashlib.sha256(repr(what).encode()).hexdigest()[:16]

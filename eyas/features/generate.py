@@ -53,8 +53,10 @@ PLACES = {"target", "head", "max_batch", "servers", "client"}
 class GenerateConfig(BaseModel):
     """Settings of the stage.
 
-    `max_length` bounds prompt and answer together, in tokens, as does the target's context.
-    `sampling`: a hash of a conversation's user turns assigns it to a share. `date` is fixed, so
+    `answers_per_prompt`: each is a conversation of its own; those of a prompt are spread evenly
+    over the shares of `sampling`. `max_length` bounds prompt and answer together, in tokens, as
+    does the target's context. `sampling`: a hash of a conversation's user turns assigns it to a
+    share. `date` is fixed, so
     that the same prompts have the same tokens on another day where a template prints today's
     (Granite, Llama 3). `personal`: what is looked for in answers; an answer with a type that is not
     kept is left out, unless it stood in the prompt. `client` says how servers are asked.
@@ -71,6 +73,7 @@ class GenerateConfig(BaseModel):
         min_length=1,
         description="how conversations are sampled, a share each",
     )
+    answers_per_prompt: int = Field(1, ge=1, description="conversations with each prompt")
     max_batch: int = Field(default=32, ge=1, description="samples that run at a time")
     max_length: int = Field(
         default=32_768, ge=2, description="tokens of prompt and answer together"
@@ -87,6 +90,13 @@ class GenerateConfig(BaseModel):
         total = sum(one.share for one in self.sampling)
         if abs(total - 1) > 1e-6:
             raise ValueError(f"sampling: the shares sum to {total:g}: let them sum to 1")
+        greedy = sum(one.share for one in self.sampling if one.temperature == 0)
+        if self.answers_per_prompt > 1 and self.answers_per_prompt * greedy > 1 + 1e-6:
+            raise ValueError(
+                f"answers_per_prompt: of {self.answers_per_prompt} more than one would be greedy, "
+                "and so the same: let the shares of temperature 0 sum to "
+                f"{1 / self.answers_per_prompt:.2g} at most"
+            )
         if self.servers and self.head is not None:
             raise ValueError("head: servers have their own; give it to them, or leave it out")
         return self
@@ -114,8 +124,10 @@ def generate(
     if not config.servers:
         dtype = resolve_dtype(config.dtype, shape)
         config = config.model_copy(update={"dtype": dtype})
+    # a folder of before there was a choice stays the same work
+    as_before = {"answers_per_prompt"} if config.answers_per_prompt == 1 else set()
     settings = {
-        **config.model_dump(mode="json", exclude=PLACES),
+        **config.model_dump(mode="json", exclude=PLACES | as_before),
         "target_fingerprint": target,
         # engine and server may differ in an answer's last bits, and messages that spell a control
         # token are left out where a server renders them
@@ -136,15 +148,20 @@ def generate(
         max_length,
         LeakDetector(config.personal),
         config.sends_messages,
+        config.answers_per_prompt,
     )
     # the backend may refuse, and then the folder is not claimed
     with closing(open_backend(config, chat, folder, max_length)) as backend:
         output.begin(own)
-        with output.held_alone(), closing(Conversations(prompts, output)) as conversations:
+        with (
+            output.held_alone(),
+            closing(Conversations(prompts, output, config.answers_per_prompt)) as conversations,
+        ):
             hold_to(output, backend.precision())
-            answer_all(backend, rules, conversations, num_prompts, track)
+            num_conversations = num_prompts * config.answers_per_prompt
+            answer_all(backend, rules, conversations, num_conversations, track)
         facts = {"target": config.target, **backend.facts()}
-    counts = _counts(prompts, output)
+    counts = _counts(prompts, output, config.answers_per_prompt)
     if counts["answers"] == 0:
         raise EmptyInputError(
             f"the target could answer none of the {num_prompts} prompts",
@@ -214,8 +231,8 @@ def open_backend(
 class Conversations:
     """The conversations of an artifact that are not over, read part by part, and their rows."""
 
-    def __init__(self, prompts: Artifact, output: Artifact) -> None:
-        self.num_done = 0
+    def __init__(self, prompts: Artifact, output: Artifact, per_prompt: int = 1) -> None:
+        self.num_done, self._per_prompt = 0, per_prompt
         self._prompts, self._parts = prompts, AnswerParts(output)
 
     def __iter__(self) -> Iterator[Conversation]:
@@ -226,10 +243,13 @@ class Conversations:
             if not prompts:
                 return
             if self._parts.is_whole(part):
-                self.num_done += len(prompts)
+                self.num_done += len(prompts) * self._per_prompt
                 continue
-            conversations = [Conversation(prompt, part, at) for at, prompt in enumerate(prompts)]
-            for entry in self._parts.open(part, len(prompts)):
+            each = itertools.product(prompts, range(self._per_prompt))
+            conversations = [
+                Conversation(prompt, part, at, number) for at, (prompt, number) in enumerate(each)
+            ]
+            for entry in self._parts.open(part, len(conversations)):
                 conversations[entry.at].restore(entry)
             for conversation in conversations:
                 if conversation.is_over:
@@ -255,7 +275,7 @@ def answer_all(
     backend: EngineBackend | Fleet[TurnRequest, TurnAnswer],
     rules: TurnRules,
     conversations: Conversations,
-    num_prompts: int,
+    num_conversations: int,
     track: Track = quiet,
 ) -> None:
     """Run as many conversations as the backend has room for, each at its own pace."""
@@ -282,14 +302,14 @@ def answer_all(
             ask(conversation)
         speed = f"{num_tokens / (time.monotonic() - started):.0f} tokens/s"
         note = ", ".join(filter(None, (speed, backend.status())))
-        track(conversations.num_done, num_prompts, note)
+        track(conversations.num_done, num_conversations, note)
 
 
-def _counts(prompts: Artifact, output: Artifact) -> dict[str, int]:
+def _counts(prompts: Artifact, output: Artifact, per_prompt: int) -> dict[str, int]:
     """What the finished parts hold. Every turn is either an answer or a drop."""
     counts: Counter[str] = Counter(prompts=0, turns=0, answers=0, answer_tokens=0)
     for prompt in prompts.read_rows("prompts"):
-        counts.update(prompts=1, turns=len(prompt["turns"]))
+        counts.update(prompts=1, turns=len(prompt["turns"]) * per_prompt)
     for answer in output.read_rows("answers"):
         counts.update(answers=1, answer_tokens=len(answer["answer_ids"]))
         if answer["marked"] is not None:

@@ -86,7 +86,7 @@ def plan_samples(
     """Decide on every answer; what lies behind a prompt carries loss. max_length: the target's
     context in tokens.
     """
-    plan = CapturePlan()
+    plan, of_key = CapturePlan(), Counter[str]()
     for answer in answers:
         plan.num_answers += 1
         token_ids = np.array(answer.prompt_ids + answer.answer_ids, np.int32)
@@ -114,6 +114,9 @@ def plan_samples(
             plan.samples.pop()
             plan.num_merged += 1
         key = f"{answer.prompt_id}/{answer.turn}"
+        of_key[key] += 1
+        if of_key[key] > 1:  # another conversation with the same prompt
+            key = f"{key}+{of_key[key]}"
         plan.samples.append(SamplePlan(key, answer.source, answer.prompt_id, token_ids, loss_mask))
     assert plan.num_answers == len(plan.samples) + plan.num_merged + len(plan.dropped)
     return plan

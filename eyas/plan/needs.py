@@ -208,7 +208,7 @@ def count_needs(
             "the target's template takes none of the prompts",
             "see what `eyas generate` drops of some of them, and why",
         )
-    scale = num_prompts / len(prompts)
+    scale = num_prompts / len(prompts) * config.answers_per_prompt
     features = [[one[-1]] if merged and one else one for one in counted]
     total_before, num_answers = sum(map(sum, counted)), sum(map(len, counted))
     samples = sum(map(len, features))

@@ -112,7 +112,10 @@ class EngineWorker:
             self._stopping = True
             self._condition.notify()
         self._compiler.shutdown(wait=False, cancel_futures=True)
-        await asyncio.to_thread(self._thread.join)
+        try:
+            await asyncio.to_thread(self._thread.join)
+        except RuntimeError:  # the interpreter ends: no thread can be started any more
+            self._thread.join()
         self.fail_all()
 
     def fail_all(self) -> None:

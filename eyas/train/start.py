@@ -160,8 +160,9 @@ def fit_to_features(head: Head, samples: Iterable[Sample]) -> None:
     for sample in samples:
         answer_T = sample.loss_mask[:-1].clone()
         answer_T[:1] = False  # targets keep states at position 0 that are far larger than others
-        inputs = head.fc_inputs(sample.aux_hidden[:-1][answer_T].float()).double()
-        following = sample.last_hidden[1:][answer_T].double()
+        # online, a GPU may have computed them
+        inputs = head.fc_inputs(sample.aux_hidden[:-1][answer_T].float().cpu()).double()
+        following = sample.last_hidden[1:][answer_T].double().cpu()
         if not (inputs.isfinite().all() and following.isfinite().all()):
             continue  # the step that meets it will name it
         square += inputs.T @ inputs
