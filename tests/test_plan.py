@@ -132,6 +132,9 @@ def test_a_conversation_is_one_sample_where_the_template_lets_the_past_be(tmp_pa
     assert before is not None
     assert one.feature_tokens == before[-1] + 10
     assert two.feature_tokens == two.prompt_tokens + two.answer_tokens
+    drawn = config.model_copy(update={"answers_per_prompt": 3})
+    three = count_needs(prompts, 1, rewrites, drawn)
+    assert (three.answers, three.feature_tokens) == (3 * two.answers, 3 * two.feature_tokens)
 
 
 def test_many_prompts_are_sampled_evenly(target: Path, tmp_path: Path) -> None:
