@@ -99,10 +99,10 @@ def asked(monkeypatch, tmp_path) -> Path:
 
 def asked_for(log: Path) -> set[tuple[str, int]]:
     """What was asked for since the last time."""
-    ids = [line.rsplit("/", 1) for line in log.read_text().splitlines()] if log.exists() else []
+    ids = [line.rsplit("/", 2) for line in log.read_text().splitlines()] if log.exists() else []
     log.unlink(missing_ok=True)
     assert len({*map(tuple, ids)}) == len(ids), "nothing is asked twice in one process"
-    return {(name, int(turn)) for name, turn in ids}
+    return {(name, int(turn)) for name, _, turn in ids}
 
 
 def test_killed_at_any_moment(config, prompts, whole, asked, tmp_path):
