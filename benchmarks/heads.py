@@ -135,7 +135,7 @@ def their_head(args: argparse.Namespace, features: Artifact, one: Try, folder: P
     """Train with speculators' parts in the order of its `Trainer.train_epoch`, which itself asks
     for an accelerator.
     """
-    passes = one.passes
+    passes, device = one.passes, default_device()
     target = str(whole_folder(hub.resolve_target(args.target)))
     defaults = TheirConfig.from_flat(
         {
@@ -154,8 +154,7 @@ def their_head(args: argparse.Namespace, features: Artifact, one: Try, folder: P
     shape = AutoConfig.from_pretrained(target)
     shape.num_hidden_layers, shape.tie_word_embeddings = 1, False
     chosen = {**flat, "t2d": t2d, "d2t": d2t, "draft_vocab_size": len(d2t)}
-    model = Eagle3DraftModel.from_training_args(shape, **chosen).float()
-    model = model.to(default_device())
+    model = Eagle3DraftModel.from_training_args(shape, **chosen).float().to(device)
     model.verifier_norm = torch.nn.Identity()  # our last hidden states are behind the norm
     numbers = [[number] for number in range(len(source))]
     samples = [sample for batch in source.batches(numbers) for sample in batch]
@@ -170,9 +169,7 @@ def their_head(args: argparse.Namespace, features: Artifact, one: Try, folder: P
         **{name: flat[name] for name in flat if name.startswith("muon_") and name != "muon_lr"},
         muon_lr=flat["muon_lr"] or flat["lr"],
     )
-    if not multiplies_bf16(
-        default_device()
-    ):  # the same iteration as ours, in float32, so that a run ends
+    if not multiplies_bf16(device):  # the same iteration as ours, in float32, so that a run ends
         _muon._zeropower_via_newtonschulz = in_float32
     optimizers = build_optimizers(model, config)
     warmup, total = _resolve_scheduler_steps(config._replace(max_steps=len(plans)), len(plans))
@@ -183,7 +180,7 @@ def their_head(args: argparse.Namespace, features: Artifact, one: Try, folder: P
         for step, plan in enumerate(plans, 1):
             collated = collate([data[number] for number in plan])
             batch = {
-                name: of.to(default_device()) if isinstance(of, torch.Tensor) else of
+                name: of.to(device) if isinstance(of, torch.Tensor) else of
                 for name, of in collated.items()
             }
             _, loss, _ = model(**batch, **call)

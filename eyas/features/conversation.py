@@ -181,7 +181,7 @@ class TurnRules:
     max_length: int
     leaks: LeakDetector
     sends_messages: bool
-    answers_per_prompt: int = 1
+    answers_per_prompt: int
 
     def request(self, conversation: Conversation) -> TurnRequest | None:
         """The request for the next turn; None when there is none, and turns that cannot be asked

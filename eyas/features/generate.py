@@ -56,10 +56,10 @@ class GenerateConfig(BaseModel):
     `answers_per_prompt`: each is a conversation of its own; those of a prompt are spread evenly
     over the shares of `sampling`. `max_length` bounds prompt and answer together, in tokens, as
     does the target's context. `sampling`: a hash of a conversation's user turns assigns it to a
-    share. `date` is fixed, so
-    that the same prompts have the same tokens on another day where a template prints today's
-    (Granite, Llama 3). `personal`: what is looked for in answers; an answer with a type that is not
-    kept is left out, unless it stood in the prompt. `client` says how servers are asked.
+    share. `date` is fixed, so that the same prompts have the same tokens on another day where a
+    template prints today's (Granite, Llama 3). `personal`: what is looked for in answers; an answer
+    with a type that is not kept is left out, unless it stood in the prompt. `client` says how
+    servers are asked.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -231,7 +231,7 @@ def open_backend(
 class Conversations:
     """The conversations of an artifact that are not over, read part by part, and their rows."""
 
-    def __init__(self, prompts: Artifact, output: Artifact, per_prompt: int = 1) -> None:
+    def __init__(self, prompts: Artifact, output: Artifact, per_prompt: int) -> None:
         self.num_done, self._per_prompt = 0, per_prompt
         self._prompts, self._parts = prompts, AnswerParts(output)
 
