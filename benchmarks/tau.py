@@ -28,6 +28,7 @@ from eyas.artifact import Artifact
 from eyas.chat import Chat
 from eyas.evaluate.evaluate import EvalConfig, evaluate
 from eyas.evaluate.trees import EvalPrompt, ModelsConfig
+from eyas.log import progress_bar
 from eyas.operators.head import Head, head_files, load_head
 from eyas.operators.vocab import TargetVocabulary
 from eyas.shards import Features
@@ -85,9 +86,9 @@ def measured(args: argparse.Namespace, head: str, prompts: list[EvalPrompt]) -> 
         max_tokens=args.max_tokens,
         models=ModelsConfig(dtype="bfloat16", max_length=MAX_LENGTH),
     )
-    with TemporaryDirectory() as folder:
+    with TemporaryDirectory() as folder, progress_bar(Path(head).name) as track:
         output = Artifact(folder)
-        evaluate(config, args.target, head, output, None, prompts)
+        evaluate(config, args.target, head, output, None, prompts, track)
         trees = output.read_json("eval.json")["trees"]
     return {
         row["speculation"]: {

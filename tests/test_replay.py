@@ -416,7 +416,7 @@ def test_a_target_that_cannot_answer_here_is_not_replayed(tmp_path_factory, tmp_
     monkeypatch.setattr("eyas.export.replay.os.sysconf", lambda _: 1)
     scores, why_not = replay_head(head, folder)
     assert scores == []
-    assert "more than the 0 GB of memory" in why_not
+    assert "more than the 1 bytes of memory" in why_not
 
 
 # Text

@@ -25,7 +25,7 @@ from eyas.engine.scheduler import BatchLimits, RunningSample, Scheduler
 from eyas.engine.stop import StopChecker
 from eyas.engine.tree import Speculation
 from eyas.errors import ConfigError, InputError, MismatchError
-from eyas.log import Track, quiet
+from eyas.log import Track, quiet, size_text
 from eyas.model.checkpoint import read_head
 from eyas.model.target import PAGE_SIZE, Dtype, Target
 from eyas.tau import count_round, tau_of
@@ -189,7 +189,7 @@ class Engine:
             ways.append(f"max_length={one} with num_pages={fits}")
         raise ConfigError(
             f"the caches of {num_pages:,} pages, of {PAGE_SIZE} tokens each, need "
-            f"{num_pages * page_bytes / 1e9:,.1f} GB of memory; {free / 1e9:,.1f} GB are free",
+            f"{size_text(num_pages * page_bytes)} of memory; {size_text(free)} are free",
             f"what fits: {', or '.join(ways)}"
             if ways
             else "give the process more memory, or take a smaller model",

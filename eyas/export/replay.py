@@ -45,7 +45,7 @@ from eyas.export.readings import DECLARED, HeadReading, misreadings
 from eyas.export.scores import MEANINGS, NUM_DRAFT_STEPS, ReadingScore
 from eyas.hub import resolve_head, resolve_target
 from eyas.language import language
-from eyas.log import Track, quiet
+from eyas.log import Track, quiet, size_text
 from eyas.model.architecture import TargetConfig
 from eyas.model.checkpoint import judged_head, open_checkpoint, refuse
 from eyas.model.config import Taps, TargetShape, shape_faults
@@ -426,7 +426,7 @@ def larger_than_memory(folder: str | Path) -> str:
     )
     if size < memory:
         return ""
-    return f"the target's {size / 1e9:.0f} GB are more than the {memory / 1e9:.0f} GB of memory"
+    return f"the target's {size_text(size)} are more than the {size_text(memory)} of memory"
 
 
 def meanings(folder: str | Path, target: TargetShape) -> list[HeadReading]:
