@@ -18,6 +18,7 @@ seconds, and the mean by that of the first recipe.
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import logging
 import statistics
@@ -80,16 +81,21 @@ def arguments() -> argparse.Namespace:
 
 @dataclass(frozen=True, slots=True)
 class Try:
-    """One head: a recipe's settings (None: speculators'), passes and a seed."""
+    """One head: a recipe's settings (None: speculators'), passes and a seed. of: what else its
+    figures are of, in a word.
+    """
 
     recipe: str
     settings: tuple[str, ...] | None
     passes: int
     seed: int
+    of: str
 
     def folder(self, args: argparse.Namespace) -> Path:
-        name = f"{self.recipe}-{self.passes}-{self.seed}".replace(" ", "-").replace("/", "-")
-        return Path(args.folder) / name
+        """Another one for whatever would give other figures."""
+        digest = hashlib.sha256(f"{self.of} {self.settings}".encode()).hexdigest()[:8]
+        name = f"{self.recipe}-{self.passes}-{self.seed}-{digest}"
+        return Path(args.folder) / name.replace(" ", "-").replace("/", "-")
 
 
 def our_head(args: argparse.Namespace, features: Artifact, one: Try, output: Artifact) -> None:
@@ -217,7 +223,7 @@ def measured(
     return {
         name: {
             "tau": round(row["tau"], 3),
-            "interval": [round(end, 3) for end in row["tau_interval"]],
+            "interval": row["tau_interval"] and [round(end, 3) for end in row["tau_interval"]],
         }
         for name, row in tau.items()
     }
@@ -262,11 +268,12 @@ def main() -> None:
         recipes[name] = tuple(settings.split())
     if args.speculators:
         recipes["speculators"] = None
+    of = f"{features.manifest().identity} {args.target} {args.tokens} {args.spec_bench}"
     board: dict[str, Any] = {}
     for passes in args.passes:
         lines = board[str(passes)] = {}
         for recipe, settings in recipes.items():
-            tries = [Try(recipe, settings, passes, seed) for seed in args.seeds]
+            tries = [Try(recipe, settings, passes, seed, of) for seed in args.seeds]
             lines[recipe] = line([figures(args, features, one) for one in tries])
             first = lines["default"]["tau"]
             for name, tau in lines[recipe]["tau"].items():

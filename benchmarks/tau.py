@@ -106,6 +106,8 @@ def measured(args: argparse.Namespace, head: str, prompts: list[EvalPrompt]) -> 
 def narrower(url: str, width: int, counts_V: torch.Tensor, vocabulary: TargetVocabulary) -> Head:
     """A head without all but its `width` most frequent draft tokens."""
     head = load_head(hub.resolve_head(url), vocabulary.config, vocabulary.lm_head)
+    if width > (own := head.config.draft_vocab_size):
+        raise SystemExit(f"error: {url} drafts {own} tokens\n  -> give --widths of fewer")
     # tokens that it does not draft come last
     recount(head, vocabulary, counts_V.where(head.t2d, -1), width)
     return head

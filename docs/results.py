@@ -24,11 +24,13 @@ PAGE = Path(__file__).with_name("results.md")
 INTRODUCTION = """# Results
 
 What eyas promises, and what was measured. The model is SmolLM2-135M-Instruct (`smollm2`, from its
-Q4_1 file) with its packaged head, greedy, unless a line says otherwise. Arms are interleaved in one
-run; figures are medians, intervals 95 %. tau is tokens per round. The clock of these virtual
-machines varies by a third within an hour: compare within a row, not between rows. What was tried on
-the way, failures included, is in [experiments](experiments/README.md). Some commands read public
-data sets that are not part of the repository.
+Q4_1 file) with its packaged head, greedy, unless a line says otherwise; rows older than 2026-11-26
+had the packaged head before this one. Arms are interleaved in one run; figures are medians,
+intervals 95 %. tau is tokens per round. A chain proposes one continuation, a tree several: the
+default tree has 6 steps and 3 branches, of which the 12 likeliest drafts are checked. The clock of
+these virtual machines varies by a third within an hour: compare within a row, not between rows.
+What was tried on the way, failures included, is in [experiments](experiments/README.md). Some
+commands read public data sets that are not part of the repository.
 """
 ONE_B = "llama-1b-Q4_K_M"
 Figures = dict[str, Any]
@@ -376,7 +378,10 @@ def page() -> str:
         note = f"; {kept['note']}" if "note" in kept else ""
         notes.append(f"- {name}: {kept['date']}, {where}{note}")
     lines += ["## When and where", "", *notes, "", "## What was not measured", ""]
-    lines.append("Nothing ran on a GPU: SGLang and vLLM serve the heads there.")
+    lines.append(
+        "Nothing was served on a GPU: SGLang and vLLM serve the heads there. The packaged head of "
+        "SmolLM2 was trained on one."
+    )
     return "\n".join(lines) + "\n"
 
 

@@ -56,12 +56,12 @@ class Answer(_Row):
     `answer_ids`; the first of them is never judged, for a head drafts from the second on.
     `messages` is the same for people, the answer as the last.
 
-    key: of the work: equal prompt, target and sampling. finish_reason: "stop" (the target ended its
-    turn) or "length" (cut at max_tokens). temperature to seed are how it was sampled; top_p 1 and
-    top_k 0 keep the whole vocabulary. marked: what is special about the answer ("truncated",
-    "empty", "refused", "looping"), or None. An answer with personal data that was not in its prompt
-    is never written. Nothing here depends on when, where or in which order rows were answered: that
-    is `Origin`.
+    key: of the work: equal prompt, number of the conversation with it, target and sampling.
+    finish_reason: "stop" (the target ended its turn) or "length" (cut at max_tokens). temperature
+    to seed are how it was sampled; top_p 1 and top_k 0 keep the whole vocabulary. marked: what is
+    special about the answer ("truncated", "empty", "refused", "looping"), or None. An answer with
+    personal data that was not in its prompt is never written. Nothing here depends on when, where
+    or in which order rows were answered: that is `Origin`.
     """
 
     key: str

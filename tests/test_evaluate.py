@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import random
+from dataclasses import replace
 from functools import cache
 from itertools import pairwise
 
@@ -220,7 +222,7 @@ def test_figures_of_parts_add_up_to_the_whole():
         ("b", "de", [1, 1, 2]),
         ("a", "de", []),
     ):
-        answers.append(AnswerCounts(source, language, RoundCounts(3)))
+        answers.append(AnswerCounts(f"{len(answers)}", source, language, RoundCounts(3)))
         answers[-1].counts.add_rounds(accepted)
     whole = figures(answers, 3)
     assert whole["accept_hist"] == [1, 2, 1, 1]
@@ -234,11 +236,30 @@ def test_figures_of_parts_add_up_to_the_whole():
 # Two heads
 
 
-def answer(emitted, rounds, source="a"):
+numbers = itertools.count()  # of prompts
+
+
+def answer(emitted, rounds, source="a", prompt=None):
     counts = RoundCounts(99)
     counts.accept_hist[0], counts.accept_hist[emitted - rounds] = rounds - 1, 1
     assert (counts.emitted, counts.rounds) == (emitted, rounds)
-    return AnswerCounts(source, "en", counts)
+    return AnswerCounts(prompt or f"{next(numbers)}", source, "en", counts)
+
+
+def test_answers_to_one_prompt_are_one_row_of_an_interval():
+    """The same answer five times knows no more than once; so does a pair of heads."""
+    rng = random.Random(0)
+    once = [answer(61, rng.randint(20, 60), prompt=f"p{number}") for number in range(20)]
+    five = [one for one in once for _ in range(5)]
+    assert figures(five, 99)["tau_interval"] == figures(once, 99)["tau_interval"]
+    assert (figures(five, 99)["answers"], figures(five[:25], 99)["tau_interval"]) == (100, None)
+    better = [replace(one, counts=answer(61, one.counts.rounds - 3).counts) for one in once]
+    alone, together = (
+        compare(once, better),
+        compare(five, [one for one in better for _ in range(5)]),
+    )
+    assert together["all"]["change_interval"] == alone["all"]["change_interval"]
+    assert (together["all"]["answers"], together["all"]["prompts"]) == (100, 20)
 
 
 def answers(gain, num_answers=60, source="a"):
@@ -272,11 +293,11 @@ def test_what_rests_on_few_conversations_says_so_and_its_interval_is_wider():
     assert widths[1000] == pytest.approx(1, rel=0.02)
     few = compare(*zip(*pairs[:5], strict=True))["all"]
     assert few["change_interval"] is None
-    assert described(few) == "unknown: 5 answers, fewer than 6"
+    assert described(few) == "unknown: 5 prompts, fewer than 6"
     for number, said in ((29, ["29 (all), 29 (a)"]), (30, [])):
         against = compare(*zip(*pairs[:number], strict=True))
         warned = list(cautions({"against": against}, EvalConfig(), 1))
-        assert [one.partition("few answers, ")[2].partition(":")[0] for one in warned] == said
+        assert [one.partition("few prompts, ")[2].partition(":")[0] for one in warned] == said
 
 
 @pytest.mark.parametrize(
@@ -302,7 +323,12 @@ def test_what_rests_on_few_conversations_says_so_and_its_interval_is_wider():
             r"not shown to lose less than 2\.0% on b",
             "more prompts",
         ),
-        ([answer(60, 30)], [AnswerCounts("a", "en", RoundCounts(3))], "unknown", "keep the other"),
+        (
+            [answer(60, 30)],
+            [AnswerCounts("p", "a", "en", RoundCounts(3))],
+            "unknown",
+            "keep the other",
+        ),
     ],
     ids=["equal", "worse", "too few", "worse on a source", "too few of a source", "no round"],
 )

@@ -5,6 +5,7 @@ sampling; memory; a head.
 from __future__ import annotations
 
 import gc
+import re
 import shutil
 import weakref
 from collections import Counter
@@ -189,8 +190,18 @@ def test_several_conversations_with_each_prompt(tmp_path):
 def test_greedy_answers_would_be_the_same():
     half = (Sampling(share=0.5), Sampling(share=0.5, temperature=1.0))
     assert GenerateConfig(target="t", sampling=half, answers_per_prompt=2)
-    with pytest.raises(ValidationError, match=r"sum to 0\.33 at most"):
+    with pytest.raises(ValidationError, match=r"one share of temperature 0, of 0\.3333 at most"):
         GenerateConfig(target="t", sampling=half, answers_per_prompt=3)
+    for of in range(2, 20):  # what the error says is taken
+        with pytest.raises(ValidationError) as refused:
+            GenerateConfig(target="t", answers_per_prompt=of)
+        said = float(re.search(r"of ([\d.]+) at most", str(refused.value))[1])
+        shares = (Sampling(share=said), Sampling(share=1 - said, temperature=1.0))
+        assert GenerateConfig(target="t", sampling=shares, answers_per_prompt=of)
+    twice = [(0.25, 0.0), (0.25, 1.0), (0.25, 0.0), (0.25, 0.7)]
+    shares = tuple(Sampling(share=share, temperature=heat) for share, heat in twice)
+    with pytest.raises(ValidationError, match="one share of temperature 0"):
+        GenerateConfig(target="t", sampling=shares, answers_per_prompt=2)
 
 
 @given(

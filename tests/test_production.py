@@ -157,6 +157,9 @@ def test_every_command_of_the_page_does_what_the_page_says(tmp_path):
             code, text = reader.watch(line) if name == "eyas watch" else reader.run(line)
             assert code == 0, f"{command}\n{text}"
             said.setdefault(name, []).append(text)
+            if name == "curl -f":  # the new head's card is watched
+                url = re.search(r"http://[\w.:]+", line)[0]
+                assert "\neyas:card_tau{" in httpx.get(f"{url}/metrics").text
     finally:
         reader.stop()
     assert len(said["eyas watch"]) == 2

@@ -131,6 +131,7 @@ def test_a_head_is_swapped_under_running_streams_and_no_answer_changes(world, tm
         head_folder(world.folder, heads / f"head-{seed}", seed=seed)
     head_folder(world.folder, heads / "small", draft_vocab_size=16)
     (heads / "broken").mkdir()
+    (heads / "gone").symlink_to(tmp_path / "removed")
     engine = world.drafting(tmp_path / "head", "fixed(2,2,4)")
     limits = LimitsConfig(api_keys=keys, heads=heads)
     truth, _ = world.truth(max_tokens=150)

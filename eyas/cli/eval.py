@@ -96,7 +96,7 @@ def command(
 @dataclass(frozen=True, slots=True)
 class Evaluation:
     """What a head brings. tau: tokens per round, by the first tree at the first temperature or, of
-    features alone, by chains. tau_interval: 95 %, resampled by answer; None for too few answers.
+    features alone, by chains. tau_interval: 95 %, resampled by prompt; None for too few prompts.
     accept_hist[a] counts the rounds that accepted a drafts. result: all of eval.json, by source,
     language, tree and temperature.
     """

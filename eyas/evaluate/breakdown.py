@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from eyas.tau import RoundCounts, tau_interval
 
 # How a figure came to be, by the name that eval.json has for it.
@@ -20,15 +22,31 @@ WAYS = {
 
 @dataclass(frozen=True, slots=True)
 class AnswerCounts:
-    """The rounds of one answer, and what its prompt was."""
+    """The rounds of one answer, and what its prompt was: its name, or a key of its features."""
 
+    prompt: str
     source: str
     language: str
     counts: RoundCounts
 
 
+def prompt_of(key: str) -> str:
+    """The prompt of a sample by its key: the turns and answers of one prompt are one row of an
+    interval, since what makes one of them easy makes the others easy.
+    """
+    return key.rpartition("/")[0] or key
+
+
+def summed_by_prompt(prompts: Sequence[str], counts: Sequence[Sequence[float]]) -> np.ndarray:
+    """The sums [prompts, k] of the rows [n, k] of each prompt. prompts [n]: of each row."""
+    places = {prompt: place for place, prompt in enumerate(dict.fromkeys(prompts))}
+    sums = np.zeros((len(places), len(counts[0])))
+    np.add.at(sums, [places[prompt] for prompt in prompts], np.asarray(counts))
+    return sums
+
+
 def figures(answers: Sequence[AnswerCounts], num_draft_steps: int) -> dict[str, Any]:
-    """tau with its interval over answers, accepted drafts, and acceptance by position given all
+    """tau with its interval over prompts, accepted drafts, and acceptance by position given all
     positions before.
     """
     total = RoundCounts(num_draft_steps)
@@ -63,9 +81,11 @@ def _by(
 
 
 def _interval(answers: Sequence[AnswerCounts]) -> list[float] | None:
-    found = tau_interval(
-        [answer.counts.emitted for answer in answers], [answer.counts.rounds for answer in answers]
-    )
+    if not answers:
+        return None
+    counts = [(answer.counts.emitted, answer.counts.rounds) for answer in answers]
+    sums = summed_by_prompt([answer.prompt for answer in answers], counts)
+    found = tau_interval(*sums.astype(int).T.tolist())
     return None if found is None else list(found)
 
 

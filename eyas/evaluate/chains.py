@@ -12,7 +12,13 @@ from typing import Any
 
 from eyas.chat import Chat
 from eyas.errors import EmptyInputError, MismatchError
-from eyas.evaluate.breakdown import WAYS, AnswerCounts, figures, vocabulary_figures
+from eyas.evaluate.breakdown import (
+    WAYS,
+    AnswerCounts,
+    figures,
+    prompt_of,
+    vocabulary_figures,
+)
 from eyas.evaluate.walks import TreeWalks
 from eyas.language import language
 from eyas.log import Track
@@ -154,7 +160,9 @@ class Chains:
             spans = runs(sample.loss_mask.tolist())
             self._is_known += [is_known[first:end] for first, end in spans]
         for number, matches in measured.spans:
-            answer = AnswerCounts(samples[number].source, languages[number], RoundCounts(K))
-            for counts in (answer.counts, *self._by_length):
-                counts.add_answer(matches)
+            sample, counts = samples[number], RoundCounts(K)
+            prompt = prompt_of(sample.key)
+            answer = AnswerCounts(prompt, sample.source, languages[number], counts)
+            for one in (counts, *self._by_length):
+                one.add_answer(matches)
             self._answers.append(answer)

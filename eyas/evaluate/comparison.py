@@ -13,11 +13,11 @@ from typing import Any
 import numpy as np
 
 from eyas.errors import WorseHeadError
-from eyas.evaluate.breakdown import AnswerCounts
+from eyas.evaluate.breakdown import AnswerCounts, summed_by_prompt
 from eyas.tau import LEAST_ROWS, bootstrap, expanded, ratio_of_sums
 
 LEVEL = 0.95  # of the intervals
-FEW = 30  # answers: what rests on fewer is said to
+FEW = 30  # prompts: what rests on fewer is said to
 ALL = "all"  # the name of the comparison over all sources
 
 
@@ -27,7 +27,7 @@ def compare(
     """Changes of tau by source, that over all answers first under ALL.
 
     other, new: of the same prompts, in the same order. change: tau by the other head's tau, less 1.
-    change_interval: None where one of the heads has no round, and for too few answers.
+    change_interval: None where one of the heads has no round, and for too few prompts.
     """
     pairs = list(zip(other, new, strict=True))
     found = {ALL: change_of_tau(pairs)}
@@ -38,7 +38,8 @@ def compare(
 
 def change_of_tau(pairs: Sequence[tuple[AnswerCounts, AnswerCounts]]) -> dict[str, Any]:
     """The change over some answers, each of the other head and of the new one."""
-    rows = np.array([_row(new) + _row(other) for other, new in pairs], dtype=float)
+    counts = [_row(new) + _row(other) for other, new in pairs]
+    rows = summed_by_prompt([new.prompt for _, new in pairs], counts)
     tau_other, tau = float(ratio_of_sums(rows[:, 2:])), float(ratio_of_sums(rows[:, :2]))
     enough = len(rows) >= LEAST_ROWS and tau and tau_other
     interval = bootstrap(rows, _changes, expanded(LEVEL, len(rows))) if enough else None
@@ -48,7 +49,8 @@ def change_of_tau(pairs: Sequence[tuple[AnswerCounts, AnswerCounts]]) -> dict[st
         "tau": tau,
         "change": tau / tau_other - 1.0 if tau_other else None,
         "change_interval": list(interval) if interval is not None and known else None,
-        "answers": len(rows),
+        "answers": len(pairs),
+        "prompts": len(rows),
     }
 
 
@@ -65,12 +67,13 @@ def _changes(table: np.ndarray) -> np.ndarray:
 def described(change: Mapping[str, Any]) -> str:
     """A change for people."""
     if change["change_interval"] is None:
-        few = f"fewer than {LEAST_ROWS}" if change["answers"] < LEAST_ROWS else "without a round"
-        return f"unknown: {change['answers']} answers, {few}"
+        few = f"fewer than {LEAST_ROWS}" if change["prompts"] < LEAST_ROWS else "without a round"
+        return f"unknown: {change['prompts']} prompts, {few}"
     low, high = change["change_interval"]
     return (
         f"tau {change['tau_other']:.3f} -> {change['tau']:.3f} ({change['change']:+.1%}, "
-        f"{LEVEL:.0%} interval {low:+.1%} to {high:+.1%}, {change['answers']} answers)"
+        f"{LEVEL:.0%} interval {low:+.1%} to {high:+.1%}, {change['answers']} answers to "
+        f"{change['prompts']} prompts)"
     )
 
 

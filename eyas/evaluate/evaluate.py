@@ -164,11 +164,11 @@ def evaluate(
 
 
 def cautions(result: Mapping[str, Any], config: EvalConfig, num_prompts: int) -> Iterator[str]:
-    """What was asked for and is not measured, or on few answers."""
-    counts = {source: one["answers"] for source, one in result.get("against", {}).items()}
+    """What was asked for and is not measured, or on few prompts."""
+    counts = {source: one["prompts"] for source, one in result.get("against", {}).items()}
     if few := [f"{number} ({source})" for source, number in counts.items() if number < FEW]:
         yield (
-            f"the comparison rests on few answers, {', '.join(few)}: another {FEW} may decide "
+            f"the comparison rests on few prompts, {', '.join(few)}: another {FEW} may decide "
             "otherwise; measure on more prompts (num_prompts, capture.held_out_share)"
         )
     if left_out := result.get("left_out"):

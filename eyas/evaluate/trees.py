@@ -183,7 +183,7 @@ def measure_tree(
     for prompt, answer in zip(prompts.prompts, decoded, strict=True):
         counts = RoundCounts(steps)
         counts.add_rounds(answer.accepted)
-        answers.append(AnswerCounts(prompt.source, prompt.language, counts))
+        answers.append(AnswerCounts(prompt.id, prompt.source, prompt.language, counts))
     entry = {
         "speculation": str(tree),
         "temperature": requests[0].params.temperature,

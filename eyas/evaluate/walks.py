@@ -33,7 +33,7 @@ from eyas.engine.draft import Draft, check_branches
 from eyas.engine.tree import Speculation, Tree, most_probable, tree_of
 from eyas.engine.verify import accept
 from eyas.errors import ConfigError
-from eyas.evaluate.breakdown import AnswerCounts, figures, vocabulary_figures
+from eyas.evaluate.breakdown import AnswerCounts, figures, prompt_of, vocabulary_figures
 from eyas.model.arrays import FLOAT32, Array
 from eyas.model.checkpoint import read_head
 from eyas.model.config import TargetShape
@@ -270,7 +270,8 @@ class TreeWalks:
                 for rounds in one.rounds:
                     tally = RoundCounts(counts.tree.num_draft_steps)
                     tally.add_rounds([round.num_accepted_drafts for round in rounds])
-                    counts.answers.append(AnswerCounts(sample.source, language, tally))
+                    of = prompt_of(sample.key), sample.source, language
+                    counts.answers.append(AnswerCounts(*of, tally))
                     if self._temperature > 0:
                         states = sample.last_hidden, self._vocabulary
                         counts.expected += expected_drafts(rounds, *states, self._temperature)

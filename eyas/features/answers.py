@@ -1,8 +1,9 @@
-"""The answers of `generate` on disk: parts in the prompts' order, and for a part that is not whole
-yet a journal of its answers.
+"""The answers of `generate` on disk: parts in the order of the prompts' conversations, and for a
+part that is not whole yet a journal of its answers.
 
     answers-00000.jsonl             records.Answer of a part's prompts, in order; written last
-    dropped-00000.jsonl             the turns of the same prompts that have no answer, and why
+    dropped-00000.jsonl             the turns of the same prompts that have no answer, and why;
+                                    conversation: which of a prompt's
     origins-00000.jsonl             records.Origin of the same answers, line by line
     work/part-00000/00012-001.json  an event of a conversation: its place in the part, and a turn
 
@@ -30,8 +31,8 @@ WRITERS = 32  # entries at a time: an object store takes some 50 ms for each
 
 @dataclass(slots=True)
 class JournalEntry:
-    """An event of a conversation: an answer, turns given up, or both. at: the prompt's place in its
-    part.
+    """An event of a conversation: an answer, turns given up, or both. at: the conversation's place
+    in its part.
     """
 
     at: int
@@ -72,11 +73,11 @@ class AnswerParts:
         """Whether nothing is left to do for a part."""
         return self._output.exists(f"answers-{part:05d}.jsonl")
 
-    def open(self, part: int, num_prompts: int) -> list[JournalEntry]:
+    def open(self, part: int, num_conversations: int) -> list[JournalEntry]:
         """Begin a part, or resume it: its entries so far, each turn after those before it."""
         read = map(self._read, self._kept.pop(_folder(part), ()))
         self._entries[part] = _in_turn(entry for entry in read if entry is not None)
-        self._writing[part], self._left[part] = [], num_prompts
+        self._writing[part], self._left[part] = [], num_conversations
         return list(self._entries[part])
 
     def _read(self, name: str) -> JournalEntry | None:

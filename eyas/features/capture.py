@@ -70,8 +70,8 @@ class CaptureConfig(BaseModel):
     stored exactly, since a server has no rounded features. `batch_tokens`: with 1 every sample is
     computed alone, and its values, to the last bit, depend on nothing beside it. `leave_out`:
     answers that were cut and loops are the target's own words, as a server will have to decode
-    them, and stay. `executor`, `workers`: where it is computed, in as many processes; the result
-    has the same bytes.
+    them, and stay. `executor`, `workers`: where what is stored is computed, in as many processes;
+    with our decoder the result has the same bytes.
 
     `servers` (vLLM, SGLang: features.states) compute instead, asked as `client` says; transformers
     then proves them on some of the samples, and `dtype` is what they are to compute in.

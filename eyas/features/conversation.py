@@ -160,7 +160,7 @@ class Conversation:
         self._num_dropped += len(entry.dropped)
 
     def _drop(self, turn: int, reason: str, detail: str) -> None:
-        where = {"prompt_id": self.prompt.id, "turn": turn}
+        where = {"prompt_id": self.prompt.id, "conversation": self.number, "turn": turn}
         self._entry.dropped.append({**where, "reason": reason, "detail": detail})
         self._num_dropped += 1
 

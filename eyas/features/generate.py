@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import datetime
 import itertools
+import math
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -90,12 +91,12 @@ class GenerateConfig(BaseModel):
         total = sum(one.share for one in self.sampling)
         if abs(total - 1) > 1e-6:
             raise ValueError(f"sampling: the shares sum to {total:g}: let them sum to 1")
-        greedy = sum(one.share for one in self.sampling if one.temperature == 0)
-        if self.answers_per_prompt > 1 and self.answers_per_prompt * greedy > 1 + 1e-6:
+        greedy = [one.share for one in self.sampling if one.temperature == 0]
+        of = self.answers_per_prompt
+        if of > 1 and (len(greedy) > 1 or of * sum(greedy) > 1 + 1e-6):
             raise ValueError(
-                f"answers_per_prompt: of {self.answers_per_prompt} more than one would be greedy, "
-                "and so the same: let the shares of temperature 0 sum to "
-                f"{1 / self.answers_per_prompt:.2g} at most"
+                f"answers_per_prompt: of {of} more than one would be greedy, and so the same: have "
+                f"one share of temperature 0, of {math.floor(1e4 / of) / 1e4:g} at most"
             )
         if self.servers and self.head is not None:
             raise ValueError("head: servers have their own; give it to them, or leave it out")

@@ -431,11 +431,12 @@ class Api:
             message = "this server keeps its head: start it with limits.heads and API keys"
             raise ApiError(403, message, code="head_is_fixed")
         async with self._swapping:
-            known = sorted(one.name for one in heads.iterdir()) if heads.is_dir() else []
+            there = heads.iterdir() if heads.is_dir() else ()
+            known = sorted(one.name for one in there if one.is_dir())
             if name not in known:
-                there = ", ".join(known) or "none"
-                raise ApiError(404, f"no such head here; there is {there}", "head", "no_such_head")
-            place = str(heads / name)
+                named = ", ".join(known) or "none"
+                raise ApiError(404, f"no such head here; there is {named}", "head", "no_such_head")
+            place = str((heads / name).absolute())  # "smollm2" and "owner/name" mean other heads
             try:
                 await service.worker.swap_head(await asyncio.to_thread(resolve_head, place))
             except InputError as error:

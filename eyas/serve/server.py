@@ -63,8 +63,12 @@ class ServeConfig(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     target: str | None = Field(None, description="a folder, a GGUF file, or a name of a hub")
-    head: str | None = Field(None, description="the same, in any form; null: plain decoding")
-    dtype: Dtype = Field("auto", description="of the weights; auto: as in the checkpoint")
+    head: str | None = Field(
+        None, description="the same, in any form; null: drafts from text alone"
+    )
+    dtype: Dtype = Field(
+        "auto", description="of the weights; auto: as stored (a GGUF file: packed)"
+    )
     model: str | None = Field(None, description="name in requests; null: that of the folder")
     host: str = Field("127.0.0.1", description="address to listen on")
     port: int = Field(8000, ge=0, le=65535, description="0 takes a free one")

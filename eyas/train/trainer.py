@@ -340,7 +340,8 @@ class Trainer:
                 output.write_jsonl(METRICS, state.metrics)
             raise
         except EyasError:
-            if state.step == self._finished:  # else the step's measurement is missing
+            # else the step's measurement is missing; before the first step there is nothing to keep
+            if state.step == self._finished > 0:
                 state.save(output, ranks)
             raise
 
