@@ -327,7 +327,7 @@ TABLES: list[tuple[str, list[Row]]] = [
         "Are data, features and heads right?",
         [
             (
-                "Recall of mail, card, phone and account numbers; of names; of places",
+                "Recall, every kind searched: mail, card, phone, account numbers; names; places",
                 "privacy",
                 recall,
             ),
