@@ -7,8 +7,10 @@ from __future__ import annotations
 import json
 import random
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 
 import gguf
 import numpy as np
@@ -32,7 +34,7 @@ from eyas.gguf import checkpoint
 from eyas.gguf.checkpoint import matrices_apart, published_files, whole_folder
 from eyas.gguf.configuration import llama3_factors
 from eyas.gguf.file import open_file
-from eyas.gguf.folder import target_folder
+from eyas.gguf.folder import end_tokens, target_folder
 from eyas.gguf.tokenizer import WORD_SPLITS, merges_by_score, tokenizer_of
 from eyas.hub import resolve_target
 from eyas.model.architecture import TargetConfig
@@ -378,6 +380,46 @@ def test_a_command_says_what_is_wrong_with_a_file(tmp_path):
 
 
 # Tokenizers
+
+
+def test_a_turn_ends_where_the_template_ends_it_whatever_the_file_states(tmp_path, tiny):
+    """Files of Gemma 3 and Phi state another end alone, and call this one an ordinary token."""
+    told = open_file(gguf_file(tiny, tmp_path / "whole.gguf")).metadata
+    tokens, kinds = (told[f"tokenizer.ggml.{name}"] for name in ("tokens", "token_type"))
+    end = tokens.index("<|im_end|>")
+    kinds = [1 if number == end else int(kind) for number, kind in enumerate(kinds)]
+    changes = {"tokenizer.ggml.token_type": kinds, "tokenizer.ggml.eos_token_id": 0}
+    folder = resolve_target(str(gguf_file(tiny, tmp_path / "tiny.gguf", changes=changes)))
+    chat = Chat(folder)
+    assert TargetConfig.from_folder(folder).eos_token_ids == (0, end)
+    assert chat.prompt_ids([{"role": "user", "content": "Hi"}]).count(end) == 1
+    assert chat.decode([end]) == ""
+
+
+def test_the_end_of_a_part_of_a_turn_is_no_end():
+    tokens = ["a", "<|end|>", "<|return|>", "<|call|>", "<|eot_id|>"]
+    for known, ends in ((tokens, [2, 3]), (tokens[:2], [1])):
+        file = SimpleNamespace(of_tokenizer={"tokens": known}.get)
+        assert end_tokens(file, "<|end|> <|return|> <|call|>") == ends
+
+
+def test_phi_3s_tokens_take_the_blanks_behind_them(tmp_path, tiny):
+    vocabulary = ["<unk>", "<s>", "<|user|>", *(f"<0x{byte:02X}>" for byte in range(256)), "a"]
+    changes = {
+        "tokenizer.ggml.model": "llama",
+        "tokenizer.ggml.tokens": vocabulary,
+        "tokenizer.ggml.token_type": [2, 3, 3, *[6] * 256, 1],
+        "tokenizer.ggml.scores": [0.0] * len(vocabulary),
+        "tokenizer.ggml.add_space_prefix": False,
+        "tokenizer.ggml.bos_token_id": 1,
+        "tokenizer.ggml.unknown_token_id": 0,
+    }
+    whole = gguf_file(tiny, tmp_path / "tiny.gguf", changes=changes)
+    file, newline, letter = open_file(whole), 3 + ord("\n"), len(vocabulary) - 1
+    for name, behind in (("llama", [newline, letter]), ("phi3", [letter])):
+        told = {**file.metadata, "general.architecture": name, f"{name}.context_length": 64}
+        tokenizer, _ = tokenizer_of(replace(file, metadata=told))
+        assert tokenizer.encode("<|user|>\na", add_special_tokens=False).ids == [2, *behind]
 
 
 def test_unscored_merges_make_the_best_scored_tokens_first():

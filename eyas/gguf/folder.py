@@ -35,7 +35,15 @@ SUFFIX = ".gguf"
 LINK = "source.gguf"
 TEMPLATE_SUFFIX = ".jinja"  # of a chat template beside a file
 IDENTITY_BYTES = 8 << 20  # read at either end, to tell whether a file is one that is known
-FORM = "2"  # of the folder: raise it when the same file gives another
+FORM = "3"  # of the folder: raise it when the same file gives another
+# Tokens that end a turn, by their text: many files state one end of several (Gemma 3, Phi), and
+# llama.cpp knows the others by these names too.
+TURN_ENDS = (
+    *("<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>"),
+    *("<end_of_turn>", "<turn|>", "<|endoftext|>", "<|end_of_text|>", "</s>", "[EOT]"),
+    "<end_of_utterance>",
+)
+HARMONY = {"<|return|>", "<|call|>"}  # where these are, <|end|> ends a part of a turn
 
 
 def is_gguf(place: str) -> bool:
@@ -140,9 +148,8 @@ def write_folder(file: GgufFile, folder: Path) -> None:
     check_types(file)
     for _ in weights(file):  # every tensor has a name and a shape that can be published
         pass
-    tokenizer, tokenizer_config = tokenizer_of(file)
-    ends = [file.of_tokenizer(f"{name}_token_id") for name in ("eos", "eot")]
-    found_ends = list(dict.fromkeys(number for number in ends if number is not None))
+    found_ends = end_tokens(file, template)
+    tokenizer, tokenizer_config = tokenizer_of(file, found_ends)
     texts = {
         "config.json": _json(
             config
@@ -159,6 +166,19 @@ def write_folder(file: GgufFile, folder: Path) -> None:
     }
     for name, text in texts.items():
         (folder / name).write_text(text, encoding="utf-8")
+
+
+def end_tokens(file: GgufFile, template: str) -> list[int]:
+    """The tokens that end the target's output: those that the file states, and those of TURN_ENDS
+    that its template writes.
+    """
+    stated = [file.of_tokenizer(f"{name}_token_id") for name in ("eos", "eot", "eom")]
+    places = {text: number for number, text in enumerate(file.of_tokenizer("tokens") or ())}
+    written = [text for text in TURN_ENDS if text in template and text in places]
+    if places.keys() >= HARMONY:
+        written = [text for text in written if text != "<|end|>"]
+    found = [number for number in stated if number is not None]
+    return list(dict.fromkeys([*found, *(places[text] for text in written)]))
 
 
 def template_beside(path: Path) -> Path:

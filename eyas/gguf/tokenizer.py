@@ -6,7 +6,7 @@ the rules are here (WORD_SPLITS).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,15 +45,16 @@ class WordSplit:
     digits_apart: bool = False
     whole_words: bool = False  # a word that is a token is never merged from its parts
     composes: bool = False  # accents are composed first (NFC)
+    adds_bos: bool = False  # where the file does not say, as llama.cpp
 
 
 WORD_SPLITS = {
     "gpt-2": WordSplit(GPT2),
     "smollm": WordSplit(GPT2, digits_apart=True),
-    "llama-bpe": WordSplit(LLAMA_3, whole_words=True),
-    "llama3": WordSplit(LLAMA_3, whole_words=True),
-    "llama-v3": WordSplit(LLAMA_3, whole_words=True),
-    "lfm2": WordSplit(LLAMA_3, whole_words=True),
+    **dict.fromkeys(
+        ("llama-bpe", "llama3", "llama-v3", "lfm2"),
+        WordSplit(LLAMA_3, whole_words=True, adds_bos=True),
+    ),
     "glm4": WordSplit(LLAMA_3, whole_words=True),
     "dbrx": WordSplit(LLAMA_3),
     "smaug-bpe": WordSplit(LLAMA_3),
@@ -62,12 +63,17 @@ WORD_SPLITS = {
     "exaone4": WordSplit(GPT2),
     "seed-coder": WordSplit(QWEN_2.replace(r"\p{N}]+[\r\n]*", r"\p{N}\r\n]+")),
     "qwen2": WordSplit(QWEN_2, composes=True),
-    "tekken": WordSplit(TEKKEN, whole_words=True),
+    "tekken": WordSplit(TEKKEN, whole_words=True, adds_bos=True),
 }
+# Tokens of Phi-3 that leave the blanks behind them; all others that are added take these with them,
+# which no file says.
+PHI_3_KEEPS_BLANKS = ("<unk>", "<s>", "<|endoftext|>")
 
 
-def tokenizer_of(file: GgufFile) -> tuple[Tokenizer, dict[str, Any]]:
-    """tokenizer.json and tokenizer_config.json. Raises MismatchError, CorruptError."""
+def tokenizer_of(file: GgufFile, ends: Collection[int] = ()) -> tuple[Tokenizer, dict[str, Any]]:
+    """tokenizer.json and tokenizer_config.json. ends: tokens that are control tokens, whatever the
+    file calls them. Raises MismatchError, CorruptError.
+    """
     tokens, kinds = file.of_tokenizer("tokens"), file.of_tokenizer("token_type")
     if not tokens or not kinds or len(tokens) != len(kinds):
         raise CorruptError(f"{file.path} holds no whole vocabulary", DAMAGED)
@@ -85,18 +91,29 @@ def tokenizer_of(file: GgufFile) -> tuple[Tokenizer, dict[str, Any]]:
         raise
     except Exception as error:  # what `tokenizers` raises for a merge of tokens that are not there
         raise CorruptError(f"{file.path} holds no whole tokenizer: {error}", DAMAGED) from error
+    kinds = [CONTROL if number in ends else kind for number, kind in enumerate(kinds)]
+    takes_blanks = file.architecture == "phi3" and model == "llama"
     for kind in (CONTROL, USER_DEFINED):
         added = [text for text, found in zip(tokens, kinds, strict=True) if found == kind]
         tokenizer.add_tokens(
-            [AddedToken(text, special=kind == CONTROL, normalized=False) for text in added]
+            [
+                AddedToken(
+                    text,
+                    special=kind == CONTROL,
+                    normalized=False,
+                    rstrip=takes_blanks and text not in PHI_3_KEEPS_BLANKS,
+                )
+                for text in added
+            ]
         )
     named = {
         f"{role}_token": tokens[number]
         for role, key in {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}.items()
         if (number := file.of_tokenizer(f"{key}_token_id")) is not None and number < len(tokens)
     }
-    adds_bos = "bos_token" in named and file.of_tokenizer("add_bos_token", model == "llama")
-    if adds_bos:
+    split = WORD_SPLITS.get(file.of_tokenizer("pre"))
+    usual = model == "llama" or (split is not None and split.adds_bos)
+    if "bos_token" in named and file.of_tokenizer("add_bos_token", usual):
         bos = named["bos_token"]
         tokenizer.post_processor = TemplateProcessing(
             single=f"{bos}:0 $A:0",
