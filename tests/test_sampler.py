@@ -208,6 +208,15 @@ def test_a_stop_string_ends_where_it_is_complete(chat, text, stops):
     assert bool(plain) == any(stop in text for stop in stops)
 
 
+def test_no_stop_string_ends_an_answer_before_its_least_tokens(chat):
+    ids = chat.tokenizer.encode("one, two, three, four", add_special_tokens=False).ids
+    commas = [at for at, token in enumerate(ids) if "," in chat.decode([token])]
+    for least, ends_at in ((0, commas[0]), (commas[0] + 1, commas[1])):
+        checker = StopChecker((",",), chat.decode, least)
+        assert [checker.push(token) for token in ids].index(True) == ends_at
+        assert checker.take_text() == chat.decode(ids[:ends_at])
+
+
 def test_a_stop_string_costs_no_more_in_a_long_answer(chat):
     longest = 0
 

@@ -5,6 +5,7 @@ names, prompts and answers as long as they fit, texts that are continued, and pa
 from __future__ import annotations
 
 import json
+import time
 
 import httpx
 import openai
@@ -16,6 +17,7 @@ from eyas.engine.schemas import plain_schema
 from eyas.errors import ConfigError
 from eyas.serve.limits import LimitsConfig
 from eyas.serve.server import ServeConfig, load
+from eyas.serve.worker import EngineWorker
 from tests.serving import (
     MAX_LENGTH,
     MESSAGES,
@@ -172,6 +174,47 @@ def test_the_assistants_last_message_is_continued(world, client):
     for last in ({"role": "user", "content": "x"}, {"role": "assistant", "content": " "}):
         with pytest.raises(openai.BadRequestError, match="nothing to continue"):
             ask(client, [*MESSAGES, last], extra_body=opened)
+
+
+@pytest.mark.parametrize("content", ["<", "|", "end", "im_end|>", "a  ", "user"])
+def test_what_the_template_writes_behind_a_message_is_no_part_of_it(world, content):
+    prompt_ids = world.chat.prompt_ids(MESSAGES)
+    begun = world.chat.prompt_ids(
+        [*MESSAGES, {"role": "assistant", "content": content}], continues=True
+    )
+    before, after = (
+        world.chat.tokenizer.decode(ids, skip_special_tokens=False) for ids in (prompt_ids, begun)
+    )
+    assert after == before + content
+
+
+def test_a_token_that_ends_an_answer_is_none_of_its_text(world, client):
+    """An ordinary one as well, however the text is made."""
+    _, ids = world.truth(max_tokens=24)
+    at = next(at for at in range(4, 24) if ids[at] not in ids[:at])
+    for more in ({}, {"skip_special_tokens": False}, {"stop": ["nothing of that kind"]}):
+        reply = ask(client, extra_body={"stop_token_ids": [ids[at]], **more})
+        assert (text_of(reply), reply.choices[0].finish_reason) == (
+            world.chat.decode(ids[:at]),
+            "stop",
+        )
+        assert reply.usage.completion_tokens == at + 1
+
+
+def test_prompts_of_one_request_wait_for_all_their_grammars(world, client, monkeypatch):
+    """Nothing runs before the last is compiled: an update would come where only an end may."""
+    compiled = EngineWorker._compiled
+
+    def slowly(self, request):
+        time.sleep(0.1)
+        return compiled(self, request)
+
+    monkeypatch.setattr(EngineWorker, "_compiled", slowly)
+    prompts = ["I would like", "A table", "The address"]
+    reply = complete(client, prompts, extra_body={"regex": "[a-z ]{9,40}"})
+    monkeypatch.undo()
+    alone = [complete(client, one, extra_body={"regex": "[a-z ]{9,40}"}) for one in prompts]
+    assert [one.text for one in reply.choices] == [one.choices[0].text for one in alone]
 
 
 def test_best_of_keeps_the_likeliest(client):

@@ -160,6 +160,20 @@ def test_every_event_has_its_name_and_there_is_no_done(client):
         assert name.removeprefix("event: ") == json.loads(data.removeprefix("data: "))["type"]
 
 
+@pytest.mark.parametrize("number", ["1e999", "NaN", "-Infinity"])
+def test_a_number_that_no_answer_can_repeat_is_refused(client, number):
+    asked = {"model": MODEL, "input": TEXT, "tool_choice": "none", "max_output_tokens": 2}
+    for more in (
+        {"tools": [{"type": "function", "name": "a", "parameters": {"x": [0.5]}}]},
+        {"text": {"format": {"type": "json_schema", "name": "a", "schema": {"x": 0.5}}}},
+    ):
+        body = json.dumps(asked | more).replace("0.5", number)
+        headers = {"content-type": "application/json"}
+        reply = httpx.post(f"{client.url}/v1/responses", content=body, headers=headers)
+        assert reply.status_code == 400
+        assert "infinite or NaN" in reply.json()["error"]["message"]
+
+
 def test_the_client_s_own_accumulator_agrees(client):
     with client.responses.stream(
         model=MODEL, input=TEXT, temperature=0, max_output_tokens=200, tools=FLAT_TOOLS

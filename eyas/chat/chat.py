@@ -109,12 +109,17 @@ class Chat:
         """The text up to the end of the last message's content, which a template may trim."""
         rendered = self._rendered(messages, tools, False)
         content = str(messages[-1]["content"])
-        if rendered.shield is not None:
-            content = shielded(content, self._tokens.control, rendered.shield)
-        for shown in (content, content.rstrip(), content.strip()):
-            at = rendered.text.rfind(shown)
-            if at >= 0:
-                return ShieldedText(rendered.text[: at + len(shown)], rendered.shield)
+        # the end is where a mark behind the content comes out: what the template writes behind it
+        # may hold the same text
+        mark = shield_for([*strings([*messages, *(tools or ())]), rendered.shield or ""])
+        marked = {**messages[-1], "content": content + mark}
+        opened, found, _ = self._rendered([*messages[:-1], marked], tools, False).text.rpartition(
+            mark
+        )
+        trimmed = opened[: len(opened) - len(content) + len(content.rstrip())]
+        for text in (opened, trimmed):
+            if found and rendered.text.startswith(text):
+                return ShieldedText(text, rendered.shield)
         raise TemplateProblem("changes the message that is to be continued")
 
     def control_text(self, messages: Messages, tools: Tools | None = None) -> list[str]:

@@ -399,7 +399,7 @@ class Engine:
             grammar.matcher() if grammar is not None else None,
             index,
         )
-        stops = StopChecker(params.stop, self._decode) if params.stop else None
+        stops = StopChecker(params.stop, self._decode, params.min_tokens) if params.stop else None
         return RunningSample(request, index, sampler, stops, max_tokens)
 
     def _decode(self, token_ids: list[int]) -> str:

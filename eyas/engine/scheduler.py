@@ -92,9 +92,10 @@ class RunningSample:
         for count, token in enumerate(tokens, start=1):
             self.tokens.append(token)
             is_end = token in end_tokens and not params.ignore_eos
-            if self.stops is not None:
-                is_end |= self.stops.push(token)
-            if is_end or token in params.stop_token_ids:
+            is_end |= token in params.stop_token_ids
+            if self.stops is not None and not is_end:  # what ends an answer is none of its text
+                is_end = self.stops.push(token)
+            if is_end:
                 self.finish_reason = "stop"
             elif self.num_emitted >= self.max_tokens:
                 self.finish_reason = "length"

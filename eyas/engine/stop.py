@@ -64,17 +64,24 @@ class StopChecker:
     """Decodes the tokens of a sample one by one and ends its text before the first stop string.
 
     The bytes of an unfinished character are no text yet, so a stop string never matches half a
-    character.
+    character. In the text of the first `min_tokens` tokens nothing is searched for.
     """
 
-    def __init__(self, stops: Sequence[str], decode: Callable[[list[int]], str]) -> None:
+    def __init__(
+        self, stops: Sequence[str], decode: Callable[[list[int]], str], min_tokens: int = 0
+    ) -> None:
         self._stream = TextStream(decode)
         self._filter = StopFilter(stops)
-        self._text = ""
+        self._text, self._left = "", min_tokens
 
     def push(self, token: int) -> bool:
         """Whether this token completes a stop string."""
-        self._text += self._filter.push(self._stream.push([token]))
+        text = self._stream.push([token])
+        if self._left > 0:
+            self._left -= 1
+            self._text += text
+            return False
+        self._text += self._filter.push(text)
         return self._filter.hit
 
     def finish(self) -> bool:

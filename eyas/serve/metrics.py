@@ -48,7 +48,7 @@ _COUNTERS = (
     ("prefix_cache_queries", "prompt_tokens", "tokens of prompts that were looked up"),
     ("prefix_cache_hits", "prompt_tokens_reused", "tokens of prompts that were found"),
     ("prefix_cache_evictions", "pages_evicted", "kept pages that were given away"),
-    ("spec_decode_num_draft_tokens", "verified_nodes", "drafted tokens that the target judged"),
+    ("spec_decode_num_draft_tokens", "verified_nodes", "the head's and text's that were judged"),
     ("spec_decode_num_draft_steps", "draft_steps", "forwards of the draft after its first"),
     ("spec_decode_draft_failures", "draft_failures", "heads that failed and were switched off"),
     ("device_busy_seconds", "device_busy_s", "seconds in jobs"),
@@ -252,7 +252,7 @@ class Metrics(Collector):
             (gauge, "device_idle_share", idle_s / (busy_s + idle_s or 1), "of the time with work"),
             *((counter, name, counters[key], about) for name, key, about in _COUNTERS),
             (counter, "spec_decode_num_drafts", sum(hist), "rounds that the head drafted in"),
-            (counter, "spec_decode_num_accepted_tokens", num_accepted(hist), "accepted drafts"),
+            (counter, "spec_decode_num_accepted_tokens", num_accepted(hist), "accepted in them"),
         ]
         if self.tau is not None:
             single.append((gauge, "spec_accept_length", self.tau, "tau: tokens a round and sample"))

@@ -14,6 +14,7 @@ from eyas.serve.fields import (
     RAW,
     CompletionRequest,
     Effort,
+    JsonObject,
     NumLogprobs,
     RequestBody,
     Strict,
@@ -163,7 +164,7 @@ class Function(Strict):
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.:-]{1,128}$")]
     description: str | None = None
-    parameters: dict[str, Any] | None = None
+    parameters: JsonObject | None = None
     strict: bool | None = None
 
 

@@ -20,7 +20,15 @@ from pydantic import Discriminator, Field, Tag, model_validator
 from pydantic_core import PydanticCustomError
 
 from eyas.engine.request import Request, TokenLogprob
-from eyas.serve.fields import IGNORED, RAW, Effort, NumLogprobs, RequestBody, Strict
+from eyas.serve.fields import (
+    IGNORED,
+    RAW,
+    Effort,
+    JsonObject,
+    NumLogprobs,
+    RequestBody,
+    Strict,
+)
 from eyas.serve.limits import ApiError
 from eyas.serve.protocol import CACHE_HINTS, MAX_TOOLS, ChatRequest, Function
 from eyas.serve.tokenizer import Tokenizer
@@ -143,7 +151,7 @@ class TextFormat(Strict):
     type: Literal["text", "json_object", "json_schema"]
     name: str | None = None
     description: str | None = None
-    schema_: dict[str, Any] | None = Field(None, alias="schema")
+    schema_: JsonObject | None = Field(None, alias="schema")
     strict: bool | None = None
 
     def for_chat(self) -> dict[str, Any]:

@@ -169,8 +169,10 @@ class EngineWorker:
         late = RequestTimeout(f"the answer took more than {timeout_s:g} s", "ask for fewer tokens")
         timer = asyncio.get_running_loop().call_later(timeout_s, queue.put_nowait, late)
         try:
-            for request in requests:
-                self._post((request, await self._grammar_of(request, queue)))
+            # all before the first: the queue holds nothing but what ends the request until then
+            grammars = [await self._grammar_of(request, queue) for request in requests]
+            for command in zip(requests, grammars, strict=True):
+                self._post(command)
             while open_samples:
                 events = [await queue.get()]
                 while not queue.empty():
@@ -201,11 +203,11 @@ class EngineWorker:
         ended = asyncio.ensure_future(queue.get())
         try:
             await asyncio.wait((compiling, ended), return_when=asyncio.FIRST_COMPLETED)
-            if compiling.done():
-                return compiling.result()
-            failure = ended.result()
-            assert isinstance(failure, EyasError), "an update of a request that was not added"
-            raise failure
+            if ended.done():
+                failure = ended.result()
+                assert isinstance(failure, EyasError), "an update of a request that was not added"
+                raise failure
+            return compiling.result()
         finally:
             compiling.cancel()
             ended.cancel()

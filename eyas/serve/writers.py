@@ -76,7 +76,7 @@ class Choice:
         text = update.text
         if text is None:  # else the engine decodes, where it searches for stop strings
             # the token that ends an answer is none of its text
-            is_ended = update.finish_reason == "stop" and not self._skips_special
+            is_ended = update.finish_reason == "stop"
             text = self._stream.push(update.token_ids[:-1] if is_ended else update.token_ids)
             text += self._stream.finish() if is_last else ""
         parts: list[str | Call] = [text]
