@@ -438,10 +438,12 @@ class Artifact:
         self._written.pop(name, None)
 
     def _delete_halves(self, of: str = "") -> None:
-        """Delete what a killed process left half-written, of files whose name begins so."""
+        """Delete what a killed process left half-written, of files whose name begins so; not what
+        another process writes now.
+        """
         for path in self._fs.find(self._root) if self._local else ():
-            name = str(path).rsplit("/", 1)[-1]
-            if ".partial-" in name and name.startswith(of):
+            name, mark, process = str(path).rsplit("/", 1)[-1].rpartition(".partial-")
+            if mark and name.startswith(of) and not _is_another(process):
                 self._fs.rm_file(path)
 
     def delete_work(self, folder: str = WORK) -> None:
@@ -497,6 +499,19 @@ class Artifact:
         for start in range(0, size, BLOCK_BYTES):
             digest.update(self.read_range(name, start, min(start + BLOCK_BYTES, size)))
         return File(bytes=size, sha256=digest.hexdigest())
+
+
+def _is_another(process: str) -> bool:
+    """Whether a number is that of another process that runs on this machine."""
+    if not process.isdigit() or int(process) == os.getpid():
+        return False
+    try:
+        os.kill(int(process), 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:  # somebody else's
+        return True
+    return True
 
 
 class Parts:

@@ -16,7 +16,8 @@ from typing import Any
 
 import httpx
 
-# What may be done to a request for an answer. "hang" is for as long as the server runs.
+# What may be done to a request for an answer. "hang" and "trickle" are for as long as the server
+# runs.
 FAULTS = ("429", "429 date", "500", "503", "garbage", "half", "reset", "empty")
 CANNED: dict[str, tuple[int, bytes, dict[str, str]]] = {
     "429": (
@@ -158,6 +159,12 @@ class _Handler(BaseHTTPRequestHandler):
     def _hang(self, body: bytes) -> None:
         self.server.ended.wait()
         self.close_connection = True
+
+    def _trickle(self, body: bytes) -> None:
+        """A blank now and then, and no answer."""
+        self._send(200, b"", length=10_000)
+        while not self.server.ended.wait(0.1):
+            self.wfile.write(b" ")
 
 
 @contextmanager

@@ -115,7 +115,10 @@ KINDS = {
     ],
     # the first to be on the safe side
     "JSON lines": [("{curly} words", "a.txt"), ("broken\n" + LINES, "a"), ("Hi", "a.jsonl")],
-    "CSV": [('"prompt"\n"Hi"', "a.csv")],
+    "CSV": [
+        ('"prompt"\n"Hi"', "a.csv"),
+        ('prompt,answer\n"Why?\n[2026-11-22 10:00:00] ERROR disk full",Full', "a.csv"),
+    ],
     "Parquet": [("PAR1", "a.txt")],
     "a log": [
         ("ready\n(APIServer pid=7) INFO 11-22 10:00:00 [x.py:1] Started", "a.txt"),

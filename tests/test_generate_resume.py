@@ -9,6 +9,7 @@ import logging
 import os
 import random
 import signal
+import subprocess
 import time
 from pathlib import Path
 from typing import Any
@@ -230,6 +231,19 @@ def test_what_a_killed_process_left_half_written_is_swept(config, prompts, whole
     generate(config, prompts, Artifact(str(output)))
     assert not list(output.rglob("*.partial-*"))
     assert contents(Artifact(str(output))) == contents(whole[0])
+
+
+def test_what_another_process_writes_now_is_left_alone(tmp_path):
+    output = Artifact(str(tmp_path))
+    output.begin("work")
+    with subprocess.Popen(["sleep", "60"]) as other:
+        half = tmp_path / f"answers-00000.jsonl.partial-{other.pid}"
+        half.write_bytes(b"half")
+        Artifact(output.url).begin("work")
+        assert half.exists()
+        other.kill()
+    Artifact(output.url).begin("work")
+    assert not half.exists()
 
 
 def test_two_processes_do_not_write_into_one_folder(config, prompts, tmp_path):

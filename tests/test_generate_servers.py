@@ -184,6 +184,26 @@ def test_a_request_that_breaks_servers_is_given_up_and_counted(
     assert list(read_answers(output)) == rest
 
 
+@pytest.mark.parametrize("fault", ["hang", "trickle"])
+def test_a_request_that_is_never_answered_ends_no_run(
+    target, prompts, answered, url, output, monkeypatch, fault
+):
+    """The server passes its checks, so it is alive, however long nothing else was answered."""
+    monkeypatch.setattr("eyas.features.fleet.PATIENCE_S", 0.1)
+    monkeypatch.setattr("eyas.features.fleet.MOST_FAILURES", 2)
+    monkeypatch.setattr("eyas.features.fleet.CLIENT_RETRIES", 0)
+    monkeypatch.setattr("eyas.features.fleet.PAUSES_S", 0)
+    bad = {PROMPTS[4].turns[0]: fault}
+    with faulty(url, lambda asked: bad.get(asked["messages"][-1]["content"])) as server:
+        client = {"timeout_s": 3}
+        manifest = generate(config_of(target, server.url, client=client), prompts, output)
+    assert manifest.counts["dropped_server_failed"] == 1
+    (row,) = (row for row in output.read_rows("dropped") if row["reason"] == "server_failed")
+    assert row["detail"] == "2 failures; the last: does not answer within 3 s"
+    rest = [row for row in read_answers(answered) if row.prompt_id != "p4"]
+    assert list(read_answers(output)) == rest
+
+
 def test_a_row_of_which_a_server_saw_other_tokens_is_left_out(target, prompts, url, output):
     bad = {PROMPTS[3].turns[0]: "other tokens"}
     with faulty(url, lambda asked: bad.get(asked["messages"][-1]["content"])) as server:

@@ -290,6 +290,8 @@ def format_of(head: bytes, name: str, is_log: bool = False) -> Format:
     """
     named = ENDINGS.get(ending(name))
     found = next((one for one in FORMATS if one.begins(head)), named or FORMATS[-1])
+    if found is BY_NAME[LOG] and named is BY_NAME["CSV"]:  # a line of a log in a cell
+        found = named
     return BY_NAME[LOG] if is_log and found.name in (JSON_LINES, TEXT) else found
 
 

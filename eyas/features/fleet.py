@@ -3,9 +3,9 @@ states.
 
 The client is `openai`'s, which asks again after a 408, 409, 429, 5xx or a lost connection, with
 pauses. Then a request goes to the next server: the least busy of those that did not just fail. It
-is given up where it is refused, or fails again and again at servers that answer others. The run
-ends where no server has answered for PATIENCE_S; every answer is kept. Many servers are better
-behind a router of their own.
+is given up where it is refused, or fails again and again at servers that pass their checks. The run
+ends where no server has answered or passed one for PATIENCE_S; every answer is kept. Many servers
+are better behind a router of their own.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ ONE_PRECISION = "give servers that compute alike: some of their answers would di
 POLL_S = 0.1  # to look whether a pause is over
 PATIENCE_S = 300.0  # without any answer: a restart with a large model takes minutes
 MOST_FAILURES = 5  # of one request, at servers that pass their checks
+PAUSES_S = 120.0  # of the client's own retries together: a busy server says up to 60 s each
 # Where an engine tells its version, by the `owned_by` of its model card.
 # What they state there, or on the card, of how they compute: two that differ are two targets, as
 # some of their answers differ.
@@ -119,11 +120,14 @@ class FleetServer(Generic[RequestT, ReplyT]):
         holds no part of prompt or answer.
         """
         errors = self._openai
+        # the client's limit is for each read: a server that trickles would hold it for ever
+        longest_s = (1 + CLIENT_RETRIES) * self.config.timeout_s + PAUSES_S
         try:
-            content = await self._asks.post(path, cast_to=object, body=body)
+            async with asyncio.timeout(longest_s):
+                content = await self._asks.post(path, cast_to=object, body=body)
             # the client reads JSON where the server says that it is
             return json.loads(content) if isinstance(content, str) else content
-        except errors.APITimeoutError as error:
+        except (errors.APITimeoutError, TimeoutError) as error:
             what = f"does not answer within {self.config.timeout_s:g} s"
             raise RequestFailure("lost", what) from error
         except errors.APIConnectionError as error:
@@ -319,11 +323,13 @@ class Fleet(Generic[RequestT, ReplyT]):
         while True:
             server = await self._next(server)
             server.num_running += 1
+            is_asked = False
             try:
                 if await server.checked():
                     self._last_good = time.monotonic()
                     if self._differs(server):
                         raise MismatchError(self._difference(server), ONE_PRECISION)
+                is_asked = True
                 reply = await server.reply(request)
             except RequestFailure as failure:
                 if failure.kind == "refused":
@@ -332,13 +338,15 @@ class Fleet(Generic[RequestT, ReplyT]):
                     return TurnFailure(request.id, reason, f"{server.url} {failure.what}")
                 if failure.kind == "unfit":
                     raise MismatchError(f"{server.url} {failure.what}", self._fit_hint) from failure
-                # a server that is busy is alive
-                if failure.kind != "busy" and time.monotonic() - self._last_good > PATIENCE_S:
+                # a server that is busy is alive, and so is one that was asked: it passed its check
+                is_dead = failure.kind != "busy" and not is_asked
+                if is_dead and time.monotonic() - self._last_good > PATIENCE_S:
                     raise EyasError(
                         f"no server answers: {_reasons(self._servers)}",
                         "every answer is kept: repair the servers and run the same command again",
                     ) from failure
-                if server.is_checked:  # else it is the server that fails, not with this request
+                # else it is the server that fails, not with this request
+                if is_asked and server.is_checked:
                     server.fail(failure)
                     num_failed += failure.kind != "busy"
                 if num_failed == MOST_FAILURES:
