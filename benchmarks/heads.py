@@ -2,7 +2,7 @@
 same features, and tau of it is one line.
 
     python benchmarks/heads.py [--quick] [--features URL] [--passes 1 3 10] [--seeds 0 1 2]
-    [--recipe "5 steps: objective.num_ttt_steps=5"] [--speculators] [--spec-bench 20]
+    [--recipe "7 steps: objective.num_ttt_steps=7"] [--speculators] [--spec-bench 20]
 
 The target's answers to real prompts and their features are made once and kept, or given. `default`
 is `eyas train` as it is; a recipe is a name and settings of it. With --speculators its model, data

@@ -219,7 +219,8 @@ def our_step(made: World, device: str) -> Any:
     """A call that makes one step of ours and returns its loss, as in `eyas train`."""
     dtype = quickest(device)
     state = TrainingState(made.head, optimizers_of(made.head), dtype)
-    objective = LossModule(made.head, made.vocabulary, ObjectiveConfig(), dtype)
+    same = ObjectiveConfig(num_ttt_steps=made.num_steps, later_steps="all")  # as the plain step's
+    objective = LossModule(made.head, made.vocabulary, same, dtype)
     ranks = Ranks(device=device)
     return lambda: training_step(state, objective, [made.batch], ranks, LEARNING_RATE)["loss"]
 

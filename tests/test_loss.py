@@ -43,7 +43,8 @@ CASES = {
     "an answer of one token beside another": [[False] * 2 + [True], ANSWER],
     "nothing judged after step 0": [[True, True, True, False]],
 }
-CONFIGS = {"defaults": {}, "later steps sampled": {"later_steps": "sampled"}}
+REFERENCE = {"num_ttt_steps": 7, "later_steps": "all"}
+CONFIGS = {"the reference's": {}, "defaults": ObjectiveConfig().model_dump()}
 HEADS = {
     "norm_before_residual": {"norm_before_residual": True},
     "norm_before_fc": {"norm_before_fc": True},
@@ -54,13 +55,13 @@ HEADS = {
 
 
 def outcome_of(head, batch, dtype=torch.float64, **config):
-    vocabulary, wanted = tiny_vocabulary(dtype), ObjectiveConfig(**config)
+    vocabulary, wanted = tiny_vocabulary(dtype), ObjectiveConfig(**{**REFERENCE, **config})
     teacher = teach(batch, vocabulary, head)
     return batch_loss(head, vocabulary.embed_tokens, batch, teacher, wanted)
 
 
 def plain_outcome(head, weights, samples, **config):
-    wanted, vocabulary = ObjectiveConfig(**config), tiny_vocabulary(torch.float64)
+    wanted, vocabulary = ObjectiveConfig(**{**REFERENCE, **config}), tiny_vocabulary(torch.float64)
     options = Wanted(num_steps=wanted.num_ttt_steps, sampled=wanted.later_steps == "sampled")
     embed_tokens = weights.get("embed_tokens", vocabulary.embed_tokens)
     plain = PlainHead(weights, head.config)
@@ -322,7 +323,7 @@ def test_pieces_of_the_vocabulary_change_nothing(monkeypatch, at_once):
 def test_sampled_steps_take_their_share_and_all_slots_in_turn():
     batch, vocabulary = made_up_batch([[True] * 60]), tiny_vocabulary()
     head = wavy_head(draft_vocab_size=40)
-    wanted = ObjectiveConfig(later_steps="sampled")
+    wanted = ObjectiveConfig(**{**REFERENCE, "later_steps": "sampled"})
     counts, sums = torch.zeros(7), torch.zeros(7)
     with torch.no_grad():
         for step in range(40):
@@ -388,7 +389,7 @@ def test_bf16_is_close_to_float32():
     teacher = teach(batch, vocabulary, head)
     with torch.autocast("cpu", torch.bfloat16):
         embed_tokens = vocabulary.embed_tokens.bfloat16()
-        rough = batch_loss(head, embed_tokens, batch, teacher, ObjectiveConfig())
+        rough = batch_loss(head, embed_tokens, batch, teacher, ObjectiveConfig(**REFERENCE))
     assert rough.loss.dtype == torch.float32
     torch.testing.assert_close(rough.loss, exact.loss, rtol=0.02, atol=0)
     assert not torch.equal(rough.loss, exact.loss)

@@ -431,7 +431,8 @@ def golden_step() -> dict[str, object]:
     """
     head, vocabulary = wavy_head(), tiny_vocabulary()
     state = TrainingState(head, optimizers_of(head), "float32")
-    objective = LossModule(head, vocabulary, ObjectiveConfig(), "float32")
+    wanted = ObjectiveConfig(num_ttt_steps=7, later_steps="all")
+    objective = LossModule(head, vocabulary, wanted, "float32")
     turns = [False] + [True] * 3 + [False] * 2 + [True] * 3
     batch = made_up_batch([[False] * 4 + [True] * 14, turns], seed=1)
     row = training_step(state, objective, [batch], Ranks(), 1e-3)

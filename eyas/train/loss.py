@@ -47,7 +47,8 @@ GOLDEN_RATIO = (5**0.5 - 1) / 2  # its multiples, without their whole part, fill
 
 
 class ObjectiveConfig(BaseModel):
-    """The loss: EAGLE-3's reference, except for the loss mask and the mean over judged slots.
+    """The loss: EAGLE-3's reference, except for the loss mask, the mean over judged slots, and the
+    defaults of what follows (docs/decisions/training.md).
 
     num_ttt_steps: K. later_steps: whether all slots are unrolled to the last step, or of step i the
     share STEP_DECAY ** i (sampled), others in every training step: the same loss on average, for
@@ -59,8 +60,8 @@ class ObjectiveConfig(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    num_ttt_steps: int = Field(7, ge=1, le=16)
-    later_steps: Literal["all", "sampled"] = "all"
+    num_ttt_steps: int = Field(5, ge=1, le=16)
+    later_steps: Literal["all", "sampled"] = "sampled"
     weight_decay: float = Field(0.0, ge=0)
     recompute: bool = False
 
