@@ -89,8 +89,8 @@ class Client:
     """A connection pool to one server; an async context. Methods raise RequestFailure."""
 
     def __init__(self, url: str, timeout_s: float) -> None:
-        """timeout_s: for a whole answer, or between two pieces of a streamed one. Raises
-        ConfigError for the address or the key.
+        """timeout_s: for a whole answer, or between two pieces of a streamed one; comments that
+        keep its connection alive are none. Raises ConfigError for the address or the key.
         """
         self.url, self._timeout_s = server_url(url), timeout_s
         headers = {"accept-encoding": "identity"}
@@ -141,14 +141,15 @@ class Client:
         for body in (of_vllm, {"content": text}):
             try:
                 tokens = json.loads(await self.request("/tokenize", body, ASIDE_S))["tokens"]
-            except (RequestFailure, ValueError, LookupError, TypeError):
+            except (RequestFailure, ValueError, LookupError, TypeError, RecursionError):
                 continue
             if tokens or not text:  # llama.cpp takes the other form for an empty text
                 return len(tokens)
         return None
 
     async def stream(self, body: dict[str, Any]) -> StreamRecord:
-        """A streamed answer of a chat. A failure is part of the record: nothing is raised.
+        """A streamed answer of a chat, of MAX_BODY bytes at most. A failure is part of the record:
+        nothing is raised.
 
         Pieces are stored and not read, so that the client takes as little as possible from a server
         on the same machine.
@@ -159,11 +160,19 @@ class Client:
 
     async def _streamed(self, body: dict[str, Any]) -> StreamRecord:
         pieces: list[StreamPiece] = []
-        sent = time.perf_counter()
+        sent, last_ms, num_bytes = time.perf_counter(), 0.0, 0
         try:
             async with self._http.stream("POST", "/v1/chat/completions", json=body) as response:
                 async for piece in response.aiter_raw():
-                    pieces.append((1000 * (time.perf_counter() - sent), piece))
+                    at = 1000 * (time.perf_counter() - sent)
+                    pieces.append((at, piece))
+                    num_bytes += len(piece)
+                    last_ms = at if b"data:" in piece else last_ms
+                    if num_bytes > MAX_BODY:
+                        return StreamRecord(sent, [], f"more than {MAX_BODY >> 20} MiB")
+                    if at - last_ms > 1000 * self._timeout_s:
+                        silent = f"nothing but comments for {self._timeout_s:g} s"
+                        return StreamRecord(sent, [], silent)
         except httpx.TransportError as error:
             return StreamRecord(sent, pieces, f"{type(error).__name__}: {error}")
         if response.status_code != httpx.codes.OK:
@@ -202,13 +211,21 @@ class Client:
         return bytes(content)
 
 
+def unbroken(value: Any) -> Any:
+    """A JSON value with text that UTF-8 can hold: halves of a surrogate pair that meet are one
+    character, a lone half is U+FFFD. Raises RecursionError.
+    """
+    content = json.dumps(value, ensure_ascii=False).encode("utf-16-le", "surrogatepass")
+    return json.loads(content.decode("utf-16-le", "replace"))
+
+
 def error_message(content: bytes) -> str:
     """The message of an error in OpenAI's form or vLLM's older one, or the body's beginning."""
     try:
         body = json.loads(content)
         error = body.get("error", body)
-        return str(error if isinstance(error, str) else error["message"])
-    except (ValueError, LookupError, TypeError, AttributeError):
+        return str(unbroken(error if isinstance(error, str) else error["message"]))
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
         return content[:200].decode(errors="replace")
 
 

@@ -156,6 +156,13 @@ class _Handler(BaseHTTPRequestHandler):
             answer["choices"][0]["finish_reason"] = "tool_calls"
         self._send(200, json.dumps(answer).encode())
 
+    def _halved(self, body: bytes) -> None:
+        """With half of a surrogate pair in the text, and in a call."""
+        answer = self._real(body)
+        call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "\ud83d"}}
+        answer["choices"][0]["message"] |= {"content": "So \ud83d", "tool_calls": [call]}
+        self._send(200, json.dumps(answer).encode())
+
     def _hang(self, body: bytes) -> None:
         self.server.ended.wait()
         self.close_connection = True

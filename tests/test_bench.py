@@ -9,6 +9,7 @@ import gzip
 import json
 import sys
 import time
+import zlib
 from collections import Counter
 
 import httpx
@@ -74,17 +75,41 @@ def test_prompts_are_drawn_by_seed(tmp_path):
     assert len({task.prompt_id for task in drawn}) == 10
 
 
+def test_a_byte_order_mark_and_half_a_character_are_no_fault_of_a_prompt_file(tmp_path):
+    row = json.dumps({"id": "\ud83d", "turns": ["so \ud83d"]})
+    (tmp_path / "p.jsonl").write_bytes(f"\ufeff{row}\n".encode())
+    (task,) = read_tasks(str(tmp_path / "p.jsonl"), 1, 0)
+    assert task == Task("\ufffd", "", ({"role": "user", "content": "so \ufffd"},))
+
+
+def test_a_folder_in_place_of_a_prompt_file_is_refused(tmp_path):
+    with pytest.raises(InputError, match="is a folder") as refused:
+        read_tasks(str(tmp_path), 1, 0)
+    assert "file" in refused.value.hint
+
+
+PACKED = gzip.compress(b'{"turns": ["a"]}' * 100)
+DAMAGED = PACKED[:10] + b"\xff" + PACKED[11:]  # right behind the header, a block of no known kind
 UNREADABLE = {
     EmptyInputError: [b"", b"\n\n"],
-    CorruptError: [b"{", b"\xff\xfe", gzip.compress(b'{"turns": ["a"]}' * 100)[:-20]],
+    CorruptError: [
+        *(b"{", b"\xff\xfe", PACKED[:-20], DAMAGED),
+        *(b"[" * 100_000, b'{"turns": [' + b"9" * 5000 + b"]}"),
+    ],
     InputError: [
         *(b"3", b'{"text": "hi"}', b'{"messages": [{"role": "assistant", "content": "a"}]}'),
         b'{"messages": [{"from": "human", "value": "a"}]}',
         b'{"messages": [{"role": "user", "content": [{"image": 1}]}]}',
         b'{"id": 1, "turns": ["a"]}\n{"id": 1, "turns": ["b"]}',
+        *(b'{"turns": "Hello there"}', b'{"turns": [null]}', b'{"turns": {"a": "b"}}'),
     ],
     MissingInputError: [None],
 }
+
+
+def test_a_damaged_block_is_what_zlib_calls_an_error():
+    with pytest.raises(zlib.error):
+        gzip.decompress(DAMAGED)
 
 
 @pytest.mark.parametrize("error", UNREADABLE)
@@ -155,12 +180,29 @@ def test_an_answer_without_text_has_its_end_for_a_first_token():
         (b"data: {\n\n", "not a stream"),
         (b"data: 3\n\n", "not a stream"),
         (b"<html>", "ended before"),
+        (b"data: " + b"[" * 100_000 + b"\n\n", "RecursionError"),
+        (b'data: {"error": "\\ud83d"}\n\n', "\ufffd"),
+        *(
+            (delta("a", "stop") + event(choices=[], usage=COUNTED | odd), "a count is")
+            for odd in (
+                {"completion_tokens": None},
+                {"prompt_tokens": "3"},
+                {"eyas": {"accept_hist": [1, None]}},
+            )
+        ),
     ],
 )
 def test_a_broken_stream_is_an_error_and_no_figure(piece, words):
     reply = read_reply(StreamRecord(0.0, [(1.0, piece)]))
     assert words in reply.error
     assert reply == Reply(error=reply.error)
+
+
+def test_half_a_character_does_not_end_a_benchmark():
+    """Halves that meet are one: a server may cut a pair in two."""
+    said = delta("\ud83d") + delta("\ude00, \ud83d") + delta(None, "\ud83d") + USAGE
+    reply = read_reply(StreamRecord(0.0, [(1.0, said)]))
+    assert (reply.text, reply.finish_reason, reply.error) == ("\U0001f600, \ufffd", "\ufffd", "")
 
 
 # Summary
@@ -443,6 +485,33 @@ def test_without_usage_times_are_measured_and_nothing_is_said_of_tokens(tmp_path
     assert summary["comparisons"][0]["speedup"] is None
 
 
+def test_a_reading_of_counters_that_fails_costs_its_turn_and_no_more(tmp_path, prompts):
+    counts = Counter(drafts=1000, accepted_tokens=0, draft_tokens=4000)  # of its history
+    readings = []
+
+    class Counting(Scripted):
+        def do_GET(self):
+            if self.path != "/metrics":
+                return super().do_GET()
+            readings.append(dict(counts))
+            names = [f"vllm:spec_decode_num_{name}_total {n}" for name, n in counts.items()]
+            failed = len(readings) in (3, 6)  # one before a turn, one behind another
+            return self.reply(502 if failed else 200, "\n".join([*names, ""]).encode())
+
+        def do_POST(self):
+            counts.update(drafts=10, accepted_tokens=5, draft_tokens=40)
+            return super().do_POST()
+
+    with web_server(Counting) as url:
+        config = {"arms": {"one": ArmConfig()}, "prompts": prompts, "num_prompts": 10}
+        output = run_of(tmp_path, url=url, **config)
+    (found,) = output.read_json("summary.json")["results"]
+    assert (found["tau"], found["tau_from"]) == (1.5, "metrics")
+    turns = list(zip(readings[::2], readings[1::2], strict=True))
+    read = [after["drafts"] - before["drafts"] for before, after in turns]
+    assert found["speculation"]["num_rounds"] == sum(read) - read[1] - read[2] > 0
+
+
 def test_an_open_loop_sends_when_the_time_has_come(tmp_path, prompts, monkeypatch):
     monkeypatch.setattr(
         "eyas.bench.bench.arrival_times_s",
@@ -511,6 +580,46 @@ def test_however_the_kernel_tells_of_a_stale_connection_the_request_is_sent_agai
     assert not asyncio.run(asked([kind("")])).error
     # once: then it is the server's failure
     assert asyncio.run(asked([kind(""), kind("")])).error == f"{kind.__name__}: "
+
+
+def streamed(pieces, timeout_s=0.3):
+    async def asked():
+        async with Client("http://server", timeout_s) as client:
+            answer = lambda _: httpx.Response(200, content=pieces())  # noqa: E731
+            client._http._transport = httpx.MockTransport(answer)
+            return await client.stream({})
+
+    return asyncio.run(asked())
+
+
+def test_comments_alone_keep_no_answer_alive():
+    async def pings():
+        while True:
+            await asyncio.sleep(0.005)
+            yield b": ping\n\n"
+
+    async def slow():
+        for _ in range(12):
+            async for ping in pings():
+                yield ping
+                break
+            await asyncio.sleep(0.04)
+            yield delta("a")
+        yield delta(None, "stop")
+
+    assert streamed(pings).error == "nothing but comments for 0.3 s"
+    answer = read_reply(streamed(slow))
+    assert (answer.text, answer.error) == ("a" * 12, "")
+    assert answer.e2e_ms > 300  # longer than the timeout, which is between two pieces
+
+
+def test_a_stream_without_an_end_is_cut(monkeypatch):
+    async def endless():
+        while True:
+            yield delta("a" * 1000)
+
+    monkeypatch.setattr("eyas.client.MAX_BODY", 1 << 20)
+    assert streamed(endless, 60.0).error == "more than 1 MiB"
 
 
 def test_more_at_a_time_than_there_are_prompts_is_refused(prompts, tmp_path):

@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 from eyas.bench import verify as verify_module
-from eyas.bench.verify import ServerAnswer, p_value, parting
+from eyas.bench.verify import ServerAnswer, p_value, parting, read_answer
 from eyas.cli.verify import CODES
+from eyas.client import RequestFailure
 from eyas.engine.scheduler import RunningSample
 from tests.bench_servers import JsonHandler, web_server
 from tests.serving import World
@@ -243,6 +244,23 @@ def test_what_was_drafted_is_known_where_the_server_tells(tmp_path, form, told):
     assert ("whether any token was drafted is not known" in why) == (told is None)
 
 
+def test_counters_that_were_not_read_are_not_known_and_no_drafts_of_before(tmp_path):
+    class Unread:
+        """The first reading fails."""
+
+        def do_GET(self):
+            if self.path == "/metrics" and not read:
+                read.append(self.path)
+                return self.send_json({}, 502)
+            return super().do_GET()
+
+    read = []
+    history = dict.fromkeys(COUNTERS, 1000)
+    verdict, why, found = verified(tmp_path, (Unread,), **TWO, counts=history, drafts=False)
+    assert (verdict, found["drafts"]) == ("EXACT", None)
+    assert "whether any token was drafted is not known" in why
+
+
 @pytest.mark.parametrize(
     "form", [{}, {**TWO, "counts": {}}, LLAMA], ids=["usage", "metrics", "timings"]
 )
@@ -278,6 +296,27 @@ def test_other_draws_are_no_fault_and_another_distribution_is(tmp_path):
     verdict, why, found = verified(tmp_path, (TooSure,), **TWO)
     assert (verdict, found["greedy"]["partings"]) == ("DIFFERENT", [])
     assert "distributed otherwise" in why
+
+
+def answer_of(token="a", logprob=-0.5, **more):
+    row = {"token": token, "logprob": logprob, "top_logprobs": []}
+    choice = {"message": {"content": token}, "logprobs": {"content": [row]}, **more}
+    return json.dumps({"choices": [choice]}).encode()
+
+
+def test_odd_answers_are_no_chat_completions():
+    assert read_answer(answer_of()).tops == ({"a": -0.5},)
+    half = read_answer(answer_of("\ud83d"))
+    assert half.tokens == ("\\ud83d",)  # can be written, and is like no other half
+    assert read_answer(answer_of(token="token_id:7", token_ids=[8])).tops == ()
+    for odd in (
+        answer_of(logprob=None),
+        answer_of(logprobs=None, token_ids=[1, [2]]),
+        answer_of().replace(b"{", b'{"timings": {"draft_n": null}, ', 1),
+        b"[" * 100_000,
+    ):
+        with pytest.raises(RequestFailure, match="no chat completion"):
+            read_answer(odd)
 
 
 def said(*tokens, ending="length"):

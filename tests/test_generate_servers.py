@@ -478,6 +478,16 @@ def test_what_a_servers_parsers_make_of_an_answer_is_its_message_and_not_its_tok
     assert called.answer_ids == thought.answer_ids, "the target wrote the same"
 
 
+def test_half_a_character_in_a_servers_answer_ends_no_run(target, prompts, url, output):
+    with faulty(url, lambda asked: None if is_probe(asked) else "halved") as server:
+        generate(config_of(target, server.url), prompts, output)
+    rows = list(read_answers(output))
+    assert len(rows) == len(PROMPTS)  # a call ends a conversation
+    for row in rows:
+        assert row.messages[-1]["content"] == "So \ufffd"
+        assert row.messages[-1]["tool_calls"][0]["function"]["arguments"] == "\ufffd"
+
+
 def stated(url: str, **precision: str) -> Any:
     """A server that states how it computes, as SGLang does, in front of our engine."""
     card = {"data": [{"id": "tiny", "owned_by": "sglang"}]}

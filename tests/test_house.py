@@ -31,10 +31,10 @@ ROOMS = {
     "serve": (205, "the HTTP server"),
     "privacy": (179, "personal data and secrets: search, surrogates, key"),
     "features": (139, "the target's answers and its hidden states"),
-    "bench": (122, "any server measured over HTTP, and watched"),
+    "bench": (123, "any server measured over HTTP, and watched"),
     "train": (107, "objective, optimizer, runs"),
     "cli": (102, "one file per command"),
-    "top": (146, "artifacts, records, errors, names of models, pages, Python's API"),
+    "top": (148, "artifacts, records, errors, names of models, pages, Python's API"),
     "export": (103, "forms of other engines, check by replay, card"),
     "chat": (39, "chat template and tokenizer"),
     "shards": (48, "the feature format"),
@@ -42,7 +42,7 @@ ROOMS = {
     "gguf": (64, "a GGUF file as a target: metadata as a folder, weights read from the file"),
     "plan": (22, "tokens and bytes of a run; tau of more data"),
     "builtin": (5, "the packaged models and prompts"),
-    "tests": (1972, "proofs"),
+    "tests": (1976, "proofs"),
     "benchmarks": (382, "the scripts behind the figures of README and results"),
 }
 MOST_SCRIPTS, MOST_DECISIONS, MOST_DECISION_KB, MOST_DEPENDENCIES = 18, 15, 90, 20

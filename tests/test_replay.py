@@ -447,6 +447,17 @@ def test_text_is_prompts_or_answers_in_any_usual_shape(tmp_path):
         list(conversations(tmp_path / "absent.txt"))
 
 
+def test_a_byte_order_mark_costs_no_row(tmp_path):
+    row = json.dumps({"messages": [{"role": "user", "content": "A?"}]})
+    content = f"\ufeff{row}\n{'[' * 100_000}\n".encode()  # what cannot be read is passed over
+    (tmp_path / "rows.jsonl").write_bytes(content)
+    (tmp_path / "rows.jsonl.gz").write_bytes(gzip.compress(content))
+    (tmp_path / "plain.txt").write_bytes("\ufeffA?\n".encode())
+    for name in ("rows.jsonl", "rows.jsonl.gz", "plain.txt"):
+        ((messages, _),) = conversations(tmp_path / name)
+        assert messages == [{"role": "user", "content": "A?"}]
+
+
 @pytest.mark.parametrize(
     ("name", "data"),
     [("a.txt", b"\xff\xfe"), ("a.jsonl.gz", b"no gzip"), ("b.jsonl.gz", gzip.compress(b"{}")[:-6])],

@@ -209,6 +209,8 @@ def test_a_restarted_server_counts_from_zero():
     assert is_restarted(before, after)
     assert counted_between(before, after) == after
     assert not is_restarted(after, before)
+    # a reading that failed says nothing of what was counted
+    assert counted_between({}, before) == counted_between(before, {}) == {}
     # a gauge that SGLang names like a counter
     assert not is_restarted({"max_total_num_tokens": 9.0}, {"max_total_num_tokens": 8.0})
 
@@ -264,6 +266,19 @@ def test_a_server_without_a_head_is_an_error():
     counted = {"request_success_total": 40.0, "generation_tokens_total": 400.0}
     with pytest.raises(EyasError, match="ended 40 requests and counts no round"):
         window_of([CHAIN], 0.0, {"a": counted}, {"a": counted})
+
+
+def test_a_server_that_drafts_may_answer_once_without_a_round():
+    a, b = (parse_metrics(sglang_page(100, 1000, 2500)) for _ in "ab")
+    one_more = counted_between(b, parse_metrics(sglang_page(101, 1000, 2501)))
+    window = window_of([CHAIN], 0.0, {"a": a, "b": one_more}, {"a": a, "b": b})
+    assert window == window_of([CHAIN], 0.0, {"a": a}, {"a": a})
+    assert window_of([CHAIN], 0.0, {"b": one_more}, {"b": b}) is None
+    young = parse_metrics(sglang_page(1, 0, 1))  # it just started, and was asked for one token
+    assert window_of([CHAIN], 0.0, {"a": a, "b": young}, {"a": a, "b": young}) == window
+    bare = parse_metrics(sglang_page(40, 0, 400))
+    with pytest.raises(EyasError, match="b ended 40 requests and counts no round"):
+        window_of([CHAIN], 0.0, {"a": a, "b": bare}, {"a": a, "b": bare})
 
 
 # The command
@@ -334,6 +349,14 @@ def test_restarts_and_pauses_lose_nothing_but_what_was_not_read(card):
     assert (facts["num_requests"], facts["num_rounds"]) == (60 + 40, 1200 + 800)
     assert (facts["restarted"], facts["lost"]) == ([url], [url])
     assert f"{url} restarted; no answer from {url} for a while" in done.stdout
+
+
+def test_a_window_waits_for_answers_with_rounds(card):
+    start, single = sglang_page(10, 100, 250), sglang_page(110, 100, 350)
+    done = once(card, start, single, sglang_page(210, 2100, 5250))
+    assert done.exit_code == 0, done.output
+    facts = json.loads(done.stdout.splitlines()[-1])
+    assert (facts["num_requests"], facts["num_rounds"]) == (200, 2000)
 
 
 def test_what_is_no_server_or_no_card_is_one_clear_error(card, tmp_path, monkeypatch):

@@ -160,7 +160,7 @@ def precision(
 
 
 async def read_counters(client: Client) -> Counters:
-    """The server's counters now; empty where it has no /metrics."""
+    """The server's counters now; empty where it has no /metrics, or does not answer now."""
     return parse_metrics(await client.page("/metrics"))
 
 
@@ -191,8 +191,10 @@ def is_restarted(before: Counters, after: Counters) -> bool:
 
 def counted_between(before: Counters, after: Counters) -> Counters:
     """Counts from one reading to the next; gauges (no `_total`) as they are at the end. Of a server
-    that restarted, what it counted since.
+    that restarted, what it counted since. Empty, for not known, where a reading is: it failed.
     """
+    if not before or not after:
+        return {}
     if is_restarted(before, after):
         before = {}
     return {
@@ -279,7 +281,7 @@ def _object(text: str) -> dict[str, Any]:
     """A JSON object, or nothing."""
     try:
         value = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return {}
     return value if isinstance(value, dict) else {}
 

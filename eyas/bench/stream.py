@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
-from eyas.client import StreamPiece, StreamRecord, error_message
+from eyas.client import StreamPiece, StreamRecord, error_message, unbroken
 
 # of a delta, in the order in which a reader sees them
 TEXTS = ("reasoning_content", "reasoning", "content")
@@ -53,7 +53,7 @@ def read_reply(record: StreamRecord) -> Reply:
         return Reply(error=record.error)
     try:
         return _reply(events(record.pieces))
-    except (ValueError, LookupError, TypeError, AttributeError) as error:
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         return Reply(error=f"not a stream of chat completions: {type(error).__name__}: {error}")
 
 
@@ -76,18 +76,20 @@ def _reply(timed_events: Iterable[tuple[float, dict[str, Any]]]) -> Reply:
     of_text = [at for at, text in zip(times, texts, strict=True) if text]
     rounds = usage.get("eyas") or {}
     num_prompt_tokens, num_output_tokens, counted_by = _counts(usage, timings)
+    num_accepted = timings.get("draft_n_accepted")
+    _integers([num_prompt_tokens, num_output_tokens, num_accepted or 0])
     return Reply(
         ttft_ms=times[0],
         e2e_ms=times[-1],
         itl_ms=[after - before for before, after in pairwise(of_text)],
         num_prompt_tokens=num_prompt_tokens,
         num_output_tokens=num_output_tokens,
-        finish_reason=finish_reason,
-        text="".join(texts),
-        accept_hist=rounds.get("accept_hist", []),
+        finish_reason=str(unbroken(finish_reason)),
+        text=unbroken("".join(texts)),
+        accept_hist=_integers(rounds.get("accept_hist", [])),
         counted_by=counted_by,
         tells_rounds="accept_hist" in rounds,
-        num_accepted_drafts=timings.get("draft_n_accepted"),
+        num_accepted_drafts=num_accepted,
     )
 
 
@@ -109,6 +111,13 @@ def _counts(usage: Mapping[str, Any], timings: Mapping[str, Any]) -> tuple[int, 
             "timings",
         )
     return 0, 0, ""
+
+
+def _integers(values: list[Any]) -> list[int]:
+    """The same. Raises TypeError."""
+    if odd := [value for value in values if type(value) is not int]:
+        raise TypeError(f"a count is {odd[0]!r}")
+    return values
 
 
 def events(pieces: Iterable[StreamPiece]) -> Iterator[tuple[float, dict[str, Any]]]:

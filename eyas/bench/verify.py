@@ -98,20 +98,26 @@ def read_answer(content: bytes) -> ServerAnswer:
         if (hist := (usage.get("eyas") or {}).get("accept_hist")) is not None:
             drafts = float(sum(hist)), float(num_accepted(hist))
         elif timings is not None:  # llama.cpp leaves out what is 0
-            drafts = timings.get("draft_n", 0.0), timings.get("draft_n_accepted", 0.0)
+            drafted, accepted = timings.get("draft_n", 0), timings.get("draft_n_accepted", 0)
+            drafts = float(drafted), float(accepted)
         rows = (choice.get("logprobs") or {}).get("content") or []
         ids = choice.get("token_ids") or (body.get("__verbose") or {}).get("tokens")
         names = [_name(row) for row in rows]
         tokens = names if str in map(type, names) else ids or names
-        tops = [{_name(one): one["logprob"] for one in (*row["top_logprobs"], row)} for row in rows]
+        if not all(isinstance(token, Token) for token in tokens):
+            raise TypeError("a token is an id or a text")
+        tops = [
+            {_name(one): float(one["logprob"]) for one in (*row["top_logprobs"], row)}
+            for row in rows
+        ]
         return ServerAnswer(
             tuple(tokens),
-            tuple(tops) if len(tops) == len(tokens) else (),
+            tuple(tops) if names == tokens else (),
             (choice["message"].get("content") or "", choice.get("finish_reason") or ""),
             usage.get("prompt_tokens"),
             drafts,
         )
-    except (ValueError, LookupError, TypeError, AttributeError) as error:
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise RequestFailure("broken", "answers what is no chat completion") from error
 
 
@@ -119,7 +125,8 @@ def _name(entry: Mapping[str, Any]) -> Token:
     name: str = entry["token"]
     if "id" in entry or name.startswith("token_id:"):
         return int(entry.get("id", name.removeprefix("token_id:")))
-    return bytes(entry["bytes"]).decode(errors="backslashreplace") if entry.get("bytes") else name
+    content = bytes(entry.get("bytes") or ()) or name.encode(errors="backslashreplace")
+    return content.decode(errors="backslashreplace")
 
 
 @dataclass(frozen=True, slots=True)

@@ -51,6 +51,7 @@ LOST_S = 300.0  # longer than a server takes to load: none is coming back
 # Of judged drafts a round. eyas counts drafts as they are judged, and rounds as answers end: those
 # under way are the difference, a batch at most.
 SIZE_APART = 0.25
+SEVERAL = 10  # answers without a round that say that there is no head: few may be of one token each
 
 
 def choose(figures: Sequence[CardTau], temperature: float, rounds: Mapping[str, Any]) -> CardTau:
@@ -127,20 +128,25 @@ def window_of(
     temperature: float,
     counted: Mapping[str, Counters],
     since_start: Mapping[str, Counters],
-) -> WatchWindow:
-    """What servers counted in a window, and since they started, by address. Raises EyasError where
-    one drafts nothing, MismatchError where they draft in different sizes, or in one that the card
-    has not.
+) -> WatchWindow | None:
+    """What servers counted in a window, and since they started, by address. Answers of a server
+    that drafted nothing in the window are left out; None where no server drafted. Raises EyasError
+    where one never drafted, MismatchError where they draft in different sizes, or in one that the
+    card has not.
     """
     drafting: dict[str, Mapping[str, Any]] = {}
     for url, own in counted.items():
         if "num_rounds" in (rounds := rounds_of(own)):
             drafting[url] = rounds
-        elif ended := num_ended(own):
+        elif (ended := num_ended(since_start[url])) >= SEVERAL and (
+            "num_rounds" not in rounds_of(since_start[url])
+        ):
             raise EyasError(
                 f"{url} ended {ended:.0f} requests and counts no round of drafts",
                 "start it with the head: its card, which `eyas export` writes, has the command",
             )
+    if not drafting:
+        return None
     cards = {
         url: choose(figures, temperature, {**rounds, **rounds_of(since_start[url])})
         for url, rounds in drafting.items()
@@ -157,7 +163,7 @@ def window_of(
     by_position = [sum(counts) for counts in zip_longest(*by_server, fillvalue=0.0)]
     is_known = all(len(counts) > 1 for counts in by_server)
     return WatchWindow(
-        round(sum(map(num_ended, counted.values()))),
+        round(sum(num_ended(counted[url]) for url in drafting)),
         round(total),
         sum(rounds["tau"] * rounds["num_rounds"] for rounds in drafting.values()) / total,
         tuple(acceptance_of_positions(total, by_position[1:])) if is_known else (),
@@ -205,6 +211,8 @@ async def windows(
             last[url] = counters
         if sum(map(num_ended, counted.values())) >= requests:
             window = window_of(figures, temperature, counted, last)
+            if window is None or window.num_requests < requests:
+                continue
             yield replace(window, restarted=tuple(restarted), lost=tuple(sorted(lost)))
             counted, restarted, lost = {url: {} for url in last}, [], set()
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 import gzip
 import json
 import random
+import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import accumulate, dropwhile, takewhile
@@ -22,6 +23,7 @@ from typing import Any
 
 import fsspec
 
+from eyas.client import unbroken
 from eyas.errors import CorruptError, EmptyInputError, InputError, MissingInputError
 from eyas.records import Message
 
@@ -67,13 +69,13 @@ def read_tasks(url: str, count: int, seed: int, skip_bad: bool = False) -> list[
 
 def _rows(url: str, skip_bad: bool) -> Iterator[Any]:
     try:
-        with fsspec.open(url, "rt", compression="infer", encoding="utf-8") as lines:
+        with fsspec.open(url, "rt", compression="infer", encoding="utf-8-sig") as lines:
             for number, line in enumerate(lines, start=1):
                 if not line.strip():
                     continue
                 try:
-                    row = json.loads(line)
-                except json.JSONDecodeError as error:
+                    row = unbroken(json.loads(line))
+                except (ValueError, RecursionError) as error:
                     if not skip_bad:
                         what = f"{url} line {number} is not JSON: {error}"
                         raise CorruptError(what, "give one JSON object a line") from error
@@ -83,7 +85,9 @@ def _rows(url: str, skip_bad: bool) -> Iterator[Any]:
         raise MissingInputError(
             f"no prompts at {url}", "check the path; relative paths start at the current folder"
         ) from error
-    except (gzip.BadGzipFile, EOFError, UnicodeDecodeError) as error:
+    except IsADirectoryError as error:
+        raise InputError(f"{url} is a folder", "give a file of JSON lines in it") from error
+    except (gzip.BadGzipFile, EOFError, UnicodeDecodeError, zlib.error) as error:
         raise CorruptError(f"{url} cannot be read: {error}", "restore the file") from error
 
 
@@ -96,7 +100,8 @@ def task_of(row: Any, number: int, url: str) -> Task:
         messages = []
     if not any(message["role"] == "user" for message in messages):
         raise InputError(
-            f"{url} row {number} has no user turn", 'give rows with "turns" or with "messages"'
+            f"{url} row {number} has no user turn",
+            'give rows with "turns", a list of texts, or with "messages"',
         )
     prompt_id = row.get("id", row.get("question_id", number))
     num_turns = len(row["turns"]) if row.get("turns") else _num_user_turns(row["messages"])
@@ -116,7 +121,10 @@ def _first_turns(row: dict[str, Any]) -> list[Message]:
         system: list[Message] = (
             [{"role": "system", "content": row["system"]}] if row.get("system") else []
         )
-        return [*system, {"role": "user", "content": str(row["turns"][0])}]
+        first = row["turns"][0]
+        if not (isinstance(row["turns"], list) and isinstance(first, str)):
+            raise TypeError("turns is a list of texts")
+        return [*system, {"role": "user", "content": first}]
     messages = [
         Message(role=turn["role"], content=_text(turn["content"]))
         for turn in row.get("messages", ())

@@ -209,7 +209,7 @@ def conversations(text: Path) -> Iterator[tuple[list[dict[str, str]], str]]:
                 for turn, content in said
                 if isinstance(content, str) and content.strip()
             ]
-        except (ValueError, TypeError, AttributeError, KeyError):
+        except (ValueError, TypeError, AttributeError, KeyError, RecursionError):
             continue
         if messages:
             kind = row.get("category") or row.get("source")
@@ -220,9 +220,9 @@ def text_lines(text: Path) -> Iterator[str]:
     """The lines of a file, gzipped or not. Raises CorruptError."""
     try:
         with (
-            gzip.open(text, "rt", encoding="utf-8")
+            gzip.open(text, "rt", encoding="utf-8-sig")
             if text.suffix == ".gz"
-            else text.open(encoding="utf-8") as lines
+            else text.open(encoding="utf-8-sig") as lines
         ):
             yield from lines
     except (UnicodeDecodeError, gzip.BadGzipFile, EOFError, zlib.error) as error:

@@ -12,7 +12,7 @@ from pydantic import BaseModel, Field, ValidationError
 
 from eyas.artifact import VERSION
 from eyas.chat import Chat
-from eyas.client import RequestFailure
+from eyas.client import RequestFailure, unbroken
 from eyas.engine.engine import Engine
 from eyas.engine.request import Request
 from eyas.errors import TemplateError
@@ -149,7 +149,7 @@ class TargetServer(FleetServer[TurnRequest, TurnAnswer]):
         RequestFailure.
         """
         try:
-            body = AnswerBody.model_validate(content)
+            body = AnswerBody.model_validate(unbroken(content))
         except (ValidationError, RecursionError) as error:
             raise RequestFailure("broken", "answers what is no completion") from error
         choice = body.choices[0]
