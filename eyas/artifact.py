@@ -105,6 +105,8 @@ def file_identity(url: str) -> str:
         raise MissingInputError(
             f"no file at {url}", "check the path; relative paths start at the current folder"
         ) from error
+    except IsADirectoryError as error:
+        raise InputError(f"{url} is a folder", "give a file in it") from error
     return digest.hexdigest()
 
 

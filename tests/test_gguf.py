@@ -396,11 +396,25 @@ def test_a_turn_ends_where_the_template_ends_it_whatever_the_file_states(tmp_pat
     assert chat.decode([end]) == ""
 
 
-def test_the_end_of_a_part_of_a_turn_is_no_end():
-    tokens = ["a", "<|end|>", "<|return|>", "<|call|>", "<|eot_id|>"]
-    for known, ends in ((tokens, [2, 3]), (tokens[:2], [1])):
-        file = SimpleNamespace(of_tokenizer={"tokens": known}.get)
-        assert end_tokens(file, "<|end|> <|return|> <|call|>") == ends
+@pytest.mark.parametrize(
+    ("behind", "ends"),
+    [
+        ("<turn|>\\n", [5, 3]),
+        ("\\n<turn|>", [5, 3]),
+        ("[END][/END]", [5, 4]),
+        ("<turn", [5]),
+        (" and so on", [5]),
+        ("", [5]),
+        ("{{ raise_exception('No.') }}", [5]),
+    ],
+)
+def test_ends_are_what_the_template_writes_behind_an_answer(behind, ends):
+    tokens = ["<", "<turn", " and", "<turn|>", "[END]", "</s>"]
+    told = {"tokens": tokens, "eos_token_id": 5}
+    file = SimpleNamespace(of_tokenizer=told.get, path="tiny.gguf")
+    written = f"{{{{ '{behind}' }}}}" if "{{" not in behind else behind
+    template = "{% for one in messages %}{{ one['content'] }}" + written + "{% endfor %}"
+    assert end_tokens(file, template) == ends
 
 
 def test_phi_3s_tokens_take_the_blanks_behind_them(tmp_path, tiny):

@@ -15,6 +15,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import shutil
 import tempfile
 import threading
@@ -25,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from eyas.artifact import cache_folder, storage_errors
+from eyas.chat.template import Template
 from eyas.errors import MismatchError, MissingInputError, TemplateError, template_hint
 from eyas.gguf.configuration import configuration
 from eyas.gguf.file import PART, GgufFile, open_file, part_names
@@ -36,14 +38,7 @@ LINK = "source.gguf"
 TEMPLATE_SUFFIX = ".jinja"  # of a chat template beside a file
 IDENTITY_BYTES = 8 << 20  # read at either end, to tell whether a file is one that is known
 FORM = "3"  # of the folder: raise it when the same file gives another
-# Tokens that end a turn, by their text: many files state one end of several (Gemma 3, Phi), and
-# llama.cpp knows the others by these names too.
-TURN_ENDS = (
-    *("<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>"),
-    *("<end_of_turn>", "<turn|>", "<|endoftext|>", "<|end_of_text|>", "</s>", "[EOT]"),
-    "<end_of_utterance>",
-)
-HARMONY = {"<|return|>", "<|call|>"}  # where these are, <|end|> ends a part of a turn
+MARKED = re.compile(r"<.+>|\[.+\]", re.S)  # what the text of a control token looks like
 
 
 def is_gguf(place: str) -> bool:
@@ -169,16 +164,34 @@ def write_folder(file: GgufFile, folder: Path) -> None:
 
 
 def end_tokens(file: GgufFile, template: str) -> list[int]:
-    """The tokens that end the target's output: those that the file states, and those of TURN_ENDS
-    that its template writes.
+    """The tokens that end the target's output: those that the file states, and the one that its
+    template writes behind an answer. Files of Gemma 3 and Phi state another end alone.
     """
     stated = [file.of_tokenizer(f"{name}_token_id") for name in ("eos", "eot", "eom")]
-    places = {text: number for number, text in enumerate(file.of_tokenizer("tokens") or ())}
-    written = [text for text in TURN_ENDS if text in template and text in places]
-    if places.keys() >= HARMONY:
-        written = [text for text in written if text != "<|end|>"]
     found = [number for number in stated if number is not None]
-    return list(dict.fromkeys([*found, *(places[text] for text in written)]))
+    places = {text: number for number, text in enumerate(file.of_tokenizer("tokens") or ())}
+    behind = _behind_an_answer(file, template)
+    for length in range(len(behind), 0, -1):  # the longest token that it begins with
+        if (number := places.get(behind[:length])) is not None:
+            found += [number] if MARKED.fullmatch(behind[:length]) else []
+            break
+    return list(dict.fromkeys(found))
+
+
+def _behind_an_answer(file: GgufFile, template: str) -> str:
+    """What a template writes behind an answer's text; nothing where it refuses a plain question."""
+    tokens, names = file.of_tokenizer("tokens") or (), ("bos", "eos")
+    special = {
+        f"{name}_token": tokens[number]
+        for name in names
+        if (number := file.of_tokenizer(f"{name}_token_id")) is not None and number < len(tokens)
+    }
+    answer = "Hello, you."
+    messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": answer}]
+    with suppress(TemplateError):
+        rendered = Template({"default": template}, special, str(file.path), None, {})
+        return rendered.render(messages, False, None).rpartition(answer)[2].lstrip()
+    return ""
 
 
 def template_beside(path: Path) -> Path:
