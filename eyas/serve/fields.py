@@ -234,7 +234,9 @@ class SamplingFields(RequestBody):
     stop_token_ids: Annotated[
         list[TokenId], Field(max_length=MAX_STOPS, fail_fast=True), AfterValidator(_as_tuple)
     ] = Field([], validate_default=True, description="they end an answer as the target's own do")
-    min_tokens: int = Field(0, ge=0, lt=2**31, description="before an answer may end by itself")
+    min_tokens: int = Field(
+        0, ge=0, lt=2**31, description="before an answer may end, by a stop string either"
+    )
     ignore_eos: bool = Field(False, description="the target's end tokens end no answer")
 
 
