@@ -37,7 +37,7 @@ from tests.tiny_features import greedy_answers, samples_of, write_features
 
 CONFIG = TrainConfig(
     head={"draft_vocab_size": 160},
-    objective={"num_ttt_steps": 3},
+    objective={"num_ttt_steps": 3, "later_steps": "all"},  # losses that can be compared
     epochs=12,
     batches={"tokens": 256},
     learning_rate=1e-2,
@@ -307,8 +307,9 @@ def test_embeddings_of_its_own_are_not_lost_in_silence(world, tmp_path):
 def test_the_command_line_names_the_start(world):
     """The same run as the settings of a run file give."""
     same = world.tune("by file", {"head": world.head.url}, learning_rate=1e-6)
-    settings = ["objective.num_ttt_steps=3", "epochs=2", "batches.tokens=256"]
-    settings += ["learning_rate=1e-6", "dtype=float32", "stop={measurements: 0}"]
+    settings = ["objective.num_ttt_steps=3", "objective.later_steps=all", "epochs=2"]
+    settings += ["batches.tokens=256", "learning_rate=1e-6", "dtype=float32"]
+    settings += ["stop={measurements: 0}"]
     words = ["train", world.new.url, "-t", str(world.target), "-o", str(world.folder / "by words")]
     words += ["--start", world.head.url, *(word for one in settings for word in ("-s", one))]
     shown = CliRunner().invoke(build(words), words, prog_name="eyas")
