@@ -512,7 +512,7 @@ def _is_another(process: str) -> bool:
     except ProcessLookupError:
         return False
     except PermissionError:  # somebody else's
-        return True
+        pass
     return True
 
 

@@ -345,8 +345,7 @@ class Fleet(Generic[RequestT, ReplyT]):
                         f"no server answers: {_reasons(self._servers)}",
                         "every answer is kept: repair the servers and run the same command again",
                     ) from failure
-                # else it is the server that fails, not with this request
-                if is_asked and server.is_checked:
+                if server.is_checked:  # else it is the server that fails, not with this request
                     server.fail(failure)
                     num_failed += failure.kind != "busy"
                 if num_failed == MOST_FAILURES:

@@ -31,7 +31,7 @@ from eyas.errors import MismatchError, MissingInputError, TemplateError, templat
 from eyas.gguf.configuration import configuration
 from eyas.gguf.file import PART, GgufFile, open_file, part_names
 from eyas.gguf.tensors import check_types, weights
-from eyas.gguf.tokenizer import tokenizer_of
+from eyas.gguf.tokenizer import named_tokens, tokenizer_of
 
 SUFFIX = ".gguf"
 LINK = "source.gguf"
@@ -180,16 +180,10 @@ def end_tokens(file: GgufFile, template: str) -> list[int]:
 
 def _behind_an_answer(file: GgufFile, template: str) -> str:
     """What a template writes behind an answer's text; nothing where it refuses a plain question."""
-    tokens, names = file.of_tokenizer("tokens") or (), ("bos", "eos")
-    special = {
-        f"{name}_token": tokens[number]
-        for name in names
-        if (number := file.of_tokenizer(f"{name}_token_id")) is not None and number < len(tokens)
-    }
     answer = "Hello, you."
     messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": answer}]
     with suppress(TemplateError):
-        rendered = Template({"default": template}, special, str(file.path), None, {})
+        rendered = Template({"default": template}, named_tokens(file), str(file.path), None, {})
         return rendered.render(messages, False, None).rpartition(answer)[2].lstrip()
     return ""
 

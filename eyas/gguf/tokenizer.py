@@ -106,11 +106,7 @@ def tokenizer_of(file: GgufFile, ends: Collection[int] = ()) -> tuple[Tokenizer,
                 for text in added
             ]
         )
-    named = {
-        f"{role}_token": tokens[number]
-        for role, key in {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}.items()
-        if (number := file.of_tokenizer(f"{key}_token_id")) is not None and number < len(tokens)
-    }
+    named = named_tokens(file)
     split = WORD_SPLITS.get(file.of_tokenizer("pre"))
     usual = model == "llama" or (split is not None and split.adds_bos)
     if "bos_token" in named and file.of_tokenizer("add_bos_token", usual):
@@ -125,6 +121,16 @@ def tokenizer_of(file: GgufFile, ends: Collection[int] = ()) -> tuple[Tokenizer,
         "clean_up_tokenization_spaces": False,
         "model_max_length": file.of_model("context_length"),
         **named,
+    }
+
+
+def named_tokens(file: GgufFile) -> dict[str, str]:
+    """The texts of the tokens that have a role, as tokenizer_config.json names them."""
+    tokens = file.of_tokenizer("tokens") or ()
+    return {
+        f"{role}_token": tokens[number]
+        for role, key in {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}.items()
+        if (number := file.of_tokenizer(f"{key}_token_id")) is not None and number < len(tokens)
     }
 
 

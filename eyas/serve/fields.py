@@ -91,17 +91,6 @@ IGNORED = frozenset(
     }
 )
 BodyT = TypeVar("BodyT", bound=BaseModel)
-
-
-def _finite(value: dict[str, Any]) -> dict[str, Any]:
-    try:
-        json.dumps(value, allow_nan=False)
-    except ValueError:
-        raise PydanticCustomError("not_finite", "a number in it is infinite or NaN") from None
-    return value
-
-
-JsonObject = Annotated[dict[str, Any], AfterValidator(_finite)]  # which an answer may repeat
 MAX_SHOWN = 64  # characters of a field's name that a message repeats
 # Of a body, before it is validated: at most 30 ms of validation, in which no other thread runs.
 # 2,000 messages of several parts, or 128 tools of 40 parameters, have 14,000 keys and brackets.
@@ -191,6 +180,17 @@ Bias = Annotated[float, Field(ge=-100, le=100)]
 TokenKey = Annotated[str, Field(pattern=r"^[0-9]{1,9}$")]
 GrammarText = Annotated[str, Field(max_length=MAX_GRAMMAR)]
 NumLogprobs = Annotated[int, Field(ge=0, le=MAX_LOGPROBS)]
+
+
+def _finite(value: dict[str, Any]) -> dict[str, Any]:
+    try:
+        json.dumps(value, allow_nan=False)
+    except ValueError:
+        raise PydanticCustomError("not_finite", "a number in it is infinite or NaN") from None
+    return value
+
+
+JsonObject = Annotated[dict[str, Any], AfterValidator(_finite)]  # which an answer may repeat
 
 
 class SamplingFields(RequestBody):

@@ -59,8 +59,7 @@ class Choice:
         self.kept: list[Delta] = []
         self.hides_logprobs = False  # they are there for best_of alone
         self._has_begun = False
-        self._skips_special = body.skip_special_tokens
-        self._stream = tokenizer.stream(self._skips_special)
+        self._stream = tokenizer.stream(body.skip_special_tokens)
         self._by_token = tokenizer.stream() if body.includes_rounds else None
         self._calls = None
         if isinstance(body, ChatRequest) and body.offered_tools:
