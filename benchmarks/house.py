@@ -29,19 +29,20 @@ PORT = 18431
 # A command started with a hook on every call: the stack is written when WHERE is entered.
 DRIVER = """
 import json, sys, threading
-ends, out, argv = json.loads(sys.argv[1]), sys.argv[2], sys.argv[3:]
+ends, package, out, argv = json.loads(sys.argv[1]), sys.argv[2], sys.argv[3], sys.argv[4:]
 written = set()
-def hook(frame, event, arg):
-    code = frame.f_code
-    if event != "call" or "/eyas/" not in code.co_filename:
+def name(code):
+    return code.co_filename.removeprefix(package) + ":" + code.co_name
+def hook(frame, event, arg, package=package):  # bound: globals go first when the process ends
+    if event != "call" or not frame.f_code.co_filename.startswith(package):
         return
-    end = code.co_filename.split("/eyas/")[-1] + ":" + code.co_name
+    end = name(frame.f_code)
     if end not in ends or end in written:
         return
     stack = []
     while frame is not None:
-        if "/eyas/" in frame.f_code.co_filename:
-            stack.append(frame.f_code.co_filename.split("/eyas/")[-1] + ":" + frame.f_code.co_name)
+        if frame.f_code.co_filename.startswith(package):
+            stack.append(name(frame.f_code))
         frame = frame.f_back
     if end.startswith("model/") and not any("/worker.py:" in one for one in stack):
         return
@@ -188,7 +189,7 @@ def hasattr_command(tree: ast.Module, name: str) -> bool:
 def traced(root: Path, ends: tuple[str, ...], out: Path, arguments: list[str]) -> subprocess.Popen:
     """Start `eyas ARGUMENTS` of the checkout at `root` with the hook of DRIVER."""
     return subprocess.Popen(
-        [sys.executable, "-c", DRIVER, json.dumps(ends), str(out), *arguments],
+        [sys.executable, "-c", DRIVER, json.dumps(ends), f"{root}/eyas/", str(out), *arguments],
         env={**os.environ, "PYTHONPATH": str(root)},
         cwd=out.parent,
         stdout=subprocess.DEVNULL,
