@@ -22,12 +22,14 @@ from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from importlib.util import find_spec
+from multiprocessing.queues import SimpleQueue
 from typing import Any, Literal, Protocol, Self
 
 from eyas.errors import ConfigError, EyasError
 
 log = logging.getLogger(__name__)
 Place = Literal["local", "ray"]
+VISIBLE = "CUDA_VISIBLE_DEVICES"  # read by CUDA when it is first used
 IN_FLIGHT = 2  # jobs per worker: one in work, one waiting
 MOST_LOSSES = 2  # of workers amid one job: it may be the job that they die of
 # A cluster loses machines: workers are spread over all, and started anew as often as they end.
@@ -148,8 +150,11 @@ class LocalExecutor:
             if self._pool is None:
                 # Spawned, not forked: threads and locks of this process stay out of the workers.
                 spawn = multiprocessing.get_context("spawn")
+                numbers = spawn.SimpleQueue()
+                for number in range(self._workers):
+                    numbers.put(number)
                 self._pool = ProcessPoolExecutor(
-                    self._workers, spawn, initializer=_begin, initargs=(self._task,)
+                    self._workers, spawn, initializer=_begin, initargs=(self._task, numbers)
                 )
             try:
                 return self._pool, self._pool.submit(_perform, job)
@@ -173,9 +178,14 @@ class LocalExecutor:
 _worker: list[Worker] = []  # in a worker process: its own
 
 
-def _begin(task: WorkerTask) -> None:
-    """Start of a worker process: Ctrl-C is left to the parent, and the worker ends with it."""
+def _begin(task: WorkerTask, numbers: SimpleQueue[int]) -> None:
+    """Start of a worker process: Ctrl-C is left to the parent, and the worker ends with it. It sees
+    one GPU, its own: the one at its number of those that the parent sees.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    number, seen = numbers.get(), os.environ.get(VISIBLE)
+    gpus = seen.split(",") if seen else list(map(str, range(number + 1)))
+    os.environ[VISIBLE] = gpus[number % len(gpus)]
     threading.Thread(target=_end_with_parent, daemon=True).start()
     _worker.append(Worker(task))
 

@@ -192,12 +192,15 @@ def test_hosts_whose_bits_would_differ_are_refused(target):
     assert "EYAS_NATIVE_VARIANT" in raised.value.hint
 
 
-def test_workers_beside_servers_or_on_one_gpu_are_refused(target, answers, monkeypatch, output):
+def test_workers_beside_servers_or_on_too_few_gpus_are_refused(
+    target, answers, monkeypatch, output
+):
     with pytest.raises(ValueError, match="they compute, and no workers"):
         config_of(target, servers=["http://localhost:1"], workers=2)
-    monkeypatch.setattr(stage, "default_device", lambda: "cuda")
-    config = config_of(target, decoder="transformers", workers=2)
-    with pytest.raises(ConfigError, match="the same GPU"):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    config = config_of(target, decoder="transformers", workers=3)
+    with pytest.raises(ConfigError, match="onto 2 GPUs"):
         capture(config, answers, output)
 
 

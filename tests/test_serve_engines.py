@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from eyas.cli import serve, stage
+from eyas.cli import launch, serve, stage
+from eyas.cli.launch import EngineName, become, engine_command
 from eyas.cli.main import build
-from eyas.cli.serve import EngineName, become, engine_command
 from eyas.errors import ConfigError, EyasError, InputError
 from eyas.serve.server import ServeConfig
 from tests.tiny import tiny_target
@@ -150,14 +150,22 @@ def test_settings_that_the_engine_is_not_told_of_are_refused(target, head, setti
             engine_command(engine, config(target, head, CHAIN, **settings))
 
 
-def test_without_a_head_there_is_nothing_to_start(target):
-    with pytest.raises(ConfigError, match="no head"):
-        engine_command(EngineName.VLLM, ServeConfig(target=target))
+@pytest.mark.parametrize("engine", EngineName)
+def test_without_a_head_the_target_is_served_plainly_on_the_gpus_that_are_named(target, engine):
+    plain = ServeConfig(target=target)
+    given = options(engine_command(engine, plain))
+    assert not [name for name in given if "specul" in name or "tp" in name or "tensor" in name]
+    command = engine_command(engine, plain, gpus=(2, 3), memory=0.4)
+    assert command[:2] == ["env", "CUDA_VISIBLE_DEVICES=2,3"]
+    given = options(command)
+    both = {given[one] for one in ("--tp-size", "--tensor-parallel-size") if one in given}
+    assert both == {"2"}
+    assert "0.4" in (given.get("--mem-fraction-static"), given.get("--gpu-memory-utilization"))
 
 
 def test_an_engine_that_is_not_there_is_said(target, head, monkeypatch):
-    monkeypatch.setattr(serve.importlib.util, "find_spec", lambda _: None)
-    monkeypatch.setattr(serve.shutil, "which", lambda _: None)
+    monkeypatch.setattr(launch.importlib.util, "find_spec", lambda _: None)
+    monkeypatch.setattr(launch.shutil, "which", lambda _: None)
     for engine, title in ((EngineName.SGLANG, "SGLang"), (EngineName.VLLM, "vLLM")):
         with pytest.raises(EyasError, match=f"{title} is not installed"):
             become(engine, engine_command(engine, config(target, head, CHAIN)))
@@ -165,8 +173,8 @@ def test_an_engine_that_is_not_there_is_said(target, head, monkeypatch):
 
 def test_an_engine_that_is_there_takes_the_process_over(target, head, monkeypatch):
     started = []
-    monkeypatch.setattr(serve.shutil, "which", lambda name: f"/bin/{name}")
-    monkeypatch.setattr(serve.os, "execvp", lambda *given: started.append(given))
+    monkeypatch.setattr(launch.shutil, "which", lambda name: f"/bin/{name}")
+    monkeypatch.setattr(launch.os, "execvp", lambda *given: started.append(given))
     command = engine_command(EngineName.VLLM, config(target, head, CHAIN))
     become(EngineName.VLLM, command)
     assert started == [("vllm", command)]
@@ -183,8 +191,24 @@ def test_the_command_line(target, head):
     assert options(arguments)["--port"] == "7"
     assert arguments[-2:] == ["--tp", "2"]
     assert run("--engine", "llama", "--print-command").exit_code == 2
-    assert run("--print-command").exit_code == 2
-    assert run("--engine", "vllm").exit_code == 2  # no head
+    for alone in (["--print-command"], ["--gpus", "0"], ["--hidden-states"]):
+        assert run(*alone).exit_code == 2
+    assert run(*words, "--gpus", "one").exit_code == 2
+    assert run(*words, "--hidden-states").exit_code == 2  # it drafts, or gives states
+
+
+@pytest.mark.parametrize(
+    ("engine", "flag"),
+    [("sglang", "--return-aux-hidden-state-layer-ids"), ("vllm", "--kv-transfer-config")],
+)
+def test_a_server_of_hidden_states_on_a_gpu(target, engine, flag):
+    words = ["serve", "-t", target, "--engine", engine, "--hidden-states", "--gpus", "1"]
+    shown = CliRunner().invoke(build(words), [*words, "--print-command", "--port", "8001"])
+    assert shown.exit_code == 0, shown.output
+    arguments = shlex.split(shown.output.strip().splitlines()[-1])
+    assert arguments[:2] == ["env", "CUDA_VISIBLE_DEVICES=1"]
+    assert flag in arguments
+    assert arguments[-4:] == ["--host", "127.0.0.1", "--port", "8001"]
 
 
 @pytest.mark.parametrize(

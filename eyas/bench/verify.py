@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field
 
+from eyas.artifact import Artifact
 from eyas.bench.report import server_line, without_folders
 from eyas.bench.server import (
     ServerFacts,
@@ -54,6 +55,7 @@ OF_OTHERS: dict[str, Any] = {"return_token_ids": True}  # vLLM, SGLang, ours
 LEVEL = 0.001  # of the test: so often are two samples of one distribution told apart
 NUM_SHUFFLES, NUM_SAMPLED, SAMPLED_TOKENS = 4999, 4, 8
 SETTLE_S, TIMEOUT_S = 0.05, 600.0  # servers count an answer just after its last byte
+VERIFICATION = "verify.json"
 
 
 class VerifyConfig(BaseModel):
@@ -350,6 +352,14 @@ class Arm:
         # vLLM counts drafts from its start on, where it speculates
         is_told = told or drafted or (counted and self.facts.kind == "vllm")
         return found, (drafted, accepted) if is_told else None
+
+
+async def verified(config: VerifyConfig, output: Artifact, track: Track = quiet) -> tuple[str, str]:
+    """Verdict and reason; report.md and VERIFICATION in `output`. Raises what `verify` does."""
+    found = await verify(config, track)
+    output.write("report.md", found.markdown().encode())
+    output.write_json(VERIFICATION, found.to_json() | {"config": config.model_dump(mode="json")})
+    return found.verdict
 
 
 async def verify(config: VerifyConfig, track: Track = quiet) -> Verification:

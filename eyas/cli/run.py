@@ -10,17 +10,22 @@ found again and skipped.
 A run whose `train.start` names a head adapts it: eval compares the new head with that one on the
 same prompts, and bench measures both. With `eval.tolerance` the new head is exported only if it is
 shown to be better (`evaluate.comparison`).
+
+With `gpus` SGLang or vLLM answers and, in the end, serves; capture, train and eval are processes of
+their own, which leave the GPUs free when they end. eval then reads stored features alone, and
+`verify` asks the two servers that bench has measured.
 """
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import json
 import os
 import shlex
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -31,9 +36,11 @@ from eyas.artifact import Artifact, Manifest, identity
 from eyas.bench.bench import EAGLE, PLAIN, BenchConfig, bench, bench_identity
 from eyas.bench.claims import headline_figures
 from eyas.bench.report import Contents, show_table, write_reports
+from eyas.bench.verify import VERIFICATION, VerifyConfig, verified
 from eyas.builtin import packaged_prompts
 from eyas.cli.check import show
 from eyas.cli.eval import comparison_lines, eval_figures, eval_prompts, in_one_line, judge
+from eyas.cli.launch import GpusConfig, refuse_lacking, running_engines, to_serve
 from eyas.cli.options import Overrides, override, read_run_file
 from eyas.cli.stage import IDENTITY_DIGITS, StageFolder, stage
 from eyas.data.prompts import PromptsConfig, make_prompts
@@ -48,14 +55,14 @@ from eyas.features.generate import GenerateConfig, generate
 from eyas.features.online import OnlineTarget
 from eyas.hub import resolve_head, resolve_target
 from eyas.lineage import head_manifest
-from eyas.log import console
+from eyas.log import Track, console, quiet
 from eyas.model.architecture import TargetConfig
 from eyas.model.dialects import FLAGS
 from eyas.plan.needs import PlannedRun, plan_run, read_prompts, refuse_without_room
 from eyas.serve.server import ServeConfig, running_server
 from eyas.settings import validated
 from eyas.shards import Features, Split
-from eyas.train.ranks import world_size
+from eyas.train.ranks import in_processes, is_first_rank, world_size
 from eyas.train.trainer import TrainConfig, train
 
 GENERAL, ADAPTED = "general head", "adapted head"  # arms of a run that adapts a head
@@ -77,6 +84,7 @@ class RunConfig(BaseModel):
     """A run file, section by section in the order of the work. `target` stands once, at the top.
 
     online: train on features as they are computed; only held-out ones are stored, for `eval`.
+    gpus: the GPUs that all of it uses; without, our own engine answers and serves on the CPU.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -84,6 +92,7 @@ class RunConfig(BaseModel):
     target: str
     output: str
     online: bool = False
+    gpus: GpusConfig | None = None
     prompts: PromptsConfig
     generate: GenerateConfig
     capture: CaptureConfig
@@ -140,6 +149,30 @@ class RunConfig(BaseModel):
         if plain and self.train.start is None and not head.model_fields_set & set(FLAGS):
             plain_head = head.model_copy(update=plain)
             self.train = self.train.model_copy(update={"head": plain_head})
+        return self
+
+    @model_validator(mode="after")
+    def _on_gpus(self) -> RunConfig:
+        """A process on each GPU where nothing else is said, and arms as other engines know them."""
+        gpus = self.gpus
+        if gpus is None:
+            return self
+        if gpus.engine.value not in self.export.forms:
+            raise ValueError(f"export.forms: {gpus.engine.value} serves the head, add its form")
+        if self.generate.head is not None:
+            raise ValueError("generate.head: a server on a GPU answers plainly, leave it out")
+        capture, count = self.capture, len(gpus.ids)
+        is_free = not (capture.servers or capture.device_map or capture.executor == "ray")
+        if is_free and "workers" not in capture.model_fields_set:
+            self.capture = capture.model_copy(update={"workers": count})
+        if "per_step" not in self.train.batches.model_fields_set:
+            batches = self.train.batches.model_copy(update={"per_step": count})
+            self.train = self.train.model_copy(update={"batches": batches})
+        arms = {
+            name: arm.model_copy(update={"speculation": None})
+            for name, arm in self.bench.arms.items()
+        }
+        self.bench = self.bench.model_copy(update={"arms": arms})
         return self
 
     def planned(self, output: str) -> PlannedRun:
@@ -260,48 +293,104 @@ def run_stages(config: RunConfig, root: str, anyway: bool = False) -> dict[str, 
     """Do, or find done, every stage of a run, into folders below `root`; the artifacts by stage.
     Raises what the stages raise.
     """
-    target = config.target
+    target, gpus = config.target, config.gpus
+    if gpus is not None:
+        start = config.train.start
+        refuse_lacking(gpus, config.serve, config.capture.device_map, 1 if start is None else 2)
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, gpus.ids))
     prompts = StageFolder(root, "prompts")
     with stage("prompts", prompts) as track:
         make_prompts(config.prompts, prompts, track)
     if not anyway:  # before anything is answered
         plan = plan_run(config.planned(root), *read_prompts(prompts))
         refuse_without_room(plan.room, root)
-    settings = as_served(config)
-    questions = eval_prompts(bench_prompts(config, prompts, root), settings)
-    stored: tuple[Split, ...] = ("held_out",) if config.online else SPLITS
+    held_out = bench_prompts(config, prompts, root)
     answers = StageFolder(root, "generate")
     with stage("generate", answers) as track:
-        generate(config.generate, prompts, answers, track)
-    features = StageFolder(root, "capture")
-    with stage("capture", features) as track:
-        capture(config.capture, answers, features, track, stored)
-    head = StageFolder(root, "train")
-    with stage("train", head) as track:
-        source = (
-            OnlineTarget(config.capture, answers).features("train")
-            if config.online
-            else Features(features, "train")
-        )
-        train(config.train, target, source, head, track, Features(features, "held_out"))
-    held_out = Features(features, "held_out")
-    evaluation = StageFolder(root, "eval")
-    with stage("eval", evaluation) as track:
-        evaluate(settings, target, head.url, evaluation, held_out, questions, track)
+        answer(config, root, prompts, answers, track)
+    work = StageWork(config, root, answers.url)
+    count = len(gpus.ids) if gpus else 0
+    features = work.run(capture_stage, 1 if gpus else 0)
+    head = work.run(train_stage, count, features)
+    evaluation = work.run(eval_stage, 1 if gpus else 0, features, head, held_out)
     result = evaluation.read_json("eval.json")
     for line in comparison_lines(result):
         console.print(line, highlight=False, markup=False, soft_wrap=True)
-    judge(result, settings)
+    judge(result, as_served(config))
     exported = StageFolder(root, "export")
     with stage("export", exported) as track:
         export(as_exported(config), target, head, exported, track, evaluation)
-    folders = [check_form(exported, form, target) for form in config.export.forms]
-    measured = serve_and_bench(config, root, prompts, exported, folders[0])
+    folders = {form: check_form(exported, form, target) for form in config.export.forms}
+    served = folders[gpus.engine.value if gpus else config.export.forms[0]]
+    measured = serve_and_bench(config, root, prompts, exported, served)
     if config.export.publish:
         url = publish(exported, config.export.publish)
         console.print(f"published: {url}", highlight=False, markup=False, soft_wrap=True)
     done = {"prompts": prompts, "generate": answers, "capture": features, "train": head}
     return {**done, "eval": evaluation, "export": exported, "bench": measured}
+
+
+def answer(
+    config: RunConfig, root: str, prompts: Artifact, answers: Artifact, track: Track
+) -> None:
+    """Stage generate, on GPUs by a server on each group of them, which stops when it is done."""
+    gpus, settings = config.gpus, config.generate
+    if gpus is None or settings.servers:
+        generate(settings, prompts, answers, track)
+        return
+    servers = to_serve({f"generate-{number}": None for number in range(len(gpus.groups))})
+    settings = settings.model_copy(update={"servers": tuple(one.url for one in servers)})
+    generate(settings, prompts, answers, track, running_engines(gpus, config.serve, servers, root))
+
+
+@dataclasses.dataclass(frozen=True)
+class StageWork:
+    """What the stages share that may run in processes of their own. answers: generate's output."""
+
+    config: RunConfig
+    root: str
+    answers: str
+
+    def run(
+        self, function: Callable[..., str], processes: int, *inputs: Artifact | str
+    ) -> Artifact:
+        """The output of a stage, done here (0) or in so many processes."""
+        urls = [one if isinstance(one, str) else one.url for one in inputs]
+        if not processes:
+            return Artifact(function(self, *urls))
+        return Artifact(in_processes(processes, function, self, *urls))
+
+
+def capture_stage(work: StageWork) -> str:
+    """Stage capture; the URL of its output, as of the two that follow."""
+    config, features = work.config, StageFolder(work.root, "capture")
+    stored: tuple[Split, ...] = ("held_out",) if config.online else SPLITS
+    with stage("capture", features) as track:
+        capture(config.capture, Artifact(work.answers), features, track, stored)
+    return features.url
+
+
+def train_stage(work: StageWork, features: str) -> str:
+    """Stage train, called by every rank."""
+    config, head, stored = work.config, StageFolder(work.root, "train"), Artifact(features)
+    with stage("train", head) if is_first_rank() else nullcontext(quiet) as track:
+        source = (
+            OnlineTarget(config.capture, Artifact(work.answers)).features("train")
+            if config.online
+            else Features(stored, "train")
+        )
+        train(config.train, config.target, source, head, track, Features(stored, "held_out"))
+    return head.url
+
+
+def eval_stage(work: StageWork, features: str, head: str, questions: str) -> str:
+    """Stage eval; on GPUs of features alone, since our own engine would answer on the CPU."""
+    config, evaluation = work.config, StageFolder(work.root, "eval")
+    settings, held_out = as_served(config), Features(Artifact(features), "held_out")
+    asked = () if config.gpus else eval_prompts(questions, settings)
+    with stage("eval", evaluation) as track:
+        evaluate(settings, config.target, head, evaluation, held_out, asked, track)
+    return evaluation.url
 
 
 def check_form(exported: Artifact, form: str, target: str) -> str:
@@ -337,19 +426,41 @@ def serve_and_bench(
         arms = {PLAIN: arms[PLAIN], **dict.fromkeys(heads, arms[EAGLE])}
     questions = bench_prompts(config, prompts, root)
     settings = BenchConfig(**{**dict(config.bench), "prompts": questions, "arms": arms})
-    output = Artifact(f"{root}/bench-{bench_identity(settings, inputs)[:IDENTITY_DIGITS]}")
+    digits = bench_identity(settings, inputs)[:IDENTITY_DIGITS]
+    output, report = Artifact(f"{root}/bench-{digits}"), Artifact(f"{root}/verify-{digits}")
+    verifies = config.gpus is not None and not report.exists(VERIFICATION)
     # progress is shown while the server loads, too
     with stage("bench", output) as track, ExitStack() as stack:
-        if not output.is_done():
-            url = config.bench.url
-            for arm, one in heads.items():
-                served = config.serve.model_copy(update={"head": one, "port": 0})
-                url = stack.enter_context(running_server(served))
-                arms = {**arms, arm: arms[arm].model_copy(update={"url": url})}
+        if verifies or not output.is_done():
+            urls = stack.enter_context(serving(config, root, heads))
+            arms = {
+                arm: one.model_copy(update={"url": urls[arm]}) if arm in urls else one
+                for arm, one in arms.items()
+            }
             # the baseline asks the last server, which serves the new head
-            settings = settings.model_copy(update={"url": url, "arms": arms})
+            settings = settings.model_copy(update={"url": urls[list(heads)[-1]], "arms": arms})
         bench(settings, output, track, inputs)
+        if verifies:
+            asked = VerifyConfig(url=settings.url, plain=urls[PLAIN], prompts=questions)
+            verdict, why = asyncio.run(verified(asked, report, track))
+            console.print(f"verify    {verdict}: {why}", highlight=False, soft_wrap=True)
     return output
+
+
+@contextmanager
+def serving(config: RunConfig, root: str, heads: Mapping[str, str]) -> Iterator[dict[str, str]]:
+    """The URL of each head's server, by arm; on GPUs of a plain one too, which ours are as well."""
+    if config.gpus is not None:
+        servers = to_serve({PLAIN: None, **heads})
+        with running_engines(config.gpus, config.serve, servers, root):
+            yield {one.name: one.url for one in servers}
+        return
+    with ExitStack() as stack:
+        urls = {}
+        for arm, head in heads.items():
+            served = config.serve.model_copy(update={"head": head, "port": 0})
+            urls[arm] = stack.enter_context(running_server(served))
+        yield urls
 
 
 def as_served(config: RunConfig) -> EvalConfig:
@@ -389,7 +500,11 @@ def serve_command(config: RunConfig) -> str:
     engine = settings.pop("engine", {})
     engine.setdefault("speculation", config.serve.engine.speculation)
     settings |= {f"engine.{name}": value for name, value in engine.items()}
-    words = ["eyas", "serve", "--target", config.target, "--head", f"./{config.export.forms[0]}"]
+    form, own = config.export.forms[0], list[str]()
+    if config.gpus is not None:
+        form, gpus = config.gpus.engine.value, ",".join(map(str, config.gpus.groups[0]))
+        own = ["--engine", form, "--gpus", gpus]
+    words = ["eyas", "serve", "--target", config.target, "--head", f"./{form}", *own]
     for name, value in settings.items():
         words += ["--set", f"{name}={value if isinstance(value, str) else json.dumps(value)}"]
     return shlex.join(words)

@@ -1,53 +1,28 @@
-"""`eyas serve`: target + head -> OpenAI-compatible server, ours or an installed SGLang or vLLM.
-
-Other engines get the settings of our server as flags, those of speculation from
-eyas.export.engines.Launch. A setting that has no flag here is refused, or it would be thought to
-hold.
-"""
+"""`eyas serve`: target + head -> OpenAI-compatible server, ours or an installed SGLang or vLLM."""
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import json
-import os
 import shlex
-import shutil
-import sys
+from collections.abc import Sequence
 from contextlib import suppress
-from enum import StrEnum
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from eyas.cli.launch import EngineName, become, engine_command, on_gpus
 from eyas.cli.options import Overrides, RunFile, stage_config
 from eyas.cli.stage import advise_gpu
-from eyas.errors import ConfigError, EyasError, InputError, MissingInputError
-from eyas.export.engines import Launch
-from eyas.gguf.checkpoint import whole_folder
-from eyas.hub import is_hub_id, resolve_head, resolve_target
+from eyas.errors import ConfigError
+from eyas.hub import resolve_target
 from eyas.log import log_to_stderr
-from eyas.model.config import read_config
-from eyas.model.dialects import uses_window
+from eyas.model.target import stored_dtype
 from eyas.serve.server import ServeConfig, serve
 from eyas.serve.vertex import from_environment
 
 CONFIG = ServeConfig
 MODEL, ADDRESS, OTHER = "Model and head", "Address and keys", "Another engine"  # panels of the help
-_SETTINGS = {"target", "head", "dtype", "model", "host", "port", "engine"}
-_ENGINE_SETTINGS = {"speculation", "max_length", "max_batch"}
-
-
-class EngineName(StrEnum):
-    """An engine that heads are exported for."""
-
-    SGLANG = "sglang"
-    VLLM = "vllm"
-
-    @property
-    def label(self) -> str:
-        """The name for people."""
-        return "SGLang" if self is EngineName.SGLANG else "vLLM"
 
 
 def command(
@@ -92,6 +67,18 @@ def command(
         EngineName | None,
         typer.Option(help="installed here, in place of ours", rich_help_panel=OTHER),
     ] = None,
+    gpus: Annotated[
+        str | None,
+        typer.Option(help="GPUs that it shares the model over, e.g. 0,1", rich_help_panel=OTHER),
+    ] = None,
+    hidden_states: Annotated[
+        bool,
+        typer.Option(
+            "--hidden-states",
+            help="serve those of the target, for `eyas capture --server`",
+            rich_help_panel=OTHER,
+        ),
+    ] = False,
     engine_args: Annotated[str, typer.Option(help="more flags for it", rich_help_panel=OTHER)] = "",
     print_command: Annotated[
         bool,
@@ -122,12 +109,16 @@ def command(
     }
     config = stage_config(ServeConfig, "serve", run_file, overrides, **options)
     if engine is not None:
-        words = engine_command(engine, config, engine_args)
+        visible = gpu_ids(gpus)
+        if hidden_states:
+            words = states_server(engine, config, engine_args, visible)
+        else:
+            words = engine_command(engine, config, engine_args, visible)
         print(shlex.join(words), flush=True)
         return None if print_command else become(engine, words)
-    if print_command or engine_args:
+    if print_command or engine_args or gpus or hidden_states:
         raise ConfigError(
-            "--print-command and --engine-args are for another engine",
+            "--gpus, --hidden-states, --print-command and --engine-args are for another engine",
             "name it: --engine sglang or vllm",
         )
     words = ["eyas", "serve", "--engine", "vllm", "--target", config.target or "TARGET"]
@@ -141,96 +132,31 @@ def command(
         )
 
 
-def engine_command(engine: EngineName, config: ServeConfig, extra: str = "") -> list[str]:
-    """The words of the command that serves the same with another engine. extra: flags of its own,
-    as in a shell.
+def gpu_ids(text: str | None) -> list[int]:
+    """The numbers of `--gpus`. Raises ConfigError."""
+    words = text.split(",") if text else []
+    if not all(word.strip().isdecimal() for word in words):
+        raise ConfigError(f"--gpus {text}: no list of numbers", "write e.g. --gpus 0,1")
+    return [int(word) for word in words]
 
-    Raises ConfigError for settings without a flag, InputError for a head that the engine cannot
-    load, MissingInputError.
+
+def states_server(
+    engine: EngineName, config: ServeConfig, extra: str, gpus: Sequence[int]
+) -> list[str]:
+    """The words of the command that starts a server of the target's hidden states. Raises
+    ConfigError for a head, which takes the place of these.
     """
-    given, sizes_given = config.model_fields_set, config.engine.model_fields_set
-    unknown = sorted(given - _SETTINGS)
-    unknown += sorted(f"engine.{name}" for name in sizes_given - _ENGINE_SETTINGS)
-    if unknown:
-        raise ConfigError(
-            f"{', '.join(unknown)}: no flag of {engine.label} is known for it",
-            "leave it out, or use --engine-args",
-        )
-    if config.head is None or config.target is None:
-        raise ConfigError("there is no head to speculate with", "give both: --target and --head")
-    if config.dtype == "packed":
-        raise ConfigError(
-            "only our own engine has dtype packed", f"leave it out, or serve without {engine.label}"
-        )
-    sizes = config.engine.parsed()
-    if sizes.mode == "off":
-        raise ConfigError(
-            "speculation is off", f"run {engine.label} by itself, or leave --speculation out"
-        )
-    steps = sizes.num_draft_steps
-    is_chain = sizes.tree_topk == 1 and sizes.num_verify_tokens == steps + 1
-    # without sizes those of the chain hold: the tree is our default, not the user's wish
-    if engine is EngineName.VLLM and "(" in config.engine.speculation and not is_chain:
-        raise ConfigError(
-            f"vLLM drafts chains: {sizes} is a tree",
-            f"ask for a chain of as many steps: fixed({steps},1,{steps + 1})",
-        )
-    target, family = config.target, None
-    if not is_hub_id(target):
-        target = str(whole_folder(resolve_target(target)).absolute())
-        family = read_config(target).get("model_type")
-    head = _exported_head(engine, Path(resolve_head(config.head)).absolute())
-    settings = read_config(head)
-    launch = Launch(
-        target,
-        steps,
-        sizes.tree_topk,
-        sizes.num_verify_tokens,
-        config.dtype if "dtype" in given else None,
-        config.engine.max_length if "max_length" in sizes_given else None,
-        settings.get("sliding_window") if uses_window(settings) else None,
-        family=family,
-    )
-    words = launch.arguments(engine.value, str(head))
-    words += ["--host", config.host, "--port", str(config.port)]
-    words += ["--served-model-name", config.served_model]
-    if "max_batch" in sizes_given:
-        flag = "--max-running-requests" if engine is EngineName.SGLANG else "--max-num-seqs"
-        words += [flag, str(config.engine.max_batch)]
-    if engine is EngineName.SGLANG:
-        words.append("--enable-metrics")  # for `eyas watch`; vLLM always counts
-    if words[0] == "python":
-        words[0] = sys.executable
-    return [*words, *shlex.split(extra)]
-
-
-def become(engine: EngineName, command: list[str]) -> None:
-    """Replace this process by the engine's. Raises EyasError where it is not installed."""
-    # SGLang is started as a module, vLLM as a program
-    is_module = engine is EngineName.SGLANG
-    if (importlib.util.find_spec("sglang") if is_module else shutil.which("vllm")) is None:
-        raise EyasError(
-            f"{engine.label} is not installed here",
-            f"install {engine.value} into this environment, or see the command with "
-            "--print-command",
-        )
-    os.execvp(command[0], command)  # does not return
-
-
-def _exported_head(engine: EngineName, folder: Path) -> Path:
-    """The folder that the engine loads: its part of an export, or a folder in its form."""
-    if (folder / engine.value / "config.json").is_file():
-        return folder / engine.value
-    config = folder / "config.json"
-    if not config.is_file():
-        what = f"{folder} holds no head that {engine.label} loads"
-        raise InputError(what, "write one: eyas export HEAD -o FOLDER")
-    try:
-        is_speculators = "speculators_model_type" in json.loads(config.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise MissingInputError(f"{config} cannot be read", "export the head again") from error
-    form = EngineName.VLLM if is_speculators else EngineName.SGLANG
-    if form is not engine:
-        hint = f"give the folder of the whole export, or its {engine.value}/"
-        raise InputError(f"{folder} is in {form.label}'s form", hint)
-    return folder
+    if config.head is not None:
+        raise ConfigError("--hidden-states: a server gives them or drafts", "leave out --head")
+    if len(gpus) > 1:
+        raise ConfigError("--hidden-states: one GPU a server", "start one on each: --gpus 0")
+    # imported here only: torch, which our own server does without
+    states = importlib.import_module("eyas.features.states")
+    shape = importlib.import_module("eyas.operators.shape").target_shape
+    folder = resolve_target(str(config.target))
+    of = shape(folder)
+    length = (config.engine.max_length or of.max_position_embeddings) - states.ROOM_SGLANG
+    dtype = config.dtype if "dtype" in config.model_fields_set else stored_dtype(of)
+    words = states.states_command(engine.value, str(config.target), of, dtype, length)
+    where = ["--host", config.host, "--port", str(config.port)]
+    return on_gpus([*words, *where, *shlex.split(extra)], gpus)

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from eyas.artifact import Artifact
-from eyas.bench.verify import VerifyConfig, verify
+from eyas.bench.verify import VerifyConfig, verified
 from eyas.cli.options import Overrides, stage_config
 from eyas.log import progress_bar
 
@@ -38,12 +38,9 @@ def command(
     config = stage_config(
         VerifyConfig, "verify", None, overrides, url=url, plain=plain, prompts=prompts
     )
-    with progress_bar("verify") as track:
-        found = asyncio.run(verify(config, track))
     folder = Artifact(output)
-    folder.write("report.md", found.markdown().encode())
-    folder.write_json("verify.json", found.to_json() | {"config": config.model_dump(mode="json")})
-    verdict, why = found.verdict
+    with progress_bar("verify") as track:
+        verdict, why = asyncio.run(verified(config, folder, track))
     print(f"{verdict}: {why}\nreport: {folder.url}/report.md")
     print(json.dumps({"verdict": verdict, "why": why, "output": output}))
     raise typer.Exit(CODES[verdict])

@@ -39,7 +39,8 @@ class Launch:
     None leaves it to them. max_length: of a request in tokens; None is the target's own.
     draft_window: the head's `sliding_window`, which SGLang takes from the command only. taps: the
     layers whose outputs the head reads, which OpenVINO takes from the converted file only.
-    family: the target's model_type; None where it is not known.
+    family: the target's model_type; None where it is not known. num_gpus: that one server computes
+    on (tensor parallelism). memory: the share of a GPU that it takes; None leaves it to the engine.
     """
 
     target: str
@@ -51,6 +52,8 @@ class Launch:
     draft_window: int | None = None
     taps: tuple[int, int, int] | None = None
     family: str | None = None
+    num_gpus: int = 1
+    memory: float | None = None
 
     @property
     def title(self) -> str:
@@ -71,8 +74,10 @@ class Launch:
         """Whether the engine of this form serves such a target with a head."""
         return self.family is not None and engine_of(form).serves(self.family)
 
-    def arguments(self, form: EngineForm, head: str) -> list[str]:
-        """The words of the command. head: the folder that the engine loads the head from."""
+    def arguments(self, form: EngineForm, head: str | None) -> list[str]:
+        """The words of the command. head: the folder that the engine loads the head from; None
+        serves the target plainly.
+        """
         command = engine_of(form).command
         assert command is not None, "an engine with a form of its own has a command"
         return command(self, head)
@@ -99,7 +104,7 @@ def layers_info(taps: tuple[int, int, int]) -> str:
     return f'<hidden_layers_list value="{" ".join(map(str, taps))}" />'
 
 
-def sglang_command(launch: Launch, head: str) -> list[str]:
+def sglang_command(launch: Launch, head: str | None) -> list[str]:
     """SGLang takes a head's attention window from the command alone.
 
     It verifies no more than the draft steps can give; of a chain all drafts and the root, whatever
@@ -109,17 +114,22 @@ def sglang_command(launch: Launch, head: str) -> list[str]:
         "--model-path": launch.target,
         "--dtype": launch.dtype,
         "--context-length": launch.max_length,
-        "--speculative-algorithm": "EAGLE3",
-        "--speculative-draft-model-path": head,
-        "--speculative-num-steps": launch.num_draft_steps,
-        "--speculative-eagle-topk": launch.tree_topk,
-        "--speculative-num-draft-tokens": launch.drafts("sglang").num_verify_tokens,
-        "--speculative-draft-window-size": launch.draft_window,
+        "--tp-size": launch.num_gpus if launch.num_gpus > 1 else None,
+        "--mem-fraction-static": launch.memory,
     }
+    if head is not None:
+        options |= {
+            "--speculative-algorithm": "EAGLE3",
+            "--speculative-draft-model-path": head,
+            "--speculative-num-steps": launch.num_draft_steps,
+            "--speculative-eagle-topk": launch.tree_topk,
+            "--speculative-num-draft-tokens": launch.drafts("sglang").num_verify_tokens,
+            "--speculative-draft-window-size": launch.draft_window,
+        }
     return ["python", "-m", "sglang.launch_server", *_words(options)]
 
 
-def vllm_command(launch: Launch, head: str) -> list[str]:
+def vllm_command(launch: Launch, head: str | None) -> list[str]:
     """Its own code of some targets gives no hidden states, transformers'
     does.
     """
@@ -131,16 +141,19 @@ def vllm_command(launch: Launch, head: str) -> list[str]:
     options = {
         "--dtype": launch.dtype,
         "--max-model-len": launch.max_length,
+        "--tensor-parallel-size": launch.num_gpus if launch.num_gpus > 1 else None,
+        "--gpu-memory-utilization": launch.memory,
         **VLLM_OPTIONS.get(launch.family or "", {}),
-        "--speculative-config": json.dumps(speculation),
+        "--speculative-config": None if head is None else json.dumps(speculation),
     }
     return ["vllm", "serve", launch.target, *_words(options)]
 
 
-def openvino_command(_: Launch, head: str) -> list[str]:
+def openvino_command(_: Launch, head: str | None) -> list[str]:
     """Converts the head for openvino_genai.draft_model, as OpenVINO has no server; the target is
     converted in the same way. The folder that is written comes last.
     """
+    assert head is not None, "there is nothing else to convert"
     task = ["--task", "text-generation-with-past", "--trust-remote-code"]
     program = ["optimum-cli", "export", "openvino"]
     return [*program, "--model", head, *task, f"{head.rstrip('/')}-ir"]
@@ -170,7 +183,7 @@ class EngineAbilities:
     form: Form
     where: str
     families: str
-    command: Callable[[Launch, str], list[str]] | None = None
+    command: Callable[[Launch, str | None], list[str]] | None = None
     options: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     unread: Mapping[str, str] = field(default_factory=dict)
     any_taps: bool = True

@@ -17,6 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+import torch
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from eyas.artifact import Artifact, Manifest, identity
@@ -268,10 +269,11 @@ def open_workers(task: CaptureTask) -> WorkerForward:
     """
     config, settings = task.config, task.settings
     is_local = config.executor == "local"
-    if is_local and settings["decoder"] == "transformers" and default_device() != "cpu":
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if is_local and settings["decoder"] == "transformers" and 0 < gpus < config.workers:
         raise ConfigError(
-            f"workers: {config.workers} processes would each load the target onto the same GPU",
-            "workers: 1; servers compute on several GPUs (`--server`), workers on several hosts",
+            f"workers: {config.workers} processes would load the target onto {gpus} GPUs",
+            f"workers: {gpus}, each with a GPU of its own",
         )
     name = config.target
     if name not in PACKAGED and os.path.exists(name):

@@ -21,7 +21,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import AbstractContextManager, closing, nullcontext
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -49,6 +49,7 @@ CACHE_TOKENS = 1024  # of each running request, in the cache of the engine in th
 PRECISION_NOTE = f"{WORK}/precision.json"  # what the servers of this run stated
 # Where the run takes place, and how fast it is: no part of the identity.
 PLACES = {"target", "head", "max_batch", "servers", "client"}
+_THERE = nullcontext()  # servers that somebody else has started
 
 
 class GenerateConfig(BaseModel):
@@ -109,9 +110,14 @@ class GenerateConfig(BaseModel):
 
 
 def generate(
-    config: GenerateConfig, prompts: Artifact, output: Artifact, track: Track = quiet
+    config: GenerateConfig,
+    prompts: Artifact,
+    output: Artifact,
+    track: Track = quiet,
+    serving: AbstractContextManager[object] = _THERE,
 ) -> Manifest:
-    """Answer all prompts into `output`; resumes.
+    """Answer all prompts into `output`; resumes. serving: within it the servers of the settings
+    answer; not entered where all is done.
 
     Raises EmptyInputError, TemplateError, and what loading a target or `Fleet` raises.
     """
@@ -152,7 +158,7 @@ def generate(
         config.answers_per_prompt,
     )
     # the backend may refuse, and then the folder is not claimed
-    with closing(open_backend(config, chat, folder, max_length)) as backend:
+    with serving, closing(open_backend(config, chat, folder, max_length)) as backend:
         output.begin(own)
         with (
             output.held_alone(),

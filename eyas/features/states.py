@@ -24,7 +24,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from safetensors import SafetensorError
@@ -376,21 +376,30 @@ def connector_folder() -> str:
     return str(Path(__file__).with_name("vllm"))
 
 
-def start_commands(target: str, shape: TargetShape, dtype: str, length: int) -> str:
-    """How to start a server of each engine that gives this target's states, for a shell.
+def states_command(
+    engine: Literal["sglang", "vllm"], target: str, shape: TargetShape, dtype: str, length: int
+) -> list[str]:
+    """The words that start a server which gives this target's states.
 
     target: as the settings name it. length: tokens of the longest sample.
     """
-    vllm = shlex.join(vllm_arguments(target, shape, dtype, length))
-    layers = " ".join(map(str, stream_layers(shape, is_vllm=False)))
-    sglang = (
-        f"python -m sglang.launch_server --model-path {shlex.quote(target)} --dtype {dtype} "
-        f"--context-length {length + ROOM_SGLANG} --disable-radix-cache --chunked-prefill-size -1 "
-        "--enable-return-aux-hidden-states "
-        f"--speculative-algorithm EAGLE3 --return-aux-hidden-state-layer-ids {layers}"
-    )
+    if engine == "vllm":
+        words = ["env", f"PYTHONPATH={connector_folder()}", "vllm", "serve"]
+        return [*words, *vllm_arguments(target, shape, dtype, length)]
+    return [
+        *("python", "-m", "sglang.launch_server", "--model-path", target, "--dtype", dtype),
+        *("--context-length", str(length + ROOM_SGLANG), "--chunked-prefill-size", "-1"),
+        *("--disable-radix-cache", "--enable-return-aux-hidden-states"),
+        *("--speculative-algorithm", "EAGLE3", "--return-aux-hidden-state-layer-ids"),
+        *map(str, stream_layers(shape, is_vllm=False)),
+    ]
+
+
+def start_commands(target: str, shape: TargetShape, dtype: str, length: int) -> str:
+    """`states_command` of each engine, for a shell."""
+    vllm = shlex.join(states_command("vllm", target, shape, dtype, length))
+    sglang = shlex.join(states_command("sglang", target, shape, dtype, length))
     return (
         f"start one as follows (vLLM's files of states lie in {FOLDER}, which this process must "
-        f"see at the same path):\n  PYTHONPATH={shlex.quote(connector_folder())} vllm serve {vllm}"
-        f"\nor, without files, for Llama and Qwen:\n  {sglang}"
+        f"see at the same path):\n  {vllm}\nor, without files, for Llama and Qwen:\n  {sglang}"
     )

@@ -10,8 +10,10 @@ others by the broken connection, or by torchrun.
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -21,7 +23,10 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from eyas.errors import EyasError
 
@@ -187,6 +192,46 @@ def asked_to_stop() -> Iterator[Callable[[], int]]:
     finally:
         for one, handler in before.items():
             signal.signal(one, handler)
+
+
+def in_processes(count: int, function: Callable[..., T], *args: object) -> T:
+    """What the function returns in the first of `count` processes of this machine, as torchrun
+    starts them: each has a rank, they end together, and with them all that they held on GPUs.
+
+    Function and arguments can be pickled. Raises EyasError where one fails, and KeyboardInterrupt
+    for a signal, when all have ended.
+    """
+    config = LaunchConfig(
+        1, 1, count, run_id="eyas", rdzv_backend="c10d", rdzv_endpoint="127.0.0.1:0", max_restarts=0
+    )
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # tells it again
+    signals = {one: signal.getsignal(one) for one in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        found: dict[int, T] = elastic_launch(config, _reported)(function, *args)
+    except ChildFailedError as error:
+        _, first = error.get_first_failure()
+        raised = EyasError(
+            f"a process of this stage ended with exit code {first.exitcode}",
+            "its message is above; the same command goes on with what is done",
+        )
+        raised.exit_code = first.exitcode if first.exitcode > 0 else 1
+        raise raised from error
+    except SignalException as error:
+        raise KeyboardInterrupt from error
+    finally:
+        for number, handler in signals.items():
+            if threading.current_thread() is threading.main_thread():
+                signal.signal(number, handler)
+    return found[0]
+
+
+def _reported(function: Callable[..., T], *args: object) -> T:
+    """In a process of its own: an error for the user is a message and an exit code."""
+    try:
+        return function(*args)
+    except EyasError as error:
+        print(f"error: {error}", file=sys.stderr)
+        raise SystemExit(error.exit_code) from error
 
 
 def world_size() -> int:
