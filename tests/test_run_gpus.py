@@ -94,7 +94,7 @@ def test_all_stages_by_servers_workers_and_ranks(engine, tmp_path, capfd):
         ({"engine": "vllm"}, [], {}, "vLLM is not installed"),
         ({"ids": [0, 3]}, [80 * GIB], {}, "GPU 3 is not there: PyTorch sees 1"),
         ({}, [1 << 20, 1 << 20], {}, "capture holds the target on one"),
-        ({"ids": [0]}, [120 << 20], {}, "raise gpus.per_server"),
+        ({"ids": [0]}, [60 << 20], {}, "raise gpus.per_server"),
         ({}, [80 * GIB] * 2, {"threads": 2}, "threads: no flag of SGLang"),
     ],
 )
@@ -111,7 +111,8 @@ def test_what_a_machine_lacks_is_said_before_anything_is_done(
 
 
 def test_an_engine_that_serves_no_such_target_with_a_head_is_refused(engine, tmp_path):
-    tiny_target(tmp_path / "target", model_type="olmo2")
+    file = tiny_target(tmp_path / "target") / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"model_type": "olmo2"}))
     with pytest.raises(ConfigError, match="serves no olmo2 with a head"):
         run(content(tmp_path, str(tmp_path / "target")))
 
@@ -173,13 +174,11 @@ def test_a_server_that_ends_shows_its_log_and_one_of_a_killed_run_ends(engine, t
         "with running_engines(gpus, ServeConfig(target='builtin'), servers, sys.argv[1]):\n"
         "    print(servers[0].url, flush=True); time.sleep(600)"
     )
-    parent = subprocess.Popen(
-        [sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE, text=True
-    )
-    url = parent.stdout.readline().strip()
-    assert httpx.get(f"{url}/health").status_code == 200
-    parent.send_signal(signal.SIGKILL)
-    parent.wait()
+    command = [sys.executable, "-c", code, str(tmp_path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as parent:
+        url = parent.stdout.readline().strip()
+        assert httpx.get(f"{url}/health").status_code == 200
+        parent.send_signal(signal.SIGKILL)
     for _ in range(200):
         try:
             httpx.get(f"{url}/health", timeout=1)
