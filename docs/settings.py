@@ -13,6 +13,7 @@ from typing import Any, get_args
 
 from pydantic import BaseModel
 
+from eyas.cli.launch import GpusConfig
 from eyas.cli.main import COMMANDS
 from eyas.cli.options import meaning, plain
 
@@ -95,7 +96,8 @@ def page() -> str:
             parts.append(
                 f"\n## `eyas {name}`\n\n{line}\n{HEAD}" + "\n".join(rows(config, set())) + "\n"
             )
-    return "".join(parts)
+    gpus = "\n".join(rows(GpusConfig, set(), "gpus."))
+    return "".join([*parts, f"\n## The GPUs of a run file\n\n[On GPUs](gpu.md)\n{HEAD}{gpus}\n"])
 
 
 if __name__ == "__main__":
