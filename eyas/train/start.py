@@ -234,7 +234,7 @@ def refuse_other(
     meta: FeatureMeta,
     vocabulary: TargetVocabulary,
 ) -> None:
-    """Raise one MismatchError that names all that does not fit, if anything does not."""
+    """Raise one MismatchError that names all that does not fit."""
     shape, faults = head.config, []
     if (shape.target_hidden_size, shape.vocab_size) != (meta.hidden_size, meta.vocab_size):
         faults.append(

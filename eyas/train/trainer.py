@@ -76,6 +76,7 @@ from eyas.train.tracker import TrackedRun, TrackerConfig, Trackers, open_tracker
 
 log = logging.getLogger(__name__)
 ENOUGH_JUDGED = 100  # positions: if none of them carries loss, none will
+LAST_BATCHES = 50  # whose mean loss and accuracy the manifest has
 
 # Settings that are not in the artifact's identity: a run may be resumed with other values.
 WITHOUT_EFFECT = {
@@ -410,7 +411,7 @@ class Trainer:
         head = self._finished_head()
         with ranks.together():
             if ranks.is_first:
-                self._write(output, head, last, self._facts(head))
+                self._write(output, head, last)
 
     def _finished_head(self) -> Head:
         """A copy of the head, unsharded, without feature_scale. All ranks call it."""
@@ -423,9 +424,7 @@ class Trainer:
             head.load_state_dict(weights)
         return head.to(torch.float32 if self.config.dtype == "float32" else torch.bfloat16)
 
-    def _write(
-        self, output: Artifact, head: Head, last: Head | None, facts: Mapping[str, Any]
-    ) -> None:
+    def _write(self, output: Artifact, head: Head, last: Head | None) -> None:
         for folder, one in (("", head), ("last/", last)):
             if one:
                 write_head(output, folder, one)
@@ -438,7 +437,7 @@ class Trainer:
             "answer_tokens": sum(self.usable.values()),  # of one pass
             "parameters": size,
         }
-        output.finish("train", self.settings, self.inputs, counts, facts)
+        output.finish("train", self.settings, self.inputs, counts, self._facts(head))
 
     def _facts(self, head: Head) -> dict[str, Any]:
         state = self.state
@@ -450,8 +449,11 @@ class Trainer:
             "computed_in": self.state.dtype,
             "learning_rate": self.rate.peak,
         }
-        if state.metrics:
-            facts["last_batches"] = mean_of_last(state.metrics)
+        if last := state.metrics[-LAST_BATCHES:]:
+            columns = zip(*(row["accuracy"] for row in last), strict=True)
+            accuracy = [sum(column) / len(last) for column in columns]
+            loss = sum(row["loss"] for row in last) / len(last)
+            facts["last_batches"] = {"loss": loss, "accuracy": accuracy}
         if self.held_out is not None:
             facts["held_out"] = {
                 "tau": state.patience.best,
@@ -511,11 +513,3 @@ def check_same_target(meta: FeatureMeta, vocabulary: TargetVocabulary) -> None:
             f" {theirs}, {ours}; where these are equal, its lm_head differs)",
             "give the target that the features were captured from, or capture them again",
         )
-
-
-def mean_of_last(metrics: Sequence[Mapping[str, Any]], count: int = 50) -> dict[str, Any]:
-    """Loss and accuracy per step, averaged over the last batches."""
-    last = metrics[-count:]
-    columns = zip(*(row["accuracy"] for row in last), strict=True)
-    accuracy = [sum(column) / len(last) for column in columns]
-    return {"loss": sum(row["loss"] for row in last) / len(last), "accuracy": accuracy}
