@@ -508,8 +508,10 @@ def check_same_target(meta: FeatureMeta, vocabulary: TargetVocabulary) -> None:
     """Raise MismatchError unless the features are of this target."""
     theirs, ours = ((one.hidden_size, one.vocab_size) for one in (meta, vocabulary.config))
     if theirs != ours or meta.lm_head_sha256 != vocabulary.lm_head_sha256:
+        how = "the same shape (its lm_head has another hash)"
+        if theirs != ours:
+            how = "hidden size {} and vocabulary {}; this one has {} and {}".format(*theirs, *ours)
         raise MismatchError(
-            "the features are of another target (hidden size and vocabulary, theirs and this one's:"
-            f" {theirs}, {ours}; where these are equal, its lm_head differs)",
+            f"the features are of another target of {how}",
             "give the target that the features were captured from, or capture them again",
         )
