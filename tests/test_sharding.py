@@ -1,11 +1,14 @@
 """Muon of weights split over ranks is Muon of whole ones, to the bit, which is torch's where it can
-be; every row lies on one rank; what a step keeps of each token.
+be; every row lies on one rank; what a step keeps of each token; ranks begin as one process does, on
+their share of the cores.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import torch
@@ -18,13 +21,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from benchmarks import train_step
+from eyas.cores import cores
+from eyas.operators.head import Head
 from eyas.operators.tensors import multiplies_bf16
 from eyas.train.loss import ObjectiveConfig
 from eyas.train.muon import Muon
 from eyas.train.ranks import Ranks
+from eyas.train.start import fit_to_features
 from eyas.train.step import LossModule
 from tests.object_stores import free_port
-from tests.tiny_batch import waves
+from tests.tiny_batch import made_up_samples, waves, wavy_head
 
 # wide, tall, square, and fewer rows than ranks
 SHAPES = ((6, 20), (21, 5), (9, 9), (2, 7), (1, 3))
@@ -55,10 +61,14 @@ def stepped(module: Matrices, optimizer: torch.optim.Optimizer, num_ranks: int) 
         optimizer.zero_grad()
 
 
-def rank_of_many(rank: int, size: int, port: int, folder: str) -> None:
+def join(rank: int, size: int, port: int) -> None:
     torch.set_num_threads(1)
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     dist.init_process_group("gloo", rank=rank, world_size=size)
+
+
+def rank_of_many(rank: int, size: int, port: int, folder: str) -> None:
+    join(rank, size, port)
     module = Matrices()
     Ranks(rank, size).shard(module)
     optimizer = Muon(module.parameters())
@@ -155,3 +165,47 @@ def test_a_step_keeps_little_of_each_token():
     first = 2 * (8 * args.hidden)  # what step 0 keeps of every token
     assert kept[256] - kept[128] <= 128 * (7 * per_step + first)
     assert kept[256] < 0.3 * kept_bytes(args, 256, False)
+
+
+def fitted(ranks: Ranks) -> Head:
+    """A new head, fitted to the rank's share of five conversations."""
+    head, samples = wavy_head(fc_norm=True), made_up_samples([[False] + [True] * 11] * 5)
+    fit_to_features(head, ranks.share(samples), ranks)
+    return head
+
+
+def fitted_rank(rank: int, size: int, port: int, folder: str) -> None:
+    join(rank, size, port)
+    head = fitted(Ranks(rank, size))
+    torch.save([head.fc.weight, head.feature_scale, head.lm_head.weight], Path(folder) / str(rank))
+    dist.destroy_process_group()
+
+
+def test_ranks_begin_as_one_process_does(tmp_path):
+    """Without a sum over the ranks each would begin by its own conversations."""
+    port = free_port()
+    torch.multiprocessing.spawn(fitted_rank, (2, port, str(tmp_path)), 2)
+    alone = fitted(Ranks())
+    expected = [alone.fc.weight, alone.feature_scale, alone.lm_head.weight]
+    of_two = [torch.load(tmp_path / str(rank)) for rank in range(2)]
+    for one, *found in zip(expected, *of_two, strict=True):
+        assert torch.equal(*found)
+        torch.testing.assert_close(found[0], one, rtol=1e-6, atol=1e-7)
+
+
+def test_ranks_share_the_cores_unless_their_number_is_stated(tmp_path):
+    """torchrun states 1 for each rank where its user stated nothing."""
+    script = tmp_path / "ranks.py"
+    script.write_text(
+        "from eyas.train.ranks import joined, threads_of_rank\nimport torch\n"
+        "with joined() as ranks:\n"
+        "    print(ranks.gathered((threads_of_rank(), torch.get_num_threads())))\n"
+    )
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    share = max(1, cores() // 2)
+    env = {name: one for name, one in os.environ.items() if name != "OMP_NUM_THREADS"}
+    for stated, expected in (({}, (share, share)), ({"OMP_NUM_THREADS": "1"}, (None, 1))):
+        done = subprocess.run(
+            [*command, script], env={**env, **stated}, capture_output=True, text=True, check=False
+        )
+        assert done.stdout.count(str([expected] * 2)) == 2, done.stderr

@@ -22,11 +22,11 @@ from eyas.operators.head import load_head
 from eyas.operators.tensors import tensor_of, write_head
 from eyas.operators.vocab import TargetVocabulary
 from eyas.shards import Features, Sample
+from eyas.train.ranks import Ranks
 from eyas.train.start import (
     fit_to_features,
     given_vocabulary,
     initialise,
-    load_start_head,
     recount,
 )
 from eyas.train.state import METRICS
@@ -63,7 +63,7 @@ def test_a_new_head_begins_with_what_is_linear_in_the_features(train_lm_head):
     whole = Sample("whole", torch.zeros(T), mask_T, aux_TA, hidden_TH)
     broken = Sample("broken", torch.zeros(T), mask_T, aux_TA * torch.nan, hidden_TH)
     prompt = Sample("prompt", torch.zeros(T), torch.zeros_like(mask_T), aux_TA, -hidden_TH)
-    fit_to_features(head, [whole, broken, prompt])
+    fit_to_features(head, [whole, broken, prompt], Ranks())
 
     fused_TH = head.fuse(aux_TA).detach()
     assert fused_TH[mask_T].square().mean().sqrt() == pytest.approx(1.0, abs=0.03)
@@ -72,7 +72,7 @@ def test_a_new_head_begins_with_what_is_linear_in_the_features(train_lm_head):
     expected = next_TH @ vocabulary.lm_head[head.target_ids_W].T
     assert (logits - expected).norm() < 0.05 * expected.norm()
     before = head.fc.weight.detach().clone()
-    fit_to_features(head, [broken, prompt])  # nothing to fit to
+    fit_to_features(head, [broken, prompt], Ranks())  # nothing to fit to
     assert torch.equal(head.fc.weight, before)
 
 
@@ -90,7 +90,7 @@ def test_large_channels_are_scaled(options):
     aux_TA[:, 9] = 0.0
     hidden_TH = torch.randn(200, head.config.hidden_size, generator=draw)
     large = Sample("large", torch.zeros(200), torch.ones(200) > 0, aux_TA, hidden_TH)
-    fit_to_features(head, [large])
+    fit_to_features(head, [large], Ranks())
     size_A = head.fc_inputs(aux_TA[1:]).square().mean(0).sqrt()
     assert torch.allclose(size_A[torch.arange(width) != 9], torch.ones(width - 1), atol=0.1)
     assert head.fuse(aux_TA).isfinite().all()
@@ -321,8 +321,9 @@ def test_a_start_may_be_the_packaged_head_or_one_of_the_hub(monkeypatch):
     vocabulary = TargetVocabulary.load(builtin.target_folder())
     packaged = str(builtin.head_folder())
     monkeypatch.setattr(hub, "hub_folder", {"owner/head": packaged}.__getitem__)
-    by_folder = load_start_head(packaged, vocabulary)
+    borrowed = vocabulary.config, vocabulary.lm_head
+    by_folder = load_head(packaged, *borrowed)
     for name in ("builtin", "owner/head"):
         assert head_manifest(name, {}).identity == head_manifest(packaged, {}).identity
-        weight = load_start_head(name, vocabulary).lm_head.weight
+        weight = load_head(hub.resolve_head(name), *borrowed).lm_head.weight
         assert torch.equal(weight, by_folder.lm_head.weight)

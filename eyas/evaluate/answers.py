@@ -57,7 +57,7 @@ class HookedAnswers:
         return cls(decoder, prompts, max_tokens, seed)
 
     def samples(self, temperature: float, track: Track) -> Iterator[list[Sample]]:
-        """Answers at a temperature with their hidden states, in the order of the prompts."""
+        """Answers with their hidden states, in the prompts' order."""
         asked = list(zip(self.prompts.prompts, self.prompts.prompt_ids, strict=True))
         for first in range(0, len(asked), AT_ONCE):
             part, rows, masks = asked[first : first + AT_ONCE], list[list[int]](), []

@@ -1,4 +1,4 @@
-"""Chains on stored features: quick, and possible where the target cannot run here.
+"""Chains on stored features: quick, on a GPU where there is one, and without the target.
 
 Rounds are those of a chain that drafts in every round and is never cut short, on the answers as
 they were captured.
@@ -78,9 +78,8 @@ def check_belongs(head: HeadConfig, meta: FeatureMeta, vocabulary: TargetVocabul
         ours.vocab_size,
     ):
         raise MismatchError(
-            f"the head taps layers {head.taps} of a target of hidden size "
-            f"{head.target_hidden_size}, the features are layers {meta.taps} of one of "
-            f"{meta.hidden_size}",
+            f"the head taps layers {head.taps} of hidden size {head.target_hidden_size}, the "
+            f"features are layers {meta.taps} of {meta.hidden_size}",
             "capture the features again, or train the head again",
         )
 
@@ -104,7 +103,7 @@ class Chains:
         """Raises what loading raises, and MismatchError for what is not of one target."""
         loaded = load_head(head, vocabulary.config, vocabulary.lm_head)
         check_belongs(loaded.config, source.meta, vocabulary)
-        return cls(loaded, vocabulary, source, num_draft_steps)
+        return cls(loaded.to(vocabulary.lm_head.device), vocabulary, source, num_draft_steps)
 
     def measure(
         self, chat: Chat, track: Track, walks: TreeWalks | None
@@ -152,8 +151,9 @@ class Chains:
         return result, self._answers
 
     def _add(self, samples: Sequence[Sample], languages: Sequence[str]) -> None:
-        K = len(self._by_length)
-        measured = measure(self._head, self._vocabulary, Batch.of(samples), K)
+        K, vocabulary = len(self._by_length), self._vocabulary
+        batch = Batch.of(samples, str(vocabulary.lm_head.device))
+        measured = measure(self._head, vocabulary, batch, K)
         self._num_greedy += measured.num_greedy
         for sample in samples:
             is_known = self._head.t2d[sample.token_ids.long()].tolist()

@@ -42,6 +42,7 @@ from eyas.model.architecture import TargetConfig
 from eyas.model.target import resolve_dtype
 from eyas.model.threads import threads
 from eyas.model.weights import fingerprint
+from eyas.operators.decoder import default_device
 from eyas.operators.shape import target_shape
 from eyas.operators.vocab import TargetVocabulary
 from eyas.shards import FeatureSource
@@ -222,7 +223,7 @@ class HeadMeasurement:
             self._models = Models.load(folder, files, config.models)
         if features is None and is_own:
             return
-        vocabulary = TargetVocabulary.load(folder)
+        vocabulary = TargetVocabulary.load(folder).to(default_device())
         if features is not None:
             self._chains = Chains.load(vocabulary, files, features, config.num_draft_steps)
         if self._models is None:
@@ -253,9 +254,8 @@ class HeadMeasurement:
     def _of_trees(
         self, measured: list[dict[str, Any]], by: str, of_chains: dict[str, Any]
     ) -> dict[str, Any]:
-        """What eval.json says of trees on prompts, beside what it says of chains.
-
-        Raises EmptyInputError where the first tree drafted nothing.
+        """What eval.json says of trees on prompts, beside chains. Raises EmptyInputError where the
+        first tree drafted nothing.
         """
         first, config = measured[0], self._config
         if not first["rounds"]:
@@ -309,8 +309,6 @@ class HeadMeasurement:
 
 
 def _part_of(track: Track, number: int, count: int) -> Track:
-    """A Track for one of `count` equal parts of the work."""
-
     def moved(done: int, total: int | None = None, note: str = "") -> None:
         track(number * (total or 0) + done, count * total if total else None, note)
 

@@ -237,7 +237,7 @@ class TreeWalks:
         self._draft, self._t2d_V, self._vocabulary = draft, t2d_V, vocabulary
         self._temperature = temperature
         self._counts = [TreeCounts(tree) for tree in trees]
-        self._is_known: list[list[bool]] = []  # of each answer's tokens: in the draft vocabulary
+        self._is_known: list[list[bool]] = []  # as of Chains
 
     @classmethod
     def load(cls, vocabulary: TargetVocabulary, head: Path, trees: Sequence[str]) -> TreeWalks:
@@ -258,7 +258,7 @@ class TreeWalks:
         return cls(draft, tensors["t2d"], vocabulary, parsed)
 
     def of(self, temperature: float) -> TreeWalks:
-        """The same without counts, for answers that are drawn at this temperature."""
+        """The same without counts, for answers of this temperature."""
         trees = [counts.tree for counts in self._counts]
         return TreeWalks(self._draft, self._t2d_V, self._vocabulary, trees, temperature)
 

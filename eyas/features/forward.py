@@ -151,9 +151,9 @@ def implementation(decoder: FeatureDecoder) -> str:
     """What the bits of features depend on beside target and settings."""
     computing = f"decoder {build()}"
     if not isinstance(decoder, OwnDecoder):
-        device = default_device()
-        if device == "cpu":
-            device = torch.backends.cpu.get_cpu_capability()
+        device = torch.backends.cpu.get_cpu_capability()
+        if default_device() != "cpu":
+            device = torch.cuda.get_device_name()
         computing = (
             f"torch {torch.__version__} on {device}, transformers {transformers.__version__}"
         )

@@ -132,11 +132,11 @@ class OnlineFeatures:
             yield [self._as_stored(by_key[single.samples[0].key]) for single in wanted]
 
     def _as_stored(self, one: Sample) -> Sample:
-        """In the dtype that a store would give it."""
+        """In a store's dtype."""
         dtype = DTYPES[self.meta.dtype]
         return dataclasses.replace(
             one,
-            # copies: tensors of inference mode have no gradient
+            # copies: those of inference mode have no gradient
             aux_hidden=one.aux_hidden.to(dtype, copy=True),
             last_hidden=one.last_hidden.to(dtype, copy=True),
         )

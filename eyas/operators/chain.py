@@ -69,10 +69,11 @@ def matched_spans(
             head, embed_tokens, batch, slots, num_draft_steps, embed_lag
         )
         matches_BT.view(-1)[slots.flat_N] = leading_matches(drafts_NK, batch, slots)
+    rows = zip(starts_BT.tolist(), matches_BT.tolist(), strict=True)
     return [
-        (number, matches_T[first:end].tolist())
-        for number, (starts_T, matches_T) in enumerate(zip(starts_BT, matches_BT, strict=True))
-        for first, end in runs(starts_T.tolist())
+        (number, matches_T[first:end])
+        for number, (starts_T, matches_T) in enumerate(rows)
+        for first, end in runs(starts_T)
     ]
 
 

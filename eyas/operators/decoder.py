@@ -50,25 +50,8 @@ Tail = Callable[[Tensor], Tensor]
 NO_STREAM = (
     "a head reads what the layers pass on, which cannot be told of this model: take another target"
 )
-# Of another library's model, as it is loaded and first run.
-FAULTS = (
-    AttributeError,
-    ImportError,
-    LookupError,
-    OSError,
-    RuntimeError,
-    TypeError,
-    ValueError,
-)
-# what models of transformers raise that keep another past, or none
-OF_ANOTHER_KIND = (
-    TypeError,
-    ValueError,
-    AttributeError,
-    NotImplementedError,
-    RuntimeError,
-    IndexError,
-)
+# Of another library's model, as it is loaded and run.
+FAULTS = (AttributeError, ImportError, LookupError, OSError, RuntimeError, TypeError, ValueError)
 PROOF_TOKENS = 40  # of each of two random rows
 # Relative to a stream's own size.
 TOLERANCE = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 6e-2}
@@ -214,7 +197,10 @@ class HookedDecoder:
                 trust_remote_code=False,
                 **options,
             )
-            refuse_nonfinite(folder, arrays_of(dict(model.named_parameters())))
+            # meta: what accelerate keeps beside the devices
+            here = ((name, one) for name, one in model.named_parameters() if not one.is_meta)
+            broken = {name: one for name, one in here if not one.isfinite().all()}
+            refuse_nonfinite(folder, arrays_of(broken))
             if device_map is None:
                 model = model.to(default_device())
             return cls(model, shape, lm_head)
@@ -276,13 +262,13 @@ class HookedDecoder:
         # the checkpoint's own settings, such as a penalty, would go before what is left open
         self._model.generation_config = GenerationConfig()
         tokens_BT = torch.tensor([list(prompt_ids)], device=self._device)
-        with torch.random.fork_rng():
+        with torch.random.fork_rng([self._device] if self._device.type == "cuda" else []):
             torch.manual_seed(seed)
             try:
                 whole_BT = self._model.generate(
                     tokens_BT, attention_mask=torch.ones_like(tokens_BT), generation_config=how
                 )
-            except OF_ANOTHER_KIND as error:
+            except FAULTS as error:
                 raise MismatchError(
                     f"{type(self._model).__name__} does not answer: {first_line(error)}",
                     "let a server answer: `eyas generate --server URL`, then `eyas capture`",
@@ -419,15 +405,13 @@ class HookedDecoder:
             raise MismatchError(what, MATRIX_ALONE)
 
     def _continues_alike(self) -> bool:
-        """Whether it computes the same behind a prefix as in one go: not every model keeps its past
-        so that it can be shared.
-        """
+        """Whether it computes the same behind a prefix: not every model can share its past."""
         tokens = self._proof_tokens().cpu()
         tokens[1, :16] = tokens[0, :16]
         whole = self.states(tokens.tolist())
         try:
             rest = self.states(tokens[:, 16:].tolist(), self.begin(tokens[0, :16].tolist()))
-        except OF_ANOTHER_KIND:
+        except FAULTS:
             return False  # its past is of another kind
         return alike(whole.aux_hidden[:, 16:], rest.aux_hidden) and alike(
             whole.last_hidden[:, 16:], rest.last_hidden
@@ -445,7 +429,7 @@ def alike(one: Tensor, other: Tensor, dtype: torch.dtype | None = None) -> bool:
 
 
 def _hidden(output: Any) -> Any:
-    """Of a layer's output: the hidden states, alone or as the first of several."""
+    """Of a layer's output, alone or the first of several."""
     return output[0] if isinstance(output, tuple) else output
 
 

@@ -106,7 +106,8 @@ class Head(nn.Module):
 
     def __init__(self, config: HeadConfig) -> None:
         super().__init__()
-        self.config, self.embed_tokens = config, None
+        self.config = config
+        self.register_buffer("embed_tokens", None, persistent=False)
         self.register_buffer("feature_scale", None)
         H, W = config.hidden_size, config.draft_vocab_size
         with torch.device("meta"):  # no time for random numbers that are never used

@@ -80,7 +80,7 @@ class TargetVocabulary:
 
     def logits(self, hidden_RH: Tensor) -> Tensor:
         """What the target says after last hidden states [R, Ht]: its logits [R, V]."""
-        return self.capped(hidden_RH.to(self.lm_head.dtype) @ self.lm_head.T)
+        return self.capped(hidden_RH.to(self.lm_head) @ self.lm_head.T)
 
     def capped(self, logits: Tensor) -> Tensor:
         """lm_head's output with the soft cap of Gemma 2, which changes no argmax."""

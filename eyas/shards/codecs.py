@@ -195,7 +195,7 @@ class Within:
         with np.errstate(invalid="ignore", over="ignore"):
             for number, layer in enumerate(layers):
                 below = below[kept.numpy()] if number == 3 and below is not None else below
-                values: Floats = layer.detach().cpu().float().numpy()
+                values: Floats = layer.detach().float().numpy()
                 codes, exact, below = self._encode(number, values, below)
                 parts += [squeeze(codes), exact]
         return pack(parts)
@@ -296,9 +296,7 @@ def unpack(data: memoryview, count: int) -> Iterator[memoryview]:
 
 
 class _Zstd(threading.local):
-    """A compressor and a decompressor for each thread: they are not to be shared, and to make one
-    costs as much as a use.
-    """
+    """For each thread, as they are not to be shared; to make one costs as much as a use."""
 
     def __init__(self) -> None:
         self.compressor = zstandard.ZstdCompressor(level=LEVEL)
@@ -333,7 +331,7 @@ def _blocks(rows: int, hidden_size: int) -> Iterator[slice]:
 
 def _bits(x: Tensor) -> Bits:
     kind = torch.uint16 if x.dtype == torch.bfloat16 else torch.uint32
-    bits: Bits = x.detach().cpu().contiguous().view(kind).numpy()
+    bits: Bits = x.detach().contiguous().view(kind).numpy()
     return bits
 
 

@@ -70,16 +70,16 @@ def kept_of(loss_mask: Tensor, meta: FeatureMeta) -> Tensor:
 
 def layers_of(sample: Sample, meta: FeatureMeta) -> tuple[LayerStates, Tensor]:
     """What a codec takes: three taps [T, Ht] and the last hidden states [K, Ht] in the dtype of
-    `meta`, and kept bool [T].
+    `meta`, on the CPU, and kept bool [T].
     """
     length, hidden, dtype = len(sample.token_ids), meta.hidden_size, DTYPES[meta.dtype]
     assert sample.loss_mask.shape == (length,)
     assert sample.aux_hidden.shape == (length, 3 * hidden)
     assert sample.last_hidden.shape == (length, hidden)
-    kept = kept_of(sample.loss_mask, meta)
-    last = sample.last_hidden.to(dtype)
-    taps = sample.aux_hidden.to(dtype).view(length, 3, hidden).unbind(1)
-    return [*taps, last if meta.teacher == "everywhere" else last[kept]], kept
+    kept, last = kept_of(sample.loss_mask, meta), sample.last_hidden
+    last = last if meta.teacher == "everywhere" else last[kept]
+    taps = sample.aux_hidden.to(dtype).cpu().view(length, 3, hidden).unbind(1)
+    return [*taps, last.to(dtype).cpu()], kept
 
 
 def encode_sample(sample: Sample, meta: FeatureMeta, codec: Codec | None = None) -> bytes:

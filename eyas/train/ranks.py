@@ -17,7 +17,9 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -28,10 +30,13 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+from eyas.cores import cores
 from eyas.errors import EyasError
+from eyas.model.threads import set_num_threads
 
 T = TypeVar("T")
 LAST_RESULT_S = 0.5  # for the threads of gloo to let it go
+MOST_WAIT = timedelta(minutes=60)  # for another rank: the first one reads all tokens alone
 
 
 class Ranks:
@@ -46,9 +51,7 @@ class Ranks:
         return self.rank == 0
 
     def share(self, batches: Sequence[T]) -> Sequence[T]:
-        """This rank's batches of a step: every size-th, so that the batches of a step do not depend
-        on the number of ranks.
-        """
+        """This rank's part, every size-th: the whole does not depend on the number of ranks."""
         return batches[self.rank :: self.size]
 
     @contextmanager
@@ -89,6 +92,12 @@ class Ranks:
             for tensor in tensors:
                 dist.broadcast(tensor.detach(), 0)
 
+    def add_up(self, tensors: Iterable[Tensor]) -> None:
+        """Give every rank the sums over all ranks, in place."""
+        if self.size > 1:
+            for tensor in tensors:
+                dist.all_reduce(tensor)
+
     def gathered(self, value: T) -> list[T]:
         """The values of all ranks, in their order."""
         values: list[T] = [value] * self.size
@@ -103,8 +112,7 @@ class Ranks:
     def total(self, numbers: Sequence[float]) -> list[float]:
         """The sums over all ranks, in float64: counts are exact. The same on every rank."""
         sums = torch.tensor(numbers, dtype=torch.float64)
-        if self.size > 1:
-            dist.all_reduce(sums)
+        self.add_up([sums])
         return [float(number) for number in sums]
 
     def shard(self, module: nn.Module) -> None:
@@ -144,6 +152,9 @@ def joined() -> Iterator[Ranks]:
     GPUs than ranks, and when another rank dies.
     """
     size, local = world_size(), int(os.environ.get("LOCAL_RANK", "0"))
+    if count := threads_of_rank():
+        torch.set_num_threads(count)
+        set_num_threads(count)
     device = f"cuda:{local}" if torch.cuda.is_available() else "cpu"
     if device != "cpu":
         if local >= torch.cuda.device_count():
@@ -155,14 +166,15 @@ def joined() -> Iterator[Ranks]:
     if size == 1:
         yield Ranks(device=device)
         return
-    dist.init_process_group("gloo" if device == "cpu" else "cpu:gloo,cuda:nccl")
+    backend = "gloo" if device == "cpu" else "cpu:gloo,cuda:nccl"
+    dist.init_process_group(backend, timeout=MOST_WAIT)
     try:
         yield Ranks(dist.get_rank(), dist.get_world_size(), device)
     except RuntimeError as error:
         if not isinstance(error, dist.DistError) and "gloo" not in str(error):
             raise
         raise EyasError(
-            "another rank of this run is gone",
+            f"another rank of this run is gone, or gave no sign for {MOST_WAIT}",
             "its own message, if it had one, is above; start all ranks again: they resume from the "
             "last checkpoint",
         ) from error
@@ -232,6 +244,18 @@ def _reported(function: Callable[..., T], *args: object) -> T:
     except EyasError as error:
         print(f"error: {error}", file=sys.stderr)
         raise SystemExit(error.exit_code) from error
+
+
+def threads_of_rank() -> int | None:
+    """This rank's share of the cores; None where OMP_NUM_THREADS is the user's, and not the 1 that
+    torchrun sets for several ranks of a machine.
+    """
+    num_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    with suppress(OSError):  # what torchrun was started with, on Linux
+        given = Path(f"/proc/{os.getppid()}/environ").read_bytes()
+        if num_ranks > 1 and b"\0OMP_NUM_THREADS=" not in b"\0" + given:
+            return max(1, cores() // num_ranks)
+    return None
 
 
 def world_size() -> int:

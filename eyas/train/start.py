@@ -20,15 +20,18 @@ from torch import Tensor, nn
 
 from eyas.errors import CorruptError, MismatchError, MissingInputError
 from eyas.hub import resolve_head
+from eyas.log import Track, quiet
 from eyas.model.config import MOST_DRAFT_TOKENS, HeadConfig, HeadOptions
 from eyas.model.dialects import LM_HEAD
 from eyas.operators.head import Head, load_head
 from eyas.operators.vocab import TargetVocabulary, draft_vocabulary
 from eyas.shards import FeatureMeta, Sample
+from eyas.train.ranks import Ranks
 
 COVERAGE = 0.99  # the share of the answers' tokens in the default draft vocabulary
 W_IN_STEPS_OF = 128  # W is a multiple of it: a size that all devices multiply well
 FITTED_SAMPLES = 256  # conversations that `fit_to_features` takes
+FITTED_ROWS = 4096  # tokens whose float64 products are taken at a time
 RIDGE = 0.01  # of the mean square of what is regressed on
 LEAST_CHANNEL = 1e-3  # of the mean size of a channel: a smaller one is scaled as if it were this
 
@@ -146,33 +149,46 @@ def initialise(head: Head, vocabulary: TargetVocabulary, seed: int) -> None:
 
 
 @torch.no_grad()
-def fit_to_features(head: Head, samples: Iterable[Sample]) -> None:
+def fit_to_features(
+    head: Head, samples: Iterable[Sample], ranks: Ranks, track: Track = quiet
+) -> None:
     """Let a new head begin where a linear map ends.
 
     fc becomes the least-squares map from the features of an answer's token to the target's last
     hidden state at the next token, scaled to a mean square of 1; o_proj and down_proj are zero, so
     that the layer passes it on. lm_head takes over the scale (norm does, where lm_head is not
     trained). Its inputs get a scale (`set_feature_scale`).
+
+    All ranks call it, each with its share of the samples. Products are made in float64 where the
+    head is, 9 H^2 numbers, and summed over the ranks: the same to rounding for any number of them.
     """
-    width = head.fc.in_features
-    square, product = (torch.zeros(width, n, dtype=torch.float64) for n in (width, width // 3))
+    width, device = head.fc.in_features, head.fc.weight.device
+    square, product = (
+        torch.zeros(width, n, dtype=torch.float64, device=device) for n in (width, width // 3)
+    )
     power, rows = 0.0, 0
-    for sample in samples:
-        answer_T = sample.loss_mask[:-1].clone()
-        answer_T[:1] = False  # targets keep states at position 0 that are far larger than others
-        # online, a GPU may have computed them
-        inputs = head.fc_inputs(sample.aux_hidden[:-1][answer_T].float().cpu()).double()
-        following = sample.last_hidden[1:][answer_T].double().cpu()
-        if not (inputs.isfinite().all() and following.isfinite().all()):
-            continue  # the step that meets it will name it
-        square += inputs.T @ inputs
-        product += inputs.T @ following
-        power, rows = power + float(following.square().sum()), rows + len(inputs)
+    with ranks.together():
+        for done, sample in enumerate(samples, 1):
+            answer_T = sample.loss_mask[:-1].clone()
+            answer_T[:1] = False  # targets keep states at position 0 that are far larger
+            states = sample.aux_hidden[:-1][answer_T], sample.last_hidden[1:][answer_T]
+            for aux, last in zip(*(torch.split(one, FITTED_ROWS) for one in states), strict=True):
+                inputs = head.fc_inputs(aux.to(device).float()).double()
+                following = last.to(device).double()
+                if not (inputs.isfinite().all() and following.isfinite().all()):
+                    continue  # the step that meets it will name it
+                square.addmm_(inputs.T, inputs)
+                product.addmm_(inputs.T, following)
+                power, rows = power + float(following.square().sum()), rows + len(inputs)
+            track(done, None, "conversations read to fit the start")
+    ranks.add_up((square, product))
+    power, count = ranks.total((power, rows))
     if not power:
         return
-    per_channel = set_feature_scale(head, square.diagonal() / rows)
-    square, product = per_channel[:, None] * square * per_channel, per_channel[:, None] * product
-    scale = math.sqrt(power / rows / (width // 3))
+    per_channel = set_feature_scale(head, square.diagonal() / count)
+    square.mul_(per_channel[:, None]).mul_(per_channel)
+    product.mul_(per_channel[:, None])
+    scale = math.sqrt(power / count / (width // 3))
     square.diagonal().add_(RIDGE * float(square.diagonal().mean()))
     head.fc.weight.copy_(torch.linalg.solve(square, product / scale).T)
     if head.config.train_lm_head:
@@ -200,23 +216,15 @@ def existing_head(
     """The head of `config`, in float32, ready to be trained for this target.
 
     Raises MismatchError for a head of another shape, of other layers, of another target, or of
-    other options than are asked for, and for one that cannot get other draft tokens.
+    other options than are asked for, and what loading raises.
     """
-    head = load_start_head(config.head, vocabulary)
+    head = load_head(resolve_head(config.head), vocabulary.config, vocabulary.lm_head.cpu())
     refuse_other(head, config, options, meta, vocabulary)
     changed: dict[str, object] = {"target_lm_head_sha256": vocabulary.lm_head_sha256}
     if "sliding_window" in options.model_fields_set:
         changed["sliding_window"] = options.sliding_window
     head.config = head.config.model_copy(update=changed)
     return head
-
-
-def load_start_head(url: str, vocabulary: TargetVocabulary) -> Head:
-    """Load a head in any form from a folder, URL or hub id; url: see `StartConfig.head`.
-
-    Raises MissingInputError, CorruptError, MismatchError.
-    """
-    return load_head(resolve_head(url), vocabulary.config, vocabulary.lm_head.cpu())
 
 
 def refuse_other(
@@ -226,7 +234,7 @@ def refuse_other(
     meta: FeatureMeta,
     vocabulary: TargetVocabulary,
 ) -> None:
-    """Raise one MismatchError that names all that does not fit, if anything does not."""
+    """Raise one MismatchError that names all that does not fit."""
     shape, faults = head.config, []
     if (shape.target_hidden_size, shape.vocab_size) != (meta.hidden_size, meta.vocab_size):
         faults.append(
@@ -249,13 +257,11 @@ def refuse_other(
             "it was trained for another target of the same shape (set start.other_target: true if "
             "that is meant)"
         )
+    # No weight depends on a window: a head is trained on under any.
+    free = {"sliding_window", "draft_vocab_size" if config.vocabulary == "recount" else ""}
     # Only options that the run file sets, even to their default; the others are the head's own.
-    for name in sorted(options.model_fields_set):
+    for name in sorted(options.model_fields_set - free):
         asked = getattr(options, name)
-        if name == "draft_vocab_size" and config.vocabulary == "recount":
-            continue
-        if name == "sliding_window":
-            continue  # no weight depends on it: a head is trained on under any
         if asked is not None and asked != getattr(shape, name):
             faults.append(f"head.{name} is {asked}, its own is {getattr(shape, name)}")
     if faults:

@@ -76,6 +76,7 @@ from eyas.train.tracker import TrackedRun, TrackerConfig, Trackers, open_tracker
 
 log = logging.getLogger(__name__)
 ENOUGH_JUDGED = 100  # positions: if none of them carries loss, none will
+LAST_BATCHES = 50  # whose mean loss and accuracy the manifest has
 
 # Settings that are not in the artifact's identity: a run may be resumed with other values.
 WITHOUT_EFFECT = {
@@ -162,9 +163,10 @@ def train(
         if ranks.first(lambda: output.begin(trainer.identity)):
             if ranks.is_first:
                 stack.enter_context(output.held_alone())
-            trackers = trainer.begin(output)
+            track = track if ranks.is_first else quiet
+            trackers = trainer.begin(output, track)
             stack.callback(trackers.close)
-            trainer.fit(output, track if ranks.is_first else quiet, trackers)
+            trainer.fit(output, track, trackers)
             trainer.finish(output)
         return ranks.first(lambda: output.manifest("train"))
 
@@ -218,7 +220,7 @@ class Trainer:
         self.identity = identity("train", self.settings, self.inputs)
 
     def _inputs(self) -> dict[str, Manifest]:
-        """The manifests of everything that this run reads, by name; part of its identity."""
+        """Of all that this run reads, by name; part of its identity."""
         inputs, start = dict(self.source.inputs), self.config.start
         known = {manifest.identity for manifest in inputs.values()}
         for name, manifest in self.held_out.source.inputs.items() if self.held_out else ():
@@ -228,7 +230,7 @@ class Trainer:
             inputs["start"] = head_manifest(start.head, {"licence": start.licence})
         return inputs
 
-    def begin(self, output: Artifact) -> Trackers:
+    def begin(self, output: Artifact, track: Track) -> Trackers:
         """Plan the run, and load its state from a checkpoint or set up a new one.
 
         All ranks call it. Returns the trackers, which do nothing on ranks other than the first.
@@ -247,7 +249,7 @@ class Trainer:
         content = checkpoint(output, ranks)
         # the first rank's answers: other hosts may not see its folder, or have other processors
         resumes, dtype = ranks.first(lambda: (bool(content), self._dtype(content)))
-        head = self._initial_head(resumes).to(ranks.device)
+        head = self._initial_head(resumes, track).to(ranks.device)
         self.module = LossModule(head, self.vocabulary, config.objective, dtype)
         ranks.shard(self.module)
         optimizers = optimizers_of(head, config.objective.weight_decay)
@@ -269,12 +271,11 @@ class Trainer:
         begun: Precision | None = content.get("dtype")
         return begun or quickest(self.ranks.device)
 
-    def _initial_head(self, resumes: bool) -> Head:
-        """The head before step 0, float32 on the CPU: fresh and fitted, or config.start's.
-
-        resumes: a checkpoint's weights will take the place of its own, so that nothing is fitted.
+    def _initial_head(self, resumes: bool, track: Track) -> Head:
+        """The head before step 0, float32: fresh and fitted (unless a checkpoint's weights will
+        take the place of its own), or config.start's.
         """
-        config, on_cpu = self.config, self.vocabulary.to("cpu")
+        config, ranks, on_cpu = self.config, self.ranks, self.vocabulary.to("cpu")
         if self.start_head is None:
             counts_V = self.counts_V if self.given_V is None else self.given_V.long()
             head = fresh_head(config.head, self.source.meta, on_cpu, counts_V, config.seed)
@@ -282,22 +283,15 @@ class Trainer:
             if not resumes:
                 few = min(FITTED_SAMPLES, len(self.usable))
                 numbers = random.Random(config.seed).sample(list(self.usable), few)
-                self._fit(head, numbers)
+                batches = self.source.batches([[number] for number in ranks.share(numbers)])
+                samples = (sample for batch in batches for sample in batch)
+                fit_to_features(head.to(ranks.device), samples, ranks, track)
+                ranks.spread([*head.parameters(), *head.buffers()])
             return head
         head = self.start_head
         if config.start and config.start.vocabulary == "recount":
             recount(head, on_cpu, self.counts_V, config.head.draft_vocab_size)
         return head
-
-    def _fit(self, head: Head, numbers: Sequence[int]) -> None:
-        """Fit a new head to these samples, on the first rank: it takes all products of the
-        features with each other, 9 H^2 numbers. The others get its weights.
-        """
-        with self.ranks.together():
-            if self.ranks.is_first:
-                batches = self.source.batches([[number] for number in numbers])
-                fit_to_features(head, (sample for batch in batches for sample in batch))
-        self.ranks.spread([*head.parameters(), *head.buffers()])
 
     def fit(self, output: Artifact, track: Track, trackers: Trackers) -> None:
         """Measure the start, then train the steps that are left, fewer if `StopConfig.patience`
@@ -332,7 +326,9 @@ class Trainer:
                     trackers.log(state.step, scalars(row))
                     if state.step % config.checkpoint_every == 0 and state.step < num_steps:
                         state.save(output, ranks)
-                    track(state.step, num_steps, note(row, state))
+                    tau = f" tau {state.patience.best:.2f}" if state.patience.best else ""
+                    said = f"loss {row['loss']:.3f} accuracy {row['accuracy'][0]:.3f}{tau}"
+                    track(state.step, num_steps, said)
                     if state.step < num_steps and (came := max(ranks.gathered(signal_of()))):
                         raise StoppedError(came, state.step, num_steps)
         except (DivergedError, UntrainedError):  # the older checkpoint stays
@@ -366,7 +362,13 @@ class Trainer:
         state.trend.add(row["loss"])
         if state.trend.has_diverged():
             state.add_row(row, output, self.ranks)
-            raise diverged(state, batches, self.ranks)
+            keys = self.ranks.listed(key for batch in batches for key in batch.keys)
+            raise DivergedError(
+                f"the loss diverges: its running mean is {state.trend.mean:.3f} at step "
+                f"{state.step}, more than {DIVERGED_AT:g} times its lowest, "
+                f"{state.trend.lowest:.3f}; the samples of this step: {', '.join(keys)}",
+                "begin in another folder with a lower learning_rate",
+            )
         if state.step in self.measure_at:
             row |= self._measure()
             if self.config.stop.keep:
@@ -378,9 +380,7 @@ class Trainer:
         self._finished = state.step
 
     def _measure(self) -> dict[str, Any]:
-        """Measure the head as it is, and remember it if it is the best. A new head's start is no
-        head yet: its layer writes nothing.
-        """
+        """Measure the head, and remember the best. A new one's start is none: its layer is idle."""
         assert self.held_out is not None, "measured without a sample"
         state = self.state
         with whole(self.module):
@@ -411,12 +411,10 @@ class Trainer:
         head = self._finished_head()
         with ranks.together():
             if ranks.is_first:
-                self._write(output, head, last, self._facts(head))
+                self._write(output, head, last)
 
     def _finished_head(self) -> Head:
-        """A copy of the current head, unsharded, as it is written: without feature_scale. All
-        ranks call it.
-        """
+        """A copy of the head, unsharded, without feature_scale. All ranks call it."""
         head = Head(self.state.head.config).to(self.ranks.device)
         with whole(self.module):
             named = [*self.state.head.named_parameters(), *self.state.head.named_buffers()]
@@ -426,10 +424,7 @@ class Trainer:
             head.load_state_dict(weights)
         return head.to(torch.float32 if self.config.dtype == "float32" else torch.bfloat16)
 
-    def _write(
-        self, output: Artifact, head: Head, last: Head | None, facts: Mapping[str, Any]
-    ) -> None:
-        """Write the artifact: head, last (in last/; None: none), metrics and manifest."""
+    def _write(self, output: Artifact, head: Head, last: Head | None) -> None:
         for folder, one in (("", head), ("last/", last)):
             if one:
                 write_head(output, folder, one)
@@ -442,10 +437,9 @@ class Trainer:
             "answer_tokens": sum(self.usable.values()),  # of one pass
             "parameters": size,
         }
-        output.finish("train", self.settings, self.inputs, counts, facts)
+        output.finish("train", self.settings, self.inputs, counts, self._facts(head))
 
     def _facts(self, head: Head) -> dict[str, Any]:
-        """What the manifest says of the result."""
         state = self.state
         covered = self.counts_V[head.t2d.cpu()].sum() / self.counts_V.sum()
         facts: dict[str, Any] = {
@@ -455,8 +449,11 @@ class Trainer:
             "computed_in": self.state.dtype,
             "learning_rate": self.rate.peak,
         }
-        if state.metrics:
-            facts["last_batches"] = mean_of_last(state.metrics)
+        if last := state.metrics[-LAST_BATCHES:]:
+            columns = zip(*(row["accuracy"] for row in last), strict=True)
+            accuracy = [sum(column) / len(last) for column in columns]
+            loss = sum(row["loss"] for row in last) / len(last)
+            facts["last_batches"] = {"loss": loss, "accuracy": accuracy}
         if self.held_out is not None:
             facts["held_out"] = {
                 "tau": state.patience.best,
@@ -472,23 +469,6 @@ def write_head(output: Artifact, folder: str, head: Head) -> None:
     """Write a head in our own form; folder: "", or a path that ends with /."""
     for name, data in head_files(head).items():
         output.write(folder + name, data)
-
-
-def note(row: Mapping[str, Any], state: TrainingState) -> str:
-    """The text beside the progress bar after a step."""
-    tau = f" tau {state.patience.best:.2f}" if state.patience.best else ""
-    return f"loss {row['loss']:.3f} accuracy {row['accuracy'][0]:.3f}{tau}"
-
-
-def diverged(state: TrainingState, batches: Sequence[Batch], ranks: Ranks) -> DivergedError:
-    """The error of a diverged loss, with the names of this step's samples. All ranks call it."""
-    keys = ranks.listed(key for batch in batches for key in batch.keys)
-    return DivergedError(
-        f"the loss diverges: its running mean is {state.trend.mean:.3f} at step {state.step}, "
-        f"more than {DIVERGED_AT:g} times its lowest, {state.trend.lowest:.3f}; the "
-        f"samples of this step: {', '.join(keys)}",
-        "begin in another folder with a lower learning_rate",
-    )
 
 
 def with_vocabulary(config: TrainConfig, size: int) -> TrainConfig:
@@ -526,23 +506,12 @@ def check_settings(config: TrainConfig, ranks: Ranks, measures: bool) -> None:
 
 def check_same_target(meta: FeatureMeta, vocabulary: TargetVocabulary) -> None:
     """Raise MismatchError unless the features are of this target."""
-    ours = vocabulary.config
-    if (meta.hidden_size, meta.vocab_size) != (ours.hidden_size, ours.vocab_size):
+    theirs, ours = ((one.hidden_size, one.vocab_size) for one in (meta, vocabulary.config))
+    if theirs != ours or meta.lm_head_sha256 != vocabulary.lm_head_sha256:
+        how = "the same shape (its lm_head has another hash)"
+        if theirs != ours:
+            how = "hidden size {} and vocabulary {}; this one has {} and {}".format(*theirs, *ours)
         raise MismatchError(
-            f"the features are of a target of hidden size {meta.hidden_size} and a vocabulary of "
-            f"{meta.vocab_size}; this one has {ours.hidden_size} and {ours.vocab_size}",
-            "give the target that the features were captured from",
-        )
-    if meta.lm_head_sha256 != vocabulary.lm_head_sha256:
-        raise MismatchError(
-            "the features are of another target of the same shape (its lm_head has another hash)",
+            f"the features are of another target of {how}",
             "give the target that the features were captured from, or capture them again",
         )
-
-
-def mean_of_last(metrics: Sequence[Mapping[str, Any]], count: int = 50) -> dict[str, Any]:
-    """Loss and accuracy per step, averaged over the last batches."""
-    last = metrics[-count:]
-    columns = zip(*(row["accuracy"] for row in last), strict=True)
-    accuracy = [sum(column) / len(last) for column in columns]
-    return {"loss": sum(row["loss"] for row in last) / len(last), "accuracy": accuracy}

@@ -1,0 +1,120 @@
+"""A device that is not the CPU, on a machine that has none: what a GPU refuses is refused.
+
+Tensors on it compute on the CPU, with the CPU's bits, and say that they are on "lazy": a name that
+torch knows, that needs no driver, and whose backward runs in this thread. Operators
+that mix them with tensors of the CPU raise as CUDA's do, as does `numpy()`. Precision and kernels
+of a GPU are not there: for those is test_gpu.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+NAME = "lazy"
+aten = torch.ops.aten
+CROSSING = {aten.copy_.default, aten._to_copy.default}
+# on CUDA, too, the indices may be on the CPU
+INDEXED = {aten.index.Tensor, aten.index_put.default, aten.index_put_.default}
+
+
+class Elsewhere(torch.Tensor):
+    """A tensor on the device, its numbers in `host`."""
+
+    host: torch.Tensor
+
+    @staticmethod
+    def __new__(cls, host: torch.Tensor) -> Elsewhere:
+        how = {"dtype": host.dtype, "device": NAME, "strides": host.stride()}
+        made = torch.Tensor._make_wrapper_subclass(
+            cls, host.shape, storage_offset=host.storage_offset(), **how
+        )
+        made.host = host
+        return made
+
+    def __getitem__(self, at: Any) -> Any:
+        """Torch itself would make tensors of lists of places, past the operators."""
+        parts = at if isinstance(at, tuple) else (at,)
+        made = tuple(torch.tensor(one) if isinstance(one, list) else one for one in parts)
+        return super().__getitem__(made)
+
+    def tolist(self) -> Any:
+        """As a GPU's: by a copy."""
+        return self.host.tolist()
+
+    def numpy(self, *, force: bool = False) -> Any:
+        """Raises what a GPU's raises."""
+        raise TypeError(f"can't convert {NAME} tensor to numpy: copy it to host memory first")
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        return _computed(func, args, kwargs or {})
+
+
+class _Mode(TorchDispatchMode):
+    """So that factories, which take no tensor, make tensors of the device."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        return _computed(func, args, kwargs or {})
+
+
+def _computed(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    given = [one for one in tree_leaves((args, kwargs)) if isinstance(one, torch.Tensor)]
+    there = [one for one in given if isinstance(one, Elsewhere)]
+    asked = kwargs.get("device")
+    onto = None if asked is None else torch.device(asked).type
+    if not there and onto != NAME:
+        return func(*args, **kwargs)
+    if there and func not in CROSSING:
+        looked_at = [args[0]] if func in INDEXED else given
+        if any(not isinstance(one, Elsewhere) and one.ndim for one in looked_at):
+            raise RuntimeError(f"{func}: expected all tensors to be on the same device")
+    if onto is not None:
+        kwargs = {**kwargs, "device": torch.device("cpu")}
+    args, kwargs = tree_map(_host, (args, kwargs))
+    result = func(*args, **kwargs)
+    same = {id(one.host): one for one in there}
+    if onto not in (None, NAME) or (func is aten.copy_.default and id(args[0]) not in same):
+        return result
+
+    def wrapped(one: Any) -> Any:
+        if not isinstance(one, torch.Tensor) or isinstance(one, Elsewhere):
+            return one
+        return same[id(one)] if id(one) in same else Elsewhere(one)
+
+    return tree_map(wrapped, result)
+
+
+def _host(one: Any) -> Any:
+    return one.host if isinstance(one, Elsewhere) else one
+
+
+@contextlib.contextmanager
+def elsewhere(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """Within the block the device is there, and its name comes out. Nothing is cast there by
+    autocast, which knows no such device.
+    """
+    autocast, is_enabled, tensor = torch.autocast, torch.is_autocast_enabled, torch.tensor
+
+    def made(data: Any, *, device: Any = None, **named: Any) -> torch.Tensor:
+        here = tensor(data, **named)
+        return here if device is None else here.to(device)
+
+    def cast(device_type: str, *args: Any, **named: Any) -> Any:
+        if device_type != NAME:
+            return autocast(device_type, *args, **named)
+        return contextlib.nullcontext()
+
+    with monkeypatch.context() as patched, _Mode():
+        patched.setattr(torch, "autocast", cast)
+        patched.setattr(torch, "tensor", made)
+        # views of a subclass are not made in inference mode
+        patched.setattr(torch._C, "_InferenceMode", lambda mode: torch.no_grad())
+        patched.setattr(torch, "is_autocast_enabled", lambda of=NAME: of != NAME and is_enabled(of))
+        yield NAME
