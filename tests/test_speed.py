@@ -149,6 +149,7 @@ def test_the_forms_of_engines(engine, ranges, expected):
         ([row(1, 5), row(1, 0, CHAIN)], CorruptError, "rows.1.round_ms: .* greater than 0"),
         ([row(1, 5), row(1, 5, CHAIN, tau=0.5)], CorruptError, "rows.1.tau"),
         ([row(1, 5), row(1, 5, (0, 1, 2))], CorruptError, "rows.1.arm.steps"),
+        ([row(1, 5), row(4, 5, CHAIN, tau=None)], CorruptError, "no tau or no TPOT of .* at 4 req"),
     ],
 )
 def test_rows_that_make_no_table(rows, error, message):

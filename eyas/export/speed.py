@@ -107,6 +107,11 @@ def cost_table(rows: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     for row in rows:
         places.add(tuple(str(row.get(name)) for name in MEASURED_ON))
         tau = row["tau"] if row["arm"] else 1.0
+        if tau is None or row["tpot_ms"] is None:
+            raise CorruptError(
+                f"no tau or no TPOT of {row['arm'] or 'plain decoding'} at {row['load']} requests",
+                "measure a server that counts its rounds (SGLang: --enable-metrics)",
+            )
         kept = {name: row[name] for name in ("load", "arm", "ttft_ms", "output_tokens_per_s")}
         made.append({**kept, "round_ms": row["tpot_ms"] * tau, "tau": tau})
     if len(places) != 1:
