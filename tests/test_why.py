@@ -14,8 +14,6 @@ import torch
 
 from benchmarks import faults
 from eyas import builtin
-from eyas.cli.check import _forecast
-from eyas.errors import EmptyInputError
 from eyas.export import counterfactuals, replay, why
 from eyas.export.counterfactuals import TABLE
 from eyas.export.readings import DECLARED, HeadReading
@@ -24,7 +22,6 @@ from eyas.export.why import jumps, named, why_findings
 from eyas.operators.head import head_of
 from eyas.operators.tensors import RoundedProducts, read_head, write_head
 from eyas.operators.vocab import TargetVocabulary
-from eyas.plan.forecast import CurvePoint, TauForecast
 from tests.test_cli import run_eyas
 from tests.tiny import tiny_target
 from tests.tiny_head import tiny_head, write_folder
@@ -210,11 +207,10 @@ def test_a_sound_head_is_said_to_be_and_what_it_lacks():
     kinds = ["sql" if n % 2 else "chat" for n in range(60)]
     declared = ReadingScore(DECLARED, declared.answers, kinds=kinds, covered=0.7)
     scores = [declared, drawn(rng, 0.5, 60, "other")]
-    said = {one.what: one.hint for one in why_findings(scores, ["tau +0.20"])}
+    said = {one.what: one.hint for one in why_findings(scores)}
     assert all(one.level == "note" for one in why_findings(scores))
-    for words in ("the head is sound", "covers 70%", "tau by kind: ", "from 17 ", "more data: tau"):
+    for words in ("the head is sound", "covers 70%", "tau by kind: ", "from 17 "):
         assert any(words in what for what in said), words
-    assert any("give --run" in one.hint for one in why_findings(scores))
 
 
 def test_a_head_that_drafts_nothing_however_it_is_read_is_warned_of():
@@ -248,26 +244,9 @@ def test_the_command_names_a_fault_and_clears_a_sound_head(tmp_path, monkeypatch
     done = run_eyas("check", "builtin", "-t", "builtin", "--why")
     assert done.exit_code == 0
     assert "the head is sound: no counterfactual makes tau" in done.stdout
-    done = run_eyas("check", "builtin", "-t", "builtin", "--run", "x")
+    done = run_eyas("check", "builtin", "-t", "builtin", "--why", "--no-replay")
     assert done.exit_code == 2
-    assert "--run is for --why" in done.stderr
-
-
-def test_what_more_data_brings_is_said_in_words(monkeypatch):
-    points = [CurvePoint("run", tokens, (3,), (2,), 4) for tokens in (100, 400)]
-    asked = []
-
-    def foresee(_, tokens):
-        asked.extend(tokens)
-        if len(asked) > 2:
-            raise EmptyInputError("no forecast: too noisy", "more")
-        return [TauForecast(800, 2.0, (1.9, 2.1), 0.2, (0.1, 0.3))]
-
-    monkeypatch.setattr("eyas.plan.forecast.read_runs", lambda _: points)
-    monkeypatch.setattr("eyas.plan.forecast.forecast", foresee)
-    assert _forecast(["a"]) == ["tau +0.20 (+0.10 to +0.30) with 2 times as much"]
-    assert asked == [800, 3200]
-    assert _forecast(["a"]) == ["no forecast: too noisy"]
+    assert "--why replays" in done.stderr
 
 
 def test_most_counterfactuals_are_given_up_early_and_the_rest_judged_by_other_answers(monkeypatch):

@@ -39,8 +39,8 @@ from eyas.bench.server import (
 )
 from eyas.bench.stream import Reply, read_reply
 from eyas.bench.summary import BenchRow, RequestLoad, RunContext, summarise
-from eyas.bench.workload import Task, arrival_times_s, read_tasks
-from eyas.builtin import BUILTIN, demo_prompts
+from eyas.bench.workload import Task, arrival_times_s, path_of, read_tasks
+from eyas.builtin import BUILTIN
 from eyas.client import Client, StreamRecord
 from eyas.errors import ConfigError, EyasError
 from eyas.log import Track, quiet
@@ -170,7 +170,11 @@ def bench(
     before = machine()
     run = _run(_measure(config, facts, tasks, track))
     output.write_jsonl("rows.jsonl", [row.to_json() for row in run.rows])
-    _check_answered(run.rows)
+    for arm, load in {(row.arm, row.load) for row in run.rows}:
+        own = [row for row in run.rows if (row.arm, row.load) == (arm, load)]
+        if not any(row.is_answered for row in own):
+            what = f"no request of arm {arm!r} with {load} was answered: {own[0].reply.error}"
+            raise EyasError(what, "mend that, and run it again; rows.jsonl has every error")
     differences = run.differences()
     cut = {task.prompt_id for task in tasks if task.is_cut}
     engines = {arm: one.engine for arm, one in facts.items()}
@@ -222,36 +226,18 @@ def _described(config: BenchConfig, served: Mapping[str, Manifest]) -> dict[str,
         del described["url"]
         for arm in described["arms"].values():
             del arm["url"]
-    return {**described, "prompts_sha256": file_identity(_path(config))}
-
-
-def _path(config: BenchConfig) -> str:
-    return str(demo_prompts()) if config.prompts == BUILTIN else config.prompts
+    return {**described, "prompts_sha256": file_identity(path_of(config.prompts))}
 
 
 def _read(config: BenchConfig) -> list[Task]:
     """As many tasks as the loads take. Raises ConfigError for fewer than the most at a time."""
-    tasks = read_tasks(
-        _path(config), config.num_tasks, config.seed, skip_bad=config.prompts == BUILTIN
-    )
+    tasks = read_tasks(config.prompts, config.num_tasks, config.seed)
     most = max((load.concurrency for load in config.loads), default=0)
     if len(tasks) < most:
-        what = (
-            f"{_path(config)} has {len(tasks)} prompts: {most} at a time would never be that many"
-        )
+        path = path_of(config.prompts)
+        what = f"{path} has {len(tasks)} prompts: {most} at a time would never be that many"
         raise ConfigError(what, "give more prompts, or lower concurrencies")
     return tasks
-
-
-def _check_answered(rows: Sequence[BenchRow]) -> None:
-    """Raises EyasError when some arm at some load has no answer at all: there is nothing to
-    summarise.
-    """
-    for arm, load in {(row.arm, row.load) for row in rows}:
-        own = [row for row in rows if (row.arm, row.load) == (arm, load)]
-        if not any(row.is_answered for row in own):
-            what = f"no request of arm {arm!r} with {load} was answered: {own[0].reply.error}"
-            raise EyasError(what, "mend that, and run it again; rows.jsonl has every error")
 
 
 async def _ask_servers(config: BenchConfig) -> dict[str, ServerFacts]:

@@ -14,7 +14,7 @@ from pathlib import PurePath
 from typing import Any
 from urllib.parse import urlsplit
 
-from eyas.bench.summary import RATIOS, most_possible
+from eyas.bench.summary import RATIOS, RequestLoad, most_possible
 from eyas.tau import LEAST_TURNS, Interval
 
 Row = Mapping[str, Any]
@@ -84,9 +84,7 @@ def quotable(compared: Row) -> dict[str, Any]:
 
 def load_of(row: Row) -> str:
     """The load of a result or comparison."""
-    if "concurrency" in row:
-        return f"{row['concurrency']} at a time"
-    return f"{row['rate']:g} a second"
+    return str(RequestLoad(row.get("concurrency", 0), row.get("rate")))
 
 
 def at_lowest_load(rows: Sequence[Row]) -> list[Row]:

@@ -150,7 +150,8 @@ def summarise(rows: Sequence[BenchRow], run: RunContext) -> dict[str, list[dict[
             same = run.engines.get(arm) == run.engines.get(baseline)
             both = comparison(of_arm[baseline], of_arm[arm], run.is_greedy, rounds[arm], same)
             comparisons.append({**names, **both})
-            for category in _categories(own):
+            categories = sorted({row.category for row in own})
+            for category in categories if len(categories) > 1 else ():
                 base, other = (
                     [row for row in of_arm[one] if row.category == category]
                     for one in (baseline, arm)
@@ -159,12 +160,6 @@ def summarise(rows: Sequence[BenchRow], run: RunContext) -> dict[str, list[dict[
                     both = comparison(base, other, run.is_greedy, None, same)
                     by_task.append({**names, "category": category, **both})
     return {"results": results, "comparisons": comparisons, "by_task": by_task}
-
-
-def _categories(rows: Sequence[BenchRow]) -> list[str]:
-    """The tasks of a run in order; empty where there is only one."""
-    found = sorted({row.category for row in rows})
-    return found if len(found) > 1 else []
 
 
 def result(rows: Sequence[BenchRow], rounds: Mapping[str, Any] | None = None) -> dict[str, Any]:

@@ -35,7 +35,7 @@ from eyas.bench.server import (
     read_counters,
 )
 from eyas.bench.workload import Task, read_tasks
-from eyas.builtin import BUILTIN, demo_prompts
+from eyas.builtin import BUILTIN
 from eyas.client import Client, RequestFailure
 from eyas.errors import ConfigError, EyasError, MismatchError
 from eyas.log import Track, quiet
@@ -366,8 +366,7 @@ async def verify(config: VerifyConfig, track: Track = quiet) -> Verification:
     """Ask and compare. Raises ConfigError (no way to ask plainly), MismatchError (the plain server
     has another model), MissingInputError (no server), EyasError.
     """
-    path = str(demo_prompts()) if config.prompts == BUILTIN else config.prompts
-    tasks = read_tasks(path, config.num_prompts, config.seed, skip_bad=config.prompts == BUILTIN)
+    tasks = read_tasks(config.prompts, config.num_prompts, config.seed)
     async with AsyncExitStack() as stack:
         urls = [config.plain or config.url, config.url]
         clients = [await stack.enter_async_context(Client(url, TIMEOUT_S)) for url in urls]

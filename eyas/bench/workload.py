@@ -23,6 +23,7 @@ from typing import Any
 
 import fsspec
 
+from eyas.builtin import BUILTIN, demo_prompts
 from eyas.client import unbroken
 from eyas.errors import CorruptError, EmptyInputError, InputError, MissingInputError
 from eyas.records import Message
@@ -40,13 +41,19 @@ class Task:
     is_cut: bool = False
 
 
-def read_tasks(url: str, count: int, seed: int, skip_bad: bool = False) -> list[Task]:
+def path_of(prompts: str) -> str:
+    """The file of prompts, "builtin" those of the package."""
+    return str(demo_prompts()) if prompts == BUILTIN else prompts
+
+
+def read_tasks(prompts: str, count: int, seed: int, skip_bad: bool = False) -> list[Task]:
     """`count` tasks, or all where there are fewer, drawn and ordered by the seed.
 
     Raises MissingInputError, EmptyInputError, CorruptError (no JSON) and InputError (another shape;
-    an id used twice); with `skip_bad`, rows of these last three kinds are left out: raw sets such
-    as the packaged one have some.
+    an id used twice); with `skip_bad`, and of the packaged prompts, rows of these last three kinds
+    are left out: raw sets have some.
     """
+    url, skip_bad = path_of(prompts), skip_bad or prompts == BUILTIN
     tasks: dict[str, Task] = {}
     for number, row in enumerate(_rows(url, skip_bad), start=1):
         try:

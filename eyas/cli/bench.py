@@ -78,7 +78,12 @@ def command(
     url = url or section.get("url") or BenchConfig.model_fields["url"].default
     if against is not None or "arms" not in override(section, given):
         given.append(f"arms={json.dumps(arms_for(url, against))}")
-    made = None if head is None else head_made(Artifact(head))
+    made = None if head is None else Artifact(head).manifest()
+    if made is not None and made.stage not in HEADS:
+        raise InputError(
+            f"{head} holds {made.stage!r}, no head",
+            "give the output of `eyas export` or `eyas train`",
+        )
     config = stage_config(BenchConfig, "bench", run_file, given, prompts=prompts, url=url)
     folder = output or f"out/bench-{bench_identity(config, {})[:IDENTITY_DIGITS]}"
     measured = Artifact(folder)
@@ -146,17 +151,6 @@ async def _facts(url: str) -> ServerFacts:
 def command_line() -> str:
     """The command that this process is, as one would type it."""
     return shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])
-
-
-def head_made(head: Artifact) -> Manifest:
-    """The manifest of a head. Raises InputError for another artifact."""
-    made = head.manifest()
-    if made.stage not in HEADS:
-        raise InputError(
-            f"{head.url} holds {made.stage!r}, no head",
-            "give the output of `eyas export` or `eyas train`",
-        )
-    return made
 
 
 def with_head(

@@ -16,14 +16,12 @@ from rich.markup import escape
 from rich.table import Table
 
 from eyas.cli.options import TargetOption
-from eyas.errors import ConfigError, EmptyInputError, EyasError
+from eyas.errors import ConfigError, EyasError
 from eyas.export.check import check, replayed_by, verdict
 from eyas.export.lint import CheckFinding, exit_code
 from eyas.export.scores import NUM_DRAFT_STEPS, ReadingScore
 from eyas.export.why import why_findings
 from eyas.log import Track, progress_bar
-
-MULTIPLES = (2, 8)  # of the largest run's data, of which --run says what they bring
 
 TextFile = Annotated[
     Path | None,
@@ -50,19 +48,12 @@ def command(
             help="find out why it accepts little: replay what may have gone wrong, one at a time",
         ),
     ] = False,
-    runs: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--run", help="with --why: three or more outputs of `eyas train -s data_share=...`"
-        ),
-    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False,
 ) -> None:
     """Print what would serve badly. Exit code 0: nothing, or notes; 1: warnings; 2: errors."""
-    if (runs and not why) or (why and not replay):
-        raise ConfigError("--why replays, --run is for --why", "give --why, and no --no-replay")
+    if why and not replay:
+        raise ConfigError("--why replays", "leave --no-replay out")
     try:
-        forecast = _forecast(runs) if runs else []
         with progress_bar("check") as track:
             findings = check(head, target)
             replayed, why_not = (
@@ -73,7 +64,7 @@ def command(
             said = {"exit_code": error.exit_code, "error": error.what, "hint": error.hint}
             print(json.dumps({"head": head, "target": target, **said}, ensure_ascii=False))
         raise
-    reasons = list(why_findings(replayed, forecast)) if why else None
+    reasons = list(why_findings(replayed)) if why else None
     findings = verdict(findings, replayed, reasons)
     if as_json:
         print(json.dumps(report(head, target, findings, replayed, why_not), ensure_ascii=False))
@@ -92,22 +83,6 @@ def _replayed(
     replay = importlib.import_module("eyas.export.replay")
     found: tuple[list[ReadingScore], str] = replay.replay_head(head, target, text, track, why)
     return found
-
-
-def _forecast(runs: list[str]) -> list[str]:
-    """What more data would bring, in words. Raises what reading the runs raises, ConfigError."""
-    plan = importlib.import_module("eyas.plan.forecast")
-    points = plan.read_runs(runs)
-    most = max(one.answer_tokens for one in points)
-    try:
-        found = plan.forecast(points, [most * times for times in MULTIPLES])
-    except EmptyInputError as error:
-        return [error.what]
-    return [
-        f"tau {one.gain:+.2f} ({one.gain_interval[0]:+.2f} to {one.gain_interval[1]:+.2f}) with "
-        f"{one.answer_tokens / most:.0f} times as much"
-        for one in found
-    ] or ["no gain is certain enough to foresee"]
 
 
 def report(

@@ -25,11 +25,15 @@ def command(
     evaluation: Annotated[
         str | None, typer.Option(help="output of `eyas eval` on this head, for its card")
     ] = None,
+    costs: Annotated[
+        str | None,
+        typer.Option(help="cost table of an engine (JSON): foretell TPOT and throughput in it"),
+    ] = None,
     run_file: RunFile = None,
     overrides: Overrides = None,
 ) -> None:
     """Write a head in the forms that SGLang and vLLM load, with the commands that launch them."""
-    config = stage_config(ExportConfig, "export", run_file, overrides)
+    config = stage_config(ExportConfig, "export", run_file, overrides, costs=costs)
     source = Artifact(locate(head))
     measured = None if evaluation is None else Artifact(evaluation)
     artifact = Artifact(output)

@@ -27,7 +27,7 @@ from eyas.errors import EyasError, InputError, StorageFullError
 COMMANDS = {
     "demo": "the whole pipeline on SmolLM2-135M-Instruct, on a CPU, in minutes",
     "run": "all stages of one run file; skips what is done, resumes what was cut",
-    "plan": "what a run file will need: tokens and bytes; the tau of more data",
+    "plan": "what a run file will need: tokens and bytes",
     "prompts": "conversation sets -> cleaned prompts, a ledger, a data card",
     "generate": "prompts -> the target's own answers",
     "capture": "answers -> hidden-state features",

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from eyas.engine.tree import Speculation
 from eyas.tau import RoundCounts, tau_interval
 
 # How a figure came to be, by the name that eval.json has for it.
@@ -61,6 +62,27 @@ def figures(answers: Sequence[AnswerCounts], num_draft_steps: int) -> dict[str, 
         "answers": len(answers),
         "by_source": _by(answers, lambda answer: answer.source),
         "by_language": _by(answers, lambda answer: answer.language),
+    }
+
+
+def tree_entry(
+    tree: Speculation,
+    temperature: float | None,
+    answers: Sequence[AnswerCounts],
+    is_known: Sequence[Sequence[bool]],
+    **facts: Any,
+) -> dict[str, Any]:
+    """An entry of eval.json's `trees`. is_known: of each answer's tokens, in the draft
+    vocabulary.
+    """
+    return {
+        "speculation": str(tree),
+        "temperature": temperature,
+        "num_draft_steps": tree.num_draft_steps,
+        **figures(answers, tree.num_draft_steps),
+        **vocabulary_figures(is_known, tree.num_draft_steps),
+        "tokens": sum(map(len, is_known)),
+        **facts,
     }
 
 

@@ -21,7 +21,7 @@ from eyas.engine.engine import Engine, EngineConfig
 from eyas.engine.request import Request, SamplingParams
 from eyas.engine.tree import Speculation
 from eyas.errors import EmptyInputError, EyasError, TemplateError
-from eyas.evaluate.breakdown import AnswerCounts, figures, vocabulary_figures
+from eyas.evaluate.breakdown import AnswerCounts, tree_entry
 from eyas.language import language
 from eyas.log import Track
 from eyas.model.checkpoint import read_head
@@ -178,20 +178,12 @@ def measure_tree(
     """An entry of eval.json's `trees`, and the counts of each answer. Rounds without drafts, which
     only auto has, do not count.
     """
-    steps, answers = tree.num_draft_steps, []
+    answers = []
     decoded = decode(models.engine(tree), requests, track)
     for prompt, answer in zip(prompts.prompts, decoded, strict=True):
-        counts = RoundCounts(steps)
+        counts = RoundCounts(tree.num_draft_steps)
         counts.add_rounds(answer.accepted)
         answers.append(AnswerCounts(prompt.id, prompt.source, prompt.language, counts))
-    entry = {
-        "speculation": str(tree),
-        "temperature": requests[0].params.temperature,
-        "num_draft_steps": steps,
-        **figures(answers, steps),
-        **vocabulary_figures([models.t2d_V[one.token_ids].tolist() for one in decoded], steps),
-        "tokens": sum(len(answer.token_ids) for answer in decoded),
-        "language_of": "prompts",
-        "by": "engine",
-    }
-    return entry, answers
+    is_known = [models.t2d_V[one.token_ids].tolist() for one in decoded]
+    drawn, facts = requests[0].params.temperature, {"language_of": "prompts", "by": "engine"}
+    return tree_entry(tree, drawn, answers, is_known, **facts), answers

@@ -33,7 +33,7 @@ from eyas.engine.draft import Draft, check_branches
 from eyas.engine.tree import Speculation, Tree, most_probable, tree_of
 from eyas.engine.verify import accept
 from eyas.errors import ConfigError
-from eyas.evaluate.breakdown import AnswerCounts, figures, prompt_of, vocabulary_figures
+from eyas.evaluate.breakdown import AnswerCounts, prompt_of, tree_entry
 from eyas.model.arrays import FLOAT32, Array
 from eyas.model.checkpoint import read_head
 from eyas.model.config import TargetShape
@@ -287,15 +287,7 @@ class TreeWalks:
         """
         made = []
         for counts in self._counts:
-            entry = {
-                "speculation": str(counts.tree),
-                "temperature": temperature,
-                "num_draft_steps": counts.tree.num_draft_steps,
-                **figures(counts.answers, counts.tree.num_draft_steps),
-                **vocabulary_figures(self._is_known, counts.tree.num_draft_steps),
-                "tokens": sum(map(len, self._is_known)),
-                **facts,
-            }
+            entry = tree_entry(counts.tree, temperature, counts.answers, self._is_known, **facts)
             if self._temperature > 0:
                 entry["expected_tau"] = 1 + counts.expected / max(entry["rounds"], 1)
             made.append(entry)

@@ -7,6 +7,7 @@ with its card.
     README.md                                    the model card, with the commands that launch both
     eval.json                                    of an evaluation, if one was given, and of it
     sglang/, vllm/ prometheus.yaml               what deploy/prometheus-rules.yaml compares with
+    speed.json, sglang/adaptive.json             with costs of an engine: what is foretold for it
 
 `publish` copies all of it to a folder of versions. A version never changes: it is the work's
 identity.
@@ -18,20 +19,20 @@ import hashlib
 from collections.abc import Mapping
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 from torch import Tensor
 
-from eyas.artifact import Artifact, Manifest, identity
+from eyas.artifact import Artifact, Manifest, file_identity, identity
 from eyas.card import EVAL, figures_of, of_size
 from eyas.engine.tree import Speculation
 from eyas.errors import ConfigError, CorruptError, MismatchError
 from eyas.export.card import CARD, CardOrigin, HeadCard, prometheus_rules
 from eyas.export.check import check
 from eyas.export.engines import DTYPES, FORMS, EngineForm, Launch, engine_of
+from eyas.export.speed import ADAPTIVE, SPEED, read_costs, speed_of
 from eyas.families import FAMILIES
 from eyas.gguf.configuration import SOURCE as GGUF
 from eyas.hub import fetch, is_hub_id, resolve_head, resolve_target
@@ -46,7 +47,6 @@ from eyas.operators.head import Head, head_of, load_head
 from eyas.operators.tensors import array_of, read_head, write_head
 from eyas.operators.vocab import TargetVocabulary
 
-PROMISED = ("tau", "tau_interval", "accept_hist")  # what a server holds its traffic against
 REPLAYED_TOKENS, REPLAYED_STEPS = 16, 3
 MAX_SHARD_BYTES = 5_000_000_000  # of a file of weights, as the hub's tools split them
 
@@ -67,6 +67,9 @@ class ExportConfig(BaseModel):
     target_name: str | None = None
     speculation: str | None = None
     licence: str | None = None
+    costs: str | None = Field(
+        None, description="cost table of an engine, from which speed is foretold on the card"
+    )
     publish: str | None = Field(
         None,
         description="a folder of a head's versions: a copy goes below it, at VERSION",
@@ -106,8 +109,14 @@ def export(
                 f"{evaluation.url} measured another head",
                 "run `eyas eval` on the head that is exported",
             )
+    elif config.costs:
+        raise ConfigError(
+            "costs: without an evaluation there is no tau to foretell speed from",
+            "give --evaluation, the output of `eyas eval`",
+        )
     folder = str(Path(resolve_target(target)).resolve())
-    settings = config.model_dump(mode="json", exclude={"publish"})
+    settings = config.model_dump(mode="json", exclude={"publish", "costs"})
+    settings |= {"costs_sha256": file_identity(config.costs)} if config.costs else {}
     settings["target_fingerprint"] = fingerprint(folder)
     work = identity("export", settings, inputs)
     if output.is_done_for(work):
@@ -121,9 +130,13 @@ def export(
         head.url,
         [fault for form in config.forms for fault in engine_of(form).faults(shape, tensors)],
     )
-    output.begin(work)  # not before: a head that is refused takes no folder
     measured = evaluation.read_json("eval.json") if evaluation is not None else None
-    drafts = Speculation.parse(config.speculation or measured_tree(measured))
+    figures = figures_of(measured or {})
+    speed = speed_of(read_costs(config.costs), figures) if config.costs else None
+    output.begin(work)  # not before: a head that is refused takes no folder
+    trees = [one["speculation"] for one in (measured or {}).get("trees", [])]
+    fixed = (one for one in trees if one.startswith("fixed"))
+    drafts = Speculation.parse(config.speculation or next(fixed, "fixed"))
     launch = launch_of(config.target_name, target, folder, vocabulary, shape, drafts)
     hashes: dict[str, str] = {}
     for number, form in enumerate(config.forms):
@@ -136,8 +149,8 @@ def export(
         with TemporaryDirectory() as scratch:
             written = fetch(f"{output.url}/{form}", Path(scratch))
             prove_equal(shape, tensors, written, vocabulary)
-        if figures := of_size(figures_of(measured or {}), str(launch.drafts(form))):
-            rules = prometheus_rules(figures, launch.target, version_of(work), form)
+        if promised := of_size(figures, str(launch.drafts(form))):
+            rules = prometheus_rules(promised, launch.target, version_of(work), form)
             output.write(f"{form}/prometheus.yaml", rules.encode())
     track(len(config.forms), len(config.forms))
 
@@ -154,7 +167,12 @@ def export(
         licence=config.licence,
         origin=origin_of(head) if inputs["head"].stage == SOURCE else CardOrigin(),
         gguf=read_config(folder).get(GGUF),
+        speed=speed,
     )
+    if speed:
+        output.write_json(SPEED, speed)
+        if speed["settings"] and speed["engine"].lower() == "sglang":
+            output.write_json(ADAPTIVE, speed["settings"])
     output.write(CARD, card.text().encode())
     if measured is not None:  # as measured, for `eyas watch`: the card rounds
         output.write_json(EVAL, measured)
@@ -164,15 +182,8 @@ def export(
         "commands": {form: launch.command(form) for form in config.forms if launch.is_served(form)},
         "warnings": [one.what for one in findings if one.level != "note"],
         "notes": [one.what for one in findings if one.level == "note"],
-        "measured": measured and {key: measured[key] for key in PROMISED if key in measured},
     }
     return output.finish("export", settings, inputs, counts, facts)
-
-
-def measured_tree(measured: Mapping[str, Any] | None) -> str:
-    """The first fixed tree of an evaluation; without one the engine's own sizes."""
-    trees = [one["speculation"] for one in (measured or {}).get("trees", [])]
-    return next((one for one in trees if one.startswith("fixed")), str(Speculation("fixed")))
 
 
 def version_of(identity: str) -> str:

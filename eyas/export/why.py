@@ -93,12 +93,8 @@ def named(scores: Sequence[ReadingScore]) -> list[Jump]:
     return [best, *ties]
 
 
-def why_findings(
-    scores: Sequence[ReadingScore], forecast: Sequence[str] = ()
-) -> Iterator[CheckFinding]:
-    """What explains a low tau, or that the head is sound, and what it lacks. forecast: what more
-    data would bring, in words.
-    """
+def why_findings(scores: Sequence[ReadingScore]) -> Iterator[CheckFinding]:
+    """What explains a low tau, or that the head is sound, and what it lacks."""
     if not scores:
         return
     declared, found = scores[0], named(scores)
@@ -126,12 +122,12 @@ def why_findings(
     else:
         hint = "it is read as it was trained; what it may lack follows"
         yield CheckFinding("note", f"the head is sound: {what}", hint)
-    for what, hint in lacks(declared, forecast):
+    for what, hint in lacks(declared):
         yield CheckFinding("note", what, hint)
 
 
-def lacks(declared: ReadingScore, forecast: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """What a sound head may lack, and what to do: vocabulary, text of these kinds, data."""
+def lacks(declared: ReadingScore) -> Iterator[tuple[str, str]]:
+    """What a sound head may lack, and what to do: vocabulary, text of these kinds."""
     if declared.covered < LEAST_COVERED:
         what = f"the draft vocabulary covers {declared.covered:.0%} of the answers' tokens"
         yield what, "train with a larger draft_vocab_size, counted on answers like these"
@@ -154,8 +150,3 @@ def lacks(declared: ReadingScore, forecast: Sequence[str]) -> Iterator[tuple[str
     if len(by_place) > 1:
         what = f"first drafts accepted, by token of the answer: {'; '.join(by_place)}"
         yield what, "lower at the end: train on longer answers"
-    if forecast:
-        yield f"more data: {'; '.join(forecast)}", "of the same kind, with the same settings"
-    else:
-        hint = "give --run three times or more: outputs of `eyas train -s data_share=...`"
-        yield "whether more data helps is open", hint

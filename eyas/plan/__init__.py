@@ -1,1 +1,1 @@
-"""What a run needs before anything runs (needs), and the tau of more training data (forecast)."""
+"""What a run needs before anything runs."""

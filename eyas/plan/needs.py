@@ -10,8 +10,8 @@ from __future__ import annotations
 import dataclasses
 import math
 import random
-from collections.abc import Iterator, Sequence
-from itertools import islice
+from collections.abc import Sequence
+from itertools import chain, islice
 from typing import Any
 
 from eyas.artifact import Artifact
@@ -172,19 +172,17 @@ def source_prompts(config: PromptsConfig) -> tuple[int, list[Prompt]]:
     them. Raises what `read_source` raises.
     """
     draw, count, sample = random.Random(config.seed), 0, list[Prompt]()
-    for row in islice(_source_rows(config), config.max_prompts):
+    of_sources = (
+        islice((row for row in read_source(one) if isinstance(row, SourceRow)), one.max_prompts)
+        for one in config.sources
+    )
+    for row in islice(chain.from_iterable(of_sources), config.max_prompts):
         count += 1
         place = len(sample) if count <= SAMPLE_SIZE else draw.randrange(count)
         if place < SAMPLE_SIZE:
             sample[place : place + 1] = [Prompt("", "", "", row.turns, row.system)]
     wanted = config.match.num_prompts if config.match else None
     return min(count, wanted or count), sample
-
-
-def _source_rows(config: PromptsConfig) -> Iterator[SourceRow]:
-    for source in config.sources:
-        rows = (row for row in read_source(source) if isinstance(row, SourceRow))
-        yield from islice(rows, source.max_prompts)
 
 
 def count_needs(
