@@ -13,8 +13,8 @@ acceptance is simulated (SGLang, vLLM) give the costs of rounds, tau x TPOT, fro
 card foretells speed. --foretold has what `eyas eval` says of the head on the same prompts of each
 task; where the file is missing it is computed, in minutes on a CPU.
 
-OUT/rows.jsonl grows as rows come, and a second call measures what is missing. The last line of
-stdout is one JSON object.
+OUT/rows.jsonl grows as rows come; a second call measures what is missing. The last line of stdout
+is one JSON object.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ from eyas.gguf.checkpoint import whole_folder
 
 ROOT = Path(__file__).resolve().parents[2]
 EYAS = [sys.executable, "-m", "eyas.cli.main"]
-TASKS = ("translation", "summarization", "qa", "math_reasoning", "rag")  # Spec-Bench's; all
-OTHERS = "chat"  # others (MT-Bench's categories) are one
+TASKS = ("translation", "summarization", "qa", "math_reasoning", "rag")  # of Spec-Bench
+OTHERS = "chat"  # all others, MT-Bench's categories
 SOME, STEPS = (1, 16), 40  # loads that are measured at T = 1 too, and with a trace of some steps
 START_S = 600
 LOADED = "Memory pool end"  # in SGLang's log: weights and cache are on the card
