@@ -210,12 +210,16 @@ def storm(figures: Figures) -> str:
     return f"{figures['requests']:,} requests, {figures['failures']} failures, memory {memory}"
 
 
-def steps(figures: Figures) -> str:
-    return "; ".join(
-        f"{row['speedup']} times as fast, {row['memory']:.2f} of the memory (answers "
-        f"{row['answer_share']:.0%})"
-        for row in figures["steps"]
-    )
+def on_gpu(load: int) -> Callable[[Figures], str]:
+    def told(figures: Figures) -> str:
+        rows = [row for row in figures["rows"] if row["load"] == load]
+        return ", ".join(
+            f"{row['name']} {row['tpot_ms']:.2f} ms ({row['output_tokens_per_s']:,}/s"
+            + (f", tau {row['tau']}, `eyas eval` {row['foretold_tau']})" if "tau" in row else ")")
+            for row in rows
+        )
+
+    return told
 
 
 TABLES: list[tuple[str, list[Row]]] = [
@@ -334,9 +338,12 @@ TABLES: list[tuple[str, list[Row]]] = [
             ("Loss masks against those on record, by template", "masks", masks),
             ("Answers after `kill -9` at random moments", "generate", killed),
             ("Features: bytes by those of bf16; tau by that of lossless ones", "codecs", codec),
-            ("A training step against a plain one with the same loss", "train_step", steps),
             ("`eyas check`", "faults", checked),
         ],
+    ),
+    (
+        "And on a GPU? A model of 135 M is too small to gain (TPOT by draft steps-branches-nodes)",
+        [(f"{load} at a time", "gpu_smollm2", on_gpu(load)) for load in (1, 4, 16, 64)],
     ),
     (
         "What can a request do to the others?",
@@ -379,8 +386,8 @@ def page() -> str:
         notes.append(f"- {name}: {kept['date']}, {where}{note}")
     lines += ["## When and where", "", *notes, "", "## What was not measured", ""]
     lines.append(
-        "Nothing was served on a GPU: SGLang and vLLM serve the heads there. The packaged head of "
-        "SmolLM2 was trained on one."
+        "No target of a size that gains by a head was served on a GPU: `python "
+        "benchmarks/gpu/serve.py --body 8b` does it ([on GPUs](gpu.md))."
     )
     return "\n".join(lines) + "\n"
 
