@@ -60,7 +60,7 @@ ROWS = (1, 2, 4, 8, 16, 32, 64)
 PROMPT, DECODED, CONTEXT = 512, 64, 200
 SPECULATION = "fixed(6,3,12)"  # the default tree
 STEPS, BRANCHES = 6, 3
-PROMPTS, CHARACTERS = 3, 700  # of each task, and at most
+PROMPTS, CHARACTERS = 2, 700  # of each task, and at most
 READ_BYTES = 1 << 30
 
 

@@ -159,11 +159,11 @@ class Body:
         """Where a tensor of that name and shape lies. Raises MismatchError for one that is no
         Llama's.
         """
-        part = name.split(".")[-2] if name.endswith(".weight") else name
-        if len(shape) == 1:
+        part = name.split(".")[-2]
+        if len(shape) == 1 and name.endswith(".weight"):
             size, at = self._hidden(name, shape[0])
             return Place((size,), (at,), self._norm)
-        if part not in PARTS:
+        if part not in PARTS or len(shape) != 2:
             raise MismatchError(f"{name} has no place in a body", "give a Llama without biases")
         whole = shape[0], np.arange(shape[0])
         of_outputs = whole if part in VOCABULARIES else None

@@ -31,6 +31,7 @@ from tests.tiny_batch import (
     made_up_samples,
     tiny_vocabulary,
     wavy_head,
+    write_golden,
 )
 
 GOLDEN = Path(__file__).parent / "goldens" / "objective.json"
@@ -397,5 +398,4 @@ def test_bf16_is_close_to_float32():
 
 if __name__ == "__main__":
     made = {name: golden_of_the_loops(*both) for name, both in GOLDENS.items()}
-    written = {"made by": "python -m tests.test_loss", "objective": made}
-    GOLDEN.write_text(json.dumps(written, indent=1) + "\n")
+    write_golden(GOLDEN, "python -m tests.test_loss", objective=made)
