@@ -45,7 +45,6 @@ def kept(padded, width, count=1):
 
 
 def same_features(own, padded):
-    """The features of both, float32, compared; logits too."""
     width, taps = own.config.hidden_size, own.config.default_taps
     near(padded.logits(TOKENS_BT), own.logits(TOKENS_BT))
     (expected, last), (found, padded_last) = (
@@ -131,7 +130,6 @@ def test_a_gguf_file_of_a_body(tmp_path):
 
 @pytest.mark.parametrize(("kind", "error"), [(Kind.Q4_K, 0.09), (Kind.Q6_K, 0.022)])
 def test_k_quants_are_the_nearest_codes(kind, error):
-    """Normal numbers; a step of 1/15 of the range alone would give .072, one of 1/62 .018."""
     values = np.random.default_rng(0).standard_normal((16, 512), np.float32)
     values[:4], values[5, :300] = 0, 0
     found = gguf.dequantize(body.nearest(values, kind), kind)
