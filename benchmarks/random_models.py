@@ -97,7 +97,7 @@ SHAPES = {
     ),
     **{
         f"body-{size}": Shape(
-            f"SmolLM2 135M in a body of {size.upper()}",
+            f"SmolLM2 135M in a body of {size[:-1]} B",
             *("llama", *sizes.values(), 49152, True),
             body_of="smollm2",
         )
