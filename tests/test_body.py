@@ -149,12 +149,12 @@ def test_smollm2s_blocks_are_the_files_own():
 def test_smollm2s_answers_and_rounds(tmp_path):
     body.write_target(SMOLLM2, SMALL, tmp_path / "target", "float32")
     body.write_body_head(SMOLLM2, SMALL, tmp_path / "target", tmp_path / "head", "float32")
-    asked = [Request("0", tuple(range(300, 320)), SamplingParams(max_tokens=24))]
-    config = EngineConfig(max_batch=1, speculation="fixed(4,2,8)")
+    asked = [Request("0", tuple(range(300, 320)), SamplingParams(max_tokens=16))]
+    config = EngineConfig(max_batch=1, max_length=64, speculation="fixed(4,2,8)")
     own = resolve_target(SMOLLM2), resolve_head(SMOLLM2)
     outcomes = []
     for target, head in (own, (tmp_path / "target", tmp_path / "head")):
         (result,) = Engine.load(target, head, "float32", config).run(asked)
         outcomes.append((result.token_ids, result.accept_hist))
     assert outcomes[0] == outcomes[1]
-    assert len(outcomes[0][0]) == 24
+    assert len(outcomes[0][0]) == 16
