@@ -1,7 +1,9 @@
-"""GGUF files of real models' shapes with random weights, and heads of them: enough to measure
-speed, which does not depend on the values.
+"""GGUF files of real models' shapes with random weights, enough to measure speed, which does not
+depend on the values; and of bodies (recipes/body.py), which answer as SmolLM2 and so have its
+head's acceptance.
 
     write_target("llama-1b", "Q4_K_M", path)     5 GB in seconds: blocks are drawn as they lie
+    write_target("body-1b", "Q4_K_M", path)      SmolLM2's weights, each in the nearest code
 
 A file's matrices are in the types that llama.cpp's quantiser gives them under that name
 (llama-quant.cpp, `llama_tensor_get_type`): Q4_K_M is Q6_K for the output and for half of attn_v
@@ -13,31 +15,47 @@ Letters: N rows, K columns, E experts.
 
 from __future__ import annotations
 
+import importlib.util
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import gguf
 import numpy as np
-import torch
 from gguf import GGMLQuantizationType as Kind
 from gguf import GGUFWriter
 from numpy.typing import NDArray
 
-from eyas.model.architecture import TargetConfig
-from eyas.model.config import HeadConfig, HeadOptions
-from eyas.operators.tensors import write_head
+from eyas import hub
+from eyas.gguf.file import open_file
 
-FORMATS = ("Q4_K_M", "Q4_0", "Q8_0", "BF16")
+FORMATS = ("Q4_K_M", "Q4_0", "Q4_1", "Q8_0", "BF16")
 DEVIATION = 0.02
 SUPER_BLOCK = 256
+EPS = "attention.layer_norm_rms_epsilon"
 TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"
+
+
+def recipe() -> Any:
+    """recipes/body.py as a module: recipes are no package."""
+    path = Path(__file__).resolve().parents[1] / "recipes" / "body.py"
+    spec = importlib.util.spec_from_file_location("body", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = sys.modules.setdefault("body", importlib.util.module_from_spec(spec))
+    spec.loader.exec_module(module)
+    return module
+
+
+body = recipe()
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
     """A model's sizes. of: the published model. experts: of each layer, and how many of them a
-    token takes; 0 is a dense MLP.
+    token takes; 0 is a dense MLP. body_of: a GGUF target whose weights it has, padded; else random.
     """
 
     of: str
@@ -51,13 +69,23 @@ class Shape:
     vocabulary: int
     tied: bool
     experts: tuple[int, int] = (0, 0)
-    draft_vocabulary: int = 32000
+    body_of: str = ""
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """As recipes/body.py names them."""
+        return {
+            "hidden_size": self.hidden,
+            "intermediate_size": self.intermediate,
+            "num_hidden_layers": self.layers,
+            "num_attention_heads": self.heads,
+            "num_key_value_heads": self.key_heads,
+            "head_dim": self.head_dim,
+        }
 
 
 SHAPES = {
-    "smollm2": Shape(
-        "SmolLM2 135M", "llama", 576, 1536, 30, 9, 3, 64, 49152, True, draft_vocabulary=8192
-    ),
+    "smollm2": Shape("SmolLM2 135M", "llama", 576, 1536, 30, 9, 3, 64, 49152, True),
     "llama-1b": Shape("Llama 3.2 1B", "llama", 2048, 8192, 16, 32, 8, 64, 128256, True),
     "llama-3b": Shape("Llama 3.2 3B", "llama", 3072, 8192, 28, 24, 8, 128, 128256, True),
     "llama-8b": Shape("Llama 3.1 8B", "llama", 4096, 14336, 32, 32, 8, 128, 128256, False),
@@ -67,6 +95,14 @@ SHAPES = {
         *("qwen3moe", 2048, 768, 12, 32, 4, 128, 151936, False),
         experts=(128, 8),
     ),
+    **{
+        f"body-{size}": Shape(
+            f"SmolLM2 135M in a body of {size[:-1]} B",
+            *("llama", *sizes.values(), 49152, True),
+            body_of="smollm2",
+        )
+        for size, sizes in body.SIZES.items()
+    },
 }
 
 
@@ -107,7 +143,7 @@ def vectors(shape: Shape) -> Iterator[tuple[str, int]]:
 
 
 def kind_of(shape: Shape, name: str, columns: int, format: str) -> Kind:
-    """The type of a matrix in a file of that format."""
+    """The type of a matrix in a file of that format; Q4_1 as in SmolLM2's packaged file."""
     part = name.split(".")[-1]
     is_output = part == "output" or (part == "token_embd" and shape.tied)
     if part == "ffn_gate_inp":
@@ -124,7 +160,7 @@ def kind_of(shape: Shape, name: str, columns: int, format: str) -> Kind:
         return Kind.Q4_K if fits else Kind.Q5_0
     if format == "Q4_0" and is_output and columns % SUPER_BLOCK == 0:
         return Kind.Q6_K
-    return Kind.Q8_0 if format == "Q4_0" and is_output else Kind[format]
+    return Kind.Q8_0 if format in ("Q4_0", "Q4_1") and is_output else Kind[format]
 
 
 def random_blocks(rng: np.random.Generator, kind: Kind, size: tuple[int, ...]) -> NDArray[np.uint8]:
@@ -154,27 +190,14 @@ SCALES = {
 }
 
 
-def write_target(name: str, format: str, path: Path) -> None:
+def write_target(shape: Shape, format: str, path: Path) -> None:
     """A GGUF file of a shape in a format."""
-    shape, half = SHAPES[name], path.with_suffix(".half")
+    half = path.with_suffix(".half")
     writer = GGUFWriter(half, shape.architecture)
-    writer.add_name(f"random {shape.of}")
-    writer.add_context_length(8192)
-    writer.add_embedding_length(shape.hidden)
-    writer.add_block_count(shape.layers)
-    writer.add_feed_forward_length(shape.intermediate)
-    writer.add_head_count(shape.heads)
-    writer.add_head_count_kv(shape.key_heads)
-    writer.add_key_length(shape.head_dim)
-    writer.add_value_length(shape.head_dim)
-    writer.add_rope_dimension_count(shape.head_dim)
-    writer.add_rope_freq_base(5e5 if shape.architecture == "llama" else 1e6)
-    writer.add_layer_norm_rms_eps(1e-5)
-    if shape.experts[0]:
-        writer.add_expert_count(shape.experts[0])
-        writer.add_expert_used_count(shape.experts[1])
-        writer.add_expert_feed_forward_length(shape.intermediate)
-    add_vocabulary(writer, shape.vocabulary)
+    for key, value in {**vocabulary(shape.vocabulary), **metadata(shape)}.items():
+        add = {list: writer.add_array, str: writer.add_string, bool: writer.add_bool}
+        add |= {float: writer.add_float32}
+        add.get(type(value), writer.add_uint32)(key, value)
     kinds = {part: kind_of(shape, part, size[-1], format) for part, size in matrices(shape)}
     for part, size in matrices(shape):
         row = gguf.quant_shape_to_byte_shape(size, kinds[part])
@@ -186,37 +209,73 @@ def write_target(name: str, format: str, path: Path) -> None:
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
+    padded = body.Blocks(shape.body_of, shape.sizes) if shape.body_of else None
     rng = np.random.Generator(np.random.SFC64(0))
     for part, size in matrices(shape):
-        writer.write_tensor_data(random_blocks(rng, kinds[part], size))
-    for _, length in vectors(shape):
-        writer.write_tensor_data(np.ones(length, dtype=np.float32))
+        kind = kinds[part]
+        writer.write_tensor_data(
+            padded.blocks(part, size, kind) if padded else random_blocks(rng, kind, size)
+        )
+    for part, length in vectors(shape):
+        ones = np.ones(length, dtype=np.float32)
+        writer.write_tensor_data(padded.values(part, (length,)) if padded else ones)
     writer.close()
     half.rename(path)
 
 
-def add_vocabulary(writer: GGUFWriter, count: int) -> None:
+def metadata(shape: Shape) -> dict[str, Any]:
+    """A body's are those of the original's file, with its own sizes."""
+    of_sizes = {
+        "embedding_length": shape.hidden,
+        "block_count": shape.layers,
+        "feed_forward_length": shape.intermediate,
+        "attention.head_count": shape.heads,
+        "attention.head_count_kv": shape.key_heads,
+        "attention.key_length": shape.head_dim,
+        "attention.value_length": shape.head_dim,
+        "rope.dimension_count": shape.head_dim,
+    }
+    kept: dict[str, Any] = {"general.name": f"random {shape.of}"}
+    if shape.body_of:
+        file = open_file(Path(hub.locate(shape.body_of, "target")))
+        left = ("general.architecture", "general.file_type")
+        kept = {key: value for key, value in file.metadata.items() if key not in left}
+        kept["general.name"] = shape.of
+        eps = file.number(EPS) * file.count("embedding_length") / shape.hidden
+        of_sizes |= {EPS: eps}
+    else:
+        theta = 5e5 if shape.architecture == "llama" else 1e6
+        of_sizes |= {"context_length": 8192, "rope.freq_base": theta, EPS: 1e-5}
+    if shape.experts[0]:
+        of_sizes["expert_count"], of_sizes["expert_used_count"] = shape.experts
+        of_sizes["expert_feed_forward_length"] = shape.intermediate
+    return kept | {f"{shape.architecture}.{key}": value for key, value in of_sizes.items()}
+
+
+def vocabulary(count: int) -> dict[str, Any]:
     """So many tokens: the bytes, one merge, made-up words, an end."""
     bytes_ = [chr(code if 33 <= code < 127 else code + 256) for code in range(256)]
     words = [f"w{number}" for number in range(count - 258)]
-    kinds = [gguf.TokenType.NORMAL] * (count - 1) + [gguf.TokenType.CONTROL]
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("llama-bpe")
-    writer.add_token_list([*bytes_, "ab", *words, "<|end|>"])
-    writer.add_token_types(kinds)
-    writer.add_token_merges(["a b"])
-    writer.add_eos_token_id(count - 1)
-    writer.add_bos_token_id(count - 1)
-    writer.add_add_bos_token(False)
-    writer.add_chat_template(TEMPLATE)
+    kinds = [int(gguf.TokenType.NORMAL)] * (count - 1) + [int(gguf.TokenType.CONTROL)]
+    return {
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": "llama-bpe",
+        "tokenizer.ggml.tokens": [*bytes_, "ab", *words, "<|end|>"],
+        "tokenizer.ggml.token_type": kinds,
+        "tokenizer.ggml.merges": ["a b"],
+        "tokenizer.ggml.eos_token_id": count - 1,
+        "tokenizer.ggml.bos_token_id": count - 1,
+        "tokenizer.ggml.add_bos_token": False,
+        "tokenizer.chat_template": TEMPLATE,
+    }
 
 
-def bytes_per_token(name: str, format: str) -> int:
+def bytes_per_token(shape: Shape, format: str) -> int:
     """What a token's forward reads of a file: all matrices, but of embeddings that are not the
     output's too one row, and of experts those that it takes.
     """
-    shape, total = SHAPES[name], 0.0
     all_experts, taken = shape.experts
+    total = 0.0
     for part, size in matrices(shape):
         if part == "token_embd" and not shape.tied:
             continue
@@ -224,36 +283,3 @@ def bytes_per_token(name: str, format: str) -> int:
         share = taken / all_experts if part.endswith("_exps") else 1.0
         total += share * float(np.prod(size)) / block * num_bytes
     return int(total)
-
-
-def write_random_head(name: str, target: TargetConfig, folder: Path) -> None:
-    """A head of a target of that shape, in bfloat16. Its logits are as wide as a trained head's."""
-    H, W = target.hidden_size, SHAPES[name].draft_vocabulary
-    config = HeadConfig.for_target(
-        target, HeadOptions(draft_vocab_size=W, fc_norm=False, norm_output=False)
-    )
-    q, kv = (
-        count * config.head_dim
-        for count in (config.num_attention_heads, config.num_key_value_heads)
-    )
-    inner = config.intermediate_size
-    sizes = {"q": (q, 2 * H), "k": (kv, 2 * H), "v": (kv, 2 * H), "o": (H, q)}
-    sizes = {f"self_attn.{part}_proj": size for part, size in sizes.items()}
-    sizes |= {f"mlp.{part}_proj": (inner, H) for part in ("gate", "up")}
-    sizes |= {"mlp.down_proj": (H, inner)}
-    sizes = {f"midlayer.{part}": size for part, size in sizes.items()}
-    sizes |= {"fc": (H, 3 * H), "lm_head": (W, H)}
-    generator = torch.Generator().manual_seed(0)
-    tensors = {
-        f"{part}.weight": (torch.randn(size, generator=generator) * DEVIATION).bfloat16()
-        for part, size in sizes.items()
-    }
-    norms = [f"midlayer.{part}" for part in ("input_layernorm", "hidden_norm")]
-    norms += ["midlayer.post_attention_layernorm", "norm"]
-    tensors |= {f"{part}.weight": torch.ones(H).bfloat16() for part in norms}
-    t2d = torch.zeros(target.vocab_size, dtype=torch.bool)
-    t2d[:W] = True
-    tensors |= {"d2t": torch.zeros(W, dtype=torch.int64), "t2d": t2d}
-    folder.mkdir(parents=True, exist_ok=True)
-    for file, data in write_head(config, tensors, "eyas").items():
-        (folder / file).write_bytes(data)

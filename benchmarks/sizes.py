@@ -1,24 +1,24 @@
 """Speed at the sizes that people run, held against llama.cpp and against reading the weights once.
 
     python benchmarks/sizes.py [--quick] [--shapes llama-1b,...] [--formats Q4_K_M,...]
-        [--llama BUILD ...] [--sections plain,rows,draft,synthetic] [--samples 5] [--threads N]
-        [--work FOLDER]
+        [--llama BUILD ...] [--sections plain,rows,draft,head] [--samples 5] [--threads N]
+        [--work FOLDER] [--data FOLDER]
 
     plain       tokens/s of one request, and of a prompt of 512: eyas packed, llama-bench of every
                 BUILD (a folder with bin/llama-bench), and a plain read of the bytes that a token
                 reads, interleaved; medians. Memory after a request, and seconds to open the file
     rows        a forward of 2 to 64 rows in times of one row
     draft       growing the default tree in times of a forward of one row, and its parts
-    synthetic   time per token of plain decoding by that of speculative decoding, with the default
-                tree and as the policy chooses, where drafts are SYNTHETIC: they are put right as
-                often as gives a tau of 3.0; everything else, the head's forwards among them, runs
-                as it is. The answer must be plain's
+    head        time per token of plain decoding by that of speculative decoding, with the default
+                tree and as the policy chooses, on short prompts of Spec-Bench, which lies in the
+                FOLDER of --data. Answers must be plain's
 
-Weights are random (random_models.py): speed does not depend on their values. Every file has a
-process of its own. A file that is not in FOLDER (by default a temporary one) is written first.
-BF16 files run in bfloat16, the others packed. Times of rows and draft are tenth percentiles of
-calls in turn: what the code costs when nothing else wants the cores. The last line of stdout is
-one JSON object.
+Weights are random (random_models.py): speed does not depend on their values. draft and head need a
+head, so they are of bodies alone (body-1b, body-8b): SmolLM2 and its packaged head, padded with
+zeros to that shape by recipes/body.py, with their real acceptance. Every file has a process of its
+own. A file that is not in FOLDER (by default a temporary one) is written first. BF16 files run in
+bfloat16, the others packed. Times of rows and draft are tenth percentiles of calls in turn: what
+the code costs when nothing else wants the cores. The last line of stdout is one JSON object.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ import argparse
 import ctypes
 import functools
 import json
-import math
 import multiprocessing
+import operator
 import os
 import random
 import statistics
@@ -36,40 +36,31 @@ import subprocess
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import held_out
 import numpy as np
-from random_models import FORMATS, SHAPES, bytes_per_token, write_random_head, write_target
+from random_models import FORMATS, SHAPES, body, bytes_per_token, write_target
 
 from eyas import hub
+from eyas.chat import Chat
 from eyas.engine.draft import Draft
 from eyas.engine.engine import Engine, EngineConfig
 from eyas.engine.request import Request, SamplingParams
 from eyas.model.checkpoint import read_head
-from eyas.model.rows import (
-    FeatureCache,
-    Growth,
-    PagedCache,
-    Proposals,
-    Roots,
-    Rows,
-    rows_of,
-    slots_of,
-)
+from eyas.model.rows import FeatureCache, Growth, Roots, Rows, rows_of, slots_of
 from eyas.model.target import PAGE_SIZE, Target
 
-SECTIONS = ("plain", "rows", "draft", "synthetic")
+SECTIONS = ("plain", "rows", "draft", "head")
 ROWS = (1, 2, 4, 8, 16, 32, 64)
 PROMPT, DECODED, CONTEXT = 512, 64, 200
 SPECULATION = "fixed(6,3,12)"  # the default tree
 STEPS, BRANCHES = 6, 3
-ACCEPTANCE = 0.688  # of each draft whose parent is accepted: tau 3.0 over six steps
-GOLDEN = (math.sqrt(5) - 1) / 2
+PROMPTS, CHARACTERS = 2, 700  # of each task, and at most
 READ_BYTES = 1 << 30
 
 
@@ -82,13 +73,14 @@ def arguments() -> argparse.Namespace:
         return text.split(",")
 
     parser.add_argument("--quick", action="store_true", help="two samples of few tokens")
-    parser.add_argument("--shapes", type=words, default=["llama-1b"], help=", ".join(SHAPES))
+    parser.add_argument("--shapes", type=words, default=["body-1b"], help=", ".join(SHAPES))
     parser.add_argument("--formats", type=words, default=["Q4_K_M"], help=", ".join(FORMATS))
     parser.add_argument("--llama", type=Path, nargs="*", default=[], help="llama.cpp's builds")
     parser.add_argument("--sections", type=words, default=list(SECTIONS))
     parser.add_argument("--samples", type=int, default=5)
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--work", type=Path, help="folder for the files, kept")
+    parser.add_argument("--data", type=Path, default=held_out.DATA)
     args = parser.parse_args()
     for given, known in (
         (args.shapes, SHAPES),
@@ -149,15 +141,17 @@ def memory_mb() -> dict[str, float]:
 class Asked:
     """An engine asked one request at a time; every one is under a salt of its own."""
 
-    def __init__(self, engine: Engine, prompt: list[int]) -> None:
-        self.engine, self.prompt, self.count = engine, prompt, 0
+    def __init__(self, engine: Engine) -> None:
+        self.engine, self.count = engine, 0
 
-    def tokens(self, num_tokens: int, prompt: list[int]) -> tuple[list[int], list[float], int]:
-        """Greedy: the answer, when each of its updates came, in seconds since it was asked for, and
-        how many updates there were with tokens after the first.
+    def tokens(
+        self, num_tokens: int, prompt: list[int], ends: bool = False
+    ) -> tuple[list[int], list[float]]:
+        """Greedy: the answer, and when each of its updates came, in seconds since it was asked for.
+        ends: where the target ends it, else after so many tokens.
         """
         self.count += 1
-        name, params = f"{self.count}", SamplingParams(max_tokens=num_tokens, ignore_eos=True)
+        name, params = f"{self.count}", SamplingParams(max_tokens=num_tokens, ignore_eos=not ends)
         started = time.perf_counter()
         self.engine.add(Request(name, tuple(prompt), params, cache_salt=name))
         answer: list[int] = []
@@ -167,15 +161,7 @@ class Asked:
                 if update.token_ids:
                     answer += update.token_ids
                     times.append(time.perf_counter() - started)
-        return answer, times, len(times) - 1
-
-    def decoding(self, num_tokens: int) -> tuple[float, list[int], int]:
-        """Seconds per token after the first, the answer, rounds."""
-        answer, times, rounds = self.tokens(num_tokens + 1, self.prompt[:16])
-        return (times[-1] - times[0]) / num_tokens, answer, rounds
-
-    def prompt_seconds(self) -> float:
-        return self.tokens(1, self.prompt)[1][0]
+        return answer, times
 
 
 def llama_bench(build: Path, file: Path, args: argparse.Namespace) -> dict[str, Any]:
@@ -194,8 +180,9 @@ def llama_bench(build: Path, file: Path, args: argparse.Namespace) -> dict[str, 
 def plain(engine: Engine, file: Path, num_bytes: int, args: argparse.Namespace) -> dict[str, Any]:
     """The section, of `num_bytes` read by a token."""
     rng = random.Random(0)
-    asked = Asked(engine, [rng.randrange(300, 2000) for _ in range(PROMPT)])
-    asked.decoding(4)
+    tokens = [rng.randrange(300, 2000) for _ in range(PROMPT)]
+    asked = Asked(engine)
+    asked.tokens(5, tokens[:16])
     found: dict[str, Any] = {"memory_mb": memory_mb()}
     memory = Memory(args.threads)
     reads: list[float] = []
@@ -205,8 +192,9 @@ def plain(engine: Engine, file: Path, num_bytes: int, args: argparse.Namespace) 
         for build, samples in theirs.items():
             samples.append(llama_bench(Path(build), file, args))
         reads.append(memory.bytes_per_second())
-        own["decoding"].append(1 / asked.decoding(args.decoded)[0])
-        own["prompt"].append(PROMPT / asked.prompt_seconds())
+        times = asked.tokens(args.decoded + 1, tokens[:16])[1]
+        own["decoding"].append(args.decoded / (times[-1] - times[0]))
+        own["prompt"].append(PROMPT / asked.tokens(1, tokens)[1][0])
         reads.append(memory.bytes_per_second())
     read = statistics.median(reads)
     decoding, prompt = (statistics.median(own[what]) for what in ("decoding", "prompt"))
@@ -298,88 +286,54 @@ def draft(target: Target, head: Draft, args: argparse.Namespace) -> dict[str, An
     return {"ms": ms, "of_a_forward": round(ms["tree"] / ms["target"], 3)}
 
 
-# Synthetic acceptance
+# The head
 
 
-class SyntheticDraft:
-    """A draft whose trees are grown by the head, as deep as ACCEPTANCE lets them pay, and then hold
-    the right token at as many levels as ACCEPTANCE gives, and wrong ones behind them.
-
-    tokens: prompt and answer, which plain decoding gave. wrong: a token that is not in the answer.
-    """
-
-    def __init__(self, head: Draft, tokens: list[int], wrong: int) -> None:
-        self._head, self._tokens, self._wrong, self._trees = head, tokens, wrong, 0
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._head, name)
-
-    def grow(
-        self,
-        roots: Roots,
-        cache: PagedCache,
-        features: FeatureCache,
-        growth: Growth,
-        thresholds: Sequence[float],
-        draws: Any = None,
-    ) -> Proposals:
-        # `tree.goes_on` by the scores below: a random head's own are those of no path that pays
-        paths = [max(ACCEPTANCE ** (level + 1) - thresholds[-1], 0.0) for level in range(STEPS)]
-        goes_on = [path >= least for path, least in zip(paths, thresholds, strict=True)]
-        forced = [0.0 if one else math.inf for one in goes_on[:-1]] + [0.0]
-        proposals = self._head.grow(roots, cache, features, growth, forced, draws)
-        tokens, scores = np.array(proposals.tokens), np.array(proposals.scores)
-        parents, parent, right = proposals.parents[0], -1, self._levels()
-        for level in range(STEPS):
-            children = np.flatnonzero(parents == parent)
-            if len(children) == 0:
-                break
-            # the child that the head has grown further
-            parent = int([*children[np.isin(children, parents)], *children][0])
-            column = roots.lens[0] + 1 + level
-            tokens[0, children] = self._wrong
-            if level < right and column < len(self._tokens):
-                tokens[0, parent] = self._tokens[column]
-            scores[0, children] = (level + 1) * math.log(ACCEPTANCE) - 2
-            scores[0, parent] += 2
-        return replace(proposals, tokens=tokens, scores=scores)
-
-    def _levels(self) -> int:
-        """How many levels of the next tree are right: spread evenly, not drawn, so that a few
-        trees have the same mean as many.
-        """
-        self._trees += 1
-        return int(math.log(self._trees * GOLDEN % 1) / math.log(ACCEPTANCE))
+def prompts(target: str, args: argparse.Namespace) -> list[list[int]]:
+    """Of each task of Spec-Bench the first that are short."""
+    chat, count = Chat(target), 1 if args.quick else PROMPTS
+    return [
+        chat.prompt_ids(messages)
+        for of_task in held_out.spec_bench(args.data).values()
+        for messages in held_out.short(of_task, CHARACTERS)[:count]
+    ]
 
 
-def synthetic(target: Target, head: Draft, args: argparse.Namespace) -> dict[str, Any]:
-    """The section: plain and speculative answers in turn."""
-    rng = random.Random(0)
-    prompt = [rng.randrange(300, 2000) for _ in range(PROMPT)]
-    count = 4 * args.decoded
-    engine = Engine(target, None, EngineConfig(max_batch=1, speculation="off"))
-    of_plain = Asked(engine, prompt)
-    _, answer, _ = of_plain.decoding(count)
-    unlike = next(token for token in range(50, 10**6) if token not in answer)
-    made = SyntheticDraft(head, [*prompt[:16], *answer], unlike)
-    arms = {"plain": of_plain}
-    for speculation in (SPECULATION, "auto"):
+def head(
+    target: Target, draft: Draft, asked: list[list[int]], args: argparse.Namespace
+) -> dict[str, Any]:
+    """The section: plain and speculative answers in turn, sums over prompts."""
+    arms = {}
+    for speculation in ("off", SPECULATION, "auto"):
         config = EngineConfig(max_batch=1, speculation=speculation, text_drafts=False)
-        arms[speculation] = Asked(Engine(target, made, config), prompt)
+        arms[speculation] = Asked(Engine(target, draft if arms else None, config))
     seconds: dict[str, list[float]] = {name: [] for name in arms}
-    taus: dict[str, list[float]] = {name: [] for name in arms}
+    rounds = dict.fromkeys(arms, 0)
+    num_tokens = 0
     for _ in range(args.samples):
-        for name, arm in arms.items():
-            one, tokens, num_rounds = arm.decoding(count)
-            assert tokens == answer, f"{name}: speculation changed the answer"
+        taken = dict.fromkeys(arms, 0.0)
+        for prompt in asked:
+            answers = {}
+            for name, arm in arms.items():
+                answers[name], times = arm.tokens(args.decoded, prompt, ends=True)
+                taken[name] += times[-1] - times[0]
+                rounds[name] += len(times) - 1
+            num_tokens += len(answers["off"]) - 1
+            for name, answer in answers.items():
+                assert answer == answers["off"], f"{name}: speculation changed the answer"
+        for name, one in taken.items():
             seconds[name].append(one)
-            taus[name].append(count / num_rounds)
-    ms = {name: statistics.median(samples) * 1e3 for name, samples in seconds.items()}
+    plain_s = seconds.pop("off")
+    per_sample = num_tokens / args.samples
     return {
-        "acceptance": "SYNTHETIC",
-        "ms_per_token": {name: round(one, 2) for name, one in ms.items()},
-        "tau": {name: round(statistics.median(taus[name]), 2) for name in arms},
-        "speedup": {name: round(ms["plain"] / one, 3) for name, one in ms.items()},
+        "prompts": len(asked),
+        "tokens": round(per_sample),
+        "plain_ms": round(1e3 * statistics.median(plain_s) / per_sample, 2),
+        "tau": {name: round(num_tokens / rounds[name], 2) for name in seconds},
+        "speedup": {
+            name: round(statistics.median(map(operator.truediv, plain_s, own)), 3)
+            for name, own in seconds.items()
+        },
     }
 
 
@@ -400,25 +354,24 @@ def opening(file: Path) -> float:
     return opened(file)[1]
 
 
-def measured(
-    file: Path, shape: str, num_bytes: int, work: Path, args: argparse.Namespace
-) -> dict[str, Any]:
+def measured(file: Path, name: str, num_bytes: int, args: argparse.Namespace) -> dict[str, Any]:
     """The sections of one file."""
+    shape = SHAPES[name]
     engine, seconds = opened(file)
     found: dict[str, Any] = {"opening_s": seconds}
     if "plain" in args.sections:
         found["plain"] = plain(engine, file, num_bytes, args)
     if "rows" in args.sections:
         found["rows"] = rows(engine.target, args)
-    if {"draft", "synthetic"} & set(args.sections):
-        folder = work / f"head-{shape}"
+    if shape.body_of and {"draft", "head"} & set(args.sections):
+        target, folder = hub.resolve_target(str(file)), file.with_suffix(".head")
         if not folder.exists():
-            write_random_head(shape, engine.target.config, folder)
-        head = Draft(*read_head(folder), engine.target)
+            body.write_body_head(shape.body_of, shape.sizes, target, folder)
+        padded = Draft(*read_head(folder), engine.target)
         if "draft" in args.sections:
-            found["draft"] = draft(engine.target, head, args)
-        if "synthetic" in args.sections:
-            found["synthetic"] = synthetic(engine.target, head, args)
+            found["draft"] = draft(engine.target, padded, args)
+        if "head" in args.sections:
+            found["head"] = head(engine.target, padded, prompts(target, args), args)
     return found
 
 
@@ -435,15 +388,15 @@ def main() -> None:
     with ExitStack() as stack:
         work = args.work or Path(stack.enter_context(tempfile.TemporaryDirectory()))
         work.mkdir(parents=True, exist_ok=True)
-        for shape in args.shapes:
+        for name in args.shapes:
             for format in args.formats:
-                file = work / f"{shape}-{format}.gguf"
+                file = work / f"{name}-{format}.gguf"
                 if not file.exists():
-                    write_target(shape, format, file)
-                num_bytes = bytes_per_token(shape, format)
-                size = {"megabytes": round(file.stat().st_size / 1e6), "of": SHAPES[shape].of}
+                    write_target(SHAPES[name], format, file)
+                num_bytes = bytes_per_token(SHAPES[name], format)
+                size = {"megabytes": round(file.stat().st_size / 1e6), "of": SHAPES[name].of}
                 first = alone(opening, file)
-                found = alone(measured, file, shape, num_bytes, work, args)
+                found = alone(measured, file, name, num_bytes, args)
                 results[file.stem] = {**size, "first_opening_s": first, **found}
                 print(f"{file.stem}: {json.dumps(results[file.stem], indent=2)}", flush=True)
     print(json.dumps({"threads": args.threads, "files": results}))

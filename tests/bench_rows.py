@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from eyas.artifact import Artifact, identity
-from eyas.bench.bench import ArmConfig, BenchConfig
 from eyas.bench.stream import Reply
-from eyas.bench.summary import BenchRow, RunContext, summarise
+from eyas.bench.summary import BenchRow
 
 
 def row(
@@ -26,19 +24,3 @@ def row(
     text, itl_ms = fields.pop("text", "same"), [tpot_ms]
     reply = Reply(ttft_ms, e2e_ms, itl_ms, 5, tokens, "stop", text, list(hist), **fields)
     return BenchRow(arm, concurrency, block, prompt_id, category, started_s, reply, rate)
-
-
-def bench_output(folder, rows):
-    """A finished output of `eyas bench` with these rows, as far as eval reads it; its URL."""
-    arms = list(dict.fromkeys(one.arm for one in rows))
-    output = Artifact(str(folder))
-    output.begin(identity("bench", {}, {}))
-    summary = {
-        **summarise(rows, RunContext(arms, is_greedy=True)),
-        "config": BenchConfig(arms=dict.fromkeys(arms, ArmConfig())).model_dump(mode="json"),
-        "machine": {"cores": 2},
-        "servers": {"plain": {"model": "a"}},
-    }
-    output.write_json("summary.json", summary)
-    output.finish("bench", {}, {}, {})
-    return output.url

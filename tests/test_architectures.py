@@ -66,9 +66,7 @@ def prompts(tmp_path_factory: pytest.TempPathFactory) -> Artifact:
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
-def test_every_stage_runs_or_says_what_to_do(
-    name: str, prompts: Artifact, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
-) -> None:
+def test_every_stage_runs_or_says_what_to_do(name, prompts, tmp_path, tmp_path_factory):
     folder = str(saved_architecture(tmp_path_factory.getbasetemp(), name))
     answers, features, head, evaluation, exported = (
         Artifact(str(tmp_path / stage))
@@ -142,7 +140,7 @@ def served_by(engine: EngineAbilities, family: str) -> str:
     return "yes (1)" if family in engine.options else "yes"
 
 
-def test_the_page_says_what_the_table_says() -> None:
+def test_the_page_says_what_the_table_says():
     assert PAGE.read_text(encoding="utf-8") == page()
 
 

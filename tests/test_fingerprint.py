@@ -25,7 +25,7 @@ def folder(tmp_path: Path) -> Path:
     return root
 
 
-def test_a_moved_target_is_the_same(folder: Path, tmp_path: Path) -> None:
+def test_a_moved_target_is_the_same(folder, tmp_path):
     before = fingerprint(folder)
     assert len(before) == 16
     shutil.move(folder, tmp_path / "moved")
@@ -38,13 +38,13 @@ def test_a_moved_target_is_the_same(folder: Path, tmp_path: Path) -> None:
     "change",
     [lambda data: b"x" + data[1:], lambda data: data[:-1] + b"x", lambda data: data + b"x"],
 )
-def test_another_target_is_another(folder: Path, name: str, change: object) -> None:
+def test_another_target_is_another(folder, name, change):
     before = fingerprint(folder)
     assert callable(change)
     (folder / name).write_bytes(change(FILES[name]))
     assert fingerprint(folder) != before
 
 
-def test_no_weights(tmp_path: Path) -> None:
+def test_no_weights(tmp_path):
     with pytest.raises(MissingInputError, match="no safetensors"):
         fingerprint(tmp_path)

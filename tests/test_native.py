@@ -202,7 +202,7 @@ def one_by_one(shape: str, dtype: str) -> tuple[Tensor, Tensor]:
 @needs_native
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [*SHAPES, *ARCHITECTURE_SHAPES])
-def test_target_is_transformers(shape: str, dtype: str):
+def test_target_is_transformers(shape, dtype):
     eager = {"attn_implementation": "eager", "experts_implementation": "eager"}
     load = functools.partial(AutoModelForCausalLM.from_pretrained, **eager)
     stored, exact = (load(folder_of(shape), dtype=TYPES[dtype]).eval() for _ in range(2))
@@ -239,7 +239,7 @@ def test_weights_of_bfloat16_are_stored_in_12_bits_for_either_precision():
 
 @needs_native
 @pytest.mark.parametrize("rare", [0.0, 0.002, 0.2])
-def test_weights_of_unusual_size_are_kept_exactly(rare: float):
+def test_weights_of_unusual_size_are_kept_exactly(rare):
     folder = folder_of("bf16 weights")
     config, tensors = TargetConfig.from_folder(folder), read_tensors(folder)
     generator = torch.Generator().manual_seed(0)
@@ -283,9 +283,7 @@ def test_positions_beyond_the_first_table(monkeypatch):
         ([3, 101, 16], SHUFFLED, 2),
     ],
 )
-def test_chunks_give_the_bits_of_single_tokens(
-    shape: str, dtype: str, sizes: list[int], page_table: np.ndarray, threads: int
-):
+def test_chunks_give_the_bits_of_single_tokens(shape, dtype, sizes, page_table, threads):
     """The long ones have more rows than a tile and more columns than a step."""
     target, cache = target_of(shape, dtype, threads), new_cache(shape, dtype)
     done, outputs = 0, []
@@ -302,7 +300,7 @@ def test_chunks_give_the_bits_of_single_tokens(
 @given(data=st.data())
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [*HEADS, *PARTS, *ODD_PARTS])
-def test_a_path_in_any_tree_gives_the_bits_of_plain_decoding(shape: str, dtype: str, data):
+def test_a_path_in_any_tree_gives_the_bits_of_plain_decoding(shape, dtype, data):
     """Random trees with the true continuation in them, wherever the prefix ends in a step."""
     prefix = data.draw(st.integers(1, 60), label="prefix")
     depth = data.draw(st.integers(1, 12), label="depth")
@@ -338,7 +336,7 @@ def test_all_64_bits_of_a_tree():
 @needs_native
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", ["llama", *PARTS])
-def test_batch_of_requests_gives_the_bits_of_each_alone(shape: str, dtype: str):
+def test_batch_of_requests_gives_the_bits_of_each_alone(shape, dtype):
     target, cache = target_of(shape, dtype), new_cache(shape, dtype)
     page_table = SHUFFLED.reshape(4, -1)
     starts = [0, 3, 5, 2]
@@ -381,7 +379,7 @@ def test_of_equal_logits_the_smallest_id_is_best():
 @needs_native
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", ["GQA of 3, odd sizes", "long products"])
-def test_squeezed_weights_give_the_bits_of_plain_ones(shape: str, dtype: str):
+def test_squeezed_weights_give_the_bits_of_plain_ones(shape, dtype):
     tensors = {name: tensor.bfloat16() for name, tensor in read_tensors(folder_of(shape)).items()}
     config = TargetConfig.from_folder(folder_of(shape))
     squeezed, plain = (new_target(config, arrays_of(tensors), dtype, way) for way in (True, False))
@@ -530,7 +528,7 @@ def features(dtype: str) -> Tensor:
 @needs_native
 @pytest.mark.parametrize("dtype", DRAFT_DTYPES)
 @pytest.mark.parametrize("flags", FLAGS, ids=" ".join)
-def test_extend_step_and_proposals_are_the_plain_heads(flags: tuple[str, ...], dtype: str):
+def test_extend_step_and_proposals_are_the_plain_heads(flags, dtype):
     config, tensors = head_of(flags)
     embed = read_tensors(folder_of("llama"))["model.embed_tokens.weight"]
     rounded = {
@@ -618,7 +616,7 @@ def test_an_lm_head_read_in_two_bits_proposes_what_the_whole_one_does(monkeypatc
 @pytest.mark.parametrize(
     "flags", [("norm_before_residual", "fc_norm"), ("sliding_window",)], ids=" ".join
 )
-def test_a_drafts_rows_depend_on_nothing_beside_them(dtype: str, flags: tuple[str, ...]):
+def test_a_drafts_rows_depend_on_nothing_beside_them(dtype, flags):
     draft, aux = draft_of(flags, dtype), features(dtype)
     together = draft.extend(chunk(TOKENS[1:], 1, first_column=1), aux[:-1], draft_cache(dtype))
     draft = draft_of(flags, dtype, 2)
@@ -639,7 +637,7 @@ def test_a_drafts_rows_depend_on_nothing_beside_them(dtype: str, flags: tuple[st
 @pytest.mark.parametrize(
     "options", [{}, {"temperature": 0.4}, {"min_p": 0.2}, {"seed": -9}], ids=str
 )
-def test_guesses_of_draws_are_the_plain_ones(options: dict[str, float]):
+def test_guesses_of_draws_are_the_plain_ones(options):
     """A request that draws between two that do not; the plain form is PyTorch's, of log-probs."""
     draft, place, k = draft_of((), "float32", 2), 2, 5
     draw = DrawState(**{"temperature": 1.0, "seed": 3, "num_drawn": 8} | options)
@@ -751,9 +749,7 @@ def grown_plainly(
 )
 @pytest.mark.parametrize("flags", [(), ("norm_output",), ("sliding_window",)], ids=" ".join)
 @pytest.mark.parametrize("drawn", [False, True])
-def test_propose_is_the_plain_growth_to_the_bit(
-    dtype: str, growth: tuple[int, int, int], flags: tuple[str, ...], drawn: bool
-):
+def test_propose_is_the_plain_growth_to_the_bit(dtype, growth, flags, drawn):
     least = 0.4 if growth == (5, 2, 2) else 0.0
     draft, cache, aux = draft_of(flags, dtype, 2), draft_cache(dtype), features(dtype)
     page_table, lens = SHUFFLED.reshape(2, -1), [7, 12]
@@ -787,7 +783,7 @@ def test_a_wide_tree_tells_what_the_narrow_one_would_have_been():
 
 @needs_native
 @pytest.mark.parametrize("dtype", DRAFT_DTYPES)
-def test_what_is_behind_a_window_is_not_read(dtype: str):
+def test_what_is_behind_a_window_is_not_read(dtype):
     """Its keys and values may be anything, and of its pages there need be none."""
     draft, aux, n = draft_of(("sliding_window",), dtype), features(dtype), 4 * PAGE_SIZE - 1
     results = []
@@ -825,7 +821,7 @@ def test_proposing_where_no_page_is():
 @needs_native
 @pytest.mark.parametrize("dtype", DRAFT_DTYPES)
 @pytest.mark.parametrize("growth", [(4, 3, 3), (5, 1, 1), (5, 3, 1)])
-def test_growing_from_features_is_extending_and_proposing(dtype: str, growth: tuple[int, int, int]):
+def test_growing_from_features_is_extending_and_proposing(dtype, growth):
     """Two requests, 3 and 1 entries behind, whose features lie in pages."""
     draft, aux, page_table = draft_of((), dtype), features(dtype), SHUFFLED.reshape(2, -1)
     kept = FeatureCache(PAGES * PAGE_SIZE, 3 * 32, DRAFT_DTYPES[dtype])
@@ -854,7 +850,7 @@ def test_growing_from_features_is_extending_and_proposing(dtype: str, growth: tu
 @needs_native
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", ["llama", "MHA, head of 64", *PARTS])
-def test_verifying_in_one_call_is_forward_walk_and_move(shape: str, dtype: str):
+def test_verifying_in_one_call_is_forward_walk_and_move(shape, dtype):
     """Three requests: one with a tree whose second branch the target takes, one with none, one with
     a tree that it does not.
     """

@@ -21,7 +21,7 @@ def keep_all(
     return kept
 
 
-def test_a_kept_prefix_is_found_and_shared() -> None:
+def test_a_kept_prefix_is_found_and_shared():
     pool = PagePool(8, 4)
     pages = keep_all(pool, pool.allocate(3), list(range(10)))
     assert pool.match(list(range(12))) == pages[:2]
@@ -30,7 +30,7 @@ def test_a_kept_prefix_is_found_and_shared() -> None:
     pool.check([pages, pages[:2], pages[:1]])
 
 
-def test_the_same_page_behind_another_prefix_is_another_page() -> None:
+def test_the_same_page_behind_another_prefix_is_another_page():
     pool = PagePool(8, 2)
     first = keep_all(pool, pool.allocate(2), [1, 1, 5, 5])
     assert pool.match([2, 2, 5, 5]) == []
@@ -38,7 +38,7 @@ def test_the_same_page_behind_another_prefix_is_another_page() -> None:
     assert pool.match([1, 1, 5, 5]) == first
 
 
-def test_salts_share_nothing() -> None:
+def test_salts_share_nothing():
     pool = PagePool(8, 2)
     of_nobody = keep_all(pool, pool.allocate(2), [1, 1, 5, 5])
     of_one = keep_all(pool, pool.allocate(2), [1, 1, 5, 5], "one")
@@ -49,7 +49,7 @@ def test_salts_share_nothing() -> None:
     pool.check([of_nobody, of_one, of_nobody, of_one])
 
 
-def test_what_is_kept_twice_is_held_once() -> None:
+def test_what_is_kept_twice_is_held_once():
     pool = PagePool(4, 2)
     first, second = pool.allocate(1), pool.allocate(1)
     assert keep_all(pool, first, [7, 7]) == first
@@ -58,7 +58,7 @@ def test_what_is_kept_twice_is_held_once() -> None:
     pool.check([first, first])
 
 
-def test_idle_pages_go_last_one_first_and_leaves_first() -> None:
+def test_idle_pages_go_last_one_first_and_leaves_first():
     pool = PagePool(4, 1)
     pages = keep_all(pool, pool.allocate(3), [1, 2, 3])
     pool.release(pages)
@@ -68,7 +68,7 @@ def test_idle_pages_go_last_one_first_and_leaves_first() -> None:
     assert pool.num_evicted == 1
 
 
-def test_too_many_pages_change_nothing() -> None:
+def test_too_many_pages_change_nothing():
     pool = PagePool(3, 4)
     held = pool.allocate(2)
     assert pool.allocate(2) is None
@@ -76,7 +76,7 @@ def test_too_many_pages_change_nothing() -> None:
     pool.check([held])
 
 
-def test_the_check_finds_lost_and_shared_pages() -> None:
+def test_the_check_finds_lost_and_shared_pages():
     pool = PagePool(3, 4)
     held = pool.allocate(2)
     for wrong in ([], [held, held], [held[:1]], [[*held, 0 if 0 not in held else 2]]):
@@ -87,7 +87,7 @@ def test_the_check_finds_lost_and_shared_pages() -> None:
 
 @settings(deadline=None)
 @given(st.integers(0, 2**32), st.integers(4, 14), st.integers(1, 3))
-def test_requests_that_come_and_go_lose_no_page(seed: int, num_pages: int, page_size: int) -> None:
+def test_requests_that_come_and_go_lose_no_page(seed, num_pages, page_size):
     """Random prompts over two tokens, so that prefixes are shared; every page's tokens are noted by
     whoever writes them.
     """

@@ -7,7 +7,6 @@ Keys are those of the models named; sizes, windows and numbers of layers are mad
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -140,7 +139,7 @@ PUBLISHED: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_a_published_config_is_read_as_transformers_reads_it(name: str, tmp_path: Path) -> None:
+def test_a_published_config_is_read_as_transformers_reads_it(name, tmp_path):
     stated = PUBLISHED[name]
     text = json.dumps(stated if "text_config" in stated else {**SMALL, **stated})
     (tmp_path / "config.json").write_text(text)

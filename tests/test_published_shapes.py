@@ -53,100 +53,51 @@ GEMMA3 = {"model_type": "gemma3", "eos_token_id": [1, 106]}
 GEMMA3 |= {"text_config": GEMMA3_TEXT, "vision_config": VISION}
 SHORTER = "SpecForge writes the length that it trains at, ours is the target's"
 WIDER = "a choice of SpecForge's; ours is what a token meets in the target"
+OTHER_LAYERS = "SpecForge's departs from its own default"
 LINEAR = {"rope_type": "linear", "factor": 8.0}
-# Field -> SpecForge's value where it is ours too, else (ours, SpecForge's, why).
-FACTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+FIELDS = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
+FIELDS += ("head_dim", "vocab_size", "draft_vocab_size", "rms_norm_eps", "rope_theta")
+FIELDS += ("rope_scaling", "max_position_embeddings", "layers")
+# SpecForge's value of each field where it is ours too, else (ours, SpecForge's, why).
+FACTS: dict[str, tuple[dict[str, Any], tuple[Any, ...]]] = {
     "Qwen3-30B-A3B": (
         QWEN3_MOE,
-        {
-            "hidden_size": 2048,
-            "intermediate_size": 6144,  # 12288 in its EAGLE-3.1 config
-            "num_attention_heads": 32,
-            "num_key_value_heads": 4,
-            "head_dim": 128,
-            "vocab_size": 151936,
-            "draft_vocab_size": 32000,
-            "rms_norm_eps": 1e-6,
-            "rope_theta": 1000000.0,
-            "rope_scaling": None,
-            "max_position_embeddings": (40960, 2048, SHORTER),
-            "layers": [1, 23, 44],  # not in its file: the default of its code, and of SGLang's
-        },
+        # 12288 in its EAGLE-3.1 config; layers are the default of its code, and of SGLang's
+        (2048, 6144, 32, 4, 128, 151936, 32000, 1e-6, 1000000.0, None,
+         (40960, 2048, SHORTER), [1, 23, 44]),
     ),
     "Qwen3-235B-A22B": (
         QWEN3_235B,
-        {
-            "hidden_size": 4096,
-            "intermediate_size": (12288, 24576, WIDER),
-            "num_attention_heads": 64,
-            "num_key_value_heads": 4,
-            "head_dim": 128,
-            "vocab_size": 151936,
-            "draft_vocab_size": 32000,
-            "rms_norm_eps": 1e-6,
-            "rope_theta": 1000000.0,
-            "rope_scaling": None,
-            "max_position_embeddings": 40960,
-            "layers": [1, 46, 90],
-        },
+        (4096, (12288, 24576, WIDER), 64, 4, 128, 151936, 32000, 1e-6, 1000000.0, None,
+         40960, [1, 46, 90]),
     ),
     "gpt-oss-20b": (
         GPT_OSS,
-        {
-            "hidden_size": 2880,
-            "intermediate_size": (11520, 17280, WIDER),
-            "num_attention_heads": 64,
-            "num_key_value_heads": 8,
-            "head_dim": 64,
-            "vocab_size": 201088,
-            "draft_vocab_size": 32000,
-            "rms_norm_eps": 1e-5,
-            "rope_theta": (150000.0, None, "no word of it in SpecForge's: engines take 10000"),
-            "rope_scaling": None,  # the target has yarn; no head of either project does
-            "max_position_embeddings": (131072, 4096, SHORTER),
-            "layers": ([1, 11, 20], [1, 11, 21], "SpecForge's departs from its own default"),
-        },
+        (2880, (11520, 17280, WIDER), 64, 8, 64, 201088, 32000, 1e-5,
+         (150000.0, None, "no word of it in SpecForge's: engines take 10000"),
+         None,  # the target has yarn; no head of either project does
+         (131072, 4096, SHORTER), ([1, 11, 20], [1, 11, 21], OTHER_LAYERS)),
     ),
     "DeepSeek-V3": (
         DEEPSEEK_V3,
-        {
-            "hidden_size": 7168,
-            "intermediate_size": (18432, 40960, WIDER),  # 29568 in its config for R1
-            "num_attention_heads": 56,
-            "num_key_value_heads": 8,
-            "head_dim": (128, None, "the same: 7168 / 56"),
-            "vocab_size": 129280,
-            "draft_vocab_size": 32000,
-            "rms_norm_eps": (1e-6, 1e-5, "ours is the target's"),
-            "rope_theta": (10000.0, None, "the same: engines take 10000"),
-            "rope_scaling": None,  # the target has yarn
-            "max_position_embeddings": 163840,
-            "layers": [1, 29, 57],
-        },
+        (7168, (18432, 40960, WIDER), 56, 8,  # 29568 in its config for R1
+         (128, None, "the same: 7168 / 56"), 129280, 32000, (1e-6, 1e-5, "ours is the target's"),
+         (10000.0, None, "the same: engines take 10000"), None,  # the target has yarn
+         163840, [1, 29, 57]),
     ),
     "gemma-3-27b": (
         GEMMA3,
-        {
-            "hidden_size": 5376,
-            "intermediate_size": 21504,
-            "num_attention_heads": 32,
-            "num_key_value_heads": 16,
-            "head_dim": 128,
-            "vocab_size": 262208,
-            "draft_vocab_size": (32000, 262208, "SpecForge's takes the target's lm_head whole"),
-            "rms_norm_eps": 1e-6,
-            "rope_theta": 1000000.0,
-            "rope_scaling": (LINEAR, None, "ours is that of the target's full attention"),
-            "max_position_embeddings": (131072, 4096, SHORTER),
-            "layers": ([1, 30, 58], [1, 29, 61], "SpecForge's departs from its own default"),
-        },
+        (5376, 21504, 32, 16, 128, 262208,
+         (32000, 262208, "SpecForge's takes the target's lm_head whole"), 1e-6, 1000000.0,
+         (LINEAR, None, "ours is that of the target's full attention"),
+         (131072, 4096, SHORTER), ([1, 30, 58], [1, 29, 61], OTHER_LAYERS)),
     ),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", FACTS)
 def test_a_new_head_is_written_as_the_table_says(name, tmp_path):
-    config, facts = FACTS[name]
+    config, facts = FACTS[name][0], dict(zip(FIELDS, FACTS[name][1], strict=True))
     (tmp_path / "config.json").write_text(json.dumps(config))
     shape = target_shape(tmp_path)
     written = forms._sglang_settings(HeadConfig.for_target(shape, HeadOptions()), "bfloat16")

@@ -46,7 +46,7 @@ from eyas.train.step import (
 from eyas.train.tracker import TrackerConfig
 from eyas.train.trainer import TrainConfig, train
 from tests.tiny import tiny_target
-from tests.tiny_batch import made_up_batch, tiny_vocabulary, wavy_head
+from tests.tiny_batch import made_up_batch, tiny_vocabulary, wavy_head, write_golden
 from tests.tiny_features import greedy_answers, samples_of, write_features
 
 GOLDEN = Path(__file__).parent / "goldens" / "train_step.json"
@@ -453,6 +453,4 @@ def test_one_step_equals_the_golden():
 
 
 if __name__ == "__main__":
-    GOLDEN.parent.mkdir(exist_ok=True)
-    written = {"made by": "python -m tests.test_trainer", "step": golden_step()}
-    GOLDEN.write_text(json.dumps(written, indent=1) + "\n")
+    write_golden(GOLDEN, "python -m tests.test_trainer", step=golden_step())

@@ -45,12 +45,6 @@ def test_the_best_token_by_bf16_products_is_the_best_in_full(V):
     assert set(row_N.tolist()) == set(range(19)), "a row without a block"
 
 
-def test_all_tokens_is_the_identity():
-    d2t_offset, t2d_mask = draft_vocabulary(torch.tensor([3, 0, 1]), 3)
-    assert d2t_offset.tolist() == [0, 0, 0]
-    assert t2d_mask.all()
-
-
 @pytest.mark.parametrize("W", [0, 4])
 def test_more_tokens_than_the_target_has(W):
     with pytest.raises(ConfigError, match=f"draft vocabulary of {W}"):

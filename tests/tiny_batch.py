@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -124,3 +126,10 @@ def doubled(batch: Batch) -> Batch:
         aux_hidden_BTA=batch.aux_hidden_BTA.double(),
         last_hidden_BTH=batch.last_hidden_BTH.double(),
     )
+
+
+def write_golden(path: Path, made_by: str, **made: object) -> None:
+    """With more digits than tests compare."""
+    text = json.dumps({"made by": made_by, **made})
+    kept = json.loads(text, parse_float=lambda number: float(f"{float(number):.9g}"))
+    path.write_text(json.dumps(kept, indent=1) + "\n")

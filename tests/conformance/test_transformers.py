@@ -23,18 +23,11 @@ from transformers.models.llama.modeling_llama import (
 from eyas.operators.decoder import with_cache
 from eyas.operators.head import load_head
 from eyas.operators.vocab import TargetVocabulary
+from tests.test_target import LLAMA3
 from tests.tiny import tiny_target
 from tests.tiny_head import head_folder
 
 T, STEPS = 24, 3
-LLAMA3 = {
-    "rope_type": "llama3",
-    "rope_theta": 500000.0,
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 64,
-}
 LINEAR = {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}
 FLAGS = [
     {},
