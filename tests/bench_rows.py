@@ -5,7 +5,7 @@ from __future__ import annotations
 from eyas.artifact import Artifact, identity
 from eyas.bench.bench import ArmConfig, BenchConfig
 from eyas.bench.stream import Reply
-from eyas.bench.summary import BenchRow, RunContext, summarise
+from eyas.bench.summary import BenchRow, summarise
 
 
 def row(
@@ -34,7 +34,7 @@ def bench_output(folder, rows):
     output = Artifact(str(folder))
     output.begin(identity("bench", {}, {}))
     summary = {
-        **summarise(rows, RunContext(arms, is_greedy=True)),
+        **summarise(rows, arms, is_greedy=True),
         "config": BenchConfig(arms=dict.fromkeys(arms, ArmConfig())).model_dump(mode="json"),
         "machine": {"cores": 2},
         "servers": {"plain": {"model": "a"}},

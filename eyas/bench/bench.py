@@ -6,18 +6,19 @@ all arms alike.
     rate r          the same, but requests are sent at given times, the same for every arm
 
 An arm is a way to ask: with or without speculation, at one server or another. At every load each
-arm asks under a cache salt of its own, where its server takes one; otherwise its prompts would be
-in the cache for the next arm.
+arm has its own cache salt, where its server takes one; otherwise its prompts would be in the cache
+for the next arm.
 """
 
 from __future__ import annotations
 
 import asyncio
 import dataclasses
+import itertools
 import math
 import secrets
 import time
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Coroutine, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack
 from typing import Any, TypeVar
@@ -38,9 +39,9 @@ from eyas.bench.server import (
     read_counters,
 )
 from eyas.bench.stream import Reply, read_reply
-from eyas.bench.summary import BenchRow, RequestLoad, RunContext, summarise
+from eyas.bench.summary import BenchRow, RequestLoad, summarise
 from eyas.bench.workload import Task, arrival_times_s, read_tasks
-from eyas.builtin import BUILTIN, demo_prompts
+from eyas.builtin import BUILTIN, packaged_prompts
 from eyas.client import Client, StreamRecord
 from eyas.errors import ConfigError, EyasError
 from eyas.log import Track, quiet
@@ -51,17 +52,14 @@ PLAIN, EAGLE = "plain", "eagle"  # the arms of a server that has a head
 # Prompts per slot of concurrency in a block: few, so that a busy minute hits all arms, and enough
 # to fill the slots.
 BLOCK = 4
-# at least, if that leaves two prompts for a slot: fewer turns give no interval
-NUM_BLOCKS = LEAST_TURNS
+SALTED = ("eyas", "vllm")  # kinds that take the field cache_salt, and share no prefix between salts
 SETTLE_S = 0.05  # servers count an answer just after its last byte
-TIMEOUT_S = 300.0  # between two pieces of an answer, the wait in a long queue included
+TIMEOUT_S = 300.0  # between two pieces of an answer, with the wait in a long queue
 T = TypeVar("T")
 
 
 class ArmConfig(BaseModel):
-    """One way to ask. `speculation` is eyas' own field: None leaves it out, for servers that do not
-    know it.
-    """
+    """One way to ask. speculation: eyas' own field; None leaves it out, for other servers."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -109,25 +107,16 @@ class BenchConfig(BaseModel):
         return closed + [RequestLoad(rate=rate) for rate in self.rates]
 
     def num_at(self, load: RequestLoad) -> int:
-        """Prompts for one load: a block of two for each slot, twice over, is the least that says
-        something of it.
-        """
+        """Prompts for one load: two blocks of two for each slot at least."""
         return max(self.num_prompts, 4 * load.concurrency)
-
-    @property
-    def num_tasks(self) -> int:
-        """Prompts to look for: those of the heaviest load, and others to warm up with."""
-        return max(map(self.num_at, self.loads)) + max(load.num_warm_up for load in self.loads)
 
     def is_salted(self, arm: str, facts: ServerFacts) -> bool:
         """Whether an arm asks under salts of the benchmark's own."""
-        return facts.takes_cache_salt and "cache_salt" not in self.arms[arm].fields
+        return facts.kind in SALTED and "cache_salt" not in self.arms[arm].fields
 
     def body(self, arm: str, task: Task, model: str) -> dict[str, Any]:
-        """The request of one prompt to one arm.
-
-        The arms draw a prompt with the same seed; each prompt has a seed of its own, because one
-        seed correlates the draws of all prompts.
+        """The request of one prompt to one arm. All arms have the same seed for a prompt; the same
+        seed for all prompts would correlate their draws.
         """
         body = {
             "model": model,
@@ -156,10 +145,9 @@ def bench(
 ) -> Manifest:
     """Measure all arms at all loads into rows.jsonl (one request a row) and summary.json.
 
-    `served` are the manifests of what the server runs (target, head): with them, they say what is
-    measured and the server's address does not matter; without, the address does. Raises
-    MissingInputError (no server), MismatchError (arms that did not do the same work), EyasError (no
-    arm's request succeeds; an impossible speed-up); the last two after rows.jsonl.
+    served: the manifests of what the server runs (target, head), which enter the identity in place
+    of the server's address. Raises MissingInputError (no server), MismatchError (arms that did not
+    do the same work), EyasError (no request of an arm succeeds); the last two after rows.jsonl.
     """
     served = served or {}
     tasks = _read(config)
@@ -170,15 +158,17 @@ def bench(
     before = machine()
     run = _run(_measure(config, facts, tasks, track))
     output.write_jsonl("rows.jsonl", [row.to_json() for row in run.rows])
-    _check_answered(run.rows)
+    for arm, load in {(row.arm, row.load) for row in run.rows}:
+        own = [row for row in run.rows if (row.arm, row.load) == (arm, load)]
+        if not any(row.is_answered for row in own):
+            what = f"no request of arm {arm!r} with {load} was answered: {own[0].reply.error}"
+            raise EyasError(what, "mend that, and run it again; rows.jsonl has every error")
     differences = run.differences()
     cut = {task.prompt_id for task in tasks if task.is_cut}
     engines = {arm: one.engine for arm, one in facts.items()}
+    is_greedy = config.temperature == 0
     summary = {
-        **summarise(
-            run.rows,
-            RunContext(list(config.arms), config.temperature == 0, run.counted, engines),
-        ),
+        **summarise(run.rows, list(config.arms), is_greedy, run.counted, engines),
         "differences": differences,
         "num_cut_prompts": len(cut & {row.prompt_id for row in run.rows}),
         "compared_anyway": config.compare_anyway,
@@ -204,7 +194,7 @@ def bench(
 
 
 def _run(work: Coroutine[Any, Any, T]) -> T:
-    """The coroutine's result; in a notebook, where a loop runs already, by another thread."""
+    """The coroutine's result; in a notebook, where a loop already runs, by another thread."""
     try:
         asyncio.get_running_loop()
     except RuntimeError:
@@ -214,49 +204,33 @@ def _run(work: Coroutine[Any, Any, T]) -> T:
 
 
 def _described(config: BenchConfig, served: Mapping[str, Manifest]) -> dict[str, Any]:
-    """The config as far as it says what is measured, with the content of the prompts in place of
-    their path.
-    """
+    """The part of the config that enters the identity, with the prompts' content for their path."""
     described = config.model_dump(mode="json", exclude={"prompts", "compare_anyway"})
     if served:
         del described["url"]
         for arm in described["arms"].values():
             del arm["url"]
-    return {**described, "prompts_sha256": file_identity(_path(config))}
-
-
-def _path(config: BenchConfig) -> str:
-    return str(demo_prompts()) if config.prompts == BUILTIN else config.prompts
+    return {**described, "prompts_sha256": file_identity(packaged_prompts(config.prompts))}
 
 
 def _read(config: BenchConfig) -> list[Task]:
-    """As many tasks as the loads take. Raises ConfigError for fewer than the most at a time."""
-    tasks = read_tasks(
-        _path(config), config.num_tasks, config.seed, skip_bad=config.prompts == BUILTIN
-    )
-    most = max((load.concurrency for load in config.loads), default=0)
+    """The tasks of the heaviest load, and others to warm up with. Raises ConfigError for fewer than
+    are asked at a time.
+    """
+    num_warm_up = max(load.num_warm_up for load in config.loads)
+    num_tasks = max(map(config.num_at, config.loads)) + num_warm_up
+    tasks = read_tasks(config.prompts, num_tasks, config.seed)
+    most = max(load.concurrency for load in config.loads)
     if len(tasks) < most:
-        what = (
-            f"{_path(config)} has {len(tasks)} prompts: {most} at a time would never be that many"
-        )
+        what = f"{packaged_prompts(config.prompts)} has {len(tasks)} prompts: {most} at a time "
+        what += "would never be that many"
         raise ConfigError(what, "give more prompts, or lower concurrencies")
     return tasks
 
 
-def _check_answered(rows: Sequence[BenchRow]) -> None:
-    """Raises EyasError when some arm at some load has no answer at all: there is nothing to
-    summarise.
-    """
-    for arm, load in {(row.arm, row.load) for row in rows}:
-        own = [row for row in rows if (row.arm, row.load) == (arm, load)]
-        if not any(row.is_answered for row in own):
-            what = f"no request of arm {arm!r} with {load} was answered: {own[0].reply.error}"
-            raise EyasError(what, "mend that, and run it again; rows.jsonl has every error")
-
-
 async def _ask_servers(config: BenchConfig) -> dict[str, ServerFacts]:
-    """The facts of each arm's server. Raises MissingInputError, EyasError, and MismatchError for
-    different precisions.
+    """The facts of each arm's server. Raises MissingInputError, EyasError, MismatchError (different
+    precisions).
     """
     facts: dict[str, ServerFacts] = {}
     for name, arm in config.arms.items():
@@ -272,7 +246,6 @@ async def _ask_servers(config: BenchConfig) -> dict[str, ServerFacts]:
 async def _measure(
     config: BenchConfig, facts: Mapping[str, ServerFacts], tasks: Sequence[Task], track: Track
 ) -> BenchRun:
-    """Warm up and measure all loads."""
     async with AsyncExitStack() as stack:
         clients = {
             name: await stack.enter_async_context(Client(arm.url or config.url, TIMEOUT_S))
@@ -291,9 +264,7 @@ async def _measure(
 
 
 class BenchRun:
-    """The rows of a benchmark, in the order they were asked for, and what servers counted at each
-    load.
-    """
+    """The rows of a benchmark in the order of requests, and the servers' counters at each load."""
 
     def __init__(
         self, config: BenchConfig, facts: Mapping[str, ServerFacts], clients: Mapping[str, Client]
@@ -306,7 +277,10 @@ class BenchRun:
     async def measure(self, load: RequestLoad, tasks: Sequence[Task], track: Any) -> None:
         """All arms at one load, in turns."""
         salts = {arm: secrets.token_hex(8) for arm in self._config.arms}
-        arms, size = list(self._config.arms), _block_size(len(tasks), load)
+        arms = list(self._config.arms)
+        size = math.ceil(len(tasks) / LEAST_TURNS)  # fewer turns give no interval
+        if load.rate is None:
+            size = max(2 * load.concurrency, min(BLOCK * load.concurrency, size))
         for block, start in enumerate(range(0, len(tasks), size)):
             some = tasks[start : start + size]
             first = block % len(arms)  # another arm is first in each block
@@ -331,9 +305,7 @@ class BenchRun:
                 track(len(self.rows), f"{arm}, {load}")
 
     def differences(self) -> list[dict[str, Any]]:
-        """How each arm differs from the first, over all loads. Raises MismatchError for what cannot
-        be compared.
-        """
+        """How each arm differs from the first, over all loads. Raises MismatchError."""
         baseline, *others = self._config.arms
         found = []
         for arm in others:
@@ -356,8 +328,8 @@ class BenchRun:
         return [(first[key], own) for key, own in replies[arm].items() if key in first]
 
     async def warm_up(self, load: RequestLoad, tasks: Sequence[Task]) -> None:
-        """Ask all arms, count nothing; the answers tell whether the arms read the same prompts:
-        MismatchError if not.
+        """Ask all arms, count nothing. Raises MismatchError if the arms do not read the same
+        prompts.
         """
         replies = {}
         for arm in self._config.arms:
@@ -387,47 +359,25 @@ class BenchRun:
         if load.rate is None:
             return await _ask_all(self._clients[arm], bodies, load.concurrency)
         times_s = arrival_times_s(load.rate, len(bodies), self._config.seed + block)
-        return await _ask_when(self._clients[arm], bodies, times_s)
-
-
-def _block_size(number: int, load: RequestLoad) -> int:
-    """Prompts in a block: BLOCK a slot, or fewer for NUM_BLOCKS blocks, but two a slot at least."""
-    fair = math.ceil(number / NUM_BLOCKS)
-    if load.rate is not None:
-        return fair
-    return max(2 * load.concurrency, min(BLOCK * load.concurrency, fair))
+        return await _ask_all(self._clients[arm], bodies, len(bodies), times_s)
 
 
 async def _ask_all(
-    client: Client, bodies: Sequence[dict[str, Any]], concurrency: int
+    client: Client,
+    bodies: Sequence[dict[str, Any]],
+    concurrency: int,
+    times_s: Iterable[float] = itertools.repeat(0.0),
 ) -> list[StreamRecord]:
-    """Ask for all, `concurrency` at a time, in order."""
-    received: list[StreamRecord | None] = [None] * len(bodies)
-    waiting = iter(enumerate(bodies))
+    """Ask for all in order, each at its time, at most `concurrency` at a time."""
+    begin, slots = time.perf_counter(), asyncio.Semaphore(concurrency)
 
-    async def slot() -> None:
-        for place, body in waiting:
-            received[place] = await client.stream(body)
-
-    async with asyncio.TaskGroup() as group:
-        for _ in range(concurrency):
-            group.create_task(slot())
-    assert None not in received
-    return [one for one in received if one is not None]
-
-
-async def _ask_when(
-    client: Client, bodies: Sequence[dict[str, Any]], times_s: Sequence[float]
-) -> list[StreamRecord]:
-    """Ask for each when its time has come, however many are under way."""
-    begin = time.perf_counter()
-
-    async def later(body: dict[str, Any], at_s: float) -> StreamRecord:
+    async def ask(body: dict[str, Any], at_s: float) -> StreamRecord:
         await asyncio.sleep(at_s - (time.perf_counter() - begin))
-        return await client.stream(body)
+        async with slots:
+            return await client.stream(body)
 
     async with asyncio.TaskGroup() as group:
         asked = [
-            group.create_task(later(body, at_s)) for body, at_s in zip(bodies, times_s, strict=True)
+            group.create_task(ask(body, at_s)) for body, at_s in zip(bodies, times_s, strict=False)
         ]
     return [one.result() for one in asked]

@@ -1,7 +1,6 @@
-"""A streamed answer, read from server-sent events of OpenAI's chat completions, in the forms that
-servers send.
+"""A streamed answer, read from server-sent events of OpenAI's chat completions.
 
-What differs between servers: a first chunk with a role and no text; text under
+Servers differ in: a first chunk with a role and no text; text under
 `reasoning_content` or `reasoning`; several tokens in a chunk, or several chunks in one read; usage
 in the last chunk, in every chunk, beside `choices: null`, or nowhere; llama.cpp's `timings` where
 there is no usage; comments that keep a connection alive; CRLF; errors as events.
@@ -17,22 +16,21 @@ from typing import Any
 
 from eyas.client import StreamPiece, StreamRecord, error_message, unbroken
 
-# of a delta, in the order in which a reader sees them
+# fields of a delta in the order in which a reader sees them
 TEXTS = ("reasoning_content", "reasoning", "content")
 
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """One answer, read. Times are ms since it was asked for; with an `error`, all figures are zero.
+    """One answer. Times are ms since the request; with an `error`, all figures are zero.
 
-    accept_hist is what the server reports under usage.eyas, `tells_rounds` whether it does.
-    counted_by says who counted the tokens: "usage", "timings", or "" (they are 0).
-    num_accepted_drafts is llama.cpp's.
+    accept_hist: from usage.eyas; tells_rounds: whether it is there. counted_by: what counted the
+    tokens, "usage", "timings", or "" (they are 0). num_accepted_drafts: llama.cpp's.
     """
 
     ttft_ms: float = 0.0
     e2e_ms: float = 0.0
-    # gaps between chunks; one may hold several tokens: what a reader sees, no time per token
+    # gaps between chunks of one or several tokens, as a reader sees them
     itl_ms: list[float] = field(default_factory=list)
     num_prompt_tokens: int = 0
     num_output_tokens: int = 0
@@ -46,9 +44,7 @@ class Reply:
 
 
 def read_reply(record: StreamRecord) -> Reply:
-    """The reply in a stream of server-sent events. The first token is timed by the first text, not
-    by the first chunk.
-    """
+    """The reply in a stream. The first token is timed by the first text, not by the first chunk."""
     if record.error:
         return Reply(error=record.error)
     try:
@@ -101,7 +97,7 @@ def _text(delta: Mapping[str, Any]) -> str:
 
 
 def _counts(usage: Mapping[str, Any], timings: Mapping[str, Any]) -> tuple[int, int, str]:
-    """Tokens of the prompt and of the answer, and who says so."""
+    """Tokens of the prompt, of the answer, and what counted them."""
     if usage:
         return usage["prompt_tokens"], usage["completion_tokens"], "usage"
     if "predicted_n" in timings:
@@ -114,7 +110,6 @@ def _counts(usage: Mapping[str, Any], timings: Mapping[str, Any]) -> tuple[int, 
 
 
 def _integers(values: list[Any]) -> list[int]:
-    """The same. Raises TypeError."""
     if odd := [value for value in values if type(value) is not int]:
         raise TypeError(f"a count is {odd[0]!r}")
     return values

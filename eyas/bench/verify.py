@@ -5,9 +5,9 @@
     sampled   plain, speculated                where seeded tokens differ: many seeds of a few
                                                prompts, and a test of their distributions
 
-Two greedy answers are compared up to the first token in which they differ. There the plain side's
-logprobs judge: the order of a sum may decide a near-tie, and any other token is wrong. Engines such
-as vLLM draw other tokens by a seed when they draft, so different draws alone are no fault.
+Two greedy answers are compared up to their first difference. There the plain side's logprobs judge:
+the order of a sum may decide a near-tie, and any other token is wrong. Engines such as vLLM draw
+other tokens by a seed when they draft, so different draws alone are no fault.
 """
 
 from __future__ import annotations
@@ -35,31 +35,29 @@ from eyas.bench.server import (
     read_counters,
 )
 from eyas.bench.workload import Task, read_tasks
-from eyas.builtin import BUILTIN, demo_prompts
+from eyas.builtin import BUILTIN
 from eyas.client import Client, RequestFailure
 from eyas.errors import ConfigError, EyasError, MismatchError
 from eyas.log import Track, quiet
 from eyas.records import mixed_seed
 from eyas.tau import num_accepted
 
-Token = int | str  # by its id, or its text
-Drafts = tuple[float, float]  # rounds or tokens that were drafted, and drafts that were accepted
-# Logprobs so near are a tie: two last bits of a logit between 16 and 32, in float32 what sums in
-# another order move. For a precision that is not told, the widest.
+Token = int | str  # its id, or its text
+Drafts = tuple[float, float]  # drafted rounds or tokens, accepted drafts
+# A tie of logprobs: two last bits of a logit between 16 and 32; in float32 the effect of summing in
+# another order. The widest for an unknown precision.
 WIDTHS = {"bfloat16": 0.25, "float16": 0.03, "float32": 0.001, "all f32": 0.001}
 LOGPROBS = {"logprobs": True, "top_logprobs": 20}
 NAMES = {"return_tokens_as_token_ids": True}  # in logprobs; vLLM's field, and ours
-IDS: dict[str, dict[str, Any]] = {"llama.cpp": {"return_tokens": True, "verbose": True}}
 PLAINLY = {"speculation": False}  # eyas' own field
-OF_OTHERS: dict[str, Any] = {"return_token_ids": True}  # vLLM, SGLang, ours
-LEVEL = 0.001  # of the test: so often are two samples of one distribution told apart
+LEVEL = 0.001  # the test's false alarms: two samples of one distribution that seem to differ
 NUM_SHUFFLES, NUM_SAMPLED, SAMPLED_TOKENS = 4999, 4, 8
 SETTLE_S, TIMEOUT_S = 0.05, 600.0  # servers count an answer just after its last byte
 VERIFICATION = "verify.json"
 
 
 class VerifyConfig(BaseModel):
-    """What is asked of whom. url: of the server that speculates. plain: of one that does not, with
+    """Servers and requests. url: of the server that speculates. plain: of one that does not, with
     the same model; eyas' own needs none. prompts: JSON lines, as for `eyas bench`. num_prompts:
     greedy and seeded. max_tokens: of an answer. temperature: of seeded and sampled answers.
     num_samples: seeds of each of four prompts. concurrency: requests at a time. seed: of prompts
@@ -133,9 +131,9 @@ def _name(entry: Mapping[str, Any]) -> Token:
 
 @dataclass(frozen=True, slots=True)
 class Parting:
-    """Where two answers to a prompt part. place: tokens before it. plain, speculated: the tokens
-    there, None behind an end. gap: of their logprobs at the plain side, or at least so much if the
-    other is not among its best. kind: tie, wrong, or unknown.
+    """The first difference of two answers. place: tokens before it. plain, speculated: the tokens
+    there, None behind an end. gap: of their logprobs at the plain side, a lower bound if the other
+    is not among its best. kind: tie, wrong, or unknown.
     """
 
     prompt_id: str
@@ -157,7 +155,7 @@ def parting(
     one, two = ((*side.tokens, None)[place] for side in (plain, other))
     gap, kind = None, "unknown"
     if one is None or two is None:
-        # an end token may be held back; text, and tokens before or behind the limit, may not
+        # a server may hold back an end token, but neither text nor tokens up to the limit
         shorter = plain if one is None else other
         kind = "wrong" if one is two or shorter.ending[1] != "stop" else "unknown"
     elif plain.tops and len(top := plain.tops[place]) > 1:
@@ -168,7 +166,7 @@ def parting(
 
 @dataclass(frozen=True)
 class ArmComparison:
-    """Two arms' answers. num_compared: of the plain tokens, those up to where answers part."""
+    """Two arms' answers. num_compared: plain tokens up to the first differences."""
 
     num_answers: int
     num_tokens: int
@@ -208,9 +206,9 @@ def compare(
 def p_value(
     plain: Sequence[ServerAnswer], other: Sequence[ServerAnswer], num_samples: int, seed: int
 ) -> float:
-    """How often shuffled labels tell two arms apart as well: a permutation test, exact for any
-    counts. The arms have num_samples answers to each prompt in turn. The statistic is the sum of
-    chi squares over prompts and places, without the first: it is the prefill's, and never drafted.
+    """A permutation test of two arms' distributions, exact for any counts. The arms have
+    num_samples answers to each prompt in turn. The statistic is the sum of chi squares over prompts
+    and places but the first, which the prefill gives and no draft.
     """
     rng = np.random.default_rng(seed)
     labels = np.repeat([1.0, 0.0], num_samples)
@@ -229,8 +227,8 @@ def p_value(
 
 @dataclass(frozen=True)
 class Verification:
-    """What was found. again: the plain side against itself. drafts: None if the server does not
-    tell. seeded: None where nothing was drafted. p_value: None where seeded answers are equal.
+    """The findings. again: the plain side against itself. drafts: None if the server reports none.
+    seeded: None where nothing was drafted. p_value: None where seeded answers are equal.
     """
 
     servers: Mapping[str, ServerFacts]
@@ -305,19 +303,24 @@ class Arm:
 
     def __init__(self, client: Client, facts: ServerFacts, fields: Mapping[str, Any]) -> None:
         self.client, self.facts, self.fields = client, facts, dict(fields)
-        self.extra: dict[str, Any] = {}
+        self.ids: dict[str, Any] = (
+            {"return_tokens": True, "verbose": True}
+            if facts.kind == "llama.cpp"
+            else {"return_token_ids": True}  # vLLM, SGLang, ours
+        )
+        self.extra: Mapping[str, Any] = {}
 
     async def probe(self, task: Task) -> ServerAnswer:
-        """A short answer, with what the server gives of ids and logprobs. Raises RequestFailure."""
-        ids = IDS.get(self.facts.kind, OF_OTHERS)
+        """A short answer, with ids and logprobs if the server has them. Raises RequestFailure."""
+        ids, short = self.ids, {"temperature": 0, "max_tokens": 2}
         for self.extra in ({**ids, **NAMES, **LOGPROBS}, LOGPROBS):
             try:
-                return await self.ask(task, {"temperature": 0, "max_tokens": 2})
+                return await self.ask(task, short)
             except RequestFailure as failure:
                 if failure.kind != "refused":
                     raise
         self.extra = ids
-        return await self.ask(task, {"temperature": 0, "max_tokens": 2})
+        return await self.ask(task, short)
 
     async def ask(self, task: Task, options: Mapping[str, Any]) -> ServerAnswer:
         """Raises RequestFailure."""
@@ -331,8 +334,8 @@ class Arm:
         concurrency: int,
         progress: Callable[[int], None],
     ) -> tuple[list[ServerAnswer], Drafts | None]:
-        """Answers in order, and what was drafted for them: as they tell, else as the server counts,
-        other clients' requests included; None if neither does.
+        """Answers in order, and their drafts: as they report them, else as the server counts, with
+        other clients' requests; None if neither does.
         """
         before, slots = await read_counters(self.client), asyncio.Semaphore(concurrency)
 
@@ -346,7 +349,7 @@ class Arm:
         counted = counted_between(before, await read_counters(self.client))
         told = [answer.drafts for answer in found if answer.drafts is not None]
         drafted, accepted = sum(one[0] for one in told), sum(one[1] for one in told)
-        if self.fields != PLAINLY:  # eyas' answers do not tell of drafts from text
+        if self.fields != PLAINLY:  # eyas' answers do not report drafts from text
             rounds, num, nodes = drafts_of(counted)
             drafted, accepted = max(drafted, rounds, nodes), max(accepted, num)
         # vLLM counts drafts from its start on, where it speculates
@@ -366,8 +369,7 @@ async def verify(config: VerifyConfig, track: Track = quiet) -> Verification:
     """Ask and compare. Raises ConfigError (no way to ask plainly), MismatchError (the plain server
     has another model), MissingInputError (no server), EyasError.
     """
-    path = str(demo_prompts()) if config.prompts == BUILTIN else config.prompts
-    tasks = read_tasks(path, config.num_prompts, config.seed, skip_bad=config.prompts == BUILTIN)
+    tasks = read_tasks(config.prompts, config.num_prompts, config.seed)
     async with AsyncExitStack() as stack:
         urls = [config.plain or config.url, config.url]
         clients = [await stack.enter_async_context(Client(url, TIMEOUT_S)) for url in urls]
@@ -393,7 +395,7 @@ async def verify(config: VerifyConfig, track: Track = quiet) -> Verification:
 async def _asked(
     config: VerifyConfig, tasks: Sequence[Task], arms: Sequence[Arm], track: Track
 ) -> dict[str, Any]:
-    """What answers tell. Raises MismatchError, EyasError, RequestFailure."""
+    """Verification's fields. Raises MismatchError, EyasError, RequestFailure."""
     plain, arm = arms
     one, two = [await side.probe(tasks[0]) for side in arms]
     if one.num_prompt_tokens != two.num_prompt_tokens:
@@ -404,8 +406,8 @@ async def _asked(
             "the servers do not both give token ids, or both logprobs",
             "take a version that does: vLLM and SGLang give ids for return_token_ids",
         )
-    if isinstance(one.tokens[0], int):  # as it is used: logprobs may take another way
-        arm.extra = IDS.get(arm.facts.kind, OF_OTHERS)
+    if isinstance(one.tokens[0], int):  # as users ask: logprobs may take another path
+        arm.extra = arm.ids
     precisions = [(side.facts.precision or "").partition("/")[0] for side in arms]
     width = max(WIDTHS.get(one, max(WIDTHS.values())) for one in precisions)
     width = width if config.tie_width is None else config.tie_width
