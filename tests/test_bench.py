@@ -242,12 +242,11 @@ def test_throughput_counts_each_block_from_its_first_request_to_its_last_answer(
     assert result(rows)["throughput_tps"] == pytest.approx(33 / 0.5)
 
 
-def test_result_counts_failures_and_finish_reasons():
+def test_result_counts_failures():
     rows = [row("eagle", "a", hist=[1, 2]), row("eagle", "b", hist=[0, 0, 1])]
     counted = result([*rows, row("eagle", "c", error="HTTP 500: no")])
     assert (counted["num_requests"], counted["num_failed"]) == (3, 1)
     assert counted["errors"] == {"HTTP 500: no": 1}
-    assert counted["finish_reasons"] == {"stop": 2}
     assert counted["accept_hist"] == [1, 2, 1]
     assert counted["tau"] == 2
 

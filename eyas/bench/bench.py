@@ -293,13 +293,12 @@ class BenchRun:
                 for task, got in zip(some, received, strict=True):
                     row = BenchRow(
                         arm=arm,
-                        concurrency=load.concurrency,
+                        load=load,
                         block=block,
                         prompt_id=task.prompt_id,
                         category=task.category,
                         started_s=got.sent - self._begin,
                         reply=read_reply(got),
-                        rate=load.rate,
                     )
                     self.rows.append(row)
                 track(len(self.rows), f"{arm}, {load}")
@@ -307,9 +306,14 @@ class BenchRun:
     def differences(self) -> list[dict[str, Any]]:
         """How each arm differs from the first, over all loads. Raises MismatchError."""
         baseline, *others = self._config.arms
+        replies: dict[str, dict[Any, Reply]] = {arm: {} for arm in self._config.arms}
+        for row in self.rows:
+            if row.is_answered:
+                replies[row.arm][row.load, row.prompt_id] = row.reply
         found = []
         for arm in others:
-            pairs = self._pairs(baseline, arm)
+            own = replies[arm]
+            pairs = [(one, own[key]) for key, one in replies[baseline].items() if key in own]
             differences = differences_of_servers(self._facts[baseline], self._facts[arm])
             differences += differences_of_answers(pairs, self._config.temperature == 0)
             check_comparable(arm, baseline, differences, self._config.compare_anyway)
@@ -317,15 +321,6 @@ class BenchRun:
                 {"arm": arm, "baseline": baseline, **dataclasses.asdict(one)} for one in differences
             ]
         return found
-
-    def _pairs(self, baseline: str, arm: str) -> list[tuple[Reply, Reply]]:
-        """The answers of two arms to the same prompts at the same loads."""
-        replies: dict[str, dict[Any, Reply]] = {baseline: {}, arm: {}}
-        for row in self.rows:
-            if row.arm in replies and row.is_answered:
-                replies[row.arm][row.load, row.prompt_id] = row.reply
-        first = replies[baseline]
-        return [(first[key], own) for key, own in replies[arm].items() if key in first]
 
     async def warm_up(self, load: RequestLoad, tasks: Sequence[Task]) -> None:
         """Ask all arms, count nothing. Raises MismatchError if the arms do not read the same

@@ -53,7 +53,7 @@ RATIOS = ("speedup", "throughput_ratio", "e2e_speedup")
 class RequestLoad:
     """Requests at a time (a closed loop) or requests per second (an open loop)."""
 
-    concurrency: int = 0
+    concurrency: int = 0  # 0 in an open loop
     rate: float | None = None
 
     @property
@@ -77,17 +77,12 @@ class BenchRow:
     """One request: its place in the run and its reply. started_s: from the start of the run."""
 
     arm: str
-    concurrency: int  # 0 in an open loop
+    load: RequestLoad
     block: int
     prompt_id: str
     category: str
     started_s: float
     reply: Reply
-    rate: float | None = None
-
-    @property
-    def load(self) -> RequestLoad:
-        return RequestLoad(self.concurrency, self.rate)
 
     @property
     def is_answered(self) -> bool:
@@ -107,9 +102,9 @@ class BenchRow:
         return max(self.reply.num_output_tokens - 1, 0)
 
     def to_json(self) -> dict[str, Any]:
-        """The row with its reply's fields beside its own, and tpot_ms."""
+        """The row with the fields of its load and reply beside its own, and tpot_ms."""
         row = asdict(self)
-        return {**row, **row.pop("reply"), "tpot_ms": self.tpot_ms}
+        return {**row.pop("load"), **row.pop("reply"), **row, "tpot_ms": self.tpot_ms}
 
 
 def summarise(
@@ -161,7 +156,6 @@ def result(rows: Sequence[BenchRow], rounds: Mapping[str, Any] | None = None) ->
         "num_requests": len(rows),
         "num_failed": len(rows) - len(answered),
         "errors": dict(Counter(row.reply.error for row in rows if not row.is_answered)),
-        "finish_reasons": dict(Counter(row.reply.finish_reason for row in answered)),
         "ttft_ms": metrics.spread([row.reply.ttft_ms for row in answered]),
         "tpot_ms": metrics.spread([row.tpot_ms for row in answered if row.tpot_ms is not None]),
         "itl_ms": metrics.spread([gap for row in answered for gap in row.reply.itl_ms]),

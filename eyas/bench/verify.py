@@ -17,7 +17,8 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import asdict, dataclass
-from itertools import takewhile, zip_longest
+from functools import partial
+from itertools import product, takewhile, zip_longest
 from typing import Any
 
 import numpy as np
@@ -330,21 +331,25 @@ class Arm:
 
     async def answers(
         self,
-        requests: Sequence[tuple[Task, Mapping[str, Any]]],
-        concurrency: int,
-        progress: Callable[[int], None],
+        config: VerifyConfig,
+        progress: Callable[[int, int], None],
+        options: Mapping[str, Any],
+        tasks: Sequence[Task],
+        numbers: range = range(1),
     ) -> tuple[list[ServerAnswer], Drafts | None]:
-        """Answers in order, and their drafts: as they report them, else as the server counts, with
-        other clients' requests; None if neither does.
+        """Answers in order, to each task by a seed for each number, and their drafts: as they
+        report them, else as the server counts, with other clients' requests; None if neither does.
         """
-        before, slots = await read_counters(self.client), asyncio.Semaphore(concurrency)
+        before, slots = await read_counters(self.client), asyncio.Semaphore(config.concurrency)
+        requests = list(product(tasks, numbers))
 
-        async def one(number: int, task: Task, options: Mapping[str, Any]) -> ServerAnswer:
+        async def answer(at: int, task: Task, number: int) -> ServerAnswer:
             async with slots:
-                progress(number)
-                return await self.ask(task, options)
+                progress(at, len(requests))
+                seed = mixed_seed(config.seed, f"{task.prompt_id} {number}")
+                return await self.ask(task, {**options, "seed": seed})
 
-        found = await asyncio.gather(*(one(at, *request) for at, request in enumerate(requests)))
+        found = await asyncio.gather(*(answer(at, *one) for at, one in enumerate(requests)))
         await asyncio.sleep(SETTLE_S)
         counted = counted_between(before, await read_counters(self.client))
         told = [answer.drafts for answer in found if answer.drafts is not None]
@@ -412,23 +417,13 @@ async def _asked(
     width = max(WIDTHS.get(one, max(WIDTHS.values())) for one in precisions)
     width = width if config.tie_width is None else config.tie_width
 
-    async def answers(
-        side: Arm, what: str, some: Sequence[Task], numbers: range, **options: Any
-    ) -> tuple[list[ServerAnswer], Drafts | None]:
-        requests = [
-            (task, {**options, "seed": mixed_seed(config.seed, f"{task.prompt_id} {number}")})
-            for task in some
-            for number in numbers
-        ]
-        count = len(requests)
-        return await side.answers(
-            requests, config.concurrency, lambda number: track(number, count, what)
-        )
+    def noted(what: str) -> Callable[[int, int], None]:
+        return partial(track, note=what)
 
     greedy = {"temperature": 0.0, "max_tokens": config.max_tokens}
-    first, plain_drafts = await answers(plain, "greedy, plain", tasks, range(1), **greedy)
-    others, drafts = await answers(arm, "greedy, speculated", tasks, range(1), **greedy)
-    again, _ = await answers(plain, "greedy, plain again", tasks, range(1), **greedy)
+    first, plain_drafts = await plain.answers(config, noted("greedy, plain"), greedy, tasks)
+    others, drafts = await arm.answers(config, noted("greedy, speculated"), greedy, tasks)
+    again, _ = await plain.answers(config, noted("greedy, plain again"), greedy, tasks)
     found: dict[str, Any] = {
         "width": width,
         "greedy": compare(tasks, first, others, width),
@@ -439,14 +434,14 @@ async def _asked(
     if drafts and not drafts[0]:
         return found
     drawn = {**greedy, "temperature": config.temperature}
-    pair = [(await answers(side, "seeded", tasks, range(1), **drawn))[0] for side in arms]
+    pair = [(await side.answers(config, noted("seeded"), drawn, tasks))[0] for side in arms]
     found["seeded"] = compare(tasks, pair[0], pair[1], width)
     if found["seeded"].partings:
         drawn["max_tokens"] = SAMPLED_TOKENS
         few, count = tasks[:NUM_SAMPLED], config.num_samples
         ranges = range(1, 1 + count), range(1 + count, 1 + 2 * count)
         sampled = [
-            (await answers(side, "sampled", few, numbers, **drawn))[0]
+            (await side.answers(config, noted("sampled"), drawn, few, numbers))[0]
             for side, numbers in zip(arms, ranges, strict=True)
         ]
         found["p_value"] = p_value(sampled[0], sampled[1], count, config.seed)
