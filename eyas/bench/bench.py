@@ -23,11 +23,12 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack
 from typing import Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
 from eyas.artifact import Artifact, Manifest, file_identity, identity
 from eyas.bench.machine import machine
 from eyas.bench.server import (
+    SETTLE_S,
     Counters,
     ServerFacts,
     add_counters,
@@ -46,6 +47,7 @@ from eyas.client import Client, StreamRecord
 from eyas.errors import ConfigError, EyasError
 from eyas.log import Track, quiet
 from eyas.records import mixed_seed
+from eyas.settings import Settings
 from eyas.tau import LEAST_TURNS
 
 PLAIN, EAGLE = "plain", "eagle"  # the arms of a server that has a head
@@ -53,22 +55,21 @@ PLAIN, EAGLE = "plain", "eagle"  # the arms of a server that has a head
 # to fill the slots.
 BLOCK = 4
 SALTED = ("eyas", "vllm")  # kinds that take the field cache_salt, and share no prefix between salts
-SETTLE_S = 0.05  # servers count an answer just after its last byte
 TIMEOUT_S = 300.0  # between two pieces of an answer, with the wait in a long queue
 T = TypeVar("T")
 
 
-class ArmConfig(BaseModel):
-    """One way to ask. speculation: eyas' own field; None leaves it out, for other servers."""
+class ArmConfig(Settings):
+    """One way to ask. url: of its own server. speculation: eyas' own field; null for other servers.
+    fields: others of the request body, such as {"ignore_eos": true}.
+    """
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    url: str | None = None  # of this arm's own server
+    url: str | None = None
     speculation: bool | None = None
-    fields: dict[str, Any] = {}  # more fields of the request body, e.g. {"ignore_eos": true}
+    fields: dict[str, Any] = Field(default_factory=dict)
 
 
-class BenchConfig(BaseModel):
+class BenchConfig(Settings):
     """What is asked, and at which loads.
 
     prompts: JSON lines, .gz or plain: eyas' own, OpenAI's messages, or Spec-Bench's. url: of the
@@ -78,8 +79,6 @@ class BenchConfig(BaseModel):
     greedy. seed: of prompts, arrivals and draws. compare_anyway: compare arms that do not do the
     same work, with a warning.
     """
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     prompts: str = BUILTIN
     url: str = "http://127.0.0.1:8000"
@@ -285,10 +284,15 @@ class BenchRun:
             some = tasks[start : start + size]
             first = block % len(arms)  # another arm is first in each block
             for arm in arms[first:] + arms[:first]:
-                before = await read_counters(self._clients[arm])
-                received = await self._ask(self._bodies(arm, some, salts[arm]), arm, load, block)
+                client, bodies = self._clients[arm], self._bodies(arm, some, salts[arm])
+                before = await read_counters(client)
+                if load.rate is None:
+                    received = await _ask_all(client, bodies, load.concurrency)
+                else:
+                    times_s = arrival_times_s(load.rate, len(bodies), self._config.seed + block)
+                    received = await _ask_all(client, bodies, len(bodies), times_s)
                 await asyncio.sleep(SETTLE_S)
-                own = counted_between(before, await read_counters(self._clients[arm]))
+                own = counted_between(before, await read_counters(client))
                 self.counted[arm, load] = add_counters(self.counted.get((arm, load), {}), own)
                 for task, got in zip(some, received, strict=True):
                     row = BenchRow(
@@ -327,12 +331,10 @@ class BenchRun:
         prompts.
         """
         replies = {}
-        for arm in self._config.arms:
+        for arm, client in self._clients.items():
             bodies = self._bodies(arm, tasks, secrets.token_hex(8))
-            replies[arm] = [
-                read_reply(one)
-                for one in await _ask_all(self._clients[arm], bodies, max(load.concurrency, 1))
-            ]
+            received = await _ask_all(client, bodies, max(load.concurrency, 1))
+            replies[arm] = [read_reply(one) for one in received]
         baseline, *others = replies
         for arm in others:
             both = zip(replies[baseline], replies[arm], strict=True)
@@ -347,14 +349,6 @@ class BenchRun:
     def _bodies(self, arm: str, tasks: Sequence[Task], salt: str) -> list[dict[str, Any]]:
         more = {"cache_salt": salt} if self._config.is_salted(arm, self._facts[arm]) else {}
         return [{**self._config.body(arm, task, self._facts[arm].model), **more} for task in tasks]
-
-    async def _ask(
-        self, bodies: Sequence[dict[str, Any]], arm: str, load: RequestLoad, block: int
-    ) -> list[StreamRecord]:
-        if load.rate is None:
-            return await _ask_all(self._clients[arm], bodies, load.concurrency)
-        times_s = arrival_times_s(load.rate, len(bodies), self._config.seed + block)
-        return await _ask_all(self._clients[arm], bodies, len(bodies), times_s)
 
 
 async def _ask_all(

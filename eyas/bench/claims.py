@@ -90,9 +90,7 @@ def at_lowest_load(rows: Sequence[Row]) -> list[Row]:
 
 
 def headlines(bench: Row, arm: str | None = None) -> list[dict[str, Any]]:
-    """The comparison of each arm, or of one, at the lowest load, with the results of both arms and
-    the `sentence` about them.
-    """
+    """The comparison of each arm, or of one, at the lowest load, both results, and `sentence`."""
     of_arm = {(result["arm"], load_of(result)): result for result in bench["results"]}
     found = []
     for compared in at_lowest_load(bench["comparisons"]):

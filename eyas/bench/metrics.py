@@ -26,12 +26,10 @@ def tpot_ms(ttft_ms: float, e2e_ms: float, num_output_tokens: int) -> float | No
 def median_interval(
     values: Sequence[float], confidence: float = 0.95
 ) -> tuple[float, float] | None:
-    """Order statistics between which the population's median lies with at least this confidence,
-    whatever the distribution.
-
-    The number of values below the median is binomial(n, 1/2); the interval leaves out the k lowest
-    and the k highest, with the largest k for which that misses the median in at most 1 - confidence
-    of all samples. None where even (lowest, highest) misses it more often: below 6 values at 95 %.
+    """Order statistics around the population's median with at least this confidence, for any
+    distribution: the number of values below it is binomial(n, 1/2). The interval leaves out the k
+    lowest and the k highest, with the largest k for which that holds. None without one: below 6
+    values at 95 %.
     """
     n = len(values)
     miss, left_out = 0.0, -1

@@ -8,7 +8,7 @@ import itertools
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +58,7 @@ class Contents:
     evaluation: Row | None = None
     ledger: Row | None = None
     manifest: Manifest | None = None
-    commands: Sequence[str] = field(default=())
+    commands: Sequence[str] = ()
     title: str = "eyas report"
     arm: str | None = None
 
@@ -130,9 +130,6 @@ def render(contents: Contents) -> str:
         is_busy=machine["load_average"][0] > BUSY * machine["cores"],
         commands=contents.commands,
     )
-
-
-# The tables
 
 
 def table_rows(bench: Row) -> list[tuple[str, ...]]:
@@ -277,13 +274,8 @@ def server_line(server: Row) -> str:
     return ", ".join(part for part in parts if part)
 
 
-# The pictures
-
-
 def charts(contents: Contents) -> list[tuple[Markup, str]]:
-    """SVG and note of each picture that has figures: CHARTS over each kind of load, and acceptance
-    by position at the lowest load and in the evaluation.
-    """
+    """SVG and note of each picture: CHARTS over each kind of load, and acceptance by position."""
     bench = contents.bench
     arms = {arm: place for place, arm in enumerate(bench["servers"])}
     found = []
@@ -333,9 +325,6 @@ def fates(ledger: Row) -> list[dict[str, Any]]:
     counts = [("kept", ledger["rows_out"]), *dropped]
     rows_in = max(ledger["rows_in"], 1)
     return [{"name": name, "count": count, "share": count / rows_in} for name, count in counts]
-
-
-# Cells
 
 
 def _escaped(value: str) -> str:

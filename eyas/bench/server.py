@@ -3,8 +3,8 @@ arms did the same work.
 
 Each server reports something else: eyas in its model card, and its version in its OpenAPI document,
 SGLang at /server_info, llama.cpp in its model card's `meta`, vLLM its version and no precision. At
-/metrics eyas, vLLM and llama.cpp have the same names for speculation, each with its own prefix.
-SGLang counts rounds and tokens of finished answers, from which accepted drafts follow.
+/metrics eyas, vLLM and llama.cpp have the same names for speculation, each with its own prefix, and
+SGLang others (`drafts_of`).
 
 What differs between two arms is refused, unless the user insists, or only reported:
 
@@ -48,6 +48,7 @@ _SAMPLE = re.compile(r"^(?:\w+:)?(\w+)(?:\{(.*)\})? (\S+)(?: \d+)?$")
 _LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
 # every answer makes one of them larger; llama.cpp's name of the first is the second
 ONLY_UP = ("generation_tokens_total", "tokens_predicted_total", *REQUESTS)
+SETTLE_S = 0.05  # servers count an answer just after its last byte
 LENGTHS_APART = 0.1
 BEGINNING = 16  # characters
 ALIKE = 0.5
@@ -77,9 +78,7 @@ class ServerFacts:
 
 
 async def ask_facts(client: Client) -> ServerFacts:
-    """The facts of a server and of the first model that it lists. Raises MissingInputError (no
-    server), EyasError (no model).
-    """
+    """Of a server and its first model. Raises MissingInputError (no server), EyasError."""
     try:
         card, *_ = await client.cards()
     except RequestFailure as failure:

@@ -16,8 +16,7 @@ from typing import Any
 
 from eyas.client import StreamPiece, StreamRecord, error_message, unbroken
 
-# fields of a delta in the order in which a reader sees them
-TEXTS = ("reasoning_content", "reasoning", "content")
+TEXTS = ("reasoning_content", "reasoning", "content")  # in a delta, as a reader sees them
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,9 +70,17 @@ def _reply(timed_events: Iterable[tuple[float, dict[str, Any]]]) -> Reply:
         return Reply(error="the stream ended before the answer did")
     of_text = [at for at, text in zip(times, texts, strict=True) if text]
     rounds = usage.get("eyas") or {}
-    num_prompt_tokens, num_output_tokens, counted_by = _counts(usage, timings)
-    num_accepted = timings.get("draft_n_accepted")
-    _integers([num_prompt_tokens, num_output_tokens, num_accepted or 0])
+    num_prompt_tokens, num_output_tokens, counted_by = 0, 0, ""
+    if usage:
+        num_prompt_tokens, num_output_tokens = usage["prompt_tokens"], usage["completion_tokens"]
+        counted_by = "usage"
+    elif "predicted_n" in timings:
+        num_prompt_tokens = timings.get("prompt_n", 0) + timings.get("cache_n", 0)
+        num_output_tokens, counted_by = timings["predicted_n"], "timings"
+    num_accepted, accept_hist = timings.get("draft_n_accepted"), rounds.get("accept_hist", [])
+    counts = [num_prompt_tokens, num_output_tokens, num_accepted or 0, *accept_hist]
+    if odd := [value for value in counts if type(value) is not int]:
+        raise TypeError(f"a count is {odd[0]!r}")
     return Reply(
         ttft_ms=times[0],
         e2e_ms=times[-1],
@@ -82,7 +89,7 @@ def _reply(timed_events: Iterable[tuple[float, dict[str, Any]]]) -> Reply:
         num_output_tokens=num_output_tokens,
         finish_reason=str(unbroken(finish_reason)),
         text=unbroken("".join(texts)),
-        accept_hist=_integers(rounds.get("accept_hist", [])),
+        accept_hist=accept_hist,
         counted_by=counted_by,
         tells_rounds="accept_hist" in rounds,
         num_accepted_drafts=num_accepted,
@@ -94,25 +101,6 @@ def _text(delta: Mapping[str, Any]) -> str:
     calls = (call.get("function") or {} for call in delta.get("tool_calls") or ())
     called = ((call.get("name") or "") + (call.get("arguments") or "") for call in calls)
     return "".join([*(delta.get(name) or "" for name in TEXTS), *called])
-
-
-def _counts(usage: Mapping[str, Any], timings: Mapping[str, Any]) -> tuple[int, int, str]:
-    """Tokens of the prompt, of the answer, and what counted them."""
-    if usage:
-        return usage["prompt_tokens"], usage["completion_tokens"], "usage"
-    if "predicted_n" in timings:
-        return (
-            timings.get("prompt_n", 0) + timings.get("cache_n", 0),
-            timings["predicted_n"],
-            "timings",
-        )
-    return 0, 0, ""
-
-
-def _integers(values: list[Any]) -> list[int]:
-    if odd := [value for value in values if type(value) is not int]:
-        raise TypeError(f"a count is {odd[0]!r}")
-    return values
 
 
 def events(pieces: Iterable[StreamPiece]) -> Iterator[tuple[float, dict[str, Any]]]:

@@ -174,21 +174,16 @@ def result(rows: Sequence[BenchRow], rounds: Mapping[str, Any] | None = None) ->
 
 
 def _tau(answered: Sequence[BenchRow], rounds: Mapping[str, Any]) -> dict[str, Any]:
-    # an arm with few rounds has no tau: they say nothing of its speed
     replies = [row.reply for row in answered]
     num_decoded = sum(row.num_decoded for row in answered)
-    found: dict[str, Any] = {
-        "tau": None,
-        "tau_from": None,
-        "tau_interval": None,
-        "tokens_per_forward": None,
-    }
+    names = ("tau", "tau_from", "tau_interval", "tokens_per_forward")
+    found: dict[str, Any] = dict.fromkeys(names)
     if any(reply.tells_rounds or reply.accept_hist for reply in replies):
         accept_hist = sum_hists(reply.accept_hist for reply in replies)
         found["tau_from"] = "usage"
         found["tokens_per_forward"] = tokens_per_forward(num_decoded, accept_hist)
         if num_emitted(accept_hist) <= RARE * num_decoded:
-            return found
+            return found  # few rounds say nothing of an arm's speed
         hists = [reply.accept_hist for reply in replies if sum(reply.accept_hist)]
         of_answers = [(num_emitted(hist), sum(hist)) for hist in hists]
         interval = bootstrap(of_answers, ratio_of_sums)

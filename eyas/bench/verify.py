@@ -22,11 +22,12 @@ from itertools import product, takewhile, zip_longest
 from typing import Any
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from eyas.artifact import Artifact
 from eyas.bench.report import server_line, without_folders
 from eyas.bench.server import (
+    SETTLE_S,
     ServerFacts,
     ask_facts,
     check_comparable,
@@ -41,6 +42,7 @@ from eyas.client import Client, RequestFailure
 from eyas.errors import ConfigError, EyasError, MismatchError
 from eyas.log import Track, quiet
 from eyas.records import mixed_seed
+from eyas.settings import Settings
 from eyas.tau import num_accepted
 
 Token = int | str  # its id, or its text
@@ -53,19 +55,17 @@ NAMES = {"return_tokens_as_token_ids": True}  # in logprobs; vLLM's field, and o
 PLAINLY = {"speculation": False}  # eyas' own field
 LEVEL = 0.001  # the test's false alarms: two samples of one distribution that seem to differ
 NUM_SHUFFLES, NUM_SAMPLED, SAMPLED_TOKENS = 4999, 4, 8
-SETTLE_S, TIMEOUT_S = 0.05, 600.0  # servers count an answer just after its last byte
+TIMEOUT_S = 600.0
 VERIFICATION = "verify.json"
 
 
-class VerifyConfig(BaseModel):
+class VerifyConfig(Settings):
     """Servers and requests. url: of the server that speculates. plain: of one that does not, with
     the same model; eyas' own needs none. prompts: JSON lines, as for `eyas bench`. num_prompts:
     greedy and seeded. max_tokens: of an answer. temperature: of seeded and sampled answers.
     num_samples: seeds of each of four prompts. concurrency: requests at a time. seed: of prompts
     and draws. tie_width: of logprobs; null goes by precision.
     """
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     url: str = "http://127.0.0.1:8000"
     plain: str | None = None
@@ -267,10 +267,6 @@ class Verification:
             why += f", of one distribution as far as a test tells (p {self.p_value:.2f})"
         return name, why + ("" if self.drafts else "; whether any token was drafted is not known")
 
-    def to_json(self) -> dict[str, Any]:
-        """The verdict first."""
-        return dict(zip(("verdict", "why"), self.verdict, strict=True)) | asdict(self)
-
     def markdown(self) -> str:
         """The report."""
         drafted = "{:,.0f}; drafts accepted {:,.0f}".format(*self.drafts or (0, 0))
@@ -363,16 +359,9 @@ class Arm:
 
 
 async def verified(config: VerifyConfig, output: Artifact, track: Track = quiet) -> tuple[str, str]:
-    """Verdict and reason; report.md and VERIFICATION in `output`. Raises what `verify` does."""
-    found = await verify(config, track)
-    output.write("report.md", found.markdown().encode())
-    output.write_json(VERIFICATION, found.to_json() | {"config": config.model_dump(mode="json")})
-    return found.verdict
-
-
-async def verify(config: VerifyConfig, track: Track = quiet) -> Verification:
-    """Ask and compare. Raises ConfigError (no way to ask plainly), MismatchError (the plain server
-    has another model), MissingInputError (no server), EyasError.
+    """Ask and compare: verdict and reason; report.md and VERIFICATION in `output`. Raises
+    ConfigError (no way to ask plainly), MismatchError (the plain server has another model),
+    MissingInputError (no server), EyasError.
     """
     tasks = read_tasks(config.prompts, config.num_prompts, config.seed)
     async with AsyncExitStack() as stack:
@@ -384,17 +373,22 @@ async def verify(config: VerifyConfig, track: Track = quiet) -> Verification:
                 f"{config.url} ({facts[1].kind}) cannot turn speculation off for one request",
                 "start the same model beside it without speculation, and give --plain URL",
             )
-        fields = [PLAINLY, {"speculation": True}] if config.plain is None else [{}, {}]
+        ways = [PLAINLY, {"speculation": True}] if config.plain is None else [{}, {}]
         differences = differences_of_servers(*facts)
         check_comparable(config.url, "--plain", differences, compare_anyway=False)
-        arms = [Arm(*one) for one in zip(clients, facts, fields, strict=True)]
+        arms = [Arm(*one) for one in zip(clients, facts, ways, strict=True)]
         try:
-            found = await _asked(config, tasks, arms, track)
+            fields = await _asked(config, tasks, arms, track)
         except RequestFailure as failure:
             what = f"{' or '.join(dict.fromkeys(urls))} {failure.what}"
             raise EyasError(what, "look at the server's log, and run it again") from failure
     servers = dict(zip(("plain", "speculated"), facts, strict=True))
-    return Verification(servers, [f"{one.what}: {one.text}" for one in differences], **found)
+    found = Verification(servers, [f"{one.what}: {one.text}" for one in differences], **fields)
+    verdict, why = found.verdict
+    output.write("report.md", found.markdown().encode())
+    own = {"verdict": verdict, "why": why, "config": config.model_dump(mode="json")}
+    output.write_json(VERIFICATION, own | asdict(found))
+    return verdict, why
 
 
 async def _asked(

@@ -48,8 +48,8 @@ class JournalEntry:
         answer, origin = row["answer"], row["origin"]
         return cls(
             row["at"],
-            None if answer is None else Answer.from_json(answer),
-            None if origin is None else Origin.from_json(origin),
+            answer and Answer.from_json(answer),
+            origin and Origin.from_json(origin),
             row["dropped"],
         )
 
@@ -76,27 +76,22 @@ class AnswerParts:
         kept: list[JournalEntry] = []
         next_turn: Counter[int] = Counter()
         for name in self._kept.pop(_folder(part), ()):
-            entry = self._read(name)
+            try:
+                entry = JournalEntry.from_json(self._output.read_json(name))
+            except (ValueError, LookupError, TypeError):
+                data = {"journal": f"{self._output.url}/{name}"}
+                log.warning("a damaged entry: its turns are asked for again", extra={"data": data})
+                continue
             # without those before it where the write of a later turn was faster
-            if entry is not None and entry.turn == next_turn[entry.at]:
+            if entry.turn == next_turn[entry.at]:
                 next_turn[entry.at] += (entry.answer is not None) + len(entry.dropped)
                 kept.append(entry)
         self._entries[part], self._writing[part] = kept, []
         self._left[part] = num_conversations
         return list(kept)
 
-    def _read(self, name: str) -> JournalEntry | None:
-        try:
-            return JournalEntry.from_json(self._output.read_json(name))
-        except (ValueError, LookupError, TypeError):
-            data = {"journal": f"{self._output.url}/{name}"}
-            log.warning("a damaged entry: its turns are asked for again", extra={"data": data})
-            return None
-
     def add(self, part: int, entry: JournalEntry) -> None:
-        """Keep an event of one of its conversations. Raises StorageFullError, perhaps of an earlier
-        event.
-        """
+        """Keep an event of a conversation. Raises StorageFullError, perhaps for an earlier one."""
         if entry.answer is None and not entry.dropped:
             return
         self._entries[part].append(entry)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
 from eyas.chat import Chat
 from eyas.engine.request import FinishReason, SamplingParams
@@ -17,6 +17,7 @@ from eyas.features.marks import mark
 from eyas.privacy.detector import LeakDetector
 from eyas.privacy.pii import RANK
 from eyas.records import Answer, Message, Origin, Prompt
+from eyas.settings import Settings
 
 # Marks that end a conversation, and the reason why its later turns are dropped. After a refusal
 # users do go on.
@@ -28,12 +29,10 @@ ENDS = {
 SEED_BITS = 31  # what every server takes
 
 
-class Sampling(BaseModel):
+class Sampling(Settings):
     """How a share of the conversations is sampled. temperature 0 is greedy; top_k 0 and top_p 1
     keep all tokens.
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     share: float = Field(default=1.0, gt=0, le=1)
     temperature: float = 0.0
@@ -215,8 +214,7 @@ class TurnRules:
         self, conversation: Conversation, request: TurnRequest, reply: TurnAnswer | TurnFailure
     ) -> None:
         """Add the answer as a row, or drop the turn: it has no answer, or one with personal data
-        that was not in its prompt. A conversation ends where the next prompt cannot hold the
-        answer.
+        that was not in its prompt. Ends conversations whose next prompt cannot hold the answer.
         """
         if isinstance(reply, TurnFailure):
             conversation.drop_rest(reply.reason, reply.detail, later="earlier_turn_dropped")

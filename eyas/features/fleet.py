@@ -19,11 +19,12 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any, Generic, Literal, Protocol, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from eyas.client import CONNECT_S, Client, RequestFailure, api_key, server_url, status_failure
 from eyas.errors import ConfigError, EyasError, MismatchError, MissingInputError
 from eyas.features.conversation import TurnFailure
+from eyas.settings import Settings
 
 CLIENT_RETRIES = 2  # by the client itself, before another server is asked
 PAUSE_S, LONGEST_PAUSE_S = 0.5, 600.0  # before a server that failed is asked again
@@ -39,10 +40,8 @@ VERSION_PATHS = {"vllm": "/version", "sglang": "/get_server_info", "eyas": "/ope
 PRECISION = ("dtype", "quantization", "kv_cache_dtype")
 
 
-class FleetConfig(BaseModel):
+class FleetConfig(Settings):
     """How servers are asked."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     concurrency: int = Field(default=32, ge=1, description="requests at a time, for each server")
     timeout_s: float = Field(default=600.0, gt=0, description="of one request")
@@ -273,8 +272,6 @@ class Fleet(Generic[RequestT, ReplyT]):
         """Stop all requests and close all connections."""
         self._runner.run(self._stop())
         self._runner.close()
-
-    # On the loop
 
     async def _check_all(self, start_hint: str) -> None:
         checks = (one.checked() for one in self._servers)

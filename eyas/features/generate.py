@@ -23,7 +23,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, closing, nullcontext
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
 from eyas.artifact import WORK, Artifact, Manifest, identity
 from eyas.chat import Chat
@@ -42,27 +42,24 @@ from eyas.operators.shape import refuse_unnamed, target_shape
 from eyas.privacy.detector import LeakDetector, recogniser_versions
 from eyas.privacy.pii import ANSWER_POLICY, PrivacyConfig
 from eyas.records import RECORD, Prompt
+from eyas.settings import Settings
 
 ROWS_PER_PART = 200  # prompts in a file of answers
 PAGES_BESIDE = 64  # of the cache, for drafts
 CACHE_TOKENS = 1024  # in the cache of the engine in this process, for each running request
 PRECISION_NOTE = f"{WORK}/precision.json"  # what the servers of this run stated
 PLACES = {"target", "head", "max_batch", "servers", "client"}  # no part of the identity
-_THERE = nullcontext()  # servers that run already
 
 
-class GenerateConfig(BaseModel):
+class GenerateConfig(Settings):
     """Settings of the stage.
 
     `answers_per_prompt`: each is a conversation of its own; those of a prompt are spread evenly
-    over the shares of `sampling`. The target's context bounds `max_length` too. `sampling`: a hash
-    of a conversation's user turns assigns it to a share. `date` is fixed, so that prompts have the
-    same tokens every day where a template prints today's (Granite, Llama 3). `personal`: what is
-    looked for in answers; an answer with a type that is not kept is left out, unless it stood in
-    the prompt.
+    over the shares of `sampling` (`sampling_of`). The target's context bounds `max_length` too.
+    `date` is fixed, so that prompts have the same tokens every day where a template prints today's
+    (Granite, Llama 3). `personal`: what is looked for in answers; an answer with a type that is not
+    kept is left out, unless it stood in the prompt.
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     target: str = Field(description="a folder, a GGUF file, or a name of a hub")
     head: str | None = Field(None, description="speeds up the engine in this process")
@@ -112,12 +109,11 @@ def generate(
     prompts: Artifact,
     output: Artifact,
     track: Track = quiet,
-    serving: AbstractContextManager[object] = _THERE,
+    serving: AbstractContextManager[object] | None = None,
 ) -> Manifest:
-    """Answer all prompts into `output`; resumes. serving: within it the servers of the settings
-    answer; not entered where all is done.
-
-    Raises EmptyInputError, TemplateError, and what loading a target or `Fleet` raises.
+    """Answer all prompts into `output`; resumes. serving: within it the settings' servers answer;
+    not entered where all is done. Raises EmptyInputError, TemplateError, and what loading a target
+    or `Fleet` raises.
     """
     made = prompts.manifest("prompts")
     num_prompts = count_prompts(prompts)
@@ -156,7 +152,10 @@ def generate(
         config.answers_per_prompt,
     )
     # the backend may refuse, and then the folder is not claimed
-    with serving, closing(open_backend(config, chat, folder, max_length)) as backend:
+    with (
+        serving or nullcontext(),
+        closing(open_backend(config, chat, folder, max_length)) as backend,
+    ):
         output.begin(own)
         with (
             output.held_alone(),

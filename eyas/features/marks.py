@@ -152,7 +152,7 @@ def is_looping(text: str, was_cut: bool = False) -> bool:
     """Whether words repeat LEAST_REPEATS times in a row or more, or all over a long answer.
     was_cut: by its token limit; a loop at its end would have gone on.
     """
-    numbers: dict[str, int] = {}  # equal ones where units are equal
+    numbers: dict[str, int] = {}
     found = _UNIT.findall(_ENUMERATOR.sub("", text.casefold()))
     units = np.array([numbers.setdefault(unit, len(numbers)) for unit in found], dtype=np.int64)
     for period in range(1, min(LONGEST_PERIOD, len(units) // LEAST_REPEATS) + 1):
@@ -160,7 +160,11 @@ def is_looping(text: str, was_cut: bool = False) -> bool:
         equal = units[:-period] == units[period:]
         if np.count_nonzero(equal) < least:  # nearly always
             continue
-        start, length = _longest_run(equal)
+        # runs lie between places that are not equal; the last of the longest
+        breaks = np.flatnonzero(np.concatenate(([True], ~equal, [True])))
+        lengths = np.diff(breaks) - 1
+        last = len(lengths) - 1 - int(np.argmax(lengths[::-1]))
+        start, length = int(breaks[last]), int(lengths[last])
         covered = length + period
         if length < least:
             continue
@@ -172,13 +176,3 @@ def is_looping(text: str, was_cut: bool = False) -> bool:
         return False
     grams = np.lib.stride_tricks.sliding_window_view(units, GRAM)
     return len(np.unique(grams, axis=0)) / len(grams) < LEAST_DISTINCT
-
-
-def _longest_run(equal: np.ndarray) -> tuple[int, int]:
-    """Start and length of the longest run of True, the last of several."""
-    edges = np.flatnonzero(np.diff(np.concatenate(([0], equal.astype(np.int8), [0]))))
-    if not len(edges):
-        return 0, 0
-    starts, lengths = edges[::2], edges[1::2] - edges[::2]
-    last = len(lengths) - 1 - int(np.argmax(lengths[::-1]))
-    return int(starts[last]), int(lengths[last])

@@ -31,6 +31,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load as load_safetensors
 from torch import Tensor
 
+from eyas.artifact import is_another_process
 from eyas.client import RequestFailure
 from eyas.errors import EyasError
 from eyas.features.conversation import TurnFailure
@@ -50,6 +51,7 @@ from eyas.operators.decoder import TOLERANCE, HiddenStates, Tail
 ROOM_VLLM, ROOM_SGLANG = 1, 7  # tokens for the answer, and those that SGLang keeps back
 LOCK_POLL_S = 0.01
 FOLDER = "/dev/shm/eyas-states"  # in the commands: memory, no disk
+CONNECTOR = Path(__file__).with_name("vllm")  # for PYTHONPATH of vLLM
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,8 +117,7 @@ class StateServer(FleetServer[StateRequest, StateReply]):
     async def reply(self, request: StateRequest) -> StateReply:
         """The states of a sample. Raises RequestFailure."""
         streams_TSH = await self._streams(request.token_ids)
-        states = await asyncio.to_thread(self._finished, streams_TSH)
-        return StateReply(request.id, states)
+        return StateReply(request.id, await asyncio.to_thread(self._finished, streams_TSH))
 
     def sweep(self) -> None:
         """Delete the server's files for requests that were given up: this process's, and those of
@@ -127,7 +128,7 @@ class StateServer(FleetServer[StateRequest, StateReply]):
         with contextlib.suppress(OSError):
             for path in self._folder.iterdir():
                 found = self._of_machine.fullmatch(path.name)
-                if found and (int(found[1]) == os.getpid() or not _runs(int(found[1]))):
+                if found and not is_another_process(found[1]):
                     path.unlink(missing_ok=True)
 
     def _finished(self, streams_TSH: Tensor) -> HiddenStates:
@@ -255,16 +256,6 @@ def sglang_streams(content: Any, hidden_size: int, wanted: torch.dtype) -> Tenso
     return streams.view(len(rows), -1, hidden_size)
 
 
-def _runs(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except (PermissionError, OverflowError):
-        return True
-    return True
-
-
 class StateFleet:
     """Servers as a source of samples' states, in the order of the requests."""
 
@@ -362,11 +353,6 @@ def vllm_arguments(
     return [target, *itertools.chain(*((f"--{name}", value) for name, value in options.items()))]
 
 
-def connector_folder() -> str:
-    """For PYTHONPATH of vLLM: the folder of the file that it loads."""
-    return str(Path(__file__).with_name("vllm"))
-
-
 def states_command(
     engine: Literal["sglang", "vllm"], target: str, shape: TargetShape, dtype: str, length: int
 ) -> list[str]:
@@ -374,7 +360,7 @@ def states_command(
     length: tokens of the longest sample.
     """
     if engine == "vllm":
-        words = ["env", f"PYTHONPATH={connector_folder()}", "vllm", "serve"]
+        words = ["env", f"PYTHONPATH={CONNECTOR}", "vllm", "serve"]
         return [*words, *vllm_arguments(target, shape, dtype, length)]
     return [
         *("python", "-m", "sglang.launch_server", "--model-path", target, "--dtype", dtype),
