@@ -445,7 +445,7 @@ class Artifact:
         """
         for path in self._fs.find(self._root) if self._local else ():
             name, mark, process = str(path).rsplit("/", 1)[-1].rpartition(".partial-")
-            if mark and name.startswith(of) and not _is_another(process):
+            if mark and name.startswith(of) and not is_another_process(process):
                 self._fs.rm_file(path)
 
     def delete_work(self, folder: str = WORK) -> None:
@@ -503,15 +503,15 @@ class Artifact:
         return File(bytes=size, sha256=digest.hexdigest())
 
 
-def _is_another(process: str) -> bool:
-    """Whether a number is that of another process that runs on this machine."""
+def is_another_process(process: str) -> bool:
+    """Whether a number is the id of another process that runs on this machine."""
     if not process.isdigit() or int(process) == os.getpid():
         return False
     try:
         os.kill(int(process), 0)
     except ProcessLookupError:
         return False
-    except PermissionError:  # somebody else's
+    except (PermissionError, OverflowError):  # another user's; no id
         pass
     return True
 

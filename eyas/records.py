@@ -37,16 +37,13 @@ class _Row:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Prompt(_Row):
-    """The user turns of one conversation, cleaned. `id` is unique within an artifact. tools: what
-    the target may call, in OpenAI's form.
-    """
+    """The user turns of one conversation, cleaned. `id` is unique within an artifact."""
 
     id: str
     source: str
     licence: str
     turns: tuple[str, ...]
     system: str | None = None
-    tools: tuple[dict[str, Any], ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

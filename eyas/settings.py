@@ -5,11 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError
 
 from eyas.errors import ConfigError
 
 ConfigT = TypeVar("ConfigT", bound=BaseModel)
+
+
+class Settings(BaseModel):
+    """A config that takes no unknown field and does not change."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
 
 
 def validated(kind: type[ConfigT], values: Mapping[str, Any], where: str) -> ConfigT:

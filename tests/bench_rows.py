@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from eyas.bench.stream import Reply
-from eyas.bench.summary import BenchRow
+from eyas.bench.summary import BenchRow, RequestLoad
 
 
 def row(
@@ -23,4 +23,5 @@ def row(
     category, rate = fields.pop("category", ""), fields.pop("rate", None)
     text, itl_ms = fields.pop("text", "same"), [tpot_ms]
     reply = Reply(ttft_ms, e2e_ms, itl_ms, 5, tokens, "stop", text, list(hist), **fields)
-    return BenchRow(arm, concurrency, block, prompt_id, category, started_s, reply, rate)
+    load = RequestLoad(concurrency, rate)
+    return BenchRow(arm, load, block, prompt_id, category, started_s, reply)

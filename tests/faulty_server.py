@@ -122,7 +122,6 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _real(self, body: bytes, **changes: Any) -> dict[str, Any]:
         asked = {**json.loads(body), **changes}
-        asked.pop("tools", None)  # which the tiny target's template does not show
         answer: dict[str, Any] = self.server.http.post(self.path, json=asked).json()
         return answer
 
@@ -146,21 +145,19 @@ class _Handler(BaseHTTPRequestHandler):
         self._send(200, json.dumps(answer).encode())
 
     def _parsed(self, body: bytes) -> None:
-        """By a parser for reasoning, and for calls where tools are offered."""
+        """By a parser for reasoning."""
         answer = self._real(body)
-        message = answer["choices"][0]["message"]
-        message["reasoning_content"] = "Hm."
-        if "tools" in json.loads(body):
-            call = {"id": "1", "type": "function", "function": {"name": "find", "arguments": "{}"}}
-            message |= {"content": None, "tool_calls": [call]}
-            answer["choices"][0]["finish_reason"] = "tool_calls"
+        answer["choices"][0]["message"]["reasoning_content"] = "Hm."
         self._send(200, json.dumps(answer).encode())
 
     def _halved(self, body: bytes) -> None:
         """With half of a surrogate pair in the text, and in a call."""
         answer = self._real(body)
         call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "\ud83d"}}
-        answer["choices"][0]["message"] |= {"content": "So \ud83d", "tool_calls": [call]}
+        (choice,) = answer["choices"]
+        choice["message"] |= {"content": "So \ud83d", "tool_calls": [call]}
+        if choice["finish_reason"] == "stop":
+            choice["finish_reason"] = "tool_calls"
         self._send(200, json.dumps(answer).encode())
 
     def _hang(self, body: bytes) -> None:

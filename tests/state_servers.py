@@ -25,7 +25,7 @@ import torch
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
-from eyas.features.states import connector_folder, vllm_arguments
+from eyas.features.states import CONNECTOR, vllm_arguments
 from eyas.operators.shape import target_shape
 from tests.bench_servers import JsonHandler, running
 
@@ -164,7 +164,7 @@ def vllm_server(python: str, folder: str, dtype: str, length: int, *options: str
                 [*command, "--port", str(port), "--enforce-eager", *options],
                 env={
                     **os.environ,
-                    "PYTHONPATH": connector_folder(),
+                    "PYTHONPATH": str(CONNECTOR),
                     "OMP_NUM_THREADS": str(os.cpu_count()),
                     "VLLM_CPU_KVCACHE_SPACE": "2",  # GiB
                 },

@@ -13,7 +13,7 @@ from eyas.bench.bench import BenchConfig
 from eyas.bench.claims import headline_figures, headlines, is_certain, quotable
 from eyas.bench.report import Contents, markdown, show_table
 from eyas.bench.server import ServerFacts
-from eyas.bench.summary import RATIOS, RunContext, summarise
+from eyas.bench.summary import RATIOS, summarise
 from eyas.tau import LEAST_TURNS, bootstrap, expanded, intervals_of_turns, ratio_of_medians
 from tests.bench_rows import row
 
@@ -30,7 +30,7 @@ FRAME = {
 def bench_of(rows, arms=("plain", "eagle"), url="http://127.0.0.1:8000", model="m", **context):
     facts = ServerFacts(url, model, "eyas", None, "bfloat16")
     return {
-        **summarise(rows, RunContext(arms, is_greedy=True, **context)),
+        **summarise(rows, arms, is_greedy=True, **context),
         **FRAME,
         "servers": {arm: asdict(facts) for arm in arms},
         "machine": MACHINE,

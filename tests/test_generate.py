@@ -19,7 +19,6 @@ from eyas.features.generate import GenerateConfig, generate
 from eyas.privacy.detector import LeakDetector
 from eyas.privacy.pii import PrivacyConfig
 from eyas.records import Answer, Prompt, read_answers, read_origins
-from tests.chat_folders import like_qwen_target
 from tests.stages import contents, prompts_of, talking_target, write_prompts
 from tests.tiny import TEMPLATE, tiny_target, tiny_tokenizer
 
@@ -312,14 +311,3 @@ def test_a_long_prompt_is_answered_as_far_as_the_targets_context_goes(target, ou
     run(target, rows, output)
     (long,) = rows_by_prompt(output)["long"]
     assert 150 < len(long.prompt_ids) < 256
-
-
-def test_tools_are_in_the_prompt(tmp_path, output):
-    target = like_qwen_target(tmp_path / "target")
-    tools = ({"type": "function", "function": {"name": "find", "description": "Finds."}},)
-    rows = [Prompt("with", "s", "l", ("Hi",), tools=tools), Prompt("without", "s", "l", ("Hi",))]
-    run(target, rows, output)
-    chat = Chat(target)
-    shown = {name: chat.decode(rows[0].prompt_ids) for name, rows in rows_by_prompt(output).items()}
-    assert '"find"' in shown["with"]
-    assert "find" not in shown["without"]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -15,13 +14,6 @@ SAMPLE = st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=40)
 def test_tpot_leaves_the_first_token_out():
     assert metrics.tpot_ms(ttft_ms=100, e2e_ms=190, num_output_tokens=10) == 10
     assert metrics.tpot_ms(ttft_ms=100, e2e_ms=100, num_output_tokens=1) is None
-
-
-@given(SAMPLE, st.floats(0, 1))
-def test_percentile_is_numpys(values, share):
-    assert metrics.percentile(values, share) == pytest.approx(
-        np.quantile(values, share), rel=1e-9, abs=1e-6
-    )
 
 
 def test_median_interval_is_the_published_table():

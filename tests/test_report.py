@@ -24,7 +24,7 @@ from eyas.bench.report import (
     write_reports,
 )
 from eyas.bench.server import ServerFacts
-from eyas.bench.summary import RunContext, summarise
+from eyas.bench.summary import summarise
 from eyas.errors import InputError
 from eyas.figure import Point, Series, axis_ticks, line_chart
 from tests.bench_rows import row
@@ -66,7 +66,7 @@ def summary(concurrencies=(1, 4), arms=("plain", "eagle"), rates=(), categories=
     ]
     facts = ServerFacts("http://here", "target", "eyas", None, "bfloat16")
     return {
-        **summarise(rows, RunContext(arms, True)),
+        **summarise(rows, arms, is_greedy=True),
         "differences": [],
         "compared_anyway": False,
         "num_cut_prompts": 0,

@@ -44,7 +44,7 @@ from eyas import hub
 from eyas.artifact import Artifact, file_identity
 from eyas.bench.bench import BenchConfig, bench
 from eyas.bench.workload import read_tasks
-from eyas.builtin import BUILTIN, demo_prompts
+from eyas.builtin import BUILTIN
 from eyas.errors import EyasError
 from eyas.export.engines import Launch
 from eyas.gguf.checkpoint import whole_folder
@@ -349,9 +349,8 @@ def busy(events: list[dict[str, Any]]) -> dict[str, Any]:
 
 def write_prompts(args: argparse.Namespace) -> None:
     """The prompts as files of bench's: all, those of each task, and these together for eval."""
-    path = str(demo_prompts()) if args.prompts == BUILTIN else args.prompts
     tasks: dict[str, list[Any]] = {name: [] for name in (*TASKS, OTHERS)}
-    for one in read_tasks(path, 10**9, 0, skip_bad=True):
+    for one in read_tasks(args.prompts, 10**9, 0):
         if sum(len(turn["content"]) for turn in one.messages) <= args.longest:
             name = one.category if one.category in TASKS else OTHERS
             row = {"id": one.prompt_id, "category": name, "messages": one.messages}

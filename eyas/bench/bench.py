@@ -6,27 +6,29 @@ all arms alike.
     rate r          the same, but requests are sent at given times, the same for every arm
 
 An arm is a way to ask: with or without speculation, at one server or another. At every load each
-arm asks under a cache salt of its own, where its server takes one; otherwise its prompts would be
-in the cache for the next arm.
+arm has its own cache salt, where its server takes one; otherwise its prompts would be in the cache
+for the next arm.
 """
 
 from __future__ import annotations
 
 import asyncio
 import dataclasses
+import itertools
 import math
 import secrets
 import time
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Coroutine, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack
 from typing import Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
 from eyas.artifact import Artifact, Manifest, file_identity, identity
 from eyas.bench.machine import machine
 from eyas.bench.server import (
+    SETTLE_S,
     Counters,
     ServerFacts,
     add_counters,
@@ -38,39 +40,36 @@ from eyas.bench.server import (
     read_counters,
 )
 from eyas.bench.stream import Reply, read_reply
-from eyas.bench.summary import BenchRow, RequestLoad, RunContext, summarise
-from eyas.bench.workload import Task, arrival_times_s, path_of, read_tasks
-from eyas.builtin import BUILTIN
+from eyas.bench.summary import BenchRow, RequestLoad, summarise
+from eyas.bench.workload import Task, arrival_times_s, read_tasks
+from eyas.builtin import BUILTIN, packaged_prompts
 from eyas.client import Client, StreamRecord
 from eyas.errors import ConfigError, EyasError
 from eyas.log import Track, quiet
 from eyas.records import mixed_seed
+from eyas.settings import Settings
 from eyas.tau import LEAST_TURNS
 
 PLAIN, EAGLE = "plain", "eagle"  # the arms of a server that has a head
 # Prompts per slot of concurrency in a block: few, so that a busy minute hits all arms, and enough
 # to fill the slots.
 BLOCK = 4
-# at least, if that leaves two prompts for a slot: fewer turns give no interval
-NUM_BLOCKS = LEAST_TURNS
-SETTLE_S = 0.05  # servers count an answer just after its last byte
-TIMEOUT_S = 300.0  # between two pieces of an answer, the wait in a long queue included
+SALTED = ("eyas", "vllm")  # kinds that take the field cache_salt, and share no prefix between salts
+TIMEOUT_S = 300.0  # between two pieces of an answer, with the wait in a long queue
 T = TypeVar("T")
 
 
-class ArmConfig(BaseModel):
-    """One way to ask. `speculation` is eyas' own field: None leaves it out, for servers that do not
-    know it.
+class ArmConfig(Settings):
+    """One way to ask. url: of its own server. speculation: eyas' own field; null for other servers.
+    fields: others of the request body, such as {"ignore_eos": true}.
     """
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    url: str | None = None  # of this arm's own server
+    url: str | None = None
     speculation: bool | None = None
-    fields: dict[str, Any] = {}  # more fields of the request body, e.g. {"ignore_eos": true}
+    fields: dict[str, Any] = Field(default_factory=dict)
 
 
-class BenchConfig(BaseModel):
+class BenchConfig(Settings):
     """What is asked, and at which loads.
 
     prompts: JSON lines, .gz or plain: eyas' own, OpenAI's messages, or Spec-Bench's. url: of the
@@ -80,8 +79,6 @@ class BenchConfig(BaseModel):
     greedy. seed: of prompts, arrivals and draws. compare_anyway: compare arms that do not do the
     same work, with a warning.
     """
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     prompts: str = BUILTIN
     url: str = "http://127.0.0.1:8000"
@@ -109,25 +106,16 @@ class BenchConfig(BaseModel):
         return closed + [RequestLoad(rate=rate) for rate in self.rates]
 
     def num_at(self, load: RequestLoad) -> int:
-        """Prompts for one load: a block of two for each slot, twice over, is the least that says
-        something of it.
-        """
+        """Prompts for one load: two blocks of two for each slot at least."""
         return max(self.num_prompts, 4 * load.concurrency)
-
-    @property
-    def num_tasks(self) -> int:
-        """Prompts to look for: those of the heaviest load, and others to warm up with."""
-        return max(map(self.num_at, self.loads)) + max(load.num_warm_up for load in self.loads)
 
     def is_salted(self, arm: str, facts: ServerFacts) -> bool:
         """Whether an arm asks under salts of the benchmark's own."""
-        return facts.takes_cache_salt and "cache_salt" not in self.arms[arm].fields
+        return facts.kind in SALTED and "cache_salt" not in self.arms[arm].fields
 
     def body(self, arm: str, task: Task, model: str) -> dict[str, Any]:
-        """The request of one prompt to one arm.
-
-        The arms draw a prompt with the same seed; each prompt has a seed of its own, because one
-        seed correlates the draws of all prompts.
+        """The request of one prompt to one arm. All arms have the same seed for a prompt; the same
+        seed for all prompts would correlate their draws.
         """
         body = {
             "model": model,
@@ -156,10 +144,9 @@ def bench(
 ) -> Manifest:
     """Measure all arms at all loads into rows.jsonl (one request a row) and summary.json.
 
-    `served` are the manifests of what the server runs (target, head): with them, they say what is
-    measured and the server's address does not matter; without, the address does. Raises
-    MissingInputError (no server), MismatchError (arms that did not do the same work), EyasError (no
-    arm's request succeeds; an impossible speed-up); the last two after rows.jsonl.
+    served: the manifests of what the server runs (target, head), which enter the identity in place
+    of the server's address. Raises MissingInputError (no server), MismatchError (arms that did not
+    do the same work), EyasError (no request of an arm succeeds); the last two after rows.jsonl.
     """
     served = served or {}
     tasks = _read(config)
@@ -178,11 +165,9 @@ def bench(
     differences = run.differences()
     cut = {task.prompt_id for task in tasks if task.is_cut}
     engines = {arm: one.engine for arm, one in facts.items()}
+    is_greedy = config.temperature == 0
     summary = {
-        **summarise(
-            run.rows,
-            RunContext(list(config.arms), config.temperature == 0, run.counted, engines),
-        ),
+        **summarise(run.rows, list(config.arms), is_greedy, run.counted, engines),
         "differences": differences,
         "num_cut_prompts": len(cut & {row.prompt_id for row in run.rows}),
         "compared_anyway": config.compare_anyway,
@@ -208,7 +193,7 @@ def bench(
 
 
 def _run(work: Coroutine[Any, Any, T]) -> T:
-    """The coroutine's result; in a notebook, where a loop runs already, by another thread."""
+    """The coroutine's result; in a notebook, where a loop already runs, by another thread."""
     try:
         asyncio.get_running_loop()
     except RuntimeError:
@@ -218,31 +203,33 @@ def _run(work: Coroutine[Any, Any, T]) -> T:
 
 
 def _described(config: BenchConfig, served: Mapping[str, Manifest]) -> dict[str, Any]:
-    """The config as far as it says what is measured, with the content of the prompts in place of
-    their path.
-    """
+    """The part of the config that enters the identity, with the prompts' content for their path."""
     described = config.model_dump(mode="json", exclude={"prompts", "compare_anyway"})
     if served:
         del described["url"]
         for arm in described["arms"].values():
             del arm["url"]
-    return {**described, "prompts_sha256": file_identity(path_of(config.prompts))}
+    return {**described, "prompts_sha256": file_identity(packaged_prompts(config.prompts))}
 
 
 def _read(config: BenchConfig) -> list[Task]:
-    """As many tasks as the loads take. Raises ConfigError for fewer than the most at a time."""
-    tasks = read_tasks(config.prompts, config.num_tasks, config.seed)
-    most = max((load.concurrency for load in config.loads), default=0)
+    """The tasks of the heaviest load, and others to warm up with. Raises ConfigError for fewer than
+    are asked at a time.
+    """
+    num_warm_up = max(load.num_warm_up for load in config.loads)
+    num_tasks = max(map(config.num_at, config.loads)) + num_warm_up
+    tasks = read_tasks(config.prompts, num_tasks, config.seed)
+    most = max(load.concurrency for load in config.loads)
     if len(tasks) < most:
-        path = path_of(config.prompts)
-        what = f"{path} has {len(tasks)} prompts: {most} at a time would never be that many"
+        what = f"{packaged_prompts(config.prompts)} has {len(tasks)} prompts: {most} at a time "
+        what += "would never be that many"
         raise ConfigError(what, "give more prompts, or lower concurrencies")
     return tasks
 
 
 async def _ask_servers(config: BenchConfig) -> dict[str, ServerFacts]:
-    """The facts of each arm's server. Raises MissingInputError, EyasError, and MismatchError for
-    different precisions.
+    """The facts of each arm's server. Raises MissingInputError, EyasError, MismatchError (different
+    precisions).
     """
     facts: dict[str, ServerFacts] = {}
     for name, arm in config.arms.items():
@@ -258,7 +245,6 @@ async def _ask_servers(config: BenchConfig) -> dict[str, ServerFacts]:
 async def _measure(
     config: BenchConfig, facts: Mapping[str, ServerFacts], tasks: Sequence[Task], track: Track
 ) -> BenchRun:
-    """Warm up and measure all loads."""
     async with AsyncExitStack() as stack:
         clients = {
             name: await stack.enter_async_context(Client(arm.url or config.url, TIMEOUT_S))
@@ -277,9 +263,7 @@ async def _measure(
 
 
 class BenchRun:
-    """The rows of a benchmark, in the order they were asked for, and what servers counted at each
-    load.
-    """
+    """The rows of a benchmark in the order of requests, and the servers' counters at each load."""
 
     def __init__(
         self, config: BenchConfig, facts: Mapping[str, ServerFacts], clients: Mapping[str, Client]
@@ -292,38 +276,48 @@ class BenchRun:
     async def measure(self, load: RequestLoad, tasks: Sequence[Task], track: Any) -> None:
         """All arms at one load, in turns."""
         salts = {arm: secrets.token_hex(8) for arm in self._config.arms}
-        arms, size = list(self._config.arms), _block_size(len(tasks), load)
+        arms = list(self._config.arms)
+        size = math.ceil(len(tasks) / LEAST_TURNS)  # fewer turns give no interval
+        if load.rate is None:
+            size = max(2 * load.concurrency, min(BLOCK * load.concurrency, size))
         for block, start in enumerate(range(0, len(tasks), size)):
             some = tasks[start : start + size]
             first = block % len(arms)  # another arm is first in each block
             for arm in arms[first:] + arms[:first]:
-                before = await read_counters(self._clients[arm])
-                received = await self._ask(self._bodies(arm, some, salts[arm]), arm, load, block)
+                client, bodies = self._clients[arm], self._bodies(arm, some, salts[arm])
+                before = await read_counters(client)
+                if load.rate is None:
+                    received = await _ask_all(client, bodies, load.concurrency)
+                else:
+                    times_s = arrival_times_s(load.rate, len(bodies), self._config.seed + block)
+                    received = await _ask_all(client, bodies, len(bodies), times_s)
                 await asyncio.sleep(SETTLE_S)
-                own = counted_between(before, await read_counters(self._clients[arm]))
+                own = counted_between(before, await read_counters(client))
                 self.counted[arm, load] = add_counters(self.counted.get((arm, load), {}), own)
                 for task, got in zip(some, received, strict=True):
                     row = BenchRow(
                         arm=arm,
-                        concurrency=load.concurrency,
+                        load=load,
                         block=block,
                         prompt_id=task.prompt_id,
                         category=task.category,
                         started_s=got.sent - self._begin,
                         reply=read_reply(got),
-                        rate=load.rate,
                     )
                     self.rows.append(row)
                 track(len(self.rows), f"{arm}, {load}")
 
     def differences(self) -> list[dict[str, Any]]:
-        """How each arm differs from the first, over all loads. Raises MismatchError for what cannot
-        be compared.
-        """
+        """How each arm differs from the first, over all loads. Raises MismatchError."""
         baseline, *others = self._config.arms
+        replies: dict[str, dict[Any, Reply]] = {arm: {} for arm in self._config.arms}
+        for row in self.rows:
+            if row.is_answered:
+                replies[row.arm][row.load, row.prompt_id] = row.reply
         found = []
         for arm in others:
-            pairs = self._pairs(baseline, arm)
+            own = replies[arm]
+            pairs = [(one, own[key]) for key, one in replies[baseline].items() if key in own]
             differences = differences_of_servers(self._facts[baseline], self._facts[arm])
             differences += differences_of_answers(pairs, self._config.temperature == 0)
             check_comparable(arm, baseline, differences, self._config.compare_anyway)
@@ -332,26 +326,15 @@ class BenchRun:
             ]
         return found
 
-    def _pairs(self, baseline: str, arm: str) -> list[tuple[Reply, Reply]]:
-        """The answers of two arms to the same prompts at the same loads."""
-        replies: dict[str, dict[Any, Reply]] = {baseline: {}, arm: {}}
-        for row in self.rows:
-            if row.arm in replies and row.is_answered:
-                replies[row.arm][row.load, row.prompt_id] = row.reply
-        first = replies[baseline]
-        return [(first[key], own) for key, own in replies[arm].items() if key in first]
-
     async def warm_up(self, load: RequestLoad, tasks: Sequence[Task]) -> None:
-        """Ask all arms, count nothing; the answers tell whether the arms read the same prompts:
-        MismatchError if not.
+        """Ask all arms, count nothing. Raises MismatchError if the arms do not read the same
+        prompts.
         """
         replies = {}
-        for arm in self._config.arms:
+        for arm, client in self._clients.items():
             bodies = self._bodies(arm, tasks, secrets.token_hex(8))
-            replies[arm] = [
-                read_reply(one)
-                for one in await _ask_all(self._clients[arm], bodies, max(load.concurrency, 1))
-            ]
+            received = await _ask_all(client, bodies, max(load.concurrency, 1))
+            replies[arm] = [read_reply(one) for one in received]
         baseline, *others = replies
         for arm in others:
             both = zip(replies[baseline], replies[arm], strict=True)
@@ -367,53 +350,23 @@ class BenchRun:
         more = {"cache_salt": salt} if self._config.is_salted(arm, self._facts[arm]) else {}
         return [{**self._config.body(arm, task, self._facts[arm].model), **more} for task in tasks]
 
-    async def _ask(
-        self, bodies: Sequence[dict[str, Any]], arm: str, load: RequestLoad, block: int
-    ) -> list[StreamRecord]:
-        if load.rate is None:
-            return await _ask_all(self._clients[arm], bodies, load.concurrency)
-        times_s = arrival_times_s(load.rate, len(bodies), self._config.seed + block)
-        return await _ask_when(self._clients[arm], bodies, times_s)
-
-
-def _block_size(number: int, load: RequestLoad) -> int:
-    """Prompts in a block: BLOCK a slot, or fewer for NUM_BLOCKS blocks, but two a slot at least."""
-    fair = math.ceil(number / NUM_BLOCKS)
-    if load.rate is not None:
-        return fair
-    return max(2 * load.concurrency, min(BLOCK * load.concurrency, fair))
-
 
 async def _ask_all(
-    client: Client, bodies: Sequence[dict[str, Any]], concurrency: int
+    client: Client,
+    bodies: Sequence[dict[str, Any]],
+    concurrency: int,
+    times_s: Iterable[float] = itertools.repeat(0.0),
 ) -> list[StreamRecord]:
-    """Ask for all, `concurrency` at a time, in order."""
-    received: list[StreamRecord | None] = [None] * len(bodies)
-    waiting = iter(enumerate(bodies))
+    """Ask for all in order, each at its time, at most `concurrency` at a time."""
+    begin, slots = time.perf_counter(), asyncio.Semaphore(concurrency)
 
-    async def slot() -> None:
-        for place, body in waiting:
-            received[place] = await client.stream(body)
-
-    async with asyncio.TaskGroup() as group:
-        for _ in range(concurrency):
-            group.create_task(slot())
-    assert None not in received
-    return [one for one in received if one is not None]
-
-
-async def _ask_when(
-    client: Client, bodies: Sequence[dict[str, Any]], times_s: Sequence[float]
-) -> list[StreamRecord]:
-    """Ask for each when its time has come, however many are under way."""
-    begin = time.perf_counter()
-
-    async def later(body: dict[str, Any], at_s: float) -> StreamRecord:
+    async def ask(body: dict[str, Any], at_s: float) -> StreamRecord:
         await asyncio.sleep(at_s - (time.perf_counter() - begin))
-        return await client.stream(body)
+        async with slots:
+            return await client.stream(body)
 
     async with asyncio.TaskGroup() as group:
         asked = [
-            group.create_task(later(body, at_s)) for body, at_s in zip(bodies, times_s, strict=True)
+            group.create_task(ask(body, at_s)) for body, at_s in zip(bodies, times_s, strict=False)
         ]
     return [one.result() for one in asked]

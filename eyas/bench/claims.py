@@ -3,8 +3,8 @@ summary.json.
 
 A ratio is claimed where its interval does not contain 1. An interval needs LEAST_TURNS turns of
 each arm, because a busy minute hits whole turns (eyas/tau.py). An arm that did not draft has no
-speed-up that its head caused. Medians may improve where tails get worse: once anything is claimed,
-the p90 and p99 that got worse are named too.
+speed-up by its head. Medians may improve where tails get worse: a claim also names the p90 and p99
+that got worse.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from eyas.bench.summary import RATIOS, RequestLoad, most_possible
 from eyas.tau import LEAST_TURNS, Interval
 
 Row = Mapping[str, Any]
-MEANINGS = {  # of RATIOS, with the adjective of each
+MEANINGS = {  # each of RATIOS with its adjective
     "speedup": ("time per token (TPOT)", "fast"),
     "throughput_ratio": ("throughput", "high"),
     "e2e_speedup": ("whole answers (end to end)", "fast"),
@@ -62,11 +62,8 @@ def too_few(compared: Row) -> str:
 
 
 def quotable(compared: Row) -> dict[str, Any]:
-    """A comparison as it may be quoted: a ratio that is not certain is None, its interval stays,
-    and `note` gives the reason.
-
-    Without drafts ratios are noise, whatever their intervals. Between two engines, and where the
-    server reports no rounds, the note says that the drafts are not known.
+    """A comparison for quotation: a ratio that is not certain is None, its interval stays, and
+    `note` gives the reason. Without drafts ratios are noise, whatever their intervals.
     """
     claimed = dict(compared)
     if note := not_drafting(compared):
@@ -88,14 +85,12 @@ def load_of(row: Row) -> str:
 
 
 def at_lowest_load(rows: Sequence[Row]) -> list[Row]:
-    """The rows of the first load: of closed loops where there are any, the fewest requests."""
+    """The rows of the first load, which is the fewest requests at a time if there are any."""
     return [row for row in rows if load_of(row) == load_of(rows[0])]
 
 
 def headlines(bench: Row, arm: str | None = None) -> list[dict[str, Any]]:
-    """The comparison of each arm, or of one, at the lowest load, with the results of its two arms
-    and the `sentence` about them.
-    """
+    """The comparison of each arm, or of one, at the lowest load, both results, and `sentence`."""
     of_arm = {(result["arm"], load_of(result)): result for result in bench["results"]}
     found = []
     for compared in at_lowest_load(bench["comparisons"]):
@@ -116,7 +111,7 @@ def headlines(bench: Row, arm: str | None = None) -> list[dict[str, Any]]:
 
 def sentence(bench: Row, compared: Row, baseline: Row, arm: Row) -> str:
     """The headline: model, machine and load; TPOT, throughput and end to end; the tails that got
-    worse; what differed between the arms. compared: of these two results.
+    worse; what differed between the arms.
     """
     where = place(bench, compared)
     both = f"{compared['arm']} and {compared['baseline']}"
@@ -145,7 +140,7 @@ def sentence(bench: Row, compared: Row, baseline: Row, arm: Row) -> str:
 
 
 def in_words(compared: Row, ratio: str, how: str) -> str:
-    """One ratio in words, with its interval, as far as it may be quoted."""
+    """One ratio in words, with its interval."""
     value, interval = compared[ratio], compared[f"{ratio}_interval"]
     if value is None or interval is None:
         return "not known" if value is None else "not claimed"
@@ -174,7 +169,6 @@ def place(bench: Row, compared: Row) -> str:
 
 
 def _worse(baseline: Row, arm: Row) -> str:
-    """The tails that got worse, as far as two digits show it; "" for none."""
     tails = []
     for latency, name in LATENCIES.items():
         before, after = baseline[latency], arm[latency]
@@ -186,7 +180,6 @@ def _worse(baseline: Row, arm: Row) -> str:
 
 
 def _above_tau(compared: Row) -> str:
-    """A warning about ratios above tau, which no head gives; "" for none."""
     if compared["tau"] is None:
         return "the server reports no tau that would bound these ratios"
     certain = [name for name in RATIOS if is_certain(compared[f"{name}_interval"])]
@@ -200,7 +193,6 @@ def _above_tau(compared: Row) -> str:
 
 
 def _slower_elsewhere(bench: Row, compared: Row) -> str:
-    """The other loads at which the arm is slower for certain; "" for none."""
     loads = [
         f"{load_of(other)} ({names} {number(other[ratio])} times)"
         for other in bench["comparisons"]
@@ -212,7 +204,7 @@ def _slower_elsewhere(bench: Row, compared: Row) -> str:
 
 
 def _unlike(bench: Row, compared: Row, baseline: Row, arm: Row) -> Iterator[str]:
-    """In what the arms did not do the same work; each item makes a ratio worth less."""
+    """What makes a ratio worth less: the arms did not do the same work."""
     refused = [one for one in bench["differences"] if one["refused"]]
     if bench["compared_anyway"] and compared["arm"] in [one["arm"] for one in refused]:
         yield "compared on demand, although they did not do the same work"
@@ -225,10 +217,8 @@ def _unlike(bench: Row, compared: Row, baseline: Row, arm: Row) -> Iterator[str]
 
 
 def headline_figures(bench: Row, arm: str) -> dict[str, Any]:
-    """An arm's headline as figures for the last line of JSON; times are medians, and a ratio is
-    None where it is not claimed.
-
-    identical: whether all pairs of greedy answers are; None where answers were sampled.
+    """An arm's headline for the last line of JSON. Times are medians; a ratio that is not claimed
+    is None. identical: whether all pairs of greedy answers are; None where answers were sampled.
     """
     (head,) = headlines(bench, arm)
     compared, same = head["compared"], head["compared"]["identical"]
@@ -247,5 +237,5 @@ def headline_figures(bench: Row, arm: str) -> dict[str, Any]:
 
 
 def number(value: float | None, digits: int = 2) -> str:
-    """A number with so many digits after the point and thousands apart; a dash for None."""
+    """A number with a comma between thousands; a dash for None."""
     return "–" if value is None else f"{value:,.{digits}f}"

@@ -1,32 +1,19 @@
-"""The figures of a benchmark that follow from times. Pure functions; `eyas.tau` has the figures
-that follow from accepted drafts.
+"""The figures of a benchmark that follow from times; `eyas.tau` has those of accepted drafts. Pure
+functions.
 
     send ──ttft──▶ first text ──itl──▶ chunk ──itl──▶ ... ──▶ last chunk
          └──────────────────────── e2e ──────────────────────────┘
 
     tpot = (e2e - ttft) / (tokens - 1)
-
-Times are in milliseconds, as their names say.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TypedDict
+from typing import Any
 
-
-class Spread(TypedDict):
-    """A sample in five numbers; low and high hold the median with 95 % confidence, None for fewer
-    than 6 values.
-    """
-
-    count: int
-    median: float
-    low: float | None
-    high: float | None
-    p90: float
-    p99: float
+import numpy as np
 
 
 def tpot_ms(ttft_ms: float, e2e_ms: float, num_output_tokens: int) -> float | None:
@@ -36,32 +23,13 @@ def tpot_ms(ttft_ms: float, e2e_ms: float, num_output_tokens: int) -> float | No
     return (e2e_ms - ttft_ms) / (num_output_tokens - 1)
 
 
-def percentile(values: Sequence[float], share: float) -> float:
-    """The value below which `share` (0..1) of the sample lies, linear between neighbours (numpy's
-    default).
-    """
-    assert values, "no sample"
-    ordered = sorted(values)
-    place = share * (len(ordered) - 1)
-    below = math.floor(place)
-    above = min(below + 1, len(ordered) - 1)
-    return ordered[below] + (ordered[above] - ordered[below]) * (place - below)
-
-
-def median(values: Sequence[float]) -> float:
-    """The middle of the sample, or the mean of its two middles."""
-    return percentile(values, 0.5)
-
-
 def median_interval(
     values: Sequence[float], confidence: float = 0.95
 ) -> tuple[float, float] | None:
-    """Order statistics between which the population's median lies with at least this confidence,
-    whatever the distribution.
-
-    The number of values below the median is binomial(n, 1/2); the interval leaves out the k lowest
-    and the k highest, with the largest k for which that misses the median in at most 1 - confidence
-    of all samples. None where even (lowest, highest) misses it more often: below 6 values at 95 %.
+    """Order statistics around the population's median with at least this confidence, for any
+    distribution: the number of values below it is binomial(n, 1/2). The interval leaves out the k
+    lowest and the k highest, with the largest k for which that holds. None without one: below 6
+    values at 95 %.
     """
     n = len(values)
     miss, left_out = 0.0, -1
@@ -77,16 +45,19 @@ def median_interval(
     return ordered[left_out], ordered[n - 1 - left_out]
 
 
-def spread(values: Sequence[float]) -> Spread | None:
-    """The sample in five numbers; None for an empty one."""
+def spread(values: Sequence[float]) -> dict[str, Any] | None:
+    """A sample as count, median, low, high, p90 and p99; None for an empty one. low and high hold
+    the median with 95 % confidence, and are None for fewer than 6 values.
+    """
     if not values:
         return None
+    median, p90, p99 = map(float, np.quantile(values, (0.5, 0.9, 0.99)))
     low, high = median_interval(values) or (None, None)
     return {
         "count": len(values),
-        "median": median(values),
+        "median": median,
         "low": low,
         "high": high,
-        "p90": percentile(values, 0.9),
-        "p99": percentile(values, 0.99),
+        "p90": p90,
+        "p99": p99,
     }

@@ -1,7 +1,5 @@
-"""The report of a benchmark, and of the pipeline before it: one HTML page that needs no other file,
-and its main table as Markdown and on the terminal.
-
-The input is the JSON that stages write, and a manifest for the lineage.
+"""The report of a benchmark and its pipeline: an HTML page that needs no other file, and its main
+table as Markdown and on the terminal. Reads the JSON that stages write.
 """
 
 from __future__ import annotations
@@ -10,7 +8,7 @@ import itertools
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,22 +25,19 @@ from eyas.figure import Point, Series, line_chart
 from eyas.page import fill
 
 TEMPLATE = Path(__file__).with_name("report.html")
-PAGE, MARKDOWN = "report.html", "report.md"
 COLUMNS = (
     *("arm", "load", "TPOT ms", "tokens/s", "TTFT ms", "TTFT p99", "end to end ms", "tau"),
     *("TPOT, times as fast", "throughput, times", "end to end, times", "identical", "failed"),
 )
 TASK_COLUMNS = ("task", "arm", "load", "prompts", "TPOT, times as fast", "tau")
-CLOSED, OPEN = "requests at a time", "requests a second"
-# key of a result or comparison, label, note under the picture
-CHARTS = (
+CHARTS = (  # key of a result or comparison, label, note
     ("tpot_ms", "TPOT, ms", "Median time per output token after the first. Lower is better."),
     ("throughput_tps", "output tokens/s", "All requests together, prefill and waiting included."),
     ("speedup", "times as fast", "Median TPOT of the baseline over that of the arm."),
 )
 BUSY = 1.2  # load average per core above which something else is running
-# An absolute path, or one that leads out of the working folder, up to its last name; within quotes,
-# and where it is the whole text, it may hold spaces. No URL, and no endpoint of an API.
+# A path that is absolute or leads out of the working folder, up to its last name. Within quotes,
+# and as the whole text, it may hold spaces. No URL, and no endpoint of an API.
 FOLDERS = re.compile(
     r"^(?:file://|~|\.\.)?/(?!v1/)(?:(?!://)[^\n'\"])*/(?=[^\s/]+$)"
     r"|(?P<quote>['\"])(?:file://)?[~/](?!v1/)[^'\"]*/(?=[^'\"/]*(?P=quote))"
@@ -53,23 +48,23 @@ Row = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Contents:
-    """What a report shows. Only the benchmark's summary.json is needed.
+    """What a report shows.
 
-    evaluation: eval.json. ledger: ledger.json. manifest: of the benchmark, whose inputs give the
-    lineage. arm: the arm of the headline; None for every arm.
+    bench: summary.json. evaluation: eval.json. ledger: ledger.json. manifest: the benchmark's,
+    whose inputs give the lineage. arm: the arm of the headline; None: every arm.
     """
 
     bench: Row
     evaluation: Row | None = None
     ledger: Row | None = None
     manifest: Manifest | None = None
-    commands: Sequence[str] = field(default=())
+    commands: Sequence[str] = ()
     title: str = "eyas report"
     arm: str | None = None
 
 
 def without_folders(value: Any) -> Any:
-    """JSON with file names in place of paths on this machine: a report is passed on."""
+    """JSON with file names in place of this machine's paths: reports are published."""
     if isinstance(value, str):
         return FOLDERS.sub(lambda found: found["quote"] or "", value)
     if isinstance(value, Mapping):
@@ -79,28 +74,21 @@ def without_folders(value: Any) -> Any:
     return value
 
 
-def _to_pass_on(contents: Contents) -> Contents:
+def write_reports(folder: Artifact, contents: Contents) -> str:
+    """Write report.html and report.md into a folder; returns the page's address.
+
+    Raises InputError for a summary that claims an impossible speed-up, or of an older version.
+    """
     manifest = contents.manifest
     if manifest is not None:
         manifest = Manifest.model_validate(without_folders(manifest.model_dump(mode="json")))
     names = ("bench", "evaluation", "ledger", "commands")
-    return replace(
-        contents,
-        manifest=manifest,
-        **{name: without_folders(getattr(contents, name)) for name in names},
-    )
-
-
-def write_reports(folder: Artifact, contents: Contents) -> str:
-    """Write report.html and report.md into a folder; returns where the page is.
-
-    Raises InputError for a summary that claims an impossible speed-up, or of an older version.
-    """
-    contents = _to_pass_on(contents)
+    changed = {name: without_folders(getattr(contents, name)) for name in names}
+    contents = replace(contents, manifest=manifest, **changed)
     page, table = render(contents), markdown(contents)
-    folder.write(PAGE, page.encode())
-    folder.write(MARKDOWN, table.encode())
-    return f"{folder.url}/{PAGE}"
+    folder.write("report.html", page.encode())
+    folder.write("report.md", table.encode())
+    return f"{folder.url}/report.html"
 
 
 def render(contents: Contents) -> str:
@@ -144,31 +132,27 @@ def render(contents: Contents) -> str:
     )
 
 
-# The tables
-
-
 def table_rows(bench: Row) -> list[tuple[str, ...]]:
     """A row of COLUMNS per arm and load; intervals hold with 95 %."""
     compared = {(one["arm"], load_of(one)): one for one in bench["comparisons"]}
-    return [_table_row(row, compared.get((row["arm"], load_of(row)))) for row in bench["results"]]
-
-
-def _table_row(row: Row, pair: Row | None) -> tuple[str, ...]:
-    ratios = ["–"] * len(RATIOS) if pair is None else [ratio_cell(pair, one) for one in RATIOS]
-    same = None if pair is None else pair["identical"]
-    return (
-        row["arm"],
-        load_of(row),
-        _median(row["tpot_ms"]),
-        _within(row["throughput_tps"], row["throughput_tps_interval"], 0),
-        _median(row["ttft_ms"], 1),
-        number((row["ttft_ms"] or {}).get("p99"), 0),
-        _median(row["e2e_ms"], 0),
-        _within(row["tau"], row["tau_interval"]),
-        *ratios,
-        "–" if pair is None or same is None else f"{same} of {pair['num_pairs']}",
-        str(row["num_failed"]),
-    )
+    rows = []
+    for row in bench["results"]:
+        pair = compared.get((row["arm"], load_of(row)), dict.fromkeys([*RATIOS, "identical"]))
+        cells = (
+            row["arm"],
+            load_of(row),
+            _median(row["tpot_ms"]),
+            _within(row["throughput_tps"], row["throughput_tps_interval"], 0),
+            _median(row["ttft_ms"], 1),
+            number((row["ttft_ms"] or {}).get("p99"), 0),
+            _median(row["e2e_ms"], 0),
+            _within(row["tau"], row["tau_interval"]),
+            *(ratio_cell(pair, one) for one in RATIOS),
+            "–" if pair["identical"] is None else f"{pair['identical']} of {pair['num_pairs']}",
+            str(row["num_failed"]),
+        )
+        rows.append(cells)
+    return rows
 
 
 def task_rows(bench: Row) -> list[tuple[str, ...]]:
@@ -187,11 +171,12 @@ def task_rows(bench: Row) -> list[tuple[str, ...]]:
 
 
 def ratio_cell(row: Row, name: str) -> str:
-    """A ratio with its interval in a cell; one that is not certain has no figure of its own."""
-    value, interval = row[name], row[f"{name}_interval"]
-    note = not_drafting(row) if name == "speedup" else ""
+    """A ratio with its interval; a ratio that is not certain has no figure of its own."""
+    value = row[name]
     if value is None:
         return "–"
+    interval = row[f"{name}_interval"]
+    note = not_drafting(row) if name == "speedup" else ""
     if interval is None:
         cell = "too few turns"
     elif is_certain(interval):
@@ -202,7 +187,7 @@ def ratio_cell(row: Row, name: str) -> str:
 
 
 def markdown(contents: Contents) -> str:
-    """The main table with what a reader needs to judge it."""
+    """The report's sentences, tables and notes."""
     bench = contents.bench
     lines = [f"# {_escaped(contents.title)}", ""]
     for head in headlines(bench, contents.arm):
@@ -216,15 +201,12 @@ def markdown(contents: Contents) -> str:
     lines += [
         f"- {_escaped(arm)}: {_escaped(server_line(one))}" for arm, one in bench["servers"].items()
     ]
-    told = list(contents.commands)
-    told += lineage.lines(contents.manifest) if contents.manifest else []
-    return "\n".join([*lines, "", "```", *told, "```", ""])
+    made = lineage.lines(contents.manifest) if contents.manifest else []
+    return "\n".join([*lines, "", "```", *contents.commands, *made, "```", ""])
 
 
 def show_table(bench: Row, arm: str | None = None) -> None:
-    """Print a table per load with a column per arm, then what may be quoted. arm: of the headline;
-    None for every arm.
-    """
+    """Print a table per load with a column per arm, then the headlines of one arm or of all."""
     for load, rows in itertools.groupby(table_rows(bench), key=lambda row: row[1]):
         of_arms = list(rows)
         table = Table("", *(row[0] for row in of_arms), title=load)
@@ -271,12 +253,12 @@ def notes(bench: Row) -> list[str]:
 
 
 def cut_note(num_cut_prompts: int) -> str:
-    """That only first turns of conversations were asked."""
+    """The note that only first turns of conversations were asked."""
     return f"First turns only: the later turns of {num_cut_prompts} conversations were not asked."
 
 
 def server_line(server: Row) -> str:
-    """What a server tells about itself, and which important facts it does not."""
+    """A server's facts; version, precision and head are named where they are unknown."""
     head = {True: "with a head", False: "without a head", None: "head unknown"}[server["has_head"]]
     length, fingerprint = server["max_length"], server["target_fingerprint"]
     parts = (
@@ -292,17 +274,12 @@ def server_line(server: Row) -> str:
     return ", ".join(part for part in parts if part)
 
 
-# The pictures
-
-
 def charts(contents: Contents) -> list[tuple[Markup, str]]:
-    """SVG and note of each picture that has figures: CHARTS over each kind of load, and acceptance
-    by position at the lowest load, with that of the evaluation.
-    """
+    """SVG and note of each picture: CHARTS over each kind of load, and acceptance by position."""
     bench = contents.bench
     arms = {arm: place for place, arm in enumerate(bench["servers"])}
     found = []
-    for load, label in (("concurrency", CLOSED), ("rate", OPEN)):
+    for load, label in (("concurrency", "requests at a time"), ("rate", "requests a second")):
         results, comparisons = (
             [row for row in bench[kind] if load in row] for kind in ("results", "comparisons")
         )
@@ -343,20 +320,14 @@ def _points(rows: Sequence[Row], load: str, key: str) -> list[Point]:
 
 
 def fates(ledger: Row) -> list[dict[str, Any]]:
-    """Where the rows went: kept first, then each reason for a drop, most frequent first, with its
-    share of the rows.
-    """
+    """Kept rows, then each reason for a drop, most frequent first, with its share of the rows."""
     dropped = sorted(ledger["dropped"].items(), key=lambda item: -item[1])
     counts = [("kept", ledger["rows_out"]), *dropped]
     rows_in = max(ledger["rows_in"], 1)
     return [{"name": name, "count": count, "share": count / rows_in} for name, count in counts]
 
 
-# Cells
-
-
 def _escaped(value: str) -> str:
-    """A value that cannot end its cell or its line, or begin a tag."""
     return value.replace("|", "\\|").replace("\n", " ").replace("<", "&lt;")
 
 

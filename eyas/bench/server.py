@@ -1,11 +1,10 @@
-"""What a server tells about itself over HTTP, what its counters say of a stretch, and whether two
-arms did the same work. Knows no figure of time.
+"""A server's reports about itself over HTTP, its counters over a stretch of time, and whether two
+arms did the same work.
 
-All of it is voluntary, and each server tells something else: eyas in its model card, and its
-version in its OpenAPI document, SGLang at /server_info, llama.cpp in its model card's `meta`, vLLM
-its version and no precision. Counters are read from /metrics, where eyas, vLLM and llama.cpp have
-the same names for speculation, each with its own prefix. SGLang counts rounds and tokens of answers
-that are over, from which accepted drafts follow.
+Each server reports something else: eyas in its model card, and its version in its OpenAPI document,
+SGLang at /server_info, llama.cpp in its model card's `meta`, vLLM its version and no precision. At
+/metrics eyas, vLLM and llama.cpp have the same names for speculation, each with its own prefix, and
+SGLang others (`drafts_of`).
 
 What differs between two arms is refused, unless the user insists, or only reported:
 
@@ -40,16 +39,16 @@ DTYPES = {
     "float": "float32",
     "f32": "float32",
 }
-# kinds that take vLLM's field cache_salt, and share no prefix between salts
-SALTED = ("eyas", "vllm")
-Counters = dict[str, float]  # name without prefix, with the labels in LABELS: "rounds_total|tree"
-LABELS = ("position", "kind")
+# by name without prefix, of accepted tokens per position with that label: "..._total|0"
+Counters = dict[str, float]
+PER_POSITION = "spec_decode_num_accepted_tokens_per_pos_total|"
 SIZES = ("spec_num_steps", "spec_num_draft_tokens")  # SGLang's, of each of its schedulers
-REQUESTS = ("request_success_total", "num_requests_total")  # answers that are over; SGLang's name
+REQUESTS = ("request_success_total", "num_requests_total")  # finished answers; SGLang's name
 _SAMPLE = re.compile(r"^(?:\w+:)?(\w+)(?:\{(.*)\})? (\S+)(?: \d+)?$")
 _LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
 # every answer makes one of them larger; llama.cpp's name of the first is the second
 ONLY_UP = ("generation_tokens_total", "tokens_predicted_total", *REQUESTS)
+SETTLE_S = 0.05  # servers count an answer just after its last byte
 LENGTHS_APART = 0.1
 BEGINNING = 16  # characters
 ALIKE = 0.5
@@ -72,22 +71,14 @@ class ServerFacts:
 
     @property
     def engine(self) -> str:
-        """Engine, version and host. Between two of them a ratio of times is no speed-up by
-        speculation.
-        """
+        """Engine, version and host: between two of them a ratio is no speed-up by speculation."""
         return (
             f"{' '.join(filter(None, (self.kind, self.version)))} at {urlsplit(self.url).hostname}"
         )
 
-    @property
-    def takes_cache_salt(self) -> bool:
-        return self.kind in SALTED
-
 
 async def ask_facts(client: Client) -> ServerFacts:
-    """What the server tells of itself and of the first model that it lists. Raises
-    MissingInputError (no server), EyasError (no model).
-    """
+    """Of a server and its first model. Raises MissingInputError (no server), EyasError."""
     try:
         card, *_ = await client.cards()
     except RequestFailure as failure:
@@ -105,7 +96,11 @@ async def ask_facts(client: Client) -> ServerFacts:
         if own or meta
         else _object(await client.page("/server_info") or await client.page("/get_server_info"))
     )
-    version = info.get("version") or await _version(client, kind)
+    version = info.get("version")
+    if kind == "eyas":
+        version = (_object(await client.page("/openapi.json")).get("info") or {}).get("version")
+    elif not version:
+        version = _object(await client.page("/version")).get("version")
     head = own.get("has_head", info.get("speculative_algorithm") is not None if info else None)
     length = card.get("max_model_len") or meta.get("n_ctx") or info.get("context_length")
     return ServerFacts(
@@ -121,14 +116,8 @@ async def ask_facts(client: Client) -> ServerFacts:
     )
 
 
-async def _version(client: Client, kind: str) -> str | None:
-    if kind == "eyas":
-        return (_object(await client.page("/openapi.json")).get("info") or {}).get("version")
-    return _object(await client.page("/version")).get("version")
-
-
 def speculation_of(info: Mapping[str, Any]) -> str | None:
-    """How a server speculates, from SGLang's server_info; None where it tells nothing."""
+    """How a server speculates, from SGLang's server_info."""
     if not info.get("speculative_algorithm"):
         return None
     sizes = {"num_steps": "steps", "eagle_topk": "top-k", "num_draft_tokens": "draft tokens"}
@@ -143,9 +132,7 @@ def speculation_of(info: Mapping[str, Any]) -> str | None:
 def precision(
     own: Mapping[str, Any], meta: Mapping[str, Any], info: Mapping[str, Any]
 ) -> str | None:
-    """From eyas' part of a model card, llama.cpp's, or SGLang's server_info; None where they do not
-    tell.
-    """
+    """From eyas' part of a model card, llama.cpp's, or SGLang's server_info."""
     dtype = (
         str(own.get("dtype") or meta.get("ftype") or info.get("dtype") or "")
         .lower()
@@ -160,20 +147,20 @@ def precision(
 
 
 async def read_counters(client: Client) -> Counters:
-    """The server's counters now; empty where it has no /metrics, or does not answer now."""
+    """The server's counters now; empty where it has no /metrics, or does not answer."""
     return parse_metrics(await client.page("/metrics"))
 
 
 def parse_metrics(page: str) -> Counters:
-    """Prometheus' text format; samples that differ in other labels (engine, model) are added up, of
-    SIZES the largest is taken.
+    """Prometheus' text format. Samples that differ in other labels than the position (engine,
+    model) are added up; of SIZES the largest is taken.
     """
     found: Counters = {}
     for line in page.splitlines():
         if not (sample := _SAMPLE.match(line)):
             continue
         name, labels, value = sample.groups()
-        kept = [text for label, text in _LABEL.findall(labels or "") if label in LABELS]
+        kept = [text for label, text in _LABEL.findall(labels or "") if label == "position"]
         key = "|".join([name, *kept])
         try:
             number = float(value)
@@ -190,8 +177,8 @@ def is_restarted(before: Counters, after: Counters) -> bool:
 
 
 def counted_between(before: Counters, after: Counters) -> Counters:
-    """Counts from one reading to the next; gauges (no `_total`) as they are at the end. Of a server
-    that restarted, what it counted since. Empty, for not known, where a reading is: it failed.
+    """Counts from one reading to the next; gauges (no `_total`) as they are at the end. If the
+    server restarted, its counts since. Empty where a reading failed.
     """
     if not before or not after:
         return {}
@@ -213,39 +200,28 @@ def add_counters(one: Counters, other: Counters) -> Counters:
 
 
 def rounds_of(counted: Counters) -> dict[str, Any]:
-    """What the counters of a stretch say of its rounds; a figure that they lack is left out.
+    """The figures of a stretch's rounds, as far as counters give them.
 
-    nodes_mean: drafted tokens that the target judged, a sample and round; 0 for not known.
-    num_draft_steps: positions that are counted; of eyas those that accepted at all. plain_share: of
-    the engine's rounds, those without drafts. predicted_over_real: of the rounds' time.
+    nodes_mean: drafted tokens that the target judged per sample and round; 0: not known.
+    num_draft_steps: positions that are counted; eyas counts those that accepted at all.
     """
     drafts, accepted, nodes = drafts_of(counted)
     found: dict[str, Any] = {}
     if drafts > 0:
         found |= {"num_rounds": drafts, "tau": 1 + accepted / drafts, "nodes_mean": nodes / drafts}
-        by_position = _series(counted, "spec_decode_num_accepted_tokens_per_pos_total")
-        found["acceptance_by_position"] = acceptance_of_positions(
-            drafts, list(by_position.values())
-        )
+        positions = [key.removeprefix(PER_POSITION) for key in counted if PER_POSITION in key]
+        by_position = [counted[PER_POSITION + one] for one in sorted(positions, key=float)]
+        found["acceptance_by_position"] = acceptance_of_positions(drafts, by_position)
         found["num_draft_steps"] = int(counted.get("spec_num_steps", 0)) or len(by_position)
     elif (
         "spec_decode_num_drafts_total" not in counted and counted.get("spec_accept_length", 0.0) > 0
     ):
         found["tau"] = counted["spec_accept_length"]
-    plain, tree = (counted.get(f"rounds_total|{kind}", 0.0) for kind in ("plain", "tree"))
-    if plain + tree > 0:
-        found["plain_share"] = plain / (plain + tree)
-    predicted, real = (
-        sum(_series(counted, f"round_{what}_seconds_total").values())
-        for what in ("predicted", "real")
-    )
-    if predicted > 0 and real > 0:
-        found["predicted_over_real"] = predicted / real
     return found
 
 
 def num_ended(counted: Counters) -> float:
-    """Answers that came to their end."""
+    """Finished answers."""
     return sum(counted.get(name, 0.0) for name in REQUESTS)
 
 
@@ -253,9 +229,8 @@ def drafts_of(counted: Counters) -> tuple[float, float, float]:
     """Rounds with drafts, accepted drafts, judged drafts.
 
     SGLang counts rounds and tokens when an answer is over. The first token of an answer is the
-    prefill's, and every round adds one of the target; what a round gave beyond the end of its
-    answer is not among the tokens, so tau comes out low by at most that. Its gauge of the drafts'
-    size is 0 until the first round was logged.
+    prefill's, and every round adds one of the target. Tokens beyond the end of an answer are not
+    counted, so tau is slightly low. The gauge of the drafts' size is 0 until a round was logged.
     """
     if (rounds := counted.get("spec_verify_calls_total", 0.0)) > 0:
         of_rounds = counted.get("generation_tokens_total", 0.0) - num_ended(counted)
@@ -266,19 +241,7 @@ def drafts_of(counted: Counters) -> tuple[float, float, float]:
     return drafts, accepted, nodes
 
 
-def _series(counted: Counters, name: str) -> dict[str, float]:
-    """The samples of one name by their label; labels that are numbers in their order."""
-    own = {}
-    for key, value in counted.items():
-        sample, _, label = key.partition("|")
-        if sample == name and label:
-            own[label] = value
-    are_numbers = all(label[0].isdigit() for label in own)
-    return dict(sorted(own.items(), key=lambda one: float(one[0]) if are_numbers else 0))
-
-
 def _object(text: str) -> dict[str, Any]:
-    """A JSON object, or nothing."""
     try:
         value = json.loads(text)
     except (ValueError, RecursionError):
@@ -288,7 +251,7 @@ def _object(text: str) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """One thing in which an arm is not like its baseline; `refused` unless the user insists."""
+    """A difference of an arm from its baseline; `refused` unless the user insists."""
 
     what: str
     text: str
@@ -296,7 +259,7 @@ class Difference:
 
 
 def differences_of_servers(baseline: ServerFacts, arm: ServerFacts) -> list[Difference]:
-    """What two servers tell that differs, or do not tell."""
+    """What differs in two servers' facts, or is not known."""
     if baseline.url == arm.url:
         return []
     found = []

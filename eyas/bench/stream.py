@@ -1,7 +1,6 @@
-"""A streamed answer, read from server-sent events of OpenAI's chat completions, in the forms that
-servers send.
+"""A streamed answer, read from server-sent events of OpenAI's chat completions.
 
-What differs between servers: a first chunk with a role and no text; text under
+Servers differ in: a first chunk with a role and no text; text under
 `reasoning_content` or `reasoning`; several tokens in a chunk, or several chunks in one read; usage
 in the last chunk, in every chunk, beside `choices: null`, or nowhere; llama.cpp's `timings` where
 there is no usage; comments that keep a connection alive; CRLF; errors as events.
@@ -17,22 +16,20 @@ from typing import Any
 
 from eyas.client import StreamPiece, StreamRecord, error_message, unbroken
 
-# of a delta, in the order in which a reader sees them
-TEXTS = ("reasoning_content", "reasoning", "content")
+TEXTS = ("reasoning_content", "reasoning", "content")  # in a delta, as a reader sees them
 
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """One answer, read. Times are ms since it was asked for; with an `error`, all figures are zero.
+    """One answer. Times are ms since the request; with an `error`, all figures are zero.
 
-    accept_hist is what the server reports under usage.eyas, `tells_rounds` whether it does.
-    counted_by says who counted the tokens: "usage", "timings", or "" (they are 0).
-    num_accepted_drafts is llama.cpp's.
+    accept_hist: from usage.eyas; tells_rounds: whether it is there. counted_by: what counted the
+    tokens, "usage", "timings", or "" (they are 0). num_accepted_drafts: llama.cpp's.
     """
 
     ttft_ms: float = 0.0
     e2e_ms: float = 0.0
-    # gaps between chunks; one may hold several tokens: what a reader sees, no time per token
+    # gaps between chunks of one or several tokens, as a reader sees them
     itl_ms: list[float] = field(default_factory=list)
     num_prompt_tokens: int = 0
     num_output_tokens: int = 0
@@ -46,9 +43,7 @@ class Reply:
 
 
 def read_reply(record: StreamRecord) -> Reply:
-    """The reply in a stream of server-sent events. The first token is timed by the first text, not
-    by the first chunk.
-    """
+    """The reply in a stream. The first token is timed by the first text, not by the first chunk."""
     if record.error:
         return Reply(error=record.error)
     try:
@@ -75,9 +70,17 @@ def _reply(timed_events: Iterable[tuple[float, dict[str, Any]]]) -> Reply:
         return Reply(error="the stream ended before the answer did")
     of_text = [at for at, text in zip(times, texts, strict=True) if text]
     rounds = usage.get("eyas") or {}
-    num_prompt_tokens, num_output_tokens, counted_by = _counts(usage, timings)
-    num_accepted = timings.get("draft_n_accepted")
-    _integers([num_prompt_tokens, num_output_tokens, num_accepted or 0])
+    num_prompt_tokens, num_output_tokens, counted_by = 0, 0, ""
+    if usage:
+        num_prompt_tokens, num_output_tokens = usage["prompt_tokens"], usage["completion_tokens"]
+        counted_by = "usage"
+    elif "predicted_n" in timings:
+        num_prompt_tokens = timings.get("prompt_n", 0) + timings.get("cache_n", 0)
+        num_output_tokens, counted_by = timings["predicted_n"], "timings"
+    num_accepted, accept_hist = timings.get("draft_n_accepted"), rounds.get("accept_hist", [])
+    counts = [num_prompt_tokens, num_output_tokens, num_accepted or 0, *accept_hist]
+    if odd := [value for value in counts if type(value) is not int]:
+        raise TypeError(f"a count is {odd[0]!r}")
     return Reply(
         ttft_ms=times[0],
         e2e_ms=times[-1],
@@ -86,7 +89,7 @@ def _reply(timed_events: Iterable[tuple[float, dict[str, Any]]]) -> Reply:
         num_output_tokens=num_output_tokens,
         finish_reason=str(unbroken(finish_reason)),
         text=unbroken("".join(texts)),
-        accept_hist=_integers(rounds.get("accept_hist", [])),
+        accept_hist=accept_hist,
         counted_by=counted_by,
         tells_rounds="accept_hist" in rounds,
         num_accepted_drafts=num_accepted,
@@ -98,26 +101,6 @@ def _text(delta: Mapping[str, Any]) -> str:
     calls = (call.get("function") or {} for call in delta.get("tool_calls") or ())
     called = ((call.get("name") or "") + (call.get("arguments") or "") for call in calls)
     return "".join([*(delta.get(name) or "" for name in TEXTS), *called])
-
-
-def _counts(usage: Mapping[str, Any], timings: Mapping[str, Any]) -> tuple[int, int, str]:
-    """Tokens of the prompt and of the answer, and who says so."""
-    if usage:
-        return usage["prompt_tokens"], usage["completion_tokens"], "usage"
-    if "predicted_n" in timings:
-        return (
-            timings.get("prompt_n", 0) + timings.get("cache_n", 0),
-            timings["predicted_n"],
-            "timings",
-        )
-    return 0, 0, ""
-
-
-def _integers(values: list[Any]) -> list[int]:
-    """The same. Raises TypeError."""
-    if odd := [value for value in values if type(value) is not int]:
-        raise TypeError(f"a count is {odd[0]!r}")
-    return values
 
 
 def events(pieces: Iterable[StreamPiece]) -> Iterator[tuple[float, dict[str, Any]]]:

@@ -1,5 +1,5 @@
-"""The summary of a benchmark's rows: one result per arm and load, one comparison of each arm with
-the baseline at the same load. Pure functions.
+"""The summary of a benchmark's rows: a result per arm and load, a comparison of each arm with the
+baseline at the same load. Pure functions.
 
 A comparison is over the prompts that both arms answered:
 
@@ -8,8 +8,8 @@ A comparison is over the prompts that both arms answered:
     e2e_speedup        median time of a whole answer of the baseline / of the arm
     identical          greedy only: prompts with the same text, token count and finish reason
 
-The intervals of the three ratios hold together with 95 %: a comparison is one statement. They are
-computed from whole turns (blocks) of the arms, and are None below LEAST_TURNS turns.
+The intervals of the three ratios hold together with 95 %. They are computed from whole turns
+(blocks) of the arms, and are None below LEAST_TURNS turns.
 
 No speed-up above tau is reported: it is None, and `withheld` gives the reason. For an arm that
 hardly drafted, tau is None and a speed-up beyond measurement noise is withheld too.
@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
@@ -44,18 +44,16 @@ from eyas.tau import (
     tokens_per_forward,
 )
 
-RARE = 0.3  # an arm whose rounds emit no larger share of its tokens decodes plainly
+RARE = 0.3  # an arm whose rounds emit at most this share of its tokens decodes plainly
 NOISE = 1.1  # ratio of two arms that decode alike on a busy machine
 RATIOS = ("speedup", "throughput_ratio", "e2e_speedup")
 
 
 @dataclass(frozen=True, slots=True)
 class RequestLoad:
-    """The load of a server: requests at a time (a closed loop) or requests per second (an open
-    loop).
-    """
+    """Requests at a time (a closed loop) or requests per second (an open loop)."""
 
-    concurrency: int = 0
+    concurrency: int = 0  # 0 in an open loop
     rate: float | None = None
 
     @property
@@ -76,22 +74,15 @@ class RequestLoad:
 
 @dataclass(frozen=True, slots=True)
 class BenchRow:
-    """One request: its place in the run and its reply. started_s counts from the start of the
-    run.
-    """
+    """One request: its place in the run and its reply. started_s: from the start of the run."""
 
     arm: str
-    concurrency: int  # 0 in an open loop
+    load: RequestLoad
     block: int
     prompt_id: str
     category: str
     started_s: float
     reply: Reply
-    rate: float | None = None
-
-    @property
-    def load(self) -> RequestLoad:
-        return RequestLoad(self.concurrency, self.rate)
 
     @property
     def is_answered(self) -> bool:
@@ -111,53 +102,47 @@ class BenchRow:
         return max(self.reply.num_output_tokens - 1, 0)
 
     def to_json(self) -> dict[str, Any]:
-        """The row with its reply's fields beside its own, and tpot_ms."""
+        """The row with the fields of its load and reply beside its own, and tpot_ms."""
         row = asdict(self)
-        reply = row.pop("reply")
-        return {**row, **reply, "tpot_ms": self.tpot_ms}
+        return {**row.pop("load"), **row.pop("reply"), **row, "tpot_ms": self.tpot_ms}
 
 
-@dataclass(frozen=True, slots=True)
-class RunContext:
-    """A run without its rows; the first arm is the baseline.
-
-    counted: the servers' counters of each arm and load. engines: engine and host of each arm.
-    """
-
-    arms: Sequence[str]
-    is_greedy: bool
-    counted: Mapping[tuple[str, RequestLoad], Counters] = field(default_factory=dict)
-    engines: Mapping[str, str] = field(default_factory=dict)
-
-
-def summarise(rows: Sequence[BenchRow], run: RunContext) -> dict[str, list[dict[str, Any]]]:
+def summarise(
+    rows: Sequence[BenchRow],
+    arms: Sequence[str],
+    is_greedy: bool,
+    counted: Mapping[tuple[str, RequestLoad], Counters] | None = None,
+    engines: Mapping[str, str] | None = None,
+) -> dict[str, list[dict[str, Any]]]:
     """`results`, `comparisons` and `by_task` of a run, closed loops first, by load.
 
-    by_task leaves out tasks of fewer than LEAST_ROWS prompts.
+    The first arm is the baseline. counted: the servers' counters of each arm and load. engines:
+    engine and host of each arm. by_task leaves out tasks of fewer than LEAST_ROWS prompts.
     """
-    baseline, *others = run.arms
+    counted, engines = counted or {}, engines or {}
+    baseline, *others = arms
     results, comparisons, by_task = [], [], []
     loads = {row.load for row in rows}
     for load in sorted(loads, key=lambda one: (one.rate is not None, one.value)):
         own = [row for row in rows if row.load == load]
-        of_arm = {arm: [row for row in own if row.arm == arm] for arm in run.arms}
-        rounds = {arm: rounds_of(run.counted.get((arm, load), {})) for arm in run.arms}
+        of_arm = {arm: [row for row in own if row.arm == arm] for arm in arms}
+        rounds = {arm: rounds_of(counted.get((arm, load), {})) for arm in arms}
         results += [
-            {"arm": arm, **load.to_json(), **result(of_arm[arm], rounds[arm])} for arm in run.arms
+            {"arm": arm, **load.to_json(), **result(of_arm[arm], rounds[arm])} for arm in arms
         ]
+        categories = sorted({row.category for row in own})
         for arm in others:
             names = {"arm": arm, "baseline": baseline, **load.to_json()}
-            same = run.engines.get(arm) == run.engines.get(baseline)
-            both = comparison(of_arm[baseline], of_arm[arm], run.is_greedy, rounds[arm], same)
+            same = engines.get(arm) == engines.get(baseline)
+            both = comparison(of_arm[baseline], of_arm[arm], is_greedy, rounds[arm], same)
             comparisons.append({**names, **both})
-            categories = sorted({row.category for row in own})
             for category in categories if len(categories) > 1 else ():
                 base, other = (
                     [row for row in of_arm[one] if row.category == category]
                     for one in (baseline, arm)
                 )
                 if min(len(base), len(other)) >= LEAST_ROWS:
-                    both = comparison(base, other, run.is_greedy, None, same)
+                    both = comparison(base, other, is_greedy, None, same)
                     by_task.append({**names, "category": category, **both})
     return {"results": results, "comparisons": comparisons, "by_task": by_task}
 
@@ -167,12 +152,10 @@ def result(rows: Sequence[BenchRow], rounds: Mapping[str, Any] | None = None) ->
     rounds = rounds or {}
     answered = [row for row in rows if row.is_answered]
     accept_hist = sum_hists(row.reply.accept_hist for row in answered)
-    seconds = _busy_s(answered)
     return {
         "num_requests": len(rows),
         "num_failed": len(rows) - len(answered),
         "errors": dict(Counter(row.reply.error for row in rows if not row.is_answered)),
-        "finish_reasons": dict(Counter(row.reply.finish_reason for row in answered)),
         "ttft_ms": metrics.spread([row.reply.ttft_ms for row in answered]),
         "tpot_ms": metrics.spread([row.tpot_ms for row in answered if row.tpot_ms is not None]),
         "itl_ms": metrics.spread([gap for row in answered for gap in row.reply.itl_ms]),
@@ -180,9 +163,8 @@ def result(rows: Sequence[BenchRow], rounds: Mapping[str, Any] | None = None) ->
         "num_prompt_tokens": sum(row.reply.num_prompt_tokens for row in answered),
         "num_output_tokens": sum(row.reply.num_output_tokens for row in answered),
         "counted_by": sorted({row.reply.counted_by or "none" for row in answered}),
-        "throughput_tps": _throughput_tps(rows),
+        "throughput_tps": _throughput_tps(answered),
         "throughput_tps_interval": _throughput_interval(answered),
-        "requests_per_s": len(answered) / seconds if seconds else None,
         "accept_hist": accept_hist,
         "acceptance_by_position": acceptance_by_position(accept_hist)
         or rounds.get("acceptance_by_position", []),
@@ -192,24 +174,16 @@ def result(rows: Sequence[BenchRow], rounds: Mapping[str, Any] | None = None) ->
 
 
 def _tau(answered: Sequence[BenchRow], rounds: Mapping[str, Any]) -> dict[str, Any]:
-    """tau, its source and interval, and tokens per forward of the target, as far as known.
-
-    An arm that decoded plainly but for a few rounds has no tau: they say nothing of its speed.
-    """
     replies = [row.reply for row in answered]
     num_decoded = sum(row.num_decoded for row in answered)
-    found: dict[str, Any] = {
-        "tau": None,
-        "tau_from": None,
-        "tau_interval": None,
-        "tokens_per_forward": None,
-    }
+    names = ("tau", "tau_from", "tau_interval", "tokens_per_forward")
+    found: dict[str, Any] = dict.fromkeys(names)
     if any(reply.tells_rounds or reply.accept_hist for reply in replies):
         accept_hist = sum_hists(reply.accept_hist for reply in replies)
         found["tau_from"] = "usage"
         found["tokens_per_forward"] = tokens_per_forward(num_decoded, accept_hist)
         if num_emitted(accept_hist) <= RARE * num_decoded:
-            return found
+            return found  # few rounds say nothing of an arm's speed
         hists = [reply.accept_hist for reply in replies if sum(reply.accept_hist)]
         of_answers = [(num_emitted(hist), sum(hist)) for hist in hists]
         interval = bootstrap(of_answers, ratio_of_sums)
@@ -221,7 +195,7 @@ def _tau(answered: Sequence[BenchRow], rounds: Mapping[str, Any]) -> dict[str, A
             (row.num_decoded, row.num_decoded - (row.reply.num_accepted_drafts or 0))
             for row in answered
         ]
-        tau = float(ratio_of_sums(_table(forwards)))
+        tau = float(ratio_of_sums(np.asarray(forwards)))
         interval = bootstrap(forwards, ratio_of_sums)
         known = {"tau_from": "timings", "tau_interval": interval, "tokens_per_forward": tau}
         return found | {"tau": tau, **known}
@@ -257,17 +231,19 @@ def comparison(
             lambda rows: ratio_of_medians(rows[..., 2:4]),
         ],
     )
-    ours, theirs = _throughput_tps(arm), _throughput_tps(baseline)
+    ours, theirs = (
+        _throughput_tps([row for row in side if row.is_answered]) for side in (arm, baseline)
+    )
     compared = {
         "num_pairs": len(pairs),
         "num_turns": len(turns),
         "same_engine": same_engine,
         "identical": sum(_is_same(*pair) for pair in pairs) if is_greedy else None,
-        "speedup": float(ratio_of_medians(_table(tpots_ms))) if tpots_ms else None,
+        "speedup": float(ratio_of_medians(np.asarray(tpots_ms))) if tpots_ms else None,
         "speedup_interval": of_tpot,
         "throughput_ratio": ours / theirs if ours and theirs else None,
         "throughput_ratio_interval": of_throughput,
-        "e2e_speedup": float(ratio_of_medians(_table(e2es_ms))) if e2es_ms else None,
+        "e2e_speedup": float(ratio_of_medians(np.asarray(e2es_ms))) if e2es_ms else None,
         "e2e_speedup_interval": of_e2e,
         **_tau([row for _, row in pairs], rounds or {}),
     }
@@ -281,9 +257,9 @@ def _turns(
     arm: Sequence[BenchRow],
     pairs: Sequence[tuple[BenchRow, BenchRow]],
 ) -> list[np.ndarray]:
-    """For each block that both arms answered something of, its rows [n, 8]: TPOT and e2e of a
-    pair, baseline and arm; in the first row also tokens and seconds of the arm's turn, and of the
-    baseline's. NaN for what is not known.
+    """The rows [n, 8] of each block of which both arms answered something: TPOT and e2e of a pair,
+    baseline and arm; in the first row also tokens and seconds of the arm's turn, and of the
+    baseline's. NaN: not known.
     """
     turns = []
     for block in sorted({row.block for _, row in pairs}):
@@ -302,16 +278,15 @@ def _turns(
 
 
 def _ratio_of_rates(table: np.ndarray) -> np.ndarray:
-    """[..., n, 8] of `_turns` -> [...]: tokens per second of the arm over those of the baseline."""
+    """[..., n, 8] of `_turns` -> [...]"""
     with np.errstate(divide="ignore", invalid="ignore"):  # where no tokens were counted
         return np.asarray(ratio_of_sums(table[..., 4:6]) / ratio_of_sums(table[..., 6:8]))
 
 
 def most_possible(compared: Mapping[str, Any]) -> float | None:
-    """The largest speed-up that a head can give: tau, since a round costs at least a plain step.
-
-    For an arm that hardly drafted: its tokens per forward, and noise. None where no bound is
-    known: against another engine, or where the server reports no rounds.
+    """The largest speed-up that a head can give: tau, since a round costs at least a plain step;
+    for an arm that hardly drafted its tokens per forward, times NOISE. None against another engine,
+    or where the server reports no rounds.
     """
     if not compared["same_engine"]:
         return None
@@ -322,10 +297,8 @@ def most_possible(compared: Mapping[str, Any]) -> float | None:
 
 
 def impossible(compared: Mapping[str, Any]) -> str | None:
-    """Why no head gives the speed-up of a comparison; None where one may.
-
-    A speed-up above the bound is noise of a few prompts, or another load on the machine during
-    one of the arms.
+    """Why no head gives the speed-up of a comparison: it is noise of few prompts, or another load
+    on the machine during one arm. None where a head may.
     """
     speedup, most = compared["speedup"], most_possible(compared)
     if most is None or speedup is None or speedup <= most:
@@ -354,9 +327,7 @@ def _busy_s(answered: Sequence[BenchRow]) -> float:
     return sum(ends_s) - sum(begins_s)
 
 
-def _throughput_tps(rows: Sequence[BenchRow]) -> float | None:
-    """Output tokens per second of the arm's blocks; None where none were counted."""
-    answered = [row for row in rows if row.is_answered]
+def _throughput_tps(answered: Sequence[BenchRow]) -> float | None:
     num_output_tokens = sum(row.reply.num_output_tokens for row in answered)
     seconds = _busy_s(answered)
     return num_output_tokens / seconds if num_output_tokens and seconds else None
@@ -373,7 +344,3 @@ def _throughput_interval(answered: Sequence[BenchRow]) -> Interval | None:
         return None
     at_once = sum(e2e_s for _, e2e_s in requests) / seconds
     return interval[0] * at_once, interval[1] * at_once
-
-
-def _table(rows: Sequence[tuple[float, float]]) -> np.ndarray:
-    return np.asarray(rows, float)

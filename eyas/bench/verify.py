@@ -5,9 +5,9 @@
     sampled   plain, speculated                where seeded tokens differ: many seeds of a few
                                                prompts, and a test of their distributions
 
-Two greedy answers are compared up to the first token in which they differ. There the plain side's
-logprobs judge: the order of a sum may decide a near-tie, and any other token is wrong. Engines such
-as vLLM draw other tokens by a seed when they draft, so different draws alone are no fault.
+Two greedy answers are compared up to their first difference. There the plain side's logprobs judge:
+the order of a sum may decide a near-tie, and any other token is wrong. Engines such as vLLM draw
+other tokens by a seed when they draft, so different draws alone are no fault.
 """
 
 from __future__ import annotations
@@ -17,15 +17,17 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import asdict, dataclass
-from itertools import takewhile, zip_longest
+from functools import partial
+from itertools import product, takewhile, zip_longest
 from typing import Any
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from eyas.artifact import Artifact
 from eyas.bench.report import server_line, without_folders
 from eyas.bench.server import (
+    SETTLE_S,
     ServerFacts,
     ask_facts,
     check_comparable,
@@ -40,33 +42,30 @@ from eyas.client import Client, RequestFailure
 from eyas.errors import ConfigError, EyasError, MismatchError
 from eyas.log import Track, quiet
 from eyas.records import mixed_seed
+from eyas.settings import Settings
 from eyas.tau import num_accepted
 
-Token = int | str  # by its id, or its text
-Drafts = tuple[float, float]  # rounds or tokens that were drafted, and drafts that were accepted
-# Logprobs so near are a tie: two last bits of a logit between 16 and 32, in float32 what sums in
-# another order move. For a precision that is not told, the widest.
+Token = int | str  # its id, or its text
+Drafts = tuple[float, float]  # drafted rounds or tokens, accepted drafts
+# A tie of logprobs: two last bits of a logit between 16 and 32; in float32 the effect of summing in
+# another order. The widest for an unknown precision.
 WIDTHS = {"bfloat16": 0.25, "float16": 0.03, "float32": 0.001, "all f32": 0.001}
 LOGPROBS = {"logprobs": True, "top_logprobs": 20}
 NAMES = {"return_tokens_as_token_ids": True}  # in logprobs; vLLM's field, and ours
-IDS: dict[str, dict[str, Any]] = {"llama.cpp": {"return_tokens": True, "verbose": True}}
 PLAINLY = {"speculation": False}  # eyas' own field
-OF_OTHERS: dict[str, Any] = {"return_token_ids": True}  # vLLM, SGLang, ours
-LEVEL = 0.001  # of the test: so often are two samples of one distribution told apart
+LEVEL = 0.001  # the test's false alarms: two samples of one distribution that seem to differ
 NUM_SHUFFLES, NUM_SAMPLED, SAMPLED_TOKENS = 4999, 4, 8
-SETTLE_S, TIMEOUT_S = 0.05, 600.0  # servers count an answer just after its last byte
+TIMEOUT_S = 600.0
 VERIFICATION = "verify.json"
 
 
-class VerifyConfig(BaseModel):
-    """What is asked of whom. url: of the server that speculates. plain: of one that does not, with
+class VerifyConfig(Settings):
+    """Servers and requests. url: of the server that speculates. plain: of one that does not, with
     the same model; eyas' own needs none. prompts: JSON lines, as for `eyas bench`. num_prompts:
     greedy and seeded. max_tokens: of an answer. temperature: of seeded and sampled answers.
     num_samples: seeds of each of four prompts. concurrency: requests at a time. seed: of prompts
     and draws. tie_width: of logprobs; null goes by precision.
     """
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     url: str = "http://127.0.0.1:8000"
     plain: str | None = None
@@ -133,9 +132,9 @@ def _name(entry: Mapping[str, Any]) -> Token:
 
 @dataclass(frozen=True, slots=True)
 class Parting:
-    """Where two answers to a prompt part. place: tokens before it. plain, speculated: the tokens
-    there, None behind an end. gap: of their logprobs at the plain side, or at least so much if the
-    other is not among its best. kind: tie, wrong, or unknown.
+    """The first difference of two answers. place: tokens before it. plain, speculated: the tokens
+    there, None behind an end. gap: of their logprobs at the plain side, a lower bound if the other
+    is not among its best. kind: tie, wrong, or unknown.
     """
 
     prompt_id: str
@@ -157,7 +156,7 @@ def parting(
     one, two = ((*side.tokens, None)[place] for side in (plain, other))
     gap, kind = None, "unknown"
     if one is None or two is None:
-        # an end token may be held back; text, and tokens before or behind the limit, may not
+        # a server may hold back an end token, but neither text nor tokens up to the limit
         shorter = plain if one is None else other
         kind = "wrong" if one is two or shorter.ending[1] != "stop" else "unknown"
     elif plain.tops and len(top := plain.tops[place]) > 1:
@@ -168,7 +167,7 @@ def parting(
 
 @dataclass(frozen=True)
 class ArmComparison:
-    """Two arms' answers. num_compared: of the plain tokens, those up to where answers part."""
+    """Two arms' answers. num_compared: plain tokens up to the first differences."""
 
     num_answers: int
     num_tokens: int
@@ -208,9 +207,9 @@ def compare(
 def p_value(
     plain: Sequence[ServerAnswer], other: Sequence[ServerAnswer], num_samples: int, seed: int
 ) -> float:
-    """How often shuffled labels tell two arms apart as well: a permutation test, exact for any
-    counts. The arms have num_samples answers to each prompt in turn. The statistic is the sum of
-    chi squares over prompts and places, without the first: it is the prefill's, and never drafted.
+    """A permutation test of two arms' distributions, exact for any counts. The arms have
+    num_samples answers to each prompt in turn. The statistic is the sum of chi squares over prompts
+    and places but the first, which the prefill gives and no draft.
     """
     rng = np.random.default_rng(seed)
     labels = np.repeat([1.0, 0.0], num_samples)
@@ -229,8 +228,8 @@ def p_value(
 
 @dataclass(frozen=True)
 class Verification:
-    """What was found. again: the plain side against itself. drafts: None if the server does not
-    tell. seeded: None where nothing was drafted. p_value: None where seeded answers are equal.
+    """The findings. again: the plain side against itself. drafts: None if the server reports none.
+    seeded: None where nothing was drafted. p_value: None where seeded answers are equal.
     """
 
     servers: Mapping[str, ServerFacts]
@@ -268,10 +267,6 @@ class Verification:
             why += f", of one distribution as far as a test tells (p {self.p_value:.2f})"
         return name, why + ("" if self.drafts else "; whether any token was drafted is not known")
 
-    def to_json(self) -> dict[str, Any]:
-        """The verdict first."""
-        return dict(zip(("verdict", "why"), self.verdict, strict=True)) | asdict(self)
-
     def markdown(self) -> str:
         """The report."""
         drafted = "{:,.0f}; drafts accepted {:,.0f}".format(*self.drafts or (0, 0))
@@ -305,19 +300,24 @@ class Arm:
 
     def __init__(self, client: Client, facts: ServerFacts, fields: Mapping[str, Any]) -> None:
         self.client, self.facts, self.fields = client, facts, dict(fields)
-        self.extra: dict[str, Any] = {}
+        self.ids: dict[str, Any] = (
+            {"return_tokens": True, "verbose": True}
+            if facts.kind == "llama.cpp"
+            else {"return_token_ids": True}  # vLLM, SGLang, ours
+        )
+        self.extra: Mapping[str, Any] = {}
 
     async def probe(self, task: Task) -> ServerAnswer:
-        """A short answer, with what the server gives of ids and logprobs. Raises RequestFailure."""
-        ids = IDS.get(self.facts.kind, OF_OTHERS)
+        """A short answer, with ids and logprobs if the server has them. Raises RequestFailure."""
+        ids, short = self.ids, {"temperature": 0, "max_tokens": 2}
         for self.extra in ({**ids, **NAMES, **LOGPROBS}, LOGPROBS):
             try:
-                return await self.ask(task, {"temperature": 0, "max_tokens": 2})
+                return await self.ask(task, short)
             except RequestFailure as failure:
                 if failure.kind != "refused":
                     raise
         self.extra = ids
-        return await self.ask(task, {"temperature": 0, "max_tokens": 2})
+        return await self.ask(task, short)
 
     async def ask(self, task: Task, options: Mapping[str, Any]) -> ServerAnswer:
         """Raises RequestFailure."""
@@ -327,26 +327,30 @@ class Arm:
 
     async def answers(
         self,
-        requests: Sequence[tuple[Task, Mapping[str, Any]]],
-        concurrency: int,
-        progress: Callable[[int], None],
+        config: VerifyConfig,
+        progress: Callable[[int, int], None],
+        options: Mapping[str, Any],
+        tasks: Sequence[Task],
+        numbers: range = range(1),
     ) -> tuple[list[ServerAnswer], Drafts | None]:
-        """Answers in order, and what was drafted for them: as they tell, else as the server counts,
-        other clients' requests included; None if neither does.
+        """Answers in order, to each task by a seed for each number, and their drafts: as they
+        report them, else as the server counts, with other clients' requests; None if neither does.
         """
-        before, slots = await read_counters(self.client), asyncio.Semaphore(concurrency)
+        before, slots = await read_counters(self.client), asyncio.Semaphore(config.concurrency)
+        requests = list(product(tasks, numbers))
 
-        async def one(number: int, task: Task, options: Mapping[str, Any]) -> ServerAnswer:
+        async def answer(at: int, task: Task, number: int) -> ServerAnswer:
             async with slots:
-                progress(number)
-                return await self.ask(task, options)
+                progress(at, len(requests))
+                seed = mixed_seed(config.seed, f"{task.prompt_id} {number}")
+                return await self.ask(task, {**options, "seed": seed})
 
-        found = await asyncio.gather(*(one(at, *request) for at, request in enumerate(requests)))
+        found = await asyncio.gather(*(answer(at, *one) for at, one in enumerate(requests)))
         await asyncio.sleep(SETTLE_S)
         counted = counted_between(before, await read_counters(self.client))
         told = [answer.drafts for answer in found if answer.drafts is not None]
         drafted, accepted = sum(one[0] for one in told), sum(one[1] for one in told)
-        if self.fields != PLAINLY:  # eyas' answers do not tell of drafts from text
+        if self.fields != PLAINLY:  # eyas' answers do not report drafts from text
             rounds, num, nodes = drafts_of(counted)
             drafted, accepted = max(drafted, rounds, nodes), max(accepted, num)
         # vLLM counts drafts from its start on, where it speculates
@@ -355,16 +359,9 @@ class Arm:
 
 
 async def verified(config: VerifyConfig, output: Artifact, track: Track = quiet) -> tuple[str, str]:
-    """Verdict and reason; report.md and VERIFICATION in `output`. Raises what `verify` does."""
-    found = await verify(config, track)
-    output.write("report.md", found.markdown().encode())
-    output.write_json(VERIFICATION, found.to_json() | {"config": config.model_dump(mode="json")})
-    return found.verdict
-
-
-async def verify(config: VerifyConfig, track: Track = quiet) -> Verification:
-    """Ask and compare. Raises ConfigError (no way to ask plainly), MismatchError (the plain server
-    has another model), MissingInputError (no server), EyasError.
+    """Ask and compare: verdict and reason; report.md and VERIFICATION in `output`. Raises
+    ConfigError (no way to ask plainly), MismatchError (the plain server has another model),
+    MissingInputError (no server), EyasError.
     """
     tasks = read_tasks(config.prompts, config.num_prompts, config.seed)
     async with AsyncExitStack() as stack:
@@ -376,23 +373,28 @@ async def verify(config: VerifyConfig, track: Track = quiet) -> Verification:
                 f"{config.url} ({facts[1].kind}) cannot turn speculation off for one request",
                 "start the same model beside it without speculation, and give --plain URL",
             )
-        fields = [PLAINLY, {"speculation": True}] if config.plain is None else [{}, {}]
+        ways = [PLAINLY, {"speculation": True}] if config.plain is None else [{}, {}]
         differences = differences_of_servers(*facts)
         check_comparable(config.url, "--plain", differences, compare_anyway=False)
-        arms = [Arm(*one) for one in zip(clients, facts, fields, strict=True)]
+        arms = [Arm(*one) for one in zip(clients, facts, ways, strict=True)]
         try:
-            found = await _asked(config, tasks, arms, track)
+            fields = await _asked(config, tasks, arms, track)
         except RequestFailure as failure:
             what = f"{' or '.join(dict.fromkeys(urls))} {failure.what}"
             raise EyasError(what, "look at the server's log, and run it again") from failure
     servers = dict(zip(("plain", "speculated"), facts, strict=True))
-    return Verification(servers, [f"{one.what}: {one.text}" for one in differences], **found)
+    found = Verification(servers, [f"{one.what}: {one.text}" for one in differences], **fields)
+    verdict, why = found.verdict
+    output.write("report.md", found.markdown().encode())
+    own = {"verdict": verdict, "why": why, "config": config.model_dump(mode="json")}
+    output.write_json(VERIFICATION, own | asdict(found))
+    return verdict, why
 
 
 async def _asked(
     config: VerifyConfig, tasks: Sequence[Task], arms: Sequence[Arm], track: Track
 ) -> dict[str, Any]:
-    """What answers tell. Raises MismatchError, EyasError, RequestFailure."""
+    """Verification's fields. Raises MismatchError, EyasError, RequestFailure."""
     plain, arm = arms
     one, two = [await side.probe(tasks[0]) for side in arms]
     if one.num_prompt_tokens != two.num_prompt_tokens:
@@ -403,29 +405,19 @@ async def _asked(
             "the servers do not both give token ids, or both logprobs",
             "take a version that does: vLLM and SGLang give ids for return_token_ids",
         )
-    if isinstance(one.tokens[0], int):  # as it is used: logprobs may take another way
-        arm.extra = IDS.get(arm.facts.kind, OF_OTHERS)
+    if isinstance(one.tokens[0], int):  # as users ask: logprobs may take another path
+        arm.extra = arm.ids
     precisions = [(side.facts.precision or "").partition("/")[0] for side in arms]
     width = max(WIDTHS.get(one, max(WIDTHS.values())) for one in precisions)
     width = width if config.tie_width is None else config.tie_width
 
-    async def answers(
-        side: Arm, what: str, some: Sequence[Task], numbers: range, **options: Any
-    ) -> tuple[list[ServerAnswer], Drafts | None]:
-        requests = [
-            (task, {**options, "seed": mixed_seed(config.seed, f"{task.prompt_id} {number}")})
-            for task in some
-            for number in numbers
-        ]
-        count = len(requests)
-        return await side.answers(
-            requests, config.concurrency, lambda number: track(number, count, what)
-        )
+    def noted(what: str) -> Callable[[int, int], None]:
+        return partial(track, note=what)
 
     greedy = {"temperature": 0.0, "max_tokens": config.max_tokens}
-    first, plain_drafts = await answers(plain, "greedy, plain", tasks, range(1), **greedy)
-    others, drafts = await answers(arm, "greedy, speculated", tasks, range(1), **greedy)
-    again, _ = await answers(plain, "greedy, plain again", tasks, range(1), **greedy)
+    first, plain_drafts = await plain.answers(config, noted("greedy, plain"), greedy, tasks)
+    others, drafts = await arm.answers(config, noted("greedy, speculated"), greedy, tasks)
+    again, _ = await plain.answers(config, noted("greedy, plain again"), greedy, tasks)
     found: dict[str, Any] = {
         "width": width,
         "greedy": compare(tasks, first, others, width),
@@ -436,14 +428,14 @@ async def _asked(
     if drafts and not drafts[0]:
         return found
     drawn = {**greedy, "temperature": config.temperature}
-    pair = [(await answers(side, "seeded", tasks, range(1), **drawn))[0] for side in arms]
+    pair = [(await side.answers(config, noted("seeded"), drawn, tasks))[0] for side in arms]
     found["seeded"] = compare(tasks, pair[0], pair[1], width)
     if found["seeded"].partings:
         drawn["max_tokens"] = SAMPLED_TOKENS
         few, count = tasks[:NUM_SAMPLED], config.num_samples
         ranges = range(1, 1 + count), range(1 + count, 1 + 2 * count)
         sampled = [
-            (await answers(side, "sampled", few, numbers, **drawn))[0]
+            (await side.answers(config, noted("sampled"), drawn, few, numbers))[0]
             for side, numbers in zip(arms, ranges, strict=True)
         ]
         found["p_value"] = p_value(sampled[0], sampled[1], count, config.seed)

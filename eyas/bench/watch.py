@@ -1,22 +1,21 @@
-"""A watch over production: whether servers accept a head's drafts as its card says, from their
-counters alone.
+"""A watch over production: whether a head's tau in servers' counters is that of its card.
 
-A window is the stretch in which `requests` answers came to their end on all servers together; tau
-is over all its rounds. The head is stale in a window where
+In a window all servers together finish `requests` answers; tau is over all its rounds. The head is
+stale in a window where
 
     tau_card - MARGIN * (tau_card - 1) - tau  >  z * sqrt(se_card^2 + sd^2 / n)
 
     tau_card, se_card   of the card, for drafts of the same size; se from its 95 % interval
     sd                  of tau over answers like the card's: se_card * sqrt(answers)
-    n                   answers that the window is worth: its requests, or as many of the card's
-                        answers as have its rounds, where that is less
-    z                   3.09: by chance one window in a thousand (FALSE_ALARMS) of those that lose
-                        just the margin, if sums of answers are normally distributed
+    n                   the window's requests, or the number of the card's answers that have as
+                        many rounds, if that is less
+    z                   3.09: one false alarm in a thousand windows (FALSE_ALARMS) that lose just
+                        the margin, if sums of answers are normally distributed
 
-A round's neighbours in an answer are like it, so rounds are no independent draws, and answers are
-what is counted: of long ones each counts once, short ones count by their rounds. MARGIN is there
-because no traffic is the card's prompts: what is lost must also be worth a new head.
-docs/decisions/verdict.md has the measured rates; deploy/prometheus-rules.yaml the same formula.
+Rounds of one answer are alike and no independent draws, so answers are counted: a long one once,
+short ones by their rounds. MARGIN allows for other prompts than the card's: a loss must also be
+worth a new head. docs/decisions/verdict.md has the measured rates; deploy/prometheus-rules.yaml the
+same formula.
 """
 
 from __future__ import annotations
@@ -44,23 +43,23 @@ from eyas.client import Client
 from eyas.errors import EyasError, MismatchError, MissingInputError
 from eyas.tau import Interval, acceptance_of_positions
 
-MARGIN = 0.1  # of the accepted drafts a round: less is not worth a training run
-FALSE_ALARMS = 0.001  # of windows
+MARGIN = 0.1  # share of the accepted drafts per round: less is not worth a training run
+FALSE_ALARMS = 0.001  # share of windows
 Z = NormalDist().inv_cdf(1 - FALSE_ALARMS)
-LOST_S = 300.0  # longer than a server takes to load: none is coming back
-# Of judged drafts a round. eyas counts drafts as they are judged, and rounds as answers end: those
-# under way are the difference, a batch at most.
+LOST_S = 300.0  # longer than a server takes to load
+# Relative error of judged drafts per round: eyas counts drafts when they are judged, and rounds
+# when answers end, which differs by the running answers, a batch at most.
 SIZE_APART = 0.25
-SEVERAL = 10  # answers without a round that say that there is no head: few may be of one token each
+SEVERAL = 10  # answers without a round show that there is no head: few may be of one token each
 
 
 def choose(figures: Sequence[CardTau], temperature: float, rounds: Mapping[str, Any]) -> CardTau:
-    """The card's figures for drafts of the size that a server makes (`rounds_of` its counters): the
-    nearest, a longer chain cut to its steps among them; else those of auto. Where the server does
-    not tell the size, the first. Raises MismatchError.
+    """The card's figures for a server's size of drafts (`rounds_of` its counters): the nearest, or
+    a longer chain cut to its steps; else those of auto. The first for an unknown size. Raises
+    MismatchError.
     """
     own = at_temperature(figures, temperature)
-    nodes, steps = rounds["nodes_mean"], rounds["num_draft_steps"]  # of the second at least so many
+    nodes, steps = rounds["nodes_mean"], rounds["num_draft_steps"]  # at least so many steps
     if not nodes:
         return own[0]
     sized = [one for one in own if one.size is not None and one.size[0] >= steps]
@@ -84,28 +83,28 @@ def choose(figures: Sequence[CardTau], temperature: float, rounds: Mapping[str, 
 
 @dataclass(frozen=True, slots=True)
 class WatchWindow:
-    """What all servers counted in one window, beside the card. restarted, lost: of the servers'
-    addresses, in this window.
+    """The counts of all servers in one window, and the card. restarted, lost: addresses of servers
+    in this window.
     """
 
     num_requests: int
     num_rounds: int
     tau: float
-    acceptance_by_position: tuple[float, ...]  # empty of SGLang, which does not count it
+    acceptance_by_position: tuple[float, ...]  # SGLang does not count it: empty
     card: CardTau
     restarted: tuple[str, ...] = ()
     lost: tuple[str, ...] = ()
 
     @property
     def worth(self) -> float:
-        """Answers of the card that the window is worth."""
+        """n of the module's formula."""
         return min(
             self.num_requests, self.num_rounds * self.card.num_answers / self.card.num_rounds
         )
 
     @property
     def se(self) -> float:
-        """Standard error of tau, of answers that differ as the card's do."""
+        """Standard error of tau, for answers with the card's variance."""
         return self.card.se * math.sqrt(self.card.num_answers / self.worth)
 
     @property
@@ -129,10 +128,9 @@ def window_of(
     counted: Mapping[str, Counters],
     since_start: Mapping[str, Counters],
 ) -> WatchWindow | None:
-    """What servers counted in a window, and since they started, by address. Answers of a server
-    that drafted nothing in the window are left out; None where no server drafted. Raises EyasError
-    where one never drafted, MismatchError where they draft in different sizes, or in one that the
-    card has not.
+    """The window of servers' counters in it, and since their start, by address. Servers that
+    drafted nothing in the window are left out; None where none drafted. Raises EyasError where one
+    never drafted, MismatchError for different sizes of drafts, or a size that the card lacks.
     """
     drafting: dict[str, Mapping[str, Any]] = {}
     for url, own in counted.items():
@@ -178,10 +176,10 @@ async def windows(
     requests: int,
     poll_s: float,
 ) -> AsyncIterator[WatchWindow]:
-    """Windows of `requests` answers or a few more, without an end.
+    """Windows of at least `requests` answers, without an end.
 
-    Raises MismatchError for a temperature that the card has not, MissingInputError where a server
-    has no counters at the start, or none answers for LOST_S; what `window_of` raises.
+    Raises MismatchError for a temperature that the card lacks, MissingInputError where a server has
+    no counters at the start, or none answers for LOST_S; what `window_of` raises.
     """
     at_temperature(figures, temperature)  # now, and not after the first window
     last = dict(zip([one.url for one in clients], await _read(clients), strict=True))

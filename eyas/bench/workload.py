@@ -6,8 +6,8 @@ A file holds JSON lines in any of three shapes:
     {"id"?, "messages": [{"role", "content"}, ...]}               a conversation in OpenAI's form
     {"question_id", "category", "turns": [...]}                   Spec-Bench
 
-Each gives one request: what the user says before the assistant's first answer. Later turns are left
-out, and Task.is_cut says so.
+Each gives one request: the user's turns before the assistant's first answer. Later turns are left
+out (Task.is_cut).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import Any
 
 import fsspec
 
-from eyas.builtin import BUILTIN, demo_prompts
+from eyas.builtin import BUILTIN, packaged_prompts
 from eyas.client import unbroken
 from eyas.errors import CorruptError, EmptyInputError, InputError, MissingInputError
 from eyas.records import Message
@@ -31,9 +31,7 @@ from eyas.records import Message
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """One request of the benchmark. `category` is the row's own, its source, or nothing; is_cut:
-    the user had more to say.
-    """
+    """One request. category: the row's own, its source, or "". is_cut: later turns are left out."""
 
     prompt_id: str
     category: str
@@ -41,19 +39,14 @@ class Task:
     is_cut: bool = False
 
 
-def path_of(prompts: str) -> str:
-    """The file of prompts, "builtin" those of the package."""
-    return str(demo_prompts()) if prompts == BUILTIN else prompts
-
-
-def read_tasks(prompts: str, count: int, seed: int, skip_bad: bool = False) -> list[Task]:
+def read_tasks(prompts: str, count: int, seed: int) -> list[Task]:
     """`count` tasks, or all where there are fewer, drawn and ordered by the seed.
 
-    Raises MissingInputError, EmptyInputError, CorruptError (no JSON) and InputError (another shape;
-    an id used twice); with `skip_bad`, and of the packaged prompts, rows of these last three kinds
-    are left out: raw sets have some.
+    prompts: a file, or "builtin", a raw set of which bad rows are left out. Raises
+    MissingInputError, EmptyInputError, CorruptError (no JSON) and InputError (another shape; an id
+    used twice).
     """
-    url, skip_bad = path_of(prompts), skip_bad or prompts == BUILTIN
+    url, skip_bad = packaged_prompts(prompts), prompts == BUILTIN
     tasks: dict[str, Task] = {}
     for number, row in enumerate(_rows(url, skip_bad), start=1):
         try:
@@ -99,7 +92,7 @@ def _rows(url: str, skip_bad: bool) -> Iterator[Any]:
 
 
 def task_of(row: Any, number: int, url: str) -> Task:
-    """The task of a row, which is the number-th of a file or list. Raises InputError."""
+    """The task of the number-th row of a file or list. Raises InputError."""
     row = row if isinstance(row, dict) else {}
     try:
         messages = _first_turns(row)
@@ -121,8 +114,8 @@ def _num_user_turns(messages: Iterable[Mapping[str, Any]]) -> int:
 
 
 def _first_turns(row: dict[str, Any]) -> list[Message]:
-    """System messages, and the user's turns before the first answer; an opening by the assistant is
-    left out.
+    """System messages, and the user's turns before the first answer. An opening by the assistant
+    is left out.
     """
     if row.get("turns"):
         system: list[Message] = (
@@ -144,9 +137,7 @@ def _first_turns(row: dict[str, Any]) -> list[Message]:
 
 
 def _text(content: Any) -> str:
-    """A turn's content: a string, or OpenAI's list of text parts. Raises KeyError, TypeError for
-    anything else.
-    """
+    """Of a string, or of OpenAI's list of text parts. Raises KeyError, TypeError."""
     return content if isinstance(content, str) else "".join(part["text"] for part in content)
 
 

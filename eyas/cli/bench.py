@@ -21,14 +21,13 @@ from eyas.bench.bench import EAGLE, PLAIN, BenchConfig, bench, bench_identity
 from eyas.bench.claims import headlines, quotable
 from eyas.bench.report import Contents, cut_note, show_table, write_reports
 from eyas.bench.server import ServerFacts, ask_facts
-from eyas.cli.options import Overrides, RunFile, override, read_run_file, stage_config
-from eyas.cli.stage import stage
+from eyas.cli.options import Overrides, Prompts, RunFile, override, read_run_file, stage_config
+from eyas.cli.stage import IDENTITY_DIGITS, stage
 from eyas.client import Client
 from eyas.errors import InputError, MismatchError
 from eyas.log import console
 
 CONFIG = BenchConfig
-IDENTITY_DIGITS = 8  # of a folder's name
 HEADS = ("export", "train")  # stages whose output a server can run
 
 
@@ -42,7 +41,7 @@ def command(
     output: Annotated[
         str | None, typer.Option("--output", "-o", help="folder or URL (out/bench-IDENTITY)")
     ] = None,
-    prompts: Annotated[str | None, typer.Option(help='JSONL (.gz too), or "builtin"')] = None,
+    prompts: Prompts = None,
     concurrency: Annotated[
         str | None, typer.Option(help="requests at a time, e.g. 1,2,4,8 (1)")
     ] = None,
@@ -67,13 +66,12 @@ def command(
     key of servers that want one.
     """
     given = [*(overrides or [])]
-    given += (
-        [f"concurrencies=[{concurrency or ''}]"]
-        if concurrency is not None or rates is not None
-        else []
-    )
-    given += [f"rates=[{rates}]"] if rates is not None else []
-    given += ["compare_anyway=true"] if compare_anyway else []
+    if concurrency is not None or rates is not None:
+        given.append(f"concurrencies=[{concurrency or ''}]")
+    if rates is not None:
+        given.append(f"rates=[{rates}]")
+    if compare_anyway:
+        given.append("compare_anyway=true")
     section = (read_run_file(run_file).get("bench") or {}) if run_file else {}
     url = url or section.get("url") or BenchConfig.model_fields["url"].default
     if against is not None or "arms" not in override(section, given):
@@ -91,27 +89,22 @@ def command(
         bench(config, measured, track)
     summary = measured.read_json("summary.json")
     show_table(summary)
-    if cut := summary["num_cut_prompts"]:
-        console.print(cut_note(cut), style="yellow", highlight=False)
+    warnings = [cut_note(cut)] if (cut := summary["num_cut_prompts"]) else []
     for one in summary["differences"]:
-        console.print(
-            f"{one['arm']} and {one['baseline']}: {escape(one['text'])}",
-            style="yellow",
-            highlight=False,
-        )
+        warnings.append(f"{one['arm']} and {one['baseline']}: {one['text']}")
+    for warning in warnings:
+        console.print(escape(warning), style="yellow", highlight=False)
     manifest = measured.manifest("bench")
     if made is not None:
         manifest = with_head(manifest, made, summary["servers"])
-    report = write_reports(
-        measured,
-        Contents(
-            bench=summary,
-            ledger=ledger_of(manifest),
-            manifest=manifest,
-            commands=[command_line(), *asked(config)],
-        ),
+    typed = shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])
+    contents = Contents(
+        bench=summary,
+        ledger=ledger_of(manifest),
+        manifest=manifest,
+        commands=[typed, *asked(config)],
     )
-    print(f"report: {report}")
+    print(f"report: {write_reports(measured, contents)}")
     sentences = [one["sentence"] for one in headlines(summary)]
     compared = [quotable(one) for one in summary["comparisons"]]
     print(json.dumps({"headlines": sentences, "comparisons": compared, "output": folder}))
@@ -119,20 +112,23 @@ def command(
 
 def arms_for(url: str, against: str | None) -> Mapping[str, Any]:
     """The arms that fit the servers: two servers; or one of eyas, with and without its head; or one
-    alone.
-
-    Raises MissingInputError where no server answers, EyasError where it is none of OpenAI's kind.
+    alone. Raises what `ask_facts` raises.
     """
+
+    async def facts_of(url: str) -> ServerFacts:
+        async with Client(url, 30) as client:
+            return await ask_facts(client)
+
     if against is not None:
         return {"baseline": {"url": against}, "server": {"url": url}}
-    facts = asyncio.run(_facts(url))
+    facts = asyncio.run(facts_of(url))
     if facts.kind == "eyas" and facts.has_head:
         return {PLAIN: {"speculation": False}, EAGLE: {"speculation": True}}
     return {"server": {}}
 
 
 def asked(config: BenchConfig) -> list[str]:
-    """A remark for each arm: where and how it was asked, its own speculation among it."""
+    """A remark for each arm: the server and the fields of its requests."""
     remarks = []
     for name, arm in config.arms.items():
         body = dict(arm.fields)
@@ -143,21 +139,11 @@ def asked(config: BenchConfig) -> list[str]:
     return remarks
 
 
-async def _facts(url: str) -> ServerFacts:
-    async with Client(url, 30) as client:
-        return await ask_facts(client)
-
-
-def command_line() -> str:
-    """The command that this process is, as one would type it."""
-    return shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])
-
-
 def with_head(
     manifest: Manifest, made: Manifest, servers: Mapping[str, Mapping[str, Any]]
 ) -> Manifest:
-    """A benchmark's manifest with the head that its servers ran as one of its inputs. Raises
-    MismatchError for a head of another target.
+    """A benchmark's manifest with its servers' head as an input. Raises MismatchError for a head of
+    another target.
     """
     targets = {
         stage.config["target_fingerprint"]
@@ -173,6 +159,6 @@ def with_head(
 
 
 def ledger_of(manifest: Manifest) -> dict[str, Any] | None:
-    """The ledger of the prompts stage that an artifact comes from, if it comes from one."""
+    """The ledger of the prompts stage in an artifact's lineage, if there is one."""
     ledgers = (stage.facts.get("ledger") for stage in lineage.stages(manifest))
     return next((ledger for ledger in ledgers if ledger), None)

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from eyas.artifact import Artifact
-from eyas.cli.options import Answers, Output, Overrides, RunFile, TargetOption, stage_config
+from eyas.cli.options import Output, Overrides, RunFile, TargetOption, stage_config
 from eyas.cli.stage import stage
 from eyas.features.capture import CaptureConfig, capture
 
@@ -15,7 +15,7 @@ CONFIG = CaptureConfig
 
 
 def command(
-    answers: Answers,
+    answers: Annotated[str, typer.Argument(help="output of `eyas generate`")],
     target: TargetOption,
     output: Output,
     server: Annotated[

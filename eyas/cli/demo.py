@@ -1,6 +1,4 @@
-"""`eyas demo`: a run of all stages on models and prompts of packages; settings are in demo.yaml and
-demo_quick.yaml.
-"""
+"""`eyas demo`: a run of all stages on packaged models and prompts (demo.yaml, demo_quick.yaml)."""
 
 from __future__ import annotations
 
@@ -17,15 +15,10 @@ from eyas.model.variants import processor_features
 SETTINGS = Path(__file__).with_name("demo.yaml")
 QUICK_SETTINGS = Path(__file__).with_name("demo_quick.yaml")
 RUN_FILE = "run.yaml"  # a copy of SETTINGS, beside the results
-# What a head from new weights needs instead of a start: more passes, and the usual rate for its
-# width.
-FROM_NOTHING = (
-    "train.start=null",
-    "train.epochs=4",
-    "train.learning_rate=null",
-)
-# What multiplies bfloat16 in hardware; on others the file's own blocks are several times as fast,
-# and a round's rows cost little more than one.
+# New weights need more epochs, and the usual rate for their width.
+FROM_NOTHING = ("train.start=null", "train.epochs=4", "train.learning_rate=null")
+# Features that multiply bfloat16 in hardware; on other processors the file's own blocks are several
+# times as fast, and a round's rows cost little more than one.
 HAS_BF16 = {"avx512_bf16", "bf16"}
 IN_BLOCKS = ("generate.dtype=auto", "serve.dtype=auto")
 
@@ -53,16 +46,12 @@ def command(
     content = {**content, "output": output} if output else content
     folder = local_output(str(content["output"]))
     options = [" --quick"] * quick + [" --from-nothing"] * from_nothing
-    run(content, f"eyas demo{''.join(options)}", own=own_commands(folder))
-    Artifact(folder).write(RUN_FILE, SETTINGS.read_bytes())
-
-
-def own_commands(folder: str) -> list[str]:
-    """What does the same for a model of one's own: a remark and three commands."""
-    return [
+    own_model = [
         f"# the same for a model and prompts of yours: copy {folder}/{RUN_FILE} to mine.yaml,",
         "# change the lines that are marked (*), then",
         "eyas plan mine.yaml",
         "eyas run mine.yaml",
         "eyas serve --target MODEL --head out/mine/export-*/sglang",
     ]
+    run(content, f"eyas demo{''.join(options)}", own=own_model)
+    Artifact(folder).write(RUN_FILE, SETTINGS.read_bytes())

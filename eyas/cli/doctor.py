@@ -1,5 +1,5 @@
-"""`eyas doctor`: what this machine can do. Reads versions and devices and measures the native
-library for half a second; builds it where none is shipped and none has been built.
+"""`eyas doctor`: what this machine can do. Measures the native library for half a second; builds it
+where none is shipped or built.
 """
 
 from __future__ import annotations
@@ -47,7 +47,14 @@ Row = tuple[str, str, str]
 def command() -> None:
     """Print versions, devices, processor features, optional parts and stores of this machine."""
     table = Table("what", "here", "meaning", title=f"eyas {__version__}")
-    for group in (_versions(), _devices(), _stores(), _packaged()):
+    threads = f"{cores()} of them are this process's; OMP_NUM_THREADS chooses fewer threads"
+    devices = [
+        ("processor", cpu_field("model name") or platform.machine(), ""),
+        ("cores", str(os.cpu_count()), threads),
+        *_native(),
+        *_pytorch(),
+    ]
+    for group in (_versions(), devices, _stores(), _packaged()):
         for row in group:
             table.add_row(*map(escape, row))
         table.add_section()
@@ -62,13 +69,6 @@ def _versions() -> list[Row]:
         except PackageNotFoundError:
             rows.append((name, "absent", use))
     return rows
-
-
-def _devices() -> list[Row]:
-    threads = f"{cores()} of them are this process's; OMP_NUM_THREADS chooses fewer threads"
-    rows = [("processor", cpu_field("model name") or platform.machine(), "")]
-    rows.append(("cores", str(os.cpu_count()), threads))
-    return [*rows, *_native(), *_pytorch()]
 
 
 def _native() -> list[Row]:
@@ -93,7 +93,7 @@ def _pytorch() -> list[Row]:
         return []
     torch = importlib.import_module("torch")
     meaning = "reordered weights for features and training on a CPU"
-    rows = [("oneDNN", _yes(torch.backends.mkldnn.is_available()), meaning)]
+    rows = [("oneDNN", "yes" if torch.backends.mkldnn.is_available() else "no", meaning)]
     if not torch.cuda.is_available():
         rows.append(("cuda", "no", "everything runs on the CPU"))
     for index in range(torch.cuda.device_count()):
@@ -102,16 +102,13 @@ def _pytorch() -> list[Row]:
     return rows
 
 
-def _yes(there: bool) -> str:
-    return "yes" if there else "no"
-
-
 def _stores() -> list[Row]:
     free = shutil.disk_usage(".").free
     rows = [("file://", "yes", f"{free / 2**30:.1f} GiB free here")]
     for scheme, package in STORES.items():
         here = importlib.util.find_spec(package) is not None
-        rows.append((scheme, _yes(here), package if here else f"pip install {package}"))
+        row = ("yes", package) if here else ("no", f"pip install {package}")
+        rows.append((scheme, *row))
     return rows
 
 

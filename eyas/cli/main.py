@@ -1,8 +1,8 @@
 """The entry point `eyas`: the table of commands, and how errors become messages and exit codes.
 
-Commands live in one file each and import their stage at the top, torch included. A table of names,
-and an import of only the one that was asked for, keep `eyas --help` and a mistyped command under a
-second (importing all takes several), and let commands run where PyTorch is not installed.
+Commands live in one file each and import their stage at the top, torch included. Only the named
+command is imported: `eyas --help` and a mistyped command take less than a second (importing all
+takes several), and commands run where PyTorch is not installed.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ COMMANDS = {
     "doctor": "what this machine can do",
 }
 INTERRUPTED, TERMINATED = 130, 143  # 128 + SIGINT, SIGTERM: what shells expect
-# of eyas[train], by the names that are imported
+# libraries of eyas[train] by their import names
 TRAINING = {"torch": "PyTorch", "transformers": "transformers", "zstandard": "zstandard"}
 
 
@@ -64,34 +64,41 @@ def build(arguments: Sequence[str]) -> typer.Typer:
     )
     for name, line in COMMANDS.items():
         module = _loaded(name) if name == wanted else None
-        config = getattr(module, "CONFIG", None)  # of the stage, for those that run one
+        config = getattr(module, "CONFIG", None)
         register = app.command(name, short_help=line, epilog=settings(config) if config else None)
         register(reporting_errors(module.command if module else _unloaded, name))
     return app
 
 
 def _loaded(name: str) -> ModuleType:
-    gc.disable()  # what is imported stays: to look for garbage in it takes a tenth of the time
+    gc.disable()  # imported objects stay: collecting takes a tenth of the time
     try:
         return importlib.import_module(f"eyas.cli.{name}")
     except ModuleNotFoundError as error:
-        raise _needs(name, error) from error
+        raise _for_user(error, name) from error
     finally:
         gc.enable()
 
 
-def _needs(command: str, error: ModuleNotFoundError) -> EyasError:
-    """What a command lacks of eyas[train]. Raises the error where it lacks something else."""
-    library = (error.name or "").partition(".")[0]
+def _for_user(error: Exception, command: str) -> EyasError:
+    """What a command lacks: a library, memory, or room on a disk. Raises any other error."""
+    if isinstance(error, EyasError):
+        return error
+    if isinstance(error, MemoryError):
+        what = f"no memory is left: {error}".removesuffix(": ")
+        hint = "give the process more, or take a smaller model or smaller batches"
+        return InputError(what, hint)
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        what = f"no room left at {error.filename or 'the disk'}"
+        return StorageFullError(what, "free some space and run the same command again")
+    library = (getattr(error, "name", None) or "").partition(".")[0]
     if library not in TRAINING:
         raise error
     return EyasError(f"eyas {command} needs {TRAINING[library]}", "pip install 'eyas[train]'")
 
 
 def _unloaded() -> None:
-    raise AssertionError(
-        "only the command named on the command line is loaded, and only that one runs"
-    )
+    raise AssertionError("only the command on the command line is loaded and runs")
 
 
 def reporting_errors(function: Callable[..., None], name: str) -> Callable[..., None]:
@@ -101,10 +108,8 @@ def reporting_errors(function: Callable[..., None], name: str) -> Callable[..., 
     def wrapped(*args: Any, **kwargs: Any) -> None:
         try:
             function(*args, **kwargs)
-        except EyasError as error:
-            raise typer.Exit(_report(error)) from error
-        except ModuleNotFoundError as error:
-            raise typer.Exit(_report(_needs(name, error))) from error
+        except (EyasError, ModuleNotFoundError, MemoryError, OSError) as error:
+            raise typer.Exit(_report(_for_user(error, name))) from error
         except KeyboardInterrupt as interrupt:
             is_ended = isinstance(interrupt, Terminated)
             print(
@@ -113,21 +118,6 @@ def reporting_errors(function: Callable[..., None], name: str) -> Callable[..., 
                 file=sys.stderr,
             )
             raise typer.Exit(TERMINATED if is_ended else INTERRUPTED) from interrupt
-        except MemoryError as error:
-            lack = InputError(
-                f"no memory is left: {error}".removesuffix(": "),
-                "give the process more, or take a smaller model or smaller batches",
-            )
-            raise typer.Exit(_report(lack)) from error
-        # a disk that fills up outside an artifact, e.g. below a temporary folder
-        except OSError as error:
-            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-                raise
-            full = StorageFullError(
-                f"no room left at {error.filename or 'the disk'}",
-                "free some space and run the same command again",
-            )
-            raise typer.Exit(_report(full)) from error
 
     return wrapped
 
@@ -148,7 +138,7 @@ def _report(error: EyasError) -> int:
 
 def main() -> None:
     """Run `eyas` with the process's arguments; ends the process with the command's exit code."""
-    # a container's quota too, of which the libraries that compute do not know
+    # counts a container's quota, which the libraries that compute do not know
     os.environ.setdefault("OMP_NUM_THREADS", str(cores()))
     try:
         app = build(sys.argv[1:])

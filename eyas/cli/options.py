@@ -18,8 +18,7 @@ from rich.markup import escape
 from eyas.errors import ConfigError, MissingInputError
 from eyas.settings import ConfigT, validated
 
-# Of 100 columns: a setting and its default, a space, what it does; two are the margins.
-NAME_WIDTH, HELP_WIDTH = 40, 57
+NAME_WIDTH, HELP_WIDTH = 40, 57  # of 100 columns, with a space between and two margins
 
 TargetOption = Annotated[
     str,
@@ -27,7 +26,7 @@ TargetOption = Annotated[
         "--target", "-t", help='folder of the target, a GGUF file, a hub id, or "smollm2"'
     ),
 ]
-Answers = Annotated[str, typer.Argument(help="output of `eyas generate`")]
+Prompts = Annotated[str | None, typer.Option(help='JSONL (.gz too), or "builtin"')]
 Output = Annotated[str, typer.Option("--output", "-o", help="folder or URL of the result")]
 RunFile = Annotated[
     Path | None,
@@ -102,16 +101,14 @@ def stage_config(
     overrides: Sequence[str] | None,
     **options: Any,
 ) -> ConfigT:
-    """The config of one stage: its section of the run file, then `--set`, then given options."""
+    """A stage's config: its section of the run file, then `--set`, then options that are given."""
     section = run_section(stage, run_file)
     given = {name: value for name, value in options.items() if value is not None}
     return validated(kind, {**override(section, overrides or ()), **given}, where=stage)
 
 
 def settings(kind: type[BaseModel]) -> str:
-    """The fields of a config with their defaults as `--set` takes them and what they mean: a line
-    each, a group for each section.
-    """
+    """The fields of a config with their defaults and meanings: a line each, a group per section."""
     groups = ["\n".join(lines) for lines in _groups(kind, "", None)]
     return escape("\n\n".join(["Settings, for --set and for a run file:", *groups]))
 
@@ -133,9 +130,7 @@ def _groups(kind: type[BaseModel], prefix: str, section: BaseModel | None) -> li
 
 
 def meaning(kind: type[BaseModel], field: str) -> str:
-    """What a setting means: its description, else what the class's docstring says as `field: text.`
-    Empty where neither says anything.
-    """
+    """A setting's description, else its text in the class's docstring (`field: text.`), else ""."""
     if said := kind.model_fields[field].description:
         return " ".join(said.split())
     text = " ".join((kind.__doc__ or "").split())
@@ -149,6 +144,6 @@ def _shortened(text: str, width: int) -> str:
 
 def plain(value: Any) -> str:
     """A default as YAML on one line."""
-    plain = to_jsonable_python(value)
-    text = yaml.safe_dump(plain, default_flow_style=True, width=10**6, sort_keys=False)
+    value = to_jsonable_python(value)
+    text = yaml.safe_dump(value, default_flow_style=True, width=10**6, sort_keys=False)
     return text.removesuffix("\n...\n").strip()

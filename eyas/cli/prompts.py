@@ -1,10 +1,9 @@
-"""`eyas prompts`: raw conversation sets -> cleaned user prompts, a ledger and a data card; and the
-rows that were dropped or changed, for people to read.
+"""`eyas prompts`: raw conversation sets -> cleaned user prompts, a ledger and a data card; shows
+dropped and changed rows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Annotated
 
 import typer
@@ -77,7 +76,15 @@ def command(
                 "--show-dropped and --diff show one result, one of them at a time",
                 "eyas prompts OUTPUT --show-dropped pii.phone",
             )
-        for line in _shown(Artifact(shown[0]), show_dropped, diff):
+        artifact = Artifact(shown[0])
+        if diff is not None:
+            lines = show_changed(artifact, diff)
+        else:
+            # there are dropped rows too where no prompt was left
+            if artifact.is_done() or not artifact.parts("dropped"):
+                artifact.manifest("prompts")
+            lines = dropped_rows(artifact.read_rows("dropped"), show_dropped or "")
+        for line in lines:
             print(line)
         return
     if output is None:
@@ -93,13 +100,3 @@ def command(
     artifact = Artifact(output)
     with stage("prompts", artifact) as track:
         make_prompts(config, artifact, track)
-
-
-def _shown(artifact: Artifact, dropped: str | None, changed: str | None) -> Iterator[str]:
-    """The lines of dropped rows, or of changed ones. Raises MissingInputError."""
-    if dropped is None:
-        return show_changed(artifact, changed or "")
-    # Rows are there as well where no prompt was left.
-    if artifact.is_done() or not artifact.parts("dropped"):
-        artifact.manifest("prompts")
-    return dropped_rows(artifact.read_rows("dropped"), dropped)

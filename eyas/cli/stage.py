@@ -13,7 +13,7 @@ from eyas.bench.machine import has_gpu
 from eyas.log import Track, console, progress_bar
 
 IDENTITY_DIGITS = 8  # of a folder's name
-WARNINGS = ("warnings", "unsearched", "left_out")  # lists of lines in a manifest's facts
+WARNINGS = ("warnings", "unsearched", "left_out")  # lists in a manifest's facts
 
 
 class StageFolder(Artifact):
@@ -35,7 +35,7 @@ def folder_of(url: str) -> str:
 
 
 def advise_gpu(command: str, then: str) -> None:
-    """Where there is a GPU, which our own engine does not use, say what does."""
+    """Where there is a GPU, name engines that use it: ours does not."""
     if has_gpu():
         lines = (
             "note: this machine has a GPU, and eyas' own engine computes on the CPU",
@@ -46,10 +46,8 @@ def advise_gpu(command: str, then: str) -> None:
 
 @contextmanager
 def stage(name: str, output: Artifact) -> Iterator[Track]:
-    """The block does the work of stage `name` into `output`, or finds it done (`Artifact.begin`).
-
-    Gives the block a Track. Prints the stage's counts, whether it was done already, and what the
-    stage warns of.
+    """Give a Track to a block that does the work of stage `name` into `output`, or finds it done
+    (`Artifact.begin`); then print the stage's counts and warnings.
     """
     with progress_bar(name) as track:
         yield track

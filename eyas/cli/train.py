@@ -24,7 +24,7 @@ from eyas.train import trainer
 from eyas.train.ranks import is_first_rank
 from eyas.train.trainer import TrainConfig
 
-CONFIG = TrainConfig  # its fields are listed by `eyas train --help`
+CONFIG = TrainConfig
 
 
 def command(
@@ -87,13 +87,13 @@ def train(
     progress: bool = True,
     **settings: Any,
 ) -> str:
-    """Train a head, and return the folder or URL that holds it. Interrupted, the same call resumes
-    from the last checkpoint; done, it returns at once.
+    """Train a head, and return its folder or URL. Interrupted, the same call resumes from the last
+    checkpoint; done, it returns at once.
 
-    features: the folder or URL of `eyas capture`'s output; with `online`, capture's settings ({}:
-    the defaults), that of `eyas generate`'s, and the target computes them meanwhile. target: any
-    name of the model that they are of. output: None takes a folder beside the features, named by
-    the work's identity. progress: on stderr. settings: TrainConfig's fields, sections as dicts
+    features: the folder or URL of `eyas capture`'s output; with `online` of `eyas generate`'s, and
+    the target computes features while training. online: capture's settings ({}: the defaults).
+    target: any name of the features' model. output: None takes a folder beside the features, named
+    by the work's identity. progress: on stderr. settings: TrainConfig's fields, sections as dicts
     (docs/settings.md).
 
     Raises ConfigError, MissingInputError, MismatchError (features of another target), and what
@@ -107,7 +107,7 @@ def train(
     with shown as track:
         open_split: Callable[[Split], FeatureSource] = partial(Features, source)
         if online is not None:
-            # imported here only: it loads the target's code, its tokenizer and its chat template
+            # imported here only: it loads the target's code, tokenizer and chat template
             module = importlib.import_module("eyas.features.online")
             capture = validated(module.CaptureConfig, {**online, "target": target}, "capture")
             open_split = module.OnlineTarget(capture, source).features

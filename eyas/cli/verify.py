@@ -10,7 +10,7 @@ import typer
 
 from eyas.artifact import Artifact
 from eyas.bench.verify import VerifyConfig, verified
-from eyas.cli.options import Overrides, stage_config
+from eyas.cli.options import Overrides, Prompts, stage_config
 from eyas.log import progress_bar
 
 CONFIG = VerifyConfig
@@ -26,7 +26,7 @@ def command(
     output: Annotated[
         str, typer.Option("--output", "-o", help="folder or URL of the report")
     ] = "out/verify",
-    prompts: Annotated[str | None, typer.Option(help='JSONL (.gz too), or "builtin"')] = None,
+    prompts: Prompts = None,
     overrides: Overrides = None,
 ) -> None:
     """Tell whether a server's speculation changes what it answers: for any OpenAI-compatible server

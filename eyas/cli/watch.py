@@ -62,7 +62,7 @@ async def _watch(
     requests: int,
     once: bool,
 ) -> WatchWindow:
-    """Print each window, without an end or `once`; gives the one."""
+    """Print each window, without an end; return the first with `once`."""
     was_stale = False
     async with AsyncExitStack() as stack:
         clients = [
@@ -87,8 +87,7 @@ def line(window: WatchWindow) -> str:
         f"{window.num_requests:,} requests, {window.num_rounds:,} rounds of {card.speculation}",
     ]
     if window.acceptance_by_position:
-        shares, of_card = _shares(window), _shares(card)
-        parts.append(f"acceptance by position {shares}, card {of_card}")
+        parts.append(f"acceptance by position {_shares(window)}, card {_shares(card)}")
     parts += [f"{url} restarted" for url in window.restarted]
     parts += [f"no answer from {url} for a while" for url in window.lost]
     return "; ".join(parts)
@@ -114,7 +113,7 @@ def advice(window: WatchWindow) -> str:
 
 
 def facts(window: WatchWindow) -> dict[str, object]:
-    """The last line: the window, and the card's numbers that deploy/prometheus-rules.yaml needs."""
+    """The window, and the card's numbers for deploy/prometheus-rules.yaml."""
     found = asdict(window)
     del found["card"]["acceptance_by_position"]
     return {

@@ -1,5 +1,5 @@
-"""The answers of `generate` on disk: parts in the order of the prompts' conversations, and for a
-part that is not whole yet a journal of its answers.
+"""The answers of `generate` on disk: parts in the order of the prompts, and a journal of each
+unfinished part.
 
     answers-00000.jsonl             records.Answer of a part's prompts, in order; written last
     dropped-00000.jsonl             the turns of the same prompts that have no answer, and why;
@@ -7,8 +7,8 @@ part that is not whole yet a journal of its answers.
     origins-00000.jsonl             records.Origin of the same answers, line by line
     work/part-00000/00012-001.json  an event of a conversation: its place in the part, and a turn
 
-An entry of the journal is a file of its own, written whole or not at all, on a disk as in an object
-store. A kill loses the answers that are being written and nothing else.
+An entry of the journal is a file, written whole or not at all, on disks and in object stores. A
+kill loses only the answers that are being written.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ import itertools
 import json
 import logging
 from collections import Counter
-from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -26,7 +25,7 @@ from eyas.artifact import WORK, Artifact
 from eyas.records import Answer, Origin
 
 log = logging.getLogger(__name__)
-WRITERS = 32  # entries at a time: an object store takes some 50 ms for each
+WRITERS = 32  # entries at a time: an object store takes about 50 ms for each
 
 
 @dataclass(slots=True)
@@ -42,7 +41,6 @@ class JournalEntry:
 
     @property
     def turn(self) -> int:
-        """The first turn of the entry."""
         return self.answer.turn if self.answer else int(self.dropped[0]["turn"])
 
     @classmethod
@@ -50,8 +48,8 @@ class JournalEntry:
         answer, origin = row["answer"], row["origin"]
         return cls(
             row["at"],
-            None if answer is None else Answer.from_json(answer),
-            None if origin is None else Origin.from_json(origin),
+            answer and Answer.from_json(answer),
+            origin and Origin.from_json(origin),
             row["dropped"],
         )
 
@@ -75,24 +73,25 @@ class AnswerParts:
 
     def open(self, part: int, num_conversations: int) -> list[JournalEntry]:
         """Begin a part, or resume it: its entries so far, each turn after those before it."""
-        read = map(self._read, self._kept.pop(_folder(part), ()))
-        self._entries[part] = _in_turn(entry for entry in read if entry is not None)
-        self._writing[part], self._left[part] = [], num_conversations
-        return list(self._entries[part])
-
-    def _read(self, name: str) -> JournalEntry | None:
-        """None for a damaged entry, which is asked for again."""
-        try:
-            return JournalEntry.from_json(self._output.read_json(name))
-        except (ValueError, LookupError, TypeError):
-            data = {"journal": f"{self._output.url}/{name}"}
-            log.warning("a damaged entry: its turns are asked for again", extra={"data": data})
-            return None
+        kept: list[JournalEntry] = []
+        next_turn: Counter[int] = Counter()
+        for name in self._kept.pop(_folder(part), ()):
+            try:
+                entry = JournalEntry.from_json(self._output.read_json(name))
+            except (ValueError, LookupError, TypeError):
+                data = {"journal": f"{self._output.url}/{name}"}
+                log.warning("a damaged entry: its turns are asked for again", extra={"data": data})
+                continue
+            # without those before it where the write of a later turn was faster
+            if entry.turn == next_turn[entry.at]:
+                next_turn[entry.at] += (entry.answer is not None) + len(entry.dropped)
+                kept.append(entry)
+        self._entries[part], self._writing[part] = kept, []
+        self._left[part] = num_conversations
+        return list(kept)
 
     def add(self, part: int, entry: JournalEntry) -> None:
-        """Keep an event of one of its conversations. Raises what writing an earlier one raised
-        (StorageFullError).
-        """
+        """Keep an event of a conversation. Raises StorageFullError, perhaps for an earlier one."""
         if entry.answer is None and not entry.dropped:
             return
         self._entries[part].append(entry)
@@ -103,14 +102,14 @@ class AnswerParts:
             self._writing[part].pop(0).result()
 
     def end(self, part: int) -> None:
-        """One of its conversations is over; with the last of them the part's files are written."""
+        """A conversation of the part is over; the last one writes the part's files."""
         self._left[part] -= 1
         if self._left[part] == 0:
             del self._left[part]
             self._write(part, self._entries.pop(part))
 
     def close(self) -> None:
-        """Wait until all entries are written. Raises what writing raised."""
+        """Wait until all entries are written. Raises StorageFullError."""
         self._writers.shutdown()
         for future in itertools.chain.from_iterable(self._writing.values()):
             future.result()
@@ -133,16 +132,3 @@ class AnswerParts:
 
 def _folder(part: int) -> str:
     return f"{WORK}/part-{part:05d}"
-
-
-def _in_turn(entries: Iterable[JournalEntry]) -> list[JournalEntry]:
-    """The entries that follow on those before them of the same conversation: the write of a later
-    one may have been faster.
-    """
-    next_turn: Counter[int] = Counter()
-    kept = []
-    for entry in entries:
-        if entry.turn == next_turn[entry.at]:
-            next_turn[entry.at] += (entry.answer is not None) + len(entry.dropped)
-            kept.append(entry)
-    return kept

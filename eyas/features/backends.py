@@ -21,7 +21,7 @@ from eyas.features.fleet import ClientConfig, FleetServer, PromptMismatch
 from eyas.records import Message
 
 ENGINE = f"eyas {VERSION}"
-# What servers are asked first: do they see the tokens that the target's template gives?
+# The first requests to a server: does it see the tokens that the target's template gives?
 PROBES: tuple[tuple[Message, ...], ...] = (
     ({"role": "user", "content": "Name a colour."},),
     (
@@ -39,7 +39,7 @@ class EngineBackend:
     def __init__(self, engine: Engine, head: str | None) -> None:
         self.capacity = engine.config.max_batch
         self._engine, self._head = engine, head
-        self._running: dict[str, tuple[float, list[int]]] = {}  # when it was added, its tokens
+        self._running: dict[str, tuple[float, list[int]]] = {}  # start, tokens
 
     def add(self, request: TurnRequest) -> None:
         """Ask for a turn. Raises InputError when it does not fit into the engine."""
@@ -62,7 +62,7 @@ class EngineBackend:
         return done
 
     def status(self) -> str:
-        """For the line of progress."""
+        """For the progress line: nothing."""
         return ""
 
     def facts(self) -> dict[str, Any]:
@@ -79,8 +79,8 @@ class EngineBackend:
 
 @dataclass(frozen=True, slots=True)
 class TargetProof:
-    """What a server must show before it is asked: the fingerprint, room for max_length tokens, and
-    our own prompt tokens for each probe. end_ids: the tokens that end an answer.
+    """What a server must show first: the fingerprint, room for max_length tokens, and our own
+    prompt tokens for each probe. end_ids: the tokens that end an answer.
     """
 
     fingerprint: str
@@ -126,14 +126,13 @@ class TargetServer(FleetServer[TurnRequest, TurnAnswer]):
             "temperature": params.temperature,
             "max_tokens": params.max_tokens,
         }
-        if params.temperature > 0:  # without what changes nothing: not every server knows it
+        if params.temperature > 0:  # and no field without effect: not every server knows it
             body["seed"] = params.seed
             body |= {"top_p": params.top_p} if params.top_p < 1 else {}
             body |= {"top_k": params.top_k} if params.top_k > 0 else {}
         if self._sends_tokens:
             content = await self.post("/completions", {**body, "prompt": list(request.prompt_ids)})
         else:
-            body |= {"tools": list(request.tools)} if request.tools else {}
             messages = list(request.messages)
             content = await self.post("/chat/completions", {**body, "messages": messages})
         answer_ids, choice = self._read(content, request)
@@ -145,9 +144,7 @@ class TargetServer(FleetServer[TurnRequest, TurnAnswer]):
         )
 
     def _read(self, content: Any, request: TurnRequest) -> tuple[tuple[int, ...], AnswerChoice]:
-        """The answer's tokens, of a body that says that the server saw our prompt's. Raises
-        RequestFailure.
-        """
+        """The answer's tokens, if the server saw our prompt's. Raises RequestFailure."""
         try:
             body = AnswerBody.model_validate(unbroken(content))
         except (ValidationError, RecursionError) as error:
@@ -171,7 +168,7 @@ class TargetServer(FleetServer[TurnRequest, TurnAnswer]):
 
 
 class AnswerMessage(BaseModel):
-    """The `message` of a chat's answer, as the server's parsers see it."""
+    """The `message` of a chat's answer, from the server's parsers."""
 
     content: str | None = None
     reasoning: str | None = None
@@ -179,13 +176,13 @@ class AnswerMessage(BaseModel):
     tool_calls: list[dict[str, Any]] | None = None
 
     def parts(self) -> dict[str, Any]:
-        """The message without what is not there."""
+        """The message without empty fields."""
         given = self.model_dump(exclude_none=True)
         return {"role": "assistant", "content": "", **{k: v for k, v in given.items() if v}}
 
 
 class AnswerChoice(BaseModel):
-    """The one choice of an answer; prompt_token_ids: of a completion, and of SGLang's chats."""
+    """The choice of an answer. prompt_token_ids: of a completion, and of SGLang's chats."""
 
     finish_reason: Literal["stop", "length", "tool_calls"]
     message: AnswerMessage | None = None
@@ -194,14 +191,14 @@ class AnswerChoice(BaseModel):
 
 
 class AnswerBody(BaseModel):
-    """An answer in OpenAI's form, as far as it is read; prompt_token_ids: of vLLM's chats."""
+    """An answer in OpenAI's form. prompt_token_ids: of vLLM's chats."""
 
     choices: list[AnswerChoice] = Field(min_length=1, max_length=1)
     prompt_token_ids: list[int] | None = None
 
 
 def probes(chat: Chat, samplings: Sequence[Sampling]) -> tuple[TurnRequest, ...]:
-    """What servers are asked first: each way of sampling, and a conversation of several turns."""
+    """The first requests to servers: each way of sampling, and several turns."""
     first, *others = PROBES
     asked = [(first, one) for one in samplings] + [(probe, samplings[0]) for probe in others]
     found: list[TurnRequest] = []

@@ -1,4 +1,4 @@
-"""Conversations while they are answered: the next turn to ask for, what becomes of its answer."""
+"""Conversations and their next turns: from a prompt to a request, from a reply to rows."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
 from eyas.chat import Chat
 from eyas.engine.request import FinishReason, SamplingParams
@@ -17,9 +17,10 @@ from eyas.features.marks import mark
 from eyas.privacy.detector import LeakDetector
 from eyas.privacy.pii import RANK
 from eyas.records import Answer, Message, Origin, Prompt
+from eyas.settings import Settings
 
-# Marks that end a conversation, and the reason why its later turns have no answer. After a refusal
-# users do go on, and the target's words in that context are its own.
+# Marks that end a conversation, and the reason why its later turns are dropped. After a refusal
+# users do go on.
 ENDS = {
     "truncated": "earlier_turn_cut",
     "looping": "earlier_turn_marked",
@@ -28,12 +29,10 @@ ENDS = {
 SEED_BITS = 31  # what every server takes
 
 
-class Sampling(BaseModel):
+class Sampling(Settings):
     """How a share of the conversations is sampled. temperature 0 is greedy; top_k 0 and top_p 1
-    keep the whole vocabulary.
+    keep all tokens.
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     share: float = Field(default=1.0, gt=0, le=1)
     temperature: float = 0.0
@@ -49,7 +48,7 @@ class Sampling(BaseModel):
         return self
 
     def params(self, max_tokens: int, seed: int | None) -> SamplingParams:
-        """In the engine's terms; a greedy answer has no other parameters."""
+        """For the engine; a greedy answer has no other parameters."""
         if self.temperature == 0:
             return SamplingParams(max_tokens=max_tokens)
         return SamplingParams(
@@ -60,8 +59,8 @@ class Sampling(BaseModel):
 def sampling_of(
     prompt: Prompt, samplings: Sequence[Sampling], number: int = 0, of: int = 1
 ) -> Sampling:
-    """The share that a conversation falls into: by a hash of its user's turns alone, and by its
-    number among the `of` conversations of a prompt, which are spread evenly over the shares.
+    """The share of a conversation: by a hash of its prompt, and by its number among the `of`
+    conversations of a prompt, which are spread evenly over the shares.
     """
     digest = hashlib.sha256(
         repr((prompt.system, prompt.turns)).encode("utf-8", "surrogatepass")
@@ -76,22 +75,21 @@ def sampling_of(
 
 @dataclass(frozen=True, slots=True)
 class TurnRequest:
-    """One assistant turn to be written. messages: the conversation so far; prompt_ids: its tokens
-    by the target's template; tools: what the target may call.
+    """One assistant turn to write. messages: the conversation so far; prompt_ids: its tokens by the
+    target's template; key: of the answer's row.
     """
 
     id: str
     messages: tuple[Message, ...]
     prompt_ids: tuple[int, ...]
     params: SamplingParams
-    tools: tuple[dict[str, Any], ...] = ()
+    key: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class TurnAnswer:
-    """What the target wrote. answer_ids: its tokens, the end token included where it ended its
-    turn. message: the same as a server's parsers give it; None where nothing parses. latency_ms:
-    since the request was added.
+    """What the target wrote. answer_ids: its tokens, with the end token if it ended its turn.
+    message: from a server's parsers; None without parsers. latency_ms: since the request was added.
     """
 
     id: str
@@ -105,7 +103,7 @@ class TurnAnswer:
 
 @dataclass(frozen=True, slots=True)
 class TurnFailure:
-    """A turn without an answer, for good, and why."""
+    """A turn that gets no answer, and why."""
 
     id: str
     reason: Literal["server_refused", "server_failed", "server_saw_other_tokens"]
@@ -113,10 +111,10 @@ class TurnFailure:
 
 
 class Conversation:
-    """A prompt and what has become of its turns; `take_entry` takes what is not written yet."""
+    """A prompt and its answered and dropped turns; `take_entry` takes what is not written yet."""
 
     def __init__(self, prompt: Prompt, part: int, at: int, number: int = 0) -> None:
-        """part, at: its place in the artifact, and in that part. number: which of its prompt's."""
+        """part, at: the part, and the place in it. number: which of the prompt's."""
         self.prompt, self.part, self.at, self.number = prompt, part, at, number
         self.messages: list[Message] = (
             [{"role": "system", "content": prompt.system}] if prompt.system is not None else []
@@ -131,20 +129,19 @@ class Conversation:
 
     def add(self, answer: Answer, origin: Origin) -> None:
         """Append an answer."""
-        assert self._entry.answer is None, "an answer is written down before the next is asked for"
+        assert self._entry.answer is None, "an answer is written before the next request"
         self._entry.answer, self._entry.origin = answer, origin
         self.messages = list(answer.messages)
         self.turn += 1
 
-    def drop_rest(self, reason: str, detail: str = "") -> None:
-        """Give up all turns that are left, each as a row."""
+    def drop_rest(self, reason: str, detail: str = "", later: str | None = None) -> None:
+        """Give up all remaining turns, each as a row. later: the reason for all but the first."""
         for turn in range(self.turn + self._num_dropped, len(self.prompt.turns)):
-            self._drop(turn, reason, detail)
-
-    def drop_turn(self, reason: str, detail: str) -> None:
-        """Give up this turn, and the rest, which would build on it."""
-        self._drop(self.turn, reason, detail)
-        self.drop_rest("earlier_turn_dropped")
+            where = {"prompt_id": self.prompt.id, "conversation": self.number, "turn": turn}
+            self._entry.dropped.append({**where, "reason": reason, "detail": detail})
+            self._num_dropped += 1
+            if later is not None:
+                reason, detail = later, ""
 
     def take_entry(self) -> JournalEntry:
         """What is new since the last call, for the journal."""
@@ -159,19 +156,14 @@ class Conversation:
             self.turn += 1
         self._num_dropped += len(entry.dropped)
 
-    def _drop(self, turn: int, reason: str, detail: str) -> None:
-        where = {"prompt_id": self.prompt.id, "conversation": self.number, "turn": turn}
-        self._entry.dropped.append({**where, "reason": reason, "detail": detail})
-        self._num_dropped += 1
-
 
 @dataclass(frozen=True)
 class TurnRules:
     """How conversations become requests, and answers rows.
 
     target: the fingerprint, part of each row's key. max_tokens: of an answer; max_length: of prompt
-    and answer together. sends_messages: the backend renders messages itself, and so obeys control
-    tokens in them.
+    and answer together. sends_messages: the backend renders the template, and obeys control tokens
+    in messages.
     """
 
     chat: Chat
@@ -184,9 +176,7 @@ class TurnRules:
     answers_per_prompt: int
 
     def request(self, conversation: Conversation) -> TurnRequest | None:
-        """The request for the next turn; None when there is none, and turns that cannot be asked
-        for are dropped.
-        """
+        """The request for the next turn; None when there is none. Drops turns that do not fit."""
         prompt = conversation.prompt
         if conversation.is_over:
             return None
@@ -194,10 +184,9 @@ class TurnRules:
             *conversation.messages,
             {"role": "user", "content": prompt.turns[conversation.turn]},
         ]
-        tools = prompt.tools or None
         try:
-            control = self.chat.control_text(messages, tools) if self.sends_messages else []
-            prompt_ids = self.chat.prompt_ids(messages, tools)
+            control = self.chat.control_text(messages) if self.sends_messages else []
+            prompt_ids = self.chat.prompt_ids(messages)
         except TemplateError as error:
             conversation.drop_rest("template_refused", error.what)
             return None
@@ -209,26 +198,26 @@ class TurnRules:
                 "context_full", f"{len(prompt_ids)} tokens, the limit is {self.max_length - 1}"
             )
             return None
-        sampling = self._sampling(conversation)
-        seed = int(self._key(prompt_ids, sampling, conversation.number), 16) % 2**SEED_BITS
-        params = sampling.params(min(self.max_tokens, self.max_length - len(prompt_ids)), seed)
+        number = conversation.number
+        sampling = sampling_of(prompt, self.samplings, number, self.answers_per_prompt)
+        key = self._key(prompt_ids, sampling, number)
+        limit = min(self.max_tokens, self.max_length - len(prompt_ids))
         return TurnRequest(
-            f"{prompt.id}/{conversation.number}/{conversation.turn}",
+            f"{prompt.id}/{number}/{conversation.turn}",
             tuple(messages),
             tuple(prompt_ids),
-            params,
-            prompt.tools,
+            sampling.params(limit, seed=int(key, 16) % 2**SEED_BITS),
+            key,
         )
 
     def accept(
         self, conversation: Conversation, request: TurnRequest, reply: TurnAnswer | TurnFailure
     ) -> None:
         """Add the answer as a row, or drop the turn: it has no answer, or one with personal data
-        that was not in its prompt. A conversation ends where the next prompt cannot hold what the
-        target wrote.
+        that was not in its prompt. Ends conversations whose next prompt cannot hold the answer.
         """
         if isinstance(reply, TurnFailure):
-            conversation.drop_turn(reply.reason, reply.detail)
+            conversation.drop_rest(reply.reason, reply.detail, later="earlier_turn_dropped")
             return
         written = reply.answer_ids[: -1 if reply.finish_reason == "stop" else None]
         text = self.chat.decode(written)
@@ -236,12 +225,13 @@ class TurnRules:
         if found:
             gravest = min((one.type for one in found), key=RANK.__getitem__)
             places = ", ".join(f"{one.type} at {one.start}-{one.end}" for one in found)
-            conversation.drop_turn(f"pii.{gravest.lower()}", places)
+            reason = f"pii.{gravest.lower()}"
+            conversation.drop_rest(reason, places, later="earlier_turn_dropped")
             return
         prompt, params = conversation.prompt, request.params
         message: Any = reply.message or {"role": "assistant", "content": text}
         answer = Answer(
-            key=self._key(request.prompt_ids, self._sampling(conversation), conversation.number),
+            key=request.key,
             prompt_id=prompt.id,
             source=prompt.source,
             licence=prompt.licence,
@@ -255,7 +245,7 @@ class TurnRules:
             top_k=params.top_k,
             max_tokens=params.max_tokens,
             seed=params.seed,
-            # without thoughts, where a server's parser took them out
+            # without thoughts, where a server's parser removed them
             marked=mark(message.get("content") or text, reply.finish_reason),
         )
         origin = Origin(
@@ -277,15 +267,8 @@ class TurnRules:
                 "control tokens separate its parts: servers with parsers tell them apart",
             )
 
-    def _sampling(self, conversation: Conversation) -> Sampling:
-        return sampling_of(
-            conversation.prompt, self.samplings, conversation.number, self.answers_per_prompt
-        )
-
     def _key(self, prompt_ids: Sequence[int], sampling: Sampling, number: int) -> str:
-        """Equal keys are equal work: the same target, the same tokens before the answer by its
-        template, the same sampling, the same of a prompt's conversations.
-        """
+        """Equal for the same target, prompt tokens, sampling, and conversation of a prompt."""
         params = sampling.params(self.max_tokens, None)
         what = (
             self.target,

@@ -2,10 +2,10 @@
 states.
 
 The client is `openai`'s, which asks again after a 408, 409, 429, 5xx or a lost connection, with
-pauses. Then a request goes to the next server: the least busy of those that did not just fail. It
-is given up where it is refused, or fails again and again at servers that pass their checks. The run
-ends where no server has answered or passed one for PATIENCE_S; every answer is kept. Many servers
-are better behind a router of their own.
+pauses. Then a request goes to the least busy server that did not just fail. It is given up where it
+is refused, or fails MOST_FAILURES times at servers that pass their checks. The run ends where no
+server has answered or passed a check for PATIENCE_S; every answer is kept. Many servers are better
+behind a router.
 """
 
 from __future__ import annotations
@@ -19,11 +19,12 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any, Generic, Literal, Protocol, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from eyas.client import CONNECT_S, Client, RequestFailure, api_key, server_url, status_failure
 from eyas.errors import ConfigError, EyasError, MismatchError, MissingInputError
 from eyas.features.conversation import TurnFailure
+from eyas.settings import Settings
 
 CLIENT_RETRIES = 2  # by the client itself, before another server is asked
 PAUSE_S, LONGEST_PAUSE_S = 0.5, 600.0  # before a server that failed is asked again
@@ -33,19 +34,14 @@ POLL_S = 0.1  # to look whether a pause is over
 PATIENCE_S = 300.0  # without any answer: a restart with a large model takes minutes
 MOST_FAILURES = 5  # of one request, at servers that pass their checks
 PAUSES_S = 120.0  # of the client's own retries together: a busy server says up to 60 s each
-# Where an engine tells its version, by the `owned_by` of its model card.
-# What they state there, or on the card, of how they compute: two that differ are two targets, as
-# some of their answers differ.
-PRECISION = ("dtype", "quantization", "kv_cache_dtype")
+# By the `owned_by` of its model card, where an engine reports its version, and there or on the card
+# its precision: servers that differ in it differ in some answers.
 VERSION_PATHS = {"vllm": "/version", "sglang": "/get_server_info", "eyas": "/openapi.json"}
+PRECISION = ("dtype", "quantization", "kv_cache_dtype")
 
 
-class FleetConfig(BaseModel):
-    """How servers are asked. concurrency: requests at once, of each. timeout_s: for a whole answer.
-    model: its name at the servers; by default the only one that they list.
-    """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
+class FleetConfig(Settings):
+    """How servers are asked."""
 
     concurrency: int = Field(default=32, ge=1, description="requests at a time, for each server")
     timeout_s: float = Field(default=600.0, gt=0, description="of one request")
@@ -62,11 +58,11 @@ class ClientConfig(FleetConfig):
 
 
 class FleetRequest(Protocol):
-    """What a server is asked for."""
+    """A request, whose reply has the same id."""
 
     @property
     def id(self) -> str:
-        """Of the request; its reply has the same."""
+        """Any text."""
 
 
 RequestT = TypeVar("RequestT", bound=FleetRequest)
@@ -74,7 +70,7 @@ ReplyT = TypeVar("ReplyT")
 
 
 class PromptMismatch(RequestFailure):
-    """The server saw other prompt tokens than the target's template gives."""
+    """The server saw other tokens than the target's template gives."""
 
     def __init__(self, theirs: Sequence[int], ours: Sequence[int]) -> None:
         what = f"saw {len(theirs)} prompt tokens where the target's template gives {len(ours)}"
@@ -82,13 +78,13 @@ class PromptMismatch(RequestFailure):
 
 
 class FleetServer(Generic[RequestT, ReplyT]):
-    """A server, and how it does. model and engine are known once `check` has passed."""
+    """A server and its state. model and engine are known once `check` has passed."""
 
     def __init__(self, url: str, config: FleetConfig) -> None:
         """Raises ConfigError for the address or the key, or where `openai` is not installed."""
         self.url, self.config = url, config
         self.model, self.engine = config.model or "", "unknown"
-        self.precision: dict[str, str] = {}  # what it states of it
+        self.precision: dict[str, str] = {}  # as it states
         self.client = Client(url, config.timeout_s)
         self.num_running = self.num_answers = self.num_failures = 0
         self.not_before = 0.0
@@ -167,11 +163,11 @@ class FleetServer(Generic[RequestT, ReplyT]):
         raise NotImplementedError
 
     async def reply(self, request: RequestT) -> ReplyT:
-        """What the fleet hands out. Raises RequestFailure."""
+        """The reply to a request. Raises RequestFailure."""
         raise NotImplementedError
 
     async def checked(self) -> bool:
-        """`check`, unless it has passed since the last failure; whether it was made. Raises
+        """`check`, unless it passed since the last failure; True if it ran. Raises
         RequestFailure.
         """
         async with self._checking:
@@ -188,7 +184,7 @@ class FleetServer(Generic[RequestT, ReplyT]):
             return True
 
     def fail(self, failure: RequestFailure) -> None:
-        """Leave the server alone for a while, and check it before it is asked again."""
+        """Pause the server, and check it before the next request."""
         self.num_failures += 1
         self._failure, self.reason = failure, failure.what
         self.is_checked &= failure.kind == "busy"
@@ -196,7 +192,7 @@ class FleetServer(Generic[RequestT, ReplyT]):
         self.not_before = time.monotonic() + min(pause, LONGEST_PAUSE_S)
 
     def facts(self) -> dict[str, Any]:
-        """What it is and how it went, for the manifest."""
+        """What it is, and its counts, for the manifest."""
         return {
             "url": self.url,
             "model": self.model,
@@ -222,9 +218,8 @@ class Fleet(Generic[RequestT, ReplyT]):
         start_hint: str = "start one, e.g. with `eyas serve`, or check the address",
         fit_hint: str = "give servers of this target, with its own tokenizer and chat template",
     ) -> None:
-        """Check all servers. start_hint, fit_hint: what to do where none answers, and where one
-        serves something else. Raises MissingInputError (none answers), MismatchError (one serves
-        something else: a mistake in the settings).
+        """Check all servers. start_hint, fit_hint: what to do for the errors that it raises:
+        MissingInputError (none answers), MismatchError (one serves something else).
         """
         self.capacity = len(servers) * config.concurrency
         self._servers, self._config, self._fit_hint = servers, config, fit_hint
@@ -245,18 +240,18 @@ class Fleet(Generic[RequestT, ReplyT]):
         self._waiting.append(request)
 
     def wait(self) -> list[ReplyT | TurnFailure]:
-        """What is ready, after a second at most. Raises EyasError when no server answers."""
+        """The ready replies, after a second at most. Raises EyasError when no server answers."""
         return self._runner.run(self._wait())
 
     def status(self) -> str:
-        """How many answer, and what is wrong with the others."""
+        """For the progress line: the number of servers that answer, and the others' failures."""
         failing = [f"{one.url} {one.reason}" for one in self._servers if one.reason]
         shown = "; ".join(failing[:3] + ["..."] * (len(failing) > 3))
         count = len(self._servers)
         return f"{count - len(failing)} of {count} servers" + (f" ({shown})" if failing else "")
 
     def facts(self) -> dict[str, Any]:
-        """Every server with what it is and how it went."""
+        """`FleetServer.facts` of each."""
         return {"servers": [one.facts() for one in self._servers]}
 
     def precision(self) -> dict[str, str]:
@@ -277,8 +272,6 @@ class Fleet(Generic[RequestT, ReplyT]):
         """Stop all requests and close all connections."""
         self._runner.run(self._stop())
         self._runner.close()
-
-    # On the loop
 
     async def _check_all(self, start_hint: str) -> None:
         checks = (one.checked() for one in self._servers)
@@ -307,7 +300,7 @@ class Fleet(Generic[RequestT, ReplyT]):
         done, self._tasks = await asyncio.wait(
             self._tasks, timeout=WAIT_S, return_when=asyncio.FIRST_COMPLETED
         )
-        # what is good is handed out, and kept, before an error ends the run
+        # good replies are returned, and kept, before an error ends the run
         self._error = next((error for one in done if (error := one.exception())), self._error)
         replies = [one.result() for one in done if one.exception() is None]
         if self._error is not None and not replies:
@@ -315,9 +308,7 @@ class Fleet(Generic[RequestT, ReplyT]):
         return replies
 
     async def _ask(self, request: RequestT) -> ReplyT | TurnFailure:
-        """The reply of the first server that gives one. Raises EyasError where a failure ends the
-        run.
-        """
+        """The first server's reply. Raises EyasError where a failure ends the run."""
         num_failed = 0
         server: FleetServer[RequestT, ReplyT] | None = None
         while True:
@@ -338,14 +329,14 @@ class Fleet(Generic[RequestT, ReplyT]):
                     return TurnFailure(request.id, reason, f"{server.url} {failure.what}")
                 if failure.kind == "unfit":
                     raise MismatchError(f"{server.url} {failure.what}", self._fit_hint) from failure
-                # a server that is busy is alive, and so is one that was asked: it passed its check
+                # a busy server is alive, and so is one that passed its check
                 is_dead = failure.kind != "busy" and not is_asked
                 if is_dead and time.monotonic() - self._last_good > PATIENCE_S:
                     raise EyasError(
                         f"no server answers: {_reasons(self._servers)}",
                         "every answer is kept: repair the servers and run the same command again",
                     ) from failure
-                if server.is_checked:  # else it is the server that fails, not with this request
+                if server.is_checked:  # else the server fails, whatever the request
                     server.fail(failure)
                     num_failed += failure.kind != "busy"
                 if num_failed == MOST_FAILURES:
@@ -362,7 +353,7 @@ class Fleet(Generic[RequestT, ReplyT]):
     async def _next(
         self, last: FleetServer[RequestT, ReplyT] | None
     ) -> FleetServer[RequestT, ReplyT]:
-        """The least busy server that may be asked; another one than the last where there is one."""
+        """The least busy server that may be asked; if possible another one than the last."""
         while True:
             now, most = time.monotonic(), self._config.concurrency
             free = [
@@ -383,9 +374,7 @@ class Fleet(Generic[RequestT, ReplyT]):
 
 
 def stated_precision(card: Any, facts: Any) -> dict[str, str]:
-    """What a model's card and a server's facts say of how it computes; the file, where it is one
-    quantised file. Empty where they say nothing.
-    """
+    """The precision in a model's card and a server's facts; the file's name for a quantised one."""
     places = [one for one in (facts, card.get("eyas")) if isinstance(one, dict)]
     found = {
         name: place[name][:80]
@@ -400,7 +389,7 @@ def stated_precision(card: Any, facts: Any) -> dict[str, str]:
 
 
 def precision_text(precision: dict[str, str]) -> str:
-    """Such statements in a line."""
+    """A precision in one line."""
     return ", ".join(f"{name} {value}" for name, value in precision.items()) or "nothing"
 
 

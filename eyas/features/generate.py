@@ -1,9 +1,9 @@
 """Stage `generate`: the target answers every user turn of every prompt, one row per assistant turn.
 
-As soon as a turn is answered the next one is asked, with the target's own answers as its context.
-An answer that was cut, loops or is empty ends its conversation; after a refusal it goes on. All of
-these are marked and kept. An answer with personal data or a secret that was not in its prompt is
-never written: it is counted by type, and ends its conversation too.
+Each turn is asked with the target's own answers as its context. An answer that was cut, loops or is
+empty ends its conversation; after a refusal it goes on. All of these are marked and kept. An answer
+with personal data or a secret that was not in its prompt is never written: it is counted by type,
+and ends its conversation too.
 
 The engine in this process answers where `servers` is empty, on the CPU. On a machine with a GPU
 start SGLang or vLLM, and give `servers`.
@@ -23,7 +23,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, closing, nullcontext
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
 from eyas.artifact import WORK, Artifact, Manifest, identity
 from eyas.chat import Chat
@@ -42,29 +42,24 @@ from eyas.operators.shape import refuse_unnamed, target_shape
 from eyas.privacy.detector import LeakDetector, recogniser_versions
 from eyas.privacy.pii import ANSWER_POLICY, PrivacyConfig
 from eyas.records import RECORD, Prompt
+from eyas.settings import Settings
 
 ROWS_PER_PART = 200  # prompts in a file of answers
-PAGES_BESIDE = 64  # of the cache, for what rounds add to requests
-CACHE_TOKENS = 1024  # of each running request, in the cache of the engine in this process
+PAGES_BESIDE = 64  # of the cache, for drafts
+CACHE_TOKENS = 1024  # in the cache of the engine in this process, for each running request
 PRECISION_NOTE = f"{WORK}/precision.json"  # what the servers of this run stated
-# Where the run takes place, and how fast it is: no part of the identity.
-PLACES = {"target", "head", "max_batch", "servers", "client"}
-_THERE = nullcontext()  # servers that somebody else has started
+PLACES = {"target", "head", "max_batch", "servers", "client"}  # no part of the identity
 
 
-class GenerateConfig(BaseModel):
+class GenerateConfig(Settings):
     """Settings of the stage.
 
     `answers_per_prompt`: each is a conversation of its own; those of a prompt are spread evenly
-    over the shares of `sampling`. `max_length` bounds prompt and answer together, in tokens, as
-    does the target's context. `sampling`: a hash of a conversation's user turns assigns it to a
-    share. `date` is fixed, so that the same prompts have the same tokens on another day where a
-    template prints today's (Granite, Llama 3). `personal`: what is looked for in answers; an answer
-    with a type that is not kept is left out, unless it stood in the prompt. `client` says how
-    servers are asked.
+    over the shares of `sampling` (`sampling_of`). The target's context bounds `max_length` too.
+    `date` is fixed, so that prompts have the same tokens every day where a template prints today's
+    (Granite, Llama 3). `personal`: what is looked for in answers; an answer with a type that is not
+    kept is left out, unless it stood in the prompt.
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     target: str = Field(description="a folder, a GGUF file, or a name of a hub")
     head: str | None = Field(None, description="speeds up the engine in this process")
@@ -114,12 +109,11 @@ def generate(
     prompts: Artifact,
     output: Artifact,
     track: Track = quiet,
-    serving: AbstractContextManager[object] = _THERE,
+    serving: AbstractContextManager[object] | None = None,
 ) -> Manifest:
-    """Answer all prompts into `output`; resumes. serving: within it the servers of the settings
-    answer; not entered where all is done.
-
-    Raises EmptyInputError, TemplateError, and what loading a target or `Fleet` raises.
+    """Answer all prompts into `output`; resumes. serving: within it the settings' servers answer;
+    not entered where all is done. Raises EmptyInputError, TemplateError, and what loading a target
+    or `Fleet` raises.
     """
     made = prompts.manifest("prompts")
     num_prompts = count_prompts(prompts)
@@ -131,13 +125,13 @@ def generate(
     if not config.servers:
         dtype = resolve_dtype(config.dtype, shape)
         config = config.model_copy(update={"dtype": dtype})
-    # a folder of before there was a choice stays the same work
+    # keeps the identity of folders older than this setting
     as_before = {"answers_per_prompt"} if config.answers_per_prompt == 1 else set()
     settings = {
         **config.model_dump(mode="json", exclude=PLACES | as_before),
         "target_fingerprint": target,
-        # engine and server may differ in an answer's last bits, and messages that spell a control
-        # token are left out where a server renders them
+        # engine and server may differ in last bits, and a server that renders messages gets none
+        # that spell a control token
         "answered_by": f"servers, sent {config.client.send}" if config.servers else "engine",
         "marks": marks.VERSION,
         "record": RECORD,
@@ -158,7 +152,10 @@ def generate(
         config.answers_per_prompt,
     )
     # the backend may refuse, and then the folder is not claimed
-    with serving, closing(open_backend(config, chat, folder, max_length)) as backend:
+    with (
+        serving or nullcontext(),
+        closing(open_backend(config, chat, folder, max_length)) as backend,
+    ):
         output.begin(own)
         with (
             output.held_alone(),
@@ -207,9 +204,7 @@ def count_prompts(prompts: Artifact) -> int:
 def open_backend(
     config: GenerateConfig, chat: Chat, folder: str, max_length: int
 ) -> EngineBackend | Fleet[TurnRequest, TurnAnswer]:
-    """The engine, or the servers. Raises what loading the engine or
-    checking servers raises.
-    """
+    """The engine or the servers. Raises what loading or checking them raises."""
     if not config.servers:
         head = resolve_head(config.head) if config.head is not None else None
         num_tokens = max(config.max_batch * min(max_length, CACHE_TOKENS), max_length)
@@ -217,8 +212,8 @@ def open_backend(
             max_batch=config.max_batch,
             max_length=max_length,
             num_pages=num_tokens // PAGE_SIZE + PAGES_BESIDE,
-            max_pause_ms=1e9,  # nobody reads along
-            # without a head plainly: text's drafts pay for few requests at a time
+            max_pause_ms=1e9,  # nobody reads the stream
+            # plain without a head: drafts from text pay for few requests at a time
             speculation="off" if head is None else "auto",
         )
         engine = Engine.load(folder, head, config.dtype, sizes)
@@ -236,14 +231,14 @@ def open_backend(
 
 
 class Conversations:
-    """The conversations of an artifact that are not over, read part by part, and their rows."""
+    """The unfinished conversations of an artifact, read part by part, and their rows."""
 
     def __init__(self, prompts: Artifact, output: Artifact, per_prompt: int) -> None:
         self.num_done, self._per_prompt = 0, per_prompt
         self._prompts, self._parts = prompts, AnswerParts(output)
 
     def __iter__(self) -> Iterator[Conversation]:
-        """In the prompts' order, each as an earlier run left it; holds one part's prompts."""
+        """In the prompts' order, each where an earlier run ended; holds one part's prompts."""
         rows = self._prompts.read_rows("prompts")
         for part in itertools.count():
             prompts = [Prompt.from_json(row) for row in itertools.islice(rows, ROWS_PER_PART)]
@@ -264,7 +259,7 @@ class Conversations:
             yield from (one for one in conversations if not one.is_over)
 
     def keep(self, conversation: Conversation) -> None:
-        """Write what is new of it."""
+        """Write its new events."""
         self._parts.add(conversation.part, conversation.take_entry())
         if conversation.is_over:
             self._end(conversation)
@@ -285,7 +280,7 @@ def answer_all(
     num_conversations: int,
     track: Track = quiet,
 ) -> None:
-    """Run as many conversations as the backend has room for, each at its own pace."""
+    """Run as many conversations at a time as the backend has room for."""
     waiting = iter(conversations)
     running: dict[str, tuple[Conversation, TurnRequest]] = {}
     started, num_tokens = time.monotonic(), 0
@@ -313,7 +308,7 @@ def answer_all(
 
 
 def _counts(prompts: Artifact, output: Artifact, per_prompt: int) -> dict[str, int]:
-    """What the finished parts hold. Every turn is either an answer or a drop."""
+    """Every turn is either an answer or a drop."""
     counts: Counter[str] = Counter(prompts=0, turns=0, answers=0, answer_tokens=0)
     for prompt in prompts.read_rows("prompts"):
         counts.update(prompts=1, turns=len(prompt["turns"]) * per_prompt)

@@ -17,22 +17,21 @@ from typing import Literal
 import numpy as np
 
 Mark = Literal["empty", "looping", "truncated", "refused"]
-VERSION = 1  # of these rules: what they say is part of an artifact's identity
+VERSION = 1  # of these rules, part of an artifact's identity
 
-# Words, in pieces of eight letters so that a loop without spaces is one too; characters of scripts
-# without spaces; and runs of anything else, so that a table's rule of dashes is one unit and no
-# loop.
+# Words, in pieces of eight letters for loops without spaces; characters of scripts without spaces;
+# runs of anything else: a table's rule of dashes is one unit and no loop.
 _UNIT = re.compile(r"[\u3040-\u30ff\u3400-\u9fff]|[^\W\u3040-\u30ff\u3400-\u9fff]{1,8}|[^\w\s]+")
 _ENUMERATOR = re.compile(r"^\s*\d+[.):]", re.MULTILINE)  # that counts the rounds of a loop
 LONGEST_PERIOD = 64  # units
 LEAST_REPEATS = 4
-# covered by a loop: anywhere in an answer, and at the end of one that was cut
+# units of a loop: anywhere in an answer, and at the end of one that was cut
 LOOP_UNITS, CUT_LOOP_UNITS = 50, 20
-# Of a long answer's 4-grams this share is to differ from each other. Prose has more than 0.75, code
-# mostly, data in JSON 0.3.
+# The least share of different 4-grams in a long answer: 0.75 or more in prose and most code, 0.3 in
+# data in JSON.
 GRAM, GRAMS_UNITS, LEAST_DISTINCT = 4, 200, 0.2
 
-_OPENING = 240  # characters in which a refusal says so; what comes later may quote one
+_OPENING = 240  # characters that hold a refusal; later ones may quote one
 _THOUGHTS = re.compile(r"\s*<think>.*?</think>", re.DOTALL)
 # At the beginning of an answer, casefolded: perhaps an apology, then that one cannot, then with
 # what (in some languages the other way round). An apology alone is no refusal ("sorry, there is no
@@ -142,7 +141,7 @@ def mark(text: str, finish_reason: str) -> Mark | None:
 
 
 def is_refusal(text: str) -> bool:
-    """Whether an answer begins by saying that it will not help, thoughts left aside."""
+    """Whether an answer, without thoughts, begins by saying that it will not help."""
     opening = _THOUGHTS.sub("", text, count=1).lstrip(" \t\r\n\"'*#>-")[:_OPENING]
     plain = unicodedata.normalize("NFC", opening).casefold().replace("\u2019", "'")
     plain = re.sub("[\u064b-\u0652]", "", plain)  # vowel signs of Arabic, written or not
@@ -150,20 +149,22 @@ def is_refusal(text: str) -> bool:
 
 
 def is_looping(text: str, was_cut: bool = False) -> bool:
-    """Whether words come again and again: one after the other LEAST_REPEATS times or more, or all
-    over a long answer.
-
-    was_cut: the answer ran into its limit, so a loop at its end would have gone on.
+    """Whether words repeat LEAST_REPEATS times in a row or more, or all over a long answer.
+    was_cut: by its token limit; a loop at its end would have gone on.
     """
-    numbers: dict[str, int] = {}  # equal ones where units are equal
+    numbers: dict[str, int] = {}
     found = _UNIT.findall(_ENUMERATOR.sub("", text.casefold()))
     units = np.array([numbers.setdefault(unit, len(numbers)) for unit in found], dtype=np.int64)
     for period in range(1, min(LONGEST_PERIOD, len(units) // LEAST_REPEATS) + 1):
         least = max((LEAST_REPEATS - 1) * period, CUT_LOOP_UNITS - period)
         equal = units[:-period] == units[period:]
-        if np.count_nonzero(equal) < least:  # of nearly all texts and periods
+        if np.count_nonzero(equal) < least:  # nearly always
             continue
-        start, length = _longest_run(equal)
+        # runs lie between places that are not equal; the last of the longest
+        breaks = np.flatnonzero(np.concatenate(([True], ~equal, [True])))
+        lengths = np.diff(breaks) - 1
+        last = len(lengths) - 1 - int(np.argmax(lengths[::-1]))
+        start, length = int(breaks[last]), int(lengths[last])
         covered = length + period
         if length < least:
             continue
@@ -175,13 +176,3 @@ def is_looping(text: str, was_cut: bool = False) -> bool:
         return False
     grams = np.lib.stride_tricks.sliding_window_view(units, GRAM)
     return len(np.unique(grams, axis=0)) / len(grams) < LEAST_DISTINCT
-
-
-def _longest_run(equal: np.ndarray) -> tuple[int, int]:
-    """Start and length of the longest run of True, the last of several."""
-    edges = np.flatnonzero(np.diff(np.concatenate(([0], equal.astype(np.int8), [0]))))
-    if not len(edges):
-        return 0, 0
-    starts, lengths = edges[::2], edges[1::2] - edges[::2]
-    last = len(lengths) - 1 - int(np.argmax(lengths[::-1]))
-    return int(starts[last]), int(lengths[last])

@@ -1,5 +1,4 @@
-"""The proof that a server's states are the target's: the same conversations through our decoder,
-stream by stream.
+"""The proof that a server's states are the target's: our decoder computes the same samples.
 
 Letters: T tokens of a sample, S the four streams, L layers, H the target's hidden size.
 """
@@ -16,11 +15,11 @@ from eyas.client import RequestFailure
 from eyas.model.config import TargetShape
 from eyas.operators.decoder import TOLERANCE, HiddenStates, HookedDecoder
 
-PROOF_SAMPLES = 4  # the shortest, the longest, and between: one step of a server, and several
-LAYERS_TOKENS = 32  # of the shortest, of which every layer is compared
+PROOF_SAMPLES = 4  # from the shortest to the longest: one step of a server, and several
+LAYERS_TOKENS = 32  # of the shortest sample, for which all layers are compared
 NUM_STREAMS = 4
-# In TOLERANCE, which holds for the median token: where large numbers cancel, single tokens of
-# SmolLM2 are off by 0.12 in bfloat16 (two tolerances), and another token's state by 0.7 (twelve).
+# Times TOLERANCE, which holds for the median token: where large numbers cancel, single tokens of
+# SmolLM2 are off by 0.12 in bfloat16 (two tolerances), another token's state by 0.7 (twelve).
 OUTLIER = 5
 
 
@@ -34,10 +33,8 @@ class StateRequest:
 
 @dataclass(frozen=True, slots=True)
 class StateProof:
-    """What a server must show before it is asked. dtype: the settings'.
-
-    samples: what our decoder computes of them. layers_LTH: every layer's output of the first
-    tokens of the first one. max_length: tokens of the longest sample.
+    """What a server must show first. dtype: the settings'. samples: with our states. layers_LTH:
+    all layers' outputs for the first tokens of the first sample. max_length: tokens of the longest.
     """
 
     shape: TargetShape
@@ -68,9 +65,9 @@ def compare(
     expected_layers: Sequence[int],
     finished: Callable[[Tensor], HiddenStates],
 ) -> None:
-    """Hold a server's streams [T, S, H] of the proof's samples, the longest again as the last,
-    against ours. expected_layers: whose outputs the streams are. finished: what is stored of
-    streams. Raises RequestFailure with the one thing that differs.
+    """Compare a server's streams [T, S, H] of the proof's samples, and of the longest once more,
+    with ours. expected_layers: of the streams. finished: gives the stored part of streams. Raises
+    RequestFailure with the one thing that differs.
     """
     if (dtype := streams[0].dtype) != proof.dtype:
         raise unfit(
@@ -98,8 +95,8 @@ def compare(
 
 
 def compare_layers(proof: StateProof, streams_TSH: Tensor, expected: Sequence[int]) -> None:
-    """Find, for every stream, the layer that it is nearest to: a shift by one can be less than the
-    noise of a low precision. Raises RequestFailure.
+    """Find the nearest layer of each stream: a shift by one can be less than the noise of a low
+    precision. Raises RequestFailure.
     """
     layers_LTH = proof.layers_LTH.float()
     T, dtype = layers_LTH.shape[1], streams_TSH.dtype
@@ -128,7 +125,7 @@ def stream_layers(shape: TargetShape, is_vllm: bool) -> tuple[int, int, int, int
 
 
 def relative_errors(found: HiddenStates, expected: HiddenStates) -> Tensor:
-    """[T, S]: how far each token's state is off, by its size, stream by stream."""
+    """[T, S]: the relative error of each token's state in each stream."""
     T, H = expected.last_hidden.shape
     ours, theirs = (
         torch.cat([one.aux_hidden, one.last_hidden], dim=-1).float().view(T, -1, H)
@@ -140,7 +137,7 @@ def relative_errors(found: HiddenStates, expected: HiddenStates) -> Tensor:
 
 
 def unfit(what: str) -> RequestFailure:
-    """A server that is not asked any more."""
+    """The failure of a server that is asked no more."""
     return RequestFailure("unfit", what)
 
 

@@ -1,9 +1,9 @@
-"""Hidden states from servers that run the target, proved to be its own (state_proof).
+"""Hidden states from servers that run the target, compared with ours first (state_proof).
 
-    vLLM     `extract_hidden_states`: a file of each request, in a folder that this process shares
-             with the server, read and deleted here; streams: three taps, what the final norm takes
-    SGLang   `return_hidden_states`: numbers in the answer; streams: three taps, what the last layer
-             takes, which is computed here
+    vLLM     `extract_hidden_states`: a file for each request in a shared folder, read and deleted
+             here; streams: three taps, the input of the final norm
+    SGLang   `return_hidden_states`: numbers in the answer; streams: three taps, the input of the
+             last layer, which is computed here
 
 Letters: T tokens of a sample, S the four streams, L layers, H the target's hidden size.
 """
@@ -31,6 +31,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load as load_safetensors
 from torch import Tensor
 
+from eyas.artifact import is_another_process
 from eyas.client import RequestFailure
 from eyas.errors import EyasError
 from eyas.features.conversation import TurnFailure
@@ -47,10 +48,10 @@ from eyas.features.state_proof import (
 from eyas.model.config import TargetShape
 from eyas.operators.decoder import TOLERANCE, HiddenStates, Tail
 
-# Tokens of its length that a server wants free: those of an answer, and what SGLang keeps back.
-ROOM_VLLM, ROOM_SGLANG = 1, 7
+ROOM_VLLM, ROOM_SGLANG = 1, 7  # tokens for the answer, and those that SGLang keeps back
 LOCK_POLL_S = 0.01
 FOLDER = "/dev/shm/eyas-states"  # in the commands: memory, no disk
+CONNECTOR = Path(__file__).with_name("vllm")  # for PYTHONPATH of vLLM
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,8 +63,8 @@ class StateReply:
 
 
 class StateServer(FleetServer[StateRequest, StateReply]):
-    """A vLLM or SGLang server that gives states. What is behind its last stream, up to what feeds
-    lm_head, is computed here.
+    """A vLLM or SGLang server that gives states. The rest from its last stream to the input of
+    lm_head is computed here.
     """
 
     def __init__(
@@ -72,8 +73,9 @@ class StateServer(FleetServer[StateRequest, StateReply]):
         """tails: see HookedDecoder.tails. run: names this run's requests and files."""
         super().__init__(url, config)
         self._proof, self._tails = proof, tails
-        # of each server and process its own: several may share a folder, as the ranks of a run do
-        machine = f"eyas-{run[:12]}-{_short(url)}-{_short(socket.gethostname())}"
+        # one for each server and process: several may share a folder, e.g. the ranks of a run
+        hashes = (hashlib.sha256(text.encode()).hexdigest() for text in (url, socket.gethostname()))
+        machine = "-".join(["eyas", run[:12], *(one[:6] for one in hashes)])
         self._run = f"{machine}-{os.getpid()}"
         self._of_machine = re.compile(rf".*{machine}-(\d+)-.*\.safetensors(\.lock)?")
         self._numbers, self._folder = itertools.count(), Path()
@@ -95,10 +97,10 @@ class StateServer(FleetServer[StateRequest, StateReply]):
                 f"for an answer are {needed}: start it with room for them"
             )
         try:
-            # beside each other, so that they share steps; then the longest from its prefix cache
+            # at the same time, so that they share steps; then the longest from its prefix cache
             asked = [request for request, _ in self._proof.samples]
             together = (self._streams(one.token_ids) for one in asked)
-            # the others' files too are read and deleted before a failure is raised
+            # a failure is raised once all files are read and deleted
             replies = await asyncio.gather(*together, return_exceptions=True)
             for failure in replies:
                 if isinstance(failure, BaseException):
@@ -115,28 +117,25 @@ class StateServer(FleetServer[StateRequest, StateReply]):
     async def reply(self, request: StateRequest) -> StateReply:
         """The states of a sample. Raises RequestFailure."""
         streams_TSH = await self._streams(request.token_ids)
-        states = await asyncio.to_thread(self._finished, streams_TSH)
-        return StateReply(request.id, states)
+        return StateReply(request.id, await asyncio.to_thread(self._finished, streams_TSH))
 
     def sweep(self) -> None:
-        """Delete what the server wrote for requests that were given up: this process's, and those
-        of processes of the same run on this machine that are gone.
+        """Delete the server's files for requests that were given up: this process's, and those of
+        ended processes of the same run on this machine.
         """
         if self._folder == Path():
             return
         with contextlib.suppress(OSError):
             for path in self._folder.iterdir():
                 found = self._of_machine.fullmatch(path.name)
-                if found and (int(found[1]) == os.getpid() or not _runs(int(found[1]))):
+                if found and not is_another_process(found[1]):
                     path.unlink(missing_ok=True)
 
     def _finished(self, streams_TSH: Tensor) -> HiddenStates:
-        """With what feeds lm_head in place of the fourth stream."""
+        """The three taps, and lm_head's input from the fourth stream."""
         tail = self._tails[0 if self._is_vllm else 1]
         last_hidden = tail(streams_TSH[:, 3]).to("cpu", streams_TSH.dtype)
         return HiddenStates(streams_TSH[:, :3].flatten(1), last_hidden)
-
-    # What each engine says
 
     async def _streams(self, token_ids: Sequence[int]) -> Tensor:
         """[T, S, H] in the server's dtype. Raises RequestFailure."""
@@ -204,10 +203,8 @@ class StateServer(FleetServer[StateRequest, StateReply]):
         return streams_TSH
 
     async def _read_unlocked(self, path: Path, lock: Path) -> dict[str, Tensor]:
-        """Read the file once its writer has let go of the lock, which it takes before it answers.
-
-        Read into memory and not mapped: the file is deleted at once. Raises OSError,
-        SafetensorError, TimeoutError.
+        """Read the file once its writer has released the lock, which it takes before it answers.
+        Raises OSError, SafetensorError, TimeoutError.
         """
         async with asyncio.timeout(self.config.timeout_s):
             descriptor = os.open(lock, os.O_RDONLY)
@@ -220,25 +217,26 @@ class StateServer(FleetServer[StateRequest, StateReply]):
                         await asyncio.sleep(LOCK_POLL_S)
             finally:
                 os.close(descriptor)
+        # not mapped: the file is deleted at once
         return await asyncio.to_thread(lambda: load_safetensors(path.read_bytes()))
 
     async def _from_sglang(self, token_ids: Sequence[int]) -> Tensor:
-        H = self._proof.shape.hidden_size
         body = {
             "input_ids": list(token_ids),
             "sampling_params": {"max_new_tokens": 1, "temperature": 0},
             "return_hidden_states": True,
         }
         content = await self.post(f"{self.url}/generate", body)
-        return await asyncio.to_thread(sglang_streams, content, H, self._proof.dtype)
+        proof = self._proof
+        return await asyncio.to_thread(
+            sglang_streams, content, proof.shape.hidden_size, proof.dtype
+        )
 
 
 def sglang_streams(content: Any, hidden_size: int, wanted: torch.dtype) -> Tensor:
-    """[T, S, H] of an answer of /generate: `meta_info.hidden_states` is a list of chunks of the
-    prompt, each a list of rows, and of rows of further tokens.
-
-    JSON names no dtype: the states are of `wanted` if that holds every number exactly, else
-    float32. Raises RequestFailure.
+    """[T, S, H] from an answer of /generate: `meta_info.hidden_states` is a list of chunks of the
+    prompt, each a list of rows, and of rows of further tokens. JSON names no dtype: the states have
+    `wanted` if it holds every number exactly, else float32. Raises RequestFailure.
     """
     try:
         parts = content["meta_info"].get("hidden_states")
@@ -258,23 +256,8 @@ def sglang_streams(content: Any, hidden_size: int, wanted: torch.dtype) -> Tenso
     return streams.view(len(rows), -1, hidden_size)
 
 
-def _short(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()[:6]
-
-
-def _runs(pid: int) -> bool:
-    """Whether a process of this machine is there."""
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except (PermissionError, OverflowError):
-        return True
-    return True
-
-
 class StateFleet:
-    """Servers as a source of samples' states, in the order in which they are asked for."""
+    """Servers as a source of samples' states, in the order of the requests."""
 
     def __init__(
         self,
@@ -294,18 +277,18 @@ class StateFleet:
             self._fleet = Fleet(self._servers, config, commands, commands)
         finally:
             for one in self._servers:
-                one.sweep()  # what an earlier run left
+                one.sweep()
 
     def states(self, requests: Iterator[StateRequest]) -> Iterator[HiddenStates]:
-        """The states of each, in order; as many are asked for ahead as the servers take at once, so
-        that so many are held, here and in their files. Several iterators may be open, as when a
-        trainer evaluates. Raises EyasError where one gets none.
+        """The states of each, in order. Twice as many requests run as the servers take at once,
+        which bounds the states held here and in files. Several iterators may be open, e.g. while a
+        trainer evaluates. Raises EyasError for a request without states.
         """
-        asked: deque[str] = deque()  # not yet handed out, in order
+        asked: deque[str] = deque()  # not yet yielded, in order
         try:
             while True:
                 for request in itertools.islice(requests, 2 * self._fleet.capacity - len(asked)):
-                    # a sample may be asked for again before it came: in the next epoch
+                    # the next epoch may ask for a sample before it has come
                     asked.append(f"{request.id} ({next(self._numbers)})")
                     self._fleet.add(replace(request, id=asked[-1]))
                 if not asked:
@@ -319,7 +302,6 @@ class StateFleet:
                     self._unwanted.add(one)
 
     def _take(self) -> None:
-        """Store the replies of all iterators."""
         for reply in self._fleet.wait():
             if reply.id in self._unwanted:
                 self._unwanted.remove(reply.id)
@@ -340,7 +322,7 @@ class StateFleet:
         return self._fleet.facts()
 
     def close(self) -> None:
-        """Stop all requests, and delete what they left."""
+        """Stop all requests, and delete their files."""
         self._fleet.close()
         for one in self._servers:
             one.sweep()
@@ -349,7 +331,7 @@ class StateFleet:
 def vllm_arguments(
     target: str, shape: TargetShape, dtype: str, length: int, folder: str = FOLDER
 ) -> list[str]:
-    """What follows `vllm serve`. length: tokens of the longest sample. folder: of the files."""
+    """The arguments of `vllm serve`. length: tokens of the longest sample. folder: of the files."""
     ids = [layer + 1 for layer in stream_layers(shape, is_vllm=True)]  # vLLM: 0 is the embeddings
     speculative = {
         "method": "extract_hidden_states",
@@ -371,20 +353,14 @@ def vllm_arguments(
     return [target, *itertools.chain(*((f"--{name}", value) for name, value in options.items()))]
 
 
-def connector_folder() -> str:
-    """For PYTHONPATH of vLLM: where the file that it loads lies."""
-    return str(Path(__file__).with_name("vllm"))
-
-
 def states_command(
     engine: Literal["sglang", "vllm"], target: str, shape: TargetShape, dtype: str, length: int
 ) -> list[str]:
-    """The words that start a server which gives this target's states.
-
-    target: as the settings name it. length: tokens of the longest sample.
+    """The command of a server that gives the target's states. target: its name in the settings.
+    length: tokens of the longest sample.
     """
     if engine == "vllm":
-        words = ["env", f"PYTHONPATH={connector_folder()}", "vllm", "serve"]
+        words = ["env", f"PYTHONPATH={CONNECTOR}", "vllm", "serve"]
         return [*words, *vllm_arguments(target, shape, dtype, length)]
     return [
         *("python", "-m", "sglang.launch_server", "--model-path", target, "--dtype", dtype),
