@@ -303,6 +303,44 @@ def test_a_head_with_a_weight_that_is_no_number_is_refused(kept, tmp_path, name,
     assert said in why_not
 
 
+ONE, QUERY = torch.ones(1), "model.layers.3.self_attn.q_proj."
+
+
+@pytest.mark.parametrize(
+    ("edit", "said", "apart"),
+    [
+        (lambda of: {k: v for k, v in of.items() if ".layers.3." not in k}, "6 more", None),
+        (lambda of: {k.replace("model", "base"): v for k, v in of.items()}, "missing", None),
+        (lambda of: {**of, QUERY + "weight": torch.ones(32, 16)}, r"is \(32, 16\) and has", None),
+        (lambda of: {**of, QUERY + "scale": ONE}, "scale is not a t", "hf_quant_config.json"),
+        (lambda of: {**of, QUERY + "qweight": ONE}, "qweight is not", "quantize_config.json"),
+    ],
+    ids=["a layer is missing", "other names", "another shape", "fp8", "gptq"],
+)
+def test_what_transformers_would_fill_or_drop_is_refused(tmp_path, kept, edit, said, apart):
+    """It warns, and computes with random weights, or without the scales."""
+    folder = shutil.copytree(kept, tmp_path / "target")
+    tensors = edit(safetensors.torch.load_file(folder / "model.safetensors"))
+    safetensors.torch.save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    if apart:
+        (folder / apart).write_text("{}")
+    with pytest.raises(MismatchError, match=said) as raised:
+        HookedDecoder.load(folder, "float32")
+    assert (apart or "restore the checkpoint") in raised.value.hint
+
+
+def test_tensors_that_no_layer_computes_with_are_no_fault(tmp_path, kept):
+    """Multi-token prediction lies behind the last layer; old checkpoints hold frequencies."""
+    folder = shutil.copytree(kept, tmp_path / "target")
+    more = (
+        "model.layers.8.fc.weight",
+        "mtp.fc.weight",
+        QUERY.replace("q_proj", "rotary_emb.inv_freq"),
+    )
+    edit_tensors(folder, {name.rstrip("."): torch.ones(4) for name in more})
+    HookedDecoder.load(folder, "float32")
+
+
 def test_a_quantised_target_goes_by_transformers_or_says_what_to_do(tmp_path):
     folder = tiny_target(tmp_path / "fp8", dtype="bfloat16", hidden_size=128, head_dim=32)
     tensors = safetensors.torch.load_file(folder / "model.safetensors")

@@ -39,6 +39,7 @@ from eyas.operators.foreign import (
     MATRIX_ALONE,
     auto_class,
     first_line,
+    refuse_partly_loaded,
     shape_of,
     transformers_config,
     transformers_matrices,
@@ -50,7 +51,7 @@ Tail = Callable[[Tensor], Tensor]
 NO_STREAM = (
     "a head reads what the layers pass on, which cannot be told of this model: take another target"
 )
-# Of another library's model, as it is loaded and first run.
+# Of another library's model, as it is loaded and first run, or keeps another past or none.
 FAULTS = (
     AttributeError,
     ImportError,
@@ -59,15 +60,6 @@ FAULTS = (
     RuntimeError,
     TypeError,
     ValueError,
-)
-# what models of transformers raise that keep another past, or none
-OF_ANOTHER_KIND = (
-    TypeError,
-    ValueError,
-    AttributeError,
-    NotImplementedError,
-    RuntimeError,
-    IndexError,
 )
 PROOF_TOKENS = 40  # of each of two random rows
 # Relative to a stream's own size.
@@ -207,13 +199,16 @@ class HookedDecoder:
         if getattr(text_config, "attn_logit_softcapping", None) is not None:
             options["attn_implementation"] = "eager"  # the others leave the soft cap out
         try:
-            model = auto_class(config).from_pretrained(
+            model, loaded = auto_class(config).from_pretrained(
                 folder,
                 dtype=getattr(torch, dtype),
                 local_files_only=True,
                 trust_remote_code=False,
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,  # they are named below
                 **options,
             )
+            refuse_partly_loaded(folder, config, shape, loaded)
             refuse_nonfinite(folder, arrays_of(dict(model.named_parameters())))
             if device_map is None:
                 model = model.to(default_device())
@@ -282,7 +277,7 @@ class HookedDecoder:
                 whole_BT = self._model.generate(
                     tokens_BT, attention_mask=torch.ones_like(tokens_BT), generation_config=how
                 )
-            except OF_ANOTHER_KIND as error:
+            except FAULTS as error:
                 raise MismatchError(
                     f"{type(self._model).__name__} does not answer: {first_line(error)}",
                     "let a server answer: `eyas generate --server URL`, then `eyas capture`",
@@ -427,7 +422,7 @@ class HookedDecoder:
         whole = self.states(tokens.tolist())
         try:
             rest = self.states(tokens[:, 16:].tolist(), self.begin(tokens[0, :16].tolist()))
-        except OF_ANOTHER_KIND:
+        except FAULTS:
             return False  # its past is of another kind
         return alike(whole.aux_hidden[:, 16:], rest.aux_hidden) and alike(
             whole.last_hidden[:, 16:], rest.last_hidden

@@ -7,6 +7,8 @@ It builds the model without memory, only to name its parts: nothing is run and n
 from __future__ import annotations
 
 import math
+import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +37,7 @@ NORM_EPSILONS = (
     "layernorm_epsilon",
 )
 MATRIX_ALONE = "a head is trained against lm_head's matrix, a scale and a soft cap alone"
+QUANTISATIONS = ("hf_quant_config.json", "quantize_config.json", "quant_config.json")  # others' own
 ANOTHER = (
     "eyas captures decoder-only language models that the installed transformers knows, "
     "without code of their own"
@@ -221,6 +224,45 @@ def _names(config: Any) -> tuple[str, str]:
     if getattr(model.get_output_embeddings(), "bias", None) is not None:
         raise MismatchError(f"{type(model).__name__}: its lm_head has a bias", MATRIX_ALONE)
     return f"{found[0]}.weight", f"{found[1]}.weight"
+
+
+def refuse_partly_loaded(
+    folder: Path, config: Any, shape: TargetShape, loaded: Mapping[str, Any]
+) -> None:
+    """Raise MismatchError for tensors that transformers fills at random (missing, of another shape)
+    or drops (unexpected); it only warns. loaded: its `output_loading_info`.
+
+    What it knows to be tied or left out is not among them. Of a quantised checkpoint its quantiser
+    takes scales by names of its own: there only what is missing counts.
+    """
+    faults = [f"{name} is missing" for name in sorted(loaded["missing_keys"])]
+    for name, stored, wanted in sorted(loaded["mismatched_keys"]):
+        faults.append(f"{name} is {tuple(stored)} and has to be {tuple(wanted)}")
+    if getattr(config, "quantization_config", None) is None:
+        faults += [
+            f"{name} is not a tensor of this architecture"
+            for name in sorted(loaded["unexpected_keys"])
+            if not _predicts_more(name, shape.num_hidden_layers)
+        ]
+    if not faults:
+        return
+    apart = next((name for name in QUANTISATIONS if (folder / name).exists()), None)
+    hint = "restore the checkpoint from its source, its tensors' names as they were"
+    if apart is not None:
+        hint = (
+            f"{apart} says how it is quantised, and transformers reads only quantization_config in "
+            "config.json: give the checkpoint before it was quantised, or write it there"
+        )
+    more = f"; and {len(faults) - 3} more" if len(faults) > 3 else ""
+    raise MismatchError(
+        f"{folder} is not the model of its config.json: " + "; ".join(faults[:3]) + more, hint
+    )
+
+
+def _predicts_more(name: str, num_layers: int) -> bool:
+    """Whether a tensor is of a layer behind the last one, which predicts a further token."""
+    layer = re.search(r"\blayers\.(\d+)\.", name)
+    return "mtp" in name.split(".") or (layer is not None and int(layer[1]) >= num_layers)
 
 
 def first_line(error: Exception) -> str:
