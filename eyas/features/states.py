@@ -335,6 +335,10 @@ class StateFleet:
         """As Fleet.status."""
         return self._fleet.status()
 
+    def computed_by(self) -> dict[str, str]:
+        """As Fleet.computed_by."""
+        return self._fleet.computed_by()
+
     def facts(self) -> dict[str, Any]:
         """As Fleet.facts."""
         return self._fleet.facts()
