@@ -313,6 +313,23 @@ def test_a_file_that_is_cut_anywhere_is_refused(tmp_path, tiny, cache):
         ({"llama.attention.head_count": 3}, "has 3 heads for the"),
         ({"llama.block_count": [2, 3]}, "as llama.block_count"),
         ({"tokenizer.ggml.merges": ["Q Zx"]}, "no whole tokenizer"),
+        ({"tokenizer.ggml.merges": None}, "holds no tokenizer.ggml.merges"),
+        ({"tokenizer.ggml.tokens": 5}, "has 5 as tokenizer.ggml.tokens: a list of texts"),
+        ({"tokenizer.ggml.eos_token_id": -1}, "has -1 as tokenizer.ggml.eos_token_id: a whole"),
+        ({"tokenizer.ggml.eos_token_id": [1]}, r"has \[1\] as tokenizer.ggml.eos_token_id"),
+        ({"tokenizer.ggml.eos_token_id": "2"}, "has '2' as tokenizer.ggml.eos_token_id"),
+        ({"tokenizer.ggml.eos_token_id": 999}, "ends answers at token 999 of 320"),
+        ({"split.no": "0"}, "has '0' as split.no: a whole number"),
+        ({"general.alignment": 0}, "has 0 as general.alignment: a power of two"),
+        ({"general.alignment": -32}, "has -32 as general.alignment"),
+        ({"general.alignment": 3}, "has 3 as general.alignment"),
+        ({"general.alignment": "32"}, "has '32' as general.alignment"),
+        ({"general.alignment": 32.0}, "has 32.0 as general.alignment"),
+        ({"": "x"}, "a key is empty"),
+        ({"llama.attention.causal": False}, "a model of embeddings"),
+        ({"llama.pooling_type": 3}, "a model of embeddings"),
+        ({"general.type": "adapter"}, "a LoRA adapter"),
+        ({"general.architecture": "clip"}, "the projector of images"),
     ],
     ids=lambda value: None if isinstance(value, dict) else value,
 )
@@ -322,6 +339,39 @@ def test_what_eyas_does_not_read_is_refused_by_name(tmp_path, tiny, changes, pro
         resolve_target(str(file))
     assert "tiny.gguf" in caught.value.what
     assert caught.value.hint
+
+
+@pytest.mark.parametrize(
+    ("edit", "problem"),
+    [
+        (lambda raw: raw.replace(b"bos_token_id", b"eos_token_id"), "eos_token_id' is there twice"),
+        (
+            lambda raw: raw.replace(b"blk.1.attn_q.w", b"blk.0.attn_q.w"),
+            "attn_q.weight is there tw",
+        ),
+        (lambda raw: of_tensor(raw, 4, 0), r"k.0.attn_q.weight is \(32, 0\)"),
+        (lambda raw: of_tensor(raw, 24, 64), r"attn_q.weight is \(32, 32\) at 64, behind"),
+        (lambda raw: raw[:4] + raw[7:3:-1] + raw[8:], "is big-endian"),
+    ],
+)
+def test_a_header_that_contradicts_itself_is_refused(tmp_path, tiny, edit, problem):
+    """What is there twice, has no entries, or lies in another tensor."""
+    file = gguf_file(tiny, tmp_path / "tiny.gguf", changes={"tokenizer.ggml.bos_token_id": 0})
+    file.write_bytes(edit(file.read_bytes()))
+    with pytest.raises((CorruptError, MismatchError), match=problem):
+        resolve_target(str(file))
+
+
+def of_tensor(raw: bytes, behind: int, value: int) -> bytes:
+    """A number in the description of blk.0.attn_q changed: dimensions, shape, type, offset."""
+    at = raw.index(b"blk.0.attn_q.weight") + len("blk.0.attn_q.weight") + behind
+    return raw[:at] + value.to_bytes(8, "little") + raw[at + 8 :]
+
+
+def test_scaling_by_its_older_key_is_read_as_llama_cpp_reads_it(tmp_path, tiny):
+    file = gguf_file(tiny, tmp_path / "tiny.gguf", changes={"llama.rope.scale_linear": 4.0})
+    rope = TargetConfig.from_folder(resolve_target(str(file))).rope
+    assert (rope.kind, rope.factor) == ("linear", 4.0)
 
 
 @pytest.mark.parametrize("heads", [["a", "b"], [0, 0], [2, 1], [-1, 0], [1.5, 0.0]])

@@ -14,10 +14,11 @@ but of the split, each its own tensors.
 
 from __future__ import annotations
 
+import math
 import mmap
 import re
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,7 @@ import gguf
 import numpy as np
 from numpy.typing import NDArray
 
-from eyas.errors import CorruptError, MismatchError, MissingInputError
+from eyas.errors import CorruptError, MismatchError, MissingInputError, refuse_pointer
 
 Kind = gguf.GGMLQuantizationType
 DAMAGED = "download it again; compare its size with its source's"
@@ -35,6 +36,63 @@ STRING, ARRAY = 8, 9  # among the types of metadata; the others are numbers
 _CODES = ((0, "BbHhIif?"), (10, "Qqd"))
 NUMBERS = {first + i: code for first, codes in _CODES for i, code in enumerate(codes)}
 ALIGNMENT = 32
+MOST_ALIGNMENT = 1 << 20
+
+
+def _whole(value: Any) -> bool:
+    return type(value) is int and value >= 0
+
+
+def _number(value: Any) -> bool:
+    return type(value) in (int, float) and math.isfinite(value)
+
+
+def _list(of: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    return lambda value: isinstance(value, list) and all(map(of, value))
+
+
+def _text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+# What the values of keys have to be, of the architecture's own without its name; others are not
+# read, or only by `GgufFile.count` and `number`.
+VALUES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
+    (
+        "a text",
+        _text,
+        "general.architecture general.type tokenizer.ggml.model tokenizer.ggml.pre "
+        "tokenizer.chat_template rope.scaling.type",
+    ),
+    (
+        "a power of two",
+        lambda value: _whole(value) and value.bit_count() == 1 and value <= MOST_ALIGNMENT,
+        "general.alignment",
+    ),
+    (
+        "a whole number",
+        _whole,
+        "split.no split.count split.tensors.count tokenizer.ggml.bos_token_id pooling_type "
+        "tokenizer.ggml.eos_token_id tokenizer.ggml.eot_token_id tokenizer.ggml.eom_token_id "
+        "tokenizer.ggml.unknown_token_id tokenizer.ggml.padding_token_id "
+        "attention.sliding_window expert_count shortconv.l_cache",
+    ),
+    (
+        "true or false",
+        lambda value: isinstance(value, bool),
+        "tokenizer.ggml.add_bos_token tokenizer.ggml.add_space_prefix attention.causal "
+        "rope.scaling.finetuned",
+    ),
+    (
+        "a number",
+        _number,
+        "rope.freq_base attention.temperature_scale rope.scaling.factor rope.scale_linear",
+    ),
+    ("a list of texts", _list(_text), "tokenizer.ggml.tokens tokenizer.ggml.merges"),
+    ("a list of numbers", _list(_number), "tokenizer.ggml.scores"),
+    ("a list of whole numbers", _list(_whole), "tokenizer.ggml.token_type"),
+)
+STATED = {key: (words, fits) for words, fits, keys in VALUES for key in keys.split()}
 MOST_DIMENSIONS = 4
 PART = re.compile(r"(?P<name>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
 
@@ -198,6 +256,7 @@ def _open_one(path: Path) -> GgufFile:
         RecursionError,
         struct.error,
     ) as error:
+        refuse_pointer(path)
         raise CorruptError(f"{path} is no whole GGUF file: {error}", DAMAGED) from error
 
 
@@ -206,13 +265,19 @@ def _read(path: Path, content: mmap.mmap) -> GgufFile:
     if content[:4] != b"GGUF":
         raise ValueError("it does not begin with GGUF")
     _, version = header.numbers("I", 2)
+    if version in {one << 24 for one in VERSIONS}:
+        hint = "take a file for this machine (little-endian), or convert it: gguf-convert-endian"
+        raise MismatchError(f"{path} is big-endian", hint)
     if version not in VERSIONS:
         raise ValueError(f"version {version}, known: {', '.join(map(str, VERSIONS))}")
     num_tensors, num_values = header.numbers("Q", 2)
-    metadata = {}
+    metadata: dict[str, Any] = {}
     for _ in range(num_values):
         key = header.string()
+        if not key or key in metadata:
+            raise ValueError(f"the key {key!r} is there twice" if key else "a key is empty")
         metadata[key] = header.value(*header.numbers("I"))
+    _check_values(path, metadata)
     table = []
     for _ in range(num_tensors):
         name = header.string()
@@ -223,8 +288,8 @@ def _read(path: Path, content: mmap.mmap) -> GgufFile:
         table.append((name, shape, *header.numbers("I"), *header.numbers("Q")))
     alignment = metadata.get("general.alignment", ALIGNMENT)
     begin = -(-header.at // alignment) * alignment
-    whole = np.frombuffer(content, np.uint8)
-    tensors = {}
+    whole, end = np.frombuffer(content, np.uint8), 0
+    tensors: dict[str, StoredTensor] = {}
     for name, shape, number, offset in table:
         if number not in set(Kind):
             raise MismatchError(
@@ -235,11 +300,25 @@ def _read(path: Path, content: mmap.mmap) -> GgufFile:
         block, num_bytes = gguf.GGML_QUANT_SIZES[kind]
         width = shape[-1] // block * num_bytes
         size = int(np.prod(shape[:-1], dtype=object)) * width
-        data = whole[begin + offset : begin + offset + size]
+        if name in tensors or 0 in shape or offset < end:
+            why = "is there twice" if name in tensors else f"is {shape} at {offset}, behind {end}"
+            raise ValueError(f"the tensor {name} {why}")
+        end = offset + size
+        data = whole[begin + offset : begin + end]
         if len(data) != size or shape[-1] % block or (block > 1 and len(shape) == 1):
             raise ValueError(f"{name} is cut")
         tensors[name] = StoredTensor(name, kind, shape, data.reshape(*shape[:-1], width))
     return GgufFile(path, metadata, tensors)
+
+
+def _check_values(path: Path, metadata: Mapping[str, Any]) -> None:
+    """Raise CorruptError for a value of another kind than its key's."""
+    of_model = f"{metadata.get('general.architecture')}."
+    for key, value in metadata.items():
+        words, fits = STATED.get(key.removeprefix(of_model), ("", None))
+        if fits is not None and not fits(value):
+            what = f"{path} has {value!r:.40} as {key}: {words} is needed"
+            raise CorruptError(what, DAMAGED)
 
 
 def release(data: NDArray[Any]) -> None:
