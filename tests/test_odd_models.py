@@ -15,11 +15,13 @@ import pytest
 import safetensors.torch
 import torch
 
+from eyas.chat import Chat
 from eyas.cli.main import build
 from eyas.engine.engine import Engine
 from eyas.errors import CorruptError, EyasError, MismatchError
 from eyas.export.check import check
 from eyas.export.replay import replay_head
+from eyas.hub import resolve_target
 from eyas.model.architecture import TargetConfig
 from eyas.model.arrangement import arranged
 from eyas.model.arrays import nonfinite
@@ -160,6 +162,39 @@ def test_parts_of_an_architecture_that_are_none(tmp_path_factory, tmp_path, name
     shutil.copy(saved / "config.json", tmp_path)
     with pytest.raises(CorruptError, match=named):
         TargetConfig.from_folder(edit_config(tmp_path, **changes))
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"tie_word_embeddings": True}, "weights hold another lm_head"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5, which Llama ignores"),
+        ({"head_dim": 512}, "heads of 512"),
+    ],
+    ids=str,
+)
+def test_what_programs_read_in_several_ways_is_refused(target, changes, said):
+    with pytest.raises(MismatchError, match=said):
+        Target.load(edit_config(target, **changes))
+    if "tie_word_embeddings" in changes:
+        for load in (TargetVocabulary.load, lambda folder: HookedDecoder.load(folder, "float32")):
+            with pytest.raises(MismatchError, match=said):
+                load(target)
+
+
+def test_the_names_of_a_type_are_its_name(target):
+    for stated, read in (("torch.bfloat16", "bfloat16"), ("auto", "float32"), (None, "float32")):
+        assert TargetConfig.from_folder(edit_config(target, dtype=stated)).dtype == read
+    with pytest.raises(MismatchError, match="transformers does not load"):
+        HookedDecoder.load(edit_config(target, dtype="bf17"), "float32")
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "tokenizer.json", "m.gguf"])
+def test_a_pointer_of_git_lfs_is_said_to_be_one(target, name):
+    (target / name).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n")
+    place = str(target / name) if name == "m.gguf" else str(target)
+    with pytest.raises(CorruptError, match=rf"{name} is a pointer of Git LFS"):
+        Engine.load(resolve_target(place)) if name != "tokenizer.json" else Chat(place)
 
 
 def test_layers_that_transformers_does_not_know_either(target):

@@ -199,10 +199,18 @@ class CaptureTask:
         }
 
     def plan(self) -> CapturePlan:
-        """What becomes of the answers. Raises EmptyInputError when none can be used."""
+        """What becomes of the answers. Raises EmptyInputError when none can be used, MismatchError
+        for tokens that the target has not.
+        """
         # servers decode a token behind the sample
         room = self.shape.max_position_embeddings - bool(self.config.servers)
         plan = plan_samples(read_answers(self.answers), room, self.config.leave_out)
+        most = max((int(one.token_ids.max()) for one in plan.samples), default=0)
+        if most >= self.shape.vocab_size:
+            what = (
+                f"the answers in {self.answers.url} hold token {most}, of {self.shape.vocab_size}"
+            )
+            raise MismatchError(what, "run `eyas generate` again, with this target")
         if not plan.samples:
             reasons = ", ".join(f"{reason} {count}" for reason, count in plan.reasons.items())
             raise EmptyInputError(

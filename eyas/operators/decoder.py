@@ -36,6 +36,7 @@ from eyas.model.target import PAGE_SIZE, Dtype, Target
 from eyas.model.weights import array_sha256
 from eyas.operators.foreign import (
     ANOTHER,
+    FAULTS,
     MATRIX_ALONE,
     auto_class,
     first_line,
@@ -50,16 +51,6 @@ from eyas.operators.vocab import capped
 Tail = Callable[[Tensor], Tensor]
 NO_STREAM = (
     "a head reads what the layers pass on, which cannot be told of this model: take another target"
-)
-# Of another library's model, as it is loaded and first run, or keeps another past or none.
-FAULTS = (
-    AttributeError,
-    ImportError,
-    LookupError,
-    OSError,
-    RuntimeError,
-    TypeError,
-    ValueError,
 )
 PROOF_TOKENS = 40  # of each of two random rows
 # Relative to a stream's own size.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from transformers import (
 )
 
 from eyas.errors import MismatchError
+from eyas.model.arrangement import BESIDE, refuse_untied
 from eyas.model.arrays import Array
 from eyas.model.config import RopeConfig, TargetShape, end_token_ids, read_config
 from eyas.model.weights import read_arrays, read_shapes
@@ -37,6 +38,16 @@ NORM_EPSILONS = (
     "layernorm_epsilon",
 )
 MATRIX_ALONE = "a head is trained against lm_head's matrix, a scale and a soft cap alone"
+# Of another library, as it reads a config, loads a model, runs it, or keeps another past or none.
+FAULTS = (
+    AttributeError,
+    ImportError,
+    LookupError,
+    OSError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+)
 QUANTISATIONS = ("hf_quant_config.json", "quantize_config.json", "quant_config.json")  # others' own
 ANOTHER = (
     "eyas captures decoder-only language models that the installed transformers knows, "
@@ -51,7 +62,7 @@ def transformers_config(folder: str | Path) -> Any:
     stated = read_config(folder)
     try:
         config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    except (ValueError, KeyError, OSError, TypeError, StrictDataclassError) as error:
+    except (*FAULTS, StrictDataclassError) as error:
         what = (
             f"{folder} is a {stated.get('model_type')!r} model, which the installed "
             "transformers does not load"
@@ -178,6 +189,9 @@ def transformers_matrices(folder: str | Path, shape: TargetShape) -> tuple[Array
     """embed_tokens and lm_head [V, Ht] as stored. Raises what `matrix_names` raises."""
     embed_name, head_name = matrix_names(folder, shape)
     tensors = read_arrays(folder, {embed_name, head_name})
+    if shape.tie_word_embeddings:
+        refuse_untied(tensors[embed_name], tensors[head_name])
+        head_name = embed_name
     return tensors[embed_name], tensors[head_name]
 
 
@@ -185,27 +199,34 @@ def matrix_names(folder: str | Path, shape: TargetShape) -> tuple[str, str]:
     """What a checkpoint calls embed_tokens and lm_head; no tensor is read. Raises MismatchError,
     MissingInputError, CorruptError.
 
-    They are found by their shape and the model's own names for them; transformers may rename
-    tensors while it loads them, so one of the two names may differ.
+    They are found by their shape and the model's own names for them.
     """
     wanted = (shape.vocab_size, shape.hidden_size)
     found = sorted(name for name, size in read_shapes(folder).items() if size == wanted)
     embed_name, head_name = _names(transformers_config(folder))
-    if embed_name not in found and len(rest := [name for name in found if name != head_name]) == 1:
-        embed_name = rest[0]
-    if shape.tie_word_embeddings and embed_name in found:
-        head_name = embed_name
-    if head_name not in found and len(rest := [name for name in found if name != embed_name]) == 1:
-        head_name = rest[0]
-    if not {embed_name, head_name} <= set(found):
+    embed, head = (_ending_alike(name, found) for name in (embed_name, head_name))
+    rest = [name for name in found if name not in (embed, head)]
+    if shape.tie_word_embeddings:
+        embed, head = embed or head, head or embed
+    elif len(rest) == 1:  # the loader may have another name for one of them
+        embed, head = embed or rest[0], head or rest[0]
+    if embed is None or head is None or (embed == head and not shape.tie_word_embeddings):
         raise MismatchError(
             f"{folder} has no recognisable embeddings and lm_head of {wanted}: the model calls "
             f"them {embed_name} and {head_name}, tensors of this shape are "
             f"{', '.join(found) or 'not there'}",
-            "save the model by the installed transformers (save_pretrained), or restore the "
-            "checkpoint from its source",
+            "restore the checkpoint from its source, its tensors' names as they were",
         )
-    return embed_name, head_name
+    return embed, head
+
+
+def _ending_alike(name: str, found: Sequence[str]) -> str | None:
+    """Of stored names that of a model's tensor: checkpoints have prefixes of their own for the
+    decoder (`language_model.`), so the only one counts that has the same last two parts.
+    """
+    last = "." + ".".join(name.split(".")[-2:])
+    alike = [one for one in found if f".{one}".endswith(last)]
+    return name if name in found else alike[0] if len(alike) == 1 else None
 
 
 def _names(config: Any) -> tuple[str, str]:
@@ -242,7 +263,7 @@ def refuse_partly_loaded(
         faults += [
             f"{name} is not a tensor of this architecture"
             for name in sorted(loaded["unexpected_keys"])
-            if not _predicts_more(name, shape.num_hidden_layers)
+            if not _is_beside(name, shape.num_hidden_layers)
         ]
     if not faults:
         return
@@ -259,10 +280,13 @@ def refuse_partly_loaded(
     )
 
 
-def _predicts_more(name: str, num_layers: int) -> bool:
-    """Whether a tensor is of a layer behind the last one, which predicts a further token."""
+def _is_beside(name: str, num_layers: int) -> bool:
+    """Whether a tensor is of a part that sees images, or of a layer behind the last one, which
+    predicts a further token.
+    """
     layer = re.search(r"\blayers\.(\d+)\.", name)
-    return "mtp" in name.split(".") or (layer is not None and int(layer[1]) >= num_layers)
+    is_behind = layer is not None and int(layer[1]) >= num_layers
+    return is_behind or name.startswith(BESIDE) or "mtp" in name.split(".")
 
 
 def first_line(error: Exception) -> str:
