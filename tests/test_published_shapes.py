@@ -54,84 +54,47 @@ GEMMA3 |= {"text_config": GEMMA3_TEXT, "vision_config": VISION}
 SHORTER = "SpecForge writes the length that it trains at, ours is the target's"
 WIDER = "a choice of SpecForge's; ours is what a token meets in the target"
 LINEAR = {"rope_type": "linear", "factor": 8.0}
-# Field -> SpecForge's value where it is ours too, else (ours, SpecForge's, why).
+FIELDS = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
+FIELDS += ("head_dim", "vocab_size", "rms_norm_eps", "rope_theta", "max_position_embeddings")
+COMMON = {"draft_vocab_size": 32000, "rope_scaling": None}
+# Field -> SpecForge's value where it is ours too, else (ours, SpecForge's, why); of other fields
+# both say what COMMON or the target's own config says.
 FACTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "Qwen3-30B-A3B": (
+    "Qwen3-30B-A3B": (  # intermediate_size is 12288 in its EAGLE-3.1 config
         QWEN3_MOE,
         {
-            "hidden_size": 2048,
-            "intermediate_size": 6144,  # 12288 in its EAGLE-3.1 config
-            "num_attention_heads": 32,
-            "num_key_value_heads": 4,
-            "head_dim": 128,
-            "vocab_size": 151936,
-            "draft_vocab_size": 32000,
-            "rms_norm_eps": 1e-6,
-            "rope_theta": 1000000.0,
-            "rope_scaling": None,
             "max_position_embeddings": (40960, 2048, SHORTER),
             "layers": [1, 23, 44],  # not in its file: the default of its code, and of SGLang's
         },
     ),
     "Qwen3-235B-A22B": (
         QWEN3_235B,
-        {
-            "hidden_size": 4096,
-            "intermediate_size": (12288, 24576, WIDER),
-            "num_attention_heads": 64,
-            "num_key_value_heads": 4,
-            "head_dim": 128,
-            "vocab_size": 151936,
-            "draft_vocab_size": 32000,
-            "rms_norm_eps": 1e-6,
-            "rope_theta": 1000000.0,
-            "rope_scaling": None,
-            "max_position_embeddings": 40960,
-            "layers": [1, 46, 90],
-        },
+        {"intermediate_size": (12288, 24576, WIDER), "layers": [1, 46, 90]},
     ),
-    "gpt-oss-20b": (
+    "gpt-oss-20b": (  # the target has yarn; no head of either project does
         GPT_OSS,
         {
-            "hidden_size": 2880,
             "intermediate_size": (11520, 17280, WIDER),
-            "num_attention_heads": 64,
-            "num_key_value_heads": 8,
-            "head_dim": 64,
-            "vocab_size": 201088,
-            "draft_vocab_size": 32000,
-            "rms_norm_eps": 1e-5,
             "rope_theta": (150000.0, None, "no word of it in SpecForge's: engines take 10000"),
-            "rope_scaling": None,  # the target has yarn; no head of either project does
             "max_position_embeddings": (131072, 4096, SHORTER),
             "layers": ([1, 11, 20], [1, 11, 21], "SpecForge's departs from its own default"),
         },
     ),
-    "DeepSeek-V3": (
+    "DeepSeek-V3": (  # yarn too
         DEEPSEEK_V3,
         {
-            "hidden_size": 7168,
             "intermediate_size": (18432, 40960, WIDER),  # 29568 in its config for R1
             "num_attention_heads": 56,
             "num_key_value_heads": 8,
             "head_dim": (128, None, "the same: 7168 / 56"),
-            "vocab_size": 129280,
-            "draft_vocab_size": 32000,
             "rms_norm_eps": (1e-6, 1e-5, "ours is the target's"),
             "rope_theta": (10000.0, None, "the same: engines take 10000"),
-            "rope_scaling": None,  # the target has yarn
-            "max_position_embeddings": 163840,
             "layers": [1, 29, 57],
         },
     ),
     "gemma-3-27b": (
         GEMMA3,
         {
-            "hidden_size": 5376,
-            "intermediate_size": 21504,
-            "num_attention_heads": 32,
-            "num_key_value_heads": 16,
-            "head_dim": 128,
             "vocab_size": 262208,
             "draft_vocab_size": (32000, 262208, "SpecForge's takes the target's lm_head whole"),
             "rms_norm_eps": 1e-6,
@@ -147,6 +110,8 @@ FACTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 @pytest.mark.parametrize("name", FACTS)
 def test_a_new_head_is_written_as_the_table_says(name, tmp_path):
     config, facts = FACTS[name]
+    text = config.get("text_config", config)
+    facts = {field: text.get(field) for field in FIELDS} | COMMON | facts
     (tmp_path / "config.json").write_text(json.dumps(config))
     shape = target_shape(tmp_path)
     written = forms._sglang_settings(HeadConfig.for_target(shape, HeadOptions()), "bfloat16")

@@ -14,18 +14,18 @@ but of the split, each its own tensors.
 
 from __future__ import annotations
 
-import math
 import mmap
 import re
 import struct
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import gguf
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import Field, StrictBool, StrictStr, TypeAdapter, ValidationError
 
 from eyas.errors import CorruptError, MismatchError, MissingInputError, refuse_pointer
 
@@ -36,63 +36,28 @@ STRING, ARRAY = 8, 9  # among the types of metadata; the others are numbers
 _CODES = ((0, "BbHhIif?"), (10, "Qqd"))
 NUMBERS = {first + i: code for first, codes in _CODES for i, code in enumerate(codes)}
 ALIGNMENT = 32
-MOST_ALIGNMENT = 1 << 20
-
-
-def _whole(value: Any) -> bool:
-    return type(value) is int and value >= 0
-
-
-def _number(value: Any) -> bool:
-    return type(value) in (int, float) and math.isfinite(value)
-
-
-def _list(of: Callable[[Any], bool]) -> Callable[[Any], bool]:
-    return lambda value: isinstance(value, list) and all(map(of, value))
-
-
-def _text(value: Any) -> bool:
-    return isinstance(value, str)
-
-
-# What the values of keys have to be, of the architecture's own without its name; others are not
-# read, or only by `GgufFile.count` and `number`.
-VALUES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
-    (
-        "a text",
-        _text,
-        "general.architecture general.type tokenizer.ggml.model tokenizer.ggml.pre "
-        "tokenizer.chat_template rope.scaling.type",
+Whole = Annotated[int, Field(strict=True, ge=0)]
+Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
+# What the values of keys have to be, the architecture's own without its name; of other keys `count`
+# and `number` look at what they read.
+VALUES: dict[Any, str] = {
+    StrictStr: "general.architecture general.type rope.scaling.type tokenizer.chat_template "
+    "tokenizer.ggml.model tokenizer.ggml.pre",
+    StrictBool: "attention.causal rope.scaling.finetuned tokenizer.ggml.add_bos_token "
+    "tokenizer.ggml.add_space_prefix",
+    Annotated[int, Field(strict=True, ge=8, multiple_of=8)]: "general.alignment",
+    Whole: "split.no split.count split.tensors.count pooling_type expert_count shortconv.l_cache "
+    "attention.sliding_window "
+    + " ".join(
+        f"tokenizer.ggml.{role}_token_id"
+        for role in ("bos", "eos", "eot", "eom", "unknown", "padding")
     ),
-    (
-        "a power of two",
-        lambda value: _whole(value) and value.bit_count() == 1 and value <= MOST_ALIGNMENT,
-        "general.alignment",
-    ),
-    (
-        "a whole number",
-        _whole,
-        "split.no split.count split.tensors.count tokenizer.ggml.bos_token_id pooling_type "
-        "tokenizer.ggml.eos_token_id tokenizer.ggml.eot_token_id tokenizer.ggml.eom_token_id "
-        "tokenizer.ggml.unknown_token_id tokenizer.ggml.padding_token_id "
-        "attention.sliding_window expert_count shortconv.l_cache",
-    ),
-    (
-        "true or false",
-        lambda value: isinstance(value, bool),
-        "tokenizer.ggml.add_bos_token tokenizer.ggml.add_space_prefix attention.causal "
-        "rope.scaling.finetuned",
-    ),
-    (
-        "a number",
-        _number,
-        "rope.freq_base attention.temperature_scale rope.scaling.factor rope.scale_linear",
-    ),
-    ("a list of texts", _list(_text), "tokenizer.ggml.tokens tokenizer.ggml.merges"),
-    ("a list of numbers", _list(_number), "tokenizer.ggml.scores"),
-    ("a list of whole numbers", _list(_whole), "tokenizer.ggml.token_type"),
-)
-STATED = {key: (words, fits) for words, fits, keys in VALUES for key in keys.split()}
+    Number: "rope.freq_base rope.scaling.factor rope.scale_linear attention.temperature_scale",
+    list[StrictStr]: "tokenizer.ggml.tokens tokenizer.ggml.merges",
+    list[Number]: "tokenizer.ggml.scores",
+    list[Whole]: "tokenizer.ggml.token_type",
+}
+KINDS = {key: TypeAdapter(kind) for kind, keys in VALUES.items() for key in keys.split()}
 MOST_DIMENSIONS = 4
 PART = re.compile(r"(?P<name>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
 
@@ -315,10 +280,13 @@ def _check_values(path: Path, metadata: Mapping[str, Any]) -> None:
     """Raise CorruptError for a value of another kind than its key's."""
     of_model = f"{metadata.get('general.architecture')}."
     for key, value in metadata.items():
-        words, fits = STATED.get(key.removeprefix(of_model), ("", None))
-        if fits is not None and not fits(value):
-            what = f"{path} has {value!r:.40} as {key}: {words} is needed"
-            raise CorruptError(what, DAMAGED)
+        kind = KINDS.get(key.removeprefix(of_model))
+        try:
+            if kind is not None:
+                kind.validate_python(value)
+        except ValidationError as error:
+            why = error.errors()[0]["msg"]
+            raise CorruptError(f"{path} has {value!r:.40} as {key}: {why}", DAMAGED) from error
 
 
 def release(data: NDArray[Any]) -> None:

@@ -1,7 +1,7 @@
 """The target for inference: a Llama-family decoder with the three taps EAGLE-3 needs.
 
 The native library computes, in one call a forward. The same in PyTorch operators lies beside the
-tests (tests/oracle); `tests/test_target.py` holds the logits of both to transformers'.
+tests (tests/oracle); `tests/test_families.py` holds the logits of both to transformers'.
 
 Letters: M rows of one forward, R rows whose logits are asked for, B batch, T sequence, Ht hidden, V
 vocabulary.
