@@ -388,7 +388,7 @@ def capture(
             for writer in writers.values():
                 writer.close()
             features = {"target": config.target, "features": meta.model_dump(mode="json")}
-            facts = {**features, **source.facts()}
+            facts = {**features, "computed_by": source.computed_by["here"], **source.facts()}
     return output.finish("capture", task.settings, inputs, task.counts(plan), facts)
 
 

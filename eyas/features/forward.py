@@ -77,7 +77,7 @@ class FeatureForward:
 
     def facts(self) -> dict[str, Any]:
         """For the manifest, which has the settings already."""
-        return {"computed_by": self.computed_by["here"]}
+        return {}
 
     def close(self) -> None:
         """Nothing is held that Python does not release."""
@@ -224,7 +224,7 @@ class WorkerForward:
 
     def facts(self) -> dict[str, Any]:
         """For the manifest: as of one process."""
-        return {"computed_by": self.computed_by["here"]}
+        return {}
 
 
 def in_blocks(work: Work) -> Iterator[tuple[ShardWriter, list[ForwardBatch]]]:

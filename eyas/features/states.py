@@ -295,6 +295,8 @@ class StateFleet:
         finally:
             for one in self._servers:
                 one.sweep()  # what an earlier run left
+        fleet = self._fleet
+        self.status, self.facts, self.computed_by = fleet.status, fleet.facts, fleet.computed_by
 
     def states(self, requests: Iterator[StateRequest]) -> Iterator[HiddenStates]:
         """The states of each, in order; as many are asked for ahead as the servers take at once, so
@@ -330,18 +332,6 @@ class StateFleet:
                 )
             else:
                 self._ready[reply.id] = reply.states
-
-    def status(self) -> str:
-        """As Fleet.status."""
-        return self._fleet.status()
-
-    def computed_by(self) -> dict[str, str]:
-        """As Fleet.computed_by."""
-        return self._fleet.computed_by()
-
-    def facts(self) -> dict[str, Any]:
-        """As Fleet.facts."""
-        return self._fleet.facts()
 
     def close(self) -> None:
         """Stop all requests, and delete what they left."""
