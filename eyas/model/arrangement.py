@@ -26,14 +26,8 @@ WITHIN = (
     ("model.text_model.", "model."),
     ("language_model.", ""),
 )
-BESIDE = tuple(
-    f"{prefix}{part}"
-    for prefix in ("", "model.")
-    for part in (
-        *("vision_tower.", "vision_model.", "visual.", "multi_modal_projector.", "connector."),
-        "image_newline",
-    )
-)
+# What of such a checkpoint is no part of its decoder.
+BESIDE = re.compile(r"(model\.)?\w*(vision|visual|image|audio|speech|projector|connector)")
 RESTORE = "restore the checkpoint from its source"
 MXFP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # by three bits; the fourth is the sign
 
@@ -80,7 +74,7 @@ def refuse_untied(embed_tokens: Any, lm_head: Any) -> None:
 
 def our_name(name: str, family: Family) -> str | None:
     """None for what is no part of a decoder of text."""
-    if name.startswith(BESIDE):
+    if BESIDE.match(name):
         return None
     for outside, inside in WITHIN:
         if name.startswith(outside):

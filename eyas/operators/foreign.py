@@ -281,12 +281,12 @@ def refuse_partly_loaded(
 
 
 def _is_beside(name: str, num_layers: int) -> bool:
-    """Whether a tensor is of a part that sees images, or of a layer behind the last one, which
+    """Whether a tensor is of what sees images or hears, or of a layer behind the last one, which
     predicts a further token.
     """
     layer = re.search(r"\blayers\.(\d+)\.", name)
     is_behind = layer is not None and int(layer[1]) >= num_layers
-    return is_behind or name.startswith(BESIDE) or "mtp" in name.split(".")
+    return is_behind or bool(BESIDE.match(name)) or "mtp" in name.split(".")
 
 
 def first_line(error: Exception) -> str:
