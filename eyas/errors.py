@@ -16,6 +16,9 @@ Our own invariants are `assert`, not errors.
 
 from __future__ import annotations
 
+from contextlib import suppress
+from pathlib import Path
+
 
 class EyasError(Exception):
     """Base of all errors meant for the user: `what` is wrong, and `hint`, what to do about it."""
@@ -64,6 +67,14 @@ def template_hint(path: str) -> str:
 
 class CorruptError(InputError):
     pass
+
+
+def refuse_pointer(path: Path) -> None:
+    """Raise CorruptError for a file of Git LFS that was never fetched: a few lines in its place."""
+    with suppress(OSError), path.open("rb") as stream:
+        if stream.read(20) == b"version https://git-":
+            what = f"{path} is a pointer of Git LFS, and not the file itself"
+            raise CorruptError(what, "git lfs pull in its folder, or download the file")
 
 
 class MismatchError(InputError):

@@ -195,6 +195,7 @@ FAMILIES: dict[str, Family] = {
     ),
     "phi3": Family(
         "Phi3",
+        defaults={"original_max_position_embeddings": 4096, "partial_rotary_factor": 1.0},
         window_period=ALL_SLIDING,
         fused=QKV | GATE_UP,
         gguf="phi3",

@@ -5,7 +5,7 @@
                         when the cache does not hold all of it
     SCHEME://...        a folder in any store that fsspec opens: copied into a cache, checked
     FILE.gguf           a target: written once as a folder in the cache (eyas/gguf)
-    anything else       a folder here, used where it is
+    anything else       a folder here, used where it is; of GGUF files alone the model among them
 
 The network is asked only when a model is resolved.
 """
@@ -19,7 +19,7 @@ import importlib
 import json
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from fnmatch import fnmatch
 from pathlib import Path
@@ -40,6 +40,7 @@ from eyas.artifact import (
 )
 from eyas.builtin import BUILTIN, SMOLLM2
 from eyas.errors import CorruptError, MissingInputError
+from eyas.gguf.file import part_names
 from eyas.gguf.folder import is_gguf, target_folder
 
 # Ids beside folders, URLs and hub ids. A model that comes with a package is one more line here.
@@ -55,6 +56,10 @@ FILES = [
     *("*.json", "*.safetensors", "*.jinja", "*.txt", "*.model", "pytorch_model*.bin"),
     "README.md",
 ]
+# The same weights once more, beside safetensors.
+OTHER_FORMS = ("pytorch_model*.bin*", "consolidated*.safetensors*", "model.*.safetensors")
+# GGUF files beside a model's: its projector of images, a head, an adapter, parts but the first.
+BESIDE_A_MODEL = re.compile(r"mmproj|eagle3|imatrix|lora|adapter|-(?!00001)\d{5}-of-\d{5}", re.I)
 # In a fetched folder: the version of the object that each of its files is.
 VERSIONS, LOCK = ".versions", ".lock"
 
@@ -83,7 +88,10 @@ def locate(name: str, role: str = "head") -> str:
 
 def _folder(place: str, role: str, what: str) -> str:
     if "://" in place:
-        return str(fetch(place))
+        place = str(fetch(place))
+    if role == "target" and Path(place).is_dir() and not (Path(place) / "config.json").exists():
+        files = sorted(path.name for path in Path(place).glob("*.gguf"))
+        place = str(Path(place) / only_model(place, files)) if files else place
     if role == "target" and is_gguf(place):
         return str(target_folder(place))
     if not Path(place).is_dir():
@@ -93,6 +101,32 @@ def _folder(place: str, role: str, what: str) -> str:
             f"give {what}, {packaged}, or an id of the hub (OWNER/NAME)",
         )
     return place
+
+
+def only_model(place: str, files: Sequence[str]) -> str:
+    """Of GGUF files in one place the model's. Raises MissingInputError, with a list, where several
+    can be meant.
+    """
+    models = [name for name in files if not BESIDE_A_MODEL.search(name)]
+    if len(models) != 1:
+        raise MissingInputError(
+            f"{place} holds {len(models)} models as GGUF files: {', '.join(models or files)}",
+            "give the path of one of them" + f" (`hf download {place} FILE`)" * is_hub_id(place),
+        )
+    return models[0]
+
+
+def files_of(names: Sequence[str], place: str) -> list[str]:
+    """Of a place's files those of its model, weights in one form. Raises what `only_model` raises,
+    for a place that holds only GGUF files.
+    """
+    found = [name for name in names if _is_of_a_model(name)]
+    files = [name for name in names if fnmatch(name, "*.gguf") and "/" not in name]
+    if files and not any(name.endswith((".safetensors", ".bin")) for name in found):
+        return [part.name for part in part_names(Path(only_model(place, files)))]
+    if not {"model.safetensors", "model.safetensors.index.json"}.isdisjoint(found):
+        found = [name for name in found if not any(fnmatch(name, form) for form in OTHER_FORMS)]
+    return found
 
 
 # The Hugging Face hub
@@ -108,12 +142,15 @@ def hub_folder(name: str) -> str:
     is neither cached nor can be downloaded.
     """
     found: str | Exception = ""
+    wanted = [*FILES, "*.gguf"]
     for local_files_only in (True, False):
         try:
+            if not local_files_only:
+                wanted = files_of(huggingface_hub.list_repo_files(name), name)
             found = str(
                 huggingface_hub.snapshot_download(
                     name,
-                    allow_patterns=FILES,
+                    allow_patterns=wanted,
                     ignore_patterns=["*/*"],
                     local_files_only=local_files_only,
                 )
@@ -145,7 +182,9 @@ def faults() -> tuple[type[Exception], ...]:
 
 
 def _is_complete(folder: Path) -> bool:
-    """Whether config and weights are all there: another tool may have cached some files only."""
+    """Whether config and weights are all there: another tool may have cached some files only. Of
+    GGUF files without a config any.
+    """
     if any((folder / name).exists() for name in CONFIGS):
         for weights in WEIGHTS:
             index = folder / f"{weights}.index.json"
@@ -157,7 +196,8 @@ def _is_complete(folder: Path) -> bool:
                     return True  # what is wrong with it is said where it is loaded
             if (folder / weights).exists():
                 return True
-    return False
+        return False
+    return any(folder.glob("*.gguf"))
 
 
 # Object stores
@@ -180,7 +220,8 @@ def fetch(url: str, folder: Path | None = None) -> Path:
         return Path(here)
     is_artifact = source.exists(IDENTITY) or source.is_done()
     known = source.manifest().files if is_artifact else {}
-    names = [name for name in source.names() if name == DONE or _is_of_a_model(name)]
+    there = source.names()
+    names = [*files_of(there, url), *({DONE} & set(there))]
     gone = [name for name in known if _is_of_a_model(name) and name not in names]
     if gone or not names:
         raise MissingInputError(

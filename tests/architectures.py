@@ -121,6 +121,37 @@ class Architecture:
 
 ARCHITECTURES: dict[str, Architecture] = {
     "llama": Architecture("Llama 2 and 3, SmolLM2", "LlamaConfig"),
+    "llava": Architecture(
+        "LLaVA 1.5, LLaVA-NeXT",
+        "LlavaConfig",
+        {"vision_config": {"model_type": "clip_vision_model", **VISION}},
+        text="llama",
+    ),
+    "smolvlm": Architecture(
+        "SmolVLM, Idefics3",
+        "SmolVLMConfig",
+        {"vision_config": VISION},
+        text="llama",
+    ),
+    "llama4": Architecture(
+        "Llama 4 (text)",
+        "Llama4TextConfig",
+        {
+            "intermediate_size_mlp": 128,
+            "num_local_experts": 4,
+            "interleave_moe_layer_step": 2,
+            "attention_chunk_size": WINDOW,
+            "floor_scale": 8,
+        },
+        own=False,
+    ),
+    "llama4_vision": Architecture(
+        "Llama 4 Scout and Maverick (as published, with images)",
+        "Llama4Config",
+        {"vision_config": {**VISION, "projector_input_dim": 32, "projector_output_dim": 32}},
+        text="llama4",
+        own=False,
+    ),
     "mistral": Architecture(
         "Mistral 7B v0.3, Nemo, Small", "MistralConfig", {"sliding_window": None}
     ),
@@ -340,6 +371,10 @@ ARCHITECTURES: dict[str, Architecture] = {
         "PhiConfig",
         own=False,
         refused=("its lm_head has a bias", "its lm_head has a bias"),
+    ),
+    "gemma": Architecture("Gemma 1", "GemmaConfig", TIED, own=False),
+    "gpt_neox": Architecture(
+        "GPT-NeoX, Pythia", "GPTNeoXConfig", {"num_key_value_heads": 4}, own=False
     ),
     "opt": Architecture(
         "OPT",

@@ -195,7 +195,8 @@ def gguf_file(
             writer.add_array(key, value)
         elif value is not None:
             put = {str: writer.add_string, bool: writer.add_bool, float: writer.add_float32}
-            put.get(type(value), writer.add_uint32)(key, value)
+            whole = writer.add_int32 if value in (-1, -32) else writer.add_uint32
+            put.get(type(value), whole)(key, value)
     names = gguf.get_tensor_name_map(NAMES[architecture], config.num_hidden_layers)
     for name, values in converted(folder, config, architecture):
         ggml_name = names.get_name(name, try_suffixes=(".weight", ".bias"))

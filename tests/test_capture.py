@@ -20,6 +20,7 @@ from eyas.artifact import Artifact
 from eyas.chat.tokenizer import TargetTokenizer
 from eyas.errors import CorruptError, EmptyInputError, MismatchError, StorageFullError
 from eyas.features import capture as stage
+from eyas.features import forward
 from eyas.features.capture import CaptureConfig, CaptureTask, capture, split_of
 from eyas.features.generate import GenerateConfig, generate
 from eyas.features.samples import (
@@ -30,6 +31,7 @@ from eyas.features.samples import (
     plan_samples,
     shared_groups,
 )
+from eyas.model.library import build
 from eyas.model.target import Target
 from eyas.model.weights import fingerprint
 from eyas.operators.decoder import HookedDecoder, OwnDecoder
@@ -266,7 +268,8 @@ def test_bfloat16_on_disk_is_float32_rounded(target, answers, captured, output):
         assert torch.equal(sample.last_hidden, exact[key].last_hidden.bfloat16())
 
 
-def test_a_killed_run_goes_on_and_ends_the_same(target, answers, captured, tmp_path):
+def test_a_killed_run_goes_on_and_ends_the_same(target, answers, captured, tmp_path, monkeypatch):
+    """On the library that began it: another variant's last bits differ."""
     config, output = config_of(target), Artifact(str(tmp_path / "cut"))
     kept = killed_at_a_write(
         "train-00001.safetensors",
@@ -274,10 +277,21 @@ def test_a_killed_run_goes_on_and_ends_the_same(target, answers, captured, tmp_p
         output,
     )
     assert kept
+    with monkeypatch.context() as patched:
+        patched.setattr(forward, "build", lambda: "decoder-else")
+        with pytest.raises(MismatchError, match=r"parts so far .*-else"):
+            capture(config, answers, output)
     manifest = capture(config, answers, output)
+    assert build() in manifest.facts["computed_by"]
     assert contents(output) == contents(captured)
     assert manifest.counts == captured.manifest().counts
     assert {path: path.stat().st_mtime_ns for path in kept} == kept, "whole shards stay"
+
+
+def test_answers_with_tokens_that_the_target_has_not_are_refused(target, answers, monkeypatch):
+    monkeypatch.setattr(stage, "read_answers", lambda _: [answer_of([5, 6], [7, 8, 320, 2])])
+    with pytest.raises(MismatchError, match="hold token 320, of 320"):
+        CaptureTask(config_of(target), answers).plan()
 
 
 def test_a_disk_too_small_is_said_before_the_work(target, answers, captured, monkeypatch, output):

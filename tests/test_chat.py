@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from eyas.builtin import target_folder
-from eyas.chat import Chat
+from eyas.chat import Chat, environment
 from eyas.chat.template import as_served
 from eyas.errors import MissingInputError, TemplateError
 from eyas.records import Message
@@ -206,6 +206,9 @@ def test_a_conversation_that_the_template_refuses_says_why(chats):
         chats["alternates"].render([*dialogue("Hi"), *dialogue("Hi")])
 
 
+LOOP = "{% set a = 9999 * 'xx' %}{% for i in range(99999) %}"
+
+
 @pytest.mark.parametrize(
     ("template", "what"),
     [
@@ -213,9 +216,17 @@ def test_a_conversation_that_the_template_refuses_says_why(chats):
         (TEMPLATE.replace("message['content'] +", "message['content'] | upper +"), "leaves out"),
         ("{% if messages %}" + TEMPLATE, "refuses a conversation"),
         ("{{ strftime_now('%s') }}" + TEMPLATE, "which no day fixes"),
+        (LOOP + "{% for j in range(9999) %}{% endfor %}{% endfor %}", r"takes longer than 0\.05 s"),
+        ("{{ 'x' * 3000000000 }}", "makes a text of 3,000,000,000"),
+        (LOOP + "{{ a ~ a ~ a ~ a }}{% endfor %}", "makes a text of"),
+        ("{{ 10 ** 10 ** 9 }}", "makes a text of"),
+        ("{{ range(10 ** 9) }}", "Range too big"),
+        ("{{ 1 // 0 }}", "refuses a conversation: integer division"),
     ],
 )
-def test_a_template_that_cannot_work_is_refused_at_once(tmp_path, template, what):
+def test_a_template_that_cannot_work_is_refused_at_once(tmp_path, monkeypatch, template, what):
+    monkeypatch.setattr(environment, "RENDER_S", 0.05)
+    monkeypatch.setattr(environment, "MOST_PARTS", 1 << 16)
     tiny_tokenizer(tmp_path, chat_template=template)
     with pytest.raises(TemplateError, match=what) as raised:
         Chat(tmp_path, DAY)

@@ -146,10 +146,6 @@ ERRORS = {
         "trained against the lm_head 000",
     ),
     "rope of no known kind": (by_config(rope_scaling={"rope_type": "yarn"}), "yarn"),
-    "own embeddings": (
-        by_tensors("embed_tokens.weight", torch.ones(320, 32)),
-        "are not the target's",
-    ),
 }
 
 WARNINGS = {
@@ -166,6 +162,10 @@ WARNINGS = {
     "t2d missing": (by_tensors("t2d", None), "t2d is missing"),
     "other taps": (by_config(eagle_config={LAYER_IDS: [1, 2, 6]}), "taps the outputs of layers"),
     "no end token": (without_end_token, "no end token"),
+    "own embeddings": (  # which eyas serves
+        by_tensors("embed_tokens.weight", torch.ones(320, 32)),
+        "are not the target's",
+    ),
     "tied": (by_config(tie_word_embeddings=True), "SGLang takes the embeddings for lm_head"),
 }
 

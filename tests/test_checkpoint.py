@@ -19,7 +19,7 @@ from eyas.errors import CorruptError, MismatchError, MissingInputError
 from eyas.model.architecture import TargetConfig
 from eyas.model.checkpoint import map_faults, open_checkpoint
 from eyas.model.config import HeadConfig, RopeConfig
-from eyas.model.dialects import Form
+from eyas.model.dialects import OTHER_LAYER_IDS, Form
 from eyas.model.forms import Verifier
 from eyas.operators.tensors import array_of, read_head, read_tensors, write_head
 from eyas.operators.vocab import TargetVocabulary, draft_vocabulary
@@ -554,6 +554,19 @@ REFUSED = {
     "wrong heads": ({"num_key_value_heads": 4}, "k_proj.weight has shape"),
     "wider target": ({"target_hidden_size": 64}, "of another width"),
     "not a number": ({"intermediate_size": "wide"}, "intermediate_size"),
+    **{
+        f"ModelOpt's {key}": ({"eagle_config": {key: value}}, f"{key} is {value!r}")
+        for key, value in {
+            "parallel_draft_step": 4,
+            "use_last_layernorm": False,
+            "use_mtp_layernorm": True,
+            "eagle_decoder_type": "kimik2",
+        }.items()
+    },
+    **{
+        key: ({key: [2, 4, 5], "eagle_config": None}, f"{key} lists the layers")
+        for key in OTHER_LAYER_IDS
+    },
 }
 
 

@@ -9,6 +9,7 @@ import os
 import pytest
 
 from eyas.cores import cores, free_memory
+from eyas.model.threads import MOST_THREADS, num_threads, threads
 
 
 @pytest.fixture
@@ -145,3 +146,11 @@ STAT = "anon 5\ninactive_file 1000\nactive_file 24\nunevictable 7"
 )
 def test_what_is_free_within_every_limit(linux, files, expected):
     assert free_memory(linux(dict(files))) == expected
+
+
+def test_more_threads_than_a_pool_counts_are_none(monkeypatch):
+    """1,024 of them waited for each other for ever."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "1024")
+    assert num_threads() == MOST_THREADS < 1024
+    with threads(1500):
+        assert num_threads() == MOST_THREADS

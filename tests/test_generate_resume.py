@@ -18,8 +18,9 @@ import fsspec
 import pytest
 
 from eyas.artifact import WORK, Artifact
-from eyas.errors import InputError, MissingInputError, StorageFullError
+from eyas.errors import InputError, MismatchError, MissingInputError, StorageFullError
 from eyas.features import answers as on_disk
+from eyas.features import backends
 from eyas.features import generate as stage
 from eyas.features.answers import AnswerParts, JournalEntry
 from eyas.features.backends import EngineBackend
@@ -181,6 +182,10 @@ def test_killed_at_the_worst_moment(when, config, prompts, whole, asked, tmp_pat
     assert files or when not in ("part", "work")
     with pytest.raises(MissingInputError, match="unfinished"):
         list(read_answers(Artifact(str(output))))
+    with monkeypatch.context() as patch:
+        patch.setattr(backends, "build", lambda: "decoder-else")  # its last bits differ
+        with pytest.raises(MismatchError, match=r"parts so far .*-else"):
+            generate(config, prompts, Artifact(str(output)))
     generate(config, prompts, Artifact(str(output)))
     assert not kept & asked_for(asked)
     assert contents(Artifact(str(output))) == contents(whole[0])
@@ -269,9 +274,8 @@ def test_in_an_object_store_too_nothing_is_lost(config, prompts, whole, asked, t
 
     with pytest.raises(Killed):
         generate(config, prompts, Artifact(url), track)
-    entries = [
-        json.loads(store.cat_file(path)) for path in store.find(f"{tmp_path}/answers/{WORK}")
-    ]
+    journal = store.glob(f"{tmp_path}/answers/{WORK}/*/*.json")
+    entries = [json.loads(store.cat_file(path)) for path in journal]
     kept = {(row["prompt_id"], row["turn"]) for one in entries if (row := one["answer"])} | {
         (row["prompt_id"], row["turn"]) for row in Artifact(url).read_rows("answers")
     }

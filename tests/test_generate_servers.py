@@ -494,7 +494,7 @@ def test_servers_that_state_another_precision_are_no_one_target(target, prompts,
         assert not output.names(), "the folder is free"
         # cut after its first part, and gone on with by another server
         for begun in (one, other):
-            raised = pytest.raises(MismatchError, match="answers so far")
+            raised = pytest.raises(MismatchError, match="parts so far")
             with raised if begun is other else pytest.raises(KeyboardInterrupt):
                 generate(config_of(target, begun.url), prompts, output, interrupt)
         manifest = generate(config_of(target, one.url, silent.url), prompts, output)

@@ -23,11 +23,13 @@ from eyas import artifact as artifact_module
 from eyas import builtin, hub
 from eyas.artifact import Artifact, cache_folder
 from eyas.errors import CorruptError, EyasError, InputError, MissingInputError
-from eyas.hub import fetch, locate, resolve_head, resolve_target
+from eyas.hub import fetch, files_of, locate, resolve_head, resolve_target
 from eyas.lineage import SOURCE, head_manifest
 from eyas.model import library
+from eyas.model.weights import INDEX
 from eyas.operators.head import load_head
 from eyas.operators.vocab import TargetVocabulary
+from tests.gguf_files import gguf_file
 from tests.object_stores import BUCKET, GcsServer, Line, environment, forget_clients, free_port
 from tests.serving import MESSAGES, World
 from tests.source_rows import written
@@ -106,6 +108,37 @@ def test_a_hub_id_is_found_in_the_cache_without_a_network(
     assert resolve_target("org/tiny-1.0") == "org/tiny-1.0"  # a folder goes before the hub
 
 
+MISTRAL = ["config.json", "model.safetensors", "consolidated.safetensors", "tokenizer.json"]
+
+
+@pytest.mark.parametrize(
+    ("names", "wanted"),
+    [
+        (MISTRAL, ["config.json", "model.safetensors", "tokenizer.json"]),
+        (["a.json", INDEX, "pytorch_model-1.bin"], ["a.json", INDEX]),
+        (["config.json", "pytorch_model.bin"], ["config.json", "pytorch_model.bin"]),
+        (["README.md", "eagle3-m.gguf", "m-Q4_K_M.gguf", "mmproj-m.gguf"], ["m-Q4_K_M.gguf"]),
+        (["m-00001-of-00002.gguf", "m-00002-of-00002.gguf"], None),
+        (["m-Q4_0.gguf", "m-Q8_0.gguf"], "holds 2 models as GGUF files: m-Q4_0.gguf, m-Q8_0"),
+    ],
+)
+def test_one_form_of_the_weights_is_fetched(names, wanted):
+    """Or the GGUF file that is meant, or a list to choose from."""
+    if isinstance(wanted, str):
+        with pytest.raises(MissingInputError, match=wanted) as raised:
+            files_of(names, "org/tiny")
+        assert "hf download org/tiny FILE" in raised.value.hint
+    else:
+        assert files_of(names, "org/tiny") == (wanted or names)
+
+
+def test_a_folder_of_gguf_files_is_the_model_among_them(target, tmp_path):
+    file = gguf_file(target, tmp_path / "m-Q4_K_M.gguf")
+    for name in ("eagle3-m.gguf", "mmproj-m.gguf"):
+        (tmp_path / name).write_bytes(b"beside it")
+    assert resolve_target(str(tmp_path)) == resolve_target(str(file))
+
+
 def test_a_hub_id_is_downloaded_when_it_is_not_cached(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -117,10 +150,12 @@ def test_a_hub_id_is_downloaded_when_it_is_not_cached(
     def download(name: str, local_files_only: bool, **patterns: list[str]) -> str:
         asked.append((name, local_files_only))
         assert "*/*" in patterns["ignore_patterns"]
-        assert "*.safetensors" in patterns["allow_patterns"]
+        wanted = "*.safetensors" if local_files_only else "model.safetensors"
+        assert wanted in patterns["allow_patterns"]
         return str(tmp_path / ("part" if local_files_only else "whole"))
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    monkeypatch.setattr(huggingface_hub, "list_repo_files", lambda _: MISTRAL)
     tiny_target(tmp_path / "whole")
     shards = tmp_path / "part"
     AutoModelForCausalLM.from_pretrained(tmp_path / "whole").save_pretrained(

@@ -25,8 +25,9 @@ from eyas.engine.draft import Draft
 from eyas.engine.tree import tree_of
 from eyas.engine.verify import accept
 from eyas.errors import MismatchError
+from eyas.features.capture import CaptureConfig
 from eyas.model import library, native, native_draft, packed
-from eyas.model.architecture import TargetConfig
+from eyas.model.architecture import MAX_HEAD_DIM, TargetConfig
 from eyas.model.arrangement import arranged
 from eyas.model.arrays import BFLOAT16, FLOAT32, Arrays
 from eyas.model.config import HeadConfig
@@ -48,6 +49,7 @@ from eyas.model.rows import (
 from eyas.model.target import Target
 from eyas.model.threads import threads
 from eyas.model.weights import read_arrays
+from eyas.operators.shape import target_shape
 from eyas.operators.tensors import array_of, arrays_of, read_tensors, tensor_of
 from tests.architectures import ARCHITECTURES, save_architecture
 from tests.oracle.draft import guessed
@@ -414,10 +416,12 @@ def test_what_is_not_there_is_refused():
 
 @needs_native
 def test_heads_wider_than_the_sums_of_attention_are_refused(tmp_path):
-    """They were written behind the end of these sums."""
-    Target.load(tiny_target(tmp_path / "fits", head_dim=native.MAX_HEAD_DIM))
+    """They were written behind the end of these sums. Capture takes transformers for them."""
+    Target.load(tiny_target(tmp_path / "fits", head_dim=MAX_HEAD_DIM))
+    wide = tiny_target(tmp_path / "wide", head_dim=MAX_HEAD_DIM + 2)
     with pytest.raises(MismatchError, match="heads of 258"):
-        Target.load(tiny_target(tmp_path / "wide", head_dim=native.MAX_HEAD_DIM + 2))
+        Target.load(wide)
+    assert CaptureConfig(target=str(wide)).decoder_of(target_shape(wide)) == "transformers"
     config, tensors = tiny_head(folder_of("llama"), head_dim=258)
     with pytest.raises(MismatchError, match="head_dim 258"):
         Draft(config, arrays_of(tensors), Target.load(folder_of("llama")))

@@ -15,11 +15,13 @@ import pytest
 import safetensors.torch
 import torch
 
+from eyas.chat import Chat
 from eyas.cli.main import build
 from eyas.engine.engine import Engine
 from eyas.errors import CorruptError, EyasError, MismatchError
 from eyas.export.check import check
 from eyas.export.replay import replay_head
+from eyas.hub import resolve_target
 from eyas.model.architecture import TargetConfig
 from eyas.model.arrangement import arranged
 from eyas.model.arrays import nonfinite
@@ -162,6 +164,39 @@ def test_parts_of_an_architecture_that_are_none(tmp_path_factory, tmp_path, name
         TargetConfig.from_folder(edit_config(tmp_path, **changes))
 
 
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"tie_word_embeddings": True}, "weights hold another lm_head"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5, which Llama ignores"),
+        ({"head_dim": 512}, "heads of 512"),
+    ],
+    ids=str,
+)
+def test_what_programs_read_in_several_ways_is_refused(target, changes, said):
+    with pytest.raises(MismatchError, match=said):
+        Target.load(edit_config(target, **changes))
+    if "tie_word_embeddings" in changes:
+        for load in (TargetVocabulary.load, lambda folder: HookedDecoder.load(folder, "float32")):
+            with pytest.raises(MismatchError, match=said):
+                load(target)
+
+
+def test_the_names_of_a_type_are_its_name(target):
+    for stated, read in (("torch.bfloat16", "bfloat16"), ("auto", "float32"), (None, "float32")):
+        assert TargetConfig.from_folder(edit_config(target, dtype=stated)).dtype == read
+    with pytest.raises(MismatchError, match="transformers does not load"):
+        HookedDecoder.load(edit_config(target, dtype="bf17"), "float32")
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "tokenizer.json", "m.gguf"])
+def test_a_pointer_of_git_lfs_is_said_to_be_one(target, name):
+    (target / name).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n")
+    place = str(target / name) if name == "m.gguf" else str(target)
+    with pytest.raises(CorruptError, match=rf"{name} is a pointer of Git LFS"):
+        Engine.load(resolve_target(place)) if name != "tokenizer.json" else Chat(place)
+
+
 def test_layers_that_transformers_does_not_know_either(target):
     with pytest.raises(MismatchError, match="transformers does not load"):
         target_shape(edit_config(target, model_type="lfm2", layer_types=8 * ["x"]))
@@ -301,6 +336,44 @@ def test_a_head_with_a_weight_that_is_no_number_is_refused(kept, tmp_path, name,
     replayed, why_not = replay_head(folder, kept)
     assert not replayed
     assert said in why_not
+
+
+ONE, QUERY = torch.ones(1), "model.layers.3.self_attn.q_proj."
+
+
+@pytest.mark.parametrize(
+    ("edit", "said", "apart"),
+    [
+        (lambda of: {k: v for k, v in of.items() if ".layers.3." not in k}, "6 more", None),
+        (lambda of: {k.replace("model", "base"): v for k, v in of.items()}, "missing", None),
+        (lambda of: {**of, QUERY + "weight": torch.ones(32, 16)}, r"is \(32, 16\) and has", None),
+        (lambda of: {**of, QUERY + "scale": ONE}, "scale is not a t", "hf_quant_config.json"),
+        (lambda of: {**of, QUERY + "qweight": ONE}, "qweight is not", "quantize_config.json"),
+    ],
+    ids=["a layer is missing", "other names", "another shape", "fp8", "gptq"],
+)
+def test_what_transformers_would_fill_or_drop_is_refused(tmp_path, kept, edit, said, apart):
+    """It warns, and computes with random weights, or without the scales."""
+    folder = shutil.copytree(kept, tmp_path / "target")
+    tensors = edit(safetensors.torch.load_file(folder / "model.safetensors"))
+    safetensors.torch.save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    if apart:
+        (folder / apart).write_text("{}")
+    with pytest.raises(MismatchError, match=said) as raised:
+        HookedDecoder.load(folder, "float32")
+    assert (apart or "restore the checkpoint") in raised.value.hint
+
+
+def test_tensors_that_no_layer_computes_with_are_no_fault(tmp_path, kept):
+    """Multi-token prediction lies behind the last layer; old checkpoints hold frequencies."""
+    folder = shutil.copytree(kept, tmp_path / "target")
+    more = (
+        "model.layers.8.fc.weight",
+        "mtp.fc.weight",
+        QUERY.replace("q_proj", "rotary_emb.inv_freq"),
+    )
+    edit_tensors(folder, {name.rstrip("."): torch.ones(4) for name in more})
+    HookedDecoder.load(folder, "float32")
 
 
 def test_a_quantised_target_goes_by_transformers_or_says_what_to_do(tmp_path):

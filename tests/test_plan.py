@@ -42,7 +42,7 @@ from eyas.records import Prompt, read_answers
 from eyas.settings import validated
 from eyas.shards import CODECS, FeatureMeta
 from eyas.train.trainer import TrainConfig
-from tests.foreign import foreign_target
+from tests.architectures import save_architecture
 from tests.stages import ending_target, prompts_of, write_prompts
 from tests.test_cli import run_eyas
 from tests.tiny import TEMPLATE, tiny_target, tiny_tokenizer
@@ -187,7 +187,7 @@ def test_online_stores_what_is_held_out(target: Path, prompts: Artifact, tmp_pat
 def test_a_target_that_our_engine_does_not_run_is_planned(
     prompts: Artifact, tmp_path: Path
 ) -> None:
-    work = work_of(foreign_target(tmp_path / "neox", "gpt_neox"), tmp_path)
+    work = work_of(save_architecture(tmp_path / "neox", "gpt_neox"), tmp_path)
     assert plan_run(work, *read_prompts(prompts)).needs.prompts == 29
 
 
@@ -246,7 +246,7 @@ class TestCommand:
         assert len({prompt.turns for prompt in sample}) == SAMPLE_SIZE
 
     def test_a_target_that_run_refuses_is_refused(self, tmp_path: Path) -> None:
-        path = run_file(tmp_path, foreign_target(tmp_path / "neox", "gpt_neox"))
+        path = run_file(tmp_path, save_architecture(tmp_path / "neox", "gpt_neox"))
         shown = run_eyas("plan", path)
         assert shown.exit_code == 2
         assert "lossless" in shown.stdout, "the plan is shown all the same: stages may do without"

@@ -121,6 +121,21 @@ PUBLISHED: dict[str, dict[str, Any]] = {
             "factor": 4.0, "original_max_position_embeddings": 32768, "type": "yarn",
         },
     },
+    "YaRN without the context that it begins from": {
+        "model_type": "llama", "max_position_embeddings": 512,
+        "rope_scaling": {"factor": 4.0, "type": "yarn"},
+    },
+    "YaRN with that of the config": {
+        "model_type": "qwen3", "max_position_embeddings": 512, "head_dim": 16,
+        "original_max_position_embeddings": 64,
+        "rope_scaling": {"factor": None, "rope_type": "yarn"},
+    },
+    "Llama 3's scaling without it": {
+        "model_type": "llama", "max_position_embeddings": 512, "rope_theta": 500000.0,
+        "rope_scaling": {
+            "factor": 8.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0, "rope_type": "llama3",
+        },
+    },
     "Mistral-7B-v0.1": {
         "model_type": "mistral", "max_position_embeddings": 32768, "sliding_window": 64,
         "rope_theta": 10000.0, "rms_norm_eps": 1e-5,

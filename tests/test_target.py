@@ -1,7 +1,6 @@
-"""The target's logits and taps against transformers', for every family and way of storing it."""
+"""How a target is stored and read; test_families.py and test_native.py hold its numbers."""
 
 import json
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -13,44 +12,8 @@ from eyas.model.architecture import TargetConfig
 from eyas.model.library import address
 from eyas.model.target import Target, resolve_dtype, stored_dtype
 from eyas.model.weights import read_arrays
-from tests.oracle.target import features_of, logits_of
-from tests.tiny import FAMILIES, tiny_target
-from tests.tiny_engine import load_as
-
-LLAMA3 = {"rope_type": "llama3", "rope_theta": 500000.0, "original_max_position_embeddings": 32}
-LLAMA3 |= {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
-VARIANTS = [
-    *((family, {}) for family in FAMILIES),
-    ("llama", {"rope_parameters": LLAMA3}),
-    ("llama", {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0}}),
-    ("llama", {"tie_word_embeddings": True}),
-    ("llama", {"attention_bias": True, "mlp_bias": True}),
-    ("llama", {"num_key_value_heads": 4}),  # Llama 2
-    ("llama", {"rope_parameters": LLAMA3, "tie_word_embeddings": True}),  # Llama 3.2
-    ("mistral", {"tie_word_embeddings": True}),
-    ("mistral", {"sliding_window": 256}),  # no shorter than the context
-    ("qwen2", {"tie_word_embeddings": True}),
-    ("qwen2", {"sliding_window": 16, "use_sliding_window": False}),
-    ("qwen3", {"tie_word_embeddings": True}),
-    ("qwen3", {"attention_bias": True, "head_dim": 16}),
-]
-
-
-@pytest.mark.parametrize("kind", ["torch", "native"])
-@pytest.mark.parametrize(("family", "overrides"), VARIANTS, ids=lambda value: str(value)[:40])
-def test_logits_and_taps_equal_transformers(tmp_path, family, overrides, kind):
-    folder = tiny_target(tmp_path, family, **overrides)
-    theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
-    tokens_BT = torch.randint(0, 320, (3, 50))
-    ours = load_as(kind, folder, "float32")
-    with torch.inference_mode():
-        expected = theirs(tokens_BT, output_hidden_states=True)
-    near = partial(torch.testing.assert_close, rtol=1e-4, atol=1e-4, check_dtype=False)
-    near(logits_of(ours, tokens_BT), expected.logits)
-    aux_hidden, last_hidden = features_of(ours, tokens_BT)
-    n = theirs.config.num_hidden_layers
-    near(aux_hidden, torch.cat([expected.hidden_states[i] for i in (2, n // 2, n - 3)], dim=-1))
-    near(last_hidden, expected.hidden_states[-1])
+from tests.oracle.target import logits_of
+from tests.tiny import tiny_target
 
 
 @pytest.mark.parametrize(

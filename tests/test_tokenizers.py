@@ -21,7 +21,7 @@ from transformers import AutoTokenizer
 from eyas.builtin import smollm2_file
 from eyas.chat import Chat
 from eyas.chat import files as chat_files
-from eyas.chat.environment import compiled
+from eyas.chat.environment import rendered
 from eyas.chat.files import read_tokenizer
 from eyas.chat.template import as_served
 from eyas.errors import MissingInputError, TemplateError
@@ -237,7 +237,7 @@ def test_what_templates_may_use_is_there(tmp_path):
 )
 def test_a_template_that_reaches_out_of_its_sandbox_is_stopped(source):
     with pytest.raises(SecurityError):
-        compiled(source).render(messages=[])
+        rendered(source, {"messages": []})
 
 
 def test_rules_of_the_file_stay_where_transformers_drops_them(tmp_path):

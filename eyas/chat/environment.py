@@ -1,18 +1,24 @@
 """The Jinja environment that chat templates are written for: transformers' settings and functions.
 
-A template may come from anywhere: it runs in Jinja's sandbox and changes nothing that it is given.
+A template may come from anywhere: it runs in Jinja's sandbox, changes nothing that it is given, and
+has bounds of time and size.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+import math
+import threading
+import time
+from collections.abc import Callable, Mapping, Sized
+from contextlib import suppress
 from functools import lru_cache
 from typing import Any, NoReturn
 
 from jinja2 import TemplateError, nodes
+from jinja2.compiler import CodeGenerator, Frame
 from jinja2.environment import Template
-from jinja2.exceptions import SecurityError
+from jinja2.exceptions import SecurityError, TemplateRuntimeError
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -73,8 +79,58 @@ def _as_json(
     )
 
 
+RENDER_S, MOST_PARTS = 3.0, 1 << 25  # of this thread's work; characters of a text, or entries
+_render = threading.local()  # until: when this thread's render has to be over
+
+
+class TooMuch(TemplateRuntimeError):
+    """What a template does without end; the end of a sentence."""
+
+
+class _Generator(CodeGenerator):
+    """Python of a template in which loops look at the clock, and `~` at what it makes."""
+
+    def visit_For(self, node: nodes.For, frame: Frame) -> None:
+        turn = nodes.Call(nodes.EnvironmentAttribute("turn"), [], [], None, None)
+        node.body.insert(0, nodes.ExprStmt(turn))
+        super().visit_For(node, frame)
+
+    def visit_Concat(self, node: nodes.Concat, frame: Frame) -> None:
+        joined = nodes.EnvironmentAttribute("joined")
+        self.visit(nodes.Call(joined, node.nodes, [], None, None), frame)
+
+
+class _Bounded(ImmutableSandboxedEnvironment):
+    code_generator_class = _Generator
+    intercepted_binops = frozenset({"+", "*", "**"})
+
+    def turn(self) -> None:
+        """At the beginning of each turn of a loop. Raises TooMuch."""
+        if time.thread_time() > _render.until:
+            raise TooMuch(f"takes longer than {RENDER_S:g} s")
+
+    def joined(self, *parts: Any) -> str:
+        """Their texts together. Raises TooMuch."""
+        texts = [str(part) for part in parts]
+        _refuse_long(sum(map(len, texts)))
+        return "".join(texts)
+
+    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+        """Raises TooMuch."""
+        sizes = [len(one) if isinstance(one, Sized) else one for one in (left, right)]
+        if operator == "**" or isinstance(left, Sized) or isinstance(right, Sized):
+            with suppress(TypeError):
+                _refuse_long(sum(sizes) if operator == "+" else math.prod(sizes))
+        return super().call_binop(context, operator, left, right)
+
+
+def _refuse_long(size: float) -> None:
+    if size > MOST_PARTS:
+        raise TooMuch(f"makes a text of {size:,} characters, or a list of so many entries")
+
+
 def _environment() -> ImmutableSandboxedEnvironment:
-    environment = ImmutableSandboxedEnvironment(
+    environment = _Bounded(
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
     )
     environment.filters["tojson"] = _as_json
@@ -86,6 +142,18 @@ _ENVIRONMENT = _environment()
 
 
 @lru_cache
-def compiled(source: str) -> Template:
-    """Raises jinja2.TemplateSyntaxError."""
+def _compiled(source: str) -> Template:
     return _ENVIRONMENT.from_string(source)
+
+
+def rendered(source: str, variables: Mapping[str, Any]) -> str:
+    """A template's text. Raises TooMuch for one without end, jinja2.TemplateError, and what else a
+    template's mistakes raise.
+    """
+    _render.until = time.thread_time() + RENDER_S
+    parts, size = [], 0
+    for part in _compiled(source).generate(variables):
+        parts.append(part)
+        size += len(part)
+        _refuse_long(size)
+    return "".join(parts)

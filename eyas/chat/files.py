@@ -19,7 +19,7 @@ from typing import Any
 
 from tokenizers import AddedToken, Tokenizer
 
-from eyas.errors import MissingInputError
+from eyas.errors import MissingInputError, refuse_pointer
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +45,7 @@ def read_tokenizer(folder: Path) -> TokenizerFiles:
     except MissingInputError:
         raise
     except Exception as error:  # `tokenizers` raises nothing narrower
+        refuse_pointer(folder / "tokenizer.json")
         raise _unreadable(folder, str(error).partition("\n")[0]) from error
     files.backend.no_truncation()
     files.backend.no_padding()

@@ -17,9 +17,13 @@ from typing import Any
 
 import jinja2
 
-from eyas.chat.environment import compiled
+from eyas.chat.environment import TooMuch, rendered
 from eyas.errors import TemplateError, template_hint
 
+FAULTS = (  # of templates
+    *(jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError),
+    *(ArithmeticError, MemoryError, RecursionError),
+)
 REASONING = ("reasoning_content", "reasoning", "thinking")  # its names in messages
 _CLOCK = "strftime_now"
 # of strftime that a day fixes
@@ -98,14 +102,18 @@ class Template:
         does not fix.
         """
         try:
-            return compiled(self._with_tools if tools else self.plain).render(
-                messages=[as_served(message) for message in messages],
-                tools=list(tools) if tools else None,
-                documents=None,
-                add_generation_prompt=add_generation_prompt,
-                **self._variables,
-            )
-        except (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError) as error:
+            given = {
+                "messages": [as_served(message) for message in messages],
+                "tools": list(tools) if tools else None,
+                "documents": None,
+                "add_generation_prompt": add_generation_prompt,
+            }
+            source = self._with_tools if tools else self.plain
+            return rendered(source, self._variables | given)
+        except TooMuch as error:
+            what = f"the chat template of {self._folder} {error}"
+            raise TemplateError(what, "give another template, or mend its loops") from error
+        except FAULTS as error:
             raise self._refusal(error, bool(tools)) from error
 
     def _formatted_date(self, format: str) -> str:

@@ -23,10 +23,10 @@ import numpy as np
 from eyas.engine.tree import Speculation
 from eyas.errors import MismatchError
 from eyas.gguf.blocks import BlockMatrix
+from eyas.model.architecture import MAX_HEAD_DIM
 from eyas.model.arrays import BFLOAT16, Array, Arrays, cast
 from eyas.model.config import DecoderConfig, HeadConfig, TargetShape, check_head
 from eyas.model.draws import Draws
-from eyas.model.native import MAX_HEAD_DIM, runs
 from eyas.model.native_draft import NativeDraft, head_blocks
 from eyas.model.rows import (
     FeatureCache,
@@ -89,7 +89,7 @@ class Draft:
         Raises MismatchError if the head was made for another target.
         """
         check_head(config, target.config, target.lm_head_sha256)
-        if not runs(config):
+        if config.head_dim > MAX_HEAD_DIM:
             raise MismatchError(
                 f"a head of head_dim {config.head_dim} has no native path",
                 f"train a head of a head_dim of {MAX_HEAD_DIM} at most",

@@ -222,13 +222,12 @@ def vocabulary_findings(
         ours = cast(vocabulary.embed_tokens, stored.dtype)
         if not np.array_equal(stored, ours):
             what = f"{EMBED_TOKENS} {tuple(stored.shape)} are not the target's {tuple(ours.shape)}"
-            if checkpoint.form == "sglang" or EMBED_TOKENS_SHA256 in checkpoint.settings:
-                yield error(
-                    what,
-                    "SGLang uses the target's all the same; export the head again for this target",
-                )
+            if EMBED_TOKENS_SHA256 in checkpoint.settings:
+                yield error(what, "export the head again for this target")
             else:
-                hint = "fine if the head was trained with them; SGLang would use the target's"
+                hint = (
+                    "fine if the head was trained with them; SGLang uses the target's all the same"
+                )
                 yield warning(what, hint)
     mask = checkpoint.tensors.get("t2d", np.empty(0))
     ends = [token for token in vocabulary.config.eos_token_ids if token < len(mask)]

@@ -17,14 +17,18 @@ import itertools
 import json
 import logging
 from collections import Counter
+from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from eyas.artifact import WORK, Artifact
+from eyas.errors import MismatchError
+from eyas.model.library import CHOICE
 from eyas.records import Answer, Origin
 
 log = logging.getLogger(__name__)
+COMPUTED_BY = f"{WORK}/computed_by.json"
 WRITERS = 32  # entries at a time: an object store takes about 50 ms for each
 
 
@@ -52,6 +56,23 @@ class JournalEntry:
             origin and Origin.from_json(origin),
             row["dropped"],
         )
+
+
+def hold_to(output: Artifact, computed_by: Mapping[str, str]) -> None:
+    """Note beside the parts of an artifact what computes them: {"here": ..., "servers": ...}, each
+    where it is known. Raises MismatchError where others computed those of an earlier run.
+    """
+    before = output.read_json(COMPUTED_BY) if output.exists(COMPUTED_BY) else {}
+    for where, now in computed_by.items():
+        if before.get(where, now) != now:
+            raise MismatchError(
+                f"the parts so far in {output.url} were computed by {before[where]}; this run "
+                f"would go on with {now}: their last bits differ",
+                "resume where it began (servers that compute alike; a processor of one kind, or "
+                f"{CHOICE}=avx2 on both, and the same packages), or choose another output folder",
+            )
+    if computed_by.keys() - before.keys():
+        output.write_json(COMPUTED_BY, {**before, **computed_by})
 
 
 class AnswerParts:

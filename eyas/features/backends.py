@@ -18,6 +18,7 @@ from eyas.engine.request import Request
 from eyas.errors import TemplateError
 from eyas.features.conversation import Sampling, TurnAnswer, TurnRequest
 from eyas.features.fleet import ClientConfig, FleetServer, PromptMismatch
+from eyas.model.library import build
 from eyas.records import Message
 
 ENGINE = f"eyas {VERSION}"
@@ -66,12 +67,12 @@ class EngineBackend:
         return ""
 
     def facts(self) -> dict[str, Any]:
-        """The engine and its head; neither changes an answer."""
-        return {"engine": ENGINE, "head": self._head}
+        """What computed the answers, and the head, which changes none."""
+        return {"engine": ENGINE, "computed_by": self.computed_by()["here"], "head": self._head}
 
-    def precision(self) -> dict[str, str]:
-        """Nothing: the settings have it."""
-        return {}
+    def computed_by(self) -> dict[str, str]:
+        """What the bits of logits depend on beside target and settings."""
+        return {"here": f"{ENGINE}, decoder {build()}"}
 
     def close(self) -> None:
         """Nothing is held that Python does not release."""

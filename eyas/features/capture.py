@@ -29,8 +29,15 @@ from eyas.errors import (
     StorageFullError,
 )
 from eyas.executor import Place, open_executor
+from eyas.features.answers import hold_to
 from eyas.features.fleet import FleetConfig
-from eyas.features.forward import FeatureForward, ForwardTask, WorkerForward, sample_of
+from eyas.features.forward import (
+    FeatureForward,
+    ForwardTask,
+    WorkerForward,
+    implementation,
+    sample_of,
+)
 from eyas.features.marks import Mark
 from eyas.features.samples import (
     CapturePlan,
@@ -193,10 +200,18 @@ class CaptureTask:
         }
 
     def plan(self) -> CapturePlan:
-        """What becomes of the answers. Raises EmptyInputError when none can be used."""
+        """What becomes of the answers. Raises EmptyInputError when none can be used, MismatchError
+        for tokens that the target has not.
+        """
         # servers decode a token behind the sample
         room = self.shape.max_position_embeddings - bool(self.config.servers)
         plan = plan_samples(read_answers(self.answers), room, self.config.leave_out)
+        most = max((int(one.token_ids.max()) for one in plan.samples), default=0)
+        if most >= self.shape.vocab_size:
+            what = (
+                f"the answers in {self.answers.url} hold token {most}, of {self.shape.vocab_size}"
+            )
+            raise MismatchError(what, "run `eyas generate` again, with this target")
         if not plan.samples:
             reasons = ", ".join(f"{reason} {count}" for reason, count in plan.reasons.items())
             raise EmptyInputError(
@@ -295,11 +310,11 @@ def open_source(task: CaptureTask, plan: CapturePlan) -> SampleSource:
     dtype = config.dtype_of(shape)
     proof = prove_by(decoder, dtype, [request_of(one) for one in plan.samples])
     commands = start_commands(task.folder, shape, dtype, proof.max_length)
-    sha256, tails = decoder.lm_head_sha256, decoder.tails()
+    sha256, tails, here = decoder.lm_head_sha256, decoder.tails(), implementation(decoder)
     del decoder  # it may be large, and has done its work
     run = identity("capture", task.settings, {"answers": task.made})
     fleet = StateFleet(config.servers, config.client, proof, tails, run, commands)
-    return ServedForward(fleet, sha256)
+    return ServedForward(fleet, sha256, here)
 
 
 def request_of(sample: SamplePlan) -> StateRequest:
@@ -320,8 +335,10 @@ class ServedForward:
 
     reuses = False  # no shared beginnings
 
-    def __init__(self, fleet: StateFleet, lm_head_sha256: str) -> None:
+    def __init__(self, fleet: StateFleet, lm_head_sha256: str, here: str) -> None:
+        """here: what finishes their states."""
         self._fleet, self.lm_head_sha256 = fleet, lm_head_sha256
+        self.computed_by = {"here": here, **fleet.computed_by()}
         self.status, self.facts, self.close = fleet.status, fleet.facts, fleet.close
 
     def samples(self, batches: Iterable[ForwardBatch]) -> Iterator[list[Sample]]:
@@ -342,10 +359,10 @@ def capture(
     track: Track = quiet,
     splits: tuple[Split, ...] = SPLITS,
 ) -> Manifest:
-    """Capture all finished answers of these splits into `output`; resumes.
+    """Capture all finished answers of these splits into `output`; resumes on what computes alike.
 
-    Raises MismatchError (another target wrote the answers), EmptyInputError, StorageFullError, and
-    what loading raises.
+    Raises MismatchError (another target wrote the answers, another decoder began), EmptyInputError,
+    StorageFullError, and what loading raises.
     """
     task = CaptureTask(config, answers, splits)
     inputs = {"answers": task.made}
@@ -356,6 +373,7 @@ def capture(
         output.write_jsonl("dropped.jsonl", plan.dropped)
         opened = open_workers(task) if config.has_workers else open_source(task, plan)
         with closing(opened) as source:
+            hold_to(output, source.computed_by)
             meta = config.meta_of(task.shape, source.lm_head_sha256)
             metas: dict[Split, FeatureMeta] = {"train": meta, "held_out": held_out_meta(meta)}
             writers = {
@@ -372,7 +390,7 @@ def capture(
             for writer in writers.values():
                 writer.close()
             features = {"target": config.target, "features": meta.model_dump(mode="json")}
-            facts = {**features, **source.facts()}
+            facts = {**features, "computed_by": source.computed_by["here"], **source.facts()}
     return output.finish("capture", task.settings, inputs, task.counts(plan), facts)
 
 

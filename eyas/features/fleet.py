@@ -258,6 +258,11 @@ class Fleet(Generic[RequestT, ReplyT]):
         """What the servers state of how they compute: the same, where they state it."""
         return next((one.precision for one in self._servers if one.precision), {})
 
+    def computed_by(self) -> dict[str, str]:
+        """The same in words, where they state it."""
+        precision = self.precision()
+        return {"servers": f"servers with {precision_text(precision)}"} if precision else {}
+
     def _differs(self, server: FleetServer[RequestT, ReplyT]) -> bool:
         return server.precision not in ({}, self.precision())
 

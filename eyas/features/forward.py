@@ -65,6 +65,7 @@ class FeatureForward:
         self._decoder = decoder
         self._prefix: tuple[bytes, SharedPrefix] | None = None
         self.reuses, self.lm_head_sha256 = decoder.reuses, decoder.lm_head_sha256
+        self.computed_by = {"here": implementation(decoder)}
 
     def samples(self, batches: Iterable[ForwardBatch]) -> Iterator[list[Sample]]:
         """The samples of each batch, in order; nothing is computed ahead."""
@@ -134,7 +135,8 @@ class ForwardTask:
             decoder = self.load()
         except EyasError as error:
             raise type(error)(f"a worker on {host}: {error.what}", error.hint) from error
-        forward, computed_by = FeatureForward(decoder), implementation(decoder)
+        forward = FeatureForward(decoder)
+        by = forward.computed_by["here"]
 
         def compute(block: ForwardBlock | None) -> ForwardResult:
             samples = [
@@ -142,7 +144,7 @@ class ForwardTask:
                 for batch in (forward.samples(block.batches) if block else ())
                 if block is not None
             ]
-            return ForwardResult(host, computed_by, forward.reuses, forward.lm_head_sha256, samples)
+            return ForwardResult(host, by, forward.reuses, forward.lm_head_sha256, samples)
 
         return compute
 
@@ -174,6 +176,7 @@ class WorkerForward:
             for one in others:
                 self._refuse_another(one)
             self.reuses, self.lm_head_sha256 = self._first.reuses, self._first.lm_head_sha256
+            self.computed_by = {"here": self._first.computed_by}
             self.close = stack.pop_all().close
 
     def samples(self, work: Work) -> Iterator[list[Sample] | list[EncodedSample]]:

@@ -8,9 +8,9 @@ and ends its conversation too.
 The engine in this process answers where `servers` is empty, on the CPU. On a machine with a GPU
 start SGLang or vLLM, and give `servers`.
 
-A run that is killed, or whose servers have all died, resumes where it was (see answers). Which
-servers answer, how many requests run at once, and whether a head speculates changes no answer, and
-is not part of the identity.
+A run that is killed, or whose servers have all died, resumes where it was (see answers), on what
+computes the same bits. Which servers answer, how many requests run at once, and whether a head
+speculates changes no answer, and is not part of the identity.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from contextlib import AbstractContextManager, closing, nullcontext
 
 from pydantic import Field, model_validator
 
-from eyas.artifact import WORK, Artifact, Manifest, identity
+from eyas.artifact import Artifact, Manifest, identity
 from eyas.chat import Chat
 from eyas.engine.engine import Engine, EngineConfig
-from eyas.errors import EmptyInputError, MismatchError, TemplateError
+from eyas.errors import EmptyInputError, TemplateError
 from eyas.features import marks
-from eyas.features.answers import AnswerParts
+from eyas.features.answers import AnswerParts, hold_to
 from eyas.features.backends import EngineBackend, TargetProof, TargetServer, probes
 from eyas.features.conversation import Conversation, Sampling, TurnAnswer, TurnRequest, TurnRules
-from eyas.features.fleet import ClientConfig, Fleet, precision_text, server_urls
+from eyas.features.fleet import ClientConfig, Fleet, server_urls
 from eyas.hub import resolve_head, resolve_target
 from eyas.log import Track, quiet
 from eyas.model.target import PAGE_SIZE, Dtype, resolve_dtype
@@ -47,7 +47,6 @@ from eyas.settings import Settings
 ROWS_PER_PART = 200  # prompts in a file of answers
 PAGES_BESIDE = 64  # of the cache, for drafts
 CACHE_TOKENS = 1024  # in the cache of the engine in this process, for each running request
-PRECISION_NOTE = f"{WORK}/precision.json"  # what the servers of this run stated
 PLACES = {"target", "head", "max_batch", "servers", "client"}  # no part of the identity
 
 
@@ -161,7 +160,7 @@ def generate(
             output.held_alone(),
             closing(Conversations(prompts, output, config.answers_per_prompt)) as conversations,
         ):
-            hold_to(output, backend.precision())
+            hold_to(output, backend.computed_by())
             num_conversations = num_prompts * config.answers_per_prompt
             answer_all(backend, rules, conversations, num_conversations, track)
         facts = {"target": config.target, **backend.facts()}
@@ -173,22 +172,6 @@ def generate(
             "help, into another folder",
         )
     return output.finish("generate", settings, {"prompts": made}, counts, facts)
-
-
-def hold_to(output: Artifact, precision: dict[str, str]) -> None:
-    """Note how the servers of these answers compute. Raises MismatchError where those of an earlier
-    part of the run stated something else.
-    """
-    if output.exists(PRECISION_NOTE):
-        before = output.read_json(PRECISION_NOTE)
-        if precision and before != precision:
-            raise MismatchError(
-                f"the answers so far in {output.url} are of servers with "
-                f"{precision_text(before)}; these state {precision_text(precision)}",
-                "give servers that compute alike, or choose another output folder",
-            )
-    elif precision:
-        output.write_json(PRECISION_NOTE, precision)
 
 
 def count_prompts(prompts: Artifact) -> int:

@@ -278,6 +278,8 @@ class StateFleet:
         finally:
             for one in self._servers:
                 one.sweep()
+        fleet = self._fleet
+        self.status, self.facts, self.computed_by = fleet.status, fleet.facts, fleet.computed_by
 
     def states(self, requests: Iterator[StateRequest]) -> Iterator[HiddenStates]:
         """The states of each, in order. Twice as many requests run as the servers take at once,
@@ -312,14 +314,6 @@ class StateFleet:
                 )
             else:
                 self._ready[reply.id] = reply.states
-
-    def status(self) -> str:
-        """As Fleet.status."""
-        return self._fleet.status()
-
-    def facts(self) -> dict[str, Any]:
-        """As Fleet.facts."""
-        return self._fleet.facts()
 
     def close(self) -> None:
         """Stop all requests, and delete their files."""

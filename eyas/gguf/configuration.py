@@ -44,8 +44,27 @@ GEMMA_2_WINDOW = 4096  # of its first files, which do not say it
 WIDE_QUERIES = {"Gemma2": 46, "Gemma3": 62}
 
 
+NO_MODELS = {  # by `general.type`, or the architecture
+    "adapter": "a LoRA adapter: merge it into its model",
+    "imatrix": "an importance matrix for quantising a model",
+    "mmproj": "the projector of images beside a model",
+    "clip": "the projector of images beside a model",
+}
+
+
+def refuse_no_decoder(file: GgufFile) -> None:
+    """Raise MismatchError for a file that holds no model, or one that writes no text."""
+    kind, pooling = file.metadata.get("general.type"), file.of_model("pooling_type", 0)
+    what = NO_MODELS.get(str(kind)) or NO_MODELS.get(file.architecture)
+    if what is None and (pooling or not file.of_model("attention.causal", True)):
+        what = "a model of embeddings: it answers no prompts"
+    if what is not None:
+        raise MismatchError(f"{file.path} holds {what}", "give the GGUF file of the model itself")
+
+
 def family_of(file: GgufFile) -> tuple[str, Family]:
     """The model type of transformers and its family. Raises MismatchError."""
+    refuse_no_decoder(file)
     of_name = {
         model_type: family
         for model_type, family in FAMILIES.items()
@@ -157,12 +176,11 @@ def rotations(file: GgufFile, family: Family, head_dim: int) -> dict[str, Any]:
     base, scaling = file.number("rope.freq_base", 10000.0), rope_scaling(file, family, head_dim)
     dims = file.count("rope.dimension_count", head_dim)
     found: dict[str, Any] = {"rope_theta": base, "rope_scaling": scaling}
-    if dims != head_dim or "partial_rotary_factor" in family.defaults:
-        if family.name not in ("Glm4", "Phi3"):
-            raise MismatchError(
-                f"{file.path} turns {dims} of {head_dim} channels of a head", OTHER_ARCHITECTURE
-            )
+    if "partial_rotary_factor" in family.defaults:
         found["partial_rotary_factor"] = dims / head_dim
+    elif dims != head_dim:
+        what = f"{file.path} turns {dims} of {head_dim} channels of a head"
+        raise MismatchError(what, OTHER_ARCHITECTURE)
     if scaling and scaling["rope_type"] == "longrope":
         found["original_max_position_embeddings"] = file.count(
             "rope.scaling.original_context_length"
@@ -180,7 +198,10 @@ def rotations(file: GgufFile, family: Family, head_dim: int) -> dict[str, Any]:
 
 def rope_scaling(file: GgufFile, family: Family, head_dim: int) -> dict[str, Any] | None:
     """`rope_scaling` of config.json. Raises MismatchError for a scaling that we do not read."""
-    kind = file.of_model("rope.scaling.type", "none")
+    # as llama.cpp: a factor alone, the older key among them, is linear
+    old = file.number("rope.scale_linear", 0.0)
+    factor = file.number("rope.scaling.factor", old) or 1.0
+    kind = file.of_model("rope.scaling.type", "none" if factor == 1.0 else "linear")
     if file.of_model("rope.dimension_sections", 0):
         kind = "sections of positions"
     elif family.name == "Phi3" and {LONG_FACTORS, SHORT_FACTORS} <= file.tensors.keys():
@@ -196,7 +217,7 @@ def rope_scaling(file: GgufFile, family: Family, head_dim: int) -> dict[str, Any
             return scaling
         kind = f"{ROPE_FACTORS} of an unknown kind"
     if kind == "linear":
-        return {"rope_type": "linear", "factor": file.number("rope.scaling.factor")}
+        return {"rope_type": "linear", "factor": factor}
     if kind == "yarn":
         return yarn(file, family)
     if kind != "none":

@@ -20,13 +20,14 @@ import struct
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import gguf
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import Field, StrictBool, StrictStr, TypeAdapter, ValidationError
 
-from eyas.errors import CorruptError, MismatchError, MissingInputError
+from eyas.errors import CorruptError, MismatchError, MissingInputError, refuse_pointer
 
 Kind = gguf.GGMLQuantizationType
 DAMAGED = "download it again; compare its size with its source's"
@@ -35,6 +36,28 @@ STRING, ARRAY = 8, 9  # among the types of metadata; the others are numbers
 _CODES = ((0, "BbHhIif?"), (10, "Qqd"))
 NUMBERS = {first + i: code for first, codes in _CODES for i, code in enumerate(codes)}
 ALIGNMENT = 32
+Whole = Annotated[int, Field(strict=True, ge=0)]
+Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
+# What the values of keys have to be, the architecture's own without its name; of other keys `count`
+# and `number` look at what they read.
+VALUES: dict[Any, str] = {
+    StrictStr: "general.architecture general.type rope.scaling.type tokenizer.chat_template "
+    "tokenizer.ggml.model tokenizer.ggml.pre",
+    StrictBool: "attention.causal rope.scaling.finetuned tokenizer.ggml.add_bos_token "
+    "tokenizer.ggml.add_space_prefix",
+    Annotated[int, Field(strict=True, ge=8, multiple_of=8)]: "general.alignment",
+    Whole: "split.no split.count split.tensors.count pooling_type expert_count shortconv.l_cache "
+    "attention.sliding_window "
+    + " ".join(
+        f"tokenizer.ggml.{role}_token_id"
+        for role in ("bos", "eos", "eot", "eom", "unknown", "padding")
+    ),
+    Number: "rope.freq_base rope.scaling.factor rope.scale_linear attention.temperature_scale",
+    list[StrictStr]: "tokenizer.ggml.tokens tokenizer.ggml.merges",
+    list[Number]: "tokenizer.ggml.scores",
+    list[Whole]: "tokenizer.ggml.token_type",
+}
+KINDS = {key: TypeAdapter(kind) for kind, keys in VALUES.items() for key in keys.split()}
 MOST_DIMENSIONS = 4
 PART = re.compile(r"(?P<name>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
 
@@ -198,6 +221,7 @@ def _open_one(path: Path) -> GgufFile:
         RecursionError,
         struct.error,
     ) as error:
+        refuse_pointer(path)
         raise CorruptError(f"{path} is no whole GGUF file: {error}", DAMAGED) from error
 
 
@@ -206,13 +230,19 @@ def _read(path: Path, content: mmap.mmap) -> GgufFile:
     if content[:4] != b"GGUF":
         raise ValueError("it does not begin with GGUF")
     _, version = header.numbers("I", 2)
+    if version in {one << 24 for one in VERSIONS}:
+        hint = "take a file for this machine (little-endian), or convert it: gguf-convert-endian"
+        raise MismatchError(f"{path} is big-endian", hint)
     if version not in VERSIONS:
         raise ValueError(f"version {version}, known: {', '.join(map(str, VERSIONS))}")
     num_tensors, num_values = header.numbers("Q", 2)
-    metadata = {}
+    metadata: dict[str, Any] = {}
     for _ in range(num_values):
         key = header.string()
+        if not key or key in metadata:
+            raise ValueError(f"the key {key!r} is there twice" if key else "a key is empty")
         metadata[key] = header.value(*header.numbers("I"))
+    _check_values(path, metadata)
     table = []
     for _ in range(num_tensors):
         name = header.string()
@@ -223,8 +253,8 @@ def _read(path: Path, content: mmap.mmap) -> GgufFile:
         table.append((name, shape, *header.numbers("I"), *header.numbers("Q")))
     alignment = metadata.get("general.alignment", ALIGNMENT)
     begin = -(-header.at // alignment) * alignment
-    whole = np.frombuffer(content, np.uint8)
-    tensors = {}
+    whole, end = np.frombuffer(content, np.uint8), 0
+    tensors: dict[str, StoredTensor] = {}
     for name, shape, number, offset in table:
         if number not in set(Kind):
             raise MismatchError(
@@ -235,11 +265,28 @@ def _read(path: Path, content: mmap.mmap) -> GgufFile:
         block, num_bytes = gguf.GGML_QUANT_SIZES[kind]
         width = shape[-1] // block * num_bytes
         size = int(np.prod(shape[:-1], dtype=object)) * width
-        data = whole[begin + offset : begin + offset + size]
+        if name in tensors or 0 in shape or offset < end:
+            why = "is there twice" if name in tensors else f"is {shape} at {offset}, behind {end}"
+            raise ValueError(f"the tensor {name} {why}")
+        end = offset + size
+        data = whole[begin + offset : begin + end]
         if len(data) != size or shape[-1] % block or (block > 1 and len(shape) == 1):
             raise ValueError(f"{name} is cut")
         tensors[name] = StoredTensor(name, kind, shape, data.reshape(*shape[:-1], width))
     return GgufFile(path, metadata, tensors)
+
+
+def _check_values(path: Path, metadata: Mapping[str, Any]) -> None:
+    """Raise CorruptError for a value of another kind than its key's."""
+    of_model = f"{metadata.get('general.architecture')}."
+    for key, value in metadata.items():
+        kind = KINDS.get(key.removeprefix(of_model))
+        try:
+            if kind is not None:
+                kind.validate_python(value)
+        except ValidationError as error:
+            why = error.errors()[0]["msg"]
+            raise CorruptError(f"{path} has {value!r:.40} as {key}: {why}", DAMAGED) from error
 
 
 def release(data: NDArray[Any]) -> None:

@@ -27,9 +27,9 @@ from typing import Any
 
 from eyas.artifact import cache_folder, storage_errors
 from eyas.chat.template import Template
-from eyas.errors import MismatchError, MissingInputError, TemplateError, template_hint
+from eyas.errors import CorruptError, MismatchError, MissingInputError, TemplateError, template_hint
 from eyas.gguf.configuration import configuration
-from eyas.gguf.file import PART, GgufFile, open_file, part_names
+from eyas.gguf.file import DAMAGED, PART, GgufFile, open_file, part_names
 from eyas.gguf.tensors import check_types, weights
 from eyas.gguf.tokenizer import named_tokens, tokenizer_of
 
@@ -170,6 +170,9 @@ def end_tokens(file: GgufFile, template: str) -> list[int]:
     stated = [file.of_tokenizer(f"{name}_token_id") for name in ("eos", "eot", "eom")]
     found = [number for number in stated if number is not None]
     places = {text: number for number, text in enumerate(file.of_tokenizer("tokens") or ())}
+    if beyond := [number for number in found if number >= len(places)]:
+        what = f"{file.path} ends answers at token {beyond[0]} of {len(places)} (eos_token_id)"
+        raise CorruptError(what, DAMAGED)
     behind = _behind_an_answer(file, template)
     for length in range(len(behind), 0, -1):  # the longest token that it begins with
         if (number := places.get(behind[:length])) is not None:

@@ -144,7 +144,9 @@ def byte_level(file: GgufFile, tokens: list[str]) -> Tokenizer:
             "convert the model again",
         )
     split = WORD_SPLITS[name]
-    merges = [tuple(pair.split(" ", 1)) for pair in file.of_tokenizer("merges", [])]
+    merges = [tuple(pair.split(" ", 1)) for pair in file.of_tokenizer("merges", ())]
+    if not merges:
+        raise CorruptError(f"{file.path} holds no tokenizer.ggml.merges", DAMAGED)
     tokenizer = Tokenizer(
         models.BPE(
             vocab={text: number for number, text in enumerate(tokens)},

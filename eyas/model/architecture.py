@@ -54,12 +54,14 @@ from eyas.model.config import (
     in_words,
     read_config,
     whole_heads,
+    with_context,
 )
 
 ELSEWHERE = (
     "answer prompts by a server that runs it (SGLang, vLLM); capture, train, eval and export take "
     "it through transformers, and check says which servers take the head"
 )
+MAX_HEAD_DIM, MAX_KERNEL = 256, 16  # of the native decoder
 MOST_PARTS = 4096  # layers, or experts of one: a list of more may not fit in memory
 
 
@@ -208,13 +210,16 @@ class TargetConfig(TargetShape):
                 family=family,
                 whole=whole.get("model_type"),
                 eos_token_ids=end_token_ids(folder, config.get("eos_token_id")),
-                dtype=config.get("dtype") or config.get("torch_dtype") or "float32",
+                dtype=dtype_of(config),
                 in_blocks=is_of_file(Path(folder)) and are_multiplied(whole[SOURCE]["types"]),
                 **description(config, FAMILIES[family]),
             )
         except Unsupported as error:
             raise MismatchError(f"{folder} {error}", ELSEWHERE) from error
         except KeyError as error:
+            if "text_config" in whole:  # only its library knows the defaults of such a part
+                what = f"{folder}/config.json leaves {error} of its decoder to transformers"
+                raise MismatchError(what, ELSEWHERE) from error
             raise CorruptError(f"{folder}/config.json lacks {error}", RESTORE_CONFIG) from error
         except ValidationError as error:
             what = f"{folder}/config.json does not describe a model: {in_words(error)}"
@@ -222,6 +227,13 @@ class TargetConfig(TargetShape):
         except (TypeError, ValueError, AttributeError, IndexError, ArithmeticError) as error:
             what = f"{folder}/config.json does not describe a model: {error}"
             raise CorruptError(what, RESTORE_CONFIG) from error
+
+
+def dtype_of(config: Mapping[str, Any]) -> Any:
+    """The name of the type in which a checkpoint is stored; float32 where a config says none."""
+    stated = given(config, "dtype", config.get("torch_dtype"))
+    name = stated.removeprefix("torch.") if isinstance(stated, str) else stated
+    return "float32" if name in (None, "", "auto") else name
 
 
 def _refuse_quantised(folder: str | Path, config: Mapping[str, Any]) -> None:
@@ -280,6 +292,12 @@ def description(config: Mapping[str, Any], family: Family) -> dict[str, Any]:
         )
     hidden, count = config["hidden_size"], config["num_hidden_layers"]
     head_dim, length = head_dim_of(config), given(config, "max_position_embeddings", 2048)
+    for what, size, most in (
+        ("heads", head_dim, MAX_HEAD_DIM),
+        ("convolutions", config.get("conv_L_cache"), MAX_KERNEL),
+    ):
+        if isinstance(size, int) and size > most:
+            raise Unsupported(f"has {what} of {size}; eyas' engine runs {most} at most")
     rotations, dims, query_scale = rotations_of(config, family, head_dim)
     if isinstance(length, int) and rotations[0].kind == "longrope":
         # its second set of factors is for longer contexts: one request has one set
@@ -391,20 +409,15 @@ def rotations_of(
     if family.name == "GptOss" and not full:
         full = dict(GPT_OSS_ROPE)
     full.setdefault("rope_theta", config.get("rope_theta", 10000.0))
-    kind = full.get("rope_type", full.get("type")) or "default"
+    if family.name == "Phi3" and full.get("rope_type", full.get("type")) in ("su", "yarn"):
+        full["rope_type"] = "longrope"
+    full = with_context(full, {} if by_kind else config)
     share = given(full, "partial_rotary_factor", given(config, "partial_rotary_factor", 1.0))
     dims = int(head_dim * share)
+    if share != 1 and "partial_rotary_factor" not in family.defaults:
+        raise Unsupported(f"has partial_rotary_factor {share}, which {family.name} ignores")
     beta = full.get("llama_4_scaling_beta")
     scale = QueryScale(beta=beta, length=full["original_max_position_embeddings"]) if beta else None
-    if family.name == "Phi3" and kind in ("su", "yarn", "longrope"):
-        full |= {"rope_type": "longrope"}
-        full["original_max_position_embeddings"] = given(
-            full,
-            "original_max_position_embeddings",
-            given(config, "original_max_position_embeddings", 4096),
-        )
-        original = full["original_max_position_embeddings"]
-        full.setdefault("factor", config.get("max_position_embeddings", original) / original)
     try:
         first = RopeConfig.of_target(full)
         if not family.local_rope:

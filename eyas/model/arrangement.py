@@ -21,12 +21,13 @@ from eyas.model.arrays import BFLOAT16, FLOAT32, Array, cast
 Rows = TypeVar("Rows", bound=Any)  # an array, or blocks of a GGUF file: what has rows to choose
 LAYER = re.compile(r"(model\.layers\.\d+\.)(.+)\.(weight|bias)")
 # Before the decoder's own names in checkpoints that hold more than a decoder of text.
-WITHIN = (("model.language_model.", "model."), ("language_model.", ""))
-BESIDE = tuple(
-    f"{prefix}{part}."
-    for prefix in ("", "model.")
-    for part in ("vision_tower", "multi_modal_projector", "visual")
+WITHIN = (
+    ("model.language_model.", "model."),
+    ("model.text_model.", "model."),
+    ("language_model.", ""),
 )
+# What of such a checkpoint is no part of its decoder.
+BESIDE = re.compile(r"(model\.)?\w*(vision|visual|image|audio|speech|projector|connector)")
 RESTORE = "restore the checkpoint from its source"
 MXFP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # by three bits; the fourth is the sign
 
@@ -49,6 +50,8 @@ def arranged(config: TargetConfig, published: Mapping[str, Rows]) -> dict[str, R
         except (IndexError, ValueError) as error:  # of rows that are not there
             shape = tuple(tensor.shape)
             raise MismatchError(f"{name} is {shape}, not as config.json says", RESTORE) from error
+    if config.tie_word_embeddings and "lm_head.weight" in found:
+        refuse_untied(found.get("model.embed_tokens.weight"), found["lm_head.weight"])
     for name, tensor in found.items():
         if family.norm_offset and "norm" in name.rsplit(".", 2)[-2]:
             found[name] = cast(tensor, FLOAT32) + np.float32(family.norm_offset)
@@ -57,9 +60,21 @@ def arranged(config: TargetConfig, published: Mapping[str, Rows]) -> dict[str, R
     return found
 
 
+def refuse_untied(embed_tokens: Any, lm_head: Any) -> None:
+    """Raise MismatchError for a stored lm_head [V, H] that is not the embeddings, which config.json
+    says it is.
+    """
+    if embed_tokens is not None and not np.array_equal(embed_tokens, lm_head):
+        raise MismatchError(
+            "config.json says tie_word_embeddings, and the weights hold another lm_head.weight: "
+            "programs differ in which they take",
+            "write false there, or delete lm_head.weight",
+        )
+
+
 def our_name(name: str, family: Family) -> str | None:
     """None for what is no part of a decoder of text."""
-    if name.startswith(BESIDE):
+    if BESIDE.match(name):
         return None
     for outside, inside in WITHIN:
         if name.startswith(outside):

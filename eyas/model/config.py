@@ -67,7 +67,7 @@ class RopeConfig(BaseModel):
                 f"rope scaling {kind!r} is not supported", "supported: default, linear, llama3"
             )
         theta = given(rope, "rope_theta", given(config, "rope_theta", 10000.0))
-        return cls.of_target({**scaling, "rope_theta": theta})
+        return cls.of_target(with_context({**scaling, "rope_theta": theta}, config))
 
     @classmethod
     def of_target(cls, stated: Mapping[str, Any]) -> RopeConfig:
@@ -105,6 +105,21 @@ class RopeConfig(BaseModel):
 
 
 HEAD_ROPES = ("default", "linear", "llama3")
+
+
+def with_context(rope: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
+    """An entry of `rope_parameters` with the context that its scaling begins from, as transformers
+    takes it: the config's own key, else the entry's, else the whole context.
+    """
+    key, whole = "original_max_position_embeddings", given(config, "max_position_embeddings", 2048)
+    kind = rope.get("rope_type", rope.get("type"))
+    if kind in (None, *HEAD_ROPES[:2]):
+        return dict(rope)
+    original = given(config, key, given(rope, key, whole))
+    stated = {**rope, key: original}
+    if kind != "llama3" and rope.get("factor") is None:
+        stated["factor"] = whole / original
+    return stated
 
 
 def attention_factor(kind: str, stated: Mapping[str, Any]) -> float:

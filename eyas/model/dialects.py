@@ -85,7 +85,15 @@ FIXED = {
     "num_aux_hidden_states": 3,
     "logit_scale": 1.0,
     "partial_rotary_factor": 1.0,
+    # ModelOpt's
+    "parallel_draft_step": 1,
+    "use_input_layernorm_in_first_layer": True,
+    "use_last_layernorm": True,
+    "use_mtp_layernorm": False,
+    "eagle_decoder_type": "llama",
 }
+# Lists of layers of other projects: whether of inputs or outputs, nobody states.
+OTHER_LAYER_IDS = ("target_layer_ids", "aux_hidden_state_layer_ids", "capture_layers")
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,9 +164,14 @@ def setting_faults(checkpoint: Checkpoint) -> list[MismatchError]:
             faults.append(MismatchError(what, "train a head without it"))
     for key, value in FIXED.items():
         for found in checkpoint.stated(key):
-            if isinstance(found, bool) or found != value:  # true is 1, but no number
+            if type(found) is bool is not type(value) or found != value:  # true is 1, no number
                 what = f"{key} is {found!r}: only {value!r} is supported"
                 faults.append(MismatchError(what, "train a head with it"))
+    for key in OTHER_LAYER_IDS:
+        if checkpoint.stated(key) and not checkpoint.stated(LAYER_IDS):
+            what = f"{key} lists the layers that the head reads: whether their inputs or outputs?"
+            hint = f"write {LAYER_IDS} at the top level: there it means inputs"
+            faults.append(MismatchError(what, hint))
     if not checkpoint.eagle_settings.get("use_aux_hidden_state", True):
         what = "use_aux_hidden_state is false: the head reads one layer"
         faults.append(MismatchError(what, "give an EAGLE-3 head"))

@@ -44,7 +44,6 @@ from eyas.model.structs import STRUCTS
 from eyas.model.threads import num_threads
 
 # kMaxHeadDim of attention.h, kMaxKernel of model.h: what a thread keeps of a row
-MAX_HEAD_DIM, MAX_KERNEL = 256, 16
 FIRST_POSITIONS = 4096  # of the rotation's table; it grows with what is asked for
 MOST_POSITIONS = 1 << 24  # no request has so many: what lies beyond is no position
 ROWS_AT_ONCE = 4096  # of a prompt whose hidden states are asked for
@@ -62,12 +61,6 @@ WRONG = {
     4: "logits_of names no row",
 }
 BAD_POSITION, BAD_LOGITS = 2, 5
-
-
-def runs(config: DecoderConfig) -> bool:
-    """Whether the native path runs decoders of this shape."""
-    kernel = config.conv_kernel if isinstance(config, TargetConfig) else None
-    return config.head_dim <= MAX_HEAD_DIM and (kernel or 0) <= MAX_KERNEL
 
 
 @dataclass(frozen=True, slots=True)

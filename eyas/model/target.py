@@ -1,7 +1,7 @@
 """The target for inference: a Llama-family decoder with the three taps EAGLE-3 needs.
 
 The native library computes, in one call a forward. The same in PyTorch operators lies beside the
-tests (tests/oracle); `tests/test_target.py` holds the logits of both to transformers'.
+tests (tests/oracle); `tests/test_families.py` holds the logits of both to transformers'.
 
 Letters: M rows of one forward, R rows whose logits are asked for, B batch, T sequence, Ht hidden, V
 vocabulary.
@@ -27,7 +27,7 @@ from eyas.model.arrays import BFLOAT16, FLOAT16, FLOAT32, Array, Arrays, cast, r
 from eyas.model.config import Taps, TargetShape
 from eyas.model.draws import Draws
 from eyas.model.library import unavailable
-from eyas.model.native import MAX_HEAD_DIM, MAX_KERNEL, NativeTarget, Verified, runs
+from eyas.model.native import NativeTarget, Verified
 from eyas.model.packed import Blocks
 from eyas.model.rows import (
     FeatureCache,
@@ -100,7 +100,7 @@ class Target:
         self._lay_out()
 
     def _lay_out(self) -> None:
-        refuse_unrun(self.config, self.precision)
+        refuse_unrun(self.precision)
         self._native = NativeTarget(self.config, self._weights.cast, self.dtype, self.blocks)
 
     @classmethod
@@ -271,22 +271,13 @@ class TargetWeights:
         return tensor if keeps else cast(tensor, self._dtype)
 
 
-def refuse_unrun(config: TargetConfig, precision: Dtype) -> None:
-    """Raise MismatchError for what the native decoder does not run."""
+def refuse_unrun(precision: Dtype) -> None:
+    """Raise MismatchError where the native decoder does not run."""
     if why := unavailable():
         raise MismatchError(f"the decoder does not run on this machine: {why}", ELSEWHERE)
     if precision == "float16":
         raise MismatchError(
             "our own decoder computes in no float16", "take float32, bfloat16 or packed"
-        )
-    if not runs(config):
-        what = f"heads of {config.head_dim}"
-        if config.conv_kernel is not None:
-            what += f", convolutions of {config.conv_kernel}"
-        raise MismatchError(
-            f"the model has {what}: our own decoder runs heads of {MAX_HEAD_DIM} and convolutions "
-            f"of {MAX_KERNEL} at most",
-            ELSEWHERE,
         )
 
 

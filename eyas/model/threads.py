@@ -8,6 +8,7 @@ from contextlib import contextmanager
 
 from eyas.cores import cores
 
+MOST_THREADS = 512  # fewer than kMaxThreads of cpp/pool.h, in whose rounds a team's size is counted
 _chosen: list[int] = []  # the one that was asked for
 
 
@@ -16,9 +17,10 @@ def num_threads() -> int:
     process has cores. A decoder keeps the number that holds when it is made.
     """
     if _chosen:
-        return _chosen[0]
+        return min(_chosen[0], MOST_THREADS)
     stated = os.environ.get("OMP_NUM_THREADS", "")
-    return int(stated) if stated.isdigit() and int(stated) > 0 else cores()
+    asked = int(stated) if stated.isdigit() else 0
+    return min(asked or cores(), MOST_THREADS)
 
 
 def set_num_threads(count: int) -> None:

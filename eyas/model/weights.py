@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
-from eyas.errors import CorruptError, MissingInputError
+from eyas.errors import CorruptError, MissingInputError, refuse_pointer
 from eyas.gguf.blocks import BlockMatrix
 from eyas.gguf.checkpoint import (
     dequantised_tensors,
@@ -215,6 +215,7 @@ def _opened(path: Path) -> Iterator[Any]:
         with safe_open(str(path), framework="np") as shard:
             yield shard
     except (SafetensorError, OSError) as error:
+        refuse_pointer(path)
         raise CorruptError(f"{path} cannot be read: {error}", RESTORE) from error
 
 

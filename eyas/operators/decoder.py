@@ -36,9 +36,11 @@ from eyas.model.target import PAGE_SIZE, Dtype, Target
 from eyas.model.weights import array_sha256
 from eyas.operators.foreign import (
     ANOTHER,
+    FAULTS,
     MATRIX_ALONE,
     auto_class,
     first_line,
+    refuse_partly_loaded,
     shape_of,
     transformers_config,
     transformers_matrices,
@@ -50,8 +52,6 @@ Tail = Callable[[Tensor], Tensor]
 NO_STREAM = (
     "a head reads what the layers pass on, which cannot be told of this model: take another target"
 )
-# Of another library's model, as it is loaded and run.
-FAULTS = (AttributeError, ImportError, LookupError, OSError, RuntimeError, TypeError, ValueError)
 PROOF_TOKENS = 40  # of each of two random rows
 # Relative to a stream's own size.
 TOLERANCE = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 6e-2}
@@ -190,13 +190,16 @@ class HookedDecoder:
         if getattr(text_config, "attn_logit_softcapping", None) is not None:
             options["attn_implementation"] = "eager"  # the others leave the soft cap out
         try:
-            model = auto_class(config).from_pretrained(
+            model, loaded = auto_class(config).from_pretrained(
                 folder,
                 dtype=getattr(torch, dtype),
                 local_files_only=True,
                 trust_remote_code=False,
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,  # they are named below
                 **options,
             )
+            refuse_partly_loaded(folder, config, shape, loaded)
             # meta: what accelerate keeps beside the devices
             here = ((name, one) for name, one in model.named_parameters() if not one.is_meta)
             broken = {name: one for name, one in here if not one.isfinite().all()}

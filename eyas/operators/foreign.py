@@ -7,6 +7,8 @@ It builds the model without memory, only to name its parts: nothing is run and n
 from __future__ import annotations
 
 import math
+import re
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,7 @@ from transformers import (
 )
 
 from eyas.errors import MismatchError
+from eyas.model.arrangement import BESIDE, refuse_untied
 from eyas.model.arrays import Array
 from eyas.model.config import RopeConfig, TargetShape, end_token_ids, read_config
 from eyas.model.weights import read_arrays, read_shapes
@@ -35,6 +38,17 @@ NORM_EPSILONS = (
     "layernorm_epsilon",
 )
 MATRIX_ALONE = "a head is trained against lm_head's matrix, a scale and a soft cap alone"
+# Of another library, as it reads a config, loads a model, runs it, or keeps another past or none.
+FAULTS = (
+    AttributeError,
+    ImportError,
+    LookupError,
+    OSError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+)
+QUANTISATIONS = ("hf_quant_config.json", "quantize_config.json", "quant_config.json")  # others' own
 ANOTHER = (
     "eyas captures decoder-only language models that the installed transformers knows, "
     "without code of their own"
@@ -48,7 +62,7 @@ def transformers_config(folder: str | Path) -> Any:
     stated = read_config(folder)
     try:
         config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    except (ValueError, KeyError, OSError, TypeError, StrictDataclassError) as error:
+    except (*FAULTS, StrictDataclassError) as error:
         what = (
             f"{folder} is a {stated.get('model_type')!r} model, which the installed "
             "transformers does not load"
@@ -175,6 +189,9 @@ def transformers_matrices(folder: str | Path, shape: TargetShape) -> tuple[Array
     """embed_tokens and lm_head [V, Ht] as stored. Raises what `matrix_names` raises."""
     embed_name, head_name = matrix_names(folder, shape)
     tensors = read_arrays(folder, {embed_name, head_name})
+    if shape.tie_word_embeddings:
+        refuse_untied(tensors[embed_name], tensors[head_name])
+        head_name = embed_name
     return tensors[embed_name], tensors[head_name]
 
 
@@ -182,27 +199,34 @@ def matrix_names(folder: str | Path, shape: TargetShape) -> tuple[str, str]:
     """What a checkpoint calls embed_tokens and lm_head; no tensor is read. Raises MismatchError,
     MissingInputError, CorruptError.
 
-    They are found by their shape and the model's own names for them; transformers may rename
-    tensors while it loads them, so one of the two names may differ.
+    They are found by their shape and the model's own names for them.
     """
     wanted = (shape.vocab_size, shape.hidden_size)
     found = sorted(name for name, size in read_shapes(folder).items() if size == wanted)
     embed_name, head_name = _names(transformers_config(folder))
-    if embed_name not in found and len(rest := [name for name in found if name != head_name]) == 1:
-        embed_name = rest[0]
-    if shape.tie_word_embeddings and embed_name in found:
-        head_name = embed_name
-    if head_name not in found and len(rest := [name for name in found if name != embed_name]) == 1:
-        head_name = rest[0]
-    if not {embed_name, head_name} <= set(found):
+    embed, head = (_ending_alike(name, found) for name in (embed_name, head_name))
+    rest = [name for name in found if name not in (embed, head)]
+    if shape.tie_word_embeddings:
+        embed, head = embed or head, head or embed
+    elif len(rest) == 1:  # the loader may have another name for one of them
+        embed, head = embed or rest[0], head or rest[0]
+    if embed is None or head is None or (embed == head and not shape.tie_word_embeddings):
         raise MismatchError(
             f"{folder} has no recognisable embeddings and lm_head of {wanted}: the model calls "
             f"them {embed_name} and {head_name}, tensors of this shape are "
             f"{', '.join(found) or 'not there'}",
-            "save the model by the installed transformers (save_pretrained), or restore the "
-            "checkpoint from its source",
+            "restore the checkpoint from its source, its tensors' names as they were",
         )
-    return embed_name, head_name
+    return embed, head
+
+
+def _ending_alike(name: str, found: Sequence[str]) -> str | None:
+    """Of stored names that of a model's tensor: checkpoints have prefixes of their own for the
+    decoder (`language_model.`), so the only one counts that has the same last two parts.
+    """
+    last = "." + ".".join(name.split(".")[-2:])
+    alike = [one for one in found if f".{one}".endswith(last)]
+    return name if name in found else alike[0] if len(alike) == 1 else None
 
 
 def _names(config: Any) -> tuple[str, str]:
@@ -221,6 +245,48 @@ def _names(config: Any) -> tuple[str, str]:
     if getattr(model.get_output_embeddings(), "bias", None) is not None:
         raise MismatchError(f"{type(model).__name__}: its lm_head has a bias", MATRIX_ALONE)
     return f"{found[0]}.weight", f"{found[1]}.weight"
+
+
+def refuse_partly_loaded(
+    folder: Path, config: Any, shape: TargetShape, loaded: Mapping[str, Any]
+) -> None:
+    """Raise MismatchError for tensors that transformers fills at random (missing, of another shape)
+    or drops (unexpected); it only warns. loaded: its `output_loading_info`.
+
+    What it knows to be tied or left out is not among them. Of a quantised checkpoint its quantiser
+    takes scales by names of its own: there only what is missing counts.
+    """
+    faults = [f"{name} is missing" for name in sorted(loaded["missing_keys"])]
+    for name, stored, wanted in sorted(loaded["mismatched_keys"]):
+        faults.append(f"{name} is {tuple(stored)} and has to be {tuple(wanted)}")
+    if getattr(config, "quantization_config", None) is None:
+        faults += [
+            f"{name} is not a tensor of this architecture"
+            for name in sorted(loaded["unexpected_keys"])
+            if not _is_beside(name, shape.num_hidden_layers)
+        ]
+    if not faults:
+        return
+    apart = next((name for name in QUANTISATIONS if (folder / name).exists()), None)
+    hint = "restore the checkpoint from its source, its tensors' names as they were"
+    if apart is not None:
+        hint = (
+            f"{apart} says how it is quantised, and transformers reads only quantization_config in "
+            "config.json: give the checkpoint before it was quantised, or write it there"
+        )
+    more = f"; and {len(faults) - 3} more" if len(faults) > 3 else ""
+    raise MismatchError(
+        f"{folder} is not the model of its config.json: " + "; ".join(faults[:3]) + more, hint
+    )
+
+
+def _is_beside(name: str, num_layers: int) -> bool:
+    """Whether a tensor is of what sees images or hears, or of a layer behind the last one, which
+    predicts a further token.
+    """
+    layer = re.search(r"\blayers\.(\d+)\.", name)
+    is_behind = layer is not None and int(layer[1]) >= num_layers
+    return is_behind or bool(BESIDE.match(name)) or "mtp" in name.split(".")
 
 
 def first_line(error: Exception) -> str:

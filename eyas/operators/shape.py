@@ -77,7 +77,7 @@ def own_matrices(folder: str | Path, config: TargetConfig) -> tuple[Array, Array
     """embed_tokens and lm_head [V, Ht], as stored, of a target that our own decoder runs."""
     embed_name = "model.embed_tokens.weight"
     head_name = embed_name if config.tie_word_embeddings else "lm_head.weight"
-    found = read_arrays(folder, published_names(embed_name) | published_names(head_name))
+    found = read_arrays(folder, published_names(embed_name) | published_names("lm_head.weight"))
     tensors = arranged(config, found)
     if not {embed_name, head_name} <= tensors.keys():
         raise MismatchError(
