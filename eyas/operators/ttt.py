@@ -32,13 +32,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 Rotation = tuple[Tensor, ...]  # cosines, sines
+Tables = TypeVar("Tables", bound=tuple[Any, ...])
 SLOTS_OF_A_TILE = {"cpu": 128}  # by device type
 SLOTS_OF_A_TILE_ELSEWHERE = 1024
 # Rows computed again at a time: an MLP of 28,672 columns keeps 0.9 GB of them in bf16. Fewer cost
@@ -81,14 +82,14 @@ class TileRange(NamedTuple):
     high: int
 
 
-@dataclass(frozen=True, slots=True)
-class Slots:
+class Slots(NamedTuple):
     """The N slots to unroll out of B x T, row by row.
 
-    All int64. flat_N = b * T + t. slot_N: the slot's place in its document. first_N: where in the
+    All int32. flat_N = b * T + t. slot_N: the slot's place in its document. first_N: where in the
     stream of B x T tokens its document begins. position_M: each token's place in its document.
     tiles: the N slots cut into tiles. window: how many positions a slot sees, that of its own step
     among them; None is all. It is at least as long as the unroll, so that only tokens leave it.
+    kept_N: where they are among the slots of the step before; None at step 0.
     """
 
     flat_N: Tensor
@@ -97,44 +98,85 @@ class Slots:
     position_M: Tensor
     tiles: tuple[TileRange, ...]
     window: int | None = None
+    kept_N: Tensor | None = None
 
     @classmethod
     def where(
         cls, active_BT: Tensor, starts_BT: Tensor | None = None, window: int | None = None
     ) -> Slots:
-        """The slots where a bool [B, T] is true; at least one must be.
+        """The slots where a bool [B, T] is true; at least one must be. On the device of active_BT.
 
         starts_BT: int64, the column where each token's document begins, -1 in padding; without it a
         row is a document.
         """
-        B, T = active_BT.shape
-        columns_T = torch.arange(T, device=active_BT.device)
-        starts_BT = (
-            torch.zeros_like(columns_T).expand(B, T)
-            if starts_BT is None
-            else starts_BT.clamp(min=0)
-        )
-        rows_B1 = torch.arange(0, B * T, T, device=active_BT.device).unsqueeze(1)
+        kind, active_BT = active_BT.device, active_BT.cpu()
+        starts_BT = torch.zeros(active_BT.shape) if starts_BT is None else starts_BT.cpu()
         flat_N = active_BT.flatten().nonzero().squeeze(1)
+        return sent(cls.of(flat_N, starts_BT.long(), window, kind.type), kind)
+
+    @classmethod
+    def of(cls, flat_N: Tensor, starts_BT: Tensor, window: int | None, kind: str) -> Slots:
+        """These slots, in ascending order, on the CPU. kind: of the device that they are for."""
         assert len(flat_N) > 0, "no slot to unroll"
-        first_N = (starts_BT + rows_B1).flatten()[flat_N]
-        position_M = (columns_T - starts_BT).flatten()
+        B, T = starts_BT.shape
+        starts_BT = starts_BT.clamp(min=0)
+        first_N = (starts_BT + torch.arange(0, B * T, T).unsqueeze(1)).flatten()[flat_N]
+        position_M = (torch.arange(T) - starts_BT).flatten()
         looks_N = first_N if window is None else torch.maximum(first_N, flat_N - window + 1)
-        tiles = tiles_of(flat_N, looks_N, B * T)
-        return cls(flat_N, position_M[flat_N], first_N, position_M, tiles, window)
+        tiles = tiles_of(flat_N, looks_N, B * T, kind)
+        slot_N = position_M[flat_N].int()
+        return cls(flat_N.int(), slot_N, first_N.int(), position_M.int(), tiles, window)
+
+    def among(self, before: Slots) -> Slots:
+        """The same slots behind those of the step before, which hold them."""
+        return self._replace(kept_N=torch.searchsorted(before.flat_N, self.flat_N, out_int32=True))
 
     def take(self, x_BT: Tensor) -> Tensor:
         """[B, T, ...] -> [N, ...]."""
         return x_BT.flatten(0, 1).index_select(0, self.flat_N)
 
 
-def tiles_of(flat_N: Tensor, first_N: Tensor, num_tokens: int) -> tuple[TileRange, ...]:
+def sent(tree: Tables, device: str | torch.device) -> Tables:
+    """A tree of tuples with its tensors, int32 on the CPU, on a device: by one copy, which no one
+    waits for. A part that is there twice is one part there.
+    """
+    if torch.device(device).type == "cpu":
+        return tree
+    made: dict[int, Any] = {}
+
+    def tensors(one: Any) -> Iterator[Tensor]:
+        if isinstance(one, Tensor):
+            yield one
+        elif isinstance(one, tuple):
+            for part in one:
+                yield from tensors(part)
+
+    def rebuilt(one: Any) -> Any:
+        if id(one) not in made:
+            assert not isinstance(one, Tensor), "a tensor that was not sent"
+            if not isinstance(one, tuple):
+                return one
+            parts = [rebuilt(part) for part in one]
+            made[id(one)] = type(one)(*parts) if hasattr(one, "_fields") else tuple(parts)
+        return made[id(one)]
+
+    found = {id(one): one for one in tensors(tree)}
+    flat = torch.cat([one.flatten() for one in found.values()]).pin_memory()
+    sizes = [one.numel() for one in found.values()]
+    parts = torch.split(flat.to(device, non_blocking=True), sizes)
+    for (place, one), part in zip(found.items(), parts, strict=True):
+        made[place] = part.view(one.shape)
+    there: Tables = rebuilt(tree)
+    return there
+
+
+def tiles_of(flat_N: Tensor, first_N: Tensor, num_tokens: int, kind: str) -> tuple[TileRange, ...]:
     """`Slots.tiles` for the stream of num_tokens tokens.
 
     first_N: the first token that each slot sees. Both tensors ascend: a tile's first and last slot
     bound what it looks at.
     """
-    size = SLOTS_OF_A_TILE.get(flat_N.device.type, SLOTS_OF_A_TILE_ELSEWHERE)
+    size = SLOTS_OF_A_TILE.get(kind, SLOTS_OF_A_TILE_ELSEWHERE)
     begins = list(range(0, len(flat_N), size))
     ends = [min(begin + size, len(flat_N)) for begin in begins]
     lows, highs = first_N[begins].tolist(), flat_N[[end - 1 for end in ends]].tolist()
@@ -173,19 +215,28 @@ def unroll(
         return (layer.queries(x, turn),)
 
     slots = slots_K[0]
+    # one table for all: no position lies behind a row's last one and the steps after it
+    table = layer.rotation(
+        torch.arange(aux_hidden_BTA.shape[1] + len(slots_K), device=aux_hidden_BTA.device)
+    )
+
+    def turned_to(positions: Tensor) -> Rotation:
+        return tuple(one.index_select(0, positions) for one in table)
+
     (feature_MH,) = by_rows(lambda x: (layer.fuse(x),), recompute, aux_hidden_BTA.flatten(0, 1))
-    turn = layer.rotation(slots.position_M)
+    turn = turned_to(slots.position_M)
     x_MX, keys, values = by_rows(fed, recompute, embeds_BTH.flatten(0, 1), feature_MH, *turn)
     own_keys: list[Tensor] = []
     own_values: list[Tensor] = []
     x_NX, hidden_NH = x_MX.index_select(0, slots.flat_N), feature_MH.index_select(0, slots.flat_N)
     for step, of_step in enumerate(slots_K):
         if of_step is not slots:
-            going_on = torch.searchsorted(slots.flat_N, of_step.flat_N)
-            slots, hidden_NH = of_step, hidden_NH.index_select(0, going_on)
-            own_keys = [one.index_select(0, going_on) for one in own_keys]
-            own_values = [one.index_select(0, going_on) for one in own_values]
-        turn = layer.rotation(slots.slot_N + step)
+            slots, kept_N = of_step, of_step.kept_N
+            assert kept_N is not None, "slots of another batch"
+            hidden_NH = hidden_NH.index_select(0, kept_N)
+            own_keys = [one.index_select(0, kept_N) for one in own_keys]
+            own_values = [one.index_select(0, kept_N) for one in own_values]
+        turn = turned_to(slots.slot_N + step)
         if step > 0:
             rows = next_embeds(step, hidden_NH), hidden_NH, *turn
             queries, own_key, own_value = by_rows(attending, recompute, *rows)

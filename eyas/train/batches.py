@@ -86,11 +86,9 @@ def plan_steps(
     ]
 
 
-def read_batches(
-    reader: Iterator[list[Sample]], count: int, config: BatchConfig, device: str
-) -> list[Batch]:
-    """The next `count` batches of a FeatureSource, as tensors on the device."""
+def read_batches(reader: Iterator[list[Sample]], count: int, config: BatchConfig) -> list[Batch]:
+    """The next `count` batches of a FeatureSource, on the CPU."""
     following = (next(reader) for _ in range(count))
     if config.packed:
-        return [Batch.packed(one, config.tokens, device) for one in following]
-    return [Batch.of(one, device) for one in following]
+        return [Batch.packed(one, config.tokens) for one in following]
+    return [Batch.of(one) for one in following]
