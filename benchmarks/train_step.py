@@ -51,6 +51,7 @@ from eyas.train.step import (
 DIALOGUES = 0.46  # the share of answers in the tokens of the built-in dialogues
 TURN = 128  # tokens of an answer
 LEARNING_RATE = 1e-4
+NUM_STEPS = 7  # of both unrolls
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +77,7 @@ class PlainStep:
     optimizer: torch.optim.Optimizer
     embed_tokens: Tensor
     lm_head: Tensor
-    num_steps: int = 7
+    num_steps: int = NUM_STEPS
     decay: float = 0.8
 
     def __call__(self, tokens_T: Tensor, mask_T: Tensor, aux_TA: Tensor, last_TH: Tensor) -> float:
@@ -220,7 +221,7 @@ def our_step(made: World, device: str) -> Any:
     """A call that makes one step of ours and returns its loss, as in `eyas train`."""
     dtype = quickest(device)
     state = TrainingState(made.head, optimizers_of(made.head), dtype)
-    same = ObjectiveConfig(num_ttt_steps=made.num_steps, later_steps="all")  # as the plain step's
+    same = ObjectiveConfig(num_ttt_steps=NUM_STEPS, later_steps="all")  # as the plain step's
     objective = LossModule(made.head, made.vocabulary, same, dtype)
     ranks = Ranks(device=device)
 

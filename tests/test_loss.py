@@ -25,6 +25,7 @@ from eyas.train.loss import (
     batch_loss,
     judged_positions,
     loss_rows,
+    part_losses,
     plan_of,
     shifted,
     teach,
@@ -38,6 +39,7 @@ from tests.tiny_batch import (
     made_up_batch,
     made_up_samples,
     tiny_vocabulary,
+    waves,
     wavy_head,
 )
 
@@ -365,6 +367,20 @@ def test_the_losses_gradient_is_autograds_own():
     assert torch.equal(choice_R, logits_RW.argmax(-1))
     torch.testing.assert_close(losses_R, expected_R.detach())
     torch.testing.assert_close(grad_RW, expected_grad)
+
+
+def test_the_losses_are_one_graph_for_a_compiler():
+    """Rows and teachers of any number; the gradient is written in place."""
+    compiled = torch.compile(part_losses, backend="aot_eager", fullgraph=True)
+    for R, U in ((6, 3), (9, 4)):
+        logits_RW, weight_R = 3 * waves(R, 7, seed=R), waves(R, seed=1)
+        p_UW, of_R = waves(U, 7, seed=2).softmax(-1), torch.arange(R).int() % U
+        results = []
+        for function in (part_losses, compiled):
+            written = logits_RW.clone()
+            results.append([*function(written, weight_R, p_UW, of_R), written])
+        for plain, traced in zip(*results, strict=True):
+            torch.testing.assert_close(traced, plain)
 
 
 def test_a_target_that_cuts_its_logits_teaches_what_it_says():

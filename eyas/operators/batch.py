@@ -88,16 +88,20 @@ class Batch:
             starts_BT=join(columns, -1),
         )
 
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """All fields but the keys."""
+        return {name: getattr(self, name) for name in self.__slots__ if name != "keys"}
+
     def to(self, device: str) -> Batch:
-        """The same on a device; from pinned memory nobody waits for the copy."""
+        """The same on a device; nobody waits for the copy."""
         if device == "cpu":
             return self
-        tensors: dict[str, Any] = {
-            name: one.pin_memory().to(device, non_blocking=True)
-            for name in self.__slots__
-            if isinstance(one := getattr(self, name), Tensor)
+        moved: dict[str, Any] = {
+            name: (one.pin_memory() if one.is_cpu else one).to(device, non_blocking=True)
+            for name, one in self.tensors.items()
         }
-        return replace(self, **tensors)
+        return replace(self, **moved)
 
 
 def plan_batches(lengths: Sequence[int], max_tokens: int, seed: str) -> list[list[int]]:

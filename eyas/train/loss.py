@@ -27,7 +27,8 @@ the target's hidden size, V target vocabulary, W draft vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -295,22 +296,36 @@ class Distillation(torch.autograd.Function):
 def block_losses(
     logits_RW: Tensor, weight_R: Tensor, p_UW: Tensor, of_R: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """The losses and the argmax [R] of rows of logits, on a CPU some rows at a time.
+    """`part_losses`, on a CPU some rows at a time, on a GPU compiled into a few kernels."""
+    if logits_RW.device.type != "cpu":
+        return compiled_losses()(logits_RW, weight_R, p_UW, of_R)
+    at_once = max(1, LOGITS_IN_CACHE // logits_RW.shape[1])
+    parts = (torch.split(of_all, at_once) for of_all in (logits_RW, weight_R, of_R))
+    made = [
+        part_losses(logits, weight, p_UW, of) for logits, weight, of in zip(*parts, strict=True)
+    ]
+    losses, choices = zip(*made, strict=True)
+    return torch.cat(losses), torch.cat(choices)
+
+
+def part_losses(
+    logits_RW: Tensor, weight_R: Tensor, p_UW: Tensor, of_R: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The losses and the argmax [R] of rows of logits.
 
     p_UW: the teacher's rows; of_R: that of each row. logits_RW is overwritten by the gradient of
     the weighted losses.
     """
-    is_cpu, R = logits_RW.device.type == "cpu", len(logits_RW)
-    at_once = max(1, LOGITS_IN_CACHE // logits_RW.shape[1]) if is_cpu else R
-    losses, choices = [], []
-    for first in range(0, R, at_once):
-        part = slice(first, first + at_once)
-        p_RW = p_UW.index_select(0, of_R[part])
-        losses_R, grad_RW, choice_R = loss_rows(logits_RW[part].to(p_RW.dtype), p_RW)
-        choices.append(choice_R)
-        losses.append(losses_R)
-        torch.mul(grad_RW, weight_R[part].unsqueeze(-1), out=logits_RW[part])
-    return torch.cat(losses), torch.cat(choices)
+    p_RW = p_UW.index_select(0, of_R)
+    losses_R, grad_RW, choice_R = loss_rows(logits_RW.to(p_RW.dtype), p_RW)
+    logits_RW.copy_(grad_RW.mul_(weight_R.unsqueeze(-1)))
+    return losses_R, choice_R
+
+
+@functools.cache
+def compiled_losses() -> Callable[..., tuple[Tensor, Tensor]]:
+    """`part_losses` for a GPU."""
+    return torch.compile(part_losses)
 
 
 def batch_loss(

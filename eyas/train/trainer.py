@@ -16,7 +16,7 @@ import random
 import signal
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from hashlib import sha256
 from typing import Any
 
@@ -34,9 +34,9 @@ from eyas.operators.vocab import TargetVocabulary
 from eyas.shards import FeatureMeta, FeatureSource
 from eyas.train.batches import (
     BatchConfig,
+    feed,
     left_out_samples,
     plan_steps,
-    read_batches,
     survey,
 )
 from eyas.train.held_out import MEASURED_STEPS, HeldOutSample, tau_of_counts
@@ -316,6 +316,8 @@ class Trainer:
         self._finished = state.step
         mine = [ranks.share(batches) for batches in self.steps[state.step :]]
         reader = self.source.batches([numbers for batches in mine for numbers in batches])
+        sizes = [len(batches) for batches in mine]
+        self._feed = feed(reader, sizes, state.step, config.batches, self.module)
         if self.measure_at and state.step == 0:
             self._measure()
         pending: list[StepFigures] = []
@@ -323,15 +325,12 @@ class Trainer:
         due = {num_steps, *self.measure_at, *range(0, num_steps, config.checkpoint_every)}
         began = time.monotonic()
         try:
-            with asked_to_stop() as signal_of:
-                for planned in mine:
-                    if state.patience.is_over(config.stop):
-                        break
+            with closing(self._feed), asked_to_stop() as signal_of:
+                while state.step < num_steps and not state.patience.is_over(config.stop):
                     with ranks.together():
-                        batches = read_batches(reader, len(planned), config.batches)
-                        ready = [self.module.planned(batch, state.step) for batch in batches]
+                        batches = next(self._feed)
                     rate = self.rate.at(state.step, num_steps)
-                    pending.append(training_step(state, self.module, ready, ranks, rate))
+                    pending.append(training_step(state, self.module, batches, ranks, rate))
                     if len(pending) < read_every and state.step not in due:
                         continue
                     rows = rows_of(pending, ranks)
@@ -366,6 +365,7 @@ class Trainer:
         state, step = self.state, row["step"]
         if not math.isfinite(row["loss"] + row["grad_norm"]):
             state.step = step - 1
+            self._feed.close()  # a source may have one reader
             with self.ranks.together():
                 numbers = self.ranks.share(self.steps[state.step])
                 samples = [one for batch in self.source.batches(numbers) for one in batch]
