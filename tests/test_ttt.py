@@ -66,26 +66,6 @@ def test_slots_know_their_place_and_their_tiles():
     assert packed.first_N.tolist() == [1, 1, 8, 8]
 
 
-@pytest.mark.parametrize(("slots_of_a_tile", "columns"), [(1, 1), (2, 4), (5, 2), (3, 64)])
-def test_tiles_change_nothing(head, batch, monkeypatch, slots_of_a_tile, columns):
-    """Outputs and gradients, wherever the slots are cut."""
-    results = []
-    for size, step in ((128, 64), (slots_of_a_tile, columns)):
-        monkeypatch.setattr(ttt, "BLOCK", size)
-        monkeypatch.setattr(ttt, "COLUMNS_IN_STEPS_OF", step)
-        aux = batch.aux_hidden_BTA.clone().requires_grad_()
-        slots = Slots.where(everywhere())
-        still = waves(len(slots.slot_N), 12, seed=5).double()
-        steps = unroll(head, aux, next_embeds_of(batch), [slots] * K, lambda *_, of=still: of)
-        outputs = torch.stack(list(steps))
-        head.zero_grad()
-        outputs.sin().sum().backward()
-        grads = [weight.grad.clone() for weight in head.midlayer.parameters()]
-        results.append([outputs, aux.grad, *grads])
-    for whole, tiled in zip(*results, strict=True):
-        torch.testing.assert_close(tiled, whole, rtol=1e-9, atol=1e-9)
-
-
 def test_a_packed_row_costs_what_its_documents_do():
     """Tiles look at the tokens of their own documents, and at some more: sizes are few."""
     starts = (torch.arange(4000) // 40 * 40)[None]
@@ -169,16 +149,6 @@ def as_dense(number, order):
     """Which blocks a table of a BlockMask lists: bool [rows, columns]."""
     first = torch.arange(order.shape[-1]) < number[0, 0, :, None]
     return torch.zeros_like(first).scatter(1, order[0, 0].long(), first)
-
-
-@pytest.mark.parametrize("window", [None, 2])
-def test_the_gradient_of_attention_is_that_of_its_differences(window):
-    torch.manual_seed(0)
-    active_BT = torch.tensor([[True, False, True, True], [False, True, True, False]])
-    slots = Slots.where(active_BT, torch.tensor([[0, 0, 2, 2], [0, 0, 0, -1]]), window)
-    sizes = [(5, 4, 6), (8, 2, 6), (8, 2, 6), *[(5, 2, 6)] * 4]
-    tensors = [torch.randn(*size, dtype=torch.float64, requires_grad=True) for size in sizes]
-    assert torch.autograd.gradcheck(lambda q, k, v, *own: ttt.attend(slots, q, k, v, own), tensors)
 
 
 def test_gradients_past_a_slot_and_from_other_rows_are_exactly_zero(head, batch):

@@ -51,28 +51,15 @@ COLUMNS_IN_STEPS_OF = 32  # c is a multiple of it: few sizes
 
 
 class Layer(Protocol):
-    """What the unroll calls of a head; `operators.head.Head` is one."""
+    """What the unroll calls of a head; `operators.head.Head` is one and says the shapes."""
 
-    def fuse(self, aux_hidden: Tensor) -> Tensor:
-        """The target's three streams [..., A] -> one feature [..., H]."""
-
-    def inputs(self, embeds: Tensor, hidden: Tensor) -> Tensor:
-        """Embedding [..., H] and feature or fed-back state [..., H] -> layer input [..., X]."""
-
-    def rotation(self, positions: Tensor) -> Rotation:
-        """Integers [...] -> cosines and sines of the rotary embedding, [..., D] each."""
-
-    def queries(self, x: Tensor, turn: Rotation) -> Tensor:
-        """[..., X] -> rotated queries [..., Hq, D]; `turn` broadcasts to the leading dimensions."""
-
-    def keys(self, x: Tensor, turn: Rotation) -> Tensor:
-        """[..., X] -> rotated keys [..., Hk, D]; `turn` as for queries."""
-
-    def values(self, x: Tensor) -> Tensor:
-        """[..., X] -> values [..., Hk, D]."""
-
-    def output(self, residual: Tensor, mixed: Tensor) -> Tensor:
-        """What the layer was fed [..., H] and attention's output [..., Hq, D] -> [..., H]."""
+    def fuse(self, aux_hidden: Tensor) -> Tensor: ...
+    def inputs(self, embeds: Tensor, hidden: Tensor) -> Tensor: ...
+    def rotation(self, positions: Tensor) -> Rotation: ...
+    def queries(self, x: Tensor, turn: Rotation) -> Tensor: ...
+    def keys(self, x: Tensor, turn: Rotation) -> Tensor: ...
+    def values(self, x: Tensor) -> Tensor: ...
+    def output(self, residual: Tensor, mixed: Tensor) -> Tensor: ...
 
 
 class TileRange(NamedTuple):

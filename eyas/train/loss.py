@@ -77,16 +77,15 @@ class ObjectiveConfig(BaseModel):
     recompute: bool = False
 
 
-class Plan(NamedTuple):
+class StepPlan(NamedTuple):
     """The tables of a batch's step; all int32, on the batch's device.
 
     position_P: the judged positions of the stream of M tokens. slots_K: the slots to unroll at each
-    step. tokens_K: the token that each of them embeds; at
-    step 0 that of all M. pick_S: of the outputs of all steps one behind the other those that are
-    judged, in the order of their teacher's row. row_S: that row, of the P. step_S: the step; K
-    where the table is filled up. blocks: for each R of the S the distinct rows [U] among them and
-    where in these each is [R]. counts: judged slots of each step [K], samples, tokens without
-    padding.
+    step. tokens_K: the token that each of them embeds; at step 0 that of all M. pick_S: of the
+    outputs of all steps those that are judged, in the order of their teacher's row. row_S: that row
+    of the P. step_S: the step; K where the table is filled up. blocks: for each R of the S the
+    distinct rows [U], and where among these each is [R]. counts: judged slots of each step [K],
+    samples, tokens without padding.
     """
 
     position_P: Tensor
@@ -108,7 +107,7 @@ class Teacher:
     that token is in the draft vocabulary.
     """
 
-    plan: Plan
+    plan: StepPlan
     hidden_PH: Tensor
     lm_head_WH: Tensor
     argmax_P: Tensor
@@ -160,7 +159,7 @@ def shifted(x_BT: Tensor, by: int) -> Tensor:
 
 def plan_of(
     batch: Batch, config: ObjectiveConfig, shape: HeadConfig, draw: float = 0.0, kind: str = "cpu"
-) -> Plan:
+) -> StepPlan:
     """The plan of a batch on the CPU, for a head of this shape.
 
     draw: in [0, 1), which slots continue where later steps are sampled. kind: the type of the
@@ -174,8 +173,8 @@ def plan_of(
     slots_K, rows_K = slots_at_steps(row_at_step_BT, starts_BT, size, shape.sliding_window, kind)
     tokens_K = [shifted(batch.tokens_BT, 1).flatten()]
     tokens_K += [
-        slots.take(shifted(batch.tokens_BT, 1 + step)) for step, slots in enumerate(slots_K)
-    ][1:]
+        slots.take(shifted(batch.tokens_BT, 1 + step)) for step, slots in enumerate(slots_K) if step
+    ]
     row_O = torch.cat(rows_K)  # of all outputs, -1 where none is judged
     step_O = torch.repeat_interleave(torch.tensor([len(row_N) for row_N in rows_K]))
     pick_S = (row_O >= 0).nonzero().squeeze(1)
@@ -190,7 +189,7 @@ def plan_of(
         rows_U, of_R = torch.unique_consecutive(rows_R, return_inverse=True)
         blocks.append((filled(rows_U, size // 16, last_row).int(), of_R.int()))
     sizes = torch.tensor([len(batch.keys), int((starts_BT >= 0).sum())])
-    return Plan(
+    return StepPlan(
         filled(position_P, size, 0).int(),
         tuple(slots_K),
         tuple(one.int() for one in tokens_K),
@@ -212,7 +211,7 @@ def teach(
     batch: Batch,
     vocabulary: TargetVocabulary,
     head: Head,
-    plan: Plan,
+    plan: StepPlan,
     lm_head_WH: Tensor | None = None,
 ) -> Teacher:
     """What the losses of a batch need from the target, at its judged positions.
@@ -363,7 +362,7 @@ def trained_slots(teacher: Teacher, num_steps: int) -> Tensor:
     return by_step(carries_P.index_select(0, plan.row_S), plan, num_steps)
 
 
-def by_step(x_S: Tensor, plan: Plan, num_steps: int) -> Tensor:
+def by_step(x_S: Tensor, plan: StepPlan, num_steps: int) -> Tensor:
     """The sums of x_S over the slots of each step [K]."""
     return x_S.new_zeros(num_steps + 1).index_add(0, plan.step_S, x_S)[:num_steps]
 

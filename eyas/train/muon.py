@@ -59,19 +59,13 @@ class Muon(torch.optim.Muon):
         by_shape: dict[tuple[int, ...], list[Tensor]] = {}
         for weight in weights:
             by_shape.setdefault(tuple(sorted(weight.shape)), []).append(weight)
-        for shape, alike in by_shape.items():
+        for alike in by_shape.values():
             updates = [self._update(weight, group) for weight in alike]
-            if len(alike) > 1:
-                wide = [one.T if one.shape[0] > one.shape[1] else one for one in updates]
-                turned = orthogonalised(torch.stack(wide), group)
-                updates = [
-                    part.T if weight.shape != shape else part
-                    for part, weight in zip(turned, alike, strict=True)
-                ]
-            else:
-                updates = [orthogonalised(updates[0], group)]
-            for weight, turned_AB in zip(alike, updates, strict=True):
-                self._add(weight, turned_AB, rate_of(weight.shape, group))
+            wide = [one.T if one.shape[0] > one.shape[1] else one for one in updates]
+            turned = orthogonalised(torch.stack(wide) if len(wide) > 1 else wide[0], group)
+            for weight, part in zip(alike, turned.view(-1, *turned.shape[-2:]), strict=True):
+                rows = part if part.shape == weight.shape else part.T
+                self._add(weight, rows, rate_of(weight.shape, group))
 
     def _step_round(
         self, weights: Sequence[DTensor], group: dict[str, Any], ranks: dist.ProcessGroup

@@ -34,7 +34,7 @@ from eyas.shards import Sample
 from eyas.train.loss import (
     BatchLoss,
     ObjectiveConfig,
-    Plan,
+    StepPlan,
     Teacher,
     batch_loss,
     draft_rows,
@@ -138,7 +138,7 @@ class PlannedBatch(NamedTuple):
     """A batch and the plan of its step, on one device."""
 
     batch: Batch
-    plan: Plan
+    plan: StepPlan
 
 
 class LossModule(nn.Module):
