@@ -24,6 +24,7 @@ from eyas.train.step import (
     LossModule,
     optimizers_of,
     quickest,
+    rows_of,
     training_step,
 )
 
@@ -90,7 +91,7 @@ def world(args: argparse.Namespace, samples: list[Sample], device: str) -> World
         .to(device)
     )
     vocabulary = TargetVocabulary(target, matrix, matrix, "made up")
-    batch = Batch.packed(samples, args.tokens, device)
+    batch = Batch.packed(samples, args.tokens).to(device)
     options = HeadOptions(draft_vocab_size=args.draft_vocab, fc_norm=False, norm_output=False)
     head = Head(HeadConfig.for_target(target, options))
     last_PH = batch.last_hidden_BTH[batch.loss_mask_BT]
@@ -111,4 +112,10 @@ def our_step(made: World, device: str, config: ObjectiveConfig) -> Any:
     state = TrainingState(made.head, optimizers_of(made.head), dtype)
     objective = LossModule(made.head, made.vocabulary, config, dtype)
     ranks = Ranks(device=device)
-    return lambda: training_step(state, objective, [made.batch], ranks, LEARNING_RATE)["loss"]
+
+    def step() -> float:
+        planned = objective.planned(made.batch, state.step)
+        figures = training_step(state, objective, [planned], ranks, LEARNING_RATE)
+        return float(rows_of([figures], ranks)[0]["loss"])
+
+    return step

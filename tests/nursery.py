@@ -104,19 +104,19 @@ def _forked(asked: dict[str, Any], number: int, rank: int, port: int) -> int:
 def _rank(asked: dict[str, Any], number: int, rank: int, folder: Path) -> int:
     step, kill = trainer.training_step, asked.get("kill") or {}
 
-    def watched(state: Any, objective: Any, batches: Any, *rest: Any) -> dict[str, Any]:
-        row = step(state, objective, batches, *rest)
+    def watched(state: Any, objective: Any, batches: Any, *rest: Any) -> Any:
+        figures = step(state, objective, batches, *rest)
         keys = {
-            "step": row["step"],
+            "step": figures.step,
             "rank": rank,
             "size": asked["size"],
-            "batches": [batch.keys for batch in batches],
+            "batches": [one.batch.keys for one in batches],
         }
         with (folder / f"{number:02d}-{rank}.jsonl").open("a") as lines:
             lines.write(json.dumps(keys) + "\n")
-        if kill.get("rank") == rank and kill["step"] == row["step"]:
+        if kill.get("rank") == rank and kill["step"] == figures.step:
             os.kill(os.getpid(), signal.SIGKILL)
-        return row
+        return figures
 
     trainer.training_step = watched  # type: ignore[assignment]
     features = Artifact(asked["features"])

@@ -28,7 +28,7 @@ from eyas.shards import (
 from eyas.shards import writer as writer_module
 from eyas.shards.codecs import LayerStates, Tables, calibrate, pack, unpack
 from eyas.shards.layout import layers_of
-from eyas.train.loss import ObjectiveConfig, batch_loss, teach
+from eyas.train.loss import ObjectiveConfig, batch_loss, plan_of, teach
 from tests.tiny_batch import made_up_samples, tiny_vocabulary, wavy_head
 
 NAMES = get_args(CodecName)
@@ -280,7 +280,8 @@ def test_a_teacher_kept_where_it_is_asked_for_gives_the_same_loss_and_the_same_t
     whole, thin = Batch.of(samples), Batch.of(kept)
     assert not torch.equal(whole.last_hidden_BTH, thin.last_hidden_BTH)
     config = ObjectiveConfig(num_ttt_steps=3)
-    teachers = [teach(batch, vocabulary, head) for batch in (whole, thin)]
+    plan = plan_of(whole, config, head.config)
+    teachers = [teach(batch, vocabulary, head, plan) for batch in (whole, thin)]
     losses = [
         batch_loss(head, vocabulary.embed_tokens, batch, teacher, config).loss
         for batch, teacher in zip((whole, thin), teachers, strict=True)

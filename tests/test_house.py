@@ -32,7 +32,7 @@ ROOMS = {
     "privacy": (179, "personal data and secrets: search, surrogates, key"),
     "features": (141, "the target's answers and its hidden states"),
     "bench": (123, "any server measured over HTTP, and watched"),
-    "train": (107, "objective, optimizer, runs"),
+    "train": (115, "objective, optimizer, runs"),
     "cli": (102, "one file per command"),
     "top": (150, "artifacts, records, errors, names of models, pages, Python's API"),
     "export": (112, "forms of other engines, check by replay, card, foretold speed"),
@@ -42,7 +42,7 @@ ROOMS = {
     "gguf": (67, "a GGUF file as a target: metadata as a folder, weights read from the file"),
     "plan": (12, "tokens and bytes of a run"),
     "builtin": (5, "the packaged models and prompts"),
-    "tests": (1980, "proofs"),
+    "tests": (2010, "proofs"),
     "benchmarks": (382, "the scripts behind the figures of README and results"),
 }
 MOST_SCRIPTS, MOST_DECISIONS, MOST_DECISION_KB, MOST_DEPENDENCIES = 15, 15, 90, 20

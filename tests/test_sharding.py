@@ -145,8 +145,8 @@ def kept_bytes(args: argparse.Namespace, tokens: int, recompute: bool) -> int:
     module = LossModule(
         made.head, made.vocabulary, ObjectiveConfig(recompute=recompute), "bfloat16"
     )
-    teacher = module.teach(made.batch, 0.0)
-    divisor_K = module.divisors([made.batch], [teacher])
+    teacher = module.teach(module.planned(made.batch, 0))
+    divisor_K = module.trained_slots([teacher])
     module(made.batch, teacher, divisor_K).loss.backward()  # what is made once
     with Living() as living:
         result = module(made.batch, teacher, divisor_K)

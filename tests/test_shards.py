@@ -433,7 +433,6 @@ def test_no_more_is_read_ahead_than_the_bound(monkeypatch):
     """Results that were not given out yet, those being made and the last one given out: their sizes
     never exceed it.
     """
-    monkeypatch.setattr(reader_module, "AHEAD_BYTES", 100)
     begun: list[int] = []
     sizes = [30, 40, 90, 5, 5, 5, 300, 50, 50]
 
@@ -441,7 +440,7 @@ def test_no_more_is_read_ahead_than_the_bound(monkeypatch):
         begun.append(number)
         return number
 
-    numbers = reader_module.ahead(read, range(len(sizes)), sizes.__getitem__, 3)
+    numbers = reader_module.ahead(read, range(len(sizes)), sizes.__getitem__, 3, 100)
     for place, number in enumerate(numbers):
         assert number == place
         held = sum(sizes[number] for number in begun if number >= place)

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import os
 import signal
+from contextlib import nullcontext
 from itertools import pairwise
 from pathlib import Path
 
@@ -19,6 +21,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from eyas.artifact import Artifact, Manifest
 from eyas.errors import ConfigError, EmptyInputError, EyasError, MismatchError, MissingInputError
@@ -39,6 +43,7 @@ from eyas.train.step import (
     LossModule,
     RateConfig,
     optimizers_of,
+    rows_of,
     teaching_in_tf32,
     training_step,
     usual_learning_rate,
@@ -435,12 +440,52 @@ def golden_step() -> dict[str, object]:
     objective = LossModule(head, vocabulary, wanted, "float32")
     turns = [False] + [True] * 3 + [False] * 2 + [True] * 3
     batch = made_up_batch([[False] * 4 + [True] * 14, turns], seed=1)
-    row = training_step(state, objective, [batch], Ranks(), 1e-3)
+    planned = [objective.planned(batch, 0)]
+    (row,) = rows_of([training_step(state, objective, planned, Ranks(), 1e-3)], Ranks())
     sums = {
         name: [float(weight.sum()), float(weight.norm())]
         for name, weight in head.double().requires_grad_(False).named_parameters()
     }
     return {"metrics": row, "sum and norm of the weights after it": sums}
+
+
+class Waits(TorchDispatchMode):
+    """Raises where an operator would wait for a GPU: its result, or the shape of it, is data."""
+
+    NAMES = "_local_scalar_dense nonzero masked_select unique equal repeat_interleave bincount"
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = str(func).split(".")[1]
+        kinds = [one.dtype for one in tree_leaves(args[1:2]) if isinstance(one, torch.Tensor)]
+        by_mask = name.startswith("index") and torch.bool in kinds
+        if by_mask or any(name.startswith(wait) for wait in self.NAMES.split()):
+            raise AssertionError(f"{func} waits for the device")
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("later_steps", ["all", "sampled"])
+def test_a_step_waits_for_no_device_and_one_that_is_not_finite_changes_nothing(later_steps):
+    """The plan is made on the CPU, the figures are read behind several steps. The first step makes
+    what is made once.
+    """
+    head, vocabulary = wavy_head(fc_norm=True, norm_output=True), tiny_vocabulary()
+    state = TrainingState(head, optimizers_of(head), "bfloat16")
+    wanted = ObjectiveConfig(later_steps=later_steps)
+    module = LossModule(head, vocabulary, wanted, "bfloat16")
+    batches = [made_up_batch([[True] * 20, [False] * 4 + [True] * 9], seed=n) for n in range(4)]
+    batches[2].aux_hidden_BTA[0, 3] = torch.nan
+    figures, weights = [], []
+    for number, batch in enumerate(batches):
+        planned = module.planned(batch, number)
+        with Waits() if number else nullcontext():
+            figures.append(training_step(state, module, [planned], Ranks(), 1e-3))
+        kept = [one for of in state.optimizers for one in of.state.values()]
+        everything = [*head.parameters(), *tree_leaves(kept)]
+        weights.append([one.detach().clone() for one in everything])
+    assert not all(map(torch.equal, weights[0], weights[1]))
+    assert all(map(torch.equal, weights[1], weights[2]))
+    assert all(map(torch.equal, weights[1], weights[3]))
+    assert [math.isfinite(row["grad_norm"]) for row in rows_of(figures, Ranks())] == [1, 1, 0, 1]
 
 
 def test_one_step_equals_the_golden():

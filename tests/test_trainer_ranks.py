@@ -24,10 +24,10 @@ from eyas.model.target import Target
 from eyas.operators.batch import Batch
 from eyas.shards import Features
 from eyas.train.batches import BatchConfig, plan_steps
-from eyas.train.loss import ObjectiveConfig, batch_loss, teach
+from eyas.train.loss import ObjectiveConfig, batch_loss, plan_of, teach
 from eyas.train.ranks import Ranks
 from eyas.train.state import CHECKPOINT, METRICS, TrainingState
-from eyas.train.step import LossModule, optimizers_of, training_step
+from eyas.train.step import LossModule, optimizers_of, rows_of, training_step
 from eyas.train.trainer import TrainConfig, check_settings
 from tests.nursery import PATIENCE_S, ROOT, launched, said, seen
 from tests.object_stores import free_port
@@ -263,7 +263,7 @@ def test_a_step_of_two_batches_is_the_step_of_one_that_holds_both():
     vocabulary = tiny_vocabulary()
     whole = wavy_head()
     batch = Batch.of(samples)
-    teacher = teach(batch, vocabulary, whole)
+    teacher = teach(batch, vocabulary, whole, plan_of(batch, config, whole.config))
     outcome = batch_loss(whole, vocabulary.embed_tokens, batch, teacher, config)
     outcome.loss.backward()
     norm = torch.stack([weight.grad.norm() for weight in whole.parameters()]).norm()
@@ -271,7 +271,8 @@ def test_a_step_of_two_batches_is_the_step_of_one_that_holds_both():
     state = TrainingState(parts, optimizers_of(parts), "float32")
     batches = [Batch.of(samples[:1]), Batch.of(samples[1:])]
     module = LossModule(parts, vocabulary, config, "float32")
-    row = training_step(state, module, batches, Ranks(), 0.0)
+    planned = [module.planned(batch, 0) for batch in batches]
+    (row,) = rows_of([training_step(state, module, planned, Ranks(), 0.0)], Ranks())
     assert row["loss"] == pytest.approx(float(outcome.loss.detach()), rel=1e-6)
     assert row["step_losses"] == pytest.approx(outcome.step_losses.tolist(), rel=1e-5)
     assert row["grad_norm"] == pytest.approx(float(norm), rel=1e-5)

@@ -264,5 +264,5 @@ def test_packed_rows_learn_the_same_samples(made, tmp_path):
     output = run(made, changed(batches={"tokens": 64, "packed": True}, epochs=2), tmp_path)
     rows = list(output.read_jsonl(METRICS))
     assert sum(row["samples"] for row in rows) == 18
-    assert all(row["tokens"] == 64 for row in rows)
+    assert all(row["tokens"] <= 64 for row in rows)
     assert rows[-1]["loss"] < rows[0]["loss"]

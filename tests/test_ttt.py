@@ -4,9 +4,14 @@ step computes.
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.nn.attention import flex_attention as flex
 
 from eyas.operators import ttt
 from eyas.operators.chain import free_running_drafts
@@ -61,26 +66,6 @@ def test_slots_know_their_place_and_their_tiles():
     assert packed.first_N.tolist() == [1, 1, 8, 8]
 
 
-@pytest.mark.parametrize(("slots_of_a_tile", "columns"), [(1, 1), (2, 4), (5, 2), (3, 64)])
-def test_tiles_change_nothing(head, batch, monkeypatch, slots_of_a_tile, columns):
-    """Outputs and gradients, wherever the slots are cut."""
-    results = []
-    for size, step in ((128, 64), (slots_of_a_tile, columns)):
-        monkeypatch.setitem(ttt.SLOTS_OF_A_TILE, "cpu", size)
-        monkeypatch.setattr(ttt, "COLUMNS_IN_STEPS_OF", step)
-        aux = batch.aux_hidden_BTA.clone().requires_grad_()
-        slots = Slots.where(everywhere())
-        still = waves(len(slots.slot_N), 12, seed=5).double()
-        steps = unroll(head, aux, next_embeds_of(batch), [slots] * K, lambda *_, of=still: of)
-        outputs = torch.stack(list(steps))
-        head.zero_grad()
-        outputs.sin().sum().backward()
-        grads = [weight.grad.clone() for weight in head.midlayer.parameters()]
-        results.append([outputs, aux.grad, *grads])
-    for whole, tiled in zip(*results, strict=True):
-        torch.testing.assert_close(tiled, whole, rtol=1e-9, atol=1e-9)
-
-
 def test_a_packed_row_costs_what_its_documents_do():
     """Tiles look at the tokens of their own documents, and at some more: sizes are few."""
     starts = (torch.arange(4000) // 40 * 40)[None]
@@ -89,14 +74,81 @@ def test_a_packed_row_costs_what_its_documents_do():
     assert all(high - low <= 128 + 40 + 2 * ttt.COLUMNS_IN_STEPS_OF for _, _, low, high in tiles)
 
 
-@pytest.mark.parametrize("window", [None, 2])
-def test_the_gradient_of_attention_is_autograds_own(window):
-    torch.manual_seed(0)
-    active_BT = torch.tensor([[True, False, True, True], [False, True, True, False]])
-    slots = Slots.where(active_BT, torch.tensor([[0, 0, 2, 2], [0, 0, 0, -1]]), window)
-    sizes = [(5, 4, 6), (8, 2, 6), (8, 2, 6), *[(5, 2, 6)] * 4]
-    tensors = [torch.randn(*size, dtype=torch.float64, requires_grad=True) for size in sizes]
-    assert torch.autograd.gradcheck(lambda *given: ttt.Attend.apply(slots, *given), tensors)
+def dense_flex(queries, keys, values, block_mask, enable_gqa, return_aux):
+    """FlexAttention written out, with a gradient, which torch's has on GPUs alone."""
+    N, M, groups = queries.shape[2], keys.shape[2], queries.shape[1] // keys.shape[1]
+    assert enable_gqa == (groups > 1)
+    keys, values = (one.repeat_interleave(groups, dim=1) for one in (keys, values))
+    seen = block_mask.mask_mod(None, None, torch.arange(N)[:, None], torch.arange(M))
+    scores = queries @ keys.mT * queries.shape[-1] ** -0.5
+    scores = scores.masked_fill(~seen, float("-inf"))
+    return scores.softmax(-1) @ values, flex.AuxOutput(lse=scores.logsumexp(-1))
+
+
+def test_flex_attention_is_what_it_is_taken_for(monkeypatch):
+    monkeypatch.setattr(flex, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)
+    sizes = (5, 4, 6), (8, 2, 6), (8, 2, 6), (5, 2, 6), (5, 2, 6)
+    tensors = [waves(*size, seed=number) for number, size in enumerate(sizes)]
+    slots = Slots.of(
+        torch.tensor([0, 2, 3, 5, 7]), torch.tensor([[0, 0, 0, 3, 3, 3, 6, 6]]), None, "cuda"
+    )
+    made = ttt.attend(slots, *tensors[:3], tensors[3:])
+    monkeypatch.setattr(ttt, "flex_kernel", lambda kind: dense_flex)
+    torch.testing.assert_close(made, ttt.attend(slots, *tensors[:3], tensors[3:]))
+
+
+@given(
+    masks=st.lists(st.lists(st.booleans(), min_size=1, max_size=9), min_size=1, max_size=5),
+    num_own=st.integers(0, 3),
+    window=st.sampled_from([None, 4]),
+    block=st.sampled_from([2, 16]),
+)
+@settings(max_examples=40, deadline=None)
+def test_a_gpus_attention_equals_the_plain_one(masks, num_own, window, block):
+    """Outputs and gradients: any documents, one token long too, and slots that are there twice."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(ttt, "BLOCK", block)
+        patched.setattr(ttt, "flex_kernel", lambda kind: dense_flex)
+        lengths = [len(mask) for mask in masks]
+        begins = [0, *itertools.accumulate(lengths[:-1])]
+        starts_BT = torch.tensor(begins).repeat_interleave(torch.tensor(lengths))[None]
+        flat_N = torch.tensor([one for mask in masks for one in mask]).nonzero().squeeze(1)
+        flat_N = F.pad(flat_N, (0, 3), value=int(flat_N[-1]) if len(flat_N) else 0)
+        N, M = len(flat_N), starts_BT.numel()
+        sizes = [(N, 4, 6), (M, 2, 6), (M, 2, 6), *[(N, 2, 6)] * (2 * num_own)]
+        tensors = [
+            waves(*size, seed=number).double().requires_grad_() for number, size in enumerate(sizes)
+        ]
+        results = []
+        for kind in ("cpu", "cuda"):
+            slots = Slots.of(flat_N, starts_BT, window, kind)
+            assert bool(slots.blocks) == (kind == "cuda")
+            mixed = ttt.attend(slots, *tensors[:3], tensors[3:])
+            results.append([mixed, *torch.autograd.grad(mixed.sin().sum(), tensors)])
+        for plain, fused in zip(*results, strict=True):
+            torch.testing.assert_close(fused, plain, rtol=1e-9, atol=1e-9)
+        # what only the kernel looks at: the blocks of the mask, by slot and by token
+        seen = torch.arange(M) <= slots.flat_N[:, None]
+        seen &= torch.arange(M) >= slots.first_N[:, None]
+        if window is not None:
+            seen &= torch.arange(M) > slots.flat_N[:, None] - window
+        padded = F.pad(seen, (0, -M % block, 0, -N % block))
+        by_block = padded.unflatten(0, (-1, block)).unflatten(2, (-1, block)).transpose(1, 2)
+        inside = F.pad(torch.ones_like(seen), (0, -M % block, 0, -N % block))
+        inside = inside.unflatten(0, (-1, block)).unflatten(2, (-1, block)).transpose(1, 2)
+        tables = [as_dense(*slots.blocks[at : at + 2]) for at in range(0, 8, 2)]
+        some, whole = tables[0], tables[1]
+        assert torch.equal(tables[2].T, some)
+        assert torch.equal(tables[3].T, whole)
+        assert not (some & whole).any()
+        assert not (by_block.flatten(2).any(-1) & ~some & ~whole).any(), "seen and left out"
+        assert (by_block | ~inside).flatten(2).all(-1)[whole].all(), "not seen as a whole"
+
+
+def as_dense(number, order):
+    """Which blocks a table of a BlockMask lists: bool [rows, columns]."""
+    first = torch.arange(order.shape[-1]) < number[0, 0, :, None]
+    return torch.zeros_like(first).scatter(1, order[0, 0].long(), first)
 
 
 def test_gradients_past_a_slot_and_from_other_rows_are_exactly_zero(head, batch):
@@ -147,7 +199,7 @@ def test_the_fed_back_state_is_not_detached(head, batch):
 @pytest.mark.parametrize("columns", [1, 32])
 def test_equals_the_loops(head, batch, window, columns, monkeypatch):
     monkeypatch.setattr(ttt, "COLUMNS_IN_STEPS_OF", columns)
-    monkeypatch.setitem(ttt.SLOTS_OF_A_TILE, "cpu", 3)
+    monkeypatch.setattr(ttt, "BLOCK", 3)
     head.config = head.config.model_copy(update={"sliding_window": window})
     examples = as_examples(made_up_samples([[True] * length for length in LENGTHS]))
     vocabulary = tiny_vocabulary(torch.float64)

@@ -152,7 +152,7 @@ class Chains:
 
     def _add(self, samples: Sequence[Sample], languages: Sequence[str]) -> None:
         K, vocabulary = len(self._by_length), self._vocabulary
-        batch = Batch.of(samples, str(vocabulary.lm_head.device))
+        batch = Batch.of(samples).to(str(vocabulary.lm_head.device))
         measured = measure(self._head, vocabulary, batch, K)
         self._num_greedy += measured.num_greedy
         for sample in samples:

@@ -13,6 +13,7 @@ import dataclasses
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
+from threading import Lock
 
 import torch
 from torch import Tensor
@@ -32,6 +33,7 @@ class OnlineTarget:
 
     def __init__(self, config: CaptureConfig, answers: Artifact) -> None:
         self.task = CaptureTask(config, answers)
+        self.computing = Lock()  # training is fed by a thread while held-out samples are measured
 
     def features(self, split: Split) -> OnlineFeatures:
         """The samples of a split."""
@@ -123,12 +125,15 @@ class OnlineFeatures:
             singles = (self._singles[number] for numbers in batches for number in numbers)
             computed = source.samples(singles)
             for numbers in batches:
-                yield [self._as_stored(next(computed)[0]) for _ in numbers]
+                with self._target.computing:
+                    samples = [self._as_stored(next(computed)[0]) for _ in numbers]
+                yield samples
             return
         for numbers in batches:
             wanted = [self._singles[number] for number in numbers]
-            samples = itertools.chain.from_iterable(source.samples(self._joined(wanted)))
-            by_key = {sample.key: sample for sample in samples}
+            with self._target.computing:
+                made = itertools.chain.from_iterable(source.samples(self._joined(wanted)))
+                by_key = {sample.key: sample for sample in made}
             yield [self._as_stored(by_key[single.samples[0].key]) for single in wanted]
 
     def _as_stored(self, one: Sample) -> Sample:

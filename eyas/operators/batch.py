@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -53,24 +53,20 @@ class Batch:
     starts_BT: Tensor
 
     @classmethod
-    def of(cls, samples: Sequence[FeaturesOfOne], device: str = "cpu") -> Batch:
-        """Pad and stack, on `device`."""
+    def of(cls, samples: Sequence[FeaturesOfOne]) -> Batch:
+        """Pad and stack."""
         starts = [0] * len(samples)
-        return cls._joined(
-            samples, starts, lambda one, fill: pad_sequence(one, True, fill).to(device)
-        )
+        return cls._joined(samples, starts, lambda one, fill: pad_sequence(one, True, fill))
 
     @classmethod
-    def packed(
-        cls, samples: Sequence[FeaturesOfOne], num_tokens: int, device: str = "cpu"
-    ) -> Batch:
+    def packed(cls, samples: Sequence[FeaturesOfOne], num_tokens: int) -> Batch:
         """One row of the samples one behind the other, of `num_tokens` or as many as they need."""
         lengths = [len(sample.token_ids) for sample in samples]
         padding = max(0, num_tokens - sum(lengths))
 
         def join(tensors: list[Tensor], fill: int) -> Tensor:
             tail = tensors[0].new_full((padding, *tensors[0].shape[1:]), fill)
-            return torch.cat([*tensors, tail])[None].to(device)
+            return torch.cat([*tensors, tail])[None]
 
         return cls._joined(samples, [0, *accumulate(lengths[:-1])], join)
 
@@ -91,6 +87,21 @@ class Batch:
             last_hidden_BTH=join([sample.last_hidden for sample in samples], 0),
             starts_BT=join(columns, -1),
         )
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """All fields but the keys."""
+        return {name: getattr(self, name) for name in self.__slots__ if name != "keys"}
+
+    def to(self, device: str) -> Batch:
+        """The same on a device; nobody waits for the copy."""
+        if device == "cpu":
+            return self
+        moved: dict[str, Any] = {
+            name: (one.pin_memory() if one.is_cpu else one).to(device, non_blocking=True)
+            for name, one in self.tensors.items()
+        }
+        return replace(self, **moved)
 
 
 def plan_batches(lengths: Sequence[int], max_tokens: int, seed: str) -> list[list[int]]:

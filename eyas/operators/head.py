@@ -47,10 +47,9 @@ class RmsNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        wide = x.to(torch.promote_types(x.dtype, torch.float32))
-        return (wide * (wide.square().mean(-1, keepdim=True) + self.eps).rsqrt() * self.weight).to(
-            x.dtype
-        )
+        weight = self.weight.to(x.dtype)  # of one dtype the norm is one kernel on a GPU
+        with torch.autocast(x.device.type, enabled=False):
+            return F.rms_norm(x, weight.shape, weight, self.eps)
 
 
 class Attention(nn.Module):

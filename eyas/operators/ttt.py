@@ -17,7 +17,8 @@ later are seen by their own slot alone, so only the slots in `Slots` are compute
 
 A batch is one stream of its B x T tokens. Attention takes the slots a tile at a time, and a tile
 looks at the tokens from the begin of its first document to its last slot: no mask and no scores of
-T x T are made, and a packed row costs what its documents do.
+T x T are made, and a packed row costs what its documents do. A CPU computes the scores of a tile
+once more in the backward; a GPU has one kernel for all tiles.
 
 What is kept for the backward grows with N x K. With `recompute` only the layer's inputs and
 attention's queries, keys, values and output are kept; the rest, above all the MLP's, is computed
@@ -25,51 +26,40 @@ again, some rows at a time (Chen et al., arXiv 1604.06174).
 
 Letters: B batch, T sequence, M = B T, N slots unrolled, n slots of a tile, c tokens it looks at, A
 the width of the target's three streams, H hidden, X the layer's input, Hq and Hk heads of queries
-and keys, G = Hq / Hk, D head dimension, K steps, i the steps before the current one.
+and keys, D head dimension, K steps, i the steps before the current one.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
+from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 from torch.utils.checkpoint import checkpoint
 
 Rotation = tuple[Tensor, ...]  # cosines, sines
-SLOTS_OF_A_TILE = {"cpu": 128}  # by device type
-SLOTS_OF_A_TILE_ELSEWHERE = 1024
+Tables = TypeVar("Tables", bound=tuple[Any, ...])
+Result = TypeVar("Result", Tensor, tuple[Tensor, ...])
+BLOCK = 128  # slots of a tile, and of a GPU's block mask tokens too
 # Rows computed again at a time: an MLP of 28,672 columns keeps 0.9 GB of them in bf16. Fewer cost
 # time: for each part the weights are cast to the precision of the maths anew.
 RECOMPUTED_ROWS = 4096
-COLUMNS_IN_STEPS_OF = 32  # c is a multiple of it, so that tiles come in few sizes
+COLUMNS_IN_STEPS_OF = 32  # c is a multiple of it: few sizes
 
 
 class Layer(Protocol):
-    """What the unroll calls of a head; `operators.head.Head` is one."""
+    """What the unroll calls of a head; `operators.head.Head` is one and says the shapes."""
 
-    def fuse(self, aux_hidden: Tensor) -> Tensor:
-        """The target's three streams [..., A] -> one feature [..., H]."""
-
-    def inputs(self, embeds: Tensor, hidden: Tensor) -> Tensor:
-        """Embedding [..., H] and feature or fed-back state [..., H] -> layer input [..., X]."""
-
-    def rotation(self, positions: Tensor) -> Rotation:
-        """Integers [...] -> cosines and sines of the rotary embedding, [..., D] each."""
-
-    def queries(self, x: Tensor, turn: Rotation) -> Tensor:
-        """[..., X] -> rotated queries [..., Hq, D]; `turn` broadcasts to the leading dimensions."""
-
-    def keys(self, x: Tensor, turn: Rotation) -> Tensor:
-        """[..., X] -> rotated keys [..., Hk, D]; `turn` as for queries."""
-
-    def values(self, x: Tensor) -> Tensor:
-        """[..., X] -> values [..., Hk, D]."""
-
-    def output(self, residual: Tensor, mixed: Tensor) -> Tensor:
-        """What the layer was fed [..., H] and attention's output [..., Hq, D] -> [..., H]."""
+    def fuse(self, aux_hidden: Tensor) -> Tensor: ...
+    def inputs(self, embeds: Tensor, hidden: Tensor) -> Tensor: ...
+    def rotation(self, positions: Tensor) -> Rotation: ...
+    def queries(self, x: Tensor, turn: Rotation) -> Tensor: ...
+    def keys(self, x: Tensor, turn: Rotation) -> Tensor: ...
+    def values(self, x: Tensor) -> Tensor: ...
+    def output(self, residual: Tensor, mixed: Tensor) -> Tensor: ...
 
 
 class TileRange(NamedTuple):
@@ -81,14 +71,15 @@ class TileRange(NamedTuple):
     high: int
 
 
-@dataclass(frozen=True, slots=True)
-class Slots:
+class Slots(NamedTuple):
     """The N slots to unroll out of B x T, row by row.
 
-    All int64. flat_N = b * T + t. slot_N: the slot's place in its document. first_N: where in the
+    All int32. flat_N = b * T + t. slot_N: the slot's place in its document. first_N: where in the
     stream of B x T tokens its document begins. position_M: each token's place in its document.
     tiles: the N slots cut into tiles. window: how many positions a slot sees, that of its own step
     among them; None is all. It is at least as long as the unroll, so that only tokens leave it.
+    kept_N: where they are among the slots of the step before; None at step 0. blocks: the tables of
+    a GPU's BlockMask; none on a CPU.
     """
 
     flat_N: Tensor
@@ -97,35 +88,83 @@ class Slots:
     position_M: Tensor
     tiles: tuple[TileRange, ...]
     window: int | None = None
+    kept_N: Tensor | None = None
+    blocks: tuple[Tensor, ...] = ()
 
     @classmethod
     def where(
         cls, active_BT: Tensor, starts_BT: Tensor | None = None, window: int | None = None
     ) -> Slots:
-        """The slots where a bool [B, T] is true; at least one must be.
+        """The slots where a bool [B, T] is true; at least one must be. On the device of active_BT.
 
         starts_BT: int64, the column where each token's document begins, -1 in padding; without it a
         row is a document.
         """
-        B, T = active_BT.shape
-        columns_T = torch.arange(T, device=active_BT.device)
-        starts_BT = (
-            torch.zeros_like(columns_T).expand(B, T)
-            if starts_BT is None
-            else starts_BT.clamp(min=0)
-        )
-        rows_B1 = torch.arange(0, B * T, T, device=active_BT.device).unsqueeze(1)
+        kind, active_BT = active_BT.device, active_BT.cpu()
+        starts_BT = torch.zeros(active_BT.shape) if starts_BT is None else starts_BT.cpu()
         flat_N = active_BT.flatten().nonzero().squeeze(1)
+        return sent(cls.of(flat_N, starts_BT.long(), window, kind.type), kind)
+
+    @classmethod
+    def of(cls, flat_N: Tensor, starts_BT: Tensor, window: int | None, kind: str) -> Slots:
+        """These slots, in ascending order, on the CPU. kind: of the device that they are for."""
         assert len(flat_N) > 0, "no slot to unroll"
-        first_N = (starts_BT + rows_B1).flatten()[flat_N]
-        position_M = (columns_T - starts_BT).flatten()
+        B, T = starts_BT.shape
+        starts_BT = starts_BT.clamp(min=0)
+        first_N = (starts_BT + torch.arange(0, B * T, T).unsqueeze(1)).flatten()[flat_N]
+        position_M = (torch.arange(T) - starts_BT).flatten()
         looks_N = first_N if window is None else torch.maximum(first_N, flat_N - window + 1)
         tiles = tiles_of(flat_N, looks_N, B * T)
-        return cls(flat_N, position_M[flat_N], first_N, position_M, tiles, window)
+        slot_N = position_M[flat_N].int()
+        slots = cls(flat_N.int(), slot_N, first_N.int(), position_M.int(), tiles, window)
+        if kind == "cpu":
+            return slots
+        looks = first_N if window is None else None
+        return slots._replace(blocks=blocks_of(tiles, flat_N, looks, B * T))
+
+    def among(self, before: Slots) -> Slots:
+        """The same slots behind those of the step before, which hold them."""
+        return self._replace(kept_N=torch.searchsorted(before.flat_N, self.flat_N, out_int32=True))
 
     def take(self, x_BT: Tensor) -> Tensor:
         """[B, T, ...] -> [N, ...]."""
         return x_BT.flatten(0, 1).index_select(0, self.flat_N)
+
+
+def leaves(tree: Any) -> Iterator[Tensor]:
+    """The tensors of a tree of tuples."""
+    if isinstance(tree, Tensor):
+        yield tree
+    elif isinstance(tree, tuple):
+        for part in tree:
+            yield from leaves(part)
+
+
+def sent(tree: Tables, device: str | torch.device) -> Tables:
+    """A tree of tuples with its tensors, int32 on the CPU, on a device: by one copy, which no one
+    waits for. A part that is there twice is one part there.
+    """
+    if torch.device(device).type == "cpu":
+        return tree
+    made: dict[int, Any] = {}
+
+    def rebuilt(one: Any) -> Any:
+        if id(one) not in made:
+            assert not isinstance(one, Tensor), "a tensor that was not sent"
+            if not isinstance(one, tuple):
+                return one
+            parts = [rebuilt(part) for part in one]
+            made[id(one)] = type(one)(*parts) if hasattr(one, "_fields") else tuple(parts)
+        return made[id(one)]
+
+    found = {id(one): one for one in leaves(tree)}
+    flat = torch.cat([one.flatten() for one in found.values()]).pin_memory()
+    sizes = [one.numel() for one in found.values()]
+    parts = torch.split(flat.to(device, non_blocking=True), sizes)
+    for (place, one), part in zip(found.items(), parts, strict=True):
+        made[place] = part.view(one.shape)
+    there: Tables = rebuilt(tree)
+    return there
 
 
 def tiles_of(flat_N: Tensor, first_N: Tensor, num_tokens: int) -> tuple[TileRange, ...]:
@@ -134,9 +173,8 @@ def tiles_of(flat_N: Tensor, first_N: Tensor, num_tokens: int) -> tuple[TileRang
     first_N: the first token that each slot sees. Both tensors ascend: a tile's first and last slot
     bound what it looks at.
     """
-    size = SLOTS_OF_A_TILE.get(flat_N.device.type, SLOTS_OF_A_TILE_ELSEWHERE)
-    begins = list(range(0, len(flat_N), size))
-    ends = [min(begin + size, len(flat_N)) for begin in begins]
+    begins = list(range(0, len(flat_N), BLOCK))
+    ends = [min(begin + BLOCK, len(flat_N)) for begin in begins]
     lows, highs = first_N[begins].tolist(), flat_N[[end - 1 for end in ends]].tolist()
     step = COLUMNS_IN_STEPS_OF
     return tuple(
@@ -173,19 +211,28 @@ def unroll(
         return (layer.queries(x, turn),)
 
     slots = slots_K[0]
+    # one table for all: no position lies behind a row's last one and the steps after it
+    table = layer.rotation(
+        torch.arange(aux_hidden_BTA.shape[1] + len(slots_K), device=aux_hidden_BTA.device)
+    )
+
+    def turned_to(positions: Tensor) -> Rotation:
+        return tuple(one.index_select(0, positions) for one in table)
+
     (feature_MH,) = by_rows(lambda x: (layer.fuse(x),), recompute, aux_hidden_BTA.flatten(0, 1))
-    turn = layer.rotation(slots.position_M)
+    turn = turned_to(slots.position_M)
     x_MX, keys, values = by_rows(fed, recompute, embeds_BTH.flatten(0, 1), feature_MH, *turn)
     own_keys: list[Tensor] = []
     own_values: list[Tensor] = []
     x_NX, hidden_NH = x_MX.index_select(0, slots.flat_N), feature_MH.index_select(0, slots.flat_N)
     for step, of_step in enumerate(slots_K):
         if of_step is not slots:
-            going_on = torch.searchsorted(slots.flat_N, of_step.flat_N)
-            slots, hidden_NH = of_step, hidden_NH.index_select(0, going_on)
-            own_keys = [one.index_select(0, going_on) for one in own_keys]
-            own_values = [one.index_select(0, going_on) for one in own_values]
-        turn = layer.rotation(slots.slot_N + step)
+            slots, kept_N = of_step, of_step.kept_N
+            assert kept_N is not None, "slots of another batch"
+            hidden_NH = hidden_NH.index_select(0, kept_N)
+            own_keys = [one.index_select(0, kept_N) for one in own_keys]
+            own_values = [one.index_select(0, kept_N) for one in own_values]
+        turn = turned_to(slots.slot_N + step)
         if step > 0:
             rows = next_embeds(step, hidden_NH), hidden_NH, *turn
             queries, own_key, own_value = by_rows(attending, recompute, *rows)
@@ -193,7 +240,7 @@ def unroll(
             own_values.append(own_value)
         else:
             (queries,) = by_rows(queried, recompute, x_NX, *turn)
-        mixed: Tensor = Attend.apply(slots, queries, keys, values, *own_keys, *own_values)  # type: ignore[no-untyped-call]
+        mixed = attend(slots, queries, keys, values, [*own_keys, *own_values])
         (hidden_NH,) = by_rows(lambda *of: (layer.output(*of),), recompute, hidden_NH, mixed)
         yield hidden_NH
 
@@ -209,190 +256,140 @@ def by_rows(
     if not recompute:
         return function(*rows)
     cut = [torch.split(one, RECOMPUTED_ROWS) for one in rows]
-    parts = [
-        checkpoint(function, *part, use_reentrant=False, preserve_rng_state=False)
-        for part in zip(*cut, strict=True)
-    ]
+    parts = [again(function, *part) for part in zip(*cut, strict=True)]
     return tuple(torch.cat(of_result) for of_result in zip(*parts, strict=True))
 
 
-class Attend(torch.autograd.Function):
-    """Attention of the slots' queries [N, Hq, D], tile by tile -> [N, Hq, D].
+def again(function: Callable[..., Result], *given: Tensor) -> Result:
+    """function(*given), of which only the arguments are kept: the backward computes it again."""
+    made: Result = checkpoint(function, *given, use_reentrant=False, preserve_rng_state=False)
+    return made
+
+
+def attend(
+    slots: Slots, queries: Tensor, keys: Tensor, values: Tensor, own: Sequence[Tensor]
+) -> Tensor:
+    """Attention of the slots' queries [N, Hq, D] -> [N, Hq, D].
 
     A slot sees the shared keys and values [M, Hk, D] of its document up to itself, and its own i
-    pairs [N, Hk, D] of the steps before and of this one. Softmax in float32 or wider. As in flash
-    attention (Dao et al., arXiv 2205.14135, algorithm 4), the weights are not kept for the backward
-    but computed again.
+    pairs [N, Hk, D] of the steps before and of this one. own: all keys, then all values. Softmax in
+    float32 or wider. For the backward only the arguments are kept, and on a GPU the output.
     """
-
-    @staticmethod
-    def forward(
-        ctx: Any, slots: Slots, queries: Tensor, keys: Tensor, values: Tensor, *own: Tensor
-    ) -> Tensor:
-        """own: all keys, then all values."""
-        mixed = torch.empty_like(queries)
-        with torch.autocast(queries.device.type, enabled=False):
-            for tile in slots.tiles:
-                part = Tile.of(slots, tile, queries, keys, values, own)
-                mixed[tile.begin : tile.end] = part.mix(part.weights())
-        ctx.slots = slots
-        ctx.save_for_backward(queries, keys, values, mixed, *own)
-        return mixed
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        """Gradients of everything but the slots."""
-        slots: Slots = ctx.slots
-        queries, keys, values, mixed, *own = ctx.saved_tensors
-        wide = torch.promote_types(keys.dtype, torch.float32)
-        of_queries, of_own = torch.empty_like(queries), [torch.empty_like(one) for one in own]
-        of_keys, of_values = (
-            torch.zeros_like(keys, dtype=wide),
-            torch.zeros_like(values, dtype=wide),
-        )
-        for tile in slots.tiles:
-            begin, end, low, high = tile
-            part = Tile.of(slots, tile, queries, keys, values, own)
-            of_queries[begin:end], keys_here, values_here, own_here = part.gradients(
-                part.weights(), grads[0][begin:end], mixed[begin:end]
-            )
-            of_keys[low:high] += keys_here
-            of_values[low:high] += values_here
-            for whole, piece in zip(of_own, own_here, strict=True):
-                whole[begin:end] = piece
-        return None, of_queries, of_keys.to(keys.dtype), of_values.to(values.dtype), *of_own
+    first_N = slots.first_N
+    if slots.window is not None:  # at step i a slot stands i positions behind its token
+        past = len(own) // 2 + 1 - slots.window
+        first_N = torch.maximum(first_N, slots.flat_N + past)
+    with torch.autocast(queries.device.type, enabled=False):
+        if slots.blocks:
+            return fused_attention(slots, first_N, queries, keys, values, own)
+        parts = []
+        for begin, end, low, high in slots.tiles:
+            columns_c = torch.arange(low, high)
+            part = slice(begin, end)
+            unseen_nc = columns_c > slots.flat_N[part, None]
+            unseen_nc |= columns_c < first_N[part, None]
+            cut = queries[part], keys[low:high], values[low:high], *(one[part] for one in own)
+            parts.append(again(plain_attention, unseen_nc, *cut))
+        return torch.cat(parts)
 
 
-@dataclass(frozen=True, slots=True)
-class Tile:
-    """n slots and the c tokens they look at, laid out for batched products.
-
-    queries [Hk, G n, D], scaled; keys, values [Hk, c, D]; own_keys, own_values [Hk, 1, n, i, D],
-    None at step 0; unseen_nc: bool, the tokens beyond a slot or before its document. Own keys and
-    values are float32 or wider: a CPU multiplies these elementwise twice as fast as bf16.
+def plain_attention(
+    unseen_nc: Tensor, queries: Tensor, keys: Tensor, values: Tensor, *own: Tensor
+) -> Tensor:
+    """As `attend` for n slots and c tokens. unseen_nc: bool, those beyond a slot or before its
+    document. Own keys and values are multiplied in float32 or wider: a CPU multiplies these
+    elementwise twice as fast as bf16.
     """
-
-    num_slots: int
-    queries: Tensor
-    keys: Tensor
-    values: Tensor
-    own_keys: Tensor | None
-    own_values: Tensor | None
-    unseen_nc: Tensor
-
-    @classmethod
-    def of(
-        cls,
-        slots: Slots,
-        tile: TileRange,
-        queries: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        own: Sequence[Tensor],
-    ) -> Tile:
-        """Cut a tile out of the inputs of `Attend.forward`."""
-        begin, end, low, high = tile
-        columns_c = torch.arange(low, high, device=queries.device)
-        last_n1, first_n1 = slots.flat_N[begin:end, None], slots.first_N[begin:end, None]
-        half = len(own) // 2
-        if slots.window is not None:  # at step i a slot stands i positions behind its token
-            first_n1 = torch.maximum(first_n1, last_n1 + half - slots.window + 1)
-
-        def stacked(of_steps: Sequence[Tensor]) -> Tensor | None:
-            if not of_steps:
-                return None
-            return widened(
-                torch.stack([one[begin:end] for one in of_steps], dim=1)
-                .permute(2, 0, 1, 3)
-                .unsqueeze(1)
-            )
-
-        return cls(
-            end - begin,
-            by_group(queries[begin:end], keys.shape[1]).flatten(1, 2) * queries.shape[-1] ** -0.5,
-            keys[low:high].transpose(0, 1),
-            values[low:high].transpose(0, 1),
-            stacked(own[:half]),
-            stacked(own[half:]),
-            (columns_c > last_n1) | (columns_c < first_n1),
+    (n, _, D), (c, Hk, _) = queries.shape, keys.shape
+    queries_hgnD = queries.view(n, Hk, -1, D).permute(1, 2, 0, 3) * D**-0.5
+    shared = queries_hgnD.flatten(1, 2) @ keys.permute(1, 2, 0)
+    scores = widened(shared.view(Hk, -1, n, c).masked_fill_(unseen_nc, float("-inf")))
+    if own:
+        own_keys, own_values = (
+            widened(torch.stack(of, dim=1)).permute(2, 0, 1, 3).unsqueeze(1)  # [Hk, 1, n, i, D]
+            for of in (own[: len(own) // 2], own[len(own) // 2 :])
         )
+        own_scores = (widened(queries_hgnD).unsqueeze(-2) * own_keys).sum(-1)
+        scores = torch.cat((scores, own_scores), dim=-1)
+    weights = scores.softmax(-1)
+    mixed = weights[..., :c].to(values.dtype).flatten(1, 2) @ values.transpose(0, 1)
+    mixed = mixed.view(Hk, -1, n, D)
+    if own:
+        mixed = mixed + (weights[..., c:].unsqueeze(-1) * own_values).sum(-2)
+    return mixed.permute(2, 0, 1, 3).flatten(1, 2).to(queries.dtype)
 
-    def weights(self) -> Tensor:
-        """Attention weights [Hk, G, n, c + i], float32 or wider."""
-        scores = widened(
-            self.by_slot(self.queries @ self.keys.transpose(1, 2)).masked_fill_(
-                self.unseen_nc, float("-inf")
-            )
+
+def fused_attention(
+    slots: Slots,
+    first_N: Tensor,
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    own: Sequence[Tensor],
+) -> Tensor:
+    """As `attend`: torch's FlexAttention (arXiv 2412.05496) over the shared keys, and its result
+    weighted against a slot's own keys by the logarithm of its softmax's sum. first_N: the first
+    token that each slot sees at this step.
+    """
+    (N, Hq, D), (M, Hk, _), i = queries.shape, keys.shape, len(own) // 2
+    last_N = slots.flat_N
+
+    def is_seen(_batch: Tensor, _head: Tensor, slot: Tensor, token: Tensor) -> Tensor:
+        return (token >= first_N[slot]) & (token <= last_N[slot])
+
+    tables: tuple[Any, ...] = (*slots.blocks, (BLOCK, BLOCK), is_seen)
+    mask = BlockMask((N, M), *tables)
+    by_head = (one.transpose(0, 1).unsqueeze(0) for one in (queries, keys, values))
+    mixed, found = flex_kernel(queries.device.type)(
+        *by_head, block_mask=mask, enable_gqa=Hq > Hk, return_aux=AuxRequest(lse=True)
+    )
+    mixed_NqD: Tensor = mixed.squeeze(0).transpose(0, 1)
+    if not own:
+        return mixed_NqD.contiguous()
+    own_keys, own_values = (
+        torch.stack(list(of), dim=2) for of in (own[:i], own[i:])
+    )  # [N, Hk, i, D]
+    by_group = (queries * D**-0.5).view(N, Hk, -1, D)
+    own_scores = widened(by_group @ own_keys.mT).view(N, Hq, i)
+    sums = found.lse.squeeze(0).T.unsqueeze(-1).to(own_scores.dtype)
+    weights = torch.cat((sums, own_scores), dim=-1).softmax(-1).to(values.dtype)
+    of_own = weights[..., 1:].reshape(N, Hk, -1, i) @ own_values
+    return mixed_NqD * weights[..., :1] + of_own.view(N, Hq, D)
+
+
+@functools.cache
+def flex_kernel(kind: str) -> Callable[..., Any]:
+    """FlexAttention compiled for a type of device; a CPU's has no backward and is for tests."""
+    plain: Callable[..., Any] = flex_attention
+    return plain if kind == "cpu" else torch.compile(plain)
+
+
+def blocks_of(
+    tiles: Sequence[TileRange], flat_N: Tensor, looks_N: Tensor | None, M: int
+) -> tuple[Tensor, ...]:
+    """The tables of a BlockMask for tiles of BLOCK slots: which blocks of tokens a tile sees, and
+    which of these as a whole; both again by block of tokens. looks_N: the first token that a slot
+    sees; None where that changes from step to step, and no block is known to be seen as a whole.
+    """
+    ends = torch.tensor([[low // BLOCK, -(-high // BLOCK)] for _, _, low, high in tiles]).unsqueeze(
+        -1
+    )
+    places = torch.arange(-(-M // BLOCK))
+    partial = (places >= ends[:, 0]) & (places < ends[:, 1])
+    whole = torch.zeros_like(partial)
+    if looks_N is not None:
+        begins, lasts = [tile.begin for tile in tiles], [tile.end - 1 for tile in tiles]
+        whole = (places * BLOCK >= looks_N[lasts, None]) & (
+            places * BLOCK + BLOCK - 1 <= flat_N[begins, None]
         )
-        if self.own_keys is not None:
-            own = (widened(self.by_slot(self.queries)).unsqueeze(-2) * self.own_keys).sum(-1)
-            scores = torch.cat((scores, own), dim=-1)
-        return scores.softmax(-1)
-
-    def mix(self, weights: Tensor) -> Tensor:
-        """Weights [Hk, G, n, c + i] -> [n, Hq, D]."""
-        to_shared, to_own = self.split(weights)
-        mixed = self.by_slot(to_shared.to(self.values.dtype).flatten(1, 2) @ self.values)
-        if self.own_values is not None:
-            mixed = mixed + (to_own.unsqueeze(-1) * self.own_values).sum(-2)
-        return mixed.permute(2, 0, 1, 3).flatten(1, 2)
-
-    def by_slot(self, x: Tensor) -> Tensor:
-        """[Hk, G n, ...] -> [Hk, G, n, ...]."""
-        return x.view(x.shape[0], -1, self.num_slots, x.shape[-1])
-
-    def split(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """[..., c + i] -> [..., c], [..., i]."""
-        c = self.keys.shape[1]
-        return x[..., :c], x[..., c:]
-
-    def gradients(
-        self, weights: Tensor, grad: Tensor, mixed: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
-        """Of queries [n, Hq, D], keys and values [c, Hk, D], and the slots' own keys, then own
-        values, [n, Hk, D] for each step.
-
-        From `weights`, the output's gradient `grad` and the output `mixed`, [n, Hq, D] each.
-        """
-        Hk, dtype = self.keys.shape[0], self.keys.dtype
-        grad_hgnD = by_group(grad, Hk)
-        wide = widened(grad_hgnD)
-        by_weight = [widened(self.by_slot(grad_hgnD.flatten(1, 2) @ self.values.transpose(1, 2)))]
-        if self.own_values is not None:
-            by_weight.append((wide.unsqueeze(-2) * self.own_values).sum(-1))
-        # sum_j weight_j * gradient_j over all keys, for the gradient of the softmax
-        level = (wide * widened(by_group(mixed, Hk))).sum(-1, keepdim=True)
-        score_shared, score_own = self.split((torch.cat(by_weight, dim=-1) - level).mul_(weights))
-        weight_shared, weight_own = self.split(weights)
-        score_shared, weight_shared = (
-            score_shared.to(dtype).flatten(1, 2),
-            weight_shared.to(dtype).flatten(1, 2),
-        )
-        of_queries = self.by_slot(score_shared @ self.keys)
-        own: list[Tensor] = []
-        if self.own_keys is not None:
-            of_queries = of_queries + (score_own.unsqueeze(-1) * self.own_keys).sum(-2)
-            of_own_keys = (
-                score_own.unsqueeze(-1) * widened(self.by_slot(self.queries)).unsqueeze(-2)
-            ).sum(1)
-            of_own_values = (weight_own.unsqueeze(-1) * wide.unsqueeze(-2)).sum(1)
-            own = [
-                one.transpose(0, 1) for of in (of_own_keys, of_own_values) for one in of.unbind(2)
-            ]
-        return (
-            of_queries.mul_(self.keys.shape[-1] ** -0.5).permute(2, 0, 1, 3).flatten(1, 2),
-            (score_shared.transpose(1, 2) @ self.queries).transpose(0, 1),
-            (weight_shared.transpose(1, 2) @ grad_hgnD.flatten(1, 2)).transpose(0, 1),
-            own,
-        )
+    tables = []
+    for seen in (partial & ~whole, whole, (partial & ~whole).T, whole.T):
+        number = seen.sum(-1)
+        order = seen.int().argsort(dim=-1, descending=True, stable=True)
+        tables += [number[None, None].int(), order[None, None].int()]
+    return tuple(tables)
 
 
 def widened(x: Tensor) -> Tensor:
     """x in float32, or unchanged if its dtype is wider."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
-
-
-def by_group(x_nhD: Tensor, num_heads: int) -> Tensor:
-    """[n, Hq, D] -> [Hk, G, n, D], the heads that share a key side by side."""
-    n, Hq, D = x_nhD.shape
-    return x_nhD.reshape(n, num_heads, Hq // num_heads, D).permute(1, 2, 0, 3)

@@ -101,8 +101,10 @@ class TargetVocabulary:
         hidden_RH = hidden_RH.to(self.lm_head.dtype)
         best_R = hidden_RH.new_full((len(hidden_RH),), -math.inf)
         choice_R = torch.zeros(len(hidden_RH), dtype=torch.int64, device=hidden_RH.device)
-        for first in range(0, len(self.lm_head), COLUMNS_AT_ONCE):
-            part_CH = self.lm_head[first : first + COLUMNS_AT_ONCE]
+        # a GPU has no cache to stay in: all columns are fewer launches
+        at_once = COLUMNS_AT_ONCE if hidden_RH.is_cpu else len(self.lm_head)
+        for first in range(0, len(self.lm_head), at_once):
+            part_CH = self.lm_head[first : first + at_once]
             values_R, places_R = (hidden_RH @ part_CH.T).max(-1)
             choice_R = torch.where(values_R > best_R, places_R + first, choice_R)
             best_R = torch.maximum(values_R, best_R)

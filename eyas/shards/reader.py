@@ -21,7 +21,7 @@ import importlib.util
 import os
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import islice
 from pathlib import Path
@@ -34,6 +34,7 @@ from pydantic import ValidationError
 from torch import Tensor
 
 from eyas.artifact import Artifact, Persistent
+from eyas.cores import cores
 from eyas.errors import ConfigError, CorruptError, InputError, MissingInputError
 from eyas.shards.codecs import Tables
 from eyas.shards.layout import (
@@ -46,9 +47,10 @@ from eyas.shards.layout import (
 )
 from eyas.shards.sample import FeatureMeta, Sample, Split
 
-# One decodes while one reads; a store needs many requests at once.
-LOCAL_THREADS, REMOTE_THREADS = 2, 16
-AHEAD_BYTES = 256 << 20  # of decoded samples
+# As many decode as there are cores; a store needs many requests at once.
+LEAST_THREADS, REMOTE_THREADS = 2, 16
+AHEAD_BYTES = 256 << 20  # of decoded samples, at least
+BATCHES_AHEAD = 2  # as much is read as these take, where that is more
 S3_TIMEOUT = "120s"  # of one sample: some 30 MB where the target has 8 billion parameters
 HAS_OBSTORE = importlib.util.find_spec("obstore") is not None
 CACHE_VARIABLE = "EYAS_FEATURE_CACHE"
@@ -85,7 +87,7 @@ class Features:
         self._cache = (
             ShardCache(artifact.url, folder, made.identity) if folder and not is_local else None
         )
-        self._num_threads = LOCAL_THREADS if is_local else REMOTE_THREADS
+        self._num_threads = max(cores(), LEAST_THREADS if is_local else REMOTE_THREADS)
         self._whole: set[str] = set()  # shards that are as long as they should be
         try:
             self.meta = FeatureMeta.model_validate(index["meta"])
@@ -119,20 +121,26 @@ class Features:
     def all_tokens(self) -> Iterator[tuple[Tensor, Tensor]]:
         """`tokens` of every sample in order, many asked for at once."""
         sizes = [TOKEN_BYTES * entry.length for entry in self.entries]
-        return ahead(self.tokens, range(len(self)), sizes.__getitem__, self._num_threads)
+        numbers = range(len(self))
+        return ahead(self.tokens, numbers, sizes.__getitem__, self._num_threads, AHEAD_BYTES)
 
-    def stream(self, numbers: Iterable[int]) -> Iterator[Sample]:
+    def stream(self, numbers: Iterable[int], held: int = 0) -> Iterator[Sample]:
         """These samples in this order (see `order_of`), read and decoded ahead. Raises what
-        `[number]` raises, in its place.
+        `[number]` raises, in its place. held: bytes of samples to hold, AHEAD_BYTES at least.
         """
-        sizes = [self.meta.decoded_bytes_per_token * entry.length for entry in self.entries]
-        return ahead(self.__getitem__, numbers, sizes.__getitem__, self._num_threads)
+        held = max(held, AHEAD_BYTES)
+        return ahead(self.__getitem__, numbers, self._decoded_bytes, self._num_threads, held)
+
+    def _decoded_bytes(self, number: int) -> int:
+        return self.meta.decoded_bytes_per_token * self.entries[number].length
 
     def batches(self, batches: Sequence[Sequence[int]]) -> Iterator[list[Sample]]:
         """The samples of each list of numbers, read ahead; to go on after n batches, give
         batches[n:].
         """
-        samples = self.stream(number for numbers in batches for number in numbers)
+        largest = max((sum(map(self._decoded_bytes, numbers)) for numbers in batches), default=0)
+        numbers = (number for numbers in batches for number in numbers)
+        samples = self.stream(numbers, BATCHES_AHEAD * largest)
         return (list(islice(samples, len(numbers))) for numbers in batches)
 
     def __getitem__(self, number: int) -> Sample:
@@ -212,12 +220,13 @@ def ahead(
     numbers: Iterable[int],
     size_of: Callable[[int], int],
     num_threads: int,
-) -> Iterator[Read]:
+    most: int,
+) -> Generator[Read]:
     """read(number) for these numbers, in this order, by threads; an error comes out where its
     result would have.
 
-    At most AHEAD_BYTES of results by size_of(number) are held, those being made and the one just
-    given out among them; one is held always.
+    Results of at most `most`, by size_of(number), are held, those being made and the one just given
+    out among them; one is held always.
     """
     waiting: deque[tuple[int, Future[Read]]] = deque()
     held = 0
@@ -226,9 +235,7 @@ def ahead(
         try:
             following = next(todo, None)
             while waiting or following is not None:
-                while following is not None and (
-                    not waiting or held + size_of(following) <= AHEAD_BYTES
-                ):
+                while following is not None and (not waiting or held + size_of(following) <= most):
                     held += size_of(following)
                     waiting.append((following, pool.submit(read, following)))
                     following = next(todo, None)

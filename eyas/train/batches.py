@@ -6,7 +6,10 @@ Letters: V target vocabulary.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import closing, nullcontext
+from itertools import islice
+from typing import Any
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field
@@ -14,8 +17,11 @@ from torch import Tensor
 
 from eyas.errors import EmptyInputError
 from eyas.operators.batch import Batch, plan_batches, plan_packs
+from eyas.operators.ttt import leaves
 from eyas.shards import FeatureSource, Sample
+from eyas.shards.reader import BATCHES_AHEAD, ahead
 from eyas.train.loss import judged_positions
+from eyas.train.step import LossModule, PlannedBatch
 
 
 class BatchConfig(BaseModel):
@@ -86,11 +92,37 @@ def plan_steps(
     ]
 
 
-def read_batches(
-    reader: Iterator[list[Sample]], count: int, config: BatchConfig, device: str
-) -> list[Batch]:
-    """The next `count` batches of a FeatureSource, as tensors on the device."""
-    following = (next(reader) for _ in range(count))
-    if config.packed:
-        return [Batch.packed(one, config.tokens, device) for one in following]
-    return [Batch.of(one, device) for one in following]
+def feed(
+    reader: Iterator[list[Sample]],
+    sizes: Sequence[int],
+    first_step: int,
+    config: BatchConfig,
+    module: LossModule,
+) -> Generator[list[PlannedBatch]]:
+    """For each step, from `first_step` on, its next sizes[i] batches of a FeatureSource on the
+    module's device, with their plans.
+
+    A thread makes them, BATCHES_AHEAD steps before they are asked for, and on a GPU copies them
+    beside what that computes.
+    """
+    is_gpu = module.embed_tokens.is_cuda
+    copies = torch.cuda.Stream(module.embed_tokens.device) if is_gpu else None  # type: ignore[no-untyped-call]
+
+    def made(number: int) -> tuple[list[PlannedBatch], Any]:
+        batches = []
+        with torch.cuda.stream(copies) if is_gpu else nullcontext():
+            for samples in islice(reader, sizes[number]):
+                batch = Batch.packed(samples, config.tokens) if config.packed else Batch.of(samples)
+                batches.append(module.planned(batch, first_step + number))
+            return batches, copies.record_event() if copies else None
+
+    steps = ahead(made, range(len(sizes)), lambda _: 1, 1, 1 + BATCHES_AHEAD)
+    with closing(steps):
+        for batches, copied in steps:
+            if copied is not None:
+                stream = torch.cuda.current_stream()
+                stream.wait_event(copied)
+                for batch, plan in batches:
+                    for tensor in (*batch.tensors.values(), *leaves(plan)):
+                        tensor.record_stream(stream)  # it was allocated on the other
+            yield batches

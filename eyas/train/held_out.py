@@ -52,14 +52,13 @@ class HeldOutSample:
         with ranks.together():
             batches = self.source.batches([[self.numbers[at] for at in places] for places in mine])
             for places, samples in zip(mine, batches, strict=True):
-                batch = Batch.of(samples, str(device))
+                planned = module.planned(Batch.of(samples), step=0)
+                batch, teacher = planned.batch, module.teach(planned)
                 with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
                     measured = measure(head, vocabulary, batch, MEASURED_STEPS)
-                teacher = module.teach(batch, draw=0.0)
-                if len(teacher.argmax_P):
-                    loss = module.batch_loss(batch, teacher, ones_K)
-                    by_step = torch.stack([loss.step_losses.double(), loss.num_trained.double()])
-                    sums += by_step.cpu()
+                loss = module.batch_loss(batch, teacher, ones_K)
+                by_step = torch.stack([loss.step_losses.double(), loss.num_trained.double()])
+                sums += by_step.cpu()
                 for number, matches in measured.spans:
                     rounds = RoundCounts(MEASURED_STEPS)
                     rounds.add_answer(matches)

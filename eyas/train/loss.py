@@ -15,14 +15,20 @@ docs/decisions/training.md says where the reference leaves a choice.
 Nothing as wide as a vocabulary is kept: the target's logits are computed again where they are
 needed, some rows at a time.
 
-Letters: B batch, T sequence, K steps, N slots unrolled, P judged positions, S slots with a loss at
-all steps together, R some rows of P or S, U the distinct teacher's rows of R, H hidden, A = 3 * the
-target's hidden size, V target vocabulary, W draft vocabulary.
+Which slots are unrolled and judged follows from masks, documents and the number of the training
+step. `plan_of` makes these tables on the CPU, beside the batch, and rounds their sizes up: the step
+itself has few shapes, none that depends on what a device computes, and waits for no device. What
+the tables hold too much has the weight 0.
+
+Letters: B batch, T sequence, M = B T, K steps, N slots unrolled, P judged positions, S judged slots
+of all steps together, R some rows of P or S, U the distinct teacher's rows of R, H hidden, A = 3 *
+the target's hidden size, V target vocabulary, W draft vocabulary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -31,6 +37,7 @@ import torch.nn.functional as F
 from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
 
+from eyas.model.config import HeadConfig
 from eyas.operators.batch import Batch
 from eyas.operators.head import Head
 from eyas.operators.ttt import Slots, by_rows, unroll
@@ -39,10 +46,14 @@ from eyas.operators.vocab import TargetVocabulary
 STEP_DECAY = 0.8  # the weight of step i is its i-th power, as in the reference
 # How many numbers are computed at a time
 TEACHER_ROWS = 1024  # R of the teacher's argmax
-# R x W of `Distillation`: 64 MB in bf16; with more rows lm_head's gradient is summed less often
-LOGITS_AT_ONCE = 1 << 25
+# R x W of `Distillation`, by device type: with more rows lm_head's gradient is summed less often
+LOGITS_AT_ONCE = {"cpu": 1 << 25}
+LOGITS_AT_ONCE_ELSEWHERE = 1 << 27
 LOGITS_IN_CACHE = 1 << 18  # R x W of `block_losses` on a CPU: they are read several times
-SLOTS_IN_STEPS_OF = 128  # N is a multiple of it: oneDNN keeps code and buffers for every size
+# N, P and S are multiples of it: few sizes. oneDNN keeps code and buffers for each, a GPU's
+# compiler code and its allocator blocks. U is one of a sixteenth of it.
+ROWS_IN_STEPS_OF = {"cpu": 128}
+ROWS_IN_STEPS_OF_ELSEWHERE = 512
 GOLDEN_RATIO = (5**0.5 - 1) / 2  # its multiples, without their whole part, fill [0, 1) evenly
 
 
@@ -66,24 +77,42 @@ class ObjectiveConfig(BaseModel):
     recompute: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Teacher:
-    """The target at the P judged positions.
+class StepPlan(NamedTuple):
+    """The tables of a batch's step; all int32, on the batch's device.
 
-    row_BT: int64, the position's row among the P, -1 where nothing is judged. hidden_PH: the
-    target's last hidden states there. lm_head_WH: the rows of its lm_head for the draft's tokens.
-    argmax_P: int64, its best token in the whole vocabulary. position_mask_P: bool, whether that
-    token is in the draft vocabulary. draw: in [0, 1), which slots continue where later steps are
-    sampled.
+    position_P: the judged positions of the stream of M tokens. slots_K: the slots to unroll at each
+    step. tokens_K: the token that each of them embeds; at step 0 that of all M. pick_S: of the
+    outputs of all steps those that are judged, in the order of their teacher's row. row_S: that row
+    of the P. step_S: the step; K where the table is filled up. blocks: for each R of the S the
+    distinct rows [U], and where among these each is [R]. counts: judged slots of each step [K],
+    samples, tokens without padding.
     """
 
-    row_BT: Tensor
+    position_P: Tensor
+    slots_K: tuple[Slots, ...]
+    tokens_K: tuple[Tensor, ...]
+    pick_S: Tensor
+    row_S: Tensor
+    step_S: Tensor
+    blocks: tuple[tuple[Tensor, Tensor], ...]
+    counts: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Teacher:
+    """The target at the P judged positions of a plan.
+
+    hidden_PH: its last hidden states there. lm_head_WH: the rows of its lm_head for the draft's
+    tokens. argmax_P: int64, its best token in the whole vocabulary. position_mask_P: bool, whether
+    that token is in the draft vocabulary.
+    """
+
+    plan: StepPlan
     hidden_PH: Tensor
     lm_head_WH: Tensor
     argmax_P: Tensor
     position_mask_P: Tensor
     vocabulary: TargetVocabulary
-    draw: float = 0.0
 
     def probabilities(self, rows_R: Tensor) -> Tensor:
         """The target's softmax over the draft's tokens alone [R, W], at rows_R, int64, of the P."""
@@ -128,27 +157,78 @@ def shifted(x_BT: Tensor, by: int) -> Tensor:
     return F.pad(x_BT[:, by:], (0, min(by, x_BT.shape[1])))
 
 
+def plan_of(
+    batch: Batch, config: ObjectiveConfig, shape: HeadConfig, draw: float = 0.0, kind: str = "cpu"
+) -> StepPlan:
+    """The plan of a batch on the CPU, for a head of this shape.
+
+    draw: in [0, 1), which slots continue where later steps are sampled. kind: the type of the
+    device that the plan is for.
+    """
+    starts_BT, size = batch.starts_BT, ROWS_IN_STEPS_OF.get(kind, ROWS_IN_STEPS_OF_ELSEWHERE)
+    judged_BT = judged_positions(batch.loss_mask_BT, starts_BT)
+    position_P = judged_BT.flatten().nonzero().squeeze(1)
+    row_BT = (judged_BT.flatten().cumsum(0).view_as(judged_BT) - 1).where(judged_BT, -1)
+    row_at_step_BT = rows_at_steps(row_BT, starts_BT, config, draw)
+    slots_K, rows_K = slots_at_steps(row_at_step_BT, starts_BT, size, shape.sliding_window, kind)
+    tokens_K = [shifted(batch.tokens_BT, 1).flatten()]
+    tokens_K += [
+        slots.take(shifted(batch.tokens_BT, 1 + step)) for step, slots in enumerate(slots_K) if step
+    ]
+    row_O = torch.cat(rows_K)  # of all outputs, -1 where none is judged
+    step_O = torch.repeat_interleave(torch.tensor([len(row_N) for row_N in rows_K]))
+    pick_S = (row_O >= 0).nonzero().squeeze(1)
+    row_S, order_S = row_O[pick_S].sort(stable=True)
+    pick_S = pick_S[order_S]
+    num_judged = torch.bincount(step_O[pick_S], minlength=config.num_ttt_steps)
+    last_row = int(row_S[-1]) if len(row_S) else 0
+    row_S = filled(row_S, size, last_row)
+    at_once = LOGITS_AT_ONCE.get(kind, LOGITS_AT_ONCE_ELSEWHERE) // shape.draft_vocab_size
+    blocks = []
+    for rows_R in torch.split(row_S, max(size, at_once // size * size)):
+        rows_U, of_R = torch.unique_consecutive(rows_R, return_inverse=True)
+        blocks.append((filled(rows_U, size // 16, last_row).int(), of_R.int()))
+    sizes = torch.tensor([len(batch.keys), int((starts_BT >= 0).sum())])
+    return StepPlan(
+        filled(position_P, size, 0).int(),
+        tuple(slots_K),
+        tuple(one.int() for one in tokens_K),
+        filled(pick_S, size, 0).int(),
+        row_S.int(),
+        filled(step_O[pick_S], size, config.num_ttt_steps).int(),
+        tuple(blocks),
+        torch.cat([num_judged, sizes]).int(),
+    )
+
+
+def filled(x: Tensor, size: int, value: int) -> Tensor:
+    """x [N] with this value behind it, up to a multiple of `size` above 0."""
+    return F.pad(x, (0, -len(x) % size if len(x) else size), value=value)
+
+
 @torch.no_grad()
-def teach(batch: Batch, vocabulary: TargetVocabulary, head: Head, draw: float = 0.0) -> Teacher:
+def teach(
+    batch: Batch,
+    vocabulary: TargetVocabulary,
+    head: Head,
+    plan: StepPlan,
+    lm_head_WH: Tensor | None = None,
+) -> Teacher:
     """What the losses of a batch need from the target, at its judged positions.
 
-    Call it outside autocast: the argmax is that of logits in lm_head's precision. Of equal logits
-    the smallest id wins.
+    lm_head_WH: as `draft_rows` gives it, by default. Call it outside autocast: the argmax is that
+    of logits in lm_head's precision. Of equal logits the smallest id wins.
     """
-    judged_BT = judged_positions(batch.loss_mask_BT, batch.starts_BT)
-    rank_BT = judged_BT.flatten().cumsum(0).view_as(judged_BT) - 1
-    stored_PH = batch.last_hidden_BTH[judged_BT]
+    stored_PH = batch.last_hidden_BTH.flatten(0, 1).index_select(0, plan.position_P)
     argmax_P = torch.cat([vocabulary.best(part) for part in torch.split(stored_PH, TEACHER_ROWS)])
-    lm_head_WH = vocabulary.lm_head.index_select(0, head.target_ids_W)
-    return Teacher(
-        rank_BT.where(judged_BT, -1),
-        stored_PH.to(vocabulary.lm_head.dtype),
-        lm_head_WH,
-        argmax_P,
-        head.t2d[argmax_P],
-        vocabulary,
-        draw,
-    )
+    lm_head_WH = draft_rows(vocabulary, head) if lm_head_WH is None else lm_head_WH
+    hidden_PH = stored_PH.to(vocabulary.lm_head.dtype)
+    return Teacher(plan, hidden_PH, lm_head_WH, argmax_P, head.t2d[argmax_P], vocabulary)
+
+
+def draft_rows(vocabulary: TargetVocabulary, head: Head) -> Tensor:
+    """The rows of the target's lm_head for the draft's tokens [W, H]."""
+    return vocabulary.lm_head.index_select(0, head.target_ids_W)
 
 
 def loss_rows(logits_RW: Tensor, p_RW: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -170,7 +250,7 @@ class Distillation(torch.autograd.Function):
 
     Returns the weighted sum of the rows' losses (a scalar), each row's loss [S] and argmax [S].
     Logits and their gradient exist for R rows at a time; the gradients of the rows and of lm_head
-    are computed in the forward and kept for the backward. Rows must be sorted by row_S, so that a
+    are computed in the forward and kept for the backward. Rows are in the plan's order, so that a
     teacher's row is computed once for all steps that share it.
     """
 
@@ -180,71 +260,71 @@ class Distillation(torch.autograd.Function):
         normed_SH: Tensor,
         lm_head_WH: Tensor,
         weight_S: Tensor,
-        row_S: Tensor,
         teacher: Teacher,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """weight_S: of each row in the sum. row_S: int64, the teacher's row of each row.
-
-        Only the sum has a gradient.
-        """
+        """weight_S: of each row in the sum, which alone has a gradient."""
         wide = torch.promote_types(normed_SH.dtype, torch.float32)
         by_rows, by_head = ctx.needs_input_grad[:2]
         grad_SH = torch.empty_like(normed_SH) if by_rows else None
         grad_WH = torch.zeros_like(lm_head_WH, dtype=wide) if by_head else None
-        losses, choices = [weight_S[:0]], [row_S[:0]]  # a batch may hold no row that carries loss
-        step = SLOTS_IN_STEPS_OF
-        at_once = max(step, LOGITS_AT_ONCE // len(lm_head_WH) // step * step)
-        for first in range(0, len(normed_SH), at_once):
-            part = slice(first, first + at_once)
-            normed_RH, R = normed_SH[part], len(normed_SH[part])
-            normed_RH = F.pad(normed_RH, (0, 0, 0, -R % step)) if R % step else normed_RH
-            logits_RW = normed_RH @ lm_head_WH.T
-            losses_R, choices_R = block_losses(logits_RW[:R], weight_S[part], row_S[part], teacher)
-            grad_RW = logits_RW
-            grad_RW[R:] = 0
+        losses, choices, end = [], [], 0
+        for rows_U, of_R in teacher.plan.blocks:
+            part = slice(end, end := end + len(of_R))
+            grad_RW = normed_SH[part] @ lm_head_WH.T  # the logits: overwritten by their gradient
+            p_UW = teacher.probabilities(rows_U)
+            losses_R, choices_R = block_losses(grad_RW, weight_S[part], p_UW, of_R)
             losses.append(losses_R)
             choices.append(choices_R)
             if grad_SH is not None:
-                grad_SH[part] = (grad_RW @ lm_head_WH)[:R]
+                torch.mm(grad_RW, lm_head_WH, out=grad_SH[part])
             if grad_WH is not None:
-                grad_WH += grad_RW.T @ normed_RH
+                grad_WH += grad_RW.T @ normed_SH[part]
         ctx.save_for_backward(grad_SH, grad_WH)
         losses_S, choices_S = torch.cat(losses), torch.cat(choices)
         ctx.mark_non_differentiable(losses_S, choices_S)
         return (weight_S * losses_S).sum(), losses_S, choices_S
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
         """grads: those of the three outputs; only the first, the sum's, is used."""
         grad_SH, grad_WH = ctx.saved_tensors
         by_rows = None if grad_SH is None else grad_SH * grads[0].to(grad_SH.dtype)
-        return by_rows, None if grad_WH is None else grad_WH * grads[0], None, None, None
+        return by_rows, None if grad_WH is None else grad_WH * grads[0], None, None
 
 
 def block_losses(
-    logits_RW: Tensor, weight_R: Tensor, row_R: Tensor, teacher: Teacher
+    logits_RW: Tensor, weight_R: Tensor, p_UW: Tensor, of_R: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """The losses and the argmax [R] of rows of logits, block by block.
-
-    row_R: the teacher's rows, ascending. logits_RW is overwritten by the gradient of the weighted
-    losses.
-    """
-    rows_U, of_R = torch.unique_consecutive(row_R, return_inverse=True)
-    p_UW = teacher.probabilities(rows_U)
-    at_once = (
-        max(1, LOGITS_IN_CACHE // logits_RW.shape[1])
-        if logits_RW.device.type == "cpu"
-        else len(row_R)
-    )
-    losses, choices = [], []
-    for first in range(0, len(row_R), at_once):
-        part = slice(first, first + at_once)
-        p_RW = p_UW.index_select(0, of_R[part])
-        losses_R, grad_RW, choice_R = loss_rows(logits_RW[part].to(p_RW.dtype), p_RW)
-        choices.append(choice_R)
-        losses.append(losses_R)
-        torch.mul(grad_RW, weight_R[part].unsqueeze(-1), out=logits_RW[part])
+    """`part_losses`, on a CPU some rows at a time, on a GPU compiled into a few kernels."""
+    if logits_RW.device.type != "cpu":
+        return compiled_losses()(logits_RW, weight_R, p_UW, of_R)
+    at_once = max(1, LOGITS_IN_CACHE // logits_RW.shape[1])
+    parts = (torch.split(of_all, at_once) for of_all in (logits_RW, weight_R, of_R))
+    made = [
+        part_losses(logits, weight, p_UW, of) for logits, weight, of in zip(*parts, strict=True)
+    ]
+    losses, choices = zip(*made, strict=True)
     return torch.cat(losses), torch.cat(choices)
+
+
+def part_losses(
+    logits_RW: Tensor, weight_R: Tensor, p_UW: Tensor, of_R: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The losses and the argmax [R] of rows of logits.
+
+    p_UW: the teacher's rows; of_R: that of each row. logits_RW is overwritten by the gradient of
+    the weighted losses.
+    """
+    p_RW = p_UW.index_select(0, of_R)
+    losses_R, grad_RW, choice_R = loss_rows(logits_RW.to(p_RW.dtype), p_RW)
+    logits_RW.copy_(grad_RW.mul_(weight_R.unsqueeze(-1)))
+    return losses_R, choice_R
+
+
+@functools.cache
+def compiled_losses() -> Callable[..., tuple[Tensor, Tensor]]:
+    """`part_losses` for a GPU."""
+    return torch.compile(part_losses)
 
 
 def batch_loss(
@@ -259,79 +339,78 @@ def batch_loss(
 
     Tokens are teacher-forced; the fed-back state is not detached. embed_tokens [V, H]: the
     target's, for a head that has none of its own; the unroll starts in its dtype. divisor_K: the
-    sum of `divisors` over all batches that the loss is of; by default this batch's own.
+    sum of `trained_slots` over all batches that the loss is of; by default this batch's own.
     """
     embed_tokens = (
         embed_tokens if head.embed_tokens is None else head.embed_tokens.to(embed_tokens.dtype)
     )
-    row_at_step_BT = rows_at_steps(batch, teacher, config)
-    slots_K = slots_at_steps(row_at_step_BT, batch.starts_BT, head.config.sliding_window)
+    plan = teacher.plan
 
     def true_embeds(step: int, _: Tensor) -> Tensor:
-        return F.embedding(slots_K[step].take(shifted(batch.tokens_BT, 1 + step)), embed_tokens)
+        return F.embedding(plan.tokens_K[step], embed_tokens)
 
-    embeds_BTH = F.embedding(shifted(batch.tokens_BT, 1), embed_tokens)
+    embeds_BTH = true_embeds(0, embed_tokens).view(*batch.tokens_BT.shape, -1)
     aux_hidden_BTA = batch.aux_hidden_BTA.to(embed_tokens.dtype)
-    hidden, rows, num_judged = [], [], []
-    outputs = unroll(head, aux_hidden_BTA, embeds_BTH, slots_K, true_embeds, config.recompute)
-    for slots, row_BT, hidden_NH in zip(slots_K, row_at_step_BT, outputs, strict=True):
-        row_N = slots.take(row_BT)
-        trained_R = carries_loss(row_N, teacher).nonzero().squeeze(1)
-        hidden.append(hidden_NH.index_select(0, trained_R))
-        rows.append(row_N[trained_R])
-        num_judged.append((row_N >= 0).sum())
-    divisor_K = divisors(batch, teacher, config) if divisor_K is None else divisor_K
-    return slot_losses(head, hidden, rows, torch.stack(num_judged), teacher, config, divisor_K)
+    outputs = unroll(head, aux_hidden_BTA, embeds_BTH, plan.slots_K, true_embeds, config.recompute)
+    hidden_SH = torch.cat([*outputs]).index_select(0, plan.pick_S)
+    return slot_losses(head, hidden_SH, teacher, config, divisor_K)
 
 
-def divisors(batch: Batch, teacher: Teacher, config: ObjectiveConfig) -> Tensor:
-    """int64 [K]: the slots of each step that carry loss."""
-    rows = rows_at_steps(batch, teacher, config)
-    return torch.stack([carries_loss(row_BT, teacher).sum() for row_BT in rows])
+def trained_slots(teacher: Teacher, num_steps: int) -> Tensor:
+    """The slots of each step that carry loss, in the dtype of the loss [K]."""
+    plan, carries_P = teacher.plan, teacher.position_mask_P.to(teacher.hidden_PH.dtype)
+    return by_step(carries_P.index_select(0, plan.row_S), plan, num_steps)
 
 
-def rows_at_steps(batch: Batch, teacher: Teacher, config: ObjectiveConfig) -> list[Tensor]:
-    """For each step the teacher's row of each slot, int64 [B, T], -1 for none.
+def by_step(x_S: Tensor, plan: StepPlan, num_steps: int) -> Tensor:
+    """The sums of x_S over the slots of each step [K]."""
+    return x_S.new_zeros(num_steps + 1).index_add(0, plan.step_S, x_S)[:num_steps]
+
+
+def rows_at_steps(
+    row_BT: Tensor, starts_BT: Tensor, config: ObjectiveConfig, draw: float
+) -> list[Tensor]:
+    """For each step the teacher's row of each slot, int64 [B, T], -1 for none. row_BT: that of
+    each position.
 
     Where later steps are sampled, slot number n of a document continues to step i if n times
-    the golden ratio plus teacher.draw, without its whole part, is below STEP_DECAY ** i.
+    the golden ratio plus draw, without its whole part, is below STEP_DECAY ** i.
     """
-    rows = [
-        ahead(teacher.row_BT, batch.starts_BT, 1 + step) for step in range(config.num_ttt_steps)
-    ]
+    rows = [ahead(row_BT, starts_BT, 1 + step) for step in range(config.num_ttt_steps)]
     if config.later_steps == "all":
         return rows
-    number_BT = torch.arange(batch.starts_BT.shape[1], device=batch.starts_BT.device)
-    number_BT = (number_BT - batch.starts_BT).double()  # the same in packed and in padded rows
-    place_BT = (number_BT * GOLDEN_RATIO + teacher.draw) % 1.0
+    # counted in its document: the same in packed and in padded rows
+    number_BT = (torch.arange(starts_BT.shape[1]) - starts_BT).double()
+    place_BT = (number_BT * GOLDEN_RATIO + draw) % 1.0
     return [row_BT.where(place_BT < STEP_DECAY**step, -1) for step, row_BT in enumerate(rows)]
 
 
 def slots_at_steps(
-    row_at_step_BT: Sequence[Tensor], starts_BT: Tensor, window: int | None = None
-) -> list[Slots]:
-    """The slots to unroll at each step: those with a row at it or later, rounded up. window: the
-    head's.
+    row_at_step_BT: Sequence[Tensor], starts_BT: Tensor, size: int, window: int | None, kind: str
+) -> tuple[list[Slots], list[Tensor]]:
+    """The slots to unroll at each step, and for each its teacher's row, -1 for none.
+
+    Those with a row at the step or later, then one of them again up to a multiple of `size`; where
+    that is no fewer than before, the slots of the step before.
     """
+    active_KBT = torch.stack([row_BT >= 0 for row_BT in row_at_step_BT])
+    active_KBT = active_KBT.flip(0).cumsum(0).flip(0) > 0
     slots_K: list[Slots] = []
-    left_BT, reverse = torch.zeros_like(starts_BT, dtype=torch.bool), []
-    for row_BT in reversed(row_at_step_BT):
-        left_BT = left_BT | (row_BT >= 0)
-        reverse.append(left_BT)
-    candidates_BT = starts_BT >= 0
-    for active_BT in reversed(reverse):
-        wanted_BT = rounded_up(active_BT, candidates_BT) if active_BT.any() else candidates_BT
-        if slots_K and torch.equal(wanted_BT, candidates_BT):
+    rows_K, num_real = [], 0
+    for active_BT, row_BT in zip(active_KBT, row_at_step_BT, strict=True):
+        flat_N = active_BT.flatten().nonzero().squeeze(1)
+        spare = flat_N[-1:] if len(flat_N) else slots_K[-1].flat_N[:1] if slots_K else [0]
+        flat_N, wanted = filled(flat_N, size, int(spare[0])), len(flat_N)
+        if slots_K and len(flat_N) == len(slots_K[-1].flat_N):
             slots_K.append(slots_K[-1])
         else:
-            slots_K.append(Slots.where(wanted_BT, starts_BT, window))
-        candidates_BT = wanted_BT
-    return slots_K
-
-
-def carries_loss(row: Tensor, teacher: Teacher) -> Tensor:
-    """bool of `row`'s shape: which slots carry loss. row: their teacher's rows, -1 for none."""
-    return (row >= 0) & teacher.position_mask_P[row.clamp(min=0)]
+            num_real = wanted
+            of_step = Slots.of(flat_N, starts_BT, window, kind)
+            slots_K.append(of_step.among(slots_K[-1]) if slots_K else of_step)
+        row_N = slots_K[-1].take(row_BT)
+        row_N[num_real:] = -1
+        rows_K.append(row_N)
+    return slots_K, rows_K
 
 
 def ahead(row_BT: Tensor, starts_BT: Tensor, by: int) -> Tensor:
@@ -340,40 +419,22 @@ def ahead(row_BT: Tensor, starts_BT: Tensor, by: int) -> Tensor:
     return (shifted(row_BT + 1, by) - 1).where(same_BT, -1)
 
 
-def rounded_up(active_BT: Tensor, candidates_BT: Tensor) -> Tensor:
-    """active_BT with candidates added up to a multiple of SLOTS_IN_STEPS_OF.
-
-    The added slots carry no loss; there may be too few candidates for a whole multiple.
-    """
-    missing = -int(active_BT.sum()) % SLOTS_IN_STEPS_OF
-    others = (~active_BT & candidates_BT).flatten().nonzero().squeeze(1)[:missing]
-    return active_BT.flatten().index_fill(0, others, True).view_as(active_BT)
-
-
 def slot_losses(
     head: Head,
-    hidden: list[Tensor],
-    rows: list[Tensor],
-    num_judged: Tensor,
+    hidden_SH: Tensor,
     teacher: Teacher,
     config: ObjectiveConfig,
-    divisor_K: Tensor,
+    divisor_K: Tensor | None,
 ) -> BatchLoss:
-    """The loss from the slots that carry loss, in one call of `Distillation` for all steps.
-
-    hidden, rows: for each step the layer's outputs [R, H] and the teacher's rows [R]. num_judged,
-    divisor_K: int64 [K].
+    """The loss from the layer's outputs at the judged slots, in one call of `Distillation` for all
+    steps. divisor_K: as in `batch_loss`.
     """
-    sizes = [len(row_R) for row_R in rows]
-    device = teacher.row_BT.device
-    num_trained = torch.tensor(sizes, device=device)
-    wide = teacher.hidden_PH.dtype
-    decay = STEP_DECAY ** torch.arange(len(sizes), dtype=wide, device=device)
-    divisor_K = divisor_K.to(wide).clamp(min=1)
-    step_S = torch.repeat_interleave(torch.arange(len(sizes), device=device), num_trained)
-    row_S, order_S = torch.cat(rows).sort(stable=True)
-    step_S = step_S[order_S]
-    hidden_SH = torch.cat(hidden).index_select(0, order_S)
+    plan, K, device = teacher.plan, config.num_ttt_steps, hidden_SH.device
+    trained_K = trained_slots(teacher, K)
+    divisor_K = (trained_K if divisor_K is None else divisor_K.to(trained_K)).clamp(min=1)
+    decay_K = STEP_DECAY ** torch.arange(K, dtype=divisor_K.dtype, device=device)
+    carries_S = teacher.position_mask_P.index_select(0, plan.row_S)
+    weight_S = F.pad(decay_K / divisor_K, (0, 1)).index_select(0, plan.step_S) * carries_S
     (normed_SH,) = by_rows(lambda rows: (head.normed(rows),), config.recompute, hidden_SH)
     lm_head_WH = head.lm_head.weight
     if torch.is_autocast_enabled(device.type):
@@ -381,13 +442,14 @@ def slot_losses(
         normed_SH, lm_head_WH = normed_SH.to(dtype), lm_head_WH.to(dtype)
     with torch.autocast(device.type, enabled=False):
         loss, loss_S, choice_S = Distillation.apply(  # type: ignore[no-untyped-call]
-            normed_SH, lm_head_WH, (decay / divisor_K)[step_S], row_S, teacher
+            normed_SH, lm_head_WH, weight_S, teacher
         )
-    hit_S = head.target_ids_W[choice_S] == teacher.argmax_P[row_S]
+    # a target's best token that is no draft token is never hit
+    hit_S = head.target_ids_W[choice_S] == teacher.argmax_P.index_select(0, plan.row_S)
     return BatchLoss(
         loss=loss,
-        step_losses=loss_S.new_zeros(len(sizes)).index_add(0, step_S, loss_S) / divisor_K,
-        num_judged=num_judged,
-        num_trained=num_trained,
-        num_hits=torch.zeros_like(num_trained).index_add(0, step_S, hit_S.long()),
+        step_losses=by_step(loss_S * carries_S, plan, K) / divisor_K,
+        num_judged=plan.counts[:K],
+        num_trained=trained_K,
+        num_hits=by_step(hit_S.to(loss_S), plan, K),
     )

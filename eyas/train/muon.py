@@ -46,15 +46,26 @@ class Muon(torch.optim.Muon):
                 for weight in weights:
                     own_rows(weight).mul_(1 - group["lr"] * group["weight_decay"])
             if not any(isinstance(weight, DTensor) for weight in weights):
-                for weight in weights:
-                    turned_AB = orthogonalised(self._update(weight, group), group)
-                    weight.add_(turned_AB, alpha=-rate_of(weight.shape, group))
+                self._step_whole(weights, group)
                 continue
             # the largest first: matrices of one round are alike in size, so no rank waits long
             weights.sort(key=torch.numel, reverse=True)
             ranks = weights[0].device_mesh.get_group()
             for first in range(0, len(weights), ranks.size()):
                 self._step_round(weights[first : first + ranks.size()], group, ranks)
+
+    def _step_whole(self, weights: Sequence[Tensor], group: dict[str, Any]) -> None:
+        """Update whole matrices, those of one shape together; a tall one is a wide one turned."""
+        by_shape: dict[tuple[int, ...], list[Tensor]] = {}
+        for weight in weights:
+            by_shape.setdefault(tuple(sorted(weight.shape)), []).append(weight)
+        for alike in by_shape.values():
+            updates = [self._update(weight, group) for weight in alike]
+            wide = [one.T if one.shape[0] > one.shape[1] else one for one in updates]
+            turned = orthogonalised(torch.stack(wide) if len(wide) > 1 else wide[0], group)
+            for weight, part in zip(alike, turned.view(-1, *turned.shape[-2:]), strict=True):
+                rows = part if part.shape == weight.shape else part.T
+                self._add(weight, rows, rate_of(weight.shape, group))
 
     def _step_round(
         self, weights: Sequence[DTensor], group: dict[str, Any], ranks: dist.ProcessGroup
@@ -79,7 +90,7 @@ class Muon(torch.optim.Muon):
         for weight, piece, part in zip(weights, pieces, parts, strict=True):
             local = weight.to_local()
             rate = rate_of(weight.shape, group)
-            local.add_(part.view(-1, piece.columns)[: len(local)], alpha=-rate)
+            self._add(local, part.view(-1, piece.columns)[: len(local)], rate)
 
     def _update(self, weight: Tensor, group: dict[str, Any]) -> Tensor:
         """This rank's rows of what is to be made orthogonal, in bf16; the momentum is updated."""
@@ -88,10 +99,20 @@ class Muon(torch.optim.Muon):
         if "momentum_buffer" not in state:
             state["momentum_buffer"] = torch.zeros_like(gradient)
         momentum, rows = own_rows(state["momentum_buffer"]), own_rows(gradient)
+        if (found_inf := getattr(self, "found_inf", None)) is not None:
+            rows = rows.where(found_inf == 0, momentum)  # which the momentum itself does not change
         momentum.lerp_(rows, 1 - group["momentum"])
         return (
             rows.lerp(momentum, group["momentum"]) if group["nesterov"] else momentum
         ).bfloat16()
+
+    def _add(self, rows: Tensor, turned: Tensor, rate: float) -> None:
+        """Step these rows of a weight. As with torch's fused AdamW a `found_inf` of 1, on the
+        device, leaves the update out.
+        """
+        if (found_inf := getattr(self, "found_inf", None)) is not None:
+            turned = turned * (1 - found_inf).to(turned.dtype)
+        rows.add_(turned, alpha=-rate)
 
 
 def own_rows(matrix: Tensor) -> Tensor:
@@ -129,17 +150,20 @@ class Piece:
 
 
 def orthogonalised(matrix_AB: Tensor, group: dict[str, Any]) -> Tensor:
-    """A matrix with the singular vectors of matrix_AB and singular values near 1, bf16 as it is.
+    """A matrix, or each of several [..., A, B], with its singular vectors and singular values near
+    1, bf16 as it is.
 
     The Newton-Schulz iteration of Jordan (kellerjordan.github.io/posts/muon), in the order of
-    operations of torch.optim.Muon: the same bits. Where products in bf16 are slow it is in float32.
+    operations of torch.optim.Muon: for one the same bits. Where products in bf16 are slow it is in
+    float32.
     """
     a, b, c = group["ns_coefficients"]
-    is_tall = matrix_AB.shape[0] > matrix_AB.shape[1]
-    x = matrix_AB.T if is_tall else matrix_AB
+    is_tall = matrix_AB.shape[-2] > matrix_AB.shape[-1]
+    x = matrix_AB.mT if is_tall else matrix_AB
     x = x if multiplies_bf16(x.device.type) else x.float()
-    x = x / x.norm().clamp(min=group["eps"])
+    add_product = torch.addmm if x.ndim == 2 else torch.baddbmm
+    x = x / x.norm(dim=(-2, -1), keepdim=True).clamp(min=group["eps"])
     for _ in range(group["ns_steps"]):
-        gram = x @ x.T
-        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
-    return (x.T if is_tall else x).to(matrix_AB.dtype)
+        gram = x @ x.mT
+        x = add_product(x, add_product(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return (x.mT if is_tall else x).to(matrix_AB.dtype)

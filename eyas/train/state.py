@@ -117,7 +117,7 @@ class TrainingState:
 
     dtype: what is computed in. best: the weights of the best measured head, on the CPU of the first
     rank; None before a measurement. metrics: a row a step, on the first rank; the others' begin
-    where they resumed.
+    where they resumed. broken: bool, whether a gradient was not finite: nothing is updated since.
     """
 
     head: Head
@@ -128,6 +128,7 @@ class TrainingState:
     trend: LossTrend = field(default_factory=LossTrend)
     best: dict[str, Tensor] | None = None
     metrics: list[dict[str, Any]] = field(default_factory=list)
+    broken: Tensor | bool = False
     _uploaded: float = 0.0  # when, by time.monotonic
 
     def add_row(self, row: dict[str, Any], output: Artifact, ranks: Ranks) -> None:

@@ -3,6 +3,10 @@
 The losses of a step are divided by what carries loss in all of its batches, on all ranks. So a step
 of n batches is the step of one batch that holds their samples, whichever rank computes them.
 
+A step waits for no device: its figures stay there until `rows_of` reads those of several steps. So
+that a loss or gradient that is not finite is found late and changes nothing, the update is left out
+on the device, from that step on.
+
 Letters: B batch, T sequence, M = B T, V target vocabulary, H hidden, A = 3 * the target's hidden
 size, K steps of the unroll.
 """
@@ -12,7 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -24,8 +28,20 @@ from eyas.model.dialects import LM_HEAD
 from eyas.operators.batch import Batch
 from eyas.operators.head import Head
 from eyas.operators.tensors import multiplies_bf16
+from eyas.operators.ttt import sent
 from eyas.operators.vocab import TargetVocabulary
-from eyas.train.loss import BatchLoss, ObjectiveConfig, Teacher, batch_loss, divisors, teach
+from eyas.shards import Sample
+from eyas.train.loss import (
+    BatchLoss,
+    ObjectiveConfig,
+    StepPlan,
+    Teacher,
+    batch_loss,
+    draft_rows,
+    plan_of,
+    teach,
+    trained_slots,
+)
 from eyas.train.muon import Muon
 from eyas.train.ranks import Ranks, reduce_gradients
 from eyas.train.state import TrainingState
@@ -118,10 +134,18 @@ def optimizers_of(head: Head, weight_decay: float = 0.0) -> list[torch.optim.Opt
     ]
 
 
+class PlannedBatch(NamedTuple):
+    """A batch and the plan of its step, on one device."""
+
+    batch: Batch
+    plan: StepPlan
+
+
 class LossModule(nn.Module):
     """The head and the loss of a batch as one module: torch's sharding works around its forward.
 
-    embed_tokens [V, H]: the target's, in the precision of the maths.
+    embed_tokens [V, H]: the target's, in the precision of the maths. The head's draft vocabulary
+    stays as it is.
     """
 
     def __init__(
@@ -130,32 +154,38 @@ class LossModule(nn.Module):
         super().__init__()
         self.head, self.vocabulary, self.config = head, vocabulary, config
         self.embed_tokens = vocabulary.embed_tokens.to(getattr(torch, dtype))
+        self.draft_rows_WH = draft_rows(vocabulary, head)
 
-    def teach(self, batch: Batch, draw: float) -> Teacher:
+    def planned(self, batch: Batch, step: int) -> PlannedBatch:
+        """A batch of the CPU on the head's device, and its plan in a run's step, counted from 0."""
+        device, draw = self.embed_tokens.device, step * DRAW_STEP % 1.0
+        plan = plan_of(batch, self.config, self.head.config, draw, device.type)
+        return PlannedBatch(batch.to(str(device)), sent(plan, device))
+
+    def teach(self, planned: PlannedBatch) -> Teacher:
         """The target at the batch's judged positions: see `loss.teach`."""
-        return teach(batch, self.vocabulary, self.head, draw)
+        batch, plan = planned
+        return teach(batch, self.vocabulary, self.head, plan, self.draft_rows_WH)
 
-    def divisors(self, batches: Sequence[Batch], teachers: Sequence[Teacher]) -> Tensor:
-        """The sums over these batches of `loss.divisors`, int64 [K] on the CPU."""
-        counts_K = torch.zeros(self.config.num_ttt_steps, dtype=torch.int64)
-        for batch, teacher in zip(batches, teachers, strict=True):
-            counts_K += divisors(batch, teacher, self.config).cpu()
-        return counts_K
+    def trained_slots(self, teachers: Sequence[Teacher]) -> Tensor:
+        """The sums over these batches of `loss.trained_slots`, float64 [K]."""
+        K, device = self.config.num_ttt_steps, self.embed_tokens.device
+        counts = [trained_slots(teacher, K).double() for teacher in teachers]
+        return sum(counts, torch.zeros(K, dtype=torch.float64, device=device))
 
     def forward(self, batch: Batch | None, teacher: Teacher | None, divisor_K: Tensor) -> BatchLoss:
         """One batch's share of the step's loss; without a batch a loss of 0 with zero gradients.
 
-        divisor_K: the divisors of all batches of the step on all ranks, int64 [K].
+        divisor_K: `trained_slots` of all batches of the step on all ranks [K].
         """
         if batch is None or teacher is None:
-            zero = sum((0.0 * weight.sum() for weight in self.head.parameters()), torch.zeros(()))
-            return BatchLoss(zero, *(torch.zeros_like(divisor_K) for _ in range(4)))
+            zero = sum(0.0 * weight.sum() for weight in self.head.parameters())
+            return BatchLoss(zero, *(torch.zeros_like(divisor_K) for _ in range(4)))  # type: ignore[arg-type]
         return self.batch_loss(batch, teacher, divisor_K)
 
     def batch_loss(self, batch: Batch, teacher: Teacher, divisor_K: Tensor) -> BatchLoss:
         """As `forward`, which torch's sharding works around: all ranks call that equally often."""
         device, dtype = batch.tokens_BT.device, self.embed_tokens.dtype
-        divisor_K = divisor_K.to(device)
         with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
             return batch_loss(self.head, self.embed_tokens, batch, teacher, self.config, divisor_K)
 
@@ -177,101 +207,112 @@ def teaching_in_tf32(dtype: Dtype) -> Iterator[None]:
             torch.backends.cuda.matmul.allow_tf32 = before
 
 
+class StepFigures(NamedTuple):
+    """What a step says of itself: its number, counted from 1, the names of this rank's samples, the
+    rate, and on the device, float64, this rank's sums [1 + 4 K + 2] and the gradient's norm [1].
+    """
+
+    step: int
+    keys: tuple[str, ...]
+    rate: float
+    sums: Tensor
+    norm: Tensor
+
+
 def training_step(
     state: TrainingState,
     module: LossModule,
-    batches: Sequence[Batch],
+    batches: Sequence[PlannedBatch],
     ranks: Ranks,
     rate: float,
-) -> dict[str, Any]:
+) -> StepFigures:
     """One update of the weights, from these batches and those of the other ranks.
 
-    Returns the step's row of metrics, the same on every rank. Raises EyasError, with the names of
-    the samples, when the loss or the gradient is not finite; the weights are unchanged then.
+    Where the loss or the gradient is not finite, this step and all later ones change no weight.
     """
-    draw = state.step * DRAW_STEP % 1.0
-    teachers = [module.teach(batch, draw) for batch in batches]
-    divisor_K = torch.tensor(ranks.total(module.divisors(batches, teachers).tolist()))
+    teachers = [module.teach(one) for one in batches]
+    divisor_K = ranks.summed(module.trained_slots(teachers))
 
     # in the last step of a run a rank may have no batch: it takes part in the sums with a loss of 0
     pairs: list[tuple[Batch | None, Teacher | None]]
-    pairs = [*zip(batches, teachers, strict=True)] or [(None, None)]
-    losses: list[BatchLoss] = []
+    pairs = [(one.batch, of) for one, of in zip(batches, teachers, strict=True)] or [(None, None)]
+    sums = torch.zeros(3 + 4 * len(divisor_K), dtype=torch.float64, device=divisor_K.device)
     for number, (batch, teacher) in enumerate(pairs, 1):
         reduce_gradients(module, now=number == len(pairs))
         loss: BatchLoss = module(batch, teacher, divisor_K)
         loss.loss.backward()  # type: ignore[no-untyped-call]
-        losses.append(loss)
+        sizes = teacher.plan.counts[-2:] if teacher else sums.new_zeros(2)
+        sums += torch.cat([loss.loss.detach().view(1), *loss[1:], sizes])
 
-    row = metrics_row(losses, batches, ranks)
     norm = gradient_norm(state.optimizers)
-    if not math.isfinite(row["loss"] + norm):
-        raise not_finite(state.step, row["loss"], norm, batches, ranks)
+    state.broken = ~(norm.isfinite() & (state.broken == 0))
     for optimizer in state.optimizers:
+        optimizer.found_inf = state.broken.float()  # type: ignore[attr-defined]  # torch's own name
         for group in optimizer.param_groups:
             group["lr"] = rate * group["share"]
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
     state.step += 1
-    return {"step": state.step, **row, "learning_rate": rate, "grad_norm": norm}
+    keys = tuple(key for one in batches for key in one.batch.keys)
+    return StepFigures(state.step, keys, rate, sums, norm.double().view(1))
 
 
-def gradient_norm(of: Sequence[torch.optim.Optimizer]) -> float:
-    """The norm of the whole gradient before it is clipped to MAX_GRAD_NORM, in place."""
+def gradient_norm(of: Sequence[torch.optim.Optimizer]) -> Tensor:
+    """The norm of the whole gradient, a scalar, before it is clipped to MAX_GRAD_NORM in place."""
     groups = [group for optimizer in of for group in optimizer.param_groups]
     weights = [weight for group in groups for weight in group["params"]]
     norm = nn.utils.clip_grad_norm_(weights, MAX_GRAD_NORM)
-    return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+    return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
 
-def metrics_row(
-    losses: Sequence[BatchLoss], batches: Sequence[Batch], ranks: Ranks
-) -> dict[str, Any]:
-    """A row of metrics without step and rate, summed over all ranks. All ranks call it."""
-    K = len(losses[0].step_losses)
-    sums = torch.zeros(1 + 4 * K, dtype=torch.float64)
-    for one in losses:
-        parts = (one.loss.detach().view(1), *one[1:])
-        sums += torch.cat([part.to("cpu", torch.float64) for part in parts])
-    sizes = [sum(len(batch.keys) for batch in batches), sum(b.tokens_BT.numel() for b in batches)]
-    *summed, num_samples, num_tokens = ranks.total([*sums.tolist(), *sizes])
-    # the four fields of BatchLoss behind the loss, [K] each
-    by_step, judged, trained, hits = (summed[1 + K * part :][:K] for part in range(4))
-    return {
-        "loss": summed[0],
-        "step_losses": by_step,
-        "accuracy": [hit / max(count, 1.0) for hit, count in zip(hits, judged, strict=True)],
-        "samples": int(num_samples),
-        "tokens": int(num_tokens),
-        "judged": int(judged[0]),
-        "trained": int(trained[0]),
-    }
+def rows_of(figures: Sequence[StepFigures], ranks: Ranks) -> list[dict[str, Any]]:
+    """The rows of metrics of these steps, the same on every rank. All ranks call it: one sum over
+    them and one copy from the device, which are waited for.
+    """
+    sums = ranks.summed(torch.stack([one.sums for one in figures]))
+    numbers = torch.cat([sums, torch.stack([one.norm for one in figures])], dim=1).tolist()
+    rows = []
+    for one, (loss, *summed, num_samples, num_tokens, norm) in zip(figures, numbers, strict=True):
+        K = len(summed) // 4
+        # the four fields of BatchLoss behind the loss, [K] each
+        by_step, judged, trained, hits = (summed[K * part :][:K] for part in range(4))
+        row = {
+            "step": one.step,
+            "loss": loss,
+            "step_losses": by_step,
+            "accuracy": [hit / max(count, 1.0) for hit, count in zip(hits, judged, strict=True)],
+            "samples": int(num_samples),
+            "tokens": int(num_tokens),
+            "judged": int(judged[0]),
+            "trained": int(trained[0]),
+            "learning_rate": one.rate,
+            "grad_norm": norm,
+        }
+        rows.append(row)
+    return rows
 
 
 def not_finite(
-    step: int, loss: float, norm: float, batches: Sequence[Batch], ranks: Ranks
+    row: dict[str, Any], keys: Sequence[str], samples: Sequence[Sample], ranks: Ranks
 ) -> EyasError:
     """The error of a step whose loss or gradient is not finite. All ranks call it.
 
-    It names the step's samples, and in the hint those with features that are not finite.
+    keys, samples: of this rank. It names all, and in the hint those with features that are not
+    finite.
     """
-    keys = ranks.listed(key for batch in batches for key in batch.keys)
-    broken = ranks.listed(key for batch in batches for key in broken_samples(batch))
+    keys = ranks.listed(keys)
+    broken = ranks.listed(
+        one.key
+        for one in samples
+        if not (one.aux_hidden.isfinite().all() and one.last_hidden.isfinite().all())
+    )
     hint = (
         f"the features of {', '.join(broken)} are not finite: capture them again"
         if broken
         else "try a lower learning_rate"
     )
     return EyasError(
-        f"step {step + 1} has loss {loss} and gradient norm {norm}; its samples: {', '.join(keys)}",
+        f"step {row['step']} has loss {row['loss']} and gradient norm {row['grad_norm']}; its "
+        f"samples: {', '.join(keys)}",
         hint,
     )
-
-
-def broken_samples(batch: Batch) -> list[str]:
-    """The keys of the batch's samples whose features hold NaN or infinity."""
-    finite_BT = batch.aux_hidden_BTA.isfinite().all(-1) & batch.last_hidden_BTH.isfinite().all(-1)
-    begins_BT = batch.starts_BT == torch.arange(finite_BT.shape[1], device=finite_BT.device)
-    # the number of each token's sample; padding has that of the sample before, and is finite
-    sample_M = begins_BT.flatten().cumsum(0) - 1
-    return [batch.keys[number] for number in sorted(set(sample_M[~finite_BT.flatten()].tolist()))]

@@ -11,11 +11,12 @@ Letters: V target vocabulary, W draft vocabulary.
 from __future__ import annotations
 
 import logging
+import math
 import random
 import signal
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from hashlib import sha256
 from typing import Any
 
@@ -28,15 +29,14 @@ from eyas.hub import resolve_target
 from eyas.lineage import head_manifest
 from eyas.log import Track, quiet
 from eyas.model.config import HeadOptions
-from eyas.operators.batch import Batch
 from eyas.operators.head import Head, head_files
 from eyas.operators.vocab import TargetVocabulary
 from eyas.shards import FeatureMeta, FeatureSource
 from eyas.train.batches import (
     BatchConfig,
+    feed,
     left_out_samples,
     plan_steps,
-    read_batches,
     survey,
 )
 from eyas.train.held_out import MEASURED_STEPS, HeldOutSample, tau_of_counts
@@ -66,8 +66,11 @@ from eyas.train.step import (
     LossModule,
     Precision,
     RateConfig,
+    StepFigures,
+    not_finite,
     optimizers_of,
     quickest,
+    rows_of,
     teaching_in_tf32,
     training_step,
     usual_learning_rate,
@@ -77,6 +80,8 @@ from eyas.train.tracker import TrackedRun, TrackerConfig, Trackers, open_tracker
 log = logging.getLogger(__name__)
 ENOUGH_JUDGED = 100  # positions: if none of them carries loss, none will
 LAST_BATCHES = 50  # whose mean loss and accuracy the manifest has
+# Steps whose figures are read from the device at once: reading waits for it
+READ_EVERY, READ_EVERY_ELSEWHERE = {"cpu": 1}, 8
 
 # Settings that are not in the artifact's identity: a run may be resumed with other values.
 WITHOUT_EFFECT = {
@@ -181,6 +186,7 @@ class Trainer:
     state: TrainingState
     module: LossModule
     _finished: int  # steps whose measurement, if one was due, is done too
+    _judged = _trained = 0  # positions, of the steps of this process
 
     def __init__(
         self,
@@ -304,33 +310,40 @@ class Trainer:
         self._finished = state.step
         mine = [ranks.share(batches) for batches in self.steps[state.step :]]
         reader = self.source.batches([numbers for batches in mine for numbers in batches])
-        judged = trained = 0
+        sizes = [len(batches) for batches in mine]
+        self._feed = feed(reader, sizes, state.step, config.batches, self.module)
         if self.measure_at and state.step == 0:
             self._measure()
+        pending: list[StepFigures] = []
+        read_every = READ_EVERY.get(ranks.device, READ_EVERY_ELSEWHERE)
+        due = {num_steps, *self.measure_at, *range(0, num_steps, config.checkpoint_every)}
+        began = time.monotonic()
         try:
-            with asked_to_stop() as signal_of:
-                for planned in mine:
-                    if state.patience.is_over(config.stop):
-                        break
-                    began = time.monotonic()
+            with closing(self._feed), asked_to_stop() as signal_of:
+                while state.step < num_steps and not state.patience.is_over(config.stop):
                     with ranks.together():
-                        batches = read_batches(reader, len(planned), config.batches, ranks.device)
+                        batches = next(self._feed)
                     rate = self.rate.at(state.step, num_steps)
-                    row = training_step(state, self.module, batches, ranks, rate)
-                    row["seconds"] = seconds = time.monotonic() - began
-                    row["tokens_per_s"] = row["tokens"] / seconds
-                    self._judge(row, batches, output)
-                    judged, trained = judged + row["judged"], trained + row["trained"]
-                    if not trained and (judged >= ENOUGH_JUDGED or state.step == num_steps):
-                        self._refuse_untrained(judged)
-                    trackers.log(state.step, scalars(row))
+                    pending.append(training_step(state, self.module, batches, ranks, rate))
+                    if len(pending) < read_every and state.step not in due:
+                        continue
+                    rows = rows_of(pending, ranks)
+                    seconds = (time.monotonic() - began) / len(rows)
+                    for row, figures in zip(rows, pending, strict=True):
+                        row["seconds"], row["tokens_per_s"] = seconds, row["tokens"] / seconds
+                        self._judge(row, figures.keys, output)
+                        trackers.log(row["step"], scalars(row))
+                    pending = []
                     if state.step % config.checkpoint_every == 0 and state.step < num_steps:
                         state.save(output, ranks)
                     tau = f" tau {state.patience.best:.2f}" if state.patience.best else ""
-                    said = f"loss {row['loss']:.3f} accuracy {row['accuracy'][0]:.3f}{tau}"
+                    said = (
+                        f"loss {rows[-1]['loss']:.3f} accuracy {rows[-1]['accuracy'][0]:.3f}{tau}"
+                    )
                     track(state.step, num_steps, said)
                     if state.step < num_steps and (came := max(ranks.gathered(signal_of()))):
                         raise StoppedError(came, state.step, num_steps)
+                    began = time.monotonic()
         except (DivergedError, UntrainedError):  # the older checkpoint stays
             if ranks.is_first:
                 output.write_jsonl(METRICS, state.metrics)
@@ -341,43 +354,55 @@ class Trainer:
                 state.save(output, ranks)
             raise
 
-    def _refuse_untrained(self, judged: int) -> None:
-        """Raise UntrainedError if no step trained anything, those before a resume included."""
-        state = self.state
-        if self.ranks.first(lambda: any(row["trained"] for row in state.metrics)):
-            return
-        raise UntrainedError(
-            f"nothing is trained: at none of {judged} positions of the answers is the target's "
-            f"most likely next token one of the {state.head.config.draft_vocab_size} draft tokens",
-            "the answers are not this target's: let it answer the prompts itself (`eyas generate`, "
-            "at the temperature it is used at); or give a larger head.draft_vocab_size",
-        )
-
-    def _judge(self, row: dict[str, Any], batches: Sequence[Batch], output: Artifact) -> None:
+    def _judge(self, row: dict[str, Any], keys: Sequence[str], output: Artifact) -> None:
         """Measure held-out tau if it is due, and write the step's row of metrics.
 
-        Raises DivergedError.
+        keys: of this rank's samples. Raises DivergedError; UntrainedError; EyasError for a step
+        that is not finite, with the state of the step before.
         """
-        state = self.state
+        state, step = self.state, row["step"]
+        if not math.isfinite(row["loss"] + row["grad_norm"]):
+            state.step = step - 1
+            self._feed.close()  # a source may have one reader
+            with self.ranks.together():
+                numbers = self.ranks.share(self.steps[state.step])
+                samples = [one for batch in self.source.batches(numbers) for one in batch]
+            raise not_finite(row, keys, samples, self.ranks)
         state.trend.add(row["loss"])
         if state.trend.has_diverged():
             state.add_row(row, output, self.ranks)
-            keys = self.ranks.listed(key for batch in batches for key in batch.keys)
             raise DivergedError(
                 f"the loss diverges: its running mean is {state.trend.mean:.3f} at step "
                 f"{state.step}, more than {DIVERGED_AT:g} times its lowest, "
-                f"{state.trend.lowest:.3f}; the samples of this step: {', '.join(keys)}",
+                f"{state.trend.lowest:.3f}; the samples of this step: "
+                f"{', '.join(self.ranks.listed(keys))}",
                 "begin in another folder with a lower learning_rate",
             )
-        if state.step in self.measure_at:
+        if step in self.measure_at:
             row |= self._measure()
             if self.config.stop.keep:
                 measured = self._finished_head()
                 with self.ranks.together():
                     if self.ranks.is_first:
-                        write_head(output, f"measured/{state.step}/", measured)
+                        write_head(output, f"measured/{step}/", measured)
         state.add_row(row, output, self.ranks)
-        self._finished = state.step
+        self._finished = step
+        self._judged, self._trained = self._judged + row["judged"], self._trained + row["trained"]
+        is_enough = self._judged >= ENOUGH_JUDGED or step == len(self.steps)
+        # those before a resume included
+        if (
+            not self._trained
+            and is_enough
+            and not self.ranks.first(lambda: any(one["trained"] for one in state.metrics))
+        ):
+            raise UntrainedError(
+                f"nothing is trained: at none of {self._judged} positions of the answers is the "
+                "target's most likely next token one of the "
+                f"{state.head.config.draft_vocab_size} draft tokens",
+                "the answers are not this target's: let it answer the prompts itself (`eyas "
+                "generate`, at the temperature it is used at); or give a larger "
+                "head.draft_vocab_size",
+            )
 
     def _measure(self) -> dict[str, Any]:
         """Measure the head, and remember the best. A new one's start is none: its layer is idle."""
