@@ -17,12 +17,13 @@ import pytest
 
 from eyas.artifact import Artifact
 from eyas.cli import launch
-from eyas.cli.launch import GpusConfig, running_engines, to_serve
-from eyas.cli.run import RunConfig, run
-from eyas.errors import ConfigError, EyasError
+from eyas.cli.launch import GpusConfig, refuse_lacking, running_engines, to_serve
+from eyas.cli.run import RunConfig, refuse_target, run
+from eyas.errors import ConfigError, EyasError, MismatchError
 from eyas.serve.server import ServeConfig
 from eyas.settings import validated
 from eyas.train.ranks import in_processes
+from tests.architectures import save_architecture
 from tests.tiny import tiny_target
 
 STAND_IN = Path(__file__).with_name("sglang_stand_in")
@@ -115,6 +116,15 @@ def test_an_engine_that_serves_no_such_target_with_a_head_is_refused(engine, tmp
     file.write_text(json.dumps(json.loads(file.read_text()) | {"model_type": "olmo2"}))
     with pytest.raises(ConfigError, match="serves no olmo2 with a head"):
         run(content(tmp_path, str(tmp_path / "target")))
+
+
+def test_on_gpus_a_target_may_be_one_that_our_engine_does_not_run(engine, tmp_path):
+    target = str(save_architecture(tmp_path / "target", "llama4"))
+    config = validated(RunConfig, content(tmp_path, target), "run.yaml")
+    refuse_target(config)
+    refuse_lacking(config.gpus, config.serve, None, 1)
+    with pytest.raises(MismatchError):
+        refuse_target(config.model_copy(update={"gpus": None}))
 
 
 @pytest.mark.parametrize(

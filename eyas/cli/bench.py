@@ -112,7 +112,7 @@ def command(
 
 def arms_for(url: str, against: str | None) -> Mapping[str, Any]:
     """The arms that fit the servers: two servers; or one of eyas, with and without its head; or one
-    alone. Raises what `ask_facts` raises.
+    alone.
     """
 
     async def facts_of(url: str) -> ServerFacts:

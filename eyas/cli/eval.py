@@ -149,7 +149,7 @@ def eval_prompts(
     prompts: str | os.PathLike[str] | Sequence[str | Messages], config: EvalConfig
 ) -> list[EvalPrompt]:
     """The prompts that `eyas bench` draws from a file with the same number and seed, or those of a
-    list. Raises what `read_tasks` raises.
+    list.
     """
     if isinstance(prompts, str | os.PathLike):
         tasks = read_tasks(str(prompts), config.num_prompts, config.seed)

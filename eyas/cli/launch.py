@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
 from eyas.errors import ConfigError, EyasError, InputError, MissingInputError
 from eyas.export.engines import Launch, engine_of
@@ -36,6 +36,7 @@ from eyas.log import size_text
 from eyas.model.config import read_config
 from eyas.model.dialects import uses_window
 from eyas.serve.server import ServeConfig
+from eyas.settings import Settings
 
 _SETTINGS = {"target", "head", "dtype", "model", "host", "port", "engine"}
 _ENGINE_SETTINGS = {"speculation", "max_length", "max_batch"}
@@ -65,13 +66,11 @@ class EngineName(StrEnum):
         return shutil.which("vllm") is not None
 
 
-class GpusConfig(BaseModel):
+class GpusConfig(Settings):
     """The GPUs of a run, and what serves on them: `generate` asks a server on each group of
     per_server GPUs, capture and train have a process on each GPU, bench and verify ask servers with
     and without the head.
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     engine: EngineName = Field(description="sglang or vllm, installed beside eyas")
     ids: tuple[int, ...] = Field((0,), min_length=1, description="as nvidia-smi numbers them")

@@ -63,7 +63,7 @@ def command(
         elif not prompts:
             print("of all rows of the sources; --prompts counts those that `eyas prompts` kept")
     refuse_without_room(plan.room, config.output)
-    refuse_target(config.target)
+    refuse_target(config)
 
 
 def show(plan: Plan, title: str) -> None:

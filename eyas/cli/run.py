@@ -58,6 +58,7 @@ from eyas.lineage import head_manifest
 from eyas.log import Track, console, quiet
 from eyas.model.architecture import TargetConfig
 from eyas.model.dialects import FLAGS
+from eyas.operators.shape import target_shape
 from eyas.plan.needs import PlannedRun, plan_run, read_prompts, refuse_without_room
 from eyas.serve.server import ServeConfig, running_server
 from eyas.settings import validated
@@ -233,7 +234,7 @@ def run(
         )
     config = validated(RunConfig, content, command_line)
     root = local_output(config.output)
-    refuse_target(config.target)
+    refuse_target(config)
     if config.train.start:
         resolve_head(config.train.start.head)
     done = run_stages(config, root, anyway)
@@ -272,9 +273,11 @@ def run(
     return {name: artifact.url for name, artifact in done.items()}
 
 
-def refuse_target(target: str) -> None:
+def refuse_target(config: RunConfig) -> None:
     """Raise MismatchError for a target that a run cannot serve in the end, or that has no head."""
-    TargetConfig.from_folder(resolve_target(target)).refuse_few_layers()
+    folder = resolve_target(config.target)
+    shape = TargetConfig.from_folder(folder) if config.gpus is None else target_shape(folder)
+    shape.refuse_few_layers()
 
 
 def local_output(url: str) -> str:
@@ -290,9 +293,7 @@ def local_output(url: str) -> str:
 
 
 def run_stages(config: RunConfig, root: str, anyway: bool = False) -> dict[str, Artifact]:
-    """Do, or find done, every stage of a run, into folders below `root`; the artifacts by stage.
-    Raises what the stages raise.
-    """
+    """Do, or find done, every stage of a run, into folders below `root`; the artifacts by stage."""
     target, gpus = config.target, config.gpus
     if gpus is not None:
         start = config.train.start

@@ -16,7 +16,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import Field, field_validator
 
 from eyas.artifact import Artifact, Manifest, identity
 from eyas.chat import Chat
@@ -45,13 +45,14 @@ from eyas.model.weights import fingerprint
 from eyas.operators.decoder import default_device
 from eyas.operators.shape import target_shape
 from eyas.operators.vocab import TargetVocabulary
+from eyas.settings import Settings
 from eyas.shards import FeatureSource
 
 DEFAULT_TREES = (str(Speculation("fixed")), "fixed(4,1,5)")  # the engine's own sizes, and a chain
 ANSWER_TOKENS = 64  # of each answer: enough for twenty rounds
 
 
-class EvalConfig(BaseModel):
+class EvalConfig(Settings):
     """Settings of the eval stage.
 
     trees: fixed(num_draft_steps,tree_topk,num_verify_tokens), with one branch for a chain, or auto;
@@ -59,8 +60,6 @@ class EvalConfig(BaseModel):
     the same answers. tolerance: the new head must be shown to be better, and tau may fall by this
     share at most on any source; null only reports.
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     num_draft_steps: int = Field(7, ge=1, le=16, description="of chains on features")
     trees: tuple[str, ...] = Field(

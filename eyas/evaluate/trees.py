@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from eyas.chat import Chat
 from eyas.engine.draft import Draft
@@ -27,13 +27,12 @@ from eyas.log import Track
 from eyas.model.checkpoint import read_head
 from eyas.model.target import Dtype, Target
 from eyas.records import Message, mixed_seed
+from eyas.settings import Settings
 from eyas.tau import RoundCounts
 
 
-class ModelsConfig(BaseModel):
+class ModelsConfig(Settings):
     """How target and head run: as they will be served."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     dtype: Dtype = Field("auto", description="of the weights; auto: as in the checkpoint")
     threads: int | None = Field(None, ge=1, description="null: all that this process has")

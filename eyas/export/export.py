@@ -22,7 +22,7 @@ from tempfile import TemporaryDirectory
 
 import torch
 import torch.nn.functional as F
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import Field, field_validator
 from torch import Tensor
 
 from eyas.artifact import Artifact, Manifest, file_identity, identity
@@ -46,20 +46,19 @@ from eyas.model.weights import fingerprint
 from eyas.operators.head import Head, head_of, load_head
 from eyas.operators.tensors import array_of, read_head, write_head
 from eyas.operators.vocab import TargetVocabulary
+from eyas.settings import Settings
 
 REPLAYED_TOKENS, REPLAYED_STEPS = 16, 3
 MAX_SHARD_BYTES = 5_000_000_000  # of a file of weights, as the hub's tools split them
 
 
-class ExportConfig(BaseModel):
+class ExportConfig(Settings):
     """Settings of the export stage.
 
     target_name: what the engines load the target by, if not its folder. speculation: the size of
     drafts in the launch commands, as `eyas serve` takes it; null: the first fixed tree of the
     evaluation, or the engine's own. licence: for the card.
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     forms: tuple[EngineForm, ...] = Field(
         ("sglang", "vllm"), min_length=1, description="engines to write the head for"

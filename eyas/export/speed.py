@@ -25,16 +25,15 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from eyas.card import CardTau, of_size
 from eyas.errors import CorruptError, MismatchError
+from eyas.settings import Settings
 
 MEASURED_ON = ("engine", "version", "card", "target", "dtype")
 SPEED = "speed.json"  # of an export
 ADAPTIVE = "sglang/adaptive.json"
 
 
-class DraftSize(BaseModel):
+class DraftSize(Settings):
     """A tree, or a chain where topk is 1; `verify` counts the root."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     steps: int = Field(ge=1)
     topk: int = Field(ge=1)
@@ -64,10 +63,8 @@ class CostRow(BaseModel):
         return max(0.0, 1000 * self.load / self.output_tokens_per_s - self.round_ms / self.tau)
 
 
-class EngineCosts(BaseModel):
+class EngineCosts(Settings):
     """What an engine's rounds cost. Rows of the same load and arm are repetitions."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     engine: str
     version: str

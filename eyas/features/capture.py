@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
 from eyas.artifact import Artifact, Manifest, identity
 from eyas.errors import (
@@ -57,6 +57,7 @@ from eyas.model.weights import fingerprint
 from eyas.operators.decoder import FeatureDecoder, HookedDecoder, OwnDecoder, default_device
 from eyas.operators.shape import target_shape
 from eyas.records import RECORD, read_answers
+from eyas.settings import Settings
 from eyas.shards import CodecName, EncodedSample, FeatureMeta, Sample, ShardWriter, Split
 
 SAMPLES_PER_SHARD = 50
@@ -69,7 +70,7 @@ EVERY_HOST = (
 )
 
 
-class CaptureConfig(BaseModel):
+class CaptureConfig(Settings):
     """Settings of the stage.
 
     `dtype`: "auto" is the checkpoint's own for transformers' decoder and for servers, and for ours
@@ -84,8 +85,6 @@ class CaptureConfig(BaseModel):
     `servers` (vLLM, SGLang: features.states) compute instead, asked as `client` says; transformers
     then proves them on some of the samples, and `dtype` is what they are to compute in.
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     target: str = Field(description="a folder, a GGUF file, or a name of a hub")
     decoder: Literal["auto", "own", "transformers"] = Field(
@@ -254,14 +253,14 @@ def shape_for(config: CaptureConfig, folder: str) -> TargetShape:
 
 
 def load_decoder(config: CaptureConfig, shape: TargetShape, folder: str) -> FeatureDecoder:
-    """The decoder of the settings with the target loaded. Raises what loading raises."""
+    """The decoder of the settings with the target loaded."""
     if config.decoder_of(shape) == "own":
         return OwnDecoder.load(folder, config.dtype_of(shape))
     return hooked_decoder(config, shape, folder)
 
 
 def hooked_decoder(config: CaptureConfig, shape: TargetShape, folder: str) -> HookedDecoder:
-    """transformers' model with the target loaded. Raises what loading raises."""
+    """transformers' model with the target loaded."""
     return HookedDecoder.load(folder, config.dtype_of(shape), config.device_map)
 
 
@@ -300,9 +299,7 @@ def open_workers(task: CaptureTask) -> WorkerForward:
 
 
 def open_source(task: CaptureTask, plan: CapturePlan) -> SampleSource:
-    """What computes the samples of a task: a decoder here, or servers, which are proved first.
-    Raises what loading, `Fleet` and proving raise.
-    """
+    """What computes the samples of a task: a decoder here, or servers, which are proved first."""
     config, shape = task.config, task.shape
     if not config.servers:
         return FeatureForward(load_decoder(config, shape, task.folder))

@@ -268,7 +268,7 @@ class StateFleet:
         run: str,
         commands: str,
     ) -> None:
-        """Check and prove all servers. commands: how to start one. Raises what Fleet raises."""
+        """Check and prove all servers. commands: how to start one."""
         self._numbers = itertools.count()
         self._ready: dict[str, HiddenStates] = {}
         self._unwanted: set[str] = set()  # asked for by an iterator that was closed

@@ -169,7 +169,7 @@ def read_prompts(artifact: Artifact) -> tuple[int, list[Prompt]]:
 
 def source_prompts(config: PromptsConfig) -> tuple[int, list[Prompt]]:
     """The number of prompts in the sources of a run file before any is dropped, and a sample of
-    them. Raises what `read_source` raises.
+    them.
     """
     draw, count, sample = random.Random(config.seed), 0, list[Prompt]()
     of_sources = (
