@@ -13,7 +13,7 @@ from typing import Any, get_args
 
 from pydantic import BaseModel
 
-from eyas.cli.launch import GpusConfig
+from eyas.cli.gpus import GpusConfig
 from eyas.cli.main import COMMANDS
 from eyas.cli.options import meaning, plain
 

@@ -184,8 +184,9 @@ def _begin(task: WorkerTask, numbers: SimpleQueue[int]) -> None:
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     number, seen = numbers.get(), os.environ.get(VISIBLE)
-    gpus = seen.split(",") if seen else list(map(str, range(number + 1)))
-    os.environ[VISIBLE] = gpus[number % len(gpus)]
+    if seen != "":  # hidden on purpose
+        gpus = list(map(str, range(number + 1))) if seen is None else seen.split(",")
+        os.environ[VISIBLE] = gpus[number % len(gpus)]
     threading.Thread(target=_end_with_parent, daemon=True).start()
     _worker.append(Worker(task))
 

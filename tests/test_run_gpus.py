@@ -4,6 +4,7 @@ GPUs runs on the CPU, in the same processes.
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import signal
@@ -16,8 +17,8 @@ import httpx
 import pytest
 
 from eyas.artifact import Artifact
-from eyas.cli import launch
-from eyas.cli.launch import GpusConfig, refuse_lacking, running_engines, to_serve
+from eyas.cli import gpus as gpus_of_a_run
+from eyas.cli.gpus import GpusConfig, refuse_lacking, running_engines, to_serve
 from eyas.cli.run import RunConfig, refuse_target, run
 from eyas.errors import ConfigError, EyasError, MismatchError
 from eyas.serve.server import ServeConfig
@@ -37,8 +38,9 @@ def engine(monkeypatch):
     root = Path(__file__).resolve().parents[1]
     monkeypatch.setenv("PYTHONPATH", f"{STAND_IN}:{root}")
     monkeypatch.syspath_prepend(str(STAND_IN))
-    monkeypatch.setattr(launch, "gpu_bytes", lambda: [80 * GIB, 80 * GIB])
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.setattr(gpus_of_a_run, "gpu_bytes", lambda: [80 * GIB, 80 * GIB])
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(gpus_of_a_run.EngineName, "version", lambda *_: (0, 5, 23))
 
 
 def content(folder: Path, target: str = "builtin", **gpus) -> dict:
@@ -81,6 +83,7 @@ def test_all_stages_by_servers_workers_and_ranks(engine, tmp_path, capfd):
         "server-eagle.log": "on GPUs 1 share None",
     }
     assert "verify    EXACT" in capfd.readouterr().err
+    assert done["verify"].exists("report.md")
     (report,) = (tmp_path / "out").glob("verify-*/verify.json")
     assert json.loads(report.read_text())["verdict"] == "EXACT"
     before = {path: path.stat().st_mtime_ns for path in (tmp_path / "out").glob("*/manifest.json")}
@@ -92,7 +95,6 @@ def test_all_stages_by_servers_workers_and_ranks(engine, tmp_path, capfd):
 @pytest.mark.parametrize(
     ("gpus", "bytes_of_gpus", "serve", "words"),
     [
-        ({"engine": "vllm"}, [], {}, "vLLM is not installed"),
         ({"ids": [0, 3]}, [80 * GIB], {}, "GPU 3 is not there: PyTorch sees 1"),
         ({}, [1 << 20, 1 << 20], {}, "capture holds the target on one"),
         ({"ids": [0]}, [60 << 20], {}, "raise gpus.per_server"),
@@ -102,13 +104,33 @@ def test_all_stages_by_servers_workers_and_ranks(engine, tmp_path, capfd):
 def test_what_a_machine_lacks_is_said_before_anything_is_done(
     engine, gpus, bytes_of_gpus, serve, words, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(launch, "gpu_bytes", lambda: bytes_of_gpus)
+    monkeypatch.setattr(gpus_of_a_run, "gpu_bytes", lambda: bytes_of_gpus)
     asked = content(tmp_path, **gpus)
     asked["serve"] = {**asked["serve"], **serve}
     with pytest.raises(ConfigError, match="this machine lacks") as raised:
         run(asked)
     assert words in raised.value.what
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({"capture": {"device_map": "auto"}}, "accelerate, by which"),
+        ({"serve": {"engine": {"max_length": 64}}}, "is below generate.max_length"),
+        ({"train": {"start": {"head": "builtin"}}}, "train.start, which is served too"),
+    ],
+)
+def test_what_would_end_a_run_late_is_said_first(engine, changed, words, tmp_path, monkeypatch):
+    found = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: None if name == "accelerate" else found(name)
+    )
+    monkeypatch.setattr(gpus_of_a_run.EngineName, "version", lambda *_: (0, 5, 16))
+    with pytest.raises(ConfigError, match="this machine lacks") as raised:
+        run(content(tmp_path) | changed)
+    assert words in raised.value.what
+    assert "SGLang gives token ids from 0.5.17 on" in raised.value.what
 
 
 def test_an_engine_that_serves_no_such_target_with_a_head_is_refused(engine, tmp_path):
@@ -122,7 +144,7 @@ def test_on_gpus_a_target_may_be_one_that_our_engine_does_not_run(engine, tmp_pa
     target = str(save_architecture(tmp_path / "target", "llama4"))
     config = validated(RunConfig, content(tmp_path, target), "run.yaml")
     refuse_target(config)
-    refuse_lacking(config.gpus, config.serve, None, 1)
+    refuse_lacking(config.gpus, config.serve, config.generate, config.capture, config.train)
     with pytest.raises(MismatchError):
         refuse_target(config.model_copy(update={"gpus": None}))
 
@@ -152,18 +174,19 @@ def test_servers_share_gpus_in_turns(ids, heads, expected, monkeypatch, tmp_path
     started = []
 
     class Running:
-        def __init__(self, words, server, log):
+        def __init__(self, server, words, log):
             options = dict(zip(words, [*words[1:], ""], strict=True))
-            gpus = words[1].removeprefix("CUDA_VISIBLE_DEVICES=")
-            started.append((gpus, options.get("--mem-fraction-static")))
+            shown = words[1].removeprefix("CUDA_VISIBLE_DEVICES=")
+            started.append((shown, options.get("--mem-fraction-static")))
+            self.process = self
 
-        def __enter__(self):
-            return None
+        def wait(self):
+            pass
 
-        def __exit__(self, *error):
-            return None
+        terminate = end = wait
 
-    monkeypatch.setattr(launch, "_running", Running)
+    monkeypatch.setattr(gpus_of_a_run, "RunningServer", Running)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     gpus = GpusConfig(engine="sglang", ids=ids)
     servers = to_serve({f"one-{number}": None for number in range(heads)})
     with running_engines(gpus, ServeConfig(target="builtin"), servers, str(tmp_path)):
@@ -179,7 +202,7 @@ def test_a_server_that_ends_shows_its_log_and_one_of_a_killed_run_ends(engine, t
     ):
         pass
     code = (
-        "import sys, time; from eyas.cli.launch import *; "
+        "import sys, time; from eyas.cli.gpus import *; "
         "servers = to_serve({'plain': None}); gpus = GpusConfig(engine='sglang')\n"
         "with running_engines(gpus, ServeConfig(target='builtin'), servers, sys.argv[1]):\n"
         "    print(servers[0].url, flush=True); time.sleep(600)"

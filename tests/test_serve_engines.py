@@ -151,21 +151,26 @@ def test_settings_that_the_engine_is_not_told_of_are_refused(target, head, setti
 
 
 @pytest.mark.parametrize("engine", EngineName)
-def test_without_a_head_the_target_is_served_plainly_on_the_gpus_that_are_named(target, engine):
+def test_without_a_head_the_target_is_served_plainly_on_the_gpus_that_are_named(
+    target, engine, monkeypatch
+):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     plain = ServeConfig(target=target)
     given = options(engine_command(engine, plain))
     assert not [name for name in given if "specul" in name or "tp" in name or "tensor" in name]
-    command = engine_command(engine, plain, gpus=(2, 3), memory=0.4)
+    command = engine_command(engine, plain, gpus=(2, 3))
     assert command[:2] == ["env", "CUDA_VISIBLE_DEVICES=2,3"]
     given = options(command)
     both = {given[one] for one in ("--tp-size", "--tensor-parallel-size") if one in given}
     assert both == {"2"}
-    assert "0.4" in (given.get("--mem-fraction-static"), given.get("--gpu-memory-utilization"))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,7")  # as a scheduler gives them
+    assert "CUDA_VISIBLE_DEVICES=7" in engine_command(engine, plain, gpus=(1,))
+    with pytest.raises(ConfigError, match="GPU 2 is not there"):
+        engine_command(engine, plain, gpus=(2,))
 
 
 def test_an_engine_that_is_not_there_is_said(target, head, monkeypatch):
-    monkeypatch.setattr(launch.importlib.util, "find_spec", lambda _: None)
-    monkeypatch.setattr(launch.shutil, "which", lambda _: None)
+    monkeypatch.setattr(EngineName, "version", lambda *_: None)
     for engine, title in ((EngineName.SGLANG, "SGLang"), (EngineName.VLLM, "vLLM")):
         with pytest.raises(EyasError, match=f"{title} is not installed"):
             become(engine, engine_command(engine, config(target, head, CHAIN)))
@@ -173,7 +178,7 @@ def test_an_engine_that_is_not_there_is_said(target, head, monkeypatch):
 
 def test_an_engine_that_is_there_takes_the_process_over(target, head, monkeypatch):
     started = []
-    monkeypatch.setattr(launch.shutil, "which", lambda name: f"/bin/{name}")
+    monkeypatch.setattr(EngineName, "version", lambda *_: (1, 0, 0))
     monkeypatch.setattr(launch.os, "execvp", lambda *given: started.append(given))
     command = engine_command(EngineName.VLLM, config(target, head, CHAIN))
     become(EngineName.VLLM, command)
@@ -208,7 +213,7 @@ def test_a_server_of_hidden_states_on_a_gpu(target, engine, flag):
     arguments = shlex.split(shown.output.strip().splitlines()[-1])
     assert arguments[:2] == ["env", "CUDA_VISIBLE_DEVICES=1"]
     assert flag in arguments
-    assert arguments[-4:] == ["--host", "127.0.0.1", "--port", "8001"]
+    assert arguments[-6:-2] == ["--host", "127.0.0.1", "--port", "8001"]
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,4 @@
-"""SGLang and vLLM as `eyas serve` and `eyas run` start them: the words of their commands, the GPUs
-that they see, what a machine lacks for them, and servers that run while a stage needs them.
+"""SGLang and vLLM as `eyas serve` and `eyas run` start them: the words of their commands.
 
 They get the settings of our server as flags, those of speculation from eyas.export.engines.Launch.
 A setting that has no flag here is refused, or it would be thought to hold.
@@ -7,44 +6,28 @@ A setting that has no flag here is refused, or it would be thought to hold.
 
 from __future__ import annotations
 
-import ctypes
-import importlib.util
 import json
 import os
+import re
 import shlex
-import shutil
-import signal
-import socket
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from enum import StrEnum
 from pathlib import Path
-from typing import Any
-
-import httpx
-from pydantic import Field, model_validator
 
 from eyas.errors import ConfigError, EyasError, InputError, MissingInputError
-from eyas.export.engines import Launch, engine_of
+from eyas.export.engines import Launch
 from eyas.gguf.checkpoint import whole_folder
 from eyas.hub import is_hub_id, resolve_head, resolve_target
-from eyas.log import size_text
 from eyas.model.config import read_config
 from eyas.model.dialects import uses_window
 from eyas.serve.server import ServeConfig
-from eyas.settings import Settings
 
 _SETTINGS = {"target", "head", "dtype", "model", "host", "port", "engine"}
 _ENGINE_SETTINGS = {"speculation", "max_length", "max_batch"}
-SHARED = 0.88  # of a GPU's memory, for all servers that share it
-FULL = 0.9  # of a GPU's memory that the weights of one process may take
-POLL_S, PATIENCE_S, STOP_S = 0.5, 1800.0, 30.0  # a large model loads for minutes
-LOG_TAIL = 2000  # characters shown of the log of a server that ended
-PR_SET_PDEATHSIG = 1  # of Linux' prctl: the signal for a process whose parent ends
+VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
 class EngineName(StrEnum):
@@ -58,42 +41,12 @@ class EngineName(StrEnum):
         """The name for people."""
         return "SGLang" if self is EngineName.SGLANG else "vLLM"
 
-    @property
-    def is_installed(self) -> bool:
-        """SGLang is started as a module, vLLM as a program."""
-        if self is EngineName.SGLANG:
-            return importlib.util.find_spec("sglang") is not None
-        return shutil.which("vllm") is not None
-
-
-class GpusConfig(Settings):
-    """The GPUs of a run, and what serves on them: `generate` asks a server on each group of
-    per_server GPUs, capture and train have a process on each GPU, bench and verify ask servers with
-    and without the head.
-    """
-
-    engine: EngineName = Field(description="sglang or vllm, installed beside eyas")
-    ids: tuple[int, ...] = Field((0,), min_length=1, description="as nvidia-smi numbers them")
-    per_server: int = Field(1, ge=1, description="GPUs of one server (tensor parallelism)")
-    args: str = Field("", description="more flags of the engine, as in a shell")
-
-    @model_validator(mode="after")
-    def _groups_are_whole(self) -> GpusConfig:
-        if len(set(self.ids)) < len(self.ids) or len(self.ids) % self.per_server:
-            raise ValueError(
-                f"ids: {list(self.ids)}: name each GPU once, a multiple of per_server "
-                f"({self.per_server})"
-            )
-        return self
-
-    @property
-    def groups(self) -> list[tuple[int, ...]]:
-        """The GPUs of each server."""
-        each = self.per_server
-        return [self.ids[at : at + each] for at in range(0, len(self.ids), each)]
-
-
-# Commands
+    def version(self, python: str) -> tuple[int, ...] | None:
+        """Of the package in that environment; None where it is not there."""
+        code = f"from importlib.metadata import version as v; print(v({self.value!r}))"
+        read = subprocess.run([python, "-c", code], capture_output=True, text=True, check=False)
+        found = re.match(r"(\d+)\.(\d+)(?:\.(\d+))?", read.stdout)
+        return tuple(int(part or 0) for part in found.groups()) if found else None
 
 
 def engine_command(
@@ -101,11 +54,11 @@ def engine_command(
     config: ServeConfig,
     extra: str = "",
     gpus: Sequence[int] = (),
-    memory: float | None = None,
+    python: str = sys.executable,
 ) -> list[str]:
     """The words of the command that serves the same with another engine; plainly, where there is no
     head. extra: flags of its own, as in a shell. gpus: those that it sees and shares a model over;
-    none leaves them to it. memory: the share of them that it takes.
+    none leaves them to it. python: of the engine's environment.
 
     Raises ConfigError for settings without a flag, InputError for a head that the engine cannot
     load, MissingInputError.
@@ -128,11 +81,10 @@ def engine_command(
         config.engine.max_length if "max_length" in config.engine.model_fields_set else None,
         family=family,
         num_gpus=max(1, len(gpus)),
-        memory=memory,
     )
     head = None
     if config.head is not None:
-        folder = _exported_head(engine, Path(resolve_head(config.head)).absolute())
+        folder = exported_head(engine, Path(resolve_head(config.head)).absolute())
         settings, head = read_config(folder), str(folder)
         window = settings.get("sliding_window") if uses_window(settings) else None
         launch = replace(launch, draft_window=window)
@@ -144,7 +96,7 @@ def engine_command(
         words += [flag, str(config.engine.max_batch)]
     if engine is EngineName.SGLANG:
         words.append("--enable-metrics")  # for `eyas watch`; vLLM always counts
-    return on_gpus([*words, *shlex.split(extra)], gpus)
+    return on_gpus([*words, *shlex.split(extra)], gpus, python)
 
 
 def refuse_flagless(engine: EngineName, config: ServeConfig) -> None:
@@ -178,27 +130,34 @@ def refuse_flagless(engine: EngineName, config: ServeConfig) -> None:
         )
 
 
-def on_gpus(words: Sequence[str], gpus: Sequence[int]) -> list[str]:
-    """A command that sees these GPUs alone; none: as it is. `python` becomes this process's own."""
-    words = [sys.executable if word == "python" else word for word in words]
-    seen = [f"CUDA_VISIBLE_DEVICES={','.join(map(str, gpus))}"] if gpus else []
-    if words[0] == "env":
-        return ["env", *seen, *words[1:]]
-    return ["env", *seen, *words] if seen else words
+def on_gpus(words: Sequence[str], gpus: Sequence[int], python: str) -> list[str]:
+    """A command of that environment which sees these of the GPUs that this process sees; none: all.
+    Raises ConfigError for one that it does not see.
+    """
+    beside = Path(python).with_name("vllm")
+    own = {"python": python, "vllm": str(beside) if beside.exists() else "vllm"}
+    words, seen = [own.get(word, word) for word in words], os.environ.get(VISIBLE)
+    if not gpus:
+        return words
+    names = seen.split(",") if seen else list(map(str, range(max(gpus) + 1)))
+    if max(gpus) >= len(names):
+        raise ConfigError(f"GPU {max(gpus)} is not there: {VISIBLE}={seen}", "name others")
+    shown = [f"{VISIBLE}={','.join(names[one] for one in gpus)}", "CUDA_DEVICE_ORDER=PCI_BUS_ID"]
+    return ["env", *shown, *(words[1:] if words[0] == "env" else words)]
 
 
-def become(engine: EngineName, command: list[str]) -> None:
+def become(engine: EngineName, command: list[str], python: str = sys.executable) -> None:
     """Replace this process by the engine's. Raises EyasError where it is not installed."""
-    if not engine.is_installed:
+    if engine.version(python) is None:
         raise EyasError(
-            f"{engine.label} is not installed here",
-            f"install {engine.value} into this environment, or see the command with "
-            "--print-command",
+            f"{engine.label} is not installed in the environment of {python}",
+            f"name its Python by --engine-python, or install {engine.value} there; --print-command "
+            "shows the command",
         )
     os.execvp(command[0], command)  # does not return
 
 
-def _exported_head(engine: EngineName, folder: Path) -> Path:
+def exported_head(engine: EngineName, folder: Path) -> Path:
     """The folder that the engine loads: its part of an export, or a folder in its form."""
     if (folder / engine.value / "config.json").is_file():
         return folder / engine.value
@@ -215,168 +174,3 @@ def _exported_head(engine: EngineName, folder: Path) -> Path:
         hint = f"give the folder of the whole export, or its {engine.value}/"
         raise InputError(f"{folder} is in {form.label}'s form", hint)
     return folder
-
-
-# What a machine lacks
-
-
-def refuse_lacking(
-    gpus: GpusConfig, serve: ServeConfig, capture_map: str | None, num_heads: int
-) -> None:
-    """Raise ConfigError with everything that this machine lacks for a run on these GPUs.
-
-    serve: with the target. capture_map: capture's device_map, None: each process holds the whole
-    target. num_heads: that are served beside the plain target in the end.
-    """
-    engine, lacks = gpus.engine, list[str]()
-    if not engine.is_installed:
-        lacks.append(f"{engine.label} is not installed: pip install {engine.value}")
-    if importlib.util.find_spec("openai") is None:
-        lacks.append("openai, by which servers are asked, is not installed: pip install openai")
-    try:
-        refuse_flagless(engine, serve)
-    except ConfigError as error:
-        lacks.append(f"serve: {error.what}: {error.hint}")
-    folder = Path(resolve_target(str(serve.target)))
-    family = str(read_config(whole_folder(folder)).get("model_type"))
-    if not engine_of(engine.value).serves(family):
-        lacks.append(
-            f"{engine_of(engine.value).release} serves no {family} with a head: take the other "
-            "engine (docs/architectures.md), or the stages one by one"
-        )
-    lacks += _lacking_memory(gpus, folder, capture_map, num_heads)
-    if lacks:
-        raise ConfigError(
-            "\n     ".join(["this machine lacks what the run needs:", *lacks]),
-            "nothing was begun; what each stage needs is in docs/gpu.md",
-        )
-
-
-def _lacking_memory(
-    gpus: GpusConfig, target: Path, capture_map: str | None, num_heads: int
-) -> Iterator[str]:
-    sizes, highest = gpu_bytes(), max(gpus.ids)
-    if highest >= len(sizes):
-        yield f"GPU {highest} is not there: PyTorch sees {len(sizes)} (gpus.ids)"
-        return
-    weights = sum(file.stat().st_size for file in target.glob("*.safetensors"))
-    smallest = min(sizes[one] for one in gpus.ids)
-    text = f"weights of {size_text(weights)}, GPUs of {size_text(smallest)}"
-    sharing = -(-(1 + num_heads) // len(gpus.groups))
-    if weights / gpus.per_server * sharing > FULL * smallest:
-        yield f"{text}: {sharing} servers on {gpus.per_server}: raise gpus.per_server"
-    if capture_map is None and weights > FULL * smallest:
-        yield f"{text}: capture holds the target on one: capture: {{device_map: auto}}"
-
-
-def gpu_bytes() -> list[int]:
-    """The memory of each GPU, read by a process of its own, so that this one holds none of it."""
-    code = (
-        "import torch; c = torch.cuda; n = c.device_count() if c.is_available() else 0; "
-        "print(*(c.get_device_properties(i).total_memory for i in range(n)))"
-    )
-    seen = {name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"}
-    read = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, env=seen, check=False
-    )
-    return [int(word) for word in read.stdout.split()]
-
-
-# Servers that run while a stage needs them
-
-
-@dataclass(frozen=True, slots=True)
-class Served:
-    """A server to start. name: of its log."""
-
-    name: str
-    head: str | None
-    port: int
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
-
-
-def to_serve(heads: Mapping[str, str | None]) -> list[Served]:
-    """Servers of these heads (None: plain), each at a free port."""
-    with ExitStack() as stack:
-        found = []
-        for name, head in heads.items():
-            listener = stack.enter_context(socket.socket())
-            listener.bind(("127.0.0.1", 0))
-            found.append(Served(name, head, listener.getsockname()[1]))
-        return found
-
-
-@contextmanager
-def running_engines(
-    gpus: GpusConfig, config: ServeConfig, servers: Sequence[Served], logs: str
-) -> Iterator[None]:
-    """These servers answer within the block; the groups of GPUs take them in turns. logs: folder of
-    what they print.
-
-    They start one after the other: SGLang's share of a GPU is one of what was free when it started.
-    Raises EyasError for one that ends, with the end of its log.
-    """
-    groups = gpus.groups
-    with ExitStack() as stack:
-        for number, server in enumerate(servers):
-            place = number % len(groups)
-            sharing, before = len(servers[place :: len(groups)]), number // len(groups)
-            share = SHARED / sharing if sharing > 1 else None
-            if share is not None and gpus.engine is EngineName.SGLANG:
-                share = round(share / (1 - share * before), 3)
-            served = config.model_copy(
-                update={"head": server.head, "host": "127.0.0.1", "port": server.port}
-            )
-            words = engine_command(gpus.engine, served, gpus.args, groups[place], share)
-            stack.enter_context(_running(words, server, Path(logs, f"server-{server.name}.log")))
-        yield
-
-
-@contextmanager
-def _running(words: Sequence[str], server: Served, log: Path) -> Iterator[None]:
-    log.parent.mkdir(parents=True, exist_ok=True)
-    with log.open("wb") as printed:
-        process = subprocess.Popen(
-            words,
-            stdin=subprocess.DEVNULL,
-            stdout=printed,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,  # Ctrl-C is for this process, which ends it below
-            preexec_fn=_end_with_parent(),
-        )
-    try:
-        _wait_for(process, server, log)
-        yield
-    finally:
-        for number, seconds in ((signal.SIGTERM, STOP_S), (signal.SIGKILL, STOP_S)):
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, number)
-            with suppress(subprocess.TimeoutExpired):
-                process.wait(seconds)
-
-
-def _end_with_parent() -> Callable[[], Any]:
-    """For a new process: to get SIGTERM when this one is killed, so that no server keeps a GPU."""
-    library = ctypes.CDLL(None)
-    return lambda: library.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
-
-
-def _wait_for(process: subprocess.Popen[bytes], server: Served, log: Path) -> None:
-    """Until the server answers. Raises EyasError."""
-    ends = time.monotonic() + PATIENCE_S
-    while time.monotonic() < ends:
-        if (code := process.poll()) is not None:
-            tail = log.read_text(encoding="utf-8", errors="replace")[-LOG_TAIL:]
-            raise EyasError(
-                f"the server {server.name!r} ended with exit code {code} before it answered:\n"
-                f"{tail}",
-                f"all of its log: {log}",
-            )
-        with suppress(httpx.HTTPError):
-            if httpx.get(f"{server.url}/health", timeout=5).status_code == 200:
-                return
-        time.sleep(POLL_S)
-    raise EyasError(f"the server {server.name!r} did not answer in {PATIENCE_S:g} s", f"see {log}")

@@ -40,7 +40,7 @@ from eyas.bench.verify import VERIFICATION, VerifyConfig, verified
 from eyas.builtin import packaged_prompts
 from eyas.cli.check import show
 from eyas.cli.eval import comparison_lines, eval_figures, eval_prompts, in_one_line, judge
-from eyas.cli.launch import GpusConfig, refuse_lacking, running_engines, to_serve
+from eyas.cli.gpus import GpusConfig, refuse_lacking, running_engines, seeing, to_serve
 from eyas.cli.options import Overrides, override, read_run_file
 from eyas.cli.stage import IDENTITY_DIGITS, StageFolder, stage
 from eyas.data.prompts import PromptsConfig, make_prompts
@@ -237,7 +237,15 @@ def run(
     refuse_target(config)
     if config.train.start:
         resolve_head(config.train.start.head)
-    done = run_stages(config, root, anyway)
+    if config.gpus is None:
+        done = run_stages(config, root, anyway)
+    else:
+        refuse_lacking(config.gpus, config.serve, config.generate, config.capture, config.train)
+        # by the folder: a name of the hub is looked up once, and its family is known
+        serve = {"target": resolve_target(config.target), "model": config.serve.served_model}
+        with seeing(config.gpus) as gpus:
+            change = {"gpus": gpus, "serve": config.serve.model_copy(update=serve)}
+            done = run_stages(config.model_copy(update=change), root, anyway)
     summary = done["bench"].read_json("summary.json")
     evaluation = done["eval"].read_json("eval.json")
     arm = ADAPTED if config.train.start else EAGLE
@@ -261,6 +269,8 @@ def run(
     show_table(summary, arm)
     print(in_one_line(evaluation))
     figures = {**headline_figures(summary, arm), **eval_figures(evaluation)}
+    if "verify" in done:
+        figures["verify"] = done["verify"].read_json(VERIFICATION)["verdict"]
     if config.train.start:
         figures["before"] = headline_figures(summary, GENERAL)
         figures["against"] = evaluation["against"]
@@ -295,10 +305,6 @@ def local_output(url: str) -> str:
 def run_stages(config: RunConfig, root: str, anyway: bool = False) -> dict[str, Artifact]:
     """Do, or find done, every stage of a run, into folders below `root`; the artifacts by stage."""
     target, gpus = config.target, config.gpus
-    if gpus is not None:
-        start = config.train.start
-        refuse_lacking(gpus, config.serve, config.capture.device_map, 1 if start is None else 2)
-        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, gpus.ids))
     prompts = StageFolder(root, "prompts")
     with stage("prompts", prompts) as track:
         make_prompts(config.prompts, prompts, track)
@@ -328,7 +334,7 @@ def run_stages(config: RunConfig, root: str, anyway: bool = False) -> dict[str, 
         url = publish(exported, config.export.publish)
         console.print(f"published: {url}", highlight=False, markup=False, soft_wrap=True)
     done = {"prompts": prompts, "generate": answers, "capture": features, "train": head}
-    return {**done, "eval": evaluation, "export": exported, "bench": measured}
+    return {**done, "eval": evaluation, "export": exported, **measured}
 
 
 def answer(
@@ -409,14 +415,16 @@ def check_form(exported: Artifact, form: str, target: str) -> str:
 
 def serve_and_bench(
     config: RunConfig, root: str, prompts: Artifact, exported: Artifact, head: str
-) -> Artifact:
+) -> dict[str, Artifact]:
     """Serve the exported head in a process of its own and measure it, beside the head that training
-    started from, if any; no server starts when that is done already.
+    started from, if any, and on GPUs verify it; no server starts when that is done already.
     """
     start = config.train.start
     # of a server's settings all but places count for what is measured on it
     places = {"target", "head", "host", "port", "model"}
     kept = config.serve.model_dump(mode="json", exclude=places)
+    if config.gpus is not None:
+        kept["gpus"] = config.gpus.model_dump(mode="json", exclude={"python"})
     work = identity("serve", kept, {})
     serve = Manifest(stage="serve", identity=work, config=kept, counts={}, files={})
     inputs = {"head": exported.manifest(), "serve": serve}
@@ -443,9 +451,15 @@ def serve_and_bench(
         bench(settings, output, track, inputs)
         if verifies:
             asked = VerifyConfig(url=settings.url, plain=urls[PLAIN], prompts=questions)
-            verdict, why = asyncio.run(verified(asked, report, track))
-            console.print(f"verify    {verdict}: {why}", highlight=False, soft_wrap=True)
-    return output
+            asyncio.run(verified(asked, report, track))
+    if config.gpus is None:
+        return {"bench": output}
+    found = report.read_json(VERIFICATION)
+    text = f"{found['verdict']}: {found['why']}"
+    console.print(f"verify    {text}", highlight=False, soft_wrap=True)
+    if found["verdict"] == "DIFFERENT" and config.export.publish:
+        raise MismatchError(f"not published: {text}", f"see {report.url}/report.md")
+    return {"bench": output, "verify": report}
 
 
 @contextmanager
@@ -472,7 +486,9 @@ def as_served(config: RunConfig) -> EvalConfig:
         models["max_length"] = served.engine.max_length
     speculation = served.engine.parsed()
     fixed = str(dataclasses.replace(speculation, mode="fixed"))
-    trees = DEFAULT_TREES if speculation.mode == "off" else (fixed, *DEFAULT_TREES)
+    trees: tuple[str, ...] = DEFAULT_TREES if speculation.mode == "off" else (fixed,)
+    if config.gpus is None:  # else trees on features are walked by the CPU, for a long time
+        trees += DEFAULT_TREES
     from_elsewhere: dict[str, Any] = {
         "models": validated(ModelsConfig, models, "serve"),
         "trees": tuple(dict.fromkeys(trees)),

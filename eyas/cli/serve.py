@@ -5,19 +5,20 @@ from __future__ import annotations
 import importlib
 import json
 import shlex
+import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import Annotated
 
 import typer
 
-from eyas.cli.launch import EngineName, become, engine_command, on_gpus
+from eyas.cli.launch import EngineName, become, engine_command, on_gpus, refuse_flagless
 from eyas.cli.options import Overrides, RunFile, stage_config
 from eyas.cli.stage import advise_gpu
 from eyas.errors import ConfigError
-from eyas.hub import resolve_target
 from eyas.log import log_to_stderr
 from eyas.model.target import stored_dtype
+from eyas.operators.shape import target_shape
 from eyas.serve.server import ServeConfig, serve
 from eyas.serve.vertex import from_environment
 
@@ -79,6 +80,9 @@ def command(
             rich_help_panel=OTHER,
         ),
     ] = False,
+    engine_python: Annotated[
+        str, typer.Option(help="of the environment that it is in", rich_help_panel=OTHER)
+    ] = sys.executable,
     engine_args: Annotated[str, typer.Option(help="more flags for it", rich_help_panel=OTHER)] = "",
     print_command: Annotated[
         bool,
@@ -110,12 +114,10 @@ def command(
     config = stage_config(ServeConfig, "serve", run_file, overrides, **options)
     if engine is not None:
         visible = gpu_ids(gpus)
-        if hidden_states:
-            words = states_server(engine, config, engine_args, visible)
-        else:
-            words = engine_command(engine, config, engine_args, visible)
+        command = states_server if hidden_states else engine_command
+        words = command(engine, config, engine_args, visible, engine_python)
         print(shlex.join(words), flush=True)
-        return None if print_command else become(engine, words)
+        return None if print_command else become(engine, words, engine_python)
     if print_command or engine_args or gpus or hidden_states:
         raise ConfigError(
             "--gpus, --hidden-states, --print-command and --engine-args are for another engine",
@@ -141,22 +143,22 @@ def gpu_ids(text: str | None) -> list[int]:
 
 
 def states_server(
-    engine: EngineName, config: ServeConfig, extra: str, gpus: Sequence[int]
+    engine: EngineName, config: ServeConfig, extra: str, gpus: Sequence[int], python: str
 ) -> list[str]:
     """The words of the command that starts a server of the target's hidden states. Raises
-    ConfigError for a head, which takes the place of these.
+    ConfigError for settings that have no flag.
     """
+    refuse_flagless(engine, config)
     if config.head is not None:
         raise ConfigError("--hidden-states: a server gives them or drafts", "leave out --head")
     if len(gpus) > 1:
         raise ConfigError("--hidden-states: one GPU a server", "start one on each: --gpus 0")
     # imported here only: torch, which our own server does without
     states = importlib.import_module("eyas.features.states")
-    shape = importlib.import_module("eyas.operators.shape").target_shape
-    folder = resolve_target(str(config.target))
-    of = shape(folder)
-    length = (config.engine.max_length or of.max_position_embeddings) - states.ROOM_SGLANG
-    dtype = config.dtype if "dtype" in config.model_fields_set else stored_dtype(of)
-    words = states.states_command(engine.value, str(config.target), of, dtype, length)
-    where = ["--host", config.host, "--port", str(config.port)]
-    return on_gpus([*words, *where, *shlex.split(extra)], gpus)
+    shape = target_shape(config.folders()[0])
+    length = config.engine.max_length or shape.max_position_embeddings - states.ROOM_SGLANG
+    dtype = config.dtype if "dtype" in config.model_fields_set else stored_dtype(shape)
+    words = states.states_command(engine.value, str(config.target), shape, dtype, length)
+    words += ["--host", config.host, "--port", str(config.port)]
+    words += ["--served-model-name", config.served_model, *shlex.split(extra)]
+    return on_gpus(words, gpus, python)

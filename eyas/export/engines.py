@@ -40,7 +40,7 @@ class Launch:
     draft_window: the head's `sliding_window`, which SGLang takes from the command only. taps: the
     layers whose outputs the head reads, which OpenVINO takes from the converted file only.
     family: the target's model_type; None where it is not known. num_gpus: that one server computes
-    on (tensor parallelism). memory: the share of a GPU that it takes; None leaves it to the engine.
+    on (tensor parallelism).
     """
 
     target: str
@@ -53,7 +53,6 @@ class Launch:
     taps: tuple[int, int, int] | None = None
     family: str | None = None
     num_gpus: int = 1
-    memory: float | None = None
 
     @property
     def title(self) -> str:
@@ -115,7 +114,6 @@ def sglang_command(launch: Launch, head: str | None) -> list[str]:
         "--dtype": launch.dtype,
         "--context-length": launch.max_length,
         "--tp-size": launch.num_gpus if launch.num_gpus > 1 else None,
-        "--mem-fraction-static": launch.memory,
     }
     if head is not None:
         options |= {
@@ -142,7 +140,6 @@ def vllm_command(launch: Launch, head: str | None) -> list[str]:
         "--dtype": launch.dtype,
         "--max-model-len": launch.max_length,
         "--tensor-parallel-size": launch.num_gpus if launch.num_gpus > 1 else None,
-        "--gpu-memory-utilization": launch.memory,
         **VLLM_OPTIONS.get(launch.family or "", {}),
         "--speculative-config": None if head is None else json.dumps(speculation),
     }

@@ -16,6 +16,7 @@ import signal
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
@@ -216,40 +217,54 @@ def in_processes(count: int, function: Callable[..., T], *args: object) -> T:
     """What the function returns in the first of `count` processes of this machine, as torchrun
     starts them: each has a rank, they end together, and with them all that they held on GPUs.
 
-    Function and arguments can be pickled. Raises EyasError where one fails, and KeyboardInterrupt
-    for a signal, when all have ended.
+    Function and arguments can be pickled. Raises EyasError where one fails; a signal (SIGINT,
+    SIGTERM) goes to them, and to this process when all have ended.
     """
+    os.environ.setdefault("TORCHELASTIC_SIGNALS_TO_HANDLE", "SIGTERM,SIGINT")
     config = LaunchConfig(
         1, 1, count, run_id="eyas", rdzv_backend="c10d", rdzv_endpoint="127.0.0.1:0", max_restarts=0
     )
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # tells it again
     signals = {one: signal.getsignal(one) for one in (signal.SIGINT, signal.SIGTERM)}
+    came: int | None = None
     try:
         found: dict[int, T] = elastic_launch(config, _reported)(function, *args)
     except ChildFailedError as error:
         _, first = error.get_first_failure()
+        if first.exitcode < 0:
+            how = f"by {signal.Signals(-first.exitcode).name}: there may be no memory left"
+        else:
+            how = f"with exit code {first.exitcode}: its message is above"
         raised = EyasError(
-            f"a process of this stage ended with exit code {first.exitcode}",
-            "its message is above; the same command goes on with what is done",
+            f"a process of this stage ended {how}", "the same command goes on with what is done"
         )
-        raised.exit_code = first.exitcode if first.exitcode > 0 else 1
+        raised.exit_code = max(first.exitcode, 1)
         raise raised from error
     except SignalException as error:
-        raise KeyboardInterrupt from error
+        came = int(error.sigval)
     finally:
         for number, handler in signals.items():
             if threading.current_thread() is threading.main_thread():
                 signal.signal(number, handler)
+    if came is not None:
+        signal.raise_signal(came)
+        raise KeyboardInterrupt
     return found[0]
 
 
 def _reported(function: Callable[..., T], *args: object) -> T:
-    """In a process of its own: an error for the user is a message and an exit code."""
+    """In a process of its own, and out of the terminal's group: a Ctrl-C comes once, by the parent.
+    An error for the user is a message and an exit code.
+    """
+    os.setsid()
     try:
         return function(*args)
     except EyasError as error:
         print(f"error: {error}", file=sys.stderr)
         raise SystemExit(error.exit_code) from error
+    except Exception:  # torch would keep it from people
+        traceback.print_exc()
+        raise
 
 
 def threads_of_rank() -> int | None:

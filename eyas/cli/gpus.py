@@ -1,0 +1,312 @@
+"""The GPUs of `eyas run`: what the machine lacks for a run on them, and servers of SGLang or vLLM
+that run while a stage needs them.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+from pydantic import Field, model_validator
+
+from eyas.chat import Chat
+from eyas.cli.launch import (
+    VISIBLE,
+    EngineName,
+    engine_command,
+    exported_head,
+    refuse_flagless,
+)
+from eyas.errors import ConfigError, EyasError
+from eyas.export.engines import engine_of
+from eyas.features.capture import CaptureConfig
+from eyas.features.generate import GenerateConfig
+from eyas.gguf.checkpoint import whole_folder
+from eyas.hub import resolve_head, resolve_target
+from eyas.log import size_text
+from eyas.model.config import read_config
+from eyas.operators.shape import target_shape
+from eyas.serve.server import ServeConfig
+from eyas.settings import Settings
+from eyas.train.trainer import TrainConfig
+
+SHARED = 0.88  # of a GPU's memory, for all servers that share it
+FULL = 0.8  # of what is free, for the weights of a process: the rest is cache and graphs
+POLL_S, PATIENCE_S, STOP_S = 0.5, 1800.0, 90.0  # a large model loads for minutes
+LOG_TAIL = 2000  # characters shown of the log of a server that ended
+PR_SET_PDEATHSIG = 1  # of Linux' prctl: the signal for a process whose parent ends
+# those that give the token ids of answers; SGLang gives hidden states from 0.5.23 on
+LEAST_VERSIONS = {EngineName.SGLANG: (0, 5, 17), EngineName.VLLM: (0, 11, 0)}
+
+
+class GpusConfig(Settings):
+    """The GPUs of a run, and what serves on them: `generate` asks a server on each group of
+    per_server GPUs, capture and train have a process on each GPU, bench and verify ask servers with
+    and without the head.
+    """
+
+    engine: EngineName = Field(description="sglang or vllm")
+    ids: tuple[int, ...] = Field((0,), min_length=1, description="of the GPUs that eyas sees")
+    per_server: int = Field(1, ge=1, description="GPUs of one server (tensor parallelism)")
+    args: str = Field("", description="more flags of the engine, as in a shell")
+    python: str = Field(
+        sys.executable, description="of the engine's environment; pins of SGLang do not fit ours"
+    )
+
+    @model_validator(mode="after")
+    def _groups_are_whole(self) -> GpusConfig:
+        if len(set(self.ids)) < len(self.ids) or len(self.ids) % self.per_server:
+            raise ValueError(
+                f"ids: {list(self.ids)}: name each GPU once, a multiple of per_server "
+                f"({self.per_server})"
+            )
+        return self
+
+    @property
+    def groups(self) -> list[tuple[int, ...]]:
+        """The GPUs of each server."""
+        each = self.per_server
+        return [self.ids[at : at + each] for at in range(0, len(self.ids), each)]
+
+
+def refuse_lacking(
+    gpus: GpusConfig,
+    serve: ServeConfig,
+    generate: GenerateConfig,
+    capture: CaptureConfig,
+    train: TrainConfig,
+) -> None:
+    """Raise ConfigError with everything that this machine lacks for a run on these GPUs.
+
+    serve: with the target.
+    """
+    engine, lacks = gpus.engine, list[str]()
+    if train.start:
+        try:
+            exported_head(engine, Path(resolve_head(train.start.head)))
+        except EyasError as error:
+            lacks.append(f"train.start, which is served too: {error.what}: {error.hint}")
+    version, least = engine.version(gpus.python), LEAST_VERSIONS[engine]
+    if version is None:
+        lacks.append(f"{engine.label} is not installed in the environment of {gpus.python}")
+    elif version < least:
+        lacks.append(f"{engine.label} gives token ids from {'.'.join(map(str, least))} on")
+    for package, what in {"openai": "servers are asked", "accelerate": "device_map works"}.items():
+        if (package == "openai" or capture.device_map) and not importlib.util.find_spec(package):
+            lacks.append(f"{package}, by which {what}, is not installed: pip install {package}")
+    try:
+        refuse_flagless(engine, serve)
+    except ConfigError as error:
+        lacks.append(f"serve: {error.what}: {error.hint}")
+    folder = Path(resolve_target(str(serve.target)))
+    family = str(read_config(whole_folder(folder)).get("model_type"))
+    if not engine_of(engine.value).serves(family):
+        lacks.append(
+            f"{engine_of(engine.value).release} serves no {family} with a head: take the other "
+            "engine (docs/architectures.md), or the stages one by one"
+        )
+    context = target_shape(folder).max_position_embeddings
+    wanted = min(generate.max_length, context)
+    if (serve.engine.max_length or context) < wanted:
+        lacks.append(f"serve.engine.max_length is below generate.max_length, {wanted}")
+    if generate.client.send == "messages" and Chat(str(folder)).needs_a_date:
+        lacks.append("servers' template prints another date: generate.client: {send: tokens}")
+    num_servers = 2 if train.start is None else 3
+    lacks += _lacking_memory(gpus, folder, capture.device_map is None, num_servers)
+    if lacks:
+        raise ConfigError(
+            "\n     ".join(["this machine lacks what the run needs:", *lacks]),
+            "nothing was begun; what each stage needs is in docs/gpu.md",
+        )
+
+
+def _lacking_memory(
+    gpus: GpusConfig, target: Path, is_whole: bool, num_servers: int
+) -> Iterator[str]:
+    try:
+        sizes = gpu_bytes()
+    except EyasError as error:
+        yield error.what
+        return
+    if max(gpus.ids) >= len(sizes):
+        yield f"GPU {max(gpus.ids)} is not there: PyTorch sees {len(sizes)} (gpus.ids)"
+        return
+    weights = sum(file.stat().st_size for file in target.glob("*.safetensors"))
+    free = min(sizes[one] for one in gpus.ids)
+    text = f"weights of {size_text(weights)}, {size_text(free)} free on a GPU"
+    sharing = -(-num_servers // len(gpus.groups))
+    if weights / gpus.per_server > FULL * free / sharing:
+        yield f"{text}: {sharing} servers on {gpus.per_server}: raise gpus.per_server"
+    if is_whole and weights > FULL * free:
+        yield f"{text}: capture holds the target on one: capture: {{device_map: auto}}"
+
+
+def gpu_bytes() -> list[int]:
+    """What is free on each GPU, read by a process of its own, so that this one holds none of it.
+    Raises EyasError.
+    """
+    code = (
+        "import torch; c = torch.cuda; n = c.device_count() if c.is_available() else 0; "
+        "print(*(c.mem_get_info(i)[0] for i in range(n)))"
+    )
+    read = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    if read.returncode:
+        raise EyasError(f"PyTorch cannot ask the GPUs: {read.stderr.strip()[-LOG_TAIL:]}")
+    return [int(word) for word in read.stdout.split()]
+
+
+@contextmanager
+def seeing(gpus: GpusConfig) -> Iterator[GpusConfig]:
+    """Within the block processes that start see these GPUs alone, numbered from 0 as in the config
+    that is given.
+    """
+    before = os.environ.get(VISIBLE)
+    names = before.split(",") if before else list(map(str, range(max(gpus.ids) + 1)))
+    os.environ[VISIBLE] = ",".join(names[one] for one in gpus.ids)
+    try:
+        yield gpus.model_copy(update={"ids": tuple(range(len(gpus.ids)))})
+    finally:
+        if before is None:
+            del os.environ[VISIBLE]
+        else:
+            os.environ[VISIBLE] = before
+
+
+# Servers that run while a stage needs them
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """A server to start. name: of its log."""
+
+    name: str
+    head: str | None
+    port: int
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+
+def to_serve(heads: Mapping[str, str | None]) -> list[Served]:
+    """Servers of these heads (None: plain), each at a free port."""
+    with ExitStack() as stack:
+        found = []
+        for name, head in heads.items():
+            listener = stack.enter_context(socket.socket())
+            listener.bind(("127.0.0.1", 0))
+            found.append(Served(name, head, listener.getsockname()[1]))
+        return found
+
+
+@contextmanager
+def running_engines(
+    gpus: GpusConfig, config: ServeConfig, servers: Sequence[Served], logs: str
+) -> Iterator[None]:
+    """These servers answer within the block; the groups of GPUs take them in turns. logs: folder of
+    what they print.
+
+    Those of one group start one after the other: SGLang's share of a GPU is one of what is free
+    when it starts. Raises EyasError for one that ends, with the end of its log.
+    """
+    groups, running = gpus.groups, list[RunningServer]()
+    try:
+        for first in range(0, len(servers), len(groups)):
+            begun = []
+            for place, server in enumerate(servers[first : first + len(groups)]):
+                served = config.model_copy(
+                    update={"head": server.head, "host": "127.0.0.1", "port": server.port}
+                )
+                words = engine_command(gpus.engine, served, gpus.args, groups[place], gpus.python)
+                words += share_of_memory(
+                    gpus.engine, len(servers[place :: len(groups)]), first // len(groups)
+                )
+                log = Path(logs, f"server-{server.name}.log")
+                begun.append(RunningServer(server, words, log))
+            running += begun
+            for one in begun:
+                one.wait()
+        yield
+    except Exception:
+        for one in running:
+            one.refuse_ended()  # the cause, where it is one
+        raise
+    finally:
+        for one in running:
+            one.process.terminate()  # the engine ends its own processes, and frees the GPU
+        for one in running:
+            one.end()
+
+
+def share_of_memory(engine: EngineName, sharing: int, before: int) -> list[str]:
+    """The flag by which a server leaves room for others on its GPUs, of which `before` run."""
+    if sharing == 1:
+        return []
+    share = SHARED / sharing
+    if engine is EngineName.SGLANG:
+        return ["--mem-fraction-static", str(round(share / (1 - share * before), 3))]
+    return ["--gpu-memory-utilization", str(round(share, 3))]
+
+
+class RunningServer:
+    """A server's process, whose log grows."""
+
+    def __init__(self, server: Served, words: Sequence[str], log: Path) -> None:
+        self._server, self._log = server, log
+        log.parent.mkdir(parents=True, exist_ok=True)
+        with log.open("ab") as printed:
+            self.process = subprocess.Popen(
+                words,
+                stdin=subprocess.DEVNULL,
+                stdout=printed,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,  # Ctrl-C is for this process, which ends it
+                preexec_fn=_end_with_parent(),
+            )
+
+    def wait(self) -> None:
+        """Until it answers. Raises EyasError."""
+        ends = time.monotonic() + PATIENCE_S
+        with httpx.Client(trust_env=False, timeout=5) as client:
+            while time.monotonic() < ends:
+                self.refuse_ended()
+                with suppress(httpx.HTTPError):
+                    if client.get(f"{self._server.url}/health").status_code == 200:
+                        return
+                time.sleep(POLL_S)
+        raise EyasError(f"{self._server.name}: no answer in {PATIENCE_S:g} s", f"see {self._log}")
+
+    def refuse_ended(self) -> None:
+        """Raise EyasError, with the end of the log, where the process has ended."""
+        if (code := self.process.poll()) is not None:
+            tail = self._log.read_text(encoding="utf-8", errors="replace")[-LOG_TAIL:]
+            raise EyasError(
+                f"the server {self._server.name!r} ended with exit code {code}:\n{tail}",
+                f"all of its log: {self._log}",
+            )
+
+    def end(self) -> None:
+        """Wait, then end what is left of it."""
+        with suppress(subprocess.TimeoutExpired):
+            self.process.wait(STOP_S)
+        with suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+
+
+def _end_with_parent() -> Callable[[], Any]:
+    """For a new process: to get SIGTERM when this one is killed, so that no server keeps a GPU."""
+    library = ctypes.CDLL(None)
+    return lambda: library.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
