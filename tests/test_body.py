@@ -18,8 +18,7 @@ from eyas.model.target import Target
 from eyas.operators.head import load_head
 from tests.gguf_files import gguf_file
 from tests.test_head import FLAGS
-from tests.test_target import LLAMA3
-from tests.tiny import tiny_target
+from tests.tiny import LLAMA3, tiny_target
 from tests.tiny_head import head_folder
 
 body = random_models.body

@@ -101,9 +101,17 @@ def trains_on(device: str) -> Iterator[Ranks]:
 
 @pytest.fixture
 def optimizer_of_any_device(monkeypatch) -> None:
-    """Torch has a fused AdamW for the devices that it knows."""
-    fused = torch.optim.AdamW
-    monkeypatch.setattr(torch.optim, "AdamW", lambda of, betas, **_: fused(of, betas=betas))
+    """Torch has a fused AdamW, which knows found_inf, for the devices that it knows."""
+
+    class Plain(torch.optim.AdamW):
+        def __init__(self, groups, betas, **_):
+            super().__init__(groups, betas=betas)
+
+        def step(self):
+            self.found_inf = None
+            super().step()
+
+    monkeypatch.setattr(torch.optim, "AdamW", Plain)
 
 
 def trained(target: Path, source: FeatureSource, output: Path, **changes) -> Artifact:
@@ -153,7 +161,7 @@ def test_a_heads_own_embeddings_go_there(monkeypatch):
     assert here != measure(wavy_head(), tiny_vocabulary(), Batch.of(samples), 3)
     with elsewhere(monkeypatch) as device:
         vocabulary = tiny_vocabulary().to(device)
-        assert measure(head.to(device), vocabulary, Batch.of(samples, device), 3) == here
+        assert measure(head.to(device), vocabulary, Batch.of(samples).to(device), 3) == here
 
 
 @pytest.mark.usefixtures("optimizer_of_any_device")

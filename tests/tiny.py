@@ -31,6 +31,8 @@ FAMILIES = {
     "qwen2": Qwen2Config,
     "qwen3": Qwen3Config,
 }
+LLAMA3 = {"rope_type": "llama3", "rope_theta": 500000.0, "original_max_position_embeddings": 32}
+LLAMA3 |= {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 TEXT = [
     "user",
     "assistant",

@@ -98,10 +98,14 @@ class Batch:
         if device == "cpu":
             return self
         moved: dict[str, Any] = {
-            name: (one.pin_memory() if one.is_cpu else one).to(device, non_blocking=True)
-            for name, one in self.tensors.items()
+            name: pinned(one).to(device, non_blocking=True) for name, one in self.tensors.items()
         }
         return replace(self, **moved)
+
+
+def pinned(tensor: Tensor) -> Tensor:
+    """In memory from which a GPU copies beside its work, where there is one."""
+    return tensor.pin_memory() if tensor.is_cpu and torch.cuda.is_available() else tensor
 
 
 def plan_batches(lengths: Sequence[int], max_tokens: int, seed: str) -> list[list[int]]:

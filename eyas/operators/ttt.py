@@ -40,6 +40,8 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 from torch.utils.checkpoint import checkpoint
 
+from eyas.operators.batch import pinned
+
 Rotation = tuple[Tensor, ...]  # cosines, sines
 Tables = TypeVar("Tables", bound=tuple[Any, ...])
 Result = TypeVar("Result", Tensor, tuple[Tensor, ...])
@@ -158,7 +160,7 @@ def sent(tree: Tables, device: str | torch.device) -> Tables:
         return made[id(one)]
 
     found = {id(one): one for one in leaves(tree)}
-    flat = torch.cat([one.flatten() for one in found.values()]).pin_memory()
+    flat = pinned(torch.cat([one.flatten() for one in found.values()]))
     sizes = [one.numel() for one in found.values()]
     parts = torch.split(flat.to(device, non_blocking=True), sizes)
     for (place, one), part in zip(found.items(), parts, strict=True):

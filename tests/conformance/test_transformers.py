@@ -23,8 +23,7 @@ from transformers.models.llama.modeling_llama import (
 from eyas.operators.decoder import with_cache
 from eyas.operators.head import load_head
 from eyas.operators.vocab import TargetVocabulary
-from tests.test_target import LLAMA3
-from tests.tiny import tiny_target
+from tests.tiny import LLAMA3, tiny_target
 from tests.tiny_head import head_folder
 
 T, STEPS = 24, 3
