@@ -17,6 +17,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
+from eyas.operators import ttt
+from eyas.train import batches
+
 NAME = "lazy"
 aten = torch.ops.aten
 CROSSING = {aten.copy_.default, aten._to_copy.default}
@@ -114,6 +117,10 @@ def elsewhere(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     with monkeypatch.context() as patched, _Mode():
         patched.setattr(torch, "autocast", cast)
         patched.setattr(torch, "tensor", made)
+        # in this thread, where the mode holds
+        patched.setattr(batches, "ahead", lambda made, jobs, *_: (made(one) for one in jobs))
+        # what the backward computes again asks torch for a module of the device
+        patched.setattr(ttt, "checkpoint", lambda function, *given, **_: function(*given))
         # views of a subclass are not made in inference mode
         patched.setattr(torch._C, "_InferenceMode", lambda mode: torch.no_grad())
         patched.setattr(torch, "is_autocast_enabled", lambda of=NAME: of != NAME and is_enabled(of))

@@ -40,8 +40,6 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 from torch.utils.checkpoint import checkpoint
 
-from eyas.operators.batch import pinned
-
 Rotation = tuple[Tensor, ...]  # cosines, sines
 Tables = TypeVar("Tables", bound=tuple[Any, ...])
 Result = TypeVar("Result", Tensor, tuple[Tensor, ...])
@@ -119,7 +117,7 @@ class Slots(NamedTuple):
         tiles = tiles_of(flat_N, looks_N, B * T)
         slot_N = position_M[flat_N].int()
         slots = cls(flat_N.int(), slot_N, first_N.int(), position_M.int(), tiles, window)
-        if kind == "cpu":
+        if kind != "cuda":  # the plain form runs anywhere
             return slots
         looks = first_N if window is None else None
         return slots._replace(blocks=blocks_of(tiles, flat_N, looks, B * T))
@@ -160,7 +158,8 @@ def sent(tree: Tables, device: str | torch.device) -> Tables:
         return made[id(one)]
 
     found = {id(one): one for one in leaves(tree)}
-    flat = pinned(torch.cat([one.flatten() for one in found.values()]))
+    flat = torch.cat([one.flatten() for one in found.values()])
+    flat = flat.pin_memory() if torch.cuda.is_available() else flat
     sizes = [one.numel() for one in found.values()]
     parts = torch.split(flat.to(device, non_blocking=True), sizes)
     for (place, one), part in zip(found.items(), parts, strict=True):
@@ -286,7 +285,7 @@ def attend(
             return fused_attention(slots, first_N, queries, keys, values, own)
         parts = []
         for begin, end, low, high in slots.tiles:
-            columns_c = torch.arange(low, high)
+            columns_c = torch.arange(low, high, device=slots.flat_N.device)
             part = slice(begin, end)
             unseen_nc = columns_c > slots.flat_N[part, None]
             unseen_nc |= columns_c < first_N[part, None]

@@ -295,8 +295,8 @@ class Distillation(torch.autograd.Function):
 def block_losses(
     logits_RW: Tensor, weight_R: Tensor, p_UW: Tensor, of_R: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """`part_losses`, on a CPU some rows at a time, on a GPU compiled into a few kernels."""
-    if logits_RW.device.type != "cpu":
+    """`part_losses`, some rows at a time, on a GPU compiled into a few kernels."""
+    if logits_RW.is_cuda:
         return compiled_losses()(logits_RW, weight_R, p_UW, of_R)
     at_once = max(1, LOGITS_IN_CACHE // logits_RW.shape[1])
     parts = (torch.split(of_all, at_once) for of_all in (logits_RW, weight_R, of_R))
