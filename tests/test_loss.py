@@ -308,7 +308,7 @@ def test_the_teacher_is_the_target_at_the_judged_positions():
     torch.testing.assert_close(teacher.probabilities(rows), expected)
     assert torch.equal(teacher.argmax_P[:7], logits_PV.argmax(-1))
     assert torch.equal(teacher.position_mask_P, torch.isin(teacher.argmax_P, head.target_ids_W))
-    assert plan.position_P.tolist() == [*range(1, 8), *[0] * 121]
+    assert plan.position_P.tolist() == [*range(1, 8), *[7] * 121]
     assert plan.counts.tolist() == [7, 6, 1, 9]
     # slot t at step i is judged at t + 1 + i: the slots of teacher's row 1 are 1 and then 0
     assert plan.row_S[:13].tolist() == [0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5, 6, 6]

@@ -284,8 +284,11 @@ def test_an_object_store_has_metrics_before_a_checkpoint(made, features, whole, 
     assert learned(output) == learned(whole)
 
 
-@pytest.mark.parametrize("packed", [False, True])
-def test_a_broken_feature_stops_the_run_and_is_named(made, tmp_path, packed):
+@pytest.mark.parametrize(("packed", "read_every"), [(False, 1), (True, 1), (False, 8)])
+def test_a_broken_feature_stops_the_run_and_is_named(
+    made, tmp_path, monkeypatch, packed, read_every
+):
+    monkeypatch.setattr(trainer, "READ_EVERY", {"cpu": read_every})
     folder, target, samples = made
     broken = samples[5].aux_hidden.clone()
     broken[2, 7] = float("nan")
@@ -469,7 +472,7 @@ def test_a_step_waits_for_no_device_and_one_that_is_not_finite_changes_nothing(l
     what is made once.
     """
     head, vocabulary = wavy_head(fc_norm=True, norm_output=True), tiny_vocabulary()
-    state = TrainingState(head, optimizers_of(head), "bfloat16")
+    state = TrainingState(head, optimizers_of(head, weight_decay=0.1), "bfloat16")
     wanted = ObjectiveConfig(later_steps=later_steps)
     module = LossModule(head, vocabulary, wanted, "bfloat16")
     batches = [made_up_batch([[True] * 20, [False] * 4 + [True] * 9], seed=n) for n in range(4)]

@@ -191,7 +191,11 @@ def test_patience_counts_measurements_without_a_gain():
     assert not patience.is_over(StopConfig())
 
 
-def test_a_loss_that_runs_away_stops_the_run_and_names_its_samples(made, tmp_path, monkeypatch):
+@pytest.mark.parametrize("read_every", [1, 8])
+def test_a_loss_that_runs_away_stops_the_run_and_names_its_samples(
+    made, tmp_path, monkeypatch, read_every
+):
+    monkeypatch.setattr(trainer, "READ_EVERY", {"cpu": read_every})
     monkeypatch.setattr("eyas.train.step.MAX_GRAD_NORM", 1e6)
     monkeypatch.setattr("eyas.train.state.DIVERGED_AT", 1.3)
     rate = {"peak": 3.0, "warmup_share": 0.7}
@@ -221,10 +225,11 @@ def test_drift_waits_until_it_is_settled_and_forgives_next_to_nothing():
     assert tiny.has_diverged()
 
 
-@pytest.mark.parametrize("at", [0, 8])
-def test_an_error_keeps_what_was_done(made, tmp_path, monkeypatch, at):
+@pytest.mark.parametrize(("at", "read_every"), [(0, 1), (8, 1), (9, 8)])
+def test_an_error_keeps_what_was_done(made, tmp_path, monkeypatch, at, read_every):
     """A step that cannot be done: the state is that of the step before, whatever checkpoint_every
-    says. The start is measured once, and waits no shorter for a gain.
+    says, and where figures are read behind several steps, as on a GPU. The start is
+    measured once, and waits no shorter for a gain.
     """
     step = trainer.training_step
     config = changed(stop={**CONFIG.stop.model_dump(), "patience": 1})
@@ -236,6 +241,7 @@ def test_an_error_keeps_what_was_done(made, tmp_path, monkeypatch, at):
 
     with monkeypatch.context() as patched:
         patched.setattr(trainer, "training_step", failing)
+        patched.setattr(trainer, "READ_EVERY", {"cpu": read_every})
         with pytest.raises(EyasError, match="made up"):
             run(made, config, tmp_path / "cut")
     steps = []
@@ -264,5 +270,6 @@ def test_packed_rows_learn_the_same_samples(made, tmp_path):
     output = run(made, changed(batches={"tokens": 64, "packed": True}, epochs=2), tmp_path)
     rows = list(output.read_jsonl(METRICS))
     assert sum(row["samples"] for row in rows) == 18
+    assert sum(row["tokens"] for row in rows) == 2 * sum(Features(made[1]).lengths)
     assert all(row["tokens"] <= 64 for row in rows)
     assert rows[-1]["loss"] < rows[0]["loss"]

@@ -190,7 +190,7 @@ def plan_of(
         blocks.append((filled(rows_U, size // 16, last_row).int(), of_R.int()))
     sizes = torch.tensor([len(batch.keys), int((starts_BT >= 0).sum())])
     return StepPlan(
-        filled(position_P, size, 0).int(),
+        filled(position_P, size, int(position_P[-1]) if len(position_P) else 0).int(),
         tuple(slots_K),
         tuple(one.int() for one in tokens_K),
         filled(pick_S, size, 0).int(),

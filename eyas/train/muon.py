@@ -43,8 +43,11 @@ class Muon(torch.optim.Muon):
         for group in self.param_groups:
             weights = [weight for weight in group["params"] if weight.grad is not None]
             if group["weight_decay"]:
+                rate = group["lr"] * group["weight_decay"]
+                found_inf = getattr(self, "found_inf", None)
+                kept = 1 - rate * (1 if found_inf is None else 1 - found_inf)
                 for weight in weights:
-                    own_rows(weight).mul_(1 - group["lr"] * group["weight_decay"])
+                    own_rows(weight).mul_(kept)
             if not any(isinstance(weight, DTensor) for weight in weights):
                 self._step_whole(weights, group)
                 continue

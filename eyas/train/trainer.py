@@ -321,18 +321,18 @@ class Trainer:
         try:
             with closing(self._feed), asked_to_stop() as signal_of:
                 while state.step < num_steps and not state.patience.is_over(config.stop):
-                    with ranks.together():
-                        batches = next(self._feed)
-                    rate = self.rate.at(state.step, num_steps)
-                    pending.append(training_step(state, self.module, batches, ranks, rate))
+                    try:
+                        with ranks.together():
+                            batches = next(self._feed)
+                        rate = self.rate.at(state.step, num_steps)
+                        pending.append(training_step(state, self.module, batches, ranks, rate))
+                    except EyasError:
+                        if pending:  # the whole steps before it
+                            self._read(pending, began, output, trackers)
+                        raise
                     if len(pending) < read_every and state.step not in due:
                         continue
-                    rows = rows_of(pending, ranks)
-                    seconds = (time.monotonic() - began) / len(rows)
-                    for row, figures in zip(rows, pending, strict=True):
-                        row["seconds"], row["tokens_per_s"] = seconds, row["tokens"] / seconds
-                        self._judge(row, figures.keys, output)
-                        trackers.log(row["step"], scalars(row))
+                    rows = self._read(pending, began, output, trackers)
                     pending = []
                     if state.step % config.checkpoint_every == 0 and state.step < num_steps:
                         state.save(output, ranks)
@@ -354,6 +354,18 @@ class Trainer:
                 state.save(output, ranks)
             raise
 
+    def _read(
+        self, pending: Sequence[StepFigures], began: float, output: Artifact, trackers: Trackers
+    ) -> list[dict[str, Any]]:
+        """The rows of these steps, judged. All ranks call it. Raises what `_judge` raises."""
+        rows = rows_of(pending, self.ranks)
+        seconds = (time.monotonic() - began) / len(rows)
+        for row, figures in zip(rows, pending, strict=True):
+            row["seconds"], row["tokens_per_s"] = seconds, row["tokens"] / seconds
+            self._judge(row, figures.keys, output)
+            trackers.log(row["step"], scalars(row))
+        return rows
+
     def _judge(self, row: dict[str, Any], keys: Sequence[str], output: Artifact) -> None:
         """Measure held-out tau if it is due, and write the step's row of metrics.
 
@@ -373,7 +385,7 @@ class Trainer:
             state.add_row(row, output, self.ranks)
             raise DivergedError(
                 f"the loss diverges: its running mean is {state.trend.mean:.3f} at step "
-                f"{state.step}, more than {DIVERGED_AT:g} times its lowest, "
+                f"{step}, more than {DIVERGED_AT:g} times its lowest, "
                 f"{state.trend.lowest:.3f}; the samples of this step: "
                 f"{', '.join(self.ranks.listed(keys))}",
                 "begin in another folder with a lower learning_rate",
