@@ -57,7 +57,7 @@ FILES = [
     "README.md",
 ]
 # The same weights once more, beside safetensors.
-OTHER_FORMS = ("pytorch_model*.bin*", "consolidated*.safetensors*", "model.*.safetensors")
+OTHER_FORMS = ("pytorch_model*.bin*", "consolidated*.safetensors*")
 # GGUF files beside a model's: its projector of images, a head, an adapter, parts but the first.
 BESIDE_A_MODEL = re.compile(r"mmproj|eagle3|imatrix|lora|adapter|-(?!00001)\d{5}-of-\d{5}", re.I)
 # In a fetched folder: the version of the object that each of its files is.
@@ -124,9 +124,12 @@ def files_of(names: Sequence[str], place: str) -> list[str]:
     files = [name for name in names if fnmatch(name, "*.gguf") and "/" not in name]
     if files and not any(name.endswith((".safetensors", ".bin")) for name in found):
         return [part.name for part in part_names(Path(only_model(place, files)))]
-    if not {"model.safetensors", "model.safetensors.index.json"}.isdisjoint(found):
-        found = [name for name in found if not any(fnmatch(name, form) for form in OTHER_FORMS)]
-    return found
+    if {"model.safetensors", "model.safetensors.index.json"}.isdisjoint(found):
+        return found
+    # model.fp16.safetensors is left beside model.safetensors; an index may name its files anyhow
+    is_one = "model.safetensors.index.json" not in found
+    others = (*OTHER_FORMS, *["model.*.safetensors"] * is_one)
+    return [name for name in found if not any(fnmatch(name, form) for form in others)]
 
 
 # The Hugging Face hub

@@ -117,6 +117,8 @@ MISTRAL = ["config.json", "model.safetensors", "consolidated.safetensors", "toke
         (MISTRAL, ["config.json", "model.safetensors", "tokenizer.json"]),
         (["a.json", INDEX, "pytorch_model-1.bin"], ["a.json", INDEX]),
         (["config.json", "pytorch_model.bin"], ["config.json", "pytorch_model.bin"]),
+        (["config.json", "model.safetensors", "model.fp16.safetensors"], MISTRAL[:2]),
+        ([INDEX, *(f"model.safetensors-0000{at}-of-00002.safetensors" for at in (1, 2))], None),
         (["README.md", "eagle3-m.gguf", "m-Q4_K_M.gguf", "mmproj-m.gguf"], ["m-Q4_K_M.gguf"]),
         (["m-00001-of-00002.gguf", "m-00002-of-00002.gguf"], None),
         (["m-Q4_0.gguf", "m-Q8_0.gguf"], "holds 2 models as GGUF files: m-Q4_0.gguf, m-Q8_0"),
