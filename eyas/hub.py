@@ -89,8 +89,8 @@ def locate(name: str, role: str = "head") -> str:
 def _folder(place: str, role: str, what: str) -> str:
     if "://" in place:
         place = str(fetch(place))
-    if role == "target" and Path(place).is_dir() and not (Path(place) / "config.json").exists():
-        files = sorted(path.name for path in Path(place).glob("*.gguf"))
+    if role == "target" and Path(place).is_dir():
+        files = _gguf_files(sorted(os.listdir(place)))
         place = str(Path(place) / only_model(place, files)) if files else place
     if role == "target" and is_gguf(place):
         return str(target_folder(place))
@@ -121,8 +121,7 @@ def files_of(names: Sequence[str], place: str) -> list[str]:
     for a place that holds only GGUF files.
     """
     found = [name for name in names if _is_of_a_model(name)]
-    files = [name for name in names if fnmatch(name, "*.gguf") and "/" not in name]
-    if files and not any(name.endswith((".safetensors", ".bin")) for name in found):
+    if files := _gguf_files(names):
         return [part.name for part in part_names(Path(only_model(place, files)))]
     if {"model.safetensors", "model.safetensors.index.json"}.isdisjoint(found):
         return found
@@ -130,6 +129,13 @@ def files_of(names: Sequence[str], place: str) -> list[str]:
     is_one = "model.safetensors.index.json" not in found
     others = (*OTHER_FORMS, *["model.*.safetensors"] * is_one)
     return [name for name in found if not any(fnmatch(name, form) for form in others)]
+
+
+def _gguf_files(names: Sequence[str]) -> list[str]:
+    """Those directly in a place without other weights; a config.json may lie beside them."""
+    if any(_is_of_a_model(name) and name.endswith((".safetensors", ".bin")) for name in names):
+        return []
+    return [name for name in names if fnmatch(name, "*.gguf") and "/" not in name]
 
 
 # The Hugging Face hub
@@ -186,7 +192,7 @@ def faults() -> tuple[type[Exception], ...]:
 
 def _is_complete(folder: Path) -> bool:
     """Whether config and weights are all there: another tool may have cached some files only. Of
-    GGUF files without a config any.
+    GGUF files, where no other weights are, any.
     """
     if any((folder / name).exists() for name in CONFIGS):
         for weights in WEIGHTS:
@@ -199,8 +205,7 @@ def _is_complete(folder: Path) -> bool:
                     return True  # what is wrong with it is said where it is loaded
             if (folder / weights).exists():
                 return True
-        return False
-    return any(folder.glob("*.gguf"))
+    return bool(_gguf_files(os.listdir(folder)))
 
 
 # Object stores

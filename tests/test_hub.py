@@ -103,6 +103,8 @@ def test_a_hub_id_is_found_in_the_cache_without_a_network(
     for name in ("org/tiny-1.0", "org/absent"):
         with pytest.raises(MissingInputError, match="in full in the hub's cache"):
             resolve_target(name)
+    file = gguf_file(folder, snapshot / "m.gguf")
+    assert resolve_target("org/tiny-1.0") == resolve_target(str(file))
     monkeypatch.chdir(tmp_path)
     (tmp_path / "org" / "tiny-1.0").mkdir(parents=True)
     assert resolve_target("org/tiny-1.0") == "org/tiny-1.0"  # a folder goes before the hub
@@ -136,6 +138,7 @@ def test_one_form_of_the_weights_is_fetched(names, wanted):
 
 def test_a_folder_of_gguf_files_is_the_model_among_them(target, tmp_path):
     file = gguf_file(target, tmp_path / "m-Q4_K_M.gguf")
+    (tmp_path / "config.json").write_text("{}")
     for name in ("eagle3-m.gguf", "mmproj-m.gguf"):
         (tmp_path / name).write_bytes(b"beside it")
     assert resolve_target(str(tmp_path)) == resolve_target(str(file))
