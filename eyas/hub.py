@@ -59,7 +59,9 @@ FILES = [
 # The same weights once more, beside safetensors.
 OTHER_FORMS = ("pytorch_model*.bin*", "consolidated*.safetensors*")
 # GGUF files beside a model's: its projector of images, a head, an adapter, parts but the first.
-BESIDE_A_MODEL = re.compile(r"mmproj|eagle3|imatrix|lora|adapter|-(?!00001)\d{5}-of-\d{5}", re.I)
+BESIDE_A_MODEL = re.compile(
+    r"(?:^|[-_.])(mmproj|eagle3|imatrix|lora|adapter)(?:[-_.]|$)|-(?!00001)\d{5}-of-\d{5}", re.I
+)
 # In a fetched folder: the version of the object that each of its files is.
 VERSIONS, LOCK = ".versions", ".lock"
 
@@ -107,7 +109,7 @@ def only_model(place: str, files: Sequence[str]) -> str:
     """Of GGUF files in one place the model's. Raises MissingInputError, with a list, where several
     can be meant.
     """
-    models = [name for name in files if not BESIDE_A_MODEL.search(name)]
+    models = [name for name in files if not BESIDE_A_MODEL.search(name) or len(files) == 1]
     if len(models) != 1:
         raise MissingInputError(
             f"{place} holds {len(models)} models as GGUF files: {', '.join(models or files)}",

@@ -122,6 +122,8 @@ MISTRAL = ["config.json", "model.safetensors", "consolidated.safetensors", "toke
         (["config.json", "model.safetensors", "model.fp16.safetensors"], MISTRAL[:2]),
         ([INDEX, *(f"model.safetensors-0000{at}-of-00002.safetensors" for at in (1, 2))], None),
         (["README.md", "eagle3-m.gguf", "m-Q4_K_M.gguf", "mmproj-m.gguf"], ["m-Q4_K_M.gguf"]),
+        (["flora-7b-Q4_K_M.gguf", "m_lora.gguf"], ["flora-7b-Q4_K_M.gguf"]),
+        (["m-eagle3-Q8_0.gguf"], None),
         (["m-00001-of-00002.gguf", "m-00002-of-00002.gguf"], None),
         (["m-Q4_0.gguf", "m-Q8_0.gguf"], "holds 2 models as GGUF files: m-Q4_0.gguf, m-Q8_0"),
     ],
