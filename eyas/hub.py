@@ -57,9 +57,11 @@ FILES = [
     "README.md",
 ]
 # The same weights once more, beside safetensors.
-OTHER_FORMS = ("pytorch_model*.bin*", "consolidated*.safetensors*", "model.*.safetensors")
+OTHER_FORMS = ("pytorch_model*.bin*", "consolidated*.safetensors*")
 # GGUF files beside a model's: its projector of images, a head, an adapter, parts but the first.
-BESIDE_A_MODEL = re.compile(r"mmproj|eagle3|imatrix|lora|adapter|-(?!00001)\d{5}-of-\d{5}", re.I)
+BESIDE_A_MODEL = re.compile(
+    r"(?:^|[-_.])(mmproj|eagle3|imatrix|lora|adapter)(?:[-_.]|$)|-(?!00001)\d{5}-of-\d{5}", re.I
+)
 # In a fetched folder: the version of the object that each of its files is.
 VERSIONS, LOCK = ".versions", ".lock"
 
@@ -89,8 +91,8 @@ def locate(name: str, role: str = "head") -> str:
 def _folder(place: str, role: str, what: str) -> str:
     if "://" in place:
         place = str(fetch(place))
-    if role == "target" and Path(place).is_dir() and not (Path(place) / "config.json").exists():
-        files = sorted(path.name for path in Path(place).glob("*.gguf"))
+    if role == "target" and Path(place).is_dir():
+        files = _gguf_files(sorted(os.listdir(place)))
         place = str(Path(place) / only_model(place, files)) if files else place
     if role == "target" and is_gguf(place):
         return str(target_folder(place))
@@ -107,7 +109,7 @@ def only_model(place: str, files: Sequence[str]) -> str:
     """Of GGUF files in one place the model's. Raises MissingInputError, with a list, where several
     can be meant.
     """
-    models = [name for name in files if not BESIDE_A_MODEL.search(name)]
+    models = [name for name in files if not BESIDE_A_MODEL.search(name) or len(files) == 1]
     if len(models) != 1:
         raise MissingInputError(
             f"{place} holds {len(models)} models as GGUF files: {', '.join(models or files)}",
@@ -121,12 +123,21 @@ def files_of(names: Sequence[str], place: str) -> list[str]:
     for a place that holds only GGUF files.
     """
     found = [name for name in names if _is_of_a_model(name)]
-    files = [name for name in names if fnmatch(name, "*.gguf") and "/" not in name]
-    if files and not any(name.endswith((".safetensors", ".bin")) for name in found):
+    if files := _gguf_files(names):
         return [part.name for part in part_names(Path(only_model(place, files)))]
-    if not {"model.safetensors", "model.safetensors.index.json"}.isdisjoint(found):
-        found = [name for name in found if not any(fnmatch(name, form) for form in OTHER_FORMS)]
-    return found
+    if {"model.safetensors", "model.safetensors.index.json"}.isdisjoint(found):
+        return found
+    # model.fp16.safetensors is left beside model.safetensors; an index may name its files anyhow
+    is_one = "model.safetensors.index.json" not in found
+    others = (*OTHER_FORMS, *["model.*.safetensors"] * is_one)
+    return [name for name in found if not any(fnmatch(name, form) for form in others)]
+
+
+def _gguf_files(names: Sequence[str]) -> list[str]:
+    """Those directly in a place without other weights; a config.json may lie beside them."""
+    if any(_is_of_a_model(name) and name.endswith((".safetensors", ".bin")) for name in names):
+        return []
+    return [name for name in names if fnmatch(name, "*.gguf") and "/" not in name]
 
 
 # The Hugging Face hub
@@ -183,7 +194,7 @@ def faults() -> tuple[type[Exception], ...]:
 
 def _is_complete(folder: Path) -> bool:
     """Whether config and weights are all there: another tool may have cached some files only. Of
-    GGUF files without a config any.
+    GGUF files, where no other weights are, any.
     """
     if any((folder / name).exists() for name in CONFIGS):
         for weights in WEIGHTS:
@@ -196,8 +207,7 @@ def _is_complete(folder: Path) -> bool:
                     return True  # what is wrong with it is said where it is loaded
             if (folder / weights).exists():
                 return True
-        return False
-    return any(folder.glob("*.gguf"))
+    return bool(_gguf_files(os.listdir(folder)))
 
 
 # Object stores

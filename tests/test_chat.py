@@ -206,6 +206,14 @@ def test_a_conversation_that_the_template_refuses_says_why(chats):
         chats["alternates"].render([*dialogue("Hi"), *dialogue("Hi")])
 
 
+CALLS_ITSELF = (
+    "{% macro f(n) %}{% if n %}{{ f(n-1) }}{{ f(n-1) }}{% endif %}{% endmacro %}{{ f(60) }}"
+)
+WIDE = [
+    *("'x'.ljust(300000)", "'x'.rjust(300000)", "'x'.center(300000)", "'x'.zfill(300000)"),
+    *("'%300000d' % 1", "'%*d' % (300000, 1)", "'%.300000f' | format(1)", "'x' | center(300000)"),
+    *("'{:300000}'.format(1)", "'{:{}}'.format(1, 300000)", "'x' | indent(width=300000)"),
+]
 LOOP = "{% set a = 9999 * 'xx' %}{% for i in range(99999) %}"
 
 
@@ -220,6 +228,8 @@ LOOP = "{% set a = 9999 * 'xx' %}{% for i in range(99999) %}"
         ("{{ 'x' * 3000000000 }}", "makes a text of 3,000,000,000"),
         (LOOP + "{{ a ~ a ~ a ~ a }}{% endfor %}", "makes a text of"),
         ("{{ 10 ** 10 ** 9 }}", "makes a text of"),
+        (CALLS_ITSELF, r"takes longer than 0\.05 s"),
+        *((f"{{{{ ({wide}) | length }}}}", "makes a text of 300,000") for wide in WIDE),
         ("{{ range(10 ** 9) }}", "Range too big"),
         ("{{ 1 // 0 }}", "refuses a conversation: integer division"),
     ],

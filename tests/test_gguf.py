@@ -51,8 +51,9 @@ from tests.tiny import tiny_target
 
 Kind = gguf.GGMLQuantizationType
 LONG_TOKENS_BT = torch.tensor([[(7 * place) % 311 + 3 for place in range(40)]])
+PLAIN = ("llama", "mistral", "qwen2", "qwen3")
 OF_GGUF = [
-    *("llama", "mistral", "qwen2", "qwen3"),
+    *PLAIN,
     *("mixtral", "ministral3", "qwen3_moe", "gemma2", "gemma3", "phi3"),
     *("phi4_mini", "gpt_oss", "glm4", "smollm3", "granite", "granite4", "olmo3", "lfm2"),
     *("exaone4", "exaone4_full", "seed_oss"),
@@ -133,13 +134,15 @@ def test_a_file_of_every_architecture_computes_what_the_model_in_it_does(tmp_pat
     found = AutoModelForCausalLM.from_pretrained(whole_folder(folder))
     own = logits_of(Target.load(folder), LONG_TOKENS_BT)
     torch.testing.assert_close(found(LONG_TOKENS_BT).logits, expected, rtol=1e-4, atol=1e-4)
-    torch.testing.assert_close(own, expected, rtol=1e-3, atol=1e-3)
+    near = 1e-4 if name in PLAIN else 1e-3
+    torch.testing.assert_close(own, expected, rtol=near, atol=near)
     ours, theirs = read_tensors(folder), read_tensors(source)
     if name == "granite4":  # a Granite in a file, as llama.cpp's converter makes it
         return
     assert ours.keys() == theirs.keys()
-    # a norm's weight went through 1 + weight in float32
-    assert all(torch.allclose(ours[name], theirs[name], rtol=0, atol=1e-6) for name in ours)
+    # elsewhere a norm's weight went through 1 + weight in float32
+    off = 0 if name in PLAIN else 1e-6
+    assert all(torch.allclose(ours[one], theirs[one], rtol=0, atol=off) for one in ours)
 
 
 def test_a_file_speaks_as_the_model_in_it_does(tmp_path, tiny):

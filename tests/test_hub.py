@@ -103,6 +103,8 @@ def test_a_hub_id_is_found_in_the_cache_without_a_network(
     for name in ("org/tiny-1.0", "org/absent"):
         with pytest.raises(MissingInputError, match="in full in the hub's cache"):
             resolve_target(name)
+    file = gguf_file(folder, snapshot / "m.gguf")
+    assert resolve_target("org/tiny-1.0") == resolve_target(str(file))
     monkeypatch.chdir(tmp_path)
     (tmp_path / "org" / "tiny-1.0").mkdir(parents=True)
     assert resolve_target("org/tiny-1.0") == "org/tiny-1.0"  # a folder goes before the hub
@@ -117,7 +119,11 @@ MISTRAL = ["config.json", "model.safetensors", "consolidated.safetensors", "toke
         (MISTRAL, ["config.json", "model.safetensors", "tokenizer.json"]),
         (["a.json", INDEX, "pytorch_model-1.bin"], ["a.json", INDEX]),
         (["config.json", "pytorch_model.bin"], ["config.json", "pytorch_model.bin"]),
+        (["config.json", "model.safetensors", "model.fp16.safetensors"], MISTRAL[:2]),
+        ([INDEX, *(f"model.safetensors-0000{at}-of-00002.safetensors" for at in (1, 2))], None),
         (["README.md", "eagle3-m.gguf", "m-Q4_K_M.gguf", "mmproj-m.gguf"], ["m-Q4_K_M.gguf"]),
+        (["flora-7b-Q4_K_M.gguf", "m_lora.gguf"], ["flora-7b-Q4_K_M.gguf"]),
+        (["m-eagle3-Q8_0.gguf"], None),
         (["m-00001-of-00002.gguf", "m-00002-of-00002.gguf"], None),
         (["m-Q4_0.gguf", "m-Q8_0.gguf"], "holds 2 models as GGUF files: m-Q4_0.gguf, m-Q8_0"),
     ],
@@ -134,6 +140,7 @@ def test_one_form_of_the_weights_is_fetched(names, wanted):
 
 def test_a_folder_of_gguf_files_is_the_model_among_them(target, tmp_path):
     file = gguf_file(target, tmp_path / "m-Q4_K_M.gguf")
+    (tmp_path / "config.json").write_text("{}")
     for name in ("eagle3-m.gguf", "mmproj-m.gguf"):
         (tmp_path / name).write_bytes(b"beside it")
     assert resolve_target(str(tmp_path)) == resolve_target(str(file))

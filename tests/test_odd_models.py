@@ -370,6 +370,9 @@ def test_tensors_that_no_layer_computes_with_are_no_fault(tmp_path, kept):
     more = (
         "model.layers.8.fc.weight",
         "mtp.fc.weight",
+        "model.mtp_layers.0.fc.weight",
+        "model.mtp_block.fc.weight",
+        "v_head.summary.weight",
         QUERY.replace("q_proj", "rotary_emb.inv_freq"),
     )
     edit_tensors(folder, {name.rstrip("."): torch.ones(4) for name in more})

@@ -83,6 +83,14 @@ PUBLISHED: dict[str, dict[str, Any]] = {
             "factor": 8.0, "original_max_position_embeddings": 8192, "rope_type": "yarn",
         },
     },
+    "YaRN of one kind of layers, without the context that it begins from": {
+        "model_type": "olmo3", "max_position_embeddings": 512, "sliding_window": 64,
+        "layer_types": [*3 * ["sliding_attention"], "full_attention"] * 2,
+        "rope_parameters": {
+            "full_attention": {"factor": 8.0, "rope_theta": 5e5, "rope_type": "yarn"},
+            "sliding_attention": {"rope_theta": 5e5, "rope_type": "default"},
+        },
+    },
     "SmolLM3-3B": {
         "model_type": "smollm3", "layer_types": 8 * ["full_attention"], "sliding_window": None,
         "max_position_embeddings": 65536, "no_rope_layer_interval": 4, "rope_theta": 5e6,

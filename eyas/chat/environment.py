@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import threading
 import time
-from collections.abc import Callable, Mapping, Sized
+from collections.abc import Callable, Iterable, Mapping, Sized
 from contextlib import suppress
 from functools import lru_cache
 from typing import Any, NoReturn
@@ -100,9 +101,16 @@ class _Generator(CodeGenerator):
         self.visit(nodes.Call(joined, node.nodes, [], None, None), frame)
 
 
+# What makes a text as long as a number that it is given.
+PADDING = {"ljust", "rjust", "center", "zfill", "expandtabs", "to_bytes", "generate_lorem_ipsum"}
+PADDING_FILTERS = ("center", "indent", "format")
+# Where a format has widths and precisions: behind % and a name, or in braces behind a colon.
+PERCENT, BRACES = re.compile(r"%(?:\([^)]*\)+)?([-+ #\d.*]*)"), re.compile(r"\{[^{}]*:([^{}]*)")
+
+
 class _Bounded(ImmutableSandboxedEnvironment):
     code_generator_class = _Generator
-    intercepted_binops = frozenset({"+", "*", "**"})
+    intercepted_binops = frozenset({"+", "*", "**", "%"})
 
     def turn(self) -> None:
         """At the beginning of each turn of a loop. Raises TooMuch."""
@@ -117,11 +125,53 @@ class _Bounded(ImmutableSandboxedEnvironment):
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
         """Raises TooMuch."""
+        if operator == "%":
+            if isinstance(left, str):
+                _refuse_format(PERCENT, left, right if isinstance(right, tuple) else (right,))
+            return super().call_binop(context, operator, left, right)
         sizes = [len(one) if isinstance(one, Sized) else one for one in (left, right)]
         if operator == "**" or isinstance(left, Sized) or isinstance(right, Sized):
             with suppress(TypeError):
                 _refuse_long(sum(sizes) if operator == "+" else math.prod(sizes))
         return super().call_binop(context, operator, left, right)
+
+    def call(self, context: Any, called: Any, /, *given: Any, **named: Any) -> Any:
+        """A macro may call itself. Raises TooMuch."""
+        self.turn()
+        name = getattr(called, "__name__", "")
+        if name in PADDING:
+            _refuse_wide((*given, *named.values()))
+        if name in ("format", "format_map"):
+            text = getattr(getattr(called, "__wrapped__", None), "__self__", "")
+            text = str(text).replace("{{", "").replace("}}", "}")
+            _refuse_format(BRACES, text, (*given, *named.values()))
+        return super().call(context, called, *given, **named)
+
+
+def _refuse_wide(values: Iterable[Any]) -> None:
+    for value in values:
+        _refuse_long(value if isinstance(value, int) else 0)
+
+
+def _refuse_format(specs: re.Pattern[str], text: str, values: Iterable[Any]) -> None:
+    """Widths stand in the text, or among the values where it has `*` or braces within braces."""
+    found = " ".join(specs.findall(text))
+    _refuse_wide(int(width) for width in re.findall(r"\d+", found))
+    if "*" in found or (specs is BRACES and re.search(r"\{[^{}]*\{", text)):
+        _refuse_wide(values)
+
+
+def _bounded_filter(name: str, made: Callable[..., Any]) -> Callable[..., Any]:
+    def bounded(value: Any, *given: Any, **named: Any) -> Any:
+        values = (*given, *named.values())
+        if name == "format":
+            _refuse_format(PERCENT, str(value), values)
+        else:
+            lines = 1 + str(value).count("\n")
+            _refuse_wide(lines * one for one in values if isinstance(one, int))
+        return made(value, *given, **named)
+
+    return bounded
 
 
 def _refuse_long(size: float) -> None:
@@ -134,6 +184,8 @@ def _environment() -> ImmutableSandboxedEnvironment:
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
     )
     environment.filters["tojson"] = _as_json
+    for name in PADDING_FILTERS:
+        environment.filters[name] = _bounded_filter(name, environment.filters[name])
     environment.globals |= {"raise_exception": _raise_exception, "namespace": _Namespace}
     return environment
 
@@ -150,9 +202,10 @@ def rendered(source: str, variables: Mapping[str, Any]) -> str:
     """A template's text. Raises TooMuch for one without end, jinja2.TemplateError, and what else a
     template's mistakes raise.
     """
+    template = _compiled(source)
     _render.until = time.thread_time() + RENDER_S
     parts, size = [], 0
-    for part in _compiled(source).generate(variables):
+    for part in template.generate(variables):
         parts.append(part)
         size += len(part)
         _refuse_long(size)

@@ -411,7 +411,9 @@ def rotations_of(
     full.setdefault("rope_theta", config.get("rope_theta", 10000.0))
     if family.name == "Phi3" and full.get("rope_type", full.get("type")) in ("su", "yarn"):
         full["rope_type"] = "longrope"
-    full = with_context(full, {} if by_kind else config)
+    if by_kind:  # transformers looks there for the whole context only
+        config = {key: one for key, one in config.items() if not key.startswith("original_max")}
+    full = with_context(full, config)
     share = given(full, "partial_rotary_factor", given(config, "partial_rotary_factor", 1.0))
     dims = int(head_dim * share)
     if share != 1 and "partial_rotary_factor" not in family.defaults:
@@ -425,7 +427,7 @@ def rotations_of(
         local = by_kind.get("sliding_attention") or {
             "rope_theta": config.get("rope_local_base_freq", full["rope_theta"])
         }
-        return (first, RopeConfig.of_target(local)), dims, scale
+        return (first, RopeConfig.of_target(with_context(local, config))), dims, scale
     except MismatchError as error:
         raise Unsupported(f"has a {error.what}") from error
 

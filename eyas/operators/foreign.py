@@ -280,13 +280,18 @@ def refuse_partly_loaded(
     )
 
 
+VALUE_HEADS = ("v_head", "value_head")
+
+
 def _is_beside(name: str, num_layers: int) -> bool:
-    """Whether a tensor is of what sees images or hears, or of a layer behind the last one, which
-    predicts a further token.
+    """Whether a tensor is of what sees images or hears, of a layer behind the last one, which
+    predicts a further token, or of a head of values, which training by reinforcement leaves.
     """
+    parts = name.split(".")
     layer = re.search(r"\blayers\.(\d+)\.", name)
     is_behind = layer is not None and int(layer[1]) >= num_layers
-    return is_behind or bool(BESIDE.match(name)) or "mtp" in name.split(".")
+    is_of_mtp = any(part.startswith("mtp") for part in parts)
+    return is_behind or is_of_mtp or bool(BESIDE.match(name)) or parts[0] in VALUE_HEADS
 
 
 def first_line(error: Exception) -> str:
