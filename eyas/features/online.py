@@ -117,9 +117,7 @@ class OnlineFeatures:
             yield torch.from_numpy(one.token_ids), torch.from_numpy(one.loss_mask)
 
     def batches(self, batches: Sequence[Sequence[int]]) -> Iterator[list[Sample]]:
-        """As FeatureSource.batches; servers are asked for later batches ahead, a decoder in this
-        process computes nothing ahead.
-        """
+        """As FeatureSource.batches; servers are asked for later batches ahead."""
         source = self._target.source
         if self._target.task.config.servers:
             singles = (self._singles[number] for numbers in batches for number in numbers)
@@ -134,6 +132,8 @@ class OnlineFeatures:
             with self._target.computing:
                 made = itertools.chain.from_iterable(source.samples(self._joined(wanted)))
                 by_key = {sample.key: sample for sample in made}
+                if torch.cuda.is_available():  # another stream may use the kept prefix next
+                    torch.cuda.current_stream().synchronize()
             yield [self._as_stored(by_key[single.samples[0].key]) for single in wanted]
 
     def _as_stored(self, one: Sample) -> Sample:

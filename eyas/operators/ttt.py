@@ -46,6 +46,7 @@ Result = TypeVar("Result", Tensor, tuple[Tensor, ...])
 BLOCK = 128  # slots of a tile, and of a GPU's block mask tokens too
 # Rows computed again at a time: an MLP of 28,672 columns keeps 0.9 GB of them in bf16. Fewer cost
 # time: for each part the weights are cast to the precision of the maths anew.
+MOST_GRAPHS = 64
 RECOMPUTED_ROWS = 4096
 COLUMNS_IN_STEPS_OF = 32  # c is a multiple of it: few sizes
 
@@ -163,7 +164,7 @@ def sent(tree: Tables, device: str | torch.device) -> Tables:
     sizes = [one.numel() for one in found.values()]
     parts = torch.split(flat.to(device, non_blocking=True), sizes)
     for (place, one), part in zip(found.items(), parts, strict=True):
-        made[place] = part.view(one.shape)
+        made[place] = part.view(one.shape).clone()  # kernels are compiled for a storage's offset
     there: Tables = rebuilt(tree)
     return there
 
@@ -360,9 +361,16 @@ def fused_attention(
 
 @functools.cache
 def flex_kernel(kind: str) -> Callable[..., Any]:
-    """FlexAttention compiled for a type of device; a CPU's has no backward and is for tests."""
+    """FlexAttention compiled for a type of device; a CPU's has no backward and is for tests.
+
+    Batches differ in their sizes, and it is compiled with gradients and without: beyond dynamo's
+    own limit of 8 graphs it would compute all scores, without a word.
+    """
     plain: Callable[..., Any] = flex_attention
-    return plain if kind == "cpu" else torch.compile(plain)
+    if kind == "cpu":
+        return plain
+    torch._dynamo.config.recompile_limit = MOST_GRAPHS
+    return torch.compile(plain, dynamic=True, fullgraph=True)
 
 
 def blocks_of(
