@@ -400,7 +400,7 @@ class TestSettings:
             count += len(shown)
         assert count > 100
 
-    @pytest.mark.parametrize(("name", "most"), [("serve", 66), ("bench", 48)])
+    @pytest.mark.parametrize(("name", "most"), [("serve", 67), ("bench", 48)])
     def test_settings_and_options_take_a_line_each_of_a_hundred_columns(
         self, name, most, monkeypatch
     ):

@@ -191,7 +191,7 @@ def test_a_run_that_is_online_stores_what_is_held_out(target, tmp_path, monkeypa
     prompts = tmp_path / "prompts.jsonl"
     rows = [{"prompt": f"I would like a table for {number} in San Jose."} for number in range(60)]
     prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    monkeypatch.setattr(cli_run, "serve_and_bench", lambda *_: None)
+    monkeypatch.setattr(cli_run, "serve_and_bench", lambda *_: {})
     source = {"path": str(prompts), "licence": "CC0-1.0", "name": "made up", "prompts_by": "human"}
     config = cli_run.RunConfig(
         target=str(target),

@@ -85,6 +85,7 @@ PUBLISHED: dict[str, dict[str, Any]] = {
     },
     "YaRN of one kind of layers, without the context that it begins from": {
         "model_type": "olmo3", "max_position_embeddings": 512, "sliding_window": 64,
+        "rms_norm_eps": 1e-6,
         "layer_types": [*3 * ["sliding_attention"], "full_attention"] * 2,
         "rope_parameters": {
             "full_attention": {"factor": 8.0, "rope_theta": 5e5, "rope_type": "yarn"},

@@ -244,6 +244,8 @@ def test_metrics_are_in_the_file_as_they_are_made(made, features, whole, tmp_pat
     output, seen = Artifact(str(tmp_path / "head")), []
 
     def look(done, total=None, note=""):
+        if not total:  # the start's fit
+            return
         seen.append(len((tmp_path / "head" / METRICS).read_bytes().splitlines()) - done)
         if done == 5 and len(seen) == 5:
             raise KeyboardInterrupt
@@ -277,7 +279,8 @@ def test_an_object_store_has_metrics_before_a_checkpoint(made, features, whole, 
     output, seen = Artifact("memory://metrics-as-they-are-made"), []
 
     def look(done, total=None, note=""):
-        seen.append(len(list(output.read_jsonl(METRICS))) - done)
+        if total:  # not of the start's fit
+            seen.append(len(list(output.read_jsonl(METRICS))) - done)
 
     run(made[0], features, output, look)
     assert set(seen) == {0}

@@ -61,8 +61,8 @@ class GpusConfig(Settings):
     ids: tuple[int, ...] = Field((0,), min_length=1, description="of the GPUs that eyas sees")
     per_server: int = Field(1, ge=1, description="GPUs of one server (tensor parallelism)")
     args: str = Field("", description="more flags of the engine, as in a shell")
-    python: str = Field(
-        sys.executable, description="of the engine's environment; pins of SGLang do not fit ours"
+    python: str | None = Field(
+        None, description="of the engine's environment, as SGLang's pins do not fit; null: this one"
     )
 
     @model_validator(mode="after")
@@ -73,6 +73,11 @@ class GpusConfig(Settings):
                 f"({self.per_server})"
             )
         return self
+
+    @property
+    def engine_python(self) -> str:
+        """`python`, or this process's own."""
+        return self.python or sys.executable
 
     @property
     def groups(self) -> list[tuple[int, ...]]:
@@ -98,9 +103,9 @@ def refuse_lacking(
             exported_head(engine, Path(resolve_head(train.start.head)))
         except EyasError as error:
             lacks.append(f"train.start, which is served too: {error.what}: {error.hint}")
-    version, least = engine.version(gpus.python), LEAST_VERSIONS[engine]
+    version, least = engine.version(gpus.engine_python), LEAST_VERSIONS[engine]
     if version is None:
-        lacks.append(f"{engine.label} is not installed in the environment of {gpus.python}")
+        lacks.append(f"{engine.label} is not installed in the environment of {gpus.engine_python}")
     elif version < least:
         lacks.append(f"{engine.label} gives token ids from {'.'.join(map(str, least))} on")
     for package, what in {"openai": "servers are asked", "accelerate": "device_map works"}.items():
@@ -229,7 +234,9 @@ def running_engines(
                 served = config.model_copy(
                     update={"head": server.head, "host": "127.0.0.1", "port": server.port}
                 )
-                words = engine_command(gpus.engine, served, gpus.args, groups[place], gpus.python)
+                words = engine_command(
+                    gpus.engine, served, gpus.args, groups[place], gpus.engine_python
+                )
                 words += share_of_memory(
                     gpus.engine, len(servers[place :: len(groups)]), first // len(groups)
                 )

@@ -81,8 +81,8 @@ def command(
         ),
     ] = False,
     engine_python: Annotated[
-        str, typer.Option(help="of the environment that it is in", rich_help_panel=OTHER)
-    ] = sys.executable,
+        str | None, typer.Option(help="of the environment that it is in", rich_help_panel=OTHER)
+    ] = None,
     engine_args: Annotated[str, typer.Option(help="more flags for it", rich_help_panel=OTHER)] = "",
     print_command: Annotated[
         bool,
@@ -115,9 +115,10 @@ def command(
     if engine is not None:
         visible = gpu_ids(gpus)
         command = states_server if hidden_states else engine_command
-        words = command(engine, config, engine_args, visible, engine_python)
+        python = engine_python or sys.executable
+        words = command(engine, config, engine_args, visible, python)
         print(shlex.join(words), flush=True)
-        return None if print_command else become(engine, words, engine_python)
+        return None if print_command else become(engine, words, python)
     if print_command or engine_args or gpus or hidden_states:
         raise ConfigError(
             "--gpus, --hidden-states, --print-command and --engine-args are for another engine",
