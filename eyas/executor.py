@@ -178,14 +178,20 @@ class LocalExecutor:
 _worker: list[Worker] = []  # in a worker process: its own
 
 
+def visible_gpus(count: int) -> list[str]:
+    """The GPUs that this process sees, by CUDA's names; the first `count` where none are stated."""
+    seen = os.environ.get(VISIBLE)
+    return seen.split(",") if seen else list(map(str, range(count)))
+
+
 def _begin(task: WorkerTask, numbers: SimpleQueue[int]) -> None:
     """Start of a worker process: Ctrl-C is left to the parent, and the worker ends with it. It sees
     one GPU, its own: the one at its number of those that the parent sees.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    number, seen = numbers.get(), os.environ.get(VISIBLE)
-    if seen != "":  # hidden on purpose
-        gpus = list(map(str, range(number + 1))) if seen is None else seen.split(",")
+    number = numbers.get()
+    if os.environ.get(VISIBLE) != "":  # hidden on purpose
+        gpus = visible_gpus(number + 1)
         os.environ[VISIBLE] = gpus[number % len(gpus)]
     threading.Thread(target=_end_with_parent, daemon=True).start()
     _worker.append(Worker(task))

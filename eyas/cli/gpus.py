@@ -23,13 +23,13 @@ from pydantic import Field, model_validator
 
 from eyas.chat import Chat
 from eyas.cli.launch import (
-    VISIBLE,
     EngineName,
     engine_command,
     exported_head,
     refuse_flagless,
 )
 from eyas.errors import ConfigError, EyasError
+from eyas.executor import VISIBLE, visible_gpus
 from eyas.export.engines import engine_of
 from eyas.features.capture import CaptureConfig
 from eyas.features.generate import GenerateConfig
@@ -178,7 +178,7 @@ def seeing(gpus: GpusConfig) -> Iterator[GpusConfig]:
     that is given.
     """
     before = os.environ.get(VISIBLE)
-    names = before.split(",") if before else list(map(str, range(max(gpus.ids) + 1)))
+    names = visible_gpus(max(gpus.ids) + 1)
     os.environ[VISIBLE] = ",".join(names[one] for one in gpus.ids)
     try:
         yield gpus.model_copy(update={"ids": tuple(range(len(gpus.ids)))})

@@ -18,6 +18,7 @@ from enum import StrEnum
 from pathlib import Path
 
 from eyas.errors import ConfigError, EyasError, InputError, MissingInputError
+from eyas.executor import VISIBLE, visible_gpus
 from eyas.export.engines import Launch
 from eyas.gguf.checkpoint import whole_folder
 from eyas.hub import is_hub_id, resolve_head, resolve_target
@@ -27,7 +28,6 @@ from eyas.serve.server import ServeConfig
 
 _SETTINGS = {"target", "head", "dtype", "model", "host", "port", "engine"}
 _ENGINE_SETTINGS = {"speculation", "max_length", "max_batch"}
-VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
 class EngineName(StrEnum):
@@ -136,11 +136,12 @@ def on_gpus(words: Sequence[str], gpus: Sequence[int], python: str) -> list[str]
     """
     beside = Path(python).with_name("vllm")
     own = {"python": python, "vllm": str(beside) if beside.exists() else "vllm"}
-    words, seen = [own.get(word, word) for word in words], os.environ.get(VISIBLE)
+    words = [own.get(word, word) for word in words]
     if not gpus:
         return words
-    names = seen.split(",") if seen else list(map(str, range(max(gpus) + 1)))
+    names = visible_gpus(max(gpus) + 1)
     if max(gpus) >= len(names):
+        seen = os.environ.get(VISIBLE)
         raise ConfigError(f"GPU {max(gpus)} is not there: {VISIBLE}={seen}", "name others")
     shown = [f"{VISIBLE}={','.join(names[one] for one in gpus)}", "CUDA_DEVICE_ORDER=PCI_BUS_ID"]
     return ["env", *shown, *(words[1:] if words[0] == "env" else words)]
