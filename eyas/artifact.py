@@ -14,53 +14,26 @@ stage that wrote them, and nothing else reads them.
 
 from __future__ import annotations
 
-import errno
 import fcntl
-import functools
 import hashlib
 import json
-import logging
 import os
-import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import fsspec
-from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
-from pydantic import BaseModel
+from pydantic import BaseModel, ValidationError
 
-from eyas.errors import CorruptError, EyasError, InputError, MissingInputError, StorageFullError
+from eyas.errors import CorruptError, EyasError, InputError, MissingInputError
+from eyas.stores import open_store, storage_errors
 
-log = logging.getLogger(__name__)
 VERSION = "0.2.0"  # the only place: pyproject.toml and the API read it here
-MANIFEST, DONE, IDENTITY = "manifest.json", "_DONE", "_IDENTITY"
+MANIFEST, DONE, IDENTITY, CLAIM = "manifest.json", "_DONE", "_IDENTITY", "_CLAIM"
 BLOCK_BYTES = 16 << 20  # of a file, read at a time
-PATIENCE_S, FIRST_PAUSE_S, LONGEST_PAUSE_S = 60.0, 0.1, 10.0  # with a store that does not answer
-FINAL_ANSWERS = (  # of a store: the file is not there, or it refuses
-    FileNotFoundError,
-    PermissionError,
-    IsADirectoryError,
-    NotADirectoryError,
-    FileExistsError,
-    ValueError,
-    TypeError,  # these three are faults in how the store is called
-    AttributeError,
-    NotImplementedError,
-)
-MISTAKES = (  # of ours or of a client's code: asking again is no remedy
-    TypeError,
-    AttributeError,
-    LookupError,
-    ArithmeticError,
-    AssertionError,
-    NameError,
-    NotImplementedError,
-    MemoryError,
-)
 WORK = "work"  # the folder of parts that are no part of the artifact
 
 
@@ -119,85 +92,13 @@ def cache_folder(name: str) -> Path:
     return (Path(root) if root else Path(user, "eyas")) / name
 
 
-@contextmanager
-def storage_errors(url: str) -> Iterator[None]:
-    """Turn a full disk, one that cannot be written, and a file where a folder has to be, into the
-    one error that says so.
-    """
-    try:
-        yield
-    except (FileExistsError, NotADirectoryError) as error:
-        raise InputError(f"{url} is a file, or below one", "give a folder's path") from error
-    except OSError as error:
-        if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
-            raise InputError(
-                f"{url} cannot be written ({error.strerror})",
-                "give a folder that this user may write, or change who may write this one",
-            ) from error
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise StorageFullError(
-                f"no room left at {url}",
-                "free some space and run the same command again: finished parts are kept",
-            ) from error
-        raise
-
-
-class Persistent:
-    """A remote file system that is asked again while it does not answer: a restart or a broken line
-    costs a pause and no work.
-
-    A missing file, a refusal and a mistake in the code are raised at once. EyasError when the store
-    has not answered for PATIENCE_S, plus the time of the client's own last attempt (gcsfs tries for
-    half a minute itself).
-    """
-
-    def __init__(self, store: Any, url: str) -> None:
-        self._store, self._url = store, url
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):  # not the store's: pickle asks before there is one
-            raise AttributeError(name)
-        method = getattr(self._store, name)
-        return functools.partial(self._ask, method) if callable(method) else method
-
-    def _ask(self, method: Callable[..., Any], *args: Any, **options: Any) -> Any:
-        started, pause = time.monotonic(), FIRST_PAUSE_S
-        while True:
-            try:
-                return method(*args, **options)
-            except (*FINAL_ANSWERS, *MISTAKES):
-                raise
-            # each client has its own tree of errors for one thing: it did not work this time
-            except Exception as error:
-                what = type(error).__name__
-                if time.monotonic() - started > PATIENCE_S:
-                    raise EyasError(
-                        f"{self._url} does not answer ({what})",
-                        "see that the store runs and can be reached, and run the same command "
-                        "again: finished parts are kept",
-                    ) from error
-            log.warning(
-                "a store does not answer",
-                extra={"data": {"url": self._url, "error": what, "pause_s": pause}},
-            )
-            time.sleep(pause)
-            pause = min(2 * pause, LONGEST_PAUSE_S)
-
-
 class Artifact:
     """One artifact at `url` (`file://`, `s3://`, `gs://`, `memory://` or a plain path)."""
 
     def __init__(self, url: str) -> None:
         self.url = str(url).rstrip("/")
-        try:
-            store, self._root = url_to_fs(self.url)
-        except (ImportError, ValueError) as error:
-            raise InputError(
-                f"{url} cannot be opened: {error}",
-                "check the URL; install eyas[gcs] for gs://, eyas[s3] for s3://",
-            ) from error
-        self._local = isinstance(store, LocalFileSystem)
-        self._fs = store if self._local else Persistent(store, self.url)
+        self._fs, self._root = open_store(self.url)
+        self._local = isinstance(self._fs, LocalFileSystem)
         self._written: dict[str, File] = {}
         self._manifest: Manifest | None = None
         self.was_done = False  # what `begin` found
@@ -211,7 +112,7 @@ class Artifact:
     # Reading
 
     def is_done(self) -> bool:
-        return bool(self._fs.exists(self._path(DONE)))
+        return self.exists(DONE)
 
     def manifest(self, stage: str | None = None) -> Manifest:
         """The manifest of a finished artifact, checked against its done marker and, if given, its
@@ -222,20 +123,22 @@ class Artifact:
         """
         if self._manifest is None:
             if not self.is_done():
-                what = "is unfinished" if self._fs.exists(self._root) else "does not exist"
+                what = "is unfinished" if self.exists("") else "does not exist"
                 raise MissingInputError(
                     f"the artifact {self.url} {what}", "run the stage that makes it first (again)"
                 )
-            text = self._fs.cat_file(self._path(MANIFEST))
-            if (
-                hashlib.sha256(text).hexdigest()
-                != self._fs.cat_file(self._path(DONE)).decode().strip()
-            ):
+            told = self._bytes(DONE).decode(errors="replace").strip()
+            text = self._bytes(MANIFEST) if self.exists(MANIFEST) else b""
+            try:
+                made = Manifest.model_validate_json(text)
+            except ValidationError:
+                made = None
+            if made is None or hashlib.sha256(text).hexdigest() != told:
                 raise CorruptError(
                     f"{self.url}/{MANIFEST} does not match its done marker",
-                    "delete the folder and run the stage again",
+                    "restore it from a copy; without one, delete the folder and run the stage",
                 )
-            self._manifest = Manifest.model_validate_json(text)
+            self._manifest = made
         if stage is not None and self._manifest.stage != stage:
             raise InputError(
                 f"{self.url} holds {self._manifest.stage!r}, not {stage!r}",
@@ -248,16 +151,21 @@ class Artifact:
         return self._path(name) if self._local else None
 
     def exists(self, name: str) -> bool:
-        return bool(self._fs.exists(self._path(name)))
+        """Whether the store has it now, whatever it listed before."""
+        try:  # a store's own `exists` is false for one that does not answer
+            self._fs.invalidate_cache()
+            self._fs.info(self._path(name) if name else self._root)
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+        return True
 
     def names(self) -> list[str]:
         """Names of the files directly in the folder, sorted; half-written ones excluded."""
-        if not self._fs.exists(self._root):
+        if not self.exists(""):
             return []
-        self._fs.invalidate_cache()
         found = self._fs.ls(self._root, detail=True)
         names = (str(one["name"]).rsplit("/", 1)[-1] for one in found if one["type"] == "file")
-        return sorted(name for name in names if ".partial-" not in name)
+        return sorted(name for name in names if ".partial-" not in name and name != CLAIM)
 
     def all_names(self) -> list[str]:
         """Names of the files in the folder and below it ("a/b"), sorted; half-written ones
@@ -265,7 +173,7 @@ class Artifact:
         """
         self._fs.invalidate_cache()
         names = (str(path)[len(self._root) :].lstrip("/") for path in self._fs.find(self._root))
-        return sorted(name for name in names if ".partial-" not in name)
+        return sorted(name for name in names if ".partial-" not in name and name != CLAIM)
 
     def read(self, name: str) -> bytes:
         """The bytes of a file; of a finished artifact, checked against its manifest, and read once
@@ -275,12 +183,7 @@ class Artifact:
         """
         known = self.manifest().files.get(name) if self.is_done() else None
         for _ in range(2):
-            try:
-                data = bytes(self._fs.cat_file(self._path(name)))
-            except FileNotFoundError as error:
-                raise MissingInputError(
-                    f"{self.url} has no file {name}", "run the stage that makes it again"
-                ) from error
+            data = self._bytes(name)
             if known is None or hashlib.sha256(data).hexdigest() == known.sha256:
                 return data
         assert known is not None
@@ -292,7 +195,16 @@ class Artifact:
 
     def read_range(self, name: str, start: int, end: int) -> bytes:
         """Bytes [start, end) of a file, unchecked: the caller holds a checksum of the range."""
-        return bytes(self._fs.cat_file(self._path(name), start=start, end=end))
+        return self._bytes(name, start=start, end=end)
+
+    def _bytes(self, name: str, **part: int) -> bytes:
+        try:
+            with storage_errors(f"{self.url}/{name}"):
+                return bytes(self._fs.cat_file(self._path(name), **part))
+        except FileNotFoundError as error:
+            raise MissingInputError(
+                f"{self.url} has no file {name}", "run the stage that makes it again"
+            ) from error
 
     def size(self, name: str) -> int:
         """Bytes of a file, as the store has them now."""
@@ -337,11 +249,7 @@ class Artifact:
         self.was_done = self.is_done()
         if not (self.was_done or self.exists(IDENTITY)):
             return False
-        held = (
-            self.manifest().identity
-            if self.was_done
-            else self._fs.cat_file(self._path(IDENTITY)).decode()
-        )
+        held = self.manifest().identity if self.was_done else self._bytes(IDENTITY).decode()
         if held != identity:
             raise InputError(
                 f"{self.url} holds other work (identity {held}, now {identity}: its config or "
@@ -349,6 +257,15 @@ class Artifact:
                 "choose another output folder, or delete this one",
             )
         return self.was_done
+
+    @contextmanager
+    def begun(self, identity: str) -> Iterator[bool]:
+        """`begin`, with the folder held alone where there is work to do: whether there is."""
+        if self.is_done_for(identity):
+            yield self.begin(identity)
+            return
+        with self.held_alone():
+            yield self.begin(identity)  # asked again: another process may have done it
 
     def begin(self, identity: str) -> bool:
         """Claim the folder for this identity. False when that work is done already; True when there
@@ -374,7 +291,7 @@ class Artifact:
         The system releases it when the process ends, however it ends. An object store has no
         locks: nothing is held there. Raises InputError.
         """
-        path = self.local_path(f"{WORK}/claim")
+        path = self.local_path(CLAIM)
         if path is None:
             yield
             return
@@ -384,12 +301,19 @@ class Artifact:
         with file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError as error:
+                is_deleted = not os.fstat(file.fileno()).st_nlink  # by one that just ended
+            except BlockingIOError:
+                is_deleted = True
+            if is_deleted:
                 raise InputError(
                     f"another process is writing into {self.url}",
                     "wait for it, end it, or choose another output folder",
-                ) from error
-            yield
+                )
+            try:
+                yield
+            finally:
+                with suppress(FileNotFoundError):
+                    os.remove(path)
 
     def write(self, name: str, data: bytes) -> None:
         """Write a file whole or not at all, and remember its checksum for the manifest."""
@@ -409,7 +333,12 @@ class Artifact:
                         os.remove(partial)
                     raise
             else:
-                self._fs.pipe_file(path, data)
+                try:
+                    self._fs.pipe_file(path, data)
+                except FileNotFoundError as error:  # no object that is written can be absent
+                    raise MissingInputError(
+                        f"there is no bucket for {self.url}", "make it, or check its name"
+                    ) from error
                 if self.size(name) != len(data):
                     raise EyasError(
                         f"{self.url} kept {self.size(name)} of the {len(data)} bytes of {name}",

@@ -36,12 +36,12 @@ from eyas.artifact import (
     File,
     cache_folder,
     file_identity,
-    storage_errors,
 )
 from eyas.builtin import BUILTIN, SMOLLM2
 from eyas.errors import CorruptError, MissingInputError
 from eyas.gguf.file import part_names
 from eyas.gguf.folder import is_gguf, target_folder
+from eyas.stores import storage_errors
 
 # Ids beside folders, URLs and hub ids. A model that comes with a package is one more line here.
 PACKAGED: dict[str, dict[str, Callable[[], Path]]] = {

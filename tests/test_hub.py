@@ -19,8 +19,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from eyas import artifact as artifact_module
 from eyas import builtin, hub
+from eyas import stores as stores_module
 from eyas.artifact import Artifact, cache_folder
 from eyas.errors import CorruptError, EyasError, InputError, MissingInputError
 from eyas.hub import fetch, files_of, locate, resolve_head, resolve_target
@@ -318,10 +318,10 @@ def test_what_is_current_is_kept_and_what_changed_is_fetched_again(url, tmp_path
 
 def test_a_download_that_was_cut_is_resumed(uri, tmp_path, monkeypatch):
     monkeypatch.setattr(hub, "BLOCK_BYTES", 50_000)
-    monkeypatch.setattr(artifact_module, "PATIENCE_S", 0.5)
+    monkeypatch.setattr(stores_module, "PATIENCE_S", 0.5)
     upload(uri, {"model.safetensors": WEIGHTS})
     read = []
-    whole = artifact_module.Persistent._ask
+    whole = stores_module.Persistent._ask
 
     def watched(self, method, *args, **options):
         if "start" in options:
@@ -331,7 +331,7 @@ def test_a_download_that_was_cut_is_resumed(uri, tmp_path, monkeypatch):
             read.append(options["start"])
         return whole(self, method, *args, **options)
 
-    monkeypatch.setattr(artifact_module.Persistent, "_ask", watched)
+    monkeypatch.setattr(stores_module.Persistent, "_ask", watched)
     with pytest.raises(EyasError, match="gone"):
         fetch(uri, tmp_path)
     (name,) = held(tmp_path)

@@ -3,18 +3,20 @@ that die and come back.
 """
 
 import asyncio
+import json
 import threading
 from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import SimpleNamespace
 from typing import NamedTuple
 
 import fsspec
 import pytest
 
-from eyas import artifact as artifact_module
+from eyas import stores as stores_module
 from eyas.artifact import Artifact
 from eyas.cli import train as cli_train
-from eyas.errors import ConfigError, CorruptError, EyasError, MissingInputError
+from eyas.errors import ConfigError, CorruptError, EyasError, InputError, MissingInputError
 from eyas.model.target import Target
 from eyas.shards import FeatureMeta, Features, Sample, ShardWriter
 from eyas.shards import reader as reader_module
@@ -91,7 +93,7 @@ def store(request) -> Store:
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch):
     """Pauses are a fiftieth of the usual, gcsfs' own too."""
-    monkeypatch.setattr(artifact_module, "LONGEST_PAUSE_S", 0.2)
+    monkeypatch.setattr(stores_module, "LONGEST_PAUSE_S", 0.2)
     monkeypatch.setattr(
         "gcsfs.retry.asyncio", SimpleNamespace(sleep=lambda seconds: asyncio.sleep(seconds / 50))
     )
@@ -177,7 +179,7 @@ def test_a_dead_store_is_an_error_that_says_so_and_keeps_what_was_done(store, mo
     writer = add_missing(artifact, 7)  # a whole shard, and three samples in memory
     store.line.fault("reset")
     with monkeypatch.context() as patched:
-        patched.setattr(artifact_module, "PATIENCE_S", 0.5)
+        patched.setattr(stores_module, "PATIENCE_S", 0.5)
         with pytest.raises(EyasError, match="does not answer") as raised:
             writer.add(wide_sample(7))
     assert "finished parts are kept" in raised.value.hint
@@ -224,7 +226,7 @@ def test_an_upload_killed_in_the_middle_leaves_nothing(store, monkeypatch):
     writer = add_missing(artifact, 7)
     store.line.fault("reset", after=30_000)
     with monkeypatch.context() as patched:
-        patched.setattr(artifact_module, "PATIENCE_S", 0.0)
+        patched.setattr(stores_module, "PATIENCE_S", 0.0)
         with pytest.raises(EyasError, match="does not answer"):
             writer.add(wide_sample(7))
     store.line.healthy()
@@ -290,3 +292,101 @@ def test_what_was_read_once_is_read_from_this_disk(gcs, tmp_path, monkeypatch):
     assert_all_there(features, 6)
     gcs.line.fault("reset")
     assert_all_there(features, 6)
+
+
+def refusing(status: int, body: bytes) -> ThreadingHTTPServer:
+    """A store that answers every request alike."""
+
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def answer(self) -> None:
+            self.rfile.read(int(self.headers.get("Content-Length") or 0))
+            self.send_response(status)
+            sent = b"" if self.command == "HEAD" else body
+            self.send_header("Content-Length", str(len(sent)))
+            self.end_headers()
+            self.wfile.write(sent)
+
+        do_GET = do_HEAD = do_PUT = do_POST = answer
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    return server
+
+
+REFUSED = [
+    ("s3", 403, "AccessDenied", "let this account"),
+    ("s3", 400, "ExpiredToken", "sign in again"),
+    ("s3", 403, "InvalidAccessKeyId", "sign in again"),
+    ("s3", 400, "AuthorizationHeaderMalformed", "AWS_DEFAULT_REGION"),
+    ("s3", 403, "RequestTimeTooSkewed", "clock"),
+    ("s3", 411, "MissingContentLength", "AWS_REQUEST_CHECKSUM_CALCULATION"),
+    ("s3", 501, "NotImplemented", "AWS_REQUEST_CHECKSUM_CALCULATION"),
+    ("s3", 404, "NoSuchBucket", "make the bucket"),
+    ("s3", 418, "Teapot", "mend what the store says"),
+    ("gcs", 403, "403", "let this account"),
+    ("gcs", 401, "401", "sign in again"),
+]
+
+
+@pytest.mark.parametrize(("kind", "status", "code", "hint"), REFUSED)
+def test_a_refusal_is_said_at_once_with_the_store_s_own_code(
+    kind, status, code, hint, request, monkeypatch
+):
+    url = request.getfixturevalue(kind).url
+    body = f"<Error><Code>{code}</Code><Message>so it is</Message></Error>"
+    if kind == "gcs":
+        body = json.dumps({"error": {"code": status, "message": "so it is"}})
+    server = refusing(status, body.encode())
+    address = f"http://127.0.0.1:{server.server_port}"
+    monkeypatch.setattr(stores_module.time, "sleep", None)  # patience cannot help
+    with environment(AWS_ENDPOINT_URL=address, STORAGE_EMULATOR_HOST=address):
+        forget_clients()
+        artifact = Artifact(url)
+        for use in (lambda: artifact.write("a", b"b"), lambda: artifact.read_range("a", 0, 1)):
+            with pytest.raises(InputError, match=f"refuses: so it is .{code}.") as raised:
+                use()
+            assert hint in raised.value.hint
+        if status != 404:  # asked by HEAD, which has no body: the status is the code
+            with pytest.raises(InputError, match="refuses"):
+                artifact.is_done()
+    server.shutdown()
+    server.server_close()
+
+
+@pytest.mark.parametrize("kind", ["s3", "gcs"])
+def test_a_bucket_that_is_missing_is_named(kind, request):
+    url = request.getfixturevalue(kind).url.replace(BUCKET, "no-such-bucket")
+    for use in (begun, lambda url: Artifact(url).write("a", b"b")):
+        with pytest.raises(InputError, match="bucket") as raised:
+            use(url)
+        assert "make" in raised.value.hint
+
+
+def test_credentials_that_are_missing_are_asked_for(s3, monkeypatch):
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", "/none")
+    monkeypatch.setattr(stores_module.time, "sleep", None)
+    forget_clients()
+    with pytest.raises(InputError, match="NoCredentialsError") as raised:
+        begun(s3.url)
+    assert "AWS_ACCESS_KEY_ID" in raised.value.hint
+
+
+def test_what_others_write_or_delete_is_seen_at_once(store):
+    """fsspec keeps what it listed once."""
+    artifact, other = begun(store.url), Artifact(store.url)
+    artifact.names()
+    forget_clients()
+    Artifact(store.url).write("new", b"1")
+    assert artifact.exists("new")
+    assert other.names() == ["_IDENTITY", "new"]
+    forget_clients()
+    Artifact(store.url).delete("new")
+    assert not other.exists("new")

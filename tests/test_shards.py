@@ -340,7 +340,7 @@ def test_a_folder_that_cannot_be_written_is_one_error(tmp_path, monkeypatch, num
     artifact = Artifact(str(tmp_path / "features"))
     monkeypatch.setattr(os, "makedirs", refused)
     for use in (lambda: artifact.write("a", b"b"), lambda: artifact.held_alone().__enter__()):
-        with pytest.raises(InputError, match="cannot be written"):
+        with pytest.raises(InputError, match="cannot be read or written"):
             use()
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -16,10 +17,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from eyas.artifact import DONE, IDENTITY, MANIFEST, Artifact, Manifest, Persistent
+from eyas.artifact import DONE, IDENTITY, MANIFEST, Artifact, Manifest
 from eyas.data.prompts import PromptsConfig, make_prompts
 from eyas.engine.engine import Engine
-from eyas.errors import InputError
+from eyas.errors import CorruptError, InputError
 from eyas.evaluate.evaluate import EvalConfig, evaluate
 from eyas.export.export import ExportConfig, export
 from eyas.features.capture import CaptureConfig, capture
@@ -27,6 +28,7 @@ from eyas.features.generate import GenerateConfig, generate
 from eyas.log import Track, quiet
 from eyas.model.target import Target
 from eyas.shards import Features
+from eyas.stores import Persistent
 from eyas.train.trainer import TrainConfig, train
 from tests.stages import ended, ending_target, in_a_process
 from tests.tiny_prompts import eval_prompts
@@ -227,6 +229,24 @@ def test_killed_work_is_not_read_as_whole_and_is_resumed_to_the_same_bytes(world
         assert contents(Artifact(output.url), stage) == contents(whole, stage), written[number]
 
 
+def test_two_processes_do_not_work_in_one_folder(world, stage, tmp_path):
+    output = Artifact(str(tmp_path / stage.name))
+    with output.held_alone(), pytest.raises(InputError, match="another process is writing into"):
+        stage.run(world, Artifact(output.url), 0, quiet)
+    assert output.all_names() == []
+    stage.run(world, Artifact(output.url), 0, quiet)
+    assert output.is_done()
+
+
+@pytest.mark.parametrize("damage", [Path.unlink, lambda path: path.write_bytes(b"")])
+def test_a_done_folder_without_its_manifest_is_damaged(world, damage, tmp_path):
+    folder = tmp_path / "prompts"
+    shutil.copytree(world.prompts.url, folder)
+    damage(folder / MANIFEST)
+    with pytest.raises(CorruptError, match="does not match its done marker"):
+        Artifact(str(folder)).manifest()
+
+
 def test_an_object_store_holds_the_same(world, stage, tmp_path):
     whole, output = getattr(world, stage.name), Artifact(f"memory://{tmp_path}/{stage.name}")
     manifest = stage.run(world, output, 0, quiet)
@@ -240,7 +260,7 @@ def test_an_object_store_holds_the_same(world, stage, tmp_path):
 )
 def test_a_store_is_asked_again_for_an_outage_alone(monkeypatch, error, asked):
     """A mistake in the code was once retried for a minute and reported as an outage."""
-    monkeypatch.setattr("eyas.artifact.FIRST_PAUSE_S", 0.0)
+    monkeypatch.setattr("eyas.stores.FIRST_PAUSE_S", 0.0)
     calls = []
 
     def info(path):

@@ -334,6 +334,26 @@ def test_once_ends_with_a_code(card):
     assert json.loads(done.stdout.splitlines()[-1])["stale"]
 
 
+@pytest.mark.parametrize(
+    ("page", "said"),
+    [
+        (sglang_page(110, 2100, 7777).replace("3888.0", "NaN"), "generation_tokens_total nan"),
+        (sglang_page(110, 2100, 7777).replace("3888.0", "+Inf"), "generation_tokens_total inf"),
+        (sglang_page(110, 2100, 23_000), "tau 11.32 of 4.0 drafts a round"),
+    ],
+)
+def test_counters_that_cannot_be_are_said_to_be_so(card, page, said):
+    done = once(card, sglang_page(10, 100, 250), page)
+    assert_one_clear_error(done, "counts what cannot be")
+    assert said in done.output
+
+
+def test_once_ends_where_nothing_moves(card, monkeypatch):
+    monkeypatch.setattr(watch, "LOST_S", 0.05)
+    done = once(card, sglang_page(10, 100, 250))
+    assert_one_clear_error(done, "no request ended in 0 s; 0 of 100 so far")
+
+
 def test_restarts_and_pauses_lose_nothing_but_what_was_not_read(card):
     pages = (
         sglang_page(10, 100, 250),

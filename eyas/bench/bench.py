@@ -152,8 +152,20 @@ def bench(
     tasks = _read(config)
     # Servers are asked first: a wrong address must not claim the folder.
     facts = {} if output.is_done() else _run(_ask_servers(config))
-    if not output.begin(bench_identity(config, served)):
-        return output.manifest("bench")
+    with output.begun(bench_identity(config, served)) as is_work:
+        if is_work:
+            return _bench(config, output, tasks, facts, served, track)
+    return output.manifest("bench")
+
+
+def _bench(
+    config: BenchConfig,
+    output: Artifact,
+    tasks: Sequence[Task],
+    facts: Mapping[str, ServerFacts],
+    served: Mapping[str, Manifest],
+    track: Track,
+) -> Manifest:
     before = machine()
     run = _run(_measure(config, facts, tasks, track))
     output.write_jsonl("rows.jsonl", [row.to_json() for row in run.rows])

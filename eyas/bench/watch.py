@@ -30,6 +30,7 @@ from statistics import NormalDist
 from typing import Any
 
 from eyas.bench.server import (
+    ONLY_UP,
     Counters,
     add_counters,
     counted_between,
@@ -40,7 +41,7 @@ from eyas.bench.server import (
 )
 from eyas.card import Z_95, CardTau, at_temperature
 from eyas.client import Client
-from eyas.errors import EyasError, MismatchError, MissingInputError
+from eyas.errors import CorruptError, EyasError, MismatchError, MissingInputError
 from eyas.tau import Interval, acceptance_of_positions
 
 MARGIN = 0.1  # share of the accepted drafts per round: less is not worth a training run
@@ -130,10 +131,12 @@ def window_of(
 ) -> WatchWindow | None:
     """The window of servers' counters in it, and since their start, by address. Servers that
     drafted nothing in the window are left out; None where none drafted. Raises EyasError where one
-    never drafted, MismatchError for different sizes of drafts, or a size that the card lacks.
+    never drafted, CorruptError where one counts what cannot be, MismatchError for different sizes
+    of drafts, or a size that the card lacks.
     """
     drafting: dict[str, Mapping[str, Any]] = {}
     for url, own in counted.items():
+        refuse_impossible(url, own)
         if "num_rounds" in (rounds := rounds_of(own)):
             drafting[url] = rounds
         elif (ended := num_ended(since_start[url])) >= SEVERAL and (
@@ -169,14 +172,32 @@ def window_of(
     )
 
 
+def refuse_impossible(url: str, counted: Counters) -> None:
+    """Raises CorruptError for counters that no rounds of drafts have: not a number, below zero, or
+    more accepted than was drafted.
+    """
+    read = {name: n for name, n in counted.items() if name.startswith(("spec_", *ONLY_UP))}
+    told = next((f"{name} {n:g}" for name, n in read.items() if not 0 <= n < math.inf), "")
+    rounds = rounds_of({} if told else counted)
+    nodes, accepted = rounds.get("nodes_mean", 0.0), rounds.get("tau", 1.0) - 1
+    if nodes and accepted > nodes * (1 + SIZE_APART):
+        told = f"tau {accepted + 1:.2f} of {nodes:.1f} drafts a round"
+    if told:
+        raise CorruptError(
+            f"{url}/metrics counts what cannot be: {told}",
+            "look at the server, or at what stands between: another one's counters, or two added",
+        )
+
+
 async def windows(
     clients: Sequence[Client],
     figures: Sequence[CardTau],
     temperature: float,
     requests: int,
     poll_s: float,
-) -> AsyncIterator[WatchWindow]:
-    """Windows of at least `requests` answers, without an end.
+) -> AsyncIterator[WatchWindow | str]:
+    """Windows of at least `requests` answers, without an end; a line in place of one where no
+    server ended a request for LOST_S.
 
     Raises MismatchError for a temperature that the card lacks, MissingInputError where a server has
     no counters at the start, or none answers for LOST_S; what `window_of` raises.
@@ -190,7 +211,7 @@ async def windows(
         )
     counted: dict[str, Counters] = {url: {} for url in last}
     restarted, lost = list[str](), set[str]()
-    waited_s = 0.0
+    waited_s, idle_s, ended = 0.0, 0.0, 0.0
     while True:
         await asyncio.sleep(poll_s)
         now = dict(zip(last, await _read(clients), strict=True))
@@ -207,7 +228,12 @@ async def windows(
                 restarted.append(url)
             counted[url] = add_counters(counted[url], counted_between(last[url], counters))
             last[url] = counters
-        if sum(map(num_ended, counted.values())) >= requests:
+        before, ended = ended, sum(map(num_ended, counted.values()))
+        idle_s = 0.0 if ended != before else idle_s + poll_s
+        if idle_s >= LOST_S:
+            idle_s = 0.0
+            yield f"no request ended in {LOST_S:.0f} s; {ended:.0f} of {requests} so far"
+        if ended >= requests:
             window = window_of(figures, temperature, counted, last)
             if window is None or window.num_requests < requests:
                 continue

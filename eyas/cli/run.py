@@ -237,34 +237,35 @@ def run(
     refuse_target(config)
     if config.train.start:
         resolve_head(config.train.start.head)
-    if config.gpus is None:
-        done = run_stages(config, root, anyway)
-    else:
-        refuse_lacking(config.gpus, config.serve, config.generate, config.capture, config.train)
-        # by the folder: a name of the hub is looked up once, and its family is known
-        serve = {"target": resolve_target(config.target), "model": config.serve.served_model}
-        with seeing(config.gpus) as gpus:
-            change = {"gpus": gpus, "serve": config.serve.model_copy(update=serve)}
-            done = run_stages(config.model_copy(update=change), root, anyway)
-    summary = done["bench"].read_json("summary.json")
-    evaluation = done["eval"].read_json("eval.json")
-    arm = ADAPTED if config.train.start else EAGLE
-    report = write_reports(
-        Artifact(root),
-        Contents(
-            bench=summary,
-            evaluation=evaluation,
-            ledger=done["prompts"].read_json("ledger.json"),
-            manifest=done["bench"].manifest(),
-            commands=[
-                command_line,
-                serve_command(config),
-                *done["export"].manifest().facts["commands"].values(),
-                *own,
-            ],
-            arm=arm,
-        ),
-    )
+    with Artifact(root).held_alone():
+        if config.gpus is None:
+            done = run_stages(config, root, anyway)
+        else:
+            refuse_lacking(config.gpus, config.serve, config.generate, config.capture, config.train)
+            # by the folder: a name of the hub is looked up once, and its family is known
+            serve = {"target": resolve_target(config.target), "model": config.serve.served_model}
+            with seeing(config.gpus) as gpus:
+                change = {"gpus": gpus, "serve": config.serve.model_copy(update=serve)}
+                done = run_stages(config.model_copy(update=change), root, anyway)
+        summary = done["bench"].read_json("summary.json")
+        evaluation = done["eval"].read_json("eval.json")
+        arm = ADAPTED if config.train.start else EAGLE
+        report = write_reports(
+            Artifact(root),
+            Contents(
+                bench=summary,
+                evaluation=evaluation,
+                ledger=done["prompts"].read_json("ledger.json"),
+                manifest=done["bench"].manifest(),
+                commands=[
+                    command_line,
+                    serve_command(config),
+                    *done["export"].manifest().facts["commands"].values(),
+                    *own,
+                ],
+                arm=arm,
+            ),
+        )
     seconds = round(time.monotonic() - started, 1)
     show_table(summary, arm)
     print(in_one_line(evaluation))

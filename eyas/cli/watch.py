@@ -16,6 +16,7 @@ import typer
 from eyas.bench.watch import WatchWindow, windows
 from eyas.card import CardTau, read_card
 from eyas.client import Client
+from eyas.errors import MissingInputError
 from eyas.hub import locate
 
 STALE = 3  # exit code; 1 and 2 are errors
@@ -51,7 +52,7 @@ def command(
     """
     figures = read_card(head if Path(head).exists() else locate(head))
     window = asyncio.run(_watch(urls, figures, temperature, requests, once))
-    print(json.dumps(facts(window)))
+    print(json.dumps(facts(window), allow_nan=False))
     raise typer.Exit(STALE if window.is_stale else 0)
 
 
@@ -69,7 +70,12 @@ async def _watch(
             await stack.enter_async_context(Client(url, TIMEOUT_S)) for url in dict.fromkeys(urls)
         ]
         async for window in windows(clients, figures, temperature, requests, POLL_S):
-            print(f"{datetime.now():%Y-%m-%d %H:%M:%S}  {line(window)}", flush=True)
+            text = window if isinstance(window, str) else line(window)
+            print(f"{datetime.now():%Y-%m-%d %H:%M:%S}  {text}", flush=True)
+            if isinstance(window, str):
+                if once:
+                    raise MissingInputError(window, "send traffic, or give a smaller --requests")
+                continue
             if window.is_stale and not was_stale:
                 print(f"  -> {advice(window)}", flush=True)
             if once:

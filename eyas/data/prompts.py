@@ -20,7 +20,7 @@ import datetime
 import importlib.metadata
 import itertools
 from collections import Counter
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Collection, Generator, Mapping, Sequence
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
@@ -29,8 +29,9 @@ from eyas.artifact import VERSION, WORK, Artifact, Manifest, Parts, identity
 from eyas.data.card import CardContents, write_card
 from eyas.data.changes import CHANGED, changed_line
 from eyas.data.filters import FILTERS, CleaningTask, LateDrops, in_languages
+from eyas.data.formats import FileLook
 from eyas.data.ledger import Ledger, SourceRow
-from eyas.data.licence import gate, require
+from eyas.data.licence import Verdict, gate, require
 from eyas.data.licence_rules import read_policy
 from eyas.data.logs import LogConfig
 from eyas.data.match import VERSION as MATCH_VERSION
@@ -201,17 +202,30 @@ def make_prompts(config: PromptsConfig, output: Artifact, track: Track = quiet) 
     key = privacy_key()
     inputs = {source.label: describe(source) for source in config.sources}
     settings = config.settings(key)
-    made_by = identity("prompts", settings, inputs)
-    if not output.begin(made_by):
-        done = output.manifest("prompts")
-        _refuse_damage(config, output, done.facts["warnings"])
-        if done.facts["record"] != config.record:
-            raise InputError(
-                f"{output.url} is done, and its card holds another record of processing",
-                "give another --output, or take the record with which it was made",
-            )
-        return done
-    made_with = versions()
+    with output.begun(identity("prompts", settings, inputs)) as is_work:
+        if is_work:
+            return _make(config, output, verdicts, looked, settings, inputs, track)
+    done = output.manifest("prompts")
+    _refuse_damage(config, output, done.facts["warnings"])
+    if done.facts["record"] != config.record:
+        raise InputError(
+            f"{output.url} is done, and its card holds another record of processing",
+            "give another --output, or take the record with which it was made",
+        )
+    return done
+
+
+def _make(
+    config: PromptsConfig,
+    output: Artifact,
+    verdicts: Sequence[Verdict],
+    looked: Sequence[Collection[FileLook]],
+    settings: Mapping[str, Any],
+    inputs: Mapping[str, Manifest],
+    track: Track,
+) -> Manifest:
+    """The work itself, in a folder that is held."""
+    key, made_with = privacy_key(), versions()
     if not output.exists(VERSIONS) or output.read_json(VERSIONS) != made_with:
         # Begun by another version of eyas or of a library: its blocks may differ.
         for name in (*itertools.chain.from_iterable(map(output.parts, STEMS)), "match.json"):
@@ -236,7 +250,7 @@ def make_prompts(config: PromptsConfig, output: Artifact, track: Track = quiet) 
         output.free()
         raise
     report = output.read_json(REPORT) if config.match else None
-    contents = card_contents(config, ledger, inputs, made_by, report)
+    contents = card_contents(config, ledger, inputs, identity("prompts", settings, inputs), report)
     output.write_json("ledger.json", contents.ledger)
     if report:
         output.write_json("match.json", report)

@@ -12,6 +12,7 @@ against     the same measurement of another head, and how tau changes           
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -142,25 +143,28 @@ def evaluate(
     work = identity("eval", settings, inputs)
     if output.is_done_for(work):
         return output.manifest("eval")
-    # Weights are laid out for the number of threads that there is when they are loaded.
-    with threads(config.models.threads):
+    with ExitStack() as stack:
+        # Weights are laid out for the number of threads that there is when they are loaded.
+        stack.enter_context(threads(config.models.threads))
         new = HeadMeasurement(config, folder, head, features, prompts)
         other = None
         if config.against is not None:
             first = {"trees": config.trees[:1], "temperatures": config.temperatures[:1]}
             headline = config.model_copy(update=first)
             other = HeadMeasurement(headline, folder, config.against, features, prompts)
-        output.begin(work)  # not before: what does not fit takes no folder
+        # not before: what does not fit takes no folder
+        if not stack.enter_context(output.begun(work)):
+            return output.manifest("eval")
         result, answers = new.measure(track)
         if other is not None:
             _, others = other.measure(track)
             result |= {"against_head": config.against, "against": compare(others, answers)}
-    output.write_json("eval.json", result)
-    counts = {"answers": result["answers"], "tokens": result["tokens"], "rounds": result["rounds"]}
-    facts = {name: result[name] for name in ("tau", "tau_interval", "accept_hist")}
-    if warnings := list(cautions(result, config, len(prompts))):
-        facts["warnings"] = warnings
-    return output.finish("eval", settings, inputs, counts, facts)
+        output.write_json("eval.json", result)
+        named = ("answers", "tokens", "rounds")
+        facts = {name: result[name] for name in ("tau", "tau_interval", "accept_hist")}
+        if warnings := list(cautions(result, config, len(prompts))):
+            facts["warnings"] = warnings
+        return output.finish("eval", settings, inputs, {one: result[one] for one in named}, facts)
 
 
 def cautions(result: Mapping[str, Any], config: EvalConfig, num_prompts: int) -> Iterator[str]:

@@ -132,57 +132,61 @@ def export(
     measured = evaluation.read_json("eval.json") if evaluation is not None else None
     figures = figures_of(measured or {})
     speed = speed_of(read_costs(config.costs), figures) if config.costs else None
-    output.begin(work)  # not before: a head that is refused takes no folder
-    trees = [one["speculation"] for one in (measured or {}).get("trees", [])]
-    fixed = (one for one in trees if one.startswith("fixed"))
-    drafts = Speculation.parse(config.speculation or next(fixed, "fixed"))
-    launch = launch_of(config.target_name, target, folder, vocabulary, shape, drafts)
-    hashes: dict[str, str] = {}
-    for number, form in enumerate(config.forms):
-        track(number, len(config.forms), form)
-        verifier = verifier_of(form, launch, folder, vocabulary, tensors)
-        files = write_head(shape, tensors, form, verifier, MAX_SHARD_BYTES)
-        for name, data in files.items():
-            output.write(f"{form}/{name}", data)
-            hashes[f"{form}/{name}"] = hashlib.sha256(data).hexdigest()
-        with TemporaryDirectory() as scratch:
-            written = fetch(f"{output.url}/{form}", Path(scratch))
-            prove_equal(shape, tensors, written, vocabulary)
-        if promised := of_size(figures, str(launch.drafts(form))):
-            rules = prometheus_rules(promised, launch.target, version_of(work), form)
-            output.write(f"{form}/prometheus.yaml", rules.encode())
-    track(len(config.forms), len(config.forms))
+    with output.begun(work) as is_work:  # not before: a head that is refused takes no folder
+        if not is_work:
+            return output.manifest("export")
+        trees = [one["speculation"] for one in (measured or {}).get("trees", [])]
+        fixed = (one for one in trees if one.startswith("fixed"))
+        drafts = Speculation.parse(config.speculation or next(fixed, "fixed"))
+        launch = launch_of(config.target_name, target, folder, vocabulary, shape, drafts)
+        hashes: dict[str, str] = {}
+        for number, form in enumerate(config.forms):
+            track(number, len(config.forms), form)
+            verifier = verifier_of(form, launch, folder, vocabulary, tensors)
+            files = write_head(shape, tensors, form, verifier, MAX_SHARD_BYTES)
+            for name, data in files.items():
+                output.write(f"{form}/{name}", data)
+                hashes[f"{form}/{name}"] = hashlib.sha256(data).hexdigest()
+            with TemporaryDirectory() as scratch:
+                written = fetch(f"{output.url}/{form}", Path(scratch))
+                prove_equal(shape, tensors, written, vocabulary)
+            if promised := of_size(figures, str(launch.drafts(form))):
+                rules = prometheus_rules(promised, launch.target, version_of(work), form)
+                output.write(f"{form}/prometheus.yaml", rules.encode())
+        track(len(config.forms), len(config.forms))
 
-    weights = [tensor for tensor in tensors.values() if tensor.is_floating_point()]
-    num_parameters = sum(weight.numel() for weight in weights)
-    card = HeadCard(
-        launch,
-        shape,
-        num_parameters,
-        dtype=str(tensors["fc.weight"].dtype).removeprefix("torch."),
-        manifest=inputs["head"],
-        measured=measured,
-        hashes=hashes,
-        licence=config.licence,
-        origin=origin_of(head) if inputs["head"].stage == SOURCE else CardOrigin(),
-        gguf=read_config(folder).get(GGUF),
-        speed=speed,
-    )
-    if speed:
-        output.write_json(SPEED, speed)
-        if speed["settings"] and speed["engine"].lower() == "sglang":
-            output.write_json(ADAPTIVE, speed["settings"])
-    output.write(CARD, card.text().encode())
-    if measured is not None:  # as measured, for `eyas watch`: the card rounds
-        output.write_json(EVAL, measured)
-    counts = {"forms": len(config.forms), "tensors": len(tensors), "parameters": num_parameters}
-    facts = {
-        "target": launch.target,
-        "commands": {form: launch.command(form) for form in config.forms if launch.is_served(form)},
-        "warnings": [one.what for one in findings if one.level != "note"],
-        "notes": [one.what for one in findings if one.level == "note"],
-    }
-    return output.finish("export", settings, inputs, counts, facts)
+        weights = [tensor for tensor in tensors.values() if tensor.is_floating_point()]
+        num_parameters = sum(weight.numel() for weight in weights)
+        card = HeadCard(
+            launch,
+            shape,
+            num_parameters,
+            dtype=str(tensors["fc.weight"].dtype).removeprefix("torch."),
+            manifest=inputs["head"],
+            measured=measured,
+            hashes=hashes,
+            licence=config.licence,
+            origin=origin_of(head) if inputs["head"].stage == SOURCE else CardOrigin(),
+            gguf=read_config(folder).get(GGUF),
+            speed=speed,
+        )
+        if speed:
+            output.write_json(SPEED, speed)
+            if speed["settings"] and speed["engine"].lower() == "sglang":
+                output.write_json(ADAPTIVE, speed["settings"])
+        output.write(CARD, card.text().encode())
+        if measured is not None:  # as measured, for `eyas watch`: the card rounds
+            output.write_json(EVAL, measured)
+        counts = {"forms": len(config.forms), "tensors": len(tensors), "parameters": num_parameters}
+        facts = {
+            "target": launch.target,
+            "commands": {
+                form: launch.command(form) for form in config.forms if launch.is_served(form)
+            },
+            "warnings": [one.what for one in findings if one.level != "note"],
+            "notes": [one.what for one in findings if one.level == "note"],
+        }
+        return output.finish("export", settings, inputs, counts, facts)
 
 
 def version_of(identity: str) -> str:
@@ -196,10 +200,14 @@ def publish(output: Artifact, versions: str) -> str:
     """
     source = output.manifest("export")
     copy = Artifact(f"{versions.rstrip('/')}/{version_of(source.identity)}")
-    if copy.begin(source.identity):
-        for name in source.files:
-            copy.write(name, output.read(name))
-        copy.finish("export", source.config, source.inputs, source.counts, source.facts)
+    with copy.begun(source.identity) as is_work:
+        if is_work:
+            for name in source.files:
+                copy.write(name, output.read(name))
+            copy.finish("export", source.config, source.inputs, source.counts, source.facts)
+            return copy.url
+    for name in copy.manifest("export").files:
+        copy.read(name)
     return copy.url
 
 

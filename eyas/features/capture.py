@@ -363,9 +363,9 @@ def capture(
     """
     task = CaptureTask(config, answers, splits)
     inputs = {"answers": task.made}
-    if not output.begin(identity("capture", task.settings, inputs)):
-        return output.manifest()
-    with output.held_alone():
+    with output.begun(identity("capture", task.settings, inputs)) as is_work:
+        if not is_work:
+            return output.manifest()
         plan = task.plan()
         output.write_jsonl("dropped.jsonl", plan.dropped)
         opened = open_workers(task) if config.has_workers else open_source(task, plan)
@@ -388,7 +388,7 @@ def capture(
                 writer.close()
             features = {"target": config.target, "features": meta.model_dump(mode="json")}
             facts = {**features, "computed_by": source.computed_by["here"], **source.facts()}
-    return output.finish("capture", task.settings, inputs, task.counts(plan), facts)
+        return output.finish("capture", task.settings, inputs, task.counts(plan), facts)
 
 
 def refuse_without_room(work: list[tuple[ShardWriter, ForwardBatch]], output: Artifact) -> None:

@@ -154,24 +154,23 @@ def generate(
     with (
         serving or nullcontext(),
         closing(open_backend(config, chat, folder, max_length)) as backend,
+        output.begun(own) as is_work,
     ):
-        output.begin(own)
-        with (
-            output.held_alone(),
-            closing(Conversations(prompts, output, config.answers_per_prompt)) as conversations,
-        ):
+        if not is_work:
+            return output.manifest()
+        with closing(Conversations(prompts, output, config.answers_per_prompt)) as conversations:
             hold_to(output, backend.computed_by())
             num_conversations = num_prompts * config.answers_per_prompt
             answer_all(backend, rules, conversations, num_conversations, track)
         facts = {"target": config.target, **backend.facts()}
-    counts = _counts(prompts, output, config.answers_per_prompt)
-    if counts["answers"] == 0:
-        raise EmptyInputError(
-            f"the target could answer none of the {num_prompts} prompts",
-            f"see why in {output.url}/dropped-*.jsonl; a larger max_length or shorter prompts may "
-            "help, into another folder",
-        )
-    return output.finish("generate", settings, {"prompts": made}, counts, facts)
+        counts = _counts(prompts, output, config.answers_per_prompt)
+        if counts["answers"] == 0:
+            raise EmptyInputError(
+                f"the target could answer none of the {num_prompts} prompts",
+                f"see why in {output.url}/dropped-*.jsonl; a larger max_length or shorter prompts "
+                "may help, into another folder",
+            )
+        return output.finish("generate", settings, {"prompts": made}, counts, facts)
 
 
 def count_prompts(prompts: Artifact) -> int:

@@ -17,11 +17,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from eyas.artifact import storage_errors
 from eyas.gguf.blocks import BlockMatrix
 from eyas.gguf.configuration import stored_dtype
 from eyas.gguf.folder import is_of_file, linked_file
 from eyas.gguf.tensors import SHORT_CONVOLUTION, PublishedTensor, raw_tensors, weights
+from eyas.stores import storage_errors
 
 INDEX = "model.safetensors.index.json"
 SHARD_BYTES = 2 << 30

@@ -25,13 +25,14 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from eyas.artifact import cache_folder, storage_errors
+from eyas.artifact import cache_folder
 from eyas.chat.template import Template
 from eyas.errors import CorruptError, MismatchError, MissingInputError, TemplateError, template_hint
 from eyas.gguf.configuration import configuration
 from eyas.gguf.file import DAMAGED, PART, GgufFile, open_file, part_names
 from eyas.gguf.tensors import check_types, weights
 from eyas.gguf.tokenizer import named_tokens, tokenizer_of
+from eyas.stores import storage_errors
 
 SUFFIX = ".gguf"
 LINK = "source.gguf"

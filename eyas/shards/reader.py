@@ -33,7 +33,7 @@ from fsspec.core import url_to_fs
 from pydantic import ValidationError
 from torch import Tensor
 
-from eyas.artifact import Artifact, Persistent
+from eyas.artifact import Artifact
 from eyas.cores import cores
 from eyas.errors import ConfigError, CorruptError, InputError, MissingInputError
 from eyas.shards.codecs import Tables
@@ -46,6 +46,7 @@ from eyas.shards.layout import (
     index_name,
 )
 from eyas.shards.sample import FeatureMeta, Sample, Split
+from eyas.stores import Persistent
 
 # As many decode as there are cores; a store needs many requests at once.
 LEAST_THREADS, REMOTE_THREADS = 2, 16

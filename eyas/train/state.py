@@ -29,8 +29,9 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
-from eyas.artifact import Artifact, storage_errors
+from eyas.artifact import Artifact
 from eyas.operators.head import Head
+from eyas.stores import storage_errors
 from eyas.train.ranks import Ranks
 
 CHECKPOINT, METRICS = "checkpoint.pt", "metrics.jsonl"

@@ -165,9 +165,7 @@ def train(
         stack.enter_context(teaching_in_tf32(config.dtype))
         with ranks.together():
             trainer = Trainer(config, target, source, held_out, ranks)
-        if ranks.first(lambda: output.begin(trainer.identity)):
-            if ranks.is_first:
-                stack.enter_context(output.held_alone())
+        if ranks.first(lambda: stack.enter_context(output.begun(trainer.identity))):
             track = track if ranks.is_first else quiet
             trackers = trainer.begin(output, track)
             stack.callback(trackers.close)

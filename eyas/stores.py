@@ -1,0 +1,192 @@
+"""Object stores as they answer: what is asked again, and what a person has to mend, told at once in
+the store's own words.
+"""
+
+from __future__ import annotations
+
+import errno
+import functools
+import logging
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from fsspec.core import url_to_fs
+from fsspec.implementations.local import LocalFileSystem
+
+from eyas.errors import EyasError, InputError, StorageFullError
+
+log = logging.getLogger(__name__)
+PATIENCE_S, FIRST_PAUSE_S, LONGEST_PAUSE_S = 60.0, 0.1, 10.0  # with a store that does not answer
+ABSENT = (FileNotFoundError, IsADirectoryError, NotADirectoryError, FileExistsError)
+MISTAKES = (  # of ours or of a client's code: asking again is no remedy
+    TypeError,
+    AttributeError,
+    LookupError,
+    ArithmeticError,
+    AssertionError,
+    NameError,
+    NotImplementedError,
+    MemoryError,
+)
+# What a person has to mend, by the codes of S3 (also its clients' and obstore's names of errors),
+# the status of GCS and of HEAD requests, which have no body.
+REMEDIES = {
+    "give credentials (AWS_PROFILE or AWS_ACCESS_KEY_ID with AWS_SECRET_ACCESS_KEY; gcloud auth "
+    "application-default login), or sign in again: finished parts are kept": (
+        "401 ExpiredToken ExpiredTokenException TokenRefreshRequired InvalidToken "
+        "InvalidClientTokenId InvalidAccessKeyId SignatureDoesNotMatch NoCredentialsError "
+        "PartialCredentialsError ProfileNotFound TokenRetrievalError UnauthorizedSSOTokenError "
+        "SSOTokenLoadError DefaultCredentialsError RefreshError UnauthenticatedError Unauthorized"
+    ),
+    "let this account read and write there, or take another URL": (
+        "403 Forbidden AccessDenied AllAccessDisabled AccountProblem InvalidObjectState "
+        "PermissionDeniedError"
+    ),
+    "set AWS_DEFAULT_REGION to the bucket's region": (
+        "PermanentRedirect AuthorizationHeaderMalformed IllegalLocationConstraintException"
+    ),
+    "make the bucket, or check its name": "NoSuchBucket InvalidBucketName AllAccountsDisabled",
+    "set this machine's clock": "RequestTimeTooSkewed RequestExpired",
+    "the store takes no checksums: set AWS_REQUEST_CHECKSUM_CALCULATION=when_required and "
+    "AWS_RESPONSE_CHECKSUM_VALIDATION=when_required": (
+        "411 501 MissingContentLength NotImplemented XAmzContentSHA256Mismatch"
+    ),
+    "free some space there, and run the same command again: finished parts are kept": (
+        "507 QuotaExceeded InsufficientStorage"
+    ),
+}
+REMEDY = {code: remedy for remedy, codes in REMEDIES.items() for code in codes.split()}
+AGAIN_STATUS = (408, 409, 423, 425, 429)  # of 4xx: another time it may work
+SAYS_WHY = "mend what the store says, and run the same command again: finished parts are kept"
+
+
+def open_store(url: str) -> tuple[Any, str]:
+    """The file system of a URL or path and the path in it; a remote one as Persistent.
+
+    Checksums of requests are left to those who ask for them, since stores that speak S3 (R2, Ceph,
+    older MinIO) refuse them, and every file here has a SHA-256 of its own. Raises InputError.
+    """
+    if url.startswith("s3://"):
+        for what in ("AWS_REQUEST_CHECKSUM_CALCULATION", "AWS_RESPONSE_CHECKSUM_VALIDATION"):
+            os.environ.setdefault(what, "when_required")
+    try:
+        store, path = url_to_fs(url)
+    except (ImportError, ValueError) as error:
+        raise InputError(
+            f"{url} cannot be opened: {error}",
+            "check the URL; install eyas[gcs] for gs://, eyas[s3] for s3://",
+        ) from error
+    return (store if isinstance(store, LocalFileSystem) else Persistent(store, url)), path
+
+
+@contextmanager
+def storage_errors(url: str) -> Iterator[None]:
+    """Turn a full disk, a file or folder that this user may not use, and a file where a folder has
+    to be, into the one error that says so.
+    """
+    try:
+        yield
+    except (FileExistsError, NotADirectoryError) as error:
+        raise InputError(f"{url} is a file, or below one", "give a folder's path") from error
+    except OSError as error:
+        if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+            raise InputError(
+                f"{url} cannot be read or written ({error.strerror})",
+                "give a folder that this user may use, or change who may use this one",
+            ) from error
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise StorageFullError(
+                f"no room left at {url}",
+                "free some space and run the same command again: finished parts are kept",
+            ) from error
+        raise
+
+
+class Persistent:
+    """A remote file system that is asked again while it does not answer: a restart or a broken line
+    costs a pause and no work.
+
+    A missing file and a mistake in the code are raised at once; a refusal too, as InputError with
+    the store's own code and reason (StorageFullError where it has no room). EyasError when the
+    store has not answered for PATIENCE_S, plus the time of the client's own last attempt (gcsfs
+    tries for half a minute itself).
+    """
+
+    def __init__(self, store: Any, url: str) -> None:
+        self._store, self._url = store, url
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):  # not the store's: pickle asks before there is one
+            raise AttributeError(name)
+        method = getattr(self._store, name)
+        return functools.partial(self._ask, method) if callable(method) else method
+
+    def _ask(self, method: Callable[..., Any], *args: Any, **options: Any) -> Any:
+        started, pause = time.monotonic(), FIRST_PAUSE_S
+        while True:
+            try:
+                return method(*args, **options)
+            except MISTAKES:
+                raise
+            # each client has its own tree of errors for one thing: it did not work this time
+            except Exception as error:
+                self._refuse(error)
+                if isinstance(error, (*ABSENT, ValueError)):
+                    raise
+                what = type(error).__name__
+                if time.monotonic() - started > PATIENCE_S:
+                    raise EyasError(
+                        f"{self._url} does not answer ({what})",
+                        "see that the store runs and can be reached, and run the same command "
+                        "again: finished parts are kept",
+                    ) from error
+            log.warning(
+                "a store does not answer",
+                extra={"data": {"url": self._url, "error": what, "pause_s": pause}},
+            )
+            time.sleep(pause)
+            pause = min(2 * pause, LONGEST_PAUSE_S)
+
+    def _refuse(self, error: Exception) -> None:
+        """Raise what a person has to mend."""
+        found = refusal(error)
+        if found is not None:
+            code, reason, remedy = found
+            kind = StorageFullError if "free some space" in remedy else InputError
+            raise kind(f"{self._url} refuses: {reason or code} ({code})", remedy) from error
+
+
+def refusal(error: BaseException) -> tuple[str, str, str] | None:
+    """A store's code, its reason and the remedy, where an error of a client holds a refusal, itself
+    or among its causes; None where it may work another time, or a file is not there.
+    """
+    cause: BaseException | None = error
+    while cause is not None:
+        code, reason, status = _answer(cause)
+        if code in REMEDY:
+            return code, reason, REMEDY[code]
+        if status == 404:
+            return None
+        if 400 <= status < 500 and status not in AGAIN_STATUS:
+            return code, reason, SAYS_WHY
+        cause = cause.__cause__ or cause.__context__
+    return None
+
+
+def _answer(error: BaseException) -> tuple[str, str, int]:
+    """Code, reason and HTTP status (0: none) that one error has, by the client that raised it."""
+    response = getattr(error, "response", None)
+    if isinstance(response, dict):  # botocore
+        told = response.get("Error", {})
+        status = response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
+        return str(told.get("Code", status)), str(told.get("Message", "")), int(status)
+    text = str(error).strip()
+    code = str(getattr(error, "code", None) or "")
+    if code.isdigit():  # gcsfs
+        return code, text.removesuffix(f", {code}"), int(code)
+    if isinstance(error, OSError) and text.startswith("Forbidden: "):  # gcsfs
+        return "403", text.partition("\n")[2] or text, 403
+    return type(error).__name__, text.partition("\n")[0], 0
