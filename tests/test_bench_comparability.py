@@ -38,6 +38,7 @@ def test_one_server_is_like_itself_whatever_it_does_not_tell():
 
 def test_another_precision_is_refused_and_silence_is_said():
     assert refused(differences_of_servers(HERE, served(precision="float32"))) == ["precision"]
+    assert not differences_of_servers(HERE, served(precision="auto"))  # SGLang's: 16 bits here
     (said,) = differences_of_servers(HERE, served(precision=None))
     assert (said.what, said.refused) == ("precision", False)
     assert differences_of_servers(HERE, served()) == []

@@ -176,7 +176,7 @@ def test_how_a_server_speculates_is_what_sglang_tells():
         (model_card("llama_cpp"), {}, "bfloat16"),
         ({"meta": {"n_params": 1000, "size": 1062}}, {}, "8.5 bits a weight"),
         ({}, {"dtype": "bfloat16", "quantization": "fp8"}, "bfloat16/fp8"),
-        ({}, {"dtype": "auto"}, None),
+        ({}, {"dtype": "auto"}, "auto"),
         (model_card("vllm_eagle3"), {}, None),
     ],
 )

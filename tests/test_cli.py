@@ -16,8 +16,10 @@ import sys
 import tomllib
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
+import torch
 import typer
 from hypothesis import given
 from hypothesis import strategies as st
@@ -329,12 +331,15 @@ class TestFullDisk:
             assert_one_clear_error(shown, "no room left", "free some space")
 
     def test_memory_that_is_not_there(self, made, tmp_path, monkeypatch):
-        def none(*_, **__):
-            raise MemoryError("Unable to allocate 90.5 GiB")
-
-        monkeypatch.setattr("eyas.cli.capture.capture", none)
-        shown = run_eyas(f"capture {made.answers} -t {made.target} -o {tmp_path}/capture")
-        assert_one_clear_error(shown, "no memory is left: Unable to allocate 90.5 GiB", "smaller")
+        of_gpu = "CUDA out of memory. Tried to allocate 90.5 GiB.\nSee the documentation"
+        for error, told in (
+            (MemoryError("Unable to allocate 90.5 GiB"), "Unable to allocate 90.5 GiB"),
+            (torch.OutOfMemoryError(of_gpu), "CUDA out of memory. Tried to allocate 90.5 GiB."),
+        ):
+            none = Mock(side_effect=error)
+            monkeypatch.setattr("eyas.cli.capture.capture", none)
+            shown = run_eyas(f"capture {made.answers} -t {made.target} -o {tmp_path}/capture")
+            assert_one_clear_error(shown, f"no memory is left: {told}", "smaller")
 
     def test_a_file_where_the_output_has_to_be(self, made, tmp_path):
         for place in ("file", "file/below"):

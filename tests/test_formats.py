@@ -110,11 +110,20 @@ def test_endings():
 
 KINDS = {
     "plain text": [
-        *(("[INST] Hi", "a.txt"), ("[INST] Hi", "a"), ('"Hi," she said\nHo', "a.txt"), ("", "a")),
+        *(
+            ("[INST] Hi", "a.txt"),
+            ("[INST] Hi", "a"),
+            ("{curly} words", "a.txt"),
+            ('["a"] is what?\nHo', "a.txt"),
+            ('"Hi," she said\nHo', "a.txt"),
+            ("", "a"),
+        ),
         *(("Hi, you\nHo, you", "a"), ("prompt,answer\nHi,Ho", "a.txt")),
     ],
-    # the first to be on the safe side
-    "JSON lines": [("{curly} words", "a.txt"), ("broken\n" + LINES, "a"), ("Hi", "a.jsonl")],
+    "JSON lines": [
+        *(("{curly} words", "a"), ("broken\n" + LINES, "a"), ("Hi", "a.jsonl"), (LINES, "a.txt")),
+        (json.dumps(THREE, indent=1), "a.txt"),
+    ],
     "CSV": [
         ('"prompt"\n"Hi"', "a.csv"),
         ('prompt,answer\n"Why?\n[2026-11-22 10:00:00] ERROR disk full",Full', "a.csv"),
@@ -289,6 +298,27 @@ def test_parquet_gives_the_columns_that_matter(monkeypatch):
         assert only_values(data, "set.parquet") == [no_footer]
     monkeypatch.setattr(formats, "BATCH_BYTES", 1000)
     assert only_values(as_parquet(MANY, row_group_size=700)) == MANY
+
+
+def test_columns_are_named_alike_in_csv_and_parquet():
+    rows = [{"Prompt ": "Hi", "ID": "1"}]
+    for data, name in ((as_csv(rows), "a.csv"), (as_parquet(rows), "a.parquet")):
+        assert only_values(data, name) == [{"prompt": "Hi", "id": "1"}]
+    twice = as_parquet([{"Prompt": "Hi", "prompt": "Ho"}])
+    assert only_values(twice) == ["!two columns of one name"]
+
+
+@pytest.mark.parametrize("name", ["a.txt", "a.csv", "a.jsonl"])
+def test_a_file_in_windows_1252_is_named_as_one(name):
+    texts = ["Où est le café ?", "It’s 5 €", "plain", "Größe…"]
+    lines = [json.dumps({"text": text}, ensure_ascii=False) for text in texts]
+    data = "".join(f"{one}\n" for one in (lines if name == "a.jsonl" else ["text", *texts]))
+    assert len(read(data, name)) >= 4
+    with pytest.raises(InputError, match="looks like Windows-1252") as raised:
+        read(data.encode("cp1252"), name)
+    assert "iconv" in raised.value.hint
+    mixed = data.encode() + data.encode("cp1252")  # damaged, and not of another encoding
+    assert "!not UTF-8" in [value for _, value in read(mixed, name)]
 
 
 def test_a_damaged_row_group_costs_itself():

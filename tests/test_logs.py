@@ -87,6 +87,22 @@ LOGS = {
     ),
 }
 OBJECTS = {name: one for name, one in LOGS.items() if one[0][0][0] == "{"}
+RESPONSES = {
+    **{"model": "m", "instructions": "Be brief.", "metadata": {"training": "yes"}},
+    "input": [
+        {"role": "user", "content": [{"type": "input_text", "text": ASKED}]},
+        {"type": "function_call", "name": "f", "arguments": SAID},
+        {"role": "assistant", "content": [{"type": "output_text", "text": SAID}]},
+        {"role": "user", "content": "And the cat?"},
+    ],
+}
+OTHER = {"type": "SPAN", "traceId": "t", "input": {"messages": MESSAGES}, "output": SAID}
+TRACE = {"sessionId": None, "userId": "u1", "input": MESSAGES, "output": SAID}
+LOGS |= {
+    "Responses API": ([json.dumps(RESPONSES)], "metadata.training"),
+    "Langfuse": ([json.dumps(OTHER), json.dumps(LANGFUSE)], "metadata.training"),
+    "Langfuse, traces": ([json.dumps(TRACE | {"tags": ["training"]})], "tags=training"),
+}
 
 
 def read(folder, lines, **log):

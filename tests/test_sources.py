@@ -49,6 +49,25 @@ EMPTY_COLUMNS = {
     "prompt": None,
     "system": None,
 }
+
+
+def node(parent, role, *parts):
+    message = {"author": {"role": role}, "content": {"content_type": "text", "parts": [*parts]}}
+    return {"parent": parent, "message": message if role else None}
+
+
+CHATGPT = {  # a second wording of the first question was left behind
+    "current_node": "e",
+    "mapping": {
+        "root": node(None, None),
+        "a": node("root", "system", ""),
+        "b": node("a", "user", TURNS[0]),
+        "other": node("a", "user", "left behind"),
+        "c": node("b", "assistant", SAID),
+        "d": node("c", "user", TURNS[1]),
+        "e": node("d", "assistant", SAID),
+    },
+}
 # A row, and its turns.
 SHAPES = {
     "openai": (openai(*TURNS), TURNS),
@@ -64,6 +83,17 @@ SHAPES = {
     "query": ({"query": "Hi", "response": SAID}, ("Hi",)),
     "dolly": ({"instruction": "Do.", "context": "Dogs.", "response": SAID}, ("Do.\n\nDogs.",)),
     "wildchat": (WILDCHAT, TURNS),
+    "claude": (
+        {
+            "chat_messages": [
+                {"sender": "human", "text": TURNS[0]},
+                {"sender": "assistant", "text": SAID},
+                {"sender": "human", "text": "", "content": [{"type": "text", "text": TURNS[1]}]},
+            ]
+        },
+        TURNS,
+    ),
+    "chatgpt": (CHATGPT, TURNS),
     "arena": ({"conversation_a": MESSAGES, "conversation_b": MESSAGES}, TURNS),
     "a table's cell holds JSON": ({"messages": json.dumps(MESSAGES)}, TURNS),
     "all columns in all rows": (EMPTY_COLUMNS, ("Hi",)),

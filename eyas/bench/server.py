@@ -48,6 +48,7 @@ _SAMPLE = re.compile(r"^(?:\w+:)?(\w+)(?:\{(.*)\})? (\S+)(?: \d+)?$")
 _LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
 # every answer makes one of them larger; llama.cpp's name of the first is the second
 ONLY_UP = ("generation_tokens_total", "tokens_predicted_total", *REQUESTS)
+HALVES = {"bfloat16", "float16"}  # which SGLang's "auto" stands for: the checkpoint's, or float16
 SETTLE_S = 0.05  # servers count an answer just after its last byte
 LENGTHS_APART = 0.1
 BEGINNING = 16  # characters
@@ -140,7 +141,7 @@ def precision(
     )
     if dtype in ("", "auto") and meta.get("size") and meta.get("n_params"):
         dtype = f"{8 * meta['size'] / meta['n_params']:.1f} bits a weight"
-    if dtype in ("", "auto"):
+    if not dtype:
         return None
     quantized = own.get("quantization") or info.get("quantization")
     return "/".join(str(part) for part in (DTYPES.get(dtype, dtype), quantized) if part)
@@ -272,7 +273,7 @@ def differences_of_servers(baseline: ServerFacts, arm: ServerFacts) -> list[Diff
         silent = sorted({one.kind for one in (baseline, arm) if one.precision is None})
         what = f"not told by {' and '.join(silent)}: whether both have the same is not known"
         found.append(Difference("precision", what, False))
-    elif ours != theirs:
+    elif ours != theirs and {ours, theirs} - HALVES != {"auto"}:
         found.append(Difference("precision", f"{ours} against {theirs}", True))
     return found
 

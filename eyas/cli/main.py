@@ -12,6 +12,7 @@ import functools
 import gc
 import importlib
 import os
+import re
 import signal
 import sys
 from collections.abc import Callable, Sequence
@@ -43,6 +44,7 @@ COMMANDS = {
     "doctor": "what this machine can do",
 }
 INTERRUPTED, TERMINATED = 130, 143  # 128 + SIGINT, SIGTERM: what shells expect
+NO_MEMORY = re.compile("out of memory|can't allocate memory", re.I)  # PyTorch's RuntimeErrors
 # libraries of eyas[train] by their import names
 TRAINING = {"torch": "PyTorch", "transformers": "transformers", "zstandard": "zstandard"}
 
@@ -84,8 +86,9 @@ def _for_user(error: Exception, command: str) -> EyasError:
     """What a command lacks: a library, memory, or room on a disk. Raises any other error."""
     if isinstance(error, EyasError):
         return error
-    if isinstance(error, MemoryError):
-        what = f"no memory is left: {error}".removesuffix(": ")
+    told = str(error).partition("\n")[0]
+    if isinstance(error, MemoryError) or NO_MEMORY.search(told):
+        what = f"no memory is left: {told}".removesuffix(": ")
         hint = "give the process more, or take a smaller model or smaller batches"
         return InputError(what, hint)
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
@@ -108,7 +111,7 @@ def reporting_errors(function: Callable[..., None], name: str) -> Callable[..., 
     def wrapped(*args: Any, **kwargs: Any) -> None:
         try:
             function(*args, **kwargs)
-        except (EyasError, ModuleNotFoundError, MemoryError, OSError) as error:
+        except (EyasError, ModuleNotFoundError, MemoryError, OSError, RuntimeError) as error:
             raise typer.Exit(_report(_for_user(error, name))) from error
         except KeyboardInterrupt as interrupt:
             is_ended = isinstance(interrupt, Terminated)

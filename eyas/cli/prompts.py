@@ -1,5 +1,5 @@
 """`eyas prompts`: raw conversation sets -> cleaned user prompts, a ledger and a data card; shows
-dropped and changed rows.
+dropped rows.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from eyas.artifact import Artifact
 from eyas.builtin import packaged_prompts
 from eyas.cli.options import Overrides, RunFile, stage_config
 from eyas.cli.stage import stage
-from eyas.data.changes import show_changed
 from eyas.data.ledger import show_dropped as dropped_rows
 from eyas.data.prompts import PromptsConfig, make_prompts
 from eyas.errors import ConfigError
@@ -25,15 +24,6 @@ Shown = Annotated[
         metavar="REASON",
         help="show dropped rows of OUTPUT, redacted, by the beginning of their reason: pii.phone; "
         '"" for all',
-    ),
-]
-Changed = Annotated[
-    str | None,
-    typer.Option(
-        "--diff",
-        metavar="TYPE",
-        help="show changed rows of OUTPUT before and after, with what was found in them, by the "
-        'beginning of a type: person; "" for all. Reads the sources again',
     ),
 ]
 
@@ -59,32 +49,26 @@ def command(
         str | None, typer.Option(help='who wrote their answers: "human", or a model')
     ] = None,
     show_dropped: Shown = None,
-    diff: Changed = None,
     run_file: RunFile = None,
     overrides: Overrides = None,
 ) -> None:
     """Keep the user turns of conversations that may be used, without duplicates and personal data;
     count every dropped row.
 
-    `eyas prompts OUTPUT --show-dropped REASON` shows what was dropped, `--diff TYPE` what was
-    changed.
+    `eyas prompts OUTPUT --show-dropped REASON` shows what was dropped.
     """
-    if show_dropped is not None or diff is not None:
+    if show_dropped is not None:
         shown = [output, *(sources or [])] if output else sources or []
-        if len(shown) != 1 or (show_dropped is not None and diff is not None):
+        if len(shown) != 1:
             raise ConfigError(
-                "--show-dropped and --diff show one result, one of them at a time",
+                "--show-dropped shows one result",
                 "eyas prompts OUTPUT --show-dropped pii.phone",
             )
         artifact = Artifact(shown[0])
-        if diff is not None:
-            lines = show_changed(artifact, diff)
-        else:
-            # there are dropped rows too where no prompt was left
-            if artifact.is_done() or not artifact.parts("dropped"):
-                artifact.manifest("prompts")
-            lines = dropped_rows(artifact.read_rows("dropped"), show_dropped or "")
-        for line in lines:
+        # there are dropped rows too where no prompt was left
+        if artifact.is_done() or not artifact.parts("dropped"):
+            artifact.manifest("prompts")
+        for line in dropped_rows(artifact.read_rows("dropped"), show_dropped):
             print(line)
         return
     if output is None:

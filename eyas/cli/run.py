@@ -250,6 +250,9 @@ def run(
         summary = done["bench"].read_json("summary.json")
         evaluation = done["eval"].read_json("eval.json")
         arm = ADAPTED if config.train.start else EAGLE
+        # the report lies beside the export's folder
+        forms = f"./{done['export'].url.rpartition('/')[2]}/"
+        served = [serve_command(config), *done["export"].manifest().facts["commands"].values()]
         report = write_reports(
             Artifact(root),
             Contents(
@@ -257,12 +260,7 @@ def run(
                 evaluation=evaluation,
                 ledger=done["prompts"].read_json("ledger.json"),
                 manifest=done["bench"].manifest(),
-                commands=[
-                    command_line,
-                    serve_command(config),
-                    *done["export"].manifest().facts["commands"].values(),
-                    *own,
-                ],
+                commands=[command_line, *(one.replace("./", forms) for one in served), *own],
                 arm=arm,
             ),
         )

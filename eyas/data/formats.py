@@ -37,9 +37,18 @@ from eyas.errors import InputError
 
 Keys = frozenset[str] | None  # names of the columns that matter; None: all
 OBJECT_LINE = re.compile(rb"^[ \t]*\{[ \t]*\"", re.M)
+PRETTY = re.compile(
+    rb'\s*[\[{]+\s*(?:\n|"\w+"\s*:)'
+)  # JSON, and no text that begins with a bracket
 SOLID_LINE = re.compile(rb"^[ \t\r]*[^ \t\r\n]", re.M)
 JSON_LINES, TEXT, LOG = "JSON lines", "plain text", "a log"
 DELIMITERS = ",\t;|"
+TWO_COLUMNS, NOT_UTF8 = "two columns of one name", "not UTF-8"
+# of Windows-1252, which a text of people has: letters, quotes, dashes, signs of money
+WESTERN = re.compile(
+    "[A-Za-z\u00c0-\u00ff\u2018-\u201e\u2013\u2014\u2026\u20ac\xa0-\xbf\u0152\u0153]+"
+)
+MOST_FOREIGN = 0.001  # of rows: fewer are damaged, and not of another encoding
 BATCH_BYTES, MAX_BATCH = 4 << 20, 1024  # of a batch of Parquet: decompressed bytes, rows
 
 # The limit is that of a whole row: the default of the module, 128 KiB, is less than some prompts.
@@ -69,7 +78,7 @@ def parsed(line: bytes) -> Any:
     try:
         return json.loads(line.decode("utf-8"))
     except UnicodeDecodeError:
-        problem = "not UTF-8"
+        problem = NOT_UTF8
     except (ValueError, RecursionError):
         problem = "not JSON"
     is_cut = not line.endswith(b"\n") and line.lstrip()[:1] in (b"{", b"[")
@@ -87,7 +96,7 @@ def _plain_text(line: bytes) -> str | Unreadable:
     try:
         return line.decode("utf-8").strip()
     except UnicodeDecodeError:
-        return Unreadable("not UTF-8")
+        return Unreadable(NOT_UTF8)
 
 
 def _log_line(line: bytes) -> Any:
@@ -143,7 +152,7 @@ def _csv_rows(stream: io.BufferedReader, keys: Keys) -> FileValues:
             yield first, _csv_row(header, fields)
         header = header or [name.strip().lower() for name in fields]
         if len(set(header)) < len(header):
-            yield first, BrokenStream("two columns of one name")
+            yield first, BrokenStream(TWO_COLUMNS)
             return
 
 
@@ -171,7 +180,7 @@ def _csv_row(header: list[str], fields: list[str]) -> dict[str, str] | Unreadabl
     if "\0" in text:
         return Unreadable("not text")
     if not is_encodable(text):
-        return Unreadable("not UTF-8")
+        return Unreadable(NOT_UTF8)
     return dict(zip(header, fields, strict=True))
 
 
@@ -179,7 +188,8 @@ def _csv_row(header: list[str], fields: list[str]) -> dict[str, str] | Unreadabl
 
 
 def _parquet_rows(file: io.RawIOBase, keys: Keys) -> FileValues:
-    """The rows by row group, only the columns in `keys`; a damaged group is one BrokenStream.
+    """The rows by row group, only the columns in `keys`, in lower case as in CSV; a damaged group
+    is one BrokenStream.
 
     Raises InputError (pyarrow is not installed, or the store fails).
     """
@@ -191,9 +201,13 @@ def _parquet_rows(file: io.RawIOBase, keys: Keys) -> FileValues:
             pyarrow.PythonFile(file, mode="r"), page_checksum_verification=True
         )
         names = table.schema_arrow.names
-        columns = [name for name in names if keys is None or name in keys]
+        lower = {name: name.strip().lower() for name in names}
+        columns = [name for name in names if keys is None or lower[name] in keys]
     except faults:
         yield 1, BrokenStream("the Parquet file is cut or damaged: it has no readable footer")
+        return
+    if len({lower[name] for name in columns}) < len(columns):
+        yield 1, BrokenStream(TWO_COLUMNS)
         return
     first = 1
     for group in range(table.num_row_groups):
@@ -203,7 +217,7 @@ def _parquet_rows(file: io.RawIOBase, keys: Keys) -> FileValues:
         line = first
         try:
             for batch in table.iter_batches(batch_rows, [group], columns, use_threads=False):
-                for row in _batch_rows(batch):
+                for row in _batch_rows(batch.rename_columns([lower[name] for name in columns])):
                     yield line, row
                     line += 1
         except faults:
@@ -222,19 +236,21 @@ def _batch_rows(batch: Any) -> Iterator[dict[str, Any] | Unreadable]:
             try:
                 row = batch.slice(index, 1).to_pylist()[0]
             except UnicodeDecodeError:
-                row = Unreadable("not UTF-8")
+                row = Unreadable(NOT_UTF8)
             yield row
 
 
 # The table.
 
 
-def _looks_like_json(head: bytes) -> bool:
-    """Whether a text begins as JSON, or most of its lines do: a set of conversations whose first
-    line is damaged must not be read as lines of text.
+def _begins_as_json(head: bytes) -> bool:
+    return bool(re.match(rb'\s*(?:\{|\[\s*(?:[\[{"\]]|$))', head)) or _is_json(head)
+
+
+def _is_json(head: bytes) -> bool:
+    """Whether most lines begin as JSON: a set of conversations whose first line is damaged must not
+    be read as lines of text, nor a text whose first line begins with a bracket as JSON.
     """
-    if re.match(rb'\s*(?:\{|\[\s*(?:[\[{"\]]|$))', head):
-        return True
     return 2 * len(OBJECT_LINE.findall(head)) > len(SOLID_LINE.findall(head))
 
 
@@ -255,7 +271,7 @@ class Format:
 FORMATS = (
     Format("Parquet", ("parquet",), lambda head: head[:4] == b"PAR1", _parquet_rows, is_text=False),
     Format(LOG, (), lambda head: bool(LOG_LINE.search(head)), _line_values(_log_line)),
-    Format(JSON_LINES, ("json", "jsonl", "ndjson"), _looks_like_json, _line_values(parsed)),
+    Format(JSON_LINES, ("json", "jsonl", "ndjson"), _begins_as_json, _line_values(parsed)),
     Format("CSV", ("csv", "tsv"), lambda head: False, _csv_rows),
     Format(TEXT, ("txt", "text"), lambda head: False, _line_values(_plain_text)),
 )
@@ -292,6 +308,8 @@ def format_of(head: bytes, name: str, is_log: bool = False) -> Format:
     found = next((one for one in FORMATS if one.begins(head)), named or FORMATS[-1])
     if found is BY_NAME[LOG] and named is BY_NAME["CSV"]:  # a line of a log in a cell
         found = named
+    if found is BY_NAME[JSON_LINES] and named is BY_NAME[TEXT] and not PRETTY.match(head):
+        found = found if _is_json(head) else named
     return BY_NAME[LOG] if is_log and found.name in (JSON_LINES, TEXT) else found
 
 
@@ -308,12 +326,41 @@ def values(file: StoreFile, name: str, keys: Keys, is_log: bool = False) -> File
         yield 1, error
         return
     of_texts: bool | None = None
+    count, foreign = 0, 0
     for line, value in found.read(stream, keys):
+        count, foreign = (
+            count + 1,
+            foreign + (type(value) is Unreadable and value.args == (NOT_UTF8,)),
+        )
         if found.name == JSON_LINES:
             of_texts = isinstance(value, str) if of_texts is None else of_texts
             if isinstance(value, str) and not of_texts:
                 value = Unreadable("not an object")
         yield line, value
+    if found.is_text and foreign >= 2 and foreign > MOST_FOREIGN * count and _is_western(file):
+        raise InputError(
+            f"{public_url(file.url)} is not UTF-8: it looks like Windows-1252",
+            "iconv -f WINDOWS-1252 -t UTF-8 FILE > NEW, and give that one",
+        )
+
+
+def _is_western(file: StoreFile) -> bool:
+    """Whether every line of a file that is no UTF-8 is a text of Windows-1252, and no other line
+    has more than ASCII.
+    """
+    file.seek(0)
+    for _, line in numbered_lines(decompressed(file)):
+        if isinstance(line, Unreadable) or line.isascii():
+            continue
+        try:
+            line.decode("utf-8")
+        except UnicodeDecodeError:
+            text = line.decode("cp1252", "replace")
+            if not WESTERN.fullmatch("".join(sign for sign in text if not sign.isascii())):
+                return False
+        else:
+            return False
+    return True
 
 
 def _opened(file: StoreFile, name: str, is_log: bool) -> tuple[Any, Format]:

@@ -1,7 +1,9 @@
 """Requests out of the logs of servers, by consent and by a stable sample. A kind of log is one
 entry of LOGS; what a request says is read by `shapes`.
 
-    OpenAI body     {"model": ..., "messages": [...], "metadata": {...}, "user": ...}
+    OpenAI body     {"model": ..., "messages": [...], "metadata": {...}, "user": ...}; of the
+                    Responses API {"input": ..., "instructions": ...}
+    Langfuse        {"id": ..., "sessionId": ..., "userId": ..., "input": ..., "output": ...}
     vLLM 0.32       ... DEBUG 11-22 10:00:00 [...:76] Request ID JSON body: {...}
                     (RequestLogger.log_request_body: --enable-log-requests --log-level debug)
     SGLang 0.5.23   [2026-11-22 10:00:00] {"event": "request.received.openai", "obj": {...},
@@ -83,9 +85,11 @@ class LoggedRequest:
 
     @property
     def row(self) -> dict[str, Any]:
-        """What `shapes` reads: the messages, or the text of a completion."""
+        """What `shapes` reads: the messages, or the text of a completion; a system prompt."""
         kept: dict[str, Any] = {  # of a table every record has all keys
-            key: self.body[key] for key in ("messages", "prompt") if self.body.get(key) is not None
+            key: self.body[key]
+            for key in ("messages", "prompt", "system")
+            if self.body.get(key) is not None
         }
         return {**kept, "id": self.id} if self.id else kept
 
@@ -95,6 +99,31 @@ class LoggedRequest:
 
 def _openai(record: dict[str, Any]) -> LoggedRequest:
     return LoggedRequest(record, record, _text(record, "id", "request_id"), _text(record, "user"))
+
+
+def _responses(record: dict[str, Any]) -> LoggedRequest:
+    """A body of OpenAI's Responses API: a text, or items, of which messages have roles."""
+    given = record["input"]
+    if isinstance(given, list):
+        given = [one for one in given if isinstance(one, dict) and one.get("role")]
+    body = {"messages" if isinstance(given, list) else "prompt": given}
+    body["system"] = record.get("instructions")
+    return LoggedRequest(body, record, _text(record, "id", "request_id"), _text(record, "user"))
+
+
+def _langfuse(record: dict[str, Any]) -> LoggedRequest | None:
+    """A trace, or an observation if it is a generation: its input is a body, a list of messages, or
+    a text; in a table as JSON.
+    """
+    if record.get("type", "GENERATION") != "GENERATION":
+        return None
+    given = _value(record["input"]) or record["input"]
+    if isinstance(given, list):
+        given = {"messages": given}
+    elif not isinstance(given, dict):
+        given = {"prompt": given}
+    user = _text(record, "userId", "userid", "user_id")
+    return LoggedRequest(given, record, _text(record, "id"), user)
 
 
 def _sglang(record: dict[str, Any]) -> LoggedRequest | None:
@@ -121,8 +150,8 @@ class LogKind:
     """How one server logs requests.
 
     prefix: of any line of its log; line: of a request's line, with the JSON in group `json` and, if
-    it stands there, the id in group `id`; keys: of a record by itself; cut: what to do about a line
-    that is no JSON; read: the request of a record, None for a record about anything else.
+    it stands there, the id in group `id`; keys: of a record by itself, in lower case; cut: what to
+    do about a line that is no JSON; read: the request of a record, None for any other record.
     """
 
     name: str
@@ -151,15 +180,19 @@ LOGS = (
         line=re.compile(r"[^\]]*\] Request (?P<id>\S+) JSON body: (?P<json>.*)", re.S),
         cut=": start vLLM without --max-log-len",
     ),
+    LogKind("traces of Langfuse", frozenset({"input", "output", "sessionid"}), _langfuse),
+    LogKind("observations of Langfuse", frozenset({"input", "type", "traceid"}), _langfuse),
     LogKind("OpenAI bodies", frozenset({"messages"}), _openai),
     LogKind("OpenAI bodies of completions", frozenset({"prompt"}), _openai),
+    LogKind("OpenAI bodies of responses", frozenset({"input"}), _responses),
 )
 LOG_LINE = re.compile("|".join(f"^{kind.prefix}" for kind in LOGS if kind.prefix).encode(), re.M)
 
 
 def looks_logged(columns: Collection[str]) -> bool:
     """Whether rows with these keys are of a log: no published set of prompts has them together."""
-    return any(len(kind.keys) > 1 and kind.keys <= {*columns} for kind in LOGS)
+    lower = {name.lower() for name in columns}
+    return any(len(kind.keys) > 1 and kind.keys <= lower for kind in LOGS)
 
 
 def logged_request(value: Any) -> LoggedRequest | None:
@@ -172,8 +205,9 @@ def logged_request(value: Any) -> LoggedRequest | None:
         return None
     if not isinstance(record, dict):
         raise Unreadable("not an object")
+    keys = {str(key).lower() for key in record}
     for kind in LOGS:
-        if kind.keys <= {*record}:
+        if kind.keys <= keys:
             return kind.read(record)
     names = ", ".join(kind.name for kind in LOGS)
     raise Unreadable(f"no record known here, with the text of a request: {names}")

@@ -16,6 +16,7 @@ written.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import datetime
 import importlib.metadata
 import itertools
@@ -27,7 +28,6 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 
 from eyas.artifact import VERSION, WORK, Artifact, Manifest, Parts, identity
 from eyas.data.card import CardContents, write_card
-from eyas.data.changes import CHANGED, changed_line
 from eyas.data.filters import FILTERS, CleaningTask, LateDrops, in_languages
 from eyas.data.formats import FileLook
 from eyas.data.ledger import Ledger, SourceRow
@@ -55,6 +55,7 @@ from eyas.privacy.pii import TYPES, PrivacyConfig
 from eyas.records import Prompt
 
 ROWS_PER_PART = 10_000  # of prompts, of dropped and of changed rows
+CHANGED = "changed"
 STEMS = ("prompts", "dropped", CHANGED)
 SELECTION, VERSIONS, REPORT = f"{WORK}/selection.npz", f"{WORK}/versions.json", f"{WORK}/match.json"
 LIBRARIES = ("numpy", "py3langid")  # that results depend on, besides those of the detector
@@ -401,7 +402,9 @@ def write(
                         prompt = Prompt(id, one.source, licence, one.turns, one.system)
                         prompts.add(prompt.to_json())
                         if one.masked:
-                            changed.add(changed_line(one, id))
+                            found = [dataclasses.asdict(finding) for finding in one.masked]
+                            place = {"id": id, "source": one.source, "where": one.where}
+                            changed.add({**place, "found": found})
                         continue
                     one = next(late)
                 ledger.dropped(one)

@@ -26,7 +26,7 @@ ID_KEYS = (
     "conversation_hash",
     "message_tree_id",
 )
-MESSAGE_KEYS = ("role", "from", "parent_id", "deleted", "synthetic")
+MESSAGE_KEYS = ("role", "from", "sender", "parent_id", "deleted", "synthetic", "current_node")
 
 USER_ROLES = frozenset({"user", "human", "prompter"})
 SYSTEM_ROLES = frozenset({"system", "developer"})
@@ -101,6 +101,25 @@ def _turns(value: Any, keys: tuple[str, ...]) -> UserSide:
     return _conversation(value, keys)
 
 
+def _tree(value: Any, keys: tuple[str, ...]) -> UserSide:
+    """Messages by id, each with its parent's: those that lead to the one that was shown last."""
+    nodes, at, path = value.get(keys[0]), value.get("current_node"), list[Any]()
+    while isinstance(nodes, dict) and isinstance(node := nodes.get(at), dict):
+        path.append(node.get("message"))
+        at, nodes = node.get("parent"), {key: one for key, one in nodes.items() if key != at}
+    if not path:
+        raise Unreadable(f"no current_node in {keys[0]}")
+    messages = [one for one in reversed(path) if isinstance(one, dict) and one.get("content")]
+    told = [
+        {
+            "role": (one.get("author") or {}).get("role"),
+            "content": one["content"].get("parts") or one["content"].get("text"),
+        }
+        for one in messages
+    ]
+    return _messages(told, keys[0])
+
+
 def _instruction(value: Any, keys: tuple[str, ...]) -> UserSide:
     """A text under the first key, and what it is about under one of the others."""
     if value.get(keys[0]) is None:
@@ -160,10 +179,10 @@ class RowShape:
 SHAPES = (
     RowShape(
         "openai",
-        ("messages", "conversation", "conversation_a"),
+        ("messages", "conversation", "conversation_a", "chat_messages"),
         _conversation,
         True,
-        'a list of {"role": "user", "content": ...} (OpenAI, LMSYS, WildChat, Arena)',
+        'a list of {"role": "user", "content": ...} (OpenAI, LMSYS, WildChat, Arena, Claude)',
     ),
     RowShape(
         "sharegpt",
@@ -172,6 +191,7 @@ SHAPES = (
         True,
         'a list of {"from": "human", "value": ...} (ShareGPT)',
     ),
+    RowShape("tree", ("mapping",), _tree, False, "messages by id (an export of ChatGPT)"),
     RowShape("turns", ("turns",), _turns, True, "a list of the user's texts (Spec-Bench)"),
     RowShape(
         "alpaca",
@@ -233,7 +253,7 @@ def _first(value: dict[str, Any], *keys: str) -> Any:
 
 
 def _role(message: dict[str, Any]) -> str:
-    role = _first(message, "role", "from")
+    role = _first(message, "role", "from", "sender")
     known = role.lower() if isinstance(role, str) else ""
     if known not in ROLES:
         raise Unreadable("a message has no role known here")
@@ -275,8 +295,9 @@ def _text(content: Any) -> str:
         return ""
     if isinstance(content, str):
         return content
-    if isinstance(content, list) and all(
-        isinstance(part, dict) and isinstance(part.get("text"), str) for part in content
-    ):
-        return "\n".join(part["text"] for part in content)
+    if isinstance(content, list):
+        parts = (part.get("text") if isinstance(part, dict) else part for part in content)
+        texts = [text for text in parts if isinstance(text, str)]
+        if len(texts) == len(content):
+            return "\n".join(texts)
     raise Unreadable("a message is not text")
