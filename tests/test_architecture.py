@@ -18,6 +18,7 @@ PACKAGE = ROOT / "eyas"
 # Data goes top to bottom: a file imports only from rows above its own, or from its own package.
 ORDER = (
     ("errors", "records", "families", "fold", "code", "page", "tau", "cores"),
+    ("stores",),
     ("artifact", "executor", "log", "chat", "builtin", "language", "figure", "client", "settings"),
     ("gguf",),
     ("hub", "model", "shards", "privacy"),
