@@ -49,9 +49,6 @@ STALE = 1.5
 # not believed in full (Huber 1964)
 _SLOWNESS_RATE, _FACTOR_RATE, _FACTOR_MEMORY, _MOST_ERROR = 0.05, 0.01, 0.9995, 0.2
 
-LEAST_ROWS = 8  # of a prompt: fewer cost as much as these, for all weights are read
-_PACE_RATE, _MOST_PACE_ERROR = 0.5, 0.7
-
 _FORMAT = 4
 _DENSE = 1024  # rows of a curve's table, at least: behind the table a curve is straight
 _FEW = 16
@@ -171,34 +168,6 @@ class Correction:
         factor = max(0.0, factor + _FACTOR_RATE * error) if drafted else _FACTOR_MEMORY * factor
         self._latest = self._loads[load] = slowness, factor
         return predicted_ms * math.exp(expected)
-
-
-class PromptPace:
-    """What prompts cost now, in milliseconds a row and, beside it, a scored row: learned from every
-    prefill, so that it follows the machine and its load (least mean squares of the log).
-    """
-
-    def __init__(self) -> None:
-        self._row_ms = self._scored_ms = 0.0  # not known before the first prefill
-
-    def rows(self, ms: float, is_scored: bool) -> int:
-        """How many rows fit, at least LEAST_ROWS."""
-        row_ms = self._row_ms + self._scored_ms * is_scored
-        return max(LEAST_ROWS, int(ms / (row_ms or 1.0)))
-
-    def ms(self, rows: int, scored: int) -> float:
-        return self._row_ms * rows + self._scored_ms * scored
-
-    def observe(self, rows: int, scored: int, real_ms: float) -> None:
-        """Learn from a prefill."""
-        if not self._row_ms:
-            self._row_ms = self._scored_ms = real_ms / (rows + scored)
-        predicted_ms = self.ms(rows, scored)
-        error = math.log(real_ms / predicted_ms)
-        error = _PACE_RATE * max(-_MOST_PACE_ERROR, min(_MOST_PACE_ERROR, error))
-        share = self._scored_ms * scored / predicted_ms
-        self._row_ms *= math.exp(error * (1 - share))
-        self._scored_ms *= math.exp(error * share)
 
 
 @dataclass(frozen=True, slots=True)
