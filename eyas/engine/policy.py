@@ -40,7 +40,7 @@ from eyas.engine.acceptance import SOURCES, Acceptance, Calibration
 from eyas.engine.costs import AT_ONCE, Correction, CostTable
 from eyas.engine.text import TextChain
 from eyas.engine.tree import Speculation, choose, most_probable
-from eyas.model.rows import UNPROPOSED, Proposals
+from eyas.model.rows import HEAD, TEXT, Proposals
 
 GRID = np.array([0.02, 0.04, 0.07, 0.1, 0.14, 0.19, 0.25, 0.32, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9])
 _LEASTS = GRID.tolist()
@@ -259,7 +259,7 @@ class Policy:
         """
         plan.proposals, plan.depth = proposals, _head_depth(proposals)
         if self.speculation.mode == "fixed":
-            assert proposals.kinds is None, "a tree of fixed size is the head's"
+            assert proposals.sources is None, "a tree of fixed size is the head's"
             kept = most_probable(proposals.scores, self._max_nodes)
             plan.num_nodes = int(np.count_nonzero(kept))
             return kept
@@ -319,9 +319,10 @@ class Policy:
         assert plan.calibration is not None
         proposals, paths, K = plan.proposals, plan.calibration.paths, len(self._depths)
         levels = np.minimum(proposals.depths, K) - 1
-        if (kinds := proposals.kinds) is not None:
-            levels = np.where(kinds >= 0, 0, levels)  # there at any depth of the head's tree
-            is_grown = (proposals.scores > UNPROPOSED).any(axis=1)
+        if proposals.sources is not None:
+            # text is there at any depth of the head's tree
+            levels = np.where(proposals.proposed_by(TEXT), 0, levels)
+            is_grown = proposals.proposed_by(HEAD).any(axis=1)
             levels, paths = levels[is_grown], paths[is_grown]
         places = levels * (len(GRID) + 1) + GRID.searchsorted(paths, side="right")
         size = K * (len(GRID) + 1)
@@ -355,7 +356,5 @@ class Policy:
 
 def _head_depth(proposals: Proposals) -> int:
     """Levels that the head has drafted; text's chains beside them may be longer."""
-    if proposals.kinds is None:
-        return int(proposals.depths.max(initial=0))
-    is_heads = (proposals.scores > UNPROPOSED).any(axis=0)
+    is_heads = proposals.proposed_by(HEAD).any(axis=0)
     return int(proposals.depths[is_heads].max(initial=0))
