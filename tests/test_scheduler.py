@@ -88,9 +88,9 @@ class FakeDevice:
     def _prefill(self, running: RunningSample, chunk: range) -> None:
         self._reads(running, chunk.start)
         self._writes(running, chunk.start, chunk.stop)
-        running.num_cached = chunk.stop
         if chunk.stop == running.prefill_end == len(running.tokens):
-            self._take(running, 1)
+            running.take(self._drawn(1), NO_END)
+        running.read(chunk.stop)
         if self.rng.random() < 0.5:
             self.head.extend([running])
 
@@ -107,12 +107,11 @@ class FakeDevice:
             self.target[slot_of(running, column)] = "a tree"
             if column > n:  # the draft's tree stands behind the root's entry
                 entries[slot_of(running, column)] = "a tree"  # type: ignore[index]
-        taken = self._take(running, self.rng.randint(1, self.most_emitted))
-        self._writes(running, n, n + taken)
-        running.num_cached = n + taken
+        running.advance(self._drawn(self.rng.randint(1, self.most_emitted)), NO_END)
+        self._writes(running, n, running.num_cached)
 
-    def _take(self, running: RunningSample, count: int) -> int:
-        return len(running.take([self.rng.randrange(2) for _ in range(count)], NO_END))
+    def _drawn(self, count: int) -> list[int]:
+        return [self.rng.randrange(2) for _ in range(count)]
 
     def _reads(self, running: RunningSample, end: int) -> None:
         for column in range(end):

@@ -98,12 +98,12 @@ class HeadDrafter:
 
     def _missing(self, samples: Sequence[RunningSample], lasts: list[int]) -> Roots:
         """Columns draft_len .. last of each sample, counted as made: the caller makes them."""
-        starts = [sample.draft_len for sample in samples]
-        size, tokens = self._pool.page_size, list[int]()
-        for sample, start, last in zip(samples, starts, lasts, strict=True):
-            tokens += sample.tokens[start : last + 1]
-            sample.draft_len = last + 1
-            for page in sample.pages[start // size : (last + 1) // size]:
+        size, starts, tokens = self._pool.page_size, list[int](), list[int]()
+        for sample, last in zip(samples, lasts, strict=True):
+            missing = sample.enter(last)
+            starts.append(missing.start)
+            tokens += sample.tokens[missing.start : missing.stop]
+            for page in sample.pages[missing.start // size : missing.stop // size]:
                 self._pool.is_drafted[page] = True
         return Roots(lasts, starts, tokens, page_table(samples))
 

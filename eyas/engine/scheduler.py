@@ -38,6 +38,7 @@ class RunningSample:
         target   column 0 .... n-1
         draft    column 1 .... draft_len-1      the head's entries; behind them only features
 
+    While it runs, 0 <= num_cached < len(tokens), and draft_len <= num_cached + 1.
     A preempted sample keeps its tokens, its sampler and its text.
     """
 
@@ -91,10 +92,49 @@ class RunningSample:
     def root(self) -> int:
         return self.tokens[-1]
 
+    def start(self, pages: list[int], num_reused: int, num_drafted: int, page_size: int) -> None:
+        """It has its pages, of which the first hold its prefix, and fewer the draft's entries."""
+        self.pages, self.num_kept = pages, num_reused
+        self.num_cached, self.draft_len = num_reused * page_size, max(1, num_drafted * page_size)
+
+    def wait(self, place: int, num_found: int) -> None:
+        """It has no pages; so many of its columns were found in kept ones."""
+        assert not self.pages
+        self.place, self.num_cached = place, num_found
+        # a root is emitted and not cached
+        self.prefill_end = len(self.tokens) - (1 if self.num_emitted else 0)
+
+    def read(self, end: int) -> None:
+        """The target has the columns of its prompt below `end`, and a token drawn behind them was
+        taken.
+        """
+        assert self.num_cached < end <= self.prefill_end
+        self.num_cached = end
+        if self.max_tokens == 0 and end == self.prefill_end:
+            self.finish_reason = "length"
+
+    def enter(self, last: int) -> range:
+        """The columns up to `last` that lack the draft's entry; the caller makes them."""
+        missing = range(self.draft_len, last + 1)
+        self.draft_len = last + 1
+        return missing
+
+    def lose_entries(self, first: int = 1) -> None:
+        """The draft's entries from a column on are to be made again."""
+        self.draft_len = min(self.draft_len, max(1, first))
+
+    def advance(self, tokens: list[int], end_tokens: frozenset[int]) -> list[int]:
+        """`take` what a round has drawn: of these the target has all columns but the last."""
+        taken = self.take(tokens, end_tokens)
+        self.num_cached += len(taken)
+        if not taken:  # the root's entry is made again: the next tree grows from it
+            self.lose_entries(self.num_cached)
+        return taken
+
     def take(self, tokens: list[int], end_tokens: frozenset[int]) -> list[int]:
         """Append the tokens, up to the one that ends the sample; returns those appended.
 
-        Sets finish_reason if the sample ends.
+        Sets finish_reason if the sample ends: by a token, or else by its error.
         """
         params = self.request.params
         for count, token in enumerate(tokens, start=1):
@@ -110,15 +150,11 @@ class RunningSample:
             if self.finish_reason is not None:
                 if self.stops is not None and self.stops.finish():
                     self.finish_reason = "stop"
+                self.error = None
                 return tokens[:count]
-        return tokens
-
-    def end_by_error(self) -> None:
-        """End the sample where it has an error, unless its last token has ended it."""
-        if self.finish_reason is not None:
-            self.error = None
-        elif self.error is not None:
+        if self.error is not None:
             self.finish_reason = "length"
+        return tokens
 
 
 def _is_scored(sample: RunningSample) -> bool:
@@ -237,7 +273,7 @@ class Scheduler:
         """Another head drafts from now on: the entries of all pages are to be made by it."""
         self._pool.is_drafted[:] = [False] * self._pool.num_pages
         for sample in self._running:
-            sample.draft_len = 1
+            sample.lose_entries()
 
     def check(self) -> None:
         """Raise AssertionError unless every page is accounted for."""
@@ -307,10 +343,8 @@ class Scheduler:
             self._pool.release(reused)
             return leader
         self._waiting.remove(newcomer)
-        newcomer.pages = reused + rest
-        newcomer.num_kept = len(reused)
-        newcomer.num_cached = len(reused) * self._pool.page_size
-        newcomer.draft_len = max(1, self._pool.num_drafted(reused) * self._pool.page_size)
+        drafted = self._pool.num_drafted(reused)
+        newcomer.start(reused + rest, len(reused), drafted, self._pool.page_size)
         self._running.append(newcomer)
         if not newcomer.was_preempted:
             self.num_prompt_tokens += newcomer.prefill_end
@@ -375,11 +409,8 @@ class Scheduler:
         self._wait(sample, -self.num_preempted)
 
     def _wait(self, sample: RunningSample, place: int) -> None:
-        sample.place = place
-        # a root is emitted and not cached
-        sample.prefill_end = len(sample.tokens) - (1 if sample.num_emitted else 0)
         found = self._reused(sample)
-        sample.num_cached = len(found) * self._pool.page_size
+        sample.wait(place, len(found) * self._pool.page_size)
         self._pool.release(found)
         self._waiting.append(sample)
 
@@ -399,4 +430,4 @@ class Scheduler:
             page = sample.pages[number] = self._pool.keep(before, tokens, own, salt)
             sample.num_kept = number + 1
             if page != own and not self._pool.is_drafted[page]:
-                sample.draft_len = min(sample.draft_len, max(1, number * size))
+                sample.lose_entries(number * size)
