@@ -56,7 +56,7 @@ sys.argv = ["eyas", *argv]
 main()
 """
 LOSS_ENDS = ("train/loss.py:batch_loss", "train/loss.py:loss_rows")
-FORWARD_ENDS = ("model/target.py:verify", "model/target.py:forward")
+FORWARD_ENDS = ("model/native.py:verify", "model/native.py:forward")
 
 
 def modules(root: Path) -> dict[str, Path]:

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from eyas.engine.acceptance import Acceptance, along_paths, judge
 from eyas.engine.drafters import merged
 from eyas.engine.text import TextChain, kinds_of
-from eyas.model.rows import PAD, Proposals
+from eyas.model.rows import Proposals
 from tests.test_text import NOTHING, merged_trees
 from tests.test_tree import above_of, random_trees
 
@@ -81,14 +81,17 @@ def test_judged_are_the_children_of_what_was_drawn(seed, B, with_text):
         for b, row in enumerate(emitted):
             node = -1
             for token in row:
-                children = np.flatnonzero(proposals.parents[b] == node).tolist()
+                is_child = proposals.parents[b] == node
+                if proposals.sources is not None:
+                    is_child &= proposals.sources[b] > 0
+                children = np.flatnonzero(is_child).tolist()
                 expected_judged |= {(b, c) for c in children}
                 hits = [c for c in children if proposals.tokens[b, c] == token]
                 if not hits:
                     break
                 node = hits[0]
                 expected_drawn.add((b, node))
-        there = proposals.parents != PAD
+        there = True if proposals.sources is None else proposals.sources > 0
         assert set(map(tuple, np.argwhere(judged & there).tolist())) == expected_judged
         assert set(map(tuple, np.argwhere(drawn).tolist())) == expected_drawn
         before_last = {(b, c) for b, c in expected_drawn if proposals.depths[c] < len(emitted[b])}

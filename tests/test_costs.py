@@ -13,7 +13,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from eyas.engine.costs import (
-    Correction,
     CostIdentity,
     CostTable,
     Curve,
@@ -21,8 +20,9 @@ from eyas.engine.costs import (
     measure,
     monotone,
 )
+from eyas.engine.policy import Correction
 
-IDENTITY = CostIdentity("target", "head", "bfloat16", "cpu of a kind", 2, "decoder-1")
+IDENTITY = CostIdentity("target", "head", 3, "bfloat16", "cpu of a kind", 2, "decoder-1")
 
 
 class FalseClock:
@@ -153,10 +153,10 @@ def test_a_folder_that_cannot_be_written_is_no_error(cache):
 
 
 def test_every_field_of_the_identity_counts():
-    others = ["a", "b", "float32", "another", 4, "decoder-2"]
+    others = ["a", "b", 4, "float32", "another", 4, "decoder-2"]
     fields = zip(CostIdentity.__dataclass_fields__, others, strict=True)
     changed = {replace(IDENTITY, **{name: other}).key for name, other in fields}
-    assert len({IDENTITY.key, *changed}) == 7
+    assert len({IDENTITY.key, *changed}) == 8
 
 
 def test_the_factor_of_drafting_rounds_is_learned_apart_from_the_machine():

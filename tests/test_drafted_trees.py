@@ -12,7 +12,7 @@ import pytest
 from eyas.engine.engine import Engine, EngineConfig
 from eyas.engine.request import DraftedTree
 from eyas.engine.tree import drafted_tree
-from eyas.model.rows import Proposals
+from eyas.model.rows import HEAD, TEXT, Proposals
 from tests import tiny_engine
 from tests.serving import MODEL, World, ask, complete, post
 from tests.tiny_engine import EVERYTHING, draft_of, load_as, random_head, requests
@@ -117,15 +117,18 @@ def test_nodes_are_numbered_without_what_was_not_kept():
 
 def test_nodes_say_who_proposed_them():
     # root -> 0 (5) of the head; 0 -> 1 (8) of both, 2 (9) of text; 2 -> 3 (4) of text
-    scores = np.array([[np.log(0.5), np.log(0.2), -100.7, -200.7]], dtype=np.float32)
+    scores = np.log([[0.5, 0.2, 0.5, 0.5]]).astype(np.float32)
     parents = np.array([[-1, 0, 0, 2]], dtype=np.int32)
-    depths, kinds = np.array([1, 2, 2, 3], dtype=np.int32), np.array([[-1, 3, 0, 0]])
-    proposals = Proposals(np.array([[5, 8, 9, 4]]), scores, parents, depths, kinds)
+    depths, kinds = np.array([1, 2, 2, 3], dtype=np.int32), np.array([[0, 3, 0, 0]])
+    sources = np.array([[HEAD, HEAD | TEXT, TEXT, TEXT]], dtype=np.int8)
+    proposals = Proposals(np.array([[5, 8, 9, 4]]), scores, parents, depths, sources, kinds)
     tree = drafted_tree(proposals, 0, np.ones(4, dtype=bool), [5, 9, 4, 1])
     assert tree.sources == ["head", "both", "text", "text"]
     assert tree.accepted == [0, 2, 3]
     assert tree.probabilities[2:] == [None, None]  # text gives none
     assert tree.probabilities[:2] == pytest.approx([0.5, 0.4])
+    unlikely = Proposals(proposals.tokens, scores - 60, parents, depths)
+    assert drafted_tree(unlikely, 0, np.ones(4, dtype=bool), []).sources == ["head"] * 4
 
 
 # Over HTTP

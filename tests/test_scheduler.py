@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from eyas.engine.drafters import NOTHING, HeadDrafter
 from eyas.engine.pages import PagePool
+from eyas.engine.prefill import LEAST_ROWS, shares
 from eyas.engine.request import Request, SamplingParams
 from eyas.engine.sampling import Sampler
 from eyas.engine.scheduler import BatchLimits, Job, RunningSample, Scheduler
@@ -87,9 +88,9 @@ class FakeDevice:
     def _prefill(self, running: RunningSample, chunk: range) -> None:
         self._reads(running, chunk.start)
         self._writes(running, chunk.start, chunk.stop)
-        running.num_cached = chunk.stop
         if chunk.stop == running.prefill_end == len(running.tokens):
-            self._take(running, 1)
+            running.take(self._drawn(1), NO_END)
+        running.read(chunk.stop)
         if self.rng.random() < 0.5:
             self.head.extend([running])
 
@@ -106,12 +107,11 @@ class FakeDevice:
             self.target[slot_of(running, column)] = "a tree"
             if column > n:  # the draft's tree stands behind the root's entry
                 entries[slot_of(running, column)] = "a tree"  # type: ignore[index]
-        taken = self._take(running, self.rng.randint(1, self.most_emitted))
-        self._writes(running, n, n + taken)
-        running.num_cached = n + taken
+        running.advance(self._drawn(self.rng.randint(1, self.most_emitted)), NO_END)
+        self._writes(running, n, running.num_cached)
 
-    def _take(self, running: RunningSample, count: int) -> int:
-        return len(running.take([self.rng.randrange(2) for _ in range(count)], NO_END))
+    def _drawn(self, count: int) -> list[int]:
+        return [self.rng.randrange(2) for _ in range(count)]
 
     def _reads(self, running: RunningSample, end: int) -> None:
         for column in range(end):
@@ -213,16 +213,15 @@ def test_whatever_comes_and_goes(seed, num_pages, keeps, max_batch, prefill_chun
     assert len(set(map(id, world.finished))) == len(world.finished), "finished twice"
 
 
-def test_arrivals_are_admitted_in_their_order():
+def test_prompts_of_one_length_are_admitted_in_the_order_of_their_arrival():
     world = World(0, 100, max_batch=2)
-    samples = [sample(name, [1, 1, 0] if name == "b" else [0] * 7)[0] for name in "abcdef"]
-    for one in samples:
-        world.scheduler.add(one)
+    for name in "abcdef":
+        world.scheduler.add(sample(name, [1, 1, 0] if name == "b" else [ord(name)] * 7)[0])
     world.drain()
-    firsts = list(
-        dict.fromkeys(one.request.id for job in world.jobs if job.chunks for one in job.samples)
+    firsts = dict.fromkeys(
+        one.request.id for job in world.jobs if job.chunks for one in job.samples
     )
-    assert firsts == list("abcdef")
+    assert "".join(firsts) == "abcdef"
 
 
 def test_chunks_alternate_with_rounds_and_are_no_longer_than_allowed():
@@ -233,10 +232,45 @@ def test_chunks_alternate_with_rounds_and_are_no_longer_than_allowed():
     world.scheduler.add(sample("short", [2] * 5)[0])
     world.drain()
     kinds = ["prefill" if job.chunks is not None else "round" for job in world.jobs]
-    assert kinds[:14] == ["prefill", "round"] * 7, "50 tokens in chunks of 8, a round after each"
-    assert max(world.device.rows_of_jobs) == 8
-    shared = world.jobs[14].chunks  # the long prompt's last tokens, and the short one behind it
-    assert [len(chunk) for chunk in shared or []] == [2, 5]
+    assert kinds[:16] == ["prefill", "round"] * 8, "55 tokens in chunks of 8, a round after each"
+    chunks = [[len(chunk) for chunk in job.chunks] for job in world.jobs[2:16:2]]
+    assert chunks == [[4, 4], [7, 1], *[[8]] * 4, [7]]
+
+
+lengths = st.lists(st.integers(1, 300), min_size=1, max_size=8)
+
+
+@given(lengths, st.integers(8, 64))
+def test_what_prompts_share(left, budget):
+    counts = shares(left, budget)
+    ended = [count for count, own in zip(counts, left, strict=True) if count == own]
+    assert all(0 <= count <= own for count, own in zip(counts, left, strict=True))
+    assert sum(counts) == min(sum(left), budget) or (ended and sum(counts) <= budget)
+    assert counts[0] == left[0] or counts[0] >= min(sum(counts), budget - 1) // 2
+    assert counts[left.index(min(left))] >= min(*left, budget // 2, LEAST_ROWS)
+
+
+@given(st.integers(1, 300), st.lists(st.integers(400, 900), min_size=1), st.integers(8, 64))
+def test_a_short_prompt_is_read_within_twice_its_rows(short, longs, budget):
+    left, read, number = [*longs, short], 0, len(longs)
+    while left[number]:
+        counts = shares(left, budget - budget % 2)
+        read += sum(counts)
+        left = [own - count for own, count in zip(left, counts, strict=True)]
+    assert read <= 2 * short + LEAST_ROWS
+
+
+@given(st.integers(1, 300), st.data())
+def test_a_long_prompt_is_read_whatever_comes(long, data):
+    """Within twice its rows, and those of a last job."""
+    left, read = [long], 0
+    while left[0]:
+        left += data.draw(st.lists(st.integers(1, 20), max_size=6))
+        counts = shares(left, 16)
+        read += sum(counts)
+        first, *others = (own - count for own, count in zip(left, counts, strict=True))
+        left = [first, *filter(None, others)]
+    assert read <= 2 * long + 16
 
 
 ROUND_MS = 20.0
@@ -248,6 +282,7 @@ class Clock:
     def __init__(self, pause_ms: float) -> None:
         self.world = World(0, 400, prefill_chunk=64, max_batch=8, pause_ms=pause_ms)
         self.row_ms, self.scored_ms = 1.0, 2.0
+        self.now = 0.0
         self.pauses: list[float] = []  # of prefills while others decode, and of the round behind
         self.world.scheduler.add(sample("decodes", [1], max_tokens=3000)[0])
         for _ in range(6):
@@ -265,6 +300,7 @@ class Clock:
                 for one, chunk in zip(job.samples, job.chunks, strict=True)
             )
             self.pauses.append(ms + ROUND_MS)
+        self.now += ms
         world.device.run(job)
         world.scheduler.settle(job, ms)
         return job
@@ -299,6 +335,28 @@ def test_no_prompt_makes_others_pause_for_longer_than_allowed():
     pauses = clock.pauses_of(prompts_of(151))
     assert max(pauses[8:]) <= 60
     assert max(Clock(pause_ms=1e6).pauses_of(prompts_of(150))) == 64 + ROUND_MS
+
+
+def test_a_short_prompt_waits_for_no_long_one():
+    """What short prompts wait, and what the long ones beside them take."""
+    clock = Clock(pause_ms=1e6)
+    clock.world.scheduler.cancel("decodes")
+    longs, shorts = prompts_of(600, count=2), prompts_of(20, count=3)
+    for one in longs:
+        clock.world.scheduler.add(one)
+    clock.now, waits = 0.0, []
+    for number, short in enumerate(shorts):
+        while clock.now < 250 * number + 100:
+            clock.step()
+        clock.world.scheduler.add(short)
+        asked = clock.now
+        while not short.num_emitted:
+            clock.step()
+        waits.append(clock.now - asked)
+    while not all(one.num_emitted for one in longs):
+        clock.step()
+    assert max(waits) <= 2 * 20
+    assert clock.now <= 2 * 600 + 3 * 20, "no row is read twice"
 
 
 def test_scored_prompts_make_no_others_pause_for_longer_either():
@@ -341,7 +399,7 @@ def test_when_pages_run_out_the_youngest_waits_again_first_in_line():
     while not world.scheduler.num_preempted:
         world.step()
     assert world.scheduler._running == [older]
-    assert world.scheduler._waiting[0] is younger
+    assert min(world.scheduler._waiting, key=lambda one: one.place) is younger
     kept = list(younger.tokens)
     assert len(kept) > 4
     world.drain()

@@ -15,7 +15,7 @@ from eyas.engine.text import (
     TextIndex,
     kinds_of,
 )
-from eyas.model.rows import PAD, UNPROPOSED, Proposals
+from eyas.model.rows import HEAD, TEXT, Proposals
 from tests.test_tree import random_trees
 
 NOTHING = Proposals(
@@ -148,9 +148,13 @@ chains_of_few_tokens = st.lists(
 )
 
 
+def is_there(proposals: Proposals, b: int) -> np.ndarray:
+    return proposals.proposed_by(HEAD)[b] | proposals.proposed_by(TEXT)[b]
+
+
 def children(proposals: Proposals, b: int, parent: int) -> dict[int, int]:
     found = {}
-    for c in (proposals.parents[b] == parent).nonzero()[0].tolist():
+    for c in ((proposals.parents[b] == parent) & is_there(proposals, b)).nonzero()[0].tolist():
         assert int(proposals.tokens[b, c]) not in found, "a token twice behind one node"
         found[int(proposals.tokens[b, c])] = c
     return found
@@ -160,7 +164,7 @@ def paths_in(proposals: Proposals, b: int) -> dict[tuple[int, ...], int]:
     """The candidates of line b by their tokens from the root."""
     found: dict[tuple[int, ...], int] = {}
     for c, parent in enumerate(proposals.parents[b].tolist()):
-        if parent != PAD:
+        if is_there(proposals, b)[c]:
             assert -1 <= parent < c, "a parent comes first"
             above = next(path for path, at in found.items() if at == parent) if parent >= 0 else ()
             assert proposals.depths[c] == len(above) + 1
@@ -183,7 +187,7 @@ def test_merged_trees_hold_both_and_each_once(seed, asked, k, num_levels):
     lines = [drafts.index(line) if line in drafts else -1 for line in range(len(asked))]
     chains = [own for _, own in asked]
     both = merged(head, lines, chains)
-    assert both.kinds is not None
+    assert both.sources is not None
     for b, (line, own) in enumerate(zip(lines, chains, strict=True)):
         for parent in range(-1, both.tokens.shape[1]):
             children(both, b, parent)
@@ -194,13 +198,10 @@ def test_merged_trees_hold_both_and_each_once(seed, asked, k, num_levels):
         }
         assert set(found) == set(of_head) | of_text
         for path, c in found.items():
-            assert (both.kinds[b, c] >= 0) == (path in of_text)
-            assert (both.scores[b, c] > UNPROPOSED) == (path in of_head)
+            assert both.sources[b, c] == HEAD * (path in of_head) + TEXT * (path in of_text)
             if path in of_head:
                 assert both.scores[b, c] == head.scores[line, of_head[path]]
-        used = sorted(found.values())
-        assert (np.delete(both.parents[b], used) == PAD).all()
-        assert (np.delete(both.tokens[b], used) == -1).all()
+        assert not np.delete(both.sources[b], sorted(found.values())).any()
 
 
 def merged_trees(rng: np.random.Generator, B: int) -> Proposals:

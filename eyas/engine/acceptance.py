@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from eyas.engine.text import FIRST_ACCEPTANCE, NUM_KINDS
-from eyas.model.rows import UNPROPOSED, Proposals
+from eyas.model.rows import HEAD, TEXT, Proposals
 
 BELIEF = 10.0  # candidates that the first belief counts as
 MEMORY = 0.9995  # part of the counts that is kept from one round to the next
@@ -78,9 +78,11 @@ class Acceptance:
         if B > 1:
             above += np.arange(0, B * (C + 1), C + 1)[:, None]
         own = np.exp(scores - _with_root(scores, 0.0).take(above))
+        if kinds is not None:
+            own *= proposals.proposed_by(HEAD)
         conditional = own * self.ratios().take(self._levels(proposals.depths))
         if kinds is not None:
-            wrong = 1.0 - self.of_text().take(kinds) * (kinds >= 0)
+            wrong = 1.0 - self.of_text().take(kinds) * proposals.proposed_by(TEXT)
             conditional = 1.0 - (1.0 - np.minimum(conditional, LARGEST)) * wrong
         conditional = np.minimum(conditional, LARGEST)
         longest = int(proposals.depths.max(initial=1))
@@ -95,7 +97,7 @@ class Acceptance:
         """
         kinds, depths = proposals.kinds, proposals.depths
         judged, drawn, accepted = judge(proposals, calibration.above, emitted)
-        is_heads = proposals.scores > UNPROPOSED
+        is_heads = proposals.proposed_by(HEAD)
         level, K = self._levels(depths), len(self.drawn)
         self._ratios = self._conditional = None
         self._of_heads *= MEMORY
@@ -104,7 +106,7 @@ class Acceptance:
         num_accepted = int(np.count_nonzero(accepted))
         if kinds is None:
             return [num_accepted, 0, 0]
-        is_texts = kinds >= 0
+        is_texts = proposals.proposed_by(TEXT)
         self._of_texts *= MEMORY
         for counts, those in ((self.text_judged, judged), (self.text_drawn, drawn)):
             counts += np.bincount(kinds[those & is_texts], minlength=NUM_KINDS)
@@ -150,7 +152,10 @@ def judge(
         emitted_BD[b, : len(row)] = row
     following = emitted_BD[:, proposals.depths - 1]
     # what lies deeper than an answer goes was not drawn, whatever is above it
-    drawn = along_paths(proposals.tokens == following, above, max(1, min(depth, longest)))
+    follows = proposals.tokens == following
+    if proposals.sources is not None:
+        follows &= proposals.sources > 0
+    drawn = along_paths(follows, above, max(1, min(depth, longest)))
     judged = _with_root(drawn, True).take(above) & (following >= 0)
     return judged, drawn, drawn & (proposals.depths < np.array(lengths)[:, None])
 

@@ -45,13 +45,6 @@ NUM_LEVELS = 4  # timed together: a call's own time is spread over a tree's leve
 # a table this much slower than the machine is now was measured on a busy one, or by older code
 STALE = 1.5
 
-# of the logs of slowness and factor: what a round's error moves them by; a pause of the machine is
-# not believed in full (Huber 1964)
-_SLOWNESS_RATE, _FACTOR_RATE, _FACTOR_MEMORY, _MOST_ERROR = 0.05, 0.01, 0.9995, 0.2
-
-LEAST_ROWS = 8  # of a prompt: fewer cost as much as these, for all weights are read
-_PACE_RATE, _MOST_PACE_ERROR = 0.5, 0.7
-
 _FORMAT = 4
 _DENSE = 1024  # rows of a curve's table, at least: behind the table a curve is straight
 _FEW = 16
@@ -138,77 +131,15 @@ class CostTable:
         return cls(*(Curve(row[name]["rows"], row[name]["ms"]) for name in _WORKS))
 
 
-class Correction:
-    """The table against real times: by how much rounds take longer than it says, and rounds with
-    trees longer still.
-
-    log(real / predicted) of a round is the machine's slowness now, and in rounds with trees also
-    the load's own factor, which alone decides who drafts. Both move towards what is seen (least
-    mean squares), for each load: an octave of requests. The slowness moves faster, as another
-    program slows all rounds alike; nothing makes rounds with trees faster than the table says and
-    plain ones not. A load that was never seen begins with what the last one had,
-    and the factor is slowly forgotten while nothing is drafted, so that it is tried again.
-    """
-
-    def __init__(self) -> None:
-        self._loads: dict[int, tuple[float, float]] = {}  # logs of slowness and factor
-        self._latest = 0.0, 0.0
-
-    def factor(self, num_requests: int) -> float:
-        """Of rounds with trees against plain ones."""
-        return math.exp(self._loads.get(num_requests.bit_length(), self._latest)[1])
-
-    def observe(
-        self, num_requests: int, drafted: bool, predicted_ms: float, real_ms: float
-    ) -> float:
-        """Learn from a round; returns what was expected of it, in real ms."""
-        load = num_requests.bit_length()
-        slowness, factor = self._loads.get(load, self._latest)
-        expected = slowness + factor * drafted
-        error = math.log(real_ms / predicted_ms) - expected
-        error = max(-_MOST_ERROR, min(_MOST_ERROR, error))
-        slowness += _SLOWNESS_RATE * error
-        factor = max(0.0, factor + _FACTOR_RATE * error) if drafted else _FACTOR_MEMORY * factor
-        self._latest = self._loads[load] = slowness, factor
-        return predicted_ms * math.exp(expected)
-
-
-class PromptPace:
-    """What prompts cost now, in milliseconds a row and, beside it, a scored row: learned from every
-    prefill, so that it follows the machine and its load (least mean squares of the log).
-    """
-
-    def __init__(self) -> None:
-        self._row_ms = self._scored_ms = 0.0  # not known before the first prefill
-
-    def rows(self, ms: float, is_scored: bool) -> int:
-        """How many rows fit, at least LEAST_ROWS."""
-        row_ms = self._row_ms + self._scored_ms * is_scored
-        return max(LEAST_ROWS, int(ms / (row_ms or 1.0)))
-
-    def ms(self, rows: int, scored: int) -> float:
-        return self._row_ms * rows + self._scored_ms * scored
-
-    def observe(self, rows: int, scored: int, real_ms: float) -> None:
-        """Learn from a prefill."""
-        if not self._row_ms:
-            self._row_ms = self._scored_ms = real_ms / (rows + scored)
-        predicted_ms = self.ms(rows, scored)
-        error = math.log(real_ms / predicted_ms)
-        error = _PACE_RATE * max(-_MOST_PACE_ERROR, min(_MOST_PACE_ERROR, error))
-        share = self._scored_ms * scored / predicted_ms
-        self._row_ms *= math.exp(error * (1 - share))
-        self._scored_ms *= math.exp(error * share)
-
-
 @dataclass(frozen=True, slots=True)
 class CostIdentity:
-    """All that the costs depend on. target: its fingerprint; head: its shape; processor: its name
-    in the system; native: the library's build.
+    """All that the costs depend on. target: its fingerprint; head: its shape; tree_topk: proposals
+    of a step; processor: its name in the system; native: the library's build.
     """
 
     target: str
     head: str
+    tree_topk: int
     dtype: str
     processor: str
     threads: int
@@ -304,6 +235,7 @@ def round_costs(work: RoundWork) -> CostTable:
     identity = CostIdentity(
         target=target.fingerprint,
         head=work.draft.config.model_dump_json() if work.draft is not None else "none",
+        tree_topk=work.tree_topk,
         dtype=target.precision,
         processor=processor_name(),
         threads=num_threads(),
@@ -341,7 +273,7 @@ class RoundWork:
         draft its work costs nothing.
         """
         assert (draft is None) == (drafts is None)
-        self.target, self.draft, self._topk = target, draft, tree_topk
+        self.target, self.draft, self.tree_topk = target, draft, tree_topk
         self._cache, self._drafts = cache, drafts
         num_pages = min(self._cache.num_pages, MOST_PAGES)
         self._num_slots = num_pages * self._cache.page_size
@@ -382,7 +314,7 @@ class RoundWork:
         last = min(self._length, self._num_slots - 1)
         roots = Roots([last] * M, [last] * M, [0] * M, np.repeat(self._table, M, axis=0))
         h = self.draft.catch_up(roots, *self._drafts)
-        self.draft.proposals(h[-1:], self._topk)[0].tolist()
+        self.draft.proposals(h[-1:], self.tree_topk)[0].tolist()
 
     def enter(self, M: int) -> None:
         """Of a prompt: consecutive columns of one request."""
@@ -396,7 +328,7 @@ class RoundWork:
         """NUM_LEVELS levels of trees: R rows each, k of them to a request."""
         assert self.draft is not None
         assert self._drafts is not None
-        k = self._topk
+        k = self.tree_topk
         B = max(1, R // k)
         if B not in self._roots:  # what the trees grow from; not part of what is timed
             h = np.zeros((B, self.draft.config.hidden_size), np.float32)

@@ -34,7 +34,7 @@ from eyas.engine.policy import RoundPlan
 from eyas.engine.scheduler import RunningSample, page_table
 from eyas.engine.text import RecentAnswers, TextChain
 from eyas.engine.tree import Speculation
-from eyas.model.rows import PAD, UNLIKELY, FeatureCache, Growth, Proposals, Roots
+from eyas.model.rows import HEAD, TEXT, FeatureCache, Growth, Proposals, Roots
 
 NOTHING = Proposals(  # of a round in which no sample drafts
     np.empty((0, 0), dtype=np.int64),
@@ -98,12 +98,12 @@ class HeadDrafter:
 
     def _missing(self, samples: Sequence[RunningSample], lasts: list[int]) -> Roots:
         """Columns draft_len .. last of each sample, counted as made: the caller makes them."""
-        starts = [sample.draft_len for sample in samples]
-        size, tokens = self._pool.page_size, list[int]()
-        for sample, start, last in zip(samples, starts, lasts, strict=True):
-            tokens += sample.tokens[start : last + 1]
-            sample.draft_len = last + 1
-            for page in sample.pages[start // size : (last + 1) // size]:
+        size, starts, tokens = self._pool.page_size, list[int](), list[int]()
+        for sample, last in zip(samples, lasts, strict=True):
+            missing = sample.enter(last)
+            starts.append(missing.start)
+            tokens += sample.tokens[missing.start : missing.stop]
+            for page in sample.pages[missing.start // size : missing.stop // size]:
                 self._pool.is_drafted[page] = True
         return Roots(lasts, starts, tokens, page_table(samples))
 
@@ -136,19 +136,19 @@ def merged(
 
     lines: for each of the B samples, the head's line of it, -1 for none. chains: of each sample;
     earlier ones have the say about a candidate's kind. A token that both propose at the same place
-    is one candidate. A place without a candidate has PAD as its parent, and -1 as its token.
+    is one candidate.
     """
     C, num_chains = head.tokens.shape[1], max(map(len, chains))
     depth = max((len(chain.tokens) for own in chains for chain in own), default=0)
     shape = len(lines), C + depth * num_chains
-    tokens, parents = np.full(shape, -1), np.full(shape, PAD, dtype=np.int32)
-    scores = np.full(shape, -np.inf, dtype=np.float32)
-    kinds = np.full(shape, -1, dtype=np.int32)
+    tokens, scores = np.zeros(shape, dtype=np.int64), np.zeros(shape, dtype=np.float32)
+    parents, kinds = np.full(shape, -1, dtype=np.int32), np.zeros(shape, dtype=np.int32)
+    sources = np.zeros(shape, dtype=np.int8)
     for b, (line, own) in enumerate(zip(lines, chains, strict=True)):
         nodes: dict[tuple[int, int], int] = {}  # by parent and token
         if line >= 0:
             tokens[b, :C], parents[b, :C] = head.tokens[line], head.parents[line]
-            scores[b, :C] = head.scores[line]
+            scores[b, :C], sources[b, :C] = head.scores[line], HEAD
             of_head = zip(head.parents[line].tolist(), head.tokens[line].tolist(), strict=True)
             nodes = {node: c for c, node in enumerate(of_head)}
         for number, chain in enumerate(own):
@@ -157,12 +157,13 @@ def merged(
                 free = C + level * num_chains + number
                 c = nodes.setdefault((parent, token), free)
                 if c == free:
-                    tokens[b, c], parents[b, c], scores[b, c] = token, parent, score - UNLIKELY
-                if kinds[b, c] < 0:
-                    kinds[b, c] = kind
+                    tokens[b, c], parents[b, c], scores[b, c] = token, parent, score
+                if not sources[b, c] & TEXT:
+                    sources[b, c], kinds[b, c] = sources[b, c] | TEXT, kind
                 parent, score = c, float(scores[b, c])
     levels = np.arange(1, depth + 1, dtype=np.int32).repeat(num_chains)
-    return Proposals(tokens, scores, parents, np.concatenate((head.depths, levels)), kinds)
+    depths = np.concatenate((head.depths, levels))
+    return Proposals(tokens, scores, parents, depths, sources, kinds)
 
 
 def with_text(

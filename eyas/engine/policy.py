@@ -28,6 +28,7 @@ C candidates, G path probabilities, W widths, Q numbers of requests that may dra
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -37,10 +38,10 @@ from operator import mul
 import numpy as np
 
 from eyas.engine.acceptance import SOURCES, Acceptance, Calibration
-from eyas.engine.costs import AT_ONCE, Correction, CostTable
+from eyas.engine.costs import AT_ONCE, CostTable
 from eyas.engine.text import TextChain
 from eyas.engine.tree import Speculation, choose, most_probable
-from eyas.model.rows import UNPROPOSED, Proposals
+from eyas.model.rows import HEAD, TEXT, Proposals
 
 GRID = np.array([0.02, 0.04, 0.07, 0.1, 0.14, 0.19, 0.25, 0.32, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9])
 _LEASTS = GRID.tolist()
@@ -50,8 +51,46 @@ RECENT, AT_REST = 0.98, 0.9999  # part of the trees that a round with trees keep
 NARROW = 0.96  # tokens of trees grown from one candidate a level, of those grown from tree_topk
 LEVEL_GAIN = 0.75  # tokens that a further level brings for a path of probability 1
 ROUNDS_TO_PAY = 32  # rounds of a request over which making its missing entries may pay
+# of the logs of slowness and factor: what a round's error moves them by; a pause of the machine is
+# not believed in full (Huber 1964)
+_SLOWNESS_RATE, _FACTOR_RATE, _FACTOR_MEMORY, _MOST_ERROR = 0.05, 0.01, 0.9995, 0.2
 _NUM_RECORDS = 1024
 _MOST_LOADS = 256  # numbers of requests whose costs are kept
+
+
+class Correction:
+    """The table against real times: by how much rounds take longer than it says, and rounds with
+    trees longer still.
+
+    log(real / predicted) of a round is the machine's slowness now, and in rounds with trees also
+    the load's own factor, which alone decides who drafts. Both move towards what is seen (least
+    mean squares), for each load: an octave of requests. The slowness moves faster, as another
+    program slows all rounds alike; nothing makes rounds with trees faster than the table says and
+    plain ones not. A load that was never seen begins with what the last one had,
+    and the factor is slowly forgotten while nothing is drafted, so that it is tried again.
+    """
+
+    def __init__(self) -> None:
+        self._loads: dict[int, tuple[float, float]] = {}  # logs of slowness and factor
+        self._latest = 0.0, 0.0
+
+    def factor(self, num_requests: int) -> float:
+        """Of rounds with trees against plain ones."""
+        return math.exp(self._loads.get(num_requests.bit_length(), self._latest)[1])
+
+    def observe(
+        self, num_requests: int, drafted: bool, predicted_ms: float, real_ms: float
+    ) -> float:
+        """Learn from a round; returns what was expected of it, in real ms."""
+        load = num_requests.bit_length()
+        slowness, factor = self._loads.get(load, self._latest)
+        expected = slowness + factor * drafted
+        error = math.log(real_ms / predicted_ms) - expected
+        error = max(-_MOST_ERROR, min(_MOST_ERROR, error))
+        slowness += _SLOWNESS_RATE * error
+        factor = max(0.0, factor + _FACTOR_RATE * error) if drafted else _FACTOR_MEMORY * factor
+        self._latest = self._loads[load] = slowness, factor
+        return predicted_ms * math.exp(expected)
 
 
 @dataclass(slots=True)
@@ -259,7 +298,7 @@ class Policy:
         """
         plan.proposals, plan.depth = proposals, _head_depth(proposals)
         if self.speculation.mode == "fixed":
-            assert proposals.kinds is None, "a tree of fixed size is the head's"
+            assert proposals.sources is None, "a tree of fixed size is the head's"
             kept = most_probable(proposals.scores, self._max_nodes)
             plan.num_nodes = int(np.count_nonzero(kept))
             return kept
@@ -319,9 +358,10 @@ class Policy:
         assert plan.calibration is not None
         proposals, paths, K = plan.proposals, plan.calibration.paths, len(self._depths)
         levels = np.minimum(proposals.depths, K) - 1
-        if (kinds := proposals.kinds) is not None:
-            levels = np.where(kinds >= 0, 0, levels)  # there at any depth of the head's tree
-            is_grown = (proposals.scores > UNPROPOSED).any(axis=1)
+        if proposals.sources is not None:
+            # text is there at any depth of the head's tree
+            levels = np.where(proposals.proposed_by(TEXT), 0, levels)
+            is_grown = proposals.proposed_by(HEAD).any(axis=1)
             levels, paths = levels[is_grown], paths[is_grown]
         places = levels * (len(GRID) + 1) + GRID.searchsorted(paths, side="right")
         size = K * (len(GRID) + 1)
@@ -355,7 +395,5 @@ class Policy:
 
 def _head_depth(proposals: Proposals) -> int:
     """Levels that the head has drafted; text's chains beside them may be longer."""
-    if proposals.kinds is None:
-        return int(proposals.depths.max(initial=0))
-    is_heads = (proposals.scores > UNPROPOSED).any(axis=0)
+    is_heads = proposals.proposed_by(HEAD).any(axis=0)
     return int(proposals.depths[is_heads].max(initial=0))

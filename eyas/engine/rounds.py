@@ -162,11 +162,8 @@ class Rounds:
             else:
                 token = _draw(sample, logits, 0.0, r)
                 emitted[sample] = sample.take([] if token is None else [token], self._end_tokens)
-                sample.end_by_error()
         for sample, chunk in zip(samples, chunks, strict=True):
-            sample.num_cached = chunk.stop
-            if sample.max_tokens == 0 and chunk.stop == sample.prefill_end:
-                sample.finish_reason = "length"
+            sample.read(chunk.stop)
         if self.head is not None and self.policy.expects_drafts:
             try:
                 self.head.extend([sample for sample in samples if sample.request.speculation])
@@ -255,15 +252,8 @@ class Rounds:
         They are the accepted nodes' tokens and the bonus token, cut where the sample ends. The
         accepted nodes' keys, values and features are moved behind the sample's prefix.
         """
-        emitted = []
-        for sample, drawn in zip(samples, self._walks(samples, chosen), strict=True):
-            emitted.append(sample.take(drawn, self._end_tokens))
-            sample.end_by_error()
-            # The caches hold the root and the emitted accepted nodes, but not the last token.
-            sample.num_cached += len(emitted[-1])
-            if not emitted[-1]:  # the root's entry is made again: the next tree grows from it
-                sample.draft_len = min(sample.draft_len, sample.num_cached)
-        return emitted
+        walks = zip(samples, self._walks(samples, chosen), strict=True)
+        return [sample.advance(drawn, self._end_tokens) for sample, drawn in walks]
 
     def _walks(self, samples: list[RunningSample], chosen: NodesToVerify) -> list[list[int]]:
         """Forward, draws, walks and moves in one call of the native library; a grammar's masks are

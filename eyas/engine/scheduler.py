@@ -3,22 +3,23 @@
 Jobs alternate while both kinds are possible: a prefill of at most prefill_chunk tokens, then one
 round of all samples that decode, so that neither starves. Beside samples that decode a prefill is
 as short as prompts are slow on this machine now, so that none of them pauses for much longer than
-pause_ms. Requests are admitted in the order of their arrival. When pages run out, the sample that
-was admitted last is preempted: it gives up its pages, keeps its tokens, and is the next to be
-admitted.
+pause_ms. Prompts share a prefill (`prefill.shares`), and a sample is admitted when it is to read.
+While the one that has waited longest cannot be, no other is. When pages run out, the sample that
+was admitted last is preempted: it gives up its pages, keeps its tokens, and is the first in line.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections import deque
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 
 import numpy as np
 
-from eyas.engine.costs import LEAST_ROWS, PromptPace
 from eyas.engine.pages import ROOT, PagePool
+from eyas.engine.prefill import PromptPace, shares
 from eyas.engine.request import FinishReason, Request, TokenLogprob
 from eyas.engine.sampling import Sampler
 from eyas.engine.stop import StopChecker
@@ -37,6 +38,7 @@ class RunningSample:
         target   column 0 .... n-1
         draft    column 1 .... draft_len-1      the head's entries; behind them only features
 
+    While it runs, 0 <= num_cached < len(tokens), and draft_len <= num_cached + 1.
     A preempted sample keeps its tokens, its sampler and its text.
     """
 
@@ -51,11 +53,13 @@ class RunningSample:
         self.request, self.index, self.max_tokens = request, index, max_tokens
         self.sampler, self.stops = sampler, stops
         self.tokens: list[int] = list(request.prompt_ids)
-        self.num_cached = 0
+        self.num_cached = 0  # while it waits: as many as were found for it in kept pages
         self.draft_len = 1
         self.pages: list[int] = []
         self.num_kept = 0  # its first pages, kept for others
-        self.prefill_end = 0  # tokens to prefill: the prompt; after a preemption all but the root
+        # tokens to prefill: the prompt; after a preemption all but the root
+        self.prefill_end = len(self.tokens)
+        self.place = 0  # in line: of samples that wait or read their prompts the lowest is first
         self.was_preempted = False
         # of the prompt's tokens behind the first, as far as they are computed; None: not asked for,
         # or on their way to the client
@@ -72,7 +76,12 @@ class RunningSample:
 
     @property
     def is_prefilled(self) -> bool:
-        return self.num_cached >= self.prefill_end > 0
+        return self.num_left <= 0
+
+    @property
+    def num_left(self) -> int:
+        """Tokens that are to be prefilled."""
+        return self.prefill_end - self.num_cached
 
     @property
     def num_missing(self) -> int:
@@ -83,10 +92,49 @@ class RunningSample:
     def root(self) -> int:
         return self.tokens[-1]
 
+    def start(self, pages: list[int], num_reused: int, num_drafted: int, page_size: int) -> None:
+        """It has its pages, of which the first hold its prefix, and fewer the draft's entries."""
+        self.pages, self.num_kept = pages, num_reused
+        self.num_cached, self.draft_len = num_reused * page_size, max(1, num_drafted * page_size)
+
+    def wait(self, place: int, num_found: int) -> None:
+        """It has no pages; so many of its columns were found in kept ones."""
+        assert not self.pages
+        self.place, self.num_cached = place, num_found
+        # a root is emitted and not cached
+        self.prefill_end = len(self.tokens) - (1 if self.num_emitted else 0)
+
+    def read(self, end: int) -> None:
+        """The target has the columns of its prompt below `end`, and a token drawn behind them was
+        taken.
+        """
+        assert self.num_cached < end <= self.prefill_end
+        self.num_cached = end
+        if self.max_tokens == 0 and end == self.prefill_end:
+            self.finish_reason = "length"
+
+    def enter(self, last: int) -> range:
+        """The columns up to `last` that lack the draft's entry; the caller makes them."""
+        missing = range(self.draft_len, last + 1)
+        self.draft_len = last + 1
+        return missing
+
+    def lose_entries(self, first: int = 1) -> None:
+        """The draft's entries from a column on are to be made again."""
+        self.draft_len = min(self.draft_len, max(1, first))
+
+    def advance(self, tokens: list[int], end_tokens: frozenset[int]) -> list[int]:
+        """`take` what a round has drawn: of these the target has all columns but the last."""
+        taken = self.take(tokens, end_tokens)
+        self.num_cached += len(taken)
+        if not taken:  # the root's entry is made again: the next tree grows from it
+            self.lose_entries(self.num_cached)
+        return taken
+
     def take(self, tokens: list[int], end_tokens: frozenset[int]) -> list[int]:
         """Append the tokens, up to the one that ends the sample; returns those appended.
 
-        Sets finish_reason if the sample ends.
+        Sets finish_reason if the sample ends: by a token, or else by its error.
         """
         params = self.request.params
         for count, token in enumerate(tokens, start=1):
@@ -102,15 +150,11 @@ class RunningSample:
             if self.finish_reason is not None:
                 if self.stops is not None and self.stops.finish():
                     self.finish_reason = "stop"
+                self.error = None
                 return tokens[:count]
-        return tokens
-
-    def end_by_error(self) -> None:
-        """End the sample where it has an error, unless its last token has ended it."""
-        if self.finish_reason is not None:
-            self.error = None
-        elif self.error is not None:
+        if self.error is not None:
             self.finish_reason = "length"
+        return tokens
 
 
 def _is_scored(sample: RunningSample) -> bool:
@@ -163,8 +207,9 @@ class Scheduler:
         self.num_prompt_tokens = 0
         self.num_reused_tokens = 0
         self._pool, self._limits, self._keeps_prefixes = pool, limits, keeps_prefixes
-        self._waiting: deque[RunningSample] = deque()
-        self._running: list[RunningSample] = []  # in the order of their arrival
+        self._waiting: list[RunningSample] = []
+        self._running: list[RunningSample] = []  # in the order of their admission
+        self._num_arrived = 0
         self._prefilled_last = False
         self._pace, self._round_ms = PromptPace(), 0.0
 
@@ -189,11 +234,12 @@ class Scheduler:
         return self._pool.pages_for(num_tokens + self._limits.tree_columns)
 
     def add(self, sample: RunningSample) -> None:
-        self._waiting.append(sample)
+        self._num_arrived += 1
+        self._wait(sample, self._num_arrived)
 
     def cancel(self, request_id: str) -> None:
         """Forget all samples of a request; an unknown id is no error."""
-        self._waiting = deque(sample for sample in self._waiting if sample.request.id != request_id)
+        self._waiting = [sample for sample in self._waiting if sample.request.id != request_id]
         for sample in [sample for sample in self._running if sample.request.id == request_id]:
             self._leave(sample)
 
@@ -227,7 +273,7 @@ class Scheduler:
         """Another head drafts from now on: the entries of all pages are to be made by it."""
         self._pool.is_drafted[:] = [False] * self._pool.num_pages
         for sample in self._running:
-            sample.draft_len = 1
+            sample.lose_entries()
 
     def check(self) -> None:
         """Raise AssertionError unless every page is accounted for."""
@@ -236,78 +282,100 @@ class Scheduler:
     # Prefill
 
     def _prefill(self) -> Job | None:
-        """A job of chunks: first of running samples, then of newly admitted ones."""
-        left, left_scored = self._limits.prefill_chunk, self._limits.scored_chunk
-        samples, chunks, left_ms = [], [], _ANY_MS
+        """A job of chunks, of running samples and of newly admitted ones."""
+        left_ms = _ANY_MS
         if any(sample.is_prefilled for sample in self._running):
             left_ms = _PAUSE_SHARE * self._limits.pause_ms - self._round_ms
-        for sample in self._unprefilled():
-            is_scored = _is_scored(sample)
-            fits = min(left, self._pace.rows(left_ms, is_scored))
-            count = min(fits, sample.prefill_end - sample.num_cached)
-            if is_scored:
-                count = min(count, left_scored)
-                left_scored -= count
-                if count == 0:
-                    continue
-            samples.append(sample)
-            chunks.append(range(sample.num_cached, sample.num_cached + count))
-            left -= count
-            left_ms -= self._pace.ms(count, count * is_scored)
-            if left == 0 or left_ms <= self._pace.ms(LEAST_ROWS, 0):
+        most = min(self._limits.prefill_chunk, self._pace.rows(left_ms, False))
+        scored = min(most, self._limits.scored_chunk, self._pace.rows(left_ms, True))
+        weights = 1.0, most / scored
+        readers: dict[RunningSample, RunningSample | None] = {}
+        while True:
+            line = self._line(readers, weights)
+            counts = dict(zip(line, shares([*line.values()], most), strict=True))
+            newcomers = [one for one, count in counts.items() if count and not one.pages]
+            if not newcomers:
                 break
+            for newcomer in newcomers:
+                readers[newcomer] = self._admit(newcomer)
+                if readers[newcomer] is None:
+                    break
+        samples = [one for one, count in counts.items() if count]
+        rows = [max(1, round(counts[one] / weights[_is_scored(one)])) for one in samples]
+        ends = [
+            min(one.num_cached + n, one.prefill_end) for one, n in zip(samples, rows, strict=True)
+        ]
+        chunks = [range(one.num_cached, end) for one, end in zip(samples, ends, strict=True)]
         return Job(samples, chunks) if samples else None
 
-    def _unprefilled(self) -> Iterator[RunningSample]:
-        """The running samples with prefill left; then admits waiting ones, while they fit."""
-        yield from [sample for sample in self._running if not sample.is_prefilled]
-        while (
-            self._waiting
-            and len(self._running) < self._limits.max_batch
-            and self._is_apart(self._waiting[0])
-            and self._admit(self._waiting[0])
-        ):
-            yield self._running[-1]
-
-    def _is_apart(self, newcomer: RunningSample) -> bool:
-        """Whether no other sample of the same request is in its prefill.
-
-        Once that one is done, the newcomer can share its pages.
+    def _line(
+        self,
+        readers: Mapping[RunningSample, RunningSample | None],
+        weights: tuple[float, float],
+    ) -> dict[RunningSample, int]:
+        """The samples that read their prompts or may be admitted, the first in line first, and what
+        each has left, in rows that are not scored. readers: of `_admit`; one that reads for others
+        has the best of their places and the least of what they have left.
         """
-        same = (sample for sample in self._running if sample.request is newcomer.request)
-        return not self._keeps_prefixes or all(sample.is_prefilled for sample in same)
+        has_room = len(self._running) < self._limits.max_batch and None not in readers.values()
+        reading = [sample for sample in self._running if not sample.is_prefilled]
+        line: dict[RunningSample, int] = {}
+        for sample in sorted([*reading, *self._waiting * has_room], key=attrgetter("place")):
+            reader = readers.get(sample) or sample
+            left = math.ceil(sample.num_left * weights[_is_scored(sample)])
+            line[reader] = min(left, line.get(reader, left))
+        return line
 
-    def _admit(self, newcomer: RunningSample) -> bool:
-        """Run the first waiting sample: give it the pages of its tokens and of a round.
-
-        False, and nothing changed, if there are too few pages.
+    def _admit(self, newcomer: RunningSample) -> RunningSample | None:
+        """Run a waiting sample: give it the pages of its tokens and of a round. Returns who reads
+        for it: itself, or, nothing changed, a running sample that is about to compute the next page
+        of both; None, and nothing changed, if there are too few pages.
         """
-        # a root is emitted and not cached
-        end = len(newcomer.tokens) - (1 if newcomer.num_emitted else 0)
-        # The last token is computed in any case: without it there are no logits, and no feature for
-        # the draft; all are for the prompt's log-probabilities.
-        salt, reused = newcomer.request.cache_salt, list[int]()
-        if self._keeps_prefixes and newcomer.prompt_logprobs is None:
-            reused = self._pool.match(newcomer.tokens[: end - 1], salt)
-        count = self._pool.pages_for(end + self._limits.tree_columns) - len(reused)
+        reused = self._reused(newcomer)
+        leader = self._leader(newcomer, len(reused) + 1)
+        count = self._pool.pages_for(newcomer.prefill_end + self._limits.tree_columns) - len(reused)
         # A page to grow for each that runs already, or the newcomer would be preempted as soon as
         # it is in.
         fits = count + len(self._running) <= self._pool.num_available
-        rest = self._pool.allocate(count) if fits else None
+        fits &= len(self._running) < self._limits.max_batch
+        rest = self._pool.allocate(count) if fits and leader is None else None
         if rest is None:
             self._pool.release(reused)
-            return False
-        self._waiting.popleft()
-        newcomer.pages = reused + rest
-        newcomer.num_kept = len(reused)
-        newcomer.num_cached = len(reused) * self._pool.page_size
-        newcomer.draft_len = max(1, self._pool.num_drafted(reused) * self._pool.page_size)
-        newcomer.prefill_end = end
+            return leader
+        self._waiting.remove(newcomer)
+        drafted = self._pool.num_drafted(reused)
+        newcomer.start(reused + rest, len(reused), drafted, self._pool.page_size)
         self._running.append(newcomer)
         if not newcomer.was_preempted:
-            self.num_prompt_tokens += end
+            self.num_prompt_tokens += newcomer.prefill_end
             self.num_reused_tokens += newcomer.num_cached
-        return True
+        return newcomer
+
+    def _reused(self, newcomer: RunningSample) -> list[int]:
+        """The kept pages of its prefix, held."""
+        # The last token is computed in any case: without it there are no logits, and no feature for
+        # the draft; all are for the prompt's log-probabilities.
+        if not self._keeps_prefixes or _is_scored(newcomer):
+            return []
+        prefix = newcomer.tokens[: newcomer.prefill_end - 1]
+        return self._pool.match(prefix, newcomer.request.cache_salt)
+
+    def _leader(self, newcomer: RunningSample, num_pages: int) -> RunningSample | None:
+        """The running sample that is about to compute a newcomer's page of this number."""
+        end = num_pages * self._pool.page_size
+        if not self._keeps_prefixes or _is_scored(newcomer) or end >= newcomer.prefill_end:
+            return None
+        prefix, salt = newcomer.tokens[:end], newcomer.request.cache_salt
+        return next(
+            (
+                one
+                for one in self._running
+                if one.num_cached < end <= one.prefill_end
+                and one.request.cache_salt == salt
+                and one.tokens[:end] == prefix
+            ),
+            None,
+        )
 
     # Rounds
 
@@ -334,12 +402,17 @@ class Scheduler:
         return pages is not None
 
     def _preempt(self, sample: RunningSample) -> None:
-        """Take a sample's pages and put it at the head of the waiting ones."""
+        """Take a sample's pages and make it the first in line."""
         self._leave(sample)
-        sample.prefill_end = 0
-        sample.was_preempted = True
-        self._waiting.appendleft(sample)
         self.num_preempted += 1
+        sample.was_preempted = True
+        self._wait(sample, -self.num_preempted)
+
+    def _wait(self, sample: RunningSample, place: int) -> None:
+        found = self._reused(sample)
+        sample.wait(place, len(found) * self._pool.page_size)
+        self._pool.release(found)
+        self._waiting.append(sample)
 
     def _leave(self, sample: RunningSample) -> None:
         """Take a sample out of the running ones and release its pages."""
@@ -357,4 +430,4 @@ class Scheduler:
             page = sample.pages[number] = self._pool.keep(before, tokens, own, salt)
             sample.num_kept = number + 1
             if page != own and not self._pool.is_drafted[page]:
-                sample.draft_len = min(sample.draft_len, max(1, number * size))
+                sample.lose_entries(number * size)

@@ -23,7 +23,7 @@ import numpy as np
 
 from eyas.engine.request import DraftedTree, Source
 from eyas.errors import ConfigError
-from eyas.model.rows import UNPROPOSED, NodesToVerify, Proposals
+from eyas.model.rows import HEAD, TEXT, NodesToVerify, Proposals
 
 MAX_NODES = 63  # of a request, root excluded: the bits of a row's mask
 
@@ -227,11 +227,9 @@ def drafted_tree(
             break
         accepted.append(child - 1)
         node = child
-    kinds = [-1] * len(kept) if proposals.kinds is None else proposals.kinds[b, kept].tolist()
-    sources: list[Source] = [
-        "text" if score <= UNPROPOSED else "head" if kind < 0 else "both"
-        for score, kind in zip(scores[1:], kinds, strict=True)
-    ]
+    named: dict[int, Source] = {HEAD: "head", TEXT: "text", HEAD | TEXT: "both"}
+    given = [HEAD] * len(kept) if proposals.sources is None else proposals.sources[b, kept].tolist()
+    sources = [named[one] for one in given]
     probabilities = [
         None if source == "text" else math.exp(score - scores[parent])
         for score, parent, source in zip(scores[1:], parents, sources, strict=True)

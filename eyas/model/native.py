@@ -121,7 +121,7 @@ class NativeDecoder:
     ) -> None:
         """outer: the products, norms and plain matrices of Outer that there are."""
         lib, self.dtype = library(), dtype
-        self._config, self._lib, self._role = config, lib, role
+        self.config, self._lib, self._role = config, lib, role
         self._layers, self._target_ids_W = list(layers), target_ids_W
         self._outer = {
             name: part if isinstance(part, PackedLinear) or part.ndim == 2 else vector(part)
@@ -176,7 +176,7 @@ class NativeDecoder:
         return sum(linear.num_bytes for linear in packed)
 
     def _set_positions(self, length: int) -> None:
-        dims = self._role.shape.get("rotary_dims", self._config.head_dim)
+        dims = self._role.shape.get("rotary_dims", self.config.head_dim)
         tables = [table for rope in self._role.ropes for table in rope_table(rope, dims, length)]
         scale = self._role.query_scale
         query_scales = None if scale is None else scale.of(np.arange(length))
@@ -233,6 +233,8 @@ class NativeTarget(NativeDecoder):
     what must live longer.
     """
 
+    config: TargetConfig
+
     def __init__(
         self,
         config: TargetConfig,
@@ -271,13 +273,14 @@ class NativeTarget(NativeDecoder):
         logits_of: np.ndarray | None = None,
         features: FeatureCache | None = None,
     ) -> TargetOutput:
-        """One pass over the rows. logits_of int64 [R]: the rows whose logits are wanted, None for
-        all. Raises IndexError.
+        """One pass over the rows: writes their keys and values, returns logits, float32, and
+        features, of the cache's dtype. Raises IndexError.
 
-        The logits are float32; aux_hidden has the cache's dtype, and with `features` goes there, to
-        the rows' slots.
+        taps: layers whose outputs are the features; None computes none. logits_of int64 [R]: the
+        rows whose logits are wanted, None for all. features: a cache that the features are written
+        to, at the rows' slots; without it they are in the output.
         """
-        M, V, width = len(rows.token), self._config.vocab_size, 3 * self._config.hidden_size
+        M, V, width = len(rows.token), self.config.vocab_size, 3 * self.config.hidden_size
         R = M if logits_of is None else len(logits_of)
         if self._logits.size < R * V:
             self._logits = np.empty(R * V, FLOAT32)
@@ -303,12 +306,12 @@ class NativeTarget(NativeDecoder):
         return TargetOutput(aux_hidden, logits, best)
 
     def hidden(self, rows: Rows, cache: PagedCache, taps: Taps) -> tuple[Array, Array]:
-        """Last hidden [M, H] after the final norm and aux_hidden [M, 3 * H], fresh; no logits.
-        Raises IndexError.
+        """Last hidden [M, H] after the final norm and aux_hidden [M, 3 * H], fresh; no logits: the
+        numbers that `forward` computes, bit for bit. Raises IndexError.
 
         ROWS_AT_ONCE at a time: a row's bits are the same, and its buffers stay small.
         """
-        M, H = len(rows.token), self._config.hidden_size
+        M, H = len(rows.token), self.config.hidden_size
         taps_3 = _three(taps)
         last_hidden, aux_hidden = np.empty((M, H), self.dtype), np.empty((M, 3 * H), self.dtype)
         for first in range(0, M, ROWS_AT_ONCE):
@@ -348,7 +351,7 @@ class NativeTarget(NativeDecoder):
         assert len(roots.lens) == len(roots.tokens) == len(chosen.line) == len(draws) == B
         assert proposals.tokens.shape == proposals.parents.shape == chosen.kept.shape
         assert -1 <= min(chosen.line, default=-1) <= max(chosen.line, default=-1) < len(chosen.kept)
-        width = 3 * self._config.hidden_size
+        width = 3 * self.config.hidden_size
         assert features is None or features.data.shape == (cache.data.shape[1], width)
         places = int(proposals.depths.max(initial=0)) + 1
         num_nodes = {
@@ -356,7 +359,7 @@ class NativeTarget(NativeDecoder):
             for b, draw in enumerate(draws)
             if draw is not None and draw.by_caller
         }
-        room, V = sum(num_nodes.values()), self._config.vocab_size
+        room, V = sum(num_nodes.values()), self.config.vocab_size
         if self._logits.size < room * V:
             self._logits = np.empty(room * V, FLOAT32)
         lens, page_table = (

@@ -11,6 +11,7 @@ from __future__ import annotations
 import ctypes
 import functools
 from collections.abc import Callable, Sequence
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -41,6 +42,8 @@ from eyas.model.rows import (
     Proposals,
     Roots,
     Rows,
+    prompt_rows,
+    slots_of,
 )
 from eyas.model.structs import STRUCTS
 
@@ -53,8 +56,16 @@ StatesCall, ProposalsCall, GrowthCall = (
 
 class NativeDraft(NativeDecoder):
     """A draft head's extend, step, proposals and growth of trees. Hidden states are float32, and
-    fresh with every call.
+    fresh with every call. The caller gives columns, hidden states and page tables.
+
+        column c of the cache    feature of x_0 .. x_{c-1}, embedding of x_c -> proposes x_{c+1}
+
+    An entry lies in the column of its token, so that a page holds what follows from the tokens up
+    to its end, for the draft as for the target; it is rotated by c - 1, the position of its
+    feature. Column 0 is empty.
     """
+
+    config: HeadConfig
 
     def __init__(
         self,
@@ -99,19 +110,38 @@ class NativeDraft(NativeDecoder):
         """The target's features [M, 3 * Ht] of the columns before the rows' -> outputs [M, H].
         Raises IndexError.
         """
-        assert aux_hidden.shape == (len(rows), 3 * self._config.hidden_size)
+        assert aux_hidden.shape == (len(rows), 3 * self.config.hidden_size)
         aux_hidden = np.ascontiguousarray(cast(aux_hidden, self.dtype))
         return self._states(self._lib.eyas_extend, rows, aux_hidden, cache)
 
-    def enter(self, rows: Rows, aux_hidden: Array, cache: PagedCache) -> None:
-        """`extend` without its outputs: the rows' keys and values, in half the time."""
-        assert aux_hidden.shape == (len(rows), 3 * self._config.hidden_size)
-        features = np.ascontiguousarray(cast(aux_hidden, self.dtype))
-        self._run(self._lib.eyas_extend, rows, features, None, cache)
+    def enter(self, roots: Roots, cache: PagedCache, features: FeatureCache) -> None:
+        """Make the entries of columns starts[b] .. lens[b] from the features before each, without
+        outputs: in half the time.
+        """
+        rows, before = self._entries(roots, cache, features)
+        self._run(self._lib.eyas_extend, rows, before, None, cache)
+
+    def catch_up(self, roots: Roots, cache: PagedCache, features: FeatureCache) -> Array:
+        """`enter`, and the outputs [B, H] at the last of each request's entries."""
+        h = self.extend(*self._entries(roots, cache, features), cache)
+        last: Array = h[np.cumsum(np.array(roots.lens) + 1 - np.array(roots.starts)) - 1]
+        return last
+
+    def _entries(
+        self, roots: Roots, cache: PagedCache, features: FeatureCache
+    ) -> tuple[Rows, Array]:
+        """Columns starts[b] .. lens[b] as rows, and the features [M, 3 * Ht] before each."""
+        size, table = cache.page_size, roots.page_table
+        tokens = iter(roots.tokens)
+        spans = [range(start, end + 1) for start, end in zip(roots.starts, roots.lens, strict=True)]
+        by_request = [list(islice(tokens, len(span))) for span in spans]
+        rows = prompt_rows(by_request, roots.starts, table, size, first_column=1)
+        slots = slots_of(table, rows.request, rows.position, size)
+        return rows, features.read(slots)
 
     def step(self, rows: Rows, h: Array, cache: PagedCache) -> Array:
         """Outputs [M, H] of the rows' parents -> the rows' own [M, H]. Raises IndexError."""
-        assert h.shape == (len(rows), self._config.hidden_size)
+        assert h.shape == (len(rows), self.config.hidden_size)
         return self._states(self._lib.eyas_step, rows, np.ascontiguousarray(h, FLOAT32), cache)
 
     def proposals(
@@ -121,11 +151,14 @@ class NativeDraft(NativeDecoder):
         draws: Draws | None = None,
         place: int = 0,
     ) -> tuple[Array, Array]:
-        """Outputs [R, H] -> the k best next tokens of each (target ids, int64 [R, k]) and their
-        log-probs, float32 [R, k]. draws, place: see `engine.draft.Draft.proposals`.
+        """Outputs [R, H] -> the k = tree_topk best next tokens of each, and their log-probs.
+
+        Target ids, int64 [R, k]; float32 [R, k]. draws: how each row's request draws, None for the
+        argmax; the token is the one `place` behind the next. The target's draw is then guessed with
+        the random numbers that it will be drawn with, and the log-probs are those of the guesses.
         """
         assert 0 < tree_topk <= min(MAX_TOPK, self._W)
-        assert h.shape[1:] == (self._config.hidden_size,)
+        assert h.shape[1:] == (self.config.hidden_size,)
         h, R = np.ascontiguousarray(h, FLOAT32), len(h)
         ids, log_probs = np.empty((R, tree_topk), np.int64), np.empty((R, tree_topk), FLOAT32)
         states = draw_states(draws, R)
@@ -152,13 +185,17 @@ class NativeDraft(NativeDecoder):
         thresholds: Sequence[float],
         draws: Draws | None = None,
     ) -> Proposals:
-        """Grow B trees by up to K - 1 levels, growth: see
-        `engine.draft.Draft.propose`. Raises IndexError.
+        """Grow B trees by up to K - 1 levels behind the roots, of which `lens` and `page_table` are
+        read. Raises IndexError.
+
+        h_BH: the outputs of these last entries; first: the `proposals` from them, the candidates of
+        depth 1. The tree's own entries go behind them and are overwritten later. thresholds [K]:
+        when to stop, see `engine.tree.goes_on`. Source: EAGLE-2, arXiv 2406.16858, section 4.1.
         """
         lens, page_table = roots.lens, roots.page_table
         K, out = growth[0], self._room(len(lens), growth, thresholds)
         lens_B = np.asarray(lens, dtype=np.int64)
-        assert h_BH.shape == (len(lens), self._config.hidden_size)
+        assert h_BH.shape == (len(lens), self.config.hidden_size)
         assert first[0].shape == first[1].shape == (len(lens), growth[1])
         assert len(page_table) == len(lens)
         h_BH, first_ids, first_log_probs = (
@@ -184,7 +221,7 @@ class NativeDraft(NativeDecoder):
         thresholds: Sequence[float],
         draws: Draws | None = None,
     ) -> Proposals:
-        """`extend`, `proposals` and `propose` in one call: see `engine.draft.Draft.grow`. Raises
+        """`catch_up`, then `propose` from the best of what it gives, in one call. Raises
         IndexError.
         """
         assert features.data.dtype == self.dtype
@@ -194,7 +231,7 @@ class NativeDraft(NativeDecoder):
         )
         assert len(tokens) == (lens + 1 - starts).sum()
         assert len(roots.page_table) == len(lens) == len(starts)
-        assert features.data.shape == (cache.data.shape[1], 3 * self._config.hidden_size)
+        assert features.data.shape == (cache.data.shape[1], 3 * self.config.hidden_size)
         page_table = np.ascontiguousarray(roots.page_table, dtype=np.int32)
         states = draw_states(draws, len(lens))
         call = self._growth(lens, growth, page_table, cache, states, out)
@@ -235,7 +272,7 @@ class NativeDraft(NativeDecoder):
     def _states(
         self, call: Callable[..., int], rows: Rows, inputs: Array, cache: PagedCache
     ) -> Array:
-        h = np.empty((len(rows.token), self._config.hidden_size), FLOAT32)
+        h = np.empty((len(rows.token), self.config.hidden_size), FLOAT32)
         self._run(call, rows, inputs, h, cache)
         return h
 

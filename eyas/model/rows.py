@@ -207,9 +207,7 @@ class Growth(NamedTuple):
     width: int
 
 
-PAD = -9  # the parent of a place without a candidate: no node has this index
-UNLIKELY = 100.0  # less in log-probability: what the head has not proposed
-UNPROPOSED = -UNLIKELY / 2  # the score of a path that the head has not proposed is below it
+HEAD, TEXT = 1, 2  # bits of a candidate's sources; 0: there is no candidate at this place
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,17 +216,26 @@ class Proposals:
 
     tokens int64 [B, C]; scores fp32 [B, C]: log-probability of the whole path; parents int32 [B,
     C]: a candidate's index, -1 for the root; depths int32 [C], from 1. The children of the
-    frontier's place j in one level stand at j * k .. j * k + k - 1 of the level's candidates. kinds
-    int32 [B, C], where text was drafted too: of the text that proposes a candidate, -1 where none
-    does. Candidates of text alone stand behind all of the head's, level by level
-    (`engine/drafters.py`).
+    frontier's place j in one level stand at j * k .. j * k + k - 1 of the level's candidates.
+
+    Where text was drafted too: sources int8 [B, C], who proposes each (HEAD, TEXT, both or 0), and
+    kinds int32 [B, C], of what TEXT proposes. Candidates of text alone stand behind all of the
+    head's, level by level (`engine/drafters.py`), and have their parents' scores.
     """
 
     tokens: np.ndarray
     scores: np.ndarray
     parents: np.ndarray
     depths: np.ndarray
+    sources: np.ndarray | None = None
     kinds: np.ndarray | None = None
+
+    def proposed_by(self, source: int) -> np.ndarray:
+        """bool [B, C]: whether HEAD, or TEXT, proposes a candidate."""
+        if self.sources is None:
+            return np.full(self.scores.shape, source == HEAD)
+        proposed: np.ndarray = self.sources & source > 0
+        return proposed
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,19 +25,10 @@ from eyas.model.architecture import ELSEWHERE, TargetConfig
 from eyas.model.arrangement import arranged
 from eyas.model.arrays import BFLOAT16, FLOAT16, FLOAT32, Array, Arrays, cast, refuse_nonfinite
 from eyas.model.config import Taps, TargetShape
-from eyas.model.draws import Draws
 from eyas.model.library import unavailable
-from eyas.model.native import NativeTarget, Verified
+from eyas.model.native import NativeTarget
 from eyas.model.packed import Blocks
-from eyas.model.rows import (
-    FeatureCache,
-    NodesToVerify,
-    PagedCache,
-    Roots,
-    Rows,
-    TargetOutput,
-    prompt_rows,
-)
+from eyas.model.rows import PagedCache, Rows, prompt_rows
 from eyas.model.weights import (
     LazyArrays,
     array_sha256,
@@ -74,8 +65,8 @@ def resolve_dtype(dtype: Dtype, shape: TargetShape) -> Dtype:
     return "bfloat16" if shape.dtype == "bfloat16" else "float32"
 
 
-class Target:
-    """Weights of a target, laid out for this machine."""
+class Target(NativeTarget):
+    """A target, from a checkpoint or a GGUF file."""
 
     def __init__(
         self,
@@ -101,7 +92,7 @@ class Target:
 
     def _lay_out(self) -> None:
         refuse_unrun(self.precision)
-        self._native = NativeTarget(self.config, self._weights.cast, self.dtype, self.blocks)
+        super().__init__(self.config, self._weights.cast, self.dtype, self.blocks)
 
     @classmethod
     def load(cls, folder: str | Path, dtype: Dtype = "auto") -> Self:
@@ -153,41 +144,6 @@ class Target:
         config = self.config
         sizes = config.num_hidden_layers, num_pages, page_size, config.slot_width
         return PagedCache(*sizes, self.dtype)
-
-    def forward(
-        self,
-        rows: Rows,
-        cache: PagedCache,
-        taps: Taps | None = None,
-        logits_of: np.ndarray | None = None,
-        features: FeatureCache | None = None,
-    ) -> TargetOutput:
-        """One pass over the rows: writes their keys and values, returns logits and features.
-
-        taps: layers whose outputs are the features; None computes none. logits_of: int64 [R], the
-        rows to compute logits of; None for all. features: a cache that the features are written to,
-        at the rows' slots; without it they are in the output. The output's tensors may be buffers
-        that the next forward overwrites.
-        """
-        return self._native.forward(rows, cache, taps, logits_of, features)
-
-    def hidden(self, rows: Rows, cache: PagedCache, taps: Taps) -> tuple[Array, Array]:
-        """Last hidden [M, Ht] after the final norm and aux_hidden [M, 3 * Ht], in the target's
-        dtype: the numbers that `forward` computes, bit for bit.
-        """
-        return self._native.hidden(rows, cache, taps)
-
-    def verify(
-        self,
-        roots: Roots,
-        chosen: NodesToVerify,
-        cache: PagedCache,
-        taps: Taps | None,
-        features: FeatureCache | None,
-        draws: Draws,
-    ) -> Verified:
-        """Forward of the trees, draws, walks and moves in one call: see `NativeTarget.verify`."""
-        return self._native.verify(roots, chosen, cache, taps, features, draws)
 
     def features(
         self, tokens_BT: np.ndarray, taps: Sequence[int] | None = None

@@ -100,7 +100,7 @@ class OperatorDraft(Draft):
 
     def __init__(self, config: HeadConfig, tensors: Arrays, target: HeadTarget) -> None:
         check_head(config, target.config, target.lm_head_sha256)
-        self.config, self._dtype = config, target.dtype
+        self.config, self.dtype = config, target.dtype
         maps = ("d2t", "t2d")
         lent = {"embed_tokens.weight": target.embed_tokens, "lm_head.weight": target.lm_head}
         own = {name: one for name, one in tensors.items() if name not in maps}
@@ -110,11 +110,11 @@ class OperatorDraft(Draft):
 
     def extend(self, rows: Rows, aux_hidden: Array, cache: PagedCache) -> Array:
         with torch.inference_mode():
-            h = self._layers.fuse(tensor_of(cast(aux_hidden, self._dtype)))
+            h = self._layers.fuse(tensor_of(cast(aux_hidden, self.dtype)))
             return self._step(rows, h, cache)
 
     def step(self, rows: Rows, h: Array, cache: PagedCache) -> Array:
-        return self._step(rows, tensor_of(cast(h, self._dtype)), cache)
+        return self._step(rows, tensor_of(cast(h, self.dtype)), cache)
 
     @torch.inference_mode()
     def _step(self, rows: Rows, h: torch.Tensor, cache: PagedCache) -> Array:
@@ -124,7 +124,7 @@ class OperatorDraft(Draft):
     def proposals(
         self, h: Array, tree_topk: int, draws: Draws | None = None, place: int = 0
     ) -> tuple[Array, Array]:
-        logits = self._layers.logits(tensor_of(cast(h, self._dtype)))
+        logits = self._layers.logits(tensor_of(cast(h, self.dtype)))
         log_probs = logits.float().log_softmax(-1)
         for row, draw in zip(log_probs, draws or (), strict=False):
             if draw is not None and draw.temperature > 0:

@@ -1,0 +1,64 @@
+"""Which prompts are read next, how much of each, and what that costs on the machine now.
+
+Prompts that wait share the reading: the shortest goes first, and the one that has waited longest
+has at least half of what is read beside shorter ones. Pure functions of what each has left.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+LEAST_ROWS = 8  # of a prompt: fewer cost as much as these, for all weights are read
+_PACE_RATE, _MOST_PACE_ERROR = 0.5, 0.7
+
+
+def shares(left: Sequence[int], budget: int) -> list[int]:
+    """How many of `budget` rows each prompt reads next.
+
+    left: rows that each has left, 1 or more, of the one that has waited longest first.
+
+    Rows go to the prompts in the order of what they have left (SRPT, Schrage and Miller 1966; of
+    equal ones the older goes first), but the oldest keeps half of the budget. Where a prompt ends,
+    one that does not end reads as much as all of these and no more, so that a short prompt beside
+    longer ones is read within twice the rows that it has. The whole budget is used otherwise.
+    """
+    counts, given = [0] * len(left), 0
+    for prompt in sorted(range(len(left)), key=left.__getitem__):
+        kept = 0 if prompt == 0 or counts[0] else min(left[0], max(1, budget // 2))
+        count = min(left[prompt], budget - given - kept)
+        if given and count < left[prompt]:
+            break
+        counts[prompt], given = count, given + count
+    ends = any(map(int.__eq__, counts, left))
+    oldest = next((prompt for prompt, count in enumerate(counts) if not count), None)
+    if oldest is not None:
+        most = max(given, LEAST_ROWS) if ends else budget
+        counts[oldest] = min(left[oldest], budget - given, most)
+    return counts
+
+
+class PromptPace:
+    """What prompts cost now, in milliseconds a row and, beside it, a scored row: learned from every
+    prefill, so that it follows the machine and its load (least mean squares of the log).
+    """
+
+    def __init__(self) -> None:
+        self._row_ms = self._scored_ms = 0.0  # not known before the first prefill
+
+    def rows(self, ms: float, is_scored: bool) -> int:
+        """How many rows fit, at least LEAST_ROWS."""
+        row_ms = self._row_ms + self._scored_ms * is_scored
+        return max(LEAST_ROWS, int(ms / (row_ms or 1.0)))
+
+    def observe(self, rows: int, scored: int, real_ms: float) -> None:
+        """Learn from a prefill."""
+        if not self._row_ms:
+            self._row_ms = self._scored_ms = real_ms / (rows + scored)
+        scored_ms = self._scored_ms * scored
+        predicted_ms = self._row_ms * rows + scored_ms
+        error = math.log(real_ms / predicted_ms)
+        error = _PACE_RATE * max(-_MOST_PACE_ERROR, min(_MOST_PACE_ERROR, error))
+        share = scored_ms / predicted_ms
+        self._row_ms *= math.exp(error * (1 - share))
+        self._scored_ms *= math.exp(error * share)
