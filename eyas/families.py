@@ -38,14 +38,21 @@ class Family:
 
     interleaved_heads: a turned pair is two neighbours, where ours is one channel of each half.
     names: parts of published tensors' names and ours. fused: matrices that hold several of ours one
-    behind the other.
+    behind the other. stacked: all experts of a layer lie in one tensor, their inputs first, and
+    gate and up in one: as halves, or one output of each by turns.
+
+    long_rope: what a config calls su or yarn is longrope. scales_embeddings: by sqrt(hidden_size).
+    experts_bias: the router and all matrices of the experts have one. routes_input: a mixture's
+    chosen experts take their input times the sigmoid of the router's logit, and are added up beside
+    an MLP that every token takes (Llama 4).
 
     gguf: ggml's name of the architecture; None where eyas does not read its files. gguf_mark: of
     several families of one name, this one's files have this in their metadata. gguf_names: parts of
     ggml's names where they differ from Llama's, and the published ones, * for an expert's number.
     gguf_interleaved: ggml stores rows of q and k as interleaved_heads says, unlike the checkpoint.
     gguf_norm_offset: is added in the file already. gguf_constants: of config.json, which no file of
-    ggml's says.
+    ggml's says. gguf_defaults: of metadata that a file may leave out. gguf_wide_queries: the model
+    of so many layers scales queries by its width, not by a head's.
     """
 
     name: str
@@ -64,12 +71,19 @@ class Family:
     interleaved_heads: bool = False
     names: Mapping[str, str] = field(default_factory=dict)
     fused: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    stacked: Literal["halves", "turns"] | None = None
+    long_rope: bool = False
+    scales_embeddings: bool = False
+    experts_bias: bool = False
+    routes_input: bool = False
     gguf: str | None = None
     gguf_mark: str | None = None
     gguf_names: Mapping[str, str] = field(default_factory=dict)
     gguf_interleaved: bool = False
     gguf_norm_offset: bool = False
     gguf_constants: Mapping[str, Any] = field(default_factory=dict)
+    gguf_defaults: Mapping[str, Any] = field(default_factory=dict)
+    gguf_wide_queries: int | None = None
 
 
 # Ours, where a layer has more norms than Llama's two:
@@ -89,25 +103,75 @@ GGUF_OUT_NORMS = {
     "post_ffw_norm": "post_feedforward_layernorm",
 }
 GGUF_GEMMA = {**GGUF_OUT_NORMS, "ffn_norm": "pre_feedforward_layernorm"}
+
+
+def of_parts(ggml: str, published: str) -> dict[str, str]:
+    """Names of an MLP's three matrices."""
+    return {ggml.format(part): published.format(part) for part in ("gate", "up", "down")}
+
+
 GGUF_EXPERTS = {
     "ffn_gate_inp": "mlp.gate",
-    "ffn_gate_exps": "mlp.experts.*.gate_proj",
-    "ffn_up_exps": "mlp.experts.*.up_proj",
-    "ffn_down_exps": "mlp.experts.*.down_proj",
+    **of_parts("ffn_{}_exps", "mlp.experts.*.{}_proj"),
 }
 
 # By config.json's model_type.
 FAMILIES: dict[str, Family] = {
     "llama": Family("Llama", out_bias=None, gguf="llama", gguf_interleaved=True),
+    "llama4_text": Family(
+        "Llama4",
+        defaults={
+            "intermediate_size_mlp": 16384,
+            "head_dim": 128,
+            "max_position_embeddings": 131072,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 5e5,
+            "num_local_experts": 16,
+            "num_experts_per_tok": 1,
+            "interleave_moe_layer_step": 1,
+            "use_qk_norm": True,
+            "no_rope_layer_interval": 4,
+            "attention_chunk_size": 8192,
+            "attn_temperature_tuning": True,
+            "floor_scale": 8192,
+            "attn_scale": 0.1,
+        },
+        out_bias=None,
+        interleaved_heads=True,
+        routes_input=True,
+        names={"feed_forward.shared_expert": "mlp.shared", "feed_forward": "mlp"},
+        stacked="halves",
+        gguf="llama4",
+        gguf_names={
+            "ffn_gate_inp": "feed_forward.router",
+            **of_parts("ffn_{}", "feed_forward.{}_proj"),
+            **of_parts("ffn_{}_exps", "feed_forward.experts.*.{}_proj"),
+            **of_parts("ffn_{}_shexp", "feed_forward.shared_expert.{}_proj"),
+        },
+    ),
     "mistral": Family(
         "Mistral",
-        defaults={"sliding_window": 4096},
+        defaults={"sliding_window": 4096, "max_position_embeddings": 131072},
         window_period=ALL_SLIDING,
         gguf="mistral3",
         gguf_interleaved=True,
     ),
     "ministral3": Family(
         "Ministral3",
+        defaults={
+            "head_dim": 128,
+            "max_position_embeddings": 262144,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 1e6,
+            "rope_scaling": {
+                "rope_type": "yarn",
+                "factor": 16.0,
+                "mscale": 1.0,
+                "mscale_all_dim": 1.0,
+                "original_max_position_embeddings": 16384,
+                "llama_4_scaling_beta": 0.1,
+            },
+        },
         window_period=ALL_SLIDING,
         gguf="mistral3",
         gguf_mark="attention.temperature_scale",
@@ -115,6 +179,13 @@ FAMILIES: dict[str, Family] = {
     ),
     "mixtral": Family(
         "Mixtral",
+        defaults={
+            "max_position_embeddings": 131072,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 1e6,
+            "num_local_experts": 8,
+            "num_experts_per_tok": 2,
+        },
         window_period=ALL_SLIDING,
         names={
             "block_sparse_moe.gate": "mlp.router",
@@ -133,11 +204,30 @@ FAMILIES: dict[str, Family] = {
         },
         gguf_interleaved=True,
     ),
-    "qwen2": Family("Qwen2", attention_bias=True, has_window_switch=True, gguf="qwen2"),
-    "qwen3": Family("Qwen3", qk_norm="head", out_bias=None, has_window_switch=True, gguf="qwen3"),
+    "qwen2": Family(
+        "Qwen2",
+        defaults={"max_position_embeddings": 32768},
+        attention_bias=True,
+        has_window_switch=True,
+        gguf="qwen2",
+    ),
+    "qwen3": Family(
+        "Qwen3",
+        defaults={"head_dim": 128, "max_position_embeddings": 32768},
+        qk_norm="head",
+        out_bias=None,
+        has_window_switch=True,
+        gguf="qwen3",
+    ),
     "qwen3_moe": Family(
         "Qwen3Moe",
-        defaults={"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768},
+        defaults={
+            "num_experts": 128,
+            "num_experts_per_tok": 8,
+            "moe_intermediate_size": 768,
+            "norm_topk_prob": False,
+            "max_position_embeddings": 32768,
+        },
         qk_norm="head",
         out_bias=None,
         window_period=ALL_SLIDING,
@@ -152,6 +242,7 @@ FAMILIES: dict[str, Family] = {
         defaults={
             "head_dim": 256,
             "query_pre_attn_scalar": 256,
+            "max_position_embeddings": 8192,
             "sliding_window": 4096,
             "final_logit_softcapping": 30.0,
             "attn_logit_softcapping": 50.0,
@@ -160,10 +251,13 @@ FAMILIES: dict[str, Family] = {
         },
         norms="both",
         norm_offset=1.0,
+        scales_embeddings=True,
         out_bias=None,
         window_period=2,
         names=OUT_NORMS,
         gguf="gemma2",
+        gguf_defaults={"attention.sliding_window": 4096},  # of its first files
+        gguf_wide_queries=46,
         gguf_names=GGUF_GEMMA,
         gguf_norm_offset=True,
     ),
@@ -184,42 +278,74 @@ FAMILIES: dict[str, Family] = {
         },
         norms="both",
         norm_offset=1.0,
+        scales_embeddings=True,
         qk_norm="head",
         out_bias=None,
         window_period=6,
         local_rope=True,
         names=OUT_NORMS,
         gguf="gemma3",
+        gguf_defaults={"rope.freq_base_swa": 10000.0},
+        gguf_wide_queries=62,
         gguf_names=GGUF_GEMMA,
         gguf_norm_offset=True,
     ),
     "phi3": Family(
         "Phi3",
-        defaults={"original_max_position_embeddings": 4096, "partial_rotary_factor": 1.0},
+        defaults={
+            "original_max_position_embeddings": 4096,
+            "max_position_embeddings": 4096,
+            "partial_rotary_factor": 1.0,
+            "rms_norm_eps": 1e-5,
+        },
         window_period=ALL_SLIDING,
+        long_rope=True,
         fused=QKV | GATE_UP,
         gguf="phi3",
         gguf_names={"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"},
     ),
     "smollm3": Family(
         "SmolLM3",
-        defaults={"tie_word_embeddings": True, "rope_theta": 2e6},
+        defaults={
+            "tie_word_embeddings": True,
+            "rope_theta": 2e6,
+            "max_position_embeddings": 32768,
+            "no_rope_layer_interval": 4,
+        },
         out_bias=None,
         has_window_switch=True,
         gguf="smollm3",
         gguf_interleaved=True,
-        gguf_constants={"no_rope_layer_interval": 4},
     ),
-    "granite": Family("Granite", out_bias=None, gguf="granite", gguf_interleaved=True),
+    "granite": Family(
+        "Granite",
+        defaults={"attention_multiplier": 1.0},
+        out_bias=None,
+        gguf="granite",
+        gguf_interleaved=True,
+    ),
     "granitemoehybrid": Family(
         "GraniteMoeHybrid",
+        defaults={
+            "attention_multiplier": 1.0,
+            "num_local_experts": 8,
+            "num_experts_per_tok": 2,
+            "shared_intermediate_size": 1024,
+            "position_embedding_type": "none",
+        },
         out_bias=None,
         names={"shared_mlp": "mlp", "output_linear": "down_proj"},
         fused={"mlp.input_linear": ("mlp.gate_proj", "mlp.up_proj")},
     ),
     "glm4": Family(
         "Glm4",
-        defaults={"partial_rotary_factor": 0.5, "attention_bias": True},
+        defaults={
+            "partial_rotary_factor": 0.5,
+            "attention_bias": True,
+            "head_dim": 128,
+            "max_position_embeddings": 131072,
+            "rms_norm_eps": 1.5625e-07,
+        },
         norms="both",
         interleaved_heads=True,
         names={
@@ -237,6 +363,7 @@ FAMILIES: dict[str, Family] = {
     ),
     "olmo2": Family(
         "Olmo2",
+        defaults={"rms_norm_eps": 1e-5},
         norms="after",
         qk_norm="width",
         out_bias=None,
@@ -246,7 +373,7 @@ FAMILIES: dict[str, Family] = {
     ),
     "olmo3": Family(
         "Olmo3",
-        defaults={"sliding_window": 4096, "rope_theta": 5e5},
+        defaults={"sliding_window": 4096, "rope_theta": 5e5, "rms_norm_eps": 1e-5},
         norms="after",
         qk_norm="width",
         out_bias=None,
@@ -270,7 +397,7 @@ FAMILIES: dict[str, Family] = {
     ),
     "seed_oss": Family(
         "SeedOss",
-        defaults={"head_dim": 128, "attention_bias": True},
+        defaults={"head_dim": 128, "attention_bias": True, "max_position_embeddings": 524288},
         gguf="seed_oss",
         gguf_names={"post_attention_norm": "post_attention_layernorm"},
     ),
@@ -282,10 +409,22 @@ FAMILIES: dict[str, Family] = {
             "head_dim": 64,
             "sliding_window": 128,
             "attention_bias": True,
+            "max_position_embeddings": 131072,
+            "rms_norm_eps": 1e-5,
             "rope_theta": 150000.0,
+            "rope_scaling": {
+                "rope_type": "yarn",
+                "factor": 32.0,
+                "beta_fast": 32.0,
+                "beta_slow": 1.0,
+                "truncate": False,
+                "original_max_position_embeddings": 4096,
+            },
         },
         out_bias=None,
         activation="clamped_silu",
+        experts_bias=True,
+        stacked="turns",
         sinks=True,
         window_period=2,
         gguf="gpt-oss",
@@ -299,7 +438,14 @@ FAMILIES: dict[str, Family] = {
     ),
     "lfm2": Family(
         "Lfm2",
-        defaults={"tie_word_embeddings": True, "norm_eps": 1e-5, "rope_theta": 1e6},
+        defaults={
+            "tie_word_embeddings": True,
+            "norm_eps": 1e-5,
+            "rope_theta": 1e6,
+            "max_position_embeddings": 128000,
+            "conv_L_cache": 3,
+            "block_auto_adjust_ff_dim": True,
+        },
         qk_norm="head",
         names={
             "model.embedding_norm": "model.norm",

@@ -50,6 +50,7 @@ PACKAGED: dict[str, dict[str, Callable[[], Path]]] = {
 }
 
 HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
+SHARDS, NUMBERED = "model.safetensors.index.json", re.compile(r"\.\d+\.")
 CONFIGS, WEIGHTS = ("config.json", "eyas_head.json"), ("model.safetensors", "pytorch_model.bin")
 # What belongs to a model, directly in its folder: all else (checkpoints, other formats) stays.
 FILES = [
@@ -66,10 +67,12 @@ BESIDE_A_MODEL = re.compile(
 VERSIONS, LOCK = ".versions", ".lock"
 
 
-def resolve_target(name: str) -> str:
-    """The folder of a target. Raises MissingInputError, CorruptError."""
+def resolve_target(name: str, without_layers: bool = False) -> str:
+    """The folder of a target. without_layers: of a hub model's shards those are enough that hold
+    embeddings and lm_head. Raises MissingInputError, CorruptError.
+    """
     what = "a folder or URL with config.json, *.safetensors and a tokenizer, a GGUF file"
-    return _folder(locate(name, "target"), "target", what)
+    return _folder(locate(name, "target", without_layers), "target", what)
 
 
 def resolve_head(name: str) -> str:
@@ -78,14 +81,14 @@ def resolve_head(name: str) -> str:
     return _folder(locate(name, "head"), "head", what)
 
 
-def locate(name: str, role: str = "head") -> str:
+def locate(name: str, role: str = "head", without_layers: bool = False) -> str:
     """The folder, file or URL that a name of a target or head (role) stands for; no URL is opened.
 
     Raises MissingInputError for a packaged or hub model that cannot be had.
     """
     if name in PACKAGED:
         return str(PACKAGED[name][role]())
-    return hub_folder(name) if is_hub_id(name) else name
+    return hub_folder(name, without_layers) if is_hub_id(name) else name
 
 
 def _folder(place: str, role: str, what: str) -> str:
@@ -125,10 +128,10 @@ def files_of(names: Sequence[str], place: str) -> list[str]:
     found = [name for name in names if _is_of_a_model(name)]
     if files := _gguf_files(names):
         return [part.name for part in part_names(Path(only_model(place, files)))]
-    if {"model.safetensors", "model.safetensors.index.json"}.isdisjoint(found):
+    if {"model.safetensors", SHARDS}.isdisjoint(found):
         return found
     # model.fp16.safetensors is left beside model.safetensors; an index may name its files anyhow
-    is_one = "model.safetensors.index.json" not in found
+    is_one = SHARDS not in found
     others = (*OTHER_FORMS, *["model.*.safetensors"] * is_one)
     return [name for name in found if not any(fnmatch(name, form) for form in others)]
 
@@ -148,9 +151,9 @@ def is_hub_id(name: str) -> bool:
     return HUB_ID.fullmatch(name) is not None and not Path(name).exists()
 
 
-def hub_folder(name: str) -> str:
-    """The folder of a hub model, in the cache's latest snapshot. Raises MissingInputError when it
-    is neither cached nor can be downloaded.
+def hub_folder(name: str, without_layers: bool = False) -> str:
+    """The folder of a hub model, in the cache's latest snapshot; see `resolve_target`. Raises
+    MissingInputError when it is neither cached nor can be downloaded.
     """
     found: str | Exception = ""
     wanted = [*FILES, "*.gguf"]
@@ -158,6 +161,10 @@ def hub_folder(name: str) -> str:
         try:
             if not local_files_only:
                 wanted = files_of(huggingface_hub.list_repo_files(name), name)
+                if without_layers and SHARDS in wanted:
+                    index = Path(huggingface_hub.hf_hub_download(name, SHARDS))
+                    left = _shards(index, False) - _shards(index, True)
+                    wanted = [one for one in wanted if one not in left]
             found = str(
                 huggingface_hub.snapshot_download(
                     name,
@@ -168,7 +175,7 @@ def hub_folder(name: str) -> str:
             )
         except faults() as error:
             found = error
-        if isinstance(found, str) and _is_complete(Path(found)):
+        if isinstance(found, str) and _is_complete(Path(found), without_layers):
             return found
     # Without a network the hub's own answer is what is cached, complete or not.
     reason = (
@@ -192,7 +199,18 @@ def faults() -> tuple[type[Exception], ...]:
     return (OSError, ValueError, *errors.HfHubHTTPError.__bases__)
 
 
-def _is_complete(folder: Path) -> bool:
+def _shards(index: Path, without_layers: bool) -> set[str]:
+    """The files that an index names; without those of numbered layers alone. None of a damaged
+    one: what is wrong with it is said where it is loaded.
+    """
+    try:
+        shard_of = json.loads(index.read_bytes())["weight_map"].items()
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return set()
+    return {str(s) for key, s in shard_of if not (without_layers and NUMBERED.search(key))}
+
+
+def _is_complete(folder: Path, without_layers: bool) -> bool:
     """Whether config and weights are all there: another tool may have cached some files only. Of
     GGUF files, where no other weights are, any.
     """
@@ -200,11 +218,7 @@ def _is_complete(folder: Path) -> bool:
         for weights in WEIGHTS:
             index = folder / f"{weights}.index.json"
             if index.is_file():
-                try:
-                    shards = json.loads(index.read_bytes())["weight_map"].values()
-                    return all((folder / str(shard)).exists() for shard in shards)
-                except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-                    return True  # what is wrong with it is said where it is loaded
+                return all((folder / shard).exists() for shard in _shards(index, without_layers))
             if (folder / weights).exists():
                 return True
     return bool(_gguf_files(os.listdir(folder)))

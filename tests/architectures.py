@@ -143,14 +143,12 @@ ARCHITECTURES: dict[str, Architecture] = {
             "attention_chunk_size": WINDOW,
             "floor_scale": 8,
         },
-        own=False,
     ),
     "llama4_vision": Architecture(
         "Llama 4 Scout and Maverick (as published, with images)",
         "Llama4Config",
         {"vision_config": {**VISION, "projector_input_dim": 32, "projector_output_dim": 32}},
         text="llama4",
-        own=False,
     ),
     "mistral": Architecture(
         "Mistral 7B v0.3, Nemo, Small", "MistralConfig", {"sliding_window": None}

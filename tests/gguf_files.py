@@ -21,6 +21,7 @@ F32 = gguf.GGMLQuantizationType.F32
 NAMES = {name: number for number, name in gguf.MODEL_ARCH_NAMES.items()}
 # ggml's name by model type, where it is another
 ARCHITECTURES = {
+    "llama4_text": "llama4",
     "mistral": "llama",
     "mixtral": "llama",
     "ministral3": "mistral3",
@@ -69,8 +70,8 @@ def converted(
                 yield name.replace("shared_mlp.input_linear", f"mlp.{half}_proj"), rows
         elif ".experts." not in name:
             yield name.replace("shared_mlp.output_linear", "mlp.down_proj"), values
-        elif architecture == "gpt-oss":
-            yield from _unstacked(name, values)
+        elif architecture in ("gpt-oss", "llama4"):
+            yield from _unstacked(name, values, architecture == "gpt-oss")
         else:
             stem, _, rest = name.partition(".experts.")
             if "block_sparse_moe" in stem:
@@ -86,16 +87,19 @@ def _by_expert(item: tuple[str, Any]) -> tuple[str, int]:
     return (stem, int(expert)) if expert.isdigit() else (item[0], 0)
 
 
-def _unstacked(name: str, values: NDArray[np.float32]) -> Iterator[tuple[str, NDArray[np.float32]]]:
-    """gpt-oss' experts: gate and up lie by turns, inputs first."""
+def _unstacked(
+    name: str, values: NDArray[np.float32], by_turns: bool
+) -> Iterator[tuple[str, NDArray[np.float32]]]:
+    """All experts of a layer, inputs first: gate and up lie by turns, or up behind gate."""
     is_bias = name.endswith("_bias")
     stem, kind = name.removesuffix("_bias"), "bias" if is_bias else "weight"
     values = values if is_bias else values.swapaxes(1, 2)
     if "gate_up" not in name:
         yield f"{stem}.{kind}", np.ascontiguousarray(values)
         return
-    for first, half in enumerate(("gate", "up")):
-        part = np.ascontiguousarray(values[:, first::2])
+    halves = (values[:, 0::2], values[:, 1::2]) if by_turns else np.split(values, 2, axis=1)
+    for half, rows in zip(("gate", "up"), halves, strict=True):
+        part = np.ascontiguousarray(rows)
         yield f"{stem.replace('gate_up', half)}.{kind}", part
 
 
@@ -108,7 +112,7 @@ def model_metadata(config: Any, architecture: str) -> dict[str, Any]:
     found = {
         "context_length": config.max_position_embeddings,
         "embedding_length": config.hidden_size,
-        "feed_forward_length": config.intermediate_size,
+        "feed_forward_length": settings.get("intermediate_size_mlp", config.intermediate_size),
         "block_count": config.num_hidden_layers,
         "attention.head_count": config.num_attention_heads,
         "attention.head_count_kv": config.num_key_value_heads,
@@ -120,7 +124,7 @@ def model_metadata(config: Any, architecture: str) -> dict[str, Any]:
         found["rope.freq_base"] = float(rope["rope_theta"])
     if "head_dim" in settings and architecture not in ("granite", "phi3"):
         found["attention.key_length"] = found["attention.value_length"] = head_dim
-    if architecture in ("llama", "mistral3", "granite", "smollm3", "glm4", "phi3"):
+    if architecture in ("llama", "llama4", "mistral3", "granite", "smollm3", "glm4", "phi3"):
         found["rope.dimension_count"] = int(head_dim * rope.get("partial_rotary_factor", 1.0))
     if rope["rope_type"] in ("linear", "yarn"):
         found["rope.scaling.type"] = rope["rope_type"]
@@ -159,6 +163,10 @@ def _own(settings: dict[str, Any], rope: dict[str, Any], architecture: str) -> d
         }
     if architecture == "qwen3moe":
         return {"expert_feed_forward_length": settings["moe_intermediate_size"]}
+    if architecture == "llama4":
+        step = settings["interleave_moe_layer_step"]
+        width = settings["intermediate_size"]
+        return {"expert_feed_forward_length": width, "interleave_moe_layer_step": step}
     if architecture == "gpt-oss":
         return {"expert_feed_forward_length": settings["intermediate_size"]}
     if architecture == "lfm2":

@@ -176,7 +176,7 @@ void attention(const char* name, int D, float softcap) {
           nullptr, request, position + first, slot, prefix + first, seen + first,
           pages,   1,       kPages,           0,    kPageSize,      kPages * kPageSize,
           count};
-      Visible visible(window);
+      Visible visible(window, 0);
       if (!visible.plan(rows, kTile / (kHq / kHk), kMaxApart)) std::abort();
       std::vector<T> out(count * stride);
       const AttentionView<A> view{cache.data(),
@@ -271,7 +271,7 @@ void functions() {
               [&](int c, Lanes lanes, Vec v) { store(y.data() + c, lanes, v); });
     say("norm", n, y);
   }
-  Experts<float> experts(19, 3, true);
+  Experts<float> experts(19, 3, true, false);
   experts.reserve(1, 1, 1);
   for (int e = 0; e < 19; ++e) experts.logits.get()[e] = draw_number() * 9;
   experts.choose(0);

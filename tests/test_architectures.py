@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from eyas.artifact import Artifact
 from eyas.engine.engine import Engine, EngineConfig
@@ -23,6 +24,7 @@ from eyas.export.engines import ENGINES, EngineAbilities
 from eyas.export.export import ExportConfig, export
 from eyas.features.capture import CaptureConfig, capture
 from eyas.features.generate import GenerateConfig, generate
+from eyas.operators.foreign import auto_class, transformers_config
 from eyas.records import read_answers
 from eyas.shards import Features
 from eyas.train.trainer import TrainConfig, train
@@ -82,6 +84,7 @@ def test_every_stage_runs_or_says_what_to_do(name, prompts, tmp_path, tmp_path_f
     said = {token for row in read_answers(answers) for token in row.answer_ids}
     assert len(said) > 10, "a target that repeats itself shows nothing"
     held_out = Features(features, "held_out")
+    assert_transformers_states(folder, held_out)
     trained = train(TRAIN, folder, Features(features, "train"), head, held_out=held_out)
     assert trained.facts["last_batches"]["accuracy"][0] > 0, "it repeats what it has seen"
     manifest = evaluate(EVAL, folder, head.url, evaluation, held_out, eval_prompts(2))
@@ -95,6 +98,22 @@ def test_every_stage_runs_or_says_what_to_do(name, prompts, tmp_path, tmp_path_f
         assert all(any(title in one.what for one in of_engines) for title in unable)
         assert all(one.level == "note" for one in findings if one not in of_engines), findings
     serves_or_refuses(name, folder, tmp_path / "export" / "sglang", answers)
+
+
+def assert_transformers_states(folder: str, features: Features) -> None:
+    """What was captured is what the model itself puts out, in bfloat16."""
+    kind = auto_class(transformers_config(folder))
+    model, taps = kind.from_pretrained(folder).eval(), features.meta.taps
+    for sample in features.stream(range(2)):
+        with torch.inference_mode():
+            ids = sample.token_ids[None].long()
+            states = model(input_ids=ids, output_hidden_states=True).hidden_states
+        tapped, kept = torch.cat([states[tap + 1][0] for tap in taps], dim=-1), sample.loss_mask
+        for found, expected in (
+            (sample.aux_hidden, tapped),
+            (sample.last_hidden[kept], states[-1][0][kept]),
+        ):
+            torch.testing.assert_close(found.float(), expected, rtol=2**-8, atol=1e-3)
 
 
 def refused_as(name: str) -> AbstractContextManager[Any]:

@@ -6,6 +6,7 @@ How a backend computes each of them bit for bit, test_native.py holds.
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -14,16 +15,18 @@ from typing import Any, cast
 import pytest
 import torch
 from torch import Tensor
+from transformers import AutoConfig
 
 from eyas.engine.engine import Engine, EngineConfig
 from eyas.engine.request import Request, SamplingParams
+from eyas.families import FAMILIES
 from eyas.model.architecture import TargetConfig
 from eyas.model.library import unavailable
 from eyas.model.packed import in_eight_bits
 from eyas.model.target import Dtype, Target
 from eyas.model.weights import read_arrays
 from eyas.operators.foreign import auto_class, transformers_config
-from tests.architectures import ARCHITECTURES, saved_architecture
+from tests.architectures import ARCHITECTURES, SHAPE, saved_architecture
 from tests.oracle.target import features_of, logits_of
 from tests.tiny_engine import EVERYTHING, draft_of, idle, load_as, random_head
 
@@ -83,6 +86,20 @@ def test_logits_and_taps_are_those_of_transformers(root, name, backend):
 def assert_near(ours: Tensor, theirs: Tensor) -> None:
     """Within 3e-5 of the greatest: the sums run in another order, through eight layers."""
     assert float((ours - theirs).abs().max()) < 3e-5 * float(theirs.abs().max())
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_a_config_leaves_out_is_what_transformers_takes(tmp_path, family):
+    sizes = "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads"
+    stated = {name: SHAPE[name] for name in (*sizes.split(" "), "num_key_value_heads")}
+    stated["model_type"] = family
+    if family == "granitemoehybrid":  # else other layers than we run
+        stated |= {"layer_types": 8 * ["full_attention"], "num_local_experts": 0}
+    (tmp_path / "config.json").write_text(json.dumps(stated))
+    (tmp_path / "whole").mkdir()
+    AutoConfig.from_pretrained(tmp_path).save_pretrained(tmp_path / "whole")
+    read, whole = (TargetConfig.from_folder(folder) for folder in (tmp_path, tmp_path / "whole"))
+    assert read == whole.model_copy(update={"eos_token_ids": read.eos_token_ids})
 
 
 @pytest.mark.parametrize("name", OWN)

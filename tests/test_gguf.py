@@ -54,7 +54,7 @@ LONG_TOKENS_BT = torch.tensor([[(7 * place) % 311 + 3 for place in range(40)]])
 PLAIN = ("llama", "mistral", "qwen2", "qwen3")
 OF_GGUF = [
     *PLAIN,
-    *("mixtral", "ministral3", "qwen3_moe", "gemma2", "gemma3", "phi3"),
+    *("llama4", "mixtral", "ministral3", "qwen3_moe", "gemma2", "gemma3", "phi3"),
     *("phi4_mini", "gpt_oss", "glm4", "smollm3", "granite", "granite4", "olmo3", "lfm2"),
     *("exaone4", "exaone4_full", "seed_oss"),
 ]
@@ -73,6 +73,11 @@ LLAMA_3 = {
 # what no file says: Gemma's queries are scaled by the width of a head, Qwen's experts sum up to 1
 OTHERWISE: dict[str, dict[str, object]] = {
     "llama": {"rope_parameters": LLAMA_3},
+    "llama4": {  # as Scout: what a file's architecture stands for
+        "attention_chunk_size": 8192,
+        "floor_scale": 8192,
+        "rope_parameters": {**LLAMA_3, "factor": 16.0, "high_freq_factor": 1.0},
+    },
     "mistral": {"tie_word_embeddings": True, "num_key_value_heads": 1},
     "seed_oss": {"attention_out_bias": False},
     "qwen3_moe": {"norm_topk_prob": True},
@@ -312,6 +317,7 @@ def test_a_file_that_is_cut_anywhere_is_refused(tmp_path, tiny, cache):
         ({"llama.pooling_type": 3}, "a model of embeddings"),
         ({"general.type": "adapter"}, "a LoRA adapter"),
         ({"general.architecture": "clip"}, "the projector of images"),
+        ({"general.architecture": "llama4"}, "lacks llama4"),
     ],
     ids=lambda value: None if isinstance(value, dict) else value,
 )

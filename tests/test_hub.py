@@ -4,6 +4,7 @@ and checked copy of it.
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
@@ -172,6 +173,39 @@ def test_a_hub_id_is_downloaded_when_it_is_not_cached(
     max(shards.glob("*.safetensors")).unlink()
     assert resolve_target("org/tiny") == str(tmp_path / "whole")
     assert asked == [("org/tiny", True), ("org/tiny", True), ("org/tiny", False)]
+
+
+def test_training_fetches_the_shards_of_the_matrices_alone(tmp_path, monkeypatch):
+    """Embeddings and lm_head; all else is fetched when a stage wants it."""
+    plain, whole, here = tmp_path / "plain", tmp_path / "whole", tmp_path / "here"
+    tiny_target(plain)
+    AutoModelForCausalLM.from_pretrained(plain).save_pretrained(whole, max_shard_size="60KB")
+    here.mkdir()
+
+    def fetch(name: str, patterns: list[str]) -> str:
+        for path in (one for one in whole.iterdir() if one.name in patterns):
+            shutil.copy(path, here)
+        return str(here)
+
+    def download(name: str, local_files_only: bool, allow_patterns: list[str], **_: object) -> str:
+        return str(here) if local_files_only else fetch(name, allow_patterns)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    monkeypatch.setattr(
+        huggingface_hub, "hf_hub_download", lambda name, file: f"{fetch(name, [file])}/{file}"
+    )
+    monkeypatch.setattr(
+        huggingface_hub, "list_repo_files", lambda _: [one.name for one in whole.iterdir()]
+    )
+    folder = resolve_target("org/tiny", without_layers=True)
+    index = json.loads((whole / INDEX).read_text())["weight_map"]
+    wanted = {index[name] for name in index if ".layers." not in name}
+    assert {one.name for one in here.glob("*.safetensors")} == wanted < set(index.values())
+    read, expected = (TargetVocabulary.load(one) for one in (folder, plain))
+    assert torch.equal(read.lm_head, expected.lm_head)
+    assert torch.equal(read.embed_tokens, expected.embed_tokens)
+    assert resolve_target("org/tiny") == folder
+    assert {one.name for one in here.glob("*.safetensors")} == set(index.values())
 
 
 # Heads by any name

@@ -106,9 +106,13 @@ ARCHITECTURE_SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     "experts, odd sizes": ("gpt_oss", {**ODD, "num_local_experts": 19, "num_experts_per_tok": 3}),
     "convolution, odd sizes": ("lfm2", {**ODD, "conv_L_cache": 5, "conv_bias": True}),
     "norms of heads, odd sizes": ("olmo3", ODD),
+    "chunks, odd sizes": (
+        "llama4",
+        {**ODD, "attention_chunk_size": 7, "num_local_experts": 5, "num_experts_per_tok": 2},
+    ),
 }
 # each part that architectures differ in
-PARTS = ["gemma2", "gpt_oss", "qwen3_moe", "lfm2", "olmo3", "ministral3", "glm4", "smollm3"]
+PARTS = ["gemma2", "gpt_oss", "qwen3_moe", "lfm2", "olmo3", "ministral3", "glm4", "llama4"]
 ODD_PARTS = [name for name in ARCHITECTURE_SHAPES if "odd" in name]
 TYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 DTYPES = {"float32": FLOAT32, "bfloat16": BFLOAT16}

@@ -29,7 +29,40 @@ GEMMA = {
     "head_dim": 16, "hidden_activation": "gelu_pytorch_tanh", "query_pre_attn_scalar": 16,
     "rms_norm_eps": 1e-6, "sliding_window": 64,
 }  # fmt: skip
+LLAMA_4 = {
+    **SMALL, "model_type": "llama4_text", "attention_chunk_size": 64, "attn_scale": 0.1,
+    "floor_scale": 16, "head_dim": 16, "intermediate_size_mlp": 128, "num_experts_per_tok": 1,
+    "num_local_experts": 4, "rms_norm_eps": 1e-5, "rope_theta": 500000.0,
+    "for_llm_compressor": False, "router_aux_loss_coef": 0.001,
+}  # fmt: skip
+VISION = {
+    "hidden_size": 32, "image_size": 28, "intermediate_size": 32, "patch_size": 14,
+    "num_attention_heads": 2, "num_hidden_layers": 1, "projector_input_dim": 32,
+    "projector_output_dim": 32,
+}  # fmt: skip
 PUBLISHED: dict[str, dict[str, Any]] = {
+    "Llama-4-Scout-17B-16E-Instruct": {  # its scaling has no part between long and short waves
+        "model_type": "llama4", "eos_token_id": [7, 8], "vision_config": VISION,
+        "text_config": {
+            **LLAMA_4, "interleave_moe_layer_step": 1, "no_rope_layers": [], "use_qk_norm": True,
+            "attn_temperature_tuning": True, "max_position_embeddings": 10485760,
+            "rope_scaling": {
+                "factor": 16.0, "high_freq_factor": 1.0, "low_freq_factor": 1.0,
+                "original_max_position_embeddings": 64, "rope_type": "llama3",
+            },
+        },
+    },
+    "Llama-4-Maverick-17B-128E-Instruct": {
+        "model_type": "llama4", "eos_token_id": [7, 8], "vision_config": VISION,
+        "text_config": {
+            **LLAMA_4, "interleave_moe_layer_step": 2, "no_rope_layers": [1, 1, 1, 0] * 2,
+            "moe_layers": [1, 3, 5, 7], "use_qk_norm": False, "attn_temperature_tuning": False,
+            "max_position_embeddings": 1048576, "rope_scaling": None,
+        },
+    },
+    "Llama 4 without chunks, every layer turned": {
+        **LLAMA_4, "attention_chunk_size": None, "no_rope_layers": 8 * [1], "num_local_experts": 1,
+    },
     "gemma-3-1b-it": {
         **GEMMA, "model_type": "gemma3_text", "attn_logit_softcapping": None,
         "final_logit_softcapping": None, "cache_implementation": "hybrid", "rope_scaling": None,
@@ -42,10 +75,7 @@ PUBLISHED: dict[str, dict[str, Any]] = {
             **SMALL, "head_dim": 16, "model_type": "gemma3_text", "sliding_window": 64,
             "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
         },
-        "vision_config": {
-            "hidden_size": 32, "image_size": 28, "intermediate_size": 32, "patch_size": 14,
-            "num_attention_heads": 2, "num_hidden_layers": 1,
-        },
+        "vision_config": VISION,
     },
     "gemma-2-2b-it": {
         **GEMMA, "model_type": "gemma2", "attn_logit_softcapping": 50.0, "rope_theta": 10000.0,
@@ -129,6 +159,17 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         "rope_scaling": {
             "factor": 4.0, "original_max_position_embeddings": 32768, "type": "yarn",
         },
+    },
+    "Qwen2 with a window that is not used": {
+        "model_type": "qwen2", "use_sliding_window": False, "sliding_window": 64,
+        "max_position_embeddings": 512, "max_window_layers": 2,
+    },
+    "Llama with linear scaling": {
+        "model_type": "llama", "max_position_embeddings": 512,
+        "rope_scaling": {"factor": 4.0, "type": "linear"},
+    },
+    "OLMo 3 with what transformers takes by default": {
+        "model_type": "olmo3", "max_position_embeddings": 512, "sliding_window": 64,
     },
     "YaRN without the context that it begins from": {
         "model_type": "llama", "max_position_embeddings": 512,

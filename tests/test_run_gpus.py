@@ -141,7 +141,7 @@ def test_an_engine_that_serves_no_such_target_with_a_head_is_refused(engine, tmp
 
 
 def test_on_gpus_a_target_may_be_one_that_our_engine_does_not_run(engine, tmp_path):
-    target = str(save_architecture(tmp_path / "target", "llama4"))
+    target = str(save_architecture(tmp_path / "target", "deepseek_v3"))
     config = validated(RunConfig, content(tmp_path, target), "run.yaml")
     refuse_target(config)
     refuse_lacking(config.gpus, config.serve, config.generate, config.capture, config.train)

@@ -38,11 +38,9 @@ COUNTS = {
     "expert_used_count": "num_experts_per_tok",
     "expert_feed_forward_length": "moe_intermediate_size",
     "shortconv.l_cache": "conv_L_cache",
+    "interleave_moe_layer_step": "interleave_moe_layer_step",
 }
-GEMMA_2_WINDOW = 4096  # of its first files, which do not say it
-# The models, by number of layers, whose queries are scaled by another width than a head's.
-WIDE_QUERIES = {"Gemma2": 46, "Gemma3": 62}
-
+UNNORMED_EXPERTS = 128  # Llama 4 Maverick's, which alone norms no heads
 
 NO_MODELS = {  # by `general.type`, or the architecture
     "adapter": "a LoRA adapter: merge it into its model",
@@ -111,10 +109,18 @@ def configuration(file: GgufFile) -> dict[str, Any]:
     activation = "hidden_activation" if "hidden_activation" in family.defaults else "hidden_act"
     config[activation] = family.defaults.get(activation, "silu")
     if "query_pre_attn_scalar" in family.defaults:
-        is_wide = config["num_hidden_layers"] == WIDE_QUERIES[family.name]
+        is_wide = config["num_hidden_layers"] == family.gguf_wide_queries
         config["query_pre_attn_scalar"] = hidden // heads if is_wide else head_dim
     config |= {name: file.number(key) for key, name in NUMBERS.items() if file.of_model(key, 0)}
     config |= {name: file.count(key) for key, name in COUNTS.items() if file.of_model(key, 0)}
+    if "intermediate_size_mlp" in family.defaults:  # Llama 4's experts have the other width
+        if not (file.of_model("expert_count", 0) and file.of_model("attention.sliding_window", 1)):
+            raise MismatchError(f"{file.path} holds a dense Llama 4", OTHER_ARCHITECTURE)
+        config["intermediate_size_mlp"] = config["intermediate_size"]
+        config["intermediate_size"] = file.count("expert_feed_forward_length")
+        config["use_qk_norm"] = file.count("expert_count") != UNNORMED_EXPERTS
+    if "attention_multiplier" in family.defaults:
+        config.setdefault("attention_multiplier", head_dim**-0.5)
     if file.of_model("expert_count", 0):
         name = "num_experts" if "num_experts" in family.defaults else "num_local_experts"
         config[name] = file.count("expert_count")
@@ -137,8 +143,8 @@ def key_value_heads(file: GgufFile) -> int:
 
 def layer_kinds(file: GgufFile, family: Family) -> dict[str, Any]:
     """`sliding_window` and `layer_types` of config.json, where the family has such layers."""
-    default = GEMMA_2_WINDOW if family.name == "Gemma2" else 0
-    count, window = file.count("block_count"), file.of_model("attention.sliding_window", default)
+    key = "attention.sliding_window"
+    count, window = file.count("block_count"), file.of_model(key, family.gguf_defaults.get(key, 0))
     heads = file.of_model("attention.head_count_kv", 0)
     if file.of_model("shortconv.l_cache", 0) and isinstance(heads, list):
         return {"layer_types": ["full_attention" if kept else "conv" for kept in heads]}
@@ -187,7 +193,8 @@ def rotations(file: GgufFile, family: Family, head_dim: int) -> dict[str, Any]:
         )
     if not family.local_rope:
         return found
-    local = file.number("rope.freq_base_swa", base if family.name == "Olmo3" else 10000.0)
+    key = "rope.freq_base_swa"
+    local = file.number(key, family.gguf_defaults.get(key, base))
     return {
         "rope_parameters": {
             "full_attention": {"rope_theta": base, **(scaling or {"rope_type": "default"})},
@@ -204,7 +211,7 @@ def rope_scaling(file: GgufFile, family: Family, head_dim: int) -> dict[str, Any
     kind = file.of_model("rope.scaling.type", "none" if factor == 1.0 else "linear")
     if file.of_model("rope.dimension_sections", 0):
         kind = "sections of positions"
-    elif family.name == "Phi3" and {LONG_FACTORS, SHORT_FACTORS} <= file.tensors.keys():
+    elif family.long_rope and {LONG_FACTORS, SHORT_FACTORS} <= file.tensors.keys():
         return {
             "rope_type": "longrope",
             "long_factor": _decimals(file, LONG_FACTORS),
@@ -248,7 +255,8 @@ def yarn(file: GgufFile, family: Family) -> dict[str, Any]:
         scaling["mscale"] = 1.0
     if beta := file.of_model("attention.temperature_scale", 0):
         scaling["llama_4_scaling_beta"] = float(str(np.float32(beta)))
-    return scaling | ({"truncate": False} if family.name == "GptOss" else {})
+    of_family = family.defaults.get("rope_scaling", {})
+    return scaling | {key: of_family[key] for key in of_family.keys() & {"truncate"}}
 
 
 def llama3_scaling(file: GgufFile, head_dim: int) -> dict[str, Any] | None:
@@ -257,12 +265,12 @@ def llama3_scaling(file: GgufFile, head_dim: int) -> dict[str, Any] | None:
     """
     factors = dequantised(file.tensors[ROPE_FACTORS])
     base = float(file.of_model("rope.freq_base", 10000.0))
-    for factor in (8.0, 16.0, 32.0):
+    for factor, high in ((8.0, 4.0), (16.0, 4.0), (32.0, 4.0), (16.0, 1.0)):
         scaling = {
             "rope_type": "llama3",
             "factor": factor,
             "low_freq_factor": 1.0,
-            "high_freq_factor": 4.0,
+            "high_freq_factor": high,
             "original_max_position_embeddings": 8192,
         }
         expected = llama3_factors(scaling, base, head_dim)
@@ -276,7 +284,8 @@ def llama3_factors(scaling: Mapping[str, Any], base: float, head_dim: int) -> ND
     is long, smoothly between (Llama 3.1's reference code).
     """
     length = scaling["original_max_position_embeddings"]
-    low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
+    low = scaling["low_freq_factor"]
+    span = scaling["high_freq_factor"] - low or 1e-30
     waves = 2 * math.pi * base ** (np.arange(0, head_dim, 2) / head_dim)
-    smooth = np.clip((length / waves - low) / (high - low), 0.0, 1.0)
+    smooth = np.clip((length / waves - low) / span, 0.0, 1.0)
     return np.asarray(1.0 / ((1.0 - smooth) / scaling["factor"] + smooth))

@@ -19,7 +19,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from eyas.errors import CorruptError, MismatchError
-from eyas.families import FAMILIES
 from eyas.gguf.blocks import BlockMatrix
 from eyas.gguf.configuration import (
     LONG_FACTORS,
@@ -52,8 +51,6 @@ BY_LAYER = {
 }
 LAYER = re.compile(r"blk\.(?P<layer>\d+)\.(?P<part>.+)")
 SINKS, SHORT_CONVOLUTION = "self_attn.sinks", "conv.conv.weight"
-# whose experts are published as one tensor, their inputs first
-STACKED_EXPERTS = FAMILIES["gpt_oss"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,10 +147,10 @@ def raw_tensors(file: GgufFile) -> Iterator[tuple[str, tuple[int, ...], BlockMat
 def weights(file: GgufFile) -> Iterator[PublishedTensor]:
     """Every tensor of the published checkpoint. Raises MismatchError, CorruptError."""
     _, family = family_of(file)
-    if family is STACKED_EXPERTS:
-        yield from _stacked(file)
+    if family.stacked:
+        yield from _stacked(file, family.stacked == "turns")
     for name, shape, matrix in raw_tensors(file):
-        if family is STACKED_EXPERTS and ".experts." in name:
+        if family.stacked and ".experts." in name:
             continue
         offset = 0.0
         if family.gguf_norm_offset and name.endswith("norm.weight"):
@@ -168,9 +165,9 @@ def _rows(matrix: BlockMatrix, offset: float, first: int, last: int) -> NDArray[
     return values - np.float32(offset) if offset else values
 
 
-def _stacked(file: GgufFile) -> Iterator[PublishedTensor]:
-    """gpt-oss' experts: gate and up in one tensor [E, K, 2N], one output of each by turns; down
-    [E, K, N]; biases [E, 2N] and [E, N].
+def _stacked(file: GgufFile, by_turns: bool) -> Iterator[PublishedTensor]:
+    """All experts of a layer: gate and up in one tensor [E, K, 2N]; down [E, K, N]; biases [E, 2N]
+    and [E, N]. by_turns: one output of gate and one of up, else all of up behind gate's.
     """
     stored = {name: tensor for name, tensor, _ in stored_tensors(file) if "*" in name}
     for name, tensor in stored.items():
@@ -185,38 +182,42 @@ def _stacked(file: GgufFile) -> Iterator[PublishedTensor]:
                 raise CorruptError(f"{file.path}: {name} is not of the shape of up_proj", DAMAGED)
             parts.append(stored[other])
         stem, _, kind = name.replace("*.", "").replace("gate_proj", "gate_up_proj").rpartition(".")
-        shape = tensor.shape
+        shape, rows = tensor.shape, partial(_of_parts, parts, by_turns)
         if kind == "weight":
             shape = (shape[0], shape[2], shape[1] * len(parts))
-            yield PublishedTensor(stem, shape, partial(_columns, parts))
+            yield PublishedTensor(stem, shape, rows)
         else:
-            shape = (shape[0], shape[1] * len(parts))
-            yield PublishedTensor(f"{stem}_bias", shape, partial(_by_turns, parts))
+            yield PublishedTensor(f"{stem}_bias", (shape[0], shape[1] * len(parts)), rows)
 
 
-def _by_turns(parts: list[StoredTensor], first: int, last: int) -> NDArray[np.float32]:
-    """Rows of tensors [E, N], a number of each by turns: [n, parts * N]."""
-    values = [dequantised_rows(part.data[first:last], part.kind) for part in parts]
-    return np.stack(values, axis=2).reshape(last - first, -1)
-
-
-def _columns(parts: list[StoredTensor], first: int, last: int) -> NDArray[np.float32]:
-    """Of tensors [E, N, K] those of their E * K columns as rows, a number of each by turns: [n,
+def _of_parts(
+    parts: list[StoredTensor], by_turns: bool, first: int, last: int
+) -> NDArray[np.float32]:
+    """Of tensors [E, N, K] those of their E * K columns as rows, of tensors [E, N] rows: [n,
     parts * N].
     """
-    N, K = parts[0].shape[1:]
-    found = np.empty((last - first, N, len(parts)), np.float32)
-    at = first
+    values = [
+        dequantised_rows(part.data[first:last], part.kind)
+        if len(part.shape) == 2
+        else _columns(part, first, last)
+        for part in parts
+    ]
+    if by_turns:
+        return np.stack(values, axis=2).reshape(last - first, -1)
+    return np.concatenate(values, axis=1)
+
+
+def _columns(part: StoredTensor, first: int, last: int) -> NDArray[np.float32]:
+    """Of a tensor [E, N, K] some of its E * K columns as rows [n, N]."""
+    N, K = part.shape[1:]
+    block, num_bytes = gguf.GGML_QUANT_SIZES[part.kind]
+    found, at = np.empty((last - first, N), np.float32), first
     while at < last:
         expert, column = divmod(at, K)
-        end = min(K, column + last - at)
-        for number, part in enumerate(parts):
-            block, num_bytes = gguf.GGML_QUANT_SIZES[part.kind]
-            begin = column // block
-            data = part.data[expert, :, begin * num_bytes : -(-end // block) * num_bytes]
-            values = dequantised_rows(np.ascontiguousarray(data), part.kind)
-            found[at - first : at - first + end - column, :, number] = values[
-                :, column - begin * block : end - begin * block
-            ].T
+        end, begin = min(K, column + last - at), column // block
+        data = part.data[expert, :, begin * num_bytes : -(-end // block) * num_bytes]
+        values = dequantised_rows(np.ascontiguousarray(data), part.kind)
+        taken = values[:, column - begin * block : end - begin * block]
+        found[at - first : at - first + end - column] = taken.T
         at += end - column
-    return found.reshape(last - first, -1)
+    return found

@@ -58,7 +58,7 @@ WORD_SPLITS = {
     "glm4": WordSplit(LLAMA_3, whole_words=True),
     "dbrx": WordSplit(LLAMA_3),
     "smaug-bpe": WordSplit(LLAMA_3),
-    "gpt-4o": WordSplit(GPT_4O),
+    **dict.fromkeys(("gpt-4o", "llama4"), WordSplit(GPT_4O)),
     "refact": WordSplit(GPT2, digits_apart=True),
     "exaone4": WordSplit(GPT2),
     "seed-coder": WordSplit(QWEN_2.replace(r"\p{N}]+[\r\n]*", r"\p{N}\r\n]+")),

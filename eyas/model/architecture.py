@@ -11,7 +11,7 @@
 Norms of outputs are absent where norms are "before", those of inputs where they are "after".
 h begins as embed_scale times the embedding. A mixture of experts computes the logits of its router,
 takes the num_experts_per_tok best of their softmax, divided by their sum where `renormalises`, and
-adds up the experts' outputs times these, in the experts' order.
+adds up the experts' outputs times these, in the experts' order; or as `routes_input` says.
 
 A short convolution (LFM2) reads the `B * x` of the last conv_kernel tokens of a row's path; they
 lie in the cache where attention layers keep keys and values, so trees need no state of their own.
@@ -20,7 +20,7 @@ lie in the cache where attention layers keep keys and values, so trees need no s
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -68,21 +68,30 @@ MOST_PARTS = 4096  # layers, or experts of one: a list of more may not fit in me
 class LayerKind(BaseModel):
     """What may differ from layer to layer.
 
-    window: positions that attention sees, the row's own among them; None is all. rope: the number
-    of the rotary embedding among the config's `rotations`; None turns nothing. has_experts: the
-    MLP is a mixture.
+    window: positions that attention sees, the row's own among them; None is all. chunk: it sees
+    those of its own run of so many positions, of which one begins at each multiple. rope: the
+    number of the rotary embedding among the config's `rotations`; None turns nothing. scales: the
+    config's query_scale is for it. unit_heads: queries and keys are normed without weights; behind
+    the rotation (Llama 4) is as before it, which keeps their length. has_experts: the MLP is a
+    mixture.
     """
 
     model_config = ConfigDict(frozen=True)
 
     mixer: Literal["attention", "conv"] = "attention"
     window: Size | None = None
+    chunk: Size | None = None
     rope: int | None = 0
+    scales: bool = True
+    unit_heads: bool = False
     has_experts: bool = False
 
 
 class Experts(BaseModel):
-    """A mixture of experts. bias: the router and all matrices of the experts have one."""
+    """A mixture of experts. bias: the router and all matrices of the experts have one. shared_size:
+    the width of an MLP that every token takes beside them. routes_input: see `Family`; nothing is
+    divided then.
+    """
 
     model_config = ConfigDict(frozen=True)
 
@@ -91,6 +100,8 @@ class Experts(BaseModel):
     intermediate_size: Size
     renormalises: bool
     bias: bool = False
+    shared_size: Size | None = None
+    routes_input: bool = False
 
     @model_validator(mode="after")
     def _has_as_many_as_it_chooses(self) -> Self:
@@ -102,16 +113,19 @@ class Experts(BaseModel):
 
 
 class QueryScale(BaseModel):
-    """A query at position p is multiplied by 1 + beta * log(1 + floor(p / length)) (Llama 4)."""
+    """A query at position p is multiplied by 1 + beta * log(1 + floor((p + first) / length)):
+    Ministral counts positions from 0, Llama 4 from 1.
+    """
 
     model_config = ConfigDict(frozen=True)
 
     beta: Positive
     length: Size
+    first: int = 0
 
     def of(self, positions: np.ndarray) -> np.ndarray:
         """The factors of integer positions [...], float32."""
-        turns = np.floor(positions.astype(np.float32) / np.float32(self.length))
+        turns = np.floor((positions + self.first).astype(np.float32) / np.float32(self.length))
         factors: np.ndarray = 1 + np.float32(self.beta) * np.log1p(turns)
         return factors
 
@@ -167,7 +181,7 @@ class TargetConfig(TargetShape):
         if self.experts is None:
             return self.intermediate_size
         at_work = self.experts.num_experts_per_tok * self.experts.intermediate_size
-        return max(self.intermediate_size, at_work)
+        return max(self.intermediate_size, at_work + (self.experts.shared_size or 0))
 
     @property
     def slot_width(self) -> int:
@@ -298,7 +312,7 @@ def description(config: Mapping[str, Any], family: Family) -> dict[str, Any]:
     ):
         if isinstance(size, int) and size > most:
             raise Unsupported(f"has {what} of {size}; eyas' engine runs {most} at most")
-    rotations, dims, query_scale = rotations_of(config, family, head_dim)
+    rotations, dims = rotations_of(config, family, head_dim)
     if isinstance(length, int) and rotations[0].kind == "longrope":
         # its second set of factors is for longer contexts: one request has one set
         length = min(length, rotations[0].original_max_position_embeddings)
@@ -328,11 +342,13 @@ def description(config: Mapping[str, Any], family: Family) -> dict[str, Any]:
         "layers": () if set(kinds) == {LayerKind()} else kinds,
         "ropes": () if len(rotations) == 1 and plain else rotations,
         "rotary_dims": None if dims == head_dim else dims,
-        "query_scale": query_scale,
+        "query_scale": query_scale(config, family, rotations[0]),
         "attention_scale": config.get("attention_multiplier") or (scalar and scalar**-0.5),
         "attention_softcap": config.get("attn_logit_softcapping"),
         "sinks": family.sinks,
-        "embed_scale": embed_scale(config, family),
+        "embed_scale": math.sqrt(hidden)
+        if family.scales_embeddings
+        else float(given(config, "embedding_multiplier", 1.0)),
         "residual_scale": given(config, "residual_multiplier", 1.0),
         "logit_scale": 1.0 / given(config, "logits_scaling", 1.0),
         "logit_softcap": config.get("final_logit_softcapping"),
@@ -342,6 +358,9 @@ def description(config: Mapping[str, Any], family: Family) -> dict[str, Any]:
     }
 
 
+FULL, SLIDES, IN_CHUNKS = "full_attention", "sliding_attention", "chunked_attention"
+
+
 def layer_kinds(
     config: Mapping[str, Any], family: Family, num_rotations: int, length: int
 ) -> tuple[LayerKind, ...]:
@@ -349,67 +368,70 @@ def layer_kinds(
     count, window = config["num_hidden_layers"], config.get("sliding_window")
     if family.has_window_switch and not config.get("use_sliding_window", False):
         window = None
-    if window is not None and window >= length:
-        window = None
+    window, chunk = (
+        None if size is not None and size >= length else size
+        for size in (window, config.get("attention_chunk_size"))
+    )
     if window is not None and window < LEAST_WINDOW:
         raise Unsupported(f"attends to {window} positions; trees need {LEAST_WINDOW} or more")
-    stated = config.get("layer_types") if family.window_period != ALL_SLIDING else None
-    stated = stated or _stated_types(config, family, count)
-    if len(stated) != count:
-        raise ValueError(f"layer_types has {len(stated)} entries for {count} layers")
+    is_normed = "use_qk_norm" in family.defaults and config["use_qk_norm"]
     turned = config.get("no_rope_layers") or [
         (layer + 1) % config["no_rope_layer_interval"] if "no_rope_layer_interval" in config else 1
         for layer in range(count)
     ]
     if config.get("position_embedding_type", "rope") != "rope":
         turned = [0] * count
+    stated = config.get("layer_types") if family.window_period != ALL_SLIDING else None
+    stated = stated or _stated_types(config, family, turned)
+    if len(stated) != count:
+        raise ValueError(f"layer_types has {len(stated)} entries for {count} layers")
     if family.only_windows_turn and config.get("sliding_window") is not None:
-        turned = [kind == "sliding_attention" for kind in stated]
+        turned = [kind == SLIDES for kind in stated]
     kinds = []
     for layer, kind in enumerate(stated):
-        if kind not in ("full_attention", "sliding_attention", "attention", "conv"):
+        if kind not in (FULL, SLIDES, IN_CHUNKS, "attention", "conv"):
             raise Unsupported(f"has layers of the kind {kind!r}, which eyas' engine does not run")
-        slides = kind == "sliding_attention"
         kinds.append(
             LayerKind(
                 mixer="conv" if kind == "conv" else "attention",
-                window=window if slides else None,
-                rope=(num_rotations - 1 if slides else 0) if turned[layer] else None,
+                window=window if kind == SLIDES else None,
+                chunk=chunk if kind == IN_CHUNKS else None,
+                rope=(num_rotations - 1 if kind == SLIDES else 0) if turned[layer] else None,
+                scales=not turned[layer] or "attn_temperature_tuning" not in family.defaults,
+                unit_heads=bool(turned[layer] and is_normed),
                 has_experts=has_experts(config, layer),
             )
         )
     return tuple(kinds)
 
 
-def _stated_types(config: Mapping[str, Any], family: Family, count: int) -> list[str]:
-    """The kinds of layers of a config.json without `layer_types`."""
-    full, slides = "full_attention", "sliding_attention"
+def _stated_types(config: Mapping[str, Any], family: Family, turned: Sequence[object]) -> list[str]:
+    """The kinds of layers of a config.json without `layer_types`. turned: by layer."""
     if (indices := config.get("full_attn_idxs")) is not None:
-        return [full if layer in indices else "conv" for layer in range(count)]
+        return [FULL if layer in indices else "conv" for layer in range(len(turned))]
+    if config.get("attention_chunk_size") is not None:
+        return [IN_CHUNKS if turns else FULL for turns in turned]
     if family.window_period == ALL_SLIDING:
-        return [slides] * count
+        return [SLIDES for _ in turned]
     if family.window_period is None:
         first = config.get("max_window_layers", 28)
         with_switch = family.has_window_switch and config.get("use_sliding_window", False)
-        return [slides if with_switch and layer >= first else full for layer in range(count)]
+        return [SLIDES if with_switch and i >= first else FULL for i in range(len(turned))]
     period = given(config, "sliding_window_pattern", family.window_period)
-    return [slides if (layer + 1) % period else full for layer in range(count)]
+    return [SLIDES if (layer + 1) % period else FULL for layer in range(len(turned))]
 
 
 def rotations_of(
     config: Mapping[str, Any], family: Family, head_dim: int
-) -> tuple[tuple[RopeConfig, ...], int, QueryScale | None]:
-    """The rotary embeddings, full attention's first, how many channels they turn, and how queries
-    are scaled by their position. Raises Unsupported.
+) -> tuple[tuple[RopeConfig, ...], int]:
+    """The rotary embeddings, full attention's first, and how many channels they turn. Raises
+    Unsupported.
     """
-    stated = config.get("rope_parameters") or {}
+    stated = _stated_rope(config, family)
     by_kind = {key: value for key, value in stated.items() if isinstance(value, dict)}
-    full = by_kind.get("full_attention") or (stated if not by_kind else {})
-    full = dict(full or config.get("rope_scaling") or {})
-    if family.name == "GptOss" and not full:
-        full = dict(GPT_OSS_ROPE)
+    full = dict(by_kind.get(FULL, {}) if by_kind else stated)
     full.setdefault("rope_theta", config.get("rope_theta", 10000.0))
-    if family.name == "Phi3" and full.get("rope_type", full.get("type")) in ("su", "yarn"):
+    if family.long_rope and full.get("rope_type", full.get("type")) in ("su", "yarn"):
         full["rope_type"] = "longrope"
     if by_kind:  # transformers looks there for the whole context only
         config = {key: one for key, one in config.items() if not key.startswith("original_max")}
@@ -418,28 +440,33 @@ def rotations_of(
     dims = int(head_dim * share)
     if share != 1 and "partial_rotary_factor" not in family.defaults:
         raise Unsupported(f"has partial_rotary_factor {share}, which {family.name} ignores")
-    beta = full.get("llama_4_scaling_beta")
-    scale = QueryScale(beta=beta, length=full["original_max_position_embeddings"]) if beta else None
     try:
         first = RopeConfig.of_target(full)
+        if "use_qk_norm" in family.defaults and first.attention_factor != 1:
+            raise Unsupported("norms heads behind a rotary embedding that changes their length")
         if not family.local_rope:
-            return (first,), dims, scale
-        local = by_kind.get("sliding_attention") or {
+            return (first,), dims
+        local = by_kind.get(SLIDES) or {
             "rope_theta": config.get("rope_local_base_freq", full["rope_theta"])
         }
-        return (first, RopeConfig.of_target(with_context(local, config))), dims, scale
+        return (first, RopeConfig.of_target(with_context(local, config))), dims
     except MismatchError as error:
         raise Unsupported(f"has a {error.what}") from error
 
 
-GPT_OSS_ROPE = {
-    "rope_type": "yarn",
-    "factor": 32.0,
-    "beta_fast": 32.0,
-    "beta_slow": 1.0,
-    "truncate": False,
-    "original_max_position_embeddings": 4096,
-}
+def _stated_rope(config: Mapping[str, Any], family: Family) -> dict[str, Any]:
+    stated: dict[str, Any] = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    return stated or family.defaults.get("rope_scaling", {})
+
+
+def query_scale(config: Mapping[str, Any], family: Family, rope: RopeConfig) -> QueryScale | None:
+    """Ministral's, which its rotary embedding states, or Llama 4's."""
+    stated = _stated_rope(config, family)
+    if beta := stated.get("llama_4_scaling_beta"):
+        return QueryScale(beta=beta, length=rope.original_max_position_embeddings)
+    if config.get("attn_temperature_tuning"):
+        return QueryScale(beta=config["attn_scale"], length=config["floor_scale"], first=1)
+    return None
 
 
 def _is_plain(rope: RopeConfig, dims: int, head_dim: int) -> bool:
@@ -455,40 +482,38 @@ def activation_of(config: Mapping[str, Any], family: Family) -> Activation:
     return family.activation or ACTIVATIONS[stated]
 
 
-def embed_scale(config: Mapping[str, Any], family: Family) -> float:
-    """Gemma's sqrt(hidden_size), Granite's embedding_multiplier."""
-    if family.name.startswith("Gemma"):
-        return math.sqrt(config["hidden_size"])
-    return float(given(config, "embedding_multiplier", 1.0))
-
-
 def has_experts(config: Mapping[str, Any], layer: int) -> bool:
     """Whether the MLP of a layer is a mixture."""
     if not given(config, "num_local_experts", given(config, "num_experts", 0)):
         return False
-    step = given(config, "decoder_sparse_step", 1)
+    if config.get("moe_layers") is not None:
+        return layer in config["moe_layers"]
+    step = config.get("interleave_moe_layer_step", given(config, "decoder_sparse_step", 1))
     return layer not in given(config, "mlp_only_layers", []) and (layer + 1) % step == 0
 
 
 def experts_of(config: Mapping[str, Any], family: Family) -> Experts:
     """The mixture of experts of a config that has one. Raises Unsupported."""
-    is_gpt_oss = family.name == "GptOss"
     if given(config, "shared_intermediate_size", 0):
         raise Unsupported("has experts beside a shared MLP, which eyas' engine does not run")
+    width = given(config, "moe_intermediate_size", config["intermediate_size"])
     return Experts(
         num_experts=given(config, "num_local_experts", config.get("num_experts")),
         num_experts_per_tok=config["num_experts_per_tok"],
-        intermediate_size=given(config, "moe_intermediate_size", config["intermediate_size"]),
-        renormalises=given(config, "norm_topk_prob", family.name != "Qwen3Moe"),
-        bias=is_gpt_oss,
+        intermediate_size=width,
+        renormalises=not family.routes_input and given(config, "norm_topk_prob", True),
+        bias=family.experts_bias,
+        shared_size=width if family.routes_input else None,
+        routes_input=family.routes_input,
     )
 
 
 def mlp_width(config: Mapping[str, Any]) -> int:
     """The width of the dense MLP. LFM2 states a number that it is derived from."""
     width = given(config, "shared_intermediate_size", config.get("block_ff_dim"))
+    width = given(config, "intermediate_size_mlp", width)
     width = config["intermediate_size"] if width is None else width
-    if not config.get("block_auto_adjust_ff_dim", config["model_type"] == "lfm2"):
+    if not config.get("block_auto_adjust_ff_dim", False):
         return int(width)
     width = int(given(config, "block_ffn_dim_multiplier", 1.0) * int(2 * width / 3))
     multiple = given(config, "block_multiple_of", 256)

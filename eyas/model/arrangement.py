@@ -19,7 +19,7 @@ from eyas.model.architecture import TargetConfig
 from eyas.model.arrays import BFLOAT16, FLOAT32, Array, cast
 
 Rows = TypeVar("Rows", bound=Any)  # an array, or blocks of a GGUF file: what has rows to choose
-LAYER = re.compile(r"(model\.layers\.\d+\.)(.+)\.(weight|bias)")
+LAYER = re.compile(r"(model\.layers\.\d+\.)(.+)\.(\w+)")
 # Before the decoder's own names in checkpoints that hold more than a decoder of text.
 WITHIN = (
     ("model.language_model.", "model."),
@@ -43,8 +43,8 @@ def arranged(config: TargetConfig, published: Mapping[str, Rows]) -> dict[str, R
         if own is None:
             continue
         try:
-            if config.experts is not None and family.name == "GptOss" and ".mlp.experts." in own:
-                found |= _one_by_one(own, tensor, published, name)
+            if family.stacked and ".mlp.experts." in own:
+                found |= _one_by_one(own, tensor, published, name, family)
             else:
                 found |= _parts(own, tensor, config, family)
         except (IndexError, ValueError) as error:  # of rows that are not there
@@ -146,11 +146,11 @@ def _halves(num_rows: int, config: TargetConfig) -> Array:
     return rows
 
 
-# gpt-oss: all experts of a layer in one tensor, rows of gate and up by turns
+# All experts of a layer in one tensor
 
 
 def _one_by_one(
-    name: str, tensor: Any, published: Mapping[str, Any], stored_name: str
+    name: str, tensor: Any, published: Mapping[str, Any], stored_name: str, family: Family
 ) -> dict[str, Any]:
     """The matrices or biases of each expert. MXFP4 is two tensors, `_blocks` and `_scales`."""
     stem, _, end = name.rpartition("mlp.experts.")
@@ -170,10 +170,11 @@ def _one_by_one(
         matrices, part, kind = [one.T for one in tensor], end, "weight"
     found = {}
     for number, matrix in enumerate(matrices):
-        place = f"{stem}mlp.experts.{number}."
+        place, half = f"{stem}mlp.experts.{number}.", len(matrix) // 2
         if part == "gate_up_proj":
-            found[f"{place}gate_proj.{kind}"] = matrix[0::2]
-            found[f"{place}up_proj.{kind}"] = matrix[1::2]
+            turns = family.stacked == "turns"
+            found[f"{place}gate_proj.{kind}"] = matrix[0::2] if turns else matrix[:half]
+            found[f"{place}up_proj.{kind}"] = matrix[1::2] if turns else matrix[half:]
         else:
             found[f"{place}{part}.{kind}"] = matrix
     return found

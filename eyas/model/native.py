@@ -92,6 +92,8 @@ def target_role(config: TargetConfig, dtype: np.dtype[Any]) -> DecoderRole:
             "experts_per_token": experts.num_experts_per_tok,
             "expert_inner": experts.intermediate_size,
             "renormalises": experts.renormalises,
+            "routes_input": experts.routes_input,
+            "inner": max(config.intermediate_size, experts.shared_size or 0),
         }
     factors = {
         "score": config.score_scale,

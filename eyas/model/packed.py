@@ -19,7 +19,7 @@ import numpy as np
 
 from eyas.gguf.blocks import BLOCK, KINDS, PLAIN, BlockMatrix, quantised
 from eyas.gguf.file import Kind
-from eyas.model.architecture import LayerKind
+from eyas.model.architecture import MAX_HEAD_DIM, LayerKind
 from eyas.model.arrays import BFLOAT16, FLOAT32, Array, Arrays, cast, fits_bfloat16
 from eyas.model.library import address, library
 from eyas.model.structs import STRUCTS
@@ -253,17 +253,20 @@ class PackedLayer:
             linears["in"] = joined(*(f"self_attn.{name}_proj" for name in "qkv"))
             linears["out"] = joined("self_attn.o_proj")
         experts: list[PackedLinear] = []
+        of_all = "mlp.shared" if kind.has_experts else "mlp"
+        if f"{prefix}{of_all}.down_proj.weight" in tensors:
+            linears["gate_up"], linears["down"] = mlp(of_all)
         if kind.has_experts:
             linears["router"] = joined("mlp.router")
             for number in range(num_experts):
                 experts += mlp(f"mlp.experts.{number}")
-        else:
-            linears["gate_up"], linears["down"] = mlp("mlp")
         vectors = {
             name: vector(tensors[prefix + stored])
             for name, stored in VECTORS.items()
             if prefix + stored in tensors
         }
+        if kind.unit_heads:
+            vectors |= dict.fromkeys(("q_norm", "k_norm"), np.ones(MAX_HEAD_DIM, FLOAT32))
         self.linears = [*linears.values(), *experts]
         self._experts = (ctypes.c_void_p * len(experts))(*(one.handle for one in experts))
         self._vectors = vectors  # kept alive
@@ -272,7 +275,9 @@ class PackedLayer:
             **{name: address(tensor) for name, tensor in vectors.items()},
             experts=ctypes.addressof(self._experts) if experts else None,
             window=kind.window or 0,
+            chunk=kind.chunk or 0,
             rope=-1 if kind.rope is None else kind.rope,
+            scales=kind.scales,
         )
 
 

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from eyas.model.config import RopeConfig
 
 Floats = NDArray[np.float32]
+STEP = 1e-30  # in place of a division by zero
 
 
 def inverse_frequencies(rope: RopeConfig, dims: int) -> Floats:
@@ -32,14 +33,15 @@ def inverse_frequencies(rope: RopeConfig, dims: int) -> Floats:
     if rope.kind == "yarn":
         first, last = _yarn_range(rope, dims)
         if first == last:
-            last += 0.001  # as the reference: a step, not a division by zero
+            last += 0.001  # as the reference
         pairs = np.arange(dims // 2, dtype=np.float32)
         ramp = ((pairs - np.float32(first)) / np.float32(last - first)).clip(0, 1)
         frequencies = frequencies / np.float32(rope.factor) * ramp + frequencies * (1 - ramp)
     if rope.kind == "llama3":
         length, low = rope.original_max_position_embeddings, rope.low_freq_factor
         waves_in_context = np.float32(length) * frequencies / np.float32(2 * math.pi)
-        kept = (waves_in_context - np.float32(low)) / np.float32(rope.high_freq_factor - low)
+        span = rope.high_freq_factor - low or STEP  # Llama 4 Scout has nothing between them
+        kept = (waves_in_context - np.float32(low)) / np.float32(span)
         kept = kept.clip(0, 1)
         return frequencies * (kept + (1 - kept) / np.float32(rope.factor))
     return frequencies

@@ -282,17 +282,16 @@ def expected_shapes(config: TargetConfig) -> dict[str, tuple[int, ...]]:
                 found[f"{prefix}self_attn.k_norm.weight"] = (kv if is_wide else D,)
             if config.sinks:
                 found[f"{prefix}self_attn.sinks"] = (config.num_attention_heads,)
-        mlps, inner, has_bias = [f"{prefix}mlp."], config.intermediate_size, config.mlp_bias
+        mlps, has_bias = {f"{prefix}mlp.": config.intermediate_size}, config.mlp_bias
         if kind.has_experts:
             assert config.experts is not None
-            E, inner, has_bias = (
-                config.experts.num_experts,
-                config.experts.intermediate_size,
-                config.experts.bias,
-            )
+            E, has_bias = config.experts.num_experts, config.experts.bias
             add(f"{prefix}mlp.router", (E, H), has_bias)
-            mlps = [f"{prefix}mlp.experts.{number}." for number in range(E)]
-        for mlp in mlps:
+            names = [f"{prefix}mlp.experts.{number}." for number in range(E)]
+            mlps = dict.fromkeys(names, config.experts.intermediate_size)
+            if config.experts.shared_size is not None:
+                mlps[f"{prefix}mlp.shared."] = config.experts.shared_size
+        for mlp, inner in mlps.items():
             add(f"{mlp}gate_proj", (inner, H), has_bias)
             add(f"{mlp}up_proj", (inner, H), has_bias)
             add(f"{mlp}down_proj", (H, inner), has_bias)

@@ -199,7 +199,7 @@ class Trainer:
         Raises MismatchError, ConfigError, EmptyInputError.
         """
         self.ranks, self.source = ranks, source
-        self.vocabulary = TargetVocabulary.load(resolve_target(target)).to(ranks.device)
+        self.vocabulary = TargetVocabulary.load(resolve_target(target, True)).to(ranks.device)
         check_same_target(self.source.meta, self.vocabulary)
         self.given_V, self.start_head = None, None
         if config.head.draft_tokens:

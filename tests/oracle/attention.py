@@ -140,6 +140,22 @@ def path_slots(rows: TensorRows, page_size: int, count: int) -> torch.Tensor:
     return torch.from_numpy(slots).to(rows.slot.device)
 
 
+def _in_sight(rows: TensorRows, seen: torch.Tensor) -> torch.Tensor:
+    """The bits `seen` [M] of the columns that lie in each row's run of positions: its ancestors
+    stand one position apart, itself last.
+    """
+    if rows.chunk is None:
+        return seen
+    kept = []
+    for bits, count in zip(
+        seen.tolist(), (rows.position - rows.first_position + 1).tolist(), strict=True
+    ):
+        nodes = [bit for bit in range(MAX_TREE_COLUMNS) if bits >> bit & 1][-count:]
+        whole = sum(1 << bit for bit in nodes)
+        kept.append(whole - (1 << MAX_TREE_COLUMNS) * (whole >> MAX_TREE_COLUMNS - 1))
+    return torch.tensor(kept, device=seen.device)
+
+
 def _bit_lengths(seen: np.ndarray) -> np.ndarray:
     """Of int64 [M], read as 64 bits without a sign: 1 + the place of the highest bit set, or 0."""
     bits = np.unpackbits(
@@ -163,9 +179,10 @@ def _bucket(
     slots = pages[:, columns // page_size].long() * page_size + columns % page_size
     # What a page table holds behind a request's last page has no meaning: any valid slot will do.
     slots.masked_fill_(columns >= torch.from_numpy(ends).to(device)[:, None], 0)
-    prefix_len, seen = rows.prefix_len[places_bN][..., None], rows.seen[places_bN][..., None]
+    prefix_len = rows.prefix_len[places_bN][..., None]
     mask = (columns >= first_seen) & (columns < prefix_len)
     if with_tree:
+        seen = _in_sight(rows, rows.seen)[places_bN][..., None]
         e = columns - prefix_len
         in_tree = (e >= 0) & (e < MAX_TREE_COLUMNS)
         mask |= in_tree & (seen >> e.clamp(0, MAX_TREE_COLUMNS - 1) & 1).bool()

@@ -61,13 +61,13 @@ class Placement:
 
     turns: by number of the rotary embedding, cos and sin [M, 1, dims] of each row's position, in
     the model's dtype; the first half of sin is negated. slot [M] int64: where the rows are kept.
-    plans: by window, what each row sees. query_scale [M, 1, 1] or None. path [M, kernel]: slots of
-    a convolution, see `path_slots`.
+    plans: by window and chunk, what each row sees. query_scale [M, 1, 1] or None. path [M, kernel]:
+    slots of a convolution, see `path_slots`.
     """
 
     turns: tuple[tuple[Tensor, Tensor], ...]
     slot: Tensor
-    plans: Mapping[int | None, AttentionPlan]
+    plans: Mapping[tuple[int | None, int | None], AttentionPlan]
     query_scale: Tensor | None
     path: Tensor | None
 
@@ -84,7 +84,7 @@ class PositionTables:
         if decoder is not None:
             dims, ropes, kinds = decoder.turned_dims, decoder.rotations, decoder.layer_kinds
             self._kernel, self._scale = decoder.conv_kernel, decoder.query_scale
-        self._windows = {kind.window for kind in kinds if kind.mixer == "attention"}
+        self._sights = {(kind.window, kind.chunk) for kind in kinds if kind.mixer == "attention"}
         self._tables = []
         for rope in ropes:
             cos, sin = map(tensor_of, rope_table(rope, dims, length))
@@ -99,10 +99,10 @@ class PositionTables:
             for cos, sin in self._tables
         )
         plans = {
-            window: AttentionPlan.of(
-                rows if window is None else replace(rows, window=window), page_size
+            (window, chunk): AttentionPlan.of(
+                replace(rows, window=window or rows.window, chunk=chunk), page_size
             )
-            for window in self._windows
+            for window, chunk in self._sights
         }
         scale = None
         if self._scale is not None:
@@ -150,7 +150,9 @@ class GatedMlp:
 
 
 class MixtureOfExperts:
-    """Each row's best experts, weighted by the softmax of the router's logits."""
+    """Each row's best experts, weighted by the softmax of the router's logits; or, where
+    `routes_input`, given the row times the sigmoid of its logit, beside a shared MLP.
+    """
 
     def __init__(self, tensors: Tensors, config: TargetConfig) -> None:
         assert config.experts is not None
@@ -160,20 +162,29 @@ class MixtureOfExperts:
             GatedMlp(tensors, f"mlp.experts.{number}.", config.activation)
             for number in range(config.experts.num_experts)
         ]
+        has_shared = config.experts.shared_size is not None
+        self.shared = GatedMlp(tensors, "mlp.shared.", config.activation) if has_shared else None
 
     def __call__(self, x: Tensor) -> Tensor:
         """[M, H] -> [M, H]; rows go to an expert together, experts in ascending order."""
-        probabilities = self.router(x).float().softmax(-1)
-        best = probabilities.sort(dim=-1, descending=True, stable=True)
-        count = self._experts.num_experts_per_tok
-        weights, chosen = best.values[:, :count], best.indices[:, :count]
+        logits = self.router(x).float()
+        routes = self._experts.routes_input
+        best = logits.sort(dim=-1, descending=True, stable=True)
+        chosen = best.indices[:, : self._experts.num_experts_per_tok]
+        weights = (logits.sigmoid() if routes else logits.softmax(-1)).gather(1, chosen)
         if self._experts.renormalises:
             weights = weights / weights.sum(-1, keepdim=True)
         mixed = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
         for number in sorted(set(chosen.flatten().tolist())):
             rows, places = (chosen == number).nonzero().unbind(1)
-            out = self.mlps[number](x[rows]).float() * weights[rows, places, None]
+            shares = weights[rows, places, None]
+            if routes:
+                out = self.mlps[number]((x[rows] * shares).to(x.dtype)).float()
+            else:
+                out = self.mlps[number](x[rows]).float() * shares
             mixed.index_add_(0, rows, out)
+        if self.shared is not None:
+            mixed = mixed + self.shared(x).float()
         return mixed.to(x.dtype)
 
 
@@ -235,9 +246,13 @@ class PagedAttention:
             cos, sin = at.turns[self._kind.rope]
             rolled = turned.roll(self._turned // 2, -1)
             turned.mul_(cos).addcmul_(rolled, sin)
+        if self._kind.unit_heads:
+            ones = torch.ones(D, dtype=x.dtype)
+            qkv[:, : Hq + Hk] = rms_norm(qkv[:, : Hq + Hk], ones, self._eps)
         cache.write(layer, at.slot, qkv[:, Hq:])
-        q = qkv[:, :Hq] if at.query_scale is None else qkv[:, :Hq] * at.query_scale
-        plan = at.plans[self._kind.window]
+        is_scaled = at.query_scale is not None and self._kind.scales
+        q = qkv[:, :Hq] * at.query_scale if is_scaled else qkv[:, :Hq]
+        plan = at.plans[self._kind.window, self._kind.chunk]
         mixed = plan.attend(q, cache.keys_and_values(layer, (Hk, D)), self._weighing)
         return mixed.reshape(-1, Hq * D)
 

@@ -13,7 +13,8 @@ from eyas.operators.tensors import tensor_of
 @dataclass(frozen=True, slots=True)
 class TensorRows:
     """`Rows` as tensors. window: how many positions a row sees, its own among them; None is all. It
-    is more than the levels of a tree, so that only the prefix is cut.
+    is more than the levels of a tree, so that only the prefix is cut. chunk: a row sees those of
+    its own run of so many positions, in its tree too.
     """
 
     token: torch.Tensor
@@ -25,6 +26,7 @@ class TensorRows:
     page_table: torch.Tensor
     first_column: int = 0
     window: int | None = None
+    chunk: int | None = None
 
     @classmethod
     def of(cls, rows: Rows) -> TensorRows:
@@ -37,11 +39,16 @@ class TensorRows:
     @property
     def first_seen(self) -> torch.Tensor:
         """The first column of the prefix that each row sees, int64 [M]."""
-        if self.window is None:
-            return torch.full_like(self.position, self.first_column)
         # the entry in column c has the position c - first_column
-        first = self.position - self.window + 1 + self.first_column
-        return first.clamp(min=self.first_column).minimum(self.prefix_len)
+        return (self.first_position + self.first_column).minimum(self.prefix_len)
+
+    @property
+    def first_position(self) -> torch.Tensor:
+        """The first position that each row sees, int64 [M]."""
+        if self.chunk is not None:
+            return self.position // self.chunk * self.chunk
+        seen = self.window or int(self.position.max()) + 1
+        return (self.position - seen + 1).clamp(min=0)
 
 
 class TensorCache:

@@ -2,8 +2,8 @@
 // weights.
 //
 //   a row's keys, in order:   columns first_column .. prefix_len - 1,   then the tree columns of
-//   its bits, ascending with a window             the columns of positions position - window + 1 ..
-//   of these; it is longer than a tree is deep
+//   its bits, ascending. With a window, of these the columns of positions from position - window +
+//   1 on; in chunks, those from the last multiple of a chunk on
 //
 // Every sum runs over this logical list in the same order and in the same groups, however many rows
 // are worked on together: a tree's node gets the very bits of plain decoding.
@@ -28,8 +28,9 @@ struct RowTile {
 // Which slots each row sees, worked out once a forward.
 class Visible {
  public:
-  // window: positions that a row sees, 0 for all.
-  explicit Visible(int64_t window) : window(window) {}
+  // window: positions that a row sees, 0 for all. chunk: a row sees those of its own run of so
+  // many positions, 0 for all.
+  Visible(int64_t window, int64_t chunk) : window(window), chunk(chunk) {}
 
   // False when a row names a slot or page that is not there.
   bool plan(const RowsView& rows, int rows_a_tile, int apart) {
@@ -94,7 +95,7 @@ class Visible {
     return round_up(longer, step);
   }
 
-  int64_t window;
+  int64_t window, chunk;
   std::vector<RowTile> tiles;
   int longest = 0;
 
@@ -110,9 +111,11 @@ class Visible {
   // The first column of its prefix that a row sees: the entry in column c has the position c -
   // first_column.
   int64_t begin(const RowsView& rows, int m) const {
-    if (window == 0) return rows.first_column;
-    return std::min(std::max<int64_t>(rows.position[m] - window + 1, 0) + rows.first_column,
-                    rows.prefix_len[m]);
+    return std::min(first_position(rows.position[m]) + rows.first_column, rows.prefix_len[m]);
+  }
+  int64_t first_position(int64_t position) const {
+    if (chunk > 0) return position / chunk * chunk;
+    return window > 0 ? std::max<int64_t>(position - window + 1, 0) : 0;
   }
 
   // Rows of one request stand together, so its slots are listed once, from the first to the last
@@ -139,9 +142,13 @@ class Visible {
     return true;
   }
 
+  // Of its ancestors, which stand one position apart, and itself, those that a row sees.
   bool add_tail(const RowsView& rows, int m) {
     int count = 0;
-    for (uint64_t bits = static_cast<uint64_t>(rows.seen[m]); bits != 0; bits &= bits - 1) {
+    uint64_t bits = static_cast<uint64_t>(rows.seen[m]);
+    const int64_t seen = rows.position[m] - first_position(rows.position[m]) + 1;
+    for (int64_t unseen = __builtin_popcountll(bits) - seen; unseen > 0; --unseen) bits &= bits - 1;
+    for (; bits != 0; bits &= bits - 1) {
       const int64_t slot =
           slot_of(rows, rows.request[m], rows.prefix_len[m] + __builtin_ctzll(bits));
       if (slot < 0) return false;

@@ -1,5 +1,7 @@
 // Which experts of a mixture take which rows. Knows the router's logits, no weights.
 //
+// An expert's output is multiplied by its share; or, where inputs are routed, its input.
+//
 // The rows of a forward go to experts grouped: an expert's rows stand together, so its weights are
 // read once. What a row is given, and in what order it is summed, depends on the row alone.
 #pragma once
@@ -17,24 +19,39 @@ struct ExpertRows {
 template <class T>
 class Experts {
  public:
-  Experts(int64_t E, int64_t k, bool renormalises)
+  Experts(int64_t E, int64_t k, bool renormalises, bool routes_input)
       : E_(static_cast<int>(E)),
         k_(static_cast<int>(k)),
         stride_(round_up(E_, kLanes)),
-        renormalises_(renormalises) {}
+        renormalises_(renormalises),
+        routes_input_(routes_input) {}
 
   void reserve(size_t M, size_t x_stride, size_t h_stride) {
     logits.reserve(M * stride_);
     ids_.reserve(M * k_), places_.reserve(M * k_), rows_.reserve(M * k_), shares_.reserve(M * k_);
+    of_inputs_.reserve(M * k_);
     counts_.reserve(E_ + 1), groups_.reserve(E_);
     x.reserve(M * k_ * x_stride);
     outputs.reserve(M * k_ * h_stride);
   }
 
-  // The k best of row m's softmax (ties: smaller id), ascending, and their shares.
+  // The k best of row m's logits (ties: smaller id), ascending, and their shares: of the softmax,
+  // or where inputs are routed, the sigmoid of each.
   void choose(int m) {
-    float* p = logits.get() + static_cast<size_t>(m) * stride_;
+    float *p = logits.get() + static_cast<size_t>(m) * stride_, *shares = shares_.get() + m * k_;
     int* ids = ids_.get() + m * k_;
+    for (int i = 0; i < k_; ++i) {
+      int best = -1;
+      for (int e = 0; e < E_; ++e)
+        if (std::find(ids, ids + i, e) == ids + i && (best < 0 || p[e] > p[best])) best = e;
+      ids[i] = best;
+    }
+    std::sort(ids, ids + k_);
+    if (routes_input_) {
+      for (int i = 0; i < k_; ++i)
+        shares[i] = max_of(splat(1.0f) / (splat(1.0f) + exp_of(splat(-p[ids[i]]))));
+      return;
+    }
     Vec most = splat(-INFINITY), sum = Vec{};
     for (int e = 0; e < E_; e += kLanes)
       most = max(most, first_of(first_lanes(E_ - e), load(p + e), most));
@@ -44,16 +61,9 @@ class Experts {
       store(p + e, part);
       sum = sum + first_of(first_lanes(E_ - e), part);
     }
-    for (int i = 0; i < k_; ++i) {
-      int best = -1;
-      for (int e = 0; e < E_; ++e)
-        if (std::find(ids, ids + i, e) == ids + i && (best < 0 || p[e] > p[best])) best = e;
-      ids[i] = best;
-    }
-    std::sort(ids, ids + k_);
     float total = renormalises_ ? 0 : sum_of(sum);
     for (int i = 0; renormalises_ && i < k_; ++i) total += p[ids[i]];
-    for (int i = 0; i < k_; ++i) shares_.get()[m * k_ + i] = p[ids[i]] / total;
+    for (int i = 0; i < k_; ++i) shares[i] = p[ids[i]] / total;
   }
 
   // Groups the M rows by expert; needs every row's choice.
@@ -69,6 +79,7 @@ class Experts {
     for (int i = 0; i < M * k_; ++i) {
       const int place = starts[ids_.get()[i]]++;
       places_.get()[i] = place, rows_.get()[place] = i / k_;
+      if (routes_input_) of_inputs_.get()[place] = std::exchange(shares_.get()[i], 1.0f);
     }
   }
 
@@ -76,10 +87,14 @@ class Experts {
   int num_groups() const { return num_groups_; }
   const ExpertRows& operator[](int group) const { return groups_.get()[group]; }
   int row(int place) const { return rows_.get()[place]; }
+  // What the input at a place is multiplied by; null where it stays.
+  const float* of_input(int place) const {
+    return routes_input_ ? of_inputs_.get() + place : nullptr;
+  }
 
-  // 16 channels of row m's sum over its experts, in their order, of outputs [M * k, stride].
-  INLINE Vec sum(int m, int c, size_t stride) const {
-    Vec all = Vec{};
+  // 16 channels of row m's sum over its experts, in their order, of outputs [M * k, stride], and
+  // of what is there already.
+  INLINE Vec sum(int m, int c, size_t stride, Vec all) const {
     for (int i = m * k_; i < (m + 1) * k_; ++i)
       all = fma(splat(shares_.get()[i]), load(outputs.get() + places_.get()[i] * stride + c), all);
     return all;
@@ -92,8 +107,8 @@ class Experts {
 
  private:
   int E_, k_, stride_, num_groups_ = 0;
-  bool renormalises_;
+  bool renormalises_, routes_input_;
   Buffer<int> ids_, places_, rows_, counts_;
-  Buffer<float> shares_;
+  Buffer<float> shares_, of_inputs_;
   Buffer<ExpertRows> groups_;
 };

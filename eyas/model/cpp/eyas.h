@@ -32,7 +32,8 @@ struct Weights {
 struct Shape {
   int64_t layers, hidden, inner, Hq, Hk, D, vocab, embed_rows, embed_kind, is_draft;
   int64_t norm_before_residual, norm_output, threads, slot_width, rotary_dims, wide_head_norms,
-      activation, num_experts, experts_per_token, expert_inner, renormalises, conv_kernel;
+      activation, num_experts, experts_per_token, expert_inner, renormalises, routes_input,
+      conv_kernel;
 };
 
 // softcaps: 0 for none.
@@ -40,14 +41,15 @@ struct Factors {
   float eps, score, softcap, embed, residual, logit, logit_softcap;
 };
 
-// in: queries, keys and values, or B, C and x of a convolution. experts: gate_up and down of each.
-// out_norm, mlp_out_norm: of what is added to the residual stream. taps [conv_kernel, H]: of the
-// convolution. window: 0 for none; rope: -1 for none.
+// in: queries, keys and values, or B, C and x of a convolution. experts: gate_up and down of each;
+// gate_up and down beside them are of an MLP that every row takes. out_norm, mlp_out_norm: of what
+// is added to the residual stream. taps [conv_kernel, H]: of the convolution. window, chunk: 0 for
+// none; rope: -1 for none; scales: queries, by their positions.
 struct Layer {
   const Product *in, *out, *gate_up, *down, *router, *const *experts;
   const float *input_norm, *out_norm, *post_norm, *mlp_out_norm, *q_norm, *k_norm, *sinks, *taps,
       *taps_bias;
-  int64_t window, rope;
+  int64_t window, chunk, rope, scales;
 };
 
 // head_rows [V, H]: of a draft whose head is a coarse one, its weights in the decoder's precision;

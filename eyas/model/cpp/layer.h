@@ -54,7 +54,7 @@ void Model<A>::place(const Layer& layer, const RowsView& rows, T* cache, int m, 
     }
   };
   place_heads(queries, Hq_, g * group, (g + 1) * group, layer.q_norm,
-              query_scales_ == nullptr ? 1.0f : query_scales_[position],
+              layer.scales == 0 || query_scales_ == nullptr ? 1.0f : query_scales_[position],
               queries_.get() + (static_cast<size_t>(m) * Hq_ + g * group) * query_stride_,
               query_stride_);
   place_heads(keys, Hk_, g, g + 1, layer.k_norm, 1.0f, to, 0);
@@ -165,11 +165,18 @@ void Model<A>::convolve(int t, int T_, const Layer& layer, const RowsView& rows,
 }
 
 // As the MLP of `layer`, of a mixture: each expert's rows together, and a row's sum over its
-// experts.
+// experts, added to what the MLP of all rows gives where there is one.
 template <class A>
 template <class Tap>
 void Model<A>::mixture(int t, int T_, const Layer& layer, const Product* next, const T* x, int M,
                        Tap&& tap) {
+  const bool is_shared = layer.gate_up != nullptr;
+  if (is_shared) {
+    put_gated(t, T_, *layer.gate_up, layer.down, x, M, act_.get(), act_stride_);
+    sync();
+    put_product(t, T_, *layer.down, layer.router, act_.get(), act_stride_, M, later_.get(),
+                h_stride_);
+  }
   put_product(t, T_, *layer.router, nullptr, x, x_stride_, M, experts_.logits.get(),
               experts_.stride());
   sync();
@@ -178,8 +185,17 @@ void Model<A>::mixture(int t, int T_, const Layer& layer, const Product* next, c
   if (t == 0) experts_.group(M);
   sync();
   const int all = M * static_cast<int>(shape_.experts_per_token), groups = experts_.num_groups();
-  for (int i = all * t / T_; i < all * (t + 1) / T_; ++i)
-    std::memcpy(experts_.x.get() + i * x_stride_, x + experts_.row(i) * x_stride_, H_ * sizeof(T));
+  for (int i = all * t / T_; i < all * (t + 1) / T_; ++i) {
+    const T* from = x + experts_.row(i) * x_stride_;
+    T* to = experts_.x.get() + i * x_stride_;
+    if (const float* share = experts_.of_input(i))
+      for (int c = 0; c < H_; c += kLanes) {
+        const Lanes lanes = first_lanes(H_ - c);
+        A::store(to + c, lanes, splat(*share) * A::load(from + c, lanes));
+      }
+    else
+      std::memcpy(to, from, H_ * sizeof(T));
+  }
   sync();
   for (int i = 0; i < groups; ++i) {
     const auto [expert, start, count] = experts_[i];
@@ -199,7 +215,8 @@ void Model<A>::mixture(int t, int T_, const Layer& layer, const Product* next, c
   sync();
   for (int m = M * t / T_; m < M * (t + 1) / T_; ++m) {
     float* sum = later_.get() + m * h_stride_;
-    for (int c = 0; c < H_; c += kLanes) store(sum + c, experts_.sum(m, c, h_stride_));
+    for (int c = 0; c < H_; c += kLanes)
+      store(sum + c, experts_.sum(m, c, h_stride_, is_shared ? load(sum + c) : Vec{}));
     add_normed(m, sum, layer.mlp_out_norm, tap);
   }
 }

@@ -132,7 +132,8 @@ class Model final : public Decoder {
         eps_(factors.eps),
         layers_(std::move(layers)),
         outer_(outer),
-        experts_(shape.num_experts, shape.experts_per_token, shape.renormalises != 0) {
+        experts_(shape.num_experts, shape.experts_per_token, shape.renormalises != 0,
+                 shape.routes_input != 0) {
     H_ = static_cast<int>(shape.hidden), I_ = static_cast<int>(shape.inner),
     D_ = static_cast<int>(shape.D);
     Hq_ = static_cast<int>(shape.Hq), Hk_ = static_cast<int>(shape.Hk),
@@ -150,8 +151,8 @@ class Model final : public Decoder {
     set_threads(static_cast<int>(shape.threads));
     for (const Layer& layer : layers_) {
       if (std::none_of(visible_.begin(), visible_.end(),
-                       [&](const Visible& one) { return one.window == layer.window; }))
-        visible_.emplace_back(layer.window);
+                       [&](const Visible& one) { return is_of(one, layer); }))
+        visible_.emplace_back(layer.window, layer.chunk);
       adds_later_ |= layer.out_norm != nullptr || layer.experts != nullptr;
     }
     by_amx_ = A::is_bf16 && has_amx();
@@ -213,9 +214,12 @@ class Model final : public Decoder {
 
   bool has_quantised() const;
 
+  static bool is_of(const Visible& one, const Layer& layer) {
+    return one.window == layer.window && one.chunk == layer.chunk;
+  }
   const Visible& seen_by(const Layer& layer) const {
     return *std::find_if(visible_.begin(), visible_.end(),
-                         [&](const Visible& one) { return one.window == layer.window; });
+                         [&](const Visible& one) { return is_of(one, layer); });
   }
 
   size_t feature_stride() const { return round_up(3 * H_, 32) + 32; }
@@ -341,7 +345,7 @@ class Model final : public Decoder {
     else
       attention(t, T_, layer, rows, cache);
     sync();
-    add_product(t, T_, *layer.out, layer.experts == nullptr ? layer.gate_up : layer.router,
+    add_product(t, T_, *layer.out, layer.gate_up == nullptr ? layer.router : layer.gate_up,
                 layer.out_norm, mixed_.get(), x_stride_, M, [](int, int, Lanes, Vec) {});
     sync();
     x = normed(t, T_, M, layer.post_norm, nullptr);
@@ -468,7 +472,7 @@ class Model final : public Decoder {
   Buffer<int> most_ids_;
   Buffer<Top> tops_;
   std::vector<const float*> sources_;
-  std::vector<Visible> visible_;  // of each window
+  std::vector<Visible> visible_;  // of each window and chunk
   Experts<T> experts_;
   TreeRows tree_rows_;
   EntryRows entry_rows_;
