@@ -1,4 +1,4 @@
-"""Trees on answers whose hidden states are there: no target runs, and nothing is drawn.
+"""A head along answers whose hidden states are there: no target runs, and nothing is drawn.
 
 Verification draws a token at the root and at each accepted node, and the answer says which they
 were. So the head's tree grows at each round's root as in serving, and is walked along the answer:
@@ -14,6 +14,9 @@ tokens (SGLang, vLLM). Our own engine guesses the draws, and accepts more at tem
 A sampled answer is one of many. What is accepted in expectation over all that could be drawn at its
 nodes follows from the last hidden states: the chance that the target draws a child of a node.
 
+A chain is a tree of one branch: all places of an answer are unrolled at once, on a GPU where there
+is one (`operators.chain`), and every shorter chain is its beginning.
+
 Letters: B samples, T the longest of them, C candidates, H target hidden size, V target vocabulary.
 """
 
@@ -28,24 +31,43 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from eyas.chat import Chat
 from eyas.engine.costs import AT_ONCE
 from eyas.engine.draft import Draft, check_branches
 from eyas.engine.tree import Speculation, Tree, most_probable, tree_of
 from eyas.engine.verify import accept
-from eyas.errors import ConfigError
-from eyas.evaluate.breakdown import AnswerCounts, prompt_of, tree_entry
+from eyas.errors import ConfigError, EmptyInputError, MismatchError
+from eyas.evaluate.breakdown import (
+    WAYS,
+    AnswerCounts,
+    figures,
+    prompt_of,
+    tree_entry,
+    vocabulary_figures,
+)
+from eyas.language import language
+from eyas.log import Track
 from eyas.model.arrays import FLOAT32, Array
-from eyas.model.checkpoint import read_head
-from eyas.model.config import TargetShape
+from eyas.model.config import HeadConfig, TargetShape, check_head
+from eyas.model.dialects import LM_HEAD
 from eyas.model.rows import FeatureCache, Growth, PagedCache, Roots
 from eyas.model.target import PAGE_SIZE
-from eyas.operators.chain import runs
-from eyas.operators.tensors import array_of
+from eyas.operators.batch import Batch, plan_batches
+from eyas.operators.chain import matched_spans, runs
+from eyas.operators.head import Head, head_of
+from eyas.operators.tensors import array_of, arrays_of, read_head
 from eyas.operators.vocab import TargetVocabulary
-from eyas.shards import Sample
+from eyas.shards import FeatureSource, Sample
 from eyas.tau import RoundCounts
 
 ROWS_AT_ONCE = 256  # of logits over the target's vocabulary
+BATCH_TOKENS = 8192  # of a batch, padding included: under a GB for a head of a 70 B target
+# of answers' tokens that are the target's argmax by the features: below it they were sampled
+GREEDY = 0.97
+ASSUMES = (
+    "a chain of num_draft_steps drafts every round, never cut short; features in the precision "
+    "served"
+)
 END = -1  # behind an answer: no draft's token
 
 
@@ -220,31 +242,46 @@ class TreeCounts:
     answers: list[AnswerCounts] = field(default_factory=list)
 
 
-class TreeWalks:
-    """Counts of a head's trees on answers, sample by sample."""
+class AnswerWalks:
+    """Counts of a head's trees, and of its chains of 1 to K drafts, on answers, sample by sample.
+
+    K is 0 where no chain is asked for.
+    """
 
     def __init__(
         self,
-        draft: Draft,
-        t2d_V: np.ndarray,
         vocabulary: TargetVocabulary,
+        draft: Draft | None,
+        head: Head | None,
+        t2d_V: Tensor,
         trees: Sequence[Speculation],
-        temperature: float = 0.0,
+        num_draft_steps: int = 0,
     ) -> None:
-        """t2d_V bool: in the draft vocabulary. temperature: what the answers are drawn at, from the
-        whole vocabulary; 0 as well where that is not so.
-        """
-        self._draft, self._t2d_V, self._vocabulary = draft, t2d_V, vocabulary
-        self._temperature = temperature
+        """t2d_V bool: in the draft vocabulary. draft: for trees; head: for chains."""
+        self._vocabulary, self._draft, self._head, self._t2d_V = vocabulary, draft, head, t2d_V
+        self.temperature = 0.0  # see `at`
         self._counts = [TreeCounts(tree) for tree in trees]
-        self._is_known: list[list[bool]] = []  # as of Chains
+        self._by_length = [RoundCounts(steps) for steps in range(1, num_draft_steps + 1)]
+        self._of_chain: list[AnswerCounts] = []
+        self._is_known: list[list[bool]] = []  # of each answer's tokens: in the draft vocabulary
+        self._num_greedy = 0
 
     @classmethod
-    def load(cls, vocabulary: TargetVocabulary, head: Path, trees: Sequence[str]) -> TreeWalks:
-        """Raises what reading a head raises, MismatchError for one that does not fit, and
-        ConfigError for a tree without a size.
+    def load(
+        cls,
+        vocabulary: TargetVocabulary,
+        head: Path,
+        trees: Sequence[str],
+        num_draft_steps: int = 0,
+        source: FeatureSource | None = None,
+    ) -> AnswerWalks:
+        """source: features that are walked. Raises what reading a head raises, MismatchError for
+        what is not of one target, and ConfigError for a tree without a size.
         """
         config, tensors = read_head(head, vocabulary.config)
+        if source is not None:
+            check_belongs(source, config, vocabulary)
+        check_head(config, vocabulary.config, vocabulary.lm_head_sha256)
         parsed = [Speculation.parse(tree) for tree in trees]
         for tree in parsed:
             if tree.mode != "fixed":
@@ -254,31 +291,55 @@ class TreeWalks:
                     "give trees such as fixed(6,3,12)",
                 )
             check_branches(config, tree)
-        draft = Draft(config, tensors, TargetMatrices.of(vocabulary))
-        return cls(draft, tensors["t2d"], vocabulary, parsed)
+        matrices = TargetMatrices.of(vocabulary) if trees else None
+        draft = Draft(config, arrays_of(tensors), matrices) if matrices else None
+        device = vocabulary.lm_head.device
+        tensors.setdefault(LM_HEAD, vocabulary.lm_head)
+        unrolled = head_of(config, tensors).to(device) if num_draft_steps else None
+        return cls(vocabulary, draft, unrolled, tensors["t2d"], parsed, num_draft_steps)
 
-    def of(self, temperature: float) -> TreeWalks:
-        """The same without counts, for answers of this temperature."""
+    def at(self, temperature: float) -> AnswerWalks:
+        """The same without counts, for answers that are drawn at this temperature from the whole
+        vocabulary; 0 as well where that is not so.
+        """
         trees = [counts.tree for counts in self._counts]
-        return TreeWalks(self._draft, self._t2d_V, self._vocabulary, trees, temperature)
+        parts = self._vocabulary, self._draft, self._head, self._t2d_V, trees
+        found = AnswerWalks(*parts, len(self._by_length))
+        found.temperature = temperature
+        return found
 
     def add(self, samples: Sequence[Sample], languages: Sequence[str]) -> None:
         """Walk these samples' answers. languages: of each sample's."""
+        for sample in samples:
+            is_known = self._t2d_V[sample.token_ids.long()].tolist()
+            spans = runs(sample.loss_mask.tolist())
+            self._is_known += [is_known[first:end] for first, end in spans]
+        if self._by_length:
+            self._add_chains(samples, languages)
         for counts in self._counts:
+            assert self._draft is not None
             walks = walk(self._draft, counts.tree, samples)
-            for sample, language, one in zip(samples, languages, walks, strict=True):
+            for sample, name, one in zip(samples, languages, walks, strict=True):
                 for rounds in one.rounds:
                     tally = RoundCounts(counts.tree.num_draft_steps)
                     tally.add_rounds([round.num_accepted_drafts for round in rounds])
-                    of = prompt_of(sample.key), sample.source, language
+                    of = prompt_of(sample.key), sample.source, name
                     counts.answers.append(AnswerCounts(*of, tally))
-                    if self._temperature > 0:
+                    if self.temperature > 0:
                         states = sample.last_hidden, self._vocabulary
-                        counts.expected += expected_drafts(rounds, *states, self._temperature)
-        for sample in samples:
-            is_known = self._t2d_V[sample.token_ids.numpy()].tolist()
-            spans = runs(sample.loss_mask.tolist())
-            self._is_known += [is_known[first:end] for first, end in spans]
+                        counts.expected += expected_drafts(rounds, *states, self.temperature)
+
+    def _add_chains(self, samples: Sequence[Sample], languages: Sequence[str]) -> None:
+        K, vocabulary = len(self._by_length), self._vocabulary
+        batch = Batch.of(samples).to(str(vocabulary.lm_head.device))
+        assert self._head is not None
+        for number, matches in matched_spans(self._head, vocabulary.embed_tokens, batch, K):
+            sample, counts = samples[number], RoundCounts(K)
+            for one in (counts, *self._by_length):
+                one.add_answer(matches)
+            of = prompt_of(sample.key), sample.source, languages[number]
+            self._of_chain.append(AnswerCounts(*of, counts))
+        self._num_greedy += num_greedy(vocabulary, batch)
 
     def entries(self, temperature: float | None, **facts: Any) -> list[dict[str, Any]]:
         """Entries of eval.json's `trees`. temperature: of the answers; None: of several.
@@ -288,11 +349,96 @@ class TreeWalks:
         made = []
         for counts in self._counts:
             entry = tree_entry(counts.tree, temperature, counts.answers, self._is_known, **facts)
-            if self._temperature > 0:
+            if self.temperature > 0:
                 entry["expected_tau"] = 1 + counts.expected / max(entry["rounds"], 1)
             made.append(entry)
         return made
 
     def answers(self) -> list[AnswerCounts]:
-        """The counts of each answer, by the first tree."""
-        return self._counts[0].answers
+        """The counts of each answer: by the chain, or else by the first tree."""
+        return self._of_chain if self._by_length else self._counts[0].answers
+
+    def measure(self, source: FeatureSource, chat: Chat, track: Track) -> dict[str, Any]:
+        """What eval.json says of the features of a source; chat: to read the answers' language.
+
+        Raises EmptyInputError where no answer has two tokens.
+        """
+        done, longest, self.temperature = 0, self._by_length[-1], drawn_at(source)
+        for samples in source.batches(plan_batches(source.lengths, BATCH_TOKENS, "eval")):
+            texts = (chat.decode(one.token_ids[one.loss_mask].tolist()) for one in samples)
+            self.add(samples, [language(text) for text in texts])
+            done += len(samples)
+            track(done, len(source), f"tau {longest.tau:.3f}")
+        if not longest.rounds:
+            raise EmptyInputError(
+                "the held-out features hold no answer of two tokens or more",
+                "capture with more prompts",
+            )
+        K, num_tokens = len(self._by_length), sum(map(len, self._is_known))
+        greedy_share = self._num_greedy / num_tokens
+        temperature = answers_temperature(source, greedy_share)
+        result: dict[str, Any] = {
+            **figures(self._of_chain, K),
+            "num_draft_steps": K,
+            "tau_by_num_draft_steps": [counts.tau for counts in self._by_length],
+            "language_of": "answers",
+            **vocabulary_figures(self._is_known, K),
+            "greedy_share": greedy_share,
+            "answers_temperature": temperature,
+            "tokens": num_tokens,
+            "assumes": f"{'greedy' if temperature == 0 else 'sampled'} answers; {ASSUMES}",
+            "ways": {"chain": WAYS["features"]},
+        }
+        if self._counts:
+            result["trees"] = self.entries(temperature, language_of="answers", by="features")
+            result["ways"]["trees"] = WAYS["features"]
+        return result
+
+
+@torch.inference_mode()
+def num_greedy(vocabulary: TargetVocabulary, batch: Batch) -> int:
+    """How many of the answers' tokens are the target's argmax by the features."""
+    mask_BT = batch.loss_mask_BT[:, 1:]
+    before_PH = batch.last_hidden_BTH[:, :-1][mask_BT]
+    own_P = torch.cat([vocabulary.best(rows) for rows in torch.split(before_PH, 2 * ROWS_AT_ONCE)])
+    return int((own_P == batch.tokens_BT[:, 1:][mask_BT]).sum())
+
+
+# How the answers of features were drawn
+
+
+def samplings(source: FeatureSource) -> list[dict[str, Any]]:
+    """How `generate` was asked to draw the answers of features; nothing where that is not known."""
+    answers = source.inputs["features"].inputs.get("answers")
+    return answers.config.get("sampling", []) if answers is not None else []
+
+
+def drawn_at(source: FeatureSource) -> float:
+    """The temperature at which all answers were drawn from the whole vocabulary; 0 for others."""
+    kinds = {(one["temperature"], one["top_p"], one["top_k"]) for one in samplings(source)}
+    ((temperature, *cut),) = kinds if len(kinds) == 1 else {(0.0, 1, 0)}
+    return temperature if cut == [1, 0] else 0.0
+
+
+def answers_temperature(source: FeatureSource, greedy_share: float) -> float | None:
+    """What the answers were drawn at: as `generate` was asked, or greedy by their tokens; None for
+    several temperatures, or one that is not known.
+    """
+    stated = {one["temperature"] for one in samplings(source)}
+    if stated:
+        return stated.pop() if len(stated) == 1 else None
+    return 0.0 if greedy_share >= GREEDY else None
+
+
+def check_belongs(source: FeatureSource, head: HeadConfig, vocabulary: TargetVocabulary) -> None:
+    """Raise MismatchError unless features are of this target, and of the head's layers."""
+    meta, ours = source.meta, vocabulary.config
+    found = meta.lm_head_sha256, meta.taps, meta.hidden_size, meta.vocab_size
+    if found != (vocabulary.lm_head_sha256, head.taps, ours.hidden_size, ours.vocab_size):
+        raise MismatchError(
+            f"head, features and target are not of one target: the features are of layers "
+            f"{meta.taps} of a target of hidden size {meta.hidden_size} whose lm_head is "
+            f"{meta.lm_head_sha256[:12]}, the head is of layers {head.taps} of "
+            f"{head.target_hidden_size}, the target's lm_head is {vocabulary.lm_head_sha256[:12]}",
+            "give the target and features that the head was trained on",
+        )

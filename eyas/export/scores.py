@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from eyas.tau import RoundCounts
@@ -37,15 +36,14 @@ class ReadingScore:
     """What a reading's chains of NUM_DRAFT_STEPS accepted: of each answer the matches of its spans,
     as `tau.RoundCounts.add_answer` takes them.
 
-    says, is_loss: as in `readings.HeadReading`. kinds: of each answer's prompt. covered: share of
+    says: as in `readings.HeadReading`. kinds: of each answer's prompt. covered: share of
     the answers' tokens in the draft vocabulary.
     """
 
     reading: str
     answers: list[list[list[int]]]
     says: str = ""
-    is_loss: bool = False
-    kinds: Sequence[str] = ()
+    kinds: list[str] = field(default_factory=list)
     covered: float = 1.0
 
     @property

@@ -1,9 +1,9 @@
-"""Why a head accepts little: which counterfactuals make its tau jump, and what a sound one lacks.
+"""Why a head accepts little: which readings make its tau jump, and what a sound one lacks.
 
 One fault at a time. Intervals are over answers, which both readings share, and hold for all
-counterfactuals together, so that a sound head raises a false alarm in one of 20 checks at most.
+readings together, so that a sound head raises a false alarm in one of 20 checks at most.
 
-Letters: N answers, C counterfactuals, D draws.
+Letters: N answers, C readings other than the declared one, D draws.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ LEAST_COVERED = 0.9  # of tokens, by the draft vocabulary
 
 @dataclass(frozen=True, slots=True)
 class Jump:
-    """What a counterfactual does to tau: the ratio, with its interval."""
+    """What another reading does to tau: the ratio, with its interval."""
 
     score: ReadingScore
     ratio: float
@@ -36,9 +36,8 @@ class Jump:
 
     @property
     def is_named(self) -> bool:
-        """Whether tau jumps; of a loss, whether it falls."""
-        low, high = self.interval
-        return high < 1 / LEAST_JUMP if self.score.is_loss else low > LEAST_JUMP
+        """Whether tau jumps."""
+        return self.interval[0] > LEAST_JUMP
 
 
 def effects(scores: Sequence[ReadingScore]) -> tuple[np.ndarray, np.ndarray]:
@@ -55,11 +54,10 @@ def effects(scores: Sequence[ReadingScore]) -> tuple[np.ndarray, np.ndarray]:
 
 
 def jumps(scores: Sequence[ReadingScore], seed: int = 0) -> list[Jump]:
-    """What every counterfactual does to tau; scores: the declared reading first.
+    """What every other reading does to tau; scores: the declared one first.
 
-    The bound is the 95 % quantile of the largest |t| over all counterfactuals, by a multiplier
-    bootstrap (Chernozhukov, Chetverikov, Kato 2013): those that go up and down together count as
-    fewer.
+    The bound is the 95 % quantile of the largest |t| over all of them, by a multiplier bootstrap
+    (Chernozhukov, Chetverikov, Kato 2013): those that go up and down together count as fewer.
     """
     if len(scores) < 2:
         return []
@@ -80,13 +78,12 @@ def jumps(scores: Sequence[ReadingScore], seed: int = 0) -> list[Jump]:
 
 
 def named(scores: Sequence[ReadingScore]) -> list[Jump]:
-    """The counterfactual that helps most and those that cannot be told from it; else losses."""
+    """The reading that helps most and those that cannot be told from it."""
     if len(scores[0].answers) < LEAST_ROWS:
         return []
-    found = [one for one in jumps(scores) if one.is_named]
-    gains = sorted((one for one in found if not one.score.is_loss), key=lambda one: -one.ratio)
+    gains = sorted(filter(lambda one: one.is_named, jumps(scores)), key=lambda one: -one.ratio)
     if not gains:
-        return found
+        return []
     best, *others = gains
     rivals = {id(one.score): one for one in jumps([best.score, *(it.score for it in others)])}
     ties = [one for one in others if rivals[id(one.score)].interval[1] >= 1]
@@ -103,19 +100,17 @@ def why_findings(scores: Sequence[ReadingScore]) -> Iterator[CheckFinding]:
         yield warning(what, f"give --text with {LEAST_ROWS} prompts or more, better 50")
         return
     if found:
-        best, is_loss = found[0], found[0].score.is_loss
-        names = " or ".join(repr(one.score.reading) for one in found)
+        best, names = found[0], " or ".join(repr(one.score.reading) for one in found)
         low, high = best.interval
         yield CheckFinding(
-            "warning" if is_loss else "error",
-            f"{'the head loses in' if is_loss else 'why: read as'} {names}: tau {declared.tau:.2f} "
-            f"-> {best.score.tau:.2f}, {best.ratio:.2f} times ({low:.2f} to {high:.2f}, "
-            f"{CONFIDENCE:.0%} for the {len(scores) - 1} best counterfactuals together)",
+            "error",
+            f"why: read as {names}: tau {declared.tau:.2f} -> {best.score.tau:.2f}, "
+            f"{best.ratio:.2f} times ({low:.2f} to {high:.2f}, {CONFIDENCE:.0%} for the "
+            f"{len(scores) - 1} readings together)",
             "; ".join(dict.fromkeys(one.score.says for one in found)),
         )
-    if found and not found[0].score.is_loss:
         return
-    what = f"no counterfactual makes tau ({declared.tau:.2f}) jump"
+    what = f"no other reading makes tau ({declared.tau:.2f}) jump"
     if declared.tau < LEAST_TAU:
         hint = "it is hardly trained, or for another target or other text: give --text of its own"
         yield warning(f"the head drafts next to nothing of this text, and {what}", hint)

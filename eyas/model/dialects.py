@@ -24,7 +24,6 @@ MODEL, LAYER, SPECULATORS_LAYER = "model.", "midlayer.", "layers.0."
 EMBED_TOKENS, LM_HEAD = "embed_tokens.weight", "lm_head.weight"
 INPUT_NORM = "input_norm.weight"
 FC_NORMS = tuple(f"fc_norm.{stream}.weight" for stream in range(3))
-FLAG_OF = {INPUT_NORM: "norm_before_fc", **dict.fromkeys(FC_NORMS, "fc_norm")}
 # what old transformers saved beside the weights: the config says it
 INV_FREQ = "rotary_emb.inv_freq"
 OLD_FC_NORM = "use_aux_norm"  # fc_norm as SGLang called it first, with these tensors
@@ -55,7 +54,13 @@ ARCHITECTURES = {
 }
 # its config is the target's with changes, so model_type is the target's too
 NEMO = "LlamaEagle3DraftModel"
-FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
+FLAGS: dict[str, tuple[str, ...]] = {  # and the weights that a flag brings with it
+    "norm_before_residual": (),
+    "norm_before_fc": (INPUT_NORM,),
+    "fc_norm": FC_NORMS,
+    "norm_output": (),
+}
+FLAG_OF = {name: flag for flag, names in FLAGS.items() for name in names}
 
 # Variants of the architecture that our Head does not compute, with what each would change.
 VARIANTS = {
