@@ -36,8 +36,7 @@ from torch import Tensor
 from eyas.artifact import Artifact
 from eyas.builtin import BUILTIN, SMOLLM2, demo_prompts, head_folder
 from eyas.errors import MismatchError
-from eyas.export.check import check, verdict
-from eyas.export.lint import CheckFinding, exit_code
+from eyas.export.check import CheckFinding, check, exit_code
 from eyas.export.readings import HeadReading
 from eyas.export.replay import (
     NUM_CONVERSATIONS,
@@ -49,7 +48,7 @@ from eyas.export.replay import (
     meanings,
     replay,
 )
-from eyas.export.why import named, why_findings
+from eyas.export.verdict import named, verdict, why_findings
 from eyas.hub import resolve_head, resolve_target
 from eyas.model.architecture import TargetConfig
 from eyas.model.config import HeadConfig, RopeConfig

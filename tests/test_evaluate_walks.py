@@ -13,10 +13,9 @@ import torch
 from eyas.artifact import Artifact
 from eyas.chat import Chat
 from eyas.errors import ConfigError, MismatchError
-from eyas.evaluate.answers import HookedAnswers
 from eyas.evaluate.breakdown import WAYS
 from eyas.evaluate.evaluate import EvalConfig, evaluate
-from eyas.evaluate.trees import ModelsConfig, PromptSet, decode
+from eyas.evaluate.trees import HookedAnswers, ModelsConfig, PromptSet, decode
 from eyas.evaluate.walks import (
     AnswerWalks,
     WalkedRound,
@@ -119,9 +118,9 @@ def test_several_turns_of_one_conversation_are_answers_of_their_own(world, vocab
     )
     joined = samples_of(models.target, [([*tokens, *more], [])], "both")[0]
     joined.loss_mask[:] = torch.tensor([*mask, *more_mask])
-    one = walk(
-        models.draft, AnswerWalks.load(vocabulary, head.url, TREES[:1])._counts[0].tree, [joined]
-    )[0]
+    one = walk(models.draft, AnswerWalks.load(vocabulary, head.url, TREES[:1]).trees[0], [joined])[
+        0
+    ]
     assert [rounds[0].root for rounds in one.rounds] == [
         mask.index(True),
         len(tokens) + more_mask.index(True),
@@ -142,7 +141,7 @@ def test_expected_acceptance_is_that_over_all_draws(world, vocabulary, tree, tem
     _, head, models, _, samples = world
     walks, total = AnswerWalks.load(vocabulary, head.url, [tree]), 0.0
     for sample in samples[:3]:
-        one = walk(walks._draft, walks._counts[0].tree, [sample])[0].rounds[0][1]
+        one = walk(walks.draft, walks.trees[0], [sample])[0].rounds[0][1]
         prefix = sample.token_ids[: one.root + 1].tolist()
         chance_of, counted = chances_of_nodes(models.target, prefix, one.tree, temperature), 0.0
         for node, chance in enumerate(chance_of):

@@ -16,11 +16,10 @@ from typer.testing import CliRunner
 from eyas import builtin
 from eyas.cli.main import build
 from eyas.errors import CorruptError, EmptyInputError, MissingInputError
-from eyas.export.check import check, reading_findings, verdict
-from eyas.export.lint import CheckFinding, exit_code
+from eyas.export.check import CheckFinding, check, exit_code
 from eyas.export.readings import DECLARED, HeadReading, misreadings
 from eyas.export.replay import AnswerBatch, answered, conversations, decoded, replay, replay_head
-from eyas.export.scores import ReadingScore
+from eyas.export.verdict import ReadingScore, reading_findings, verdict
 from eyas.model.config import RopeConfig
 from eyas.model.target import Target
 from eyas.operators.decoder import HookedDecoder

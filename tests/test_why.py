@@ -16,8 +16,7 @@ from benchmarks import faults
 from eyas import builtin
 from eyas.export import replay
 from eyas.export.readings import DECLARED, misreadings
-from eyas.export.scores import ReadingScore
-from eyas.export.why import named, why_findings
+from eyas.export.verdict import ReadingScore, named, why_findings
 from eyas.operators.head import head_of
 from eyas.operators.tensors import read_head, write_head
 from eyas.operators.vocab import TargetVocabulary

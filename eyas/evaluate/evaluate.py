@@ -22,14 +22,15 @@ from eyas.artifact import Artifact, Manifest, identity
 from eyas.chat import Chat
 from eyas.engine.tree import Speculation
 from eyas.errors import ConfigError, EmptyInputError
-from eyas.evaluate.answers import HookedAnswers, hooked_dtype
 from eyas.evaluate.breakdown import WAYS, AnswerCounts
 from eyas.evaluate.comparison import FEW, compare
 from eyas.evaluate.trees import (
     EvalPrompt,
+    HookedAnswers,
     Models,
     ModelsConfig,
     PromptSet,
+    hooked_dtype,
     measure_tree,
     prompts_digest,
 )

@@ -23,7 +23,7 @@ Letters: B samples, T the longest of them, C candidates, H target hidden size, V
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -50,7 +50,7 @@ from eyas.log import Track
 from eyas.model.arrays import FLOAT32, Array
 from eyas.model.config import HeadConfig, TargetShape, check_head
 from eyas.model.dialects import LM_HEAD
-from eyas.model.rows import FeatureCache, Growth, PagedCache, Roots
+from eyas.model.rows import FeatureCache, Growth, Roots
 from eyas.model.target import PAGE_SIZE
 from eyas.operators.batch import Batch, plan_batches
 from eyas.operators.chain import matched_spans, runs
@@ -123,6 +123,11 @@ class AnswerWalk:
         self._number, self.draft_len = 0, 1
         self.root = self._spans[0][0] if self._spans else None
 
+    @property
+    def missing(self) -> int:
+        """Columns before the root without an entry."""
+        return (self.root or 0) - self.draft_len
+
     def go_on(self, tree: Tree) -> None:
         """Walk a tree of the root, and move the root behind it."""
         root, end = self.root, self._spans[self._number][1]
@@ -150,16 +155,30 @@ def walk(draft: Draft, tree: Speculation, samples: Sequence[Sample]) -> list[Ans
     growth = Growth(tree.num_draft_steps, tree.tree_topk, tree.tree_topk)
     walks = [AnswerWalk(sample) for sample in samples]
     while under_way := [b for b, one in enumerate(walks) if one.root is not None]:
-        enter_prompts(draft, [walks[b] for b in under_way], table[under_way], cache, features)
-        roots = _missing([walks[b] for b in under_way], table[under_way], 0)
+        far = [b for b in under_way if walks[b].missing >= AT_ONCE]
+        if far:  # a prompt's entries are made without outputs, as serving does
+            draft.enter(_missing(walks, far, table, 1), cache, features)
+            for b in far:
+                walks[b].draft_len = walks[b].root or 0
+        roots = _missing(walks, under_way, table, 0)
         thresholds = [0.0] * tree.num_draft_steps
-        ends = np.cumsum(np.array(roots.lens) + 1 - np.array(roots.starts)) - 1
         proposals = draft.grow(roots, cache, features, growth, thresholds)
         kept = most_probable(proposals.scores, tree.num_verify_tokens - 1)
         for line, b in enumerate(under_way):
             nodes = kept[line].nonzero()[0].tolist()
-            walks[b].go_on(tree_of(roots.tokens[ends[line]], proposals, line, nodes))
+            walks[b].go_on(tree_of(walks[b].tokens[roots.lens[line]], proposals, line, nodes))
     return walks
+
+
+def _missing(
+    walks: Sequence[AnswerWalk], lines: Sequence[int], table: np.ndarray, before: int
+) -> Roots:
+    """The columns that lack entries, up to so many before the root."""
+    ahead = [walks[b] for b in lines]
+    lens, starts = [(one.root or 0) - before for one in ahead], [one.draft_len for one in ahead]
+    spans = zip(ahead, starts, lens, strict=True)
+    tokens = [token for one, start, end in spans for token in one.tokens[start : end + 1]]
+    return Roots(lens, starts, tokens, table[lines])
 
 
 def feature_cache(draft: Draft, samples: Sequence[Sample], num_slots: int) -> FeatureCache:
@@ -170,33 +189,6 @@ def feature_cache(draft: Draft, samples: Sequence[Sample], num_slots: int) -> Fe
         slots = np.arange(len(sample.token_ids)) + b * num_slots
         features.write(slots, array_of(sample.aux_hidden.float()))
     return features
-
-
-def enter_prompts(
-    draft: Draft,
-    walks: Sequence[AnswerWalk],
-    table: np.ndarray,
-    cache: PagedCache,
-    features: FeatureCache,
-) -> None:
-    """Make the entries of long stretches before the roots, without outputs, as serving does."""
-    far = [b for b, one in enumerate(walks) if (one.root or 0) - one.draft_len >= AT_ONCE]
-    if far:
-        ahead = [walks[b] for b in far]
-        draft.enter(_missing(ahead, table[far], 1), cache, features)
-        for one in ahead:
-            one.draft_len = one.root or 0
-
-
-def _missing(walks: Sequence[AnswerWalk], table: np.ndarray, before: int) -> Roots:
-    """The columns that lack entries, up to so many before the root."""
-    lens, starts, tokens = list[int](), list[int](), list[int]()
-    for one in walks:
-        assert one.root is not None
-        lens.append(one.root - before)
-        starts.append(one.draft_len)
-        tokens += one.tokens[one.draft_len : one.root - before + 1]
-    return Roots(lens, starts, tokens, table)
 
 
 def expected_drafts(
@@ -242,29 +234,29 @@ class TreeCounts:
     answers: list[AnswerCounts] = field(default_factory=list)
 
 
+@dataclass
 class AnswerWalks:
     """Counts of a head's trees, and of its chains of 1 to K drafts, on answers, sample by sample.
 
-    K is 0 where no chain is asked for.
+    draft: for trees; head: for chains. t2d_V bool: in the draft vocabulary. num_draft_steps: K, 0
+    where no chain is asked for. temperature: at which the answers are drawn from the whole
+    vocabulary; 0 as well where that is not so.
     """
 
-    def __init__(
-        self,
-        vocabulary: TargetVocabulary,
-        draft: Draft | None,
-        head: Head | None,
-        t2d_V: Tensor,
-        trees: Sequence[Speculation],
-        num_draft_steps: int = 0,
-    ) -> None:
-        """t2d_V bool: in the draft vocabulary. draft: for trees; head: for chains."""
-        self._vocabulary, self._draft, self._head, self._t2d_V = vocabulary, draft, head, t2d_V
-        self.temperature = 0.0  # see `at`
-        self._counts = [TreeCounts(tree) for tree in trees]
-        self._by_length = [RoundCounts(steps) for steps in range(1, num_draft_steps + 1)]
-        self._of_chain: list[AnswerCounts] = []
-        self._is_known: list[list[bool]] = []  # of each answer's tokens: in the draft vocabulary
-        self._num_greedy = 0
+    vocabulary: TargetVocabulary
+    draft: Draft | None
+    head: Head | None
+    t2d_V: Tensor
+    trees: Sequence[Speculation]
+    num_draft_steps: int = 0
+    temperature: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.counts = [TreeCounts(tree) for tree in self.trees]
+        self.by_length = [RoundCounts(steps + 1) for steps in range(self.num_draft_steps)]
+        self.of_chain: list[AnswerCounts] = []
+        self.is_known: list[list[bool]] = []  # of each answer's tokens: in the draft vocabulary
+        self.num_greedy = 0
 
     @classmethod
     def load(
@@ -299,26 +291,20 @@ class AnswerWalks:
         return cls(vocabulary, draft, unrolled, tensors["t2d"], parsed, num_draft_steps)
 
     def at(self, temperature: float) -> AnswerWalks:
-        """The same without counts, for answers that are drawn at this temperature from the whole
-        vocabulary; 0 as well where that is not so.
-        """
-        trees = [counts.tree for counts in self._counts]
-        parts = self._vocabulary, self._draft, self._head, self._t2d_V, trees
-        found = AnswerWalks(*parts, len(self._by_length))
-        found.temperature = temperature
-        return found
+        """The same without counts, for answers of this temperature."""
+        return replace(self, temperature=temperature)
 
     def add(self, samples: Sequence[Sample], languages: Sequence[str]) -> None:
         """Walk these samples' answers. languages: of each sample's."""
         for sample in samples:
-            is_known = self._t2d_V[sample.token_ids.long()].tolist()
+            is_known = self.t2d_V[sample.token_ids.long()].tolist()
             spans = runs(sample.loss_mask.tolist())
-            self._is_known += [is_known[first:end] for first, end in spans]
-        if self._by_length:
+            self.is_known += [is_known[first:end] for first, end in spans]
+        if self.by_length:
             self._add_chains(samples, languages)
-        for counts in self._counts:
-            assert self._draft is not None
-            walks = walk(self._draft, counts.tree, samples)
+        for counts in self.counts:
+            assert self.draft is not None
+            walks = walk(self.draft, counts.tree, samples)
             for sample, name, one in zip(samples, languages, walks, strict=True):
                 for rounds in one.rounds:
                     tally = RoundCounts(counts.tree.num_draft_steps)
@@ -326,20 +312,20 @@ class AnswerWalks:
                     of = prompt_of(sample.key), sample.source, name
                     counts.answers.append(AnswerCounts(*of, tally))
                     if self.temperature > 0:
-                        states = sample.last_hidden, self._vocabulary
+                        states = sample.last_hidden, self.vocabulary
                         counts.expected += expected_drafts(rounds, *states, self.temperature)
 
     def _add_chains(self, samples: Sequence[Sample], languages: Sequence[str]) -> None:
-        K, vocabulary = len(self._by_length), self._vocabulary
+        K, vocabulary = len(self.by_length), self.vocabulary
         batch = Batch.of(samples).to(str(vocabulary.lm_head.device))
-        assert self._head is not None
-        for number, matches in matched_spans(self._head, vocabulary.embed_tokens, batch, K):
+        assert self.head is not None
+        for number, matches in matched_spans(self.head, vocabulary.embed_tokens, batch, K):
             sample, counts = samples[number], RoundCounts(K)
-            for one in (counts, *self._by_length):
+            for one in (counts, *self.by_length):
                 one.add_answer(matches)
             of = prompt_of(sample.key), sample.source, languages[number]
-            self._of_chain.append(AnswerCounts(*of, counts))
-        self._num_greedy += num_greedy(vocabulary, batch)
+            self.of_chain.append(AnswerCounts(*of, counts))
+        self.num_greedy += num_greedy(vocabulary, batch)
 
     def entries(self, temperature: float | None, **facts: Any) -> list[dict[str, Any]]:
         """Entries of eval.json's `trees`. temperature: of the answers; None: of several.
@@ -347,8 +333,8 @@ class AnswerWalks:
         expected_tau: over all that could have been drawn in these rounds.
         """
         made = []
-        for counts in self._counts:
-            entry = tree_entry(counts.tree, temperature, counts.answers, self._is_known, **facts)
+        for counts in self.counts:
+            entry = tree_entry(counts.tree, temperature, counts.answers, self.is_known, **facts)
             if self.temperature > 0:
                 entry["expected_tau"] = 1 + counts.expected / max(entry["rounds"], 1)
             made.append(entry)
@@ -356,14 +342,14 @@ class AnswerWalks:
 
     def answers(self) -> list[AnswerCounts]:
         """The counts of each answer: by the chain, or else by the first tree."""
-        return self._of_chain if self._by_length else self._counts[0].answers
+        return self.of_chain if self.by_length else self.counts[0].answers
 
     def measure(self, source: FeatureSource, chat: Chat, track: Track) -> dict[str, Any]:
         """What eval.json says of the features of a source; chat: to read the answers' language.
 
         Raises EmptyInputError where no answer has two tokens.
         """
-        done, longest, self.temperature = 0, self._by_length[-1], drawn_at(source)
+        done, longest, self.temperature = 0, self.by_length[-1], drawn_at(source)
         for samples in source.batches(plan_batches(source.lengths, BATCH_TOKENS, "eval")):
             texts = (chat.decode(one.token_ids[one.loss_mask].tolist()) for one in samples)
             self.add(samples, [language(text) for text in texts])
@@ -374,22 +360,22 @@ class AnswerWalks:
                 "the held-out features hold no answer of two tokens or more",
                 "capture with more prompts",
             )
-        K, num_tokens = len(self._by_length), sum(map(len, self._is_known))
-        greedy_share = self._num_greedy / num_tokens
+        K, num_tokens = len(self.by_length), sum(map(len, self.is_known))
+        greedy_share = self.num_greedy / num_tokens
         temperature = answers_temperature(source, greedy_share)
         result: dict[str, Any] = {
-            **figures(self._of_chain, K),
+            **figures(self.of_chain, K),
             "num_draft_steps": K,
-            "tau_by_num_draft_steps": [counts.tau for counts in self._by_length],
+            "tau_by_num_draft_steps": [counts.tau for counts in self.by_length],
             "language_of": "answers",
-            **vocabulary_figures(self._is_known, K),
+            **vocabulary_figures(self.is_known, K),
             "greedy_share": greedy_share,
             "answers_temperature": temperature,
             "tokens": num_tokens,
             "assumes": f"{'greedy' if temperature == 0 else 'sampled'} answers; {ASSUMES}",
             "ways": {"chain": WAYS["features"]},
         }
-        if self._counts:
+        if self.counts:
             result["trees"] = self.entries(temperature, language_of="answers", by="features")
             result["ways"]["trees"] = WAYS["features"]
         return result

@@ -18,10 +18,11 @@ import logging
 import os
 import zlib
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, islice, product
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -40,7 +41,7 @@ from eyas.errors import (
     TemplateError,
 )
 from eyas.export.readings import DECLARED, LONGEST, HeadReading, misreadings
-from eyas.export.scores import MEANINGS, NUM_DRAFT_STEPS, ReadingScore
+from eyas.export.verdict import MEANINGS, NUM_DRAFT_STEPS, ReadingScore
 from eyas.hub import resolve_head, resolve_target
 from eyas.language import language
 from eyas.log import Track, quiet, size_text
@@ -66,13 +67,8 @@ PROMPT_TOKENS = 160  # longer ones would be most of the time
 # of a conversation with its answer; the rest is cut off, so that hidden states of all layers fit
 MOST_TOKENS = 2048
 BATCH = 8
-ROLES = {
-    "human": "user",
-    "user": "user",
-    "gpt": "assistant",
-    "assistant": "assistant",
-    "system": "system",
-}
+ROLES = {role: role for role in ("system", "user", "assistant")}
+ROLES |= {"human": "user", "gpt": "assistant"}
 ANSWERS_AT_ONCE = 8  # in one forward, of about one length
 
 
@@ -214,12 +210,9 @@ def conversations(text: Path) -> Iterator[tuple[list[dict[str, str]], str]]:
 
 def text_lines(text: Path) -> Iterator[str]:
     """The lines of a file, gzipped or not. Raises CorruptError."""
+    opened: Any = gzip.open if text.suffix == ".gz" else open
     try:
-        with (
-            gzip.open(text, "rt", encoding="utf-8-sig")
-            if text.suffix == ".gz"
-            else text.open(encoding="utf-8-sig") as lines
-        ):
+        with opened(text, "rt", encoding="utf-8-sig") as lines:
             yield from lines
     except (UnicodeDecodeError, gzip.BadGzipFile, EOFError, zlib.error) as error:
         raise CorruptError(
@@ -230,40 +223,38 @@ def text_lines(text: Path) -> Iterator[str]:
 
 @dataclass(frozen=True, slots=True)
 class AnswerBatch:
-    """Answers of about one length, and the target's hidden states over them: hidden [B, T, H] by
-    layer, all in one forward.
+    """Answers of about one length, and the target's hidden states after these layers over them, all
+    in one forward.
     """
 
     answers: Sequence[AnswerTokens]
-    hidden: Mapping[int, Tensor]
-    last_hidden: Tensor
+    layers: Sequence[int]
+    batch: Batch
 
     @classmethod
     def of(
         cls, target: ReplayTarget, answers: Sequence[AnswerTokens], layers: Sequence[int]
     ) -> AnswerBatch:
         """Run the target; float32."""
+        rows, found = [torch.tensor(one.token_ids) for one in answers], list[Tensor]()
         if isinstance(target, HookedDecoder):
-            states = target.states([one.token_ids for one in answers], taps=layers)
-            hidden, last_hidden = states.aux_hidden, states.last_hidden
+            of_layers = target.states([one.token_ids for one in answers], taps=layers)
+            found += of_layers.aux_hidden, of_layers.last_hidden
         else:
-            rows = [torch.tensor(one.token_ids) for one in answers]
             tokens_BT = pad_sequence(rows, batch_first=True)
-            found = target.features(tokens_BT.numpy(), tuple(layers))
-            hidden, last_hidden = map(tensor_of, found)
-        by_layer = hidden.float().cpu().chunk(len(layers), dim=-1)
-        return cls(answers, dict(zip(layers, by_layer, strict=True)), last_hidden.float().cpu())
+            found += map(tensor_of, target.features(tokens_BT.numpy(), tuple(layers)))
+        hidden, last_hidden = (one.float().cpu() for one in found)
+        samples = [
+            Sample("", ids, torch.tensor(one.mask), *(of[: len(ids)] for of in states))
+            for ids, one, *states in zip(rows, answers, hidden, last_hidden, strict=True)
+        ]
+        return cls(answers, layers, Batch.of(samples))
 
     def features(self, taps: Taps) -> Batch:
         """As a head with these taps gets them."""
-        aux_hidden = torch.cat([self.hidden[tap] for tap in taps], dim=-1)
-        samples = []
-        for row, one in enumerate(self.answers):
-            T = len(one.token_ids)  # without the padding of its neighbours
-            states = aux_hidden[row, :T], self.last_hidden[row, :T]
-            ids, mask = torch.tensor(one.token_ids), torch.tensor(one.mask)
-            samples.append(Sample(str(row), ids, mask, *states))
-        return Batch.of(samples)
+        streams = self.batch.aux_hidden_BTA.chunk(len(self.layers), dim=-1)
+        own = [streams[self.layers.index(tap)] for tap in taps]
+        return replace(self.batch, aux_hidden_BTA=torch.cat(own, dim=-1))
 
 
 def replay(
@@ -283,8 +274,7 @@ def replay(
     others_of = [list(misreadings(one.config, one.tensors, vocabulary, why)) for one in meanings]
     ways = [*meanings, *chain.from_iterable(others_of)]
     layers = sorted({tap for way in ways for tap in way.config.taps})
-    by_length = sorted(answers, key=lambda one: len(one.token_ids))
-    batches = batched(target, by_length, layers)
+    batches = batched(target, answers, layers)
     measured = [(one, acceptance(one, batches, vocabulary)) for one in meanings]
     meant, declared = max(measured, key=lambda pair: pair[1].accepted_drafts)
     scores = [declared, *(one for _, one in measured if one is not declared)]
@@ -300,11 +290,10 @@ def replay(
 def batched(
     target: ReplayTarget, answers: Sequence[AnswerTokens], layers: Sequence[int]
 ) -> list[AnswerBatch]:
-    """Answers that are sorted by length, ANSWERS_AT_ONCE at a time."""
-    return [
-        AnswerBatch.of(target, answers[at : at + ANSWERS_AT_ONCE], layers)
-        for at in range(0, len(answers), ANSWERS_AT_ONCE)
-    ]
+    """Answers of about one length together, ANSWERS_AT_ONCE at a time."""
+    by_length = sorted(answers, key=lambda one: len(one.token_ids))
+    parts = range(0, len(by_length), ANSWERS_AT_ONCE)
+    return [AnswerBatch.of(target, by_length[at : at + ANSWERS_AT_ONCE], layers) for at in parts]
 
 
 def acceptance(
