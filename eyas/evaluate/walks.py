@@ -151,7 +151,11 @@ def walk(draft: Draft, tree: Speculation, samples: Sequence[Sample]) -> list[Ans
     num_pages = -(-columns // PAGE_SIZE)
     table = np.arange(len(samples) * num_pages, dtype=np.int32).reshape(len(samples), num_pages)
     cache = draft.new_cache(table.size)
-    features = feature_cache(draft, samples, num_pages * PAGE_SIZE)
+    num_slots, width = num_pages * PAGE_SIZE, samples[0].aux_hidden.shape[-1]
+    features = FeatureCache(len(samples) * num_slots, width, FLOAT32)
+    for b, sample in enumerate(samples):
+        slots = np.arange(len(sample.token_ids)) + b * num_slots
+        features.write(slots, array_of(sample.aux_hidden.float()))
     growth = Growth(tree.num_draft_steps, tree.tree_topk, tree.tree_topk)
     walks = [AnswerWalk(sample) for sample in samples]
     while under_way := [b for b, one in enumerate(walks) if one.root is not None]:
@@ -179,16 +183,6 @@ def _missing(
     spans = zip(ahead, starts, lens, strict=True)
     tokens = [token for one, start, end in spans for token in one.tokens[start : end + 1]]
     return Roots(lens, starts, tokens, table[lines])
-
-
-def feature_cache(draft: Draft, samples: Sequence[Sample], num_slots: int) -> FeatureCache:
-    """The samples' features, num_slots for each."""
-    width = samples[0].aux_hidden.shape[-1]
-    features = FeatureCache(len(samples) * num_slots, width, FLOAT32)
-    for b, sample in enumerate(samples):
-        slots = np.arange(len(sample.token_ids)) + b * num_slots
-        features.write(slots, array_of(sample.aux_hidden.float()))
-    return features
 
 
 def expected_drafts(

@@ -5,7 +5,7 @@ One fault at a time. Intervals of `why_findings` are over answers, which both re
 hold for all readings together, so that a sound head raises a false alarm in one of 20 checks at
 most.
 
-Letters: N answers, R readings, C of them other than the declared one, D draws.
+Letters: N answers, R readings, C of them other than the declared one.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
+from statistics import NormalDist
 from typing import NamedTuple
 
 import numpy as np
 
 from eyas.export.check import CheckFinding, in_order, warning
-from eyas.tau import LEAST_ROWS, Interval, RoundCounts, tau_interval
+from eyas.tau import LEAST_ROWS, Interval, RoundCounts, expanded, tau_interval
 
 NUM_DRAFT_STEPS = 4
 MEANINGS = "; "  # between the names of meanings that are taken together
 # Of `why_findings`:
 CONFIDENCE = 0.95
-NUM_DRAWS = 4_000
 LEAST_JUMP = 1.02  # of tau, that the interval must lie beyond
 EDGES = (0, 16, 64, 256, 1024, 2**31)  # tokens of the answer at which groups of places begin
 LEAST_PLACES = 100
@@ -174,54 +174,35 @@ def reading_findings(replayed: Sequence[ReadingScore]) -> Iterator[CheckFinding]
 # Why
 
 
-@dataclass(frozen=True, slots=True)
-class Jump:
+class Jump(NamedTuple):
     """What another reading does to tau: the ratio, with its interval."""
 
     score: ReadingScore
     ratio: float
     interval: Interval
 
-    @property
-    def is_named(self) -> bool:
-        """Whether tau jumps."""
-        return self.interval[0] > LEAST_JUMP
 
-
-def effects(scores: Sequence[ReadingScore]) -> tuple[np.ndarray, np.ndarray]:
-    """log tau of each reading [R], and what each answer does to it [R, N]: the delta method on the
-    ratio of sums.
-    """
-    counts = [one.counts for one in scores]
-    emitted_RN = np.array([[one.emitted for one in row] for row in counts], dtype=float)
-    rounds_RN = np.array([[one.rounds for one in row] for row in counts], dtype=float)
-    emitted_R1, rounds_R1 = emitted_RN.sum(1, keepdims=True), rounds_RN.sum(1, keepdims=True)
-    N = emitted_RN.shape[1]
-    effect_RN = (emitted_RN / emitted_R1 - rounds_RN / rounds_R1) * np.sqrt(N / max(N - 1, 1))
-    return np.log(emitted_R1 / rounds_R1)[:, 0], effect_RN
-
-
-def jumps(scores: Sequence[ReadingScore], seed: int = 0) -> list[Jump]:
+def jumps(scores: Sequence[ReadingScore]) -> list[Jump]:
     """What every other reading does to tau; scores: the declared one first.
 
-    The bound is the 95 % quantile of the largest |t| over all of them, by a multiplier bootstrap
-    (Chernozhukov, Chetverikov, Kato 2013): those that go up and down together count as fewer.
+    By the delta method on the ratio of sums over answers, Student's t, and Bonferroni's bound, with
+    which the intervals hold together.
     """
     if len(scores) < 2:
         return []
-    log_tau_R, effect_RN = effects(scores)
-    change_C, effect_CN = log_tau_R[1:] - log_tau_R[0], effect_RN[1:] - effect_RN[0]
-    error_C = np.sqrt((effect_CN**2).sum(1))
-    unit_CN = effect_CN / np.maximum(error_C, 1e-12)[:, None]
-    signs_DN = np.random.default_rng(seed).choice([-1.0, 1.0], (NUM_DRAWS, unit_CN.shape[1]))
-    bound = float(np.quantile(np.abs(signs_DN @ unit_CN.T).max(1), CONFIDENCE))
+    counts = [[(one.emitted, one.rounds) for one in score.counts] for score in scores]
+    sums_2RN = np.array(counts, dtype=float).transpose(2, 0, 1)
+    (emitted_RN, rounds_RN), (emitted_R, rounds_R) = sums_2RN, sums_2RN.sum(2)
+    log_tau_R, N = np.log(emitted_R / rounds_R), len(counts[0])
+    effect_RN = emitted_RN / emitted_R[:, None] - rounds_RN / rounds_R[:, None]
+    error_C = np.sqrt(((effect_RN[1:] - effect_RN[0]) ** 2).sum(1) * N / max(N - 1, 1))
+    together = expanded(1 - (1 - CONFIDENCE) / len(error_C), N)
+    bound_C = NormalDist().inv_cdf((1 + together) / 2) * error_C
+    change_C = log_tau_R[1:] - log_tau_R[0]
+    rows = np.exp([change_C, change_C - bound_C, change_C + bound_C]).T.tolist()
     return [
-        Jump(
-            score,
-            float(np.exp(change)),
-            (float(np.exp(change - bound * error)), float(np.exp(change + bound * error))),
-        )
-        for score, change, error in zip(scores[1:], change_C, error_C, strict=True)
+        Jump(score, ratio, (low, high))
+        for score, (ratio, low, high) in zip(scores[1:], rows, strict=True)
     ]
 
 
@@ -229,13 +210,14 @@ def named(scores: Sequence[ReadingScore]) -> list[Jump]:
     """The reading that helps most and those that cannot be told from it."""
     if len(scores[0].answers) < LEAST_ROWS:
         return []
-    gains = sorted(filter(lambda one: one.is_named, jumps(scores)), key=lambda one: -one.ratio)
+    found = sorted(jumps(scores), key=lambda one: -one.ratio)
+    gains = [one for one in found if one.interval[0] > LEAST_JUMP]
     if not gains:
         return []
     best, *others = gains
-    rivals = {id(one.score): one for one in jumps([best.score, *(it.score for it in others)])}
-    ties = [one for one in others if rivals[id(one.score)].interval[1] >= 1]
-    return [best, *ties]
+    rivals = jumps([best.score, *(one.score for one in others)])
+    pairs = zip(others, rivals, strict=True)
+    return [best, *(one for one, rival in pairs if rival.interval[1] >= 1)]
 
 
 def why_findings(scores: Sequence[ReadingScore]) -> Iterator[CheckFinding]:
