@@ -12,8 +12,7 @@ import torch
 
 from eyas.artifact import Artifact
 from eyas.errors import MismatchError, MissingInputError
-from eyas.export.check import check
-from eyas.export.lint import CheckFinding, check_is_head, exit_code, in_order
+from eyas.export.check import CheckFinding, check, check_is_head, exit_code, in_order
 from eyas.model.config import RopeConfig
 from eyas.operators.tensors import write_head
 from eyas.operators.vocab import TargetVocabulary

@@ -19,7 +19,7 @@ from eyas.cli import demo as demo_command
 from eyas.cli import run as run_command
 from eyas.cli.run import RunConfig
 from eyas.errors import MissingInputError
-from eyas.export.lint import CheckFinding
+from eyas.export.check import CheckFinding
 from eyas.settings import validated
 
 STAGES = ("prompts", "generate", "capture", "train", "eval", "export", "bench")

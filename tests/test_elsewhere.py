@@ -18,7 +18,7 @@ from eyas.features.capture import CaptureConfig, capture
 from eyas.model.target import Target
 from eyas.operators import decoder as decoder_module
 from eyas.operators.batch import Batch
-from eyas.operators.chain import measure
+from eyas.operators.chain import matched_spans
 from eyas.operators.decoder import HookedDecoder
 from eyas.operators.head import load_head
 from eyas.shards import Features, FeatureSource, Sample, ShardWriter
@@ -156,11 +156,12 @@ def test_chains_and_trees_are_measured_there(world, tmp_path, monkeypatch):
 def test_a_heads_own_embeddings_go_there(monkeypatch):
     head, samples = wavy_head(), made_up_samples([[False] * 3 + [True] * 9] * 3)
     head.embed_tokens = waves(40, 12, seed=99)
-    here = measure(head, tiny_vocabulary(), Batch.of(samples), 3)
-    assert here != measure(wavy_head(), tiny_vocabulary(), Batch.of(samples), 3)
+    batch, embed_tokens = Batch.of(samples), tiny_vocabulary().embed_tokens
+    here = matched_spans(head, embed_tokens, batch, 3)
+    assert here != matched_spans(wavy_head(), embed_tokens, batch, 3)
     with elsewhere(monkeypatch) as device:
-        vocabulary = tiny_vocabulary().to(device)
-        assert measure(head.to(device), vocabulary, Batch.of(samples).to(device), 3) == here
+        there = head.to(device), embed_tokens.to(device), batch.to(device)
+        assert matched_spans(*there, 3) == here
 
 
 @pytest.mark.usefixtures("optimizer_of_any_device")

@@ -19,7 +19,7 @@ from eyas.engine.draft import Draft
 from eyas.engine.engine import Engine, EngineConfig
 from eyas.engine.request import Request, SamplingParams
 from eyas.errors import EmptyInputError, MismatchError, WorseHeadError
-from eyas.evaluate import chains
+from eyas.evaluate import walks
 from eyas.evaluate.breakdown import AnswerCounts, figures, tau_ceiling, vocabulary_figures
 from eyas.evaluate.comparison import _changes, change_of_tau, compare, described, refuse_worse
 from eyas.evaluate.evaluate import EvalConfig, cautions, evaluate
@@ -115,7 +115,7 @@ def test_predicts_what_the_engine_does(made, tmp_path):
 
 def test_a_shorter_chain_is_the_same_as_evaluating_it(made, tmp_path, monkeypatch):
     folder, _, _, features, head = made
-    monkeypatch.setattr(chains, "BATCH_TOKENS", 100)
+    monkeypatch.setattr(walks, "BATCH_TOKENS", 100)
     results = {}
     for steps in (2, K):
         output = Artifact(str(tmp_path / str(steps)))

@@ -13,16 +13,21 @@ import torch
 from eyas.artifact import Artifact
 from eyas.chat import Chat
 from eyas.errors import ConfigError, MismatchError
-from eyas.evaluate.answers import HookedAnswers
 from eyas.evaluate.breakdown import WAYS
-from eyas.evaluate.chains import answers_temperature, drawn_at
 from eyas.evaluate.evaluate import EvalConfig, evaluate
-from eyas.evaluate.trees import ModelsConfig, PromptSet, decode
-from eyas.evaluate.walks import TreeWalks, WalkedRound, expected_drafts, walk
+from eyas.evaluate.trees import HookedAnswers, ModelsConfig, PromptSet, decode
+from eyas.evaluate.walks import (
+    AnswerWalks,
+    WalkedRound,
+    answers_temperature,
+    drawn_at,
+    expected_drafts,
+    walk,
+)
 from eyas.features.conversation import Sampling
 from eyas.log import quiet
 from eyas.operators.batch import Batch
-from eyas.operators.chain import measure
+from eyas.operators.chain import matched_spans
 from eyas.operators.head import load_head
 from eyas.operators.vocab import TargetVocabulary
 from eyas.shards import Features
@@ -64,7 +69,7 @@ def vocabulary(world):
     return TargetVocabulary.load(world[0])
 
 
-def rounds_of(walks: TreeWalks) -> list[list[int]]:
+def rounds_of(walks: AnswerWalks) -> list[list[int]]:
     """accept_hist of each answer, by the first tree."""
     return [answer.counts.accept_hist for answer in walks.answers()]
 
@@ -81,7 +86,7 @@ def served_rounds(models, requests, tree) -> list[list[int]]:
 @pytest.mark.parametrize("tree", TREES)
 def test_a_tree_on_features_is_the_engines_round_for_round(world, vocabulary, tree):
     _, head, models, requests, samples = world
-    walks = TreeWalks.load(vocabulary, head.url, [tree])
+    walks = AnswerWalks.load(vocabulary, head.url, [tree])
     for part in (samples[:3], samples[3:]):
         walks.add(part, ["en"] * len(part))
     (entry,) = walks.entries(0.0)
@@ -94,7 +99,7 @@ def test_answers_of_transformers_give_the_engines_rounds(world, vocabulary):
     folder, head, models, requests, samples = world
     asked = prompt_set(folder, COUNT), TOKENS, 0
     hooked = HookedAnswers.load(str(folder), FLOAT32, *asked)
-    walks = TreeWalks.load(vocabulary, head.url, TREES[:1])
+    walks = AnswerWalks.load(vocabulary, head.url, TREES[:1])
     told = []
     for part in hooked.samples(0.0, lambda done, total=None, note="": told.append((done, total))):
         for one, other in zip(part, samples[len(rounds_of(walks)) :], strict=False):
@@ -113,9 +118,9 @@ def test_several_turns_of_one_conversation_are_answers_of_their_own(world, vocab
     )
     joined = samples_of(models.target, [([*tokens, *more], [])], "both")[0]
     joined.loss_mask[:] = torch.tensor([*mask, *more_mask])
-    one = walk(
-        models.draft, TreeWalks.load(vocabulary, head.url, TREES[:1])._counts[0].tree, [joined]
-    )[0]
+    one = walk(models.draft, AnswerWalks.load(vocabulary, head.url, TREES[:1]).trees[0], [joined])[
+        0
+    ]
     assert [rounds[0].root for rounds in one.rounds] == [
         mask.index(True),
         len(tokens) + more_mask.index(True),
@@ -134,9 +139,9 @@ def test_expected_acceptance_is_that_over_all_draws(world, vocabulary, tree, tem
     counts on each adds up to the target's own chances along the whole tree.
     """
     _, head, models, _, samples = world
-    walks, total = TreeWalks.load(vocabulary, head.url, [tree]), 0.0
+    walks, total = AnswerWalks.load(vocabulary, head.url, [tree]), 0.0
     for sample in samples[:3]:
-        one = walk(walks._draft, walks._counts[0].tree, [sample])[0].rounds[0][1]
+        one = walk(walks.draft, walks.trees[0], [sample])[0].rounds[0][1]
         prefix = sample.token_ids[: one.root + 1].tolist()
         chance_of, counted = chances_of_nodes(models.target, prefix, one.tree, temperature), 0.0
         for node, chance in enumerate(chance_of):
@@ -167,7 +172,7 @@ def chances_of_nodes(target, prefix, tree, temperature) -> list[float]:
 
 def test_a_cold_target_accepts_what_the_greedy_one_does(world, vocabulary):
     _, head, _, _, samples = world
-    walks = TreeWalks.load(vocabulary, head.url, TREES).of(1e-4)
+    walks = AnswerWalks.load(vocabulary, head.url, TREES).at(1e-4)
     walks.add(samples, ["en"] * len(samples))
     for entry in walks.entries(1e-4):
         assert entry["expected_tau"] == pytest.approx(entry["tau"], abs=2e-3)
@@ -178,7 +183,7 @@ def test_rounds_of_sampled_answers_are_what_is_expected(world, vocabulary):
     folder, head, *_ = world
     prompts = PromptSet.of(eval_prompts(40), Chat(folder), 150)
     hooked = HookedAnswers.load(str(folder), FLOAT32, prompts, TOKENS, 3)
-    walks = TreeWalks.load(vocabulary, head.url, ["fixed(4,2,6)"]).of(1.0)
+    walks = AnswerWalks.load(vocabulary, head.url, ["fixed(4,2,6)"]).at(1.0)
     answers = [sample for part in hooked.samples(1.0, quiet) for sample in part]
     walks.add(answers, ["en"] * len(answers))
     (entry,) = walks.entries(1.0)
@@ -237,7 +242,7 @@ def test_features_alone_give_chains_trees_and_sampled_acceptance(foreign, on_fea
     """A chain by the tree's code is the chain of `operators.chain`, which shares none of it."""
     _, head, _, samples, vocabulary = foreign
     loaded, counts = load_head(head.local_path("")), RoundCounts(4)
-    for _, matches in measure(loaded, vocabulary, Batch.of(samples), 4).spans:
+    for _, matches in matched_spans(loaded, vocabulary.embed_tokens, Batch.of(samples), 4):
         counts.add_answer(matches)
     tree, chain = on_features["trees"]
     assert on_features["accept_hist"] == chain["accept_hist"] == counts.accept_hist
@@ -302,7 +307,7 @@ def test_answers_that_were_sampled_are_said_to_be(foreign, tmp_path):
 def test_trees_that_cannot_be_walked_are_refused(world, vocabulary, tmp_path):
     folder, head, *_ = world
     with pytest.raises(ConfigError, match="auto"):
-        TreeWalks.load(vocabulary, head.url, ["auto"])
+        AnswerWalks.load(vocabulary, head.url, ["auto"])
     few = head_folder(folder, tmp_path / "few", draft_vocab_size=8)
     with pytest.raises(MismatchError, match="8 tokens to draft, the tree has 16 branches"):
-        TreeWalks.load(vocabulary, few, ["fixed(2,16,17)"])
+        AnswerWalks.load(vocabulary, few, ["fixed(2,16,17)"])

@@ -100,7 +100,9 @@ def test_a_new_head_is_written_as_the_table_says(name, tmp_path):
     config, facts = FACTS[name][0], dict(zip(FIELDS, FACTS[name][1], strict=True))
     (tmp_path / "config.json").write_text(json.dumps(config))
     shape = target_shape(tmp_path)
-    written = forms._sglang_settings(HeadConfig.for_target(shape, HeadOptions()), "bfloat16")
+    written = forms._engine_settings(
+        HeadConfig.for_target(shape, HeadOptions()), "sglang", "bfloat16", forms.Verifier()
+    )
     ours = {field: written.get(field) for field in facts}
     ours["layers"] = written["eagle_config"]["eagle_aux_hidden_state_layer_ids"]
     for field, fact in facts.items():

@@ -16,11 +16,10 @@ from typer.testing import CliRunner
 from eyas import builtin
 from eyas.cli.main import build
 from eyas.errors import CorruptError, EmptyInputError, MissingInputError
-from eyas.export.check import check, reading_findings, verdict
-from eyas.export.lint import CheckFinding, exit_code
+from eyas.export.check import CheckFinding, check, exit_code
 from eyas.export.readings import DECLARED, HeadReading, misreadings
 from eyas.export.replay import AnswerBatch, answered, conversations, decoded, replay, replay_head
-from eyas.export.scores import ReadingScore
+from eyas.export.verdict import ReadingScore, reading_findings, verdict
 from eyas.model.config import RopeConfig
 from eyas.model.target import Target
 from eyas.operators.decoder import HookedDecoder
@@ -251,9 +250,9 @@ def tiny(tmp_path_factory) -> Path:
     ids=["plain", "two", "norm_before_fc", "fc_norm"],
 )
 def test_every_flag_is_read_the_other_way_round(tiny, flags, names):
-    target = Target.load(tiny)
+    vocabulary = TargetVocabulary.load(tiny)
     config, tensors = tiny_head(tiny, **flags)
-    found = {reading.name: reading for reading in misreadings(config, tensors, target.config)}
+    found = {reading.name: reading for reading in misreadings(config, tensors, vocabulary)}
     assert names <= found.keys()
     assert "rope_theta 10000" in found
     for reading in found.values():
@@ -261,27 +260,27 @@ def test_every_flag_is_read_the_other_way_round(tiny, flags, names):
 
 
 def test_layers_are_read_as_every_engine_might(tiny):
-    target = Target.load(tiny)
+    vocabulary = TargetVocabulary.load(tiny)
     config, tensors = tiny_head(tiny)
-    taps = {reading.config.taps for reading in misreadings(config, tensors, target.config)}
+    taps = {reading.config.taps for reading in misreadings(config, tensors, vocabulary)}
     assert {(0, 2, 3), (2, 4, 5), config.taps} == taps
     other = config.model_copy(update={"taps": (0, 3, 7)})
-    assert {reading.config.taps for reading in misreadings(other, tensors, target.config)} == {
+    assert {reading.config.taps for reading in misreadings(other, tensors, vocabulary)} == {
         (0, 3, 7),
         (1, 3, 4),
     }
 
 
 def test_what_a_head_has_of_its_own_is_read_without(tiny):
-    target = Target.load(tiny)
+    vocabulary = TargetVocabulary.load(tiny)
     config, tensors = tiny_head(tiny)
     own = tensors | {"embed_tokens.weight": torch.rand(320, 32)}
     config = config.model_copy(update={"rope": RopeConfig(theta=3e4)})
-    names = {reading.name for reading in misreadings(config, own, target.config)}
+    names = {reading.name for reading in misreadings(config, own, vocabulary)}
     assert {"the target's embeddings", "the target's rotary embedding"} <= names
     assert "d2t as ids" not in names
     ids = tensors | {"d2t": torch.arange(64) + tensors["d2t"]}
-    readings = misreadings(config, ids, target.config)
+    readings = misreadings(config, ids, vocabulary)
     (as_ids,) = (reading for reading in readings if reading.name == "d2t as ids")
     assert torch.equal(as_ids.tensors["d2t"], tensors["d2t"])
     assert torch.equal(as_ids.tensors["t2d"], tensors["t2d"])

@@ -17,10 +17,8 @@ from rich.table import Table
 
 from eyas.cli.options import TargetOption
 from eyas.errors import ConfigError, EyasError
-from eyas.export.check import check, replayed_by, verdict
-from eyas.export.lint import CheckFinding, exit_code
-from eyas.export.scores import NUM_DRAFT_STEPS, ReadingScore
-from eyas.export.why import why_findings
+from eyas.export.check import CheckFinding, check, exit_code, replayed_by
+from eyas.export.verdict import NUM_DRAFT_STEPS, ReadingScore, verdict, why_findings
 from eyas.log import Track, progress_bar
 
 TextFile = Annotated[

@@ -38,7 +38,10 @@ def compare(
 
 def change_of_tau(pairs: Sequence[tuple[AnswerCounts, AnswerCounts]]) -> dict[str, Any]:
     """The change over some answers, each of the other head and of the new one."""
-    counts = [_row(new) + _row(other) for other, new in pairs]
+    counts = [
+        (new.counts.emitted, new.counts.rounds, other.counts.emitted, other.counts.rounds)
+        for other, new in pairs
+    ]
     rows = summed_by_prompt([new.prompt for _, new in pairs], counts)
     tau_other, tau = float(ratio_of_sums(rows[:, 2:])), float(ratio_of_sums(rows[:, :2]))
     enough = len(rows) >= LEAST_ROWS and tau and tau_other
@@ -52,10 +55,6 @@ def change_of_tau(pairs: Sequence[tuple[AnswerCounts, AnswerCounts]]) -> dict[st
         "answers": len(pairs),
         "prompts": len(rows),
     }
-
-
-def _row(answer: AnswerCounts) -> tuple[int, int]:
-    return answer.counts.emitted, answer.counts.rounds
 
 
 def _changes(table: np.ndarray) -> np.ndarray:

@@ -23,19 +23,19 @@ from eyas.artifact import Artifact, Manifest, identity
 from eyas.chat import Chat
 from eyas.engine.tree import Speculation
 from eyas.errors import ConfigError, EmptyInputError
-from eyas.evaluate.answers import HookedAnswers, hooked_dtype
 from eyas.evaluate.breakdown import WAYS, AnswerCounts
-from eyas.evaluate.chains import GREEDY, Chains
 from eyas.evaluate.comparison import FEW, compare
 from eyas.evaluate.trees import (
     EvalPrompt,
+    HookedAnswers,
     Models,
     ModelsConfig,
     PromptSet,
+    hooked_dtype,
     measure_tree,
     prompts_digest,
 )
-from eyas.evaluate.walks import TreeWalks
+from eyas.evaluate.walks import GREEDY, AnswerWalks
 from eyas.hub import resolve_head, resolve_target
 from eyas.lineage import head_manifest
 from eyas.log import Track, quiet
@@ -208,30 +208,27 @@ class HeadMeasurement:
         prompts: Sequence[EvalPrompt],
     ) -> None:
         """Raises what loading raises, and EmptyInputError where no prompt can be asked."""
-        files, chat = Path(resolve_head(head)), Chat(folder)
-        self._config, self._chat = config, chat
-        self._chains: Chains | None = None
-        self._walks: TreeWalks | None = None
+        files, shape = Path(resolve_head(head)), target_shape(folder)
+        is_own = isinstance(shape, TargetConfig)
+        self._config, self._chat, self._features = config, Chat(folder), features
         self._models: Models | None = None
         self._hooked: HookedAnswers | None = None
-        shape = target_shape(folder)
-        is_own = isinstance(shape, TargetConfig)
         if prompts:
-            positions = shape.max_position_embeddings - config.max_tokens
-            longest = (
-                config.max_prompt_tokens if is_own else min(config.max_prompt_tokens, positions)
-            )
-            self._prompts = PromptSet.of(prompts, chat, longest)
+            longest = config.max_prompt_tokens
+            if not is_own:
+                longest = min(longest, shape.max_position_embeddings - config.max_tokens)
+            self._prompts = PromptSet.of(prompts, self._chat, longest)
         if prompts and is_own:
             self._models = Models.load(folder, files, config.models)
         if features is None and is_own:
             return
         vocabulary = TargetVocabulary.load(folder).to(default_device())
         if features is not None:
-            self._chains = Chains.load(vocabulary, files, features, config.num_draft_steps)
-        if self._models is None:
-            self._walks = TreeWalks.load(vocabulary, files, config.trees)
+            trees = () if prompts else config.trees
+            given = vocabulary, files, trees, config.num_draft_steps, features
+            self._on_features = AnswerWalks.load(*given)
         if prompts and not is_own:
+            self._on_answers = AnswerWalks.load(vocabulary, files, config.trees)
             asked = self._prompts, config.max_tokens, config.seed
             self._hooked = HookedAnswers.load(folder, config.models, *asked)
 
@@ -243,19 +240,41 @@ class HeadMeasurement:
         """
         result: dict[str, Any] = {}
         answers: list[AnswerCounts] = []
-        if self._chains is not None:
-            along = self._walks if self._hooked is None else None
-            result, answers = self._chains.measure(self._chat, track, along)
-        if self._models is not None:
-            measured, answers = self._measure_trees(self._models, track)
-            result = self._of_trees(measured, "engine", result)
-        if self._hooked is not None:
-            measured, answers = self._measure_walks(self._hooked, track)
-            result = self._of_trees(measured, "transformers", result)
+        if self._features is not None:
+            result = self._on_features.measure(self._features, self._chat, track)
+            answers = self._on_features.answers()
+        if self._models is not None or self._hooked is not None:
+            measured = list(self._on_prompts(track))
+            answers, entries = measured[0][1], [one for of, _ in measured for one in of]
+            result = self._of_trees(entries, result)
         return result, answers
 
+    def _on_prompts(
+        self, track: Track
+    ) -> Iterator[tuple[list[dict[str, Any]], list[AnswerCounts]]]:
+        """Entries of trees, and the counts of the first one's answers, temperature by temperature
+        and, in the engine, tree by tree.
+        """
+        config, prompts, count = self._config, self._prompts, len(self._config.temperatures)
+        for number, temperature in enumerate(config.temperatures):
+            if self._hooked is not None:
+                walks = self._on_answers.at(temperature)
+                languages = iter([prompt.language for prompt in prompts.prompts])
+                for samples in self._hooked.samples(temperature, _part_of(track, number, count)):
+                    walks.add(samples, list(islice(languages, len(samples))))
+                facts = {"language_of": "prompts", "by": "transformers"}
+                yield walks.entries(temperature, **facts), walks.answers()
+                continue
+            assert self._models is not None
+            requests = prompts.requests(config.max_tokens, temperature, config.seed)
+            for place, name in enumerate(config.trees, number * len(config.trees)):
+                bar = _part_of(track, place, count * len(config.trees))
+                tree = Speculation.parse(name)
+                entry, answers = measure_tree(self._models, prompts, tree, requests, bar)
+                yield [entry], answers
+
     def _of_trees(
-        self, measured: list[dict[str, Any]], by: str, of_chains: dict[str, Any]
+        self, measured: list[dict[str, Any]], of_chains: dict[str, Any]
     ) -> dict[str, Any]:
         """What eval.json says of trees on prompts, beside chains. Raises EmptyInputError where the
         first tree drafted nothing.
@@ -276,39 +295,8 @@ class HeadMeasurement:
             "languages": sorted(first["by_language"]),
             "left_out": self._prompts.num_left_out,
             **of_chains,
-            "ways": {**of_chains.get("ways", {}), "trees": WAYS[by]},
+            "ways": {**of_chains.get("ways", {}), "trees": WAYS[first["by"]]},
         }
-
-    def _measure_trees(
-        self, models: Models, track: Track
-    ) -> tuple[list[dict[str, Any]], list[AnswerCounts]]:
-        config, measured = self._config, list[dict[str, Any]]()
-        answers: list[AnswerCounts] = []
-        for temperature in config.temperatures:
-            requests = self._prompts.requests(config.max_tokens, temperature, config.seed)
-            for name in config.trees:
-                bar = _part_of(track, len(measured), len(config.temperatures) * len(config.trees))
-                tree = Speculation.parse(name)
-                entry, counts = measure_tree(models, self._prompts, tree, requests, bar)
-                measured.append(entry)
-                answers = answers or counts
-        return measured, answers
-
-    def _measure_walks(
-        self, hooked: HookedAnswers, track: Track
-    ) -> tuple[list[dict[str, Any]], list[AnswerCounts]]:
-        config, measured = self._config, list[dict[str, Any]]()
-        assert self._walks is not None
-        answers: list[AnswerCounts] = []
-        for number, temperature in enumerate(config.temperatures):
-            walks = self._walks.of(temperature)
-            languages = iter([prompt.language for prompt in self._prompts.prompts])
-            bar = _part_of(track, number, len(config.temperatures))
-            for samples in hooked.samples(temperature, bar):
-                walks.add(samples, list(islice(languages, len(samples))))
-            measured += walks.entries(temperature, language_of="prompts", by="transformers")
-            answers = answers or walks.answers()
-        return measured, answers
 
 
 def _part_of(track: Track, number: int, count: int) -> Track:

@@ -1,18 +1,20 @@
-"""Held-out prompts through the engine, tree by tree and temperature by temperature: tau as serving
-will have it. No server and no clock.
+"""Held-out prompts, tree by tree and temperature by temperature: through the engine, tau as serving
+will have it; or answered by transformers where our own engine does not run the target, for the
+head's trees to be walked along. No server and no clock.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from pydantic import Field
 
 from eyas.chat import Chat
@@ -20,15 +22,20 @@ from eyas.engine.draft import Draft
 from eyas.engine.engine import Engine, EngineConfig
 from eyas.engine.request import Request, SamplingParams
 from eyas.engine.tree import Speculation
-from eyas.errors import EmptyInputError, EyasError, TemplateError
+from eyas.errors import EmptyInputError, EyasError, MismatchError, TemplateError
 from eyas.evaluate.breakdown import AnswerCounts, tree_entry
 from eyas.language import language
 from eyas.log import Track
 from eyas.model.checkpoint import read_head
-from eyas.model.target import Dtype, Target
+from eyas.model.config import TargetShape
+from eyas.model.target import Dtype, Target, stored_dtype
+from eyas.operators.decoder import HookedDecoder
 from eyas.records import Message, mixed_seed
 from eyas.settings import Settings
+from eyas.shards import Sample
 from eyas.tau import RoundCounts
+
+AT_ONCE = 8  # answers, of which the hidden states are computed in one forward
 
 
 class ModelsConfig(Settings):
@@ -186,3 +193,66 @@ def measure_tree(
     is_known = [models.t2d_V[one.token_ids].tolist() for one in decoded]
     drawn, facts = requests[0].params.temperature, {"language_of": "prompts", "by": "engine"}
     return tree_entry(tree, drawn, answers, is_known, **facts), answers
+
+
+# Where our own engine does not run the target
+
+
+def hooked_dtype(dtype: Dtype, shape: TargetShape) -> Dtype:
+    """`dtype` without "auto". Raises MismatchError for what transformers' models are not run in."""
+    if dtype == "packed":
+        raise MismatchError(
+            "transformers runs this target, and has no dtype packed",
+            "take models.dtype=bfloat16, or auto",
+        )
+    return stored_dtype(shape) if dtype == "auto" else dtype
+
+
+@dataclass(frozen=True, slots=True)
+class HookedAnswers:
+    """transformers' model of a target, and what it is asked."""
+
+    decoder: HookedDecoder
+    prompts: PromptSet
+    max_tokens: int
+    seed: int
+
+    @classmethod
+    def load(
+        cls, folder: str, config: ModelsConfig, prompts: PromptSet, max_tokens: int, seed: int
+    ) -> HookedAnswers:
+        """Raises MismatchError, with what measures without the model, MissingInputError,
+        CorruptError.
+        """
+        try:
+            decoder = HookedDecoder.load(folder, config.dtype)
+        except MismatchError as error:
+            hint = (
+                "`eyas generate` and `eyas capture` by a server, then --features without --prompts"
+            )
+            raise MismatchError(error.what, f"{error.hint}; {hint}") from error
+        return cls(decoder, prompts, max_tokens, seed)
+
+    def samples(self, temperature: float, track: Track) -> Iterator[list[Sample]]:
+        """Answers with their hidden states, in the prompts' order."""
+        asked = list(zip(self.prompts.prompts, self.prompts.prompt_ids, strict=True))
+        for first in range(0, len(asked), AT_ONCE):
+            part, rows, masks = asked[first : first + AT_ONCE], list[list[int]](), []
+            for number, (prompt, ids) in enumerate(part):
+                seed = mixed_seed(self.seed, prompt.id)
+                answer = self.decoder.answer(ids, self.max_tokens, temperature, seed)
+                rows.append([*ids, *answer])
+                masks.append(torch.arange(len(rows[-1])) >= len(ids))
+                track(first + number + 1, len(asked))
+            states = self.decoder.states(rows)
+            yield [
+                Sample(
+                    prompt.id,
+                    torch.tensor(row, dtype=torch.int32),
+                    mask,
+                    states.aux_hidden[b, : len(row)].cpu(),
+                    states.last_hidden[b, : len(row)].cpu(),
+                    prompt.source,
+                )
+                for b, ((prompt, _), row, mask) in enumerate(zip(part, rows, masks, strict=True))
+            ]

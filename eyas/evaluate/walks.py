@@ -1,4 +1,4 @@
-"""Trees on answers whose hidden states are there: no target runs, and nothing is drawn.
+"""A head along answers whose hidden states are there: no target runs, and nothing is drawn.
 
 Verification draws a token at the root and at each accepted node, and the answer says which they
 were. So the head's tree grows at each round's root as in serving, and is walked along the answer:
@@ -14,13 +14,16 @@ tokens (SGLang, vLLM). Our own engine guesses the draws, and accepts more at tem
 A sampled answer is one of many. What is accepted in expectation over all that could be drawn at its
 nodes follows from the last hidden states: the chance that the target draws a child of a node.
 
+A chain is a tree of one branch: all places of an answer are unrolled at once, on a GPU where there
+is one (`operators.chain`), and every shorter chain is its beginning.
+
 Letters: B samples, T the longest of them, C candidates, H target hidden size, V target vocabulary.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,24 +31,43 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from eyas.chat import Chat
 from eyas.engine.costs import AT_ONCE
 from eyas.engine.draft import Draft, check_branches
 from eyas.engine.tree import Speculation, Tree, most_probable, tree_of
 from eyas.engine.verify import accept
-from eyas.errors import ConfigError
-from eyas.evaluate.breakdown import AnswerCounts, prompt_of, tree_entry
+from eyas.errors import ConfigError, EmptyInputError, MismatchError
+from eyas.evaluate.breakdown import (
+    WAYS,
+    AnswerCounts,
+    figures,
+    prompt_of,
+    tree_entry,
+    vocabulary_figures,
+)
+from eyas.language import language
+from eyas.log import Track
 from eyas.model.arrays import FLOAT32, Array
-from eyas.model.checkpoint import read_head
-from eyas.model.config import TargetShape
-from eyas.model.rows import FeatureCache, Growth, PagedCache, Roots
+from eyas.model.config import HeadConfig, TargetShape, check_head
+from eyas.model.dialects import LM_HEAD
+from eyas.model.rows import FeatureCache, Growth, Roots
 from eyas.model.target import PAGE_SIZE
-from eyas.operators.chain import runs
-from eyas.operators.tensors import array_of
+from eyas.operators.batch import Batch, plan_batches
+from eyas.operators.chain import matched_spans, runs
+from eyas.operators.head import Head, head_of
+from eyas.operators.tensors import array_of, arrays_of, read_head
 from eyas.operators.vocab import TargetVocabulary
-from eyas.shards import Sample
+from eyas.shards import FeatureSource, Sample
 from eyas.tau import RoundCounts
 
 ROWS_AT_ONCE = 256  # of logits over the target's vocabulary
+BATCH_TOKENS = 8192  # of a batch, padding included: under a GB for a head of a 70 B target
+# of answers' tokens that are the target's argmax by the features: below it they were sampled
+GREEDY = 0.97
+ASSUMES = (
+    "a chain of num_draft_steps drafts every round, never cut short; features in the precision "
+    "served"
+)
 END = -1  # behind an answer: no draft's token
 
 
@@ -101,6 +123,11 @@ class AnswerWalk:
         self._number, self.draft_len = 0, 1
         self.root = self._spans[0][0] if self._spans else None
 
+    @property
+    def missing(self) -> int:
+        """Columns before the root without an entry."""
+        return (self.root or 0) - self.draft_len
+
     def go_on(self, tree: Tree) -> None:
         """Walk a tree of the root, and move the root behind it."""
         root, end = self.root, self._spans[self._number][1]
@@ -124,57 +151,38 @@ def walk(draft: Draft, tree: Speculation, samples: Sequence[Sample]) -> list[Ans
     num_pages = -(-columns // PAGE_SIZE)
     table = np.arange(len(samples) * num_pages, dtype=np.int32).reshape(len(samples), num_pages)
     cache = draft.new_cache(table.size)
-    features = feature_cache(draft, samples, num_pages * PAGE_SIZE)
-    growth = Growth(tree.num_draft_steps, tree.tree_topk, tree.tree_topk)
-    walks = [AnswerWalk(sample) for sample in samples]
-    while under_way := [b for b, one in enumerate(walks) if one.root is not None]:
-        enter_prompts(draft, [walks[b] for b in under_way], table[under_way], cache, features)
-        roots = _missing([walks[b] for b in under_way], table[under_way], 0)
-        thresholds = [0.0] * tree.num_draft_steps
-        ends = np.cumsum(np.array(roots.lens) + 1 - np.array(roots.starts)) - 1
-        proposals = draft.grow(roots, cache, features, growth, thresholds)
-        kept = most_probable(proposals.scores, tree.num_verify_tokens - 1)
-        for line, b in enumerate(under_way):
-            nodes = kept[line].nonzero()[0].tolist()
-            walks[b].go_on(tree_of(roots.tokens[ends[line]], proposals, line, nodes))
-    return walks
-
-
-def feature_cache(draft: Draft, samples: Sequence[Sample], num_slots: int) -> FeatureCache:
-    """The samples' features, num_slots for each."""
-    width = samples[0].aux_hidden.shape[-1]
+    num_slots, width = num_pages * PAGE_SIZE, samples[0].aux_hidden.shape[-1]
     features = FeatureCache(len(samples) * num_slots, width, FLOAT32)
     for b, sample in enumerate(samples):
         slots = np.arange(len(sample.token_ids)) + b * num_slots
         features.write(slots, array_of(sample.aux_hidden.float()))
-    return features
+    growth = Growth(tree.num_draft_steps, tree.tree_topk, tree.tree_topk)
+    walks = [AnswerWalk(sample) for sample in samples]
+    while under_way := [b for b, one in enumerate(walks) if one.root is not None]:
+        far = [b for b in under_way if walks[b].missing >= AT_ONCE]
+        if far:  # a prompt's entries are made without outputs, as serving does
+            draft.enter(_missing(walks, far, table, 1), cache, features)
+            for b in far:
+                walks[b].draft_len = walks[b].root or 0
+        roots = _missing(walks, under_way, table, 0)
+        thresholds = [0.0] * tree.num_draft_steps
+        proposals = draft.grow(roots, cache, features, growth, thresholds)
+        kept = most_probable(proposals.scores, tree.num_verify_tokens - 1)
+        for line, b in enumerate(under_way):
+            nodes = kept[line].nonzero()[0].tolist()
+            walks[b].go_on(tree_of(walks[b].tokens[roots.lens[line]], proposals, line, nodes))
+    return walks
 
 
-def enter_prompts(
-    draft: Draft,
-    walks: Sequence[AnswerWalk],
-    table: np.ndarray,
-    cache: PagedCache,
-    features: FeatureCache,
-) -> None:
-    """Make the entries of long stretches before the roots, without outputs, as serving does."""
-    far = [b for b, one in enumerate(walks) if (one.root or 0) - one.draft_len >= AT_ONCE]
-    if far:
-        ahead = [walks[b] for b in far]
-        draft.enter(_missing(ahead, table[far], 1), cache, features)
-        for one in ahead:
-            one.draft_len = one.root or 0
-
-
-def _missing(walks: Sequence[AnswerWalk], table: np.ndarray, before: int) -> Roots:
+def _missing(
+    walks: Sequence[AnswerWalk], lines: Sequence[int], table: np.ndarray, before: int
+) -> Roots:
     """The columns that lack entries, up to so many before the root."""
-    lens, starts, tokens = list[int](), list[int](), list[int]()
-    for one in walks:
-        assert one.root is not None
-        lens.append(one.root - before)
-        starts.append(one.draft_len)
-        tokens += one.tokens[one.draft_len : one.root - before + 1]
-    return Roots(lens, starts, tokens, table)
+    ahead = [walks[b] for b in lines]
+    lens, starts = [(one.root or 0) - before for one in ahead], [one.draft_len for one in ahead]
+    spans = zip(ahead, starts, lens, strict=True)
+    tokens = [token for one, start, end in spans for token in one.tokens[start : end + 1]]
+    return Roots(lens, starts, tokens, table[lines])
 
 
 def expected_drafts(
@@ -220,31 +228,46 @@ class TreeCounts:
     answers: list[AnswerCounts] = field(default_factory=list)
 
 
-class TreeWalks:
-    """Counts of a head's trees on answers, sample by sample."""
+@dataclass
+class AnswerWalks:
+    """Counts of a head's trees, and of its chains of 1 to K drafts, on answers, sample by sample.
 
-    def __init__(
-        self,
-        draft: Draft,
-        t2d_V: np.ndarray,
-        vocabulary: TargetVocabulary,
-        trees: Sequence[Speculation],
-        temperature: float = 0.0,
-    ) -> None:
-        """t2d_V bool: in the draft vocabulary. temperature: what the answers are drawn at, from the
-        whole vocabulary; 0 as well where that is not so.
-        """
-        self._draft, self._t2d_V, self._vocabulary = draft, t2d_V, vocabulary
-        self._temperature = temperature
-        self._counts = [TreeCounts(tree) for tree in trees]
-        self._is_known: list[list[bool]] = []  # as of Chains
+    draft: for trees; head: for chains. t2d_V bool: in the draft vocabulary. num_draft_steps: K, 0
+    where no chain is asked for. temperature: at which the answers are drawn from the whole
+    vocabulary; 0 as well where that is not so.
+    """
+
+    vocabulary: TargetVocabulary
+    draft: Draft | None
+    head: Head | None
+    t2d_V: Tensor
+    trees: Sequence[Speculation]
+    num_draft_steps: int = 0
+    temperature: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.counts = [TreeCounts(tree) for tree in self.trees]
+        self.by_length = [RoundCounts(steps + 1) for steps in range(self.num_draft_steps)]
+        self.of_chain: list[AnswerCounts] = []
+        self.is_known: list[list[bool]] = []  # of each answer's tokens: in the draft vocabulary
+        self.num_greedy = 0
 
     @classmethod
-    def load(cls, vocabulary: TargetVocabulary, head: Path, trees: Sequence[str]) -> TreeWalks:
-        """Raises what reading a head raises, MismatchError for one that does not fit, and
-        ConfigError for a tree without a size.
+    def load(
+        cls,
+        vocabulary: TargetVocabulary,
+        head: Path,
+        trees: Sequence[str],
+        num_draft_steps: int = 0,
+        source: FeatureSource | None = None,
+    ) -> AnswerWalks:
+        """source: features that are walked. Raises what reading a head raises, MismatchError for
+        what is not of one target, and ConfigError for a tree without a size.
         """
         config, tensors = read_head(head, vocabulary.config)
+        if source is not None:
+            check_belongs(source, config, vocabulary)
+        check_head(config, vocabulary.config, vocabulary.lm_head_sha256)
         parsed = [Speculation.parse(tree) for tree in trees]
         for tree in parsed:
             if tree.mode != "fixed":
@@ -254,31 +277,49 @@ class TreeWalks:
                     "give trees such as fixed(6,3,12)",
                 )
             check_branches(config, tree)
-        draft = Draft(config, tensors, TargetMatrices.of(vocabulary))
-        return cls(draft, tensors["t2d"], vocabulary, parsed)
+        matrices = TargetMatrices.of(vocabulary) if trees else None
+        draft = Draft(config, arrays_of(tensors), matrices) if matrices else None
+        device = vocabulary.lm_head.device
+        tensors.setdefault(LM_HEAD, vocabulary.lm_head)
+        unrolled = head_of(config, tensors).to(device) if num_draft_steps else None
+        return cls(vocabulary, draft, unrolled, tensors["t2d"], parsed, num_draft_steps)
 
-    def of(self, temperature: float) -> TreeWalks:
+    def at(self, temperature: float) -> AnswerWalks:
         """The same without counts, for answers of this temperature."""
-        trees = [counts.tree for counts in self._counts]
-        return TreeWalks(self._draft, self._t2d_V, self._vocabulary, trees, temperature)
+        return replace(self, temperature=temperature)
 
     def add(self, samples: Sequence[Sample], languages: Sequence[str]) -> None:
         """Walk these samples' answers. languages: of each sample's."""
-        for counts in self._counts:
-            walks = walk(self._draft, counts.tree, samples)
-            for sample, language, one in zip(samples, languages, walks, strict=True):
+        for sample in samples:
+            is_known = self.t2d_V[sample.token_ids.long()].tolist()
+            spans = runs(sample.loss_mask.tolist())
+            self.is_known += [is_known[first:end] for first, end in spans]
+        if self.by_length:
+            self._add_chains(samples, languages)
+        for counts in self.counts:
+            assert self.draft is not None
+            walks = walk(self.draft, counts.tree, samples)
+            for sample, name, one in zip(samples, languages, walks, strict=True):
                 for rounds in one.rounds:
                     tally = RoundCounts(counts.tree.num_draft_steps)
                     tally.add_rounds([round.num_accepted_drafts for round in rounds])
-                    of = prompt_of(sample.key), sample.source, language
+                    of = prompt_of(sample.key), sample.source, name
                     counts.answers.append(AnswerCounts(*of, tally))
-                    if self._temperature > 0:
-                        states = sample.last_hidden, self._vocabulary
-                        counts.expected += expected_drafts(rounds, *states, self._temperature)
-        for sample in samples:
-            is_known = self._t2d_V[sample.token_ids.numpy()].tolist()
-            spans = runs(sample.loss_mask.tolist())
-            self._is_known += [is_known[first:end] for first, end in spans]
+                    if self.temperature > 0:
+                        states = sample.last_hidden, self.vocabulary
+                        counts.expected += expected_drafts(rounds, *states, self.temperature)
+
+    def _add_chains(self, samples: Sequence[Sample], languages: Sequence[str]) -> None:
+        K, vocabulary = len(self.by_length), self.vocabulary
+        batch = Batch.of(samples).to(str(vocabulary.lm_head.device))
+        assert self.head is not None
+        for number, matches in matched_spans(self.head, vocabulary.embed_tokens, batch, K):
+            sample, counts = samples[number], RoundCounts(K)
+            for one in (counts, *self.by_length):
+                one.add_answer(matches)
+            of = prompt_of(sample.key), sample.source, languages[number]
+            self.of_chain.append(AnswerCounts(*of, counts))
+        self.num_greedy += num_greedy(vocabulary, batch)
 
     def entries(self, temperature: float | None, **facts: Any) -> list[dict[str, Any]]:
         """Entries of eval.json's `trees`. temperature: of the answers; None: of several.
@@ -286,13 +327,98 @@ class TreeWalks:
         expected_tau: over all that could have been drawn in these rounds.
         """
         made = []
-        for counts in self._counts:
-            entry = tree_entry(counts.tree, temperature, counts.answers, self._is_known, **facts)
-            if self._temperature > 0:
+        for counts in self.counts:
+            entry = tree_entry(counts.tree, temperature, counts.answers, self.is_known, **facts)
+            if self.temperature > 0:
                 entry["expected_tau"] = 1 + counts.expected / max(entry["rounds"], 1)
             made.append(entry)
         return made
 
     def answers(self) -> list[AnswerCounts]:
-        """The counts of each answer, by the first tree."""
-        return self._counts[0].answers
+        """The counts of each answer: by the chain, or else by the first tree."""
+        return self.of_chain if self.by_length else self.counts[0].answers
+
+    def measure(self, source: FeatureSource, chat: Chat, track: Track) -> dict[str, Any]:
+        """What eval.json says of the features of a source; chat: to read the answers' language.
+
+        Raises EmptyInputError where no answer has two tokens.
+        """
+        done, longest, self.temperature = 0, self.by_length[-1], drawn_at(source)
+        for samples in source.batches(plan_batches(source.lengths, BATCH_TOKENS, "eval")):
+            texts = (chat.decode(one.token_ids[one.loss_mask].tolist()) for one in samples)
+            self.add(samples, [language(text) for text in texts])
+            done += len(samples)
+            track(done, len(source), f"tau {longest.tau:.3f}")
+        if not longest.rounds:
+            raise EmptyInputError(
+                "the held-out features hold no answer of two tokens or more",
+                "capture with more prompts",
+            )
+        K, num_tokens = len(self.by_length), sum(map(len, self.is_known))
+        greedy_share = self.num_greedy / num_tokens
+        temperature = answers_temperature(source, greedy_share)
+        result: dict[str, Any] = {
+            **figures(self.of_chain, K),
+            "num_draft_steps": K,
+            "tau_by_num_draft_steps": [counts.tau for counts in self.by_length],
+            "language_of": "answers",
+            **vocabulary_figures(self.is_known, K),
+            "greedy_share": greedy_share,
+            "answers_temperature": temperature,
+            "tokens": num_tokens,
+            "assumes": f"{'greedy' if temperature == 0 else 'sampled'} answers; {ASSUMES}",
+            "ways": {"chain": WAYS["features"]},
+        }
+        if self.counts:
+            result["trees"] = self.entries(temperature, language_of="answers", by="features")
+            result["ways"]["trees"] = WAYS["features"]
+        return result
+
+
+@torch.inference_mode()
+def num_greedy(vocabulary: TargetVocabulary, batch: Batch) -> int:
+    """How many of the answers' tokens are the target's argmax by the features."""
+    mask_BT = batch.loss_mask_BT[:, 1:]
+    before_PH = batch.last_hidden_BTH[:, :-1][mask_BT]
+    own_P = torch.cat([vocabulary.best(rows) for rows in torch.split(before_PH, 2 * ROWS_AT_ONCE)])
+    return int((own_P == batch.tokens_BT[:, 1:][mask_BT]).sum())
+
+
+# How the answers of features were drawn
+
+
+def samplings(source: FeatureSource) -> list[dict[str, Any]]:
+    """How `generate` was asked to draw the answers of features; nothing where that is not known."""
+    answers = source.inputs["features"].inputs.get("answers")
+    return answers.config.get("sampling", []) if answers is not None else []
+
+
+def drawn_at(source: FeatureSource) -> float:
+    """The temperature at which all answers were drawn from the whole vocabulary; 0 for others."""
+    kinds = {(one["temperature"], one["top_p"], one["top_k"]) for one in samplings(source)}
+    ((temperature, *cut),) = kinds if len(kinds) == 1 else {(0.0, 1, 0)}
+    return temperature if cut == [1, 0] else 0.0
+
+
+def answers_temperature(source: FeatureSource, greedy_share: float) -> float | None:
+    """What the answers were drawn at: as `generate` was asked, or greedy by their tokens; None for
+    several temperatures, or one that is not known.
+    """
+    stated = {one["temperature"] for one in samplings(source)}
+    if stated:
+        return stated.pop() if len(stated) == 1 else None
+    return 0.0 if greedy_share >= GREEDY else None
+
+
+def check_belongs(source: FeatureSource, head: HeadConfig, vocabulary: TargetVocabulary) -> None:
+    """Raise MismatchError unless features are of this target, and of the head's layers."""
+    meta, ours = source.meta, vocabulary.config
+    found = meta.lm_head_sha256, meta.taps, meta.hidden_size, meta.vocab_size
+    if found != (vocabulary.lm_head_sha256, head.taps, ours.hidden_size, ours.vocab_size):
+        raise MismatchError(
+            f"head, features and target are not of one target: the features are of layers "
+            f"{meta.taps} of a target of hidden size {meta.hidden_size} whose lm_head is "
+            f"{meta.lm_head_sha256[:12]}, the head is of layers {head.taps} of "
+            f"{head.target_hidden_size}, the target's lm_head is {vocabulary.lm_head_sha256[:12]}",
+            "give the target and features that the head was trained on",
+        )

@@ -1,47 +1,109 @@
-"""The check of a head against its target, by lint and replay: what serves badly although it loads.
+"""The check of a head against its target: what serves badly although it loads. Its files, settings
+and weights are read here, by lint; `replay` runs it, and `verdict` joins the two.
 
-The lint reads a head of any form as `read_head` does, but names all faults. A head that can be read
-is replayed where the target can be run: by our own engine, or else through transformers.
+The lint reads a head of any form as `read_head` does, but names all faults. Every function yields
+findings of one kind; `check` calls them in order.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
+from typing import Any, Literal
 
-from eyas.errors import MismatchError
-from eyas.export.engines import EngineForm
-from eyas.export.lint import (
-    CheckFinding,
-    changed_findings,
-    check_is_head,
-    engine_findings,
-    errors,
-    form_findings,
-    in_order,
-    serving_findings,
-    setting_findings,
-    target_findings,
-    twin_findings,
-    value_findings,
-    verifier_findings,
-    vocabulary_findings,
-    warning,
-)
-from eyas.export.scores import ERROR, LEAST_TAU, MEANINGS, WARNING, ReadingScore
+import numpy as np
+from pydantic import ValidationError
+
+from eyas.artifact import MANIFEST, Manifest, file_identity
+from eyas.errors import EyasError, MismatchError, MissingInputError
+from eyas.export.engines import ENGINES, FORMS, EngineForm
 from eyas.hub import resolve_head, resolve_target
+from eyas.lineage import HEAD_FILES
 from eyas.model.architecture import TargetConfig
+from eyas.model.arrays import Array, cast, nonfinite
 from eyas.model.checkpoint import (
+    ANEW,
     embedding_faults,
     head_config,
     open_checkpoint,
     own_tensors,
     tensor_faults,
 )
-from eyas.model.config import match_faults, read_config
+from eyas.model.config import (
+    HeadConfig,
+    TargetShape,
+    match_faults,
+    read_config,
+    rope_faults,
+    same_rotation,
+    spelled,
+)
+from eyas.model.dialects import (
+    CONFIG_JSON,
+    EMBED_TOKENS,
+    EMBED_TOKENS_SHA256,
+    FED_BACK,
+    HEAD_JSON,
+    INV_FREQ,
+    LM_HEAD,
+    SGLANG_ARCHITECTURE,
+    Checkpoint,
+    Form,
+    decisions,
+    setting_faults,
+)
+from eyas.model.weights import INDEX, PICKLE, PICKLE_INDEX, SINGLE, file_arrays, sharded_arrays
 from eyas.operators.shape import StoredMatrices, target_shape
+
+Level = Literal["error", "warning", "note"]
+LEVELS: tuple[Level, ...] = ("error", "warning", "note")
+STAGES = {"train": "trained", "export": "exported"}  # whose output is a head
+# what older speculators wrote of the target
+VERIFIER_SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "vocab_size")
+
+
+@dataclass(frozen=True, slots=True)
+class CheckFinding:
+    """An error serves wrong or badly for certain; a warning may be meant so; a note needs nothing
+    done.
+
+    meanings: of what can be meant in several ways, the name of each and the keys that say it.
+    """
+
+    level: Level
+    what: str
+    hint: str
+    meanings: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+
+
+def in_order(findings: Iterable[CheckFinding]) -> list[CheckFinding]:
+    """Errors first, notes last."""
+    return sorted(findings, key=lambda finding: LEVELS.index(finding.level))
+
+
+def exit_code(findings: Iterable[CheckFinding]) -> int:
+    """0 nothing found but notes, 1 warnings, 2 an error."""
+    levels = {finding.level for finding in findings}
+    return 2 if "error" in levels else 1 if "warning" in levels else 0
+
+
+def error(what: str, hint: str) -> CheckFinding:
+    """An error without meanings."""
+    return CheckFinding("error", what, hint)
+
+
+def warning(what: str, hint: str) -> CheckFinding:
+    """A warning."""
+    return CheckFinding("warning", what, hint)
+
+
+def errors(faults: Sequence[MismatchError]) -> list[CheckFinding]:
+    """What `read_head` refuses, as findings; of what is ambiguous with its meanings."""
+    return [
+        CheckFinding("error", one.what, one.hint, getattr(one, "meanings", {})) for one in faults
+    ]
 
 
 def check(
@@ -54,31 +116,30 @@ def check(
     """
     target_folder, folder = resolve_target(str(target)), Path(resolve_head(str(head)))
     vocabulary = StoredMatrices.load(target_folder)
+    shape = vocabulary.config
     check_is_head(folder)
     checkpoint = open_checkpoint(folder)
-    findings = [
-        *changed_findings(folder),
-        *twin_findings(folder),
-        *setting_findings(checkpoint),
-    ]
+    findings = [*changed_findings(folder), *twin_findings(folder)]
+    findings += errors(setting_faults(checkpoint))
     try:
-        config = head_config(checkpoint, vocabulary.config)
+        config = head_config(checkpoint, shape)
     except MismatchError as fault:
         return in_order([*findings, *errors([fault]), *value_findings(checkpoint)])
-    findings += errors(tensor_faults(config, own_tensors(checkpoint, config)))
-    findings += errors(embedding_faults(checkpoint))
-    findings += errors(match_faults(config, vocabulary.config, vocabulary.lm_head_sha256))
+    findings += errors(
+        tensor_faults(config, own_tensors(checkpoint, config))
+        + embedding_faults(checkpoint)
+        + match_faults(config, shape, vocabulary.lm_head_sha256)
+    )
     findings += [
-        *target_findings(config, vocabulary.config),
+        *target_findings(config, shape),
         *vocabulary_findings(checkpoint, config, vocabulary),
-        *verifier_findings(checkpoint, vocabulary.config, read_config(target_folder)),
+        *verifier_findings(checkpoint, shape, read_config(target_folder)),
         *value_findings(checkpoint),
         *form_findings(checkpoint),
     ]
     if not any(finding.level == "error" for finding in findings):
         named = {checkpoint.form, *forms}
-        findings += engine_findings(named, config)
-        findings += serving_findings(named, vocabulary.config)
+        findings += [*engine_findings(named, config), *serving_findings(named, shape)]
     return in_order(findings)
 
 
@@ -88,58 +149,235 @@ def replayed_by(target: str | Path) -> str:
     return "our own engine" if isinstance(shape, TargetConfig) else "transformers"
 
 
-def verdict(
-    findings: Sequence[CheckFinding],
-    replayed: Sequence[ReadingScore],
-    why: Sequence[CheckFinding] | None = None,
-) -> list[CheckFinding]:
-    """The findings of the lint, settled by the replay, and those of the replay; errors first. why:
-    those of a replay under counterfactuals (`why.why_findings`).
-    """
-    of_replay = list(reading_findings(replayed)) if why is None else why
-    of_lint = [settled(finding, replayed) if finding.meanings else finding for finding in findings]
-    return in_order([*of_lint, *of_replay])
+# Files
 
 
-def settled(finding: CheckFinding, replayed: Sequence[ReadingScore]) -> CheckFinding:
-    """An ambiguity, with the tau of its best two meanings in the hint, and what to write if the
-    replay can tell.
-    """
-    best: dict[str, ReadingScore] = {}
-    for one in replayed:
-        for name in set(one.reading.split(MEANINGS)) & finding.meanings.keys():
-            best[name] = max(one, best.get(name, one), key=lambda it: it.accepted_drafts)
-    if len(best) < 2:
-        return finding
-    first, second, *_ = sorted(best, key=lambda name: -best[name].accepted_drafts)
-    taus = ", ".join(f"{best[name].tau:.2f} with {name!r}" for name in (first, second))
-    gain = best[first].gain(best[second])
-    keys = json.dumps(finding.meanings[first])
-    answer = (
-        f"{first!r} is meant: write {keys}" if gain.reaches(WARNING) else "which tells too little"
-    )
-    return replace(finding, hint=f"{finding.hint}. Replayed, tau is {taus}: {answer}")
-
-
-def reading_findings(replayed: Sequence[ReadingScore]) -> Iterator[CheckFinding]:
-    """Whether the reading that the checkpoint declares is the best, and worth anything."""
-    if not replayed:
-        return
-    declared, *others = replayed
-    better = [one for one in others if one.gain(declared).reaches(WARNING)]
-    if better:
-        best = max(better, key=lambda one: one.gain(declared).drafts)
-        gain = best.gain(declared)
-        yield CheckFinding(
-            "error" if gain.reaches(ERROR) else "warning",
-            f"read as {best.reading!r} the head accepts more than {declared.reading}: tau "
-            f"{best.tau:.2f} against {declared.tau:.2f}, {gain.share:+.0%} drafts "
-            f"({gain.standard_errors:.1f} standard errors)",
-            "correct config.json or the tensors; the table has all readings",
+def check_is_head(folder: Path) -> None:
+    """Raise MissingInputError for a folder that holds no head itself but exported ones below."""
+    below = [str(folder / form) for form in FORMS if (folder / form / CONFIG_JSON).is_file()]
+    if below and not any((folder / name).is_file() for name in (CONFIG_JSON, HEAD_JSON)):
+        raise MissingInputError(
+            f"{folder} is an export: the heads lie below it", f"give {' or '.join(below)}"
         )
-    elif declared.tau < LEAST_TAU:
+
+
+def changed_findings(folder: Path) -> Iterator[CheckFinding]:
+    """Files of a head of ours that differ from its manifest, here or in the folder above."""
+    folder = folder.resolve()
+    for root, prefix in ((folder, ""), (folder.parent, f"{folder.name}/")):
+        try:
+            manifest = Manifest.model_validate_json((root / MANIFEST).read_bytes())
+        except (OSError, ValidationError):
+            continue  # none, or not ours
+        for listed, stored in manifest.files.items() if manifest.stage in STAGES else ():
+            name = listed.removeprefix(prefix)
+            if not listed.startswith(prefix) or "/" in name or not name.endswith(HEAD_FILES):
+                continue
+            path = folder / name
+            if not path.is_file():
+                what = f"{path} is gone: the {manifest.stage} that wrote it lists it"
+                yield error(what, "restore it")
+            elif file_identity(str(path)) != stored.sha256:
+                yield error(
+                    f"{path} has changed since it was {STAGES[manifest.stage]}",
+                    "restore it, or run the stage that writes it again into a new folder",
+                )
+
+
+def twin_findings(folder: Path) -> Iterator[CheckFinding]:
+    """Weights that lie there twice and differ: which ones are served depends on the loader."""
+
+    def stored(name: str) -> dict[str, Array]:
+        is_index = name in (INDEX, PICKLE_INDEX)
+        tensors = (
+            sharded_arrays(folder, name, None) if is_index else file_arrays(folder / name, None)
+        )
+        return {key: tensor for key, tensor in tensors.items() if not key.endswith(INV_FREQ)}
+
+    there = [name for name in (INDEX, SINGLE, PICKLE_INDEX, PICKLE) if (folder / name).is_file()]
+    for other in there[1:]:
+        try:
+            ours, theirs = stored(there[0]), stored(other)
+            same = ours.keys() == theirs.keys() and all(
+                np.array_equal(one, cast(theirs[name], one.dtype)) for name, one in ours.items()
+            )
+            how = "hold different tensors"
+        except EyasError as fault:
+            same, how = False, f"are both there, and one cannot be read ({fault.what})"
+        if not same:
+            yield error(
+                f"{there[0]} and {other} in {folder} {how}: loaders differ in which they take",
+                "delete one",
+            )
+
+
+# Settings
+
+
+def target_findings(config: HeadConfig, target: TargetShape) -> Iterator[CheckFinding]:
+    """Where the head's shape differs from the target's, though it may be meant so."""
+    if config.taps[-1] < target.num_hidden_layers and config.taps != target.default_taps:
         yield warning(
-            f"the head drafts next to nothing of this text: tau {declared.tau:.2f} by its own "
-            "reading and no better by others",
-            "wrong weights, embeddings or target; or text that it was not trained for: give --text",
+            f"the head taps the outputs of layers {config.taps}, the default is "
+            f"{target.default_taps}",
+            "fine if it was trained on these; engines that ignore the list, as OpenVINO does, will "
+            "misread it",
+        )
+    is_said = config.own_rope or rope_faults(config, target)
+    if not is_said and not same_rotation(config.rope, target.rope):
+        yield warning(
+            f"rotary embedding differs: the head's is {spelled(config.rope)}, the target's "
+            f"{spelled(target.rope)}",
+            "a rope_theta that is not given means 10000: write what the head was trained with, or "
+            "own_rope for just this",
+        )
+    if config.rms_norm_eps != target.rms_norm_eps:
+        yield warning(
+            f"rms_norm_eps is {config.rms_norm_eps}, the target's {target.rms_norm_eps}",
+            "one that is not given means 1e-6: write what the head was trained with",
+        )
+    if config.max_position_embeddings < target.max_position_embeddings:  # a longer one is harmless
+        yield warning(
+            f"max_position_embeddings is {config.max_position_embeddings}, the target's "
+            f"{target.max_position_embeddings}: SGLang 0.5.23 does not start without "
+            "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN=1, older engines read past the head's "
+            "rotary table and lose acceptance; vLLM 0.32 and eyas go by the target's",
+            f'write "max_position_embeddings": {target.max_position_embeddings} into the head\'s '
+            "config, or export it again, which does: no weight depends on it",
+        )
+
+
+def vocabulary_findings(
+    checkpoint: Checkpoint, config: HeadConfig, vocabulary: StoredMatrices
+) -> Iterator[CheckFinding]:
+    """What the head borrows from the target, or was trained against."""
+    if not config.target_lm_head_sha256:
+        what = "the head does not say which lm_head it was trained against"
+        yield CheckFinding("note", what, "only eyas writes its hash; a good replay is as good")
+    own = checkpoint.embed_tokens
+    if own is not None:
+        lent = cast(vocabulary.embed_tokens, own.dtype)
+        what = f"{EMBED_TOKENS} {tuple(own.shape)} are not the target's {tuple(lent.shape)}"
+        is_said = EMBED_TOKENS_SHA256 in checkpoint.settings
+        if not np.array_equal(own, lent) and is_said:
+            yield error(what, "export the head again for this target")
+        elif not np.array_equal(own, lent):
+            hint = "fine if the head was trained with them; SGLang uses the target's all the same"
+            yield warning(what, hint)
+    mask = checkpoint.tensors.get("t2d", np.empty(0))
+    ends = [token for token in vocabulary.config.eos_token_ids if token < len(mask)]
+    if ends and not mask[ends].any():
+        what = f"no end token of the target ({ends}) is in the draft vocabulary"
+        hint = "count the draft vocabulary on answers that end"
+        yield warning(f"{what}: an end is never drafted", hint)
+
+
+def verifier_findings(
+    checkpoint: Checkpoint, target: TargetShape, config: Mapping[str, Any]
+) -> Iterator[CheckFinding]:
+    """Where a speculators config names another target. config: the target's config.json."""
+    speculators = checkpoint.settings.get("speculators_config")
+    verifier = speculators.get("verifier") if isinstance(speculators, dict) else None
+    if not isinstance(verifier, dict):
+        return
+    said, own = verifier.get("architectures") or [], config.get("architectures") or []
+    others = []
+    if said and own and not set(said) & set(own):
+        others.append(f"{', '.join(said)}, the target is of {', '.join(own)}")
+    for key in VERIFIER_SIZES:
+        size = getattr(target, key)
+        if verifier.get(key) not in (None, size):
+            others.append(f"{key} {verifier[key]}, the target's is {size}")
+    hint = (
+        "write the target's into speculators_config.verifier, or give the target that the head "
+        "was trained for"
+    )
+    for what in others:
+        yield warning(f"the config names a verifier of {what}", hint)
+
+
+def engine_findings(named: Collection[Form], config: HeadConfig) -> Iterator[CheckFinding]:
+    """What engines do not read of it: a warning for those of forms in `named`, else a note."""
+    for engine in ENGINES:
+        if flags := engine.unread_flags(config):
+            effects = dict.fromkeys(engine.unread[flag] for flag in flags)
+            yield CheckFinding(
+                "warning" if engine.is_of(named) else "note",
+                f"{engine.title} does not read {', '.join(flags)}: it {'; '.join(effects)}",
+                f"serve it with another engine, or train a head without ({engine.where})",
+            )
+
+
+def serving_findings(named: Collection[Form], target: TargetShape) -> Iterator[CheckFinding]:
+    """Engines that serve no such target with a head, ours among them: a warning for the engine of
+    a form in `named`, and where no engine is left; else a note.
+    """
+    family = target.model_type
+    able = [engine.release for engine in ENGINES if engine.serves(family)]
+    able += ["eyas serve"] if isinstance(target, TargetConfig) else []
+    hint = (
+        f"{', '.join(able)}: serve it there, or with a newer version that takes such targets"
+        if able
+        else "keep it for a newer version that takes such targets, or train one for another target"
+    )
+    levels: dict[Level, list[str]] = {"warning": [], "note": []}
+    for engine in ENGINES:
+        if not engine.serves(family):
+            level: Level = "warning" if not able or engine.is_of(named) else "note"
+            levels[level].append(engine.release)
+    for level, names in levels.items():
+        if names:
+            what = f"not served by {', '.join(names)}: no EAGLE-3 for a target of {family!r}"
+            yield CheckFinding(level, what, hint)
+    for engine in ENGINES:
+        if engine.is_of(named) and family in engine.options:
+            words = " ".join(chain(*engine.options[family].items()))
+            what = f"{engine.release} serves a target of {family!r} with {words} only"
+            yield CheckFinding("note", what, "the command that export writes has it")
+
+
+def form_findings(checkpoint: Checkpoint) -> Iterator[CheckFinding]:
+    """What the engine of this form asks for beyond a right head."""
+    named = checkpoint.settings.get("architectures") or []
+    if checkpoint.form == "sglang" and named != [SGLANG_ARCHITECTURE]:
+        yield warning(
+            f"architectures is {named}: SGLang loads an EAGLE-3 head by the name "
+            f"{SGLANG_ARCHITECTURE} only",
+            "change it in config.json, or export the head again",
+        )
+    for decision in decisions(checkpoint):
+        yield warning(decision, f'write "{FED_BACK}" into config.json to say so')
+    if checkpoint.form == "sglang" and any(checkpoint.stated("tie_word_embeddings")):
+        what = "tie_word_embeddings is set: SGLang takes the embeddings for lm_head"
+        yield warning(what, "write false")
+    if checkpoint.form == "vllm" and LM_HEAD not in checkpoint.tensors:
+        what = "lm_head.weight is missing: speculators needs one"
+        yield warning(what, "put the target's into the file")
+    if "d2t" in checkpoint.tensors and "t2d" not in checkpoint.tensors:
+        yield warning("t2d is missing", "speculators needs it beside d2t; export the head again")
+
+
+# Weights
+
+
+def value_findings(checkpoint: Checkpoint) -> Iterator[CheckFinding]:
+    """Values and precisions of the tensors."""
+    weights = {n: one for n, one in checkpoint.all_tensors.items() if one.dtype.kind not in "biu"}
+    for name, tensor in weights.items():
+        if not tensor.any():
+            yield error(f"{name} is all zeros", ANEW)
+        elif bad := nonfinite({name: tensor}):
+            yield error(bad[0], ANEW)
+    dtypes = sorted({str(tensor.dtype) for tensor in weights.values()})
+    if len(dtypes) > 1:
+        what = f"tensors are of several precisions: {', '.join(dtypes)}"
+        yield warning(what, "export the head again")
+    places = (checkpoint.settings, checkpoint.layer_settings)
+    said = {
+        str(place[key]) for place in places for key in ("dtype", "torch_dtype") if place.get(key)
+    }
+    for dtype in sorted(said - set(dtypes)):
+        yield warning(
+            f"the config says {dtype}, the tensors are {', '.join(dtypes)}",
+            "engines convert: correct the config",
         )

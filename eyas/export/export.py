@@ -138,7 +138,17 @@ def export(
         trees = [one["speculation"] for one in (measured or {}).get("trees", [])]
         fixed = (one for one in trees if one.startswith("fixed"))
         drafts = Speculation.parse(config.speculation or next(fixed, "fixed"))
-        launch = launch_of(config.target_name, target, folder, vocabulary, shape, drafts)
+        dtype, named = vocabulary.config.dtype, target if is_hub_id(target) else folder
+        launch = Launch(
+            config.target_name or named,
+            drafts.num_draft_steps,
+            drafts.tree_topk,
+            drafts.num_verify_tokens,
+            dtype if dtype in DTYPES else None,
+            draft_window=shape.sliding_window,
+            taps=shape.taps,
+            family=vocabulary.config.model_type,
+        )
         hashes: dict[str, str] = {}
         for number, form in enumerate(config.forms):
             track(number, len(config.forms), form)
@@ -244,28 +254,6 @@ def served_head(source: Path, vocabulary: TargetVocabulary) -> tuple[HeadConfig,
     if own is not None and torch.equal(own, vocabulary.embed_tokens.to(own.dtype)):
         del tensors[EMBED_TOKENS]
     return shape.model_copy(update={"max_position_embeddings": length}), tensors
-
-
-def launch_of(
-    name: str | None,
-    target: str,
-    folder: str,
-    vocabulary: TargetVocabulary,
-    head: HeadConfig,
-    drafts: Speculation,
-) -> Launch:
-    """What the commands say. name: the target's, if not its folder."""
-    dtype = vocabulary.config.dtype if vocabulary.config.dtype in DTYPES else None
-    return Launch(
-        name or (target if is_hub_id(target) else folder),
-        drafts.num_draft_steps,
-        drafts.tree_topk,
-        drafts.num_verify_tokens,
-        dtype,
-        draft_window=head.sliding_window,
-        taps=head.taps,
-        family=vocabulary.config.model_type,
-    )
 
 
 def verifier_of(

@@ -15,14 +15,14 @@ from __future__ import annotations
 import gzip
 import json
 import logging
-import math
 import os
 import zlib
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, islice, product
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -40,9 +40,8 @@ from eyas.errors import (
     MissingInputError,
     TemplateError,
 )
-from eyas.export.counterfactuals import LONGEST, counterfactuals
-from eyas.export.readings import DECLARED, HeadReading, misreadings
-from eyas.export.scores import MEANINGS, NUM_DRAFT_STEPS, ReadingScore
+from eyas.export.readings import DECLARED, LONGEST, HeadReading, misreadings
+from eyas.export.verdict import MEANINGS, NUM_DRAFT_STEPS, ReadingScore
 from eyas.hub import resolve_head, resolve_target
 from eyas.language import language
 from eyas.log import Track, quiet, size_text
@@ -55,28 +54,21 @@ from eyas.operators.batch import Batch
 from eyas.operators.chain import matched_spans
 from eyas.operators.decoder import HookedDecoder
 from eyas.operators.head import head_of
-from eyas.operators.tensors import RoundedProducts, tensor_of, tensors_of
+from eyas.operators.tensors import tensor_of, tensors_of
 from eyas.operators.vocab import TargetVocabulary
 from eyas.shards import Sample
 
 log = logging.getLogger(__name__)
 ReplayTarget = Target | HookedDecoder
 NUM_CONVERSATIONS = 32  # some 800 tokens of the built-in target's answers
-WHY_CONVERSATIONS = 64  # intervals that hold for all counterfactuals need more
+WHY_CONVERSATIONS = 64  # intervals that hold for all readings need more
 ANSWER_TOKENS = 48
 PROMPT_TOKENS = 160  # longer ones would be most of the time
 # of a conversation with its answer; the rest is cut off, so that hidden states of all layers fit
 MOST_TOKENS = 2048
 BATCH = 8
-ROLES = {
-    "human": "user",
-    "user": "user",
-    "gpt": "assistant",
-    "assistant": "assistant",
-    "system": "system",
-}
-# Of counterfactuals: answers from which on a quarter of them chooses those that the others judge.
-LEAST_SCREENED, NUM_PROMISING = 32, 12
+ROLES = {role: role for role in ("system", "user", "assistant")}
+ROLES |= {"human": "user", "gpt": "assistant"}
 ANSWERS_AT_ONCE = 8  # in one forward, of about one length
 
 
@@ -218,12 +210,9 @@ def conversations(text: Path) -> Iterator[tuple[list[dict[str, str]], str]]:
 
 def text_lines(text: Path) -> Iterator[str]:
     """The lines of a file, gzipped or not. Raises CorruptError."""
+    opened: Any = gzip.open if text.suffix == ".gz" else open
     try:
-        with (
-            gzip.open(text, "rt", encoding="utf-8-sig")
-            if text.suffix == ".gz"
-            else text.open(encoding="utf-8-sig") as lines
-        ):
+        with opened(text, "rt", encoding="utf-8-sig") as lines:
             yield from lines
     except (UnicodeDecodeError, gzip.BadGzipFile, EOFError, zlib.error) as error:
         raise CorruptError(
@@ -234,40 +223,38 @@ def text_lines(text: Path) -> Iterator[str]:
 
 @dataclass(frozen=True, slots=True)
 class AnswerBatch:
-    """Answers of about one length, and the target's hidden states over them: hidden [B, T, H] by
-    layer, all in one forward.
+    """Answers of about one length, and the target's hidden states after these layers over them, all
+    in one forward.
     """
 
     answers: Sequence[AnswerTokens]
-    hidden: Mapping[int, Tensor]
-    last_hidden: Tensor
+    layers: Sequence[int]
+    batch: Batch
 
     @classmethod
     def of(
         cls, target: ReplayTarget, answers: Sequence[AnswerTokens], layers: Sequence[int]
     ) -> AnswerBatch:
         """Run the target; float32."""
+        rows, found = [torch.tensor(one.token_ids) for one in answers], list[Tensor]()
         if isinstance(target, HookedDecoder):
-            states = target.states([one.token_ids for one in answers], taps=layers)
-            hidden, last_hidden = states.aux_hidden, states.last_hidden
+            of_layers = target.states([one.token_ids for one in answers], taps=layers)
+            found += of_layers.aux_hidden, of_layers.last_hidden
         else:
-            rows = [torch.tensor(one.token_ids) for one in answers]
             tokens_BT = pad_sequence(rows, batch_first=True)
-            found = target.features(tokens_BT.numpy(), tuple(layers))
-            hidden, last_hidden = map(tensor_of, found)
-        by_layer = hidden.float().cpu().chunk(len(layers), dim=-1)
-        return cls(answers, dict(zip(layers, by_layer, strict=True)), last_hidden.float().cpu())
+            found += map(tensor_of, target.features(tokens_BT.numpy(), tuple(layers)))
+        hidden, last_hidden = (one.float().cpu() for one in found)
+        samples = [
+            Sample("", ids, torch.tensor(one.mask), *(of[: len(ids)] for of in states))
+            for ids, one, *states in zip(rows, answers, hidden, last_hidden, strict=True)
+        ]
+        return cls(answers, layers, Batch.of(samples))
 
-    def features(self, taps: Taps, later: int = 0) -> Batch:
-        """As a head with these taps gets them, of so many tokens later than it should."""
-        aux_hidden = torch.cat([self.hidden[tap] for tap in taps], dim=-1).roll(-later, dims=1)
-        samples = []
-        for row, one in enumerate(self.answers):
-            T = len(one.token_ids)  # without the padding of its neighbours
-            states = aux_hidden[row, :T], self.last_hidden[row, :T]
-            ids, mask = torch.tensor(one.token_ids), torch.tensor(one.mask)
-            samples.append(Sample(str(row), ids, mask, *states))
-        return Batch.of(samples)
+    def features(self, taps: Taps) -> Batch:
+        """As a head with these taps gets them."""
+        streams = self.batch.aux_hidden_BTA.chunk(len(self.layers), dim=-1)
+        own = [streams[self.layers.index(tap)] for tap in taps]
+        return replace(self.batch, aux_hidden_BTA=torch.cat(own, dim=-1))
 
 
 def replay(
@@ -279,36 +266,23 @@ def replay(
     why: bool = False,
 ) -> list[ReadingScore]:
     """Every reading's acceptance on the answers: the meaning that accepts most, the other meanings,
-    and its misreadings or, to find out why, its counterfactuals.
+    and its misreadings.
 
     meanings: the declared reading, or each meaning of an ambiguous checkpoint; with an lm_head.
-    vocabulary: the target's.
+    vocabulary: the target's. why: as in `misreadings`.
     """
-    others_of = [
-        list(
-            counterfactuals(one, vocabulary)
-            if why
-            else misreadings(one.config, one.tensors, vocabulary.config)
-        )
-        for one in meanings
-    ]
+    others_of = [list(misreadings(one.config, one.tensors, vocabulary, why)) for one in meanings]
     ways = [*meanings, *chain.from_iterable(others_of)]
     layers = sorted({tap for way in ways for tap in way.config.taps})
-    by_length = sorted(answers, key=lambda one: len(one.token_ids))
-    is_screened = why and len(answers) >= LEAST_SCREENED
-    batches = batched(
-        target, [one for n, one in enumerate(by_length) if n % 4 or not is_screened], layers
-    )
+    batches = batched(target, answers, layers)
     measured = [(one, acceptance(one, batches, vocabulary)) for one in meanings]
     meant, declared = max(measured, key=lambda pair: pair[1].accepted_drafts)
     scores = [declared, *(one for _, one in measured if one is not declared)]
     others = next(of for one, of in zip(meanings, others_of, strict=True) if one is meant)
-    if is_screened:
-        others = promising(others, batched(target, by_length[::4], layers), vocabulary, track)
     for number, reading in enumerate(others):
         track(number, len(others), f"read with {reading.name}")
         is_meaning = reading.config in [one.config for one in meanings]
-        if why or not is_meaning or reading.tensors is not meant.tensors:
+        if not is_meaning or reading.tensors is not meant.tensors:
             scores.append(acceptance(reading, batches, vocabulary))
     return scores
 
@@ -316,54 +290,27 @@ def replay(
 def batched(
     target: ReplayTarget, answers: Sequence[AnswerTokens], layers: Sequence[int]
 ) -> list[AnswerBatch]:
-    """Answers that are sorted by length, ANSWERS_AT_ONCE at a time."""
-    return [
-        AnswerBatch.of(target, answers[at : at + ANSWERS_AT_ONCE], layers)
-        for at in range(0, len(answers), ANSWERS_AT_ONCE)
-    ]
-
-
-def promising(
-    readings: Sequence[HeadReading],
-    batches: Sequence[AnswerBatch],
-    vocabulary: TargetVocabulary,
-    track: Track,
-) -> list[HeadReading]:
-    """Losses, and the NUM_PROMISING that accept most on a quarter of the answers. The other answers
-    judge them, so that what is chosen here is chosen by other chance than theirs.
-    """
-    found: list[tuple[float, HeadReading]] = []
-    for number, one in enumerate(readings):
-        track(number, len(readings), f"read with {one.name}")
-        accepts = math.inf if one.is_loss else acceptance(one, batches, vocabulary).accepted_drafts
-        found.append((accepts, one))
-    best = sorted(found, key=lambda pair: -pair[0])
-    return [one for accepts, one in best[:NUM_PROMISING] if accepts > 0]
+    """Answers of about one length together, ANSWERS_AT_ONCE at a time."""
+    by_length = sorted(answers, key=lambda one: len(one.token_ids))
+    parts = range(0, len(by_length), ANSWERS_AT_ONCE)
+    return [AnswerBatch.of(target, by_length[at : at + ANSWERS_AT_ONCE], layers) for at in parts]
 
 
 def acceptance(
     reading: HeadReading, batches: Sequence[AnswerBatch], vocabulary: TargetVocabulary
 ) -> ReadingScore:
     """What a reading accepts on the answers."""
-    head = head_of(reading.config, reading.tensors).to(reading.dtype)
-    own = head.embed_tokens
-    embed_tokens = (vocabulary.embed_tokens if own is None else own).to(reading.dtype)
-    head.embed_tokens = None
-    answers: list[list[list[int]]] = []
-    kinds: list[str] = []
-    known: list[Tensor] = []
+    head = head_of(reading.config, reading.tensors)
+    score, known = ReadingScore(reading.name, [], reading.says), list[Tensor]()
     for batch in batches:
         spans_of_row = defaultdict[int, list[list[int]]](list)
-        features = batch.features(reading.config.taps, reading.later)
-        with RoundedProducts():
-            spans = matched_spans(head, embed_tokens, features, NUM_DRAFT_STEPS, reading.embed_lag)
-        for row, matches in spans:
+        features = batch.features(reading.config.taps)
+        for row, matches in matched_spans(head, vocabulary.embed_tokens, features, NUM_DRAFT_STEPS):
             spans_of_row[row].append(matches)
-        answers += spans_of_row.values()
-        kinds += [batch.answers[row].kind for row in spans_of_row]
+        score.answers.extend(spans_of_row.values())
+        score.kinds.extend(batch.answers[row].kind for row in spans_of_row)
         known.append(head.t2d[features.tokens_BT[features.loss_mask_BT]])
-    covered = float(torch.cat(known).float().mean())
-    return ReadingScore(reading.name, answers, reading.says, reading.is_loss, kinds, covered)
+    return replace(score, covered=float(torch.cat(known).float().mean()))
 
 
 def replay_head(

@@ -3,7 +3,7 @@
     form     found by                  layer        tapped layers are written as
     eyas     eyas_head.json            midlayer.*   after_layer: outputs of these layers
     sglang   config.json, flat         midlayer.*   eagle_aux_hidden_state_layer_ids in
-             (dialects.ARCHITECTURES)               eagle_config: outputs of these layers
+             (dialects.PROJECTS)                    eagle_config: outputs of these layers
     vllm     config.json with          layers.0.*   eagle_aux_hidden_state_layer_ids at top level:
              speculators_model_type                 the residual stream ENTERING layer i, so tap + 1
 
@@ -41,12 +41,10 @@ from eyas.model.dialects import (
     CONFIG_JSON,
     EMBED_TOKENS,
     EMBED_TOKENS_SHA256,
-    FC_NORMS,
-    FLAG_OF,
+    FLAGS,
     FLOATS,
     FORMAT,
     HEAD_JSON,
-    INPUT_NORM,
     INV_FREQ,
     LAYER,
     LAYER_IDS,
@@ -143,15 +141,18 @@ def open_checkpoint(folder: str | Path) -> Checkpoint:
         )
     form: Form = "eyas" if ours else "vllm" if kind else "sglang"
     embed_tokens = stored.pop(EMBED_TOKENS, None)
-    tensors = {_eagle_name(name): tensor for name, tensor in stored.items()}
+    tensors = {
+        LAYER + name.removeprefix(SPECULATORS_LAYER)
+        if name.startswith(SPECULATORS_LAYER)
+        else OLD_NORMS.get(name, name): tensor
+        for name, tensor in stored.items()
+    }
     if len(tensors) != len(stored):
         raise MismatchError(
             f"{folder} holds two layers, {LAYER}* and {SPECULATORS_LAYER}*", "delete the wrong one"
         )
-    is_midlayer = any(name.startswith(LAYER) for name in stored)
-    return Checkpoint(
-        form, settings, tensors, embed_tokens, LAYER if is_midlayer else SPECULATORS_LAYER
-    )
+    layer = LAYER if any(name.startswith(LAYER) for name in stored) else SPECULATORS_LAYER
+    return Checkpoint(form, settings, tensors, embed_tokens, layer)
 
 
 def check_sections(folder: str | Path, settings: Mapping[str, Any]) -> None:
@@ -189,10 +190,10 @@ def head_config(checkpoint: Checkpoint, target: TargetShape | None = None) -> He
             target_hidden_size=given(settings, "target_hidden_size", layer["hidden_size"]),
             taps=_read_taps(settings, target),
             target_lm_head_sha256=given(settings, LM_HEAD_SHA256, ""),
-            norm_before_residual=True in checkpoint.stated("norm_before_residual"),
-            norm_before_fc=True in checkpoint.stated("norm_before_fc"),
-            fc_norm=True in checkpoint.stated("fc_norm") | checkpoint.stated(OLD_FC_NORM),
-            norm_output=True in checkpoint.stated("norm_output") and fed_back(checkpoint) is True,
+            norm_before_residual=checkpoint.is_set("norm_before_residual"),
+            norm_before_fc=checkpoint.is_set("norm_before_fc"),
+            fc_norm=checkpoint.is_set("fc_norm") or checkpoint.is_set(OLD_FC_NORM),
+            norm_output=checkpoint.is_set("norm_output") and fed_back(checkpoint) is True,
             own_rope=given(settings, OWN_ROPE, False),
             sliding_window=(layer.get("sliding_window") or None) if uses_window(layer) else None,
         )
@@ -272,13 +273,12 @@ def tensor_faults(config: HeadConfig, tensors: Mapping[str, Array]) -> list[Mism
         for name in expected
         if name not in tensors and name not in optional
     ]
+    flag_of = {name: flag for flag, names in FLAGS.items() for name in names}
     for name, tensor in tensors.items():
-        if name in FLAG_OF and name not in known:
-            what = f"the tensor {name} is there although {FLAG_OF[name]} is not set"
-            hint = (
-                f'write "{FLAG_OF[name]}": true if the head was trained with it, or delete the '
-                "tensor"
-            )
+        if name in flag_of and name not in known:
+            flag = flag_of[name]
+            what = f"the tensor {name} is there although {flag} is not set"
+            hint = f'write "{flag}": true if the head was trained with it, or delete the tensor'
         elif name not in known:
             what = f"the tensor {name} is none of an EAGLE-3 head's"
             hint = "it belongs to a variant that is not supported"
@@ -340,10 +340,9 @@ def expected_shapes(config: HeadConfig) -> dict[str, tuple[int, ...]]:
     V, W, D = config.vocab_size, config.draft_vocab_size, config.head_dim
     q, kv = config.num_attention_heads * D, config.num_key_value_heads * D
     shapes: dict[str, tuple[int, ...]] = {"fc.weight": (H, 3 * H)}
-    if config.norm_before_fc:
-        shapes[INPUT_NORM] = (3 * H,)
-    if config.fc_norm:
-        shapes |= dict.fromkeys(FC_NORMS, (H,))
+    for flag, names in FLAGS.items():  # together they norm the three streams
+        if getattr(config, flag) and names:
+            shapes |= dict.fromkeys(names, (3 * H // len(names),))
     layer = {
         **dict.fromkeys(("hidden_norm", "input_layernorm", "post_attention_layernorm"), (H,)),
         "self_attn.q_proj": (q, 2 * H),
@@ -362,10 +361,3 @@ def refuse(what: object, faults: Sequence[MismatchError]) -> None:
     """Raise one MismatchError that names all faults, if there are any."""
     if faults:
         raise MismatchError(f"{what}: " + "; ".join(fault.what for fault in faults), faults[0].hint)
-
-
-def _eagle_name(name: str) -> str:
-    """EAGLE's name of a tensor that others call otherwise."""
-    if name.startswith(SPECULATORS_LAYER):
-        return LAYER + name.removeprefix(SPECULATORS_LAYER)
-    return OLD_NORMS.get(name, name)

@@ -17,10 +17,12 @@ from eyas.model.arrays import Array
 from eyas.model.checkpoint import refuse, tensor_faults
 from eyas.model.config import DecoderConfig, HeadConfig
 from eyas.model.dialects import (
+    COMPUTED,
     CONFIG_JSON,
     EMBED_TOKENS,
     EMBED_TOKENS_SHA256,
     FED_BACK,
+    FLAGS,
     FORMAT,
     HEAD_JSON,
     LAYER,
@@ -63,33 +65,22 @@ def write_head(
     says what an engine cannot read of a sound head.
     """
     refuse("the head", tensor_faults(config, tensors))
-    verifier = verifier or Verifier()
-    written = dict(tensors)
+    verifier, written = verifier or Verifier(), dict(tensors)
     if form == "eyas":
-        usual = {
-            name: field.default
-            for name, field in HeadConfig.model_fields.items()
-            if isinstance(field.default, bool)
-        }
+        fields = HeadConfig.model_fields.items()
+        usual = {name: field.default for name, field in fields if isinstance(field.default, bool)}
         stated = {
             key: value
             for key, value in config.model_dump(mode="json").items()
             if value is not usual.get(key)
         }
-        stated["taps"] = {"after_layer": list(config.taps)}
-        return _settings_file(HEAD_JSON, {"format": FORMAT, **stated}) | weight_files(
-            written, max_shard_bytes
-        )
+        settings = {"format": FORMAT, **stated, "taps": {"after_layer": list(config.taps)}}
+        return _settings_file(HEAD_JSON, settings) | weight_files(written, max_shard_bytes)
     if config.draft_vocab_size == config.vocab_size:  # vLLM fails on maps that map nothing
         written = {name: tensor for name, tensor in written.items() if name not in MAPS}
-    dtype = str(tensors["fc.weight"].dtype)
     if form == "vllm":
-        settings = _vllm_settings(config, dtype, verifier)
-        written = {
-            name.replace(LAYER, SPECULATORS_LAYER): tensor for name, tensor in written.items()
-        }
-    else:
-        settings = _sglang_settings(config, dtype)
+        written = {name.replace(LAYER, SPECULATORS_LAYER): one for name, one in written.items()}
+    settings = _engine_settings(config, form, str(tensors["fc.weight"].dtype), verifier)
     if LM_HEAD not in written:
         # SGLang takes the target's lm_head then, and random numbers otherwise
         settings["draft_vocab_size"] = None
@@ -102,13 +93,8 @@ def write_head(
 def _layer_keys(config: HeadConfig) -> dict[str, Any]:
     """The decoder layer's shape under Hugging Face's keys."""
     shape = config.model_dump(include=set(DecoderConfig.model_fields) - {"rope"})
-    fixed = {
-        "model_type": "llama",
-        "hidden_act": "silu",
-        "attention_bias": False,
-        "mlp_bias": False,
-        "tie_word_embeddings": False,
-    }
+    fixed = {key: COMPUTED[key][0] for key in ("hidden_act", "attention_bias", "mlp_bias")}
+    fixed = {"model_type": "llama", **fixed, "tie_word_embeddings": False}
     window = {}
     if config.sliding_window is not None:
         # vLLM reads it from this list; SGLang only from `--speculative-draft-window-size`
@@ -120,32 +106,34 @@ def _layer_keys(config: HeadConfig) -> dict[str, Any]:
     return {**fixed, **shape, **config.rope.to_hf(), **window}
 
 
-def _sglang_settings(config: HeadConfig, dtype: str) -> dict[str, Any]:
-    """Layers are listed as outputs, as SpecForge does: read alike by every SGLang as long as the
-    first is 1 (export/engines.py).
+def _engine_settings(
+    config: HeadConfig, form: Form, dtype: str, verifier: Verifier
+) -> dict[str, Any]:
+    """config.json, flat or in speculators' form.
 
-    No norm_output unless it is on: left out, it means the same to SGLang (not fed back) and to
-    SpecForge.
+    The flat one lists layers as outputs, as SpecForge does: read alike by every SGLang as long as
+    the first is 1 (export/engines.py). It has no norm_output unless it is on: left out, it means
+    the same to SGLang (not fed back) and to SpecForge.
     """
-    eagle = {LAYER_IDS: list(config.taps), "use_aux_hidden_state": True}
-    if config.norm_before_fc:
-        eagle["norm_before_fc"] = True  # SGLang and NVIDIA's heads keep it here
-    fed_back = {"norm_output": True, FED_BACK: True} if config.norm_output else {}
-    return {
-        "architectures": [SGLANG_ARCHITECTURE],
-        **_layer_keys(config),
-        "torch_dtype": dtype,
-        "draft_vocab_size": config.draft_vocab_size,
-        "target_hidden_size": config.target_hidden_size,
-        "eagle_config": eagle,
-        **_flags(config),
-        **fed_back,
-        **_own_rope(config),
-        LM_HEAD_SHA256: config.target_lm_head_sha256,
-    }
-
-
-def _vllm_settings(config: HeadConfig, dtype: str, verifier: Verifier) -> dict[str, Any]:
+    flags = config.model_dump(include=FLAGS.keys() - {"norm_output"})
+    own_rope = {OWN_ROPE: True} if config.own_rope else {}
+    lm_head = {LM_HEAD_SHA256: config.target_lm_head_sha256}
+    if form != "vllm":
+        eagle = {LAYER_IDS: list(config.taps), "use_aux_hidden_state": True}
+        if config.norm_before_fc:
+            eagle["norm_before_fc"] = True  # SGLang and NVIDIA's heads keep it here
+        return {
+            "architectures": [SGLANG_ARCHITECTURE],
+            **_layer_keys(config),
+            "torch_dtype": dtype,
+            "draft_vocab_size": config.draft_vocab_size,
+            "target_hidden_size": config.target_hidden_size,
+            "eagle_config": eagle,
+            **flags,
+            **({"norm_output": True, FED_BACK: True} if config.norm_output else {}),
+            **own_rope,
+            **lm_head,
+        }
     proposal = {
         "proposal_type": "greedy",
         "speculative_tokens": verifier.num_draft_steps,
@@ -160,9 +148,9 @@ def _vllm_settings(config: HeadConfig, dtype: str, verifier: Verifier) -> dict[s
         "draft_vocab_size": config.draft_vocab_size,
         "target_hidden_size": None,  # the head's own
         LAYER_IDS: [tap + 1 for tap in config.taps],
-        **_flags(config),
+        **flags,
         "norm_output": config.norm_output,
-        **_own_rope(config),
+        **own_rope,
         "speculators_config": {
             "algorithm": "eagle3",
             "default_proposal_method": "greedy",
@@ -173,16 +161,8 @@ def _vllm_settings(config: HeadConfig, dtype: str, verifier: Verifier) -> dict[s
             },
         },
         "transformer_layer_config": {**_layer_keys(config), "torch_dtype": dtype},
-        LM_HEAD_SHA256: config.target_lm_head_sha256,
+        **lm_head,
     }
-
-
-def _flags(config: HeadConfig) -> dict[str, bool]:
-    return config.model_dump(include={"norm_before_residual", "norm_before_fc", "fc_norm"})
-
-
-def _own_rope(config: HeadConfig) -> dict[str, bool]:
-    return {OWN_ROPE: True} if config.own_rope else {}
 
 
 def _settings_file(name: str, settings: Mapping[str, Any]) -> dict[str, bytes]:

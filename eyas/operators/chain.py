@@ -4,14 +4,12 @@ Every slot of an answer is unrolled at once, fed with its own drafts; how many o
 answer's own tokens is all that a round begun there depends on. `tau.RoundCounts.add_answer` walks
 these numbers as serving walks the answer.
 
-Letters: B batch, T sequence, N slots unrolled, P answer tokens, K draft steps, H hidden, V target
-vocabulary.
+Letters: B batch, T sequence, N slots unrolled, K draft steps, H hidden, V target vocabulary.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from itertools import groupby
 
 import torch
@@ -21,53 +19,21 @@ from torch import Tensor
 from eyas.operators.batch import Batch
 from eyas.operators.head import Head
 from eyas.operators.ttt import Slots, unroll
-from eyas.operators.vocab import TargetVocabulary
-
-ROWS_AT_ONCE = 512  # of logits over the whole target vocabulary
-
-
-@dataclass(frozen=True, slots=True)
-class ChainCounts:
-    """Counts of one batch.
-
-    spans: of each answer, its sample's number in the batch and its `matches`, as
-    `tau.RoundCounts.add_answer` takes them. Of the P answer tokens, how many are in the draft
-    vocabulary and how many are the target's argmax by the features.
-    """
-
-    spans: list[tuple[int, list[int]]]
-    num_tokens: int
-    num_draftable: int
-    num_greedy: int
-
-
-@torch.inference_mode()
-def measure(
-    head: Head, vocabulary: TargetVocabulary, batch: Batch, num_draft_steps: int
-) -> ChainCounts:
-    """Unroll every slot of the batch's answers and count."""
-    mask_BT = batch.loss_mask_BT
-    spans = matched_spans(head, vocabulary.embed_tokens, batch, num_draft_steps)
-    answer_P = batch.tokens_BT[mask_BT]
-    before_PH = batch.last_hidden_BTH[:, :-1][mask_BT[:, 1:]]
-    own_P = torch.cat([vocabulary.best(rows) for rows in torch.split(before_PH, ROWS_AT_ONCE)])
-    greedy = int((own_P == batch.tokens_BT[:, 1:][mask_BT[:, 1:]]).sum())
-    return ChainCounts(spans, len(answer_P), int(head.t2d[answer_P].sum()), greedy)
 
 
 @torch.inference_mode()
 def matched_spans(
-    head: Head, embed_tokens: Tensor, batch: Batch, num_draft_steps: int, embed_lag: int = 0
+    head: Head, embed_tokens: Tensor, batch: Batch, num_draft_steps: int
 ) -> list[tuple[int, list[int]]]:
-    """`ChainCounts.spans` alone; embed_tokens and embed_lag as in `free_running_drafts`."""
+    """Of each answer of two tokens or more its sample's number in the batch and its `matches`, as
+    `tau.RoundCounts.add_answer` takes them. embed_tokens: as in `free_running_drafts`.
+    """
     mask_BT = batch.loss_mask_BT
     starts_BT = F.pad(mask_BT[:, 1:-1] & mask_BT[:, 2:], (0, 2))
     matches_BT = torch.zeros_like(batch.tokens_BT)
     if starts_BT.any():
         slots = Slots.where(starts_BT, window=head.config.sliding_window)
-        drafts_NK = free_running_drafts(
-            head, embed_tokens, batch, slots, num_draft_steps, embed_lag
-        )
+        drafts_NK = free_running_drafts(head, embed_tokens, batch, slots, num_draft_steps)
         matches_BT.view(-1)[slots.flat_N] = leading_matches(drafts_NK, batch, slots)
     rows = zip(starts_BT.tolist(), matches_BT.tolist(), strict=True)
     return [
@@ -78,32 +44,25 @@ def matched_spans(
 
 
 def free_running_drafts(
-    head: Head,
-    embed_tokens: Tensor,
-    batch: Batch,
-    slots: Slots,
-    num_draft_steps: int,
-    embed_lag: int = 0,
+    head: Head, embed_tokens: Tensor, batch: Batch, slots: Slots, num_draft_steps: int
 ) -> Tensor:
     """The chain that each slot drafts when every step takes the draft of the one before: target ids
     int64 [N, K].
 
     Slot t has x_{t+1} for its bonus token; its drafts stand for x_{t+2} onwards. embed_tokens [V,
-    H]: the target's, for a head that has none of its own. embed_lag 1: every step takes the token
-    before the one that it should, as a head does that was trained without the shift.
+    H]: the target's, for a head that has none of its own.
     """
     embed_tokens = embed_tokens if head.embed_tokens is None else head.embed_tokens
     drafts: list[Tensor] = []
-    bonus_N = slots.take(batch.tokens_BT.roll(-1, dims=1))
 
     def draft(hidden_NH: Tensor) -> None:
         drafts.append(head.target_ids_W[head.logits(hidden_NH).argmax(-1)])
 
-    def draft_embeds(step: int, hidden_NH: Tensor) -> Tensor:
+    def draft_embeds(_: int, hidden_NH: Tensor) -> Tensor:
         draft(hidden_NH)
-        return F.embedding([bonus_N, *drafts][step - embed_lag], embed_tokens)
+        return F.embedding(drafts[-1], embed_tokens)
 
-    embeds_BTH = F.embedding(batch.tokens_BT.roll(embed_lag - 1, dims=1), embed_tokens)
+    embeds_BTH = F.embedding(batch.tokens_BT.roll(-1, dims=1), embed_tokens)
     aux_hidden_BTA = batch.aux_hidden_BTA.to(embed_tokens.dtype)
     steps = [slots] * num_draft_steps
     for hidden_NH in unroll(head, aux_hidden_BTA, embeds_BTH, steps, draft_embeds):

@@ -4,20 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
 from eyas.model import checkpoint, forms, weights
 from eyas.model.arrays import BFLOAT16, Array
 from eyas.model.config import HeadConfig, TargetShape
 from eyas.model.dialects import Form
-
-PRODUCTS = {F.linear, torch.matmul, Tensor.matmul, Tensor.__matmul__}
 
 
 def multiplies_bf16(device: str) -> bool:
@@ -25,19 +20,6 @@ def multiplies_bf16(device: str) -> bool:
     AMX or ARM's bfloat16; on others in twenty times the time.
     """
     return device != "cpu" or bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
-
-
-class RoundedProducts(TorchFunctionMode):
-    """Within the block products of bfloat16 or float16 on a CPU are float32's, rounded: what a
-    processor that has such products gives; PyTorch takes twenty times as long on others.
-    """
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """As PyTorch calls it for every function."""
-        if func not in PRODUCTS or args[0].dtype not in (torch.bfloat16, torch.float16):
-            return func(*args, **(kwargs or {}))
-        wide = [one if one is None else one.float() for one in args]  # a bias may be None
-        return func(*wide, **(kwargs or {})).to(args[0].dtype)
 
 
 def tensor_of(array: Array) -> Tensor:

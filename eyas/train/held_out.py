@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from eyas.operators.batch import Batch, plan_batches
-from eyas.operators.chain import measure
+from eyas.operators.chain import matched_spans
 from eyas.shards import FeatureSource, order_of
 from eyas.tau import RoundCounts, ratio_of_sums
 from eyas.train.loss import STEP_DECAY
@@ -45,8 +45,8 @@ class HeldOutSample:
         lengths = [self.source.lengths[number] for number in self.numbers]
         mine = ranks.share(plan_batches(lengths, self.batch_tokens, "held out"))
         counts = torch.zeros(len(self.numbers), 2, dtype=torch.float64)  # of this rank's part
-        head, vocabulary, dtype = module.head, module.vocabulary, module.embed_tokens.dtype
-        device = vocabulary.embed_tokens.device
+        embed_tokens, dtype = module.vocabulary.embed_tokens, module.embed_tokens.dtype
+        device = embed_tokens.device
         ones_K = torch.ones(module.config.num_ttt_steps, dtype=torch.int64)
         sums = torch.zeros(2, len(ones_K), dtype=torch.float64)  # of losses by step, their number
         with ranks.together():
@@ -55,11 +55,11 @@ class HeldOutSample:
                 planned = module.planned(Batch.of(samples), step=0)
                 batch, teacher = planned.batch, module.teach(planned)
                 with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
-                    measured = measure(head, vocabulary, batch, MEASURED_STEPS)
+                    spans = matched_spans(module.head, embed_tokens, batch, MEASURED_STEPS)
                 loss = module.batch_loss(batch, teacher, ones_K)
                 by_step = torch.stack([loss.step_losses.double(), loss.num_trained.double()])
                 sums += by_step.cpu()
-                for number, matches in measured.spans:
+                for number, matches in spans:
                     rounds = RoundCounts(MEASURED_STEPS)
                     rounds.add_answer(matches)
                     counts[places[number]] += torch.tensor([rounds.emitted, rounds.rounds])
