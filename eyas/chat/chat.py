@@ -74,6 +74,11 @@ class Chat:
         return self._template.plain
 
     @property
+    def options(self) -> frozenset[str]:
+        """The variables that the template leaves to a client (enable_thinking)."""
+        return self._template.options
+
+    @property
     def needs_a_date(self) -> bool:
         """True when the template may print today's date and no date is fixed."""
         return self._template.needs_a_date

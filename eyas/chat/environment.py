@@ -9,14 +9,15 @@ from __future__ import annotations
 import json
 import math
 import re
+import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from contextlib import suppress
-from functools import lru_cache
+from functools import lru_cache, wraps
 from typing import Any, NoReturn
 
-from jinja2 import TemplateError, nodes
+from jinja2 import TemplateError, meta, nodes
 from jinja2.compiler import CodeGenerator, Frame
 from jinja2.environment import Template
 from jinja2.exceptions import SecurityError, TemplateRuntimeError
@@ -70,14 +71,13 @@ def _as_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Jinja's own `tojson` escapes what is special in HTML."""
-    return json.dumps(
-        value,
-        ensure_ascii=ensure_ascii,
-        indent=indent,
-        separators=separators,
-        sort_keys=sort_keys,
+    """Jinja's own `tojson` escapes what is special in HTML. Raises TooMuch."""
+    made = json.JSONEncoder(
+        ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )
+    # a part may have the indent once for each level
+    _refuse_long(max(map(_width, (indent, *(separators or ())))) * sys.getrecursionlimit())
+    return _together(made.iterencode(value) if indent or separators else [made.encode(value)])
 
 
 RENDER_S, MOST_PARTS = 3.0, 1 << 25  # of this thread's work; characters of a text, or entries
@@ -101,9 +101,20 @@ class _Generator(CodeGenerator):
         self.visit(nodes.Call(joined, node.nodes, [], None, None), frame)
 
 
-# What makes a text as long as a number that it is given.
+# What makes a text, or a list, as long as a number that it is given; and what makes it longer in
+# another way, with an upper bound of its size. Filters, and methods of texts.
 PADDING = {"ljust", "rjust", "center", "zfill", "expandtabs", "to_bytes", "generate_lorem_ipsum"}
-PADDING_FILTERS = ("center", "indent", "format")
+PADDING |= {"batch", "slice"}
+GROWTH: dict[str, Callable[..., float]] = {
+    "indent": lambda s, width=4, *_, **__: (1 + str(s).count("\n")) * _width(width),
+    "join": lambda value, d="", attribute=None, **_: _joined_size(value, str(d), attribute),
+    "replace": lambda s, old, new, *_, **__: str(s).count(str(old)) * len(str(new)),
+    "round": lambda value, precision=0, *_, **__: 10 * precision,
+    "translate": lambda s, table: len(s) * max(map(_width, table.values())),
+    "wordwrap": lambda s, *given, **named: (
+        len(str(s)) * max(map(_width, (*given[2:], named.get("wrapstring"), 1)))
+    ),
+}
 # Where a format has widths and precisions: behind % and a name, or in braces behind a colon.
 PERCENT, BRACES = re.compile(r"%(?:\([^)]*\)+)?([-+ #\d.*]*)"), re.compile(r"\{[^{}]*:([^{}]*)")
 
@@ -138,9 +149,8 @@ class _Bounded(ImmutableSandboxedEnvironment):
     def call(self, context: Any, called: Any, /, *given: Any, **named: Any) -> Any:
         """A macro may call itself. Raises TooMuch."""
         self.turn()
-        name = getattr(called, "__name__", "")
-        if name in PADDING:
-            _refuse_wide((*given, *named.values()))
+        name, own = getattr(called, "__name__", ""), getattr(called, "__self__", "")
+        _refuse_growth(name, *((*given, own) if name == "join" else (own, *given)), **named)
         if name in ("format", "format_map"):
             text = getattr(getattr(called, "__wrapped__", None), "__self__", "")
             text = str(text).replace("{{", "").replace("}}", "}")
@@ -161,15 +171,37 @@ def _refuse_format(specs: re.Pattern[str], text: str, values: Iterable[Any]) -> 
         _refuse_wide(values)
 
 
+def _width(value: Any) -> int:
+    """Of a text that is given, or of one of so many characters."""
+    return len(value) if isinstance(value, str) else value if isinstance(value, int) else 0
+
+
+def _joined_size(values: Iterable[Any], between: str, attribute: Any) -> int:
+    named = (one.get(attribute, one) if isinstance(one, Mapping) else one for one in values)
+    return sum(len(between) + (len(one) if isinstance(one, str) else 64) for one in named)
+
+
+def _refuse_growth(name: str, value: Any, *given: Any, **named: Any) -> None:
+    if name in PADDING:
+        _refuse_wide((*given, *named.values()))
+    elif name in GROWTH:
+        with suppress(TypeError, AttributeError, ValueError):  # a wrong use, which says so itself
+            _refuse_long(GROWTH[name](value, *given, **named))
+
+
 def _bounded_filter(name: str, made: Callable[..., Any]) -> Callable[..., Any]:
-    def bounded(value: Any, *given: Any, **named: Any) -> Any:
-        values = (*given, *named.values())
+    first = int(hasattr(made, "jinja_pass_arg"))  # such a filter gets Jinja's context before all
+
+    @wraps(made)
+    def bounded(*given: Any, **named: Any) -> Any:
+        context, (value, *values) = given[:first], given[first:]
         if name == "format":
-            _refuse_format(PERCENT, str(value), values)
+            _refuse_format(PERCENT, str(value), (*values, *named.values()))
         else:
-            lines = 1 + str(value).count("\n")
-            _refuse_wide(lines * one for one in values if isinstance(one, int))
-        return made(value, *given, **named)
+            value = list(value) if isinstance(value, Iterator) else value
+            _refuse_growth(name, value, *values, **named)
+        given = (*context, value, *values)
+        return made(*given, **named)
 
     return bounded
 
@@ -184,7 +216,7 @@ def _environment() -> ImmutableSandboxedEnvironment:
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
     )
     environment.filters["tojson"] = _as_json
-    for name in PADDING_FILTERS:
+    for name in {"format", *PADDING, *GROWTH} & environment.filters.keys():
         environment.filters[name] = _bounded_filter(name, environment.filters[name])
     environment.globals |= {"raise_exception": _raise_exception, "namespace": _Namespace}
     return environment
@@ -198,14 +230,27 @@ def _compiled(source: str) -> Template:
     return _ENVIRONMENT.from_string(source)
 
 
+def unset_names(source: str) -> set[str]:
+    """The variables that a template reads and does not set; none of one that cannot be read."""
+    try:
+        return meta.find_undeclared_variables(_ENVIRONMENT.parse(source))
+    except TemplateError:
+        return set()
+
+
 def rendered(source: str, variables: Mapping[str, Any]) -> str:
     """A template's text. Raises TooMuch for one without end, jinja2.TemplateError, and what else a
     template's mistakes raise.
     """
     template = _compiled(source)
     _render.until = time.thread_time() + RENDER_S
+    return _together(template.generate(variables))
+
+
+def _together(pieces: Iterable[str]) -> str:
+    """Raises TooMuch."""
     parts, size = [], 0
-    for part in template.generate(variables):
+    for part in pieces:
         parts.append(part)
         size += len(part)
         _refuse_long(size)

@@ -17,7 +17,7 @@ from typing import Any
 
 import jinja2
 
-from eyas.chat.environment import TooMuch, rendered
+from eyas.chat.environment import TooMuch, rendered, unset_names
 from eyas.errors import TemplateError, template_hint
 
 FAULTS = (  # of templates
@@ -26,6 +26,8 @@ FAULTS = (  # of templates
 )
 REASONING = ("reasoning_content", "reasoning", "thinking")  # its names in messages
 _CLOCK = "strftime_now"
+# variables that each rendering is given, here or by servers
+_GIVEN = {"add_generation_prompt", "continue_final_message", "documents", "messages", "tools"}
 # of strftime that a day fixes
 _CODES = {*"%aAbBcCdDeFgGhHIjmMpPrRSTuUVwWxXyY", *(f"-{code}" for code in "dHIjmMSUwy")}
 _CODE = re.compile(r"%(-?.)")
@@ -55,7 +57,8 @@ class Template:
     """A target's chat template. templates: sources by name, "default" and perhaps "tool_use";
     special_tokens: variables of it (bos_token); date: printed for today; options: more variables.
 
-    plain: the source for conversations without tools. probe_tools: to examine it with; None where
+    plain: the source for conversations without tools. options: the names of variables that it reads
+    and neither sets nor is given. probe_tools: to examine it with; None where
     it takes conversations without any. Raises TemplateError: there is none.
     """
 
@@ -83,7 +86,11 @@ class Template:
             )
         self.plain = templates["default"]
         self._with_tools = templates.get("tool_use", self.plain)
-        self._variables = {**special_tokens, _CLOCK: self._formatted_date, **options}
+        own = {**special_tokens, _CLOCK: self._formatted_date}
+        self._variables = {**options, **own}
+        read = unset_names(self.plain) | unset_names(self._with_tools)
+        read -= own.keys() | _GIVEN  # and special tokens that this tokenizer lacks
+        self.options = frozenset(name for name in read if not name.endswith("_token"))
         self.probe_tools = self._probe_tools()
 
     @property
