@@ -8,7 +8,9 @@ import asyncio
 import gc
 import json
 import logging
+import os
 import runpy
+import shutil
 import signal
 import socket
 import subprocess
@@ -16,7 +18,6 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from pathlib import Path
 from types import SimpleNamespace
 
 import httpx
@@ -25,9 +26,11 @@ import pytest
 from pydantic import ValidationError
 
 from eyas.engine.engine import Engine, EngineConfig
+from eyas.engine.request import Request, SamplingParams
 from eyas.errors import ConfigError, EyasError
 from eyas.log import JsonFormatter
-from eyas.serve.app import create_app
+from eyas.serve import limits
+from eyas.serve.app import copy_head, create_app
 from eyas.serve.limits import LimitsConfig
 from eyas.serve.metrics import Metrics
 from eyas.serve.server import ServeConfig, UvicornServer, _bound, running_server, serve
@@ -154,19 +157,61 @@ def test_a_head_is_swapped_under_running_streams_and_no_answer_changes(world, tm
             before = name
         for stream in streams:
             assert stream.result().choices[0].message.content == truth
+        (heads / "linked").mkdir()
+        for path in (tmp_path / "head").iterdir():
+            (heads / "linked" / path.name).symlink_to(path)
         for name, status, what in (
-            ("../head", 404, "there is broken, head-1, head-2, small"),
+            ("../head", 404, "there is broken, head-1, head-2, linked, small"),
+            ("linked", 400, "a link out of the folder of heads"),
             ("small", 400, "draft_vocab_size of the head is 16, of the served one 64: restart"),
             ("broken", 400, "broken"),
         ):
             told = swap(name)
             assert (told.status_code, told.json()["error"]["param"]) == (status, "head")
             assert what in told.json()["error"]["message"]
+            assert str(tmp_path) not in told.text
         assert swap("head-1", "another key").status_code == 401
         assert ask(asking, max_tokens=150).choices[0].message.content == truth
         assert ask(asking).usage.eyas["accept_hist"]
     swapped = [one.data for one in caplog.records if one.getMessage() == "another head drafts"]
     assert [one["head"] for one in swapped] == ["head-1", "head-2"] * 4
+
+
+def test_a_head_that_is_overwritten_while_it_drafts_ends_no_process(world, tmp_path):
+    """`cp` over a file that is mapped cuts it short first: what is read there is SIGBUS."""
+    head_folder(world.folder, tmp_path / "heads" / "a")
+    copy_head(tmp_path / "heads", "a", str(tmp_path / "copy"))
+    engine = world.drafting(tmp_path / "head", "fixed(2,2,4)")
+    draft = engine.read_draft(tmp_path / "copy")
+    shutil.rmtree(tmp_path / "copy")
+    for path in (tmp_path / "heads" / "a").iterdir():
+        os.truncate(path, 0)
+    assert engine.swap_draft(draft)
+    request = Request("a", tuple(range(3, 20)), SamplingParams(max_tokens=20))
+    (result,) = engine.run([request])
+    assert len(result.token_ids) == 20
+
+
+@pytest.mark.parametrize("first", [signal.SIGINT, signal.SIGTERM])
+def test_signals_one_after_the_other_end_a_server_as_one_does(world, first):
+    """What runs is answered to its end, and the process ends well."""
+    sizes = EngineConfig(max_length=MAX_LENGTH, max_batch=1)
+    config = ServeConfig(target=str(world.folder), model=MODEL, port=0, engine=sizes)
+    command = [sys.executable, "-m", "eyas.serve", config.model_dump_json()]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True) as process:
+        url = process.stdout.readline().strip()
+        with connected(url) as client:
+            reply = ask(client, stream=True, max_tokens=150)
+            text = next(reply).choices[0].delta.content
+            for one in (first, signal.SIGINT, signal.SIGTERM, signal.SIGINT):
+                process.send_signal(one)
+                time.sleep(0.02)
+            text += "".join(piece.choices[0].delta.content or "" for piece in reply)
+            process.send_signal(signal.SIGINT)
+        _, printed = process.communicate()
+    assert text == world.truth(max_tokens=150)[0]
+    assert (process.returncode, "Traceback" in printed) == (0, False), printed
 
 
 def test_a_server_swaps_heads_only_where_it_was_told_to(client, tmp_path):
@@ -340,7 +385,7 @@ def test_it_listens_before_the_model_is_loaded_and_ends_while_it_loads(monkeypat
     """Vertex AI restarts a container that does not listen; and the first process of a container
     must handle SIGTERM itself.
     """
-    before = signal.getsignal(signal.SIGTERM)
+    before = {one: signal.getsignal(one) for one in (signal.SIGTERM, signal.SIGINT)}
     seen = []
 
     def loading(config):
@@ -356,7 +401,10 @@ def test_it_listens_before_the_model_is_loaded_and_ends_while_it_loads(monkeypat
     with pytest.raises(SystemExit) as ended:
         serve(ServeConfig(target="t", port=port))
     assert ended.value.code == 0
-    assert signal.getsignal(signal.SIGTERM) == before
+    # nothing interrupts the end of the process
+    assert [signal.getsignal(one) for one in before] == [signal.SIG_IGN] * 2
+    for one, handler in before.items():
+        signal.signal(one, handler)
     assert [reply.status_code for reply in seen] == [503, 503]
     assert [int(reply.headers["retry-after"]) for reply in seen] == [5, 5]
     assert seen[0].json() == {"status": "loading"}
@@ -404,8 +452,8 @@ def test_the_file_of_keys_is_read_once(tmp_path, monkeypatch):
     keys = tmp_path / "keys"
     keys.write_text("a-key\n")
     reads = []
-    read = Path.read_text
-    monkeypatch.setattr(Path, "read_text", lambda path, **o: reads.append(path) or read(path, **o))
+    read = limits._read_text
+    monkeypatch.setattr(limits, "_read_text", lambda path: reads.append(path) or read(path))
     monkeypatch.setattr("eyas.serve.server.load", lambda config: None)
     monkeypatch.setattr(
         UvicornServer, "open", lambda server, service: setattr(server, "should_exit", True)

@@ -40,6 +40,7 @@ OFF: dict[str, tuple[Any, ...]] = {
     "allowed_token_ids": ([],),
     "audio": (),
     "bad_words": ([],),
+    "best_of": (1,),
     "chat_template": (),
     "continue_final_message": (False,),
     "add_generation_prompt": (True,),
@@ -71,6 +72,8 @@ OFF: dict[str, tuple[Any, ...]] = {
     "use_beam_search": (False,),
     "web_search_options": (),
 }
+# what to send in place of some
+INSTEAD = {"functions": "send tools", "function_call": "send tool_choice"}
 # Fields that change no output here: notes of the client, hints to a cache or to a queue, and how
 # long a hosted model's answer should be. Nothing is stored with or without `store`.
 IGNORED = frozenset(
@@ -143,9 +146,8 @@ class RequestBody(Strict):
             given = fields[name], isinstance(fields[name], bool)
             if not any(given == (value, isinstance(value, bool)) for value in cls.off[name]):
                 off = " or ".join(json.dumps(value) for value in cls.off[name])
-                raise unsupported(
-                    name, f"is not supported here; leave it out{f' (or {off})' if off else ''}"
-                )
+                instead = INSTEAD.get(name, f"leave it out{f' (or {off})' if off else ''}")
+                raise unsupported(name, f"is not supported here; {instead}")
             del fields[name]
         return fields
 
@@ -177,7 +179,7 @@ def _as_tuple(value: str | list[Any]) -> tuple[Any, ...]:
 Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_LENGTH)]
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 Bias = Annotated[float, Field(ge=-100, le=100)]
-TokenKey = Annotated[str, Field(pattern=r"^[0-9]{1,9}$")]
+TokenKey = Annotated[str, Field(pattern=r"^(0|[1-9][0-9]{0,8})$")]
 GrammarText = Annotated[str, Field(max_length=MAX_GRAMMAR)]
 NumLogprobs = Annotated[int, Field(ge=0, le=MAX_LOGPROBS)]
 
@@ -275,16 +277,23 @@ class ResponseFormat(Strict):
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
+    schema_: JsonObject | None = Field(None, alias="schema", description="llama.cpp's form")
 
     @model_validator(mode="after")
     def _has_its_schema(self) -> Self:
-        if (self.type == "json_schema") != (self.json_schema is not None):
-            raise ApiError(
-                400,
-                "response_format: a json_schema goes with the type json_schema",
-                "response_format",
-            )
+        given = [one for one in (self.json_schema, self.schema_) if one is not None]
+        is_wrong = len(given) != 1 if self.type == "json_schema" else self.json_schema is not None
+        if is_wrong or (self.type == "text" and given):
+            what = "response_format: a json_schema goes with the type json_schema"
+            raise ApiError(400, what, "response_format")
         return self
+
+    @property
+    def schema_of_answer(self) -> dict[str, Any] | None:
+        if self.type == "text":
+            return None
+        named = self.json_schema.schema_ if self.json_schema is not None else self.schema_
+        return {"type": "object"} if named is None else named
 
 
 class CompletionRequest(SamplingFields):
@@ -297,13 +306,6 @@ class CompletionRequest(SamplingFields):
     off: ClassVar[dict[str, tuple[Any, ...]]] = OFF
 
     model: str
-    best_of: int | None = Field(
-        None,
-        ge=1,
-        le=MAX_SAMPLES,
-        description="samples drawn of each prompt, of which the n are kept whose tokens have the "
-        "highest mean log-probability; not with stream. usage counts all.",
-    )
     max_tokens: int | None = Field(None, ge=1, lt=2**31)
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
@@ -355,10 +357,6 @@ class CompletionRequest(SamplingFields):
             raise unsupported(
                 "skip_special_tokens", "false is not supported with stop strings; leave one out"
             )
-        if self.num_samples < self.n:
-            raise ApiError(400, f"best_of is less than n, {self.n}", "best_of")
-        if self.stream and self.num_samples > self.n:
-            raise unsupported("best_of", "a stream shows every sample; leave it out, or stream")
         return self
 
     @property
@@ -366,9 +364,9 @@ class CompletionRequest(SamplingFields):
         return self.max_tokens
 
     @property
-    def num_samples(self) -> int:
-        """Of each prompt; n of them are kept."""
-        return self.n if self.best_of is None else self.best_of
+    def num_answers(self) -> int:
+        """To all prompts."""
+        return self.n
 
     @property
     def default_tokens(self) -> int | None:
@@ -395,9 +393,7 @@ class CompletionRequest(SamplingFields):
         Raises ApiError when several fields constrain it.
         """
         vllm, wanted = self.structured_outputs or StructuredOutputs(), self.response_format
-        schema: dict[str, Any] | None = None
-        if wanted is not None and wanted.type != "text":
-            schema = wanted.json_schema.schema_ if wanted.json_schema else {"type": "object"}
+        schema = None if wanted is None else wanted.schema_of_answer
         fields: list[tuple[str, str, dict[str, Any] | str | None]] = [
             ("response_format", "json_schema", schema),
             ("guided_json", "json_schema", self.guided_json),

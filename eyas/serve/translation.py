@@ -16,7 +16,7 @@ from eyas.serve.limits import ApiError, refused_by_engine, unsupported
 from eyas.serve.protocol import ChatRequest, DetokenizeRequest, TextRequest, TokenizeRequest
 from eyas.serve.responses import RESPONSE_NAMES, ResponsesRequest, ResponseWriter
 from eyas.serve.tokenizer import Tokenizer
-from eyas.serve.tools import CLOSING, REQUIRED_OPENING, answer_grammar, call_schema, in_text
+from eyas.serve.tools import REQUIRED_OPENING, answer_grammar, call_schema, in_text
 from eyas.serve.writers import ChatWriter, CompletionWriter, TextWriter
 
 MAX_ECHOED = 1 << 16  # log-probabilities of prompts in an answer, each token's own included
@@ -87,20 +87,17 @@ class Translator:
     def _chat(self, body: ChatRequest) -> Request:
         self._check_model(body)
         constraint, tools, required = body.constraint(), body.offered_tools, body.required_tools
-        if tools and constraint:
-            raise unsupported(
-                "tools",
-                "a tool cannot be called in an answer that must follow a grammar; ask for one of "
-                "them",
-            )
-        stops: tuple[str, ...] = ()
+        if tools and constraint and (required or "json_schema" not in constraint):
+            what = "a call cannot be required in an answer that must follow a schema"
+            if not required:
+                what = "a tool cannot be called in an answer that must follow an expression"
+            raise unsupported("tools", f"{what}; ask for one of them")
         if required:
             constraint = {"json_schema": call_schema(required)}
-        elif tools and self.tokenizer.tool_form == "generic":
-            constraint = {"grammar": answer_grammar(tools, body.parallel_tool_calls)}
-        elif tools and not body.parallel_tool_calls:
-            stops = (CLOSING,)
-        return self._request(body, self._chat_prompt(body), constraint, stops)
+        elif tools and (constraint or self.tokenizer.tool_form == "generic"):
+            schema = constraint.get("json_schema")
+            constraint = {"grammar": answer_grammar(tools, body.parallel_tool_calls, schema)}
+        return self._request(body, self._chat_prompt(body), constraint)
 
     def _text(self, body: TextRequest) -> list[Request]:
         self._check_model(body)
@@ -129,9 +126,8 @@ class Translator:
         body: CompletionRequest,
         prompt_ids: Sequence[int],
         constraint: dict[str, str],
-        stops: tuple[str, ...] = (),
     ) -> Request:
-        """stops: beside the body's own. max_tokens is the body's or the default, as far as it fits;
+        """max_tokens is the body's or the default, as far as it fits;
         the default also as far as an answer in one object may have log-probabilities.
         """
         room, max_tokens = self._info.max_length - len(prompt_ids), body.token_limit
@@ -145,12 +141,10 @@ class Translator:
                 max_tokens = min(max_tokens, most)
         max_tokens = min(max_tokens, room)
         options = {name: getattr(body, name) for name in SamplingFields.model_fields}
-        options |= {"max_tokens": max_tokens, "stop": options["stop"] + stops, **constraint}
+        options |= {"max_tokens": max_tokens, **constraint}
         if body.repeat_penalty is not None:
             options["repetition_penalty"] = body.repeat_penalty
         options |= {"logprobs": body.num_logprobs, "prompt_logprobs": body.num_prompt_logprobs}
-        if body.num_samples > body.n:
-            options |= {"n": body.num_samples, "logprobs": body.num_logprobs or 0}
         try:
             params = SamplingParams(**options)
         except InputError as error:
