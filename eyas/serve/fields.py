@@ -9,7 +9,17 @@ is the same as leaving a field out, and an unknown field is an error.
 from __future__ import annotations
 
 import json
-from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar, get_args
+from typing import (
+    TYPE_CHECKING,
+    Annotated,
+    Any,
+    ClassVar,
+    Literal,
+    Self,
+    TypeVar,
+    get_args,
+    get_origin,
+)
 
 from pydantic import (
     AfterValidator,
@@ -18,16 +28,20 @@ from pydantic import (
     ConfigDict,
     Field,
     ValidationError,
+    create_model,
     model_validator,
 )
 from pydantic_core import PydanticCustomError
 
+from eyas.engine.grammar_process import KINDS
 from eyas.engine.request import (
     MAX_LOGPROBS,
-    MAX_SAMPLES,
-    MAX_STOP_LENGTH,
     MAX_STOPS,
     MIN_TEMPERATURE,
+    Bias,
+    Stop,
+    TokenId,
+    sampling_options,
 )
 from eyas.serve.limits import ApiError, unsupported
 
@@ -176,9 +190,6 @@ def _as_tuple(value: str | list[Any]) -> tuple[Any, ...]:
     return (value,) if isinstance(value, str) else tuple(value)
 
 
-Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_LENGTH)]
-TokenId = Annotated[int, Field(ge=0, lt=2**31)]
-Bias = Annotated[float, Field(ge=-100, le=100)]
 TokenKey = Annotated[str, Field(pattern=r"^(0|[1-9][0-9]{0,8})$")]
 GrammarText = Annotated[str, Field(max_length=MAX_GRAMMAR)]
 NumLogprobs = Annotated[int, Field(ge=0, le=MAX_LOGPROBS)]
@@ -195,51 +206,53 @@ def _finite(value: dict[str, Any]) -> dict[str, Any]:
 JsonObject = Annotated[dict[str, Any], AfterValidator(_finite)]  # which an answer may repeat
 
 
-class SamplingFields(RequestBody):
-    """The table of sampling options. Each is the option of SamplingParams with the same name, so
-    that a new one is one entry here: name, type, bounds, default and what it means.
-    """
-
-    temperature: Annotated[
-        float, AfterValidator(lambda heat: heat if heat >= MIN_TEMPERATURE else 0.0)
-    ] = Field(1.0, ge=0, le=2, description=f"0, and what is below {MIN_TEMPERATURE}, is greedy")
-    top_p: float = Field(1.0, gt=0, le=1, description="share of the probability that is kept")
-    top_k: Annotated[int, AfterValidator(lambda top_k: max(top_k, 0))] = Field(
-        0, ge=-1, lt=2**31, description="how many tokens are kept; 0 and -1: all"
-    )
-    min_p: float = Field(
-        0.0, ge=0, le=1, description="tokens below this share of the best one's probability go"
-    )
-    seed: int | None = Field(
-        None,
-        ge=-(2**63),
-        lt=2**63,
-        description="The same seed, prompt and options give the same answer. The draws depend on "
-        "the seed and a token's place, not on the prompt: one seed for many prompts correlates "
-        "their draws. For independent draws mix the prompt into it, e.g. the first 8 bytes of "
-        "sha256(seed + prompt) as a signed integer, or leave it out.",
-    )
-    repetition_penalty: float = Field(1.0, ge=0.01, le=100, description="1 is off")
-    frequency_penalty: float = Field(0.0, ge=-2, le=2, description="by occurrence in the answer")
-    presence_penalty: float = Field(0.0, ge=-2, le=2, description="of tokens in the answer")
-    logit_bias: Annotated[
+# Of options whose form in JSON is another than the engine's: validators beside the engine's bounds,
+# or types with bounds of their own.
+_FORMS: dict[str, Any] = {
+    "temperature": AfterValidator(lambda heat: heat if heat >= MIN_TEMPERATURE else 0.0),
+    "top_k": BeforeValidator(lambda top_k: 0 if top_k == -1 else top_k),
+    "logit_bias": Annotated[
         dict[TokenKey, Bias],
         BeforeValidator(few_keys),
         AfterValidator(lambda biases: {int(token): bias for token, bias in biases.items()}),
-    ] = Field({}, description="by token id, added to its logit")
-    n: int = Field(1, ge=1, le=MAX_SAMPLES, description="samples of each prompt")
-    stop: Annotated[
+    ],
+    "stop": Annotated[
         Stop | Annotated[list[Stop], Field(max_length=MAX_STOPS, fail_fast=True)],
         BeforeValidator(_no_empty_stop),
         AfterValidator(_as_tuple),
-    ] = Field([], validate_default=True, description="an answer ends before one of these strings")
-    stop_token_ids: Annotated[
+    ],
+    "stop_token_ids": Annotated[
         list[TokenId], Field(max_length=MAX_STOPS, fail_fast=True), AfterValidator(_as_tuple)
-    ] = Field([], validate_default=True, description="they end an answer as the target's own do")
-    min_tokens: int = Field(
-        0, ge=0, lt=2**31, description="before an answer may end, by a stop string either"
-    )
-    ignore_eos: bool = Field(False, description="the target's end tokens end no answer")
+    ],
+}
+# whose names and defaults are the endpoints', or that many fields ask for
+_OWN = {"max_tokens", "logprobs", "prompt_logprobs", *KINDS}
+
+
+def _sampling_fields() -> dict[str, Any]:
+    """The engine's options as fields of a body."""
+    made: dict[str, Any] = {}
+    for name, (kind, default) in sampling_options().items():
+        form = _FORMS.get(name)
+        if form is not None and get_origin(form) is None:  # a validator
+            kind = Annotated[kind, form]
+        elif form is not None:
+            about = next(one.description for one in kind.__metadata__)
+            kind = Annotated[form, Field(description=about)]
+        made[name] = (kind, 1.0 if name == "temperature" else default)
+    return {name: one for name, one in made.items() if name not in _OWN}
+
+
+_Options: Any = create_model("_Options", __base__=RequestBody, **_sampling_fields())
+
+
+class SamplingFields(_Options):  # type: ignore[misc]
+    """The engine's table of sampling options (`SamplingParams`), as fields of a body."""
+
+    if TYPE_CHECKING:
+        n: int
+        stop: tuple[str, ...]
+        repetition_penalty: float
 
 
 class StreamOptions(Strict):

@@ -9,6 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import BeforeValidator, Field, model_validator
 from pydantic_core import PydanticCustomError
 
+from eyas.engine.request import TokenId
 from eyas.serve.fields import (
     MAX_SHOWN,
     RAW,
@@ -18,7 +19,6 @@ from eyas.serve.fields import (
     NumLogprobs,
     RequestBody,
     Strict,
-    TokenId,
     few_keys,
 )
 from eyas.serve.limits import ApiError, unsupported
