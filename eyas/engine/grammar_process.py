@@ -1,10 +1,9 @@
 """Processes that follow clients' grammars, each under a budget of time and memory.
 
 Neither compiling nor a mask can be interrupted, and llguidance's own limits do not bound all of it:
-to intersect thirty patterns takes minutes, a chain of a thousand references overflows the stack,
-which ends the process, and thirty definitions that refer to each other cost half a second a token.
-So each grammar has a process of its own, which compiles it and computes the masks of its answers.
-What ends it ends the answers under this grammar and no others, and nobody has to wait for it.
+thirty patterns take minutes, a chain of a thousand references overflows the stack, which ends the
+process, and thirty definitions that refer to each other cost half a second a token. So each grammar
+has a process of its own. What ends it ends the answers under this grammar alone.
 
     engine's process               the first process         a grammar's process
     GrammarProcess ─ a tokenizer ─▶ main

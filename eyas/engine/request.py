@@ -38,12 +38,9 @@ class SamplingParams:
     and where the answer ends. A new one is one entry here: name, type, bounds, default, and what it
     means. Requests (serve/fields.py), /openapi.json and its pages come from it.
 
-    The defaults change nothing, but for temperature 0, which is greedy. With the same seed a
-    request gives the same tokens, with and without speculation; None takes one from the system.
     logprobs None gives none, 0 those of the answer's tokens, n those of the n best tokens at each
     place as well; prompt_logprobs is the same for the prompt's tokens from the second on.
-    max_tokens 0 reads the prompt and answers nothing. grammar: Lark's form as llguidance reads it,
-    or llama.cpp's GBNF.
+    max_tokens 0 reads the prompt and answers nothing. grammar: Lark's form, or llama.cpp's GBNF.
     Raises InputError for values out of range and for options that contradict each other.
     """
 
@@ -113,7 +110,7 @@ class SamplingParams:
             (
                 sum(getattr(self, kind) is not None for kind in KINDS) > 1,
                 f"several of {', '.join(KINDS)} are given",
-                "give one of them",
+                "give one",
             ),
             (
                 self.has_grammar and (self.ignore_eos or self.min_tokens > 0),

@@ -68,22 +68,19 @@ from eyas.serve.vertex import VertexConfig, error_body, instances, located, open
 from eyas.serve.worker import EngineFailure, EngineWorker, QueueFull
 from eyas.serve.writers import CompletionWriter
 
-# Paths of other servers, and what to ask here.
+# What to ask here in place of other servers' paths.
 ELSEWHERE = {
-    **dict.fromkeys(("/api/chat", "/chat/completions"), "chats are at /v1/chat/completions"),
-    **dict.fromkeys(
-        ("/api/generate", "/completion", "/completions", "/generate"), "ask at /v1/completions"
-    ),
-    **dict.fromkeys(("/api/tags", "/models"), "the model is at /v1/models"),
-    "/props": "what is served is at /v1/models and /server_info",
-    "/responses": "ask at /v1/responses",
-    "/v1/messages": "Anthropic's form is not read here: ask at /v1/chat/completions, or put a "
-    "gateway between that translates (litellm)",
-    "/v1/messages/count_tokens": "count the tokens of messages at /tokenize",
-    **dict.fromkeys(
-        ("/v1/embeddings", "/embeddings", "/api/embeddings", "/api/embed"),
-        "this server writes text and has no embeddings",
-    ),
+    path: what
+    for what, paths in {
+        "ask at /v1/chat/completions": "/api/chat /chat/completions",
+        "ask at /v1/completions": "/api/generate /completion /completions /generate",
+        "ask at /v1/models": "/api/tags /models /props",
+        "ask at /v1/responses": "/responses",
+        "ask at /v1/chat/completions, or let a gateway translate (litellm)": "/v1/messages",
+        "ask at /tokenize": "/v1/messages/count_tokens",
+        "this server has no embeddings": "/v1/embeddings /embeddings /api/embeddings /api/embed",
+    }.items()
+    for path in paths.split()
 }
 CLIENT_GONE = 499  # as access logs call it; no client reads it
 LOADING_RETRY_S = 5
@@ -145,13 +142,9 @@ def create_app(
 
 
 def _cors(origins: list[str]) -> list[Middleware]:
-    """Lets web pages of these origins ask from a browser; without any, browsers refuse them."""
-    if not origins:
-        return []
-    shown = ["x-request-id", "retry-after"]
     options: dict[str, Any] = {"allow_methods": ["GET", "POST"], "allow_headers": ["*"]}
-    options |= {"allow_private_network": True, "expose_headers": shown}
-    return [Middleware(CORSMiddleware, allow_origins=origins, **options)]
+    options |= {"allow_private_network": True, "expose_headers": ["x-request-id", "retry-after"]}
+    return [Middleware(CORSMiddleware, allow_origins=origins, **options)] if origins else []
 
 
 class Gate:
@@ -174,6 +167,10 @@ class Gate:
             except ApiError as error:
                 respond = JSONResponse(error.body(), error.status, error.headers)
         await respond(scope, receive, send)
+
+
+def _json_bytes(value: Any) -> bytes:
+    return "".join(json_pieces(value)).encode()
 
 
 async def _http_error(http: HttpRequest, error: Exception) -> Response:
@@ -311,7 +308,7 @@ class Api:
         method: str = "GET",
         error_form: Callable[[ApiError], dict[str, Any]] = ApiError.body,
     ) -> Route:
-        """A route that needs a key and a model; whatever its handler raises becomes an answer."""
+        """A route that needs a key and a model; what its handler raises becomes an answer."""
 
         async def respond(http: HttpRequest) -> Response:
             exchange = Exchange(http)
@@ -345,7 +342,6 @@ class Api:
         return Route(path, respond, methods=[method])
 
     def _end(self, exchange: Exchange, status: int) -> None:
-        """End a request: write its line of log, and count it in the metrics."""
         if exchange.failure is None and not all(one.is_over for one in exchange.completions):
             exchange.failure = "client_gone"
         self._num_open -= 1
@@ -358,9 +354,7 @@ class Api:
     # Endpoints
 
     async def _health(self, _: HttpRequest) -> Response:
-        """200 while the engine can take requests, else 503 with the reason. An engine whose head
-        was switched off can; a warning says so.
-        """
+        """200 while the engine can take requests, also without its head; else 503 and why."""
         if self._service is None:
             return JSONResponse({"status": "loading"}, 503, {"retry-after": str(LOADING_RETRY_S)})
         worker = self._service.worker
@@ -376,9 +370,7 @@ class Api:
         return JSONResponse({"status": "failed", "error": error}, 503)
 
     async def _metrics_page(self, _: HttpRequest) -> Response:
-        """For Prometheus, while the server drains too; without an engine that runs, the server's
-        own part.
-        """
+        """While the server drains too; without an engine that runs, the server's own part."""
         counters, num_samples = dict[str, float](), 0
         if self._service is not None:
             num_samples = self._service.worker.num_samples
@@ -403,10 +395,7 @@ class Api:
         """Text to tokens, or back; no request reaches the engine. Raises ApiError."""
 
         def answer(text: bytes) -> bytes:
-            body, translator = parse_body(kind, text), service.translator
-            if isinstance(body, TokenizeRequest):
-                return "".join(json_pieces(translator.tokenize(body))).encode()
-            return "".join(json_pieces(translator.detokenize(body))).encode()
+            return _json_bytes(service.translator.counted(parse_body(kind, text)))
 
         found = await self._translated(exchange.http, answer)
         return Response(found, media_type="application/json")
@@ -436,16 +425,11 @@ class Api:
 
     async def _server_info(self, exchange: Exchange, service: ModelService) -> Response:
         """What `sglang.bench_serving` reads tau from; under both of SGLang's names."""
-        return JSONResponse(
-            {
-                "served_model_name": service.info.model,
-                "eyas": asdict(service.info),
-                "internal_states": [{"avg_spec_accept_length": self._metrics.tau}],
-            }
-        )
+        states = [{"avg_spec_accept_length": self._metrics.tau}]
+        info = {"served_model_name": service.info.model, "eyas": asdict(service.info)}
+        return JSONResponse({**info, "internal_states": states})
 
     async def _swap_head(self, exchange: Exchange, service: ModelService) -> Response:
-        """Another head drafts from the next round on; no request notices but by its speed."""
         name = (await self._translated(exchange.http, partial(parse_body, HeadRequest))).head
         heads = self.limits.heads
         if heads is None:
@@ -475,7 +459,7 @@ class Api:
         return JSONResponse({"head": name, "before": before})
 
     async def _predict(self, exchange: Exchange, service: ModelService) -> Response:
-        """Vertex AI's: a body of OpenAI's, or all instances at once; one that fails fails all."""
+        """A body of OpenAI's, or all instances at once; one that fails fails all."""
 
         def translate(text: bytes) -> tuple[bool, CompletionWriter] | list[CompletionWriter]:
             if (alone := openai_body(text, self._model)) is not None:
@@ -505,9 +489,7 @@ class Api:
         exchange: Exchange,
         service: ModelService,
     ) -> Response:
-        """Read a body of a kind and answer it, whole or as a stream. Raises ApiError,
-        ClientDisconnect.
-        """
+        """Read a body and answer it. Raises ApiError, ClientDisconnect."""
 
         def translate(text: bytes) -> tuple[bool, CompletionWriter]:
             return self._completion(service, parse_body(kind, text))
@@ -548,7 +530,6 @@ class Api:
         is_stream: bool,
         completion: CompletionWriter,
     ) -> Response:
-        """One completion, whole or as a stream. Raises ApiError, ClientDisconnect."""
         if not is_stream:
             return await self._whole(exchange, service, [completion], completion.whole)
         began = time.monotonic()
@@ -569,8 +550,8 @@ class Api:
         completions: Sequence[CompletionWriter],
         write: Callable[[], Any],
     ) -> Response:
-        """Run completions to their ends; the answer that `write` makes of them, in a thread as
-        well. Raises ApiError, ClientDisconnect.
+        """Run completions to their ends; `write` makes the answer, in a thread. Raises ApiError,
+        ClientDisconnect.
         """
         updates = self._submit(exchange, service, completions)
         owners = {request.id: one for one in completions for request in one.requests}
@@ -588,22 +569,18 @@ class Api:
         except EyasError as error:
             raise self._failed(exchange, service, error) from error
         lane = self._lanes[sum(one.num_written for one in completions) > LONG_ANSWER]
-        text = await asyncio.get_running_loop().run_in_executor(
-            lane, lambda: "".join(json_pieces(write())).encode()
-        )
+        text = await asyncio.get_running_loop().run_in_executor(lane, lambda: _json_bytes(write()))
         return Response(text, media_type="application/json")
 
     def _submit(
         self, exchange: Exchange, service: ModelService, completions: Sequence[CompletionWriter]
     ) -> AsyncGenerator[list[Update]]:
-        """The updates of all requests of completions."""
         exchange.completions = completions
         requests = [request for one in completions for request in one.requests]
         limits = self.limits
         return service.worker.updates(requests, limits.request_timeout_s, limits.max_queue)
 
     def _failed(self, exchange: Exchange, service: ModelService, error: EyasError) -> ApiError:
-        """What the worker raises, as the client gets it."""
         if not isinstance(error, QueueFull):
             return api_error(error)
         exchange.completions = ()  # none of them ran
@@ -614,7 +591,7 @@ class Api:
     # Bodies
 
     async def _translated(self, http: HttpRequest, translate: Callable[[bytes], T]) -> T:
-        """What `translate` makes of the body of a JSON request. Raises ApiError (`_read_body`)."""
+        """What `translate` makes of a body. Raises ApiError."""
         body = bytearray()
         try:
             await self._read_body(http, body)
@@ -624,11 +601,7 @@ class Api:
             self._held_bytes -= len(body)
 
     async def _read_body(self, http: HttpRequest, body: bytearray) -> None:
-        """Add the body of a JSON request to `body`.
-
-        Raises ApiError for another content type, for more than max_body_bytes, for one that takes
-        longer than body_timeout_s, and for a large one while many others are held.
-        """
+        """Add the body of a JSON request to `body`. Raises ApiError."""
         # A page in a browser may send text/plain to a loopback address unasked, but not this type.
         content_type = http.headers.get("content-type", "").partition(";")[0].strip().lower()
         if content_type != "application/json":

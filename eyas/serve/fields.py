@@ -50,41 +50,25 @@ EFFORTS: tuple[Effort, ...] = get_args(Effort)
 # Known fields that are not supported, with the values that change nothing. A body's own field of
 # the same name comes first.
 OFF: dict[str, tuple[Any, ...]] = {
-    "add_special_tokens": (False,),
-    "allowed_token_ids": ([],),
-    "audio": (),
-    "bad_words": ([],),
-    "best_of": (1,),
-    "chat_template": (),
-    "continue_final_message": (False,),
-    "add_generation_prompt": (True,),
-    "custom_params": ({},),
-    "detokenize": (True,),
-    "documents": ([],),
-    "early_stopping": (False,),
-    "echo": (False,),
-    "function_call": ("none", "auto"),
-    "functions": ([],),
-    "include_stop_str_in_output": (False,),
-    "kv_transfer_params": ({},),
-    "length_penalty": (1,),
-    "logits_processors": ([],),
-    "lora_path": ("",),
-    "mm_processor_kwargs": ({},),
-    "modalities": (["text"],),
-    "moderation": (),
-    "no_stop_trim": (False,),
-    "priority": (0,),
-    "prompt_logprobs": (),
-    "reasoning_effort": EFFORTS,
-    "return_hidden_states": (False,),
-    "separate_reasoning": (False,),
-    "spaces_between_special_tokens": (True,),
-    "stream_reasoning": (True, False),
-    "suffix": ("",),
-    "truncate_prompt_tokens": (),
-    "use_beam_search": (False,),
-    "web_search_options": (),
+    name: values
+    for names, values in (
+        ("audio chat_template moderation prompt_logprobs truncate_prompt_tokens", ()),
+        ("web_search_options", ()),
+        ("allowed_token_ids bad_words documents functions logits_processors", ([],)),
+        ("add_special_tokens continue_final_message early_stopping echo", (False,)),
+        ("include_stop_str_in_output no_stop_trim return_hidden_states", (False,)),
+        ("separate_reasoning use_beam_search", (False,)),
+        ("add_generation_prompt detokenize spaces_between_special_tokens", (True,)),
+        ("custom_params kv_transfer_params mm_processor_kwargs", ({},)),
+        ("lora_path suffix", ("",)),
+        ("best_of length_penalty", (1,)),
+        ("priority", (0,)),
+        ("function_call", ("none", "auto")),
+        ("modalities", (["text"],)),
+        ("reasoning_effort", EFFORTS),
+        ("stream_reasoning", (True, False)),
+    )
+    for name in names.split()
 }
 # what to send in place of some
 INSTEAD = {"functions": "send tools", "function_call": "send tool_choice"}
@@ -92,21 +76,19 @@ INSTEAD = {"functions": "send tools", "function_call": "send tool_choice"}
 # long a hosted model's answer should be. Nothing is stored with or without `store`.
 IGNORED = frozenset(
     {
-        "cache_control",
-        "cache_prompt",
-        "metadata",
-        "prediction",
-        "prompt_cache_key",
-        "prompt_cache_options",
-        "prompt_cache_retention",
-        "request_id",
-        "safety_identifier",
-        "service_tier",
-        "store",
-        "user",
-        "verbosity",
+        *("cache_control", "cache_prompt", "metadata", "prediction", "prompt_cache_key"),
+        *("prompt_cache_options", "prompt_cache_retention", "request_id", "safety_identifier"),
+        *("service_tier", "store", "user", "verbosity"),
     }
 )
+# Fields that constrain an answer, and those of vLLM's structured_outputs, by the engine's kinds.
+CONSTRAINTS = {
+    **{"guided_json": "json_schema", "guided_regex": "regex", "guided_choice": "regex"},
+    **{"json_schema": "json_schema", "regex": "regex", "guided_grammar": "grammar"},
+    **{"ebnf": "grammar", "grammar": "grammar"},
+}
+VLLM_KINDS = {"json_": "json_schema", "json_object": "json_schema", "regex": "regex"}
+VLLM_KINDS |= {"choice": "regex", "grammar": "grammar"}
 BodyT = TypeVar("BodyT", bound=BaseModel)
 MAX_SHOWN = 64  # characters of a field's name that a message repeats
 # Of a body, before it is validated: at most 30 ms of validation, in which no other thread runs.
@@ -402,46 +384,34 @@ class CompletionRequest(SamplingFields):
         return self.stream_options is not None and self.stream_options.include_rounds
 
     def constraint(self) -> dict[str, str]:
-        """The json_schema or regex that the answer must follow, as in SamplingParams; or nothing.
-        Raises ApiError when several fields constrain it.
+        """The json_schema, regex or grammar that the answer must follow, as in SamplingParams; or
+        nothing. Raises ApiError when several fields constrain it.
         """
         vllm, wanted = self.structured_outputs or StructuredOutputs(), self.response_format
         schema = None if wanted is None else wanted.schema_of_answer
-        fields: list[tuple[str, str, dict[str, Any] | str | None]] = [
-            ("response_format", "json_schema", schema),
-            ("guided_json", "json_schema", self.guided_json),
-            ("guided_regex", "regex", self.guided_regex),
-            ("guided_choice", "regex", _one_of(self.guided_choice)),
-            ("json_schema", "json_schema", self.json_schema),
-            ("regex", "regex", self.regex),
-            ("structured_outputs", "json_schema", vllm.json_),
-            ("structured_outputs", "regex", vllm.regex),
-            ("structured_outputs", "regex", _one_of(vllm.choice)),
-            ("structured_outputs", "json_schema", {"type": "object"} if vllm.json_object else None),
-            ("structured_outputs", "grammar", vllm.grammar),
-            ("guided_grammar", "grammar", self.guided_grammar),
-            ("ebnf", "grammar", self.ebnf),
-            ("grammar", "grammar", self.grammar),
+        asked = [("response_format", "json_schema", schema)]
+        asked += [(name, kind, getattr(self, name)) for name, kind in CONSTRAINTS.items()]
+        asked += [
+            ("structured_outputs", kind, getattr(vllm, name)) for name, kind in VLLM_KINDS.items()
         ]
-        given = [one for one in fields if one[2] is not None]
+        given = [one for one in asked if one[2] not in (None, False)]
         if len(given) > 1:
             what = f"{given[0][0]} and {given[1][0]} both constrain the answer: give one of them"
             raise ApiError(400, what, given[1][0])
-        return {
-            kind: json.dumps(text) if isinstance(text, dict) else str(text)
-            for _, kind, text in given
-        }
+        return {kind: _source(value) for _, kind, value in given}
 
 
-def _one_of(choices: list[str] | None) -> str | None:
-    """The regular expression of a choice."""
-    if choices is None:
-        return None
-    if sum(map(len, choices)) + len(choices) > MAX_GRAMMAR:
+def _source(constraint: Any) -> str:
+    """A schema in JSON, or the regular expression of a choice; what is a text stays so."""
+    if isinstance(constraint, str):
+        return constraint
+    if not isinstance(constraint, list):
+        return json.dumps({"type": "object"} if constraint is True else constraint)
+    if sum(map(len, constraint)) + len(constraint) > MAX_GRAMMAR:
         raise ApiError(400, f"the choices have more than {MAX_GRAMMAR} characters")
     return "|".join(
         f"({''.join(f'{chr(92)}{one}' if one in _METACHARACTERS else one for one in choice)})"
-        for choice in choices
+        for choice in constraint
     )
 
 

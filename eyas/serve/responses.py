@@ -315,30 +315,23 @@ class ResponseWriter(CompletionWriter):
     ) -> None:
         super().__init__(requests, tokenizer, chat)
         # what all events of an answer and the whole of it repeat of the request
-        asked = body.model_dump(by_alias=True, exclude_none=True)
+        asked = body.model_dump(
+            by_alias=True, exclude={"input", "include", "stream", "stream_options"}
+        )
         self._shared: dict[str, Any] = {
+            **asked,
             "id": f"resp_{uuid.uuid4().hex}",
             "object": "response",
             "created_at": int(time.time()),
-            "model": body.model,
-            "error": None,
-            "incomplete_details": None,
-            "instructions": body.instructions,
-            "metadata": body.metadata,
-            "max_output_tokens": body.max_output_tokens,
-            "temperature": body.temperature,
-            "top_p": body.top_p,
-            "top_logprobs": body.top_logprobs,
-            "text": {"format": {"type": "text"}, **asked["text"]},
+            "text": {
+                "format": {"type": "text"},
+                **body.text.model_dump(by_alias=True, exclude_none=True),
+            },
             "reasoning": {"effort": body.reasoning.effort, "summary": None},
-            "tools": asked["tools"],
-            "tool_choice": asked["tool_choice"],
-            "parallel_tool_calls": body.parallel_tool_calls,
-            "background": False,
-            "store": False,
+            "tools": [one.model_dump(by_alias=True, exclude_none=True) for one in body.tools],
+            **dict.fromkeys(("background", "store"), False),
+            **dict.fromkeys(("error", "incomplete_details", "previous_response_id", "usage")),
             "truncation": "disabled",
-            "previous_response_id": None,
-            "usage": None,
         }
         self._streams = body.stream
         self._num_events = 0
@@ -492,13 +485,8 @@ class _OpenMessage:
         self.written: list[dict[str, Any]] = []
 
     def item(self, status: str, content: list[dict[str, Any]]) -> dict[str, Any]:
-        return {
-            "type": "message",
-            "id": self.id,
-            "role": "assistant",
-            "status": status,
-            "content": content,
-        }
+        message = {"role": "assistant", "status": status, "content": content}
+        return {"type": "message", "id": self.id, **message}
 
 
 def _output_text(text: str, logprobs: list[dict[str, Any]]) -> dict[str, Any]:

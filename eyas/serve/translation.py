@@ -159,9 +159,15 @@ class Translator:
             cache_salt=body.cache_salt,
         )
 
-    def tokenize(self, body: TokenizeRequest) -> dict[str, Any]:
-        """What /tokenize answers, in vLLM's form."""
+    def counted(self, body: TokenizeRequest | DetokenizeRequest) -> dict[str, Any]:
+        """What /tokenize and /detokenize answer, under vLLM's and llama.cpp's names."""
         self._check_name(body.model)
+        if isinstance(body, DetokenizeRequest):
+            unknown = next((one for one in body.tokens if not self.tokenizer.knows(one)), None)
+            if unknown is not None:
+                raise ApiError(400, f"the tokenizer has no token {unknown}", "tokens")
+            text = self.tokenizer.decode(body.tokens, skips_special=False)
+            return {"prompt": text, "content": text}
         if body.messages is not None:
             chat = body.model_dump(include={"messages", "tools"}, exclude_none=True)
             token_ids = self._chat_prompt(ChatRequest(model=self._info.model, **chat))
@@ -173,15 +179,6 @@ class Translator:
             pieces = map(self.tokenizer.piece, token_ids)
             answer["token_strs"] = [piece.decode(errors="replace") for piece in pieces]
         return answer
-
-    def detokenize(self, body: DetokenizeRequest) -> dict[str, Any]:
-        """The text of tokens, special ones too, under vLLM's name and llama.cpp's."""
-        self._check_name(body.model)
-        unknown = next((one for one in body.tokens if not self.tokenizer.knows(one)), None)
-        if unknown is not None:
-            raise ApiError(400, f"the tokenizer has no token {unknown}", "tokens")
-        text = self.tokenizer.decode(body.tokens, skips_special=False)
-        return {"prompt": text, "content": text}
 
     def _check_name(self, model: str | None) -> None:
         if model not in (None, self._info.model):
@@ -231,9 +228,6 @@ class Translator:
         return prompt_ids + opening
 
     def _template_options(self, body: ChatRequest) -> dict[str, bool | str]:
-        """chat_template_kwargs, and reasoning_effort: for a template that has it; none for one that
-        thinks.
-        """
         options: dict[str, bool | str] = dict(body.chat_template_kwargs)
         effort = "reasoning_effort"
         if body.reasoning_effort is not None and self.tokenizer.knows_option(effort):
@@ -249,7 +243,6 @@ class Translator:
         return options
 
     def _check_characters(self, num_characters: int, param: str) -> None:
-        """Refuse a text that is far too long before it is encoded, which would take long."""
         if num_characters <= self._info.max_length:  # to know the longest token takes 50 ms, once
             return
         least = self.tokenizer.least_tokens(num_characters)
