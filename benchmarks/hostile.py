@@ -207,10 +207,6 @@ def bodies() -> dict[str, tuple[str, bytes]]:
         "ways_to_read": guided(
             "grammar", 'root ::= s\ns ::= s s | s s s | "a" | "b" | " " | ""'
         ).replace(b'"max_tokens":2', b'"max_tokens":300'),
-        "rules_that_begin_alike": guided(
-            "grammar", "root ::= " + " | ".join(f'"{"a" * at}b" root' for at in range(1, 300))
-        ),
-        "choices_in_choices": guided("guided_regex", "(" * 500 + "a" + "|b)*" * 500),
         "many_tools_in_a_schema": filled(
             HEAD + ASKED + b',"response_format":{"type":"json_object"},"tools":[',
             lambda at: tool % (at, fields),

@@ -269,7 +269,7 @@ def test_turns_that_a_strict_template_does_not_take_are_refused_with_its_words(t
         "1].role %}{{ raise_exception('roles must alternate') }}{% endif %}{% endfor %}"
     )
     world = World.make(tmp_path, eos_token_id=2)
-    tiny_tokenizer(tmp_path, chat_template=strict + world.chat.template)
+    tiny_tokenizer(tmp_path, chat_template=strict + world.chat._template.plain)
     with World(tmp_path).served() as client:
         reply = post(client, {"model": MODEL, "messages": [*MESSAGES, *MESSAGES]})
         assert reply.status_code == 400

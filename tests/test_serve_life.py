@@ -192,26 +192,35 @@ def test_a_head_that_is_overwritten_while_it_drafts_ends_no_process(world, tmp_p
     assert len(result.token_ids) == 20
 
 
-@pytest.mark.parametrize("first", [signal.SIGINT, signal.SIGTERM])
-def test_signals_one_after_the_other_end_a_server_as_one_does(world, first):
-    """What runs is answered to its end, and the process ends well."""
+@pytest.mark.parametrize("signals", [[signal.SIGTERM], [signal.SIGINT, signal.SIGINT]])
+def test_a_process_told_to_end_finishes_what_runs_and_ends_well(world, signals):
+    """What runs and what waits is answered to its end, also where it is told so again."""
     sizes = EngineConfig(max_length=MAX_LENGTH, max_batch=1)
     config = ServeConfig(target=str(world.folder), model=MODEL, port=0, engine=sizes)
     command = [sys.executable, "-m", "eyas.serve", config.model_dump_json()]
     pipe = subprocess.PIPE
-    with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True) as process:
+    with (
+        subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True) as process,
+        ThreadPoolExecutor(1) as pool,
+    ):
         url = process.stdout.readline().strip()
         with connected(url) as client:
             reply = ask(client, stream=True, max_tokens=150)
             text = next(reply).choices[0].delta.content
-            for one in (first, signal.SIGINT, signal.SIGTERM, signal.SIGINT):
+            waiting = pool.submit(ask, client)
+            while health(client).json()["requests"] < 2 and not waiting.done():
+                time.sleep(0.01)
+            for one in signals:
                 process.send_signal(one)
                 time.sleep(0.02)
             text += "".join(piece.choices[0].delta.content or "" for piece in reply)
-            process.send_signal(signal.SIGINT)
+            assert waiting.result().choices[0].message.content == world.truth(max_tokens=24)[0]
+            process.send_signal(signals[-1])
         _, printed = process.communicate()
     assert text == world.truth(max_tokens=150)[0]
     assert (process.returncode, "Traceback" in printed) == (0, False), printed
+    with pytest.raises(httpx.ConnectError):
+        httpx.get(f"{url}/health")
 
 
 def test_a_server_swaps_heads_only_where_it_was_told_to(client, tmp_path):
@@ -284,32 +293,6 @@ def test_nobody_is_waited_for_who_has_all_counters_or_reads_no_more(monkeypatch)
     assert metrics.is_awaited
     now = 15 + 1.5 * 15
     assert not metrics.is_awaited
-
-
-def test_a_process_told_to_end_finishes_what_runs_and_ends_well(world, monkeypatch):
-    processes = []
-    start = subprocess.Popen
-    monkeypatch.setattr(
-        subprocess, "Popen", lambda *a, **k: processes.append(start(*a, **k)) or processes[0]
-    )
-    sizes = EngineConfig(max_length=MAX_LENGTH, max_batch=1)
-    config = ServeConfig(target=str(world.folder), model=MODEL, port=0, engine=sizes)
-    with ExitStack() as server, ThreadPoolExecutor(3) as pool:
-        url = server.enter_context(running_server(config))
-        with connected(url) as client:
-            reply = ask(client, stream=True, max_tokens=100)
-            text = next(reply).choices[0].delta.content
-            waiting = pool.submit(ask, client)
-            while health(client).json()["requests"] < 2 and not waiting.done():
-                time.sleep(0.01)
-            leaving = pool.submit(server.close)
-            text += "".join(piece.choices[0].delta.content or "" for piece in reply)
-            assert waiting.result().choices[0].message.content == world.truth(max_tokens=24)[0]
-        assert text == world.truth(max_tokens=100)[0]
-        leaving.result()
-    assert processes[0].returncode == 0
-    with pytest.raises(httpx.ConnectError):
-        httpx.get(f"{url}/health")
 
 
 def test_a_server_ends_with_the_process_that_started_it_however_that_ends(world):
@@ -500,11 +483,6 @@ def test_small_chunks_are_sent_at_once():
                 return await seen
 
     assert asyncio.run(no_delay()) != 0
-
-
-def test_config_survives_its_journey_to_another_process():
-    config = ServeConfig(target="t", head="h", engine=EngineConfig(speculation="auto(4,2,8)"))
-    assert ServeConfig.model_validate(json.loads(config.model_dump_json())) == config
 
 
 def test_a_bug_within_a_stream_is_said_in_the_stream_and_logged_without_its_words(

@@ -286,13 +286,7 @@ def test_what_needs_a_store_or_tools_of_ours_is_refused_by_name(client, params, 
         respond(client, **params)
     assert refused.value.param.startswith(param)
     assert refused.value.type == "invalid_request_error"
-
-
-def test_a_refused_part_is_named_and_not_its_fields(client):
-    what = "a part of the type input_image: this server reads no images"
-    with pytest.raises(openai.BadRequestError, match=what) as refused:
-        respond(client, [{"role": "user", "content": [IMAGE]}])
-    assert not refused.value.param.endswith("image_url")
+    assert param != "input.0.content.0" or "input_image: this server reads no" in str(refused.value)
 
 
 def test_what_agents_send_along_is_left_out(world, caplog):

@@ -249,7 +249,7 @@ def test_a_template_without_tools_shows_them_in_its_messages(plain):
 def test_a_template_without_a_system_shows_tools_before_the_question(tmp_path):
     refuses = "{% if message['role'] == 'system' %}{{ raise_exception('no system') }}{% endif %}"
     world = World.make(tmp_path, eos_token_id=2, max_position_embeddings=MAX_LENGTH)
-    template = world.chat.template
+    template = world.chat._template.plain
     loop = "{% for message in messages %}"
     assert loop in template
     tiny_tokenizer(tmp_path, chat_template=template.replace(loop, loop + refuses))

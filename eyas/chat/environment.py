@@ -45,19 +45,14 @@ class _Namespace(Namespace):
     """Without names of Python's own."""
 
     def __init__(self, /, *given: Any, **fields: Any) -> None:
-        values = dict(*given, **fields)
-        for name in values:
-            _check(name)
-        super().__init__(values)
+        super().__init__()
+        for name, value in dict(*given, **fields).items():
+            self[name] = value
 
     def __setitem__(self, name: str, value: Any) -> None:
-        _check(name)
+        if isinstance(name, str) and name.startswith("_"):
+            raise SecurityError(f"a namespace has no field {name!r}")
         super().__setitem__(name, value)
-
-
-def _check(name: object) -> None:
-    if isinstance(name, str) and name.startswith("_"):
-        raise SecurityError(f"a namespace has no field {name!r}")
 
 
 def _raise_exception(message: str) -> NoReturn:
@@ -101,20 +96,11 @@ class _Generator(CodeGenerator):
         self.visit(nodes.Call(joined, node.nodes, [], None, None), frame)
 
 
-# What makes a text, or a list, as long as a number that it is given; and what makes it longer in
-# another way, with an upper bound of its size. Filters, and methods of texts.
+# Filters and methods of texts that make a text, or a list, as long as a number that they are given;
+# and those that may put a text that they are given behind each character.
 PADDING = {"ljust", "rjust", "center", "zfill", "expandtabs", "to_bytes", "generate_lorem_ipsum"}
-PADDING |= {"batch", "slice"}
-GROWTH: dict[str, Callable[..., float]] = {
-    "indent": lambda s, width=4, *_, **__: (1 + str(s).count("\n")) * _width(width),
-    "join": lambda value, d="", attribute=None, **_: _joined_size(value, str(d), attribute),
-    "replace": lambda s, old, new, *_, **__: str(s).count(str(old)) * len(str(new)),
-    "round": lambda value, precision=0, *_, **__: 10 * precision,
-    "translate": lambda s, table: len(s) * max(map(_width, table.values())),
-    "wordwrap": lambda s, *given, **named: (
-        len(str(s)) * max(map(_width, (*given[2:], named.get("wrapstring"), 1)))
-    ),
-}
+PADDING |= {"batch", "slice", "round"}
+GROWING = {"indent", "join", "replace", "translate", "wordwrap"}
 # Where a format has widths and precisions: behind % and a name, or in braces behind a colon.
 PERCENT, BRACES = re.compile(r"%(?:\([^)]*\)+)?([-+ #\d.*]*)"), re.compile(r"\{[^{}]*:([^{}]*)")
 
@@ -150,11 +136,14 @@ class _Bounded(ImmutableSandboxedEnvironment):
         """A macro may call itself. Raises TooMuch."""
         self.turn()
         name, own = getattr(called, "__name__", ""), getattr(called, "__self__", "")
-        _refuse_growth(name, *((*given, own) if name == "join" else (own, *given)), **named)
+        values = [*given, *named.values()]
+        if name == "join" and values:  # the text is what comes between
+            values[0], own = own, values[0]
+        _refuse_growth(name, own, values)
         if name in ("format", "format_map"):
             text = getattr(getattr(called, "__wrapped__", None), "__self__", "")
             text = str(text).replace("{{", "").replace("}}", "}")
-            _refuse_format(BRACES, text, (*given, *named.values()))
+            _refuse_format(BRACES, text, values)
         return super().call(context, called, *given, **named)
 
 
@@ -164,7 +153,7 @@ def _refuse_wide(values: Iterable[Any]) -> None:
 
 
 def _refuse_format(specs: re.Pattern[str], text: str, values: Iterable[Any]) -> None:
-    """Widths stand in the text, or among the values where it has `*` or braces within braces."""
+    """Widths stand in the text, or among the values where it has `*` or nested braces."""
     found = " ".join(specs.findall(text))
     _refuse_wide(int(width) for width in re.findall(r"\d+", found))
     if "*" in found or (specs is BRACES and re.search(r"\{[^{}]*\{", text)):
@@ -172,21 +161,25 @@ def _refuse_format(specs: re.Pattern[str], text: str, values: Iterable[Any]) -> 
 
 
 def _width(value: Any) -> int:
-    """Of a text that is given, or of one of so many characters."""
+    if isinstance(value, Mapping):
+        return max(map(_width, value.values()), default=0)
     return len(value) if isinstance(value, str) else value if isinstance(value, int) else 0
 
 
-def _joined_size(values: Iterable[Any], between: str, attribute: Any) -> int:
-    named = (one.get(attribute, one) if isinstance(one, Mapping) else one for one in values)
-    return sum(len(between) + (len(one) if isinstance(one, str) else 64) for one in named)
+def _text_width(value: Any) -> int:
+    if isinstance(value, Mapping):
+        return max(map(_text_width, value.values()), default=0)
+    return len(value) if isinstance(value, str) else 20
 
 
-def _refuse_growth(name: str, value: Any, *given: Any, **named: Any) -> None:
+def _refuse_growth(name: str, value: Any, given: Iterable[Any]) -> None:
+    widest = max(map(_width, given), default=0)
     if name in PADDING:
-        _refuse_wide((*given, *named.values()))
-    elif name in GROWTH:
-        with suppress(TypeError, AttributeError, ValueError):  # a wrong use, which says so itself
-            _refuse_long(GROWTH[name](value, *given, **named))
+        _refuse_long(widest * (10 if name == "round" else 1))
+    elif name == "join" and isinstance(value, Iterable):
+        _refuse_long(sum(_text_width(one) + widest for one in value))
+    elif name in GROWING:
+        _refuse_long((1 + len(str(value))) * widest)
 
 
 def _bounded_filter(name: str, made: Callable[..., Any]) -> Callable[..., Any]:
@@ -199,9 +192,8 @@ def _bounded_filter(name: str, made: Callable[..., Any]) -> Callable[..., Any]:
             _refuse_format(PERCENT, str(value), (*values, *named.values()))
         else:
             value = list(value) if isinstance(value, Iterator) else value
-            _refuse_growth(name, value, *values, **named)
-        given = (*context, value, *values)
-        return made(*given, **named)
+            _refuse_growth(name, value, (*values, *named.values()))
+        return made(*context, value, *values, **named)
 
     return bounded
 
@@ -216,7 +208,7 @@ def _environment() -> ImmutableSandboxedEnvironment:
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
     )
     environment.filters["tojson"] = _as_json
-    for name in {"format", *PADDING, *GROWTH} & environment.filters.keys():
+    for name in {"format", *PADDING, *GROWING} & environment.filters.keys():
         environment.filters[name] = _bounded_filter(name, environment.filters[name])
     environment.globals |= {"raise_exception": _raise_exception, "namespace": _Namespace}
     return environment
