@@ -28,8 +28,8 @@ Bias = Annotated[float, Field(ge=-100, le=100)]
 Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_LENGTH)]
 
 
-def _option(about: str = "", **bounds: float) -> Any:
-    return Field(description=about or None, **bounds)  # type: ignore[arg-type]
+def _option(about: str = "", **bounds: Any) -> Any:
+    return Field(description=about or None, **bounds)
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,8 +47,8 @@ class SamplingParams:
     temperature: Annotated[
         float, _option(f"0, and what is below {MIN_TEMPERATURE}, is greedy", ge=0, le=2)
     ] = 0.0
-    top_p: Annotated[float, _option("share of the probability that is kept", gt=0, le=1)] = 1.0
     top_k: Annotated[int, _option("how many tokens are kept; 0 and -1: all", ge=0)] = 0
+    top_p: Annotated[float, _option("share of the probability that is kept", gt=0, le=1)] = 1.0
     min_p: Annotated[
         float, _option("tokens below this share of the best one's probability go", ge=0, le=1)
     ] = 0.0
@@ -69,7 +69,6 @@ class SamplingParams:
     logit_bias: Annotated[Mapping[TokenId, Bias], _option("by token id, added to its logit")] = (
         field(default_factory=dict)
     )
-    n: Annotated[int, _option("samples of each prompt", ge=1, le=MAX_SAMPLES)] = 1
     stop: Annotated[
         tuple[Stop, ...],
         _option("an answer ends before one of these strings", max_length=MAX_STOPS),
@@ -81,8 +80,9 @@ class SamplingParams:
     min_tokens: Annotated[
         int, _option("before an answer may end, by a stop string either", ge=0)
     ] = 0
-    ignore_eos: Annotated[bool, _option("the target's end tokens end no answer")] = False
     max_tokens: Annotated[int, _option(ge=0)] = 256
+    ignore_eos: Annotated[bool, _option("the target's end tokens end no answer")] = False
+    n: Annotated[int, _option("samples of each prompt", ge=1, le=MAX_SAMPLES)] = 1
     logprobs: Annotated[int | None, _option(ge=0, le=MAX_LOGPROBS)] = None
     prompt_logprobs: Annotated[int | None, _option(ge=0, le=MAX_LOGPROBS)] = None
     json_schema: str | None = None

@@ -228,7 +228,7 @@ def _sampling_fields() -> dict[str, Any]:
 _Options: Any = create_model("_Options", __base__=RequestBody, **_sampling_fields())
 
 
-class SamplingFields(_Options):  # type: ignore[misc]
+class SamplingFields(_Options):
     """The engine's table of sampling options (`SamplingParams`), as fields of a body."""
 
     if TYPE_CHECKING:
@@ -389,7 +389,7 @@ class CompletionRequest(SamplingFields):
         """
         vllm, wanted = self.structured_outputs or StructuredOutputs(), self.response_format
         schema = None if wanted is None else wanted.schema_of_answer
-        asked = [("response_format", "json_schema", schema)]
+        asked: list[tuple[str, str, Any]] = [("response_format", "json_schema", schema)]
         asked += [(name, kind, getattr(self, name)) for name, kind in CONSTRAINTS.items()]
         asked += [
             ("structured_outputs", kind, getattr(vllm, name)) for name, kind in VLLM_KINDS.items()

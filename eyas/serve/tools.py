@@ -98,10 +98,8 @@ class CallReader:
         parts: list[str | Call] = []
         while text and not self.is_over:
             if self._inside:
-                self._block, text = self._block + text, ""
-                parts += self._read_block()
-                if not self._inside:
-                    text, self._block = self._block, ""
+                more, text = self._read_block(text)
+                parts += more
             else:
                 parts.append(self._spaced(self._words.push(text)))
                 text = self._words.rest
@@ -120,12 +118,11 @@ class CallReader:
         parts = self._calls_of(shown, self._block)
         return parts if self.num_calls else [*parts, self._blanks]
 
-    def _read_block(self) -> list[str | Call]:
-        """What the text behind an opening tag holds so far; behind the closing tag, `_inside` is
-        False and `_block` the rest.
-        """
+    def _read_block(self, text: str) -> tuple[list[str | Call], str]:
+        """What more text behind an opening tag adds; and what stands behind the closing tag."""
         parts: list[str | Call] = []
-        while self._inside:
+        self._block += text
+        while True:
             if self._arguments is not None:
                 end = self._arguments.end(self._block)
                 parts += [Call(None, self._block[:end], "")] if end else []
@@ -142,12 +139,13 @@ class CallReader:
                 tags = (one for one in QUOTED.finditer(self._block) if one[0] == CLOSING)
                 if (tag := next(tags, None)) is None:
                     break
-                block, self._block = self._block[: tag.start()], self._block[tag.end() :]
+                block, rest = self._block[: tag.start()], self._block[tag.end() :]
                 if not self._has_begun:
                     parts += self._calls_of(OPENING + block + CLOSING, block)
-                self._inside = self._has_begun = False
+                self._inside, self._has_begun, self._block = False, False, ""
                 self.is_over = self._takes_one and self.num_calls > 0
-        return parts
+                return parts, rest
+        return parts, ""
 
     def _calls_of(self, shown: str, block: str) -> list[str | Call]:
         """The calls in a block that is whole; where there are none it is shown as words."""
