@@ -152,8 +152,8 @@ class Completion:
 @dataclass(frozen=True, slots=True)
 class Chunk:
     """What one round added to an answer that is streamed; the chunks' texts and tokens, joined, are
-    the answer's. finish_reason: None before the last. num_accepted_drafts: None of a round that the
-    head did not draft in.
+    the answer's. tool_calls: a call begins with its id and name, later pieces add to its arguments.
+    finish_reason: None before the last. num_accepted_drafts: None where the head did not draft.
     """
 
     text: str
