@@ -3,10 +3,10 @@
 A server in a process of its own; another process asks /health again and again and keeps one stream
 open after the other. First alone (`quiet`), then while each kind of hostile body is sent: one at a
 time, and at the end all kinds at once. Then crowds: many clients of one kind at the same time
-(prompts, echoes, schemas, slow readers, connections that send nothing). Of each: statuses, the
-longest wait for /health, the longest gap between two chunks of the stream, and the server's
-resident memory (its child processes included) against that before the first. Goals: no gap above
-150 ms, and memory within 1.2 of idle. On a busy machine the quiet gaps say how far the others can
+(prompts, echoes, schemas, slow readers, connections, headers). Of each: statuses, the longest wait
+for /health, the longest gap between two chunks of the stream, and the server's resident memory (its
+child processes included) against that before the first. Goals: no gap above 150 ms, and memory
+within 1.2 of idle. On a busy machine the quiet gaps say how far the others can
 be believed. The last line is one JSON.
 
     python benchmarks/hostile.py --quick
@@ -55,6 +55,10 @@ STREAM = {
 }
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 HEAD = b'{"model":"eyas","max_tokens":2,'
+ASK = b"GET /v1/models HTTP/1.1\r\nhost: localhost\r\n"
+# a line without end, one of 1 MB, 50,000 lines, and as many bytes as there may be
+HEADERS = [b"x: " + b"y" * 100_000, b"x: " + b"y" * (1 << 20) + b"\r\n\r\n"]
+HEADERS += [b"x: y\r\n" * 50_000 + b"\r\n", b"x: y\r\n" * 9000 + b"\r\n"]
 ASKED = b'"messages":[{"role":"user","content":"Hello"}]'
 
 
@@ -117,6 +121,10 @@ def long_prompts(count: int, seed: int, **options: Any) -> list[tuple[str, bytes
 def bodies() -> dict[str, tuple[str, bytes]]:
     """The worst of every kind, with its path."""
     user = b'{"role":"user","content":"x"}'
+    rules = "".join(f'r{at} ::= "{"x" * 6}" | r{at + 1} "a"\n' for at in range(2000))
+    half = rb'{"id":"1","function":{"name":"f","arguments":"{\"a\": \"\\ud800\"}"}}'
+    tool = b'{"type":"function","function":{"name":"f%d","parameters":{"properties":{%s}}}}'
+    fields = b",".join(b'"p%d":{"enum":[%d,null]}' % (at, at) for at in range(30))
     part = b'{"type":"text","text":""}'
     call = b'{"id":"","function":{"name":"","arguments":"{}"}}'
     few = 16_000  # bytes of units that pass the bounds of keys
@@ -195,6 +203,21 @@ def bodies() -> dict[str, tuple[str, bytes]]:
         "mutual_references": guided("guided_json", mutual_references()).replace(
             b'"max_tokens":2', b'"max_tokens":100'
         ),
+        "rules": guided("grammar", f'root ::= r0\n{rules}r2000 ::= "b"'),
+        "ways_to_read": guided(
+            "grammar", 'root ::= s\ns ::= s s | s s s | "a" | "b" | " " | ""'
+        ).replace(b'"max_tokens":2', b'"max_tokens":300'),
+        "many_tools_in_a_schema": filled(
+            HEAD + ASKED + b',"response_format":{"type":"json_object"},"tools":[',
+            lambda at: tool % (at, fields),
+            b"]}",
+            100_000,
+        ),
+        "options_of_the_template": guided(
+            "chat_template_kwargs", dict.fromkeys(("role", "messages", "bos_token", "loop"), True)
+        ),
+        "half_a_character": HEAD
+        + b'"messages":[%s,{"role":"assistant","tool_calls":[%s]}]}' % (user, half),
         "reference_to_itself": guided("guided_json", {"$ref": "#"}),
         "properties": guided(
             "guided_json", {"type": "object", "properties": {f"p{n}": {} for n in range(1500)}}
@@ -209,6 +232,10 @@ def bodies() -> dict[str, tuple[str, bytes]]:
         "token_ids": (TEXT, filled(ids, lambda _: b"1", b"]}", 500_000)),
         "wrong_token_ids": (TEXT, filled(ids, lambda _: b"-1", b"]}", 700_000)),
         "lists_of_ids": (TEXT, filled(ids, lambda _: b"[1]", b"]}", 60_000)),
+        "prompts_times_samples": (
+            TEXT,
+            HEAD + b'"n":128,"prompt":[' + b",".join([b'"x"'] * 1024) + b"]}",
+        ),
         "prompts": (TEXT, filled(ids, lambda _: b'"x"', b"]}")),
         "prompts_with_biases": (
             TEXT,
@@ -329,13 +356,21 @@ class Attack:
 
         return Counter(await asyncio.gather(*(reader() for _ in range(NUM_READERS))))
 
-    async def sit_idle(self) -> Counter[str]:
-        """Connections that send nothing, more than the server allows, while probes come anew."""
+    async def connect(self, *sent: bytes, count: int = NUM_IDLE) -> Counter[str]:
+        """Connections that send nothing, or each the next of these, more than the server allows,
+        while probes come anew.
+        """
         host, port = self._url.removeprefix("http://").split(":")
         statuses, held = Counter[str](), list[socket.socket]()
         try:
-            for _ in range(NUM_IDLE):
+            for at in range(count):
                 held.append(socket.create_connection((host, int(port)), timeout=10))
+                if sent:
+                    with suppress(OSError):  # it is refused while it sends
+                        held[-1].sendall(ASK + sent[at % len(sent)])
+            for one in held if sent else ():
+                with suppress(OSError):
+                    statuses[f"sent, {one.recv(12)[9:].decode() or 'closed'}"] += 1
             for path in ("/health", "/metrics") * 20:
                 async with httpx.AsyncClient(base_url=self._url, timeout=10) as http:
                     try:
@@ -357,7 +392,9 @@ class Attack:
             "8 echoes": lambda: self.send(long_prompts(8, seed + 1, **echo), 8),
             "16 schemas": lambda: self.send(schema, 16),
             "50 slow readers": self.read_slowly,
-            "1,000 idle connections": self.sit_idle,
+            "1,000 idle connections": self.connect,
+            "1,000 clients": partial(self.connect, b"\r\n"),
+            "100 headers": partial(self.connect, *HEADERS, count=100),
         }
 
     async def during(self, work: Callable[[], Awaitable[Counter[str]]]) -> Counter[str]:

@@ -152,8 +152,8 @@ class Completion:
 @dataclass(frozen=True, slots=True)
 class Chunk:
     """What one round added to an answer that is streamed; the chunks' texts and tokens, joined, are
-    the answer's. finish_reason: None before the last. num_accepted_drafts: None of a round that the
-    head did not draft in.
+    the answer's. tool_calls: a call begins with its id and name, later pieces add to its arguments.
+    finish_reason: None before the last. num_accepted_drafts: None where the head did not draft.
     """
 
     text: str
@@ -372,7 +372,7 @@ class LLM:
             raise InputError(f"{where}{error.message}", hint) from None
         if writer.num_samples != 1:
             raise InputError(
-                "n and best_of: a prompt has one answer here",
+                "n: a prompt has one answer here",
                 "give it as often as answers are wanted: llm.chat([prompt] * 3)",
             )
         return writer
@@ -382,7 +382,8 @@ class LLM:
         try:
             while not writer.is_over:
                 for update in self._call(_next(updates)):
-                    yield Chunk.of(writer.push(update)[1])
+                    if (delta := writer.push(update)[1]) is not None:
+                        yield Chunk.of(delta)
         finally:
             if self._end.alive:
                 self._call(updates.aclose())
@@ -435,12 +436,14 @@ async def _next(updates: AsyncGenerator[list[Update]]) -> list[Update]:
 async def _answer(worker: EngineWorker, writers: Sequence[CompletionWriter], track: Track) -> None:
     """Give the writers all their updates."""
     by_request = {request.id: writer for writer in writers for request in writer.requests}
-    started, num_done, num_tokens = time.monotonic(), 0, 0
+    started, num_tokens = time.monotonic(), 0
     async with aclosing(_updates(worker, writers)) as batches:
         async for batch in batches:
             for update in batch:
                 by_request[update.request_id].keep(update)
-                num_done += update.finish_reason is not None
                 num_tokens += len(update.token_ids)
             rate = num_tokens / max(time.monotonic() - started, 1e-9)
+            num_done = sum(writer.is_over for writer in writers)
             track(num_done, len(writers), f"{rate:.0f} tokens/s")
+            if num_done == len(writers):
+                break

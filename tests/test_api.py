@@ -35,7 +35,7 @@ from tests.tiny_head import head_folder
 PROMPTS = ["I would like a table for two.", "The address is", "0123", "user"]
 # fields of a request that mean nothing where there is no HTTP, or that have a way of their own
 WITHOUT_MEANING = {
-    *("model", "messages", "prompt", "stream", "stream_options", "n", "best_of", "request_id"),
+    *("model", "messages", "prompt", "stream", "stream_options", "n", "request_id"),
     *("return_token_ids", "return_tokens_as_token_ids", "add_generation_prompt"),
     # other servers' names of what has one here
     *("max_completion_tokens", "repeat_penalty", "guided_json", "guided_regex", "guided_choice"),
@@ -309,7 +309,7 @@ class TestErrors:
         [
             ("x", {"temperatur": 1}, ("unknown field temperatur", "options: temperature, top_p")),
             ("x", {"temperature": 9}, ("temperature", "less than or equal to 2")),
-            ("x", {"n": 2}, ("n and best_of", "[prompt] * 3")),
+            ("x", {"n": 2}, ("n: a prompt", "[prompt] * 3")),
             ("x", {"max_tokens": 0}, ("max_tokens", "leave it out")),
             ("x", {"stop": {"a"}}, ("no JSON", "give strings")),
             ("x", {"top_logprobs": 3}, ("logprobs=true",)),

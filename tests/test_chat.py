@@ -212,7 +212,13 @@ CALLS_ITSELF = (
 WIDE = [
     *("'x'.ljust(300000)", "'x'.rjust(300000)", "'x'.center(300000)", "'x'.zfill(300000)"),
     *("'%300000d' % 1", "'%*d' % (300000, 1)", "'%.300000f' | format(1)", "'x' | center(300000)"),
-    *("'{:300000}'.format(1)", "'{:{}}'.format(1, 300000)", "'x' | indent(width=300000)"),
+    *("'{:300000}'.format(1)", "'{:{}}'.format(1, 300000)", "'' | indent(width=300000)"),
+    *("[1] | batch(300000) | list", "'x' | slice(slices=300000) | list", "1.5 | round(30000)"),
+    *("'x' | tojson(indent=300000)", "[1] | tojson(separators=(300000 * ',', ':'))"),
+    *("(299 * 'x') | replace('x', 1000 * 'y')", "(299 * 'x').replace('', 1000 * 'y')"),
+    *("(300 * 'x') | join(999 * 'y')", "(999 * 'y').join(300 * 'x')"),
+    *("('\n' * 299) | indent(1000 * 'y')", "(299 * 'x') | wordwrap(1, true, 1000 * 'y')"),
+    "(299 * 'x').translate({120: 1000 * 'y'})",
 ]
 LOOP = "{% set a = 9999 * 'xx' %}{% for i in range(99999) %}"
 

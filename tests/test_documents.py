@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import re
 import subprocess
 import sys
@@ -14,6 +15,10 @@ import yaml
 from eyas.artifact import Artifact
 from eyas.features.capture import CaptureConfig, capture
 from eyas.hub import resolve_target
+from eyas.serve.app import ModelService, create_app
+from eyas.serve.server import ServeConfig, running_app
+from eyas.serve.translation import ModelInfo
+from tests.serving import World
 from tests.stages import ROOT, write_answers
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -22,6 +27,10 @@ EXAMPLES = {
     str(page.relative_to(ROOT)): found
     for page in PAGES
     if (found := EXAMPLE.findall(page.read_text(encoding="utf-8")))
+}
+BLOCK = re.compile(r"^```\w*\n(.*?)^```", re.MULTILINE | re.DOTALL)
+SHELL = {
+    name: (ROOT / name).read_text(encoding="utf-8") for name in ("README.md", "docs/clients.md")
 }
 # The test suite's small model stands for SmolLM2, which is 30 times as large.
 STAND_IN = ('"smollm2"', '"builtin"')
@@ -57,6 +66,27 @@ def test_examples_run(page, folder):
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip()
+
+
+@pytest.mark.parametrize("page", SHELL)
+def test_what_a_shell_asks_a_server_is_answered(page, tmp_path_factory):
+    """Each `curl`, under the name that a server of the page has."""
+    targets = re.findall(r"eyas serve --target (\w+)", SHELL[page])
+    names = {ServeConfig(target=target).served_model for target in targets}
+    world = World.tooled(tmp_path_factory.mktemp("target"))
+    asked = [block for block in BLOCK.findall(SHELL[page]) if "curl" in block]
+    (name,) = {found for block in asked for found in re.findall(r'"model": "(\w+)"', block)}
+    assert name in names
+    engine = world.engine(max_length=1024)
+    info = ModelInfo(name, "float32", False, engine.max_length)
+    service = ModelService.of(engine, world.chat, info)
+    with running_app(create_app(name), service) as url:
+        for block in asked:
+            block = block.replace("curl ", "curl -sS --fail-with-body ")
+            words = ["bash", "-ec", block.replace("localhost:8000", url)]
+            done = subprocess.run(words, capture_output=True, text=True)
+            assert done.returncode == 0, done.stdout + done.stderr
+            assert json.loads(done.stdout)["object"] in ("chat.completion", "response")
 
 
 def test_the_page_of_settings_is_up_to_date():

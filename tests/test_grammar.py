@@ -8,7 +8,9 @@ import json
 import os
 import re
 import signal
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -18,8 +20,9 @@ import torch
 from eyas.builtin import target_folder
 from eyas.chat import encoded
 from eyas.chat.files import read_tokenizer
+from eyas.engine import grammar_process
 from eyas.engine.grammar import Grammars
-from eyas.engine.grammar_process import TOKEN_S
+from eyas.engine.grammar_process import TOKEN_S, GrammarProcess
 from eyas.engine.request import SamplingParams
 from eyas.engine.sampling import Sampler
 from eyas.errors import InputError
@@ -384,3 +387,48 @@ def test_a_sampler_draws_what_the_grammar_allows_and_ends(builtin, temperature):
     assert SCHEMA["properties"].keys() >= json.loads(builtin.text(tokens[:-1])).keys()
     assert sampler.draw(torch.randn(builtin.V, generator=generator).numpy()) == builtin.end
     assert sampler.failure is None
+
+
+def test_a_grammar_waits_for_none_that_is_compiled_and_each_is_compiled_once(builtin, monkeypatch):
+    begun, may_end, made = threading.Event(), threading.Event(), []
+    begin = GrammarProcess.begin
+
+    def slow(process, kind, source):
+        made.append(source)
+        if source == "slow":
+            begun.set()
+            assert may_end.wait(60)
+        return begin(process, kind, source)
+
+    monkeypatch.setattr(GrammarProcess, "begin", slow)
+    with ThreadPoolExecutor(2) as pool:
+        slow_ones = [
+            pool.submit(builtin.grammars.compile, SamplingParams(regex="slow")) for _ in range(2)
+        ]
+        assert begun.wait(60)
+        assert builtin.grammars.compile(SamplingParams(regex="quick")).matcher().mask().any()
+        assert not any(one.done() for one in slow_ones)
+        may_end.set()
+        assert slow_ones[0].result() is slow_ones[1].result()
+    assert sorted(made) == ["quick", "slow"]
+
+
+def test_what_takes_too_long_by_the_clock_is_ended_too(builtin, monkeypatch):
+    """Where a process gets hardly any CPU: here it is stopped."""
+    first = builtin.grammars._process
+    builtin.grammars.compile(SamplingParams(regex="a"))
+    fork = GrammarProcess._fork
+
+    def stopped(process, end):
+        before = set(children_of(first.process.pid))
+        fork(process, end)
+        while not (new := set(children_of(first.process.pid)) - before):
+            time.sleep(0.001)
+        os.kill(new.pop(), signal.SIGSTOP)
+
+    monkeypatch.setattr(GrammarProcess, "_fork", stopped)
+    monkeypatch.setattr(grammar_process, "CLOCK_S", 0.5)
+    began = time.monotonic()
+    with pytest.raises(InputError, match="needs more than"):
+        builtin.grammars.compile(SamplingParams(regex="stopped"))
+    assert time.monotonic() - began < 10

@@ -28,7 +28,7 @@ ROOMS = {
     "model": (199, "target and head on NumPy: configs, checkpoints, the native library's calls"),
     "operators": (89, "what PyTorch computes: the head that trains, features"),
     "cpp": (267, "the native decoder"),
-    "serve": (205, "the HTTP server"),
+    "serve": (214, "the HTTP server"),
     "privacy": (179, "personal data and secrets: search, surrogates, key"),
     "features": (138, "the target's answers and its hidden states"),
     "bench": (117, "any server measured over HTTP, and watched"),
@@ -36,14 +36,14 @@ ROOMS = {
     "cli": (121, "one file per command"),
     "top": (158, "artifacts, stores, records, errors, names of models, pages, Python's API"),
     "export": (99, "forms of other engines, check by replay, card, foretold speed"),
-    "chat": (44, "chat template and tokenizer"),
+    "chat": (45, "chat template and tokenizer"),
     "shards": (48, "the feature format"),
     "evaluate": (55, "tau before a head is served"),
     "gguf": (67, "a GGUF file as a target: metadata as a folder, weights read from the file"),
     "plan": (12, "tokens and bytes of a run"),
     "builtin": (5, "the packaged models and prompts"),
-    "tests": (2035, "proofs"),
-    "benchmarks": (378, "the scripts behind the figures of README and results"),
+    "tests": (2055, "proofs"),
+    "benchmarks": (381, "the scripts behind the figures of README and results"),
 }
 MOST_SCRIPTS, MOST_DECISIONS, MOST_DECISION_KB, MOST_DEPENDENCIES = 15, 15, 90, 20
 SCRIPT_PARTS = {"held_out.py", "natural.py", "random_models.py", "recording.py", "train_step.py"}

@@ -217,24 +217,6 @@ def test_prompts_of_one_request_wait_for_all_their_grammars(world, client, monke
     assert [one.text for one in reply.choices] == [one.choices[0].text for one in alone]
 
 
-def test_best_of_keeps_the_likeliest(client):
-    """By the mean log-probability of all samples, which are drawn as those of n."""
-    sampled = {"temperature": 1, "seed": 4}
-    all_of = complete(client, ["I would", "A table"], n=5, logprobs=0, **sampled).choices
-    best = complete(client, ["I would", "A table"], n=2, best_of=5, **sampled)
-    assert [choice.index for choice in best.choices] == [0, 1, 2, 3]
-    assert {choice.logprobs for choice in best.choices} == {None}
-
-    def mean(choice):
-        return sum(choice.logprobs.token_logprobs) / len(choice.logprobs.token_logprobs)
-
-    for prompt in range(2):
-        group = sorted(all_of[5 * prompt : 5 * prompt + 5], key=mean, reverse=True)
-        kept = best.choices[2 * prompt : 2 * prompt + 2]
-        assert [choice.text for choice in kept] == [choice.text for choice in group[:2]]
-    assert best.usage.completion_tokens > 0
-
-
 def test_reasoning_effort_reaches_a_template_that_has_it(world, tmp_path):
     told = World.make(tmp_path, eos_token_id=2)
     effort = "{% if reasoning_effort is defined %}{{ 'effort ' + reasoning_effort }}{% endif %}"
@@ -245,6 +227,53 @@ def test_reasoning_effort_reaches_a_template_that_has_it(world, tmp_path):
         first, second = (world.chat.decode(one.prompt_ids) for one in engine.asked)
     assert first.startswith("effort low")
     assert "effort" not in second
+
+
+@pytest.mark.parametrize("body", [{}, {"tools": []}, {"tools": [], "tool_choice": "auto"}])
+def test_turns_of_other_servers_are_taken(client, body):
+    thought = {"role": "assistant", "content": None, "reasoning_content": "Hm.", "tool_calls": []}
+    turns = [{**MESSAGES[0], "tool_calls": []}, thought, *MESSAGES]
+    reply = post(client, {"model": MODEL, "messages": turns, "max_tokens": 2, **body})
+    assert reply.status_code == 200, reply.text
+
+
+@pytest.mark.parametrize("kind", ["json_object", "json_schema"])
+def test_a_schema_may_stand_beside_the_type(client, kind):
+    """llama.cpp's form."""
+    schema = {"type": "object", "properties": {"a": {"const": 7}}, "required": ["a"]}
+    schema["additionalProperties"] = False
+    wanted = {"type": kind, "schema": schema}
+    reply = ask(client, max_tokens=60, extra_body={"response_format": wanted})
+    assert json.loads(text_of(reply)) == {"a": 7}
+
+
+@pytest.mark.parametrize(
+    ("body", "what"),
+    [
+        ({"functions": [{"name": "f"}]}, "send tools"),
+        ({"function_call": {"name": "f"}}, "send tool_choice"),
+        ({"logit_bias": {"1": 5, "01": -5}}, "logit_bias"),
+        ({"best_of": 2}, "best_of"),
+    ],
+)
+def test_what_is_not_taken_says_what_to_send(client, body, what):
+    reply = post(client, {"model": MODEL, "messages": MESSAGES, **body})
+    assert reply.status_code == 400
+    assert what in reply.json()["error"]["message"]
+
+
+def test_turns_that_a_strict_template_does_not_take_are_refused_with_its_words(tmp_path):
+    """Two of the user, or of the system, in a row: as the template says it, not a fault of ours."""
+    strict = (
+        "{% for message in messages %}{% if loop.index0 and message.role == messages[loop.index0 - "
+        "1].role %}{{ raise_exception('roles must alternate') }}{% endif %}{% endfor %}"
+    )
+    world = World.make(tmp_path, eos_token_id=2)
+    tiny_tokenizer(tmp_path, chat_template=strict + world.chat._template.plain)
+    with World(tmp_path).served() as client:
+        reply = post(client, {"model": MODEL, "messages": [*MESSAGES, *MESSAGES]})
+        assert reply.status_code == 400
+        assert "roles must alternate" in reply.json()["error"]["message"]
 
 
 # Paths
@@ -279,7 +308,19 @@ def test_texts_become_tokens_and_back(world, client):
 
 
 def test_a_path_that_is_none_is_answered_by_those_that_are(client):
-    missing = httpx.get(f"{client.url}/v1/embeddings")
+    for path, what in (
+        ("/v1/embeddings", "has no embeddings"),
+        ("/api/chat", "/v1/chat/completions"),
+        ("/chat/completions", "/v1/chat/completions"),
+        ("/completion", "/v1/completions"),
+        ("/props", "/v1/models"),
+        ("/v1/messages", "litellm"),
+        ("/v1/messages/count_tokens", "/tokenize"),
+    ):
+        other = httpx.post(client.url + path, json={})
+        assert other.status_code == 404
+        assert what in other.json()["error"]["message"]
+    missing = httpx.get(f"{client.url}/nowhere")
     assert missing.status_code == 404
     for path in ("/v1/chat/completions", "/v1/models", "/tokenize", "/health"):
         assert path in missing.json()["error"]["message"]

@@ -4,6 +4,7 @@ target.
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from concurrent.futures import ThreadPoolExecutor
@@ -13,17 +14,21 @@ import numpy as np
 import openai
 import pytest
 
+from eyas.chat import Chat
 from eyas.chat.files import read_tokenizer
 from eyas.engine.engine import Engine
 from eyas.model.target import Target
 from eyas.serve.app import create_app
 from eyas.serve.limits import LimitsConfig
 from eyas.serve.server import ServeConfig, load, running_app
+from eyas.serve.tokenizer import Tokenizer
+from eyas.serve.vertex import VertexConfig
 from tests.serving import (
     CALL,
     MAX_LENGTH,
     MESSAGES,
     MODEL,
+    TOOL_TEMPLATE,
     TOOLS,
     World,
     ask,
@@ -33,7 +38,7 @@ from tests.serving import (
     post,
     saying,
 )
-from tests.tiny import tiny_target
+from tests.tiny import tiny_target, tiny_tokenizer
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 BODY = {"model": MODEL, "messages": MESSAGES, "temperature": 0, "max_tokens": 24}
@@ -283,8 +288,7 @@ OF_CHATS = [
     ({"response_format": {"type": "json_schema"}}, "response_format"),
     (TWO_GRAMMARS, "guided_regex"),
     ({"grammar": "root ::= [a-z]", "ebnf": "root ::= [a-z]"}, "grammar"),
-    ({"best_of": 2, "n": 3}, "best_of"),
-    ({"best_of": 2, "stream": True}, "best_of"),
+    ({"best_of": 2}, "best_of"),
     ({"repeat_penalty": 1.1, "repetition_penalty": 1.2}, "repeat_penalty"),
     ({"add_generation_prompt": False}, "add_generation_prompt"),
     ({"continue_final_message": True}, "continue_final_message"),
@@ -689,8 +693,13 @@ def test_calls_are_read_out_of_an_answer(tooled, per_step, stream):
         reply = ask(client, tools=TOOLS, stream=stream)
         if stream:
             reply = list(reply)
-            calls = [call for chunk in reply for call in chunk.choices[0].delta.tool_calls or []]
+            pieces = [call for chunk in reply for call in chunk.choices[0].delta.tool_calls or []]
+            calls = [call for call in pieces if call.id]
             assert [call.index for call in calls] == [0, 1]
+            assert {1: len(pieces) > 10, 3: len(pieces) > 4, 100: pieces == calls}[per_step]
+            for call in calls:
+                rest = [one.function for one in pieces if one.index == call.index and not one.id]
+                call.function.arguments += "".join(one.arguments for one in rest)
         else:
             calls = reply.choices[0].message.tool_calls
         ending = (reply[-1] if stream else reply).choices[0].finish_reason
@@ -712,12 +721,6 @@ def test_what_is_no_call_is_text(tooled):
     with saying(tooled, CALL) as (client, engine):
         assert text_of(ask(client)) == text_of(ask(client, tools=TOOLS, tool_choice="none")) == CALL
         assert "Book a table." not in tooled.chat.decode(engine.asked[1].prompt_ids)
-
-
-def test_one_call_at_most_ends_behind_its_tag(tooled):
-    with saying(tooled, CALL) as (client, engine):
-        ask(client, tools=TOOLS, parallel_tool_calls=False)
-        assert engine.asked[0].params.stop == ("</tool_call>",)
 
 
 def test_a_conversation_with_calls_is_shown_to_the_target(tooled):
@@ -752,6 +755,39 @@ def test_options_of_the_template_reach_it(tooled):
             ask(client, **with_options(think=True))
         with pytest.raises(openai.BadRequestError, match="contradicts enable_thinking"):
             ask(client, reasoning_effort="none", **with_options(enable_thinking=True))
+
+
+def test_a_client_sets_what_the_template_leaves_to_it_and_in_any_combination(tmp_path):
+    names = ["enable_thinking", "brief", "formal", "kind"]
+    read = "".join(f"{{% if {name} %}}{{{{ '{name}' }}}}{{% endif %}}" for name in names)
+    own = "{% set said = raise_exception is defined %}{{ bos_token or strftime_now('%Y') }}"
+    tiny_tokenizer(tmp_path, chat_template=own + read + TOOL_TEMPLATE)
+    tokenizer = Tokenizer(Chat(tmp_path))
+    for values in itertools.product([True, False], repeat=4):
+        options = dict(zip(names, values, strict=True))
+        text = tokenizer.chat(options).render(MESSAGES)
+        assert {name for name in names if name in text} == {one for one in names if options[one]}
+    assert tokenizer.chat({}).render(MESSAGES) == tokenizer.chat(options).render(MESSAGES)
+    for name in ("message", "call", "said", "role", "messages", "tools", "bos_token", "loop"):
+        assert not tokenizer.knows_option(name), name
+    for name in ("strftime_now", "raise_exception", "namespace", "range"):
+        assert not tokenizer.knows_option(name), name
+
+
+@pytest.mark.parametrize("path", [CHAT, "/v1/responses", "/tokenize", "/predict"])
+def test_half_a_character_in_the_arguments_of_a_call_is_refused(tooled, path):
+    arguments = json.dumps({"party": "\ud800"})
+    called = {"id": "1", "type": "function", "function": {"name": "a", "arguments": arguments}}
+    body = {"model": MODEL, "messages": [*MESSAGES, {"role": "assistant", "tool_calls": [called]}]}
+    if path == "/v1/responses":
+        item = {"type": "function_call", "call_id": "1", "name": "a", "arguments": arguments}
+        body = {"model": MODEL, "input": [*MESSAGES, item]}
+    elif path == "/predict":
+        body = {"instances": [{"messages": body["messages"]}]}
+    with tooled.served(vertex=VertexConfig()) as client:
+        reply = post(client, body, path)
+    assert reply.status_code == 400
+    assert "half a character" in reply.json()["error"]["message"]
 
 
 def test_a_template_sees_the_thoughts_of_earlier_turns(tooled):

@@ -25,9 +25,15 @@ from uvicorn.server import ServerState
 
 from eyas.engine.request import Request, SamplingParams, Update
 from eyas.errors import ConfigError, MissingInputError
-from eyas.serve import answers, app, fields
-from eyas.serve.limits import KEYS_VARIABLE, AccessControl, ApiError, LimitsConfig
-from eyas.serve.server import Connection
+from eyas.serve import answers, app, fields, server
+from eyas.serve.limits import (
+    FAILURES_PER_MINUTE,
+    KEYS_VARIABLE,
+    AccessControl,
+    ApiError,
+    LimitsConfig,
+)
+from eyas.serve.server import MAX_HEAD, Connection
 from eyas.serve.worker import EngineWorker, QueueFull
 from tests.serving import MESSAGES, MODEL, GatedEngine, World, ask, connected, health, post
 from tests.tiny import children_of
@@ -67,10 +73,12 @@ HEAD = (
 )
 
 
-def answer(connection):
-    """All that comes until the server closes: status, and what the error says of itself."""
+def answer(connection, end=None):
+    """All that comes until the server closes, or until an answer's end: status, and what the error
+    says of itself.
+    """
     data = b""
-    while piece := connection.recv(65536):
+    while (end is None or end not in data) and (piece := connection.recv(65536)):
         data += piece
     head, _, body = data.partition(b"\r\n\r\n")
     return int(head.split()[1]), json.loads(body)["error"]
@@ -111,10 +119,10 @@ def test_a_file_without_keys_is_no_open_door(tmp_path):
 
 def test_a_key_is_revoked_and_another_given_without_a_restart(world, tmp_path, monkeypatch):
     """Also where the file is replaced, as Kubernetes replaces a secret's; an empty file is no open
-    door, and a key of the environment stays.
+    door, a pipe is not waited for, and a key of the environment stays.
     """
     keys, new = tmp_path / "keys", tmp_path / "new"
-    keys.write_text("key-of-team-a\nkey-of-team-b\n")
+    keys.write_text("key-of-team-a\nkey-of-team-b\n", encoding="utf-8-sig")
     monkeypatch.setenv(KEYS_VARIABLE, "key-of-the-operator")
     with world.served(limits=LimitsConfig(api_keys=keys)) as client:
 
@@ -122,7 +130,8 @@ def test_a_key_is_revoked_and_another_given_without_a_restart(world, tmp_path, m
             found = {}
             for name in ("team-a", "team-b", "team-c", "the-operator"):
                 key = {"authorization": f"Bearer key-of-{name}"}
-                found[name] = httpx.get(f"{client.url}/v1/models", headers=key).status_code
+                reply = httpx.get(f"{client.url}/v1/models", headers=key, timeout=10)
+                found[name] = reply.status_code
             assert httpx.get(f"{client.url}/v1/models").status_code == 401
             return [name for name, status in found.items() if status == 200]
 
@@ -134,10 +143,33 @@ def test_a_key_is_revoked_and_another_given_without_a_restart(world, tmp_path, m
         assert let_in() == ["team-c", "the-operator"]
         keys.write_text("")
         assert let_in() == ["the-operator"]
-        keys.unlink()
-        assert let_in() == ["the-operator"]
+        for replace in (os.mkfifo, os.mkdir, lambda path: None):
+            keys.unlink() if keys.is_file() or keys.is_fifo() else keys.rmdir()
+            replace(keys)
+            assert let_in() == ["the-operator"]
         keys.write_text("key-of-team-a\n")
         assert let_in() == ["team-a", "the-operator"]
+
+
+def test_who_guesses_keys_is_slowed_down_and_no_client_beside_him(monkeypatch):
+    now = 100.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    monkeypatch.setenv(KEYS_VARIABLE, "known,other")
+    access = AccessControl(LimitsConfig())
+
+    def status(key, address="192.0.2.1"):
+        try:
+            asyncio.run(access.client_name(f"Bearer {key}", address))
+        except ApiError as error:
+            return error.status
+        return 200
+
+    assert status("known") == 200
+    assert {status(f"guess {number}") for number in range(FAILURES_PER_MINUTE)} == {401}
+    assert [status("guess"), status("other"), status("known")] == [429, 429, 200]
+    assert [status("guess", "192.0.2.2"), status("other", "192.0.2.2")] == [401, 200]
+    now += 60.0 / FAILURES_PER_MINUTE
+    assert [status("other"), status("guess"), status("guess")] == [200, 401, 429]
 
 
 def test_a_rate_is_each_clients_own_and_says_when_to_come_again(monkeypatch):
@@ -239,6 +271,21 @@ def test_an_answer_that_takes_too_long_is_given_up(world, stream, begun):
         assert health(client).json() == {"status": "ok", "requests": 0}
 
 
+def test_an_answer_and_its_sending_have_one_time(world, monkeypatch):
+    times, engine = [], world.engine(GatedEngine)
+
+    class Noted(answers.EventStream):
+        def __init__(self, events, timeout_s, *given):
+            times.append(timeout_s)
+            super().__init__(events, timeout_s, *given)
+
+    monkeypatch.setattr(app, "EventStream", Noted)
+    with world.served(engine, LimitsConfig(request_timeout_s=60)) as client:
+        threading.Timer(0.5, engine.gate.release, [100]).start()
+        assert len(list(ask(client, stream=True, max_tokens=4))) > 1
+    assert times[0] <= 59.8
+
+
 # Clients that mean no good
 
 
@@ -251,15 +298,6 @@ def test_a_body_that_does_not_come_frees_its_place(client):
         for connection in silent:
             assert answer(connection)[0] == 408  # to the end of the connection
         assert ask(client, max_tokens=2).usage.completion_tokens == 2
-
-
-def test_idle_connections_make_room(client):
-    """Those that are idle longest; what is asked at once is answered."""
-    with ExitStack() as stack:
-        idle = [stack.enter_context(opened(client)) for _ in range(60)]
-        assert ask(client, max_tokens=2).usage.completion_tokens == 2
-        assert idle[0].recv(1) == b"", "the first of them is closed"
-        assert health(client).status_code == 200
 
 
 def test_a_connection_that_makes_room_takes_none_itself():
@@ -280,14 +318,83 @@ def test_a_connection_that_makes_room_takes_none_itself():
     async def open_four():
         transports = [Transport() for _ in range(4)]
         for transport in transports:
-            Connection(config, state, {}).connection_made(transport)
+            connection = Connection(config, state, {})
+            connection.connection_made(transport)
+            connection.idle_since -= server.IDLE_S + 1
         return [transport.closed for transport in transports]
 
     assert asyncio.run(open_four()) == [True, True, False, False]
     assert len(state.connections) == 2
 
 
-def test_more_requests_than_connections_get_503_and_probes_are_answered(world):
+def test_a_crowd_beyond_the_connections_is_answered_and_ends_nobody(world):
+    """503 in JSON, none closed without an answer; those that were there first are served."""
+    with world.served(limits=LimitsConfig(max_connections=20)) as client, ExitStack() as stack:
+        held = [stack.enter_context(opened(client)) for _ in range(100)]
+        for connection in held[::-1]:
+            connection.sendall(b"GET /v1/models HTTP/1.1\r\nhost: localhost\r\n\r\n")
+        statuses = Counter(connection.recv(12)[9:] for connection in held)
+        assert statuses == {b"200": 20, b"503": 80}
+        assert b"too_many_connections" in held[-1].recv(65536) + held[-1].recv(65536)
+        for path in ("/health", "/ping", "/metrics"):
+            assert httpx.get(client.url + path).status_code == 200
+
+
+ENDLESS = b"GET /v1/models HTTP/1.1\r\nhost: localhost\r\n"
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        b"x: " + b"y" * MAX_HEAD,
+        b"x: " + b"y" * (1 << 20) + b"\r\n\r\n",
+        b"x: y\r\n" * 50_000 + b"\r\n",
+        b"x: " + b"y" * (MAX_HEAD + 1) + b"\r\n\r\n",
+    ],
+    ids=["endless", "1 MB", "50,000 lines", "in one piece"],
+)
+@pytest.mark.parametrize("first", [b"", HEAD + b'{"a": 1}\n'], ids=["alone", "behind a request"])
+def test_headers_have_a_size(open_client, headers, first):
+    with opened(open_client) as connection:
+        if first:
+            connection.sendall(first)
+            assert answer(connection, b"}}")[0] == 400
+        connection.sendall(ENDLESS + headers)
+        status, error = answer(connection)
+        assert (status, error["type"]) == (431, "invalid_request_error")
+
+
+def test_headers_and_silence_have_a_time(client):
+    """Half a second, of this server; a request of many headers that come in time is answered."""
+    with ExitStack() as stack:
+        slow = [stack.enter_context(opened(client)) for _ in range(4)]
+        slow[1].sendall(ENDLESS)
+        slow[2].sendall(HEAD + b'{"a": 1}\n')
+        assert answer(slow[2], b"}}")[0] == 400
+        slow[2].sendall(ENDLESS)
+        slow[3].sendall(ENDLESS + b"x: y\r\n" * 4000 + b"\r\n")
+        assert slow[3].recv(65536).startswith(b"HTTP/1.1 200")
+        for connection in slow[:3]:
+            assert connection.recv(1) == b""
+
+
+def test_prompts_times_samples_are_counted_before_anything_is_made(world, monkeypatch):
+    made = []
+    monkeypatch.setattr(
+        "eyas.serve.translation.Request", lambda *given, **named: made.append(given)
+    )
+    with world.served() as client:
+        for path, body in (
+            (TEXT, {"model": MODEL, "prompt": ["x"] * 1024, "n": 128}),
+            (TEXT, {"model": MODEL, "prompt": [[1]] * 3, "n": 100}),
+        ):
+            reply = post(client, body, path)
+            assert reply.status_code == 400
+            assert "samples are more than this server holds" in reply.json()["error"]["message"]
+    assert not made
+
+
+def test_more_requests_than_connections_get_503_and_probes_are_answered(world, monkeypatch):
     limits = LimitsConfig(max_connections=3, body_timeout_s=600)
     with world.served(limits=limits) as client, ExitStack() as stack:
         held = [stack.enter_context(opened(client)) for _ in range(3)]
@@ -300,7 +407,9 @@ def test_more_requests_than_connections_get_503_and_probes_are_answered(world):
         for path in ("health", "metrics"):
             assert httpx.get(f"{client.url}/{path}").status_code == 200
         held[0].sendall(b'"a": 10}')
-        assert held[0].recv(65536).startswith(b"HTTP/1.1 400"), "those that hold on are served"
+        assert answer(held[0], b"}}")[0] == 400, "those that hold on are served"
+        monkeypatch.setattr(server, "IDLE_S", 0)
+        monkeypatch.setattr(server, "LOOK_S", 0)
         assert post(client, BODY).status_code == 200
 
 
@@ -618,6 +727,8 @@ def test_a_name_of_a_stranger_is_refused_at_every_path(open_client, path):
         ("127.0.0.1:80", 200),
         ("[::1]:8000", 200),
         ("[::1]", 200),
+        ("10.244.0.7:8000", 200),  # as a kubelet asks
+        ("[fd00::7]:8000", 200),
         ("", 403),
         ("localhost.evil.example", 403),
         ("127.0.0.1.evil.example:80", 403),
@@ -625,6 +736,7 @@ def test_a_name_of_a_stranger_is_refused_at_every_path(open_client, path):
         ("evil.example@localhost", 403),
         ("localhost@evil.example", 403),
         ("[::1", 403),
+        ("[::]", 403),
         ("0.0.0.0", 403),
         ("localhost, evil.example", 403),
     ],
@@ -639,6 +751,7 @@ def test_more_names_may_be_given_and_keys_need_none(world, tmp_path):
         assert asked_as(client, "Eyas.Example.org:443").status_code == 200
         assert asked_as(client, "localhost").status_code == 200
         assert asked_as(client, "other.example.org").status_code == 403
+        assert asked_as(client, "10.244.0.7:8000", "/health").status_code == 200
     keys = tmp_path / "keys"
     keys.write_text("a-key\n")
     with world.served(limits=LimitsConfig(api_keys=keys)) as client:

@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 
 from eyas.chat import Chat, TextStream
 from eyas.serve.tokenizer import Tokenizer
-from eyas.serve.tools import CallReader
+from eyas.serve.tools import CallReader, whole_calls
 from tests.tiny import tiny_target
 
 TOKENS = st.lists(st.integers(3, 319), max_size=150)
 CUTS = st.lists(st.integers(0, 150), max_size=20)
-CALL = '<tool_call>{"name": "f", "arguments": {"a": "</b>"}}</tool_call>'
+CALL = '<tool_call>{"name": "f", "arguments": {"a": "</tool_call>"}}</tool_call>'
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +45,7 @@ def read(text, cuts):
     """A reader of calls, and what it makes of a text in portions."""
     reader = CallReader()
     parts = [part for portion in portions(text, cuts) for part in reader.push(portion)]
-    return reader, parts + reader.finish()
+    return reader, whole_calls(parts + reader.finish())
 
 
 @given(tokens=TOKENS, cuts=CUTS)
@@ -96,8 +96,41 @@ def test_words_and_calls_are_told_apart_however_they_come(cuts, words, calls):
     assert "".join(texts) == (words.rstrip() if calls else words)
     found = [part for part in parts if not isinstance(part, str)]
     assert [(call.name, json.loads(call.arguments)) for call in found] == [
-        ("f", {"a": "</b>"})
+        ("f", {"a": "</tool_call>"})
     ] * calls
+
+
+@given(cuts=CUTS, length=st.integers(0, 200))
+def test_a_call_that_is_cut_is_a_part_of_a_call_once_its_name_is_known(cuts, length):
+    """Whatever is cut: the words and the arguments so far are those of the whole."""
+    text, begun = f"I will. {CALL}", CALL.index("{", CALL.index("{") + 1)
+    reader, parts = read(text[:length], cuts)
+    words = "".join(part for part in parts if isinstance(part, str))
+    calls = [part for part in parts if not isinstance(part, str)]
+    if length <= len("I will. ") + begun:
+        assert (words, calls, reader.num_calls) == (text[:length], [], 0)
+    else:
+        (call,) = calls
+        assert (words, call.name) == ("I will.", "f")
+        assert '{"a": "</tool_call>"}'.startswith(call.arguments)
+        assert text.startswith(call.arguments, len("I will. ") + begun)
+
+
+def test_what_is_no_json_between_tags_ends_there(tmp_path):
+    """A string or an object that is never closed; and half of a character, which no answer may
+    hold.
+    """
+    for block, words, arguments in (
+        ('{"name": "f", "arguments": {"a": 1}', " x", '{"a": 1}'),
+        ('{"name": "f", "arguments": {"a": 1', " x", '{"a": 1'),
+        ('{"name": "f", "arguments": {"a": "b}\n', " x", '{"a": "b}\n'),
+        ('{"arguments": {"a": "\\ud800"}, "name": "f"}', " x", '{"a": "?"}'),
+        ('{"a": "b}\n', '<tool_call>{"a": "b}\n</tool_call> x', None),
+    ):
+        parts = read(f"<tool_call>{block}</tool_call> x", [])[1]
+        assert "".join(part for part in parts if isinstance(part, str)) == words
+        calls = [part.arguments for part in parts if not isinstance(part, str)]
+        assert calls == ([] if arguments is None else [arguments])
 
 
 @given(text=st.text(alphabet='<tool_cal>/{}" \n', max_size=60), cuts=CUTS)

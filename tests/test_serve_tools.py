@@ -17,7 +17,7 @@ from eyas.engine.grammar import Grammars
 from eyas.engine.request import SamplingParams
 from eyas.serve.protocol import Tool
 from eyas.serve.tokenizer import Tokenizer
-from eyas.serve.tools import CallReader, answer_grammar, call_schema
+from eyas.serve.tools import CallReader, answer_grammar, call_schema, whole_calls
 from tests.chat_folders import LIKE_QWEN, like_granite, like_qwen
 from tests.serving import TOOLS, World, ask, saying
 from tests.tiny import tiny_target, tiny_tokenizer
@@ -114,7 +114,9 @@ def test_a_demanded_call_follows_its_schema(client, choice, stream):
     if stream:
         deltas = [chunk.choices[0].delta for chunk in reply if chunk.choices]
         assert {delta.content for delta in deltas} == {None}
-        (call,) = [call for delta in deltas for call in delta.tool_calls or []]
+        call, *pieces = [call for delta in deltas for call in delta.tool_calls or []]
+        assert {(one.index, one.id, one.function.name) for one in pieces} == {(0, None, None)}
+        call.function.arguments += "".join(one.function.arguments for one in pieces)
     else:
         (call,) = reply.choices[0].message.tool_calls
     arguments = json.loads(call.function.arguments)
@@ -124,6 +126,55 @@ def test_a_demanded_call_follows_its_schema(client, choice, stream):
     else:
         assert (call.function.name, arguments) == ("cancel", {})
         assert choice == "required"
+
+
+def test_a_call_that_is_cut_by_max_tokens_is_there_in_part(world):
+    with saying(world, f"I will.\n{IN_TAGS}") as (client, engine):
+        engine.script = engine.script[:-8]
+        reply = ask(client, QUESTION, tools=TOOLS).choices[0]
+        (call,) = reply.message.tool_calls
+        assert (reply.message.content, call.function.name) == ("I will.", "book")
+        assert 0 < len(call.function.arguments) < len(ARGUMENTS)
+        assert ARGUMENTS.startswith(call.function.arguments)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_one_call_alone_ends_the_answer_and_no_tag_within_a_string_does(world, stream):
+    """Beside sixteen stop strings, and with special tokens shown."""
+    note = '{"note": "</tool_call>"}'
+    call = f'<tool_call>\n{{"name": "cancel", "arguments": {note}}}\n</tool_call>'
+    params = {"stop": [f"{number}%" for number in range(16)]}
+    if stream:
+        params = {"extra_body": {"skip_special_tokens": False}, "stream": True}
+    with saying(world, f"I will.\n{call}\n{call} Done.", 3) as (client, _):
+        reply = ask(client, QUESTION, tools=TOOLS, parallel_tool_calls=False, **params)
+        choices = [chunk.choices[0] for chunk in reply] if stream else reply.choices
+        said = [choice.delta if stream else choice.message for choice in choices]
+        assert "".join(one.content or "" for one in said) == "I will."
+        calls = [one for turn in said for one in turn.tool_calls or []]
+        assert "".join(one.function.arguments for one in calls) == note
+        assert len([one for one in calls if one.id]) == 1
+        assert choices[-1].finish_reason == "tool_calls"
+
+
+@pytest.mark.parametrize("may_call", [True, False])
+def test_an_answer_of_a_schema_may_be_a_call(plain, may_call):
+    """The grammar lets through the one and the other, and no words."""
+    tokenizer, end = plain.chat.tokenizer, plain.chat.eos_token_ids[0]
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+    wanted = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    with saying(plain, "{}") as (client, engine):
+        ask(client, QUESTION, tools=TOOLS, response_format=wanted)
+        with pytest.raises(openai.BadRequestError, match="cannot be required"):
+            ask(client, QUESTION, tools=TOOLS, response_format=wanted, tool_choice="required")
+        params = engine.asked[0].params
+    matcher = Grammars(tokenizer, 320, [end]).compile(params).matcher()
+    for token in tokenizer.encode(IN_TAGS if may_call else '{"a": 5}').ids:
+        assert matcher.mask()[token]
+        matcher.advance(token)
+    assert matcher.mask()[end]
+    matcher = Grammars(tokenizer, 320, [end]).compile(params).matcher()
+    assert not matcher.mask()[tokenizer.encode("I").ids[0]]
 
 
 def test_tools_far_too_long_are_refused(client, world):
@@ -198,7 +249,7 @@ def test_a_template_without_tools_shows_them_in_its_messages(plain):
 def test_a_template_without_a_system_shows_tools_before_the_question(tmp_path):
     refuses = "{% if message['role'] == 'system' %}{{ raise_exception('no system') }}{% endif %}"
     world = World.make(tmp_path, eos_token_id=2, max_position_embeddings=MAX_LENGTH)
-    template = world.chat.template
+    template = world.chat._template.plain
     loop = "{% for message in messages %}"
     assert loop in template
     tiny_tokenizer(tmp_path, chat_template=template.replace(loop, loop + refuses))
@@ -229,7 +280,8 @@ def test_calls_of_the_generic_form_are_held_by_a_grammar(plain, may_repeat):
             matcher.advance(ids[-1])
         text = tokenizer.decode(ids, skip_special_tokens=True)
         reader = CallReader()
-        words, *calls = [part for part in [*reader.push(text), *reader.finish()] if part]
+        parts = [part for part in [*reader.push(text), *reader.finish()] if part]
+        words, *calls = whole_calls(parts)
         assert words == "I will."
         written = [
             f'<tool_call>\n{{"name": "{one.name}", "arguments": {one.arguments}}}\n</tool_call>'

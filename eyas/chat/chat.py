@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import datetime
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -30,9 +31,9 @@ class Chat:
     """Tokenizer and chat template of the target in `folder` (Hugging Face's form, local files
     only).
 
-    `date`: what a template that prints today's date prints; None is the clock, as in a server. Data
-    stages fix it, or the same conversation would have other tokens tomorrow. `options`: variables
-    of the template (enable_thinking). `tokens`: the folder's tokenizer, where it is loaded already.
+    `date`: what a template prints as today's; None is the clock. Data stages fix it, or the same
+    conversation would have other tokens tomorrow. `options`: variables of the template
+    (enable_thinking). `tokens`: the folder's tokenizer, where it is loaded already.
 
     Raises MissingInputError (no tokenizer) and TemplateError (no chat template, one that prints the
     time, or one that does not render a question).
@@ -53,11 +54,12 @@ class Chat:
         )
         # a template that cannot work fails here, before anything is done
         messages, tools = [{"role": "user", "content": QUESTION}], self._template.probe_tools
-        if QUESTION not in self.render(messages, True, tools):
-            raise self._error(TemplateProblem("leaves out a message, or changes it"))
-        bos = self._tokens.id_of("bos_token")
-        if bos is not None and self.prompt_ids(messages, tools)[:2] == [bos, bos]:
-            raise self._error(TemplateProblem("begins with two BOS tokens"))
+        with self._named_problems():
+            if QUESTION not in self.render(messages, True, tools):
+                raise TemplateProblem("leaves out a message, or changes it")
+            bos = self._tokens.id_of("bos_token")
+            if bos is not None and self.prompt_ids(messages, tools)[:2] == [bos, bos]:
+                raise TemplateProblem("begins with two BOS tokens")
 
     def with_options(self, options: Mapping[str, Any]) -> Chat:
         """The same tokenizer, and its template with other options. Raises what Chat raises."""
@@ -69,9 +71,9 @@ class Chat:
         return self._tokens.backend
 
     @property
-    def template(self) -> str:
-        """The source of the template for conversations without tools."""
-        return self._template.plain
+    def options(self) -> frozenset[str]:
+        """The variables that the template leaves to a client (enable_thinking)."""
+        return self._template.options
 
     @property
     def needs_a_date(self) -> bool:
@@ -94,23 +96,19 @@ class Chat:
         """The tokens that the target continues: all messages and the opening of the assistant's
         turn; or, with `continues`, all up to the end of the last message's content.
 
-        Messages are text: a control token's name in them is spelled, not obeyed (see
-        `control_text`). Raises TemplateError: the template refuses the messages, or does not let
-        such a name be kept apart from a token.
+        A control token's name in messages is spelled, not obeyed (`control_text`). Raises
+        TemplateError: the template refuses the messages, or such a name cannot be kept apart.
         """
-        try:
+        with self._named_problems():
             if continues:
                 return self._tokens.ids(self._opened(messages, tools))
             return self._tokens.ids(self._rendered(messages, tools, True))
-        except TemplateProblem as problem:
-            raise self._error(problem) from problem
 
     def _opened(self, messages: Messages, tools: Tools | None) -> ShieldedText:
         """The text up to the end of the last message's content, which a template may trim."""
         rendered = self._rendered(messages, tools, False)
         content = str(messages[-1]["content"])
-        # the end is where a mark behind the content comes out: what the template writes behind it
-        # may hold the same text
+        # the template may write the same text behind it: a mark says where the content ends
         mark = shield_for([*strings([*messages, *(tools or ())]), rendered.shield or ""])
         marked = {**messages[-1], "content": content + mark}
         opened, found, _ = self._rendered([*messages[:-1], marked], tools, False).text.rpartition(
@@ -123,10 +121,8 @@ class Chat:
         raise TemplateProblem("changes the message that is to be continued")
 
     def control_text(self, messages: Messages, tools: Tools | None = None) -> list[str]:
-        """The control tokens whose names messages and tools hold as text, sorted; nearly always
-        none.
-
-        SGLang and vLLM obey them: their answer to such messages is not an answer to these tokens.
+        """The control tokens whose names messages and tools hold as text, sorted. SGLang and vLLM
+        obey them: their answer to such messages is not an answer to these tokens.
         """
         texts = strings([*messages, *(tools or ())])
         return sorted({name for text in texts for name in self._tokens.control.findall(text)})
@@ -134,19 +130,15 @@ class Chat:
     def answered(
         self, messages: Messages, tools: Tools | None = None
     ) -> tuple[list[int], list[int]]:
-        """Prompt and answer of a conversation that eyas did not generate, which ends with the
-        target's answer: `prompt_ids` of the messages before it, then the answer's tokens and the
-        token that ends it.
+        """Prompt and answer of a conversation that eyas did not generate: `prompt_ids` of the
+        messages before the last, then that answer's tokens and the token that ends it.
 
         The template has to render the whole as that prompt, the answer's `content` as it is, and an
-        end token. Raises TemplateError where it renders something else (it trims, moves or adds
-        text), and where the answer's reasoning or tool calls are apart from its content or its text
-        names a control token: then nothing says which tokens the target wrote.
+        end token. Raises TemplateError where it renders something else, and where nothing says
+        which tokens the target wrote: reasoning, calls, a control token's name.
         """
-        try:
+        with self._named_problems():
             return self._answered(messages, tools)
-        except TemplateProblem as problem:
-            raise self._error(problem) from problem
 
     def _answered(self, messages: Messages, tools: Tools | None) -> tuple[list[int], list[int]]:
         answer = messages[-1]
@@ -171,9 +163,7 @@ class Chat:
         body = rendered.text[len(prompt.text) :]
         ends = {body.find(name): name for name in self._tokens.ends.values() if name in body}
         if not ends:
-            raise TemplateProblem(
-                "does not end an answer with a token that ends the target's output (eos_token_id)"
-            )
+            raise TemplateProblem("does not end an answer with a token of eos_token_id")
         at = min(ends)
         rest = body[at:]
         for name in self._tokens.ends.values():
@@ -190,8 +180,7 @@ class Chat:
         self, messages: Messages, tools: Tools | None, add_generation_prompt: bool
     ) -> ShieldedText:
         """The text with no control token's name of a message whole. Raises TemplateError, and
-        TemplateProblem when the template does more with a text than write it, so that the shield
-        changes its output.
+        TemplateProblem where the shield changes what the template writes.
         """
         plain = self._template.render(messages, add_generation_prompt, tools)
         if not self.control_text(messages, tools):
@@ -203,13 +192,17 @@ class Chat:
             raise TemplateProblem("changes a message that holds a control token's name")
         return ShieldedText(text, shield)
 
-    def _error(self, problem: TemplateProblem) -> TemplateError:
-        return TemplateError(
-            f"the chat template of {self.folder} {problem}",
-            problem.hint
-            or "check chat_template in that folder, and eos_token_id in its "
-            "generation_config.json or config.json",
-        )
+    @contextmanager
+    def _named_problems(self) -> Iterator[None]:
+        try:
+            yield
+        except TemplateProblem as problem:
+            raise TemplateError(
+                f"the chat template of {self.folder} {problem}",
+                problem.hint
+                or "check chat_template in that folder, and eos_token_id in its "
+                "generation_config.json or config.json",
+            ) from problem
 
     # Tokens to text
 

@@ -9,14 +9,15 @@ from __future__ import annotations
 import json
 import math
 import re
+import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from contextlib import suppress
-from functools import lru_cache
+from functools import lru_cache, wraps
 from typing import Any, NoReturn
 
-from jinja2 import TemplateError, nodes
+from jinja2 import TemplateError, meta, nodes
 from jinja2.compiler import CodeGenerator, Frame
 from jinja2.environment import Template
 from jinja2.exceptions import SecurityError, TemplateRuntimeError
@@ -44,19 +45,14 @@ class _Namespace(Namespace):
     """Without names of Python's own."""
 
     def __init__(self, /, *given: Any, **fields: Any) -> None:
-        values = dict(*given, **fields)
-        for name in values:
-            _check(name)
-        super().__init__(values)
+        super().__init__()
+        for name, value in dict(*given, **fields).items():
+            self[name] = value
 
     def __setitem__(self, name: str, value: Any) -> None:
-        _check(name)
+        if isinstance(name, str) and name.startswith("_"):
+            raise SecurityError(f"a namespace has no field {name!r}")
         super().__setitem__(name, value)
-
-
-def _check(name: object) -> None:
-    if isinstance(name, str) and name.startswith("_"):
-        raise SecurityError(f"a namespace has no field {name!r}")
 
 
 def _raise_exception(message: str) -> NoReturn:
@@ -70,14 +66,13 @@ def _as_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Jinja's own `tojson` escapes what is special in HTML."""
-    return json.dumps(
-        value,
-        ensure_ascii=ensure_ascii,
-        indent=indent,
-        separators=separators,
-        sort_keys=sort_keys,
+    """Jinja's own `tojson` escapes what is special in HTML. Raises TooMuch."""
+    made = json.JSONEncoder(
+        ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )
+    # a part may have the indent once for each level
+    _refuse_long(max(map(_width, (indent, *(separators or ())))) * sys.getrecursionlimit())
+    return _together(made.iterencode(value) if indent or separators else [made.encode(value)])
 
 
 RENDER_S, MOST_PARTS = 3.0, 1 << 25  # of this thread's work; characters of a text, or entries
@@ -101,9 +96,11 @@ class _Generator(CodeGenerator):
         self.visit(nodes.Call(joined, node.nodes, [], None, None), frame)
 
 
-# What makes a text as long as a number that it is given.
+# Filters and methods of texts that make a text, or a list, as long as a number that they are given;
+# and those that may put a text that they are given behind each character.
 PADDING = {"ljust", "rjust", "center", "zfill", "expandtabs", "to_bytes", "generate_lorem_ipsum"}
-PADDING_FILTERS = ("center", "indent", "format")
+PADDING |= {"batch", "slice", "round"}
+GROWING = {"indent", "join", "replace", "translate", "wordwrap"}
 # Where a format has widths and precisions: behind % and a name, or in braces behind a colon.
 PERCENT, BRACES = re.compile(r"%(?:\([^)]*\)+)?([-+ #\d.*]*)"), re.compile(r"\{[^{}]*:([^{}]*)")
 
@@ -138,13 +135,15 @@ class _Bounded(ImmutableSandboxedEnvironment):
     def call(self, context: Any, called: Any, /, *given: Any, **named: Any) -> Any:
         """A macro may call itself. Raises TooMuch."""
         self.turn()
-        name = getattr(called, "__name__", "")
-        if name in PADDING:
-            _refuse_wide((*given, *named.values()))
+        name, own = getattr(called, "__name__", ""), getattr(called, "__self__", "")
+        values = [*given, *named.values()]
+        if name == "join" and values:  # the text is what comes between
+            values[0], own = own, values[0]
+        _refuse_growth(name, own, values)
         if name in ("format", "format_map"):
             text = getattr(getattr(called, "__wrapped__", None), "__self__", "")
             text = str(text).replace("{{", "").replace("}}", "}")
-            _refuse_format(BRACES, text, (*given, *named.values()))
+            _refuse_format(BRACES, text, values)
         return super().call(context, called, *given, **named)
 
 
@@ -154,22 +153,47 @@ def _refuse_wide(values: Iterable[Any]) -> None:
 
 
 def _refuse_format(specs: re.Pattern[str], text: str, values: Iterable[Any]) -> None:
-    """Widths stand in the text, or among the values where it has `*` or braces within braces."""
+    """Widths stand in the text, or among the values where it has `*` or nested braces."""
     found = " ".join(specs.findall(text))
     _refuse_wide(int(width) for width in re.findall(r"\d+", found))
     if "*" in found or (specs is BRACES and re.search(r"\{[^{}]*\{", text)):
         _refuse_wide(values)
 
 
+def _width(value: Any) -> int:
+    if isinstance(value, Mapping):
+        return max(map(_width, value.values()), default=0)
+    return len(value) if isinstance(value, str) else value if isinstance(value, int) else 0
+
+
+def _text_width(value: Any) -> int:
+    if isinstance(value, Mapping):
+        return max(map(_text_width, value.values()), default=0)
+    return len(value) if isinstance(value, str) else 20
+
+
+def _refuse_growth(name: str, value: Any, given: Iterable[Any]) -> None:
+    widest = max(map(_width, given), default=0)
+    if name in PADDING:
+        _refuse_long(widest * (10 if name == "round" else 1))
+    elif name == "join" and isinstance(value, Iterable):
+        _refuse_long(sum(_text_width(one) + widest for one in value))
+    elif name in GROWING:
+        _refuse_long((1 + len(str(value))) * widest)
+
+
 def _bounded_filter(name: str, made: Callable[..., Any]) -> Callable[..., Any]:
-    def bounded(value: Any, *given: Any, **named: Any) -> Any:
-        values = (*given, *named.values())
+    first = int(hasattr(made, "jinja_pass_arg"))  # such a filter gets Jinja's context before all
+
+    @wraps(made)
+    def bounded(*given: Any, **named: Any) -> Any:
+        context, (value, *values) = given[:first], given[first:]
         if name == "format":
-            _refuse_format(PERCENT, str(value), values)
+            _refuse_format(PERCENT, str(value), (*values, *named.values()))
         else:
-            lines = 1 + str(value).count("\n")
-            _refuse_wide(lines * one for one in values if isinstance(one, int))
-        return made(value, *given, **named)
+            value = list(value) if isinstance(value, Iterator) else value
+            _refuse_growth(name, value, (*values, *named.values()))
+        return made(*context, value, *values, **named)
 
     return bounded
 
@@ -184,7 +208,7 @@ def _environment() -> ImmutableSandboxedEnvironment:
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
     )
     environment.filters["tojson"] = _as_json
-    for name in PADDING_FILTERS:
+    for name in {"format", *PADDING, *GROWING} & environment.filters.keys():
         environment.filters[name] = _bounded_filter(name, environment.filters[name])
     environment.globals |= {"raise_exception": _raise_exception, "namespace": _Namespace}
     return environment
@@ -198,14 +222,27 @@ def _compiled(source: str) -> Template:
     return _ENVIRONMENT.from_string(source)
 
 
+def unset_names(source: str) -> set[str]:
+    """The variables that a template reads and does not set; none of one that cannot be read."""
+    try:
+        return meta.find_undeclared_variables(_ENVIRONMENT.parse(source))
+    except TemplateError:
+        return set()
+
+
 def rendered(source: str, variables: Mapping[str, Any]) -> str:
     """A template's text. Raises TooMuch for one without end, jinja2.TemplateError, and what else a
     template's mistakes raise.
     """
     template = _compiled(source)
     _render.until = time.thread_time() + RENDER_S
+    return _together(template.generate(variables))
+
+
+def _together(pieces: Iterable[str]) -> str:
+    """Raises TooMuch."""
     parts, size = [], 0
-    for part in template.generate(variables):
+    for part in pieces:
         parts.append(part)
         size += len(part)
         _refuse_long(size)

@@ -1,10 +1,9 @@
 """A target's tokenizer and chat templates as its folder holds them, in Hugging Face's form.
 
 tokenizer.json is the tokenizer; tokenizer_config.json names special tokens and may add some, as
-special_tokens_map.json and added_tokens.json of older folders do. transformers reads the same, but
-its version 5 builds some tokenizers anew from the name of their class (GPT2Tokenizer,
-LlamaTokenizer) without the rules of tokenizer.json that such a class does not know. The model was
-trained with those rules, so they are kept here.
+special_tokens_map.json and added_tokens.json of older folders do. transformers 5 drops rules of
+tokenizer.json that some classes (GPT2Tokenizer, LlamaTokenizer) do not know; the model was trained
+with them, so they are kept.
 """
 
 from __future__ import annotations
@@ -67,7 +66,7 @@ def _converted(folder: Path) -> TokenizerFiles:
     if find_spec("transformers") is None:
         raise MissingInputError(
             f"{folder} holds {older[0]} and no tokenizer.json",
-            "pip install 'eyas[train]': its transformers converts the one into the other",
+            "pip install 'eyas[train]', whose transformers converts it",
         )
     auto = importlib.import_module("transformers").AutoTokenizer
     tokenizer = auto.from_pretrained(folder, local_files_only=True)

@@ -2,8 +2,7 @@
 that can be fixed.
 
 A template that prints today's date prints the given day, at midnight; without one the clock, as a
-server does. Tools and default system prompts are the template's own: they are in the text as a
-server has them.
+server does.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from typing import Any
 
 import jinja2
 
-from eyas.chat.environment import TooMuch, rendered
+from eyas.chat.environment import TooMuch, rendered, unset_names
 from eyas.errors import TemplateError, template_hint
 
 FAULTS = (  # of templates
@@ -26,25 +25,17 @@ FAULTS = (  # of templates
 )
 REASONING = ("reasoning_content", "reasoning", "thinking")  # its names in messages
 _CLOCK = "strftime_now"
+# variables that each rendering is given, here or by servers
+_GIVEN = {"add_generation_prompt", "continue_final_message", "documents", "messages", "tools"}
 # of strftime that a day fixes
 _CODES = {*"%aAbBcCdDeFgGhHIjmMpPrRSTuUVwWxXyY", *(f"-{code}" for code in "dHIjmMSUwy")}
 _CODE = re.compile(r"%(-?.)")
 
 _QUESTION: list[dict[str, Any]] = [{"role": "user", "content": "Hello"}]
-_TOOLS: list[dict[str, Any]] = [
-    {
-        "type": "function",
-        "function": {
-            "name": "find",
-            "description": "Find it.",
-            "parameters": {
-                "type": "object",
-                "properties": {"what": {"type": "string", "description": "What."}},
-                "required": ["what"],
-            },
-        },
-    }
-]
+_WHAT = {"what": {"type": "string", "description": "What."}}
+_FIND = {"type": "object", "properties": _WHAT, "required": ["what"]}
+_FUNCTION = {"name": "find", "description": "Find it.", "parameters": _FIND}
+_TOOLS: list[dict[str, Any]] = [{"type": "function", "function": _FUNCTION}]
 
 
 class TemplateRefusal(TemplateError):
@@ -55,7 +46,8 @@ class Template:
     """A target's chat template. templates: sources by name, "default" and perhaps "tool_use";
     special_tokens: variables of it (bos_token); date: printed for today; options: more variables.
 
-    plain: the source for conversations without tools. probe_tools: to examine it with; None where
+    plain: the source for conversations without tools. options: the names of variables that it reads
+    and neither sets nor is given. probe_tools: to examine it with; None where
     it takes conversations without any. Raises TemplateError: there is none.
     """
 
@@ -83,7 +75,11 @@ class Template:
             )
         self.plain = templates["default"]
         self._with_tools = templates.get("tool_use", self.plain)
-        self._variables = {**special_tokens, _CLOCK: self._formatted_date, **options}
+        own = {**special_tokens, _CLOCK: self._formatted_date}
+        self._variables = {**options, **own}
+        read = unset_names(self.plain) | unset_names(self._with_tools)
+        read -= own.keys() | _GIVEN  # and special tokens that this tokenizer lacks
+        self.options = frozenset(name for name in read if not name.endswith("_token"))
         self.probe_tools = self._probe_tools()
 
     @property
@@ -124,7 +120,7 @@ class Template:
             raise TemplateError(
                 f"the chat template of {self._folder} prints the time (%{', %'.join(unknown)}), "
                 "which no day fixes",
-                "take the time out of chat_template in that folder, or fix it there",
+                "take the time out of it",
             )
         return self._date.strftime(format)
 
@@ -133,8 +129,7 @@ class Template:
         if self.probe_tools and not has_tools:
             return TemplateRefusal(
                 f"{where} refuses a conversation without tools: {error}",
-                "give the conversation its tools, or put the model's template for conversations "
-                "without tools into that folder",
+                "give the conversation its tools, or that folder a template that needs none",
             )
         hint = "check the conversation's roles and contents"
         if isinstance(error, jinja2.UndefinedError):
@@ -143,7 +138,7 @@ class Template:
 
     def _probe_tools(self) -> list[dict[str, Any]] | None:
         """Tools for a template that refuses every conversation without any (Hermes); None too for
-        one that refuses both, of which Chat says why.
+        one that refuses both.
         """
         for tools in (None, _TOOLS):
             with suppress(TemplateRefusal):
@@ -153,11 +148,9 @@ class Template:
 
 
 def as_served(message: Mapping[str, Any]) -> dict[str, Any]:
-    """A message in OpenAI's form as servers (vLLM, SGLang) hand it to a chat template.
-
-    A content that is null or absent, as beside tool calls, is an empty text; arguments of calls
-    are objects; an empty list of calls and what else is null is not there; a reasoning is there
-    under all of its names.
+    """A message in OpenAI's form as servers (vLLM, SGLang) hand it to a chat template: no content
+    is an empty text, arguments of calls are objects, an empty list of calls and what else is null
+    is not there, and a reasoning is there under all of its names.
     """
     content = message.get("content")
     filled = {**message, "content": "" if content is None else content}
@@ -179,7 +172,6 @@ def _call_as_served(call: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _as_object(arguments: Any) -> Any:
-    """Arguments of a call, which OpenAI's protocol writes as JSON; what is none stays a text."""
     if not isinstance(arguments, str):
         return {} if arguments is None else arguments
     try:

@@ -1,11 +1,10 @@
 """The target's tokenizer: text to tokens, and tokens to text, streamed too.
 
-A control token is one that the tokenizer marks as special. The template writes them as text, so a
-user's `<end of turn>` would be read as the real one. Here it is not: messages are `shielded` before
-they go into the template, by a Unicode non-character inside each control token's name. The text
-from the template then has only its own control tokens whole: they get other names, the shields go,
-and a tokenizer that knows control tokens by those other names alone takes all the rest for plain
-text. Added tokens that are not special (a thinking tag, say) are words like others, as in servers.
+A control token is one that the tokenizer marks as special. A user's `<end of turn>` is not read as
+one: messages are `shielded` before they go into the template, by a Unicode non-character inside the
+name of each control token. Those that are whole behind it are the template's own: they get other
+names, the shields go, and a tokenizer that knows control tokens by those names alone takes all the
+rest for plain text. Added tokens that are not special (a thinking tag, say) are words like others.
 """
 
 from __future__ import annotations
@@ -34,8 +33,7 @@ _MANY_PENDING = 32  # tokens without a whole character: no longer a character's 
 
 class TemplateProblem(Exception):
     """What is wrong with a template or a text, as the end of a sentence that begins with "the chat
-    template", and what to do, where that is not to mend the template. Chat raises it as a
-    TemplateError.
+    template", and what else to do than mend it. Chat raises it as a TemplateError.
     """
 
     def __init__(self, what: str, hint: str = "") -> None:
@@ -54,8 +52,8 @@ class ShieldedText:
 
 
 def encoded(backend: Tokenizer, text: str, add_special_tokens: bool = False) -> Encoding:
-    """The tokens of a text. To tokenize one text keeps all other threads from running (a second for
-    500 KB), a batch does not; it starts threads, so short texts are no batch.
+    """The tokens of a text. One text keeps all other threads from running (a second for 500 KB), a
+    batch does not; it starts threads, so short texts are no batch.
     """
     if len(text) < LONG_TEXT:
         return backend.encode(text, add_special_tokens=add_special_tokens)
@@ -96,11 +94,8 @@ class TargetTokenizer:
         return self.backend.decode(list(ids), skip_special_tokens=True)
 
     def ids(self, rendered: ShieldedText) -> list[int]:
-        """The tokens of a text without its shields.
-
-        Raises TemplateProblem when a control token comes out that the text does not hold, or when
-        the text between control tokens is not tokenized on its own, so that it cannot be kept from
-        being read as one.
+        """The tokens of a text without its shields. Raises TemplateProblem when a control token
+        comes out that the text does not hold, or may come out of the text between two.
         """
         ids = encoded(self.backend, rendered.text).ids
         if rendered.shield is None:
@@ -109,18 +104,11 @@ class TargetTokenizer:
                 raise TemplateProblem("meets a tokenizer that makes control tokens of other text")
             return ids
         if _STAND_IN in rendered.text or self._standing_in(rendered.text) != ids:
-            raise TemplateProblem(
-                "meets a tokenizer that cannot take a control token's name in a message for plain "
-                "text"
-            )
-        # The template's control tokens change names while the shields go, and messages become plain
-        # text.
+            raise TemplateProblem("meets a tokenizer that takes no control token's name for text")
         return self._standing_in(rendered.text, rendered.shield)
 
     def _standing_in(self, text: str, without: str = "") -> list[int]:
-        """The tokens of a text without a character, control tokens being those that were whole
-        before.
-        """
+        """The tokens of a text without a character; whole control tokens stay such."""
         replaced = self.control.sub(lambda found: self._stand_ins[found.group()], text)
         ids = encoded(self._plain_backend, replaced.replace(without, "")).ids
         return [self._meant.get(number, number) for number in ids]
@@ -153,9 +141,9 @@ class TargetTokenizer:
 class TextStream:
     """Text as tokens arrive: what `push` and `finish` return, joined, is `decode` of all tokens.
 
-    Only the tokens since the last text but one are decoded again, so a long answer costs no more
-    per token than a short one. Bytes that never become a character are returned as soon as the
-    tokens after them cannot change them.
+    Only the tokens since the last text but one are decoded again. Bytes that never become a
+    character are returned as soon as the tokens after them cannot change them; `tokenizers`' own
+    DecodeStream keeps them, and has no end at which it gives back what waits.
     """
 
     def __init__(self, decode: Callable[[list[int]], str]) -> None:
@@ -225,9 +213,7 @@ def shield_for(texts: Iterable[str]) -> str:
     used = set().union(*map(set, texts))
     free = next((shield for shield in _SHIELDS if shield not in used), None)
     if free is None:
-        raise TemplateProblem(
-            "cannot keep apart control tokens from a text with every non-character of Unicode"
-        )
+        raise TemplateProblem("meets a text with every non-character of Unicode")
     return free
 
 
@@ -252,9 +238,7 @@ def shielded(value: Any, control: re.Pattern[str], shield: str) -> Any:
 
 
 def _end_tokens(folder: Path, fallback: int | None) -> tuple[int, ...]:
-    """The tokens that end the target's output, where an engine looks for them: generation config,
-    config, tokenizer.
-    """
+    """Where an engine looks for them: generation config, config, tokenizer."""
     for name in ("generation_config.json", "config.json"):
         path = folder / name
         ends = json.loads(path.read_text()).get("eos_token_id") if path.exists() else None

@@ -7,7 +7,6 @@ import json
 import shlex
 import sys
 from collections.abc import Sequence
-from contextlib import suppress
 from typing import Annotated
 
 import typer
@@ -127,12 +126,10 @@ def command(
     words = ["eyas", "serve", "--engine", "vllm", "--target", config.target or "TARGET"]
     advise_gpu(shlex.join([*words, "--head", config.head or "HEAD"]), "or sglang")
     log_to_stderr()
-    # the normal end of a server: it is raised after running requests have finished
-    with suppress(KeyboardInterrupt):
-        serve(
-            config,
-            on_ready=lambda url: print(f"serving {config.served_model} at {url}/v1", flush=True),
-        )
+    serve(
+        config,
+        on_ready=lambda url: print(f"serving {config.served_model} at {url}/v1", flush=True),
+    )
 
 
 def gpu_ids(text: str | None) -> list[int]:

@@ -13,6 +13,7 @@ import time
 import weakref
 from collections import OrderedDict
 from collections.abc import Iterable
+from concurrent.futures import Future
 from contextlib import suppress
 from multiprocessing.connection import Connection
 from threading import Lock
@@ -49,8 +50,8 @@ class Grammars:
         self._end_tokens = sorted(token for token in end_tokens if token < vocab_size)
         size = max(vocab_size, tokenizer.get_vocab_size())
         self._process = GrammarProcess(tokenizer.to_str(), size, self._end_tokens)
-        self._lock = Lock()
-        self._cached: OrderedDict[tuple[Kind, str], Grammar] = OrderedDict()
+        self._lock = Lock()  # of the cache; grammars are compiled side by side
+        self._cached: OrderedDict[tuple[Kind, str], Future[Grammar]] = OrderedDict()
 
     def prepare(self) -> None:
         """Start now what the first grammar needs."""
@@ -66,15 +67,22 @@ class Grammars:
         found = [(kind, text) for kind in KINDS if (text := getattr(params, kind)) is not None]
         if not found:
             return None
-        ((kind, source),) = found
+        (key,) = found
         with self._lock:
-            grammar = self._cached.pop((kind, source), None)
-            if grammar is None or grammar.has_ended:
-                grammar = self._compiled(kind, source)
-            self._cached[kind, source] = grammar
+            made = self._cached.pop(key, None)
+            is_new = made is None or (made.done() and made.result().has_ended)
+            grammar = self._cached[key] = Future() if made is None or is_new else made
             if len(self._cached) > _CACHED_GRAMMARS:
                 self._cached.popitem(last=False)
-        return grammar
+        if is_new:
+            try:
+                grammar.set_result(self._compiled(*key))
+            except BaseException as error:
+                with self._lock:
+                    if self._cached.get(key) is grammar:
+                        del self._cached[key]
+                grammar.set_exception(error)
+        return grammar.result()
 
     def _compiled(self, kind: Kind, source: str) -> Grammar:
         if not self._end_tokens:

@@ -1,10 +1,9 @@
 """Processes that follow clients' grammars, each under a budget of time and memory.
 
 Neither compiling nor a mask can be interrupted, and llguidance's own limits do not bound all of it:
-to intersect thirty patterns takes minutes, a chain of a thousand references overflows the stack,
-which ends the process, and thirty definitions that refer to each other cost half a second a token.
-So each grammar has a process of its own, which compiles it and computes the masks of its answers.
-What ends it ends the answers under this grammar and no others, and nobody has to wait for it.
+thirty patterns take minutes, a chain of a thousand references overflows the stack, which ends the
+process, and thirty definitions that refer to each other cost half a second a token. So each grammar
+has a process of its own. What ends it ends the answers under this grammar alone.
 
     engine's process               the first process         a grammar's process
     GrammarProcess ─ a tokenizer ─▶ main
@@ -42,14 +41,14 @@ from eyas.errors import InputError
 Kind = Literal["json_schema", "regex", "grammar"]
 KINDS: tuple[Kind, ...] = get_args(Kind)  # fields of SamplingParams; one at most is given
 
-# Of one grammar: CPU seconds to compile it, and what it may add to the process's memory. Schemas
-# and expressions that people write take up to 60 ms and 3 MiB (docs/decisions/server.md).
-BUDGET_S, BUDGET_MIB = 0.5, 8
+# Of one grammar: CPU seconds to compile it, the system's for it included, seconds by the clock on a
+# machine that gives a process hardly any, and what it may add to the process's memory. Schemas and
+# expressions that people write take up to 60 ms and 3 MiB (docs/decisions/server.md).
+BUDGET_S, CLOCK_S, BUDGET_MIB = 0.5, 5.0, 8
 # Of one answer: CPU seconds for each token, and how many it may have saved, or spend at its begin.
 # Grammars that people write take .5 ms a token over a vocabulary of 150,000, at most 8 ms.
 TOKEN_S, SAVED_S = 0.01, 0.25
 _GROWTH = 256 << 20  # bytes of address space beyond the tokenizer's
-_WAIT_S = 60.0  # on a machine so busy that a process gets hardly any CPU time
 _NICENESS = 5  # those who wait for a mask leave a core free; those who do not shall not feel it
 # between the parts of a JSON text: some targets never leave off where blanks may go on
 _BLANKS = r"[ \t\n\r]{0,20}"
@@ -147,7 +146,7 @@ class GrammarProcess:
         answer: dict[str, Any] = {}
         with suppress(EOFError, OSError):
             ours.send_bytes(json.dumps({"kind": kind, "source": source}).encode())
-            if ours.poll(_WAIT_S):
+            if ours.poll(CLOCK_S + 1):  # it ends itself before, unless it is stopped
                 answer = json.loads(ours.recv_bytes())
                 if "error" not in answer:
                     return ours, ours.recv_bytes()
@@ -221,14 +220,16 @@ def main() -> None:
 def follow(connection: Connection, tokenizer: LLTokenizer) -> None:
     """A grammar's process: compiles it, then answers tokens by masks until the other end closes."""
     question, before = json.loads(connection.recv_bytes()), _pages(1)
-    # its signal ends the process
-    signal.setitimer(signal.ITIMER_VIRTUAL, BUDGET_S)
+    # their signals end the process
+    signal.setitimer(signal.ITIMER_PROF, BUDGET_S)
+    signal.setitimer(signal.ITIMER_REAL, CLOCK_S)
     try:
         start = compiled(tokenizer, question["kind"], question["source"])
     except InputError as refused:
         connection.send_bytes(json.dumps({"error": [refused.what, refused.hint]}).encode())
         return
-    signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+    signal.setitimer(signal.ITIMER_PROF, 0)
+    signal.setitimer(signal.ITIMER_REAL, 0)
     if (_pages(1) - before) * resource.getpagesize() > BUDGET_MIB << 20:
         return
     connection.send_bytes(b"{}")
@@ -240,12 +241,12 @@ def follow(connection: Connection, tokenizer: LLTokenizer) -> None:
         if token == FORGET:
             continue
         began, left = time.thread_time(), min(SAVED_S, left + TOKEN_S)
-        signal.setitimer(signal.ITIMER_VIRTUAL, left)
+        signal.setitimer(signal.ITIMER_PROF, left)
         if matcher is start:
             matcher = start.deep_copy()
         matcher.consume_token(token)
         state = state_of(matcher)
-        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        signal.setitimer(signal.ITIMER_PROF, 0)
         left += began - time.thread_time()
         if left <= 0:
             return

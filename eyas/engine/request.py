@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-import math
+import functools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Literal
+from dataclasses import dataclass, field, fields
+from typing import Annotated, Any, Literal, get_type_hints
+
+from pydantic import BaseModel, Field, ValidationError, create_model
 
 from eyas.engine.grammar_process import KINDS
 from eyas.errors import InputError
@@ -20,65 +22,80 @@ MAX_STOP_LENGTH = 1024  # characters
 MAX_LOGPROBS = 20
 MIN_TEMPERATURE = 1e-5  # below it, but above 0, greedy is meant
 
-# of a setting: the least, the most, and what to give
-_RANGES: Mapping[str, tuple[float, float, str]] = {
-    "temperature": (0, 100, "a number from 0 (greedy) to 100"),
-    "top_k": (0, math.inf, "0 (off) or a positive number"),
-    "top_p": (0, 1, "a number above 0, up to 1"),
-    "min_p": (0, 1, "a number from 0 (off) to 1"),
-    "seed": (-(2**63), 2**63 - 1, "a whole number of 64 bits, with its sign"),
-    "repetition_penalty": (0.01, 100, "a number from 0.01 to 100; 1 is off"),
-    "frequency_penalty": (-2, 2, "a number from -2 to 2; 0 is off"),
-    "presence_penalty": (-2, 2, "a number from -2 to 2; 0 is off"),
-    "max_tokens": (0, math.inf, "0 or more"),
-    "n": (1, MAX_SAMPLES, f"a number from 1 to {MAX_SAMPLES}"),
-    "logprobs": (0, MAX_LOGPROBS, f"a number from 0 to {MAX_LOGPROBS}, or none"),
-    "prompt_logprobs": (0, MAX_LOGPROBS, f"a number from 0 to {MAX_LOGPROBS}, or none"),
-}
+
+TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+Bias = Annotated[float, Field(ge=-100, le=100)]
+Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_LENGTH)]
+
+
+def _option(about: str = "", **bounds: Any) -> Any:
+    return Field(description=about or None, **bounds)
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How the next token is drawn from the target's distribution, and where the answer ends.
+    """The table of sampling options: how the next token is drawn from the target's distribution,
+    and where the answer ends. A new one is one entry here: name, type, bounds, default, and what it
+    means. Requests (serve/fields.py), /openapi.json and its pages come from it.
 
-    temperature 0 is greedy; top_k 0, top_p 1 and min_p 0 keep the whole vocabulary; the penalties'
-    defaults change nothing. With the same seed a request gives the same tokens, with and without
-    speculation; None takes one from the system. stop_token_ids end the answer as the target's own
-    end tokens do, and also where ignore_eos is set. logprobs None gives none, 0 those of the
-    answer's tokens, n those of the n best tokens at each place as well; prompt_logprobs is the same
-    for the prompt's tokens from the second on. max_tokens 0 reads the prompt and answers nothing.
-    grammar: Lark's form as llguidance reads it, or llama.cpp's GBNF.
+    logprobs None gives none, 0 those of the answer's tokens, n those of the n best tokens at each
+    place as well; prompt_logprobs is the same for the prompt's tokens from the second on.
+    max_tokens 0 reads the prompt and answers nothing. grammar: Lark's form, or llama.cpp's GBNF.
     Raises InputError for values out of range and for options that contradict each other.
     """
 
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    seed: int | None = None
-    repetition_penalty: float = 1.0
-    frequency_penalty: float = 0.0
-    presence_penalty: float = 0.0
-    logit_bias: Mapping[int, float] = field(default_factory=dict)
-    stop: tuple[str, ...] = ()
-    stop_token_ids: tuple[int, ...] = ()
-    min_tokens: int = 0
-    max_tokens: int = 256
-    ignore_eos: bool = False
-    n: int = 1
-    logprobs: int | None = None
-    prompt_logprobs: int | None = None
+    temperature: Annotated[
+        float, _option(f"0, and what is below {MIN_TEMPERATURE}, is greedy", ge=0, le=2)
+    ] = 0.0
+    top_k: Annotated[int, _option("how many tokens are kept; 0 and -1: all", ge=0)] = 0
+    top_p: Annotated[float, _option("share of the probability that is kept", gt=0, le=1)] = 1.0
+    min_p: Annotated[
+        float, _option("tokens below this share of the best one's probability go", ge=0, le=1)
+    ] = 0.0
+    seed: Annotated[
+        int | None,
+        _option(
+            "The same seed, prompt and options give the same answer. The draws depend on the seed "
+            "and a token's place, not on the prompt: one seed for many prompts correlates their "
+            "draws. For independent draws mix the prompt into it, e.g. the first 8 bytes of "
+            "sha256(seed + prompt) as a signed integer, or leave it out.",
+            ge=-(2**63),
+            lt=2**63,
+        ),
+    ] = None
+    repetition_penalty: Annotated[float, _option("1 is off", ge=0.01, le=100)] = 1.0
+    frequency_penalty: Annotated[float, _option("by occurrence in the answer", ge=-2, le=2)] = 0.0
+    presence_penalty: Annotated[float, _option("of tokens in the answer", ge=-2, le=2)] = 0.0
+    logit_bias: Annotated[Mapping[TokenId, Bias], _option("by token id, added to its logit")] = (
+        field(default_factory=dict)
+    )
+    stop: Annotated[
+        tuple[Stop, ...],
+        _option("an answer ends before one of these strings", max_length=MAX_STOPS),
+    ] = ()
+    stop_token_ids: Annotated[
+        tuple[TokenId, ...],
+        _option("they end an answer as the target's own do", max_length=MAX_STOPS),
+    ] = ()
+    min_tokens: Annotated[
+        int, _option("before an answer may end, by a stop string either", ge=0)
+    ] = 0
+    max_tokens: Annotated[int, _option(ge=0)] = 256
+    ignore_eos: Annotated[bool, _option("the target's end tokens end no answer")] = False
+    n: Annotated[int, _option("samples of each prompt", ge=1, le=MAX_SAMPLES)] = 1
+    logprobs: Annotated[int | None, _option(ge=0, le=MAX_LOGPROBS)] = None
+    prompt_logprobs: Annotated[int | None, _option(ge=0, le=MAX_LOGPROBS)] = None
     json_schema: str | None = None
     regex: str | None = None
     grammar: str | None = None
 
     def __post_init__(self) -> None:
-        for name, (least, most, hint) in _RANGES.items():
-            value = getattr(self, name)
-            if value is not None and not least <= value <= most:
-                raise InputError(f"{name} {value} is out of range", f"give {hint}")
-        token = next((token for token in self.logit_bias if token < 0), None)
-        bias = next((one for one in self.logit_bias.items() if not -100 <= one[1] <= 100), None)
+        try:
+            _bounds().model_validate(self, from_attributes=True)
+        except ValidationError as error:
+            wrong = error.errors(include_url=False)[0]
+            what = f"{'.'.join(map(str, wrong['loc']))} {wrong['input']!s:.64} is out of range"
+            raise InputError(what, wrong["msg"].replace("Input", "it")) from None
         for is_wrong, what, hint in (
             (
                 0 < self.temperature < MIN_TEMPERATURE,
@@ -86,44 +103,14 @@ class SamplingParams:
                 f"give 0 (greedy) or {MIN_TEMPERATURE} or more",
             ),
             (
-                self.top_p == 0,
-                f"top_p {self.top_p} is out of range",
-                f"give {_RANGES['top_p'][2]}",
-            ),
-            (
-                token is not None,
-                f"logit_bias names token {token}",
-                "give token ids of the target, 0 or more",
-            ),
-            (
-                bias is not None,
-                "logit_bias of token {} is {}".format(*(bias or (0, 0))),
-                "give numbers from -100 to 100",
-            ),
-            (
-                not 0 <= self.min_tokens <= self.max_tokens,
+                self.min_tokens > self.max_tokens,
                 f"min_tokens {self.min_tokens} is out of range",
                 f"give a number from 0 to max_tokens, {self.max_tokens}",
             ),
             (
-                len(self.stop) > MAX_STOPS,
-                f"{len(self.stop)} stop strings are too many",
-                f"give {MAX_STOPS} or fewer",
-            ),
-            (
-                not all(0 < len(stop) <= MAX_STOP_LENGTH for stop in self.stop),
-                "a stop string is empty or too long",
-                f"give 1 to {MAX_STOP_LENGTH} characters each",
-            ),
-            (
-                len(self.stop_token_ids) > MAX_STOPS or min(self.stop_token_ids, default=0) < 0,
-                f"stop_token_ids {self.stop_token_ids} are not usable",
-                f"give {MAX_STOPS} or fewer, 0 or more each",
-            ),
-            (
                 sum(getattr(self, kind) is not None for kind in KINDS) > 1,
                 f"several of {', '.join(KINDS)} are given",
-                "give one of them",
+                "give one",
             ),
             (
                 self.has_grammar and (self.ignore_eos or self.min_tokens > 0),
@@ -155,6 +142,24 @@ class SamplingParams:
                     f"{name} names token {wrong}, the target has {vocab_size}",
                     "use the target's own tokenizer",
                 )
+
+
+@functools.cache
+def _bounds() -> type[BaseModel]:
+    """The options of the table as a pydantic model."""
+    made: type[BaseModel] = create_model("SamplingOptions", **sampling_options())  # type: ignore
+    return made
+
+
+@functools.cache
+def sampling_options() -> dict[str, tuple[Any, Any]]:
+    """By name: the type of an option with its bounds and meaning, and its default."""
+    hints = get_type_hints(SamplingParams, include_extras=True)
+    defaults = {one.name: one for one in fields(SamplingParams)}
+    return {
+        name: (hint, {} if name == "logit_bias" else defaults[name].default)
+        for name, hint in hints.items()
+    }
 
 
 @dataclass(frozen=True, slots=True)

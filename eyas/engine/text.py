@@ -9,10 +9,7 @@ verifies them like any other candidate.
     kinds          what is known of a candidate before any model looks at it
 
 Prompt lookup (github.com/apoorvumang/prompt-lookup-decoding) with the match that Deflate looks for
-(RFC 1951, section 4): chains of earlier places by hash, here of three tokens, of which the most
-recent are compared. A suffix automaton (SAM-Decoding, arXiv 2411.10666) gives the longest match of
-all places; bounded chains give the same but for texts that repeat three tokens dozens of times,
-forget nothing of recency, and are a tenth of the code.
+(RFC 1951, section 4): chains of earlier places by hash, of which the most recent are compared.
 """
 
 from __future__ import annotations

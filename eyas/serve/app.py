@@ -14,12 +14,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import shutil
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence, Sized
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, asynccontextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, TypeVar
 
 from starlette.applications import Starlette
@@ -39,7 +42,6 @@ from eyas.chat import Chat
 from eyas.engine.engine import Engine
 from eyas.engine.request import Update
 from eyas.errors import ConfigError, EyasError, InputError
-from eyas.hub import resolve_head
 from eyas.serve.answers import (
     EventStream,
     api_error,
@@ -49,7 +51,7 @@ from eyas.serve.answers import (
     while_connected,
 )
 from eyas.serve.fields import parse_body
-from eyas.serve.limits import AccessControl, ApiError, LimitsConfig
+from eyas.serve.limits import TOO_MANY_CONNECTIONS, AccessControl, ApiError, LimitsConfig
 from eyas.serve.metrics import CONTENT_TYPE, Exchange, Metrics, card_figures
 from eyas.serve.openapi import document
 from eyas.serve.page import page_routes
@@ -66,8 +68,23 @@ from eyas.serve.vertex import VertexConfig, error_body, instances, located, open
 from eyas.serve.worker import EngineFailure, EngineWorker, QueueFull
 from eyas.serve.writers import CompletionWriter
 
+# What to ask here in place of other servers' paths.
+ELSEWHERE = {
+    path: what
+    for what, paths in {
+        "ask at /v1/chat/completions": "/api/chat /chat/completions",
+        "ask at /v1/completions": "/api/generate /completion /completions /generate",
+        "ask at /v1/models": "/api/tags /models /props",
+        "ask at /v1/responses": "/responses",
+        "ask at /v1/chat/completions, or let a gateway translate (litellm)": "/v1/messages",
+        "ask at /tokenize": "/v1/messages/count_tokens",
+        "this server has no embeddings": "/v1/embeddings /embeddings /api/embeddings /api/embed",
+    }.items()
+    for path in paths.split()
+}
 CLIENT_GONE = 499  # as access logs call it; no client reads it
 LOADING_RETRY_S = 5
+SURPLUS = "surplus"  # in the state of a connection beyond max_connections
 # A body up to so many times too long is read to its end, or the client would see no answer: the
 # connection is reset when it is closed with unread bytes.
 MAX_BODY_OVERRUN = 4
@@ -115,8 +132,7 @@ def create_app(
         routes=api.routes(),
         middleware=[
             *_cors(api.limits.allowed_origins),
-            Middleware(HostCheck, access=api.access),
-            Middleware(ConnectionCheck, api=api),
+            Middleware(Gate, api=api),
         ],
         exception_handlers={HTTPException: _http_error},
         lifespan=lifespan,
@@ -126,34 +142,15 @@ def create_app(
 
 
 def _cors(origins: list[str]) -> list[Middleware]:
-    """Lets web pages of these origins ask from a browser; without any, browsers refuse them."""
-    if not origins:
-        return []
-    shown = ["x-request-id", "retry-after"]
     options: dict[str, Any] = {"allow_methods": ["GET", "POST"], "allow_headers": ["*"]}
-    options |= {"allow_private_network": True, "expose_headers": shown}
-    return [Middleware(CORSMiddleware, allow_origins=origins, **options)]
+    options |= {"allow_private_network": True, "expose_headers": ["x-request-id", "retry-after"]}
+    return [Middleware(CORSMiddleware, allow_origins=origins, **options)] if origins else []
 
 
-class HostCheck:
-    """Answers 403 to a request whose header Host is not this server's, at every path."""
-
-    def __init__(self, app: ASGIApp, access: AccessControl) -> None:
-        self._app, self._access = app, access
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        respond = self._app
-        if scope["type"] == "http":
-            try:
-                self._access.check_host(Headers(scope=scope).get("host", ""))
-            except ApiError as error:
-                respond = JSONResponse(error.body(), error.status, error.headers)
-        await respond(scope, receive, send)
-
-
-class ConnectionCheck:
-    """Answers 503 to what comes on more connections than are allowed, but to those who ask how the
-    server is: a probe that is refused ends a server that is well.
+class Gate:
+    """Answers 403 to a request whose header Host is not this server's, at every path, and 503 to
+    one on a connection beyond max_connections, but to those who ask how the server is: a probe that
+    is refused ends a server that is well.
     """
 
     def __init__(self, app: ASGIApp, api: Api) -> None:
@@ -161,19 +158,27 @@ class ConnectionCheck:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         api, respond = self._api, self._app
-        is_http = scope["type"] == "http" and scope["path"] not in api.probe_paths
-        if is_http and len(api.connections) > api.limits.max_connections:
-            what = f"more than {api.limits.max_connections} connections at once"
-            error = ApiError(503, what, code="too_many_connections", retry_after=1)
-            headers = error.headers | {"connection": "close"}
-            respond = JSONResponse(error.body(), error.status, headers)
+        if scope["type"] == "http":
+            try:
+                api.access.check_host(Headers(scope=scope).get("host", ""))
+                if SURPLUS in scope.get("state", ()) and scope["path"] not in api.probe_paths:
+                    what = f"more than {api.limits.max_connections} connections at once"
+                    raise ApiError(503, what, code=TOO_MANY_CONNECTIONS, retry_after=1)
+            except ApiError as error:
+                respond = JSONResponse(error.body(), error.status, error.headers)
         await respond(scope, receive, send)
+
+
+def _json_bytes(value: Any) -> bytes:
+    return "".join(json_pieces(value)).encode()
 
 
 async def _http_error(http: HttpRequest, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     what = f"{http.method} {http.url.path[:256]}: {error.detail}"
-    if error.status_code == 404:
+    if error.status_code == 404 and (path := ELSEWHERE.get(http.url.path)):
+        what += f"; {path}"
+    elif error.status_code == 404:
         what += f"; there is {', '.join(http.app.state.api.endpoints)}"
     elif allowed := (error.headers or {}).get("Allow"):
         what += f", only {allowed}"
@@ -181,14 +186,25 @@ async def _http_error(http: HttpRequest, error: Exception) -> Response:
     return JSONResponse(failed.body(), error.status_code, headers=error.headers)
 
 
-def _translated(
-    service: ModelService, body: ChatRequest | TextRequest | ResponsesRequest
-) -> tuple[bool, CompletionWriter]:
-    """Whether a body asks for a stream, and its completion. Raises ApiError."""
-    completion = service.translator.completion(body)
-    if not body.stream:
-        check_logprobs(completion.requests)
-    return body.stream, completion
+def copy_head(heads: Path, name: str, copy: str) -> None:
+    """Copy a head's files: where one is replaced while it is mapped, the process ends. Raises
+    InputError for files that are none or lie elsewhere.
+    """
+    home = heads.resolve()
+    Path(copy).mkdir()
+    for path in sorted((home / name).iterdir()):
+        if path.is_dir():
+            continue
+        if not (path.is_file() and path.resolve().is_relative_to(home)):
+            raise InputError(
+                f"{name}/{path.name} is no file, or a link out of the folder of heads",
+                "put the files of a head there themselves",
+            )
+        try:
+            shutil.copyfile(path, Path(copy) / path.name)
+        except OSError as error:
+            what = f"{name}/{path.name} cannot be read: {error.strerror}"
+            raise InputError(what, "copy the head anew") from error
 
 
 Handler = Callable[[Exchange, ModelService], Awaitable[Response]]
@@ -208,8 +224,7 @@ class Api:
         self._model = model
         self._vertex = vertex
         self._metrics = Metrics(model)
-        self.connections: Sized = ()  # those that are open: the server's own set
-        self.probe_paths = {"/health", "/metrics"}
+        self.probe_paths = {"/health", "/ping", "/metrics"}
         if vertex is not None:
             self.probe_paths.add(vertex.health_route)
         self._service: ModelService | None = None
@@ -293,7 +308,7 @@ class Api:
         method: str = "GET",
         error_form: Callable[[ApiError], dict[str, Any]] = ApiError.body,
     ) -> Route:
-        """A route that needs a key and a model; whatever its handler raises becomes an answer."""
+        """A route that needs a key and a model; what its handler raises becomes an answer."""
 
         async def respond(http: HttpRequest) -> Response:
             exchange = Exchange(http)
@@ -305,7 +320,7 @@ class Api:
                     what = "the server is shutting down"
                     raise ApiError(503, what, code="shutting_down", retry_after=1)
                 key = http.headers.get("authorization", "")
-                exchange.client = self.access.client_name(key, address)
+                exchange.client = await self.access.client_name(key, address)
                 self.access.count(exchange.client)
                 if self._service is None:
                     what = "the model is being loaded"
@@ -327,7 +342,6 @@ class Api:
         return Route(path, respond, methods=[method])
 
     def _end(self, exchange: Exchange, status: int) -> None:
-        """End a request: write its line of log, and count it in the metrics."""
         if exchange.failure is None and not all(one.is_over for one in exchange.completions):
             exchange.failure = "client_gone"
         self._num_open -= 1
@@ -340,9 +354,7 @@ class Api:
     # Endpoints
 
     async def _health(self, _: HttpRequest) -> Response:
-        """200 while the engine can take requests, else 503 with the reason. An engine whose head
-        was switched off can; a warning says so.
-        """
+        """200 while the engine can take requests, also without its head; else 503 and why."""
         if self._service is None:
             return JSONResponse({"status": "loading"}, 503, {"retry-after": str(LOADING_RETRY_S)})
         worker = self._service.worker
@@ -358,9 +370,7 @@ class Api:
         return JSONResponse({"status": "failed", "error": error}, 503)
 
     async def _metrics_page(self, _: HttpRequest) -> Response:
-        """For Prometheus, while the server drains too; without an engine that runs, the server's
-        own part.
-        """
+        """While the server drains too; without an engine that runs, the server's own part."""
         counters, num_samples = dict[str, float](), 0
         if self._service is not None:
             num_samples = self._service.worker.num_samples
@@ -385,24 +395,24 @@ class Api:
         """Text to tokens, or back; no request reaches the engine. Raises ApiError."""
 
         def answer(text: bytes) -> bytes:
-            body, translator = parse_body(kind, text), service.translator
-            if isinstance(body, TokenizeRequest):
-                return "".join(json_pieces(translator.tokenize(body))).encode()
-            return "".join(json_pieces(translator.detokenize(body))).encode()
+            return _json_bytes(service.translator.counted(parse_body(kind, text)))
 
         found = await self._translated(exchange.http, answer)
         return Response(found, media_type="application/json")
 
     async def _models(self, exchange: Exchange, service: ModelService) -> Response:
-        return JSONResponse({"object": "list", "data": [self._card(service.info)]})
+        return JSONResponse({"object": "list", "data": [self._card(service)]})
 
     async def _one_model(self, exchange: Exchange, service: ModelService) -> Response:
         if exchange.http.path_params["model"] != self._model:
             message = f"no such model here, only {self._model!r}"
             raise ApiError(404, message, "model", "model_not_found")
-        return JSONResponse(self._card(service.info))
+        return JSONResponse(self._card(service))
 
-    def _card(self, info: ModelInfo) -> dict[str, Any]:
+    def _card(self, service: ModelService) -> dict[str, Any]:
+        info = service.info
+        if service.worker.draft_failure is not None:
+            info = replace(info, has_head=False)
         return {
             "id": info.model,
             "object": "model",
@@ -415,16 +425,11 @@ class Api:
 
     async def _server_info(self, exchange: Exchange, service: ModelService) -> Response:
         """What `sglang.bench_serving` reads tau from; under both of SGLang's names."""
-        return JSONResponse(
-            {
-                "served_model_name": service.info.model,
-                "eyas": asdict(service.info),
-                "internal_states": [{"avg_spec_accept_length": self._metrics.tau}],
-            }
-        )
+        states = [{"avg_spec_accept_length": self._metrics.tau}]
+        info = {"served_model_name": service.info.model, "eyas": asdict(service.info)}
+        return JSONResponse({**info, "internal_states": states})
 
     async def _swap_head(self, exchange: Exchange, service: ModelService) -> Response:
-        """Another head drafts from the next round on; no request notices but by its speed."""
         name = (await self._translated(exchange.http, partial(parse_body, HeadRequest))).head
         heads = self.limits.heads
         if heads is None:
@@ -436,28 +441,32 @@ class Api:
             if name not in known:
                 named = ", ".join(known) or "none"
                 raise ApiError(404, f"no such head here; there is {named}", "head", "no_such_head")
-            place = str((heads / name).absolute())  # "smollm2" and "owner/name" mean other heads
-            try:
-                await service.worker.swap_head(await asyncio.to_thread(resolve_head, place))
-            except InputError as error:
-                message = f"{error.what}: {error.hint}" if error.hint else error.what
-                raise ApiError(400, message, "head", "head_refused") from error
-            except EngineFailure as error:
-                raise api_error(error) from error
-            before, self._head = self._head, name
-            promised = partial(card_figures, place, service.worker.speculation)
-            self._metrics.card = await asyncio.to_thread(promised)
+            with TemporaryDirectory() as folder:
+                copy = str(Path(folder) / name)
+                try:
+                    await asyncio.to_thread(copy_head, heads, name, copy)
+                    await service.worker.swap_head(copy)
+                except InputError as error:
+                    message = f"{error.what}: {error.hint}" if error.hint else error.what
+                    message = message.replace(copy, name)
+                    raise ApiError(400, message, "head", "head_refused") from error
+                except EngineFailure as error:
+                    raise api_error(error) from error
+                before, self._head = self._head, name
+                promised = partial(card_figures, str(heads / name), service.worker.speculation)
+                self._metrics.card = await asyncio.to_thread(promised)
         log.info("another head drafts", extra={"data": {"head": name, "before": before}})
         return JSONResponse({"head": name, "before": before})
 
     async def _predict(self, exchange: Exchange, service: ModelService) -> Response:
-        """Vertex AI's: a body of OpenAI's, or all instances at once; one that fails fails all."""
+        """A body of OpenAI's, or all instances at once; one that fails fails all."""
 
         def translate(text: bytes) -> tuple[bool, CompletionWriter] | list[CompletionWriter]:
             if (alone := openai_body(text, self._model)) is not None:
-                return _translated(service, alone)
-            completions = []
-            for number, body in enumerate(instances(text, self._model)):
+                return self._completion(service, alone)
+            completions, bodies = [], instances(text, self._model)
+            self._check_answers(service, bodies)
+            for number, body in enumerate(bodies):
                 try:
                     completions.append(service.translator.completion(body))
                 except ApiError as error:
@@ -480,16 +489,37 @@ class Api:
         exchange: Exchange,
         service: ModelService,
     ) -> Response:
-        """Read a body of a kind and answer it, whole or as a stream. Raises ApiError,
-        ClientDisconnect.
-        """
+        """Read a body and answer it. Raises ApiError, ClientDisconnect."""
 
         def translate(text: bytes) -> tuple[bool, CompletionWriter]:
-            return _translated(service, parse_body(kind, text))
+            return self._completion(service, parse_body(kind, text))
 
         return await self._answer(
             exchange, service, *await self._translated(exchange.http, translate)
         )
+
+    def _completion(
+        self, service: ModelService, body: ChatRequest | TextRequest | ResponsesRequest
+    ) -> tuple[bool, CompletionWriter]:
+        """Whether a body asks for a stream, and its completion. Raises ApiError."""
+        self._check_answers(service, [body])
+        completion = service.translator.completion(body)
+        if not body.stream:
+            check_logprobs(completion.requests)
+        return body.stream, completion
+
+    def _check_answers(
+        self,
+        service: ModelService,
+        bodies: Sequence[ChatRequest | TextRequest | ResponsesRequest],
+    ) -> None:
+        """Refuse more answers than fit, before anything is made for them. Raises ApiError."""
+        wanted = sum(1 if isinstance(one, ResponsesRequest) else one.num_answers for one in bodies)
+        most = service.worker.max_batch + self.limits.max_queue
+        if wanted > most:
+            raise ApiError(
+                400, f"{wanted} samples are more than this server holds at once, {most}", "n"
+            )
 
     # Answers
 
@@ -500,9 +530,9 @@ class Api:
         is_stream: bool,
         completion: CompletionWriter,
     ) -> Response:
-        """One completion, whole or as a stream. Raises ApiError, ClientDisconnect."""
         if not is_stream:
             return await self._whole(exchange, service, [completion], completion.whole)
+        began = time.monotonic()
         updates = self._submit(exchange, service, [completion])
         try:
             # The first update decides between an error status and 200, so headers wait for it.
@@ -510,7 +540,8 @@ class Api:
         except EyasError as error:
             raise self._failed(exchange, service, error) from error
         events = event_pieces(first, updates, exchange, completion)
-        return EventStream(events, self.limits.request_timeout_s, exchange, self._end)
+        left_s = began + self.limits.request_timeout_s - time.monotonic()
+        return EventStream(events, left_s, exchange, self._end)
 
     async def _whole(
         self,
@@ -519,8 +550,8 @@ class Api:
         completions: Sequence[CompletionWriter],
         write: Callable[[], Any],
     ) -> Response:
-        """Run completions to their ends; the answer that `write` makes of them, in a thread as
-        well. Raises ApiError, ClientDisconnect.
+        """Run completions to their ends; `write` makes the answer, in a thread. Raises ApiError,
+        ClientDisconnect.
         """
         updates = self._submit(exchange, service, completions)
         owners = {request.id: one for one in completions for request in one.requests}
@@ -530,34 +561,26 @@ class Api:
                 async for batch in updates:
                     for update in batch:
                         owners[update.request_id].keep(update)
+                    if all(one.is_over for one in completions):
+                        break
 
         try:
             await while_connected(exchange.http, keep())
         except EyasError as error:
             raise self._failed(exchange, service, error) from error
         lane = self._lanes[sum(one.num_written for one in completions) > LONG_ANSWER]
-        text = await asyncio.get_running_loop().run_in_executor(
-            lane, lambda: "".join(json_pieces(write())).encode()
-        )
+        text = await asyncio.get_running_loop().run_in_executor(lane, lambda: _json_bytes(write()))
         return Response(text, media_type="application/json")
 
     def _submit(
         self, exchange: Exchange, service: ModelService, completions: Sequence[CompletionWriter]
     ) -> AsyncGenerator[list[Update]]:
-        """The updates of all requests of completions. Raises ApiError for more samples than fit."""
-        num_samples = sum(one.num_samples for one in completions)
-        most = service.worker.max_batch + self.limits.max_queue
-        if num_samples > most:
-            raise ApiError(
-                400, f"{num_samples} samples are more than this server holds at once, {most}", "n"
-            )
         exchange.completions = completions
         requests = [request for one in completions for request in one.requests]
         limits = self.limits
         return service.worker.updates(requests, limits.request_timeout_s, limits.max_queue)
 
     def _failed(self, exchange: Exchange, service: ModelService, error: EyasError) -> ApiError:
-        """What the worker raises, as the client gets it."""
         if not isinstance(error, QueueFull):
             return api_error(error)
         exchange.completions = ()  # none of them ran
@@ -568,7 +591,7 @@ class Api:
     # Bodies
 
     async def _translated(self, http: HttpRequest, translate: Callable[[bytes], T]) -> T:
-        """What `translate` makes of the body of a JSON request. Raises ApiError (`_read_body`)."""
+        """What `translate` makes of a body. Raises ApiError."""
         body = bytearray()
         try:
             await self._read_body(http, body)
@@ -578,11 +601,7 @@ class Api:
             self._held_bytes -= len(body)
 
     async def _read_body(self, http: HttpRequest, body: bytearray) -> None:
-        """Add the body of a JSON request to `body`.
-
-        Raises ApiError for another content type, for more than max_body_bytes, for one that takes
-        longer than body_timeout_s, and for a large one while many others are held.
-        """
+        """Add the body of a JSON request to `body`. Raises ApiError."""
         # A page in a browser may send text/plain to a loopback address unasked, but not this type.
         content_type = http.headers.get("content-type", "").partition(";")[0].strip().lower()
         if content_type != "application/json":

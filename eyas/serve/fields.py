@@ -9,7 +9,17 @@ is the same as leaving a field out, and an unknown field is an error.
 from __future__ import annotations
 
 import json
-from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar, get_args
+from typing import (
+    TYPE_CHECKING,
+    Annotated,
+    Any,
+    ClassVar,
+    Literal,
+    Self,
+    TypeVar,
+    get_args,
+    get_origin,
+)
 
 from pydantic import (
     AfterValidator,
@@ -18,16 +28,20 @@ from pydantic import (
     ConfigDict,
     Field,
     ValidationError,
+    create_model,
     model_validator,
 )
 from pydantic_core import PydanticCustomError
 
+from eyas.engine.grammar_process import KINDS
 from eyas.engine.request import (
     MAX_LOGPROBS,
-    MAX_SAMPLES,
-    MAX_STOP_LENGTH,
     MAX_STOPS,
     MIN_TEMPERATURE,
+    Bias,
+    Stop,
+    TokenId,
+    sampling_options,
 )
 from eyas.serve.limits import ApiError, unsupported
 
@@ -36,60 +50,45 @@ EFFORTS: tuple[Effort, ...] = get_args(Effort)
 # Known fields that are not supported, with the values that change nothing. A body's own field of
 # the same name comes first.
 OFF: dict[str, tuple[Any, ...]] = {
-    "add_special_tokens": (False,),
-    "allowed_token_ids": ([],),
-    "audio": (),
-    "bad_words": ([],),
-    "chat_template": (),
-    "continue_final_message": (False,),
-    "add_generation_prompt": (True,),
-    "custom_params": ({},),
-    "detokenize": (True,),
-    "documents": ([],),
-    "early_stopping": (False,),
-    "echo": (False,),
-    "function_call": ("none", "auto"),
-    "functions": ([],),
-    "include_stop_str_in_output": (False,),
-    "kv_transfer_params": ({},),
-    "length_penalty": (1,),
-    "logits_processors": ([],),
-    "lora_path": ("",),
-    "mm_processor_kwargs": ({},),
-    "modalities": (["text"],),
-    "moderation": (),
-    "no_stop_trim": (False,),
-    "priority": (0,),
-    "prompt_logprobs": (),
-    "reasoning_effort": EFFORTS,
-    "return_hidden_states": (False,),
-    "separate_reasoning": (False,),
-    "spaces_between_special_tokens": (True,),
-    "stream_reasoning": (True, False),
-    "suffix": ("",),
-    "truncate_prompt_tokens": (),
-    "use_beam_search": (False,),
-    "web_search_options": (),
+    name: values
+    for names, values in (
+        ("audio chat_template moderation prompt_logprobs truncate_prompt_tokens", ()),
+        ("web_search_options", ()),
+        ("allowed_token_ids bad_words documents functions logits_processors", ([],)),
+        ("add_special_tokens continue_final_message early_stopping echo", (False,)),
+        ("include_stop_str_in_output no_stop_trim return_hidden_states", (False,)),
+        ("separate_reasoning use_beam_search", (False,)),
+        ("add_generation_prompt detokenize spaces_between_special_tokens", (True,)),
+        ("custom_params kv_transfer_params mm_processor_kwargs", ({},)),
+        ("lora_path suffix", ("",)),
+        ("best_of length_penalty", (1,)),
+        ("priority", (0,)),
+        ("function_call", ("none", "auto")),
+        ("modalities", (["text"],)),
+        ("reasoning_effort", EFFORTS),
+        ("stream_reasoning", (True, False)),
+    )
+    for name in names.split()
 }
+# what to send in place of some
+INSTEAD = {"functions": "send tools", "function_call": "send tool_choice"}
 # Fields that change no output here: notes of the client, hints to a cache or to a queue, and how
 # long a hosted model's answer should be. Nothing is stored with or without `store`.
 IGNORED = frozenset(
     {
-        "cache_control",
-        "cache_prompt",
-        "metadata",
-        "prediction",
-        "prompt_cache_key",
-        "prompt_cache_options",
-        "prompt_cache_retention",
-        "request_id",
-        "safety_identifier",
-        "service_tier",
-        "store",
-        "user",
-        "verbosity",
+        *("cache_control", "cache_prompt", "metadata", "prediction", "prompt_cache_key"),
+        *("prompt_cache_options", "prompt_cache_retention", "request_id", "safety_identifier"),
+        *("service_tier", "store", "user", "verbosity"),
     }
 )
+# Fields that constrain an answer, and those of vLLM's structured_outputs, by the engine's kinds.
+CONSTRAINTS = {
+    **{"guided_json": "json_schema", "guided_regex": "regex", "guided_choice": "regex"},
+    **{"json_schema": "json_schema", "regex": "regex", "guided_grammar": "grammar"},
+    **{"ebnf": "grammar", "grammar": "grammar"},
+}
+VLLM_KINDS = {"json_": "json_schema", "json_object": "json_schema", "regex": "regex"}
+VLLM_KINDS |= {"choice": "regex", "grammar": "grammar"}
 BodyT = TypeVar("BodyT", bound=BaseModel)
 MAX_SHOWN = 64  # characters of a field's name that a message repeats
 # Of a body, before it is validated: at most 30 ms of validation, in which no other thread runs.
@@ -143,9 +142,8 @@ class RequestBody(Strict):
             given = fields[name], isinstance(fields[name], bool)
             if not any(given == (value, isinstance(value, bool)) for value in cls.off[name]):
                 off = " or ".join(json.dumps(value) for value in cls.off[name])
-                raise unsupported(
-                    name, f"is not supported here; leave it out{f' (or {off})' if off else ''}"
-                )
+                instead = INSTEAD.get(name, f"leave it out{f' (or {off})' if off else ''}")
+                raise unsupported(name, f"is not supported here; {instead}")
             del fields[name]
         return fields
 
@@ -174,10 +172,7 @@ def _as_tuple(value: str | list[Any]) -> tuple[Any, ...]:
     return (value,) if isinstance(value, str) else tuple(value)
 
 
-Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_LENGTH)]
-TokenId = Annotated[int, Field(ge=0, lt=2**31)]
-Bias = Annotated[float, Field(ge=-100, le=100)]
-TokenKey = Annotated[str, Field(pattern=r"^[0-9]{1,9}$")]
+TokenKey = Annotated[str, Field(pattern=r"^(0|[1-9][0-9]{0,8})$")]
 GrammarText = Annotated[str, Field(max_length=MAX_GRAMMAR)]
 NumLogprobs = Annotated[int, Field(ge=0, le=MAX_LOGPROBS)]
 
@@ -193,51 +188,53 @@ def _finite(value: dict[str, Any]) -> dict[str, Any]:
 JsonObject = Annotated[dict[str, Any], AfterValidator(_finite)]  # which an answer may repeat
 
 
-class SamplingFields(RequestBody):
-    """The table of sampling options. Each is the option of SamplingParams with the same name, so
-    that a new one is one entry here: name, type, bounds, default and what it means.
-    """
-
-    temperature: Annotated[
-        float, AfterValidator(lambda heat: heat if heat >= MIN_TEMPERATURE else 0.0)
-    ] = Field(1.0, ge=0, le=2, description=f"0, and what is below {MIN_TEMPERATURE}, is greedy")
-    top_p: float = Field(1.0, gt=0, le=1, description="share of the probability that is kept")
-    top_k: Annotated[int, AfterValidator(lambda top_k: max(top_k, 0))] = Field(
-        0, ge=-1, lt=2**31, description="how many tokens are kept; 0 and -1: all"
-    )
-    min_p: float = Field(
-        0.0, ge=0, le=1, description="tokens below this share of the best one's probability go"
-    )
-    seed: int | None = Field(
-        None,
-        ge=-(2**63),
-        lt=2**63,
-        description="The same seed, prompt and options give the same answer. The draws depend on "
-        "the seed and a token's place, not on the prompt: one seed for many prompts correlates "
-        "their draws. For independent draws mix the prompt into it, e.g. the first 8 bytes of "
-        "sha256(seed + prompt) as a signed integer, or leave it out.",
-    )
-    repetition_penalty: float = Field(1.0, ge=0.01, le=100, description="1 is off")
-    frequency_penalty: float = Field(0.0, ge=-2, le=2, description="by occurrence in the answer")
-    presence_penalty: float = Field(0.0, ge=-2, le=2, description="of tokens in the answer")
-    logit_bias: Annotated[
+# Of options whose form in JSON is another than the engine's: validators beside the engine's bounds,
+# or types with bounds of their own.
+_FORMS: dict[str, Any] = {
+    "temperature": AfterValidator(lambda heat: heat if heat >= MIN_TEMPERATURE else 0.0),
+    "top_k": BeforeValidator(lambda top_k: 0 if top_k == -1 else top_k),
+    "logit_bias": Annotated[
         dict[TokenKey, Bias],
         BeforeValidator(few_keys),
         AfterValidator(lambda biases: {int(token): bias for token, bias in biases.items()}),
-    ] = Field({}, description="by token id, added to its logit")
-    n: int = Field(1, ge=1, le=MAX_SAMPLES, description="samples of each prompt")
-    stop: Annotated[
+    ],
+    "stop": Annotated[
         Stop | Annotated[list[Stop], Field(max_length=MAX_STOPS, fail_fast=True)],
         BeforeValidator(_no_empty_stop),
         AfterValidator(_as_tuple),
-    ] = Field([], validate_default=True, description="an answer ends before one of these strings")
-    stop_token_ids: Annotated[
+    ],
+    "stop_token_ids": Annotated[
         list[TokenId], Field(max_length=MAX_STOPS, fail_fast=True), AfterValidator(_as_tuple)
-    ] = Field([], validate_default=True, description="they end an answer as the target's own do")
-    min_tokens: int = Field(
-        0, ge=0, lt=2**31, description="before an answer may end, by a stop string either"
-    )
-    ignore_eos: bool = Field(False, description="the target's end tokens end no answer")
+    ],
+}
+# whose names and defaults are the endpoints', or that many fields ask for
+_OWN = {"max_tokens", "logprobs", "prompt_logprobs", *KINDS}
+
+
+def _sampling_fields() -> dict[str, Any]:
+    """The engine's options as fields of a body."""
+    made: dict[str, Any] = {}
+    for name, (kind, default) in sampling_options().items():
+        form = _FORMS.get(name)
+        if form is not None and get_origin(form) is None:  # a validator
+            kind = Annotated[kind, form]
+        elif form is not None:
+            about = next(one.description for one in kind.__metadata__)
+            kind = Annotated[form, Field(description=about)]
+        made[name] = (kind, 1.0 if name == "temperature" else default)
+    return {name: one for name, one in made.items() if name not in _OWN}
+
+
+_Options: Any = create_model("_Options", __base__=RequestBody, **_sampling_fields())
+
+
+class SamplingFields(_Options):
+    """The engine's table of sampling options (`SamplingParams`), as fields of a body."""
+
+    if TYPE_CHECKING:
+        n: int
+        stop: tuple[str, ...]
+        repetition_penalty: float
 
 
 class StreamOptions(Strict):
@@ -275,16 +272,23 @@ class ResponseFormat(Strict):
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
+    schema_: JsonObject | None = Field(None, alias="schema", description="llama.cpp's form")
 
     @model_validator(mode="after")
     def _has_its_schema(self) -> Self:
-        if (self.type == "json_schema") != (self.json_schema is not None):
-            raise ApiError(
-                400,
-                "response_format: a json_schema goes with the type json_schema",
-                "response_format",
-            )
+        given = [one for one in (self.json_schema, self.schema_) if one is not None]
+        is_wrong = len(given) != 1 if self.type == "json_schema" else self.json_schema is not None
+        if is_wrong or (self.type == "text" and given):
+            what = "response_format: a json_schema goes with the type json_schema"
+            raise ApiError(400, what, "response_format")
         return self
+
+    @property
+    def schema_of_answer(self) -> dict[str, Any] | None:
+        if self.type == "text":
+            return None
+        named = self.json_schema.schema_ if self.json_schema is not None else self.schema_
+        return {"type": "object"} if named is None else named
 
 
 class CompletionRequest(SamplingFields):
@@ -297,13 +301,6 @@ class CompletionRequest(SamplingFields):
     off: ClassVar[dict[str, tuple[Any, ...]]] = OFF
 
     model: str
-    best_of: int | None = Field(
-        None,
-        ge=1,
-        le=MAX_SAMPLES,
-        description="samples drawn of each prompt, of which the n are kept whose tokens have the "
-        "highest mean log-probability; not with stream. usage counts all.",
-    )
     max_tokens: int | None = Field(None, ge=1, lt=2**31)
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
@@ -355,10 +352,6 @@ class CompletionRequest(SamplingFields):
             raise unsupported(
                 "skip_special_tokens", "false is not supported with stop strings; leave one out"
             )
-        if self.num_samples < self.n:
-            raise ApiError(400, f"best_of is less than n, {self.n}", "best_of")
-        if self.stream and self.num_samples > self.n:
-            raise unsupported("best_of", "a stream shows every sample; leave it out, or stream")
         return self
 
     @property
@@ -366,9 +359,9 @@ class CompletionRequest(SamplingFields):
         return self.max_tokens
 
     @property
-    def num_samples(self) -> int:
-        """Of each prompt; n of them are kept."""
-        return self.n if self.best_of is None else self.best_of
+    def num_answers(self) -> int:
+        """To all prompts."""
+        return self.n
 
     @property
     def default_tokens(self) -> int | None:
@@ -391,48 +384,34 @@ class CompletionRequest(SamplingFields):
         return self.stream_options is not None and self.stream_options.include_rounds
 
     def constraint(self) -> dict[str, str]:
-        """The json_schema or regex that the answer must follow, as in SamplingParams; or nothing.
-        Raises ApiError when several fields constrain it.
+        """The json_schema, regex or grammar that the answer must follow, as in SamplingParams; or
+        nothing. Raises ApiError when several fields constrain it.
         """
         vllm, wanted = self.structured_outputs or StructuredOutputs(), self.response_format
-        schema: dict[str, Any] | None = None
-        if wanted is not None and wanted.type != "text":
-            schema = wanted.json_schema.schema_ if wanted.json_schema else {"type": "object"}
-        fields: list[tuple[str, str, dict[str, Any] | str | None]] = [
-            ("response_format", "json_schema", schema),
-            ("guided_json", "json_schema", self.guided_json),
-            ("guided_regex", "regex", self.guided_regex),
-            ("guided_choice", "regex", _one_of(self.guided_choice)),
-            ("json_schema", "json_schema", self.json_schema),
-            ("regex", "regex", self.regex),
-            ("structured_outputs", "json_schema", vllm.json_),
-            ("structured_outputs", "regex", vllm.regex),
-            ("structured_outputs", "regex", _one_of(vllm.choice)),
-            ("structured_outputs", "json_schema", {"type": "object"} if vllm.json_object else None),
-            ("structured_outputs", "grammar", vllm.grammar),
-            ("guided_grammar", "grammar", self.guided_grammar),
-            ("ebnf", "grammar", self.ebnf),
-            ("grammar", "grammar", self.grammar),
+        schema = None if wanted is None else wanted.schema_of_answer
+        asked: list[tuple[str, str, Any]] = [("response_format", "json_schema", schema)]
+        asked += [(name, kind, getattr(self, name)) for name, kind in CONSTRAINTS.items()]
+        asked += [
+            ("structured_outputs", kind, getattr(vllm, name)) for name, kind in VLLM_KINDS.items()
         ]
-        given = [one for one in fields if one[2] is not None]
+        given = [one for one in asked if one[2] not in (None, False)]
         if len(given) > 1:
             what = f"{given[0][0]} and {given[1][0]} both constrain the answer: give one of them"
             raise ApiError(400, what, given[1][0])
-        return {
-            kind: json.dumps(text) if isinstance(text, dict) else str(text)
-            for _, kind, text in given
-        }
+        return {kind: _source(value) for _, kind, value in given}
 
 
-def _one_of(choices: list[str] | None) -> str | None:
-    """The regular expression of a choice."""
-    if choices is None:
-        return None
-    if sum(map(len, choices)) + len(choices) > MAX_GRAMMAR:
+def _source(constraint: Any) -> str:
+    """A schema in JSON, or the regular expression of a choice; what is a text stays so."""
+    if isinstance(constraint, str):
+        return constraint
+    if not isinstance(constraint, list):
+        return json.dumps({"type": "object"} if constraint is True else constraint)
+    if sum(map(len, constraint)) + len(constraint) > MAX_GRAMMAR:
         raise ApiError(400, f"the choices have more than {MAX_GRAMMAR} characters")
     return "|".join(
         f"({''.join(f'{chr(92)}{one}' if one in _METACHARACTERS else one for one in choice)})"
-        for choice in choices
+        for choice in constraint
     )
 
 

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import hmac
+import ipaddress
 import json
 import logging
 import math
 import os
 import re
+import stat
 import time
 from collections import OrderedDict
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +29,8 @@ _HOST = re.compile(r"(?P<name>\[[0-9a-f:.]+\]|[a-z0-9._-]+)(:[0-9]*)?")
 _ORIGIN = re.compile(r"https?://(\[[0-9a-f:.]+\]|[a-z0-9._-]+)(:[0-9]+)?")
 _LOOPBACK = frozenset({"localhost", "127.0.0.1", "::1"})
 MAX_CLIENTS = 10_000  # whose rates are kept
+FAILURES_PER_MINUTE = 60  # wrong keys of one address
+MAX_KEYS_BYTES = 1 << 20  # of the file of keys
 _KINDS = {
     401: "authentication_error",
     403: "permission_error",
@@ -34,6 +40,7 @@ _KINDS = {
 }
 # Their bodies were not read to the end: what is left of them must not be taken for a request.
 _CLOSES = (403, 408, 413)
+TOO_MANY_CONNECTIONS = "too_many_connections"
 
 
 class LimitsConfig(BaseModel):
@@ -66,7 +73,9 @@ class LimitsConfig(BaseModel):
     max_connections: int = Field(
         512, ge=1, description="at once; idle ones make room, then requests get 503"
     )
-    body_timeout_s: float = Field(30.0, gt=0, description="for a request's body to arrive")
+    body_timeout_s: float = Field(
+        30.0, gt=0, description="for a request's headers to arrive, and for its body"
+    )
     request_timeout_s: float = Field(
         600.0, gt=0, description="for a whole answer, sending included"
     )
@@ -116,7 +125,7 @@ class ApiError(Exception):
 
     @property
     def headers(self) -> dict[str, str]:
-        closes = self.status in _CLOSES or self.code == "shutting_down"
+        closes = self.status in _CLOSES or self.code in ("shutting_down", TOO_MANY_CONNECTIONS)
         headers = {"connection": "close"} if closes else {}
         if self.retry_after is not None:
             headers["retry-after"] = str(self.retry_after)
@@ -154,6 +163,12 @@ def named_host(header: str) -> str:
     return found["name"].strip("[]") if found else ""
 
 
+def _is_address(host: str) -> bool:
+    with suppress(ValueError):
+        return not ipaddress.ip_address(host).is_unspecified
+    return False
+
+
 class AccessControl:
     """Checks hosts, API keys and rates. Keys are held as digests; the log names a client by eight
     digits of its key's digest. Raises what `read_keys` raises.
@@ -170,6 +185,8 @@ class AccessControl:
         self.checks_hosts = bool(limits.allowed_hosts)
         # name: (requests left, at which time)
         self._buckets: OrderedDict[str, tuple[float, float]] = OrderedDict()
+        # addresses and keys that were let in: guesses of others at the same address end no client
+        self._let_in: OrderedDict[tuple[str, bytes], None] = OrderedDict()
 
     def check_host(self, header: str) -> None:
         """Raise ApiError 403 for a name that is not this server's: a foreign web page can make its
@@ -178,7 +195,8 @@ class AccessControl:
         if self.needs_key or not self.checks_hosts or "*" in self._hosts:
             return
         host = named_host(header)
-        if host not in self._hosts:
+        # an address is no name that a page could take: probes of a kubelet ask at one
+        if host not in self._hosts and not _is_address(host):
             named = f"the host {host[:MAX_HOST]!r}" if host else "no host that can be read"
             raise ApiError(
                 403,
@@ -187,27 +205,35 @@ class AccessControl:
                 code="host_not_allowed",
             )
 
-    def client_name(self, authorization: str, address: str) -> str:
-        """The client's name for the log: of its key, else its address. Raises ApiError 401."""
+    async def client_name(self, authorization: str, address: str) -> str:
+        """The client's name for the log: of its key, else its address. Raises ApiError 401; and 429
+        to an address of many wrong keys, but to keys that it was let in with before.
+        """
         if not self.needs_key:
             return address
-        self._read_again()
+        if _state_of(self._file) != self._file_state:
+            await asyncio.to_thread(self._read_again)
         scheme, _, key = authorization.partition(" ")
         digest = hashlib.sha256(key.strip().encode("utf-8", "surrogateescape")).digest()
+        failures = f"wrong keys of {address}"
+        if (address, digest) not in self._let_in and self._left(failures, FAILURES_PER_MINUTE) < 1:
+            self._take(failures, FAILURES_PER_MINUTE, "wrong API keys")
         # All are compared, each in constant time: the duration says nothing about the keys.
         known = [hmac.compare_digest(digest, one) for one in self._digests]
         if scheme.lower() != "bearer" or not any(known):
+            self._take(failures, FAILURES_PER_MINUTE, "wrong API keys")
             what = "no such API key" if key else "an API key is needed"
             raise ApiError(401, f"{what}: send authorization: Bearer KEY", code="invalid_api_key")
+        self._let_in[address, digest] = None
+        if len(self._let_in) > MAX_CLIENTS:
+            self._let_in.popitem(last=False)
         return f"key-{digest.hex()[:8]}"
 
     def _read_again(self) -> None:
-        """Take the keys of the file if it has changed. One that cannot be read, or holds none, lets
-        nobody in: it may have been emptied to revoke a key.
+        """Take the keys of the file. One that cannot be read, or holds none, lets nobody in: it may
+        have been emptied to revoke a key.
         """
-        if (state := _state_of(self._file)) == self._file_state:
-            return
-        self._file_state = state
+        self._file_state = _state_of(self._file)
         try:
             self._digests = _digests(read_keys(self._file))
             log.info("read API keys", extra={"data": {"keys": len(self._digests)}})
@@ -217,22 +243,25 @@ class AccessControl:
 
     def count(self, name: str) -> None:
         """Count a request of this client. Raises ApiError 429."""
-        if (rate := self._rate) is None:
-            return
-        now = time.monotonic()
-        left, since = self._buckets.pop(name, (float(rate), now))
-        left = min(rate, left + (now - since) * rate / 60)
-        if len(self._buckets) >= MAX_CLIENTS:
+        if self._rate is not None:
+            self._take(name, self._rate, "requests")
+
+    def _left(self, name: str, rate: int) -> float:
+        """What is left of a rate a minute, which is also the most that is left."""
+        left, since = self._buckets.get(name, (float(rate), 0.0))
+        return min(rate, left + (time.monotonic() - since) * rate / 60)
+
+    def _take(self, name: str, rate: int, what: str) -> None:
+        """Take one of what is left. Raises ApiError 429."""
+        left = self._left(name, rate)
+        self._buckets[name] = (left - 1 if left >= 1 else left, time.monotonic())
+        self._buckets.move_to_end(name)
+        if len(self._buckets) > MAX_CLIENTS:
             self._buckets.popitem(last=False)
-        self._buckets[name] = (left - 1 if left >= 1 else left, now)
         if left < 1:
             wait = max(1, math.ceil((1 - left) * 60 / rate))
-            raise ApiError(
-                429,
-                f"more than {rate} requests a minute",
-                code="rate_limit_exceeded",
-                retry_after=wait,
-            )
+            message = f"more than {rate} {what} a minute"
+            raise ApiError(429, message, code="rate_limit_exceeded", retry_after=wait)
 
 
 def _digests(keys: list[str]) -> list[bytes]:
@@ -248,6 +277,16 @@ def _state_of(file: Path | None) -> tuple[int, ...] | None:
     return None if found is None else (found.st_mtime_ns, found.st_ino, found.st_size)
 
 
+def _read_text(path: Path) -> str:
+    """A file's text, without waiting for a writer as a pipe's reader would. Raises OSError,
+    UnicodeDecodeError.
+    """
+    with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            raise OSError("no regular file")
+        return file.read(MAX_KEYS_BYTES).decode("utf-8-sig")
+
+
 def read_keys(path: Path | None) -> list[str]:
     """The keys of the environment and of a file with one per line. Raises MissingInputError,
     ConfigError.
@@ -255,10 +294,13 @@ def read_keys(path: Path | None) -> list[str]:
     keys = [key.strip() for key in os.environ.get(KEYS_VARIABLE, "").split(",")]
     if path is not None:
         try:
-            lines = path.read_text(encoding="utf-8").splitlines()
+            lines = _read_text(path).splitlines()
         except (OSError, UnicodeDecodeError) as error:
+            why = "it is no UTF-8"
+            if isinstance(error, OSError):
+                why = error.strerror or str(error)
             raise MissingInputError(
-                f"no API keys at {path}: {type(error).__name__}",
+                f"no API keys at {path}: {why}",
                 "give a text file with one key per line",
             ) from error
         found = [line.strip() for line in lines if not line.lstrip().startswith("#")]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from http import HTTPStatus
 from typing import Any
 
 from eyas.artifact import VERSION
@@ -57,19 +58,7 @@ _MODELS = _object(object=_TEXT, data=_list(_MODEL))
 _SERVER_INFO = _object(internal_states=_list(_object(avg_spec_accept_length=_ANY)))
 _PREDICTIONS = _object(predictions=_list(_ANY))
 _VERTEX_ERROR = _object(error=_object(code=_COUNT, message=_TEXT, status=_TEXT))
-_PROBLEMS = {
-    "400": "the request is wrong or asks for what this server does not support",
-    "401": "an API key is needed",
-    "403": "the header Host names no name of this server; of a head: the server keeps its own",
-    "404": "no such model or head",
-    "408": "the body came too slowly",
-    "413": "the body is too large",
-    "415": "the body is no JSON",
-    "429": "too many requests; retry-after says when to come again",
-    "500": "the engine failed",
-    "503": "the server is loading its model or shutting down",
-    "504": "the answer took too long",
-}
+_PROBLEMS = ("400", "401", "403", "404", "408", "413", "415", "429", "500", "503", "504")
 
 
 def document(model: str, predict_route: str | None = None) -> Schema:
@@ -153,8 +142,10 @@ def _form(form: Form, model: str, schemas: Schema) -> Schema:
 
 
 def _responses(answer: Schema, problems: Iterable[str], error: Schema = _ERROR) -> Schema:
-    bodies = {"200": ("", answer), **{status: (_PROBLEMS[status], error) for status in problems}}
     return {
-        status: {"description": about, "content": {"application/json": {"schema": schema}}}
-        for status, (about, schema) in bodies.items()
+        status: {
+            "description": HTTPStatus(int(status)).phrase,
+            "content": {"application/json": {"schema": schema}},
+        }
+        for status, schema in {"200": answer, **dict.fromkeys(problems, error)}.items()
     }

@@ -9,6 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import BeforeValidator, Field, model_validator
 from pydantic_core import PydanticCustomError
 
+from eyas.engine.request import TokenId
 from eyas.serve.fields import (
     MAX_SHOWN,
     RAW,
@@ -18,7 +19,6 @@ from eyas.serve.fields import (
     NumLogprobs,
     RequestBody,
     Strict,
-    TokenId,
     few_keys,
 )
 from eyas.serve.limits import ApiError, unsupported
@@ -104,7 +104,7 @@ class ChatMessage(Strict):
 
     @model_validator(mode="after")
     def _belongs_to_its_role(self) -> Self:
-        if self.content is None and not self.tool_calls:
+        if self.content is None and not self.tool_calls and self.reasoning_content is None:
             raise ApiError(400, f"a message of the {self.role} has no content", "messages")
         if self.tool_calls and self.role != "assistant":
             raise ApiError(
@@ -147,6 +147,11 @@ class ChatMessage(Strict):
                 arguments = None
             if not isinstance(arguments, dict):
                 raise ApiError(400, "the arguments of a tool call are no JSON object", "messages")
+            try:
+                json.dumps(arguments, ensure_ascii=False).encode()
+            except UnicodeEncodeError:
+                what = "the arguments of a tool call hold half a character (a lone surrogate)"
+                raise ApiError(400, what, "messages") from None
             function = {"name": call.function.name, "arguments": arguments}
             calls = turn.setdefault("tool_calls", [])
             calls.append({"type": "function", "function": function})
@@ -298,6 +303,10 @@ class TextRequest(CompletionRequest):
             return [self.prompt]
         tokens = [one for one in self.prompt if isinstance(one, int)]
         return [tokens] if tokens else [one for one in self.prompt if not isinstance(one, int)]
+
+    @property
+    def num_answers(self) -> int:
+        return self.n * len(self.prompts)
 
     @property
     def default_tokens(self) -> int:

@@ -2,6 +2,7 @@
 other names, and its answer a list of items, whole or in events.
 
     input items        message | function_call | function_call_output      -> turns of a chat
+                       reasoning                                           -> nothing
     output items       message (one output_text) | function_call           <- words and calls
 
 What needs a store (previous_response_id, conversation, background) or tools that run here is
@@ -11,17 +12,19 @@ refused by name.
 from __future__ import annotations
 
 import json
+import logging
 import time
 import uuid
 from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import Discriminator, Field, Tag, model_validator
+from pydantic import BaseModel, Discriminator, Field, Tag, model_validator
 from pydantic_core import PydanticCustomError
 
 from eyas.engine.request import Request, TokenLogprob
 from eyas.serve.fields import (
     IGNORED,
+    MAX_SHOWN,
     RAW,
     Effort,
     JsonObject,
@@ -35,6 +38,7 @@ from eyas.serve.tokenizer import Tokenizer
 from eyas.serve.tools import Call
 from eyas.serve.writers import Choice, CompletionWriter, Delta, Ending, chat_logprobs
 
+log = logging.getLogger("eyas.serve")
 MAX_ITEMS = 4096
 MAX_PARTS = 1024
 LOGPROBS = "message.output_text.logprobs"
@@ -62,9 +66,13 @@ class InputText(Strict):
     @model_validator(mode="before")
     @classmethod
     def _is_text(cls, part: Any) -> Any:
-        if isinstance(part, dict) and part.get("type") not in ("input_text", "output_text"):
+        kind = part.get("type") if isinstance(part, dict) else "input_text"
+        if kind not in ("input_text", "output_text"):
             raise PydanticCustomError(
-                "unsupported_part", "only parts of the types input_text and output_text are read"
+                "unsupported_part",
+                "a part of the type {kind}: this server reads no images, sound or files, only "
+                "parts of the types input_text and output_text",
+                {"kind": str(kind)[:MAX_SHOWN]},
             )
         return part
 
@@ -99,6 +107,12 @@ class FunctionOutputItem(Strict):
     output: InputContent
 
 
+class ReasoningItem(BaseModel):
+    """Thoughts of an answer, which is sent back: the model reads none, as with most templates."""
+
+    type: Literal["reasoning"]
+
+
 def _kind_of(item: Any) -> str | None:
     if isinstance(item, dict):
         kind = item.get("type", "message")
@@ -109,12 +123,14 @@ def _kind_of(item: Any) -> str | None:
 InputItem = Annotated[
     Annotated[InputMessage, Tag("message")]
     | Annotated[FunctionCallItem, Tag("function_call")]
-    | Annotated[FunctionOutputItem, Tag("function_call_output")],
+    | Annotated[FunctionOutputItem, Tag("function_call_output")]
+    | Annotated[ReasoningItem, Tag("reasoning")],
     Discriminator(
         _kind_of,
         custom_error_type="unsupported_item",
         custom_error_message=(
-            "only items of the types message, function_call and function_call_output are supported"
+            "only items of the types message, function_call, function_call_output and reasoning "
+            "are supported"
         ),
     ),
 ]
@@ -127,17 +143,14 @@ class FunctionTool(Function):
 
     type: Literal["function"]
 
-    @model_validator(mode="before")
-    @classmethod
-    def _is_a_function(cls, tool: Any) -> Any:
-        if isinstance(tool, dict) and tool.get("type") != "function":
-            raise PydanticCustomError(
-                "unsupported_tool", "only tools of the type function are supported"
-            )
-        return tool
-
     def for_chat(self) -> dict[str, Any]:
         return {"type": "function", "function": self.model_dump(exclude={"type"})}
+
+
+class HostedTool(BaseModel):
+    """A tool of OpenAI's servers, which agents send along unasked: the model is not shown it."""
+
+    type: str
 
 
 class NamedFunctionTool(Strict):
@@ -206,7 +219,12 @@ class ResponsesRequest(RequestBody):
     temperature: float = Field(1.0, ge=0, le=2)
     top_p: float = Field(1.0, gt=0, le=1)
     text: TextOptions = TextOptions()
-    tools: list[FunctionTool] = Field(default=[], max_length=MAX_TOOLS, fail_fast=True)
+    tools: list[
+        Annotated[
+            Annotated[FunctionTool, Tag("function")] | Annotated[HostedTool, Tag("hosted")],
+            Discriminator(lambda tool: "function" if _kind_of(tool) == "function" else "hosted"),
+        ]
+    ] = Field(default=[], max_length=MAX_TOOLS, fail_fast=True)
     tool_choice: Literal["none", "auto", "required"] | NamedFunctionTool = "auto"
     parallel_tool_calls: bool = True
     include: list[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]] = Field(
@@ -233,6 +251,11 @@ class ResponsesRequest(RequestBody):
     def as_chat(self) -> ChatRequest:
         """The same request as a body of /v1/chat/completions. Raises ApiError."""
         choice, wanted = self.tool_choice, self.text.format
+        hosted = sorted({one.type[:MAX_SHOWN] for one in self.tools if isinstance(one, HostedTool)})
+        if hosted:
+            log.warning(
+                "tools that are no functions are left out", extra={"data": {"types": hosted}}
+            )
         called = None if isinstance(choice, str) else {"name": choice.name}
         return ChatRequest.model_validate(
             {name: getattr(self, name) for name in SAME_NAMES}
@@ -240,7 +263,7 @@ class ResponsesRequest(RequestBody):
                 "messages": self._turns(),
                 "max_completion_tokens": self.max_output_tokens,
                 "response_format": None if wanted is None else wanted.for_chat(),
-                "tools": [tool.for_chat() for tool in self.tools],
+                "tools": [one.for_chat() for one in self.tools if isinstance(one, FunctionTool)],
                 "tool_choice": {"type": "function", "function": called} if called else choice,
                 "logprobs": LOGPROBS in self.include,
                 "reasoning_effort": self.reasoning.effort,
@@ -257,6 +280,8 @@ class ResponsesRequest(RequestBody):
         for item in self.input:
             if isinstance(item, InputMessage):
                 turns.append({"role": item.role, "content": _content(item.content)})
+            elif isinstance(item, ReasoningItem):
+                continue
             elif isinstance(item, FunctionOutputItem):
                 turn = {"role": "tool", "content": _content(item.output)}
                 turns.append({**turn, "tool_call_id": item.call_id})
@@ -290,35 +315,28 @@ class ResponseWriter(CompletionWriter):
     ) -> None:
         super().__init__(requests, tokenizer, chat)
         # what all events of an answer and the whole of it repeat of the request
-        asked = body.model_dump(by_alias=True, exclude_none=True)
+        asked = body.model_dump(
+            by_alias=True, exclude={"input", "include", "stream", "stream_options"}
+        )
         self._shared: dict[str, Any] = {
+            **asked,
             "id": f"resp_{uuid.uuid4().hex}",
             "object": "response",
             "created_at": int(time.time()),
-            "model": body.model,
-            "error": None,
-            "incomplete_details": None,
-            "instructions": body.instructions,
-            "metadata": body.metadata,
-            "max_output_tokens": body.max_output_tokens,
-            "temperature": body.temperature,
-            "top_p": body.top_p,
-            "top_logprobs": body.top_logprobs,
-            "text": {"format": {"type": "text"}, **asked["text"]},
+            "text": {
+                "format": {"type": "text"},
+                **body.text.model_dump(by_alias=True, exclude_none=True),
+            },
             "reasoning": {"effort": body.reasoning.effort, "summary": None},
-            "tools": asked["tools"],
-            "tool_choice": asked["tool_choice"],
-            "parallel_tool_calls": body.parallel_tool_calls,
-            "background": False,
-            "store": False,
+            "tools": [one.model_dump(by_alias=True, exclude_none=True) for one in body.tools],
+            **dict.fromkeys(("background", "store"), False),
+            **dict.fromkeys(("error", "incomplete_details", "previous_response_id", "usage")),
             "truncation": "disabled",
-            "previous_response_id": None,
-            "usage": None,
         }
         self._streams = body.stream
         self._num_events = 0
         self._output: list[dict[str, Any]] = []
-        self._open: _OpenMessage | None = None
+        self._open: _OpenMessage | _OpenCall | None = None
         self._ending: Ending | None = None
 
     def write(self, choice: Choice, delta: Delta) -> str:
@@ -362,13 +380,13 @@ class ResponseWriter(CompletionWriter):
         logprobs = delta.update.logprobs or []
         for part in delta.parts:
             if isinstance(part, Call):
-                events += self._close("completed") + self._call(part)
+                events += self._call(part)
             elif part:
                 events += self._words(part, logprobs)
                 logprobs = []
-        if self._open is not None:
+        if isinstance(self._open, _OpenMessage):
             self._open.logprobs += logprobs
-        elif logprobs or (delta.ending is not None and not self._output):
+        elif self._open is None and (logprobs or (delta.ending is not None and not self._output)):
             events += self._words("", logprobs)
         if delta.ending is None:
             return events
@@ -376,12 +394,12 @@ class ResponseWriter(CompletionWriter):
 
     def _words(self, text: str, logprobs: list[TokenLogprob]) -> str:
         """A message opens with its first words."""
-        events = ""
-        if self._open is None:
-            self._open = _OpenMessage()
-            events = self._item_event("added", self._open.item("in_progress", []))
+        events, message = "", self._open
+        if not isinstance(message, _OpenMessage):
+            events = self._close("completed")
+            self._open = message = _OpenMessage()
+            events += self._item_event("added", message.item("in_progress", []))
             events += self._part_event("content_part.added", part=_output_text("", []))
-        message = self._open
         message.words.append(text)
         found = chat_logprobs(self.tokenizer, [*message.logprobs, *logprobs])
         message.logprobs = []
@@ -389,9 +407,13 @@ class ResponseWriter(CompletionWriter):
         return events + self._part_event("output_text.delta", delta=text, logprobs=found)
 
     def _close(self, status: str) -> str:
-        """End the message that is open, if one is."""
+        """End the message or the call that is open, if one is."""
         if (message := self._open) is None:
             return ""
+        if isinstance(message, _OpenCall):
+            self._open = None
+            done = self._call_event("done", message, name=message.name, arguments=message.arguments)
+            return done + self._item_event("done", message.item(status, message.arguments))
         text = "".join(message.words)
         message.written += chat_logprobs(self.tokenizer, message.logprobs)
         part = _output_text(text, message.written)
@@ -401,20 +423,22 @@ class ResponseWriter(CompletionWriter):
         return events + self._item_event("done", message.item(status, [part]))
 
     def _call(self, call: Call) -> str:
-        item = {
-            "type": "function_call",
-            "id": f"fc_{uuid.uuid4().hex}",
-            "call_id": call.id,
-            "name": call.name,
-            "arguments": call.arguments,
-            "status": "completed",
-        }
-        place = {"item_id": item["id"], "output_index": len(self._output)}
-        kind = "response.function_call_arguments"
-        events = self._item_event("added", {**item, "arguments": "", "status": "in_progress"})
-        events += self._event(f"{kind}.delta", **place, delta=call.arguments)
-        events += self._event(f"{kind}.done", **place, name=call.name, arguments=call.arguments)
-        return events + self._item_event("done", item)
+        """A call begins with its name; its arguments arrive in pieces."""
+        events = ""
+        if call.name is not None:
+            events = self._close("completed")
+            self._open = _OpenCall(call.id, call.name)
+            events += self._item_event("added", self._open.item("in_progress", ""))
+        begun = self._open
+        assert isinstance(begun, _OpenCall), "a call begins with its name"
+        if not call.arguments:
+            return events
+        begun.arguments += call.arguments
+        return events + self._call_event("delta", begun, delta=call.arguments)
+
+    def _call_event(self, kind: str, call: _OpenCall, **fields: Any) -> str:
+        place = {"item_id": call.id, "output_index": len(self._output)}
+        return self._event(f"response.function_call_arguments.{kind}", **place, **fields)
 
     def _item_event(self, kind: str, item: dict[str, Any]) -> str:
         """An item is added or done; a done one belongs to the output."""
@@ -439,6 +463,18 @@ class ResponseWriter(CompletionWriter):
         return f"event: {kind}\ndata: {json.dumps(data)}\n\n"
 
 
+class _OpenCall:
+    """A call whose arguments still grow."""
+
+    def __init__(self, call_id: str, name: str) -> None:
+        self.id, self.call_id, self.name = f"fc_{uuid.uuid4().hex}", call_id, name
+        self.arguments = ""
+
+    def item(self, status: str, arguments: str) -> dict[str, Any]:
+        call = {"call_id": self.call_id, "name": self.name, "arguments": arguments}
+        return {"type": "function_call", "id": self.id, **call, "status": status}
+
+
 class _OpenMessage:
     """A message that still grows. logprobs: of tokens whose text is held back."""
 
@@ -449,13 +485,8 @@ class _OpenMessage:
         self.written: list[dict[str, Any]] = []
 
     def item(self, status: str, content: list[dict[str, Any]]) -> dict[str, Any]:
-        return {
-            "type": "message",
-            "id": self.id,
-            "role": "assistant",
-            "status": status,
-            "content": content,
-        }
+        message = {"role": "assistant", "status": status, "content": content}
+        return {"type": "message", "id": self.id, **message}
 
 
 def _output_text(text: str, logprobs: list[dict[str, Any]]) -> dict[str, Any]:

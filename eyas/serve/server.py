@@ -13,8 +13,10 @@ from __future__ import annotations
 import asyncio
 import gc
 import ipaddress
+import json
 import logging
 import math
+import resource
 import signal
 import socket
 import subprocess
@@ -28,7 +30,7 @@ from typing import cast
 import uvicorn
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from starlette.applications import Starlette
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from eyas.artifact import Artifact
 from eyas.builtin import BUILTIN
@@ -40,8 +42,8 @@ from eyas.model.architecture import TargetConfig
 from eyas.model.target import Dtype
 from eyas.model.threads import set_num_threads
 from eyas.model.weights import fingerprint
-from eyas.serve.app import Api, ModelService, create_app
-from eyas.serve.limits import LimitsConfig
+from eyas.serve.app import SURPLUS, Api, ModelService, create_app
+from eyas.serve.limits import ApiError, LimitsConfig
 from eyas.serve.metrics import card_figures
 from eyas.serve.translation import ModelInfo
 from eyas.serve.vertex import VertexConfig
@@ -49,6 +51,11 @@ from eyas.serve.vertex import VertexConfig
 KEEP_ALIVE_S = 30  # a connection may be idle between two requests
 LAST_ANSWERS_S = 2  # to tell clients about requests that have not finished after shutdown_s
 TICK_S = 0.02  # between two looks whether all have finished
+MAX_HEAD = 64 << 10  # bytes of a request's headers
+LINGER_S = 1.0  # that a refused connection is read on
+# Beyond max_connections: connections that are answered by 503, or probes; how long one must have
+# been idle to be closed, and what lies between two looks for such.
+MAX_SURPLUS, IDLE_S, LOOK_S = 2048, 2.0, 0.05
 
 # How long a thread may go on while others want to run; Python's default is 5 ms, and the engine's
 # thread asks often, once for every operator of PyTorch's.
@@ -138,7 +145,7 @@ def load(config: ServeConfig) -> ModelService:
     info = ModelInfo(
         config.served_model,
         engine.target.precision,
-        head is not None,
+        engine.draft is not None,
         engine.max_length,
         fingerprint(target),
         engine.text_drafts,
@@ -161,10 +168,16 @@ def serve(config: ServeConfig, on_ready: Callable[[str], None] = print) -> None:
     requests are answered.
     """
     sys.setswitchinterval(SWITCH_S)
+    files, most_files = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = config.limits.max_connections + 2 * MAX_SURPLUS
+    if most_files != resource.RLIM_INFINITY:
+        wanted = min(wanted, most_files)
+    if files != resource.RLIM_INFINITY and files < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, most_files))
     app = create_app(config.served_model, config.limits, config.vertex)
     api: Api = app.state.api
     address = config.host, config.port
-    with _exits_on_sigterm() as told, _listening(app, address) as server:
+    with _exits_on_signals() as told, _listening(app, address) as server:
         server.open(load(config))
         gc.collect()
         is_local = ipaddress.ip_address(server.host).is_loopback
@@ -187,25 +200,29 @@ def serve(config: ServeConfig, on_ready: Callable[[str], None] = print) -> None:
 
 
 @contextmanager
-def _exits_on_sigterm() -> Iterator[threading.Event]:
-    """SIGTERM ends the block by SystemExit(0), once. The first process of a container ignores a
-    signal without a handler, so this must hold while the model is loaded.
+def _exits_on_signals() -> Iterator[threading.Event]:
+    """SIGTERM and SIGINT end the block by SystemExit(0), once: later ones change nothing until the
+    process has ended. The first process of a container ignores a signal without a handler, so this
+    must hold while the model is loaded.
 
-    The event says that it came: where the interpreter calls back, as in a collection of weak
+    The event says that one came: where the interpreter calls back, as in a collection of weak
     references, Python drops an exception.
     """
     told = threading.Event()
 
     def end(*_: object) -> None:
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        for one in before:
+            signal.signal(one, signal.SIG_IGN)
         told.set()
         raise SystemExit(0)
 
-    before = signal.signal(signal.SIGTERM, end)
+    before = {one: signal.signal(one, end) for one in (signal.SIGTERM, signal.SIGINT)}
     try:
         yield told
     finally:
-        signal.signal(signal.SIGTERM, before)
+        if not told.is_set():
+            for one, handler in before.items():
+                signal.signal(one, handler)
 
 
 @contextmanager
@@ -248,27 +265,90 @@ def running_server(config: ServeConfig) -> Iterator[str]:
 
 
 class Connection(HttpToolsProtocol):
-    """A connection that makes room for itself: beyond max_connections the one is closed that has
-    been idle longest, of those that never sent a request if there are any.
+    """A connection whose headers have a size and a time, as silence before them has.
+
+    Beyond max_connections those make room that have sent nothing for a while, or the one that has
+    been idle longest; the new one is answered, by 503 where it came all the same (`app.Gate`).
     """
+
+    looked = 0.0  # when one looked for idle ones, which takes as long as an answer
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self.idle_since = self.loop.time()
+        self.idle_since = now = self.loop.time()
+        self._is_in_head, self._is_refused, self._head_bytes = True, False, 0
         api: Api = self.config.app.state.api  # type: ignore[union-attr]
-        others = cast(set[Connection], self.connections) - {self}
-        if len(others) >= api.limits.max_connections:
-            idle = [one for one in others if one.is_idle]
-            longest = min(
-                idle, key=lambda one: (one.cycle is not None, one.idle_since), default=self
-            )
-            if longest is not self:
-                longest.transport.close()
-                self.connections.discard(longest)  # it takes no room, though its end comes later
+        self._head_s, most = api.limits.body_timeout_s, api.limits.max_connections
+        self._late: asyncio.TimerHandle | None = self.loop.call_later(self._head_s, transport.close)
+        if len(self.connections) > most + MAX_SURPLUS:
+            transport.abort()
+        elif len(self.connections) > most and now > Connection.looked + LOOK_S:
+            Connection.looked = now
+            others = cast(set[Connection], self.connections)
+            idle = [one for one in others if one.is_idle and one.idle_since < now - IDLE_S]
+            silent = [one for one in idle if one.cycle is None]
+            for one in silent or sorted(idle, key=lambda one: one.idle_since)[:1]:
+                one.transport.close()
+                self.connections.discard(one)  # it takes no room, though its end comes later
+        if len(self.connections) > most:
+            self.app_state = {**self.app_state, SURPLUS: True}
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._cancel_late()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        if self._is_refused:
+            return
+        if self._is_in_head:
+            self._head_bytes += len(data)
+        super().data_received(data)
+        if self._is_refused or not self._is_in_head:
+            return
+        if self._head_bytes > MAX_HEAD:
+            self.send_400_response("")
+        elif self._head_bytes and self._late is None:
+            self._late = self.loop.call_later(self._head_s, self.transport.close)
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self._head_bytes = max(self._head_bytes, 1)
+
+    def on_headers_complete(self) -> None:
+        size = len(self.url) + sum(len(name) + len(value) for name, value in self.headers)
+        if size > MAX_HEAD:
+            self._head_bytes = size
+            raise ValueError("too many headers")  # which calls `send_400_response`
+        self._cancel_late()
+        self._is_in_head = False
+        super().on_headers_complete()
+
+    def on_message_complete(self) -> None:
+        self._is_in_head, self._head_bytes = True, 0
+        super().on_message_complete()
 
     def on_response_complete(self) -> None:
         self.idle_since = self.loop.time()
         super().on_response_complete()
+
+    def send_400_response(self, msg: str) -> None:
+        """Refuse what is no request, and read on for a moment: an answer to a client that still
+        sends would be lost where the connection is closed.
+        """
+        status, what = 400, "this is no HTTP request"
+        if self._head_bytes > MAX_HEAD:
+            status, what = 431, f"the headers are over {MAX_HEAD} bytes"
+        body = json.dumps(ApiError(status, what).body()).encode()
+        head = f"content-type: application/json\r\ncontent-length: {len(body)}\r\n"
+        head += "connection: close\r\n\r\n"
+        self.transport.write(STATUS_LINE[status] + head.encode() + body)
+        self._is_refused = True
+        self.loop.call_later(LINGER_S, self.transport.close)
+
+    def _cancel_late(self) -> None:
+        if self._late is not None:
+            self._late.cancel()
+            self._late = None
 
     @property
     def is_idle(self) -> bool:
@@ -299,7 +379,6 @@ class UvicornServer(uvicorn.Server):
                 timeout_keep_alive=KEEP_ALIVE_S,
             )
         )
-        self._api.connections = self.server_state.connections
         self.host, port = listener.getsockname()[:2]
         self._api.access.checks_hosts |= ipaddress.ip_address(self.host).is_loopback
         self.url = f"http://{f'[{self.host}]' if ':' in self.host else self.host}:{port}"
@@ -337,9 +416,7 @@ class UvicornServer(uvicorn.Server):
 
 @contextmanager
 def _listening(app: Starlette, address: tuple[str, int]) -> Iterator[UvicornServer]:
-    """A server whose thread answers at an address; on leaving it ends gracefully, at once after a
-    second Ctrl-C.
-    """
+    """A server whose thread answers at an address; on leaving it ends gracefully."""
     with _bound(*address) as listener:
         server = UvicornServer(app, listener)
         server.thread.start()
@@ -350,10 +427,7 @@ def _listening(app: Starlette, address: tuple[str, int]) -> Iterator[UvicornServ
             yield server
         finally:
             server.should_exit = True
-            try:
-                server.ended.wait()
-            except KeyboardInterrupt:
-                server.force_exit = True
+            server.ended.wait()
             server.thread.join()
 
 

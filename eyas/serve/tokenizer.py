@@ -9,21 +9,17 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from functools import cached_property, partial
+from functools import cached_property, lru_cache, partial
 from typing import Any, Literal
 
 from eyas.chat import Chat, TextStream, encoded
-from eyas.errors import InputError, TemplateError
+from eyas.errors import TemplateError
 
 _PROBE = "a-tool-to-look-for"
 _QUESTION = {"role": "user", "content": "Hello"}
 _BYTE = re.compile(r"<0x([0-9A-F]{2})>")
 _SHRINKING = 4  # how many times shorter a tokenizer's normalization may make a text
-# variables of a template that are not the client's options
-_RESERVED = frozenset(
-    {"add_generation_prompt", "continue_final_message", "documents", "messages", "tools"}
-)
-MAX_CHATS = 8
+MAX_CHATS = 8  # with options, that are kept
 # The characters that byte-level tokenizers write bytes as: those that are seen stand for
 # themselves, the others have the first characters behind the bytes'.
 _SEEN = {*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
@@ -37,29 +33,19 @@ class Tokenizer:
     """Tokens from and to text, for any thread."""
 
     def __init__(self, chat: Chat) -> None:
-        self._chats: dict[tuple[tuple[str, bool | str], ...], Chat] = {(): chat}
+        self._chat = chat
         self._backend = chat.tokenizer
+        self._with_options = lru_cache(MAX_CHATS)(lambda *options: chat.with_options(dict(options)))
 
     # Text to tokens
 
     def chat(self, options: Mapping[str, bool | str]) -> Chat:
-        """The Chat whose template gets these options. Raises InputError for too many combinations,
-        TemplateError where Chat does.
-        """
-        key = tuple(sorted(options.items()))
-        if key not in self._chats:
-            if len(self._chats) >= MAX_CHATS:
-                raise InputError(
-                    "chat_template_kwargs were given in too many combinations",
-                    "use those in use already",
-                )
-            self._chats[key] = self._chats[()].with_options(options)
-        return self._chats[key]
+        """The Chat whose template gets these options. Raises TemplateError where Chat does."""
+        return self._with_options(*sorted(options.items())) if options else self._chat
 
     def knows_option(self, name: str) -> bool:
-        """Whether the chat template reads a variable of this name."""
-        template = self._chats[()].template
-        return name not in _RESERVED and re.search(rf"\b{re.escape(name)}\b", template) is not None
+        """Whether the chat template leaves a variable of this name to the client."""
+        return name in self._chat.options
 
     @cached_property
     def tool_form(self) -> Literal["template", "generic"] | None:
@@ -86,7 +72,7 @@ class Tokenizer:
         self, turns: list[dict[str, str]], tools: list[dict[str, Any]] | None = None
     ) -> str | None:
         try:
-            return self._chats[()].render(turns, True, tools)
+            return self._chat.render(turns, True, tools)
         except TemplateError:
             return None
 

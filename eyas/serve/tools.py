@@ -1,7 +1,7 @@
 """Tool calls in the form of Hermes and Qwen, JSON between <tool_call> tags, and in that of SmolLM2,
 whose tags hold a list of calls. Pure text.
 
-auto       the answer is words, calls, or both: `CallReader` separates them
+auto       the answer is words, calls, or both: `CallReader` separates them as they arrive
 required   the prompt ends with the opening tag, and a JSON schema (`call_schema`) allows one call
 
 A template that shows no tools gets the generic form: `in_text` writes tools, calls and results into
@@ -11,9 +11,10 @@ the messages, and a grammar (`answer_grammar`) holds the calls also in auto.
 from __future__ import annotations
 
 import json
+import re
 import uuid
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from eyas.engine.schemas import plain_schema
@@ -23,6 +24,13 @@ from eyas.serve.protocol import Tool
 
 OPENING, CLOSING = "<tool_call>", "</tool_call>"
 REQUIRED_OPENING = f"{OPENING}\n"  # what the prompt of a required call ends with
+# A call up to where its arguments begin, in a list of calls too; and what a closing tag may not
+# stand in: strings of JSON, also where they are cut.
+BEGIN = re.compile(
+    r"""[\s\[},]*\{\s*"name"\s*:\s*(?P<name>"(?:[^"\\\n]|\\.)*")\s*,"""
+    r"""\s*"(?:arguments|parameters)"\s*:\s*(?=\{)"""
+)
+QUOTED = re.compile(rf"""{CLOSING}|"(?:[^"\\\n]|\\.)*(?:"|(?=\n)|\\?\Z)""")
 _DEFINITIONS = ("$defs", "definitions")
 _JOINS = ("$ref", "allOf", "anyOf", "oneOf", "patternProperties")  # more arguments than are listed
 _BLANKS = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
@@ -39,71 +47,118 @@ What it returns comes back between <tool_response> tags. Where none helps, answe
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One call; arguments are JSON."""
+    """One call, or what a piece of the answer adds to it: the first piece names it, those behind it
+    (name None) hold more of its arguments, which are JSON as the model wrote it.
+    """
 
-    name: str
+    name: str | None
     arguments: str
     id: str = field(default_factory=lambda: f"call_{uuid.uuid4().hex[:24]}")
 
     def to_json(self) -> dict[str, Any]:
-        return {
-            "id": self.id,
-            "type": "function",
-            "function": {"name": self.name, "arguments": self.arguments},
-        }
+        if self.name is None:
+            return {"function": {"arguments": self.arguments}}
+        function = {"name": self.name, "arguments": self.arguments}
+        return {"id": self.id, "type": "function", "function": function}
+
+
+def whole_calls(parts: Sequence[str | Call]) -> list[str | Call]:
+    """The parts of an answer, or of what is new in it, with the pieces of each call as one."""
+    whole: list[str | Call] = []
+    for part in parts:
+        begun = whole[-1] if whole else ""
+        if isinstance(part, Call) and part.name is None and isinstance(begun, Call):
+            whole[-1] = replace(begun, arguments=begun.arguments + part.arguments)
+        else:
+            whole.append(part)
+    return whole
 
 
 class CallReader:
-    """Separates words and calls in a text as it arrives. What looks like a call and cannot be read
+    """Separates words and calls in a text as it arrives. A call begins when its name is known and
+    its arguments begin; an answer may be cut within them. What looks like a call and cannot be read
     stays text.
     """
 
-    def __init__(self, is_open: bool = False) -> None:
-        """is_open: the text begins behind an opening tag."""
-        self.num_calls = 0
-        self._is_open = is_open
+    def __init__(self, is_open: bool = False, takes_one: bool = False) -> None:
+        """is_open: the text begins behind an opening tag. takes_one: it ends with its first call,
+        which sets `is_over`.
+        """
+        self.num_calls, self.is_over = 0, False
+        self._is_open, self._takes_one = is_open, takes_one
         self._inside = is_open
-        self._block = ""
+        self._block = ""  # of the text behind an opening tag, what has not been passed on
+        self._has_begun = False  # a call of the block
+        self._arguments: _Arguments | None = None  # that go on
         self._words = StopFilter([OPENING])
         self._blanks = ""  # shown when more words follow, not before a call
 
     def push(self, text: str) -> list[str | Call]:
-        """The words that are certain now and the calls that are complete, in their order."""
+        """The words that are certain now, calls and more of their arguments, in their order."""
         parts: list[str | Call] = []
-        while text:
-            if not self._inside:
+        while text and not self.is_over:
+            if self._inside:
+                more, text = self._read_block(text)
+                parts += more
+            else:
                 parts.append(self._spaced(self._words.push(text)))
-                if not self._words.hit:
-                    break
-                text, self._inside, self._block = self._words.rest, True, ""
-                continue
-            before = len(self._block)
-            self._block += text
-            end = self._block.find(CLOSING, max(before - len(CLOSING), 0))
-            if end < 0:
-                break
-            text = self._block[end + len(CLOSING) :]
-            parts += self._calls_of(f"{OPENING}{self._block[:end]}{CLOSING}", self._block[:end])
-            self._inside, self._words = False, StopFilter([OPENING])
-        return [part for part in parts if part]
+                text = self._words.rest
+                if self._words.hit:
+                    self._inside, self._words = True, StopFilter([OPENING])
+        return whole_calls([part for part in parts if part])
 
     def finish(self) -> list[str | Call]:
         """What was held back: an answer may end without the closing tag."""
         if not self._inside:
             words = self._spaced(self._words.finish())
             return [words if self.num_calls else words + self._blanks]
+        if self._has_begun:
+            return []
         shown = self._block if self._is_open else OPENING + self._block
         parts = self._calls_of(shown, self._block)
         return parts if self.num_calls else [*parts, self._blanks]
 
+    def _read_block(self, text: str) -> tuple[list[str | Call], str]:
+        """What more text behind an opening tag adds; and what stands behind the closing tag."""
+        parts: list[str | Call] = []
+        self._block += text
+        while True:
+            if self._arguments is not None:
+                end = self._arguments.end(self._block)
+                parts += [Call(None, self._block[:end], "")] if end else []
+                self._block = self._block[end:]
+                if not self._arguments.is_over:
+                    break
+                self._arguments = None
+            elif begin := BEGIN.match(self._block):
+                self._begin()
+                self._arguments = _Arguments()
+                parts.append(Call(_text(json.loads(begin["name"])), ""))
+                self._block = self._block[begin.end() :]
+            else:
+                tags = (one for one in QUOTED.finditer(self._block) if one[0] == CLOSING)
+                if (tag := next(tags, None)) is None:
+                    break
+                block, rest = self._block[: tag.start()], self._block[tag.end() :]
+                if not self._has_begun:
+                    parts += self._calls_of(OPENING + block + CLOSING, block)
+                self._inside, self._has_begun, self._block = False, False, ""
+                self.is_over = self._takes_one and self.num_calls > 0
+                return parts, rest
+        return parts, ""
+
     def _calls_of(self, shown: str, block: str) -> list[str | Call]:
-        """The calls in a block; where there are none it is shown as words."""
+        """The calls in a block that is whole; where there are none it is shown as words."""
         calls = _read(block)
         if not calls:
             return [self._spaced(shown)]
-        self.num_calls += len(calls)
-        self._blanks = ""
+        for _ in calls:
+            self._begin()
         return [*calls]
+
+    def _begin(self) -> None:
+        self._has_begun, self._blanks = True, ""
+        self.num_calls += 1
 
     def _spaced(self, words: str) -> str:
         """Words behind the blanks that were held back; blanks at their end are held back."""
@@ -111,6 +166,33 @@ class CallReader:
         shown = words.rstrip()
         self._blanks = words[len(shown) :]
         return shown
+
+
+class _Arguments:
+    """An object of JSON that arrives in pieces: where it ends."""
+
+    def __init__(self) -> None:
+        self.is_over = False
+        self._depth, self._is_text, self._is_escaped = 0, False, False
+
+    def end(self, text: str) -> int:
+        """How much of the next piece belongs to it: all, unless `is_over`."""
+        for at, one in enumerate(text):
+            if self._is_text:
+                # no string holds a line's end: what never closes one ends there
+                self._is_text = self._is_escaped or one not in '"\n'
+                self._is_escaped = one == "\\" and not self._is_escaped
+            elif one == "<":  # no JSON: the closing tag of an object that was left open
+                self.is_over = True
+                return at
+            elif one == '"':
+                self._is_text = True
+            else:
+                self._depth += (one in "{[") - (one in "}]")
+                if self._depth == 0:
+                    self.is_over = True
+                    return at + 1
+        return len(text)
 
 
 def in_text(
@@ -149,17 +231,22 @@ def in_text(
     return written
 
 
-def answer_grammar(tools: Sequence[Tool], may_repeat: bool) -> str:
-    """The grammar, in llguidance's form, of an answer in words or with calls, which are written as
-    `in_text` writes them: behind the first there is no word. Raises ApiError as `call_schema` does.
+def answer_grammar(tools: Sequence[Tool], may_repeat: bool, schema: str | None = None) -> str:
+    """The grammar, in llguidance's form, of an answer in words, or of a schema, or with calls,
+    which are written as `in_text` writes them: behind the first there is no word. Raises ApiError
+    as `call_schema` does.
     """
-    schema = {**json.loads(call_schema(tools)), "x-guidance": _BLANKS}
+    calls = {**json.loads(call_schema(tools)), "x-guidance": _BLANKS}
     more = f' ("\\n{OPENING}" one)*' if may_repeat else ""
+    first, answer = f'first[lazy]: WORDS "{OPENING}"', "WORDS"
+    if schema is not None:
+        first, answer = f'first: "{OPENING}"', f"%json {schema}"
     return (
-        f"start: WORDS | first one{more}\n"
-        f'first[lazy]: WORDS "{OPENING}"\n'
+        f"start: answer | first one{more}\n"
+        f"answer: {answer}\n"
+        f"{first}\n"
         f'one: "\\n" call "\\n{CLOSING}"\n'
-        f"call: %json {_json(schema)}\n"
+        f"call: %json {_json(calls)}\n"
         "WORDS: /(.|\\n)*/\n"
     )
 
@@ -199,6 +286,11 @@ def _json(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False)
 
 
+def _text(text: str) -> str:
+    """Without halves of characters, which JSON can spell and UTF-8 cannot."""
+    return text.encode(errors="replace").decode()
+
+
 def _read(block: str) -> list[Call]:
     """The call of a block, or the calls of a list; nothing where one of them cannot be read."""
     try:
@@ -214,5 +306,5 @@ def _read(block: str) -> list[Call]:
             arguments = _json(arguments)
         if not isinstance(arguments, str):
             return []
-        calls.append(Call(call["name"], arguments))
+        calls.append(Call(_text(call["name"]), _text(arguments)))
     return calls

@@ -16,7 +16,7 @@ from eyas.serve.limits import ApiError, refused_by_engine, unsupported
 from eyas.serve.protocol import ChatRequest, DetokenizeRequest, TextRequest, TokenizeRequest
 from eyas.serve.responses import RESPONSE_NAMES, ResponsesRequest, ResponseWriter
 from eyas.serve.tokenizer import Tokenizer
-from eyas.serve.tools import CLOSING, REQUIRED_OPENING, answer_grammar, call_schema, in_text
+from eyas.serve.tools import REQUIRED_OPENING, answer_grammar, call_schema, in_text
 from eyas.serve.writers import ChatWriter, CompletionWriter, TextWriter
 
 MAX_ECHOED = 1 << 16  # log-probabilities of prompts in an answer, each token's own included
@@ -87,20 +87,17 @@ class Translator:
     def _chat(self, body: ChatRequest) -> Request:
         self._check_model(body)
         constraint, tools, required = body.constraint(), body.offered_tools, body.required_tools
-        if tools and constraint:
-            raise unsupported(
-                "tools",
-                "a tool cannot be called in an answer that must follow a grammar; ask for one of "
-                "them",
-            )
-        stops: tuple[str, ...] = ()
+        if tools and constraint and (required or "json_schema" not in constraint):
+            what = "a call cannot be required in an answer that must follow a schema"
+            if not required:
+                what = "a tool cannot be called in an answer that must follow an expression"
+            raise unsupported("tools", f"{what}; ask for one of them")
         if required:
             constraint = {"json_schema": call_schema(required)}
-        elif tools and self.tokenizer.tool_form == "generic":
-            constraint = {"grammar": answer_grammar(tools, body.parallel_tool_calls)}
-        elif tools and not body.parallel_tool_calls:
-            stops = (CLOSING,)
-        return self._request(body, self._chat_prompt(body), constraint, stops)
+        elif tools and (constraint or self.tokenizer.tool_form == "generic"):
+            schema = constraint.get("json_schema")
+            constraint = {"grammar": answer_grammar(tools, body.parallel_tool_calls, schema)}
+        return self._request(body, self._chat_prompt(body), constraint)
 
     def _text(self, body: TextRequest) -> list[Request]:
         self._check_model(body)
@@ -129,9 +126,8 @@ class Translator:
         body: CompletionRequest,
         prompt_ids: Sequence[int],
         constraint: dict[str, str],
-        stops: tuple[str, ...] = (),
     ) -> Request:
-        """stops: beside the body's own. max_tokens is the body's or the default, as far as it fits;
+        """max_tokens is the body's or the default, as far as it fits;
         the default also as far as an answer in one object may have log-probabilities.
         """
         room, max_tokens = self._info.max_length - len(prompt_ids), body.token_limit
@@ -145,12 +141,10 @@ class Translator:
                 max_tokens = min(max_tokens, most)
         max_tokens = min(max_tokens, room)
         options = {name: getattr(body, name) for name in SamplingFields.model_fields}
-        options |= {"max_tokens": max_tokens, "stop": options["stop"] + stops, **constraint}
+        options |= {"max_tokens": max_tokens, **constraint}
         if body.repeat_penalty is not None:
             options["repetition_penalty"] = body.repeat_penalty
         options |= {"logprobs": body.num_logprobs, "prompt_logprobs": body.num_prompt_logprobs}
-        if body.num_samples > body.n:
-            options |= {"n": body.num_samples, "logprobs": body.num_logprobs or 0}
         try:
             params = SamplingParams(**options)
         except InputError as error:
@@ -165,9 +159,15 @@ class Translator:
             cache_salt=body.cache_salt,
         )
 
-    def tokenize(self, body: TokenizeRequest) -> dict[str, Any]:
-        """What /tokenize answers, in vLLM's form."""
+    def counted(self, body: TokenizeRequest | DetokenizeRequest) -> dict[str, Any]:
+        """What /tokenize and /detokenize answer, under vLLM's and llama.cpp's names."""
         self._check_name(body.model)
+        if isinstance(body, DetokenizeRequest):
+            unknown = next((one for one in body.tokens if not self.tokenizer.knows(one)), None)
+            if unknown is not None:
+                raise ApiError(400, f"the tokenizer has no token {unknown}", "tokens")
+            text = self.tokenizer.decode(body.tokens, skips_special=False)
+            return {"prompt": text, "content": text}
         if body.messages is not None:
             chat = body.model_dump(include={"messages", "tools"}, exclude_none=True)
             token_ids = self._chat_prompt(ChatRequest(model=self._info.model, **chat))
@@ -179,15 +179,6 @@ class Translator:
             pieces = map(self.tokenizer.piece, token_ids)
             answer["token_strs"] = [piece.decode(errors="replace") for piece in pieces]
         return answer
-
-    def detokenize(self, body: DetokenizeRequest) -> dict[str, Any]:
-        """The text of tokens, special ones too, under vLLM's name and llama.cpp's."""
-        self._check_name(body.model)
-        unknown = next((one for one in body.tokens if not self.tokenizer.knows(one)), None)
-        if unknown is not None:
-            raise ApiError(400, f"the tokenizer has no token {unknown}", "tokens")
-        text = self.tokenizer.decode(body.tokens, skips_special=False)
-        return {"prompt": text, "content": text}
 
     def _check_name(self, model: str | None) -> None:
         if model not in (None, self._info.model):
@@ -237,9 +228,6 @@ class Translator:
         return prompt_ids + opening
 
     def _template_options(self, body: ChatRequest) -> dict[str, bool | str]:
-        """chat_template_kwargs, and reasoning_effort: for a template that has it; none for one that
-        thinks.
-        """
         options: dict[str, bool | str] = dict(body.chat_template_kwargs)
         effort = "reasoning_effort"
         if body.reasoning_effort is not None and self.tokenizer.knows_option(effort):
@@ -255,7 +243,6 @@ class Translator:
         return options
 
     def _check_characters(self, num_characters: int, param: str) -> None:
-        """Refuse a text that is far too long before it is encoded, which would take long."""
         if num_characters <= self._info.max_length:  # to know the longest token takes 50 ms, once
             return
         least = self.tokenizer.least_tokens(num_characters)

@@ -28,6 +28,7 @@ from eyas.engine.request import Request, Update
 from eyas.errors import EyasError, InputError, MismatchError
 from eyas.log import error_facts
 
+GRAMMARS_AT_ONCE = 2  # compiled, each in a process of lower priority than the engine's threads
 log = logging.getLogger("eyas.serve")
 
 Event = Update | EyasError
@@ -78,7 +79,8 @@ class EngineWorker:
         self._looks: set[asyncio.Future[Any]] = set()  # results of looks that are waited for
         # by request id; the requests of one call of `updates` share a queue
         self._queues: dict[str, asyncio.Queue[Event]] = {}
-        self._compiler = ThreadPoolExecutor(1, "grammars")
+        # who has waited longest comes first
+        self._compiler = ThreadPoolExecutor(GRAMMARS_AT_ONCE, "grammars")
         self._thread: threading.Thread | None = None
 
     @property

@@ -20,7 +20,7 @@ from eyas.engine.request import FinishReason, Request, TokenLogprob, Update
 from eyas.serve.fields import CompletionRequest, StreamOptions
 from eyas.serve.protocol import ChatRequest, TextRequest
 from eyas.serve.tokenizer import Tokenizer
-from eyas.serve.tools import Call, CallReader
+from eyas.serve.tools import Call, CallReader, whole_calls
 from eyas.tau import count_round, tau_of
 
 Ending = FinishReason | Literal["tool_calls"]
@@ -30,7 +30,8 @@ TOKEN_ID = "token_id:{}"  # vLLM's name of a token by its id
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """What an update adds to a choice. text: its words; parts: words and calls in their order.
+    """What an update adds to a choice. text: its words; parts: words and pieces of calls in their
+    order.
     is_first: the choice begins. token_texts: for include_rounds, the text that each token adds (the
     last of an answer with what was held back), stop strings and calls included.
     """
@@ -57,14 +58,13 @@ class Choice:
         self.ending: Ending | None = None
         self.num_tokens = 0
         self.kept: list[Delta] = []
-        self.hides_logprobs = False  # they are there for best_of alone
         self._has_begun = False
         self._stream = tokenizer.stream(body.skip_special_tokens)
         self._by_token = tokenizer.stream() if body.includes_rounds else None
         self._calls = None
         if isinstance(body, ChatRequest) and body.offered_tools:
             # the prompt of a required call ends with the call's opening
-            self._calls = CallReader(is_open=bool(body.required_tools))
+            self._calls = CallReader(bool(body.required_tools), not body.parallel_tool_calls)
 
     def push(self, update: Update) -> Delta:
         """What the update adds; sets `ending` when the sample ends."""
@@ -83,7 +83,7 @@ class Choice:
         if self._calls is not None:
             parts = self._calls.push(text) + (self._calls.finish() if is_last else [])
             text = "".join(part for part in parts if isinstance(part, str))
-            if self._calls.num_calls and self.ending == "stop":
+            if self._calls.is_over or (self._calls.num_calls and self.ending == "stop"):
                 self.ending = "tool_calls"
         token_texts = None
         if self._by_token is not None:
@@ -92,12 +92,6 @@ class Choice:
                 token_texts[-1] += self._by_token.finish()
         return Delta(update, text, parts, self.ending, is_first, token_texts)
 
-    @property
-    def mean_logprob(self) -> float:
-        """Of the tokens of an answer that is kept; that of an empty one is 0."""
-        found = [one.logprob for delta in self.kept for one in delta.update.logprobs or ()]
-        return sum(found) / max(1, len(found))
-
     def whole(self) -> Delta:
         """The kept deltas as one."""
         first, last = self.kept[0].update, self.kept[-1].update
@@ -105,11 +99,11 @@ class Choice:
         update = replace(
             last,
             token_ids=[token for delta in self.kept for token in delta.update.token_ids],
-            logprobs=None if last.logprobs is None or self.hides_logprobs else logprobs,
+            logprobs=None if last.logprobs is None else logprobs,
             prompt_logprobs=first.prompt_logprobs,
         )
         text = "".join(delta.text for delta in self.kept)
-        parts = [part for delta in self.kept for part in delta.parts]
+        parts = whole_calls([part for delta in self.kept for part in delta.parts])
         return Delta(update, text, parts, self.ending, True, None)
 
 
@@ -158,21 +152,25 @@ class CompletionWriter(ABC):
 
     def chunk(self, update: Update) -> str:
         """The server-sent events of an update."""
-        return self.write(*self.push(update))
+        choice, delta = self.push(update)
+        return self.write(choice, delta) if delta is not None else ""
 
     def keep(self, update: Update) -> None:
         """Take an update of an answer that is not streamed."""
         choice, delta = self.push(update)
-        choice.kept.append(delta)
+        if delta is not None:
+            choice.kept.append(delta)
 
-    def push(self, update: Update) -> tuple[Choice, Delta]:
-        """The choice that an update is of, and what it adds to it."""
+    def push(self, update: Update) -> tuple[Choice, Delta | None]:
+        """The choice that an update is of, and what it adds to it: None where its only call has
+        ended it before the engine has.
+        """
         self.last_at = time.perf_counter()
         self.first_at = self.first_at or self.last_at
         if update.num_accepted_drafts is not None:
             count_round(self.accept_hist, update.num_accepted_drafts)
         choice = self._by_sample[update.request_id, update.index]
-        return choice, choice.push(update)
+        return choice, choice.push(update) if choice.ending is None else None
 
     def usage(self) -> dict[str, Any]:
         """OpenAI's counts, and under `eyas` those of rounds that the head drafted in, with tau."""
@@ -210,9 +208,6 @@ class _OpenAIWriter(CompletionWriter):
     ) -> None:
         super().__init__(requests, tokenizer, body)
         self._returns_ids = body.return_token_ids
-        self._n, self._best_of = body.n, body.num_samples
-        for choice in self.choices:
-            choice.hides_logprobs = body.num_logprobs is None
         self._names_ids = body.return_tokens_as_token_ids
         self._shared = {
             "id": f"{self.prefix}-{uuid.uuid4().hex}",
@@ -274,17 +269,6 @@ class _OpenAIWriter(CompletionWriter):
         is_by_head = delta.update.num_accepted_drafts is not None
         return {"eyas": {"round": {"tokens": tokens, "tree": nodes, "head": is_by_head}}}
 
-    def _kept(self) -> list[Choice]:
-        """The choices of the answer, numbered: with best_of, of each prompt the n likeliest."""
-        if self._best_of > self._n:
-            starts = range(0, len(self.choices), self._best_of)
-            groups = [self.choices[start : start + self._best_of] for start in starts]
-            best = [sorted(group, key=lambda one: -one.mean_logprob)[: self._n] for group in groups]
-            for number, choice in enumerate(chosen := [one for group in best for one in group]):
-                choice.number = number
-            return chosen
-        return self.choices
-
     def _object(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
         return {**self._shared, "object": self.kind, "choices": choices, "usage": self.usage()}
 
@@ -308,12 +292,10 @@ class ChatWriter(_OpenAIWriter):
         # clients open a text at the first content that is not null, where a call alone may follow
         message: dict[str, Any] = {"role": "assistant"} if delta.is_first else {}
         message["content"] = None if self._may_call and not delta.text else delta.text
-        if calls := delta.calls:  # clients put the chunks of a call together by its index
-            first = self._num_calls[choice.number]
-            self._num_calls[choice.number] += len(calls)
-            message["tool_calls"] = [
-                {"index": index, **one.to_json()} for index, one in enumerate(calls, first)
-            ]
+        for one in delta.calls:  # clients put the chunks of a call together by its index
+            self._num_calls[choice.number] += one.name is not None
+            index = self._num_calls[choice.number] - 1
+            message.setdefault("tool_calls", []).append({"index": index, **one.to_json()})
         written: dict[str, Any] = {"index": choice.number, "delta": message}
         if delta.update.logprobs is not None:
             written["logprobs"] = self._logprobs(delta.update.logprobs)
@@ -330,7 +312,7 @@ class ChatWriter(_OpenAIWriter):
         return event + self._event(last)
 
     def whole(self) -> dict[str, Any]:
-        answer = self._object([self._choice(choice) for choice in self._kept()])
+        answer = self._object([self._choice(choice) for choice in self.choices])
         if self._returns_ids:
             answer["prompt_token_ids"] = list(self.requests[0].prompt_ids)
         return answer
@@ -377,7 +359,7 @@ class TextWriter(_OpenAIWriter):
         return self._event(self._choice(choice, delta), **self._round(delta))
 
     def whole(self) -> dict[str, Any]:
-        return self._object([self._choice(choice, choice.whole()) for choice in self._kept()])
+        return self._object([self._choice(choice, choice.whole()) for choice in self.choices])
 
     def _choice(self, choice: Choice, delta: Delta) -> dict[str, Any]:
         written: dict[str, Any] = {
