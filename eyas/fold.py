@@ -39,7 +39,12 @@ LOOKALIKES = str.maketrans(
     "ayikvopuxABEZHIKMNOPTYX"
     "onugh" + "LOU" + "agiiycovwzshi",
 )
-RUN = re.compile(r"\S+")
+# Words, and the whole of an address or a dotted name: a cue in another script stays readable beside
+# the number that it names ("паспорт:AB1234567").
+WORD = re.compile(r"[\w.%+-]+@[\w.-]+|\w+(?:\.\w+)*")
+RAISED = re.compile(
+    "[\u00b2\u00b3\u00b9\u2070-\u2089]"
+)  # behind a digit a power, not more of the number
 LATIN = re.compile("[A-Za-z]")
 
 
@@ -84,12 +89,14 @@ def fold(text: str) -> FoldedText:
         return FoldedText(text, range(len(text)), range(1, len(text) + 1))
     letters: list[str] = []
     places: list[int] = []
+    is_power = False
     for place, letter in enumerate(text):
-        folded = letter if letter < "\x80" else _letter(letter)
+        is_power = bool(RAISED.match(letter)) and (is_power or text[max(place - 1, 0)].isdecimal())
+        folded = letter if letter < "\x80" or is_power else _letter(letter)
         letters.append(folded)
         places += [place] * len(folded)
     plain = NUMBER_DASH.sub("-", "".join(letters))
-    plain = RUN.sub(lambda run: latin(run[0]) if LATIN.search(run[0]) else run[0], plain)
+    plain = WORD.sub(lambda word: latin(word[0]) if LATIN.search(word[0]) else word[0], plain)
     return _composed(plain, places)
 
 

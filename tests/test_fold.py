@@ -23,6 +23,8 @@ ALIKE = {
     "Jose\u0301 Mu\u0308ller": "José Müller",
     "“it’s”": '"it\'s"',
     "𝓙𝓸𝓱𝓷 ﬁnds ℡": "John finds TEL",
+    "паспорт:AB1234567, раypal.сом": "паспорт:AB1234567, paypal.com",
+    "10²³ of x², CO₂": "10²³ of x2, CO2",
     "3½ cups, 5 ㎏": "3½ cups, 5 kg",
 }
 # Texts in which what is folded stands beside what is not.
@@ -68,7 +70,7 @@ def _spans(folded):
 @given(TEXTS, st.data())
 def test_a_span_of_the_original_folds_to_what_was_found_in_it(text, data):
     """Where nothing beside it bears on how it is folded: letters with marks, words of two scripts,
-    a dash beside a digit."""
+    a dash or a power beside a digit."""
     folded = fold(text)
     if not folded.text:
         return
@@ -77,7 +79,7 @@ def test_a_span_of_the_original_folds_to_what_was_found_in_it(text, data):
     first, last = folded.span(start, end)
     inside = latin(fold(text[first:last]).text).replace("–", "-").replace("—", "-")
     wanted = latin(folded.text[start:end]).replace("–", "-").replace("—", "-")
-    assert unicodedata.normalize("NFC", wanted) in unicodedata.normalize("NFC", inside)
+    assert unicodedata.normalize("NFKC", wanted) in unicodedata.normalize("NFKC", inside)
 
 
 @given(st.text(st.characters(max_codepoint=127)))

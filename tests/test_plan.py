@@ -97,11 +97,13 @@ def test_what_is_counted_is_what_is_made_or_more(
     assert {name: found[0] for name, found in lengths.items() if found} == firsts
     made = features.manifest().counts["tokens"]
     assert made <= needs.feature_tokens < 6 * made
-    room = plan_run(run, *read_prompts(prompts)).room
+    begun = dataclasses.replace(run, begun=(answers.url, features.url))
+    room = plan_run(begun, *read_prompts(prompts)).room
     names = [name for name in features.names() if "safetensors" in name]
     assert room.features >= sum(features.size(name) for name in names) > 0
     assert room.answers >= sum(answers.size(name) for name in answers.names() if "answers" in name)
     assert room.present >= room.features / 10, "what is there already is not asked for again"
+    assert plan_run(run, *read_prompts(prompts)).room.present == 0, "not this run's"
 
 
 def test_turns_come_after_those_before_them(target: Path) -> None:

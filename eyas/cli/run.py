@@ -50,8 +50,8 @@ from eyas.evaluate.trees import ModelsConfig
 from eyas.export.check import check
 from eyas.export.engines import engine_of
 from eyas.export.export import ExportConfig, export, publish
-from eyas.features.capture import SPLITS, CaptureConfig, capture, split_of
-from eyas.features.generate import GenerateConfig, generate
+from eyas.features.capture import SPLITS, CaptureConfig, CaptureTask, capture, split_of
+from eyas.features.generate import GenerateConfig, generate, settings_of
 from eyas.features.online import OnlineTarget
 from eyas.hub import resolve_head, resolve_target
 from eyas.lineage import head_manifest
@@ -176,9 +176,11 @@ class RunConfig(BaseModel):
         self.bench = self.bench.model_copy(update={"arms": arms})
         return self
 
-    def planned(self, output: str) -> PlannedRun:
-        """The settings that decide on sizes and speeds."""
-        return PlannedRun(self.target, output, self.generate, self.capture, self.train, self.online)
+    def planned(self, output: str, begun: tuple[str, ...] = ()) -> PlannedRun:
+        """The settings that decide on sizes. begun: see PlannedRun."""
+        return PlannedRun(
+            self.target, output, self.generate, self.capture, self.train, self.online, begun
+        )
 
 
 def _with_paths(prompts: Any) -> Any:
@@ -308,7 +310,8 @@ def run_stages(config: RunConfig, root: str, anyway: bool = False) -> dict[str, 
     with stage("prompts", prompts) as track:
         make_prompts(config.prompts, prompts, track)
     if not anyway:  # before anything is answered
-        plan = plan_run(config.planned(root), *read_prompts(prompts))
+        begun = tuple(begun_folders(config, root, prompts))
+        plan = plan_run(config.planned(root, begun), *read_prompts(prompts))
         refuse_without_room(plan.room, root)
     held_out = bench_prompts(config, prompts, root)
     answers = StageFolder(root, "generate")
@@ -334,6 +337,27 @@ def run_stages(config: RunConfig, root: str, anyway: bool = False) -> dict[str, 
         console.print(f"published: {url}", highlight=False, markup=False, soft_wrap=True)
     done = {"prompts": prompts, "generate": answers, "capture": features, "train": head}
     return {**done, "eval": evaluation, "export": exported, **measured}
+
+
+def begun_folders(config: RunConfig, root: str, prompts: Artifact) -> Iterator[str]:
+    """The folders of answers and of features that this run resumes, or finds done."""
+    answers, folder = StageFolder(root, "generate"), resolve_target(config.target)
+    asked = config.generate
+    if config.gpus and not asked.servers:  # `answer` starts some: that they answer is what counts
+        asked = asked.model_copy(update={"servers": ("http://127.0.0.1",)})
+    settings = settings_of(asked.on(target_shape(folder)), folder)
+    is_done = answers.is_done_for(identity("generate", settings, {"prompts": prompts.manifest()}))
+    yield answers.url
+    if is_done:
+        features = StageFolder(root, "capture")
+        task = CaptureTask(config.capture, answers, stored_splits(config))
+        features.is_done_for(identity("capture", task.settings, {"answers": task.made}))
+        yield features.url
+
+
+def stored_splits(config: RunConfig) -> tuple[Split, ...]:
+    """The splits whose features are written."""
+    return ("held_out",) if config.online else SPLITS
 
 
 def answer(
@@ -370,9 +394,8 @@ class StageWork:
 def capture_stage(work: StageWork) -> str:
     """Stage capture; the URL of its output, as of the two that follow."""
     config, features = work.config, StageFolder(work.root, "capture")
-    stored: tuple[Split, ...] = ("held_out",) if config.online else SPLITS
     with stage("capture", features) as track:
-        capture(config.capture, Artifact(work.answers), features, track, stored)
+        capture(config.capture, Artifact(work.answers), features, track, stored_splits(config))
     return features.url
 
 

@@ -22,6 +22,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, closing, nullcontext
+from typing import Any
 
 from pydantic import Field, model_validator
 
@@ -36,6 +37,7 @@ from eyas.features.conversation import Conversation, Sampling, TurnAnswer, TurnR
 from eyas.features.fleet import ClientConfig, Fleet, server_urls
 from eyas.hub import resolve_head, resolve_target
 from eyas.log import Track, quiet
+from eyas.model.config import TargetShape
 from eyas.model.target import PAGE_SIZE, Dtype, resolve_dtype
 from eyas.model.weights import fingerprint
 from eyas.operators.shape import refuse_unnamed, target_shape
@@ -97,10 +99,32 @@ class GenerateConfig(Settings):
             raise ValueError("head: servers have their own; give it to them, or leave it out")
         return self
 
+    def on(self, shape: TargetShape) -> GenerateConfig:
+        """With what "auto" stands for on this machine."""
+        if self.servers:
+            return self
+        return self.model_copy(update={"dtype": resolve_dtype(self.dtype, shape)})
+
     @property
     def sends_messages(self) -> bool:
         """Whether servers render the chat template themselves."""
         return bool(self.servers) and self.client.send == "messages"
+
+
+def settings_of(config: GenerateConfig, folder: str) -> dict[str, Any]:
+    """What the answers depend on, as it enters an identity; config: `on` the target's shape."""
+    # keeps the identity of folders older than this setting
+    as_before = {"answers_per_prompt"} if config.answers_per_prompt == 1 else set()
+    return {
+        **config.model_dump(mode="json", exclude=PLACES | as_before),
+        "target_fingerprint": fingerprint(folder),
+        # engine and server may differ in last bits, and a server that renders messages gets none
+        # that spell a control token
+        "answered_by": f"servers, sent {config.client.send}" if config.servers else "engine",
+        "marks": marks.VERSION,
+        "record": RECORD,
+        "recognisers": recogniser_versions(config.personal),
+    }
 
 
 def generate(
@@ -117,26 +141,12 @@ def generate(
     made = prompts.manifest("prompts")
     num_prompts = count_prompts(prompts)
     folder = resolve_target(config.target)
-    chat, target = Chat(folder, config.date), fingerprint(folder)
-    shape = target_shape(folder)
+    chat, shape = Chat(folder, config.date), target_shape(folder)
     shape.refuse_few_layers()
     refuse_unnamed(folder, shape)  # capture would, once all is answered
-    if not config.servers:
-        dtype = resolve_dtype(config.dtype, shape)
-        config = config.model_copy(update={"dtype": dtype})
-    # keeps the identity of folders older than this setting
-    as_before = {"answers_per_prompt"} if config.answers_per_prompt == 1 else set()
-    settings = {
-        **config.model_dump(mode="json", exclude=PLACES | as_before),
-        "target_fingerprint": target,
-        # engine and server may differ in last bits, and a server that renders messages gets none
-        # that spell a control token
-        "answered_by": f"servers, sent {config.client.send}" if config.servers else "engine",
-        "marks": marks.VERSION,
-        "record": RECORD,
-        "recognisers": recogniser_versions(config.personal),
-    }
-    own = identity("generate", settings, {"prompts": made})
+    config = config.on(shape)
+    settings = settings_of(config, folder)
+    target, own = settings["target_fingerprint"], identity("generate", settings, {"prompts": made})
     if output.is_done_for(own) and not output.begin(own):
         return output.manifest()
     max_length = min(config.max_length, shape.max_position_embeddings)

@@ -85,7 +85,9 @@ class Room:
 
 @dataclasses.dataclass(frozen=True)
 class PlannedRun:
-    """The settings of a run file that decide on sizes. output: where the run writes."""
+    """The settings of a run file that decide on sizes. output: where the run writes; begun: the
+    folders in which it has begun or done its work.
+    """
 
     target: str
     output: str
@@ -93,6 +95,7 @@ class PlannedRun:
     capture: CaptureConfig
     train: TrainConfig
     online: bool = False
+    begun: tuple[str, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -126,10 +129,9 @@ def plan_run(
     meta = run.capture.meta_of(shape)
     sizes = feature_bytes(needs, meta, run.capture.held_out_share)
     parameters = head_parameters(shape, run.train.head)
-    output = Artifact(run.output)
     return Plan(
         needs=needs,
-        room=room_for(needs, meta, run.capture, parameters, output, run.online),
+        room=room_for(needs, meta, parameters, run),
         bytes_by_codec={str(codec): size for codec, size in sizes.items()},
         codec=meta.codec,
     )
@@ -280,26 +282,17 @@ def head_parameters(shape: TargetShape, options: HeadOptions) -> int:
     return sum(math.prod(size) for name, size in shapes if name not in ("d2t", "t2d"))
 
 
-def room_for(
-    needs: Needs,
-    meta: FeatureMeta,
-    capture: CaptureConfig,
-    parameters: int,
-    output: Artifact,
-    online: bool = False,
-) -> Room:
-    """What the run writes below `output`. online: only held-out features are stored."""
-    if online:
+def room_for(needs: Needs, meta: FeatureMeta, parameters: int, run: PlannedRun) -> Room:
+    """What the run writes below its output; on line only held-out features are stored."""
+    if run.online:
         held_out = held_out_meta(meta).bytes_per_token
-        features = round(needs.feature_tokens * capture.held_out_share * held_out)
+        features = round(needs.feature_tokens * run.capture.held_out_share * held_out)
     else:
-        features = feature_bytes(needs, meta, capture.held_out_share)[meta.codec]
-    free = room_at(output)
-    names = output.all_names() if free is not None else ()
+        features = feature_bytes(needs, meta, run.capture.held_out_share)[meta.codec]
     return Room(
         answers=(needs.prompt_tokens + needs.answer_tokens) * ROW_BYTES_PER_TOKEN,
         features=features,
         head=parameters * HEAD_BYTES_PER_PARAMETER,
-        free=free,
-        present=sum(map(output.size, names)),
+        free=room_at(Artifact(run.output)),
+        present=sum(one.size(name) for one in map(Artifact, run.begun) for name in one.all_names()),
     )
