@@ -29,7 +29,7 @@ ROOMS = {
     "operators": (89, "what PyTorch computes: the head that trains, features"),
     "cpp": (267, "the native decoder"),
     "serve": (214, "the HTTP server"),
-    "privacy": (179, "personal data and secrets: search, surrogates, key"),
+    "privacy": (180, "personal data and secrets: search, surrogates, key"),
     "features": (138, "the target's answers and its hidden states"),
     "bench": (117, "any server measured over HTTP, and watched"),
     "train": (120, "objective, optimizer, runs"),

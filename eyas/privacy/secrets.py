@@ -63,7 +63,7 @@ MAYBE_NAMED = re.compile(r"key|token|secret|authorization", re.I)
 WORDS = joined("password")
 # Between such a word and the value, in the languages of the words.
 IS = (
-    r"(?:\s{1,3}(?:is now|is|was|lautet|ist|es|est|é|è|to|это|olarak)\s{1,3}"
+    r"(?:\s{1,3}(?:is now|is|was|lautet|ist|es|est|é|è|to|это|olarak|är|er|je|là|adalah)\s{1,3}"
     r"|\s{0,3}(?:=>|[:=]{1,2}|是|为|為|は|는|은|—|–)\s{0,3})"
 )
 PASSWORD = re.compile(
@@ -73,6 +73,18 @@ PASSWORD = re.compile(
     r"(?:(?P<quote>[\"'`])(?P<quoted>[^\s\"'`]{4,64})(?P=quote)"
     r"|(?P<bare>[^\s\"'`<>{}()\[\],;，。、；！]{4,64}))",
     re.I,
+)
+# In settings and in code, where the value stands for itself: NAME_PASSWORD=value on a line of its
+# own, define('DB_PASSWORD', 'value'), <password>value</password>, name="password" value="value".
+SETTING = re.compile(
+    r"^[ \t]*(?:export[ \t]+|set[ \t]+)?"
+    r"(?-i:[A-Z0-9_]*(?:PASSWORD|PASSWD|PASSPHRASE|PWD)[A-Z0-9_]*)"
+    r"=[\"']?(?P<line>[^\s\"'$<>(){}\[\]]{6,64})[\"']?[ \t]*$"
+    r"|[\"']\w*(?:password|passwd|pwd)[\"'],\s*[\"'](?P<define>[^\s\"'<>]{4,64})[\"']"
+    r"|<(?P<tag>\w*(?:password|passwd|pwd))>(?P<xml>[^\s<>]{4,64})</(?P=tag)>"
+    r"|\b(?:key|name)=[\"']\w*(?:password|passwd|pwd)[\"']\s+value="
+    r"[\"'](?P<pair>[^\"'<>\s]{4,64})[\"']",
+    re.I | re.M,
 )
 # Without a sign between: "with password X", and "the credentials are a / b", both of which go.
 PASSWORD_NEXT = re.compile(
@@ -100,6 +112,13 @@ COMMAND = re.compile(
     r"|\bsshpass\s+-p\s*(?P<ssh>'[^'\n]{3,128}'|\"[^\"\n]{3,128}\"|[^\s\"']{3,128})"
     r"|\b(?:mysql|mariadb)(?:dump|admin|import)?\b[^\n|;&]{0,300}?\s-p(?P<sql>'[^'\n]{3,128}'"
     r"|\"[^\"\n]{3,128}\"|[^\s\"'-][^\s\"']{2,128})"
+    r"|\bredis-cli\b[^\n|;&]{0,200}?\s(?:-a|--pass)[ =][\"']?(?P<redis>[^\s\"']{3,128})"
+    r"|\b(?:smbclient|rpcclient|net)\b[^\n|;&]{0,200}?\s-U[ =]?[\"']?[^\s%\"']{1,64}%"
+    r"(?P<smb>[^\s\"']{3,128})"
+    r"|\bopenssl\b[^\n|;&]{0,200}?\s(?:-k |-pass(?:in|out)? pass:)[\"']?"
+    r"(?P<ssl>[^\s\"']{3,128})"
+    r"|\bhtpasswd\s+-\w*b\w*\s+\S+\s+\S+\s+[\"']?(?P<ht>[^\s\"']{3,128})"
+    r"|\bnet use\b[^\n|;&]{0,200}?/user:\S+\s+[\"']?(?P<net>[^\s\"'/*][^\s\"']{2,128})"
     r"|\b(?:docker|podman|helm|az)\b[^\n|;&]{0,300}?\slogin\b[^\n|;&]{0,300}?\s-p[ =]?[\"']?"
     r"(?P<login>[^\s\"']{3,128})|\b(?:PGPASSWORD|MYSQL_PWD|SSHPASS)=[\"']?(?P<env>[^\s\"']{3,128})"
     r"|(?:\bPIN|\bmy pin)(?: (?:code|number))?(?: is|:| =)? (?P<pin>\d{4})(?!\w)"
@@ -109,13 +128,14 @@ ALGORITHM = re.compile(
     re.I,
 )
 MAYBE_PASSWORD = re.compile(
-    rf"pass|pwd|wort|cred|log ?in|zugangsdaten|identifiants|curl|mysql|mariadb|\bpin\b|{WORDS}",
+    rf"pass|pwd|wort|cred|log ?in|zugangsdaten|identifiants|curl|mysql|mariadb|openssl|client|redis-cli|net use|\bpin\b|{WORDS}",
     re.I,
 )
 # An example, or code that fetches the password from elsewhere.
 PLACEHOLDER = re.compile(
     r"(?:your|my|the|some|new|old|user|example|sample|dummy|test)?[_-]?"
-    r"(?:password|passwd|pass|pwd|secret|string|key)\w{0,3}|x{3,}|[*.•_-]{3,}|none|null|true|false|str(?:ing)?|required|incorrect|wrong|changeme|placeholder|redacted"
+    r"(?:password|passwd|pass|pwd|secret|string|key)\w{0,3}|x{3,}|[*.•_-]{3,}|none|null|true|false"
+    r"|str(?:ing)?|required|incorrect|wrong|changeme|placeholder|redacted"
     r"|[$%^<&]\S*",
     re.I,
 )
@@ -157,6 +177,11 @@ def passwords(text: str) -> Iterator[Span]:
             if _is_password(value, quoted=group == "quoted"):
                 start = match.start(group)
                 yield start, start + len(value)
+        for match in SETTING.finditer(text):
+            kind = next(name for name in ("line", "define", "xml", "pair") if match[name])
+            is_set = kind == "line" and not PLACEHOLDER.fullmatch(match[kind])
+            if is_set or _is_password(match[kind], quoted=True):
+                yield match.span(kind)
         for match in PASSWORD_NEXT.finditer(text):
             value = match["value"].rstrip(".,:?")
             if _is_mixed(value):
