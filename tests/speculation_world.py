@@ -15,7 +15,7 @@ import numpy as np
 from benchmarks.recording import levels
 from eyas.engine.acceptance import along_paths
 from eyas.engine.costs import CostTable, Curve
-from eyas.engine.policy import Policy
+from eyas.engine.policy import Policy, RoundPlan
 from eyas.engine.tree import Speculation, goes_on
 from eyas.model.rows import Proposals
 from tests.test_tree import above_of
@@ -171,7 +171,7 @@ class World:
 
     def auto_rate(
         self, B: int, num_rounds: int, errors: tuple[float, float, float] = (1.3, 0.75, 1.0)
-    ) -> tuple[float, Policy]:
+    ) -> tuple[float, RecordedPolicy]:
         """Tokens/ms of the policy over rounds of B requests, each replaced by a new one after 150
         tokens or so.
         """
@@ -187,15 +187,27 @@ class World:
         return [*emitted, MISS]
 
 
+class RecordedPolicy(Policy):
+    """Keeps the plans of all rounds."""
+
+    def __init__(self, speculation: Speculation, costs: CostTable) -> None:
+        super().__init__(speculation, costs)
+        self.records: list[RoundPlan] = []
+
+    def observe(self, plan: RoundPlan, emitted: list[list[int]], real_ms: float) -> None:
+        super().observe(plan, emitted, real_ms)
+        self.records.append(plan)
+
+
 def played(
     worlds: list[World], B: int, num_rounds: int, errors: tuple[float, float, float]
-) -> tuple[list[int], float, Policy]:
+) -> tuple[list[int], float, RecordedPolicy]:
     """Tokens of each of B requests under the policy, and the ms of all rounds. Request b follows
     world b % len(worlds); all are of one machine.
     """
     first = worlds[0]
     machine = first.machine
-    policy = Policy(Speculation("auto", K, TOPK, MOST), machine.table(errors))
+    policy = RecordedPolicy(Speculation("auto", K, TOPK, MOST), machine.table(errors))
     rng = np.random.default_rng(first.seed + 2)
     pending = [1] * B
     ages = rng.integers(0, 150, B).tolist()

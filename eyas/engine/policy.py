@@ -29,7 +29,7 @@ C candidates, G path probabilities, W widths, Q numbers of requests that may dra
 from __future__ import annotations
 
 import math
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
@@ -54,7 +54,6 @@ ROUNDS_TO_PAY = 32  # rounds of a request over which making its missing entries 
 # of the logs of slowness and factor: what a round's error moves them by; a pause of the machine is
 # not believed in full (Huber 1964)
 _SLOWNESS_RATE, _FACTOR_RATE, _FACTOR_MEMORY, _MOST_ERROR = 0.05, 0.01, 0.9995, 0.2
-_NUM_RECORDS = 1024
 _MOST_LOADS = 256  # numbers of requests whose costs are kept
 
 
@@ -110,28 +109,17 @@ class RoundPlan:
     rate: float = 0.0
     proposals: Proposals | None = None
     calibration: Calibration | None = None
+    num_drafting: int = 0  # requests with candidates, of the head or of text
     depth: int = 0  # levels that the head has drafted
     num_nodes: int = 0
     expected_tokens: float = 0.0  # in auto; of all B requests
-    predicted_ms: float = 0.0  # in auto, by the table, uncorrected
+    predicted_ms: float = 0.0  # in auto, by the table; of a round that is done, corrected
+    tokens: int = 0  # of a round that is done, of all B requests
+    real_ms: float = 0.0
 
     @property
     def drafts(self) -> bool:
         return any(self.drafting.tolist())  # of few numbers, faster than an array operation
-
-
-@dataclass(frozen=True, slots=True)
-class RoundRecord:
-    """One round: what was chosen, expected and observed. tokens and ms are of the whole batch."""
-
-    num_requests: int
-    num_drafting: int
-    depth: int
-    num_nodes: int
-    expected_tokens: float
-    tokens: int
-    predicted_ms: float
-    real_ms: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,7 +143,6 @@ class Policy:
         self.speculation, self.costs = speculation, costs
         self.has_head = True  # the rounds say when it has none, or no longer
         self.expects_drafts = speculation.mode != "off"  # of a request that comes now
-        self.records: deque[RoundRecord] = deque(maxlen=_NUM_RECORDS)
         self.correction = Correction()
         self._sums: defaultdict[str, float] = defaultdict(float)
         self._max_nodes = speculation.num_verify_tokens - 1
@@ -297,6 +284,7 @@ class Policy:
         proposals: of the B' requests with candidates, in their order.
         """
         plan.proposals, plan.depth = proposals, _head_depth(proposals)
+        plan.num_drafting = len(proposals.tokens)
         if self.speculation.mode == "fixed":
             assert proposals.sources is None, "a tree of fixed size is the head's"
             kept = most_probable(proposals.scores, self._max_nodes)
@@ -328,10 +316,9 @@ class Policy:
         have emitted one each. real_ms: how long the round took.
         """
         assert real_ms > 0
-        predicted_ms = 0.0
         if self.speculation.mode == "auto":
             self._learn_trees(plan)
-            predicted_ms = self.correction.observe(
+            plan.predicted_ms = self.correction.observe(
                 plan.num_requests, plan.drafts, plan.predicted_ms, real_ms
             )
         accepted = [sum(len(row) - 1 for row in emitted if row), 0, 0]
@@ -340,11 +327,13 @@ class Policy:
             accepted = self.acceptance.observe(plan.proposals, plan.calibration, emitted)
         for source, count in zip(SOURCES, accepted, strict=True):
             self._sums[f"accepted_{source}"] += count
-        tokens = sum(map(len, emitted)) + plan.num_requests - len(emitted)
-        chosen = plan.num_requests, len(emitted), plan.depth, plan.num_nodes
-        record = RoundRecord(*chosen, plan.expected_tokens, tokens, predicted_ms, real_ms)
-        self.records.append(record)
-        self._count("tree" if emitted else "plain", record)
+        plan.tokens = sum(map(len, emitted)) + plan.num_requests - len(emitted)
+        plan.real_ms, kind = real_ms, "tree" if plan.num_drafting else "plain"
+        self._sums[f"{kind}_rounds"] += 1
+        for name in ("tokens", "expected_tokens", "predicted_ms", "real_ms"):
+            self._sums[f"{kind}_{name}"] += getattr(plan, name)
+        self._sums["verified_nodes"] += plan.num_nodes
+        self._sums["draft_steps"] += max(0, plan.depth - 1)
 
     def _learn_trees(self, plan: RoundPlan) -> None:
         """Move the expected tree towards those of this round, or back to the first one."""
@@ -375,15 +364,6 @@ class Policy:
         self._tables += above[..., ::-1].cumsum(2)[..., ::-1].cumsum(1)
         self._reached = RECENT * self._reached + num_trees * np.minimum(self._depths, plan.depth)
         self._num_trees = RECENT * self._num_trees + num_trees
-
-    def _count(self, kind: str, record: RoundRecord) -> None:
-        self._sums[f"{kind}_rounds"] += 1
-        self._sums[f"{kind}_tokens"] += record.tokens
-        self._sums[f"{kind}_expected_tokens"] += record.expected_tokens
-        self._sums[f"{kind}_predicted_ms"] += record.predicted_ms
-        self._sums[f"{kind}_real_ms"] += record.real_ms
-        self._sums["verified_nodes"] += record.num_nodes
-        self._sums["draft_steps"] += max(0, record.depth - 1)
 
     def metrics(self) -> dict[str, float]:
         """Sums since the start: rounds, tokens, ms; accepted drafts by who proposed them."""
