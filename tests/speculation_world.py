@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache
+from itertools import pairwise
 
 import numpy as np
 
-from benchmarks.recording import levels
 from eyas.engine.acceptance import along_paths
 from eyas.engine.costs import CostTable, Curve
 from eyas.engine.policy import Policy, RoundPlan
@@ -185,6 +185,25 @@ class World:
             if node >= len(kept) or not kept[node]:
                 return emitted
         return [*emitted, MISS]
+
+
+def levels(depths: np.ndarray) -> list[slice]:
+    """The candidates of each depth, from 1 on."""
+    depth = int(depths[-1]) if len(depths) else 0
+    bounds = depths.searchsorted(np.arange(1, depth + 2)).tolist()
+    return [slice(start, stop) for start, stop in pairwise(bounds)]
+
+
+def of_best_path(proposals: Proposals) -> np.ndarray:
+    """Which candidates, bool [B, C], a narrow tree has: levels grown from the best one alone."""
+    found = np.zeros(proposals.parents.shape, dtype=bool)
+    above = np.full((len(found), 1), -1)
+    for level in levels(proposals.depths):
+        own = proposals.parents[:, level] == above
+        found[:, level] = own
+        best = np.where(own, proposals.scores[:, level], -np.inf).argmax(1)[:, None]
+        above = np.where(own.any(1, keepdims=True), level.start + best, -2)
+    return found
 
 
 class RecordedPolicy(Policy):
