@@ -192,55 +192,67 @@ class Policy:
         return plan
 
     def _plan(self, plan: RoundPlan, text_S2G: np.ndarray | None) -> None:
-        """text_S2G: as the expected tree's tables, of text's candidates."""
-        assert self.costs is not None
-        costs, B, S = self.costs, plan.num_requests, len(plan.pending)
+        """Take the best of all plans: the width of a level (W), the number of requests that draft
+        (Q), the levels (K), and the path probability from which on nodes are verified (G).
+
+        text_S2G: as the expected tree's tables, of text's candidates. What the head's trees bring
+        and take is counted beside these.
+        """
+        B, S = plan.num_requests, len(plan.pending)
         load = self._load(B, S)
-        plain_rate = B / float(load.forwards[0])
-        trees_2KG = self._tables / self._num_trees
+        trees_2KG, text_2G = self._tables / self._num_trees, None
         gain_S2KG = trees_2KG[None] if S == 1 else np.broadcast_to(trees_2KG, (S, *trees_2KG.shape))
-        text_2G = None
+        plan.rate = B / float(load.forwards[0])  # of plain decoding, or with text alone
         if text_S2G is not None:
             text_2G = text_S2G[0] if S == 1 else text_S2G.sum(0)
             rates = (B + text_2G[0]) / np.interp(text_2G[1], load.nodes_axis, load.forwards)
-            plain_rate = max(plain_rate, float(rates.max()))
+            plan.rate = max(plan.rate, float(rates.max()))
             gain_S2KG = np.maximum(trees_2KG - text_S2G[:, :, None], 0.0)
-        plan.rate = plain_rate
         if not self.has_head:
             return
-        # entries that are missing because a request did not draft are paid once, and serve all its
-        # rounds
-        pending = plan.pending.tolist()
-        late = [costs.enter(n) / ROUNDS_TO_PAY if n > AT_ONCE else 0.0 for n in pending]
-        if S == 1:
-            order, sums = np.zeros(1, dtype=np.intp), gain_S2KG
-            before_Q = np.array([costs.extend(min(pending[0], AT_ONCE)) + late[0]])
-        else:
-            late_S = np.array(late)
-            order = (late_S * plain_rate - gain_S2KG[:, 0, -1, 0]).argsort(kind="stable")
-            due_Q = np.minimum(plan.pending, AT_ONCE)[order].cumsum()[load.of_Q]
-            before_Q = costs.extend.span(0, S * AT_ONCE + 1)[due_Q]
-            before_Q = before_Q + late_S[order].cumsum()[load.of_Q]
-            sums = gain_S2KG[order].cumsum(0)[load.of_Q]
+        # the requests for which drafting is worth most come first, and q + 1 of them draft
+        order, before_Q = self._caught_up(plan, load, gain_S2KG[:, 0, -1, 0])
+        sums_Q2KG = gain_S2KG if S == 1 else gain_S2KG[order].cumsum(0)[load.of_Q]
         if text_2G is not None:
-            sums = sums + text_2G[:, None]
-        ms_QKG = np.interp(sums[:, 1], load.nodes_axis, load.forwards) + before_Q[:, None, None]
-        levels_K = self._reached / self._num_trees - 1
-        ms_WQKG = ms_QKG + (load.steps_WQ1 * levels_K)[..., None]
+            sums_Q2KG = sums_Q2KG + text_2G[:, None]
+        verify_QKG = np.interp(sums_Q2KG[:, 1], load.nodes_axis, load.forwards)
+        grow_WQK = load.steps_WQ1 * (self._reached / self._num_trees - 1)
+        ms_WQKG = verify_QKG + before_Q[:, None, None] + grow_WQK[..., None]
+        tokens_WQKG = B + sums_Q2KG[:, 0] * self._quality_W
         factor = self.correction.factor(B)
-        tokens_WQKG = B + sums[:, 0] * self._quality_W
-        rates = tokens_WQKG / (ms_WQKG * factor)
-        best = int(rates.argmax())
-        if rates.flat[best] <= plain_rate:
+        rates_WQKG = tokens_WQKG / (ms_WQKG * factor)
+        best = int(rates_WQKG.argmax())
+        if rates_WQKG.flat[best] <= plan.rate:
             return
-        w, q, _, g = np.unravel_index(best, rates.shape)
-        plan.rate = float(rates.flat[best]) * factor
+        w, q, _, g = np.unravel_index(best, rates_WQKG.shape)
+        plan.rate = float(rates_WQKG.flat[best]) * factor
         plan.drafting[order[: load.of_Q[q] + 1]] = True
         plan.width = int(self._widths[w])
         # as the draft's own path probabilities, of which the levels' frontiers are known
         ratios = self.acceptance.ratios().cumprod()
         level = plan.rate * float(load.steps_WQ1[w, q, 0]) / LEVEL_GAIN
         plan.thresholds = [*(level / ratios[:-1]).tolist(), float(GRID[g] / ratios[0])]
+
+    def _caught_up(
+        self, plan: RoundPlan, load: Load, gain_S: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """The requests by what drafting brings them (gain_S, tokens) and costs them first, and the
+        ms [Q] until the first of them have all their entries.
+
+        Many missing entries, of a request that did not draft, are paid once and serve all its
+        rounds.
+        """
+        assert self.costs is not None
+        costs, pending = self.costs, plan.pending.tolist()
+        late = [costs.enter(n) / ROUNDS_TO_PAY if n > AT_ONCE else 0.0 for n in pending]
+        if len(late) == 1:
+            ms = costs.extend(min(pending[0], AT_ONCE)) + late[0]
+            return np.zeros(1, dtype=np.intp), np.array([ms])
+        late_S = np.array(late)
+        order = (late_S * plan.rate - gain_S).argsort(kind="stable")
+        due_Q = np.minimum(plan.pending, AT_ONCE)[order].cumsum()[load.of_Q]
+        extend_Q = costs.extend.span(0, len(late) * AT_ONCE + 1)[due_Q]
+        return order, extend_Q + late_S[order].cumsum()[load.of_Q]
 
     def _load(self, B: int, S: int) -> Load:
         """What rounds of B requests, of which S may speculate, cost; kept for the next of them."""
