@@ -286,7 +286,7 @@ def _draw(sample: RunningSample, logits_NV: Logits, deadline: float, node: int) 
     if sample.sampler.failure is not None:
         sample.error = sample.sampler.failure
         return None
-    return sample.sampler.draw_at(logits_NV, node)
+    return sample.sampler.draw(logits_NV[node])
 
 
 def _judged_columns(sample: RunningSample, chunk: range) -> range:
