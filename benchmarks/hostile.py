@@ -42,7 +42,7 @@ GOAL_MS, GOAL_MEMORY = 150.0, 1.2
 AT_ONCE = 8
 SIZE = (1 << 20) - 64  # bytes: just below the largest body
 QUIET_S = 5.0
-PROMPT_TOKENS = 940
+PROMPT_TOKENS, SHORT_TOKENS = 940, 40
 NUM_READERS, READ_S, READ_BYTES = 50, 10.0, 256  # slow readers: bytes a twentieth of a second
 NUM_IDLE = 1000
 STREAM = {
@@ -110,10 +110,12 @@ def mutual_references(count: int = 30) -> dict[str, Any]:
     return {"$ref": "#/$defs/d0", "$defs": defs}
 
 
-def long_prompts(count: int, seed: int, **options: Any) -> list[tuple[str, bytes]]:
+def long_prompts(
+    count: int, seed: int, tokens: int = PROMPT_TOKENS, **options: Any
+) -> list[tuple[str, bytes]]:
     """Prompts of which no two begin alike."""
     rng = random.Random(seed)
-    asked = [[rng.randrange(100, 500) for _ in range(PROMPT_TOKENS)] for _ in range(count)]
+    asked = [[rng.randrange(100, 500) for _ in range(tokens)] for _ in range(count)]
     body = {"model": "eyas", "max_tokens": 2, "temperature": 0, **options}
     return [(TEXT, json.dumps({**body, "prompt": one}).encode()) for one in asked]
 
@@ -331,6 +333,24 @@ class Attack:
             await asyncio.gather(*(client(http) for _ in range(at_once)))
         return statuses
 
+    async def beside_long_prompts(self, tokens: int) -> dict[str, list[float]]:
+        """Of long prompts that come together: the seconds until all are answered, and of each short
+        one meanwhile.
+        """
+        seconds: dict[str, list[float]] = {}
+        for seed, (num_long, num_short) in enumerate([(0, 3), (1, 0), (1, 3), (3, 3)]):
+            began = [time.perf_counter()]
+            reading = asyncio.ensure_future(self.send(long_prompts(num_long, seed, tokens), 4))
+            waits = seconds[f"{num_long} long, {num_short} short"] = []
+            for short in long_prompts(num_short, 50 + seed, SHORT_TOKENS):
+                await asyncio.sleep(0.5)
+                began.append(time.perf_counter())
+                await self.send([short], 1)
+                waits.append(round(time.perf_counter() - began.pop(), 3))
+            await reading
+            waits.insert(0, round(time.perf_counter() - began[0], 3))
+        return seconds
+
     async def read_slowly(self) -> Counter[str]:
         """Streams whose clients read a little now and then, and leave."""
         host, port = self._url.removeprefix("http://").split(":")
@@ -473,6 +493,7 @@ def main() -> None:
         for name, work in attack.crowds(seed=0).items():
             crowds[name] = attack.measured(work)
             print(f"{name:32s} {json.dumps(crowds[name])}", flush=True)
+        beside = asyncio.run(attack.beside_long_prompts(args.max_length - 64))
         time.sleep(QUIET_S)
         after = resident_mib(process.pid) / attack.idle_mib
     finally:
@@ -489,6 +510,7 @@ def main() -> None:
         "longest_alone": most_ms,
         "longest_at_once": {name: at_once[name] for name in most_ms},
         "crowds": crowds,
+        "beside_long_prompts_s": beside,
         "kinds_over_goal": sorted(
             kind for kind, one in measured.items() if any(one[name] > GOAL_MS for name in most_ms)
         ),

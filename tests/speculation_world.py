@@ -9,13 +9,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache
+from itertools import pairwise
 
 import numpy as np
 
-from benchmarks.recording import levels
 from eyas.engine.acceptance import along_paths
 from eyas.engine.costs import CostTable, Curve
-from eyas.engine.policy import Policy
+from eyas.engine.policy import Policy, RoundPlan
 from eyas.engine.tree import Speculation, goes_on
 from eyas.model.rows import Proposals
 from tests.test_tree import above_of
@@ -171,7 +171,7 @@ class World:
 
     def auto_rate(
         self, B: int, num_rounds: int, errors: tuple[float, float, float] = (1.3, 0.75, 1.0)
-    ) -> tuple[float, Policy]:
+    ) -> tuple[float, RecordedPolicy]:
         """Tokens/ms of the policy over rounds of B requests, each replaced by a new one after 150
         tokens or so.
         """
@@ -187,15 +187,46 @@ class World:
         return [*emitted, MISS]
 
 
+def levels(depths: np.ndarray) -> list[slice]:
+    """The candidates of each depth, from 1 on."""
+    depth = int(depths[-1]) if len(depths) else 0
+    bounds = depths.searchsorted(np.arange(1, depth + 2)).tolist()
+    return [slice(start, stop) for start, stop in pairwise(bounds)]
+
+
+def of_best_path(proposals: Proposals) -> np.ndarray:
+    """Which candidates, bool [B, C], a narrow tree has: levels grown from the best one alone."""
+    found = np.zeros(proposals.parents.shape, dtype=bool)
+    above = np.full((len(found), 1), -1)
+    for level in levels(proposals.depths):
+        own = proposals.parents[:, level] == above
+        found[:, level] = own
+        best = np.where(own, proposals.scores[:, level], -np.inf).argmax(1)[:, None]
+        above = np.where(own.any(1, keepdims=True), level.start + best, -2)
+    return found
+
+
+class RecordedPolicy(Policy):
+    """Keeps the plans of all rounds."""
+
+    def __init__(self, speculation: Speculation, costs: CostTable) -> None:
+        super().__init__(speculation, costs)
+        self.records: list[RoundPlan] = []
+
+    def observe(self, plan: RoundPlan, emitted: list[list[int]], real_ms: float) -> None:
+        super().observe(plan, emitted, real_ms)
+        self.records.append(plan)
+
+
 def played(
     worlds: list[World], B: int, num_rounds: int, errors: tuple[float, float, float]
-) -> tuple[list[int], float, Policy]:
+) -> tuple[list[int], float, RecordedPolicy]:
     """Tokens of each of B requests under the policy, and the ms of all rounds. Request b follows
     world b % len(worlds); all are of one machine.
     """
     first = worlds[0]
     machine = first.machine
-    policy = Policy(Speculation("auto", K, TOPK, MOST), machine.table(errors))
+    policy = RecordedPolicy(Speculation("auto", K, TOPK, MOST), machine.table(errors))
     rng = np.random.default_rng(first.seed + 2)
     pending = [1] * B
     ages = rng.integers(0, 150, B).tolist()

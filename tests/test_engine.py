@@ -7,12 +7,14 @@ import re
 from dataclasses import replace
 from itertools import pairwise
 
+import numpy as np
 import pytest
 
 from eyas.engine.draft import Draft
 from eyas.engine.engine import EngineConfig
 from eyas.engine.request import Request, SamplingParams, Update
 from eyas.errors import ConfigError, InputError, MismatchError
+from eyas.model.rows import Proposals
 from tests import tiny_engine
 from tests.tiny_engine import (
     VOCAB,
@@ -97,7 +99,12 @@ def test_a_head_swapped_in_drafts_as_if_it_had_been_there_from_the_start(target)
 
     def proposed(swaps_at: int) -> list[list[list[int]]]:
         running, rounds = engine(target), []
-        running.rounds.recorder = lambda _, proposals: rounds.append(proposals.tokens.tolist())
+
+        def nothing(_: object, proposals: Proposals) -> np.ndarray:
+            rounds.append(proposals.tokens.tolist())
+            return np.zeros(proposals.tokens.shape, dtype=bool)
+
+        running.rounds.policy.choose = nothing  # no node is verified: a token a round
         for request in requests(3, shared=20, ignore_eos=True, max_tokens=20):
             running.add(request)
         step = 0

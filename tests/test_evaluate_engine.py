@@ -1,18 +1,16 @@
-"""Eval through the engine: tau of prompts by tree, and recorded rounds against the engine's own."""
+"""Eval through the engine: tau of prompts by tree."""
 
 from __future__ import annotations
 
 import pytest
 
-from benchmarks.recording import record
 from eyas.artifact import Artifact
 from eyas.chat import Chat
 from eyas.cli.stage import StageFolder
-from eyas.engine.tree import Speculation, most_probable
 from eyas.errors import ConfigError, EmptyInputError
 from eyas.evaluate import trees
 from eyas.evaluate.evaluate import EvalConfig, evaluate
-from eyas.evaluate.trees import PromptSet, decode, prompts_digest
+from eyas.evaluate.trees import PromptSet, prompts_digest
 from eyas.log import quiet
 from eyas.tau import tau_of
 from tests.tiny import tiny_target
@@ -85,48 +83,6 @@ def test_says_of_each_tree_and_temperature_what_the_engine_does(evaluated, model
     assert all(result[name] == first[name] for name in ("tau", "accept_hist", "rounds"))
     assert manifest.facts["tau"] == result["tau"]
     assert "temperature 0" in result["assumes"]
-
-
-@pytest.fixture(scope="module")
-def recorded(models, folders):
-    """Requests by temperature, and their rounds, recorded with five levels."""
-    found = {}
-    for temperature in (0.0, 0.8):
-        requests = prompt_set(folders[0], COUNT).requests(24, temperature, 7)
-        found[temperature] = requests, record(models, 5, 2, requests, quiet)
-    return found
-
-
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
-@pytest.mark.parametrize("sizes", ["fixed(5,2,8)", "fixed(2,2,4)", "fixed(5,2,3)"])
-def test_recorded_rounds_replay_what_the_engine_does_with_any_tree(
-    models, recorded, temperature, sizes
-):
-    """One recording: the same rounds as the engine's, answer by answer, for each depth and size."""
-    requests, rounds = recorded[temperature]
-    tree = Speculation.parse(sizes)
-    served = decode(models.engine(tree), requests, quiet)
-    names = [request.id for request in requests]
-    assert [rounds.answers[name].token_ids for name in names] == [
-        answer.token_ids for answer in served
-    ]
-    widths = []
-
-    def rule(some, proposals):
-        widths.append(len(some))
-        return most_probable(proposals.scores, tree.num_verify_tokens - 1)
-
-    accepted = rounds.play(rule, tree.num_draft_steps, concurrency=3)
-    assert [accepted[name] for name in names] == [answer.accepted for answer in served]
-    assert sum(map(sum, accepted.values())) > 0
-    assert max(widths) == 3
-
-
-def test_rounds_without_drafts_take_a_token_each(recorded):
-    _, rounds = recorded[0.0]
-    accepted = rounds.play(lambda _, proposals: proposals.tokens < 0, 1)
-    lengths = {name: len(answer.token_ids) for name, answer in rounds.answers.items()}
-    assert accepted == {name: [0] * (length - 1) for name, length in lengths.items()}
 
 
 def test_prompts_that_cannot_be_asked_are_left_out(folders):

@@ -20,7 +20,6 @@ from hypothesis import strategies as st
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from benchmarks.recording import of_best_path
 from eyas.engine.draft import Draft
 from eyas.engine.tree import tree_of
 from eyas.engine.verify import accept
@@ -54,6 +53,7 @@ from eyas.operators.tensors import array_of, arrays_of, read_tensors, tensor_of
 from tests.architectures import ARCHITECTURES, save_architecture
 from tests.oracle.draft import guessed
 from tests.plain_eagle import Example, PlainHead
+from tests.speculation_world import of_best_path
 from tests.tiny import tiny_target
 from tests.tiny_head import tiny_head
 

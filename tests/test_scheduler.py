@@ -359,6 +359,14 @@ def test_a_short_prompt_waits_for_no_long_one():
     assert clock.now <= 2 * 600 + 3 * 20, "no row is read twice"
 
 
+def test_a_long_beginning_of_several_prompts_is_read_once():
+    world = World(0, 100)
+    for name in "abc":
+        world.scheduler.add(sample(name, [0, 1] * 20 + [ord(name)] * 6, max_tokens=1)[0])
+    world.drain()
+    assert sum(world.device.rows_of_jobs) <= 40 + 3 * (6 + PAGE)
+
+
 def test_scored_prompts_make_no_others_pause_for_longer_either():
     clock = Clock(pause_ms=80)
     pauses = clock.pauses_of([*prompts_of(150, prompt_logprobs=0), *prompts_of(100)])

@@ -2,9 +2,10 @@
 
 engine      Engine and its settings: requests in, updates out
 request     what goes in and comes out: SamplingParams, Request, Update, Result
-scheduler   which samples run next, and the state of each; pages: the cache's pages
+scheduler   which samples run next, and the state of each; prefill: how prompts share a chunk;
+            pages: the cache's pages
 rounds      a job's work: prefill, or one round of propose -> verify -> extend
-drafters    who proposes: the head, and text; draft: the head for inference, and how it grows trees
+drafters    who proposes: the head, and text; draft: the head on its target
 tree        which nodes are verified
 verify      the exact walk down a verified tree
 sampling    from logits to tokens; grammar: JSON schemas and regular expressions; stop

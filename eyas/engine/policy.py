@@ -29,7 +29,7 @@ C candidates, G path probabilities, W widths, Q numbers of requests that may dra
 from __future__ import annotations
 
 import math
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
@@ -54,7 +54,6 @@ ROUNDS_TO_PAY = 32  # rounds of a request over which making its missing entries 
 # of the logs of slowness and factor: what a round's error moves them by; a pause of the machine is
 # not believed in full (Huber 1964)
 _SLOWNESS_RATE, _FACTOR_RATE, _FACTOR_MEMORY, _MOST_ERROR = 0.05, 0.01, 0.9995, 0.2
-_NUM_RECORDS = 1024
 _MOST_LOADS = 256  # numbers of requests whose costs are kept
 
 
@@ -110,28 +109,17 @@ class RoundPlan:
     rate: float = 0.0
     proposals: Proposals | None = None
     calibration: Calibration | None = None
+    num_drafting: int = 0  # requests with candidates, of the head or of text
     depth: int = 0  # levels that the head has drafted
     num_nodes: int = 0
     expected_tokens: float = 0.0  # in auto; of all B requests
-    predicted_ms: float = 0.0  # in auto, by the table, uncorrected
+    predicted_ms: float = 0.0  # in auto, by the table; of a round that is done, corrected
+    tokens: int = 0  # of a round that is done, of all B requests
+    real_ms: float = 0.0
 
     @property
     def drafts(self) -> bool:
         return any(self.drafting.tolist())  # of few numbers, faster than an array operation
-
-
-@dataclass(frozen=True, slots=True)
-class RoundRecord:
-    """One round: what was chosen, expected and observed. tokens and ms are of the whole batch."""
-
-    num_requests: int
-    num_drafting: int
-    depth: int
-    num_nodes: int
-    expected_tokens: float
-    tokens: int
-    predicted_ms: float
-    real_ms: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,7 +143,6 @@ class Policy:
         self.speculation, self.costs = speculation, costs
         self.has_head = True  # the rounds say when it has none, or no longer
         self.expects_drafts = speculation.mode != "off"  # of a request that comes now
-        self.records: deque[RoundRecord] = deque(maxlen=_NUM_RECORDS)
         self.correction = Correction()
         self._sums: defaultdict[str, float] = defaultdict(float)
         self._max_nodes = speculation.num_verify_tokens - 1
@@ -205,55 +192,67 @@ class Policy:
         return plan
 
     def _plan(self, plan: RoundPlan, text_S2G: np.ndarray | None) -> None:
-        """text_S2G: as the expected tree's tables, of text's candidates."""
-        assert self.costs is not None
-        costs, B, S = self.costs, plan.num_requests, len(plan.pending)
+        """Take the best of all plans: the width of a level (W), the number of requests that draft
+        (Q), the levels (K), and the path probability from which on nodes are verified (G).
+
+        text_S2G: as the expected tree's tables, of text's candidates. What the head's trees bring
+        and take is counted beside these.
+        """
+        B, S = plan.num_requests, len(plan.pending)
         load = self._load(B, S)
-        plain_rate = B / float(load.forwards[0])
-        trees_2KG = self._tables / self._num_trees
+        trees_2KG, text_2G = self._tables / self._num_trees, None
         gain_S2KG = trees_2KG[None] if S == 1 else np.broadcast_to(trees_2KG, (S, *trees_2KG.shape))
-        text_2G = None
+        plan.rate = B / float(load.forwards[0])  # of plain decoding, or with text alone
         if text_S2G is not None:
             text_2G = text_S2G[0] if S == 1 else text_S2G.sum(0)
             rates = (B + text_2G[0]) / np.interp(text_2G[1], load.nodes_axis, load.forwards)
-            plain_rate = max(plain_rate, float(rates.max()))
+            plan.rate = max(plan.rate, float(rates.max()))
             gain_S2KG = np.maximum(trees_2KG - text_S2G[:, :, None], 0.0)
-        plan.rate = plain_rate
         if not self.has_head:
             return
-        # entries that are missing because a request did not draft are paid once, and serve all its
-        # rounds
-        pending = plan.pending.tolist()
-        late = [costs.enter(n) / ROUNDS_TO_PAY if n > AT_ONCE else 0.0 for n in pending]
-        if S == 1:
-            order, sums = np.zeros(1, dtype=np.intp), gain_S2KG
-            before_Q = np.array([costs.extend(min(pending[0], AT_ONCE)) + late[0]])
-        else:
-            late_S = np.array(late)
-            order = (late_S * plain_rate - gain_S2KG[:, 0, -1, 0]).argsort(kind="stable")
-            due_Q = np.minimum(plan.pending, AT_ONCE)[order].cumsum()[load.of_Q]
-            before_Q = costs.extend.span(0, S * AT_ONCE + 1)[due_Q]
-            before_Q = before_Q + late_S[order].cumsum()[load.of_Q]
-            sums = gain_S2KG[order].cumsum(0)[load.of_Q]
+        # the requests for which drafting is worth most come first, and q + 1 of them draft
+        order, before_Q = self._caught_up(plan, load, gain_S2KG[:, 0, -1, 0])
+        sums_Q2KG = gain_S2KG if S == 1 else gain_S2KG[order].cumsum(0)[load.of_Q]
         if text_2G is not None:
-            sums = sums + text_2G[:, None]
-        ms_QKG = np.interp(sums[:, 1], load.nodes_axis, load.forwards) + before_Q[:, None, None]
-        levels_K = self._reached / self._num_trees - 1
-        ms_WQKG = ms_QKG + (load.steps_WQ1 * levels_K)[..., None]
+            sums_Q2KG = sums_Q2KG + text_2G[:, None]
+        verify_QKG = np.interp(sums_Q2KG[:, 1], load.nodes_axis, load.forwards)
+        grow_WQK = load.steps_WQ1 * (self._reached / self._num_trees - 1)
+        ms_WQKG = verify_QKG + before_Q[:, None, None] + grow_WQK[..., None]
+        tokens_WQKG = B + sums_Q2KG[:, 0] * self._quality_W
         factor = self.correction.factor(B)
-        tokens_WQKG = B + sums[:, 0] * self._quality_W
-        rates = tokens_WQKG / (ms_WQKG * factor)
-        best = int(rates.argmax())
-        if rates.flat[best] <= plain_rate:
+        rates_WQKG = tokens_WQKG / (ms_WQKG * factor)
+        best = int(rates_WQKG.argmax())
+        if rates_WQKG.flat[best] <= plan.rate:
             return
-        w, q, _, g = np.unravel_index(best, rates.shape)
-        plan.rate = float(rates.flat[best]) * factor
+        w, q, _, g = np.unravel_index(best, rates_WQKG.shape)
+        plan.rate = float(rates_WQKG.flat[best]) * factor
         plan.drafting[order[: load.of_Q[q] + 1]] = True
         plan.width = int(self._widths[w])
         # as the draft's own path probabilities, of which the levels' frontiers are known
         ratios = self.acceptance.ratios().cumprod()
         level = plan.rate * float(load.steps_WQ1[w, q, 0]) / LEVEL_GAIN
         plan.thresholds = [*(level / ratios[:-1]).tolist(), float(GRID[g] / ratios[0])]
+
+    def _caught_up(
+        self, plan: RoundPlan, load: Load, gain_S: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """The requests by what drafting brings them (gain_S, tokens) and costs them first, and the
+        ms [Q] until the first of them have all their entries.
+
+        Many missing entries, of a request that did not draft, are paid once and serve all its
+        rounds.
+        """
+        assert self.costs is not None
+        costs, pending = self.costs, plan.pending.tolist()
+        late = [costs.enter(n) / ROUNDS_TO_PAY if n > AT_ONCE else 0.0 for n in pending]
+        if len(late) == 1:
+            ms = costs.extend(min(pending[0], AT_ONCE)) + late[0]
+            return np.zeros(1, dtype=np.intp), np.array([ms])
+        late_S = np.array(late)
+        order = (late_S * plan.rate - gain_S).argsort(kind="stable")
+        due_Q = np.minimum(plan.pending, AT_ONCE)[order].cumsum()[load.of_Q]
+        extend_Q = costs.extend.span(0, len(late) * AT_ONCE + 1)[due_Q]
+        return order, extend_Q + late_S[order].cumsum()[load.of_Q]
 
     def _load(self, B: int, S: int) -> Load:
         """What rounds of B requests, of which S may speculate, cost; kept for the next of them."""
@@ -297,6 +296,7 @@ class Policy:
         proposals: of the B' requests with candidates, in their order.
         """
         plan.proposals, plan.depth = proposals, _head_depth(proposals)
+        plan.num_drafting = len(proposals.tokens)
         if self.speculation.mode == "fixed":
             assert proposals.sources is None, "a tree of fixed size is the head's"
             kept = most_probable(proposals.scores, self._max_nodes)
@@ -328,10 +328,9 @@ class Policy:
         have emitted one each. real_ms: how long the round took.
         """
         assert real_ms > 0
-        predicted_ms = 0.0
         if self.speculation.mode == "auto":
             self._learn_trees(plan)
-            predicted_ms = self.correction.observe(
+            plan.predicted_ms = self.correction.observe(
                 plan.num_requests, plan.drafts, plan.predicted_ms, real_ms
             )
         accepted = [sum(len(row) - 1 for row in emitted if row), 0, 0]
@@ -340,11 +339,13 @@ class Policy:
             accepted = self.acceptance.observe(plan.proposals, plan.calibration, emitted)
         for source, count in zip(SOURCES, accepted, strict=True):
             self._sums[f"accepted_{source}"] += count
-        tokens = sum(map(len, emitted)) + plan.num_requests - len(emitted)
-        chosen = plan.num_requests, len(emitted), plan.depth, plan.num_nodes
-        record = RoundRecord(*chosen, plan.expected_tokens, tokens, predicted_ms, real_ms)
-        self.records.append(record)
-        self._count("tree" if emitted else "plain", record)
+        plan.tokens = sum(map(len, emitted)) + plan.num_requests - len(emitted)
+        plan.real_ms, kind = real_ms, "tree" if plan.num_drafting else "plain"
+        self._sums[f"{kind}_rounds"] += 1
+        for name in ("tokens", "expected_tokens", "predicted_ms", "real_ms"):
+            self._sums[f"{kind}_{name}"] += getattr(plan, name)
+        self._sums["verified_nodes"] += plan.num_nodes
+        self._sums["draft_steps"] += max(0, plan.depth - 1)
 
     def _learn_trees(self, plan: RoundPlan) -> None:
         """Move the expected tree towards those of this round, or back to the first one."""
@@ -375,15 +376,6 @@ class Policy:
         self._tables += above[..., ::-1].cumsum(2)[..., ::-1].cumsum(1)
         self._reached = RECENT * self._reached + num_trees * np.minimum(self._depths, plan.depth)
         self._num_trees = RECENT * self._num_trees + num_trees
-
-    def _count(self, kind: str, record: RoundRecord) -> None:
-        self._sums[f"{kind}_rounds"] += 1
-        self._sums[f"{kind}_tokens"] += record.tokens
-        self._sums[f"{kind}_expected_tokens"] += record.expected_tokens
-        self._sums[f"{kind}_predicted_ms"] += record.predicted_ms
-        self._sums[f"{kind}_real_ms"] += record.real_ms
-        self._sums["verified_nodes"] += record.num_nodes
-        self._sums["draft_steps"] += max(0, record.depth - 1)
 
     def metrics(self) -> dict[str, float]:
         """Sums since the start: rounds, tokens, ms; accepted drafts by who proposed them."""

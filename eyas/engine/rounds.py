@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 
@@ -53,9 +53,6 @@ from eyas.model.rows import (
 from eyas.model.target import Target
 
 log = logging.getLogger("eyas.engine")
-
-# called with the ids of the requests that draft, and what the draft proposes to each
-Recorder = Callable[[list[str], Proposals], None]
 
 
 class Trace:
@@ -101,8 +98,6 @@ class Rounds:
         self.text = TextDrafter() if drafts_text else None
         self.head: HeadDrafter | None = None
         self.draft_failure: str | None = None  # why the head is off since; None while it drafts
-        # If set, it gets the proposals of every round, and no node is verified: a token a round.
-        self.recorder: Recorder | None = None
         self._end_tokens = frozenset(target.config.eos_token_ids)
         self._cache = target.new_cache(pool.num_pages)
         if draft is not None:
@@ -180,9 +175,6 @@ class Rounds:
         kept = np.empty((0, 0), dtype=bool)
         if drafting:
             kept = self.policy.choose(plan, proposals)
-        if drafting and self.recorder is not None:
-            self.recorder([sample.request.id for sample in drafting], proposals)
-            kept = np.zeros_like(kept)
         lines = {sample: line for line, sample in enumerate(drafting)}
         chosen = NodesToVerify([lines.get(sample, -1) for sample in samples], proposals, kept)
         emitted = dict(zip(samples, self._verify(samples, chosen), strict=True))
@@ -191,10 +183,10 @@ class Rounds:
         updates, grown = [], set(growing)
         for sample, tokens in emitted.items():
             accepted = tree = None
-            if sample in lines and self.recorder is None and sample.request.returns_trees:
+            if sample in lines and sample.request.returns_trees:
                 line = lines[sample]
                 tree = drafted_tree(proposals, line, kept[line], tokens)
-            if tokens and sample in grown and self.recorder is None:
+            if tokens and sample in grown:
                 accepted = len(tokens) - 1
             if sample.finish_reason is not None and self.text is not None:
                 self.text.remember(sample)
@@ -294,7 +286,7 @@ def _draw(sample: RunningSample, logits_NV: Logits, deadline: float, node: int) 
     if sample.sampler.failure is not None:
         sample.error = sample.sampler.failure
         return None
-    return sample.sampler.draw_at(logits_NV, node)
+    return sample.sampler.draw(logits_NV[node])
 
 
 def _judged_columns(sample: RunningSample, chunk: range) -> range:

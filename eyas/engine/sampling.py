@@ -218,10 +218,6 @@ class Sampler:
                 self.logprobs.append(scored(token, total, self._scores.logits[place].tolist(), top))
             self._advance(token)
 
-    def draw_at(self, logits_RV: Logits, row: int) -> int:
-        """`draw` from a row of logits [R, V]."""
-        return self.draw(logits_RV[row])
-
     def draw(self, logits_V: Logits) -> int:
         """The next token of logits fp32 [V]. The token that ended the answer is repeated: the walk
         through a tree may go past the end. Raises EyasError for logits that are no numbers.

@@ -361,7 +361,9 @@ class Scheduler:
         return self._pool.match(prefix, newcomer.request.cache_salt)
 
     def _leader(self, newcomer: RunningSample, num_pages: int) -> RunningSample | None:
-        """The running sample that is about to compute a newcomer's page of this number."""
+        """The running sample that is about to compute a newcomer's page of this number: one of the
+        same request, or of a prompt that takes several jobs to read.
+        """
         end = num_pages * self._pool.page_size
         if not self._keeps_prefixes or _is_scored(newcomer) or end >= newcomer.prefill_end:
             return None
@@ -371,6 +373,7 @@ class Scheduler:
                 one
                 for one in self._running
                 if one.num_cached < end <= one.prefill_end
+                and (one.request is newcomer.request or one.num_left > self._limits.prefill_chunk)
                 and one.request.cache_salt == salt
                 and one.tokens[:end] == prefix
             ),

@@ -173,19 +173,15 @@ def goes_on(frontier_Bk: np.ndarray, thresholds: Sequence[float], level: int) ->
 
 @dataclass(slots=True)
 class Tree:
-    """N nodes: token, parent (-1 for node 0, the root), depth, and the nodes it sees as bits,
-    itself among them.
-    """
+    """N nodes: token and parent, -1 for node 0, the root."""
 
     tokens: list[int]
     parents: list[int]
-    depths: list[int]
-    seen: list[int]
 
     @classmethod
     def of_root(cls, token: int) -> Tree:
         """A tree that proposes nothing: its round is plain decoding."""
-        return cls([token], [-1], [0], [1])
+        return cls([token], [-1])
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -194,15 +190,11 @@ class Tree:
 def tree_of(root: int, proposals: Proposals, b: int, kept: Sequence[int]) -> Tree:
     """The tree of request b's candidates `kept`, ascending indices that are connected."""
     tree = Tree.of_root(root)
-    tokens, parents, depths = proposals.tokens[b], proposals.parents[b], proposals.depths
-    node_of = {-1: 0}
+    tokens, parents, node_of = proposals.tokens[b], proposals.parents[b], {-1: 0}
     for node, candidate in enumerate(kept, start=1):
-        parent = node_of[int(parents[candidate])]
         node_of[candidate] = node
         tree.tokens.append(int(tokens[candidate]))
-        tree.parents.append(parent)
-        tree.depths.append(int(depths[candidate]))
-        tree.seen.append(tree.seen[parent] | 1 << node)
+        tree.parents.append(node_of[int(parents[candidate])])
     return tree
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import islice
 from typing import Any
 
@@ -192,25 +192,13 @@ class NativeDraft(NativeDecoder):
         depth 1. The tree's own entries go behind them and are overwritten later. thresholds [K]:
         when to stop, see `engine.tree.goes_on`. Source: EAGLE-2, arXiv 2406.16858, section 4.1.
         """
-        lens, page_table = roots.lens, roots.page_table
-        K, out = growth[0], self._room(len(lens), growth, thresholds)
-        lens_B = np.asarray(lens, dtype=np.int64)
-        assert h_BH.shape == (len(lens), self.config.hidden_size)
-        assert first[0].shape == first[1].shape == (len(lens), growth[1])
-        assert len(page_table) == len(lens)
-        h_BH, first_ids, first_log_probs = (
-            np.ascontiguousarray(h_BH, FLOAT32),
-            np.ascontiguousarray(first[0]),
-            np.ascontiguousarray(first[1], FLOAT32),
-        )
-        page_table = np.ascontiguousarray(page_table, dtype=np.int32)
-        states = draw_states(draws, len(lens))
-        call = self._growth(lens_B, growth, page_table, cache, states, out)
-        call.first_ids, call.h = address(first_ids), address(h_BH)
-        call.first_log_probs = address(first_log_probs)
-        while (drafted := self._lib.eyas_propose(self._handle, call)) < 0:
-            self._is_done(-drafted, int(lens_B.max()) + K - 2)
-        return out.proposals(drafted)
+        B = len(roots.lens)
+        assert h_BH.shape == (B, self.config.hidden_size)
+        assert first[0].shape == first[1].shape == (B, growth[1])
+        h_BH, first_log_probs = (np.ascontiguousarray(one, FLOAT32) for one in (h_BH, first[1]))
+        first_ids = np.ascontiguousarray(first[0])
+        inputs = {"first_ids": first_ids, "first_log_probs": first_log_probs, "h": h_BH}
+        return self._grown(self._lib.eyas_propose, roots, cache, growth, thresholds, draws, inputs)
 
     def grow(
         self,
@@ -225,49 +213,54 @@ class NativeDraft(NativeDecoder):
         IndexError.
         """
         assert features.data.dtype == self.dtype
-        K, out = growth[0], self._room(len(roots.lens), growth, thresholds)
-        lens, starts, tokens = (
-            np.array(one, dtype=np.int64) for one in (roots.lens, roots.starts, roots.tokens)
-        )
-        assert len(tokens) == (lens + 1 - starts).sum()
-        assert len(roots.page_table) == len(lens) == len(starts)
         assert features.data.shape == (cache.data.shape[1], 3 * self.config.hidden_size)
-        page_table = np.ascontiguousarray(roots.page_table, dtype=np.int32)
-        states = draw_states(draws, len(lens))
-        call = self._growth(lens, growth, page_table, cache, states, out)
-        call.starts, call.entered = address(starts), address(tokens)
-        call.features = address(features.data)
-        while (drafted := self._lib.eyas_grow(self._handle, call)) < 0:
-            self._is_done(-drafted, max(roots.lens) + K - 2)
-        return out.proposals(drafted)
+        starts, tokens = (np.array(one, dtype=np.int64) for one in (roots.starts, roots.tokens))
+        assert len(tokens) == (np.array(roots.lens) + 1 - starts).sum()
+        inputs = {"starts": starts, "entered": tokens, "features": features.data}
+        return self._grown(self._lib.eyas_grow, roots, cache, growth, thresholds, draws, inputs)
 
-    def _room(self, B: int, growth: Growth, thresholds: Sequence[float]) -> CandidateBuffers:
-        assert 0 < growth[2] <= growth[1] <= min(MAX_TOPK, self._W)
-        return CandidateBuffers(B, growth, thresholds)
-
-    def _growth(
+    def _grown(
         self,
-        lens_B: np.ndarray,
-        growth: Growth,
-        page_table: np.ndarray,
+        function: Callable[..., int],
+        roots: Roots,
         cache: PagedCache,
-        states: ctypes.Array[ctypes.c_void_p],
-        out: CandidateBuffers,
-    ) -> ctypes.Structure:
-        """What both ways to begin have in common."""
+        growth: Growth,
+        thresholds: Sequence[float],
+        draws: Draws | None,
+        inputs: Mapping[str, np.ndarray],
+    ) -> Proposals:
+        """inputs: fields of the call that say where the trees begin."""
+        K, k, width = growth
+        assert 0 < width <= k <= min(MAX_TOPK, self._W)
+        assert (K - 1) * width <= MAX_TREE_COLUMNS
+        assert len(thresholds) == K
         assert cache.data.dtype == self.dtype
-        return GrowthCall(
-            len(lens_B),
+        B, C = len(roots.lens), k + (K - 1) * width * k
+        assert len(roots.page_table) == B
+        tokens, parents = np.empty((B, C), np.int64), np.empty((B, C), np.int32)
+        scores, lens = np.empty((B, C), FLOAT32), np.array(roots.lens, dtype=np.int64)
+        page_table = np.ascontiguousarray(roots.page_table, dtype=np.int32)
+        states, least = draw_states(draws, B), (ctypes.c_double * K)(*thresholds)
+        call = GrowthCall(
+            B,
             *growth,
             P=page_table.shape[1],
             page_size=cache.page_size,
             num_slots=cache.data.shape[1],
-            lens=address(lens_B),
+            lens=address(lens),
             page_table=address(page_table),
             kv=address(cache.data),
             draws=ctypes.addressof(states),
-            **out.fields,
+            thresholds=ctypes.addressof(least),
+            tokens=address(tokens),
+            parents=address(parents),
+            scores=address(scores),
+            **{name: address(array) for name, array in inputs.items()},
         )
+        while (drafted := function(self._handle, call)) < 0:
+            self._is_done(-drafted, max(roots.lens) + K - 2)
+        n = k + drafted * width * k
+        return Proposals(tokens[:, :n], scores[:, :n], parents[:, :n], _depths(*growth)[:n])
 
     def _states(
         self, call: Callable[..., int], rows: Rows, inputs: Array, cache: PagedCache
@@ -322,42 +315,6 @@ def lm_head_parts(tensors: Arrays, how: Packing) -> dict[str, PackedLinear | Arr
         return {"head": joined_linear(tensors, ["lm_head"], how)}
     coarse = PackedLinear.of_two_bits(two_bit_rows(weight), weight.shape[1], how.threads)
     return {"head": coarse, "head_rows": np.ascontiguousarray(cast(weight, how.dtype))}
-
-
-class CandidateBuffers:
-    """Room for the candidates of B trees of K levels, and what a level must promise."""
-
-    def __init__(self, B: int, growth: Growth, thresholds: Sequence[float]) -> None:
-        K, k, width = growth
-        assert (K - 1) * width <= MAX_TREE_COLUMNS
-        assert len(thresholds) == K
-        C = k + (K - 1) * width * k
-        self._growth = growth
-        self._tokens, self._scores = (
-            np.empty((B, C), dtype=np.int64),
-            np.empty((B, C), dtype=np.float32),
-        )
-        self._parents = np.empty((B, C), dtype=np.int32)
-        self._least = (ctypes.c_double * K)(*thresholds)
-
-    @property
-    def fields(self) -> dict[str, int | None]:
-        """Those of Growth that lie here."""
-        return {
-            "thresholds": ctypes.addressof(self._least),
-            "tokens": address(self._tokens),
-            "parents": address(self._parents),
-            "scores": address(self._scores),
-        }
-
-    def proposals(self, drafted: int) -> Proposals:
-        """Of so many levels behind the first."""
-        _, k, width = self._growth
-        count = k + drafted * width * k
-        depths = _depths(*self._growth)[:count]
-        return Proposals(
-            self._tokens[:, :count], self._scores[:, :count], self._parents[:, :count], depths
-        )
 
 
 @functools.cache

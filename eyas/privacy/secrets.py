@@ -128,7 +128,8 @@ ALGORITHM = re.compile(
     re.I,
 )
 MAYBE_PASSWORD = re.compile(
-    rf"pass|pwd|wort|cred|log ?in|zugangsdaten|identifiants|curl|mysql|mariadb|openssl|client|redis-cli|net use|\bpin\b|{WORDS}",
+    rf"pass|pwd|wort|cred|log ?in|zugangsdaten|identifiants|curl|mysql|mariadb"
+    rf"|openssl|client|redis-cli|net use|\bpin\b|{WORDS}",
     re.I,
 )
 # An example, or code that fetches the password from elsewhere.

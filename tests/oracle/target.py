@@ -145,13 +145,19 @@ def rows_of_trees(roots: Roots, trees: Sequence[Tree], page_size: int) -> Rows:
     prefix = np.repeat(roots.lens, sizes)
     request = np.repeat(np.arange(len(trees)), sizes)
     node = np.concatenate([np.arange(size) for size in sizes])
+    depths, seen = list[int](), list[int]()
+    for tree in trees:
+        first = len(depths)
+        for number, parent in enumerate(tree.parents):
+            depths.append(depths[first + parent] + 1 if number else 0)
+            seen.append((seen[first + parent] if number else 0) | 1 << number)
     arrays = np.empty((6, len(node)), dtype=np.int64)
     arrays[0] = [token for tree in trees for token in tree.tokens]
     arrays[1] = request
-    arrays[2] = prefix + [depth for tree in trees for depth in tree.depths]
+    arrays[2] = prefix + depths
     arrays[3] = slots_of(table, request, prefix + node, page_size)
     arrays[4] = prefix
-    arrays[5].view(np.uint64)[:] = [bits for tree in trees for bits in tree.seen]
+    arrays[5].view(np.uint64)[:] = seen
     return rows_of(arrays, table)
 
 
