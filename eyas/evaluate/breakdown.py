@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,20 +48,35 @@ def summed_by_prompt(prompts: Sequence[str], counts: Sequence[Sequence[float]]) 
 
 def figures(answers: Sequence[AnswerCounts], num_draft_steps: int) -> dict[str, Any]:
     """tau with its interval over prompts, accepted drafts, and acceptance by position given all
-    positions before.
+    positions before; tau by source and language.
     """
     total = RoundCounts(num_draft_steps)
     for answer in answers:
         total.add(answer.counts)
     return {
-        "tau": total.tau,
-        "tau_interval": _interval(answers),
+        **_tau(answers),
         "accept_hist": total.accept_hist,
         "acceptance_by_position": total.acceptance_by_position,
-        "rounds": total.rounds,
+        "by_source": _by(answers, [answer.source for answer in answers]),
+        "by_language": _by(answers, [answer.language for answer in answers]),
+    }
+
+
+def _by(answers: Sequence[AnswerCounts], names: Sequence[str]) -> dict[str, dict[str, Any]]:
+    pairs = list(zip(answers, names, strict=True))
+    return {name: _tau([one for one, of in pairs if of == name]) for name in sorted(set(names))}
+
+
+def _tau(answers: Sequence[AnswerCounts]) -> dict[str, Any]:
+    counts = [(answer.counts.emitted, answer.counts.rounds) for answer in answers] or [(0, 0)]
+    sums = summed_by_prompt([answer.prompt for answer in answers] or [""], counts)
+    emitted, rounds = sums.sum(0).astype(int).tolist()
+    interval = tau_interval(*sums.astype(int).T.tolist())
+    return {
+        "tau": emitted / max(rounds, 1),
+        "tau_interval": None if interval is None else list(interval),
+        "rounds": rounds,
         "answers": len(answers),
-        "by_source": _by(answers, lambda answer: answer.source),
-        "by_language": _by(answers, lambda answer: answer.language),
     }
 
 
@@ -84,31 +99,6 @@ def tree_entry(
         "tokens": sum(map(len, is_known)),
         **facts,
     }
-
-
-def _by(
-    answers: Sequence[AnswerCounts], name_of: Callable[[AnswerCounts], str]
-) -> dict[str, dict[str, Any]]:
-    found = {}
-    for name in sorted({name_of(answer) for answer in answers}):
-        group = [answer for answer in answers if name_of(answer) == name]
-        rounds = sum(answer.counts.rounds for answer in group)
-        found[name] = {
-            "tau": sum(answer.counts.emitted for answer in group) / max(rounds, 1),
-            "tau_interval": _interval(group),
-            "rounds": rounds,
-            "answers": len(group),
-        }
-    return found
-
-
-def _interval(answers: Sequence[AnswerCounts]) -> list[float] | None:
-    if not answers:
-        return None
-    counts = [(answer.counts.emitted, answer.counts.rounds) for answer in answers]
-    sums = summed_by_prompt([answer.prompt for answer in answers], counts)
-    found = tau_interval(*sums.astype(int).T.tolist())
-    return None if found is None else list(found)
 
 
 # The draft vocabulary. An answer is a list of bool: whether each token is in the vocabulary.
