@@ -345,7 +345,8 @@ BAD_CALL = {"id": "1", "function": {"name": "x", "arguments": "["}}
 OF_TOOLS = [  # by a template that has them
     ({"tools": [TOOLS[0], TOOLS[0]]}, "tools"),
     ({"tools": TOOLS, "tool_choice": {**FUNCTION, "function": {"name": "eat"}}}, "tool_choice"),
-    ({"tools": TOOLS, "response_format": {"type": "json_object"}}, "tools"),
+    ({"tools": TOOLS, "regex": "a"}, "tools"),
+    ({"tools": TOOLS, "json_schema": "{} start: x"}, "json_schema"),
     ({"tools": [{"type": "retrieval"}]}, "tools.0"),
     ({"messages": [{"role": "assistant", "tool_calls": [BAD_CALL]}]}, "messages"),
 ]

@@ -273,6 +273,7 @@ def test_a_demanded_call_is_made(client, choice):
         ({"metadata": {str(number): "" for number in range(17)}}, "metadata"),
         ({"stream_options": {"include_obfuscation": True}}, "stream_options"),
         ({"content": []}, "input"),
+        ({"content": [{"type": "reasoning", "summary": []}]}, "input"),
         ({"content": "x" * 30_000}, "input"),
         ({"content": [{"type": "item_reference", "id": "x"}]}, "input.0"),
         ({"content": [{"type": 7, "role": "user", "content": "x"}]}, "input.0"),

@@ -51,7 +51,7 @@ TOKEN_S, SAVED_S = 0.01, 0.25
 _GROWTH = 256 << 20  # bytes of address space beyond the tokenizer's
 _NICENESS = 5  # those who wait for a mask leave a core free; those who do not shall not feel it
 # between the parts of a JSON text: some targets never leave off where blanks may go on
-_BLANKS = r"[ \t\n\r]{0,20}"
+BLANKS = r"[ \t\n\r]{0,20}"
 # The library counts its work ("fuel"): to read a grammar, and for each token. Its defaults are
 # five, two and four times as much.
 PARSER_LIMITS = LLParserLimits(
@@ -73,7 +73,7 @@ def grammar_text(kind: Kind, source: str) -> str:
         return LLMatcher.grammar_from_regex(source)
     with suppress(ValueError, RecursionError):  # of what is no schema the library says why
         source = json.dumps(plain_schema(json.loads(source)))
-    return LLMatcher.grammar_from_json_schema(source, defaults={"whitespace_pattern": _BLANKS})
+    return LLMatcher.grammar_from_json_schema(source, defaults={"whitespace_pattern": BLANKS})
 
 
 def compiled(tokenizer: LLTokenizer, kind: Kind, source: str) -> LLMatcher:

@@ -51,7 +51,7 @@ from eyas.serve.answers import (
     while_connected,
 )
 from eyas.serve.fields import parse_body
-from eyas.serve.limits import TOO_MANY_CONNECTIONS, AccessControl, ApiError, LimitsConfig
+from eyas.serve.limits import AccessControl, ApiError, LimitsConfig
 from eyas.serve.metrics import CONTENT_TYPE, Exchange, Metrics, card_figures
 from eyas.serve.openapi import document
 from eyas.serve.page import page_routes
@@ -84,7 +84,6 @@ ELSEWHERE = {
 }
 CLIENT_GONE = 499  # as access logs call it; no client reads it
 LOADING_RETRY_S = 5
-SURPLUS = "surplus"  # in the state of a connection beyond max_connections
 # A body up to so many times too long is read to its end, or the client would see no answer: the
 # connection is reset when it is closed with unread bytes.
 MAX_BODY_OVERRUN = 4
@@ -132,7 +131,7 @@ def create_app(
         routes=api.routes(),
         middleware=[
             *_cors(api.limits.allowed_origins),
-            Middleware(Gate, api=api),
+            Middleware(HostCheck, access=api.access),
         ],
         exception_handlers={HTTPException: _http_error},
         lifespan=lifespan,
@@ -147,23 +146,17 @@ def _cors(origins: list[str]) -> list[Middleware]:
     return [Middleware(CORSMiddleware, allow_origins=origins, **options)] if origins else []
 
 
-class Gate:
-    """Answers 403 to a request whose header Host is not this server's, at every path, and 503 to
-    one on a connection beyond max_connections, but to those who ask how the server is: a probe that
-    is refused ends a server that is well.
-    """
+class HostCheck:
+    """Answers 403 to a request whose header Host is not this server's, at every path."""
 
-    def __init__(self, app: ASGIApp, api: Api) -> None:
-        self._app, self._api = app, api
+    def __init__(self, app: ASGIApp, access: AccessControl) -> None:
+        self._app, self._access = app, access
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        api, respond = self._api, self._app
+        respond = self._app
         if scope["type"] == "http":
             try:
-                api.access.check_host(Headers(scope=scope).get("host", ""))
-                if SURPLUS in scope.get("state", ()) and scope["path"] not in api.probe_paths:
-                    what = f"more than {api.limits.max_connections} connections at once"
-                    raise ApiError(503, what, code=TOO_MANY_CONNECTIONS, retry_after=1)
+                self._access.check_host(Headers(scope=scope).get("host", ""))
             except ApiError as error:
                 respond = JSONResponse(error.body(), error.status, error.headers)
         await respond(scope, receive, send)

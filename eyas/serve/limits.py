@@ -40,7 +40,6 @@ _KINDS = {
 }
 # Their bodies were not read to the end: what is left of them must not be taken for a request.
 _CLOSES = (403, 408, 413)
-TOO_MANY_CONNECTIONS = "too_many_connections"
 
 
 class LimitsConfig(BaseModel):
@@ -125,7 +124,7 @@ class ApiError(Exception):
 
     @property
     def headers(self) -> dict[str, str]:
-        closes = self.status in _CLOSES or self.code in ("shutting_down", TOO_MANY_CONNECTIONS)
+        closes = self.status in _CLOSES or self.code == "shutting_down"
         headers = {"connection": "close"} if closes else {}
         if self.retry_after is not None:
             headers["retry-after"] = str(self.retry_after)
@@ -216,8 +215,8 @@ class AccessControl:
         scheme, _, key = authorization.partition(" ")
         digest = hashlib.sha256(key.strip().encode("utf-8", "surrogateescape")).digest()
         failures = f"wrong keys of {address}"
-        if (address, digest) not in self._let_in and self._left(failures, FAILURES_PER_MINUTE) < 1:
-            self._take(failures, FAILURES_PER_MINUTE, "wrong API keys")
+        if (address, digest) not in self._let_in:
+            self._take(failures, FAILURES_PER_MINUTE, "wrong API keys", 0)
         # All are compared, each in constant time: the duration says nothing about the keys.
         known = [hmac.compare_digest(digest, one) for one in self._digests]
         if scheme.lower() != "bearer" or not any(known):
@@ -246,22 +245,19 @@ class AccessControl:
         if self._rate is not None:
             self._take(name, self._rate, "requests")
 
-    def _left(self, name: str, rate: int) -> float:
-        """What is left of a rate a minute, which is also the most that is left."""
-        left, since = self._buckets.get(name, (float(rate), 0.0))
-        return min(rate, left + (time.monotonic() - since) * rate / 60)
-
-    def _take(self, name: str, rate: int, what: str) -> None:
-        """Take one of what is left. Raises ApiError 429."""
-        left = self._left(name, rate)
-        self._buckets[name] = (left - 1 if left >= 1 else left, time.monotonic())
-        self._buckets.move_to_end(name)
-        if len(self._buckets) > MAX_CLIENTS:
-            self._buckets.popitem(last=False)
+    def _take(self, name: str, rate: int, what: str, count: int = 1) -> None:
+        """Take of what is left of a rate a minute. Raises ApiError 429 where less than one is."""
+        now = time.monotonic()
+        left, since = self._buckets.get(name, (float(rate), now))
+        left = min(rate, left + (now - since) * rate / 60)
         if left < 1:
             wait = max(1, math.ceil((1 - left) * 60 / rate))
             message = f"more than {rate} {what} a minute"
             raise ApiError(429, message, code="rate_limit_exceeded", retry_after=wait)
+        self._buckets[name] = (left - count, now)
+        self._buckets.move_to_end(name)
+        if len(self._buckets) > MAX_CLIENTS:
+            self._buckets.popitem(last=False)
 
 
 def _digests(keys: list[str]) -> list[bytes]:

@@ -150,7 +150,7 @@ class FunctionTool(Function):
 class HostedTool(BaseModel):
     """A tool of OpenAI's servers, which agents send along unasked: the model is not shown it."""
 
-    type: str
+    type: str = Field(json_schema_extra={"not": {"const": "function"}})
 
 
 class NamedFunctionTool(Strict):
@@ -291,6 +291,8 @@ class ResponsesRequest(RequestBody):
                 function = {"name": item.name, "arguments": item.arguments}
                 call = {"id": item.call_id, "function": function}
                 turns[-1].setdefault("tool_calls", []).append(call)
+        if not turns:
+            raise ApiError(400, "input holds no message", "input")
         return turns
 
 

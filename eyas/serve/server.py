@@ -42,7 +42,7 @@ from eyas.model.architecture import TargetConfig
 from eyas.model.target import Dtype
 from eyas.model.threads import set_num_threads
 from eyas.model.weights import fingerprint
-from eyas.serve.app import SURPLUS, Api, ModelService, create_app
+from eyas.serve.app import Api, ModelService, create_app
 from eyas.serve.limits import ApiError, LimitsConfig
 from eyas.serve.metrics import card_figures
 from eyas.serve.translation import ModelInfo
@@ -52,6 +52,8 @@ KEEP_ALIVE_S = 30  # a connection may be idle between two requests
 LAST_ANSWERS_S = 2  # to tell clients about requests that have not finished after shutdown_s
 TICK_S = 0.02  # between two looks whether all have finished
 MAX_HEAD = 64 << 10  # bytes of a request's headers
+MAX_LINES = 256  # and of their lines
+TOO_LONG = f"the headers are over {MAX_HEAD} bytes"
 LINGER_S = 1.0  # that a refused connection is read on
 # Beyond max_connections: connections that are answered by 503, or probes; how long one must have
 # been idle to be closed, and what lies between two looks for such.
@@ -268,7 +270,8 @@ class Connection(HttpToolsProtocol):
     """A connection whose headers have a size and a time, as silence before them has.
 
     Beyond max_connections those make room that have sent nothing for a while, or the one that has
-    been idle longest; the new one is answered, by 503 where it came all the same (`app.Gate`).
+    been idle longest. One that comes all the same gets 503, but for those who ask how the server
+    is: a probe that is refused ends a server that is well.
     """
 
     looked = 0.0  # when one looked for idle ones, which takes as long as an answer
@@ -277,8 +280,9 @@ class Connection(HttpToolsProtocol):
         super().connection_made(transport)
         self.idle_since = now = self.loop.time()
         self._is_in_head, self._is_refused, self._head_bytes = True, False, 0
-        api: Api = self.config.app.state.api  # type: ignore[union-attr]
-        self._head_s, most = api.limits.body_timeout_s, api.limits.max_connections
+        self._refusal = ApiError(400, "this is no HTTP request")
+        self._api: Api = self.config.app.state.api  # type: ignore[union-attr]
+        self._head_s, most = self._api.limits.body_timeout_s, self._api.limits.max_connections
         self._late: asyncio.TimerHandle | None = self.loop.call_later(self._head_s, transport.close)
         if len(self.connections) > most + MAX_SURPLUS:
             transport.abort()
@@ -290,8 +294,7 @@ class Connection(HttpToolsProtocol):
             for one in silent or sorted(idle, key=lambda one: one.idle_since)[:1]:
                 one.transport.close()
                 self.connections.discard(one)  # it takes no room, though its end comes later
-        if len(self.connections) > most:
-            self.app_state = {**self.app_state, SURPLUS: True}
+        self._is_surplus = len(self.connections) > most
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._cancel_late()
@@ -306,6 +309,7 @@ class Connection(HttpToolsProtocol):
         if self._is_refused or not self._is_in_head:
             return
         if self._head_bytes > MAX_HEAD:
+            self._refusal = ApiError(431, TOO_LONG)
             self.send_400_response("")
         elif self._head_bytes and self._late is None:
             self._late = self.loop.call_later(self._head_s, self.transport.close)
@@ -314,11 +318,23 @@ class Connection(HttpToolsProtocol):
         super().on_message_begin()
         self._head_bytes = max(self._head_bytes, 1)
 
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """An exception here, and in what follows, ends in `send_400_response`."""
+        if len(self.headers) == MAX_LINES:
+            self._refusal = ApiError(431, f"the headers are over {MAX_LINES} lines")
+            raise ValueError
+        super().on_header(name, value)
+
     def on_headers_complete(self) -> None:
         size = len(self.url) + sum(len(name) + len(value) for name, value in self.headers)
         if size > MAX_HEAD:
-            self._head_bytes = size
-            raise ValueError("too many headers")  # which calls `send_400_response`
+            self._refusal = ApiError(431, TOO_LONG)
+            raise ValueError
+        path = self.url.partition(b"?")[0].decode("latin-1")
+        if self._is_surplus and path not in self._api.probe_paths:
+            what = f"more than {self._api.limits.max_connections} connections at once"
+            self._refusal = ApiError(503, what, code="too_many_connections", retry_after=1)
+            raise ValueError
         self._cancel_late()
         self._is_in_head = False
         super().on_headers_complete()
@@ -332,17 +348,16 @@ class Connection(HttpToolsProtocol):
         super().on_response_complete()
 
     def send_400_response(self, msg: str) -> None:
-        """Refuse what is no request, and read on for a moment: an answer to a client that still
-        sends would be lost where the connection is closed.
+        """Refuse a request, and read on for a moment: an answer to a client that still sends would
+        be lost where the connection is closed.
         """
-        status, what = 400, "this is no HTTP request"
-        if self._head_bytes > MAX_HEAD:
-            status, what = 431, f"the headers are over {MAX_HEAD} bytes"
-        body = json.dumps(ApiError(status, what).body()).encode()
-        head = f"content-type: application/json\r\ncontent-length: {len(body)}\r\n"
-        head += "connection: close\r\n\r\n"
-        self.transport.write(STATUS_LINE[status] + head.encode() + body)
+        error, body = self._refusal, json.dumps(self._refusal.body()).encode()
+        headers = error.headers | {"content-type": "application/json", "connection": "close"}
+        headers["content-length"] = str(len(body))
+        lines = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
+        self.transport.write(STATUS_LINE[error.status] + f"{lines}\r\n".encode() + body)
         self._is_refused = True
+        self.connections.discard(self)
         self.loop.call_later(LINGER_S, self.transport.close)
 
     def _cancel_late(self) -> None:

@@ -17,9 +17,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from eyas.engine.grammar_process import BLANKS
 from eyas.engine.schemas import plain_schema
 from eyas.engine.stop import StopFilter
-from eyas.serve.limits import unsupported
+from eyas.serve.limits import ApiError, unsupported
 from eyas.serve.protocol import Tool
 
 OPENING, CLOSING = "<tool_call>", "</tool_call>"
@@ -240,7 +241,13 @@ def answer_grammar(tools: Sequence[Tool], may_repeat: bool, schema: str | None =
     more = f' ("\\n{OPENING}" one)*' if may_repeat else ""
     first, answer = f'first[lazy]: WORDS "{OPENING}"', "WORDS"
     if schema is not None:
-        first, answer = f'first: "{OPENING}"', f"%json {schema}"
+        try:
+            wanted = plain_schema(json.loads(schema))
+        except (ValueError, RecursionError):
+            raise ApiError(400, "the json_schema is no JSON", "json_schema") from None
+        if isinstance(wanted, dict):
+            wanted = {"x-guidance": {"whitespace_pattern": BLANKS}, **wanted}
+        first, answer = f'first: "{OPENING}"', f"%json {_json(wanted)}"
     return (
         f"start: answer | first one{more}\n"
         f"answer: {answer}\n"
