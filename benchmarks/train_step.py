@@ -5,7 +5,8 @@ for benchmarks/gpu/train.py and tests.
 from __future__ import annotations
 
 import argparse
-from dataclasses import dataclass
+from collections.abc import Generator
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -14,8 +15,9 @@ from eyas.model.architecture import TargetConfig
 from eyas.model.config import HeadConfig, HeadOptions, RopeConfig
 from eyas.operators.batch import Batch
 from eyas.operators.head import Head
-from eyas.operators.vocab import TargetVocabulary
+from eyas.operators.vocab import TargetVocabulary, draft_vocabulary
 from eyas.shards import Sample
+from eyas.train.batches import BatchConfig, feed
 from eyas.train.loss import ObjectiveConfig
 from eyas.train.ranks import Ranks
 from eyas.train.start import initialise
@@ -29,15 +31,18 @@ from eyas.train.step import (
 )
 
 TURN = 128  # tokens of an answer
-LEARNING_RATE = 1e-4
+LEARNING_RATE, MOST_STEPS = 1e-4, 10_000
 
 
 @dataclass(frozen=True, slots=True)
 class World:
-    """A head and a target's matrices of random numbers, and one batch."""
+    """A head and a target's matrices of random numbers on a device; samples with best tokens, as
+    stored features have them, and the batch of them, on the CPU.
+    """
 
     head: Head
     vocabulary: TargetVocabulary
+    samples: list[Sample]
     batch: Batch
 
 
@@ -80,42 +85,41 @@ def sample(args: argparse.Namespace, length: int, answer_share: float, number: i
 
 def world(args: argparse.Namespace, samples: list[Sample], device: str) -> World:
     """The target's embedding and output matrix are one, as in small Llamas; the draft vocabulary
-    has all argmaxes.
+    has all best tokens.
     """
     target = target_config(args)
     generator = torch.Generator().manual_seed(0)
-    matrix = (
-        (torch.randn(args.vocab, args.hidden, generator=generator) * args.hidden**-0.5)
-        .bfloat16()
-        .float()
-        .to(device)
-    )
-    vocabulary = TargetVocabulary(target, matrix, matrix, "made up")
-    batch = Batch.packed(samples, args.tokens).to(device)
+    matrix = torch.randn(args.vocab, args.hidden, generator=generator) * args.hidden**-0.5
+    matrix = matrix.bfloat16().float()
+    on_cpu = TargetVocabulary(target, matrix, matrix, "made up")
+    vocabulary = on_cpu.to(device, torch.bfloat16)
+    best = [vocabulary.best(one.last_hidden.to(device)).cpu() for one in samples]
+    samples = [replace(one, argmax=of.int()) for one, of in zip(samples, best, strict=True)]
     options = HeadOptions(draft_vocab_size=args.draft_vocab, fc_norm=False, norm_output=False)
     head = Head(HeadConfig.for_target(target, options))
-    last_PH = batch.last_hidden_BTH[batch.loss_mask_BT]
-    argmax_P = torch.cat(
-        [vocabulary.logits(rows).argmax(-1) for rows in torch.split(last_PH, 64)]
-    ).cpu()
-    wanted_V = torch.zeros(args.vocab).index_fill(0, argmax_P.unique(), 1.0)
-    kept_W = wanted_V.sort(descending=True, stable=True).indices[: args.draft_vocab].sort().values
-    t2d_mask = torch.zeros(args.vocab, dtype=torch.bool).index_fill(0, kept_W, True)
-    head.set_vocabulary(kept_W - torch.arange(args.draft_vocab), t2d_mask)
-    initialise(head, vocabulary.to("cpu"), 0)
-    return World(head.to(device), vocabulary, batch)
+    counts_V = torch.bincount(torch.cat(best), minlength=args.vocab)
+    head.set_vocabulary(*draft_vocabulary(counts_V, args.draft_vocab))
+    initialise(head, on_cpu, 0)
+    return World(head.to(device), vocabulary, samples, Batch.packed(samples, args.tokens))
 
 
 def our_step(made: World, device: str, config: ObjectiveConfig) -> Any:
-    """A call that makes one step of ours and returns its loss, as in `eyas train`."""
+    """A call that makes one step of ours and returns its loss, as in `eyas train`: a thread makes
+    the batches.
+    """
     dtype = quickest(device)
     state = TrainingState(made.head, optimizers_of(made.head), dtype)
     objective = LossModule(made.head, made.vocabulary, config, dtype)
-    ranks = Ranks(device=device)
+    ranks, tokens = Ranks(device=device), made.batch.tokens_BT.numel()
+
+    def again() -> Generator[list[Sample]]:
+        while True:
+            yield made.samples
+
+    steps = feed(again(), [1] * MOST_STEPS, 0, BatchConfig(tokens=tokens, packed=True), objective)
 
     def step() -> float:
-        planned = objective.planned(made.batch, state.step)
-        figures = training_step(state, objective, [planned], ranks, LEARNING_RATE)
-        return float(rows_of([figures], ranks)[0]["loss"])
+        figures = training_step(state, objective, next(steps), ranks, LEARNING_RATE)
+        return float(rows_of([figures], ranks, made.head.config)[0]["loss"])
 
     return step

@@ -36,7 +36,7 @@ from eyas.model.target import Target
 from eyas.model.weights import fingerprint
 from eyas.operators.decoder import HookedDecoder, OwnDecoder
 from eyas.records import Answer, read_answers
-from eyas.shards import Features
+from eyas.shards import Features, teacher_mask
 from tests.oracle.target import features_of
 from tests.stages import (
     all_samples,
@@ -94,7 +94,8 @@ def captured(target, answers, tmp_path_factory) -> Artifact:
 
 def test_taps_and_last_hidden_are_those_of_transformers(target, captured):
     """EAGLE-3's layers: hidden_states[2], [n//2], [n-3]; transformers' last entry is after the
-    final norm. They are as near to its float64 as its own float32.
+    final norm. They are as near to its float64 as its own float32. The best tokens are its own
+    where a teacher is asked.
     """
     exact, single = (
         AutoModelForCausalLM.from_pretrained(target, dtype=dtype)
@@ -109,6 +110,9 @@ def test_taps_and_last_hidden_are_those_of_transformers(target, captured):
 
     ours, theirs = 0.0, 0.0
     for sample in all_samples(captured).values():
+        best_T = exact(sample.token_ids[None].long()).logits[0].argmax(-1)
+        asked_T = teacher_mask(sample.loss_mask)
+        assert torch.equal(sample.argmax, best_T.where(asked_T, -1).int())
         expected = states_of(exact, sample)
         found = torch.cat([sample.aux_hidden, sample.last_hidden], dim=-1)
         ours = max(ours, float((found - expected).abs().max()))

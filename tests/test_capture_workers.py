@@ -33,10 +33,9 @@ KILLED_AT = 3  # forwards of the first worker that gets so far
 
 @pytest.fixture(autouse=True, scope="module")
 def small_portions() -> Iterator[None]:
-    """Several blocks and shards; the first samples reach the writer before it has a codec."""
+    """Several shards; the first samples reach the writer before it has a codec."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(stage, "SAMPLES_PER_SHARD", 4)
-        patch.setattr(forward, "BLOCK_TOKENS", 100)
         patch.setattr(writer, "CALIBRATION_TOKENS", 300)
         yield
 
@@ -96,7 +95,8 @@ def test_processes_change_nothing(target, answers, of_one_process, tmp_path, mon
 def load_or_be_killed(config: CaptureConfig, target_fingerprint: str) -> Any:
     """A decoder whose process is killed amid its work, the first time that one gets so far."""
     assert Path(config.target).is_absolute(), "another host stands in another folder"
-    decoder = load_on_worker(config, target_fingerprint)
+    forward = load_on_worker(config, target_fingerprint)
+    decoder = forward._decoder
     mark, done = Path(config.target).with_name(f"killed-{config.decoder}-{config.executor}"), []
     states = decoder.states
 
@@ -108,7 +108,7 @@ def load_or_be_killed(config: CaptureConfig, target_fingerprint: str) -> Any:
         return states(*args)
 
     decoder.states = states_or_die
-    return decoder
+    return forward
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ from eyas.shards import (
     teacher_mask,
 )
 from eyas.shards import writer as writer_module
-from eyas.shards.codecs import LayerStates, Tables, calibrate, pack, unpack
+from eyas.shards.codecs import LayerStates, Tables, calibrate, join_parts, split_parts
 from eyas.shards.layout import layers_of
 from eyas.train.loss import ObjectiveConfig, batch_loss, plan_of, teach
 from tests.tiny_batch import made_up_samples, tiny_vocabulary, wavy_head
@@ -261,11 +261,11 @@ class Lying:
 
 @given(st.lists(st.binary(max_size=20), min_size=1, max_size=6))
 def test_parts_are_found_again(parts):
-    packed = pack(parts)
-    assert len(packed) % 8 == 0
-    assert [bytes(part) for part in unpack(memoryview(packed), len(parts))] == parts
+    joined = join_parts(parts)
+    assert len(joined) % 8 == 0
+    assert [bytes(part) for part in split_parts(memoryview(joined), len(parts))] == parts
     with pytest.raises(ValueError, match="length"):
-        list(unpack(memoryview(packed)[: 4 * len(parts) - 1], len(parts)))
+        list(split_parts(memoryview(joined)[: 4 * len(parts) - 1], len(parts)))
 
 
 def test_a_teacher_kept_where_it_is_asked_for_gives_the_same_loss_and_the_same_tau():

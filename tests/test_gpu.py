@@ -4,6 +4,9 @@
 
 from __future__ import annotations
 
+import copy
+import math
+from argparse import Namespace
 from contextlib import nullcontext
 from pathlib import Path
 from statistics import median
@@ -12,10 +15,16 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from benchmarks import train_step
 from eyas.artifact import Artifact
 from eyas.cli.main import build
 from eyas.operators.decoder import TOLERANCE, default_device
+from eyas.operators.ttt import sent
 from eyas.shards import Features
+from eyas.train.loss import ObjectiveConfig, plan_of
+from eyas.train.ranks import Ranks
+from eyas.train.state import TrainingState
+from eyas.train.step import LossModule, PlannedBatch, optimizers_of, rows_of, training_step
 from tests.stages import all_samples
 
 pytestmark = [
@@ -24,6 +33,7 @@ pytestmark = [
     pytest.mark.skipif(default_device() == "cpu", reason="no GPU, or a torch without CUDA"),
 ]
 ARMS = "gpu", "cpu"
+DEVICE = default_device()
 FEW_STEPS = ["-s", "stop.max_steps=3", "-s", "batches.tokens=1024"]
 
 
@@ -106,3 +116,52 @@ def test_tau_is_the_cpus(heads, folder, features):
     assert there["greedy_share"] == pytest.approx(here["greedy_share"], abs=0.02)
     for one, other in zip(there["trees"], here["trees"], strict=True):
         assert one["tau"] == pytest.approx(other["tau"], rel=0.02)
+
+
+@pytest.fixture(scope="module")
+def made() -> train_step.World:
+    """Two documents, with answers in turns."""
+    args = Namespace(hidden=128, intermediate=448, heads=4, kv_heads=2, head_dim=32)
+    args.vocab, args.draft_vocab, args.tokens = 2048, 512, 1024
+    samples = [train_step.sample(args, length, 0.5, length) for length in (600, 424)]
+    return train_step.world(args, samples, DEVICE)
+
+
+@pytest.mark.parametrize("window", [None, 100])
+def test_attentions_gradients_are_those_of_the_plain_form(made, window):
+    """FlexAttention and the loop over tiles, both here and in float32; an unroll of every slot."""
+    head = copy.deepcopy(made.head)
+    head.config = head.config.model_copy(update={"sliding_window": window})
+    config = ObjectiveConfig(num_ttt_steps=4, later_steps="all")
+    module = LossModule(head, made.vocabulary, config, "float32")
+    found = {}
+    for kind in (torch.device(DEVICE).type, "cpu"):
+        plan = plan_of(made.batch, config, head.config, kind=kind)
+        planned = PlannedBatch(made.batch.to(DEVICE), sent(plan, DEVICE))
+        teacher = module.teach(planned)
+        head.zero_grad()
+        loss = module(planned.batch, teacher, module.trained_slots([teacher])).loss
+        loss.backward()
+        gradients = {name: one.grad for name, one in head.named_parameters()}
+        found[kind] = float(loss.detach()), {name: grad.clone() for name, grad in gradients.items()}
+    (loss, fused), (expected, plain) = found.values()
+    assert loss == pytest.approx(expected, rel=1e-5)
+    for name, gradient in fused.items():
+        assert (gradient - plain[name]).norm() <= 1e-3 * plain[name].norm(), name
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_step_waits_for_no_device(made, dtype):
+    """As the driver sees it, once kernels are compiled."""
+    head = copy.deepcopy(made.head)
+    state = TrainingState(head, optimizers_of(head, weight_decay=0.1), dtype)
+    module = LossModule(head, made.vocabulary, ObjectiveConfig(), dtype)
+    for number in range(4):
+        planned = module.planned(made.batch, number % 2)
+        torch.cuda.set_sync_debug_mode("error" if number > 1 else "default")
+        try:
+            figures = training_step(state, module, [planned], Ranks(device=DEVICE), 1e-3)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    (row,) = rows_of([figures], Ranks(device=DEVICE), head.config)
+    assert math.isfinite(row["loss"] + row["grad_norm"])

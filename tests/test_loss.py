@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from eyas.operators import ttt
 from eyas.operators import vocab as vocab_module
 from eyas.operators.batch import Batch, plan_packs
+from eyas.operators.vocab import TargetVocabulary
 from eyas.train import loss as loss_module
 from eyas.train.loss import (
     ObjectiveConfig,
@@ -305,7 +306,8 @@ def test_the_teacher_is_the_target_at_the_judged_positions():
     logits_PV = batch.last_hidden_BTH[0, 1:8] @ vocabulary.lm_head.T
     rows = torch.tensor([5, 0, 5])
     expected = logits_PV[rows][:, head.target_ids_W].softmax(-1)
-    torch.testing.assert_close(teacher.probabilities(rows), expected)
+    found = teacher.probabilities(rows, teacher.draft_rows_WH)
+    torch.testing.assert_close(found, expected)
     assert torch.equal(teacher.argmax_P[:7], logits_PV.argmax(-1))
     assert torch.equal(teacher.position_mask_P, torch.isin(teacher.argmax_P, head.target_ids_W))
     assert plan.position_P.tolist() == [*range(1, 8), *[7] * 121]
@@ -316,6 +318,22 @@ def test_the_teacher_is_the_target_at_the_judged_positions():
     assert plan.pick_S[:5].tolist() == [0, 1, 128, 2, 129]
 
 
+def test_stored_best_tokens_are_taken_where_all_are_known(monkeypatch):
+    batch, head, vocabulary = made_up_batch([TURNS, ANSWER]), wavy_head(), tiny_vocabulary()
+    computed = outcome_of(head, batch, torch.float32)
+    argmax_BT = vocabulary.best(batch.last_hidden_BTH.flatten(0, 1)).int().view(2, -1)
+    judged_BT = judged_positions(batch.loss_mask_BT, batch.starts_BT)
+    stored = replace(batch, argmax_BT=argmax_BT.where(judged_BT, -1))
+    argmax_BT = argmax_BT.clone()
+    argmax_BT[0, 2] = -1
+    assert judged_BT[0, 2]
+    partly = outcome_of(head, replace(batch, argmax_BT=argmax_BT), torch.float32)
+    assert partly.loss == computed.loss
+    monkeypatch.setattr(TargetVocabulary, "best", lambda *_: pytest.fail("its product is stored"))
+    for one, other in zip(outcome_of(head, stored, torch.float32), computed, strict=True):
+        assert torch.equal(one, other)
+
+
 @pytest.mark.parametrize("at_once", [1, 7, 64, 10_000])
 def test_pieces_of_the_vocabulary_change_nothing(monkeypatch, at_once):
     """Rows and columns cut in odd places: the teacher, the loss and its gradients stay."""
@@ -324,7 +342,7 @@ def test_pieces_of_the_vocabulary_change_nothing(monkeypatch, at_once):
         monkeypatch.setitem(loss_module.LOGITS_AT_ONCE, "cpu", size * 30)
         monkeypatch.setattr(vocab_module, "COLUMNS_AT_ONCE", size + 3)
         monkeypatch.setattr(loss_module, "LOGITS_IN_CACHE", size * 3)
-        monkeypatch.setattr(loss_module, "TEACHER_ROWS", size)
+        monkeypatch.setattr(vocab_module, "ROWS_AT_ONCE", size)
         monkeypatch.setitem(loss_module.ROWS_IN_STEPS_OF, "cpu", 16 + size % 128)
         head = wavy_head().double()
         outcome = outcome_of(head, batch, num_ttt_steps=7)
@@ -390,7 +408,8 @@ def test_a_target_that_cuts_its_logits_teaches_what_it_says():
     teacher = teach(batch, replace(vocabulary, config=config), head, plan)
     logits_PV = 2 * torch.tanh(batch.last_hidden_BTH[0, 1:8] @ vocabulary.lm_head.T / 2)
     expected = logits_PV[:, head.target_ids_W].softmax(-1)
-    torch.testing.assert_close(teacher.probabilities(torch.arange(7)), expected)
+    found = teacher.probabilities(torch.arange(7), teacher.draft_rows_WH)
+    torch.testing.assert_close(found, expected)
 
 
 def test_nothing_as_large_as_scores_or_logits_is_kept_for_the_way_back():

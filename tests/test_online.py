@@ -19,6 +19,7 @@ from eyas.features.generate import GenerateConfig, generate
 from eyas.features.online import OnlineFeatures, OnlineTarget
 from eyas.lineage import lines
 from eyas.model.target import Target
+from eyas.operators.vocab import TargetVocabulary
 from eyas.shards import Features
 from eyas.train.trainer import TrainConfig, train
 from tests.stages import ending_target, prompts_of, write_prompts
@@ -106,10 +107,13 @@ def test_it_is_the_same_work_and_says_where_it_comes_from(both):
 
 
 @pytest.mark.parametrize("both", ["bfloat16"], indirect=True)
-def test_the_loss_is_the_stores_to_the_bit(target, both, tmp_path):
+def test_the_loss_is_the_stores_to_the_bit(target, both, tmp_path, monkeypatch):
+    """A store has the target's best tokens: its training makes no product over the vocabulary."""
     store, at_hand = both
     outputs = [Artifact(str(tmp_path / name)) for name in ("stored", "online")]
-    train(TRAIN, str(target), Features(store), outputs[0], held_out=Features(store, "held_out"))
+    with monkeypatch.context() as patch:
+        patch.setattr(TargetVocabulary, "best", lambda *_: pytest.fail("its product is stored"))
+        train(TRAIN, str(target), Features(store), outputs[0], held_out=Features(store, "held_out"))
     source, held_out = (at_hand.features(split) for split in ("train", "held_out"))
     manifest = train(TRAIN, str(target), source, outputs[1], held_out=held_out)
     rows = [

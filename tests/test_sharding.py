@@ -32,8 +32,8 @@ from eyas.train.step import LossModule
 from tests.object_stores import free_port
 from tests.tiny_batch import made_up_samples, waves, wavy_head
 
-# wide, tall, square, and fewer rows than ranks
-SHAPES = ((6, 20), (21, 5), (9, 9), (2, 7), (1, 3))
+# wide, tall, square, fewer rows than ranks, and some of one shape, made orthogonal at once
+SHAPES = ((6, 20), (21, 5), (9, 9), (2, 7), (1, 3), (6, 20), (20, 6))
 STEPS = 3
 
 
@@ -199,7 +199,7 @@ def test_ranks_share_the_cores_unless_their_number_is_stated(tmp_path):
     script.write_text(
         "from eyas.train.ranks import joined, threads_of_rank\nimport torch\n"
         "with joined() as ranks:\n"
-        "    print(ranks.gathered((threads_of_rank(), torch.get_num_threads())))\n"
+        "    print(ranks.all_gather((threads_of_rank(), torch.get_num_threads())))\n"
     )
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     share = max(1, cores() // 2)

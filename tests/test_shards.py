@@ -5,11 +5,14 @@ import hashlib
 import json
 import math
 import os
+import random
 import signal
 import uuid
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -26,7 +29,6 @@ from eyas.shards import (
     ShardWriter,
     decode_sample,
     encode_sample,
-    order_of,
 )
 from eyas.shards import reader as reader_module
 from eyas.shards import writer as writer_module
@@ -50,6 +52,7 @@ def make_sample(
         aux_hidden=torch.randn(length, 3 * hidden_size, generator=generator).to(dtype),
         last_hidden=torch.randn(length, hidden_size, generator=generator).to(dtype),
         source=f"source-{number % 3}",
+        argmax=torch.randint(-1, 1 << 30, (length,), generator=generator, dtype=torch.int32),
     )
 
 
@@ -66,7 +69,7 @@ def write(artifact: Artifact, samples: list[Sample], meta: FeatureMeta = META) -
 
 def assert_same(left: Sample, right: Sample) -> None:
     assert (left.key, left.source) == (right.key, right.source)
-    for name in ("token_ids", "loss_mask", "aux_hidden", "last_hidden"):
+    for name in ("token_ids", "loss_mask", "aux_hidden", "last_hidden", "argmax"):
         one, other = getattr(left, name), getattr(right, name)
         assert one.dtype == other.dtype
         assert one.shape == other.shape
@@ -93,6 +96,19 @@ def test_samples_come_back_bit_for_bit_from_any_store(tmp_path, store, dtype):
         assert torch.equal(loss_mask, sample.loss_mask)
     assert_same(samples[-1], features[-1])
     assert len(Features(Artifact(url), "held_out")) == 0
+
+
+def test_features_of_version_2_are_read_and_know_no_best_tokens(tmp_path, monkeypatch):
+    """Its bytes are those of samples without an argmax."""
+    monkeypatch.setattr(writer_module, "FORMAT", 2)
+    old = [replace(make_sample(n), argmax=torch.full((1 + n % 7,), -1).int()) for n in range(5)]
+    artifact = write(Artifact(str(tmp_path / "features")), old)
+    entry, data = Features(artifact).entries[0], artifact.read("train-00000.safetensors")
+    labels = np.frombuffer(data[entry.start + 4 * entry.length :], "<i4", entry.length)
+    assert labels.tolist() == old[0].loss_mask.int().tolist()
+    assert artifact.read_json("train.index.json")["format"] == 2
+    for sample, read in zip(old, Features(Artifact(artifact.url)), strict=True):
+        assert_same(sample, read)
 
 
 def test_every_bfloat16_survives_numpy_and_back():
@@ -131,7 +147,7 @@ def test_a_shard_is_an_ordinary_safetensors_file(lengths, hidden, dtype):
     tensors = load(data)
     for number, length in enumerate(lengths):
         assert tensors[f"{number:03d}.token_ids"].tolist() == list(range(length))
-        assert tensors[f"{number:03d}.loss_mask"].tolist() == [1 - at % 2 for at in range(length)]
+        assert tensors[f"{number:03d}.labels"].tolist() == [1 - at % 2 for at in range(length)]
         expected = torch.full((length, 3 * hidden), math.pi * number, dtype=getattr(torch, dtype))
         assert torch.equal(tensors[f"{number:03d}.aux_hidden"], expected)
 
@@ -379,29 +395,13 @@ def test_features_of_another_format_say_so(tmp_path):
         Features(artifact)
 
 
-# Orders and streams
-
-
-@settings(max_examples=40, deadline=None)
-@given(st.integers(0, 60), st.integers(0, 3), st.integers(1, 7))
-def test_the_readers_of_an_epoch_take_each_sample_once(count, epoch, world_size):
-    orders = [order_of(count, 5, epoch, rank, world_size) for rank in range(world_size)]
-    assert sorted(number for order in orders for number in order) == list(range(count))
-    assert max(map(len, orders)) - min(map(len, orders)) <= 1
-    assert orders == [order_of(count, 5, epoch, rank, world_size) for rank in range(world_size)]
-
-
-def test_orders_differ_by_seed_and_epoch_and_never_change():
-    # else a resumed run of an older version would read other samples
-    assert order_of(7, 0, 0) == [5, 6, 4, 1, 2, 3, 0]
-    distinct = {tuple(order_of(50, seed, epoch)) for seed in range(3) for epoch in range(3)}
-    assert len(distinct) == 9
+# Streams
 
 
 def test_a_stream_goes_on_at_an_exact_sample(tmp_path):
     samples = [make_sample(number) for number in range(13)]
     features = Features(write(Artifact(str(tmp_path / "features")), samples))
-    order = order_of(13, 1, 0)
+    order = random.Random(1).sample(range(13), 13)
     whole = list(features.stream(order))
     for number, sample in zip(order, whole, strict=True):
         assert_same(sample, samples[number])

@@ -7,12 +7,12 @@ tests.test_trainer`.
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import math
 import os
 import signal
 from contextlib import nullcontext
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -21,8 +21,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import FlopCounterMode
 
 from eyas.artifact import Artifact, Manifest
 from eyas.errors import ConfigError, EmptyInputError, EyasError, MismatchError, MissingInputError
@@ -34,7 +36,7 @@ from eyas.operators.head import load_head
 from eyas.operators.tensors import read_head
 from eyas.shards import Features
 from eyas.train import trainer
-from eyas.train.batches import BatchConfig, left_out_samples
+from eyas.train.batches import BatchConfig, feed, left_out_samples
 from eyas.train.loss import ObjectiveConfig
 from eyas.train.ranks import Ranks
 from eyas.train.start import StartConfig, covering_size
@@ -43,15 +45,22 @@ from eyas.train.step import (
     LossModule,
     RateConfig,
     optimizers_of,
+    peak_flops,
     rows_of,
-    teaching_in_tf32,
+    step_flops,
     training_step,
     usual_learning_rate,
 )
 from eyas.train.tracker import TrackerConfig
 from eyas.train.trainer import TrainConfig, train
 from tests.tiny import tiny_target
-from tests.tiny_batch import made_up_batch, tiny_vocabulary, wavy_head, write_golden
+from tests.tiny_batch import (
+    made_up_batch,
+    made_up_samples,
+    tiny_vocabulary,
+    wavy_head,
+    write_golden,
+)
 from tests.tiny_features import greedy_answers, samples_of, write_features
 
 GOLDEN = Path(__file__).parent / "goldens" / "train_step.json"
@@ -295,7 +304,7 @@ def test_a_broken_feature_stops_the_run_and_is_named(
     folder, target, samples = made
     broken = samples[5].aux_hidden.clone()
     broken[2, 7] = float("nan")
-    samples = [*samples[:5], dataclasses.replace(samples[5], aux_hidden=broken), *samples[6:]]
+    samples = [*samples[:5], replace(samples[5], aux_hidden=broken), *samples[6:]]
     features = write_features(tmp_path / "features", target, samples, samples[:1])
     output = Artifact(str(tmp_path / "head"))
     config = CONFIG.model_copy(update={"batches": BatchConfig(tokens=128, packed=packed)})
@@ -317,7 +326,7 @@ def test_answers_that_are_not_the_targets_are_refused_and_not_resumed(made, tmp_
     folder, target, samples = made
     said = {token for one in samples for token in one.token_ids.tolist()}
     unsaid = min(set(range(320)) - said)
-    others = [dataclasses.replace(one, token_ids=one.token_ids * 0 + unsaid) for one in samples]
+    others = [replace(one, token_ids=one.token_ids * 0 + unsaid) for one in samples]
     features = write_features(tmp_path / "features", target, others, [])
     url, options = str(tmp_path / "output"), HeadOptions(draft_vocab_size=1)
     for _ in range(2):
@@ -428,14 +437,6 @@ def test_a_batch_pads_on_the_right():
     assert batch.last_hidden_BTH[0, 3:].eq(0).all()
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_a_gpus_teacher_is_in_tf32_with_maths_in_bf16_alone(monkeypatch, dtype):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    with teaching_in_tf32(dtype):
-        assert torch.backends.cuda.matmul.allow_tf32 == (dtype == "bfloat16")
-    assert not torch.backends.cuda.matmul.allow_tf32
-
-
 def golden_step() -> dict[str, object]:
     """One float32 step of a wavy head on made-up conversations: loss, gradients' norms and the
     weights after it.
@@ -446,13 +447,25 @@ def golden_step() -> dict[str, object]:
     objective = LossModule(head, vocabulary, wanted, "float32")
     turns = [False] + [True] * 3 + [False] * 2 + [True] * 3
     batch = made_up_batch([[False] * 4 + [True] * 14, turns], seed=1)
-    planned = [objective.planned(batch, 0)]
-    (row,) = rows_of([training_step(state, objective, planned, Ranks(), 1e-3)], Ranks())
+    figures = training_step(state, objective, [objective.planned(batch, 0)], Ranks(), 1e-3)
+    (row,) = rows_of([figures], Ranks(), head.config)
     sums = {
         name: [float(weight.sum()), float(weight.norm())]
         for name, weight in head.double().requires_grad_(False).named_parameters()
     }
     return {"metrics": row, "sum and norm of the weights after it": sums}
+
+
+class Reads(TorchFunctionMode):
+    """Raises where a tensor's numbers are read, which waits for a GPU."""
+
+    NAMES = "tolist item cpu numpy __bool__ __int__ __float__ __index__ __contains__"
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        name = getattr(func, "__name__", "")
+        if name in self.NAMES.split():
+            raise AssertionError(f"{name} waits for the device")
+        return func(*args, **(kwargs or {}))
 
 
 class Waits(TorchDispatchMode):
@@ -483,7 +496,7 @@ def test_a_step_waits_for_no_device_and_one_that_is_not_finite_changes_nothing(l
     figures, weights = [], []
     for number, batch in enumerate(batches):
         planned = module.planned(batch, number)
-        with Waits() if number else nullcontext():
+        with Waits() if number else nullcontext(), Reads() if number else nullcontext():
             figures.append(training_step(state, module, [planned], Ranks(), 1e-3))
         kept = [one for of in state.optimizers for one in of.state.values()]
         everything = [*head.parameters(), *tree_leaves(kept)]
@@ -491,7 +504,58 @@ def test_a_step_waits_for_no_device_and_one_that_is_not_finite_changes_nothing(l
     assert not all(map(torch.equal, weights[0], weights[1]))
     assert all(map(torch.equal, weights[1], weights[2]))
     assert all(map(torch.equal, weights[1], weights[3]))
-    assert [math.isfinite(row["grad_norm"]) for row in rows_of(figures, Ranks())] == [1, 1, 0, 1]
+    rows = rows_of(figures, Ranks(), head.config)
+    assert [math.isfinite(row["grad_norm"]) for row in rows] == [1, 1, 0, 1]
+
+
+@pytest.mark.parametrize("read", ["tolist", "cpu", "item", "__bool__"])
+def test_what_waits_is_seen(read):
+    with Waits(), Reads(), pytest.raises(AssertionError, match=f"{read}.* waits"):
+        getattr(torch.ones(1), read)()
+
+
+def test_flops_are_those_of_the_products_with_weights():
+    """As torch counts them where there is no padding; `bmm` is attention's."""
+    head, vocabulary, (T, K) = wavy_head(), tiny_vocabulary(), (514, 3)
+    batch = made_up_batch([[True] * T])
+    batch = replace(batch, argmax_BT=torch.zeros(1, T, dtype=torch.int32))
+    wanted = ObjectiveConfig(num_ttt_steps=K, later_steps="all")
+    module = LossModule(head, vocabulary, wanted, "float32")
+    planned = module.planned(batch, 0)
+    with FlopCounterMode(display=False) as counter:
+        teacher = module.teach(planned)
+        module(planned.batch, teacher, module.trained_slots([teacher])).loss.backward()
+    counted = counter.get_flop_counts()["Global"]
+    needed = step_flops(head.config, T, [T - 2 - step for step in range(K)])
+    assert counted[torch.ops.aten.mm] == pytest.approx(needed, rel=0.01)
+
+
+def test_a_devices_peak_is_known_or_absent(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA H100 80GB HBM3")
+    assert peak_flops("cuda:0", "bfloat16") == 989e12
+    assert peak_flops("cuda:0", "float32") is None is peak_flops("cpu", "bfloat16")
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "another card")
+    assert peak_flops("cuda:0", "bfloat16") is None
+
+
+def test_an_error_in_the_feed_closes_its_reader():
+    module = LossModule(wavy_head(), tiny_vocabulary(), ObjectiveConfig(), "float32")
+    closed = []
+
+    def batches():
+        try:
+            yield made_up_samples([[True] * 5])
+            yield []  # no batch can be made of it
+            yield []
+        finally:
+            closed.append(True)
+
+    reader = batches()
+    steps = feed(reader, [1, 1, 1], 0, BatchConfig(), module)
+    assert len(next(steps)) == 1
+    with pytest.raises(RuntimeError, match="empty list"):
+        next(steps)
+    assert closed
 
 
 def test_one_step_equals_the_golden():

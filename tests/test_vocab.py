@@ -59,7 +59,24 @@ def test_matrices_are_the_targets(tmp_path, tied):
     assert torch.equal(vocabulary.lm_head, tensor_of(target.lm_head))
     assert torch.equal(vocabulary.lm_head, vocabulary.embed_tokens) == tied
     assert vocabulary.lm_head_sha256 == target.lm_head_sha256
-    assert TargetVocabulary.load(folder, torch.bfloat16).lm_head_sha256 == target.lm_head_sha256
+    assert (vocabulary.lm_head is vocabulary.embed_tokens) == tied
+
+
+def test_on_a_gpu_that_computes_in_bf16_a_matrix_of_bf16_is_held_once(tmp_path):
+    """As "cpu:0" stands for one."""
+    exact = torch.randn(9, 4).bfloat16().float()
+    for embed, lm_head, dtypes in (
+        (exact, exact, (torch.bfloat16, torch.bfloat16)),
+        (exact / 3, exact, (torch.float32, torch.bfloat16)),
+    ):
+        vocabulary = TargetVocabulary(None, embed, lm_head, "made up", exact.bfloat16())
+        there = vocabulary.to("cpu:0", torch.bfloat16)
+        assert (there.embed_tokens.dtype, there.lm_head.dtype) == dtypes
+        assert (there.embed_tokens is there.lm_head) == (embed is lm_head)
+        assert torch.equal(there.lm_head.float(), exact)
+        assert torch.equal(there.best(exact), vocabulary.best(exact))
+        assert vocabulary.to("cpu").short_lm_head is vocabulary.short_lm_head
+        assert vocabulary.to("cpu:0").lm_head.dtype == torch.float32
 
 
 def test_a_folder_without_weights(tmp_path):

@@ -63,7 +63,7 @@ def head_folder(target: Path, folder: Path, form: Form = "eyas", **options) -> P
     """
     config, tensors = tiny_head(target, **options)
     embed_tokens = (
-        array_of(TargetVocabulary.load(target, tensors["fc.weight"].dtype).embed_tokens)
+        array_of(TargetVocabulary.load(target).embed_tokens.to(tensors["fc.weight"].dtype))
         if form == "vllm"
         else None
     )

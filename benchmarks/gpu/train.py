@@ -70,7 +70,7 @@ def documents(args: Namespace, made: Any) -> tuple[torch.Tensor, ...]:
     """Tokens, answers, tapped and last states of the packed batch, [documents, length, ...]."""
     batch, shape = made.batch, (args.documents, args.length)
     parts = (batch.tokens_BT, batch.loss_mask_BT, batch.aux_hidden_BTA, batch.last_hidden_BTH)
-    return tuple(part.reshape(*shape, *part.shape[2:]) for part in parts)
+    return tuple(part.reshape(*shape, *part.shape[2:]).to(DEVICE) for part in parts)
 
 
 def parts_of(package: str, *names: str) -> list[Any]:

@@ -7,11 +7,11 @@ Tokens and masks are those of the answers' records: no template and no tokenizer
 from __future__ import annotations
 
 import hashlib
-import itertools
 import os
 import shutil
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from functools import partial
 from pathlib import Path
@@ -34,9 +34,8 @@ from eyas.features.fleet import FleetConfig
 from eyas.features.forward import (
     FeatureForward,
     ForwardTask,
+    StoredForm,
     WorkerForward,
-    implementation,
-    sample_of,
 )
 from eyas.features.marks import Mark
 from eyas.features.samples import (
@@ -46,7 +45,7 @@ from eyas.features.samples import (
     forward_batches,
     plan_samples,
 )
-from eyas.features.state_proof import StateRequest, prove_by
+from eyas.features.state_proof import prove_by
 from eyas.features.states import StateFleet, start_commands
 from eyas.hub import PACKAGED, resolve_target
 from eyas.log import Track, quiet, size_text
@@ -59,6 +58,7 @@ from eyas.operators.shape import target_shape
 from eyas.records import RECORD, read_answers
 from eyas.settings import Settings
 from eyas.shards import CodecName, EncodedSample, FeatureMeta, Sample, ShardWriter, Split
+from eyas.shards.sample import DTYPES
 
 SAMPLES_PER_SHARD = 50
 SPLITS: tuple[Split, ...] = get_args(Split)
@@ -74,16 +74,12 @@ class CaptureConfig(Settings):
     """Settings of the stage.
 
     `dtype`: "auto" is the checkpoint's own for transformers' decoder and for servers, and for ours
-    as for every stage (`resolve_dtype`). `device_map`: accelerate's ("auto", ...), for
-    transformers' decoder only. `codec`, `teacher`: see shards.FeatureMeta; held-out samples are
-    stored exactly, since a server has no rounded features. `batch_tokens`: with 1 every sample is
-    computed alone, and its values, to the last bit, depend on nothing beside it. `leave_out`:
-    answers that were cut and loops are the target's own words, as a server will have to decode
-    them, and stay. `executor`, `workers`: where what is stored is computed, in as many processes;
-    with our decoder the result has the same bytes.
-
-    `servers` (vLLM, SGLang: features.states) compute instead, asked as `client` says; transformers
-    then proves them on some of the samples, and `dtype` is what they are to compute in.
+    as for every stage (`resolve_dtype`). `device_map`: accelerate's, for transformers' decoder.
+    `codec`, `teacher`: see shards.FeatureMeta; held-out samples are stored exactly, since a server
+    has no rounded features. `batch_tokens`: with 1 every sample is computed alone, and its bits
+    depend on nothing beside it. `leave_out`: truncated answers and loops are the target's own
+    words, as a server will have to decode them, and stay. `servers` (vLLM, SGLang: features.states)
+    are proved by transformers on some of the samples, and compute in `dtype`.
     """
 
     target: str = Field(description="a folder, a GGUF file, or a name of a hub")
@@ -252,21 +248,23 @@ def shape_for(config: CaptureConfig, folder: str) -> TargetShape:
     return TargetConfig.from_folder(folder) if config.decoder == "own" else target_shape(folder)
 
 
-def load_decoder(config: CaptureConfig, shape: TargetShape, folder: str) -> FeatureDecoder:
-    """The decoder of the settings with the target loaded."""
+def open_forward(
+    config: CaptureConfig, shape: TargetShape, folder: str, stores: bool = True
+) -> FeatureForward:
+    """The decoder of the settings with the target loaded. stores: its samples are to be stored."""
+    dtype, device = config.dtype_of(shape), "cpu"
+    decoder: FeatureDecoder
     if config.decoder_of(shape) == "own":
-        return OwnDecoder.load(folder, config.dtype_of(shape))
-    return hooked_decoder(config, shape, folder)
+        decoder = OwnDecoder.load(folder, dtype)
+    else:
+        decoder, device = HookedDecoder.load(folder, dtype, config.device_map), default_device()
+    form = StoredForm(folder, device, DTYPES[config.store_dtype]) if stores else None
+    return FeatureForward(decoder, form)
 
 
-def hooked_decoder(config: CaptureConfig, shape: TargetShape, folder: str) -> HookedDecoder:
-    """transformers' model with the target loaded."""
-    return HookedDecoder.load(folder, config.dtype_of(shape), config.device_map)
-
-
-def load_on_worker(config: CaptureConfig, target_fingerprint: str) -> FeatureDecoder:
-    """The decoder, on a host of its own. Raises MissingInputError, MismatchError for a target that
-    is not there or is another one, and what loading raises.
+def load_on_worker(config: CaptureConfig, target_fingerprint: str) -> FeatureForward:
+    """`open_forward` on a host of its own. Raises MissingInputError or MismatchError where the
+    target is not there or is another one, and what loading raises.
     """
     try:
         folder = resolve_target(config.target)
@@ -274,7 +272,7 @@ def load_on_worker(config: CaptureConfig, target_fingerprint: str) -> FeatureDec
         raise MissingInputError(error.what, EVERY_HOST) from error
     if fingerprint(folder) != target_fingerprint:
         raise MismatchError(f"{folder} holds another target than on the first host", EVERY_HOST)
-    return load_decoder(config, shape_for(config, folder), folder)
+    return open_forward(config, shape_for(config, folder), folder)
 
 
 def open_workers(task: CaptureTask) -> WorkerForward:
@@ -298,25 +296,19 @@ def open_workers(task: CaptureTask) -> WorkerForward:
     return WorkerForward(open_executor(config.executor, work, config.workers), config.workers)
 
 
-def open_source(task: CaptureTask, plan: CapturePlan) -> SampleSource:
-    """What computes the samples of a task: a decoder here, or servers, which are proved first."""
+def open_source(task: CaptureTask, plan: CapturePlan, stores: bool = False) -> SampleSource:
+    """What computes the samples of a task: a decoder here, or servers, which are proved first.
+    stores: samples are to be stored; those of servers have no best tokens.
+    """
     config, shape = task.config, task.shape
     if not config.servers:
-        return FeatureForward(load_decoder(config, shape, task.folder))
-    decoder = hooked_decoder(config, shape, task.folder)
+        return open_forward(config, shape, task.folder, stores)
     dtype = config.dtype_of(shape)
-    proof = prove_by(decoder, dtype, [request_of(one) for one in plan.samples])
+    decoder = HookedDecoder.load(task.folder, dtype, config.device_map)
+    proof = prove_by(decoder, dtype, plan.samples)
     commands = start_commands(task.folder, shape, dtype, proof.max_length)
-    sha256, tails, here = decoder.lm_head_sha256, decoder.tails(), implementation(decoder)
-    del decoder  # it may be large, and has done its work
     run = identity("capture", task.settings, {"answers": task.made})
-    fleet = StateFleet(config.servers, config.client, proof, tails, run, commands)
-    return ServedForward(fleet, sha256, here)
-
-
-def request_of(sample: SamplePlan) -> StateRequest:
-    """What servers are asked for."""
-    return StateRequest(sample.key, tuple(sample.token_ids.tolist()))
+    return StateFleet(config.servers, config.client, decoder, proof, run, commands)
 
 
 def split_of(prompt_id: str, held_out_share: float) -> Split:
@@ -327,26 +319,7 @@ def split_of(prompt_id: str, held_out_share: float) -> Split:
     return "held_out" if number < held_out_share * 2**64 else "train"
 
 
-class ServedForward:
-    """Samples by servers, each alone."""
-
-    reuses = False  # no shared beginnings
-
-    def __init__(self, fleet: StateFleet, lm_head_sha256: str, here: str) -> None:
-        """here: what finishes their states."""
-        self._fleet, self.lm_head_sha256 = fleet, lm_head_sha256
-        self.computed_by = {"here": here, **fleet.computed_by()}
-        self.status, self.facts, self.close = fleet.status, fleet.facts, fleet.close
-
-    def samples(self, batches: Iterable[ForwardBatch]) -> Iterator[list[Sample]]:
-        """The samples of each batch, in order; as many are asked for ahead as the servers take."""
-        listed, asked = itertools.tee(batches)
-        states = self._fleet.states(request_of(one) for batch in asked for one in batch.samples)
-        for batch in listed:
-            yield [sample_of(one, next(states)) for one in batch.samples]
-
-
-SampleSource = FeatureForward | ServedForward
+SampleSource = FeatureForward | StateFleet
 
 
 def capture(
@@ -368,9 +341,9 @@ def capture(
             return output.manifest()
         plan = task.plan()
         output.write_jsonl("dropped.jsonl", plan.dropped)
-        opened = open_workers(task) if config.has_workers else open_source(task, plan)
+        opened = open_workers(task) if config.has_workers else open_source(task, plan, stores=True)
         with closing(opened) as source:
-            hold_to(output, source.computed_by)
+            hold_to(output, source.computed_by())
             meta = config.meta_of(task.shape, source.lm_head_sha256)
             metas: dict[Split, FeatureMeta] = {"train": meta, "held_out": held_out_meta(meta)}
             writers = {
@@ -387,7 +360,7 @@ def capture(
             for writer in writers.values():
                 writer.close()
             features = {"target": config.target, "features": meta.model_dump(mode="json")}
-            facts = {**features, "computed_by": source.computed_by["here"], **source.facts()}
+            facts = {**features, "computed_by": source.computed_by()["here"], **source.facts()}
         return output.finish("capture", task.settings, inputs, task.counts(plan), facts)
 
 
@@ -427,7 +400,8 @@ def _capture_missing(
     track: Track,
 ) -> None:
     """All samples that no whole shard holds yet. A batch is computed whole or not at all, so that
-    its values, to the last bit, do not depend on where an earlier run was cut.
+    its bits do not depend on where an earlier run was interrupted. A thread encodes and writes it
+    beside the next one's forward.
     """
     total = sum(len(batch.samples) for _, batch in work)
     missing = [
@@ -437,17 +411,27 @@ def _capture_missing(
     ]
     done = total - sum(len(batch.samples) for _, batch in missing)
     num_tokens, started = 0, time.monotonic()
-    computed: Iterator[list[Sample] | list[EncodedSample]]
+    computed: Generator[list[Sample] | list[EncodedSample]] | Generator[list[Sample]]
     if isinstance(source, WorkerForward):
         computed = source.samples(missing)
     else:
         computed = source.samples(batch for _, batch in missing)
-    for (writer, batch), samples in zip(missing, computed, strict=True):
+
+    def write(writer: ShardWriter, samples: Sequence[Sample | EncodedSample]) -> None:
         for sample in samples:
             key = sample.key if isinstance(sample, Sample) else sample.entry.key
             if key not in writer.keys:
                 writer.add(sample)
-        num_tokens += sum(map(len, batch.samples))
-        done += len(batch.samples)
-        speed = f"{num_tokens / (time.monotonic() - started):.0f} tokens/s"
-        track(done, total, ", ".join(filter(None, (speed, source.status()))))
+
+    with ThreadPoolExecutor(1, "encode") as pool, closing(computed):
+        writing: Future[None] | None = None
+        for (writer, batch), samples in zip(missing, computed, strict=True):
+            if writing is not None:
+                writing.result()
+            writing = pool.submit(write, writer, samples)
+            num_tokens += sum(map(len, batch.samples))
+            done += len(batch.samples)
+            speed = f"{num_tokens / (time.monotonic() - started):.0f} tokens/s"
+            track(done, total, ", ".join(filter(None, (speed, source.status()))))
+        if writing is not None:
+            writing.result()

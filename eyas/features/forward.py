@@ -1,21 +1,20 @@
 """What computes the samples of forwards: a decoder in this process, or one in each of several
-workers.
+workers, here or on Ray (eyas/executor.py).
 
-    this process   plan -> blocks of forwards ->                           -> shards, in order
-    each worker                                  samples -> encoded bytes
+    this process   plan -> forwards ->                           -> shards, in order
+    each worker                        samples -> encoded bytes
 
-Workers, here or on Ray (eyas/executor.py), need eyas and the target: the process that asks reads
-the answers and writes the shards. It writes in order, so the files are those of one process, and
-a block that is lost with its worker is computed again.
+This process writes in order, so the files are those of one process, and a forward that is lost with
+its worker is computed again.
 """
 
 from __future__ import annotations
 
 import socket
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import ExitStack, closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -36,6 +35,7 @@ from eyas.operators.decoder import (
     SharedPrefix,
     default_device,
 )
+from eyas.operators.vocab import TargetVocabulary
 from eyas.shards import (
     Codec,
     EncodedSample,
@@ -44,9 +44,9 @@ from eyas.shards import (
     ShardWriter,
     decode_sample,
     encoded,
+    teacher_mask,
 )
 
-BLOCK_TOKENS = 4096  # of a block, or one forward; two blocks of each worker are held
 Work = Iterable[tuple[ShardWriter, ForwardBatch]]
 
 
@@ -56,20 +56,46 @@ def sample_of(plan: SamplePlan, states: HiddenStates) -> Sample:
     return Sample(plan.key, ids, mask, states.aux_hidden, states.last_hidden, plan.source)
 
 
-class FeatureForward:
-    """Computes batches one after the other, in the decoder's dtype; a prefix that several batches
-    in a row share is computed once.
+class StoredForm:
+    """Samples as they are stored: on the CPU, with the target's best tokens where a teacher is
+    asked: those of the last hidden states in the stored dtype, whatever a codec makes of them.
     """
 
-    def __init__(self, decoder: FeatureDecoder) -> None:
-        self._decoder = decoder
+    def __init__(self, folder: str, device: str, dtype: torch.dtype) -> None:
+        vocabulary = TargetVocabulary.load(folder)
+        vocabulary = replace(vocabulary, embed_tokens=vocabulary.lm_head)  # it has no use here
+        self._vocabulary, self._dtype = vocabulary.to(device, torch.bfloat16), dtype
+
+    def of(self, sample: Sample) -> Sample:
+        """The sample in this form."""
+        states = sample.aux_hidden, sample.last_hidden
+        aux_hidden, last_hidden = (one.to(self._dtype) for one in states)
+        asked_T = teacher_mask(sample.loss_mask)
+        rows = last_hidden[asked_T.to(last_hidden.device)]
+        argmax_T = torch.full_like(sample.token_ids, -1)
+        best = self._vocabulary.best(rows.to(self._vocabulary.lm_head.device))
+        argmax_T[asked_T] = best.int().cpu()
+        aux_hidden, last_hidden = aux_hidden.cpu(), last_hidden.cpu()
+        return replace(sample, aux_hidden=aux_hidden, last_hidden=last_hidden, argmax=argmax_T)
+
+
+class FeatureForward:
+    """Computes batches one after the other, in the decoder's dtype; a prefix that several batches
+    in a row share is computed once. stored: the form of samples that are stored.
+    """
+
+    def __init__(self, decoder: FeatureDecoder, stored: StoredForm | None = None) -> None:
+        self._decoder, self._stored = decoder, stored
         self._prefix: tuple[bytes, SharedPrefix] | None = None
         self.reuses, self.lm_head_sha256 = decoder.reuses, decoder.lm_head_sha256
-        self.computed_by = {"here": implementation(decoder)}
 
-    def samples(self, batches: Iterable[ForwardBatch]) -> Iterator[list[Sample]]:
+    def computed_by(self) -> dict[str, str]:
+        """What the bits of features depend on beside target and settings."""
+        return {"here": implementation(self._decoder)}
+
+    def samples(self, batches: Iterable[ForwardBatch]) -> Generator[list[Sample]]:
         """The samples of each batch, in order; nothing is computed ahead."""
-        return (list(self._samples(batch)) for batch in batches)
+        return ([*self._samples(batch)] for batch in batches)
 
     def status(self) -> str:
         """For the line of progress."""
@@ -96,54 +122,53 @@ class FeatureForward:
             if prefix is not None:
                 aux_hidden = torch.cat([prefix.states.aux_hidden, aux_hidden])
                 last_hidden = torch.cat([prefix.states.last_hidden, last_hidden])
-            yield sample_of(one, HiddenStates(aux_hidden, last_hidden))
+            sample = sample_of(one, HiddenStates(aux_hidden, last_hidden))
+            yield self._stored.of(sample) if self._stored else sample
 
 
 @dataclass(frozen=True, slots=True)
-class ForwardBlock:
-    """Forwards in a row, of one split. codec: of `meta`."""
+class ForwardJob:
+    """A forward for a worker. codec: of `meta`."""
 
-    batches: tuple[ForwardBatch, ...]
+    batch: ForwardBatch
     meta: FeatureMeta
     codec: Codec
 
 
 @dataclass(frozen=True, slots=True)
 class ForwardResult:
-    """The samples of each forward of a block. computed_by: what their bits depend on, in words."""
+    """The samples of a forward. computed_by: what their bits depend on, in words."""
 
     host: str
     computed_by: str
     reuses: bool
     lm_head_sha256: str
-    samples: list[list[EncodedSample]]
+    samples: list[EncodedSample]
 
 
 @dataclass(frozen=True, slots=True)
 class ForwardTask:
-    """What a worker does. load: the decoder. per_host: workers of a host share its cores."""
+    """What a worker does. per_host: workers of a host share its cores."""
 
-    load: Callable[[], FeatureDecoder]
+    load: Callable[[], FeatureForward]
     per_host: int
 
-    def ready(self) -> Callable[[ForwardBlock | None], ForwardResult]:
+    def ready(self) -> Callable[[ForwardJob | None], ForwardResult]:
         """Load the target. Raises what `load` raises, with the name of the host."""
         host, count = socket.gethostname(), max(1, cores() // self.per_host)
         set_num_threads(count)
         torch.set_num_threads(count)
         try:
-            decoder = self.load()
+            forward = self.load()
         except EyasError as error:
             raise type(error)(f"a worker on {host}: {error.what}", error.hint) from error
-        forward = FeatureForward(decoder)
-        by = forward.computed_by["here"]
+        by = forward.computed_by()["here"]
 
-        def compute(block: ForwardBlock | None) -> ForwardResult:
-            samples = [
-                [encoded(one, block.meta, block.codec) for one in batch]
-                for batch in (forward.samples(block.batches) if block else ())
-                if block is not None
-            ]
+        def compute(job: ForwardJob | None) -> ForwardResult:
+            samples = []
+            if job is not None:
+                (computed,) = forward.samples([job.batch])
+                samples = [encoded(one, job.meta, job.codec) for one in computed]
             return ForwardResult(host, by, forward.reuses, forward.lm_head_sha256, samples)
 
         return compute
@@ -163,7 +188,7 @@ def implementation(decoder: FeatureDecoder) -> str:
 
 
 class WorkerForward:
-    """Computes samples by an executor of a ForwardTask, in blocks."""
+    """Computes samples by an executor of a ForwardTask."""
 
     def __init__(self, executor: Executor, workers: int) -> None:
         """Let all workers load the target. Raises MismatchError for two whose features would
@@ -176,41 +201,42 @@ class WorkerForward:
             for one in others:
                 self._refuse_another(one)
             self.reuses, self.lm_head_sha256 = self._first.reuses, self._first.lm_head_sha256
-            self.computed_by = {"here": self._first.computed_by}
             self.close = stack.pop_all().close
 
-    def samples(self, work: Work) -> Iterator[list[Sample] | list[EncodedSample]]:
+    def computed_by(self) -> dict[str, str]:
+        """As of one process."""
+        return {"here": self._first.computed_by}
+
+    def facts(self) -> dict[str, Any]:
+        """As of one process."""
+        return {}
+
+    def samples(self, work: Work) -> Generator[list[Sample] | list[EncodedSample]]:
         """The samples of each forward, in order, for its writer: encoded from the moment on at
         which its codec is known.
         """
-        asked: deque[tuple[ShardWriter, ForwardBlock]] = deque()
+        asked: deque[tuple[ShardWriter, ForwardJob]] = deque()
 
-        def blocks() -> Iterator[ForwardBlock]:
-            for writer, batches in in_blocks(work):
-                meta = writer.meta
-                if writer.codec is None:
+        def jobs() -> Iterator[ForwardJob]:
+            for writer, batch in work:
+                codec, meta = writer.codec, writer.meta
+                if codec is None:
                     meta = meta.model_copy(update={"codec": "raw"})
-                block = ForwardBlock(tuple(batches), meta, writer.codec or meta.coder())
-                asked.append((writer, block))
-                yield block
+                asked.append((writer, ForwardJob(batch, meta, codec or meta.coder())))
+                yield asked[-1][1]
 
-        with closing(self._executor.map(blocks())) as results:
+        with closing(self._executor.map(jobs())) as results:
             for result in results:
                 self._refuse_another(result)
-                writer, block = asked.popleft()
-                for samples in result.samples:
-                    if block.meta == writer.meta:
-                        yield samples
-                    else:
-                        yield [decode_sample(one.data, one.entry, block.meta) for one in samples]
+                writer, job = asked.popleft()
+                if job.meta == writer.meta:
+                    yield result.samples
+                else:
+                    yield [decode_sample(one.data, one.entry, job.meta) for one in result.samples]
 
     def _refuse_another(self, result: ForwardResult) -> None:
         one = self._first
-        if (one.computed_by, one.reuses, one.lm_head_sha256) != (
-            result.computed_by,
-            result.reuses,
-            result.lm_head_sha256,
-        ):
+        if replace(one, host="", samples=[]) != replace(result, host="", samples=[]):
             raise MismatchError(
                 f"workers that do not compute alike: {one.host} with {one.computed_by}, "
                 f"{result.host} with {result.computed_by}: last bits of features would differ",
@@ -221,24 +247,3 @@ class WorkerForward:
     def status(self) -> str:
         """For the line of progress."""
         return f"{self._workers} workers"
-
-    def facts(self) -> dict[str, Any]:
-        """For the manifest: as of one process."""
-        return {}
-
-
-def in_blocks(work: Work) -> Iterator[tuple[ShardWriter, list[ForwardBatch]]]:
-    """Forwards in a row of one writer, BLOCK_TOKENS together, or one that is larger."""
-    block: list[ForwardBatch] = []
-    of: ShardWriter | None = None
-    size = 0
-    for writer, batch in work:
-        tokens = sum(map(len, batch.samples))
-        if of is not None and (of is not writer or size + tokens > BLOCK_TOKENS):
-            yield of, block
-            block, size = [], 0
-        of = writer
-        block.append(batch)
-        size += tokens
-    if of is not None:
-        yield of, block

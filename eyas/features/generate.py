@@ -1,7 +1,7 @@
 """Stage `generate`: the target answers every user turn of every prompt, one row per assistant turn.
 
-Each turn is asked with the target's own answers as its context. An answer that was cut, loops or is
-empty ends its conversation; after a refusal it goes on. All of these are marked and kept. An answer
+Each turn is asked with the target's own answers as its context. A truncated, looping or empty
+answer ends its conversation; after a refusal it goes on. All of these are marked and kept. One
 with personal data or a secret that was not in its prompt is never written: it is counted by type,
 and ends its conversation too.
 

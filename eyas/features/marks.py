@@ -5,7 +5,7 @@
     truncated   cut at its token limit
     refused     says that it will not, in one of the ways of REFUSALS
 
-The first that fits, in this order: a loop that was cut was cut because it is a loop.
+The first that fits, in this order: a truncated loop was truncated because it is a loop.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _UNIT = re.compile(r"[\u3040-\u30ff\u3400-\u9fff]|[^\W\u3040-\u30ff\u3400-\u9fff
 _ENUMERATOR = re.compile(r"^\s*\d+[.):]", re.MULTILINE)  # that counts the rounds of a loop
 LONGEST_PERIOD = 64  # units
 LEAST_REPEATS = 4
-# units of a loop: anywhere in an answer, and at the end of one that was cut
+# units of a loop: anywhere in an answer, and at the end of a truncated one
 LOOP_UNITS, CUT_LOOP_UNITS = 50, 20
 # The least share of different 4-grams in a long answer: 0.75 or more in prose and most code, 0.3 in
 # data in JSON.

@@ -1,17 +1,17 @@
 """Features straight from the target, in the process that trains on them: a sample is computed when
-it is read, and nothing is stored.
+it is read; a store is the cache of this.
 
-Samples have the numbers that they have in a store. With `batch_tokens` 1 each is computed alone, as
-`capture` would: the values are the store's to the bit, so the source has the store's identity, and
-training on either is the same work. With more, those of a batch are computed together, which is
-faster on a GPU, and values may differ in their last bits: another identity.
+Samples have the numbers that they have in a store. With `batch_tokens` 1 each is computed alone:
+the values are the store's to the bit, so the source has the store's identity, and training on
+either is the same work. With more, those of a batch are computed together, which is faster on a
+GPU, and last bits may differ: another identity.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import closing
 from functools import cached_property
 from threading import Lock
 
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from eyas.artifact import Artifact, Manifest, identity
 from eyas.features.capture import CaptureConfig, CaptureTask, SampleSource, open_source
-from eyas.features.samples import CapturePlan, ForwardBatch, packed
+from eyas.features.samples import CapturePlan, ForwardBatch, of_similar_lengths
 from eyas.operators.vocab import TargetVocabulary
 from eyas.shards import CODECS, FeatureMeta, Sample, Split
 from eyas.shards.sample import DTYPES
@@ -88,7 +88,6 @@ class OnlineFeatures:
 
     @property
     def meta(self) -> FeatureMeta:
-        """What the features are features of."""
         return self._target.meta
 
     @property
@@ -116,25 +115,19 @@ class OnlineFeatures:
             one = single.samples[0]
             yield torch.from_numpy(one.token_ids), torch.from_numpy(one.loss_mask)
 
-    def batches(self, batches: Sequence[Sequence[int]]) -> Iterator[list[Sample]]:
+    def batches(self, batches: Sequence[Sequence[int]]) -> Generator[list[Sample]]:
         """As FeatureSource.batches; servers are asked for later batches ahead."""
-        source = self._target.source
-        if self._target.task.config.servers:
-            singles = (self._singles[number] for numbers in batches for number in numbers)
-            computed = source.samples(singles)
+        forwards = (one for numbers in batches for one in self._joined(numbers))
+        with closing(self._target.source.samples(forwards)) as computed:
             for numbers in batches:
+                made: dict[str, Sample] = {}
                 with self._target.computing:
-                    samples = [self._as_stored(next(computed)[0]) for _ in numbers]
-                yield samples
-            return
-        for numbers in batches:
-            wanted = [self._singles[number] for number in numbers]
-            with self._target.computing:
-                made = itertools.chain.from_iterable(source.samples(self._joined(wanted)))
-                by_key = {sample.key: sample for sample in made}
-                if torch.cuda.is_available():  # another stream may use the kept prefix next
-                    torch.cuda.current_stream().synchronize()
-            yield [self._as_stored(by_key[single.samples[0].key]) for single in wanted]
+                    while len(made) < len(numbers):
+                        made |= {one.key: one for one in next(computed)}
+                    if torch.cuda.is_available():  # another stream may use the kept prefix next
+                        torch.cuda.current_stream().synchronize()
+                keys = (self._singles[number].samples[0].key for number in numbers)
+                yield [self._as_stored(made[key]) for key in keys]
 
     def _as_stored(self, one: Sample) -> Sample:
         """In a store's dtype."""
@@ -146,16 +139,18 @@ class OnlineFeatures:
             last_hidden=one.last_hidden.to(dtype, copy=True),
         )
 
-    def _joined(self, singles: list[ForwardBatch]) -> Iterator[ForwardBatch]:
-        """The same samples in as few forwards as the settings allow: those of one prefix and of
-        similar lengths.
+    def _joined(self, numbers: Sequence[int]) -> Iterator[ForwardBatch]:
+        """Samples in as few forwards as the settings allow: of one prefix and of similar lengths;
+        for servers each alone.
         """
-        batch_tokens = self._target.task.config.batch_tokens
+        config = self._target.task.config
+        batch_tokens = 1 if config.servers else config.batch_tokens
         by_prefix: dict[bytes, list[ForwardBatch]] = {}
-        for single in singles:
+        for number in numbers:
+            single = self._singles[number]
             by_prefix.setdefault(single.prefix.tobytes(), []).append(single)
         for alike in by_prefix.values():
             num_shared = alike[0].num_shared
             samples = [single.samples[0] for single in alike]
-            for batch in packed(samples, batch_tokens, num_shared):
+            for batch in of_similar_lengths(samples, batch_tokens, num_shared):
                 yield ForwardBatch(batch, num_shared)

@@ -134,11 +134,11 @@ def forward_batches(
     for at in range(0, len(samples), WINDOW):
         here = samples[at : at + WINDOW]
         for num_shared, group in shared_groups(here) if shares else [(0, list(here))]:
-            for batch in packed(group, batch_tokens, num_shared):
+            for batch in of_similar_lengths(group, batch_tokens, num_shared):
                 yield ForwardBatch(batch, num_shared)
 
 
-def packed(
+def of_similar_lengths(
     samples: Sequence[SamplePlan], batch_tokens: int, num_shared: int
 ) -> Iterator[list[SamplePlan]]:
     """Samples of similar lengths together, batch_tokens at most behind the shared tokens."""

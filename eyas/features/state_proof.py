@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from eyas.client import RequestFailure
+from eyas.features.samples import SamplePlan
 from eyas.model.config import TargetShape
 from eyas.operators.decoder import TOLERANCE, HiddenStates, HookedDecoder
 
@@ -44,8 +45,9 @@ class StateProof:
     max_length: int
 
 
-def prove_by(decoder: HookedDecoder, dtype: str, requests: Sequence[StateRequest]) -> StateProof:
-    """Compute some of the requests here, chosen by their lengths."""
+def prove_by(decoder: HookedDecoder, dtype: str, plans: Sequence[SamplePlan]) -> StateProof:
+    """Compute some of the samples here, chosen by their lengths."""
+    requests = (StateRequest(one.key, tuple(one.token_ids.tolist())) for one in plans)
     by_length = sorted(requests, key=lambda one: len(one.token_ids))
     last = len(by_length) - 1
     places = sorted({last * step // (PROOF_SAMPLES - 1) for step in range(PROOF_SAMPLES)})

@@ -21,8 +21,8 @@ import re
 import shlex
 import socket
 from collections import deque
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Generator, Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -36,6 +36,8 @@ from eyas.client import RequestFailure
 from eyas.errors import EyasError
 from eyas.features.conversation import TurnFailure
 from eyas.features.fleet import Fleet, FleetConfig, FleetServer, server_urls
+from eyas.features.forward import implementation, sample_of
+from eyas.features.samples import ForwardBatch
 from eyas.features.state_proof import (
     NUM_STREAMS,
     StateProof,
@@ -46,7 +48,8 @@ from eyas.features.state_proof import (
     unfit,
 )
 from eyas.model.config import TargetShape
-from eyas.operators.decoder import TOLERANCE, HiddenStates, Tail
+from eyas.operators.decoder import TOLERANCE, HiddenStates, HookedDecoder, Tail
+from eyas.shards import Sample
 
 ROOM_VLLM, ROOM_SGLANG = 1, 7  # tokens for the answer, and those that SGLang keeps back
 LOCK_POLL_S = 0.01
@@ -118,6 +121,11 @@ class StateServer(FleetServer[StateRequest, StateReply]):
         """The states of a sample. Raises RequestFailure."""
         streams_TSH = await self._streams(request.token_ids)
         return StateReply(request.id, await asyncio.to_thread(self._finished, streams_TSH))
+
+    async def close(self) -> None:
+        """Its requests have been stopped: delete their files."""
+        await super().close()
+        self.sweep()
 
     def sweep(self) -> None:
         """Delete the server's files for requests that were given up: this process's, and those of
@@ -256,55 +264,64 @@ def sglang_streams(content: Any, hidden_size: int, wanted: torch.dtype) -> Tenso
     return streams.view(len(rows), -1, hidden_size)
 
 
-class StateFleet:
-    """Servers as a source of samples' states, in the order of the requests."""
+class StateFleet(Fleet[StateRequest, StateReply]):
+    """Servers as a source of samples, each computed alone, in the order of the requests."""
+
+    reuses = False  # no shared beginnings
 
     def __init__(
         self,
         urls: Sequence[str],
         config: FleetConfig,
+        decoder: HookedDecoder,
         proof: StateProof,
-        tails: Sequence[Tail],
         run: str,
         commands: str,
     ) -> None:
-        """Check and prove all servers. commands: how to start one."""
+        """Check and prove all servers. decoder: finishes their states, and is no decoder any more.
+        run, proof: see StateServer. commands: how to start one.
+        """
+        self.lm_head_sha256, self._here = decoder.lm_head_sha256, implementation(decoder)
         self._numbers = itertools.count()
         self._ready: dict[str, HiddenStates] = {}
         self._unwanted: set[str] = set()  # asked for by an iterator that was closed
-        self._servers = [StateServer(url, config, proof, tails, run) for url in server_urls(urls)]
-        try:
-            self._fleet = Fleet(self._servers, config, commands, commands)
-        finally:
-            for one in self._servers:
-                one.sweep()
-        fleet = self._fleet
-        self.status, self.facts, self.computed_by = fleet.status, fleet.facts, fleet.computed_by
+        tails = decoder.tails()
+        servers = [StateServer(url, config, proof, tails, run) for url in server_urls(urls)]
+        super().__init__(servers, config, commands, commands)
+        for one in servers:
+            one.sweep()
 
-    def states(self, requests: Iterator[StateRequest]) -> Iterator[HiddenStates]:
-        """The states of each, in order. Twice as many requests run as the servers take at once,
-        which bounds the states held here and in files. Several iterators may be open, e.g. while a
-        trainer evaluates. Raises EyasError for a request without states.
+    def computed_by(self) -> dict[str, str]:
+        """What finishes the states, and what the servers state."""
+        return {"here": self._here, **super().computed_by()}
+
+    def samples(self, batches: Iterable[ForwardBatch]) -> Generator[list[Sample]]:
+        """The samples of each batch, in order. Twice as many requests run as the servers take at
+        once, which bounds the states held here and in files. Several iterators may be open, e.g.
+        while a trainer evaluates. Raises EyasError for a request without states.
         """
+        listed, coming = itertools.tee(batches)
+        plans = (one for batch in coming for one in batch.samples)
         asked: deque[str] = deque()  # not yet yielded, in order
         try:
-            while True:
-                for request in itertools.islice(requests, 2 * self._fleet.capacity - len(asked)):
-                    # the next epoch may ask for a sample before it has come
-                    asked.append(f"{request.id} ({next(self._numbers)})")
-                    self._fleet.add(replace(request, id=asked[-1]))
-                if not asked:
-                    return
-                while asked[0] not in self._ready:
-                    self._take()
-                yield self._ready.pop(asked.popleft())
+            for batch in listed:
+                samples = []
+                for plan in batch.samples:
+                    for one in itertools.islice(plans, 2 * self.capacity - len(asked)):
+                        # the next epoch may ask for a sample before it has come
+                        asked.append(f"{one.key} ({next(self._numbers)})")
+                        self.add(StateRequest(asked[-1], tuple(one.token_ids.tolist())))
+                    while asked[0] not in self._ready:
+                        self._take()
+                    samples.append(sample_of(plan, self._ready.pop(asked.popleft())))
+                yield samples
         finally:
-            for one in asked:
-                if self._ready.pop(one, None) is None:
-                    self._unwanted.add(one)
+            for name in asked:
+                if self._ready.pop(name, None) is None:
+                    self._unwanted.add(name)
 
     def _take(self) -> None:
-        for reply in self._fleet.wait():
+        for reply in self.wait():
             if reply.id in self._unwanted:
                 self._unwanted.remove(reply.id)
             elif isinstance(reply, TurnFailure):
@@ -314,12 +331,6 @@ class StateFleet:
                 )
             else:
                 self._ready[reply.id] = reply.states
-
-    def close(self) -> None:
-        """Stop all requests, and delete their files."""
-        self._fleet.close()
-        for one in self._servers:
-            one.sweep()
 
 
 def vllm_arguments(

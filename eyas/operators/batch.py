@@ -31,6 +31,8 @@ class FeaturesOfOne(Protocol):
     def aux_hidden(self) -> Tensor: ...
     @property
     def last_hidden(self) -> Tensor: ...
+    @property
+    def argmax(self) -> Tensor: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +41,7 @@ class Batch:
     in their stored dtype.
 
     starts_BT: int64, the column where each token's sample begins; -1 in padding. One sample a row,
-    or many (`packed`).
+    or many (`packed`). argmax_BT: int32, the target's best next token; -1 where it is not known.
 
         tokens    [x0 x1 x2 y0 y1 z0 .  . ]
         starts    [0  0  0  3  3  5  -1 -1]
@@ -51,6 +53,7 @@ class Batch:
     aux_hidden_BTA: Tensor
     last_hidden_BTH: Tensor
     starts_BT: Tensor
+    argmax_BT: Tensor
 
     @classmethod
     def of(cls, samples: Sequence[FeaturesOfOne]) -> Batch:
@@ -86,6 +89,7 @@ class Batch:
             aux_hidden_BTA=join([sample.aux_hidden for sample in samples], 0),
             last_hidden_BTH=join([sample.last_hidden for sample in samples], 0),
             starts_BT=join(columns, -1),
+            argmax_BT=join([sample.argmax for sample in samples], -1),
         )
 
     @property

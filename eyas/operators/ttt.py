@@ -38,6 +38,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
+from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
 Rotation = tuple[Tensor, ...]  # cosines, sines
@@ -77,7 +78,7 @@ class Slots(NamedTuple):
 
     All int32. flat_N = b * T + t. slot_N: the slot's place in its document. first_N: where in the
     stream of B x T tokens its document begins. position_M: each token's place in its document.
-    tiles: the N slots cut into tiles. window: how many positions a slot sees, that of its own step
+    tiles: the N slots by tiles. window: how many positions a slot sees, that of its own step
     among them; None is all. It is at least as long as the unroll, so that only tokens leave it.
     kept_N: where they are among the slots of the step before; None at step 0. blocks: the tables of
     a GPU's BlockMask; none on a CPU.
@@ -132,40 +133,23 @@ class Slots(NamedTuple):
         return x_BT.flatten(0, 1).index_select(0, self.flat_N)
 
 
-def leaves(tree: Any) -> Iterator[Tensor]:
-    """The tensors of a tree of tuples."""
-    if isinstance(tree, Tensor):
-        yield tree
-    elif isinstance(tree, tuple):
-        for part in tree:
-            yield from leaves(part)
-
-
 def sent(tree: Tables, device: str | torch.device) -> Tables:
     """A tree of tuples with its tensors, int32 on the CPU, on a device: by one copy, which no one
-    waits for. A part that is there twice is one part there.
+    waits for. A tensor that is there twice is one tensor there.
     """
     if torch.device(device).type == "cpu":
         return tree
-    made: dict[int, Any] = {}
-
-    def rebuilt(one: Any) -> Any:
-        if id(one) not in made:
-            assert not isinstance(one, Tensor), "a tensor that was not sent"
-            if not isinstance(one, tuple):
-                return one
-            parts = [rebuilt(part) for part in one]
-            made[id(one)] = type(one)(*parts) if hasattr(one, "_fields") else tuple(parts)
-        return made[id(one)]
-
-    found = {id(one): one for one in leaves(tree)}
+    leaves, spec = tree_flatten(tree)
+    found = {id(one): one for one in leaves if isinstance(one, Tensor)}
     flat = torch.cat([one.flatten() for one in found.values()])
     flat = flat.pin_memory() if torch.cuda.is_available() else flat
     sizes = [one.numel() for one in found.values()]
     parts = torch.split(flat.to(device, non_blocking=True), sizes)
-    for (place, one), part in zip(found.items(), parts, strict=True):
-        made[place] = part.view(one.shape).clone()  # kernels are compiled for a storage's offset
-    there: Tables = rebuilt(tree)
+    made = {
+        place: part.view(one.shape).clone()  # kernels are compiled for a storage's offset
+        for (place, one), part in zip(found.items(), parts, strict=True)
+    }
+    there: Tables = tree_unflatten([made.get(id(one), one) for one in leaves], spec)
     return there
 
 
@@ -228,7 +212,7 @@ def unroll(
     own_values: list[Tensor] = []
     x_NX, hidden_NH = x_MX.index_select(0, slots.flat_N), feature_MH.index_select(0, slots.flat_N)
     for step, of_step in enumerate(slots_K):
-        if of_step is not slots:
+        if of_step.flat_N is not slots.flat_N:
             slots, kept_N = of_step, of_step.kept_N
             assert kept_N is not None, "slots of another batch"
             hidden_NH = hidden_NH.index_select(0, kept_N)
@@ -257,8 +241,8 @@ def by_rows(
     """
     if not recompute:
         return function(*rows)
-    cut = [torch.split(one, RECOMPUTED_ROWS) for one in rows]
-    parts = [again(function, *part) for part in zip(*cut, strict=True)]
+    chunks = [torch.split(one, RECOMPUTED_ROWS) for one in rows]
+    parts = [again(function, *chunk) for chunk in zip(*chunks, strict=True)]
     return tuple(torch.cat(of_result) for of_result in zip(*parts, strict=True))
 
 
@@ -290,8 +274,8 @@ def attend(
             part = slice(begin, end)
             unseen_nc = columns_c > slots.flat_N[part, None]
             unseen_nc |= columns_c < first_N[part, None]
-            cut = queries[part], keys[low:high], values[low:high], *(one[part] for one in own)
-            parts.append(again(plain_attention, unseen_nc, *cut))
+            shared, of_tile = (keys[low:high], values[low:high]), [one[part] for one in own]
+            parts.append(again(plain_attention, unseen_nc, queries[part], *shared, *of_tile))
         return torch.cat(parts)
 
 

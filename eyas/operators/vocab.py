@@ -17,8 +17,10 @@ from eyas.errors import ConfigError
 from eyas.model.config import TargetShape
 from eyas.operators.shape import StoredMatrices
 from eyas.operators.tensors import multiplies_bf16, tensor_of
+from eyas.operators.ttt import widened
 
 # Of `TargetVocabulary.best`:
+ROWS_AT_ONCE = 1024
 COLUMNS_AT_ONCE, BLOCK = 8192, 16  # tokens: of a product, and of what is looked at as one
 # How far below the best a logit in bf16 may be, of 1 + itself: each of the two may be off by 2^-9,
 # twice that is to be sure.
@@ -27,8 +29,18 @@ MOST_BLOCKS = 8  # for each row; more are equal logits, as of a hidden state of 
 
 
 def capped(x: Tensor, cap: float | None) -> Tensor:
-    """Scores or logits cut softly, as Gemma 2 does: cap * tanh(x / cap)."""
+    """Scores or logits softly capped, as Gemma 2 does: cap * tanh(x / cap)."""
     return x if cap is None else cap * torch.tanh(x / cap)
+
+
+def products(hidden_RH: Tensor, rows_CH: Tensor) -> Tensor:
+    """hidden_RH @ rows_CH.T in float32, or the dtype of rows_CH if that is wider. A GPU multiplies
+    matrices in bf16 as they are: each product is exact, and the sums are float32.
+    """
+    if rows_CH.is_cuda and hidden_RH.dtype == rows_CH.dtype == torch.bfloat16:
+        return torch.mm(hidden_RH, rows_CH.T, out_dtype=torch.float32)
+    wide_CH = widened(rows_CH)
+    return hidden_RH.to(wide_CH.dtype) @ wide_CH.T
 
 
 def draft_vocabulary(counts_V: Tensor, draft_vocab_size: int) -> tuple[Tensor, Tensor]:
@@ -63,49 +75,52 @@ class TargetVocabulary:
     short_lm_head: Tensor | None = None
 
     @classmethod
-    def load(cls, folder: str | Path, dtype: torch.dtype = torch.float32) -> TargetVocabulary:
-        """Read the two matrices of a Hugging Face folder, and none of its layers.
+    def load(cls, folder: str | Path) -> TargetVocabulary:
+        """Read the two matrices of a Hugging Face folder, and none of its layers, as float32.
 
         Raises MissingInputError, CorruptError, MismatchError.
         """
         read = StoredMatrices.load(folder)
         config, stored = read.config, tensor_of(read.lm_head)
-        lm_head, short = stored.to(dtype), None
+        lm_head, short = stored.float(), None
         if config.logit_scale != 1.0:
             lm_head = lm_head * config.logit_scale
         elif stored.dtype == torch.bfloat16 and multiplies_bf16("cpu"):
             short = stored
-        embed_tokens = tensor_of(read.embed_tokens).to(dtype)
+        is_one = read.embed_tokens is read.lm_head and config.logit_scale == 1.0
+        embed_tokens = lm_head if is_one else tensor_of(read.embed_tokens).float()
         return cls(config, embed_tokens, lm_head, read.lm_head_sha256, short)
 
     def logits(self, hidden_RH: Tensor) -> Tensor:
-        """What the target says after last hidden states [R, Ht]: its logits [R, V]."""
-        return self.capped(hidden_RH.to(self.lm_head) @ self.lm_head.T)
+        """The target's logits [R, V] behind last hidden states [R, Ht]."""
+        return self.capped(products(hidden_RH.to(self.lm_head.device), self.lm_head))
 
     def capped(self, logits: Tensor) -> Tensor:
         """lm_head's output with the soft cap of Gemma 2, which changes no argmax."""
         return capped(logits, self.config.logit_softcap)
 
     def best(self, hidden_RH: Tensor) -> Tensor:
-        """The argmax of the target's logits in lm_head's precision, int64 [R]; of equal logits the
-        smallest id wins.
+        """The argmax of the target's logits as `products` has them, int64 [R]; of equal logits the
+        smallest id wins. hidden_RH: last hidden states as stored.
+        """
+        return torch.cat([self._best(part) for part in torch.split(hidden_RH, ROWS_AT_ONCE)])
 
-        hidden_RH: last hidden states as stored. Where these and lm_head are bf16, on a CPU,
-        products in bf16 find the tokens that can be the best, and only their logits are computed
-        in full: a quarter of the time.
+    def _best(self, hidden_RH: Tensor) -> Tensor:
+        """Where hidden states and lm_head are bf16, on a CPU, products in bf16 find the tokens that
+        can be the best, and only their logits are computed in full: a quarter of the time.
         """
         if self.short_lm_head is not None and hidden_RH.dtype == torch.bfloat16:
             row_N, block_N = self._blocks_of_best(hidden_RH, self.short_lm_head)
             if len(row_N) <= MOST_BLOCKS * len(hidden_RH):
                 return self._best_of(hidden_RH.to(self.lm_head.dtype), row_N, block_N)
+        if not hidden_RH.is_cpu:  # it has no cache to stay in: all columns are fewer launches
+            return products(hidden_RH, self.lm_head).argmax(-1)
         hidden_RH = hidden_RH.to(self.lm_head.dtype)
         best_R = hidden_RH.new_full((len(hidden_RH),), -math.inf)
-        choice_R = torch.zeros(len(hidden_RH), dtype=torch.int64, device=hidden_RH.device)
-        # a GPU has no cache to stay in: all columns are fewer launches
-        at_once = COLUMNS_AT_ONCE if hidden_RH.is_cpu else len(self.lm_head)
-        for first in range(0, len(self.lm_head), at_once):
-            part_CH = self.lm_head[first : first + at_once]
-            values_R, places_R = (hidden_RH @ part_CH.T).max(-1)
+        choice_R = torch.zeros(len(hidden_RH), dtype=torch.int64)
+        for first in range(0, len(self.lm_head), COLUMNS_AT_ONCE):
+            part_CH = self.lm_head[first : first + COLUMNS_AT_ONCE]
+            values_R, places_R = products(hidden_RH, part_CH).max(-1)
             choice_R = torch.where(values_R > best_R, places_R + first, choice_R)
             best_R = torch.maximum(values_R, best_R)
         return choice_R
@@ -142,11 +157,15 @@ class TargetVocabulary:
         ids_N = ids_N.where(best_N == best_R[row_N], V)
         return ids_N.new_full((R,), V).scatter_reduce(0, row_N, ids_N, "amin")
 
-    def to(self, device: str) -> TargetVocabulary:
-        """The same on another device."""
-        return replace(
-            self,
-            embed_tokens=self.embed_tokens.to(device),
-            lm_head=self.lm_head.to(device),
-            short_lm_head=self.short_lm_head if device == "cpu" else None,
-        )
+    def to(self, device: str, dtype: torch.dtype = torch.float32) -> TargetVocabulary:
+        """The same on a device. dtype bfloat16: a GPU holds a matrix in it where that is exact."""
+
+        def moved(matrix: Tensor) -> Tensor:
+            there = matrix.to(device)
+            short = there if device == "cpu" else there.to(dtype)
+            return short if torch.equal(short.to(there.dtype), there) else there
+
+        lm_head, embed_tokens = moved(self.lm_head), self.embed_tokens
+        embed_tokens = lm_head if embed_tokens is self.lm_head else moved(embed_tokens)
+        short = self.short_lm_head if device == "cpu" else None
+        return replace(self, embed_tokens=embed_tokens, lm_head=lm_head, short_lm_head=short)

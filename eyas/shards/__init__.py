@@ -10,7 +10,7 @@ store.
 
 from eyas.shards.codecs import CODECS, Codec, CodecName
 from eyas.shards.layout import EncodedSample, Entry, decode_sample, encode_sample, encoded
-from eyas.shards.reader import Features, order_of
+from eyas.shards.reader import Features
 from eyas.shards.sample import FeatureMeta, FeatureSource, Sample, Split, teacher_mask
 from eyas.shards.writer import ShardWriter
 
@@ -29,6 +29,5 @@ __all__ = [
     "decode_sample",
     "encode_sample",
     "encoded",
-    "order_of",
     "teacher_mask",
 ]

@@ -139,8 +139,7 @@ class Raw:
         self._hidden_size, self._dtype = hidden_size, dtype
 
     def encode(self, layers: LayerStates, kept: Tensor) -> bytes:
-        packed = _bits(torch.cat(layers[:3], dim=1)).tobytes() + _bits(layers[3]).tobytes()
-        return packed + bytes(-len(packed) % 8)
+        return padded(_bits(torch.cat(layers[:3], dim=1)).tobytes() + _bits(layers[3]).tobytes())
 
     def decode(self, data: memoryview, kept: Tensor) -> LayerStates:
         T, K, H = len(kept), int(kept.sum()), self._hidden_size
@@ -162,10 +161,10 @@ class Lossless:
         for layer in layers:
             planes = _bits(layer).view(np.uint8).reshape(-1, self._dtype.itemsize)
             parts += [squeeze(planes[:, -1]), planes[:, :-1].tobytes()]
-        return pack(parts)
+        return join_parts(parts)
 
     def decode(self, data: memoryview, kept: Tensor) -> LayerStates:
-        layers, parts, H = [], unpack(data, 2 * NUM_LAYERS), self._hidden_size
+        layers, parts, H = [], split_parts(data, 2 * NUM_LAYERS), self._hidden_size
         for rows in _rows(kept):
             high, low = expand(next(parts), rows * H), np.frombuffer(next(parts), dtype=np.uint8)
             layers.append(_tensor(self._joined(high, low).reshape(rows, H), self._dtype))
@@ -198,7 +197,7 @@ class Within:
                 values: Floats = layer.detach().float().numpy()
                 codes, exact, below = self._encode(number, values, below)
                 parts += [squeeze(codes), exact]
-        return pack(parts)
+        return join_parts(parts)
 
     def _encode(
         self, number: int, values: Floats, below: Floats | None
@@ -219,7 +218,7 @@ class Within:
         return codes, exact, decoded
 
     def decode(self, data: memoryview, kept: Tensor) -> LayerStates:
-        layers, parts, below = [], unpack(data, 2 * NUM_LAYERS), None
+        layers, parts, below = [], split_parts(data, 2 * NUM_LAYERS), None
         H = self._step.shape[1]
         for number, rows in enumerate(_rows(kept)):
             codes = expand(next(parts), rows * H).view(np.int8).reshape(rows, H)
@@ -276,14 +275,19 @@ CODECS: dict[CodecName, CodecKind] = {
 # Bytes and bits
 
 
-def pack(parts: Sequence[bytes]) -> bytes:
-    """Parts after their lengths, padded with zeros to a multiple of 8."""
-    packed = b"".join([np.array([len(part) for part in parts], dtype="<u4").tobytes(), *parts])
-    return packed + bytes(-len(packed) % 8)
+def padded(data: bytes) -> bytes:
+    """With zeros behind it, up to a multiple of 8."""
+    return data + bytes(-len(data) % 8)
 
 
-def unpack(data: memoryview, count: int) -> Iterator[memoryview]:
-    """The `count` parts of `pack`. Raises ValueError when they do not fit."""
+def join_parts(parts: Sequence[bytes]) -> bytes:
+    """Parts after their lengths, `padded`."""
+    lengths = np.array([len(part) for part in parts], dtype="<u4").tobytes()
+    return padded(b"".join([lengths, *parts]))
+
+
+def split_parts(data: memoryview, count: int) -> Iterator[memoryview]:
+    """The `count` parts of `join_parts`. Raises ValueError when they do not fit."""
     at = 4 * count
     if len(data) < at:
         raise ValueError("a sample has fewer bytes than the lengths of its parts take")

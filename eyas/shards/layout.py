@@ -3,10 +3,11 @@
     train-00000.safetensors  train-00001.safetensors  ...  train.index.json    held_out likewise
 
     shard    [header length, 8 bytes][header, JSON][sample 0][sample 1] ...
-    sample   [token_ids i32 T][loss_mask i32 T][hidden states, as the codec makes them]
+    sample   [token_ids i32 T][labels i32 T][hidden states, as the codec makes them]
+    labels   loss_mask + 2 x (argmax + 1): the target's best next token, or 0 where it is not known
 
 A sample is one contiguous range of bytes, so one request reads it and nothing else; its length is a
-multiple of 8, which keeps each tensor aligned without gaps (the mask is stored as int32 for that).
+multiple of 8, which keeps each tensor aligned without gaps. Version 2 has the mask alone as labels.
 The index holds range and SHA-256 of each sample; a shard's own header holds the same for its
 samples, so a shard is whole or absent and a killed writer goes on after the last one.
 
@@ -29,8 +30,8 @@ from torch import Tensor
 from eyas.shards.codecs import Codec, LayerStates, Tables
 from eyas.shards.sample import DTYPES, FeatureMeta, Sample, Split, teacher_mask
 
-FORMAT = 2
-TOKEN_BYTES = 8  # of a token: its id and whether it counts
+FORMAT, READ = 3, (2, 3)  # what is written, what is read
+TOKEN_BYTES = 8  # of a token: its id and its label
 _FORMAT_NAMES = {
     torch.int32: "I32",
     torch.bfloat16: "BF16",
@@ -85,7 +86,8 @@ def layers_of(sample: Sample, meta: FeatureMeta) -> tuple[LayerStates, Tensor]:
 def encode_sample(sample: Sample, meta: FeatureMeta, codec: Codec | None = None) -> bytes:
     """The sample's bytes. Features are cast to the dtype of `meta` first."""
     layers, kept = layers_of(sample, meta)
-    tokens = torch.cat([sample.token_ids.to(torch.int32), sample.loss_mask.to(torch.int32)]).cpu()
+    labels = sample.loss_mask + 2 * (sample.argmax + 1)
+    tokens = torch.cat([sample.token_ids.to(torch.int32), labels.to(torch.int32)]).cpu()
     return tokens.numpy().tobytes() + (codec or meta.coder()).encode(layers, kept)
 
 
@@ -112,7 +114,7 @@ def decode_sample(
     """
     assert len(data) == entry.size
     length, hidden = entry.length, meta.hidden_size
-    token_ids, loss_mask = decode_tokens(data[: TOKEN_BYTES * length])
+    token_ids, loss_mask, argmax = decode_tokens(data[: TOKEN_BYTES * length])
     kept = kept_of(loss_mask, meta)
     try:
         layers = (codec or meta.coder()).decode(memoryview(data)[TOKEN_BYTES * length :], kept)
@@ -122,16 +124,14 @@ def decode_sample(
     if meta.teacher == "supervised":
         last_hidden = torch.zeros(length, hidden, dtype=layers[3].dtype)
         last_hidden[kept] = layers[3]
-    return Sample(
-        entry.key, token_ids, loss_mask, torch.cat(layers[:3], dim=1), last_hidden, entry.source
-    )
+    states = torch.cat(layers[:3], dim=1), last_hidden
+    return Sample(entry.key, token_ids, loss_mask, *states, entry.source, argmax)
 
 
-def decode_tokens(data: bytes) -> tuple[Tensor, Tensor]:
-    """token_ids int32 [T] and loss_mask bool [T] of a sample's first 8 T bytes."""
-    ids_and_mask = torch.frombuffer(bytearray(data), dtype=torch.int32)
-    length = len(ids_and_mask) // 2
-    return ids_and_mask[:length], ids_and_mask[length:].bool()
+def decode_tokens(data: bytes) -> tuple[Tensor, Tensor, Tensor]:
+    """token_ids int32 [T], loss_mask bool [T], argmax int32 [T] of a sample's first 8 T bytes."""
+    token_ids, labels = torch.frombuffer(bytearray(data), dtype=torch.int32).view(2, -1)
+    return token_ids, (labels & 1).bool(), (labels >> 1) - 1
 
 
 def shard_head(entries: Sequence[Entry], meta: FeatureMeta, tables: Tables | None) -> bytes:
@@ -154,7 +154,7 @@ def _tensor_table(entries: Sequence[Entry], meta: FeatureMeta) -> dict[str, Any]
     table: dict[str, Any] = {}
     for number, entry in enumerate(entries):
         length, at = entry.length, entry.start
-        tensors = [("token_ids", torch.int32, [length]), ("loss_mask", torch.int32, [length])]
+        tensors = [("token_ids", torch.int32, [length]), ("labels", torch.int32, [length])]
         if meta.codec != "raw" or meta.teacher != "everywhere":
             tensors += [("features", torch.uint8, [entry.size - TOKEN_BYTES * length])]
         else:

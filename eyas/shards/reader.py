@@ -2,13 +2,9 @@
 decoded ahead by threads. Any number of threads may read at once.
 
     samples by number    Features      index, checksums, decoding
-    an order of them     order_of      a list of numbers that depends on its arguments alone: to
-                                       resume after n samples, give the rest of the list
     read ahead           ahead
     from a store         range_reader  by the fastest client that is installed
                          ShardCache    whole shards on this machine's disk
-
-    world_size 3      [4 0 6 2 5 1 3]  ->  rank 0: [4 2 3]   rank 1: [0 5]   rank 2: [6 1]
 """
 
 from __future__ import annotations
@@ -28,7 +24,6 @@ from pathlib import Path
 from typing import TypeVar
 
 import fsspec
-import numpy as np
 from fsspec.core import url_to_fs
 from pydantic import ValidationError
 from torch import Tensor
@@ -38,7 +33,7 @@ from eyas.cores import cores
 from eyas.errors import ConfigError, CorruptError, InputError, MissingInputError
 from eyas.shards.codecs import Tables
 from eyas.shards.layout import (
-    FORMAT,
+    READ,
     TOKEN_BYTES,
     Entry,
     decode_sample,
@@ -76,7 +71,7 @@ class Features:
         made = artifact.manifest("capture")
         self.inputs = {"features": made}
         index = artifact.read_json(index_name(split))
-        if index.get("format") != FORMAT:
+        if index.get("format") not in READ:
             raise InputError(
                 f"{artifact.url} holds features of another version of eyas",
                 "run `eyas capture` again",
@@ -117,7 +112,7 @@ class Features:
         nothing is verified.
         """
         entry = self.entries[number]
-        return decode_tokens(self._read(entry, TOKEN_BYTES * entry.length))
+        return decode_tokens(self._read(entry, TOKEN_BYTES * entry.length))[:2]
 
     def all_tokens(self) -> Iterator[tuple[Tensor, Tensor]]:
         """`tokens` of every sample in order, many asked for at once."""
@@ -125,8 +120,8 @@ class Features:
         numbers = range(len(self))
         return ahead(self.tokens, numbers, sizes.__getitem__, self._num_threads, AHEAD_BYTES)
 
-    def stream(self, numbers: Iterable[int], held: int = 0) -> Iterator[Sample]:
-        """These samples in this order (see `order_of`), read and decoded ahead. Raises what
+    def stream(self, numbers: Iterable[int], held: int = 0) -> Generator[Sample]:
+        """These samples in this order, read and decoded ahead. Raises what
         `[number]` raises, in its place. held: bytes of samples to hold, AHEAD_BYTES at least.
         """
         held = max(held, AHEAD_BYTES)
@@ -135,14 +130,15 @@ class Features:
     def _decoded_bytes(self, number: int) -> int:
         return self.meta.decoded_bytes_per_token * self.entries[number].length
 
-    def batches(self, batches: Sequence[Sequence[int]]) -> Iterator[list[Sample]]:
+    def batches(self, batches: Sequence[Sequence[int]]) -> Generator[list[Sample]]:
         """The samples of each list of numbers, read ahead; to go on after n batches, give
         batches[n:].
         """
         largest = max((sum(map(self._decoded_bytes, numbers)) for numbers in batches), default=0)
         numbers = (number for numbers in batches for number in numbers)
-        samples = self.stream(numbers, BATCHES_AHEAD * largest)
-        return (list(islice(samples, len(numbers))) for numbers in batches)
+        with contextlib.closing(self.stream(numbers, BATCHES_AHEAD * largest)) as samples:
+            for of_batch in batches:
+                yield [*islice(samples, len(of_batch))]
 
     def __getitem__(self, number: int) -> Sample:
         """Read one sample and verify its checksum. Raises CorruptError naming shard and sample,
@@ -198,22 +194,7 @@ def _matches(data: bytes, entry: Entry) -> bool:
     return len(data) == entry.size and hashlib.sha256(data).hexdigest() == entry.sha256
 
 
-# In an order, ahead
-
-
-def order_of(
-    num_samples: int, seed: int, epoch: int, rank: int = 0, world_size: int = 1
-) -> list[int]:
-    """The samples that one of `world_size` readers takes in an epoch, shuffled by seed and epoch
-    alone.
-
-    The readers of an epoch take each sample once between them, and as many each, give or take one.
-    """
-    assert 0 <= rank < world_size
-    digest = hashlib.sha256(f"{seed}/{epoch}".encode()).digest()
-    shuffled = np.random.default_rng(int.from_bytes(digest[:16], "little")).permutation(num_samples)
-    order: list[int] = shuffled[rank::world_size].tolist()
-    return order
+# Ahead
 
 
 def ahead(

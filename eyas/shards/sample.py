@@ -6,7 +6,7 @@ Letters: T sequence, Ht target hidden size.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -19,6 +19,7 @@ from eyas.shards.codecs import CODECS, NUM_LAYERS, Codec, CodecName, Tables
 
 Split = Literal["train", "held_out"]
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+NONE_KNOWN = torch.empty(0, dtype=torch.int32)  # of a sample's best tokens
 
 
 class FeatureMeta(BaseModel):
@@ -68,7 +69,8 @@ class Sample:
 
     token_ids int32 [T]; loss_mask bool [T], true on the tokens that the target wrote (several spans
     where several turns are the target's); aux_hidden [T, 3*Ht], the three taps side by side;
-    last_hidden [T, Ht]. `source` is the data set.
+    last_hidden [T, Ht]. `source` is the data set. argmax int32 [T]: the target's best next token
+    behind each, -1 where it is not known; none is by default.
     """
 
     key: str
@@ -77,6 +79,12 @@ class Sample:
     aux_hidden: Tensor
     last_hidden: Tensor
     source: str = ""
+    argmax: Tensor = NONE_KNOWN
+
+    def __post_init__(self) -> None:
+        if self.argmax is NONE_KNOWN:
+            unknown = torch.full_like(self.token_ids, -1, dtype=torch.int32)
+            object.__setattr__(self, "argmax", unknown)
 
 
 def teacher_mask(loss_mask: Tensor) -> Tensor:
@@ -115,5 +123,5 @@ class FeatureSource(Protocol):
     def all_tokens(self) -> Iterator[tuple[Tensor, Tensor]]:
         """token_ids int32 [T] and loss_mask bool [T] of every sample in order: cheap, to count."""
 
-    def batches(self, batches: Sequence[Sequence[int]]) -> Iterator[list[Sample]]:
+    def batches(self, batches: Sequence[Sequence[int]]) -> Generator[list[Sample]]:
         """The samples of each list of numbers; to go on after n batches, give batches[n:]."""

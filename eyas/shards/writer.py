@@ -33,7 +33,7 @@ class ShardWriter:
     """Adds samples, then `close` writes the index.
 
     The caller adds the same samples in the same order in every run and leaves out those whose key
-    is in `keys`; the files are then the same, byte for byte, however often the work was cut.
+    is in `keys`; the files are then the same, byte for byte, however often a run was interrupted.
 
     codec: None until an inexact one is calibrated. Who has it may encode in another process.
     """
@@ -127,7 +127,7 @@ class ShardWriter:
         """The samples of a shard that an earlier run wrote; None where there is none, or only half
         of one.
 
-        A whole one has a note beside it, unless the run was cut between the two.
+        A whole one has a note beside it, unless the run was killed between the two.
         """
         if not self._artifact.exists(name):
             return None

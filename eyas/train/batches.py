@@ -6,7 +6,7 @@ Letters: V target vocabulary.
 from __future__ import annotations
 
 import random
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import closing, nullcontext
 from itertools import islice
 from typing import Any
@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from eyas.errors import EmptyInputError
 from eyas.operators.batch import Batch, plan_batches, plan_packs
-from eyas.operators.ttt import leaves
 from eyas.shards import FeatureSource, Sample
 from eyas.shards.reader import BATCHES_AHEAD, ahead
 from eyas.train.loss import judged_positions
@@ -93,7 +93,7 @@ def plan_steps(
 
 
 def feed(
-    reader: Iterator[list[Sample]],
+    reader: Generator[list[Sample]],
     sizes: Sequence[int],
     first_step: int,
     config: BatchConfig,
@@ -103,7 +103,7 @@ def feed(
     module's device, with their plans.
 
     A thread makes them, BATCHES_AHEAD steps before they are asked for, and on a GPU copies them
-    beside what that computes.
+    beside what that computes. The reader is closed with it, or by its error.
     """
     is_gpu = module.embed_tokens.is_cuda
     copies = torch.cuda.Stream(module.embed_tokens.device) if is_gpu else None  # type: ignore[no-untyped-call]
@@ -117,12 +117,13 @@ def feed(
             return batches, copies.record_event() if copies else None
 
     steps = ahead(made, range(len(sizes)), lambda _: 1, 1, 1 + BATCHES_AHEAD)
-    with closing(steps):
+    with closing(reader), closing(steps):
         for batches, copied in steps:
             if copied is not None:
                 stream = torch.cuda.current_stream()
                 stream.wait_event(copied)
                 for batch, plan in batches:
-                    for tensor in (*batch.tensors.values(), *leaves(plan)):
-                        tensor.record_stream(stream)  # it was allocated on the other
+                    for one in tree_leaves((list(batch.tensors.values()), plan)):
+                        if isinstance(one, Tensor):
+                            one.record_stream(stream)  # it was allocated on the other
             yield batches

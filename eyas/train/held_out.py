@@ -7,15 +7,17 @@ far as equal weights give equal drafts.
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass
 from functools import cached_property
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from eyas.operators.batch import Batch, plan_batches
 from eyas.operators.chain import matched_spans
-from eyas.shards import FeatureSource, order_of
+from eyas.shards import FeatureSource
 from eyas.tau import RoundCounts, ratio_of_sums
 from eyas.train.loss import STEP_DECAY
 from eyas.train.ranks import Ranks
@@ -35,7 +37,9 @@ class HeldOutSample:
     @cached_property
     def numbers(self) -> list[int]:
         """Of the conversations; always the same ones."""
-        return sorted(order_of(len(self.source), seed=0, epoch=0)[:MEASURED_SAMPLES])
+        seed = int.from_bytes(hashlib.sha256(b"0/0").digest()[:16], "big")
+        order = np.random.default_rng(seed).permutation(len(self.source))
+        return sorted(order[:MEASURED_SAMPLES].tolist())
 
     @torch.no_grad()
     def measure(self, module: LossModule, ranks: Ranks) -> tuple[Tensor, float]:
@@ -45,11 +49,11 @@ class HeldOutSample:
         lengths = [self.source.lengths[number] for number in self.numbers]
         mine = ranks.share(plan_batches(lengths, self.batch_tokens, "held out"))
         counts = torch.zeros(len(self.numbers), 2, dtype=torch.float64)  # of this rank's part
-        embed_tokens, dtype = module.vocabulary.embed_tokens, module.embed_tokens.dtype
-        device = embed_tokens.device
+        embed_tokens = module.vocabulary.embed_tokens
+        device, dtype = embed_tokens.device, module.embed_tokens.dtype
         ones_K = torch.ones(module.config.num_ttt_steps, dtype=torch.int64)
         sums = torch.zeros(2, len(ones_K), dtype=torch.float64)  # of losses by step, their number
-        with ranks.together():
+        with ranks.raised_on_all():
             batches = self.source.batches([[self.numbers[at] for at in places] for places in mine])
             for places, samples in zip(mine, batches, strict=True):
                 planned = module.planned(Batch.of(samples), step=0)
@@ -63,13 +67,10 @@ class HeldOutSample:
                     rounds = RoundCounts(MEASURED_STEPS)
                     rounds.add_answer(matches)
                     counts[places[number]] += torch.tensor([rounds.emitted, rounds.rounds])
-        counted, summed = (
-            torch.tensor(ranks.total(part.flatten().tolist()), dtype=torch.float64)
-            for part in (counts, sums)
-        )
-        loss_K, number_K = summed.view(2, -1)
+        loss_K, number_K = ranks.all_reduce(sums)
         decay_K = STEP_DECAY ** torch.arange(len(ones_K))
-        return counted.long().view(-1, 2), float((decay_K * loss_K / number_K.clamp(min=1)).sum())
+        mean = (decay_K * loss_K / number_K.clamp(min=1)).sum()
+        return ranks.all_reduce(counts).long(), float(mean)
 
 
 def tau_of_counts(counts: Tensor) -> float:

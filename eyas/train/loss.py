@@ -41,12 +41,10 @@ from eyas.model.config import HeadConfig
 from eyas.operators.batch import Batch
 from eyas.operators.head import Head
 from eyas.operators.ttt import Slots, by_rows, unroll
-from eyas.operators.vocab import TargetVocabulary
+from eyas.operators.vocab import TargetVocabulary, products
 
 STEP_DECAY = 0.8  # the weight of step i is its i-th power, as in the reference
-# How many numbers are computed at a time
-TEACHER_ROWS = 1024  # R of the teacher's argmax
-# R x W of `Distillation`, by device type: with more rows lm_head's gradient is summed less often
+# R x W of `Distillation` at a time, by device type: more rows sum lm_head's gradient less often
 LOGITS_AT_ONCE = {"cpu": 1 << 25}
 LOGITS_AT_ONCE_ELSEWHERE = 1 << 27
 LOGITS_IN_CACHE = 1 << 18  # R x W of `block_losses` on a CPU: they are read several times
@@ -85,7 +83,8 @@ class StepPlan(NamedTuple):
     outputs of all steps those that are judged, in the order of their teacher's row. row_S: that row
     of the P. step_S: the step; K where the table is filled up. blocks: for each R of the S the
     distinct rows [U], and where among these each is [R]. counts: judged slots of each step [K],
-    samples, tokens without padding.
+    samples, tokens without padding. argmax_P: the target's best tokens, where the features have all
+    of them.
     """
 
     position_P: Tensor
@@ -96,30 +95,34 @@ class StepPlan(NamedTuple):
     step_S: Tensor
     blocks: tuple[tuple[Tensor, Tensor], ...]
     counts: Tensor
+    argmax_P: Tensor | None
 
 
 @dataclass(frozen=True, slots=True)
 class Teacher:
     """The target at the P judged positions of a plan.
 
-    hidden_PH: its last hidden states there. lm_head_WH: the rows of its lm_head for the draft's
-    tokens. argmax_P: int64, its best token in the whole vocabulary. position_mask_P: bool, whether
-    that token is in the draft vocabulary.
+    hidden_PH: its last hidden states there, as stored. argmax_P: its best token in the whole
+    vocabulary. position_mask_P: bool, whether that token is in the draft vocabulary, which has the
+    target's ids_W.
     """
 
     plan: StepPlan
     hidden_PH: Tensor
-    lm_head_WH: Tensor
     argmax_P: Tensor
     position_mask_P: Tensor
     vocabulary: TargetVocabulary
+    ids_W: Tensor
 
-    def probabilities(self, rows_R: Tensor) -> Tensor:
-        """The target's softmax over the draft's tokens alone [R, W], at rows_R, int64, of the P."""
-        logits_RW = self.vocabulary.capped(
-            self.hidden_PH.index_select(0, rows_R) @ self.lm_head_WH.T
-        )
-        return logits_RW.softmax(-1)
+    @property
+    def draft_rows_WH(self) -> Tensor:
+        """The rows of the target's lm_head for the draft's tokens, taken anew at each call."""
+        return self.vocabulary.lm_head.index_select(0, self.ids_W)
+
+    def probabilities(self, rows_R: Tensor, draft_rows_WH: Tensor) -> Tensor:
+        """The target's softmax over the draft's tokens alone [R, W], at rows_R of the P."""
+        logits_RW = products(self.hidden_PH.index_select(0, rows_R), draft_rows_WH)
+        return self.vocabulary.capped(logits_RW).softmax(-1)
 
 
 class BatchLoss(NamedTuple):
@@ -189,8 +192,10 @@ def plan_of(
         rows_U, of_R = torch.unique_consecutive(rows_R, return_inverse=True)
         blocks.append((filled(rows_U, size // 16, last_row).int(), of_R.int()))
     sizes = torch.tensor([len(batch.keys), int((starts_BT >= 0).sum())])
+    argmax_P = batch.argmax_BT.flatten()[position_P]
+    position_P = filled(position_P, size, int(position_P[-1]) if len(position_P) else 0)
     return StepPlan(
-        filled(position_P, size, int(position_P[-1]) if len(position_P) else 0).int(),
+        position_P.int(),
         tuple(slots_K),
         tuple(one.int() for one in tokens_K),
         filled(pick_S, size, 0).int(),
@@ -198,6 +203,7 @@ def plan_of(
         filled(step_O[pick_S], size, config.num_ttt_steps).int(),
         tuple(blocks),
         torch.cat([num_judged, sizes]).int(),
+        batch.argmax_BT.flatten()[position_P] if (argmax_P >= 0).all() else None,
     )
 
 
@@ -207,28 +213,18 @@ def filled(x: Tensor, size: int, value: int) -> Tensor:
 
 
 @torch.no_grad()
-def teach(
-    batch: Batch,
-    vocabulary: TargetVocabulary,
-    head: Head,
-    plan: StepPlan,
-    lm_head_WH: Tensor | None = None,
-) -> Teacher:
+def teach(batch: Batch, vocabulary: TargetVocabulary, head: Head, plan: StepPlan) -> Teacher:
     """What the losses of a batch need from the target, at its judged positions.
 
-    lm_head_WH: as `draft_rows` gives it, by default. Call it outside autocast: the argmax is that
-    of logits in lm_head's precision. Of equal logits the smallest id wins.
+    Where the plan has no argmax it is that of logits in float32, or lm_head's precision if that is
+    wider; call it outside autocast. Of equal logits the smallest id wins.
     """
-    stored_PH = batch.last_hidden_BTH.flatten(0, 1).index_select(0, plan.position_P)
-    argmax_P = torch.cat([vocabulary.best(part) for part in torch.split(stored_PH, TEACHER_ROWS)])
-    lm_head_WH = draft_rows(vocabulary, head) if lm_head_WH is None else lm_head_WH
-    hidden_PH = stored_PH.to(vocabulary.lm_head.dtype)
-    return Teacher(plan, hidden_PH, lm_head_WH, argmax_P, head.t2d[argmax_P], vocabulary)
-
-
-def draft_rows(vocabulary: TargetVocabulary, head: Head) -> Tensor:
-    """The rows of the target's lm_head for the draft's tokens [W, H]."""
-    return vocabulary.lm_head.index_select(0, head.target_ids_W)
+    hidden_PH = batch.last_hidden_BTH.flatten(0, 1).index_select(0, plan.position_P)
+    argmax_P = plan.argmax_P
+    if argmax_P is None:
+        argmax_P = vocabulary.best(hidden_PH)
+    in_draft_P = head.t2d.index_select(0, argmax_P)
+    return Teacher(plan, hidden_PH, argmax_P, in_draft_P, vocabulary, head.target_ids_W)
 
 
 def loss_rows(logits_RW: Tensor, p_RW: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -267,11 +263,12 @@ class Distillation(torch.autograd.Function):
         by_rows, by_head = ctx.needs_input_grad[:2]
         grad_SH = torch.empty_like(normed_SH) if by_rows else None
         grad_WH = torch.zeros_like(lm_head_WH, dtype=wide) if by_head else None
+        draft_rows_WH = teacher.draft_rows_WH
         losses, choices, end = [], [], 0
         for rows_U, of_R in teacher.plan.blocks:
             part = slice(end, end := end + len(of_R))
             grad_RW = normed_SH[part] @ lm_head_WH.T  # the logits: overwritten by their gradient
-            p_UW = teacher.probabilities(rows_U)
+            p_UW = teacher.probabilities(rows_U, draft_rows_WH)
             losses_R, choices_R = block_losses(grad_RW, weight_S[part], p_UW, of_R)
             losses.append(losses_R)
             choices.append(choices_R)
@@ -358,7 +355,8 @@ def batch_loss(
 
 def trained_slots(teacher: Teacher, num_steps: int) -> Tensor:
     """The slots of each step that carry loss, in the dtype of the loss [K]."""
-    plan, carries_P = teacher.plan, teacher.position_mask_P.to(teacher.hidden_PH.dtype)
+    plan, lm_head = teacher.plan, teacher.vocabulary.lm_head
+    carries_P = teacher.position_mask_P.to(torch.promote_types(lm_head.dtype, torch.float32))
     return by_step(carries_P.index_select(0, plan.row_S), plan, num_steps)
 
 

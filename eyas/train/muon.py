@@ -13,11 +13,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
@@ -77,23 +77,27 @@ class Muon(torch.optim.Muon):
         i.
         """
         updates = [self._update(weight, group) for weight in weights]
-        pieces = [Piece.of(weight, ranks.size()) for weight in weights]
-        rank = ranks.rank()
-        own = pieces[rank] if rank < len(pieces) else None
-        sizes = [piece.size for piece in pieces] + [0] * (ranks.size() - len(pieces))
-        own_sizes = [own.size if own else 0] * ranks.size()
-        sent = torch.cat([piece.padded(one) for piece, one in zip(pieces, updates, strict=True)])
-        received = sent.new_empty(sum(own_sizes))
-        dist.all_to_all_single(received, sent, own_sizes, sizes, group=ranks)
-        if own:
-            whole_AB = received.view(-1, own.columns)[: own.rows]
-            received.view(-1, own.columns)[: own.rows] = orthogonalised(whole_AB, group)
-        dist.all_to_all_single(sent, received, sizes, own_sizes, group=ranks)
-        parts = torch.split(sent, sizes[: len(pieces)])
-        for weight, piece, part in zip(weights, pieces, parts, strict=True):
+        rank, size = ranks.rank(), ranks.size()
+        # of a rank's rows of each matrix: r of them, where the last ranks have fewer or none
+        numbers = [-(-len(weight) // size) * weight.shape[1] for weight in weights]
+        numbers += [0] * (size - len(weights))
+        sent = torch.cat(
+            [
+                F.pad(one.flatten(), (0, count - one.numel()))
+                for one, count in zip(updates, numbers, strict=False)
+            ]
+        )
+        received = sent.new_empty(size * numbers[rank])
+        own = [numbers[rank]] * size
+        dist.all_to_all_single(received, sent, own, numbers, group=ranks)
+        if rank < len(weights):
+            whole_AB = received.view(-1, weights[rank].shape[1])[: len(weights[rank])]
+            whole_AB.copy_(orthogonalised(whole_AB, group))
+        dist.all_to_all_single(sent, received, numbers, own, group=ranks)
+        for weight, part in zip(weights, torch.split(sent, numbers), strict=False):
             local = weight.to_local()
-            rate = rate_of(weight.shape, group)
-            self._add(local, part.view(-1, piece.columns)[: len(local)], rate)
+            rows = part.view(-1, weight.shape[1])[: len(local)]
+            self._add(local, rows, rate_of(weight.shape, group))
 
     def _update(self, weight: Tensor, group: dict[str, Any]) -> Tensor:
         """This rank's rows of what is to be made orthogonal, in bf16; the momentum is updated."""
@@ -127,29 +131,6 @@ def rate_of(shape: Sequence[int], group: dict[str, Any]) -> float:
     """What a whole matrix of this shape is stepped by, times its orthogonal update."""
     rate: float = group["lr"] * MATCHED_RMS * math.sqrt(max(shape))
     return rate
-
-
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """How a matrix [A, B] lies on the ranks: r rows on each, fewer or none on the last ones."""
-
-    rows: int
-    columns: int
-    rows_of_rank: int
-
-    @classmethod
-    def of(cls, weight: Tensor, num_ranks: int) -> Piece:
-        A, B = weight.shape
-        return cls(A, B, -(-A // num_ranks))
-
-    @property
-    def size(self) -> int:
-        """Numbers of a rank's rows, padding included."""
-        return self.rows_of_rank * self.columns
-
-    def padded(self, rows: Tensor) -> Tensor:
-        """A rank's rows as flat numbers, zeros behind them."""
-        return torch.nn.functional.pad(rows.flatten(), (0, self.size - rows.numel()))
 
 
 def orthogonalised(matrix_AB: Tensor, group: dict[str, Any]) -> Tensor:

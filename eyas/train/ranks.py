@@ -2,10 +2,10 @@
 
 Weights, gradients and the optimizer's state are split over the ranks by torch's FSDP2: the weights
 are gathered for the forward, the gradients are summed at the end of the last backward of a step.
-The layout of both is fixed, so a resumed run sums in the order of one that was never cut.
+The layout of both is fixed, so a resumed run sums in the order of one that was never killed.
 
-An error on one rank is raised on all where `together` says so. A rank that dies elsewhere ends the
-others by the broken connection, or by torchrun.
+An error on one rank is raised on all where `raised_on_all` says so. A rank that dies elsewhere ends
+the others by the broken connection, or by torchrun.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from eyas.cores import cores
@@ -56,7 +56,7 @@ class Ranks:
         return batches[self.rank :: self.size]
 
     @contextmanager
-    def together(self) -> Iterator[None]:
+    def raised_on_all(self) -> Iterator[None]:
         """What the block raises on one rank stops all: the others raise an EyasError that names it.
 
         The block must not wait for other ranks.
@@ -68,7 +68,7 @@ class Ranks:
             error = raised
         if self.size > 1:
             described = error and (getattr(error, "what", repr(error)), getattr(error, "hint", ""))
-            for rank, failure in enumerate(self.gathered(described)):
+            for rank, failure in enumerate(self.all_gather(described)):
                 if failure and error is None:
                     raise EyasError(
                         f"stopped, because rank {rank} failed: {failure[0]}", failure[1]
@@ -76,10 +76,10 @@ class Ranks:
         if error is not None:
             raise error
 
-    def first(self, work: Callable[[], T]) -> T:
+    def broadcast_object(self, work: Callable[[], T]) -> T:
         """What `work` returns on the first rank, which alone does it; what it raises stops all."""
         result: list[T | None] = [None]
-        with self.together():
+        with self.raised_on_all():
             if self.is_first:
                 result = [work()]
         if self.size > 1:
@@ -87,45 +87,39 @@ class Ranks:
         (found,) = result
         return found  # type: ignore[return-value]  # T may be None
 
-    def spread(self, tensors: Iterable[Tensor]) -> None:
+    def broadcast(self, tensors: Iterable[Tensor]) -> None:
         """Give every rank the first one's numbers, in place."""
         if self.size > 1:
             for tensor in tensors:
                 dist.broadcast(tensor.detach(), 0)
 
-    def add_up(self, tensors: Iterable[Tensor]) -> None:
-        """Give every rank the sums over all ranks, in place."""
+    def all_reduce(self, numbers: Tensor) -> Tensor:
+        """The sums over all ranks on each, in place; nobody waits for the device."""
         if self.size > 1:
-            for tensor in tensors:
-                dist.all_reduce(tensor)
+            dist.all_reduce(numbers)
+        return numbers
 
-    def gathered(self, value: T) -> list[T]:
+    def all_gather(self, value: T) -> list[T]:
         """The values of all ranks, in their order."""
         values: list[T] = [value] * self.size
         if self.size > 1:
             dist.all_gather_object(values, value)
         return values
 
-    def listed(self, values: Iterable[T]) -> list[T]:
+    def all_gather_flat(self, values: Iterable[T]) -> list[T]:
         """The values of all ranks one after the other."""
-        return [value for of_rank in self.gathered([*values]) for value in of_rank]
+        return [value for of_rank in self.all_gather([*values]) for value in of_rank]
 
-    def total(self, numbers: Sequence[float]) -> list[float]:
-        """The sums over all ranks, in float64: counts are exact. The same on every rank."""
-        sums = torch.tensor(numbers, dtype=torch.float64)
-        self.add_up([sums])
-        return [float(number) for number in sums]
+    def shard(self, module: nn.Module, dtype: torch.dtype = torch.float32) -> None:
+        """Split the module's weights over the ranks, in place; gradients become sums over ranks.
 
-    def summed(self, numbers: Tensor) -> Tensor:
-        """The sums over all ranks on each, in place; nobody waits for the device."""
+        dtype: of the weights that are gathered to compute with; what is split, and the sums, are
+        float32.
+        """
         if self.size > 1:
-            dist.all_reduce(numbers)
-        return numbers
-
-    def shard(self, module: nn.Module) -> None:
-        """Split the module's weights over the ranks, in place; gradients become sums over ranks."""
-        if self.size > 1:
-            sharded = fully_shard(module, reshard_after_forward=False)
+            # the module casts what it is given itself: counts stay whole numbers
+            policy = MixedPrecisionPolicy(dtype, torch.float32, cast_forward_inputs=False)
+            sharded = fully_shard(module, reshard_after_forward=False, mp_policy=policy)
             # the loss is divided by what carries loss on all ranks: see train/step.py
             sharded.set_gradient_divide_factor(1.0)
             sharded.set_force_sum_reduction_for_comms(True)  # gloo has no scaled sum
@@ -140,7 +134,7 @@ def reduce_gradients(module: nn.Module, now: bool) -> None:
 
 
 @contextmanager
-def whole(module: nn.Module) -> Iterator[None]:
+def unsharded(module: nn.Module) -> Iterator[None]:
     """The module's weights are plain tensors, on every rank, within the block. All ranks enter."""
     if isinstance(module, FSDPModule):
         module.unshard()

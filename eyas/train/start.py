@@ -166,8 +166,8 @@ def fit_to_features(
     square, product = (
         torch.zeros(width, n, dtype=torch.float64, device=device) for n in (width, width // 3)
     )
-    power, rows = 0.0, 0
-    with ranks.together():
+    sums = torch.zeros(2, dtype=torch.float64)  # of squares of what follows, of rows
+    with ranks.raised_on_all():
         for done, sample in enumerate(samples, 1):
             answer_T = sample.loss_mask[:-1].clone()
             answer_T[:1] = False  # targets keep states at position 0 that are far larger
@@ -179,10 +179,10 @@ def fit_to_features(
                     continue  # the step that meets it will name it
                 square.addmm_(inputs.T, inputs)
                 product.addmm_(inputs.T, following)
-                power, rows = power + float(following.square().sum()), rows + len(inputs)
+                sums[0] += float(following.square().sum())
+                sums[1] += len(inputs)
             track(done, None, "conversations read to fit the start")
-    ranks.add_up((square, product))
-    power, count = ranks.total((power, rows))
+    power, count = [ranks.all_reduce(one) for one in (square, product, sums)][-1].tolist()
     if not power:
         return
     per_channel = set_feature_scale(head, square.diagonal() / count)
@@ -218,7 +218,7 @@ def existing_head(
     Raises MismatchError for a head of another shape, of other layers, of another target, or of
     other options than are asked for, and what loading raises.
     """
-    head = load_head(resolve_head(config.head), vocabulary.config, vocabulary.lm_head.cpu())
+    head = load_head(resolve_head(config.head), vocabulary.config, vocabulary.lm_head)
     refuse_other(head, config, options, meta, vocabulary)
     changed: dict[str, object] = {"target_lm_head_sha256": vocabulary.lm_head_sha256}
     if "sliding_window" in options.model_fields_set:
@@ -280,12 +280,12 @@ def recount(
 
     Tokens that were drafted before keep their row of lm_head. Others get the target's row by the
     linear map that takes the target's rows of the old tokens to the head's (ridge regression on
-    what a scale alone leaves). vocabulary: on the CPU, of the head's width.
+    what a scale alone leaves). vocabulary: on the CPU.
     """
     W, lm_head = num_tokens or head.config.draft_vocab_size, head.lm_head
     old_row_V = torch.full((head.config.vocab_size,), -1, dtype=torch.int64)
     old_row_V[head.target_ids_W] = torch.arange(head.config.draft_vocab_size)
-    old_WH = vocabulary.lm_head.cpu()[head.target_ids_W].to(lm_head.weight)
+    old_WH = vocabulary.lm_head[head.target_ids_W].to(lm_head.weight)
     scale = (old_WH * lm_head.weight).sum() / old_WH.square().sum()
     square_HH = old_WH.T @ old_WH
     square_HH.diagonal().add_(RIDGE * float(square_HH.diagonal().mean()))
@@ -295,7 +295,7 @@ def recount(
     head.set_vocabulary(*draft_vocabulary(counts_V, W))
     ids_W = head.target_ids_W
     was_W = old_row_V[ids_W]
-    of_target_WH = vocabulary.lm_head.cpu()[ids_W].to(lm_head.weight)
+    of_target_WH = vocabulary.lm_head[ids_W].to(lm_head.weight)
     fresh_WH = scale * of_target_WH + of_target_WH @ rest_HH
     rows_WH = torch.where((was_W >= 0).unsqueeze(1), lm_head.weight[was_W.clamp(min=0)], fresh_WH)
     head.lm_head = nn.Linear(rows_WH.shape[1], W, bias=False, device="meta")  # draws no numbers

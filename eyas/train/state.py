@@ -137,7 +137,7 @@ class TrainingState:
         first one writes.
         """
         self.metrics.append(row)
-        with ranks.together():
+        with ranks.raised_on_all():
             path = output.local_path(METRICS)
             if not ranks.is_first:
                 return
@@ -149,10 +149,14 @@ class TrainingState:
                 output.write_jsonl(METRICS, self.metrics)
                 self._uploaded = time.monotonic()
 
+    def weights(self, of: StateDictOptions | None = None) -> dict[str, Tensor]:
+        """The head's whole float32 weights, by default on every rank. All ranks call it."""
+        options = of or StateDictOptions(full_state_dict=True)
+        return cast("dict[str, Tensor]", get_model_state_dict(self.head, options=options))
+
     def keep_best(self) -> None:
         """Remember the weights as they are. All ranks call it."""
-        weights = cast("dict[str, Tensor]", get_model_state_dict(self.head, options=_WHOLE))
-        self.best = {name: tensor.clone() for name, tensor in weights.items()}
+        self.best = {name: tensor.clone() for name, tensor in self.weights(_WHOLE).items()}
 
     def restore_best(self, ranks: Ranks) -> None:
         """Take the best weights back. All ranks call it."""
@@ -167,7 +171,7 @@ class TrainingState:
         Metrics first: a checkpoint never lies beside fewer rows than it has steps.
         """
         content = {
-            "head": get_model_state_dict(self.head, options=_WHOLE),
+            "head": self.weights(_WHOLE),
             "optimizer": get_optimizer_state_dict(self.head, self.optimizers, options=_WHOLE),
             "best": self.best,
             "dtype": self.dtype,
@@ -175,7 +179,7 @@ class TrainingState:
             "patience": asdict(self.patience),
             "trend": asdict(self.trend),
         }
-        with ranks.together():
+        with ranks.raised_on_all():
             if ranks.is_first:
                 stream = io.BytesIO()
                 torch.save(content, stream)
@@ -188,7 +192,8 @@ class TrainingState:
         The metrics hold the rows of its steps then, and no others.
         """
         names = ("step", "patience", "trend")
-        counters = ranks.first(lambda: {name: content[name] for name in names if content})
+        counted = {name: content[name] for name in names if content}
+        counters = ranks.broadcast_object(lambda: counted)
         if not counters:
             if ranks.is_first:
                 output.delete(METRICS)  # of steps that are made again
@@ -211,7 +216,7 @@ class TrainingState:
 def checkpoint(output: Artifact, ranks: Ranks) -> dict[str, Any]:
     """What `TrainingState.save` wrote to the folder; empty without that, and on other ranks."""
     content: dict[str, Any] = {}
-    with ranks.together():
+    with ranks.raised_on_all():
         if ranks.is_first and output.exists(CHECKPOINT):
             stream = io.BytesIO(output.read(CHECKPOINT))
             content = torch.load(stream, map_location="cpu", weights_only=True)

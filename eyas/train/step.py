@@ -7,15 +7,14 @@ A step waits for no device: its figures stay there until `rows_of` reads those o
 that a loss or gradient that is not finite is found late and changes nothing, the update is left out
 on the device, from that step on.
 
-Letters: B batch, T sequence, M = B T, V target vocabulary, H hidden, A = 3 * the target's hidden
-size, K steps of the unroll.
+Letters: B batch, T sequence, M = B T, V target vocabulary, W draft vocabulary, H hidden, A = 3 *
+the target's hidden size, K steps of the unroll.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -24,6 +23,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from eyas.errors import EyasError
+from eyas.model.config import HeadConfig
 from eyas.model.dialects import LM_HEAD
 from eyas.operators.batch import Batch
 from eyas.operators.head import Head
@@ -37,7 +37,6 @@ from eyas.train.loss import (
     StepPlan,
     Teacher,
     batch_loss,
-    draft_rows,
     plan_of,
     teach,
     trained_slots,
@@ -57,6 +56,9 @@ ROWS_RATE_SHARE = 0.2
 # for `usual_learning_rate`
 MOST_LEARNING_RATE, PUBLISHED_RATE, PUBLISHED_HIDDEN_SIZE = 1e-3, 1e-4, 4096
 LONG_RUN, MOST_FOR_SHORT = 1000, 4.0
+# 1e12 operations a second in bf16, dense, by a part of the card's name; NVIDIA's data sheets
+PEAKS = {"H100 PCIe": 756.0, "H100 NVL": 835.0, "H100": 989.0, "H200": 989.0, "B200": 2250.0}
+PEAKS |= {"A100": 312.0, "L40S": 362.0}
 
 
 class RateConfig(BaseModel):
@@ -144,8 +146,7 @@ class PlannedBatch(NamedTuple):
 class LossModule(nn.Module):
     """The head and the loss of a batch as one module: torch's sharding works around its forward.
 
-    embed_tokens [V, H]: the target's, in the precision of the maths. The head's draft vocabulary
-    stays as it is.
+    embed_tokens [V, H]: the target's, in the precision of the maths.
     """
 
     def __init__(
@@ -154,7 +155,6 @@ class LossModule(nn.Module):
         super().__init__()
         self.head, self.vocabulary, self.config = head, vocabulary, config
         self.embed_tokens = vocabulary.embed_tokens.to(getattr(torch, dtype))
-        self.draft_rows_WH = draft_rows(vocabulary, head)
 
     def planned(self, batch: Batch, step: int) -> PlannedBatch:
         """A batch of the CPU on the head's device, and its plan in a run's step, counted from 0."""
@@ -165,7 +165,7 @@ class LossModule(nn.Module):
     def teach(self, planned: PlannedBatch) -> Teacher:
         """The target at the batch's judged positions: see `loss.teach`."""
         batch, plan = planned
-        return teach(batch, self.vocabulary, self.head, plan, self.draft_rows_WH)
+        return teach(batch, self.vocabulary, self.head, plan)
 
     def trained_slots(self, teachers: Sequence[Teacher]) -> Tensor:
         """The sums over these batches of `loss.trained_slots`, float64 [K]."""
@@ -188,23 +188,6 @@ class LossModule(nn.Module):
         device, dtype = batch.tokens_BT.device, self.embed_tokens.dtype
         with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
             return batch_loss(self.head, self.embed_tokens, batch, teacher, self.config, divisor_K)
-
-
-@contextmanager
-def teaching_in_tf32(dtype: Dtype) -> Iterator[None]:
-    """While the block runs, a GPU may multiply float32 as TF32, unless that is the `dtype`.
-
-    The float32 products are the teacher's then, and TF32 has all digits of weights and features
-    that are stored in bf16.
-    """
-    before = torch.backends.cuda.matmul.allow_tf32
-    if torch.cuda.is_available():
-        torch.backends.cuda.matmul.allow_tf32 = before or dtype != "float32"
-    try:
-        yield
-    finally:
-        if torch.cuda.is_available():
-            torch.backends.cuda.matmul.allow_tf32 = before
 
 
 class StepFigures(NamedTuple):
@@ -231,7 +214,7 @@ def training_step(
     Where the loss or the gradient is not finite, this step and all later ones change no weight.
     """
     teachers = [module.teach(one) for one in batches]
-    divisor_K = ranks.summed(module.trained_slots(teachers))
+    divisor_K = ranks.all_reduce(module.trained_slots(teachers))
 
     # in the last step of a run a rank may have no batch: it takes part in the sums with a loss of 0
     pairs: list[tuple[Batch | None, Teacher | None]]
@@ -265,11 +248,42 @@ def gradient_norm(of: Sequence[torch.optim.Optimizer]) -> Tensor:
     return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
 
-def rows_of(figures: Sequence[StepFigures], ranks: Ranks) -> list[dict[str, Any]]:
-    """The rows of metrics of these steps, the same on every rank. All ranks call it: one sum over
-    them and one copy from the device, which are waited for.
+def step_flops(shape: HeadConfig, num_tokens: float, judged_K: Sequence[float]) -> float:
+    """The floating-point operations that a step over so many tokens and judged slots needs.
+
+    Counted are products with weights, without padding: 2 for each number of a matrix and row in the
+    forward and for each of its two gradients. Not counted are attention's scores, norms, the
+    optimizer and what is computed again. Ht: the target's hidden size, I the MLP's, Hq and Hk heads
+    of queries and of keys, D head dimension.
+
+        a token               keys and values 2 H x 2 Hk D; fc 3 Ht x H, whose input has no gradient
+        a slot of each step   queries 2 H x Hq D, o_proj Hq D x H, MLP 3 x H I, lm_head H x W
+        a slot from step 1    keys and values of its own
+        a teacher's row       Ht x W, without gradients
     """
-    sums = ranks.summed(torch.stack([one.sums for one in figures]))
+    H, Ht, W = shape.hidden_size, shape.target_hidden_size, shape.draft_vocab_size
+    queries = shape.num_attention_heads * shape.head_dim
+    keys_and_values = 2 * H * 2 * shape.num_key_value_heads * shape.head_dim
+    slot = 2 * H * queries + queries * H + 3 * H * shape.intermediate_size + H * W
+    with_gradients = (num_tokens + sum(judged_K[1:])) * keys_and_values + sum(judged_K) * slot
+    return 6 * with_gradients + 4 * num_tokens * 3 * Ht * H + 2 * judged_K[0] * Ht * W
+
+
+def peak_flops(device: str, dtype: str) -> float | None:
+    """A card's operations a second; None for a CPU, an unknown card, and dtypes but bf16."""
+    if device == "cpu" or dtype != "bfloat16":
+        return None
+    name = torch.cuda.get_device_name(device)
+    return next((1e12 * peak for part, peak in PEAKS.items() if part in name), None)
+
+
+def rows_of(
+    figures: Sequence[StepFigures], ranks: Ranks, shape: HeadConfig
+) -> list[dict[str, Any]]:
+    """The rows of metrics of these steps, the same on every rank. All ranks call it: one sum over
+    them and one copy from the device, which are waited for. shape: of the head.
+    """
+    sums = ranks.all_reduce(torch.stack([one.sums for one in figures]))
     numbers = torch.cat([sums, torch.stack([one.norm for one in figures])], dim=1).tolist()
     rows = []
     for one, (loss, *summed, num_samples, num_tokens, norm) in zip(figures, numbers, strict=True):
@@ -287,6 +301,7 @@ def rows_of(figures: Sequence[StepFigures], ranks: Ranks) -> list[dict[str, Any]
             "trained": int(trained[0]),
             "learning_rate": one.rate,
             "grad_norm": norm,
+            "flops": step_flops(shape, num_tokens, judged),
         }
         rows.append(row)
     return rows
@@ -300,8 +315,8 @@ def not_finite(
     keys, samples: of this rank. It names all, and in the hint those with features that are not
     finite.
     """
-    keys = ranks.listed(keys)
-    broken = ranks.listed(
+    keys = ranks.all_gather_flat(keys)
+    broken = ranks.all_gather_flat(
         one.key
         for one in samples
         if not (one.aux_hidden.isfinite().all() and one.last_hidden.isfinite().all())

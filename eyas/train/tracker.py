@@ -122,7 +122,7 @@ class TensorBoard:
                 "cannot do",
                 "give a folder of this machine",
             )
-        # hides what an earlier, cut process wrote of the steps that come again
+        # hides what an earlier, killed process wrote of the steps that come again
         self._writer = package.SummaryWriter(folder, purge_step=run.step + 1, flush_secs=10)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:

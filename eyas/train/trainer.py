@@ -41,7 +41,7 @@ from eyas.train.batches import (
 )
 from eyas.train.held_out import MEASURED_STEPS, HeldOutSample, tau_of_counts
 from eyas.train.loss import ObjectiveConfig
-from eyas.train.ranks import Ranks, asked_to_stop, joined, whole
+from eyas.train.ranks import Ranks, asked_to_stop, joined, unsharded
 from eyas.train.start import (
     FITTED_SAMPLES,
     StartConfig,
@@ -69,9 +69,9 @@ from eyas.train.step import (
     StepFigures,
     not_finite,
     optimizers_of,
+    peak_flops,
     quickest,
     rows_of,
-    teaching_in_tf32,
     training_step,
     usual_learning_rate,
 )
@@ -162,16 +162,15 @@ def train(
     """
     with ExitStack() as stack:
         ranks = stack.enter_context(joined())
-        stack.enter_context(teaching_in_tf32(config.dtype))
-        with ranks.together():
+        with ranks.raised_on_all():
             trainer = Trainer(config, target, source, held_out, ranks)
-        if ranks.first(lambda: stack.enter_context(output.begun(trainer.identity))):
+        if ranks.broadcast_object(lambda: stack.enter_context(output.begun(trainer.identity))):
             track = track if ranks.is_first else quiet
             trackers = trainer.begin(output, track)
             stack.callback(trackers.close)
             trainer.fit(output, track, trackers)
             trainer.finish(output)
-        return ranks.first(lambda: output.manifest("train"))
+        return ranks.broadcast_object(lambda: output.manifest("train"))
 
 
 class Trainer:
@@ -199,7 +198,7 @@ class Trainer:
         Raises MismatchError, ConfigError, EmptyInputError.
         """
         self.ranks, self.source = ranks, source
-        self.vocabulary = TargetVocabulary.load(resolve_target(target, True)).to(ranks.device)
+        self.vocabulary = TargetVocabulary.load(resolve_target(target, True))
         check_same_target(self.source.meta, self.vocabulary)
         self.given_V, self.start_head = None, None
         if config.head.draft_tokens:
@@ -241,7 +240,7 @@ class Trainer:
         """
         config, ranks = self.config, self.ranks
         left_out = left_out_samples(len(self.source), config.data_share, config.seed)
-        self.counts_V, self.usable = ranks.first(lambda: survey(self.source, left_out))
+        self.counts_V, self.usable = ranks.broadcast_object(lambda: survey(self.source, left_out))
         epochs = [list(self.usable)] * config.epochs
         steps = plan_steps(config.batches, epochs, self.source.lengths, config.seed)
         self.steps = steps[: config.stop.max_steps]
@@ -252,14 +251,15 @@ class Trainer:
         self.measure_at = measured_steps(len(self.steps), config.stop) if self.held_out else set()
         content = checkpoint(output, ranks)
         # the first rank's answers: other hosts may not see its folder, or have other processors
-        resumes, dtype = ranks.first(lambda: (bool(content), self._dtype(content)))
+        resumes, dtype = ranks.broadcast_object(lambda: (bool(content), self._dtype(content)))
         head = self._initial_head(resumes, track).to(ranks.device)
+        self.vocabulary = self.vocabulary.to(ranks.device, getattr(torch, dtype))
         self.module = LossModule(head, self.vocabulary, config.objective, dtype)
-        ranks.shard(self.module)
+        ranks.shard(self.module, getattr(torch, dtype))
         optimizers = optimizers_of(head, config.objective.weight_decay)
         self.state = TrainingState(head, optimizers, dtype)
         self.state.resume(content, output, ranks)
-        with ranks.together():
+        with ranks.raised_on_all():
             if not ranks.is_first:
                 return Trackers({})
             name, folder = output.url.rsplit("/", 1)[-1], output.local_path("")
@@ -279,10 +279,10 @@ class Trainer:
         """The head before step 0, float32: fresh and fitted (unless a checkpoint's weights will
         take the place of its own), or config.start's.
         """
-        config, ranks, on_cpu = self.config, self.ranks, self.vocabulary.to("cpu")
+        config, ranks, vocabulary = self.config, self.ranks, self.vocabulary
         if self.start_head is None:
             counts_V = self.counts_V if self.given_V is None else self.given_V.long()
-            head = fresh_head(config.head, self.source.meta, on_cpu, counts_V, config.seed)
+            head = fresh_head(config.head, self.source.meta, vocabulary, counts_V, config.seed)
             head.feature_scale = torch.ones(head.fc.in_features)
             if not resumes:
                 few = min(FITTED_SAMPLES, len(self.usable))
@@ -290,11 +290,11 @@ class Trainer:
                 batches = self.source.batches([[number] for number in ranks.share(numbers)])
                 samples = (sample for batch in batches for sample in batch)
                 fit_to_features(head.to(ranks.device), samples, ranks, track)
-                ranks.spread([*head.parameters(), *head.buffers()])
+                ranks.broadcast([*head.parameters(), *head.buffers()])
             return head
         head = self.start_head
         if config.start and config.start.vocabulary == "recount":
-            recount(head, on_cpu, self.counts_V, config.head.draft_vocab_size)
+            recount(head, vocabulary, self.counts_V, config.head.draft_vocab_size)
         return head
 
     def fit(self, output: Artifact, track: Track, trackers: Trackers) -> None:
@@ -320,7 +320,7 @@ class Trainer:
             with closing(self._feed), asked_to_stop() as signal_of:
                 while state.step < num_steps and not state.patience.is_over(config.stop):
                     try:
-                        with ranks.together():
+                        with ranks.raised_on_all():
                             batches = next(self._feed)
                         rate = self.rate.at(state.step, num_steps)
                         pending.append(training_step(state, self.module, batches, ranks, rate))
@@ -339,7 +339,7 @@ class Trainer:
                         f"loss {rows[-1]['loss']:.3f} accuracy {rows[-1]['accuracy'][0]:.3f}{tau}"
                     )
                     track(state.step, num_steps, said)
-                    if state.step < num_steps and (came := max(ranks.gathered(signal_of()))):
+                    if state.step < num_steps and (came := max(ranks.all_gather(signal_of()))):
                         raise StoppedError(came, state.step, num_steps)
                     began = time.monotonic()
         except (DivergedError, UntrainedError):  # the older checkpoint stays
@@ -356,10 +356,13 @@ class Trainer:
         self, pending: Sequence[StepFigures], began: float, output: Artifact, trackers: Trackers
     ) -> list[dict[str, Any]]:
         """The rows of these steps, judged. All ranks call it. Raises what `_judge` raises."""
-        rows = rows_of(pending, self.ranks)
+        rows = rows_of(pending, self.ranks, self.state.head.config)
         seconds = (time.monotonic() - began) / len(rows)
+        peak = peak_flops(self.ranks.device, self.state.dtype)
         for row, figures in zip(rows, pending, strict=True):
             row["seconds"], row["tokens_per_s"] = seconds, row["tokens"] / seconds
+            if peak:
+                row["mfu"] = row["flops"] / (seconds * peak * self.ranks.size)
             self._judge(row, figures.keys, output)
             trackers.log(row["step"], scalars(row))
         return rows
@@ -374,7 +377,7 @@ class Trainer:
         if not math.isfinite(row["loss"] + row["grad_norm"]):
             state.step = step - 1
             self._feed.close()  # a source may have one reader
-            with self.ranks.together():
+            with self.ranks.raised_on_all():
                 numbers = self.ranks.share(self.steps[state.step])
                 samples = [one for batch in self.source.batches(numbers) for one in batch]
             raise not_finite(row, keys, samples, self.ranks)
@@ -385,14 +388,14 @@ class Trainer:
                 f"the loss diverges: its running mean is {state.trend.mean:.3f} at step "
                 f"{step}, more than {DIVERGED_AT:g} times its lowest, "
                 f"{state.trend.lowest:.3f}; the samples of this step: "
-                f"{', '.join(self.ranks.listed(keys))}",
+                f"{', '.join(self.ranks.all_gather_flat(keys))}",
                 "begin in another folder with a lower learning_rate",
             )
         if step in self.measure_at:
             row |= self._measure()
             if self.config.stop.keep:
                 measured = self._finished_head()
-                with self.ranks.together():
+                with self.ranks.raised_on_all():
                     if self.ranks.is_first:
                         write_head(output, f"measured/{step}/", measured)
         state.add_row(row, output, self.ranks)
@@ -400,11 +403,8 @@ class Trainer:
         self._judged, self._trained = self._judged + row["judged"], self._trained + row["trained"]
         is_enough = self._judged >= ENOUGH_JUDGED or step == len(self.steps)
         # those before a resume included
-        if (
-            not self._trained
-            and is_enough
-            and not self.ranks.first(lambda: any(one["trained"] for one in state.metrics))
-        ):
+        trained = any(one["trained"] for one in state.metrics)
+        if is_enough and not self._trained and not self.ranks.broadcast_object(lambda: trained):
             raise UntrainedError(
                 f"nothing is trained: at none of {self._judged} positions of the answers is the "
                 "target's most likely next token one of the "
@@ -418,7 +418,7 @@ class Trainer:
         """Measure the head, and remember the best. A new one's start is none: its layer is idle."""
         assert self.held_out is not None, "measured without a sample"
         state = self.state
-        with whole(self.module):
+        with unsharded(self.module):
             counts, loss = self.held_out.measure(self.module, self.ranks)
         tau = tau_of_counts(counts)
         if state.step == 0:
@@ -444,19 +444,16 @@ class Trainer:
                     "learning_rate"
                 )
         head = self._finished_head()
-        with ranks.together():
+        with ranks.raised_on_all():
             if ranks.is_first:
                 self._write(output, head, last)
 
     def _finished_head(self) -> Head:
         """A copy of the head, unsharded, without feature_scale. All ranks call it."""
-        head = Head(self.state.head.config).to(self.ranks.device)
-        with whole(self.module):
-            named = [*self.state.head.named_parameters(), *self.state.head.named_buffers()]
-            weights = {name: weight.detach() for name, weight in named}
-            if "feature_scale" in weights:
-                weights["fc.weight"] = weights["fc.weight"] * weights.pop("feature_scale")
-            head.load_state_dict(weights)
+        head, weights = Head(self.state.head.config).to(self.ranks.device), self.state.weights()
+        if "feature_scale" in weights:
+            weights["fc.weight"] = weights["fc.weight"] * weights.pop("feature_scale")
+        head.load_state_dict(weights)
         return head.to(torch.float32 if self.config.dtype == "float32" else torch.bfloat16)
 
     def _write(self, output: Artifact, head: Head, last: Head | None) -> None:
