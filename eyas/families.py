@@ -110,6 +110,13 @@ def of_parts(ggml: str, published: str) -> dict[str, str]:
     return {ggml.format(part): published.format(part) for part in ("gate", "up", "down")}
 
 
+GEMMA = {
+    "head_dim": 256,
+    "query_pre_attn_scalar": 256,
+    "sliding_window": 4096,
+    "tie_word_embeddings": True,
+    "hidden_activation": "gelu_pytorch_tanh",
+}
 GGUF_EXPERTS = {
     "ffn_gate_inp": "mlp.gate",
     **of_parts("ffn_{}_exps", "mlp.experts.*.{}_proj"),
@@ -240,14 +247,10 @@ FAMILIES: dict[str, Family] = {
     "gemma2": Family(
         "Gemma2",
         defaults={
-            "head_dim": 256,
-            "query_pre_attn_scalar": 256,
+            **GEMMA,
             "max_position_embeddings": 8192,
-            "sliding_window": 4096,
             "final_logit_softcapping": 30.0,
             "attn_logit_softcapping": 50.0,
-            "tie_word_embeddings": True,
-            "hidden_activation": "gelu_pytorch_tanh",
         },
         norms="both",
         norm_offset=1.0,
@@ -264,17 +267,13 @@ FAMILIES: dict[str, Family] = {
     "gemma3_text": Family(
         "Gemma3",
         defaults={
+            **GEMMA,
             "vocab_size": 262208,
             "num_attention_heads": 8,
             "num_key_value_heads": 4,
-            "head_dim": 256,
-            "query_pre_attn_scalar": 256,
             "max_position_embeddings": 131072,
-            "sliding_window": 4096,
             "rope_theta": 1e6,
             "rope_local_base_freq": 1e4,
-            "tie_word_embeddings": True,
-            "hidden_activation": "gelu_pytorch_tanh",
         },
         norms="both",
         norm_offset=1.0,

@@ -18,16 +18,23 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from eyas.gguf.blocks import BLOCK, BlockMatrix, Kind
+from eyas.gguf.blocks import BLOCK, BlockMatrix, Kind, quantised
 from eyas.model.architecture import TargetConfig
-from eyas.model.arrays import Array, Arrays
-from eyas.model.packed import Blocks, parts_of
+from eyas.model.arrays import FLOAT32, Array, Arrays, cast
+from eyas.model.packed import Blocks, parts_of, quantisable
 from eyas.operators.tensors import tensor_of, tensors_of
 from tests.oracle.block import Block, MixtureOfExperts
 from tests.oracle.target import Layers
 
 IQ4 = np.array([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], np.int16)
 MXFP4 = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], np.int16)  # doubled
+
+
+def in_eight_bits(tensors: Arrays) -> dict[str, BlockMatrix]:
+    """`quantisable` as Q8_0."""
+    return {
+        name: quantised(cast(one, FLOAT32), Kind.Q8_0) for name, one in quantisable(tensors).items()
+    }
 
 
 def taken_apart(
@@ -209,6 +216,7 @@ def products(block: Block) -> Iterator[tuple[object, str, list[str]]]:
     if isinstance(block.mlp, MixtureOfExperts):
         yield block.mlp, "router", ["mlp.router"]
         mlps = {f"mlp.experts.{number}.": mlp for number, mlp in enumerate(block.mlp.mlps)}
+        mlps |= {"mlp.shared.": block.mlp.shared} if block.mlp.shared is not None else {}
     for place, mlp in mlps.items():
         yield mlp, "gate_up", [f"{place}gate_proj", f"{place}up_proj"]
         yield mlp, "down", [f"{place}down_proj"]

@@ -22,12 +22,12 @@ from eyas.engine.request import Request, SamplingParams
 from eyas.families import FAMILIES
 from eyas.model.architecture import TargetConfig
 from eyas.model.library import unavailable
-from eyas.model.packed import in_eight_bits
 from eyas.model.target import Dtype, Target
 from eyas.model.weights import read_arrays
 from eyas.operators.foreign import auto_class, transformers_config
 from tests.architectures import ARCHITECTURES, SHAPE, saved_architecture
 from tests.oracle.target import features_of, logits_of
+from tests.quantised_twin import in_eight_bits
 from tests.tiny_engine import EVERYTHING, draft_of, idle, load_as, random_head
 
 OWN = [name for name, one in ARCHITECTURES.items() if one.own]

@@ -33,7 +33,6 @@ from eyas.model.config import HeadConfig
 from eyas.model.draws import DrawState
 from eyas.model.native import NativeTarget
 from eyas.model.native_draft import NativeDraft
-from eyas.model.packed import in_eight_bits
 from eyas.model.rows import (
     FeatureCache,
     NodesToVerify,
@@ -53,6 +52,7 @@ from eyas.operators.tensors import array_of, arrays_of, read_tensors, tensor_of
 from tests.architectures import ARCHITECTURES, save_architecture
 from tests.oracle.draft import guessed
 from tests.plain_eagle import Example, PlainHead
+from tests.quantised_twin import in_eight_bits
 from tests.speculation_world import of_best_path
 from tests.tiny import tiny_target
 from tests.tiny_head import tiny_head

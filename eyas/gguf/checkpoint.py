@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from ml_dtypes import bfloat16
 from numpy.typing import NDArray
 
 from eyas.gguf.blocks import BlockMatrix
@@ -110,7 +111,8 @@ class Shard:
         width = tensor.shape[-1] * item_bytes(self.dtype)
         first, last = begin // width, -(-end // width)
         values = tensor.rows(first, last)
-        stored = values if self.dtype == "float32" else bfloat16_bits(values)
+        with np.errstate(invalid="ignore"):  # NaN stays NaN
+            stored = values if self.dtype == "float32" else values.astype(bfloat16)
         return stored.tobytes()[begin - first * width : end - first * width]
 
 
@@ -177,10 +179,3 @@ def _write(path: Path, size: int, read: Callable[[int, int], bytes]) -> None:
         partial.replace(path)
     finally:
         partial.unlink(missing_ok=True)
-
-
-def bfloat16_bits(values: NDArray[np.float32]) -> NDArray[np.uint16]:
-    """The bits of the nearest bfloat16 of each number, ties to even; NaN stays NaN."""
-    bits = values.view(np.uint32)
-    nearest = (bits + (0x7FFF + (bits >> 16 & 1))) >> 16
-    return np.where(np.isnan(values), 0x7FC0, nearest).astype(np.uint16)

@@ -68,12 +68,10 @@ MOST_PARTS = 4096  # layers, or experts of one: a list of more may not fit in me
 class LayerKind(BaseModel):
     """What may differ from layer to layer.
 
-    window: positions that attention sees, the row's own among them; None is all. chunk: it sees
-    those of its own run of so many positions, of which one begins at each multiple. rope: the
-    number of the rotary embedding among the config's `rotations`; None turns nothing. scales: the
-    config's query_scale is for it. unit_heads: queries and keys are normed without weights; behind
-    the rotation (Llama 4) is as before it, which keeps their length. has_experts: the MLP is a
-    mixture.
+    window: positions that attention sees, the row's own among them; chunk: those of its own run, of
+    which one begins at each multiple; None is all. rope: its number among the config's `rotations`;
+    None turns nothing. scales: query_scale is for it. unit_heads: queries and keys are normed
+    without weights, which behind the rotation (Llama 4) is as before it. has_experts: of its MLP.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -88,9 +86,8 @@ class LayerKind(BaseModel):
 
 
 class Experts(BaseModel):
-    """A mixture of experts. bias: the router and all matrices of the experts have one. shared_size:
-    the width of an MLP that every token takes beside them. routes_input: see `Family`; nothing is
-    divided then.
+    """A mixture. bias, routes_input: see `Family`. shared_size: the width of an MLP that every
+    token takes beside its experts.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -113,9 +110,7 @@ class Experts(BaseModel):
 
 
 class QueryScale(BaseModel):
-    """A query at position p is multiplied by 1 + beta * log(1 + floor((p + first) / length)):
-    Ministral counts positions from 0, Llama 4 from 1.
-    """
+    """A query at position p is multiplied by 1 + beta * log(1 + floor((p + first) / length))."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -319,7 +314,8 @@ def description(config: Mapping[str, Any], family: Family) -> dict[str, Any]:
     scalar = config.get("query_pre_attn_scalar")
     bias, eps = given(config, "attention_bias", False), given(config, "norm_eps", 1e-6)
     out_bias = bias if family.out_bias is None else family.out_bias
-    plain = rotations[0] if _is_plain(rotations[0], dims, head_dim) else None
+    is_plain = rotations[0].kind in HEAD_ROPES and dims == head_dim  # heads can have it too
+    plain = rotations[0] if is_plain else None
     kinds = layer_kinds(config, family, len(rotations), length)
     return {
         "hidden_size": hidden,
@@ -407,18 +403,19 @@ def layer_kinds(
 
 def _stated_types(config: Mapping[str, Any], family: Family, turned: Sequence[object]) -> list[str]:
     """The kinds of layers of a config.json without `layer_types`. turned: by layer."""
+    layers = range(len(turned))
     if (indices := config.get("full_attn_idxs")) is not None:
-        return [FULL if layer in indices else "conv" for layer in range(len(turned))]
-    if config.get("attention_chunk_size") is not None:
+        return [FULL if layer in indices else "conv" for layer in layers]
+    if "attention_chunk_size" in family.defaults and config["attention_chunk_size"] is not None:
         return [IN_CHUNKS if turns else FULL for turns in turned]
     if family.window_period == ALL_SLIDING:
         return [SLIDES for _ in turned]
     if family.window_period is None:
         first = config.get("max_window_layers", 28)
         with_switch = family.has_window_switch and config.get("use_sliding_window", False)
-        return [SLIDES if with_switch and i >= first else FULL for i in range(len(turned))]
+        return [SLIDES if with_switch and layer >= first else FULL for layer in layers]
     period = given(config, "sliding_window_pattern", family.window_period)
-    return [SLIDES if (layer + 1) % period else FULL for layer in range(len(turned))]
+    return [SLIDES if (layer + 1) % period else FULL for layer in layers]
 
 
 def rotations_of(
@@ -461,17 +458,11 @@ def _stated_rope(config: Mapping[str, Any], family: Family) -> dict[str, Any]:
 
 def query_scale(config: Mapping[str, Any], family: Family, rope: RopeConfig) -> QueryScale | None:
     """Ministral's, which its rotary embedding states, or Llama 4's."""
-    stated = _stated_rope(config, family)
-    if beta := stated.get("llama_4_scaling_beta"):
+    if beta := _stated_rope(config, family).get("llama_4_scaling_beta"):
         return QueryScale(beta=beta, length=rope.original_max_position_embeddings)
-    if config.get("attn_temperature_tuning"):
+    if "attn_temperature_tuning" in family.defaults and config["attn_temperature_tuning"]:
         return QueryScale(beta=config["attn_scale"], length=config["floor_scale"], first=1)
     return None
-
-
-def _is_plain(rope: RopeConfig, dims: int, head_dim: int) -> bool:
-    """Whether heads can have this rotary embedding too."""
-    return rope.kind in HEAD_ROPES and dims == head_dim
 
 
 def activation_of(config: Mapping[str, Any], family: Family) -> Activation:

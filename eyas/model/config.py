@@ -447,12 +447,10 @@ def rope_faults(config: HeadConfig, target: TargetShape) -> list[MismatchError]:
 
 def same_rotation(one: RopeConfig, other: RopeConfig) -> bool:
     """Whether two turn alike: a scaling that is not in use, or scales by 1, does not count."""
-    return turning(one).to_hf() == turning(other).to_hf()
-
-
-def turning(rope: RopeConfig) -> RopeConfig:
-    """The rope without a scaling that changes nothing."""
-    return RopeConfig(theta=rope.theta) if rope.factor == 1.0 else rope
+    one, other = (
+        RopeConfig(theta=rope.theta) if rope.factor == 1.0 else rope for rope in (one, other)
+    )
+    return one.to_hf() == other.to_hf()
 
 
 def spelled(rope: RopeConfig) -> str:

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from eyas.gguf.blocks import BLOCK, KINDS, PLAIN, BlockMatrix, quantised
+from eyas.gguf.blocks import BLOCK, KINDS, PLAIN, BlockMatrix
 from eyas.gguf.file import Kind
 from eyas.model.architecture import MAX_HEAD_DIM, LayerKind
 from eyas.model.arrays import BFLOAT16, FLOAT32, Array, Arrays, cast, fits_bfloat16
@@ -180,13 +180,6 @@ def quantisable(tensors: Arrays) -> dict[str, Array]:
         and name.endswith("weight")
         and tensor.shape[1] % BLOCK == 0
         and "embed_tokens" not in name
-    }
-
-
-def in_eight_bits(tensors: Arrays) -> dict[str, BlockMatrix]:
-    """`quantisable` as Q8_0."""
-    return {
-        name: quantised(cast(one, FLOAT32), Kind.Q8_0) for name, one in quantisable(tensors).items()
     }
 
 

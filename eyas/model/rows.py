@@ -47,9 +47,7 @@ class Rows:
 
     All int64 [M], but page_table int32 [B, P]. request: the row's line of page_table. position: of
     the rotation. slot: where its key and value are written. seen holds 64 bits as a signed number.
-    first_column is 0 for a target; a draft has no entry in column 0. window: how many positions a
-    row sees, its own among them; None is all. It is more than the levels of a tree, so that only
-    the prefix is cut.
+    first_column is 0 for a target; a draft has no entry in column 0.
     """
 
     token: np.ndarray
@@ -60,7 +58,6 @@ class Rows:
     seen: np.ndarray
     page_table: np.ndarray
     first_column: int = 0
-    window: int | None = None
 
     def __len__(self) -> int:
         return len(self.token)

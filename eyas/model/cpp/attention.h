@@ -2,8 +2,8 @@
 // weights.
 //
 //   a row's keys, in order:   columns first_column .. prefix_len - 1,   then the tree columns of
-//   its bits, ascending. With a window, of these the columns of positions from position - window +
-//   1 on; in chunks, those from the last multiple of a chunk on
+//   its bits, ascending; with a window, those of positions from position - window + 1 on; in
+//   chunks, those from the last multiple of a chunk on
 //
 // Every sum runs over this logical list in the same order and in the same groups, however many rows
 // are worked on together: a tree's node gets the very bits of plain decoding.
@@ -28,8 +28,7 @@ struct RowTile {
 // Which slots each row sees, worked out once a forward.
 class Visible {
  public:
-  // window: positions that a row sees, 0 for all. chunk: a row sees those of its own run of so
-  // many positions, 0 for all.
+  // window: positions that a row sees; chunk: it sees those of its own; 0 for all.
   Visible(int64_t window, int64_t chunk) : window(window), chunk(chunk) {}
 
   // False when a row names a slot or page that is not there.

@@ -79,7 +79,7 @@ class Experts {
     for (int i = 0; i < M * k_; ++i) {
       const int place = starts[ids_.get()[i]]++;
       places_.get()[i] = place, rows_.get()[place] = i / k_;
-      if (routes_input_) of_inputs_.get()[place] = std::exchange(shares_.get()[i], 1.0f);
+      of_inputs_.get()[place] = routes_input_ ? std::exchange(shares_.get()[i], 1.0f) : 1.0f;
     }
   }
 
@@ -87,10 +87,7 @@ class Experts {
   int num_groups() const { return num_groups_; }
   const ExpertRows& operator[](int group) const { return groups_.get()[group]; }
   int row(int place) const { return rows_.get()[place]; }
-  // What the input at a place is multiplied by; null where it stays.
-  const float* of_input(int place) const {
-    return routes_input_ ? of_inputs_.get() + place : nullptr;
-  }
+  float of_input(int place) const { return of_inputs_.get()[place]; }  // what it is multiplied by
 
   // 16 channels of row m's sum over its experts, in their order, of outputs [M * k, stride], and
   // of what is there already.

@@ -176,6 +176,7 @@ void Model<A>::mixture(int t, int T_, const Layer& layer, const Product* next, c
     sync();
     put_product(t, T_, *layer.down, layer.router, act_.get(), act_stride_, M, later_.get(),
                 h_stride_);
+    sync();  // the next product's rows are quantised where these lie
   }
   put_product(t, T_, *layer.router, nullptr, x, x_stride_, M, experts_.logits.get(),
               experts_.stride());
@@ -187,14 +188,11 @@ void Model<A>::mixture(int t, int T_, const Layer& layer, const Product* next, c
   const int all = M * static_cast<int>(shape_.experts_per_token), groups = experts_.num_groups();
   for (int i = all * t / T_; i < all * (t + 1) / T_; ++i) {
     const T* from = x + experts_.row(i) * x_stride_;
-    T* to = experts_.x.get() + i * x_stride_;
-    if (const float* share = experts_.of_input(i))
-      for (int c = 0; c < H_; c += kLanes) {
-        const Lanes lanes = first_lanes(H_ - c);
-        A::store(to + c, lanes, splat(*share) * A::load(from + c, lanes));
-      }
-    else
-      std::memcpy(to, from, H_ * sizeof(T));
+    for (int c = 0; c < H_; c += kLanes) {
+      const Lanes lanes = first_lanes(H_ - c);
+      A::store(experts_.x.get() + i * x_stride_ + c, lanes,
+               splat(experts_.of_input(i)) * A::load(from + c, lanes));
+    }
   }
   sync();
   for (int i = 0; i < groups; ++i) {
