@@ -8,9 +8,12 @@ import json
 import os
 import re
 import signal
+import subprocess
+import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from multiprocessing import Pipe
 from pathlib import Path
 
 import numpy as np
@@ -413,8 +416,7 @@ def test_a_grammar_waits_for_none_that_is_compiled_and_each_is_compiled_once(bui
     assert sorted(made) == ["quick", "slow"]
 
 
-def test_what_takes_too_long_by_the_clock_is_ended_too(builtin, monkeypatch):
-    """Where a process gets hardly any CPU: here it is stopped."""
+def test_a_process_that_is_stopped_is_given_up(builtin, monkeypatch):
     first = builtin.grammars._process
     builtin.grammars.compile(SamplingParams(regex="a"))
     fork = GrammarProcess._fork
@@ -427,8 +429,26 @@ def test_what_takes_too_long_by_the_clock_is_ended_too(builtin, monkeypatch):
         os.kill(new.pop(), signal.SIGSTOP)
 
     monkeypatch.setattr(GrammarProcess, "_fork", stopped)
-    monkeypatch.setattr(grammar_process, "CLOCK_S", 0.5)
+    monkeypatch.setattr(grammar_process, "_WAIT_S", 0.5)
     began = time.monotonic()
     with pytest.raises(InputError, match="needs more than"):
         builtin.grammars.compile(SamplingParams(regex="stopped"))
     assert time.monotonic() - began < 10
+
+
+SLEEPS = """
+import sys, time
+from multiprocessing.connection import Connection
+from eyas.engine import grammar_process as process
+process.CLOCK_S, process.compiled = 0.2, lambda *_: time.sleep(60)
+process.follow(Connection(int(sys.argv[1])), None)
+"""
+
+
+def test_what_takes_too_long_by_the_clock_ends_itself():
+    """Where a process gets hardly any CPU: here it sleeps."""
+    ours, theirs = Pipe()
+    ours.send_bytes(json.dumps({"kind": "regex", "source": "a"}).encode())
+    words = [sys.executable, "-c", SLEEPS, str(theirs.fileno())]
+    done = subprocess.run(words, pass_fds=[theirs.fileno()], timeout=60)
+    assert done.returncode == -signal.SIGALRM

@@ -116,7 +116,7 @@ def test_a_call_that_is_cut_is_a_part_of_a_call_once_its_name_is_known(cuts, len
         assert text.startswith(call.arguments, len("I will. ") + begun)
 
 
-def test_what_is_no_json_between_tags_ends_there(tmp_path):
+def test_what_is_no_json_between_tags_ends_there():
     """A string or an object that is never closed; and half of a character, which no answer may
     hold.
     """

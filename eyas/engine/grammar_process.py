@@ -49,6 +49,7 @@ BUDGET_S, CLOCK_S, BUDGET_MIB = 0.5, 5.0, 8
 # Grammars that people write take .5 ms a token over a vocabulary of 150,000, at most 8 ms.
 TOKEN_S, SAVED_S = 0.01, 0.25
 _GROWTH = 256 << 20  # bytes of address space beyond the tokenizer's
+_WAIT_S = 60.0  # for the first process to be there, and for one that was stopped
 _NICENESS = 5  # those who wait for a mask leave a core free; those who do not shall not feel it
 # between the parts of a JSON text: some targets never leave off where blanks may go on
 BLANKS = r"[ \t\n\r]{0,20}"
@@ -146,7 +147,7 @@ class GrammarProcess:
         answer: dict[str, Any] = {}
         with suppress(EOFError, OSError):
             ours.send_bytes(json.dumps({"kind": kind, "source": source}).encode())
-            if ours.poll(CLOCK_S + 1):  # it ends itself before, unless it is stopped
+            if ours.poll(_WAIT_S):
                 answer = json.loads(ours.recv_bytes())
                 if "error" not in answer:
                     return ours, ours.recv_bytes()
