@@ -38,7 +38,7 @@ ROOMS = {
     "export": (99, "forms of other engines, check by replay, card, foretold speed"),
     "chat": (45, "chat template and tokenizer"),
     "shards": (48, "the feature format"),
-    "evaluate": (55, "tau before a head is served"),
+    "evaluate": (54, "tau before a head is served"),
     "gguf": (67, "a GGUF file as a target: metadata as a folder, weights read from the file"),
     "plan": (12, "tokens and bytes of a run"),
     "builtin": (5, "the packaged models and prompts"),
