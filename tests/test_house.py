@@ -24,8 +24,8 @@ MOST_FRAMES = 8  # from a command to the loss, and from the server's worker to t
 # KB of Python (1,000 bytes; of C++ for cpp), and what the room is for
 ROOMS = {
     "data": (208, "sources, licence gate, filters, duplicates, ledger, card"),
-    "engine": (185, "exact speculative decoding: scheduler, rounds, drafters, policy, sampling"),
-    "model": (199, "target and head on NumPy: configs, checkpoints, the native library's calls"),
+    "engine": (184, "exact speculative decoding: scheduler, rounds, drafters, policy, sampling"),
+    "model": (198, "target and head on NumPy: configs, checkpoints, the native library's calls"),
     "operators": (92, "what PyTorch computes: the head that trains, features"),
     "cpp": (267, "the native decoder"),
     "serve": (205, "the HTTP server"),
@@ -43,7 +43,7 @@ ROOMS = {
     "plan": (12, "tokens and bytes of a run"),
     "builtin": (5, "the packaged models and prompts"),
     "tests": (2035, "proofs"),
-    "benchmarks": (387, "the scripts behind the figures of README and results"),
+    "benchmarks": (382, "the scripts behind the figures of README and results"),
 }
 MOST_SCRIPTS, MOST_DECISIONS, MOST_DECISION_KB, MOST_DEPENDENCIES = 15, 15, 90, 20
 SCRIPT_PARTS = {"held_out.py", "natural.py", "random_models.py", "train_step.py"}
