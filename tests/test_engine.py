@@ -5,14 +5,13 @@ moment requests come or go.
 import logging
 import re
 from dataclasses import replace
-from itertools import pairwise
 
 import numpy as np
 import pytest
 
 from eyas.engine.draft import Draft
 from eyas.engine.engine import EngineConfig
-from eyas.engine.request import Request, SamplingParams, Update
+from eyas.engine.request import Request, SamplingParams
 from eyas.errors import ConfigError, InputError, MismatchError
 from eyas.model.rows import Proposals
 from tests import tiny_engine
@@ -176,23 +175,6 @@ def test_the_hit_rate_is_the_same_with_and_without_speculation(target):
     assert next(iter(rates.values())) > 0.5
 
 
-def test_prefill_in_chunks_does_not_starve_decoding(target):
-    """Between two chunks of a long prompt those that decode get a round."""
-    running = engine(target, prefill_chunk=16, max_length=300)
-    params = SamplingParams(max_tokens=40, ignore_eos=True)
-    running.add(Request("short", (3, 4), params, speculation=False))
-    while not running.step():
-        pass
-    prompt = tuple(i % VOCAB for i in range(160))
-    running.add(Request("long", prompt, SamplingParams(max_tokens=4, ignore_eos=True)))
-    steps: list[list[Update]] = []
-    while not steps or not any(update.request_id == "long" for update in steps[-1]):
-        steps.append(running.step())
-    rounds = [any(update.request_id == "short" for update in updates) for updates in steps]
-    assert len(rounds) >= 19
-    assert all(a or b for a, b in pairwise(rounds)), "two chunks without a round between"
-
-
 def test_cancelling_frees_everything(target):
     running = engine(target)
     for request in requests(6, n=2, temperature=1.0):
@@ -240,12 +222,6 @@ def test_bad_requests_are_refused(target):
         with pytest.raises(InputError, match=message):
             asked.add(request)
     assert not running.has_work
-
-
-def test_a_speculation_that_cannot_be_is_refused():
-    for wrong in ("sometimes", "fixed(6,3)", "fixed(0,1,2)", "fixed(16,8,12)", "off(1,1,2)"):
-        with pytest.raises(ConfigError, match="speculation"):
-            EngineConfig(speculation=wrong)
 
 
 def test_the_tree_of_eagles_repository_is_refused_with_the_nearest():

@@ -275,12 +275,11 @@ def test_a_client_that_leaves_takes_its_scores_with_it(world):
     for request in asked:
         engine.add(request)
     gone = max(asked, key=lambda request: len(request.prompt_ids))
-    engine.step()
+    updates = engine.step()
     engine.cancel(gone.id)
-    found = {}
     while engine.has_work:
-        for update in engine.step():
-            found[update.request_id] = [one.logprob for one in update.prompt_logprobs]
+        updates += engine.step()
+    found = {one.request_id: [part.logprob for part in one.prompt_logprobs] for one in updates}
     engine.check()
     assert found == {
         request.id: pytest.approx(numbers, abs=1e-5)

@@ -236,11 +236,9 @@ class Policy:
     def _caught_up(
         self, plan: RoundPlan, load: Load, gain_S: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray]:
-        """The requests by what drafting brings them (gain_S, tokens) and costs them first, and the
-        ms [Q] until the first of them have all their entries.
-
-        Many missing entries, of a request that did not draft, are paid once and serve all its
-        rounds.
+        """The requests, those first for which drafting is worth most (gain_S: tokens), and the ms
+        [Q] until the first of them have all their entries. Many missing ones, of a request that did
+        not draft, are paid once and serve all its rounds.
         """
         assert self.costs is not None
         costs, pending = self.costs, plan.pending.tolist()

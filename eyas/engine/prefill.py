@@ -1,8 +1,4 @@
-"""Which prompts are read next, how much of each, and what that costs on the machine now.
-
-Prompts that wait share the reading: the shortest goes first, and the one that has waited longest
-has at least half of what is read beside shorter ones. Pure functions of what each has left.
-"""
+"""How much of each prompt is read next, and what that costs on the machine now."""
 
 from __future__ import annotations
 

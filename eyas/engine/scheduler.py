@@ -59,8 +59,8 @@ class RunningSample:
         self.num_kept = 0  # its first pages, kept for others
         # tokens to prefill: the prompt; after a preemption all but the root
         self.prefill_end = len(self.tokens)
-        self.place = 0  # in line: of samples that wait or read their prompts the lowest is first
-        self.was_preempted = False
+        # in line, the lowest first; below 0 after a preemption
+        self.place = 0
         # of the prompt's tokens behind the first, as far as they are computed; None: not asked for,
         # or on their way to the client
         self.prompt_logprobs: list[TokenLogprob] | None = (
@@ -300,12 +300,10 @@ class Scheduler:
                 readers[newcomer] = self._admit(newcomer)
                 if readers[newcomer] is None:
                     break
-        samples = [one for one, count in counts.items() if count]
-        rows = [max(1, round(counts[one] / weights[_is_scored(one)])) for one in samples]
-        ends = [
-            min(one.num_cached + n, one.prefill_end) for one, n in zip(samples, rows, strict=True)
-        ]
-        chunks = [range(one.num_cached, end) for one, end in zip(samples, ends, strict=True)]
+        samples, chunks = [one for one, count in counts.items() if count], []
+        for one in samples:
+            rows = max(1, round(counts[one] / weights[_is_scored(one)]))
+            chunks.append(range(one.num_cached, min(one.num_cached + rows, one.prefill_end)))
         return Job(samples, chunks) if samples else None
 
     def _line(
@@ -346,7 +344,7 @@ class Scheduler:
         drafted = self._pool.num_drafted(reused)
         newcomer.start(reused + rest, len(reused), drafted, self._pool.page_size)
         self._running.append(newcomer)
-        if not newcomer.was_preempted:
+        if newcomer.place > 0:  # it has not run before
             self.num_prompt_tokens += newcomer.prefill_end
             self.num_reused_tokens += newcomer.num_cached
         return newcomer
@@ -408,7 +406,6 @@ class Scheduler:
         """Take a sample's pages and make it the first in line."""
         self._leave(sample)
         self.num_preempted += 1
-        sample.was_preempted = True
         self._wait(sample, -self.num_preempted)
 
     def _wait(self, sample: RunningSample, place: int) -> None:
