@@ -18,6 +18,7 @@ import fcntl
 import hashlib
 import json
 import os
+import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
@@ -149,6 +150,17 @@ class Artifact:
     def local_path(self, name: str) -> str | None:
         """The path of a file on this machine's disk, or None in an object store."""
         return self._path(name) if self._local else None
+
+    def room(self) -> int | None:
+        """Bytes free where it is to be, whether its folder is there yet or not; None for an object
+        store.
+        """
+        if not self._local:
+            return None
+        place = Path(self._root).resolve()
+        while not place.exists():
+            place = place.parent
+        return shutil.disk_usage(place).free
 
     def exists(self, name: str) -> bool:
         """Whether the store has it now, whatever it listed before."""

@@ -27,7 +27,14 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
 from eyas.artifact import Artifact, Manifest
-from eyas.errors import ConfigError, EmptyInputError, EyasError, MismatchError, MissingInputError
+from eyas.errors import (
+    ConfigError,
+    EmptyInputError,
+    EyasError,
+    MismatchError,
+    MissingInputError,
+    StorageFullError,
+)
 from eyas.log import quiet
 from eyas.model.config import HeadOptions
 from eyas.model.target import Target
@@ -222,10 +229,13 @@ def test_a_signal_costs_no_step(made, features, whole, tmp_path, number):
     assert weights(cut) == weights(whole)
 
 
-def test_a_folder_is_trained_into_by_one_process(made, features, tmp_path):
-    output = Artifact(str(tmp_path / "head"))
-    with output.held_alone(), pytest.raises(EyasError, match="another process is writing into"):
-        run(made[0], features, output)
+def test_without_room_for_its_checkpoints_nothing_is_computed(
+    made, features, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(Artifact, "room", lambda _: 1_000)
+    monkeypatch.setattr(trainer, "fresh_head", lambda *_: pytest.fail("computes"))
+    with pytest.raises(StorageFullError, match=r"parameters needs .* are free"):
+        run(made[0], features, tmp_path / "head")
 
 
 @pytest.mark.parametrize("begun", ["bfloat16", "float32"])

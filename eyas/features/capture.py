@@ -8,13 +8,11 @@ from __future__ import annotations
 
 import hashlib
 import os
-import shutil
 import time
 from collections.abc import Generator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from functools import partial
-from pathlib import Path
 from typing import Any, Literal, get_args
 
 import torch
@@ -372,26 +370,13 @@ def refuse_without_room(work: list[tuple[ShardWriter, ForwardBatch]], output: Ar
         for one in batch.samples
         if one.key not in writer.keys
     )
-    free = room_at(output)
+    free = output.room()
     if free is not None and num_bytes > free:
         raise StorageFullError(
             f"the features need {size_text(num_bytes)} at {output.url}, {size_text(free)} are free",
             "free some space, choose another folder, an object store or a smaller codec, or "
             "capture fewer answers",
         )
-
-
-def room_at(output: Artifact) -> int | None:
-    """Bytes free where an artifact is to be, whether its folder is there yet or not; None for an
-    object store.
-    """
-    folder = output.local_path("")
-    if folder is None:
-        return None
-    place = Path(folder).resolve()
-    while not place.exists():
-        place = place.parent
-    return shutil.disk_usage(place).free
 
 
 def _capture_missing(

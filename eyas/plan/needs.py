@@ -20,7 +20,7 @@ from eyas.data.ledger import SourceRow
 from eyas.data.prompts import PromptsConfig
 from eyas.data.sources import read_source
 from eyas.errors import EmptyInputError, StorageFullError, TemplateError
-from eyas.features.capture import CaptureConfig, held_out_meta, room_at
+from eyas.features.capture import CaptureConfig, held_out_meta
 from eyas.features.generate import GenerateConfig, count_prompts
 from eyas.hub import resolve_target
 from eyas.log import size_text
@@ -29,14 +29,12 @@ from eyas.model.config import HeadConfig, HeadOptions, TargetShape
 from eyas.operators.shape import target_shape
 from eyas.records import Message, Prompt
 from eyas.shards import CODECS, CodecName, FeatureMeta
-from eyas.train.trainer import TrainConfig
+from eyas.train.trainer import HEAD_BYTES_PER_PARAMETER, TrainConfig
 
 SAMPLE_SIZE = 1000  # prompts, evenly spaced: their mean stands for all
 STAND_IN = "Yes."  # for an answer that does not exist yet; its own tokens are counted apart
 # of an answer's row: its text and that of all turns before it, as JSON, twice (journal and part)
 ROW_BYTES_PER_TOKEN = 8
-# weights, two moments and the best head in a checkpoint; the head itself and its exports
-HEAD_BYTES_PER_PARAMETER = 24
 FILLER = (
     "I would like to know how a young hawk is raised, and what it takes to let it hunt by "
     "itself one day. "
@@ -293,6 +291,6 @@ def room_for(needs: Needs, meta: FeatureMeta, parameters: int, run: PlannedRun) 
         answers=(needs.prompt_tokens + needs.answer_tokens) * ROW_BYTES_PER_TOKEN,
         features=features,
         head=parameters * HEAD_BYTES_PER_PARAMETER,
-        free=room_at(Artifact(run.output)),
+        free=Artifact(run.output).room(),
         present=sum(one.size(name) for one in map(Artifact, run.begun) for name in one.all_names()),
     )

@@ -24,11 +24,12 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field
 
 from eyas.artifact import Artifact, Manifest, identity
-from eyas.errors import ConfigError, EyasError, MismatchError
+from eyas.errors import ConfigError, EyasError, MismatchError, StorageFullError
 from eyas.hub import resolve_target
 from eyas.lineage import head_manifest
-from eyas.log import Track, quiet
-from eyas.model.config import HeadOptions
+from eyas.log import Track, quiet, size_text
+from eyas.model.checkpoint import expected_shapes
+from eyas.model.config import HeadConfig, HeadOptions
 from eyas.operators.head import Head, head_files
 from eyas.operators.vocab import TargetVocabulary
 from eyas.shards import FeatureMeta, FeatureSource
@@ -90,6 +91,9 @@ WITHOUT_EFFECT = {
     "objective": {"recompute"},  # rounding apart
     "start": {"head"},  # an input of the identity, by its content and not by its path
 }
+
+# weights, two moments and the best head in a checkpoint; the head itself and its exports
+HEAD_BYTES_PER_PARAMETER = 24
 
 
 class TrainConfig(BaseModel):
@@ -252,6 +256,7 @@ class Trainer:
         content = checkpoint(output, ranks)
         # the first rank's answers: other hosts may not see its folder, or have other processors
         resumes, dtype = ranks.broadcast_object(lambda: (bool(content), self._dtype(content)))
+        ranks.broadcast_object(lambda: self._refuse_without_room(output))
         head = self._initial_head(resumes, track).to(ranks.device)
         self.vocabulary = self.vocabulary.to(ranks.device, getattr(torch, dtype))
         self.module = LossModule(head, self.vocabulary, config.objective, dtype)
@@ -266,6 +271,21 @@ class Trainer:
             step = self.state.step
             return open_trackers(
                 TrackedRun(config.tracker, name, self.identity, self.settings, folder, step)
+            )
+
+    def _refuse_without_room(self, output: Artifact) -> None:
+        """Raise StorageFullError where checkpoints and the head do not fit."""
+        shape = HeadConfig.for_target(self.vocabulary.config, self.config.head)
+        if self.start_head is not None:
+            shape = self.start_head.config
+        parameters = sum(map(math.prod, expected_shapes(shape).values()))
+        present = sum(map(output.size, output.all_names()))
+        needed, free = HEAD_BYTES_PER_PARAMETER * parameters - present, output.room()
+        if free is not None and needed > free:
+            raise StorageFullError(
+                f"a head of {parameters:,} parameters needs {size_text(needed)} at {output.url}, "
+                f"{size_text(free)} are free",
+                "free some space, or give another --output",
             )
 
     def _dtype(self, content: Mapping[str, Any]) -> Precision:
