@@ -377,10 +377,13 @@ class AnswerWalks:
 
 @torch.inference_mode()
 def num_greedy(vocabulary: TargetVocabulary, batch: Batch) -> int:
-    """How many of the answers' tokens are the target's argmax by the features."""
+    """How many of the answers' tokens are the target's argmax, as stored or by the features."""
     mask_BT = batch.loss_mask_BT[:, 1:]
-    before_PH = batch.last_hidden_BTH[:, :-1][mask_BT]
-    own_P = torch.cat([vocabulary.best(rows) for rows in torch.split(before_PH, 2 * ROWS_AT_ONCE)])
+    own_P = batch.argmax_BT[:, :-1][mask_BT]
+    if (own_P < 0).any():
+        hidden_PH = batch.last_hidden_BTH[:, :-1][mask_BT]
+        parts = torch.split(hidden_PH, 2 * ROWS_AT_ONCE)
+        own_P = torch.cat([vocabulary.best(rows) for rows in parts])
     return int((own_P == batch.tokens_BT[:, 1:][mask_BT]).sum())
 
 
