@@ -20,7 +20,7 @@ from eyas.engine.request import FinishReason, Request, TokenLogprob, Update
 from eyas.serve.fields import CompletionRequest, StreamOptions
 from eyas.serve.protocol import ChatRequest, TextRequest
 from eyas.serve.tokenizer import Tokenizer
-from eyas.serve.tools import Call, CallReader, whole_calls
+from eyas.serve.tools import Call, CallReader, readable, whole_calls
 from eyas.tau import count_round, tau_of
 
 Ending = FinishReason | Literal["tool_calls"]
@@ -102,8 +102,11 @@ class Choice:
             logprobs=None if last.logprobs is None else logprobs,
             prompt_logprobs=first.prompt_logprobs,
         )
-        text = "".join(delta.text for delta in self.kept)
         parts = whole_calls([part for delta in self.kept for part in delta.parts])
+        parts = readable(parts, self.ending == "length")
+        text = "".join(part for part in parts if isinstance(part, str))
+        if self.ending == "tool_calls" and not any(isinstance(one, Call) for one in parts):
+            self.ending = "stop"
         return Delta(update, text, parts, self.ending, True, None)
 
 
