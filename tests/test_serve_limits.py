@@ -124,8 +124,10 @@ def test_a_file_without_keys_is_no_open_door(tmp_path):
     (tmp_path / "keys").write_text("# none yet\n\n")
     with pytest.raises(ConfigError, match="holds no API key"):
         AccessControl(LimitsConfig(api_keys=tmp_path / "keys"))
-    with pytest.raises(MissingInputError, match="no API keys at"):
-        AccessControl(LimitsConfig(api_keys=tmp_path / "nowhere"))
+    (tmp_path / "large").write_text("a-key\n" * 200_000)  # half a line would be another key
+    for name, why in (("nowhere", "No such file"), ("large", "over 1048576 bytes")):
+        with pytest.raises(MissingInputError, match=f"no API keys at .*{why}"):
+            AccessControl(LimitsConfig(api_keys=tmp_path / name))
 
 
 def test_a_key_is_revoked_and_another_given_without_a_restart(world, tmp_path, monkeypatch):
@@ -211,7 +213,7 @@ def test_the_log_says_whom_it_turned_away(world, tmp_path, caplog):
         ):
             outcome = pytest.raises(kind) if kind else nullcontext()
             with connected(client.url, key) as asking, outcome as refused:
-                asking.models.list()
+                asking.models.list(extra_headers={"x-forwarded-for": "203.0.113.9"})
     assert 1 <= int(refused.value.response.headers["retry-after"]) <= 60
     unknown, let_in, too_often = [
         one.data for one in caplog.records if one.getMessage() == "request"

@@ -63,7 +63,7 @@ from eyas.serve.protocol import (
     TokenizeRequest,
 )
 from eyas.serve.responses import ResponsesRequest
-from eyas.serve.translation import ModelInfo, Translator, check_logprobs
+from eyas.serve.translation import Body, ModelInfo, Translator, check_logprobs
 from eyas.serve.vertex import VertexConfig, error_body, instances, located, openai_body
 from eyas.serve.worker import EngineFailure, EngineWorker, QueueFull
 from eyas.serve.writers import CompletionWriter
@@ -104,6 +104,12 @@ class ModelService:
     worker: EngineWorker
     translator: Translator
     card: Sequence[CardTau] = ()
+
+    @property
+    def info_now(self) -> ModelInfo:
+        """Without a head once it has failed."""
+        has_head = self.info.has_head and self.worker.draft_failure is None
+        return replace(self.info, has_head=has_head)
 
     @classmethod
     def of(
@@ -403,9 +409,7 @@ class Api:
         return JSONResponse(self._card(service))
 
     def _card(self, service: ModelService) -> dict[str, Any]:
-        info = service.info
-        if service.worker.draft_failure is not None:
-            info = replace(info, has_head=False)
+        info = service.info_now
         return {
             "id": info.model,
             "object": "model",
@@ -419,7 +423,7 @@ class Api:
     async def _server_info(self, exchange: Exchange, service: ModelService) -> Response:
         """What `sglang.bench_serving` reads tau from; under both of SGLang's names."""
         states = [{"avg_spec_accept_length": self._metrics.tau}]
-        info = {"served_model_name": service.info.model, "eyas": asdict(service.info)}
+        info = {"served_model_name": self._model, "eyas": asdict(service.info_now)}
         return JSONResponse({**info, "internal_states": states})
 
     async def _swap_head(self, exchange: Exchange, service: ModelService) -> Response:
@@ -477,10 +481,7 @@ class Api:
         return await self._whole(exchange, service, completions, write)
 
     async def _complete(
-        self,
-        kind: type[ChatRequest | TextRequest | ResponsesRequest],
-        exchange: Exchange,
-        service: ModelService,
+        self, kind: type[Body], exchange: Exchange, service: ModelService
     ) -> Response:
         """Read a body and answer it. Raises ApiError, ClientDisconnect."""
 
@@ -491,9 +492,7 @@ class Api:
             exchange, service, *await self._translated(exchange.http, translate)
         )
 
-    def _completion(
-        self, service: ModelService, body: ChatRequest | TextRequest | ResponsesRequest
-    ) -> tuple[bool, CompletionWriter]:
+    def _completion(self, service: ModelService, body: Body) -> tuple[bool, CompletionWriter]:
         """Whether a body asks for a stream, and its completion. Raises ApiError."""
         self._check_answers(service, [body])
         completion = service.translator.completion(body)
@@ -501,11 +500,7 @@ class Api:
             check_logprobs(completion.requests)
         return body.stream, completion
 
-    def _check_answers(
-        self,
-        service: ModelService,
-        bodies: Sequence[ChatRequest | TextRequest | ResponsesRequest],
-    ) -> None:
+    def _check_answers(self, service: ModelService, bodies: Sequence[Body]) -> None:
         """Refuse more answers than fit, before anything is made for them. Raises ApiError."""
         wanted = sum(1 if isinstance(one, ResponsesRequest) else one.num_answers for one in bodies)
         most = service.worker.max_batch + self.limits.max_queue

@@ -192,7 +192,7 @@ JsonObject = Annotated[dict[str, Any], AfterValidator(_finite)]  # which an answ
 # or types with bounds of their own.
 _FORMS: dict[str, Any] = {
     "temperature": AfterValidator(lambda heat: heat if heat >= MIN_TEMPERATURE else 0.0),
-    "top_k": BeforeValidator(lambda top_k: 0 if top_k == -1 else top_k),
+    "top_k": Annotated[int, Field(ge=-1, lt=2**31), AfterValidator(lambda top_k: max(top_k, 0))],
     "logit_bias": Annotated[
         dict[TokenKey, Bias],
         BeforeValidator(few_keys),

@@ -280,7 +280,10 @@ def _read_text(path: Path) -> str:
     with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
         if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
             raise OSError("no regular file")
-        return file.read(MAX_KEYS_BYTES).decode("utf-8-sig")
+        text = file.read(MAX_KEYS_BYTES + 1)
+    if len(text) > MAX_KEYS_BYTES:
+        raise OSError(f"over {MAX_KEYS_BYTES} bytes")
+    return text.decode("utf-8-sig")
 
 
 def read_keys(path: Path | None) -> list[str]:

@@ -40,23 +40,28 @@ CACHE_HINTS = frozenset({"cache_control", "prompt_cache_breakpoint"})
 # /v1/chat/completions
 
 
-class TextPart(Strict):
+class Part(Strict):
     ignored: ClassVar[frozenset[str]] = CACHE_HINTS
+    kinds: ClassVar[tuple[str, ...]] = ("text",)
 
-    type: Literal["text"]
     text: str
 
     @model_validator(mode="before")
     @classmethod
     def _is_text(cls, part: Any) -> Any:
-        kind = part.get("type", "text") if isinstance(part, dict) else "text"
-        if isinstance(kind, str) and kind != "text":
+        kind = part.get("type") if isinstance(part, dict) else None
+        if isinstance(kind, str) and kind not in cls.kinds:
             raise PydanticCustomError(
                 "not_text",
-                "a part of the type {kind}: this server reads no images, sound or files, only text",
-                {"kind": kind[:MAX_SHOWN]},
+                "a part of the type {kind}: this server reads no images, sound or files, only "
+                "{kinds}",
+                {"kind": kind[:MAX_SHOWN], "kinds": " and ".join(cls.kinds)},
             )
         return part
+
+
+class TextPart(Part):
+    type: Literal["text"]
 
 
 class CalledFunction(Strict):
@@ -106,16 +111,13 @@ class ChatMessage(Strict):
     def _belongs_to_its_role(self) -> Self:
         if self.content is None and not self.tool_calls and self.reasoning_content is None:
             raise ApiError(400, f"a message of the {self.role} has no content", "messages")
-        if self.tool_calls and self.role != "assistant":
-            raise ApiError(
-                400, f"tool_calls are the assistant's, not the {self.role}'s", "messages"
-            )
-        if self.tool_call_id is not None and self.role != "tool":
-            raise unsupported("messages", f"tool_call_id is for the role tool, not for {self.role}")
-        if self.reasoning_content is not None and self.role != "assistant":
-            raise unsupported(
-                "messages", f"reasoning_content is the assistant's, not the {self.role}'s"
-            )
+        for name, role in (
+            ("tool_calls", "assistant"),
+            ("tool_call_id", "tool"),
+            ("reasoning_content", "assistant"),
+        ):
+            if getattr(self, name) not in (None, []) and self.role != role:
+                raise unsupported("messages", f"{name}: the {role}'s, not the {self.role}'s")
         return self
 
     @property

@@ -402,6 +402,7 @@ class UvicornServer(uvicorn.Server):
                 log_level="critical",  # errors are in our own log, without what clients wrote
                 access_log=False,
                 server_header=False,
+                proxy_headers=False,  # a client could write X-Forwarded-For itself
                 timeout_keep_alive=KEEP_ALIVE_S,
             )
         )

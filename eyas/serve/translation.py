@@ -21,6 +21,7 @@ from eyas.serve.writers import ChatWriter, CompletionWriter, TextWriter
 
 MAX_ECHOED = 1 << 16  # log-probabilities of prompts in an answer, each token's own included
 MAX_LOGPROBS_WHOLE = 1 << 17  # of an answer that is kept until it is whole; 100 bytes each
+Body = ChatRequest | TextRequest | ResponsesRequest
 THINKING = "enable_thinking"  # the switch of templates whose targets can think
 
 
@@ -71,7 +72,7 @@ class Translator:
         self.tokenizer = Tokenizer(chat)
         self._info = info
 
-    def completion(self, body: ChatRequest | TextRequest | ResponsesRequest) -> CompletionWriter:
+    def completion(self, body: Body) -> CompletionWriter:
         """The writer of a body's answer; its `requests` are what the engine has to run."""
         if isinstance(body, TextRequest):
             return TextWriter(self._text(body), self.tokenizer, body)
