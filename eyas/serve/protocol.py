@@ -143,17 +143,16 @@ class ChatMessage(Strict):
             "content": self.text,
         }
         for call in self.tool_calls:
+            arguments, what = None, "are no JSON object"
             try:
                 arguments = json.loads(call.function.arguments or "{}")
-            except (ValueError, RecursionError):
-                arguments = None
-            if not isinstance(arguments, dict):
-                raise ApiError(400, "the arguments of a tool call are no JSON object", "messages")
-            try:
                 json.dumps(arguments, ensure_ascii=False).encode()
             except UnicodeEncodeError:
-                what = "the arguments of a tool call hold half a character (a lone surrogate)"
-                raise ApiError(400, what, "messages") from None
+                arguments, what = None, "hold half a character (a lone surrogate)"
+            except (ValueError, RecursionError):
+                pass
+            if not isinstance(arguments, dict):
+                raise ApiError(400, f"the arguments of a tool call {what}", "messages")
             function = {"name": call.function.name, "arguments": arguments}
             calls = turn.setdefault("tool_calls", [])
             calls.append({"type": "function", "function": function})
@@ -224,25 +223,23 @@ class ChatRequest(CompletionRequest):
     @model_validator(mode="after")
     def _check_chat(self) -> Self:
         limits = {self.max_tokens, self.max_completion_tokens} - {None}
-        if len(limits) > 1:
-            what = "max_tokens and max_completion_tokens differ: give one of them"
-            raise ApiError(400, what, "max_tokens")
-        if self.top_logprobs and not self.logprobs:
-            raise ApiError(400, "top_logprobs is for logprobs=true only", "top_logprobs")
-        if not self.tools and self.tool_choice not in ("none", "auto"):
-            raise ApiError(400, "tool_choice needs tools", "tool_choice")
-        if not self.add_generation_prompt and not self.continue_final_message:
+        names, choice = [tool.function.name for tool in self.tools], self.tool_choice
+        continues, required = self.continue_final_message, self.required_tools
+        is_unknown = isinstance(choice, NamedTool) and not required
+        for is_wrong, param, what in (
+            (len(limits) > 1, "max_tokens", "max_completion_tokens differs: give one of them"),
+            (self.top_logprobs and not self.logprobs, "top_logprobs", "for logprobs=true only"),
+            (not names and choice not in ("none", "auto"), "tool_choice", "needs tools"),
+            (continues and required, "continue_final_message", "not where a call is required"),
+            (len(set(names)) < len(names), "tools", "two have the same name"),
+            (is_unknown, "tool_choice", "names none of the tools"),
+        ):
+            if is_wrong:
+                raise ApiError(400, f"{param}: {what}", param)
+        if not self.add_generation_prompt and not continues:
             raise unsupported(
                 "add_generation_prompt", "false is for continue_final_message only; leave it out"
             )
-        if self.continue_final_message and self.required_tools:
-            what = "a call cannot be required in a message that is continued: ask for one of them"
-            raise ApiError(400, what, "continue_final_message")
-        names = [tool.function.name for tool in self.tools]
-        if len(set(names)) < len(names):
-            raise ApiError(400, "two tools have the same name", "tools")
-        if isinstance(self.tool_choice, NamedTool) and self.tool_choice.function.name not in names:
-            raise ApiError(400, "tool_choice names none of the tools", "tool_choice")
         return self
 
     @property

@@ -372,7 +372,6 @@ class ResponseWriter(CompletionWriter):
         }
 
     def _advance(self, delta: Delta) -> str:
-        """Take in a delta; the events that it makes."""
         events = ""
         self._ending = delta.ending
         logprobs = delta.update.logprobs or []
@@ -405,7 +404,6 @@ class ResponseWriter(CompletionWriter):
         return events + self._part_event("output_text.delta", delta=text, logprobs=found)
 
     def _close(self, status: str) -> str:
-        """End the message or the call that is open, if one is."""
         if (message := self._open) is None:
             return ""
         if isinstance(message, _OpenCall):
@@ -421,7 +419,6 @@ class ResponseWriter(CompletionWriter):
         return events + self._item_event("done", message.item(status, [part]))
 
     def _call(self, call: Call) -> str:
-        """A call begins with its name; its arguments arrive in pieces."""
         events = ""
         if call.name is not None:
             events = self._close("completed")
@@ -439,7 +436,6 @@ class ResponseWriter(CompletionWriter):
         return self._event(f"response.function_call_arguments.{kind}", **place, **fields)
 
     def _item_event(self, kind: str, item: dict[str, Any]) -> str:
-        """An item is added or done; a done one belongs to the output."""
         event = self._event(
             f"response.output_item.{kind}", output_index=len(self._output), item=item
         )
@@ -448,7 +444,6 @@ class ResponseWriter(CompletionWriter):
         return event
 
     def _part_event(self, kind: str, **fields: Any) -> str:
-        """An event of the text of the open message."""
         assert self._open is not None
         place = {"item_id": self._open.id, "output_index": len(self._output), "content_index": 0}
         return self._event(f"response.{kind}", **place, **fields)

@@ -137,11 +137,7 @@ def load(config: ServeConfig) -> ModelService:
             f"give {context} or less, or leave it out",
         )
     engine = Engine.load(
-        target,
-        head,
-        dtype=config.dtype,
-        config=config.engine,
-        tokenizer=chat.tokenizer,
+        target, head, dtype=config.dtype, config=config.engine, tokenizer=chat.tokenizer
     )
     engine.prepare_grammars()
     info = ModelInfo(
@@ -305,9 +301,7 @@ class Connection(HttpToolsProtocol):
             return
         self._head_bytes += len(data)
         super().data_received(data)
-        if self._is_refused:
-            return
-        if self._head_bytes > MAX_HEAD:
+        if self._head_bytes > MAX_HEAD and not self._is_refused:
             self._refusal = ApiError(431, TOO_LONG)
             self.send_400_response("")
         elif self._is_in_head and self._head_bytes and self._late is None:

@@ -171,13 +171,12 @@ class CallReader:
         calls = _read(block)
         if not calls:
             return [self._spaced(shown)]
-        for _ in calls:
-            self._begin()
+        self._begin(len(calls))
         return [*calls]
 
-    def _begin(self) -> None:
+    def _begin(self, count: int = 1) -> None:
         self._has_begun, self._blanks = True, ""
-        self.num_calls += 1
+        self.num_calls += count
 
     def _spaced(self, words: str) -> str:
         """Words behind the blanks that were held back; blanks at their end are held back."""
@@ -308,20 +307,15 @@ def call_schema(tools: Sequence[Tool]) -> str:
     return json.dumps({**definitions, **(calls[0] if len(calls) == 1 else {"anyOf": calls})})
 
 
-def readable(parts: Sequence[str | Call], is_cut: bool) -> list[str | Call]:
-    """The parts of a whole answer, in which calls whose arguments are no JSON are words, but for
-    one at the end of an answer that was cut.
-    """
-    shown: list[str | Call] = []
-    for number, part in enumerate(parts, 1):
-        if isinstance(part, Call) and not (is_cut and number == len(parts)):
-            try:
-                json.loads(part.arguments)
-            except (ValueError, RecursionError):
-                call = f'{{"name": {_json(part.name)}, "arguments": {part.arguments}'
-                part = f"{OPENING}\n{call}" + ("" if CLOSING in call else f"}}\n{CLOSING}")
-        shown.append(part)
-    return shown
+def readable(part: str | Call) -> str | Call:
+    """A part of a whole answer: a call whose arguments are no JSON is words."""
+    if isinstance(part, Call):
+        try:
+            json.loads(part.arguments)
+        except (ValueError, RecursionError):
+            call = f'{OPENING}\n{{"name": {_json(part.name)}, "arguments": {part.arguments}'
+            return call if CLOSING in call else f"{call}}}\n{CLOSING}"
+    return part
 
 
 def _json(value: Any) -> str:
