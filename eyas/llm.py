@@ -370,7 +370,7 @@ class LLM:
             elif error.code == "context_length_exceeded":
                 hint = "shorten the prompt, or eyas.load(..., max_length=TOKENS)"
             raise InputError(f"{where}{error.message}", hint) from None
-        if writer.num_samples != 1:
+        if len(writer.choices) != 1:
             raise InputError(
                 "n: a prompt has one answer here",
                 "give it as often as answers are wanted: llm.chat([prompt] * 3)",

@@ -188,6 +188,7 @@ class ScriptedEngine(Engine):
 
     script: tuple[int, ...] = ()
     per_step = 1
+    ending = "stop"
 
     def __init__(self, *args, **settings):
         super().__init__(*args, **settings)
@@ -211,7 +212,7 @@ class ScriptedEngine(Engine):
         for _ in range(len(self._left)):
             request_id, index, tokens = self._left.popleft()
             now, rest = tokens[: self.per_step], tokens[self.per_step :]
-            updates.append(Update(request_id, now, None if rest else "stop", None, index))
+            updates.append(Update(request_id, now, None if rest else self.ending, None, index))
             if rest:
                 self._left.append((request_id, index, rest))
         return updates

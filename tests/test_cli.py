@@ -27,7 +27,7 @@ from pydantic import BaseModel, ConfigDict
 from typer.testing import CliRunner
 
 from eyas.cli import doctor
-from eyas.cli.main import COMMANDS, build
+from eyas.cli.main import COMMANDS, build, main
 from eyas.cli.options import (
     HELP_WIDTH,
     NAME_WIDTH,
@@ -89,6 +89,12 @@ class TestHelp:
         shown = run_eyas(f"{name} --help")
         assert shown.exit_code == 0
         assert "Usage: eyas " + name in shown.stdout
+
+    def test_an_interrupt_while_libraries_are_imported_is_no_traceback(self, monkeypatch):
+        monkeypatch.setattr("eyas.cli.main.build", Mock(side_effect=KeyboardInterrupt))
+        with pytest.raises(SystemExit) as ended:
+            main()
+        assert ended.value.code == 130
 
     def test_a_mistyped_command_is_a_usage_error(self):
         assert run_eyas("trian").exit_code == 2

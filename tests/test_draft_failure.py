@@ -188,6 +188,8 @@ def test_a_server_goes_on_and_says_so(tmp_path):
         assert "the head failed and is off" in found.json()["warning"]
         assert "restart" in found.json()["warning"]
         assert client.models.list().data[0].eyas["has_head"] is False
+        info = client._client.get(str(client.base_url).replace("/v1/", "/server_info")).json()
+        assert info["eyas"]["has_head"] is False
         page = client._client.get(str(client.base_url).replace("/v1/", "/metrics")).text
         name = "eyas:spec_decode_draft_failures_total"
         (line,) = [line for line in page.splitlines() if line.startswith(name)]

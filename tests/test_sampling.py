@@ -78,7 +78,7 @@ def logits(draw_from):
 
 PARAMS = st.builds(
     SamplingParams,
-    temperature=st.sampled_from([1e-5, 0.3, 1.0, 1.7, 100.0]),
+    temperature=st.sampled_from([1e-5, 0.3, 1.0, 1.7, 2.0]),
     top_k=st.sampled_from([0, 1, 2, 17, V - 1, V, V + 5]),
     top_p=st.sampled_from([1e-9, 0.1, 0.5, 0.9, 1 - 1e-12, 1.0]),
     min_p=st.sampled_from([0.0, 1e-3, 0.1, 0.5, 1.0]),
@@ -123,7 +123,7 @@ def reference_probs(logits_V, params):
         {"top_k": 7},
         {"top_p": 0.63},
         {"min_p": 0.07},
-        {"temperature": 2.1, "top_k": 40, "top_p": 0.71, "min_p": 0.011},
+        {"temperature": 1.9, "top_k": 40, "top_p": 0.71, "min_p": 0.011},
     ],
 )
 def test_the_plain_form_is_the_definition(options):
@@ -288,6 +288,10 @@ def test_samples_of_a_request_have_seeds_of_their_own():
         ({"min_tokens": -1}, "min_tokens"),
         ({"n": 0}, "n 0"),
         ({"n": 129}, "n 129"),
+        ({"n": "2"}, "n '2'"),
+        ({"n": True}, "n True"),
+        ({"top_k": 2.0}, "top_k"),
+        ({"stop": ("x", 1)}, "stop"),
         ({"logprobs": 21}, "logprobs"),
         ({"logprobs": -1}, "logprobs"),
         ({"prompt_logprobs": 21}, "prompt_logprobs"),

@@ -269,6 +269,8 @@ FUNCTION = {"type": "function", "function": {"name": "f"}}
 OBFUSCATED = {"stream": True, "stream_options": {"include_obfuscation": True}}
 TWO_GRAMMARS = {"response_format": {"type": "json_object"}, "guided_regex": "a"}
 OF_CHATS = [
+    ({"top_k": -2}, "top_k"),
+    ({"top_k": 2**31}, "top_k"),
     ({"n": 0}, "n"),
     ({"n": 129}, "n"),
     ({"n": True}, "n"),

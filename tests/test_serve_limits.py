@@ -84,6 +84,17 @@ def answer(connection, end=None):
     return int(head.split()[1]), json.loads(body)["error"]
 
 
+def asked_health(client, stack, more):
+    """A connection that has read its answer before its request has come to its end."""
+    connection = stack.enter_context(opened(client))
+    connection.sendall(b"GET /health HTTP/1.1\r\nhost: localhost\r\n" + more)
+    data = b""
+    while not data.endswith(b"}"):
+        data += connection.recv(65536)
+    assert data.startswith(b"HTTP/1.1 200")
+    return connection
+
+
 # Keys and rates
 
 
@@ -113,8 +124,10 @@ def test_a_file_without_keys_is_no_open_door(tmp_path):
     (tmp_path / "keys").write_text("# none yet\n\n")
     with pytest.raises(ConfigError, match="holds no API key"):
         AccessControl(LimitsConfig(api_keys=tmp_path / "keys"))
-    with pytest.raises(MissingInputError, match="no API keys at"):
-        AccessControl(LimitsConfig(api_keys=tmp_path / "nowhere"))
+    (tmp_path / "large").write_text("a-key\n" * 200_000)  # half a line would be another key
+    for name, why in (("nowhere", "No such file"), ("large", "over 1048576 bytes")):
+        with pytest.raises(MissingInputError, match=f"no API keys at .*{why}"):
+            AccessControl(LimitsConfig(api_keys=tmp_path / name))
 
 
 def test_a_key_is_revoked_and_another_given_without_a_restart(world, tmp_path, monkeypatch):
@@ -200,7 +213,7 @@ def test_the_log_says_whom_it_turned_away(world, tmp_path, caplog):
         ):
             outcome = pytest.raises(kind) if kind else nullcontext()
             with connected(client.url, key) as asking, outcome as refused:
-                asking.models.list()
+                asking.models.list(extra_headers={"x-forwarded-for": "203.0.113.9"})
     assert 1 <= int(refused.value.response.headers["retry-after"]) <= 60
     unknown, let_in, too_often = [
         one.data for one in caplog.records if one.getMessage() == "request"
@@ -364,17 +377,53 @@ def test_headers_have_a_size(open_client, headers, first):
         assert (status, error["type"]) == (431, "invalid_request_error")
 
 
+CHUNKED = b"transfer-encoding: chunked\r\n\r\n0\r\n"
+
+
+@pytest.mark.parametrize("trailers", [b"x: " + b"y" * 1000, b"x: y\r\n"], ids=["a line", "lines"])
+def test_trailers_have_a_size(open_client, trailers):
+    """431 where no answer has begun, else the end; never a second answer to a request."""
+    with opened(open_client) as posted, ExitStack() as stack:
+        posted.sendall(HEAD.replace(b"content-length: 9\r\n\r\n", CHUNKED))
+        got = asked_health(open_client, stack, CHUNKED)
+        for connection in (posted, got):
+            with suppress(OSError):  # it has been closed
+                for _ in range(200):
+                    connection.sendall(trailers * 10)
+        assert answer(posted)[0] == 431
+        with suppress(ConnectionResetError):
+            assert got.recv(1) == b""
+
+
+UNREAD = b"content-length: 1000\r\n\r\n"
+
+
 def test_headers_and_silence_have_a_time(client):
-    """Half a second, of this server; a request of many headers that come in time is answered."""
+    """Half a second, of this server, and so has a body that nobody waits for; a request of many
+    headers that come in time is answered.
+    """
     with ExitStack() as stack:
         slow = [stack.enter_context(opened(client)) for _ in range(4)]
+        slow.append(asked_health(client, stack, UNREAD))
+        slow[4].sendall(b"a")
         slow[1].sendall(ENDLESS)
         slow[2].sendall(HEAD + b'{"a": 1}\n')
         assert answer(slow[2], b"}}")[0] == 400
         slow[2].sendall(ENDLESS)
         slow[3].sendall(ENDLESS + b"x: y\r\n" * 250 + b"\r\n")
         assert slow[3].recv(65536).startswith(b"HTTP/1.1 200")
-        for connection in slow[:3]:
+        for connection in [*slow[:3], slow[4]]:
+            assert connection.recv(1) == b""
+
+
+def test_those_whose_body_never_comes_make_room_all_at_once(world, monkeypatch):
+    monkeypatch.setattr(server, "IDLE_S", 0)
+    limits = LimitsConfig(max_connections=3, body_timeout_s=600)
+    with world.served(limits=limits) as client, ExitStack() as stack:
+        held = [asked_health(client, stack, UNREAD) for _ in range(3)]
+        assert post(client, BODY).status_code == 200
+        for connection in held:
+            connection.settimeout(5)
             assert connection.recv(1) == b""
 
 

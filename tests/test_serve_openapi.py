@@ -62,6 +62,7 @@ def test_the_document_has_every_route_and_every_field(client, document):
     } <= set(chat)
     assert chat["echo"] == {"enum": [False, None]}
     assert document["info"]["version"] == eyas.__version__
+    assert '"minimum": -1' in json.dumps(chat["top_k"])
     assert "mix the prompt into it" in json.dumps(chat["seed"])
     for form, name in (("Chat", "logprobs"), ("Text", "logprobs"), ("Responses", "top_logprobs")):
         field = document["components"]["schemas"][f"{form}Request"]["properties"][name]

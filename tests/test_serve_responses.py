@@ -262,7 +262,7 @@ def test_a_demanded_call_is_made(client, choice):
         ({"tools": FLAT_TOOLS, "tool_choice": {"type": "web_search_preview"}}, "tool_choice"),
         ({"tools": [FLAT_TOOLS[0], FLAT_TOOLS[0]]}, "tools"),
         ({"tool_choice": "required"}, "tool_choice"),
-        ({"include": ["file_search_call.results"]}, "include.0"),
+        ({"include": ["file_search"]}, "include.0"),
         ({"top_logprobs": 2}, "top_logprobs"),
         ({"include": ["message.output_text.logprobs"], "tools": FLAT_TOOLS}, "include"),
         ({"reasoning": {"effort": "fast"}}, "reasoning.effort"),
@@ -298,12 +298,13 @@ def test_what_agents_send_along_is_left_out(world, caplog):
         items = [{"role": "user", "content": TEXT}, thought]
         assert respond(client, items, tools=[*FLAT_TOOLS, *hosted]).output_text == "Done."
         respond(client, TEXT, tools=FLAT_TOOLS)
-        respond(client, TEXT, tools=hosted)
+        wanted = ["web_search_call.action.sources", "message.output_text.logprobs"]
+        respond(client, TEXT, tools=hosted, include=wanted)
         respond(client, TEXT, tools=[])
         asked = [one.prompt_ids for one in engine.asked]
     assert asked[0] == asked[1]
     assert asked[2] == asked[3] != asked[0]
-    assert {"custom", "web_search"} == {
+    assert {"custom", "web_search", wanted[0]} == {
         kind for one in caplog.records if hasattr(one, "data") for kind in one.data.get("types", ())
     }
 

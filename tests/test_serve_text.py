@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import time
 
 import pytest
 from hypothesis import given
@@ -116,14 +117,19 @@ def test_a_call_that_is_cut_is_a_part_of_a_call_once_its_name_is_known(cuts, len
         assert text.startswith(call.arguments, len("I will. ") + begun)
 
 
+NO_NAMES = [f'{{"name": "{name}", "arguments": {{}}}}' for name in (r"\x", r"\ud8", "a\tb")]
+
+
 def test_what_is_no_json_between_tags_ends_there():
-    """A string or an object that is never closed; and half of a character, which no answer may
-    hold.
+    """An object that is never closed, not a string; halves of characters and raw ends of lines,
+    which no answer may hold; names that are no JSON.
     """
     for block, words, arguments in (
         ('{"name": "f", "arguments": {"a": 1}', " x", '{"a": 1}'),
         ('{"name": "f", "arguments": {"a": 1', " x", '{"a": 1'),
-        ('{"name": "f", "arguments": {"a": "b}\n', " x", '{"a": "b}\n'),
+        ('{"name": "f", "arguments": {"a": "b}\n', "", '{"a": "b}\\n</tool_call> x'),
+        ('{"name": "f", "arguments": {"a":\n"b\n\tc"}}', " x", '{"a":\n"b\\n\\tc"}'),
+        *((bad, f"<tool_call>{bad}</tool_call> x", None) for bad in NO_NAMES),
         ('{"arguments": {"a": "\\ud800"}, "name": "f"}', " x", '{"a": "?"}'),
         ('{"a": "b}\n', '<tool_call>{"a": "b}\n</tool_call> x', None),
     ):
@@ -156,3 +162,19 @@ def test_a_tag_may_hold_a_list_of_calls(cuts, count):
 def test_a_list_that_is_no_calls_is_text(block):
     text = f"<tool_call>{block}</tool_call>"
     assert "".join(read(text, [])[1]) == text
+
+
+@pytest.mark.parametrize("begun", ["", '"', '{"name": "', '{"name": "f", "arguments": {"a": "'])
+def test_each_character_of_a_block_is_read_once(begun):
+    """Four times the text takes four times the time, not sixteen times."""
+
+    def seconds(number):
+        reader = CallReader()
+        reader.push(f"<tool_call>{begun}")
+        start = time.process_time()
+        for _ in range(number):
+            reader.push('"word" ')
+        return time.process_time() - start
+
+    ratios = [seconds(4000) / seconds(1000) for _ in range(3)]
+    assert min(ratios) < 8

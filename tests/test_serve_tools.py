@@ -19,7 +19,7 @@ from eyas.serve.protocol import Tool
 from eyas.serve.tokenizer import Tokenizer
 from eyas.serve.tools import CallReader, answer_grammar, call_schema, whole_calls
 from tests.chat_folders import LIKE_QWEN, like_granite, like_qwen
-from tests.serving import TOOLS, World, ask, saying
+from tests.serving import MODEL, TOOLS, World, ask, saying
 from tests.tiny import tiny_target, tiny_tokenizer
 
 TOKENIZERS = Path(__file__).resolve().parents[2] / "shared" / "data" / "tokenizers"
@@ -130,12 +130,32 @@ def test_a_demanded_call_follows_its_schema(client, choice, stream):
 
 def test_a_call_that_is_cut_by_max_tokens_is_there_in_part(world):
     with saying(world, f"I will.\n{IN_TAGS}") as (client, engine):
-        engine.script = engine.script[:-8]
+        engine.script, engine.ending = engine.script[:-8], "length"
         reply = ask(client, QUESTION, tools=TOOLS).choices[0]
         (call,) = reply.message.tool_calls
         assert (reply.message.content, call.function.name) == ("I will.", "book")
         assert 0 < len(call.function.arguments) < len(ARGUMENTS)
         assert ARGUMENTS.startswith(call.function.arguments)
+        engine.script = world.chat.tokenizer.encode('{"nam', add_special_tokens=False).ids
+        params = {"tools": TOOLS, "tool_choice": "required", "max_tokens": len(engine.script)}
+        reply = ask(client, QUESTION, **params).choices[0]
+        assert (reply.message.content, reply.finish_reason) == ("", "length")
+
+
+@pytest.mark.parametrize("path", ["chat", "responses"])
+@pytest.mark.parametrize("arguments", ["{'a': 1}", '{"a": Oslo}', '{"a": "b}'])
+def test_a_call_that_no_client_can_read_is_words(world, path, arguments):
+    """In a whole answer; a stream has named it by then."""
+    call = f'<tool_call>\n{{"name": "book", "arguments": {arguments}}}\n</tool_call>'
+    with saying(world, call) as (client, _):
+        if path == "chat":
+            choice = ask(client, QUESTION, tools=TOOLS).choices[0]
+            said = choice.message.content
+            assert (choice.finish_reason, choice.message.tool_calls) == ("stop", None)
+        else:
+            tools = [{"type": "function", "strict": None, **tool["function"]} for tool in TOOLS]
+            said = client.responses.create(model=MODEL, input="Hi", tools=tools).output_text
+    assert said.replace("\\n", "\n") == call
 
 
 @pytest.mark.parametrize("stream", [False, True])

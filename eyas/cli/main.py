@@ -147,6 +147,8 @@ def main() -> None:
         app = build(sys.argv[1:])
     except EyasError as error:
         raise SystemExit(_report(error)) from error
+    except KeyboardInterrupt:
+        raise SystemExit(INTERRUPTED) from None
     signal.signal(signal.SIGTERM, _terminate)  # a server sets its own
     app()
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Annotated, Any, Literal, get_type_hints
 
-from pydantic import BaseModel, Field, ValidationError, create_model
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 
 from eyas.engine.grammar_process import KINDS
 from eyas.errors import InputError
@@ -71,11 +71,11 @@ class SamplingParams:
     )
     stop: Annotated[
         tuple[Stop, ...],
-        _option("an answer ends before one of these strings", max_length=MAX_STOPS),
+        _option("an answer ends before one of these strings", max_length=MAX_STOPS, strict=False),
     ] = ()
     stop_token_ids: Annotated[
         tuple[TokenId, ...],
-        _option("they end an answer as the target's own do", max_length=MAX_STOPS),
+        _option("they end an answer as the target's own do", max_length=MAX_STOPS, strict=False),
     ] = ()
     min_tokens: Annotated[
         int, _option("before an answer may end, by a stop string either", ge=0)
@@ -94,7 +94,7 @@ class SamplingParams:
             _bounds().model_validate(self, from_attributes=True)
         except ValidationError as error:
             wrong = error.errors(include_url=False)[0]
-            what = f"{'.'.join(map(str, wrong['loc']))} {wrong['input']!s:.64} is out of range"
+            what = f"{'.'.join(map(str, wrong['loc']))} {wrong['input']!r:.64} is out of range"
             raise InputError(what, wrong["msg"].replace("Input", "it")) from None
         for is_wrong, what, hint in (
             (
@@ -147,7 +147,9 @@ class SamplingParams:
 @functools.cache
 def _bounds() -> type[BaseModel]:
     """The options of the table as a pydantic model."""
-    made: type[BaseModel] = create_model("SamplingOptions", **sampling_options())  # type: ignore
+    made: type[BaseModel] = create_model(  # type: ignore
+        "SamplingOptions", __config__=ConfigDict(strict=True), **sampling_options()
+    )
     return made
 
 

@@ -51,7 +51,7 @@ from eyas.serve.answers import (
     while_connected,
 )
 from eyas.serve.fields import parse_body
-from eyas.serve.limits import AccessControl, ApiError, LimitsConfig
+from eyas.serve.limits import AccessControl, ApiError, LimitsConfig, refused_by_engine
 from eyas.serve.metrics import CONTENT_TYPE, Exchange, Metrics, card_figures
 from eyas.serve.openapi import document
 from eyas.serve.page import page_routes
@@ -63,7 +63,7 @@ from eyas.serve.protocol import (
     TokenizeRequest,
 )
 from eyas.serve.responses import ResponsesRequest
-from eyas.serve.translation import ModelInfo, Translator, check_logprobs
+from eyas.serve.translation import Body, ModelInfo, Translator, check_logprobs
 from eyas.serve.vertex import VertexConfig, error_body, instances, located, openai_body
 from eyas.serve.worker import EngineFailure, EngineWorker, QueueFull
 from eyas.serve.writers import CompletionWriter
@@ -105,6 +105,12 @@ class ModelService:
     translator: Translator
     card: Sequence[CardTau] = ()
 
+    @property
+    def info_now(self) -> ModelInfo:
+        """Without a head once it has failed."""
+        has_head = self.info.has_head and self.worker.draft_failure is None
+        return replace(self.info, has_head=has_head)
+
     @classmethod
     def of(
         cls, engine: Engine, chat: Chat, info: ModelInfo, card: Sequence[CardTau] = ()
@@ -129,10 +135,7 @@ def create_app(
 
     app = Starlette(
         routes=api.routes(),
-        middleware=[
-            *_cors(api.limits.allowed_origins),
-            Middleware(HostCheck, access=api.access),
-        ],
+        middleware=[*_cors(api.limits.allowed_origins), Middleware(HostCheck, access=api.access)],
         exception_handlers={HTTPException: _http_error},
         lifespan=lifespan,
     )
@@ -385,7 +388,7 @@ class Api:
         exchange: Exchange,
         service: ModelService,
     ) -> Response:
-        """Text to tokens, or back; no request reaches the engine. Raises ApiError."""
+        """Text to tokens, or back; no request reaches the engine."""
 
         def answer(text: bytes) -> bytes:
             return _json_bytes(service.translator.counted(parse_body(kind, text)))
@@ -397,15 +400,11 @@ class Api:
         return JSONResponse({"object": "list", "data": [self._card(service)]})
 
     async def _one_model(self, exchange: Exchange, service: ModelService) -> Response:
-        if exchange.http.path_params["model"] != self._model:
-            message = f"no such model here, only {self._model!r}"
-            raise ApiError(404, message, "model", "model_not_found")
+        service.translator.check_name(exchange.http.path_params["model"])
         return JSONResponse(self._card(service))
 
     def _card(self, service: ModelService) -> dict[str, Any]:
-        info = service.info
-        if service.worker.draft_failure is not None:
-            info = replace(info, has_head=False)
+        info = service.info_now
         return {
             "id": info.model,
             "object": "model",
@@ -419,7 +418,7 @@ class Api:
     async def _server_info(self, exchange: Exchange, service: ModelService) -> Response:
         """What `sglang.bench_serving` reads tau from; under both of SGLang's names."""
         states = [{"avg_spec_accept_length": self._metrics.tau}]
-        info = {"served_model_name": service.info.model, "eyas": asdict(service.info)}
+        info = {"served_model_name": self._model, "eyas": asdict(service.info_now)}
         return JSONResponse({**info, "internal_states": states})
 
     async def _swap_head(self, exchange: Exchange, service: ModelService) -> Response:
@@ -440,8 +439,7 @@ class Api:
                     await asyncio.to_thread(copy_head, heads, name, copy)
                     await service.worker.swap_head(copy)
                 except InputError as error:
-                    message = f"{error.what}: {error.hint}" if error.hint else error.what
-                    message = message.replace(copy, name)
+                    message = refused_by_engine(error).message.replace(copy, name)
                     raise ApiError(400, message, "head", "head_refused") from error
                 except EngineFailure as error:
                     raise api_error(error) from error
@@ -477,12 +475,9 @@ class Api:
         return await self._whole(exchange, service, completions, write)
 
     async def _complete(
-        self,
-        kind: type[ChatRequest | TextRequest | ResponsesRequest],
-        exchange: Exchange,
-        service: ModelService,
+        self, kind: type[Body], exchange: Exchange, service: ModelService
     ) -> Response:
-        """Read a body and answer it. Raises ApiError, ClientDisconnect."""
+        """Read a body and answer it."""
 
         def translate(text: bytes) -> tuple[bool, CompletionWriter]:
             return self._completion(service, parse_body(kind, text))
@@ -491,22 +486,16 @@ class Api:
             exchange, service, *await self._translated(exchange.http, translate)
         )
 
-    def _completion(
-        self, service: ModelService, body: ChatRequest | TextRequest | ResponsesRequest
-    ) -> tuple[bool, CompletionWriter]:
-        """Whether a body asks for a stream, and its completion. Raises ApiError."""
+    def _completion(self, service: ModelService, body: Body) -> tuple[bool, CompletionWriter]:
+        """Whether a body asks for a stream, and its completion."""
         self._check_answers(service, [body])
         completion = service.translator.completion(body)
         if not body.stream:
             check_logprobs(completion.requests)
         return body.stream, completion
 
-    def _check_answers(
-        self,
-        service: ModelService,
-        bodies: Sequence[ChatRequest | TextRequest | ResponsesRequest],
-    ) -> None:
-        """Refuse more answers than fit, before anything is made for them. Raises ApiError."""
+    def _check_answers(self, service: ModelService, bodies: Sequence[Body]) -> None:
+        """Refuse more answers than fit, before anything is made for them."""
         wanted = sum(1 if isinstance(one, ResponsesRequest) else one.num_answers for one in bodies)
         most = service.worker.max_batch + self.limits.max_queue
         if wanted > most:
@@ -527,11 +516,8 @@ class Api:
             return await self._whole(exchange, service, [completion], completion.whole)
         began = time.monotonic()
         updates = self._submit(exchange, service, [completion])
-        try:
-            # The first update decides between an error status and 200, so headers wait for it.
-            first = await while_connected(exchange.http, anext(updates))
-        except EyasError as error:
-            raise self._failed(exchange, service, error) from error
+        # The first update decides between an error status and 200, so headers wait for it.
+        first = await self._done(exchange, service, anext(updates))
         events = event_pieces(first, updates, exchange, completion)
         left_s = began + self.limits.request_timeout_s - time.monotonic()
         return EventStream(events, left_s, exchange, self._end)
@@ -543,9 +529,7 @@ class Api:
         completions: Sequence[CompletionWriter],
         write: Callable[[], Any],
     ) -> Response:
-        """Run completions to their ends; `write` makes the answer, in a thread. Raises ApiError,
-        ClientDisconnect.
-        """
+        """Run completions to their ends; `write` makes the answer, in a thread."""
         updates = self._submit(exchange, service, completions)
         owners = {request.id: one for one in completions for request in one.requests}
 
@@ -557,10 +541,7 @@ class Api:
                     if all(one.is_over for one in completions):
                         break
 
-        try:
-            await while_connected(exchange.http, keep())
-        except EyasError as error:
-            raise self._failed(exchange, service, error) from error
+        await self._done(exchange, service, keep())
         lane = self._lanes[sum(one.num_written for one in completions) > LONG_ANSWER]
         text = await asyncio.get_running_loop().run_in_executor(lane, lambda: _json_bytes(write()))
         return Response(text, media_type="application/json")
@@ -573,18 +554,22 @@ class Api:
         limits = self.limits
         return service.worker.updates(requests, limits.request_timeout_s, limits.max_queue)
 
-    def _failed(self, exchange: Exchange, service: ModelService, error: EyasError) -> ApiError:
-        if not isinstance(error, QueueFull):
-            return api_error(error)
-        exchange.completions = ()  # none of them ran
-        waited_s = self._recent_e2e_s * error.num_waiting / service.worker.max_batch
-        wait_s = min(max(1, round(waited_s)), 60)
-        return ApiError(429, error.what, code="queue_full", retry_after=wait_s)
+    async def _done(self, exchange: Exchange, service: ModelService, work: Awaitable[T]) -> T:
+        """The result of what the engine does."""
+        try:
+            return await while_connected(exchange.http, work)
+        except QueueFull as error:
+            exchange.completions = ()  # none of them ran
+            waited_s = self._recent_e2e_s * error.num_waiting / service.worker.max_batch
+            wait_s = min(max(1, round(waited_s)), 60)
+            raise ApiError(429, error.what, code="queue_full", retry_after=wait_s) from error
+        except EyasError as error:
+            raise api_error(error) from error
 
     # Bodies
 
     async def _translated(self, http: HttpRequest, translate: Callable[[bytes], T]) -> T:
-        """What `translate` makes of a body. Raises ApiError."""
+        """What `translate` makes of a body."""
         body = bytearray()
         try:
             await self._read_body(http, body)
@@ -594,7 +579,7 @@ class Api:
             self._held_bytes -= len(body)
 
     async def _read_body(self, http: HttpRequest, body: bytearray) -> None:
-        """Add the body of a JSON request to `body`. Raises ApiError."""
+        """Add the body of a JSON request to `body`."""
         # A page in a browser may send text/plain to a loopback address unasked, but not this type.
         content_type = http.headers.get("content-type", "").partition(";")[0].strip().lower()
         if content_type != "application/json":

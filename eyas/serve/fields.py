@@ -18,7 +18,6 @@ from typing import (
     Self,
     TypeVar,
     get_args,
-    get_origin,
 )
 
 from pydantic import (
@@ -192,7 +191,7 @@ JsonObject = Annotated[dict[str, Any], AfterValidator(_finite)]  # which an answ
 # or types with bounds of their own.
 _FORMS: dict[str, Any] = {
     "temperature": AfterValidator(lambda heat: heat if heat >= MIN_TEMPERATURE else 0.0),
-    "top_k": BeforeValidator(lambda top_k: 0 if top_k == -1 else top_k),
+    "top_k": Annotated[int, Field(ge=-1, lt=2**31), AfterValidator(lambda top_k: max(top_k, 0))],
     "logit_bias": Annotated[
         dict[TokenKey, Bias],
         BeforeValidator(few_keys),
@@ -212,11 +211,10 @@ _OWN = {"max_tokens", "logprobs", "prompt_logprobs", *KINDS}
 
 
 def _sampling_fields() -> dict[str, Any]:
-    """The engine's options as fields of a body."""
     made: dict[str, Any] = {}
     for name, (kind, default) in sampling_options().items():
         form = _FORMS.get(name)
-        if form is not None and get_origin(form) is None:  # a validator
+        if isinstance(form, AfterValidator):
             kind = Annotated[kind, form]
         elif form is not None:
             about = next(one.description for one in kind.__metadata__)
@@ -425,7 +423,7 @@ def parse_body(kind: type[BodyT], body: bytes) -> BodyT:
 
 
 def _check_size(body: bytes) -> None:
-    """Refuse a body of too many keys or values, without making any of them. Raises ApiError 400."""
+    """Refuse a body of too many keys or values, without making any of them."""
     if sum(map(body.count, (b"{", b"[", b":"))) <= MAX_KEYS and body.count(b",") <= MAX_VALUES:
         return
     # What a string holds does not count.

@@ -15,10 +15,11 @@ import stat
 import time
 from collections import OrderedDict
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from eyas.errors import ConfigError, EyasError, InputError, MissingInputError
 
@@ -61,8 +62,7 @@ class LimitsConfig(BaseModel):
         [], description="web pages that may ask from a browser (CORS): https://HOST; *: any"
     )
     heads: Path | None = Field(
-        None,
-        description="folder: POST /v1/head serves another head of it; needs API keys",
+        None, description="folder: POST /v1/head serves another head of it; needs API keys"
     )
     requests_per_minute: int | None = Field(
         None, ge=1, description="of one key, or of one address without keys"
@@ -80,47 +80,33 @@ class LimitsConfig(BaseModel):
     )
     shutdown_s: float = Field(30.0, gt=0, description="for running requests after SIGINT, SIGTERM")
 
-    @field_validator("allowed_hosts")
-    @classmethod
-    def _are_names(cls, hosts: list[str]) -> list[str]:
-        for host in hosts:
-            if host != "*" and (not host or named_host(host) != host.lower()):
-                raise ConfigError(
-                    f"{host!r} is no name of a host", "give a name alone, as in eyas.example.org"
-                )
-        return hosts
-
-    @field_validator("allowed_origins")
-    @classmethod
-    def _are_origins(cls, origins: list[str]) -> list[str]:
-        for origin in origins:
-            if origin != "*" and not _ORIGIN.fullmatch(origin):
-                raise ConfigError(
-                    f"{origin!r} is no origin of web pages",
-                    "give scheme and host alone, as in https://chat.example.org",
-                )
-        return origins
+    @model_validator(mode="after")
+    def _has_names(self) -> LimitsConfig:
+        for one in self.allowed_hosts:
+            if one != "*" and (not one or named_host(one) != one.lower()):
+                hint = "give a name alone, as in eyas.example.org"
+                raise ConfigError(f"{one!r} is no name of a host", hint)
+        for one in self.allowed_origins:
+            if one != "*" and not _ORIGIN.fullmatch(one):
+                hint = "give scheme and host alone, as in https://chat.example.org"
+                raise ConfigError(f"{one!r} is no origin of web pages", hint)
+        return self
 
 
+@dataclass(eq=False)
 class ApiError(Exception):
     """An answer that is an error: HTTP status and OpenAI's `message`, `type`, `param`, `code`;
     retry_after in seconds.
     """
 
-    def __init__(
-        self,
-        status: int,
-        message: str,
-        param: str | None = None,
-        code: str | None = None,
-        retry_after: int | None = None,
-    ) -> None:
-        super().__init__(message)
-        self.status = status
-        self.message = message
-        self.param = param
-        self.code = code
-        self.retry_after = retry_after
+    status: int
+    message: str
+    param: str | None = None
+    code: str | None = None
+    retry_after: int | None = None
+
+    def __str__(self) -> str:
+        return self.message
 
     @property
     def headers(self) -> dict[str, str]:
@@ -280,7 +266,10 @@ def _read_text(path: Path) -> str:
     with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
         if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
             raise OSError("no regular file")
-        return file.read(MAX_KEYS_BYTES).decode("utf-8-sig")
+        text = file.read(MAX_KEYS_BYTES + 1)
+    if len(text) > MAX_KEYS_BYTES:
+        raise OSError(f"over {MAX_KEYS_BYTES} bytes")
+    return text.decode("utf-8-sig")
 
 
 def read_keys(path: Path | None) -> list[str]:
@@ -296,8 +285,7 @@ def read_keys(path: Path | None) -> list[str]:
             if isinstance(error, OSError):
                 why = error.strerror or str(error)
             raise MissingInputError(
-                f"no API keys at {path}: {why}",
-                "give a text file with one key per line",
+                f"no API keys at {path}: {why}", "give a text file with one key per line"
             ) from error
         found = [line.strip() for line in lines if not line.lstrip().startswith("#")]
         if not any(found):

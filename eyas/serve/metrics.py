@@ -193,7 +193,7 @@ class Metrics(Collector):
             self._prompt_tokens.labels(self._model).inc(answer.num_prompt_tokens)
             if exchange.failure is not None:
                 continue
-            per_sample = answer.num_tokens / answer.num_samples
+            per_sample = answer.num_tokens / len(answer.choices)
             values = (
                 answer.first_at - exchange.started,
                 (answer.last_at - answer.first_at) / (per_sample - 1) if per_sample > 1 else None,
@@ -265,13 +265,7 @@ class Metrics(Collector):
             for name, key, scale, about in _OF_ROUNDS
         ]
         families += [
-            (
-                counter,
-                f"{accepted}_by_source",
-                "of the head, of text, and of both alike",
-                sources,
-                "source",
-            ),
+            (counter, f"{accepted}_by_source", "of head, text, and both alike", sources, "source"),
             (counter, f"{accepted}_per_pos", "accepted, by position", places, "position"),
         ]
         for kind, name, about, values, label in families:

@@ -40,23 +40,28 @@ CACHE_HINTS = frozenset({"cache_control", "prompt_cache_breakpoint"})
 # /v1/chat/completions
 
 
-class TextPart(Strict):
+class Part(Strict):
     ignored: ClassVar[frozenset[str]] = CACHE_HINTS
+    kinds: ClassVar[tuple[str, ...]] = ("text",)
 
-    type: Literal["text"]
     text: str
 
     @model_validator(mode="before")
     @classmethod
     def _is_text(cls, part: Any) -> Any:
-        kind = part.get("type", "text") if isinstance(part, dict) else "text"
-        if isinstance(kind, str) and kind != "text":
+        kind = part.get("type") if isinstance(part, dict) else None
+        if isinstance(kind, str) and kind not in cls.kinds:
             raise PydanticCustomError(
                 "not_text",
-                "a part of the type {kind}: this server reads no images, sound or files, only text",
-                {"kind": kind[:MAX_SHOWN]},
+                "a part of the type {kind}: this server reads no images, sound or files, only "
+                "{kinds}",
+                {"kind": kind[:MAX_SHOWN], "kinds": " and ".join(cls.kinds)},
             )
         return part
+
+
+class TextPart(Part):
+    type: Literal["text"]
 
 
 class CalledFunction(Strict):
@@ -106,16 +111,13 @@ class ChatMessage(Strict):
     def _belongs_to_its_role(self) -> Self:
         if self.content is None and not self.tool_calls and self.reasoning_content is None:
             raise ApiError(400, f"a message of the {self.role} has no content", "messages")
-        if self.tool_calls and self.role != "assistant":
-            raise ApiError(
-                400, f"tool_calls are the assistant's, not the {self.role}'s", "messages"
-            )
-        if self.tool_call_id is not None and self.role != "tool":
-            raise unsupported("messages", f"tool_call_id is for the role tool, not for {self.role}")
-        if self.reasoning_content is not None and self.role != "assistant":
-            raise unsupported(
-                "messages", f"reasoning_content is the assistant's, not the {self.role}'s"
-            )
+        for name, role in (
+            ("tool_calls", "assistant"),
+            ("tool_call_id", "tool"),
+            ("reasoning_content", "assistant"),
+        ):
+            if getattr(self, name) not in (None, []) and self.role != role:
+                raise unsupported("messages", f"{name}: the {role}'s, not the {self.role}'s")
         return self
 
     @property
@@ -141,17 +143,16 @@ class ChatMessage(Strict):
             "content": self.text,
         }
         for call in self.tool_calls:
+            arguments, what = None, "are no JSON object"
             try:
                 arguments = json.loads(call.function.arguments or "{}")
-            except (ValueError, RecursionError):
-                arguments = None
-            if not isinstance(arguments, dict):
-                raise ApiError(400, "the arguments of a tool call are no JSON object", "messages")
-            try:
                 json.dumps(arguments, ensure_ascii=False).encode()
             except UnicodeEncodeError:
-                what = "the arguments of a tool call hold half a character (a lone surrogate)"
-                raise ApiError(400, what, "messages") from None
+                arguments, what = None, "hold half a character (a lone surrogate)"
+            except (ValueError, RecursionError):
+                pass
+            if not isinstance(arguments, dict):
+                raise ApiError(400, f"the arguments of a tool call {what}", "messages")
             function = {"name": call.function.name, "arguments": arguments}
             calls = turn.setdefault("tool_calls", [])
             calls.append({"type": "function", "function": function})
@@ -222,25 +223,23 @@ class ChatRequest(CompletionRequest):
     @model_validator(mode="after")
     def _check_chat(self) -> Self:
         limits = {self.max_tokens, self.max_completion_tokens} - {None}
-        if len(limits) > 1:
-            what = "max_tokens and max_completion_tokens differ: give one of them"
-            raise ApiError(400, what, "max_tokens")
-        if self.top_logprobs and not self.logprobs:
-            raise ApiError(400, "top_logprobs is for logprobs=true only", "top_logprobs")
-        if not self.tools and self.tool_choice not in ("none", "auto"):
-            raise ApiError(400, "tool_choice needs tools", "tool_choice")
-        if not self.add_generation_prompt and not self.continue_final_message:
+        names, choice = [tool.function.name for tool in self.tools], self.tool_choice
+        continues, required = self.continue_final_message, self.required_tools
+        is_unknown = isinstance(choice, NamedTool) and not required
+        for is_wrong, param, what in (
+            (len(limits) > 1, "max_tokens", "max_completion_tokens differs: give one of them"),
+            (self.top_logprobs and not self.logprobs, "top_logprobs", "for logprobs=true only"),
+            (not names and choice not in ("none", "auto"), "tool_choice", "needs tools"),
+            (continues and required, "continue_final_message", "not where a call is required"),
+            (len(set(names)) < len(names), "tools", "two have the same name"),
+            (is_unknown, "tool_choice", "names none of the tools"),
+        ):
+            if is_wrong:
+                raise ApiError(400, f"{param}: {what}", param)
+        if not self.add_generation_prompt and not continues:
             raise unsupported(
                 "add_generation_prompt", "false is for continue_final_message only; leave it out"
             )
-        if self.continue_final_message and self.required_tools:
-            what = "a call cannot be required in a message that is continued: ask for one of them"
-            raise ApiError(400, what, "continue_final_message")
-        names = [tool.function.name for tool in self.tools]
-        if len(set(names)) < len(names):
-            raise ApiError(400, "two tools have the same name", "tools")
-        if isinstance(self.tool_choice, NamedTool) and self.tool_choice.function.name not in names:
-            raise ApiError(400, "tool_choice names none of the tools", "tool_choice")
         return self
 
     @property

@@ -13,13 +13,13 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import time
 import uuid
 from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import BaseModel, Discriminator, Field, Tag, model_validator
-from pydantic_core import PydanticCustomError
 
 from eyas.engine.request import Request, TokenLogprob
 from eyas.serve.fields import (
@@ -33,7 +33,7 @@ from eyas.serve.fields import (
     Strict,
 )
 from eyas.serve.limits import ApiError
-from eyas.serve.protocol import CACHE_HINTS, MAX_TOOLS, ChatRequest, Function
+from eyas.serve.protocol import CACHE_HINTS, MAX_TOOLS, ChatRequest, Function, Part
 from eyas.serve.tokenizer import Tokenizer
 from eyas.serve.tools import Call
 from eyas.serve.writers import Choice, CompletionWriter, Delta, Ending, chat_logprobs
@@ -42,6 +42,8 @@ log = logging.getLogger("eyas.serve")
 MAX_ITEMS = 4096
 MAX_PARTS = 1024
 LOGPROBS = "message.output_text.logprobs"
+HOSTED = re.compile(r"\w+_call(_output)?\..+")  # of tools of OpenAI's servers
+INCLUDED = rf"^(message\.output_text\.logprobs|reasoning\.encrypted_content|{HOSTED.pattern})$"
 # fields that a chat has under the same name, and the names of others, for errors
 SAME_NAMES = ("model", "temperature", "top_p", "parallel_tool_calls", "top_logprobs", "stream")
 RESPONSE_NAMES = {
@@ -55,26 +57,13 @@ RESPONSE_NAMES = {
 # The body
 
 
-class InputText(Strict):
+class InputText(Part):
     """A part of an item's text; output_text in answers that are sent back."""
 
     ignored: ClassVar[frozenset[str]] = CACHE_HINTS | {"annotations", "logprobs"}
+    kinds: ClassVar[tuple[str, ...]] = ("input_text", "output_text")
 
     type: Literal["input_text", "output_text"]
-    text: str
-
-    @model_validator(mode="before")
-    @classmethod
-    def _is_text(cls, part: Any) -> Any:
-        kind = part.get("type") if isinstance(part, dict) else "input_text"
-        if kind not in ("input_text", "output_text"):
-            raise PydanticCustomError(
-                "unsupported_part",
-                "a part of the type {kind}: this server reads no images, sound or files, only "
-                "parts of the types input_text and output_text",
-                {"kind": str(kind)[:MAX_SHOWN]},
-            )
-        return part
 
 
 InputContent = str | Annotated[list[InputText], Field(max_length=MAX_PARTS, fail_fast=True)]
@@ -225,9 +214,9 @@ class ResponsesRequest(RequestBody):
             Discriminator(lambda tool: "function" if _kind_of(tool) == "function" else "hosted"),
         ]
     ] = Field(default=[], max_length=MAX_TOOLS, fail_fast=True)
-    tool_choice: Literal["none", "auto", "required"] | NamedFunctionTool = "auto"
+    tool_choice: Literal["none", "auto", "required"] | NamedFunctionTool | HostedTool = "auto"
     parallel_tool_calls: bool = True
-    include: list[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]] = Field(
+    include: list[Annotated[str, Field(pattern=INCLUDED, max_length=MAX_SHOWN)]] = Field(
         default=[], max_length=16, fail_fast=True
     )
     top_logprobs: NumLogprobs = Field(0, description=RAW)
@@ -243,19 +232,26 @@ class ResponsesRequest(RequestBody):
         wants = LOGPROBS in self.include
         if self.top_logprobs and not wants:
             raise ApiError(400, f"top_logprobs is for include: [{LOGPROBS!r}] only", "top_logprobs")
-        if wants and self.tools and self.tool_choice != "none":
+        if wants and self.functions and self.tool_choice != "none":
             what = "logprobs stand in messages alone, and with tools an answer may be a call"
             raise ApiError(400, f"{what}: ask for one of them", "include")
         return self
 
+    @property
+    def functions(self) -> list[FunctionTool]:
+        return [one for one in self.tools if isinstance(one, FunctionTool)]
+
     def as_chat(self) -> ChatRequest:
         """The same request as a body of /v1/chat/completions. Raises ApiError."""
         choice, wanted = self.tool_choice, self.text.format
-        hosted = sorted({one.type[:MAX_SHOWN] for one in self.tools if isinstance(one, HostedTool)})
+        hosted = {one.type[:MAX_SHOWN] for one in self.tools if isinstance(one, HostedTool)}
+        hosted |= {one for one in self.include if HOSTED.match(one)}
         if hosted:
-            log.warning(
-                "tools that are no functions are left out", extra={"data": {"types": hosted}}
-            )
+            what = "tools that are no functions are left out"
+            log.warning(what, extra={"data": {"types": sorted(hosted)}})
+        if isinstance(choice, HostedTool):
+            what = f"this server has no tool {choice.type[:MAX_SHOWN]!r}: name a function, or auto"
+            raise ApiError(400, what, "tool_choice")
         called = None if isinstance(choice, str) else {"name": choice.name}
         return ChatRequest.model_validate(
             {name: getattr(self, name) for name in SAME_NAMES}
@@ -263,7 +259,7 @@ class ResponsesRequest(RequestBody):
                 "messages": self._turns(),
                 "max_completion_tokens": self.max_output_tokens,
                 "response_format": None if wanted is None else wanted.for_chat(),
-                "tools": [one.for_chat() for one in self.tools if isinstance(one, FunctionTool)],
+                "tools": [one.for_chat() for one in self.functions],
                 "tool_choice": {"type": "function", "function": called} if called else choice,
                 "logprobs": LOGPROBS in self.include,
                 "reasoning_effort": self.reasoning.effort,
@@ -376,7 +372,6 @@ class ResponseWriter(CompletionWriter):
         }
 
     def _advance(self, delta: Delta) -> str:
-        """Take in a delta; the events that it makes."""
         events = ""
         self._ending = delta.ending
         logprobs = delta.update.logprobs or []
@@ -409,7 +404,6 @@ class ResponseWriter(CompletionWriter):
         return events + self._part_event("output_text.delta", delta=text, logprobs=found)
 
     def _close(self, status: str) -> str:
-        """End the message or the call that is open, if one is."""
         if (message := self._open) is None:
             return ""
         if isinstance(message, _OpenCall):
@@ -425,7 +419,6 @@ class ResponseWriter(CompletionWriter):
         return events + self._item_event("done", message.item(status, [part]))
 
     def _call(self, call: Call) -> str:
-        """A call begins with its name; its arguments arrive in pieces."""
         events = ""
         if call.name is not None:
             events = self._close("completed")
@@ -443,7 +436,6 @@ class ResponseWriter(CompletionWriter):
         return self._event(f"response.function_call_arguments.{kind}", **place, **fields)
 
     def _item_event(self, kind: str, item: dict[str, Any]) -> str:
-        """An item is added or done; a done one belongs to the output."""
         event = self._event(
             f"response.output_item.{kind}", output_index=len(self._output), item=item
         )
@@ -452,7 +444,6 @@ class ResponseWriter(CompletionWriter):
         return event
 
     def _part_event(self, kind: str, **fields: Any) -> str:
-        """An event of the text of the open message."""
         assert self._open is not None
         place = {"item_id": self._open.id, "output_index": len(self._output), "content_index": 0}
         return self._event(f"response.{kind}", **place, **fields)

@@ -51,7 +51,7 @@ from eyas.serve.vertex import VertexConfig
 KEEP_ALIVE_S = 30  # a connection may be idle between two requests
 LAST_ANSWERS_S = 2  # to tell clients about requests that have not finished after shutdown_s
 TICK_S = 0.02  # between two looks whether all have finished
-MAX_HEAD = 64 << 10  # bytes of a request's headers
+MAX_HEAD = 64 << 10  # bytes of a request's headers, and of what else is no body
 MAX_LINES = 256  # and of their lines
 TOO_LONG = f"the headers are over {MAX_HEAD} bytes"
 LINGER_S = 1.0  # that a refused connection is read on
@@ -137,11 +137,7 @@ def load(config: ServeConfig) -> ModelService:
             f"give {context} or less, or leave it out",
         )
     engine = Engine.load(
-        target,
-        head,
-        dtype=config.dtype,
-        config=config.engine,
-        tokenizer=chat.tokenizer,
+        target, head, dtype=config.dtype, config=config.engine, tokenizer=chat.tokenizer
     )
     engine.prepare_grammars()
     info = ModelInfo(
@@ -267,7 +263,7 @@ def running_server(config: ServeConfig) -> Iterator[str]:
 
 
 class Connection(HttpToolsProtocol):
-    """A connection whose headers have a size and a time, as silence before them has.
+    """A connection whose headers and trailers have a size and a time, as silence has.
 
     Beyond max_connections those make room that have sent nothing for a while, or the one that has
     been idle longest. One that comes all the same gets 503, but for those who ask how the server
@@ -290,7 +286,7 @@ class Connection(HttpToolsProtocol):
             Connection.looked = now
             others = cast(set[Connection], self.connections)
             idle = [one for one in others if one.is_idle and one.idle_since < now - IDLE_S]
-            silent = [one for one in idle if one.cycle is None]
+            silent = [one for one in idle if one.cycle is None or not one._is_in_head]
             for one in silent or sorted(idle, key=lambda one: one.idle_since)[:1]:
                 one.transport.close()
                 self.connections.discard(one)  # it takes no room, though its end comes later
@@ -303,15 +299,12 @@ class Connection(HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         if self._is_refused:
             return
-        if self._is_in_head:
-            self._head_bytes += len(data)
+        self._head_bytes += len(data)
         super().data_received(data)
-        if self._is_refused or not self._is_in_head:
-            return
-        if self._head_bytes > MAX_HEAD:
+        if self._head_bytes > MAX_HEAD and not self._is_refused:
             self._refusal = ApiError(431, TOO_LONG)
             self.send_400_response("")
-        elif self._head_bytes and self._late is None:
+        elif self._is_in_head and self._head_bytes and self._late is None:
             self._late = self.loop.call_later(self._head_s, self.transport.close)
 
     def on_message_begin(self) -> None:
@@ -339,18 +332,30 @@ class Connection(HttpToolsProtocol):
         self._is_in_head = False
         super().on_headers_complete()
 
+    def on_body(self, body: bytes) -> None:
+        self._head_bytes = 0
+        super().on_body(body)
+
     def on_message_complete(self) -> None:
+        self._cancel_late()
         self._is_in_head, self._head_bytes = True, 0
         super().on_message_complete()
 
     def on_response_complete(self) -> None:
         self.idle_since = self.loop.time()
+        if not self._is_in_head and self._late is None:  # nobody waits for what is left of a body
+            self._late = self.loop.call_later(self._head_s, self.transport.close)
         super().on_response_complete()
 
     def send_400_response(self, msg: str) -> None:
         """Refuse a request, and read on for a moment: an answer to a client that still sends would
-        be lost where the connection is closed.
+        be lost where the connection is closed. That is all where another answer has begun.
         """
+        if self.cycle is not None and not (self._is_in_head and self.cycle.response_complete):
+            self.cycle.disconnected = True
+            if self.cycle.response_started:
+                self._is_refused = True
+                return self.transport.close()
         error, body = self._refusal, json.dumps(self._refusal.body()).encode()
         headers = error.headers | {"content-type": "application/json", "connection": "close"}
         headers["content-length"] = str(len(body))
@@ -391,6 +396,7 @@ class UvicornServer(uvicorn.Server):
                 log_level="critical",  # errors are in our own log, without what clients wrote
                 access_log=False,
                 server_header=False,
+                proxy_headers=False,  # a client could write X-Forwarded-For itself
                 timeout_keep_alive=KEEP_ALIVE_S,
             )
         )

@@ -103,12 +103,9 @@ class Tokenizer:
             return (name or "").encode()
         if self._is_byte_level:
             return b"".join(bytes([_BYTES[one]]) if one in _BYTES else one.encode() for one in name)
-        byte = _BYTE.fullmatch(name)
-        return (
-            bytes([int(byte[1], 16)])
-            if byte
-            else name.replace("\N{LOWER ONE EIGHTH BLOCK}", " ").encode()
-        )
+        if byte := _BYTE.fullmatch(name):
+            return bytes([int(byte[1], 16)])
+        return name.replace("\N{LOWER ONE EIGHTH BLOCK}", " ").encode()
 
     def knows(self, token: int) -> bool:
         """Whether there is such a token."""

@@ -25,13 +25,15 @@ from eyas.serve.protocol import Tool
 
 OPENING, CLOSING = "<tool_call>", "</tool_call>"
 REQUIRED_OPENING = f"{OPENING}\n"  # what the prompt of a required call ends with
-# A call up to where its arguments begin, in a list of calls too; and what a closing tag may not
-# stand in: strings of JSON, also where they are cut.
+# A call up to where its arguments begin, in a list of calls too, within MAX_BEGIN characters; and
+# what tells whether a closing tag stands in a string of JSON, which a line's end ends.
 BEGIN = re.compile(
-    r"""[\s\[},]*\{\s*"name"\s*:\s*(?P<name>"(?:[^"\\\n]|\\.)*")\s*,"""
+    r"""[\s\[},]*\{\s*"name"\s*:\s*"""
+    r"""(?P<name>"(?:[^"\\\x00-\x1f]|\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4}))*")\s*,"""
     r"""\s*"(?:arguments|parameters)"\s*:\s*(?=\{)"""
 )
-QUOTED = re.compile(rf"""{CLOSING}|"(?:[^"\\\n]|\\.)*(?:"|(?=\n)|\\?\Z)""")
+MAX_BEGIN = 300
+MARKS = re.compile(rf"""{CLOSING}|\\["\\]|["\n]""")
 _DEFINITIONS = ("$defs", "definitions")
 _JOINS = ("$ref", "allOf", "anyOf", "oneOf", "patternProperties")  # more arguments than are listed
 _BLANKS = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
@@ -88,11 +90,16 @@ class CallReader:
         self.num_calls, self.is_over = 0, False
         self._is_open, self._takes_one = is_open, takes_one
         self._inside = is_open
-        self._block = ""  # of the text behind an opening tag, what has not been passed on
+        self._keep("")
         self._has_begun = False  # a call of the block
         self._arguments: _Arguments | None = None  # that go on
         self._words = StopFilter([OPENING])
         self._blanks = ""  # shown when more words follow, not before a call
+
+    def _keep(self, block: str) -> None:
+        """block: of the text behind an opening tag, what has not been passed on."""
+        self._block = block
+        self._seen, self._is_quoted = 0, False  # how far a closing tag was looked for
 
     def push(self, text: str) -> list[str | Call]:
         """The words that are certain now, calls and more of their arguments, in their order."""
@@ -115,7 +122,8 @@ class CallReader:
             return [words if self.num_calls else words + self._blanks]
         if self._has_begun:
             return []
-        shown = self._block if self._is_open else OPENING + self._block
+        # a required call that was cut before its name is no words
+        shown = "" if self._is_open else OPENING + self._block
         parts = self._calls_of(shown, self._block)
         return parts if self.num_calls else [*parts, self._blanks]
 
@@ -125,41 +133,50 @@ class CallReader:
         self._block += text
         while True:
             if self._arguments is not None:
-                end = self._arguments.end(self._block)
-                parts += [Call(None, self._block[:end], "")] if end else []
-                self._block = self._block[end:]
+                more, rest = self._arguments.push(self._block)
+                parts += [Call(None, more, "")] if more else []
+                self._keep(rest)
                 if not self._arguments.is_over:
                     break
                 self._arguments = None
-            elif begin := BEGIN.match(self._block):
+            elif begin := BEGIN.match(self._block, 0, MAX_BEGIN):
                 self._begin()
                 self._arguments = _Arguments()
                 parts.append(Call(_text(json.loads(begin["name"])), ""))
                 self._block = self._block[begin.end() :]
             else:
-                tags = (one for one in QUOTED.finditer(self._block) if one[0] == CLOSING)
-                if (tag := next(tags, None)) is None:
+                if (tag := self._closing()) is None:
                     break
                 block, rest = self._block[: tag.start()], self._block[tag.end() :]
                 if not self._has_begun:
                     parts += self._calls_of(OPENING + block + CLOSING, block)
-                self._inside, self._has_begun, self._block = False, False, ""
+                self._inside = self._has_begun = False
+                self._keep("")
                 self.is_over = self._takes_one and self.num_calls > 0
                 return parts, rest
         return parts, ""
+
+    def _closing(self) -> re.Match[str] | None:
+        """The closing tag, where it has come: each character is looked at once."""
+        for mark in MARKS.finditer(self._block, self._seen):
+            self._seen = mark.end()
+            if mark[0] == CLOSING and not self._is_quoted:
+                return mark
+            self._is_quoted = mark[0] != "\n" and self._is_quoted != (mark[0] == '"')
+        self._seen = max(self._seen, len(self._block) - len(CLOSING) + 1)
+        return None
 
     def _calls_of(self, shown: str, block: str) -> list[str | Call]:
         """The calls in a block that is whole; where there are none it is shown as words."""
         calls = _read(block)
         if not calls:
             return [self._spaced(shown)]
-        for _ in calls:
-            self._begin()
+        self._begin(len(calls))
         return [*calls]
 
-    def _begin(self) -> None:
+    def _begin(self, count: int = 1) -> None:
         self._has_begun, self._blanks = True, ""
-        self.num_calls += 1
+        self.num_calls += count
 
     def _spaced(self, words: str) -> str:
         """Words behind the blanks that were held back; blanks at their end are held back."""
@@ -176,24 +193,25 @@ class _Arguments:
         self.is_over = False
         self._depth, self._is_text, self._is_escaped = 0, False, False
 
-    def end(self, text: str) -> int:
-        """How much of the next piece belongs to it: all, unless `is_over`."""
+    def push(self, text: str) -> tuple[str, str]:
+        """What of the next piece belongs to it, with the control characters that strings may not
+        hold escaped; and the rest, empty unless `is_over`.
+        """
+        written = ""
         for at, one in enumerate(text):
             if self._is_text:
-                # no string holds a line's end: what never closes one ends there
-                self._is_text = self._is_escaped or one not in '"\n'
+                self._is_text = self._is_escaped or one != '"'
                 self._is_escaped = one == "\\" and not self._is_escaped
-            elif one == "<":  # no JSON: the closing tag of an object that was left open
+                written += one if one >= " " else json.dumps(one)[1:-1]
+                continue
+            self._is_text = one == '"'
+            self._depth += (one in "{[") - (one in "}]")
+            # "<" is no JSON: the closing tag of an object that was left open
+            written += one if one != "<" else ""
+            if self._depth == 0 or one == "<":
                 self.is_over = True
-                return at
-            elif one == '"':
-                self._is_text = True
-            else:
-                self._depth += (one in "{[") - (one in "}]")
-                if self._depth == 0:
-                    self.is_over = True
-                    return at + 1
-        return len(text)
+                return written, text[at + (one != "<") :]
+        return written, ""
 
 
 def in_text(
@@ -287,6 +305,17 @@ def call_schema(tools: Sequence[Tool]) -> str:
             }
         )
     return json.dumps({**definitions, **(calls[0] if len(calls) == 1 else {"anyOf": calls})})
+
+
+def readable(part: str | Call) -> str | Call:
+    """A part of a whole answer: a call whose arguments are no JSON is words."""
+    if isinstance(part, Call):
+        try:
+            json.loads(part.arguments)
+        except (ValueError, RecursionError):
+            call = f'{OPENING}\n{{"name": {_json(part.name)}, "arguments": {part.arguments}'
+            return call if CLOSING in call else f"{call}}}\n{CLOSING}"
+    return part
 
 
 def _json(value: Any) -> str:

@@ -21,6 +21,7 @@ from eyas.serve.writers import ChatWriter, CompletionWriter, TextWriter
 
 MAX_ECHOED = 1 << 16  # log-probabilities of prompts in an answer, each token's own included
 MAX_LOGPROBS_WHOLE = 1 << 17  # of an answer that is kept until it is whole; 100 bytes each
+Body = ChatRequest | TextRequest | ResponsesRequest
 THINKING = "enable_thinking"  # the switch of templates whose targets can think
 
 
@@ -71,7 +72,7 @@ class Translator:
         self.tokenizer = Tokenizer(chat)
         self._info = info
 
-    def completion(self, body: ChatRequest | TextRequest | ResponsesRequest) -> CompletionWriter:
+    def completion(self, body: Body) -> CompletionWriter:
         """The writer of a body's answer; its `requests` are what the engine has to run."""
         if isinstance(body, TextRequest):
             return TextWriter(self._text(body), self.tokenizer, body)
@@ -122,10 +123,7 @@ class Translator:
         return requests
 
     def _request(
-        self,
-        body: CompletionRequest,
-        prompt_ids: Sequence[int],
-        constraint: dict[str, str],
+        self, body: CompletionRequest, prompt_ids: Sequence[int], constraint: dict[str, str]
     ) -> Request:
         """max_tokens is the body's or the default, as far as it fits;
         the default also as far as an answer in one object may have log-probabilities.
@@ -161,7 +159,7 @@ class Translator:
 
     def counted(self, body: TokenizeRequest | DetokenizeRequest) -> dict[str, Any]:
         """What /tokenize and /detokenize answer, under vLLM's and llama.cpp's names."""
-        self._check_name(body.model)
+        self.check_name(body.model)
         if isinstance(body, DetokenizeRequest):
             unknown = next((one for one in body.tokens if not self.tokenizer.knows(one)), None)
             if unknown is not None:
@@ -180,13 +178,14 @@ class Translator:
             answer["token_strs"] = [piece.decode(errors="replace") for piece in pieces]
         return answer
 
-    def _check_name(self, model: str | None) -> None:
+    def check_name(self, model: str | None) -> None:
+        """Raise ApiError 404 for a model that is not served."""
         if model not in (None, self._info.model):
             message = f"no model {str(model)[:128]!r} here, only {self._info.model!r}"
             raise ApiError(404, message, "model", "model_not_found")
 
     def _check_model(self, body: CompletionRequest) -> None:
-        self._check_name(body.model)
+        self.check_name(body.model)
         if body.speculation and not self._info.speculates:
             raise unsupported("speculation", "needs a head, and this server has none")
         if body.text_drafts and not self._info.text_drafts:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from http import HTTPStatus
 from typing import Annotated, Any
 
@@ -96,8 +96,7 @@ def openai_body(body: bytes, model: str) -> ChatRequest | TextRequest | None:
     outline = parse_body(_Outline, body).model_fields_set
     if "instances" in outline or not outline:
         return None
-    kind: type[ChatRequest | TextRequest] = ChatRequest if "messages" in outline else TextRequest
-    return parse_body(kind, json.dumps({**json.loads(body), "model": model}).encode())
+    return parse_body(_kind(outline), json.dumps({**json.loads(body), "model": model}).encode())
 
 
 def instances(body: bytes, model: str) -> list[ChatRequest | TextRequest]:
@@ -118,15 +117,19 @@ def instances(body: bytes, model: str) -> list[ChatRequest | TextRequest]:
         where = f"instances.{number}"
         if ("messages" in given) == ("prompt" in given):
             raise ApiError(400, f"{where}: give messages, for a chat, or prompt, for a text", where)
-        kind: type[ChatRequest | TextRequest] = ChatRequest if "messages" in given else TextRequest
+        whole = json.dumps(_whole({"model": model, **shared, **given})).encode()
         try:
-            one = parse_body(kind, json.dumps(_whole({"model": model, **shared, **given})).encode())
+            one = parse_body(_kind(given), whole)
             if one.stream:
                 raise unsupported("stream", "a prediction is not streamed; leave it out (or false)")
         except ApiError as error:
             raise located(error, number, given, shared) from None
         found.append(one)
     return found
+
+
+def _kind(names: Collection[str]) -> type[ChatRequest | TextRequest]:
+    return ChatRequest if "messages" in names else TextRequest
 
 
 def _whole(value: Any) -> Any:

@@ -244,7 +244,6 @@ class EngineWorker:
     # Engine's thread
 
     def _run(self, loop: asyncio.AbstractEventLoop) -> None:
-        """The thread: carry out commands, run a step, deliver its updates, until `stop`."""
         engine = self._engine
         try:
             while self._carry_out_commands(loop):
@@ -262,7 +261,7 @@ class EngineWorker:
             )
 
     def _carry_out_commands(self, loop: asyncio.AbstractEventLoop) -> bool:
-        """Wait for commands or work, then carry out the commands. False if the thread must end."""
+        """False if the thread must end."""
         with self._condition:
             self._condition.wait_for(lambda: self._inbox or self._stopping or self._engine.has_work)
             if self._stopping:
@@ -278,7 +277,6 @@ class EngineWorker:
         return True
 
     def _add(self, request: Request, grammar: Grammar | None) -> EyasError | None:
-        """Give a request to the engine; returns the error if it cannot be run, else None."""
         try:
             self._engine.add(request, grammar)
         except InputError as error:

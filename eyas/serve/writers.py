@@ -20,7 +20,7 @@ from eyas.engine.request import FinishReason, Request, TokenLogprob, Update
 from eyas.serve.fields import CompletionRequest, StreamOptions
 from eyas.serve.protocol import ChatRequest, TextRequest
 from eyas.serve.tokenizer import Tokenizer
-from eyas.serve.tools import Call, CallReader, whole_calls
+from eyas.serve.tools import Call, CallReader, readable, whole_calls
 from eyas.tau import count_round, tau_of
 
 Ending = FinishReason | Literal["tool_calls"]
@@ -102,8 +102,14 @@ class Choice:
             logprobs=None if last.logprobs is None else logprobs,
             prompt_logprobs=first.prompt_logprobs,
         )
-        text = "".join(delta.text for delta in self.kept)
         parts = whole_calls([part for delta in self.kept for part in delta.parts])
+        parts = [
+            part if self.ending == "length" and part is parts[-1] else readable(part)
+            for part in parts
+        ]
+        text = "".join(part for part in parts if isinstance(part, str))
+        if self.ending == "tool_calls" and not any(isinstance(one, Call) for one in parts):
+            self.ending = "stop"
         return Delta(update, text, parts, self.ending, True, None)
 
 
@@ -131,10 +137,6 @@ class CompletionWriter(ABC):
             (request.id, index): choice
             for (request, index), choice in zip(samples, self.choices, strict=True)
         }
-
-    @property
-    def num_samples(self) -> int:
-        return len(self.choices)
 
     @property
     def num_tokens(self) -> int:
@@ -236,10 +238,9 @@ class _OpenAIWriter(CompletionWriter):
         return f"{self._head}{json.dumps(choice)}{tail}"
 
     def _round(self, delta: Delta) -> dict[str, Any]:
-        """For include_rounds, the field of a chunk that has the delta's round: the origin of each
-        token (drafted by the head, or by text alone, and accepted; the target's bonus; or plain, of
-        a round in which no draft was judged), its tree (None where nothing was drafted; the
-        probabilities are the head's), and whether the head drafted in it, as tau counts.
+        """For include_rounds: each token's origin (accepted of the head's or of text's drafts, the
+        target's bonus, or plain, where no draft was judged), the tree (None without drafts; with
+        the head's probabilities), and whether the head drafted, as tau counts.
         """
         if delta.token_texts is None:
             return {}
