@@ -136,6 +136,7 @@ FAMILIES: dict[str, Family] = {
             "num_local_experts": 16,
             "num_experts_per_tok": 1,
             "interleave_moe_layer_step": 1,
+            "moe_layers": None,
             "use_qk_norm": True,
             "no_rope_layer_interval": 4,
             "attention_chunk_size": 8192,

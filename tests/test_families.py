@@ -126,7 +126,7 @@ def test_speculation_changes_nothing(root, name, backend):
     plain = [run(Engine(target, None, EngineConfig(num_pages=64)), [one])[0] for one in asked]
     draft = draft_of(*random_head(target), target)
     for speculation in ("fixed(3,3,8)", "auto(3,4,20)"):
-        config = EngineConfig(num_pages=64, max_batch=4, speculation=speculation)
+        config = EngineConfig(num_pages=24, max_batch=4, speculation=speculation)
         engine = Engine(target, draft, config)
         engine.rounds.policy.costs = EVERYTHING
         assert run(engine, asked) == plain

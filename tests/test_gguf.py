@@ -40,6 +40,7 @@ from eyas.hub import resolve_target
 from eyas.model.architecture import TargetConfig
 from eyas.model.arrangement import arranged
 from eyas.model.arrays import BFLOAT16
+from eyas.model.library import unavailable
 from eyas.model.target import Target
 from eyas.model.weights import array_sha256, fingerprint, read_arrays, read_shapes
 from eyas.operators.tensors import array_of, read_tensors
@@ -88,6 +89,7 @@ OTHERWISE: dict[str, dict[str, object]] = {
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path, monkeypatch):
+    unavailable()  # or the library would be built again, into this folder
     monkeypatch.setenv("EYAS_CACHE", str(tmp_path / "cache"))
     return tmp_path / "cache"
 

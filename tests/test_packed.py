@@ -34,10 +34,17 @@ from eyas.operators.tensors import array_of, read_tensors
 from tests.architectures import ARCHITECTURES, save_architecture
 from tests.gguf_files import gguf_file
 from tests.oracle.rows import TensorCache, TensorRows
-from tests.quantised_twin import QuantisedLinear, fma, taken_apart, twin_layers
+from tests.quantised_twin import (
+    QuantisedLinear,
+    fma,
+    in_eight_bits,
+    taken_apart,
+    twin_layers,
+)
 from tests.test_cli import assert_one_clear_error, run_eyas
 from tests.test_native import (
     DTYPES,
+    LONG,
     PAGE_SIZE,
     PAGES,
     PARTS,
@@ -317,6 +324,18 @@ def test_rows_of_a_target_depend_on_nothing_beside_them(shape, dtype):
     run(made[2], cache, chunk(TOKENS[:13], 0))
     _, found = run(made[2], cache, tree_rows(nodes, [-1, 0, 0, 1, 2, 4], 13))
     assert torch.equal(found[[0, 2, 4]], logits[13:16])
+
+
+@needs_native
+def test_a_quantised_router_reads_its_own_rows_behind_a_shared_mlp(tmp_path):
+    """A thread that is done with its part of the MLP quantises no rows over what others read."""
+    config = TargetConfig.from_folder(save_architecture(tmp_path, "llama4", intermediate_size=4096))
+    tensors = arranged(config, read_arrays(tmp_path))
+    with threads(2):
+        target = NativeTarget(config, tensors, FLOAT32, in_eight_bits(tensors))
+    rows = chunk(LONG, 0)
+    first, *others = (run(target, new_cache(config, "float32"), rows)[1] for _ in range(20))
+    assert all(torch.equal(first, other) for other in others)
 
 
 @needs_native

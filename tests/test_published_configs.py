@@ -13,6 +13,7 @@ import pytest
 import torch
 from transformers import AutoConfig
 
+from eyas.model.architecture import TargetConfig
 from eyas.model.target import Target
 from eyas.operators.foreign import auto_class
 from tests.oracle.target import OperatorTarget, logits_of
@@ -61,7 +62,17 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         },
     },
     "Llama 4 without chunks, every layer turned": {
-        **LLAMA_4, "attention_chunk_size": None, "no_rope_layers": 8 * [1], "num_local_experts": 1,
+        "model_type": "llama4", "eos_token_id": 7, "vision_config": VISION,
+        "text_config": {
+            **LLAMA_4, "attention_chunk_size": None, "no_rope_layers": 8 * [1],
+            "num_local_experts": 1,
+        },
+    },
+    "Llama 4 without norms of heads, with YaRN, and nothing added to its scale": {
+        **LLAMA_4, "attn_scale": 0.0, "max_position_embeddings": 512, "use_qk_norm": False,
+        "rope_scaling": {
+            "factor": 4.0, "original_max_position_embeddings": 128, "rope_type": "yarn",
+        },
     },
     "gemma-3-1b-it": {
         **GEMMA, "model_type": "gemma3_text", "attn_logit_softcapping": None,
@@ -152,6 +163,8 @@ PUBLISHED: dict[str, dict[str, Any]] = {
     "experts in every second layer but one": {
         "model_type": "qwen3_moe", "decoder_sparse_step": 2, "mlp_only_layers": [3],
         "moe_intermediate_size": 48, "num_experts": 8, "num_experts_per_tok": 2,
+        "attention_chunk_size": 64, "interleave_moe_layer_step": 3, "intermediate_size_mlp": 32,
+        "moe_layers": [0],  # of Llama 4, and nothing here
     },
     "Qwen2.5-7B-Instruct with YaRN": {
         "model_type": "qwen2", "use_sliding_window": False, "sliding_window": 131072,
@@ -190,6 +203,14 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         "model_type": "mistral", "max_position_embeddings": 32768, "sliding_window": 64,
         "rope_theta": 10000.0, "rms_norm_eps": 1e-5,
     },
+    "Mistral-Small-3.1-24B-Instruct-2503": {
+        "model_type": "mistral3", "vision_config": {"model_type": "pixtral", **VISION},
+        "tie_word_embeddings": False,
+        "text_config": {
+            **SMALL, "model_type": "mistral", "head_dim": 16, "rope_theta": 1e9,
+            "max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "sliding_window": None,
+        },
+    },
     "EXAONE-4.0-32B": {
         "model_type": "exaone4", "head_dim": 16, "sliding_window": 64,
         "layer_types": [*3 * ["sliding_attention"], "full_attention"] * 2,
@@ -209,6 +230,9 @@ def test_a_published_config_is_read_as_transformers_reads_it(name, tmp_path):
     text = json.dumps(stated if "text_config" in stated else {**SMALL, **stated})
     (tmp_path / "config.json").write_text(text)
     config = AutoConfig.from_pretrained(tmp_path)
+    config.get_text_config(decoder=True).save_pretrained(tmp_path / "text")
+    read, of_text = (TargetConfig.from_folder(folder) for folder in (tmp_path, tmp_path / "text"))
+    assert read.layer_kinds == of_text.layer_kinds
     torch.manual_seed(0)
     model = auto_class(config).from_config(config, attn_implementation="eager").float().eval()
     for weight in model.parameters():

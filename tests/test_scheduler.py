@@ -373,6 +373,31 @@ def test_scored_prompts_make_no_others_pause_for_longer_either():
     assert max(pauses[4:]) <= 80
 
 
+def test_a_scored_prompt_is_read_in_no_smaller_steps_beside_others():
+    """Short ones that end with every job; and one that waits for its pages and is not scored."""
+    for follows, expected in ((False, [8, 8, 8]), (True, [16, 16, 8])):
+        world = World(0, 400, prefill_chunk=64, max_batch=8, scored_chunk=16)
+        (scored,) = prompts_of(300, count=1, prompt_logprobs=0)
+        world.scheduler.add(scored)
+        world.step()
+        for number in range(3):
+            if not (follows and number):
+                prompt = scored.tokens[:52] if follows else [number] * 3
+                world.scheduler.add(sample(str(number), prompt, max_tokens=1)[0])
+            world.step()
+        steps = [len(job.chunks[job.samples.index(scored)]) for job in world.jobs[1:]]
+        assert steps == expected
+
+
+def test_a_job_looks_at_no_more_than_the_first_in_line():
+    world = World(0, 100, max_batch=1)
+    samples = [sample(str(number), [0] * (400 - number))[0] for number in range(400)]
+    for place, one in enumerate(samples):
+        world.scheduler._wait(one, 1000 - place)
+    line = world.scheduler._line({}, (1.0, 1.0))
+    assert [*line] == samples[:143:-1]
+
+
 def test_a_prompt_that_waits_alone_is_read_in_whole_chunks():
     world = World(0, 100, prefill_chunk=64, pause_ms=1.0)
     (one,) = prompts_of(100, count=1)
@@ -407,7 +432,7 @@ def test_when_pages_run_out_the_youngest_waits_again_first_in_line():
     while not world.scheduler.num_preempted:
         world.step()
     assert world.scheduler._running == [older]
-    assert min(world.scheduler._waiting, key=lambda one: one.place) is younger
+    assert world.scheduler._waiting[0] is younger
     kept = list(younger.tokens)
     assert len(kept) > 4
     world.drain()

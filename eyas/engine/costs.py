@@ -290,7 +290,8 @@ class RoundWork:
     def forward(self, M: int) -> None:
         column = self._length + np.arange(M, dtype=np.int64) % (self._num_slots - self._length)
         nothing, prefix = np.zeros(M, dtype=np.int64), np.full(M, self._length, dtype=np.int64)
-        self._forward((nothing, nothing, prefix, column, prefix, nothing), self._table)
+        # where the prefix ends: behind it a chunk may begin, of which a row would see nothing
+        self._forward((nothing, nothing, prefix - 1, column, prefix, nothing), self._table)
 
     def _forward(self, arrays: RowArrays, pages: np.ndarray) -> None:
         rows = rows_of(arrays, pages)

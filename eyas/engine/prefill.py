@@ -9,10 +9,11 @@ LEAST_ROWS = 8  # of a prompt: fewer cost as much as these, for all weights are 
 _PACE_RATE, _MOST_PACE_ERROR = 0.5, 0.7
 
 
-def shares(left: Sequence[int], budget: int) -> list[int]:
+def shares(left: Sequence[int], budget: int, least: int = LEAST_ROWS) -> list[int]:
     """How many of `budget` rows each prompt reads next.
 
-    left: rows that each has left, 1 or more, of the one that has waited longest first.
+    left: rows that each has left, 1 or more, of the one that has waited longest first. least: what
+    this one reads at least beside prompts that end, where the budget has room.
 
     Rows go to the prompts in the order of what they have left (SRPT, Schrage and Miller 1966; of
     equal ones the older goes first), but the oldest keeps half of the budget. Where a prompt ends,
@@ -29,7 +30,7 @@ def shares(left: Sequence[int], budget: int) -> list[int]:
     ends = any(map(int.__eq__, counts, left))
     oldest = next((prompt for prompt, count in enumerate(counts) if not count), None)
     if oldest is not None:
-        most = max(given, LEAST_ROWS) if ends else budget
+        most = max(given, least) if ends else budget
         counts[oldest] = min(left[oldest], budget - given, most)
     return counts
 

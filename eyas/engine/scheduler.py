@@ -10,6 +10,7 @@ was admitted last is preempted: it gives up its pages, keeps its tokens, and is 
 
 from __future__ import annotations
 
+import bisect
 import itertools
 import math
 from collections.abc import Mapping, Sequence
@@ -19,7 +20,7 @@ from operator import attrgetter
 import numpy as np
 
 from eyas.engine.pages import ROOT, PagePool
-from eyas.engine.prefill import PromptPace, shares
+from eyas.engine.prefill import LEAST_ROWS, PromptPace, shares
 from eyas.engine.request import FinishReason, Request, TokenLogprob
 from eyas.engine.sampling import Sampler
 from eyas.engine.stop import StopChecker
@@ -28,6 +29,7 @@ from eyas.errors import InputError
 
 MASKS_S = 0.025  # of a round: what it waits for the masks of grammars
 _ANY_MS = 1e9
+_MOST_IN_LINE = 256  # waiting samples that are looked at: else every job costs more, the more wait
 _PAUSE_SHARE, _ROUND_RATE = 0.7, 0.2  # of a pause: what is planned; how fast rounds are learned
 
 
@@ -207,7 +209,7 @@ class Scheduler:
         self.num_prompt_tokens = 0
         self.num_reused_tokens = 0
         self._pool, self._limits, self._keeps_prefixes = pool, limits, keeps_prefixes
-        self._waiting: list[RunningSample] = []
+        self._waiting: list[RunningSample] = []  # the first in line first
         self._running: list[RunningSample] = []  # in the order of their admission
         self._num_arrived = 0
         self._prefilled_last = False
@@ -292,7 +294,8 @@ class Scheduler:
         readers: dict[RunningSample, RunningSample | None] = {}
         while True:
             line = self._line(readers, weights)
-            counts = dict(zip(line, shares([*line.values()], most), strict=True))
+            least = math.ceil(LEAST_ROWS * weights[any(map(_is_scored, [*line][:1]))])
+            counts = dict(zip(line, shares([*line.values()], most, least), strict=True))
             newcomers = [one for one, count in counts.items() if count and not one.pages]
             if not newcomers:
                 break
@@ -317,10 +320,11 @@ class Scheduler:
         """
         has_room = len(self._running) < self._limits.max_batch and None not in readers.values()
         reading = [sample for sample in self._running if not sample.is_prefilled]
+        reading += self._waiting[: _MOST_IN_LINE * has_room]
         line: dict[RunningSample, int] = {}
-        for sample in sorted([*reading, *self._waiting * has_room], key=attrgetter("place")):
+        for sample in sorted(reading, key=attrgetter("place")):
             reader = readers.get(sample) or sample
-            left = math.ceil(sample.num_left * weights[_is_scored(sample)])
+            left = math.ceil(sample.num_left * weights[_is_scored(reader)])
             line[reader] = min(left, line.get(reader, left))
         return line
 
@@ -412,7 +416,7 @@ class Scheduler:
         found = self._reused(sample)
         sample.wait(place, len(found) * self._pool.page_size)
         self._pool.release(found)
-        self._waiting.append(sample)
+        bisect.insort(self._waiting, sample, key=attrgetter("place"))
 
     def _leave(self, sample: RunningSample) -> None:
         """Take a sample out of the running ones and release its pages."""

@@ -261,18 +261,30 @@ class Unsupported(Exception):
     """What of a config.json our decoder does not compute, as the rest of a sentence."""
 
 
+# Where another family's config.json has these, nothing reads them.
+LLAMA_4 = {
+    "attention_chunk_size",
+    "attn_temperature_tuning",
+    "interleave_moe_layer_step",
+    "intermediate_size_mlp",
+    "moe_layers",
+    "use_qk_norm",
+}
+
+
 def text_config(config: Mapping[str, Any]) -> dict[str, Any]:
     """The part of a config.json that describes the decoder of text, with what stands outside of
-    it for the whole model, and the family's defaults.
+    it for the whole model, and the family's defaults, which are not for what is null.
     """
     text = config.get("text_config")
     merged = dict(config)
     if isinstance(text, dict):
         outside = ("eos_token_id", "dtype", "torch_dtype", "tie_word_embeddings")
-        merged = {key: value for key, value in text.items() if value is not None}
-        merged |= {key: config[key] for key in outside if config.get(key) is not None}
-    family = FAMILIES.get(str(merged.get("model_type")))
-    return merged if family is None else {**family.defaults, **merged}
+        merged = text | {key: config[key] for key in outside if config.get(key) is not None}
+    if (family := FAMILIES.get(str(merged.get("model_type")))) is None:
+        return merged
+    ignored = LLAMA_4 - family.defaults.keys()
+    return {**family.defaults, **{key: merged[key] for key in merged.keys() - ignored}}
 
 
 # What is computed with before TargetConfig has checked it.
@@ -364,13 +376,10 @@ def layer_kinds(
     count, window = config["num_hidden_layers"], config.get("sliding_window")
     if family.has_window_switch and not config.get("use_sliding_window", False):
         window = None
-    window, chunk = (
-        None if size is not None and size >= length else size
-        for size in (window, config.get("attention_chunk_size"))
-    )
+    size = config.get("attention_chunk_size")
+    window, chunk = (None if one is not None and one >= length else one for one in (window, size))
     if window is not None and window < LEAST_WINDOW:
         raise Unsupported(f"attends to {window} positions; trees need {LEAST_WINDOW} or more")
-    is_normed = "use_qk_norm" in family.defaults and config["use_qk_norm"]
     turned = config.get("no_rope_layers") or [
         (layer + 1) % config["no_rope_layer_interval"] if "no_rope_layer_interval" in config else 1
         for layer in range(count)
@@ -383,9 +392,10 @@ def layer_kinds(
         raise ValueError(f"layer_types has {len(stated)} entries for {count} layers")
     if family.only_windows_turn and config.get("sliding_window") is not None:
         turned = [kind == SLIDES for kind in stated]
+    known = {FULL, SLIDES, "attention", "conv"} | ({IN_CHUNKS} if size is not None else set())
     kinds = []
     for layer, kind in enumerate(stated):
-        if kind not in (FULL, SLIDES, IN_CHUNKS, "attention", "conv"):
+        if kind not in known:
             raise Unsupported(f"has layers of the kind {kind!r}, which eyas' engine does not run")
         kinds.append(
             LayerKind(
@@ -393,8 +403,8 @@ def layer_kinds(
                 window=window if kind == SLIDES else None,
                 chunk=chunk if kind == IN_CHUNKS else None,
                 rope=(num_rotations - 1 if kind == SLIDES else 0) if turned[layer] else None,
-                scales=not turned[layer] or "attn_temperature_tuning" not in family.defaults,
-                unit_heads=bool(turned[layer] and is_normed),
+                scales=not turned[layer] or "attn_temperature_tuning" not in config,
+                unit_heads=bool(turned[layer] and config.get("use_qk_norm")),
                 has_experts=has_experts(config, layer),
             )
         )
@@ -406,7 +416,7 @@ def _stated_types(config: Mapping[str, Any], family: Family, turned: Sequence[ob
     layers = range(len(turned))
     if (indices := config.get("full_attn_idxs")) is not None:
         return [FULL if layer in indices else "conv" for layer in layers]
-    if "attention_chunk_size" in family.defaults and config["attention_chunk_size"] is not None:
+    if config.get("attention_chunk_size") is not None:
         return [IN_CHUNKS if turns else FULL for turns in turned]
     if family.window_period == ALL_SLIDING:
         return [SLIDES for _ in turned]
@@ -439,7 +449,7 @@ def rotations_of(
         raise Unsupported(f"has partial_rotary_factor {share}, which {family.name} ignores")
     try:
         first = RopeConfig.of_target(full)
-        if "use_qk_norm" in family.defaults and first.attention_factor != 1:
+        if config.get("use_qk_norm") and first.attention_factor != 1:
             raise Unsupported("norms heads behind a rotary embedding that changes their length")
         if not family.local_rope:
             return (first,), dims
@@ -460,7 +470,7 @@ def query_scale(config: Mapping[str, Any], family: Family, rope: RopeConfig) -> 
     """Ministral's, which its rotary embedding states, or Llama 4's."""
     if beta := _stated_rope(config, family).get("llama_4_scaling_beta"):
         return QueryScale(beta=beta, length=rope.original_max_position_embeddings)
-    if "attn_temperature_tuning" in family.defaults and config["attn_temperature_tuning"]:
+    if config.get("attn_temperature_tuning") and config["attn_scale"] != 0:
         return QueryScale(beta=config["attn_scale"], length=config["floor_scale"], first=1)
     return None
 
