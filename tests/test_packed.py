@@ -268,8 +268,8 @@ def new_cache(config: TargetConfig, dtype: str) -> PagedCache:
 )
 def test_a_target_is_its_twin(shape, kinds):
     """In float32 they differ by the order of sums, and where that rounds a number otherwise: a row,
-    and what follows it. In the other order with Llama 4: of TOKENS a row of the first layer differs,
-    as of 2 of 14 sequences tried, and all later rows see it (taken for a tie of its router).
+    and what follows it. In the other order with Llama 4: of TOKENS (and 1 of 13 other sequences) a
+    row of the first layer differs, taken for a tie of its router, and all later rows see it.
     """
     tokens = TOKENS[::-1] if shape == "llama4" else TOKENS
     config, tensors, blocks = quantised(folder_of(shape), kinds)

@@ -239,11 +239,12 @@ def run(
     refuse_target(config)
     if config.train.start:
         resolve_head(config.train.start.head)
+    if config.gpus is not None:
+        refuse_lacking(config.gpus, config.serve, config.generate, config.capture, config.train)
     with Artifact(root).held_alone():
         if config.gpus is None:
             done = run_stages(config, root, anyway)
         else:
-            refuse_lacking(config.gpus, config.serve, config.generate, config.capture, config.train)
             # by the folder: a name of the hub is looked up once, and its family is known
             serve = {"target": resolve_target(config.target), "model": config.serve.served_model}
             with seeing(config.gpus) as gpus:

@@ -45,9 +45,7 @@ JSON_LINES, TEXT, LOG = "JSON lines", "plain text", "a log"
 DELIMITERS = ",\t;|"
 TWO_COLUMNS, NOT_UTF8 = "two columns of one name", "not UTF-8"
 # of Windows-1252, which a text of people has: letters, quotes, dashes, signs of money
-WESTERN = re.compile(
-    "[A-Za-z\u00c0-\u00ff\u2018-\u201e\u2013\u2014\u2026\u20ac\xa0-\xbf\u0152\u0153]+"
-)
+WESTERN = re.compile("[\u00c0-\u00fe\u2018-\u201e\u2013\u2014\u2026\u20ac\xa0-\xbf\u0152\u0153]+")
 MOST_FOREIGN = 0.001  # of rows: fewer are damaged, and not of another encoding
 BATCH_BYTES, MAX_BATCH = 4 << 20, 1024  # of a batch of Parquet: decompressed bytes, rows
 
