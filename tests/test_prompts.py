@@ -3,14 +3,12 @@ written anywhere.
 """
 
 import base64
-import contextlib
 import gzip
 import html
 import json
 import os
 import random
 import tempfile
-import zlib
 from collections import Counter
 from pathlib import Path
 
@@ -342,12 +340,6 @@ def damaged_lines(draw):
     return [json.dumps(openai("First")).encode(), *lines]
 
 
-def _unpacked(data):
-    with contextlib.suppress(OSError, EOFError, zlib.error):
-        return gzip.decompress(data)
-    return b"\xe9"  # a cut one: not looked into
-
-
 @st.composite
 def damaged_files(draw):
     """A file, how many rows it held, and whether it is a gzip that was cut."""
@@ -378,11 +370,10 @@ def test_rows_in_are_rows_out_and_drops_whatever_the_damage(files):
             # before its first row: not one can be read
             assert any(is_cut for _, _, is_cut in files)
             return
-        except InputError as error:  # all that is not ASCII is of one other encoding
+        except InputError as error:
             if "looks like Windows-1252" not in error.what:
                 raise
-            assert any(b"\xe9" in one for data, _, _ in files for one in (data, _unpacked(data)))
-            return
+            return  # all that is not ASCII is of this one encoding: see test_formats
         kept, dropped = prompts(output), list(output.read_rows("dropped"))
         written = b"".join(output.read(name) for name in manifest.files)
     ledger = manifest.facts["ledger"]
