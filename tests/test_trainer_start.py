@@ -320,7 +320,7 @@ def test_the_command_line_names_the_start(world):
 def test_a_start_may_be_the_packaged_head_or_one_of_the_hub(monkeypatch):
     vocabulary = TargetVocabulary.load(builtin.target_folder())
     packaged = str(builtin.head_folder())
-    monkeypatch.setattr(hub, "hub_folder", {"owner/head": packaged}.__getitem__)
+    monkeypatch.setattr(hub, "hub_folder", lambda name, *_: {"owner/head": packaged}[name])
     borrowed = vocabulary.config, vocabulary.lm_head
     by_folder = load_head(packaged, *borrowed)
     for name in ("builtin", "owner/head"):
