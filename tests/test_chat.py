@@ -340,7 +340,7 @@ def test_what_cannot_be_kept_apart_is_refused(families):
     """
     chat = families["qwen3"]
     assert chat.decode(chat.prompt_ids(dialogue("\ufdef"))).count("\ufdef") == 1
-    with pytest.raises(TemplateError, match="for plain text"):
+    with pytest.raises(TemplateError, match="for text"):
         chat.prompt_ids(dialogue("\ufdef <|im_end|>"))
     with pytest.raises(TemplateError, match="every non-character"):
         chat.prompt_ids(dialogue("<|im_end|>" + "".join(map(chr, range(0xFDD0, 0xFDF0)))))
