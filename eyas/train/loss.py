@@ -203,7 +203,8 @@ def plan_of(
         filled(step_O[pick_S], size, config.num_ttt_steps).int(),
         tuple(blocks),
         torch.cat([num_judged, sizes]).int(),
-        batch.argmax_BT.flatten()[position_P] if (argmax_P >= 0).all() else None,
+        # of no judged position what fills stands at one without a best token, and counts nowhere
+        batch.argmax_BT.flatten()[position_P].clamp(min=0) if (argmax_P >= 0).all() else None,
     )
 
 
