@@ -176,7 +176,7 @@ def draws() -> None:
             rows[2, V // 2] = np.nan
             drawn(Sampler(params, [0, V - 1], V, frozenset({0})), rows)
     target = target_of("llama", "bfloat16", 2)
-    V = target._config.vocab_size
+    V = target.config.vocab_size
     proposals = Proposals(
         rng.integers(0, 300, (2, 6)),
         np.zeros((2, 6), dtype=np.float32),

@@ -42,12 +42,9 @@ class Visible {
     begins_.clear();
     slots_.clear();
     longest = 0;
+    for (int m = 0; m < M; ++m)  // all before any: a prefix is listed for the rows that follow too
+      if (!is_within(rows, m)) return false;
     for (int m = 0; m < M; ++m) {
-      if (rows.slot[m] < 0 || rows.slot[m] >= rows.num_slots || rows.request[m] < 0 ||
-          rows.request[m] >= rows.B)
-        return false;
-      if (rows.prefix_len[m] < rows.first_column || rows.prefix_len[m] > rows.P * rows.page_size)
-        return false;
       if (!add_prefix(rows, m) || !add_tail(rows, m)) return false;
       if (prefix_count(rows, m) + tail_count_[m] == 0) return false;
       longest = std::max(longest, prefix_count(rows, m) + tail_count_[m]);
@@ -99,6 +96,12 @@ class Visible {
   int longest = 0;
 
  private:
+  static bool is_within(const RowsView& rows, int m) {
+    return rows.slot[m] >= 0 && rows.slot[m] < rows.num_slots && rows.request[m] >= 0 &&
+           rows.request[m] < rows.B && rows.position[m] >= 0 &&
+           rows.prefix_len[m] >= rows.first_column &&
+           rows.prefix_len[m] <= rows.P * rows.page_size;
+  }
   static int64_t slot_of(const RowsView& rows, int64_t request, int64_t column) {
     if (column < 0 || column / rows.page_size >= rows.P) return -1;
     const int64_t slot =
