@@ -313,10 +313,10 @@ class Artifact:
         with file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                is_deleted = not os.fstat(file.fileno()).st_nlink  # by one that just ended
+                is_held = os.fstat(file.fileno()).st_nlink > 0  # else one that just ended deleted it
             except BlockingIOError:
-                is_deleted = True
-            if is_deleted:
+                is_held = False
+            if not is_held:
                 raise InputError(
                     f"another process is writing into {self.url}",
                     "wait for it, end it, or choose another output folder",

@@ -31,6 +31,7 @@ MISTAKES = (  # of ours or of a client's code: asking again is no remedy
     NotImplementedError,
     MemoryError,
 )
+MAKE_ROOM = "free some space there, and run the same command again: finished parts are kept"
 # What a person has to mend, by the codes of S3 (also its clients' and obstore's names of errors),
 # the status of GCS and of HEAD requests, which have no body.
 REMEDIES = {
@@ -54,9 +55,7 @@ REMEDIES = {
     "AWS_RESPONSE_CHECKSUM_VALIDATION=when_required": (
         "411 501 MissingContentLength NotImplemented XAmzContentSHA256Mismatch"
     ),
-    "free some space there, and run the same command again: finished parts are kept": (
-        "507 QuotaExceeded InsufficientStorage"
-    ),
+    MAKE_ROOM: "507 QuotaExceeded InsufficientStorage",
 }
 REMEDY = {code: remedy for remedy, codes in REMEDIES.items() for code in codes.split()}
 AGAIN_STATUS = (408, 409, 423, 425, 429)  # of 4xx: another time it may work
@@ -155,7 +154,7 @@ class Persistent:
         found = refusal(error)
         if found is not None:
             code, reason, remedy = found
-            kind = StorageFullError if "free some space" in remedy else InputError
+            kind = StorageFullError if remedy == MAKE_ROOM else InputError
             raise kind(f"{self._url} refuses: {reason or code} ({code})", remedy) from error
 
 

@@ -251,16 +251,6 @@ def test_what_another_process_writes_now_is_left_alone(tmp_path):
     assert not half.exists()
 
 
-def test_two_processes_do_not_write_into_one_folder(config, prompts, tmp_path):
-    output = Artifact(str(tmp_path / "answers"))
-    with output.held_alone():
-        with pytest.raises(InputError, match="another process is writing into"):
-            generate(config, prompts, output)
-        assert not output.is_done()
-    generate(config, prompts, output)
-    assert output.is_done()
-
-
 def test_in_an_object_store_too_nothing_is_lost(config, prompts, whole, asked, tmp_path):
     url = f"memory://{tmp_path}/answers"
     store = fsspec.filesystem("memory")
