@@ -5,9 +5,9 @@ open after the other. First alone (`quiet`), then while each kind of hostile bod
 time, and at the end all kinds at once. Then crowds: many clients of one kind at the same time
 (prompts, echoes, schemas, slow readers, connections, headers). Of each: statuses, the longest wait
 for /health, the longest gap between two chunks of the stream, and the server's resident memory (its
-child processes included) against that before the first. Goals: no gap 150 ms above the quiet one, and memory
-within 1.2 of idle. On a busy machine the quiet gaps say how far the others can
-be believed. The last line is one JSON.
+child processes included) against that before the first. Goals: no gap 150 ms above the quiet one,
+and memory within 1.2 of idle. On a busy machine the quiet gaps say how far the others can be
+believed. The last line is one JSON.
 
     python benchmarks/hostile.py --quick
     python benchmarks/hostile.py --rounds 20 --kinds grammar_memory tools

@@ -329,7 +329,8 @@ TABLES: list[tuple[str, list[Row]]] = [
         "Are data, features and heads right?",
         [
             (
-                "Recall in English text, every kind searched: mail, card, phone, account numbers; names; places",
+                "Recall in English text, every kind searched: mail, card, phone, account numbers; "
+                "names; places",
                 "privacy",
                 recall,
             ),

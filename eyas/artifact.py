@@ -313,7 +313,7 @@ class Artifact:
         with file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                is_held = os.fstat(file.fileno()).st_nlink > 0  # else one that just ended deleted it
+                is_held = os.fstat(file.fileno()).st_nlink > 0  # else deleted just now
             except BlockingIOError:
                 is_held = False
             if not is_held:

@@ -18,7 +18,7 @@ import fsspec
 import pytest
 
 from eyas.artifact import WORK, Artifact
-from eyas.errors import InputError, MismatchError, MissingInputError, StorageFullError
+from eyas.errors import MismatchError, MissingInputError, StorageFullError
 from eyas.features import answers as on_disk
 from eyas.features import backends
 from eyas.features import generate as stage
