@@ -1,7 +1,7 @@
 """The page of results, generated from what the benchmarks printed.
 
     python docs/results.py add NAME COMMAND...   run a benchmark, keep its last line
-    python docs/results.py                       write docs/results.md
+    python docs/results.py                       write docs/results.md and docs/concurrency.svg
 
 A file in results/ has the command, the machine, the day and `figures`, the JSON object that the
 benchmark printed last. A `note` says where a file does not come from a run of this version.
@@ -10,6 +10,7 @@ benchmark printed last. A `note` says where a file does not come from a run of t
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -18,9 +19,12 @@ from pathlib import Path
 from typing import Any
 
 from eyas.bench.machine import machine
+from eyas.figure import HEIGHT, WIDTH, Point, Series, line_chart
 
 FOLDER = Path(__file__).with_name("results")
 PAGE = Path(__file__).with_name("results.md")
+PICTURE = Path(__file__).with_name("concurrency.svg")
+COLOURS = Path(__file__).parents[1] / "eyas" / "house.css"
 INTRODUCTION = """# Results
 
 What eyas promises, and what was measured. The model is SmolLM2-135M-Instruct (`smollm2`, from its
@@ -32,6 +36,7 @@ these virtual machines varies by a third within an hour: compare within a row, n
 What was tried on the way, failures included, is in [experiments](experiments/README.md). Some
 commands read public data sets that are not part of the repository.
 """
+LEFT_OF_KEY = 60  # SVG units
 ONE_B = "llama-1b-Q4_K_M"
 Figures = dict[str, Any]
 Row = tuple[str, str, Callable[[Figures], str]]  # promise, file in results/, its figure in words
@@ -391,6 +396,42 @@ def page() -> str:
     return "\n".join(lines) + "\n"
 
 
+def picture() -> str:
+    """Time per token and throughput of plain decoding and of `auto` by concurrency, as SVG in the
+    colours of eyas' pages, light and dark.
+    """
+    by_load = json.loads(path("concurrency").read_text())["figures"]["by_concurrency"]
+    names = {"plain": "plain decoding", "auto": "with SmolLM2's head"}
+    variables = re.findall(r"--(?:ink|muted|line|card|series-\d): #\w+;", COLOURS.read_text())
+    half = len(variables) // 2  # of the light page, then of the dark one
+    light, dark = " ".join(variables[:half]), " ".join(variables[half:])
+    charts = []
+    for place, (value, label) in enumerate(
+        {"tpot_ms": "TPOT, ms", "tokens_per_s": "output tokens/s"}.items()
+    ):
+        series = [
+            Series(
+                name, number, [Point(float(load), by_load[load][arm][value]) for load in by_load]
+            )
+            for number, (arm, name) in enumerate(names.items())
+        ]
+        chart, _, _ = str(line_chart(series, "requests at a time", label)).partition("</svg>")
+        at = f'x="{place * WIDTH}" width="{WIDTH}" height="{HEIGHT}"'
+        charts.append(chart.replace("<svg ", f"<svg {at} ", 1) + "</svg>")
+    key = "".join(
+        f'<circle cx="{LEFT_OF_KEY + 200 * number}" cy="{HEIGHT + 8}" r="4" '
+        f'fill="var(--series-{number})"/><text x="{LEFT_OF_KEY + 10 + 200 * number}" '
+        f'y="{HEIGHT + 12}" font-size="12" fill="var(--muted)">{name}</text>'
+        for number, name in enumerate(names.values())
+    )
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {2 * WIDTH} {HEIGHT + 24}" '
+        f'font-family="system-ui, sans-serif"><style>:root {{ {light} }} '
+        f"@media (prefers-color-scheme: dark) {{ :root {{ {dark} }} }}</style>"
+        f'<rect width="100%" height="100%" fill="var(--card)"/>{"".join(charts)}{key}</svg>\n'
+    )
+
+
 def path(name: str) -> Path:
     return FOLDER / f"{name}.json"
 
@@ -399,3 +440,4 @@ if __name__ == "__main__":
     if sys.argv[1:2] == ["add"]:
         add(sys.argv[2], sys.argv[3:])
     PAGE.write_text(page(), encoding="utf-8")
+    PICTURE.write_text(picture(), encoding="utf-8")

@@ -89,13 +89,16 @@ def test_what_a_shell_asks_a_server_is_answered(page, tmp_path_factory):
             assert json.loads(done.stdout)["object"] in ("chat.completion", "response")
 
 
-def test_the_page_of_settings_is_up_to_date():
-    """`python docs/settings.py` writes it."""
-    path = ROOT / "docs" / "settings.py"
-    spec = importlib.util.spec_from_file_location("settings_page", path)
+@pytest.mark.parametrize("script", ["settings", "results"])
+def test_generated_pages_are_up_to_date(script):
+    """`python docs/settings.py` and `python docs/results.py` write them."""
+    path = ROOT / "docs" / f"{script}.py"
+    spec = importlib.util.spec_from_file_location(f"{script}_page", path)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     assert module.PAGE.read_text(encoding="utf-8") == module.page()
+    if script == "results":
+        assert module.PICTURE.read_text(encoding="utf-8") == module.picture()
 
 
 def test_contributing_names_tests_that_there_are():
