@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+
 import pytest
 import torch
 from hypothesis import given
@@ -253,17 +255,30 @@ def test_an_error_keeps_what_was_done(made, tmp_path, monkeypatch, at, read_ever
     assert not output.exists(CHECKPOINT)
 
 
-def test_places_and_trackers_change_no_identity(made, tmp_path):
+def test_only_settings_with_an_effect_change_the_identity(made, tmp_path):
     identities = []
-    for number, changes in enumerate(
-        ({}, {"checkpoint_every": 7, "tracker": {"to": ["tensorboard"]}}, {"seed": 1})
-    ):
+    for number, changes in enumerate(({}, {"checkpoint_every": 7}, {"seed": 1})):
         output = run(made, changed(epochs=1, **changes), tmp_path / str(number))
         identities.append(output.manifest().identity)
-        assert (tmp_path / str(number) / "tensorboard").exists() == ("tracker" in changes)
     assert identities[0] == identities[1] != identities[2]
     weights = [Artifact(str(tmp_path / name)).read("model.safetensors") for name in "01"]
     assert weights[0] == weights[1]
+
+
+def test_a_callback_gets_every_row_and_ends_no_run(made, tmp_path, caplog):
+    rows, output, given = [], Artifact(str(tmp_path)), (made[0], Features(made[1]))
+
+    def failing(row):
+        rows.append(row)
+        if row["step"] == 3:
+            raise ConnectionError("a server with a secret in its address")
+
+    with caplog.at_level(logging.WARNING, "eyas"):
+        train(changed(epochs=2), *given, output, on_row=failing)
+    assert rows == list(output.read_jsonl(METRICS))[:3]
+    warned = [record.data for record in caplog.records if "on_row" in record.message]
+    assert warned == [{"step": 3, "error": "ConnectionError"}]
+    assert "secret" not in caplog.text
 
 
 def test_packed_rows_learn_the_same_samples(made, tmp_path):

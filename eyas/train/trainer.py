@@ -15,7 +15,7 @@ import math
 import random
 import signal
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from hashlib import sha256
 from typing import Any
@@ -36,7 +36,6 @@ from eyas.shards import FeatureMeta, FeatureSource
 from eyas.train.batches import (
     BatchConfig,
     feed,
-    left_out_samples,
     plan_steps,
     survey,
 )
@@ -76,7 +75,6 @@ from eyas.train.step import (
     training_step,
     usual_learning_rate,
 )
-from eyas.train.tracker import TrackedRun, TrackerConfig, Trackers, open_trackers, scalars
 
 log = logging.getLogger(__name__)
 ENOUGH_JUDGED = 100  # positions: if none of them carries loss, none will
@@ -86,11 +84,14 @@ READ_EVERY, READ_EVERY_ELSEWHERE = {"cpu": 1}, 8
 
 # Settings that are not in the artifact's identity: a run may be resumed with other values.
 WITHOUT_EFFECT = {
-    "tracker": True,
     "checkpoint_every": True,
     "objective": {"recompute"},  # rounding apart
     "start": {"head"},  # an input of the identity, by its content and not by its path
 }
+
+# Called on the first rank with each row of metrics.jsonl; a resumed run repeats the steps behind
+# its checkpoint. One that raises is dropped with a warning: no tracker ends a run.
+OnRow = Callable[[Mapping[str, Any]], None]
 
 # weights, two moments and the best head in a checkpoint; the head itself and its exports
 HEAD_BYTES_PER_PARAMETER = 24
@@ -99,10 +100,8 @@ HEAD_BYTES_PER_PARAMETER = 24
 class TrainConfig(BaseModel):
     """Settings of the train stage.
 
-    start: a head to continue from; null draws new weights. data_share: the share of the
-    conversations to train on, drawn by seed; a smaller share is within a larger one, and steps are
-    fewer. dtype: auto is bfloat16, or float32 on a CPU that multiplies bfloat16 slowly (without
-    AVX-512). checkpoint_every: in steps.
+    start: a head to continue from; null draws new weights. dtype: auto is bfloat16, or float32 on
+    a CPU that multiplies bfloat16 slowly (without AVX-512). checkpoint_every: in steps.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -110,13 +109,11 @@ class TrainConfig(BaseModel):
     head: HeadOptions = HeadOptions()
     objective: ObjectiveConfig = ObjectiveConfig()
     start: StartConfig | None = None
-    data_share: float = Field(1.0, gt=0, le=1)
     epochs: int = Field(3, ge=1, description="passes over the samples")
     batches: BatchConfig = BatchConfig()
     learning_rate: RateConfig = RateConfig()
     dtype: Dtype = Field("auto", description="what is computed in; weights are float32")
     stop: StopConfig = StopConfig()
-    tracker: TrackerConfig = TrackerConfig()
     checkpoint_every: int = Field(200, ge=1)
     seed: int = Field(0, description="of fresh weights, the order and what is drawn")
 
@@ -148,6 +145,7 @@ def train(
     output: Artifact,
     track: Track = quiet,
     held_out: FeatureSource | None = None,
+    on_row: OnRow | None = None,
 ) -> Manifest:
     """Train a head on a source of features; an interrupted run resumes from its last checkpoint.
 
@@ -168,11 +166,11 @@ def train(
         ranks = stack.enter_context(joined())
         with ranks.raised_on_all():
             trainer = Trainer(config, target, source, held_out, ranks)
+            trainer.on_row = on_row if ranks.is_first else None
         if ranks.broadcast_object(lambda: stack.enter_context(output.begun(trainer.identity))):
             track = track if ranks.is_first else quiet
-            trackers = trainer.begin(output, track)
-            stack.callback(trackers.close)
-            trainer.fit(output, track, trackers)
+            trainer.begin(output, track)
+            trainer.fit(output, track)
             trainer.finish(output)
         return ranks.broadcast_object(lambda: output.manifest("train"))
 
@@ -186,6 +184,7 @@ class Trainer:
 
     state: TrainingState
     module: LossModule
+    on_row: OnRow | None = None
     _finished: int  # steps whose measurement, if one was due, is done too
     _judged = _trained = 0  # positions, of the steps of this process
 
@@ -237,14 +236,12 @@ class Trainer:
             inputs["start"] = head_manifest(start.head, {"licence": start.licence})
         return inputs
 
-    def begin(self, output: Artifact, track: Track) -> Trackers:
-        """Plan the run, and load its state from a checkpoint or set up a new one.
-
-        All ranks call it. Returns the trackers, which do nothing on ranks other than the first.
+    def begin(self, output: Artifact, track: Track) -> None:
+        """Plan the run, and load its state from a checkpoint or set up a new one. All ranks call
+        it.
         """
         config, ranks = self.config, self.ranks
-        left_out = left_out_samples(len(self.source), config.data_share, config.seed)
-        self.counts_V, self.usable = ranks.broadcast_object(lambda: survey(self.source, left_out))
+        self.counts_V, self.usable = ranks.broadcast_object(lambda: survey(self.source))
         epochs = [list(self.usable)] * config.epochs
         steps = plan_steps(config.batches, epochs, self.source.lengths, config.seed)
         self.steps = steps[: config.stop.max_steps]
@@ -264,14 +261,6 @@ class Trainer:
         optimizers = optimizers_of(head, config.objective.weight_decay)
         self.state = TrainingState(head, optimizers, dtype)
         self.state.resume(content, output, ranks)
-        with ranks.raised_on_all():
-            if not ranks.is_first:
-                return Trackers({})
-            name, folder = output.url.rsplit("/", 1)[-1], output.local_path("")
-            step = self.state.step
-            return open_trackers(
-                TrackedRun(config.tracker, name, self.identity, self.settings, folder, step)
-            )
 
     def _refuse_without_room(self, output: Artifact) -> None:
         """Raise StorageFullError where checkpoints and the head do not fit."""
@@ -317,7 +306,7 @@ class Trainer:
             recount(head, vocabulary, self.counts_V, config.head.draft_vocab_size)
         return head
 
-    def fit(self, output: Artifact, track: Track, trackers: Trackers) -> None:
+    def fit(self, output: Artifact, track: Track) -> None:
         """Measure the start, then train the steps that are left, fewer if `StopConfig.patience`
         ends the run.
 
@@ -346,11 +335,11 @@ class Trainer:
                         pending.append(training_step(state, self.module, batches, ranks, rate))
                     except EyasError:
                         if pending:  # the whole steps before it
-                            self._read(pending, began, output, trackers)
+                            self._read(pending, began, output)
                         raise
                     if len(pending) < read_every and state.step not in due:
                         continue
-                    rows = self._read(pending, began, output, trackers)
+                    rows = self._read(pending, began, output)
                     pending = []
                     if state.step % config.checkpoint_every == 0 and state.step < num_steps:
                         state.save(output, ranks)
@@ -373,7 +362,7 @@ class Trainer:
             raise
 
     def _read(
-        self, pending: Sequence[StepFigures], began: float, output: Artifact, trackers: Trackers
+        self, pending: Sequence[StepFigures], began: float, output: Artifact
     ) -> list[dict[str, Any]]:
         """The rows of these steps, judged. All ranks call it. Raises what `_judge` raises."""
         rows = rows_of(pending, self.ranks, self.state.head.config)
@@ -384,7 +373,13 @@ class Trainer:
             if peak:
                 row["mfu"] = row["flops"] / (seconds * peak * self.ranks.size)
             self._judge(row, figures.keys, output)
-            trackers.log(row["step"], scalars(row))
+            if self.on_row is not None:
+                try:
+                    self.on_row(row)
+                except Exception as error:  # its words may hold a login
+                    data = {"step": row["step"], "error": type(error).__name__}
+                    log.warning("on_row failed and is called no more", extra={"data": data})
+                    self.on_row = None
         return rows
 
     def _judge(self, row: dict[str, Any], keys: Sequence[str], output: Artifact) -> None:
