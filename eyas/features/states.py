@@ -21,7 +21,7 @@ import re
 import shlex
 import socket
 from collections import deque
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -36,8 +36,7 @@ from eyas.client import RequestFailure
 from eyas.errors import EyasError
 from eyas.features.conversation import TurnFailure
 from eyas.features.fleet import Fleet, FleetConfig, FleetServer, server_urls
-from eyas.features.forward import implementation, sample_of
-from eyas.features.samples import ForwardBatch
+from eyas.features.forward import SampleSource, Work, implementation, sample_of
 from eyas.features.state_proof import (
     NUM_STREAMS,
     StateProof,
@@ -264,8 +263,8 @@ def sglang_streams(content: Any, hidden_size: int, wanted: torch.dtype) -> Tenso
     return streams.view(len(rows), -1, hidden_size)
 
 
-class StateFleet(Fleet[StateRequest, StateReply]):
-    """Servers as a source of samples, each computed alone, in the order of the requests."""
+class StateFleet(Fleet[StateRequest, StateReply], SampleSource):
+    """Servers as a source of samples, each computed alone."""
 
     reuses = False  # no shared beginnings
 
@@ -295,12 +294,12 @@ class StateFleet(Fleet[StateRequest, StateReply]):
         """What finishes the states, and what the servers state."""
         return {"here": self._here, **super().computed_by()}
 
-    def samples(self, batches: Iterable[ForwardBatch]) -> Generator[list[Sample]]:
-        """The samples of each batch, in order. Twice as many requests run as the servers take at
-        once, which bounds the states held here and in files. Several iterators may be open, e.g.
-        while a trainer evaluates. Raises EyasError for a request without states.
+    def samples(self, work: Work) -> Generator[list[Sample]]:
+        """Twice as many requests run as the servers take at once, which bounds the states held here
+        and in files. Several iterators may be open, e.g. while a trainer evaluates. Raises
+        EyasError for a request without states.
         """
-        listed, coming = itertools.tee(batches)
+        listed, coming = itertools.tee(batch for _, batch in work)
         plans = (one for batch in coming for one in batch.samples)
         asked: deque[str] = deque()  # not yet yielded, in order
         try:
