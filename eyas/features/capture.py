@@ -352,30 +352,28 @@ def capture(
                 for split in splits
                 for batch in task.batches(split, source.reuses)
             ]
-            refuse_without_room(work, output)
+            free, needed = (
+                output.room(),
+                sum(
+                    len(one) * writer.meta.bytes_per_token
+                    for writer, batch in work
+                    for one in batch.samples
+                    if one.key not in writer.keys
+                ),
+            )
+            if free is not None and needed > free:
+                raise StorageFullError(
+                    f"the features need {size_text(needed)} at {output.url}, {size_text(free)} "
+                    "are free",
+                    "free some space, choose another folder, an object store or a smaller codec, "
+                    "or capture fewer answers",
+                )
             _capture_missing(source, work, track)
             for writer in writers.values():
                 writer.close()
             features = {"target": config.target, "features": meta.model_dump(mode="json")}
             facts = {**features, "computed_by": source.computed_by()["here"], **source.facts()}
         return output.finish("capture", task.settings, inputs, task.counts(), facts)
-
-
-def refuse_without_room(work: list[tuple[ShardWriter, ForwardBatch]], output: Artifact) -> None:
-    """Raise StorageFullError where what is missing does not fit."""
-    num_bytes = sum(
-        len(one) * writer.meta.bytes_per_token
-        for writer, batch in work
-        for one in batch.samples
-        if one.key not in writer.keys
-    )
-    free = output.room()
-    if free is not None and num_bytes > free:
-        raise StorageFullError(
-            f"the features need {size_text(num_bytes)} at {output.url}, {size_text(free)} are free",
-            "free some space, choose another folder, an object store or a smaller codec, or "
-            "capture fewer answers",
-        )
 
 
 def _capture_missing(
