@@ -57,14 +57,14 @@ def figures(answers: Sequence[AnswerCounts], num_draft_steps: int) -> dict[str, 
         **_tau(answers),
         "accept_hist": total.accept_hist,
         "acceptance_by_position": total.acceptance_by_position,
-        "by_source": _by(answers, [answer.source for answer in answers]),
-        "by_language": _by(answers, [answer.language for answer in answers]),
+        **{
+            f"by_{kind}": {
+                name: _tau([one for one in answers if getattr(one, kind) == name])
+                for name in sorted({getattr(one, kind) for one in answers})
+            }
+            for kind in ("source", "language")
+        },
     }
-
-
-def _by(answers: Sequence[AnswerCounts], names: Sequence[str]) -> dict[str, dict[str, Any]]:
-    pairs = list(zip(answers, names, strict=True))
-    return {name: _tau([one for one, of in pairs if of == name]) for name in sorted(set(names))}
 
 
 def _tau(answers: Sequence[AnswerCounts]) -> dict[str, Any]:

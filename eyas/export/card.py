@@ -128,32 +128,22 @@ class HeadCard:
             {match[1] for source in sources(self.manifest) if (match := HUB_SET.match(source.url))}
         ):
             found["datasets"] = sets
-        if self.measured is not None:
+        if measured := self.measured:
             found["metrics"] = ["tau"]
-            found["model-index"] = [self._results(self.measured)]
-        return found
-
-    def _results(self, measured: Mapping[str, Any]) -> dict[str, Any]:
-        """tau as the hub's table of results has it: over all held-out answers, and by source."""
-        taus = {"all held-out answers": measured["tau"]}
-        taus |= {name: one["tau"] for name, one in measured.get("by_source", {}).items()}
-        return {
-            "name": f"EAGLE-3 head for {self.launch.title}",
-            "results": [
+            taus = {"all held-out answers": measured["tau"]}
+            taus |= {name: one["tau"] for name, one in measured.get("by_source", {}).items()}
+            metric = {"type": "tau", "name": "tau, emitted tokens per round"}
+            results = [
                 {
                     "task": {"type": "text-generation"},
                     "dataset": {"type": "held-out", "name": name},
-                    "metrics": [
-                        {
-                            "type": "tau",
-                            "name": "tau, emitted tokens per round",
-                            "value": round(float(tau), 4),
-                        }
-                    ],
+                    "metrics": [{**metric, "value": round(float(tau), 4)}],
                 }
                 for name, tau in taus.items()
-            ],
-        }
+            ]
+            name = f"EAGLE-3 head for {self.launch.title}"
+            found["model-index"] = [{"name": name, "results": results}]
+        return found
 
     def head_rows(self) -> dict[str, str]:
         """The table of the head."""

@@ -200,7 +200,7 @@ def export(
 
 
 def version_of(identity: str) -> str:
-    """The name of an export among the versions of a head, of its work's identity."""
+    """The name of an export among the versions of a head."""
     return identity[:8]
 
 

@@ -335,9 +335,14 @@ def replay_head(
     loaded: ReplayTarget
     if isinstance(vocabulary.config, TargetConfig):
         loaded = Target.load(folder)
-    elif too_large := larger_than_memory(folder):
-        return [], too_large
     else:
+        size = sum(path.stat().st_size for path in Path(folder).glob("*.safetensors"))
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        if torch.cuda.is_available():
+            memory = torch.cuda.get_device_properties(0).total_memory
+        if size >= memory:
+            needs = f"the target's {size_text(size)} are more than"
+            return [], f"{needs} the {size_text(memory)} of memory"
         try:
             loaded = HookedDecoder.load(folder, stored_dtype(vocabulary.config))
         except MismatchError as fault:
@@ -361,19 +366,6 @@ def replay_head(
         except EmptyInputError as empty:
             return [], empty.what
     return replay(ways, loaded, vocabulary, answers, track, why), ""
-
-
-def larger_than_memory(folder: str | Path) -> str:
-    """Why a target cannot be loaded on this machine; nothing where it may be."""
-    size = sum(path.stat().st_size for path in Path(folder).glob("*.safetensors"))
-    memory = (
-        torch.cuda.get_device_properties(0).total_memory
-        if torch.cuda.is_available()
-        else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    )
-    if size < memory:
-        return ""
-    return f"the target's {size_text(size)} are more than the {size_text(memory)} of memory"
 
 
 def meanings(folder: str | Path, target: TargetShape) -> list[HeadReading]:

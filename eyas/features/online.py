@@ -110,7 +110,7 @@ class OnlineFeatures:
             yield torch.from_numpy(one.token_ids), torch.from_numpy(one.loss_mask)
 
     def batches(self, batches: Sequence[Sequence[int]]) -> Generator[list[Sample]]:
-        """As FeatureSource.batches; servers are asked for later batches ahead."""
+        """Servers are asked for later batches ahead."""
         target, dtype = self._target, DTYPES[self.meta.dtype]
         work = ((None, one) for numbers in batches for one in self._joined(numbers))
         with closing(target.source.samples(work)) as computed:

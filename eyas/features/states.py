@@ -22,9 +22,8 @@ import shlex
 import socket
 from collections import deque
 from collections.abc import Generator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from safetensors import SafetensorError
@@ -56,8 +55,7 @@ FOLDER = "/dev/shm/eyas-states"  # in the commands: memory, no disk
 CONNECTOR = Path(__file__).with_name("vllm")  # for PYTHONPATH of vLLM
 
 
-@dataclass(frozen=True, slots=True)
-class StateReply:
+class StateReply(NamedTuple):
     """A request's states, aux_hidden [T, 3 * H] and last_hidden [T, H], in the server's dtype."""
 
     id: str
@@ -87,7 +85,6 @@ class StateServer(FleetServer[StateRequest, StateReply]):
         return self.engine.startswith("vllm")
 
     async def check(self) -> None:
-        """Raises RequestFailure, "unfit" with the one thing that differs."""
         card = await self.describe()
         if self.engine.split()[0] not in ("vllm", "sglang"):
             raise unfit(f"is {self.engine}, and hidden states come from vLLM and SGLang")
@@ -117,14 +114,12 @@ class StateServer(FleetServer[StateRequest, StateReply]):
         compare(self._proof, streams, layers, self._finished)
 
     async def reply(self, request: StateRequest) -> StateReply:
-        """The states of a sample. Raises RequestFailure."""
         streams_TSH = await self._streams(request.token_ids)
         return StateReply(request.id, await asyncio.to_thread(self._finished, streams_TSH))
 
     async def close(self) -> None:
-        """Its requests have been stopped: delete their files."""
         await super().close()
-        self.sweep()
+        self.sweep()  # its requests have been stopped
 
     def sweep(self) -> None:
         """Delete the server's files for requests that were given up: this process's, and those of
@@ -234,10 +229,8 @@ class StateServer(FleetServer[StateRequest, StateReply]):
             "return_hidden_states": True,
         }
         content = await self.post(f"{self.url}/generate", body)
-        proof = self._proof
-        return await asyncio.to_thread(
-            sglang_streams, content, proof.shape.hidden_size, proof.dtype
-        )
+        wanted = self._proof.shape.hidden_size, self._proof.dtype
+        return await asyncio.to_thread(sglang_streams, content, *wanted)
 
 
 def sglang_streams(content: Any, hidden_size: int, wanted: torch.dtype) -> Tensor:

@@ -104,13 +104,10 @@ class Features:
 
     @property
     def lengths(self) -> list[int]:
-        """T of each sample, without reading one."""
         return [entry.length for entry in self.entries]
 
     def all_tokens(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """token_ids int32 [T] and loss_mask bool [T] of every sample in order, 8 bytes a token,
-        many asked for at once: for counting, as nothing is verified.
-        """
+        """8 bytes a token, many asked for at once; nothing is verified."""
         sizes = [TOKEN_BYTES * entry.length for entry in self.entries]
 
         def tokens(number: int) -> tuple[Tensor, Tensor]:
@@ -120,8 +117,8 @@ class Features:
         return ahead(tokens, numbers, sizes.__getitem__, self._num_threads, AHEAD_BYTES)
 
     def stream(self, numbers: Iterable[int], held: int = 0) -> Generator[Sample]:
-        """These samples in this order, read and decoded ahead. Raises what
-        `[number]` raises, in its place. held: bytes of samples to hold, AHEAD_BYTES at least.
+        """These samples in this order, read and decoded ahead. Raises what `[number]` raises, in
+        its place. held: bytes of samples to hold, AHEAD_BYTES at least.
         """
         held = max(held, AHEAD_BYTES)
         return ahead(self.__getitem__, numbers, self._decoded_bytes, self._num_threads, held)
@@ -130,9 +127,6 @@ class Features:
         return self.meta.decoded_bytes_per_token * self.entries[number].length
 
     def batches(self, batches: Sequence[Sequence[int]]) -> Generator[list[Sample]]:
-        """The samples of each list of numbers, read ahead; to go on after n batches, give
-        batches[n:].
-        """
         largest = max((sum(map(self._decoded_bytes, numbers)) for numbers in batches), default=0)
         numbers = (number for numbers in batches for number in numbers)
         with contextlib.closing(self.stream(numbers, BATCHES_AHEAD * largest)) as samples:
