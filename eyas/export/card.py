@@ -163,31 +163,25 @@ class HeadCard:
 
     def tables(self) -> Iterator[tuple[str, str, list[str], list[list[str]]]]:
         """eval.json's tables, whatever it has (by source, language, temperature, tree,
-        concurrency): name, a note or nothing, columns, rows.
+        concurrency): name, a note or nothing (of trees the target's precision, and whether the
+        commands have another), columns, rows.
         """
         measured = self.measured or {}
         for name, value in measured.items():
             rows = _rows(value)
             if rows:
-                note = self._precision() if name == "trees" else ""
+                note, own, served = "", measured.get("dtype"), self.launch.dtype
+                if name == "trees" and own is not None:
+                    note = f"Measured in {own}."
+                    if served not in (None, own):
+                        note = (
+                            f"Measured in {own}; **the commands above serve in {served}**, where "
+                            f"tau may be another: `eyas eval -s models.dtype={served}` measures "
+                            "what they serve."
+                        )
                 names = list(dict.fromkeys(key for row in rows for key in row))
                 cells = [[row.get(column, "") for column in names] for row in rows]
                 yield name, note, names, cells
-
-    def _precision(self) -> str:
-        """Of the target while tau was measured, and whether the commands have another; nothing
-        where that is not known.
-        """
-        own, served = (self.measured or {}).get("dtype"), self.launch.dtype
-        if own is None:
-            return ""
-        if served in (None, own):
-            return f"Measured in {own}."
-        hint = f"`eyas eval -s models.dtype={served}` measures what they serve."
-        return (
-            f"Measured in {own}; **the commands above serve in {served}**, where tau may be "
-            f"another: {hint}"
-        )
 
 
 def _yaml(content: Mapping[str, Any]) -> str:

@@ -20,7 +20,7 @@ import zlib
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain, islice, product
+from itertools import chain, islice, pairwise, product
 from pathlib import Path
 from typing import Any
 
@@ -142,11 +142,7 @@ def answered(
 
 def usable(found: Sequence[AnswerTokens], text: Path, hint: str) -> list[AnswerTokens]:
     """Those with a place from which a draft could be accepted. Raises EmptyInputError for none."""
-    kept = [
-        one
-        for one in found
-        if any(a and b for a, b in zip(one.mask[1:], one.mask[2:], strict=False))
-    ]
+    kept = [one for one in found if any(map(all, pairwise(one.mask[1:])))]
     if not kept:
         what = f"{text} holds no conversation that the target can answer"
         raise EmptyInputError(what, hint)
@@ -188,32 +184,27 @@ def conversations(text: Path) -> Iterator[tuple[list[dict[str, str]], str]]:
         raise MissingInputError(
             f"no text at {text}", "give JSON lines with messages, or a file of one prompt a line"
         )
-    for line in filter(str.strip, text_lines(text)):
-        if not {".jsonl", ".json"} & {*text.suffixes}:
-            yield [{"role": "user", "content": line.strip()}], language(line)
-            continue
-        try:
-            row = json.loads(line)
-            turns = row.get("messages") or row.get("conversations") or []
-            said = [(turn, turn.get("content", turn.get("value"))) for turn in turns]
-            messages = [
-                {"role": ROLES[turn.get("role", turn.get("from"))], "content": content}
-                for turn, content in said
-                if isinstance(content, str) and content.strip()
-            ]
-        except (ValueError, TypeError, AttributeError, KeyError, RecursionError):
-            continue
-        if messages:
-            kind = row.get("category") or row.get("source")
-            yield messages, str(kind or language(messages[0]["content"]))
-
-
-def text_lines(text: Path) -> Iterator[str]:
-    """The lines of a file, gzipped or not. Raises CorruptError."""
     opened: Any = gzip.open if text.suffix == ".gz" else open
     try:
         with opened(text, "rt", encoding="utf-8-sig") as lines:
-            yield from lines
+            for line in filter(str.strip, lines):
+                if not {".jsonl", ".json"} & {*text.suffixes}:
+                    yield [{"role": "user", "content": line.strip()}], language(line)
+                    continue
+                try:
+                    row = json.loads(line)
+                    turns = row.get("messages") or row.get("conversations") or []
+                    said = [(turn, turn.get("content", turn.get("value"))) for turn in turns]
+                    messages = [
+                        {"role": ROLES[turn.get("role", turn.get("from"))], "content": content}
+                        for turn, content in said
+                        if isinstance(content, str) and content.strip()
+                    ]
+                except (ValueError, TypeError, AttributeError, KeyError, RecursionError):
+                    continue
+                if messages:
+                    kind = row.get("category") or row.get("source")
+                    yield messages, str(kind or language(messages[0]["content"]))
     except (UnicodeDecodeError, gzip.BadGzipFile, EOFError, zlib.error) as error:
         raise CorruptError(
             f"{text} is no text: {type(error).__name__}",
