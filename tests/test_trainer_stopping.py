@@ -116,7 +116,7 @@ def test_a_start_that_is_better_than_all_that_follows_is_kept(made, tmp_path, mo
     first = run(made, changed(stop={"measurements": 0}), tmp_path / "first")
     for start, step in ((first.url, 0), (None, 9)):
         taus = iter([1.9, *[1.5] * 20])
-        monkeypatch.setattr(trainer, "tau_of_counts", lambda counts, taus=taus: next(taus))
+        monkeypatch.setattr(trainer, "ratio_of_sums", lambda counts, taus=taus: next(taus))
         stop = {**CONFIG.stop.model_dump(), "max_steps": 9}
         config = changed(stop=stop, start=start, head={} if start else CONFIG.head.model_dump())
         caplog.clear()
@@ -141,7 +141,7 @@ def test_measured_heads_are_kept_if_asked_for(made, tmp_path):
 
 
 def test_a_stopped_run_that_was_cut_stops_again(made, tmp_path, monkeypatch):
-    monkeypatch.setattr(trainer, "tau_of_counts", lambda counts: 1.5)  # no gain after the first
+    monkeypatch.setattr(trainer, "ratio_of_sums", lambda counts: 1.5)  # no gain after the first
     config = changed(stop={**CONFIG.stop.model_dump(), "patience": 1})
     whole = run(made, config, tmp_path / "whole")
     assert whole.manifest().counts["batches"] < whole.manifest().facts["planned_batches"]
