@@ -49,7 +49,8 @@ from eyas.gguf.folder import is_gguf
 from eyas.model.config import HeadConfig, read_config
 from eyas.model.dialects import Form
 from eyas.model.forms import Verifier
-from eyas.operators.tensors import array_of, read_head, read_tensors, write_head
+from eyas.model.weights import read_arrays
+from eyas.operators.tensors import array_of, read_head, tensor_of, write_head
 
 WORKERS = Path(__file__).parent / "peers"
 SGLANG_ON_A_CPU = {"PYTHONPATH": str(WORKERS / "sglang_cpu"), "SGLANG_USE_CPU_ENGINE": "1"}
@@ -178,7 +179,7 @@ def head_folders(
     config: HeadConfig, tensors: dict[str, torch.Tensor], target: str, work: Path, name: str
 ) -> dict[str, str]:
     """A head in every form of `eyas export` that can say it, by the name of the setting."""
-    embed_tokens = read_tensors(target)["model.embed_tokens.weight"]
+    embed_tokens = tensor_of(read_arrays(target)["model.embed_tokens.weight"])
     architectures = ("LlamaForCausalLM",)
     found = {}
     for form in get_args(Form):

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer
 from transformers import AutoConfig, AutoTokenizer
 
-from eyas.operators.tensors import read_tensors
+from tests.tiny import read_tensors
 
 F32 = gguf.GGMLQuantizationType.F32
 NAMES = {name: number for number, name in gguf.MODEL_ARCH_NAMES.items()}

@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 
 from eyas.model.config import HeadConfig
-from eyas.operators.head import Head
-from eyas.operators.rope import rotation
+from eyas.operators.head import Head, rotation
 
 Weights = dict[str, Tensor]
 DECAY = 0.8

@@ -295,7 +295,7 @@ def test_a_killed_run_goes_on_and_ends_the_same(target, answers, captured, tmp_p
 def test_answers_with_tokens_that_the_target_has_not_are_refused(target, answers, monkeypatch):
     monkeypatch.setattr(stage, "read_answers", lambda _: [answer_of([5, 6], [7, 8, 320, 2])])
     with pytest.raises(MismatchError, match="hold token 320, of 320"):
-        CaptureTask(config_of(target), answers).plan()
+        _ = CaptureTask(config_of(target), answers).plan
 
 
 def test_a_disk_too_small_is_said_before_the_work(target, answers, captured, monkeypatch, output):

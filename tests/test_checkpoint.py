@@ -21,9 +21,9 @@ from eyas.model.checkpoint import map_faults, open_checkpoint
 from eyas.model.config import HeadConfig, RopeConfig
 from eyas.model.dialects import OTHER_LAYER_IDS, Form
 from eyas.model.forms import Verifier
-from eyas.operators.tensors import array_of, read_head, read_tensors, write_head
+from eyas.operators.tensors import array_of, read_head, write_head
 from eyas.operators.vocab import TargetVocabulary, draft_vocabulary
-from tests.tiny import tiny_target
+from tests.tiny import read_tensors, tiny_target
 from tests.tiny_head import edit_config, edit_tensors, head_folder, tiny_head, write_folder
 
 FORMS = ("eyas", "sglang", "vllm")

@@ -43,12 +43,12 @@ from eyas.model.arrays import BFLOAT16
 from eyas.model.library import unavailable
 from eyas.model.target import Target
 from eyas.model.weights import array_sha256, fingerprint, read_arrays, read_shapes
-from eyas.operators.tensors import array_of, read_tensors
+from eyas.operators.tensors import array_of
 from tests.architectures import save_architecture
 from tests.gguf_files import gguf_file
 from tests.oracle.target import logits_of
 from tests.test_cli import assert_one_clear_error, run_eyas
-from tests.tiny import tiny_target
+from tests.tiny import read_tensors, tiny_target
 
 Kind = gguf.GGMLQuantizationType
 LONG_TOKENS_BT = torch.tensor([[(7 * place) % 311 + 3 for place in range(40)]])

@@ -48,13 +48,13 @@ from eyas.model.target import Target
 from eyas.model.threads import threads
 from eyas.model.weights import read_arrays
 from eyas.operators.shape import target_shape
-from eyas.operators.tensors import array_of, arrays_of, read_tensors, tensor_of
+from eyas.operators.tensors import array_of, arrays_of, tensor_of
 from tests.architectures import ARCHITECTURES, save_architecture
 from tests.oracle.draft import guessed
 from tests.plain_eagle import Example, PlainHead
 from tests.quantised_twin import in_eight_bits
 from tests.speculation_world import of_best_path
-from tests.tiny import tiny_target
+from tests.tiny import read_tensors, tiny_target
 from tests.tiny_head import tiny_head
 
 needs_native = pytest.mark.skipif(

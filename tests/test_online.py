@@ -181,7 +181,7 @@ def test_answers_of_another_target_are_refused(answers, tmp_path):
 @pytest.mark.parametrize("both", ["bfloat16"], indirect=True)
 def test_from_the_command_line(target, answers, both, tmp_path):
     """`eyas train ANSWERS --online` makes the head of `eyas train FEATURES`."""
-    setting = both[1].task.config.model_dump(mode="json", exclude={"target"})
+    setting = both[1].config.model_dump(mode="json", exclude={"target"})
     run_file = tmp_path / "run.yaml"
     run_file.write_text(json.dumps({"capture": setting, "train": TRAIN.model_dump(mode="json")}))
     heads = [tmp_path / "online", tmp_path / "stored"]

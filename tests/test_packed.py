@@ -30,7 +30,7 @@ from eyas.model.target import Target
 from eyas.model.threads import threads
 from eyas.model.weights import read_arrays
 from eyas.operators.decoder import OwnDecoder
-from eyas.operators.tensors import array_of, read_tensors
+from eyas.operators.tensors import array_of
 from tests.architectures import ARCHITECTURES, save_architecture
 from tests.gguf_files import gguf_file
 from tests.oracle.rows import TensorCache, TensorRows
@@ -55,7 +55,7 @@ from tests.test_native import (
     run,
     tree_rows,
 )
-from tests.tiny import tiny_target
+from tests.tiny import read_tensors, tiny_target
 
 # of what size the scales of half precision are in usual weights
 SIZES_OF = {Kind.IQ4_NL: 1e-3, Kind.IQ4_XS: 1e-4, Kind.Q2_K: 5e-3, Kind.Q3_K: 1e-3} | {

@@ -6,7 +6,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply
 
 from eyas.model.config import RopeConfig
 from eyas.model.rope import rope_table
-from eyas.operators.rope import apply_rope, rotation
+from eyas.operators.head import apply_rope, rotation
 
 LLAMA3 = {
     "factor": 8.0,

@@ -28,7 +28,7 @@ from eyas.shards import (
     Sample,
     ShardWriter,
     decode_sample,
-    encode_sample,
+    encoded,
 )
 from eyas.shards import reader as reader_module
 from eyas.shards import writer as writer_module
@@ -89,9 +89,9 @@ def test_samples_come_back_bit_for_bit_from_any_store(tmp_path, store, dtype):
     assert features.inputs == {"features": Artifact(url).manifest("capture")}
     assert features.lengths == [len(sample.token_ids) for sample in samples]
     assert len(features) == len(samples)
-    for number, (sample, read) in enumerate(zip(samples, features, strict=True)):
+    tokens = features.all_tokens()
+    for sample, read, (token_ids, loss_mask) in zip(samples, features, tokens, strict=True):
         assert_same(sample, read)
-        token_ids, loss_mask = features.tokens(number)
         assert torch.equal(token_ids, sample.token_ids)
         assert torch.equal(loss_mask, sample.loss_mask)
     assert_same(samples[-1], features[-1])
@@ -120,7 +120,7 @@ def test_every_bfloat16_survives_numpy_and_back():
     last_hidden = patterns[12 * length :].view(length, 4)
     ids = torch.zeros(length, dtype=torch.int32)
     sample = Sample("all", ids, ids.bool(), aux_hidden, last_hidden)
-    data = encode_sample(sample, meta)
+    data = encoded(sample, meta, meta.coder()).data
     entry = Entry(key="all", source="", shard="", start=0, size=len(data), length=length, sha256="")
     assert_same(sample, decode_sample(data, entry, meta))
 
@@ -317,7 +317,7 @@ def test_a_shard_that_was_cut_short_is_named_at_once(tmp_path, place):
     name = next(name for name in artifact.names() if name.endswith(".safetensors"))
     artifact._fs.pipe_file(artifact._path(name), artifact.read(name)[:-40])
     features = Features(Artifact(artifact.url))
-    for read in (lambda: features[3], lambda: features.tokens(3)):
+    for read in (lambda: features[3], lambda: [*features.all_tokens()]):
         with pytest.raises(CorruptError, match=rf"{name} holds [\d,]+ bytes, not") as raised:
             read()
         assert "this one shard" in raised.value.hint

@@ -13,7 +13,6 @@ import os
 import signal
 from contextlib import nullcontext
 from dataclasses import replace
-from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -43,7 +42,7 @@ from eyas.operators.head import load_head
 from eyas.operators.tensors import read_head
 from eyas.shards import Features
 from eyas.train import trainer
-from eyas.train.batches import BatchConfig, feed, left_out_samples
+from eyas.train.batches import BatchConfig, feed
 from eyas.train.loss import ObjectiveConfig
 from eyas.train.ranks import Ranks
 from eyas.train.start import StartConfig, covering_size
@@ -58,7 +57,6 @@ from eyas.train.step import (
     training_step,
     usual_learning_rate,
 )
-from eyas.train.tracker import TrackerConfig
 from eyas.train.trainer import TrainConfig, train
 from tests.tiny import tiny_target
 from tests.tiny_batch import (
@@ -161,35 +159,6 @@ def test_the_seed_decides(made, features, whole, tmp_path):
         run(made[0], features, tmp_path / name, seed=seed)
     assert weights(Artifact(str(tmp_path / "same"))) == weights(whole)
     assert weights(Artifact(str(tmp_path / "other"))) != weights(whole)
-
-
-@given(st.integers(1, 300), st.lists(st.floats(0.001, 1), min_size=2, max_size=5), st.integers())
-def test_a_smaller_share_is_within_a_larger_one(num_samples, shares, seed):
-    shares, everything = sorted(shares), set(range(num_samples))
-    taken = [everything - left_out_samples(num_samples, share, seed) for share in shares]
-    assert all(smaller <= larger for smaller, larger in pairwise(taken))
-    assert [len(one) for one in taken] == [max(1, round(share * num_samples)) for share in shares]
-    assert not left_out_samples(num_samples, 1.0, seed)
-
-
-def test_a_share_of_the_data_is_as_if_there_were_no_more(made, features, tmp_path):
-    """The draft vocabulary, the plan of steps and the weights know nothing of the other samples."""
-    folder, target, samples = made
-    config = CONFIG.model_copy(update={"data_share": 0.25, "head": HeadOptions()})
-    shared = Artifact(str(tmp_path / "share"))
-    run(folder, features, shared, config=config)
-    left_out = left_out_samples(len(samples), 0.25, config.seed)
-    kept = [sample for number, sample in enumerate(samples) if number not in left_out]
-    assert len(kept) == 4
-    alone = Artifact(str(tmp_path / "alone"))
-    few = write_features(tmp_path / "features", target, kept, [])
-    run(folder, few, alone, head=HeadOptions())
-    assert weights(shared) == weights(alone)
-    counts = shared.manifest().counts
-    assert counts == alone.manifest().counts
-    assert counts["answer_tokens"] == sum(int(sample.loss_mask.sum()) for sample in kept)
-    steps = [len(list(one.read_jsonl(METRICS))) for one in (shared, alone)]
-    assert steps[0] == steps[1] == counts["batches"]
 
 
 def test_an_interrupted_bf16_run_ends_in_the_same_weights(made, features, tmp_path):
@@ -375,7 +344,7 @@ def test_settings_are_checked():
         TrainConfig(learning_rate=0)
     with pytest.raises(ValidationError):
         TrainConfig(rate=1)
-    for section in (TrainConfig, BatchConfig, StopConfig, StartConfig, TrackerConfig):
+    for section in (TrainConfig, BatchConfig, StopConfig, StartConfig):
         assert len(section.model_fields) <= 12
 
 

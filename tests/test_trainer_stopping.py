@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+
 import pytest
 import torch
 from hypothesis import given
@@ -114,7 +116,7 @@ def test_a_start_that_is_better_than_all_that_follows_is_kept(made, tmp_path, mo
     first = run(made, changed(stop={"measurements": 0}), tmp_path / "first")
     for start, step in ((first.url, 0), (None, 9)):
         taus = iter([1.9, *[1.5] * 20])
-        monkeypatch.setattr(trainer, "tau_of_counts", lambda counts, taus=taus: next(taus))
+        monkeypatch.setattr(trainer, "ratio_of_sums", lambda counts, taus=taus: next(taus))
         stop = {**CONFIG.stop.model_dump(), "max_steps": 9}
         config = changed(stop=stop, start=start, head={} if start else CONFIG.head.model_dump())
         caplog.clear()
@@ -139,7 +141,7 @@ def test_measured_heads_are_kept_if_asked_for(made, tmp_path):
 
 
 def test_a_stopped_run_that_was_cut_stops_again(made, tmp_path, monkeypatch):
-    monkeypatch.setattr(trainer, "tau_of_counts", lambda counts: 1.5)  # no gain after the first
+    monkeypatch.setattr(trainer, "ratio_of_sums", lambda counts: 1.5)  # no gain after the first
     config = changed(stop={**CONFIG.stop.model_dump(), "patience": 1})
     whole = run(made, config, tmp_path / "whole")
     assert whole.manifest().counts["batches"] < whole.manifest().facts["planned_batches"]
@@ -253,17 +255,30 @@ def test_an_error_keeps_what_was_done(made, tmp_path, monkeypatch, at, read_ever
     assert not output.exists(CHECKPOINT)
 
 
-def test_places_and_trackers_change_no_identity(made, tmp_path):
+def test_only_settings_with_an_effect_change_the_identity(made, tmp_path):
     identities = []
-    for number, changes in enumerate(
-        ({}, {"checkpoint_every": 7, "tracker": {"to": ["tensorboard"]}}, {"seed": 1})
-    ):
+    for number, changes in enumerate(({}, {"checkpoint_every": 7}, {"seed": 1})):
         output = run(made, changed(epochs=1, **changes), tmp_path / str(number))
         identities.append(output.manifest().identity)
-        assert (tmp_path / str(number) / "tensorboard").exists() == ("tracker" in changes)
     assert identities[0] == identities[1] != identities[2]
     weights = [Artifact(str(tmp_path / name)).read("model.safetensors") for name in "01"]
     assert weights[0] == weights[1]
+
+
+def test_a_callback_gets_every_row_and_ends_no_run(made, tmp_path, caplog):
+    rows, output, given = [], Artifact(str(tmp_path)), (made[0], Features(made[1]))
+
+    def failing(row):
+        rows.append(row)
+        if row["step"] == 3:
+            raise ConnectionError("a server with a secret in its address")
+
+    with caplog.at_level(logging.WARNING, "eyas"):
+        train(changed(epochs=2), *given, output, on_row=failing)
+    assert rows == list(output.read_jsonl(METRICS))[:3]
+    warned = [record.data for record in caplog.records if "on_row" in record.message]
+    assert warned == [{"step": 3, "error": "ConnectionError"}]
+    assert "secret" not in caplog.text
 
 
 def test_packed_rows_learn_the_same_samples(made, tmp_path):

@@ -19,6 +19,9 @@ from transformers import (
     Qwen3Config,
 )
 
+from eyas.model.weights import read_arrays
+from eyas.operators.tensors import tensors_of
+
 TEMPLATE = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] "
     "+ '<|im_end|>' + '\n' }}"
@@ -109,3 +112,8 @@ def tiny_target(
 def children_of(pid: int) -> list[int]:
     """The processes that a process has started: of the first of grammars, one for each grammar."""
     return [int(one) for one in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def read_tensors(folder: str | Path, pickled: bool = False) -> dict[str, torch.Tensor]:
+    """All tensors of a checkpoint."""
+    return tensors_of(read_arrays(folder, None, pickled))

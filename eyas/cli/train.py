@@ -85,6 +85,7 @@ def train(
     output: str | os.PathLike[str] | None = None,
     online: Mapping[str, Any] | None = None,
     progress: bool = True,
+    on_row: Callable[[Mapping[str, Any]], None] | None = None,
     **settings: Any,
 ) -> str:
     """Train a head, and return its folder or URL. Interrupted, the same call resumes from the last
@@ -93,8 +94,8 @@ def train(
     features: the folder or URL of `eyas capture`'s output; with `online` of `eyas generate`'s, and
     the target computes features while training. online: capture's settings ({}: the defaults).
     target: any name of the features' model. output: None takes a folder beside the features, named
-    by the work's identity. progress: on stderr. settings: TrainConfig's fields, sections as dicts
-    (docs/settings.md).
+    by the work's identity. progress: on stderr. on_row: called with each row of metrics.jsonl.
+    settings: TrainConfig's fields, sections as dicts (docs/settings.md).
 
     Raises ConfigError, MissingInputError, MismatchError (features of another target), and what
     training raises.
@@ -111,5 +112,6 @@ def train(
             module = importlib.import_module("eyas.features.online")
             capture = validated(module.CaptureConfig, {**online, "target": target}, "capture")
             open_split = module.OnlineTarget(capture, source).features
-        trainer.train(config, target, open_split("train"), artifact, track, open_split("held_out"))
+        splits = open_split("train"), open_split("held_out")
+        trainer.train(config, target, splits[0], artifact, track, splits[1], on_row)
     return artifact.url

@@ -57,14 +57,14 @@ def figures(answers: Sequence[AnswerCounts], num_draft_steps: int) -> dict[str, 
         **_tau(answers),
         "accept_hist": total.accept_hist,
         "acceptance_by_position": total.acceptance_by_position,
-        "by_source": _by(answers, [answer.source for answer in answers]),
-        "by_language": _by(answers, [answer.language for answer in answers]),
+        **{
+            f"by_{kind}": {
+                name: _tau([one for one in answers if getattr(one, kind) == name])
+                for name in sorted({getattr(one, kind) for one in answers})
+            }
+            for kind in ("source", "language")
+        },
     }
-
-
-def _by(answers: Sequence[AnswerCounts], names: Sequence[str]) -> dict[str, dict[str, Any]]:
-    pairs = list(zip(answers, names, strict=True))
-    return {name: _tau([one for one, of in pairs if of == name]) for name in sorted(set(names))}
 
 
 def _tau(answers: Sequence[AnswerCounts]) -> dict[str, Any]:
@@ -87,9 +87,7 @@ def tree_entry(
     is_known: Sequence[Sequence[bool]],
     **facts: Any,
 ) -> dict[str, Any]:
-    """An entry of eval.json's `trees`. is_known: of each answer's tokens, in the draft
-    vocabulary.
-    """
+    """An entry of eval.json's `trees`. is_known: whether the draft vocabulary has each token."""
     return {
         "speculation": str(tree),
         "temperature": temperature,
@@ -109,12 +107,11 @@ def vocabulary_figures(answers: Sequence[Sequence[bool]], num_draft_steps: int) 
     which the ends of answers keep below num_draft_steps + 1.
     """
     known, count = sum(map(sum, answers)), sum(map(len, answers))
+    full = [[True] * len(answer) for answer in answers]
     return {
         "draft_vocabulary_coverage": known / max(count, 1),
         "tau_ceiling": tau_ceiling(answers, num_draft_steps),
-        "tau_ceiling_full_vocabulary": tau_ceiling(
-            [[True] * len(answer) for answer in answers], num_draft_steps
-        ),
+        "tau_ceiling_full_vocabulary": tau_ceiling(full, num_draft_steps),
     }
 
 

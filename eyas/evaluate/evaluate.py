@@ -22,7 +22,7 @@ from pydantic import Field, field_validator
 from eyas.artifact import Artifact, Manifest, identity
 from eyas.chat import Chat
 from eyas.engine.tree import Speculation
-from eyas.errors import ConfigError, EmptyInputError
+from eyas.errors import ConfigError, EmptyInputError, MismatchError
 from eyas.evaluate.breakdown import WAYS, AnswerCounts
 from eyas.evaluate.comparison import FEW, compare
 from eyas.evaluate.trees import (
@@ -31,7 +31,6 @@ from eyas.evaluate.trees import (
     Models,
     ModelsConfig,
     PromptSet,
-    hooked_dtype,
     measure_tree,
     prompts_digest,
 )
@@ -40,7 +39,7 @@ from eyas.hub import resolve_head, resolve_target
 from eyas.lineage import head_manifest
 from eyas.log import Track, quiet
 from eyas.model.architecture import TargetConfig
-from eyas.model.target import resolve_dtype
+from eyas.model.target import resolve_dtype, stored_dtype
 from eyas.model.threads import threads
 from eyas.model.weights import fingerprint
 from eyas.operators.decoder import default_device
@@ -126,8 +125,16 @@ def evaluate(
     folder, prompts = resolve_target(target), prompts[: config.num_prompts]
     if prompts:  # what "auto" stands for on this machine
         models, shape = config.models, target_shape(folder)
-        is_own = isinstance(shape, TargetConfig)
-        dtype = resolve_dtype(models.dtype, shape) if is_own else hooked_dtype(models.dtype, shape)
+        is_own, dtype = isinstance(shape, TargetConfig), models.dtype
+        if is_own:
+            dtype = resolve_dtype(dtype, shape)
+        elif dtype == "packed":
+            raise MismatchError(
+                "transformers runs this target, and has no dtype packed",
+                "take models.dtype=bfloat16, or auto",
+            )
+        elif dtype == "auto":
+            dtype = stored_dtype(shape)
         models = models.model_copy(update={"dtype": dtype})
         config = config.model_copy(update={"models": models})
         # the other head is an input, and the tolerance only judges the result
@@ -245,8 +252,25 @@ class HeadMeasurement:
             answers = self._on_features.answers()
         if self._models is not None or self._hooked is not None:
             measured = list(self._on_prompts(track))
-            answers, entries = measured[0][1], [one for of, _ in measured for one in of]
-            result = self._of_trees(entries, result)
+            answers, trees = measured[0][1], [one for of, _ in measured for one in of]
+            first, config = trees[0], self._config
+            if not first["rounds"]:
+                raise EmptyInputError(
+                    f"no round of {first['speculation']} drafted anything",
+                    "give prompts with longer answers, or a fixed tree first",
+                )
+            result = {
+                **first,
+                "assumes": f"{first['speculation']} in {config.models.dtype} at temperature "
+                f"{first['temperature']:g}",
+                "dtype": config.models.dtype,
+                "trees": trees,
+                "temperatures": list(config.temperatures),
+                "languages": sorted(first["by_language"]),
+                "left_out": self._prompts.num_left_out,
+                **result,
+                "ways": {**result.get("ways", {}), "trees": WAYS[first["by"]]},
+            }
         return result, answers
 
     def _on_prompts(
@@ -272,31 +296,6 @@ class HeadMeasurement:
                 tree = Speculation.parse(name)
                 entry, answers = measure_tree(self._models, prompts, tree, requests, bar)
                 yield [entry], answers
-
-    def _of_trees(
-        self, measured: list[dict[str, Any]], of_chains: dict[str, Any]
-    ) -> dict[str, Any]:
-        """What eval.json says of trees on prompts, beside chains. Raises EmptyInputError where the
-        first tree drafted nothing.
-        """
-        first, config = measured[0], self._config
-        if not first["rounds"]:
-            raise EmptyInputError(
-                f"no round of {first['speculation']} drafted anything",
-                "give prompts with longer answers, or a fixed tree first",
-            )
-        return {
-            **first,
-            "assumes": f"{first['speculation']} in {config.models.dtype} at temperature "
-            f"{first['temperature']:g}",
-            "dtype": config.models.dtype,
-            "trees": measured,
-            "temperatures": list(config.temperatures),
-            "languages": sorted(first["by_language"]),
-            "left_out": self._prompts.num_left_out,
-            **of_chains,
-            "ways": {**of_chains.get("ways", {}), "trees": WAYS[first["by"]]},
-        }
 
 
 def _part_of(track: Track, number: int, count: int) -> Track:

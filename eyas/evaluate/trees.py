@@ -27,8 +27,7 @@ from eyas.evaluate.breakdown import AnswerCounts, tree_entry
 from eyas.language import language
 from eyas.log import Track
 from eyas.model.checkpoint import read_head
-from eyas.model.config import TargetShape
-from eyas.model.target import Dtype, Target, stored_dtype
+from eyas.model.target import Dtype, Target
 from eyas.operators.decoder import HookedDecoder
 from eyas.records import Message, mixed_seed
 from eyas.settings import Settings
@@ -196,16 +195,6 @@ def measure_tree(
 
 
 # Where our own engine does not run the target
-
-
-def hooked_dtype(dtype: Dtype, shape: TargetShape) -> Dtype:
-    """`dtype` without "auto". Raises MismatchError for what transformers' models are not run in."""
-    if dtype == "packed":
-        raise MismatchError(
-            "transformers runs this target, and has no dtype packed",
-            "take models.dtype=bfloat16, or auto",
-        )
-    return stored_dtype(shape) if dtype == "auto" else dtype
 
 
 @dataclass(frozen=True, slots=True)

@@ -48,7 +48,7 @@ from eyas.evaluate.breakdown import (
 from eyas.language import language
 from eyas.log import Track
 from eyas.model.arrays import FLOAT32, Array
-from eyas.model.config import HeadConfig, TargetShape, check_head
+from eyas.model.config import TargetShape, check_head
 from eyas.model.dialects import LM_HEAD
 from eyas.model.rows import FeatureCache, Growth, Roots
 from eyas.model.target import PAGE_SIZE
@@ -266,7 +266,18 @@ class AnswerWalks:
         """
         config, tensors = read_head(head, vocabulary.config)
         if source is not None:
-            check_belongs(source, config, vocabulary)
+            meta, ours = source.meta, vocabulary.config
+            found = meta.lm_head_sha256, meta.taps, meta.hidden_size, meta.vocab_size
+            wanted = vocabulary.lm_head_sha256, config.taps, ours.hidden_size, ours.vocab_size
+            if found != wanted:
+                raise MismatchError(
+                    "head, features and target are not of one target: the features are of layers "
+                    f"{meta.taps} of a target of hidden size {meta.hidden_size} whose lm_head is "
+                    f"{meta.lm_head_sha256[:12]}, the head is of layers {config.taps} of "
+                    f"{config.target_hidden_size}, the target's lm_head is "
+                    f"{vocabulary.lm_head_sha256[:12]}",
+                    "give the target and features that the head was trained on",
+                )
         check_head(config, vocabulary.config, vocabulary.lm_head_sha256)
         parsed = [Speculation.parse(tree) for tree in trees]
         for tree in parsed:
@@ -411,17 +422,3 @@ def answers_temperature(source: FeatureSource, greedy_share: float) -> float | N
     if stated:
         return stated.pop() if len(stated) == 1 else None
     return 0.0 if greedy_share >= GREEDY else None
-
-
-def check_belongs(source: FeatureSource, head: HeadConfig, vocabulary: TargetVocabulary) -> None:
-    """Raise MismatchError unless features are of this target, and of the head's layers."""
-    meta, ours = source.meta, vocabulary.config
-    found = meta.lm_head_sha256, meta.taps, meta.hidden_size, meta.vocab_size
-    if found != (vocabulary.lm_head_sha256, head.taps, ours.hidden_size, ours.vocab_size):
-        raise MismatchError(
-            f"head, features and target are not of one target: the features are of layers "
-            f"{meta.taps} of a target of hidden size {meta.hidden_size} whose lm_head is "
-            f"{meta.lm_head_sha256[:12]}, the head is of layers {head.taps} of "
-            f"{head.target_hidden_size}, the target's lm_head is {vocabulary.lm_head_sha256[:12]}",
-            "give the target and features that the head was trained on",
-        )

@@ -128,32 +128,22 @@ class HeadCard:
             {match[1] for source in sources(self.manifest) if (match := HUB_SET.match(source.url))}
         ):
             found["datasets"] = sets
-        if self.measured is not None:
+        if measured := self.measured:
             found["metrics"] = ["tau"]
-            found["model-index"] = [self._results(self.measured)]
-        return found
-
-    def _results(self, measured: Mapping[str, Any]) -> dict[str, Any]:
-        """tau as the hub's table of results has it: over all held-out answers, and by source."""
-        taus = {"all held-out answers": measured["tau"]}
-        taus |= {name: one["tau"] for name, one in measured.get("by_source", {}).items()}
-        return {
-            "name": f"EAGLE-3 head for {self.launch.title}",
-            "results": [
+            taus = {"all held-out answers": measured["tau"]}
+            taus |= {name: one["tau"] for name, one in measured.get("by_source", {}).items()}
+            metric = {"type": "tau", "name": "tau, emitted tokens per round"}
+            results = [
                 {
                     "task": {"type": "text-generation"},
                     "dataset": {"type": "held-out", "name": name},
-                    "metrics": [
-                        {
-                            "type": "tau",
-                            "name": "tau, emitted tokens per round",
-                            "value": round(float(tau), 4),
-                        }
-                    ],
+                    "metrics": [{**metric, "value": round(float(tau), 4)}],
                 }
                 for name, tau in taus.items()
-            ],
-        }
+            ]
+            name = f"EAGLE-3 head for {self.launch.title}"
+            found["model-index"] = [{"name": name, "results": results}]
+        return found
 
     def head_rows(self) -> dict[str, str]:
         """The table of the head."""
@@ -173,31 +163,25 @@ class HeadCard:
 
     def tables(self) -> Iterator[tuple[str, str, list[str], list[list[str]]]]:
         """eval.json's tables, whatever it has (by source, language, temperature, tree,
-        concurrency): name, a note or nothing, columns, rows.
+        concurrency): name, a note or nothing (of trees the target's precision, and whether the
+        commands have another), columns, rows.
         """
         measured = self.measured or {}
         for name, value in measured.items():
             rows = _rows(value)
             if rows:
-                note = self._precision() if name == "trees" else ""
+                note, own, served = "", measured.get("dtype"), self.launch.dtype
+                if name == "trees" and own is not None:
+                    note = f"Measured in {own}."
+                    if served not in (None, own):
+                        note = (
+                            f"Measured in {own}; **the commands above serve in {served}**, where "
+                            f"tau may be another: `eyas eval -s models.dtype={served}` measures "
+                            "what they serve."
+                        )
                 names = list(dict.fromkeys(key for row in rows for key in row))
                 cells = [[row.get(column, "") for column in names] for row in rows]
                 yield name, note, names, cells
-
-    def _precision(self) -> str:
-        """Of the target while tau was measured, and whether the commands have another; nothing
-        where that is not known.
-        """
-        own, served = (self.measured or {}).get("dtype"), self.launch.dtype
-        if own is None:
-            return ""
-        if served in (None, own):
-            return f"Measured in {own}."
-        hint = f"`eyas eval -s models.dtype={served}` measures what they serve."
-        return (
-            f"Measured in {own}; **the commands above serve in {served}**, where tau may be "
-            f"another: {hint}"
-        )
 
 
 def _yaml(content: Mapping[str, Any]) -> str:

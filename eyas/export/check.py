@@ -100,7 +100,7 @@ def warning(what: str, hint: str) -> CheckFinding:
 
 
 def errors(faults: Sequence[MismatchError]) -> list[CheckFinding]:
-    """What `read_head` refuses, as findings; of what is ambiguous with its meanings."""
+    """What `read_head` refuses; of what is ambiguous with its meanings."""
     return [
         CheckFinding("error", one.what, one.hint, getattr(one, "meanings", {})) for one in faults
     ]

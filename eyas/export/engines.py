@@ -65,9 +65,8 @@ class Launch:
         if topk == 1 or form == "vllm":  # vLLM drafts chains only
             return Speculation("fixed", steps, 1, steps + 1)
         # no more than the draft steps can give
-        return Speculation(
-            "fixed", steps, topk, min(num_verified, topk + (steps - 1) * topk**2 + 1)
-        )
+        most = topk + (steps - 1) * topk**2 + 1
+        return Speculation("fixed", steps, topk, min(num_verified, most))
 
     def is_served(self, form: EngineForm) -> bool:
         """Whether the engine of this form serves such a target with a head."""
@@ -128,9 +127,7 @@ def sglang_command(launch: Launch, head: str | None) -> list[str]:
 
 
 def vllm_command(launch: Launch, head: str | None) -> list[str]:
-    """Its own code of some targets gives no hidden states, transformers'
-    does.
-    """
+    """Its own code of some targets gives no hidden states, transformers' does."""
     speculation = {
         "method": "eagle3",
         "model": head,

@@ -149,10 +149,17 @@ def export(
             taps=shape.taps,
             family=vocabulary.config.model_type,
         )
+        family = vocabulary.config.family
+        name = FAMILIES[family].name if family in FAMILIES else family
+        architectures = read_config(folder).get("architectures") or [f"{name}ForCausalLM"]
         hashes: dict[str, str] = {}
         for number, form in enumerate(config.forms):
             track(number, len(config.forms), form)
-            verifier = verifier_of(form, launch, folder, vocabulary, tensors)
+            embed_tokens = None  # the target's, in the head's precision, where the form holds them
+            if engine_of(form).target_embeddings:
+                embed_tokens = array_of(vocabulary.embed_tokens.to(tensors["fc.weight"].dtype))
+            of_target = launch.target, tuple(architectures), embed_tokens
+            verifier = Verifier(*of_target, launch.num_draft_steps)
             files = write_head(shape, tensors, form, verifier, MAX_SHARD_BYTES)
             for name, data in files.items():
                 output.write(f"{form}/{name}", data)
@@ -200,7 +207,7 @@ def export(
 
 
 def version_of(identity: str) -> str:
-    """The name of an export among the versions of a head, of its work's identity."""
+    """The name of an export among the versions of a head."""
     return identity[:8]
 
 
@@ -254,27 +261,6 @@ def served_head(source: Path, vocabulary: TargetVocabulary) -> tuple[HeadConfig,
     if own is not None and torch.equal(own, vocabulary.embed_tokens.to(own.dtype)):
         del tensors[EMBED_TOKENS]
     return shape.model_copy(update={"max_position_embeddings": length}), tensors
-
-
-def verifier_of(
-    form: EngineForm,
-    launch: Launch,
-    folder: str,
-    vocabulary: TargetVocabulary,
-    tensors: Mapping[str, Tensor],
-) -> Verifier:
-    """What a form says of the target, with its embeddings in the head's precision where the form
-    holds them.
-    """
-    family = vocabulary.config.family
-    name = FAMILIES[family].name if family in FAMILIES else family
-    architectures = read_config(folder).get("architectures") or [f"{name}ForCausalLM"]
-    embed_tokens = (
-        array_of(vocabulary.embed_tokens.to(tensors["fc.weight"].dtype))
-        if engine_of(form).target_embeddings
-        else None
-    )
-    return Verifier(launch.target, tuple(architectures), embed_tokens, launch.num_draft_steps)
 
 
 def prove_equal(

@@ -20,7 +20,7 @@ import zlib
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain, islice, product
+from itertools import chain, islice, pairwise, product
 from pathlib import Path
 from typing import Any
 
@@ -142,11 +142,7 @@ def answered(
 
 def usable(found: Sequence[AnswerTokens], text: Path, hint: str) -> list[AnswerTokens]:
     """Those with a place from which a draft could be accepted. Raises EmptyInputError for none."""
-    kept = [
-        one
-        for one in found
-        if any(a and b for a, b in zip(one.mask[1:], one.mask[2:], strict=False))
-    ]
+    kept = [one for one in found if any(map(all, pairwise(one.mask[1:])))]
     if not kept:
         what = f"{text} holds no conversation that the target can answer"
         raise EmptyInputError(what, hint)
@@ -188,32 +184,27 @@ def conversations(text: Path) -> Iterator[tuple[list[dict[str, str]], str]]:
         raise MissingInputError(
             f"no text at {text}", "give JSON lines with messages, or a file of one prompt a line"
         )
-    for line in filter(str.strip, text_lines(text)):
-        if not {".jsonl", ".json"} & {*text.suffixes}:
-            yield [{"role": "user", "content": line.strip()}], language(line)
-            continue
-        try:
-            row = json.loads(line)
-            turns = row.get("messages") or row.get("conversations") or []
-            said = [(turn, turn.get("content", turn.get("value"))) for turn in turns]
-            messages = [
-                {"role": ROLES[turn.get("role", turn.get("from"))], "content": content}
-                for turn, content in said
-                if isinstance(content, str) and content.strip()
-            ]
-        except (ValueError, TypeError, AttributeError, KeyError, RecursionError):
-            continue
-        if messages:
-            kind = row.get("category") or row.get("source")
-            yield messages, str(kind or language(messages[0]["content"]))
-
-
-def text_lines(text: Path) -> Iterator[str]:
-    """The lines of a file, gzipped or not. Raises CorruptError."""
     opened: Any = gzip.open if text.suffix == ".gz" else open
     try:
         with opened(text, "rt", encoding="utf-8-sig") as lines:
-            yield from lines
+            for line in filter(str.strip, lines):
+                if not {".jsonl", ".json"} & {*text.suffixes}:
+                    yield [{"role": "user", "content": line.strip()}], language(line)
+                    continue
+                try:
+                    row = json.loads(line)
+                    turns = row.get("messages") or row.get("conversations") or []
+                    said = [(turn, turn.get("content", turn.get("value"))) for turn in turns]
+                    messages = [
+                        {"role": ROLES[turn.get("role", turn.get("from"))], "content": content}
+                        for turn, content in said
+                        if isinstance(content, str) and content.strip()
+                    ]
+                except (ValueError, TypeError, AttributeError, KeyError, RecursionError):
+                    continue
+                if messages:
+                    kind = row.get("category") or row.get("source")
+                    yield messages, str(kind or language(messages[0]["content"]))
     except (UnicodeDecodeError, gzip.BadGzipFile, EOFError, zlib.error) as error:
         raise CorruptError(
             f"{text} is no text: {type(error).__name__}",
@@ -335,9 +326,14 @@ def replay_head(
     loaded: ReplayTarget
     if isinstance(vocabulary.config, TargetConfig):
         loaded = Target.load(folder)
-    elif too_large := larger_than_memory(folder):
-        return [], too_large
     else:
+        size = sum(path.stat().st_size for path in Path(folder).glob("*.safetensors"))
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        if torch.cuda.is_available():
+            memory = torch.cuda.get_device_properties(0).total_memory
+        if size >= memory:
+            needs = f"the target's {size_text(size)} are more than"
+            return [], f"{needs} the {size_text(memory)} of memory"
         try:
             loaded = HookedDecoder.load(folder, stored_dtype(vocabulary.config))
         except MismatchError as fault:
@@ -361,19 +357,6 @@ def replay_head(
         except EmptyInputError as empty:
             return [], empty.what
     return replay(ways, loaded, vocabulary, answers, track, why), ""
-
-
-def larger_than_memory(folder: str | Path) -> str:
-    """Why a target cannot be loaded on this machine; nothing where it may be."""
-    size = sum(path.stat().st_size for path in Path(folder).glob("*.safetensors"))
-    memory = (
-        torch.cuda.get_device_properties(0).total_memory
-        if torch.cuda.is_available()
-        else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    )
-    if size < memory:
-        return ""
-    return f"the target's {size_text(size)} are more than the {size_text(memory)} of memory"
 
 
 def meanings(folder: str | Path, target: TargetShape) -> list[HeadReading]:

@@ -121,7 +121,7 @@ def cost_table(rows: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def read_costs(url: str) -> EngineCosts:
-    """The table in a JSON file. Raises CorruptError, FileNotFoundError."""
+    """The table in a file. Raises CorruptError, FileNotFoundError."""
     with fsspec.open(url, "rb") as stream:
         return _checked(stream.read(), url)
 

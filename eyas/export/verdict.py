@@ -183,7 +183,7 @@ class Jump(NamedTuple):
 
 
 def jumps(scores: Sequence[ReadingScore]) -> list[Jump]:
-    """What every other reading does to tau; scores: the declared one first.
+    """What every reading but the first does to its tau.
 
     By the delta method on the ratio of sums over answers, Student's t, and Bonferroni's bound, with
     which the intervals hold together.

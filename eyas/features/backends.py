@@ -43,12 +43,11 @@ class EngineBackend:
         self._running: dict[str, tuple[float, list[int]]] = {}  # start, tokens
 
     def add(self, request: TurnRequest) -> None:
-        """Ask for a turn. Raises InputError when it does not fit into the engine."""
+        """Raises InputError for what does not fit into the engine."""
         self._engine.add(Request(request.id, request.prompt_ids, request.params))
         self._running[request.id] = time.perf_counter(), []
 
     def wait(self) -> list[TurnAnswer]:
-        """Step until an answer is whole."""
         done: list[TurnAnswer] = []
         while self._running and not done:
             for update in self._engine.step():
@@ -63,7 +62,6 @@ class EngineBackend:
         return done
 
     def status(self) -> str:
-        """For the progress line: nothing."""
         return ""
 
     def facts(self) -> dict[str, Any]:
@@ -75,7 +73,7 @@ class EngineBackend:
         return {"here": f"{ENGINE}, decoder {build()}"}
 
     def close(self) -> None:
-        """Nothing is held that Python does not release."""
+        """Python releases all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +96,6 @@ class TargetServer(FleetServer[TurnRequest, TurnAnswer]):
         self._sends_tokens, self._proof = config.send == "tokens", proof
 
     async def check(self) -> None:
-        """Raises RequestFailure, "unfit" where something else than the target is served."""
         card, proof = await self.describe(), self._proof
         own = card.get("eyas")
         served = own.get("target_fingerprint") if isinstance(own, dict) else None
@@ -119,7 +116,6 @@ class TargetServer(FleetServer[TurnRequest, TurnAnswer]):
                 raise RequestFailure("unfit", what) from failure
 
     async def reply(self, request: TurnRequest) -> TurnAnswer:
-        """The answer to one turn. Raises RequestFailure."""
         started, params = time.perf_counter(), request.params
         body: dict[str, Any] = {
             "model": self.model,

@@ -9,10 +9,11 @@ from __future__ import annotations
 import hashlib
 import os
 import time
-from collections.abc import Generator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
-from functools import partial
+from dataclasses import replace
+from functools import cached_property, partial
 from typing import Any, Literal, get_args
 
 import torch
@@ -29,12 +30,7 @@ from eyas.errors import (
 from eyas.executor import Place, open_executor
 from eyas.features.answers import hold_to
 from eyas.features.fleet import FleetConfig
-from eyas.features.forward import (
-    FeatureForward,
-    ForwardTask,
-    StoredForm,
-    WorkerForward,
-)
+from eyas.features.forward import FeatureForward, ForwardTask, SampleSource, WorkerForward
 from eyas.features.marks import Mark
 from eyas.features.samples import (
     CapturePlan,
@@ -53,6 +49,7 @@ from eyas.model.target import Dtype, resolve_dtype, stored_dtype
 from eyas.model.weights import fingerprint
 from eyas.operators.decoder import FeatureDecoder, HookedDecoder, OwnDecoder, default_device
 from eyas.operators.shape import target_shape
+from eyas.operators.vocab import TargetVocabulary
 from eyas.records import RECORD, read_answers
 from eyas.settings import Settings
 from eyas.shards import CodecName, EncodedSample, FeatureMeta, Sample, ShardWriter, Split
@@ -192,6 +189,7 @@ class CaptureTask:
             "target_fingerprint": target_fingerprint,
         }
 
+    @cached_property
     def plan(self) -> CapturePlan:
         """What becomes of the answers. Raises EmptyInputError when none can be used, MismatchError
         for tokens that the target has not.
@@ -213,25 +211,26 @@ class CaptureTask:
             )
         return plan
 
-    def samples(self, plan: CapturePlan, split: Split) -> list[SamplePlan]:
+    @property
+    def batch_tokens(self) -> int:
+        """Of a forward. A server is asked for one sample, which is stored as soon as it comes."""
+        return 1 if self.config.servers else self.config.batch_tokens
+
+    def samples(self, split: Split) -> list[SamplePlan]:
         """The plan's samples of a split."""
         share = self.config.held_out_share
-        return [one for one in plan.samples if split_of(one.prompt_id, share) == split]
+        return [one for one in self.plan.samples if split_of(one.prompt_id, share) == split]
 
-    def batches(self, plan: CapturePlan, split: Split, reuses: bool) -> list[ForwardBatch]:
+    def batches(self, split: Split, reuses: bool) -> list[ForwardBatch]:
         """The forwards of a split: what the other split holds changes no value of this one.
-        reuses: whether a common beginning can be computed once.
+        reuses: as in SampleSource.
         """
-        samples = self.samples(plan, split)
-        # a server is asked for one sample, which is stored as soon as it comes
-        batch_tokens = 1 if self.config.servers else self.config.batch_tokens
-        return list(forward_batches(samples, batch_tokens, reuses))
+        return list(forward_batches(self.samples(split), self.batch_tokens, reuses))
 
-    def counts(self, plan: CapturePlan) -> dict[str, int]:
+    def counts(self) -> dict[str, int]:
         """For the manifest: all answers, and samples and tokens of the splits that are stored."""
-        stored = {
-            split: self.samples(plan, split) if split in self.splits else [] for split in SPLITS
-        }
+        plan = self.plan
+        stored = {split: self.samples(split) if split in self.splits else [] for split in SPLITS}
         return {
             "answers": plan.num_answers,
             "merged": plan.num_merged,
@@ -256,8 +255,12 @@ def open_forward(
         decoder = OwnDecoder.load(folder, dtype)
     else:
         decoder, device = HookedDecoder.load(folder, dtype, config.device_map), default_device()
-    form = StoredForm(folder, device, DTYPES[config.store_dtype]) if stores else None
-    return FeatureForward(decoder, form)
+    vocabulary = None
+    if stores:
+        vocabulary = TargetVocabulary.load(folder)
+        # embeddings have no use here
+        vocabulary = replace(vocabulary, embed_tokens=vocabulary.lm_head).to(device, torch.bfloat16)
+    return FeatureForward(decoder, DTYPES[config.store_dtype], vocabulary)
 
 
 def load_on_worker(config: CaptureConfig, target_fingerprint: str) -> FeatureForward:
@@ -294,7 +297,7 @@ def open_workers(task: CaptureTask) -> WorkerForward:
     return WorkerForward(open_executor(config.executor, work, config.workers), config.workers)
 
 
-def open_source(task: CaptureTask, plan: CapturePlan, stores: bool = False) -> SampleSource:
+def open_source(task: CaptureTask, stores: bool = False) -> FeatureForward | StateFleet:
     """What computes the samples of a task: a decoder here, or servers, which are proved first.
     stores: samples are to be stored; those of servers have no best tokens.
     """
@@ -303,7 +306,7 @@ def open_source(task: CaptureTask, plan: CapturePlan, stores: bool = False) -> S
         return open_forward(config, shape, task.folder, stores)
     dtype = config.dtype_of(shape)
     decoder = HookedDecoder.load(task.folder, dtype, config.device_map)
-    proof = prove_by(decoder, dtype, plan.samples)
+    proof = prove_by(decoder, dtype, task.plan.samples)
     commands = start_commands(task.folder, shape, dtype, proof.max_length)
     run = identity("capture", task.settings, {"answers": task.made})
     return StateFleet(config.servers, config.client, decoder, proof, run, commands)
@@ -315,9 +318,6 @@ def split_of(prompt_id: str, held_out_share: float) -> Split:
     """
     number = int.from_bytes(hashlib.sha256(prompt_id.encode()).digest()[:8], "big")
     return "held_out" if number < held_out_share * 2**64 else "train"
-
-
-SampleSource = FeatureForward | StateFleet
 
 
 def capture(
@@ -337,9 +337,8 @@ def capture(
     with output.begun(identity("capture", task.settings, inputs)) as is_work:
         if not is_work:
             return output.manifest()
-        plan = task.plan()
-        output.write_jsonl("dropped.jsonl", plan.dropped)
-        opened = open_workers(task) if config.has_workers else open_source(task, plan, stores=True)
+        output.write_jsonl("dropped.jsonl", task.plan.dropped)
+        opened = open_workers(task) if config.has_workers else open_source(task, stores=True)
         with closing(opened) as source:
             hold_to(output, source.computed_by())
             meta = config.meta_of(task.shape, source.lm_head_sha256)
@@ -351,38 +350,34 @@ def capture(
             work = [
                 (writers[split], batch)
                 for split in splits
-                for batch in task.batches(plan, split, source.reuses)
+                for batch in task.batches(split, source.reuses)
             ]
-            refuse_without_room(work, output)
+            free, needed = (
+                output.room(),
+                sum(
+                    len(one) * writer.meta.bytes_per_token
+                    for writer, batch in work
+                    for one in batch.samples
+                    if one.key not in writer.keys
+                ),
+            )
+            if free is not None and needed > free:
+                raise StorageFullError(
+                    f"the features need {size_text(needed)} at {output.url}, {size_text(free)} "
+                    "are free",
+                    "free some space, choose another folder, an object store or a smaller codec, "
+                    "or capture fewer answers",
+                )
             _capture_missing(source, work, track)
             for writer in writers.values():
                 writer.close()
             features = {"target": config.target, "features": meta.model_dump(mode="json")}
             facts = {**features, "computed_by": source.computed_by()["here"], **source.facts()}
-        return output.finish("capture", task.settings, inputs, task.counts(plan), facts)
-
-
-def refuse_without_room(work: list[tuple[ShardWriter, ForwardBatch]], output: Artifact) -> None:
-    """Raise StorageFullError where what is missing does not fit."""
-    num_bytes = sum(
-        len(one) * writer.meta.bytes_per_token
-        for writer, batch in work
-        for one in batch.samples
-        if one.key not in writer.keys
-    )
-    free = output.room()
-    if free is not None and num_bytes > free:
-        raise StorageFullError(
-            f"the features need {size_text(num_bytes)} at {output.url}, {size_text(free)} are free",
-            "free some space, choose another folder, an object store or a smaller codec, or "
-            "capture fewer answers",
-        )
+        return output.finish("capture", task.settings, inputs, task.counts(), facts)
 
 
 def _capture_missing(
-    source: SampleSource | WorkerForward,
-    work: list[tuple[ShardWriter, ForwardBatch]],
-    track: Track,
+    source: SampleSource, work: list[tuple[ShardWriter, ForwardBatch]], track: Track
 ) -> None:
     """All samples that no whole shard holds yet. A batch is computed whole or not at all, so that
     its bits do not depend on where an earlier run was interrupted. A thread encodes and writes it
@@ -396,11 +391,6 @@ def _capture_missing(
     ]
     done = total - sum(len(batch.samples) for _, batch in missing)
     num_tokens, started = 0, time.monotonic()
-    computed: Generator[list[Sample] | list[EncodedSample]] | Generator[list[Sample]]
-    if isinstance(source, WorkerForward):
-        computed = source.samples(missing)
-    else:
-        computed = source.samples(batch for _, batch in missing)
 
     def write(writer: ShardWriter, samples: Sequence[Sample | EncodedSample]) -> None:
         for sample in samples:
@@ -408,7 +398,7 @@ def _capture_missing(
             if key not in writer.keys:
                 writer.add(sample)
 
-    with ThreadPoolExecutor(1, "encode") as pool, closing(computed):
+    with ThreadPoolExecutor(1, "encode") as pool, closing(source.samples(missing)) as computed:
         writing: Future[None] | None = None
         for (writer, batch), samples in zip(missing, computed, strict=True):
             if writing is not None:

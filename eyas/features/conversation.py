@@ -48,7 +48,7 @@ class Sampling(Settings):
         return self
 
     def params(self, max_tokens: int, seed: int | None) -> SamplingParams:
-        """For the engine; a greedy answer has no other parameters."""
+        """A greedy answer has no other parameters."""
         if self.temperature == 0:
             return SamplingParams(max_tokens=max_tokens)
         return SamplingParams(

@@ -152,7 +152,17 @@ class FleetServer(Generic[RequestT, ReplyT]):
             with suppress(ValueError, AttributeError, RecursionError):
                 facts = json.loads(await self.client.page(VERSION_PATHS[owner]))
                 version = facts.get("info", facts).get("version")
-        self.precision = stated_precision(card, facts)
+        # on its card or among its facts; the file's name for a quantised one
+        places = [one for one in (facts, card.get("eyas")) if isinstance(one, dict)]
+        self.precision = {
+            name: place[name][:80]
+            for place in places
+            for name in PRECISION
+            if isinstance(place.get(name), str)
+        }
+        root = card.get("root")
+        if isinstance(root, str) and root.endswith(".gguf"):
+            self.precision["file"] = root.rsplit("/", 1)[-1][:80]
         name = owner[:40] if owner.isprintable() and owner else "unknown"
         self.model = card["id"]
         self.engine = f"{name} {version[:40]}" if isinstance(version, str) else name
@@ -275,7 +285,14 @@ class Fleet(Generic[RequestT, ReplyT]):
 
     def close(self) -> None:
         """Stop all requests and close all connections."""
-        self._runner.run(self._stop())
+
+        async def stop() -> None:
+            for task in self._tasks:
+                task.cancel()
+            await asyncio.gather(*self._tasks, return_exceptions=True)
+            await asyncio.gather(*(one.close() for one in self._servers))
+
+        self._runner.run(stop())
         self._runner.close()
 
     async def _check_all(self, start_hint: str) -> None:
@@ -370,27 +387,6 @@ class Fleet(Generic[RequestT, ReplyT]):
             with suppress(TimeoutError):
                 async with asyncio.timeout(POLL_S):
                     await self._freed.wait()
-
-    async def _stop(self) -> None:
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-        await asyncio.gather(*(one.close() for one in self._servers))
-
-
-def stated_precision(card: Any, facts: Any) -> dict[str, str]:
-    """The precision in a model's card and a server's facts; the file's name for a quantised one."""
-    places = [one for one in (facts, card.get("eyas")) if isinstance(one, dict)]
-    found = {
-        name: place[name][:80]
-        for place in places
-        for name in PRECISION
-        if isinstance(place.get(name), str)
-    }
-    root = card.get("root")
-    if isinstance(root, str) and root.endswith(".gguf"):
-        found["file"] = root.rsplit("/", 1)[-1][:80]
-    return found
 
 
 def precision_text(precision: dict[str, str]) -> str:

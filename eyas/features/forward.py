@@ -1,5 +1,6 @@
-"""What computes the samples of forwards: a decoder in this process, or one in each of several
-workers, here or on Ray (eyas/executor.py).
+"""What computes samples (SampleSource): a decoder in this process, or one in each of several
+workers, here or on Ray (eyas/executor.py); `states` has servers. `online` gives them as they are
+computed; `capture` stores them.
 
     this process   plan -> forwards ->                           -> shards, in order
     each worker                        samples -> encoded bytes
@@ -12,7 +13,7 @@ from __future__ import annotations
 
 import socket
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from typing import Any
@@ -47,55 +48,25 @@ from eyas.shards import (
     teacher_mask,
 )
 
-Work = Iterable[tuple[ShardWriter, ForwardBatch]]
+# Forwards, each with the writer that its samples are for; None: they are not stored.
+Work = Iterable[tuple[ShardWriter | None, ForwardBatch]]
 
 
-def sample_of(plan: SamplePlan, states: HiddenStates) -> Sample:
-    """A sample with its states."""
-    ids, mask = torch.from_numpy(plan.token_ids), torch.from_numpy(plan.loss_mask)
-    return Sample(plan.key, ids, mask, states.aux_hidden, states.last_hidden, plan.source)
-
-
-class StoredForm:
-    """Samples as they are stored: on the CPU, with the target's best tokens where a teacher is
-    asked: those of the last hidden states in the stored dtype, whatever a codec makes of them.
+class SampleSource:
+    """What computes samples. reuses: whether a common beginning is computed once. lm_head_sha256:
+    of the target.
     """
 
-    def __init__(self, folder: str, device: str, dtype: torch.dtype) -> None:
-        vocabulary = TargetVocabulary.load(folder)
-        vocabulary = replace(vocabulary, embed_tokens=vocabulary.lm_head)  # it has no use here
-        self._vocabulary, self._dtype = vocabulary.to(device, torch.bfloat16), dtype
+    reuses: bool
+    lm_head_sha256: str
 
-    def of(self, sample: Sample) -> Sample:
-        """The sample in this form."""
-        states = sample.aux_hidden, sample.last_hidden
-        aux_hidden, last_hidden = (one.to(self._dtype) for one in states)
-        asked_T = teacher_mask(sample.loss_mask)
-        rows = last_hidden[asked_T.to(last_hidden.device)]
-        argmax_T = torch.full_like(sample.token_ids, -1)
-        best = self._vocabulary.best(rows.to(self._vocabulary.lm_head.device))
-        argmax_T[asked_T] = best.int().cpu()
-        aux_hidden, last_hidden = aux_hidden.cpu(), last_hidden.cpu()
-        return replace(sample, aux_hidden=aux_hidden, last_hidden=last_hidden, argmax=argmax_T)
-
-
-class FeatureForward:
-    """Computes batches one after the other, in the decoder's dtype; a prefix that several batches
-    in a row share is computed once. stored: the form of samples that are stored.
-    """
-
-    def __init__(self, decoder: FeatureDecoder, stored: StoredForm | None = None) -> None:
-        self._decoder, self._stored = decoder, stored
-        self._prefix: tuple[bytes, SharedPrefix] | None = None
-        self.reuses, self.lm_head_sha256 = decoder.reuses, decoder.lm_head_sha256
+    def samples(self, work: Work) -> Generator[Sequence[Sample | EncodedSample]]:
+        """The samples of each forward, in order, or what its writer's codec makes of them."""
+        raise NotImplementedError
 
     def computed_by(self) -> dict[str, str]:
-        """What the bits of features depend on beside target and settings."""
-        return {"here": implementation(self._decoder)}
-
-    def samples(self, batches: Iterable[ForwardBatch]) -> Generator[list[Sample]]:
-        """The samples of each batch, in order; nothing is computed ahead."""
-        return ([*self._samples(batch)] for batch in batches)
+        """What the bits of features depend on beside target and settings: here, at servers."""
+        raise NotImplementedError
 
     def status(self) -> str:
         """For the line of progress."""
@@ -106,7 +77,39 @@ class FeatureForward:
         return {}
 
     def close(self) -> None:
-        """Nothing is held that Python does not release."""
+        """End what Python does not."""
+
+
+def sample_of(plan: SamplePlan, states: HiddenStates) -> Sample:
+    """A sample with its states."""
+    ids, mask = torch.from_numpy(plan.token_ids), torch.from_numpy(plan.loss_mask)
+    return Sample(plan.key, ids, mask, states.aux_hidden, states.last_hidden, plan.source)
+
+
+class FeatureForward(SampleSource):
+    """Computes batches one after the other, in the decoder's dtype; a prefix that several batches
+    in a row share is computed once.
+    """
+
+    def __init__(
+        self,
+        decoder: FeatureDecoder,
+        dtype: torch.dtype = torch.bfloat16,
+        vocabulary: TargetVocabulary | None = None,
+    ) -> None:
+        """vocabulary: where samples are to be stored, which are then in this dtype and on the CPU,
+        and have the target's best tokens.
+        """
+        self._decoder, self._dtype, self._vocabulary = decoder, dtype, vocabulary
+        self._prefix: tuple[bytes, SharedPrefix] | None = None
+        self.reuses, self.lm_head_sha256 = decoder.reuses, decoder.lm_head_sha256
+
+    def computed_by(self) -> dict[str, str]:
+        return {"here": implementation(self._decoder)}
+
+    def samples(self, work: Work) -> Generator[list[Sample]]:
+        """Nothing is computed ahead."""
+        return ([*self._samples(batch)] for _, batch in work)
 
     def _samples(self, batch: ForwardBatch) -> Iterator[Sample]:
         name, prefix = batch.prefix.tobytes(), None
@@ -122,8 +125,23 @@ class FeatureForward:
             if prefix is not None:
                 aux_hidden = torch.cat([prefix.states.aux_hidden, aux_hidden])
                 last_hidden = torch.cat([prefix.states.last_hidden, last_hidden])
-            sample = sample_of(one, HiddenStates(aux_hidden, last_hidden))
-            yield self._stored.of(sample) if self._stored else sample
+            yield self._as_stored(sample_of(one, HiddenStates(aux_hidden, last_hidden)))
+
+    def _as_stored(self, sample: Sample) -> Sample:
+        """With the best tokens where a teacher is asked: those of the last hidden states in the
+        stored dtype, whatever a codec makes of them.
+        """
+        vocabulary = self._vocabulary
+        if vocabulary is None:
+            return sample
+        states = sample.aux_hidden, sample.last_hidden
+        aux_hidden, last_hidden = (one.to(self._dtype) for one in states)
+        asked_T = teacher_mask(sample.loss_mask)
+        rows = last_hidden[asked_T.to(last_hidden.device)]
+        argmax_T = torch.full_like(sample.token_ids, -1)
+        argmax_T[asked_T] = vocabulary.best(rows.to(vocabulary.lm_head.device)).int().cpu()
+        aux_hidden, last_hidden = aux_hidden.cpu(), last_hidden.cpu()
+        return replace(sample, aux_hidden=aux_hidden, last_hidden=last_hidden, argmax=argmax_T)
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,7 +185,7 @@ class ForwardTask:
         def compute(job: ForwardJob | None) -> ForwardResult:
             samples = []
             if job is not None:
-                (computed,) = forward.samples([job.batch])
+                (computed,) = forward.samples([(None, job.batch)])
                 samples = [encoded(one, job.meta, job.codec) for one in computed]
             return ForwardResult(host, by, forward.reuses, forward.lm_head_sha256, samples)
 
@@ -187,7 +205,7 @@ def implementation(decoder: FeatureDecoder) -> str:
     return f"eyas {VERSION}, {computing}, zstd {'.'.join(map(str, zstandard.ZSTD_VERSION))}"
 
 
-class WorkerForward:
+class WorkerForward(SampleSource):
     """Computes samples by an executor of a ForwardTask."""
 
     def __init__(self, executor: Executor, workers: int) -> None:
@@ -201,24 +219,18 @@ class WorkerForward:
             for one in others:
                 self._refuse_another(one)
             self.reuses, self.lm_head_sha256 = self._first.reuses, self._first.lm_head_sha256
-            self.close = stack.pop_all().close
+            self._opened = stack.pop_all()
 
     def computed_by(self) -> dict[str, str]:
-        """As of one process."""
         return {"here": self._first.computed_by}
 
-    def facts(self) -> dict[str, Any]:
-        """As of one process."""
-        return {}
-
-    def samples(self, work: Work) -> Generator[list[Sample] | list[EncodedSample]]:
-        """The samples of each forward, in order, for its writer: encoded from the moment on at
-        which its codec is known.
-        """
+    def samples(self, work: Work) -> Generator[Sequence[Sample | EncodedSample]]:
+        """Encoded from the moment on at which a writer's codec is known."""
         asked: deque[tuple[ShardWriter, ForwardJob]] = deque()
 
         def jobs() -> Iterator[ForwardJob]:
             for writer, batch in work:
+                assert writer is not None, "workers give bytes for a store"
                 codec, meta = writer.codec, writer.meta
                 if codec is None:
                     meta = meta.model_copy(update={"codec": "raw"})
@@ -245,5 +257,7 @@ class WorkerForward:
             )
 
     def status(self) -> str:
-        """For the line of progress."""
         return f"{self._workers} workers"
+
+    def close(self) -> None:
+        self._opened.close()

@@ -257,7 +257,6 @@ class Conversations:
             self._end(conversation)
 
     def close(self) -> None:
-        """Wait until all is written."""
         self._parts.close()
 
     def _end(self, conversation: Conversation) -> None:

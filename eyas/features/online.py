@@ -18,58 +18,51 @@ from threading import Lock
 import torch
 from torch import Tensor
 
-from eyas.artifact import Artifact, Manifest, identity
-from eyas.features.capture import CaptureConfig, CaptureTask, SampleSource, open_source
-from eyas.features.samples import CapturePlan, ForwardBatch, of_similar_lengths
-from eyas.operators.vocab import TargetVocabulary
+from eyas.artifact import Manifest, identity
+from eyas.features.capture import CaptureConfig, CaptureTask, open_source
+from eyas.features.forward import FeatureForward
+from eyas.features.samples import ForwardBatch, of_similar_lengths
+from eyas.features.states import StateFleet
+from eyas.operators.shape import StoredMatrices
 from eyas.shards import CODECS, FeatureMeta, Sample, Split
 from eyas.shards.sample import DTYPES
 
+__all__ = ["CaptureConfig", "OnlineFeatures", "OnlineTarget"]
 
-class OnlineTarget:
-    """A target and the answers to capture; it is loaded when the first features are read. Raises
-    what CaptureTask raises.
+
+class OnlineTarget(CaptureTask):
+    """What `capture` would store of answers. The target is loaded when the first features are read;
+    training and held-out features share it.
     """
 
-    def __init__(self, config: CaptureConfig, answers: Artifact) -> None:
-        self.task = CaptureTask(config, answers)
-        self.computing = Lock()  # training is fed by a thread while held-out samples are measured
-
-    def features(self, split: Split) -> OnlineFeatures:
-        """The samples of a split."""
-        return OnlineFeatures(self, split)
+    @cached_property
+    def computing(self) -> Lock:
+        """Training is fed by a thread while held-out samples are measured."""
+        return Lock()
 
     @cached_property
-    def plan(self) -> CapturePlan:
-        """What becomes of the answers. Raises EmptyInputError."""
-        return self.task.plan()
-
-    @cached_property
-    def source(self) -> SampleSource:
+    def source(self) -> FeatureForward | StateFleet:
         """The target, loaded, or the servers, proved."""
-        return open_source(self.task, self.plan)
+        return open_source(self)
 
     @cached_property
     def meta(self) -> FeatureMeta:
         """Of an exact store."""
-        lm_head_sha256 = TargetVocabulary.load(self.task.folder).lm_head_sha256
-        meta = self.task.config.meta_of(self.task.shape, lm_head_sha256)
+        meta = self.config.meta_of(self.shape, StoredMatrices.load(self.folder).lm_head_sha256)
         return meta.model_copy(update={"codec": "raw", "teacher": "everywhere"})
 
     @cached_property
     def manifest(self) -> Manifest:
         """A store's manifest, with the same identity where the values are the same."""
-        config, settings = self.task.config, self.task.settings
-        is_alone = config.batch_tokens == 1 or bool(config.servers)
+        config, settings, inputs = self.config, self.settings, {"answers": self.made}
         is_whole = config.teacher == "everywhere"
-        if not (is_alone and is_whole and CODECS[config.codec].error == 0):
+        if not (self.batch_tokens == 1 and is_whole and CODECS[config.codec].error == 0):
             settings = {**settings, "codec": "raw", "teacher": "everywhere", "online": True}
-        inputs = {"answers": self.task.made}
         return Manifest(
             stage="capture",
             identity=identity("capture", settings, inputs),
             config=settings,
-            counts=self.task.counts(self.plan),
+            counts=self.counts(),
             files={},
             inputs=inputs,
             facts={
@@ -79,9 +72,13 @@ class OnlineTarget:
             },
         )
 
+    def features(self, split: Split) -> OnlineFeatures:
+        """The samples of a split."""
+        return OnlineFeatures(self, split)
+
 
 class OnlineFeatures:
-    """A SampleSource: the samples of one split, computed when they are read."""
+    """A FeatureSource: the samples of one split, computed when they are read."""
 
     def __init__(self, target: OnlineTarget, split: Split) -> None:
         self._target, self._split = target, split
@@ -97,18 +94,15 @@ class OnlineFeatures:
     @cached_property
     def _singles(self) -> list[ForwardBatch]:
         """A batch for each sample, in the order of a store."""
-        batches = self._target.task.batches(
-            self._target.plan, self._split, self._target.source.reuses
-        )
+        batches = self._target.batches(self._split, self._target.source.reuses)
         return [ForwardBatch([one], batch.num_shared) for batch in batches for one in batch.samples]
 
     @property
     def lengths(self) -> list[int]:
-        """T of each sample, without computing one."""
         return [len(single.samples[0]) for single in self._singles]
 
     def __len__(self) -> int:
-        return len(self._target.task.samples(self._target.plan, self._split))
+        return len(self._target.samples(self._split))
 
     def all_tokens(self) -> Iterator[tuple[Tensor, Tensor]]:
         for single in self._singles:
@@ -116,35 +110,29 @@ class OnlineFeatures:
             yield torch.from_numpy(one.token_ids), torch.from_numpy(one.loss_mask)
 
     def batches(self, batches: Sequence[Sequence[int]]) -> Generator[list[Sample]]:
-        """As FeatureSource.batches; servers are asked for later batches ahead."""
-        forwards = (one for numbers in batches for one in self._joined(numbers))
-        with closing(self._target.source.samples(forwards)) as computed:
+        """Servers are asked for later batches ahead."""
+        target, dtype = self._target, DTYPES[self.meta.dtype]
+        work = ((None, one) for numbers in batches for one in self._joined(numbers))
+        with closing(target.source.samples(work)) as computed:
             for numbers in batches:
                 made: dict[str, Sample] = {}
-                with self._target.computing:
+                with target.computing:
                     while len(made) < len(numbers):
                         made |= {one.key: one for one in next(computed)}
                     if torch.cuda.is_available():  # another stream may use the kept prefix next
                         torch.cuda.current_stream().synchronize()
-                keys = (self._singles[number].samples[0].key for number in numbers)
-                yield [self._as_stored(made[key]) for key in keys]
-
-    def _as_stored(self, one: Sample) -> Sample:
-        """In a store's dtype."""
-        dtype = DTYPES[self.meta.dtype]
-        return dataclasses.replace(
-            one,
-            # copies: those of inference mode have no gradient
-            aux_hidden=one.aux_hidden.to(dtype, copy=True),
-            last_hidden=one.last_hidden.to(dtype, copy=True),
-        )
+                # copies: those of inference mode have no gradient
+                yield [
+                    dataclasses.replace(
+                        one,
+                        aux_hidden=one.aux_hidden.to(dtype, copy=True),
+                        last_hidden=one.last_hidden.to(dtype, copy=True),
+                    )
+                    for one in (made[self._singles[number].samples[0].key] for number in numbers)
+                ]
 
     def _joined(self, numbers: Sequence[int]) -> Iterator[ForwardBatch]:
-        """Samples in as few forwards as the settings allow: of one prefix and of similar lengths;
-        for servers each alone.
-        """
-        config = self._target.task.config
-        batch_tokens = 1 if config.servers else config.batch_tokens
+        """Samples in as few forwards as can be: of one prefix and of similar lengths."""
         by_prefix: dict[bytes, list[ForwardBatch]] = {}
         for number in numbers:
             single = self._singles[number]
@@ -152,5 +140,5 @@ class OnlineFeatures:
         for alike in by_prefix.values():
             num_shared = alike[0].num_shared
             samples = [single.samples[0] for single in alike]
-            for batch in of_similar_lengths(samples, batch_tokens, num_shared):
+            for batch in of_similar_lengths(samples, self._target.batch_tokens, num_shared):
                 yield ForwardBatch(batch, num_shared)

@@ -63,7 +63,7 @@ class CapturePlan:
 
     @property
     def reasons(self) -> dict[str, int]:
-        """How many answers were dropped for what."""
+        """Of dropped answers, counted."""
         return dict(Counter(row["reason"] for row in self.dropped))
 
 

@@ -68,15 +68,31 @@ def compare(
     finished: Callable[[Tensor], HiddenStates],
 ) -> None:
     """Compare a server's streams [T, S, H] of the proof's samples, and of the longest once more,
-    with ours. expected_layers: of the streams. finished: gives the stored part of streams. Raises
-    RequestFailure with the one thing that differs.
+    with ours. expected_layers: the nearest one of each stream. finished: gives the stored part of
+    streams. Raises RequestFailure with the one thing that differs.
     """
     if (dtype := streams[0].dtype) != proof.dtype:
         raise unfit(
             f"computes in {name_of(dtype)}, and the settings say {name_of(proof.dtype)}: start "
             f"it with --dtype {name_of(proof.dtype)}, or set dtype={name_of(dtype)}"
         )
-    compare_layers(proof, streams[0], expected_layers)
+    layers_LTH = proof.layers_LTH.float()
+    T, sizes = layers_LTH.shape[1], layers_LTH.norm(dim=-1) + 1e-6
+    for number, layer in enumerate(expected_layers):
+        stream_TH = streams[0][:T, number].float()
+        errors = ((layers_LTH - stream_TH).norm(dim=-1) / sizes).median(dim=-1).values
+        nearest = int(errors.argmin())
+        if errors[nearest] > TOLERANCE[dtype]:
+            raise unfit(
+                f"gives states of no layer of the target (stream {number + 1} of {NUM_STREAMS} "
+                f"differs by {float(errors[nearest]):.0%} from the nearest, layer {nearest}): "
+                "other weights, fine-tuned or quantised, or the embeddings (layer id 0)"
+            )
+        if nearest != layer:  # a shift by one can be less than the noise of a low precision
+            raise unfit(
+                f"gives the output of layer {nearest} (counted from 0) where layer {layer} is "
+                f"wanted: shift its layer id by {layer - nearest:+d}"
+            )
     samples, last = (*proof.samples, proof.samples[-1]), len(proof.samples)
     for number, ((_, ours), theirs) in enumerate(zip(samples, streams, strict=True)):
         errors_TS = relative_errors(finished(theirs), ours)
@@ -93,30 +109,6 @@ def compare(
             raise unfit(
                 f"gives states that are off by {off:.1%}, more than {name_of(dtype)}'s noise: "
                 "its weights or its cache are of a lower precision"
-            )
-
-
-def compare_layers(proof: StateProof, streams_TSH: Tensor, expected: Sequence[int]) -> None:
-    """Find the nearest layer of each stream: a shift by one can be less than the noise of a low
-    precision. Raises RequestFailure.
-    """
-    layers_LTH = proof.layers_LTH.float()
-    T, dtype = layers_LTH.shape[1], streams_TSH.dtype
-    sizes = layers_LTH.norm(dim=-1) + 1e-6
-    for number, layer in enumerate(expected):
-        stream_TH = streams_TSH[:T, number].float()
-        errors = ((layers_LTH - stream_TH).norm(dim=-1) / sizes).median(dim=-1).values
-        nearest = int(errors.argmin())
-        if errors[nearest] > TOLERANCE[dtype]:
-            raise unfit(
-                f"gives states of no layer of the target (stream {number + 1} of {NUM_STREAMS} "
-                f"differs by {float(errors[nearest]):.0%} from the nearest, layer {nearest}): "
-                "other weights, fine-tuned or quantised, or the embeddings (layer id 0)"
-            )
-        if nearest != layer:
-            raise unfit(
-                f"gives the output of layer {nearest} (counted from 0) where layer {layer} is "
-                f"wanted: shift its layer id by {layer - nearest:+d}"
             )
 
 

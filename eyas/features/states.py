@@ -21,10 +21,9 @@ import re
 import shlex
 import socket
 from collections import deque
-from collections.abc import Generator, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Generator, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from safetensors import SafetensorError
@@ -36,8 +35,7 @@ from eyas.client import RequestFailure
 from eyas.errors import EyasError
 from eyas.features.conversation import TurnFailure
 from eyas.features.fleet import Fleet, FleetConfig, FleetServer, server_urls
-from eyas.features.forward import implementation, sample_of
-from eyas.features.samples import ForwardBatch
+from eyas.features.forward import SampleSource, Work, implementation, sample_of
 from eyas.features.state_proof import (
     NUM_STREAMS,
     StateProof,
@@ -57,8 +55,7 @@ FOLDER = "/dev/shm/eyas-states"  # in the commands: memory, no disk
 CONNECTOR = Path(__file__).with_name("vllm")  # for PYTHONPATH of vLLM
 
 
-@dataclass(frozen=True, slots=True)
-class StateReply:
+class StateReply(NamedTuple):
     """A request's states, aux_hidden [T, 3 * H] and last_hidden [T, H], in the server's dtype."""
 
     id: str
@@ -88,7 +85,6 @@ class StateServer(FleetServer[StateRequest, StateReply]):
         return self.engine.startswith("vllm")
 
     async def check(self) -> None:
-        """Raises RequestFailure, "unfit" with the one thing that differs."""
         card = await self.describe()
         if self.engine.split()[0] not in ("vllm", "sglang"):
             raise unfit(f"is {self.engine}, and hidden states come from vLLM and SGLang")
@@ -118,14 +114,12 @@ class StateServer(FleetServer[StateRequest, StateReply]):
         compare(self._proof, streams, layers, self._finished)
 
     async def reply(self, request: StateRequest) -> StateReply:
-        """The states of a sample. Raises RequestFailure."""
         streams_TSH = await self._streams(request.token_ids)
         return StateReply(request.id, await asyncio.to_thread(self._finished, streams_TSH))
 
     async def close(self) -> None:
-        """Its requests have been stopped: delete their files."""
         await super().close()
-        self.sweep()
+        self.sweep()  # its requests have been stopped
 
     def sweep(self) -> None:
         """Delete the server's files for requests that were given up: this process's, and those of
@@ -235,10 +229,8 @@ class StateServer(FleetServer[StateRequest, StateReply]):
             "return_hidden_states": True,
         }
         content = await self.post(f"{self.url}/generate", body)
-        proof = self._proof
-        return await asyncio.to_thread(
-            sglang_streams, content, proof.shape.hidden_size, proof.dtype
-        )
+        wanted = self._proof.shape.hidden_size, self._proof.dtype
+        return await asyncio.to_thread(sglang_streams, content, *wanted)
 
 
 def sglang_streams(content: Any, hidden_size: int, wanted: torch.dtype) -> Tensor:
@@ -264,8 +256,8 @@ def sglang_streams(content: Any, hidden_size: int, wanted: torch.dtype) -> Tenso
     return streams.view(len(rows), -1, hidden_size)
 
 
-class StateFleet(Fleet[StateRequest, StateReply]):
-    """Servers as a source of samples, each computed alone, in the order of the requests."""
+class StateFleet(Fleet[StateRequest, StateReply], SampleSource):
+    """Servers as a source of samples, each computed alone."""
 
     reuses = False  # no shared beginnings
 
@@ -295,12 +287,12 @@ class StateFleet(Fleet[StateRequest, StateReply]):
         """What finishes the states, and what the servers state."""
         return {"here": self._here, **super().computed_by()}
 
-    def samples(self, batches: Iterable[ForwardBatch]) -> Generator[list[Sample]]:
-        """The samples of each batch, in order. Twice as many requests run as the servers take at
-        once, which bounds the states held here and in files. Several iterators may be open, e.g.
-        while a trainer evaluates. Raises EyasError for a request without states.
+    def samples(self, work: Work) -> Generator[list[Sample]]:
+        """Twice as many requests run as the servers take at once, which bounds the states held here
+        and in files. Several iterators may be open, e.g. while a trainer evaluates. Raises
+        EyasError for a request without states.
         """
-        listed, coming = itertools.tee(batches)
+        listed, coming = itertools.tee(batch for _, batch in work)
         plans = (one for batch in coming for one in batch.samples)
         asked: deque[str] = deque()  # not yet yielded, in order
         try:

@@ -9,30 +9,15 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from eyas.shards import Sample
+
 OPEN_PACKS = 32  # packed rows that still take samples
-
-
-class FeaturesOfOne(Protocol):
-    """What a batch takes from a sample (see shards.Sample)."""
-
-    @property
-    def key(self) -> str: ...
-    @property
-    def token_ids(self) -> Tensor: ...
-    @property
-    def loss_mask(self) -> Tensor: ...
-    @property
-    def aux_hidden(self) -> Tensor: ...
-    @property
-    def last_hidden(self) -> Tensor: ...
-    @property
-    def argmax(self) -> Tensor: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,13 +41,13 @@ class Batch:
     argmax_BT: Tensor
 
     @classmethod
-    def of(cls, samples: Sequence[FeaturesOfOne]) -> Batch:
+    def of(cls, samples: Sequence[Sample]) -> Batch:
         """Pad and stack."""
         starts = [0] * len(samples)
         return cls._joined(samples, starts, lambda one, fill: pad_sequence(one, True, fill))
 
     @classmethod
-    def packed(cls, samples: Sequence[FeaturesOfOne], num_tokens: int) -> Batch:
+    def packed(cls, samples: Sequence[Sample], num_tokens: int) -> Batch:
         """One row of the samples one behind the other, of `num_tokens` or as many as they need."""
         lengths = [len(sample.token_ids) for sample in samples]
         padding = max(0, num_tokens - sum(lengths))
@@ -76,7 +61,7 @@ class Batch:
     @classmethod
     def _joined(
         cls,
-        samples: Sequence[FeaturesOfOne],
+        samples: Sequence[Sample],
         starts: Sequence[int],
         join: Callable[[list[Tensor], int], Tensor],
     ) -> Batch:
@@ -101,15 +86,12 @@ class Batch:
         """The same on a device; nobody waits for the copy."""
         if device == "cpu":
             return self
-        moved: dict[str, Any] = {
-            name: pinned(one).to(device, non_blocking=True) for name, one in self.tensors.items()
-        }
+        moved: dict[str, Any] = {}
+        for name, one in self.tensors.items():
+            # memory from which a GPU copies beside its work
+            there = one.pin_memory() if one.is_cpu and torch.cuda.is_available() else one
+            moved[name] = there.to(device, non_blocking=True)
         return replace(self, **moved)
-
-
-def pinned(tensor: Tensor) -> Tensor:
-    """In memory from which a GPU copies beside its work, where there is one."""
-    return tensor.pin_memory() if tensor.is_cpu and torch.cuda.is_available() else tensor
 
 
 def plan_batches(lengths: Sequence[int], max_tokens: int, seed: str) -> list[list[int]]:

@@ -96,7 +96,6 @@ class OwnDecoder:
 
     @classmethod
     def load(cls, folder: str | Path, dtype: Dtype) -> OwnDecoder:
-        """Raises what Target.load raises."""
         return cls(Target.load(folder, dtype))
 
     def begin(self, tokens: Sequence[int]) -> SharedPrefix:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -112,7 +112,9 @@ def shape_of(config: Any, folder: str | Path) -> TargetShape:
         tie_word_embeddings=bool(config.tie_word_embeddings),
         eos_token_ids=end_token_ids(folder, text.eos_token_id if ends is None else ends),
         dtype=str(config.dtype or torch.float32).removeprefix("torch."),
-        logit_scale=logit_scale(text),
+        # Cohere's, over Granite's
+        logit_scale=float(getattr(text, "logit_scale", None) or 1)
+        / float(getattr(text, "logits_scaling", None) or 1),
         logit_softcap=getattr(text, "final_logit_softcapping", None),
     )
 
@@ -178,13 +180,6 @@ def head_rope(parameters: Any) -> RopeConfig:
     return RopeConfig(theta=theta) if theta else RopeConfig()
 
 
-def logit_scale(text: Any) -> float:
-    """The factor of lm_head's output: Cohere's `logit_scale` over Granite's `logits_scaling`."""
-    return float(getattr(text, "logit_scale", None) or 1.0) / float(
-        getattr(text, "logits_scaling", None) or 1.0
-    )
-
-
 def transformers_matrices(folder: str | Path, shape: TargetShape) -> tuple[Array, Array]:
     """embed_tokens and lm_head [V, Ht] as stored. Raises what `matrix_names` raises."""
     embed_name, head_name = matrix_names(folder, shape)
@@ -204,7 +199,14 @@ def matrix_names(folder: str | Path, shape: TargetShape) -> tuple[str, str]:
     wanted = (shape.vocab_size, shape.hidden_size)
     found = sorted(name for name, size in read_shapes(folder).items() if size == wanted)
     embed_name, head_name = _names(transformers_config(folder))
-    embed, head = (_ending_alike(name, found) for name in (embed_name, head_name))
+    # checkpoints have prefixes of their own for the decoder (`language_model.`): of stored names
+    # the only one counts that has the same last two parts
+    stored = []
+    for name in (embed_name, head_name):
+        last = "." + ".".join(name.split(".")[-2:])
+        alike = [one for one in found if f".{one}".endswith(last)]
+        stored.append(name if name in found else alike[0] if len(alike) == 1 else None)
+    embed, head = stored
     rest = [name for name in found if name not in (embed, head)]
     if shape.tie_word_embeddings:
         embed, head = embed or head, head or embed
@@ -218,15 +220,6 @@ def matrix_names(folder: str | Path, shape: TargetShape) -> tuple[str, str]:
             "restore the checkpoint from its source, its tensors' names as they were",
         )
     return embed, head
-
-
-def _ending_alike(name: str, found: Sequence[str]) -> str | None:
-    """Of stored names that of a model's tensor: checkpoints have prefixes of their own for the
-    decoder (`language_model.`), so the only one counts that has the same last two parts.
-    """
-    last = "." + ".".join(name.split(".")[-2:])
-    alike = [one for one in found if f".{one}".endswith(last)]
-    return name if name in found else alike[0] if len(alike) == 1 else None
 
 
 def _names(config: Any) -> tuple[str, str]:

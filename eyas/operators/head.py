@@ -21,6 +21,7 @@ Hq and Hk heads of queries and of keys and values.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -29,13 +30,37 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from eyas.errors import MismatchError
-from eyas.model.config import HeadConfig, TargetShape
+from eyas.model.config import HeadConfig, RopeConfig, TargetShape
 from eyas.model.dialects import EMBED_TOKENS, LM_HEAD
-from eyas.operators.rope import apply_rope, rotation
+from eyas.model.rope import inverse_frequencies
 from eyas.operators.tensors import read_head, write_head
 from eyas.operators.ttt import Rotation
 
 KeysValues = tuple[Tensor, Tensor]  # [B, S, Hk, D] each
+
+
+def rotation(rope: RopeConfig, dims: int, positions: Tensor) -> Rotation:
+    """Cosines and sines of integer positions [...], float32 [..., dims] each; the second half
+    repeats the first.
+    """
+    frequencies = frequencies_on(rope, dims, positions.device)
+    angles = positions.to(torch.float32).unsqueeze(-1) * frequencies
+    cos, sin = angles.cos() * rope.attention_factor, angles.sin() * rope.attention_factor
+    return torch.cat((cos, cos), dim=-1), torch.cat((sin, sin), dim=-1)
+
+
+@functools.cache
+def frequencies_on(rope: RopeConfig, dims: int, device: torch.device) -> Tensor:
+    """`inverse_frequencies`, copied to a device once."""
+    return torch.from_numpy(inverse_frequencies(rope, dims)).to(device)
+
+
+def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Turn x [..., dims] by cos, sin broadcastable to it; the result has the dtype of x times that
+    of the table.
+    """
+    first, second = x.chunk(2, dim=-1)
+    return x * cos + torch.cat((-second, first), dim=-1) * sin
 
 
 class RmsNorm(nn.Module):
@@ -95,7 +120,7 @@ class Head(nn.Module):
 
     embed_tokens [V, H], float32: of a published head that has its own; neither trained nor written.
     feature_scale [3 H], float32: what fc's inputs are multiplied by while a new head is trained; it
-    is folded into fc before the head is written (`train.start.set_feature_scale`).
+    is folded into fc before the head is written (`train.start.fit_to_features`).
     """
 
     d2t: Tensor
@@ -162,7 +187,7 @@ class Head(nn.Module):
         return torch.cat((layer.input_layernorm(embeds), layer.hidden_norm(hidden)), dim=-1)
 
     def rotation(self, positions: Tensor) -> Rotation:
-        """Cosines and sines of integer positions [...], float32 [..., D] each."""
+        """See `rotation`."""
         return rotation(self.config.rope, self.config.head_dim, positions)
 
     def queries(self, x: Tensor, turn: Rotation) -> Tensor:

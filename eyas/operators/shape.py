@@ -49,7 +49,19 @@ class StoredMatrices:
         Raises MissingInputError, CorruptError, MismatchError.
         """
         config = target_shape(folder)
-        embed_tokens, lm_head = target_matrices(folder, config)
+        if isinstance(config, TargetConfig):
+            embed_name = "model.embed_tokens.weight"
+            head_name = embed_name if config.tie_word_embeddings else "lm_head.weight"
+            wanted = published_names(embed_name) | published_names("lm_head.weight")
+            tensors = arranged(config, read_arrays(folder, wanted))
+            if not {embed_name, head_name} <= tensors.keys():
+                raise MismatchError(
+                    f"{folder} lacks {embed_name} or {head_name}",
+                    "restore the checkpoint from its source",
+                )
+            embed_tokens, lm_head = tensors[embed_name], tensors[head_name]
+        else:
+            embed_tokens, lm_head = _foreign().transformers_matrices(folder, config)
         matrices = {"embed_tokens": embed_tokens, "lm_head": lm_head}
         if embed_tokens is lm_head:
             del matrices["lm_head"]
@@ -58,32 +70,9 @@ class StoredMatrices:
 
 
 def refuse_unnamed(folder: str | Path, shape: TargetShape) -> None:
-    """Raise what `target_matrices` would raise, before any tensor is read."""
+    """Raise what `StoredMatrices.load` would raise of names, before any tensor is read."""
     if not isinstance(shape, TargetConfig):
         _foreign().matrix_names(folder, shape)
-
-
-def target_matrices(folder: str | Path, shape: TargetShape) -> tuple[Array, Array]:
-    """embed_tokens and lm_head [V, Ht], as stored. Raises MissingInputError, CorruptError,
-    MismatchError.
-    """
-    if isinstance(shape, TargetConfig):
-        return own_matrices(folder, shape)
-    found: tuple[Array, Array] = _foreign().transformers_matrices(folder, shape)
-    return found
-
-
-def own_matrices(folder: str | Path, config: TargetConfig) -> tuple[Array, Array]:
-    """embed_tokens and lm_head [V, Ht], as stored, of a target that our own decoder runs."""
-    embed_name = "model.embed_tokens.weight"
-    head_name = embed_name if config.tie_word_embeddings else "lm_head.weight"
-    found = read_arrays(folder, published_names(embed_name) | published_names("lm_head.weight"))
-    tensors = arranged(config, found)
-    if not {embed_name, head_name} <= tensors.keys():
-        raise MismatchError(
-            f"{folder} lacks {embed_name} or {head_name}", "restore the checkpoint from its source"
-        )
-    return tensors[embed_name], tensors[head_name]
 
 
 def _foreign() -> Any:

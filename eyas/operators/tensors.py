@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from eyas.model import checkpoint, forms, weights
+from eyas.model import checkpoint, forms
 from eyas.model.arrays import BFLOAT16, Array
 from eyas.model.config import HeadConfig, TargetShape
 from eyas.model.dialects import Form
@@ -46,13 +46,6 @@ def tensors_of(arrays: Mapping[str, Array]) -> dict[str, Tensor]:
 def arrays_of(tensors: Mapping[str, Tensor]) -> dict[str, Array]:
     """`array_of` by name."""
     return {name: array_of(tensor) for name, tensor in tensors.items()}
-
-
-def read_tensors(
-    folder: str | Path, wanted: Collection[str] | None = None, pickled: bool = False
-) -> dict[str, Tensor]:
-    """As `weights.read_arrays`."""
-    return tensors_of(weights.read_arrays(folder, wanted, pickled))
 
 
 def read_head(

@@ -116,17 +116,21 @@ class Slots(NamedTuple):
         first_N = (starts_BT + torch.arange(0, B * T, T).unsqueeze(1)).flatten()[flat_N]
         position_M = (torch.arange(T) - starts_BT).flatten()
         looks_N = first_N if window is None else torch.maximum(first_N, flat_N - window + 1)
-        tiles = tiles_of(flat_N, looks_N, B * T)
+        # slots ascend: a tile's first and last one bound what it looks at
+        begins = list(range(0, len(flat_N), BLOCK))
+        ends = [min(begin + BLOCK, len(flat_N)) for begin in begins]
+        lows, highs = looks_N[begins].tolist(), flat_N[[end - 1 for end in ends]].tolist()
+        step = COLUMNS_IN_STEPS_OF
+        tiles = tuple(
+            TileRange(begin, end, low // step * step, min(B * T, (high // step + 1) * step))
+            for begin, end, low, high in zip(begins, ends, lows, highs, strict=True)
+        )
         slot_N = position_M[flat_N].int()
         slots = cls(flat_N.int(), slot_N, first_N.int(), position_M.int(), tiles, window)
         if kind != "cuda":  # the plain form runs anywhere
             return slots
         looks = first_N if window is None else None
         return slots._replace(blocks=blocks_of(tiles, flat_N, looks, B * T))
-
-    def among(self, before: Slots) -> Slots:
-        """The same slots behind those of the step before, which hold them."""
-        return self._replace(kept_N=torch.searchsorted(before.flat_N, self.flat_N, out_int32=True))
 
     def take(self, x_BT: Tensor) -> Tensor:
         """[B, T, ...] -> [N, ...]."""
@@ -153,22 +157,6 @@ def sent(tree: Tables, device: str | torch.device) -> Tables:
     return there
 
 
-def tiles_of(flat_N: Tensor, first_N: Tensor, num_tokens: int) -> tuple[TileRange, ...]:
-    """`Slots.tiles` for the stream of num_tokens tokens.
-
-    first_N: the first token that each slot sees. Both tensors ascend: a tile's first and last slot
-    bound what it looks at.
-    """
-    begins = list(range(0, len(flat_N), BLOCK))
-    ends = [min(begin + BLOCK, len(flat_N)) for begin in begins]
-    lows, highs = first_N[begins].tolist(), flat_N[[end - 1 for end in ends]].tolist()
-    step = COLUMNS_IN_STEPS_OF
-    return tuple(
-        TileRange(begin, end, low // step * step, min(num_tokens, (high // step + 1) * step))
-        for begin, end, low, high in zip(begins, ends, lows, highs, strict=True)
-    )
-
-
 def unroll(
     layer: Layer,
     aux_hidden_BTA: Tensor,
@@ -192,9 +180,6 @@ def unroll(
     def attending(embeds: Tensor, hidden: Tensor, *turn: Tensor) -> tuple[Tensor, ...]:
         x, key, value = fed(embeds, hidden, *turn)
         return layer.queries(x, turn), key, value
-
-    def queried(x: Tensor, *turn: Tensor) -> tuple[Tensor, ...]:
-        return (layer.queries(x, turn),)
 
     slots = slots_K[0]
     # one table for all: no position lies behind a row's last one and the steps after it
@@ -225,7 +210,7 @@ def unroll(
             own_keys.append(own_key)
             own_values.append(own_value)
         else:
-            (queries,) = by_rows(queried, recompute, x_NX, *turn)
+            (queries,) = by_rows(lambda x, *of: (layer.queries(x, of),), recompute, x_NX, *turn)
         mixed = attend(slots, queries, keys, values, [*own_keys, *own_values])
         (hidden_NH,) = by_rows(lambda *of: (layer.output(*of),), recompute, hidden_NH, mixed)
         yield hidden_NH

@@ -126,10 +126,20 @@ def plan_run(
     )
     meta = run.capture.meta_of(shape)
     sizes = feature_bytes(needs, meta, run.capture.held_out_share)
-    parameters = head_parameters(shape, run.train.head)
+    features = sizes[meta.codec]
+    if run.online:  # only held-out features are stored
+        held_out = held_out_meta(meta).bytes_per_token
+        features = round(needs.feature_tokens * run.capture.held_out_share * held_out)
+    room = Room(
+        answers=(needs.prompt_tokens + needs.answer_tokens) * ROW_BYTES_PER_TOKEN,
+        features=features,
+        head=head_parameters(shape, run.train.head) * HEAD_BYTES_PER_PARAMETER,
+        free=Artifact(run.output).room(),
+        present=sum(one.size(name) for one in map(Artifact, run.begun) for name in one.all_names()),
+    )
     return Plan(
         needs=needs,
-        room=room_for(needs, meta, parameters, run),
+        room=room,
         bytes_by_codec={str(codec): size for codec, size in sizes.items()},
         codec=meta.codec,
     )
@@ -278,19 +288,3 @@ def head_parameters(shape: TargetShape, options: HeadOptions) -> int:
     config = HeadConfig.for_target(shape, options)
     shapes = expected_shapes(config).items()
     return sum(math.prod(size) for name, size in shapes if name not in ("d2t", "t2d"))
-
-
-def room_for(needs: Needs, meta: FeatureMeta, parameters: int, run: PlannedRun) -> Room:
-    """What the run writes below its output; on line only held-out features are stored."""
-    if run.online:
-        held_out = held_out_meta(meta).bytes_per_token
-        features = round(needs.feature_tokens * run.capture.held_out_share * held_out)
-    else:
-        features = feature_bytes(needs, meta, run.capture.held_out_share)[meta.codec]
-    return Room(
-        answers=(needs.prompt_tokens + needs.answer_tokens) * ROW_BYTES_PER_TOKEN,
-        features=features,
-        head=parameters * HEAD_BYTES_PER_PARAMETER,
-        free=Artifact(run.output).room(),
-        present=sum(one.size(name) for one in map(Artifact, run.begun) for name in one.all_names()),
-    )

@@ -9,7 +9,7 @@ store.
 """
 
 from eyas.shards.codecs import CODECS, Codec, CodecName
-from eyas.shards.layout import EncodedSample, Entry, decode_sample, encode_sample, encoded
+from eyas.shards.layout import EncodedSample, Entry, decode_sample, encoded
 from eyas.shards.reader import Features
 from eyas.shards.sample import FeatureMeta, FeatureSource, Sample, Split, teacher_mask
 from eyas.shards.writer import ShardWriter
@@ -27,7 +27,6 @@ __all__ = [
     "ShardWriter",
     "Split",
     "decode_sample",
-    "encode_sample",
     "encoded",
     "teacher_mask",
 ]

@@ -60,7 +60,7 @@ class EncodedSample(NamedTuple):
 
 
 def index_name(split: Split) -> str:
-    """Where the places of a split's samples are."""
+    """The file with the places of a split's samples."""
     return f"{split}.index.json"
 
 
@@ -83,17 +83,12 @@ def layers_of(sample: Sample, meta: FeatureMeta) -> tuple[LayerStates, Tensor]:
     return [*taps, last.to(dtype).cpu()], kept
 
 
-def encode_sample(sample: Sample, meta: FeatureMeta, codec: Codec | None = None) -> bytes:
-    """The sample's bytes. Features are cast to the dtype of `meta` first."""
+def encoded(sample: Sample, meta: FeatureMeta, codec: Codec) -> EncodedSample:
+    """The sample as a shard will hold it. Features are cast to the dtype of `meta` first."""
     layers, kept = layers_of(sample, meta)
     labels = sample.loss_mask + 2 * (sample.argmax + 1)
     tokens = torch.cat([sample.token_ids.to(torch.int32), labels.to(torch.int32)]).cpu()
-    return tokens.numpy().tobytes() + (codec or meta.coder()).encode(layers, kept)
-
-
-def encoded(sample: Sample, meta: FeatureMeta, codec: Codec) -> EncodedSample:
-    """The sample as a shard will hold it."""
-    data = encode_sample(sample, meta, codec)
+    data = tokens.numpy().tobytes() + codec.encode(layers, kept)
     entry = Entry(
         key=sample.key,
         source=sample.source,
@@ -109,7 +104,7 @@ def encoded(sample: Sample, meta: FeatureMeta, codec: Codec) -> EncodedSample:
 def decode_sample(
     data: bytes, entry: Entry, meta: FeatureMeta, codec: Codec | None = None
 ) -> Sample:
-    """The inverse of `encode_sample`, up to the codec's error. Raises ValueError for bytes of
+    """The inverse of `encoded`, up to the codec's error. Raises ValueError for bytes of
     another making.
     """
     assert len(data) == entry.size
@@ -135,23 +130,16 @@ def decode_tokens(data: bytes) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def shard_head(entries: Sequence[Entry], meta: FeatureMeta, tables: Tables | None) -> bytes:
-    """What comes before the samples; the entries' starts count from the end of it."""
+    """What comes before the samples; the entries' starts count from the end of it. Its table of
+    tensors has those of raw features themselves; of others, one of bytes.
+    """
+    hidden, dtype = meta.hidden_size, DTYPES[meta.dtype]
     own = {
         "samples": json.dumps([entry.model_dump() for entry in entries]),
         "meta": meta.model_dump_json(),
         "tables": tables.to_text() if tables else "",
     }
-    header = json.dumps({"__metadata__": own, **_tensor_table(entries, meta)}).encode()
-    header += b" " * (-len(header) % 8)
-    return len(header).to_bytes(8, "little") + header
-
-
-def _tensor_table(entries: Sequence[Entry], meta: FeatureMeta) -> dict[str, Any]:
-    """The safetensors header's table: name -> dtype, shape and bytes relative to the end of the
-    header. Of raw features the tensors themselves; of others, one of bytes.
-    """
-    hidden, dtype = meta.hidden_size, DTYPES[meta.dtype]
-    table: dict[str, Any] = {}
+    table: dict[str, Any] = {"__metadata__": own}
     for number, entry in enumerate(entries):
         length, at = entry.length, entry.start
         tensors = [("token_ids", torch.int32, [length]), ("labels", torch.int32, [length])]
@@ -169,4 +157,6 @@ def _tensor_table(entries: Sequence[Entry], meta: FeatureMeta) -> dict[str, Any]
             }
             at = end
         assert at == entry.start + entry.size
-    return table
+    header = json.dumps(table).encode()
+    header += b" " * (-len(header) % 8)
+    return len(header).to_bytes(8, "little") + header

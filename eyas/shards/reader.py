@@ -104,25 +104,21 @@ class Features:
 
     @property
     def lengths(self) -> list[int]:
-        """T of each sample, without reading one."""
         return [entry.length for entry in self.entries]
 
-    def tokens(self, number: int) -> tuple[Tensor, Tensor]:
-        """token_ids int32 [T] and loss_mask bool [T] of a sample, 8 bytes a token: for counting, as
-        nothing is verified.
-        """
-        entry = self.entries[number]
-        return decode_tokens(self._read(entry, TOKEN_BYTES * entry.length))[:2]
-
     def all_tokens(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """`tokens` of every sample in order, many asked for at once."""
+        """8 bytes a token, many asked for at once; nothing is verified."""
         sizes = [TOKEN_BYTES * entry.length for entry in self.entries]
+
+        def tokens(number: int) -> tuple[Tensor, Tensor]:
+            return decode_tokens(self._read(self.entries[number], sizes[number]))[:2]
+
         numbers = range(len(self))
-        return ahead(self.tokens, numbers, sizes.__getitem__, self._num_threads, AHEAD_BYTES)
+        return ahead(tokens, numbers, sizes.__getitem__, self._num_threads, AHEAD_BYTES)
 
     def stream(self, numbers: Iterable[int], held: int = 0) -> Generator[Sample]:
-        """These samples in this order, read and decoded ahead. Raises what
-        `[number]` raises, in its place. held: bytes of samples to hold, AHEAD_BYTES at least.
+        """These samples in this order, read and decoded ahead. Raises what `[number]` raises, in
+        its place. held: bytes of samples to hold, AHEAD_BYTES at least.
         """
         held = max(held, AHEAD_BYTES)
         return ahead(self.__getitem__, numbers, self._decoded_bytes, self._num_threads, held)
@@ -131,9 +127,6 @@ class Features:
         return self.meta.decoded_bytes_per_token * self.entries[number].length
 
     def batches(self, batches: Sequence[Sequence[int]]) -> Generator[list[Sample]]:
-        """The samples of each list of numbers, read ahead; to go on after n batches, give
-        batches[n:].
-        """
         largest = max((sum(map(self._decoded_bytes, numbers)) for numbers in batches), default=0)
         numbers = (number for numbers in batches for number in numbers)
         with contextlib.closing(self.stream(numbers, BATCHES_AHEAD * largest)) as samples:
@@ -162,8 +155,18 @@ class Features:
 
     def _read(self, entry: Entry, size: int) -> bytes:
         read = self._read_range if self._cache is None else self._cache.read
+        known = self.inputs["features"].files.get(entry.shard)
         try:
-            self._refuse_cut_short(entry.shard)
+            # Bytes that a shard does not have, a store answers as if it were out of order: so its
+            # length is looked at before, once.
+            if self._cache is None and entry.shard not in self._whole and known is not None:
+                if (length := self._artifact.size(entry.shard)) != known.bytes:
+                    raise CorruptError(
+                        f"{self._artifact.url}/{entry.shard} holds {length:,} bytes, not "
+                        f"{known.bytes:,}",
+                        AGAIN,
+                    )
+                self._whole.add(entry.shard)
             data = read(entry.shard, entry.start, entry.start + size)
         except FileNotFoundError as error:
             raise MissingInputError(
@@ -174,20 +177,6 @@ class Features:
                 f"{self._named(entry)} has {len(data):,} of its {size:,} bytes", AGAIN
             )
         return data
-
-    def _refuse_cut_short(self, shard: str) -> None:
-        """Raise CorruptError for a shard that is not as long as the manifest says, before bytes are
-        asked for that it does not have: a store answers that as if it were out of order. Each is
-        looked at once.
-        """
-        known = self.inputs["features"].files.get(shard)
-        if self._cache is not None or shard in self._whole or known is None:
-            return
-        if (size := self._artifact.size(shard)) != known.bytes:
-            raise CorruptError(
-                f"{self._artifact.url}/{shard} holds {size:,} bytes, not {known.bytes:,}", AGAIN
-            )
-        self._whole.add(shard)
 
 
 def _matches(data: bytes, entry: Entry) -> bool:

@@ -98,12 +98,7 @@ def teacher_mask(loss_mask: Tensor) -> Tensor:
 
 
 class FeatureSource(Protocol):
-    """The samples of one split, by number.
-
-    inputs: what they were made from, for the identity of what is made from them: {"features": a
-    manifest of stage `capture`}, with the url of the store, or without one where the features were
-    never stored.
-    """
+    """The samples of one split, by number."""
 
     @property
     def meta(self) -> FeatureMeta:
@@ -111,7 +106,9 @@ class FeatureSource(Protocol):
 
     @property
     def inputs(self) -> Mapping[str, Manifest]:
-        """Manifests by role; equal ones mean equal features."""
+        """For the identity of what is made from them: {"features": a manifest of stage `capture`},
+        without a url where the features were never stored. Equal ones mean equal features.
+        """
 
     @property
     def lengths(self) -> list[int]:

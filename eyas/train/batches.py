@@ -5,7 +5,6 @@ Letters: V target vocabulary.
 
 from __future__ import annotations
 
-import random
 from collections.abc import Generator, Sequence
 from contextlib import closing, nullcontext
 from itertools import islice
@@ -39,20 +38,15 @@ class BatchConfig(BaseModel):
     packed: bool = False
 
 
-def survey(
-    source: FeatureSource, left_out: frozenset[int] = frozenset()
-) -> tuple[Tensor, dict[int, int]]:
+def survey(source: FeatureSource) -> tuple[Tensor, dict[int, int]]:
     """Read all tokens once: how often each is in an answer, and which samples can be trained on.
 
-    left_out: numbers of samples that count as not there. Returns counts int64 [V] under the loss
-    mask, and of the samples that have a judged position number -> answer tokens. Raises
-    EmptyInputError if there is none.
+    Returns counts int64 [V] under the loss mask, and of the samples that have a judged position
+    number -> answer tokens. Raises EmptyInputError if there is none.
     """
     counts_V = torch.zeros(source.meta.vocab_size, dtype=torch.int64)
     usable: dict[int, int] = {}
     for number, (token_ids, loss_mask) in enumerate(source.all_tokens()):
-        if number in left_out:
-            continue
         counts_V += torch.bincount(token_ids[loss_mask], minlength=len(counts_V))
         if judged_positions(loss_mask[None]).any():
             usable[number] = int(loss_mask.sum())
@@ -62,15 +56,6 @@ def survey(
             "generate and capture answers with more prompts",
         )
     return counts_V, usable
-
-
-def left_out_samples(num_samples: int, share: float, seed: int) -> frozenset[int]:
-    """The samples that a run on `share` of them does not take.
-
-    The order is the seed's alone, so what a smaller share takes, a larger one takes too.
-    """
-    order = random.Random(f"{seed}/share").sample(range(num_samples), num_samples)
-    return frozenset(order[max(1, round(share * num_samples)) :])
 
 
 def plan_steps(

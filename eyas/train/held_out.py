@@ -18,7 +18,7 @@ from torch import Tensor
 from eyas.operators.batch import Batch, plan_batches
 from eyas.operators.chain import matched_spans
 from eyas.shards import FeatureSource
-from eyas.tau import RoundCounts, ratio_of_sums
+from eyas.tau import RoundCounts
 from eyas.train.loss import STEP_DECAY
 from eyas.train.ranks import Ranks
 from eyas.train.step import LossModule
@@ -71,8 +71,3 @@ class HeldOutSample:
         decay_K = STEP_DECAY ** torch.arange(len(ones_K))
         mean = (decay_K * loss_K / number_K.clamp(min=1)).sum()
         return ranks.all_reduce(counts).long(), float(mean)
-
-
-def tau_of_counts(counts: Tensor) -> float:
-    """Emitted tokens by rounds over all conversations [samples, 2]; 0 without a round."""
-    return float(ratio_of_sums(counts.numpy()))

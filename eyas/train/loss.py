@@ -308,10 +308,8 @@ def block_losses(
 def part_losses(
     logits_RW: Tensor, weight_R: Tensor, p_UW: Tensor, of_R: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """The losses and the argmax [R] of rows of logits.
-
-    p_UW: the teacher's rows; of_R: that of each row. logits_RW is overwritten by the gradient of
-    the weighted losses.
+    """The losses and the argmax [R] of rows of logits, which are overwritten by the gradient of the
+    weighted losses. p_UW: the teacher's rows; of_R: that of each row.
     """
     p_RW = p_UW.index_select(0, of_R)
     losses_R, grad_RW, choice_R = loss_rows(logits_RW.to(p_RW.dtype), p_RW)
@@ -351,7 +349,30 @@ def batch_loss(
     aux_hidden_BTA = batch.aux_hidden_BTA.to(embed_tokens.dtype)
     outputs = unroll(head, aux_hidden_BTA, embeds_BTH, plan.slots_K, true_embeds, config.recompute)
     hidden_SH = torch.cat([*outputs]).index_select(0, plan.pick_S)
-    return slot_losses(head, hidden_SH, teacher, config, divisor_K)
+    K, device = config.num_ttt_steps, hidden_SH.device
+    trained_K = trained_slots(teacher, K)
+    divisor_K = (trained_K if divisor_K is None else divisor_K.to(trained_K)).clamp(min=1)
+    decay_K = STEP_DECAY ** torch.arange(K, dtype=divisor_K.dtype, device=device)
+    carries_S = teacher.position_mask_P.index_select(0, plan.row_S)
+    weight_S = F.pad(decay_K / divisor_K, (0, 1)).index_select(0, plan.step_S) * carries_S
+    (normed_SH,) = by_rows(lambda rows: (head.normed(rows),), config.recompute, hidden_SH)
+    lm_head_WH = head.lm_head.weight
+    if torch.is_autocast_enabled(device.type):
+        dtype = torch.get_autocast_dtype(device.type)
+        normed_SH, lm_head_WH = normed_SH.to(dtype), lm_head_WH.to(dtype)
+    with torch.autocast(device.type, enabled=False):
+        loss, loss_S, choice_S = Distillation.apply(  # type: ignore[no-untyped-call]
+            normed_SH, lm_head_WH, weight_S, teacher
+        )
+    # a target's best token that is no draft token is never hit
+    hit_S = head.target_ids_W[choice_S] == teacher.argmax_P.index_select(0, plan.row_S)
+    return BatchLoss(
+        loss=loss,
+        step_losses=by_step(loss_S * carries_S, plan, K) / divisor_K,
+        num_judged=plan.counts[:K],
+        num_trained=trained_K,
+        num_hits=by_step(hit_S.to(loss_S), plan, K),
+    )
 
 
 def trained_slots(teacher: Teacher, num_steps: int) -> Tensor:
@@ -405,7 +426,10 @@ def slots_at_steps(
         else:
             num_real = wanted
             of_step = Slots.of(flat_N, starts_BT, window, kind)
-            slots_K.append(of_step.among(slots_K[-1]) if slots_K else of_step)
+            if slots_K:
+                kept_N = torch.searchsorted(slots_K[-1].flat_N, of_step.flat_N, out_int32=True)
+                of_step = of_step._replace(kept_N=kept_N)
+            slots_K.append(of_step)
         row_N = slots_K[-1].take(row_BT)
         row_N[num_real:] = -1
         rows_K.append(row_N)
@@ -416,39 +440,3 @@ def ahead(row_BT: Tensor, starts_BT: Tensor, by: int) -> Tensor:
     """[B, T]: column t holds row_BT[:, t + by], or -1 if that is another document or padding."""
     same_BT = shifted(starts_BT + 1, by) - 1 == starts_BT
     return (shifted(row_BT + 1, by) - 1).where(same_BT, -1)
-
-
-def slot_losses(
-    head: Head,
-    hidden_SH: Tensor,
-    teacher: Teacher,
-    config: ObjectiveConfig,
-    divisor_K: Tensor | None,
-) -> BatchLoss:
-    """The loss from the layer's outputs at the judged slots, in one call of `Distillation` for all
-    steps. divisor_K: as in `batch_loss`.
-    """
-    plan, K, device = teacher.plan, config.num_ttt_steps, hidden_SH.device
-    trained_K = trained_slots(teacher, K)
-    divisor_K = (trained_K if divisor_K is None else divisor_K.to(trained_K)).clamp(min=1)
-    decay_K = STEP_DECAY ** torch.arange(K, dtype=divisor_K.dtype, device=device)
-    carries_S = teacher.position_mask_P.index_select(0, plan.row_S)
-    weight_S = F.pad(decay_K / divisor_K, (0, 1)).index_select(0, plan.step_S) * carries_S
-    (normed_SH,) = by_rows(lambda rows: (head.normed(rows),), config.recompute, hidden_SH)
-    lm_head_WH = head.lm_head.weight
-    if torch.is_autocast_enabled(device.type):
-        dtype = torch.get_autocast_dtype(device.type)
-        normed_SH, lm_head_WH = normed_SH.to(dtype), lm_head_WH.to(dtype)
-    with torch.autocast(device.type, enabled=False):
-        loss, loss_S, choice_S = Distillation.apply(  # type: ignore[no-untyped-call]
-            normed_SH, lm_head_WH, weight_S, teacher
-        )
-    # a target's best token that is no draft token is never hit
-    hit_S = head.target_ids_W[choice_S] == teacher.argmax_P.index_select(0, plan.row_S)
-    return BatchLoss(
-        loss=loss,
-        step_losses=by_step(loss_S * carries_S, plan, K) / divisor_K,
-        num_judged=plan.counts[:K],
-        num_trained=trained_K,
-        num_hits=by_step(hit_S.to(loss_S), plan, K),
-    )

@@ -48,7 +48,7 @@ class Ranks:
 
     @property
     def is_first(self) -> bool:
-        """Is this the rank that writes?"""
+        """This is the rank that writes."""
         return self.rank == 0
 
     def share(self, batches: Sequence[T]) -> Sequence[T]:

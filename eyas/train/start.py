@@ -157,7 +157,9 @@ def fit_to_features(
     fc becomes the least-squares map from the features of an answer's token to the target's last
     hidden state at the next token, scaled to a mean square of 1; o_proj and down_proj are zero, so
     that the layer passes it on. lm_head takes over the scale (norm does, where lm_head is not
-    trained). Its inputs get a scale (`set_feature_scale`).
+    trained). Its inputs get a scale (`feature_scale`), with which each channel of theirs has a mean
+    square of 1: a step of the optimizer is then as large for what few, large channels of the target
+    hold (on SmolLM2 one is 15 times the others) as for the rest.
 
     All ranks call it, each with its share of the samples. Products are made in float64 where the
     head is, 9 H^2 numbers, and summed over the ranks: the same to rounding for any number of them.
@@ -185,7 +187,9 @@ def fit_to_features(
     power, count = [ranks.all_reduce(one) for one in (square, product, sums)][-1].tolist()
     if not power:
         return
-    per_channel = set_feature_scale(head, square.diagonal() / count)
+    rms_A = (square.diagonal() / count).sqrt()
+    per_channel = 1.0 / rms_A.clamp(min=LEAST_CHANNEL * float(rms_A.mean()))
+    head.feature_scale = per_channel.float()
     square.mul_(per_channel[:, None]).mul_(per_channel)
     product.mul_(per_channel[:, None])
     scale = math.sqrt(power / count / (width // 3))
@@ -197,44 +201,15 @@ def fit_to_features(
         head.norm.weight.fill_(scale)
 
 
-def set_feature_scale(head: Head, mean_square_A: Tensor) -> Tensor:
-    """Let fc's inputs, of these mean squares, have one of 1 in every channel; returns the scale,
-    float64.
-
-    A step of the optimizer is then as large for what few, large channels of the target hold (on
-    SmolLM2 one is 15 times the others) as for the rest.
-    """
-    rms_A = mean_square_A.sqrt()
-    scale_A = 1.0 / rms_A.clamp(min=LEAST_CHANNEL * float(rms_A.mean()))
-    head.feature_scale = scale_A.float()
-    return scale_A
-
-
 def existing_head(
     config: StartConfig, options: HeadOptions, meta: FeatureMeta, vocabulary: TargetVocabulary
 ) -> Head:
     """The head of `config`, in float32, ready to be trained for this target.
 
-    Raises MismatchError for a head of another shape, of other layers, of another target, or of
-    other options than are asked for, and what loading raises.
+    Raises what loading raises, and one MismatchError that names all that does not fit: another
+    shape, other layers, another target, other options than are asked for.
     """
     head = load_head(resolve_head(config.head), vocabulary.config, vocabulary.lm_head)
-    refuse_other(head, config, options, meta, vocabulary)
-    changed: dict[str, object] = {"target_lm_head_sha256": vocabulary.lm_head_sha256}
-    if "sliding_window" in options.model_fields_set:
-        changed["sliding_window"] = options.sliding_window
-    head.config = head.config.model_copy(update=changed)
-    return head
-
-
-def refuse_other(
-    head: Head,
-    config: StartConfig,
-    options: HeadOptions,
-    meta: FeatureMeta,
-    vocabulary: TargetVocabulary,
-) -> None:
-    """Raise one MismatchError that names all that does not fit."""
     shape, faults = head.config, []
     if (shape.target_hidden_size, shape.vocab_size) != (meta.hidden_size, meta.vocab_size):
         faults.append(
@@ -270,6 +245,11 @@ def refuse_other(
             "leave out `head` options and capture features of this target at the head's layers, or "
             "start afresh",
         )
+    changed: dict[str, object] = {"target_lm_head_sha256": vocabulary.lm_head_sha256}
+    if "sliding_window" in options.model_fields_set:
+        changed["sliding_window"] = options.sliding_window
+    head.config = shape.model_copy(update=changed)
+    return head
 
 
 @torch.no_grad()

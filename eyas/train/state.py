@@ -155,15 +155,13 @@ class TrainingState:
         return cast("dict[str, Tensor]", get_model_state_dict(self.head, options=options))
 
     def keep_best(self) -> None:
-        """Remember the weights as they are. All ranks call it."""
+        """Remember the weights. All ranks call it."""
         self.best = {name: tensor.clone() for name, tensor in self.weights(_WHOLE).items()}
 
     def restore_best(self, ranks: Ranks) -> None:
         """Take the best weights back. All ranks call it."""
-        assert self.best is not None, "no head was measured"
-        set_model_state_dict(
-            self.head, cast("dict[str, Any]", self.best), options=_given_by_first(ranks)
-        )
+        best = cast("dict[str, Any]", self.best)
+        set_model_state_dict(self.head, best, options=_given_by_first(ranks))
 
     def save(self, output: Artifact, ranks: Ranks) -> None:
         """Write the checkpoint and the metrics. All ranks call it, the first one writes.

@@ -22,7 +22,6 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from eyas.errors import EyasError
 from eyas.model.config import HeadConfig
 from eyas.model.dialects import LM_HEAD
 from eyas.operators.batch import Batch
@@ -30,7 +29,6 @@ from eyas.operators.head import Head
 from eyas.operators.tensors import multiplies_bf16
 from eyas.operators.ttt import sent
 from eyas.operators.vocab import TargetVocabulary
-from eyas.shards import Sample
 from eyas.train.loss import (
     BatchLoss,
     ObjectiveConfig,
@@ -227,7 +225,10 @@ def training_step(
         sizes = teacher.plan.counts[-2:] if teacher else sums.new_zeros(2)
         sums += torch.cat([loss.loss.detach().view(1), *loss[1:], sizes])
 
-    norm = gradient_norm(state.optimizers)
+    groups = [group for optimizer in state.optimizers for group in optimizer.param_groups]
+    weights = [weight for group in groups for weight in group["params"]]
+    norm = nn.utils.clip_grad_norm_(weights, MAX_GRAD_NORM)  # of the whole gradient, unclipped
+    norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
     state.broken = ~(norm.isfinite() & (state.broken == 0))
     for optimizer in state.optimizers:
         optimizer.found_inf = state.broken.float()  # type: ignore[attr-defined]  # torch's own name
@@ -238,14 +239,6 @@ def training_step(
     state.step += 1
     keys = tuple(key for one in batches for key in one.batch.keys)
     return StepFigures(state.step, keys, rate, sums, norm.double().view(1))
-
-
-def gradient_norm(of: Sequence[torch.optim.Optimizer]) -> Tensor:
-    """The norm of the whole gradient, a scalar, before it is clipped to MAX_GRAD_NORM in place."""
-    groups = [group for optimizer in of for group in optimizer.param_groups]
-    weights = [weight for group in groups for weight in group["params"]]
-    norm = nn.utils.clip_grad_norm_(weights, MAX_GRAD_NORM)
-    return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
 
 def step_flops(shape: HeadConfig, num_tokens: float, judged_K: Sequence[float]) -> float:
@@ -305,29 +298,3 @@ def rows_of(
         }
         rows.append(row)
     return rows
-
-
-def not_finite(
-    row: dict[str, Any], keys: Sequence[str], samples: Sequence[Sample], ranks: Ranks
-) -> EyasError:
-    """The error of a step whose loss or gradient is not finite. All ranks call it.
-
-    keys, samples: of this rank. It names all, and in the hint those with features that are not
-    finite.
-    """
-    keys = ranks.all_gather_flat(keys)
-    broken = ranks.all_gather_flat(
-        one.key
-        for one in samples
-        if not (one.aux_hidden.isfinite().all() and one.last_hidden.isfinite().all())
-    )
-    hint = (
-        f"the features of {', '.join(broken)} are not finite: capture them again"
-        if broken
-        else "try a lower learning_rate"
-    )
-    return EyasError(
-        f"step {row['step']} has loss {row['loss']} and gradient norm {row['grad_norm']}; its "
-        f"samples: {', '.join(keys)}",
-        hint,
-    )

@@ -15,7 +15,7 @@ import math
 import random
 import signal
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from hashlib import sha256
 from typing import Any
@@ -33,14 +33,9 @@ from eyas.model.config import HeadConfig, HeadOptions
 from eyas.operators.head import Head, head_files
 from eyas.operators.vocab import TargetVocabulary
 from eyas.shards import FeatureMeta, FeatureSource
-from eyas.train.batches import (
-    BatchConfig,
-    feed,
-    left_out_samples,
-    plan_steps,
-    survey,
-)
-from eyas.train.held_out import MEASURED_STEPS, HeldOutSample, tau_of_counts
+from eyas.tau import ratio_of_sums
+from eyas.train.batches import BatchConfig, feed, plan_steps, survey
+from eyas.train.held_out import MEASURED_STEPS, HeldOutSample
 from eyas.train.loss import ObjectiveConfig
 from eyas.train.ranks import Ranks, asked_to_stop, joined, unsharded
 from eyas.train.start import (
@@ -65,10 +60,8 @@ from eyas.train.step import (
     LONG_RUN,
     Dtype,
     LossModule,
-    Precision,
     RateConfig,
     StepFigures,
-    not_finite,
     optimizers_of,
     peak_flops,
     quickest,
@@ -76,7 +69,6 @@ from eyas.train.step import (
     training_step,
     usual_learning_rate,
 )
-from eyas.train.tracker import TrackedRun, TrackerConfig, Trackers, open_trackers, scalars
 
 log = logging.getLogger(__name__)
 ENOUGH_JUDGED = 100  # positions: if none of them carries loss, none will
@@ -86,11 +78,14 @@ READ_EVERY, READ_EVERY_ELSEWHERE = {"cpu": 1}, 8
 
 # Settings that are not in the artifact's identity: a run may be resumed with other values.
 WITHOUT_EFFECT = {
-    "tracker": True,
     "checkpoint_every": True,
     "objective": {"recompute"},  # rounding apart
     "start": {"head"},  # an input of the identity, by its content and not by its path
 }
+
+# Called on the first rank with each row of metrics.jsonl; a resumed run repeats the steps behind
+# its checkpoint. One that raises is dropped with a warning: no tracker ends a run.
+OnRow = Callable[[Mapping[str, Any]], None]
 
 # weights, two moments and the best head in a checkpoint; the head itself and its exports
 HEAD_BYTES_PER_PARAMETER = 24
@@ -99,10 +94,8 @@ HEAD_BYTES_PER_PARAMETER = 24
 class TrainConfig(BaseModel):
     """Settings of the train stage.
 
-    start: a head to continue from; null draws new weights. data_share: the share of the
-    conversations to train on, drawn by seed; a smaller share is within a larger one, and steps are
-    fewer. dtype: auto is bfloat16, or float32 on a CPU that multiplies bfloat16 slowly (without
-    AVX-512). checkpoint_every: in steps.
+    start: a head to continue from; null draws new weights. dtype: auto is bfloat16, or float32 on
+    a CPU that multiplies bfloat16 slowly (without AVX-512). checkpoint_every: in steps.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -110,13 +103,11 @@ class TrainConfig(BaseModel):
     head: HeadOptions = HeadOptions()
     objective: ObjectiveConfig = ObjectiveConfig()
     start: StartConfig | None = None
-    data_share: float = Field(1.0, gt=0, le=1)
     epochs: int = Field(3, ge=1, description="passes over the samples")
     batches: BatchConfig = BatchConfig()
     learning_rate: RateConfig = RateConfig()
     dtype: Dtype = Field("auto", description="what is computed in; weights are float32")
     stop: StopConfig = StopConfig()
-    tracker: TrackerConfig = TrackerConfig()
     checkpoint_every: int = Field(200, ge=1)
     seed: int = Field(0, description="of fresh weights, the order and what is drawn")
 
@@ -148,6 +139,7 @@ def train(
     output: Artifact,
     track: Track = quiet,
     held_out: FeatureSource | None = None,
+    on_row: OnRow | None = None,
 ) -> Manifest:
     """Train a head on a source of features; an interrupted run resumes from its last checkpoint.
 
@@ -168,11 +160,11 @@ def train(
         ranks = stack.enter_context(joined())
         with ranks.raised_on_all():
             trainer = Trainer(config, target, source, held_out, ranks)
+            trainer.on_row = on_row if ranks.is_first else None
         if ranks.broadcast_object(lambda: stack.enter_context(output.begun(trainer.identity))):
             track = track if ranks.is_first else quiet
-            trackers = trainer.begin(output, track)
-            stack.callback(trackers.close)
-            trainer.fit(output, track, trackers)
+            trainer.begin(output, track)
+            trainer.fit(output, track)
             trainer.finish(output)
         return ranks.broadcast_object(lambda: output.manifest("train"))
 
@@ -186,6 +178,7 @@ class Trainer:
 
     state: TrainingState
     module: LossModule
+    on_row: OnRow | None = None
     _finished: int  # steps whose measurement, if one was due, is done too
     _judged = _trained = 0  # positions, of the steps of this process
 
@@ -206,12 +199,24 @@ class Trainer:
         check_same_target(self.source.meta, self.vocabulary)
         self.given_V, self.start_head = None, None
         if config.head.draft_tokens:
-            self.given_V = given_vocabulary(config.head.draft_tokens, self.source.meta.vocab_size)
-            config = with_vocabulary(config, int(self.given_V.sum()))
+            self.given_V = given_vocabulary(config.head.draft_tokens, source.meta.vocab_size)
+            size, asked = int(self.given_V.sum()), config.head.draft_vocab_size
+            if config.start:
+                raise ConfigError(
+                    "head.draft_tokens and start are both set: an existing head has a draft "
+                    "vocabulary",
+                    "leave one out; start.vocabulary: recount chooses its tokens anew",
+                )
+            if asked not in (None, size):
+                raise ConfigError(
+                    f"head.draft_vocab_size is {asked}, and {config.head.draft_tokens} has {size} "
+                    "tokens",
+                    "leave head.draft_vocab_size out",
+                )
+            head = config.head.model_copy(update={"draft_vocab_size": size})
+            config = config.model_copy(update={"head": head})
         if config.start:
-            self.start_head = existing_head(
-                config.start, config.head, self.source.meta, self.vocabulary
-            )
+            self.start_head = existing_head(config.start, config.head, source.meta, self.vocabulary)
         self.config = config
         self.held_out = None
         if held_out is not None and len(held_out) and self.config.stop.measurements:
@@ -220,31 +225,23 @@ class Trainer:
         check_settings(config, ranks, self.held_out is not None)
         self.settings = self.config.model_dump(mode="json", exclude=WITHOUT_EFFECT)  # type: ignore[arg-type]
         if self.given_V is not None:  # by its content, not by its path
-            self.settings["head"]["draft_tokens"] = sha256(
-                self.given_V.numpy().tobytes()
-            ).hexdigest()
-        self.inputs = self._inputs()
+            content = self.given_V.numpy().tobytes()
+            self.settings["head"]["draft_tokens"] = sha256(content).hexdigest()
+        self.inputs = dict(source.inputs)
+        known = {manifest.identity for manifest in self.inputs.values()}
+        for name, manifest in held_out.inputs.items() if held_out and self.held_out else ():
+            if manifest.identity not in known:
+                self.inputs[f"held_out_{name}"] = manifest
+        if start := config.start:
+            self.inputs["start"] = head_manifest(start.head, {"licence": start.licence})
         self.identity = identity("train", self.settings, self.inputs)
 
-    def _inputs(self) -> dict[str, Manifest]:
-        """Of all that this run reads, by name; part of its identity."""
-        inputs, start = dict(self.source.inputs), self.config.start
-        known = {manifest.identity for manifest in inputs.values()}
-        for name, manifest in self.held_out.source.inputs.items() if self.held_out else ():
-            if manifest.identity not in known:
-                inputs[f"held_out_{name}"] = manifest
-        if start:
-            inputs["start"] = head_manifest(start.head, {"licence": start.licence})
-        return inputs
-
-    def begin(self, output: Artifact, track: Track) -> Trackers:
-        """Plan the run, and load its state from a checkpoint or set up a new one.
-
-        All ranks call it. Returns the trackers, which do nothing on ranks other than the first.
+    def begin(self, output: Artifact, track: Track) -> None:
+        """Plan the run, and load its state from a checkpoint or set up a new one. All ranks call
+        it.
         """
         config, ranks = self.config, self.ranks
-        left_out = left_out_samples(len(self.source), config.data_share, config.seed)
-        self.counts_V, self.usable = ranks.broadcast_object(lambda: survey(self.source, left_out))
+        self.counts_V, self.usable = ranks.broadcast_object(lambda: survey(self.source))
         epochs = [list(self.usable)] * config.epochs
         steps = plan_steps(config.batches, epochs, self.source.lengths, config.seed)
         self.steps = steps[: config.stop.max_steps]
@@ -255,7 +252,9 @@ class Trainer:
         self.measure_at = measured_steps(len(self.steps), config.stop) if self.held_out else set()
         content = checkpoint(output, ranks)
         # the first rank's answers: other hosts may not see its folder, or have other processors
-        resumes, dtype = ranks.broadcast_object(lambda: (bool(content), self._dtype(content)))
+        auto = content.get("dtype") or quickest(ranks.device)  # a resumed run keeps its own
+        asked = auto if config.dtype == "auto" else config.dtype
+        resumes, dtype = ranks.broadcast_object(lambda: (bool(content), asked))
         ranks.broadcast_object(lambda: self._refuse_without_room(output))
         head = self._initial_head(resumes, track).to(ranks.device)
         self.vocabulary = self.vocabulary.to(ranks.device, getattr(torch, dtype))
@@ -264,14 +263,6 @@ class Trainer:
         optimizers = optimizers_of(head, config.objective.weight_decay)
         self.state = TrainingState(head, optimizers, dtype)
         self.state.resume(content, output, ranks)
-        with ranks.raised_on_all():
-            if not ranks.is_first:
-                return Trackers({})
-            name, folder = output.url.rsplit("/", 1)[-1], output.local_path("")
-            step = self.state.step
-            return open_trackers(
-                TrackedRun(config.tracker, name, self.identity, self.settings, folder, step)
-            )
 
     def _refuse_without_room(self, output: Artifact) -> None:
         """Raise StorageFullError where checkpoints and the head do not fit."""
@@ -288,36 +279,28 @@ class Trainer:
                 "free some space, or give another --output",
             )
 
-    def _dtype(self, content: Mapping[str, Any]) -> Precision:
-        """What is computed in: a run that is resumed keeps what it began with on any machine."""
-        if self.config.dtype != "auto":
-            return self.config.dtype
-        begun: Precision | None = content.get("dtype")
-        return begun or quickest(self.ranks.device)
-
     def _initial_head(self, resumes: bool, track: Track) -> Head:
         """The head before step 0, float32: fresh and fitted (unless a checkpoint's weights will
         take the place of its own), or config.start's.
         """
         config, ranks, vocabulary = self.config, self.ranks, self.vocabulary
-        if self.start_head is None:
-            counts_V = self.counts_V if self.given_V is None else self.given_V.long()
-            head = fresh_head(config.head, self.source.meta, vocabulary, counts_V, config.seed)
-            head.feature_scale = torch.ones(head.fc.in_features)
-            if not resumes:
-                few = min(FITTED_SAMPLES, len(self.usable))
-                numbers = random.Random(config.seed).sample(list(self.usable), few)
-                batches = self.source.batches([[number] for number in ranks.share(numbers)])
-                samples = (sample for batch in batches for sample in batch)
-                fit_to_features(head.to(ranks.device), samples, ranks, track)
-                ranks.broadcast([*head.parameters(), *head.buffers()])
+        if head := self.start_head:
+            if config.start and config.start.vocabulary == "recount":
+                recount(head, vocabulary, self.counts_V, config.head.draft_vocab_size)
             return head
-        head = self.start_head
-        if config.start and config.start.vocabulary == "recount":
-            recount(head, vocabulary, self.counts_V, config.head.draft_vocab_size)
+        counts_V = self.counts_V if self.given_V is None else self.given_V.long()
+        head = fresh_head(config.head, self.source.meta, vocabulary, counts_V, config.seed)
+        head.feature_scale = torch.ones(head.fc.in_features)
+        if not resumes:
+            few = min(FITTED_SAMPLES, len(self.usable))
+            numbers = random.Random(config.seed).sample(list(self.usable), few)
+            batches = self.source.batches([[number] for number in ranks.share(numbers)])
+            samples = (sample for batch in batches for sample in batch)
+            fit_to_features(head.to(ranks.device), samples, ranks, track)
+            ranks.broadcast([*head.parameters(), *head.buffers()])
         return head
 
-    def fit(self, output: Artifact, track: Track, trackers: Trackers) -> None:
+    def fit(self, output: Artifact, track: Track) -> None:
         """Measure the start, then train the steps that are left, fewer if `StopConfig.patience`
         ends the run.
 
@@ -346,11 +329,11 @@ class Trainer:
                         pending.append(training_step(state, self.module, batches, ranks, rate))
                     except EyasError:
                         if pending:  # the whole steps before it
-                            self._read(pending, began, output, trackers)
+                            self._read(pending, began, output)
                         raise
                     if len(pending) < read_every and state.step not in due:
                         continue
-                    rows = self._read(pending, began, output, trackers)
+                    rows = self._read(pending, began, output)
                     pending = []
                     if state.step % config.checkpoint_every == 0 and state.step < num_steps:
                         state.save(output, ranks)
@@ -373,7 +356,7 @@ class Trainer:
             raise
 
     def _read(
-        self, pending: Sequence[StepFigures], began: float, output: Artifact, trackers: Trackers
+        self, pending: Sequence[StepFigures], began: float, output: Artifact
     ) -> list[dict[str, Any]]:
         """The rows of these steps, judged. All ranks call it. Raises what `_judge` raises."""
         rows = rows_of(pending, self.ranks, self.state.head.config)
@@ -384,7 +367,13 @@ class Trainer:
             if peak:
                 row["mfu"] = row["flops"] / (seconds * peak * self.ranks.size)
             self._judge(row, figures.keys, output)
-            trackers.log(row["step"], scalars(row))
+            if self.on_row is not None:
+                try:
+                    self.on_row(row)
+                except Exception as error:  # its words may hold a login
+                    data = {"step": row["step"], "error": type(error).__name__}
+                    log.warning("on_row failed and is called no more", extra={"data": data})
+                    self.on_row = None
         return rows
 
     def _judge(self, row: dict[str, Any], keys: Sequence[str], output: Artifact) -> None:
@@ -397,10 +386,21 @@ class Trainer:
         if not math.isfinite(row["loss"] + row["grad_norm"]):
             state.step = step - 1
             self._feed.close()  # a source may have one reader
+            unsound = []
             with self.ranks.raised_on_all():
-                numbers = self.ranks.share(self.steps[state.step])
-                samples = [one for batch in self.source.batches(numbers) for one in batch]
-            raise not_finite(row, keys, samples, self.ranks)
+                for samples in self.source.batches(self.ranks.share(self.steps[state.step])):
+                    for one in samples:
+                        states = one.aux_hidden, one.last_hidden
+                        if not all(bool(of.isfinite().all()) for of in states):
+                            unsound.append(one.key)
+            names, broken = map(self.ranks.all_gather_flat, (keys, unsound))
+            raise EyasError(
+                f"step {step} has loss {row['loss']} and gradient norm {row['grad_norm']}; its "
+                f"samples: {', '.join(names)}",
+                f"the features of {', '.join(broken)} are not finite: capture them again"
+                if broken
+                else "try a lower learning_rate",
+            )
         state.trend.add(row["loss"])
         if state.trend.has_diverged():
             state.add_row(row, output, self.ranks)
@@ -440,7 +440,7 @@ class Trainer:
         state = self.state
         with unsharded(self.module):
             counts, loss = self.held_out.measure(self.module, self.ranks)
-        tau = tau_of_counts(counts)
+        tau = float(ratio_of_sums(counts.numpy()))
         if state.step == 0:
             state.patience.start = tau
         # tau is 0 if no answer of the sample is long enough for a round
@@ -465,8 +465,20 @@ class Trainer:
                 )
         head = self._finished_head()
         with ranks.raised_on_all():
-            if ranks.is_first:
-                self._write(output, head, last)
+            if not ranks.is_first:
+                return
+            for folder, one in (("", head), ("last/", last)):
+                if one:
+                    write_head(output, folder, one)
+            output.write_jsonl(METRICS, state.metrics)
+            output.delete(CHECKPOINT)
+            counts = {
+                "batches": state.step,
+                "samples": len(self.usable),
+                "answer_tokens": sum(self.usable.values()),  # of one pass
+                "parameters": sum(weight.numel() for weight in head.parameters()),
+            }
+            output.finish("train", self.settings, self.inputs, counts, self._facts(head))
 
     def _finished_head(self) -> Head:
         """A copy of the head, unsharded, without feature_scale. All ranks call it."""
@@ -475,21 +487,6 @@ class Trainer:
             weights["fc.weight"] = weights["fc.weight"] * weights.pop("feature_scale")
         head.load_state_dict(weights)
         return head.to(torch.float32 if self.config.dtype == "float32" else torch.bfloat16)
-
-    def _write(self, output: Artifact, head: Head, last: Head | None) -> None:
-        for folder, one in (("", head), ("last/", last)):
-            if one:
-                write_head(output, folder, one)
-        output.write_jsonl(METRICS, self.state.metrics)
-        output.delete(CHECKPOINT)
-        size = sum(weight.numel() for weight in head.parameters())
-        counts = {
-            "batches": self.state.step,
-            "samples": len(self.usable),
-            "answer_tokens": sum(self.usable.values()),  # of one pass
-            "parameters": size,
-        }
-        output.finish("train", self.settings, self.inputs, counts, self._facts(head))
 
     def _facts(self, head: Head) -> dict[str, Any]:
         state = self.state
@@ -523,25 +520,8 @@ def write_head(output: Artifact, folder: str, head: Head) -> None:
         output.write(folder + name, data)
 
 
-def with_vocabulary(config: TrainConfig, size: int) -> TrainConfig:
-    """The settings of a new head of so many given draft tokens. Raises ConfigError."""
-    if config.start:
-        raise ConfigError(
-            "head.draft_tokens and start are both set: an existing head has a draft vocabulary",
-            "leave one out; start.vocabulary: recount chooses its tokens anew",
-        )
-    if config.head.draft_vocab_size not in (None, size):
-        raise ConfigError(
-            f"head.draft_vocab_size is {config.head.draft_vocab_size}, and "
-            f"{config.head.draft_tokens} has {size} tokens",
-            "leave head.draft_vocab_size out",
-        )
-    head = config.head.model_copy(update={"draft_vocab_size": size})
-    return config.model_copy(update={"head": head})
-
-
 def check_settings(config: TrainConfig, ranks: Ranks, measures: bool) -> None:
-    """Raise ConfigError for settings that do not fit the run."""
+    """Raise ConfigError for what does not fit the run."""
     if config.batches.per_step < ranks.size:
         raise ConfigError(
             f"a step of {config.batches.per_step} batches has no work for {ranks.size} processes",
