@@ -193,7 +193,7 @@ void attention(const char* name, int D, float softcap) {
       Floats scratch(kTileQueries * scratch_stride);
       for (const RowTile& tile : visible.tiles)
         for (int g = 0; g < kHk; ++g)
-          attend(view, rows, visible, tile, g, g * 3, 3, scratch.data(), scratch_stride, {});
+          attend(view, visible, tile, g, g * 3, 3, scratch.data(), scratch_stride, {});
       Floats found(out.size());
       for (size_t i = 0; i < out.size(); ++i) {
         if constexpr (A::is_bf16)
