@@ -86,9 +86,9 @@ constexpr int kRows[] = {1, 2, 3, 7, 13, 40};
 
 void quantised_products() {
   const int N = 70, K = 512;
-  for (const Format format : {Format::q4_0, Format::q4_1, Format::q5_0, Format::q5_1, Format::q8_0,
-                              Format::q4_k, Format::q5_k, Format::q6_k, Format::mxfp4, Format::q2_k,
-                              Format::q3_k, Format::iq4_nl, Format::iq4_xs}) {
+  using enum Format;
+  for (const Format format : {q4_0, q4_1, q5_0, q5_1, q8_0, q4_k, q5_k, q6_k, mxfp4, q2_k, q3_k,
+                              iq4_nl, iq4_xs, two_bits}) {
     std::vector<uint8_t> blocks(N * row_bytes(format, K));
     with_format(format, [&](auto q) {
       float values[kMaxUnitInputs];
@@ -193,7 +193,7 @@ void attention(const char* name, int D, float softcap) {
       Floats scratch(kTileQueries * scratch_stride);
       for (const RowTile& tile : visible.tiles)
         for (int g = 0; g < kHk; ++g)
-          attend(view, rows, visible, tile, g, g * 3, 3, scratch.data(), scratch_stride, {});
+          attend(view, visible, tile, g, g * 3, 3, scratch.data(), scratch_stride, {});
       Floats found(out.size());
       for (size_t i = 0; i < out.size(); ++i) {
         if constexpr (A::is_bf16)

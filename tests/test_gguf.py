@@ -11,6 +11,7 @@ from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import gguf
 import numpy as np
@@ -301,19 +302,16 @@ def test_a_file_that_is_cut_anywhere_is_refused(tmp_path, tiny, cache):
         ({"tokenizer.ggml.merges": ["Q Zx"]}, "no whole tokenizer"),
         ({"tokenizer.ggml.merges": None}, "holds no tokenizer.ggml.merges"),
         ({"tokenizer.ggml.tokens": 5}, "has 5 as tokenizer.ggml.tokens: .* list"),
-        (
-            {"tokenizer.ggml.eos_token_id": -1},
-            "has -1 as tokenizer.ggml.eos_token_id: .*than or equal to 0",
+        *(
+            ({"tokenizer.ggml.eos_token_id": value}, f"as tokenizer.ggml.eos_token_id: .*{why}")
+            for value, why in ((-1, "than or equal to 0"), ([1], "integer"), ("2", "integer"))
         ),
-        ({"tokenizer.ggml.eos_token_id": [1]}, r"has \[1\] as tokenizer.ggml.eos_token_id"),
-        ({"tokenizer.ggml.eos_token_id": "2"}, "has '2' as tokenizer.ggml.eos_token_id"),
         ({"tokenizer.ggml.eos_token_id": 999}, "ends answers at token 999 of 320"),
         ({"split.no": "0"}, "has '0' as split.no: .* integer"),
-        ({"general.alignment": 0}, "has 0 as general.alignment: .* to 8"),
-        ({"general.alignment": -32}, "has -32 as general.alignment"),
-        ({"general.alignment": 3}, "has 3 as general.alignment"),
-        ({"general.alignment": "32"}, "has '32' as general.alignment"),
-        ({"general.alignment": 32.0}, "has 32.0 as general.alignment"),
+        *(
+            ({"general.alignment": value}, f"has {value!r} as general.alignment: ")
+            for value in (0, -32, 3, "32", 32.0)
+        ),
         ({"": "x"}, "a key is empty"),
         ({"llama.attention.causal": False}, "a model of embeddings"),
         ({"llama.pooling_type": 3}, "a model of embeddings"),
@@ -345,7 +343,6 @@ def test_what_eyas_does_not_read_is_refused_by_name(tmp_path, tiny, changes, pro
     ],
 )
 def test_a_header_that_contradicts_itself_is_refused(tmp_path, tiny, edit, problem):
-    """What is there twice, has no entries, or lies in another tensor."""
     file = gguf_file(tiny, tmp_path / "tiny.gguf", changes={"tokenizer.ggml.bos_token_id": 0})
     file.write_bytes(edit(file.read_bytes()))
     with pytest.raises((CorruptError, MismatchError), match=problem):
@@ -364,12 +361,23 @@ def test_scaling_by_its_older_key_is_read_as_llama_cpp_reads_it(tmp_path, tiny):
     assert (rope.kind, rope.factor) == ("linear", 4.0)
 
 
-@pytest.mark.parametrize("heads", [["a", "b"], [0, 0], [2, 1], [-1, 0], [1.5, 0.0]])
-def test_layers_with_heads_of_no_number_are_refused(tmp_path, heads):
-    source = save_architecture(tmp_path / "source", "lfm2")
-    changes = {"lfm2.attention.head_count_kv": heads}
-    file = gguf_file(source, tmp_path / "tiny.gguf", changes=changes)
-    with pytest.raises(CorruptError, match=r"as lfm2\.attention\.head_count_kv"):
+@pytest.mark.parametrize(
+    ("name", "key", "value", "problem"),
+    [
+        *(
+            ("lfm2", "attention.head_count_kv", heads, "as lfm2.attention.head_count_kv")
+            for heads in (["a", "b"], [0, 0], [2, 1], [-1, 0], [1.5, 0.0])
+        ),
+        ("llama4", "expert_count", 0, "holds a dense Llama 4"),
+        ("llama4", "attention.sliding_window", 0, "holds a dense Llama 4"),
+        ("llama4", "expert_feed_forward_length", None, "lacks llama4.expert_feed_forward_length"),
+        ("llama4", "interleave_moe_layer_step", "2", "has '2' as llama4.interleave_moe"),
+    ],
+)
+def test_keys_of_one_architecture_are_refused_by_name(tmp_path, name, key, value, problem):
+    source = save_architecture(tmp_path / "source", name, **OTHERWISE.get(name, {}))
+    file = gguf_file(source, tmp_path / "tiny.gguf", changes={f"{name}.{key}": value})
+    with pytest.raises((CorruptError, MismatchError), match=problem):
         resolve_target(str(file))
 
 
@@ -397,18 +405,10 @@ def test_an_unknown_quantisation_and_tensor_are_refused(tmp_path, tiny, monkeypa
     with pytest.raises(MismatchError, match="attn_sinks"):
         resolve_target(str(gguf_file(tiny, tmp_path / "odd.gguf", add=odd)))
     file = gguf_file(tiny, tmp_path / "tiny.gguf", Kind.Q8_0)
-
-    def unknown(data: object, kind: object) -> None:
-        raise NotImplementedError(kind)
-
-    monkeypatch.setattr(gguf, "dequantize", unknown)
+    monkeypatch.setattr(gguf, "dequantize", Mock(side_effect=NotImplementedError))
     with pytest.raises(MismatchError, match="Q8_0, which gguf does not dequantise"):
         resolve_target(str(file))
-    bytes_of_type = int(Kind.Q8_0).to_bytes(4, "little")
-    raw = file.read_bytes()
-    at = raw.index(b"blk.0.attn_q.weight") + len("blk.0.attn_q.weight") + 4 + 16
-    assert raw[at : at + 4] == bytes_of_type
-    file.write_bytes(raw[:at] + (999).to_bytes(4, "little") + raw[at + 4 :])
+    file.write_bytes(of_tensor(file.read_bytes(), 4 + 16, 999))
     with pytest.raises(MismatchError, match="installed gguf does not know"):
         resolve_target(str(file))
 

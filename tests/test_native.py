@@ -496,7 +496,7 @@ class TensorDraft:
         return tensor_of(self.own.extend(rows, array_of(aux), cache))
 
     def enter(self, rows: Rows, aux: Tensor, cache: PagedCache) -> None:
-        self.own._run(self.own._lib.eyas_extend, rows, array_of(aux), None, cache)
+        self.own._run(self.own._lib.eyas_extend, rows, array_of(aux), cache, False)
 
     def step(self, rows: Rows, h: Tensor, cache: PagedCache) -> Tensor:
         return tensor_of(self.own.step(rows, array_of(h), cache))

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from eyas.engine.request import SamplingParams
-from eyas.engine.sampling import BEST_WEIGHT, derived_seed, fresh_seed
+from eyas.engine.sampling import BEST_WEIGHT, Sampler, derived_seed
 from eyas.errors import EyasError, InputError
 from tests.oracle.sampling import (
     best_ids,
@@ -254,7 +254,7 @@ def test_samples_of_a_request_have_seeds_of_their_own():
     seeds = {derived_seed(seed, sample_of) for seed in (-5, 0, 1, 2) for sample_of in range(128)}
     assert len(seeds) == 4 * 128
     assert all(-(2**63) <= seed < 2**63 for seed in seeds)
-    assert fresh_seed() != fresh_seed()
+    assert len({Sampler(SamplingParams(), (1,), 9, frozenset()).seed for _ in range(2)}) == 2
 
 
 # What is refused

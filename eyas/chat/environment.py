@@ -75,7 +75,8 @@ def _as_json(
     return _together(made.iterencode(value) if indent or separators else [made.encode(value)])
 
 
-RENDER_S, MOST_PARTS = 3.0, 1 << 25  # of this thread's work; characters of a text, or entries
+RENDER_S = 3.0  # seconds of this thread's work
+MOST_PARTS = 1 << 25  # characters of a text, or entries of a list
 _render = threading.local()  # until: when this thread's render has to be over
 
 

@@ -14,7 +14,6 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import os
 import platform
 import time
 from bisect import bisect_right
@@ -33,13 +32,14 @@ from eyas.model.library import build
 from eyas.model.rows import FeatureCache, Growth, PagedCache, Roots, RowArrays, rows_of, slots_of
 from eyas.model.target import Target
 from eyas.model.threads import num_threads
+from eyas.model.weights import keep
 
 # A draft that lacks at most so many entries makes them in one call with the root's; of more, all
 # but the root's are made in a call of their own, which computes no outputs.
 AT_ONCE = 8
 
 POINTS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 256)
-MOST_PAGES = 1024  # of a cache, that what is timed spreads over
+MOST_PAGES = 1024  # pages of a cache that the timed work spreads over
 TYPICAL_LENGTH = 200  # columns that a row sees
 NUM_LEVELS = 4  # timed together: a call's own time is spread over a tree's levels
 # a table this much slower than the machine is now was measured on a busy one, or by older code
@@ -219,11 +219,7 @@ def kept_or_measured(
         if not is_stale(kept):
             return kept
     table = measure_now()
-    with suppress(OSError):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        part = path.with_suffix(f".part-{os.getpid()}")
-        part.write_text(json.dumps({"identity": asdict(identity)} | table.to_json()))
-        part.replace(path)
+    keep(path, json.dumps({"identity": asdict(identity)} | table.to_json()))
     return table
 
 
@@ -282,7 +278,9 @@ class RoundWork:
         self._roots: dict[int, tuple[np.ndarray, tuple[np.ndarray, np.ndarray]]] = {}
 
     def measured(self) -> CostTable:
-        works = (self.steps, self.extend, self.enter) if self.draft is not None else (_nothing,) * 3
+        works = [self.steps, self.extend, self.enter]
+        if self.draft is None:
+            works = [lambda _: None] * 3
         table = measure((self.forward, self.decode, *works), POINTS)
         one = Curve(table.step.rows, [ms / NUM_LEVELS for ms in table.step.ms])
         return replace(table, step=one)
@@ -348,7 +346,3 @@ class RoundWork:
             self.forward(1)
             times.append((time.perf_counter() - started) * 1e3)
         return min(times)
-
-
-def _nothing(rows: int) -> None:
-    """The work of no draft."""

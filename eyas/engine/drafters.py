@@ -36,7 +36,7 @@ from eyas.engine.text import RecentAnswers, TextChain
 from eyas.engine.tree import Speculation
 from eyas.model.rows import HEAD, TEXT, FeatureCache, Growth, Proposals, Roots
 
-NOTHING = Proposals(  # of a round in which no sample drafts
+NOTHING = Proposals(  # no sample drafts
     np.empty((0, 0), dtype=np.int64),
     np.empty((0, 0), dtype=np.float32),
     np.empty((0, 0), dtype=np.int32),
@@ -74,7 +74,7 @@ class HeadDrafter:
         """
         if not samples:
             return NOTHING
-        # of many entries, those before the root's are made without outputs, in half the time
+        # where many entries lack, only the root's needs outputs: the others take half the time
         self.extend([sample for sample in samples if sample.num_missing > AT_ONCE])
         roots = self._missing(samples, [sample.num_cached for sample in samples])
         growth = Growth(self._sizes.num_draft_steps, self._sizes.tree_topk, plan.width)

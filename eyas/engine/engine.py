@@ -33,9 +33,9 @@ from eyas.tau import count_round, tau_of
 log = logging.getLogger("eyas.engine")
 
 LEAST_TAU, TAU_WINDOW = 1.3, 256  # below it a head hardly helps; over so many greedy rounds
-DEFAULT_SHARE = 0.5  # of what is free, for the caches without a max_length
-MEMORY_FOR_CACHES = 0.9  # of what is free, when a size that fits is proposed
-SCORED_LOGITS = 1 << 22  # of one prefill, for prompt_logprobs: 16 MiB in fp32
+DEFAULT_SHARE = 0.5  # part of the free memory that caches take without a max_length
+MEMORY_FOR_CACHES = 0.9  # part of the free memory that a proposed size takes
+SCORED_LOGITS = 1 << 22  # prompt_logprobs of one prefill: 16 MiB in fp32
 
 
 class EngineConfig(BaseModel):
@@ -120,7 +120,7 @@ class Engine:
             if tokenizer is not None
             else None
         )
-        self._accept_hist: list[int] = []  # of greedy rounds, up to TAU_WINDOW
+        self._accept_hist: list[int] = []  # greedy rounds, up to TAU_WINDOW
         self._num_windows = self._num_low = 0
 
     @classmethod

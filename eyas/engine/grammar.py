@@ -50,7 +50,7 @@ class Grammars:
         self._end_tokens = sorted(token for token in end_tokens if token < vocab_size)
         size = max(vocab_size, tokenizer.get_vocab_size())
         self._process = GrammarProcess(tokenizer.to_str(), size, self._end_tokens)
-        self._lock = Lock()  # of the cache; grammars are compiled side by side
+        self._lock = Lock()  # guards the cache; grammars compile in parallel
         self._cached: OrderedDict[tuple[Kind, str], Future[Grammar]] = OrderedDict()
 
     def prepare(self) -> None:
@@ -116,7 +116,7 @@ class Grammar:
         self.vocab_size, self.end_tokens, self.start = vocab_size, end_tokens, start
         self._connection, self._name = connection, name
         self._numbers = itertools.count()
-        self._lock = Lock()  # of what is sent: answers are forgotten in any thread
+        self._lock = Lock()  # guards what is sent: any thread may forget an answer
         self._poll = select.poll()
         self._poll.register(connection, select.POLLIN)
         self._matchers: weakref.WeakValueDictionary[int, GrammarMatcher] = (
@@ -171,7 +171,7 @@ class GrammarMatcher:
 
     def __init__(self, grammar: Grammar, number: int) -> None:
         self._grammar, self._number = grammar, number
-        self.state: bytes | None = grammar.start  # of `grammar_process.state_of`; None: on its way
+        self.state: bytes | None = grammar.start  # see `grammar_process.state_of`; None: on its way
         self.is_over = self.is_late = False
 
     @property

@@ -72,7 +72,7 @@ def grammar_text(kind: Kind, source: str) -> str:
         return lark(source)
     if kind == "regex":
         return LLMatcher.grammar_from_regex(source)
-    with suppress(ValueError, RecursionError):  # of what is no schema the library says why
+    with suppress(ValueError, RecursionError):  # the library says why it is no schema
         source = json.dumps(plain_schema(json.loads(source)))
     return LLMatcher.grammar_from_json_schema(source, defaults={"whitespace_pattern": BLANKS})
 

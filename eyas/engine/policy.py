@@ -45,10 +45,10 @@ from eyas.model.rows import HEAD, TEXT, Proposals
 
 GRID = np.array([0.02, 0.04, 0.07, 0.1, 0.14, 0.19, 0.25, 0.32, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9])
 _LEASTS = GRID.tolist()
-FIRST_PATH = 0.85  # of the first expected tree, a chain: a good head's, so that it is tried
+FIRST_PATH = 0.85  # a good head's acceptance: the first expected tree, a chain, is tried
 FIRST_TREES = 10.0  # trees that it counts as
 RECENT, AT_REST = 0.98, 0.9999  # part of the trees that a round with trees keeps, and one without
-NARROW = 0.96  # tokens of trees grown from one candidate a level, of those grown from tree_topk
+NARROW = 0.96  # a chain emits .96 times the tokens of a tree of the same depth
 LEVEL_GAIN = 0.75  # tokens that a further level brings for a path of probability 1
 ROUNDS_TO_PAY = 32  # rounds of a request over which making its missing entries may pay
 # of the logs of slowness and factor: what a round's error moves them by; a pause of the machine is
@@ -114,12 +114,12 @@ class RoundPlan:
     num_nodes: int = 0
     expected_tokens: float = 0.0  # in auto; of all B requests
     predicted_ms: float = 0.0  # in auto, by the table; of a round that is done, corrected
-    tokens: int = 0  # of a round that is done, of all B requests
+    tokens: int = 0  # emitted by all B requests once the round is done
     real_ms: float = 0.0
 
     @property
     def drafts(self) -> bool:
-        return any(self.drafting.tolist())  # of few numbers, faster than an array operation
+        return any(self.drafting.tolist())  # faster than an array operation for few numbers
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +142,7 @@ class Policy:
         assert costs is not None or speculation.mode != "auto", "auto speculation needs the costs"
         self.speculation, self.costs = speculation, costs
         self.has_head = True  # the rounds say when it has none, or no longer
-        self.expects_drafts = speculation.mode != "off"  # of a request that comes now
+        self.expects_drafts = speculation.mode != "off"  # whether a new request will draft
         self.correction = Correction()
         self._sums: defaultdict[str, float] = defaultdict(float)
         self._max_nodes = speculation.num_verify_tokens - 1
@@ -202,7 +202,7 @@ class Policy:
         load = self._load(B, S)
         trees_2KG, text_2G = self._tables / self._num_trees, None
         gain_S2KG = trees_2KG[None] if S == 1 else np.broadcast_to(trees_2KG, (S, *trees_2KG.shape))
-        plan.rate = B / float(load.forwards[0])  # of plain decoding, or with text alone
+        plan.rate = B / float(load.forwards[0])  # plain decoding
         if text_S2G is not None:
             text_2G = text_S2G[0] if S == 1 else text_S2G.sum(0)
             rates = (B + text_2G[0]) / np.interp(text_2G[1], load.nodes_axis, load.forwards)
@@ -293,7 +293,9 @@ class Policy:
 
         proposals: of the B' requests with candidates, in their order.
         """
-        plan.proposals, plan.depth = proposals, _head_depth(proposals)
+        # levels that the head has drafted; text's chains beside them may be longer
+        is_heads = proposals.proposed_by(HEAD).any(axis=0)
+        plan.proposals, plan.depth = proposals, int(proposals.depths[is_heads].max(initial=0))
         plan.num_drafting = len(proposals.tokens)
         if self.speculation.mode == "fixed":
             assert proposals.sources is None, "a tree of fixed size is the head's"
@@ -302,20 +304,17 @@ class Policy:
             return kept
         assert self.costs is not None
         plan.calibration = self.acceptance.calibrate(proposals)
-        paths, B = plan.calibration.paths, plan.num_requests
-        costs = self._load(B, len(paths)).forwards
-        before_ms = self._before_ms(self.costs, plan)
-        choice = choose(paths, costs, B, before_ms, self._max_nodes, plan.rate)
+        paths, B, costs = plan.calibration.paths, plan.num_requests, self.costs
+        # what precedes the target's forward
+        missing = plan.pending[plan.drafting].tolist()
+        far = [tokens for tokens in missing if tokens > AT_ONCE]
+        before_ms = costs.extend(sum(missing) - sum(far) + len(far)) + costs.enter(sum(far))
+        before_ms += max(0, plan.depth - 1) * costs.step(len(missing) * plan.width)
+        forwards = self._load(B, len(paths)).forwards
+        choice = choose(paths, forwards, B, before_ms, self._max_nodes, plan.rate)
         plan.num_nodes, plan.expected_tokens = choice.num_nodes, choice.expected_tokens
         plan.predicted_ms = choice.predicted_ms
         return choice.kept
-
-    def _before_ms(self, costs: CostTable, plan: RoundPlan) -> float:
-        """The table's ms of what precedes the target's forward."""
-        missing = plan.pending[plan.drafting].tolist()
-        far = [tokens for tokens in missing if tokens > AT_ONCE]
-        ms = costs.extend(sum(missing) - sum(far) + len(far)) + costs.enter(sum(far))
-        return ms + max(0, plan.depth - 1) * costs.step(len(missing) * plan.width)
 
     # After the round
 
@@ -381,9 +380,3 @@ class Policy:
         sums = {f"{kind}_{name}": 0.0 for kind in ("plain", "tree") for name in names}
         rest = ("verified_nodes", "draft_steps", *(f"accepted_{source}" for source in SOURCES))
         return sums | dict.fromkeys(rest, 0.0) | self._sums
-
-
-def _head_depth(proposals: Proposals) -> int:
-    """Levels that the head has drafted; text's chains beside them may be longer."""
-    is_heads = proposals.proposed_by(HEAD).any(axis=0)
-    return int(proposals.depths[is_heads].max(initial=0))

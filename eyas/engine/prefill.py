@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-LEAST_ROWS = 8  # of a prompt: fewer cost as much as these, for all weights are read
+LEAST_ROWS = 8  # fewer rows cost as much: all weights are read
 _PACE_RATE, _MOST_PACE_ERROR = 0.5, 0.7
 
 

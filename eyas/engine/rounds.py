@@ -45,8 +45,6 @@ from eyas.model.rows import (
     NodesToVerify,
     Proposals,
     Roots,
-    Rows,
-    TargetOutput,
     prompt_rows,
     slots_of,
 )
@@ -119,11 +117,6 @@ class Rounds:
                 return self._round(job.samples)
             return self._prefill(job.samples, job.chunks)
 
-    def _forward(self, rows: Rows, asked_R: np.ndarray) -> TargetOutput:
-        """The target's forward; its features go to the head's cache."""
-        taps, features = self._taps_and_features()
-        return self.target.forward(rows, self._cache, taps, asked_R, features)
-
     def _taps_and_features(self) -> tuple[Taps | None, FeatureCache | None]:
         """What the target taps for the head; nothing without one."""
         head = self.head
@@ -148,9 +141,9 @@ class Rounds:
             for column in _judged_columns(sample, chunk)
         ]
         asked_R = np.array([row for _, _, row in judged], dtype=np.int64)
-        output = self._forward(rows, asked_R)
+        taps, features = self._taps_and_features()
+        logits = self.target.forward(rows, self._cache, taps, asked_R, features).logits
         emitted: dict[RunningSample, list[int]] = {}
-        logits = output.logits
         for r, (sample, column, _) in enumerate(judged):
             if column + 1 < len(sample.tokens):
                 _score(sample, column + 1, logits[r])
@@ -169,7 +162,6 @@ class Rounds:
     # Rounds
 
     def _round(self, samples: list[RunningSample]) -> list[Update]:
-        """One round: propose, verify, and report to the policy."""
         started = time.perf_counter()
         plan, growing, drafting, proposals = self._propose(samples)
         kept = np.empty((0, 0), dtype=bool)
@@ -226,7 +218,7 @@ class Rounds:
         What runs goes on, and emits what plain decoding emits: a tree decides how many tokens a
         round emits, never which. The target's keys and values are those of plain decoding anyway.
         """
-        # of other errors the type alone: who asks for the server's health need not see more
+        # the server's health shows only the type of other errors
         self.draft_failure = str(error) if isinstance(error, DraftError) else type(error).__name__
         self.head = None
         self.policy.has_head = False
@@ -239,17 +231,12 @@ class Rounds:
     # Verification
 
     def _verify(self, samples: list[RunningSample], chosen: NodesToVerify) -> list[list[int]]:
-        """One target forward over all trees; returns the emitted tokens of each sample.
+        """One target forward over all trees; returns the emitted tokens of each sample: those of
+        accepted nodes and the bonus token, cut where the sample ends. The accepted nodes' keys,
+        values and features are moved behind the sample's prefix.
 
-        They are the accepted nodes' tokens and the bonus token, cut where the sample ends. The
-        accepted nodes' keys, values and features are moved behind the sample's prefix.
-        """
-        walks = zip(samples, self._walks(samples, chosen), strict=True)
-        return [sample.advance(drawn, self._end_tokens) for sample, drawn in walks]
-
-    def _walks(self, samples: list[RunningSample], chosen: NodesToVerify) -> list[list[int]]:
-        """Forward, draws, walks and moves in one call of the native library; a grammar's masks are
-        drawn under in Python, as far as they come in time.
+        Forward, draws, walks and moves are one call of the native library. Under a grammar Python
+        draws, as far as the masks come in time.
         """
         lens, table = [sample.num_cached for sample in samples], page_table(samples)
         roots = Roots(lens, lens, [sample.root for sample in samples], table)
@@ -266,15 +253,13 @@ class Rounds:
             path, verified.tokens[b] = accept(tree.tokens, tree.parents, draw)
             columns = np.array([path, range(1, len(path) + 1)], dtype=np.int64) + lens[b]
             at = slots_of(table, np.full_like(columns, b), columns, self._cache.page_size)
-            self._move(*at.tolist())
-        return verified.tokens
-
-    def _move(self, sources: list[int], destinations: list[int]) -> None:
-        """Accepted nodes' keys, values and features from slots to slots."""
-        if sources != destinations:
-            self._cache.move(sources, destinations)
-            if self.head is not None:
-                self.head.features.move(sources, destinations)
+            sources, destinations = at.tolist()
+            if sources != destinations:
+                self._cache.move(sources, destinations)
+                if features is not None:
+                    features.move(sources, destinations)
+        walks = zip(samples, verified.tokens, strict=True)
+        return [sample.advance(drawn, self._end_tokens) for sample, drawn in walks]
 
 
 def _draw(sample: RunningSample, logits_NV: Logits, deadline: float, node: int) -> int | None:

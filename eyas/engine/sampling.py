@@ -44,11 +44,6 @@ FACTORS = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 SHIFTS = (30, 27, 31)
 
 
-def fresh_seed() -> int:
-    """A seed from the system's randomness."""
-    return secrets.randbits(63)
-
-
 def derived_seed(seed: int, sample: int) -> int:
     """The seed of the sample-th of n samples, as a signed 64-bit number; sample 0 keeps the
     request's own.
@@ -125,7 +120,9 @@ class Sampler:
         assert params.has_grammar == (matcher is not None), "a grammar needs its matcher"
         params.check_vocabulary(vocab_size)
         self.params = params
-        self.seed = fresh_seed() if params.seed is None else derived_seed(params.seed, index)
+        self.seed = (
+            secrets.randbits(63) if params.seed is None else derived_seed(params.seed, index)
+        )
         self.num_drawn = 0
         self.logprobs: list[TokenLogprob] | None = None if params.logprobs is None else []
         self.ends = frozenset(params.stop_token_ids) | (

@@ -27,10 +27,11 @@ from eyas.engine.stop import StopChecker
 from eyas.engine.text import TextIndex
 from eyas.errors import InputError
 
-MASKS_S = 0.025  # of a round: what it waits for the masks of grammars
+MASKS_S = 0.025  # seconds a round waits for grammar masks
 _ANY_MS = 1e9
 _MOST_IN_LINE = 256  # waiting samples that are looked at: else every job costs more, the more wait
-_PAUSE_SHARE, _ROUND_RATE = 0.7, 0.2  # of a pause: what is planned; how fast rounds are learned
+_PAUSE_SHARE = 0.7  # part of pause_ms that is planned
+_ROUND_RATE = 0.2  # learning rate of the time that a round takes
 
 
 class RunningSample:
@@ -63,12 +64,12 @@ class RunningSample:
         self.prefill_end = len(self.tokens)
         # in line, the lowest first; below 0 after a preemption
         self.place = 0
-        # of the prompt's tokens behind the first, as far as they are computed; None: not asked for,
+        # tokens of the prompt from the second on, as far as they are computed; None: not asked for,
         # or on their way to the client
         self.prompt_logprobs: list[TokenLogprob] | None = (
             None if request.params.prompt_logprobs is None else []
         )
-        self.text = TextIndex()  # of its tokens, as far as drafts were looked up
+        self.text = TextIndex()  # its tokens, as far as drafts were looked up
         self.finish_reason: FinishReason | None = None
         self.error: InputError | None = None  # why it has ended before its end
 
@@ -394,7 +395,10 @@ class Scheduler:
             samples = [one for one in self._running if one.is_prefilled and not one.sampler.is_late]
             if all(map(self._has_room, samples)):
                 return Job(samples) if samples else None
-            self._preempt(self._running[-1])
+            last = self._running[-1]  # it gives up its pages, and is the first in line
+            self._leave(last)
+            self.num_preempted += 1
+            self._wait(last, -self.num_preempted)
 
     def _has_room(self, sample: RunningSample) -> bool:
         """Whether a sample has pages for a round; allocates missing ones."""
@@ -405,12 +409,6 @@ class Scheduler:
         pages = self._pool.allocate(missing)
         sample.pages += pages or []
         return pages is not None
-
-    def _preempt(self, sample: RunningSample) -> None:
-        """Take a sample's pages and make it the first in line."""
-        self._leave(sample)
-        self.num_preempted += 1
-        self._wait(sample, -self.num_preempted)
 
     def _wait(self, sample: RunningSample, place: int) -> None:
         found = self._reused(sample)

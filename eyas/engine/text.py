@@ -23,7 +23,7 @@ CHAIN = 8  # tokens of a chain: a verify of so many rows costs hardly more than 
 _LONGEST = 16  # tokens of a match that are looked at: longer ones come true no more often
 _PLACES = 24  # earlier places that are compared
 _KEY = 3  # tokens by which they are found
-RECENT_TOKENS = 1 << 16  # of all recent answers: some 25 MB, and hundreds of answers
+RECENT_TOKENS = 1 << 16  # hundreds of answers, some 25 MB
 _SALTS = 256  # that are remembered at a time: an index costs memory without any token
 
 # A candidate's kind: its source, how long the match was, and whether it is a chain's first token.

@@ -25,7 +25,7 @@ from eyas.engine.request import DraftedTree, Source
 from eyas.errors import ConfigError
 from eyas.model.rows import HEAD, TEXT, NodesToVerify, Proposals
 
-MAX_NODES = 63  # of a request, root excluded: the bits of a row's mask
+MAX_NODES = 63  # a request's nodes without the root: a row's mask has 64 bits
 
 Mode = Literal["off", "fixed", "auto"]
 

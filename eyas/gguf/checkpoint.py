@@ -65,10 +65,8 @@ def matrices_apart(
         for name, shape, matrix in raw_tensors(file)
         if len(shape) == 2 and not name.endswith(SHORT_CONVOLUTION)
     }
-    others = {name: matrix for name, _, matrix in raw_tensors(file) if name not in matrices}
-    vectors = {one.name: one.values() for one in weights(file) if one.name in others}
-    vectors |= {name: others[name].dequantised()[0] for name in others.keys() - vectors.keys()}
-    return stored_dtype(file), vectors, matrices
+    others = (one for one in weights(file, apart=True) if one.name not in matrices)
+    return stored_dtype(file), {one.name: one.values() for one in others}, matrices
 
 
 # The files

@@ -50,6 +50,11 @@ NO_MODELS = {  # by `general.type`, or the architecture
 }
 
 
+def unread(file: GgufFile, what: str) -> MismatchError:
+    """The error of a file with something that eyas does not read."""
+    return MismatchError(f"{file.path} {what}", OTHER_ARCHITECTURE)
+
+
 def refuse_no_decoder(file: GgufFile) -> None:
     """Raise MismatchError for a file that holds no model, or one that writes no text."""
     kind, pooling = file.metadata.get("general.type"), file.of_model("pooling_type", 0)
@@ -70,15 +75,13 @@ def family_of(file: GgufFile) -> tuple[str, Family]:
         and (family.gguf_mark is None or file.of_model(family.gguf_mark, 0))
     }
     if not of_name:
-        raise MismatchError(f"{file.path} holds {file.architecture!r}", OTHER_ARCHITECTURE)
+        raise unread(file, f"holds {file.architecture!r}")
     model_type = max(of_name, key=lambda name: of_name[name].gguf_mark is not None)
     family = of_name[model_type]
     if file.of_model("expert_count", 0) and "ffn_gate_exps" not in family.gguf_names:
-        raise MismatchError(f"{file.path} holds a mixture of experts", OTHER_ARCHITECTURE)
+        raise unread(file, "holds a mixture of experts")
     if not file.of_model("rope.scaling.finetuned", True):
-        raise MismatchError(
-            f"{file.path} holds a {file.architecture} without positions", OTHER_ARCHITECTURE
-        )
+        raise unread(file, f"holds a {file.architecture} without positions")
     return model_type, family
 
 
@@ -115,7 +118,7 @@ def configuration(file: GgufFile) -> dict[str, Any]:
     config |= {name: file.count(key) for key, name in COUNTS.items() if file.of_model(key, 0)}
     if "intermediate_size_mlp" in family.defaults:  # Llama 4's experts have the other width
         if not (file.of_model("expert_count", 0) and file.of_model("attention.sliding_window", 1)):
-            raise MismatchError(f"{file.path} holds a dense Llama 4", OTHER_ARCHITECTURE)
+            raise unread(file, "holds a dense Llama 4")
         config["intermediate_size_mlp"] = config["intermediate_size"]
         config["intermediate_size"] = file.count("expert_feed_forward_length")
         config["use_qk_norm"] = file.count("expert_count") != UNNORMED_EXPERTS
@@ -185,8 +188,7 @@ def rotations(file: GgufFile, family: Family, head_dim: int) -> dict[str, Any]:
     if "partial_rotary_factor" in family.defaults:
         found["partial_rotary_factor"] = dims / head_dim
     elif dims != head_dim:
-        what = f"{file.path} turns {dims} of {head_dim} channels of a head"
-        raise MismatchError(what, OTHER_ARCHITECTURE)
+        raise unread(file, f"turns {dims} of {head_dim} channels of a head")
     if scaling and scaling["rope_type"] == "longrope":
         found["original_max_position_embeddings"] = file.count(
             "rope.scaling.original_context_length"

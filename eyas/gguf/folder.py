@@ -36,9 +36,9 @@ from eyas.stores import storage_errors
 
 SUFFIX = ".gguf"
 LINK = "source.gguf"
-TEMPLATE_SUFFIX = ".jinja"  # of a chat template beside a file
+TEMPLATE_SUFFIX = ".jinja"  # a chat template beside a file
 IDENTITY_BYTES = 8 << 20  # read at either end, to tell whether a file is one that is known
-FORM = "3"  # of the folder: raise it when the same file gives another
+FORM = "3"  # raise it when the same file gives another folder
 MARKED = re.compile(r"<.+>|\[.+\]", re.S)  # what the text of a control token looks like
 
 

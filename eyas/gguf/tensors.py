@@ -22,11 +22,11 @@ from eyas.errors import CorruptError, MismatchError
 from eyas.gguf.blocks import BlockMatrix
 from eyas.gguf.configuration import (
     LONG_FACTORS,
-    OTHER_ARCHITECTURE,
     ROPE_FACTORS,
     SHORT_FACTORS,
     family_of,
     key_value_heads,
+    unread,
 )
 from eyas.gguf.file import DAMAGED, GgufFile, StoredTensor, dequantised_rows
 
@@ -82,7 +82,7 @@ def published_names(file: GgufFile) -> dict[str, str]:
         in_layer = LAYER.fullmatch(stem)
         found = parts.get(in_layer["part"] if in_layer else stem)
         if found is None:
-            raise MismatchError(f"{file.path} holds {name}", OTHER_ARCHITECTURE)
+            raise unread(file, f"holds {name}")
         whole = f"model.layers.{in_layer['layer']}.{found}" if in_layer else found
         names[name] = whole if found == SINKS else f"{whole}.{kind}"
     return names
@@ -144,13 +144,16 @@ def raw_tensors(file: GgufFile) -> Iterator[tuple[str, tuple[int, ...], BlockMat
             yield name, shape, BlockMatrix(tensor.kind, rows, order)
 
 
-def weights(file: GgufFile) -> Iterator[PublishedTensor]:
-    """Every tensor of the published checkpoint. Raises MismatchError, CorruptError."""
+def weights(file: GgufFile, apart: bool = False) -> Iterator[PublishedTensor]:
+    """Every tensor of the published checkpoint; apart: those of experts one by one. Raises
+    MismatchError, CorruptError.
+    """
     _, family = family_of(file)
-    if family.stacked:
+    stacks = family.stacked is not None and not apart
+    if stacks:
         yield from _stacked(file, family.stacked == "turns")
     for name, shape, matrix in raw_tensors(file):
-        if family.stacked and ".experts." in name:
+        if stacks and ".experts." in name:
             continue
         offset = 0.0
         if family.gguf_norm_offset and name.endswith("norm.weight"):

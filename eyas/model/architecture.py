@@ -61,7 +61,7 @@ ELSEWHERE = (
     "answer prompts by a server that runs it (SGLang, vLLM); capture, train, eval and export take "
     "it through transformers, and check says which servers take the head"
 )
-MAX_HEAD_DIM, MAX_KERNEL = 256, 16  # of the native decoder
+MAX_HEAD_DIM, MAX_KERNEL = 256, 16  # limits of the native decoder
 MOST_PARTS = 4096  # layers, or experts of one: a list of more may not fit in memory
 
 
@@ -230,11 +230,9 @@ class TargetConfig(TargetShape):
                 what = f"{folder}/config.json leaves {error} of its decoder to transformers"
                 raise MismatchError(what, ELSEWHERE) from error
             raise CorruptError(f"{folder}/config.json lacks {error}", RESTORE_CONFIG) from error
-        except ValidationError as error:
-            what = f"{folder}/config.json does not describe a model: {in_words(error)}"
-            raise CorruptError(what, RESTORE_CONFIG) from error
         except (TypeError, ValueError, AttributeError, IndexError, ArithmeticError) as error:
-            what = f"{folder}/config.json does not describe a model: {error}"
+            why = in_words(error) if isinstance(error, ValidationError) else error
+            what = f"{folder}/config.json does not describe a model: {why}"
             raise CorruptError(what, RESTORE_CONFIG) from error
 
 
@@ -296,7 +294,16 @@ NUMBERS = (
     "max_position_embeddings",
     "sliding_window",
     "intermediate_size",
+    "attention_chunk_size",
 )
+
+
+def whole_number(config: Mapping[str, Any], name: str) -> int:
+    """A whole number of 1 or more. Raises ValueError."""
+    value = config.get(name)
+    if type(value) is not int or value < 1:
+        raise ValueError(f"{name} is {value!r:.64}: not a whole number of 1 or more")
+    return value
 
 
 def description(config: Mapping[str, Any], family: Family) -> dict[str, Any]:
@@ -304,9 +311,8 @@ def description(config: Mapping[str, Any], family: Family) -> dict[str, Any]:
     Unsupported.
     """
     for name in NUMBERS:
-        value = config.get(name)
-        if value is not None and (type(value) is not int or value < 1):
-            raise ValueError(f"{name} is {value!r:.64}: not a whole number of 1 or more")
+        if config.get(name) is not None:
+            whole_number(config, name)
     if config["num_hidden_layers"] > MOST_PARTS:
         raise ValueError(
             f"num_hidden_layers is {config['num_hidden_layers']}: no model has so many"
@@ -380,8 +386,9 @@ def layer_kinds(
     window, chunk = (None if one is not None and one >= length else one for one in (window, size))
     if window is not None and window < LEAST_WINDOW:
         raise Unsupported(f"attends to {window} positions; trees need {LEAST_WINDOW} or more")
+    interval = "no_rope_layer_interval"
     turned = config.get("no_rope_layers") or [
-        (layer + 1) % config["no_rope_layer_interval"] if "no_rope_layer_interval" in config else 1
+        (layer + 1) % whole_number(config, interval) if interval in config else 1
         for layer in range(count)
     ]
     if config.get("position_embedding_type", "rope") != "rope":
@@ -489,7 +496,8 @@ def has_experts(config: Mapping[str, Any], layer: int) -> bool:
         return False
     if config.get("moe_layers") is not None:
         return layer in config["moe_layers"]
-    step = config.get("interleave_moe_layer_step", given(config, "decoder_sparse_step", 1))
+    names = ("interleave_moe_layer_step", "decoder_sparse_step")
+    step = next((whole_number(config, name) for name in names if name in config), 1)
     return layer not in given(config, "mlp_only_layers", []) and (layer + 1) % step == 0
 
 

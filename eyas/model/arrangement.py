@@ -47,7 +47,7 @@ def arranged(config: TargetConfig, published: Mapping[str, Rows]) -> dict[str, R
                 found |= _one_by_one(own, tensor, published, name, family)
             else:
                 found |= _parts(own, tensor, config, family)
-        except (IndexError, ValueError) as error:  # of rows that are not there
+        except (IndexError, ValueError) as error:  # rows that are not there
             shape = tuple(tensor.shape)
             raise MismatchError(f"{name} is {shape}, not as config.json says", RESTORE) from error
     if config.tie_word_embeddings and "lm_head.weight" in found:
@@ -117,23 +117,20 @@ def _parts(name: str, tensor: Any, config: TargetConfig, family: Family) -> dict
         return {name: tensor}
     prefix, part, kind = match.groups()
     found, first = {}, 0
+    heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
+    heads["v_proj"] = heads["k_proj"]
     parts = family.fused.get(part, (part,))
     for one in parts:
-        end = first + _num_rows(one, config) if len(parts) > 1 else tensor.shape[0]
+        end, of_heads = tensor.shape[0], heads.get(one.rpartition(".")[2])
+        if len(parts) > 1:
+            size = config.head_dim * of_heads if of_heads else config.intermediate_size
+            end = first + size
         rows = tensor[first:end] if len(parts) > 1 else tensor
         if family.interleaved_heads and one.endswith(("q_proj", "k_proj")):
-            rows = rows[_halves(tensor.shape[0] if len(parts) == 1 else end - first, config)]
+            rows = rows[_halves(end - first, config)]
         found[f"{prefix}{one}.{kind}"] = rows
         first = end
     return found
-
-
-def _num_rows(part: str, config: TargetConfig) -> int:
-    if part.endswith("q_proj"):
-        return config.num_attention_heads * config.head_dim
-    if part.endswith(("k_proj", "v_proj")):
-        return config.num_key_value_heads * config.head_dim
-    return config.intermediate_size
 
 
 def _halves(num_rows: int, config: TargetConfig) -> Array:
@@ -155,7 +152,7 @@ def _one_by_one(
     """The matrices or biases of each expert. MXFP4 is two tensors, `_blocks` and `_scales`."""
     stem, _, end = name.rpartition("mlp.experts.")
     if end.split(".", 1)[0].isdigit():
-        return {name: tensor}  # of a GGUF file, apart already
+        return {name: tensor}  # a GGUF file has them apart
     if end.endswith("_scales"):
         return {}
     if end.endswith("_blocks"):

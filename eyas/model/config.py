@@ -27,7 +27,7 @@ from eyas.errors import CorruptError, MismatchError, MissingInputError
 
 RESTORE_CONFIG = "restore the file from its source"
 Taps = tuple[int, int, int]
-LEAST_LAYERS = 7  # of a target
+LEAST_LAYERS = 7  # a target's, for three distinct taps
 # What JSON calls a number: neither a string of digits, nor true, nor NaN.
 Size = Annotated[int, Field(strict=True, ge=1)]
 Positive = Annotated[float, Field(strict=True, gt=0, allow_inf_nan=False)]
@@ -402,24 +402,20 @@ def match_faults(
 
 def shape_faults(config: HeadConfig, target: TargetShape) -> list[MismatchError]:
     """Where the head cannot be run on this target at all."""
-    faults = []
-    if config.vocab_size != target.vocab_size:
-        faults.append(
-            f"the head's target has a vocabulary of {config.vocab_size}, this one "
-            f"{target.vocab_size}"
-        )
-    if config.target_hidden_size != target.hidden_size:
-        faults.append(
-            f"the head's target has hidden size {config.target_hidden_size}, this one "
-            f"{target.hidden_size}"
-        )
-    if max(config.taps) >= target.num_hidden_layers:
-        faults.append(
-            f"the head taps layer {max(config.taps)}, the target has "
-            f"{target.num_hidden_layers} layers"
-        )
+    V, H, last = config.vocab_size, config.target_hidden_size, max(config.taps)
+    faults = {
+        f"the head's target has a vocabulary of {V}, this one {target.vocab_size}": (
+            target.vocab_size != V
+        ),
+        f"the head's target has hidden size {H}, this one {target.hidden_size}": (
+            target.hidden_size != H
+        ),
+        f"the head taps layer {last}, the target has {target.num_hidden_layers} layers": (
+            target.num_hidden_layers <= last
+        ),
+    }
     hint = "serve the head with the target that it was trained on"
-    return [MismatchError(what, hint) for what in faults]
+    return [MismatchError(what, hint) for what, is_wrong in faults.items() if is_wrong]
 
 
 def rope_faults(config: HeadConfig, target: TargetShape) -> list[MismatchError]:

@@ -12,7 +12,7 @@ import numpy as np
 from eyas.errors import EyasError
 from eyas.model.structs import STRUCTS
 
-MOST_PLACES = 64  # of a walk through a tree: its columns
+MOST_PLACES = 64  # tokens of a walk: a tree has so many columns
 
 
 class DrawState(ctypes.Structure):
@@ -28,11 +28,11 @@ class DrawState(ctypes.Structure):
     _fields_ = STRUCTS["DrawState"]._fields_
 
 
-Draws = Sequence[DrawState | None]  # of each request, None where the best logit is the token
+Draws = Sequence[DrawState | None]  # one a request; None: the best logit is the token
 
 
 def draw_states(draws: Draws | None, count: int) -> ctypes.Array[ctypes.c_void_p]:
-    """Of how each of `count` requests draws, null where the best logit is the token."""
+    """Their addresses [count], null for None."""
     given = [None] * count if draws is None else draws
     assert len(given) == count
     states = (None if draw is None else ctypes.addressof(draw) for draw in given)

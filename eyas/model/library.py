@@ -25,7 +25,7 @@ from eyas.model import variants
 from eyas.model.structs import STRUCTS, check_sizes
 from eyas.model.variants import Variant
 
-NO_MEMORY = 6  # kNoMemory of model.h; negative of OF_LEVELS
+NO_MEMORY = 6  # kNoMemory of decoder.h; negative of OF_LEVELS
 NUMBERS = ("eyas_linear_bytes", "eyas_read")  # may be any
 OF_LEVELS = ("eyas_propose", "eyas_grow")
 CHOICE = "EYAS_NATIVE_VARIANT"
@@ -94,10 +94,11 @@ def runnable() -> list[Variant]:
 @functools.cache
 def _loaded() -> Native | str:
     """The library, or why there is none."""
-    here = runnable()
+    here, failures = runnable(), []
     if not here:
-        return _no_variant()
-    failures = []
+        if not (known := variants.of_machine()):
+            return f"there is no library for {platform.system()} on {platform.machine()}"
+        return f"the processor has no {known[-1].lacking(variants.processor_features())}"
     for variant in here:
         if (path := variants.shipped(variant)).exists():
             try:
@@ -118,13 +119,6 @@ def _loaded() -> Native | str:
         except OSError as error:
             failures.append(f"the library cannot be built or loaded: {error}")
     return failures[0]
-
-
-def _no_variant() -> str:
-    known = variants.of_machine()
-    if not known:
-        return f"there is no library for {platform.system()} on {platform.machine()}"
-    return f"the processor has no {known[-1].lacking(variants.processor_features())}"
 
 
 def built(variant: Variant, compiler: str, main: Path = variants.MAIN) -> Path:

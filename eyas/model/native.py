@@ -44,9 +44,9 @@ from eyas.model.structs import STRUCTS
 from eyas.model.threads import num_threads
 
 # kMaxHeadDim of attention.h, kMaxKernel of model.h: what a thread keeps of a row
-FIRST_POSITIONS = 4096  # of the rotation's table; it grows with what is asked for
+FIRST_POSITIONS = 4096  # the rotation's table grows with what is asked for
 MOST_POSITIONS = 1 << 24  # no request has so many: what lies beyond is no position
-ROWS_AT_ONCE = 4096  # of a prompt whose hidden states are asked for
+ROWS_AT_ONCE = 4096  # rows of one forward of `hidden`
 ROW_COLUMNS = ("token", "request", "position", "slot", "prefix_len", "seen")
 DecoderParts, Shape, Factors, Layer, Outer, Positions = (
     STRUCTS[name] for name in ("DecoderParts", "Shape", "Factors", "Layer", "Outer", "Positions")
@@ -193,7 +193,6 @@ class NativeDecoder:
         self._lib.eyas_set_positions(self._handle, to)
 
     def _view(self, rows: Rows, cache: PagedCache) -> ctypes.Structure:
-        """The rows as the library takes them."""
         assert cache.data.dtype == self.dtype
         B, P = rows.page_table.shape
         columns = [getattr(rows, name) for name in ROW_COLUMNS]
@@ -215,19 +214,16 @@ class NativeDecoder:
             M=len(rows.token),
         )
 
-    def _is_done(self, status: int, last_position: int) -> bool:
-        """Whether the call did its work; False when it must be made again, with a longer table.
-        Raises IndexError, EyasError.
+    def _lengthen(self, status: int, last_position: int) -> None:
+        """Make the table longer for a call that has failed for its positions. Raises IndexError,
+        EyasError for other failures.
         """
-        if status == 0:
-            return True
         if status == BAD_LOGITS:
             raise no_best_logit(math.nan)
         may_grow = self._num_positions <= last_position < MOST_POSITIONS
         if status != BAD_POSITION or not may_grow:
             raise IndexError(WRONG.get(status, "a position is negative, or beyond all there are"))
         self._set_positions(2 * (last_position + 1))
-        return False
 
 
 class NativeTarget(NativeDecoder):
@@ -304,7 +300,7 @@ class NativeTarget(NativeDecoder):
             best=address(best),
         )
         while (status := self._lib.eyas_forward(self._handle, call)) != 0:
-            self._is_done(status, int(rows.position.max()))
+            self._lengthen(status, int(rows.position.max()))
         return TargetOutput(aux_hidden, logits, best)
 
     def hidden(self, rows: Rows, cache: PagedCache, taps: Taps) -> tuple[Array, Array]:
@@ -326,7 +322,7 @@ class NativeTarget(NativeDecoder):
                 last_hidden=address(last_hidden[part]),
             )
             while (status := self._lib.eyas_forward(self._handle, call)) != 0:
-                self._is_done(status, int(rows.position.max()))
+                self._lengthen(status, int(rows.position.max()))
         return last_hidden, aux_hidden
 
     def verify(
@@ -396,7 +392,7 @@ class NativeTarget(NativeDecoder):
             counts=address(counts),
         )
         while (status := self._lib.eyas_verify(self._handle, call)) != 0:
-            self._is_done(status, max(roots.lens) + places)
+            self._lengthen(status, max(roots.lens) + places)
         rows, logits = zip(emitted.tolist(), counts.tolist(), strict=True), {}
         if num_nodes:
             ends = np.cumsum([*num_nodes.values()])[:-1]

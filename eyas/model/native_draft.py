@@ -112,14 +112,14 @@ class NativeDraft(NativeDecoder):
         """
         assert aux_hidden.shape == (len(rows), 3 * self.config.hidden_size)
         aux_hidden = np.ascontiguousarray(cast(aux_hidden, self.dtype))
-        return self._states(self._lib.eyas_extend, rows, aux_hidden, cache)
+        return self._run(self._lib.eyas_extend, rows, aux_hidden, cache)
 
     def enter(self, roots: Roots, cache: PagedCache, features: FeatureCache) -> None:
         """Make the entries of columns starts[b] .. lens[b] from the features before each, without
         outputs: in half the time.
         """
         rows, before = self._entries(roots, cache, features)
-        self._run(self._lib.eyas_extend, rows, before, None, cache)
+        self._run(self._lib.eyas_extend, rows, before, cache, has_outputs=False)
 
     def catch_up(self, roots: Roots, cache: PagedCache, features: FeatureCache) -> Array:
         """`enter`, and the outputs [B, H] at the last of each request's entries."""
@@ -142,7 +142,7 @@ class NativeDraft(NativeDecoder):
     def step(self, rows: Rows, h: Array, cache: PagedCache) -> Array:
         """Outputs [M, H] of the rows' parents -> the rows' own [M, H]. Raises IndexError."""
         assert h.shape == (len(rows), self.config.hidden_size)
-        return self._states(self._lib.eyas_step, rows, np.ascontiguousarray(h, FLOAT32), cache)
+        return self._run(self._lib.eyas_step, rows, np.ascontiguousarray(h, FLOAT32), cache)
 
     def proposals(
         self,
@@ -258,33 +258,28 @@ class NativeDraft(NativeDecoder):
             **{name: address(array) for name, array in inputs.items()},
         )
         while (drafted := function(self._handle, call)) < 0:
-            self._is_done(-drafted, max(roots.lens) + K - 2)
+            self._lengthen(-drafted, max(roots.lens) + K - 2)
         n = k + drafted * width * k
         return Proposals(tokens[:, :n], scores[:, :n], parents[:, :n], _depths(*growth)[:n])
-
-    def _states(
-        self, call: Callable[..., int], rows: Rows, inputs: Array, cache: PagedCache
-    ) -> Array:
-        h = np.empty((len(rows.token), self.config.hidden_size), FLOAT32)
-        self._run(call, rows, inputs, h, cache)
-        return h
 
     def _run(
         self,
         function: Callable[..., int],
         rows: Rows,
         inputs: Array,
-        h: Array | None,
         cache: PagedCache,
-    ) -> None:
+        has_outputs: bool = True,
+    ) -> Array:
+        h = np.empty((has_outputs * len(rows), self.config.hidden_size), FLOAT32)
         call = StatesCall(
             rows=self._view(rows, cache),
             cache=address(cache.data),
             inputs=address(inputs),
-            h=address(h),
+            h=address(h) if has_outputs else None,
         )
         while (status := function(self._handle, call)) != 0:
-            self._is_done(status, int(rows.position.max()))
+            self._lengthen(status, int(rows.position.max()))
+        return h
 
 
 def head_blocks(tensors: Arrays) -> dict[str, BlockMatrix]:

@@ -32,7 +32,7 @@ FULL, SHORT, SQUEEZED, HALF = 0, 1, 2, 3
 # bytes in bfloat16: fewer stay in the caches, where unpacking takes longer than reading more
 SQUEEZED_FROM = 1 << 24
 
-TWO_BITS, TWO_BIT_RUN = 1000, 64  # of cpp/formats.h: its number, and how many share a scale
+TWO_BITS, TWO_BIT_RUN = 1000, 64  # number of the format in cpp/formats.h; weights of a scale
 TWO_BIT_ROWS, TINY = 4096, 1e-30  # made at a time
 
 LANES = 16  # outputs that the library computes together: one format
@@ -90,8 +90,8 @@ class PackedLinear:
         stored = BFLOAT16 if is_short else FLOAT32
         parts = [np.ascontiguousarray(cast(weight, stored)) for weight in weights]
         kind = FULL if not is_short else SQUEEZED if squeezed else SHORT
-        of = [Part(address(part), len(part), kind) for part in parts]
-        return cls._stacked(library().eyas_linear, of, parts[0].shape[1], biases, threads, gated)
+        K, kinds = parts[0].shape[1], [kind] * len(parts)
+        return cls._stacked(library().eyas_linear, parts, kinds, K, biases, threads, gated)
 
     @classmethod
     def of_blocks(
@@ -104,13 +104,9 @@ class PackedLinear:
         """From the blocks of a GGUF file, which `parts_of` says fit together. Raises
         MemoryError.
         """
-        parts = [matrix.data for matrix in matrices]
-        of = [
-            Part(address(part), len(part), int(matrix.kind))
-            for part, matrix in zip(parts, matrices, strict=True)
-        ]
+        parts, kinds = [one.data for one in matrices], [int(one.kind) for one in matrices]
         K = matrices[0].shape[1]
-        return cls._stacked(library().eyas_quantised, of, K, biases, threads, gated)
+        return cls._stacked(library().eyas_quantised, parts, kinds, K, biases, threads, gated)
 
     @classmethod
     def of_numbers(
@@ -122,32 +118,32 @@ class PackedLinear:
     ) -> PackedLinear:
         """From numbers without scales of a GGUF file, each as it is. Raises MemoryError."""
         if how.dtype == BFLOAT16 and {matrix.kind for matrix in matrices} == {Kind.F16}:
-            parts = [matrix.data for matrix in matrices]
-            of = [Part(address(part), len(part), HALF) for part in parts]
+            parts, kinds = [matrix.data for matrix in matrices], [HALF] * len(matrices)
             K = matrices[0].shape[1]
-            return cls._stacked(library().eyas_linear, of, K, biases, how.threads, gated)
+            return cls._stacked(library().eyas_linear, parts, kinds, K, biases, how.threads, gated)
         values = [matrix.dequantised() for matrix in matrices]
         return cls.of_arrays(values, biases, FLOAT32, how.threads, how.squeezed, gated)
 
     @classmethod
     def of_two_bits(cls, rows: Array, K: int, threads: int) -> PackedLinear:
         """From `two_bit_rows` of K inputs. Raises MemoryError."""
-        of = [Part(address(rows), len(rows), TWO_BITS)]
-        return cls._stacked(library().eyas_quantised, of, K, (), threads, False)
+        return cls._stacked(library().eyas_quantised, [rows], [TWO_BITS], K, (), threads)
 
     @classmethod
     def _stacked(
         cls,
         make: Callable[[ctypes.Structure], int],
-        parts: Sequence[ctypes.Structure],
+        parts: Sequence[Array],
+        kinds: Sequence[int],
         K: int,
         biases: Sequence[Array],
         threads: int,
-        gated: bool,
+        gated: bool = False,
     ) -> PackedLinear:
         bias = np.concatenate([cast(part, FLOAT32) for part in biases]) if biases else None
+        found = map(Part, map(address, parts), map(len, parts), kinds)
         weights = Weights(
-            parts=ctypes.addressof(listed := (Part * len(parts))(*parts)),
+            parts=ctypes.addressof(listed := (Part * len(parts))(*found)),
             count=len(listed),
             K=K,
             gated=gated,
@@ -192,7 +188,7 @@ def two_bit_rows(weight: Array) -> Array:
     for first in range(0, N, TWO_BIT_ROWS):
         runs = cast(weight[first : first + TWO_BIT_ROWS], FLOAT32)
         runs = runs.reshape(len(runs), -1, TWO_BIT_RUN)
-        # of four evenly spaced numbers, those nearest to a normal distribution are so far apart
+        # four evenly spaced numbers fit a normal distribution best when they are so far apart
         scales = np.sqrt(np.square(runs).mean(-1)).astype(np.float16)
         apart = np.maximum(scales.astype(np.float32), TINY)[..., None]
         codes = np.clip(np.floor(runs / apart) + 2, 0, 3).astype(np.uint8)

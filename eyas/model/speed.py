@@ -18,7 +18,7 @@ from eyas.model.structs import STRUCTS
 N, K, REPEATED = 32768, 6144, 1024  # 200 MB: more than caches hold; so many different rows
 CHECKED = 64  # outputs
 SECONDS = 0.15
-MOST_ERROR = 0.02  # of a row in 8 bits: some .005
+MOST_ERROR = 0.02  # a row in 8 bits has some .005
 
 
 @dataclass(frozen=True, slots=True)

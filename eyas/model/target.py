@@ -22,7 +22,7 @@ from eyas.gguf.blocks import KINDS, PLAIN, BlockMatrix, refuse_other_kinds
 from eyas.gguf.checkpoint import lies_in_file, matrices_apart
 from eyas.gguf.file import release
 from eyas.model.architecture import ELSEWHERE, TargetConfig
-from eyas.model.arrangement import arranged
+from eyas.model.arrangement import RESTORE, arranged
 from eyas.model.arrays import BFLOAT16, FLOAT16, FLOAT32, Array, Arrays, cast, refuse_nonfinite
 from eyas.model.config import Taps, TargetShape
 from eyas.model.library import unavailable
@@ -91,7 +91,11 @@ class Target(NativeTarget):
         self._lay_out()
 
     def _lay_out(self) -> None:
-        refuse_unrun(self.precision)
+        if why := unavailable():
+            raise MismatchError(f"the decoder does not run on this machine: {why}", ELSEWHERE)
+        if self.precision == "float16":
+            hint = "take float32, bfloat16 or packed"
+            raise MismatchError("our own decoder computes in no float16", hint)
         super().__init__(self.config, self._weights.cast, self.dtype, self.blocks)
 
     @classmethod
@@ -227,16 +231,6 @@ class TargetWeights:
         return tensor if keeps else cast(tensor, self._dtype)
 
 
-def refuse_unrun(precision: Dtype) -> None:
-    """Raise MismatchError where the native decoder does not run."""
-    if why := unavailable():
-        raise MismatchError(f"the decoder does not run on this machine: {why}", ELSEWHERE)
-    if precision == "float16":
-        raise MismatchError(
-            "our own decoder computes in no float16", "take float32, bfloat16 or packed"
-        )
-
-
 def threes(layers: Sequence[int], num_layers: int) -> Iterator[Taps]:
     """All of these layers, three at a time; others fill what is not three."""
     wanted = sorted(set(layers))
@@ -313,7 +307,4 @@ def check_shapes(config: TargetConfig, shapes: Mapping[str, tuple[int, ...]]) ->
     ]
     if wrong:
         listed = "; ".join(wrong[:3]) + (f"; and {len(wrong) - 3} more" if len(wrong) > 3 else "")
-        raise MismatchError(
-            f"the weights do not fit config.json: {listed}",
-            "restore the checkpoint from its source",
-        )
+        raise MismatchError(f"the weights do not fit config.json: {listed}", RESTORE)

@@ -44,7 +44,7 @@ TYPES: dict[str, np.dtype[Any]] = {
 # What of a target's folder `fingerprint` reads in full, and its samples of each weight file.
 CONFIG_SUFFIXES = (".json", ".jinja", ".txt", ".model")
 SAMPLE_BYTES, NUM_SAMPLES = 1 << 16, 256
-ROWS_AT_ONCE = 4096  # of a matrix that is dequantised to be hashed
+ROWS_AT_ONCE = 4096  # dequantised at a time to be hashed
 
 
 def read_arrays(
@@ -303,11 +303,17 @@ def remembered(path: Path, compute: Callable[[], str]) -> str:
     with suppress(OSError):
         return path.read_text()
     found = compute()
-    with suppress(OSError):
-        fresh = path.with_name(f"{path.name}.{os.getpid()}")
-        fresh.write_text(found)
-        fresh.replace(path)
+    keep(path, found)
     return found
+
+
+def keep(path: Path, text: str) -> None:
+    """Write a file of the cache, where that is possible: it can be made again."""
+    with suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        fresh = path.with_name(f"{path.name}.{os.getpid()}")
+        fresh.write_text(text)
+        fresh.replace(path)
 
 
 def matrix_sha256(matrix: BlockMatrix) -> str:

@@ -1,10 +1,9 @@
 // Products of bf16 by AMX's tiles, a tile at a time: 16 rows by 32 inputs, times 32 inputs by 16
 // columns. Knows the lines of a panel, no weights and no layer.
 //
-//   registers    two tiles of rows    0, 1 and 2, 3 sums of either by two blocks    4, 5 rows    6,
-//   7 weights
-//                one tile of rows     0 .. 3 sums by up to four blocks              4 rows       5,
-//                6, 7 weights
+//   registers, two tiles of rows    0, 1 and 2, 3 sums of either by two blocks; 4, 5 rows;
+//                                   6, 7 weights
+//   one tile of rows                0 .. 3 sums by up to four blocks; 4 rows; 5, 6, 7 weights
 //
 // A step of 32 inputs adds, to every sum, what the processor makes of 16 pairs (TDPBF16PS: a sum
 // over their first inputs, one over their second, then both; Intel's Software Developer's Manual,
@@ -88,7 +87,7 @@ INLINE void one_of_rows(const AmxWork& work, Feed& feed) {
   const bf16* x = work.x;
   float* sums = work.sums;
   before_tiles();
-#define EYAS_EACH(DO)    \
+#define EYAS_BLOCKS(DO)  \
   DO(0)                  \
   if constexpr (W > 1) { \
     DO(1)                \
@@ -104,7 +103,7 @@ INLINE void one_of_rows(const AmxWork& work, Feed& feed) {
     _tile_zero(I);    \
   else                \
     _tile_loadd(I, sums + I * kLanes, sums_bytes);
-  EYAS_EACH(EYAS_BEGIN)
+  EYAS_BLOCKS(EYAS_BEGIN)
   for (int s = 0; s < work.steps; ++s, x += 2 * kAmxPairs) {
     const uint8_t* weights = feed.step(s);
     before_tiles();
@@ -125,8 +124,8 @@ INLINE void one_of_rows(const AmxWork& work, Feed& feed) {
     }
   }
 #define EYAS_END(I) _tile_stored(I, sums + I * kLanes, sums_bytes);
-  EYAS_EACH(EYAS_END)
-#undef EYAS_EACH
+  EYAS_BLOCKS(EYAS_END)
+#undef EYAS_BLOCKS
 #undef EYAS_BEGIN
 #undef EYAS_END
 }
@@ -194,19 +193,7 @@ inline void multiply_by_amx(AmxTiles& tiles, AmxWork work, int M, Feed& feed) {
       continue;
     }
     tiles.shape(left, 0);
-    switch (work.width) {
-      case 1:
-        one_of_rows<1>(work, feed);
-        break;
-      case 2:
-        one_of_rows<2>(work, feed);
-        break;
-      case 3:
-        one_of_rows<3>(work, feed);
-        break;
-      default:
-        one_of_rows<4>(work, feed);
-    }
+    with_up_to_four(work.width, [&](auto W) { one_of_rows<W>(work, feed); });
   }
 }
 

@@ -2,8 +2,9 @@
 // list of columns as `attention.h`.
 //
 //   scores    queries [16][32 channels] times keys [16 pairs of channels][16 keys], every 32
-//   channels values    weights [16][32 columns] times values [16 pairs of columns][16 channels],
-//   every 32 columns of the list
+//             channels
+//   values    weights [16][32 columns] times values [16 pairs of columns][16 channels], every 32
+//             columns of the list
 //
 // Both are sums in the order of the list, 32 columns at a time from its beginning, so a row's bits
 // depend on nothing but its list. Rows work together as far as their lists agree: the shorter one's
@@ -134,10 +135,10 @@ struct PackedPrefix {
 
 // As `attend`, for tiles of up to 16 queries. kept: this layer's; may_keep: another tile of the
 // same prefix and key head follows or was before.
-inline void attend_by_amx(const AttentionView<Bf16>& at, const RowsView& rows,
-                          const Visible& visible, const RowTile& tile, int g, int head, int heads,
-                          float* scratch, size_t scratch_stride, PackedPrefix& kept, bool may_keep,
-                          const Later<bf16>& later) {
+inline void attend_by_amx(const AttentionView<Bf16>& at, const Visible& visible,
+                          const RowTile& tile, int g, int head, int heads, float* scratch,
+                          size_t scratch_stride, PackedPrefix& kept, bool may_keep,
+                          Later<bf16> later) {
   const size_t to_values = static_cast<size_t>(at.Hk) * at.D, stride = at.slot_stride;
   const bf16 *keys = at.cache + g * at.D, *values = keys + to_values;
   const int width = round_up(at.D, 32), R = tile.count * heads;
@@ -147,7 +148,7 @@ inline void attend_by_amx(const AttentionView<Bf16>& at, const RowsView& rows,
   int longest = 0;
   for (int i = 0; i < tile.count; ++i) {
     const int m = tile.first + i;
-    if (visible.count(rows, m) > visible.count(rows, tile.first + longest)) longest = i;
+    if (visible.count(m) > visible.count(tile.first + longest)) longest = i;
     for (int h = 0; h < heads; ++h)
       std::memcpy(queries + (i * heads + h) * width,
                   at.queries + (static_cast<size_t>(m) * at.Hq + head + h) * at.query_stride,
@@ -155,16 +156,16 @@ inline void attend_by_amx(const AttentionView<Bf16>& at, const RowsView& rows,
   }
   // As far as the lists agree: to the end, or to where a step of 32 columns is the last one in
   // common.
-  const int most = tile.first + longest, all = visible.count(rows, most),
-            of_prefix = visible.prefix_count(rows, most);
-  const int* prefix = visible.prefix(rows, most);
+  const int most = tile.first + longest, all = visible.count(most),
+            of_prefix = visible.prefix_count(most);
+  const int* prefix = visible.prefix(most);
   int common = round_up(all, kAmxColumns);
   for (int i = 0; i < tile.count; ++i)
-    common = std::min(common, visible.agree(rows, tile.first + i, most, kAmxColumns));
+    common = std::min(common, visible.agree(tile.first + i, most, kAmxColumns));
   const int shared = std::min(common, all);
   int behind[kAmxColumns + kMaxOwn];  // the shared list from its last whole step of the prefix on
   const int whole = std::min(of_prefix, shared) / kAmxColumns * kAmxColumns;
-  for (int j = whole; j < shared; ++j) behind[j - whole] = visible.column(rows, most, j);
+  for (int j = whole; j < shared; ++j) behind[j - whole] = visible.column(most, j);
   const auto slots = [&](int j) { return j < whole ? prefix + j : behind + (j - whole); };
   if (kept.slots != prefix || kept.head != g)
     kept.slots = prefix, kept.head = g, kept.key_tiles = kept.value_steps = 0;
@@ -175,7 +176,6 @@ inline void attend_by_amx(const AttentionView<Bf16>& at, const RowsView& rows,
     kept.values.grow((static_cast<size_t>(whole) / kAmxColumns + 1) * width / 16 * kAmxTile,
                      static_cast<size_t>(kept.value_steps) * width / 16 * kAmxTile);
 
-  int fetched = 0;
   for (int j = 0; j < shared; j += kAmxKeys) {
     const bool keeps = may_keep && j + kAmxKeys <= whole;
     bf16* to =
@@ -189,20 +189,14 @@ inline void attend_by_amx(const AttentionView<Bf16>& at, const RowsView& rows,
       pack_keys(keys, stride, slots(j), std::min(kAmxKeys, shared - j), at.D, to);
       if (keeps) kept.key_tiles = j / kAmxKeys + 1;
     }
-    for (const int end =
-             static_cast<int>(int64_t(later.count) * std::min(j + kAmxKeys, shared) / shared);
-         fetched < end; ++fetched)
-      for (int d = 0; d < at.D; d += 32) {
-        __builtin_prefetch(later.keys + later.slots[fetched] * stride + d, 0, 2);
-        __builtin_prefetch(later.keys + later.slots[fetched] * stride + to_values + d, 0, 2);
-      }
+    later.fetch(std::min(j + kAmxKeys, shared), shared, stride, to_values, at.D);
     score_tile(queries, width, to, scratch + j, scratch_stride);
   }
   int own_slots[kAmxQueries][kMaxOwn];
   for (int i = 0; i < tile.count; ++i) {
-    const int m = tile.first + i, own = visible.count(rows, m) - common;
+    const int m = tile.first + i, own = visible.count(m) - common;
     alignas(64) float scores[kAmxQueries][kAmxKeys];
-    for (int j = 0; j < own; ++j) own_slots[i][j] = visible.column(rows, m, common + j);
+    for (int j = 0; j < own; ++j) own_slots[i][j] = visible.column(m, common + j);
     for (int j = 0; j < own; j += kAmxKeys) {
       pack_keys(keys, stride, own_slots[i] + j, std::min(kAmxKeys, own - j), at.D, tiles);
       score_tile(queries + i * heads * width, width, tiles, scores[0], kAmxKeys);
@@ -214,7 +208,7 @@ inline void attend_by_amx(const AttentionView<Bf16>& at, const RowsView& rows,
   float inverse[kAmxQueries];
   for (int r = 0; r < R; ++r) {
     float* scores = scratch + r * scratch_stride;
-    const int count = visible.count(rows, tile.first + r / heads),
+    const int count = visible.count(tile.first + r / heads),
               end = std::max(common, round_up(count, kAmxColumns));
     inverse[r] = weigh<Bf16>(scores, count, at.scoring, head + r % heads);
     bf16* weights = reinterpret_cast<bf16*>(scores);
@@ -241,7 +235,7 @@ inline void attend_by_amx(const AttentionView<Bf16>& at, const RowsView& rows,
           return to + d / 16 * kAmxTile;
         });
     for (int i = 0; i < tile.count; ++i) {
-      const int own = visible.count(rows, tile.first + i) - common;
+      const int own = visible.count(tile.first + i) - common;
       if (own <= 0) continue;
       // Of the tile of sums only this row's are used; its weights are copied, as those behind them
       // are not there.

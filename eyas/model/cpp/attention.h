@@ -1,9 +1,9 @@
 // Attention of rows over a paged cache. Knows the cache's layout and which columns a row sees, no
 // weights.
 //
-//   a row's keys, in order:   columns first_column .. prefix_len - 1,   then the tree columns of
-//   its bits, ascending; with a window, those of positions from position - window + 1 on; in
-//   chunks, those from the last multiple of a chunk on
+//   a row's keys, in order    columns first_column .. prefix_len - 1, then the tree columns of its
+//                             bits, ascending; with a window, those of positions from position -
+//                             window + 1 on; in chunks, those from the last multiple of a chunk on
 //
 // Every sum runs over this logical list in the same order and in the same groups, however many rows
 // are worked on together: a tree's node gets the very bits of plain decoding.
@@ -33,6 +33,7 @@ class Visible {
 
   // False when a row names a slot or page that is not there.
   bool plan(const RowsView& rows, int rows_a_tile, int apart) {
+    rows_ = rows;
     tiles.clear();
     const int M = rows.M;
     prefix_of_.resize(M);
@@ -43,16 +44,16 @@ class Visible {
     slots_.clear();
     longest = 0;
     for (int m = 0; m < M; ++m)  // all before any: a prefix is listed for the rows that follow too
-      if (!is_within(rows, m)) return false;
+      if (!is_within(m)) return false;
     for (int m = 0; m < M; ++m) {
-      if (!add_prefix(rows, m) || !add_tail(rows, m)) return false;
-      if (prefix_count(rows, m) + tail_count_[m] == 0) return false;
-      longest = std::max(longest, prefix_count(rows, m) + tail_count_[m]);
+      if (!add_prefix(m) || !add_tail(m)) return false;
+      if (prefix_count(m) + tail_count_[m] == 0) return false;
+      longest = std::max(longest, prefix_count(m) + tail_count_[m]);
       const bool joins =
           !tiles.empty() && tiles.back().count < rows_a_tile &&
           rows.request[m] == rows.request[m - 1] &&
           std::abs(rows.prefix_len[m] - rows.prefix_len[tiles.back().first]) <= apart &&
-          begin(rows, m) == begin(rows, tiles.back().first);
+          begin(m) == begin(tiles.back().first);
       if (joins)
         ++tiles.back().count;
       else
@@ -61,11 +62,9 @@ class Visible {
     return true;
   }
 
-  int prefix_count(const RowsView& rows, int m) const {
-    return static_cast<int>(rows.prefix_len[m] - begin(rows, m));
-  }
-  const int* prefix(const RowsView& rows, int m) const {
-    return slots_.data() + starts_[prefix_of_[m]] + (begin(rows, m) - begins_[prefix_of_[m]]);
+  int prefix_count(int m) const { return static_cast<int>(rows_.prefix_len[m] - begin(m)); }
+  const int* prefix(int m) const {
+    return slots_.data() + starts_[prefix_of_[m]] + (begin(m) - begins_[prefix_of_[m]]);
   }
   // Whether no tile before it has read this tile's keys.
   bool begins_prefix(int tile) const {
@@ -75,19 +74,18 @@ class Visible {
   int tail_count(int m) const { return tail_count_[m]; }
 
   // A row's list as one: how long it is, and the slot of its column j.
-  int count(const RowsView& rows, int m) const { return prefix_count(rows, m) + tail_count_[m]; }
-  int column(const RowsView& rows, int m, int j) const {
-    const int of_prefix = prefix_count(rows, m);
-    return j < of_prefix ? prefix(rows, m)[j] : tail(m)[j - of_prefix];
+  int count(int m) const { return prefix_count(m) + tail_count_[m]; }
+  int column(int m, int j) const {
+    const int of_prefix = prefix_count(m);
+    return j < of_prefix ? prefix(m)[j] : tail(m)[j - of_prefix];
   }
 
   // How far the lists of two rows of a tile agree, in whole steps; where one is the beginning of
   // the other, to the longer one's end.
-  int agree(const RowsView& rows, int m, int other, int step) const {
-    const int shorter = std::min(count(rows, m), count(rows, other)),
-              longer = std::max(count(rows, m), count(rows, other));
-    for (int j = std::min(prefix_count(rows, m), prefix_count(rows, other)); j < shorter; ++j)
-      if (column(rows, m, j) != column(rows, other, j)) return j / step * step;
+  int agree(int m, int other, int step) const {
+    const int shorter = std::min(count(m), count(other)), longer = std::max(count(m), count(other));
+    for (int j = std::min(prefix_count(m), prefix_count(other)); j < shorter; ++j)
+      if (column(m, j) != column(other, j)) return j / step * step;
     return round_up(longer, step);
   }
 
@@ -96,24 +94,24 @@ class Visible {
   int longest = 0;
 
  private:
-  static bool is_within(const RowsView& rows, int m) {
-    return rows.slot[m] >= 0 && rows.slot[m] < rows.num_slots && rows.request[m] >= 0 &&
-           rows.request[m] < rows.B && rows.position[m] >= 0 &&
-           rows.prefix_len[m] >= rows.first_column &&
-           rows.prefix_len[m] <= rows.P * rows.page_size;
+  bool is_within(int m) const {
+    return rows_.slot[m] >= 0 && rows_.slot[m] < rows_.num_slots && rows_.request[m] >= 0 &&
+           rows_.request[m] < rows_.B && rows_.position[m] >= 0 &&
+           rows_.prefix_len[m] >= rows_.first_column &&
+           rows_.prefix_len[m] <= rows_.P * rows_.page_size;
   }
-  static int64_t slot_of(const RowsView& rows, int64_t request, int64_t column) {
-    if (column < 0 || column / rows.page_size >= rows.P) return -1;
+  int64_t slot_of(int64_t request, int64_t column) const {
+    if (column < 0 || column / rows_.page_size >= rows_.P) return -1;
     const int64_t slot =
-        rows.page_table[request * rows.P + column / rows.page_size] * rows.page_size +
-        column % rows.page_size;
-    return slot >= 0 && slot < rows.num_slots ? slot : -1;
+        rows_.page_table[request * rows_.P + column / rows_.page_size] * rows_.page_size +
+        column % rows_.page_size;
+    return slot >= 0 && slot < rows_.num_slots ? slot : -1;
   }
 
   // The first column of its prefix that a row sees: the entry in column c has the position c -
   // first_column.
-  int64_t begin(const RowsView& rows, int m) const {
-    return std::min(first_position(rows.position[m]) + rows.first_column, rows.prefix_len[m]);
+  int64_t begin(int m) const {
+    return std::min(first_position(rows_.position[m]) + rows_.first_column, rows_.prefix_len[m]);
   }
   int64_t first_position(int64_t position) const {
     if (chunk > 0) return position / chunk * chunk;
@@ -122,21 +120,21 @@ class Visible {
 
   // Rows of one request stand together, so its slots are listed once, from the first to the last
   // column that one of them sees.
-  bool add_prefix(const RowsView& rows, int m) {
-    const int64_t request = rows.request[m];
-    if (m > 0 && rows.request[m - 1] == request) {
+  bool add_prefix(int m) {
+    const int64_t request = rows_.request[m];
+    if (m > 0 && rows_.request[m - 1] == request) {
       prefix_of_[m] = prefix_of_[m - 1];
       return true;
     }
-    int64_t first = begin(rows, m), end = 0;
-    for (int i = m; i < rows.M && rows.request[i] == request; ++i)
-      first = std::min(first, begin(rows, i)), end = std::max(end, rows.prefix_len[i]);
+    int64_t first = begin(m), end = 0;
+    for (int i = m; i < rows_.M && rows_.request[i] == request; ++i)
+      first = std::min(first, begin(i)), end = std::max(end, rows_.prefix_len[i]);
     prefix_of_[m] = static_cast<int>(starts_.size());
     starts_.push_back(slots_.size());
     begins_.push_back(first);
     for (int64_t column = first; column < end;) {
-      const int64_t slot = slot_of(rows, request, column);
-      const int64_t count = std::min(rows.page_size - column % rows.page_size, end - column);
+      const int64_t slot = slot_of(request, column);
+      const int64_t count = std::min(rows_.page_size - column % rows_.page_size, end - column);
       if (slot < 0) return false;
       for (int64_t i = 0; i < count; ++i) slots_.push_back(static_cast<int>(slot + i));
       column += count;
@@ -145,14 +143,13 @@ class Visible {
   }
 
   // Of its ancestors, which stand one position apart, and itself, those that a row sees.
-  bool add_tail(const RowsView& rows, int m) {
+  bool add_tail(int m) {
     int count = 0;
-    uint64_t bits = static_cast<uint64_t>(rows.seen[m]);
-    const int64_t seen = rows.position[m] - first_position(rows.position[m]) + 1;
+    uint64_t bits = static_cast<uint64_t>(rows_.seen[m]);
+    const int64_t seen = rows_.position[m] - first_position(rows_.position[m]) + 1;
     for (int64_t unseen = __builtin_popcountll(bits) - seen; unseen > 0; --unseen) bits &= bits - 1;
     for (; bits != 0; bits &= bits - 1) {
-      const int64_t slot =
-          slot_of(rows, rows.request[m], rows.prefix_len[m] + __builtin_ctzll(bits));
+      const int64_t slot = slot_of(rows_.request[m], rows_.prefix_len[m] + __builtin_ctzll(bits));
       if (slot < 0) return false;
       tail_[static_cast<size_t>(m) * kTreeColumns + count++] = static_cast<int>(slot);
     }
@@ -160,6 +157,7 @@ class Visible {
     return true;
   }
 
+  RowsView rows_{};
   std::vector<int> prefix_of_, tail_count_, tail_, slots_;
   std::vector<size_t> starts_;
   std::vector<int64_t> begins_;
@@ -197,7 +195,17 @@ template <class T>
 struct Later {
   const T* keys;
   const int* slots;
-  int count;
+  int count, fetched = 0;
+
+  // Its part of when `done` of `all` are worked on: values lie to_values behind their keys.
+  INLINE void fetch(int done, int all, size_t stride, size_t to_values, int D) {
+    for (const int end = static_cast<int>(int64_t(count) * done / all); fetched < end; ++fetched)
+      for (int d = 0; d < D; d += 64 / sizeof(T)) {
+        const T* key = keys + slots[fetched] * stride + d;
+        __builtin_prefetch(key, 0, 2);
+        __builtin_prefetch(key + to_values, 0, 2);
+      }
+  }
 };
 
 // scores[r][j] = q[r] . key of slots[j], for j < n; writes up to 15 places behind. Values lie
@@ -205,9 +213,8 @@ struct Later {
 template <class A, int R>
 void scores_of(const typename A::T* const* q, const typename A::T* keys, size_t stride,
                size_t to_values, const int* slots, int n, int D, float* const* scores,
-               const Later<typename A::T>& later) {
+               Later<typename A::T> later) {
   using T = typename A::T;
-  int fetched = 0;
   constexpr int at_once = R == 1 ? 16 : R == 2 ? 8 : 4, lanes = kScoreLanes<A>;
   const int steps = (D + lanes - 1) / lanes;
   const Lanes last = first_lanes(D - (steps - 1) * lanes);
@@ -219,14 +226,7 @@ void scores_of(const typename A::T* const* q, const typename A::T* keys, size_t 
       const T* soon = keys + slots[std::min(j + i + kKeysAhead, n - 1)] * stride;
       for (int d = 0; d < D; d += 64 / sizeof(T)) __builtin_prefetch(soon + d, 0, 3);
     }
-    for (const int end = static_cast<int>(int64_t(later.count) * std::min(j + at_once, n) / n);
-         fetched < end; ++fetched) {
-      const T* key = later.keys + later.slots[fetched] * stride;
-      for (int d = 0; d < D; d += 64 / sizeof(T)) {
-        __builtin_prefetch(key + d, 0, 2);
-        __builtin_prefetch(key + to_values + d, 0, 2);
-      }
-    }
+    later.fetch(std::min(j + at_once, n), n, stride, to_values, D);
     Vec sum[16];
     for (int i = 0; i < 16; ++i) sum[i] = Vec{};
     for (int d = 0; d < steps; ++d) {
@@ -376,38 +376,10 @@ void mix(const typename A::T* const* weights, const typename A::T* values, size_
     } else {
       const int vectors = (left + 15) / 16;
       const Lanes last = first_lanes(left - (vectors - 1) * 16);
-      switch (vectors) {
-        case 1:
-          mix_floats<R, 1>(weights, values + d, stride, slots, n, last, at);
-          break;
-        case 2:
-          mix_floats<R, 2>(weights, values + d, stride, slots, n, last, at);
-          break;
-        case 3:
-          mix_floats<R, 3>(weights, values + d, stride, slots, n, last, at);
-          break;
-        default:
-          mix_floats<R, 4>(weights, values + d, stride, slots, n, last, at);
-      }
+      with_up_to_four(vectors, [&](auto V) {
+        mix_floats<R, V>(weights, values + d, stride, slots, n, last, at);
+      });
     }
-  }
-}
-
-// Run a template over R = 1 .. 4 queries.
-template <class Work>
-INLINE void with_queries(int count, Work&& work) {
-  switch (count) {
-    case 1:
-      work(std::integral_constant<int, 1>());
-      break;
-    case 2:
-      work(std::integral_constant<int, 2>());
-      break;
-    case 3:
-      work(std::integral_constant<int, 3>());
-      break;
-    default:
-      work(std::integral_constant<int, 4>());
   }
 }
 
@@ -415,8 +387,8 @@ INLINE void with_queries(int count, Work&& work) {
 // head g. scratch: kTileQueries rows of `scratch_stride` floats, at least visible.longest + 32
 // each.
 template <class A>
-void attend(const AttentionView<A>& at, const RowsView& rows, const Visible& visible,
-            const RowTile& tile, int g, int head, int heads, float* scratch, size_t scratch_stride,
+void attend(const AttentionView<A>& at, const Visible& visible, const RowTile& tile, int g,
+            int head, int heads, float* scratch, size_t scratch_stride,
             const Later<typename A::T>& later) {
   using T = typename A::T;
   const size_t to_values = static_cast<size_t>(at.Hk) * at.D, stride = at.slot_stride;
@@ -428,7 +400,7 @@ void attend(const AttentionView<A>& at, const RowsView& rows, const Visible& vis
   alignas(64) float sums_space[kTileQueries][kMaxHeadDim];
   int shortest = 1 << 30, longest = 0;
   for (int i = 0; i < tile.count; ++i) {
-    const int m = tile.first + i, count = visible.prefix_count(rows, m);
+    const int m = tile.first + i, count = visible.prefix_count(m);
     shortest = std::min(shortest, count);
     longest = std::max(longest, count);
     for (int h = 0; h < heads; ++h) {
@@ -441,17 +413,16 @@ void attend(const AttentionView<A>& at, const RowsView& rows, const Visible& vis
         store(sums[r] + d, Vec{});
     }
   }
-  const int* prefix = visible.prefix(rows, tile.first);
-  with_queries(R, [&](auto n) {
+  const int* prefix = visible.prefix(tile.first);
+  with_up_to_four(R, [&](auto n) {
     scores_of<A, n>(q, keys, stride, to_values, prefix, longest, at.D, scores, later);
   });
   for (int i = 0; i < tile.count; ++i) {
-    const int m = tile.first + i, count = visible.prefix_count(rows, m),
-              tail = visible.tail_count(m);
+    const int m = tile.first + i, count = visible.prefix_count(m), tail = visible.tail_count(m);
     float* behind[kTileQueries];
     for (int h = 0; h < heads; ++h) behind[h] = scores[i * heads + h] + count;
     if (tail > 0)
-      with_queries(heads, [&](auto n) {
+      with_up_to_four(heads, [&](auto n) {
         scores_of<A, n>(q + i * heads, keys, stride, to_values, visible.tail(m), tail, at.D, behind,
                         {});
       });
@@ -463,16 +434,17 @@ void attend(const AttentionView<A>& at, const RowsView& rows, const Visible& vis
   }
   // Together as far as all rows see the same; in bf16 slots go in pairs, so that far must be even.
   const int common = A::is_bf16 ? shortest & ~1 : shortest;
-  with_queries(R, [&](auto n) { mix<A, n>(weights, values, stride, prefix, common, at.D, sums); });
+  with_up_to_four(R,
+                  [&](auto n) { mix<A, n>(weights, values, stride, prefix, common, at.D, sums); });
   for (int i = 0; i < tile.count; ++i) {
-    const int m = tile.first + i, count = visible.prefix_count(rows, m);
+    const int m = tile.first + i, count = visible.prefix_count(m);
     int rest[kMaxRest], n_rest = 0;
     for (int j = common; j < count; ++j) rest[n_rest++] = prefix[j];
     for (int j = 0; j < visible.tail_count(m); ++j) rest[n_rest++] = visible.tail(m)[j];
     const T* further[kTileQueries];
     for (int h = 0; h < heads; ++h) further[h] = weights[i * heads + h] + common;
     if (n_rest > 0)
-      with_queries(heads, [&](auto n) {
+      with_up_to_four(heads, [&](auto n) {
         mix<A, n>(further, values, stride, rest, n_rest, at.D, sums + i * heads);
       });
     for (int h = 0; h < heads; ++h) {

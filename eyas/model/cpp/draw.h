@@ -16,8 +16,8 @@
 #include "eyas.h"
 #include "simd.h"
 
-constexpr int kWeightBits =
-    44;  // the best token's weight is 2^44: the sum over 2^19 tokens fits an int64
+// The best token's weight is 2^44: the sum over 2^19 tokens fits an int64.
+constexpr int kWeightBits = 44;
 constexpr int64_t kBestWeight = int64_t(1) << kWeightBits;
 constexpr double kLog2E = 1.4426950408889634, kLn2 = 0.6931471805599453, kLeastPower = -64;
 constexpr int kPowerTerms = 12;  // of the series of 2^f, |f| <= 1/2: its rest is below 2^-47
@@ -33,14 +33,24 @@ constexpr int kMostPlaces = 64;      // of a walk: a tree's columns
 constexpr int64_t kWeightSlack = 4;  // units, above what rounding can turn around
 constexpr int kFewLeft = 64;  // candidates: sorting them costs less than closing in once more
 
-struct PowerSeries {
-  double c[kPowerTerms];
-  constexpr PowerSeries() : c() {
-    c[0] = 1;
-    for (int i = 1; i < kPowerTerms; ++i) c[i] = c[i - 1] * kLn2 / i;
-  }
-};
-inline constexpr PowerSeries kPowerSeries;
+constexpr auto kPowerSeries = [] {
+  std::array<double, kPowerTerms> c{1};
+  for (int i = 1; i < kPowerTerms; ++i) c[i] = c[i - 1] * kLn2 / i;
+  return c;
+}();
+constexpr auto kLogSeries = [] {
+  std::array<double, kLogTerms> c{};
+  for (int i = 0; i < kLogTerms; ++i) c[i] = 2 * kLog2E / (2 * i + 1);
+  return c;
+}();
+
+// c[0] + c[1] x + ..., from the last term on.
+template <size_t N>
+INLINE Doubles polynomial(const std::array<double, N>& c, Doubles x) {
+  Doubles p = splat(c[N - 1]);
+  for (int i = static_cast<int>(N) - 2; i >= 0; --i) p = p * x + splat(c[i]);
+  return p;
+}
 
 // round(2^44 * 2^((logit - best) * scale)) of 8 logits; 0 far below. `scale` is log2(e) /
 // temperature.
@@ -49,24 +59,18 @@ INLINE Longs weights_of(Doubles logits, Doubles best, Doubles scale) {
   const Doubles y = select(raw > least, raw, least);
   const Longs whole = to_longs(y);
   const Doubles f = y - to_doubles(whole);
-  Doubles p = splat(kPowerSeries.c[kPowerTerms - 1]);
-  for (int i = kPowerTerms - 2; i >= 0; --i) p = p * f + splat(kPowerSeries.c[i]);
+  const Doubles p = polynomial(kPowerSeries, f);
   return to_longs(p * as<double>((whole + splat<int64_t>(1023 + kWeightBits)) << 52));
 }
 
-struct LogSeries {
-  double c[kLogTerms];
-  constexpr LogSeries() : c() {
-    for (int i = 0; i < kLogTerms; ++i) c[i] = 2 * kLog2E / (2 * i + 1);
-  }
-};
-inline constexpr LogSeries kLogSeries;
-
-inline uint64_t splitmix(uint64_t z) {
-  z = (z ^ (z >> 30)) * kFactors[0];
-  z = (z ^ (z >> 27)) * kFactors[1];
+// Of one number, or of 8.
+template <class Z>
+INLINE Z splitmix(Z z, Z first, Z second) {
+  z = (z ^ (z >> 30)) * first;
+  z = (z ^ (z >> 27)) * second;
   return z ^ (z >> 31);
 }
+inline uint64_t splitmix(uint64_t z) { return splitmix(z, kFactors[0], kFactors[1]); }
 
 // What the random numbers of the answer's token `index` come from, one for each id of the
 // vocabulary.
@@ -77,10 +81,8 @@ inline uint64_t draw_key(int64_t seed, int64_t index) {
 
 // The uniform numbers of 8 ids: odd multiples of 2^-53 below 1.
 INLINE Doubles uniforms_of(uint64_t key, Longs ids) {
-  Wide<uint64_t> z = splat(key + kStep) + as<uint64_t>(ids) * splat(kStep);
-  z = (z ^ (z >> 30)) * splat(kFactors[0]);
-  z = (z ^ (z >> 27)) * splat(kFactors[1]);
-  z = z ^ (z >> 31);
+  const auto z = splitmix(splat(key + kStep) + as<uint64_t>(ids) * splat(kStep), splat(kFactors[0]),
+                          splat(kFactors[1]));
   return as<double>((z >> 12) | splat<uint64_t>(kOne)) - splat(1 - 0x1p-53);
 }
 
@@ -89,9 +91,7 @@ INLINE Doubles exponentials_of(Doubles u) {
   const Longs bits = as<int64_t>(u), whole = (bits - splat(kSqrtHalf)) >> 52;
   const Doubles one = splat(1.0), m = as<double>(bits - (whole << 52));
   const Doubles s = (m - one) / (m + one), square = s * s;
-  Doubles p = splat(kLogSeries.c[kLogTerms - 1]);
-  for (int i = kLogTerms - 2; i >= 0; --i) p = p * square + splat(kLogSeries.c[i]);
-  return Doubles{} - (to_doubles(whole) + s * p);
+  return Doubles{} - (to_doubles(whole) + s * polynomial(kLogSeries, square));
 }
 
 // A token and its rank: by the logit, of equal ones the smaller id first.

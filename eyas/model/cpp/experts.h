@@ -7,6 +7,7 @@
 #pragma once
 
 #include <cmath>
+#include <vector>
 
 #include "simd.h"
 
@@ -28,9 +29,9 @@ class Experts {
 
   void reserve(size_t M, size_t x_stride, size_t h_stride) {
     logits.reserve(M * stride_);
-    ids_.reserve(M * k_), places_.reserve(M * k_), rows_.reserve(M * k_), shares_.reserve(M * k_);
-    of_inputs_.reserve(M * k_);
-    counts_.reserve(E_ + 1), groups_.reserve(E_);
+    ids_.resize(M * k_), places_.resize(M * k_), rows_.resize(M * k_), shares_.resize(M * k_);
+    of_inputs_.resize(M * k_);
+    counts_.resize(E_ + 1), groups_.resize(E_);
     x.reserve(M * k_ * x_stride);
     outputs.reserve(M * k_ * h_stride);
   }
@@ -38,8 +39,8 @@ class Experts {
   // The k best of row m's logits (ties: smaller id), ascending, and their shares: of the softmax,
   // or where inputs are routed, the sigmoid of each.
   void choose(int m) {
-    float *p = logits.get() + static_cast<size_t>(m) * stride_, *shares = shares_.get() + m * k_;
-    int* ids = ids_.get() + m * k_;
+    float *p = logits.get() + static_cast<size_t>(m) * stride_, *shares = shares_.data() + m * k_;
+    int* ids = ids_.data() + m * k_;
     for (int i = 0; i < k_; ++i) {
       int best = -1;
       for (int e = 0; e < E_; ++e)
@@ -68,32 +69,32 @@ class Experts {
 
   // Groups the M rows by expert; needs every row's choice.
   void group(int M) {
-    int* starts = counts_.get();
+    int* starts = counts_.data();
     std::fill(starts, starts + E_ + 1, 0);
-    for (int i = 0; i < M * k_; ++i) ++starts[ids_.get()[i] + 1];
+    for (int i = 0; i < M * k_; ++i) ++starts[ids_[i] + 1];
     num_groups_ = 0;
     for (int e = 0; e < E_; ++e) {
-      if (starts[e + 1] > 0) groups_.get()[num_groups_++] = {e, starts[e], starts[e + 1]};
+      if (starts[e + 1] > 0) groups_[num_groups_++] = {e, starts[e], starts[e + 1]};
       starts[e + 1] += starts[e];
     }
     for (int i = 0; i < M * k_; ++i) {
-      const int place = starts[ids_.get()[i]]++;
-      places_.get()[i] = place, rows_.get()[place] = i / k_;
-      of_inputs_.get()[place] = routes_input_ ? std::exchange(shares_.get()[i], 1.0f) : 1.0f;
+      const int place = starts[ids_[i]]++;
+      places_[i] = place, rows_[place] = i / k_;
+      of_inputs_[place] = routes_input_ ? std::exchange(shares_[i], 1.0f) : 1.0f;
     }
   }
 
   // After `group`.
   int num_groups() const { return num_groups_; }
-  const ExpertRows& operator[](int group) const { return groups_.get()[group]; }
-  int row(int place) const { return rows_.get()[place]; }
-  float of_input(int place) const { return of_inputs_.get()[place]; }  // what it is multiplied by
+  const ExpertRows& operator[](int group) const { return groups_[group]; }
+  int row(int place) const { return rows_[place]; }
+  float of_input(int place) const { return of_inputs_[place]; }  // what it is multiplied by
 
   // 16 channels of row m's sum over its experts, in their order, of outputs [M * k, stride], and
   // of what is there already.
   INLINE Vec sum(int m, int c, size_t stride, Vec all) const {
     for (int i = m * k_; i < (m + 1) * k_; ++i)
-      all = fma(splat(shares_.get()[i]), load(outputs.get() + places_.get()[i] * stride + c), all);
+      all = fma(splat(shares_[i]), load(outputs.get() + places_[i] * stride + c), all);
     return all;
   }
 
@@ -105,7 +106,7 @@ class Experts {
  private:
   int E_, k_, stride_, num_groups_ = 0;
   bool renormalises_, routes_input_;
-  Buffer<int> ids_, places_, rows_, counts_;
-  Buffer<float> shares_, of_inputs_;
-  Buffer<ExpertRows> groups_;
+  std::vector<int> ids_, places_, rows_, counts_;
+  std::vector<float> shares_, of_inputs_;
+  std::vector<ExpertRows> groups_;
 };

@@ -1,9 +1,7 @@
 // Matrix products of few rows: weights packed once, streamed once a forward.
 //
-//   block    16 output columns                      panel   up to 4 neighbouring blocks, one
-//   sequential stream:
-//            [pair of inputs][block][column][2]             all weights of inputs 2p, 2p + 1, then
-//            those of 2p + 2, ...
+//   panel    [pair of inputs][block][column][2]: all weights of inputs 2p, 2p + 1, then those of
+//            2p + 2, ...
 //
 // bf16 weights are squeezed to 12 bits where that loses nothing: what a step costs is the reading
 // of them. The upper byte of a bf16 (sign and seven bits of exponent) takes few values in one
@@ -11,8 +9,8 @@
 // weights with another one are put in after unpacking. The first tile of rows unpacks while it
 // multiplies, and leaves what it unpacked to the other tiles. The bits are those of plain bf16.
 //
-//   chunk    8 pairs of inputs:  [lower bytes of four lines of 32 weights] ...  [64 bytes with
-//   their 128 indices] ...
+//   chunk    8 pairs of inputs: [lower bytes of four lines of 32 weights] ...
+//            [64 bytes with their 128 indices] ...
 //
 // Every output is one sum over the inputs in ascending order, whatever the number of rows, panels
 // or threads: a row's bits depend on nothing but the row.
@@ -229,17 +227,6 @@ INLINE Vec add_pair(Vec sum, const typename A::T* x, Bits line) {
   }
 }
 
-// make(R, W), a function for R rows and W blocks, both constants, from a table of all of them.
-template <class Function, class Make>
-Function of_rows_and_width(int rows, int width, Make) {
-  static constexpr auto functions = []<int... I>(std::integer_sequence<int, I...>) {
-    return std::array<Function, sizeof...(I)>{
-        Make()(std::integral_constant<int, I / kPanelBlocks + 1>(),
-               std::integral_constant<int, I % kPanelBlocks + 1>())...};
-  }(std::make_integer_sequence<int, kMaxTileRows * kPanelBlocks>());
-  return functions[(rows - 1) * kPanelBlocks + width - 1];
-}
-
 // Some chunks of a squeezed panel.
 struct Squeezed {
   const Linear& linear;
@@ -272,7 +259,7 @@ void fused_tile(const Squeezed& chunks, const typename A::T* x, size_t stride, f
   const size_t fetched = bytes / 64 / chunks.tiles * 64;
   for (int c = chunks.first; c < chunks.first + chunks.count;
        ++c, weights += bytes, x += 2 * kSqueezedPairs) {
-    if (const Address ahead = chunks.stream.ahead(fetching); ahead != 0) prefetch(ahead, fetched);
+    chunks.stream.fetch_ahead(fetching, fetched);
     fetching += fetched;
     const int pairs = std::min(kSqueezedPairs, linear.pairs - c * kSqueezedPairs);
     if (pairs == kSqueezedPairs && !linear.has_rare(chunks.panel, c)) {
@@ -313,8 +300,8 @@ using FusedTile = void (*)(const Squeezed&, const typename A::T*, size_t, float*
 
 template <class A, bool keep>
 FusedTile<A> fused_tile_of(int rows, int width) {
-  return of_rows_and_width<FusedTile<A>>(rows, width,
-                                         [](auto R, auto W) { return fused_tile<A, R, W, keep>; });
+  return of_rows_and_width<FusedTile<A>, kMaxTileRows, kPanelBlocks>(
+      rows, width, [](auto R, auto W) { return fused_tile<A, R, W, keep>; });
 }
 
 // Sums of R rows and V of W blocks over `pairs` pairs of inputs, added to sums [R][kPanelColumns]
@@ -387,8 +374,8 @@ using Tile = void (*)(const typename A::T*, size_t, const uint8_t*, int, float*,
 
 template <class A, Packed kind>
 Tile<A> tile_of(int rows, int width) {
-  return of_rows_and_width<Tile<A>>(rows, width,
-                                    [](auto R, auto W) { return tile<A, kind, R, W>; });
+  return of_rows_and_width<Tile<A>, kMaxTileRows, kPanelBlocks>(
+      rows, width, [](auto R, auto W) { return tile<A, kind, R, W>; });
 }
 
 template <class A>

@@ -1,8 +1,8 @@
 // What every matrix product streams: packed weights in blocks of 16 output columns, shared among
 // threads in panels.
 //
-//   block    16 output columns                      panel   up to 4 neighbouring blocks, one
-//   sequential stream
+//   block    16 output columns
+//   panel    up to 4 neighbouring blocks, one sequential stream
 #pragma once
 
 #include <algorithm>
@@ -16,6 +16,17 @@ constexpr int kPanelBlocks = 4, kPanelColumns = kPanelBlocks * kLanes;
 // Bytes between what is worked on and what is fetched. Of floats all rows work on 8 KB before the
 // next; of quantised weights few rows work on a unit.
 constexpr size_t kLead = 12288, kQuantisedLead = 6144;
+
+// make(R, W), a function for R rows and W blocks, both constants, from a table of all of them.
+template <class Function, int most_rows, int most_blocks, class Make>
+Function of_rows_and_width(int rows, int width, Make) {
+  static constexpr auto functions = []<int... I>(std::integer_sequence<int, I...>) {
+    return std::array<Function, sizeof...(I)>{
+        Make()(std::integral_constant<int, I / most_blocks + 1>(),
+               std::integral_constant<int, I % most_blocks + 1>())...};
+  }(std::make_integer_sequence<int, most_rows * most_blocks>());
+  return functions[(rows - 1) * most_blocks + width - 1];
+}
 
 struct Panel {
   int first, width;  // blocks
@@ -183,6 +194,10 @@ class Stream {
     return at < past_ ? at : then_ == 0 ? 0 : then_ + (at - past_);
   }
 
+  INLINE void fetch_ahead(const uint8_t* weights, size_t bytes, size_t lead = kLead) const {
+    if (const Address at = ahead(weights, lead); at != 0) prefetch(at, bytes);
+  }
+
  private:
   static Address address(const uint8_t* weights) { return reinterpret_cast<Address>(weights); }
 
@@ -201,7 +216,7 @@ class Bursts {
   INLINE void one() {
     if (at_ >= end_) return;
     const size_t bytes = std::min<size_t>(burst_, end_ - at_);
-    if (const Address ahead = stream_.ahead(at_); ahead != 0) prefetch(ahead, bytes);
+    stream_.fetch_ahead(at_, bytes);
     at_ += bytes;
   }
 

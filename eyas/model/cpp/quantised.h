@@ -303,8 +303,7 @@ void quantised_tile(const uint8_t* weights, const RowBlocks& rows, int first, fl
     for (int b = 0; b < count; ++b, x += R) {
       const int of_unit = b % Q::kBlocks;
       if (stream != nullptr && of_unit == 0)
-        if (const Address ahead = stream->ahead(weights, kQuantisedLead); ahead != 0)
-          prefetch(ahead, Q::kBytes);
+        stream->fetch_ahead(weights, Q::kBytes, kQuantisedLead);
       add_block<Q>(
           x,
           [&](auto&& use) __attribute__((always_inline)) {
@@ -323,10 +322,8 @@ using QuantisedTile = void (*)(const uint8_t*, const RowBlocks&, int, float*, co
 
 template <class Q>
 QuantisedTile quantised_tile_of(int rows) {
-  static constexpr auto tiles = []<int... R>(std::integer_sequence<int, R...>) {
-    return std::array<QuantisedTile, kMaxGroupRows>{quantised_tile<Q, R + 1>...};
-  }(std::make_integer_sequence<int, kMaxGroupRows>());
-  return tiles[rows - 1];
+  return of_rows_and_width<QuantisedTile, kMaxGroupRows, 1>(
+      rows, 1, [](auto R, auto) { return quantised_tile<Q, R>; });
 }
 
 // A stretch of some of a panel's weights, taken apart.
@@ -404,11 +401,8 @@ using OpenedTile = void (*)(const Opened&, int, const RowBlock*, float*, bool);
 
 template <class Q>
 OpenedTile opened_tile_of(int rows, int width) {
-  static constexpr auto tiles = []<int... I>(std::integer_sequence<int, I...>) {
-    return std::array<OpenedTile, kOpenedRows * kOpenedBlocks>{
-        opened_tile<Q, I / kOpenedBlocks + 1, I % kOpenedBlocks + 1>...};
-  }(std::make_integer_sequence<int, kOpenedRows * kOpenedBlocks>());
-  return tiles[(rows - 1) * kOpenedBlocks + width - 1];
+  return of_rows_and_width<OpenedTile, kOpenedRows, kOpenedBlocks>(
+      rows, width, [](auto R, auto W) { return opened_tile<Q, R, W>; });
 }
 
 // All rows on a panel, whose weights are taken apart once for all of them.
@@ -468,9 +462,7 @@ void quantised_by_amx(AmxTiles& tiles, const uint8_t* weights, const RowBlocks& 
     };
     for (int i = 0; i < count; ++i) {
       const int b = (first + i) % Q::kBlocks;
-      if (stream != nullptr && b == 0)
-        if (const Address ahead = stream->ahead(unit(i), kQuantisedLead); ahead != 0)
-          prefetch(ahead, Q::kBytes);
+      if (stream != nullptr && b == 0) stream->fetch_ahead(unit(i), Q::kBytes, kQuantisedLead);
       Q::lines(unit(i), b, [&](int line, Bits codes) __attribute__((always_inline)) {
         store_bits(lines[i][line * Q::kHalves / kBlockLines][line], codes);
       });

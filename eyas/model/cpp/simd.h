@@ -10,6 +10,21 @@
 
 INLINE int round_up(int n, int unit) { return (n + unit - 1) / unit * unit; }
 
+// Calls work with count, 1 .. 4, as a constant.
+template <class Work>
+INLINE void with_up_to_four(int count, Work&& work) {
+  switch (count) {
+    case 1:
+      return work(std::integral_constant<int, 1>());
+    case 2:
+      return work(std::integral_constant<int, 2>());
+    case 3:
+      return work(std::integral_constant<int, 3>());
+    default:
+      return work(std::integral_constant<int, 4>());
+  }
+}
+
 // e^x to about one unit in the last place; 0 far below.
 INLINE Vec exp_of(Vec x) {
   x = min(max(x, splat(-120.0f)), splat(88.7f));
@@ -152,9 +167,10 @@ class Buffer {
     Buffer wider;
     wider.reserve(std::max(count, 2 * count_));
     if (kept > 0) std::memcpy(wider.data_, data_, kept * sizeof(T));
-    std::swap(data_, wider.data_), std::swap(count_, wider.count_);
+    swap(wider);
     return data_;
   }
+  void swap(Buffer& other) { std::swap(data_, other.data_), std::swap(count_, other.count_); }
   T* get() const { return data_; }
 
  private:

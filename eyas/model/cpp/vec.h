@@ -163,6 +163,19 @@ INLINE Bits words_right(Bits a, int by) { return as<int32_t>(as<uint16_t>(a) >> 
 INLINE Vec even_of_pairs(Bits pairs) { return as<float>(pairs << 16); }
 INLINE Vec odd_of_pairs(Bits pairs) { return as<float>(pairs & splat<int32_t>(~0xffff)); }
 
+#ifndef __AVX512F__  // which has masks of its own
+
+// The first lanes, 32 of them where numbers have 16 bits.
+struct Lanes {
+  int count;
+};
+using Mask = Bits;
+
+INLINE Lanes first_lanes(int n) { return {std::max(n, 0)}; }
+INLINE bool is_all(Lanes lanes) { return lanes.count >= kLanes; }
+
+#endif
+
 #if defined(__AVX512F__)
 #include "vec_avx512.h"
 #elif defined(__AVX2__)
@@ -178,31 +191,31 @@ INLINE Vec load(const float* from, Lanes lanes, Vec others = {}) {
   if (is_all(lanes)) return load(from);
   float room[kLanes];
   store(room, others);
-  std::copy(from, from + std::max(0, lanes.count), room);
+  std::copy_n(from, lanes.count, room);
   return load(room);
 }
 INLINE void store(float* to, Lanes lanes, Vec x) {
   if (is_all(lanes)) return store(to, x);
   float room[kLanes];
   store(room, x);
-  std::copy(room, room + std::max(0, lanes.count), to);
+  std::copy_n(room, lanes.count, to);
 }
 INLINE Halves load_halves(const bf16* from, Lanes lanes) {
   if (is_all(lanes)) return load_halves(from);
   bf16 room[kLanes] = {};
-  std::copy(from, from + std::max(0, lanes.count), room);
+  std::copy_n(from, lanes.count, room);
   return load_halves(room);
 }
 INLINE void store(bf16* to, Lanes lanes, Halves x) {
   if (is_all(lanes)) return store(to, x);
   bf16 room[kLanes];
   store(room, x);
-  std::copy(room, room + std::max(0, lanes.count), to);
+  std::copy_n(room, lanes.count, to);
 }
 INLINE Bits load_words(const bf16* from, Lanes lanes) {
   if (lanes.count >= 2 * kLanes) return load_bits(from);
   bf16 room[2 * kLanes] = {};
-  std::copy(from, from + std::max(0, lanes.count), room);
+  std::copy_n(from, lanes.count, room);
   return load_bits(room);
 }
 

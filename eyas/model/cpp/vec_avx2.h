@@ -9,15 +9,6 @@ INLINE Bits bits(__m256i low, __m256i high) {
   return {{(Bits::Register)low, (Bits::Register)high}};
 }
 
-// The first lanes, 32 of them where numbers have 16 bits.
-struct Lanes {
-  int count;
-};
-using Mask = Bits;
-
-INLINE Lanes first_lanes(int n) { return {n}; }
-INLINE bool is_all(Lanes lanes) { return lanes.count >= kLanes; }
-
 INLINE unsigned bits_of(Mask mask) {
   return static_cast<unsigned>(_mm256_movemask_ps((__m256)mask.in[0]) |
                                _mm256_movemask_ps((__m256)mask.in[1]) << 8);

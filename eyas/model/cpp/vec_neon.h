@@ -4,15 +4,6 @@
 
 #include <arm_neon.h>
 
-// The first lanes, 32 of them where numbers have 16 bits.
-struct Lanes {
-  int count;
-};
-using Mask = Bits;
-
-INLINE Lanes first_lanes(int n) { return {n}; }
-INLINE bool is_all(Lanes lanes) { return lanes.count >= kLanes; }
-
 INLINE unsigned bits_of(Mask mask) {
   const int32x4_t place = {1, 2, 4, 8};
   unsigned all = 0;
