@@ -55,7 +55,6 @@ def free_memory(root: Path = ROOT) -> int | None:
 
 
 def _rooms(root: Path) -> Iterator[int]:
-    """What each limit leaves, in bytes."""
     process, limits = root / "proc/self/status", _text(root / "proc/self/limits")
     for kib in re.findall(r"MemAvailable:\s+(\d+)", _text(root / "proc/meminfo")):
         yield int(kib) * 1024
@@ -89,7 +88,6 @@ def _groups(root: Path, controller: str) -> Iterator[tuple[Path, bool]]:
 
 
 def _text(path: Path) -> str:
-    """What a file says; "" where there is none."""
     with suppress(OSError):
         return path.read_text().strip()
     return ""

@@ -110,7 +110,6 @@ def axis_ticks(values: Sequence[float], most: int = 6) -> list[float]:
 
 
 def _key(series: Sequence[Series]) -> Markup:
-    """Which colour is which series; empty for one."""
     if len(series) < 2:
         return Markup("")
     names = Markup("").join(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -10,6 +11,19 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from eyas.errors import ConfigError
 
 ConfigT = TypeVar("ConfigT", bound=BaseModel)
+
+
+@dataclass(frozen=True, slots=True)
+class Flag:
+    """Metadata of a field that is an option of its own on the command line; the field's description
+    is its help.
+
+    names: as typed, if not the field's. panel: of the help. separator: of a list in one word.
+    """
+
+    names: str = ""
+    panel: str | None = None
+    separator: str = ""
 
 
 class Settings(BaseModel):

@@ -16,6 +16,7 @@ import sys
 import tomllib
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Annotated
 from unittest.mock import Mock
 
 import pytest
@@ -31,15 +32,17 @@ from eyas.cli.main import COMMANDS, build, main
 from eyas.cli.options import (
     HELP_WIDTH,
     NAME_WIDTH,
+    StageOptions,
     override,
     read_run_file,
     settings,
-    stage_config,
     validated,
+    with_flags,
 )
 from eyas.cli.run import RunConfig, as_exported, local_output, serve_command
 from eyas.errors import ConfigError
 from eyas.model import library
+from eyas.settings import Flag
 from tests.stages import ending_target
 from tests.tiny import tiny_target, tiny_tokenizer
 
@@ -75,6 +78,19 @@ class Sample(BaseModel):
     inner: Inner = Inner()
 
 
+class FlaggedInner(BaseModel):
+    x: Annotated[bool, Flag()] = False
+
+
+class Flagged(BaseModel):
+    name: Annotated[str | None, Flag()] = None
+    rate: Annotated[float | None, Flag()] = None
+    names: Annotated[tuple[str, ...], Flag()] = ()
+    sizes: Annotated[tuple[int, ...], Flag(separator=",")] = (1, 2)
+    inner: FlaggedInner = FlaggedInner()
+    unseen: int = 0
+
+
 class TestHelp:
     def test_lists_every_command_and_loads_no_torch(self):
         code = "import sys; from eyas.cli.main import build; build(['--help'])"
@@ -108,14 +124,30 @@ class TestConfig:
 
     def test_options_win_over_set_and_set_over_the_file(self, tmp_path):
         run_file = self.write(tmp_path, "sample: {lr: 3e-4, names: [a], inner: {depth: 2}}\n")
-        config = stage_config(
-            Sample, "sample", run_file, ["inner.depth=3", "lr=0.5"], lr=0.25, names=None
+        config = StageOptions(run_file, ["inner.depth=3", "lr=0.5"], {"lr": 0.25}).config(
+            Sample, "sample", lr=2.5, names=None
         )
         assert config == Sample(lr=0.25, names=("a",), inner=Inner(depth=3))
 
     def test_exponents_that_yaml_reads_as_text_are_numbers(self, tmp_path):
         run_file = self.write(tmp_path, "sample: {lr: 3e-4}\n")
-        assert stage_config(Sample, "sample", run_file, ["inner.depth=7"]).lr == 3e-4
+        assert StageOptions(run_file, ["inner.depth=7"]).config(Sample, "sample").lr == 3e-4
+
+    @pytest.mark.parametrize(
+        ("words", "path", "value"),
+        [
+            ("--name a", "name", "a"),
+            ("--rate 0.0", "rate", 0.0),
+            ("--x", "inner.x", True),
+            ("--names a --names b", "names", ["a", "b"]),
+            ("--sizes 1,2", "sizes", ["1", "2"]),
+        ],
+    )
+    def test_a_field_with_a_flag_is_an_option(self, words, path, value):
+        app = typer.Typer()
+        app.command()(with_flags(Flagged)(lambda *, stated: print(dict(stated.flags))))
+        shown = CliRunner().invoke(app, words.split())
+        assert (shown.exit_code, shown.stdout) == (0, f"{ {path: value} }\n")
 
     @given(
         st.dictionaries(st.sampled_from("abc"), st.integers()),
@@ -144,7 +176,7 @@ class TestConfig:
     )
     def test_what_does_not_fit_names_the_field(self, tmp_path, text, overrides, words):
         with pytest.raises(ConfigError) as caught:
-            stage_config(Sample, "sample", self.write(tmp_path, text), overrides)
+            StageOptions(self.write(tmp_path, text), overrides).config(Sample, "sample")
         assert caught.value.hint
         assert all(word in str(caught.value) for word in words)
 

@@ -19,7 +19,7 @@ from rich.table import Table
 from eyas.artifact import Artifact
 from eyas.bench.workload import read_tasks, task_of
 from eyas.chat.chat import Messages
-from eyas.cli.options import Output, Overrides, RunFile, TargetOption, stage_config
+from eyas.cli.options import Output, StageOptions, TargetOption, with_flags
 from eyas.cli.stage import stage
 from eyas.errors import ConfigError
 from eyas.evaluate.comparison import ALL, described, refuse_worse
@@ -34,6 +34,7 @@ from eyas.shards import Features
 CONFIG = EvalConfig
 
 
+@with_flags(CONFIG)
 def command(
     head: Annotated[
         str,
@@ -51,27 +52,13 @@ def command(
     prompts: Annotated[
         str | None, typer.Option(help="held-out prompts or conversations, JSON lines, as for bench")
     ] = None,
-    trees: Annotated[
-        str | None, typer.Option(help='such as "fixed(6,3,12) fixed(4,1,5) auto"')
-    ] = None,
-    temperatures: Annotated[str | None, typer.Option(help='such as "0 1"')] = None,
-    against: Annotated[
-        str | None, typer.Option(help="another head to compare with, on the same answers")
-    ] = None,
-    tolerance: Annotated[
-        float | None,
-        typer.Option(
-            help="with --against: exit code 3 unless the head is better, and on no source loses "
-            "more than this share of tau"
-        ),
-    ] = None,
-    run_file: RunFile = None,
-    overrides: Overrides = None,
+    *,
+    stated: StageOptions,
 ) -> None:
     """Measure tau with its interval, by source, language, tree and temperature.
 
     By default on 100 prompts, answers of 64 tokens, in the default tree and a chain, greedy and at
-    temperature 1; more with -s num_prompts=N, -s max_tokens=N, --trees and --temperatures. A target
+    temperature 1; more with --num-prompts, --trees, --temperatures and -s max_tokens=N. A target
     that eyas' own engine does not run answers through transformers.
     """
     if features is None and prompts is None:
@@ -79,14 +66,7 @@ def command(
             "there is nothing to measure with",
             "give --prompts FILE, or --features, the output of `eyas capture`",
         )
-    options = {
-        "trees": trees and trees.split(),
-        "temperatures": temperatures and temperatures.split(),
-        "against": against,
-        "tolerance": tolerance,
-    }
-    given = {name: value for name, value in options.items() if value is not None}
-    config = stage_config(EvalConfig, "eval", run_file, overrides, **given)
+    config = stated.config(EvalConfig, "eval")
     found = evaluate(head, prompts, target=target, features=features, output=output, **dict(config))
     show_table(found.result)
     print(json.dumps({**headline(found.result), "output": output}))

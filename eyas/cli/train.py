@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import json
 import os
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
@@ -13,7 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from eyas.artifact import Artifact
-from eyas.cli.options import Output, Overrides, RunFile, TargetOption, run_section, stage_config
+from eyas.cli.options import Output, StageOptions, TargetOption, with_flags
 from eyas.cli.stage import StageFolder, folder_of, stage
 from eyas.errors import ConfigError
 from eyas.log import quiet
@@ -27,6 +26,7 @@ from eyas.train.trainer import TrainConfig
 CONFIG = TrainConfig
 
 
+@with_flags(CONFIG)
 def command(
     features: Annotated[
         str, typer.Argument(help="output of `eyas capture`; of `eyas generate` with --online")
@@ -55,8 +55,8 @@ def command(
             "for `eyas capture`; several may be given"
         ),
     ] = None,
-    run_file: RunFile = None,
-    overrides: Overrides = None,
+    *,
+    stated: StageOptions,
 ) -> None:
     """Train a head on captured features; interrupted, it resumes from its last checkpoint.
 
@@ -71,10 +71,9 @@ def command(
             "--server without --online: stored features need no server",
             "add --online, with the answers in place of the features",
         )
-    assignments = [] if start is None else [f"start.head={json.dumps(start)}"]
-    config = stage_config(TrainConfig, "train", run_file, [*assignments, *(overrides or ())])
+    config = stated.config(TrainConfig, "train", **{"start.head": start})
     servers = {"servers": server} if server else {}
-    capture = run_section("capture", run_file) | servers if online else None
+    capture = stated.section("capture") | servers if online else None
     train(features, target=target, output=output, online=capture, **dict(config))
 
 

@@ -225,7 +225,6 @@ def _rows(value: Any) -> list[dict[str, str]]:
 
 
 def _cell(name: str, value: Any) -> str:
-    """A number, a name or an interval as text; nothing for what fits no cell."""
     if isinstance(value, float):
         return f"{value:.2f}"
     if isinstance(value, list) and name.endswith("_interval"):

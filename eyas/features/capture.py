@@ -13,7 +13,7 @@ from collections.abc import Generator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from functools import partial
-from typing import Any, Literal, get_args
+from typing import Annotated, Any, Literal, get_args
 
 import torch
 from pydantic import Field, model_validator
@@ -54,7 +54,7 @@ from eyas.model.weights import fingerprint
 from eyas.operators.decoder import FeatureDecoder, HookedDecoder, OwnDecoder, default_device
 from eyas.operators.shape import target_shape
 from eyas.records import RECORD, read_answers
-from eyas.settings import Settings
+from eyas.settings import Flag, Settings
 from eyas.shards import CodecName, EncodedSample, FeatureMeta, Sample, ShardWriter, Split
 from eyas.shards.sample import DTYPES
 
@@ -100,7 +100,9 @@ class CaptureConfig(Settings):
     )
     executor: Place = Field("local", description="where workers run; the result is the same")
     workers: int = Field(1, ge=1, description="processes that compute; on Ray, one for each host")
-    servers: tuple[str, ...] = Field((), description="URLs that compute in place of this process")
+    servers: Annotated[tuple[str, ...], Flag("--server")] = Field(
+        (), description="URL of a vLLM or SGLang server of hidden states"
+    )
     client: FleetConfig = FleetConfig()
 
     @model_validator(mode="after")

@@ -96,7 +96,6 @@ class OnlineFeatures:
 
     @cached_property
     def _singles(self) -> list[ForwardBatch]:
-        """A batch for each sample, in the order of a store."""
         batches = self._target.task.batches(
             self._target.plan, self._split, self._target.source.reuses
         )
@@ -130,7 +129,6 @@ class OnlineFeatures:
                 yield [self._as_stored(made[key]) for key in keys]
 
     def _as_stored(self, one: Sample) -> Sample:
-        """In a store's dtype."""
         dtype = DTYPES[self.meta.dtype]
         return dataclasses.replace(
             one,

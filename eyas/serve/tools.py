@@ -167,7 +167,6 @@ class CallReader:
         return None
 
     def _calls_of(self, shown: str, block: str) -> list[str | Call]:
-        """The calls in a block that is whole; where there are none it is shown as words."""
         calls = _read(block)
         if not calls:
             return [self._spaced(shown)]
