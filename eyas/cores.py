@@ -27,15 +27,11 @@ def cores(root: Path = ROOT) -> int:
 
 
 def _siblings(root: Path, cpu: int) -> str:
-    """Names the core that a logical one belongs to."""
     folder = root / f"sys/devices/system/cpu/cpu{cpu}/topology"
     return _text(folder / "thread_siblings_list") or str(cpu)
 
 
 def _quotas(root: Path) -> Iterator[float]:
-    """The limits of the control groups that this process is in, in cores: version 2's cpu.max,
-    version 1's cpu.cfs_quota_us.
-    """
     for folder, is_old in _groups(root, "cpu"):
         quota, _, period = _text(folder / "cpu.max").partition(" ")
         if is_old:

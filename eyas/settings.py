@@ -15,10 +15,8 @@ ConfigT = TypeVar("ConfigT", bound=BaseModel)
 
 @dataclass(frozen=True, slots=True)
 class Flag:
-    """Metadata of a field that is an option of its own on the command line; the field's description
-    is its help.
-
-    names: as typed, if not the field's. panel: of the help. separator: of a list in one word.
+    """Marks a field that is an option of the command line, with its description as help. names: as
+    typed, if not the field's. panel: of the help. separator: of a list in one word.
     """
 
     names: str = ""

@@ -21,7 +21,6 @@ NOTHING = {"config": {}, "counts": {}, "files": {}}
 
 
 def benched(url, prompts, folder, *words, max_tokens=2, num_prompts=4):
-    """What `eyas bench` says of a server."""
     settings = ("--set", f"max_tokens={max_tokens}", "--set", f"num_prompts={num_prompts}")
     return run_eyas("bench", url, "--prompts", prompts, *settings, *words, "-o", folder)
 

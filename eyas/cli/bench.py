@@ -1,6 +1,4 @@
-"""`eyas bench URL`: a running server -> TTFT, TPOT, throughput per arm, what the head changes, and
-a report.
-"""
+"""`eyas bench URL`: a running server -> TTFT, TPOT, throughput per arm, and a report."""
 
 from __future__ import annotations
 
@@ -21,7 +19,7 @@ from eyas.bench.bench import EAGLE, PLAIN, ArmConfig, BenchConfig, bench, bench_
 from eyas.bench.claims import headlines, quotable
 from eyas.bench.report import Contents, cut_note, show_table, write_reports
 from eyas.bench.server import ServerFacts, ask_facts
-from eyas.cli.options import StageOptions, with_flags
+from eyas.cli.options import AsJson, OutputIfAny, StageOptions, print_json, with_flags
 from eyas.cli.stage import IDENTITY_DIGITS, stage
 from eyas.client import Client
 from eyas.errors import InputError, MismatchError
@@ -39,13 +37,12 @@ def command(
     against: Annotated[
         str | None, typer.Option(help="another server, the baseline of the comparison")
     ] = None,
-    output: Annotated[
-        str | None, typer.Option("--output", "-o", help="folder or URL (out/bench-IDENTITY)")
-    ] = None,
+    output: OutputIfAny = None,
     head: Annotated[
         str | None,
         typer.Option(help="output of `eyas export` or `eyas train`, for the lineage"),
     ] = None,
+    as_json: AsJson = False,
     *,
     stated: StageOptions,
 ) -> None:
@@ -53,8 +50,8 @@ def command(
     server will do.
 
     Without --against: a server of eyas that has a head is measured with and without it, any other
-    by itself. Writes rows.jsonl, summary.json, report.html and report.md. EYAS_API_KEY holds the
-    key of servers that want one.
+    by itself. Writes rows.jsonl, summary.json, report.html and report.md, without --output into
+    out/bench-IDENTITY. EYAS_API_KEY holds the key of servers that want one.
     """
     only_rates = {"concurrencies": ()} if "rates" in stated.flags else {}
     config = stated.config(BenchConfig, "bench", url=url, **only_rates)
@@ -85,12 +82,13 @@ def command(
         bench=summary,
         ledger=ledger_of(manifest),
         manifest=manifest,
-        commands=[typed, *asked(config)],
+        commands=[typed, *_asked(config)],
     )
     print(f"report: {write_reports(measured, contents)}")
     sentences = [one["sentence"] for one in headlines(summary)]
     compared = [quotable(one) for one in summary["comparisons"]]
-    print(json.dumps({"headlines": sentences, "comparisons": compared, "output": folder}))
+    found = {"headlines": sentences, "comparisons": compared, "output": folder}
+    print_json(found, as_json)
 
 
 def arms_for(url: str, against: str | None) -> dict[str, ArmConfig]:
@@ -110,8 +108,7 @@ def arms_for(url: str, against: str | None) -> dict[str, ArmConfig]:
     return {"server": ArmConfig()}
 
 
-def asked(config: BenchConfig) -> list[str]:
-    """A remark for each arm: the server and the fields of its requests."""
+def _asked(config: BenchConfig) -> list[str]:
     remarks = []
     for name, arm in config.arms.items():
         body = dict(arm.fields)

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from eyas.artifact import Artifact
-from eyas.cli.options import Output, StageOptions, TargetOption, with_flags
+from eyas.cli.options import HeadArgument, Output, StageOptions, TargetOption, with_flags
 from eyas.cli.stage import stage
 from eyas.export.export import ExportConfig, export, publish
 from eyas.hub import locate
@@ -17,10 +17,7 @@ CONFIG = ExportConfig
 
 @with_flags(CONFIG)
 def command(
-    head: Annotated[
-        str,
-        typer.Argument(help="output of `eyas train`, or a head in any form: a folder or hub id"),
-    ],
+    head: HeadArgument,
     target: TargetOption,
     output: Output,
     evaluation: Annotated[

@@ -6,7 +6,9 @@ from __future__ import annotations
 
 import functools
 import inspect
+import json
 import re
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from inspect import Parameter
@@ -32,7 +34,14 @@ TargetOption = Annotated[
         "--target", "-t", help='folder of the target, a GGUF file, a hub id, or "smollm2"'
     ),
 ]
+AsJson = Annotated[bool, typer.Option("--json", help="what was found as JSON")]
 Output = Annotated[str, typer.Option("--output", "-o", help="folder or URL of the result")]
+OutputIfAny = Annotated[
+    str | None, typer.Option("--output", "-o", help="folder or URL of the result")
+]
+HeadArgument = Annotated[
+    str, typer.Argument(help='output of `eyas train`, a head of any form, a hub id, or "smollm2"')
+]
 RunFile = Annotated[
     Path | None,
     typer.Option("--config", "-c", help="run file; its section of this stage's name is used"),
@@ -41,6 +50,12 @@ Overrides = Annotated[
     list[str] | None,
     typer.Option("--set", "-s", metavar="FIELD=VALUE", help="change one field, e.g. epochs=3"),
 ]
+
+
+def print_json(facts: Mapping[str, Any], is_asked: bool) -> None:
+    """End with the facts as a line of JSON, for programs; on a terminal where it is asked for."""
+    if is_asked or not sys.stdout.isatty():
+        print(json.dumps(facts))
 
 
 def read_run_file(path: Path) -> dict[str, Any]:
@@ -122,16 +137,12 @@ class StageOptions:
         return validated(kind, values, where=stage)
 
 
-def with_flags(
-    kind: type[BaseModel], takes_run_file: bool = True
-) -> Callable[[Callable[..., None]], Callable[..., None]]:
+def with_flags(kind: type[BaseModel]) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """A decorator: in place of its parameter `stated` (StageOptions) a command gets an option for
     each field of `kind` that has a Flag, --config and --set.
     """
     options = list(_options(kind))
     shared = {"run_file": RunFile, "overrides": Overrides}
-    if not takes_run_file:
-        del shared["run_file"]
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(command)
@@ -164,13 +175,8 @@ def _parameter(name: str, annotation: Any) -> Parameter:
     return Parameter(name, Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
 
 
-def _options(
-    config: type[BaseModel], prefix: str = "", section: BaseModel | None = None
-) -> Iterator[tuple[str, Flag, Parameter]]:
-    for name, found in config.model_fields.items():
-        default, path = _default(name, found, section), f"{prefix}{name}"
-        if isinstance(default, BaseModel):
-            yield from _options(type(default), f"{path}.", default)
+def _options(config: type[BaseModel]) -> Iterator[tuple[str, Flag, Parameter]]:
+    for path, found, default, text in _fields(config):
         for flag in found.metadata:
             if not isinstance(flag, Flag):
                 continue
@@ -183,36 +189,37 @@ def _options(
                 kind, shown = str, flag.separator.join(map(str, default))
             else:
                 kind, shown = list[str], "or several"
-            text = meaning(config, name) + (f" ({shown})" if shown else "")
-            names = flag.names.split() or [f"--{name.replace('_', '-')}"]
-            option = typer.Option(*names, help=text, rich_help_panel=flag.panel)
+            names = flag.names or f"--{path.rpartition('.')[2].replace('_', '-')}"
+            note = f"{text} ({shown})" if shown else text
+            option = typer.Option(*names.split(), help=note, rich_help_panel=flag.panel)
             yield path, flag, _parameter(path.replace(".", "_"), Annotated[kind | None, option])
 
 
-def _default(name: str, found: FieldInfo, section: BaseModel | None) -> Any:
-    if section is not None:
-        return getattr(section, name)
-    return found.get_default(call_default_factory=True)
+def _fields(
+    kind: type[BaseModel], prefix: str = "", section: BaseModel | None = None
+) -> Iterator[tuple[str, FieldInfo, Any, str]]:
+    """Path, field, default and meaning of every setting; a config's own before its sections'."""
+    sections = []
+    for name, found in kind.model_fields.items():
+        default = found.get_default(call_default_factory=True)
+        default = default if section is None else getattr(section, name)
+        if isinstance(default, BaseModel):
+            sections.append((type(default), f"{prefix}{name}.", default))
+        else:
+            yield f"{prefix}{name}", found, default, meaning(kind, name)
+    for one in sections:
+        yield from _fields(*one)
 
 
 def settings(kind: type[BaseModel]) -> str:
     """The fields of a config with their defaults and meanings: a line each, a group per section."""
-    groups = ["\n".join(lines) for lines in _groups(kind, "", None)]
-    return escape("\n\n".join(["Settings, for --set and for a run file:", *groups]))
-
-
-def _groups(kind: type[BaseModel], prefix: str, section: BaseModel | None) -> list[list[str]]:
-    own, sections = [], []
-    for name, found in kind.model_fields.items():
-        default = _default(name, found, section)
-        if isinstance(default, BaseModel):
-            sections += _groups(type(default), f"{prefix}{name}.", default)
-            continue
-        text = f"{prefix}{name}"
-        if not found.is_required():
-            text = _shortened(f"{text}={plain(default)}", NAME_WIDTH)
-        own.append(f"{text:{NAME_WIDTH}} {_shortened(meaning(kind, name), HELP_WIDTH)}".rstrip())
-    return [own, *sections] if own else sections
+    groups: dict[str, list[str]] = {}
+    for path, found, default, text in _fields(kind):
+        shown = path if found.is_required() else f"{path}={plain(default)}"
+        line = f"{_shortened(shown, NAME_WIDTH):{NAME_WIDTH}} {_shortened(text, HELP_WIDTH)}"
+        groups.setdefault(path.rpartition(".")[0], []).append(line.rstrip())
+    texts = ["Settings, for --set and for a run file:", *map("\n".join, groups.values())]
+    return escape("\n\n".join(texts))
 
 
 def meaning(kind: type[BaseModel], field: str) -> str:

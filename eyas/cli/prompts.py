@@ -1,6 +1,4 @@
-"""`eyas prompts`: raw conversation sets -> cleaned user prompts, a ledger and a data card; shows
-dropped rows.
-"""
+"""`eyas prompts`: raw conversation sets -> cleaned user prompts, a ledger and a data card."""
 
 from __future__ import annotations
 
@@ -10,7 +8,7 @@ import typer
 
 from eyas.artifact import Artifact
 from eyas.builtin import packaged_prompts
-from eyas.cli.options import StageOptions, with_flags
+from eyas.cli.options import OutputIfAny, StageOptions, with_flags
 from eyas.cli.stage import stage
 from eyas.data.ledger import show_dropped as dropped_rows
 from eyas.data.prompts import PromptsConfig, make_prompts
@@ -37,9 +35,7 @@ def command(
             show_default=False,
         ),
     ] = None,
-    output: Annotated[
-        str | None, typer.Option("--output", "-o", help="folder or URL of the result")
-    ] = None,
+    output: OutputIfAny = None,
     licence: Annotated[
         str | None, typer.Option(help="licence of the given sources, e.g. CC-BY-4.0")
     ] = None,

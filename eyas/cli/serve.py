@@ -60,7 +60,7 @@ def command(
     """
     config = stated.config(ServeConfig, "serve", **from_environment())
     if engine is not None:
-        visible = gpu_ids(gpus)
+        visible = _gpu_ids(gpus)
         command = states_server if hidden_states else engine_command
         python = engine_python or sys.executable
         words = command(engine, config, engine_args, visible, python)
@@ -80,8 +80,7 @@ def command(
     )
 
 
-def gpu_ids(text: str | None) -> list[int]:
-    """The numbers of `--gpus`. Raises ConfigError."""
+def _gpu_ids(text: str | None) -> list[int]:
     words = text.split(",") if text else []
     if not all(word.strip().isdecimal() for word in words):
         raise ConfigError(f"--gpus {text}: no list of numbers", "write e.g. --gpus 0,1")

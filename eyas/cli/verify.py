@@ -3,26 +3,24 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from typing import Annotated
 
 import typer
 
 from eyas.artifact import Artifact
 from eyas.bench.verify import VerifyConfig, verified
-from eyas.cli.options import StageOptions, with_flags
+from eyas.cli.options import AsJson, Output, StageOptions, print_json, with_flags
 from eyas.log import progress_bar
 
 CONFIG = VerifyConfig
 CODES = {"EXACT": 0, "TIES ONLY": 0, "DIFFERENT": 3, "INCONCLUSIVE": 4}  # 1 and 2 are errors
 
 
-@with_flags(CONFIG, takes_run_file=False)
+@with_flags(CONFIG)
 def command(
     url: Annotated[str, typer.Argument(help="server that speculates")],
-    output: Annotated[
-        str, typer.Option("--output", "-o", help="folder or URL of the report")
-    ] = "out/verify",
+    output: Output = "out/verify",
+    as_json: AsJson = False,
     *,
     stated: StageOptions,
 ) -> None:
@@ -37,5 +35,5 @@ def command(
     with progress_bar("verify") as track:
         verdict, why = asyncio.run(verified(config, folder, track))
     print(f"{verdict}: {why}\nreport: {folder.url}/report.md")
-    print(json.dumps({"verdict": verdict, "why": why, "output": output}))
+    print_json({"verdict": verdict, "why": why, "output": output}, as_json)
     raise typer.Exit(CODES[verdict])

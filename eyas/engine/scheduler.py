@@ -27,7 +27,7 @@ from eyas.engine.stop import StopChecker
 from eyas.engine.text import TextIndex
 from eyas.errors import InputError
 
-MASKS_S = 0.025  # of a round: what it waits for the masks of grammars
+MASKS_S = 0.025  # seconds a round waits for the masks of grammars
 _ANY_MS = 1e9
 _MOST_IN_LINE = 256  # waiting samples that are looked at: else every job costs more, the more wait
 _PAUSE_SHARE, _ROUND_RATE = 0.7, 0.2  # of a pause: what is planned; how fast rounds are learned

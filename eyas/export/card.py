@@ -134,7 +134,6 @@ class HeadCard:
         return found
 
     def _results(self, measured: Mapping[str, Any]) -> dict[str, Any]:
-        """tau as the hub's table of results has it: over all held-out answers, and by source."""
         taus = {"all held-out answers": measured["tau"]}
         taus |= {name: one["tau"] for name, one in measured.get("by_source", {}).items()}
         return {
@@ -185,9 +184,6 @@ class HeadCard:
                 yield name, note, names, cells
 
     def _precision(self) -> str:
-        """Of the target while tau was measured, and whether the commands have another; nothing
-        where that is not known.
-        """
         own, served = (self.measured or {}).get("dtype"), self.launch.dtype
         if own is None:
             return ""
@@ -205,9 +201,6 @@ def _yaml(content: Mapping[str, Any]) -> str:
 
 
 def _rows(value: Any) -> list[dict[str, str]]:
-    """The rows of a table of tau or speed-up, as text, or none: a list of objects, or objects or
-    numbers by name.
-    """
     if isinstance(value, Mapping):
         named = [
             {"": name, **(one if isinstance(one, Mapping) else {"tau": one})}

@@ -37,7 +37,7 @@ from eyas.builtin import BUILTIN
 from eyas.chat import Chat
 from eyas.engine.engine import MODEL, Engine, EngineConfig
 from eyas.errors import ConfigError, EyasError
-from eyas.hub import resolve_head, resolve_target
+from eyas.hub import is_hub_id, resolve_head, resolve_target
 from eyas.model.architecture import TargetConfig
 from eyas.model.target import Dtype
 from eyas.model.threads import set_num_threads
@@ -155,6 +155,7 @@ def load(config: ServeConfig) -> ModelService:
         fingerprint(target),
         engine.text_drafts,
         context,
+        config.target if config.target and is_hub_id(config.target) else None,
     )
     if info.max_length < context and config.engine.max_length is None:
         log.warning(
