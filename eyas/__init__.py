@@ -1,7 +1,7 @@
 """Raise an EAGLE-3 draft head for a target, prove it, and decode faster without changing an output.
 
     with eyas.load("smollm2", head="smollm2") as llm:
-        print(llm.chat("Why is the sky blue?", max_tokens=64))
+        print(llm.chat("Why is the sky blue?", max_tokens=64, temperature=0))
 
 Importing this loads nothing: a name's module is imported when the name is first used. The commands
 call the same functions. What the names are stands in __init__.pyi for type checkers.

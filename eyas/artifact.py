@@ -381,9 +381,7 @@ class Artifact:
         self._written.pop(name, None)
 
     def _delete_halves(self, of: str = "") -> None:
-        """Delete what a killed process left half-written, of files whose name begins so; not what
-        another process writes now.
-        """
+        """Delete what a killed process left half-written; not what another process writes now."""
         for path in self._fs.find(self._root) if self._local else ():
             name, mark, process = str(path).rsplit("/", 1)[-1].rpartition(".partial-")
             if mark and name.startswith(of) and not is_another_process(process):

@@ -245,7 +245,6 @@ def status_failure(status: int, content: bytes, retry_after: str | None) -> Requ
 
 
 def _error_code(content: bytes) -> str:
-    """The code or type of an error in OpenAI's form, in brackets."""
     try:
         body = json.loads(content)
         error = body.get("error", body)

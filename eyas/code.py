@@ -101,7 +101,6 @@ def code_spans(text: str) -> list[tuple[int, int]]:
 
 
 def _code_lines(text: str, marked: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int]]:
-    """Lines that look like code, with comments between them and what is indented below them."""
     lines = list(_lines(text))
     is_code = [bool(CODE_LINE.match(text, start, end)) for start, end in lines]
     indents = [len(text[start:end]) - len(text[start:end].lstrip()) for start, end in lines]

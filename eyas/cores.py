@@ -27,15 +27,11 @@ def cores(root: Path = ROOT) -> int:
 
 
 def _siblings(root: Path, cpu: int) -> str:
-    """Names the core that a logical one belongs to."""
     folder = root / f"sys/devices/system/cpu/cpu{cpu}/topology"
     return _text(folder / "thread_siblings_list") or str(cpu)
 
 
 def _quotas(root: Path) -> Iterator[float]:
-    """The limits of the control groups that this process is in, in cores: version 2's cpu.max,
-    version 1's cpu.cfs_quota_us.
-    """
     for folder, is_old in _groups(root, "cpu"):
         quota, _, period = _text(folder / "cpu.max").partition(" ")
         if is_old:
@@ -55,7 +51,6 @@ def free_memory(root: Path = ROOT) -> int | None:
 
 
 def _rooms(root: Path) -> Iterator[int]:
-    """What each limit leaves, in bytes."""
     process, limits = root / "proc/self/status", _text(root / "proc/self/limits")
     for kib in re.findall(r"MemAvailable:\s+(\d+)", _text(root / "proc/meminfo")):
         yield int(kib) * 1024
@@ -89,7 +84,6 @@ def _groups(root: Path, controller: str) -> Iterator[tuple[Path, bool]]:
 
 
 def _text(path: Path) -> str:
-    """What a file says; "" where there is none."""
     with suppress(OSError):
         return path.read_text().strip()
     return ""

@@ -145,7 +145,6 @@ class LocalExecutor:
         return _in_order(begun, self._wait, self._workers * IN_FLIGHT, (BrokenProcessPool,))
 
     def _submitted(self, job: Any) -> tuple[ProcessPoolExecutor, Future[Any]]:
-        """The job in a pool whose workers live."""
         while True:
             if self._pool is None:
                 # Spawned, not forked: threads and locks of this process stay out of the workers.
@@ -162,7 +161,6 @@ class LocalExecutor:
                 self._pool = None
 
     def _wait(self, begun: Begun) -> Any:
-        """The result. A pool breaks with one of its workers, and all that it had is lost."""
         for losses in itertools.count():
             try:
                 return begun.future.result()
@@ -185,9 +183,7 @@ def visible_gpus(count: int) -> list[str]:
 
 
 def _begin(task: WorkerTask, numbers: SimpleQueue[int]) -> None:
-    """Start of a worker process: Ctrl-C is left to the parent, and the worker ends with it. It sees
-    one GPU, its own: the one at its number of those that the parent sees.
-    """
+    """Start of a worker process, which ends with its parent and sees one GPU of the parent's."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     number = numbers.get()
     if os.environ.get(VISIBLE) != "":  # hidden on purpose

@@ -40,7 +40,7 @@ class Series:
 def line_chart(
     series: Sequence[Series], x_label: str, y_label: str, rule: float | None = 0
 ) -> Markup:
-    """A line per series with its intervals as bars.
+    """A line per series with its intervals; a bar where all points have one x.
 
     rule: a y value that is always shown and, unless it is 0, marked by a line.
     """
@@ -72,12 +72,17 @@ def line_chart(
         parts.append(_line(LEFT, down(rule), WIDTH - RIGHT, down(rule), "ink", dashed=True))
     for place, one in enumerate(series):
         color = f"series-{one.number % NUM_COLORS}"
-        shift = 5 * (place - (len(series) - 1) / 2)  # intervals at one load stay apart
-        path = " ".join(f"{across(p.x) + shift:.1f},{down(p.y):.1f}" for p in one.points)
+        # intervals at one load stay apart; at the only load, bars
+        shift = (5 if len(xs) > 1 else 40) * (place - (len(series) - 1) / 2)
+        line = [(across(p.x) + shift, down(p.y)) for p in one.points]
+        if len(xs) == 1:
+            line.append((line[0][0], float(HEIGHT - BOTTOM)))
         parts.append(
             Markup(
-                '<polyline points="{}" fill="none" stroke="var(--{})" stroke-width="1.8"/>'
-            ).format(path, color)
+                '<polyline points="{}" fill="none" stroke="var(--{})" stroke-width="{}"/>'
+            ).format(
+                " ".join(f"{x:.1f},{y:.1f}" for x, y in line), color, 1.8 if len(xs) > 1 else 28
+            )
         )
         for point in one.points:
             x, hint = across(point.x) + shift, f"{one.name}: {point.y:.3g}"
@@ -110,7 +115,6 @@ def axis_ticks(values: Sequence[float], most: int = 6) -> list[float]:
 
 
 def _key(series: Sequence[Series]) -> Markup:
-    """Which colour is which series; empty for one."""
     if len(series) < 2:
         return Markup("")
     names = Markup("").join(

@@ -107,7 +107,6 @@ def latin(text: str) -> str:
 
 @functools.lru_cache(maxsize=1 << 14)
 def _letter(letter: str) -> str:
-    """What a character alone is folded to: none, one or several."""
     if INVISIBLE.match(letter):
         return ""
     if letter in SIGNS:
@@ -126,7 +125,6 @@ def _letter(letter: str) -> str:
 
 
 def _composed(text: str, places: Sequence[int]) -> FoldedText:
-    """The text with letters and the marks behind them as one character, where Unicode has it."""
     letters: list[str] = []
     starts: list[int] = []
     ends: list[int] = []

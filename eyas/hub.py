@@ -2,7 +2,7 @@
 
     builtin, smollm2    a model in a package (PACKAGED)
     OWNER/NAME          an id of the Hugging Face hub: its snapshot in the hub's cache, downloaded
-                        when the cache does not hold all of it
+                        when the cache does not hold all of it; OWNER/NAME/FILE.gguf is one file
     SCHEME://...        a folder in any store that fsspec opens: copied into a cache, checked
     FILE.gguf           a target: written once as a folder in the cache (eyas/gguf)
     anything else       a folder here, used where it is; of GGUF files alone the model among them
@@ -50,6 +50,7 @@ PACKAGED: dict[str, dict[str, Callable[[], Path]]] = {
 }
 
 HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
+HUB_FILE = re.compile(rf"({HUB_ID.pattern})/([\w.-]+\.gguf)")
 SHARDS, NUMBERED = "model.safetensors.index.json", re.compile(r"\.\d+\.")
 CONFIGS, WEIGHTS = ("config.json", "eyas_head.json"), ("model.safetensors", "pytorch_model.bin")
 # What belongs to a model, directly in its folder: all else (checkpoints, other formats) stays.
@@ -88,6 +89,8 @@ def locate(name: str, role: str = "head", without_layers: bool = False) -> str:
     """
     if name in PACKAGED:
         return str(PACKAGED[name][role]())
+    if (named := HUB_FILE.fullmatch(name)) and not Path(name).exists():
+        return hub_file(*named.groups())
     return hub_folder(name, without_layers) if is_hub_id(name) else name
 
 
@@ -116,7 +119,7 @@ def only_model(place: str, files: Sequence[str]) -> str:
     if len(models) != 1:
         raise MissingInputError(
             f"{place} holds {len(models)} models as GGUF files: {', '.join(models or files)}",
-            "give the path of one of them" + f" (`hf download {place} FILE`)" * is_hub_id(place),
+            f"name one: {place}/{(models or files)[0]}",
         )
     return models[0]
 
@@ -137,7 +140,6 @@ def files_of(names: Sequence[str], place: str) -> list[str]:
 
 
 def _gguf_files(names: Sequence[str]) -> list[str]:
-    """Those directly in a place without other weights; a config.json may lie beside them."""
     if any(_is_of_a_model(name) and name.endswith((".safetensors", ".bin")) for name in names):
         return []
     return [name for name in names if fnmatch(name, "*.gguf") and "/" not in name]
@@ -189,6 +191,17 @@ def hub_folder(name: str, without_layers: bool = False) -> str:
         f"`hf download {name}` where there is a network (HF_TOKEN for a gated model), or give a "
         "folder",
     )
+
+
+def hub_file(repository: str, file: str) -> str:
+    """A GGUF file of a hub model in the cache, all its parts. Raises MissingInputError."""
+    try:
+        parts = [part.name for part in part_names(Path(file))]
+        first, *_ = [huggingface_hub.hf_hub_download(repository, part) for part in parts]
+    except faults() as error:
+        what = f"{file} of {repository} cannot be had: {error}"
+        raise MissingInputError(what, "check both names, or give a file") from error
+    return str(first)
 
 
 def faults() -> tuple[type[Exception], ...]:

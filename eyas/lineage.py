@@ -17,6 +17,7 @@ from eyas.errors import CorruptError, MissingInputError
 from eyas.hub import PACKAGED, locate, resolve_head
 
 SOURCE = "source"
+DIGITS = 16  # of an identity that people read
 HEAD_FILES = (".json", ".safetensors", ".bin")
 
 
@@ -146,22 +147,16 @@ def read_by(stage: Manifest) -> list[Source]:
     ]
 
 
-def lines(manifest: Manifest, name: str = "", depth: int = 0) -> Iterator[str]:
-    """The walk as text, the artifact first and what made it indented below."""
-    margin = "  " * depth
-    label = f"{name}: " if name else ""
-    yield (
-        f"{margin}{label}{manifest.stage} {manifest.identity} {manifest.created} {manifest.url}"
-    ).rstrip()
-    for title, values in (("config", manifest.config), ("counts", manifest.counts)):
-        if values:
-            yield f"{margin}  {title}: {_pairs(values)}"
-    for source in read_by(manifest):
-        yield f"{margin}  {describe(source)}"
-        yield from (f"{margin}    {line}" for line in source.terms())
-    for role, made in manifest.inputs.items():
-        if made.stage != SOURCE:
-            yield from lines(made, role, depth + 1)
+def lines(manifest: Manifest, with_settings: bool = False) -> Iterator[str]:
+    """A line for each stage, the artifact first, and below it the sources that it read."""
+    for made in reversed(stages(manifest)):
+        counts = f" ({_pairs(made.counts)})" if made.counts else ""
+        yield f"{made.stage} {made.identity[:DIGITS]} {made.created} {made.url}{counts}"
+        if with_settings and made.config:
+            yield f"  config: {_pairs(made.config)}"
+        for source in read_by(made):
+            yield f"  {describe(source)}"
+            yield from (f"    {line}" for line in source.terms())
 
 
 def describe(source: Source) -> str:

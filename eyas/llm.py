@@ -20,7 +20,7 @@ import weakref
 from collections.abc import AsyncGenerator, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import aclosing, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, Self, TypedDict, TypeVar, Unpack, get_type_hints, overload
 
 from eyas.chat.chat import Messages
@@ -34,6 +34,7 @@ from eyas.serve.limits import ApiError
 from eyas.serve.protocol import ChatRequest, TextRequest
 from eyas.serve.server import ServeConfig
 from eyas.serve.server import load as load_service
+from eyas.serve.tokenizer import Tokenizer
 from eyas.serve.worker import EngineWorker
 from eyas.serve.writers import CompletionWriter, Delta, Ending
 from eyas.settings import validated
@@ -104,9 +105,8 @@ class Completion:
 
     token_ids: the tokens that it wrote, the one that ended it included. finish_reason: "stop",
     "length" (max_tokens, or no more room) or "tool_calls". prompt_ids: the tokens that it read.
-    logprobs: one entry a token, natural logarithms of the model's own distribution, where they were
-    asked for. tool_calls: in OpenAI's form. accept_hist[a] counts the rounds that the head drafted
-    in and of whose drafts the model accepted a.
+    logprobs: one entry a token, where they were asked for. tool_calls: in OpenAI's form.
+    accept_hist[a] counts the rounds that the head drafted in and the model accepted a drafts.
     """
 
     text: str
@@ -120,7 +120,6 @@ class Completion:
 
     @classmethod
     def of(cls, writer: CompletionWriter) -> Completion:
-        """The answer of a writer that has kept all updates of its one sample."""
         (choice,) = writer.choices
         whole = choice.whole()
         assert whole.ending is not None, "the answer has not ended"
@@ -129,8 +128,8 @@ class Completion:
             whole.update.token_ids,
             whole.ending,
             list(choice.request.prompt_ids),
-            whole.update.logprobs,
-            whole.update.prompt_logprobs,
+            _with_texts(whole.update.logprobs, writer.tokenizer),
+            _with_texts(whole.update.prompt_logprobs, writer.tokenizer),
             [call.to_json() for call in whole.calls],
             writer.accept_hist,
         )
@@ -164,11 +163,10 @@ class Chunk:
     num_accepted_drafts: int | None
 
     @classmethod
-    def of(cls, delta: Delta) -> Chunk:
-        """What a delta of the server's streams says."""
+    def of(cls, delta: Delta, tokenizer: Tokenizer) -> Chunk:
         update, calls = delta.update, [call.to_json() for call in delta.calls]
-        counted = update.num_accepted_drafts
-        return cls(delta.text, update.token_ids, delta.ending, update.logprobs, calls, counted)
+        counted, logprobs = update.num_accepted_drafts, _with_texts(update.logprobs, tokenizer)
+        return cls(delta.text, update.token_ids, delta.ending, logprobs, calls, counted)
 
 
 def load(
@@ -208,7 +206,6 @@ def load(
 
 class LLM:
     """A loaded model. One thread runs the engine, and prompts of all threads share its batches.
-
     `with eyas.load(...) as llm:` ends the thread and frees the model, as `close` does.
     """
 
@@ -216,6 +213,7 @@ class LLM:
         self.max_length = service.info.max_length  # tokens of prompt and answer together
         self._model, self._translator = service.info.model, service.translator
         self._worker = service.worker
+        self.tokenizer = service.translator.tokenizer  # encode(text), decode(ids)
         started: Future[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = Future()
         run = _run(service.worker, started)
         self._thread = threading.Thread(target=asyncio.run, args=(run,), name="llm", daemon=True)
@@ -238,7 +236,7 @@ class LLM:
     @overload
     def chat(
         self,
-        prompts: str | Messages,
+        messages: str | Messages,
         *,
         stream: Literal[False] = False,
         progress: bool = True,
@@ -248,7 +246,7 @@ class LLM:
     @overload
     def chat(
         self,
-        prompts: list[str] | Sequence[Messages],
+        messages: list[str] | Sequence[Messages],
         *,
         stream: Literal[False] = False,
         progress: bool = True,
@@ -257,12 +255,12 @@ class LLM:
 
     @overload
     def chat(
-        self, prompts: str | Messages, *, stream: Literal[True], **options: Unpack[ChatOptions]
+        self, messages: str | Messages, *, stream: Literal[True], **options: Unpack[ChatOptions]
     ) -> Iterator[Chunk]: ...
 
     def chat(
         self,
-        prompts: str | Messages | list[str] | Sequence[Messages],
+        messages: str | Messages | list[str] | Sequence[Messages],
         *,
         stream: bool = False,
         progress: bool = True,
@@ -270,16 +268,16 @@ class LLM:
     ) -> Completion | list[Completion] | Iterator[Chunk]:
         """Let the model answer, through its chat template.
 
-        prompts: what a user says; a conversation as messages in OpenAI's form; or a list of either,
-        which is answered together, in its order, under a bar on stderr (progress). stream: yield
-        the answer's chunks as they come; closing the iterator ends the answer. Several answers to
-        one prompt: give it as often.
+        messages: what a user says; a conversation in OpenAI's form; or a list of either, which is
+        answered together, in its order, under a bar on stderr (progress). stream: yield the
+        answer's chunks; closing the iterator ends the answer. Several answers to one prompt: give
+        it as often.
 
         Raises InputError for a prompt that does not fit and for options that do not exist or
         contradict each other, before any prompt is answered; EyasError when the engine fails.
         """
-        is_one = isinstance(prompts, str) or _is_conversation(prompts)
-        asked = [prompts] if is_one else prompts
+        is_one = isinstance(messages, str) or _is_conversation(messages)
+        asked = [messages] if is_one else messages
         bodies = [{"messages": _messages(one), **options} for one in asked]
         return self._ask(ChatRequest, bodies, is_one, stream, progress)
 
@@ -354,7 +352,6 @@ class LLM:
     def _writer(
         self, kind: type[ChatRequest | TextRequest], body: dict[str, Any], where: str
     ) -> CompletionWriter:
-        """What the server makes of the same body. Raises InputError."""
         try:
             text = json.dumps({"model": self._model, **body})
         except (TypeError, ValueError, RecursionError) as error:
@@ -383,13 +380,12 @@ class LLM:
             while not writer.is_over:
                 for update in self._call(_next(updates)):
                     if (delta := writer.push(update)[1]) is not None:
-                        yield Chunk.of(delta)
+                        yield Chunk.of(delta, self.tokenizer)
         finally:
             if self._end.alive:
                 self._call(updates.aclose())
 
     def _call(self, work: Coroutine[Any, Any, T]) -> T:
-        """The result of work on the event loop, which an exception in this thread cancels."""
         if not self._end.alive:
             work.close()
             raise EyasError("the model is closed", "load it again: eyas.load(...)")
@@ -403,6 +399,15 @@ class LLM:
 
 def _is_conversation(prompts: Sequence[Any]) -> bool:
     return bool(prompts) and isinstance(prompts[0], Mapping)
+
+
+def _with_texts(
+    logprobs: list[TokenLogprob] | None, tokenizer: Tokenizer
+) -> list[TokenLogprob] | None:
+    if logprobs is None:
+        return None
+    pieces = (tokenizer.piece(one.token_id).decode(errors="replace") for one in logprobs)
+    return [replace(one, text=text) for one, text in zip(logprobs, pieces, strict=True)]
 
 
 def _messages(prompt: Any) -> Any:
@@ -434,7 +439,6 @@ async def _next(updates: AsyncGenerator[list[Update]]) -> list[Update]:
 
 
 async def _answer(worker: EngineWorker, writers: Sequence[CompletionWriter], track: Track) -> None:
-    """Give the writers all their updates."""
     by_request = {request.id: writer for writer in writers for request in writer.requests}
     started, num_tokens = time.monotonic(), 0
     async with aclosing(_updates(worker, writers)) as batches:

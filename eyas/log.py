@@ -90,8 +90,6 @@ def _lines(stage: str) -> Iterator[Track]:
 
 
 class _StageProgress:
-    """How far a stage is, as a line: "120 of 1,000, 12.4/s, 1:11 left"."""
-
     def __init__(self) -> None:
         self._began = time.monotonic()
         # of this process: a resumed stage begins late

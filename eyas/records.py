@@ -19,8 +19,6 @@ RECORD = 2  # version of `Answer`: 2 holds tokens
 
 
 class _Row:
-    """JSON in and out for the dataclasses below."""
-
     def to_json(self) -> dict[str, Any]:
         return dataclasses.asdict(self)  # type: ignore[call-overload, no-any-return]
 

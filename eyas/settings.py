@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -10,6 +11,17 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from eyas.errors import ConfigError
 
 ConfigT = TypeVar("ConfigT", bound=BaseModel)
+
+
+@dataclass(frozen=True, slots=True)
+class Flag:
+    """Marks a field that is an option of the command line, with its description as help. names: as
+    typed, if not the field's. panel: of the help. separator: of a list in one word.
+    """
+
+    names: str = ""
+    panel: str | None = None
+    separator: str = ""
 
 
 class Settings(BaseModel):

@@ -150,7 +150,6 @@ class Persistent:
             pause = min(2 * pause, LONGEST_PAUSE_S)
 
     def _refuse(self, error: Exception) -> None:
-        """Raise what a person has to mend."""
         found = refusal(error)
         if found is not None:
             code, reason, remedy = found
@@ -176,7 +175,6 @@ def refusal(error: BaseException) -> tuple[str, str, str] | None:
 
 
 def _answer(error: BaseException) -> tuple[str, str, int]:
-    """Code, reason and HTTP status (0: none) that one error has, by the client that raised it."""
     response = getattr(error, "response", None)
     if isinstance(response, dict):  # botocore
         told = response.get("Error", {})

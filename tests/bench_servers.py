@@ -13,7 +13,6 @@ from time import sleep
 
 @contextmanager
 def running(server):
-    """The server, answering for as long as the block lasts."""
     with server:
         thread = Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
         thread.start()

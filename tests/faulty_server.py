@@ -112,7 +112,6 @@ class _Handler(BaseHTTPRequestHandler):
         self._send(429, b"", retry_after=time.strftime("%a, %d %b %Y %H:%M:%S GMT", time.gmtime()))
 
     def _half(self, body: bytes) -> None:
-        """The beginning of an answer, then the end of the connection."""
         self._send(200, b'{"choices": [{"message": {"content": "I wo', length=500)
         self.close_connection = True
 
@@ -126,18 +125,15 @@ class _Handler(BaseHTTPRequestHandler):
         return answer
 
     def _other_tokens(self, body: bytes) -> None:
-        """As many prompt tokens as ours, and another one among them."""
         answer = self._real(body)
         answer["prompt_token_ids"][-1] += 1
         self._send(200, json.dumps(answer).encode())
 
     def _no_ids(self, body: bytes) -> None:
-        """A server that does not know `return_token_ids`."""
         answer = self._real(body, return_token_ids=False)
         self._send(200, json.dumps(answer).encode())
 
     def _trimmed(self, body: bytes) -> None:
-        """A server that leaves out the token that ended its turn."""
         answer = self._real(body)
         for choice in answer["choices"]:
             if choice["finish_reason"] == "stop":
@@ -145,13 +141,11 @@ class _Handler(BaseHTTPRequestHandler):
         self._send(200, json.dumps(answer).encode())
 
     def _parsed(self, body: bytes) -> None:
-        """By a parser for reasoning."""
         answer = self._real(body)
         answer["choices"][0]["message"]["reasoning_content"] = "Hm."
         self._send(200, json.dumps(answer).encode())
 
     def _halved(self, body: bytes) -> None:
-        """With half of a surrogate pair in the text, and in a call."""
         answer = self._real(body)
         call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "\ud83d"}}
         (choice,) = answer["choices"]
@@ -165,7 +159,6 @@ class _Handler(BaseHTTPRequestHandler):
         self.close_connection = True
 
     def _trickle(self, body: bytes) -> None:
-        """A blank now and then, and no answer."""
         self._send(200, b"", length=10_000)
         while not self.server.ended.wait(0.1):
             self.wfile.write(b" ")
@@ -173,7 +166,6 @@ class _Handler(BaseHTTPRequestHandler):
 
 @contextmanager
 def faulty(real: str, choose: Choose, pages: dict[str, bytes] | None = None) -> Iterator[Faulty]:
-    """A faulty server in a thread."""
     server = Faulty(real, choose, pages or {})
     thread = threading.Thread(
         target=server.serve_forever, kwargs={"poll_interval": 0.02}, name="faulty", daemon=True

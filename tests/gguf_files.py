@@ -144,7 +144,6 @@ def model_metadata(config: Any, architecture: str) -> dict[str, Any]:
 
 
 def _own(settings: dict[str, Any], rope: dict[str, Any], architecture: str) -> dict[str, Any]:
-    """Metadata that one architecture has."""
     kinds = settings.get("layer_types") or []
     if architecture == "gemma2":
         names = ("attn_logit_softcapping", "final_logit_softcapping")

@@ -152,7 +152,6 @@ class Line:
     def _strikes(
         self, breaks: str, passed: int, source: socket.socket, target: socket.socket
     ) -> bool:
-        """Do to a connection what the fault says, if it is its turn."""
         kind = self._fault
         if (
             not kind
@@ -187,7 +186,6 @@ class Line:
 
 @contextlib.contextmanager
 def environment(**values: str) -> Iterator[None]:
-    """Set environment variables for a while."""
     before = {name: os.environ.get(name) for name in values}
     os.environ.update(values)
     try:

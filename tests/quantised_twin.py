@@ -107,12 +107,10 @@ def taken_apart(
 
 
 def _halves(units: NDArray[np.uint8], at: int) -> NDArray[np.float32]:
-    """A number of half precision of each unit, [N, units, 1]."""
     return np.ascontiguousarray(units[..., at : at + 2]).view(np.float16).astype(np.float32)
 
 
 def _nibbles(pairs: NDArray[np.uint8]) -> NDArray[np.int16]:
-    """[..., n] bytes -> [..., 2 n] codes: the lower halves first."""
     return np.concatenate([pairs & 15, pairs >> 4], axis=-1).astype(np.int16)
 
 

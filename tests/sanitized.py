@@ -136,7 +136,6 @@ def ids() -> None:
 
 
 def _torn(table: np.ndarray) -> object:
-    """A cache of too few pages for SHUFFLED."""
     cache = new_cache("llama", "float32")
     cache.data = np.ascontiguousarray(cache.data[:, : PAGE_SIZE * 2])
     return cache

@@ -111,7 +111,6 @@ class World:
         return sorted(self.engine(max_batch=8).run([request]), key=lambda result: result.index)
 
     def truth(self, messages=MESSAGES, **params):
-        """Text and tokens of an answer."""
         (result,) = self.results(self.chat.prompt_ids(messages), **params)
         return self.chat.decode(result.token_ids), result.token_ids
 
@@ -151,7 +150,6 @@ def post(client, body, path="/v1/chat/completions", **options):
 
 
 def events(reply):
-    """The JSON of a stream's events."""
     *lines, done = [line for line in reply.text.split("\n\n") if line]
     assert done == "data: [DONE]"
     return [json.loads(line.removeprefix("data: ")) for line in lines]

@@ -13,7 +13,6 @@ SAID_BY_ASSISTANT = "SAID-BY-ASSISTANT"
 
 
 def row(*turns: str, source: str = "set", **more: Any) -> SourceRow:
-    """A row of what the user says in these turns."""
     return SourceRow(
         source, **{"licence": "MIT", "where": "set.jsonl:1", "id": None, "turns": turns} | more
     )
@@ -38,6 +37,5 @@ def json_lines(rows: Any) -> str:
 
 
 def written(path: Path, rows: Any) -> str:
-    """The path of a file of JSON lines with these rows."""
     path.write_text(json_lines(rows), encoding="utf-8")
     return str(path)

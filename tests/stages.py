@@ -62,7 +62,6 @@ def prompts_of(count: int) -> list[Prompt]:
 
 
 def write_prompts(folder: Path, prompts: Sequence[Prompt]) -> Artifact:
-    """A finished `prompts` artifact."""
     artifact = Artifact(str(folder))
     artifact.begin("test")
     artifact.write_jsonl("prompts-00000.jsonl", [prompt.to_json() for prompt in prompts])
@@ -77,7 +76,6 @@ def contents(artifact: Artifact) -> dict[str, bytes]:
 
 
 def all_samples(artifact: Artifact) -> dict[str, Sample]:
-    """The samples of both splits, by key."""
     splits = (Features(artifact, split) for split in ("train", "held_out"))
     return {sample.key: sample for split in splits for sample in split}
 

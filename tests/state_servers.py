@@ -134,7 +134,6 @@ class _Handler(JsonHandler):
             )
 
     def _sglang(self, ids: list[int], states: torch.Tensor) -> None:
-        """The prompt's chunks, then rows of what was decoded."""
         rows, cut = states.flatten(1).tolist(), self.server.behaviour.cut
         meta: dict[str, Any] = {"prompt_tokens": len(ids), "completion_tokens": 1}
         if self.server.behaviour.has_states:

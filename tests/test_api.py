@@ -147,6 +147,9 @@ class TestAnswers:
                 scored = [one["logprob"] for one in choice["logprobs"]["content"]]
                 assert [one.logprob for one in answer.logprobs] == scored
                 assert [one.token_id for one in answer.logprobs] == answer.token_ids
+                texts = [one["token"] for one in choice["logprobs"]["content"]]
+                assert [one.text for one in answer.logprobs] == texts
+                assert llm.tokenizer.decode(answer.token_ids) == answer.text
                 assert (answer.text, answer.token_ids) == world.truth(messages, max_tokens=24)
 
     def test_rounds_are_those_that_the_head_drafted_in(self, llm, drafting):

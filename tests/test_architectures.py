@@ -137,7 +137,6 @@ def serves_or_refuses(name: str, folder: str, head: Path, answers: Artifact) -> 
 
 
 def page() -> str:
-    """docs/architectures.md."""
     titles = "model", "`model_type`", "trained for", "own engine"
     rows = [(*titles, *(engine.title for engine in ENGINES))]
     rows.append(tuple("---" for _ in rows[0]))
@@ -153,7 +152,6 @@ def page() -> str:
 
 
 def served_by(engine: EngineAbilities, family: str) -> str:
-    """A cell of the page."""
     if not engine.serves(family):
         return "-"
     return "yes (1)" if family in engine.options else "yes"

@@ -330,7 +330,6 @@ def prompts(tmp_path):
 
 
 def run_of(tmp_path, progress=None, **config):
-    """The output of a benchmark with this config."""
     output = Artifact(str(tmp_path / "bench"))
     bench(BenchConfig(**config), output, *([progress] if progress else []))
     return output

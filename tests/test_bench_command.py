@@ -9,6 +9,7 @@ import json
 import pytest
 
 from eyas.artifact import Artifact, Manifest, identity
+from eyas.bench.bench import ArmConfig, BenchConfig
 from eyas.cli.bench import arms_for, ledger_of
 from tests.bench_servers import scripted
 from tests.source_rows import written
@@ -20,7 +21,6 @@ NOTHING = {"config": {}, "counts": {}, "files": {}}
 
 
 def benched(url, prompts, folder, *words, max_tokens=2, num_prompts=4):
-    """What `eyas bench` says of a server."""
     settings = ("--set", f"max_tokens={max_tokens}", "--set", f"num_prompts={num_prompts}")
     return run_eyas("bench", url, "--prompts", prompts, *settings, *words, "-o", folder)
 
@@ -40,10 +40,10 @@ def test_arms_are_what_the_server_can_do():
         scripted(**EYAS, card={"eyas": {"has_head": True}}) as ours,
         scripted(**EYAS) as bare,
     ):
-        assert arms_for(other, None) == arms_for(bare, None) == {"server": {}}
-        plain, eagle = {"speculation": False}, {"speculation": True}
-        assert arms_for(ours, None) == {"plain": plain, "eagle": eagle}
-        assert arms_for(ours, other) == {"baseline": {"url": other}, "server": {"url": ours}}
+        assert arms_for(other, None) == arms_for(bare, None) == {"server": ArmConfig()}
+        assert arms_for(ours, None) == BenchConfig().arms
+        both = {"baseline": ArmConfig(url=other), "server": ArmConfig(url=ours)}
+        assert arms_for(ours, other) == both
 
 
 def test_two_servers_end_in_a_report_and_one_line_of_json(tmp_path, prompts):

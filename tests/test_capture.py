@@ -54,7 +54,6 @@ PROMPTS = prompts_of(29)
 
 @pytest.fixture(autouse=True, scope="module")
 def small_shards():
-    """Several shards of few samples."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(stage, "SAMPLES_PER_SHARD", 4)
         yield
@@ -86,7 +85,6 @@ def output(tmp_path) -> Artifact:
 
 @pytest.fixture(scope="module")
 def captured(target, answers, tmp_path_factory) -> Artifact:
-    """All answers in float32, in one go."""
     output = Artifact(str(tmp_path_factory.mktemp("captured") / "features"))
     capture(config_of(target), answers, output)
     return output

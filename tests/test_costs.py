@@ -104,7 +104,6 @@ def test_measure_leaves_out_what_takes_too_long():
 
 @pytest.fixture
 def cache(tmp_path, monkeypatch):
-    """Where tables are kept."""
     monkeypatch.setenv("EYAS_CACHE", str(tmp_path))
     return tmp_path / "costs"
 

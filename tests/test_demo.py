@@ -56,6 +56,7 @@ def test_every_stage_runs_and_the_last_line_is_json(runs):
     for stage in STAGES:
         assert f"{stage:<9} done: {output}/{stage}-" in first.stderr
     assert "sglang: nothing found" in first.stdout  # of the check
+    assert "\nthe head is NOT SHOWN to be faster\n" in first.stdout  # of 4 prompts
     told = figures(first)
     assert 1 <= told["tau"] <= 4
     assert 1 <= told["before"]["tau"] <= 4
@@ -110,7 +111,8 @@ def test_both_heads_are_measured_on_the_same_prompts(runs):
 def test_it_says_which_commands_do_this_for_a_model_of_ones_own(runs):
     first, _, output = runs
     page = Path(figures(first)["report"]).read_text(encoding="utf-8")
-    for command in ("eyas plan mine.yaml", "eyas run mine.yaml", "eyas serve --target"):
+    serve = "eyas serve --target MODEL --head out/mine/export-*/sglang"
+    for command in ("eyas plan mine.yaml", "eyas run mine.yaml", serve):
         assert f"\n{command}" in first.stdout
         assert command in page
     copy = yaml.safe_load((output / "run.yaml").read_text(encoding="utf-8"))

@@ -89,7 +89,6 @@ def measured(head: Artifact, folder: Path, values: dict = MEASURED) -> Artifact:
 
 
 def made(target, head, output, evaluation=None, **settings) -> Manifest:
-    """An export; head, output: artifacts or their paths."""
     head, output = (
         one if isinstance(one, Artifact) else Artifact(str(one)) for one in (head, output)
     )

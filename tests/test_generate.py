@@ -33,7 +33,6 @@ def target(tmp_path_factory) -> Path:
 
 @pytest.fixture(autouse=True, scope="module")
 def small_parts():
-    """Several parts of few prompts."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(stage, "ROWS_PER_PART", 4)
         yield
@@ -45,7 +44,6 @@ def config_of(target: Path, **settings: Any) -> GenerateConfig:
 
 @pytest.fixture(scope="module")
 def answered(target, tmp_path_factory) -> Artifact:
-    """All prompts, greedily, in one go."""
     root = tmp_path_factory.mktemp("answered")
     output = Artifact(str(root / "answers"))
     generate(config_of(target), write_prompts(root / "prompts", PROMPTS), output)
@@ -58,7 +56,6 @@ def output(tmp_path) -> Artifact:
 
 
 def run(target: Path, prompts: list[Prompt], output: Artifact, **settings: Any) -> Manifest:
-    """Answers to these prompts, which lie beside the output."""
     where = Path(output.url).parent / f"prompts of {Path(output.url).name}"
     return generate(config_of(target, **settings), write_prompts(where, prompts), output)
 

@@ -33,7 +33,6 @@ PROMPTS = prompts_of(60)
 
 @pytest.fixture(autouse=True, scope="module")
 def small_parts():
-    """Several parts of few prompts."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(stage, "ROWS_PER_PART", 7)
         yield

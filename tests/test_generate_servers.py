@@ -64,7 +64,6 @@ def prompts(tmp_path_factory) -> Artifact:
 
 @pytest.fixture(scope="module")
 def url(target) -> Iterator[str]:
-    """One of our servers, in this process."""
     with World(target).served() as client:
         yield client.url
 
@@ -84,7 +83,6 @@ def output(tmp_path) -> Artifact:
 
 @pytest.fixture(scope="module")
 def answered(target, prompts, tmp_path_factory) -> Artifact:
-    """All prompts by the engine in this process."""
     output = Artifact(str(tmp_path_factory.mktemp("answered") / "answers"))
     generate(config_of(target, max_batch=5), prompts, output)
     return output

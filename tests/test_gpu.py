@@ -120,7 +120,6 @@ def test_tau_is_the_cpus(heads, folder, features):
 
 @pytest.fixture(scope="module")
 def made() -> train_step.World:
-    """Two documents, with answers in turns."""
     args = Namespace(hidden=128, intermediate=448, heads=4, kv_heads=2, head_dim=32)
     args.vocab, args.draft_vocab, args.tokens = 2048, 512, 1024
     samples = [train_step.sample(args, length, 0.5, length) for length in (600, 424)]

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from unittest.mock import Mock
 
 import fsspec
 import httpx
@@ -134,9 +135,19 @@ def test_one_form_of_the_weights_is_fetched(names, wanted):
     if isinstance(wanted, str):
         with pytest.raises(MissingInputError, match=wanted) as raised:
             files_of(names, "org/tiny")
-        assert "hf download org/tiny FILE" in raised.value.hint
+        assert "org/tiny/m-Q4_0.gguf" in raised.value.hint
     else:
         assert files_of(names, "org/tiny") == (wanted or names)
+
+
+def test_one_gguf_file_of_the_hub_is_named_with_its_model(monkeypatch):
+    got = []
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", lambda *one: got.append(one) or one[1])
+    assert locate("org/tiny/m-00001-of-00002.gguf", "target") == "m-00001-of-00002.gguf"
+    assert got == [("org/tiny", f"m-0000{part}-of-00002.gguf") for part in (1, 2)]
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", Mock(side_effect=OSError("no network")))
+    with pytest.raises(MissingInputError, match=r"m\.gguf of org/tiny cannot be had: no network"):
+        locate("org/tiny/m.gguf", "target")
 
 
 def test_a_folder_of_gguf_files_is_the_model_among_them(target, tmp_path):
@@ -212,7 +223,6 @@ def test_training_fetches_the_shards_of_the_matrices_alone(tmp_path, monkeypatch
 
 
 def in_memory(folder: Path, tmp_path: Path) -> str:
-    """The URL of a copy of a folder in a store."""
     url = f"memory://{tmp_path.name}/{folder.name}"
     upload(url, held(folder))
     return url
@@ -315,7 +325,6 @@ def uri(line, tmp_path):
 
 @pytest.fixture(params=["memory", "gs"])
 def url(request, tmp_path):
-    """A folder in either kind of store."""
     if request.param == "gs":
         return request.getfixturevalue("uri")
     return f"memory://{tmp_path.name}"

@@ -21,7 +21,6 @@ LAUNCH = Launch(
 
 
 def words(command: str) -> list[str]:
-    """The words that a shell makes of a command."""
     return shlex.split(command.replace("\\\n", " "))
 
 

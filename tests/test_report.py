@@ -86,7 +86,9 @@ def manifest():
     source = made("source", "5f" * 32, config={"licence": "CC0-1.0"}, counts={}, url="raw.jsonl")
     facts = {"inputs": {"demo": source}, "facts": {"ledger": LEDGER}}
     prompts = made("prompts", "aaaa", config={"seed": 3}, counts={"rows": 1200}, **facts)
-    return made("bench", "bbbb", config={}, counts={"requests": 28}, inputs={"head": prompts})
+    head = made("source", "7a" * 32, config={}, counts={}, url="a/published/head")
+    trained = made("train", "cccc", config={}, counts={}, inputs={"in": prompts, "start": head})
+    return made("bench", "bbbb", config={}, counts={"requests": 28}, inputs={"head": trained})
 
 
 @pytest.fixture(scope="module")
@@ -114,6 +116,7 @@ def test_everything_that_is_given_is_shown(manifest):
     for text in (*shown, "eyas demo", "tau 2.50"):
         assert text in page, text
     assert "not the same" not in page
+    assert "7a7a" not in page, "a head that training began from is no source of prompts"
 
 
 def test_nothing_is_loaded_from_elsewhere(whole):
@@ -133,6 +136,7 @@ def test_pictures_have_the_colours_of_the_page(whole):
 def test_parts_that_are_not_given_are_left_out():
     page = render(Contents(summary(concurrencies=(1,))))
     assert Tags(page).count("svg") == 3, "one load: no speed-up by load"
+    assert page.count('stroke-width="28"') == 4, "two bars for TPOT, two for throughput"
     for heading in ("Where the prompts went", "Lineage", "Commands", "held-out", "By task"):
         assert heading not in page
     alone = render(Contents(summary(arms=("plain",))))
@@ -284,6 +288,7 @@ def test_folders_of_this_machine_are_not_passed_on():
     shown = {
         "/home/me/models/mine": "mine",
         "eyas eval --head /a/b/head -o ../out/x": "eyas eval --head head -o x",
+        "eyas serve --head out/mine/export-*/sglang": "eyas serve --head out/mine/export-*/sglang",
         "'/with a space/file'": "'file'",
         "file:///a/b/c.jsonl": "c.jsonl",
     }

@@ -382,6 +382,12 @@ def test_the_official_client_reads_refusals(client):
     assert refused.value.code == "model_not_found"
 
 
+def test_a_model_that_is_not_named_is_the_one_there_is(client):
+    for path, body in ((CHAT, BODY), ("/v1/responses", {"input": "Hi"})):
+        named, unnamed = (post(client, body | {"model": one}, path) for one in (MODEL, None))
+        assert unnamed.json()["model"] == named.json()["model"] == MODEL
+
+
 @pytest.mark.parametrize(
     ("method", "path", "body", "kind", "status"),
     [

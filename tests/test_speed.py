@@ -188,7 +188,6 @@ def test_a_benchmark_makes_a_table_and_judges_what_it_foretells():
 class TestExport:
     @pytest.fixture(scope="class")
     def made(self, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Artifact, Artifact]:
-        """A target, a head, and its evaluation in a chain of 4."""
         folder = tmp_path_factory.mktemp("speed")
         target = tiny_target(folder / "target")
         head = trained(target, str(folder / "head"))

@@ -82,7 +82,6 @@ CONFIG = TrainConfig(
 
 
 def run(target, features, output, track=quiet, config=CONFIG, **changes) -> Manifest:
-    """A training run; output: an artifact or its path."""
     output = output if isinstance(output, Artifact) else Artifact(str(output))
     config = config.model_copy(update=changes)
     return train(config, str(target), Features(features), output, track)
@@ -90,7 +89,6 @@ def run(target, features, output, track=quiet, config=CONFIG, **changes) -> Mani
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
-    """A target's folder, the target, and its samples."""
     folder = tiny_target(tmp_path_factory.mktemp("target"), num_hidden_layers=8)
     target = Target.load(folder)
     return folder, target, samples_of(target, greedy_answers(folder, 16), "train")

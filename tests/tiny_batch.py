@@ -79,7 +79,6 @@ def wavy_head(draft_vocab_size: int = 30, **options: Any) -> Head:
 
 
 def made_up_samples(masks: Sequence[Sequence[bool]], seed: int = 0) -> list[Sample]:
-    """A conversation for each mask, with features out of nowhere."""
     samples = []
     for number, mask in enumerate(masks):
         T, H, at = len(mask), TINY_TARGET.hidden_size, 1000 * seed + 10 * number

@@ -21,7 +21,7 @@ import time
 from collections.abc import Coroutine, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 from pydantic import Field, model_validator
 
@@ -47,7 +47,7 @@ from eyas.client import Client, StreamRecord
 from eyas.errors import ConfigError, EyasError
 from eyas.log import Track, quiet
 from eyas.records import mixed_seed
-from eyas.settings import Settings
+from eyas.settings import Flag, Settings
 from eyas.tau import LEAST_TURNS
 
 PLAIN, EAGLE = "plain", "eagle"  # the arms of a server that has a head
@@ -72,27 +72,26 @@ class ArmConfig(Settings):
 class BenchConfig(Settings):
     """What is asked, and at which loads.
 
-    prompts: JSON lines, .gz or plain: eyas' own, OpenAI's messages, or Spec-Bench's. url: of the
-    server. arms: ways to ask, by name; the first is the baseline of comparisons. num_prompts: at
-    each load, or 4 times its requests. concurrencies: requests at a time, one load each. rates:
-    requests a second, answered or not (open loops). max_tokens: of an answer. temperature: 0 is
-    greedy. seed: of prompts, arrivals and draws. compare_anyway: compare arms that do not do the
-    same work, with a warning.
+    prompts: a file, JSON lines (.gz too); eyas' own, OpenAI's or Spec-Bench's. url: of the server.
+    arms: ways to ask, by name; the first is the baseline of comparisons. num_prompts: at each load,
+    or 4 times its requests. concurrencies: requests at a time, as in 1,2,4,8. rates: requests a
+    second in an open loop, as in 0.5,2. max_tokens: of an answer. temperature: 0 is greedy. seed:
+    of prompts, arrivals and draws. compare_anyway: compare unlike with unlike, and say so.
     """
 
-    prompts: str = BUILTIN
+    prompts: Annotated[str, Flag()] = BUILTIN
     url: str = "http://127.0.0.1:8000"
     arms: dict[str, ArmConfig] = Field(
         default={PLAIN: ArmConfig(speculation=False), EAGLE: ArmConfig(speculation=True)},
         min_length=1,
     )
-    num_prompts: int = Field(default=40, ge=1)
-    concurrencies: tuple[int, ...] = (1,)
-    rates: tuple[float, ...] = ()
+    num_prompts: Annotated[int, Flag()] = Field(default=40, ge=1)
+    concurrencies: Annotated[tuple[int, ...], Flag("--concurrency", separator=",")] = (1,)
+    rates: Annotated[tuple[float, ...], Flag(separator=",")] = ()
     max_tokens: int = Field(default=128, ge=1)
     temperature: float = Field(default=0.0, ge=0)
     seed: int = 0
-    compare_anyway: bool = False
+    compare_anyway: Annotated[bool, Flag()] = False
 
     @model_validator(mode="after")
     def _some_load(self) -> BenchConfig:
@@ -369,7 +368,6 @@ async def _ask_all(
     concurrency: int,
     times_s: Iterable[float] = itertools.repeat(0.0),
 ) -> list[StreamRecord]:
-    """Ask for all in order, each at its time, at most `concurrency` at a time."""
     begin, slots = time.perf_counter(), asyncio.Semaphore(concurrency)
 
     async def ask(body: dict[str, Any], at_s: float) -> StreamRecord:

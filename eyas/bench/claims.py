@@ -204,7 +204,6 @@ def _slower_elsewhere(bench: Row, compared: Row) -> str:
 
 
 def _unlike(bench: Row, compared: Row, baseline: Row, arm: Row) -> Iterator[str]:
-    """What makes a ratio worth less: the arms did not do the same work."""
     refused = [one for one in bench["differences"] if one["refused"]]
     if bench["compared_anyway"] and compared["arm"] in [one["arm"] for one in refused]:
         yield "compared on demand, although they did not do the same work"

@@ -26,8 +26,8 @@ from eyas.page import fill
 
 TEMPLATE = Path(__file__).with_name("report.html")
 COLUMNS = (
-    *("arm", "load", "TPOT ms", "tokens/s", "TTFT ms", "TTFT p99", "end to end ms", "tau"),
-    *("TPOT, times as fast", "throughput, times", "end to end, times", "identical", "failed"),
+    *("arm", "load", "TPOT, times as fast", "throughput, times", "end to end, times"),
+    *("identical", "failed", "tau", "TPOT ms", "tokens/s", "TTFT ms", "TTFT p99", "end to end ms"),
 )
 TASK_COLUMNS = ("task", "arm", "load", "prompts", "TPOT, times as fast", "tau")
 CHARTS = (  # key of a result or comparison, label, note
@@ -41,7 +41,7 @@ BUSY = 1.2  # load average per core above which something else is running
 FOLDERS = re.compile(
     r"^(?:file://|~|\.\.)?/(?!v1/)(?:(?!://)[^\n'\"])*/(?=[^\s/]+$)"
     r"|(?P<quote>['\"])(?:file://)?[~/](?!v1/)[^'\"]*/(?=[^'\"/]*(?P=quote))"
-    r"|(?<![\w.:/~-])(?:(?:file://|~)?/(?!v1/)|(?:\.\./)+)(?:[^\s/'\"=,;:]+/)*(?=[^\s/'\"])"
+    r"|(?<![\w.:/~*-])(?:(?:file://|~)?/(?!v1/)|(?:\.\./)+)(?:[^\s/'\"=,;:]+/)*(?=[^\s/'\"])"
 )
 Row = Mapping[str, Any]
 
@@ -105,6 +105,7 @@ def render(contents: Contents) -> str:
                 f"this summary.json has a wrong speed-up: {why}", "run `eyas bench` again"
             )
     machine, manifest = bench["machine"], contents.manifest
+    stages = lineage.stages(manifest) if manifest else []
     return fill(
         TEMPLATE,
         {
@@ -123,8 +124,11 @@ def render(contents: Contents) -> str:
         evaluation=contents.evaluation,
         ledger=contents.ledger,
         fates=fates(contents.ledger) if contents.ledger else [],
-        stages=lineage.stages(manifest) if manifest else [],
-        sources=lineage.sources(manifest) if manifest else [],
+        stages=stages,
+        # heads that are started from are sources too, but none of prompts
+        sources=[
+            one for made in stages if made.stage == "prompts" for one in lineage.read_by(made)
+        ],
         machine=machine,
         servers={arm: server_line(server) for arm, server in bench["servers"].items()},
         is_busy=machine["load_average"][0] > BUSY * machine["cores"],
@@ -141,15 +145,15 @@ def table_rows(bench: Row) -> list[tuple[str, ...]]:
         cells = (
             row["arm"],
             load_of(row),
+            *(ratio_cell(pair, one) for one in RATIOS),
+            "–" if pair["identical"] is None else f"{pair['identical']} of {pair['num_pairs']}",
+            str(row["num_failed"]),
+            _within(row["tau"], row["tau_interval"]),
             _median(row["tpot_ms"]),
             _within(row["throughput_tps"], row["throughput_tps_interval"], 0),
             _median(row["ttft_ms"], 1),
             number((row["ttft_ms"] or {}).get("p99"), 0),
             _median(row["e2e_ms"], 0),
-            _within(row["tau"], row["tau_interval"]),
-            *(ratio_cell(pair, one) for one in RATIOS),
-            "–" if pair["identical"] is None else f"{pair['identical']} of {pair['num_pairs']}",
-            str(row["num_failed"]),
         )
         rows.append(cells)
     return rows
@@ -201,7 +205,7 @@ def markdown(contents: Contents) -> str:
     lines += [
         f"- {_escaped(arm)}: {_escaped(server_line(one))}" for arm, one in bench["servers"].items()
     ]
-    made = lineage.lines(contents.manifest) if contents.manifest else []
+    made = lineage.lines(contents.manifest, with_settings=True) if contents.manifest else []
     return "\n".join([*lines, "", "```", *contents.commands, *made, "```", ""])
 
 

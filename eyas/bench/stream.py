@@ -97,7 +97,6 @@ def _reply(timed_events: Iterable[tuple[float, dict[str, Any]]]) -> Reply:
 
 
 def _text(delta: Mapping[str, Any]) -> str:
-    """All text of a chunk: reasoning, content, names and arguments of tool calls."""
     calls = (call.get("function") or {} for call in delta.get("tool_calls") or ())
     called = ((call.get("name") or "") + (call.get("arguments") or "") for call in calls)
     return "".join([*(delta.get(name) or "" for name in TEXTS), *called])

@@ -278,7 +278,6 @@ def _turns(
 
 
 def _ratio_of_rates(table: np.ndarray) -> np.ndarray:
-    """[..., n, 8] of `_turns` -> [...]"""
     with np.errstate(divide="ignore", invalid="ignore"):  # where no tokens were counted
         return np.asarray(ratio_of_sums(table[..., 4:6]) / ratio_of_sums(table[..., 6:8]))
 
@@ -316,7 +315,6 @@ def _is_same(base: BenchRow, row: BenchRow) -> bool:
 
 
 def _busy_s(answered: Sequence[BenchRow]) -> float:
-    """Seconds of the arm's blocks: each block from its first request to its last answer."""
     blocks: dict[int, list[BenchRow]] = {}
     for row in answered:
         blocks.setdefault(row.block, []).append(row)

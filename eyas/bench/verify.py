@@ -19,7 +19,7 @@ from contextlib import AsyncExitStack
 from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import product, takewhile, zip_longest
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 from pydantic import Field
@@ -42,7 +42,7 @@ from eyas.client import Client, RequestFailure
 from eyas.errors import ConfigError, EyasError, MismatchError
 from eyas.log import Track, quiet
 from eyas.records import mixed_seed
-from eyas.settings import Settings
+from eyas.settings import Flag, Settings
 from eyas.tau import num_accepted
 
 Token = int | str  # its id, or its text
@@ -60,17 +60,17 @@ VERIFICATION = "verify.json"
 
 
 class VerifyConfig(Settings):
-    """Servers and requests. url: of the server that speculates. plain: of one that does not, with
-    the same model; eyas' own needs none. prompts: JSON lines, as for `eyas bench`. num_prompts:
+    """Servers and requests. url: of the server that speculates. plain: a server of the same model
+    that does not, eyas' own needs none. prompts: JSON lines, as for `eyas bench`. num_prompts:
     greedy and seeded. max_tokens: of an answer. temperature: of seeded and sampled answers.
     num_samples: seeds of each of four prompts. concurrency: requests at a time. seed: of prompts
     and draws. tie_width: of logprobs; null goes by precision.
     """
 
     url: str = "http://127.0.0.1:8000"
-    plain: str | None = None
-    prompts: str = BUILTIN
-    num_prompts: int = Field(default=24, ge=1)
+    plain: Annotated[str | None, Flag()] = None
+    prompts: Annotated[str, Flag()] = BUILTIN
+    num_prompts: Annotated[int, Flag()] = Field(default=24, ge=1)
     max_tokens: int = Field(default=64, ge=2)
     temperature: float = Field(default=1.0, gt=0)
     num_samples: int = Field(default=100, ge=20)
@@ -394,7 +394,6 @@ async def verified(config: VerifyConfig, output: Artifact, track: Track = quiet)
 async def _asked(
     config: VerifyConfig, tasks: Sequence[Task], arms: Sequence[Arm], track: Track
 ) -> dict[str, Any]:
-    """Verification's fields. Raises MismatchError, EyasError, RequestFailure."""
     plain, arm = arms
     one, two = [await side.probe(tasks[0]) for side in arms]
     if one.num_prompt_tokens != two.num_prompt_tokens:

@@ -1,6 +1,4 @@
-"""`eyas bench URL`: a running server -> TTFT, TPOT, throughput per arm, what the head changes, and
-a report.
-"""
+"""`eyas bench URL`: a running server -> TTFT, TPOT, throughput per arm, and a report."""
 
 from __future__ import annotations
 
@@ -17,11 +15,11 @@ from rich.markup import escape
 
 from eyas import lineage
 from eyas.artifact import Artifact, Manifest
-from eyas.bench.bench import EAGLE, PLAIN, BenchConfig, bench, bench_identity
+from eyas.bench.bench import EAGLE, PLAIN, ArmConfig, BenchConfig, bench, bench_identity
 from eyas.bench.claims import headlines, quotable
 from eyas.bench.report import Contents, cut_note, show_table, write_reports
 from eyas.bench.server import ServerFacts, ask_facts
-from eyas.cli.options import Overrides, Prompts, RunFile, override, read_run_file, stage_config
+from eyas.cli.options import AsJson, OutputIfAny, StageOptions, print_json, with_flags
 from eyas.cli.stage import IDENTITY_DIGITS, stage
 from eyas.client import Client
 from eyas.errors import InputError, MismatchError
@@ -31,6 +29,7 @@ CONFIG = BenchConfig
 HEADS = ("export", "train")  # stages whose output a server can run
 
 
+@with_flags(CONFIG)
 def command(
     url: Annotated[
         str | None, typer.Argument(help="server to measure (http://127.0.0.1:8000)")
@@ -38,51 +37,32 @@ def command(
     against: Annotated[
         str | None, typer.Option(help="another server, the baseline of the comparison")
     ] = None,
-    output: Annotated[
-        str | None, typer.Option("--output", "-o", help="folder or URL (out/bench-IDENTITY)")
-    ] = None,
-    prompts: Prompts = None,
-    concurrency: Annotated[
-        str | None, typer.Option(help="requests at a time, e.g. 1,2,4,8 (1)")
-    ] = None,
-    rates: Annotated[
-        str | None, typer.Option(help="requests a second in an open loop, e.g. 0.5,2")
-    ] = None,
+    output: OutputIfAny = None,
     head: Annotated[
         str | None,
         typer.Option(help="output of `eyas export` or `eyas train`, for the lineage"),
     ] = None,
-    compare_anyway: Annotated[
-        bool, typer.Option("--compare-anyway", help="compare unlike with unlike, and say so")
-    ] = False,
-    run_file: RunFile = None,
-    overrides: Overrides = None,
+    as_json: AsJson = False,
+    *,
+    stated: StageOptions,
 ) -> None:
     """Ask servers for the same answers, arm by arm in turns, and compare. Any OpenAI-compatible
     server will do.
 
     Without --against: a server of eyas that has a head is measured with and without it, any other
-    by itself. Writes rows.jsonl, summary.json, report.html and report.md. EYAS_API_KEY holds the
-    key of servers that want one.
+    by itself. Writes rows.jsonl, summary.json, report.html and report.md, without --output into
+    out/bench-IDENTITY. EYAS_API_KEY holds the key of servers that want one.
     """
-    given = [*(overrides or [])]
-    if concurrency is not None or rates is not None:
-        given.append(f"concurrencies=[{concurrency or ''}]")
-    if rates is not None:
-        given.append(f"rates=[{rates}]")
-    if compare_anyway:
-        given.append("compare_anyway=true")
-    section = (read_run_file(run_file).get("bench") or {}) if run_file else {}
-    url = url or section.get("url") or BenchConfig.model_fields["url"].default
-    if against is not None or "arms" not in override(section, given):
-        given.append(f"arms={json.dumps(arms_for(url, against))}")
+    only_rates = {"concurrencies": ()} if "rates" in stated.flags else {}
+    config = stated.config(BenchConfig, "bench", url=url, **only_rates)
+    if against is not None or "arms" not in config.model_fields_set:
+        config = config.model_copy(update={"arms": arms_for(config.url, against)})
     made = None if head is None else Artifact(head).manifest()
     if made is not None and made.stage not in HEADS:
         raise InputError(
             f"{head} holds {made.stage!r}, no head",
             "give the output of `eyas export` or `eyas train`",
         )
-    config = stage_config(BenchConfig, "bench", run_file, given, prompts=prompts, url=url)
     folder = output or f"out/bench-{bench_identity(config, {})[:IDENTITY_DIGITS]}"
     measured = Artifact(folder)
     with stage("bench", measured) as track:
@@ -102,15 +82,16 @@ def command(
         bench=summary,
         ledger=ledger_of(manifest),
         manifest=manifest,
-        commands=[typed, *asked(config)],
+        commands=[typed, *_asked(config)],
     )
     print(f"report: {write_reports(measured, contents)}")
     sentences = [one["sentence"] for one in headlines(summary)]
     compared = [quotable(one) for one in summary["comparisons"]]
-    print(json.dumps({"headlines": sentences, "comparisons": compared, "output": folder}))
+    found = {"headlines": sentences, "comparisons": compared, "output": folder}
+    print_json(found, as_json)
 
 
-def arms_for(url: str, against: str | None) -> Mapping[str, Any]:
+def arms_for(url: str, against: str | None) -> dict[str, ArmConfig]:
     """The arms that fit the servers: two servers; or one of eyas, with and without its head; or one
     alone.
     """
@@ -120,15 +101,14 @@ def arms_for(url: str, against: str | None) -> Mapping[str, Any]:
             return await ask_facts(client)
 
     if against is not None:
-        return {"baseline": {"url": against}, "server": {"url": url}}
+        return {"baseline": ArmConfig(url=against), "server": ArmConfig(url=url)}
     facts = asyncio.run(facts_of(url))
     if facts.kind == "eyas" and facts.has_head:
-        return {PLAIN: {"speculation": False}, EAGLE: {"speculation": True}}
-    return {"server": {}}
+        return {PLAIN: ArmConfig(speculation=False), EAGLE: ArmConfig(speculation=True)}
+    return {"server": ArmConfig()}
 
 
-def asked(config: BenchConfig) -> list[str]:
-    """A remark for each arm: the server and the fields of its requests."""
+def _asked(config: BenchConfig) -> list[str]:
     remarks = []
     for name, arm in config.arms.items():
         body = dict(arm.fields)

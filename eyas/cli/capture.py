@@ -7,26 +7,20 @@ from typing import Annotated
 import typer
 
 from eyas.artifact import Artifact
-from eyas.cli.options import Output, Overrides, RunFile, TargetOption, stage_config
+from eyas.cli.options import Output, StageOptions, TargetOption, with_flags
 from eyas.cli.stage import stage
 from eyas.features.capture import CaptureConfig, capture
 
 CONFIG = CaptureConfig
 
 
+@with_flags(CONFIG)
 def command(
     answers: Annotated[str, typer.Argument(help="output of `eyas generate`")],
     target: TargetOption,
     output: Output,
-    server: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="address of a vLLM or SGLang server that gives hidden states of the target; "
-            "several may be given"
-        ),
-    ] = None,
-    run_file: RunFile = None,
-    overrides: Overrides = None,
+    *,
+    stated: StageOptions,
 ) -> None:
     """Store the target's three taps and last hidden state for every token of finished answers.
 
@@ -35,8 +29,7 @@ def command(
     Workers on a Ray cluster share the work: -s executor=ray -s workers=10.
     vLLM's files of states are read from a folder that it shares with this process.
     """
-    options = {"target": target, "servers": server or None}
-    config = stage_config(CaptureConfig, "capture", run_file, overrides, **options)
+    config = stated.config(CaptureConfig, "capture", target=target)
     artifact = Artifact(output)
     with stage("capture", artifact) as track:
         capture(config, Artifact(answers), artifact, track)

@@ -15,9 +15,10 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from eyas.cli.options import TargetOption
+from eyas.cli.options import AsJson, HeadArgument, TargetOption
 from eyas.errors import ConfigError, EyasError
-from eyas.export.check import CheckFinding, check, exit_code, replayed_by
+from eyas.export.check import LEVELS, OWN_ENGINE, CheckFinding, check, exit_code, replayed_by
+from eyas.export.engines import ENGINES
 from eyas.export.verdict import NUM_DRAFT_STEPS, ReadingScore, verdict, why_findings
 from eyas.log import Track, progress_bar
 
@@ -31,9 +32,7 @@ TextFile = Annotated[
 
 
 def command(
-    head: Annotated[
-        str, typer.Argument(help='folder of a head, in any form, a hub id, or "smollm2"')
-    ],
+    head: HeadArgument,
     target: TargetOption,
     text: TextFile = None,
     replay: Annotated[
@@ -46,7 +45,7 @@ def command(
             help="find out why it accepts little: replay what may have gone wrong, one at a time",
         ),
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Print what would serve badly. Exit code 0: nothing, or notes; 1: warnings; 2: errors."""
     if why and not replay:
@@ -64,18 +63,19 @@ def command(
         raise
     reasons = list(why_findings(replayed)) if why else None
     findings = verdict(findings, replayed, reasons)
+    by = replayed_by(target)
     if as_json:
         print(json.dumps(report(head, target, findings, replayed, why_not), ensure_ascii=False))
     else:
-        show_readings(replayed, why_not if replay else "", replayed_by(target) if replayed else "")
-        show(findings, head)
+        print(in_one_line(findings, replayed, by))
+        show_readings(replayed, why_not if replay else "", by)
+        show(findings)
     raise typer.Exit(exit_code(findings))
 
 
 def _replayed(
     head: str, target: str, text: Path | None, track: Track, why: bool
 ) -> tuple[list[ReadingScore], str]:
-    """As `replay.replay_head`, which computes with PyTorch."""
     if importlib.util.find_spec("torch") is None:
         return [], "it needs PyTorch: pip install 'eyas[train]'"
     replay = importlib.import_module("eyas.export.replay")
@@ -134,10 +134,22 @@ def show_readings(replayed: Sequence[ReadingScore], why_not: str, by: str) -> No
     )
 
 
-def show(findings: Sequence[CheckFinding], head: str) -> None:
-    """Print the findings on one head to stdout."""
+def in_one_line(findings: Sequence[CheckFinding], replayed: Sequence[ReadingScore], by: str) -> str:
+    """The verdict, with tau and the engines that it is for, or not. by: what runs the target."""
+    levels = [finding.level for finding in findings]
+    counts = [f"{levels.count(level)} {level}s" for level in LEVELS[:2] if level in levels]
+    tau = [f"tau {replayed[0].tau:.2f}"] if replayed else []
+    if "error" in levels:
+        return f"BAD: {'; '.join([*counts, *tau])}"
+    unfit = dict.fromkeys(name for finding in findings for name in finding.unfit)
+    own = ["eyas"] if by == OWN_ENGINE else []
+    fit = [engine.title for engine in ENGINES if engine.title not in unfit] + own
+    fits = [f"{how} {', '.join(names)}" for how, names in (("fits", fit), ("not", unfit)) if names]
+    return f"{'LOOK' if counts else 'OK'}: {'; '.join([*counts, *tau, *fits])}"
+
+
+def show(findings: Sequence[CheckFinding]) -> None:
+    """Print findings to stdout."""
     console = Console(soft_wrap=True, highlight=False)
     for finding in findings:
         console.print(f"{finding.level}: {escape(finding.what)}\n  -> {escape(finding.hint)}")
-    if not findings:
-        console.print(f"{escape(head)}: nothing found")

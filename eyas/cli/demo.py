@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from eyas.artifact import Artifact
-from eyas.cli.options import Overrides, override, read_run_file
+from eyas.cli.options import AsJson, OutputIfAny, Overrides, override, read_run_file
 from eyas.cli.run import local_output, run
 from eyas.model.variants import processor_features
 
@@ -31,13 +31,12 @@ def command(
     from_nothing: Annotated[
         bool, typer.Option("--from-nothing", help="train a head from new weights")
     ] = False,
-    output: Annotated[
-        str | None, typer.Option("--output", "-o", help="folder of the results (out/demo)")
-    ] = None,
+    output: OutputIfAny = None,
     overrides: Overrides = None,
+    as_json: AsJson = False,
 ) -> None:
-    """The whole pipeline on SmolLM2-135M-Instruct: its packaged head on prompts of a domain, then
-    adapted to them: prompts, generate, capture, train, eval, export, check, serve, bench.
+    """The whole pipeline on SmolLM2-135M-Instruct, into out/demo: its packaged head on prompts of a
+    domain, then adapted to them, by all stages from prompts to bench.
     """
     content = read_run_file(QUICK_SETTINGS if quick else SETTINGS)
     lacks_bf16 = not quick and not HAS_BF16 & processor_features()
@@ -53,5 +52,5 @@ def command(
         "eyas run mine.yaml",
         "eyas serve --target MODEL --head out/mine/export-*/sglang",
     ]
-    run(content, f"eyas demo{''.join(options)}", own=own_model)
+    run(content, f"eyas demo{''.join(options)}", own=own_model, as_json=as_json)
     Artifact(folder).write(RUN_FILE, SETTINGS.read_bytes())

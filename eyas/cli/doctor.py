@@ -25,7 +25,7 @@ from eyas.model import library
 from eyas.model.speed import measured
 from eyas.model.threads import num_threads
 
-REQUIRED = ("numpy", "tokenizers", "llguidance", "pydantic", "fsspec", "gguf")
+TRAINING = ("torch", "transformers", "zstandard")  # what eyas[train] brings
 OPTIONAL = {
     "torch": "training and capture: eyas[train]",
     "transformers": "architectures without kernels of our own: eyas[train]",
@@ -43,7 +43,9 @@ Row = tuple[str, str, str]
 
 
 def command() -> None:
-    """Print versions, devices, processor features, optional parts and stores of this machine."""
+    """Print what one can do on this machine; then versions, devices, optional parts and stores."""
+    for ability in _abilities():
+        print(ability)
     table = Table("what", "here", "meaning", title=f"eyas {__version__}")
     threads = f"{cores()} of them are this process's; OMP_NUM_THREADS chooses fewer threads"
     devices = [
@@ -59,9 +61,21 @@ def command() -> None:
     Console().print(table)
 
 
+def _abilities() -> list[str]:
+    why = library.unavailable()
+    lacks = [name for name in TRAINING if importlib.util.find_spec(name) is None]
+    return [
+        "You can clean prompts and measure servers: eyas prompts, bench, verify, watch",
+        f"You cannot serve: {why}" if why else "You can serve on this CPU: eyas serve, generate",
+        f"You cannot train: {', '.join(lacks)} missing, eyas[train]"
+        if lacks
+        else "You can train: eyas capture, train, eval, export, run, demo",
+    ]
+
+
 def _versions() -> list[Row]:
     rows = [("python", platform.python_version(), sys.executable)]
-    for name, use in (dict.fromkeys(REQUIRED, "required") | OPTIONAL).items():
+    for name, use in OPTIONAL.items():
         try:
             rows.append((name, version(name), use))
         except PackageNotFoundError:

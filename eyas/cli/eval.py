@@ -1,10 +1,7 @@
-"""`eyas eval`: a head on what it has not seen -> tau, before a server runs it. Also the tables and
-lines that show an eval.json.
-"""
+"""`eyas eval`: a head on what it has not seen -> tau, before a server runs it."""
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -19,7 +16,15 @@ from rich.table import Table
 from eyas.artifact import Artifact
 from eyas.bench.workload import read_tasks, task_of
 from eyas.chat.chat import Messages
-from eyas.cli.options import Output, Overrides, RunFile, TargetOption, stage_config
+from eyas.cli.options import (
+    AsJson,
+    HeadArgument,
+    Output,
+    StageOptions,
+    TargetOption,
+    print_json,
+    with_flags,
+)
 from eyas.cli.stage import stage
 from eyas.errors import ConfigError
 from eyas.evaluate.comparison import ALL, described, refuse_worse
@@ -34,11 +39,9 @@ from eyas.shards import Features
 CONFIG = EvalConfig
 
 
+@with_flags(CONFIG)
 def command(
-    head: Annotated[
-        str,
-        typer.Argument(help='output of `eyas train`, a head of any form, a hub id, or "smollm2"'),
-    ],
+    head: HeadArgument,
     target: TargetOption,
     output: Output,
     features: Annotated[
@@ -51,27 +54,14 @@ def command(
     prompts: Annotated[
         str | None, typer.Option(help="held-out prompts or conversations, JSON lines, as for bench")
     ] = None,
-    trees: Annotated[
-        str | None, typer.Option(help='such as "fixed(6,3,12) fixed(4,1,5) auto"')
-    ] = None,
-    temperatures: Annotated[str | None, typer.Option(help='such as "0 1"')] = None,
-    against: Annotated[
-        str | None, typer.Option(help="another head to compare with, on the same answers")
-    ] = None,
-    tolerance: Annotated[
-        float | None,
-        typer.Option(
-            help="with --against: exit code 3 unless the head is better, and on no source loses "
-            "more than this share of tau"
-        ),
-    ] = None,
-    run_file: RunFile = None,
-    overrides: Overrides = None,
+    as_json: AsJson = False,
+    *,
+    stated: StageOptions,
 ) -> None:
     """Measure tau with its interval, by source, language, tree and temperature.
 
     By default on 100 prompts, answers of 64 tokens, in the default tree and a chain, greedy and at
-    temperature 1; more with -s num_prompts=N, -s max_tokens=N, --trees and --temperatures. A target
+    temperature 1; more with --num-prompts, --trees, --temperatures and -s max_tokens=N. A target
     that eyas' own engine does not run answers through transformers.
     """
     if features is None and prompts is None:
@@ -79,17 +69,10 @@ def command(
             "there is nothing to measure with",
             "give --prompts FILE, or --features, the output of `eyas capture`",
         )
-    options = {
-        "trees": trees and trees.split(),
-        "temperatures": temperatures and temperatures.split(),
-        "against": against,
-        "tolerance": tolerance,
-    }
-    given = {name: value for name, value in options.items() if value is not None}
-    config = stage_config(EvalConfig, "eval", run_file, overrides, **given)
+    config = stated.config(EvalConfig, "eval")
     found = evaluate(head, prompts, target=target, features=features, output=output, **dict(config))
     show_table(found.result)
-    print(json.dumps({**headline(found.result), "output": output}))
+    print_json({**headline(found.result), "output": output}, as_json)
     judge(found.result, config)
 
 
@@ -97,8 +80,7 @@ def command(
 class Evaluation:
     """What a head brings. tau: tokens per round, by the first tree at the first temperature or, of
     features alone, by chains. tau_interval: 95 %, resampled by prompt; None for too few prompts.
-    accept_hist[a] counts the rounds that accepted a drafts. result: all of eval.json, by source,
-    language, tree and temperature.
+    accept_hist[a] counts the rounds that accepted a drafts. result: all of eval.json.
     """
 
     tau: float
@@ -119,12 +101,11 @@ def evaluate(
 ) -> Evaluation:
     """Measure a head on what it was not trained on, before a server runs it.
 
-    head: any name of one: a folder or URL in any form, a hub id, "smollm2". prompts: a file of JSON
-    lines, as `eyas bench` reads it, of which num_prompts are drawn; or a list of what users say
-    (text, or messages), of which all are asked. target: any name of the model; None: the one that
-    the head was trained for, by its manifests. features: output of `eyas capture`, for chains on
-    its held-out answers. output: a folder or URL that keeps eval.json; None keeps nothing.
-    progress: on stderr. settings: EvalConfig's fields (docs/settings.md).
+    head: a folder or URL in any form, a hub id, "smollm2". prompts: a file of JSON lines, as for
+    `eyas bench`, of which num_prompts are drawn; or a list (text, or messages), of which all are
+    asked. target: any name of the model; None: the one that the head was trained for. features:
+    output of `eyas capture`, for chains on its held-out answers. output: a folder or URL that keeps
+    eval.json. progress: on stderr. settings: EvalConfig's fields (docs/settings.md).
 
     Raises ConfigError, MissingInputError, EmptyInputError, and MismatchError for a head of another
     target.

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from eyas.artifact import Artifact
-from eyas.cli.options import Output, Overrides, RunFile, TargetOption, stage_config
+from eyas.cli.options import HeadArgument, Output, StageOptions, TargetOption, with_flags
 from eyas.cli.stage import stage
 from eyas.export.export import ExportConfig, export, publish
 from eyas.hub import locate
@@ -15,25 +15,19 @@ from eyas.hub import locate
 CONFIG = ExportConfig
 
 
+@with_flags(CONFIG)
 def command(
-    head: Annotated[
-        str,
-        typer.Argument(help="output of `eyas train`, or a head in any form: a folder or hub id"),
-    ],
+    head: HeadArgument,
     target: TargetOption,
     output: Output,
     evaluation: Annotated[
         str | None, typer.Option(help="output of `eyas eval` on this head, for its card")
     ] = None,
-    costs: Annotated[
-        str | None,
-        typer.Option(help="cost table of an engine (JSON): foretell TPOT and throughput in it"),
-    ] = None,
-    run_file: RunFile = None,
-    overrides: Overrides = None,
+    *,
+    stated: StageOptions,
 ) -> None:
     """Write a head in the forms that SGLang and vLLM load, with the commands that launch them."""
-    config = stage_config(ExportConfig, "export", run_file, overrides, costs=costs)
+    config = stated.config(ExportConfig, "export")
     source = Artifact(locate(head))
     measured = None if evaluation is None else Artifact(evaluation)
     artifact = Artifact(output)

@@ -52,10 +52,7 @@ LEAST_VERSIONS = {EngineName.SGLANG: (0, 5, 17), EngineName.VLLM: (0, 11, 0)}
 
 
 class GpusConfig(Settings):
-    """The GPUs of a run, and what serves on them: `generate` asks a server on each group of
-    per_server GPUs, capture and train have a process on each GPU, bench and verify ask servers with
-    and without the head.
-    """
+    """The GPUs of a run, and what serves on them (docs/gpu.md)."""
 
     engine: EngineName = Field(description="sglang or vllm")
     ids: tuple[int, ...] = Field((0,), min_length=1, description="of the GPUs that eyas sees")
@@ -76,12 +73,10 @@ class GpusConfig(Settings):
 
     @property
     def engine_python(self) -> str:
-        """`python`, or this process's own."""
         return self.python or sys.executable
 
     @property
     def groups(self) -> list[tuple[int, ...]]:
-        """The GPUs of each server."""
         each = self.per_server
         return [self.ids[at : at + each] for at in range(0, len(self.ids), each)]
 
@@ -220,11 +215,9 @@ def to_serve(heads: Mapping[str, str | None]) -> list[Served]:
 def running_engines(
     gpus: GpusConfig, config: ServeConfig, servers: Sequence[Served], logs: str
 ) -> Iterator[None]:
-    """These servers answer within the block; the groups of GPUs take them in turns. logs: folder of
-    what they print.
-
-    Those of one group start one after the other: SGLang's share of a GPU is one of what is free
-    when it starts. Raises EyasError for one that ends, with the end of its log.
+    """These servers answer within the block; the groups of GPUs take them in turns. Those of one
+    group start one after the other: SGLang takes a share of what is free when it starts. logs: a
+    folder. Raises EyasError for one that ends.
     """
     groups, running = gpus.groups, list[RunningServer]()
     try:
@@ -305,7 +298,6 @@ class RunningServer:
             )
 
     def end(self) -> None:
-        """Wait, then end what is left of it."""
         with suppress(subprocess.TimeoutExpired):
             self.process.wait(STOP_S)
         with suppress(ProcessLookupError):

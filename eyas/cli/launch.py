@@ -1,7 +1,6 @@
 """SGLang and vLLM as `eyas serve` and `eyas run` start them: the words of their commands.
 
-They get the settings of our server as flags, those of speculation from eyas.export.engines.Launch.
-A setting that has no flag here is refused, or it would be thought to hold.
+A setting of our server that has no flag of theirs is refused, or it would be thought to hold.
 """
 
 from __future__ import annotations
@@ -38,7 +37,6 @@ class EngineName(StrEnum):
 
     @property
     def label(self) -> str:
-        """The name for people."""
         return "SGLang" if self is EngineName.SGLANG else "vLLM"
 
     def version(self, python: str) -> tuple[int, ...] | None:
@@ -56,12 +54,9 @@ def engine_command(
     gpus: Sequence[int] = (),
     python: str = sys.executable,
 ) -> list[str]:
-    """The words of the command that serves the same with another engine; plainly, where there is no
-    head. extra: flags of its own, as in a shell. gpus: those that it sees and shares a model over;
-    none leaves them to it. python: of the engine's environment.
-
-    Raises ConfigError for settings without a flag, InputError for a head that the engine cannot
-    load, MissingInputError.
+    """The words of the command that serves the same with another engine. extra: flags of its own,
+    as in a shell. gpus: that it shares a model over; none leaves them to it. python: of the
+    engine's environment. Raises ConfigError, InputError, MissingInputError.
     """
     given = config.model_fields_set
     refuse_flagless(engine, config)

@@ -6,13 +6,20 @@ from typing import Annotated
 
 import typer
 
-from eyas.artifact import Artifact
-from eyas.lineage import lines
+from eyas.artifact import IDENTITY, MANIFEST, Artifact
+from eyas.hub import locate
+from eyas.lineage import DIGITS, head_manifest, lines
 
 
 def command(
-    artifact: Annotated[str, typer.Argument(help="a head, or any other artifact of eyas")],
+    artifact: Annotated[
+        str, typer.Argument(help='an artifact of eyas, or a head: a folder, a hub id, or "smollm2"')
+    ],
 ) -> None:
-    """Print what made an artifact, the artifact first and its inputs indented below it."""
-    for line in lines(Artifact(artifact).manifest()):
-        print(line)
+    """Print what made an artifact: a line for each stage, the last first, with its sources."""
+    folder = Artifact(locate(artifact))
+    if folder.exists(MANIFEST) or folder.exists(IDENTITY):
+        print("\n".join(lines(folder.manifest())))
+        return
+    head = head_manifest(artifact, {})
+    print(f"head {head.identity[:DIGITS]}: no stages; what is known is in {head.url}/README.md")

@@ -1,8 +1,7 @@
 """The entry point `eyas`: the table of commands, and how errors become messages and exit codes.
 
-Commands live in one file each and import their stage at the top, torch included. Only the named
-command is imported: `eyas --help` and a mistyped command take less than a second (importing all
-takes several), and commands run where PyTorch is not installed.
+Only the named command is imported, with its stage: `eyas --help` takes less than a second, and
+commands run where PyTorch is not installed.
 """
 
 from __future__ import annotations
@@ -17,10 +16,11 @@ import signal
 import sys
 from collections.abc import Callable, Sequence
 from types import ModuleType
-from typing import Any
+from typing import Annotated, Any
 
 import typer
 
+import eyas
 from eyas.cli.options import settings
 from eyas.cores import cores
 from eyas.errors import EyasError, InputError, StorageFullError
@@ -64,12 +64,28 @@ def build(arguments: Sequence[str]) -> typer.Typer:
         pretty_exceptions_enable=False,
         context_settings={"help_option_names": ["-h", "--help"]},
     )
+    app.callback()(_general)
     for name, line in COMMANDS.items():
         module = _loaded(name) if name == wanted else None
         config = getattr(module, "CONFIG", None)
         register = app.command(name, short_help=line, epilog=settings(config) if config else None)
         register(reporting_errors(module.command if module else _unloaded, name))
     return app
+
+
+def _show_version(is_asked: bool) -> None:
+    if is_asked:
+        print(f"eyas {eyas.__version__}")  # loads its module only now
+        raise typer.Exit
+
+
+def _general(
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=_show_version, is_eager=True, help="of eyas, and exit"),
+    ] = False,
+) -> None:
+    pass
 
 
 def _loaded(name: str) -> ModuleType:

@@ -1,22 +1,30 @@
-"""Options that several commands share, and a stage's config: run file, then `--set`, then
-options.
+"""Options that several commands share, those that are fields of a stage's config, and that config:
+run file, then `--set`, then options.
 """
 
 from __future__ import annotations
 
+import functools
+import inspect
+import json
 import re
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from inspect import Parameter
 from pathlib import Path
-from typing import Annotated, Any
+from types import NoneType, UnionType
+from typing import Annotated, Any, get_args, get_origin
 
 import typer
 import yaml
 from pydantic import BaseModel
+from pydantic.fields import FieldInfo
 from pydantic_core import to_jsonable_python
 from rich.markup import escape
 
 from eyas.errors import ConfigError, MissingInputError
-from eyas.settings import ConfigT, validated
+from eyas.settings import ConfigT, Flag, validated
 
 NAME_WIDTH, HELP_WIDTH = 40, 57  # of 100 columns, with a space between and two margins
 
@@ -26,8 +34,14 @@ TargetOption = Annotated[
         "--target", "-t", help='folder of the target, a GGUF file, a hub id, or "smollm2"'
     ),
 ]
-Prompts = Annotated[str | None, typer.Option(help='JSONL (.gz too), or "builtin"')]
+AsJson = Annotated[bool, typer.Option("--json", help="what was found as JSON")]
 Output = Annotated[str, typer.Option("--output", "-o", help="folder or URL of the result")]
+OutputIfAny = Annotated[
+    str | None, typer.Option("--output", "-o", help="folder or URL of the result")
+]
+HeadArgument = Annotated[
+    str, typer.Argument(help='output of `eyas train`, a head of any form, a hub id, or "smollm2"')
+]
 RunFile = Annotated[
     Path | None,
     typer.Option("--config", "-c", help="run file; its section of this stage's name is used"),
@@ -36,6 +50,12 @@ Overrides = Annotated[
     list[str] | None,
     typer.Option("--set", "-s", metavar="FIELD=VALUE", help="change one field, e.g. epochs=3"),
 ]
+
+
+def print_json(facts: Mapping[str, Any], is_asked: bool) -> None:
+    """End with the facts as a line of JSON, for programs; on a terminal where it is asked for."""
+    if is_asked or not sys.stdout.isatty():
+        print(json.dumps(facts))
 
 
 def read_run_file(path: Path) -> dict[str, Any]:
@@ -59,74 +79,147 @@ def override(values: Mapping[str, Any], assignments: Sequence[str]) -> dict[str,
     """A copy of nested `values` with each "a.b=c" put in; c is read as YAML (a list, true, null).
     Raises ConfigError.
     """
-    changed = dict(values)
     for assignment in assignments:
         name, equals, text = assignment.partition("=")
         if not equals or not name:
             raise ConfigError(
                 f"--set {assignment} has no form FIELD=VALUE", "write e.g. --set epochs=3"
             )
-        *parents, field = name.strip().split(".")
-        section = changed
-        for parent in parents:
-            inner = section.get(parent)
-            if inner is not None and not isinstance(inner, dict):
-                raise ConfigError(
-                    f"--set {name}: {parent} is a value, not a section", "name the field itself"
-                )
-            section[parent] = section = dict(inner or {})
         try:
-            section[field] = yaml.safe_load(text)
+            values = with_value(values, name.strip(), yaml.safe_load(text))
         except yaml.YAMLError as error:
             raise ConfigError(
                 f"--set {assignment}: the value is not YAML", "quote it, e.g. --set 'name=\"a: b\"'"
             ) from error
-    return changed
+    return dict(values)
 
 
-def run_section(stage: str, run_file: Path | None) -> dict[str, Any]:
-    """A stage's section of the run file; empty without a file. Raises MissingInputError,
-    ConfigError.
+def with_value(values: Mapping[str, Any], name: str, value: Any) -> dict[str, Any]:
+    """A copy of nested `values` with `value` at "a.b". Raises ConfigError."""
+    first, points, rest = name.partition(".")
+    if points:
+        inner = values.get(first)
+        if inner is not None and not isinstance(inner, dict):
+            raise ConfigError(
+                f"--set {name}: {first} is a value, not a section", "name the field itself"
+            )
+        value = with_value(inner or {}, rest, value)
+    return {**values, first: value}
+
+
+@dataclass(frozen=True, slots=True)
+class StageOptions:
+    """What a command line says of a stage's settings. flags: values by the field's path."""
+
+    run_file: Path | None = None
+    overrides: Sequence[str] | None = None
+    flags: Mapping[str, Any] = field(default_factory=dict)
+
+    def section(self, stage: str) -> dict[str, Any]:
+        """A stage's section of the run file; empty without a file. Raises MissingInputError,
+        ConfigError.
+        """
+        if self.run_file is None:
+            return {}
+        content = read_run_file(self.run_file)
+        if stage not in content:
+            what = f"{self.run_file} has no section {stage!r}"
+            raise ConfigError(what, f"it has: {', '.join(content)}")
+        return content[stage] or {}
+
+    def config(self, kind: type[ConfigT], stage: str, **options: Any) -> ConfigT:
+        """A stage's config: its section of the run file, then `--set`, then `options` (by path;
+        None is not given), then flags.
+        """
+        values = override(self.section(stage), self.overrides or ())
+        for path, value in {**options, **self.flags}.items():
+            values = values if value is None else with_value(values, path, value)
+        return validated(kind, values, where=stage)
+
+
+def with_flags(kind: type[BaseModel]) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """A decorator: in place of its parameter `stated` (StageOptions) a command gets an option for
+    each field of `kind` that has a Flag, --config and --set.
     """
-    content = read_run_file(run_file) if run_file else {}
-    if run_file and stage not in content:
-        raise ConfigError(f"{run_file} has no section {stage!r}", f"it has: {', '.join(content)}")
-    return content.get(stage) or {}
+    options = list(_options(kind))
+    shared = {"run_file": RunFile, "overrides": Overrides}
+
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(command)
+        def wrapped(**given: Any) -> None:
+            flags = {}
+            for path, flag, parameter in options:
+                value = given.pop(parameter.name)
+                if flag.separator and value is not None:
+                    value = [one for one in value.split(flag.separator) if one]
+                if value is not None:
+                    flags[path] = value
+            general = {name: given.pop(name) for name in shared}
+            command(**given, stated=StageOptions(**general, flags=flags))
+
+        parameters = []
+        for one in inspect.signature(command, eval_str=True).parameters.values():
+            if one.name == "stated":
+                parameters += [parameter for _, _, parameter in options]
+                parameters += [_parameter(*one) for one in shared.items()]
+            else:
+                parameters.append(one.replace(kind=Parameter.KEYWORD_ONLY))
+        wrapped.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        wrapped.__annotations__ = {one.name: one.annotation for one in parameters}
+        return wrapped
+
+    return decorate
 
 
-def stage_config(
-    kind: type[ConfigT],
-    stage: str,
-    run_file: Path | None,
-    overrides: Sequence[str] | None,
-    **options: Any,
-) -> ConfigT:
-    """A stage's config: its section of the run file, then `--set`, then options that are given."""
-    section = run_section(stage, run_file)
-    given = {name: value for name, value in options.items() if value is not None}
-    return validated(kind, {**override(section, overrides or ()), **given}, where=stage)
+def _parameter(name: str, annotation: Any) -> Parameter:
+    return Parameter(name, Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
+
+
+def _options(config: type[BaseModel]) -> Iterator[tuple[str, Flag, Parameter]]:
+    for path, found, default, text in _fields(config):
+        for flag in found.metadata:
+            if not isinstance(flag, Flag):
+                continue
+            kind, shown = found.annotation, default
+            if get_origin(kind) is UnionType:
+                (kind,) = set(get_args(kind)) - {NoneType}
+            if get_origin(kind) not in (list, tuple):
+                kind = kind if kind in (int, float, bool) else str
+            elif flag.separator:
+                kind, shown = str, flag.separator.join(map(str, default))
+            else:
+                kind, shown = list[str], "or several"
+            names = flag.names or f"--{path.rpartition('.')[2].replace('_', '-')}"
+            note = f"{text} ({shown})" if shown else text
+            option = typer.Option(*names.split(), help=note, rich_help_panel=flag.panel)
+            yield path, flag, _parameter(path.replace(".", "_"), Annotated[kind | None, option])
+
+
+def _fields(
+    kind: type[BaseModel], prefix: str = "", section: BaseModel | None = None
+) -> Iterator[tuple[str, FieldInfo, Any, str]]:
+    """Path, field, default and meaning of every setting; a config's own before its sections'."""
+    sections = []
+    for name, found in kind.model_fields.items():
+        default = found.get_default(call_default_factory=True)
+        default = default if section is None else getattr(section, name)
+        if isinstance(default, BaseModel):
+            sections.append((type(default), f"{prefix}{name}.", default))
+        else:
+            yield f"{prefix}{name}", found, default, meaning(kind, name)
+    for one in sections:
+        yield from _fields(*one)
 
 
 def settings(kind: type[BaseModel]) -> str:
     """The fields of a config with their defaults and meanings: a line each, a group per section."""
-    groups = ["\n".join(lines) for lines in _groups(kind, "", None)]
-    return escape("\n\n".join(["Settings, for --set and for a run file:", *groups]))
-
-
-def _groups(kind: type[BaseModel], prefix: str, section: BaseModel | None) -> list[list[str]]:
-    own, sections = [], []
-    for name, field in kind.model_fields.items():
-        default = (
-            getattr(section, name) if section else field.get_default(call_default_factory=True)
-        )
-        if isinstance(default, BaseModel):
-            sections += _groups(type(default), f"{prefix}{name}.", default)
-            continue
-        text = f"{prefix}{name}"
-        if not field.is_required():
-            text = _shortened(f"{text}={plain(default)}", NAME_WIDTH)
-        own.append(f"{text:{NAME_WIDTH}} {_shortened(meaning(kind, name), HELP_WIDTH)}".rstrip())
-    return [own, *sections] if own else sections
+    groups: dict[str, list[str]] = {}
+    for path, found, default, text in _fields(kind):
+        shown = path if found.is_required() else f"{path}={plain(default)}"
+        line = f"{_shortened(shown, NAME_WIDTH):{NAME_WIDTH}} {_shortened(text, HELP_WIDTH)}"
+        groups.setdefault(path.rpartition(".")[0], []).append(line.rstrip())
+    texts = ["Settings, for --set and for a run file:", *map("\n".join, groups.values())]
+    return escape("\n\n".join(texts))
 
 
 def meaning(kind: type[BaseModel], field: str) -> str:

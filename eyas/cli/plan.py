@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from eyas.artifact import Artifact
-from eyas.cli.options import read_run_file
+from eyas.cli.options import AsJson, read_run_file
 from eyas.cli.run import RunConfig, refuse_target
 from eyas.log import size_text
 from eyas.plan.needs import (
@@ -41,7 +41,7 @@ def command(
     answer_tokens: Annotated[
         int | None, typer.Option(min=1, help="mean of an answer, if known; else max_tokens")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="print JSON, and nothing else")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Count what a run file will need; exit code 2 when its output has no room for it, or when
     `eyas run` cannot serve its target (the stages one by one may do without).
@@ -57,7 +57,7 @@ def command(
     if as_json:
         print(json.dumps(plan.to_json(), indent=1))
     else:
-        show(plan, str(run_file))
+        _show(plan, str(run_file))
         if num_prompts and not prompts:
             print(f"of filler prompts of {characters} characters")
         elif not prompts:
@@ -66,16 +66,19 @@ def command(
     refuse_target(config)
 
 
-def show(plan: Plan, title: str) -> None:
-    """Print the plan as a table."""
+def _show(plan: Plan, title: str) -> None:
     table = Table("needed at most", "", title=title)
     for name in ("prompts", "answers", "prompt_tokens", "answer_tokens", "feature_tokens"):
-        table.add_row(name.replace("_", " "), f"{getattr(plan.needs, name):,}")
+        label = name.replace("_tokens", "s, tokens").replace("_", " ")
+        table.add_row(label, f"{getattr(plan.needs, name):,}")
     for name in ("answers", "features", "head"):
-        table.add_row(f"bytes of {name}", size_text(getattr(plan.room, name)))
+        label = "head and its checkpoints" if name == "head" else name
+        table.add_row(f"{label} on disk", size_text(getattr(plan.room, name)))
     for codec, size in plan.bytes_by_codec.items():
         own = " (this run's)" if codec == plan.codec else ""
-        table.add_row(f"features with codec {codec}{own}", size_text(size))
+        table.add_row(f"features by codec {codec}{own}", size_text(size))
     free = plan.room.free
-    table.add_row("free", "not known (an object store)" if free is None else size_text(free))
+    table.add_row(
+        "free on disk", "not known (an object store)" if free is None else size_text(free)
+    )
     Console().print(table)

@@ -1,6 +1,4 @@
-"""`eyas prompts`: raw conversation sets -> cleaned user prompts, a ledger and a data card; shows
-dropped rows.
-"""
+"""`eyas prompts`: raw conversation sets -> cleaned user prompts, a ledger and a data card."""
 
 from __future__ import annotations
 
@@ -10,7 +8,7 @@ import typer
 
 from eyas.artifact import Artifact
 from eyas.builtin import packaged_prompts
-from eyas.cli.options import Overrides, RunFile, stage_config
+from eyas.cli.options import OutputIfAny, StageOptions, with_flags
 from eyas.cli.stage import stage
 from eyas.data.ledger import show_dropped as dropped_rows
 from eyas.data.prompts import PromptsConfig, make_prompts
@@ -28,6 +26,7 @@ Shown = Annotated[
 ]
 
 
+@with_flags(CONFIG)
 def command(
     sources: Annotated[
         list[str] | None,
@@ -36,9 +35,7 @@ def command(
             show_default=False,
         ),
     ] = None,
-    output: Annotated[
-        str | None, typer.Option("--output", "-o", help="folder or URL of the result")
-    ] = None,
+    output: OutputIfAny = None,
     licence: Annotated[
         str | None, typer.Option(help="licence of the given sources, e.g. CC-BY-4.0")
     ] = None,
@@ -49,8 +46,8 @@ def command(
         str | None, typer.Option(help='who wrote their answers: "human", or a model')
     ] = None,
     show_dropped: Shown = None,
-    run_file: RunFile = None,
-    overrides: Overrides = None,
+    *,
+    stated: StageOptions,
 ) -> None:
     """Keep the user turns of conversations that may be used, without duplicates and personal data;
     count every dropped row.
@@ -73,14 +70,14 @@ def command(
         return
     if output is None:
         raise ConfigError("there is no place for the result", "give one: --output FOLDER")
-    stated = {"licence": licence, "prompts_by": prompts_by, "answers_by": answers_by}
-    given = [{"path": packaged_prompts(path), **stated} for path in sources] if sources else None
-    if given is None and any(stated.values()):
+    said = {"licence": licence, "prompts_by": prompts_by, "answers_by": answers_by}
+    given = [{"path": packaged_prompts(path), **said} for path in sources] if sources else None
+    if given is None and any(said.values()):
         raise ConfigError(
             "a licence or an author is given, but no source",
             "give sources, or state them in the run file",
         )
-    config = stage_config(PromptsConfig, "prompts", run_file, overrides, sources=given)
+    config = stated.config(PromptsConfig, "prompts", sources=given)
     artifact = Artifact(output)
     with stage("prompts", artifact) as track:
         make_prompts(config, artifact, track)

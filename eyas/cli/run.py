@@ -3,17 +3,9 @@
     runs/mine/prompts-1f0c2d3e  generate-...  capture-...  train-...  eval-...  export-...
     bench-...  report.html
 
-A folder's name ends with the beginning of its work's identity. So a changed setting makes a new
-folder for its stage and for those that follow, nothing is overwritten, and what is done already is
-found again and skipped.
-
-A run whose `train.start` names a head adapts it: eval compares the new head with that one on the
-same prompts, and bench measures both. With `eval.tolerance` the new head is exported only if it is
-shown to be better (`evaluate.comparison`).
-
-With `gpus` SGLang or vLLM answers and, in the end, serves; capture, train and eval are processes of
-their own, which leave the GPUs free when they end. eval then reads stored features alone, and
-`verify` asks the two servers that bench has measured.
+A folder's name ends with the beginning of its work's identity: a changed setting makes new folders
+for its stage and those that follow, and what is done is found again and skipped. A run whose
+`train.start` names a head adapts it: eval and bench compare the new head with that one.
 """
 
 from __future__ import annotations
@@ -41,7 +33,7 @@ from eyas.builtin import packaged_prompts
 from eyas.cli.check import show
 from eyas.cli.eval import comparison_lines, eval_figures, eval_prompts, in_one_line, judge
 from eyas.cli.gpus import GpusConfig, refuse_lacking, running_engines, seeing, to_serve
-from eyas.cli.options import Overrides, override, read_run_file
+from eyas.cli.options import AsJson, Overrides, override, print_json, read_run_file
 from eyas.cli.stage import IDENTITY_DIGITS, StageFolder, stage
 from eyas.data.prompts import PromptsConfig, make_prompts
 from eyas.errors import ConfigError, EmptyInputError, MismatchError
@@ -63,10 +55,12 @@ from eyas.plan.needs import PlannedRun, plan_run, read_prompts, refuse_without_r
 from eyas.serve.server import ServeConfig, running_server
 from eyas.settings import validated
 from eyas.shards import Features, Split
+from eyas.tau import LEAST_TURNS
 from eyas.train.ranks import in_processes, is_first_rank, world_size
 from eyas.train.trainer import TrainConfig, train
 
 GENERAL, ADAPTED = "general head", "adapted head"  # arms of a run that adapts a head
+LEAST_HELD_OUT = 2 * LEAST_TURNS  # prompts: fewer make fewer turns than a ratio is claimed of
 
 
 class RunBenchConfig(BenchConfig):
@@ -82,10 +76,8 @@ class RunBenchConfig(BenchConfig):
 
 
 class RunConfig(BaseModel):
-    """A run file, section by section in the order of the work. `target` stands once, at the top.
-
-    online: train on features as they are computed; only held-out ones are stored, for `eval`.
-    gpus: the GPUs that all of it uses; without, our own engine answers and serves on the CPU.
+    """A run file, a section for each stage. online: train on features as they are computed; only
+    held-out ones are stored. gpus: without, our own engine answers and serves on the CPU.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -123,10 +115,17 @@ class RunConfig(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _packaged_prompts(cls, content: Any) -> Any:
-        """Let a source's path be a name of prompts that ship in the package."""
-        if not isinstance(content, dict):
+        prompts = content.get("prompts") if isinstance(content, dict) else None
+        sources = prompts.get("sources") if isinstance(prompts, dict) else None
+        if not isinstance(sources, list):
             return content
-        return {**content, "prompts": _with_paths(content.get("prompts"))}
+        found = [
+            {**source, "path": packaged_prompts(source["path"])}
+            if isinstance(source, dict) and isinstance(source.get("path"), str)
+            else source
+            for source in sources
+        ]
+        return {**content, "prompts": {**content["prompts"], "sources": found}}
 
     @model_validator(mode="after")
     def _serve_settings_only(self) -> RunConfig:
@@ -183,19 +182,6 @@ class RunConfig(BaseModel):
         )
 
 
-def _with_paths(prompts: Any) -> Any:
-    sources = prompts.get("sources") if isinstance(prompts, dict) else None
-    if not isinstance(sources, list):
-        return prompts
-    found = [
-        {**source, "path": packaged_prompts(source["path"])}
-        if isinstance(source, dict) and isinstance(source.get("path"), str)
-        else source
-        for source in sources
-    ]
-    return {**prompts, "sources": found}
-
-
 def command(
     run_file: Annotated[
         Path, typer.Argument(help="run file: one YAML file with a section per stage")
@@ -204,12 +190,13 @@ def command(
     anyway: Annotated[
         bool, typer.Option("--anyway", help="start although there may be no room for all of it")
     ] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Run all stages of a run file, skipping what is done and resuming what was cut; ends with the
     table of `eyas demo` and a report.
     """
     content = override(read_run_file(run_file), overrides or ())
-    run(content, f"eyas run {run_file}", anyway=anyway)
+    run(content, f"eyas run {run_file}", anyway=anyway, as_json=as_json)
 
 
 def run(
@@ -218,13 +205,14 @@ def run(
     *,
     anyway: bool = False,
     own: Sequence[str] = (),
+    as_json: bool = False,
 ) -> dict[str, str]:
-    """Do all stages of a run, or find them done; print a table and one JSON line, and return the
-    folder of each stage by its name (prompts, generate, capture, train, eval, export, bench).
+    """Do all stages of a run, or find them done; print a table and a verdict, and return the folder
+    of each stage by its name (prompts, generate, capture, train, eval, export, bench).
 
-    run_file: the path of a YAML file, or its content. command_line: what does this, for messages
-    and the report. anyway: start even if there may be no room. own: lines on how to do the same for
-    another model, for the end and the report. Raises ConfigError and what the stages raise.
+    run_file: a YAML file, or its content. command_line: for messages and the report. anyway: start
+    even if there may be no room. own: last lines, on another model. as_json: end with a line of
+    JSON on a terminal too. Raises ConfigError and what the stages raise.
     """
     content = run_file if isinstance(run_file, Mapping) else read_run_file(Path(run_file))
     started = time.monotonic()
@@ -253,8 +241,10 @@ def run(
         summary = done["bench"].read_json("summary.json")
         evaluation = done["eval"].read_json("eval.json")
         arm = ADAPTED if config.train.start else EAGLE
-        # the report lies beside the export's folder
-        forms = f"./{done['export'].url.rpartition('/')[2]}/"
+        # a report names no folder of this machine: commands run where the run began, or, of an
+        # output elsewhere, beside the report
+        place = "." if Path(root).is_absolute() else root
+        forms, model = f"{place}/{Path(done['export'].url).name}/", resolve_target(config.target)
         served = [serve_command(config), *done["export"].manifest().facts["commands"].values()]
         report = write_reports(
             Artifact(root),
@@ -263,7 +253,11 @@ def run(
                 evaluation=evaluation,
                 ledger=done["prompts"].read_json("ledger.json"),
                 manifest=done["bench"].manifest(),
-                commands=[command_line, *(one.replace("./", forms) for one in served), *own],
+                commands=[
+                    command_line,
+                    *(one.replace("./", forms).replace(model, "MODEL") for one in served),
+                    *own,
+                ],
                 arm=arm,
             ),
         )
@@ -280,8 +274,11 @@ def run(
         print(line)
     for line in own:
         print(line)
-    print(f"report: {report}")
-    print(json.dumps({**figures, "seconds": seconds, "report": report}))
+    state = "NOT SHOWN to be faster"
+    if (speedup := figures["speedup"]) is not None:
+        state = "FASTER" if speedup > 1 else "SLOWER than plain decoding: train on more prompts"
+    print(f"the head is {state}\nreport: {report}")
+    print_json({**figures, "seconds": seconds, "report": report}, as_json)
     return {name: artifact.url for name, artifact in done.items()}
 
 
@@ -351,13 +348,12 @@ def begun_folders(config: RunConfig, root: str, prompts: Artifact) -> Iterator[s
     yield answers.url
     if is_done:
         features = StageFolder(root, "capture")
-        task = CaptureTask(config.capture, answers, stored_splits(config))
+        task = CaptureTask(config.capture, answers, _stored_splits(config))
         features.is_done_for(identity("capture", task.settings, {"answers": task.made}))
         yield features.url
 
 
-def stored_splits(config: RunConfig) -> tuple[Split, ...]:
-    """The splits whose features are written."""
+def _stored_splits(config: RunConfig) -> tuple[Split, ...]:
     return ("held_out",) if config.online else SPLITS
 
 
@@ -396,7 +392,7 @@ def capture_stage(work: StageWork) -> str:
     """Stage capture; the URL of its output, as of the two that follow."""
     config, features = work.config, StageFolder(work.root, "capture")
     with stage("capture", features) as track:
-        capture(config.capture, Artifact(work.answers), features, track, stored_splits(config))
+        capture(config.capture, Artifact(work.answers), features, track, _stored_splits(config))
     return features.url
 
 
@@ -424,13 +420,15 @@ def eval_stage(work: StageWork, features: str, head: str, questions: str) -> str
 
 
 def check_form(exported: Artifact, form: str, target: str) -> str:
-    """The local folder of one exported form, after showing what `eyas check` finds wrong, without
-    its notes on engines that this form is not for. Raises MismatchError for an error.
+    """The local folder of one exported form, after showing what `eyas check` finds wrong. Raises
+    MismatchError for an error.
     """
     folder = exported.local_path(form)
     assert folder is not None, "a run's output is a folder of this machine"
     findings = [one for one in check(folder, target) if one.level != "note"]
-    show(findings, folder)
+    show(findings)
+    if not findings:
+        print(f"{folder}: nothing found")
     if any(finding.level == "error" for finding in findings):
         raise MismatchError(f"{folder} would serve badly", "mend what is listed above")
     return folder
@@ -439,8 +437,8 @@ def check_form(exported: Artifact, form: str, target: str) -> str:
 def serve_and_bench(
     config: RunConfig, root: str, prompts: Artifact, exported: Artifact, head: str
 ) -> dict[str, Artifact]:
-    """Serve the exported head in a process of its own and measure it, beside the head that training
-    started from, if any, and on GPUs verify it; no server starts when that is done already.
+    """Serve and measure the exported head, beside the head that training started from, if any, and
+    on GPUs verify it; no server starts when that is done already.
     """
     start = config.train.start
     # of a server's settings all but places count for what is measured on it
@@ -551,8 +549,8 @@ def serve_command(config: RunConfig) -> str:
 
 
 def bench_prompts(config: RunConfig, prompts: Artifact, root: str) -> str:
-    """The file that bench asks from, and eval before it: by default one of the prompts that
-    `capture` keeps out of training, which is written here.
+    """The file that eval and bench ask from: by default the prompts that `capture` keeps out of
+    training, written here.
     """
     if config.bench.prompts:
         return config.bench.prompts
@@ -571,4 +569,7 @@ def bench_prompts(config: RunConfig, prompts: Artifact, root: str) -> str:
         f"held-out-prompts-{prompts.manifest().identity[:IDENTITY_DIGITS]}-{held_out_share}.jsonl"
     )
     Artifact(root).write_jsonl(name, rows)
+    if len(rows) < LEAST_HELD_OUT:
+        few = f"{len(rows)} held-out prompts are too few to judge a head, give {LEAST_HELD_OUT}"
+        console.print(f"warning: {few}: more prompts, or bench.prompts", style="yellow")
     return f"{root}/{name}"

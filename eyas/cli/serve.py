@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import json
 import shlex
 import sys
 from collections.abc import Sequence
@@ -12,7 +11,7 @@ from typing import Annotated
 import typer
 
 from eyas.cli.launch import EngineName, become, engine_command, on_gpus, refuse_flagless
-from eyas.cli.options import Overrides, RunFile, stage_config
+from eyas.cli.options import StageOptions, with_flags
 from eyas.cli.stage import advise_gpu
 from eyas.errors import ConfigError
 from eyas.log import log_to_stderr
@@ -22,47 +21,12 @@ from eyas.serve.server import ServeConfig, serve
 from eyas.serve.vertex import from_environment
 
 CONFIG = ServeConfig
-MODEL, ADDRESS, OTHER = "Model and head", "Address and keys", "Another engine"  # panels of the help
+OTHER = "Another engine"  # a panel of the help
 
 
+@with_flags(CONFIG)
 def command(
-    target: Annotated[
-        str | None,
-        typer.Option(
-            "--target",
-            "-t",
-            help='its folder, a GGUF file, a hub id, or "smollm2"',
-            rich_help_panel=MODEL,
-        ),
-    ] = None,
-    head: Annotated[
-        str | None, typer.Option(help="in any form; none: plain decoding", rich_help_panel=MODEL)
-    ] = None,
-    speculation: Annotated[
-        str | None,
-        typer.Option(help="off, auto, fixed(steps,branches,nodes) (auto)", rich_help_panel=MODEL),
-    ] = None,
-    host: Annotated[
-        str | None, typer.Option(help="to listen on (127.0.0.1)", rich_help_panel=ADDRESS)
-    ] = None,
-    port: Annotated[
-        int | None, typer.Option(help="0 takes a free one (8000)", rich_help_panel=ADDRESS)
-    ] = None,
-    api_keys: Annotated[
-        str | None,
-        typer.Option(help="file, a key a line; EYAS_API_KEYS adds to it", rich_help_panel=ADDRESS),
-    ] = None,
-    allowed_host: Annotated[
-        list[str] | None,
-        typer.Option(help="also answer to this Host; may be repeated", rich_help_panel=ADDRESS),
-    ] = None,
-    allowed_origin: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="web pages there may ask (CORS), https://HOST",
-            rich_help_panel=ADDRESS,
-        ),
-    ] = None,
+    stated: StageOptions,
     engine: Annotated[
         EngineName | None,
         typer.Option(help="installed here, in place of ours", rich_help_panel=OTHER),
@@ -87,8 +51,6 @@ def command(
         bool,
         typer.Option("--print-command", help="show it, and run nothing", rich_help_panel=OTHER),
     ] = False,
-    run_file: RunFile = None,
-    overrides: Overrides = None,
 ) -> None:
     """Serve OpenAI's API until interrupted; the output is the target's own, with or without a head.
 
@@ -96,23 +58,9 @@ def command(
     log per request. In a container of Vertex AI, address, routes and model come from its AIP_
     variables.
     """
-    settings = {
-        "engine.speculation": speculation,
-        "limits.api_keys": api_keys,
-        "limits.allowed_hosts": allowed_host,
-        "limits.allowed_origins": allowed_origin,
-    }
-    overrides = [
-        *(overrides or []),
-        *(f"{name}={json.dumps(value)}" for name, value in settings.items() if value is not None),
-    ]
-    given = {"target": target, "head": head, "host": host, "port": port}
-    options = from_environment() | {
-        name: value for name, value in given.items() if value is not None
-    }
-    config = stage_config(ServeConfig, "serve", run_file, overrides, **options)
+    config = stated.config(ServeConfig, "serve", **from_environment())
     if engine is not None:
-        visible = gpu_ids(gpus)
+        visible = _gpu_ids(gpus)
         command = states_server if hidden_states else engine_command
         python = engine_python or sys.executable
         words = command(engine, config, engine_args, visible, python)
@@ -132,8 +80,7 @@ def command(
     )
 
 
-def gpu_ids(text: str | None) -> list[int]:
-    """The numbers of `--gpus`. Raises ConfigError."""
+def _gpu_ids(text: str | None) -> list[int]:
     words = text.split(",") if text else []
     if not all(word.strip().isdecimal() for word in words):
         raise ConfigError(f"--gpus {text}: no list of numbers", "write e.g. --gpus 0,1")

@@ -29,11 +29,6 @@ class StageFolder(Artifact):
         return super().is_done_for(identity)
 
 
-def folder_of(url: str) -> str:
-    """The folder or URL that holds an artifact's."""
-    return url.rpartition("/")[0] or "."
-
-
 def advise_gpu(command: str, then: str) -> None:
     """Where there is a GPU, name engines that use it: ours does not."""
     if has_gpu():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import json
 import os
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
@@ -13,8 +12,8 @@ from typing import Annotated, Any
 import typer
 
 from eyas.artifact import Artifact
-from eyas.cli.options import Output, Overrides, RunFile, TargetOption, run_section, stage_config
-from eyas.cli.stage import StageFolder, folder_of, stage
+from eyas.cli.options import Output, StageOptions, TargetOption, with_flags
+from eyas.cli.stage import StageFolder, stage
 from eyas.errors import ConfigError
 from eyas.log import quiet
 from eyas.settings import validated
@@ -27,6 +26,7 @@ from eyas.train.trainer import TrainConfig
 CONFIG = TrainConfig
 
 
+@with_flags(CONFIG)
 def command(
     features: Annotated[
         str, typer.Argument(help="output of `eyas capture`; of `eyas generate` with --online")
@@ -55,26 +55,23 @@ def command(
             "for `eyas capture`; several may be given"
         ),
     ] = None,
-    run_file: RunFile = None,
-    overrides: Overrides = None,
+    *,
+    stated: StageOptions,
 ) -> None:
     """Train a head on captured features; interrupted, it resumes from its last checkpoint.
 
-    With --online nothing is stored: the target works on the answers, in this process or in
-    servers.
-    On several devices: torchrun --nproc-per-node 8 -m eyas.cli.main train ... --set
-    batches.per_step=8
-    (--set start.head=HEAD for --start there: torchrun would read that as an option of its own)
+    With --online nothing is stored: the target works on the answers, in this process or servers.
+    On several devices: torchrun --nproc-per-node 8 -m eyas.cli.main train ... -s batches.per_step=8
+    (there -s start.head=HEAD for --start, which torchrun would read as its own)
     """
     if server and not online:
         raise ConfigError(
             "--server without --online: stored features need no server",
             "add --online, with the answers in place of the features",
         )
-    assignments = [] if start is None else [f"start.head={json.dumps(start)}"]
-    config = stage_config(TrainConfig, "train", run_file, [*assignments, *(overrides or ())])
+    config = stated.config(TrainConfig, "train", **{"start.head": start})
     servers = {"servers": server} if server else {}
-    capture = run_section("capture", run_file) | servers if online else None
+    capture = stated.section("capture") | servers if online else None
     train(features, target=target, output=output, online=capture, **dict(config))
 
 
@@ -91,19 +88,20 @@ def train(
     """Train a head, and return its folder or URL. Interrupted, the same call resumes from the last
     checkpoint; done, it returns at once.
 
-    features: the folder or URL of `eyas capture`'s output; with `online` of `eyas generate`'s, and
-    the target computes features while training. online: capture's settings ({}: the defaults).
-    target: any name of the features' model. output: None takes a folder beside the features, named
-    by the work's identity. progress: on stderr. on_row: called with each row of metrics.jsonl.
-    settings: TrainConfig's fields, sections as dicts (docs/settings.md).
+    features: output of `eyas capture`; with `online` of `eyas generate`, and the target computes
+    features while training. online: capture's settings ({}: the defaults). target: any name of the
+    model. output: None takes a folder beside the features, named by the work's identity. progress:
+    on stderr. on_row: called with each row of metrics.jsonl. settings: TrainConfig's fields,
+    sections as dicts (docs/settings.md).
 
-    Raises ConfigError, MissingInputError, MismatchError (features of another target), and what
-    training raises.
+    Raises ConfigError, MissingInputError, MismatchError, and what training raises.
     """
     config = validated(TrainConfig, settings, "train")
     source, target = Artifact(str(features)), str(target)
-    beside = output is None
-    artifact = StageFolder(folder_of(source.url), "train") if beside else Artifact(str(output))
+    if output is None:
+        artifact: Artifact = StageFolder(source.url.rpartition("/")[0] or ".", "train")
+    else:
+        artifact = Artifact(str(output))
     shown = stage("train", artifact) if progress and is_first_rank() else nullcontext(quiet)
     with shown as track:
         open_split: Callable[[Split], FeatureSource] = partial(Features, source)

@@ -3,31 +3,26 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from typing import Annotated
 
 import typer
 
 from eyas.artifact import Artifact
 from eyas.bench.verify import VerifyConfig, verified
-from eyas.cli.options import Overrides, Prompts, stage_config
+from eyas.cli.options import AsJson, Output, StageOptions, print_json, with_flags
 from eyas.log import progress_bar
 
 CONFIG = VerifyConfig
 CODES = {"EXACT": 0, "TIES ONLY": 0, "DIFFERENT": 3, "INCONCLUSIVE": 4}  # 1 and 2 are errors
 
 
+@with_flags(CONFIG)
 def command(
     url: Annotated[str, typer.Argument(help="server that speculates")],
-    plain: Annotated[
-        str | None,
-        typer.Option(help="a server of the same model that does not; eyas' own needs none"),
-    ] = None,
-    output: Annotated[
-        str, typer.Option("--output", "-o", help="folder or URL of the report")
-    ] = "out/verify",
-    prompts: Prompts = None,
-    overrides: Overrides = None,
+    output: Output = "out/verify",
+    as_json: AsJson = False,
+    *,
+    stated: StageOptions,
 ) -> None:
     """Tell whether a server's speculation changes what it answers: for any OpenAI-compatible server
     that gives token ids or logprobs.
@@ -35,12 +30,10 @@ def command(
     Asks for the same answers with speculation and without, greedy and with seeds, and writes
     report.md and verify.json. Ends with 0 (EXACT, TIES ONLY), 3 (DIFFERENT) or 4 (INCONCLUSIVE).
     """
-    config = stage_config(
-        VerifyConfig, "verify", None, overrides, url=url, plain=plain, prompts=prompts
-    )
+    config = stated.config(VerifyConfig, "verify", url=url)
     folder = Artifact(output)
     with progress_bar("verify") as track:
         verdict, why = asyncio.run(verified(config, folder, track))
     print(f"{verdict}: {why}\nreport: {folder.url}/report.md")
-    print(json.dumps({"verdict": verdict, "why": why, "output": output}))
+    print_json({"verdict": verdict, "why": why, "output": output}, as_json)
     raise typer.Exit(CODES[verdict])

@@ -70,22 +70,21 @@ async def _watch(
             await stack.enter_async_context(Client(url, TIMEOUT_S)) for url in dict.fromkeys(urls)
         ]
         async for window in windows(clients, figures, temperature, requests, POLL_S):
-            text = window if isinstance(window, str) else line(window)
+            text = window if isinstance(window, str) else _line(window)
             print(f"{datetime.now():%Y-%m-%d %H:%M:%S}  {text}", flush=True)
             if isinstance(window, str):
                 if once:
                     raise MissingInputError(window, "send traffic, or give a smaller --requests")
                 continue
             if window.is_stale and not was_stale:
-                print(f"  -> {advice(window)}", flush=True)
+                print(f"  -> {_advice(window)}", flush=True)
             if once:
                 return window
             was_stale = window.is_stale
     raise AssertionError("windows have no end")
 
 
-def line(window: WatchWindow) -> str:
-    """A window for people."""
+def _line(window: WatchWindow) -> str:
     card = window.card
     parts = [
         f"{'STALE' if window.is_stale else 'ok':<5}  tau {_tau(window)}, card {_tau(card)}, stale "
@@ -107,8 +106,7 @@ def _shares(one: WatchWindow | CardTau) -> str:
     return " ".join(f"{share:.2f}" for share in one.acceptance_by_position)
 
 
-def advice(window: WatchWindow) -> str:
-    """What to run next."""
+def _advice(window: WatchWindow) -> str:
     lost = (window.card.tau - window.tau) / (window.card.tau - 1)
     return (
         f"the head lost {lost:.0%} of its accepted drafts: this traffic is not what it was "

@@ -161,7 +161,6 @@ def judge(
 
 
 def _summed(values: np.ndarray) -> np.ndarray:
-    """Of [B, C] over the requests."""
     total: np.ndarray = values[0] if len(values) == 1 else values.sum(0)
     return total
 

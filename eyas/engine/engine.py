@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 from tokenizers import Tokenizer
@@ -28,9 +29,11 @@ from eyas.errors import ConfigError, InputError, MismatchError
 from eyas.log import Track, quiet, size_text
 from eyas.model.checkpoint import read_head
 from eyas.model.target import PAGE_SIZE, Dtype, Target
+from eyas.settings import Flag
 from eyas.tau import count_round, tau_of
 
 log = logging.getLogger("eyas.engine")
+MODEL = "Model and head"  # of flags
 
 LEAST_TAU, TAU_WINDOW = 1.3, 256  # below it a head hardly helps; over so many greedy rounds
 DEFAULT_SHARE = 0.5  # part of the free memory that caches take without a max_length
@@ -46,10 +49,10 @@ class EngineConfig(BaseModel):
     tokens; None takes as many as max_batch requests of max_length need, or, without a max_length,
     as that half holds: then requests may wait for each other's pages. prefill_chunk: tokens of a
     prefill. max_pause_ms: of running answers, while prompts are read; more gives throughput.
-    speculation: off, auto or fixed; auto and fixed with sizes if the defaults do not fit:
-    fixed(6,3,12) are num_draft_steps, tree_topk and num_verify_tokens, root included. prefix_reuse:
-    keep computed prefixes for other requests. text_drafts: in auto, draft also what followed the
-    same tokens before, with or without a head.
+    speculation: off, auto, fixed(steps,branches,nodes); auto takes sizes too; these are
+    num_draft_steps, tree_topk and num_verify_tokens. prefix_reuse: keep computed prefixes for other
+    requests. text_drafts: in auto, draft also what followed the same tokens before, with or without
+    a head.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -59,7 +62,7 @@ class EngineConfig(BaseModel):
     num_pages: int | None = Field(None, ge=1)
     prefill_chunk: int = Field(256, ge=16)
     max_pause_ms: float = Field(150.0, gt=0)
-    speculation: str = "auto"
+    speculation: Annotated[str, Flag(panel=MODEL)] = "auto"
     prefix_reuse: bool = True
     text_drafts: bool = True
 
@@ -160,7 +163,6 @@ class Engine:
 
     @property
     def _page_bytes(self) -> int:
-        """Of a page in all caches."""
         shape = self.target.config
         numbers = shape.num_hidden_layers * shape.slot_width
         if self.draft is not None:

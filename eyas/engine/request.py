@@ -187,12 +187,14 @@ class Request:
 class TokenLogprob:
     """The natural log of a token's probability in the target's own distribution.
 
-    top: the best tokens there with theirs, best first, as many as the request asked for.
+    top: the best tokens there with theirs, best first, as many as the request asked for. text: the
+    token's, where the reader has a tokenizer.
     """
 
     token_id: int
     logprob: float
     top: tuple[tuple[int, float], ...] = ()
+    text: str = ""
 
 
 @dataclass(frozen=True, slots=True)

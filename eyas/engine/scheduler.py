@@ -417,7 +417,6 @@ class Scheduler:
         bisect.insort(self._waiting, sample, key=attrgetter("place"))
 
     def _leave(self, sample: RunningSample) -> None:
-        """Take a sample out of the running ones and release its pages."""
         self._running.remove(sample)
         self._pool.release(sample.pages)
         sample.pages = []

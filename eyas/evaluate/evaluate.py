@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from pydantic import Field, field_validator
 
@@ -45,7 +45,7 @@ from eyas.model.weights import fingerprint
 from eyas.operators.decoder import default_device
 from eyas.operators.shape import target_shape
 from eyas.operators.vocab import TargetVocabulary
-from eyas.settings import Settings
+from eyas.settings import Flag, Settings
 from eyas.shards import FeatureSource
 
 DEFAULT_TREES = (str(Speculation("fixed")), "fixed(4,1,5)")  # the engine's own sizes, and a chain
@@ -53,27 +53,27 @@ ANSWER_TOKENS = 64  # of each answer: enough for twenty rounds
 
 
 class EvalConfig(Settings):
-    """Settings of the eval stage.
-
-    trees: fixed(num_draft_steps,tree_topk,num_verify_tokens), with one branch for a chain, or auto;
-    the first tree at the first temperature gives the headline. against: another head, measured on
-    the same answers. tolerance: the new head must be shown to be better, and tau may fall by this
-    share at most on any source; null only reports.
-    """
+    """Settings of the eval stage. trees: "fixed(6,3,12) auto"; with one branch a chain."""
 
     num_draft_steps: int = Field(7, ge=1, le=16, description="of chains on features")
-    trees: tuple[str, ...] = Field(
-        DEFAULT_TREES, min_length=1, description="of prompts, as `eyas serve` takes them"
+    trees: Annotated[tuple[str, ...], Flag(separator=" ")] = Field(
+        DEFAULT_TREES, min_length=1, description="as for `eyas serve`, fixed or auto"
     )
-    temperatures: tuple[float, ...] = Field(
-        (0.0, 1.0), min_length=1, description="the first gives the headline"
+    temperatures: Annotated[tuple[float, ...], Flag(separator=" ")] = Field(
+        (0.0, 1.0), min_length=1, description="of answers; the first gives the headline"
     )
-    num_prompts: int = Field(100, ge=1, description="held-out prompts that are answered")
+    num_prompts: Annotated[int, Flag()] = Field(
+        100, ge=1, description="held-out prompts that are answered"
+    )
     max_tokens: int = Field(ANSWER_TOKENS, ge=2, description="of an answer")
     seed: int = Field(0, description="of what is drawn; the prompt is mixed in")
     models: ModelsConfig = ModelsConfig()
-    against: str | None = None
-    tolerance: float | None = Field(None, ge=0, lt=1)
+    against: Annotated[str | None, Flag()] = Field(
+        None, description="another head, measured on the same answers"
+    )
+    tolerance: Annotated[float | None, Flag()] = Field(
+        None, ge=0, lt=1, description="exit code 3 unless better, and on no source worse by this"
+    )
 
     @field_validator("trees")
     @classmethod

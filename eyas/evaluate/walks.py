@@ -177,7 +177,6 @@ def walk(draft: Draft, tree: Speculation, samples: Sequence[Sample]) -> list[Ans
 def _missing(
     walks: Sequence[AnswerWalk], lines: Sequence[int], table: np.ndarray, before: int
 ) -> Roots:
-    """The columns that lack entries, up to so many before the root."""
     ahead = [walks[b] for b in lines]
     lens, starts = [(one.root or 0) - before for one in ahead], [one.draft_len for one in ahead]
     spans = zip(ahead, starts, lens, strict=True)

@@ -189,9 +189,6 @@ def _yaml(content: Mapping[str, Any]) -> str:
 
 
 def _rows(value: Any) -> list[dict[str, str]]:
-    """The rows of a table of tau or speed-up, as text, or none: a list of objects, or objects or
-    numbers by name.
-    """
     if isinstance(value, Mapping):
         named = [
             {"": name, **(one if isinstance(one, Mapping) else {"tau": one})}
@@ -209,7 +206,6 @@ def _rows(value: Any) -> list[dict[str, str]]:
 
 
 def _cell(name: str, value: Any) -> str:
-    """A number, a name or an interval as text; nothing for what fits no cell."""
     if isinstance(value, float):
         return f"{value:.2f}"
     if isinstance(value, list) and name.endswith("_interval"):

@@ -18,7 +18,7 @@ from pydantic import ValidationError
 
 from eyas.artifact import MANIFEST, Manifest, file_identity
 from eyas.errors import EyasError, MismatchError, MissingInputError
-from eyas.export.engines import ENGINES, FORMS, EngineForm
+from eyas.export.engines import ENGINES, FORMS, EngineAbilities, EngineForm
 from eyas.hub import resolve_head, resolve_target
 from eyas.lineage import HEAD_FILES
 from eyas.model.architecture import TargetConfig
@@ -59,6 +59,7 @@ from eyas.operators.shape import StoredMatrices, target_shape
 
 Level = Literal["error", "warning", "note"]
 LEVELS: tuple[Level, ...] = ("error", "warning", "note")
+OWN_ENGINE = "our own engine"
 STAGES = {"train": "trained", "export": "exported"}  # whose output is a head
 # what older speculators wrote of the target
 VERIFIER_SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "vocab_size")
@@ -70,12 +71,14 @@ class CheckFinding:
     done.
 
     meanings: of what can be meant in several ways, the name of each and the keys that say it.
+    unfit: engines that it is not for.
     """
 
     level: Level
     what: str
     hint: str
     meanings: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    unfit: tuple[str, ...] = ()
 
 
 def in_order(findings: Iterable[CheckFinding]) -> list[CheckFinding]:
@@ -146,7 +149,7 @@ def check(
 def replayed_by(target: str | Path) -> str:
     """What runs a target that is replayed, for people."""
     shape = target_shape(resolve_target(str(target)))
-    return "our own engine" if isinstance(shape, TargetConfig) else "transformers"
+    return OWN_ENGINE if isinstance(shape, TargetConfig) else "transformers"
 
 
 # Files
@@ -305,6 +308,7 @@ def engine_findings(named: Collection[Form], config: HeadConfig) -> Iterator[Che
                 "warning" if engine.is_of(named) else "note",
                 f"{engine.title} does not read {', '.join(flags)}: it {'; '.join(effects)}",
                 f"serve it with another engine, or train a head without ({engine.where})",
+                unfit=(engine.title,),
             )
 
 
@@ -320,15 +324,16 @@ def serving_findings(named: Collection[Form], target: TargetShape) -> Iterator[C
         if able
         else "keep it for a newer version that takes such targets, or train one for another target"
     )
-    levels: dict[Level, list[str]] = {"warning": [], "note": []}
+    levels: dict[Level, list[EngineAbilities]] = {"warning": [], "note": []}
     for engine in ENGINES:
         if not engine.serves(family):
             level: Level = "warning" if not able or engine.is_of(named) else "note"
-            levels[level].append(engine.release)
-    for level, names in levels.items():
-        if names:
-            what = f"not served by {', '.join(names)}: no EAGLE-3 for a target of {family!r}"
-            yield CheckFinding(level, what, hint)
+            levels[level].append(engine)
+    for level, others in levels.items():
+        if others:
+            names = ", ".join(engine.release for engine in others)
+            what = f"not served by {names}: no EAGLE-3 for a target of {family!r}"
+            yield CheckFinding(level, what, hint, unfit=tuple(engine.title for engine in others))
     for engine in ENGINES:
         if engine.is_of(named) and family in engine.options:
             words = " ".join(chain(*engine.options[family].items()))

@@ -19,6 +19,7 @@ import hashlib
 from collections.abc import Mapping
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Annotated
 
 import torch
 import torch.nn.functional as F
@@ -46,7 +47,7 @@ from eyas.model.weights import fingerprint
 from eyas.operators.head import Head, head_of, load_head
 from eyas.operators.tensors import array_of, read_head, write_head
 from eyas.operators.vocab import TargetVocabulary
-from eyas.settings import Settings
+from eyas.settings import Flag, Settings
 
 REPLAYED_TOKENS, REPLAYED_STEPS = 16, 3
 MAX_SHARD_BYTES = 5_000_000_000  # of a file of weights, as the hub's tools split them
@@ -66,8 +67,8 @@ class ExportConfig(Settings):
     target_name: str | None = None
     speculation: str | None = None
     licence: str | None = None
-    costs: str | None = Field(
-        None, description="cost table of an engine, from which speed is foretold on the card"
+    costs: Annotated[str | None, Flag()] = Field(
+        None, description="cost table of an engine (JSON): foretell its speed on the card"
     )
     publish: str | None = Field(
         None,

@@ -14,7 +14,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import replace
 from functools import cached_property, partial
-from typing import Any, Literal, get_args
+from typing import Annotated, Any, Literal, get_args
 
 import torch
 from pydantic import Field, model_validator
@@ -51,7 +51,7 @@ from eyas.operators.decoder import FeatureDecoder, HookedDecoder, OwnDecoder, de
 from eyas.operators.shape import target_shape
 from eyas.operators.vocab import TargetVocabulary
 from eyas.records import RECORD, read_answers
-from eyas.settings import Settings
+from eyas.settings import Flag, Settings
 from eyas.shards import CodecName, EncodedSample, FeatureMeta, Sample, ShardWriter, Split
 from eyas.shards.sample import DTYPES
 
@@ -97,7 +97,9 @@ class CaptureConfig(Settings):
     )
     executor: Place = Field("local", description="where workers run; the result is the same")
     workers: int = Field(1, ge=1, description="processes that compute; on Ray, one for each host")
-    servers: tuple[str, ...] = Field((), description="URLs that compute in place of this process")
+    servers: Annotated[tuple[str, ...], Flag("--server")] = Field(
+        (), description="URL of a vLLM or SGLang server of hidden states"
+    )
     client: FleetConfig = FleetConfig()
 
     @model_validator(mode="after")

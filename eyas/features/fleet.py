@@ -330,7 +330,6 @@ class Fleet(Generic[RequestT, ReplyT]):
         return replies
 
     async def _ask(self, request: RequestT) -> ReplyT | TurnFailure:
-        """The first server's reply. Raises EyasError where a failure ends the run."""
         num_failed = 0
         server: FleetServer[RequestT, ReplyT] | None = None
         while True:

@@ -22,7 +22,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, closing, nullcontext
-from typing import Any
+from typing import Annotated, Any
 
 from pydantic import Field, model_validator
 
@@ -44,7 +44,7 @@ from eyas.operators.shape import refuse_unnamed, target_shape
 from eyas.privacy.detector import LeakDetector, recogniser_versions
 from eyas.privacy.pii import ANSWER_POLICY, PrivacyConfig
 from eyas.records import RECORD, Prompt
-from eyas.settings import Settings
+from eyas.settings import Flag, Settings
 
 ROWS_PER_PART = 200  # prompts in a file of answers
 PAGES_BESIDE = 64  # of the cache, for drafts
@@ -63,7 +63,9 @@ class GenerateConfig(Settings):
     """
 
     target: str = Field(description="a folder, a GGUF file, or a name of a hub")
-    head: str | None = Field(None, description="speeds up the engine in this process")
+    head: Annotated[str | None, Flag()] = Field(
+        None, description='to draft with here, or "smollm2": faster, same answers'
+    )
     dtype: Dtype = Field("auto", description="of the weights; auto: as in the checkpoint")
     max_tokens: int = Field(default=128, ge=1, description="of an answer")
     sampling: tuple[Sampling, ...] = Field(
@@ -80,7 +82,9 @@ class GenerateConfig(Settings):
         datetime.date(2026, 1, 1), description="the day that templates print as today's"
     )
     personal: PrivacyConfig = ANSWER_POLICY
-    servers: tuple[str, ...] = Field((), description="URLs that answer in place of this process")
+    servers: Annotated[tuple[str, ...], Flag("--server")] = Field(
+        (), description="URL of an OpenAI-compatible server that answers"
+    )
     client: ClientConfig = ClientConfig()
 
     @model_validator(mode="after")
@@ -299,7 +303,6 @@ def answer_all(
 
 
 def _counts(prompts: Artifact, output: Artifact, per_prompt: int) -> dict[str, int]:
-    """Every turn is either an answer or a drop."""
     counts: Counter[str] = Counter(prompts=0, turns=0, answers=0, answer_tokens=0)
     for prompt in prompts.read_rows("prompts"):
         counts.update(prompts=1, turns=len(prompt["turns"]) * per_prompt)

@@ -18,7 +18,7 @@ from threading import Lock
 import torch
 from torch import Tensor
 
-from eyas.artifact import Manifest, identity
+from eyas.artifact import Artifact, Manifest, identity
 from eyas.features.capture import CaptureConfig, CaptureTask, open_source
 from eyas.features.forward import FeatureForward
 from eyas.features.samples import ForwardBatch, of_similar_lengths
@@ -35,10 +35,9 @@ class OnlineTarget(CaptureTask):
     training and held-out features share it.
     """
 
-    @cached_property
-    def computing(self) -> Lock:
-        """Training is fed by a thread while held-out samples are measured."""
-        return Lock()
+    def __init__(self, config: CaptureConfig, answers: Artifact) -> None:
+        super().__init__(config, answers)
+        self.computing = Lock()  # training is fed by a thread while held-out samples are measured
 
     @cached_property
     def source(self) -> FeatureForward | StateFleet:

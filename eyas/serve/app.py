@@ -477,7 +477,6 @@ class Api:
     async def _complete(
         self, kind: type[Body], exchange: Exchange, service: ModelService
     ) -> Response:
-        """Read a body and answer it."""
 
         def translate(text: bytes) -> tuple[bool, CompletionWriter]:
             return self._completion(service, parse_body(kind, text))
@@ -495,7 +494,6 @@ class Api:
         return body.stream, completion
 
     def _check_answers(self, service: ModelService, bodies: Sequence[Body]) -> None:
-        """Refuse more answers than fit, before anything is made for them."""
         wanted = sum(1 if isinstance(one, ResponsesRequest) else one.num_answers for one in bodies)
         most = service.worker.max_batch + self.limits.max_queue
         if wanted > most:
@@ -555,7 +553,6 @@ class Api:
         return service.worker.updates(requests, limits.request_timeout_s, limits.max_queue)
 
     async def _done(self, exchange: Exchange, service: ModelService, work: Awaitable[T]) -> T:
-        """The result of what the engine does."""
         try:
             return await while_connected(exchange.http, work)
         except QueueFull as error:
@@ -569,7 +566,6 @@ class Api:
     # Bodies
 
     async def _translated(self, http: HttpRequest, translate: Callable[[bytes], T]) -> T:
-        """What `translate` makes of a body."""
         body = bytearray()
         try:
             await self._read_body(http, body)
@@ -579,7 +575,6 @@ class Api:
             self._held_bytes -= len(body)
 
     async def _read_body(self, http: HttpRequest, body: bytearray) -> None:
-        """Add the body of a JSON request to `body`."""
         # A page in a browser may send text/plain to a loopback address unasked, but not this type.
         content_type = http.headers.get("content-type", "").partition(";")[0].strip().lower()
         if content_type != "application/json":

@@ -298,7 +298,7 @@ class CompletionRequest(SamplingFields):
     ignored: ClassVar[frozenset[str]] = IGNORED
     off: ClassVar[dict[str, tuple[Any, ...]]] = OFF
 
-    model: str
+    model: str | None = None
     max_tokens: int | None = Field(None, ge=1, lt=2**31)
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None

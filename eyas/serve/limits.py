@@ -17,13 +17,15 @@ from collections import OrderedDict
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from eyas.errors import ConfigError, EyasError, InputError, MissingInputError
+from eyas.settings import Flag
 
 log = logging.getLogger("eyas.serve")
+ADDRESS = "Address and keys"  # of flags
 KEYS_VARIABLE = "EYAS_API_KEYS"
 MAX_HOST = 64  # characters of a host that a message repeats
 _HOST = re.compile(r"(?P<name>\[[0-9a-f:.]+\]|[a-z0-9._-]+)(:[0-9]*)?")
@@ -52,14 +54,14 @@ class LimitsConfig(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
-    api_keys: Path | None = Field(
-        None, description="file, a key a line, read again when it changes; EYAS_API_KEYS adds to it"
+    api_keys: Annotated[Path | None, Flag(panel=ADDRESS)] = Field(
+        None, description="file, a key a line, read anew; EYAS_API_KEYS adds to it"
     )
-    allowed_hosts: list[str] = Field(
-        [], description="in the header Host, beside the loopback's; *: any"
+    allowed_hosts: Annotated[list[str], Flag("--allowed-host", ADDRESS)] = Field(
+        [], description="other names in the header Host; *: any"
     )
-    allowed_origins: list[str] = Field(
-        [], description="web pages that may ask from a browser (CORS): https://HOST; *: any"
+    allowed_origins: Annotated[list[str], Flag("--allowed-origin", ADDRESS)] = Field(
+        [], description="pages of https://HOST may ask (CORS); *: any"
     )
     heads: Path | None = Field(
         None, description="folder: POST /v1/head serves another head of it; needs API keys"

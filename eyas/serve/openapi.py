@@ -23,7 +23,6 @@ Form = type[RequestBody | PredictionRequest]
 
 
 def _object(**properties: Schema) -> Schema:
-    """The schema of an object with at least these properties."""
     return {"type": "object", "required": list(properties), "properties": properties}
 
 

@@ -199,7 +199,7 @@ class ResponsesRequest(RequestBody):
         "truncation": ("disabled",),
     }
 
-    model: str
+    model: str | None = None
     input: (
         str | Annotated[list[InputItem], Field(min_length=1, max_length=MAX_ITEMS, fail_fast=True)]
     )
@@ -390,7 +390,6 @@ class ResponseWriter(CompletionWriter):
         return events + self._close("incomplete" if delta.ending == "length" else "completed")
 
     def _words(self, text: str, logprobs: list[TokenLogprob]) -> str:
-        """A message opens with its first words."""
         events, message = "", self._open
         if not isinstance(message, _OpenMessage):
             events = self._close("completed")

@@ -25,7 +25,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import cast
+from typing import Annotated, cast
 
 import uvicorn
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -35,18 +35,19 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 from eyas.artifact import Artifact
 from eyas.builtin import BUILTIN
 from eyas.chat import Chat
-from eyas.engine.engine import Engine, EngineConfig
+from eyas.engine.engine import MODEL, Engine, EngineConfig
 from eyas.errors import ConfigError, EyasError
-from eyas.hub import resolve_head, resolve_target
+from eyas.hub import is_hub_id, resolve_head, resolve_target
 from eyas.model.architecture import TargetConfig
 from eyas.model.target import Dtype
 from eyas.model.threads import set_num_threads
 from eyas.model.weights import fingerprint
 from eyas.serve.app import Api, ModelService, create_app
-from eyas.serve.limits import ApiError, LimitsConfig
+from eyas.serve.limits import ADDRESS, ApiError, LimitsConfig
 from eyas.serve.metrics import card_figures
 from eyas.serve.translation import ModelInfo
 from eyas.serve.vertex import VertexConfig
+from eyas.settings import Flag
 
 KEEP_ALIVE_S = 30  # a connection may be idle between two requests
 LAST_ANSWERS_S = 2  # to tell clients about requests that have not finished after shutdown_s
@@ -71,16 +72,22 @@ class ServeConfig(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
 
-    target: str | None = Field(None, description="a folder, a GGUF file, or a name of a hub")
-    head: str | None = Field(
-        None, description="the same, in any form; null: drafts from text alone"
+    target: Annotated[str | None, Flag("--target -t", MODEL)] = Field(
+        None, description='folder of the model, a GGUF file, a hub id, or "smollm2"'
+    )
+    head: Annotated[str | None, Flag(panel=MODEL)] = Field(
+        None, description="the same, in any form; none: drafts from text alone"
     )
     dtype: Dtype = Field(
         "auto", description="of the weights; auto: as stored (a GGUF file: packed)"
     )
     model: str | None = Field(None, description="name in requests; null: that of the folder")
-    host: str = Field("127.0.0.1", description="address to listen on")
-    port: int = Field(8000, ge=0, le=65535, description="0 takes a free one")
+    host: Annotated[str, Flag(panel=ADDRESS)] = Field(
+        "127.0.0.1", description="address to listen on"
+    )
+    port: Annotated[int, Flag(panel=ADDRESS)] = Field(
+        8000, ge=0, le=65535, description="0 takes a free one"
+    )
     threads: int | None = Field(
         None, ge=1, description="of the engine on a CPU; null: all that this process has"
     )
@@ -148,6 +155,7 @@ def load(config: ServeConfig) -> ModelService:
         fingerprint(target),
         engine.text_drafts,
         context,
+        config.target if config.target and is_hub_id(config.target) else None,
     )
     if info.max_length < context and config.engine.max_length is None:
         log.warning(

@@ -97,7 +97,6 @@ class CallReader:
         self._blanks = ""  # shown when more words follow, not before a call
 
     def _keep(self, block: str) -> None:
-        """block: of the text behind an opening tag, what has not been passed on."""
         self._block = block
         self._seen, self._is_quoted = 0, False  # how far a closing tag was looked for
 
@@ -167,7 +166,6 @@ class CallReader:
         return None
 
     def _calls_of(self, shown: str, block: str) -> list[str | Call]:
-        """The calls in a block that is whole; where there are none it is shown as words."""
         calls = _read(block)
         if not calls:
             return [self._spaced(shown)]
@@ -179,7 +177,6 @@ class CallReader:
         self.num_calls += count
 
     def _spaced(self, words: str) -> str:
-        """Words behind the blanks that were held back; blanks at their end are held back."""
         words = self._blanks + words
         shown = words.rstrip()
         self._blanks = words[len(shown) :]

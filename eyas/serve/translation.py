@@ -29,8 +29,8 @@ THINKING = "enable_thinking"  # the switch of templates whose targets can think
 class ModelInfo:
     """What the server reports about its model.
 
-    model: the name in requests. max_length: tokens of prompt and answer together; context: those
-    that the target can have. text_drafts: whether it drafts what followed the same tokens before.
+    model: the name in requests; hub_id: another one. max_length: tokens of prompt and answer
+    together; context: those that the target can have. text_drafts: whether it drafts from text.
     target_fingerprint: of the target's files; `eyas generate` compares it with its own target's.
     """
 
@@ -41,6 +41,7 @@ class ModelInfo:
     target_fingerprint: str | None = None
     text_drafts: bool = False
     context: int | None = None
+    hub_id: str | None = None
 
     @property
     def speculates(self) -> bool:
@@ -74,6 +75,8 @@ class Translator:
 
     def completion(self, body: Body) -> CompletionWriter:
         """The writer of a body's answer; its `requests` are what the engine has to run."""
+        self.check_name(body.model)
+        body = body.model_copy(update={"model": body.model or self._info.model})
         if isinstance(body, TextRequest):
             return TextWriter(self._text(body), self.tokenizer, body)
         if isinstance(body, ChatRequest):
@@ -180,12 +183,11 @@ class Translator:
 
     def check_name(self, model: str | None) -> None:
         """Raise ApiError 404 for a model that is not served."""
-        if model not in (None, self._info.model):
+        if model not in (None, self._info.model, self._info.hub_id):
             message = f"no model {str(model)[:128]!r} here, only {self._info.model!r}"
             raise ApiError(404, message, "model", "model_not_found")
 
     def _check_model(self, body: CompletionRequest) -> None:
-        self.check_name(body.model)
         if body.speculation and not self._info.speculates:
             raise unsupported("speculation", "needs a head, and this server has none")
         if body.text_drafts and not self._info.text_drafts:

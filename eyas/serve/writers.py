@@ -229,7 +229,6 @@ class _OpenAIWriter(CompletionWriter):
         return (usage if self._has_usage else "") + DONE
 
     def _event(self, choice: dict[str, Any], **fields: Any) -> str:
-        """A chunk of one choice; fields: beside `choices`."""
         tail = self._tail
         if self._always_has_usage:
             tail = f'], "usage": {json.dumps(self.usage())}}}\n\n'

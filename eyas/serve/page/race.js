@@ -22,7 +22,7 @@ function lane(parent, title) {
   const progress = element("progress");
   const said = element("div", "said");
   const note = opener("waits", () => lookBack(made.came, made.words));
-  progress.max = $("longest").valueAsNumber || server.maxLength;
+  progress.max = longest();
   progress.value = 0;
   progress.setAttribute("aria-label", `${title}: tokens so far`);
   said.tabIndex = 0; // it scrolls
@@ -69,6 +69,9 @@ export async function race(place, messages, again) {
   return { verdict: verdict.textContent, came: lanes[1].came, said: lanes[1].words.text };
 }
 
+// Tokens of an answer: a small model repeats itself when it goes on.
+const longest = () => $("longest").valueAsNumber || Math.min(256, server.maxLength);
+
 const fresh = (count) => crypto.getRandomValues(new Uint32Array(count));
 
 // Both lanes once, another one first each time; whether both came to their end. Each has a salt of its own: else the server would
@@ -84,7 +87,7 @@ async function run(messages, lanes) {
   for (const place of order) {
     if (isStopped()) break;
     const one = lanes[place];
-    const body = wanted(messages, { seed, speculation: place === 1, cache_salt: fresh(4).join("-") });
+    const body = wanted(messages, { seed, speculation: place === 1, cache_salt: fresh(4).join("-"), max_tokens: longest() });
     one.came = await answer(body, one.words, (came) => one.show(came.tally));
     if (one.came.error) throw one.came.error;
     for (const each of lanes) each.most = one.came.tally.tokens; // both say the same: so long is the way
