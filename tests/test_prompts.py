@@ -181,11 +181,13 @@ def test_mathematics_is_read_from_its_column(tmp_path):
     assert [one.turns for one in prompts(output)] == [("What is $1+1$?",)]
 
 
-def test_tools_that_are_left_out_are_named(tmp_path):
+def test_tools_and_placeholders_are_counted(tmp_path):
     tools = [{"type": "function", "function": {"name": "find"}}]
-    rows = [openai("Find me a table.", tools=tools)], [openai("Who are you?")]
-    (line,) = run(tmp_path, *rows).manifest().facts["left_out"]
-    assert line.startswith("set0: its rows offer tools")
+    rows = [openai("Find me a table.", tools=tools)], [openai("Who is NAME_1 to NAME_2?")]
+    facts = run(tmp_path, *rows).manifest().facts
+    assert facts["ledger"]["dropped"] == {"tools": 1}
+    assert facts["ledger"]["placeholders"] == 1
+    assert facts["placeholders"] == ["set1: 1 prompts hold placeholders such as NAME_1"]
 
 
 def test_two_sources_of_one_name(tmp_path):
