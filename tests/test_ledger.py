@@ -92,7 +92,13 @@ def test_counts_by_hand():
     assert whole["versions"] == {"quality": 2}
     assert whole["policies"] == {"personal": {"policy": "mask"}}
     facts = made.facts()
-    nothing = {"dropped": {}, "rows_masked": 0, "masked": {}, "found_in_dropped": {}}
+    nothing = {
+        "dropped": {},
+        "rows_masked": 0,
+        "placeholders": 0,
+        "masked": {},
+        "found_in_dropped": {},
+    }
     assert facts["sources"]["other"] == {"rows_in": 1, "rows_out": 1, **nothing}
     assert facts.items() <= {**whole, "sources": facts["sources"]}.items()
 

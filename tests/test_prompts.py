@@ -457,18 +457,6 @@ def test_a_folder_is_free_after_a_source_without_a_readable_row(tmp_path):
     assert len(prompts(run(tmp_path, [openai("Sing.")]))) == 1
 
 
-def test_rows_that_look_like_a_known_set_are_refused_before_anything_is_written(tmp_path):
-    rows = [{"instruction": f"Sing {n}.", "input": "", "output": "La."} for n in range(3)]
-    with pytest.raises(InputError, match="rows with input, instruction, output look like alpaca"):
-        run(tmp_path, rows)
-    assert not (tmp_path / "prompts").exists()
-    source = config(tmp_path, rows).sources[0]
-    reason = {"overrule": {"look-alike": "our own, written in that form"}}
-    made = PromptsConfig(sources=[source.model_copy(update=reason)])
-    manifest = make_prompts(made, Artifact(str(tmp_path / "prompts")))
-    assert manifest.facts["ledger"]["licences"][0]["verdict"] == "overruled"
-
-
 @pytest.mark.parametrize("name", REAL_SETS)
 def test_real_sets(tmp_path, name):
     paths = [SHARED / f"{name}{ending}" for ending in (".jsonl.gz", ".jsonl")]

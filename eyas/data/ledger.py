@@ -156,9 +156,8 @@ class SourceCounts:
 
     def facts(self) -> dict[str, Any]:
         """The counts that go into the manifest."""
-        names = ("rows_in", "rows_out", "dropped", "rows_masked", "placeholders", "masked")
-        names += ("found_in_dropped",)
-        found = {name: getattr(self, name) for name in names}
+        names = "rows_in rows_out dropped rows_masked placeholders masked found_in_dropped"
+        found = {name: getattr(self, name) for name in names.split()}
         return {
             name: dict(sorted(count.items())) if isinstance(count, Counter) else count
             for name, count in found.items()
