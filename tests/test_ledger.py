@@ -74,6 +74,7 @@ def test_counts_by_hand():
         "rows_out": 1,
         "dropped": {"malformed": 1, "pii.iban_code": 1},
         "rows_masked": 1,
+        "placeholders": 0,
         "masked": {"EMAIL_ADDRESS": 1, "PERSON": 2},
         "found_in_dropped": {"IBAN_CODE": 1, "PHONE_NUMBER": 1},
         "lengths_in": [2, 0, 0, 0, 0, 0, 0, 0, 0, 0],
@@ -91,7 +92,13 @@ def test_counts_by_hand():
     assert whole["versions"] == {"quality": 2}
     assert whole["policies"] == {"personal": {"policy": "mask"}}
     facts = made.facts()
-    nothing = {"dropped": {}, "rows_masked": 0, "masked": {}, "found_in_dropped": {}}
+    nothing = {
+        "dropped": {},
+        "rows_masked": 0,
+        "placeholders": 0,
+        "masked": {},
+        "found_in_dropped": {},
+    }
     assert facts["sources"]["other"] == {"rows_in": 1, "rows_out": 1, **nothing}
     assert facts.items() <= {**whole, "sources": facts["sources"]}.items()
 

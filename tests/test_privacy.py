@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import pickle
+import re
 import stat
 import subprocess
 import sys
@@ -64,15 +65,16 @@ def test_actions():
     wanted |= {"US_SSN": "drop", "URL": "keep"}
     assert {type: config.action(type) for type in wanted} == wanted
     assert "URL" not in config.types
-    assert config.first_that_drops(["PHONE_NUMBER", "EMAIL_ADDRESS", "API_KEY"]) == "API_KEY"
-    assert config.first_that_drops(["EMAIL_ADDRESS"]) is None
+    values = [(type, "", 0, 0) for type in ("PHONE_NUMBER", "EMAIL_ADDRESS", "API_KEY")]
+    assert config.first_that_drops(values) == "API_KEY"
+    assert config.first_that_drops(values[1:2]) is None
     assert PrivacyConfig(policy="drop").action("LOCATION") == "keep", "a place alone drops no row"
     assert pickle.loads(pickle.dumps(config)) == config
     assert PrivacyConfig.model_validate(config.model_dump(mode="json")) == config
 
 
 def test_types_that_are_kept_are_not_found():
-    text = "ana@example.com, 8.8.8.8 and https://www.python.org"
+    text = "ana@example.com, 93.184.215.14 and https://www.python.org"
     for actions, found in (
         ({}, ["EMAIL_ADDRESS", "IP_ADDRESS"]),
         ({"email_address": "keep", "url": "mask"}, ["IP_ADDRESS", "URL"]),
@@ -107,7 +109,7 @@ def test_joined_findings_cover_the_same_places_without_overlap(findings, text):
 
 
 VALUES = ["ana.lee@example.com", "(415) 555-0134", "4242 4242 4242 4242", "GB29NWBK60161331926819"]
-VALUES += ["219-45-9876", "8.8.8.8"]
+VALUES += ["219-45-9876", "93.184.215.14"]
 WORDS = ["please", "the card.", "Thanks!", "at 7:30", "é", "🙂", "—", "(or)", "a@b", "1,000"]
 TEXTS = st.lists(st.sampled_from([*VALUES, *WORDS, "for 2 people", "\n"]), max_size=12)
 
@@ -344,6 +346,36 @@ def test_a_type_that_drops_takes_the_row_and_names_the_gravest():
     assert [one.type for one in card.found] == ["EMAIL_ADDRESS", "CREDIT_CARD"]
     assert "4242" not in repr(card)
     assert "ana@" not in repr(card)
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        ("call me at +1 (212) 736-5000", "2127365000 it is"),
+        ("call 212-736-5000", "it is 12127365000"),
+        ("ring 020 7946 0958", "from abroad +44 20 7946 0958"),
+        ("ring +44 20 7946 0958", "here 02079460958"),
+        ("my number is 212 736 5000", "in words two one two, seven three six, five zero zero zero"),
+        ("card 4242 4242 4242 4242", "4242-4242-42424242 once more"),
+    ],
+)
+def test_a_number_in_two_spellings_goes_from_both(first, second):
+    made = filter_of("surrogate", credit_card="surrogate")(row(first, second))
+    left, right = (re.sub(r"\D", "", turn) for turn in made.turns)
+    assert not any(one in left + right for one in ("7365000", "79460958", "42424242424242"))
+    assert left[-7:] == right[-7:], "and one number takes the place of both"
+
+
+def test_a_number_without_a_word_for_it_is_replaced_and_drops_no_row():
+    for cued, bare in (
+        ("my card 4242 4242 4242 4242", "for 4242 4242 4242 4242 of them"),
+        ("SSN 219-45-9876", "between 219-45-9876 and it"),
+        ("CPF 390.533.447-05", "about 390.533.447-05 then"),
+    ):
+        assert isinstance(filter_of()(row(cued)), Drop)
+        kept = filter_of()(row(bare))
+        assert kept.turns != (bare,)
+        assert isinstance(filter_of("drop")(row(bare)), Drop)
 
 
 def test_a_value_has_one_surrogate_in_a_conversation():

@@ -181,11 +181,13 @@ def test_mathematics_is_read_from_its_column(tmp_path):
     assert [one.turns for one in prompts(output)] == [("What is $1+1$?",)]
 
 
-def test_tools_that_are_left_out_are_named(tmp_path):
+def test_tools_and_placeholders_are_counted(tmp_path):
     tools = [{"type": "function", "function": {"name": "find"}}]
-    rows = [openai("Find me a table.", tools=tools)], [openai("Who are you?")]
-    (line,) = run(tmp_path, *rows).manifest().facts["left_out"]
-    assert line.startswith("set0: its rows offer tools")
+    rows = [openai("Find me a table.", tools=tools)], [openai("Who is NAME_1 to NAME_2?")]
+    facts = run(tmp_path, *rows).manifest().facts
+    assert facts["ledger"]["dropped"] == {"tools": 1}
+    assert facts["ledger"]["placeholders"] == 1
+    assert facts["placeholders"] == ["set1: 1 prompts hold placeholders such as NAME_1"]
 
 
 def test_two_sources_of_one_name(tmp_path):
@@ -453,18 +455,6 @@ def test_a_folder_is_free_after_a_source_without_a_readable_row(tmp_path):
         run(tmp_path, [7, 8])
     assert not {"_IDENTITY", "work"} & set(os.listdir(tmp_path / "prompts"))
     assert len(prompts(run(tmp_path, [openai("Sing.")]))) == 1
-
-
-def test_rows_that_look_like_a_known_set_are_refused_before_anything_is_written(tmp_path):
-    rows = [{"instruction": f"Sing {n}.", "input": "", "output": "La."} for n in range(3)]
-    with pytest.raises(InputError, match="rows with input, instruction, output look like alpaca"):
-        run(tmp_path, rows)
-    assert not (tmp_path / "prompts").exists()
-    source = config(tmp_path, rows).sources[0]
-    reason = {"overrule": {"look-alike": "our own, written in that form"}}
-    made = PromptsConfig(sources=[source.model_copy(update=reason)])
-    manifest = make_prompts(made, Artifact(str(tmp_path / "prompts")))
-    assert manifest.facts["ledger"]["licences"][0]["verdict"] == "overruled"
 
 
 @pytest.mark.parametrize("name", REAL_SETS)

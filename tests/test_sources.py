@@ -38,7 +38,9 @@ SYSTEM = {"role": "system", "content": "Be brief."}
 SAID = SAID_BY_ASSISTANT
 MESSAGES = openai(*TURNS)["messages"]
 PARTS = [{"type": "text", "text": "Where is"}, {"type": "text", "text": "the dog?"}]
-TOOL = [{"role": "tool", "content": SAID}, {"role": "user", "content": TURNS[1]}]
+TOOL = {"role": "tool", "content": SAID}
+CALL = {"role": "assistant", "content": None, "tool_calls": [{"id": "a"}]}
+TOOLS = [{"type": "function", "function": {"name": "find"}}]
 WILDCHAT = {
     **{"conversation_hash": "abc", "turn": 2, "toxic": False},
     "openai_moderation": [{"categories": {"hate": False}, "scores": [0.5, None]}],
@@ -72,8 +74,13 @@ CHATGPT = {  # a second wording of the first question was left behind
 SHAPES = {
     "openai": (openai(*TURNS), TURNS),
     "openai, parts": (openai(PARTS), ("Where is\nthe dog?",)),
-    "openai, tool": ({"messages": [*openai(TURNS[0])["messages"], *TOOL]}, TURNS),
-    "openai, tool call": ({"messages": [USER, {"role": "assistant", "content": None}]}, ("Hi",)),
+    "openai, no tools": ({"messages": [USER], "tools": [], "functions": None}, ("Hi",)),
+    "two messages are one turn": (
+        {"messages": [USER, SYSTEM | {"content": ""}, USER]},
+        ("Hi\n\nHi",),
+    ),
+    "a dash for what is withheld": (openai("-", "Hi", " \u2014 "), ("Hi",)),
+    "openai, no text": ({"messages": [USER, {"role": "assistant", "content": None}]}, ("Hi",)),
     "lmsys": ({"conversation": MESSAGES}, TURNS),
     "alpaca": ({"instruction": "Do.", "input": "", "output": SAID}, ("Do.",)),
     "alpaca, input": ({"instruction": "Do.", "input": "it", "output": SAID}, ("Do.\n\nit",)),
@@ -127,6 +134,27 @@ def test_shapes(tmp_path, system):
         source = write(tmp_path / "set.jsonl", json.dumps({"id": 7, **value}))
         expected = SourceRow("set", "CC0-1.0", "set.jsonl:1", "7", turns, system)
         assert read(source) == [expected], name
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"messages": [USER, CALL, TOOL, USER]},
+        {"messages": [USER, TOOL, USER]},
+        {
+            "conversations": [
+                {"from": "human", "value": "Hi"},
+                {"from": "observation", "value": SAID},
+            ]
+        },
+        {"messages": [USER], "tools": TOOLS},
+        {"messages": [USER], "tools": json.dumps(TOOLS)},
+        {"prompt": "Hi", "functions": TOOLS},
+    ],
+)
+def test_a_conversation_with_tools_is_dropped_for_that(tmp_path, row):
+    (dropped,) = read(write(tmp_path / "set.jsonl", json.dumps(row)))
+    assert dropped.drop.reason == "tools"
 
 
 def test_a_licence_need_not_be_stated(tmp_path):

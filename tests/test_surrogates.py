@@ -32,7 +32,7 @@ from eyas.privacy.invented import (
 )
 from eyas.privacy.lexicon import FEMALE, MALE
 from eyas.privacy.mentions import Mentions, Names
-from eyas.privacy.patterns import CARD_ISSUER, PHONE_REGIONS, is_base58check, is_bech32
+from eyas.privacy.patterns import PHONE_REGIONS, is_base58check, is_bech32
 from eyas.privacy.pii import BY_NAME, NAME_TYPES, PII_TYPES, TYPES, PrivacyConfig, canonical
 from eyas.privacy.surrogates import Surrogates, clean
 from tests.marks import KEY, unmarked
@@ -76,7 +76,6 @@ def test_cards_pass_their_check_in_a_test_range():
         surrogate = made("CREDIT_CARD", value)
         assert len(surrogate) == len(value)
         assert luhn.is_valid(surrogate)
-        assert CARD_ISSUER.match(surrogate)
         assert surrogate[0] == value[0] or value[:4] in ("1800", "2223") or value[0] in "25"
         assert BY_NAME["CREDIT_CARD"].is_reserved(surrogate)
 

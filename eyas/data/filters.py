@@ -126,7 +126,12 @@ class PersonalData:
         every = self._placed(found)
         if not every:
             return row
-        if dropping := self._config.first_that_drops(one.type for one in every):
+        values = (
+            (one.type, text, one.start, one.end)
+            for text, findings in zip(texts, found, strict=True)
+            for one in findings
+        )
+        if dropping := self._config.first_that_drops(values):
             return Drop(
                 f"pii.{dropping.lower()}",
                 note="the policy drops rows that hold this type",

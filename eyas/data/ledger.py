@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
+import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
@@ -26,6 +27,8 @@ LOOK = 8000
 # Reasons that lie in what is no text, such as a key without its heading: no search knows what it
 # is, so nothing of such a row is quoted.
 NOT_QUOTED = ("quality.non_text", "quality.encoding", "pii.private_key")
+
+PLACEHOLDER = re.compile(r"\b(?:NAME|EMAIL|PHONE|LOCATION|ORG|PERSON)_\d+\b|\[(?:NAME|REDACTED)\]")
 
 FindPersonalData = Callable[[str], Iterable[Finding]]
 
@@ -132,6 +135,7 @@ class SourceCounts:
     """The counts of one source.
 
     masked: values replaced in rows out, by type; rows_masked: rows out with such a value.
+    placeholders: rows out whose publisher wrote NAME_1 and the like in place of names.
     found_in_dropped: values in rows that were dropped for them. lengths_in, lengths_out: readable
     rows by class of LENGTHS. languages: of rows out. names_rows, names_characters: of rows out, by
     language, searcher and reason of a `NameSearch`; a row of several languages counts for each.
@@ -141,6 +145,7 @@ class SourceCounts:
     rows_out: int = 0
     dropped: Counter[str] = dataclasses.field(default_factory=Counter)
     rows_masked: int = 0
+    placeholders: int = 0
     masked: Counter[str] = dataclasses.field(default_factory=Counter)
     found_in_dropped: Counter[str] = dataclasses.field(default_factory=Counter)
     lengths_in: Counter[int] = dataclasses.field(default_factory=Counter)
@@ -151,8 +156,8 @@ class SourceCounts:
 
     def facts(self) -> dict[str, Any]:
         """The counts that go into the manifest."""
-        names = ("rows_in", "rows_out", "dropped", "rows_masked", "masked", "found_in_dropped")
-        found = {name: getattr(self, name) for name in names}
+        names = "rows_in rows_out dropped rows_masked placeholders masked found_in_dropped"
+        found = {name: getattr(self, name) for name in names.split()}
         return {
             name: dict(sorted(count.items())) if isinstance(count, Counter) else count
             for name, count in found.items()
@@ -202,6 +207,7 @@ class Ledger:
         counts = self._sources[row.source]
         counts.rows_out += 1
         counts.rows_masked += bool(row.masked)
+        counts.placeholders += any(map(PLACEHOLDER.search, row.turns))
         counts.masked.update(finding.type for finding in row.masked)
         for part in row.names:
             counts.names_rows[part.language, part.by, part.reason] += 1
@@ -248,6 +254,14 @@ class Ledger:
                     f"({malformed / counts.rows_in:.1%}) could not be read"
                 )
         return lines
+
+    def placeholders(self) -> list[str]:
+        """A line for each source with prompts whose publisher replaced names."""
+        return [
+            f"{name}: {counts.placeholders:,} prompts hold placeholders such as NAME_1"
+            for name, counts in self._sources.items()
+            if counts.placeholders
+        ]
 
     def unsearched(self) -> list[str]:
         """A line on the languages in which names were not searched for, if there are any."""

@@ -1,8 +1,9 @@
 """The licence gate: which sources may be used, by licence, terms and authors of their prompts.
 
-The registry of known sets fills in what a run file does not state; a statement that differs from
-it is a trait, on which the policy decides. Answers are dropped when a source is read, so a verdict
-only notes their authors. SPDX expressions are parsed by `license-expression`.
+It is a list of what is allowed: a licence or an author that the policy does not name refuses a
+source. The registry of known sets fills in what a run file does not state; a statement that differs
+from it is a trait, on which the policy decides. Answers are dropped when a source is read, so a
+verdict only notes their authors.
 """
 
 from __future__ import annotations
@@ -13,13 +14,10 @@ import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
-from license_expression import AND, OR, ExpressionError, Licensing
-
 from eyas.data.formats import FileLook
-from eyas.data.known_sets import KnownSet, find, named_like, registry
+from eyas.data.known_sets import KnownSet, find, named_like
 from eyas.data.licence_rules import (
     CONTRADICTED,
-    LOOK_ALIKE,
     NO_CONSENT,
     UNKNOWN,
     UNVERIFIED,
@@ -33,10 +31,6 @@ from eyas.errors import InputError
 NO_LICENCE = "NONE"  # SPDX: the author gives none
 PLACEHOLDER = "<why this use is allowed>"
 COMPARED: tuple[TermField, ...] = ("licence", "prompts_by", "answers_by")
-
-SPDX = Licensing()  # without a list of licences: the policy says which ids are known
-SPDX_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9.:-]*\+?")
-LONGEST_EXPRESSION = 300  # characters
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -125,17 +119,18 @@ def judge(
 ) -> Verdict:
     """The verdict on one source. look: of its files, None while they are not known."""
     known = find(source)
+    alike = known or named_like(source)
     holds = {field: getattr(source, field) or getattr(known, field, None) for field in COMPARED}
     traits = [
         *_licence_traits(source, holds["licence"], policy),
         *(
             SourceTrait("terms", trait, trait, policy.traits.get(trait, "asked by its publisher"))
-            for trait in (known.terms if known else ())
+            for trait in (alike.terms if alike else ())
         ),
         *_author_traits("prompts_by", holds["prompts_by"], policy),
         *_author_traits("answers_by", holds["answers_by"], policy),
-        *(_contradictions(source, known, policy) if known else ()),
-        *(() if known else _by_looks(source, look or (), policy)),
+        *(_contradictions(source, alike, policy) if alike else ()),
+        *(() if known else _consent(source, look or ())),
     ]
     objections = [
         Objection(rule.name, one.field, one.value, f"{one.meaning}; {rule.because}", one.remedy)
@@ -145,13 +140,12 @@ def judge(
     ]
     fired = {one.rule for one in objections}
     if look is None:  # they may yet
-        by_looks = {LOOK_ALIKE, NO_CONSENT}
-        fired |= {rule.name for rule in policy.rules if by_looks & {*rule.refuse}}
+        fired |= {rule.name for rule in policy.rules if NO_CONSENT in rule.refuse}
     reasons = {rule: " ".join(reason.split()) for rule, reason in source.overrule.items()}
     valid = {rule: reason for rule, reason in reasons.items() if reason not in ("", PLACEHOLDER)}
     return Verdict(
         source=source.label,
-        licence=_canonical(holds["licence"]) or NO_LICENCE,
+        licence=(holds["licence"] or NO_LICENCE).strip(),
         prompts_by=holds["prompts_by"] or UNKNOWN,
         answers_by=holds["answers_by"] or UNKNOWN,
         refusals=tuple(one for one in objections if one.rule not in valid),
@@ -169,37 +163,6 @@ def judge(
     )
 
 
-# SPDX expressions.
-
-
-def parsed_licence(text: str) -> Any:
-    """The tree of an SPDX expression, of license_expression's `AND`, `OR` and symbols; ids keep
-    their spelling. Raises ValueError that says what is wrong.
-    """
-    if len(text) > LONGEST_EXPRESSION:
-        raise ValueError(f"longer than {LONGEST_EXPRESSION} characters")
-    try:
-        tree = SPDX.parse(text)
-    except ExpressionError as error:
-        raise ValueError(" ".join(str(error).split())) from error
-    # The parser's own failures on brackets that do not match, such as "()" and "( AND MIT".
-    except (AssertionError, AttributeError, IndexError, TypeError) as error:
-        raise ValueError("its brackets do not match") from error
-    if tree is None:
-        raise ValueError("it is empty")
-    for symbol in SPDX.license_symbols(tree):
-        # The parser takes words with spaces between them for one id.
-        if not SPDX_ID.fullmatch(symbol.key):
-            raise ValueError(f"{symbol.key!r} is no licence id")
-    return tree
-
-
-def _ordered(tree: Any) -> str:
-    if isinstance(tree, AND | OR):
-        return f"({tree.operator.join(sorted(map(_ordered, tree.args)))})"
-    return str(tree).casefold()
-
-
 # From a source to its traits.
 
 
@@ -208,37 +171,16 @@ def _licence_traits(
 ) -> list[SourceTrait]:
     remedy = "licence: <SPDX id>"
     if not text or text.upper() == NO_LICENCE:
-        alike = "" if find(source) else next(iter(named_like(source)), "")
-        if alike:
-            remedy += f", or name: {alike}, if it is the set that is known by that name"
         return [SourceTrait("licence", UNKNOWN, "not given", "no licence is stated", remedy)]
-    try:
-        return _traits(parsed_licence(text), policy)
-    except ValueError as error:
-        problem = f"no SPDX expression: {error}"
-        return [SourceTrait("licence", UNKNOWN, text, problem, remedy)]
-
-
-def _traits(tree: Any, policy: LicencePolicy) -> list[SourceTrait]:
-    """Of A AND B the traits of both; of A OR B those of the part with the fewest refused ones."""
-    if isinstance(tree, AND):
-        return [trait for part in tree.args for trait in _traits(part, policy)]
-    if isinstance(tree, OR):
-        choices = [_traits(part, policy) for part in tree.args]
-        return min(
-            choices,
-            key=lambda traits: sum(policy.refuses(trait.field, trait.trait) for trait in traits),
-        )
-    id = str(getattr(tree, "license_symbol", tree).key)  # without its exception
-    entry = policy.licence(id)
-    if entry is None:
-        remedy = "licence: <SPDX id that it has>"
-        return [
-            SourceTrait("licence", UNKNOWN, str(tree), "the policy has no entry for it", remedy)
-        ]
-    return [
-        SourceTrait("licence", trait, str(tree), policy.traits[trait]) for trait in entry.traits
-    ]
+    traits = list[SourceTrait]()
+    for id in licence_ids(text):
+        entry = policy.licence(id)
+        if entry is None:
+            problem = "the policy has no entry for it; of several, state the one that you take"
+            traits.append(SourceTrait("licence", UNKNOWN, id, problem, remedy))
+            continue
+        traits += (SourceTrait("licence", one, id, policy.traits[one]) for one in entry.traits)
+    return traits
 
 
 def _author_traits(
@@ -276,29 +218,8 @@ def _contradictions(
             )
 
 
-def _by_looks(
-    source: SourceConfig, look: Collection[FileLook], policy: LicencePolicy
-) -> Iterator[SourceTrait]:
-    """Statements that differ from the registry's on a set whose name or columns the source has; and
-    a log of requests that is given as a set of prompts.
-    """
-    by_id = {entry.id: entry for entry in registry().values()}
-    evidence = {id: f"{called!r} is called after {id}" for id, called in named_like(source).items()}
-    for id, entry in by_id.items():
-        if entry.columns and any(entry.columns <= one.columns for one in look):
-            columns = ", ".join(sorted(entry.columns))
-            evidence.setdefault(id, f"rows with {columns} look like {id}")
-    for id, reason in evidence.items():
-        entry = by_id[id]
-        remedy = f"name: {id}, if it is that set"
-        for field in ("licence", "prompts_by"):
-            stated, recorded = getattr(source, field), getattr(entry, field)
-            if stated and recorded and _differ(field, stated, recorded, policy):
-                meaning = f"{reason}, for which the registry has {recorded}, {entry.url}"
-                yield SourceTrait(field, LOOK_ALIKE, stated, meaning, remedy)
-        for term in entry.terms if source.licence else ():
-            meaning = f"{reason}, which is {term}, {entry.url}"
-            yield SourceTrait("terms", LOOK_ALIKE, "not stated", meaning, remedy)
+def _consent(source: SourceConfig, look: Collection[FileLook]) -> Iterator[SourceTrait]:
+    """A log of requests that is given as a set of prompts."""
     if any(one.is_log for one in look) and not (source.log or source.shape):
         yield SourceTrait(
             "terms",
@@ -313,7 +234,8 @@ def _by_looks(
 def _differ(field: str, stated: str, recorded: str, policy: LicencePolicy) -> bool:
     """Whether the licence differs, or authors with other terms are left out."""
     if field == "licence":
-        return licence_key(stated) != licence_key(recorded)
+        one, other = ({*map(str.casefold, licence_ids(text))} for text in (stated, recorded))
+        return one != other
     return bool(_families(recorded, policy) - _families(stated, policy))
 
 
@@ -392,19 +314,9 @@ def _complaint(verdict: Verdict) -> Iterator[str]:
 # Spellings.
 
 
-def _canonical(text: str | None) -> str:
-    try:
-        return str(parsed_licence(text)) if text else ""
-    except ValueError:
-        return text or ""
-
-
-def licence_key(text: str) -> str:
-    """The same for expressions that differ only in case, spaces or the order of their parts."""
-    try:
-        return _ordered(parsed_licence(text))
-    except ValueError:
-        return text.strip().casefold()
+def licence_ids(text: str) -> list[str]:
+    """The ids of a set whose parts have licences of their own, "A AND B"; all count."""
+    return [one.strip() for one in re.split(r"\s+AND\s+", text.strip(), flags=re.I)]
 
 
 def _authors(text: str | None) -> list[str]:

@@ -27,12 +27,10 @@ SHIPPED = Path(__file__).with_name("licence_rules.yaml")
 TermField = Literal["licence", "terms", "prompts_by", "answers_by"]
 
 # Traits that the gate finds: a value is missing or in no table; differs from the registry of known
-# sets; stands there unverified; or other terms are stated of a file with the name or the columns of
-# a known set.
+# sets; or stands there unverified.
 UNKNOWN, CONTRADICTED, UNVERIFIED = "unknown", "contradicted", "unverified"
-LOOK_ALIKE = "look-alike"
 NO_CONSENT = "no-consent"  # logs of requests without a stated basis
-FOUND_BY_GATE = frozenset({UNKNOWN, CONTRADICTED, UNVERIFIED, LOOK_ALIKE, NO_CONSENT})
+FOUND_BY_GATE = frozenset({UNKNOWN, CONTRADICTED, UNVERIFIED, NO_CONSENT})
 
 
 class _PolicyModel(BaseModel):

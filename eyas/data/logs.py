@@ -88,7 +88,7 @@ class LoggedRequest:
         """What `shapes` reads: the messages, or the text of a completion; a system prompt."""
         kept: dict[str, Any] = {  # of a table every record has all keys
             key: self.body[key]
-            for key in ("messages", "prompt", "system")
+            for key in ("messages", "prompt", "system", "tools", "functions")
             if self.body.get(key) is not None
         }
         return {**kept, "id": self.id} if self.id else kept
@@ -105,9 +105,13 @@ def _responses(record: dict[str, Any]) -> LoggedRequest:
     """A body of OpenAI's Responses API: a text, or items, of which messages have roles."""
     given = record["input"]
     if isinstance(given, list):
-        given = [one for one in given if isinstance(one, dict) and one.get("role")]
+        given = [
+            {"role": "tool"} if one.get("type") == "function_call" else one
+            for one in given
+            if isinstance(one, dict) and (one.get("role") or one.get("type") == "function_call")
+        ]
     body = {"messages" if isinstance(given, list) else "prompt": given}
-    body["system"] = record.get("instructions")
+    body |= {"system": record.get("instructions"), "tools": record.get("tools")}
     return LoggedRequest(body, record, _text(record, "id", "request_id"), _text(record, "user"))
 
 

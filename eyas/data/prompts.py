@@ -276,12 +276,7 @@ def _make(
         "ledger": ledger.facts(),
         "warnings": ledger.warnings(),
         "unsearched": ledger.unsearched(),
-        "left_out": [
-            f"{source.label}: its rows offer tools, which prompts do not hold: the target answers "
-            "without them"
-            for source, found in zip(config.sources, looked, strict=True)
-            if any("tools" in look.columns for look in found)
-        ],
+        "placeholders": ledger.placeholders(),
         "record": config.record,
     }
     return output.finish("prompts", settings, inputs, counts, facts=facts)

@@ -26,6 +26,8 @@ ID_KEYS = (
     "conversation_hash",
     "message_tree_id",
 )
+TOOL_KEYS = ("tools", "functions")
+WITHHELD = "-\u2013\u2014 \t\r\n\f\v\xa0"  # a dash stands for a text that its publisher withholds
 MESSAGE_KEYS = ("role", "from", "sender", "parent_id", "deleted", "synthetic", "current_node")
 
 USER_ROLES = frozenset({"user", "human", "prompter"})
@@ -77,8 +79,12 @@ def _is_list_as_text(value: Any) -> TypeGuard[str]:
 
 
 def _messages(items: list[Any], key: str) -> UserSide:
-    """The user and system turns of a list of messages, OpenAI's or ShareGPT's."""
+    """The user and system turns of a list of messages, OpenAI's or ShareGPT's. What the user says
+    in several messages before an answer is one turn: half a question is none. Raises Unreadable
+    for tools, without which an answer would be another.
+    """
     turns: list[str] = []
+    goes_on = False
     systems: list[str] = []
     for item in items:
         if not isinstance(item, dict):
@@ -86,10 +92,16 @@ def _messages(items: list[Any], key: str) -> UserSide:
                 raise Unreadable(f"{key} is a list of texts, which does not say who speaks")
             raise Unreadable("a message is not an object")
         role = _role(item)
+        if role in TOOL_ROLES or item.get("tool_calls") or item.get("function_call"):
+            raise Unreadable("it calls tools", "tools")
         if role in USER_ROLES:
-            turns.append(_text(_first(item, "content", "value", "text")))
+            text = _text(_first(item, "content", "value", "text"))
+            turns[-1:] = [f"{turns[-1]}\n\n{text}".strip()] if goes_on else [*turns[-1:], text]
+            goes_on = True
         elif role in SYSTEM_ROLES:
             systems.append(_text(_first(item, "content", "value", "text")))
+        else:
+            goes_on = False
     return tuple(turns), "\n\n".join(text for text in systems if text)
 
 
@@ -214,7 +226,13 @@ KNOWN_SHAPES = "; ".join(
     f"{shape.meaning} under {' or '.join(shape.keys)}" for shape in SHAPES if shape.keys
 )
 KEYS = frozenset(
-    (*SYSTEM_KEYS, *ID_KEYS, *MESSAGE_KEYS, *(key for shape in SHAPES for key in shape.keys))
+    (
+        *SYSTEM_KEYS,
+        *ID_KEYS,
+        *MESSAGE_KEYS,
+        *TOOL_KEYS,
+        *(key for shape in SHAPES for key in shape.keys),
+    )
 )
 
 
@@ -225,6 +243,8 @@ def user_side(value: Any, shape: str | None = None) -> UserSide:
     elif isinstance(value, str) and shape in (None, "strings"):
         turns, system = _string(value, ())
     elif isinstance(value, dict):
+        if any(_is_given(value.get(key)) for key in TOOL_KEYS):
+            raise Unreadable("it offers tools", "tools")
         fitting = (one for one in SHAPES if one.fits(value))
         found = BY_NAME[shape] if shape else next(fitting, BY_NAME["prompt"])
         turns, system = found.read(value, found.keys)
@@ -232,7 +252,7 @@ def user_side(value: Any, shape: str | None = None) -> UserSide:
         raise Unreadable("not an object")
     if not is_encodable("".join((*turns, system or ""))):
         raise Unreadable("half a character (a lone surrogate)")
-    spoken = tuple(turn.strip() for turn in turns if turn.strip())
+    spoken = tuple(turn.strip() for turn in turns if turn.strip(WITHHELD))
     return spoken, system.strip() or None if system else None
 
 
@@ -250,6 +270,11 @@ def row_id(value: Any) -> str | None:
 def _first(value: dict[str, Any], *keys: str) -> Any:
     """The value of the first key that has one; in tables every row has all keys."""
     return next((value[key] for key in keys if value.get(key) is not None), None)
+
+
+def _is_given(tools: Any) -> bool:
+    """Whether there are tools; a table's cell may hold an empty list as text."""
+    return bool(tools) and tools not in ("[]", "null", "{}")
 
 
 def _role(message: dict[str, Any]) -> str:

@@ -181,7 +181,9 @@ def read_source(source: SourceConfig) -> Iterator[SourceRow | DamagedRow]:
     count, readable, first = 0, False, ""
     for row in _rows(source):
         count += 1
-        readable = readable or isinstance(row, SourceRow) or row.drop.reason in LOG_REASONS
+        readable = (
+            readable or isinstance(row, SourceRow) or row.drop.reason in {*LOG_REASONS, "tools"}
+        )
         if isinstance(row, DamagedRow):
             first = first or f"{row.where}: {row.drop.note}"
         yield row

@@ -52,6 +52,7 @@ class BrokenStream(Unreadable):
 READING_REASONS = {  # reasons of rows that are not read, with their meaning
     "malformed": "could not be read: no JSON, no known shape, or not UTF-8",
     "cut": "a place where a file is cut or damaged; how many rows were lost there is not known",
+    "tools": "its conversation has tools, which prompts do not hold",
     "flagged": "its publisher flags it as deleted, or as written by a machine",
 }
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from eyas.privacy.spelling import Span
+from eyas.privacy.spelling import Span, cue, joined
 
 # Month names in the languages of the cues, in order; a surrogate stays within its line.
 MONTHS = (
@@ -23,41 +23,51 @@ MONTHS = (
     "gennaio febbraio marzo aprile maggio giugno luglio agosto settembre ottobre novembre dicembre",
     "janeiro fevereiro março abril maio junho julho agosto setembro outubro novembro dezembro",
     "januari februari maart april mei juni juli augustus september oktober november december",
+    "января февраля марта апреля мая июня июля августа сентября октября ноября декабря",
+    "stycznia lutego marca kwietnia maja czerwca lipca sierpnia września października listopada "
+    "grudnia",
+    "ocak şubat mart nisan mayıs haziran temmuz ağustos eylül ekim kasım aralık",
+    "januari februari maret april mei juni juli agustus september oktober november desember",
 )
 _MONTH = "|".join(sorted({one for line in MONTHS for one in line.split()}, key=len, reverse=True))
 YEAR = r"(?:19|20)\d\d"
 _DAY = r"\d{1,2}(?:st|nd|rd|th|er|\.|º)?"
 DATE = (
-    rf"{YEAR}[-./ ]\d{{1,2}}[-./ ]\d{{1,2}}"
+    rf"{YEAR}[-./ ]\d{{1,2}}[-./ ]\d{{1,2}}|{YEAR} ?[年년] ?\d{{1,2}} ?[月월] ?\d{{1,2}} ?[日일]"
     rf"|\d{{1,2}}(?P<sign>[-./ ])\d{{1,2}}(?P=sign)(?:{YEAR}|\d\d)"
     rf"|{_DAY}[ -](?:of |de |d')?(?:{_MONTH})\.?,?[ -](?:de |del )?{YEAR}"
     rf"|(?:{_MONTH})\.? {_DAY},? {YEAR}"
 )
-BIRTH_CUE = (
-    r"date[ _-]of[ _-]birth|birth[ _-]?date|birth[ _-]?day|d\.?o\.?b\.?|born|birth"
-    r"|geburtsdatum|geburtstag|geb(?:oren)?\.?|fecha de nacimiento|nacid[oa]|nac[ií]"
-    r"|date de naissance|n[ée]e?|data di nascita|nat[oa]|data de nascimento|nasci(?:d[oa])?"
-    r"|geboortedatum|geboren"
-)
-BIRTH_DATE = re.compile(
-    rf"(?<!\w)(?:{BIRTH_CUE})(?!\w)[^\n.;?!\d]{{0,24}}?[\s:=\"'(]{{1,3}}"
-    rf"(?P<value>{DATE})(?!\w|[-/.]\d)",
-    re.I,
+BIRTH_DATES = (
+    re.compile(
+        cue(joined("birth"))
+        + rf"[^\n.;?!\d]{{0,24}}?[\s:=\"'(]{{1,3}}(?P<value>{DATE})(?!\w|[-/.]\d)",
+        re.I,
+    ),
+    re.compile(
+        rf"(?<![\w-])(?<!\d[./])(?P<value>{DATE})\s?"
+        r"(?:(?:in \w+ )?geboren|生まれ|出生|에 (?:태어|출생)"
+        r"|(?:tarihinde )?doğ(?:um|d)\w*"
+        r"|को (?:हुआ|जन्म))",
+        re.I,
+    ),
 )
 
 PLATE_CUE = (
-    r"licen[cs]e[ _-]?plates?|number[ _-]?plates?|plates?(?:[ _]number| no\.?)?"
+    r"licen[cs]e[ _-]?plates?|tag (?:number|no\.?)|immatricul\w+|госномер\w*"
+    r"|номер (?:машины|авто\w*)|车牌号?码?|plaka\w*|number[ _-]?plates?"
+    r"|plates?(?:[ _]number| no\.?)?"
     r"|registration(?: number| plates?| no\.?)?|reg\.? (?:number|no\.?)|kennzeichen|matr[ií]cula"
-    r"|immatriculation|kenteken|targa|placa"
+    r"|kenteken|targa|placa"
 )
 # Letters and digits in two or three groups, five to eight of them.
-_PLATE = r"[A-Z0-9ÄÖÜ]{1,4}[ ·-]{0,3}[A-Z0-9]{1,4}(?:[ ·-]{0,3}[A-Z0-9]{1,4})?"
+_PLATE = r"[A-Z0-9ÄÖÜА-Я]{1,4}[ ·-]{0,3}[A-Z0-9А-Я]{1,4}(?:[ ·-]{0,3}[A-Z0-9А-Я]{1,4})?"
 PLATE = re.compile(
-    rf"(?<!\w)(?:{PLATE_CUE})(?!\w)[^\n.;?!]{{0,16}}?[\s:=\"'(#]{{1,3}}"
-    rf"(?P<value>(?-i:{_PLATE}))(?![\w-])",
+    cue(PLATE_CUE) + r"[^\n.;?!]{0,16}?[\s:=\"'(#是为]{1,3}"
+    rf"(?P<value>(?-i:(?:[\u4e00-\u9fff] ?)?{_PLATE}))(?![\w-])",
     re.I,
 )
-PLATE_LENGTHS = range(5, 9)
+PLATE_LENGTHS = range(5, 10)
 
 MAC = re.compile(
     r"(?<![\w:.-])(?:[0-9A-F]{2}(?:([:-])[0-9A-F]{2}(?:\1[0-9A-F]{2}){4}"
@@ -80,7 +90,8 @@ COORDINATES = re.compile(
 )
 PLACE_CUE = (
     r"coordinates?|coords?|gps|lat(?:itude)?[/, ]+(?:lon|lng|long)(?:itude)?|geo|location"
-    r"|koordinaten|coordenadas|coordonn[ée]es|coordinate|position|pin|maps?"
+    r"|(?:live|reside|house is|home is|home|me up|meet me)(?: at)?|vivo en|wohne (?:bei|in)"
+    r"|abito a|moro em|koordinaten|coordenadas|coordonn[ée]es|coordinate|position|pin|maps?"
 )
 PAIR = re.compile(
     rf"(?<![\w.])(?:{PLACE_CUE})(?!\w)[^\n;?!]{{0,24}}?[\s:=@(\[\"']{{1,3}}"
@@ -114,6 +125,13 @@ HANDLE_CUE = re.compile(
     r"|find me)(?!\w)",
     re.I,
 )
+# The user's name in a path, unless it is one that many machines have.
+HOME = re.compile(
+    r"(?:/home/|/Users/|\b[A-Z]:\\{1,2}Users\\{1,2})(?!(?:user(?:name)?s?|public|shared|default|admin\w*|root"
+    r"|ubuntu|debian|centos|ec2-user|pi|runner|vagrant|jovyan|linuxbrew|guest|me|you|name|your\w*|test|app"
+    r"|dev|git|node|www\w*|hadoop|postgres|jenkins|coder?|vscode|student|x+)(?![\w.-]))"
+    r"(?P<value>[A-Za-z][\w.-]{1,30}\w)(?=[/\\\s\"']|$)"
+)
 DISCORD = re.compile("discord", re.I)  # elsewhere name#1234 is an issue of a repository
 HANDLE_NEAR = 40  # characters before a handle in which its cue counts; half of them behind it
 NAMED_HANDLE = re.compile(
@@ -127,6 +145,13 @@ NAMED_HANDLE = re.compile(
     r"|(?<![\w#])(?P<discord>[A-Za-z0-9_.]{2,32}#\d{4})(?!\w)",
     re.I,
 )
+
+
+def birth_dates(text: str) -> Iterator[Span]:
+    """Dates behind a word for birth, or before one where the language puts it last."""
+    for pattern in BIRTH_DATES:
+        for match in pattern.finditer(text):
+            yield match.span("value")
 
 
 def is_plate(value: str) -> bool:
@@ -164,8 +189,9 @@ def is_place(latitude: str, longitude: str) -> bool:
 
 def handles(text: str) -> Iterator[Span]:
     """Account names: @name near a network's name or a word such as "follow"; names with a digit or
-    sign behind "my username is" and the like; u/name, name#1234.
+    sign behind "my username is" and the like; u/name, name#1234; the user of a home folder.
     """
+    yield from (match.span("value") for match in HOME.finditer(text))
     if "@" in text and HANDLE_CUE.search(text):
         for match in AT_HANDLE.finditer(text):
             start, end = match.span()

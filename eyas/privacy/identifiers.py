@@ -2,7 +2,7 @@
 its check (python-stdnum's), and cue words.
 
 A number whose form and check are so loose that ordinary prompts hold it by chance needs a cue word
-within CUE_DISTANCE.
+beside it.
 """
 
 from __future__ import annotations
@@ -14,15 +14,14 @@ from dataclasses import dataclass
 
 import yaml
 
+from eyas.privacy.patterns import says
 from eyas.privacy.spelling import FILES, Span, cue, joined
 
-CUE_DISTANCE = 40  # characters between a cue and the number after it
-CLOSE = 24  # the same behind the number
 SG_WEIGHTS = (2, 7, 6, 5, 4, 3, 2)
 SG_LETTERS = {"ST": "JZIHGFEDCBA", "FG": "XWUTRQPNMLK"}
 
-# Five digits so close together (letters and separators may stand between), or India's four.
-MAYBE = re.compile(r"\d(?:[A-Za-z]?[ ./+-]?\d){4}|[A-Z]\d{4}[A-Z]")
+# Five digits so close together (letters and separators may stand between), or four in one word.
+MAYBE = re.compile(r"\d(?:[A-Za-z]?[ ./+-]?\d){4}|\b(?:[A-Z]*\d){4}[A-Z0-9]*\b")
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +61,12 @@ def is_document(value: str) -> bool:
     return sum(letter.isdigit() for letter in value) >= 4
 
 
-CHECKS = {one.__name__: one for one in (is_nric, is_nino, is_snils, is_document)}
+def is_vin(value: str) -> bool:
+    """Letters and digits in one: its check digit is North America's alone, and it has a cue."""
+    return any(map(str.isalpha, value)) and is_document(value)
+
+
+CHECKS = {one.__name__: one for one in (is_nric, is_nino, is_snils, is_document, is_vin)}
 
 
 def _read() -> Iterator[Identifier]:
@@ -81,6 +85,13 @@ def _read() -> Iterator[Identifier]:
 IDENTIFIERS = tuple(_read())
 
 
+DOCUMENT_CUE = re.compile(
+    "|".join(one.cue.pattern for one in IDENTIFIERS if one.cue)
+    + r"|\b(?:id|n[ir]f?|citizen|identi\w+)",
+    re.I,
+)
+
+
 def national_ids(text: str) -> Iterator[Span]:
     """Every national number of a text, of one type for all countries."""
     if not MAYBE.search(text):
@@ -89,21 +100,15 @@ def national_ids(text: str) -> Iterator[Span]:
         if kind.cue is not None and not kind.cue.search(text):
             continue
         for match in kind.pattern.finditer(text):
-            if _has_cue(kind, text, *match.span()) and kind.valid(match.group()):
+            said = says(text, *match.span(), kind.cue or DOCUMENT_CUE)
+            if (said or (said is None and not kind.cue)) and kind.valid(match.group()):
                 yield match.span()
 
 
-def _has_cue(kind: Identifier, text: str, start: int, end: int) -> bool:
-    cue = kind.cue
-    return cue is None or bool(
-        cue.search(text, max(0, start - CUE_DISTANCE), start) or cue.search(text, end, end + CLOSE)
-    )
-
-
 def is_national_id(value: str) -> bool:
-    """Whether the value, alone, passes the check of some kind."""
+    """Whether the value, alone, passes the check of some kind that has one."""
     return any(
         kind.pattern.fullmatch(value) and kind.valid(value)
         for kind in IDENTIFIERS
-        if kind.name != "document"
+        if kind.valid not in (is_document, is_vin)
     )

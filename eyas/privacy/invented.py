@@ -120,11 +120,9 @@ def fill_form(invented: str, mention: str) -> str:
     )
 
 
-def phone(value: str, draw: KeyedRandom) -> str:
-    """The digits of a number that reaches nobody, of the same country and length, its extension's
-    too: 555-01xx in North America, two zeros behind the prefix or trunk elsewhere.
-
-    A number that is valid in several countries counts as the first one's.
+def phone_parts(value: str) -> tuple[str, str, str]:
+    """The digits of a telephone number: of its country or trunk, of the number within its country,
+    and of its extension. A number that is valid in several countries counts as the first one's.
     """
     number, *extension = EXTENSION.split(value, maxsplit=1)
     digits = re.sub(r"\D", "", number)
@@ -132,12 +130,20 @@ def phone(value: str, draw: KeyedRandom) -> str:
     national = phonenumbers.national_significant_number(read) if read else digits.removeprefix("0")
     if not digits.endswith(national):  # some countries write more than they dial
         national = digits
-    start = FICTIONAL
-    if read and (len(national) >= LONG or number[0] == "+"):
+    return digits.removesuffix(national), national, re.sub(r"\D", "", "".join(extension))
+
+
+def phone(value: str, draw: KeyedRandom) -> str:
+    """The digits within its country of a number that reaches nobody, of the same country and
+    length, its extension's too: 555-01xx in North America, two zeros behind the prefix or trunk
+    elsewhere.
+    """
+    _, national, extension = phone_parts(value)
+    read, start = next(parse_phone(EXTENSION.split(value)[0]), None), FICTIONAL
+    if read and (len(national) >= LONG or value[0] == "+"):
         start = draw.choice(AREAS) + FICTIONAL if read.country_code == 1 else UNUSED
     drawn = (start + draw.digits(max(0, len(national) - len(start))))[: len(national)]
-    extra = draw.digits(len(re.findall(r"\d", "".join(extension))))
-    return digits.removesuffix(national) + drawn + extra
+    return drawn + draw.digits(len(extension))
 
 
 def is_fictional_phone(value: str) -> bool:

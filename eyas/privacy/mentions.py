@@ -132,6 +132,8 @@ def _written(type: str, value: str) -> str:
         return ""
     if BY_NAME[type].is_numbered:
         between = SEPARATOR.join(map(re.escape, key))
+        if type == "PHONE_NUMBER":  # with its country's or its trunk's digits, and without
+            between = rf"(?:\+?\d{{1,3}}{SEPARATOR})?{between}"
     else:
         between = r"\s+".join(map(re.escape, key.split()))
     between = between if type == "LOCATION" else f"(?i:{between})"

@@ -7,11 +7,12 @@ comes first, since most prompts hold none.
 
 from __future__ import annotations
 
+import bisect
 import functools
 import hashlib
 import ipaddress
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import phonenumbers
 from stdnum import bitcoin, iban, luhn
@@ -45,11 +46,16 @@ IPV6 = re.compile(
     re.I,
 )
 
-# By issuer: Visa 4, Mastercard 51-55 and 2221-2720, American Express 34 and 37, Diners 30, 36, 38
-# and 39, JCB 35, 1800 and 2131, Mir 2200-2204, Discover, UnionPay and Maestro 6, UnionPay 81,
-# Maestro 50 and 56-58.
-CARD_ISSUER = re.compile(
-    r"4|5[0-8]|81|2(?:20[0-4]|22[1-9]|2[3-9]|[3-6]|7[01]|720)|3[0-9]|6|1800|2131"
+IP_CUE = re.compile(cue(joined("ip")), re.I)
+MOST_OF_SECTION = 30  # four such parts without a cue number a section, or a version
+RESOLVERS = frozenset(LISTS["resolvers"].split())
+
+# By issuer, with its lengths: Visa, Mastercard, American Express, Diners, JCB, Mir, Discover with
+# UnionPay and Maestro, UnionPay's 81, Maestro.
+CARD = re.compile(
+    r"4(?:\d{12}|\d{15}|\d{18})|5[1-5]\d{14}|2(?:22[1-9]|2[3-9]\d|[3-6]\d\d|7[01]\d|720)\d{12}"
+    r"|3[47]\d{13}|3(?:0[0-5]|[689]\d)\d{11,16}|35\d{14,17}|220[0-4]\d{12,15}"
+    r"|6\d{11,18}|81\d{14,17}|5[0678]\d{10,17}|(?:1800|2131)\d{11}"
 )
 # Each layout is tried by itself, since an expiry date or a security code may follow as one more
 # group of digits.
@@ -77,9 +83,8 @@ LOOSE_CARDS = [
 ]
 ONE_MORE = re.compile(rf"{CARD_SEPARATOR}\d{{4}}(?!\d)")
 ONE_BEFORE = re.compile(rf"(?<!\d)\d{{4}}{CARD_SEPARATOR}$")
-SINGLE_DIGITS = re.compile(r"(?<![\w.,-])\d([ ._/-])\d(?:\1\d){13,14}(?!\w|\1\d)")
 # Beside a word for a card, any separators and groups do.
-CARD_CUE = re.compile(cue(rf"(?:{joined('card')})(?: (?:number|no|num|nummer))?"), re.I)
+CARD_CUE = re.compile(cue(joined("card")) + r"|^\W{1,3}(?:0[1-9]|1[0-2])/\d\d\b", re.I)
 CARD_RUN = re.compile(r"(?<![\w$€£])\d(?:[^\w$€£]{0,3}_?\d){12,26}(?!\d)")
 CARD_LENGTHS = (16, 15, 19, 14, 13)
 
@@ -87,8 +92,8 @@ ACCOUNT = re.compile(
     r"(?<![A-Za-z0-9])(?=([A-Za-z]{2}[\W_]{0,3}\d[\W_]{0,3}\d(?:[\W_]{0,3}[A-Za-z0-9]){11,30}))"
 )
 ACCOUNT_NUMBER = re.compile(
-    r"\b(?:account|acct|konto|cuenta)[ -]?(?:number|num|no\.?|nr\.?|nummer|#)(?!\w)[^\n\d]{0,16}?"
-    r"(?<![\w$€£])(?P<value>\d[\d -]{4,18}\d)(?![\w-])",
+    cue(joined("account"))
+    + r"[^\n\d]{0,16}?(?<![\w$€£])(?P<value>[A-Z]{0,5}\d[\d -]{4,22}\d)(?![\w-])",
     re.I,
 )
 SHORTEST_ACCOUNT = 15  # letters and digits; Norway's
@@ -96,7 +101,7 @@ SHORTEST_ACCOUNT = 15  # letters and digits; Norway's
 SSN = re.compile(r"(?<![\w./-])(\d{3})([- ./_]|  )(\d{2})\2(\d{4})(?![\w/-]|\.\d)")
 # beside a cue word: bare, or with any separators
 LOOSE_SSN = re.compile(r"(?<![\w./-])\d(?:[^\w$]{0,3}_?\d){8}(?![\w/-]|\.\d)")
-SSN_CUE = re.compile(r"\bssn\b|\bsocial[ -]security\b", re.I)
+SSN_CUE = re.compile(r"\bssn|\bsocial\b|\bss ?#", re.I)
 
 # Countries whose national numbering is tried; any country's number is found in international form
 # or beside a cue word, and those of the text's language or script as their people write them.
@@ -104,7 +109,9 @@ PHONE_REGIONS = (
     "US", "GB", "IE", "AU", "NZ", "ZA", "IN", "DE", "AT",
     "CH", "FR", "BE", "NL", "ES", "IT", "SE", "BR", "MX",
 )  # fmt: skip
-LANGUAGE_REGIONS = {code: regions.split() for code, regions in LISTS["regions"].items()}
+LANGUAGE_REGIONS: dict[str, list[str]] = {
+    code: regions.split() for code, regions in LISTS["regions"].items()
+}
 # Scripts that tell the language, before the detector is asked.
 SCRIPTS = (
     (re.compile("[\u3040-\u30ff]"), "ja"),
@@ -122,11 +129,9 @@ PHONE = re.compile(
     re.I,
 )
 PHONE_CUE = re.compile(cue(joined("phone")) + r"|电话|手机|電話|携帯|전화|연락처|โทร|เบอร์", re.I)
-# Written without a cue, a national number shows itself by a trunk 0, by North America's 3-3-4, or
-# by four groups or more.
-PHONE_FORM = re.compile(
-    r"\(?0.*|(?:1[ ./_-]?)?\(?\d{3}\)?[ ./_·•-]{0,3}\d{3}[ ./_·•-]{0,3}\d{4}|\d+(?:[.-]\d+){3,}"
-)
+# Without a cue a national number shows itself by its country's own groups: North America's, or
+# those behind a trunk 0 in PHONE_REGIONS.
+NORTH_AMERICAN = re.compile(r"(?:1[-. ])?(?:\(\d{3}\) ?|\d{3}[-.])\d{3}[-. ]\d{4}")
 # Runs of digits that are something else: dates (with a time), spans of years, dotted quads, ISBN.
 NO_PHONE = re.compile(
     r"(?:19|20)\d\d[-./_ ]\d{1,2}[-./_ ]\d{1,2}(?: .*)?"
@@ -135,19 +140,31 @@ NO_PHONE = re.compile(
     r"|\(?(?:1\d|20)\d\d(?: |-| - )(?:1\d|20)\d\d|\d{1,3}(?:\.\d{1,3}){3}|97[89][ -].*"
 )
 ONE_DIGIT = re.compile(r"(?<!\d)\d(?!\d)")
-HEADER = re.compile(r"[A-Za-z_]\w*,[A-Za-z_]")  # of CSV
+SINGLE_DIGITS = re.compile(r"\d(?:\D+\d)*")
 MOST_OF_LINE = 1000  # characters of a line that are looked at
+LONGEST_PHONE = 48  # characters
+LONGEST_BARE = 11  # digits of a mobile number that needs no cue where its language is spoken
 # Where one number of a run may end and the next begin.
 PHONE_BREAK = re.compile(r"\d[).-]?[ \n]|\d(?=[(+])")
-NEAR_BEFORE, NEAR_AFTER = 32, 12  # characters in which a telephone's cue counts
+NEAR_BEFORE, NEAR_AFTER = 40, 12  # characters beside a number in which a cue counts
+# Words that say that a number is no person's: orders, parts, versions, sums.
+OTHER = re.compile(rf"(?<![^\W\d_])(?:{joined('other')})(?![^\W\d_])", re.I)
 
 BASE58 = "123456789ABCDEFGHJKLMNPQRSTUVWXYZabcdefghijkmnopqrstuvwxyz"
+RIPPLE = "rpshnaf39wBUDNEGHJKLM4PQRST7VWXYZ2bcdeCg65jkm8oFqi1tuvAxyz"
 BECH32 = "qpzry9x8gf2tvdw0s3jn54khce6mua7l"
 BECH32_CONST, BECH32M_CONST = 1, 0x2BC830A3  # BIP 173, BIP 350
-# Bitcoin 1 and 3, Litecoin L and M, Dogecoin D, Tron T, Zcash t.
-BASE58_ADDRESS = re.compile(rf"(?<![\w+/])[13LMDTt][{BASE58}]{{24,34}}(?![\w+/])")
-BECH32_ADDRESS = re.compile(r"(?<!\w)(?:bc|tb|ltc)1[02-9ac-hj-np-z]{11,87}(?!\w)", re.I)
-ETHEREUM_ADDRESS = re.compile(r"(?<!\w)0x[0-9a-fA-F]{40}(?!\w)")
+# Bitcoin 1 and 3, Litecoin L and M, Dogecoin D, Tron T, Zcash t, Ripple r.
+BASE58_ADDRESS = re.compile(rf"(?<![\w+/])[13LMDTtr][{BASE58}]{{24,34}}(?![\w+/])")
+BECH32_ADDRESS = re.compile(
+    r"(?<!\w)(?:bc|tb|ltc|addr|stake|cosmos|osmo|inj)1[02-9ac-hj-np-z]{11,110}(?!\w)", re.I
+)
+# Known by their form alone, or by a word: Ethereum, Stellar, Monero, TON; Solana.
+OTHER_ADDRESS = re.compile(
+    rf"(?<![\w+/-])(?:0x[0-9a-fA-F]{{40}}|G[A-D][A-Z2-7]{{54}}|[48][0-9AB][{BASE58}]{{93}}|[EU]Q[\w-]{{46}})"
+    rf"(?![\w+/-])|\bsol(?:ana)?\b[^\n]{{0,24}}?(?<!\w)(?P<sol>[{BASE58}]{{43,44}})(?!\w)",
+    re.I,
+)
 
 URL = re.compile(r"(?<![\w@])(?:(?:https?|ftp|wss?)://[\w\[]|www\.\w)[^\s<>\"'`{}|\\^]*", re.I)
 AFTER_URL = ".,;:!?)]*_"  # what ends a sentence or a bracket rather than a link
@@ -169,7 +186,8 @@ def mails(text: str) -> Iterator[Span]:
     """
     if "@" in text:
         for match in MAIL.finditer(text):
-            yield match.span("address")
+            if not match["address"].startswith("git@"):  # a host's account for all
+                yield match.span("address")
         for match in ANY_MAIL.finditer(text) if MAIL_CUE.search(text) else ():
             if MAIL_CUE.search(text, max(0, match.start() - CUE_DISTANCE), match.start()):
                 yield match.span("address")
@@ -177,7 +195,7 @@ def mails(text: str) -> Iterator[Span]:
 
 def ip_addresses(text: str) -> Iterator[Span]:
     """Addresses of both versions, with a network's length too. Private, local and documentation
-    addresses identify nobody.
+    addresses and the public resolvers identify nobody; four small parts may number a section.
     """
     for pattern, sign in ((IPV4, "."), (IPV6, ":")):
         for match in pattern.finditer(text) if sign in text else ():
@@ -185,40 +203,45 @@ def ip_addresses(text: str) -> Iterator[Span]:
                 address = ipaddress.ip_interface(match.group()).ip
             except ValueError:
                 continue
-            if address.is_global:
+            is_small = all(part < MOST_OF_SECTION for part in address.packed)
+            said = says(text, *match.span(), IP_CUE)
+            is_agent = re.search(r"[a-z]/$", text[max(0, match.start() - 2) : match.start()], re.I)
+            if not address.is_global or str(address) in RESOLVERS or is_agent:
+                continue
+            if said or (said is None and not is_small):
                 yield match.span()
 
 
 def cards(text: str) -> Iterator[Span]:
-    """12 to 19 digits of a known issuer with a right check digit, in the groups of a card; in any
-    groups beside a word for one.
+    """Numbers of an issuer, with its length and a right check digit: in the groups of a card, or in
+    any or none beside a word for one.
     """
     if not MAYBE_CARD.search(text):
         return
-    for match in (match for layout in CARDS for match in layout.finditer(text)):
+    for place, match in (
+        (at, match) for at, one in enumerate(CARDS) for match in one.finditer(text)
+    ):
         if is_card(re.sub(r"\D", "", match.group())):
-            yield match.span()
+            said = says(text, *match.span(), CARD_CUE)
+            if said or (said is None and place):
+                yield match.span()
     for match in (match for layout in LOOSE_CARDS for match in layout.finditer(text)):
         if (
             is_card(re.sub(r"\D", "", match.group()))
             and not ONE_MORE.match(text, match.end())
             and not ONE_BEFORE.search(text, max(0, match.start() - 12), match.start())
+            and says(text, *match.span(), CARD_CUE) is not False
         ):
-            yield match.span()
-    for match in SINGLE_DIGITS.finditer(text):
-        if is_card(re.sub(r"\D", "", match.group())):
             yield match.span()
     if CARD_CUE.search(text):
         for match in CARD_RUN.finditer(text):
-            if CARD_CUE.search(text, max(0, match.start() - CUE_DISTANCE), match.start()):
+            if says(text, *match.span(), CARD_CUE):
                 yield from _card_at_start(text, *match.span())
 
 
 def is_card(digits: str) -> bool:
-    """Whether the digits are as many as a card's, of a known issuer, with a right check digit."""
-    return (
-        12 <= len(digits) <= 19 and CARD_ISSUER.match(digits) is not None and luhn.is_valid(digits)
-    )
+    """Whether the digits are as many as a card of their issuer has, with a right check digit."""
+    return CARD.fullmatch(digits) is not None and luhn.is_valid(digits)
 
 
 def _card_at_start(text: str, start: int, end: int) -> Iterator[Span]:
@@ -252,8 +275,8 @@ def accounts(text: str) -> Iterator[Span]:
 
 
 def social_security_numbers(text: str) -> Iterator[Span]:
-    """US numbers in three groups, and in any form behind a cue word. Areas 000, 666 and 9xx
-    are never given.
+    """US numbers in three groups with hyphens, and in any form beside a cue word. Areas 000, 666
+    and 9xx are never given.
     """
     for pattern in (SSN, LOOSE_SSN) if SSN_CUE.search(text) else (SSN,):
         for match in pattern.finditer(text):
@@ -261,8 +284,8 @@ def social_security_numbers(text: str) -> Iterator[Span]:
             area, group, serial = digits[:3], digits[3:5], digits[5:]
             if area in ("000", "666") or area[0] == "9" or group == "00" or serial == "0000":
                 continue
-            before = max(0, match.start() - CUE_DISTANCE)
-            if pattern is SSN or SSN_CUE.search(text, before, match.start()):
+            said = says(text, *match.span(), SSN_CUE)
+            if said or (said is None and match[0][3] == match[0][-5] == "-"):
                 yield match.span()
 
 
@@ -285,12 +308,16 @@ def _phones_in(text: str, start: int, end: int) -> list[Span]:
     One begins where the run does, after a space, or with a bracket or plus; it ends where the next
     could begin.
     """
+    beside = text[max(0, start - NEAR_BEFORE) : end + NEAR_AFTER]
+    if SINGLE_DIGITS.fullmatch(text, start, end) and not PHONE_CUE.search(beside):
+        return []
     starts = [start, *(match.end() for match in PHONE_BREAK.finditer(text, start, end))]
     ends = [*(len(text[:begin].rstrip(" .-/\n")) for begin in starts[1:]), end]
     found: list[Span] = []
     for first, begin in enumerate(starts):
         if not found or begin >= found[-1][1]:
-            longest = (last for last in reversed(ends[first:]) if _is_phone(text, begin, last))
+            near = [last for last in reversed(ends[first:]) if last - begin <= LONGEST_PHONE]
+            longest = (last for last in near if _is_phone(text, begin, last))
             found += [(begin, last) for last in longest][:1]
     return found
 
@@ -298,9 +325,8 @@ def _phones_in(text: str, start: int, end: int) -> list[Span]:
 def _is_phone(text: str, start: int, end: int) -> bool:
     """Whether the digits at [start, end) are a telephone number.
 
-    Yes if written internationally (`+` and 8 to 15 digits), if a cue word stands beside them (7 to
-    15 digits), or if they look like a number and are a valid one in some country of PHONE_REGIONS;
-    bare ten digits count as American only.
+    Yes if written internationally (`+` and 8 to 15 digits), if the word beside them says so (7 to
+    15 digits), or if they are a valid number in the groups in which its country writes it.
     """
     value = re.split(r"\s?(?:x|ext)", text[start:end], flags=re.I)[0]
     num_digits = len(re.findall(r"\d", value))
@@ -311,57 +337,122 @@ def _is_phone(text: str, start: int, end: int) -> bool:
             return False
     if value.startswith("+"):
         return 8 <= num_digits <= 15
-    has_form = PHONE_FORM.fullmatch(value) is not None
-    if NO_PHONE.fullmatch(value) or ("/" in value and not has_form):
+    if not 7 <= num_digits <= 15 or NO_PHONE.fullmatch(value) or not _is_field(text, start, end):
         return False
-    if not _is_field(text, start, end):
+    said = says(text, start, end, PHONE_CUE)
+    if said is not None:
+        return said and not (num_digits == 7 and len(re.findall(r"\d+", value)) > 3)
+    if (value[0].isdigit() and _is_in_log(text, start)) or num_digits < 8 or "/" in value:
         return False
-    has_form = has_form and " / " not in value  # a division
-    beside = f"{text[max(0, start - NEAR_BEFORE) : start]} {text[end : end + NEAR_AFTER]}"
-    if num_digits == 7 and len(re.findall(r"\d+", value)) > 3:
+    if NORTH_AMERICAN.fullmatch(value):
+        return _is_valid("US", value)
+    if value.lstrip("(")[:1] == "0" and any(_has_own_groups(one, value) for one in PHONE_REGIONS):
+        return True
+    if value.isdigit() and num_digits < LONGEST_BARE:
         return False
-    if PHONE_CUE.search(beside):
-        return 7 <= num_digits <= 15
-    if not 8 <= num_digits <= 15 or (value[0].isdigit() and _is_in_log(text, start)):
-        return False
-    return (has_form and next(parse_phone(value), None) is not None) or _is_local(text, value)
+    return any(_has_own_groups(region, value, is_spoken=True) for region in _regions(text))
+
+
+@functools.lru_cache(maxsize=8)
+def _regions(text: str) -> Sequence[str]:
+    """Countries where the text's language is spoken."""
+    language = next((code for script, code in SCRIPTS if script.search(text)), "")
+    return LANGUAGE_REGIONS.get(language or spoken_language(text), ())
 
 
 def _is_field(text: str, start: int, end: int) -> bool:
     """Whether a comma between the digits and others, if there is one, parts fields of CSV: there is
     one behind it, several before it, or names of columns above; else it is a decimal one.
     """
-    if not (re.match(r",\d", text[end:]) or re.search(r"\d,$", text[:start])):
+    before, after = text[max(0, start - 2) : start], text[end : end + 2]
+    if not (re.match(r",\d", after) or re.match(r"\d,", before)):
         return True
-    if HEADER.search(text, 0, start) or text[end : end + 1] == "," or not text[start].isdigit():
+    if column(text, start) or text[end : end + 1] == "," or not text[start].isdigit():
         return True
     return re.search(r"(?<![\w,.-])\d{1,3},$", text[max(0, start - 8) : start]) is None
 
 
 def _is_in_log(text: str, start: int) -> bool:
-    line = text[text.rfind("\n", 0, start) + 1 :].partition("\n")[0]
-    return LOG.search(line[:MOST_OF_LINE]) is not None
+    begin = text.rfind("\n", 0, start) + 1
+    return LOG.search(text[begin : begin + MOST_OF_LINE].partition("\n")[0]) is not None
 
 
-def _is_local(text: str, value: str) -> bool:
-    """Whether it is a number of a country where the text's language is spoken, in the groups in
-    which it is written there, or ten digits or more in one.
+def _has_own_groups(region: str, value: str, is_spoken: bool = False) -> bool:
+    """Whether it is a valid number of a country in the groups in which it is written there; where
+    its language is spoken also a mobile number in threes or, of eleven digits, in one.
     """
-    language = next((code for script, code in SCRIPTS if script.search(text)), "")
     groups = re.findall(r"\d+", value)
-    for region in LANGUAGE_REGIONS.get(language or spoken_language(text), ()):
-        number = _parsed(region, value)
-        if number is None or not phonenumbers.is_valid_number(number):
-            continue
-        if len(groups) == 1:
-            return len(groups[0]) > 9
-        written = phonenumbers.format_number(number, phonenumbers.PhoneNumberFormat.NATIONAL)
-        usual = re.findall(r"\d+", written)
-        kind = phonenumbers.number_type(number)
-        is_mobile = kind == phonenumbers.PhoneNumberType.MOBILE
-        if groups in (usual, usual[1:]) or (is_mobile and {*map(len, groups)} == {3}):
-            return True
-    return False
+    if len(groups) == 1 and not (is_spoken and len(value) >= LONGEST_BARE):
+        return False
+    number = _parsed(region, value)
+    if number is None or not phonenumbers.is_valid_number(number):
+        return False
+    written = phonenumbers.format_number(number, phonenumbers.PhoneNumberFormat.NATIONAL)
+    usual = re.findall(r"\d+", written)
+    if len(groups) > 1 and (groups == usual or (is_spoken and groups == usual[1:])):
+        return True
+    is_mobile = phonenumbers.number_type(number) == phonenumbers.PhoneNumberType.MOBILE
+    return is_spoken and is_mobile and (len(groups) == 1 or {*map(len, groups)} == {3})
+
+
+def _is_valid(region: str, value: str) -> bool:
+    number = _parsed(region, value)
+    return number is not None and phonenumbers.is_valid_number(number)
+
+
+# What a number is.
+
+
+def says(text: str, start: int, end: int, cue: re.Pattern[str]) -> bool | None:
+    """Whether the number at [start, end) is what `cue` names: by the heading of its column, else by
+    the nearest word before it, else by a cue close behind. False: a word for another kind of
+    number stands there; None: no word does.
+    """
+    named = _names(text, start, cue)
+    return (
+        named if named is not None else True if cue.search(text[end : end + NEAR_AFTER]) else None
+    )
+
+
+@functools.lru_cache(maxsize=64)
+def _names(text: str, start: int, cue: re.Pattern[str]) -> bool | None:
+    """The same by what stands before it; a run of digits is asked for each place where one ends."""
+    heading = column(text, start)
+    near = text[max(0, start - NEAR_BEFORE) : start].replace("_", " ")
+    for words in (heading, near.rpartition("\n")[2] if heading else near):
+        named, other = (
+            max((match.end() for match in one.finditer(words)), default=0) for one in (cue, OTHER)
+        )
+        if named or other:
+            return named >= other
+    return None
+
+
+def column(text: str, place: int) -> str:
+    """The heading of the column of CSV or of a table in which a place lies; "" for none."""
+    lines, tops, signs = _tables(text)
+    row = bisect.bisect_right(lines, place) - 1
+    if tops[row] == row:
+        return ""
+    top, sign = lines[tops[row]], signs[row]
+    heading = text[top : text.index("\n", top)].split(sign)
+    return heading[text.count(sign, lines[row], place)].replace("_", " ")
+
+
+@functools.lru_cache(maxsize=8)
+def _tables(text: str) -> tuple[list[int], list[int], list[str]]:
+    """Where each line begins; the first of the lines up to it with as many of its sign between
+    cells; that sign.
+    """
+    lines, tops, signs, counts = [0], list[int](), list[str](), list[int]()
+    for number, line in enumerate(text.split("\n")):
+        lines.append(lines[-1] + len(line) + 1)
+        sign = max("|\t;,", key=line.count)
+        signs.append(sign)
+        counts.append(line.count(sign))
+        goes_on = number and counts[-1] and (signs[-2], counts[-2]) == (sign, counts[-1])
+        tops.append(tops[-1] if goes_on else number)
+    return lines[:-1], tops, signs
 
 
 def parse_phone(value: str) -> Iterator[phonenumbers.PhoneNumber]:
@@ -386,24 +477,24 @@ def _parsed(region: str, value: str) -> phonenumbers.PhoneNumber | None:
 
 
 def wallets(text: str) -> Iterator[Span]:
-    """Wallet addresses: Base58Check and Bech32 with a right check, Ethereum's by its form alone
-    (its check is in the case of letters, and needs Keccak-256).
-    """
-    for pattern, valid in (
-        (BASE58_ADDRESS, is_base58check),
-        (BECH32_ADDRESS, is_bech32),
-        (ETHEREUM_ADDRESS, None),
-    ):
+    """Wallet addresses: Base58Check and Bech32 with a right check, others by their form."""
+    for pattern, valid in ((BASE58_ADDRESS, is_base58check), (BECH32_ADDRESS, is_bech32)):
         for match in pattern.finditer(text):
-            if valid is None or valid(match.group()):
+            if valid(match.group()):
                 yield match.span()
+    for match in OTHER_ADDRESS.finditer(text):
+        yield match.span(match.lastgroup or 0)
 
 
-def is_base58check(address: str) -> bool:
-    """Whether it is a version, 20 bytes of hash, and four bytes of their double SHA-256."""
+def is_base58check(address: str, sizes: tuple[int, ...] = (25, 26)) -> bool:
+    """Whether it is a version, a hash of 20 bytes, and four bytes of their double SHA-256; or, of
+    other sizes, a key.
+    """
+    if address[0] == "r":
+        address = address.translate(str.maketrans(RIPPLE, BASE58))
     data = bitcoin.b58decode(address)
     check = hashlib.sha256(hashlib.sha256(data[:-4]).digest()).digest()[:4]
-    return len(data) in (25, 26) and check == data[-4:]
+    return len(data) in sizes and check == data[-4:]
 
 
 def is_bech32(address: str) -> bool:

@@ -24,17 +24,19 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator
 from eyas.errors import ConfigError
 from eyas.privacy import invented
 from eyas.privacy.attributes import (
-    BIRTH_DATE,
     PLATE,
+    birth_dates,
     coordinates,
     handles,
     is_plate,
     mac_addresses,
 )
-from eyas.privacy.identifiers import national_ids
+from eyas.privacy.identifiers import DOCUMENT_CUE, national_ids
 from eyas.privacy.invented import KeyedRandom
 from eyas.privacy.key import keyed
 from eyas.privacy.patterns import (
+    CARD_CUE,
+    SSN_CUE,
     accounts,
     cards,
     ip_addresses,
@@ -42,6 +44,7 @@ from eyas.privacy.patterns import (
     links_with_credentials,
     mails,
     phones,
+    says,
     social_security_numbers,
     wallets,
 )
@@ -59,13 +62,15 @@ class PiiType:
     """A type of personal data or secret.
 
     name: in findings, masks, settings and reports. action: by default; None: as `policy` says.
-    example: a text that holds a value, between ⟨ and ⟩. find: the places of the values in a text
-    as `spelling.plain` gives it; None: a name, found by language (`entities`, `ner`). surrogate: an
+    example: a text that holds a value, between ⟨ and ⟩. find: the places of the values in a text as
+    `spelling.plain` gives it; None: a name, found by language (`entities`, `ner`). surrogate: an
     invented value in place of one; None: word by word (`surrogates`). is_numbered: case and
     separators do not tell two values apart, and a surrogate keeps those of the place. sign: what
-    may stand before the value or not. is_reserved: whether a value is one set aside for examples.
-    is_windowed: long texts are searched in pieces (`detector.in_windows`); keys may be longer than
-    a piece, and links are found in linear time.
+    may stand before the value or not. cue: without it beside the value the default action is not to
+    drop the row, but what `policy` says. is_reserved: whether a value is one set aside for
+    examples. is_windowed: long texts are searched in pieces (`detector.in_windows`); keys may be
+    longer than a piece, a number's column has its heading at the top, and links are found in linear
+    time.
     """
 
     name: str
@@ -75,6 +80,7 @@ class PiiType:
     surrogate: Callable[[str, KeyedRandom], str] | None = None
     is_numbered: bool = False
     sign: str = ""
+    cue: re.Pattern[str] | None = None
     is_reserved: Callable[[str], bool] = lambda value: False
     is_windowed: bool = True
 
@@ -133,6 +139,8 @@ PII_TYPES = (
         cards,
         invented.card,
         is_numbered=True,
+        cue=CARD_CUE,
+        is_windowed=False,
         is_reserved=invented.is_test_card,
     ),
     PiiType(
@@ -150,6 +158,8 @@ PII_TYPES = (
         social_security_numbers,
         invented.social_security_number,
         is_numbered=True,
+        cue=SSN_CUE,
+        is_windowed=False,
     ),
     PiiType(
         "NATIONAL_ID",
@@ -158,6 +168,8 @@ PII_TYPES = (
         national_ids,
         invented.national_id,
         is_numbered=True,
+        cue=DOCUMENT_CUE,
+        is_windowed=False,
     ),
     PiiType("CRYPTO", None, "⟨1A1zP1eP5QGefi2DMPTfTL5SLmv7DivfNa⟩", wallets, invented.wallet),
     PiiType(
@@ -168,7 +180,7 @@ PII_TYPES = (
         invented.mail,
         is_reserved=invented.is_example_mail,
     ),
-    PiiType("IP_ADDRESS", None, "⟨8.8.8.8⟩", ip_addresses, invented.ip_address),
+    PiiType("IP_ADDRESS", None, "⟨93.184.215.14⟩", ip_addresses, invented.ip_address),
     PiiType(
         "PHONE_NUMBER",
         None,
@@ -176,11 +188,10 @@ PII_TYPES = (
         phones,
         invented.phone,
         is_numbered=True,
+        is_windowed=False,
         is_reserved=invented.is_fictional_phone,
     ),
-    PiiType(
-        "DATE_OF_BIRTH", None, "born ⟨March 5th, 1984⟩", matching(BIRTH_DATE), invented.birth_date
-    ),
+    PiiType("DATE_OF_BIRTH", None, "born ⟨March 5th, 1984⟩", birth_dates, invented.birth_date),
     PiiType(
         "LICENSE_PLATE",
         None,
@@ -223,9 +234,11 @@ NAME_TYPES = tuple(one.name for one in PII_TYPES if one.find is None)
 
 def canonical(type: str, value: str) -> str:
     """The form in which two mentions of a value are equal: folded, without case; of numbers without
-    separators.
+    separators, of telephone numbers without the country's or the trunk's digits either.
     """
     value = plain(value).text.casefold()
+    if type == "PHONE_NUMBER":
+        return "x".join(filter(None, invented.phone_parts(value)[1:]))
     if BY_NAME[type].is_numbered:
         return "".join(letter for letter in value if letter.isalnum())
     return " ".join(value.removeprefix(BY_NAME[type].sign).split())
@@ -283,11 +296,12 @@ class PrivacyConfig(BaseModel):
             )
         return dict(sorted(named.items()))
 
-    def action(self, type: str) -> Action:
-        """What is done about a value of this type."""
+    def action(self, type: str, has_cue: bool = True) -> Action:
+        """What is done about a value of this type. has_cue: whether a word beside it says so."""
         if self.fictional and type in NAME_TYPES:
             return "keep"
-        return self.actions.get(type) or BY_NAME[type].action or self.policy
+        by_default = BY_NAME[type].action if has_cue else None
+        return self.actions.get(type) or by_default or self.policy
 
     @property
     def recognisers(self) -> tuple[tuple[str, str], ...]:
@@ -304,10 +318,21 @@ class PrivacyConfig(BaseModel):
         """The types that are searched for, by rank."""
         return tuple(type for type in TYPES if self.action(type) != "keep")
 
-    def first_that_drops(self, types: Iterable[str]) -> str | None:
-        """The highest in rank of those types whose action is to drop the row."""
-        dropping = [type for type in types if self.action(type) == "drop"]
+    def first_that_drops(self, values: Iterable[tuple[str, str, int, int]]) -> str | None:
+        """The highest in rank of the types whose action is to drop the row. values: the type of
+        each, its text, and its characters [start, end) there.
+        """
+        dropping = [
+            type
+            for type, text, start, end in values
+            if self.action(type) == "drop" == self.action(type, _has_cue(type, text, start, end))
+        ]
         return min(dropping, key=RANK.__getitem__, default=None)
+
+
+def _has_cue(type: str, text: str, start: int, end: int) -> bool:
+    cue = BY_NAME[type].cue
+    return cue is None or bool(says(text, start, end, cue))
 
 
 EVERY_TYPE = PrivacyConfig(actions=dict.fromkeys(TYPES, "mask"))

@@ -11,6 +11,7 @@ import importlib
 import re
 from collections.abc import Iterator
 
+from eyas.privacy.patterns import BASE58, is_base58check
 from eyas.privacy.spelling import LISTS, Span, joined
 
 # detect-secrets' modules and classes. Not among them: JWT (leaves the signature), private keys
@@ -48,8 +49,7 @@ IN_SECRET = re.compile(r"[\w+/=~-]")
 NAMED = re.compile(
     r"(?<![A-Za-z])(?:[a-z]+[_-])?(?:api[ _-]?(?:key|token)|apikey|secret[ _-]?(?:access[ _-]?)?key"
     r"|access[ _-]?(?:key|token)|auth[ _-]?(?:key|token)|bearer[ _-]?token|client[ _-]?secret"
-    r"|account[ _-]?key|encryption[ _-]?key|(?:bot|github|gitlab|hf|openai|slack|refresh|session"
-    r"|personal access)[ _-]?token)"
+    r"|account[ _-]?key|encryption[ _-]?key|(?<!\w)[a-z]+[ _-]?token)"
     r"[\"'\])]{0,2}\s{0,3}(?:is|=>|[:=]{1,2})\s{0,3}[\"'`]?(?P<value>[\w+/=~.-]{16,512})",
     re.I,
 )
@@ -58,12 +58,28 @@ BEARER = re.compile(
     r"(?P<value>[\w+/=~.-]{12,4000})",
     re.I,
 )
-MAYBE_NAMED = re.compile(r"key|token|secret|authorization", re.I)
+# Made by a client's constructor, and the sessions of cookies.
+PASSED = re.compile(
+    r"\b(?:\w*Client|OpenAI|Anthropic|Cohere)\((?:api_key=)?[\"'](?P<value>[\w.-]{24,200})[\"']"
+    r"|\bcookie:[^\n]{0,200}?\b\w*(?:sid|session|auth|token)\w*=(?P<cookie>[\w%.+/=-]{16,})",
+    re.I,
+)
+# The words of a wallet behind their name (BIP 39: 12 to 24 in threes), and private keys of Bitcoin.
+SEED = re.compile(
+    r"\b(?:seed|recovery|secret|backup|mnemonic|wallet)(?: phrase| words?)?[^\n]{0,24}?[\s:\"']"
+    r"(?P<value>(?:[a-z]{3,8}[ ,\n]{1,2}){11,23}[a-z]{3,8})(?!\w)"
+)
+NO_SEED = re.compile(r"\b(?:the|and|for|with|that|this|from|are|was|were|have|has|your|not|but)\b")
+WIF = re.compile(rf"(?<!\w)[5KLc9][{BASE58}]{{50,51}}(?!\w)")
+WIF_SIZES = (37, 38)  # bytes
+MAYBE_NAMED = re.compile(r"key|token|secret|authorization|client\(|cookie|openai\(", re.I)
 
-WORDS = joined("password")
+ELSEWHERE = joined("password_elsewhere")
+WORDS = f"{joined('password')}|{ELSEWHERE}"
 # Between such a word and the value, in the languages of the words.
 IS = (
-    r"(?:\s{1,3}(?:is now|is|was|lautet|ist|es|est|é|è|to|это|olarak|är|er|je|là|adalah)\s{1,3}"
+    r"(?:\s{1,3}(?:is now|is|was|lautet|ist|es|est|é|è|to|это|olarak|är|er|je|là|adalah|este|on"
+    r"|είναι|היא|הוא)\s{1,3}"
     r"|\s{0,3}(?:=>|[:=]{1,2}|是|为|為|は|는|은|—|–)\s{0,3})"
 )
 PASSWORD = re.compile(
@@ -80,6 +96,7 @@ SETTING = re.compile(
     r"^[ \t]*(?:export[ \t]+|set[ \t]+)?"
     r"(?-i:[A-Z0-9_]*(?:PASSWORD|PASSWD|PASSPHRASE|PWD)[A-Z0-9_]*)"
     r"=[\"']?(?P<line>[^\s\"'$<>(){}\[\]]{6,64})[\"']?[ \t]*$"
+    r"|^[a-z][\w.-]*\.passw(?:or)?d=(?P<property>[^\s\"'$<>(){}\[\]]{6,64})[ \t]*$"
     r"|[\"']\w*(?:password|passwd|pwd)[\"'],\s*[\"'](?P<define>[^\s\"'<>]{4,64})[\"']"
     r"|<(?P<tag>\w*(?:password|passwd|pwd))>(?P<xml>[^\s<>]{4,64})</(?P=tag)>"
     r"|\b(?:key|name)=[\"']\w*(?:password|passwd|pwd)[\"']\s+value="
@@ -89,10 +106,10 @@ SETTING = re.compile(
 # Without a sign between: "with password X", and "the credentials are a / b", both of which go.
 PASSWORD_NEXT = re.compile(
     r"(?<![A-Za-z])(?:"
-    r"(?:with|using|use|by|and|my|her|his|their|our|the|user\w*:? \S{1,40})[ ,/]{1,2}"
-    rf"(?:(?:my|the|this|a) )?(?:{WORDS}|pass):?\s{{1,2}}"
-    r"|(?:şifre(?:m|si|niz)?|parola(?:m|sı)?|п[аa][рp][оo]ль|密码|パスワード|비밀번호)"
-    r"(?: (?:от|для|на|к|за) \w{1,20})? "
+    r"(?:with|using|use|by|and|my|her|his|their|our|the|user\w*:? \S{1,40}|login \S{1,40}"
+    r"|wi-?fi|wlan|router|root|admin)[ ,/]{1,2}"
+    rf"(?:(?:my|the|this|a) )?(?:{WORDS}|pass|key):?\s{{1,2}}"
+    rf"|(?:{ELSEWHERE})(?: (?:от|для|на|к|за|für) \w{{1,20}}:?)? "
     r"|(?:pass ?word|passwd|pwd|pass|pw|passwort)(?:\s?(?:->|=>|[:→])\s{0,2}| - ))"
     r"(?P<quote>[\"'`]?)(?P<value>[^\s\"'`<>{}()\[\],;]{6,64})(?P=quote)",
     re.I,
@@ -141,6 +158,8 @@ PLACEHOLDER = re.compile(
     re.I,
 )
 
+CODE = re.compile(r"://|^[a-z_]\w*(?:\.[a-z_]\w*[a-z_])+$|\.(?:com|org|net|io)\b|\d\.\d")
+
 KEY_BLOCK = re.compile(r"-----BEGIN [A-Z0-9 ]{0,30}PRIVATE KEY(?: BLOCK)?-----")
 KEY_END = re.compile(r"-----END [A-Z0-9 ]{0,30}PRIVATE KEY(?: BLOCK)?-----")
 # headers, Base64 with breaks
@@ -159,10 +178,16 @@ def api_keys(text: str) -> Iterator[Span]:
                 start, end = _secret(match)
                 if _has_digit(text[start:end]):
                     yield _whole(text, start, end)
+    for match in SEED.finditer(text):
+        if not NO_SEED.search(match["value"]):
+            yield match.span("value")
+    for match in WIF.finditer(text):
+        if is_base58check(match[0], WIF_SIZES):
+            yield match.span()
     if MAYBE_NAMED.search(text):
-        for pattern in (NAMED, BEARER):
+        for pattern in (NAMED, BEARER, PASSED):
             for match in pattern.finditer(text):
-                value, start = match["value"], match.start("value")
+                value, start = match[match.lastgroup or 0], match.start(match.lastgroup or 0)
                 if _has_digit(value) and re.search("[A-Za-z]", value):
                     yield start, start + len(value.rstrip(".-"))
 
@@ -179,8 +204,10 @@ def passwords(text: str) -> Iterator[Span]:
                 start = match.start(group)
                 yield start, start + len(value)
         for match in SETTING.finditer(text):
-            kind = next(name for name in ("line", "define", "xml", "pair") if match[name])
-            is_set = kind == "line" and not PLACEHOLDER.fullmatch(match[kind])
+            kind = next(
+                name for name, found in match.groupdict().items() if found and name != "tag"
+            )
+            is_set = kind in ("line", "property") and not PLACEHOLDER.fullmatch(match[kind])
             if is_set or _is_password(match[kind], quoted=True):
                 yield match.span(kind)
         for match in PASSWORD_NEXT.finditer(text):
@@ -262,4 +289,4 @@ def _is_password(value: str, quoted: bool) -> bool:
     if PLACEHOLDER.fullmatch(value):
         return False
     mixed = _has_digit(value) or bool(re.search(r"[!@#$%^&*?+=~]", value[1:].rstrip("!?")))
-    return mixed if quoted else mixed and "." not in value.strip(".") and "://" not in value
+    return mixed if quoted else mixed and not CODE.search(value.strip("."))

@@ -21,7 +21,10 @@ BRACKETS = r" ?(?:\[ ?(?:{0}) ?\]|\( ?(?:{0}) ?\)|\{{ ?(?:{0}) ?\}}|< ?(?:{0}) ?
 IN_BRACKETS = "[({<&%"
 AT = re.compile(rf"(?<=\w)(?:{BRACKETS.format(AT_WORD)}| ?(?:&#0*64;|&commat;|%40) ?)(?=\w)", re.I)
 DOT = re.compile(rf"(?<=\w){BRACKETS.format(DOT_WORD)}(?=\w)", re.I)
-AT_ALONE, DOT_ALONE = "at|arroba|arobase|chiocciola", "dot|punto|ponto"
+AT_ALONE, DOT_ALONE = (
+    "at|arroba|arobase|chiocciola|małpa|собака",
+    "dot|punto|ponto|punkt|kropka|точка",
+)
 DOMAIN_WORDS = rf"[\w-]+(?:[ _-](?:{DOT_ALONE})[ _-][\w-]+)+"
 FREE_MAIL = (
     r"(?:gmail|googlemail|yahoo|hotmail|outlook|icloud|protonmail|proton|gmx|aol|msn|web|yandex"
@@ -36,16 +39,19 @@ NO_LOCAL_PART = """
 """
 BEFORE_PLACE = "".join(rf"(?<!\b{word})" for word in NO_LOCAL_PART.split())
 AT_SPELT = re.compile(
-    rf"(?<=\w)[ _-](?:{AT_ALONE})[ _-](?={DOMAIN_WORDS})|(?<=\w){BEFORE_PLACE} at (?={FREE_MAIL})"
+    rf"(?<=\w)[ _-](?:{AT_ALONE})[ _-](?={DOMAIN_WORDS})"
+    r"|(?<=\w) arobase (?=[\w-]+ point [a-z])"
+    rf"|(?<=\w){BEFORE_PLACE} at (?={FREE_MAIL})"
     rf"|(?<=\w\w) ?@ ?(?=[\w-]{{2,}} ?\. ?(?:{DOMAINS})\b)",
     re.I,
 )
 DOT_SPELT = re.compile(
-    rf"(?<=\w)[ _-](?:{DOT_ALONE})[ _-](?=[a-z])"
+    rf"(?<=\w)[ _-](?:{DOT_ALONE}|point)[ _-](?=[a-z])"
     rf"|(?<=\w)(?: \. ?|\. )(?=(?:{DOMAINS})\b)",
     re.I,
 )
 MAYBE_SPELT = re.compile(rf"[ _-](?:{AT_ALONE})[ _-]|@", re.I)
+APART = re.compile(r"(?<!\w)\w(?: [\w.]){2,} ?@ ?\w(?: [\w.]){4,}(?!\w)")  # a n n a @ w e b . d e
 # Letters of scripts without spaces, or whose particles stand close to a word: where they touch a
 # Latin letter or a digit a value may begin or end, and \w sees no boundary. NFKC folds Latin first.
 OTHER = "\u0530-\u1cff\u2e80-\ua4cf\ua840-\uabff\uac00-\ud7ff\uf900-\ufaff\ufb1d-\ufefc"
@@ -55,22 +61,30 @@ TOUCHING = re.compile(
 AT_CAPITAL = re.compile("(?<=[a-z0-9])AT(?=[a-z0-9-]+DOT[a-z])")
 DOT_CAPITAL = re.compile("(?<=[a-z0-9])DOT(?=[a-z])")
 NUMBER_DOT = re.compile(r"(?<=\d) dot (?=\d)", re.I)
-# Seven digits or more in words, or in words and digits.
+# Digits in words, or in words and figures.
 NUMERALS = {
     word: str(digit)
-    for digit, words in enumerate(
-        ("zero oh", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
-    )
-    for word in words.split()
+    for words in LISTS["numerals"]
+    for digit, names in enumerate(words.split())
+    for word in names.split("|")
 }
-_NUMERAL = "|".join(NUMERALS)
+_NUMERAL = "|".join(sorted(NUMERALS, key=len, reverse=True))
+_NEXT = r"(?:[ ,.-]{1,2}|[ ,]{1,2}(?:dash|hyphen|space|then|strich|tiret)[ ,]{1,2})"
+_MORE = rf"(?:{_NEXT}(?:(?:double|triple) )?(?:{_NUMERAL}|\d{{1,4}}))"
 SPELT_NUMBER = re.compile(
-    rf"(?<!\w)(?:{_NUMERAL})(?:[ ,.-]{{1,2}}(?:{_NUMERAL}|\d{{1,4}})){{6,}}(?!\w)"
-    rf"|(?<!\w)(?:(?:{_NUMERAL})[ ,.-]{{1,2}}){{3,}}(?:(?:{_NUMERAL})|\d{{1,4}})"
-    rf"(?:[ ,.-]{{1,2}}(?:{_NUMERAL}|\d{{1,4}}))+(?!\w)",
+    rf"(?<!\w)(?:(?:\d{{1,4}}[ ,.-]{{1,2}}){{0,6}}(?:{_NUMERAL}){_MORE}{{3}}"
+    rf"|(?:double|triple) (?:{_NUMERAL}){_MORE}){_MORE}+(?!\w)",
     re.I,
 )
-MAYBE_NUMBER = re.compile(rf"(?:{_NUMERAL})[ ,.-]{{1,2}}(?:{_NUMERAL})[ ,.-]", re.I)
+MAYBE_NUMBER = re.compile(rf"\b(?:{_NUMERAL})[ ,.-]{{1,2}}(?:{_NUMERAL}|\d|dash|double)", re.I)
+WITHIN_NUMBER = re.compile(rf"(?<=\d)(?:{_NUMERAL})(?=\d)", re.I)
+# 3-3-4 with letters for the digits that they look like
+MISREAD = re.compile(
+    r"(?<!\w)(?=[\d() .-]{0,14}[OoIl])(?=(?:[OoIl() .-]{0,4}\d){5})"
+    r"\(?[\dOoIl]{3}\)?[-. ]{1,2}[\dOoIl]{3}[-. ][\dOoIl]{4}(?!\w)"
+)
+HYPHENS = dict.fromkeys(("dash", "hyphen", "strich", "tiret"), "-")
+AS_DIGITS = str.maketrans("OoIl", "0011")
 
 
 def cue(words: str) -> str:
@@ -94,6 +108,7 @@ def plain(text: str) -> FoldedText:
     if any(sign in folded.text for sign in IN_BRACKETS):
         folded = folded.sub(AT, lambda _: "@").sub(DOT, lambda _: ".")
     if MAYBE_SPELT.search(folded.text):
+        folded = folded.sub(APART, lambda match: match[0].replace(" ", ""))
         folded = folded.sub(AT_SPELT, lambda _: "@")
         if "@" in folded.text:
             folded = folded.sub(DOT_SPELT, lambda _: ".")
@@ -102,8 +117,16 @@ def plain(text: str) -> FoldedText:
         folded = spelt.sub(DOT_CAPITAL, lambda _: ".") if spelt is not folded else folded
     if MAYBE_NUMBER.search(folded.text):
         folded = folded.sub(SPELT_NUMBER, _in_digits)
+    if WITHIN_NUMBER.search(folded.text):
+        folded = folded.sub(WITHIN_NUMBER, _in_digits)
+    folded = folded.sub(MISREAD, lambda match: match[0].translate(AS_DIGITS))
     return folded.sub(NUMBER_DOT, lambda _: ".")
 
 
 def _in_digits(match: re.Match[str]) -> str:
-    return "".join(NUMERALS.get(word, word) for word in re.findall(r"\w+", match[0].lower()))
+    digits, times = list[str](), 1
+    for word in re.findall(r"\w+", match[0].lower()):
+        sign = word if word.isdigit() else HYPHENS.get(word, "")
+        digits.append(NUMERALS.get(word, sign) * times)
+        times = {"double": 2, "triple": 3}.get(word, 1)
+    return "".join(digits)

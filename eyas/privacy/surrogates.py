@@ -27,6 +27,7 @@ from eyas.privacy.invented import (
     fill_form,
     match_case,
     number_like,
+    phone_parts,
 )
 from eyas.privacy.lexicon import FEMALE, MALE
 from eyas.privacy.mentions import WORD, Names, name_key, stays
@@ -59,6 +60,8 @@ def clean(
 
     def replacement(type: str, value: str) -> str:
         action = config.action(type)
+        if action == "drop":  # a number without a word that says what it is
+            action = config.action(type, has_cue=False)
         assert action in ("mask", "surrogate"), f"{type} is not to be replaced"
         return f"<{type}>" if action == "mask" else surrogates.of(type, value)
 
@@ -107,7 +110,8 @@ class Surrogates:
             return self._worded(type, value)
         invented = self._surrogate(type, canonical(type, value), lambda draw: make(value, draw))
         if kind.is_numbered:
-            return fill_form(invented, value)
+            stays = phone_parts(value)[0] if type == "PHONE_NUMBER" else ""
+            return fill_form(stays + invented, value)
         return kind.sign + invented if kind.sign and value.startswith(kind.sign) else invented
 
     def _surrogate(self, kind: str, value: str, make: Callable[[KeyedRandom], str]) -> str:
