@@ -129,6 +129,13 @@ NAMED_HANDLE = re.compile(
 )
 
 
+# A line of a log, in whose numbers nobody's are
+LOG = re.compile(
+    r"\d\d:\d\d:\d\d|\b(?:INFO|WARN(?:ING)?|ERROR|DEBUG|FATAL|NOTICE|TRACE)\b|\w\[\d+\]:?"
+    r"|\b0x[0-9a-f]+|(?:\w\.[a-z]\w*){2,}\.[A-Z]|Traceback|\b\w+::\w+|^\s*(?:at|File) |[{}<>|]{2}"
+)
+
+
 def is_plate(value: str) -> bool:
     """Whether it is of letters and digits, as many as a number plate has."""
     letters = [letter for letter in value if letter.isalnum()]
