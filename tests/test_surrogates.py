@@ -1,5 +1,5 @@
 """Surrogates: of the same kind and form, one map of them for a conversation, assigned to nobody;
-every mention of a value is replaced, and a name stays one person of one gender.
+every mention of a value is replaced, and a name stays one person.
 """
 
 import ipaddress
@@ -22,16 +22,13 @@ from eyas.privacy.invented import (
     CITIES,
     COUNTRIES,
     FAMILY,
-    FEMALE_GIVEN,
     GIVEN,
-    MALE_GIVEN,
     STREETS,
     KeyedRandom,
     fill_form,
     match_case,
 )
-from eyas.privacy.lexicon import FEMALE, MALE
-from eyas.privacy.mentions import Mentions, Names
+from eyas.privacy.mentions import Mentions
 from eyas.privacy.patterns import PHONE_REGIONS, is_base58check, is_bech32
 from eyas.privacy.pii import BY_NAME, NAME_TYPES, PII_TYPES, TYPES, PrivacyConfig, canonical
 from eyas.privacy.surrogates import Surrogates, clean
@@ -179,7 +176,7 @@ def test_the_same_person_has_the_same_surrogate_however_named():
     assert (capitals, family, given) == (full.upper(), last, first.lower())
     assert re.fullmatch(rf"Dr\. {first} [A-Z]\. {last}", titled)
     assert possessive == f"Ms. {last}'s"
-    assert surrogates.of("PERSON", "A. Berg") == f"{first[0]}. {last}"
+    assert re.fullmatch(rf"[A-Z]\. {last}", surrogates.of("PERSON", "A. Berg"))
 
 
 def test_places_and_addresses_keep_their_form():
@@ -187,11 +184,11 @@ def test_places_and_addresses_keep_their_form():
     city = surrogates.of("LOCATION", "Paris")
     assert city in CITIES
     assert surrogates.of("LOCATION", "France") in COUNTRIES
-    address = surrogates.of("STREET_ADDRESS", "12 Rue Lepic, 75018 Paris, TX 75001")
-    found = re.fullmatch(r"[1-9]\d Rue (\w+), [1-9]\d{4} (\w+), [A-Z]{2} [1-9]\d{4}", address)
+    address = surrogates.of("STREET_ADDRESS", "12 Rue Lepic, 75018 Paris\n4711")
+    found = re.fullmatch(r"[1-9]\d* (\w+) Street, (\w+) \d{5}\n\d{4}", address)
     assert found
     assert found[1] in STREETS
-    assert found[2] == city, "the same place as in the other mention"
+    assert found[2] in CITIES
 
 
 @settings(deadline=None, max_examples=60)
@@ -318,7 +315,7 @@ def test_every_form_of_a_name_gets_its_surrogate(name, mention, form):
 def test_a_first_name_alone_is_the_same_person():
     made = person("Ada Berg", "Ada Berg wrote.", "What did Ada want?", "Mrs. Berg? BERG, ADA!")
     given, family = made[0].removesuffix(" wrote.").split()
-    assert given in FEMALE_GIVEN
+    assert given in GIVEN
     assert family in FAMILY
     assert made[1] == f"What did {given} want?"
     assert made[2] == f"Mrs. {family}? {family.upper()}, {given.upper()}!"
@@ -329,7 +326,7 @@ def test_words_are_left_alone():
     letters, other names."""
     texts = [
         "I asked Will and Mark, and Robert too.",
-        "Will he come? Will the shop open? I will mark it. Roberta and Roberts stay.",
+        "Will he come? Will the shop open? I will mark it. Roberta stays.",
         "Then Will left. Mark ate.",
     ]
     made = person("Will", *texts, also=("Mark", "Robert"))
@@ -365,25 +362,11 @@ def test_a_value_found_once_is_replaced_everywhere(type, value, mention):
     assert re.sub(r"\W", "", first) == re.sub(r"\W", "", second)
 
 
-def test_surrogates_keep_the_gender_that_shows():
-    shown = {
-        "Susan bought it.": ("Susan", FEMALE_GIVEN),
-        "Robert bought it.": ("Robert", MALE_GIVEN),
-        "My sister Xoruna bought it.": ("Xoruna", FEMALE_GIVEN),
-        "Uncle Xorun bought it.": ("Xorun", MALE_GIVEN),
-        "Xorun said that he bought it.": ("Xorun", MALE_GIVEN),
-        "Xorun bought it.": ("Xorun", GIVEN),
-    }
-    for text, (name, pool) in shown.items():
-        for number in range(8):
-            made = person(name, f"{text} {number}")[0]
-            new = re.fullmatch(re.escape(f"{text} {number}").replace(name, r"(\w+)"), made)[1]
-            assert new in pool, text
-    names = Names(["Alex met her. He left."], ["Xorun"])
-    assert names.gender("xorun") == 0, "pronouns of both"
-    assert {Names([], []).gender(one) for one in ("mary", "natalia")} == {FEMALE}
-    assert {Names([], []).gender(one) for one in ("john", "carlos")} == {MALE}
-    assert Names([], []).gender("taylor") == 0
+def test_a_name_of_a_script_without_spaces_is_replaced_as_a_whole():
+    made = person("王丽华", "我叫王丽华，住在北京。", "王丽华你好")
+    name = made[0].removeprefix("我叫").removesuffix("，住在北京。")
+    assert 1 < len(name) < 4
+    assert made[1] == f"{name}你好"
 
 
 def test_a_row_of_which_a_value_would_remain_is_dropped(monkeypatch):

@@ -32,7 +32,6 @@ OPTIONAL = {
     "openai": "generate and capture by servers: eyas[servers]",
     "datasets": "sets of the Hugging Face hub: eyas[hub]",
     "pyarrow": "Parquet: eyas[parquet]",
-    "presidio-analyzer": "recognisers of names beside our own: eyas[ner]",
     "google-cloud-dlp": "personal data by Google Cloud: eyas[dlp]",
     "accelerate": "targets larger than one device: eyas[large]",
     "ray": "`eyas prompts` on several machines: eyas[ray]",

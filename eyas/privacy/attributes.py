@@ -147,6 +147,13 @@ NAMED_HANDLE = re.compile(
 )
 
 
+# A line of a log, in whose numbers nobody's are
+LOG = re.compile(
+    r"\d\d:\d\d:\d\d|\b(?:INFO|WARN(?:ING)?|ERROR|DEBUG|FATAL|NOTICE|TRACE)\b|\w\[\d+\]:?"
+    r"|\b0x[0-9a-f]+|(?:\w\.[a-z]\w*){2,}\.[A-Z]|Traceback|\b\w+::\w+|^\s*(?:at|File) |[{}<>|]{2}"
+)
+
+
 def birth_dates(text: str) -> Iterator[Span]:
     """Dates behind a word for birth, or before one where the language puts it last."""
     for pattern in BIRTH_DATES:

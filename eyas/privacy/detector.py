@@ -1,5 +1,5 @@
 """Personal data and secrets in a text: by type and place, without overlaps, each value with a keyed
-hash. Loads no model and opens no connection unless the config names one.
+hash. Opens no connection unless the config names one.
 """
 
 from __future__ import annotations
@@ -13,17 +13,13 @@ from importlib import metadata
 
 import phonenumbers
 
-from eyas.errors import ConfigError
 from eyas.fold import fold
-from eyas.language import codes
-from eyas.privacy import entities
 from eyas.privacy.dlp import INFO_TYPES, CloudDlp
+from eyas.privacy.entities import find_entities
 from eyas.privacy.findings import Finding, NameSearch, join_overlaps
-from eyas.privacy.ner import NameRecogniser, installed, model_version
 from eyas.privacy.passages import Passage, passages
 from eyas.privacy.pii import (
     ANSWER_POLICY,
-    ANY_LANGUAGE,
     BY_NAME,
     NAME_TYPES,
     PII_TYPES,
@@ -33,13 +29,14 @@ from eyas.privacy.pii import (
     value_hash,
 )
 from eyas.privacy.spelling import Span, plain
+from eyas.privacy.tagger import tagger
 
 # Characters of a long text that are searched at a time, and of those on each side of them that are
 # seen with them: more than any value is long, cue included.
 WINDOW, MARGIN = 2000, 400
 LIBRARIES = ("python-stdnum", "detect-secrets")
 NO_SPACE = re.compile(r"\S")
-CLOUD = "cloud_dlp"
+CLOUD, OURS = "cloud_dlp", "eyas"
 
 
 class Detector:
@@ -47,14 +44,15 @@ class Detector:
 
     def __init__(self, config: PrivacyConfig, key: bytes = b"") -> None:
         """key: for the findings' hashes; without one they have none. Raises ConfigError for a
-        recogniser or a service that is not there.
+        service that is not there.
         """
         self._key = key
         self._cloud = CloudDlp(config) if config.cloud_project is not None else None
         self._wanted = frozenset(config.types)
         self._types = self._wanted.difference(INFO_TYPES.values() if self._cloud else ())
-        self._not_searched = "fictional" if config.fictional else "policy"
-        self._recognisers = recognisers(config.recognisers)
+        self._kept_by = "fictional" if config.fictional else "policy"
+        names = not self._types.isdisjoint(NAME_TYPES)
+        self._by = "+".join([CLOUD] * bool(self._cloud) + [OURS] * names)
 
     def find(self, text: str) -> list[Finding]:
         """What is in a text that stands alone, by place."""
@@ -69,51 +67,52 @@ class Detector:
         """
         parts = passages(texts) if parts is None else parts
         found = self._cloud(texts) if self._cloud else [[] for _ in texts]
-        said = "\n".join(texts)
+        prose = [[one for one in of_text if not one.is_code] for of_text in parts]
+        names = self._names(texts, prose)
         return [
-            self._hashed(text, join_overlaps(self._find_here(text, said, of_text, findings)))
-            for text, of_text, findings in zip(texts, parts, found, strict=True)
+            self._hashed(
+                text, join_overlaps([*within(cloud, spoken), *self._patterns(text), *ours])
+            )
+            for text, spoken, cloud, ours in zip(texts, prose, found, names, strict=True)
         ]
 
     def name_searches(self, parts: Iterable[Passage]) -> tuple[NameSearch, ...]:
         """Where names are searched for in a row with these passages, the same for each."""
         characters = Counter[tuple[str, str, str]]()
         for one in parts:
-            by = self._searched_by(one)
-            characters[one.language, by, "" if by else self._reason(one)] += one.end - one.start
+            by = "" if one.is_code or self._wanted.isdisjoint(NAME_TYPES) else self._by
+            reason = "" if by else self._not_searched(one)
+            characters[one.language, by, reason] += one.end - one.start
         return tuple(NameSearch(*part, count) for part, count in sorted(characters.items()))
 
-    def _searched_by(self, part: Passage) -> str:
-        if part.is_code or self._wanted.isdisjoint(NAME_TYPES):
-            return ""
-        ours = () if self._types.isdisjoint(NAME_TYPES) else self._recognisers
-        knowing = (one.name for one in ours if one.knows(part.language))
-        return "+".join([*([CLOUD] if self._cloud else []), *knowing])
+    def _not_searched(self, part: Passage) -> str:
+        return self._kept_by if self._wanted.isdisjoint(NAME_TYPES) else "code"
 
-    def _reason(self, part: Passage) -> str:
-        if self._wanted.isdisjoint(NAME_TYPES):
-            return self._not_searched
-        return "code" if part.is_code else "language"
+    def _names(
+        self, texts: Sequence[str], prose: Sequence[Sequence[Passage]]
+    ) -> list[list[Finding]]:
+        """Names, addresses and places in the prose of each text."""
+        if self._types.isdisjoint(NAME_TYPES):
+            return [[] for _ in texts]
+        folded = [fold(only(text, spoken)) for text, spoken in zip(texts, prose, strict=True)]
+        return [
+            [
+                Finding(one.type, *text.span(one.start, one.end))
+                for one in of_text
+                if one.type in self._types
+            ]
+            for text, of_text in zip(
+                folded, find_entities([one.text for one in folded]), strict=True
+            )
+        ]
 
-    def _find_here(
-        self, text: str, said: str, parts: Sequence[Passage], from_cloud: Sequence[Finding]
-    ) -> Iterator[Finding]:
-        prose = [one for one in parts if not one.is_code]
-        yield from (one for one in from_cloud if one.type not in NAME_TYPES)
-        yield from within((one for one in from_cloud if one.type in NAME_TYPES), prose)
+    def _patterns(self, text: str) -> Iterator[Finding]:
         spelt = plain(text)
         for kind in PII_TYPES:
             if kind.find and kind.name in self._types:
                 search = functools.partial(in_windows, kind.find) if kind.is_windowed else kind.find
                 for span in search(spelt.text):
                     yield Finding(kind.name, *spelt.span(*span))
-        if self._types.isdisjoint(NAME_TYPES):
-            return
-        for recogniser in self._recognisers:
-            known = [one for one in prose if recogniser.knows(one.language)]
-            if known:
-                found = recogniser.find(only(text, known), said)
-                yield from within((one for one in found if one.type in self._types), known)
 
     def _hashed(self, text: str, findings: list[Finding]) -> list[Finding]:
         if not self._key:
@@ -167,10 +166,9 @@ def versions() -> dict[str, str]:
 
 
 def recogniser_versions(config: PrivacyConfig) -> dict[str, str]:
-    """The version of each recogniser that the config names, for the identity of what it cleans.
-    Raises ConfigError for one that is not installed.
-    """
-    return {name: model_version(name) for _, name in config.recognisers}
+    """The version of what finds names under the config, for the identity of what it cleans."""
+    searched = set(config.types) & set(NAME_TYPES)
+    return {OURS: tagger().version} if searched else {}
 
 
 def in_windows(find: Search, text: str) -> Iterator[Span]:
@@ -193,33 +191,6 @@ def in_windows(find: Search, text: str) -> Iterator[Span]:
                 yield edge + begin, edge + end
 
 
-@functools.cache
-def recognisers(ner: tuple[tuple[str, str], ...]) -> tuple[NameRecogniser, ...]:
-    """Ours, for English, and installed ones. ner: see `PrivacyConfig.recognisers`. Raises
-    ConfigError.
-    """
-
-    def find_entities(text: str, conversation: str) -> Iterator[Finding]:
-        folded = fold(text)
-        for one in entities.find_entities(folded.text, conversation):
-            yield Finding(one.type, *folded.span(one.start, one.end))
-
-    ours = NameRecogniser("eyas", find_entities, frozenset({"en"}))
-    unknown = sorted({language for language, _ in ner} - codes() - {ANY_LANGUAGE})
-    if unknown:
-        raise ConfigError(
-            f"`ner` has a recogniser for {unknown[0]!r}, which is no language here",
-            f"one of {', '.join(sorted(codes()))}",
-        )
-    others = (
-        installed(name)
-        if language == ANY_LANGUAGE
-        else dataclasses.replace(installed(name), languages=frozenset({language}))
-        for language, name in ner
-    )
-    return (ours, *others)
-
-
 def only(text: str, parts: Iterable[Passage]) -> str:
     """The text with spaces in place of what lies outside its passages; line ends stay."""
     made, end = [], 0
@@ -230,8 +201,11 @@ def only(text: str, parts: Iterable[Passage]) -> str:
 
 
 def within(findings: Iterable[Finding], parts: Sequence[Passage]) -> Iterator[Finding]:
-    """What of the findings lies in the passages."""
+    """The findings; of names, what lies in the passages."""
     for finding in findings:
+        if finding.type not in NAME_TYPES:
+            yield finding
+            continue
         for one in parts:
             start, end = max(finding.start, one.start), min(finding.end, one.end)
             if start < end:

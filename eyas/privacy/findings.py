@@ -29,9 +29,8 @@ class NameSearch:
     """Whether names and places were searched for in a part of a row.
 
     language: the part's code, UNKNOWN or CODE_ONLY (`eyas.language`). by: what searched it, as
-    "eyas" or "spacy:de_core_news_sm"; "" = nothing did. reason: why nothing did, else "": "code",
-    "language" (no recogniser knows it), "fictional", or "policy" (which keeps names). characters:
-    of all such parts of the row.
+    "eyas" or "cloud_dlp+eyas"; "" = nothing did. reason: why nothing did, else "": "code",
+    "fictional", or "policy" (which keeps names). characters: of all such parts of the row.
     """
 
     language: str

@@ -30,13 +30,11 @@ from eyas.privacy.patterns import BASE58, BECH32, parse_phone
 _WORDS = yaml.safe_load(
     (resources.files("eyas.privacy") / "pseudonyms.yaml").read_text(encoding="utf-8")
 )
-FEMALE_GIVEN, MALE_GIVEN, FAMILY, STREETS, CITIES, COUNTRIES, STATES = (
-    tuple(_WORDS[kind].split())
-    for kind in (
-        "given_female", "given_male", "family", "streets", "cities", "countries", "states",
-    )
-)  # fmt: skip
-GIVEN = tuple(sorted(FEMALE_GIVEN + MALE_GIVEN))
+GIVEN, FAMILY, STREETS, CITIES, COUNTRIES = (
+    tuple(_WORDS[kind].split()) for kind in ("given", "family", "streets", "cities", "countries")
+)
+# Names of scripts without spaces, by a pattern of their characters
+SCRIPTS = {script: tuple(names.split()) for script, names in _WORDS["scripts"].items()}
 
 EXTENSION = re.compile(r"\s?(?:x|ext)", re.I)
 FICTIONAL = "55501"  # North America's 555-01xx, and a short number of no known country
@@ -93,10 +91,30 @@ class KeyedRandom:
         return letter
 
 
-def number_like(number: str, draw: KeyedRandom) -> str:
-    """A number of as many digits, without a leading zero where there was none."""
-    first = str(draw.below(10)) if number[0] == "0" and len(number) > 1 else str(1 + draw.below(9))
-    return first + draw.digits(len(number) - 1)
+def person(value: str, draw: KeyedRandom) -> str:
+    """A name of the script, for one of a script without spaces."""
+    for script, names in SCRIPTS.items():
+        if re.search(script, value):
+            return draw.choice(names)
+    return draw.choice(GIVEN)
+
+
+def address(value: str, draw: KeyedRandom) -> str:
+    """A number and a street; of each further part, between commas and line ends, digits like its
+    own and a town for its words.
+    """
+    rest = re.split(r"([,\n]+\s*)", value)[1:]
+    made = [f"{1 + draw.below(899)} {draw.choice(STREETS)} Street"]
+    for part in rest:
+        number = re.sub(r"\d", lambda _: draw.digits(1), " ".join(re.findall(r"\d+", part)))
+        town = draw.choice(CITIES) if re.search(r"[^\W\d_]{3}", part) else ""
+        made.append(" ".join(filter(None, (town, number))) or re.sub(r"\w", "", part))
+    return "".join(made)
+
+
+def place(value: str, draw: KeyedRandom) -> str:
+    """A country for a country that is listed, a town for any other place."""
+    return match_case(draw.choice(COUNTRIES if value.title() in COUNTRIES else CITIES), value)
 
 
 def match_case(invented: str, mention: str) -> str:

@@ -1,4 +1,4 @@
-"""Every mention of the values that were found in a conversation, and which names are one person's.
+"""Every mention of the values that were found in a conversation, and which names are one name.
 
 A detector judges each place by itself: a name that it knows in one sentence it may miss in the
 next, in capitals, in a file's name or in the possessive. Here the values are known, and their
@@ -10,38 +10,36 @@ from __future__ import annotations
 import dataclasses
 import functools
 import re
+import unicodedata
 from collections.abc import Iterator, Sequence
 from importlib import resources
 
 import yaml
 
 from eyas.fold import fold
-from eyas.privacy import lexicon
 from eyas.privacy.findings import Finding, join_overlaps
-from eyas.privacy.lexicon import FAMILY_COMMON, FEMALE, FOREIGN, GIVEN_COMMON, MALE, gazetteer
 from eyas.privacy.pii import BY_NAME, canonical
 from eyas.privacy.spelling import plain
+from eyas.privacy.tagger import IS_SINGLE, tagger
 
 _WORDS = yaml.safe_load(
     (resources.files("eyas.privacy") / "mentions.yaml").read_text(encoding="utf-8")
 )
-KEPT, TITLES, FORMAL, FEMALE_CUES, MALE_CUES = (
-    frozenset(_WORDS[kind].split()) for kind in ("kept", "titles", "formal", "female", "male")
+KEPT, TITLES, FORMAL, WORDS = (
+    frozenset(_WORDS[kind].split()) for kind in ("kept", "titles", "formal", "words")
 )
+LETTERS = str.maketrans(
+    {"ø": "o", "ł": "l", "đ": "d", "ð": "d", "þ": "th",
+     "æ": "ae", "œ": "oe", "ı": "i", "’": "'", "ə": "e"}
+)  # fmt: skip
 ENDINGS = ("", "s", "es")  # of a name: the Bergs, Annas
 
 WORD = re.compile(r"[^\W\d_]+|\d+")
-WORD_BEFORE = re.compile(r"([^\W\d_]+)[.,]?\s+$")
 SENTENCE_START = re.compile(r"(?:\A|[.!?:\n]|[.!?][\"')])\s*[\"'(]?$")
-SHE = re.compile(r"\b(?:she|hers?|herself)\b", re.I)
-HE = re.compile(r"\b(?:he|him|his|himself)\b", re.I)
-BESIDE = 24  # characters before a name in which a word for its gender counts
 SHORTEST_STEM = 3  # letters of a name that its forms share
 SHORTEST_VALUE = 4  # letters and digits; less is in too many texts by chance
+SHORTEST_SINGLE = 2  # characters of a script without spaces
 SEPARATOR = r"[\W_]{0,3}"  # between the letters and digits of a number
-# Classes of frequency of words that may be no name at a sentence's start, and of those that may be
-# none even where they are a common given name, before such a word: "Will the ...", "May I ...".
-COMMON, MOST_COMMON = 2, 1
 SUBJECT = re.compile(
     r"\s+(?:he|she|it|they|you|we|i|the|there|this|that|these|those|his|her|its|their|my|your|our"
     r"|an?|any|all|be|not)\b",
@@ -49,16 +47,28 @@ SUBJECT = re.compile(
 )
 
 
+@functools.lru_cache(1 << 16)
+def bare_word(word: str) -> str:
+    """A word in small letters, without accents."""
+    if word.isascii():
+        return word.lower()
+    plain = unicodedata.normalize("NFKD", word.casefold().translate(LETTERS))
+    return "".join(letter for letter in plain if not unicodedata.combining(letter))
+
+
 def name_key(word: str) -> str:
     """The form in which two spellings of a word are equal: folded, small letters, no accents."""
-    return lexicon.bare_word(fold(word).text)
+    return bare_word(fold(word).text)
 
 
-def stays(type: str, word: str) -> bool:
-    """Whether a word of a name or an address says only of which kind it is."""
-    if type == "PERSON":
-        return word.casefold() in TITLES or (word.islower() and word in KEPT)
-    return word.casefold() in KEPT or word.casefold() in TITLES
+def stays(word: str) -> bool:
+    """Whether a word of a name is a title or a particle."""
+    return word.casefold() in TITLES or (word.islower() and word in KEPT)
+
+
+def is_single(value: str) -> bool:
+    """Whether a name is of a script without spaces, where it is found as a whole."""
+    return IS_SINGLE.search(value) is not None
 
 
 def name_words(value: str) -> Iterator[str]:
@@ -67,7 +77,7 @@ def name_words(value: str) -> Iterator[str]:
     """
     for match in WORD.finditer(fold(value).text):
         word = match.group()
-        if len(word) > 1 and word.isalpha() and not stays("PERSON", word):
+        if len(word) > 1 and word.isalpha() and not stays(word):
             yield word
 
 
@@ -81,8 +91,10 @@ class Mentions:
             for text, findings in zip(texts, found, strict=True)
             for one in findings
         ]
-        people = [(one, value) for one, value in values if one.type == "PERSON"]
-        self.names = Names(texts, [value for _, value in people])
+        people = [
+            (one, value) for one, value in values if one.type == "PERSON" and not is_single(value)
+        ]
+        self.names = Names([value for _, value in people])
         self._hashes = {
             self.names.base(word)[0]: one.hash
             for one, value in reversed(people)
@@ -91,7 +103,7 @@ class Mentions:
         self._written = {
             written: one
             for one, value in reversed(values)
-            if one.type != "PERSON" and (written := _written(one.type, value))
+            if (one.type != "PERSON" or is_single(value)) and (written := _written(one.type, value))
         }
 
     def complete(
@@ -125,9 +137,12 @@ def _written(type: str, value: str) -> str:
     # Reading and reading are two words
     key = fold(value).text if type == "LOCATION" else canonical(type, value)
     if type == "STREET_ADDRESS" and not any(
-        word.isdigit() or (len(word) > 2 and not stays(type, word)) for word in WORD.findall(key)
+        word.isdigit() or (len(word) > 2 and word.casefold() not in KEPT)
+        for word in WORD.findall(key)
     ):
         return ""
+    if is_single(key):
+        return re.escape(key) if len(key) >= SHORTEST_SINGLE else ""
     if sum(map(str.isalnum, key)) < SHORTEST_VALUE:
         return ""
     if BY_NAME[type].is_numbered:
@@ -141,13 +156,12 @@ def _written(type: str, value: str) -> str:
 
 
 class Names:
-    """The names of the people of one conversation: which words are forms of one name, which are
-    family names, and what shows of their gender.
+    """The names of the people of one conversation: which words are forms of one name, and which
+    are family names.
     """
 
-    def __init__(self, texts: Sequence[str], values: Sequence[str]) -> None:
+    def __init__(self, values: Sequence[str]) -> None:
         """values: names as they were found, such as "Ada Berg" and "Ms. Berg's"."""
-        self._text, self._values = "\n".join(texts), values
         self._bases: dict[str, str] = {}
         self._stems: dict[str, str] = {}
         words = [list(name_words(value)) for value in values]
@@ -184,62 +198,28 @@ class Names:
         for match in WORD.finditer(text):
             key = name_key(match.group())
             if key in self._bases:
-                is_name = self._is_name(text, match, *_listed(key))
+                is_name = self._is_name(text, match, key)
             else:
                 is_name = match.group()[0].isupper() and self._is_form(text, match, key)
             if is_name:
                 yield match.span()
 
     @staticmethod
-    def _is_name(text: str, match: re.Match[str], bits: int, rank: int) -> bool:
+    def _is_name(text: str, match: re.Match[str], key: str) -> bool:
         """Whether a word that is written like a name is one here."""
-        if not match.group()[0].isupper():
-            return not rank and not bits & FOREIGN and len(match.group()) > SHORTEST_STEM
-        if not 0 < rank <= COMMON or not _starts_sentence(text, match):
+        if match.group()[0].islower():
+            return len(key) > SHORTEST_STEM and key not in WORDS and looks_like_name(key)
+        if key not in WORDS or not _starts_sentence(text, match):
             return True
-        if not bits & GIVEN_COMMON:
-            return False
-        return rank > MOST_COMMON or not SUBJECT.match(text, match.end())
+        return not SUBJECT.match(text, match.end())
 
     def _is_form(self, text: str, match: re.Match[str], key: str) -> bool:
         """Whether a word with a capital is a form of a name, rather than a word of the language."""
-        if not self._same_stem(key):
-            return False
-        bits, rank = _listed(key)
-        is_word = 0 < rank <= COMMON and _starts_sentence(text, match)
-        return not bits & FOREIGN and not is_word
-
-    def gender(self, base: str) -> int:
-        """FEMALE or MALE where it shows, else 0: by a title or a word such as "sister" before the
-        name, by the word lists, by the pronouns of a conversation that has those of one gender.
-        """
-        listed = _listed(base)[0] & (FEMALE | MALE)
-        return self._cued.get(base) or listed or self._by_pronouns
-
-    @functools.cached_property
-    def _cued(self) -> dict[str, int]:
-        found: dict[str, int] = {}
-        for value in dict.fromkeys(self._values):
-            cues = {word.casefold() for word in WORD.findall(value)}
-            for place in re.finditer(rf"(?<!\w){re.escape(value)}", self._text):
-                near = WORD_BEFORE.search(self._text, max(0, place.start() - BESIDE), place.start())
-                cues |= {near[1].casefold()} if near else set()
-            bits = FEMALE * bool(cues & FEMALE_CUES) | MALE * bool(cues & MALE_CUES)
-            if bits in (FEMALE, MALE):
-                found |= {self.base(word)[0]: bits for word in name_words(value)}
-        return found
-
-    @functools.cached_property
-    def _by_pronouns(self) -> int:
-        bits = FEMALE * bool(SHE.search(self._text)) | MALE * bool(HE.search(self._text))
-        return bits if bits in (FEMALE, MALE) else 0
+        is_word = key in WORDS or self._same_stem(key) in WORDS
+        return bool(self._same_stem(key)) and not (is_word and _starts_sentence(text, match))
 
     def _same_stem(self, key: str) -> str:
-        """The name with which a word shares a stem, or ""; a common name such as Roberts is no form
-        of another.
-        """
-        if _listed(key)[0] & (GIVEN_COMMON | FAMILY_COMMON):
-            return ""
+        """The name with which a word shares a stem, or ""."""
         return next((self._stems[stem] for stem in _stems_of(key) if stem in self._stems), "")
 
 
@@ -250,9 +230,11 @@ def _stems_of(key: str) -> Iterator[str]:
             yield stem
 
 
-def _listed(key: str) -> tuple[int, int]:
-    """The bits of a word, and its class by how common it is in English; 0 = not listed."""
-    return gazetteer().words.get(key, (0, 0))
+@functools.lru_cache(1 << 12)
+def looks_like_name(word: str) -> bool:
+    """Whether the tagger takes a word that stands alone for a person's name rather than none."""
+    probabilities_L = tagger().probabilities([[word]])[0][0]
+    return bool(probabilities_L[1:3].sum() > probabilities_L[0])
 
 
 def _starts_sentence(text: str, match: re.Match[str]) -> bool:

@@ -18,7 +18,7 @@ import phonenumbers
 from stdnum import bitcoin, iban, luhn
 
 from eyas.language import spoken_language
-from eyas.privacy.evidence import LOG
+from eyas.privacy.attributes import LOG
 from eyas.privacy.spelling import LISTS, Span, cue, joined
 
 CUE_DISTANCE = 40  # characters between a cue word and the value behind it

@@ -53,7 +53,6 @@ from eyas.privacy.spelling import Span, plain
 
 Action = Literal["drop", "surrogate", "mask", "keep"]
 Search = Callable[[str], Iterator[Span]]
-ANY_LANGUAGE = "*"
 HASH_DIGITS = 16
 
 
@@ -62,15 +61,15 @@ class PiiType:
     """A type of personal data or secret.
 
     name: in findings, masks, settings and reports. action: by default; None: as `policy` says.
-    example: a text that holds a value, between ⟨ and ⟩. find: the places of the values in a text as
-    `spelling.plain` gives it; None: a name, found by language (`entities`, `ner`). surrogate: an
-    invented value in place of one; None: word by word (`surrogates`). is_numbered: case and
-    separators do not tell two values apart, and a surrogate keeps those of the place. sign: what
-    may stand before the value or not. cue: without it beside the value the default action is not to
-    drop the row, but what `policy` says. is_reserved: whether a value is one set aside for
-    examples. is_windowed: long texts are searched in pieces (`detector.in_windows`); keys may be
-    longer than a piece, a number's column has its heading at the top, and links are found in linear
-    time.
+    example: a text that holds a value, between ⟨ and ⟩. find: the places of the values in a
+    text as `spelling.plain` gives it; None: a name, found by `entities`. surrogate: an invented
+    value in place of one; None: a person's, word by word (`surrogates`). is_numbered: case and
+    separators do not tell two values apart, and a surrogate keeps those of the place. sign:
+    what may stand before the value or not. cue: without it beside the value the default action
+    is not to drop the row, but what `policy` says. is_reserved: whether a value is one set
+    aside for examples. is_windowed: long texts are searched in pieces (`detector.in_windows`);
+    keys may be longer than a piece, a number's column has its heading at the top, and links are
+    found in linear time.
     """
 
     name: str
@@ -222,9 +221,10 @@ PII_TYPES = (
         "STREET_ADDRESS",
         None,
         "send it to ⟨6750 Koskikatu 25 Apt. 864\nArtilleros, CO\nUruguay 64677⟩",
+        surrogate=invented.address,
     ),
     PiiType("PERSON", None, "My name is ⟨Ada M. Berg⟩."),
-    PiiType("LOCATION", "keep", "I live in ⟨New Delhi⟩"),
+    PiiType("LOCATION", "keep", "I live in ⟨New Delhi⟩", surrogate=invented.place),
 )
 BY_NAME = {one.name: one for one in PII_TYPES}
 TYPES = tuple(BY_NAME)
@@ -271,12 +271,6 @@ class PrivacyConfig(BaseModel):
     fictional: bool = Field(
         default=False, description="the people are invented: names and places are not searched for"
     )
-    ner: str | Mapping[str, str] | None = Field(
-        default=None,
-        description="an installed recogniser of names and places (spacy:NAME, transformers:FOLDER, "
-        "gliner:FOLDER) for the languages that it knows, or one for each language: {de: "
-        "spacy:de_core_news_sm}; without one, names are searched for in English",
-    )
     cloud_project: str | None = Field(
         default=None,
         description="ask Google Cloud DLP, paid by this project, in place of our own detectors: "
@@ -302,16 +296,6 @@ class PrivacyConfig(BaseModel):
             return "keep"
         by_default = BY_NAME[type].action if has_cue else None
         return self.actions.get(type) or by_default or self.policy
-
-    @property
-    def recognisers(self) -> tuple[tuple[str, str], ...]:
-        """The recognisers of `ner`, each with the language to use it for; ANY_LANGUAGE: all that it
-        knows.
-        """
-        if self.ner is None:
-            return ()
-        of_language = {ANY_LANGUAGE: self.ner} if isinstance(self.ner, str) else self.ner
-        return tuple(sorted(of_language.items()))
 
     @property
     def types(self) -> tuple[str, ...]:

@@ -9,28 +9,19 @@ same text.
 from __future__ import annotations
 
 import itertools
-import re
-import string
 from collections.abc import Callable, Iterable, Sequence
 
 from eyas.privacy.findings import Finding, mask, replace
 from eyas.privacy.invented import (
-    CITIES,
-    COUNTRIES,
     FAMILY,
-    FEMALE_GIVEN,
     GIVEN,
-    MALE_GIVEN,
-    STATES,
-    STREETS,
     KeyedRandom,
     fill_form,
     match_case,
-    number_like,
+    person,
     phone_parts,
 )
-from eyas.privacy.lexicon import FEMALE, MALE
-from eyas.privacy.mentions import WORD, Names, name_key, stays
+from eyas.privacy.mentions import WORD, Names, is_single, name_key, stays
 from eyas.privacy.pii import BY_NAME, PrivacyConfig, canonical
 from eyas.privacy.spelling import plain
 
@@ -45,8 +36,8 @@ def clean(
     """Each text of one conversation without its findings, none of which is of a type that drops.
 
     A value has one surrogate in all the texts, drawn for the conversation as it reads with every
-    value masked: conversations that differ in their values alone become the same one, but for the
-    gender of given names, and are found to be duplicates.
+    value masked: conversations that differ in their values alone become the same one, and are
+    found to be duplicates.
     """
     conversation = BETWEEN.join(
         mask(text, findings) for text, findings in zip(texts, found, strict=True)
@@ -56,7 +47,7 @@ def clean(
         for text, findings in zip(texts, found, strict=True)
         for one in findings
     ]
-    surrogates = Surrogates(key, conversation, values, texts)
+    surrogates = Surrogates(key, conversation, values)
 
     def replacement(type: str, value: str) -> str:
         action = config.action(type)
@@ -76,20 +67,13 @@ def clean(
 class Surrogates:
     """The invented values of one conversation."""
 
-    def __init__(
-        self,
-        key: bytes,
-        conversation: str,
-        values: Iterable[tuple[str, str]],
-        texts: Sequence[str] = (),
-    ) -> None:
+    def __init__(self, key: bytes, conversation: str, values: Iterable[tuple[str, str]]) -> None:
         """conversation: tells it from others, such as its text without the values. values: type and
-        value of all that will be replaced; none of them is ever invented. texts: where a person's
-        gender may show.
+        value of all that will be replaced; none of them is ever invented.
         """
         values = list(values)
         self._key, self._conversation = key, conversation
-        self._names = Names(texts, [value for type, value in values if type == "PERSON"])
+        self._names = Names([value for type, value in values if type == "PERSON"])
         self._surrogates: dict[tuple[str, str], str] = {}
         self._taken = {
             part.casefold()
@@ -107,7 +91,7 @@ class Surrogates:
         value, kind = plain(value).text, BY_NAME[type]
         make = kind.surrogate
         if make is None:
-            return self._worded(type, value)
+            return self._person(value)
         invented = self._surrogate(type, canonical(type, value), lambda draw: make(value, draw))
         if kind.is_numbered:
             stays = phone_parts(value)[0] if type == "PHONE_NUMBER" else ""
@@ -140,70 +124,23 @@ class Surrogates:
             for word in WORD.findall(invented)
         )
 
-    def _worded(self, type: str, value: str) -> str:
-        """Word by word, so that "Ada Berg" and, later, "Berg" are the same person; a place by
-        itself is replaced whole.
+    def _person(self, value: str) -> str:
+        """Word by word, so that "Ada Berg" and, later, "Berg" are the same person; in a script
+        without spaces as a whole.
         """
-        if type == "LOCATION" and not any(letter.isdigit() for letter in value):
-            return self._place(value)
+        if is_single(value):
+            return self._surrogate("word", value, lambda draw: person(value, draw))
         parts, end = list[str](), 0
         for match in WORD.finditer(value):
-            parts += [
-                value[end : match.start()],
-                self._word(type, match.group(), match.start(), value),
-            ]
+            parts += [value[end : match.start()], self._word(match.group(), value[: match.start()])]
             end = match.end()
         return "".join([*parts, value[end:]])
 
-    def _place(self, value: str) -> str:
-        name = " ".join(value.split())
-        if name in STATES:
-            return self._surrogate("word", name, lambda draw: draw.choice(STATES))
-        pool = COUNTRIES if name.title() in COUNTRIES else CITIES
-        return match_case(
-            self._surrogate("word", name_key(name), lambda draw: draw.choice(pool)), value
-        )
-
-    def _word(self, type: str, word: str, start: int, value: str) -> str:
-        if word.isdigit():
-            return self._surrogate("number", word, lambda draw: number_like(word, draw))
-        # Lane may be a street's kind and somebody's name
-        if type == "PERSON" or not self._names.knows(word):
-            is_short = type == "STREET_ADDRESS" and len(word) <= 2 and word not in STATES
-            if stays(type, word) or is_short:
-                return word
-        if len(word) == 1:
-            is_possessive = word in "sS" and value[:start].endswith("'")
-            return word if is_possessive else match_case(self._initial(word.casefold()), word)
-        if word in STATES and type == "STREET_ADDRESS":
-            return self._surrogate("word", word, lambda draw: draw.choice(STATES))
-        if type == "PERSON" or self._names.knows(word):
-            return self._name(word)
-        inner = bool(re.search(r"[,\n]", value[:start]))
-        pool = STREETS if type == "STREET_ADDRESS" and not inner else CITIES
-        return match_case(
-            self._surrogate("word", name_key(word), lambda draw: draw.choice(pool)), word
-        )
-
-    def _name(self, word: str) -> str:
-        """Of the name that the word is a form of, with the ending that it adds; given names keep
-        their gender where it shows.
-        """
+    def _word(self, word: str, before: str) -> str:
+        """Of the name that the word is a form of, with the ending that it adds."""
+        if stays(word) or word.isdigit() or (word in "sS" and before.endswith("'")):
+            return word
         base, ending = self._names.base(word)
-        pool = FAMILY
-        if base not in self._names.family:
-            gender = self._names.gender(base)
-            pool = {FEMALE: FEMALE_GIVEN, MALE: MALE_GIVEN}.get(gender, GIVEN)
+        pool = FAMILY if base in self._names.family else GIVEN
         name = self._surrogate("word", base, lambda draw: draw.choice(pool))
-        return match_case(name + ending, word)
-
-    def _initial(self, letter: str) -> str:
-        """Of the word that it may stand for, where one came before."""
-        words = (
-            invented
-            for (kind, value), invented in self._surrogates.items()
-            if kind == "word" and value.startswith(letter)
-        )
-        return next(words, "")[:1] or self._surrogate(
-            "initial", letter, lambda draw: draw.choice(string.ascii_uppercase)
-        )
+        return name[:1].upper() if len(word) == 1 else match_case(name + ending, word)

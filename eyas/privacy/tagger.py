@@ -1,209 +1,219 @@
-"""A linear-chain conditional random field over tokens: how likely each is part of a name, an
-address, a place, a company (Lafferty et al., 2001).
+"""What each token of a text is: the probabilities of a person's name, a street address, a place, an
+organisation, in any language.
 
-recipes/entities.py finds the weights with CRFsuite on sentences of our own. Inference is ours:
-CRFsuite takes 5.6 times as long on the same texts, since it looks every feature up by name.
-
-    T tokens of a text, L labels, S stretches of tokens that are worth a look, W tokens of the
-    longest of them, F facts of tokens, O offsets, R rules over neighbours
+A token is a word, a number, a sign, or one character of a script without spaces. It is described by
+hashed features (the word, its form, its beginnings, endings and runs of letters), whose vectors are
+summed and kept for tokens that come again. Three small convolutions look at the neighbours, and at
+a mean and a maximum over the whole text, which tell a story or a word problem from a letter.
+recipes/tagger.py trains the weights. Inference is NumPy.
 """
 
 from __future__ import annotations
 
 import functools
-import gzip
-import json
-from collections.abc import Sequence
-from typing import Any
+import io
+import re
+import zipfile
+import zlib
+from collections.abc import Mapping, Sequence
+from importlib import resources
 
 import numpy as np
 from numpy.typing import NDArray
 
 from eyas.errors import CorruptError
-from eyas.privacy.lexicon import FILES, Gazetteer, Token, describe, gazetteer, phrase_parts
+
+Floats = NDArray[np.float32]
+FILES = resources.files("eyas.privacy")
 
 TYPES = ("PERSON", "STREET_ADDRESS", "LOCATION", "ORGANIZATION")
-LABELS = ("O", *(f"{part}-{type}" for type in TYPES for part in "BI"))
-OFFSETS = (-3, -2, -1, 0, 1, 2, 3)  # neighbours whose facts count for a token, itself included
-MARGIN = 3  # tokens on each side of an active one that are looked at too
-LONGEST = 256  # tokens of a stretch
-MOST_KNOWN = 1 << 16  # distinct tokens whose sums are kept
-EDGE = ("edge", "edge")  # group and word beyond the text's ends
+# O, then for each type its first token and the tokens after it
+LABELS = ("O", *(f"{place}-{type}" for type in TYPES for place in "BI"))
+LISTS = ("given", "family", "town")  # hashes of words in small letters
+NUM_BUCKETS = 1 << 16
+DILATIONS = (1, 2, 4)  # of the three convolutions over five tokens
+GAP = 2 * DILATIONS[-1]
+MOST_WORDS = 1 << 16  # whose vectors are kept
+
+# Scripts without spaces, or whose particles stand close to a name: a token is a character.
+SINGLE = (
+    "\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3005\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff"
+    "\uac00-\ud7af\uf900-\ufaff\U00020000-\U0003ffff"
+)
+# Vowel signs and accents, which `\w` leaves out
+MARKS = (
+    "\u0300-\u036f\u0591-\u05c7\u064b-\u0670\u0900-\u0903\u093a-\u094f\u0981-\u0983"
+    "\u09bc-\u09cd\u0b82\u0bbe-\u0bcd\u0a01-\u0a4d\u0a81-\u0acd\u0b01-\u0b4d\u0c00-\u0c4d"
+    "\u0d00-\u0d4d\u0d82-\u0ddf"
+)
+TOKEN = re.compile(
+    rf"\n|(?:https?://|www\.)\S+|[\w.+-]+@[\w-]+\.[\w.-]+|[{SINGLE}]"
+    rf"|(?:[^\W\d_{SINGLE}]|[{MARKS}])+|\d+|\S"
+)
+IS_SINGLE = re.compile(rf"[{SINGLE}]")
 
 
-def neighbour_rules(tokens: Sequence[Token | None], index: int) -> tuple[str, ...]:
-    """The features that join a token's group (g) with the groups and words (w) of its neighbours;
-    None = beyond the text's ends.
+def tokenize(text: str) -> list[tuple[str, int, int]]:
+    """Tokens with their characters [start, end)."""
+    return [(match[0], match.start(), match.end()) for match in TOKEN.finditer(text)]
+
+
+def keys(words: Sequence[str]) -> Sequence[str]:
+    """What each token's vector depends on: the token, or a character with its two neighbours."""
+    if not any(IS_SINGLE.match(word) for word in words if not word.isascii()):
+        return words
+    found = []
+    for place, word in enumerate(words):
+        if len(word) == 1 and IS_SINGLE.match(word):
+            before = words[place - 1][-1] if place else " "
+            after = words[place + 1][0] if place + 1 < len(words) else " "
+            word = f"\0{before}{word}{after}"
+        found.append(word)
+    return found
+
+
+def features(key: str) -> tuple[list[str], list[str]]:
+    """The features of a key that count one each, and those that share a weight of one."""
+    if len(key) == 4 and key[0] == "\0":
+        before, one, after = key[1], key[2], key[3]
+        return [f"c{one}", f"l{before}{one}", f"r{one}{after}", "S"], []
+    if key.isdigit():
+        return [f"d{len(key)}", f"d{key[:3] if len(key) < 4 else key[:2]}"], ["D"]
+    first = key[0]
+    if not (first.isalpha() or len(key) > 1):
+        return [f"s{key}"], ["P"]
+    if "@" in key or "://" in key or key.startswith("www."):
+        return ["LINK"], ["P"]
+    word = key.lower()
+    case = (
+        "low" if key.islower() else "one" if len(key) == 1 else "up" if key.isupper()
+        else "cap" if first.isupper() and key[1:].islower() else "mix" if first.isupper() else "no"
+    )  # fmt: skip
+    size = min(len(key), 8)
+    whole = [f"w{word}", f"k{case}{size}", f"K{case}", f"p{word[:3]}", f"e{word[-3:]}"]
+    whole += [f"f{word[-2:]}", f"W{case}{word}"]
+    padded = f"<{word[:20]}>"
+    parts = [
+        padded[start : start + length]
+        for length in (3, 4, 5)
+        for start in range(len(padded) - length + 1)
+    ]
+    return whole, parts or [padded]
+
+
+def buckets(key: str, lists: Mapping[str, frozenset[int]]) -> tuple[list[int], list[float]]:
+    """The rows of the table whose weighted sum describes a key."""
+    whole, parts = features(key)
+    whole = [*listed(key, lists), *whole]
+    rows = [hashed(one) % NUM_BUCKETS for one in (*whole, *parts)]
+    return rows, [1.0] * len(whole) + [max(len(parts), 1) ** -0.5] * len(parts)
+
+
+def hashed(text: str) -> int:
+    """32 bits, the same everywhere."""
+    return zlib.crc32(text.encode("utf-8", "replace"))
+
+
+def listed(key: str, lists: Mapping[str, frozenset[int]]) -> list[str]:
+    """Of which lists of names a key is: the word, or a character alone, with the one before, with
+    the one behind.
     """
-    before2, before, here, after, after2 = tokens[index - 2 : index + 3]
-    assert here is not None
-    group = here.group
-    group_2, word_2 = (before2.group, before2.word) if before2 else EDGE
-    group_1, word_1 = (before.group, before.word) if before else EDGE
-    group1, word1 = (after.group, after.word) if after else EDGE
-    group2 = after2.group if after2 else EDGE[0]
-    return (
-        f"g-1g|{group_1}|{group}",
-        f"g-2g|{group_2}|{group}",
-        f"gg1|{group}|{group1}",
-        f"g-2g-1g|{group_2}|{group_1}|{group}",
-        f"g-1gg1|{group_1}|{group}|{group1}",
-        f"gg1g2|{group}|{group1}|{group2}",
-        f"w-1g|{word_1}|{group}",
-        f"gw1|{group}|{word1}",
-        f"w-2w-1g|{word_2}|{word_1}|{group}",
-    )
+    if len(key) != 4 or key[0] != "\0":
+        number = hashed(key.lower())
+        return [f"in {name}" for name, one in lists.items() if number in one]
+    before, one, after = key[1], key[2], key[3]
+    forms = {"": hashed(one), "<": hashed(before + one), ">": hashed(one + after)}
+    return [
+        f"in {name}{sign}"
+        for name, some in lists.items()
+        for sign, number in forms.items()
+        if number in some
+    ]
 
 
 class Tagger:
-    """Each label's probability. What a distinct token adds to the scores around it is summed once
-    and kept.
+    """Weights, and the probabilities that they give. version: tells weights from others.
+
+    table: [NUM_BUCKETS, D] int8, scale: [D]. layers: for each convolution its weight [5 D, H] and
+    bias. pool: [2 H, H], of the mean and the maximum. out: [H + D, labels], and its bias.
     """
 
-    def __init__(self, weights: dict[str, Any], lists: Gazetteer) -> None:
-        """weights: see `read_weights`."""
-        self._lists = lists
-        self._transitions_LL = np.exp(np.array(weights["transitions"], np.float32))
-        place_of = {str(offset): place for place, offset in enumerate(OFFSETS)}
-        self._facts: dict[str, int] = {}  # row of each fact; row 0 is for those without weights
-        self._rules: dict[str, int] = {}
-        num_rows = len(weights["features"]) + 1
-        facts_FOL = np.zeros((num_rows, len(OFFSETS), len(LABELS)), np.float32)
-        rules_RL = np.zeros((num_rows, len(LABELS)), np.float32)
-        for name, by_label in weights["features"].items():
-            labels, values = [int(label) for label in by_label], list(by_label.values())
-            offset, _, fact = name.partition("|")
-            if offset in place_of:
-                row = self._facts.setdefault(fact, len(self._facts) + 1)
-                facts_FOL[row, place_of[offset], labels] = values
-            else:
-                rules_RL[self._rules.setdefault(name, len(self._rules) + 1), labels] = values
-        self._facts_FOL = facts_FOL[: len(self._facts) + 1].copy()
-        self._rules_RL = rules_RL[: len(self._rules) + 1].copy()
-        self._known = functools.lru_cache(MOST_KNOWN)(self._described)
-        self._edge_OL = self._sum(None)
+    def __init__(self, weights: dict[str, NDArray[np.generic]], version: str = "") -> None:
+        self.version = version
+        self._table, self._scale = weights["table"], weights["scale"].astype(np.float32)
+        self._lists = {name: frozenset(weights[name].tolist()) for name in LISTS}
+        self._weights = {
+            name: one.astype(np.float32)
+            for name, one in weights.items()
+            if name not in ("table", "scale", *LISTS)
+        }
+        self._vector = functools.lru_cache(MOST_WORDS)(self._described)
 
-    def _described(
-        self, word: str, phrase_bits: int = 0, part: str = ""
-    ) -> tuple[Token, NDArray[np.float32]]:
-        token = describe(word, phrase_bits, part, self._lists)
-        return token, self._sum(token)
+    def _described(self, key: str) -> Floats:
+        rows, shares = buckets(key, self._lists)
+        return (np.asarray(shares, np.float32) @ self._table[rows].astype(np.float32)) * self._scale
 
-    def probabilities(self, words: Sequence[str]) -> NDArray[np.float32]:
-        """P(label | text) of each token, [T, L] in the order of LABELS; tokens far from any that
-        may be a name are O.
+    def probabilities(self, texts: Sequence[Sequence[str]]) -> list[Floats]:
+        """[tokens, labels] of each text. Between two texts lie GAP rows of zeros, so that no token
+        sees another text.
         """
-        phrases = phrase_parts(words, self._lists)
-        known = [self._known(word, *phrases.get(index, ())) for index, word in enumerate(words)]
-        tokens = [token for token, _ in known]
-        result_TL = np.zeros((len(words), len(LABELS)), np.float32)
-        result_TL[:, 0] = 1
-        active = [index for index, token in enumerate(tokens) if token.active]
-        spans = stretches(active, len(words))
-        if spans:
-            inside = np.concatenate([np.arange(start, end) for start, end in spans])
-            edges = [self._edge_OL] * MARGIN
-            sums_TOL = np.stack([*edges, *(sums for _, sums in known), *edges])
-            scores_TL = np.zeros_like(result_TL)
-            scores_TL[inside] = self._scores(sums_TOL, tokens, inside)
-            found_SWL = marginals(scores_TL, spans, self._transitions_LL)
-            for stretch, (start, end) in enumerate(spans):
-                result_TL[start:end] = found_SWL[stretch, : end - start]
-        return result_TL
-
-    def _sum(self, token: Token | None) -> NDArray[np.float32]:
-        """What a token adds to the scores of those from MARGIN before it to MARGIN after it, [O,
-        L].
-        """
-        facts = ("edge",) if token is None else (*token.facts, f"w={token.word}")
-        rows = [self._facts.get(fact, 0) for fact in facts]
-        sums: NDArray[np.float32] = self._facts_FOL[rows].sum(axis=0)
-        return sums
-
-    def _scores(
-        self, sums_TOL: NDArray[np.float32], tokens: Sequence[Token], inside: NDArray[np.int64]
-    ) -> NDArray[np.float32]:
-        """Scores of the tokens at the places `inside`, [len(inside), L].
-
-        sums_TOL: what each token adds to its neighbours, with MARGIN edges on each side.
-        """
-        scores = np.repeat(self._rules_RL[[self._rules.get("bias", 0)]], len(inside), axis=0)
-        for place, offset in enumerate(OFFSETS):
-            scores += sums_TOL[inside + (MARGIN + offset), place]
-        around = [None] * MARGIN + [*tokens] + [None] * MARGIN
-        rules = self._rules
-        found = [
-            (place, rules[name])
-            for place, index in enumerate(inside.tolist())
-            for name in neighbour_rules(around, index + MARGIN)
-            if name in rules
+        ends = np.cumsum([len(words) + GAP for words in texts])
+        starts = [end - GAP - len(words) for end, words in zip(ends.tolist(), texts, strict=True)]
+        if not sum(map(len, texts)):
+            return [np.zeros((0, len(LABELS)), np.float32) for _ in texts]
+        weights, inputs = self._weights, np.zeros((int(ends[-1]), len(self._scale)), np.float32)
+        inside = np.zeros((len(inputs), 1), np.float32)
+        for start, words in zip(starts, texts, strict=True):
+            if words:
+                inputs[start : start + len(words)] = [self._vector(key) for key in keys(words)]
+                inside[start : start + len(words)] = 1
+        hidden = near(inputs, weights["conv0"], weights["bias0"], DILATIONS[0]) * inside
+        bias = weights["bias1"] + self._of_texts(hidden, starts, texts)
+        for layer, dilation in enumerate(DILATIONS[1:], start=1):
+            more = near(hidden, weights[f"conv{layer}"], bias, dilation)
+            hidden = (hidden + more) * inside
+            bias = weights["bias2"]
+        scores = np.concatenate([hidden, inputs], axis=1) @ weights["out"] + weights["bias_out"]
+        scores = np.exp(scores - scores.max(axis=1, keepdims=True))
+        scores /= scores.sum(axis=1, keepdims=True)
+        return [
+            scores[start : start + len(words)] for start, words in zip(starts, texts, strict=True)
         ]
-        if found:
-            places, rows = np.array(found).T
-            np.add.at(scores, places, self._rules_RL[rows])
-        return scores
+
+    def _of_texts(
+        self, hidden: Floats, starts: Sequence[int], texts: Sequence[Sequence[str]]
+    ) -> Floats:
+        """For each row what the mean and the maximum over its text add to it."""
+        added = np.zeros((len(hidden), len(self._weights["bias1"])), np.float32)
+        for start, words in zip(starts, texts, strict=True):
+            if words:
+                rows = hidden[start : start + len(words)]
+                pooled = np.concatenate([rows.mean(axis=0), rows.max(axis=0)])
+                added[start : start + len(words)] = pooled @ self._weights["pool"]
+        return added
 
 
-def stretches(active: Sequence[int], num_tokens: int) -> list[tuple[int, int]]:
-    """Runs of tokens [start, end) that hold the active ones and MARGIN on each side, none longer
-    than LONGEST.
-    """
-    spans: list[tuple[int, int]] = []
-    for index in active:
-        start, end = max(index - MARGIN, 0), min(index + MARGIN + 1, num_tokens)
-        if spans and start <= spans[-1][1] and end - spans[-1][0] <= LONGEST:
-            spans[-1] = (spans[-1][0], end)
-        else:
-            spans.append((max(start, spans[-1][1]) if spans else start, end))
-    return spans
+def near(inputs: Floats, weight: Floats, bias: Floats, dilation: int) -> Floats:
+    """A convolution over five tokens, `dilation` apart, zeros at the edges; its positive part."""
+    tokens, size = inputs.shape
+    padded = np.zeros((tokens + 4 * dilation, size), np.float32)
+    padded[2 * dilation : 2 * dilation + tokens] = inputs
+    beside = [padded[place * dilation : place * dilation + tokens] for place in range(5)]
+    return np.asarray(np.maximum(np.concatenate(beside, axis=1) @ weight + bias, 0), np.float32)
 
 
-def marginals(
-    scores_TL: NDArray[np.float32],
-    spans: Sequence[tuple[int, int]],
-    transitions_LL: NDArray[np.float32],
-) -> NDArray[np.float32]:
-    """Forward and backward over all stretches at once: [S, W, L], rows past a stretch's end without
-    meaning.
-
-    scores_TL: sums of weights; transitions_LL: exp of the weight from one label to the next.
-    """
-    starts = np.array([start for start, _ in spans])
-    lengths = np.array([end - start for start, end in spans])
-    width = int(lengths.max())
-    places_SW = np.minimum(starts[:, None] + np.arange(width), len(scores_TL) - 1)
-    local_SWL = scores_TL[places_SW]
-    local_SWL = np.exp(local_SWL - local_SWL.max(axis=2, keepdims=True))
-    forward_SWL, backward_SWL = local_SWL.copy(), np.ones_like(local_SWL)
-    for step in range(1, width):
-        here = forward_SWL[:, step]
-        here *= forward_SWL[:, step - 1] @ transitions_LL
-        here /= here.sum(axis=1, keepdims=True)
-    back_LL = np.ascontiguousarray(transitions_LL.T)
-    for step in range(width - 2, -1, -1):
-        before = (local_SWL[:, step + 1] * backward_SWL[:, step + 1]) @ back_LL
-        before /= before.sum(axis=1, keepdims=True)
-        before[lengths <= step + 1] = 1  # the stretch ends here
-        backward_SWL[:, step] = before
-    product = forward_SWL * backward_SWL
-    result: NDArray[np.float32] = product / product.sum(axis=2, keepdims=True)
-    return result
-
-
-def read_weights(packed: bytes) -> dict[str, Any]:
-    """From gzip JSON: `transitions` [L][L] and `features`, name -> {label index: weight}. Raises
-    CorruptError for anything else.
-    """
+def read_weights(packed: bytes) -> Tagger:
+    """Raises CorruptError for anything else than the packed arrays."""
     try:
-        weights: dict[str, Any] = json.loads(gzip.decompress(packed))
-    except (OSError, EOFError, ValueError) as error:
+        with np.load(io.BytesIO(packed)) as arrays:
+            return Tagger(dict(arrays), f"{zlib.crc32(packed):08x}")
+    except (OSError, EOFError, ValueError, KeyError, zlib.error, zipfile.BadZipFile) as error:
         raise CorruptError(
             "the packed weights of eyas.privacy cannot be read", "install eyas again"
         ) from error
-    return weights
 
 
 @functools.cache
 def tagger() -> Tagger:
-    """The tagger that comes with eyas, read once a process."""
-    return Tagger(read_weights((FILES / "weights" / "entities.json.gz").read_bytes()), gazetteer())
+    """The weights that come with eyas, read once a process."""
+    return read_weights((FILES / "weights" / "tagger.npz").read_bytes())
