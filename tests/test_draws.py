@@ -47,6 +47,7 @@ def rows_of_logits(draw):
         rows[:, rng.integers(V)] += 90.0
     elif kind == "masked":
         rows[:, rng.permutation(V)[: V - 1 - rng.integers(min(V, 20))]] = -np.inf
+        rows[:, 1 % V] = 0.0  # no end token: where all but these are masked, none is left
     elif kind == "negative":
         rows -= 1e4
     return rows.astype(np.float32)
