@@ -23,7 +23,7 @@ MOST_FRAMES = 8  # from a command to the loss, and from the server's worker to t
 
 # KB of Python (1,000 bytes; of C++ for cpp), and what the room is for
 ROOMS = {
-    "data": (208, "sources, licence gate, filters, duplicates, ledger, card"),
+    "data": (205, "sources, licence gate, filters, duplicates, ledger, card"),
     "engine": (184, "exact speculative decoding: scheduler, rounds, drafters, policy, sampling"),
     "model": (199, "target and head on NumPy: configs, checkpoints, the native library's calls"),
     "operators": (88, "what PyTorch computes: the head that trains, features"),

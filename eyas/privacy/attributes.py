@@ -52,6 +52,7 @@ BIRTH_DATES = (
         re.I,
     ),
 )
+BORN = re.compile("geboren|生|출생|태어|doğ|जन्म|हुआ", re.I)  # any that stands behind a date
 
 PLATE_CUE = (
     r"licen[cs]e[ _-]?plates?|tag (?:number|no\.?)|immatricul\w+|госномер\w*"
@@ -156,7 +157,7 @@ LOG = re.compile(
 
 def birth_dates(text: str) -> Iterator[Span]:
     """Dates behind a word for birth, or before one where the language puts it last."""
-    for pattern in BIRTH_DATES:
+    for pattern in BIRTH_DATES if BORN.search(text) else BIRTH_DATES[:1]:
         for match in pattern.finditer(text):
             yield match.span("value")
 
