@@ -14,7 +14,6 @@ from tests.test_tree import above_of, random_trees
 
 
 def chain(rng: np.random.Generator, B: int, depth: int) -> Proposals:
-    """One candidate a level."""
     conditional = rng.uniform(0.05, 0.99, size=(B, depth))
     parents = np.broadcast_to(np.arange(-1, depth - 1, dtype=np.int32), (B, depth))
     tokens = rng.integers(0, 100, size=(B, depth))
@@ -33,7 +32,6 @@ def emit(rng: np.random.Generator, proposals: Proposals, accepted: np.ndarray) -
 
 
 def own(proposals: Proposals) -> np.ndarray:
-    """The draft's probabilities given the parent."""
     parents = np.maximum(proposals.parents, 0).astype(np.int64)
     above = np.take_along_axis(proposals.scores, parents, 1)
     return np.exp(proposals.scores - np.where(proposals.parents < 0, 0, above))

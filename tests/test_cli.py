@@ -35,6 +35,7 @@ from eyas.cli.options import (
     NAME_WIDTH,
     StageOptions,
     override,
+    print_json,
     read_run_file,
     settings,
     validated,
@@ -98,6 +99,12 @@ class TestHelp:
 
     def test_the_version(self):
         assert run_eyas("--version").stdout == f"eyas {eyas.__version__}\n"
+
+    @pytest.mark.parametrize(("is_terminal", "is_asked"), [(0, 0), (1, 0), (0, 1), (1, 1)])
+    def test_json_is_for_programs(self, is_terminal, is_asked, monkeypatch, capsys):
+        monkeypatch.setattr(sys.stdout, "isatty", lambda: bool(is_terminal))
+        print_json({"a": 1}, bool(is_asked))
+        assert bool(capsys.readouterr().out) == (is_asked or not is_terminal)
 
     def test_a_mistyped_command_is_a_usage_error(self):
         assert run_eyas("trian").exit_code == 2

@@ -84,7 +84,6 @@ def write(path, items):
 
 @pytest.fixture(scope="module")
 def clean(tmp_path_factory):
-    """The filter over ITEMS, as the set `exam`."""
     return Contamination([write(tmp_path_factory.mktemp("sets") / "exam.jsonl", ITEMS)])
 
 
@@ -257,7 +256,6 @@ def shared(name):
 
 @pytest.fixture(scope="module")
 def spec_bench():
-    """Spec-Bench's rows and the filter over them."""
     path = shared("prompts/spec_bench.jsonl")
     with path.open(encoding="utf-8") as lines:
         rows = [row(*json.loads(line)["turns"]) for line in lines]

@@ -67,7 +67,6 @@ def edited(text, rng, share):
 
 
 def texts(rng, count, length=60):
-    """Texts that share no run of words to speak of."""
     return [" ".join(f"word{rng.randrange(2000)}" for _ in range(length)) for _ in range(count)]
 
 

@@ -30,7 +30,6 @@ def target(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def prompts(tmp_path_factory):
-    """In a conversation's form, packed."""
     path = tmp_path_factory.mktemp("prompts") / "held_out.jsonl.gz"
     rows = [
         {"id": one.id, "source": one.source, "messages": list(one.messages)}

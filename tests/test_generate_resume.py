@@ -56,7 +56,6 @@ def config(target) -> GenerateConfig:
 
 @pytest.fixture(scope="module")
 def whole(config, prompts, tmp_path_factory) -> tuple[Artifact, float]:
-    """All in one go, and how many seconds it took."""
     output = Artifact(str(tmp_path_factory.mktemp("whole") / "answers"))
     started = time.monotonic()
     generate(config, prompts, output)

@@ -85,7 +85,6 @@ def test_a_url_is_located_without_being_opened():
 
 
 def cached(hub: Path, name: str, folder: Path) -> Path:
-    """The folder as a model of a hub cache."""
     model = hub / f"models--{name.replace('/', '--')}"
     (model / "refs").mkdir(parents=True)
     (model / "refs" / "main").write_text("abc")
@@ -477,7 +476,6 @@ def test_a_container_fetches_its_model_and_is_healthy_only_then(uri, tmp_path):
 
 
 def statuses(port, process):
-    """What health says until it is 200."""
     seen = []
     while process.poll() is None and (not seen or seen[-1] != 200):
         try:

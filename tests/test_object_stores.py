@@ -15,12 +15,12 @@ import pytest
 
 from eyas import stores as stores_module
 from eyas.artifact import Artifact
-from eyas.cli import train as cli_train
 from eyas.errors import ConfigError, CorruptError, EyasError, InputError, MissingInputError
 from eyas.model.target import Target
 from eyas.shards import FeatureMeta, Features, Sample, ShardWriter
 from eyas.shards import reader as reader_module
 from tests.object_stores import BUCKET, GcsServer, Line, environment, forget_clients
+from tests.test_cli import run_eyas
 from tests.test_shards import META, assert_same, make_sample
 from tests.tiny import tiny_target
 from tests.tiny_features import greedy_answers, samples_of, write_features
@@ -274,7 +274,9 @@ def test_training_reads_a_store_once_with_a_cache(gcs, tmp_path, monkeypatch):
     for seed in (0, 1):
         settings = ["head.draft_vocab_size=320", "objective.num_ttt_steps=2", "dtype=float32"]
         settings += ["epochs=1", f"seed={seed}"]
-        cli_train.command(gcs.url, str(folder), str(tmp_path / f"head-{seed}"), overrides=settings)
+        words = [word for one in settings for word in ("-s", one)]
+        head = tmp_path / f"head-{seed}"
+        assert run_eyas("train", gcs.url, "-t", folder, "-o", head, *words).exit_code == 0
         files = (path.stat() for path in (tmp_path / "cache").rglob("*") if path.is_file())
         kept.append({one.st_ino: one.st_mtime_ns for one in files if one.st_size > 9999})
     assert len(kept[0]) == 2, "a shard of each split"

@@ -12,7 +12,6 @@ import torch
 
 from eyas.artifact import Artifact
 from eyas.cli import run as cli_run
-from eyas.cli import train as cli_train
 from eyas.errors import MismatchError
 from eyas.features.capture import CaptureConfig, capture
 from eyas.features.generate import GenerateConfig, generate
@@ -23,6 +22,7 @@ from eyas.operators.vocab import TargetVocabulary
 from eyas.shards import Features
 from eyas.train.trainer import TrainConfig, train
 from tests.stages import ending_target, prompts_of, write_prompts
+from tests.test_cli import run_eyas
 from tests.tiny import tiny_target
 
 TRAIN = TrainConfig.model_validate(
@@ -185,8 +185,9 @@ def test_from_the_command_line(target, answers, both, tmp_path):
     run_file = tmp_path / "run.yaml"
     run_file.write_text(json.dumps({"capture": setting, "train": TRAIN.model_dump(mode="json")}))
     heads = [tmp_path / "online", tmp_path / "stored"]
-    cli_train.command(answers.url, str(target), str(heads[0]), online=True, run_file=run_file)
-    cli_train.command(both[0].url, str(target), str(heads[1]), run_file=run_file)
+    for source, head, *online in ((answers, heads[0], "--online"), (both[0], heads[1])):
+        done = run_eyas("train", source.url, "-t", target, "-o", head, "-c", run_file, *online)
+        assert done.exit_code == 0, done.output
     online, stored = ((head / "model.safetensors").read_bytes() for head in heads)
     assert online == stored
 

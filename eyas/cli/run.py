@@ -14,6 +14,7 @@ import asyncio
 import dataclasses
 import json
 import os
+import re
 import shlex
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -243,7 +244,7 @@ def run(
         arm = ADAPTED if config.train.start else EAGLE
         # a report names no folder of this machine: commands run where the run began, or, of an
         # output elsewhere, beside the report
-        place = "." if Path(root).is_absolute() else root
+        place = "." if re.match(r"/|\w+://", config.output) else config.output.rstrip("/")
         forms, model = f"{place}/{Path(done['export'].url).name}/", resolve_target(config.target)
         served = [serve_command(config), *done["export"].manifest().facts["commands"].values()]
         report = write_reports(
