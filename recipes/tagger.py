@@ -1,14 +1,12 @@
 """Train the tagger of `eyas.privacy` on the texts of `entities.py`, and write its weights.
 
     pip install -e .[recipes,train]
-    python recipes/tagger.py first.npz --data ../shared/data
-    python recipes/tagger.py eyas/privacy/weights/tagger.npz --data ../shared/data --start first.npz
+    python recipes/tagger.py eyas/privacy/weights/tagger.npz --data ../shared/data
 
 data: a folder with `ner/*.tsv.gz`, labelled sentences (Universal NER, universalner.org; the Broad
 Twitter Corpus, github.com/GateNLP/broad_twitter_corpus; WikiGold, on the authors' pages), and
 prompts (`gsm8k_train`, `tldr`, `self_dialogue`, `instructions`; as `benchmarks/natural.py` reads
-them). Without it only made-up texts are used. The second command goes on from the first one's
-weights, with other made-up texts and half the rate. Both take some ten minutes on one core of 2026.
+them). Without it only made-up texts are used. It takes some ten minutes of one core.
 """
 
 from __future__ import annotations
@@ -43,15 +41,15 @@ CASED = 6  # the place of the word in its case, counted from the word's
 GOES = [LABELS.index(f"{place}-{type}") for type in (PERSON, STREET) for place in "BI"]
 
 
-def texts(data: Path | None, seed: int) -> Iterator[Text]:
+def texts(data: Path | None) -> Iterator[Text]:
     """Everything that is trained on."""
-    writer = Writer(seed)
+    writer = Writer(SEED)
     yield from writer.english(NUM_ENGLISH)
     yield from writer.rows(NUM_ROWS)
     yield from writer.frames(NUM_FRAMES)
     if data is None:
         return
-    yield from entities.gold_texts(data / "ner", writer, seed)
+    yield from entities.gold_texts(data / "ner", writer, SEED)
     read = json.loads(gzip.decompress(natural.LABELS.read_bytes()))
     yield from entities.kept_texts(data, read)
     for row in natural.labelled(data):
@@ -172,26 +170,15 @@ def loss_of(scores: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     return -right / (known.sum() + unknown.sum())
 
 
-def train(
-    encoded: list[tuple[np.ndarray, np.ndarray]],
-    vocabulary: Vocabulary,
-    epochs: float,
-    start: Path | None,
-) -> Network:
-    """Adam, the rate rising for WARM steps and falling to nothing. start: weights to begin with."""
+def train(encoded: list[tuple[np.ndarray, np.ndarray]], vocabulary: Vocabulary) -> Network:
+    """Adam, the rate rising for WARM steps and falling to nothing."""
     torch.manual_seed(SEED)
     chance, network = random.Random(SEED), Network()
-    if start is not None:
-        unpack(network, dict(np.load(start)))
-    part = 1.0 if start is None else 0.5
     lengths = [len(keys) for keys, _ in encoded]
     rest = [one for name, one in network.named_parameters() if not name.startswith("table")]
-    groups = [
-        {"params": [network.table.weight], "lr": TABLE_LR * part},
-        {"params": rest, "lr": LR * part},
-    ]
+    groups = [{"params": [network.table.weight], "lr": TABLE_LR}, {"params": rest, "lr": LR}]
     optimizer = torch.optim.Adam(groups, fused=True)
-    steps = int(len(batches(lengths, random.Random(SEED))) * epochs)
+    steps = int(len(batches(lengths, random.Random(SEED))) * EPOCHS)
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: min(1.0, (step + 1) / WARM) * max(1 - step / steps, 0.01)
     )
@@ -218,19 +205,6 @@ def train(
     return network
 
 
-def unpack(network: Network, arrays: dict[str, np.ndarray]) -> None:
-    """Give a network the weights that `packed` made."""
-    table = arrays["table"].astype(np.float32) * arrays["scale"]
-    layers = {"pool.weight": arrays["pool"].T, "out.weight": arrays["out"].T,
-              "out.bias": arrays["bias_out"], "table.weight": table}  # fmt: skip
-    for layer in range(len(DILATIONS)):
-        layers[f"convs.{layer}.weight"] = arrays[f"conv{layer}"].T
-        layers[f"convs.{layer}.bias"] = arrays[f"bias{layer}"]
-    network.load_state_dict(
-        {name: torch.from_numpy(one.astype(np.float32)) for name, one in layers.items()}
-    )
-
-
 def packed(network: Network, lists: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     """The arrays of `tagger.Tagger`: the table in eight bits, by column; the rest in sixteen."""
     table = network.table.weight.detach().numpy()
@@ -252,17 +226,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("weights", type=Path)
     parser.add_argument("--data", type=Path)
-    parser.add_argument("--start", type=Path, help="weights to go on from")
     options = parser.parse_args()
     words = entities.lists()
     lists = {name: np.array(sorted(map(tagger.hashed, words[name])), np.uint32) for name in LISTS}
     vocabulary = Vocabulary(lists)
-    seed, epochs = (SEED, EPOCHS) if options.start is None else (SEED + 1, EPOCHS / 2)
-    made = texts(options.data, seed)
-    encoded = [one for text in made if len((one := vocabulary.encode(text))[0])]
+    encoded = [one for text in texts(options.data) if len((one := vocabulary.encode(text))[0])]
     tokens = sum(len(keys) for keys, _ in encoded)
     print(f"{len(encoded)} texts, {tokens} tokens, {len(vocabulary.rows)} distinct", flush=True)
-    network = train(encoded, vocabulary, epochs, options.start)
+    network = train(encoded, vocabulary)
     np.savez_compressed(options.weights, **packed(network, lists))
 
 

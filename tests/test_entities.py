@@ -26,7 +26,6 @@ FOUND = {
         "Dear Mr. ⟨Okonkwo⟩,\n\nthank you for the invoice.",
         "Dr. ⟨R. J. Patel⟩ will see you on Monday",
         "First name: ⟨Aoife⟩\nLast name: ⟨O'Sullivan⟩",
-        "Regards,\n⟨Priya Raghunathan⟩",
         "MY NAME IS ⟨CARMEN RODRIGUEZ⟩",
         f"{FILLER}My name is ⟨Katarzyna Nowak⟩. {FILLER}",
         "Guten Abend, ich heiße ⟨Jürgen Falkenberg⟩ und suche das Formular.",

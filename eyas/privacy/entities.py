@@ -14,6 +14,7 @@ from eyas.privacy.tagger import LABELS, TYPES, Floats, tagger, tokenize
 
 # The least probability of a token's type. An organisation is no personal data, and is not found.
 THRESHOLDS = {"PERSON": 0.35, "STREET_ADDRESS": 0.5, "LOCATION": 0.5}
+GROWS = 0.12  # of the tokens beside one that reaches it: a family name behind a given name
 PIECE = 1500  # characters that are tagged as one text, as long as those of training
 # Between the parts of an address, a postcode among it; and the postcode at its end
 WITHIN_ADDRESS = re.compile(
@@ -61,24 +62,26 @@ def pieces(text: str) -> Iterator[tuple[int, int]]:
 
 def runs(probabilities_TL: Floats) -> Iterator[tuple[str, int, int]]:
     """Runs of tokens of one type: type, first token, last token. A token is of its likeliest type,
-    if that reaches the type's threshold; one that rather begins than continues a run begins one.
+    if that reaches GROWS; one that rather begins than continues a run begins one. A run counts if
+    one of its tokens reaches the type's threshold.
     """
     of_type = probabilities_TL[:, 1::2] + probabilities_TL[:, 2::2]
     best = of_type.argmax(axis=1)
     least = np.array([THRESHOLDS.get(type, 0.5) for type in TYPES])
-    open_run: tuple[int, int, int] | None = None
-    for index in np.flatnonzero(of_type.max(axis=1) >= least[best]).tolist():
+    found: list[tuple[int, int, int, bool]] = []
+    for index in np.flatnonzero(of_type.max(axis=1) >= GROWS).tolist():
         type = int(best[index])
         label = LABELS.index(f"B-{TYPES[type]}")
         begins = probabilities_TL[index, label] > probabilities_TL[index, label + 1]
-        if open_run and open_run[0] == type and open_run[2] == index - 1 and not begins:
-            open_run = (type, open_run[1], index)
-            continue
-        if open_run:
-            yield TYPES[open_run[0]], *open_run[1:]
-        open_run = (type, index, index)
-    if open_run:
-        yield TYPES[open_run[0]], *open_run[1:]
+        is_sure = bool(of_type[index, type] >= least[type])
+        if found and found[-1][0] == type and found[-1][2] == index - 1 and not begins:
+            _, first, _, was_sure = found.pop()
+            found.append((type, first, index, was_sure or is_sure))
+        else:
+            found.append((type, index, index, is_sure))
+    for type, first, last, is_sure in found:
+        if is_sure:
+            yield TYPES[type], first, last
 
 
 def is_possible(type: str, words: Sequence[str]) -> bool:

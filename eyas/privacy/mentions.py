@@ -232,9 +232,9 @@ def _stems_of(key: str) -> Iterator[str]:
 
 @functools.lru_cache(1 << 12)
 def looks_like_name(word: str) -> bool:
-    """Whether the tagger takes a word that stands alone for a person's name rather than none."""
+    """Whether a word that stands alone may be a person's name, as the tagger sees it."""
     probabilities_L = tagger().probabilities([[word]])[0][0]
-    return bool(probabilities_L[1:3].sum() > probabilities_L[0])
+    return bool(4 * probabilities_L[1:3].sum() > probabilities_L[0])
 
 
 def _starts_sentence(text: str, match: re.Match[str]) -> bool:
