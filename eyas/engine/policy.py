@@ -48,7 +48,7 @@ _LEASTS = GRID.tolist()
 FIRST_PATH = 0.85  # a good head's acceptance: the first expected tree, a chain, is tried
 FIRST_TREES = 10.0  # trees that it counts as
 RECENT, AT_REST = 0.98, 0.9999  # part of the trees that a round with trees keeps, and one without
-NARROW = 0.96  # a chain emits .96 times the tokens of a tree of the same depth
+NARROW = 0.96  # tokens of trees grown from one candidate a level, by those grown from tree_topk
 LEVEL_GAIN = 0.75  # tokens that a further level brings for a path of probability 1
 ROUNDS_TO_PAY = 32  # rounds of a request over which making its missing entries may pay
 # of the logs of slowness and factor: what a round's error moves them by; a pause of the machine is

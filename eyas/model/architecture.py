@@ -497,7 +497,10 @@ def has_experts(config: Mapping[str, Any], layer: int) -> bool:
     if config.get("moe_layers") is not None:
         return layer in config["moe_layers"]
     names = ("interleave_moe_layer_step", "decoder_sparse_step")
-    step = next((whole_number(config, name) for name in names if name in config), 1)
+    stated = [name for name in names if name in config]
+    if stated == ["decoder_sparse_step"] and config["decoder_sparse_step"] is None:
+        stated = []  # as Qwen's configs may say it
+    step = whole_number(config, stated[0]) if stated else 1
     return layer not in given(config, "mlp_only_layers", []) and (layer + 1) % step == 0
 
 

@@ -176,7 +176,7 @@ def _without_weights(folder: Path) -> MissingInputError:
 
 
 def file_arrays(path: Path, wanted: Collection[str] | None) -> dict[str, Array]:
-    """Tensors of one file of either kind; wanted as in `read_tensors`."""
+    """Tensors of one file of either kind; wanted as in `read_arrays`."""
     if path.suffix != ".safetensors":
         found = pickled_arrays(path)
         return {name: found[name] for name in found if wanted is None or name in wanted}

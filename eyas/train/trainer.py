@@ -10,6 +10,7 @@ Letters: V target vocabulary, W draft vocabulary.
 
 from __future__ import annotations
 
+import copy
 import logging
 import math
 import random
@@ -369,7 +370,7 @@ class Trainer:
             self._judge(row, figures.keys, output)
             if self.on_row is not None:
                 try:
-                    self.on_row(row)
+                    self.on_row(copy.deepcopy(row))
                 except Exception as error:  # its words may hold a login
                     data = {"step": row["step"], "error": type(error).__name__}
                     log.warning("on_row failed and is called no more", extra={"data": data})

@@ -6,9 +6,8 @@
 // offset is taken from the sum of the products, where it is exact. Formats and names are ggml's
 // (ggml-common.h, ggml-quants.c of llama.cpp).
 //
-//   line     64 bytes: the codes of 4 inputs of each of 16 columns, [column][input]; of fewer than
-//   8
-//            bits, those of several lines together
+//   line     64 bytes: the codes of 4 inputs of each of 16 columns, [column][input]; of
+//            fewer than 8 bits, those of several lines together
 //   block    32 inputs: 8 lines of codes
 //   unit     1 block, 2 or 8, with its scales
 #pragma once
