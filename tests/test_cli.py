@@ -41,8 +41,9 @@ from eyas.cli.options import (
     validated,
     with_flags,
 )
-from eyas.cli.run import RunConfig, as_exported, local_output, serve_command
+from eyas.cli.run import RunConfig, as_exported, local_output, serve_command, served_by
 from eyas.errors import ConfigError
+from eyas.export.engines import Launch
 from eyas.model import library
 from eyas.settings import Flag
 from tests.stages import ending_target
@@ -463,6 +464,38 @@ class TestRunFiles:
         )
         content["export"] = {"speculation": "fixed(2,1,3)"}
         assert as_exported(validated(RunConfig, content, "run.yaml")).speculation == "fixed(2,1,3)"
+
+    @pytest.mark.parametrize("output", ["runs/mine/", "/tmp/run", "../run", "a run", "file:///r"])
+    @pytest.mark.parametrize("target", ["target", ".", "link", "none/serve"])
+    def test_a_report_s_commands_say_model_and_find_their_forms(
+        self, target, output, tmp_path, monkeypatch
+    ):
+        """Whole words alone are the target; commands run from where the run began, or beside the
+        report of an output elsewhere.
+        """
+        folder = tmp_path / "python -m" / "target"
+        folder.mkdir(parents=True)
+        (folder.parent / "link").symlink_to(folder)
+        monkeypatch.chdir(folder.parent)
+        is_here = Path(target).exists()
+        named = str(Path(target).resolve()) if is_here else target
+        launch = Launch(named, 4, 1, 5)
+        facts = {
+            "target": named,
+            "commands": {form: launch.command(form) for form in ("sglang", "vllm")},
+        }
+        exported = Mock(url=f"{tmp_path}/export-1")
+        exported.manifest.return_value.facts = facts
+        config = validated(RunConfig, {**RUN, "target": target, "output": output}, "run.yaml")
+        ours, sglang, vllm = map(shlex.split, served_by(config, exported))
+        shown = "MODEL" if is_here else target
+        place = "runs/mine/export-1" if output == "runs/mine/" else "./export-1"
+        assert ours[:6] == ["eyas", "serve", "--target", shown, "--head", f"{place}/sglang"]
+        assert sglang[:3] == ["python", "-m", "sglang.launch_server"]
+        assert sglang[sglang.index("--model-path") + 1] == shown
+        assert f"{place}/sglang" in sglang
+        assert [word for word in vllm if word != "\n"][:3] == ["vllm", "serve", shown]
+        assert f'"model": "{place}/vllm"' in vllm[-1]
 
     def test_a_new_head_has_the_norms_that_its_engines_read(self):
         """The default ones, unless an engine of export.forms reads none; what is said stays."""

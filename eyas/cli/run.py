@@ -46,7 +46,7 @@ from eyas.export.export import ExportConfig, export, publish
 from eyas.features.capture import SPLITS, CaptureConfig, CaptureTask, capture, split_of
 from eyas.features.generate import GenerateConfig, generate, settings_of
 from eyas.features.online import OnlineTarget
-from eyas.hub import resolve_head, resolve_target
+from eyas.hub import PACKAGED, resolve_head, resolve_target
 from eyas.lineage import head_manifest
 from eyas.log import Track, console, quiet
 from eyas.model.architecture import TargetConfig
@@ -242,11 +242,6 @@ def run(
         summary = done["bench"].read_json("summary.json")
         evaluation = done["eval"].read_json("eval.json")
         arm = ADAPTED if config.train.start else EAGLE
-        # a report names no folder of this machine: commands run where the run began, or, of an
-        # output elsewhere, beside the report
-        place = "." if re.match(r"/|\w+://", config.output) else config.output.rstrip("/")
-        forms, model = f"{place}/{Path(done['export'].url).name}/", resolve_target(config.target)
-        served = [serve_command(config), *done["export"].manifest().facts["commands"].values()]
         report = write_reports(
             Artifact(root),
             Contents(
@@ -254,11 +249,7 @@ def run(
                 evaluation=evaluation,
                 ledger=done["prompts"].read_json("ledger.json"),
                 manifest=done["bench"].manifest(),
-                commands=[
-                    command_line,
-                    *(one.replace("./", forms).replace(model, "MODEL") for one in served),
-                    *own,
-                ],
+                commands=[command_line, *served_by(config, done["export"]), *own],
                 arm=arm,
             ),
         )
@@ -532,6 +523,22 @@ def as_exported(config: RunConfig) -> ExportConfig:
     return config.export.model_copy(update={"speculation": fixed})
 
 
+def served_by(config: RunConfig, exported: Artifact) -> list[str]:
+    """The commands that serve what a run made. They name no folder of this machine: a target here
+    is MODEL, and they run where the run began or, of an output elsewhere, beside the report.
+    """
+    facts, place = exported.manifest().facts, config.output.rstrip("/")
+    if re.match(r"/|\.\.|\w+:", place) or shlex.quote(place) != place:
+        place = "."
+    commands, target = [serve_command(config), *facts["commands"].values()], facts["target"]
+    if Path(target).is_absolute():
+        word = rf"(?<!\S){re.escape(shlex.quote(target))}(?!\S)"
+        commands = [re.sub(word, "MODEL", one) for one in commands]
+    forms = f"{place}/{Path(exported.url).name}/"
+    head = rf'(?<![^\s"])\./(?={"|".join(config.export.forms)})'
+    return [re.sub(head, lambda _: forms, one) for one in commands]
+
+
 def serve_command(config: RunConfig) -> str:
     """The server that is measured, as one would type it: its own speculation and sizes."""
     settings = config.serve.model_dump(mode="json", exclude_defaults=True)
@@ -543,7 +550,9 @@ def serve_command(config: RunConfig) -> str:
     if config.gpus is not None:
         form, gpus = config.gpus.engine.value, ",".join(map(str, config.gpus.groups[0]))
         own = ["--engine", form, "--gpus", gpus]
-    words = ["eyas", "serve", "--target", config.target, "--head", f"./{form}", *own]
+    is_here = config.target not in PACKAGED and Path(config.target).exists()
+    target = "MODEL" if is_here else config.target
+    words = ["eyas", "serve", "--target", target, "--head", f"./{form}", *own]
     for name, value in settings.items():
         words += ["--set", f"{name}={value if isinstance(value, str) else json.dumps(value)}"]
     return shlex.join(words)
