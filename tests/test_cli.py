@@ -81,6 +81,7 @@ class Sample(BaseModel):
     inner: Inner = Inner()
     sizes: Annotated[tuple[int, ...], Flag(separator=",")] = (1, 2)
     is_deep: Annotated[bool, Flag("--deep")] = False
+    trees: Annotated[tuple[str, ...], Flag(separator=" ")] = ("a", "b")
 
 
 class TestHelp:
@@ -131,12 +132,13 @@ class TestConfig:
             ("--lr 0.0 --depth 3", {"lr": 0.0, "inner.depth": 3}),
             ("--name a --name b", {"names": ["a", "b"]}),
             ("--sizes 1,2 --deep", {"sizes": ["1", "2"], "is_deep": True}),
+            ("--trees ' a\tb\n c '", {"trees": ["a", "b", "c"]}),
         ],
     )
     def test_a_field_with_a_flag_is_an_option(self, words, flags):
         app = typer.Typer()
         app.command()(with_flags(Sample)(lambda *, stated: print(stated.flags == flags)))
-        assert CliRunner().invoke(app, words.split()).stdout == "True\n"
+        assert CliRunner().invoke(app, shlex.split(words)).stdout == "True\n"
 
     @given(
         st.dictionaries(st.sampled_from("abc"), st.integers()),
@@ -155,7 +157,12 @@ class TestConfig:
             ("sample: {lr: fast}\n", [], ["sample", "lr"]),
             ("sample: {speed: 1}\n", [], ["speed", "lr, names, inner"]),
             ("sample: {}\n", ["inner.depth=deep"], ["inner.depth"]),
-            ("sample: {lr: 1}\n", ["lr.x=1"], ["lr is a value"]),
+            ("sample: {lr: 1}\n", ["lr.x=1"], ["--set lr.x: lr is a value"]),
+            (
+                "sample: {inner: {depth: 1}}\n",
+                ["inner.depth.x.y=1"],
+                ["--set inner.depth.x.y: inner.depth is a value"],
+            ),
             ("sample: {}\n", ["lr"], ["FIELD=VALUE"]),
             ("sample: {}\n", ["lr=[1"], ["not YAML"]),
             ("sample: {\n", [], ["not YAML"]),
@@ -168,6 +175,16 @@ class TestConfig:
             StageOptions(self.write(tmp_path, text), overrides).config(Sample, "sample")
         assert caught.value.hint
         assert all(word in str(caught.value) for word in words)
+
+    @pytest.mark.parametrize(
+        ("flags", "options", "words"),
+        [({"inner.depth": 2}, {}, "--depth: inner is"), ({}, {"lr.x": 2}, "--lr: lr is")],
+    )
+    def test_an_option_whose_section_is_a_value_is_named(self, flags, options, words, tmp_path):
+        """As `--start` and a run file's `start: smollm2`."""
+        run_file = self.write(tmp_path, "sample: {inner: 1, lr: 1}\n")
+        with pytest.raises(ConfigError, match=words):
+            StageOptions(run_file, None, flags).config(Sample, "sample", **options)
 
     def test_a_missing_run_file(self, tmp_path):
         assert_one_clear_error(run_eyas(f"plan {tmp_path}/none.yaml"), "no run file")
