@@ -14,6 +14,7 @@ import shutil
 import subprocess
 import sys
 import tomllib
+from importlib.metadata import version
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Annotated
@@ -260,6 +261,10 @@ class TestPipeline:
         ), replayed.stderr
         assert re.match(r"(OK|LOOK): .*tau \d\.\d\d; fits ", replayed.stdout)
         assert "smollm2_head/README.md" in run_eyas("lineage smollm2").stdout
+        shutil.copytree(tmp_path / "export" / "sglang", tmp_path / "bare")
+        bare = run_eyas(f"lineage {tmp_path}/bare").stdout
+        assert re.fullmatch(r"head \w{16}: no stages\n", bare)
+        assert_one_clear_error(run_eyas(f"lineage {made.target}"), "is no EAGLE-3 head")
         lineage = run_eyas(f"lineage {tmp_path}/export").stdout
         for word in ("export", "train", "capture", "generate", "prompts", "CC0-1.0"):
             assert word in lineage
@@ -268,8 +273,10 @@ class TestPipeline:
         monkeypatch.setenv("COLUMNS", "160")
         shown = run_eyas("doctor").stdout
         assert "You can serve on this CPU" in shown.splitlines()[1]
-        assert "torch" in shown
         project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+        for name in doctor.REQUIRED:
+            assert name in " ".join(project["dependencies"])
+            assert re.search(rf"{name} .*{re.escape(version(name))} .*required", shown)
         ours = library.native()
         assert re.search(rf"native library .*{ours.variant.name} .*(built on|shipped)", shown)
         assert re.search(r"weights of 8 bits .*\d .*as NumPy has it", shown)
