@@ -427,6 +427,16 @@ def test_pages_and_messages_name_options_that_exist():
     assert not missing
 
 
+def settings_of(section, prefix=""):
+    """Names of all settings with their fields' descriptions, sections taken apart."""
+    for name, field in type(section).model_fields.items():
+        value = getattr(section, name, None)
+        if isinstance(value, BaseModel):
+            yield from settings_of(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", " ".join((field.description or "").split())
+
+
 class TestSettings:
     def test_every_setting_of_every_command_is_shown_with_what_it_means(self):
         count = 0
@@ -436,8 +446,11 @@ class TestSettings:
                 continue
             rows = [line for line in settings(kind).replace("\\[", "[").splitlines()[1:] if line]
             shown = {row[:NAME_WIDTH].partition("=")[0].strip(): row[NAME_WIDTH:] for row in rows}
-            assert {setting.partition(".")[0] for setting in shown} == kind.model_fields.keys()
-            assert not [setting for setting, text in shown.items() if not text.strip()], name
+            meant = dict(settings_of(kind.model_construct()))
+            assert shown.keys() == meant.keys(), name
+            for setting, text in shown.items():
+                assert text.strip(), f"{name}: {setting} has no description"
+                assert text.strip().startswith(meant[setting][: HELP_WIDTH - 2].strip()), setting
             assert max(map(len, rows)) <= NAME_WIDTH + 1 + HELP_WIDTH
             count += len(shown)
         assert count > 100
