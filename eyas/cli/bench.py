@@ -47,7 +47,7 @@ def command(
     stated: StageOptions,
 ) -> None:
     """Ask servers for the same answers, arm by arm in turns, and compare. Any OpenAI-compatible
-    server will do.
+    server will do. Prompts: rows of `eyas prompts`, OpenAI's messages or Spec-Bench.
 
     Without --against: a server of eyas that has a head is measured with and without it, any other
     by itself. Writes rows.jsonl, summary.json, report.html and report.md, without --output into

@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from eyas.cli.options import AsJson, HeadArgument, TargetOption
+from eyas.cli.options import HeadArgument, JsonAlone, TargetOption
 from eyas.errors import ConfigError, EyasError
 from eyas.export.check import LEVELS, OWN_ENGINE, CheckFinding, check, exit_code, replayed_by
 from eyas.export.engines import ENGINES
@@ -45,7 +45,7 @@ def command(
             help="find out why it accepts little: replay what may have gone wrong, one at a time",
         ),
     ] = False,
-    as_json: AsJson = False,
+    as_json: JsonAlone = False,
 ) -> None:
     """Print what would serve badly. Exit code 0: nothing, or notes; 1: warnings; 2: errors."""
     if why and not replay:

@@ -34,7 +34,8 @@ TargetOption = Annotated[
         "--target", "-t", help='folder of the target, a GGUF file, a hub id, or "smollm2"'
     ),
 ]
-AsJson = Annotated[bool, typer.Option("--json", help="what was found as JSON")]
+AsJson = Annotated[bool, typer.Option("--json", help="end with a line of JSON on a terminal too")]
+JsonAlone = Annotated[bool, typer.Option("--json", help="print one JSON object and nothing else")]
 Output = Annotated[str, typer.Option("--output", "-o", help="folder or URL of the result")]
 OutputIfAny = Annotated[
     str | None, typer.Option("--output", "-o", help="folder or URL of the result")
