@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.markup import escape
 
 from eyas import lineage
 from eyas.artifact import Artifact, Manifest
@@ -73,17 +72,12 @@ def command(
     for one in summary["differences"]:
         warnings.append(f"{one['arm']} and {one['baseline']}: {one['text']}")
     for warning in warnings:
-        console.print(escape(warning), style="yellow", highlight=False)
+        console.out(warning, style="yellow", highlight=False)
     manifest = measured.manifest("bench")
     if made is not None:
         manifest = with_head(manifest, made, summary["servers"])
-    typed = shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])
-    contents = Contents(
-        bench=summary,
-        ledger=ledger_of(manifest),
-        manifest=manifest,
-        commands=[typed, *_asked(config)],
-    )
+    commands = [shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]), *_asked(config)]
+    contents = Contents(summary, None, ledger_of(manifest), manifest, commands)
     print(f"report: {write_reports(measured, contents)}")
     sentences = [one["sentence"] for one in headlines(summary)]
     compared = [quotable(one) for one in summary["comparisons"]]
@@ -92,9 +86,7 @@ def command(
 
 
 def arms_for(url: str, against: str | None) -> dict[str, ArmConfig]:
-    """The arms that fit the servers: two servers; or one of eyas, with and without its head; or one
-    alone.
-    """
+    """The arms that fit: two servers, one of eyas with and without its head, or one alone."""
 
     async def facts_of(url: str) -> ServerFacts:
         async with Client(url, 30) as client:

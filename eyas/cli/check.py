@@ -118,7 +118,7 @@ def show_readings(replayed: Sequence[ReadingScore], why_not: str, by: str) -> No
     """Print what each reading accepted. by: what ran the target."""
     console = Console(soft_wrap=True, highlight=False)
     if why_not:
-        console.print(f"not replayed: {escape(why_not)}")
+        console.out(f"not replayed: {why_not}")
     if not replayed:
         return
     table = Table("read as", "tau", "drafts", "answers", "against declared", box=None)
@@ -152,4 +152,4 @@ def show(findings: Sequence[CheckFinding]) -> None:
     """Print findings to stdout."""
     console = Console(soft_wrap=True, highlight=False)
     for finding in findings:
-        console.print(f"{finding.level}: {escape(finding.what)}\n  -> {escape(finding.hint)}")
+        console.out(f"{finding.level}: {finding.what}\n  -> {finding.hint}")

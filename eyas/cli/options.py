@@ -36,10 +36,9 @@ TargetOption = Annotated[
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="end with a line of JSON on a terminal too")]
 JsonAlone = Annotated[bool, typer.Option("--json", help="print one JSON object and nothing else")]
-Output = Annotated[str, typer.Option("--output", "-o", help="folder or URL of the result")]
-OutputIfAny = Annotated[
-    str | None, typer.Option("--output", "-o", help="folder or URL of the result")
-]
+_OUTPUT = typer.Option("--output", "-o", help="folder or URL of the result")
+Output = Annotated[str, _OUTPUT]
+OutputIfAny = Annotated[str | None, _OUTPUT]
 HeadArgument = Annotated[
     str, typer.Argument(help='output of `eyas train`, a head of any form, a hub id, or "smollm2"')
 ]

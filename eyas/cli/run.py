@@ -113,20 +113,12 @@ class RunConfig(BaseModel):
                 filled[section] = {"target": content["target"], **values}
         return filled
 
-    @model_validator(mode="before")
-    @classmethod
-    def _packaged_prompts(cls, content: Any) -> Any:
-        prompts = content.get("prompts") if isinstance(content, dict) else None
-        sources = prompts.get("sources") if isinstance(prompts, dict) else None
-        if not isinstance(sources, list):
-            return content
-        found = [
-            {**source, "path": packaged_prompts(source["path"])}
-            if isinstance(source, dict) and isinstance(source.get("path"), str)
-            else source
-            for source in sources
-        ]
-        return {**content, "prompts": {**content["prompts"], "sources": found}}
+    @model_validator(mode="after")
+    def _packaged_prompts(self) -> RunConfig:
+        named = [(one, {"path": packaged_prompts(one.path)}) for one in self.prompts.sources]
+        found = [one.model_copy(update=change) for one, change in named]
+        self.prompts = self.prompts.model_copy(update={"sources": found})
+        return self
 
     @model_validator(mode="after")
     def _serve_settings_only(self) -> RunConfig:
@@ -262,9 +254,7 @@ def run(
     if config.train.start:
         figures["before"] = headline_figures(summary, GENERAL)
         figures["against"] = evaluation["against"]
-    for line in comparison_lines(evaluation):
-        print(line)
-    for line in own:
+    for line in [*comparison_lines(evaluation), *own]:
         print(line)
     state = "NOT SHOWN to be faster"
     if (speedup := figures["speedup"]) is not None:
@@ -314,7 +304,7 @@ def run_stages(config: RunConfig, root: str, anyway: bool = False) -> dict[str, 
     evaluation = work.run(eval_stage, 1 if gpus else 0, features, head, held_out)
     result = evaluation.read_json("eval.json")
     for line in comparison_lines(result):
-        console.print(line, highlight=False, markup=False, soft_wrap=True)
+        console.out(line, highlight=False)
     judge(result, as_served(config))
     exported = StageFolder(root, "export")
     with stage("export", exported) as track:
@@ -324,7 +314,7 @@ def run_stages(config: RunConfig, root: str, anyway: bool = False) -> dict[str, 
     measured = serve_and_bench(config, root, prompts, exported, served)
     if config.export.publish:
         url = publish(exported, config.export.publish)
-        console.print(f"published: {url}", highlight=False, markup=False, soft_wrap=True)
+        console.out(f"published: {url}", highlight=False)
     done = {"prompts": prompts, "generate": answers, "capture": features, "train": head}
     return {**done, "eval": evaluation, "export": exported, **measured}
 
@@ -469,7 +459,7 @@ def serve_and_bench(
         return {"bench": output}
     found = report.read_json(VERIFICATION)
     text = f"{found['verdict']}: {found['why']}"
-    console.print(f"verify    {text}", highlight=False, soft_wrap=True)
+    console.out(f"verify    {text}", highlight=False)
     if found["verdict"] == "DIFFERENT" and config.export.publish:
         raise MismatchError(f"not published: {text}", f"see {report.url}/report.md")
     return {"bench": output, "verify": report}
@@ -541,8 +531,7 @@ def served_by(config: RunConfig, exported: Artifact) -> list[str]:
 
 def serve_command(config: RunConfig) -> str:
     """The server that is measured, as one would type it: its own speculation and sizes."""
-    settings = config.serve.model_dump(mode="json", exclude_defaults=True)
-    settings = {name: value for name, value in settings.items() if name != "target"}
+    settings = config.serve.model_dump(mode="json", exclude_defaults=True, exclude={"target"})
     engine = settings.pop("engine", {})
     engine.setdefault("speculation", config.serve.engine.speculation)
     settings |= {f"engine.{name}": value for name, value in engine.items()}
@@ -564,20 +553,14 @@ def bench_prompts(config: RunConfig, prompts: Artifact, root: str) -> str:
     """
     if config.bench.prompts:
         return config.bench.prompts
-    held_out_share = config.capture.held_out_share
-    rows = [
-        row
-        for row in prompts.read_rows("prompts")
-        if split_of(row["id"], held_out_share) == "held_out"
-    ]
+    share, made = config.capture.held_out_share, prompts.read_rows("prompts")
+    rows = [row for row in made if split_of(row["id"], share) == "held_out"]
     if not rows:
         raise EmptyInputError(
             "no prompt is held out of training, so there is nothing to measure with",
             "give `bench.prompts`, more prompts, or a larger `capture.held_out_share`",
         )
-    name = (
-        f"held-out-prompts-{prompts.manifest().identity[:IDENTITY_DIGITS]}-{held_out_share}.jsonl"
-    )
+    name = f"held-out-prompts-{prompts.manifest().identity[:IDENTITY_DIGITS]}-{share}.jsonl"
     Artifact(root).write_jsonl(name, rows)
     if len(rows) < LEAST_HELD_OUT:
         few = f"{len(rows)} held-out prompts are too few to judge a head, give {LEAST_HELD_OUT}"
