@@ -81,8 +81,7 @@ def command(
     print(f"report: {write_reports(measured, contents)}")
     sentences = [one["sentence"] for one in headlines(summary)]
     compared = [quotable(one) for one in summary["comparisons"]]
-    found = {"headlines": sentences, "comparisons": compared, "output": folder}
-    print_json(found, as_json)
+    print_json({"headlines": sentences, "comparisons": compared, "output": folder}, as_json)
 
 
 def arms_for(url: str, against: str | None) -> dict[str, ArmConfig]:

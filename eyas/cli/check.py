@@ -150,6 +150,6 @@ def in_one_line(findings: Sequence[CheckFinding], replayed: Sequence[ReadingScor
 
 def show(findings: Sequence[CheckFinding]) -> None:
     """Print findings to stdout."""
-    console = Console(soft_wrap=True, highlight=False)
+    console = Console(highlight=False)
     for finding in findings:
         console.out(f"{finding.level}: {finding.what}\n  -> {finding.hint}")

@@ -277,8 +277,7 @@ def local_output(url: str) -> str:
     if path is None:
         raise ConfigError(
             f"output: {url} is no folder of this machine",
-            "a run serves the head that it made: give a path, or run the stages one by one into a "
-            "store",
+            "give a path, from where a run can serve its head, or run the stages one by one",
         )
     return path.rstrip("/")
 
