@@ -130,6 +130,6 @@ def with_head(
 
 
 def ledger_of(manifest: Manifest) -> dict[str, Any] | None:
-    """The ledger of the prompts stage in an artifact's lineage, if there is one."""
+    """The ledger of prompts in an artifact's lineage, if any."""
     ledgers = (stage.facts.get("ledger") for stage in lineage.stages(manifest))
     return next((ledger for ledger in ledgers if ledger), None)

@@ -90,7 +90,7 @@ def report(
     replayed: Sequence[ReadingScore],
     why_not: str,
 ) -> dict[str, object]:
-    """All of it as one JSON object; `not_replayed` says why there are no readings."""
+    """All of it as JSON; `not_replayed` says why there are no readings."""
     return {
         "head": head,
         "target": target,
@@ -149,7 +149,7 @@ def in_one_line(findings: Sequence[CheckFinding], replayed: Sequence[ReadingScor
 
 
 def show(findings: Sequence[CheckFinding]) -> None:
-    """Print findings to stdout."""
+    """Print findings."""
     console = Console(highlight=False)
     for finding in findings:
         console.out(f"{finding.level}: {finding.what}\n  -> {finding.hint}")

@@ -175,7 +175,7 @@ def in_one_line(result: dict[str, Any]) -> str:
 
 
 def show_table(result: dict[str, Any]) -> None:
-    """Print to stdout: tau of all that was measured and of its parts."""
+    """Print tau of all that was measured, and of parts."""
     out = Console()
     measured = Table(
         *("", "tau", "95 %", "ceiling", "acceptance by position", "answers"),

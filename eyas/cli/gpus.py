@@ -1,4 +1,4 @@
-"""The GPUs of `eyas run`: what the machine lacks for a run on them, and servers of SGLang or vLLM
+"""The GPUs of `eyas run`: what the machine lacks for them, and servers of SGLang or vLLM
 that run while a stage needs them.
 """
 
@@ -193,7 +193,7 @@ class Served:
 
 
 def to_serve(heads: Mapping[str, str | None]) -> list[Served]:
-    """Servers of these heads (None: plain), each at a free port."""
+    """Servers of heads (None: plain), each at a free port."""
     with ExitStack() as stack:
         found = []
         for name, head in heads.items():

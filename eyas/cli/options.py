@@ -106,7 +106,7 @@ def with_value(
             raise ConfigError(
                 f"{option or f'--set {path}'}: {'.'.join(sections[:depth])} is a value, not a "
                 "section",
-                "write it as a section, or leave one of the two out",
+                "write a section, or leave one of the two out",
             )
         inner[name] = dict(section)
         inner = inner[name]

@@ -283,7 +283,7 @@ def local_output(url: str) -> str:
 
 
 def run_stages(config: RunConfig, root: str, anyway: bool = False) -> dict[str, Artifact]:
-    """Do, or find done, every stage of a run, into folders below `root`; the artifacts by stage."""
+    """Do, or find done, every stage into folders below `root`; the artifacts by stage."""
     target, gpus = config.target, config.gpus
     prompts = StageFolder(root, "prompts")
     with stage("prompts", prompts) as track:
@@ -481,7 +481,7 @@ def serving(config: RunConfig, root: str, heads: Mapping[str, str]) -> Iterator[
 
 
 def as_served(config: RunConfig) -> EvalConfig:
-    """The settings of eval; what they leave open is as the run will serve and measure."""
+    """The settings of eval; what they leave open is as the run serves and measures."""
     served = config.serve
     models: dict[str, Any] = {"dtype": served.dtype, "threads": served.threads}
     if served.engine.max_length is not None:
