@@ -1,7 +1,5 @@
-"""Pictures for pages: a line chart with intervals as SVG, in the colours of the page's stylesheet.
-
-The colours are CSS variables of house.css (`--series-0` to `--series-3`, `--ink`, `--line`), so one
-picture serves light and dark pages.
+"""Pictures for pages: a line chart with intervals as SVG. Colours are CSS variables of house.css
+(`--series-0` to `--series-3`, `--ink`, `--line`), so one picture serves light and dark.
 """
 
 from __future__ import annotations
@@ -70,31 +68,26 @@ def line_chart(
     parts.append(_text(4, 13, y_label, "start"))
     if rule:
         parts.append(_line(LEFT, down(rule), WIDTH - RIGHT, down(rule), "ink", dashed=True))
+    # intervals at one load stay apart; at the only load, bars
+    is_bars = len(xs) == 1
+    step = min(40, (WIDTH - LEFT - RIGHT) / len(series)) if is_bars else 5
+    polyline = '<polyline points="{}" fill="none" stroke="var(--{})" stroke-width="{:.1f}"/>'
+    circle = '<circle cx="{:.1f}" cy="{:.1f}" r="3.2" fill="var(--{})"><title>{}</title></circle>'
     for place, one in enumerate(series):
         color = f"series-{one.number % NUM_COLORS}"
-        # intervals at one load stay apart; at the only load, bars
-        shift = (5 if len(xs) > 1 else 40) * (place - (len(series) - 1) / 2)
+        shift = step * (place - (len(series) - 1) / 2)
         line = [(across(p.x) + shift, down(p.y)) for p in one.points]
-        if len(xs) == 1:
-            line.append((line[0][0], float(HEIGHT - BOTTOM)))
-        parts.append(
-            Markup(
-                '<polyline points="{}" fill="none" stroke="var(--{})" stroke-width="{}"/>'
-            ).format(
-                " ".join(f"{x:.1f},{y:.1f}" for x, y in line), color, 1.8 if len(xs) > 1 else 28
-            )
-        )
-        for point in one.points:
-            x, hint = across(point.x) + shift, f"{one.name}: {point.y:.3g}"
+        if is_bars:
+            line += [(x, float(HEIGHT - BOTTOM)) for x, _ in line[:1]]
+        path, width = " ".join(f"{x:.1f},{y:.1f}" for x, y in line), 0.7 * step if is_bars else 1.8
+        parts.append(Markup(polyline).format(path, color, width))
+        for point, (x, y) in zip(one.points, line, strict=False):
+            hint = f"{one.name}: {point.y:.3g}"
             if point.low is not None and point.high is not None:
                 hint += f" ({point.low:.3g} to {point.high:.3g})"
-                parts.append(_line(x, down(point.low), x, down(point.high), color))
-            parts.append(
-                Markup(
-                    '<circle cx="{:.1f}" cy="{:.1f}" r="3.2" fill="var(--{})">'
-                    "<title>{}</title></circle>"
-                ).format(x, down(point.y), color, hint)
-            )
+                ink = "ink" if is_bars else color  # over its bar
+                parts.append(_line(x, down(point.low), x, down(point.high), ink))
+            parts.append(Markup(circle).format(x, y, color, hint))
     return Markup('<svg role="img" aria-label="{}" viewBox="0 0 {} {}">{}</svg>{}').format(
         f"{y_label} by {x_label}", WIDTH, HEIGHT, Markup("").join(parts), _key(series)
     )

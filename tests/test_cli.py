@@ -14,6 +14,7 @@ import shutil
 import subprocess
 import sys
 import tomllib
+from importlib.metadata import version
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Annotated
@@ -41,8 +42,9 @@ from eyas.cli.options import (
     validated,
     with_flags,
 )
-from eyas.cli.run import RunConfig, as_exported, local_output, serve_command
+from eyas.cli.run import RunConfig, as_exported, local_output, serve_command, served_by
 from eyas.errors import ConfigError
+from eyas.export.engines import Launch
 from eyas.model import library
 from eyas.settings import Flag
 from tests.stages import ending_target
@@ -80,6 +82,7 @@ class Sample(BaseModel):
     inner: Inner = Inner()
     sizes: Annotated[tuple[int, ...], Flag(separator=",")] = (1, 2)
     is_deep: Annotated[bool, Flag("--deep")] = False
+    trees: Annotated[tuple[str, ...], Flag(separator=" ")] = ("a", "b")
 
 
 class TestHelp:
@@ -130,12 +133,13 @@ class TestConfig:
             ("--lr 0.0 --depth 3", {"lr": 0.0, "inner.depth": 3}),
             ("--name a --name b", {"names": ["a", "b"]}),
             ("--sizes 1,2 --deep", {"sizes": ["1", "2"], "is_deep": True}),
+            ("--trees ' a\tb\n c '", {"trees": ["a", "b", "c"]}),
         ],
     )
     def test_a_field_with_a_flag_is_an_option(self, words, flags):
         app = typer.Typer()
         app.command()(with_flags(Sample)(lambda *, stated: print(stated.flags == flags)))
-        assert CliRunner().invoke(app, words.split()).stdout == "True\n"
+        assert CliRunner().invoke(app, shlex.split(words)).stdout == "True\n"
 
     @given(
         st.dictionaries(st.sampled_from("abc"), st.integers()),
@@ -154,7 +158,12 @@ class TestConfig:
             ("sample: {lr: fast}\n", [], ["sample", "lr"]),
             ("sample: {speed: 1}\n", [], ["speed", "lr, names, inner"]),
             ("sample: {}\n", ["inner.depth=deep"], ["inner.depth"]),
-            ("sample: {lr: 1}\n", ["lr.x=1"], ["lr is a value"]),
+            ("sample: {lr: 1}\n", ["lr.x=1"], ["--set lr.x: lr is a value"]),
+            (
+                "sample: {inner: {depth: 1}}\n",
+                ["inner.depth.x.y=1"],
+                ["--set inner.depth.x.y: inner.depth is a value"],
+            ),
             ("sample: {}\n", ["lr"], ["FIELD=VALUE"]),
             ("sample: {}\n", ["lr=[1"], ["not YAML"]),
             ("sample: {\n", [], ["not YAML"]),
@@ -167,6 +176,16 @@ class TestConfig:
             StageOptions(self.write(tmp_path, text), overrides).config(Sample, "sample")
         assert caught.value.hint
         assert all(word in str(caught.value) for word in words)
+
+    @pytest.mark.parametrize(
+        ("flags", "options", "words"),
+        [({"inner.depth": 2}, {}, "--depth: inner is"), ({}, {"lr.x": 2}, "--lr: lr is")],
+    )
+    def test_an_option_whose_section_is_a_value_is_named(self, flags, options, words, tmp_path):
+        """As `--start` and a run file's `start: smollm2`."""
+        run_file = self.write(tmp_path, "sample: {inner: 1, lr: 1}\n")
+        with pytest.raises(ConfigError, match=words):
+            StageOptions(run_file, None, flags).config(Sample, "sample", **options)
 
     def test_a_missing_run_file(self, tmp_path):
         assert_one_clear_error(run_eyas(f"plan {tmp_path}/none.yaml"), "no run file")
@@ -242,6 +261,10 @@ class TestPipeline:
         ), replayed.stderr
         assert re.match(r"(OK|LOOK): .*tau \d\.\d\d; fits ", replayed.stdout)
         assert "smollm2_head/README.md" in run_eyas("lineage smollm2").stdout
+        shutil.copytree(tmp_path / "export" / "sglang", tmp_path / "bare")
+        bare = run_eyas(f"lineage {tmp_path}/bare").stdout
+        assert re.fullmatch(r"head \w{16}: no stages\n", bare)
+        assert_one_clear_error(run_eyas(f"lineage {made.target}"), "is no EAGLE-3 head")
         lineage = run_eyas(f"lineage {tmp_path}/export").stdout
         for word in ("export", "train", "capture", "generate", "prompts", "CC0-1.0"):
             assert word in lineage
@@ -250,8 +273,10 @@ class TestPipeline:
         monkeypatch.setenv("COLUMNS", "160")
         shown = run_eyas("doctor").stdout
         assert "You can serve on this CPU" in shown.splitlines()[1]
-        assert "torch" in shown
         project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+        for name in doctor.REQUIRED:
+            assert name in " ".join(project["dependencies"])
+            assert re.search(rf"{name} .*{re.escape(version(name))} .*required", shown)
         ours = library.native()
         assert re.search(rf"native library .*{ours.variant.name} .*(built on|shipped)", shown)
         assert re.search(r"weights of 8 bits .*\d .*as NumPy has it", shown)
@@ -402,6 +427,16 @@ def test_pages_and_messages_name_options_that_exist():
     assert not missing
 
 
+def settings_of(section, prefix=""):
+    """Names of all settings with their fields' descriptions, sections taken apart."""
+    for name, field in type(section).model_fields.items():
+        value = getattr(section, name, None)
+        if isinstance(value, BaseModel):
+            yield from settings_of(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", " ".join((field.description or "").split())
+
+
 class TestSettings:
     def test_every_setting_of_every_command_is_shown_with_what_it_means(self):
         count = 0
@@ -411,8 +446,11 @@ class TestSettings:
                 continue
             rows = [line for line in settings(kind).replace("\\[", "[").splitlines()[1:] if line]
             shown = {row[:NAME_WIDTH].partition("=")[0].strip(): row[NAME_WIDTH:] for row in rows}
-            assert {setting.partition(".")[0] for setting in shown} == kind.model_fields.keys()
-            assert not [setting for setting, text in shown.items() if not text.strip()], name
+            meant = dict(settings_of(kind.model_construct()))
+            assert shown.keys() == meant.keys(), name
+            for setting, text in shown.items():
+                assert text.strip(), f"{name}: {setting} has no description"
+                assert text.strip().startswith(meant[setting][: HELP_WIDTH - 2].strip()), setting
             assert max(map(len, rows)) <= NAME_WIDTH + 1 + HELP_WIDTH
             count += len(shown)
         assert count > 100
@@ -463,6 +501,38 @@ class TestRunFiles:
         )
         content["export"] = {"speculation": "fixed(2,1,3)"}
         assert as_exported(validated(RunConfig, content, "run.yaml")).speculation == "fixed(2,1,3)"
+
+    @pytest.mark.parametrize("output", ["runs/mine/", "/tmp/run", "../run", "a run", "file:///r"])
+    @pytest.mark.parametrize("target", ["target", ".", "link", "none/serve"])
+    def test_a_report_s_commands_say_model_and_find_their_forms(
+        self, target, output, tmp_path, monkeypatch
+    ):
+        """Whole words alone are the target; commands run from where the run began, or beside the
+        report of an output elsewhere.
+        """
+        folder = tmp_path / "python -m" / "target"
+        folder.mkdir(parents=True)
+        (folder.parent / "link").symlink_to(folder)
+        monkeypatch.chdir(folder.parent)
+        is_here = Path(target).exists()
+        named = str(Path(target).resolve()) if is_here else target
+        launch = Launch(named, 4, 1, 5)
+        facts = {
+            "target": named,
+            "commands": {form: launch.command(form) for form in ("sglang", "vllm")},
+        }
+        exported = Mock(url=f"{tmp_path}/export-1")
+        exported.manifest.return_value.facts = facts
+        config = validated(RunConfig, {**RUN, "target": target, "output": output}, "run.yaml")
+        ours, sglang, vllm = map(shlex.split, served_by(config, exported))
+        shown = "MODEL" if is_here else target
+        place = "runs/mine/export-1" if output == "runs/mine/" else "./export-1"
+        assert ours[:6] == ["eyas", "serve", "--target", shown, "--head", f"{place}/sglang"]
+        assert sglang[:3] == ["python", "-m", "sglang.launch_server"]
+        assert sglang[sglang.index("--model-path") + 1] == shown
+        assert f"{place}/sglang" in sglang
+        assert [word for word in vllm if word != "\n"][:3] == ["vllm", "serve", shown]
+        assert f'"model": "{place}/vllm"' in vllm[-1]
 
     def test_a_new_head_has_the_norms_that_its_engines_read(self):
         """The default ones, unless an engine of export.forms reads none; what is said stays."""

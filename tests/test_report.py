@@ -26,7 +26,7 @@ from eyas.bench.report import (
 from eyas.bench.server import ServerFacts
 from eyas.bench.summary import summarise
 from eyas.errors import InputError
-from eyas.figure import Point, Series, axis_ticks, line_chart
+from eyas.figure import LEFT, RIGHT, WIDTH, Point, Series, axis_ticks, line_chart
 from tests.bench_rows import row
 from tests.browser import framed, needs_chromium
 from tests.page_tags import Tags
@@ -136,7 +136,7 @@ def test_pictures_have_the_colours_of_the_page(whole):
 def test_parts_that_are_not_given_are_left_out():
     page = render(Contents(summary(concurrencies=(1,))))
     assert Tags(page).count("svg") == 3, "one load: no speed-up by load"
-    assert page.count('stroke-width="28"') == 4, "two bars for TPOT, two for throughput"
+    assert page.count('stroke-width="28.0"') == 4, "two bars for TPOT, two for throughput"
     for heading in ("Where the prompts went", "Lineage", "Commands", "held-out", "By task"):
         assert heading not in page
     alone = render(Contents(summary(arms=("plain",))))
@@ -319,6 +319,20 @@ def test_a_chart_places_points_by_their_values_and_shows_intervals():
     assert y1 < y2, "a larger value is higher up"
     assert 'class="key"' not in picture
     assert 'class="key"' in line_chart([Series("a", 0, points), Series("b", 1, points)], "x", "y")
+
+
+@pytest.mark.parametrize("count", [2, 12])
+def test_bars_of_one_load_stay_within_the_axes_and_under_their_intervals(count):
+    series = [Series(f"arm {at}", at, [Point(1, 10.0, 8.0, 12.0)]) for at in range(count)]
+    picture = line_chart([*series, Series("none", count, [])], "requests", "TPOT")
+    bars = re.findall(r'polyline points="([\d.]+),.*?stroke-width="([\d.]+)"', picture)
+    assert len(bars) == count
+    edges = [float(x) + side * float(width) / 2 for x, width in bars for side in (-1, 1)]
+    assert edges == sorted(edges), "no bar covers its neighbour"
+    assert edges[0] >= LEFT
+    assert edges[-1] <= WIDTH - RIGHT
+    upright = r'line x1="([\d.]+)" y1="[\d.]+" x2="\1" [^>]*stroke="var\(--(.*?)\)"'
+    assert re.findall(upright, picture) == [(x, "ink") for x, _ in bars]
 
 
 @needs_chromium

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.markup import escape
 
 from eyas import lineage
 from eyas.artifact import Artifact, Manifest
@@ -47,7 +46,7 @@ def command(
     stated: StageOptions,
 ) -> None:
     """Ask servers for the same answers, arm by arm in turns, and compare. Any OpenAI-compatible
-    server will do.
+    server will do. Prompts: rows of `eyas prompts`, OpenAI's messages or Spec-Bench.
 
     Without --against: a server of eyas that has a head is measured with and without it, any other
     by itself. Writes rows.jsonl, summary.json, report.html and report.md, without --output into
@@ -73,28 +72,20 @@ def command(
     for one in summary["differences"]:
         warnings.append(f"{one['arm']} and {one['baseline']}: {one['text']}")
     for warning in warnings:
-        console.print(escape(warning), style="yellow", highlight=False)
+        console.out(warning, style="yellow", highlight=False)
     manifest = measured.manifest("bench")
     if made is not None:
         manifest = with_head(manifest, made, summary["servers"])
-    typed = shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])
-    contents = Contents(
-        bench=summary,
-        ledger=ledger_of(manifest),
-        manifest=manifest,
-        commands=[typed, *_asked(config)],
-    )
+    commands = [shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]), *_asked(config)]
+    contents = Contents(summary, None, ledger_of(manifest), manifest, commands)
     print(f"report: {write_reports(measured, contents)}")
     sentences = [one["sentence"] for one in headlines(summary)]
     compared = [quotable(one) for one in summary["comparisons"]]
-    found = {"headlines": sentences, "comparisons": compared, "output": folder}
-    print_json(found, as_json)
+    print_json({"headlines": sentences, "comparisons": compared, "output": folder}, as_json)
 
 
 def arms_for(url: str, against: str | None) -> dict[str, ArmConfig]:
-    """The arms that fit the servers: two servers; or one of eyas, with and without its head; or one
-    alone.
-    """
+    """The arms that fit: two servers, one of eyas with and without its head, or one alone."""
 
     async def facts_of(url: str) -> ServerFacts:
         async with Client(url, 30) as client:
@@ -139,6 +130,6 @@ def with_head(
 
 
 def ledger_of(manifest: Manifest) -> dict[str, Any] | None:
-    """The ledger of the prompts stage in an artifact's lineage, if there is one."""
+    """The ledger of prompts in an artifact's lineage, if any."""
     ledgers = (stage.facts.get("ledger") for stage in lineage.stages(manifest))
     return next((ledger for ledger in ledgers if ledger), None)

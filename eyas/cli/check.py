@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from eyas.cli.options import AsJson, HeadArgument, TargetOption
+from eyas.cli.options import HeadArgument, JsonAlone, TargetOption
 from eyas.errors import ConfigError, EyasError
 from eyas.export.check import LEVELS, OWN_ENGINE, CheckFinding, check, exit_code, replayed_by
 from eyas.export.engines import ENGINES
@@ -45,7 +45,7 @@ def command(
             help="find out why it accepts little: replay what may have gone wrong, one at a time",
         ),
     ] = False,
-    as_json: AsJson = False,
+    as_json: JsonAlone = False,
 ) -> None:
     """Print what would serve badly. Exit code 0: nothing, or notes; 1: warnings; 2: errors."""
     if why and not replay:
@@ -90,7 +90,7 @@ def report(
     replayed: Sequence[ReadingScore],
     why_not: str,
 ) -> dict[str, object]:
-    """All of it as one JSON object; `not_replayed` says why there are no readings."""
+    """All of it as JSON; `not_replayed` says why there are no readings."""
     return {
         "head": head,
         "target": target,
@@ -118,7 +118,7 @@ def show_readings(replayed: Sequence[ReadingScore], why_not: str, by: str) -> No
     """Print what each reading accepted. by: what ran the target."""
     console = Console(soft_wrap=True, highlight=False)
     if why_not:
-        console.print(f"not replayed: {escape(why_not)}")
+        console.out(f"not replayed: {why_not}")
     if not replayed:
         return
     table = Table("read as", "tau", "drafts", "answers", "against declared", box=None)
@@ -149,7 +149,7 @@ def in_one_line(findings: Sequence[CheckFinding], replayed: Sequence[ReadingScor
 
 
 def show(findings: Sequence[CheckFinding]) -> None:
-    """Print findings to stdout."""
-    console = Console(soft_wrap=True, highlight=False)
+    """Print findings."""
+    console = Console(highlight=False)
     for finding in findings:
-        console.print(f"{finding.level}: {escape(finding.what)}\n  -> {escape(finding.hint)}")
+        console.out(f"{finding.level}: {finding.what}\n  -> {finding.hint}")

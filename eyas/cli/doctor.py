@@ -25,6 +25,7 @@ from eyas.model import library
 from eyas.model.speed import measured
 from eyas.model.threads import num_threads
 
+REQUIRED = ("numpy", "tokenizers", "llguidance", "pydantic", "fsspec", "gguf")
 TRAINING = ("torch", "transformers", "zstandard")  # what eyas[train] brings
 OPTIONAL = {
     "torch": "training and capture: eyas[train]",
@@ -42,7 +43,7 @@ Row = tuple[str, str, str]
 
 
 def command() -> None:
-    """Print what one can do on this machine; then versions, devices, optional parts and stores."""
+    """Print what one can do on this machine; then devices, stores, models and versions."""
     for ability in _abilities():
         print(ability)
     table = Table("what", "here", "meaning", title=f"eyas {__version__}")
@@ -53,7 +54,7 @@ def command() -> None:
         *_native(),
         *_pytorch(),
     ]
-    for group in (_versions(), devices, _stores(), _packaged()):
+    for group in (devices, _stores(), _packaged(), _versions()):
         for row in group:
             table.add_row(*map(escape, row))
         table.add_section()
@@ -74,7 +75,7 @@ def _abilities() -> list[str]:
 
 def _versions() -> list[Row]:
     rows = [("python", platform.python_version(), sys.executable)]
-    for name, use in OPTIONAL.items():
+    for name, use in {**OPTIONAL, **dict.fromkeys(REQUIRED, "required")}.items():
         try:
             rows.append((name, version(name), use))
         except PackageNotFoundError:

@@ -175,7 +175,7 @@ def in_one_line(result: dict[str, Any]) -> str:
 
 
 def show_table(result: dict[str, Any]) -> None:
-    """Print to stdout: tau of all that was measured and of its parts."""
+    """Print tau of all that was measured, and of parts."""
     out = Console()
     measured = Table(
         *("", "tau", "95 %", "ceiling", "acceptance by position", "answers"),
@@ -194,14 +194,13 @@ def show_table(result: dict[str, Any]) -> None:
         if "expected_tau" in one
     ]
     if expected:
-        out.print(
+        out.out(
             "sampled, tau expected over all that the target could have drawn: "
             f"{', '.join(expected)}. So do servers accept that draft the likeliest tokens (SGLang, "
-            "vLLM); our own engine guesses the draws and accepts more.",
-            soft_wrap=True,
+            "vLLM); our own engine guesses the draws and accepts more."
         )
     for what, way in result.get("ways", {}).items():
-        out.print(f"{what}: {way}", soft_wrap=True)
+        out.out(f"{what}: {way}")
     for name in ("source", "language"):
         parts = result[f"by_{name}"]
         if len(parts) < 2:  # says what the whole says
@@ -217,7 +216,7 @@ def show_table(result: dict[str, Any]) -> None:
         f"{result['tau_ceiling_full_vocabulary']:.2f})"
     )
     for line in comparison_lines(result):
-        out.print(line, markup=False, soft_wrap=True)
+        out.out(line)
 
 
 def comparison_lines(result: dict[str, Any]) -> list[str]:

@@ -1,4 +1,4 @@
-"""The GPUs of `eyas run`: what the machine lacks for a run on them, and servers of SGLang or vLLM
+"""The GPUs of `eyas run`: what the machine lacks for them, and servers of SGLang or vLLM
 that run while a stage needs them.
 """
 
@@ -22,12 +22,7 @@ import httpx
 from pydantic import Field, model_validator
 
 from eyas.chat import Chat
-from eyas.cli.launch import (
-    EngineName,
-    engine_command,
-    exported_head,
-    refuse_flagless,
-)
+from eyas.cli.launch import EngineName, engine_command, exported_head, refuse_flagless
 from eyas.errors import ConfigError, EyasError
 from eyas.executor import VISIBLE, visible_gpus
 from eyas.export.engines import engine_of
@@ -88,10 +83,7 @@ def refuse_lacking(
     capture: CaptureConfig,
     train: TrainConfig,
 ) -> None:
-    """Raise ConfigError with everything that this machine lacks for a run on these GPUs.
-
-    serve: with the target.
-    """
+    """Raise ConfigError with everything that this machine lacks for a run on these GPUs."""
     engine, lacks = gpus.engine, list[str]()
     if train.start:
         try:
@@ -201,7 +193,7 @@ class Served:
 
 
 def to_serve(heads: Mapping[str, str | None]) -> list[Served]:
-    """Servers of these heads (None: plain), each at a free port."""
+    """Servers of heads (None: plain), each at a free port."""
     with ExitStack() as stack:
         found = []
         for name, head in heads.items():

@@ -58,7 +58,7 @@ def engine_command(
     as in a shell. gpus: that it shares a model over; none leaves them to it. python: of the
     engine's environment. Raises ConfigError, InputError, MissingInputError.
     """
-    given = config.model_fields_set
+    given, sized = config.model_fields_set, config.engine.model_fields_set
     refuse_flagless(engine, config)
     if config.target is None:
         raise ConfigError("there is no target to serve", "give --target")
@@ -73,7 +73,7 @@ def engine_command(
         sizes.tree_topk,
         sizes.num_verify_tokens,
         config.dtype if "dtype" in given else None,
-        config.engine.max_length if "max_length" in config.engine.model_fields_set else None,
+        config.engine.max_length if "max_length" in sized else None,
         family=family,
         num_gpus=max(1, len(gpus)),
     )
@@ -86,7 +86,7 @@ def engine_command(
     words = launch.arguments(engine.value, head)
     words += ["--host", config.host, "--port", str(config.port)]
     words += ["--served-model-name", config.served_model]
-    if "max_batch" in config.engine.model_fields_set:
+    if "max_batch" in sized:
         flag = "--max-running-requests" if engine is EngineName.SGLANG else "--max-num-seqs"
         words += [flag, str(config.engine.max_batch)]
     if engine is EngineName.SGLANG:
@@ -97,9 +97,8 @@ def engine_command(
 def refuse_flagless(engine: EngineName, config: ServeConfig) -> None:
     """Raise ConfigError for settings of which the engine has no flag."""
     unknown = sorted(config.model_fields_set - _SETTINGS)
-    unknown += sorted(
-        f"engine.{name}" for name in config.engine.model_fields_set - _ENGINE_SETTINGS
-    )
+    sized = config.engine.model_fields_set - _ENGINE_SETTINGS
+    unknown += sorted(f"engine.{name}" for name in sized)
     if unknown:
         raise ConfigError(
             f"{', '.join(unknown)}: no flag of {engine.label} is known for it",
@@ -112,8 +111,7 @@ def refuse_flagless(engine: EngineName, config: ServeConfig) -> None:
     sizes = config.engine.parsed()
     if sizes.mode == "off":
         raise ConfigError(
-            "speculation is off",
-            f"for {engine.label} leave out the head, or --speculation",
+            "speculation is off", f"for {engine.label} leave out the head, or --speculation"
         )
     steps = sizes.num_draft_steps
     is_chain = sizes.tree_topk == 1 and sizes.num_verify_tokens == steps + 1

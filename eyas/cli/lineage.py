@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from eyas.artifact import IDENTITY, MANIFEST, Artifact
-from eyas.hub import locate
+from eyas.hub import locate, resolve_head
 from eyas.lineage import DIGITS, head_manifest, lines
+from eyas.model.checkpoint import open_checkpoint
 
 
 def command(
@@ -22,4 +24,8 @@ def command(
         print("\n".join(lines(folder.manifest())))
         return
     head = head_manifest(artifact, {})
-    print(f"head {head.identity[:DIGITS]}: no stages; what is known is in {head.url}/README.md")
+    local = Path(resolve_head(artifact))
+    open_checkpoint(local)  # refuses a target
+    card = f"; what is known is in {head.url}/README.md"
+    said = card if (local / "README.md").exists() else ""
+    print(f"head {head.identity[:DIGITS]}: no stages{said}")

@@ -34,11 +34,11 @@ TargetOption = Annotated[
         "--target", "-t", help='folder of the target, a GGUF file, a hub id, or "smollm2"'
     ),
 ]
-AsJson = Annotated[bool, typer.Option("--json", help="what was found as JSON")]
-Output = Annotated[str, typer.Option("--output", "-o", help="folder or URL of the result")]
-OutputIfAny = Annotated[
-    str | None, typer.Option("--output", "-o", help="folder or URL of the result")
-]
+AsJson = Annotated[bool, typer.Option("--json", help="end with a line of JSON on a terminal too")]
+JsonAlone = Annotated[bool, typer.Option("--json", help="print one JSON object and nothing else")]
+_OUTPUT = typer.Option("--output", "-o", help="folder or URL of the result")
+Output = Annotated[str, _OUTPUT]
+OutputIfAny = Annotated[str | None, _OUTPUT]
 HeadArgument = Annotated[
     str, typer.Argument(help='output of `eyas train`, a head of any form, a hub id, or "smollm2"')
 ]
@@ -94,17 +94,24 @@ def override(values: Mapping[str, Any], assignments: Sequence[str]) -> dict[str,
     return dict(values)
 
 
-def with_value(values: Mapping[str, Any], name: str, value: Any) -> dict[str, Any]:
-    """A copy of nested `values` with `value` at "a.b". Raises ConfigError."""
-    first, points, rest = name.partition(".")
-    if points:
-        inner = values.get(first)
-        if inner is not None and not isinstance(inner, dict):
+def with_value(
+    values: Mapping[str, Any], path: str, value: Any, option: str = ""
+) -> dict[str, Any]:
+    """A copy of nested `values` with `value` at "a.b". option: for an error. Raises ConfigError."""
+    inner = changed = dict(values)
+    *sections, last = path.split(".")
+    for depth, name in enumerate(sections, start=1):
+        section = inner.get(name) or {}
+        if not isinstance(section, dict):
             raise ConfigError(
-                f"--set {name}: {first} is a value, not a section", "name the field itself"
+                f"{option or f'--set {path}'}: {'.'.join(sections[:depth])} is a value, not a "
+                "section",
+                "write a section, or leave one of the two out",
             )
-        value = with_value(inner or {}, rest, value)
-    return {**values, first: value}
+        inner[name] = dict(section)
+        inner = inner[name]
+    inner[last] = value
+    return changed
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,8 +139,10 @@ class StageOptions:
         None is not given), then flags.
         """
         values = override(self.section(stage), self.overrides or ())
+        typed = {path: f"--{path.partition('.')[0]}" for path in options}
+        typed |= {path: name for path, _, name, _ in _options(kind)}
         for path, value in {**options, **self.flags}.items():
-            values = values if value is None else with_value(values, path, value)
+            values = values if value is None else with_value(values, path, value, typed[path])
         return validated(kind, values, where=stage)
 
 
@@ -148,10 +157,10 @@ def with_flags(kind: type[BaseModel]) -> Callable[[Callable[..., None]], Callabl
         @functools.wraps(command)
         def wrapped(**given: Any) -> None:
             flags = {}
-            for path, flag, parameter in options:
+            for path, flag, _, parameter in options:
                 value = given.pop(parameter.name)
-                if flag.separator and value is not None:
-                    value = [one for one in value.split(flag.separator) if one]
+                if flag.separator and value is not None:  # a space stands for any white space
+                    value = [one for one in value.split(flag.separator.strip() or None) if one]
                 if value is not None:
                     flags[path] = value
             general = {name: given.pop(name) for name in shared}
@@ -160,7 +169,7 @@ def with_flags(kind: type[BaseModel]) -> Callable[[Callable[..., None]], Callabl
         parameters = []
         for one in inspect.signature(command, eval_str=True).parameters.values():
             if one.name == "stated":
-                parameters += [parameter for _, _, parameter in options]
+                parameters += [parameter for *_, parameter in options]
                 parameters += [_parameter(*one) for one in shared.items()]
             else:
                 parameters.append(one.replace(kind=Parameter.KEYWORD_ONLY))
@@ -176,7 +185,7 @@ def _parameter(name: str, annotation: Any) -> Parameter:
     return Parameter(name, Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
 
 
-def _options(config: type[BaseModel]) -> Iterator[tuple[str, Flag, Parameter]]:
+def _options(config: type[BaseModel]) -> Iterator[tuple[str, Flag, str, Parameter]]:
     for path, found, default, text in _fields(config):
         for flag in found.metadata:
             if not isinstance(flag, Flag):
@@ -193,7 +202,8 @@ def _options(config: type[BaseModel]) -> Iterator[tuple[str, Flag, Parameter]]:
             names = flag.names or f"--{path.rpartition('.')[2].replace('_', '-')}"
             note = f"{text} ({shown})" if shown else text
             option = typer.Option(*names.split(), help=note, rich_help_panel=flag.panel)
-            yield path, flag, _parameter(path.replace(".", "_"), Annotated[kind | None, option])
+            parameter = _parameter(path.replace(".", "_"), Annotated[kind | None, option])
+            yield path, flag, names.split()[0], parameter
 
 
 def _fields(

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from eyas.artifact import Artifact
-from eyas.cli.options import AsJson, read_run_file
+from eyas.cli.options import JsonAlone, read_run_file
 from eyas.cli.run import RunConfig, refuse_target
 from eyas.log import size_text
 from eyas.plan.needs import (
@@ -41,7 +41,7 @@ def command(
     answer_tokens: Annotated[
         int | None, typer.Option(min=1, help="mean of an answer, if known; else max_tokens")
     ] = None,
-    as_json: AsJson = False,
+    as_json: JsonAlone = False,
 ) -> None:
     """Count what a run file will need; exit code 2 when its output has no room for it, or when
     `eyas run` cannot serve its target (the stages one by one may do without).

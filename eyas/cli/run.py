@@ -46,7 +46,7 @@ from eyas.export.export import ExportConfig, export, publish
 from eyas.features.capture import SPLITS, CaptureConfig, CaptureTask, capture, split_of
 from eyas.features.generate import GenerateConfig, generate, settings_of
 from eyas.features.online import OnlineTarget
-from eyas.hub import resolve_head, resolve_target
+from eyas.hub import PACKAGED, resolve_head, resolve_target
 from eyas.lineage import head_manifest
 from eyas.log import Track, console, quiet
 from eyas.model.architecture import TargetConfig
@@ -113,20 +113,12 @@ class RunConfig(BaseModel):
                 filled[section] = {"target": content["target"], **values}
         return filled
 
-    @model_validator(mode="before")
-    @classmethod
-    def _packaged_prompts(cls, content: Any) -> Any:
-        prompts = content.get("prompts") if isinstance(content, dict) else None
-        sources = prompts.get("sources") if isinstance(prompts, dict) else None
-        if not isinstance(sources, list):
-            return content
-        found = [
-            {**source, "path": packaged_prompts(source["path"])}
-            if isinstance(source, dict) and isinstance(source.get("path"), str)
-            else source
-            for source in sources
-        ]
-        return {**content, "prompts": {**content["prompts"], "sources": found}}
+    @model_validator(mode="after")
+    def _packaged_prompts(self) -> RunConfig:
+        named = [(one, {"path": packaged_prompts(one.path)}) for one in self.prompts.sources]
+        found = [one.model_copy(update=change) for one, change in named]
+        self.prompts = self.prompts.model_copy(update={"sources": found})
+        return self
 
     @model_validator(mode="after")
     def _serve_settings_only(self) -> RunConfig:
@@ -242,11 +234,6 @@ def run(
         summary = done["bench"].read_json("summary.json")
         evaluation = done["eval"].read_json("eval.json")
         arm = ADAPTED if config.train.start else EAGLE
-        # a report names no folder of this machine: commands run where the run began, or, of an
-        # output elsewhere, beside the report
-        place = "." if re.match(r"/|\w+://", config.output) else config.output.rstrip("/")
-        forms, model = f"{place}/{Path(done['export'].url).name}/", resolve_target(config.target)
-        served = [serve_command(config), *done["export"].manifest().facts["commands"].values()]
         report = write_reports(
             Artifact(root),
             Contents(
@@ -254,11 +241,7 @@ def run(
                 evaluation=evaluation,
                 ledger=done["prompts"].read_json("ledger.json"),
                 manifest=done["bench"].manifest(),
-                commands=[
-                    command_line,
-                    *(one.replace("./", forms).replace(model, "MODEL") for one in served),
-                    *own,
-                ],
+                commands=[command_line, *served_by(config, done["export"]), *own],
                 arm=arm,
             ),
         )
@@ -271,9 +254,7 @@ def run(
     if config.train.start:
         figures["before"] = headline_figures(summary, GENERAL)
         figures["against"] = evaluation["against"]
-    for line in comparison_lines(evaluation):
-        print(line)
-    for line in own:
+    for line in [*comparison_lines(evaluation), *own]:
         print(line)
     state = "NOT SHOWN to be faster"
     if (speedup := figures["speedup"]) is not None:
@@ -296,14 +277,13 @@ def local_output(url: str) -> str:
     if path is None:
         raise ConfigError(
             f"output: {url} is no folder of this machine",
-            "a run serves the head that it made: give a path, or run the stages one by one into a "
-            "store",
+            "give a path, from where a run can serve its head, or run the stages one by one",
         )
     return path.rstrip("/")
 
 
 def run_stages(config: RunConfig, root: str, anyway: bool = False) -> dict[str, Artifact]:
-    """Do, or find done, every stage of a run, into folders below `root`; the artifacts by stage."""
+    """Do, or find done, every stage into folders below `root`; the artifacts by stage."""
     target, gpus = config.target, config.gpus
     prompts = StageFolder(root, "prompts")
     with stage("prompts", prompts) as track:
@@ -323,7 +303,7 @@ def run_stages(config: RunConfig, root: str, anyway: bool = False) -> dict[str, 
     evaluation = work.run(eval_stage, 1 if gpus else 0, features, head, held_out)
     result = evaluation.read_json("eval.json")
     for line in comparison_lines(result):
-        console.print(line, highlight=False, markup=False, soft_wrap=True)
+        console.out(line, highlight=False)
     judge(result, as_served(config))
     exported = StageFolder(root, "export")
     with stage("export", exported) as track:
@@ -333,7 +313,7 @@ def run_stages(config: RunConfig, root: str, anyway: bool = False) -> dict[str, 
     measured = serve_and_bench(config, root, prompts, exported, served)
     if config.export.publish:
         url = publish(exported, config.export.publish)
-        console.print(f"published: {url}", highlight=False, markup=False, soft_wrap=True)
+        console.out(f"published: {url}", highlight=False)
     done = {"prompts": prompts, "generate": answers, "capture": features, "train": head}
     return {**done, "eval": evaluation, "export": exported, **measured}
 
@@ -478,7 +458,7 @@ def serve_and_bench(
         return {"bench": output}
     found = report.read_json(VERIFICATION)
     text = f"{found['verdict']}: {found['why']}"
-    console.print(f"verify    {text}", highlight=False, soft_wrap=True)
+    console.out(f"verify    {text}", highlight=False)
     if found["verdict"] == "DIFFERENT" and config.export.publish:
         raise MismatchError(f"not published: {text}", f"see {report.url}/report.md")
     return {"bench": output, "verify": report}
@@ -501,7 +481,7 @@ def serving(config: RunConfig, root: str, heads: Mapping[str, str]) -> Iterator[
 
 
 def as_served(config: RunConfig) -> EvalConfig:
-    """The settings of eval; what they leave open is as the run will serve and measure."""
+    """The settings of eval; what they leave open is as the run serves and measures."""
     served = config.serve
     models: dict[str, Any] = {"dtype": served.dtype, "threads": served.threads}
     if served.engine.max_length is not None:
@@ -532,10 +512,25 @@ def as_exported(config: RunConfig) -> ExportConfig:
     return config.export.model_copy(update={"speculation": fixed})
 
 
+def served_by(config: RunConfig, exported: Artifact) -> list[str]:
+    """The commands that serve what a run made. They name no folder of this machine: a target here
+    is MODEL, and they run where the run began or, of an output elsewhere, beside the report.
+    """
+    facts, place = exported.manifest().facts, config.output.rstrip("/")
+    if re.match(r"/|\.\.|\w+:", place) or shlex.quote(place) != place:
+        place = "."
+    commands, target = [serve_command(config), *facts["commands"].values()], facts["target"]
+    if Path(target).is_absolute():
+        word = rf"(?<!\S){re.escape(shlex.quote(target))}(?!\S)"
+        commands = [re.sub(word, "MODEL", one) for one in commands]
+    forms = f"{place}/{Path(exported.url).name}/"
+    head = rf'(?<![^\s"])\./(?={"|".join(config.export.forms)})'
+    return [re.sub(head, lambda _: forms, one) for one in commands]
+
+
 def serve_command(config: RunConfig) -> str:
     """The server that is measured, as one would type it: its own speculation and sizes."""
-    settings = config.serve.model_dump(mode="json", exclude_defaults=True)
-    settings = {name: value for name, value in settings.items() if name != "target"}
+    settings = config.serve.model_dump(mode="json", exclude_defaults=True, exclude={"target"})
     engine = settings.pop("engine", {})
     engine.setdefault("speculation", config.serve.engine.speculation)
     settings |= {f"engine.{name}": value for name, value in engine.items()}
@@ -543,7 +538,9 @@ def serve_command(config: RunConfig) -> str:
     if config.gpus is not None:
         form, gpus = config.gpus.engine.value, ",".join(map(str, config.gpus.groups[0]))
         own = ["--engine", form, "--gpus", gpus]
-    words = ["eyas", "serve", "--target", config.target, "--head", f"./{form}", *own]
+    is_here = config.target not in PACKAGED and Path(config.target).exists()
+    target = "MODEL" if is_here else config.target
+    words = ["eyas", "serve", "--target", target, "--head", f"./{form}", *own]
     for name, value in settings.items():
         words += ["--set", f"{name}={value if isinstance(value, str) else json.dumps(value)}"]
     return shlex.join(words)
@@ -555,20 +552,14 @@ def bench_prompts(config: RunConfig, prompts: Artifact, root: str) -> str:
     """
     if config.bench.prompts:
         return config.bench.prompts
-    held_out_share = config.capture.held_out_share
-    rows = [
-        row
-        for row in prompts.read_rows("prompts")
-        if split_of(row["id"], held_out_share) == "held_out"
-    ]
+    share, made = config.capture.held_out_share, prompts.read_rows("prompts")
+    rows = [row for row in made if split_of(row["id"], share) == "held_out"]
     if not rows:
         raise EmptyInputError(
             "no prompt is held out of training, so there is nothing to measure with",
             "give `bench.prompts`, more prompts, or a larger `capture.held_out_share`",
         )
-    name = (
-        f"held-out-prompts-{prompts.manifest().identity[:IDENTITY_DIGITS]}-{held_out_share}.jsonl"
-    )
+    name = f"held-out-prompts-{prompts.manifest().identity[:IDENTITY_DIGITS]}-{share}.jsonl"
     Artifact(root).write_jsonl(name, rows)
     if len(rows) < LEAST_HELD_OUT:
         few = f"{len(rows)} held-out prompts are too few to judge a head, give {LEAST_HELD_OUT}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import shlex
 import sys
@@ -21,35 +22,22 @@ from eyas.serve.server import ServeConfig, serve
 from eyas.serve.vertex import from_environment
 
 CONFIG = ServeConfig
-OTHER = "Another engine"  # a panel of the help
+_other = functools.partial(typer.Option, rich_help_panel="Another engine")
 
 
 @with_flags(CONFIG)
 def command(
     stated: StageOptions,
-    engine: Annotated[
-        EngineName | None,
-        typer.Option(help="installed here, in place of ours", rich_help_panel=OTHER),
-    ] = None,
-    gpus: Annotated[
-        str | None,
-        typer.Option(help="GPUs that it shares the model over, e.g. 0,1", rich_help_panel=OTHER),
-    ] = None,
+    engine: Annotated[EngineName | None, _other(help="installed here, in place of ours")] = None,
+    gpus: Annotated[str | None, _other(help="GPUs that it shares the model over, e.g. 0,1")] = None,
     hidden_states: Annotated[
         bool,
-        typer.Option(
-            "--hidden-states",
-            help="serve those of the target, for `eyas capture --server`",
-            rich_help_panel=OTHER,
-        ),
+        _other("--hidden-states", help="serve those of the target, for `eyas capture --server`"),
     ] = False,
-    engine_python: Annotated[
-        str | None, typer.Option(help="of the environment that it is in", rich_help_panel=OTHER)
-    ] = None,
-    engine_args: Annotated[str, typer.Option(help="more flags for it", rich_help_panel=OTHER)] = "",
+    engine_python: Annotated[str | None, _other(help="of the environment that it is in")] = None,
+    engine_args: Annotated[str, _other(help="more flags for it")] = "",
     print_command: Annotated[
-        bool,
-        typer.Option("--print-command", help="show it, and run nothing", rich_help_panel=OTHER),
+        bool, _other("--print-command", help="show it, and run nothing")
     ] = False,
 ) -> None:
     """Serve OpenAI's API until interrupted; the output is the target's own, with or without a head.

@@ -6,8 +6,6 @@ import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from rich.markup import escape
-
 from eyas.artifact import Artifact
 from eyas.bench.machine import has_gpu
 from eyas.log import Track, console, progress_bar
@@ -36,7 +34,7 @@ def advise_gpu(command: str, then: str) -> None:
             "note: this machine has a GPU, and eyas' own engine computes on the CPU",
             f"  -> SGLang and vLLM use it: {command} ({then})",
         )
-        console.print(escape("\n".join(lines)), style="yellow", highlight=False, soft_wrap=True)
+        console.out("\n".join(lines), style="yellow", highlight=False)
 
 
 @contextmanager
@@ -49,11 +47,7 @@ def stage(name: str, output: Artifact) -> Iterator[Track]:
     manifest = output.manifest(name)
     counts = ", ".join(f"{what} {count:,}" for what, count in manifest.counts.items())
     state = "done already, skipped" if output.was_done else "done"
-    console.print(
-        f"{name:<9} {state}: {escape(output.url)} ({escape(counts)})",
-        highlight=False,
-        soft_wrap=True,
-    )
+    console.out(f"{name:<9} {state}: {output.url} ({counts})", highlight=False)
     facts = manifest.facts
     for warning in itertools.chain(*(facts.get(name, ()) for name in WARNINGS)):
-        console.print(f"warning: {escape(warning)}", style="yellow", soft_wrap=True)
+        console.out(f"warning: {warning}", style="yellow")

@@ -63,7 +63,6 @@ async def _watch(
     requests: int,
     once: bool,
 ) -> WatchWindow:
-    """Print each window, without an end; return the first with `once`."""
     was_stale = False
     async with AsyncExitStack() as stack:
         clients = [

@@ -48,12 +48,12 @@ from eyas.operators.vocab import TargetVocabulary
 from eyas.settings import Flag, Settings
 from eyas.shards import FeatureSource
 
-DEFAULT_TREES = (str(Speculation("fixed")), "fixed(4,1,5)")  # the engine's own sizes, and a chain
-ANSWER_TOKENS = 64  # of each answer: enough for twenty rounds
+DEFAULT_TREES = (str(Speculation("fixed")), "fixed(4,1,5)")  # the engine's own, and a chain
+ANSWER_TOKENS = 64  # twenty rounds
 
 
 class EvalConfig(Settings):
-    """Settings of the eval stage. trees: "fixed(6,3,12) auto"; with one branch a chain."""
+    """What is measured. trees: "fixed(6,3,12) auto"; with one branch a chain."""
 
     num_draft_steps: int = Field(7, ge=1, le=16, description="of chains on features")
     trees: Annotated[tuple[str, ...], Flag(separator=" ")] = Field(
@@ -69,10 +69,13 @@ class EvalConfig(Settings):
     seed: int = Field(0, description="of what is drawn; the prompt is mixed in")
     models: ModelsConfig = ModelsConfig()
     against: Annotated[str | None, Flag()] = Field(
-        None, description="another head, measured on the same answers"
+        None, description="another head, on the same answers"
     )
     tolerance: Annotated[float | None, Flag()] = Field(
-        None, ge=0, lt=1, description="exit code 3 unless better, and on no source worse by this"
+        None,
+        ge=0,
+        lt=1,
+        description="share of tau, with against: exit code 3 unless better, no source losing more",
     )
 
     @field_validator("trees")
