@@ -368,6 +368,10 @@ NAMED = {
     "access token: {}": some(40),
     "Authorization: Bearer {}": some(40),
     "aws_secret_access_key = '{}'": some(40),
+    **dict.fromkeys(
+        ("TELEGRAM_BOT_TOKEN={}", "my_github_token = '{}'", "AUTH0_TOKEN: {}", "my_hf_token: {}"),
+        some(20),
+    ),
 }
 BODY = "\n".join([some(64)] * 20)
 BLOCKS = {
@@ -399,6 +403,7 @@ ELSEWHERE = {
         "パスワードは⟨Sakura99⟩です",
         "비밀번호는 ⟨Seoul88x⟩ 입니다",
         "my pin is ⟨3941⟩",
+        "the wifi key: ⟨Abc12345!⟩",
         "export SMTP_PASSWORD=⟨wolk3.sieben⟩",
         "define('DB_PASSWORD', '⟨tulpe-Regen7⟩');",
         "<password>⟨blau4-kran⟩</password>",

@@ -47,9 +47,9 @@ RUN = re.compile(r"[\w+/=~.:-]{16,}")
 IN_SECRET = re.compile(r"[\w+/=~-]")
 
 NAMED = re.compile(
-    r"(?<![A-Za-z])(?:[a-z]+[_-])?(?:api[ _-]?(?:key|token)|apikey|secret[ _-]?(?:access[ _-]?)?key"
+    r"(?<![A-Za-z])(?:[a-z]+[_-]){0,3}(?:api[ _-]?(?:key|token)|apikey|secret[ _-]?(?:access[ _-]?)?key"
     r"|access[ _-]?(?:key|token)|auth[ _-]?(?:key|token)|bearer[ _-]?token|client[ _-]?secret"
-    r"|account[ _-]?key|encryption[ _-]?key|(?<!\w)[a-z]+[ _-]?token)"
+    r"|account[ _-]?key|encryption[ _-]?key|[a-z][a-z\d]{0,19}[ _-]?token)"
     r"[\"'\])]{0,2}\s{0,3}(?:is|=>|[:=]{1,2})\s{0,3}[\"'`]?(?P<value>[\w+/=~.-]{16,512})",
     re.I,
 )
@@ -108,7 +108,8 @@ PASSWORD_NEXT = re.compile(
     r"(?<![A-Za-z])(?:"
     r"(?:with|using|use|by|and|my|her|his|their|our|the|user\w*:? \S{1,40}|login \S{1,40}"
     r"|wi-?fi|wlan|router|root|admin)[ ,/]{1,2}"
-    rf"(?:(?:my|the|this|a) )?(?:{WORDS}|pass|key):?\s{{1,2}}"
+    rf"(?:(?:my|the|this|a) )?(?:{WORDS}|pass):?\s{{1,2}}"
+    r"|(?:wi-?fi|wlan|router|network)[ -]key:?\s{1,2}"
     rf"|(?:{ELSEWHERE})(?: (?:от|для|на|к|за|für) \w{{1,20}}:?)? "
     r"|(?:pass ?word|passwd|pwd|pass|pw|passwort)(?:\s?(?:->|=>|[:→])\s{0,2}| - ))"
     r"(?P<quote>[\"'`]?)(?P<value>[^\s\"'`<>{}()\[\],;]{6,64})(?P=quote)",
@@ -146,7 +147,7 @@ ALGORITHM = re.compile(
 )
 MAYBE_PASSWORD = re.compile(
     rf"pass|pwd|wort|cred|log ?in|zugangsdaten|identifiants|curl|mysql|mariadb"
-    rf"|openssl|client|redis-cli|net use|\bpin\b|{WORDS}",
+    rf"|openssl|client|redis-cli|net use|\bpin\b|[ -]key:?\s|{WORDS}",
     re.I,
 )
 # An example, or code that fetches the password from elsewhere.
