@@ -465,8 +465,18 @@ ELSEWHERE = {
         "Führerschein-Nr. ⟨V253JPZS55⟩",
         "паспорт ⟨45 12 345678⟩",
         "routing number ⟨111000025⟩",
+        "⟨X1234567⟩ is my passport number",
+        "⟨234123412346⟩ is my Aadhaar number",
+        "CPF in my app: ⟨390.533.447-05⟩",
+        "My passport code is ⟨X1234567⟩",
     ],
+    "US_SSN": ["My social security number, in case you need it, is ⟨219-45-9876⟩."],
     "PHONE_NUMBER": [
+        "⟨2127365000⟩ is my telephone number",
+        "Here's my cell in case of issues ⟨(212) 736-5000⟩",
+        "My phone number, next line:\n⟨(212) 736-5000⟩",
+        "You can text me any errors at ⟨212-736-5000⟩",
+        "My zip is 10001 and ⟨212-736-5000⟩ is my phone",
         "call ⟨41O-867-23O1⟩",
         "call ⟨1 nine 1 nine 2 nine 6 four 9 seven⟩",
         "name,phone\nAna,⟨4155550134⟩",
@@ -482,6 +492,8 @@ ELSEWHERE = {
     "CREDIT_CARD": [
         "2026-01-02,20,⟨4242424242424242⟩,12/27",
         "карта ⟨2200000000000004⟩",
+        "⟨4539148803436467⟩ is the number on my card",
+        "Please charge my credit card for this order: ⟨4539 1488 0343 6467⟩",
         "⟨622848 0000000000000⟩是我的卡",
     ],
     "EMAIL_ADDRESS": [
@@ -527,6 +539,10 @@ def test_values_of_other_countries_and_programs_are_found(type):
         "status: 200 len: 2767 time: 0.7891314",
         "- 4430 - 4426 - 4433 - 4431",
         "订单号 20240101",
+        "There were 1500000 people on the phone",
+        "Call compute with modulus 1000000007",
+        "Contact support for error code 80070057",
+        "Order 4155550134 is what I called about",
     ],
 )
 def test_what_looks_like_them_is_left_alone(text):

@@ -47,7 +47,8 @@ RUN = re.compile(r"[\w+/=~.:-]{16,}")
 IN_SECRET = re.compile(r"[\w+/=~-]")
 
 NAMED = re.compile(
-    r"(?<![A-Za-z])(?:[a-z]+[_-]){0,3}(?:api[ _-]?(?:key|token)|apikey|secret[ _-]?(?:access[ _-]?)?key"
+    r"(?<![A-Za-z])(?:[a-z]+[_-]){0,3}"
+    r"(?:api[ _-]?(?:key|token)|apikey|secret[ _-]?(?:access[ _-]?)?key"
     r"|access[ _-]?(?:key|token)|auth[ _-]?(?:key|token)|bearer[ _-]?token|client[ _-]?secret"
     r"|account[ _-]?key|encryption[ _-]?key|[a-z][a-z\d]{0,19}[ _-]?token)"
     r"[\"'\])]{0,2}\s{0,3}(?:is|=>|[:=]{1,2})\s{0,3}[\"'`]?(?P<value>[\w+/=~.-]{16,512})",
