@@ -459,7 +459,11 @@ ELSEWHERE = {
     ],
     "LICENSE_PLATE": ["госномер ⟨Н080ЕВ51⟩", "车牌号：⟨京A87486⟩"],
     "COORDINATES": ["I live at ⟨57.03786, -5.29665⟩"],
-    "HANDLE": ["in /home/⟨annlee⟩/a.py", "C:\\Users\\⟨jkowalski⟩\\Desktop"],
+    "HANDLE": [
+        "scp x:/home/⟨annlee⟩/a.py",
+        "file:///Users/⟨annlee⟩/a",
+        "C:\\Users\\⟨jkowalski⟩\\Desktop",
+    ],
     "NATIONAL_ID": [
         "my adhar no is ⟨2341 2341 2346⟩",
         "Führerschein-Nr. ⟨V253JPZS55⟩",
@@ -539,6 +543,8 @@ def test_values_of_other_countries_and_programs_are_found(type):
         "status: 200 len: 2767 time: 0.7891314",
         "- 4430 - 4426 - 4433 - 4431",
         "订单号 20240101",
+        "open https://shop.example.net/home/products/list",
+        "the title in src/home/page/index.js",
         "There were 1500000 people on the phone",
         "Call compute with modulus 1000000007",
         "Contact support for error code 80070057",
