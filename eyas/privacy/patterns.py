@@ -92,8 +92,15 @@ ACCOUNT = re.compile(
     r"(?<![A-Za-z0-9])(?=([A-Za-z]{2}[\W_]{0,3}\d[\W_]{0,3}\d(?:[\W_]{0,3}[A-Za-z0-9]){11,30}))"
 )
 ACCOUNT_NUMBER = re.compile(
-    cue(joined("account"))
-    + r"[^\n\d]{0,16}?(?<![\w$€£])(?P<value>[A-Z]{0,5}\d[\d -]{4,22}\d)(?![\w-])",
+    rf"(?:{cue(joined('account'))}[^\n\d]{{0,24}}?"
+    rf"|{cue(joined('account_word'))}(?: ?(?:#|[:=]|n[°ºr]\.?|no\.?|is|ist|es|è|é)){{1,2}} ?)"
+    r"(?<![\w$€£])(?P<value>[A-Z]{0,5}\d[\d -]{4,22}\d)(?![\w-])",
+    re.I,
+)
+# Behind the word for an account as well: dates, years, sums.
+NO_ACCOUNT = re.compile(
+    r"(?:19|20)\d\d[- ](?:(?:19|20)\d\d|\d\d?[- ]\d\d?)(?!\d)|\d\d?[- ]\d\d?[- ](?:19|20)\d\d(?!\d)"
+    r"|[\d -]+(?:[$€£¥%]|(?:dollars|euros?|eur|usd|gbp|pounds|million|billion|thousand)\b)",
     re.I,
 )
 SHORTEST_ACCOUNT = 15  # letters and digits; Norway's
@@ -281,7 +288,8 @@ def accounts(text: str) -> Iterator[Span]:
                 yield start, last
                 break
     for match in ACCOUNT_NUMBER.finditer(text):
-        yield match.span("value")
+        if not NO_ACCOUNT.match(text, match.start("value")):
+            yield match.span("value")
 
 
 def social_security_numbers(text: str) -> Iterator[Span]:

@@ -65,12 +65,15 @@ PASSED = re.compile(
     r"|\bcookie:[^\n]{0,200}?\b\w*(?:sid|session|auth|token)\w*=(?P<cookie>[\w%.+/=-]{16,})",
     re.I,
 )
-# The words of a wallet behind their name (BIP 39: 12 to 24 in threes), and private keys of Bitcoin.
+# The words of a wallet behind their name and a sign; without a sign, as many as BIP 39 allows.
 SEED = re.compile(
-    r"\b(?:seed|recovery|secret|backup|mnemonic|wallet)(?: phrase| words?)?[^\n]{0,24}?[\s:\"']"
-    r"(?P<value>(?:[a-z]{3,8}[ ,\n]{1,2}){11,23}[a-z]{3,8})(?!\w)"
+    r"\b(?i:(?:seed|recovery|secret|backup|wallet|mnemonic) (?:phrase|words?)|mnemonic|seed)\b"
+    r"(?P<sign>[^\n]{0,24}?(?:\b(?:is|are)\b|[:=\"'\n]))?\s{0,2}[\"']?"
+    r"(?!like )(?P<value>(?:[a-z]{3,8}[ ,\n]{1,2}){11,23}[a-z]{3,8})(?!\w)"
 )
-NO_SEED = re.compile(r"\b(?:the|and|for|with|that|this|from|are|was|were|have|has|your|not|but)\b")
+NO_SEED = re.compile(r"(?:^|\W+)(?:the|and|for|with|from|are|was|were|has|your|not|but)\b.*", re.S)
+MORE_WORDS = re.compile(r"[ ,\n]{1,2}[a-z]{3,8}\b")
+SEED_WORDS = range(12, 25, 3)
 WIF = re.compile(rf"(?<!\w)[5KLc9][{BASE58}]{{50,51}}(?!\w)")
 WIF_SIZES = (37, 38)  # bytes
 MAYBE_NAMED = re.compile(r"key|token|secret|authorization|client\(|cookie|openai\(", re.I)
@@ -181,8 +184,12 @@ def api_keys(text: str) -> Iterator[Span]:
                 if _has_digit(text[start:end]):
                     yield _whole(text, start, end)
     for match in SEED.finditer(text):
-        if not NO_SEED.search(match["value"]):
-            yield match.span("value")
+        value = NO_SEED.sub("", match["value"])
+        num_words, start = len(re.findall("[a-z]+", value)), match.start("value")
+        if value == match["value"] and MORE_WORDS.match(text, match.end()):
+            num_words += 1  # there are more
+        if num_words in SEED_WORDS or (match["sign"] and num_words >= SEED_WORDS[0]):
+            yield start, start + len(value)
     for match in WIF.finditer(text):
         if is_base58check(match[0], WIF_SIZES):
             yield match.span()
