@@ -27,7 +27,7 @@ ID_KEYS = (
     "message_tree_id",
 )
 TOOL_KEYS = ("tools", "functions")
-WITHHELD = "-\u2013\u2014 \t\r\n\f\v\xa0"  # a dash stands for a text that its publisher withholds
+WITHHELD = re.compile(r"[\s\u2013\u2014-]*")  # a dash stands for what a publisher withholds
 MESSAGE_KEYS = ("role", "from", "sender", "parent_id", "deleted", "synthetic", "current_node")
 
 USER_ROLES = frozenset({"user", "human", "prompter"})
@@ -95,7 +95,7 @@ def _messages(items: list[Any], key: str) -> UserSide:
         if role in TOOL_ROLES or item.get("tool_calls") or item.get("function_call"):
             raise Unreadable("it calls tools", "tools")
         if role in USER_ROLES:
-            text = _text(_first(item, "content", "value", "text"))
+            text = _spoken(_text(_first(item, "content", "value", "text")))
             turns[-1:] = [f"{turns[-1]}\n\n{text}".strip()] if goes_on else [*turns[-1:], text]
             goes_on = True
         elif role in SYSTEM_ROLES:
@@ -126,6 +126,7 @@ def _tree(value: Any, keys: tuple[str, ...]) -> UserSide:
         {
             "role": (one.get("author") or {}).get("role"),
             "content": one["content"].get("parts") or one["content"].get("text"),
+            "tool_calls": one.get("recipient") not in (None, "all"),
         }
         for one in messages
     ]
@@ -252,7 +253,7 @@ def user_side(value: Any, shape: str | None = None) -> UserSide:
         raise Unreadable("not an object")
     if not is_encodable("".join((*turns, system or ""))):
         raise Unreadable("half a character (a lone surrogate)")
-    spoken = tuple(turn.strip() for turn in turns if turn.strip(WITHHELD))
+    spoken = tuple(text for text in map(_spoken, turns) if text)
     return spoken, system.strip() or None if system else None
 
 
@@ -312,6 +313,10 @@ def _one_side(text: str, key: str) -> str:
 
 def _system(value: dict[str, Any]) -> str:
     return _text(_first(value, *SYSTEM_KEYS))
+
+
+def _spoken(text: str) -> str:
+    return "" if WITHHELD.fullmatch(text) else text.strip()
 
 
 def _text(content: Any) -> str:
