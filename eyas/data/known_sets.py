@@ -70,9 +70,7 @@ def find(source: SourceConfig) -> KnownSet | None:
 
 
 def named_like(source: SourceConfig) -> KnownSet | None:
-    """The entry that a source's file or one of its last two folders is called after: its terms
-    hold, its facts fill in nothing.
-    """
+    """The entry after which a file or one of its last two folders is called: its terms hold."""
     file, *folders = re.split(r"[/\\]+", public_url(source.path).rstrip("/"))[:-4:-1]
     names = (file.partition(".")[0], *(one for one in folders if len(one) > LONGEST_COMMON))
     return next((found for name in names if (found := registry().get(_set_key(name)))), None)

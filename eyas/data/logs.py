@@ -117,9 +117,7 @@ def _responses(record: dict[str, Any]) -> LoggedRequest:
 
 
 def _langfuse(record: dict[str, Any]) -> LoggedRequest | None:
-    """A trace, or an observation if it is a generation: its input is a body, a list of messages, or
-    a text; in a table as JSON.
-    """
+    """A trace or a generation: its input is a body, messages or a text; in a table as JSON."""
     if record.get("type", "GENERATION") != "GENERATION":
         return None
     given = _value(record["input"]) or record["input"]
