@@ -262,9 +262,12 @@ def test_a_file_name_alone_is_no_evidence_but_a_hint():
         ("/raw/alpaca.jsonl", "CC0-1.0", ["contradiction", "contradiction"]),
         ("s3://bucket/GSM8K.jsonl.gz", "CC0-1.0", ["contradiction"]),
         ("/raw/spec_bench.jsonl", "Apache-2.0", ["evaluation-only"]),
+        ("/raw/alpaca_data.json", "CC0-1.0", ["contradiction", "contradiction"]),
+        ("/raw/no_robots/data/train-00000.parquet", "CC0-1.0", ["contradiction"]),
         ("/raw/nectarine-sales.jsonl", "CC0-1.0", []),
         ("/raw/our-tickets.sharegpt.jsonl", "CC0-1.0", []),
         ("/raw/gsm8k.jsonl", "MIT", []),
+        ("/raw/math/ours.jsonl", "CC0-1.0", []),
         ("/raw/oasst1.jsonl.gz", "Apache-2.0", []),
     ],
 )

@@ -124,6 +124,15 @@ def test_a_log_gives_what_users_said_and_nothing_else(tmp_path, lines, consent):
     assert ASKED not in repr(withheld)
 
 
+@pytest.mark.parametrize(
+    "kind", ["function_call", "custom_tool_call", "web_search_call", "function_call_output"]
+)
+def test_a_request_of_the_responses_api_that_used_tools_is_dropped_for_that(tmp_path, kind):
+    body = {"input": [{"type": kind, "output": "5"}, {"role": "user", "content": ASKED}]}
+    (row,) = read(tmp_path, [json.dumps(body)], basis="our contract")
+    assert row.drop.reason == "tools"
+
+
 @pytest.mark.parametrize(("lines", "consent"), OBJECTS.values(), ids=OBJECTS)
 def test_parquet_is_read_as_json_lines_are(tmp_path, lines, consent):
     arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")

@@ -368,6 +368,10 @@ NAMED = {
     "access token: {}": some(40),
     "Authorization: Bearer {}": some(40),
     "aws_secret_access_key = '{}'": some(40),
+    **dict.fromkeys(
+        ("TELEGRAM_BOT_TOKEN={}", "my_github_token = '{}'", "AUTH0_TOKEN: {}", "my_hf_token: {}"),
+        some(20),
+    ),
 }
 BODY = "\n".join([some(64)] * 20)
 BLOCKS = {
@@ -399,6 +403,7 @@ ELSEWHERE = {
         "パスワードは⟨Sakura99⟩です",
         "비밀번호는 ⟨Seoul88x⟩ 입니다",
         "my pin is ⟨3941⟩",
+        "the wifi key: ⟨Abc12345!⟩",
         "export SMTP_PASSWORD=⟨wolk3.sieben⟩",
         "define('DB_PASSWORD', '⟨tulpe-Regen7⟩');",
         "<password>⟨blau4-kran⟩</password>",
@@ -440,6 +445,8 @@ ELSEWHERE = {
         f"⟨xprv{some(107, '123456789ABCDEFGHJKLMNPQRSTUVWXYZ' * 5)}⟩",
         f"⟨https://discord.com/api/webhooks/123456789012345678/{some(68)}⟩",
         f"seed phrase: ⟨{'legal winner thank year ' * 3}yellow wave sausage⟩",
+        f"mnemonic is '⟨{'legal winner thank year ' * 3}yellow wave sausage⟩ and nothing else",
+        f"Seed phrase ⟨{'legal winner thank year ' * 3}yellow wave sausage⟩",
         "⟨5HueCGU8rMjxEXxiPuD5BDku4MkFqeZyd4dZ1jvhTVqvbTLvyTJ⟩",
         f"Cookie: session=⟨{some(32)}⟩",
         f"VERCEL_TOKEN=⟨{some(24)}⟩",
@@ -454,14 +461,28 @@ ELSEWHERE = {
     ],
     "LICENSE_PLATE": ["госномер ⟨Н080ЕВ51⟩", "车牌号：⟨京A87486⟩"],
     "COORDINATES": ["I live at ⟨57.03786, -5.29665⟩"],
-    "HANDLE": ["in /home/⟨annlee⟩/a.py", "C:\\Users\\⟨jkowalski⟩\\Desktop"],
+    "HANDLE": [
+        "scp x:/home/⟨annlee⟩/a.py",
+        "file:///Users/⟨annlee⟩/a",
+        "C:\\Users\\⟨jkowalski⟩\\Desktop",
+    ],
     "NATIONAL_ID": [
         "my adhar no is ⟨2341 2341 2346⟩",
         "Führerschein-Nr. ⟨V253JPZS55⟩",
         "паспорт ⟨45 12 345678⟩",
         "routing number ⟨111000025⟩",
+        "⟨X1234567⟩ is my passport number",
+        "⟨234123412346⟩ is my Aadhaar number",
+        "CPF in my app: ⟨390.533.447-05⟩",
+        "My passport code is ⟨X1234567⟩",
     ],
+    "US_SSN": ["My social security number, in case you need it, is ⟨219-45-9876⟩."],
     "PHONE_NUMBER": [
+        "⟨2127365000⟩ is my telephone number",
+        "Here's my cell in case of issues ⟨(212) 736-5000⟩",
+        "My phone number, next line:\n⟨(212) 736-5000⟩",
+        "You can text me any errors at ⟨212-736-5000⟩",
+        "My zip is 10001 and ⟨212-736-5000⟩ is my phone",
         "call ⟨41O-867-23O1⟩",
         "call ⟨1 nine 1 nine 2 nine 6 four 9 seven⟩",
         "name,phone\nAna,⟨4155550134⟩",
@@ -477,6 +498,8 @@ ELSEWHERE = {
     "CREDIT_CARD": [
         "2026-01-02,20,⟨4242424242424242⟩,12/27",
         "карта ⟨2200000000000004⟩",
+        "⟨4539148803436467⟩ is the number on my card",
+        "Please charge my credit card for this order: ⟨4539 1488 0343 6467⟩",
         "⟨622848 0000000000000⟩是我的卡",
     ],
     "EMAIL_ADDRESS": [
@@ -487,7 +510,11 @@ ELSEWHERE = {
         "mailto:⟨ana.lee@web.de⟩?subject=hi",
     ],
     "IP_ADDRESS": ["服务器⟨93.184.215.14⟩坏了"],
-    "IBAN_CODE": ["my account number is ⟨85731890⟩", "CLABE: ⟨002180117861008907⟩"],
+    "IBAN_CODE": [
+        "my account number is ⟨85731890⟩",
+        "CLABE: ⟨002180117861008907⟩",
+        "my account: ⟨85731890⟩",
+    ],
     "CRYPTO": [
         "⟨rN7n7otQDd6FczFgLdSqtcsAUxDkw6fzRH⟩",
         "⟨cosmos1fl48vsnmsdzcv85q5d2q4z5ajdha8yu34mf0eh⟩",
@@ -522,6 +549,22 @@ def test_values_of_other_countries_and_programs_are_found(type):
         "status: 200 len: 2767 time: 0.7891314",
         "- 4430 - 4426 - 4433 - 4431",
         "订单号 20240101",
+        "My account opened 2019-01-05, why is it slow?",
+        "I topped up my account by 100 000 000 coins and created it in 2019-2020.",
+        "conto 1000 1500 2000 in ordine",
+        "The current account deficit was 123 456 million.",
+        "bank account balance: 2023 2024, bank account: 2023 2024, my account is 12 500 dollars",
+        "my tin can weighs 100 200 300 g",
+        "tax id 2020 2021 2022",
+        "spi 3000 4000 5000 baud",
+        "recovery words like apple tree house garden river stone light music paper chair table pan",
+        "a backup plan: clean every shelf then empty those boxes near window under table today",
+        "open https://shop.example.net/home/products/list",
+        "the title in src/home/page/index.js",
+        "There were 1500000 people on the phone",
+        "Call compute with modulus 1000000007",
+        "Contact support for error code 80070057",
+        "Order 4155550134 is what I called about",
     ],
 )
 def test_what_looks_like_them_is_left_alone(text):

@@ -80,6 +80,8 @@ SHAPES = {
         ("Hi\n\nHi",),
     ),
     "a dash for what is withheld": (openai("-", "Hi", " \u2014 "), ("Hi",)),
+    "a wide space": ({"turns": ["\u3000", "Hi\u2028", "\u2028 -"]}, ("Hi",)),
+    "a withheld half": ({"messages": [USER | {"content": "-"}, USER]}, ("Hi",)),
     "openai, no text": ({"messages": [USER, {"role": "assistant", "content": None}]}, ("Hi",)),
     "lmsys": ({"conversation": MESSAGES}, TURNS),
     "alpaca": ({"instruction": "Do.", "input": "", "output": SAID}, ("Do.",)),
@@ -150,6 +152,12 @@ def test_shapes(tmp_path, system):
         {"messages": [USER], "tools": TOOLS},
         {"messages": [USER], "tools": json.dumps(TOOLS)},
         {"prompt": "Hi", "functions": TOOLS},
+        {
+            "current_node": "a",
+            "mapping": {
+                "a": {"message": {**node(None, "assistant", "1")["message"], "recipient": "python"}}
+            },
+        },
     ],
 )
 def test_a_conversation_with_tools_is_dropped_for_that(tmp_path, row):

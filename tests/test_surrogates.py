@@ -362,6 +362,13 @@ def test_a_value_found_once_is_replaced_everywhere(type, value, mention):
     assert re.sub(r"\W", "", first) == re.sub(r"\W", "", second)
 
 
+def test_a_user_who_is_called_like_a_word_is_replaced_in_paths_and_addresses_alone():
+    texts = ["In /home/work/a.py I work.", "See work@host:/srv/work/b, does it work?"]
+    first, second = replaced(texts, ("HANDLE", "work"))
+    user = first.removeprefix("In /home/").removesuffix("/a.py I work.")
+    assert second == f"See {user}@host:/srv/{user}/b, does it work?"
+
+
 def test_a_name_of_a_script_without_spaces_is_replaced_as_a_whole():
     made = person("王丽华", "我叫王丽华，住在北京。", "王丽华你好")
     name = made[0].removeprefix("我叫").removesuffix("，住在北京。")

@@ -23,6 +23,7 @@ REGISTRY = Path(__file__).with_name("registry.yaml")
 _PACKAGED_FILES = Path(builtin.__file__).parent.glob("*_prompts.jsonl.gz")
 PACKAGED = (*builtin.PROMPTS, *map(str, _PACKAGED_FILES))
 PACKAGED_SET = "eyas-demo-prompts"
+LONGEST_COMMON = 4  # letters of a folder's name, such as math, that says nothing
 HUB_PAGE = re.compile(rf"https://huggingface\.co/datasets/({HUB_ID.pattern})(?:[@/].*)?")
 
 
@@ -69,9 +70,10 @@ def find(source: SourceConfig) -> KnownSet | None:
 
 
 def named_like(source: SourceConfig) -> KnownSet | None:
-    """The entry that a source's file is called after: its terms hold, its facts fill in nothing."""
-    file = re.split(r"[/\\]+", public_url(source.path).rstrip("/"))[-1]
-    return registry().get(_set_key(file.partition(".")[0]))
+    """The entry after which a file or one of its last two folders is called: its terms hold."""
+    file, *folders = re.split(r"[/\\]+", public_url(source.path).rstrip("/"))[:-4:-1]
+    names = (file.partition(".")[0], *(one for one in folders if len(one) > LONGEST_COMMON))
+    return next((found for name in names if (found := registry().get(_set_key(name)))), None)
 
 
 def _set_key(name: str) -> str:

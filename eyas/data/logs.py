@@ -104,11 +104,12 @@ def _openai(record: dict[str, Any]) -> LoggedRequest:
 def _responses(record: dict[str, Any]) -> LoggedRequest:
     """A body of OpenAI's Responses API: a text, or items, of which messages have roles."""
     given = record["input"]
-    if isinstance(given, list):
+    if isinstance(given, list):  # an item without a role is a call of some tool, or its answer
         given = [
-            {"role": "tool"} if one.get("type") == "function_call" else one
+            one if one.get("role") else {"role": "tool"}
             for one in given
-            if isinstance(one, dict) and (one.get("role") or one.get("type") == "function_call")
+            if isinstance(one, dict)
+            and (one.get("role") or one.get("type") not in ("reasoning", "message"))
         ]
     body = {"messages" if isinstance(given, list) else "prompt": given}
     body |= {"system": record.get("instructions"), "tools": record.get("tools")}
@@ -116,9 +117,7 @@ def _responses(record: dict[str, Any]) -> LoggedRequest:
 
 
 def _langfuse(record: dict[str, Any]) -> LoggedRequest | None:
-    """A trace, or an observation if it is a generation: its input is a body, a list of messages, or
-    a text; in a table as JSON.
-    """
+    """A trace or a generation: its input is a body, messages or a text; in a table as JSON."""
     if record.get("type", "GENERATION") != "GENERATION":
         return None
     given = _value(record["input"]) or record["input"]

@@ -27,7 +27,7 @@ ID_KEYS = (
     "message_tree_id",
 )
 TOOL_KEYS = ("tools", "functions")
-WITHHELD = "-\u2013\u2014 \t\r\n\f\v\xa0"  # a dash stands for a text that its publisher withholds
+WITHHELD = re.compile(r"[\s\u2013\u2014-]*")  # a dash stands for what a publisher withholds
 MESSAGE_KEYS = ("role", "from", "sender", "parent_id", "deleted", "synthetic", "current_node")
 
 USER_ROLES = frozenset({"user", "human", "prompter"})
@@ -37,8 +37,7 @@ TOOL_ROLES = frozenset(
     {"tool", "tool_call", "tool_response", "function", "function_call", "observation", "ipython"}
 )
 ROLES = USER_ROLES | SYSTEM_ROLES | ASSISTANT_ROLES | TOOL_ROLES
-# A text that holds both sides: a reserved token of some template, or a line of the assistant after
-# one of the user.
+# A text that holds both sides: a reserved token, or a line of the assistant after the user's.
 RESERVED = re.compile(r"<\|\w+\|>|\[/INST\]")
 BY_USER = re.compile(r"^[#*> \t]*(?:human|user|prompter|instruction)[* \t]*:", re.I | re.M)
 BY_ASSISTANT = re.compile(r"^[#*> \t]*(?:assistant|bot|response|chatgpt|gpt)[* \t]*:", re.I | re.M)
@@ -79,9 +78,8 @@ def _is_list_as_text(value: Any) -> TypeGuard[str]:
 
 
 def _messages(items: list[Any], key: str) -> UserSide:
-    """The user and system turns of a list of messages, OpenAI's or ShareGPT's. What the user says
-    in several messages before an answer is one turn: half a question is none. Raises Unreadable
-    for tools, without which an answer would be another.
+    """The user and system turns of a list of messages. What the user says in several messages
+    before an answer is one turn: half a question is none. Raises Unreadable for tools.
     """
     turns: list[str] = []
     goes_on = False
@@ -95,7 +93,7 @@ def _messages(items: list[Any], key: str) -> UserSide:
         if role in TOOL_ROLES or item.get("tool_calls") or item.get("function_call"):
             raise Unreadable("it calls tools", "tools")
         if role in USER_ROLES:
-            text = _text(_first(item, "content", "value", "text"))
+            text = _spoken(_text(_first(item, "content", "value", "text")))
             turns[-1:] = [f"{turns[-1]}\n\n{text}".strip()] if goes_on else [*turns[-1:], text]
             goes_on = True
         elif role in SYSTEM_ROLES:
@@ -114,7 +112,7 @@ def _turns(value: Any, keys: tuple[str, ...]) -> UserSide:
 
 
 def _tree(value: Any, keys: tuple[str, ...]) -> UserSide:
-    """Messages by id, each with its parent's: those that lead to the one that was shown last."""
+    """Messages by id, with their parents': those that lead to the one shown last."""
     nodes, at, path = value.get(keys[0]), value.get("current_node"), list[Any]()
     while isinstance(nodes, dict) and isinstance(node := nodes.get(at), dict):
         path.append(node.get("message"))
@@ -126,6 +124,7 @@ def _tree(value: Any, keys: tuple[str, ...]) -> UserSide:
         {
             "role": (one.get("author") or {}).get("role"),
             "content": one["content"].get("parts") or one["content"].get("text"),
+            "tool_calls": one.get("recipient") not in (None, "all"),
         }
         for one in messages
     ]
@@ -133,7 +132,7 @@ def _tree(value: Any, keys: tuple[str, ...]) -> UserSide:
 
 
 def _instruction(value: Any, keys: tuple[str, ...]) -> UserSide:
-    """A text under the first key, and what it is about under one of the others."""
+    """A text under the first key, and what it is about under another."""
     if value.get(keys[0]) is None:
         raise Unreadable(f"no {keys[0]}")
     _check_user(value)
@@ -225,14 +224,8 @@ BY_NAME = {shape.name: shape for shape in SHAPES}
 KNOWN_SHAPES = "; ".join(
     f"{shape.meaning} under {' or '.join(shape.keys)}" for shape in SHAPES if shape.keys
 )
-KEYS = frozenset(
-    (
-        *SYSTEM_KEYS,
-        *ID_KEYS,
-        *MESSAGE_KEYS,
-        *TOOL_KEYS,
-        *(key for shape in SHAPES for key in shape.keys),
-    )
+KEYS = frozenset((*SYSTEM_KEYS, *ID_KEYS, *MESSAGE_KEYS, *TOOL_KEYS)).union(
+    *(shape.keys for shape in SHAPES)
 )
 
 
@@ -252,7 +245,7 @@ def user_side(value: Any, shape: str | None = None) -> UserSide:
         raise Unreadable("not an object")
     if not is_encodable("".join((*turns, system or ""))):
         raise Unreadable("half a character (a lone surrogate)")
-    spoken = tuple(turn.strip() for turn in turns if turn.strip(WITHHELD))
+    spoken = tuple(text for text in map(_spoken, turns) if text)
     return spoken, system.strip() or None if system else None
 
 
@@ -286,8 +279,8 @@ def _role(message: dict[str, Any]) -> str:
 
 
 def _check_user(value: dict[str, Any]) -> None:
-    """Raise Unreadable for a row of a table of messages that is not the user's, or that answers
-    another row, or that its publisher does not count as a person's (reason "flagged").
+    """Raise Unreadable for a row of a table of messages that is not the user's first one, or that
+    its publisher does not count as a person's (reason "flagged").
     """
     if _first(value, "role", "from") is None:
         return
@@ -314,12 +307,14 @@ def _system(value: dict[str, Any]) -> str:
     return _text(_first(value, *SYSTEM_KEYS))
 
 
+def _spoken(text: str) -> str:
+    return "" if WITHHELD.fullmatch(text) else text.strip()
+
+
 def _text(content: Any) -> str:
     """The text of a message: a string, None, or OpenAI's list of parts, if all are text."""
-    if content is None:
-        return ""
-    if isinstance(content, str):
-        return content
+    if content is None or isinstance(content, str):
+        return content or ""
     if isinstance(content, list):
         parts = (part.get("text") if isinstance(part, dict) else part for part in content)
         texts = [text for text in parts if isinstance(text, str)]

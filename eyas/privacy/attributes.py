@@ -126,9 +126,9 @@ HANDLE_CUE = re.compile(
     r"|find me)(?!\w)",
     re.I,
 )
-# The user's name in a path, unless it is one that many machines have.
+# The user's name in a path that begins there, unless it is one that many machines have.
 HOME = re.compile(
-    r"(?:/home/|/Users/|\b[A-Z]:\\{1,2}Users\\{1,2})(?!(?:user(?:name)?s?|public|shared|default|admin\w*|root"
+    r"(?:(?<![\w.~}/-])(?:file://)?(?:(?:/mnt)?/[a-z]|/var|/usr|/export)?/(?:home|Users)/|\b[A-Z]:\\{1,2}Users\\{1,2})(?!(?:user(?:name)?s?|public|shared|default|admin\w*|root"
     r"|ubuntu|debian|centos|ec2-user|pi|runner|vagrant|jovyan|linuxbrew|guest|me|you|name|your\w*|test|app"
     r"|dev|git|node|www\w*|hadoop|postgres|jenkins|coder?|vscode|student|x+)(?![\w.-]))"
     r"(?P<value>[A-Za-z][\w.-]{1,30}\w)(?=[/\\\s\"']|$)"

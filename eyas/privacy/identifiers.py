@@ -100,9 +100,11 @@ def national_ids(text: str) -> Iterator[Span]:
         if kind.cue is not None and not kind.cue.search(text):
             continue
         for match in kind.pattern.finditer(text):
-            said = says(text, *match.span(), kind.cue or DOCUMENT_CUE)
-            if (said or (said is None and not kind.cue)) and kind.valid(match.group()):
-                yield match.span()
+            if kind.valid(match.group()):
+                holds = kind.valid not in (is_document, is_vin)
+                said = says(text, *match.span(), kind.cue or DOCUMENT_CUE, holds)
+                if said or (said is None and not kind.cue):
+                    yield match.span()
 
 
 def is_national_id(value: str) -> bool:

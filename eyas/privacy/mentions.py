@@ -152,6 +152,8 @@ def _written(type: str, value: str) -> str:
     else:
         between = r"\s+".join(map(re.escape, key.split()))
     between = between if type == "LOCATION" else f"(?i:{between})"
+    if type == "HANDLE" and key.isalpha():  # /home/work: a word too, where it stands alone
+        return rf"(?<=[/\\@]){between}(?![^\W_])|(?<![^\W_]){between}(?=@)"
     return rf"(?<![^\W_]){between}(?![^\W_])"
 
 

@@ -92,8 +92,15 @@ ACCOUNT = re.compile(
     r"(?<![A-Za-z0-9])(?=([A-Za-z]{2}[\W_]{0,3}\d[\W_]{0,3}\d(?:[\W_]{0,3}[A-Za-z0-9]){11,30}))"
 )
 ACCOUNT_NUMBER = re.compile(
-    cue(joined("account"))
-    + r"[^\n\d]{0,16}?(?<![\w$€£])(?P<value>[A-Z]{0,5}\d[\d -]{4,22}\d)(?![\w-])",
+    rf"(?:{cue(joined('account'))}[^\n\d]{{0,24}}?"
+    rf"|{cue(joined('account_word'))}(?: ?(?:#|[:=]|n[°ºr]\.?|no\.?|is|ist|es|è|é)){{1,2}} ?)"
+    r"(?<![\w$€£])(?P<value>[A-Z]{0,5}\d[\d -]{4,22}\d)(?![\w-])",
+    re.I,
+)
+# Behind the word for an account as well: dates, years, sums.
+NO_ACCOUNT = re.compile(
+    r"(?:19|20)\d\d[- ](?:(?:19|20)\d\d|\d\d?[- ]\d\d?)(?!\d)|\d\d?[- ]\d\d?[- ](?:19|20)\d\d(?!\d)"
+    r"|[\d -]+(?:[$€£¥%]|(?:dollars|euros?|eur|usd|gbp|pounds|million|billion|thousand)\b)",
     re.I,
 )
 SHORTEST_ACCOUNT = 15  # letters and digits; Norway's
@@ -147,8 +154,18 @@ LONGEST_BARE = 11  # digits of a mobile number that needs no cue where its langu
 # Where one number of a run may end and the next begin.
 PHONE_BREAK = re.compile(r"\d[).-]?[ \n]|\d(?=[(+])")
 NEAR_BEFORE, NEAR_AFTER = 40, 12  # characters beside a number in which a cue counts
-# Words that say that a number is no person's: orders, parts, versions, sums.
-OTHER = re.compile(rf"(?<![^\W\d_])(?:{joined('other')})(?![^\W\d_])", re.I)
+FAR_BEFORE = 80  # the same within a sentence, for a number that holds
+SENTENCE = re.compile(r"[^.!?;\n]*\Z")
+JUST_BEHIND = re.compile(rf".{{0,{NEAR_AFTER}}}\w*", re.S)
+# "... is my telephone number": farther away, but of this number.
+STATED = re.compile(
+    r"[\"')\]]?(?:,? (?:that|this|which|it)(?:'s| is| was)| (?:is|was|ist|war|es|est|é|è|är|er)) "
+    r"[^\n.;!?\d]{0,32}\w*"
+)
+# Words that say that a number is no person's: orders, parts, versions, sums; those of any talk.
+GOODS, TALK = (
+    re.compile(rf"(?<![^\W\d_])(?:{joined(kind)})(?![^\W\d_])", re.I) for kind in ("goods", "talk")
+)
 
 BASE58 = "123456789ABCDEFGHJKLMNPQRSTUVWXYZabcdefghijkmnopqrstuvwxyz"
 RIPPLE = "rpshnaf39wBUDNEGHJKLM4PQRST7VWXYZ2bcdeCg65jkm8oFqi1tuvAxyz"
@@ -222,7 +239,7 @@ def cards(text: str) -> Iterator[Span]:
         (at, match) for at, one in enumerate(CARDS) for match in one.finditer(text)
     ):
         if is_card(re.sub(r"\D", "", match.group())):
-            said = says(text, *match.span(), CARD_CUE)
+            said = says(text, *match.span(), CARD_CUE, holds=True)
             if said or (said is None and place):
                 yield match.span()
     for match in (match for layout in LOOSE_CARDS for match in layout.finditer(text)):
@@ -230,12 +247,12 @@ def cards(text: str) -> Iterator[Span]:
             is_card(re.sub(r"\D", "", match.group()))
             and not ONE_MORE.match(text, match.end())
             and not ONE_BEFORE.search(text, max(0, match.start() - 12), match.start())
-            and says(text, *match.span(), CARD_CUE) is not False
+            and says(text, *match.span(), CARD_CUE, holds=True) is not False
         ):
             yield match.span()
     if CARD_CUE.search(text):
         for match in CARD_RUN.finditer(text):
-            if says(text, *match.span(), CARD_CUE):
+            if says(text, *match.span(), CARD_CUE, holds=True):
                 yield from _card_at_start(text, *match.span())
 
 
@@ -271,7 +288,8 @@ def accounts(text: str) -> Iterator[Span]:
                 yield start, last
                 break
     for match in ACCOUNT_NUMBER.finditer(text):
-        yield match.span("value")
+        if not NO_ACCOUNT.match(text, match.start("value")):
+            yield match.span("value")
 
 
 def social_security_numbers(text: str) -> Iterator[Span]:
@@ -284,8 +302,9 @@ def social_security_numbers(text: str) -> Iterator[Span]:
             area, group, serial = digits[:3], digits[3:5], digits[5:]
             if area in ("000", "666") or area[0] == "9" or group == "00" or serial == "0000":
                 continue
-            said = says(text, *match.span(), SSN_CUE)
-            if said or (said is None and match[0][3] == match[0][-5] == "-"):
+            is_written = match[0][3] == match[0][-5] == "-"
+            said = says(text, *match.span(), SSN_CUE, holds=is_written)
+            if said or (said is None and is_written):
                 yield match.span()
 
 
@@ -339,15 +358,17 @@ def _is_phone(text: str, start: int, end: int) -> bool:
         return 8 <= num_digits <= 15
     if not 7 <= num_digits <= 15 or NO_PHONE.fullmatch(value) or not _is_field(text, start, end):
         return False
-    said = says(text, start, end, PHONE_CUE)
+    if value.lstrip("(")[0] == "0":
+        is_own = any(_has_own_groups(one, value) for one in PHONE_REGIONS)
+    else:
+        is_own = NORTH_AMERICAN.fullmatch(value) is not None and _is_valid("US", value)
+    said = says(text, start, end, PHONE_CUE, holds=is_own)
     if said is not None:
         return said and not (num_digits == 7 and len(re.findall(r"\d+", value)) > 3)
     if (value[0].isdigit() and _is_in_log(text, start)) or num_digits < 8 or "/" in value:
         return False
-    if NORTH_AMERICAN.fullmatch(value):
-        return _is_valid("US", value)
-    if value.lstrip("(")[:1] == "0" and any(_has_own_groups(one, value) for one in PHONE_REGIONS):
-        return True
+    if is_own or NORTH_AMERICAN.fullmatch(value):
+        return is_own
     if value.isdigit() and num_digits < LONGEST_BARE:
         return False
     return any(_has_own_groups(region, value, is_spoken=True) for region in _regions(text))
@@ -403,29 +424,43 @@ def _is_valid(region: str, value: str) -> bool:
 # What a number is.
 
 
-def says(text: str, start: int, end: int, cue: re.Pattern[str]) -> bool | None:
+def says(text: str, start: int, end: int, cue: re.Pattern[str], holds: bool = False) -> bool | None:
     """Whether the number at [start, end) is what `cue` names: by the heading of its column, else by
-    the nearest word before it, else by a cue close behind. False: a word for another kind of
-    number stands there; None: no word does.
+    the words before it, of which one for goods counts more where it is nearer, else by a cue behind
+    it. False: another kind of number is named; None: nothing is. holds: its check or its country's
+    groups are right, so that any cue beside it will do.
     """
-    named = _names(text, start, cue)
-    return (
-        named if named is not None else True if cue.search(text[end : end + NEAR_AFTER]) else None
-    )
+    is_named, has_cue, has_goods, has_talk = _before(text, start, cue)
+    behind, stated = JUST_BEHIND.match(text, end), STATED.match(text, end)
+    is_behind = behind is not None and cue.search(behind[0]) is not None
+    is_stated = stated is not None and cue.search(stated[0]) is not None
+    if is_named or (holds and (has_cue or is_behind or is_stated)):
+        return True
+    if has_goods:
+        return False
+    return True if is_stated else False if has_talk else True if is_behind else None
 
 
 @functools.lru_cache(maxsize=64)
-def _names(text: str, start: int, cue: re.Pattern[str]) -> bool | None:
-    """The same by what stands before it; a run of digits is asked for each place where one ends."""
+def _before(text: str, start: int, cue: re.Pattern[str]) -> tuple[bool, bool, bool, bool]:
+    """Whether the cue names it by what stands before it, a cue stands there at all, a word for
+    goods, one of talk; a run of digits is asked for each place where one ends.
+    """
     heading = column(text, start)
     near = text[max(0, start - NEAR_BEFORE) : start].replace("_", " ")
-    for words in (heading, near.rpartition("\n")[2] if heading else near):
-        named, other = (
-            max((match.end() for match in one.finditer(words)), default=0) for one in (cue, OTHER)
+    near = near.rpartition("\n")[2] if heading else near
+    named = goods = talk = 0
+    for words in (heading, near):
+        named, goods, talk = (
+            max((match.end() for match in one.finditer(words)), default=0)
+            for one in (cue, GOODS, TALK)
         )
-        if named or other:
-            return named >= other
-    return None
+        if named or goods or talk:
+            break
+    sentence = SENTENCE.search(near if heading else text[max(0, start - FAR_BEFORE) : start])
+    assert sentence is not None, "it may be empty"
+    has_cue = named > 0 or cue.search(near) is not None or cue.search(sentence[0]) is not None
+    return named > 0 and named >= goods, has_cue, goods > 0, talk > 0
 
 
 def column(text: str, place: int) -> str:

@@ -47,9 +47,10 @@ RUN = re.compile(r"[\w+/=~.:-]{16,}")
 IN_SECRET = re.compile(r"[\w+/=~-]")
 
 NAMED = re.compile(
-    r"(?<![A-Za-z])(?:[a-z]+[_-])?(?:api[ _-]?(?:key|token)|apikey|secret[ _-]?(?:access[ _-]?)?key"
+    r"(?<![A-Za-z])(?:[a-z]+[_-]){0,3}"
+    r"(?:api[ _-]?(?:key|token)|apikey|secret[ _-]?(?:access[ _-]?)?key"
     r"|access[ _-]?(?:key|token)|auth[ _-]?(?:key|token)|bearer[ _-]?token|client[ _-]?secret"
-    r"|account[ _-]?key|encryption[ _-]?key|(?<!\w)[a-z]+[ _-]?token)"
+    r"|account[ _-]?key|encryption[ _-]?key|[a-z][a-z\d]{0,19}[ _-]?token)"
     r"[\"'\])]{0,2}\s{0,3}(?:is|=>|[:=]{1,2})\s{0,3}[\"'`]?(?P<value>[\w+/=~.-]{16,512})",
     re.I,
 )
@@ -64,12 +65,15 @@ PASSED = re.compile(
     r"|\bcookie:[^\n]{0,200}?\b\w*(?:sid|session|auth|token)\w*=(?P<cookie>[\w%.+/=-]{16,})",
     re.I,
 )
-# The words of a wallet behind their name (BIP 39: 12 to 24 in threes), and private keys of Bitcoin.
+# The words of a wallet behind their name and a sign; without a sign, as many as BIP 39 allows.
 SEED = re.compile(
-    r"\b(?:seed|recovery|secret|backup|mnemonic|wallet)(?: phrase| words?)?[^\n]{0,24}?[\s:\"']"
-    r"(?P<value>(?:[a-z]{3,8}[ ,\n]{1,2}){11,23}[a-z]{3,8})(?!\w)"
+    r"\b(?i:(?:seed|recovery|secret|backup|wallet|mnemonic) (?:phrase|words?)|mnemonic|seed)\b"
+    r"(?P<sign>[^\n]{0,24}?(?:\b(?:is|are)\b|[:=\"'\n]))?\s{0,2}[\"']?"
+    r"(?!like )(?P<value>(?:[a-z]{3,8}[ ,\n]{1,2}){11,23}[a-z]{3,8})(?!\w)"
 )
-NO_SEED = re.compile(r"\b(?:the|and|for|with|that|this|from|are|was|were|have|has|your|not|but)\b")
+NO_SEED = re.compile(r"(?:^|\W+)(?:the|and|for|with|from|are|was|were|has|your|not|but)\b.*", re.S)
+MORE_WORDS = re.compile(r"[ ,\n]{1,2}[a-z]{3,8}\b")
+SEED_WORDS = range(12, 25, 3)
 WIF = re.compile(rf"(?<!\w)[5KLc9][{BASE58}]{{50,51}}(?!\w)")
 WIF_SIZES = (37, 38)  # bytes
 MAYBE_NAMED = re.compile(r"key|token|secret|authorization|client\(|cookie|openai\(", re.I)
@@ -108,7 +112,8 @@ PASSWORD_NEXT = re.compile(
     r"(?<![A-Za-z])(?:"
     r"(?:with|using|use|by|and|my|her|his|their|our|the|user\w*:? \S{1,40}|login \S{1,40}"
     r"|wi-?fi|wlan|router|root|admin)[ ,/]{1,2}"
-    rf"(?:(?:my|the|this|a) )?(?:{WORDS}|pass|key):?\s{{1,2}}"
+    rf"(?:(?:my|the|this|a) )?(?:{WORDS}|pass):?\s{{1,2}}"
+    r"|(?:wi-?fi|wlan|router|network)[ -]key:?\s{1,2}"
     rf"|(?:{ELSEWHERE})(?: (?:от|для|на|к|за|für) \w{{1,20}}:?)? "
     r"|(?:pass ?word|passwd|pwd|pass|pw|passwort)(?:\s?(?:->|=>|[:→])\s{0,2}| - ))"
     r"(?P<quote>[\"'`]?)(?P<value>[^\s\"'`<>{}()\[\],;]{6,64})(?P=quote)",
@@ -146,7 +151,7 @@ ALGORITHM = re.compile(
 )
 MAYBE_PASSWORD = re.compile(
     rf"pass|pwd|wort|cred|log ?in|zugangsdaten|identifiants|curl|mysql|mariadb"
-    rf"|openssl|client|redis-cli|net use|\bpin\b|{WORDS}",
+    rf"|openssl|client|redis-cli|net use|\bpin\b|[ -]key:?\s|{WORDS}",
     re.I,
 )
 # An example, or code that fetches the password from elsewhere.
@@ -179,8 +184,12 @@ def api_keys(text: str) -> Iterator[Span]:
                 if _has_digit(text[start:end]):
                     yield _whole(text, start, end)
     for match in SEED.finditer(text):
-        if not NO_SEED.search(match["value"]):
-            yield match.span("value")
+        value = NO_SEED.sub("", match["value"])
+        num_words, start = len(re.findall("[a-z]+", value)), match.start("value")
+        if value == match["value"] and MORE_WORDS.match(text, match.end()):
+            num_words += 1  # there are more
+        if num_words in SEED_WORDS or (match["sign"] and num_words >= SEED_WORDS[0]):
+            yield start, start + len(value)
     for match in WIF.finditer(text):
         if is_base58check(match[0], WIF_SIZES):
             yield match.span()

@@ -51,7 +51,8 @@ DOT_SPELT = re.compile(
     re.I,
 )
 MAYBE_SPELT = re.compile(rf"[ _-](?:{AT_ALONE})[ _-]|@", re.I)
-APART = re.compile(r"(?<!\w)\w(?: [\w.]){2,} ?@ ?\w(?: [\w.]){4,}(?!\w)")  # a n n a @ w e b . d e
+# a n n a @ w e b . d e; bounded, so that columns of digits take linear time
+APART = re.compile(r"(?<!\w)\w(?: [\w.]){2,40} ?@ ?\w(?: [\w.]){4,60}(?!\w)")
 # Letters of scripts without spaces, or whose particles stand close to a word: where they touch a
 # Latin letter or a digit a value may begin or end, and \w sees no boundary. NFKC folds Latin first.
 OTHER = "\u0530-\u1cff\u2e80-\ua4cf\ua840-\uabff\uac00-\ud7ff\uf900-\ufaff\ufb1d-\ufefc"
@@ -108,7 +109,8 @@ def plain(text: str) -> FoldedText:
     if any(sign in folded.text for sign in IN_BRACKETS):
         folded = folded.sub(AT, lambda _: "@").sub(DOT, lambda _: ".")
     if MAYBE_SPELT.search(folded.text):
-        folded = folded.sub(APART, lambda match: match[0].replace(" ", ""))
+        if "@" in folded.text:
+            folded = folded.sub(APART, lambda match: match[0].replace(" ", ""))
         folded = folded.sub(AT_SPELT, lambda _: "@")
         if "@" in folded.text:
             folded = folded.sub(DOT_SPELT, lambda _: ".")
