@@ -23,6 +23,7 @@ from eyas.privacy.invented import (
     COUNTRIES,
     FAMILY,
     GIVEN,
+    SCRIPTS,
     STREETS,
     KeyedRandom,
     fill_form,
@@ -209,6 +210,19 @@ def test_names_do_not_run_out():
     values = [f"{first}{last}" for first in GIVEN[:40] for last in endings]
     surrogates = Surrogates(KEY, "c", [("PERSON", value) for value in values])
     assert len({surrogates.of("PERSON", value) for value in values}) == len(values)
+
+
+@pytest.mark.parametrize(("script", "letter"), zip(SCRIPTS, "あ가กကក一", strict=True))
+def test_names_of_a_script_do_not_run_out(script, letter):
+    """However few its pool has: names are joined until one is new."""
+    assert re.match(script, letter)
+    letters = [chr(ord(letter) + number) for number in range(25)]
+    values = [one + other for one in letters[:20] for other in letters]
+    surrogates = Surrogates(KEY, "c", [("PERSON", value) for value in values])
+    made = {surrogates.of("PERSON", value) for value in values}
+    assert len(made) == 500
+    assert made.isdisjoint(values)
+    assert max(map(len, made)) < 100
 
 
 @given(st.binary(max_size=40), st.text(max_size=10), st.integers(1, 1000))

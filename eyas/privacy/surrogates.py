@@ -27,7 +27,7 @@ from eyas.privacy.spelling import plain
 
 BETWEEN = "\x1e"  # record separator
 LONG_NUMBER = 4  # digits
-MOST_ATTEMPTS = 50  # before two words are joined to make one that is not taken
+MOST_ATTEMPTS = 50  # before words are joined to make one that is not taken
 
 
 def clean(
@@ -103,10 +103,11 @@ class Surrogates:
             self._counts[kind] = ordinal = self._counts.get(kind, 0) + 1
             for attempt in itertools.count():
                 draw = KeyedRandom(self._key, self._conversation, kind, str(ordinal), str(attempt))
-                is_last = attempt >= MOST_ATTEMPTS
-                invented = f"{make(draw)}{make(draw).lower()}" if is_last else make(draw)
+                # From there on one more word each time: a pool of two has enough for anybody
+                joined = max(0, attempt - MOST_ATTEMPTS + 1)
+                invented = make(draw) + "".join(make(draw).lower() for _ in range(joined))
                 if invented.casefold() not in self._taken and (
-                    is_last or not self._holds_value(invented)
+                    joined or not self._holds_value(invented)
                 ):
                     break
             self._taken.add(invented.casefold())
