@@ -144,6 +144,38 @@ def test_a_run_ends_where_another_begins():
     assert list(entities.runs(probabilities_TL * 0.3)) == []
 
 
+PARTS = [
+    ("PERSON", "Anna Schmidt", ["Anna Schmidt"]),
+    ("PERSON", "[Anna # Schmidt]", ["Anna", "Schmidt"]),
+    ("PERSON", "Anna_Schmidt", ["Anna", "Schmidt"]),
+    ("PERSON", "1984 | =", []),
+    ("LOCATION", "Paris=5", []),
+    ("ORGANIZATION", "Acme", []),
+    ("STREET_ADDRESS", "| 12 Main St #5, Bonn |", ["12 Main St #5, Bonn"]),
+    ("STREET_ADDRESS", "12 Main St | Bonn", ["12 Main St | Bonn"]),
+    ("STREET_ADDRESS", "12 Main St <br> Bonn St.", []),
+    ("STREET_ADDRESS", "Main St.", ["Main St."]),
+    ("STREET_ADDRESS", "K1A 0B6", ["K1A 0B6"]),
+    ("STREET_ADDRESS", "54362315K", []),
+    ("STREET_ADDRESS", "Mainstreet", []),
+]
+
+
+@pytest.mark.parametrize(("type", "text", "wanted"), PARTS)
+def test_what_a_run_of_one_type_is_taken_for(type, text, wanted, monkeypatch):
+    """Signs that stand in code part names, and end what else they are in, but the signs of a
+    flat's number and of a table in an address."""
+
+    class Tagger:
+        def probabilities(self, texts):
+            made = np.zeros((len(texts[0]), len(tagger.LABELS)), np.float32)
+            made[:, tagger.LABELS.index(f"I-{type}")] = 1
+            return [made]
+
+    monkeypatch.setattr(entities, "tagger", Tagger)
+    assert [text[one.start : one.end] for one in find(text)] == wanted
+
+
 def test_broken_weights_are_an_error():
     packed = io.BytesIO()
     np.savez(packed, table=np.zeros(3))

@@ -4,6 +4,7 @@ tokens of one type, and addresses of which street, postcode and town are one.
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Iterator, Sequence
 
@@ -18,10 +19,11 @@ GROWS = 0.12  # of the tokens beside one that reaches it: a family name behind a
 PIECE = 1500  # characters that are tagged as one text, as long as those of training
 # Between the parts of an address, a postcode among it; and the postcode at its end
 WITHIN_ADDRESS = re.compile(
-    r"[^\W\d_]?[\s,;.\-–|>(]{0,12}(?:(?:[A-Z]{1,2}[ -]?)?\d{3,6}(?: [A-Z]{2})?[\s,]{1,3})?"
+    r"[^\W\d_]?[\s,;.\-–|>(#]{0,12}(?:(?:[A-Z]{1,2}[ -]?)?\d{3,6}(?: [A-Z]{2})?[\s,]{1,3})?"
 )
 POSTCODE = re.compile(r"[ ,\n]{1,3}(?:[A-Z]{1,2}-)?\d{4,6}(?=\s*(?:[\n.,;]|$))")
 NO_NAME = frozenset("[]{}=`_|\\<>@#")  # signs that stand in code
+IN_ADDRESS = frozenset("#|")  # of them those of a flat's number and of a table's row
 
 
 def find_entities(texts: Sequence[str]) -> list[list[Finding]]:
@@ -34,14 +36,11 @@ def find_entities(texts: Sequence[str]) -> list[list[Finding]]:
     found: list[list[Finding]] = [[] for _ in texts]
     for (number, offset, _), of_piece, probabilities_TL in zip(places, tokens, tagged, strict=True):
         for type, first, last in runs(probabilities_TL):
-            while first < last and not of_piece[first][0][0].isalnum():
-                first += 1
-            while first < last and not of_piece[last][0][0].isalnum() and of_piece[last][0] != ".":
-                last -= 1
             words = [word for word, _, _ in of_piece[first : last + 1]]
-            if is_possible(type, words):
-                start, end = offset + of_piece[first][1], offset + of_piece[last][2]
-                found[number].append(Finding(type, start, end))
+            for begin, end in parts(type, words):
+                _, start, _ = of_piece[first + begin]
+                _, _, stop = of_piece[first + end - 1]
+                found[number].append(Finding(type, offset + start, offset + stop))
     return [join_addresses(text, one) for text, one in zip(texts, found, strict=True)]
 
 
@@ -84,13 +83,25 @@ def runs(probabilities_TL: Floats) -> Iterator[tuple[str, int, int]]:
             yield TYPES[type], first, last
 
 
-def is_possible(type: str, words: Sequence[str]) -> bool:
-    """Whether words can be what they were taken for: a name has letters and no sign of code, a
-    street has a letter, and a number or a second word.
+def parts(type: str, words: Sequence[str]) -> Iterator[tuple[int, int]]:
+    """What of a run can be what it was taken for, as words [first, end) without signs at the ends.
+    It has a letter. Signs of code part names; nothing else is on both sides of one.
     """
-    if type not in THRESHOLDS or not NO_NAME.isdisjoint(words):
-        return False
-    return any(word[0].isalpha() for word in words)
+    if type not in THRESHOLDS:
+        return
+    code = NO_NAME - IN_ADDRESS if type == "STREET_ADDRESS" else NO_NAME
+    signs = [-1, *(place for place, word in enumerate(words) if word in code), len(words)]
+    sides = []
+    for before, end in itertools.pairwise(signs):
+        first = before + 1
+        while first < end and not words[first][0].isalnum():
+            first += 1
+        while first < end and not words[end - 1][0].isalnum() and words[end - 1] != ".":
+            end -= 1
+        if first < end:
+            sides.append((first, end))
+    if type == "PERSON" or len(sides) == 1:
+        yield from (one for one in sides if any(word[0].isalpha() for word in words[slice(*one)]))
 
 
 def join_addresses(text: str, spans: Sequence[Finding]) -> list[Finding]:
@@ -113,4 +124,14 @@ def join_addresses(text: str, spans: Sequence[Finding]) -> list[Finding]:
         follows = POSTCODE.match(text, span.end) if span.type == "STREET_ADDRESS" else None
         if follows:
             joined[place] = Finding(span.type, span.start, follows.end())
-    return joined
+    return [
+        one
+        for one in joined
+        if one.type != "STREET_ADDRESS" or is_address(text[one.start : one.end])
+    ]
+
+
+def is_address(text: str) -> bool:
+    """Whether it has two letters, and a number or a second word; "54362315K" has not."""
+    words = [word for word, _, _ in tokenize(text) if word[0].isalnum()]
+    return len(words) > 1 and sum(map(str.isalpha, text)) > 1
