@@ -383,6 +383,33 @@ def test_a_name_of_a_script_without_spaces_is_replaced_as_a_whole():
     assert made[1] == f"{name}你好"
 
 
+@pytest.mark.parametrize(
+    ("name", "mention"),
+    [
+        ("राजेश कुमार", "राजेश"),
+        ("अनीता", "अनीता"),
+        ("রহিমা খাতুন", "খাতুন"),
+        ("மீனாட்சி சுந்தரம்", "மீனாட்சி"),
+        ("Anna 王丽华", "Anna"),
+        ("Anna 王丽华", "王丽华"),
+        ("Anna สมชาย", "สมชาย"),
+    ],
+)
+def test_words_of_a_name_are_whole_with_their_marks_and_of_any_script(name, mention):
+    made = person(name, f"- {name} -", f"- {mention} -")
+    full, again = (one.removeprefix("- ").removesuffix(" -").split() for one in made)
+    assert len(full) == len(name.split())
+    assert all(map(str.isalpha, (re.sub(r"[\u0e31-\u0e4e]", "", one) for one in full)))
+    assert again == [full[name.split().index(mention)]]
+    assert not set(full) & set(name.split())
+
+
+def test_a_year_within_a_name_is_replaced():
+    (made,) = person("Anna 1984", "- Anna 1984 -")
+    assert re.fullmatch(r"- [A-Z][a-z]+ \d{4} -", made)
+    assert "1984" not in made
+
+
 def test_a_row_of_which_a_value_would_remain_is_dropped(monkeypatch):
     """The last check does not trust the replacement."""
     keep = PersonalData(PrivacyConfig(), KEY)

@@ -119,9 +119,9 @@ class Surrogates:
         another date.
         """
         return any(
-            self._names.knows(word)
-            if word.isalpha()
-            else len(word) >= LONG_NUMBER and word in self._taken
+            len(word) >= LONG_NUMBER and word in self._taken
+            if word.isdigit()
+            else self._names.knows(word)
             for word in WORD.findall(invented)
         )
 
@@ -139,8 +139,12 @@ class Surrogates:
 
     def _word(self, word: str, before: str) -> str:
         """Of the name that the word is a form of, with the ending that it adds."""
-        if stays(word) or word.isdigit() or (word in "sS" and before.endswith("'")):
+        if stays(word) or (word in "sS" and before.endswith("'")):
             return word
+        if word.isdigit():
+            return self._surrogate("number", word, lambda draw: draw.like(word))
+        if is_single(word):
+            return self._surrogate("word", word, lambda draw: person(word, draw))
         base, ending = self._names.base(word)
         pool = FAMILY if base in self._names.family else GIVEN
         name = self._surrogate("word", base, lambda draw: draw.choice(pool))
