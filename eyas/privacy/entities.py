@@ -10,13 +10,15 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from eyas.privacy.findings import Finding
-from eyas.privacy.tagger import LABELS, TYPES, Floats, tagger, tokenize
+from eyas.privacy.findings import Finding, join_overlaps
+from eyas.privacy.tagger import LABELS, TYPES, Floats, Token, tagger, tokenize
 
 # The least probability of a token's type. An organisation is no personal data, and is not found.
 THRESHOLDS = {"PERSON": 0.35, "STREET_ADDRESS": 0.5, "LOCATION": 0.5}
 GROWS = 0.12  # of the tokens beside one that reaches it: a family name behind a given name
 PIECE = 1500  # characters that are tagged as one text, as long as those of training
+BOTH = 40  # characters that two pieces share, a name and a little more
+TOGETHER = 1 << 14  # tokens whose probabilities are computed at a time
 # Between the parts of an address, a postcode among it; and the postcode at its end
 WITHIN_ADDRESS = re.compile(
     r"[^\W\d_]?[\s,;.\-–|>(#]{0,12}(?:(?:[A-Z]{1,2}[ -]?)?\d{3,6}(?: [A-Z]{2})?[\s,]{1,3})?"
@@ -30,33 +32,53 @@ def find_entities(texts: Sequence[str]) -> list[list[Finding]]:
     """Names, street addresses and places of each text by place, without overlaps. A street address
     takes in the town, the postcode and the country that follow it.
     """
-    places = [(number, *piece) for number, text in enumerate(texts) for piece in pieces(text)]
-    tokens = [tokenize(texts[number][start:end]) for number, start, end in places]
-    tagged = tagger().probabilities([[word for word, _, _ in one] for one in tokens])
     found: list[list[Finding]] = [[] for _ in texts]
-    for (number, offset, _), of_piece, probabilities_TL in zip(places, tokens, tagged, strict=True):
+    for number, offset, tokens, probabilities_TL in tagged(texts):
         for type, first, last in runs(probabilities_TL):
-            words = [word for word, _, _ in of_piece[first : last + 1]]
+            words = [word for word, _, _ in tokens[first : last + 1]]
             for begin, end in parts(type, words):
-                _, start, _ = of_piece[first + begin]
-                _, _, stop = of_piece[first + end - 1]
+                _, start, _ = tokens[first + begin]
+                _, _, stop = tokens[first + end - 1]
                 found[number].append(Finding(type, offset + start, offset + stop))
-    return [join_addresses(text, one) for text, one in zip(texts, found, strict=True)]
+    return [
+        join_addresses(text, join_overlaps(one)) for text, one in zip(texts, found, strict=True)
+    ]
+
+
+def tagged(texts: Sequence[str]) -> Iterator[tuple[int, int, list[Token], Floats]]:
+    """Each piece of the texts: the text's number, where the piece begins, its tokens and their
+    probabilities. Some TOGETHER tokens are computed at a time, for what they take of memory.
+    """
+    group, size = list[tuple[int, int, list[Token]]](), 0
+    places = [(number, *piece) for number, text in enumerate(texts) for piece in pieces(text)]
+    for place, (number, start, end) in enumerate(places, start=1):
+        tokens = tokenize(texts[number][start:end])
+        group.append((number, start, tokens))
+        size += len(tokens)
+        if size >= TOGETHER or place == len(places):
+            words = [[word for word, _, _ in tokens] for _, _, tokens in group]
+            for one, probabilities_TL in zip(group, tagger().probabilities(words), strict=True):
+                yield *one, probabilities_TL
+            group, size = [], 0
 
 
 def pieces(text: str) -> Iterator[tuple[int, int]]:
-    """A text cut into pieces [start, end) of at most PIECE characters, at line ends or spaces where
-    there are any.
+    """A text cut into pieces [start, end) of at most PIECE characters at line ends, else at spaces,
+    else anywhere, where BOTH or more characters are in two pieces: what is cut in one is whole in
+    the other.
     """
     start = 0
     while start < len(text):
-        end = min(start + PIECE, len(text))
+        end = following = min(start + PIECE, len(text))
         if end < len(text):
             half = start + PIECE // 2
-            end = text.rfind("\n", half, end) + 1 or text.rfind(" ", half, end) + 1 or end
+            end = following = text.rfind("\n", half, end) + 1 or end
+            if text[end - 1] != "\n":
+                end = text.rfind(" ", half + BOTH, end) + 1 or end
+                following = text.rfind(" ", half, end - BOTH) + 1 or end - BOTH
         if not text[start:end].isspace():
             yield start, end
-        start = end
+        start = following
 
 
 def runs(probabilities_TL: Floats) -> Iterator[tuple[str, int, int]]:
