@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import itertools
 import re
+import zlib
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -26,6 +27,12 @@ WITHIN_ADDRESS = re.compile(
 POSTCODE = re.compile(r"[ ,\n]{1,3}(?:[A-Z]{1,2}-)?\d{4,6}(?=\s*(?:[\n.,;]|$))")
 NO_NAME = frozenset("[]{}=`_|\\<>@#")  # signs that stand in code
 IN_ADDRESS = frozenset("#|")  # of them those of a flat's number and of a table's row
+
+
+def version() -> str:
+    """Of the weights and of what is taken for a name by them."""
+    rules = repr((sorted(THRESHOLDS.items()), GROWS, PIECE, BOTH))
+    return f"{tagger().version}-{zlib.crc32(rules.encode()):08x}"
 
 
 def find_entities(texts: Sequence[str]) -> list[list[Finding]]:
