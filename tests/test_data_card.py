@@ -155,7 +155,7 @@ SOURCES = [
 ]
 NAMES = [
     {"language": "en", "by": "eyas", "reason": "", "rows": 6, "characters": 900},
-    {"language": "de", "by": "", "reason": "language", "rows": 3, "characters": 100},
+    {"language": "de", "by": "", "reason": "policy", "rows": 3, "characters": 100},
 ]
 
 
@@ -194,8 +194,8 @@ def test_the_record_of_processing_is_shown():
 
 def test_what_was_not_searched_is_said_by_language_and_source():
     text = shown(signed())
-    assert "chat en eyas 6 900 90.0 % chat de not searched: no recogniser for this" in text
-    assert "language 3 100 10.0 %" in text
+    assert "chat en eyas 6 900 90.0 % chat de not searched: the policy keeps names" in text
+    assert "and places 3 100 10.0 %" in text
     assert "code code only not searched: code, commands, paths or formulas 3 100 100.0 %" in text
     assert "PERSON in code" in text
     assert "URL in any source" in text
@@ -241,10 +241,10 @@ def test_a_run_with_another_search_than_the_measured_one_says_so():
     made = signed()
     name, version = next(iter(measured()["versions"].items()))
     made.ledger["versions"][name] = "0.0.1"
-    made.ledger["policies"]["personal"] = {"ner": "spacy:de_core_news_sm"}
+    made.ledger["policies"]["personal"] = {"cloud_project": "ours"}
     text = shown(made)
     assert f"{name} {version} there, 0.0.1 here" in text
-    assert "the recogniser spacy:de_core_news_sm of this run was not there" in text
+    assert "the Cloud DLP project ours of this run was not there" in text
 
 
 # Sentences that one missed value would make false.

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from eyas.errors import CorruptError
 from eyas.privacy import entities, tagger
 from eyas.privacy.detector import Detector
-from eyas.privacy.entities import PIECE
+from eyas.privacy.entities import BOTH, PIECE
 from eyas.privacy.pii import PrivacyConfig
 from tests.marks import marked, unmarked
 
@@ -100,10 +100,43 @@ def test_pieces_cover_a_text(spaces, length):
         if place < length:
             letters[place] = "\n" if place % 2 else " "
     pieces = list(entities.pieces("".join(letters)))
-    assert all(first[1] <= second[0] for first, second in itertools.pairwise(pieces))
     covered = {place for start, end in pieces for place in range(start, end)}
     assert all(letters[place].isspace() for place in set(range(length)) - covered)
     assert all(0 < end - start <= PIECE for start, end in pieces)
+    for (_, end), (start, _) in itertools.pairwise(pieces):
+        assert BOTH <= end - start < PIECE // 2 or letters[end - 1] == "\n"
+
+
+class Told:
+    """A tagger that takes the tokens among `words` for parts of one type, all if it has none."""
+
+    def __init__(self, type, words=()):
+        self._label, self._words, self.sizes = tagger.LABELS.index(f"I-{type}"), words, []
+
+    def __call__(self):
+        return self
+
+    def probabilities(self, texts):
+        self.sizes.append(sum(map(len, texts)))
+        made = [np.zeros((len(one), len(tagger.LABELS)), np.float32) for one in texts]
+        for found, words in zip(made, texts, strict=True):
+            found[:, self._label] = [not self._words or word in self._words for word in words]
+        return made
+
+
+@pytest.mark.parametrize("before", range(PIECE - 4, PIECE + 2))
+def test_a_name_where_a_text_is_cut_is_found_whole(before, monkeypatch):
+    monkeypatch.setattr(entities, "tagger", Told("PERSON", "王小明"))
+    text = "今天" * (before // 2) + "是" * (before % 2) + "⟨王小明⟩，住在那里" + "今天" * 90
+    assert marked(unmarked(text), find) == (text, {"PERSON"})
+
+
+def test_few_tokens_are_tagged_at_a_time(monkeypatch):
+    """However long and many the texts are: the arrays of 300,000 would take a gigabyte."""
+    monkeypatch.setattr(entities, "tagger", told := Told("PERSON", "王"))
+    assert entities.find_entities(["今天很好" * 2000] * 10 + [""] * 3) == [[]] * 13
+    assert sum(told.sizes) >= 80_000
+    assert max(told.sizes) < entities.TOGETHER + PIECE
 
 
 def test_texts_that_are_tagged_together_do_not_see_each_other():
@@ -142,6 +175,31 @@ def test_a_run_ends_where_another_begins():
         ("STREET_ADDRESS", 5, 5),
     ]
     assert list(entities.runs(probabilities_TL * 0.3)) == []
+
+
+PARTS = [
+    ("PERSON", "Anna Schmidt", ["Anna Schmidt"]),
+    ("PERSON", "[Anna # Schmidt]", ["Anna", "Schmidt"]),
+    ("PERSON", "Anna_Schmidt", ["Anna", "Schmidt"]),
+    ("PERSON", "1984 | =", []),
+    ("LOCATION", "Paris=5", []),
+    ("ORGANIZATION", "Acme", []),
+    ("STREET_ADDRESS", "| 12 Main St #5, Bonn |", ["12 Main St #5, Bonn"]),
+    ("STREET_ADDRESS", "12 Main St | Bonn", ["12 Main St | Bonn"]),
+    ("STREET_ADDRESS", "12 Main St <br> Bonn St.", []),
+    ("STREET_ADDRESS", "Main St.", ["Main St."]),
+    ("STREET_ADDRESS", "K1A 0B6", ["K1A 0B6"]),
+    ("STREET_ADDRESS", "54362315K", []),
+    ("STREET_ADDRESS", "Mainstreet", []),
+]
+
+
+@pytest.mark.parametrize(("type", "text", "wanted"), PARTS)
+def test_what_a_run_of_one_type_is_taken_for(type, text, wanted, monkeypatch):
+    """Signs that stand in code part names, and end what else they are in, but the signs of a
+    flat's number and of a table in an address."""
+    monkeypatch.setattr(entities, "tagger", Told(type))
+    assert [text[one.start : one.end] for one in find(text)] == wanted
 
 
 def test_broken_weights_are_an_error():

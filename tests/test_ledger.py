@@ -103,18 +103,6 @@ def test_counts_by_hand():
     assert facts.items() <= {**whole, "sources": facts["sources"]}.items()
 
 
-def test_languages_that_were_not_searched_are_named():
-    made = Ledger()
-    for language, by, reason in (("en", "eyas", ""), ("zxx", "", "code"), ("und", "", "language")):
-        made.went_out(row("x", names=(NameSearch(language, by, reason, 1),)))
-    assert made.unsearched() == []
-    for language in ("de", "de", "fr", "es", "it", "nl", "pl"):
-        made.went_out(row("x", names=(NameSearch(language, "", "language", 1),)))
-    (line,) = made.unsearched()
-    assert "de 2, fr 1, es 1, it 1, nl 1 and 1 more" in line
-    assert "ner: {de: spacy:NAME}" in line
-
-
 def test_verdicts_are_in_ledger_and_facts():
     overruled = [{"rule": "nc", "reason": "we asked"}]
     verdict = {"source": "set", "verdict": "overruled", "overruled": overruled}

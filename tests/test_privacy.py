@@ -24,7 +24,16 @@ from eyas.data.ledger import Drop, SourceRow
 from eyas.data.recall import measured
 from eyas.data.sources import SourceConfig
 from eyas.errors import ConfigError
-from eyas.privacy.detector import LIBRARIES, MARGIN, WINDOW, Detector, in_windows, versions
+from eyas.privacy import entities
+from eyas.privacy.detector import (
+    LIBRARIES,
+    MARGIN,
+    WINDOW,
+    Detector,
+    in_windows,
+    recogniser_versions,
+    versions,
+)
 from eyas.privacy.findings import Finding, join_overlaps, mask, replace
 from eyas.privacy.key import key_id, key_path, keyed, privacy_key
 from eyas.privacy.patterns import cards, phones
@@ -237,8 +246,17 @@ def test_no_value_reaches_a_log(caplog):
 
 
 def test_versions_name_every_library_that_decides():
-    assert set(versions()) == {"phonenumbers", *LIBRARIES}
+    assert set(versions()) == {"phonenumbers", "tagger", *LIBRARIES}
     assert all(versions().values())
+
+
+def test_what_the_tagger_takes_for_a_name_is_in_its_version(monkeypatch):
+    before = recogniser_versions(PrivacyConfig())
+    assert before == {"eyas": versions()["tagger"]}
+    for name, value in {"THRESHOLDS": {}, "GROWS": 0.5, "PIECE": 9, "BOTH": 8}.items():
+        monkeypatch.setattr(entities, name, value)
+        assert recogniser_versions(PrivacyConfig()) != before
+        before = recogniser_versions(PrivacyConfig())
 
 
 # The key

@@ -23,6 +23,7 @@ from eyas.privacy.invented import (
     COUNTRIES,
     FAMILY,
     GIVEN,
+    SCRIPTS,
     STREETS,
     KeyedRandom,
     fill_form,
@@ -211,6 +212,19 @@ def test_names_do_not_run_out():
     assert len({surrogates.of("PERSON", value) for value in values}) == len(values)
 
 
+@pytest.mark.parametrize(("script", "letter"), zip(SCRIPTS, "あ가กကក一", strict=True))
+def test_names_of_a_script_do_not_run_out(script, letter):
+    """However few its pool has: names are joined until one is new."""
+    assert re.match(script, letter)
+    letters = [chr(ord(letter) + number) for number in range(25)]
+    values = [one + other for one in letters[:20] for other in letters]
+    surrogates = Surrogates(KEY, "c", [("PERSON", value) for value in values])
+    made = {surrogates.of("PERSON", value) for value in values}
+    assert len(made) == 500
+    assert made.isdisjoint(values)
+    assert max(map(len, made)) < 100
+
+
 @given(st.binary(max_size=40), st.text(max_size=10), st.integers(1, 1000))
 def test_draws_are_repeatable_and_in_range(key, seed, bound):
     first, again = KeyedRandom(key, seed), KeyedRandom(key, seed)
@@ -374,6 +388,33 @@ def test_a_name_of_a_script_without_spaces_is_replaced_as_a_whole():
     name = made[0].removeprefix("我叫").removesuffix("，住在北京。")
     assert 1 < len(name) < 4
     assert made[1] == f"{name}你好"
+
+
+@pytest.mark.parametrize(
+    ("name", "mention"),
+    [
+        ("राजेश कुमार", "राजेश"),
+        ("अनीता", "अनीता"),
+        ("রহিমা খাতুন", "খাতুন"),
+        ("மீனாட்சி சுந்தரம்", "மீனாட்சி"),
+        ("Anna 王丽华", "Anna"),
+        ("Anna 王丽华", "王丽华"),
+        ("Anna สมชาย", "สมชาย"),
+    ],
+)
+def test_words_of_a_name_are_whole_with_their_marks_and_of_any_script(name, mention):
+    made = person(name, f"- {name} -", f"- {mention} -")
+    full, again = (one.removeprefix("- ").removesuffix(" -").split() for one in made)
+    assert len(full) == len(name.split())
+    assert all(map(str.isalpha, (re.sub(r"[\u0e31-\u0e4e]", "", one) for one in full)))
+    assert again == [full[name.split().index(mention)]]
+    assert not set(full) & set(name.split())
+
+
+def test_a_year_within_a_name_is_replaced():
+    (made,) = person("Anna 1984", "- Anna 1984 -")
+    assert re.fullmatch(r"- [A-Z][a-z]+ \d{4} -", made)
+    assert "1984" not in made
 
 
 def test_a_row_of_which_a_value_would_remain_is_dropped(monkeypatch):

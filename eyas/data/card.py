@@ -53,8 +53,6 @@ WEAKNESSES = (
 )
 NOT_SEARCHED = {
     "code": "code, commands, paths or formulas",
-    "language": "no recogniser for this language",
-    "und": "which language it is was not found",
     "fictional": "its people are stated to be invented",
     "policy": "the policy keeps names and places",
 }
@@ -204,10 +202,8 @@ def _recall_caveats(ledger: Mapping[str, Any]) -> list[str]:
         for name, version in measured()["versions"].items()
         if name in versions and versions[name] != version
     ]
-    used = {"recogniser": personal.get("ner"), "Cloud DLP project": personal.get("cloud_project")}
-    return found + [
-        f"the {what} {name} of this run was not there" for what, name in used.items() if name
-    ]
+    project = personal.get("cloud_project")
+    return found + [f"the Cloud DLP project {project} of this run was not there"] * bool(project)
 
 
 def name_parts(ledger: Mapping[str, Any]) -> list[dict[str, Any]]:

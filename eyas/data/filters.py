@@ -99,7 +99,7 @@ class PersonalData:
     """
 
     def __init__(self, config: PrivacyConfig, key: bytes) -> None:
-        """key: of hashes and surrogates. Raises ConfigError (a missing backend or recogniser)."""
+        """key: of hashes and surrogates. Raises ConfigError (a missing backend)."""
         self._config, self._key = config, key
         self._detector = Detector(config, key)
 
@@ -244,7 +244,7 @@ class RowCleaner:
     """The filters, built. The result of a block depends on the block alone."""
 
     def __init__(self, task: CleaningTask) -> None:
-        """Raises what a broken evaluation set, backend or recogniser raises."""
+        """Raises what a broken evaluation set or backend raises."""
         self._task = task
         self._personal = {
             label: PersonalData(policy, task.key)

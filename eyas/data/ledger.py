@@ -13,11 +13,9 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
-from eyas.language import UNKNOWN
 from eyas.privacy.findings import Finding, NameSearch
 
 LENGTHS = (0, 25, 50, 100, 200, 400, 800, 1600, 3200, 6400)  # characters where a class begins
-MOST_NAMED = 5  # languages
 MOST_MALFORMED = 0.03  # of a source's rows: more is a warning
 EXCERPT_TURNS = 4  # turns of a dropped row that are kept for people to read
 EXCERPT = 240  # characters of each
@@ -261,23 +259,6 @@ class Ledger:
             f"{name}: {counts.placeholders:,} prompts hold placeholders such as NAME_1"
             for name, counts in self._sources.items()
             if counts.placeholders
-        ]
-
-    def unsearched(self) -> list[str]:
-        """A line on the languages in which names were not searched for, if there are any."""
-        rows = {
-            language: count
-            for (language, _, reason), count in self.total.names_rows.most_common()
-            if reason == "language" and language != UNKNOWN
-        }
-        if not rows:
-            return []
-        first, most = next(iter(rows)), [f"{code} {count:,}" for code, count in rows.items()]
-        others = f" and {len(most) - MOST_NAMED} more" if len(most) > MOST_NAMED else ""
-        return [
-            f"names were not searched for in prose of {', '.join(most[:MOST_NAMED])}{others} "
-            f"(rows): give a recogniser that is installed, such as personal: {{ner: {{{first}: "
-            f"spacy:NAME}}}}"
         ]
 
     def check(self) -> None:

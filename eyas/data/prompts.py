@@ -275,7 +275,6 @@ def _make(
     facts = {
         "ledger": ledger.facts(),
         "warnings": ledger.warnings(),
-        "unsearched": ledger.unsearched(),
         "placeholders": ledger.placeholders(),
         "record": config.record,
     }

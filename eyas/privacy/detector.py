@@ -14,8 +14,8 @@ from importlib import metadata
 import phonenumbers
 
 from eyas.fold import fold
+from eyas.privacy import entities
 from eyas.privacy.dlp import INFO_TYPES, CloudDlp
-from eyas.privacy.entities import find_entities
 from eyas.privacy.findings import Finding, NameSearch, join_overlaps
 from eyas.privacy.passages import Passage, passages
 from eyas.privacy.pii import (
@@ -29,7 +29,6 @@ from eyas.privacy.pii import (
     value_hash,
 )
 from eyas.privacy.spelling import Span, plain
-from eyas.privacy.tagger import tagger
 
 # Characters of a long text that are searched at a time, and of those on each side of them that are
 # seen with them: more than any value is long, cue included.
@@ -102,7 +101,7 @@ class Detector:
                 if one.type in self._types
             ]
             for text, of_text in zip(
-                folded, find_entities([one.text for one in folded]), strict=True
+                folded, entities.find_entities([one.text for one in folded]), strict=True
             )
         ]
 
@@ -158,17 +157,17 @@ class LeakDetector:
 
 
 def versions() -> dict[str, str]:
-    """Of the libraries whose patterns and lists decide what is found: they change with time, and
-    findings with them.
+    """Of the libraries, patterns, lists and weights that decide what is found: they change with
+    time, and findings with them.
     """
     libraries = {name: metadata.version(name) for name in LIBRARIES}
-    return {"phonenumbers": phonenumbers.__version__, **libraries}
+    return {"phonenumbers": phonenumbers.__version__, **libraries, "tagger": entities.version()}
 
 
 def recogniser_versions(config: PrivacyConfig) -> dict[str, str]:
     """The version of what finds names under the config, for the identity of what it cleans."""
     searched = set(config.types) & set(NAME_TYPES)
-    return {OURS: tagger().version} if searched else {}
+    return {OURS: entities.version()} if searched else {}
 
 
 def in_windows(find: Search, text: str) -> Iterator[Span]:

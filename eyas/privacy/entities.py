@@ -4,60 +4,88 @@ tokens of one type, and addresses of which street, postcode and town are one.
 
 from __future__ import annotations
 
+import itertools
 import re
+import zlib
 from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from eyas.privacy.findings import Finding
-from eyas.privacy.tagger import LABELS, TYPES, Floats, tagger, tokenize
+from eyas.privacy.findings import Finding, join_overlaps
+from eyas.privacy.tagger import LABELS, TYPES, Floats, Token, tagger, tokenize
 
 # The least probability of a token's type. An organisation is no personal data, and is not found.
 THRESHOLDS = {"PERSON": 0.35, "STREET_ADDRESS": 0.5, "LOCATION": 0.5}
 GROWS = 0.12  # of the tokens beside one that reaches it: a family name behind a given name
 PIECE = 1500  # characters that are tagged as one text, as long as those of training
+BOTH = 40  # characters that two pieces share, a name and a little more
+TOGETHER = 1 << 14  # tokens whose probabilities are computed at a time
 # Between the parts of an address, a postcode among it; and the postcode at its end
 WITHIN_ADDRESS = re.compile(
-    r"[^\W\d_]?[\s,;.\-–|>(]{0,12}(?:(?:[A-Z]{1,2}[ -]?)?\d{3,6}(?: [A-Z]{2})?[\s,]{1,3})?"
+    r"[^\W\d_]?[\s,;.\-–|>(#]{0,12}(?:(?:[A-Z]{1,2}[ -]?)?\d{3,6}(?: [A-Z]{2})?[\s,]{1,3})?"
 )
 POSTCODE = re.compile(r"[ ,\n]{1,3}(?:[A-Z]{1,2}-)?\d{4,6}(?=\s*(?:[\n.,;]|$))")
 NO_NAME = frozenset("[]{}=`_|\\<>@#")  # signs that stand in code
+IN_ADDRESS = frozenset("#|")  # of them those of a flat's number and of a table's row
+
+
+def version() -> str:
+    """Of the weights and of what is taken for a name by them."""
+    rules = repr((sorted(THRESHOLDS.items()), GROWS, PIECE, BOTH))
+    return f"{tagger().version}-{zlib.crc32(rules.encode()):08x}"
 
 
 def find_entities(texts: Sequence[str]) -> list[list[Finding]]:
     """Names, street addresses and places of each text by place, without overlaps. A street address
     takes in the town, the postcode and the country that follow it.
     """
-    places = [(number, *piece) for number, text in enumerate(texts) for piece in pieces(text)]
-    tokens = [tokenize(texts[number][start:end]) for number, start, end in places]
-    tagged = tagger().probabilities([[word for word, _, _ in one] for one in tokens])
     found: list[list[Finding]] = [[] for _ in texts]
-    for (number, offset, _), of_piece, probabilities_TL in zip(places, tokens, tagged, strict=True):
+    for number, offset, tokens, probabilities_TL in tagged(texts):
         for type, first, last in runs(probabilities_TL):
-            while first < last and not of_piece[first][0][0].isalnum():
-                first += 1
-            while first < last and not of_piece[last][0][0].isalnum() and of_piece[last][0] != ".":
-                last -= 1
-            words = [word for word, _, _ in of_piece[first : last + 1]]
-            if is_possible(type, words):
-                start, end = offset + of_piece[first][1], offset + of_piece[last][2]
-                found[number].append(Finding(type, start, end))
-    return [join_addresses(text, one) for text, one in zip(texts, found, strict=True)]
+            words = [word for word, _, _ in tokens[first : last + 1]]
+            for begin, end in parts(type, words):
+                _, start, _ = tokens[first + begin]
+                _, _, stop = tokens[first + end - 1]
+                found[number].append(Finding(type, offset + start, offset + stop))
+    return [
+        join_addresses(text, join_overlaps(one)) for text, one in zip(texts, found, strict=True)
+    ]
+
+
+def tagged(texts: Sequence[str]) -> Iterator[tuple[int, int, list[Token], Floats]]:
+    """Each piece of the texts: the text's number, where the piece begins, its tokens and their
+    probabilities. Some TOGETHER tokens are computed at a time, for what they take of memory.
+    """
+    group, size = list[tuple[int, int, list[Token]]](), 0
+    places = [(number, *piece) for number, text in enumerate(texts) for piece in pieces(text)]
+    for place, (number, start, end) in enumerate(places, start=1):
+        tokens = tokenize(texts[number][start:end])
+        group.append((number, start, tokens))
+        size += len(tokens)
+        if size >= TOGETHER or place == len(places):
+            words = [[word for word, _, _ in tokens] for _, _, tokens in group]
+            for one, probabilities_TL in zip(group, tagger().probabilities(words), strict=True):
+                yield *one, probabilities_TL
+            group, size = [], 0
 
 
 def pieces(text: str) -> Iterator[tuple[int, int]]:
-    """A text cut into pieces [start, end) of at most PIECE characters, at line ends or spaces where
-    there are any.
+    """A text cut into pieces [start, end) of at most PIECE characters at line ends, else at spaces,
+    else anywhere, where BOTH or more characters are in two pieces: what is cut in one is whole in
+    the other.
     """
     start = 0
     while start < len(text):
-        end = min(start + PIECE, len(text))
+        end = following = min(start + PIECE, len(text))
         if end < len(text):
             half = start + PIECE // 2
-            end = text.rfind("\n", half, end) + 1 or text.rfind(" ", half, end) + 1 or end
+            end = following = text.rfind("\n", half, end) + 1 or end
+            if text[end - 1] != "\n":
+                end = text.rfind(" ", half + BOTH, end) + 1 or end
+                following = text.rfind(" ", half, end - BOTH) + 1 or end - BOTH
         if not text[start:end].isspace():
             yield start, end
-        start = end
+        start = following
 
 
 def runs(probabilities_TL: Floats) -> Iterator[tuple[str, int, int]]:
@@ -84,13 +112,25 @@ def runs(probabilities_TL: Floats) -> Iterator[tuple[str, int, int]]:
             yield TYPES[type], first, last
 
 
-def is_possible(type: str, words: Sequence[str]) -> bool:
-    """Whether words can be what they were taken for: a name has letters and no sign of code, a
-    street has a letter, and a number or a second word.
+def parts(type: str, words: Sequence[str]) -> Iterator[tuple[int, int]]:
+    """What of a run can be what it was taken for, as words [first, end) without signs at the ends.
+    It has a letter. Signs of code part names; nothing else is on both sides of one.
     """
-    if type not in THRESHOLDS or not NO_NAME.isdisjoint(words):
-        return False
-    return any(word[0].isalpha() for word in words)
+    if type not in THRESHOLDS:
+        return
+    code = NO_NAME - IN_ADDRESS if type == "STREET_ADDRESS" else NO_NAME
+    signs = [-1, *(place for place, word in enumerate(words) if word in code), len(words)]
+    sides = []
+    for before, end in itertools.pairwise(signs):
+        first = before + 1
+        while first < end and not words[first][0].isalnum():
+            first += 1
+        while first < end and not words[end - 1][0].isalnum() and words[end - 1] != ".":
+            end -= 1
+        if first < end:
+            sides.append((first, end))
+    if type == "PERSON" or len(sides) == 1:
+        yield from (one for one in sides if any(word[0].isalpha() for word in words[slice(*one)]))
 
 
 def join_addresses(text: str, spans: Sequence[Finding]) -> list[Finding]:
@@ -113,4 +153,14 @@ def join_addresses(text: str, spans: Sequence[Finding]) -> list[Finding]:
         follows = POSTCODE.match(text, span.end) if span.type == "STREET_ADDRESS" else None
         if follows:
             joined[place] = Finding(span.type, span.start, follows.end())
-    return joined
+    return [
+        one
+        for one in joined
+        if one.type != "STREET_ADDRESS" or is_address(text[one.start : one.end])
+    ]
+
+
+def is_address(text: str) -> bool:
+    """Whether it has two letters, and a number or a second word; "54362315K" has not."""
+    words = [word for word, _, _ in tokenize(text) if word[0].isalnum()]
+    return len(words) > 1 and sum(map(str.isalpha, text)) > 1

@@ -1,5 +1,5 @@
-"""National identity, tax, social security and health numbers of 37 countries: how each is written,
-its check (python-stdnum's), and cue words.
+"""National identity, tax, social security and health numbers: how each is written, its check
+(python-stdnum's), and cue words.
 
 A number whose form and check are so loose that ordinary prompts hold it by chance needs a cue word
 beside it.

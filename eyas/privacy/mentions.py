@@ -20,7 +20,7 @@ from eyas.fold import fold
 from eyas.privacy.findings import Finding, join_overlaps
 from eyas.privacy.pii import BY_NAME, canonical
 from eyas.privacy.spelling import plain
-from eyas.privacy.tagger import IS_SINGLE, tagger
+from eyas.privacy.tagger import IS_SINGLE, MARKS, SINGLE, tagger
 
 _WORDS = yaml.safe_load(
     (resources.files("eyas.privacy") / "mentions.yaml").read_text(encoding="utf-8")
@@ -34,7 +34,8 @@ LETTERS = str.maketrans(
 )  # fmt: skip
 ENDINGS = ("", "s", "es")  # of a name: the Bergs, Annas
 
-WORD = re.compile(r"[^\W\d_]+|\d+")
+# Of a script without spaces a word is all that stands together
+WORD = re.compile(rf"[{SINGLE}]+|[^\W\d_{SINGLE}](?:[^\W\d_{SINGLE}]|[{MARKS}])*|\d+")
 SENTENCE_START = re.compile(r"(?:\A|[.!?:\n]|[.!?][\"')])\s*[\"'(]?$")
 SHORTEST_STEM = 3  # letters of a name that its forms share
 SHORTEST_VALUE = 4  # letters and digits; less is in too many texts by chance
@@ -67,18 +68,25 @@ def stays(word: str) -> bool:
 
 
 def is_single(value: str) -> bool:
-    """Whether a name is of a script without spaces, where it is found as a whole."""
-    return IS_SINGLE.search(value) is not None
+    """Whether a name is of a script without spaces alone, where it is found as a whole."""
+    return all(map(IS_SINGLE.match, WORD.findall(value) or " "))
 
 
 def name_words(value: str) -> Iterator[str]:
     """The words of a person's name that are the name: no title, no particle, no initial, no
-    possessive ending.
+    possessive ending, nothing of a script without spaces.
     """
     for match in WORD.finditer(fold(value).text):
         word = match.group()
-        if len(word) > 1 and word.isalpha() and not stays(word):
+        if len(word) > 1 and not (word.isdigit() or IS_SINGLE.match(word) or stays(word)):
             yield word
+
+
+def whole_parts(type: str, value: str) -> Sequence[str]:
+    """What of a value is found as a whole: all of it, but of a name what no `Names` holds."""
+    if type != "PERSON" or is_single(value):
+        return [value]
+    return [word for word in WORD.findall(value) if IS_SINGLE.match(word)]
 
 
 class Mentions:
@@ -91,9 +99,7 @@ class Mentions:
             for text, findings in zip(texts, found, strict=True)
             for one in findings
         ]
-        people = [
-            (one, value) for one, value in values if one.type == "PERSON" and not is_single(value)
-        ]
+        people = [(one, value) for one, value in values if one.type == "PERSON"]
         self.names = Names([value for _, value in people])
         self._hashes = {
             self.names.base(word)[0]: one.hash
@@ -103,7 +109,8 @@ class Mentions:
         self._written = {
             written: one
             for one, value in reversed(values)
-            if (one.type != "PERSON" or is_single(value)) and (written := _written(one.type, value))
+            for part in whole_parts(one.type, value)
+            if (written := _written(one.type, part))
         }
 
     def complete(
@@ -141,7 +148,7 @@ def _written(type: str, value: str) -> str:
         for word in WORD.findall(key)
     ):
         return ""
-    if is_single(key):
+    if IS_SINGLE.search(key):
         return re.escape(key) if len(key) >= SHORTEST_SINGLE else ""
     if sum(map(str.isalnum, key)) < SHORTEST_VALUE:
         return ""

@@ -27,7 +27,7 @@ from eyas.privacy.spelling import plain
 
 BETWEEN = "\x1e"  # record separator
 LONG_NUMBER = 4  # digits
-MOST_ATTEMPTS = 50  # before two words are joined to make one that is not taken
+MOST_ATTEMPTS = 50  # before words are joined to make one that is not taken
 
 
 def clean(
@@ -103,10 +103,11 @@ class Surrogates:
             self._counts[kind] = ordinal = self._counts.get(kind, 0) + 1
             for attempt in itertools.count():
                 draw = KeyedRandom(self._key, self._conversation, kind, str(ordinal), str(attempt))
-                is_last = attempt >= MOST_ATTEMPTS
-                invented = f"{make(draw)}{make(draw).lower()}" if is_last else make(draw)
+                # From there on one more word each time: a pool of two has enough for anybody
+                joined = max(0, attempt - MOST_ATTEMPTS + 1)
+                invented = make(draw) + "".join(make(draw).lower() for _ in range(joined))
                 if invented.casefold() not in self._taken and (
-                    is_last or not self._holds_value(invented)
+                    joined or not self._holds_value(invented)
                 ):
                     break
             self._taken.add(invented.casefold())
@@ -118,9 +119,9 @@ class Surrogates:
         another date.
         """
         return any(
-            self._names.knows(word)
-            if word.isalpha()
-            else len(word) >= LONG_NUMBER and word in self._taken
+            len(word) >= LONG_NUMBER and word in self._taken
+            if word.isdigit()
+            else self._names.knows(word)
             for word in WORD.findall(invented)
         )
 
@@ -138,8 +139,12 @@ class Surrogates:
 
     def _word(self, word: str, before: str) -> str:
         """Of the name that the word is a form of, with the ending that it adds."""
-        if stays(word) or word.isdigit() or (word in "sS" and before.endswith("'")):
+        if stays(word) or (word in "sS" and before.endswith("'")):
             return word
+        if word.isdigit():
+            return self._surrogate("number", word, lambda draw: draw.like(word))
+        if is_single(word):
+            return self._surrogate("word", word, lambda draw: person(word, draw))
         base, ending = self._names.base(word)
         pool = FAMILY if base in self._names.family else GIVEN
         name = self._surrogate("word", base, lambda draw: draw.choice(pool))

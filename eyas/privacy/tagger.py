@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 from eyas.errors import CorruptError
 
 Floats = NDArray[np.float32]
+Token = tuple[str, int, int]
 FILES = resources.files("eyas.privacy")
 
 TYPES = ("PERSON", "STREET_ADDRESS", "LOCATION", "ORGANIZATION")
@@ -53,7 +54,7 @@ TOKEN = re.compile(
 IS_SINGLE = re.compile(rf"[{SINGLE}]")
 
 
-def tokenize(text: str) -> list[tuple[str, int, int]]:
+def tokenize(text: str) -> list[Token]:
     """Tokens with their characters [start, end)."""
     return [(match[0], match.start(), match.end()) for match in TOKEN.finditer(text)]
 
