@@ -6,7 +6,7 @@
 data: a folder with `ner/*.tsv.gz`, labelled sentences (Universal NER, universalner.org; the Broad
 Twitter Corpus, github.com/GateNLP/broad_twitter_corpus; WikiGold, on the authors' pages), and
 prompts (`gsm8k_train`, `tldr`, `self_dialogue`, `instructions`; as `benchmarks/natural.py` reads
-them). Without it only made-up texts are used. It takes some ten minutes of one core.
+them). Without it only made-up texts are used. It takes half an hour on two cores.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from eyas.privacy.tagger import DILATIONS, LABELS, LISTS, NUM_BUCKETS
 from recipes import entities
 from recipes.entities import PERSON, STREET, Text, Writer
 
-SEED, D, H = 5, 40, 64  # sizes of a token's vector, of a convolution's output
+SEED, D, H = 5, 40, 96  # sizes of a token's vector, of a convolution's output
 NUM_ENGLISH, NUM_ROWS, NUM_FRAMES = 45_000, 4000, 40_000
 MOST_TOKENS, BATCH_TOKENS, CHUNK = 300, 8000, 4000
-EPOCHS, TABLE_LR, LR, WARM = 2.5, 4e-3, 2e-3, 100
+EPOCHS, TABLE_LR, LR, WARM = 7.0, 4e-3, 2e-3, 100
 UNKNOWN, PADDING = -1, -2  # labels: no person and no address; no token
 # Shares of features that are left out, so that unseen names are not unlike seen ones
 DROP, DROP_LISTED, DROP_WORD, DROP_CASED = 0.15, 0.2, 0.3, 0.4
