@@ -93,8 +93,8 @@ ACCOUNT = re.compile(
 )
 ACCOUNT_NUMBER = re.compile(
     rf"(?:{cue(joined('account'))}[^\n\d]{{0,24}}?"
-    rf"|(?P<word>{cue(joined('account_word'))})(?:(?: ?(?:#|[:=]|n[°ºro.]\.?|is|ist|es|è|é)){{1,2}} ?"
-    r"| (?=\d{8})))"
+    rf"|(?P<word>{cue(joined('account_word'))})"
+    r"(?:(?: ?(?:#|[:=]|n[°ºro.]\.?|is|ist|es|è|é)){1,2} ?| (?=\d{8})))"
     r"(?<![\w$€£])(?P<value>[A-Z]{0,5}\d[\d -]{4,22}\d)(?![\w-])",
     re.I,
 )
