@@ -250,9 +250,7 @@ def _families(text: str, policy: LicencePolicy) -> set[str]:
 def _duties(
     traits: Sequence[SourceTrait], policy: LicencePolicy, known: KnownSet | None
 ) -> dict[str, str]:
-    """Traits that no rule refuses, which go with the prompts. Those of answers are dropped with
-    the answers.
-    """
+    """Traits that no rule refuses, which go with the prompts; answers are dropped."""
     duties: dict[str, str] = {}
     for one in traits:
         if one.field != "answers_by" and not policy.refuses(one.field, one.trait):

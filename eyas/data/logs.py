@@ -104,7 +104,7 @@ def _openai(record: dict[str, Any]) -> LoggedRequest:
 def _responses(record: dict[str, Any]) -> LoggedRequest:
     """A body of OpenAI's Responses API: a text, or items, of which messages have roles."""
     given = record["input"]
-    if isinstance(given, list):  # an item without a role is a call of some tool, or its answer
+    if isinstance(given, list):  # one without a role is a tool's call or answer
         given = [
             one if one.get("role") else {"role": "tool"}
             for one in given

@@ -27,7 +27,7 @@ ID_KEYS = (
     "message_tree_id",
 )
 TOOL_KEYS = ("tools", "functions")
-WITHHELD = re.compile(r"[\s\u2013\u2014-]*")  # a dash stands for what a publisher withholds
+WITHHELD = re.compile(r"[\s\u2013\u2014-]*")  # a dash: it is withheld
 MESSAGE_KEYS = ("role", "from", "sender", "parent_id", "deleted", "synthetic", "current_node")
 
 USER_ROLES = frozenset({"user", "human", "prompter"})
@@ -53,8 +53,7 @@ def is_transcript(text: str) -> bool:
     return by_user is not None and BY_ASSISTANT.search(text, by_user.end()) is not None
 
 
-# Readers of shapes. Each takes a row and the shape's keys, and raises Unreadable where the row does
-# not fit.
+# Readers of shapes: of a row, and the shape's keys. They raise Unreadable.
 
 
 def _conversation(value: Any, keys: tuple[str, ...]) -> UserSide:
@@ -279,9 +278,7 @@ def _role(message: dict[str, Any]) -> str:
 
 
 def _check_user(value: dict[str, Any]) -> None:
-    """Raise Unreadable for a row of a table of messages that is not the user's first one, or that
-    its publisher does not count as a person's (reason "flagged").
-    """
+    """Raise Unreadable for a message that is not the user's first one, or flagged."""
     if _first(value, "role", "from") is None:
         return
     if _role(value) not in USER_ROLES:

@@ -93,11 +93,12 @@ ACCOUNT = re.compile(
 )
 ACCOUNT_NUMBER = re.compile(
     rf"(?:{cue(joined('account'))}[^\n\d]{{0,24}}?"
-    rf"|{cue(joined('account_word'))}(?: ?(?:#|[:=]|n[°ºr]\.?|no\.?|is|ist|es|è|é)){{1,2}} ?)"
+    rf"|(?P<word>{cue(joined('account_word'))})"
+    r"(?:(?: ?(?:#|[:=]|n[°ºro.]\.?|is|ist|es|è|é)){1,2} ?| (?=\d{8})))"
     r"(?<![\w$€£])(?P<value>[A-Z]{0,5}\d[\d -]{4,22}\d)(?![\w-])",
     re.I,
 )
-# Behind the word for an account as well: dates, years, sums.
+# What stands behind the word alone as well: dates, years, sums.
 NO_ACCOUNT = re.compile(
     r"(?:19|20)\d\d[- ](?:(?:19|20)\d\d|\d\d?[- ]\d\d?)(?!\d)|\d\d?[- ]\d\d?[- ](?:19|20)\d\d(?!\d)"
     r"|[\d -]+(?:[$€£¥%]|(?:dollars|euros?|eur|usd|gbp|pounds|million|billion|thousand)\b)",
@@ -288,7 +289,7 @@ def accounts(text: str) -> Iterator[Span]:
                 yield start, last
                 break
     for match in ACCOUNT_NUMBER.finditer(text):
-        if not NO_ACCOUNT.match(text, match.start("value")):
+        if not (match["word"] and NO_ACCOUNT.match(text, match.start("value"))):
             yield match.span("value")
 
 
