@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from eyas.privacy.findings import Finding, join_overlaps
-from eyas.privacy.tagger import LABELS, TYPES, Floats, Token, tagger, tokenize
+from eyas.privacy.tagger import LABELS, MARKS, TYPES, Floats, Token, tagger, tokenize
 
 # The least probability of a token's type. An organisation is no personal data, and is not found.
 THRESHOLDS = {"PERSON": 0.35, "STREET_ADDRESS": 0.5, "LOCATION": 0.5}
@@ -27,11 +27,38 @@ WITHIN_ADDRESS = re.compile(
 POSTCODE = re.compile(r"[ ,\n]{1,3}(?:[A-Z]{1,2}-)?\d{4,6}(?=\s*(?:[\n.,;]|$))")
 NO_NAME = frozenset("[]{}=`_|\\<>@#")  # signs that stand in code
 IN_ADDRESS = frozenset("#|")  # of them those of a flat's number and of a table's row
+WORDS = re.compile(r"[^\W\d_][\w'’-]*\.?")
+# Behind these words a name stands, whatever the tagger thinks of the sentence around it: where
+# somebody is introduced, a field of a form, one of the writer's people.
+INTRODUCES = re.compile(
+    r"(?<!\w)(?:my (?:(?:full|first|last|middle|sur|given|family) ?)?name(?: is|'s|’s)|i am called"
+    r"|(?:first|last|middle|given|family|full|maiden|patient|customer|contact)[ _-]?name ?[:=]"
+    r"|(?:my|our) (?:\w+ )?(?:wife|husband|brother|sister|mother|father|mom|mum|dad|son|daughter"
+    r"|uncle|aunt|cousin|boyfriend|girlfriend|friend|colleague|boss|manager|neighbou?r|roommate"
+    r"|nephew|niece|teacher|doctor|landlord|lawyer),?"
+    r"|mein name ist|ich hei(?:ß|ss)e|me llamo|mi nombre es|je m['’]appelle|mon nom est|mi chiamo"
+    r"|il mio nome è|meu nome é|(?:eu )?me chamo|chamo-me|ik heet|mijn naam is|jag heter"
+    r"|mitt namn är|jeg hedder|mit navn er|jeg heter|mitt navn er|nimeni on|nazywam się"
+    r"|mam na imię|jmenuji se|moje jméno je|volám sa|moje meno je|a nevem|mă numesc|numele meu este"
+    r"|меня зовут|мо[её] имя|мене звати|моє ім['’]я|казвам се|името ми е|zovem se|moje ime je"
+    r"|με λένε|το όνομά μου είναι|benim adım|adım|nama saya|tôi tên là|tên tôi là)\s+"
+    r"(?P<name>(?:[^\W\d_]\.|[^\W\d_][\w'’-]*)(?: (?:[^\W\d_]\.|[^\W\d_][\w'’-]*)){0,3})",
+    re.I,
+)
+UNCASED = re.compile(  # the same in scripts without capitals
+    r"(?:我叫|我的名字[叫是])(?P<zh>[\u4e00-\u9fff·]{2,4}?)(?=[，,。.！!\s、；;]|$)"
+    r"|名前は\s?(?P<ja>[\u3040-\u30ff\u4e00-\u9fff\s]{2,10}?)(?=です|と申|といい|。)"
+    r"|제 이름은 (?P<ko>[\uac00-\ud7af ]{2,6}?)(?=입니다|이에요|예요|이고|[.,])"
+    r"|(?:ผม|ฉัน|ดิฉัน)ชื่อ\s?(?P<th>[\u0e00-\u0e7f]+(?: [\u0e00-\u0e7f]+)?)"
+    r"|(?<!\w)(?:اسمي|نام من|اسم من|שמי|קוראים לי)\s+(?P<ar>[^\W\d_]+(?: [^\W\d_]+)?)"
+    rf"|मेरा नाम (?P<hi>(?:[^\W\d_]|[{MARKS}])+(?: (?:[^\W\d_]|[{MARKS}])+)?)(?= है|[।,.])"
+)
 
 
 def version() -> str:
     """Of the weights and of what is taken for a name by them."""
     rules = repr((sorted(THRESHOLDS.items()), GROWS, PIECE, BOTH))
+    rules += INTRODUCES.pattern + UNCASED.pattern
     return f"{tagger().version}-{zlib.crc32(rules.encode()):08x}"
 
 
@@ -48,8 +75,20 @@ def find_entities(texts: Sequence[str]) -> list[list[Finding]]:
                 _, _, stop = tokens[first + end - 1]
                 found[number].append(Finding(type, offset + start, offset + stop))
     return [
-        join_addresses(text, join_overlaps(one)) for text, one in zip(texts, found, strict=True)
+        join_addresses(text, join_overlaps([*one, *introduced(text)]))
+        for text, one in zip(texts, found, strict=True)
     ]
+
+
+def introduced(text: str) -> Iterator[Finding]:
+    """Names behind words that announce one: as many as have capitals, where a script has these."""
+    for match in INTRODUCES.finditer(text):
+        start, words = match.start("name"), WORDS.finditer(match["name"])
+        capitals = [*itertools.takewhile(lambda one: one[0][0].isupper(), words)]
+        if capitals:
+            yield Finding("PERSON", start + capitals[0].start(), start + capitals[-1].end())
+    for match in UNCASED.finditer(text):
+        yield Finding("PERSON", *match.span(match.lastgroup or 0))
 
 
 def tagged(texts: Sequence[str]) -> Iterator[tuple[int, int, list[Token], Floats]]:
