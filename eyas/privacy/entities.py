@@ -200,6 +200,9 @@ def join_addresses(text: str, spans: Sequence[Finding]) -> list[Finding]:
 
 
 def is_address(text: str) -> bool:
-    """Whether it has two letters, and a number or a second word; "54362315K" has not."""
+    """Whether it has two letters, a number or a second word, and digits twice as many as letters at
+    most; "54362315K" and a word beside a card's number have not.
+    """
     words = [word for word, _, _ in tokenize(text) if word[0].isalnum()]
-    return len(words) > 1 and sum(map(str.isalpha, text)) > 1
+    num_letters, num_digits = sum(map(str.isalpha, text)), sum(map(str.isdigit, text))
+    return len(words) > 1 < num_letters and num_digits <= 2 * num_letters
