@@ -66,7 +66,7 @@ def test_cleaning_finds_what_was_put_in(cleaned, monkeypatch):
     recipe.demo_rows(num_good=1000, seed=1)
     assert 0.03 < planted["rows"] / 1000 < 0.07
     ledger = cleaned.manifest().facts["ledger"]
-    assert ledger["rows_out"] > 2900
+    assert ledger["rows_out"] > 2850
     # One or two broken rows are copies of duplicates; those with personal data may be counted under
     # that.
     assert (
