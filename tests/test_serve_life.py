@@ -59,6 +59,7 @@ def test_models_and_health(client):
         "max_length": MAX_LENGTH,
         "context": None,
         "target_fingerprint": None,
+        "hub_id": None,
     }
     assert health(client).json() == {"status": "ok", "requests": 0}
 
