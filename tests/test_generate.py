@@ -243,7 +243,7 @@ def test_an_answer_with_what_nobody_told_the_target_is_left_out(
         ("Charge 4929123456789015", "I charged 4929 1234 5678 9015.", []),
         ("Hi", "Use 4242 4242 4242 4242 to test, (415) 555-0134 to call", []),
         ("Hi", "The key is AKIA" + "IOSFODNN7" + "EXAMPLE", ["API_KEY"]),
-        ("Hi", "ssh root@8.8.8.8 with password: hunter2", ["IP_ADDRESS", "PASSWORD"]),
+        ("Hi", "ssh root@52.14.7.99 with password: hunter2", ["IP_ADDRESS", "PASSWORD"]),
         (
             "Who wrote Faust?",
             "Johann Wolfgang von Goethe, of 1 Frauenplan, Weimar; see "
