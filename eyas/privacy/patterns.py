@@ -222,7 +222,8 @@ def ip_addresses(text: str) -> Iterator[Span]:
             except ValueError:
                 continue
             is_small = all(part < MOST_OF_SECTION for part in address.packed)
-            said = says(text, *match.span(), IP_CUE)
+            is_host = text[match.start() - 1 : match.start()] == "@"  # whoever logs in there
+            said = is_host or says(text, *match.span(), IP_CUE)
             is_agent = re.search(r"[a-z]/$", text[max(0, match.start() - 2) : match.start()], re.I)
             if not address.is_global or str(address) in RESOLVERS or is_agent:
                 continue
