@@ -31,12 +31,13 @@ constexpr int kSqueezedPairs = 8;   // of a chunk
 constexpr int kUnpackedChunks = 8;  // left to the other tiles: 16 KB
 constexpr int kCodes = 16, kSampleStep = 7, kRareShare = 256;
 
-constexpr int kBurstPairs = 8;  // between two bursts of prefetches
+constexpr int kNearRows = 4;  // up to these, plain weights are fetched into the first cache
 
 // What is to be fetched while something else is worked on.
 struct Ahead {
   Address from = 0;
   size_t lines = 0;
+  bool is_far = false;  // into the second cache
 };
 
 class Linear final : public Product {
@@ -259,7 +260,8 @@ void fused_tile(const Squeezed& chunks, const typename A::T* x, size_t stride, f
   const size_t fetched = bytes / 64 / chunks.tiles * 64;
   for (int c = chunks.first; c < chunks.first + chunks.count;
        ++c, weights += bytes, x += 2 * kSqueezedPairs) {
-    chunks.stream.fetch_ahead(fetching, fetched);
+    if (const Address at = chunks.stream.ahead(fetching, kFarLead); at != 0)
+      prefetch_far(at, fetched);
     fetching += fetched;
     const int pairs = std::min(kSqueezedPairs, linear.pairs - c * kSqueezedPairs);
     if (pairs == kSqueezedPairs && !linear.has_rare(chunks.panel, c)) {
@@ -315,40 +317,35 @@ INLINE void tile_part(const typename A::T* x, size_t stride, const uint8_t* weig
     for (int v = 0; v < V; ++v)
       sum[r][v] = fresh ? Vec{} : load(sums + r * kPanelColumns + v * kLanes);
   constexpr size_t unit = line_bytes(kind);
-  const int bursts = (pairs + kBurstPairs - 1) / kBurstPairs;
-  const size_t burst = (ahead.lines + bursts - 1) / bursts * 64;
-  for (int first = 0; first < pairs; first += kBurstPairs) {
-    prefetch(ahead.from, burst);
-    ahead.from += burst;
-    const int past = std::min(pairs, first + kBurstPairs);
-    for (int p = first; p < past; ++p, weights += W * unit) {
-      if constexpr (A::is_bf16 && kind == Packed::bf16) {
-        Bits w[V];
-        for (int i = 0; i < V; ++i) w[i] = load_bits(weights + i * 64);
+  const size_t fetched = (ahead.lines + pairs - 1) / pairs * 64;
+  for (int p = 0; p < pairs; ++p, weights += W * unit, ahead.from += fetched) {
+    ahead.is_far ? prefetch_far(ahead.from, fetched) : prefetch(ahead.from, fetched);
+    if constexpr (A::is_bf16 && kind == Packed::bf16) {
+      Bits w[V];
+      for (int i = 0; i < V; ++i) w[i] = load_bits(weights + i * 64);
+#pragma GCC unroll 8
+      for (int r = 0; r < R; ++r) {
+        const Bits a = splat_four(x + r * stride + 2 * p);
+        for (int i = 0; i < V; ++i) sum[r][i] = dot_pairs(sum[r][i], a, w[i]);
+      }
+    } else {
+#pragma GCC unroll 2
+      for (int odd = 0; odd < 2; ++odd) {
+        Vec w[V];
+        for (int i = 0; i < V; ++i) {
+          if constexpr (kind == Packed::fp32) {
+            w[i] = load(reinterpret_cast<const float*>(weights + i * 128) + odd * kLanes);
+          } else if constexpr (kind == Packed::half) {
+            w[i] = from_half_precision(load_halves(weights + i * 64 + odd * 32));
+          } else {
+            const Bits pair = load_bits(weights + i * 64);
+            w[i] = odd ? odd_of_pairs(pair) : even_of_pairs(pair);
+          }
+        }
 #pragma GCC unroll 8
         for (int r = 0; r < R; ++r) {
-          const Bits a = splat_four(x + r * stride + 2 * p);
-          for (int i = 0; i < V; ++i) sum[r][i] = dot_pairs(sum[r][i], a, w[i]);
-        }
-      } else {
-#pragma GCC unroll 2
-        for (int odd = 0; odd < 2; ++odd) {
-          Vec w[V];
-          for (int i = 0; i < V; ++i) {
-            if constexpr (kind == Packed::fp32) {
-              w[i] = load(reinterpret_cast<const float*>(weights + i * 128) + odd * kLanes);
-            } else if constexpr (kind == Packed::half) {
-              w[i] = from_half_precision(load_halves(weights + i * 64 + odd * 32));
-            } else {
-              const Bits pair = load_bits(weights + i * 64);
-              w[i] = odd ? odd_of_pairs(pair) : even_of_pairs(pair);
-            }
-          }
-#pragma GCC unroll 8
-          for (int r = 0; r < R; ++r) {
-            const Vec a = splat(A::number(x[r * stride + 2 * p + odd]));
-            for (int i = 0; i < V; ++i) sum[r][i] = fma(a, w[i], sum[r][i]);
-          }
+          const Vec a = splat(A::number(x[r * stride + 2 * p + odd]));
+          for (int i = 0; i < V; ++i) sum[r][i] = fma(a, w[i], sum[r][i]);
         }
       }
     }
@@ -400,7 +397,8 @@ void multiply_panel(const Linear& linear, const Panel& panel, const Stream& stre
     const int first = c * linear.chunk_pairs(),
               pairs = std::min(at_once * linear.chunk_pairs(), linear.pairs - first);
     const uint8_t* weights = linear.chunk(panel, c);
-    const Address ahead = stream.ahead(weights);
+    const bool is_far = squeezed || even > kNearRows;
+    const Address ahead = stream.ahead(weights, is_far ? kFarLead : kLead);
     const size_t all_lines = ahead == 0 ? 0 : linear.chunk_bytes(pairs, panel.width) / 64;
     if (squeezed) {
       const Squeezed chunks{linear, panel, stream, c, std::min(at_once, all_chunks - c), tiles};
@@ -416,7 +414,7 @@ void multiply_panel(const Linear& linear, const Panel& panel, const Stream& stre
       const size_t from = all_lines * i / tiles, lines = all_lines * (i + 1) / tiles - from;
       tile_of<A>(linear.kind, rows, panel.width)(x + row * stride + 2 * first, stride, weights,
                                                  pairs, sums + row * kPanelColumns, c == 0,
-                                                 {ahead + from * 64, lines});
+                                                 {ahead + from * 64, lines, is_far});
     }
   }
 }

@@ -25,7 +25,8 @@ struct alignas(64) RowBlock {
 };
 
 constexpr bool kOpens = kOpenedFrom > 0;
-constexpr int kStretch = 8;  // blocks of a row that lie together: one unit, or 8
+constexpr int kBytesOfRow = 150;  // of weights, read in the time of one row's products with a block
+constexpr int kStretch = 8;       // blocks of a row that lie together: one unit, or 8
 
 // M rows of `blocks` blocks, in the order in which they are read: [stretch][group][block][row].
 // Few rows are groups that take the weights apart each for itself; many are small groups that share
@@ -290,6 +291,24 @@ INLINE void add_block(const RowBlock* x, Lines&& lines, ScalesOf&& scales, RowSu
   }
 }
 
+// Fetches what is kQuantisedLead ahead of a block of a unit: a little at each block, since a core
+// has requests for some twenty lines and waits where more are asked for at once. Where the products
+// of R rows take longer than reading, the second cache is near enough and has more requests.
+template <class Q, int R>
+INLINE void fetch_block(const Stream& stream, const uint8_t* unit, int block) {
+  constexpr int lines = (Q::kBytes + 63) / 64;
+  constexpr bool is_far = R * kBytesOfRow >= static_cast<int>(Q::kBytes) / Q::kBlocks;
+  const int first = lines * block / Q::kBlocks, past = lines * (block + 1) / Q::kBlocks;
+  const Address at = stream.ahead(unit + first * 64, kQuantisedLead);
+  if (at == 0) return;
+  for (int i = 0; i < past - first; ++i) {
+    if constexpr (is_far)
+      fetch_far(at + i * 64);
+    else
+      fetch(at + i * 64);
+  }
+}
+
 // Sums of R rows, a group from row `first` on, on one block of 16 columns. What is ahead is fetched
 // by the first group.
 template <class Q, int R>
@@ -302,8 +321,7 @@ void quantised_tile(const uint8_t* weights, const RowBlocks& rows, int first, fl
     const int count = rows.stretch_blocks(stretch);
     for (int b = 0; b < count; ++b, x += R) {
       const int of_unit = b % Q::kBlocks;
-      if (stream != nullptr && of_unit == 0)
-        stream->fetch_ahead(weights, Q::kBytes, kQuantisedLead);
+      if (stream != nullptr) fetch_block<Q, R>(*stream, weights, of_unit);
       add_block<Q>(
           x,
           [&](auto&& use) __attribute__((always_inline)) {

@@ -23,6 +23,7 @@ INLINE Vec select(Mask mask, Vec yes, Vec no) {
 INLINE void stream(float* to, Vec x) { store(to, x); }
 INLINE void end_streams() {}
 INLINE void fetch(uintptr_t at) { asm volatile("prfm pldl2keep, [%0]" ::"r"(at)); }
+INLINE void fetch_far(uintptr_t at) { fetch(at); }
 INLINE void relax() { asm volatile("yield"); }
 
 INLINE Vec fma(Vec a, Vec b, Vec c) {
