@@ -261,7 +261,7 @@ void fused_tile(const Squeezed& chunks, const typename A::T* x, size_t stride, f
   for (int c = chunks.first; c < chunks.first + chunks.count;
        ++c, weights += bytes, x += 2 * kSqueezedPairs) {
     if (const Address at = chunks.stream.ahead(fetching, kFarLead); at != 0)
-      prefetch_far(at, fetched);
+      prefetch(at, fetched, true);
     fetching += fetched;
     const int pairs = std::min(kSqueezedPairs, linear.pairs - c * kSqueezedPairs);
     if (pairs == kSqueezedPairs && !linear.has_rare(chunks.panel, c)) {
@@ -319,7 +319,7 @@ INLINE void tile_part(const typename A::T* x, size_t stride, const uint8_t* weig
   constexpr size_t unit = line_bytes(kind);
   const size_t fetched = (ahead.lines + pairs - 1) / pairs * 64;
   for (int p = 0; p < pairs; ++p, weights += W * unit, ahead.from += fetched) {
-    ahead.is_far ? prefetch_far(ahead.from, fetched) : prefetch(ahead.from, fetched);
+    prefetch(ahead.from, fetched, ahead.is_far);
     if constexpr (A::is_bf16 && kind == Packed::bf16) {
       Bits w[V];
       for (int i = 0; i < V; ++i) w[i] = load_bits(weights + i * 64);

@@ -13,8 +13,8 @@
 #include "simd.h"
 
 constexpr int kPanelBlocks = 4, kPanelColumns = kPanelBlocks * kLanes;
-// Bytes between what is worked on and what is fetched, into the first cache or into the second. Of
-// floats all rows work on 8 KB before the next; of quantised weights few rows work on a unit.
+// Bytes between what is worked on and what is fetched, into the first cache or (far) the second. Of
+// floats all rows work on 8 KB before the next; of quantised weights few work on a unit.
 constexpr size_t kLead = 12288, kFarLead = 24576, kQuantisedLead = 6144;
 
 // make(R, W), a function for R rows and W blocks, both constants, from a table of all of them.
@@ -177,11 +177,8 @@ class Product {
 // allocation.
 using Address = uintptr_t;
 
-INLINE void prefetch(Address at, size_t bytes) {
-  for (size_t i = 0; i < bytes; i += 64) fetch(at + i);
-}
-INLINE void prefetch_far(Address at, size_t bytes) {
-  for (size_t i = 0; i < bytes; i += 64) fetch_far(at + i);
+INLINE void prefetch(Address at, size_t bytes, bool is_far = false) {
+  for (size_t i = 0; i < bytes; i += 64) is_far ? fetch_far(at + i) : fetch(at + i);
 }
 
 // Fetches what a thread will read kLead bytes later: on its share of one product and then on that

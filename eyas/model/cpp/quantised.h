@@ -25,7 +25,7 @@ struct alignas(64) RowBlock {
 };
 
 constexpr bool kOpens = kOpenedFrom > 0;
-constexpr int kBytesOfRow = 150;  // of weights, read in the time of one row's products with a block
+constexpr int kBytesOfRow = 150;  // of weights, read while a row is multiplied by a block
 constexpr int kStretch = 8;       // blocks of a row that lie together: one unit, or 8
 
 // M rows of `blocks` blocks, in the order in which they are read: [stretch][group][block][row].
@@ -291,22 +291,18 @@ INLINE void add_block(const RowBlock* x, Lines&& lines, ScalesOf&& scales, RowSu
   }
 }
 
-// Fetches what is kQuantisedLead ahead of a block of a unit: a little at each block, since a core
-// has requests for some twenty lines and waits where more are asked for at once. Where the products
-// of R rows take longer than reading, the second cache is near enough and has more requests.
+// Fetches what is `lead` ahead, a little at each block: a core waits that asks for more than
+// some twenty lines at once. Where R rows take longer than reading, the second cache is near enough
+// and takes more requests.
 template <class Q, int R>
-INLINE void fetch_block(const Stream& stream, const uint8_t* unit, int block) {
+INLINE void fetch_block(const Stream& stream, const uint8_t* unit, int block,
+                        size_t lead = kQuantisedLead) {
   constexpr int lines = (Q::kBytes + 63) / 64;
   constexpr bool is_far = R * kBytesOfRow >= static_cast<int>(Q::kBytes) / Q::kBlocks;
   const int first = lines * block / Q::kBlocks, past = lines * (block + 1) / Q::kBlocks;
-  const Address at = stream.ahead(unit + first * 64, kQuantisedLead);
-  if (at == 0) return;
-  for (int i = 0; i < past - first; ++i) {
-    if constexpr (is_far)
-      fetch_far(at + i * 64);
-    else
-      fetch(at + i * 64);
-  }
+  const Address at = stream.ahead(unit + first * 64, lead);
+  const size_t bytes = static_cast<size_t>(past - first) * 64;
+  if (at != 0) prefetch(at, bytes, is_far);
 }
 
 // Sums of R rows, a group from row `first` on, on one block of 16 columns. What is ahead is fetched
@@ -350,50 +346,17 @@ struct Opened {
   Scales scales[kStretch][2][kOpenedBlocks];
 };
 
-// Fetches a panel's next stretch while one is worked on: a little at each of its steps.
-class Fetcher {
- public:
-  // weights: of the stretch, in the first of `width` blocks that are `apart`; lead: how far ahead;
-  // bytes: of a block.
-  Fetcher(const Stream& stream, const uint8_t* weights, size_t apart, int width, size_t lead,
-          size_t bytes, int steps)
-      : stream_(stream),
-        weights_(weights),
-        apart_(apart),
-        lead_(lead),
-        lines_((static_cast<int>(bytes) + 63) / 64),
-        blocks_(width),
-        each_(lines_ * width),
-        steps_(steps) {}
-  // Called for every step that the work has; a call may stand for several.
-  INLINE void step(int count) {
-    for (due_ += count * each_; due_ >= steps_ && left_ + blocks_ > 0; due_ -= steps_, at_ += 64) {
-      if (left_ == 0) {
-        at_ = stream_.ahead(weights_, lead_);
-        weights_ += apart_, left_ = lines_, --blocks_;
-      }
-      --left_;
-      fetch(at_);
-    }
-  }
-
- private:
-  const Stream& stream_;
-  const uint8_t* weights_;
-  size_t apart_, lead_;
-  Address at_ = 0;
-  int lines_, blocks_, each_, steps_, left_ = 0, due_ = 0;
-};
-
-// One block of 16 columns from a stretch's unit on.
+// One block of 16 columns from a stretch's unit on. lead: to what is worked on next.
 template <class Q>
-void open(const uint8_t* weights, int count, int w, Opened& to) {
+void open(const Stream& stream, size_t lead, const uint8_t* weights, int count, int w, Opened& to) {
   for (int i = 0; i < count; ++i) {
     const uint8_t* unit = weights + i / Q::kBlocks * Q::kBytes;
-    Q::lines(unit, i % Q::kBlocks, [&](int line, Bits codes) __attribute__((always_inline)) {
+    const int b = i % Q::kBlocks;
+    fetch_block<Q, kOpenedFrom>(stream, unit, b, lead);
+    Q::lines(unit, b, [&](int line, Bits codes) __attribute__((always_inline)) {
       store_bits(to.lines[i][line][w], codes);
     });
-    for (int h = 0; h < Q::kHalves; ++h) to.scales[i][h][w] = Q::scales(unit, i % Q::kBlocks, h);
+    for (int h = 0; h < Q::kHalves; ++h) to.scales[i][h][w] = Q::scales(unit, b, h);
   }
 }
 
@@ -428,23 +391,20 @@ template <class Q>
 void opened_panel(const uint8_t* weights, size_t apart, int width, const RowBlocks& rows,
                   float* sums, const Stream& stream) {
   Opened opened;
-  const int group = rows.rows_of_group(), steps = width * (kStretch + (rows.M + group - 1) / group);
+  const int group = rows.rows_of_group();
   for (int stretch = 0; stretch < rows.blocks; stretch += kStretch) {
     const int count = rows.stretch_blocks(stretch);
     const size_t bytes = static_cast<size_t>(count) / Q::kBlocks * Q::kBytes;
     const bool is_last = stretch + count == rows.blocks;
-    Fetcher fetcher(stream, weights, apart, width, is_last ? apart * width + bytes - apart : bytes,
-                    bytes, steps);
+    const size_t lead = is_last ? apart * (width - 1) + bytes : bytes;
     for (int w = 0; w < width; w += kOpenedBlocks) {
       const int W = std::min(kOpenedBlocks, width - w);
-      for (int v = 0; v < W; ++v) open<Q>(weights + (w + v) * apart, count, v, opened);
-      fetcher.step(W * kStretch);
-      for (int first = 0; first < rows.M; first += group) {
+      for (int v = 0; v < W; ++v)
+        open<Q>(stream, lead, weights + (w + v) * apart, count, v, opened);
+      for (int first = 0; first < rows.M; first += group)
         opened_tile_of<Q>(rows.group_rows(first), W)(opened, count, rows.stretch(stretch, first),
                                                      sums + first * kPanelColumns + w * kLanes,
                                                      stretch == 0);
-        fetcher.step(W);
-      }
     }
     weights += bytes;
   }
