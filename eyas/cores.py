@@ -6,6 +6,7 @@ its limits.
 from __future__ import annotations
 
 import os
+import platform
 import re
 from collections.abc import Iterator
 from contextlib import suppress
@@ -40,6 +41,12 @@ def _quotas(root: Path) -> Iterator[float]:
             limit = int(quota) / int(period)
             if limit > 0:  # version 1 has -1 for none
                 yield limit
+
+
+def processor() -> str:
+    """The processor's name; "" where the system does not say it."""
+    named = re.search(r"^model name\s*:\s*(.*\S)", _text(ROOT / "proc/cpuinfo"), re.MULTILINE)
+    return named[1] if named else platform.processor()
 
 
 def free_memory(root: Path = ROOT) -> int | None:

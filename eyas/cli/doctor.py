@@ -17,9 +17,8 @@ from rich.markup import escape
 from rich.table import Table
 
 from eyas import __version__
-from eyas.bench.machine import cpu_field
 from eyas.builtin import demo_prompts, head_folder, smollm2_file, smollm2_head_folder, target_folder
-from eyas.cores import cores
+from eyas.cores import cores, processor
 from eyas.errors import MissingInputError
 from eyas.model import library
 from eyas.model.speed import measured
@@ -49,7 +48,7 @@ def command() -> None:
     table = Table("what", "here", "meaning", title=f"eyas {__version__}")
     threads = f"{cores()} of them are this process's; OMP_NUM_THREADS chooses fewer threads"
     devices = [
-        ("processor", cpu_field("model name") or platform.machine(), ""),
+        ("processor", processor() or platform.machine(), ""),
         ("cores", str(os.cpu_count()), threads),
         *_native(),
         *_pytorch(),

@@ -132,7 +132,10 @@ def create_app(
     middleware = [Middleware(HostCheck, access=api.access)]
     if origins := api.limits.allowed_origins:
         options: dict[str, Any] = {"allow_methods": ["GET", "POST"], "allow_headers": ["*"]}
-        options |= {"allow_private_network": True, "expose_headers": ["x-request-id", "retry-after"]}
+        options |= {
+            "allow_private_network": True,
+            "expose_headers": ["x-request-id", "retry-after"],
+        }
         middleware.insert(0, Middleware(CORSMiddleware, allow_origins=origins, **options))
     app = Starlette(
         routes=api.routes(),
