@@ -32,8 +32,8 @@ MISTAKES = (  # of ours or of a client's code: asking again is no remedy
     MemoryError,
 )
 MAKE_ROOM = "free some space there, and run the same command again: finished parts are kept"
-# Remedies by codes of S3 (also its clients' and obstore's names of errors), and by the status of GCS
-# and of HEAD requests, which have no body.
+# Remedies by codes of S3 (also its clients' and obstore's names of errors), and by the status of
+# GCS and of HEAD requests, which have no body.
 REMEDIES = {
     "give credentials (AWS_PROFILE or AWS_ACCESS_KEY_ID with AWS_SECRET_ACCESS_KEY; gcloud auth "
     "application-default login), or sign in again: finished parts are kept": (

@@ -223,14 +223,15 @@ def comparison(
     ]
     e2es_ms = [(base.reply.e2e_ms, row.reply.e2e_ms) for base, row in pairs]
     turns = _turns(baseline, arm, pairs)
-    of_tpot, of_throughput, of_e2e = intervals_of_turns(
-        turns,
-        [
-            lambda rows: ratio_of_medians(rows[..., :2]),
-            _ratio_of_rates,
-            lambda rows: ratio_of_medians(rows[..., 2:4]),
-        ],
-    )
+    with np.errstate(divide="ignore", invalid="ignore"):  # where no tokens were counted
+        of_tpot, of_throughput, of_e2e = intervals_of_turns(
+            turns,
+            [
+                lambda rows: ratio_of_medians(rows[..., :2]),
+                lambda rows: ratio_of_sums(rows[..., 4:6]) / ratio_of_sums(rows[..., 6:8]),
+                lambda rows: ratio_of_medians(rows[..., 2:4]),
+            ],
+        )
     ours, theirs = (
         _throughput_tps([row for row in side if row.is_answered]) for side in (arm, baseline)
     )
@@ -277,11 +278,6 @@ def _turns(
     return turns
 
 
-def _ratio_of_rates(table: np.ndarray) -> np.ndarray:
-    with np.errstate(divide="ignore", invalid="ignore"):  # where no tokens were counted
-        return np.asarray(ratio_of_sums(table[..., 4:6]) / ratio_of_sums(table[..., 6:8]))
-
-
 def most_possible(compared: Mapping[str, Any]) -> float | None:
     """The largest speed-up that a head can give: tau, since a round costs at least a plain step;
     for an arm that hardly drafted its tokens per forward, times NOISE. None against another engine,
@@ -296,8 +292,8 @@ def most_possible(compared: Mapping[str, Any]) -> float | None:
 
 
 def impossible(compared: Mapping[str, Any]) -> str | None:
-    """Why no head gives the speed-up of a comparison: it is noise of few prompts, or another load
-    on the machine during one arm. None where a head may.
+    """Why no head gives a comparison's speed-up: it is noise of few prompts, or another load on the
+    machine during one arm. None where a head may.
     """
     speedup, most = compared["speedup"], most_possible(compared)
     if most is None or speedup is None or speedup <= most:
@@ -333,7 +329,7 @@ def _throughput_tps(answered: Sequence[BenchRow]) -> float | None:
 
 def _throughput_interval(answered: Sequence[BenchRow]) -> Interval | None:
     """Bootstrap over requests: tokens of a request over its seconds, times the mean number of
-    requests that run at once.
+    running requests.
     """
     requests = [(row.reply.num_output_tokens, row.reply.e2e_ms / 1000) for row in answered]
     interval = bootstrap(requests, ratio_of_sums)

@@ -129,10 +129,10 @@ def window_of(
     counted: Mapping[str, Counters],
     since_start: Mapping[str, Counters],
 ) -> WatchWindow | None:
-    """The window of servers' counters in it, and since their start, by address. Servers that
-    drafted nothing in the window are left out; None where none drafted. Raises EyasError where one
-    never drafted, CorruptError where one counts what cannot be, MismatchError for different sizes
-    of drafts, or a size that the card lacks.
+    """The window, from servers' counters in it and since their start, by address. Servers without
+    drafts in the window are left out; None where none drafted. Raises EyasError where one never
+    drafted, CorruptError where one counts what cannot be, MismatchError for different sizes of
+    drafts, or a size that the card lacks.
     """
     drafting: dict[str, Mapping[str, Any]] = {}
     for url, own in counted.items():
@@ -174,7 +174,7 @@ def window_of(
 
 def refuse_impossible(url: str, counted: Counters) -> None:
     """Raises CorruptError for counters that no rounds of drafts have: not a number, below zero, or
-    more accepted than was drafted.
+    more accepted than drafted.
     """
     read = {name: n for name, n in counted.items() if name.startswith(("spec_", *ONLY_UP))}
     told = next((f"{name} {n:g}" for name, n in read.items() if not 0 <= n < math.inf), "")

@@ -114,8 +114,8 @@ def _num_user_turns(messages: Iterable[Mapping[str, Any]]) -> int:
 
 
 def _first_turns(row: dict[str, Any]) -> list[Message]:
-    """System messages, and the user's turns before the first answer. An opening by the assistant
-    is left out.
+    """System messages, and the user's turns before the first answer, without an opening by the
+    assistant.
     """
     if row.get("turns"):
         system: list[Message] = (

@@ -1,5 +1,4 @@
-"""The target's chat template: messages to text, as transformers and servers render it, on a day
-that can be fixed.
+"""The target's chat template: messages to text, as transformers and servers render it.
 
 A template that prints today's date prints the given day, at midnight; without one the clock, as a
 server does.
@@ -46,9 +45,9 @@ class Template:
     """A target's chat template. templates: sources by name, "default" and perhaps "tool_use";
     special_tokens: variables of it (bos_token); date: printed for today; options: more variables.
 
-    plain: the source for conversations without tools. options: the names of variables that it reads
-    and neither sets nor is given. probe_tools: to examine it with; None where
-    it takes conversations without any. Raises TemplateError: there is none.
+    plain: the source for conversations without tools. options: names of variables that it reads and
+    neither sets nor is given. probe_tools: to examine it with; None where it takes conversations
+    without any. Raises TemplateError: there is none.
     """
 
     probe_tools: list[dict[str, Any]] | None = None
@@ -84,7 +83,7 @@ class Template:
 
     @property
     def needs_a_date(self) -> bool:
-        """True when its output may depend on the day, and none is given."""
+        """Whether its output may depend on the day, and none is given."""
         return self._date is None and _CLOCK in self.plain + self._with_tools
 
     def render(
@@ -137,7 +136,7 @@ class Template:
         return TemplateRefusal(f"{where} refuses a conversation: {error}", hint)
 
     def _probe_tools(self) -> list[dict[str, Any]] | None:
-        """Tools for a template that refuses every conversation without any (Hermes); None too for
+        """Tools for a template that refuses every conversation without any (Hermes); None also for
         one that refuses both.
         """
         for tools in (None, _TOOLS):
@@ -148,9 +147,9 @@ class Template:
 
 
 def as_served(message: Mapping[str, Any]) -> dict[str, Any]:
-    """A message in OpenAI's form as servers (vLLM, SGLang) hand it to a chat template: no content
-    is an empty text, arguments of calls are objects, an empty list of calls and what else is null
-    is not there, and a reasoning is there under all of its names.
+    """A message in OpenAI's form as servers (vLLM, SGLang) give it to a chat template: content null
+    is an empty text, arguments of calls are objects, an empty list of calls and other nulls are
+    left out, and a reasoning stands under all of its names.
     """
     content = message.get("content")
     filled = {**message, "content": "" if content is None else content}
