@@ -25,7 +25,7 @@ from eyas.model.target import Target
 from eyas.serve.app import ModelService
 from eyas.serve.protocol import ChatRequest, TextRequest
 from eyas.serve.translation import ModelInfo
-from tests.serving import MESSAGES, MODEL, TOOLS, GatedEngine, World, ask, post
+from tests.serving import MESSAGES, MODEL, TOOLS, GatedEngine, World, post
 from tests.stages import ROOT
 from tests.test_cli import run_eyas
 from tests.tiny import tiny_target
@@ -41,11 +41,6 @@ WITHOUT_MEANING = {
     *("max_completion_tokens", "repeat_penalty", "guided_json", "guided_regex", "guided_choice"),
     *("guided_grammar", "ebnf", "structured_outputs"),
 }
-
-
-@pytest.fixture(scope="module")
-def world(tmp_path_factory):
-    return World.make(tmp_path_factory.mktemp("target"))
 
 
 def llm_of(engine, chat):
@@ -420,10 +415,3 @@ class TestStages:
             eyas.evaluate("builtin", ["user"], trees=["round"])
         with pytest.raises(ConfigError, match=r"output.*Field required"):
             eyas.run({"target": "builtin"})
-
-
-def test_the_official_client_gets_the_same_text(llm, world):
-    with world.served() as client:
-        assert ask(client).choices[0].message.content == str(
-            llm.chat(MESSAGES, temperature=0, max_tokens=24)
-        )

@@ -9,7 +9,6 @@ import gzip
 import json
 import sys
 import time
-import zlib
 from collections import Counter
 
 import httpx
@@ -105,11 +104,6 @@ UNREADABLE = {
     ],
     MissingInputError: [None],
 }
-
-
-def test_a_damaged_block_is_what_zlib_calls_an_error():
-    with pytest.raises(zlib.error):
-        gzip.decompress(DAMAGED)
 
 
 @pytest.mark.parametrize("error", UNREADABLE)
@@ -409,12 +403,6 @@ def test_without_the_field_a_server_with_a_head_drafts(url, prompts, tmp_path):
     config = {"prompts": prompts, "num_prompts": 4, "max_tokens": 32}
     output = run_of(tmp_path, url=url, arms={"one": ArmConfig()}, **config)
     assert output.read_json("summary.json")["results"][0]["tau"] >= 1
-
-
-def test_no_server_is_one_clear_error_and_claims_no_folder(prompts, tmp_path):
-    with pytest.raises(MissingInputError, match="no server at"):
-        run_of(tmp_path, url="http://127.0.0.1:9", prompts=prompts)
-    assert not (tmp_path / "bench").exists()
 
 
 def test_requests_that_all_fail_are_kept_and_reported(url, prompts, tmp_path):

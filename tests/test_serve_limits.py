@@ -43,11 +43,6 @@ BODY = {"model": MODEL, "messages": MESSAGES, "temperature": 0, "max_tokens": 8}
 
 
 @pytest.fixture(scope="module")
-def world(tmp_path_factory):
-    return World.make(tmp_path_factory.mktemp("target"))
-
-
-@pytest.fixture(scope="module")
 def open_client(world):
     """With the limits that servers have by default."""
     with world.served() as client:
@@ -725,6 +720,9 @@ def test_large_bodies_are_held_up_to_a_limit_and_small_ones_beyond_it(open_clien
             "reads no images",
         ),
         ({"logit_bias": {str(at): 1 for at in range(2000)}}, "2000 keys, the limit is 1024"),
+        ({"logit_bias": {"1": 5, "01": -5}}, "logit_bias"),
+        ({"functions": [{"name": "f"}]}, "send tools"),
+        ({"function_call": {"name": "f"}}, "send tool_choice"),
     ],
 )
 def test_what_is_wrong_is_said(open_client, params, says):

@@ -17,15 +17,10 @@ from eyas.engine.engine import EngineConfig
 from eyas.log import JsonFormatter
 from eyas.serve.app import create_app
 from eyas.serve.server import ServeConfig, load, running_app
-from tests.serving import MESSAGES, MODEL, World, ask, connected, post
+from tests.serving import MESSAGES, MODEL, ask, connected, post
 from tests.tiny_head import head_folder
 
 HI = {"model": MODEL, "messages": [{"role": "user", "content": "Hi"}]}
-
-
-@pytest.fixture(scope="module")
-def world(tmp_path_factory):
-    return World.make(tmp_path_factory.mktemp("target"))
 
 
 @pytest.fixture
