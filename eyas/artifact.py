@@ -126,13 +126,13 @@ class Artifact:
                 raise MissingInputError(
                     f"the artifact {self.url} {what}", "run the stage that makes it first (again)"
                 )
-            told = self._bytes(DONE).decode(errors="replace").strip()
+            digest = self._bytes(DONE).decode(errors="replace").strip()
             text = self._bytes(MANIFEST) if self.exists(MANIFEST) else b""
             try:
                 made = Manifest.model_validate_json(text)
             except ValidationError:
                 made = None
-            if made is None or hashlib.sha256(text).hexdigest() != told:
+            if made is None or hashlib.sha256(text).hexdigest() != digest:
                 raise CorruptError(
                     f"{self.url}/{MANIFEST} does not match its done marker",
                     "restore it from a copy; without one, delete the folder and run the stage",

@@ -101,25 +101,17 @@ def figures_of(result: Mapping[str, Any]) -> list[CardTau]:
     found = [(one, one["temperature"]) for one in result.get("trees", [])]
     if "tau_by_num_draft_steps" in result:
         found.append((result, result.get("answers_temperature", 0.0)))
-    return [
-        _card_tau(one, temperature)
-        for one, temperature in found
-        if one["tau_interval"] and one["rounds"] and temperature is not None
-    ]
-
-
-def _card_tau(one: Mapping[str, Any], temperature: float) -> CardTau:
-    steps = one["num_draft_steps"]
-    is_tree = "tau_by_num_draft_steps" not in one
-    return CardTau(
-        one["speculation"] if is_tree else f"fixed({steps},1,{steps + 1})",
-        temperature,
-        one["tau"],
-        (one["tau_interval"][0], one["tau_interval"][1]),
-        one["answers"],
-        one["rounds"],
-        tuple(one["acceptance_by_position"]),
-    )
+    figures = []
+    for one, temperature in found:
+        if not one["tau_interval"] or not one["rounds"] or temperature is None:
+            continue
+        steps, (low, high) = one["num_draft_steps"], one["tau_interval"]
+        is_tree = "tau_by_num_draft_steps" not in one
+        size = one["speculation"] if is_tree else f"fixed({steps},1,{steps + 1})"
+        shares = tuple(one["acceptance_by_position"])
+        counts = one["answers"], one["rounds"]
+        figures.append(CardTau(size, temperature, one["tau"], (low, high), *counts, shares))
+    return figures
 
 
 def at_temperature(figures: Sequence[CardTau], temperature: float) -> list[CardTau]:

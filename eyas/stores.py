@@ -176,9 +176,9 @@ def refusal(error: BaseException) -> tuple[str, str, str] | None:
 def _answer(error: BaseException) -> tuple[str, str, int]:
     response = getattr(error, "response", None)
     if isinstance(response, dict):  # botocore
-        told = response.get("Error", {})
+        refused = response.get("Error", {})
         status = response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
-        return str(told.get("Code", status)), str(told.get("Message", "")), int(status)
+        return str(refused.get("Code", status)), str(refused.get("Message", "")), int(status)
     text = str(error).strip()
     code = str(getattr(error, "code", None) or "")
     if code.isdigit():  # gcsfs

@@ -9,7 +9,7 @@ llama.cpp have the same names for speculation, each with its own prefix, and SGL
 Differences between two arms are refused, unless the user insists, or only reported:
 
     engine      which engine, version and host      reported: a ratio of engines or hosts
-    precision   what the servers compute in         refused where both tell it
+    precision   what the servers compute in         refused where both report it
     prompts     tokens of one prompt                refused: another tokenizer or template
     counts      what counted the answers' tokens    refused
     lengths     tokens of all answers               refused where more than a tenth apart
@@ -58,7 +58,7 @@ ENOUGH = 4  # pairs of greedy answers, to say that the models differ
 
 @dataclass(frozen=True, slots=True)
 class ServerFacts:
-    """One server; a fact that it does not tell is None."""
+    """One server; a fact it does not report is None."""
 
     url: str
     model: str

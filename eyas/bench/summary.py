@@ -232,6 +232,11 @@ def comparison(
                 lambda rows: ratio_of_medians(rows[..., 2:4]),
             ],
         )
+    parts = ("text", "num_output_tokens", "finish_reason")
+    same = [
+        all(getattr(base.reply, part) == getattr(row.reply, part) for part in parts)
+        for base, row in pairs
+    ]
     ours, theirs = (
         _throughput_tps([row for row in side if row.is_answered]) for side in (arm, baseline)
     )
@@ -239,7 +244,7 @@ def comparison(
         "num_pairs": len(pairs),
         "num_turns": len(turns),
         "same_engine": same_engine,
-        "identical": sum(_is_same(*pair) for pair in pairs) if is_greedy else None,
+        "identical": sum(same) if is_greedy else None,
         "speedup": float(ratio_of_medians(np.asarray(tpots_ms))) if tpots_ms else None,
         "speedup_interval": of_tpot,
         "throughput_ratio": ours / theirs if ours and theirs else None,
@@ -303,11 +308,6 @@ def impossible(compared: Mapping[str, Any]) -> str | None:
         f"{speedup:.2f} over {compared['num_pairs']} prompts is impossible, {bound}: "
         "run again with more prompts on a machine that does nothing else"
     )
-
-
-def _is_same(base: BenchRow, row: BenchRow) -> bool:
-    names = ("text", "num_output_tokens", "finish_reason")
-    return all(getattr(base.reply, name) == getattr(row.reply, name) for name in names)
 
 
 def _busy_s(answered: Sequence[BenchRow]) -> float:

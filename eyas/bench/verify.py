@@ -349,14 +349,14 @@ class Arm:
         found = await asyncio.gather(*(answer(at, *one) for at, one in enumerate(requests)))
         await asyncio.sleep(SETTLE_S)
         counted = counted_between(before, await read_counters(self.client))
-        told = [answer.drafts for answer in found if answer.drafts is not None]
-        drafted, accepted = sum(one[0] for one in told), sum(one[1] for one in told)
+        reported = [answer.drafts for answer in found if answer.drafts is not None]
+        drafted, accepted = sum(one[0] for one in reported), sum(one[1] for one in reported)
         if self.fields != PLAINLY:  # eyas' answers do not report drafts from text
             rounds, num, nodes = drafts_of(counted)
             drafted, accepted = max(drafted, rounds, nodes), max(accepted, num)
         # vLLM counts drafts from its start on, where it speculates
-        is_told = told or drafted or (counted and self.facts.kind == "vllm")
-        return found, (drafted, accepted) if is_told else None
+        is_known = reported or drafted or (counted and self.facts.kind == "vllm")
+        return found, (drafted, accepted) if is_known else None
 
 
 async def verified(config: VerifyConfig, output: Artifact, track: Track = quiet) -> tuple[str, str]:

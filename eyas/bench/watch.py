@@ -177,14 +177,14 @@ def refuse_impossible(url: str, counted: Counters) -> None:
     more accepted than drafted.
     """
     read = {name: n for name, n in counted.items() if name.startswith(("spec_", *ONLY_UP))}
-    told = next((f"{name} {n:g}" for name, n in read.items() if not 0 <= n < math.inf), "")
-    rounds = rounds_of({} if told else counted)
+    impossible = next((f"{name} {n:g}" for name, n in read.items() if not 0 <= n < math.inf), "")
+    rounds = rounds_of({} if impossible else counted)
     nodes, accepted = rounds.get("nodes_mean", 0.0), rounds.get("tau", 1.0) - 1
     if nodes and accepted > nodes * (1 + SIZE_APART):
-        told = f"tau {accepted + 1:.2f} of {nodes:.1f} drafts a round"
-    if told:
+        impossible = f"tau {accepted + 1:.2f} of {nodes:.1f} drafts a round"
+    if impossible:
         raise CorruptError(
-            f"{url}/metrics counts what cannot be: {told}",
+            f"{url}/metrics counts what cannot be: {impossible}",
             "look at the server, or at what stands between: another one's counters, or two added",
         )
 

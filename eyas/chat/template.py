@@ -157,17 +157,16 @@ def as_served(message: Mapping[str, Any]) -> dict[str, Any]:
         name: value for name, value in filled.items() if name not in REASONING and value is not None
     }
     if calls := served.pop("tool_calls", None):
-        served["tool_calls"] = [_call_as_served(call) for call in calls]
+        served["tool_calls"] = []
+        for call in calls:
+            called = call.get("function", call)
+            function = {**called, "arguments": _as_object(called.get("arguments"))}
+            own = {**call, "function": function} if "function" in call else function
+            served["tool_calls"].append(own)
     reasoning = next((str(message[name]) for name in REASONING if message.get(name)), "")
     if not reasoning:
         return served
     return {"thinking": reasoning, **served} | dict.fromkeys(REASONING[:2], reasoning)
-
-
-def _call_as_served(call: Mapping[str, Any]) -> dict[str, Any]:
-    called = call.get("function", call)
-    function = {**called, "arguments": _as_object(called.get("arguments"))}
-    return {**call, "function": function} if "function" in call else function
 
 
 def _as_object(arguments: Any) -> Any:

@@ -43,8 +43,15 @@ Row = tuple[str, str, str]
 
 def command() -> None:
     """Print what one can do on this machine; then devices, stores, models and versions."""
-    for ability in _abilities():
-        print(ability)
+    why = library.unavailable()
+    lacks = [name for name in TRAINING if importlib.util.find_spec(name) is None]
+    print("You can clean prompts and measure servers: eyas prompts, bench, verify, watch")
+    print(f"You cannot serve: {why}" if why else "You can serve on this CPU: eyas serve, generate")
+    print(
+        f"You cannot train: {', '.join(lacks)} missing, eyas[train]"
+        if lacks
+        else "You can train: eyas capture, train, eval, export, run, demo"
+    )
     table = Table("what", "here", "meaning", title=f"eyas {__version__}")
     threads = f"{cores()} of them are this process's; OMP_NUM_THREADS chooses fewer threads"
     devices = [
@@ -58,18 +65,6 @@ def command() -> None:
             table.add_row(*map(escape, row))
         table.add_section()
     Console().print(table)
-
-
-def _abilities() -> list[str]:
-    why = library.unavailable()
-    lacks = [name for name in TRAINING if importlib.util.find_spec(name) is None]
-    return [
-        "You can clean prompts and measure servers: eyas prompts, bench, verify, watch",
-        f"You cannot serve: {why}" if why else "You can serve on this CPU: eyas serve, generate",
-        f"You cannot train: {', '.join(lacks)} missing, eyas[train]"
-        if lacks
-        else "You can train: eyas capture, train, eval, export, run, demo",
-    ]
 
 
 def _versions() -> list[Row]:
