@@ -34,7 +34,7 @@ from eyas.stores import open_store, storage_errors
 
 VERSION = "0.2.0"  # the only place: pyproject.toml and the API read it here
 MANIFEST, DONE, IDENTITY, CLAIM = "manifest.json", "_DONE", "_IDENTITY", "_CLAIM"
-BLOCK_BYTES = 16 << 20  # of a file, read at a time
+BLOCK_BYTES = 16 << 20  # read at a time
 WORK = "work"  # the folder of parts that are no part of the artifact
 
 

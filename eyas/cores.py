@@ -65,7 +65,7 @@ def _rooms(root: Path) -> Iterator[int]:
         with suppress(ValueError):  # "max", or no such file
             limit, used = (int(_text(folder / f"memory.{name}")) for name in names)
             total = "total_" if is_old else ""  # with the groups below
-            # of files that were read: given back when memory is short
+            # the cache of read files, which is given back when memory is short
             files = rf"^{total}(?:in)?active_file (\d+)"
             given_back = re.findall(files, _text(folder / "memory.stat"), re.MULTILINE)
             yield limit - used + sum(map(int, given_back))

@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 Place = Literal["local", "ray"]
 VISIBLE = "CUDA_VISIBLE_DEVICES"  # read by CUDA when it is first used
 IN_FLIGHT = 2  # jobs per worker: one in work, one waiting
-MOST_LOSSES = 2  # of workers amid one job: it may be the job that they die of
+MOST_LOSSES = 2  # workers lost amid one job: the job may be the cause
 # A cluster loses machines: workers are spread over all, and started anew as often as they end.
 RAY_WORKER = {
     "num_cpus": 1,

@@ -292,7 +292,7 @@ def _fetch_file(source: Artifact, name: str, folder: Path, known: File | None) -
         return
     partial = folder / f"{name}.partial-{current}"
     for other in folder.glob(f"{glob.escape(name)}.partial-*"):
-        if other != partial:  # of a version that the store no longer has
+        if other != partial:  # for a version that the store no longer has
             other.unlink()
     with open(partial, "ab") as stream:
         for start in range(stream.tell(), size, BLOCK_BYTES):

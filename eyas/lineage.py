@@ -17,7 +17,7 @@ from eyas.errors import CorruptError, MissingInputError
 from eyas.hub import PACKAGED, locate, resolve_head
 
 SOURCE = "source"
-DIGITS = 16  # of an identity that people read
+DIGITS = 16  # of an identity, for people
 HEAD_FILES = (".json", ".safetensors", ".bin")
 
 

@@ -91,7 +91,7 @@ def _lines(stage: str) -> Iterator[Track]:
 class _StageProgress:
     def __init__(self) -> None:
         self._began = time.monotonic()
-        # of this process: a resumed stage begins late
+        # time and count at the first progress: a resumed stage begins late
         self._first: tuple[float, int] | None = None
         self._done, self._note = 0, ""
         self._total: int | None = None

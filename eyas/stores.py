@@ -21,7 +21,7 @@ from eyas.errors import EyasError, InputError, StorageFullError
 log = logging.getLogger(__name__)
 PATIENCE_S, FIRST_PAUSE_S, LONGEST_PAUSE_S = 60.0, 0.1, 10.0  # with a store that does not answer
 ABSENT = (FileNotFoundError, IsADirectoryError, NotADirectoryError, FileExistsError)
-MISTAKES = (  # of ours or of a client's code: asking again is no remedy
+MISTAKES = (  # errors of code: asking again does not help
     TypeError,
     AttributeError,
     LookupError,
@@ -58,7 +58,7 @@ REMEDIES = {
     MAKE_ROOM: "507 QuotaExceeded InsufficientStorage",
 }
 REMEDY = {code: remedy for remedy, codes in REMEDIES.items() for code in codes.split()}
-AGAIN_STATUS = (408, 409, 423, 425, 429)  # of 4xx: another time it may work
+AGAIN_STATUS = (408, 409, 423, 425, 429)  # statuses that may work another time
 SAYS_WHY = "mend what the store says, and run the same command again: finished parts are kept"
 
 

@@ -223,7 +223,7 @@ def intervals_of_turns(
         return [None] * len(figures)
     ordered_RF = np.sort(values_RF, axis=0)
     ranks_RF = 1 + np.argsort(np.argsort(values_RF, axis=0, kind="stable"), axis=0, kind="stable")
-    # of each resample, how far out it lies in the figure where it lies furthest out
+    # each resample's most extreme rank over all figures
     depth_R = np.maximum(ranks_RF, NUM_RESAMPLES + 1 - ranks_RF)[:, known].max(axis=1)
     last = int(np.quantile(depth_R, expanded(confidence, G), method="higher"))
     ends = ordered_RF[NUM_RESAMPLES - last], ordered_RF[last - 1]

@@ -48,7 +48,7 @@ _SAMPLE = re.compile(r"^(?:\w+:)?(\w+)(?:\{(.*)\})? (\S+)(?: \d+)?$")
 _LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
 # every answer makes one of them larger; llama.cpp's name of the first is the second
 ONLY_UP = ("generation_tokens_total", "tokens_predicted_total", *REQUESTS)
-HALVES = {"bfloat16", "float16"}  # which SGLang's "auto" stands for: the checkpoint's, or float16
+HALVES = {"bfloat16", "float16"}  # SGLang's "auto" is one of them
 SETTLE_S = 0.05  # servers count an answer just after its last byte
 LENGTHS_APART = 0.1
 BEGINNING = 16  # characters

@@ -18,7 +18,7 @@ import jinja2
 from eyas.chat.environment import TooMuch, rendered, unset_names
 from eyas.errors import TemplateError, template_hint
 
-FAULTS = (  # what a template may raise
+FAULTS = (  # exceptions of templates
     *(jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError),
     *(ArithmeticError, MemoryError, RecursionError),
 )
@@ -26,7 +26,7 @@ REASONING = ("reasoning_content", "reasoning", "thinking")  # its names in messa
 _CLOCK = "strftime_now"
 # variables that each rendering is given, here or by servers
 _GIVEN = {"add_generation_prompt", "continue_final_message", "documents", "messages", "tools"}
-# what of strftime a day fixes
+# codes of strftime that depend on the day alone
 _CODES = {*"%aAbBcCdDeFgGhHIjmMpPrRSTuUVwWxXyY", *(f"-{code}" for code in "dHIjmMSUwy")}
 _CODE = re.compile(r"%(-?.)")
 

@@ -25,7 +25,7 @@ from eyas.model.speed import measured
 from eyas.model.threads import num_threads
 
 REQUIRED = ("numpy", "tokenizers", "llguidance", "pydantic", "fsspec", "gguf")
-TRAINING = ("torch", "transformers", "zstandard")  # what eyas[train] brings
+TRAINING = ("torch", "transformers", "zstandard")  # libraries of eyas[train]
 OPTIONAL = {
     "torch": "training and capture: eyas[train]",
     "transformers": "architectures without kernels of our own: eyas[train]",

@@ -271,7 +271,7 @@ class RoundWork:
     def forward(self, M: int) -> None:
         column = self._length + np.arange(M, dtype=np.int64) % (self._num_slots - self._length)
         nothing, prefix = np.zeros(M, dtype=np.int64), np.full(M, self._length, dtype=np.int64)
-        # where the prefix ends: behind it a chunk may begin, of which a row sees nothing
+        # positions at the prefix's end: behind it a chunk of attention may begin, without prefix
         self._forward((nothing, nothing, prefix - 1, column, prefix, nothing), self._table)
 
     def _forward(self, arrays: RowArrays, pages: np.ndarray) -> None:
@@ -312,7 +312,7 @@ class RoundWork:
         assert self._drafts is not None
         k = self.tree_topk
         B = max(1, R // k)
-        if B not in self._roots:  # what the trees grow from; not part of what is timed
+        if B not in self._roots:  # the roots of the trees are not timed
             h = np.zeros((B, self.draft.config.hidden_size), np.float32)
             self._roots[B] = h, self.draft.proposals(h, k)
         h, first = self._roots[B]

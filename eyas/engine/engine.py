@@ -33,7 +33,7 @@ from eyas.settings import Flag
 from eyas.tau import count_round, tau_of
 
 log = logging.getLogger("eyas.engine")
-MODEL = "Model and head"  # of flags
+MODEL = "Model and head"  # panel of flags in --help
 
 LEAST_TAU, TAU_WINDOW = 1.3, 256  # a lower tau hardly helps; greedy rounds of a window
 DEFAULT_SHARE = 0.5  # of the free memory, for caches without a max_length

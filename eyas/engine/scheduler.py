@@ -62,13 +62,13 @@ class RunningSample:
         self.num_kept = 0  # its first pages, kept for others
         self.prefill_end = len(self.tokens)  # after a preemption all but the root
         self.place = 0  # in line, lowest first; below 0 after a preemption
-        # of the prompt from its second token on; None: not asked for, or already sent
+        # from the second prompt token on; None: not asked for, or already sent
         self.prompt_logprobs: list[TokenLogprob] | None = (
             None if request.params.prompt_logprobs is None else []
         )
         self.text = TextIndex()  # its tokens up to the last look-up of drafts
         self.finish_reason: FinishReason | None = None
-        self.error: InputError | None = None  # that ended it early
+        self.error: InputError | None = None  # why it ended early
 
     @property
     def num_emitted(self) -> int:

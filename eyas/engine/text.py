@@ -31,7 +31,7 @@ _SALTS = 256  # remembered: an empty index takes memory too
 _MATCHES = (2, 3, 4, 6, 9, 14)
 NUM_MATCHES = len(_MATCHES) + 1
 _CLASS_OF = [bisect_right(_MATCHES, length) for length in range(_LONGEST + CHAIN + 1)]
-_RECENT = NUM_MATCHES  # where the classes of matches in other answers begin
+_RECENT = NUM_MATCHES  # first class of matches in other answers
 NUM_KINDS = 2 * (_RECENT + NUM_MATCHES)
 # how often candidates of a class came true in 270 greedy answers of SmolLM2, before any are seen
 FIRST_ACCEPTANCE = 2 * (0.3, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95)

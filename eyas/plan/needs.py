@@ -31,7 +31,7 @@ from eyas.train.trainer import HEAD_BYTES_PER_PARAMETER, TrainConfig
 
 SAMPLE_SIZE = 1000  # prompts, evenly spaced: their mean stands for all
 STAND_IN = "Yes."  # for an answer that does not exist yet; its own tokens are counted apart
-# of an answer's row: its text and that of all turns before it, as JSON, twice (journal and part)
+# an answer's row holds its text and all earlier turns as JSON, twice (journal and part)
 ROW_BYTES_PER_TOKEN = 8
 FILLER = (
     "I would like to know how a young hawk is raised, and what it takes to let it hunt by "

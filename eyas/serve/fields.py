@@ -85,12 +85,12 @@ MAX_KEYS = 16_384  # and objects and arrays
 MAX_VALUES = 262_144  # token ids, most of them
 MAX_BIASES = 1024
 MAX_GRAMMAR = 65_536  # characters
-MAX_FIELDS = 256  # of one object with known fields
+MAX_FIELDS = 256  # in one object with known fields
 RAW = (
     "Log-probabilities are raw: of the model's own distribution, as at temperature 1, whatever the "
     "temperature, penalties, logit_bias, cuts and grammar that the token was drawn with."
 )
-_METACHARACTERS = frozenset("\\.+*?()|[]{}^$#&-~/")  # of Rust's regular expressions
+_METACHARACTERS = frozenset("\\.+*?()|[]{}^$#&-~/")  # in Rust's regular expressions
 
 
 class Strict(BaseModel):
@@ -173,7 +173,7 @@ def _finite(value: dict[str, Any]) -> dict[str, Any]:
     return value
 
 
-JsonObject = Annotated[dict[str, Any], AfterValidator(_finite)]  # which an answer may repeat
+JsonObject = Annotated[dict[str, Any], AfterValidator(_finite)]  # finite: an answer may repeat it
 
 
 # Options whose form in JSON differs from the engine's: validators beside the engine's bounds, or
@@ -195,7 +195,7 @@ _FORMS: dict[str, Any] = {
         list[TokenId], Field(max_length=MAX_STOPS, fail_fast=True), AfterValidator(_as_tuple)
     ],
 }
-# whose names and defaults are the endpoints', or that several fields ask for
+# options with names and defaults of each endpoint, or with several fields
 _OWN = {"max_tokens", "logprobs", "prompt_logprobs", *KINDS}
 
 

@@ -25,15 +25,15 @@ from eyas.errors import ConfigError, EyasError, InputError, MissingInputError
 from eyas.settings import Flag
 
 log = logging.getLogger("eyas.serve")
-ADDRESS = "Address and keys"  # of flags
+ADDRESS = "Address and keys"  # panel of flags in --help
 KEYS_VARIABLE = "EYAS_API_KEYS"
 MAX_HOST = 64  # characters of a host that a message repeats
 _HOST = re.compile(r"(?P<name>\[[0-9a-f:.]+\]|[a-z0-9._-]+)(:[0-9]*)?")
 _ORIGIN = re.compile(r"https?://(\[[0-9a-f:.]+\]|[a-z0-9._-]+)(:[0-9]+)?")
 _LOOPBACK = frozenset({"localhost", "127.0.0.1", "::1"})
-MAX_CLIENTS = 10_000  # whose rates are kept
+MAX_CLIENTS = 10_000  # with a stored rate
 FAILURES_PER_MINUTE = 60  # wrong keys of one address
-MAX_KEYS_BYTES = 1 << 20  # of the file of keys
+MAX_KEYS_BYTES = 1 << 20  # in the file of API keys
 _KINDS = {
     401: "authentication_error",
     403: "permission_error",

@@ -61,7 +61,7 @@ _OF_ROUNDS = (
     ("round_predicted_seconds", "predicted_ms", 1e-3, "what they were predicted to take"),
     ("round_real_seconds", "real_ms", 1e-3, "what they took"),
 )
-_KINDS = ("plain", "tree")  # of rounds
+_KINDS = ("plain", "tree")  # kinds of rounds
 # The figures of the head's card, for which deploy/prometheus-rules.yaml holds its traffic to them.
 _OF_CARD = {
     "tau": "what the head's card promises",

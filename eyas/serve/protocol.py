@@ -93,7 +93,7 @@ class ChatMessage(Strict):
     content: str | Annotated[list[TextPart], Field(fail_fast=True)] | None = None
     tool_calls: list[ToolCall] = Field(default=[], fail_fast=True)
     tool_call_id: str | None = None
-    # of the participant, or of the tool that answers
+    # the participant, or the tool that answers
     name: str | None = Field(default=None, max_length=MAX_NAME)
     reasoning_content: str | None = None
 

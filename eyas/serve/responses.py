@@ -42,7 +42,7 @@ log = logging.getLogger("eyas.serve")
 MAX_ITEMS = 4096
 MAX_PARTS = 1024
 LOGPROBS = "message.output_text.logprobs"
-HOSTED = re.compile(r"\w+_call(_output)?\..+")  # of tools of OpenAI's servers
+HOSTED = re.compile(r"\w+_call(_output)?\..+")  # types of OpenAI's hosted tools
 INCLUDED = rf"^(message\.output_text\.logprobs|reasoning\.encrypted_content|{HOSTED.pattern})$"
 # fields with the same name in a chat, and the names of others, for errors
 SAME_NAMES = ("model", "temperature", "top_p", "parallel_tool_calls", "top_logprobs", "stream")

@@ -24,7 +24,7 @@ from eyas.serve.limits import ApiError, unsupported
 from eyas.serve.protocol import Tool
 
 OPENING, CLOSING = "<tool_call>", "</tool_call>"
-REQUIRED_OPENING = f"{OPENING}\n"  # what the prompt of a required call ends with
+REQUIRED_OPENING = f"{OPENING}\n"  # the end of a required call's prompt
 # A call up to the beginning of its arguments, also in a list, within MAX_BEGIN characters; and the
 # marks that show whether a closing tag stands in a JSON string, which a line's end ends.
 BEGIN = re.compile(
@@ -92,13 +92,13 @@ class CallReader:
         self._inside = is_open
         self._keep("")
         self._has_begun = False  # a call of the block
-        self._arguments: _Arguments | None = None  # that go on
+        self._arguments: _Arguments | None = None  # of an unfinished call
         self._words = StopFilter([OPENING])
         self._blanks = ""  # shown when more words follow, not before a call
 
     def _keep(self, block: str) -> None:
         self._block = block
-        self._seen, self._is_quoted = 0, False  # how far a closing tag was looked for
+        self._seen, self._is_quoted = 0, False  # searched for a closing tag up to here
 
     def push(self, text: str) -> list[str | Call]:
         """The words that are certain now, calls and more of their arguments, in order."""

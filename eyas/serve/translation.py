@@ -20,7 +20,7 @@ from eyas.serve.tools import REQUIRED_OPENING, answer_grammar, call_schema, in_t
 from eyas.serve.writers import ChatWriter, CompletionWriter, TextWriter
 
 MAX_ECHOED = 1 << 16  # log-probabilities of prompts in an answer, each token's own included
-MAX_LOGPROBS_WHOLE = 1 << 17  # of an answer that is kept until it is whole; 100 bytes each
+MAX_LOGPROBS_WHOLE = 1 << 17  # in an answer that is not streamed; 100 bytes each
 Body = ChatRequest | TextRequest | ResponsesRequest
 THINKING = "enable_thinking"  # the switch of templates whose targets can think
 
