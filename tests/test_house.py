@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import house
+from tests.test_architecture import ORDER
 
 ROOT = Path(__file__).resolve().parents[1]
 MAP = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
@@ -86,9 +87,13 @@ def test_the_map_names_what_is_there():
             assert function in defined, name
 
 
-def test_the_map_names_every_room():
-    rooms = {path.name for path in (ROOT / "eyas").iterdir() if path.is_dir()} - {"__pycache__"}
-    assert rooms <= set(re.findall(r"(\w+)/", MAP))
+def test_the_map_prints_the_rows_of_rooms():
+    tree = MAP.partition("```")[2].partition("```")[0]
+    printed = [
+        re.findall(r"(\w+)(?:/|\.py)", "\n".join(line[:32] for line in row.splitlines()))
+        for row in tree.replace("eyas/\n", "").split("\n\n")
+    ]
+    assert tuple(map(set, printed)) == tuple(map(set, ORDER))
 
 
 def own(*suffixes: str) -> list[Path]:
@@ -137,5 +142,9 @@ def test_few_frames_to_the_loss_and_to_the_forward(capsys):
             print(f"\n{len(stack)} frames to {end}: {' > '.join(stack)}")
     assert set(stacks) == {*house.LOSS_ENDS, *house.FORWARD_ENDS}
     to_loss = stacks[house.LOSS_ENDS[0]]
-    assert len(to_loss[to_loss.index("cli/train.py:command") :]) <= MOST_FRAMES
+    ours = to_loss[to_loss.index("cli/train.py:command") :]
+    assert len(ours) <= MOST_FRAMES
     assert all(len(stacks[end]) <= MOST_FRAMES for end in house.FORWARD_ENDS)
+    shown = re.findall(r"^\| \d+ \| `eyas/([\w/.:]+)`", MAP, re.MULTILINE)
+    to_verify = stacks[house.FORWARD_ENDS[0]]
+    assert shown[: len(ours) + len(to_verify)] == [*ours, *to_verify]
