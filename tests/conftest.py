@@ -36,6 +36,13 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return serving.World.make(tmp_path_factory.mktemp("target"))
 
 
+@pytest.fixture(scope="session")
+def ending(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """A target that can end an answer, as one that follows a grammar must."""
+    serving = importlib.import_module("tests.serving")
+    return serving.World.make(tmp_path_factory.mktemp("ending"), eos_token_id=2)
+
+
 @pytest.fixture(scope="module")
 def client(world: Any) -> Iterator[Any]:
     """The official client of a server of it."""

@@ -15,23 +15,16 @@ from eyas.engine.tree import drafted_tree
 from eyas.model.rows import HEAD, TEXT, Proposals
 from tests import tiny_engine
 from tests.serving import ask, complete
-from tests.tiny_engine import EVERYTHING, draft_of, load_as, random_head, requests
+from tests.tiny_engine import EVERYTHING, draft_of, random_head, requests
 
 SAMPLED = {"temperature": 0.8, "repetition_penalty": 1.2}
 
 
-folder = tiny_engine.folder
-
-
-@pytest.fixture(params=["native", "torch"])
-def kind(request):
-    return request.param
+folder, target = tiny_engine.folder, tiny_engine.target
 
 
 @pytest.fixture
-def engine(folder, kind):
-    """Records what the policy chose, round by round."""
-    target = load_as(kind, folder)
+def engine(target):
     config = EngineConfig(max_batch=3, max_length=120, speculation="fixed(4,3,9)")
     return Engine(target, draft_of(*random_head(target), target), config)
 

@@ -35,9 +35,8 @@ PAGE = "https://chat.example.org"
 
 
 @pytest.fixture(scope="module")
-def world(tmp_path_factory):
-    """A target that can end an answer."""
-    return World.make(tmp_path_factory.mktemp("target"), eos_token_id=2)
+def world(ending):
+    return ending
 
 
 @pytest.fixture(scope="module")

@@ -401,9 +401,8 @@ def test_every_error_has_the_same_shape(client, method, path, body, kind, status
 
 
 @pytest.fixture(scope="module")
-def follower(tmp_path_factory):
-    """A target that can end an answer, as one that follows a grammar must."""
-    with World.make(tmp_path_factory.mktemp("ending"), eos_token_id=2).served() as client:
+def follower(ending):
+    with ending.served() as client:
         yield client
 
 
