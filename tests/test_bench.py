@@ -362,7 +362,7 @@ TWO_PLAIN = {"plain": ArmConfig(speculation=False), "eagle": ArmConfig(speculati
 
 
 def test_arms_take_turns_block_by_block(url, prompts, tmp_path):
-    output = run_of(tmp_path, url=url, prompts=prompts, arms=TWO_PLAIN, max_tokens=8)
+    output = run_of(tmp_path, url=url, prompts=prompts, arms=TWO_PLAIN, max_tokens=2)
     order = [(row["block"], row["arm"]) for row in output.read_jsonl("rows.jsonl")]
     blocks = list(dict.fromkeys(order))
     turns = [("plain", "eagle"), ("eagle", "plain")]
@@ -372,7 +372,7 @@ def test_arms_take_turns_block_by_block(url, prompts, tmp_path):
 
 
 def test_a_run_that_is_done_is_not_done_again(url, prompts, tmp_path):
-    config = BenchConfig(url=url, prompts=prompts, arms=TWO_PLAIN, num_prompts=2, max_tokens=8)
+    config = BenchConfig(url=url, prompts=prompts, arms=TWO_PLAIN, num_prompts=2, max_tokens=2)
     first = bench(config, Artifact(str(tmp_path / "bench")))
     again = bench(config, Artifact(str(tmp_path / "bench")), lambda *_: pytest.fail("it ran again"))
     assert again == first
