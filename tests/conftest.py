@@ -43,6 +43,13 @@ def ending(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return serving.World.make(tmp_path_factory.mktemp("ending"), eos_token_id=2)
 
 
+@pytest.fixture(scope="session")
+def tooled(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """One whose template has tools."""
+    serving = importlib.import_module("tests.serving")
+    return serving.World.tooled(tmp_path_factory.mktemp("tooled"))
+
+
 @pytest.fixture(scope="module")
 def client(world: Any) -> Iterator[Any]:
     """The official client of a server of it."""

@@ -30,7 +30,6 @@ from tests.serving import (
     MODEL,
     TOOL_TEMPLATE,
     TOOLS,
-    World,
     ask,
     complete,
     connected,
@@ -665,11 +664,6 @@ def test_benchmarks_of_vllm_and_sglang_are_served(client, path, body, sampling):
 
 
 # Tools
-
-
-@pytest.fixture(scope="module")
-def tooled(tmp_path_factory):
-    return World.tooled(tmp_path_factory.mktemp("tooled"))
 
 
 @pytest.fixture(scope="module")
