@@ -50,7 +50,7 @@ def hook(frame, event, arg, package=package):  # bound: globals go first when th
     with open(out, "a") as file:
         file.write(json.dumps([end, stack[::-1]]) + chr(10))
     if "train" in argv and written == set(ends):
-        os._exit(0)  # the rest of the training shows nothing more
+        os._exit(0)  # no need to train on
 sys.setprofile(hook)
 threading.setprofile(hook)
 from eyas.cli.main import main
@@ -234,7 +234,7 @@ def frames(root: Path) -> dict[str, list[str]]:
         train = ["train", f"{folder}/c", "-t", "builtin", "-o", f"{folder}/h", "-s", "epochs=1"]
         traced(root, LOSS_ENDS, out, train).wait()
         serve = ["serve", "--target", "builtin", "--head", "builtin", "--port", str(PORT)]
-        serve += ["--speculation", "fixed(2,1,3)"]  # auto would measure first
+        serve += ["--speculation", "fixed(2,1,3)"]
         server = traced(root, FORWARD_ENDS, out, serve)
         try:
             ask(f"http://127.0.0.1:{PORT}")

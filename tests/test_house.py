@@ -25,17 +25,17 @@ MOST_FRAMES = 8  # from a command to the loss, and from the server's worker to t
 # KB of Python (1,000 bytes; of C++ for cpp), and what the room is for
 ROOMS = {
     "data": (203, "sources, licence gate, filters, duplicates, ledger, card"),
-    "engine": (184, "exact speculative decoding: scheduler, rounds, drafters, policy, sampling"),
+    "engine": (180, "exact speculative decoding: scheduler, rounds, drafters, policy, sampling"),
     "model": (199, "target and head on NumPy: configs, checkpoints, the native library's calls"),
     "operators": (88, "what PyTorch computes: the head that trains, features"),
     "cpp": (255, "the native decoder"),
-    "serve": (214, "the HTTP server"),
+    "serve": (212, "the HTTP server"),
     "privacy": (147, "personal data and secrets: search, surrogates, key"),
     "features": (137, "the target's answers and its hidden states"),
     "bench": (117, "any server measured over HTTP, and watched"),
     "train": (112, "objective, optimizer, runs"),
     "cli": (122, "one file per command"),
-    "top": (164, "artifacts, stores, records, errors, names of models, pages, Python's API"),
+    "top": (163, "artifacts, stores, records, errors, names of models, pages, Python's API"),
     "export": (99, "forms of other engines, check by replay, card, foretold speed"),
     "chat": (45, "chat template and tokenizer"),
     "shards": (47, "the feature format"),
@@ -43,7 +43,7 @@ ROOMS = {
     "gguf": (67, "a GGUF file as a target: metadata as a folder, weights read from the file"),
     "plan": (11, "tokens and bytes of a run"),
     "builtin": (4, "the packaged models and prompts"),
-    "tests": (2059, "proofs"),
+    "tests": (2055, "proofs"),
     "benchmarks": (375, "the scripts behind the figures of README and results"),
 }
 MOST_SCRIPTS, MOST_DECISIONS, MOST_DECISION_KB, MOST_DEPENDENCIES = 15, 15, 90, 20
