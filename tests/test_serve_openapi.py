@@ -19,8 +19,8 @@ from eyas.serve.limits import LimitsConfig
 from eyas.serve.vertex import VertexConfig
 from tests.serving import MODEL, World
 
-PER_OPERATION = 40
-WRONG_PER_OPERATION = 50
+PER_OPERATION = 25
+WRONG_PER_OPERATION = 30
 
 
 @pytest.fixture(scope="module")
